@@ -1,0 +1,1 @@
+"""The benchmark, its cases and its peers. Run it with ``python -m fastattn bench``."""

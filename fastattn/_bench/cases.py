@@ -1,0 +1,242 @@
+"""Shapes and variants of attention, stated once: the tests, the self-test and the benches all take them from here.
+
+A shape says how large q, k and v are. A variant is a function ``(shape, rng) -> dict`` that returns keyword arguments
+for :func:`fastattn.attention`; `combine` merges several of them into one call.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+class Shape(NamedTuple):
+    """q is (batch, heads_q, len_q, head_dim), k and v are (batch, heads_kv, len_k, head_dim or head_dim_v)."""
+
+    name: str
+    batch: int
+    heads_q: int
+    heads_kv: int
+    len_q: int
+    len_k: int
+    head_dim: int
+    head_dim_v: int | None = None
+
+    @property
+    def dim_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def flops(self) -> int:
+        """Of the two matrix products, without any mask."""
+        return 2 * self.batch * self.heads_q * self.len_q * self.len_k * (self.head_dim + self.dim_v)
+
+    def kv_bytes(self, dtype: str) -> int:
+        """What reading k and v once costs."""
+        size = as_dtype(dtype).itemsize
+        return self.batch * self.heads_kv * self.len_k * (self.head_dim + self.dim_v) * size
+
+    @property
+    def decode(self) -> bool:
+        """One query row: bound by memory, so reported in GB/s and not in GFLOP/s."""
+        return self.len_q == 1
+
+
+def _shape(batch: int, heads: int, len_q: int, len_k: int, head_dim: int) -> Shape:
+    return Shape(f"{batch},{heads},{len_q},{len_k},{head_dim}", batch, heads, heads, len_q, len_k, head_dim)
+
+
+SHAPES = (
+    _shape(1, 12, 128, 128, 64),
+    _shape(8, 12, 128, 128, 32),
+    _shape(1, 12, 512, 512, 64),
+    _shape(1, 8, 2048, 2048, 64),
+    _shape(1, 8, 2048, 2048, 128),
+    _shape(1, 4, 8192, 8192, 64),
+    _shape(1, 32, 1, 4096, 128),
+    _shape(8, 12, 1, 1024, 64),
+)
+
+
+def grouped(shape: Shape, heads_q: int = 32, heads_kv: int = 8) -> Shape:
+    """The same shape with grouped heads."""
+    name = f"{shape.batch},{heads_q}:{heads_kv},{shape.len_q},{shape.len_k},{shape.head_dim}"
+    return shape._replace(name=name, heads_q=heads_q, heads_kv=heads_kv)
+
+
+def fresh_shapes(seed: int, n: int = 12) -> list[Shape]:
+    """Random shapes of about the work of `SHAPES`, to catch a kernel that was tuned to a list.
+
+    Lengths and head dimensions are on no grid. Every fourth shape is a decode step; their medians are compared
+    with those of the fixed shapes of the same kind.
+    """
+    rng = np.random.default_rng(seed)
+
+    def log_uniform(low: int, high: int) -> int:
+        return int(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+    shapes = []
+    for index in range(n):
+        batch, heads, head_dim = log_uniform(1, 8), int(rng.integers(4, 33)), int(rng.integers(32, 161))
+        if index % 4 == 3:
+            shape = _shape(batch, heads, 1, log_uniform(512, 8192), head_dim)
+        else:
+            len_q = log_uniform(128, 4096)
+            len_k = len_q if index % 2 else log_uniform(128, 4096)
+            shape = _shape(1 if len_q > 512 else batch, heads, len_q, len_k, head_dim)
+        shapes.append(shape)
+    return shapes
+
+
+def as_dtype(name: str) -> np.dtype:
+    """The dtype of a name in `DTYPES`; bfloat16 needs ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def make_inputs(shape: Shape, dtype: str, rng: np.random.Generator, *, kv_dtype: str | None = None,
+                layout: str = "bhld") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, k, v of standard normal numbers, all shaped (batch, heads, length, dim).
+
+    ``layout="blhd"`` makes them transposed views of (batch, length, heads, dim) arrays, as a projection leaves them.
+    `kv_dtype` is the dtype of k and v where it is not that of q (a 16-bit cache).
+    """
+    if layout not in ("bhld", "blhd"):
+        raise ValueError(f"layout must be 'bhld' or 'blhd', got {layout!r}")
+
+    def normal(heads: int, length: int, dim: int, name: str) -> np.ndarray:
+        if layout == "bhld":
+            return rng.standard_normal((shape.batch, heads, length, dim), np.float32).astype(as_dtype(name))
+        array = rng.standard_normal((shape.batch, length, heads, dim), np.float32).astype(as_dtype(name))
+        return array.swapaxes(1, 2)
+
+    return (normal(shape.heads_q, shape.len_q, shape.head_dim, dtype),
+            normal(shape.heads_kv, shape.len_k, shape.head_dim, kv_dtype or dtype),
+            normal(shape.heads_kv, shape.len_k, shape.dim_v, kv_dtype or dtype))
+
+
+def _lengths(shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    """One key length a sequence, between half and all of the keys."""
+    return rng.integers((shape.len_k + 1) // 2, shape.len_k + 1, shape.batch)
+
+
+def _plain(shape, rng):
+    return {}
+
+
+def _scale(shape, rng):
+    return {"scale": 0.3}
+
+
+def _causal(shape, rng):
+    return {"causal": True}
+
+
+def _window(shape, rng):
+    return {"window": (max(1, shape.len_k // 4), max(1, shape.len_k // 8))}
+
+
+def _q_offset(shape, rng):
+    """Queries aligned at the first key; changes nothing unless something positional is there as well."""
+    return {"q_offset": 0}
+
+
+def _kv_lengths(shape, rng):
+    return {"kv_lengths": _lengths(shape, rng)}
+
+
+def _documents(shape, rng):
+    """Four documents of different lengths packed into one row of keys; a query sees its own document only."""
+    edges = np.concatenate([[0], np.sort(rng.integers(0, shape.len_k + 1, 3)), [shape.len_k]])
+    position = np.arange(shape.len_q) + max(0, shape.len_k - shape.len_q)
+    index = np.clip(np.searchsorted(edges, position, side="right"), 1, 4)
+    return {"row_ranges": (edges[index - 1], edges[index])}
+
+
+def _padding_mask(shape, rng):
+    return {"mask": (np.arange(shape.len_k) < _lengths(shape, rng)[:, None])[:, None, None, :]}
+
+
+def _mask(shape, rng):
+    return {"mask": rng.random((shape.batch, 1, shape.len_q, shape.len_k), np.float32) < 0.7}
+
+
+def _block_mask(shape, rng):
+    """Blocks of 64 keys, half of them empty: what a kernel may skip."""
+    blocks = rng.random((shape.len_q // 64 + 1, shape.len_k // 64 + 1)) < 0.5
+    mask = np.repeat(np.repeat(blocks, 64, axis=0), 64, axis=1)
+    return {"mask": mask[:shape.len_q, :shape.len_k]}
+
+
+def _bias(shape, rng):
+    return {"bias": rng.standard_normal((shape.len_q, shape.len_k), np.float32)}
+
+
+def _bias_heads(shape, rng):
+    return {"bias": rng.standard_normal((shape.heads_q, shape.len_q, shape.len_k), np.float32)}
+
+
+def _bias_masking(shape, rng):
+    """A bias with -inf in it, which masks."""
+    bias = rng.standard_normal((shape.batch, 1, 1, shape.len_k), np.float32)
+    bias[rng.random(bias.shape) < 0.3] = -np.inf
+    return {"bias": bias}
+
+
+def _softcap(shape, rng):
+    return {"softcap": 2.0}
+
+
+def _alibi(shape, rng):
+    return {"alibi_slopes": 2.0 ** (-8.0 * np.arange(1, shape.heads_q + 1, dtype=np.float32) / shape.heads_q)}
+
+
+def _sinks(shape, rng):
+    return {"sinks": rng.standard_normal(shape.heads_q, np.float32)}
+
+
+VARIANTS = {
+    "plain": _plain,
+    "scale": _scale,
+    "causal": _causal,
+    "window": _window,
+    "q_offset": _q_offset,
+    "kv_lengths": _kv_lengths,
+    "documents": _documents,
+    "padding_mask": _padding_mask,
+    "mask": _mask,
+    "block_mask": _block_mask,
+    "bias": _bias,
+    "bias_heads": _bias_heads,
+    "bias_masking": _bias_masking,
+    "softcap": _softcap,
+    "alibi": _alibi,
+    "sinks": _sinks,
+}
+
+_POSITIONAL = {"causal", "window", "alibi_slopes"}
+
+
+def combine(names: tuple[str, ...], shape: Shape, rng: np.random.Generator) -> dict:
+    """The keyword arguments of several variants in one call."""
+    arguments: dict = {}
+    for name in names:
+        arguments.update(VARIANTS[name](shape, rng))
+    # Padded sequences shorter than their queries have no default position.
+    if "kv_lengths" in arguments and _POSITIONAL & arguments.keys():
+        arguments.setdefault("q_offset", 0)
+    return arguments
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every two variants that do not set the same argument."""
+    rng = np.random.default_rng(0)
+    keys = {name: set(make(_shape(1, 1, 1, 1, 1), rng)) for name, make in VARIANTS.items()}
+    return [(a, b) for a, b in combinations(VARIANTS, 2) if keys[a] and keys[b] and not keys[a] & keys[b]]
