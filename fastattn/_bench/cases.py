@@ -1,21 +1,26 @@
-"""Shapes and variants of attention, stated once: the tests, the self-test and the benches all take them from here.
+"""Shapes and variants of attention, stated once: the tests, the self-test and the benches use these.
 
-A shape says how large q, k and v are. A variant is a function ``(shape, rng) -> dict`` that returns keyword arguments
-for :func:`fastattn.attention`; `combine` merges several of them into one call.
+A shape says how large q, k and v are. A variant is a function ``(shape, rng) -> dict`` that returns keyword
+arguments for :func:`fastattn.attention`; `combine` merges several of them into one call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+Array = np.ndarray[Any, Any]
+Arguments = dict[str, Any]
+Rng = np.random.Generator
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 class Shape(NamedTuple):
-    """q is (batch, heads_q, len_q, head_dim), k and v are (batch, heads_kv, len_k, head_dim or head_dim_v)."""
+    """q is (batch, heads_q, len_q, head_dim), k and v are (batch, heads_kv, len_k, head_dim[_v])."""
 
     name: str
     batch: int
@@ -71,8 +76,8 @@ def grouped(shape: Shape, heads_q: int = 32, heads_kv: int = 8) -> Shape:
 def fresh_shapes(seed: int, n: int = 12) -> list[Shape]:
     """Random shapes of about the work of `SHAPES`, to catch a kernel that was tuned to a list.
 
-    Lengths and head dimensions are on no grid. Every fourth shape is a decode step; their medians are compared
-    with those of the fixed shapes of the same kind.
+    Lengths are on no grid, head dimensions are multiples of 8 as in models. Every fourth shape is a decode
+    step; medians are compared with those of the fixed shapes of the same kind.
     """
     rng = np.random.default_rng(seed)
 
@@ -81,7 +86,7 @@ def fresh_shapes(seed: int, n: int = 12) -> list[Shape]:
 
     shapes = []
     for index in range(n):
-        batch, heads, head_dim = log_uniform(1, 8), int(rng.integers(4, 33)), int(rng.integers(32, 161))
+        batch, heads, head_dim = log_uniform(1, 8), int(rng.integers(4, 33)), 8 * int(rng.integers(4, 21))
         if index % 4 == 3:
             shape = _shape(batch, heads, 1, log_uniform(512, 8192), head_dim)
         else:
@@ -92,7 +97,7 @@ def fresh_shapes(seed: int, n: int = 12) -> list[Shape]:
     return shapes
 
 
-def as_dtype(name: str) -> np.dtype:
+def as_dtype(name: str) -> np.dtype[Any]:
     """The dtype of a name in `DTYPES`; bfloat16 needs ml_dtypes."""
     if name == "bfloat16":
         import ml_dtypes
@@ -101,17 +106,17 @@ def as_dtype(name: str) -> np.dtype:
     return np.dtype(name)
 
 
-def make_inputs(shape: Shape, dtype: str, rng: np.random.Generator, *, kv_dtype: str | None = None,
-                layout: str = "bhld") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def make_inputs(shape: Shape, dtype: str, rng: Rng, *, kv_dtype: str | None = None,
+                layout: str = "bhld") -> tuple[Array, Array, Array]:
     """q, k, v of standard normal numbers, all shaped (batch, heads, length, dim).
 
-    ``layout="blhd"`` makes them transposed views of (batch, length, heads, dim) arrays, as a projection leaves them.
-    `kv_dtype` is the dtype of k and v where it is not that of q (a 16-bit cache).
+    ``layout="blhd"`` makes them transposed views of (batch, length, heads, dim) arrays, as a projection
+    leaves them. `kv_dtype` is the dtype of k and v where it is not that of q (a 16-bit cache).
     """
     if layout not in ("bhld", "blhd"):
         raise ValueError(f"layout must be 'bhld' or 'blhd', got {layout!r}")
 
-    def normal(heads: int, length: int, dim: int, name: str) -> np.ndarray:
+    def normal(heads: int, length: int, dim: int, name: str) -> Array:
         if layout == "bhld":
             return rng.standard_normal((shape.batch, heads, length, dim), np.float32).astype(as_dtype(name))
         array = rng.standard_normal((shape.batch, length, heads, dim), np.float32).astype(as_dtype(name))
@@ -122,37 +127,37 @@ def make_inputs(shape: Shape, dtype: str, rng: np.random.Generator, *, kv_dtype:
             normal(shape.heads_kv, shape.len_k, shape.dim_v, kv_dtype or dtype))
 
 
-def _lengths(shape: Shape, rng: np.random.Generator) -> np.ndarray:
+def _lengths(shape: Shape, rng: Rng) -> Array:
     """One key length a sequence, between half and all of the keys."""
     return rng.integers((shape.len_k + 1) // 2, shape.len_k + 1, shape.batch)
 
 
-def _plain(shape, rng):
+def _plain(shape: Shape, rng: Rng) -> Arguments:
     return {}
 
 
-def _scale(shape, rng):
+def _scale(shape: Shape, rng: Rng) -> Arguments:
     return {"scale": 0.3}
 
 
-def _causal(shape, rng):
+def _causal(shape: Shape, rng: Rng) -> Arguments:
     return {"causal": True}
 
 
-def _window(shape, rng):
+def _window(shape: Shape, rng: Rng) -> Arguments:
     return {"window": (max(1, shape.len_k // 4), max(1, shape.len_k // 8))}
 
 
-def _q_offset(shape, rng):
+def _q_offset(shape: Shape, rng: Rng) -> Arguments:
     """Queries aligned at the first key; changes nothing unless something positional is there as well."""
     return {"q_offset": 0}
 
 
-def _kv_lengths(shape, rng):
+def _kv_lengths(shape: Shape, rng: Rng) -> Arguments:
     return {"kv_lengths": _lengths(shape, rng)}
 
 
-def _documents(shape, rng):
+def _documents(shape: Shape, rng: Rng) -> Arguments:
     """Four documents of different lengths packed into one row of keys; a query sees its own document only."""
     edges = np.concatenate([[0], np.sort(rng.integers(0, shape.len_k + 1, 3)), [shape.len_k]])
     position = np.arange(shape.len_q) + max(0, shape.len_k - shape.len_q)
@@ -160,49 +165,49 @@ def _documents(shape, rng):
     return {"row_ranges": (edges[index - 1], edges[index])}
 
 
-def _padding_mask(shape, rng):
+def _padding_mask(shape: Shape, rng: Rng) -> Arguments:
     return {"mask": (np.arange(shape.len_k) < _lengths(shape, rng)[:, None])[:, None, None, :]}
 
 
-def _mask(shape, rng):
+def _mask(shape: Shape, rng: Rng) -> Arguments:
     return {"mask": rng.random((shape.batch, 1, shape.len_q, shape.len_k), np.float32) < 0.7}
 
 
-def _block_mask(shape, rng):
+def _block_mask(shape: Shape, rng: Rng) -> Arguments:
     """Blocks of 64 keys, half of them empty: what a kernel may skip."""
     blocks = rng.random((shape.len_q // 64 + 1, shape.len_k // 64 + 1)) < 0.5
     mask = np.repeat(np.repeat(blocks, 64, axis=0), 64, axis=1)
     return {"mask": mask[:shape.len_q, :shape.len_k]}
 
 
-def _bias(shape, rng):
+def _bias(shape: Shape, rng: Rng) -> Arguments:
     return {"bias": rng.standard_normal((shape.len_q, shape.len_k), np.float32)}
 
 
-def _bias_heads(shape, rng):
+def _bias_heads(shape: Shape, rng: Rng) -> Arguments:
     return {"bias": rng.standard_normal((shape.heads_q, shape.len_q, shape.len_k), np.float32)}
 
 
-def _bias_masking(shape, rng):
+def _bias_masking(shape: Shape, rng: Rng) -> Arguments:
     """A bias with -inf in it, which masks."""
     bias = rng.standard_normal((shape.batch, 1, 1, shape.len_k), np.float32)
     bias[rng.random(bias.shape) < 0.3] = -np.inf
     return {"bias": bias}
 
 
-def _softcap(shape, rng):
+def _softcap(shape: Shape, rng: Rng) -> Arguments:
     return {"softcap": 2.0}
 
 
-def _alibi(shape, rng):
+def _alibi(shape: Shape, rng: Rng) -> Arguments:
     return {"alibi_slopes": 2.0 ** (-8.0 * np.arange(1, shape.heads_q + 1, dtype=np.float32) / shape.heads_q)}
 
 
-def _sinks(shape, rng):
+def _sinks(shape: Shape, rng: Rng) -> Arguments:
     return {"sinks": rng.standard_normal(shape.heads_q, np.float32)}
 
 
-VARIANTS = {
+VARIANTS: dict[str, Callable[[Shape, Rng], Arguments]] = {
     "plain": _plain,
     "scale": _scale,
     "causal": _causal,
@@ -224,9 +229,9 @@ VARIANTS = {
 _POSITIONAL = {"causal", "window", "alibi_slopes"}
 
 
-def combine(names: tuple[str, ...], shape: Shape, rng: np.random.Generator) -> dict:
+def combine(names: Iterable[str], shape: Shape, rng: Rng) -> Arguments:
     """The keyword arguments of several variants in one call."""
-    arguments: dict = {}
+    arguments: Arguments = {}
     for name in names:
         arguments.update(VARIANTS[name](shape, rng))
     # Padded sequences shorter than their queries have no default position.
