@@ -1,12 +1,12 @@
-"""The oracle: attention by its definition, dense, from the public arguments, sharing nothing with fastattn."""
+"""The oracle: attention by its definition, dense, from the public arguments, nothing taken from fastattn."""
 
 import numpy as np
 
 
 @np.errstate(all="ignore")
 def attention(q, k, v, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None,
-              alibi_slopes=None, sinks=None, kv_lengths=None, q_offset=None, row_ranges=None, dtype=np.float64):
-    """q is (..., heads_q, len_q, head_dim) or (len_q, head_dim); returns out, lse, probs, attend (who sees whom).
+              alibi_slopes=None, sinks=None, kv_lengths=None, q_offset=None, row_ranges=None, dtype=float):
+    """q is (..., heads_q, len_q, head_dim) or (len_q, head_dim); returns out, lse, probs and who attends whom.
 
     In float64 it is the reference; in another dtype the plain computation that the error bound measures by.
     A 16-bit dtype multiplies matrices in float32 and rounds scores, probabilities and the output.
