@@ -69,7 +69,7 @@ def gelu(x):
 
 
 def self_attention(x, weights, name, lengths, heads):
-    """x is (batch * len, hidden), result the same; lengths (batch,) is each sequence's length without padding."""
+    """x is (batch * len, hidden), result the same; lengths (batch,), the tokens that are not padding."""
     tokens, hidden = x.shape
     batch = len(lengths)
 
