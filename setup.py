@@ -1,0 +1,96 @@
+"""Builds the extension: src/kernels.c once per instruction set and lane type, each with its own flags.
+
+Optional: without a compiler the package installs and runs on NumPy. Environment:
+
+FASTATTN_REQUIRE_EXT=1   fail instead
+FASTATTN_WERROR=1        warnings in src/ are errors
+"""
+
+import os
+import platform
+import re
+import tempfile
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError
+
+SRC = Path("src")
+# -ffp-contract=off: every multiply-add is written as one, so that results do not depend on a compiler's taste.
+# Never -ffast-math: NaN rules, and it sets flush-to-zero in the process that loads the extension.
+FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra"]
+OPENMP = (["-fopenmp"], ["-fopenmp"]), (["-Xpreprocessor", "-fopenmp"], ["-lomp"])
+REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
+
+
+def instruction_sets():
+    """(name, flags) of the lines of isa.inc for this architecture, best first."""
+    machine = platform.machine().lower().replace("arm64", "aarch64").replace("amd64", "x86_64")
+    lines = re.findall(r'^FA_ISA\((\w+), (\w+), "(.*)"\)$', (SRC / "isa.inc").read_text(), re.MULTILINE)
+    return [(name, flags.split()) for name, arch, flags in lines if arch in (machine, "any")]
+
+
+class BuildExt(build_ext):
+    """Compiles what setuptools has no words for: one source under several flags, as far as the compiler knows them."""
+
+    def build_extension(self, ext):
+        """Compile the objects of src/ and hand them to the linker; then the Cython layer as usual."""
+        werror = ["-Werror"] if os.environ.get("FASTATTN_WERROR") == "1" else []
+        isas = [(name, flags) for name, flags in instruction_sets() if self.takes(flags)]
+        if not isas:
+            raise CompileError("no working C compiler (or none that takes GNU C flags)")
+        for name, flags in isas:
+            for lane in ("F32", "F64"):
+                macros = [("FA_ISA_NAME", name), (f"FA_LANE_{lane}", "1")]
+                ext.extra_objects += self.compile("kernels.c", f"{name}-{lane}", [*FLAGS, *werror, *flags], macros)
+        compiled = [("FA_COMPILED", " ".join(f"X({name})" for name, _ in isas))]
+        for source in ("cpu.c", "dispatch.c"):
+            ext.extra_objects += self.compile(source, "common", [*FLAGS, *werror], compiled)
+        for compile_flags, link_flags in OPENMP:
+            if self.takes(compile_flags, link_flags):
+                ext.extra_compile_args += compile_flags
+                ext.extra_link_args += link_flags
+                break
+        else:
+            self.warn("no OpenMP: the extension will run on one thread")
+        super().build_extension(ext)
+
+    def compile(self, source, folder, flags, macros):
+        """Object files of one source of src/, in a folder of their own."""
+        return self.compiler.compile(
+            [str(SRC / source)], str(Path(self.build_temp, folder)), macros, [str(SRC)], extra_postargs=flags,
+            depends=[str(path) for path in SRC.iterdir()],
+        )  # fmt: skip
+
+    def takes(self, flags, link_flags=None):
+        """Whether the compiler takes these flags; and whether a program links with those."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "probe.c")
+            source.write_text("int main(void) { return 0; }\n")
+            try:
+                objects = self.compiler.compile([str(source)], folder, extra_postargs=[*flags, "-Werror"])
+                if link_flags is not None:
+                    self.compiler.link_executable(objects, "probe", folder, extra_postargs=link_flags)
+            except (CompileError, LinkError):
+                return False
+        return True
+
+
+def extensions():
+    """The one extension; a class, since numpy and Cython exist only in the build environment."""
+    import numpy
+    from Cython.Build import cythonize
+
+    ext = Extension(
+        "fastattn._core",
+        ["fastattn/_core.pyx"],
+        include_dirs=[str(SRC), numpy.get_include()],
+        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+        depends=[str(path) for path in SRC.iterdir()],
+        optional=not REQUIRED,
+    )
+    return cythonize([ext], build_dir="build/cython")
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt})

@@ -1,0 +1,95 @@
+/* Rows of any dtype to and from lanes. `dtype` is a literal in the inner kernels, so that the switches fold away. */
+
+INLINE int64_t round_up(int64_t n, int64_t multiple)
+{
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+INLINE int64_t dtype_size(fa_dtype dtype)
+{
+    return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2;
+}
+
+/* LANES elements of `dtype`, which is the lane type or, with float lanes, a 16-bit one. */
+INLINE v_t v_load_as(fa_dtype dtype, const void *p)
+{
+#if LANE_BITS == 32
+    if (dtype == FA_F16) return v_load_f16(p);
+    if (dtype == FA_BF16) return v_load_bf16(p);
+#endif
+    (void)dtype;
+    return v_load(p);
+}
+
+/* The first n; nothing past them is read. */
+INLINE v_t v_load_as_n(fa_dtype dtype, const void *p, int64_t n)
+{
+#if LANE_BITS == 32
+    if (dtype == FA_F16 || dtype == FA_BF16) {
+        uint16_t part[LANES] = {0};
+        memcpy(part, p, n * sizeof part[0]);
+        return v_load_as(dtype, part);
+    }
+#endif
+    (void)dtype;
+    return v_load_n(p, n);
+}
+
+/* dst (n) = factor * src (n), contiguous, with `dtype` as in v_load_as */
+INLINE void load_row_as(fa_dtype dtype, const char *src, int64_t n, lane factor, lane *dst)
+{
+    const int64_t size = dtype_size(dtype);
+    int64_t j = 0;
+    for (; j + LANES <= n; j += LANES) v_store(dst + j, v_load_as(dtype, src + j * size) * v_splat(factor));
+    if (j < n) v_store_n(dst + j, v_load_as_n(dtype, src + j * size, n - j) * v_splat(factor), n - j);
+}
+
+static void load_row(fa_dtype dtype, const char *src, int64_t n, lane factor, lane *dst)
+{
+    switch (dtype) {
+    case FA_F16: load_row_as(FA_F16, src, n, factor, dst); break;
+    case FA_BF16: load_row_as(FA_BF16, src, n, factor, dst); break;
+    default: load_row_as(LANE_BITS == 64 ? FA_F64 : FA_F32, src, n, factor, dst);
+    }
+}
+
+/* One element of any dtype: for strided rows, and for float32 beside double lanes. */
+static lane load_element(fa_dtype dtype, const char *p)
+{
+    float f;
+    double d;
+    switch (dtype) {
+    case FA_F64: memcpy(&d, p, sizeof d); return (lane)d;
+    case FA_F32: memcpy(&f, p, sizeof f); return f;
+    default: return v_load_as_n(dtype, p, 1)[0];
+    }
+}
+
+/* dst (n) = src (n), with `dtype` the lane type or, with float lanes, a 16-bit one */
+static void store_row(fa_dtype dtype, const lane *src, int64_t n, char *dst)
+{
+#if LANE_BITS == 32
+    if (dtype == FA_F16 || dtype == FA_BF16)
+        for (int64_t j = 0; j < n; j += LANES) {
+            const int64_t count = n - j < LANES ? n - j : LANES;
+            const v_t a = count == LANES ? v_load(src + j) : v_load_n(src + j, count);
+            uint16_t part[LANES];
+            if (dtype == FA_F16) v_store_f16(part, a);
+            else v_store_bf16(part, a);
+            memcpy(dst + j * 2, part, count * sizeof part[0]);
+        }
+    else
+#endif
+        memcpy(dst, src, n * sizeof(lane));
+    (void)dtype;
+}
+
+/* Whether all of a row is finite. */
+INLINE int row_finite(fa_dtype dtype, const char *src, int64_t n)
+{
+    v_t sum = v_splat(0); /* x * 0 is NaN where x is not finite */
+    int64_t j = 0;
+    for (; j + LANES <= n; j += LANES) sum += v_load_as(dtype, src + j * dtype_size(dtype)) * v_splat(0);
+    if (j < n) sum += v_load_as_n(dtype, src + j * dtype_size(dtype), n - j) * v_splat(0);
+    return !v_any(sum != sum);
+}

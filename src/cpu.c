@@ -1,0 +1,34 @@
+/* What this CPU runs: one fa_cpu_has_<isa>() for every line of isa.inc. */
+#include "cpu.h"
+
+#if defined __x86_64__
+/* libgcc and compiler-rt ask CPUID, and XGETBV for what the system saves at a context switch. */
+int fa_cpu_has_avx2(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+int fa_cpu_has_avx512(void)
+{
+    return fa_cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+int fa_cpu_has_avx512bf16(void)
+{
+    return fa_cpu_has_avx512() && __builtin_cpu_supports("avx512bf16");
+}
+#endif
+
+#if defined __aarch64__
+int fa_cpu_has_neon(void)
+{
+    return 1; /* part of the base architecture */
+}
+#endif
+
+int fa_cpu_has_generic(void)
+{
+    return 1;
+}

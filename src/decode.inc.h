@@ -1,0 +1,251 @@
+/* One task of the dot kernel: the few rows of one KV head against a run of keys, head_dim (scores) and head_dim_v
+ * (accumulators) on the lanes. It reads K and V once, at the speed of the memory, and computes next to nothing.
+ *
+ *     for each block of keys that some row attends:
+ *         s (rows, keys) = dot products of whole vectors, summed LANES at a time     16-bit keys are widened on the way
+ *         s = modifiers and masks of s                                              scores.inc.h, keys on the lanes
+ *         p, m, l = online softmax of s, row by row
+ *         acc (rows, head_dim_v) = alpha acc + p V
+ */
+
+/* Rows per KV head up to which this kernel is used; above, the tile kernel. */
+#define DOT_ROWS 8
+#define DOT_CHUNK 4 /* vectors of head_dim_v at a time: 4 rows x 4 vectors of accumulators fit 32 registers */
+
+/* A thread's scratch. */
+typedef struct {
+    lane *q;           /* (DOT_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
+    lane *s, *add;     /* (DOT_ROWS, BLOCK_K) */
+    lane *v;           /* (BLOCK_K, head_dim_v): values with rows taken out, in V's dtype */
+    int64_t *range;    /* (2, DOT_ROWS) */
+    int64_t depth;
+} dot_scratch;
+
+static int64_t dot_scratch_at(const fa_attention_args *a, void *memory, dot_scratch *w)
+{
+    lane *next = memory;
+    int64_t used = 0;
+    w->depth = round_up(a->head_dim, LANES);
+#define TAKE(field, n) (w->field = memory ? next + used : NULL, used += round_up(n, 64 / sizeof(lane)))
+    TAKE(q, DOT_ROWS * w->depth);
+    TAKE(s, DOT_ROWS * BLOCK_K);
+    TAKE(add, DOT_ROWS * BLOCK_K);
+    TAKE(v, BLOCK_K * a->head_dim_v);
+#undef TAKE
+    w->range = memory ? (int64_t *)(next + used) : NULL;
+    return used * (int64_t)sizeof(lane) + 2 * DOT_ROWS * (int64_t)sizeof(int64_t);
+}
+
+/* s (rows, keys) = q (rows, depth) k (keys, head_dim)^T, with rows * keys == LANES: one vector of sums. */
+INLINE void dot_tile(fa_dtype dtype, int rows, const char *k, int64_t k_row, int64_t head_dim, const lane *q,
+                     int64_t depth, lane *s)
+{
+    const int keys = LANES / rows;
+    const int64_t size = dtype_size(dtype), whole = head_dim / LANES * LANES;
+    v_t acc[LANES];
+    UNROLL for (int i = 0; i < LANES; i++) acc[i] = v_splat(0);
+    for (int64_t d = 0; d < whole; d += LANES)
+        UNROLL for (int j = 0; j < keys; j++)
+        {
+            const v_t key = v_load_as(dtype, k + j * k_row + d * size);
+            UNROLL for (int r = 0; r < rows; r++)
+                acc[r * keys + j] = v_fma(key, v_load(q + r * depth + d), acc[r * keys + j]);
+        }
+    if (whole < head_dim)
+        for (int j = 0; j < keys; j++) {
+            const v_t key = v_load_as_n(dtype, k + j * k_row + whole * size, head_dim - whole);
+            for (int r = 0; r < rows; r++)
+                acc[r * keys + j] = v_fma(key, v_load(q + r * depth + whole), acc[r * keys + j]);
+        }
+    const v_t sums = v_sum_each(acc);
+    lane each[LANES];
+    v_store(each, sums);
+    UNROLL for (int r = 0; r < rows; r++) memcpy(s + r * BLOCK_K, each + r * keys, keys * sizeof(lane));
+}
+
+/* s (rows, n) for 1, 2 or 4 rows; keys past the last whole tile are computed again with their neighbours or alone. */
+INLINE void dot_scores(fa_dtype dtype, int rows, const char *k, int64_t k_row, int64_t n, int64_t head_dim,
+                       const lane *q, int64_t depth, lane *s)
+{
+    const int keys = LANES / rows;
+    int64_t j = 0;
+    for (; j + keys <= n; j += keys) dot_tile(dtype, rows, k + j * k_row, k_row, head_dim, q, depth, s + j);
+    for (; j < n; j++)
+        for (int r = 0; r < rows; r++) {
+            v_t acc = v_splat(0);
+            int64_t d = 0;
+            for (; d + LANES <= head_dim; d += LANES)
+                acc = v_fma(v_load_as(dtype, k + j * k_row + d * dtype_size(dtype)), v_load(q + r * depth + d), acc);
+            if (d < head_dim)
+                acc = v_fma(v_load_as_n(dtype, k + j * k_row + d * dtype_size(dtype), head_dim - d),
+                            v_load(q + r * depth + d), acc);
+            s[r * BLOCK_K + j] = v_sum(acc);
+        }
+}
+
+/* acc (rows, nd vectors) = alpha acc + p (rows, n) v (n, nd vectors); `last`: lanes of the last vector, 0 = all */
+INLINE void dot_values(fa_dtype dtype, int rows, int nd, int64_t last, const char *v, int64_t v_row, int64_t n,
+                       const lane *p, const lane *alpha, lane *acc, int64_t acc_row)
+{
+    v_t sum[4][DOT_CHUNK];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < nd; c++) sum[r][c] = v_load(acc + r * acc_row + c * LANES) * v_splat(alpha[r]);
+    for (int64_t j = 0; j < n; j++, v += v_row)
+        UNROLL for (int c = 0; c < nd; c++)
+        {
+            const char *from = v + c * LANES * dtype_size(dtype);
+            const v_t value = last && c == nd - 1 ? v_load_as_n(dtype, from, last) : v_load_as(dtype, from);
+            UNROLL for (int r = 0; r < rows; r++) sum[r][c] = v_fma(v_splat(p[r * BLOCK_K + j]), value, sum[r][c]);
+        }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < nd; c++) v_store(acc + r * acc_row + c * LANES, sum[r][c]);
+}
+
+/* acc (rows, head_dim_v) = alpha acc + p (rows, n) v (n, head_dim_v) */
+INLINE void dot_accumulate(fa_dtype dtype, int rows, const char *v, int64_t v_row, int64_t n, int64_t head_dim_v,
+                           const lane *p, const lane *alpha, lane *acc, int64_t acc_row)
+{
+    const int64_t size = dtype_size(dtype);
+    int64_t d = 0;
+    for (; d + DOT_CHUNK * LANES <= head_dim_v; d += DOT_CHUNK * LANES)
+        dot_values(dtype, rows, DOT_CHUNK, 0, v + d * size, v_row, n, p, alpha, acc + d, acc_row);
+    for (; d + LANES <= head_dim_v; d += LANES)
+        dot_values(dtype, rows, 1, 0, v + d * size, v_row, n, p, alpha, acc + d, acc_row);
+    if (d < head_dim_v)
+        dot_values(dtype, rows, 1, head_dim_v - d, v + d * size, v_row, n, p, alpha, acc + d, acc_row);
+}
+
+/* One row's online softmax over s (n): probabilities in place; returns alpha = 2^(m - m'). The vectors that hold s are
+ * whole: what lies past n becomes 0. */
+INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum)
+{
+    v_t max = v_splat(*row_max), sum = v_splat(0);
+    for (int64_t j = n; j < round_up(n, LANES); j++) s[j] = -INFINITY;
+    for (int64_t j = 0; j < n; j += LANES) max = v_max(max, v_load(s + j));
+    const lane new_max = v_max_lanes(max), base = new_max == -(lane)INFINITY ? 0 : new_max;
+    for (int64_t j = 0; j < n; j += LANES) {
+        const v_t p = v_exp2(v_load(s + j) - v_splat(base));
+        sum += p;
+        v_store(s + j, p);
+    }
+    const lane alpha = lane_exp2(*row_max - base);
+    *row_max = new_max;
+    *row_sum = *row_sum * alpha + v_sum(sum);
+    return alpha;
+}
+
+/* Modifiers and masks of s (rows, n), keys [j0, j0 + n). Returns whether some row does not attend some key. */
+INLINE int modify_rows(const fa_attention_args *a, modifiers *m, const row_block *t, int64_t j0, int64_t n,
+                       const dot_scratch *w)
+{
+    const int out_of_range = t->full_first > j0 || t->full_last < j0 + n;
+    int hides = out_of_range;
+    if (!out_of_range && !m->additive && !m->alibi && m->softcap == 0) return 0;
+    v_t lane_index;
+    for (int i = 0; i < LANES; i++) lane_index[i] = i;
+    for (int64_t r = 0; r < t->rows; r++) {
+        const row_id id = row_at(a, t->h_kv, t->row0 + r);
+        lane slope = 0, distance = 0;
+        if (m->additive) hides |= additive_row(a, t, r, j0, n, w->add + r * BLOCK_K);
+        if (m->alibi) {
+            int64_t position;
+            memcpy(&position, at(&a->q_position, t->b, 0, 0, 0), sizeof position);
+            memcpy(&slope, at(&a->alibi_slopes, t->b, id.head, 0, 0), sizeof slope);
+            slope *= (lane)LOG2_E;
+            distance = (lane)(position + id.query - j0);
+        }
+        const v_t begin = v_splat((lane)(t->begin[r] - j0)), end = v_splat((lane)(t->end[r] - j0));
+        for (int64_t j = 0; j < n; j += LANES) {
+            const v_t key = lane_index + v_splat((lane)j);
+            lane *s = w->s + r * BLOCK_K + j;
+            v_store(s, v_modify(m, out_of_range, v_load(s), v_load(w->add + r * BLOCK_K + j), v_splat(slope),
+                                v_abs(v_splat(distance) - key), (begin <= key) & (key < end)));
+        }
+    }
+    return hides;
+}
+
+/* One block: keys [j0, j0 + n). */
+INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, modifiers *m, const row_block *t, int64_t j0,
+                      int64_t n, const dot_scratch *w, const partial *p)
+{
+    const char *k = at(&a->k, t->b, t->h_kv, j0, 0), *v = at(&a->v, t->b, t->h_kv, j0, 0), *values = v;
+    const int64_t depth = w->depth, width = a->head_dim_v, size = dtype_size(dtype);
+    int64_t v_row = a->v.row, bad[BLOCK_K], n_bad = 0, r = 0;
+    uint8_t attends[BLOCK_K][DOT_ROWS];
+    lane alpha[DOT_ROWS];
+
+#define EACH_ROWS(call) /* four rows at a time, then two, then one */                                                  \
+    for (r = 0; LANES >= 4 && r + 4 <= t->rows; r += 4) call(4);                                                       \
+    for (; r + 2 <= t->rows; r += 2) call(2);                                                                          \
+    for (; r < t->rows; r++) call(1);
+#define SCORES(rows) dot_scores(dtype, rows, k, a->k.row, n, a->head_dim, w->q + r * depth, depth, w->s + r * BLOCK_K)
+    EACH_ROWS(SCORES)
+#undef SCORES
+
+    /* A probability of 0 does not shield a NaN or Inf in V: take such rows out, add them where attended. */
+    if (modify_rows(a, m, t, j0, n, w)) {
+        for (int64_t j = 0; j < n; j++)
+            if (!row_finite(dtype, v + j * v_row, width)) {
+                for (r = 0; r < t->rows; r++) attends[n_bad][r] = w->s[r * BLOCK_K + j] != -(lane)INFINITY;
+                bad[n_bad++] = j;
+            }
+        if (n_bad) {
+            values = (const char *)w->v;
+            v_row = width * size;
+            for (int64_t j = 0; j < n; j++) memcpy((char *)w->v + j * v_row, v + j * a->v.row, v_row);
+            for (int64_t i = 0; i < n_bad; i++) memset((char *)w->v + bad[i] * v_row, 0, v_row);
+        }
+    }
+    for (r = 0; r < t->rows; r++) alpha[r] = dot_softmax(w->s + r * BLOCK_K, n, p->row_max + r, p->row_sum + r);
+#define VALUES(rows)                                                                                                   \
+    dot_accumulate(dtype, rows, values, v_row, n, width, w->s + r * BLOCK_K, alpha + r, p->acc + r * p->acc_row,       \
+                   p->acc_row)
+    EACH_ROWS(VALUES)
+#undef VALUES
+#undef EACH_ROWS
+    for (int64_t i = 0; i < n_bad; i++)
+        for (r = 0; r < t->rows; r++)
+            for (int64_t d = 0; d < width && attends[i][r]; d++)
+                p->acc[r * p->acc_row + d] +=
+                    w->s[r * BLOCK_K + bad[i]] * load_element(dtype, v + bad[i] * a->v.row + d * size);
+}
+
+/* The state of the KV head's rows over keys [key_begin, key_end), as a partial. */
+INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block *t, int64_t key_begin, int64_t key_end,
+                          const dot_scratch *w, const partial *p)
+{
+    modifiers m = modifiers_of(a);
+    row_block_ranges(a, t, key_begin, key_end);
+    for (int64_t r = 0; r < t->rows; r++) {
+        const row_id id = row_at(a, t->h_kv, t->row0 + r);
+        lane *q = w->q + r * w->depth;
+        for (int64_t d = a->head_dim; d < w->depth; d++) q[d] = 0;
+        load_row(a->q.dtype, at(&a->q, t->b, id.head, id.query, 0), a->head_dim, m.factor, q);
+        p->row_max[r] = -INFINITY;
+        p->row_sum[r] = 0;
+        for (int64_t d = 0; d < p->acc_row; d++) p->acc[r * p->acc_row + d] = 0;
+    }
+    for (int64_t block = t->first / BLOCK_K * BLOCK_K; block < t->last; block += BLOCK_K) {
+        const int64_t j0 = block > t->first ? block : t->first;
+        const int64_t j1 = block + BLOCK_K < t->last ? block + BLOCK_K : t->last;
+        const block_kind kind = mask_kind(a, t, j0, j1 - j0);
+        if (kind == BLOCK_EMPTY) continue;
+        m.additive = a->bias.data || kind == BLOCK_EDGE;
+        dot_block(a, dtype, &m, t, j0, j1 - j0, w, p);
+    }
+}
+
+static void dot_attend(const fa_attention_args *a, row_block *t, int64_t key_begin, int64_t key_end,
+                       const dot_scratch *w, const partial *p)
+{
+    switch (a->k.dtype) {
+#if LANE_BITS == 64
+    default: dot_attend_as(a, FA_F64, t, key_begin, key_end, w, p);
+#else
+    case FA_F16: dot_attend_as(a, FA_F16, t, key_begin, key_end, w, p); break;
+    case FA_BF16: dot_attend_as(a, FA_BF16, t, key_begin, key_end, w, p); break;
+    default: dot_attend_as(a, FA_F32, t, key_begin, key_end, w, p);
+#endif
+    }
+}

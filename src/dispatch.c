@@ -1,0 +1,39 @@
+/* The list of compiled instruction sets. The build says which lines of isa.inc it compiled, as
+ * -DFA_COMPILED="X(avx512) X(avx2) X(generic)", best first. */
+#include "fastattn.h"
+
+#include "cpu.h"
+
+#define X(isa) extern const fa_kernels fa_kernels_##isa##_f32, fa_kernels_##isa##_f64;
+FA_COMPILED
+#undef X
+
+static const struct {
+    const char *name;
+    int (*available)(void);
+    const fa_kernels *f32, *f64;
+} isas[] = {
+#define X(isa) {#isa, fa_cpu_has_##isa, &fa_kernels_##isa##_f32, &fa_kernels_##isa##_f64},
+    FA_COMPILED
+#undef X
+};
+
+int fa_isa_count(void)
+{
+    return sizeof isas / sizeof isas[0];
+}
+
+const char *fa_isa_name(int isa)
+{
+    return isas[isa].name;
+}
+
+int fa_isa_available(int isa)
+{
+    return isas[isa].available();
+}
+
+const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane)
+{
+    return lane == FA_F64 ? isas[isa].f64 : isas[isa].f32;
+}

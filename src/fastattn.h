@@ -1,0 +1,76 @@
+/* The C interface of fastattn: argument struct, plan, kernel table. Nothing here allocates, threads or calls Python.
+ *
+ * A caller fills fa_attention_args, asks kernels->plan() what to run, gives every thread plan.scratch_bytes of 64-byte
+ * aligned memory, and runs tasks 0 .. plan.n_tasks - 1 in any order on any threads. The bits of the result do not
+ * depend on who runs what: see fa_plan. */
+#ifndef FASTATTN_H
+#define FASTATTN_H
+
+#include <stdint.h>
+
+typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16 } fa_dtype;
+
+/* A strided array with its batch dimensions flattened. Strides are in bytes; 0 broadcasts. */
+typedef struct {
+    char *data;           /* NULL: not given */
+    const int64_t *batch; /* byte offset of every batch item */
+    int64_t head, row, col;
+    fa_dtype dtype; /* of q, k, v, out, bias; the others have the one type said below */
+} fa_array;
+
+typedef struct {
+    fa_array q, k, v, out; /* (batch, heads, length, head_dim), the last axis contiguous */
+    fa_array lse;          /* (batch, heads_q, len_q), lane type; optional, as all that follow */
+    fa_array mask, bias;   /* (batch, heads_q, len_q, len_k); mask is uint8, nonzero attends */
+    fa_array row_begin, row_end;  /* (batch, heads_q, len_q), int64: row i attends keys begin <= j < end */
+    fa_array alibi_slopes, sinks; /* (batch, heads_q), lane type */
+    fa_array q_position;          /* (batch), int64: position of query row 0, for ALiBi */
+    int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
+    double scale, softcap; /* softcap 0: none */
+} fa_attention_args;
+
+typedef enum {
+    FA_TILE, /* queries on the lanes: attention.inc.h */
+    FA_DOT   /* head_dim on the lanes, for few rows per KV head: decode.inc.h */
+} fa_kernel_kind;
+
+/* How a call is cut into tasks: a function of (ISA, dtypes, shape of q, head_dim) alone, never of batch, thread count
+ * or kv lengths, so that a row's bits depend on none of them.
+ *
+ * The rows of one KV head are its group * len_q (query, head in group) pairs, query-major. Where they fill more than
+ * one row block (split_k == 0), a task is one row block against all its keys: run(). Otherwise a KV head is one row
+ * block, and its keys are cut at multiples of split_k: each split becomes a partial (row maxima, sums, accumulators),
+ * and the partials are merged in order, either by one thread, run(), or with run_split() on any threads and then
+ * merge() for split 0, 1, ... of each head. Both do the same arithmetic in the same order. */
+typedef struct {
+    fa_kernel_kind kind;
+    int block_q, block_k;  /* rows and keys of a tile */
+    int bf16_dot;          /* the bfloat16 dot-product instruction runs */
+    int64_t n_tasks;       /* for run() */
+    int64_t split_k;       /* 0: run() only */
+    int64_t n_splits;      /* ceil(len_k / split_k), at least 1 */
+    int64_t scratch_bytes; /* per thread */
+    int64_t partial_bytes; /* per (KV head, split), a multiple of 64 */
+    double flops;          /* of the whole call if nothing is masked: to judge whether threads pay */
+} fa_plan;
+
+typedef struct {
+    void (*plan)(const fa_attention_args *, fa_plan *);
+    void (*run)(const fa_attention_args *, const fa_plan *, int64_t task, void *scratch);
+    void (*run_split)(const fa_attention_args *, const fa_plan *, int64_t head, int64_t split, void *partial,
+                      void *scratch);
+    void (*merge)(const fa_attention_args *, const fa_plan *, int64_t head, int64_t split, void *state,
+                  const void *partial);
+    /* Machine measurements: FLOP done by `rounds` rounds of independent multiply-adds (bf16: of the dot product, or 0
+     * where there is none); and a sum that reads n bytes once. */
+    double (*fma_rounds)(int64_t rounds, int bf16);
+    double (*read_bytes)(const char *data, int64_t n);
+} fa_kernels;
+
+/* dispatch.c. The ISAs that were compiled in, best first, index 0 .. fa_isa_count() - 1. */
+int fa_isa_count(void);
+const char *fa_isa_name(int isa);
+int fa_isa_available(int isa);                            /* this CPU (and system) runs it */
+const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane); /* FA_F32 or FA_F64 lanes */
+
+#endif

@@ -1,0 +1,67 @@
+/* Partial results over some of the keys: their layout, their merge in order, and the last step of every row.
+ *
+ * A partial of R rows is row_max (R), row_sum (R), acc (R, acc_row): the unnormalised state of the online softmax, the
+ * associative form of Rabe & Staats 2021. acc_row is head_dim_v rounded up to whole vectors. */
+typedef struct {
+    lane *row_max, *row_sum, *acc;
+    int64_t acc_row;
+} partial;
+
+/* Lanes of a partial; rows are rounded up to whole vectors too. */
+static int64_t partial_lanes(int64_t rows, int64_t head_dim_v)
+{
+    return round_up((2 + round_up(head_dim_v, LANES)) * round_up(rows, LANES), 64 / sizeof(lane));
+}
+
+static partial partial_at(void *memory, int64_t rows, int64_t head_dim_v)
+{
+    const int64_t padded = round_up(rows, LANES);
+    lane *p = memory;
+    return (partial){p, p + padded, p + 2 * padded, round_up(head_dim_v, LANES)};
+}
+
+/* into = into + from, over disjoint keys. A partial of no keys changes nothing. */
+static void partial_merge(const partial *into, const partial *from, int64_t rows)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        const lane a = into->row_max[r], b = from->row_max[r];
+        const lane max = a > b ? a : b; /* NaN on either side is in the sums already */
+        if (max == -INFINITY) {
+            into->row_sum[r] += from->row_sum[r]; /* 0, or NaN from a row with nothing but NaN */
+            continue;
+        }
+        const lane scale_a = lane_exp2(a - max), scale_b = lane_exp2(b - max);
+        into->row_max[r] = max;
+        into->row_sum[r] = into->row_sum[r] * scale_a + from->row_sum[r] * scale_b;
+        lane *x = into->acc + r * into->acc_row;
+        const lane *y = from->acc + r * from->acc_row;
+        for (int64_t d = 0; d < into->acc_row; d += LANES)
+            v_store(x + d, v_fma(v_load(y + d), v_splat(scale_b), v_load(x + d) * v_splat(scale_a)));
+    }
+}
+
+/* Sinks, normalisation, conversion: writes out and lse of the block's rows. Scales the accumulators in place. */
+static void partial_finish(const fa_attention_args *a, const row_block *t, const partial *p)
+{
+    for (int64_t r = 0; r < t->rows; r++) {
+        const row_id id = row_at(a, t->h_kv, t->row0 + r);
+        lane max = p->row_max[r], sum = p->row_sum[r], *acc = p->acc + r * p->acc_row, sink = -INFINITY;
+        if (a->sinks.data) memcpy(&sink, at(&a->sinks, t->b, id.head, 0, 0), sizeof sink);
+        sink *= (lane)LOG2_E;
+        lane scale = 1;
+        if (sink != -INFINITY) { /* enters the denominator only */
+            const lane m = max > sink ? max : sink;
+            scale = max == -INFINITY ? 0 : lane_exp2(max - m);
+            sum = sum * scale + lane_exp2(sink - m);
+            max = m;
+        }
+        if (sum == 0) sum = row_attends(a, t, r) ? NAN : 0;
+        const lane factor = sum == 0 ? 0 : scale / sum;
+        for (int64_t d = 0; d < p->acc_row; d += LANES) v_store(acc + d, v_load(acc + d) * v_splat(factor));
+        store_row(a->out.dtype, acc, a->head_dim_v, at(&a->out, t->b, id.head, id.query, 0));
+        if (a->lse.data) {
+            const lane lse = sum == 0 ? -INFINITY : (lane)(((double)max + log2((double)sum)) * LN_2);
+            memcpy(at(&a->lse, t->b, id.head, id.query, 0), &lse, sizeof lse);
+        }
+    }
+}

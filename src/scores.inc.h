@@ -1,0 +1,167 @@
+/* Which keys a row attends, and what is done to their scores: EVERY attention variant lives here.
+ *
+ * Structural masks are a half-open range of keys per row. A task walks the key blocks of the grid, multiples of
+ * BLOCK_K, that the union of its rows' ranges touches; a block is empty (not touched), full (nothing extra happens) or
+ * an edge. A dense mask and a bias are one additive tile, -inf where the mask hides. Order, in one function, v_modify:
+ *
+ *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
+ *
+ * The two kernels differ only in what stands on the lanes: queries (tile) or keys (dot). */
+
+/* Where item (batch b, head h, row i, column j) of an array is. */
+INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
+{
+    return x->data + x->batch[b] + h * x->head + i * x->row + j * x->col;
+}
+
+/* The rows of one KV head are its (query, head in group) pairs, query-major. */
+typedef struct {
+    int64_t query, head;
+} row_id;
+
+INLINE row_id row_at(const fa_attention_args *a, int64_t h_kv, int64_t row)
+{
+    const int64_t group = a->heads_q / a->heads_kv;
+    return (row_id){row / group, h_kv * group + row % group};
+}
+
+/* A task's rows: their ranges, and the union [first, last) and intersection [full_first, full_last) of those. */
+typedef struct {
+    int64_t b, h_kv, row0, rows;
+    int64_t *begin, *end; /* one a row */
+    int64_t first, last, full_first, full_last;
+} row_block;
+
+/* Restricts the block to keys [key_begin, key_end), a split or everything. */
+static void row_block_ranges(const fa_attention_args *a, row_block *t, int64_t key_begin, int64_t key_end)
+{
+    t->first = t->full_last = key_end;
+    t->last = t->full_first = key_begin;
+    for (int64_t r = 0; r < t->rows; r++) {
+        const row_id id = row_at(a, t->h_kv, t->row0 + r);
+        int64_t begin = 0, end = a->len_k;
+        if (a->row_begin.data) memcpy(&begin, at(&a->row_begin, t->b, id.head, id.query, 0), sizeof begin);
+        if (a->row_end.data) memcpy(&end, at(&a->row_end, t->b, id.head, id.query, 0), sizeof end);
+        begin = begin > key_begin ? begin : key_begin;
+        end = end < key_end ? end : key_end;
+        if (begin >= end) begin = end = key_begin; /* attends nothing: no block is full, the union does not grow */
+        else {
+            t->first = begin < t->first ? begin : t->first;
+            t->last = end > t->last ? end : t->last;
+        }
+        t->full_first = begin > t->full_first ? begin : t->full_first;
+        t->full_last = end < t->full_last ? end : t->full_last;
+        t->begin[r] = begin;
+        t->end[r] = end;
+    }
+}
+
+/* What a dense mask makes of a block: no row attends any key, some rows some keys, or all rows all keys. */
+typedef enum { BLOCK_EMPTY, BLOCK_EDGE, BLOCK_FULL } block_kind;
+
+/* Whether every row of the block has the same row of x. */
+INLINE int rows_share(const fa_attention_args *a, const fa_array *x)
+{
+    return !x->data || (x->row == 0 && (x->head == 0 || a->heads_q == a->heads_kv));
+}
+
+/* Keys [j0, j0 + n) under the dense mask, if there is one. */
+static block_kind mask_kind(const fa_attention_args *a, const row_block *t, int64_t j0, int64_t n)
+{
+    int some = 0, all = 1;
+    const int64_t rows = rows_share(a, &a->mask) ? 1 : t->rows;
+    if (!a->mask.data) return BLOCK_FULL;
+    for (int64_t r = 0; r < rows && !(some && !all); r++) {
+        const row_id id = row_at(a, t->h_kv, t->row0 + r);
+        const uint8_t *m = (const uint8_t *)at(&a->mask, t->b, id.head, id.query, j0);
+        uint8_t any = 0, none = 0;
+        if (a->mask.col == 1)
+            for (int64_t j = 0; j < n; j++) any |= m[j], none |= m[j] == 0;
+        else
+            for (int64_t j = 0; j < n; j++) any |= m[j * a->mask.col], none |= m[j * a->mask.col] == 0;
+        some |= any != 0;
+        all &= !none;
+    }
+    return !some ? BLOCK_EMPTY : all ? BLOCK_FULL : BLOCK_EDGE;
+}
+
+/* add (n) = the row's bias in base 2, -inf where bias or mask hides; returns whether one does. A finite bias never
+ * becomes a mask: it is clamped after scaling, since finfo.min * log2(e) overflows. */
+static int additive_row(const fa_attention_args *a, const row_block *t, int64_t row, int64_t j0, int64_t n, lane *add)
+{
+    const row_id id = row_at(a, t->h_kv, t->row0 + row);
+    const v_t hidden = v_splat(-INFINITY);
+    vi_t hides = {0};
+    if (a->bias.data) {
+        const char *bias = at(&a->bias, t->b, id.head, id.query, j0);
+        const int native = a->bias.dtype == (LANE_BITS == 64 ? FA_F64 : FA_F32) || dtype_size(a->bias.dtype) == 2;
+        if (native && a->bias.col == dtype_size(a->bias.dtype)) load_row(a->bias.dtype, bias, n, 1, add);
+        else
+            for (int64_t j = 0; j < n; j++) add[j] = load_element(a->bias.dtype, bias + j * a->bias.col);
+        for (int64_t j = n; j < round_up(n, LANES); j++) add[j] = 0; /* add holds BLOCK_K, a multiple of LANES */
+        for (int64_t j = 0; j < n; j += LANES) {
+            const v_t x = v_load(add + j);
+            hides |= x == hidden;
+            v_store(add + j, v_select(x == hidden, hidden, v_max(v_splat(-LANE_MAX), x * (lane)LOG2_E)));
+        }
+    } else
+        memset(add, 0, n * sizeof(lane));
+    if (a->mask.data) {
+        const uint8_t *m = (const uint8_t *)at(&a->mask, t->b, id.head, id.query, j0);
+        int masked = 0;
+        for (int64_t j = 0; j < n; j++) {
+            const int hide = !m[j * a->mask.col];
+            masked |= hide;
+            add[j] = hide ? -(lane)INFINITY : add[j];
+        }
+        return masked || v_any(hides);
+    }
+    return v_any(hides);
+}
+
+/* Whether the row attends a key at all: tells a row without keys, whose result is 0, from one whose every score is
+ * -inf, whose result is NaN. Asked only for rows whose sum is 0. */
+static int row_attends(const fa_attention_args *a, const row_block *t, int64_t row)
+{
+    const row_id id = row_at(a, t->h_kv, t->row0 + row);
+    int64_t begin = 0, end = a->len_k;
+    if (a->row_begin.data) memcpy(&begin, at(&a->row_begin, t->b, id.head, id.query, 0), sizeof begin);
+    if (a->row_end.data) memcpy(&end, at(&a->row_end, t->b, id.head, id.query, 0), sizeof end);
+    for (int64_t j = begin; j < end; j++) {
+        const int masked = a->mask.data && !*at(&a->mask, t->b, id.head, id.query, j);
+        if (!masked && !(a->bias.data && load_element(a->bias.dtype, at(&a->bias, t->b, id.head, id.query, j)) ==
+                                             -(lane)INFINITY))
+            return 1;
+    }
+    return 0;
+}
+
+/* Which modifiers a call has, and their constants. */
+typedef struct {
+    lane factor;  /* of q k: scale, times log2(e) or, under a softcap, divided by it */
+    lane softcap; /* softcap * log2(e), or 0 */
+    int additive; /* a bias, or a mask at an edge: a matter of the block */
+    int alibi;
+} modifiers;
+
+static modifiers modifiers_of(const fa_attention_args *a)
+{
+    return (modifiers){
+        .factor = (lane)(a->softcap != 0 ? a->scale / a->softcap : a->scale * LOG2_E),
+        .softcap = (lane)(a->softcap * LOG2_E),
+        .alibi = a->alibi_slopes.data != NULL,
+    };
+}
+
+/* One vector of scores: `add` from the additive tile, slope in base 2, distance = |position of query - key|, `inside`
+ * the lanes within their rows' ranges. */
+INLINE v_t v_modify(const modifiers *m, int edge, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
+{
+    const v_t hidden = v_splat(-INFINITY);
+    if (m->softcap != 0) s = v_tanh(s) * v_splat(m->softcap);
+    if (m->additive) s += add;
+    if (m->alibi) s = v_fma(-slope, distance, s);
+    if (m->additive) s = v_select(add == hidden, hidden, v_max(v_splat(-LANE_MAX), s));
+    if (edge) s = v_select(inside, s, hidden);
+    return s;
+}

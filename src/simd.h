@@ -1,0 +1,324 @@
+/* The vector type and its operations: the only file with intrinsics or per-ISA conditions.
+ *
+ * One lane type a compilation: FA_LANE_F64 makes it double, else float. v_t is a native register of LANES lanes, vi_t
+ * the signed integers of the same width; + - * / < & work on both (GNU vector extensions). A comparison gives a vi_t
+ * of all-ones or zero lanes, as v_select and v_any take it. Names and meanings are the same on every ISA.
+ *
+ *   v_load v_store          any alignment            v_load_n v_store_n    the first n lanes; the others read as 0
+ *   v_splat                 every lane               v_fma(a, b, c)       a * b + c; fused but on `generic`
+ *   v_max(bound, x)         x where x is NaN         v_select(m, a, b)     a where m, else b
+ *   v_any(m)                some lane set            v_transpose(r)       LANES registers, in place
+ *   v_sum v_max_lanes       over the lanes           v_sum_each(r)        of LANES registers, one a lane
+ *   v_load_f16 v_load_bf16  LANES 16-bit values, widened           v_store_f16 v_store_bf16   rounded to nearest even
+ *   v_dot_bf16(a, b, c)     c + a.lo * b.lo + a.hi * b.hi, lanes of a, b being pairs of bfloat16
+ *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory
+ */
+#ifndef FASTATTN_SIMD_H
+#define FASTATTN_SIMD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline, unused))
+
+#if defined FA_GENERIC
+#define V_BYTES 16
+#elif defined __AVX512F__
+#include <immintrin.h>
+#define V_BYTES 64
+#define V_X86 1
+#elif defined __AVX2__
+#include <immintrin.h>
+#define V_BYTES 32
+#define V_X86 1
+#elif defined __aarch64__
+#include <arm_neon.h>
+#define V_BYTES 16
+#define V_NEON 1
+#endif
+
+#ifdef FA_LANE_F64
+typedef double lane;
+typedef int64_t ilane;
+typedef uint64_t wlane;
+#define LANE_BITS 64
+#define LANE_MAX 1.7976931348623157e308
+#else
+typedef float lane;
+typedef int32_t ilane;
+typedef uint32_t wlane;
+#define LANE_BITS 32
+#define LANE_MAX 3.40282346638528859812e38f
+#endif
+
+#if LANE_BITS == 32 && (defined __AVX512BF16__ || defined FA_EMULATE_BF16_DOT)
+#define V_BF16_DOT 1
+#else
+#define V_BF16_DOT 0
+#endif
+
+#define LANES (V_BYTES * 8 / LANE_BITS)
+typedef lane v_t __attribute__((vector_size(V_BYTES)));
+typedef ilane vi_t __attribute__((vector_size(V_BYTES)));
+typedef wlane vw_t __attribute__((vector_size(V_BYTES)));
+typedef v_t vu_t __attribute__((aligned(1), may_alias));
+typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere in memory */
+
+/* The intrinsic of this width and lane type: MM(fmadd) is _mm512_fmadd_ps with AVX-512 and float lanes. */
+#define CAT3_(a, b, c) a##b##c
+#define CAT3(a, b, c) CAT3_(a, b, c)
+#if V_BYTES == 64
+#define MM_PREFIX _mm512_
+#else
+#define MM_PREFIX _mm256_
+#endif
+#ifdef FA_LANE_F64
+#define MM(op) CAT3(MM_PREFIX, op, _pd)
+#else
+#define MM(op) CAT3(MM_PREFIX, op, _ps)
+#endif
+
+#if V_BYTES == 64
+#define MM_MASK(n) ((1u << (n)) - 1) /* the first n lanes */
+#endif
+
+/* (a[0], b[0], a[1], b[1], ...) of the lower halves, and of the upper. */
+#if defined __clang__ || __GNUC__ >= 12
+#define V_SHUFFLE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define V_SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
+#endif
+#define V_LOW_16 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define V_HIGH_16 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define V_LOW_8 0, 8, 1, 9, 2, 10, 3, 11
+#define V_HIGH_8 4, 12, 5, 13, 6, 14, 7, 15
+#define V_LOW_4 0, 4, 1, 5
+#define V_HIGH_4 2, 6, 3, 7
+#define V_LOW_2 0, 2
+#define V_HIGH_2 1, 3
+#if LANES == 16
+#define V_ZIP_LOW(a, b) V_SHUFFLE(vi_t, a, b, V_LOW_16)
+#define V_ZIP_HIGH(a, b) V_SHUFFLE(vi_t, a, b, V_HIGH_16)
+#elif LANES == 8
+#define V_ZIP_LOW(a, b) V_SHUFFLE(vi_t, a, b, V_LOW_8)
+#define V_ZIP_HIGH(a, b) V_SHUFFLE(vi_t, a, b, V_HIGH_8)
+#elif LANES == 4
+#define V_ZIP_LOW(a, b) V_SHUFFLE(vi_t, a, b, V_LOW_4)
+#define V_ZIP_HIGH(a, b) V_SHUFFLE(vi_t, a, b, V_HIGH_4)
+#else
+#define V_ZIP_LOW(a, b) V_SHUFFLE(vi_t, a, b, V_LOW_2)
+#define V_ZIP_HIGH(a, b) V_SHUFFLE(vi_t, a, b, V_HIGH_2)
+#endif
+#define UNROLL _Pragma("GCC unroll 16")
+
+INLINE v_t v_load(const void *p)
+{
+    return *(const vu_t *)p;
+}
+
+INLINE void v_store(void *p, v_t a)
+{
+    *(vu_t *)p = a;
+}
+
+INLINE v_t v_load_n(const void *p, int64_t n)
+{
+#if V_BYTES == 64
+    return MM(maskz_loadu)(MM_MASK(n), p);
+#else
+    v_t a = {0};
+    memcpy(&a, p, n * sizeof(lane));
+    return a;
+#endif
+}
+
+INLINE void v_store_n(void *p, v_t a, int64_t n)
+{
+#if V_BYTES == 64
+    MM(mask_storeu)(p, MM_MASK(n), a);
+#else
+    memcpy(p, &a, n * sizeof(lane));
+#endif
+}
+
+INLINE v_t v_splat(lane a)
+{
+    return a - (v_t){0};
+}
+
+INLINE v_t v_fma(v_t a, v_t b, v_t c)
+{
+#if defined V_X86
+    return MM(fmadd)(a, b, c);
+#elif defined V_NEON && LANE_BITS == 64
+    return vfmaq_f64(c, a, b);
+#elif defined V_NEON
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE v_t v_select(vi_t m, v_t a, v_t b)
+{
+    return (v_t)((m & (vi_t)a) | (~m & (vi_t)b));
+}
+
+INLINE v_t v_max(v_t bound, v_t x)
+{
+#if defined V_X86
+    return MM(max)(bound, x); /* the second operand where either is NaN */
+#else
+    return v_select(bound > x, bound, x);
+#endif
+}
+
+INLINE int v_any(vi_t m)
+{
+#if V_BYTES == 64 && LANE_BITS == 64
+    return _mm512_movepi64_mask((__m512i)m) != 0;
+#elif V_BYTES == 64
+    return _mm512_movepi32_mask((__m512i)m) != 0;
+#elif defined V_X86
+    return !_mm256_testz_si256((__m256i)m, (__m256i)m);
+#else
+    uint64_t half[2];
+    memcpy(half, &m, sizeof half);
+    return (half[0] | half[1]) != 0;
+#endif
+}
+
+/* log2(LANES) rounds of zipping register i with register i + LANES / 2. */
+INLINE void v_transpose(v_t r[LANES])
+{
+    v_t t[LANES];
+    UNROLL for (int width = 1; width < LANES; width *= 2) {
+        UNROLL for (int i = 0; i < LANES / 2; i++) {
+            t[2 * i] = V_ZIP_LOW(r[i], r[i + LANES / 2]);
+            t[2 * i + 1] = V_ZIP_HIGH(r[i], r[i + LANES / 2]);
+        }
+        UNROLL for (int i = 0; i < LANES; i++) r[i] = t[i];
+    }
+}
+
+/* Lane i of the result is the sum of the lanes of r[i]. Destroys r. */
+INLINE v_t v_sum_each(v_t r[LANES])
+{
+    UNROLL for (int n = LANES / 2; n; n /= 2) {
+        UNROLL for (int i = 0; i < LANES / 2; i++)
+            if (i < n) r[i] = V_ZIP_LOW(r[i], r[i + n]) + V_ZIP_HIGH(r[i], r[i + n]);
+    }
+    return r[0];
+}
+
+INLINE lane v_sum(v_t a)
+{
+    lane sum = 0;
+    UNROLL for (int i = 0; i < LANES; i++) sum += a[i];
+    return sum;
+}
+
+/* NaN in any lane gives NaN or the maximum of the others: the probabilities carry it. */
+INLINE lane v_max_lanes(v_t a)
+{
+    lane max = a[0];
+    UNROLL for (int i = 1; i < LANES; i++) max = max > a[i] ? max : a[i];
+    return max;
+}
+
+#if LANE_BITS == 32
+typedef uint16_t vh_t __attribute__((vector_size(V_BYTES / 2)));
+typedef vh_t vhu_t __attribute__((aligned(1), may_alias));
+
+INLINE v_t v_load_bf16(const void *p)
+{
+    return (v_t)(__builtin_convertvector(*(const vhu_t *)p, vw_t) << 16);
+}
+
+/* The upper 16 bits after rounding to nearest even; NaN stays NaN, made quiet. */
+INLINE vw_t v_round_bf16(v_t a)
+{
+    vw_t u = (vw_t)a, rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    return (vw_t)v_select(a != a, (v_t)(u >> 16 | 0x40), (v_t)rounded);
+}
+
+INLINE void v_store_bf16(void *p, v_t a)
+{
+    *(vhu_t *)p = __builtin_convertvector(v_round_bf16(a), vh_t);
+}
+
+INLINE v_t v_load_f16(const void *p)
+{
+#if V_BYTES == 64
+    return _mm512_cvtph_ps(_mm256_loadu_si256(p));
+#elif defined V_X86
+    return _mm256_cvtph_ps(_mm_loadu_si128(p));
+#elif defined V_NEON
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#else
+    /* Shift exponent and mantissa into place and mend the bias, 127 - 15, by a multiplication, which normalises
+     * subnormals too; what then is 2^16 or more was Inf or NaN. */
+    vw_t h = __builtin_convertvector(*(const vhu_t *)p, vw_t), sign = (h & 0x8000) << 16;
+    v_t magnitude = (v_t)((h & 0x7fff) << 13) * 0x1p112f;
+    vw_t special = (vw_t)(magnitude >= 65536.0f) & 0x7f800000;
+    return (v_t)((vw_t)magnitude | special | sign);
+#endif
+}
+
+INLINE void v_store_f16(void *p, v_t a)
+{
+#if V_BYTES == 64
+    _mm256_storeu_si256(p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined V_X86
+    _mm_storeu_si128(p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined V_NEON
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a)));
+#else
+    vw_t u = (vw_t)a, sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
+    /* Normal: subtract the bias difference, 112 << 23, and round 13 bits away. Subnormal, below 2^-14: adding 0.5
+     * leaves the result's bits, rounded, at the bottom of the mantissa. Inf and overflow from 65520 up; NaN. */
+    vw_t normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    vw_t subnormal = (vw_t)((v_t)magnitude + 0.5f) - 0x3f000000;
+    v_t r = v_select((v_t)magnitude < 0x1p-14f, (v_t)subnormal, (v_t)normal);
+    r = v_select((v_t)magnitude >= 65520.0f, (v_t)((vw_t){0} + 0x7c00), r);
+    r = v_select(a != a, (v_t)((vw_t){0} + 0x7e00), r);
+    *(vhu_t *)p = __builtin_convertvector((vw_t)r | sign, vh_t);
+#endif
+}
+
+/* The bfloat16 dot product: an instruction, or its meaning spelled out for tests of the code around it. */
+#if V_BF16_DOT
+
+INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c)
+{
+#if defined __AVX512BF16__
+    return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+#else
+    const vw_t high = (vw_t){0} + 0xffff0000u;
+    c = v_fma((v_t)((vw_t)a << 16), (v_t)((vw_t)b << 16), c);
+    return v_fma((v_t)((vw_t)a & high), (v_t)((vw_t)b & high), c);
+#endif
+}
+
+INLINE v_t v_pack_bf16(v_t low, v_t high)
+{
+#if defined __AVX512BF16__
+    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                                22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (v_t)_mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+#else
+    return (v_t)(v_round_bf16(low) | v_round_bf16(high) << 16);
+#endif
+}
+
+/* Pairs (a[i], b[i]) of two rows of bfloat16. */
+INLINE v_t v_pair_bf16(const void *a, const void *b)
+{
+    vw_t low = __builtin_convertvector(*(const vhu_t *)a, vw_t);
+    return (v_t)(low | __builtin_convertvector(*(const vhu_t *)b, vw_t) << 16);
+}
+#endif
+#endif /* LANE_BITS == 32 */
+
+#endif

@@ -1,0 +1,105 @@
+/* exp2 and tanh on vectors, and the online softmax down the keys of a tile.
+ *
+ * Scores are in base 2 (log2(e) is folded into the scale), so the softmax needs exp2 alone. */
+
+#define LOG2_E 1.44269504088896340736
+#define LN_2 0.69314718055994530942
+
+/* Coefficients: tools/polynomials.py. The polynomials leave 5.1e-9 and 8.4e-18 for exp2, 1.7e-8 and 5.5e-20 for tanh,
+ * relative: under half a unit in the last place, so that rounding dominates. */
+#ifdef FA_LANE_F64
+#define EXP_BIAS 1023
+#define EXP_ROUND 0x1.8p52 /* adding it rounds to an integer */
+#define MANTISSA_BITS 52
+static const lane exp2_poly[] = {
+    0.69314718055994530942, 0.2402265069591009822,    0.055504108664821594339,   0.0096181291076068885273,
+    0.001333355814641693531, 0.00015403530441736050155, 0.000015252733829836118394, 1.3215442587921689653e-6,
+    1.0178062445845773521e-7, 7.0725859492692236999e-9, 4.4549605981865183938e-10};
+static const lane tanh_poly[] = {
+    -0.33333333333333333319,  0.13333333333333320761,    -0.053968253968235901344, 0.021869488535133222007,
+    -0.0088632354998019925691, 0.0035921275075992522291, -0.0014558283998303245859, 0.0005899818158388232071,
+    -0.00023888944636751173895, 0.000096041091570262659879, -0.000037081069215442333853, 0.000012209921790162781662,
+    -2.4388316314720878041e-6};
+#else
+#define EXP_BIAS 127
+#define EXP_ROUND 0x1.8p23f
+#define MANTISSA_BITS 23
+static const lane exp2_poly[] = {0.69314718802622878106f,   0.24022650760568126945f,   0.055503571142190778186f,
+                                 0.0096180825572778514913f, 0.0013390863364671234381f, 0.00015453162945120690177f};
+static const lane tanh_poly[] = {-0.33333328944134254565f, 0.13332769736976327858f, -0.053850909578513580828f,
+                                 0.020997178999074750572f, -0.0060967141659081975745f};
+#endif
+#define COUNT(array) (int)(sizeof(array) / sizeof(array)[0])
+
+/* poly[0] + poly[1] x + ... */
+INLINE v_t v_horner(const lane *poly, int n, v_t x)
+{
+    v_t sum = v_splat(poly[n - 1]);
+    UNROLL for (int i = n - 2; i >= 0; i--) sum = v_fma(sum, x, v_splat(poly[i]));
+    return sum;
+}
+
+/* 2^x for x <= 0 (and a little above): exactly 1 at 0, exactly 0 at -inf, 0 below the normal range, NaN at NaN.
+ * x = n + f with n an integer and |f| <= 1/2; n + EXP_BIAS stands in the low bits of x + EXP_ROUND + EXP_BIAS, and
+ * shifted to the exponent's place it is 2^n. The last step is a multiplication and no integer addition, for then a
+ * NaN cannot turn into a number, and n = -EXP_BIAS gives 0. */
+INLINE v_t v_exp2(v_t x)
+{
+    const v_t magic = v_splat(EXP_ROUND + EXP_BIAS);
+    x = v_max(v_splat(-EXP_BIAS), x);
+    v_t n = x + magic, f = x - (n - magic);
+    v_t p = v_fma(v_horner(exp2_poly, COUNT(exp2_poly), f), f, v_splat(1));
+    return p * (v_t)((vw_t)n << MANTISSA_BITS);
+}
+
+INLINE lane lane_exp2(lane x)
+{
+    return v_exp2(v_splat(x))[0];
+}
+
+INLINE v_t v_abs(v_t x)
+{
+    return v_max(-x, x);
+}
+
+/* tanh: an odd polynomial up to 5/8, beyond it (1 - e) / (1 + e) with e = exp(-2 |x|). */
+INLINE v_t v_tanh(v_t x)
+{
+    v_t z = x * x, e = v_exp2(v_abs(x) * (lane)(-2 * LOG2_E));
+    v_t small = v_fma(v_horner(tanh_poly, COUNT(tanh_poly), z) * z, x, x);
+    v_t large = (1 - e) / (1 + e);
+    return v_select(v_abs(x) > (lane)0.625, v_select(x < 0, -large, large), small);
+}
+
+/* Online softmax (Milakov & Gimelshein 2018): s (n, nv vectors) becomes probabilities relative to the running maxima,
+ *
+ *     m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l' = l 2^(m - m') + sum_j p_j
+ *
+ * row_max (m) and row_sum (l) are updated; alpha receives 2^(m - m'), by which the accumulators must be scaled.
+ * Returns whether some alpha differs from 1. Where m' is -inf (no key yet) 0 stands for it, and every p_j is 0. */
+INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_sum, lane *alpha)
+{
+    v_t max[NV], base[NV], sum[NV];
+    vi_t moved = {0};
+    UNROLL for (int u = 0; u < nv; u++) max[u] = v_load(row_max + u * LANES);
+    for (int64_t j = 0; j < n; j++)
+        UNROLL for (int u = 0; u < nv; u++) max[u] = v_max(max[u], v_load(s + j * BLOCK_Q + u * LANES));
+    UNROLL for (int u = 0; u < nv; u++)
+    {
+        base[u] = v_select(max[u] == v_splat(-INFINITY), v_splat(0), max[u]);
+        v_t a = v_exp2(v_load(row_max + u * LANES) - base[u]);
+        moved |= a != v_splat(1);
+        v_store(alpha + u * LANES, a);
+        v_store(row_max + u * LANES, max[u]);
+        sum[u] = v_load(row_sum + u * LANES) * a;
+    }
+    for (int64_t j = 0; j < n; j++)
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            v_t p = v_exp2(v_load(s + j * BLOCK_Q + u * LANES) - base[u]);
+            sum[u] += p;
+            v_store(s + j * BLOCK_Q + u * LANES, p);
+        }
+    UNROLL for (int u = 0; u < nv; u++) v_store(row_sum + u * LANES, sum[u]);
+    return v_any(moved);
+}

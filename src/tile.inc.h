@@ -1,0 +1,129 @@
+/* The matrix micro-kernels: outer products with queries on the lanes, accumulators in registers.
+ *
+ * Lists of literals, checked below: TILE rows x NV vectors of accumulators, NV vectors of one operand and a broadcast
+ * of the other must fit the registers.
+ *
+ *            registers   TILE x NV + NV + 1
+ *   AVX-512         32    8 x 2: 19   (the best of those tried from 128 to 2048 keys: 8x3, 4x4, 4x6, 2x8 are behind)
+ *   AVX2            16    6 x 2: 15   (8 x 2 spills: two thirds of the rate)
+ *   NEON            32    4 x 4: 21   (by-element multiply-adds; four vectors, since they hold only four queries)
+ *   generic         16    6 x 2: 15
+ */
+#if V_BYTES == 64
+#define TILE 8
+#define NV 2
+#define V_REGISTERS 32
+#elif defined V_NEON
+#define TILE 4
+#define NV 4
+#define V_REGISTERS 32
+#else
+#define TILE 6
+#define NV 2
+#define V_REGISTERS 16
+#endif
+_Static_assert(TILE * NV + NV + 1 <= V_REGISTERS, "the tile spills");
+
+#define BLOCK_Q (NV * LANES) /* query rows of a tile: the row pitch of every transposed array */
+#define BLOCK_K 64           /* keys of a block: P^T, BLOCK_K x BLOCK_Q, stays in the first-level cache */
+
+/* c + a b, on lanes or on pairs of bfloat16. */
+INLINE v_t v_madd(int dot, v_t a, v_t b, v_t c)
+{
+#if V_BF16_DOT
+    if (dot) return v_dot_bf16(a, b, c);
+#endif
+    (void)dot;
+    return v_fma(a, b, c);
+}
+
+/* s (nk, nv) = k (nk, depth) qt (depth, nv). `dot`: depth counts pairs of bfloat16, and the product is scaled here,
+ * for folded into a bfloat16 q the factor would be rounded once more. */
+INLINE void tile_qk(int nk, int nv, int dot, const char *k, int64_t k_row, const lane *qt, int64_t depth, lane factor,
+                    lane *s)
+{
+    v_t acc[TILE][NV];
+    UNROLL for (int j = 0; j < nk; j++)
+        UNROLL for (int u = 0; u < nv; u++) acc[j][u] = v_splat(0);
+    for (int64_t d = 0; d < depth; d++, k += sizeof(lane), qt += BLOCK_Q) {
+        v_t q[NV];
+        UNROLL for (int u = 0; u < nv; u++) q[u] = v_load(qt + u * LANES);
+        UNROLL for (int j = 0; j < nk; j++)
+        {
+            v_t key = v_splat(*(const lane_u *)(k + j * k_row));
+            UNROLL for (int u = 0; u < nv; u++) acc[j][u] = v_madd(dot, key, q[u], acc[j][u]);
+        }
+    }
+    UNROLL for (int j = 0; j < nk; j++)
+        UNROLL for (int u = 0; u < nv; u++)
+            v_store(s + j * BLOCK_Q + u * LANES, dot ? acc[j][u] * v_splat(factor) : acc[j][u]);
+}
+
+/* s (n, nv) = k (n, depth) qt (depth, nv) */
+INLINE void block_qk(int nv, int dot, const char *k, int64_t k_row, int64_t n, const lane *qt, int64_t depth,
+                     lane factor, lane *s)
+{
+    int64_t j = 0;
+    for (; j + TILE <= n; j += TILE) tile_qk(TILE, nv, dot, k + j * k_row, k_row, qt, depth, factor, s + j * BLOCK_Q);
+    for (; j + 4 <= n; j += 4) tile_qk(4, nv, dot, k + j * k_row, k_row, qt, depth, factor, s + j * BLOCK_Q);
+    for (; j + 2 <= n; j += 2) tile_qk(2, nv, dot, k + j * k_row, k_row, qt, depth, factor, s + j * BLOCK_Q);
+    for (; j < n; j++) tile_qk(1, nv, dot, k + j * k_row, k_row, qt, depth, factor, s + j * BLOCK_Q);
+}
+
+/* What becomes of the accumulators before a product is added. */
+typedef enum { ACC_ZERO, ACC_KEEP, ACC_SCALE } acc_mode;
+
+/* ot (nd, nv) = mode(ot) + v (n, nd)^T p (n, nv) */
+INLINE void tile_pv(int nd, int nv, int dot, const char *v, int64_t v_row, const lane *p, int64_t n, acc_mode mode,
+                    const lane *alpha, lane *ot)
+{
+    v_t acc[TILE][NV];
+    UNROLL for (int d = 0; d < nd; d++)
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            v_t old = mode == ACC_ZERO ? v_splat(0) : v_load(ot + d * BLOCK_Q + u * LANES);
+            acc[d][u] = mode == ACC_SCALE ? old * v_load(alpha + u * LANES) : old;
+        }
+    for (int64_t j = 0; j < n; j++, v += v_row, p += BLOCK_Q) {
+        v_t prob[NV];
+        UNROLL for (int u = 0; u < nv; u++) prob[u] = v_load(p + u * LANES);
+        UNROLL for (int d = 0; d < nd; d++)
+        {
+            v_t value = v_splat(*(const lane_u *)(v + d * sizeof(lane)));
+            UNROLL for (int u = 0; u < nv; u++) acc[d][u] = v_madd(dot, value, prob[u], acc[d][u]);
+        }
+    }
+    UNROLL for (int d = 0; d < nd; d++)
+        UNROLL for (int u = 0; u < nv; u++) v_store(ot + d * BLOCK_Q + u * LANES, acc[d][u]);
+}
+
+/* ot (head_dim_v, nv) = mode(ot) + v (n, head_dim_v)^T p (n, nv) */
+INLINE void block_pv(int nv, int dot, const char *v, int64_t v_row, const lane *p, int64_t n, acc_mode mode,
+                     const lane *alpha, lane *ot, int64_t head_dim_v)
+{
+    const int64_t step = sizeof(lane);
+    int64_t d = 0;
+    for (; d + TILE <= head_dim_v; d += TILE)
+        tile_pv(TILE, nv, dot, v + d * step, v_row, p, n, mode, alpha, ot + d * BLOCK_Q);
+    for (; d + 2 <= head_dim_v; d += 2)
+        tile_pv(2, nv, dot, v + d * step, v_row, p, n, mode, alpha, ot + d * BLOCK_Q);
+    for (; d < head_dim_v; d++)
+        tile_pv(1, nv, dot, v + d * step, v_row, p, n, mode, alpha, ot + d * BLOCK_Q);
+}
+
+/* dst (cols, rows) = src (rows, cols) transposed. Writes whole vectors: dst rows hold a multiple of LANES, and what
+ * lies past `rows` becomes 0. */
+static void transpose(const lane *src, int64_t src_row, int64_t rows, int64_t cols, lane *dst, int64_t dst_row)
+{
+    for (int64_t r = 0; r < rows; r += LANES)
+        for (int64_t c = 0; c < cols; c += LANES) {
+            v_t t[LANES];
+            const int64_t width = cols - c < LANES ? cols - c : LANES;
+            for (int i = 0; i < LANES; i++)
+                t[i] = r + i >= rows    ? v_splat(0)
+                       : width == LANES ? v_load(src + (r + i) * src_row + c)
+                                        : v_load_n(src + (r + i) * src_row + c, width);
+            v_transpose(t);
+            for (int i = 0; i < width; i++) v_store(dst + (c + i) * dst_row + r, t[i]);
+        }
+}

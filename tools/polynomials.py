@@ -1,0 +1,54 @@
+"""Derive the polynomial coefficients of src/softmax.inc.h and print them with the error they leave.
+
+    python tools/polynomials.py
+
+Each is the interpolant at the Chebyshev nodes of its interval, solved in 60 digits and rounded to the lane type: within
+a factor of two of the minimax polynomial of its degree, which here is far below one unit in the last place.
+Needs mpmath.
+"""
+
+import mpmath as mp
+
+mp.mp.dps = 60
+
+
+def interpolate(function, low, high, degree):
+    """Coefficients, lowest first, of the polynomial through `function` at the degree + 1 Chebyshev nodes."""
+    n = degree + 1
+    nodes = [(low + high) / 2 + (high - low) / 2 * mp.cos(mp.pi * (2 * i + 1) / (2 * n)) for i in range(n)]
+    matrix = mp.matrix(n, n)
+    for i, x in enumerate(nodes):
+        for j in range(n):
+            matrix[i, j] = x**j
+    return list(mp.lu_solve(matrix, mp.matrix([function(x) for x in nodes])))
+
+
+def worst(function, polynomial, low, high, samples=2000):
+    """Largest relative error of `polynomial` against `function` on the interval."""
+    points = [low + (high - low) * mp.mpf(i) / samples for i in range(samples + 1)]
+    return max(abs(polynomial(x) / function(x) - 1) for x in points if x)
+
+
+def show(name, coefficients, error):
+    """Print one table, lowest power first."""
+    print(f"{name}: relative error {mp.nstr(error, 3)}")
+    print("    " + ", ".join(mp.nstr(c, 20) for c in coefficients))
+
+
+def main():
+    half = mp.mpf(1) / 2
+    for name, degree in (("exp2 float", 6), ("exp2 double", 11)):
+        # exp2(f) = 1 + f g(f): the leading 1 stays exact, so that exp2(0) is exactly 1
+        g = interpolate(lambda f: mp.expm1(f * mp.log(2)) / f if f else mp.log(2), -half, half, degree - 1)
+        error = worst(lambda f: mp.power(2, f), lambda f, g=g: 1 + f * mp.polyval(g[::-1], f), -half, half)
+        show(name, g, error)
+    bound = mp.mpf(5) / 8  # as in Cephes tanhf: beyond it, (1 - e) / (1 + e) loses no digits
+    for name, degree in (("tanh float", 5), ("tanh double", 13)):
+        # tanh(x) = x + x z h(z), z = x^2
+        h = interpolate(lambda z: (mp.tanh(mp.sqrt(z)) / mp.sqrt(z) - 1) / z if z else -mp.mpf(1) / 3, mp.mpf(0), bound**2, degree - 1)
+        error = worst(mp.tanh, lambda x, h=h: x + x**3 * mp.polyval(h[::-1], x**2), mp.mpf(0), bound)
+        show(name, h, error)
+
+
+if __name__ == "__main__":
+    main()
