@@ -6,13 +6,13 @@ import numpy as np
 @np.errstate(all="ignore")
 def attention(q, k, v, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None,
               alibi_slopes=None, sinks=None, kv_lengths=None, q_offset=None, row_ranges=None, dtype=float):
-    """q is (..., heads_q, len_q, head_dim) or (len_q, head_dim); returns out, lse, probs and who attends whom.
+    """q is (..., heads_q, len_q, head_dim) or (len_q, head_dim); returns out, lse, probs, who attends whom.
 
     In float64 it is the reference; in another dtype the plain computation that the error bound measures by.
     A 16-bit dtype multiplies matrices in float32 and rounds scores, probabilities and the output.
     """
     q, k, v = (array[None] if q.ndim == 2 else array for array in (q, k, v))
-    work = np.float64 if dtype == np.float64 else np.float32
+    work = np.promote_types(dtype, np.float32).type
     group = q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
     q, k, v = q.astype(work), np.repeat(k.astype(work), group, -3), np.repeat(v.astype(work), group, -3)
     (len_q, head_dim), len_k = q.shape[-2:], k.shape[-2]

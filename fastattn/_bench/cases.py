@@ -138,7 +138,7 @@ def _plain(shape: Shape, rng: Rng) -> Arguments:
 
 
 def _scale(shape: Shape, rng: Rng) -> Arguments:
-    return {"scale": 0.3}
+    return {"scale": 0.1}
 
 
 def _causal(shape: Shape, rng: Rng) -> Arguments:
@@ -197,7 +197,7 @@ def _bias_masking(shape: Shape, rng: Rng) -> Arguments:
 
 
 def _softcap(shape: Shape, rng: Rng) -> Arguments:
-    return {"softcap": 2.0}
+    return {"softcap": 8.0}
 
 
 def _alibi(shape: Shape, rng: Rng) -> Arguments:

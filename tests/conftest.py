@@ -1,0 +1,66 @@
+"""A test that asks for `implementation` runs on each instruction set of this CPU and on the NumPy fallback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+import fastattn
+from fastattn import _backend
+
+COMPILED = () if os.environ.get("FASTATTN_BACKEND") == "numpy" else fastattn.available_isas()
+IMPLEMENTATIONS = (*COMPILED, "numpy")
+
+# An implementation stays in force for all examples of a property, and timing says nothing on a shared machine.
+_HYPOTHESIS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture]}
+hypothesis.settings.register_profile("default", max_examples=25, derandomize=True, **_HYPOTHESIS)
+hypothesis.settings.register_profile("long", max_examples=500, **_HYPOTHESIS)
+hypothesis.settings.load_profile("default")
+
+
+def pytest_configure(config):
+    if not COMPILED:  # what test_config.py tests in a process of its own is no news in every other test
+        config.addinivalue_line("filterwarnings", "ignore::fastattn.FallbackWarning")
+
+
+def pytest_report_header(config):
+    return f"fastattn implementations: {', '.join(IMPLEMENTATIONS)}"
+
+
+def forced(implementation, **more):
+    """A context in which `implementation`, the name of an instruction set or "numpy", computes."""
+    if implementation == "numpy":
+        return _backend.forced(backend="numpy", **more)
+    return _backend.forced(isa=implementation, backend="compiled", **more)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    """The name of the instruction set in force, or "numpy"."""
+    with forced(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def python():
+    """Run code in a process of its own: python(code, NAME=value, ...) -> CompletedProcess; None unsets NAME."""
+
+    def run(code, timeout=120, **environment):
+        command = [sys.executable, "-W", "default", "-c", code]
+        return subprocess.run(command, env=child_environment(**environment), timeout=timeout, capture_output=True,
+                              text=True, check=False)  # fmt: skip
+
+    return run
+
+
+def child_environment(**changes):
+    """os.environ with `changes`, in which a child imports the fastattn under test."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(fastattn.__file__).parents[1])}
+    for name, value in changes.items():
+        environment.pop(name, None)
+        if value is not None:
+            environment[name] = str(value)
+    return environment
