@@ -1,4 +1,4 @@
-"""A test that asks for `implementation` runs on each instruction set of this CPU and on the NumPy fallback."""
+"""A test that asks for `implementation` runs on every instruction set of this CPU and on the fallback."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from fastattn import _backend
 COMPILED = () if os.environ.get("FASTATTN_BACKEND") == "numpy" else fastattn.available_isas()
 IMPLEMENTATIONS = (*COMPILED, "numpy")
 
-# An implementation stays in force for all examples of a property, and timing says nothing on a shared machine.
+# An implementation stays in force for all examples of a property; timing says nothing on a shared machine.
 _HYPOTHESIS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture]}
 hypothesis.settings.register_profile("default", max_examples=25, derandomize=True, **_HYPOTHESIS)
 hypothesis.settings.register_profile("long", max_examples=500, **_HYPOTHESIS)
@@ -46,12 +46,12 @@ def implementation(request):
 
 @pytest.fixture
 def python():
-    """Run code in a process of its own: python(code, NAME=value, ...) -> CompletedProcess; None unsets NAME."""
+    """Run code in a process of its own, python(code, NAME=value, ...); the value None unsets NAME."""
 
     def run(code, timeout=120, **environment):
         command = [sys.executable, "-W", "default", "-c", code]
-        return subprocess.run(command, env=child_environment(**environment), timeout=timeout, capture_output=True,
-                              text=True, check=False)  # fmt: skip
+        environment = child_environment(**environment)
+        return subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
 
     return run
 

@@ -1,6 +1,6 @@
 """What attention must return, and how near: naive.py in a wider type, and the contract's error bound."""
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import ml_dtypes
@@ -65,7 +65,7 @@ def _tolerance(plain, ref, floor, where_not_finite):
 
 @np.errstate(all="ignore")
 def assert_close(got, ref, tolerance):
-    """Every element of `got` lies within `tolerance` of `ref`; NaN and infinities stand at the same places."""
+    """Every element of `got` lies within `tolerance` of `ref`; NaN and infinities stand at its places."""
     got = np.asarray(got).astype(ref.dtype)
     assert got.shape == ref.shape
     np.testing.assert_array_equal(np.isnan(got), np.isnan(ref), "NaN at other places")
@@ -106,7 +106,7 @@ def spread_inputs(shape, dtype, rng, **how):
     return q * q.dtype.type(_SPREAD if q.itemsize == 2 else 1), k, v
 
 
-@lru_cache(maxsize=None)
+@cache
 def case(shape: Shape, variants: tuple[str, ...], dtype: str, *, telling=True, **how) -> Case:
     """One call and its expected result, computed once for all implementations.
 
