@@ -1,0 +1,123 @@
+"""``python -m fastattn``: what is installed, whether it computes correctly, and how fast it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+
+import fastattn
+from fastattn._bench.cases import DTYPES
+
+
+def _info(options: argparse.Namespace) -> int:
+    """Print the configuration: instruction set, threads, compiler, backend."""
+    print(fastattn.show_config())
+    return 0
+
+
+def _selftest(options: argparse.Namespace) -> int:
+    """Test every instruction set and the fallback against float64; the exit status is the verdict."""
+    from fastattn._bench import selftest
+
+    return selftest.main(options.cases, options.seed)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    """Time fastattn, its fallback, plain NumPy and every peer that is installed, side by side."""
+    from fastattn._bench import plot, report, run
+
+    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
+    print("This takes", "less than a minute." if options.quick else "about ten minutes (--quick: one).")
+    result = run.run(
+        run.plan(options.dtype, options.quick, seed),
+        threads=options.threads or fastattn.get_num_threads(),
+        effort=run.QUICK if options.quick else run.FULL,
+        command=" ".join(["python -m fastattn", *sys.argv[1:]]),
+        seed=seed,
+    )
+    print(report.text(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        plot.draw(result, options.plot)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fastattn", description="FlashAttention for CPUs.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(function: Callable[[argparse.Namespace], int]) -> Callable[..., argparse.Action]:
+        name, text = function.__name__.lstrip("_"), function.__doc__
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=function)
+        return sub.add_argument
+
+    command(_info)
+
+    option = command(_selftest)
+    option("--cases", type=_positive, default=300, metavar="N", help="how many random calls (300)")
+    option("--seed", type=_natural, default=0, metavar="N", help="which calls (0)")
+
+    option = command(_bench)
+    option("--quick", action="store_true", help="fewer shapes and rounds: under a minute")
+    option("--dtype", type=_dtype, help=f"{', '.join(DTYPES)} (float32; bfloat16 too for long shapes)")
+    option("--threads", type=_positive, metavar="N", help="of every engine (as many as fastattn uses)")
+    option("--json", type=_file, metavar="FILE", help="write everything that was measured")
+    option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
+    option("--seed", type=_natural, metavar="N", help="of inputs and fresh shapes (a new one)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text!r}")
+    return int(text)
+
+
+def _dtype(text: str) -> str:
+    if text not in DTYPES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(DTYPES)}, got {text!r}")
+    if text == "bfloat16" and util.find_spec("ml_dtypes") is None:
+        raise argparse.ArgumentTypeError("bfloat16 needs ml_dtypes: pip install 'fastattn[bench]'")
+    return text
+
+
+def _file(text: str) -> Path:
+    """Refused now, not after minutes of measuring."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: its folder does not exist")
+    return path
+
+
+def _picture(text: str) -> Path:
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
+    if util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("drawing needs matplotlib: pip install 'fastattn[bench]'")
+    return _file(text)
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    options = _parser().parse_args()
+    status: int = options.run(options)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Everything the bench times, by name: fastattn, its fallback, plain NumPy, and the peers.
+
+An engine offers one or more ways to compute a problem (layouts, spellings of a mask): a worker tries them all
+and times the fastest, so that no engine is held to one that does not suit it. Inputs are laid out, converted
+and bound outside the timed call.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata, util
+from typing import NamedTuple
+
+import numpy as np
+
+import fastattn
+from fastattn._bench import peers
+from fastattn._bench.problem import TINY, Problem
+from fastattn._bench.ways import Way, Ways, refuse_dense
+
+
+class Engine(NamedTuple):
+    """A column of the table; `packages` must be importable, the first of them gives the version."""
+
+    packages: tuple[str, ...]
+    ways: Ways
+    what: str
+
+    def installed(self) -> bool:
+        if self.packages == ("fastattn._core",):
+            return bool(fastattn.available_isas())
+        return all(util.find_spec(package) is not None for package in self.packages)
+
+    def version(self) -> str:
+        return (
+            fastattn.__version__
+            if self.packages[0].startswith("fastattn")
+            else metadata.version(self.packages[0])
+        )
+
+
+def _compiled(problem: Problem, threads: int) -> dict[str, Way]:
+    q, k, v = problem.inputs()
+    options = {**problem.options(), "num_threads": threads, "backend": "compiled"}
+    if problem.shape == TINY:  # a user's first lines: nothing chosen, nothing preallocated
+        return {"": Way(lambda: fastattn.attention(q, k, v))}
+    out = np.empty(problem.out_shape, q.dtype)
+    return {"": Way(lambda: fastattn.attention(q, k, v, out=out, **options))}
+
+
+def _fallback(problem: Problem, threads: int) -> dict[str, Way]:
+    q, k, v = problem.inputs()
+    options = problem.options()
+    out = np.empty(problem.out_shape, q.dtype)
+    return {"": Way(lambda: fastattn.attention(q, k, v, out=out, backend="numpy", **options))}
+
+
+def _numpy(problem: Problem, threads: int) -> dict[str, Way]:
+    """The usual five calls. The query heads of a group are stacked, so that K and V are not repeated."""
+    refuse_dense(problem)
+    q, k, v = problem.inputs()
+    shape = problem.shape
+    work = np.float64 if q.dtype == np.float64 else np.float32
+    per_query = (shape.batch, shape.heads_kv, problem.group, shape.len_q, shape.len_k)
+    scale = work(shape.head_dim**-0.5)
+    keep = problem.kept_keys()
+    bias = None
+    if problem.causal:
+        bias = np.triu(np.full((shape.len_q, shape.len_k), -np.inf, work), 1 + shape.len_k - shape.len_q)
+    elif keep is not None:
+        bias = np.where(keep, work(0), work(-np.inf))[:, None, None, None, :]
+
+    def softmax_attention() -> np.ndarray:
+        scores = (q.astype(work, copy=False).reshape(problem.stacked_shape) * scale) @ k.astype(
+            work, copy=False
+        ).swapaxes(-1, -2)
+        if bias is not None:
+            view = scores.reshape(per_query)
+            view += bias
+        scores -= scores.max(-1, keepdims=True)
+        np.exp(scores, out=scores)
+        scores /= scores.sum(-1, keepdims=True)
+        return (scores @ v.astype(work, copy=False)).astype(q.dtype, copy=False).reshape(problem.out_shape)
+
+    def without_row_max() -> np.ndarray:
+        probs = np.exp(q @ k.swapaxes(-1, -2) * scale)
+        return probs / probs.sum(-1, keepdims=True) @ v
+
+    if problem.shape == TINY:  # five calls, the shortest that anyone would write
+        return {"exp without the row maximum": Way(without_row_max)}
+    return {"": Way(softmax_attention)}
+
+
+ENGINES = {
+    "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernel"),
+    "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
+    "numpy": Engine(("numpy",), _numpy, "plain NumPy: q @ k.T, softmax, @ v"),
+    "torch": Engine(("torch",), peers.torch_sdpa, "torch.nn.functional.scaled_dot_product_attention"),
+    "ort": Engine(("onnxruntime", "onnx"), peers.onnx_attention, "onnxruntime, Attention of ONNX opset 23"),
+    "ort-mha": Engine(
+        ("onnxruntime", "onnx"), peers.onnx_multi_head, "onnxruntime, contrib MultiHeadAttention"
+    ),
+    "openvino": Engine(("openvino",), peers.openvino_sdpa, "OpenVINO, ScaledDotProductAttention"),
+    "jax": Engine(("jax",), peers.jax_dpa, "jax.nn.dot_product_attention"),
+}

@@ -1,0 +1,259 @@
+"""The peers, each asked in its own layout, with its own best settings and an explicit precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fastattn._bench.problem import Problem
+from fastattn._bench.ways import Unsupported, Way, refuse_dense
+
+
+def torch_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
+    """torch.nn.functional.scaled_dot_product_attention on (B, H, L, D) tensors sharing the arrays' memory."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.inference_mode().__enter__()  # for good: entering it inside the timed call would cost time
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def tensor(x: np.ndarray) -> Any:
+        if problem.dtype == "bfloat16":  # which torch's bridge to NumPy does not know
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(x)
+
+    def read(result: Any) -> np.ndarray:
+        result = result.reshape(problem.out_shape)
+        return (result if problem.dtype == "float64" else result.float()).numpy()
+
+    q, k, v = map(tensor, problem.inputs())
+    stacked = q.reshape(problem.stacked_shape)
+    grouped = {"enable_gqa": True} if problem.group > 1 else {}
+    keep = problem.kept_keys()
+    if problem.causal:
+        return {"": Way(lambda: sdpa(q, k, v, is_causal=True, **grouped), read)}
+    if keep is not None:
+        mask = torch.from_numpy(keep)[:, None, None, :]
+        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+        return {
+            "boolean mask": Way(lambda: sdpa(stacked, k, v, attn_mask=mask), read),
+            "float mask": Way(lambda: sdpa(stacked, k, v, attn_mask=bias), read),
+        }
+    ways = {"": Way(lambda: sdpa(q, k, v, **grouped), read)}
+    if problem.group > 1:
+        ways["stacked groups"] = Way(lambda: sdpa(stacked, k, v), read)
+    return ways
+
+
+def _onnx_way(
+    problem: Problem,
+    threads: int,
+    node: dict[str, Any],
+    opset: int,
+    feeds: dict[str, np.ndarray],
+    out_shape: tuple[int, ...],
+    read: Callable[[np.ndarray], np.ndarray],
+) -> Way:
+    """A model of one node in onnxruntime, its inputs and its output bound once."""
+    import onnxruntime
+    from onnx import helper
+
+    def info(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
+        return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(dtype), shape)
+
+    dtype = feeds["q"].dtype
+    graph = helper.make_graph(
+        [helper.make_node(outputs=["out"], **node)],
+        "attention",
+        [info(name, array.dtype, array.shape) for name, array in feeds.items()],
+        [info("out", dtype, out_shape)],
+    )
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    binding = session.io_binding()
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
+    out = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(out_shape, dtype))
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    binding.bind_ortvalue_output("out", out)
+
+    def call(bound: Any = (values, feeds, out)) -> None:  # onnxruntime keeps pointers, not references
+        session.run_with_iobinding(binding)
+
+    return Way(call, lambda _: read(out.numpy()))
+
+
+def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
+    """Attention of ONNX opset 23 on (B, H, L, D); opset 24 where it brings key lengths."""
+    if problem.dtype not in ("float32", "float16"):
+        raise Unsupported(f"has no {problem.dtype} kernel")
+    shape, keep = problem.shape, problem.kept_keys()
+    if problem.causal or keep is not None:
+        refuse_dense(problem)
+    q, k, v = problem.inputs()
+    feeds = {"q": q, "k": k, "v": v}
+
+    def way(
+        opset: int = 23,
+        inputs: tuple[str, ...] = ("q", "k", "v"),
+        attributes: dict[str, int] | None = None,
+        **arrays: np.ndarray,
+    ) -> Way:
+        every = {**feeds, **arrays}
+        node = {"op_type": "Attention", "inputs": inputs, **(attributes or {})}
+        out_shape = (*every["q"].shape[:3], shape.dim_v)
+        return _onnx_way(
+            problem, threads, node, opset, every, out_shape, lambda out: out.reshape(problem.out_shape)
+        )
+
+    if problem.causal:
+        return {"is_causal": way(attributes={"is_causal": 1})}
+    if keep is not None:
+        bias = np.where(keep, 0, -np.inf).astype(q.dtype)[:, None, None, :]
+        bias = np.ascontiguousarray(np.broadcast_to(bias, (shape.batch, 1, shape.len_q, shape.len_k)))
+        lengths = keep.sum(-1, dtype=np.int64)
+        return {
+            "float mask": way(inputs=("q", "k", "v", "bias"), bias=bias),
+            "nonpad_kv_seqlen": way(24, inputs=("q", "k", "v", "", "", "", "lengths"), lengths=lengths),
+        }
+    ways = {"": way()}
+    if problem.group > 1:
+        ways["stacked groups"] = way(q=q.reshape(problem.stacked_shape))
+    return ways
+
+
+def onnx_multi_head(problem: Problem, threads: int) -> dict[str, Way]:
+    """The contrib operator: q is (B, L, H * D), k and v the same or (B, H, L, D)."""
+    if problem.dtype != "float32":
+        raise Unsupported(f"has no {problem.dtype} kernel")
+    if problem.group > 1:
+        raise Unsupported("has no grouped heads")
+    shape, keep = problem.shape, problem.kept_keys()
+    if problem.causal or keep is not None or shape.decode:
+        refuse_dense(problem)
+    q, k, v = problem.inputs()
+
+    def packed(x: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(x.swapaxes(1, 2)).reshape(x.shape[0], x.shape[2], -1)
+
+    node: dict[str, Any] = {
+        "op_type": "MultiHeadAttention",
+        "domain": "com.microsoft",
+        "num_heads": shape.heads_q,
+        "inputs": ("q", "k", "v"),
+    }
+    extra = {}
+    if problem.causal:
+        node["unidirectional"] = 1
+    if keep is not None:
+        node["inputs"] = ("q", "k", "v", "", "keep")
+        extra["keep"] = keep.astype(np.int32)
+
+    def read(out: np.ndarray) -> np.ndarray:
+        return out.reshape(shape.batch, shape.len_q, shape.heads_q, shape.dim_v).swapaxes(1, 2)
+
+    def way(k: np.ndarray, v: np.ndarray) -> Way:
+        out_shape = (shape.batch, shape.len_q, shape.heads_q * shape.dim_v)
+        return _onnx_way(
+            problem, threads, node, 23, {"q": packed(q), "k": k, "v": v, **extra}, out_shape, read
+        )
+
+    if keep is not None:
+        return {"k, v (B, L, H * D)": way(packed(k), packed(v))}
+    return {"k, v (B, L, H * D)": way(packed(k), packed(v)), "k, v (B, H, L, D)": way(k, v)}
+
+
+def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
+    """ScaledDotProductAttention of opset 13 on (B, H, L, D); it knows no grouped heads."""
+    import openvino
+    from openvino import opset13 as ops
+
+    if problem.dtype == "float64":
+        raise Unsupported("computes float64 in float32")
+    dtype = {"float32": openvino.Type.f32, "float16": openvino.Type.f16, "bfloat16": openvino.Type.bf16}[
+        problem.dtype
+    ]
+    core = openvino.Core()
+    settings = {
+        "INFERENCE_PRECISION_HINT": dtype.to_string(),
+        "INFERENCE_NUM_THREADS": threads,
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+    }
+    q, k, v = problem.inputs()
+    if problem.causal and problem.group > 1:
+        k, v = (np.repeat(x, problem.group, axis=1) for x in (k, v))
+    elif problem.group > 1:
+        q = q.reshape(problem.stacked_shape)
+
+    def tensor(x: np.ndarray) -> Any:
+        if x.dtype.name == "bfloat16":
+            return openvino.Tensor(x.view(np.uint16), openvino.Shape(x.shape), dtype)
+        return openvino.Tensor(x, shared_memory=True)
+
+    def way(*arrays: np.ndarray, dynamic: bool = False) -> Way:
+        def free(x: np.ndarray) -> Any:
+            return openvino.PartialShape([-1, x.shape[1], -1, x.shape[3]] if dynamic else list(x.shape))
+
+        tensors = [tensor(x) for x in arrays]
+        inputs = [ops.parameter(free(x), t.element_type) for x, t in zip(arrays, tensors, strict=True)]
+        node = ops.scaled_dot_product_attention(*inputs, causal=problem.causal)
+        request = core.compile_model(openvino.Model([node], inputs), "CPU", settings).create_infer_request()
+        out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+        for index, one in enumerate(tensors):
+            request.set_input_tensor(index, one)
+        request.set_output_tensor(0, tensor(out))
+        shared = (arrays, tensors, out)  # OpenVINO keeps pointers into them, not references
+
+        def call(shared: Any = shared) -> None:
+            request.infer()
+
+        return Way(call, lambda _: out.reshape(problem.out_shape))
+
+    keep = problem.kept_keys()
+    if keep is not None:
+        bias = np.where(keep, 0, -np.inf).astype(q.dtype)[:, None, None, :]
+        return {"boolean mask": way(q, k, v, keep[:, None, None, :].copy()), "float mask": way(q, k, v, bias)}
+    return {"": way(q, k, v), "dynamic shapes": way(q, k, v, dynamic=True)}
+
+
+def jax_dpa(problem: Problem, threads: int) -> dict[str, Way]:
+    """jax.nn.dot_product_attention, compiled, from (B, L, H, D), which it wants, and (B, H, L, D)."""
+    import jax
+    import jax.numpy as jnp
+
+    refuse_dense(problem)
+    jax.config.update("jax_enable_x64", True)  # or float64 arrays become float32; changes nothing else here
+    if problem.dtype in ("float32", "float64"):
+        jax.config.update("jax_default_matmul_precision", "highest")
+    keep = problem.kept_keys()
+    options: dict[str, Any] = {"is_causal": problem.causal, "implementation": "xla"}
+    if keep is not None:
+        options["key_value_seq_lengths"] = jnp.asarray(keep.sum(-1), jnp.int32)
+
+    def length_first(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, **options)
+
+    def heads_first(q: Any, k: Any, v: Any) -> Any:
+        return length_first(q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)).swapaxes(1, 2)
+
+    def way(function: Callable[..., Any], arrays: list[np.ndarray], read: Callable[[Any], np.ndarray]) -> Way:
+        on_device = [jax.device_put(x) for x in arrays]
+        compiled = jax.jit(function).lower(*on_device).compile()
+        return Way(lambda: compiled(*on_device).block_until_ready(), read)
+
+    arrays = list(problem.inputs())
+    swapped = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in arrays]
+    return {
+        "(B, L, H, D)": way(length_first, swapped, lambda out: np.asarray(out).swapaxes(1, 2)),
+        "(B, H, L, D)": way(heads_first, arrays, np.asarray),
+    }

@@ -1,0 +1,107 @@
+"""The bench's side of a worker process: ask, wait, and keep it still while others are timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+# A thread pool that spins, waiting for work, would disturb the engine timed next. A stopped process cannot.
+CAN_STOP = hasattr(signal, "SIGSTOP")
+PAUSE = 0.2  # seconds for pools to fall asleep, where processes cannot be stopped
+
+
+def _environment(threads: int) -> dict[str, str]:
+    count = str(threads)
+    chosen = {name: value for name, value in os.environ.items() if name != "FASTATTN_BACKEND"}
+    return {
+        **chosen,
+        **dict.fromkeys(
+            (
+                "FASTATTN_NUM_THREADS",
+                "OMP_NUM_THREADS",
+                "OPENBLAS_NUM_THREADS",
+                "MKL_NUM_THREADS",
+                "VECLIB_MAXIMUM_THREADS",
+                "PJRT_NPROC",
+            ),
+            count,
+        ),
+        "JAX_PLATFORMS": "cpu",
+        # malloc keeps what is freed: where a result is a few megabytes, faulting in new pages costs as much
+        # as computing it, and not every engine can be given its output to write to.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    }
+
+
+class Crash(Exception):
+    """The worker died or took too long."""
+
+
+class WorkerProcess:
+    """One engine in a process of its own."""
+
+    def __init__(self, engine: str, threads: int) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fastattn._bench.worker", engine, str(threads)],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=_environment(threads),
+        )
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self._pipe("stdout"), selectors.EVENT_READ)
+
+    def _pipe(self, name: str) -> Any:
+        return getattr(self.process, name)
+
+    def ask(self, do: str, *, timeout: float = 120, **arguments: Any) -> dict[str, Any]:
+        """Wake the worker, have it answer one request, and stop it again."""
+        if CAN_STOP:
+            self.process.send_signal(signal.SIGCONT)
+        try:
+            self._pipe("stdin").write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            reply = self._read_line(time.monotonic() + timeout)
+        except BrokenPipeError:
+            reply = b""
+        if not reply:
+            raise Crash(self._last_words())
+        if CAN_STOP:
+            self.process.send_signal(signal.SIGSTOP)
+        else:
+            time.sleep(PAUSE)
+        answer: dict[str, Any] = json.loads(reply)
+        return answer
+
+    def _read_line(self, deadline: float) -> bytes:
+        line = b""
+        while not line.endswith(b"\n"):
+            if not self.selector.select(max(0.0, deadline - time.monotonic())):
+                raise Crash("took too long")
+            piece = os.read(self._pipe("stdout").fileno(), 1 << 16)
+            if not piece:
+                return b""
+            line += piece
+        return line
+
+    def _last_words(self) -> str:
+        code = self.process.wait()
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        return f"process ended with code {code}. {last}"[:200].strip()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for resource in (self.selector, self._pipe("stdin"), self._pipe("stdout"), self.log):
+            resource.close()

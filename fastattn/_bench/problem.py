@@ -1,0 +1,70 @@
+"""One problem of the bench: shape, variant, dtype and seed, of which every process makes the same arrays."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastattn._bench.cases import VARIANTS, Shape, as_dtype, make_inputs
+
+# Below this a call is all overhead: it is reported in microseconds.
+TINY = Shape("1,1,8,8,16", 1, 1, 1, 8, 8, 16)
+
+
+class Problem(NamedTuple):
+    """q is (B, H, Lq, D), k and v are (B, Hkv, Lk, D or Dv)."""
+
+    shape: Shape
+    variant: str
+    dtype: str
+    seed: int
+
+    @classmethod
+    def from_list(cls, fields: list[Any]) -> Problem:
+        """The inverse of ``list(problem)`` after a trip through JSON."""
+        shape, variant, dtype, seed = fields
+        return cls(Shape(*shape), variant, dtype, seed)
+
+    def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return make_inputs(self.shape, self.dtype, np.random.default_rng([self.seed, 0]))
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `fastattn.attention`."""
+        return VARIANTS[self.variant](self.shape, np.random.default_rng([self.seed, 1]))
+
+    @property
+    def causal(self) -> bool:
+        return self.variant == "causal"
+
+    def kept_keys(self) -> np.ndarray | None:
+        """The padding mask as (B, Lk), or None."""
+        mask = self.options().get("mask")
+        return None if mask is None else mask[:, 0, 0, :]
+
+    @property
+    def group(self) -> int:
+        return self.shape.heads_q // self.shape.heads_kv
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return (self.shape.batch, self.shape.heads_q, self.shape.len_q, self.shape.dim_v)
+
+    @property
+    def stacked_shape(self) -> tuple[int, int, int, int]:
+        """q with the query heads of a group as more rows of one head: the same, unless it is causal."""
+        return (self.shape.batch, self.shape.heads_kv, self.group * self.shape.len_q, self.shape.head_dim)
+
+    @property
+    def scores_bytes(self) -> int:
+        """What an engine needs that stores the whole score matrix, 16-bit types being widened."""
+        shape = self.shape
+        size = max(4, as_dtype(self.dtype).itemsize)
+        return shape.batch * shape.heads_q * shape.len_q * shape.len_k * size
+
+    @property
+    def work(self) -> float:
+        """FLOP of the two matrix products, or for one query row the bytes of k and v, less what is masked."""
+        kept = self.kept_keys()
+        share = 0.5 if self.causal else 1.0 if kept is None else float(kept.mean())
+        return share * (self.shape.kv_bytes(self.dtype) if self.shape.decode else self.shape.flops)

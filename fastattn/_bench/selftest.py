@@ -1,0 +1,127 @@
+"""``python -m fastattn selftest``: every instruction set of this CPU and the fallback against float64."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import fastattn
+from fastattn import _backend
+from fastattn._bench import oracle
+from fastattn._bench.cases import VARIANTS, Shape, as_dtype, combine, make_inputs, pairs
+
+# Around the edges of vectors and tiles; 0 is a size like any other.
+LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 129, 257)
+HEAD_DIMS = (1, 3, 8, 16, 32, 40, 64, 72, 80, 96, 128)
+
+
+class Case(NamedTuple):
+    """One call: the inputs, their options, and which variants those are."""
+
+    name: str
+    inputs: tuple[np.ndarray, np.ndarray, np.ndarray]
+    options: dict[str, Any]
+
+
+def draw(n: int, seed: int) -> Iterator[Case]:
+    """N random calls: shapes at the edges, every dtype, one variant or two."""
+    dtypes = ["float32", "float64", "float16"] + ["bfloat16"] * has_bfloat16()
+    variants = [*((name,) for name in VARIANTS), *pairs()]
+    for index in range(n):
+        rng = np.random.default_rng([seed, index])
+        heads_kv, group = rng.integers(1, 4, 2)
+        batch = int(rng.integers(1, 4))
+        len_q, len_k = (int(rng.choice(LENGTHS)) for _ in range(2))
+        head_dim, head_dim_v = (int(rng.choice(HEAD_DIMS)) for _ in range(2))
+        shape = Shape("", batch, int(heads_kv * group), int(heads_kv), len_q, len_k, head_dim, head_dim_v)
+        names = variants[int(rng.integers(len(variants)))]
+        dtype = dtypes[index % len(dtypes)]
+        layout = ("bhld", "blhd")[int(rng.integers(2))]
+        name = f"case {index}: {' + '.join(names)}, {dtype}, {layout}, {tuple(shape[1:])}"
+        yield Case(name, make_inputs(shape, dtype, rng, layout=layout), combine(names, shape, rng))
+
+
+def has_bfloat16() -> bool:
+    try:
+        as_dtype("bfloat16")
+    except ImportError:
+        return False
+    return True
+
+
+class Bound(NamedTuple):
+    """A float64 result, and how far another may be from it: twice the plain error, and a few eps."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    out_error: float
+    lse_error: float
+
+    @classmethod
+    def of(cls, case: Case) -> Bound:
+        q, _, v = case.inputs
+        out, lse = oracle.attention(*case.inputs, **case.options)
+        plain_out, plain_lse = oracle.attention(*case.inputs, dtype=q.dtype, **case.options)
+        lse_dtype = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+        out_error = 2 * distance(plain_out, out) + 4 * epsilon(q.dtype) * largest(v)
+        lse_error = 2 * distance(plain_lse, lse) + 4 * epsilon(lse_dtype) * max(1, largest(lse))
+        return cls(out, lse, out_error, lse_error)
+
+    def share(self, out: np.ndarray, lse: np.ndarray) -> float:
+        """The error as a share of what is allowed; above 1 the result is wrong."""
+        return max(distance(out, self.out) / (self.out_error or 1), distance(lse, self.lse) / self.lse_error)
+
+
+def largest(x: np.ndarray) -> float:
+    """The largest finite magnitude."""
+    x = np.abs(x.astype(np.float64))
+    return float(x[np.isfinite(x)].max(initial=0))
+
+
+def epsilon(dtype: np.dtype) -> float:
+    return 2.0**-7 if dtype.name == "bfloat16" else float(np.finfo(dtype).eps)
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference; infinite where only one of two is NaN or an infinity."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(a == b, 0, np.abs(a - b))
+    return float(np.where(np.isnan(difference), np.inf, difference).max(initial=0))
+
+
+def main(n: int, seed: int) -> int:
+    """Print what was tested and how it went; returns the exit status."""
+    implementations = {isa: {"isa": isa, "backend": "compiled"} for isa in fastattn.available_isas()}
+    if not implementations:
+        print(f"The extension is missing ({_backend.WHY_NOT_COMPILED}); testing the NumPy fallback only.")
+    implementations["numpy"] = {"backend": "numpy"}
+    worst = dict.fromkeys(implementations, 0.0)
+    failures = 0
+    for case in draw(n, seed):
+        bound = Bound.of(case)
+        for name, setting in implementations.items():
+            try:
+                share = bound.share(*compute(case, setting))
+                worst[name] = max(worst[name], share)
+                problem = f"error {share:.3g} times what is allowed" if share > 1 else ""
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            if problem:
+                failures += 1
+                print(f"FAILED on {name}, {problem}; {case.name}", file=sys.stderr)
+    for name, share in worst.items():
+        print(f"{name:<12} {n} random calls (seed {seed}), largest error {share:.2f} of what is allowed")
+    print(f"{failures} FAILED" if failures else "all good")
+    return int(failures > 0)
+
+
+def compute(case: Case, setting: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    with _backend.forced(**setting):
+        out, lse = fastattn.attention(
+            *case.inputs, **case.options, return_lse=True, backend=setting["backend"]
+        )
+    return out, lse

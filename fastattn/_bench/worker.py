@@ -1,0 +1,119 @@
+"""A process that runs one engine when told: ``python -m fastattn._bench.worker ENGINE THREADS``.
+
+Requests and replies are lines of JSON on standard input and output. Every engine has a process of its own:
+in one process, the spinning thread pools of several engines slow each other down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from fastattn._bench.engines import ENGINES
+from fastattn._bench.problem import Problem
+from fastattn._bench.ways import Unsupported, Way
+
+# Largest error of an answer that is right, several times what any engine shows on standard normal inputs.
+TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def time_call(call: Callable[[], Any], seconds: float) -> float:
+    """The median over samples of at least a millisecond, after a call to warm up; of long calls, one."""
+    start = time.perf_counter()
+    call()
+    once = time.perf_counter() - start
+    if once > seconds:
+        return once
+    repeat = max(1, round(1e-3 / once))
+    samples = []
+    end = time.perf_counter() + seconds
+    while not samples or time.perf_counter() < end:
+        start = time.perf_counter()
+        for _ in range(repeat):
+            call()
+        samples.append((time.perf_counter() - start) / repeat)
+    return median(samples)
+
+
+class Worker:
+    """Answers requests about one engine; holds the problem prepared last."""
+
+    def __init__(self, engine: str, threads: int) -> None:
+        self.engine = ENGINES[engine]
+        self.threads = threads
+        self.way: Way | None = None
+
+    def hello(self) -> dict[str, Any]:
+        return {"version": self.engine.version()}
+
+    def prepare(self, problem: list[Any], reference: str) -> dict[str, Any]:
+        """Try every way to compute the problem, keep the fastest of those whose result is right.
+
+        `reference` is a file with the numbers of some query rows and their float64 result.
+        """
+        self.way = None  # before the next problem takes memory
+        task = Problem.from_list(problem)
+        ways = self.engine.ways(task, self.threads)
+        with np.load(reference) as saved:
+            rows, want = saved["rows"], saved["out"]
+        best: dict[str, Any] = {}
+        reasons = []
+        for name, way in ways.items():
+            start = time.perf_counter()
+            try:
+                result = way.call()
+            except Exception as error:
+                reasons.append(f"{name} {describe(error)}".strip())
+                continue
+            first = time.perf_counter() - start
+            error = float(np.abs(way.read(result)[..., rows, :].astype(np.float64) - want).max(initial=0))
+            if not error <= TOLERANCE[task.dtype]:
+                reasons.append(f"{name} wrong result, off by {error:.2g}".strip())
+                continue
+            seconds = first if first > 1 else time_call(way.call, 0.02)
+            if not best or seconds < best["seconds"]:
+                self.way, best = way, {"seconds": seconds, "error": error, "way": name}
+        return best or {"failed": "; ".join(reasons)}
+
+    def measure(self, seconds: float) -> dict[str, Any]:
+        assert self.way is not None
+        return {"seconds": time_call(self.way.call, seconds)}
+
+    def limits(self, dtype: str) -> dict[str, Any]:
+        """What the machine can do at most, as measured by the extension."""
+        from fastattn import _core
+
+        name = "float32" if dtype == "float16" else dtype
+        return {"flops": _core.fma_peak(name, self.threads), "bytes": _core.read_bandwidth(self.threads)}
+
+
+def main(engine: str, threads: str) -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints must not end up between the replies
+    if hasattr(os, "sched_setaffinity"):  # for the pools that size themselves by it
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
+    worker = Worker(engine, int(threads))
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply = getattr(worker, request.pop("do"))(**request)
+        except Unsupported as reason:
+            reply = {"unsupported": str(reason)}
+        except Exception as error:
+            reply = {"failed": describe(error)}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
