@@ -187,7 +187,7 @@ cdef int64_t *_set_args(fa_attention_args *a, args) except NULL:
         _set_array(&a.row_end, args.row_end, 2, batch_shape, batch, tables + 8 * batch)
     if args.alibi_slopes is not None:
         _set_array(&a.alibi_slopes, args.alibi_slopes, 1, batch_shape, batch, tables + 9 * batch)
-        _set_array(&a.q_position, args.q_position, 0, batch_shape, batch, tables + 10 * batch)
+        _set_array(&a.q_position, np.asarray(args.q_position), 0, batch_shape, batch, tables + 10 * batch)
     if args.sinks is not None:
         _set_array(&a.sinks, args.sinks, 1, batch_shape, batch, tables + 11 * batch)
     return tables

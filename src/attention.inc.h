@@ -14,11 +14,10 @@
 typedef struct {
     lane *qt, *s, *add, *ot;  /* (head_dim), (BLOCK_K), (BLOCK_K), (head_dim_v) rows */
     lane *pairs;              /* (BLOCK_K / 2): probabilities as pairs of bfloat16 */
-    lane *rows;               /* (BLOCK_Q, row_pitch): rows on their way through a transposition */
+    lane *rows;               /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
     lane *k, *v;              /* (BLOCK_K, head_dim), (BLOCK_K, head_dim_v): converted keys and values */
     lane *row_max, *row_sum, *alpha, *slope, *position, *begin, *end; /* (BLOCK_Q) */
     int64_t *range;           /* (2, BLOCK_Q) */
-    int64_t row_pitch;
 } tile_scratch;
 
 /* Cuts up `memory`; returns the bytes it takes, also for memory == NULL. */
@@ -27,14 +26,12 @@ static int64_t tile_scratch_at(const fa_attention_args *a, void *memory, tile_sc
     lane *next = memory;
     int64_t used = 0;
 #define TAKE(field, n) (w->field = memory ? next + used : NULL, used += round_up(n, 64 / sizeof(lane)))
-    const int64_t widest = a->head_dim > a->head_dim_v ? a->head_dim : a->head_dim_v;
-    w->row_pitch = round_up(widest > BLOCK_K ? widest : BLOCK_K, LANES);
     TAKE(qt, a->head_dim * BLOCK_Q);
     TAKE(s, BLOCK_K * BLOCK_Q);
     TAKE(add, BLOCK_K * BLOCK_Q);
     TAKE(ot, a->head_dim_v * BLOCK_Q);
     TAKE(pairs, BLOCK_K / 2 * BLOCK_Q);
-    TAKE(rows, w->row_pitch * BLOCK_Q);
+    TAKE(rows, BLOCK_Q * BLOCK_K);
     TAKE(k, BLOCK_K * round_up(a->head_dim, LANES));
     TAKE(v, BLOCK_K * round_up(a->head_dim_v, LANES));
     TAKE(row_max, BLOCK_Q);
@@ -49,39 +46,59 @@ static int64_t tile_scratch_at(const fa_attention_args *a, void *memory, tile_sc
     return used * (int64_t)sizeof(lane) + 2 * BLOCK_Q * (int64_t)sizeof(int64_t);
 }
 
-/* qt (head_dim, rows) = transpose(factor * q); under `dot` pairs of bfloat16, unscaled, an odd last one with 0 */
-static void load_queries(const fa_attention_args *a, const row_block *t, int dot, lane factor, const tile_scratch *w)
+/* One vector of a query row, from lane d on, of which n lanes are left; under `dot` lanes are pairs of bfloat16. */
+INLINE v_t load_query(fa_dtype dtype, int dot, const char *q, int64_t d, int64_t n, int64_t head_dim)
+{
+    if (dot && n <= LANES) {
+        lane part[LANES] = {0};
+        memcpy(part, q + d * sizeof(lane), head_dim * 2 - d * sizeof(lane)); /* an odd last one is paired with 0 */
+        return v_load(part);
+    }
+    if (dot) return v_load(q + d * sizeof(lane));
+    return n < LANES ? v_load_as_n(dtype, q + d * dtype_size(dtype), n) : v_load_as(dtype, q + d * dtype_size(dtype));
+}
+
+/* qt (head_dim, rows) = transpose(factor * q); under `dot` pairs, unscaled. Lanes without a row become 0. */
+INLINE void load_queries_as(fa_dtype dtype, const fa_attention_args *a, const row_block *t, int dot, lane factor,
+                            const tile_scratch *w)
 {
     const int64_t depth = dot ? (a->head_dim + 1) / 2 : a->head_dim;
-    for (int64_t r = 0; r < t->rows; r++) {
-        const row_id id = row_at(a, t->h_kv, t->row0 + r);
-        const char *q = at(&a->q, t->b, id.head, id.query, 0);
-        lane *row = w->rows + r * w->row_pitch;
-        if (dot) {
-            row[depth - 1] = 0;
-            memcpy(row, q, a->head_dim * 2);
-        } else
-            load_row(a->q.dtype, q, a->head_dim, factor, row);
-    }
-    transpose(w->rows, w->row_pitch, t->rows, depth, w->qt, BLOCK_Q);
-    if (t->rows <= LANES) return;
-    for (int64_t r = round_up(t->rows, LANES); r < BLOCK_Q; r += LANES) /* lanes of whole vectors without a row */
-        for (int64_t d = 0; d < depth; d++) v_store(w->qt + d * BLOCK_Q + r, v_splat(0));
+    const char *rows[BLOCK_Q] = {NULL};
+    EACH_ROW(t, r, id) rows[r] = at(&a->q, t->b, id.head, id.query, 0);
+    for (int64_t r = 0; r < BLOCK_Q; r += LANES)
+        for (int64_t d = 0; d < depth; d += LANES) {
+            const int64_t n = depth - d;
+            v_t x[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const v_t q = rows[r + i] ? load_query(dtype, dot, rows[r + i], d, n, a->head_dim) : v_splat(0);
+                x[i] = dot ? q : q * v_splat(factor);
+            }
+            v_transpose(x);
+            for (int i = 0; i < (n < LANES ? n : LANES); i++) v_store(w->qt + (d + i) * BLOCK_Q + r, x[i]);
+        }
+}
+
+static void load_queries(const fa_attention_args *a, const row_block *t, int dot, lane factor, const tile_scratch *w)
+{
+    if (dot) load_queries_as(FA_BF16, a, t, 1, factor, w);
+    else if (a->q.dtype == FA_F16) load_queries_as(FA_F16, a, t, 0, factor, w);
+    else if (a->q.dtype == FA_BF16) load_queries_as(FA_BF16, a, t, 0, factor, w);
+    else load_queries_as(LANE_BITS == 64 ? FA_F64 : FA_F32, a, t, 0, factor, w);
 }
 
 /* The additive tile, add (n keys, rows): one row for all where mask and bias do not depend on the query. Returns
  * whether some key is hidden from some row. */
 static int load_additive(const fa_attention_args *a, const row_block *t, int64_t j0, int64_t n, const tile_scratch *w)
 {
-    if (rows_share(a, &a->mask) && rows_share(a, &a->bias)) {
-        const int hides = additive_row(a, t, 0, j0, n, w->rows);
+    if (rows_share(t, &a->mask) && rows_share(t, &a->bias)) {
+        const int hides = additive_row(a, t, first_row(t), j0, n, w->rows);
         for (int64_t j = 0; j < n; j++)
             for (int u = 0; u < NV; u++) v_store(w->add + j * BLOCK_Q + u * LANES, v_splat(w->rows[j]));
         return hides;
     }
     int hides = 0;
-    for (int64_t r = 0; r < t->rows; r++) hides |= additive_row(a, t, r, j0, n, w->rows + r * w->row_pitch);
-    transpose(w->rows, w->row_pitch, t->rows, n, w->add, BLOCK_Q);
+    EACH_ROW(t, r, id) hides |= additive_row(a, t, id, j0, n, w->rows + r * BLOCK_K);
+    transpose(w->rows, BLOCK_K, t->rows, n, w->add, BLOCK_Q);
     for (int64_t r = round_up(t->rows, LANES); r < BLOCK_Q; r += LANES)
         for (int64_t j = 0; j < n; j++) v_store(w->add + j * BLOCK_Q + r, v_splat(0));
     return hides;
@@ -89,13 +106,13 @@ static int load_additive(const fa_attention_args *a, const row_block *t, int64_t
 
 /* Modifiers and masks of s (n keys, nv vectors of queries); j0 is the first key. */
 INLINE void modify_tile(int nv, const modifiers *m, int edge, const row_block *t, int64_t j0, int64_t n, int64_t position,
-                        int64_t group, const tile_scratch *w)
+                        const tile_scratch *w)
 {
     for (int64_t r = 0; r < BLOCK_Q; r++) { /* relative to j0, where they are small and exact */
         const int64_t row = r < t->rows ? r : t->rows - 1;
         w->begin[r] = (lane)(t->begin[row] - j0);
         w->end[r] = (lane)(t->end[row] - j0);
-        if (m->alibi) w->position[r] = (lane)(position + (t->row0 + row) / group - j0);
+        if (m->alibi) w->position[r] = (lane)(position + (t->row0 + row) / t->group - j0);
     }
     for (int64_t j = 0; j < n; j++) {
         const v_t key = v_splat((lane)j);
@@ -227,9 +244,9 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
     block_qk(nv, dot, keys, k_row, n, w->qt, dot ? (a->head_dim + 1) / 2 : a->head_dim, m->factor, w->s);
 
     if (m->additive) hides = load_additive(a, t, j0, n, w);
-    if (m->alibi) memcpy(&position, at(&a->q_position, t->b, 0, 0, 0), sizeof position);
+    if (m->alibi) position = load_int(at(&a->q_position, t->b, 0, 0, 0));
     if (out_of_range || m->additive || m->alibi || m->softcap != 0)
-        modify_tile(nv, m, out_of_range, t, j0, n, position, a->heads_q / a->heads_kv, w);
+        modify_tile(nv, m, out_of_range, t, j0, n, position, w);
 
     load_values(a, dot, out_of_range || hides, v, n, w, &values);
     for (int64_t i = 0; i < values.n_bad; i++) /* before the scores become probabilities; the additive tile is free */
@@ -268,10 +285,9 @@ INLINE void tile_attend_as(const fa_attention_args *a, int nv, int dot, row_bloc
     for (int64_t r = 0; r < BLOCK_Q; r++) {
         w->row_max[r] = -INFINITY;
         w->row_sum[r] = w->slope[r] = 0;
-        if (m.alibi && r < t->rows) {
-            memcpy(w->slope + r, at(&a->alibi_slopes, t->b, row_at(a, t->h_kv, t->row0 + r).head, 0, 0), sizeof(lane));
-            w->slope[r] *= (lane)LOG2_E;
-        }
+    }
+    if (m.alibi) {
+        EACH_ROW(t, r, id) w->slope[r] = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0) * (lane)LOG2_E;
     }
     for (int64_t block = t->first / BLOCK_K * BLOCK_K; block < t->last; block += BLOCK_K) {
         const int64_t j0 = block > t->first ? block : t->first;

@@ -65,23 +65,25 @@ static lane load_element(fa_dtype dtype, const char *p)
     }
 }
 
-/* dst (n) = src (n), with `dtype` the lane type or, with float lanes, a 16-bit one */
-static void store_row(fa_dtype dtype, const lane *src, int64_t n, char *dst)
+/* dst (n) = factor * src (n), with `dtype` the lane type or, with float lanes, a 16-bit one */
+static void store_row(fa_dtype dtype, const lane *src, int64_t n, lane factor, char *dst)
 {
+    for (int64_t j = 0; j < n; j += LANES) {
+        const int64_t count = n - j < LANES ? n - j : LANES;
+        const v_t a = (count == LANES ? v_load(src + j) : v_load_n(src + j, count)) * v_splat(factor);
 #if LANE_BITS == 32
-    if (dtype == FA_F16 || dtype == FA_BF16)
-        for (int64_t j = 0; j < n; j += LANES) {
-            const int64_t count = n - j < LANES ? n - j : LANES;
-            const v_t a = count == LANES ? v_load(src + j) : v_load_n(src + j, count);
+        if (dtype == FA_F16 || dtype == FA_BF16) {
             uint16_t part[LANES];
             if (dtype == FA_F16) v_store_f16(part, a);
             else v_store_bf16(part, a);
             memcpy(dst + j * 2, part, count * sizeof part[0]);
+            continue;
         }
-    else
 #endif
-        memcpy(dst, src, n * sizeof(lane));
-    (void)dtype;
+        (void)dtype;
+        if (count == LANES) v_store(dst + j * sizeof(lane), a);
+        else v_store_n(dst + j * sizeof(lane), a, count);
+    }
 }
 
 /* Whether all of a row is finite. */

@@ -143,16 +143,13 @@ INLINE int modify_rows(const fa_attention_args *a, modifiers *m, const row_block
     if (!out_of_range && !m->additive && !m->alibi && m->softcap == 0) return 0;
     v_t lane_index;
     for (int i = 0; i < LANES; i++) lane_index[i] = i;
-    for (int64_t r = 0; r < t->rows; r++) {
-        const row_id id = row_at(a, t->h_kv, t->row0 + r);
+    EACH_ROW(t, r, id)
+    {
         lane slope = 0, distance = 0;
-        if (m->additive) hides |= additive_row(a, t, r, j0, n, w->add + r * BLOCK_K);
+        if (m->additive) hides |= additive_row(a, t, id, j0, n, w->add + r * BLOCK_K);
         if (m->alibi) {
-            int64_t position;
-            memcpy(&position, at(&a->q_position, t->b, 0, 0, 0), sizeof position);
-            memcpy(&slope, at(&a->alibi_slopes, t->b, id.head, 0, 0), sizeof slope);
-            slope *= (lane)LOG2_E;
-            distance = (lane)(position + id.query - j0);
+            slope = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0) * (lane)LOG2_E;
+            distance = (lane)(load_int(at(&a->q_position, t->b, 0, 0, 0)) + id.query - j0);
         }
         const v_t begin = v_splat((lane)(t->begin[r] - j0)), end = v_splat((lane)(t->end[r] - j0));
         for (int64_t j = 0; j < n; j += LANES) {
@@ -217,8 +214,8 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
 {
     modifiers m = modifiers_of(a);
     row_block_ranges(a, t, key_begin, key_end);
-    for (int64_t r = 0; r < t->rows; r++) {
-        const row_id id = row_at(a, t->h_kv, t->row0 + r);
+    EACH_ROW(t, r, id)
+    {
         lane *q = w->q + r * w->depth;
         for (int64_t d = a->head_dim; d < w->depth; d++) q[d] = 0;
         load_row(a->q.dtype, at(&a->q, t->b, id.head, id.query, 0), a->head_dim, m.factor, q);

@@ -64,10 +64,11 @@ static void attend(const fa_attention_args *a, const fa_plan *p, row_block *t, i
 /* Row block `block` of the KV head. */
 static row_block block_of(const fa_attention_args *a, const fa_plan *p, int64_t head, int64_t block)
 {
-    const int64_t rows = a->heads_q / a->heads_kv * a->len_q, row0 = block * p->block_q;
+    const int64_t group = a->heads_q / a->heads_kv, rows = group * a->len_q, row0 = block * p->block_q;
     return (row_block){
         .b = head / a->heads_kv,
         .h_kv = head % a->heads_kv,
+        .group = group,
         .row0 = row0,
         .rows = rows - row0 < p->block_q ? rows - row0 : p->block_q,
     };

@@ -40,11 +40,11 @@ static void partial_merge(const partial *into, const partial *from, int64_t rows
     }
 }
 
-/* Sinks, normalisation, conversion: writes out and lse of the block's rows. Scales the accumulators in place. */
+/* Sinks, normalisation, conversion: writes out and lse of the block's rows. */
 static void partial_finish(const fa_attention_args *a, const row_block *t, const partial *p)
 {
-    for (int64_t r = 0; r < t->rows; r++) {
-        const row_id id = row_at(a, t->h_kv, t->row0 + r);
+    EACH_ROW(t, r, id)
+    {
         lane max = p->row_max[r], sum = p->row_sum[r], *acc = p->acc + r * p->acc_row, sink = -INFINITY;
         if (a->sinks.data) memcpy(&sink, at(&a->sinks, t->b, id.head, 0, 0), sizeof sink);
         sink *= (lane)LOG2_E;
@@ -55,10 +55,9 @@ static void partial_finish(const fa_attention_args *a, const row_block *t, const
             sum = sum * scale + lane_exp2(sink - m);
             max = m;
         }
-        if (sum == 0) sum = row_attends(a, t, r) ? NAN : 0;
+        if (sum == 0) sum = row_attends(a, t, id) ? NAN : 0;
         const lane factor = sum == 0 ? 0 : scale / sum;
-        for (int64_t d = 0; d < p->acc_row; d += LANES) v_store(acc + d, v_load(acc + d) * v_splat(factor));
-        store_row(a->out.dtype, acc, a->head_dim_v, at(&a->out, t->b, id.head, id.query, 0));
+        store_row(a->out.dtype, acc, a->head_dim_v, factor, at(&a->out, t->b, id.head, id.query, 0));
         if (a->lse.data) {
             const lane lse = sum == 0 ? -INFINITY : (lane)(((double)max + log2((double)sum)) * LN_2);
             memcpy(at(&a->lse, t->b, id.head, id.query, 0), &lse, sizeof lse);

@@ -14,34 +14,58 @@ INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
     return x->data + x->batch[b] + h * x->head + i * x->row + j * x->col;
 }
 
-/* The rows of one KV head are its (query, head in group) pairs, query-major. */
+/* A row of a KV head: its rows are (query, head in group) pairs, query-major. */
 typedef struct {
     int64_t query, head;
 } row_id;
 
-INLINE row_id row_at(const fa_attention_args *a, int64_t h_kv, int64_t row)
-{
-    const int64_t group = a->heads_q / a->heads_kv;
-    return (row_id){row / group, h_kv * group + row % group};
-}
-
-/* A task's rows: their ranges, and the union [first, last) and intersection [full_first, full_last) of those. */
+/* A task's rows, and once row_block_ranges has run, their ranges with the union [first, last) and the intersection
+ * [full_first, full_last) of those. */
 typedef struct {
-    int64_t b, h_kv, row0, rows;
+    int64_t b, h_kv, group, row0, rows;
     int64_t *begin, *end; /* one a row */
     int64_t first, last, full_first, full_last;
 } row_block;
+
+INLINE row_id first_row(const row_block *t)
+{
+    return (row_id){t->row0 / t->group, t->h_kv * t->group + t->row0 % t->group};
+}
+
+INLINE row_id next_row(const row_block *t, row_id id)
+{
+    const int last_of_group = id.head + 1 == (t->h_kv + 1) * t->group;
+    return last_of_group ? (row_id){id.query + 1, t->h_kv * t->group} : (row_id){id.query, id.head + 1};
+}
+
+/* for each row r of t, `id` being its row_id */
+#define EACH_ROW(t, r, id) \
+    row_id id = first_row(t);                                                                                          \
+    for (int64_t r = 0; r < (t)->rows; r++, id = next_row(t, id))
+
+INLINE int64_t load_int(const char *p)
+{
+    int64_t x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+/* The keys that a row attends, half-open. */
+INLINE void row_range(const fa_attention_args *a, const row_block *t, row_id id, int64_t *begin, int64_t *end)
+{
+    *begin = a->row_begin.data ? load_int(at(&a->row_begin, t->b, id.head, id.query, 0)) : 0;
+    *end = a->row_end.data ? load_int(at(&a->row_end, t->b, id.head, id.query, 0)) : a->len_k;
+}
 
 /* Restricts the block to keys [key_begin, key_end), a split or everything. */
 static void row_block_ranges(const fa_attention_args *a, row_block *t, int64_t key_begin, int64_t key_end)
 {
     t->first = t->full_last = key_end;
     t->last = t->full_first = key_begin;
-    for (int64_t r = 0; r < t->rows; r++) {
-        const row_id id = row_at(a, t->h_kv, t->row0 + r);
-        int64_t begin = 0, end = a->len_k;
-        if (a->row_begin.data) memcpy(&begin, at(&a->row_begin, t->b, id.head, id.query, 0), sizeof begin);
-        if (a->row_end.data) memcpy(&end, at(&a->row_end, t->b, id.head, id.query, 0), sizeof end);
+    EACH_ROW(t, r, id)
+    {
+        int64_t begin, end;
+        row_range(a, t, id, &begin, &end);
         begin = begin > key_begin ? begin : key_begin;
         end = end < key_end ? end : key_end;
         if (begin >= end) begin = end = key_begin; /* attends nothing: no block is full, the union does not grow */
@@ -60,19 +84,18 @@ static void row_block_ranges(const fa_attention_args *a, row_block *t, int64_t k
 typedef enum { BLOCK_EMPTY, BLOCK_EDGE, BLOCK_FULL } block_kind;
 
 /* Whether every row of the block has the same row of x. */
-INLINE int rows_share(const fa_attention_args *a, const fa_array *x)
+INLINE int rows_share(const row_block *t, const fa_array *x)
 {
-    return !x->data || (x->row == 0 && (x->head == 0 || a->heads_q == a->heads_kv));
+    return !x->data || (x->row == 0 && (x->head == 0 || t->group == 1));
 }
 
 /* Keys [j0, j0 + n) under the dense mask, if there is one. */
 static block_kind mask_kind(const fa_attention_args *a, const row_block *t, int64_t j0, int64_t n)
 {
     int some = 0, all = 1;
-    const int64_t rows = rows_share(a, &a->mask) ? 1 : t->rows;
     if (!a->mask.data) return BLOCK_FULL;
-    for (int64_t r = 0; r < rows && !(some && !all); r++) {
-        const row_id id = row_at(a, t->h_kv, t->row0 + r);
+    EACH_ROW(t, r, id)
+    {
         const uint8_t *m = (const uint8_t *)at(&a->mask, t->b, id.head, id.query, j0);
         uint8_t any = 0, none = 0;
         if (a->mask.col == 1)
@@ -81,15 +104,15 @@ static block_kind mask_kind(const fa_attention_args *a, const row_block *t, int6
             for (int64_t j = 0; j < n; j++) any |= m[j * a->mask.col], none |= m[j * a->mask.col] == 0;
         some |= any != 0;
         all &= !none;
+        if ((some && !all) || rows_share(t, &a->mask)) break;
     }
     return !some ? BLOCK_EMPTY : all ? BLOCK_FULL : BLOCK_EDGE;
 }
 
 /* add (n) = the row's bias in base 2, -inf where bias or mask hides; returns whether one does. A finite bias never
  * becomes a mask: it is clamped after scaling, since finfo.min * log2(e) overflows. */
-static int additive_row(const fa_attention_args *a, const row_block *t, int64_t row, int64_t j0, int64_t n, lane *add)
+static int additive_row(const fa_attention_args *a, const row_block *t, row_id id, int64_t j0, int64_t n, lane *add)
 {
-    const row_id id = row_at(a, t->h_kv, t->row0 + row);
     const v_t hidden = v_splat(-INFINITY);
     vi_t hides = {0};
     if (a->bias.data) {
@@ -121,17 +144,15 @@ static int additive_row(const fa_attention_args *a, const row_block *t, int64_t 
 
 /* Whether the row attends a key at all: tells a row without keys, whose result is 0, from one whose every score is
  * -inf, whose result is NaN. Asked only for rows whose sum is 0. */
-static int row_attends(const fa_attention_args *a, const row_block *t, int64_t row)
+static int row_attends(const fa_attention_args *a, const row_block *t, row_id id)
 {
-    const row_id id = row_at(a, t->h_kv, t->row0 + row);
-    int64_t begin = 0, end = a->len_k;
-    if (a->row_begin.data) memcpy(&begin, at(&a->row_begin, t->b, id.head, id.query, 0), sizeof begin);
-    if (a->row_end.data) memcpy(&end, at(&a->row_end, t->b, id.head, id.query, 0), sizeof end);
+    int64_t begin, end;
+    row_range(a, t, id, &begin, &end);
     for (int64_t j = begin; j < end; j++) {
         const int masked = a->mask.data && !*at(&a->mask, t->b, id.head, id.query, j);
-        if (!masked && !(a->bias.data && load_element(a->bias.dtype, at(&a->bias, t->b, id.head, id.query, j)) ==
-                                             -(lane)INFINITY))
-            return 1;
+        const lane bias =
+            a->bias.data ? load_element(a->bias.dtype, at(&a->bias, t->b, id.head, id.query, j)) : (lane)0;
+        if (!masked && bias != -(lane)INFINITY) return 1;
     }
     return 0;
 }
