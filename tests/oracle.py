@@ -121,3 +121,17 @@ def case(shape: Shape, variants: tuple[str, ...], dtype: str, *, telling=True, *
         if not telling or 2 * np.count_nonzero(expected.out) >= expected.out.size:
             return Case(q, k, v, arguments, expected)
     raise ValueError(f"no seed makes {variants} on {shape} attend enough")
+
+
+def poison(array, hidden, rng):
+    """Write NaN, infinities and huge numbers, which must never show, to keys `hidden` of (..., len_k, d)."""
+    largest = float(ml_dtypes.finfo(array.dtype).max)
+    garbage = rng.choice([np.nan, np.inf, -np.inf, largest, -largest], array[..., hidden, :].shape)
+    array[..., hidden, :] = garbage.astype(array.dtype)
+
+
+def assert_same_bits(got, expected):
+    """Equal to the last bit, of NaN and -0.0 as well; both are (out, lse)."""
+    for a, b in zip(got, expected, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert a.tobytes() == b.tobytes(), f"{np.count_nonzero(a != b)} of {a.size} elements differ"

@@ -1,0 +1,277 @@
+"""Masks: what is masked never shows, rows that attend nothing give 0, and every spelling means the same."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from oracle import assert_same_bits, check, expect, poison, spread_inputs
+
+import fastattn
+from fastattn._bench.cases import DTYPES, Shape, as_dtype
+
+# Two rows of queries a head for the tile kernel, one for the short one; keys over several blocks.
+PREFILL = Shape("prefill", batch=2, heads_q=4, heads_kv=2, len_q=45, len_k=200, head_dim=24)
+DECODE = Shape("decode", batch=2, heads_q=2, heads_kv=2, len_q=1, len_k=1500, head_dim=24)
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_shape = pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=lambda shape: shape.name)
+
+
+def attention(q, k, v, **arguments):
+    return fastattn.attention(q, k, v, **arguments, return_lse=True)
+
+
+def inputs(shape, dtype="float32", seed=0):
+    return spread_inputs(shape, dtype, np.random.default_rng(seed))
+
+
+def ways_to_hide(hidden, shape):
+    """Every way to say that nobody attends the keys `hidden`, a suffix of the keys."""
+    visible = int(np.flatnonzero(hidden)[0])
+    last = {"q_offset": visible - shape.len_q}  # the last query stands at the last visible key
+    return {
+        "mask": {"mask": ~hidden},
+        "bias": {"bias": np.where(hidden, -np.inf, np.float32(0)).astype(np.float32)},
+        "kv_lengths": {"kv_lengths": visible},
+        "row_ranges": {"row_ranges": (0, visible)},
+        "causal": {"causal": True, **last},
+        "window": {"window": (None, 0), **last},
+    }
+
+
+@every_dtype
+@pytest.mark.parametrize("way", ["mask", "bias", "kv_lengths", "row_ranges", "causal", "window"])
+@every_shape
+def test_garbage_in_hidden_keys_never_shows(shape, way, dtype, implementation):
+    q, k, v = inputs(shape, dtype)
+    hidden = np.arange(shape.len_k) >= shape.len_k - 77
+    arguments = ways_to_hide(hidden, shape)[way]
+    expected = expect(q, k, v, **arguments)
+    poison(k, hidden, np.random.default_rng(1))
+    poison(v, hidden, np.random.default_rng(2))
+    check(attention(q, k, v, **arguments), expected)
+
+
+@every_dtype
+@pytest.mark.parametrize("hidden_share", [0.02, 0.5])
+@every_shape
+def test_garbage_between_attended_keys_never_shows(shape, hidden_share, dtype, implementation):
+    q, k, v = inputs(shape, dtype)
+    hidden = np.random.default_rng(3).random(shape.len_k) < hidden_share
+    expected = expect(q, k, v, mask=~hidden)
+    poison(k, hidden, np.random.default_rng(1))
+    poison(v, hidden, np.random.default_rng(2))
+    check(attention(q, k, v, mask=~hidden), expected)
+
+
+@every_dtype
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
+def test_garbage_beyond_the_causal_edge_shows_to_later_rows_only(garbage, dtype, implementation):
+    q, k, v = (x[..., :70, :] for x in inputs(PREFILL._replace(len_q=70, len_k=70), dtype))
+    clean = expect(q, k, v, causal=True)
+    v[0, 1, 50] = garbage
+    v[1, 0, 3, 7] = garbage
+    expected = expect(q, k, v, causal=True)
+    assert np.isfinite(expected.out[0, 2:, :50]).all()
+    assert not np.isfinite(expected.out[0, 2:, 50:]).any()
+    out, lse = attention(q, k, v, causal=True)
+    check((out, lse), expected)
+    check((out[:, :, :3], lse[:, :, :3]), type(clean)(*(x[:, :, :3] for x in clean)))
+
+
+@every_dtype
+@every_shape
+def test_garbage_for_some_rows_only(shape, dtype, implementation):
+    """Lanes of one tile attend different keys: whoever does not attend a NaN does not see it."""
+    q, k, v = inputs(shape._replace(len_q=max(shape.len_q, 2)), dtype)
+    mask = np.random.default_rng(5).random((*q.shape[:-1], shape.len_k)) < 0.8
+    bad = [3, 64, 130]
+    mask[..., ::2, bad] = False
+    v[..., bad, :] = [[np.nan], [np.inf], [-np.inf]]
+    k[..., bad[0], :] = np.nan
+    expected = expect(q, k, v, mask=mask)
+    assert np.isfinite(expected.out[..., ::2, :]).all()
+    assert np.isnan(expected.out[..., 1::2, :]).any()
+    check(attention(q, k, v, mask=mask), expected)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@every_dtype
+@every_shape
+def test_nan_where_attended_propagates(shape, dtype, where, implementation):
+    arrays = dict(zip("qkv", inputs(shape, dtype), strict=True))
+    arrays[where][1, 1, -1, 5] = np.nan
+    expected = expect(**arrays)
+    assert 0 < np.isnan(expected.out).sum() <= expected.out.size / 2
+    check(attention(**arrays), expected)
+
+
+@every_dtype
+def test_nan_in_the_bias_where_attended_propagates(dtype, implementation):
+    q, k, v = inputs(PREFILL, dtype)
+    bias = np.zeros((45, 200), np.float32)
+    bias[7, 199] = np.nan
+    out, lse = attention(q, k, v, bias=bias)
+    assert np.isnan(out[:, :, 7]).all()
+    assert np.isnan(lse[:, :, 7]).all()
+    assert np.isfinite(np.delete(out, 7, axis=2)).all()
+    assert np.isfinite(attention(q, k, v, bias=bias, mask=~np.isnan(bias))[0]).all()
+
+
+@every_dtype
+@pytest.mark.parametrize("lengths", [(0, 200), (200, 0), (1, 0)], ids=str)
+def test_sequences_without_keys_give_zero(lengths, dtype, implementation):
+    q, k, v = inputs(PREFILL, dtype)
+    out, lse = attention(q, k, v, kv_lengths=lengths)
+    for b, length in enumerate(lengths):
+        assert (out[b] == 0).all() == (length == 0)
+        assert (lse[b] == -np.inf).all() == (length == 0)
+
+
+@every_dtype
+@every_shape
+@pytest.mark.parametrize("masked", ["mask", "bias", "kv_lengths", "row_ranges", "causal", "window"])
+def test_nothing_to_attend_gives_zero(masked, shape, dtype, implementation):
+    q, k, v = inputs(shape, dtype)
+    poison(k, slice(None), np.random.default_rng(1))
+    poison(v, slice(None), np.random.default_rng(2))
+    arguments = {
+        "mask": {"mask": np.zeros((shape.len_q, shape.len_k), bool)},
+        "bias": {"bias": np.full((1, shape.len_k), -np.inf, np.float32)},
+        "kv_lengths": {"kv_lengths": 0},
+        "row_ranges": {"row_ranges": (70, 70)},
+        "causal": {"causal": True, "q_offset": -shape.len_q},
+        "window": {"window": (5, 5), "q_offset": 10 * shape.len_k},
+    }[masked]
+    out, lse = attention(q, k, v, **arguments)
+    assert (out == 0).all()
+    assert (lse == -np.inf).all()
+
+
+@every_dtype
+@every_shape
+def test_nothing_but_a_sink(shape, dtype, implementation):
+    q, k, v = inputs(shape, dtype)
+    sinks = np.linspace(-3, 90, shape.heads_q, dtype=np.float32)
+    out, lse = attention(q, k, v, sinks=sinks, kv_lengths=0)
+    assert (out == 0).all()
+    np.testing.assert_allclose(lse, sinks[:, None] + np.zeros(lse.shape), rtol=4 * np.finfo(lse.dtype).eps)
+
+
+@every_dtype
+def test_a_sink_of_minus_infinity_is_none(dtype, implementation):
+    q, k, v = inputs(PREFILL, dtype)
+    mask = np.random.default_rng(0).random((45, 200)) < 0.5
+    mask[10] = False
+    sinks = np.full(4, -np.inf, np.float32)
+    check(attention(q, k, v, sinks=sinks, mask=mask), expect(q, k, v, mask=mask))
+
+
+@every_dtype
+@every_shape
+def test_rows_of_which_some_attend_nothing(shape, dtype, implementation):
+    shape = shape._replace(len_q=max(2, shape.len_q))
+    q, k, v = inputs(shape, dtype)
+    mask = np.random.default_rng(0).random((*q.shape[:-1], shape.len_k)) < 0.5
+    mask[0, 1, ::2] = mask[1, 0, 1] = False
+    expected = expect(q, k, v, mask=mask)
+    out, lse = attention(q, k, v, mask=mask)
+    check((out, lse), expected)
+    assert (out[0, 1, ::2] == 0).all()
+    assert (lse[0, 1, ::2] == -np.inf).all()
+
+
+@pytest.mark.parametrize("bias_dtype", ["float32", "q's"])
+@every_dtype
+@every_shape
+def test_the_smallest_finite_bias_is_not_a_mask(shape, dtype, bias_dtype, implementation):
+    """As Hugging Face pads: finfo.min is added. A row of nothing else is what the plain computation gives."""
+    q, k, v = inputs(shape._replace(len_q=3), dtype)
+    bias_dtype = np.dtype(np.float32) if bias_dtype == "float32" else q.dtype
+    bias = np.zeros((3, shape.len_k), bias_dtype)
+    bias[0] = bias[1, shape.len_k // 2:] = ml_dtypes.finfo(bias_dtype).min
+    out, lse = attention(q, k, v, bias=bias)
+    # Beside such a bias nothing is left of a score: the first row is a mean, and has a bound of its own.
+    for rows in (slice(0, 1), slice(1, 3)):
+        expected = expect(q[:, :, rows], k, v, bias=bias[rows])
+        check((out[:, :, rows], lse[:, :, rows]), expected, telling=rows.start > 0)
+    assert (out[:, :, 0] != 0).all()
+
+
+def test_a_mask_and_a_bias_of_every_broadcast_shape(implementation):
+    q, k, v = inputs(PREFILL)
+    rng = np.random.default_rng(0)
+    batch, heads, len_q, len_k = 2, 4, 45, 200
+    for shape in [(), (len_k,), (1, len_k), (len_q, 1), (len_q, len_k), (heads, 1, 1), (heads, len_q, len_k),
+                  (1, heads, 1, len_k), (batch, 1, 1, len_k), (batch, heads, len_q, len_k)]:
+        mask = rng.random(shape) < 0.8 if shape else np.True_
+        bias = rng.standard_normal(shape).astype(np.float32)
+        check(attention(q, k, v, mask=mask), expect(q, k, v, mask=np.asarray(mask)))
+        check(attention(q, k, v, bias=bias), expect(q, k, v, bias=np.asarray(bias)))
+
+
+@pytest.mark.parametrize("offset", [None, 0, 30, -10, (5, 150)], ids=str)
+def test_causal_and_window_are_row_ranges(offset, implementation):
+    q, k, v = inputs(PREFILL)
+    start = np.asarray(155 if offset is None else offset)[..., None, None] + np.arange(45)
+    expected = expect(q, k, v, mask=np.arange(200) <= start[..., None])
+    check(attention(q, k, v, causal=True, q_offset=offset), expected)
+    check(attention(q, k, v, window=(None, 0), q_offset=offset), expected)
+    check(attention(q, k, v, row_ranges=(0, start + 1)), expected)
+    near = (np.arange(200) >= start[..., None] - 40) & (np.arange(200) <= start[..., None] + 7)
+    expected = expect(q, k, v, mask=near)
+    check(attention(q, k, v, window=(40, 7), q_offset=offset), expected)
+    check(attention(q, k, v, row_ranges=(start - 40, start + 8)), expected)
+
+
+def test_the_last_query_stands_at_the_last_key_of_its_sequence(implementation):
+    q, k, v = inputs(PREFILL)
+    lengths = np.array([60, 199])
+    default = attention(q, k, v, causal=True, kv_lengths=lengths)
+    assert_same_bits(default, attention(q, k, v, causal=True, kv_lengths=lengths, q_offset=lengths - 45))
+    check(default, expect(q, k, v, causal=True, kv_lengths=lengths))
+
+
+def test_nan_behind_the_mask_differs_from_torch(implementation):
+    """torch computes 0 x NaN there, and NaN for rows that attend nothing; the docs say that it differs."""
+    q, k, v = (np.ones((1, 1, 2, 4), np.float32) for _ in range(3))
+    v[..., 1, :] = np.nan
+    mask = np.array([[True, False], [False, False]])
+    out = fastattn.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    np.testing.assert_array_equal(out, [[[[1] * 4, [0] * 4]]])
+    assert "NaN" in fastattn.scaled_dot_product_attention.__doc__
+
+
+def test_empty_ranges_may_be_anything(implementation):
+    """begin >= end is empty, wherever; ranges are clipped to the keys."""
+    q, k, v = inputs(PREFILL)
+    begin = np.where(np.arange(45) % 5 == 0, 150, -(2**40))
+    end = np.where(np.arange(45) % 5 == 0, 3, 2**40)
+    expected = expect(q, k, v, mask=(np.arange(45) % 5 != 0)[:, None])
+    check(attention(q, k, v, row_ranges=(begin, end)), expected)
+
+
+@every_dtype
+def test_an_attended_infinity(dtype, implementation):
+    """A V of infinity that is attended shows as infinity, and does not become NaN in other lanes."""
+    q, k, v = inputs(PREFILL._replace(len_k=60), dtype)
+    v[0, 0, 20, 3] = np.inf
+    v[1, 1, 59, 0] = -np.inf
+    check(attention(q, k, v), expect(q, k, v))
+
+
+def test_a_mask_need_not_be_contiguous(implementation):
+    q, k, v = inputs(PREFILL)
+    mask = np.random.default_rng(0).random((200, 90)) < 0.6
+    check(attention(q, k, v, mask=mask.T[::2]), expect(q, k, v, mask=mask.T[::2]))
+    check(attention(q, k, v, mask=mask.T[::-2]), expect(q, k, v, mask=mask.T[::-2]))
+    bias = np.random.default_rng(0).standard_normal((200, 90)).astype(np.float32)
+    check(attention(q, k, v, bias=bias.T[::-2, ::-1]), expect(q, k, v, bias=bias.T[::-2, ::-1]))
+
+
+def test_dtypes_of_a_bias(implementation):
+    for dtype in DTYPES:
+        q, k, v = inputs(PREFILL, dtype)
+        bias = np.random.default_rng(0).standard_normal((45, 200))
+        for bias_dtype in {"float32", dtype}:
+            this = bias.astype(as_dtype(bias_dtype))
+            check(attention(q, k, v, bias=this), expect(q, k, v, bias=this))

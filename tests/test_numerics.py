@@ -1,0 +1,196 @@
+"""Numbers at the edges: huge logits, denormals, large and small values, a maximum that moves."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from oracle import check, eps, expect, spread_inputs
+
+import fastattn
+from fastattn._bench.cases import DTYPES, Shape, as_dtype
+
+PREFILL = Shape("prefill", batch=1, heads_q=4, heads_kv=2, len_q=35, len_k=300, head_dim=32)
+DECODE = Shape("decode", batch=1, heads_q=3, heads_kv=3, len_q=1, len_k=1500, head_dim=32)
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_shape = pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=lambda shape: shape.name)
+
+
+def attention(q, k, v, **arguments):
+    return fastattn.attention(q, k, v, **arguments, return_lse=True)
+
+
+def inputs(shape, dtype):
+    return spread_inputs(shape, dtype, np.random.default_rng(0))
+
+
+def with_scores(scores, shape, dtype):
+    """q, k, v of which key j has the score scores[j] with every query, exactly, where scale is 1."""
+    q, k, v = inputs(shape, dtype)
+    q[...] = k[...] = 0
+    q[..., 0] = 1
+    k[..., 0] = scores
+    assert (k[..., 0].astype(float) == scores).all(), "these scores are not exact in this dtype"
+    return q, k, v
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("len_q", [1, 200])
+def test_logits_of_ten_thousand(len_q, dtype, implementation):
+    """Few rows have two keys so near each other that rounding shows at all: it takes many rows."""
+    q, k, v = inputs(Shape("", batch=200 // len_q, heads_q=8, heads_kv=8, len_q=len_q, len_k=300, head_dim=32), dtype)
+    scale = 1e4 / float(abs(q @ k.swapaxes(-1, -2)).max())
+    expected = expect(q, k, v, scale=scale)
+    assert expected.lse.max() > 9e3
+    check(attention(q, k, v, scale=scale), expected)
+
+
+@every_dtype
+@every_shape
+def test_logits_of_ten_thousand_that_are_exact(shape, dtype, implementation):
+    scores = 64.0 * np.random.default_rng(1).permutation(np.arange(shape.len_k) % 313 - 156)
+    q, k, v = with_scores(scores, shape, dtype)
+    got = attention(q, k, v, scale=1)
+    check(got, expect(q, k, v, scale=1))
+    ties = np.count_nonzero(scores == scores.max())
+    np.testing.assert_allclose(got[1], scores.max() + np.log(ties), rtol=1e-6)
+
+
+@every_dtype
+@pytest.mark.parametrize("shift", [-9984.0, 9984.0])
+@every_shape
+def test_equal_logits_of_any_size_give_the_mean(shape, shift, dtype, implementation):
+    q, k, v = with_scores(np.full(shape.len_k, shift), shape, dtype)
+    got = attention(q, k, v, scale=1)
+    check(got, expect(q, k, v, scale=1), telling=False)
+    mean = np.repeat(v.astype(float).mean(-2, keepdims=True), shape.heads_q // shape.heads_kv, 1)
+    np.testing.assert_allclose(got[0].astype(float), mean + np.zeros(got[0].shape), atol=eps(got[0].dtype))
+
+
+@every_dtype
+@pytest.mark.parametrize("order", ["rising", "falling", "last", "first", "zigzag"])
+@every_shape
+def test_the_maximum_moves(shape, order, dtype, implementation):
+    """Every block raises the running maximum, or none does, or the last key alone."""
+    n = shape.len_k
+    rising = np.arange(n) * 64 // n
+    scores = {
+        "rising": rising,
+        "falling": rising[::-1],
+        "last": np.where(np.arange(n) == n - 1, 200, rising % 3),
+        "first": np.where(np.arange(n) == 0, 200, rising % 3),
+        "zigzag": np.where(np.arange(n) % 2, rising, -rising),
+    }[order].astype(float)
+    q, k, v = with_scores(scores, shape, dtype)
+    check(attention(q, k, v, scale=1), expect(q, k, v, scale=1))
+
+
+@every_shape
+def test_float16_scores_beyond_its_range(shape, implementation):
+    """The plain computation in float16 overflows here, and the bound becomes 8 eps alone."""
+    q, k, v = with_scores(32.0 * np.random.default_rng(0).permutation(shape.len_k), shape, "float16")
+    expected = expect(q, k, v, scale=64)
+    assert np.unique(expected.out_tolerance).size == 1
+    check(attention(q, k, v, scale=64), expected)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@every_shape
+def test_values_of_any_size(shape, dtype, factor, implementation):
+    q, k, v = inputs(shape, dtype)
+    v = (v.astype(float) * factor).astype(v.dtype)
+    check(attention(q, k, v), expect(q, k, v))
+
+
+@pytest.mark.parametrize("factor", [1e-15, 1e15])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@every_shape
+def test_queries_and_keys_of_any_size(shape, dtype, factor, implementation):
+    q, k, v = inputs(shape, dtype)
+    q, k = ((x.astype(float) * factor).astype(x.dtype) for x in (q, k))
+    scale = float(factor**-2 / np.sqrt(shape.head_dim))
+    check(attention(q, k, v, scale=scale), expect(q, k, v, scale=scale))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 1.0])
+@every_dtype
+def test_any_scale(scale, dtype, implementation):
+    q, k, v = inputs(PREFILL, dtype)
+    q = (q.astype(float) * 0.3).astype(q.dtype)
+    check(attention(q, k, v, scale=scale), expect(q, k, v, scale=scale), telling=scale not in (0.0, 1e-30))
+
+
+def smallest_normal(dtype):
+    return float(ml_dtypes.finfo(dtype).smallest_normal)
+
+
+@every_dtype
+@every_shape
+def test_denormal_values(shape, dtype, implementation):
+    q, k, v = inputs(shape, dtype)
+    v = (np.clip(v.astype(float), -3, 3) * smallest_normal(v.dtype) / 4).astype(v.dtype)
+    assert np.count_nonzero(v) > v.size / 2
+    got = attention(q, k, v)
+    if dtype == "bfloat16" and implementation == "avx512bf16":  # vdpbf16ps may flush them
+        assert (abs(got[0].astype(float)) <= abs(v.astype(float)).max()).all()
+    else:
+        check(got, expect(q, k, v), telling=dtype != "bfloat16")
+
+
+@every_dtype
+@every_shape
+def test_denormal_queries_and_keys(shape, dtype, implementation):
+    q, k, v = inputs(shape, dtype)
+    q, k = ((x.astype(float) * smallest_normal(x.dtype) / 4).astype(x.dtype) for x in (q, k))
+    assert min(np.count_nonzero(q), np.count_nonzero(k)) > 0
+    check(attention(q, k, v), expect(q, k, v), telling=False)
+    out, lse = attention(q, k, v)
+    np.testing.assert_allclose(lse, np.log(shape.len_k), rtol=1e-6)
+    assert (out != 0).all()
+
+
+def test_denormals_of_the_caller_survive(implementation):
+    """-ffast-math would flush them to zero in the whole process."""
+    tiny = np.full(1000, 1e-40, np.float32)
+    fastattn.attention(*(np.ones((4, 200, 64), np.float32) for _ in range(3)))
+    assert (tiny * np.float32(0.5) != 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@every_shape
+def test_lse_alone(shape, dtype, implementation):
+    """lse is the logarithm of the denominator: exp of it, times a probability, is exp of the score."""
+    q, k, v = with_scores(np.linspace(-20, 20, shape.len_k).astype(dtype).astype(float), shape, dtype)
+    lse = attention(q, k, v, scale=1)[1]
+    exact = np.log(np.exp(k[0, 0, :, 0].astype(np.longdouble)).sum())
+    np.testing.assert_allclose(lse, np.full(lse.shape, exact, float), rtol=4 * np.finfo(dtype).eps)
+
+
+@every_dtype
+def test_sinks_of_any_size(dtype, implementation):
+    q, k, v = inputs(PREFILL, dtype)
+    for sinks in ([-1e4, -5, 0, 8], [3, 4, 5, 6]):
+        sinks = np.array(sinks, np.float32)
+        check(attention(q, k, v, sinks=sinks), expect(q, k, v, sinks=sinks))
+    out, lse = attention(q, k, v, sinks=np.full(4, 1e4, np.float32))
+    assert (abs(out.astype(float)) < 1e-30).all()
+    assert (lse == 1e4).all()
+
+
+def test_large_alibi_slopes_and_distances(implementation):
+    shape = PREFILL._replace(len_k=64)
+    q, k, v = inputs(shape, "float32")
+    arguments = {"alibi_slopes": np.array([0.0, 1e-3, 10.0, -0.1], np.float32), "q_offset": 2**20}
+    check(attention(q, k, v, **arguments), expect(q, k, v, **arguments))
+
+
+def test_softcap_of_any_size(implementation):
+    q, k, v = inputs(PREFILL, "float32")
+    for softcap in (1e-3, 1.0, 30.0, 1e6):
+        check(attention(q * 20, k, v, softcap=softcap), expect(q * 20, k, v, softcap=softcap))
+
+
+def test_dtypes_are_rounded_once():
+    """The 16-bit types of this suite are what they are taken for."""
+    assert as_dtype("bfloat16").itemsize == as_dtype("float16").itemsize == 2
+    assert ml_dtypes.finfo(as_dtype("bfloat16")).eps == 2**-7
