@@ -1,7 +1,22 @@
-"""FlashAttention for CPUs as a NumPy package."""
+"""FlashAttention for CPUs as a NumPy package: exact, fused, multi-threaded attention on NumPy arrays.
 
-from fastattn._backend import FallbackWarning, available_isas, get_num_threads, set_num_threads, show_config
-from fastattn.attention import attention, attention_weights
+`attention` is the function; `explain` and `show_config` say what runs.
+"""
+
+from fastattn._backend import (
+    FallbackWarning,
+    available_isas,
+    get_num_threads,
+    set_num_threads,
+    show_config,
+)
+from fastattn.attention import (
+    attention,
+    attention_weights,
+    explain,
+    merge_states,
+    scaled_dot_product_attention,
+)
 
 __version__ = "0.1.0"
 
@@ -10,7 +25,10 @@ __all__ = [
     "attention",
     "attention_weights",
     "available_isas",
+    "explain",
     "get_num_threads",
+    "merge_states",
+    "scaled_dot_product_attention",
     "set_num_threads",
     "show_config",
 ]

@@ -1,6 +1,7 @@
 """Which implementation runs, on which instruction set, with how many threads; all of it can be asked and set.
 
-The environment is read once, here: FASTATTN_BACKEND, FASTATTN_ISA, FASTATTN_NUM_THREADS.
+The environment is read once, when this module is imported: FASTATTN_BACKEND, FASTATTN_ISA,
+FASTATTN_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import os
 import sys
 import warnings
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,21 +19,21 @@ import numpy as np
 from fastattn import reference
 from fastattn._inputs import integer
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastattn._args import AttentionArgs
+
 try:
     import fastattn._core as _core
 except ImportError as error:
     _core = None  # type: ignore[assignment]
-    WHY_NOT_COMPILED = str(error)
+    _WHY_NOT_COMPILED = str(error)
 else:
-    WHY_NOT_COMPILED = ""
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastattn._check import AttentionArgs
+    _WHY_NOT_COMPILED = ""
 
 BACKENDS = ("compiled", "numpy")
-MAX_THREADS = 4096  # far above any machine: a larger number is a mistake, and would be threads that the system must start
+MAX_THREADS = 4096  # more than any machine has; beyond, a number is a mistake
 
 
 class FallbackWarning(RuntimeWarning):
@@ -48,218 +49,226 @@ class Report(dict[str, Any]):
 
 
 def _printed(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return ", ".join(map(str, value)) or "none"
-    return {None: "none", True: "yes", False: "no"}.get(value, str(value)) if value in (None, True, False) else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return "none" if value is None else str(value)
 
 
+@dataclass(slots=True)
 class _Settings:
     """What is in force in this process."""
 
     backend: str
-    asked: bool  # for this backend, by the environment or forced(): then there is nothing to warn of
+    asked: bool  # for this backend, by the environment or `forced`: then there is nothing to warn of
     num_threads: int
     threads_from: str
     max_threads: int = MAX_THREADS
-    warned: bool = False
 
 
-def affinity_threads() -> int:
+def _affinity() -> int:
     """CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def cgroup_threads(root: str = "/") -> int | None:
-    """CPUs' worth of time that the cgroup's quota (v2 or v1) allows, rounded up; None without a quota."""
-    quotas = []
+def _cgroup_quota(root: str = "/") -> int | None:
+    """CPUs' worth of time that the process's cgroups (v2 or v1) allow, rounded up; None without a quota."""
     try:
-        lines = Path(root, "proc/self/cgroup").read_text().splitlines()
+        with open(os.path.join(root, "proc/self/cgroup")) as file:
+            lines = file.read().splitlines()
     except OSError:
         return None
+    quotas = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, files = Path(root, "sys/fs/cgroup"), ("cpu.max",)
+        if not controllers:
+            mount, names = "sys/fs/cgroup", ["cpu.max"]
         elif "cpu" in controllers.split(","):
-            mount, files = Path(root, "sys/fs/cgroup", controllers), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            mount, names = "sys/fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         else:
             continue
-        # Every ancestor's quota counts; in a container the path may be the host's, and only the mount itself be there.
-        folder = mount / path.lstrip("/")
-        for level in (folder, *folder.parents):
-            quotas.append(_quota(level, files))
-            if level == mount:
-                break
+        # Every ancestor's quota counts. In a container the path may be the host's: then only the mount itself
+        # is there.
+        levels = [level for level in path.split("/") if level]
+        quotas += [_read_quota(os.path.join(root, mount, *levels[:n]), names) for n in range(len(levels) + 1)]
     return min((ceil(quota) for quota in quotas if quota), default=None)
 
 
-def _quota(folder: Path, files: tuple[str, ...]) -> float | None:
-    """CPUs that the quota in one cgroup's `files` allows; None where there is none."""
+def _read_quota(folder: str, names: list[str]) -> float | None:
+    """CPUs that the files `names` of one cgroup allow: a quota of time, and the period it is for."""
     try:
-        quota, period = " ".join((folder / file).read_text() for file in files).split()
-        return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max": unlimited
+        words = []
+        for name in names:
+            with open(os.path.join(folder, name)) as file:
+                words += file.read().split()
+        quota, period = map(int, words)
+    except (OSError, ValueError):  # no such file, or "max" for no quota
         return None
+    return quota / period if quota > 0 and period > 0 else None
 
 
 def _default_threads() -> tuple[int, str]:
-    """How many threads by default, and where that number comes from."""
+    """How many threads by default, and what says so."""
     name = "FASTATTN_NUM_THREADS"
     if value := os.environ.get(name):
         if not value.isdecimal() or not 1 <= int(value) <= MAX_THREADS:
             raise ValueError(f"{name} is {value!r}; expected an integer, 1 to {MAX_THREADS}")
         return int(value), name
-    # OpenMP's own variable may be a list, one number a nesting level; what OpenMP would ignore is ignored here.
-    value = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    name = "OMP_NUM_THREADS"  # a list, maybe: one number a nesting level; what OpenMP would ignore is ignored
+    value = os.environ.get(name, "").split(",")[0].strip()
     if value.isdecimal() and 1 <= int(value) <= MAX_THREADS:
-        return int(value), "OMP_NUM_THREADS"
-    cpus, quota = affinity_threads(), cgroup_threads()
-    if quota is not None and quota < cpus:
-        return quota, "cgroup CPU quota"
-    return cpus, "CPU affinity"
+        return int(value), name
+    cpus, quota = _affinity(), _cgroup_quota()
+    return (cpus, "CPU affinity") if quota is None or cpus <= quota else (quota, "cgroup quota")
 
 
-def _configure() -> None:
-    """Read the environment; what it asks for and cannot be had is an error, never something else."""
-    _settings.num_threads, _settings.threads_from = _default_threads()
+def _from_environment() -> _Settings:
+    """What the environment asks for; where that cannot be had, an error and never something else."""
     backend, isa = os.environ.get("FASTATTN_BACKEND"), os.environ.get("FASTATTN_ISA")
     if backend and backend not in BACKENDS:
         raise ValueError(f"FASTATTN_BACKEND is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if backend == "compiled" and _core is None:
-        raise ImportError(f"FASTATTN_BACKEND is 'compiled', but the extension is missing: {WHY_NOT_COMPILED}")
-    _settings.asked = bool(backend)
-    _settings.backend = backend or ("numpy" if _core is None else "compiled")
+        raise ImportError(f"FASTATTN_BACKEND is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
     if isa and backend != "numpy":
         if isa not in available_isas():
-            raise ValueError(f"FASTATTN_ISA is {isa!r}; available here: {', '.join(available_isas()) or 'none'}")
+            available = ", ".join(available_isas()) or f"none ({_WHY_NOT_COMPILED})"
+            raise ValueError(f"FASTATTN_ISA is {isa!r}; available here: {available}")
         _core.set_isa(isa)
-
-
-def _after_fork_in_child() -> None:
-    """libgomp's threads do not survive a fork, and a parallel region of the child would wait for them for ever."""
-    _settings.max_threads = _settings.num_threads = 1
-    _settings.threads_from = "forked process, where OpenMP hangs with more"
+    default = "numpy" if _core is None else "compiled"
+    return _Settings(backend or default, bool(backend), *_default_threads())
 
 
 def available_isas() -> tuple[str, ...]:
-    """Names of the compiled instruction sets that this CPU runs, best first; empty if nothing was compiled."""
+    """Names of the compiled instruction sets that this CPU runs, best first; none if nothing was compiled."""
     return () if _core is None else _core.available_isas()
 
 
 def get_num_threads() -> int:
-    """Threads that a call uses unless it says otherwise with `num_threads=`."""
+    """Threads that a call uses unless it says otherwise with ``num_threads=``."""
     return _settings.num_threads
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Set the threads that a call uses unless it says otherwise; for this process.
+    """Set the threads that a call uses unless it says otherwise, for the whole process.
 
-    A process made by `fork` stays with one thread: OpenMP would hang there with more.
+    A forked process keeps its one thread: OpenMP would hang there with more.
 
     Raises
     ------
     TypeError, ValueError
         If `num_threads` is not an integer of at least 1.
     """
-    _settings.num_threads = threads("set_num_threads", num_threads)
-    _settings.threads_from = "set_num_threads()"
+    checked = threads("set_num_threads", num_threads)
+    if _settings.max_threads > 1:
+        _settings.num_threads, _settings.threads_from = checked, "set_num_threads()"
 
 
-def threads(func: str, num_threads: int | None) -> int:
-    """`num_threads`, or the default for None, checked; one in a forked process."""
-    if num_threads is None:
-        return _settings.num_threads
+def threads(func: str, num_threads: int) -> int:
+    """`num_threads`, checked; 1 in a forked process."""
     return min(integer(func, "num_threads", num_threads, 1, MAX_THREADS), _settings.max_threads)
 
 
-@contextmanager
-def forced(isa: str | None = None, num_threads: int | None = None, backend: str | None = None) -> Iterator[None]:
-    """Force an instruction set, a thread count, a backend inside a `with` block; for tests and benches.
+def default_backend() -> str:
+    """What runs unless a call says otherwise: "compiled" or "numpy"."""
+    return _settings.backend
 
-    The settings are the process's: other threads see them as well.
+
+def require_backend(func: str, backend: str) -> None:
+    """Raise unless `backend` can be had: one that is asked for never falls back."""
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise ValueError(f"{func}(): backend is {backend!r}; expected one of {', '.join(BACKENDS)}, or None")
+    if backend == "compiled" and _core is None:
+        raise ValueError(f"{func}(): backend is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
+
+
+@contextmanager
+def forced(
+    isa: str | None = None, num_threads: int | None = None, backend: str | None = None
+) -> Iterator[None]:
+    """Force an instruction set, a thread count, a backend inside a ``with`` block; for tests and benches.
+
+    The settings are the process's: its other threads see them, too.
     """
-    before = _settings.backend, _settings.asked, _settings.num_threads, _settings.threads_from
-    isa_before = None if isa is None or _core is None else _core.get_isa()
+    global _settings
+    if backend is not None:
+        require_backend("forced", backend)
+    if isa is not None and isa not in available_isas():
+        raise ValueError(f"forced(): isa is {isa!r}; available here: {', '.join(available_isas()) or 'none'}")
+    settings = replace(_settings)
+    if num_threads is not None:
+        settings.num_threads, settings.threads_from = threads("forced", num_threads), "forced()"
+    if backend is not None:
+        settings.backend, settings.asked = backend, True
+    before, _settings = _settings, settings
+    isa_before = None if isa is None else _core.get_isa()
     try:
         if isa is not None:
-            if _core is None:
-                raise ValueError(f"isa {isa!r} is not available: nothing was compiled ({WHY_NOT_COMPILED})")
             _core.set_isa(isa)
-        if num_threads is not None:
-            _settings.num_threads, _settings.threads_from = threads("forced", num_threads), "forced()"
-        if backend is not None:
-            _settings.backend, _settings.asked = backend_name("forced", backend), True
         yield
     finally:
-        _settings.backend, _settings.asked, _settings.num_threads, _settings.threads_from = before
+        _settings = before
         if isa_before is not None:
             _core.set_isa(isa_before)
 
 
-def backend_name(func: str, backend: str | None) -> str:
-    """`backend`, or the default for None; an explicit one that cannot be had is an error."""
-    if backend is None:
-        return _settings.backend
-    if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"{func}(): backend is {backend!r}; expected None, 'compiled' or 'numpy'")
-    if backend == "compiled" and _core is None:
-        raise ValueError(f"{func}(): backend is 'compiled', but the extension is missing: {WHY_NOT_COMPILED}")
-    return backend
-
-
 def run(args: AttentionArgs, backend: str | None) -> None:
-    """Compute `args` with the implementation called `backend`, a checked name, or with the default one."""
+    """Compute `args` on `backend`, a checked name, or on the default one."""
     if (backend or _settings.backend) == "compiled":
         _core.attention(args)
         return
-    if backend is None and not _settings.asked and not _settings.warned:
-        _settings.warned = True
-        warnings.warn(
-            f"fastattn runs on NumPy, several times slower: its compiled kernels are missing ({WHY_NOT_COMPILED})."
-            f" To get them, install it where there is a C compiler: FASTATTN_REQUIRE_EXT=1 pip install --no-cache-dir"
-            f" --force-reinstall fastattn then says what is wrong. To keep NumPy and hear no more of it, set"
-            f" FASTATTN_BACKEND=numpy.",
-            FallbackWarning,
-            stacklevel=3,
-        )
+    if backend is None and not _settings.asked:
+        _warn_of_fallback()
     reference.attention(args)
 
 
-def plan(args: AttentionArgs, backend: str) -> dict[str, Any]:
-    """What `backend` would run on `args`: kernel, ISA, block sizes."""
-    if backend == "compiled":
+def _warn_of_fallback() -> None:
+    """Warn, once in a process, on the line that called the public function."""
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    warnings.warn(
+        f"fastattn runs on NumPy, several times slower: there are no compiled kernels ({_WHY_NOT_COMPILED})."
+        f" Install it again where there is a C compiler (FASTATTN_REQUIRE_EXT=1 makes pip say what fails), or"
+        f" set FASTATTN_BACKEND=numpy to stay with NumPy and hear no more of this.",
+        FallbackWarning,
+        stacklevel=4,
+    )
+
+
+def plan(args: AttentionArgs, backend: str | None) -> dict[str, Any]:
+    """What would run on `args`: kernel, ISA, rows (of all heads of a group) and keys of a tile."""
+    if (backend or _settings.backend) == "compiled":
         return _core.plan(args)
     block_q, block_k = reference.block_sizes(args)
-    group = args.heads_q // args.heads_kv
-    return {"kernel": "numpy", "isa": None, "block_q": block_q * group, "block_k": block_k}
+    rows = block_q * (args.heads_q // args.heads_kv)
+    return {"kernel": "numpy", "isa": None, "block_q": rows, "block_k": block_k}
 
 
 def why_numpy(backend: str | None = None) -> str | None:
     """Why a call with `backend` runs on NumPy; None if it does not."""
     if backend == "numpy":
-        return "backend='numpy' was asked for"
-    if backend is None and _settings.backend == "numpy":
-        return "FASTATTN_BACKEND=numpy was asked for" if _settings.asked else f"not compiled: {WHY_NOT_COMPILED}"
-    return None
+        return "asked for by backend='numpy'"
+    if (backend or _settings.backend) == "compiled":
+        return None
+    if _settings.asked:
+        return "asked for by FASTATTN_BACKEND or forced()"
+    return f"there are no compiled kernels: {_WHY_NOT_COMPILED}"
 
 
 def show_config() -> Report:
-    """What this installation is and does: a dict that prints as a table.
+    """Say what this installation is and what a call would use.
 
     Returns
     -------
     Report
-        ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None if it is not), ``isa`` in use,
-        ``isas_available`` on this CPU, ``isas_compiled``, ``openmp``, ``num_threads`` and ``num_threads_from`` (which
-        variable or limit gave that number), ``compiler``, and the versions of ``numpy`` and ``python``.
-
-    Examples
-    --------
-    >>> import fastattn
-    >>> fastattn.show_config()["backend"] in ("compiled", "numpy")
-    True
+        A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
+        if it is compiled), ``isa`` in use, ``isas_available`` on this CPU, ``isas_compiled``, ``openmp``,
+        ``num_threads`` and ``num_threads_from`` (which variable or limit says so), ``compiler``, and the
+        versions of NumPy and Python.
     """
     from fastattn import __version__
 
@@ -280,7 +289,13 @@ def show_config() -> Report:
     )
 
 
-_settings = _Settings()
-_configure()
+def _after_fork_in_child() -> None:
+    """libgomp's threads do not survive a fork: the child would wait for them for ever."""
+    _settings.max_threads = _settings.num_threads = 1
+    _settings.threads_from = "forked process"
+
+
+_warned = False
+_settings = _from_environment()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,17 +1,18 @@
 """From what a caller passed to one normalised argument object; the only place where user input raises.
 
-`_inputs.py` checks one value at a time, this file how they fit together: shapes, dtypes, positions. Nothing is
-computed before everything is checked.
+`_inputs.py` looks at one value at a time, this file at how they fit together: shapes, dtypes, positions. All
+of it happens before anything is computed.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from fastattn import masks
-from fastattn._backend import get_num_threads, threads
+from fastattn._args import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
+from fastattn._backend import get_num_threads, require_backend, threads
 from fastattn._inputs import (
     as_array,
     flag,
@@ -19,58 +20,22 @@ from fastattn._inputs import (
     head_values,
     integer,
     integers,
-    is_bfloat16,
     number,
     operand,
     readable,
     require_broadcast,
-    require_writable_result,
+    require_result,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from numpy.typing import ArrayLike
 
-    from numpy.typing import ArrayLike, NDArray
+    from fastattn._args import Array, Shape
 
-    from fastattn._inputs import Shape
-
-_FLOAT32 = np.dtype(np.float32)
-_FLOAT64 = np.dtype(np.float64)
-_LARGEST = {t: float(np.finfo(t).max) for t in (_FLOAT32, _FLOAT64)}
-_SMALLEST = {t: float(np.finfo(t).tiny) for t in (_FLOAT32, _FLOAT64)}
-# Positions beyond are not exact in float64, in which ALiBi's distances may be taken.
-_MAX_POSITION = 2**53
-
-
-class AttentionArgs:
-    """One attention call, checked and normalised: all that the compiled layer and its NumPy twin read."""
-
-    __slots__ = (
-        "alibi_slopes",  # (..., heads_q) in the accumulator's dtype, broadcastable to (*batch_shape, heads_q), or None
-        "batch_shape",  # broadcast batch dimensions of q, k and v, maybe ()
-        "bias",  # ndim >= 3, broadcastable to (*batch_shape, heads_q, len_q, len_k), native and aligned, or None
-        "copies",  # what was copied or converted, and why: strings, normally none
-        "head_dim",
-        "head_dim_v",
-        "heads_kv",
-        "heads_q",
-        "k",  # q, k, v: native, aligned, last axis contiguous, ndim >= 3; their own batch dimensions broadcast
-        "len_k",
-        "len_q",
-        "lse",  # (*batch_shape, heads_q, len_q) in the accumulator's dtype, or None
-        "mask",  # bool, ndim >= 3, broadcastable to (*batch_shape, heads_q, len_q, len_k), or None
-        "num_threads",
-        "out",  # (*batch_shape, heads_q, len_q, head_dim_v) in q's dtype
-        "q",
-        "q_position",  # int64, broadcastable to batch_shape: position of query row 0; None unless ALiBi needs it
-        "result",  # what the caller gets: out, or (out, lse), without the head axis if q, k and v had none
-        "row_begin",  # row_begin, row_end: int64 in [0, len_k], ndim >= 2, broadcastable to (*batch_shape, heads_q,
-        "row_end",  # len_q): row i attends keys begin <= j < end; None is an open side
-        "scale",
-        "sinks",  # as alibi_slopes
-        "softcap",  # 0.0: none
-        "v",
-    )
+_MAX_POSITION = 2**53  # positions beyond are not exact in float64, in which ALiBi's distances may be taken
+_BATCH = "the batch dimensions"
+_ROWS = "(..., heads_q, len_q)"
+_SCORES = "(..., heads_q, len_q, len_k)"
 
 
 def attention_args(
@@ -89,95 +54,100 @@ def attention_args(
     kv_lengths: ArrayLike | None = None,
     q_offset: ArrayLike | None = None,
     row_ranges: tuple[ArrayLike, ArrayLike] | None = None,
-    out: NDArray[Any] | None = None,
+    out: Array | None = None,
     return_lse: bool = False,
     num_threads: int | None = None,
+    backend: str | None = None,
 ) -> AttentionArgs:
-    """Check and normalise the arguments of `func`, named in the messages; see `fastattn.attention`."""
-    args = AttentionArgs()
-    inputs = (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias), ("alibi_slopes", alibi_slopes),
-              ("sinks", sinks)) if out is not None else ()  # fmt: skip
-    copies: list[str] = []
-    q = operand(func, "q", q, copies)
-    k = operand(func, "k", k, copies)
-    v = operand(func, "v", v, copies)
-    dtype = q.dtype
-    if not (k.dtype is dtype and v.dtype is dtype):
-        _require_dtypes_fit(func, dtype, k.dtype, v.dtype)
-    lane = _FLOAT64 if dtype == _FLOAT64 else _FLOAT32
+    """Check and normalise the arguments of `func`, for its messages; see `fastattn.attention`.
 
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    one_head = len(q_shape) == len(k_shape) == len(v_shape) == 2
-    if len(q_shape) == 2:
-        q, q_shape = q[None], (1, *q_shape)
-    if len(k_shape) == 2:
-        k, k_shape = k[None], (1, *k_shape)
-    if len(v_shape) == 2:
-        v, v_shape = v[None], (1, *v_shape)
+    On tiny arrays this is most of a call: what is not given costs a comparison.
+    """
+    args = AttentionArgs()
+    copies: list[str] = []
+    args.q = q_array = operand(func, "q", q, copies)
+    args.k = k_array = operand(func, "k", k, copies)
+    args.v = v_array = operand(func, "v", v, copies)
+    dtype = q_array.dtype
+    if not (k_array.dtype is dtype and v_array.dtype is dtype):
+        _require_dtypes_fit(func, dtype, k_array.dtype, v_array.dtype)
+    lane = lane_dtype(dtype)
+
+    q_shape, k_shape, v_shape = q_array.shape, k_array.shape, v_array.shape
+    one_head = False
+    if len(q_shape) == 2 or len(k_shape) == 2 or len(v_shape) == 2:
+        one_head = len(q_shape) == len(k_shape) == len(v_shape)
+        args.q, args.k, args.v = (x if x.ndim > 2 else x[None] for x in (q_array, k_array, v_array))
+        q_shape, k_shape, v_shape = args.q.shape, args.k.shape, args.v.shape
     heads_q, len_q, head_dim = q_shape[-3:]
     heads_kv, len_k, k_head_dim = k_shape[-3:]
-    head_dim_v = v_shape[-1]
-    if k_head_dim != head_dim or v_shape[-3:-1] != k_shape[-3:-1] or not heads_kv or heads_q % heads_kv or not (
-        heads_q and head_dim and head_dim_v
-    ):
+    v_heads, v_len, head_dim_v = v_shape[-3:]
+    if k_head_dim != head_dim or v_heads != heads_kv or v_len != len_k:
+        _raise_shapes(func, q_shape, k_shape, v_shape)
+    if not (heads_q and heads_kv and head_dim and head_dim_v) or heads_q % heads_kv:
         _raise_shapes(func, q_shape, k_shape, v_shape)
     batch_shape = q_shape[:-3]
     if k_shape[:-3] != batch_shape or v_shape[:-3] != batch_shape:
         batch_shape = _broadcast_batch(func, q_shape, k_shape, v_shape)
-
     args.batch_shape, args.heads_q, args.heads_kv = batch_shape, heads_q, heads_kv
     args.len_q, args.len_k, args.head_dim, args.head_dim_v = len_q, len_k, head_dim, head_dim_v
-    args.q, args.k, args.v = q, k, v
-    args.scale, args.softcap = head_dim**-0.5, 0.0
+
+    args.scale = head_dim**-0.5 if scale is None else number(func, "scale", scale, lane)
+    args.softcap = 0.0 if softcap is None else number(func, "softcap", softcap, lane, positive=True)
     args.mask = args.bias = args.alibi_slopes = args.sinks = None
-    args.row_begin = args.row_end = args.q_position = None
-    if scale is not None:
-        args.scale = number(func, "scale", scale, _LARGEST[lane])
-    if softcap is not None:
-        args.softcap = number(func, "softcap", softcap, _LARGEST[lane], above=_SMALLEST[lane])
     if not (mask is None and bias is None and alibi_slopes is None and sinks is None):
-        _add_arrays(args, func, lane, mask, bias, alibi_slopes, sinks, copies)
-    if not (causal is False and window is None and alibi_slopes is None and kv_lengths is None and q_offset is None
-            and row_ranges is None):  # fmt: skip
+        _add_arrays(args, func, mask, bias, alibi_slopes, sinks, copies)
+    args.row_begin = args.row_end = args.q_position = None
+    ranges_given = not (window is None and kv_lengths is None and q_offset is None and row_ranges is None)
+    if causal is not False or ranges_given or alibi_slopes is not None:
         _add_ranges(args, func, causal, window, kv_lengths, q_offset, row_ranges)
     args.num_threads = get_num_threads() if num_threads is None else threads(func, num_threads)
+    if backend is not None:
+        require_backend(func, backend)
+    with_lse = return_lse is not False and flag(func, "return_lse", return_lse)
 
-    rows_shape = (len_q,) if one_head else (*batch_shape, heads_q, len_q)
+    rows = (len_q,) if one_head else (*batch_shape, heads_q, len_q)
     if out is None:
-        out = np.empty((*rows_shape, head_dim_v), dtype)
+        out = np.empty((*rows, head_dim_v), dtype)
     else:
-        require_writable_result(func, out, (*rows_shape, head_dim_v), dtype, inputs)
-    args.out = out[None] if one_head else out
-    if return_lse is False:
-        args.lse, args.result = None, out
-    else:
-        lse = np.empty(rows_shape, lane) if flag(func, "return_lse", return_lse) else None
-        args.lse = lse[None] if one_head and lse is not None else lse
-        args.result = out if lse is None else (out, lse)
+        inputs = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
+        require_result(func, out, (*rows, head_dim_v), dtype, {**inputs, "sinks": sinks})
+    args.out, args.lse, args.result = out[None] if one_head else out, None, out
+    if with_lse:
+        lse = np.empty(rows, lane)
+        args.lse, args.result = lse[None] if one_head else lse, (out, lse)
     args.copies = tuple(copies)
     return args
 
 
 def _require_dtypes_fit(func: str, q: np.dtype[Any], k: np.dtype[Any], v: np.dtype[Any]) -> None:
     """Raise unless all are the same, or k and v are a 16-bit cache for float32 queries."""
-    if not (q == k == v or (q == _FLOAT32 and k == v and k.itemsize == 2)):
-        raise TypeError(f"{func}(): q, k and v have dtypes {q}, {k} and {v}; expected the same for all, or float32 for q"
-                        f" with float16 or bfloat16 for both k and v")  # fmt: skip
+    if not (q == k == v or (q == FLOAT32 and k == v and k.itemsize == 2)):
+        raise TypeError(
+            f"{func}(): q, k and v have dtypes {q}, {k} and {v}; expected the same for all, or float32 for q"
+            f" with float16 or bfloat16 for both k and v"
+        )
 
 
-def _raise_shapes(func: str, q: Shape, k: Shape, v: Shape) -> None:
+def _raise_shapes(func: str, q: Shape, k: Shape, v: Shape) -> NoReturn:
     """Say which of the last three axes, (heads, length, head_dim), do not fit."""
     for name, shape in (("q", q), ("k", k), ("v", v)):
         for axis, what in ((-3, "heads"), (-1, "head_dim")):
             if shape[axis] < 1:
                 raise ValueError(f"{func}(): {name} has shape {shape}, {what} 0; expected at least 1")
-    if k[-1] != q[-1]:
-        raise ValueError(f"{func}(): k has shape {k}, head_dim {k[-1]}; expected head_dim {q[-1]} as in q, shape {q}")
-    if v[-2] != k[-2]:
-        raise ValueError(f"{func}(): v has shape {v}, length {v[-2]}; expected length {k[-2]} as in k, shape {k}")
-    if v[-3] != k[-3]:
-        raise ValueError(f"{func}(): v has shape {v}, {v[-3]} heads; expected {k[-3]} heads as in k, shape {k}")
-    raise ValueError(f"{func}(): q has shape {q}, {q[-3]} heads; expected a multiple of the {k[-3]} heads of k and v")
+    for name, shape, axis, what, other, wanted in (
+        ("k", k, -1, "head_dim", "q", q),
+        ("v", v, -3, "heads", "k", k),
+        ("v", v, -2, "length", "k", k),
+    ):
+        if shape[axis] != wanted[axis]:
+            raise ValueError(
+                f"{func}(): {name} has shape {shape}, {what} {shape[axis]}; expected {what} {wanted[axis]}"
+                f" as in {other}, shape {wanted}"
+            )
+    raise ValueError(
+        f"{func}(): q has shape {q}, {q[-3]} heads; expected a multiple of the {k[-3]} heads of k, shape {k}"
+    )
 
 
 def _broadcast_batch(func: str, q: Shape, k: Shape, v: Shape) -> Shape:
@@ -185,72 +155,92 @@ def _broadcast_batch(func: str, q: Shape, k: Shape, v: Shape) -> Shape:
     try:
         return np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
     except ValueError:
-        raise ValueError(f"{func}(): q, k and v have batch dimensions {q[:-3]}, {k[:-3]} and {v[:-3]} (shapes {q}, {k},"
-                         f" {v}); expected ones that broadcast to each other") from None  # fmt: skip
+        raise ValueError(
+            f"{func}(): q, k and v have batch dimensions {q[:-3]}, {k[:-3]} and {v[:-3]} in their shapes"
+            f" {q}, {k} and {v}; expected ones that broadcast to each other"
+        ) from None
 
 
 def _add_arrays(
-    args: AttentionArgs, func: str, lane: np.dtype[Any], mask: Any, bias: Any, alibi_slopes: Any, sinks: Any, copies: list[str]
+    args: AttentionArgs,
+    func: str,
+    mask: ArrayLike | None,
+    bias: ArrayLike | None,
+    alibi_slopes: ArrayLike | None,
+    sinks: ArrayLike | None,
+    copies: list[str],
 ) -> None:
-    """Check mask, bias, alibi_slopes and sinks into `args`."""
+    """Check what has a value for each score, or for each head."""
+    dtype = args.q.dtype
     heads_shape = (*args.batch_shape, args.heads_q)
-    shape, dims = (*heads_shape, args.len_q, args.len_k), "(..., heads_q, len_q, len_k)"
+    shape = (*heads_shape, args.len_q, args.len_k)
     if mask is not None:
-        mask = as_array(func, "mask", mask)
-        if mask.dtype != np.bool_:
-            raise TypeError(f"{func}(): mask has dtype {mask.dtype}; expected bool, True where a query attends"
-                            f" (numbers to add to the scores are bias=)")  # fmt: skip
-        require_broadcast(func, "mask", mask.shape, shape, dims)
-        args.mask = mask if mask.ndim >= 3 else mask[(None,) * (3 - mask.ndim)]
+        array = as_array(func, "mask", mask)
+        if array.dtype != np.bool_:
+            raise TypeError(
+                f"{func}(): mask has dtype {array.dtype}; expected bool, True where a query attends (numbers"
+                f" to add to the scores go to bias=)"
+            )
+        require_broadcast(func, "mask", array.shape, shape, _SCORES)
+        args.mask = _with_heads(array)
     if bias is not None:
-        bias = as_array(func, "bias", bias)
-        native = bias.dtype.newbyteorder("=") if bias.dtype.kind == "f" else bias.dtype
-        if native not in (_FLOAT32, args.q.dtype):
-            hint = "; a bool array is mask=" if native == np.bool_ else ""
-            raise TypeError(f"{func}(): bias has dtype {bias.dtype}; expected float32 or q's, {args.q.dtype}{hint}")
-        require_broadcast(func, "bias", bias.shape, shape, dims)
-        bias = readable(bias, "bias", copies)
-        args.bias = bias if bias.ndim >= 3 else bias[(None,) * (3 - bias.ndim)]
+        array = as_array(func, "bias", bias)
+        native = array.dtype.newbyteorder("=") if array.dtype.kind == "f" else array.dtype
+        if native not in (FLOAT32, dtype):
+            hint = " (bool arrays go to mask=)" if native == np.bool_ else ""
+            raise TypeError(f"{func}(): bias has dtype {array.dtype}; expected float32 or q's, {dtype}{hint}")
+        require_broadcast(func, "bias", array.shape, shape, _SCORES)
+        args.bias = _with_heads(readable(array, "bias", copies))
     if alibi_slopes is not None:
-        args.alibi_slopes = head_values(func, "alibi_slopes", alibi_slopes, heads_shape, lane)
+        args.alibi_slopes = head_values(func, "alibi_slopes", alibi_slopes, heads_shape, lane_dtype(dtype))
     if sinks is not None:
-        args.sinks = head_values(func, "sinks", sinks, heads_shape, lane)
+        args.sinks = head_values(func, "sinks", sinks, heads_shape, lane_dtype(dtype))
+
+
+def _with_heads(array: Array) -> Array:
+    """`array` with at least its last three axes, (heads, len_q, len_k)."""
+    return array if array.ndim >= 3 else array[(None,) * (3 - array.ndim)]
 
 
 def _add_ranges(
-    args: AttentionArgs, func: str, causal: Any, window: Any, kv_lengths: Any, q_offset: Any, row_ranges: Any
+    args: AttentionArgs,
+    func: str,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    kv_lengths: ArrayLike | None,
+    q_offset: ArrayLike | None,
+    row_ranges: tuple[ArrayLike, ArrayLike] | None,
 ) -> None:
-    """Check what selects keys by their place, and turn it into row_begin and row_end; O(batch * heads * len_q)."""
+    """Check what selects keys by their place, and make row_begin and row_end of it; O(rows)."""
     len_q, len_k, batch_shape = args.len_q, args.len_k, args.batch_shape
-    left, right = _window_sides(func, window)
     causal = flag(func, "causal", causal)
-    bounded = left is not None or right is not None
+    left, right = _window_sides(func, window)
+    windowed = left is not None or right is not None
     ranges: list[masks.Range] = []
 
     length = np.array(len_k)
     if kv_lengths is not None:
-        length = integers(func, "kv_lengths", kv_lengths, batch_shape, "the batch dimensions")
-        _require_range(func, "kv_lengths", length, 0, len_k)
+        length = integers(func, "kv_lengths", kv_lengths, batch_shape, _BATCH, 0, len_k)
         ranges.append(masks.lengths(length))
     if q_offset is not None:
-        offset = integers(func, "q_offset", q_offset, batch_shape, "the batch dimensions")
-        _require_range(func, "q_offset", offset, -_MAX_POSITION, _MAX_POSITION)
+        offset = integers(func, "q_offset", q_offset, batch_shape, _BATCH, -_MAX_POSITION, _MAX_POSITION)
     else:
-        offset = length - len_q
-        if kv_lengths is not None and (causal or bounded or args.alibi_slopes is not None) and np.any(offset < 0):
+        offset = np.asarray(length - len_q)
+        positional = causal or windowed or args.alibi_slopes is not None
+        if kv_lengths is not None and positional and (offset < 0).any():
             raise ValueError(
-                f"{func}(): kv_lengths has {length.min()} for {len_q} queries, so that by default (the last query stands at"
-                f" the last key) the first would stand at {offset.min()}; expected q_offset to be given: q_offset=0 if"
+                f"{func}(): kv_lengths has {length.min()} for {len_q} queries and q_offset is None: with the last"
+                f" query at the last key the first is at {offset.min()}; expected q_offset, which is q_offset=0 if"
                 f" query i stands at key i (padded self-attention)"
             )
-    if causal or bounded:
+    if causal or windowed:
         position = masks.positions(offset, len_q)
         if causal:
             ranges.append(masks.causal(position))
-        if bounded:
+        if windowed:
             ranges.append(masks.window(position, left, right))
     if row_ranges is not None:
-        ranges.append(_explicit_ranges(func, row_ranges, (*batch_shape, args.heads_q, len_q)))
+        ranges.append(_both_ends(func, row_ranges, (*batch_shape, args.heads_q, len_q)))
     args.row_begin, args.row_end = masks.intersect(ranges, len_k)
     if args.alibi_slopes is not None:
         args.q_position = offset
@@ -265,15 +255,67 @@ def _window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _explicit_ranges(func: str, row_ranges: Any, shape: Shape) -> masks.Range:
+def _both_ends(func: str, row_ranges: Any, shape: Shape) -> masks.Range:
     if not isinstance(row_ranges, (tuple, list)) or len(row_ranges) != 2:
-        raise TypeError(f"{func}(): row_ranges is of type {type(row_ranges).__name__}; expected a pair (begin, end)")
-    dims = "(..., heads_q, len_q)"
-    begin, end = (integers(func, f"row_ranges[{i}]", x, shape, dims) for i, x in enumerate(row_ranges))
+        raise TypeError(f"{func}(): row_ranges is a {type(row_ranges).__name__}; expected (begin, end)")
+    begin, end = (integers(func, f"row_ranges[{i}]", x, shape, _ROWS) for i, x in enumerate(row_ranges))
     return begin, end
 
 
-def _require_range(func: str, name: str, x: NDArray[np.int64], low: int, high: int) -> None:
-    bad = (x < low) | (x > high)
-    if bad.any():
-        raise ValueError(f"{func}(): {name} has {x[bad].flat[0]}; expected {low} to {high}")
+def sdpa_arrays(
+    func: str, query: ArrayLike, key: ArrayLike, value: ArrayLike, enable_gqa: bool
+) -> tuple[Array, Array, Array]:
+    """q, k and v as torch takes them: heads broadcast, unless they may be grouped."""
+    names = {"query": query, "key": key, "value": value}
+    q, k, v = (float_array(func, name, x, least_dims=2) for name, x in names.items())
+    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
+    if flag(func, "enable_gqa", enable_gqa) or heads[0] == heads[1] == heads[2]:
+        return q, k, v
+    if any(n not in (1, max(heads)) for n in heads):
+        raise ValueError(
+            f"{func}(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected as"
+            f" many of each, or enable_gqa=True for groups of query heads that share a key head"
+        )
+    q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
+    return q, k, v
+
+
+def sdpa_options(func: str, attn_mask: ArrayLike | None, dropout_p: float, is_causal: bool) -> dict[str, Any]:
+    """Options of `attention_args` with the meaning of torch's."""
+    if number(func, "dropout_p", dropout_p, FLOAT64) != 0:
+        raise ValueError(
+            f"{func}(): dropout_p is {dropout_p}; expected 0.0: dropout is for training, this for inference"
+        )
+    options: dict[str, Any] = {}
+    if flag(func, "is_causal", is_causal):
+        options = {"causal": True, "q_offset": 0}  # top-left: query i stands at key i, whatever the lengths
+    if attn_mask is not None:
+        if is_causal:
+            raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
+        array = as_array(func, "attn_mask", attn_mask)
+        options["mask" if array.dtype == np.bool_ else "bias"] = array
+    return options
+
+
+def partial_states(func: str, outs: Any, lses: Any) -> tuple[list[Array], list[Array], Array, Array]:
+    """Partial results and their lses, all of one shape and dtype, and where the merged ones go."""
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (tuple, list, np.ndarray)):
+            raise TypeError(f"{func}(): {name} is a {type(parts).__name__}; expected a sequence of arrays")
+    if len(outs) != len(lses) or len(outs) == 0:
+        raise ValueError(
+            f"{func}(): outs has length {len(outs)} and lses {len(lses)}; expected the same, and at least 1"
+        )
+    copies: list[str] = []
+    out_parts = [operand(func, f"outs[{i}]", x, copies) for i, x in enumerate(outs)]
+    dtype, shape = out_parts[0].dtype, out_parts[0].shape
+    lane = lane_dtype(dtype)
+    lse_parts = [float_array(func, f"lses[{i}]", x).astype(lane) for i, x in enumerate(lses)]
+    for i, (out, lse) in enumerate(zip(out_parts, lse_parts, strict=True)):
+        if out.dtype != dtype:
+            raise TypeError(f"{func}(): outs[{i}] has dtype {out.dtype}; expected {dtype} as outs[0]")
+        if out.shape != shape:
+            raise ValueError(f"{func}(): outs[{i}] has shape {out.shape}; expected {shape} as outs[0]")
+        if lse.shape != shape[:-1]:
+            raise ValueError(f"{func}(): lses[{i}] has shape {lse.shape}; expected {shape[:-1]}, one a row")
+    return out_parts, lse_parts, np.empty(shape, dtype), np.empty(shape[:-1], lane)

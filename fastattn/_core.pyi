@@ -1,8 +1,8 @@
-"""The compiled layer (`_core.pyx`): it fills the C argument struct, runs the tasks, and knows no semantics."""
+"""The compiled layer (`_core.pyx`): fills the C argument struct, runs the tasks, knows no semantics."""
 
 from typing import Any
 
-from fastattn._check import AttentionArgs
+from fastattn._args import AttentionArgs
 
 def attention(args: AttentionArgs) -> None: ...
 def compiled_isas() -> tuple[str, ...]: ...

@@ -1,163 +1,161 @@
-"""One value from a caller at a time: returned in the form that the kernels take, or an error that says what was expected.
+"""One value from a caller at a time: returned in the form that the kernels take, or an error.
 
-Every function takes the name of the public function and of the argument first, for its messages. How the values fit
-together is `_check.py`'s business.
+Every function takes the name of the public function and that of the argument first, for its messages. How
+values fit together is `_check.py`'s business.
 """
 
 from __future__ import annotations
 
 import operator
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from numpy.typing import NDArray
-
-    Shape = tuple[int, ...]
+    from fastattn._args import Array, Ints, Shape
 
 # Bits of ndarray.flags.num: C-contiguous and aligned, which nearly every array is.
 _READY = 0x1 | 0x100
-# How long to look for an element that two interleaved views share before refusing them.
-_OVERLAP_WORK = 10_000
+# Candidate solutions to try for an element that two interleaved views share, before they are taken to
+# overlap. Views of one array with a place for each element are told apart in far fewer.
+_OVERLAP_WORK: Any = 10_000
 
-# The native floating types met so far: bfloat16, which NumPy does not know, joins when its first array comes.
+# Native floating types met so far; bfloat16, which NumPy does not know, joins with its first array.
 _native = {np.dtype(t) for t in (np.float32, np.float64, np.float16)}
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether `dtype` is float32, float64, float16 or bfloat16, in any byte order."""
-    return dtype in _native or (dtype.kind == "f" and dtype.itemsize <= 8) or is_bfloat16(dtype)
+    # bfloat16 is told by its name, so that ml_dtypes need not be imported.
+    return (dtype.kind == "f" and dtype.itemsize <= 8) or (dtype.name == "bfloat16" and dtype.itemsize == 2)
 
 
-def is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    """Whether `dtype` is ml_dtypes.bfloat16, told by its name so that ml_dtypes need not be imported."""
-    return dtype.itemsize == 2 and dtype.name == "bfloat16"
-
-
-def as_array(func: str, name: str, x: Any) -> NDArray[Any]:
-    """`x` as a plain ndarray, any dtype."""
-    if type(x) is np.ndarray:
-        return x
+def as_array(func: str, name: str, x: Any) -> Array:
+    """`x` as a plain ndarray of any dtype."""
     if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(f"{func}(): {name} is a masked array, whose mask would be ignored; expected a plain array"
-                        f" (say which keys count with mask=)")  # fmt: skip
+        raise TypeError(
+            f"{func}(): {name} is a masked array; expected a plain one (which keys count is what mask= says)"
+        )
     try:
         return np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{func}(): {name} of type {type(x).__name__} does not become an array: {error}") from error
+        raise TypeError(f"{func}(): {name} is a {type(x).__name__}; expected an array ({error})") from error
 
 
-def float_array(func: str, name: str, x: Any) -> NDArray[Any]:
-    """`x` as an array of one of the four floating types, any strides, any byte order."""
+def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
+    """`x` as an array of one of the four floating types, in any strides and byte order."""
     array = as_array(func, name, x)
     if not is_float(array.dtype):
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16 or bfloat16")
+        raise TypeError(
+            f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16 or bfloat16"
+        )
+    if array.ndim < least_dims:
+        raise ValueError(
+            f"{func}(): {name} has shape {array.shape}; expected (..., heads, length, head_dim), or"
+            f" (length, head_dim) for one head"
+        )
     return array
 
 
-def readable(array: NDArray[Any], name: str, copies: list[str], what_is_last: str = "") -> NDArray[Any]:
-    """`array`, or where the kernels cannot read it in place, a copy; `copies` then gets the reason.
+def readable(array: Array, name: str, copies: list[str], last_axis: str = "") -> Array:
+    """`array`, or a copy where the kernels cannot read it in place; `copies` then gets the reason.
 
-    With `what_is_last` given, the name of the last axis, that axis must be contiguous.
+    With `last_axis`, the name of that axis, it has to be contiguous.
     """
     reasons = []
     if not array.dtype.isnative:
         reasons.append("foreign byte order")
     if not array.flags.aligned:
         reasons.append("elements not aligned to their size")
-    if what_is_last and array.shape[-1] > 1 and array.size and array.strides[-1] != array.itemsize:
-        reasons.append(f"{what_is_last} is not contiguous (stride {array.strides[-1]} bytes)")
+    if last_axis and array.shape[-1] > 1 and array.size and array.strides[-1] != array.itemsize:
+        reasons.append(f"{last_axis} not contiguous (stride of {array.strides[-1]} bytes)")
     if not reasons:
         return array
     copies.append(f"{name} copied: {', '.join(reasons)}")
     return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
-def operand(func: str, name: str, x: Any, copies: list[str]) -> NDArray[Any]:
+def operand(func: str, name: str, x: Any, copies: list[str]) -> Array:
     """`x` as q, k or v: a floating array that is native, aligned, and contiguous along the head dimension."""
-    if type(x) is np.ndarray and x.dtype in _native and x.flags.num & _READY == _READY:
+    if type(x) is np.ndarray and x.dtype in _native and x.flags.num & _READY == _READY and x.ndim >= 2:
         return x
-    array = float_array(func, name, x)
-    if array.ndim < 2:
-        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., heads, length, head_dim),"
-                         f" or (length, head_dim) for one head")  # fmt: skip
-    array = readable(array, name, copies, "the head dimension")
+    array = readable(float_array(func, name, x, least_dims=2), name, copies, "the head dimension")
     _native.add(array.dtype)
     return array
 
 
-def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """`x`, one number a query head, in the accumulator's `dtype`; broadcasts to `shape`, (*batch, heads_q)."""
+def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """`x`, a number for each query head, as `dtype`; broadcasts to `shape`, (*batch, heads_q)."""
     array = float_array(func, name, x)
     require_broadcast(func, name, array.shape, shape, "(..., heads_q)")
-    return np.array(array, dtype, ndmin=1)
+    with np.errstate(over="ignore"):  # what float64 holds and float32 does not is infinite
+        return np.array(array, dtype, ndmin=1)
 
 
-def integers(func: str, name: str, x: Any, shape: Shape, dims: str) -> NDArray[np.int64]:
-    """`x`, an integer or an array of integers, as int64; broadcasts to `shape`, described by `dims`."""
+def integers(
+    func: str, name: str, x: Any, shape: Shape, dims: str, low: int = -(2**62), high: int = 2**62
+) -> Ints:
+    """`x`, integers from `low` to `high`, as int64; broadcasts to `shape`, which is called `dims`."""
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
     require_broadcast(func, name, array.shape, shape, dims)
+    if (wrong := (array < low) | (array > high)).any():
+        raise ValueError(f"{func}(): {name} has {array[wrong][0]}; expected {low} to {high}")
     return np.array(array, np.int64)
 
 
 def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> int:
     """`x` as an int of at least `low` and at most `high`; a bool is not one."""
     try:
+        if isinstance(x, (bool, np.bool_)):
+            raise TypeError
         value = operator.index(x)
     except TypeError:
-        value = None
-    if value is None or isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{func}(): {name} is {_short(x)}; expected an integer")
+        raise TypeError(f"{func}(): {name} is {_short(x)}; expected an integer") from None
     if value < low or (high is not None and value > high):
         expected = f"at least {low}" if high is None else f"{low} to {high}"
         raise ValueError(f"{func}(): {name} is {value}; expected {expected}")
     return value
 
 
-def number(func: str, name: str, x: Any, largest: float, above: float | None = None) -> float:
-    """`x` as a float, finite in the computation (`largest`), and at least `above` where that is given."""
-    if isinstance(x, (bool, np.bool_, str, bytes)) or np.ndim(x):
-        raise TypeError(f"{func}(): {name} is {_short(x)}; expected a real number")
+def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = False) -> float:
+    """`x` as a float that is finite in `dtype`, and above 0 there if it has to be `positive`."""
     try:
+        if isinstance(x, (bool, np.bool_, str, bytes)) or np.ndim(x):
+            raise TypeError
         value = float(x)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{func}(): {name} is {_short(x)}; expected a real number") from error
-    if not isfinite(value) or abs(value) > largest:
-        raise ValueError(f"{func}(): {name} is {value}; expected a finite number")
-    if above is not None and value < above:
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{func}(): {name} is {_short(x)}; expected a real number") from None
+    limits = np.finfo(dtype)
+    if not abs(value) <= limits.max:  # NaN is not
+        raise ValueError(f"{func}(): {name} is {value}; expected a number that is finite in {dtype}")
+    if positive and value < limits.tiny:
         raise ValueError(f"{func}(): {name} is {value}; expected a number above 0")
     return value
 
 
 def flag(func: str, name: str, x: Any) -> bool:
-    """`x` as a bool; anything else is an error, since a mask would be true as well."""
+    """`x` as a bool; nothing else is one, or a mask would be taken for True."""
     if not isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{func}(): {name} is {_short(x)}; expected True or False")
     return bool(x)
 
 
 def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: str) -> None:
-    """Raise unless an array of `shape` broadcasts to `target`, whose axes are `dims`."""
-    if shape == target:
-        return
-    if len(shape) > len(target) or any(n not in (1, m) for n, m in zip(shape[::-1], target[::-1], strict=False)):
-        raise ValueError(f"{func}(): {name} has shape {shape}; expected one that broadcasts to {dims} = {target}")
+    """Raise unless an array of `shape` broadcasts to `target`, which is called `dims`."""
+    if len(shape) > len(target) or any(
+        n not in (1, m) for n, m in zip(reversed(shape), reversed(target), strict=False)
+    ):
+        raise ValueError(f"{func}(): {name} has shape {shape}; expected one that fits {dims} = {target}")
 
 
-def require_writable_result(
-    func: str, out: Any, shape: Shape, dtype: np.dtype[Any], inputs: Iterable[tuple[str, Any]]
-) -> None:
-    """Raise unless a result of `shape` and `dtype` can be written to `out` while `inputs`, (name, value), are read."""
+def require_result(func: str, out: Any, shape: Shape, dtype: np.dtype[Any], inputs: dict[str, Any]) -> None:
+    """Raise unless a result of `shape` and `dtype` can be written to `out` while `inputs` are read."""
     if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
-        raise TypeError(f"{func}(): out is of type {type(out).__name__}; expected an ndarray")
+        raise TypeError(f"{func}(): out is a {type(out).__name__}; expected an ndarray")
     if out.dtype != dtype:
-        raise TypeError(f"{func}(): out has dtype {out.dtype}; expected q's, {dtype}, in native byte order")
+        raise TypeError(f"{func}(): out has dtype {out.dtype.str}; expected q's, {dtype}, in native order")
     if out.shape != shape:
         raise ValueError(f"{func}(): out has shape {out.shape}; expected {shape}")
     if not out.flags.writeable:
@@ -169,24 +167,26 @@ def require_writable_result(
     if shape[-1] > 1 and out.strides[-1] != out.itemsize:
         raise ValueError(f"{func}(): out has strides {out.strides}; expected its last axis to be contiguous")
     if _overlaps_itself(out):
-        raise ValueError(f"{func}(): out has strides {out.strides} for shape {shape}, so that its elements overlap;"
-                         f" expected an array with one place for each element")  # fmt: skip
-    for name, x in inputs:
+        raise ValueError(
+            f"{func}(): out has strides {out.strides} for shape {shape}; expected no two elements to overlap"
+        )
+    for name, x in inputs.items():
         if isinstance(x, np.ndarray) and np.may_share_memory(out, x) and _share_memory(out, x):
-            raise ValueError(f"{func}(): out overlaps {name} in memory; expected an array of its own")
+            raise ValueError(f"{func}(): out shares memory with {name}; expected it apart from all inputs")
 
 
-def _overlaps_itself(array: NDArray[Any]) -> bool:
-    """Whether elements of `array` may lie over each other: some stride is less than what the smaller ones span."""
+def _overlaps_itself(array: Array) -> bool:
+    """Whether elements of `array` may lie on each other: a stride is less than what the smaller ones span."""
     span = array.itemsize
-    for stride, n in sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1):
+    axes = zip(map(abs, array.strides), array.shape, strict=True)
+    for stride, n in sorted(axis for axis in axes if axis[1] > 1):
         if stride < span:
             return True
         span += stride * (n - 1)
     return False
 
 
-def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+def _share_memory(a: Array, b: Array) -> bool:
     """Whether `a` and `b` share an element; where that is too hard to tell, they are taken to."""
     try:
         return np.shares_memory(a, b, max_work=_OVERLAP_WORK)
@@ -195,7 +195,7 @@ def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
 
 
 def _short(x: Any) -> str:
-    """`x` for a message: its value, or for what prints long, its type."""
+    """`x` for a message: its value, or if that is long, its type."""
     if isinstance(x, np.ndarray):
         return f"an array of shape {x.shape} and dtype {x.dtype}"
     text = repr(x)

@@ -1,16 +1,60 @@
-"""The public functions: what they mean. What they check is in `_check.py`, what they compute in the kernels."""
+"""The public functions: what they mean. `_check.py` checks, the kernels compute."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from fastattn import _backend, reference
-from fastattn._check import attention_args
+from fastattn import _backend, masks, reference
+from fastattn._check import attention_args, partial_states, sdpa_arrays, sdpa_options
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Unpack
 
 
+class AttentionOptions(TypedDict, total=False):
+    """Keyword arguments of `attention`, but for `return_lse`."""
+
+    mask: ArrayLike | None
+    bias: ArrayLike | None
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    kv_lengths: ArrayLike | None
+    q_offset: ArrayLike | None
+    row_ranges: tuple[ArrayLike, ArrayLike] | None
+    out: NDArray[Any] | None
+    num_threads: int | None
+    backend: Literal["compiled", "numpy"] | None
+
+
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> NDArray[Any]: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[NDArray[Any], NDArray[Any]]: ...
+@overload
+def attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -30,17 +74,291 @@ def attention(
     out: NDArray[Any] | None = None,
     return_lse: bool = False,
     num_threads: int | None = None,
-    backend: str | None = None,
+    backend: Literal["compiled", "numpy"] | None = None,
 ) -> Any:
-    """Exact attention, softmax(scale * q @ k.T + ...) @ v, in O(length) memory."""
-    if backend is not None:
-        _backend.backend_name("attention", backend)
-    args = attention_args("attention", q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, kv_lengths,
-                          q_offset, row_ranges, out, return_lse, num_threads)  # fmt: skip
+    """Exact scaled dot-product attention, ``softmax(scale * q @ k.T) @ v``, fused.
+
+    Every option combines with every other. To the scores happens, in this order: scale, softcap, bias and
+    ALiBi, masks (mask, bias of -inf, causal, window, lengths, row ranges: a key must pass all of them),
+    softmax with sinks.
+
+    Parameters
+    ----------
+    q : array_like, (..., heads_q, len_q, head_dim)
+        Queries: float32, float64, float16 or bfloat16 (of ml_dtypes). Any strides will do; only a head
+        dimension that is not contiguous, unaligned elements and foreign byte order are copied. A 2-D array is
+        one head.
+    k : array_like, (..., heads_kv, len_k, head_dim)
+        Keys. ``heads_q`` must be a multiple of ``heads_kv``: each key head serves as many consecutive query
+        heads (grouped-query attention). Leading dimensions broadcast.
+    v : array_like, (..., heads_kv, len_k, head_dim_v)
+        Values. q, k and v have one dtype, or q is float32 and k and v are both float16 or both bfloat16.
+    mask : array_like of bool, optional
+        True where a query attends a key. Broadcasts to ``(..., heads_q, len_q, len_k)``. Blocks in which
+        nobody attends are skipped.
+    bias : array_like, optional
+        Added to the scores; float32 or q's dtype; broadcasts as `mask` does. Its -inf masks, and nothing else
+        in it.
+    causal : bool, default False
+        Let each query attend the keys up to its own position.
+    window : (int or None, int or None), optional
+        ``(left, right)``: keys from ``position - left`` to ``position + right``; None is unbounded.
+    scale : float, optional
+        Default ``1 / sqrt(head_dim)``.
+    softcap : float, optional
+        Positive; scores become ``softcap * tanh(scores / softcap)``.
+    alibi_slopes : array_like, (..., heads_q), optional
+        ``- slope * abs(position - j)`` is added to the score of key j.
+    sinks : array_like, (..., heads_q), optional
+        One logit a head that enters the softmax's denominator only, as a key without a value.
+    kv_lengths : int or array_like of int, optional
+        How many keys of each sequence count, from the first; over the batch dimensions.
+    q_offset : int or array_like of int, optional
+        Position of the first query, from which causal, window and ALiBi count; over the batch dimensions. By
+        default the last query stands at the last key, as with a KV cache: ``kv_lengths - len_q``, or ``len_k
+        - len_q``. ``q_offset=0`` lets query i stand at key i.
+    row_ranges : (array_like of int, array_like of int), optional
+        ``(begin, end)``: query i attends keys ``begin[i] <= j < end[i]``. Broadcast to ``(..., heads_q,
+        len_q)``, and are clipped to ``[0, len_k]``; an empty range is one that ends where it begins, or
+        before.
+    out : ndarray, optional
+        Where the result goes: its exact shape, q's dtype, last axis contiguous, apart from all inputs in
+        memory.
+    return_lse : bool, default False
+        Return ``(out, lse)``, lse the natural logarithm of each row's softmax denominator, sink included.
+    num_threads : int, optional
+        Threads of this call; default `get_num_threads()`. The result is the same, bit for bit, for any
+        number.
+    backend : {"compiled", "numpy"}, optional
+        Run this implementation and no other. By default the compiled one, or where it is missing, NumPy,
+        which is said once by a `FallbackWarning`.
+
+    Returns
+    -------
+    out : ndarray, (..., heads_q, len_q, head_dim_v)
+        In q's dtype; 2-D if q, k and v all are.
+    lse : ndarray, (..., heads_q, len_q)
+        Only with `return_lse`; float32, or float64 for float64.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit. The message names it, what came and what was expected; nothing was
+        computed.
+
+    See Also
+    --------
+    explain : which kernel would run on these arguments, what is skipped, what is copied.
+    merge_states : join results over disjoint keys.
+
+    Notes ----- Time is O(len_q * len_k * (head_dim + head_dim_v)) a head, less what masks skip; memory beyond
+    inputs and output is O(threads): scores exist one tile at a time [1]_, [2]_. Products are accumulated in
+    float32 (float64 for float64).
+
+    A query that may attend nothing gets 0, and lse = -inf (with a sink, the sink). Whatever stands in keys
+    and values that a query does not attend, NaN and Inf included, never reaches its result; NaN that it
+    attends does.
+
+    The same input gives the same bits on one instruction set: run after run, and whatever else is in the
+    batch.
+
+    References
+    ----------
+    .. [1] M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867.
+    .. [2] T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, "FlashAttention: Fast and Memory-Efficient Exact
+       Attention with IO-Awareness", 2022, arXiv:2205.14135.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k, v = np.ones((1, 8, 2, 64)), np.ones((1, 2, 5, 64)), np.ones((1, 2, 5, 64))
+    >>> fastattn.attention(q, k, v, causal=True).shape
+    (1, 8, 2, 64)
+    """
+    args = attention_args(
+        "attention", q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, kv_lengths,
+        q_offset, row_ranges, out, return_lse, num_threads, backend,
+    )  # fmt: skip
     _backend.run(args, backend)
     return args.result
 
 
-def attention_weights(q: ArrayLike, k: ArrayLike, **options: Any) -> NDArray[Any]:
-    """Probabilities (..., heads_q, len_q, len_k)."""
-    return reference.weights(attention_args("attention_weights", q, k, k, **options))
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> NDArray[Any]:
+    """`attention` with the name, arguments and semantics of torch's function, on NumPy arrays.
+
+    Parameters
+    ----------
+    query : array_like, (..., heads, len_q, head_dim)
+        Queries; float32, float64, float16 or bfloat16. All leading dimensions broadcast, heads included.
+    key : array_like, (..., heads, len_k, head_dim)
+        Keys.
+    value : array_like, (..., heads, len_k, head_dim_v)
+        Values.
+    attn_mask : array_like, optional
+        Broadcasts to ``(..., heads, len_q, len_k)``. Bool: True where a query attends. Float: added to the
+        scores.
+    dropout_p : float, default 0.0
+        Only 0.0: this is inference.
+    is_causal : bool, default False
+        Query i attends the keys up to key i: counted from the first key (top-left), where `attention` by
+        default counts from the last. Not together with `attn_mask`.
+    scale : float, optional
+        Default ``1 / sqrt(head_dim)``.
+    enable_gqa : bool, default False
+        Allow fewer key heads than query heads: the number of the one a multiple of the other's.
+
+    Returns
+    -------
+    ndarray, (..., heads, len_q, head_dim_v)
+        In query's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, or `dropout_p` is not 0. Messages on how query, key and value fit
+        together call them q, k and v.
+
+    Notes ----- Where torch leaves things open, or does otherwise, the contract of `attention` holds: a query
+    that may attend nothing gets 0 and not NaN; NaN and Inf in masked keys and values have no effect; of a
+    float mask, -inf masks.
+    """
+    func = "scaled_dot_product_attention"
+    options = sdpa_options(func, attn_mask, dropout_p, is_causal)
+    q, k, v = sdpa_arrays(func, query, key, value, enable_gqa)
+    args = attention_args(func, q, k, v, scale=scale, **options)
+    _backend.run(args, None)
+    result: NDArray[Any] = args.result
+    return result
+
+
+def attention_weights(
+    q: ArrayLike,
+    k: ArrayLike,
+    *,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_offset: ArrayLike | None = None,
+    row_ranges: tuple[ArrayLike, ArrayLike] | None = None,
+) -> NDArray[Any]:
+    """Compute the probabilities that `attention` averages the values with, for looking at them.
+
+    The parameters are those of `attention`. The result takes O(len_q * len_k) memory a head, which
+    `attention` does not, and is computed in NumPy.
+
+    Returns
+    -------
+    ndarray, (..., heads_q, len_q, len_k)
+        In q's dtype. Rows sum to 1; with a sink to less, and to 0 where a query may attend nothing. 2-D if q
+        and k are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention`.
+    """
+    args = attention_args(
+        "attention_weights", q, k, k, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks,
+        kv_lengths, q_offset, row_ranges,
+    )  # fmt: skip
+    probs = reference.weights(args)
+    return probs[0] if args.result.ndim == 2 else probs
+
+
+def merge_states(
+    outs: Sequence[ArrayLike] | NDArray[Any], lses: Sequence[ArrayLike] | NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Merge results of the same queries over disjoint keys: exact, as if all keys had been there at once.
+
+    Parameters
+    ----------
+    outs : sequence of array_like, (..., len_q, head_dim_v) each
+        Results of `attention`, or an array with the parts along its first axis.
+    lses : sequence of array_like, (..., len_q) each
+        Their lses. Where there are sinks, one part carries them, and the others are computed without.
+
+    Returns
+    -------
+    out : ndarray, (..., len_q, head_dim_v)
+        In the parts' dtype; merged in float32, or float64 for float64.
+    lse : ndarray, (..., len_q)
+        Of all keys; float32, or float64 for float64.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If there are no parts, or shapes or dtypes differ.
+
+    Notes
+    -----
+    O(parts * len_q * head_dim_v). A part whose lse is -inf has no weight, whatever stands in it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k, v = np.ones((2, 8)), np.ones((6, 8)), np.arange(48.0).reshape(6, 8)
+    >>> parts = [fastattn.attention(q, k[j], v[j], return_lse=True) for j in (slice(0, 4), slice(4, 6))]
+    >>> out, lse = fastattn.merge_states(*zip(*parts))
+    >>> np.allclose(out, fastattn.attention(q, k, v))
+    True
+    """
+    out_parts, lse_parts, out, lse = partial_states("merge_states", outs, lses)
+    reference.merge_states(out_parts, lse_parts, out, lse)
+    return out, lse
+
+
+def explain(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
+) -> _backend.Report:
+    """Say how `attention` would run on these arguments, without running it.
+
+    The parameters are those of `attention`.
+
+    Returns
+    -------
+    Report
+        A dict that prints as a table. ``backend``, ``why_numpy`` (None if compiled); what the kernel plans,
+        such as ``kernel`` ("tile", or "dot" for few query rows), ``isa``, ``block_q`` and ``block_k`` (query
+        rows, of all heads of a group, and keys of a tile); ``tiles``, how many such pairs of blocks there
+        are, of which ``tiles_skipped`` are never touched, ``tiles_full`` need no test and ``tiles_edge`` do;
+        ``copies``, what is copied first and why; ``num_threads``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention`.
+
+    Notes
+    -----
+    Tiles are counted from row ranges and the dense mask, in one pass over the mask.
+    """
+    args = attention_args("explain", q, k, v, return_lse=return_lse, **options)
+    backend = options.get("backend")
+    plan = _backend.plan(args, backend)
+    tiles = masks.count_tiles(args, plan["block_q"], plan["block_k"])
+    return _backend.Report(
+        backend=backend or _backend.default_backend(),
+        why_numpy=_backend.why_numpy(backend),
+        **plan,
+        tiles=tiles.total,
+        tiles_skipped=tiles.skipped,
+        tiles_full=tiles.full,
+        tiles_edge=tiles.edge,
+        copies=args.copies,
+        num_threads=args.num_threads,
+    )
