@@ -111,6 +111,7 @@ typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere i
 #define V_ZIP_HIGH(a, b) V_SHUFFLE(vi_t, a, b, V_HIGH_2)
 #endif
 #define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL_2 _Pragma("GCC unroll 2") /* 5% where four instructions issue a cycle: 29 a step, 16 of them FMA */
 
 INLINE v_t v_load(const void *p)
 {

@@ -45,7 +45,8 @@ INLINE void tile_qk(int nk, int nv, int dot, const char *k, int64_t k_row, const
     v_t acc[TILE][NV];
     UNROLL for (int j = 0; j < nk; j++)
         UNROLL for (int u = 0; u < nv; u++) acc[j][u] = v_splat(0);
-    for (int64_t d = 0; d < depth; d++, k += sizeof(lane), qt += BLOCK_Q) {
+    UNROLL_2 for (int64_t d = 0; d < depth; d++, k += sizeof(lane), qt += BLOCK_Q)
+    {
         v_t q[NV];
         UNROLL for (int u = 0; u < nv; u++) q[u] = v_load(qt + u * LANES);
         UNROLL for (int j = 0; j < nk; j++)
@@ -84,7 +85,8 @@ INLINE void tile_pv(int nd, int nv, int dot, const char *v, int64_t v_row, const
             v_t old = mode == ACC_ZERO ? v_splat(0) : v_load(ot + d * BLOCK_Q + u * LANES);
             acc[d][u] = mode == ACC_SCALE ? old * v_load(alpha + u * LANES) : old;
         }
-    for (int64_t j = 0; j < n; j++, v += v_row, p += BLOCK_Q) {
+    UNROLL_2 for (int64_t j = 0; j < n; j++, v += v_row, p += BLOCK_Q)
+    {
         v_t prob[NV];
         UNROLL for (int u = 0; u < nv; u++) prob[u] = v_load(p + u * LANES);
         UNROLL for (int d = 0; d < nd; d++)
