@@ -188,7 +188,8 @@ def _add_arrays(
         native = array.dtype.newbyteorder("=") if array.dtype.kind == "f" else array.dtype
         if native not in (FLOAT32, dtype):
             hint = " (bool arrays go to mask=)" if native == np.bool_ else ""
-            raise TypeError(f"{func}(): bias has dtype {array.dtype}; expected float32 or q's, {dtype}{hint}")
+            expected = " or ".join(dict.fromkeys((str(FLOAT32), str(dtype))))
+            raise TypeError(f"{func}(): bias has dtype {array.dtype}; expected {expected}{hint}")
         require_broadcast(func, "bias", array.shape, shape, _SCORES)
         args.bias = _with_heads(readable(array, "bias", copies))
     if alibi_slopes is not None:
@@ -229,9 +230,9 @@ def _add_ranges(
         positional = causal or windowed or args.alibi_slopes is not None
         if kv_lengths is not None and positional and (offset < 0).any():
             raise ValueError(
-                f"{func}(): kv_lengths has {length.min()} for {len_q} queries and q_offset is None: with the last"
-                f" query at the last key the first is at {offset.min()}; expected q_offset, which is q_offset=0 if"
-                f" query i stands at key i (padded self-attention)"
+                f"{func}(): kv_lengths has {length.min()} for {len_q} queries, and without q_offset the last"
+                f" query is at the last key, the first at {offset.min()}; expected q_offset=0 (padded"
+                f" self-attention: query i is at key i) or another q_offset"
             )
     if causal or windowed:
         position = masks.positions(offset, len_q)
@@ -257,7 +258,7 @@ def _window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
 
 def _both_ends(func: str, row_ranges: Any, shape: Shape) -> masks.Range:
     if not isinstance(row_ranges, (tuple, list)) or len(row_ranges) != 2:
-        raise TypeError(f"{func}(): row_ranges is a {type(row_ranges).__name__}; expected (begin, end)")
+        raise TypeError(f"{func}(): row_ranges is of type {type(row_ranges).__name__}; expected (begin, end)")
     begin, end = (integers(func, f"row_ranges[{i}]", x, shape, _ROWS) for i, x in enumerate(row_ranges))
     return begin, end
 
@@ -269,8 +270,8 @@ def sdpa_arrays(
     names = {"query": query, "key": key, "value": value}
     q, k, v = (float_array(func, name, x, least_dims=2) for name, x in names.items())
     heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
-    if flag(func, "enable_gqa", enable_gqa) or heads[0] == heads[1] == heads[2]:
-        return q, k, v
+    if flag(func, "enable_gqa", enable_gqa) or heads[1] == heads[2] in (1, heads[0]):
+        return q, k, v  # one key head for all is a group already
     if any(n not in (1, max(heads)) for n in heads):
         raise ValueError(
             f"{func}(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected as"
@@ -293,6 +294,8 @@ def sdpa_options(func: str, attn_mask: ArrayLike | None, dropout_p: float, is_ca
         if is_causal:
             raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
         array = as_array(func, "attn_mask", attn_mask)
+        if array.dtype != np.bool_:
+            array = float_array(func, "attn_mask", attn_mask)
         options["mask" if array.dtype == np.bool_ else "bias"] = array
     return options
 
@@ -301,7 +304,7 @@ def partial_states(func: str, outs: Any, lses: Any) -> tuple[list[Array], list[A
     """Partial results and their lses, all of one shape and dtype, and where the merged ones go."""
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (tuple, list, np.ndarray)):
-            raise TypeError(f"{func}(): {name} is a {type(parts).__name__}; expected a sequence of arrays")
+            raise TypeError(f"{func}(): {name} is of type {type(parts).__name__}; expected a list of arrays")
     if len(outs) != len(lses) or len(outs) == 0:
         raise ValueError(
             f"{func}(): outs has length {len(outs)} and lses {len(lses)}; expected the same, and at least 1"

@@ -39,7 +39,8 @@ def as_array(func: str, name: str, x: Any) -> Array:
     try:
         return np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{func}(): {name} is a {type(x).__name__}; expected an array ({error})") from error
+        kind = type(x).__name__
+        raise TypeError(f"{func}(): {name} is of type {kind}; expected an array ({error})") from error
 
 
 def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
@@ -128,9 +129,9 @@ def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = 
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{func}(): {name} is {_short(x)}; expected a real number") from None
     limits = np.finfo(dtype)
-    if not abs(value) <= limits.max:  # NaN is not
+    if not abs(value) <= float(limits.max):  # NaN is not
         raise ValueError(f"{func}(): {name} is {value}; expected a number that is finite in {dtype}")
-    if positive and value < limits.tiny:
+    if positive and value < float(limits.tiny):
         raise ValueError(f"{func}(): {name} is {value}; expected a number above 0")
     return value
 
@@ -153,7 +154,7 @@ def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: s
 def require_result(func: str, out: Any, shape: Shape, dtype: np.dtype[Any], inputs: dict[str, Any]) -> None:
     """Raise unless a result of `shape` and `dtype` can be written to `out` while `inputs` are read."""
     if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
-        raise TypeError(f"{func}(): out is a {type(out).__name__}; expected an ndarray")
+        raise TypeError(f"{func}(): out is of type {type(out).__name__}; expected an ndarray")
     if out.dtype != dtype:
         raise TypeError(f"{func}(): out has dtype {out.dtype.str}; expected q's, {dtype}, in native order")
     if out.shape != shape:
@@ -199,4 +200,4 @@ def _short(x: Any) -> str:
     if isinstance(x, np.ndarray):
         return f"an array of shape {x.shape} and dtype {x.dtype}"
     text = repr(x)
-    return text if len(text) <= 40 else f"a {type(x).__name__}"
+    return text if len(text) <= 40 else f"of type {type(x).__name__}"

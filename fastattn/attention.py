@@ -97,8 +97,7 @@ def attention(
         True where a query attends a key. Broadcasts to ``(..., heads_q, len_q, len_k)``. Blocks in which
         nobody attends are skipped.
     bias : array_like, optional
-        Added to the scores; float32 or q's dtype; broadcasts as `mask` does. Its -inf masks, and nothing else
-        in it.
+        Added to the scores; float32 or q's dtype; broadcasts as `mask`. Its -inf masks, nothing else in it.
     causal : bool, default False
         Let each query attend the keys up to its own position.
     window : (int or None, int or None), optional
@@ -115,20 +114,17 @@ def attention(
         How many keys of each sequence count, from the first; over the batch dimensions.
     q_offset : int or array_like of int, optional
         Position of the first query, from which causal, window and ALiBi count; over the batch dimensions. By
-        default the last query stands at the last key, as with a KV cache: ``kv_lengths - len_q``, or ``len_k
-        - len_q``. ``q_offset=0`` lets query i stand at key i.
+        default the last query stands at the last key, as with a KV cache: ``kv_lengths - len_q``, or
+        ``len_k - len_q``. ``q_offset=0`` lets query i stand at key i.
     row_ranges : (array_like of int, array_like of int), optional
-        ``(begin, end)``: query i attends keys ``begin[i] <= j < end[i]``. Broadcast to ``(..., heads_q,
-        len_q)``, and are clipped to ``[0, len_k]``; an empty range is one that ends where it begins, or
-        before.
+        ``(begin, end)``: query i attends keys ``begin[i] <= j < end[i]``. Both broadcast to
+        ``(..., heads_q, len_q)`` and are clipped to ``[0, len_k]``; where end <= begin, the range is empty.
     out : ndarray, optional
-        Where the result goes: its exact shape, q's dtype, last axis contiguous, apart from all inputs in
-        memory.
+        Where the result goes: its exact shape, q's dtype, last axis contiguous, no memory of an input.
     return_lse : bool, default False
         Return ``(out, lse)``, lse the natural logarithm of each row's softmax denominator, sink included.
     num_threads : int, optional
-        Threads of this call; default `get_num_threads()`. The result is the same, bit for bit, for any
-        number.
+        Threads of this call; default ``get_num_threads()``. Any number gives the same bits.
     backend : {"compiled", "numpy"}, optional
         Run this implementation and no other. By default the compiled one, or where it is missing, NumPy,
         which is said once by a `FallbackWarning`.
@@ -143,17 +139,18 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit. The message names it, what came and what was expected; nothing was
-        computed.
+        If an argument does not fit. The message says what came and what was expected; nothing was computed.
 
     See Also
     --------
     explain : which kernel would run on these arguments, what is skipped, what is copied.
     merge_states : join results over disjoint keys.
 
-    Notes ----- Time is O(len_q * len_k * (head_dim + head_dim_v)) a head, less what masks skip; memory beyond
-    inputs and output is O(threads): scores exist one tile at a time [1]_, [2]_. Products are accumulated in
-    float32 (float64 for float64).
+    Notes
+    -----
+    Time is O(len_q * len_k * (head_dim + head_dim_v)) a head, less what masks skip. Memory beyond inputs and
+    output is O(threads), or O(batch * heads_q * len_q) with row ranges for each: scores exist one tile at a
+    time [1]_, [2]_. Products are accumulated in float32 (float64 for float64).
 
     A query that may attend nothing gets 0, and lse = -inf (with a sink, the sink). Whatever stands in keys
     and values that a query does not attend, NaN and Inf included, never reaches its result; NaN that it
@@ -170,7 +167,7 @@ def attention(
 
     Examples
     --------
-    >>> import numpy as np
+    >>> import fastattn, numpy as np
     >>> q, k, v = np.ones((1, 8, 2, 64)), np.ones((1, 2, 5, 64)), np.ones((1, 2, 5, 64))
     >>> fastattn.attention(q, k, v, causal=True).shape
     (1, 8, 2, 64)
@@ -224,12 +221,14 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, or `dropout_p` is not 0. Messages on how query, key and value fit
-        together call them q, k and v.
+        If an argument does not fit, or `dropout_p` is not 0. Messages on how arguments fit together call
+        query, key and value q, k and v, and `attn_mask` mask (bool) or bias.
 
-    Notes ----- Where torch leaves things open, or does otherwise, the contract of `attention` holds: a query
-    that may attend nothing gets 0 and not NaN; NaN and Inf in masked keys and values have no effect; of a
-    float mask, -inf masks.
+    Notes
+    -----
+    Where torch leaves things open, or does otherwise, the contract of `attention` holds: a query that may
+    attend nothing gets 0 and not NaN; NaN and Inf in masked keys and values have no effect; of a float mask,
+    -inf masks.
     """
     func = "scaled_dot_product_attention"
     options = sdpa_options(func, attn_mask, dropout_p, is_causal)
@@ -310,7 +309,7 @@ def merge_states(
 
     Examples
     --------
-    >>> import numpy as np
+    >>> import fastattn, numpy as np
     >>> q, k, v = np.ones((2, 8)), np.ones((6, 8)), np.arange(48.0).reshape(6, 8)
     >>> parts = [fastattn.attention(q, k[j], v[j], return_lse=True) for j in (slice(0, 4), slice(4, 6))]
     >>> out, lse = fastattn.merge_states(*zip(*parts))

@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 
     from fastattn._args import Array, AttentionArgs
 
-# Rows of a tile, and scores of a tile: 1 MB in float32, which stays in L2 between the passes over it.
-_BLOCK_ROWS = 512
+# Scores of a tile: 1 MB in float32, which stays in L2 between the passes over it; and how they are cut.
 _TILE_SCORES = 2**18
+_BLOCK_ROWS = 512
+_MAX_BLOCK_K = 8192
 
 
 def block_sizes(args: AttentionArgs) -> tuple[int, int]:
     """Queries and keys of a tile: a function of len_q and the group alone, so that no bit depends on more."""
     group = args.heads_q // args.heads_kv
     block_q = max(1, min(args.len_q, _BLOCK_ROWS // group))
-    block_k = max(_BLOCK_ROWS, _TILE_SCORES // (group * block_q))
+    block_k = min(max(_BLOCK_ROWS, _TILE_SCORES // (group * block_q)), _MAX_BLOCK_K)
     return block_q, block_k
 
 
