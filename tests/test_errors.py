@@ -1,0 +1,245 @@
+"""Every error of every public function: its type, and that it names function, argument and what came."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import fastattn
+
+
+class Bad(NamedTuple):
+    """A call that must fail: its error, what the message says, and the arguments that are not good ones."""
+
+    error: type
+    message: str
+    arguments: dict
+
+
+def bad(error, message, **arguments):
+    return Bad(error, message, arguments)
+
+
+def floats(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+SHAPE = (2, 4, 5, 8)  # batch, heads, length, head_dim
+Q = floats(*SHAPE)
+SHARED = floats(*SHAPE)
+LONGER = floats(2, 4, 6, 8)
+
+BAD_CALLS = [
+    bad(TypeError, "q has dtype int64; expected float32, float64, float16 or bfloat16",
+        q=np.ones(SHAPE, int)),
+    bad(TypeError, "k has dtype complex128", k=np.ones(SHAPE, complex)),
+    bad(TypeError, "v has dtype bool", v=np.ones(SHAPE, bool)),
+    bad(TypeError, "q has dtype object", q=Q.astype(object)),
+    bad(TypeError, "q has dtype", q=Q.astype(np.longdouble)),
+    bad(TypeError, "q has dtype <U4", q="text"),
+    bad(TypeError, "q is of type list; expected an array", q=[[1.0], [1.0, 2.0]]),
+    bad(TypeError, "q is a masked array", q=np.ma.masked_array(Q)),
+    bad(TypeError, "v is a masked array", v=np.ma.masked_array(Q)),
+    bad(ValueError, r"q has shape \(\); expected \(..., heads, length, head_dim\)", q=np.float32(1)),
+    bad(ValueError, r"k has shape \(8,\)", k=floats(8)),
+    bad(TypeError, "q, k and v have dtypes float32, float64 and float32", k=Q.astype(np.float64)),
+    bad(TypeError, "q, k and v have dtypes float32, float16 and float32", k=Q.astype(np.float16)),
+    bad(TypeError, "q, k and v have dtypes float16, float32 and float32", q=Q.astype(np.float16)),
+    bad(ValueError, r"k has shape \(2, 4, 5, 7\), head_dim 7; expected head_dim 8", k=floats(2, 4, 5, 7)),
+    bad(ValueError, r"v has shape \(2, 4, 6, 8\), length 6; expected length 5", v=floats(2, 4, 6, 8)),
+    bad(ValueError, r"v has shape \(2, 2, 5, 8\), heads 2; expected heads 4", v=floats(2, 2, 5, 8)),
+    bad(ValueError, r"q has shape \(2, 6, 5, 8\), 6 heads; expected a multiple of the 4",
+        q=floats(2, 6, 5, 8)),
+    bad(ValueError, r"q has shape \(2, 2, 5, 8\), 2 heads; expected a multiple", q=floats(2, 2, 5, 8)),
+    bad(ValueError, "q has shape .* heads 0; expected at least 1", q=floats(2, 0, 5, 8)),
+    bad(ValueError, "k has shape .* heads 0", k=floats(2, 0, 5, 8), v=floats(2, 0, 5, 8)),
+    bad(ValueError, "q has shape .* head_dim 0; expected at least 1",
+        q=floats(2, 4, 5, 0), k=floats(2, 4, 5, 0)),
+    bad(ValueError, "v has shape .* head_dim 0", v=floats(2, 4, 5, 0)),
+    bad(ValueError, r"q, k and v have batch dimensions \(3,\), \(2,\) and \(2,\)", q=floats(3, 4, 5, 8)),
+    bad(TypeError, "mask has dtype int64; expected bool", mask=np.ones((5, 5), int)),
+    bad(TypeError, "mask has dtype float32; expected bool.*bias=", mask=floats(5, 5)),
+    bad(ValueError, r"mask has shape \(5, 6\); expected .* \(2, 4, 5, 5\)", mask=np.ones((5, 6), bool)),
+    bad(ValueError, "mask has shape", mask=np.ones((2, 1, 5), bool)),
+    bad(ValueError, "mask has shape", mask=np.ones((1, 2, 4, 5, 5), bool)),
+    bad(TypeError, "mask is a masked array", mask=np.ma.ones((5, 5), bool)),
+    bad(TypeError, "bias has dtype bool; expected float32.*mask=", bias=np.ones((5, 5), bool)),
+    bad(TypeError, "bias has dtype float64; expected float32", bias=np.ones((5, 5))),
+    bad(TypeError, "bias has dtype float16; expected float32", bias=np.ones((5, 5), np.float16)),
+    bad(TypeError, "bias has dtype int64", bias=np.ones((5, 5), int)),
+    bad(ValueError, r"bias has shape \(4, 5\); expected", bias=floats(4, 5)),
+    bad(ValueError, "scale is nan; expected a number that is finite", scale=np.nan),
+    bad(ValueError, "scale is inf", scale=np.inf),
+    bad(ValueError, "scale is 1e.39", scale=1e39),
+    bad(TypeError, "scale is '0.5'; expected a real number", scale="0.5"),
+    bad(TypeError, "scale is True; expected a real number", scale=True),
+    bad(TypeError, r"scale is an array of shape \(4,\)", scale=floats(4)),
+    bad(TypeError, "scale is 1j", scale=1j),
+    bad(ValueError, "softcap is 0.0; expected a number above 0", softcap=0.0),
+    bad(ValueError, "softcap is -1", softcap=-1),
+    bad(ValueError, "softcap is nan", softcap=np.nan),
+    bad(TypeError, "softcap is of type str; expected a real number", softcap="x" * 100),
+    bad(TypeError, "alibi_slopes has dtype int64", alibi_slopes=np.arange(4)),
+    bad(ValueError, r"alibi_slopes has shape \(3,\); expected .* \(2, 4\)", alibi_slopes=floats(3)),
+    bad(TypeError, "sinks has dtype bool", sinks=np.ones(4, bool)),
+    bad(ValueError, r"sinks has shape \(4, 4\)", sinks=floats(4, 4)),
+    bad(TypeError, "causal is 1; expected True or False", causal=1),
+    bad(TypeError, r"causal is an array of shape \(5, 5\)", causal=np.ones((5, 5), bool)),
+    bad(TypeError, r"window is 3; expected a pair \(left, right\)", window=3),
+    bad(TypeError, r"window is \(1, 2, 3\)", window=(1, 2, 3)),
+    bad(ValueError, r"window\[1\] is -1; expected at least 0", window=(3, -1)),
+    bad(TypeError, r"window\[0\] is 1.5; expected an integer", window=(1.5, 0)),
+    bad(TypeError, r"window\[0\] is True; expected an integer", window=(True, 0)),
+    bad(TypeError, "kv_lengths has dtype float64; expected integers", kv_lengths=[3.0, 5.0]),
+    bad(TypeError, "kv_lengths has dtype bool", kv_lengths=[True, False]),
+    bad(ValueError, r"kv_lengths has shape \(3,\)", kv_lengths=[1, 2, 3]),
+    bad(ValueError, "kv_lengths has 6; expected 0 to 5", kv_lengths=[5, 6]),
+    bad(ValueError, "kv_lengths has -1; expected 0 to 5", kv_lengths=-1),
+    bad(TypeError, "q_offset has dtype float64; expected integers", q_offset=0.0),
+    bad(ValueError, r"q_offset has shape \(3,\)", q_offset=[0, 0, 0]),
+    bad(ValueError, "q_offset has 1152921504606846976; expected", q_offset=2**60),
+    bad(ValueError, "kv_lengths has 3 for 5 queries.*q_offset=0", kv_lengths=[5, 3], causal=True),
+    bad(ValueError, "kv_lengths has 3.*q_offset=0", kv_lengths=[5, 3], window=(2, None)),
+    bad(ValueError, "kv_lengths has 3.*q_offset=0", kv_lengths=[5, 3], alibi_slopes=floats(4)),
+    bad(TypeError, r"row_ranges is of type ndarray; expected \(begin, end\)",
+        row_ranges=np.zeros((2, 5), int)),
+    bad(TypeError, r"row_ranges\[0\] has dtype float64; expected integers", row_ranges=(0.0, 5)),
+    bad(ValueError, r"row_ranges\[1\] has shape \(6,\)", row_ranges=(0, np.arange(6))),
+    bad(ValueError, "num_threads is 0; expected 1 to", num_threads=0),
+    bad(ValueError, "num_threads is 1000000000; expected 1 to", num_threads=10**9),
+    bad(TypeError, "num_threads is 2.0; expected an integer", num_threads=2.0),
+    bad(TypeError, "num_threads is True; expected an integer", num_threads=True),
+    bad(TypeError, "return_lse is 1; expected True or False", return_lse=1),
+    bad(ValueError, "backend is 'cuda'; expected one of compiled, numpy", backend="cuda"),
+    bad(ValueError, "backend is 1", backend=1),
+    bad(TypeError, "out is of type list; expected an ndarray", out=[1.0]),
+    bad(TypeError, "out is of type MaskedArray", out=np.ma.masked_array(Q.copy())),
+    bad(TypeError, "out has dtype <f8; expected q's, float32", out=floats(*SHAPE, dtype=np.float64)),
+    bad(TypeError, "out has dtype >f4", out=Q.astype(">f4")),
+    bad(ValueError, r"out has shape \(2, 4, 5, 9\); expected \(2, 4, 5, 8\)", out=floats(2, 4, 5, 9)),
+    bad(ValueError, r"out has shape \(5, 8\)", out=floats(5, 8)),
+    bad(ValueError, "out is read-only", out=np.broadcast_to(np.float32(0), SHAPE)),
+    bad(ValueError, "out .*aligned", out=np.zeros(1281, np.uint8)[1:].view(np.float32).reshape(SHAPE)),
+    bad(ValueError, "out has strides .* last axis to be contiguous", out=floats(2, 4, 5, 16)[..., ::2]),
+    bad(ValueError, "out has strides .* no two elements to overlap",
+        out=np.lib.stride_tricks.as_strided(floats(400), SHAPE, (640, 160, 16, 4))),
+    bad(ValueError, "out shares memory with q", q=SHARED, out=SHARED),
+    bad(ValueError, "out shares memory with v", v=SHARED, out=SHARED),
+    bad(ValueError, "out shares memory with q", out=LONGER[:, :, :5], q=LONGER[:, :, 1:]),
+    bad(ValueError, "out shares memory with bias", out=SHARED, bias=SHARED[..., :5]),
+    bad(ValueError, "out shares memory with mask", out=SHARED, mask=SHARED.view(bool)[0, 0, 0, :5]),
+    bad(ValueError, "out shares memory with sinks", out=SHARED, sinks=SHARED[0, 0, 0, :4]),
+    bad(ValueError, "out shares memory with alibi_slopes", out=SHARED, alibi_slopes=SHARED[0, 0, 0, :4]),
+]  # fmt: skip
+
+
+def messages(calls):
+    """Parametrise over the calls of a table, named by their messages."""
+    return pytest.mark.parametrize("call", calls, ids=[call.message.replace("\\", "")[:60] for call in calls])
+
+
+@messages(BAD_CALLS)
+@pytest.mark.parametrize("function", [fastattn.attention, fastattn.explain])
+def test_attention(call, function):
+    with pytest.raises(call.error, match=rf"^{function.__name__}\(\): {call.message}"):
+        function(**{"q": Q, "k": Q, "v": Q, **call.arguments})
+
+
+# It has neither v nor anything that says how to compute.
+@messages([call for call in BAD_CALLS
+           if not {"k", "v", "out", "num_threads", "return_lse", "backend"} & call.arguments.keys()])  # fmt: skip
+def test_attention_weights(call):
+    with pytest.raises(call.error, match=rf"^attention_weights\(\): {call.message}"):
+        fastattn.attention_weights(**{"q": Q, "k": Q, **call.arguments})
+
+
+def test_every_message_is_a_line_that_says_what_was_expected():
+    for call in BAD_CALLS:
+        with pytest.raises(call.error, match="expected") as caught:
+            fastattn.attention(**{"q": Q, "k": Q, "v": Q, **call.arguments})
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 300
+
+
+def test_nothing_is_written_before_everything_is_checked():
+    out = np.full(SHAPE, 7, np.float32)
+    with pytest.raises(ValueError, match="num_threads"):
+        fastattn.attention(Q, Q, Q, out=out, num_threads=0)
+    assert (out == 7).all()
+
+
+def test_options_are_keywords():
+    with pytest.raises(TypeError, match="positional"):
+        fastattn.attention(Q, Q, Q, np.ones((5, 5), bool))
+
+
+def test_a_backend_that_is_missing():
+    if fastattn.available_isas():
+        assert fastattn.attention(Q, Q, Q, backend="compiled").shape == SHAPE
+    else:
+        with pytest.raises(ValueError, match=r"^attention\(\): backend is 'compiled', but"):
+            fastattn.attention(Q, Q, Q, backend="compiled")
+
+
+SDPA = [
+    bad(TypeError, "query has dtype int64", query=np.ones(SHAPE, int)),
+    bad(ValueError, r"key has shape \(8,\)", key=floats(8)),
+    bad(TypeError, "value is a masked array", value=np.ma.masked_array(Q)),
+    bad(ValueError, "dropout_p is 0.1; expected 0.0: dropout is for training", dropout_p=0.1),
+    bad(TypeError, "dropout_p is 'no'; expected a real number", dropout_p="no"),
+    bad(ValueError, "dropout_p is nan", dropout_p=np.nan),
+    bad(TypeError, "is_causal is an array", is_causal=np.ones((5, 5), bool)),
+    bad(ValueError, "attn_mask is given and is_causal", attn_mask=np.ones((5, 5), bool), is_causal=True),
+    bad(TypeError, "enable_gqa is 1; expected True or False", enable_gqa=1),
+    bad(ValueError, "query, key and value have 8, 4 and 4 heads; expected .* enable_gqa=True",
+        query=floats(2, 8, 5, 8)),
+    bad(TypeError, "attn_mask has dtype int64", attn_mask=np.ones((5, 5), int)),
+    bad(TypeError, "attn_mask has dtype float16", attn_mask=np.ones((5, 5), np.float16)),
+    bad(ValueError, r"attn_mask has shape \(5, 6\)", attn_mask=np.ones((5, 6), bool)),
+    bad(ValueError, r"attn_mask has shape \(5, 6\)", attn_mask=floats(5, 6)),
+    bad(ValueError, "scale is nan", scale=np.nan),
+    bad(ValueError, r"k has shape .*, head_dim 7; expected head_dim 8", key=floats(2, 4, 5, 7)),
+    bad(TypeError, "q, k and v have dtypes float32, float64 and float32", key=Q.astype(float)),
+]  # fmt: skip
+
+
+@messages(SDPA)
+def test_scaled_dot_product_attention(call):
+    with pytest.raises(call.error, match=rf"^scaled_dot_product_attention\(\): {call.message}"):
+        fastattn.scaled_dot_product_attention(**{"query": Q, "key": Q, "value": Q, **call.arguments})
+
+
+LSE = floats(*SHAPE[:-1])
+MERGES = [
+    bad(TypeError, "outs is of type int", outs=3),
+    bad(TypeError, "lses is of type list_iterator", lses=iter([LSE])),
+    bad(ValueError, "outs has length 2 and lses 1; expected the same", outs=[Q, Q], lses=[LSE]),
+    bad(ValueError, "outs has length 0 and lses 0; expected .* at least 1", outs=[], lses=[]),
+    bad(TypeError, r"outs\[1\] has dtype int64", outs=[Q, np.ones(SHAPE, int)]),
+    bad(TypeError, r"lses\[0\] has dtype int64", lses=[np.ones(SHAPE[:-1], int), LSE]),
+    bad(TypeError, r"outs\[1\] has dtype float64; expected float32", outs=[Q, Q.astype(float)]),
+    bad(ValueError, r"outs\[1\] has shape \(1, 4, 5, 8\); expected \(2, 4, 5, 8\)", outs=[Q, Q[:1]]),
+    bad(ValueError, r"lses\[1\] has shape \(2, 4, 5, 8\); expected \(2, 4, 5\)", lses=[LSE, Q]),
+    bad(ValueError, r"outs\[0\] has shape \(\)", outs=[np.float32(1), Q]),
+]  # fmt: skip
+
+
+@messages(MERGES)
+def test_merge_states(call):
+    with pytest.raises(call.error, match=rf"^merge_states\(\): {call.message}"):
+        fastattn.merge_states(**{"outs": [Q, Q], "lses": [LSE, LSE], **call.arguments})
+
+
+@messages([
+    bad(ValueError, "num_threads is 0; expected 1 to", num_threads=0),
+    bad(ValueError, "num_threads is -1", num_threads=-1),
+    bad(TypeError, "num_threads is 1.0; expected an integer", num_threads=1.0),
+    bad(TypeError, "num_threads is '2'", num_threads="2"),
+    bad(TypeError, "num_threads is True", num_threads=True),
+    bad(TypeError, "num_threads is None", num_threads=None),
+])  # fmt: skip
+def test_set_num_threads(call):
+    before = fastattn.get_num_threads()
+    with pytest.raises(call.error, match=rf"^set_num_threads\(\): {call.message}"):
+        fastattn.set_num_threads(**call.arguments)
+    assert fastattn.get_num_threads() == before
