@@ -64,7 +64,6 @@ class _Settings:
     asked: bool  # for this backend, by the environment or `forced`: then there is nothing to warn of
     num_threads: int
     threads_from: str
-    max_threads: int = MAX_THREADS
 
 
 def _affinity() -> int:
@@ -148,7 +147,7 @@ def available_isas() -> tuple[str, ...]:
 
 def get_num_threads() -> int:
     """Threads that a call uses unless it says otherwise with ``num_threads=``."""
-    return _settings.num_threads
+    return 1 if _forked else _settings.num_threads
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -161,14 +160,14 @@ def set_num_threads(num_threads: int) -> None:
     TypeError, ValueError
         If `num_threads` is not an integer of at least 1.
     """
-    checked = threads("set_num_threads", num_threads)
-    if _settings.max_threads > 1:
-        _settings.num_threads, _settings.threads_from = checked, "set_num_threads()"
+    _settings.num_threads = integer("set_num_threads", "num_threads", num_threads, 1, MAX_THREADS)
+    _settings.threads_from = "set_num_threads()"
 
 
 def threads(func: str, num_threads: int) -> int:
     """`num_threads`, checked; 1 in a forked process."""
-    return min(integer(func, "num_threads", num_threads, 1, MAX_THREADS), _settings.max_threads)
+    checked = integer(func, "num_threads", num_threads, 1, MAX_THREADS)
+    return 1 if _forked else checked
 
 
 def default_backend() -> str:
@@ -199,18 +198,19 @@ def forced(
         raise ValueError(f"forced(): isa is {isa!r}; available here: {', '.join(available_isas()) or 'none'}")
     settings = replace(_settings)
     if num_threads is not None:
-        settings.num_threads, settings.threads_from = threads("forced", num_threads), "forced()"
+        settings.num_threads = integer("forced", "num_threads", num_threads, 1, MAX_THREADS)
+        settings.threads_from = "forced()"
     if backend is not None:
         settings.backend, settings.asked = backend, True
     before, _settings = _settings, settings
-    isa_before = None if isa is None else _core.get_isa()
+    isa_before = isa and _core.get_isa()
     try:
-        if isa is not None:
+        if isa:
             _core.set_isa(isa)
         yield
     finally:
         _settings = before
-        if isa_before is not None:
+        if isa_before:
             _core.set_isa(isa_before)
 
 
@@ -266,9 +266,9 @@ def show_config() -> Report:
     -------
     Report
         A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
-        if it is compiled), ``isa`` in use, ``isas_available`` on this CPU, ``isas_compiled``, ``openmp``,
-        ``num_threads`` and ``num_threads_from`` (which variable or limit says so), ``compiler``, and the
-        versions of NumPy and Python.
+        if it is compiled), ``isa`` in use (None on NumPy), ``isas_available`` on this CPU, ``isas_compiled``,
+        ``openmp``, ``num_threads`` and ``num_threads_from`` (which variable or limit says so), ``compiler``,
+        and the versions of NumPy and Python.
     """
     from fastattn import __version__
 
@@ -277,12 +277,12 @@ def show_config() -> Report:
         version=__version__,
         backend=_settings.backend,
         why_numpy=why_numpy(),
-        isa=_core.get_isa() if compiled else None,
+        isa=_core.get_isa() if _settings.backend == "compiled" else None,
         isas_available=available_isas(),
         isas_compiled=_core.compiled_isas() if compiled else (),
         openmp=compiled and _core.openmp(),
-        num_threads=_settings.num_threads,
-        num_threads_from=_settings.threads_from,
+        num_threads=get_num_threads(),
+        num_threads_from="forked process" if _forked else _settings.threads_from,
         compiler=_core.compiler() if compiled else None,
         numpy=np.__version__,
         python=sys.version.split()[0],
@@ -291,10 +291,11 @@ def show_config() -> Report:
 
 def _after_fork_in_child() -> None:
     """libgomp's threads do not survive a fork: the child would wait for them for ever."""
-    _settings.max_threads = _settings.num_threads = 1
-    _settings.threads_from = "forked process"
+    global _forked
+    _forked = True
 
 
+_forked = False
 _warned = False
 _settings = _from_environment()
 if hasattr(os, "register_at_fork"):

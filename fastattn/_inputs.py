@@ -32,7 +32,9 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 def as_array(func: str, name: str, x: Any) -> Array:
     """`x` as a plain ndarray of any dtype."""
-    if isinstance(x, np.ma.MaskedArray):
+    if type(x) is np.ndarray:
+        return x
+    if _is_masked(x):
         raise TypeError(
             f"{func}(): {name} is a masked array; expected a plain one (which keys count is what mask= says)"
         )
@@ -41,6 +43,11 @@ def as_array(func: str, name: str, x: Any) -> Array:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(x).__name__
         raise TypeError(f"{func}(): {name} is of type {kind}; expected an array ({error})") from error
+
+
+def _is_masked(x: Any) -> bool:
+    """Whether `x` is a masked array, without importing numpy.ma to know."""
+    return isinstance(x, np.ndarray) and hasattr(x, "mask")
 
 
 def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
@@ -93,19 +100,6 @@ def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any]
         return np.array(array, dtype, ndmin=1)
 
 
-def integers(
-    func: str, name: str, x: Any, shape: Shape, dims: str, low: int = -(2**62), high: int = 2**62
-) -> Ints:
-    """`x`, integers from `low` to `high`, as int64; broadcasts to `shape`, which is called `dims`."""
-    array = as_array(func, name, x)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
-    require_broadcast(func, name, array.shape, shape, dims)
-    if (wrong := (array < low) | (array > high)).any():
-        raise ValueError(f"{func}(): {name} has {array[wrong][0]}; expected {low} to {high}")
-    return np.array(array, np.int64)
-
-
 def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> int:
     """`x` as an int of at least `low` and at most `high`; a bool is not one."""
     try:
@@ -118,6 +112,21 @@ def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> 
         expected = f"at least {low}" if high is None else f"{low} to {high}"
         raise ValueError(f"{func}(): {name} is {value}; expected {expected}")
     return value
+
+
+def integers(
+    func: str, name: str, x: Any, shape: Shape, dims: str, low: int = -(2**62), high: int = 2**62
+) -> Ints:
+    """`x`, integers from `low` to `high`, as int64; broadcasts to `shape`, which is called `dims`."""
+    if type(x) is int:  # the usual case, a tenth of the time
+        return np.array(integer(func, name, x, low, high), np.int64)
+    array = as_array(func, name, x)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
+    require_broadcast(func, name, array.shape, shape, dims)
+    if array.size and not (low <= (least := array.min()) and (most := array.max()) <= high):
+        raise ValueError(f"{func}(): {name} has {most if low <= least else least}; expected {low} to {high}")
+    return np.array(array, np.int64)
 
 
 def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = False) -> float:
@@ -153,7 +162,7 @@ def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: s
 
 def require_result(func: str, out: Any, shape: Shape, dtype: np.dtype[Any], inputs: dict[str, Any]) -> None:
     """Raise unless a result of `shape` and `dtype` can be written to `out` while `inputs` are read."""
-    if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
+    if not isinstance(out, np.ndarray) or _is_masked(out):
         raise TypeError(f"{func}(): out is of type {type(out).__name__}; expected an ndarray")
     if out.dtype != dtype:
         raise TypeError(f"{func}(): out has dtype {out.dtype.str}; expected q's, {dtype}, in native order")
