@@ -59,7 +59,9 @@ static void partial_finish(const fa_attention_args *a, const row_block *t, const
         const lane factor = sum == 0 ? 0 : scale / sum;
         store_row(a->out.dtype, acc, a->head_dim_v, factor, at(&a->out, t->b, id.head, id.query, 0));
         if (a->lse.data) {
-            const lane lse = sum == 0 ? -INFINITY : (lane)(((double)max + log2((double)sum)) * LN_2);
+            /* -LANE_MAX: every bias of the row was clamped there, see additive_row; base 2 has no room for it */
+            const double log_sum = max == -LANE_MAX ? max : (max + log2((double)sum)) * LN_2;
+            const lane lse = sum == 0 ? -(lane)INFINITY : (lane)log_sum;
             memcpy(at(&a->lse, t->b, id.head, id.query, 0), &lse, sizeof lse);
         }
     }

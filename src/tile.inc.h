@@ -37,10 +37,10 @@ INLINE v_t v_madd(int dot, v_t a, v_t b, v_t c)
     return v_fma(a, b, c);
 }
 
-/* s (nk, nv) = k (nk, depth) qt (depth, nv). `dot`: depth counts pairs of bfloat16, and the product is scaled here,
- * for folded into a bfloat16 q the factor would be rounded once more. */
-INLINE void tile_qk(int nk, int nv, int dot, const char *k, int64_t k_row, const lane *qt, int64_t depth, lane factor,
-                    lane *s)
+/* s (nk, nv) = k (nk, depth) qt (depth, nv), or with `more` s += that. `dot`: depth counts pairs of bfloat16, and the
+ * product is scaled here, for folded into a bfloat16 q the factor would be rounded once more. */
+INLINE void tile_qk(int nk, int nv, int dot, int more, const char *k, int64_t k_row, const lane *qt, int64_t depth,
+                    lane factor, lane *s)
 {
     v_t acc[TILE][NV];
     UNROLL for (int j = 0; j < nk; j++)
@@ -57,18 +57,33 @@ INLINE void tile_qk(int nk, int nv, int dot, const char *k, int64_t k_row, const
     }
     UNROLL for (int j = 0; j < nk; j++)
         UNROLL for (int u = 0; u < nv; u++)
-            v_store(s + j * BLOCK_Q + u * LANES, dot ? acc[j][u] * v_splat(factor) : acc[j][u]);
+        {
+            lane *to = s + j * BLOCK_Q + u * LANES;
+            const v_t product = dot ? acc[j][u] * v_splat(factor) : acc[j][u];
+            v_store(to, more ? v_load(to) + product : product);
+        }
 }
+
+/* One accumulator sums at most this many products: rounding grows with their number, and at 1024 would be twice that
+ * of a BLAS, which has several. */
+#define MAX_DEPTH 256
 
 /* s (n, nv) = k (n, depth) qt (depth, nv) */
 INLINE void block_qk(int nv, int dot, const char *k, int64_t k_row, int64_t n, const lane *qt, int64_t depth,
                      lane factor, lane *s)
 {
-    int64_t j = 0;
-    for (; j + TILE <= n; j += TILE) tile_qk(TILE, nv, dot, k + j * k_row, k_row, qt, depth, factor, s + j * BLOCK_Q);
-    for (; j + 4 <= n; j += 4) tile_qk(4, nv, dot, k + j * k_row, k_row, qt, depth, factor, s + j * BLOCK_Q);
-    for (; j + 2 <= n; j += 2) tile_qk(2, nv, dot, k + j * k_row, k_row, qt, depth, factor, s + j * BLOCK_Q);
-    for (; j < n; j++) tile_qk(1, nv, dot, k + j * k_row, k_row, qt, depth, factor, s + j * BLOCK_Q);
+    for (int64_t d = 0; d < depth; d += MAX_DEPTH) {
+        const int64_t part = depth - d < MAX_DEPTH ? depth - d : MAX_DEPTH;
+        const int more = d > 0;
+        const char *from = k + d * (int64_t)sizeof(lane);
+        int64_t j = 0;
+#define KEYS(nk) tile_qk(nk, nv, dot, more, from + j * k_row, k_row, qt + d * BLOCK_Q, part, factor, s + j * BLOCK_Q)
+        for (; j + TILE <= n; j += TILE) KEYS(TILE);
+        for (; j + 4 <= n; j += 4) KEYS(4);
+        for (; j + 2 <= n; j += 2) KEYS(2);
+        for (; j < n; j++) KEYS(1);
+#undef KEYS
+    }
 }
 
 /* What becomes of the accumulators before a product is added. */
