@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _MAX_POSITION = 2**53  # positions beyond are not exact in float64, in which ALiBi's distances may be taken
 _BATCH = "the batch dimensions"
 _ROWS = "(..., heads_q, len_q)"
-_SCORES = "(..., heads_q, len_q, len_k)"
 
 
 def attention_args(
@@ -171,35 +170,42 @@ def _add_arrays(
     copies: list[str],
 ) -> None:
     """Check what has a value for each score, or for each head."""
-    dtype = args.q.dtype
-    heads_shape = (*args.batch_shape, args.heads_q)
-    shape = (*heads_shape, args.len_q, args.len_k)
+    lane, shape = lane_dtype(args.q.dtype), (*args.batch_shape, args.heads_q)
     if mask is not None:
-        array = as_array(func, "mask", mask)
-        if array.dtype != np.bool_:
-            raise TypeError(
-                f"{func}(): mask has dtype {array.dtype}; expected bool, True where a query attends (numbers"
-                f" to add to the scores go to bias=)"
-            )
-        require_broadcast(func, "mask", array.shape, shape, _SCORES)
-        args.mask = _with_heads(array)
+        _add_mask(args, func, "mask", mask)
     if bias is not None:
-        array = as_array(func, "bias", bias)
-        native = array.dtype.newbyteorder("=") if array.dtype.kind == "f" else array.dtype
-        if native not in (FLOAT32, dtype):
-            hint = " (bool arrays go to mask=)" if native == np.bool_ else ""
-            expected = " or ".join(dict.fromkeys((str(FLOAT32), str(dtype))))
-            raise TypeError(f"{func}(): bias has dtype {array.dtype}; expected {expected}{hint}")
-        require_broadcast(func, "bias", array.shape, shape, _SCORES)
-        args.bias = _with_heads(readable(array, "bias", copies))
+        _add_bias(args, func, "bias", bias, copies, " (a bool array goes to mask=)")
     if alibi_slopes is not None:
-        args.alibi_slopes = head_values(func, "alibi_slopes", alibi_slopes, heads_shape, lane_dtype(dtype))
+        args.alibi_slopes = head_values(func, "alibi_slopes", alibi_slopes, shape, lane)
     if sinks is not None:
-        args.sinks = head_values(func, "sinks", sinks, heads_shape, lane_dtype(dtype))
+        args.sinks = head_values(func, "sinks", sinks, shape, lane)
 
 
-def _with_heads(array: Array) -> Array:
-    """`array` with at least its last three axes, (heads, len_q, len_k)."""
+def _add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> None:
+    array = as_array(func, name, mask)
+    if array.dtype != np.bool_:
+        raise TypeError(
+            f"{func}(): {name} has dtype {array.dtype}; expected bool, True where a query attends (numbers to"
+            f" add to the scores go to bias=)"
+        )
+    args.mask = _for_scores(args, func, name, array)
+
+
+def _add_bias(
+    args: AttentionArgs, func: str, name: str, bias: ArrayLike, copies: list[str], or_bool: str
+) -> None:
+    array = as_array(func, name, bias)
+    native = array.dtype.newbyteorder("=") if array.dtype.kind == "f" else array.dtype
+    if native not in (FLOAT32, args.q.dtype):
+        expected = " or ".join(dict.fromkeys((str(FLOAT32), str(args.q.dtype))))
+        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected {expected}{or_bool}")
+    args.bias = readable(_for_scores(args, func, name, array), name, copies)
+
+
+def _for_scores(args: AttentionArgs, func: str, name: str, array: Array) -> Array:
+    """`array`, which has to broadcast to the scores, with at least their last three axes."""
+    shape = (*args.batch_shape, args.heads_q, args.len_q, args.len_k)
+    require_broadcast(func, name, array.shape, shape, "(..., heads_q, len_q, len_k)")
     return array if array.ndim >= 3 else array[(None,) * (3 - array.ndim)]
 
 
@@ -263,41 +269,43 @@ def _both_ends(func: str, row_ranges: Any, shape: Shape) -> masks.Range:
     return begin, end
 
 
-def sdpa_arrays(
-    func: str, query: ArrayLike, key: ArrayLike, value: ArrayLike, enable_gqa: bool
-) -> tuple[Array, Array, Array]:
-    """q, k and v as torch takes them: heads broadcast, unless they may be grouped."""
-    names = {"query": query, "key": key, "value": value}
-    q, k, v = (float_array(func, name, x, least_dims=2) for name, x in names.items())
-    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
-    if flag(func, "enable_gqa", enable_gqa) or heads[1] == heads[2] in (1, heads[0]):
-        return q, k, v  # one key head for all is a group already
-    if any(n not in (1, max(heads)) for n in heads):
-        raise ValueError(
-            f"{func}(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected as"
-            f" many of each, or enable_gqa=True for groups of query heads that share a key head"
-        )
-    q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
-    return q, k, v
-
-
-def sdpa_options(func: str, attn_mask: ArrayLike | None, dropout_p: float, is_causal: bool) -> dict[str, Any]:
-    """Options of `attention_args` with the meaning of torch's."""
+def sdpa_args(
+    func: str,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> AttentionArgs:
+    """Check and normalise torch's arguments: heads broadcast unless they are grouped, causal is top-left."""
     if number(func, "dropout_p", dropout_p, FLOAT64) != 0:
         raise ValueError(
             f"{func}(): dropout_p is {dropout_p}; expected 0.0: dropout is for training, this for inference"
         )
-    options: dict[str, Any] = {}
-    if flag(func, "is_causal", is_causal):
-        options = {"causal": True, "q_offset": 0}  # top-left: query i stands at key i, whatever the lengths
+    if flag(func, "is_causal", is_causal) and attn_mask is not None:
+        raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
+    names = {"query": query, "key": key, "value": value}
+    q, k, v = (float_array(func, name, x, least_dims=2) for name, x in names.items())
+    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
+    # One key head for all query heads is a group, and as such not repeated.
+    if not flag(func, "enable_gqa", enable_gqa) and not heads[1] == heads[2] in (1, heads[0]):
+        if any(n not in (1, max(heads)) for n in heads):
+            raise ValueError(
+                f"{func}(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected"
+                f" as many of each, or enable_gqa=True for groups of query heads that share a key head"
+            )
+        q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
+    args = attention_args(func, q, k, v, causal=is_causal, q_offset=0 if is_causal else None, scale=scale)
     if attn_mask is not None:
-        if is_causal:
-            raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
         array = as_array(func, "attn_mask", attn_mask)
-        if array.dtype != np.bool_:
-            array = float_array(func, "attn_mask", attn_mask)
-        options["mask" if array.dtype == np.bool_ else "bias"] = array
-    return options
+        if array.dtype == np.bool_:
+            _add_mask(args, func, "attn_mask", array)
+        else:
+            _add_bias(args, func, "attn_mask", array, [], " or bool")
+    return args
 
 
 def partial_states(func: str, outs: Any, lses: Any) -> tuple[list[Array], list[Array], Array, Array]:

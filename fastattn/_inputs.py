@@ -100,6 +100,21 @@ def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any]
         return np.array(array, dtype, ndmin=1)
 
 
+def integers(
+    func: str, name: str, x: Any, shape: Shape, dims: str, low: int = -(2**62), high: int = 2**62
+) -> Ints:
+    """`x`, integers from `low` to `high`, as int64; broadcasts to `shape`, which is called `dims`."""
+    if type(x) is int and low <= x <= high:  # the usual case, in a tenth of the time
+        return np.array(x, np.int64)
+    array = as_array(func, name, x)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
+    require_broadcast(func, name, array.shape, shape, dims)
+    if array.size and not (low <= (least := array.min()) and (most := array.max()) <= high):
+        raise ValueError(f"{func}(): {name} has {most if low <= least else least}; expected {low} to {high}")
+    return np.array(array, np.int64)
+
+
 def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> int:
     """`x` as an int of at least `low` and at most `high`; a bool is not one."""
     try:
@@ -112,21 +127,6 @@ def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> 
         expected = f"at least {low}" if high is None else f"{low} to {high}"
         raise ValueError(f"{func}(): {name} is {value}; expected {expected}")
     return value
-
-
-def integers(
-    func: str, name: str, x: Any, shape: Shape, dims: str, low: int = -(2**62), high: int = 2**62
-) -> Ints:
-    """`x`, integers from `low` to `high`, as int64; broadcasts to `shape`, which is called `dims`."""
-    if type(x) is int:  # the usual case, a tenth of the time
-        return np.array(integer(func, name, x, low, high), np.int64)
-    array = as_array(func, name, x)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
-    require_broadcast(func, name, array.shape, shape, dims)
-    if array.size and not (low <= (least := array.min()) and (most := array.max()) <= high):
-        raise ValueError(f"{func}(): {name} has {most if low <= least else least}; expected {low} to {high}")
-    return np.array(array, np.int64)
 
 
 def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = False) -> float:

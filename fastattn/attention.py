@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from fastattn import _backend, masks, reference
-from fastattn._check import attention_args, partial_states, sdpa_arrays, sdpa_options
+from fastattn._check import attention_args, partial_states, sdpa_args
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -221,8 +221,8 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, or `dropout_p` is not 0. Messages on how arguments fit together call
-        query, key and value q, k and v, and `attn_mask` mask (bool) or bias.
+        If an argument does not fit, or `dropout_p` is not 0. Messages on how query, key and value fit
+        together call them q, k and v.
 
     Notes
     -----
@@ -230,10 +230,9 @@ def scaled_dot_product_attention(
     attend nothing gets 0 and not NaN; NaN and Inf in masked keys and values have no effect; of a float mask,
     -inf masks.
     """
-    func = "scaled_dot_product_attention"
-    options = sdpa_options(func, attn_mask, dropout_p, is_causal)
-    q, k, v = sdpa_arrays(func, query, key, value, enable_gqa)
-    args = attention_args(func, q, k, v, scale=scale, **options)
+    args = sdpa_args(
+        "scaled_dot_product_attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
     _backend.run(args, None)
     result: NDArray[Any] = args.result
     return result
