@@ -36,6 +36,14 @@ static int64_t dot_scratch_at(const fa_attention_args *a, void *memory, dot_scra
     return used * (int64_t)sizeof(lane) + 2 * DOT_ROWS * (int64_t)sizeof(int64_t);
 }
 
+/* Asks for the lines of n rows of `size` bytes, into the second-level cache. Scores and values take turns, so that the
+ * hardware's own prefetching would start anew at every turn: while one is computed, the other is fetched. */
+INLINE void prefetch_rows(const char *p, int64_t row, int64_t n, int64_t size)
+{
+    for (int64_t j = 0; j < n; j++)
+        for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(p + j * row + c, 0, 2);
+}
+
 /* s (rows, keys) = q (rows, depth) k (keys, head_dim)^T, with rows * keys == LANES: one vector of sums. */
 INLINE void dot_tile(fa_dtype dtype, int rows, const char *k, int64_t k_row, int64_t head_dim, const lane *q,
                      int64_t depth, lane *s)
@@ -63,13 +71,22 @@ INLINE void dot_tile(fa_dtype dtype, int rows, const char *k, int64_t k_row, int
     UNROLL for (int r = 0; r < rows; r++) memcpy(s + r * BLOCK_K, each + r * keys, keys * sizeof(lane));
 }
 
-/* s (rows, n) for 1, 2 or 4 rows; keys past the last whole tile are computed again with their neighbours or alone. */
+/* What to fetch meanwhile: rows of `size` bytes, as many as are being read. */
+typedef struct {
+    const char *data; /* NULL: nothing */
+    int64_t row, size;
+} fetch_ahead;
+
+/* s (rows, n) for 1, 2 or 4 rows; keys past the last whole tile one by one. */
 INLINE void dot_scores(fa_dtype dtype, int rows, const char *k, int64_t k_row, int64_t n, int64_t head_dim,
-                       const lane *q, int64_t depth, lane *s)
+                       const lane *q, int64_t depth, fetch_ahead next, lane *s)
 {
     const int keys = LANES / rows;
     int64_t j = 0;
-    for (; j + keys <= n; j += keys) dot_tile(dtype, rows, k + j * k_row, k_row, head_dim, q, depth, s + j);
+    for (; j + keys <= n; j += keys) {
+        if (next.data) prefetch_rows(next.data + j * next.row, next.row, keys, next.size);
+        dot_tile(dtype, rows, k + j * k_row, k_row, head_dim, q, depth, s + j);
+    }
     for (; j < n; j++)
         for (int r = 0; r < rows; r++) {
             v_t acc = v_splat(0);
@@ -85,34 +102,36 @@ INLINE void dot_scores(fa_dtype dtype, int rows, const char *k, int64_t k_row, i
 
 /* acc (rows, nd vectors) = alpha acc + p (rows, n) v (n, nd vectors); `last`: lanes of the last vector, 0 = all */
 INLINE void dot_values(fa_dtype dtype, int rows, int nd, int64_t last, const char *v, int64_t v_row, int64_t n,
-                       const lane *p, const lane *alpha, lane *acc, int64_t acc_row)
+                       const lane *p, const lane *alpha, fetch_ahead next, lane *acc, int64_t acc_row)
 {
     v_t sum[4][DOT_CHUNK];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int c = 0; c < nd; c++) sum[r][c] = v_load(acc + r * acc_row + c * LANES) * v_splat(alpha[r]);
-    for (int64_t j = 0; j < n; j++, v += v_row)
+    for (int64_t j = 0; j < n; j++, v += v_row) {
+        if (next.data) prefetch_rows(next.data + j * next.row, next.row, 1, next.size);
         UNROLL for (int c = 0; c < nd; c++)
         {
             const char *from = v + c * LANES * dtype_size(dtype);
             const v_t value = last && c == nd - 1 ? v_load_as_n(dtype, from, last) : v_load_as(dtype, from);
             UNROLL for (int r = 0; r < rows; r++) sum[r][c] = v_fma(v_splat(p[r * BLOCK_K + j]), value, sum[r][c]);
         }
+    }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int c = 0; c < nd; c++) v_store(acc + r * acc_row + c * LANES, sum[r][c]);
 }
 
 /* acc (rows, head_dim_v) = alpha acc + p (rows, n) v (n, head_dim_v) */
 INLINE void dot_accumulate(fa_dtype dtype, int rows, const char *v, int64_t v_row, int64_t n, int64_t head_dim_v,
-                           const lane *p, const lane *alpha, lane *acc, int64_t acc_row)
+                           const lane *p, const lane *alpha, fetch_ahead next, lane *acc, int64_t acc_row)
 {
     const int64_t size = dtype_size(dtype);
     int64_t d = 0;
-    for (; d + DOT_CHUNK * LANES <= head_dim_v; d += DOT_CHUNK * LANES)
-        dot_values(dtype, rows, DOT_CHUNK, 0, v + d * size, v_row, n, p, alpha, acc + d, acc_row);
-    for (; d + LANES <= head_dim_v; d += LANES)
-        dot_values(dtype, rows, 1, 0, v + d * size, v_row, n, p, alpha, acc + d, acc_row);
+    for (; d + DOT_CHUNK * LANES <= head_dim_v; d += DOT_CHUNK * LANES, next.data = NULL)
+        dot_values(dtype, rows, DOT_CHUNK, 0, v + d * size, v_row, n, p, alpha, next, acc + d, acc_row);
+    for (; d + LANES <= head_dim_v; d += LANES, next.data = NULL)
+        dot_values(dtype, rows, 1, 0, v + d * size, v_row, n, p, alpha, next, acc + d, acc_row);
     if (d < head_dim_v)
-        dot_values(dtype, rows, 1, head_dim_v - d, v + d * size, v_row, n, p, alpha, acc + d, acc_row);
+        dot_values(dtype, rows, 1, head_dim_v - d, v + d * size, v_row, n, p, alpha, next, acc + d, acc_row);
 }
 
 /* One row's online softmax over s (n): probabilities in place; returns alpha = 2^(m - m'). The vectors that hold s are
@@ -166,6 +185,7 @@ INLINE int modify_rows(const fa_attention_args *a, modifiers *m, const row_block
 INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, modifiers *m, const row_block *t, int64_t j0,
                       int64_t n, const dot_scratch *w, const partial *p)
 {
+    const char *next = j0 + 2 * n <= a->len_k ? at(&a->k, t->b, t->h_kv, j0 + n, 0) : NULL;
     const char *k = at(&a->k, t->b, t->h_kv, j0, 0), *v = at(&a->v, t->b, t->h_kv, j0, 0), *values = v;
     const int64_t depth = w->depth, width = a->head_dim_v, size = dtype_size(dtype);
     int64_t v_row = a->v.row, bad[BLOCK_K], n_bad = 0, r = 0;
@@ -176,7 +196,9 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, modifiers *m, 
     for (r = 0; LANES >= 4 && r + 4 <= t->rows; r += 4) call(4);                                                       \
     for (; r + 2 <= t->rows; r += 2) call(2);                                                                          \
     for (; r < t->rows; r++) call(1);
-#define SCORES(rows) dot_scores(dtype, rows, k, a->k.row, n, a->head_dim, w->q + r * depth, depth, w->s + r * BLOCK_K)
+#define SCORES(rows)                                                                                                   \
+    dot_scores(dtype, rows, k, a->k.row, n, a->head_dim, w->q + r * depth, depth,                                      \
+               (fetch_ahead){r ? NULL : v, v_row, width * size}, w->s + r * BLOCK_K)
     EACH_ROWS(SCORES)
 #undef SCORES
 
@@ -196,8 +218,8 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, modifiers *m, 
     }
     for (r = 0; r < t->rows; r++) alpha[r] = dot_softmax(w->s + r * BLOCK_K, n, p->row_max + r, p->row_sum + r);
 #define VALUES(rows)                                                                                                   \
-    dot_accumulate(dtype, rows, values, v_row, n, width, w->s + r * BLOCK_K, alpha + r, p->acc + r * p->acc_row,       \
-                   p->acc_row)
+    dot_accumulate(dtype, rows, values, v_row, n, width, w->s + r * BLOCK_K, alpha + r,                                \
+                   (fetch_ahead){r ? NULL : next, a->k.row, a->head_dim * size}, p->acc + r * p->acc_row, p->acc_row)
     EACH_ROWS(VALUES)
 #undef VALUES
 #undef EACH_ROWS
