@@ -8,12 +8,13 @@ and bound outside the timed call.
 from __future__ import annotations
 
 from importlib import metadata, util
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import fastattn
 from fastattn._bench import peers
+from fastattn._bench.cases import Array
 from fastattn._bench.problem import TINY, Problem
 from fastattn._bench.ways import Way, Ways, refuse_dense
 
@@ -59,29 +60,29 @@ def _numpy(problem: Problem, threads: int) -> dict[str, Way]:
     refuse_dense(problem)
     q, k, v = problem.inputs()
     shape = problem.shape
-    work = np.float64 if q.dtype == np.float64 else np.float32
+    work: Any = np.float64 if q.dtype == np.float64 else np.float32
     per_query = (shape.batch, shape.heads_kv, problem.group, shape.len_q, shape.len_k)
     scale = work(shape.head_dim**-0.5)
     keep = problem.kept_keys()
-    bias = None
+    bias: Any = None
     if problem.causal:
         bias = np.triu(np.full((shape.len_q, shape.len_k), -np.inf, work), 1 + shape.len_k - shape.len_q)
     elif keep is not None:
         bias = np.where(keep, work(0), work(-np.inf))[:, None, None, None, :]
 
-    def softmax_attention() -> np.ndarray:
-        scores = (q.astype(work, copy=False).reshape(problem.stacked_shape) * scale) @ k.astype(
-            work, copy=False
-        ).swapaxes(-1, -2)
+    def wide(x: Array) -> Array:
+        return x.astype(work, copy=False)
+
+    def softmax_attention() -> Any:
+        scores = (wide(q).reshape(problem.stacked_shape) * scale) @ wide(k).swapaxes(-1, -2)
         if bias is not None:
-            view = scores.reshape(per_query)
-            view += bias
+            scores.reshape(per_query)[...] += bias
         scores -= scores.max(-1, keepdims=True)
         np.exp(scores, out=scores)
         scores /= scores.sum(-1, keepdims=True)
-        return (scores @ v.astype(work, copy=False)).astype(q.dtype, copy=False).reshape(problem.out_shape)
+        return (scores @ wide(v)).astype(q.dtype, copy=False).reshape(problem.out_shape)
 
-    def without_row_max() -> np.ndarray:
+    def without_row_max() -> Any:
         probs = np.exp(q @ k.swapaxes(-1, -2) * scale)
         return probs / probs.sum(-1, keepdims=True) @ v
 

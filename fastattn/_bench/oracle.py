@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray
+from fastattn._bench.cases import Array
 
 
 @np.errstate(all="ignore")
@@ -34,7 +34,7 @@ def attention(
     A `dtype` below float64 gives the plain computation that error bounds are made of: matrix products in
     float32; scores, probabilities and output rounded to the dtype.
     """
-    work = np.float64 if dtype == np.float64 else np.float32
+    work: Any = np.float64 if dtype == np.float64 else np.float32
     len_q, len_k = q.shape[-2], k.shape[-2]
     heads = np.arange(q.shape[-3]) // (q.shape[-3] // k.shape[-3])
 
@@ -46,7 +46,8 @@ def attention(
     def of_rows(x: Any) -> Array:
         """x is (..., Lq or 1, Lk or 1): its rows."""
         x = np.asarray(x)
-        return x[..., rows, :] if x.ndim > 1 and x.shape[-2] == len_q else x
+        picked: Array = x[..., rows, :] if x.ndim > 1 and x.shape[-2] == len_q else x
+        return picked
 
     attend = key < length[..., None, None, None]
     if causal:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fastattn._bench.cases import Array
 from fastattn._bench.problem import Problem
 from fastattn._bench.ways import Unsupported, Way, refuse_dense
 
@@ -19,14 +20,15 @@ def torch_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
     torch.inference_mode().__enter__()  # for good: entering it inside the timed call would cost time
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def tensor(x: np.ndarray) -> Any:
+    def tensor(x: Array) -> Any:
         if problem.dtype == "bfloat16":  # which torch's bridge to NumPy does not know
             return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(x)
 
-    def read(result: Any) -> np.ndarray:
+    def read(result: Any) -> Array:
         result = result.reshape(problem.out_shape)
-        return (result if problem.dtype == "float64" else result.float()).numpy()
+        array: Array = (result if problem.dtype == "float64" else result.float()).numpy()
+        return array
 
     q, k, v = map(tensor, problem.inputs())
     stacked = q.reshape(problem.stacked_shape)
@@ -48,13 +50,12 @@ def torch_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
 
 
 def _onnx_way(
-    problem: Problem,
     threads: int,
     node: dict[str, Any],
     opset: int,
-    feeds: dict[str, np.ndarray],
+    feeds: dict[str, Array],
     out_shape: tuple[int, ...],
-    read: Callable[[np.ndarray], np.ndarray],
+    read: Callable[[Array], Array],
 ) -> Way:
     """A model of one node in onnxruntime, its inputs and its output bound once."""
     import onnxruntime
@@ -106,14 +107,12 @@ def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
         opset: int = 23,
         inputs: tuple[str, ...] = ("q", "k", "v"),
         attributes: dict[str, int] | None = None,
-        **arrays: np.ndarray,
+        **arrays: Array,
     ) -> Way:
         every = {**feeds, **arrays}
         node = {"op_type": "Attention", "inputs": inputs, **(attributes or {})}
         out_shape = (*every["q"].shape[:3], shape.dim_v)
-        return _onnx_way(
-            problem, threads, node, opset, every, out_shape, lambda out: out.reshape(problem.out_shape)
-        )
+        return _onnx_way(threads, node, opset, every, out_shape, lambda out: out.reshape(problem.out_shape))
 
     if problem.causal:
         return {"is_causal": way(attributes={"is_causal": 1})}
@@ -132,44 +131,34 @@ def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
 
 
 def onnx_multi_head(problem: Problem, threads: int) -> dict[str, Way]:
-    """The contrib operator: q is (B, L, H * D), k and v the same or (B, H, L, D)."""
+    """The contrib operator: q is (B, L, H * D); k and v are (B, H, L, D), the fastest of what it takes."""
     if problem.dtype != "float32":
         raise Unsupported(f"has no {problem.dtype} kernel")
     if problem.group > 1:
         raise Unsupported("has no grouped heads")
     shape, keep = problem.shape, problem.kept_keys()
-    if problem.causal or keep is not None or shape.decode:
+    if problem.causal or keep is not None:
         refuse_dense(problem)
     q, k, v = problem.inputs()
-
-    def packed(x: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(x.swapaxes(1, 2)).reshape(x.shape[0], x.shape[2], -1)
-
+    packed = q.swapaxes(1, 2).reshape(shape.batch, shape.len_q, -1)
+    feeds = {"q": np.ascontiguousarray(packed), "k": k, "v": v}
     node: dict[str, Any] = {
         "op_type": "MultiHeadAttention",
         "domain": "com.microsoft",
         "num_heads": shape.heads_q,
-        "inputs": ("q", "k", "v"),
+        "inputs": ["q", "k", "v"],
     }
-    extra = {}
     if problem.causal:
         node["unidirectional"] = 1
     if keep is not None:
-        node["inputs"] = ("q", "k", "v", "", "keep")
-        extra["keep"] = keep.astype(np.int32)
+        node["inputs"] += ["", "keep"]
+        feeds["keep"] = keep.astype(np.int32)
 
-    def read(out: np.ndarray) -> np.ndarray:
+    def read(out: Array) -> Array:
         return out.reshape(shape.batch, shape.len_q, shape.heads_q, shape.dim_v).swapaxes(1, 2)
 
-    def way(k: np.ndarray, v: np.ndarray) -> Way:
-        out_shape = (shape.batch, shape.len_q, shape.heads_q * shape.dim_v)
-        return _onnx_way(
-            problem, threads, node, 23, {"q": packed(q), "k": k, "v": v, **extra}, out_shape, read
-        )
-
-    if keep is not None:
-        return {"k, v (B, L, H * D)": way(packed(k), packed(v))}
-    return {"k, v (B, L, H * D)": way(packed(k), packed(v)), "k, v (B, H, L, D)": way(k, v)}
+    out_shape = (shape.batch, shape.len_q, shape.heads_q * shape.dim_v)
+    return {"": _onnx_way(threads, node, 23, feeds, out_shape, read)}
 
 
 def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
@@ -179,12 +168,16 @@ def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
 
     if problem.dtype == "float64":
         raise Unsupported("computes float64 in float32")
-    dtype = {"float32": openvino.Type.f32, "float16": openvino.Type.f16, "bfloat16": openvino.Type.bf16}[
-        problem.dtype
-    ]
     core = openvino.Core()
+    name, capability = {
+        "float32": ("f32", "FP32"),
+        "float16": ("f16", "FP16"),
+        "bfloat16": ("bf16", "BF16"),
+    }[problem.dtype]
+    # Without instructions for a 16-bit type OpenVINO emulates them, far slower than float32.
+    precision = name if capability in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
     settings = {
-        "INFERENCE_PRECISION_HINT": dtype.to_string(),
+        "INFERENCE_PRECISION_HINT": precision,
         "INFERENCE_NUM_THREADS": threads,
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
@@ -195,18 +188,18 @@ def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
     elif problem.group > 1:
         q = q.reshape(problem.stacked_shape)
 
-    def tensor(x: np.ndarray) -> Any:
+    def tensor(x: Array) -> Any:
         if x.dtype.name == "bfloat16":
-            return openvino.Tensor(x.view(np.uint16), openvino.Shape(x.shape), dtype)
+            return openvino.Tensor(x.view(np.uint16), openvino.Shape(x.shape), openvino.Type.bf16)
         return openvino.Tensor(x, shared_memory=True)
 
-    def way(*arrays: np.ndarray, dynamic: bool = False) -> Way:
-        def free(x: np.ndarray) -> Any:
-            return openvino.PartialShape([-1, x.shape[1], -1, x.shape[3]] if dynamic else list(x.shape))
-
+    def way(*arrays: Array) -> Way:
         tensors = [tensor(x) for x in arrays]
-        inputs = [ops.parameter(free(x), t.element_type) for x, t in zip(arrays, tensors, strict=True)]
-        node = ops.scaled_dot_product_attention(*inputs, causal=problem.causal)
+        inputs = [ops.parameter(list(x.shape), x.element_type) for x in tensors]
+        wide = [
+            x if x.get_element_type() == openvino.Type.boolean else ops.convert(x, precision) for x in inputs
+        ]
+        node = ops.convert(ops.scaled_dot_product_attention(*wide, causal=problem.causal), name)
         request = core.compile_model(openvino.Model([node], inputs), "CPU", settings).create_infer_request()
         out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype)
         for index, one in enumerate(tensors):
@@ -223,37 +216,39 @@ def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
     if keep is not None:
         bias = np.where(keep, 0, -np.inf).astype(q.dtype)[:, None, None, :]
         return {"boolean mask": way(q, k, v, keep[:, None, None, :].copy()), "float mask": way(q, k, v, bias)}
-    return {"": way(q, k, v), "dynamic shapes": way(q, k, v, dynamic=True)}
+    return {"": way(q, k, v)}
 
 
 def jax_dpa(problem: Problem, threads: int) -> dict[str, Way]:
-    """jax.nn.dot_product_attention, compiled, from (B, L, H, D), which it wants, and (B, H, L, D)."""
+    """jax.nn.dot_product_attention, compiled, on (B, L, H, D)."""
     import jax
-    import jax.numpy as jnp
 
+    if problem.dtype == "float16":
+        raise Unsupported("has no float16 product on CPUs")
+    if problem.dtype == "float64":
+        raise Unsupported("computes the softmax of float64 in float32")
     refuse_dense(problem)
-    jax.config.update("jax_enable_x64", True)  # or float64 arrays become float32; changes nothing else here
-    if problem.dtype in ("float32", "float64"):
+    if problem.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
     keep = problem.kept_keys()
     options: dict[str, Any] = {"is_causal": problem.causal, "implementation": "xla"}
     if keep is not None:
-        options["key_value_seq_lengths"] = jnp.asarray(keep.sum(-1), jnp.int32)
+        options["key_value_seq_lengths"] = keep.sum(-1, dtype=np.int32)
 
-    def length_first(q: Any, k: Any, v: Any) -> Any:
-        return jax.nn.dot_product_attention(q, k, v, **options)
+    # With one query row, XLA is several times faster when every head lies in one piece.
+    heads_first = problem.shape.decode
 
-    def heads_first(q: Any, k: Any, v: Any) -> Any:
-        return length_first(q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)).swapaxes(1, 2)
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        if heads_first:
+            q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        out = jax.nn.dot_product_attention(q, k, v, **options)
+        return out.swapaxes(1, 2) if heads_first else out
 
-    def way(function: Callable[..., Any], arrays: list[np.ndarray], read: Callable[[Any], np.ndarray]) -> Way:
-        on_device = [jax.device_put(x) for x in arrays]
-        compiled = jax.jit(function).lower(*on_device).compile()
-        return Way(lambda: compiled(*on_device).block_until_ready(), read)
+    arrays = problem.inputs() if heads_first else [x.swapaxes(1, 2).copy() for x in problem.inputs()]
+    on_device = [jax.device_put(x) for x in arrays]
+    compiled = jax.jit(attention).lower(*on_device).compile()
 
-    arrays = list(problem.inputs())
-    swapped = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in arrays]
-    return {
-        "(B, L, H, D)": way(length_first, swapped, lambda out: np.asarray(out).swapaxes(1, 2)),
-        "(B, H, L, D)": way(heads_first, arrays, np.asarray),
-    }
+    def read(result: Any) -> Array:
+        return np.asarray(result) if heads_first else np.asarray(result).swapaxes(1, 2)
+
+    return {"": Way(lambda: compiled(*on_device).block_until_ready(), read)}

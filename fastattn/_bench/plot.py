@@ -11,13 +11,14 @@ Json = dict[str, Any]
 
 # The columns behind a bar, and its colour. Of two operators of one runtime the faster counts.
 BARS = {
-    "NumPy": (("numpy",), "#9aa5b1"),
-    "JAX": (("jax",), "#8e6bbf"),
-    "torch": (("torch",), "#e4572e"),
-    "OpenVINO": (("openvino",), "#2e9e6b"),
     "onnxruntime": (("ort", "ort-mha"), "#2f6fb7"),
+    "OpenVINO": (("openvino",), "#2e9e6b"),
+    "torch": (("torch",), "#e4572e"),
+    "JAX": (("jax",), "#8e6bbf"),
+    "NumPy": (("numpy",), "#9aa5b1"),
 }
 THICK = 0.16
+GREY = "#444444"
 
 
 def draw(report: Json, path: Path) -> None:
@@ -30,15 +31,17 @@ def draw(report: Json, path: Path) -> None:
         if not row["section"].startswith(("fresh", "tiny", "padding")):
             sections.setdefault(row["section"], []).append(row)
     panels = sorted(sections, key=lambda title: title.startswith("grouped"))[:3]
-    bars = {name: bar for name, bar in BARS.items() if any(column in report["engines"] for column in bar[0])}
+    bars = {name: bar for name, bar in BARS.items() if bar[0][0] in report["engines"]}
 
     rows = max(len(sections[title]) for title in panels)
-    figure = Figure(figsize=(4.4 * len(panels), 1.9 + rows * (0.25 + 0.16 * len(bars))), dpi=150)
+    height = 1.7 + rows * (0.25 + 0.15 * len(bars))
+    figure = Figure(figsize=(4.4 * len(panels), height), dpi=150)
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, title in zip(axes, panels, strict=True):
         _panel(axis, title, sections[title], subject(report), bars, rows)
-    _caption(figure, axes[0], report)
+    _words(figure, axes[0], report)
+    figure.tight_layout(rect=(0, 0.5 / height, 1, 1 - 0.62 / height))
     figure.savefig(path)
 
 
@@ -46,31 +49,30 @@ def _panel(axis: Any, title: str, rows: list[Json], own: str, bars: dict[str, An
     """One section: shapes downwards, a bar from 1 to each peer's time over our own."""
     for place, row in enumerate(rows):
         times = {name: answer["seconds"] for name, answer in row["engines"].items() if "seconds" in answer}
-        for index, (label, (columns, colour)) in enumerate(bars.items()):
+        for index, (columns, colour) in enumerate(bars.values()):
             measured = [times[name] for name in columns if name in times]
             if own not in times or not measured:
                 continue
             ratio = min(measured) / times[own]
             y = place + (index - (len(bars) - 1) / 2) * THICK
-            axis.barh(
-                y, ratio - 1, left=1, height=THICK * 0.88, color=colour, label=label if place == 0 else None
-            )
-            side = ("left", 3) if ratio >= 1 else ("right", -3)
+            axis.barh(y, ratio - 1, left=1, height=THICK * 0.88, color=colour)
+            align, gap = ("left", 3) if ratio >= 1 else ("right", -3)
+            label = f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
             axis.annotate(
-                f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}",
+                label,
                 (ratio, y),
-                (side[1], 0),
+                (gap, 0),
                 textcoords="offset points",
-                ha=side[0],
+                ha=align,
                 va="center",
                 fontsize=6,
-                color="#444444",
+                color=GREY,
             )
     axis.set_title(title, fontsize=10, loc="left")
     axis.set_xscale("log", base=2)
     low, high = axis.get_xlim()
-    axis.set_xlim(min(low, 0.7), max(high, 4) * 1.3)
-    ticks = [2.0**power for power in range(-4, 8) if axis.get_xlim()[0] <= 2.0**power <= axis.get_xlim()[1]]
+    axis.set_xlim(min(low, 0.8) / 1.1, max(high, 4) * 1.3)
+    ticks = [2.0**power for power in range(-6, 10) if axis.get_xlim()[0] <= 2.0**power <= axis.get_xlim()[1]]
     axis.set_xticks(ticks, [f"{tick:g}×" for tick in ticks], fontsize=8)
     axis.set_yticks(range(len(rows)), [row["shape"]["name"] for row in rows], fontsize=8)
     axis.set_ylim(height - 0.5, -0.5)
@@ -78,40 +80,40 @@ def _panel(axis: Any, title: str, rows: list[Json], own: str, bars: dict[str, An
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.tick_params(length=0)
-    for side in ("top", "right", "left", "bottom"):
-        axis.spines[side].set_visible(False)
+    axis.spines[:].set_visible(False)
 
 
-def _caption(figure: Any, axis: Any, report: Json) -> None:
-    own, config, machine = subject(report), report["config"], report["machine"]
+def _words(figure: Any, axis: Any, report: Json) -> None:
+    """The title and the legend above, machine and command below."""
+    from matplotlib.patches import Patch
+
+    own, config, machine, engines = subject(report), report["config"], report["machine"], report["engines"]
+    inch = 1 / figure.get_figheight()
     name = "fastattn" if own == "fastattn" else "fastattn's NumPy fallback"
-    handles, labels = axis.get_legend_handles_labels()
-    inches = figure.get_figheight()
-    figure.suptitle(
-        f"Speed-up of {name} over …  (right of 1×: {name} is faster)", x=0.01, ha="left", fontsize=12
+    figure.text(
+        0.01, 1 - 0.1 * inch, f"How many times faster {name} is", fontsize=13, weight="bold", va="top"
     )
+    shown = {label: bar for label, bar in BARS.items() if bar[0][0] in engines}
     figure.legend(
-        handles[::-1],
-        labels[::-1],
+        handles=[
+            Patch(color=colour, label=f"than {label} {engines[columns[0]]['version']}")
+            for label, (columns, colour) in shown.items()
+        ],
         loc="upper left",
-        bbox_to_anchor=(0.0, 1 - 0.32 / inches),
-        ncols=5,
+        bbox_to_anchor=(0.0, 1 - 0.32 * inch),
+        ncols=len(shown),
         frameon=False,
-        fontsize=9,
+        fontsize=8.5,
+        handlelength=1.2,
+        columnspacing=1.4,
     )
-    versions = ", ".join(
-        f"{key} {report['engines'][columns[0]]['version']}"
-        for key, (columns, _) in BARS.items()
-        if columns[0] in report["engines"]
-    )
-    isa = f" ({config['isa']})" if own == "fastattn" else ""
     setting = "".join(f"{key}={value} " for key, value in report["environment"].items())
+    kernels = f" ({config['isa']})" if own == "fastattn" else ""
     figure.text(
         0.01,
-        0.08 / inches,
-        f"shapes: batch, heads, len_q, len_k, head_dim · fastattn {config['version']}{isa}, {versions}\n"
-        f"{machine['cpu']}, {report['threads']} threads · {setting}{report['command']}",
+        0.1 * inch,
+        f"Shapes are batch, heads, len_q, len_k, head_dim.  fastattn {config['version']}{kernels} on "
+        f"{machine['cpu']}, {report['threads']} threads.\n{setting}{report['command']}",
         fontsize=7.5,
-        color="#444444",
+        color=GREY,
     )
-    figure.tight_layout(rect=(0, 0.42 / inches, 1, 1 - 0.6 / inches))

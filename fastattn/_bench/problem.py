@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastattn._bench.cases import VARIANTS, Shape, as_dtype, make_inputs
+from fastattn._bench.cases import VARIANTS, Array, Shape, as_dtype, make_inputs
 
 # Below this a call is all overhead: it is reported in microseconds.
 TINY = Shape("1,1,8,8,16", 1, 1, 1, 8, 8, 16)
@@ -26,7 +26,7 @@ class Problem(NamedTuple):
         shape, variant, dtype, seed = fields
         return cls(Shape(*shape), variant, dtype, seed)
 
-    def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def inputs(self) -> tuple[Array, Array, Array]:
         return make_inputs(self.shape, self.dtype, np.random.default_rng([self.seed, 0]))
 
     def options(self) -> dict[str, Any]:
@@ -37,10 +37,12 @@ class Problem(NamedTuple):
     def causal(self) -> bool:
         return self.variant == "causal"
 
-    def kept_keys(self) -> np.ndarray | None:
-        """The padding mask as (B, Lk), or None."""
-        mask = self.options().get("mask")
-        return None if mask is None else mask[:, 0, 0, :]
+    def kept_keys(self) -> Array | None:
+        """Which keys are no padding, (B, Lk); None if all of them."""
+        options = self.options()
+        if "kv_lengths" in options:
+            return np.asarray(np.arange(self.shape.len_k) < options["kv_lengths"][:, None])
+        return options["mask"][:, 0, 0, :] if "mask" in options else None
 
     @property
     def group(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import fastattn
 from fastattn import _backend
 from fastattn._bench import oracle
-from fastattn._bench.cases import VARIANTS, Shape, as_dtype, combine, make_inputs, pairs
+from fastattn._bench.cases import VARIANTS, Array, Shape, as_dtype, combine, make_inputs, pairs
 
 # Around the edges of vectors and tiles; 0 is a size like any other.
 LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 129, 257)
@@ -22,7 +22,7 @@ class Case(NamedTuple):
     """One call: the inputs, their options, and which variants those are."""
 
     name: str
-    inputs: tuple[np.ndarray, np.ndarray, np.ndarray]
+    inputs: tuple[Array, Array, Array]
     options: dict[str, Any]
 
 
@@ -55,8 +55,8 @@ def has_bfloat16() -> bool:
 class Bound(NamedTuple):
     """A float64 result, and how far another may be from it: twice the plain error, and a few eps."""
 
-    out: np.ndarray
-    lse: np.ndarray
+    out: Array
+    lse: Array
     out_error: float
     lse_error: float
 
@@ -70,22 +70,22 @@ class Bound(NamedTuple):
         lse_error = 2 * distance(plain_lse, lse) + 4 * epsilon(lse_dtype) * max(1, largest(lse))
         return cls(out, lse, out_error, lse_error)
 
-    def share(self, out: np.ndarray, lse: np.ndarray) -> float:
+    def share(self, out: Array, lse: Array) -> float:
         """The error as a share of what is allowed; above 1 the result is wrong."""
         return max(distance(out, self.out) / (self.out_error or 1), distance(lse, self.lse) / self.lse_error)
 
 
-def largest(x: np.ndarray) -> float:
+def largest(x: Array) -> float:
     """The largest finite magnitude."""
     x = np.abs(x.astype(np.float64))
     return float(x[np.isfinite(x)].max(initial=0))
 
 
-def epsilon(dtype: np.dtype) -> float:
+def epsilon(dtype: np.dtype[Any]) -> float:
     return 2.0**-7 if dtype.name == "bfloat16" else float(np.finfo(dtype).eps)
 
 
-def distance(a: np.ndarray, b: np.ndarray) -> float:
+def distance(a: Array, b: Array) -> float:
     """The largest difference; infinite where only one of two is NaN or an infinity."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -97,7 +97,7 @@ def main(n: int, seed: int) -> int:
     """Print what was tested and how it went; returns the exit status."""
     implementations = {isa: {"isa": isa, "backend": "compiled"} for isa in fastattn.available_isas()}
     if not implementations:
-        print(f"The extension is missing ({_backend.WHY_NOT_COMPILED}); testing the NumPy fallback only.")
+        print(f"The NumPy fallback only; {fastattn.show_config()['why_numpy']}")
     implementations["numpy"] = {"backend": "numpy"}
     worst = dict.fromkeys(implementations, 0.0)
     failures = 0
@@ -119,7 +119,7 @@ def main(n: int, seed: int) -> int:
     return int(failures > 0)
 
 
-def compute(case: Case, setting: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def compute(case: Case, setting: dict[str, Any]) -> tuple[Array, Array]:
     with _backend.forced(**setting):
         out, lse = fastattn.attention(
             *case.inputs, **case.options, return_lse=True, backend=setting["backend"]

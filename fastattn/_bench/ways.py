@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastattn._bench.cases import Array
 from fastattn._bench.problem import Problem
 
 
@@ -19,7 +20,7 @@ class Way(NamedTuple):
     """`call` is what is timed; `read` turns its result into a (B, H, Lq, Dv) array afterwards."""
 
     call: Callable[[], Any]
-    read: Callable[[Any], np.ndarray] = np.asarray
+    read: Callable[[Any], Array] = np.asarray
 
 
 Ways = Callable[[Problem, int], dict[str, Way]]
