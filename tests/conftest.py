@@ -8,6 +8,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# Spinning threads of NumPy's BLAS and of OpenMP slow each other down. NumPy reads this when it is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import fastattn
 from fastattn import _backend
 

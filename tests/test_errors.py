@@ -135,7 +135,8 @@ BAD_CALLS = [
 
 def messages(calls):
     """Parametrise over the calls of a table, named by their messages."""
-    return pytest.mark.parametrize("call", calls, ids=[call.message.replace("\\", "")[:60] for call in calls])
+    names = [call.message.replace("\\", "")[:60] for call in calls]
+    return pytest.mark.parametrize("call", calls, ids=names)
 
 
 @messages(BAD_CALLS)
