@@ -287,7 +287,7 @@ INLINE void tile_attend_as(const fa_attention_args *a, int nv, int dot, row_bloc
         w->row_sum[r] = w->slope[r] = 0;
     }
     if (m.alibi) {
-        EACH_ROW(t, r, id) w->slope[r] = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0) * (lane)LOG2_E;
+        EACH_ROW(t, r, id) w->slope[r] = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0);
     }
     for (int64_t block = t->first / BLOCK_K * BLOCK_K; block < t->last; block += BLOCK_K) {
         const int64_t j0 = block > t->first ? block : t->first;

@@ -134,7 +134,7 @@ INLINE void dot_accumulate(fa_dtype dtype, int rows, const char *v, int64_t v_ro
         dot_values(dtype, rows, 1, head_dim_v - d, v + d * size, v_row, n, p, alpha, next, acc + d, acc_row);
 }
 
-/* One row's online softmax over s (n): probabilities in place; returns alpha = 2^(m - m'). The vectors that hold s are
+/* One row's online softmax over s (n): probabilities in place; returns alpha = exp(m - m'). The vectors that hold s are
  * whole: what lies past n becomes 0. */
 INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum)
 {
@@ -143,11 +143,11 @@ INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum)
     for (int64_t j = 0; j < n; j += LANES) max = v_max(max, v_load(s + j));
     const lane new_max = v_max_lanes(max), base = new_max == -(lane)INFINITY ? 0 : new_max;
     for (int64_t j = 0; j < n; j += LANES) {
-        const v_t p = v_exp2(v_load(s + j) - v_splat(base));
+        const v_t p = v_exp(v_load(s + j) - v_splat(base));
         sum += p;
         v_store(s + j, p);
     }
-    const lane alpha = lane_exp2(*row_max - base);
+    const lane alpha = lane_exp(*row_max - base);
     *row_max = new_max;
     *row_sum = *row_sum * alpha + v_sum(sum);
     return alpha;
@@ -167,7 +167,7 @@ INLINE int modify_rows(const fa_attention_args *a, modifiers *m, const row_block
         lane slope = 0, distance = 0;
         if (m->additive) hides |= additive_row(a, t, id, j0, n, w->add + r * BLOCK_K);
         if (m->alibi) {
-            slope = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0) * (lane)LOG2_E;
+            slope = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0);
             distance = (lane)(load_int(at(&a->q_position, t->b, 0, 0, 0)) + id.query - j0);
         }
         const v_t begin = v_splat((lane)(t->begin[r] - j0)), end = v_splat((lane)(t->end[r] - j0));

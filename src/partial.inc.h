@@ -30,7 +30,7 @@ static void partial_merge(const partial *into, const partial *from, int64_t rows
             into->row_sum[r] += from->row_sum[r]; /* 0, or NaN from a row with nothing but NaN */
             continue;
         }
-        const lane scale_a = lane_exp2(a - max), scale_b = lane_exp2(b - max);
+        const lane scale_a = lane_exp(a - max), scale_b = lane_exp(b - max);
         into->row_max[r] = max;
         into->row_sum[r] = into->row_sum[r] * scale_a + from->row_sum[r] * scale_b;
         lane *x = into->acc + r * into->acc_row;
@@ -47,21 +47,18 @@ static void partial_finish(const fa_attention_args *a, const row_block *t, const
     {
         lane max = p->row_max[r], sum = p->row_sum[r], *acc = p->acc + r * p->acc_row, sink = -INFINITY;
         if (a->sinks.data) memcpy(&sink, at(&a->sinks, t->b, id.head, 0, 0), sizeof sink);
-        sink *= (lane)LOG2_E;
         lane scale = 1;
         if (sink != -INFINITY) { /* enters the denominator only */
             const lane m = max > sink ? max : sink;
-            scale = max == -INFINITY ? 0 : lane_exp2(max - m);
-            sum = sum * scale + lane_exp2(sink - m);
+            scale = max == -INFINITY ? 0 : lane_exp(max - m);
+            sum = sum * scale + lane_exp(sink - m);
             max = m;
         }
         if (sum == 0) sum = row_attends(a, t, id) ? NAN : 0;
         const lane factor = sum == 0 ? 0 : scale / sum;
         store_row(a->out.dtype, acc, a->head_dim_v, factor, at(&a->out, t->b, id.head, id.query, 0));
         if (a->lse.data) {
-            /* -LANE_MAX: every bias of the row was clamped there, see additive_row; base 2 has no room for it */
-            const double log_sum = max == -LANE_MAX ? max : (max + log2((double)sum)) * LN_2;
-            const lane lse = sum == 0 ? -(lane)INFINITY : (lane)log_sum;
+            const lane lse = sum == 0 ? -(lane)INFINITY : (lane)(max + log((double)sum));
             memcpy(at(&a->lse, t->b, id.head, id.query, 0), &lse, sizeof lse);
         }
     }

@@ -109,8 +109,7 @@ static block_kind mask_kind(const fa_attention_args *a, const row_block *t, int6
     return !some ? BLOCK_EMPTY : all ? BLOCK_FULL : BLOCK_EDGE;
 }
 
-/* add (n) = the row's bias in base 2, -inf where bias or mask hides; returns whether one does. A finite bias never
- * becomes a mask: it is clamped after scaling, since finfo.min * log2(e) overflows. */
+/* add (n) = the row's bias, -inf where bias or mask hides; returns whether one does. */
 static int additive_row(const fa_attention_args *a, const row_block *t, row_id id, int64_t j0, int64_t n, lane *add)
 {
     const v_t hidden = v_splat(-INFINITY);
@@ -122,11 +121,7 @@ static int additive_row(const fa_attention_args *a, const row_block *t, row_id i
         else
             for (int64_t j = 0; j < n; j++) add[j] = load_element(a->bias.dtype, bias + j * a->bias.col);
         for (int64_t j = n; j < round_up(n, LANES); j++) add[j] = 0; /* add holds BLOCK_K, a multiple of LANES */
-        for (int64_t j = 0; j < n; j += LANES) {
-            const v_t x = v_load(add + j);
-            hides |= x == hidden;
-            v_store(add + j, v_select(x == hidden, hidden, v_max(v_splat(-LANE_MAX), x * (lane)LOG2_E)));
-        }
+        for (int64_t j = 0; j < n; j += LANES) hides |= v_load(add + j) == hidden;
     } else
         memset(add, 0, n * sizeof(lane));
     if (a->mask.data) {
@@ -159,8 +154,8 @@ static int row_attends(const fa_attention_args *a, const row_block *t, row_id id
 
 /* Which modifiers a call has, and their constants. */
 typedef struct {
-    lane factor;  /* of q k: scale, times log2(e) or, under a softcap, divided by it */
-    lane softcap; /* softcap * log2(e), or 0 */
+    lane factor;  /* of q k: scale, divided by a softcap */
+    lane softcap; /* or 0 */
     int additive; /* a bias, or a mask at an edge: a matter of the block */
     int alibi;
 } modifiers;
@@ -168,14 +163,14 @@ typedef struct {
 static modifiers modifiers_of(const fa_attention_args *a)
 {
     return (modifiers){
-        .factor = (lane)(a->softcap != 0 ? a->scale / a->softcap : a->scale * LOG2_E),
-        .softcap = (lane)(a->softcap * LOG2_E),
+        .factor = (lane)(a->softcap != 0 ? a->scale / a->softcap : a->scale),
+        .softcap = (lane)a->softcap,
         .alibi = a->alibi_slopes.data != NULL,
     };
 }
 
-/* One vector of scores: `add` from the additive tile, slope in base 2, distance = |position of query - key|, `inside`
- * the lanes within their rows' ranges. */
+/* One vector of scores: `add` from the additive tile, distance = |position of query - key|, `inside` the lanes within
+ * their rows' ranges. A finite bias never becomes a mask: sums that overflow are clamped. */
 INLINE v_t v_modify(const modifiers *m, int edge, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
 {
     const v_t hidden = v_splat(-INFINITY);

@@ -1,6 +1,4 @@
-/* exp2 and tanh on vectors, and the online softmax down the keys of a tile.
- *
- * Scores are in base 2 (log2(e) is folded into the scale), so the softmax needs exp2 alone. */
+/* exp and tanh on vectors, and the online softmax down the keys of a tile. */
 
 #define LOG2_E 1.44269504088896340736
 #define LN_2 0.69314718055994530942
@@ -39,22 +37,27 @@ INLINE v_t v_horner(const lane *poly, int n, v_t x)
     return sum;
 }
 
-/* 2^x for x <= 0 (and a little above): exactly 1 at 0, exactly 0 at -inf, 0 below the normal range, NaN at NaN.
- * x = n + f with n an integer and |f| <= 1/2; n + EXP_BIAS stands in the low bits of x + EXP_ROUND + EXP_BIAS, and
- * shifted to the exponent's place it is 2^n. The last step is a multiplication and no integer addition, for then a
- * NaN cannot turn into a number, and n = -EXP_BIAS gives 0. */
-INLINE v_t v_exp2(v_t x)
+/* e^x for x <= 0 (and a little above): exactly 1 at 0, exactly 0 at -inf, 0 below the normal range, NaN at NaN.
+ *
+ * x log2(e) = n + f with n an integer and |f| <= 1/2; n + EXP_BIAS stands in the low bits of x log2(e) + EXP_ROUND +
+ * EXP_BIAS, and shifted to the exponent's place it is 2^n. The last step is a multiplication and no integer addition,
+ * for then a NaN cannot turn into a number, and n = -EXP_BIAS gives 0.
+ *
+ * Scores stay in natural units: log2(e) enters by the two multiply-adds, at no cost, after the row's maximum has been
+ * subtracted. Folded into the scale, as is usual, it costs digits where scores are large, and a bias near the largest
+ * number overflows. */
+INLINE v_t v_exp(v_t x)
 {
-    const v_t magic = v_splat(EXP_ROUND + EXP_BIAS);
-    x = v_max(v_splat(-EXP_BIAS), x);
-    v_t n = x + magic, f = x - (n - magic);
+    const v_t magic = v_splat(EXP_ROUND + EXP_BIAS), log2_e = v_splat((lane)LOG2_E);
+    x = v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x);
+    v_t n = v_fma(x, log2_e, magic), f = v_fma(x, log2_e, magic - n);
     v_t p = v_fma(v_horner(exp2_poly, COUNT(exp2_poly), f), f, v_splat(1));
     return p * (v_t)((vw_t)n << MANTISSA_BITS);
 }
 
-INLINE lane lane_exp2(lane x)
+INLINE lane lane_exp(lane x)
 {
-    return v_exp2(v_splat(x))[0];
+    return v_exp(v_splat(x))[0];
 }
 
 INLINE v_t v_abs(v_t x)
@@ -65,7 +68,7 @@ INLINE v_t v_abs(v_t x)
 /* tanh: an odd polynomial up to 5/8, beyond it (1 - e) / (1 + e) with e = exp(-2 |x|). */
 INLINE v_t v_tanh(v_t x)
 {
-    v_t z = x * x, e = v_exp2(v_abs(x) * (lane)(-2 * LOG2_E));
+    v_t z = x * x, e = v_exp(v_abs(x) * -2);
     v_t small = v_fma(v_horner(tanh_poly, COUNT(tanh_poly), z) * z, x, x);
     v_t large = (1 - e) / (1 + e);
     return v_select(v_abs(x) > (lane)0.625, v_select(x < 0, -large, large), small);
@@ -73,9 +76,9 @@ INLINE v_t v_tanh(v_t x)
 
 /* Online softmax (Milakov & Gimelshein 2018): s (n, nv vectors) becomes probabilities relative to the running maxima,
  *
- *     m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l' = l 2^(m - m') + sum_j p_j
+ *     m' = max(m, max_j s_j);  p_j = exp(s_j - m');  l' = l exp(m - m') + sum_j p_j
  *
- * row_max (m) and row_sum (l) are updated; alpha receives 2^(m - m'), by which the accumulators must be scaled.
+ * row_max (m) and row_sum (l) are updated; alpha receives exp(m - m'), by which the accumulators must be scaled.
  * Returns whether some alpha differs from 1. Where m' is -inf (no key yet) 0 stands for it, and every p_j is 0. */
 INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_sum, lane *alpha)
 {
@@ -87,7 +90,7 @@ INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_s
     UNROLL for (int u = 0; u < nv; u++)
     {
         base[u] = v_select(max[u] == v_splat(-INFINITY), v_splat(0), max[u]);
-        v_t a = v_exp2(v_load(row_max + u * LANES) - base[u]);
+        v_t a = v_exp(v_load(row_max + u * LANES) - base[u]);
         moved |= a != v_splat(1);
         v_store(alpha + u * LANES, a);
         v_store(row_max + u * LANES, max[u]);
@@ -96,7 +99,7 @@ INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_s
     for (int64_t j = 0; j < n; j++)
         UNROLL for (int u = 0; u < nv; u++)
         {
-            v_t p = v_exp2(v_load(s + j * BLOCK_Q + u * LANES) - base[u]);
+            v_t p = v_exp(v_load(s + j * BLOCK_Q + u * LANES) - base[u]);
             sum[u] += p;
             v_store(s + j * BLOCK_Q + u * LANES, p);
         }
