@@ -1,0 +1,248 @@
+"""What fastattn says of itself, show_config, explain, available_isas, and what the environment changes."""
+
+import re
+
+import numpy as np
+import pytest
+from conftest import COMPILED
+
+import fastattn
+from fastattn import _backend
+from fastattn._bench.cases import Shape, make_inputs
+
+SHAPE = Shape("config", batch=2, heads_q=8, heads_kv=2, len_q=200, len_k=500, head_dim=32)
+Q, K, V = make_inputs(SHAPE, "float32", np.random.default_rng(0))
+
+CONFIG_KEYS = ["version", "backend", "why_numpy", "isa", "isas_available", "isas_compiled", "openmp",
+               "num_threads", "num_threads_from", "compiler", "numpy", "python"]  # fmt: skip
+
+# Whatever the environment of the tests is: the extension if it is there.
+DEFAULT = {"FASTATTN_BACKEND": None, "FASTATTN_ISA": None}
+BUILT = bool(fastattn.available_isas())
+
+
+def test_what_is_exported():
+    for name in fastattn.__all__:
+        assert getattr(fastattn, name).__doc__, f"{name} has no docstring"
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", fastattn.__version__)
+    assert issubclass(fastattn.FallbackWarning, Warning)
+
+
+def test_show_config():
+    config = fastattn.show_config()
+    assert list(config) == CONFIG_KEYS
+    assert config["version"] == fastattn.__version__
+    assert config["num_threads"] == fastattn.get_num_threads()
+    assert config["isas_available"] == fastattn.available_isas()
+    assert set(config["isas_available"]) <= set(config["isas_compiled"])
+    assert config["backend"] == ("compiled" if COMPILED else "numpy")
+    assert (config["why_numpy"] is None) == bool(COMPILED)
+    if BUILT:
+        assert config["isa"] in config["isas_available"]
+        assert "generic" in config["isas_available"]
+        assert config["compiler"]
+        assert isinstance(config["openmp"], bool)
+
+
+def test_reports_print_as_tables():
+    for report in (fastattn.show_config(), fastattn.explain(Q, K, V, causal=True)):
+        lines = repr(report).splitlines()
+        assert len(lines) == len(report)
+        for line, name in zip(lines, report, strict=True):
+            assert re.match(rf"{name} +\S", line), line
+
+
+def test_show_config_follows_what_is_forced(implementation):
+    config = fastattn.show_config()
+    if implementation == "numpy":
+        assert config["backend"] == "numpy"
+        assert config["why_numpy"]
+    else:
+        assert (config["backend"], config["isa"]) == ("compiled", implementation)
+
+
+def test_explain(implementation):
+    report = fastattn.explain(Q, K, V)
+    if implementation == "numpy":
+        assert report["backend"] == report["kernel"] == "numpy"
+    else:
+        assert (report["backend"], report["isa"]) == ("compiled", implementation)
+        assert report["why_numpy"] is None
+    assert report["tiles"] == report["tiles_full"] > 0
+    assert report["tiles_skipped"] == report["tiles_edge"] == 0
+    assert report["copies"] == ()
+    assert report["num_threads"] == fastattn.get_num_threads()
+    rows = SHAPE.len_q * SHAPE.heads_q // SHAPE.heads_kv  # of one KV head
+    least = SHAPE.batch * SHAPE.heads_kv * (rows // report["block_q"]) * (SHAPE.len_k // report["block_k"])
+    assert report["tiles"] >= max(1, least)
+
+
+def test_explain_counts_tiles(implementation):
+    """skipped + full + edge is all, whatever masks; and what is masked is skipped."""
+    mask = np.zeros((200, 500), bool)
+    mask[:, :1] = True
+    for arguments in (
+        {"causal": True},
+        {"causal": True, "q_offset": 0},
+        {"window": (20, 0)},
+        {"mask": mask},
+        {"mask": mask, "kv_lengths": 300},
+        {"kv_lengths": [10, 0]},
+        {"row_ranges": (7, 9)},
+    ):
+        report = fastattn.explain(Q, K, V, **arguments)
+        assert report["tiles"] == report["tiles_skipped"] + report["tiles_full"] + report["tiles_edge"]
+        assert report["tiles_edge"] > 0 or "kv_lengths" in arguments
+    nothing = fastattn.explain(Q, K, V, kv_lengths=0)
+    assert nothing["tiles_skipped"] == nothing["tiles"] > 0
+    long = make_inputs(SHAPE._replace(len_q=2000, len_k=2000), "float32", np.random.default_rng(0))
+    causal = fastattn.explain(*long, causal=True)
+    assert 0.3 < causal["tiles_skipped"] / causal["tiles"] < 0.5
+    window = fastattn.explain(*long, window=(100, 0))
+    assert 0.5 < window["tiles_skipped"] / window["tiles"] < 1
+
+
+def test_explain_computes_nothing():
+    out = np.full((2, 8, 200, 32), 7, np.float32)
+    fastattn.explain(Q, K, V, out=out, return_lse=True)
+    assert (out == 7).all()
+
+
+def test_explain_backend():
+    assert fastattn.explain(Q, K, V, backend="numpy")["why_numpy"]
+    if BUILT:
+        assert fastattn.explain(Q, K, V, backend="compiled")["backend"] == "compiled"
+
+
+@pytest.mark.skipif(not COMPILED, reason="a plan of the compiled kernels")
+def test_short_queries_have_a_kernel_of_their_own():
+    """The kernel follows from rows per KV head, never from batch, threads or kv_lengths."""
+
+    def plan(shape, **arguments):
+        return fastattn.explain(*make_inputs(shape, "float32", np.random.default_rng(0)), **arguments)["kernel"]
+
+    decode = SHAPE._replace(heads_q=2, len_q=1)
+    assert plan(SHAPE) == "tile"
+    assert plan(decode) == "dot"
+    for same in ({"num_threads": 1}, {"num_threads": 9}, {"kv_lengths": [500, 3]}, {"kv_lengths": 0}):
+        assert plan(decode, **same) == "dot"
+        assert plan(SHAPE, **same) == "tile"
+    assert plan(decode._replace(batch=1)) == "dot"
+
+
+def test_copies_are_said():
+    report = fastattn.explain(Q[..., ::2], K[..., :16], V)
+    assert [text.split()[0] for text in report["copies"]] == ["q"]
+    assert "head dimension" in report["copies"][0]
+    bias = np.zeros((200, 500), ">f4")
+    assert [text.split()[0] for text in fastattn.explain(Q, K, V, bias=bias)["copies"]] == ["bias"]
+
+
+def test_available_isas_come_best_first():
+    order = ["avx512bf16", "avx512", "avx2", "neon", "generic"]
+    isas = fastattn.available_isas()
+    assert list(isas) == sorted(isas, key=order.index)
+    assert all(isa in fastattn.show_config()["isas_compiled"] for isa in isas)
+
+
+@pytest.mark.parametrize("isa", COMPILED)
+def test_the_environment_forces_an_isa(isa, python):
+    code = "import fastattn; print(fastattn.show_config()['isa'])"
+    assert python(code, **{**DEFAULT, "FASTATTN_ISA": isa}).stdout == f"{isa}\n"
+
+
+@pytest.mark.parametrize("isa", ["sse9", "AVX2", "neon" if "avx2" in COMPILED else "avx512"])
+def test_an_isa_that_is_not_available(isa, python):
+    run = python("import fastattn", **{**DEFAULT, "FASTATTN_ISA": isa})
+    assert run.returncode == 1
+    assert f"FASTATTN_ISA is {isa!r}; available here: " in run.stderr
+    for available in fastattn.available_isas():
+        assert available in run.stderr
+    with pytest.raises(ValueError, match=isa), _backend.forced(isa=isa):
+        pass
+
+
+COMPUTE = """
+import numpy as np, warnings
+import fastattn
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        fastattn.attention(np.ones((2, 4)), np.ones((2, 4)), np.ones((2, 4)){})
+print(fastattn.show_config()["backend"], [w.category.__name__ for w in caught], *(w.filename for w in caught))
+"""
+
+
+def test_the_environment_chooses_the_backend(python):
+    assert python(COMPUTE.format(""), **{**DEFAULT, "FASTATTN_BACKEND": "numpy"}).stdout == "numpy []\n"
+    run = python(COMPUTE.format(""), **{**DEFAULT, "FASTATTN_BACKEND": "compiled"})
+    if BUILT:
+        assert run.stdout == "compiled []\n"
+    else:
+        assert "FASTATTN_BACKEND is 'compiled', but" in run.stderr
+    run = python("import fastattn", FASTATTN_BACKEND="cuda")
+    assert run.returncode == 1
+    assert "FASTATTN_BACKEND is 'cuda'; expected one of compiled, numpy" in run.stderr
+
+
+# As on a machine where nothing was compiled, whether or not something was here.
+NOT_COMPILED = "import sys; sys.modules['fastattn._core'] = None\n"
+
+
+def test_the_fallback_warns_once(python):
+    """And points at the caller's line."""
+    run = python(NOT_COMPILED + COMPUTE.format(""), **DEFAULT)
+    assert run.stdout == "numpy ['FallbackWarning'] <string>\n", run.stderr
+
+
+def test_the_fallback_that_was_asked_for_does_not_warn(python):
+    assert python(NOT_COMPILED + COMPUTE.format(", backend='numpy'"), **DEFAULT).stdout == "numpy []\n"
+    environment = {**DEFAULT, "FASTATTN_BACKEND": "numpy"}
+    assert python(NOT_COMPILED + COMPUTE.format(""), **environment).stdout == "numpy []\n"
+
+
+def test_without_the_extension(python):
+    """Nothing but speed is missing: everything says why, and how to get it."""
+    code = NOT_COMPILED + """
+import warnings
+import numpy as np
+import fastattn
+assert fastattn.available_isas() == ()
+config = fastattn.show_config()
+assert config["backend"] == "numpy" and config["isa"] is None and config["isas_compiled"] == (), config
+assert "_core" in config["why_numpy"], config
+q = np.ones((3, 4))
+assert fastattn.explain(q, q, q)["why_numpy"]
+try:
+    fastattn.attention(q, q, q, backend="compiled")
+except ValueError as error:
+    assert "backend is 'compiled'" in str(error) and "_core" in str(error), error
+else:
+    raise AssertionError("an explicit backend fell back")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    fastattn.scaled_dot_product_attention(q, q, q)
+assert "compile" in str(caught[0].message), caught
+print("good")
+"""
+    run = python(code, **DEFAULT)
+    assert run.stdout == "good\n", run.stderr
+    run = python(NOT_COMPILED + "import fastattn", **{**DEFAULT, "FASTATTN_BACKEND": "compiled"})
+    assert run.returncode == 1
+    assert "FASTATTN_BACKEND is 'compiled'" in run.stderr
+    run = python(NOT_COMPILED + "import fastattn", **{**DEFAULT, "FASTATTN_ISA": "avx2"})
+    assert run.returncode == 1
+    assert "FASTATTN_ISA is 'avx2'; available here: none" in run.stderr
+
+
+def test_importing_is_light(python):
+    """NumPy is the only thing that comes with it."""
+    code = """
+import sys
+import numpy
+before = set(sys.modules)
+import fastattn
+new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+print(sorted(name for name in new if "cython" not in name))
+"""
+    assert python(code).stdout == "['fastattn']\n"

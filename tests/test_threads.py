@@ -1,0 +1,266 @@
+"""Threads, processes and signals: many callers at once, a fork, Ctrl-C, the GIL, the environment."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from conftest import IMPLEMENTATIONS, child_environment, forced
+from oracle import assert_same_bits, spread_inputs
+
+import fastattn
+from fastattn import _backend
+from fastattn._bench.cases import Shape, combine
+
+SHAPE = Shape("threads", batch=2, heads_q=4, heads_kv=2, len_q=120, len_k=300, head_dim=32)
+
+posix = pytest.mark.skipif(os.name != "posix", reason="POSIX signals and forks")
+
+
+def test_several_python_threads_at_once(implementation):
+    variants = ["plain", "causal", "mask", "alibi", "kv_lengths", "sinks", "bias", "window"]
+    calls, expected = [], []
+    for seed, variant in enumerate(variants):
+        rng = np.random.default_rng(seed)
+        calls.append((spread_inputs(SHAPE, "float32", rng), combine((variant,), SHAPE, rng)))
+        expected.append(fastattn.attention(*calls[-1][0], **calls[-1][1], return_lse=True))
+    errors = []
+    start = threading.Barrier(len(calls))
+
+    def work(n):
+        arrays, arguments = calls[n]
+        try:
+            start.wait()
+            for num_threads in (1, 2, 3) * 4:
+                got = fastattn.attention(*arrays, **arguments, return_lse=True, num_threads=num_threads)
+                assert_same_bits(got, expected[n])
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(len(calls))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not errors, errors[0]
+
+
+def test_an_error_in_one_thread_is_that_thread_s_own(implementation):
+    q, k, v = spread_inputs(SHAPE, "float32", np.random.default_rng(0))
+    expected = fastattn.attention(q, k, v)
+    raised = []
+
+    def bad():
+        for _ in range(50):
+            with pytest.raises(ValueError, match="scale"):
+                fastattn.attention(q, k, v, scale=np.nan)
+            raised.append(True)
+
+    worker = threading.Thread(target=bad)
+    worker.start()
+    for _ in range(10):
+        assert_same_bits([fastattn.attention(q, k, v)], [expected])
+    worker.join()
+    assert len(raised) == 50
+
+
+def test_the_gil_is_released(implementation):
+    """Another thread sees a result that is half there: it ran while attention() was computing."""
+    n = 64
+    q = np.ones((n, 1, 512, 64), np.float32)
+    out = np.empty(q.shape, np.float32)
+
+    def watch():
+        while not (done.is_set() or seen):
+            there = np.count_nonzero(out[:, 0, -1, -1] == 1)
+            if 0 < there < n:
+                seen.append(there)
+
+    seen = []
+    for _ in range(20):  # a call is short, and the machine may be busy
+        out[...] = np.nan
+        done = threading.Event()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        fastattn.attention(q, q, q, out=out, num_threads=1)
+        done.set()
+        watcher.join()
+        if seen:
+            return
+    raise AssertionError("nothing else ran during the calls")
+
+
+FORK = """
+import os, signal, sys
+import numpy as np
+import fastattn
+from fastattn import _backend
+
+implementation = sys.argv[1]
+kwargs = {"backend": "numpy"} if implementation == "numpy" else {"isa": implementation, "backend": "compiled"}
+q = np.random.default_rng(0).standard_normal((8, 4, 200, 32), np.float32)
+with _backend.forced(**kwargs):
+    before = fastattn.attention(q, q, q, num_threads=2)  # libgomp has its threads now
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a hang ends
+        same = all((fastattn.attention(q, q, q, num_threads=n) == before).all() for n in (None, 1, 4))
+        os._exit(0 if same and fastattn.get_num_threads() == 1 else 3)
+    assert os.waitpid(child, 0)[1] == 0, "the child hung or computed something else"
+    assert (fastattn.attention(q, q, q, num_threads=2) == before).all(), "the parent afterwards"
+"""
+
+
+@posix
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_forked_child_computes(implementation):
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, implementation], timeout=120,
+                         env=child_environment(), capture_output=True, text=True)  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert not run.stderr
+
+
+MULTIPROCESSING = """
+import multiprocessing
+import numpy as np
+import fastattn
+
+def work(seed):
+    q = np.random.default_rng(seed).standard_normal((4, 200, 32), np.float32)
+    return fastattn.attention(q, q, q)
+
+if __name__ == "__main__":
+    work(0)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        for seed, out in enumerate(pool.map(work, range(4))):
+            assert (out == work(seed)).all()
+"""
+
+
+@posix
+def test_a_pool_of_forked_processes(python):
+    run = python("import warnings; warnings.simplefilter('ignore')\n" + MULTIPROCESSING)
+    assert run.returncode == 0, run.stderr
+
+
+# Hours of work: one query block and one key block, seen as very many by strides of 0.
+ENDLESS = """
+import sys
+import numpy as np
+import fastattn
+from fastattn import _backend
+
+implementation, num_threads = sys.argv[1:]
+kwargs = {"backend": "numpy"} if implementation == "numpy" else {"isa": implementation, "backend": "compiled"}
+q = np.broadcast_to(np.ones((1, 1, 256, 64), np.float32), (100_000, 4, 256, 64))
+k = np.broadcast_to(np.ones((1, 1, 2048, 64), np.float32), (100_000, 4, 2048, 64))
+v = k[..., :1]
+with _backend.forced(**kwargs):
+    print("computing", flush=True)
+    try:
+        fastattn.attention(q, k, v, num_threads=int(num_threads))
+    except KeyboardInterrupt:
+        q = np.ones((2, 100, 16), np.float32)
+        assert (fastattn.attention(q, q, q, num_threads=2) == 1).all()  # as if nothing had happened
+        print("interrupted", flush=True)
+"""
+
+
+@posix
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_ctrl_c(implementation, num_threads):
+    command = [sys.executable, "-W", "ignore", "-c", ENDLESS, implementation, str(num_threads)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    child = subprocess.Popen(command, env=child_environment(), **pipes)
+    try:
+        assert child.stdout.readline() == "computing\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.5)  # it is on its way, and not done soon
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.wait()
+    assert out == "interrupted\n", err
+    assert child.returncode == 0
+
+
+def test_set_num_threads_and_forced():
+    before = fastattn.get_num_threads()
+    try:
+        fastattn.set_num_threads(3)
+        assert fastattn.get_num_threads() == 3
+        with _backend.forced(num_threads=5):
+            assert fastattn.get_num_threads() == 5
+            q = np.ones((3, 4))
+            assert fastattn.explain(q, q, q)["num_threads"] == 5
+            assert fastattn.explain(q, q, q, num_threads=2)["num_threads"] == 2
+        assert fastattn.get_num_threads() == 3
+    finally:
+        fastattn.set_num_threads(before)
+
+
+def test_forced_is_undone_by_an_exception():
+    before = dict(fastattn.show_config())
+    with pytest.raises(KeyError), forced(IMPLEMENTATIONS[0], num_threads=7):
+        raise KeyError
+    assert dict(fastattn.show_config()) == before
+
+
+THREADS = "import fastattn; print(fastattn.get_num_threads())"
+
+
+@pytest.mark.parametrize(("environment", "expected"), [
+    ({"FASTATTN_NUM_THREADS": 3, "OMP_NUM_THREADS": None}, 3),
+    ({"FASTATTN_NUM_THREADS": None, "OMP_NUM_THREADS": 5}, 5),
+    ({"FASTATTN_NUM_THREADS": 3, "OMP_NUM_THREADS": 5}, 3),
+    ({"FASTATTN_NUM_THREADS": None, "OMP_NUM_THREADS": "4,2"}, 4),
+    ({"FASTATTN_NUM_THREADS": "", "OMP_NUM_THREADS": 7}, 7),
+])  # fmt: skip
+def test_the_environment_s_threads(environment, expected, python):
+    run = python(THREADS, **environment)
+    assert run.stdout == f"{expected}\n", run.stderr
+
+
+def test_threads_without_a_word_are_the_cpus_that_we_may_use(python):
+    run = python(THREADS, FASTATTN_NUM_THREADS=None, OMP_NUM_THREADS=None)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert 1 <= int(run.stdout) <= cpus
+    if hasattr(os, "sched_setaffinity"):
+        one = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n" + THREADS
+        assert python(one, FASTATTN_NUM_THREADS=None, OMP_NUM_THREADS=None).stdout == "1\n"
+
+
+@pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", "100000000"])
+def test_a_wrong_number_of_threads_in_the_environment(value, python):
+    run = python("import fastattn", FASTATTN_NUM_THREADS=value)
+    assert run.returncode == 1
+    assert f"FASTATTN_NUM_THREADS is {value!r}; expected" in run.stderr
+
+
+def test_cgroup_quotas(tmp_path):
+    """The smallest quota of the group and its ancestors, in CPUs rounded up."""
+
+    def write(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    assert _backend._cgroup_quota(str(tmp_path)) is None
+    write("proc/self/cgroup", "0::/a/b\n")
+    assert _backend._cgroup_quota(str(tmp_path)) is None
+    write("sys/fs/cgroup/a/b/cpu.max", "max 100000\n")
+    assert _backend._cgroup_quota(str(tmp_path)) is None
+    write("sys/fs/cgroup/a/cpu.max", "250000 100000\n")
+    assert _backend._cgroup_quota(str(tmp_path)) == 3
+    write("sys/fs/cgroup/a/b/cpu.max", "50000 100000\n")
+    assert _backend._cgroup_quota(str(tmp_path)) == 1
+    write("proc/self/cgroup", "4:memory:/x\n3:cpu,cpuacct:/a\n")
+    write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n")
+    write("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n")
+    assert _backend._cgroup_quota(str(tmp_path)) is None
+    write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "400000\n")
+    assert _backend._cgroup_quota(str(tmp_path)) == 4
