@@ -32,7 +32,10 @@ def _bench(options: argparse.Namespace) -> int:
     from fastattn._bench import plot, report, run
 
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
-    print("This takes", "less than a minute." if options.quick else "about ten minutes (--quick: one).")
+    print(
+        "This takes",
+        "less than a minute." if options.quick else "about a quarter of an hour (--quick: under a minute).",
+    )
     result = run.run(
         run.plan(options.dtype, options.quick, seed),
         threads=options.threads or fastattn.get_num_threads(),

@@ -97,9 +97,8 @@ def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
     """Attention of ONNX opset 23 on (B, H, L, D); opset 24 where it brings key lengths."""
     if problem.dtype not in ("float32", "float16"):
         raise Unsupported(f"has no {problem.dtype} kernel")
+    refuse_dense(problem)
     shape, keep = problem.shape, problem.kept_keys()
-    if problem.causal or keep is not None:
-        refuse_dense(problem)
     q, k, v = problem.inputs()
     feeds = {"q": q, "k": k, "v": v}
 
@@ -136,9 +135,8 @@ def onnx_multi_head(problem: Problem, threads: int) -> dict[str, Way]:
         raise Unsupported(f"has no {problem.dtype} kernel")
     if problem.group > 1:
         raise Unsupported("has no grouped heads")
+    refuse_dense(problem)
     shape, keep = problem.shape, problem.kept_keys()
-    if problem.causal or keep is not None:
-        refuse_dense(problem)
     q, k, v = problem.inputs()
     packed = q.swapaxes(1, 2).reshape(shape.batch, shape.len_q, -1)
     feeds = {"q": np.ascontiguousarray(packed), "k": k, "v": v}
@@ -168,6 +166,7 @@ def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
 
     if problem.dtype == "float64":
         raise Unsupported("computes float64 in float32")
+    refuse_dense(problem, copies=1)
     core = openvino.Core()
     name, capability = {
         "float32": ("f32", "FP32"),

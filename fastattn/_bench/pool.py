@@ -64,7 +64,7 @@ class WorkerProcess:
     def _pipe(self, name: str) -> Any:
         return getattr(self.process, name)
 
-    def ask(self, do: str, *, timeout: float = 120, **arguments: Any) -> dict[str, Any]:
+    def ask(self, do: str, *, timeout: float = 600, **arguments: Any) -> dict[str, Any]:
         """Wake the worker, have it answer one request, and stop it again."""
         if CAN_STOP:
             self.process.send_signal(signal.SIGCONT)

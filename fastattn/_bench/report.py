@@ -119,8 +119,10 @@ def _reasons(report: Json) -> Iterator[str]:
                 if kind in answer:
                     where = f"{row['section'].split(',')[0]} {row['shape']['name']}"
                     reasons.setdefault(f"{name} {kind}: {answer[kind]}", []).append(where)
-    if reasons:
+    if reasons or report["left_out"]:
         yield ""
+    if report["left_out"]:
+        yield f"  left out, the time was over: {'; '.join(report['left_out'])}"
     for reason, places in reasons.items():
         more = f" and {len(places) - 2} more" if len(places) > 2 else ""
         yield f"  {reason} ({'; '.join(places[:2])}{more})"

@@ -26,9 +26,9 @@ class Way(NamedTuple):
 Ways = Callable[[Problem, int], dict[str, Way]]
 
 
-def refuse_dense(problem: Problem) -> None:
-    """For engines that hold all scores at once, some of them twice."""
-    need = 2 * problem.scores_bytes
+def refuse_dense(problem: Problem, copies: int = 2) -> None:
+    """For engines that hold all scores at once, and some of them copies."""
+    need = copies * problem.scores_bytes
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else need
     if need > free / 2:
         raise Unsupported(f"holds every score at once: {need / 1e9:.0f} GB")
