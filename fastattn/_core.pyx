@@ -60,11 +60,11 @@ cdef extern from "fastattn.h" nogil:
         double scale, softcap
     ctypedef struct fa_plan:
         fa_kernel_kind kind
-        int block_q, block_k, bf16_dot
+        int block_q, block_k, tiles, bf16_dot
         int64_t n_tasks, split_k, n_splits, scratch_bytes, partial_bytes
         double flops
     ctypedef struct fa_kernels:
-        void (*plan)(const fa_attention_args *, fa_plan *) noexcept nogil
+        void (*plan)(const fa_attention_args *, int, fa_plan *) noexcept nogil
         void (*run)(const fa_attention_args *, const fa_plan *, int64_t, void *) noexcept nogil
         void (*run_split)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, void *) noexcept nogil
         void (*merge)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, const void *) noexcept nogil
@@ -277,7 +277,7 @@ def attention(args):
     cdef list errors = []
     loop.kernels = fa_isa_kernels(_isa, a.q.dtype)
     loop.args = &a
-    loop.kernels.plan(&a, &loop.plan)
+    loop.kernels.plan(&a, threads, &loop.plan)
     if loop.plan.flops < (PARALLEL_DOT if loop.plan.kind == FA_DOT else PARALLEL_TILE):
         threads = 1
     # With few KV heads their splits are the tasks; with many, a head is.
@@ -309,13 +309,14 @@ def plan(args):
     cdef fa_attention_args a
     cdef fa_plan p
     PyMem_RawFree(_set_args(&a, args))  # the plan looks at shapes and dtypes only
-    fa_isa_kernels(_isa, a.q.dtype).plan(&a, &p)
+    fa_isa_kernels(_isa, a.q.dtype).plan(&a, args.num_threads, &p)
     return {
         "kernel": "dot" if p.kind == FA_DOT else "tile",
         "isa": get_isa(),
         "bf16_dot": bool(p.bf16_dot),
         "block_q": p.block_q,
         "block_k": p.block_k,
+        "tiles_per_task": p.tiles,
         "split_k": p.split_k or None,
         "scratch_bytes_per_thread": p.scratch_bytes,
     }

@@ -1,49 +1,67 @@
-/* One task of the tile kernel: a block of query rows against the keys of their ranges, queries on the lanes.
+/* One task of the tile kernel: up to TILES blocks of query rows against the keys of their ranges, queries on the lanes.
  *
- *     Q^T = transpose(factor * Q)                      rows of one KV head: (query, head in group) pairs
- *     for each block of keys that some row attends:
+ *     Q^T = transpose(scale * Q)                       rows of one KV head: (query, head in group) pairs
+ *     for each block of keys, and each tile of rows that attends some of it:
  *         S^T = K Q^T                                  K read in place, one scalar broadcast at a time
  *         S^T = modifiers and masks of S^T             scores.inc.h; nothing where the block is full
  *         P^T, m, l, alpha = online softmax of S^T     softmax.inc.h
  *         O^T = alpha O^T + V^T P^T                    V read in place
  *     O = transpose(O^T) / l
  *
- * FlashAttention-2 (Dao 2023) turned on its side: lanes are queries, so softmax needs no horizontal reduction. */
+ * FlashAttention-2 (Dao 2023) turned on its side: lanes are queries, so softmax needs no horizontal reduction.
+ *
+ * Keys and values are copied once per block, and shared by the tiles, where that pays: 16-bit ones are widened (or the
+ * values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered:
+ * strides of (batch, length, heads, head_dim) arrays fall on the same cache sets (docs/performance.md). */
 
-/* A thread's scratch. qt, s, add, ot, pairs have the row pitch BLOCK_Q. */
+#define TILES 4 /* most tiles of a task */
+
+/* One tile: its rows and their state. */
 typedef struct {
-    lane *qt, *s, *add, *ot;  /* (head_dim), (BLOCK_K), (BLOCK_K), (head_dim_v) rows */
-    lane *pairs;              /* (BLOCK_K / 2): probabilities as pairs of bfloat16 */
-    lane *rows;               /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
-    lane *k, *v;              /* (BLOCK_K, head_dim), (BLOCK_K, head_dim_v): converted keys and values */
-    lane *row_max, *row_sum, *alpha, *slope, *position, *begin, *end; /* (BLOCK_Q) */
-    int64_t *range;           /* (2, BLOCK_Q) */
+    row_block t;
+    lane *qt, *ot;                   /* (head_dim), (head_dim_v) rows of pitch BLOCK_Q */
+    lane *row_max, *row_sum, *slope; /* (BLOCK_Q) */
+    int fresh;                       /* no block yet: ot holds nothing */
+} tile_state;
+
+/* A thread's scratch. s, add, pairs have the row pitch BLOCK_Q. */
+typedef struct {
+    tile_state tiles[TILES];
+    lane *s, *add;                         /* (BLOCK_K) rows: scores, then probabilities; additive tile */
+    lane *pairs;                           /* (BLOCK_K / 2): probabilities as pairs of bfloat16 */
+    lane *rows;                            /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
+    lane *k, *v;                           /* (BLOCK_K, head_dim), (BLOCK_K, head_dim_v): copied keys and values */
+    lane *alpha, *position, *begin, *end;  /* (BLOCK_Q) */
 } tile_scratch;
 
-/* Cuts up `memory`; returns the bytes it takes, also for memory == NULL. */
-static int64_t tile_scratch_at(const fa_attention_args *a, void *memory, tile_scratch *w)
+/* Cuts up `memory` for so many tiles; returns the bytes it takes, also for memory == NULL. */
+static int64_t tile_scratch_at(const fa_attention_args *a, int tiles, void *memory, tile_scratch *w)
 {
     lane *next = memory;
     int64_t used = 0;
-#define TAKE(field, n) (w->field = memory ? next + used : NULL, used += round_up(n, 64 / sizeof(lane)))
-    TAKE(qt, a->head_dim * BLOCK_Q);
-    TAKE(s, BLOCK_K * BLOCK_Q);
-    TAKE(add, BLOCK_K * BLOCK_Q);
-    TAKE(ot, a->head_dim_v * BLOCK_Q);
-    TAKE(pairs, BLOCK_K / 2 * BLOCK_Q);
-    TAKE(rows, BLOCK_Q * BLOCK_K);
-    TAKE(k, BLOCK_K * round_up(a->head_dim, LANES));
-    TAKE(v, BLOCK_K * round_up(a->head_dim_v, LANES));
-    TAKE(row_max, BLOCK_Q);
-    TAKE(row_sum, BLOCK_Q);
-    TAKE(alpha, BLOCK_Q);
-    TAKE(slope, BLOCK_Q);
-    TAKE(position, BLOCK_Q);
-    TAKE(begin, BLOCK_Q);
-    TAKE(end, BLOCK_Q);
+#define TAKE(field, n) ((field) = memory ? (void *)(next + used) : NULL, used += round_up(n, 64 / sizeof(lane)))
+    TAKE(w->s, BLOCK_K * BLOCK_Q);
+    TAKE(w->add, BLOCK_K * BLOCK_Q);
+    TAKE(w->pairs, BLOCK_K / 2 * BLOCK_Q);
+    TAKE(w->rows, BLOCK_Q * BLOCK_K);
+    TAKE(w->k, BLOCK_K * round_up(a->head_dim, LANES));
+    TAKE(w->v, BLOCK_K * round_up(a->head_dim_v, LANES));
+    TAKE(w->alpha, BLOCK_Q);
+    TAKE(w->position, BLOCK_Q);
+    TAKE(w->begin, BLOCK_Q);
+    TAKE(w->end, BLOCK_Q);
+    for (int i = 0; i < tiles; i++) {
+        tile_state *tile = w->tiles + i;
+        TAKE(tile->qt, a->head_dim * BLOCK_Q);
+        TAKE(tile->ot, a->head_dim_v * BLOCK_Q);
+        TAKE(tile->row_max, BLOCK_Q);
+        TAKE(tile->row_sum, BLOCK_Q);
+        TAKE(tile->slope, BLOCK_Q);
+        TAKE(tile->t.begin, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
+        TAKE(tile->t.end, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
+    }
 #undef TAKE
-    w->range = memory ? (int64_t *)(next + used) : NULL;
-    return used * (int64_t)sizeof(lane) + 2 * BLOCK_Q * (int64_t)sizeof(int64_t);
+    return used * (int64_t)sizeof(lane);
 }
 
 /* One vector of a query row, from lane d on, of which n lanes are left; under `dot` lanes are pairs of bfloat16. */
@@ -60,7 +78,7 @@ INLINE v_t load_query(fa_dtype dtype, int dot, const char *q, int64_t d, int64_t
 
 /* qt (head_dim, rows) = transpose(factor * q); under `dot` pairs, unscaled. Lanes without a row become 0. */
 INLINE void load_queries_as(fa_dtype dtype, const fa_attention_args *a, const row_block *t, int dot, lane factor,
-                            const tile_scratch *w)
+                            lane *qt)
 {
     const int64_t depth = dot ? (a->head_dim + 1) / 2 : a->head_dim;
     const char *rows[BLOCK_Q] = {NULL};
@@ -74,16 +92,16 @@ INLINE void load_queries_as(fa_dtype dtype, const fa_attention_args *a, const ro
                 x[i] = dot ? q : q * v_splat(factor);
             }
             v_transpose(x);
-            for (int i = 0; i < (n < LANES ? n : LANES); i++) v_store(w->qt + (d + i) * BLOCK_Q + r, x[i]);
+            for (int i = 0; i < (n < LANES ? n : LANES); i++) v_store(qt + (d + i) * BLOCK_Q + r, x[i]);
         }
 }
 
-static void load_queries(const fa_attention_args *a, const row_block *t, int dot, lane factor, const tile_scratch *w)
+static void load_queries(const fa_attention_args *a, const row_block *t, int dot, lane factor, lane *qt)
 {
-    if (dot) load_queries_as(FA_BF16, a, t, 1, factor, w);
-    else if (a->q.dtype == FA_F16) load_queries_as(FA_F16, a, t, 0, factor, w);
-    else if (a->q.dtype == FA_BF16) load_queries_as(FA_BF16, a, t, 0, factor, w);
-    else load_queries_as(LANE_BITS == 64 ? FA_F64 : FA_F32, a, t, 0, factor, w);
+    if (dot) load_queries_as(FA_BF16, a, t, 1, factor, qt);
+    else if (a->q.dtype == FA_F16) load_queries_as(FA_F16, a, t, 0, factor, qt);
+    else if (a->q.dtype == FA_BF16) load_queries_as(FA_BF16, a, t, 0, factor, qt);
+    else load_queries_as(LANE_BITS == 64 ? FA_F64 : FA_F32, a, t, 0, factor, qt);
 }
 
 /* The additive tile, add (n keys, rows): one row for all where mask and bias do not depend on the query. Returns
@@ -105,9 +123,10 @@ static int load_additive(const fa_attention_args *a, const row_block *t, int64_t
 }
 
 /* Modifiers and masks of s (n keys, nv vectors of queries); j0 is the first key. */
-INLINE void modify_tile(int nv, const modifiers *m, int edge, const row_block *t, int64_t j0, int64_t n, int64_t position,
-                        const tile_scratch *w)
+INLINE void modify_tile(int nv, const modifiers *m, int edge, const tile_state *tile, int64_t j0, int64_t n,
+                        int64_t position, const tile_scratch *w)
 {
+    const row_block *t = &tile->t;
     for (int64_t r = 0; r < BLOCK_Q; r++) { /* relative to j0, where they are small and exact */
         const int64_t row = r < t->rows ? r : t->rows - 1;
         w->begin[r] = (lane)(t->begin[row] - j0);
@@ -120,7 +139,7 @@ INLINE void modify_tile(int nv, const modifiers *m, int edge, const row_block *t
         {
             const int64_t lanes = u * LANES, at = j * BLOCK_Q + lanes;
             const vi_t inside = (v_load(w->begin + lanes) <= key) & (key < v_load(w->end + lanes));
-            const v_t slope = m->alibi ? v_load(w->slope + lanes) : key;
+            const v_t slope = m->alibi ? v_load(tile->slope + lanes) : key;
             const v_t distance = m->alibi ? v_abs(v_load(w->position + lanes) - key) : key;
             const v_t add = m->additive ? v_load(w->add + at) : key;
             v_store(w->s + at, v_modify(m, edge, v_load(w->s + at), add, slope, distance, inside));
@@ -128,135 +147,150 @@ INLINE void modify_tile(int nv, const modifiers *m, int edge, const row_block *t
     }
 }
 
-/* Values of a block, ready for block_pv. */
+/* A block of keys and values, [first, first + n) of the sequence, as the tiles read it. */
 typedef struct {
-    const char *data;
-    int64_t row;
-    int64_t bad[BLOCK_K], n_bad; /* rows that are not finite, zeroed here: see add_bad_values */
-} value_block;
+    int64_t first, n;
+    const char *k, *v; /* row `first`; NULL until a tile asks */
+    int64_t k_row, v_row;
+    int checked;                 /* the values were looked at */
+    int64_t bad[BLOCK_K], n_bad; /* rows of values that are not finite and were zeroed: see take_out_bad_values */
+} key_block;
 
-/* A probability of 0 does not shield a NaN or Inf in V, so where some lanes do not attend (`edge`), rows that are not
- * finite are taken out, and added afterwards to the lanes that do attend them. */
-INLINE void load_values(const fa_attention_args *a, int dot, int edge, const char *v, int64_t n, const tile_scratch *w,
-                        value_block *values)
+INLINE int is_dense(const fa_array *x, int64_t width)
 {
-    const fa_dtype dtype = a->v.dtype;
-    const int64_t size = dtype_size(dtype), width = a->head_dim_v;
-    values->n_bad = 0;
-    if (edge)
+    return x->row == width * dtype_size(x->dtype);
+}
+
+/* Keys and values in place, or copied to scratch. */
+INLINE void load_block(const fa_attention_args *a, const row_block *t, int dot, const tile_scratch *w, key_block *block)
+{
+    const char *k = at(&a->k, t->b, t->h_kv, block->first, 0), *v = at(&a->v, t->b, t->h_kv, block->first, 0);
+    const int64_t n = block->n, wide = sizeof(lane), width = a->head_dim, width_v = a->head_dim_v;
+    block->k = k, block->k_row = a->k.row;
+    block->v = v, block->v_row = a->v.row;
+    if (dot && (width % 2 || !is_dense(&a->k, width))) { /* an odd head_dim: the last pair must not be read past */
+        block->k = (const char *)w->k, block->k_row = round_up(width, 2) * 2;
         for (int64_t j = 0; j < n; j++) {
-            const char *row = v + j * a->v.row;
-            const int finite = dtype == FA_BF16  ? row_finite(FA_BF16, row, width)
-                               : dtype == FA_F16 ? row_finite(FA_F16, row, width)
-                                                 : row_finite(LANE_BITS == 64 ? FA_F64 : FA_F32, row, width);
-            if (!finite) values->bad[values->n_bad++] = j;
+            char *row = (char *)w->k + j * block->k_row;
+            memset(row + block->k_row - 2, 0, 2);
+            memcpy(row, k + j * a->k.row, width * 2);
         }
-    if (size == sizeof(lane) && !values->n_bad) {
-        values->data = v;
-        values->row = a->v.row;
-        return;
+    } else if (!dot && (dtype_size(a->k.dtype) != wide || !is_dense(&a->k, width))) {
+        block->k = (const char *)w->k, block->k_row = width * wide;
+        for (int64_t j = 0; j < n; j++) load_row(a->k.dtype, k + j * a->k.row, width, 1, w->k + j * width);
     }
-    values->data = (const char *)w->v;
-    values->row = width * (int64_t)sizeof(lane);
-    int64_t bad = 0;
 #if V_BF16_DOT
-    if (dot) { /* rows 2j and 2j + 1 become one row of pairs */
+    if (dot) { /* rows 2j and 2j + 1 become one row of pairs; an odd last one is paired with 0 */
         static const uint16_t zeros[LANES];
+        block->v = (const char *)w->v, block->v_row = width_v * wide;
         for (int64_t j = 0; j < n; j += 2) {
-            const int bad0 = bad < values->n_bad && values->bad[bad] == j;
-            bad += bad0;
-            const int bad1 = bad < values->n_bad && values->bad[bad] == j + 1;
-            bad += bad1;
-            const char *row0 = bad0 ? NULL : v + j * a->v.row, *row1 = bad1 || j + 1 == n ? NULL : v + (j + 1) * a->v.row;
-            lane *out = w->v + j / 2 * width;
+            const char *row0 = v + j * a->v.row, *row1 = row0 + a->v.row;
+            lane *out = w->v + j / 2 * width_v;
             int64_t d = 0;
-            for (; d + LANES <= width; d += LANES)
-                v_store(out + d, v_pair_bf16(row0 ? row0 + d * 2 : (const char *)zeros,
-                                             row1 ? row1 + d * 2 : (const char *)zeros));
-            if (d < width) {
+            for (; d + LANES <= width_v; d += LANES)
+                v_store(out + d, v_pair_bf16(row0 + d * 2, j + 1 < n ? row1 + d * 2 : (const char *)zeros));
+            if (d < width_v) {
                 uint16_t part[2][LANES] = {{0}};
-                if (row0) memcpy(part[0], row0 + d * 2, (width - d) * 2);
-                if (row1) memcpy(part[1], row1 + d * 2, (width - d) * 2);
-                v_store_n(out + d, v_pair_bf16(part[0], part[1]), width - d);
+                memcpy(part[0], row0 + d * 2, (width_v - d) * 2);
+                if (j + 1 < n) memcpy(part[1], row1 + d * 2, (width_v - d) * 2);
+                v_store_n(out + d, v_pair_bf16(part[0], part[1]), width_v - d);
             }
         }
         return;
     }
 #endif
-    (void)dot;
-    for (int64_t j = 0; j < n; j++) {
-        if (bad < values->n_bad && values->bad[bad] == j) {
-            bad++;
-            memset(w->v + j * width, 0, width * sizeof(lane));
-        } else
-            load_row(dtype, v + j * a->v.row, width, 1, w->v + j * width);
+    if (dtype_size(a->v.dtype) != wide || !is_dense(&a->v, width_v)) {
+        block->v = (const char *)w->v, block->v_row = width_v * wide;
+        for (int64_t j = 0; j < n; j++) load_row(a->v.dtype, v + j * a->v.row, width_v, 1, w->v + j * width_v);
     }
 }
 
-/* ot += p v for rows of V that are not finite, in the lanes that attend them: `attends` (bad, rows) holds masks. */
-INLINE void add_bad_values(const fa_attention_args *a, int nv, const char *v, const value_block *values,
-                           const lane *attends, const tile_scratch *w)
+/* Part `i` of `parts` of the keys and values from `first` on, where their rows do not lie side by side: there the
+ * hardware's prefetching finds nothing to follow. */
+INLINE void prefetch_block(const fa_attention_args *a, const row_block *t, int64_t first, int64_t last, int i, int parts)
 {
-    for (int64_t i = 0; i < values->n_bad; i++)
+    const int64_t j0 = first + i * BLOCK_K / parts, j1 = first + (i + 1) * BLOCK_K / parts, n = (j1 < last ? j1 : last) - j0;
+    if (n <= 0) return;
+    if (!is_dense(&a->k, a->head_dim))
+        prefetch_rows(at(&a->k, t->b, t->h_kv, j0, 0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));
+    if (!is_dense(&a->v, a->head_dim_v))
+        prefetch_rows(at(&a->v, t->b, t->h_kv, j0, 0), a->v.row, n, a->head_dim_v * dtype_size(a->v.dtype));
+}
+
+/* A probability of 0 does not shield a NaN or Inf in V. So where some row does not attend some key of the block, rows
+ * of values that are not finite are taken out, and added afterwards where they are attended: add_bad_values. */
+INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *t, int dot, const tile_scratch *w,
+                                key_block *block)
+{
+    const char *v = at(&a->v, t->b, t->h_kv, block->first, 0);
+    const int64_t width = a->head_dim_v;
+    if (block->checked) return;
+    block->checked = 1;
+    for (int64_t j = 0; j < block->n; j++) {
+        const char *row = v + j * a->v.row;
+        const int finite = a->v.dtype == FA_BF16  ? row_finite(FA_BF16, row, width)
+                           : a->v.dtype == FA_F16 ? row_finite(FA_F16, row, width)
+                                                  : row_finite(LANE_BITS == 64 ? FA_F64 : FA_F32, row, width);
+        if (!finite) block->bad[block->n_bad++] = j;
+    }
+    if (!block->n_bad) return;
+    if (block->v == v) { /* in place: never written */
+        for (int64_t j = 0; j < block->n; j++) memcpy(w->v + j * width, v + j * a->v.row, width * sizeof(lane));
+        block->v = (const char *)w->v, block->v_row = width * (int64_t)sizeof(lane);
+    }
+    for (int64_t i = 0; i < block->n_bad; i++) {
+        const int64_t j = block->bad[i];
+        if (!dot) memset(w->v + j * width, 0, width * sizeof(lane));
+        else /* one half of every pair */
+            for (int64_t d = 0; d < width; d++) memset((char *)(w->v + j / 2 * width + d) + j % 2 * 2, 0, 2);
+    }
+}
+
+/* ot += p v for the rows of V that were taken out, in the lanes that attend them: masks in w->add, in order. `skip`
+ * rows of the block come before the tile's first key. */
+INLINE void add_bad_values(const fa_attention_args *a, int nv, const tile_state *tile, int64_t skip, int64_t n,
+                           const tile_scratch *w, const key_block *block)
+{
+    for (int64_t i = 0; i < block->n_bad; i++) {
+        const int64_t j = block->bad[i] - skip;
+        if (j < 0 || j >= n) continue;
         for (int64_t d = 0; d < a->head_dim_v; d++) {
-            const v_t value = v_splat(load_element(a->v.dtype, v + values->bad[i] * a->v.row + d * a->v.col));
+            const char *element = at(&a->v, tile->t.b, tile->t.h_kv, block->first + block->bad[i], d);
+            const v_t value = v_splat(load_element(a->v.dtype, element));
             for (int u = 0; u < nv; u++) {
-                lane *out = w->ot + d * BLOCK_Q + u * LANES;
-                const v_t p = v_load(w->s + values->bad[i] * BLOCK_Q + u * LANES);
-                const vi_t mask = (vi_t)v_load(attends + i * BLOCK_Q + u * LANES);
-                v_store(out, v_select(mask, v_fma(p, value, v_load(out)), v_load(out)));
+                lane *out = tile->ot + d * BLOCK_Q + u * LANES;
+                const v_t p = v_load(w->s + j * BLOCK_Q + u * LANES);
+                const vi_t attends = (vi_t)v_load(w->add + j * BLOCK_Q + u * LANES);
+                v_store(out, v_select(attends, v_fma(p, value, v_load(out)), v_load(out)));
             }
         }
-}
-
-/* The keys of a block, ready for block_qk. */
-INLINE const char *load_keys(const fa_attention_args *a, int dot, const char *k, int64_t n, const tile_scratch *w,
-                             int64_t *k_row)
-{
-    const int64_t size = dtype_size(a->k.dtype), width = a->head_dim;
-    *k_row = a->k.row;
-    if (size == sizeof(lane) || (dot && width % 2 == 0)) return k;
-    if (dot) { /* an odd head_dim: the last pair must not be read past */
-        *k_row = (width + 1) * 2;
-        for (int64_t j = 0; j < n; j++) {
-            char *row = (char *)w->k + j * *k_row;
-            memset(row + width * 2, 0, 2);
-            memcpy(row, k + j * a->k.row, width * 2);
-        }
-    } else {
-        *k_row = width * (int64_t)sizeof(lane);
-        for (int64_t j = 0; j < n; j++) load_row(a->k.dtype, k + j * a->k.row, width, 1, w->k + j * width);
     }
-    return (const char *)w->k;
 }
 
-/* One block: keys [j0, j0 + n). `fresh`: the accumulators hold nothing yet. */
-INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, int dot, const row_block *t, int64_t j0,
-                       int64_t n, int fresh, const tile_scratch *w)
+/* One tile against keys [skip, skip + n) of the block. */
+INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, int dot, tile_state *tile, int64_t skip,
+                       int64_t n, const tile_scratch *w, key_block *block)
 {
-    const char *k = at(&a->k, t->b, t->h_kv, j0, 0), *v = at(&a->v, t->b, t->h_kv, j0, 0);
+    row_block *t = &tile->t;
+    const int64_t j0 = block->first + skip, depth = dot ? (a->head_dim + 1) / 2 : a->head_dim;
     const int out_of_range = t->full_first > j0 || t->full_last < j0 + n;
     int hides = 0;
-    int64_t k_row, position = 0;
-    value_block values;
 
-    const char *keys = load_keys(a, dot, k, n, w, &k_row);
-    block_qk(nv, dot, keys, k_row, n, w->qt, dot ? (a->head_dim + 1) / 2 : a->head_dim, m->factor, w->s);
+    if (!block->k) load_block(a, t, dot, w, block);
+    block_qk(nv, dot, block->k + skip * block->k_row, block->k_row, n, tile->qt, depth, m->factor, w->s);
 
     if (m->additive) hides = load_additive(a, t, j0, n, w);
-    if (m->alibi) position = load_int(at(&a->q_position, t->b, 0, 0, 0));
-    if (out_of_range || m->additive || m->alibi || m->softcap != 0)
-        modify_tile(nv, m, out_of_range, t, j0, n, position, w);
+    if (out_of_range || m->additive || m->alibi || m->softcap != 0) {
+        const int64_t position = m->alibi ? load_int(at(&a->q_position, t->b, 0, 0, 0)) : 0;
+        modify_tile(nv, m, out_of_range, tile, j0, n, position, w);
+    }
+    if (out_of_range || hides) take_out_bad_values(a, t, dot, w, block);
+    if (block->n_bad) /* before the scores become probabilities; the additive tile is free */
+        for (int64_t at = 0; at < n * BLOCK_Q; at += LANES)
+            v_store(w->add + at, (v_t)(v_load(w->s + at) != v_splat(-INFINITY)));
 
-    load_values(a, dot, out_of_range || hides, v, n, w, &values);
-    for (int64_t i = 0; i < values.n_bad; i++) /* before the scores become probabilities; the additive tile is free */
-        for (int u = 0; u < nv; u++) {
-            const v_t score = v_load(w->s + values.bad[i] * BLOCK_Q + u * LANES);
-            v_store(w->add + i * BLOCK_Q + u * LANES, (v_t)(score != v_splat(-INFINITY)));
-        }
-
-    const int moved = softmax_update(nv, w->s, n, w->row_max, w->row_sum, w->alpha);
-    const acc_mode mode = fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
+    const int moved = softmax_update(nv, w->s, n, tile->row_max, tile->row_sum, w->alpha);
+    const acc_mode mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
     const lane *probs = w->s;
 #if V_BF16_DOT
     if (dot) {
@@ -270,52 +304,87 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
         probs = w->pairs;
     }
 #endif
-    block_pv(nv, dot, values.data, values.row, probs, dot ? (n + 1) / 2 : n, mode, w->alpha, w->ot, a->head_dim_v);
-    if (values.n_bad) add_bad_values(a, nv, v, &values, w->add, w);
+    block_pv(nv, dot, block->v + (dot ? skip / 2 : skip) * block->v_row, block->v_row, probs, dot ? (n + 1) / 2 : n,
+             mode, w->alpha, tile->ot, a->head_dim_v);
+    if (block->n_bad) add_bad_values(a, nv, tile, skip, n, w, block);
+    tile->fresh = 0;
 }
 
-/* The state of rows t over keys [key_begin, key_end), as a partial. */
-INLINE void tile_attend_as(const fa_attention_args *a, int nv, int dot, row_block *t, int64_t key_begin, int64_t key_end,
-                           const tile_scratch *w, const partial *p)
+/* Ranges, queries and the empty state of a tile. */
+INLINE void tile_begin(const fa_attention_args *a, const modifiers *m, int dot, int64_t key_begin, int64_t key_end,
+                       tile_state *tile)
+{
+    row_block *t = &tile->t;
+    row_block_ranges(a, t, key_begin, key_end);
+    if (dot) t->first -= t->first % 2; /* pairs of keys begin at even places; the one too many is masked */
+    load_queries(a, t, dot, m->factor, tile->qt);
+    for (int64_t r = 0; r < BLOCK_Q; r++) {
+        tile->row_max[r] = -INFINITY;
+        tile->row_sum[r] = tile->slope[r] = 0;
+    }
+    if (m->alibi) {
+        EACH_ROW(t, r, id) tile->slope[r] = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0);
+    }
+    tile->fresh = 1;
+}
+
+/* The states of the tiles of `rows` over keys [key_begin, key_end), left in w->tiles. */
+INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block *rows, int64_t key_begin,
+                           int64_t key_end, tile_scratch *w)
 {
     modifiers m = modifiers_of(a);
-    int fresh = 1;
-    row_block_ranges(a, t, key_begin, key_end);
-    load_queries(a, t, dot, m.factor, w);
-    for (int64_t r = 0; r < BLOCK_Q; r++) {
-        w->row_max[r] = -INFINITY;
-        w->row_sum[r] = w->slope[r] = 0;
+    const int tiles = (int)((rows->rows + BLOCK_Q - 1) / BLOCK_Q);
+    int64_t first = key_end, last = key_begin;
+    for (int i = 0; i < tiles; i++) {
+        row_block *t = &w->tiles[i].t;
+        int64_t *begin = t->begin, *end = t->end;
+        *t = *rows;
+        t->begin = begin, t->end = end;
+        t->row0 += i * BLOCK_Q;
+        t->rows = rows->rows - i * BLOCK_Q < BLOCK_Q ? rows->rows - i * BLOCK_Q : BLOCK_Q;
+        tile_begin(a, &m, dot, key_begin, key_end, w->tiles + i);
+        first = t->first < first ? t->first : first;
+        last = t->last > last ? t->last : last;
     }
-    if (m.alibi) {
-        EACH_ROW(t, r, id) w->slope[r] = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0);
+    for (int64_t grid = first / BLOCK_K * BLOCK_K; grid < last; grid += BLOCK_K) {
+        key_block block = {.first = grid > first ? grid : first};
+        const int64_t block_end = grid + BLOCK_K < last ? grid + BLOCK_K : last;
+        block.n = block_end - block.first;
+        for (int i = 0; i < tiles; i++) {
+            tile_state *tile = w->tiles + i;
+            const int64_t j0 = tile->t.first > block.first ? tile->t.first : block.first;
+            int64_t j1 = tile->t.last < block_end ? tile->t.last : block_end;
+            if (j0 >= j1) continue;
+            if (dot && j1 % 2 && j1 < block_end) j1++;
+            const block_kind kind = mask_kind(a, &tile->t, j0, j1 - j0);
+            if (kind == BLOCK_EMPTY) continue;
+            m.additive = a->bias.data || kind == BLOCK_EDGE;
+            prefetch_block(a, rows, grid + BLOCK_K, last, i, tiles);
+            if (tile->t.rows <= LANES) tile_block(a, &m, 1, dot, tile, j0 - block.first, j1 - j0, w, &block);
+            else tile_block(a, &m, NV, dot, tile, j0 - block.first, j1 - j0, w, &block);
+        }
     }
-    for (int64_t block = t->first / BLOCK_K * BLOCK_K; block < t->last; block += BLOCK_K) {
-        const int64_t j0 = block > t->first ? block : t->first;
-        const int64_t j1 = block + BLOCK_K < t->last ? block + BLOCK_K : t->last;
-        const block_kind kind = mask_kind(a, t, j0, j1 - j0);
-        if (kind == BLOCK_EMPTY) continue;
-        m.additive = a->bias.data || kind == BLOCK_EDGE;
-        tile_block(a, &m, nv, dot, t, j0, j1 - j0, fresh, w);
-        fresh = 0;
-    }
-    if (fresh) memset(w->ot, 0, a->head_dim_v * BLOCK_Q * sizeof(lane));
-    transpose(w->ot, BLOCK_Q, a->head_dim_v, t->rows, p->acc, p->acc_row);
-    memcpy(p->row_max, w->row_max, t->rows * sizeof(lane));
-    memcpy(p->row_sum, w->row_sum, t->rows * sizeof(lane));
+    for (int i = 0; i < tiles; i++)
+        if (w->tiles[i].fresh) memset(w->tiles[i].ot, 0, a->head_dim_v * BLOCK_Q * sizeof(lane));
 }
 
-static void tile_attend(const fa_attention_args *a, const fa_plan *plan, row_block *t, int64_t key_begin, int64_t key_end,
-                        const tile_scratch *w, const partial *p)
+static void tile_attend(const fa_attention_args *a, const fa_plan *plan, const row_block *rows, int64_t key_begin,
+                        int64_t key_end, tile_scratch *w)
 {
-    const int one = t->rows <= LANES;
 #if V_BF16_DOT
     if (plan->bf16_dot) {
-        if (one) tile_attend_as(a, 1, 1, t, key_begin, key_end, w, p);
-        else tile_attend_as(a, NV, 1, t, key_begin, key_end, w, p);
+        tile_attend_as(a, 1, rows, key_begin, key_end, w);
         return;
     }
 #endif
     (void)plan;
-    if (one) tile_attend_as(a, 1, 0, t, key_begin, key_end, w, p);
-    else tile_attend_as(a, NV, 0, t, key_begin, key_end, w, p);
+    tile_attend_as(a, 0, rows, key_begin, key_end, w);
+}
+
+/* A tile's state as a partial. */
+static void tile_partial(const fa_attention_args *a, const tile_state *tile, const partial *p)
+{
+    transpose(tile->ot, BLOCK_Q, a->head_dim_v, tile->t.rows, p->acc, p->acc_row);
+    memcpy(p->row_max, tile->row_max, tile->t.rows * sizeof(lane));
+    memcpy(p->row_sum, tile->row_sum, tile->t.rows * sizeof(lane));
 }

@@ -95,3 +95,10 @@ INLINE int row_finite(fa_dtype dtype, const char *src, int64_t n)
     if (j < n) sum += v_load_as_n(dtype, src + j * dtype_size(dtype), n - j) * v_splat(0);
     return !v_any(sum != sum);
 }
+
+/* Asks for the lines of n rows of `size` bytes, into the second-level cache. */
+INLINE void prefetch_rows(const char *p, int64_t row, int64_t n, int64_t size)
+{
+    for (int64_t j = 0; j < n; j++)
+        for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(p + j * row + c, 0, 2);
+}

@@ -36,14 +36,6 @@ static int64_t dot_scratch_at(const fa_attention_args *a, void *memory, dot_scra
     return used * (int64_t)sizeof(lane) + 2 * DOT_ROWS * (int64_t)sizeof(int64_t);
 }
 
-/* Asks for the lines of n rows of `size` bytes, into the second-level cache. Scores and values take turns, so that the
- * hardware's own prefetching would start anew at every turn: while one is computed, the other is fetched. */
-INLINE void prefetch_rows(const char *p, int64_t row, int64_t n, int64_t size)
-{
-    for (int64_t j = 0; j < n; j++)
-        for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(p + j * row + c, 0, 2);
-}
-
 /* s (rows, keys) = q (rows, depth) k (keys, head_dim)^T, with rows * keys == LANES: one vector of sums. */
 INLINE void dot_tile(fa_dtype dtype, int rows, const char *k, int64_t k_row, int64_t head_dim, const lane *q,
                      int64_t depth, lane *s)
@@ -71,7 +63,8 @@ INLINE void dot_tile(fa_dtype dtype, int rows, const char *k, int64_t k_row, int
     UNROLL for (int r = 0; r < rows; r++) memcpy(s + r * BLOCK_K, each + r * keys, keys * sizeof(lane));
 }
 
-/* What to fetch meanwhile: rows of `size` bytes, as many as are being read. */
+/* What to fetch meanwhile: rows of `size` bytes, as many as are being read. Scores and values take turns, so that the
+ * hardware's own prefetching starts anew at every turn: while one is computed, the other is fetched. */
 typedef struct {
     const char *data; /* NULL: nothing */
     int64_t row, size;
@@ -235,6 +228,8 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
                           const dot_scratch *w, const partial *p)
 {
     modifiers m = modifiers_of(a);
+    t->begin = w->range;
+    t->end = w->range + DOT_ROWS;
     row_block_ranges(a, t, key_begin, key_end);
     EACH_ROW(t, r, id)
     {

@@ -38,13 +38,14 @@ typedef enum {
  * or kv lengths, so that a row's bits depend on none of them.
  *
  * The rows of one KV head are its group * len_q (query, head in group) pairs, query-major. Where they fill more than
- * one row block (split_k == 0), a task is one row block against all its keys: run(). Otherwise a KV head is one row
+ * one row block (split_k == 0), a task is a few row blocks against all their keys: run(). Otherwise a KV head is one row
  * block, and its keys are cut at multiples of split_k: each split becomes a partial (row maxima, sums, accumulators),
  * and the partials are merged in order, either by one thread, run(), or with run_split() on any threads and then
  * merge() for split 0, 1, ... of each head. Both do the same arithmetic in the same order. */
 typedef struct {
     fa_kernel_kind kind;
     int block_q, block_k;  /* rows and keys of a tile */
+    int tiles;             /* tiles of a task: a matter of scheduling, the only one that depends on batch and threads */
     int bf16_dot;          /* the bfloat16 dot-product instruction runs */
     int64_t n_tasks;       /* for run() */
     int64_t split_k;       /* 0: run() only */
@@ -55,7 +56,7 @@ typedef struct {
 } fa_plan;
 
 typedef struct {
-    void (*plan)(const fa_attention_args *, fa_plan *);
+    void (*plan)(const fa_attention_args *, int threads, fa_plan *);
     void (*run)(const fa_attention_args *, const fa_plan *, int64_t task, void *scratch);
     void (*run_split)(const fa_attention_args *, const fa_plan *, int64_t head, int64_t split, void *partial,
                       void *scratch);

@@ -23,10 +23,17 @@
 #define SPLIT_K 512
 _Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");
 
-static void plan(const fa_attention_args *a, fa_plan *p)
+/* Tasks per thread below which a task has fewer tiles: the last ones to finish must not keep the others waiting. */
+#define TASKS_PER_THREAD 4
+
+static int64_t ceil_div(int64_t n, int64_t d)
 {
-    const int64_t rows = a->heads_q / a->heads_kv * a->len_q;
-    const int64_t lane_size = sizeof(lane);
+    return (n + d - 1) / d;
+}
+
+static void plan(const fa_attention_args *a, int threads, fa_plan *p)
+{
+    const int64_t rows = a->heads_q / a->heads_kv * a->len_q, heads = a->batch * a->heads_kv;
     tile_scratch tile;
     dot_scratch dot;
     p->kind = rows <= DOT_ROWS ? FA_DOT : FA_TILE;
@@ -34,43 +41,27 @@ static void plan(const fa_attention_args *a, fa_plan *p)
     p->block_k = BLOCK_K;
     p->bf16_dot = V_BF16_DOT && p->kind == FA_TILE && a->q.dtype == FA_BF16;
     p->split_k = rows <= p->block_q ? SPLIT_K : 0;
-    p->n_splits = p->split_k && a->len_k ? (a->len_k + SPLIT_K - 1) / SPLIT_K : 1;
-    p->n_tasks = a->batch * a->heads_kv * ((rows + p->block_q - 1) / p->block_q);
-    p->partial_bytes = partial_lanes(p->block_q, a->head_dim_v) * lane_size;
-    p->scratch_bytes = p->kind == FA_DOT ? dot_scratch_at(a, NULL, &dot) : tile_scratch_at(a, NULL, &tile);
-    p->scratch_bytes += 2 * p->partial_bytes; /* run() keeps a state and the partial to be merged into it */
+    p->n_splits = p->split_k && a->len_k ? ceil_div(a->len_k, SPLIT_K) : 1;
+    const int64_t blocks = ceil_div(rows, p->block_q), share = heads * blocks / (threads * TASKS_PER_THREAD);
+    p->tiles = share < 1 || blocks <= 1 ? 1 : share < TILES ? (int)share : TILES;
+    p->n_tasks = heads * ceil_div(blocks, p->tiles);
+    p->partial_bytes = partial_lanes(p->block_q, a->head_dim_v) * (int64_t)sizeof(lane);
+    p->scratch_bytes = 2 * p->partial_bytes; /* run() keeps a state, and the partial to be merged into it */
+    p->scratch_bytes += p->kind == FA_DOT ? dot_scratch_at(a, NULL, &dot) : tile_scratch_at(a, p->tiles, NULL, &tile);
     p->flops = 2.0 * a->batch * a->heads_q * a->len_q * a->len_k * (a->head_dim + a->head_dim_v);
 }
 
-/* The partial of block t over keys [key_begin, key_end). */
-static void attend(const fa_attention_args *a, const fa_plan *p, row_block *t, int64_t key_begin, int64_t key_end,
-                   void *scratch, const partial *into)
-{
-    if (p->kind == FA_DOT) {
-        dot_scratch w;
-        dot_scratch_at(a, scratch, &w);
-        t->begin = w.range;
-        t->end = w.range + DOT_ROWS;
-        dot_attend(a, t, key_begin, key_end, &w, into);
-    } else {
-        tile_scratch w;
-        tile_scratch_at(a, scratch, &w);
-        t->begin = w.range;
-        t->end = w.range + BLOCK_Q;
-        tile_attend(a, p, t, key_begin, key_end, &w, into);
-    }
-}
-
-/* Row block `block` of the KV head. */
-static row_block block_of(const fa_attention_args *a, const fa_plan *p, int64_t head, int64_t block)
+/* Row blocks [block, block + blocks) of the KV head. */
+static row_block rows_of(const fa_attention_args *a, const fa_plan *p, int64_t head, int64_t block, int64_t blocks)
 {
     const int64_t group = a->heads_q / a->heads_kv, rows = group * a->len_q, row0 = block * p->block_q;
+    const int64_t most = blocks * p->block_q;
     return (row_block){
         .b = head / a->heads_kv,
         .h_kv = head % a->heads_kv,
         .group = group,
         .row0 = row0,
-        .rows = rows - row0 < p->block_q ? rows - row0 : p->block_q,
+        .rows = rows - row0 < most ? rows - row0 : most,
     };
 }
 
@@ -78,7 +69,7 @@ static row_block block_of(const fa_attention_args *a, const fa_plan *p, int64_t 
 static void merge(const fa_attention_args *a, const fa_plan *p, int64_t head, int64_t split, void *state,
                   const void *split_partial)
 {
-    const row_block t = block_of(a, p, head, 0);
+    const row_block t = rows_of(a, p, head, 0, 1);
     const partial into = partial_at(state, p->block_q, a->head_dim_v);
     const partial from = partial_at((void *)split_partial, p->block_q, a->head_dim_v);
     if (split == 0) memcpy(state, split_partial, p->partial_bytes);
@@ -89,10 +80,19 @@ static void merge(const fa_attention_args *a, const fa_plan *p, int64_t head, in
 static void run_split(const fa_attention_args *a, const fa_plan *p, int64_t head, int64_t split, void *split_partial,
                       void *scratch)
 {
-    row_block t = block_of(a, p, head, 0);
-    const int64_t begin = split * p->split_k, end = begin + p->split_k;
+    row_block t = rows_of(a, p, head, 0, 1);
+    const int64_t begin = split * p->split_k, end = begin + p->split_k < a->len_k ? begin + p->split_k : a->len_k;
     const partial into = partial_at(split_partial, p->block_q, a->head_dim_v);
-    attend(a, p, &t, begin, end < a->len_k ? end : a->len_k, scratch, &into);
+    if (p->kind == FA_DOT) {
+        dot_scratch w;
+        dot_scratch_at(a, scratch, &w);
+        dot_attend(a, &t, begin, end, &w, &into);
+    } else {
+        tile_scratch w;
+        tile_scratch_at(a, 1, scratch, &w);
+        tile_attend(a, p, &t, begin, end, &w);
+        tile_partial(a, w.tiles, &into);
+    }
 }
 
 /* The whole of a task. Within a KV head the last rows come first: under a causal mask they have the most keys. */
@@ -106,11 +106,16 @@ static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void
         }
         return;
     }
-    const int64_t blocks = p->n_tasks / (a->batch * a->heads_kv);
-    row_block t = block_of(a, p, task / blocks, blocks - 1 - task % blocks);
+    const int64_t tasks = p->n_tasks / (a->batch * a->heads_kv), block = (tasks - 1 - task % tasks) * p->tiles;
+    const row_block t = rows_of(a, p, task / tasks, block, p->tiles);
     const partial into = partial_at(state, p->block_q, a->head_dim_v);
-    attend(a, p, &t, 0, a->len_k, rest, &into);
-    partial_finish(a, &t, &into);
+    tile_scratch w;
+    tile_scratch_at(a, p->tiles, rest, &w);
+    tile_attend(a, p, &t, 0, a->len_k, &w);
+    for (int i = 0; i * p->block_q < t.rows; i++) {
+        tile_partial(a, w.tiles + i, &into);
+        partial_finish(a, &w.tiles[i].t, &into);
+    }
 }
 
 #define TABLE_(isa, lane) fa_kernels_##isa##_##lane
