@@ -14,7 +14,7 @@
  * values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered:
  * strides of (batch, length, heads, head_dim) arrays fall on the same cache sets (docs/performance.md). */
 
-#define TILES 4 /* most tiles of a task */
+#define TILES 8 /* most tiles of a task */
 
 /* One tile: its rows and their state. */
 typedef struct {
