@@ -118,7 +118,10 @@ def _picture(text: str) -> Path:
 def main() -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args()
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+    except KeyboardInterrupt:
+        return 130  # as shells have it
     return status
 
 

@@ -1,4 +1,4 @@
-"""Attention by definition, dense, in float64: what the bench and the self-test measure errors against."""
+"""Attention by definition, dense, in float64 or wider: what the bench and the self-test compare with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def attention(
     A `dtype` below float64 gives the plain computation that error bounds are made of: matrix products in
     float32; scores, probabilities and output rounded to the dtype.
     """
-    work: Any = np.float64 if dtype == np.float64 else np.float32
+    dtype = np.dtype(dtype)
+    work: Any = dtype.type if dtype in (np.float64, np.longdouble) else np.float32
     len_q, len_k = q.shape[-2], k.shape[-2]
     heads = np.arange(q.shape[-3]) // (q.shape[-3] // k.shape[-3])
 

@@ -94,8 +94,12 @@ class Worker:
         """What the machine can do at most, as measured by the extension."""
         from fastattn import _core
 
-        name = "float32" if dtype == "float16" else dtype
-        return {"flops": _core.fma_peak(name, self.threads), "bytes": _core.read_bandwidth(self.threads)}
+        # 16-bit types are computed in float32 where there are no instructions for their products.
+        flops = 0.0 if dtype == "float16" else _core.fma_peak(dtype, self.threads)
+        return {
+            "flops": flops or _core.fma_peak("float32", self.threads),
+            "bytes": _core.read_bandwidth(self.threads),
+        }
 
 
 def main(engine: str, threads: str) -> None:
