@@ -119,7 +119,8 @@ def test_short_queries_have_a_kernel_of_their_own():
     """The kernel follows from rows per KV head, never from batch, threads or kv_lengths."""
 
     def plan(shape, **arguments):
-        return fastattn.explain(*make_inputs(shape, "float32", np.random.default_rng(0)), **arguments)["kernel"]
+        arrays = make_inputs(shape, "float32", np.random.default_rng(0))
+        return fastattn.explain(*arrays, **arguments)["kernel"]
 
     decode = SHAPE._replace(heads_q=2, len_q=1)
     assert plan(SHAPE) == "tile"
