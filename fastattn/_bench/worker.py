@@ -6,8 +6,10 @@ in one process, the spinning thread pools of several engines slow each other dow
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +21,8 @@ import numpy as np
 from fastattn._bench.engines import ENGINES
 from fastattn._bench.problem import Problem
 from fastattn._bench.ways import Unsupported, Way
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 # Largest error of an answer that is right, several times what any engine shows on standard normal inputs.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
@@ -105,6 +109,8 @@ class Worker:
 def main(engine: str, threads: str) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not end up between the replies
+    if sys.platform == "linux":  # a stopped process would not notice that the bench is gone
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if hasattr(os, "sched_setaffinity"):  # for the pools that size themselves by it
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     worker = Worker(engine, int(threads))
