@@ -4,15 +4,19 @@
  * of the other must fit the registers.
  *
  *            registers   TILE x NV + NV + 1
- *   AVX-512         32    8 x 2: 19   (the best of those tried from 128 to 2048 keys: 8x3, 4x4, 4x6, 2x8 are behind)
- *   AVX2            16    6 x 2: 15   (8 x 2 spills: two thirds of the rate)
+ *   AVX-512         32    8 x 2: 19   (best of those tried from 128 keys up: 8x3, 12x2, 4x4, 4x6, 2x8 are behind)
+ *   AVX2            16    4 x 3: 16   (6 x 2 is 3% behind: 8 loads for 12 multiply-adds, not 7; 8 x 2 spills)
  *   NEON            32    4 x 4: 21   (by-element multiply-adds; four vectors, since they hold only four queries)
- *   generic         16    6 x 2: 15
+ *   generic         16    6 x 2: 15   (without fused multiply-adds a product needs the sixteenth)
  */
 #if V_BYTES == 64
 #define TILE 8
 #define NV 2
 #define V_REGISTERS 32
+#elif defined V_X86
+#define TILE 4
+#define NV 3
+#define V_REGISTERS 16
 #elif defined V_NEON
 #define TILE 4
 #define NV 4
