@@ -19,7 +19,7 @@ from setuptools.errors import CompileError, LinkError
 SRC = Path("src")
 # -ffp-contract=off: every multiply-add is written as one, so that results do not depend on a compiler's taste.
 # Never -ffast-math: NaN rules, and it sets flush-to-zero in the process that loads the extension.
-FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra"]
+FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra", "-g0"]
 OPENMP = (["-fopenmp"], ["-fopenmp"]), (["-Xpreprocessor", "-fopenmp"], ["-lomp"])
 REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
 
@@ -43,7 +43,8 @@ class BuildExt(build_ext):
         for name, flags in isas:
             for lane in ("F32", "F64"):
                 macros = [("FA_ISA_NAME", name), (f"FA_LANE_{lane}", "1")]
-                ext.extra_objects += self.compile("kernels.c", f"{name}-{lane}", [*FLAGS, *werror, *flags], macros)
+                folder = f"{name}-{lane}"
+                ext.extra_objects += self.compile("kernels.c", folder, [*FLAGS, *werror, *flags], macros)
         compiled = [("FA_COMPILED", " ".join(f"X({name})" for name, _ in isas))]
         for source in ("cpu.c", "dispatch.c"):
             ext.extra_objects += self.compile(source, "common", [*FLAGS, *werror], compiled)
@@ -88,9 +89,11 @@ def extensions():
         include_dirs=[str(SRC), numpy.get_include()],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         depends=[str(path) for path in SRC.iterdir()],
-        optional=not REQUIRED,
+        extra_compile_args=["-g0"],
     )
-    return cythonize([ext], build_dir="build/cython")
+    [ext] = cythonize([ext], build_dir="build/cython")
+    ext.optional = not REQUIRED  # here, since cythonize makes a new Extension and forgets this
+    return [ext]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt})

@@ -30,7 +30,7 @@ typedef struct {
     lane *s, *add;                         /* (BLOCK_K) rows: scores, then probabilities; additive tile */
     lane *pairs;                           /* (BLOCK_K / 2): probabilities as pairs of bfloat16 */
     lane *rows;                            /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
-    lane *k, *v;                           /* (BLOCK_K, head_dim), (BLOCK_K, head_dim_v): copied keys and values */
+    lane *k, *v, *clean;                   /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
     lane *alpha, *position, *begin, *end;  /* (BLOCK_Q) */
 } tile_scratch;
 
@@ -46,6 +46,7 @@ static int64_t tile_scratch_at(const fa_attention_args *a, int tiles, void *memo
     TAKE(w->rows, BLOCK_Q * BLOCK_K);
     TAKE(w->k, BLOCK_K * round_up(a->head_dim, LANES));
     TAKE(w->v, BLOCK_K * round_up(a->head_dim_v, LANES));
+    TAKE(w->clean, BLOCK_K * round_up(a->head_dim_v, LANES));
     TAKE(w->alpha, BLOCK_Q);
     TAKE(w->position, BLOCK_Q);
     TAKE(w->begin, BLOCK_Q);
@@ -152,8 +153,8 @@ typedef struct {
     int64_t first, n;
     const char *k, *v; /* row `first`; NULL until a tile asks */
     int64_t k_row, v_row;
-    int checked;                 /* the values were looked at */
-    int64_t bad[BLOCK_K], n_bad; /* rows of values that are not finite and were zeroed: see take_out_bad_values */
+    int checked;                 /* the values were looked at: */
+    int64_t bad[BLOCK_K], n_bad; /* rows of v that are not finite, and are 0 in w->clean: see take_out_bad_values */
 } key_block;
 
 INLINE int is_dense(const fa_array *x, int64_t width)
@@ -179,7 +180,6 @@ INLINE void load_block(const fa_attention_args *a, const row_block *t, int dot, 
         block->k = (const char *)w->k, block->k_row = width * wide;
         for (int64_t j = 0; j < n; j++) load_row(a->k.dtype, k + j * a->k.row, width, 1, w->k + j * width);
     }
-#if V_BF16_DOT
     if (dot) { /* rows 2j and 2j + 1 become one row of pairs; an odd last one is paired with 0 */
         static const uint16_t zeros[LANES];
         block->v = (const char *)w->v, block->v_row = width_v * wide;
@@ -196,10 +196,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *t, int dot, 
                 v_store_n(out + d, v_pair_bf16(part[0], part[1]), width_v - d);
             }
         }
-        return;
-    }
-#endif
-    if (dtype_size(a->v.dtype) != wide || !is_dense(&a->v, width_v)) {
+    } else if (dtype_size(a->v.dtype) != wide || !is_dense(&a->v, width_v)) {
         block->v = (const char *)w->v, block->v_row = width_v * wide;
         for (int64_t j = 0; j < n; j++) load_row(a->v.dtype, v + j * a->v.row, width_v, 1, w->v + j * width_v);
     }
@@ -217,8 +214,8 @@ INLINE void prefetch_block(const fa_attention_args *a, const row_block *t, int64
         prefetch_rows(at(&a->v, t->b, t->h_kv, j0, 0), a->v.row, n, a->head_dim_v * dtype_size(a->v.dtype));
 }
 
-/* A probability of 0 does not shield a NaN or Inf in V. So where some row does not attend some key of the block, rows
- * of values that are not finite are taken out, and added afterwards where they are attended: add_bad_values. */
+/* A probability of 0 does not shield a NaN or Inf in V. So a tile in which some row does not attend some key takes the
+ * values without the rows that are not finite, and adds those afterwards where they are attended: add_bad_values. */
 INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *t, int dot, const tile_scratch *w,
                                 key_block *block)
 {
@@ -234,15 +231,13 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *t, 
         if (!finite) block->bad[block->n_bad++] = j;
     }
     if (!block->n_bad) return;
-    if (block->v == v) { /* in place: never written */
-        for (int64_t j = 0; j < block->n; j++) memcpy(w->v + j * width, v + j * a->v.row, width * sizeof(lane));
-        block->v = (const char *)w->v, block->v_row = width * (int64_t)sizeof(lane);
-    }
+    for (int64_t j = 0; j < (dot ? (block->n + 1) / 2 : block->n); j++)
+        memcpy(w->clean + j * width, block->v + j * block->v_row, width * sizeof(lane));
     for (int64_t i = 0; i < block->n_bad; i++) {
         const int64_t j = block->bad[i];
-        if (!dot) memset(w->v + j * width, 0, width * sizeof(lane));
+        if (!dot) memset(w->clean + j * width, 0, width * sizeof(lane));
         else /* one half of every pair */
-            for (int64_t d = 0; d < width; d++) memset((char *)(w->v + j / 2 * width + d) + j % 2 * 2, 0, 2);
+            for (int64_t d = 0; d < width; d++) memset((char *)(w->clean + j / 2 * width + d) + j % 2 * 2, 0, 2);
     }
 }
 
@@ -285,14 +280,14 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
         modify_tile(nv, m, out_of_range, tile, j0, n, position, w);
     }
     if (out_of_range || hides) take_out_bad_values(a, t, dot, w, block);
-    if (block->n_bad) /* before the scores become probabilities; the additive tile is free */
+    const int bad = (out_of_range || hides) && block->n_bad;
+    if (bad) /* before the scores become probabilities; the additive tile is free */
         for (int64_t at = 0; at < n * BLOCK_Q; at += LANES)
             v_store(w->add + at, (v_t)(v_load(w->s + at) != v_splat(-INFINITY)));
 
     const int moved = softmax_update(nv, w->s, n, tile->row_max, tile->row_sum, w->alpha);
     const acc_mode mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
     const lane *probs = w->s;
-#if V_BF16_DOT
     if (dot) {
         for (int64_t j = 0; j < n; j += 2)
             UNROLL for (int u = 0; u < nv; u++)
@@ -303,10 +298,11 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
             }
         probs = w->pairs;
     }
-#endif
-    block_pv(nv, dot, block->v + (dot ? skip / 2 : skip) * block->v_row, block->v_row, probs, dot ? (n + 1) / 2 : n,
-             mode, w->alpha, tile->ot, a->head_dim_v);
-    if (block->n_bad) add_bad_values(a, nv, tile, skip, n, w, block);
+    const char *v = bad ? (const char *)w->clean : block->v;
+    const int64_t v_row = bad ? a->head_dim_v * (int64_t)sizeof(lane) : block->v_row;
+    block_pv(nv, dot, v + (dot ? skip / 2 : skip) * v_row, v_row, probs, dot ? (n + 1) / 2 : n, mode, w->alpha,
+             tile->ot, a->head_dim_v);
+    if (bad) add_bad_values(a, nv, tile, skip, n, w, block);
     tile->fresh = 0;
 }
 
@@ -316,7 +312,10 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *m, int dot, 
 {
     row_block *t = &tile->t;
     row_block_ranges(a, t, key_begin, key_end);
-    if (dot) t->first -= t->first % 2; /* pairs of keys begin at even places; the one too many is masked */
+    if (dot) { /* pairs of keys begin and, but for the last key of all, end at even places; the one too many is masked */
+        t->first -= t->first % 2;
+        t->last += t->last % 2 && t->last < key_end;
+    }
     load_queries(a, t, dot, m->factor, tile->qt);
     for (int64_t r = 0; r < BLOCK_Q; r++) {
         tile->row_max[r] = -INFINITY;
@@ -353,9 +352,8 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
         for (int i = 0; i < tiles; i++) {
             tile_state *tile = w->tiles + i;
             const int64_t j0 = tile->t.first > block.first ? tile->t.first : block.first;
-            int64_t j1 = tile->t.last < block_end ? tile->t.last : block_end;
+            const int64_t j1 = tile->t.last < block_end ? tile->t.last : block_end;
             if (j0 >= j1) continue;
-            if (dot && j1 % 2 && j1 < block_end) j1++;
             const block_kind kind = mask_kind(a, &tile->t, j0, j1 - j0);
             if (kind == BLOCK_EMPTY) continue;
             m.additive = a->bias.data || kind == BLOCK_EDGE;
@@ -371,14 +369,8 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
 static void tile_attend(const fa_attention_args *a, const fa_plan *plan, const row_block *rows, int64_t key_begin,
                         int64_t key_end, tile_scratch *w)
 {
-#if V_BF16_DOT
-    if (plan->bf16_dot) {
-        tile_attend_as(a, 1, rows, key_begin, key_end, w);
-        return;
-    }
-#endif
-    (void)plan;
-    tile_attend_as(a, 0, rows, key_begin, key_end, w);
+    if (V_BF16_DOT && plan->bf16_dot) tile_attend_as(a, 1, rows, key_begin, key_end, w);
+    else tile_attend_as(a, 0, rows, key_begin, key_end, w);
 }
 
 /* A tile's state as a partial. */

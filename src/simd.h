@@ -65,6 +65,33 @@ typedef wlane vw_t __attribute__((vector_size(V_BYTES)));
 typedef v_t vu_t __attribute__((aligned(1), may_alias));
 typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere in memory */
 
+/* The tile of the matrix micro-kernels: TILE x NV accumulators, NV vectors of one operand and a broadcast of the other
+ * fit the registers.
+ *
+ *            registers   TILE x NV + NV + 1
+ *   AVX-512         32    8 x 2: 19   (best of those tried from 128 keys up: 8x3, 12x2, 4x4, 4x6, 2x8 are behind)
+ *   AVX2            16    4 x 3: 16   (6 x 2 is 3% behind: 8 loads for 12 multiply-adds, not 7; 8 x 2 spills)
+ *   NEON            32    4 x 4: 21   (by-element multiply-adds; four vectors, since they hold only four queries)
+ *   generic         16    6 x 2: 15   (without fused multiply-adds a product needs the sixteenth)
+ */
+#if V_BYTES == 64
+#define TILE 8
+#define NV 2
+#define V_REGISTERS 32
+#elif defined V_X86
+#define TILE 4
+#define NV 3
+#define V_REGISTERS 16
+#elif defined V_NEON
+#define TILE 4
+#define NV 4
+#define V_REGISTERS 32
+#else
+#define TILE 6
+#define NV 2
+#define V_REGISTERS 16
+#endif
+
 /* The intrinsic of this width and lane type: MM(fmadd) is _mm512_fmadd_ps with AVX-512 and float lanes. */
 #define CAT3_(a, b, c) a##b##c
 #define CAT3(a, b, c) CAT3_(a, b, c)
@@ -288,8 +315,7 @@ INLINE void v_store_f16(void *p, v_t a)
 #endif
 }
 
-/* The bfloat16 dot product: an instruction, or its meaning spelled out for tests of the code around it. */
-#if V_BF16_DOT
+/* The bfloat16 dot product: an instruction, or its meaning spelled out, for tests of the code around it. */
 
 INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c)
 {
@@ -313,13 +339,27 @@ INLINE v_t v_pack_bf16(v_t low, v_t high)
 #endif
 }
 
-/* Pairs (a[i], b[i]) of two rows of bfloat16. */
-INLINE v_t v_pair_bf16(const void *a, const void *b)
+/* Pairs (p[i], q[i]) of two rows of bfloat16. */
+INLINE v_t v_pair_bf16(const void *p, const void *q)
 {
-    vw_t low = __builtin_convertvector(*(const vhu_t *)a, vw_t);
-    return (v_t)(low | __builtin_convertvector(*(const vhu_t *)b, vw_t) << 16);
+    vw_t low = __builtin_convertvector(*(const vhu_t *)p, vw_t);
+    return (v_t)(low | __builtin_convertvector(*(const vhu_t *)q, vw_t) << 16);
 }
-#endif
+#else /* double lanes: there are no 16-bit elements; that one text may name them, and V_BF16_DOT is 0 */
+INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c)
+{
+    return v_fma(a, b, c);
+}
+
+INLINE v_t v_pack_bf16(v_t low, v_t high)
+{
+    return low + high;
+}
+
+INLINE v_t v_pair_bf16(const void *p, const void *q)
+{
+    return v_load(p) + v_load(q);
+}
 #endif /* LANE_BITS == 32 */
 
 #endif

@@ -1,31 +1,5 @@
-/* The matrix micro-kernels: outer products with queries on the lanes, accumulators in registers.
- *
- * Lists of literals, checked below: TILE rows x NV vectors of accumulators, NV vectors of one operand and a broadcast
- * of the other must fit the registers.
- *
- *            registers   TILE x NV + NV + 1
- *   AVX-512         32    8 x 2: 19   (best of those tried from 128 keys up: 8x3, 12x2, 4x4, 4x6, 2x8 are behind)
- *   AVX2            16    4 x 3: 16   (6 x 2 is 3% behind: 8 loads for 12 multiply-adds, not 7; 8 x 2 spills)
- *   NEON            32    4 x 4: 21   (by-element multiply-adds; four vectors, since they hold only four queries)
- *   generic         16    6 x 2: 15   (without fused multiply-adds a product needs the sixteenth)
- */
-#if V_BYTES == 64
-#define TILE 8
-#define NV 2
-#define V_REGISTERS 32
-#elif defined V_X86
-#define TILE 4
-#define NV 3
-#define V_REGISTERS 16
-#elif defined V_NEON
-#define TILE 4
-#define NV 4
-#define V_REGISTERS 32
-#else
-#define TILE 6
-#define NV 2
-#define V_REGISTERS 16
-#endif
+/* The matrix micro-kernels: outer products with queries on the lanes, TILE x NV vectors of accumulators in registers
+ * (simd.h says why so many). */
 _Static_assert(TILE * NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile: the row pitch of every transposed array */
@@ -34,11 +8,7 @@ _Static_assert(TILE * NV + NV + 1 <= V_REGISTERS, "the tile spills");
 /* c + a b, on lanes or on pairs of bfloat16. */
 INLINE v_t v_madd(int dot, v_t a, v_t b, v_t c)
 {
-#if V_BF16_DOT
-    if (dot) return v_dot_bf16(a, b, c);
-#endif
-    (void)dot;
-    return v_fma(a, b, c);
+    return dot ? v_dot_bf16(a, b, c) : v_fma(a, b, c);
 }
 
 /* s (nk, nv) = k (nk, depth) qt (depth, nv), or with `more` s += that. `dot`: depth counts pairs of bfloat16, and the

@@ -2,8 +2,8 @@
 
     python tools/polynomials.py
 
-Each is the interpolant at the Chebyshev nodes of its interval, solved in 60 digits and rounded to the lane type: within
-a factor of two of the minimax polynomial of its degree, which here is far below one unit in the last place.
+Each is the interpolant at the Chebyshev nodes of its interval, solved in 60 digits and rounded to the lane type:
+within a factor of two of the minimax polynomial of its degree, here far below one unit in the last place.
 Needs mpmath.
 """
 
@@ -35,6 +35,12 @@ def show(name, coefficients, error):
     print("    " + ", ".join(mp.nstr(c, 20) for c in coefficients))
 
 
+def rest_of_tanh(z):
+    """Return h of tanh(x) = x + x z h(z), z = x^2."""
+    x = mp.sqrt(z)
+    return (mp.tanh(x) / x - 1) / z if z else -mp.mpf(1) / 3
+
+
 def main():
     half = mp.mpf(1) / 2
     for name, degree in (("exp2 float", 6), ("exp2 double", 11)):
@@ -44,8 +50,7 @@ def main():
         show(name, g, error)
     bound = mp.mpf(5) / 8  # as in Cephes tanhf: beyond it, (1 - e) / (1 + e) loses no digits
     for name, degree in (("tanh float", 5), ("tanh double", 13)):
-        # tanh(x) = x + x z h(z), z = x^2
-        h = interpolate(lambda z: (mp.tanh(mp.sqrt(z)) / mp.sqrt(z) - 1) / z if z else -mp.mpf(1) / 3, mp.mpf(0), bound**2, degree - 1)
+        h = interpolate(rest_of_tanh, mp.mpf(0), bound**2, degree - 1)
         error = worst(mp.tanh, lambda x, h=h: x + x**3 * mp.polyval(h[::-1], x**2), mp.mpf(0), bound)
         show(name, h, error)
 
