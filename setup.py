@@ -17,9 +17,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
 
 SRC = Path("src")
-# -ffp-contract=off: every multiply-add is written as one, so that results do not depend on a compiler's taste.
+# -ffp-contract=off: every multiply-add is written as one; results do not depend on a compiler's taste.
 # Never -ffast-math: NaN rules, and it sets flush-to-zero in the process that loads the extension.
-FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra", "-g0"]
+FLAGS = "-std=gnu11 -O3 -g0 -ffp-contract=off -fno-math-errno -fvisibility=hidden -Wall -Wextra".split()
 OPENMP = (["-fopenmp"], ["-fopenmp"]), (["-Xpreprocessor", "-fopenmp"], ["-lomp"])
 REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
 
@@ -32,7 +32,7 @@ def instruction_sets():
 
 
 class BuildExt(build_ext):
-    """Compiles what setuptools has no words for: one source under several flags, as far as the compiler knows them."""
+    """One source under several flags, as far as the compiler takes them; then the extension as usual."""
 
     def build_extension(self, ext):
         """Compile the objects of src/ and hand them to the linker; then the Cython layer as usual."""

@@ -2,7 +2,7 @@
 
     python tools/polynomials.py
 
-Each is the interpolant at the Chebyshev nodes of its interval, solved in 60 digits and rounded to the lane type:
+Each is the interpolant at the Chebyshev nodes of its interval, solved in 60 digits, rounded to the lane type:
 within a factor of two of the minimax polynomial of its degree, here far below one unit in the last place.
 Needs mpmath.
 """
