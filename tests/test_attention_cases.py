@@ -12,6 +12,8 @@ SQUARE = Shape("square", batch=2, heads_q=3, heads_kv=3, len_q=67, len_k=67, hea
 DECODE = Shape("decode", batch=2, heads_q=6, heads_kv=2, len_q=1, len_k=1100, head_dim=40)
 LONGER_Q = Shape("longer_q", batch=1, heads_q=2, heads_kv=1, len_q=90, len_k=50, head_dim=33)
 SHAPES = [CROSS, SQUARE, DECODE, LONGER_Q]
+# Several blocks of queries and of keys even in the fallback, whose blocks are large.
+LARGE = Shape("large", batch=1, heads_q=2, heads_kv=1, len_q=600, len_k=1100, head_dim=16)
 
 
 def run(case):
@@ -23,6 +25,13 @@ def run(case):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_alone(shape, variant, dtype, implementation):
     this = case(shape, (variant,), dtype)
+    check(run(this), this.expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_alone_in_many_blocks(variant, dtype, implementation):
+    this = case(LARGE, (variant,), dtype)
     check(run(this), this.expected)
 
 

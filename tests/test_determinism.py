@@ -44,6 +44,25 @@ def test_threads(shape, variant, implementation):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["causal", "mask", "window"])
+@every_shape
+def test_threads_with_garbage_behind_masks(shape, variant, dtype, implementation):
+    """Tiles in which some rows attend a NaN take care of it wherever the work was cut."""
+    q, k, v, arguments = call(shape, variant, dtype)
+    v[:, :, 5::97, ::3] = np.nan
+    v[:, :, 50::101, 1::3] = np.inf
+    mask = np.arange(shape.len_k) % 7 > 0
+    arguments["mask"] = arguments.get("mask", True) & (mask | (np.arange(shape.len_q) % 5 > 0)[:, None])
+    one = attention(q, k, v, **arguments, num_threads=1)
+    for num_threads in (2, 7, 64):
+        assert_same_bits(attention(q, k, v, **arguments, num_threads=num_threads), one)
+    for b in range(shape.batch):
+        row = {name: x[b:b + 1] if x.ndim == 4 else x for name, x in arguments.items() if name == "mask"}
+        alone = attention(q[b:b + 1], k[b:b + 1], v[b:b + 1], **{**arguments, **row})
+        assert_same_bits(alone, (one[0][b:b + 1], one[1][b:b + 1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @every_shape
 def test_dtypes_and_threads(shape, dtype, implementation):
     q, k, v, _ = call(shape, "plain", dtype)

@@ -8,12 +8,14 @@ from oracle import assert_same_bits, check, expect, poison, spread_inputs
 import fastattn
 from fastattn._bench.cases import DTYPES, Shape, as_dtype
 
-# Two rows of queries a head for the tile kernel, one for the short one; keys over several blocks.
+# Many query rows a head, and one; keys over several blocks; and what is several blocks in the fallback, too.
 PREFILL = Shape("prefill", batch=2, heads_q=4, heads_kv=2, len_q=45, len_k=200, head_dim=24)
 DECODE = Shape("decode", batch=2, heads_q=2, heads_kv=2, len_q=1, len_k=1500, head_dim=24)
 
+BLOCKS = Shape("blocks", batch=2, heads_q=16, heads_kv=2, len_q=70, len_k=600, head_dim=8)
+
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_shape = pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=lambda shape: shape.name)
+every_shape = pytest.mark.parametrize("shape", [PREFILL, DECODE, BLOCKS], ids=lambda shape: shape.name)
 
 
 def attention(q, k, v, **arguments):

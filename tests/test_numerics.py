@@ -11,8 +11,10 @@ from fastattn._bench.cases import DTYPES, Shape, as_dtype
 PREFILL = Shape("prefill", batch=1, heads_q=4, heads_kv=2, len_q=35, len_k=300, head_dim=32)
 DECODE = Shape("decode", batch=1, heads_q=3, heads_kv=3, len_q=1, len_k=1500, head_dim=32)
 
+BLOCKS = Shape("blocks", batch=2, heads_q=16, heads_kv=2, len_q=70, len_k=600, head_dim=8)
+
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_shape = pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=lambda shape: shape.name)
+every_shape = pytest.mark.parametrize("shape", [PREFILL, DECODE, BLOCKS], ids=lambda shape: shape.name)
 
 
 def attention(q, k, v, **arguments):
