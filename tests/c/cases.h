@@ -1,0 +1,201 @@
+/* The cases: shapes, dtypes and options, and the inputs of each. */
+#ifndef CASES_H
+#define CASES_H
+
+#include "arrays.h"
+
+#include <float.h>
+
+/* Random numbers: splitmix64. */
+static uint64_t seed;
+
+static uint64_t random_bits(void)
+{
+    uint64_t x = seed += 0x9e3779b97f4a7c15;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return x ^ x >> 31;
+}
+
+static int64_t below(int64_t n)
+{
+    return n > 0 ? (int64_t)(random_bits() % (uint64_t)n) : 0;
+}
+
+static double uniform(double low, double high)
+{
+    return low + (high - low) * (double)(random_bits() >> 11) * 0x1p-53;
+}
+
+typedef struct {
+    int batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
+} shape;
+
+/* Each option alone on the first two, several at a time on the others: few rows per KV head and many, one row block and
+ * several, one split of the keys and several. */
+static const shape shapes[] = {
+    {2, 4, 2, 21, 140, 12, 10}, {2, 6, 2, 1, 560, 8, 12},   {1, 2, 1, 0, 5, 8, 8},        {1, 2, 1, 3, 0, 8, 8},
+    {1, 2, 1, 20, 0, 8, 8},     {1, 1, 1, 1, 1, 1, 1},      {1, 1, 1, 8, 2, 3, 2},        {1, 1, 1, 9, 7, 1, 3},
+    {3, 2, 2, 16, 16, 2, 1},    {1, 4, 1, 5, 33, 7, 9},     {1, 2, 2, 33, 63, 16, 33},    {1, 1, 1, 64, 64, 64, 64},
+    {1, 2, 1, 65, 129, 65, 31}, {2, 1, 1, 97, 130, 40, 17}, {1, 1, 1, 31, 65, 130, 97},   {1, 3, 1, 7, 200, 33, 65},
+    {1, 1, 1, 13, 66, 531, 5},  {1, 6, 2, 4, 1100, 32, 31}, {1, 2, 1, 8, 1030, 17, 32},   {1, 1, 1, 32, 520, 5, 48},
+    {2, 2, 2, 1, 1100, 20, 40}, {1, 8, 1, 1, 1025, 80, 40}, {1, 3, 1, 2, 513, 128, 15},   {1, 1, 1, 5, 600, 31, 129},
+    {1, 7, 1, 1, 577, 96, 80},  {2, 1, 1, 3, 1024, 129, 1}, {1, 1, 1, 40, 100, 128, 128},
+    {4, 2, 2, 70, 90, 16, 15},
+};
+
+/* Of q and out, and of k and v. */
+static const fa_dtype dtypes[][2] = {{FA_F32, FA_F32},   {FA_F64, FA_F64}, {FA_F16, FA_F16},
+                                     {FA_BF16, FA_BF16}, {FA_F32, FA_F16}, {FA_F32, FA_BF16}};
+
+#define OPTIONS(X)                                                                                                     \
+    X(CAUSAL) X(WINDOW) X(RANGES) X(MASK) X(PADDING) X(BIAS) X(KEY_BIAS) X(ALIBI) X(SOFTCAP) X(SINKS) X(NO_LSE)        \
+    X(LAYOUT) X(NAN_HIDDEN) X(NAN_VALUES) X(NAN_KEYS)
+#define X(name) BIT_##name,
+enum { OPTIONS(X) N_OPTIONS };
+#undef X
+#define X(name) name = 1 << BIT_##name,
+enum { OPTIONS(X) };
+#undef X
+static const int alone[] = {
+    0,     CAUSAL, WINDOW, RANGES,              RANGES | NAN_HIDDEN, RANGES | NAN_VALUES, CAUSAL | NAN_KEYS,
+    MASK,  PADDING,        MASK | NAN_VALUES,   MASK | NAN_KEYS,     BIAS,                KEY_BIAS,
+    ALIBI, SOFTCAP,        SINKS,               NO_LSE,              LAYOUT};
+
+enum { PER_SHAPE = 3, ALONE = 2 * COUNT(alone), TOGETHER = PER_SHAPE * (COUNT(shapes) - 2) };
+enum { N_CASES = (ALONE + TOGETHER) * COUNT(dtypes) };
+
+typedef struct {
+    int number, options, out_layout;
+    shape s;
+    fa_dtype q, kv;
+} test_case;
+
+static test_case case_of(int number)
+{
+    const int i = number / COUNT(dtypes);
+    test_case c = {.number = number, .q = dtypes[number % COUNT(dtypes)][0], .kv = dtypes[number % COUNT(dtypes)][1]};
+    seed = (uint64_t)number << 32;
+    if (i < ALONE) {
+        c.s = shapes[i % 2];
+        c.options = alone[i / 2];
+    } else {
+        c.s = shapes[2 + (i - ALONE) / PER_SHAPE];
+        c.options = (int)(random_bits() & random_bits()) & ((1 << N_OPTIONS) - 1);
+        if (below(3)) c.options &= ~(NAN_KEYS | NAN_VALUES); /* they leave few numbers */
+    }
+    c.out_layout = c.options & LAYOUT ? (int)below(8) : 0;
+    return c;
+}
+
+static void describe(const char *isa, const test_case *c, const char *wrong)
+{
+    static const char *const names[] = {"float32", "float64", "float16", "bfloat16"};
+    const shape *s = &c->s;
+    printf("FAILED %s %d: q %s, k and v %s, ", isa, c->number, names[c->q], names[c->kv]);
+    printf("batch %d, heads %d / %d, len %d x %d, head_dim %d, %d", s->batch, s->heads_q, s->heads_kv, s->len_q,
+           s->len_k, s->head_dim, s->head_dim_v);
+#define X(name) if (c->options & name) printf(" " #name);
+    OPTIONS(X)
+#undef X
+    printf(": %s\n", wrong);
+}
+
+/* for each element (b, h, i, j) of an array of the call */
+#define EACH(heads, rows, cols) FOR(b, a->batch) FOR(h, heads) FOR(i, rows) FOR(j, cols)
+
+/* Row ranges. Mostly the last query stands at the last key, sometimes anywhere. */
+static void new_ranges(int options, fa_attention_args *a)
+{
+    const int layout = options & RANGES ? 0 : ONE_HEAD;
+    if (options & (WINDOW | RANGES)) a->row_begin = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
+    if (options & (CAUSAL | WINDOW | RANGES)) a->row_end = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
+    if (options & ALIBI) a->q_position = new_array(8, a->batch, 1, 1, 1, 0);
+    FOR(b, a->batch)
+    {
+        const int64_t anywhere = below(a->len_k + a->len_q) - a->len_q, left = below(a->len_k), right = below(9);
+        const int64_t first = below(3) ? a->len_k - a->len_q : anywhere;
+        if (a->q_position.data) set_int(&a->q_position, b, 0, 0, first);
+        FOR(h, a->heads_q) FOR(i, a->len_q)
+        {
+            int64_t begin = 0, end = a->len_k;
+            if (options & RANGES) begin = below(a->len_k), end -= below(a->len_k + 1); /* some are empty */
+            if (options & WINDOW) begin = larger(begin, first + i - left), end = smaller(end, first + i + right + 1);
+            if (options & CAUSAL) end = smaller(end, first + i + 1);
+            if (a->row_begin.data) set_int(&a->row_begin, b, h, i, smaller(larger(begin, 0), a->len_k));
+            if (a->row_end.data) set_int(&a->row_end, b, h, i, larger(end, 0));
+        }
+    }
+}
+
+static int attends(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, int64_t j)
+{
+    return !(a->row_begin.data && j < get_int(&a->row_begin, b, h, i)) &&
+           !(a->row_end.data && j >= get_int(&a->row_end, b, h, i)) &&
+           !(a->mask.data && *at(&a->mask, b, h, i, j) == 0) &&
+           !(a->bias.data && get(&a->bias, b, h, i, j) == -INFINITY);
+}
+
+/* NaN, which must show where it is attended and nowhere else; Inf, too, in keys that nobody attends. */
+static void spoil(int options, const fa_attention_args *a)
+{
+    const int64_t group = a->heads_q / a->heads_kv;
+    FOR(b, a->batch) FOR(h, a->heads_kv)
+    {
+        for (int n = 0; n < 4 && a->len_k > 0; n++) {
+            const int64_t key = below(a->len_k), d = below(a->head_dim), d_v = below(a->head_dim_v);
+            if (options & NAN_KEYS && n == 0) set(&a->k, b, h, key, d, NAN);
+            if (options & NAN_VALUES) set(&a->v, b, h, key, d_v, NAN);
+        }
+        FOR(key, options & NAN_HIDDEN ? a->len_k : 0)
+        {
+            int hidden = 1;
+            FOR(g, group) FOR(i, a->len_q) hidden = hidden && !attends(a, b, h * group + g, i, key);
+            FOR(d, hidden * a->head_dim) set(&a->k, b, h, key, d, below(2) ? NAN : INFINITY);
+            FOR(d, hidden * a->head_dim_v) set(&a->v, b, h, key, d, below(2) ? NAN : -INFINITY);
+        }
+    }
+}
+
+/* The call of a case but for out and lse. */
+static fa_attention_args new_inputs(const test_case *c)
+{
+    const shape *s = &c->s;
+    const fa_dtype lane = lane_of(c->q);
+    const int random = c->options & LAYOUT, share = random && !(c->options & NAN_HIDDEN) && below(2) ? ONE_BATCH : 0;
+    fa_attention_args args = {.batch = s->batch, .heads_q = s->heads_q, .heads_kv = s->heads_kv, .len_q = s->len_q,
+                              .len_k = s->len_k, .head_dim = s->head_dim, .head_dim_v = s->head_dim_v,
+                              .scale = 6 / sqrt(s->head_dim), .softcap = c->options & SOFTCAP ? 3 : 0}, *a = &args;
+    a->q = new_floats(c->q, a->batch, a->heads_q, a->len_q, a->head_dim, random ? (int)below(8) : 0);
+    a->k = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, a->head_dim, random ? (int)below(8) | share : 0);
+    a->v = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, a->head_dim_v, random ? (int)below(8) | share : 0);
+    EACH(a->heads_q, a->len_q, a->head_dim) set(&a->q, b, h, i, j, uniform(-1, 1));
+    EACH(a->heads_kv, a->len_k, a->head_dim) set(&a->k, b, h, i, j, uniform(-1, 1));
+    EACH(a->heads_kv, a->len_k, a->head_dim_v) set(&a->v, b, h, i, j, uniform(-1, 1));
+    new_ranges(c->options, a);
+    if (c->options & (MASK | PADDING)) { /* every fourth block of 64 keys is hidden, another one is not */
+        const int layout = c->options & MASK ? (int)below(64) & (STEP | ONE_BATCH | ONE_HEAD) : ONE_HEAD | ONE_ROW;
+        a->mask = new_array(1, a->batch, a->heads_q, a->len_q, a->len_k, layout);
+        EACH(a->heads_q, a->len_q, a->len_k)
+        *at(&a->mask, b, h, i, j) = (j + 64) / 64 % 4 == 3 ? 0 : (j + 64) / 64 % 4 == 0 || below(4) != 0;
+    }
+    if (c->options & (BIAS | KEY_BIAS)) { /* with -inf, and some rows of nothing but the lowest number */
+        const int layout = c->options & BIAS ? (int)below(64) & (STEP | ONE_BATCH | ONE_HEAD) : ONE_ROW;
+        const fa_dtype dtype = below(2) ? FA_F32 : c->q;
+        const double lowest = dtype == FA_F64 ? -DBL_MAX : dtype == FA_F32 ? -FLT_MAX : -1;
+        a->bias = new_floats(dtype, a->batch, a->heads_q, a->len_q, a->len_k, layout);
+        EACH(a->heads_q, a->len_q, a->len_k)
+        set(&a->bias, b, h, i, j, below(8) == 0 ? -INFINITY : i % 8 == 5 ? lowest : uniform(-2, 2));
+    }
+    if (c->options & ALIBI) a->alibi_slopes = new_floats(lane, a->batch, a->heads_q, 1, 1, 0);
+    if (c->options & SINKS) a->sinks = new_floats(lane, a->batch, a->heads_q, 1, 1, ONE_BATCH);
+    FOR(b, a->batch) FOR(h, a->heads_q)
+    {
+        if (a->alibi_slopes.data) set(&a->alibi_slopes, b, h, 0, 0, uniform(0, 0.1));
+        if (a->sinks.data) set(&a->sinks, b, h, 0, 0, h % 3 == 2 ? -INFINITY : uniform(-2, 4));
+    }
+    spoil(c->options, a);
+    return args;
+}
+
+#endif
