@@ -47,7 +47,7 @@ def attention(q, k, v, *, mask=None, bias=None, causal=False, window=None, scale
 
     sink = np.asarray(-np.inf if sinks is None else sinks).astype(work)[..., None]
     row_max = np.maximum(scores.max(-1, initial=-np.inf), sink)
-    row_max = np.where(row_max == -np.inf, work(0), row_max)
+    row_max = np.where(attend.any(-1) | (sink > -np.inf), row_max, work(0))
     probs = np.where(attend, np.exp(scores - row_max[..., None]), work(0))
     row_sum = probs.sum(-1) + np.exp(sink - row_max)
     lse = row_max + np.log(row_sum)

@@ -261,6 +261,35 @@ def test_an_attended_infinity(dtype, implementation):
     check(attention(q, k, v), expect(q, k, v))
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@every_dtype
+@every_shape
+def test_a_score_of_minus_infinity_is_no_mask(shape, dtype, masked, implementation):
+    """It is a probability of 0, which does not shield a NaN in V that is attended."""
+    q, k, v = inputs(shape._replace(len_q=3), dtype)
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :, 7, 0] = k[:, :, 21, 0] = -np.inf
+    v[:, 1, 21, 5] = np.nan
+    arguments = {"mask": np.arange(shape.len_k) % 5 > 0} if masked else {}
+    expected = expect(q, k, v, **arguments)
+    assert np.isnan(expected.out).sum() == expected.out[:, ::2, :, 5].size
+    check(attention(q, k, v, **arguments), expected)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@every_dtype
+@every_shape
+def test_scores_of_nothing_but_minus_infinity(shape, dtype, masked, implementation):
+    """Such a row attends, so it is NaN by the softmax's definition, not 0."""
+    q, k, v = inputs(shape._replace(len_q=3), dtype)
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, 0, :, 0] = -np.inf
+    arguments = {"mask": np.arange(shape.len_k) % 5 > 0} if masked else {}
+    expected = expect(q, k, v, **arguments)
+    assert np.isnan(expected.out).sum() == expected.out.size / 2
+    check(attention(q, k, v, **arguments), expected)
+
+
 def test_a_mask_need_not_be_contiguous(implementation):
     q, k, v = inputs(PREFILL)
     mask = np.random.default_rng(0).random((200, 90)) < 0.6
