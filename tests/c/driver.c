@@ -7,6 +7,19 @@
  * if there are any, and with other garbage in the scratch memory. */
 #include "reference.h"
 
+#include <signal.h>
+
+/* What is running, for crashed(). */
+static const char *running_isa;
+static const test_case *running_case;
+
+static void crashed(int signal)
+{
+    describe(running_isa, running_case, strsignal(signal));
+    fflush(stdout);
+    _exit(2);
+}
+
 /* All tasks, the first time or `again`. */
 static void run(const fa_kernels *kernels, const fa_attention_args *a, const fa_plan *p, int again)
 {
@@ -88,6 +101,9 @@ int main(int argc, char **argv)
     const char *only_isa = argc > 1 ? argv[1] : NULL, *only_case = argc > 2 ? argv[2] : NULL;
     counts all[16] = {0};
     int passed = 0, failed = 0;
+    signal(SIGSEGV, crashed);
+    signal(SIGBUS, crashed);
+    signal(SIGILL, crashed);
     FOR(number, N_CASES)
     {
         if (only_case && number != atoi(only_case)) continue;
@@ -100,6 +116,8 @@ int main(int argc, char **argv)
         {
             const char *name = fa_isa_name((int)isa);
             if (!fa_isa_available((int)isa) || (only_isa && strcmp(only_isa, name) != 0)) continue;
+            running_isa = name;
+            running_case = &c;
             const char *wrong = check(fa_isa_kernels((int)isa, lane_of(c.q)), &c, &inputs, e, all + isa);
             if (wrong) describe(name, &c, wrong);
             passed += !wrong;
