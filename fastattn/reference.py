@@ -158,11 +158,14 @@ class _Task:
             scores /= softcap
             np.tanh(scores, out=scores)
             scores *= softcap
+        finite = None
         if self.bias is not None:
+            finite = scores != -np.inf
             scores += self.bias[..., keys].astype(dtype)
         if self.call.slopes is not None:
             scores -= self.slopes * abs(self.position - np.arange(keys.start, keys.stop)).astype(dtype)
-        np.maximum(scores, np.finfo(dtype).min, out=scores)  # no finite bias is a mask; NaN stays NaN
+        if finite is not None:  # no finite bias is a mask; NaN stays NaN
+            np.maximum(scores, np.finfo(dtype).min, out=scores, where=finite)
         if allowed is not True:
             np.copyto(scores, -np.inf, where=~allowed)
         return scores
@@ -180,11 +183,13 @@ class _Task:
         row_max = self.sinks[..., None]  # a sink is a key without a value, and the first one
         row_sum = (row_max != -np.inf).astype(row_max.dtype)
         acc: Array = np.zeros((*self.q.shape[:2], self.v.shape[-1]), row_max.dtype)
+        attends = np.zeros_like(row_sum, dtype=bool)
         for begin in range(every.start - every.start % block_k, every.stop, block_k):
             keys = slice(max(begin, every.start), min(begin + block_k, every.stop))
             allowed = self.allowed(keys)
             if allowed is False:
                 continue
+            attends |= allowed if allowed is True else allowed.any(axis=-1, keepdims=True)
             scores = self.scores(keys, allowed)
             new_max = np.maximum(row_max, scores.max(axis=-1, keepdims=True))
             probs = _exp(scores, new_max)
@@ -193,6 +198,7 @@ class _Task:
             acc *= shrink
             acc += self.weighted_values(probs, keys, allowed)
             row_max = new_max
+        row_sum[attends & (row_sum == 0)] = np.nan  # every score is -inf, by computation and no mask
         np.divide(acc, row_sum, out=acc, where=row_sum != 0)
         return acc, (row_max + np.log(row_sum))[..., 0]
 

@@ -148,6 +148,19 @@ INLINE void modify_tile(int nv, const modifiers *m, int edge, const tile_state *
     }
 }
 
+/* Turns the additive tile, free by now, into masks: which lanes attend which of n keys. Not to be had from the scores:
+ * one of -inf may have been computed. */
+INLINE void note_attending(int nv, const modifiers *m, int64_t n, const tile_scratch *w)
+{
+    for (int64_t j = 0; j < n; j++)
+        for (int u = 0; u < nv; u++) {
+            const v_t key = v_splat((lane)j), add = v_load(w->add + j * BLOCK_Q + u * LANES);
+            const vi_t inside = (v_load(w->begin + u * LANES) <= key) & (key < v_load(w->end + u * LANES));
+            const vi_t hidden = m->additive ? add == v_splat(-INFINITY) : inside ^ inside;
+            v_store(w->add + j * BLOCK_Q + u * LANES, (v_t)(inside & ~hidden));
+        }
+}
+
 /* A block of keys and values, [first, first + n) of the sequence, as the tiles read it. */
 typedef struct {
     int64_t first, n;
@@ -281,9 +294,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
     }
     if (out_of_range || hides) take_out_bad_values(a, t, dot, w, block);
     const int bad = (out_of_range || hides) && block->n_bad;
-    if (bad) /* before the scores become probabilities; the additive tile is free */
-        for (int64_t at = 0; at < n * BLOCK_Q; at += LANES)
-            v_store(w->add + at, (v_t)(v_load(w->s + at) != v_splat(-INFINITY)));
+    if (bad) note_attending(nv, m, n, w);
 
     const int moved = softmax_update(nv, w->s, n, tile->row_max, tile->row_sum, w->alpha);
     const acc_mode mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;

@@ -199,7 +199,10 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, modifiers *m, 
     if (modify_rows(a, m, t, j0, n, w)) {
         for (int64_t j = 0; j < n; j++)
             if (!row_finite(dtype, v + j * v_row, width)) {
-                for (r = 0; r < t->rows; r++) attends[n_bad][r] = w->s[r * BLOCK_K + j] != -(lane)INFINITY;
+                for (r = 0; r < t->rows; r++) {
+                    const int hidden = m->additive && w->add[r * BLOCK_K + j] == -(lane)INFINITY;
+                    attends[n_bad][r] = t->begin[r] <= j0 + j && j0 + j < t->end[r] && !hidden;
+                }
                 bad[n_bad++] = j;
             }
         if (n_bad) {

@@ -170,14 +170,15 @@ static modifiers modifiers_of(const fa_attention_args *a)
 }
 
 /* One vector of scores: `add` from the additive tile, distance = |position of query - key|, `inside` the lanes within
- * their rows' ranges. A finite bias never becomes a mask: sums that overflow are clamped. */
+ * their rows' ranges. A finite bias never becomes a mask: a sum that overflows is clamped, if it was no -inf before. */
 INLINE v_t v_modify(const modifiers *m, int edge, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
 {
     const v_t hidden = v_splat(-INFINITY);
     if (m->softcap != 0) s = v_tanh(s) * v_splat(m->softcap);
+    const vi_t minus_inf = (s == hidden) | (add == hidden);
     if (m->additive) s += add;
     if (m->alibi) s = v_fma(-slope, distance, s);
-    if (m->additive) s = v_select(add == hidden, hidden, v_max(v_splat(-LANE_MAX), s));
+    if (m->additive) s = v_select(minus_inf, hidden, v_max(v_splat(-LANE_MAX), s));
     if (edge) s = v_select(inside, s, hidden);
     return s;
 }
