@@ -24,8 +24,8 @@ from fastattn._bench.ways import Unsupported, Way
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
-# Seconds. A process that was stopped wakes with all its threads on one core, and computes at the speed of one until
-# the scheduler has parted them.
+# Seconds. A process that was stopped wakes with all its threads on one core, and computes at the speed of one
+# until the scheduler has parted them.
 WARM_UP = 0.1
 
 # Largest error of an answer that is right, several times what any engine shows on standard normal inputs.
