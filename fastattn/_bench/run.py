@@ -42,7 +42,7 @@ class Effort(NamedTuple):
 
 
 FULL = Effort(seconds=0.15, rounds=5, most=8.0, budget=float("inf"))
-QUICK = Effort(seconds=0.02, rounds=3, most=0.25, budget=45.0)
+QUICK = Effort(seconds=0.02, rounds=2, most=0.25, budget=50.0)
 
 
 def plan(dtype: str | None, quick: bool, seed: int) -> list[Section]:
