@@ -16,6 +16,9 @@ from fastattn import _backend
 
 COMPILED = () if os.environ.get("FASTATTN_BACKEND") == "numpy" else fastattn.available_isas()
 IMPLEMENTATIONS = (*COMPILED, "numpy")
+NOTHING_COMPILED = pytest.param(None, marks=pytest.mark.skip("of compiled kernels, and there are none"))
+
+each_isa = pytest.mark.parametrize("isa", COMPILED or [NOTHING_COMPILED])
 
 # An implementation stays in force for all examples of a property; timing says nothing on a shared machine.
 _HYPOTHESIS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture]}

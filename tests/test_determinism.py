@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import COMPILED, forced
+from conftest import each_isa, forced
 from oracle import assert_same_bits, spread_inputs
 
 import fastattn
@@ -109,7 +109,7 @@ def test_neighbours_do_not_matter(shape, dtype, implementation):
 
 
 @every_shape
-@pytest.mark.parametrize("isa", COMPILED)
+@each_isa
 def test_padding_does_not_matter(isa, shape):
     """Keys beyond kv_lengths might as well not be there: blocks and splits begin at the same places."""
     q, k, v, _ = call(shape, "plain")

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from oracle import assert_same_bits, check, expect, poison, spread_inputs
+from oracle import assert_close, assert_same_bits, check, expect, poison, spread_inputs
 
 import fastattn
 from fastattn._bench.cases import DTYPES, Shape, as_dtype
@@ -197,6 +197,19 @@ def test_the_smallest_finite_bias_is_not_a_mask(shape, dtype, bias_dtype, implem
         expected = expect(q[:, :, rows], k, v, bias=bias[rows])
         check((out[:, :, rows], lse[:, :, rows]), expected, telling=rows.start > 0)
     assert (out[:, :, 0] != 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@every_shape
+def test_a_finite_bias_never_becomes_a_mask(shape, dtype, implementation):
+    """Not even where its sum with a score, and so lse, is beyond the largest number: the result is a mean."""
+    q, k, v = inputs(shape, dtype)
+    bias_dtype = np.float64 if dtype == "float64" else np.float32
+    q[...], k[...] = 1, -(float(np.finfo(bias_dtype).max) / 1e3 / shape.head_dim)
+    bias = np.full((1, shape.len_k), np.finfo(bias_dtype).min)
+    expected = expect(q, k, v, bias=bias, scale=1)
+    assert_close(fastattn.attention(q, k, v, bias=bias, scale=1), expected.out, expected.out_tolerance)
+    assert (expected.out != 0).all()
 
 
 def test_a_mask_and_a_bias_of_every_broadcast_shape(implementation):
