@@ -362,15 +362,15 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
         block.n = block_end - block.first;
         for (int i = 0; i < tiles; i++) {
             tile_state *tile = w->tiles + i;
-            const int64_t j0 = tile->t.first > block.first ? tile->t.first : block.first;
-            const int64_t j1 = tile->t.last < block_end ? tile->t.last : block_end;
-            if (j0 >= j1) continue;
-            const block_kind kind = mask_kind(a, &tile->t, j0, j1 - j0);
+            int64_t j0 = tile->t.first > block.first ? tile->t.first : block.first;
+            int64_t n = (tile->t.last < block_end ? tile->t.last : block_end) - j0;
+            if (n <= 0) continue;
+            const block_kind kind = mask_kind(a, &tile->t, dot ? 2 : 1, &j0, &n);
             if (kind == BLOCK_EMPTY) continue;
             m.additive = a->bias.data || kind == BLOCK_EDGE;
             prefetch_block(a, rows, grid + BLOCK_K, last, i, tiles);
-            if (tile->t.rows <= LANES) tile_block(a, &m, 1, dot, tile, j0 - block.first, j1 - j0, w, &block);
-            else tile_block(a, &m, NV, dot, tile, j0 - block.first, j1 - j0, w, &block);
+            if (tile->t.rows <= LANES) tile_block(a, &m, 1, dot, tile, j0 - block.first, n, w, &block);
+            else tile_block(a, &m, NV, dot, tile, j0 - block.first, n, w, &block);
         }
     }
     for (int i = 0; i < tiles; i++)

@@ -244,12 +244,12 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
         for (int64_t d = 0; d < p->acc_row; d++) p->acc[r * p->acc_row + d] = 0;
     }
     for (int64_t block = t->first / BLOCK_K * BLOCK_K; block < t->last; block += BLOCK_K) {
-        const int64_t j0 = block > t->first ? block : t->first;
-        const int64_t j1 = block + BLOCK_K < t->last ? block + BLOCK_K : t->last;
-        const block_kind kind = mask_kind(a, t, j0, j1 - j0);
+        int64_t j0 = block > t->first ? block : t->first;
+        int64_t n = (block + BLOCK_K < t->last ? block + BLOCK_K : t->last) - j0;
+        const block_kind kind = mask_kind(a, t, 1, &j0, &n);
         if (kind == BLOCK_EMPTY) continue;
         m.additive = a->bias.data || kind == BLOCK_EDGE;
-        dot_block(a, dtype, &m, t, j0, j1 - j0, w, p);
+        dot_block(a, dtype, &m, t, j0, n, w, p);
     }
 }
 

@@ -89,19 +89,32 @@ INLINE int rows_share(const row_block *t, const fa_array *x)
     return !x->data || (x->row == 0 && (x->head == 0 || t->group == 1));
 }
 
-/* Keys [j0, j0 + n) under the dense mask, if there is one. */
-static block_kind mask_kind(const fa_attention_args *a, const row_block *t, int64_t j0, int64_t n)
+/* Keys [*j0, *j0 + *n) under the dense mask, if there is one. Where all rows share it, as a padding mask is shared, the
+ * keys are first trimmed to those attended, at multiples of `step` from the even *j0: often that leaves a full block. */
+static block_kind mask_kind(const fa_attention_args *a, const row_block *t, int step, int64_t *j0, int64_t *n)
 {
+    const int64_t col = a->mask.col;
     int some = 0, all = 1;
     if (!a->mask.data) return BLOCK_FULL;
+    if (rows_share(t, &a->mask)) {
+        const char *m = at(&a->mask, t->b, first_row(t).head, first_row(t).query, *j0);
+        int64_t first = 0, last = *n;
+        while (first < last && !m[first * col]) first++;
+        if (first == last) return BLOCK_EMPTY;
+        while (!m[(last - 1) * col]) last--;
+        first -= first % step;
+        last += last % step && last < *n;
+        *j0 += first;
+        *n = last - first;
+    }
     EACH_ROW(t, r, id)
     {
-        const uint8_t *m = (const uint8_t *)at(&a->mask, t->b, id.head, id.query, j0);
+        const uint8_t *m = (const uint8_t *)at(&a->mask, t->b, id.head, id.query, *j0);
         uint8_t any = 0, none = 0;
-        if (a->mask.col == 1)
-            for (int64_t j = 0; j < n; j++) any |= m[j], none |= m[j] == 0;
+        if (col == 1)
+            for (int64_t j = 0; j < *n; j++) any |= m[j], none |= m[j] == 0;
         else
-            for (int64_t j = 0; j < n; j++) any |= m[j * a->mask.col], none |= m[j * a->mask.col] == 0;
+            for (int64_t j = 0; j < *n; j++) any |= m[j * col], none |= m[j * col] == 0;
         some |= any != 0;
         all &= !none;
         if ((some && !all) || rows_share(t, &a->mask)) break;
