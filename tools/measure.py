@@ -1,0 +1,104 @@
+"""Measure what docs/performance.md says of one thread: peak, strided inputs, padding, one query row.
+
+    python tools/measure.py {peak,strided,padding,decode} [--isa ISA] [--dtype float32]
+
+Best of many, by the thread's own CPU time, each beside its limit or its counterpart in the same seconds.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import fastattn
+from fastattn import _backend, _core
+
+
+def normal(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Standard normal numbers of a dtype that may be bfloat16."""
+    numbers = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    if dtype != "bfloat16":
+        return numbers.astype(dtype)
+    import ml_dtypes
+
+    return numbers.astype(ml_dtypes.bfloat16)
+
+
+def best(*calls: Callable[[], object], seconds: float = 2.0) -> list[float]:
+    """Shortest time of each call, taken in turns."""
+    times = [float("inf")] * len(calls)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for i, call in enumerate(calls):
+            start = time.thread_time()
+            call()
+            times[i] = min(times[i], time.thread_time() - start)
+    return times
+
+
+def peak(dtype: str) -> None:
+    """FLOP/s as a share of what multiply-adds from registers reach."""
+    for shape in ((1, 12, 128, 64), (8, 12, 128, 32), (1, 12, 512, 64), (1, 1, 2048, 64), (1, 1, 2048, 128)):
+        b, h, length, d = shape
+        q = normal(shape, dtype)
+        for causal in (False, True):
+            limit = max(_core.fma_peak(dtype, 1) for _ in range(10))
+            (seconds,) = best(lambda q=q, c=causal: fastattn.attention(q, q, q, causal=c, num_threads=1))
+            limit = max(limit, *(_core.fma_peak(dtype, 1) for _ in range(10)))
+            flops = 4 * b * h * length * length * d / (2 if causal else 1)
+            name = "causal" if causal else "no mask"
+            print(shape, name, f"{flops / seconds / limit:.0%} of {limit / 1e9:.0f} GFLOP/s")
+
+
+def strided(dtype: str) -> None:
+    """(B, L, H, D) arrays as transposed views, relative to contiguous ones."""
+    for heads, length, d in ((6, 1024, 64), (12, 1024, 64), (16, 1024, 64), (8, 1024, 128), (64, 512, 64)):
+        view = normal((1, length, heads, d), dtype).swapaxes(1, 2)
+        dense = np.ascontiguousarray(view)
+        a, b = best(*(lambda x=x: fastattn.attention(x, x, x, num_threads=1) for x in (view, dense)))
+        print(f"H * D = {heads * d}, length {length}: {a / b:.2f}")
+
+
+def padding(dtype: str) -> None:
+    """A padding mask and kv_lengths, relative to no padding."""
+    for shape in ((8, 12, 128, 32), (8, 12, 512, 64)):
+        q, length = normal(shape, dtype), shape[2]
+        lengths = np.random.default_rng(0).integers(length // 2, length + 1, shape[0])
+        mask = (np.arange(length) < lengths[:, None])[:, None, None, :]
+        plain, masked, short = best(
+            lambda q=q: fastattn.attention(q, q, q, num_threads=1),
+            lambda q=q, m=mask: fastattn.attention(q, q, q, mask=m, num_threads=1),
+            lambda q=q, n=lengths: fastattn.attention(q, q, q, kv_lengths=n, num_threads=1),
+        )
+        left = lengths.mean() / length
+        print(shape, f"work left {left:.2f}, mask {masked / plain:.2f}, kv_lengths {short / plain:.2f}")
+
+
+def decode(dtype: str) -> None:
+    """Bytes of k and v a second, as a share of what reading memory reaches."""
+    shapes = ((1, 32, 32, 4096, 128), (8, 12, 12, 1024, 64), (1, 32, 8, 4096, 128))
+    for b, heads, heads_kv, length, d in shapes:
+        q = normal((b, heads, 1, d), dtype)
+        k, v = normal((b, heads_kv, length, d), dtype), normal((b, heads_kv, length, d), dtype)
+        limit = max(_core.read_bandwidth(1) for _ in range(2))
+        (seconds,) = best(lambda q=q, k=k, v=v: fastattn.attention(q, k, v, num_threads=1))
+        limit = max(limit, _core.read_bandwidth(1))
+        share = 2 * k.nbytes / seconds / limit
+        print((b, f"{heads}/{heads_kv}", length, d), f"{share:.0%} of {limit / 1e9:.1f} GB/s")
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    measures = {f.__name__: f for f in (peak, strided, padding, decode)}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=measures)
+    parser.add_argument("--isa", choices=fastattn.available_isas())
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "float16", "bfloat16"))
+    arguments = parser.parse_args()
+    with _backend.forced(isa=arguments.isa):
+        measures[arguments.what](arguments.dtype)
+
+
+if __name__ == "__main__":
+    main()
