@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import reference
+from fastattn import reference, reference_ops
 from fastattn._inputs import integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastattn._args import AttentionArgs
+    from fastattn._ops_args import LinearArgs, RowsArgs
 
 try:
     import fastattn._core as _core
@@ -222,6 +223,16 @@ def run(args: AttentionArgs, backend: str | None) -> None:
     if backend is None and not _settings.asked:
         _warn_of_fallback()
     reference.attention(args)
+
+
+def run_op(name: str, args: LinearArgs | RowsArgs, backend: str | None) -> None:
+    """Compute a layer's operation on `backend`, a checked name, or on the default one."""
+    if (backend or _settings.backend) == "compiled" and hasattr(_core, name):
+        getattr(_core, name)(args)
+        return
+    if backend is None and not _settings.asked:
+        _warn_of_fallback()
+    getattr(reference_ops, name)(args)
 
 
 def _warn_of_fallback() -> None:

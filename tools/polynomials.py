@@ -1,4 +1,4 @@
-"""Derive the polynomial coefficients of src/softmax.inc.h and print them with the error they leave.
+"""Derive the coefficients of src/softmax.inc.h and src/activation.inc.h; print them with their errors.
 
     python tools/polynomials.py
 
@@ -41,6 +41,26 @@ def rest_of_tanh(z):
     return (mp.tanh(x) / x - 1) / z if z else -mp.mpf(1) / 3
 
 
+def erf_over_x(z):
+    """Return erf(x) / x, z = x^2."""
+    x = mp.sqrt(z)
+    return mp.erf(x) / x if z else 2 / mp.sqrt(mp.pi)
+
+
+def rational(function, high, p_degree, q_degree):
+    """p and q, q[0] = 1, with p(x^2) / q(x^2) through `function` at Chebyshev nodes x in [0, high]."""
+    n = p_degree + q_degree + 1
+    nodes = [(high / 2 * (1 + mp.cos(mp.pi * (2 * i + 1) / (2 * n)))) ** 2 for i in range(n)]
+    matrix = mp.matrix(n, n)
+    for i, z in enumerate(nodes):
+        for j in range(p_degree + 1):
+            matrix[i, j] = z**j
+        for j in range(1, q_degree + 1):
+            matrix[i, p_degree + j] = -function(z) * z**j
+    solved = list(mp.lu_solve(matrix, mp.matrix([function(z) for z in nodes])))
+    return solved[: p_degree + 1], [mp.mpf(1), *solved[p_degree + 1 :]]
+
+
 def main():
     half = mp.mpf(1) / 2
     for name, degree in (("exp2 float", 6), ("exp2 double", 11)):
@@ -53,6 +73,12 @@ def main():
         h = interpolate(rest_of_tanh, mp.mpf(0), bound**2, degree - 1)
         error = worst(mp.tanh, lambda x, h=h: x + x**3 * mp.polyval(h[::-1], x**2), mp.mpf(0), bound)
         show(name, h, error)
+    bound = mp.mpf(392) / 100  # 1 - erf(3.92) is 3e-8: from there on erf is 1 in float32
+    p, q = rational(erf_over_x, bound, 6, 5)
+    ratio = lambda z: mp.polyval(p[::-1], z) / mp.polyval(q[::-1], z)  # noqa: E731
+    error = worst(mp.erf, lambda x: x * ratio(x**2), mp.mpf(0), bound)
+    show("erf float, numerator", p, error)
+    show("erf float, denominator", q, error)
 
 
 if __name__ == "__main__":

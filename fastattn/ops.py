@@ -1,0 +1,290 @@
+"""The operations between attention calls: linear maps, norms, activations, softmax, embeddings.
+
+Each is one compiled kernel, on as many threads as it pays for, with a twin in NumPy that runs where nothing
+was compiled. All take float32, float64, float16 and bfloat16, compute in float32 (float64 for float64),
+return x's dtype, and accept any leading dimensions. Copied are a last axis that is not contiguous, and leading
+dimensions that one stride cannot walk through.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from fastattn import _backend
+from fastattn._inputs import as_array, float_array, require_result
+from fastattn._ops_args import elementwise_args, linear_args, norm_args
+from fastattn.packed import PackedLinear, pack
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    Backend = Literal["compiled", "numpy"]
+    Array = NDArray[Any]
+
+__all__ = [
+    "PackedLinear",
+    "activate",
+    "embedding",
+    "layer_norm",
+    "linear",
+    "pack",
+    "rms_norm",
+    "softmax",
+]
+
+
+def linear(
+    x: ArrayLike,
+    weight: PackedLinear,
+    bias: ArrayLike | None = None,
+    *,
+    activation: str | None = None,
+    residual: ArrayLike | None = None,
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> Array:
+    """``activation(x @ weight.T + bias) + residual`` in one pass over the result.
+
+    With a gated weight: ``activation(x @ gate.T + bias[0]) * (x @ weight.T + bias[1]) + residual``, which is
+    GLU with "sigmoid" (Dauphin et al. 2017), and ReGLU, GEGLU, SwiGLU with "relu", "gelu", "silu" (Shazeer
+    2020).
+
+    Parameters
+    ----------
+    x : array_like, (..., in_features)
+        float32, float16 or bfloat16; or float64, for a weight in float64.
+    weight : PackedLinear
+        From `pack`. A weight in bfloat16 meets an x rounded to bfloat16 where the CPU has a dot product of
+        such pairs, else it is widened; one in int8 is widened, and scaled at the end.
+    bias : array_like, (out_features,) or, gated, (2, out_features), optional
+    activation : {"relu", "gelu", "gelu_tanh", "silu", "sigmoid"}, optional
+        "gelu" is the exact one, by the error function.
+    residual : array_like, (..., out_features), optional
+        Added last; x's dtype. It may be `out` itself.
+    out : ndarray, (..., out_features), optional
+        Where the result goes: x's dtype, last axis contiguous, rows at one distance.
+    num_threads : int, optional
+        Default ``get_num_threads()``. Any number gives the same bits.
+    backend : {"compiled", "numpy"}, optional
+        Run this implementation and no other.
+
+    Returns
+    -------
+    out : ndarray, (..., out_features)
+        In x's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    ``2 * rows * in_features * out_features`` FLOP, twice that if gated. A row's bits do not depend on the
+    other rows. One accumulator sums at most 256 products.
+    """
+    args, result = linear_args("linear", x, weight, bias, activation, residual, out, num_threads, backend)
+    _backend.run_op("linear", args, backend)
+    return result
+
+
+@overload
+def layer_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: ArrayLike | None = None,
+    return_sum: Literal[False] = False,
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> Array: ...
+@overload
+def layer_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: ArrayLike | None = None,
+    return_sum: Literal[True],
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> tuple[Array, Array]: ...
+def layer_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: ArrayLike | None = None,
+    return_sum: bool = False,
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> Any:
+    """``(z - mean(z)) / sqrt(var(z) + eps) * weight + bias`` with ``z = x + residual`` (Ba et al. 2016).
+
+    Parameters
+    ----------
+    x : array_like, (..., features)
+    weight, bias : array_like, (features,), optional
+    eps : float, default 1e-5
+    residual : array_like, (..., features), optional
+        Added to x first; x's shape and dtype.
+    return_sum : bool, default False
+        Return ``(out, x + residual)``.
+    out : ndarray, (..., features), optional
+        Where the result goes; x's dtype, apart from the inputs.
+    num_threads, backend : optional
+        As in `linear`.
+
+    Returns
+    -------
+    out : ndarray, (..., features)
+        In x's dtype.
+    sum : ndarray, (..., features)
+        Only with `return_sum`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+    """
+    args, result = norm_args(
+        "layer_norm", x, weight, bias, eps, residual, return_sum, out, num_threads, backend
+    )
+    _backend.run_op("rows", args, backend)
+    return result
+
+
+@overload
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: ArrayLike | None = None,
+    return_sum: Literal[False] = False,
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> Array: ...
+@overload
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: ArrayLike | None = None,
+    return_sum: Literal[True],
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> tuple[Array, Array]: ...
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: ArrayLike | None = None,
+    return_sum: bool = False,
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> Any:
+    """``z / sqrt(mean(z**2) + eps) * weight`` with ``z = x + residual`` (Zhang & Sennrich 2019).
+
+    Parameters, results and errors as in `layer_norm`.
+    """
+    args, result = norm_args(
+        "rms_norm", x, weight, None, eps, residual, return_sum, out, num_threads, backend
+    )
+    _backend.run_op("rows", args, backend)
+    return result
+
+
+def softmax(
+    x: ArrayLike,
+    *,
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> Array:
+    """Softmax over the last axis of x (..., n); a row of nothing but -inf gives 0, NaN spreads over its row.
+
+    Parameters, results and errors as in `layer_norm`.
+    """
+    args, result = elementwise_args("softmax", x, None, None, out, num_threads, backend)
+    _backend.run_op("rows", args, backend)
+    return result
+
+
+def activate(
+    x: ArrayLike,
+    activation: str,
+    *,
+    up: ArrayLike | None = None,
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> Array:
+    """``activation(x)``, or ``activation(x) * up``: the gated forms, where they are not fused into `linear`.
+
+    Parameters
+    ----------
+    x : array_like, (..., n)
+    activation : {"relu", "gelu", "gelu_tanh", "silu", "sigmoid"}
+        "gelu" is the exact one, by the error function, "gelu_tanh" its approximation (Hendrycks & Gimpel
+        2016).
+    up : array_like, (..., n), optional
+        x's shape and dtype.
+    out, num_threads, backend : optional
+        As in `layer_norm`.
+
+    Returns
+    -------
+    out : ndarray, (..., n)
+        In x's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+    """
+    args, result = elementwise_args("activate", x, activation, up, out, num_threads, backend)
+    _backend.run_op("rows", args, backend)
+    return result
+
+
+def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> Array:
+    """Rows of `table` (n_rows, features) at `ids`, integers (...): an array (..., features).
+
+    NumPy's own gather: it copies whole rows and is bound by memory.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, or an id is not in ``[0, n_rows)``.
+    """
+    rows = float_array("embedding", "table", table)
+    if rows.ndim != 2:
+        raise ValueError(f"embedding(): table has shape {rows.shape}; expected (n_rows, features)")
+    index = as_array("embedding", "ids", ids)
+    if index.dtype.kind not in "iu":
+        raise TypeError(f"embedding(): ids has dtype {index.dtype}; expected integers")
+    if index.size and ((wrong := index.min()) < 0 or (wrong := index.max()) >= len(rows)):
+        raise ValueError(f"embedding(): ids has {wrong}; expected 0 to {len(rows) - 1}")
+    shape = (*index.shape, rows.shape[1])
+    if out is not None:
+        require_result("embedding", out, shape, rows.dtype, {"table": rows, "ids": index})
+        out[...] = rows[index]
+        return out
+    result: Array = np.take(rows, index, axis=0)
+    return result

@@ -1,0 +1,183 @@
+"""Weights of a linear map, packed once into the panels that the kernels read.
+
+A panel holds `PANEL_BYTES` of each row of the transposed weight: 32 output features of float32, 16 of
+float64, 32 pairs (two input features) of bfloat16. It is what the micro-kernel of every instruction set walks
+through from front to back, so the layout is one for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._inputs import float_array
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args import Array
+
+PANEL_BYTES = 128
+_ALIGNMENT = 64
+WEIGHT_DTYPES = ("float32", "float64", "bfloat16", "int8")
+
+
+class PackedLinear:
+    """The weight of a linear map, or of a gated pair of them, ready for `fastattn.ops.linear`.
+
+    Made by `pack`; read-only. It is the only copy that a layer keeps: `unpack` gives the weight back.
+
+    Attributes
+    ----------
+    in_features, out_features : int
+    dtype : str
+        How the weight is stored: "float32", "float64", "bfloat16" or "int8".
+    gated : bool
+        Whether there are two maps, ``activation(gate(x)) * up(x)``.
+    panels : ndarray
+        ``(n_panels, in_features, columns)``; for bfloat16 ``(n_panels, ceil(in_features / 2), columns, 2)``
+        of its bits. Panels of a gated pair alternate: gate, up, gate, up.
+    scales : ndarray, (n_panels, columns), or None
+        For int8: what each output feature is multiplied by.
+    """
+
+    __slots__ = ("dtype", "gated", "in_features", "out_features", "panels", "scales")
+
+    def __init__(self, in_features: int, out_features: int, dtype: str, panels: Array, scales: Array | None):
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
+        self.panels, self.scales = panels, scales
+        self.gated = len(panels) > n_panels(out_features, columns(dtype))
+        for array in (panels, scales):
+            if array is not None:
+                array.flags.writeable = False
+
+    def __repr__(self) -> str:
+        kind = "gated " if self.gated else ""
+        return f"<PackedLinear: {kind}{self.in_features} -> {self.out_features}, {self.dtype}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the weights take."""
+        return int(self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes))
+
+    def panel_blocks(self, panels_at_once: int) -> Iterator[tuple[int, Array]]:
+        """(first panel, (panels, in_features, columns) as floats), block by block."""
+        for first in range(0, len(self.panels), panels_at_once):
+            block = self.panels[first : first + panels_at_once]
+            if self.dtype == "bfloat16":
+                pairs = block.transpose(0, 1, 3, 2).reshape(len(block), -1, block.shape[2])
+                block = from_bfloat16_bits(pairs[:, : self.in_features])
+            elif self.scales is not None:
+                block = block * self.scales[first : first + panels_at_once, None, :]
+            yield first, block
+
+    def unpack(self) -> Array:
+        """The weight, (out_features, in_features), or (2, out_features, in_features): gate and up.
+
+        In float64 if it is stored so, else in float32, which holds the other types exactly.
+        """
+        n_maps = 1 + self.gated
+        _, panels = next(self.panel_blocks(max(1, len(self.panels))), (0, np.empty((0, 0, 0), np.float32)))
+        width = columns(self.dtype)
+        maps = panels.reshape(-1, n_maps, self.in_features, width).transpose(1, 0, 3, 2)
+        weight = maps.reshape(n_maps, -1, self.in_features)[:, : self.out_features].copy()
+        return weight if self.gated else weight[0]
+
+
+def columns(dtype: str) -> int:
+    """Output features of a panel; int8 is widened to float32 on the way to the kernel."""
+    return PANEL_BYTES // (8 if dtype == "float64" else 4)
+
+
+def n_panels(out_features: int, width: int) -> int:
+    """Panels of one map."""
+    return -(-out_features // width)
+
+
+def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None = None) -> PackedLinear:
+    """Pack the weight of a linear map for `linear`, once; O(weight) time and memory.
+
+    Parameters
+    ----------
+    weight : array_like, (out_features, in_features)
+        As torch's ``Linear.weight``: float32, float64, float16 or bfloat16.
+    gate : array_like, (out_features, in_features), optional
+        Makes a gated pair, ``activation(x @ gate.T) * (x @ weight.T)``, computed in one pass.
+    dtype : {"float32", "float64", "bfloat16", "int8"}, optional
+        How it is stored; by default weight's own dtype (float32 for float16). bfloat16 is rounded to nearest
+        even; int8 is symmetric, with one scale for each output feature, ``max(abs(row)) / 127``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit.
+    """
+    maps = [_weight("weight", weight)]
+    if gate is not None:
+        maps.insert(0, _weight("gate", gate))
+        if maps[0].shape != maps[1].shape:
+            raise ValueError(f"pack(): gate has shape {maps[0].shape}; expected weight's, {maps[1].shape}")
+    if dtype is None:
+        dtype = {"float64": "float64", "bfloat16": "bfloat16"}.get(maps[-1].dtype.name, "float32")
+    if dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"pack(): dtype is {dtype!r}; expected one of {', '.join(WEIGHT_DTYPES)}")
+    lane = np.float64 if dtype == "float64" else np.float32
+    out_features, in_features = maps[0].shape
+    width = columns(dtype)
+    count = n_panels(out_features, width)
+
+    # (maps, panels, columns, in_features), then in the order of the panels
+    padded = np.zeros((len(maps), count * width, in_features), lane)
+    for i, array in enumerate(maps):
+        padded[i, :out_features] = array
+    scales = None
+    if dtype == "int8":
+        largest = np.abs(padded).max(axis=-1, initial=0)
+        if not np.isfinite(largest).all():
+            raise ValueError("pack(): weight has values that are not finite; expected finite ones for int8")
+        scales = (largest / 127).astype(np.float32)
+        padded = np.rint(padded / np.where(scales == 0, 1, scales)[..., None])
+        scales = scales.reshape(len(maps), count, width).swapaxes(0, 1).reshape(-1, width)
+    order = padded.reshape(len(maps), count, width, in_features).transpose(1, 0, 3, 2)
+    panels: Array = order.reshape(len(maps) * count, in_features, width)
+    if dtype == "bfloat16":
+        bits = np.zeros((len(panels), in_features + in_features % 2, width), np.uint16)
+        bits[:, :in_features] = to_bfloat16_bits(panels)
+        panels = bits.reshape(len(panels), -1, 2, width).swapaxes(2, 3)
+    return PackedLinear(in_features, out_features, dtype, _aligned(panels, _STORED[dtype]), scales)
+
+
+_STORED = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "int8": np.int8}
+
+
+def _weight(name: str, x: Any) -> Array:
+    """`x` as a 2-D floating array."""
+    array = float_array("pack", name, x)
+    if array.ndim != 2:
+        raise ValueError(f"pack(): {name} has shape {array.shape}; expected (out_features, in_features)")
+    return array
+
+
+def _aligned(array: Array, dtype: Any) -> Array:
+    """A C-ordered copy whose data begin at a cache line."""
+    n_bytes = array.size * np.dtype(dtype).itemsize
+    memory = np.empty(n_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    result: Array = memory[start : start + n_bytes].view(dtype).reshape(array.shape)
+    result[...] = array
+    return result
+
+
+def to_bfloat16_bits(x: Array) -> Array:
+    """The bits of float32 `x` rounded to bfloat16, to nearest even; NaN stays NaN."""
+    bits = x.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def from_bfloat16_bits(bits: Array) -> Array:
+    """Float32 of the same values."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
