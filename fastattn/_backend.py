@@ -227,7 +227,7 @@ def run(args: AttentionArgs, backend: str | None) -> None:
 
 def run_op(name: str, args: LinearArgs | RowsArgs, backend: str | None) -> None:
     """Compute a layer's operation on `backend`, a checked name, or on the default one."""
-    if (backend or _settings.backend) == "compiled" and hasattr(_core, name):
+    if (backend or _settings.backend) == "compiled":
         getattr(_core, name)(args)
         return
     if backend is None and not _settings.asked:

@@ -44,37 +44,6 @@ cdef extern from *:
     const char *FA_COMPILER
     double fa_seconds() noexcept nogil
 
-cdef extern from "fastattn.h" nogil:
-    ctypedef enum fa_dtype:
-        FA_F32, FA_F64, FA_F16, FA_BF16
-    ctypedef enum fa_kernel_kind:
-        FA_TILE, FA_DOT
-    ctypedef struct fa_array:
-        char *data
-        const int64_t *batch
-        int64_t head, row, col
-        fa_dtype dtype
-    ctypedef struct fa_attention_args:
-        fa_array q, k, v, out, lse, mask, bias, row_begin, row_end, alibi_slopes, sinks, q_position
-        int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
-        double scale, softcap
-    ctypedef struct fa_plan:
-        fa_kernel_kind kind
-        int block_q, block_k, tiles, bf16_dot
-        int64_t n_tasks, split_k, n_splits, scratch_bytes, partial_bytes
-        double flops
-    ctypedef struct fa_kernels:
-        void (*plan)(const fa_attention_args *, int, fa_plan *) noexcept nogil
-        void (*run)(const fa_attention_args *, const fa_plan *, int64_t, void *) noexcept nogil
-        void (*run_split)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, void *) noexcept nogil
-        void (*merge)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, const void *) noexcept nogil
-        double (*fma_rounds)(int64_t, int) noexcept nogil
-        double (*read_bytes)(const char *, int64_t) noexcept nogil
-    int fa_isa_count()
-    const char *fa_isa_name(int)
-    int fa_isa_available(int)
-    const fa_kernels *fa_isa_kernels(int, fa_dtype)
-
 # An operand's batch table holds the byte offset of every batch item; there are this many operands.
 cdef enum:
     N_ARRAYS = 12
@@ -127,20 +96,25 @@ def compiler():
     return FA_COMPILER.decode()
 
 
+cdef fa_dtype _dtype(cnp.ndarray array):
+    cdef int64_t type_num = cnp.PyArray_TYPE(array)
+    return (FA_F32 if type_num == cnp.NPY_FLOAT else FA_F64 if type_num == cnp.NPY_DOUBLE
+            else FA_F16 if type_num == cnp.NPY_FLOAT16 else FA_BF16)
+
+
 cdef void _set_array(fa_array *x, cnp.ndarray array, int core, tuple batch_shape, int64_t batch, int64_t *offsets):
     """Point `x` at `array`, whose last `core` axes are the first of (head, row, col); axes of length 1 broadcast."""
     cdef int ndim = cnp.PyArray_NDIM(array), own = ndim - core, i, n_batch = len(batch_shape)
     cdef cnp.npy_intp *shape = cnp.PyArray_DIMS(array)
     cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(array)
-    cdef int64_t b, rest, size, offset, type_num = cnp.PyArray_TYPE(array)
+    cdef int64_t b, rest, size, offset
     cdef int64_t step[3]
     for i in range(3):
         step[i] = strides[own + i] if i < core and shape[own + i] != 1 else 0
     x.data = <char *>cnp.PyArray_DATA(array)
     x.batch = offsets
     x.head, x.row, x.col = step[0], step[1], step[2]
-    x.dtype = (FA_F32 if type_num == cnp.NPY_FLOAT else FA_F64 if type_num == cnp.NPY_DOUBLE
-               else FA_F16 if type_num == cnp.NPY_FLOAT16 else FA_BF16)
+    x.dtype = _dtype(array)
     for b in range(batch):
         rest, offset = b, 0
         for i in range(own):  # from the last batch axis to the first
@@ -355,3 +329,6 @@ def read_bandwidth(num_threads):
             total += kernels.read_bytes(bytes + i * part, part)
         best = max(best, threads * part / (time.perf_counter() - seconds))
     return best
+
+
+include "_core_ops.pxi"

@@ -2,8 +2,8 @@
 
 Each is one compiled kernel, on as many threads as it pays for, with a twin in NumPy that runs where nothing
 was compiled. All take float32, float64, float16 and bfloat16, compute in float32 (float64 for float64),
-return x's dtype, and accept any leading dimensions. Copied are a last axis that is not contiguous, and leading
-dimensions that one stride cannot walk through.
+return x's dtype, and accept any leading dimensions. Copied are a last axis that is not contiguous, and
+leading dimensions that one stride cannot walk through.
 """
 
 from __future__ import annotations

@@ -53,6 +53,17 @@ static void load_row(fa_dtype dtype, const char *src, int64_t n, lane factor, la
     }
 }
 
+/* dst (n) += src (n) */
+static void add_row(fa_dtype dtype, const char *src, int64_t n, lane *dst)
+{
+    for (int64_t j = 0; j < n; j += LANES) {
+        const int64_t count = n - j < LANES ? n - j : LANES;
+        const char *from = src + j * dtype_size(dtype);
+        if (count == LANES) v_store(dst + j, v_load(dst + j) + v_load_as(dtype, from));
+        else v_store_n(dst + j, v_load_n(dst + j, count) + v_load_as_n(dtype, from, count), count);
+    }
+}
+
 /* One element of any dtype: for strided rows, and for float32 beside double lanes. */
 static lane load_element(fa_dtype dtype, const char *p)
 {
@@ -84,6 +95,19 @@ static void store_row(fa_dtype dtype, const lane *src, int64_t n, lane factor, c
         if (count == LANES) v_store(dst + j * sizeof(lane), a);
         else v_store_n(dst + j * sizeof(lane), a, count);
     }
+}
+
+/* dst (n), bfloat16, = src (n), with a 0 behind an odd n: pairs for the dot product */
+static void round_row(fa_dtype dtype, const char *src, int64_t n, char *dst)
+{
+    const uint16_t zero = 0;
+    lane part[4 * LANES];
+    for (int64_t j = 0; j < n; j += 4 * LANES) {
+        const int64_t count = n - j < 4 * LANES ? n - j : 4 * LANES;
+        load_row(dtype, src + j * dtype_size(dtype), count, 1, part);
+        store_row(FA_BF16, part, count, 1, dst + j * 2);
+    }
+    if (n % 2) memcpy(dst + n * 2, &zero, sizeof zero);
 }
 
 /* Whether all of a row is finite. */

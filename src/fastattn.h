@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16 } fa_dtype;
+typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8 } fa_dtype; /* int8: packed weights only */
 
 /* A strided array with its batch dimensions flattened. Strides are in bytes; 0 broadcasts. */
 typedef struct {
@@ -55,6 +55,46 @@ typedef struct {
     double flops;          /* of the whole call if nothing is masked: to judge whether threads pay */
 } fa_plan;
 
+/* The layers' kernels. Strides of rows are in bytes; a row is contiguous. */
+
+typedef enum { FA_NONE, FA_RELU, FA_GELU, FA_GELU_TANH, FA_SILU, FA_SIGMOID } fa_activation;
+
+#define FA_PANEL_BYTES 128 /* of lanes (bfloat16: of pairs) that a panel holds of each input feature */
+
+/* out (m, n) = activation(x (m, k) w^T + bias) + residual; gated: activation(gate) * up + residual. */
+typedef struct {
+    const char *x, *residual;
+    char *out;
+    const char *panels;                 /* n_panels x k x columns, as packed.py says; gated: gate, up, gate, ... */
+    const void *scales;                 /* lanes, (n_panels, columns); int8 only */
+    const void *bias;                   /* lanes, (n), gated (2, n); optional, as residual */
+    int64_t x_row, residual_row, out_row, m, n, k;
+    fa_dtype dtype, weight; /* of x, residual, out; of the panels */
+    int gated;
+    fa_activation activation;
+} fa_linear_args;
+
+/* A task is some rows against some panels: a matter of scheduling alone. */
+typedef struct {
+    int rows, panels;
+    int64_t panel_tasks, n_tasks, scratch_bytes;
+    double flops;
+} fa_linear_plan;
+
+/* out (m, n) = kind(x (m, n) + residual), row by row. */
+typedef enum { FA_LAYER_NORM, FA_RMS_NORM, FA_SOFTMAX, FA_ACTIVATE } fa_rows_kind;
+
+typedef struct {
+    fa_rows_kind kind;
+    fa_dtype dtype; /* of x, residual, up, total, out */
+    fa_activation activation;
+    const char *x, *residual, *up; /* the latter optional; up multiplies what FA_ACTIVATE gives */
+    char *total, *out;             /* total, optional, receives x + residual */
+    const void *weight, *bias;     /* lanes, (n), optional: of the norms */
+    int64_t x_row, residual_row, up_row, total_row, out_row, m, n;
+    double eps;
+} fa_rows_args;
+
 typedef struct {
     void (*plan)(const fa_attention_args *, int threads, fa_plan *);
     void (*run)(const fa_attention_args *, const fa_plan *, int64_t task, void *scratch);
@@ -62,6 +102,10 @@ typedef struct {
                       void *scratch);
     void (*merge)(const fa_attention_args *, const fa_plan *, int64_t head, int64_t split, void *state,
                   const void *partial);
+    void (*linear_plan)(const fa_linear_args *, int threads, fa_linear_plan *);
+    void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t task, void *scratch);
+    int64_t (*rows_scratch_bytes)(int64_t n);
+    void (*rows_run)(const fa_rows_args *, int64_t begin, int64_t end, void *scratch);
     /* Machine measurements: FLOP done by `rounds` rounds of independent multiply-adds (bf16: of the dot product, or 0
      * where there is none); and a sum that reads n bytes once. */
     double (*fma_rounds)(int64_t rounds, int bf16);

@@ -17,6 +17,10 @@
 #include "attention.inc.h"
 #include "decode.inc.h"
 
+#include "activation.inc.h"
+#include "linear.inc.h"
+#include "rows.inc.h"
+
 #include "peak.inc.h"
 
 /* Keys of a split: enough work to be worth a task (tens of microseconds), few enough to occupy many cores. */
@@ -122,7 +126,12 @@ static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void
 #define TABLE_(isa, lane) fa_kernels_##isa##_##lane
 #define TABLE(isa, lane) TABLE_(isa, lane)
 #ifdef FA_LANE_F64
-const fa_kernels TABLE(FA_ISA_NAME, f64) = {plan, run, run_split, merge, fma_rounds, read_bytes};
+#define TABLE_NAME TABLE(FA_ISA_NAME, f64)
 #else
-const fa_kernels TABLE(FA_ISA_NAME, f32) = {plan, run, run_split, merge, fma_rounds, read_bytes};
+#define TABLE_NAME TABLE(FA_ISA_NAME, f32)
 #endif
+const fa_kernels TABLE_NAME = {
+    plan,        run,        run_split,          merge,
+    linear_plan, linear_run, rows_scratch_bytes, rows_run,
+    fma_rounds,  read_bytes,
+};

@@ -9,6 +9,7 @@
  *   v_max(bound, x)         x where x is NaN         v_select(m, a, b)     a where m, else b
  *   v_any(m)                some lane set            v_transpose(r)       LANES registers, in place
  *   v_sum v_max_lanes       over the lanes           v_sum_each(r)        of LANES registers, one a lane
+ *   v_load_i8               LANES bytes, signed, converted
  *   v_load_f16 v_load_bf16  LANES 16-bit values, widened           v_store_f16 v_store_bf16   rounded to nearest even
  *   v_dot_bf16(a, b, c)     c + a.lo * b.lo + a.hi * b.hi, lanes of a, b being pairs of bfloat16
  *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory
@@ -44,12 +45,14 @@ typedef int64_t ilane;
 typedef uint64_t wlane;
 #define LANE_BITS 64
 #define LANE_MAX 1.7976931348623157e308
+#define LANE_SQRT sqrt
 #else
 typedef float lane;
 typedef int32_t ilane;
 typedef uint32_t wlane;
 #define LANE_BITS 32
 #define LANE_MAX 3.40282346638528859812e38f
+#define LANE_SQRT sqrtf
 #endif
 
 #if LANE_BITS == 32 && (defined __AVX512BF16__ || defined FA_EMULATE_BF16_DOT)
@@ -256,8 +259,15 @@ INLINE lane v_max_lanes(v_t a)
 }
 
 #if LANE_BITS == 32
+typedef int8_t vb_t __attribute__((vector_size(LANES)));
+typedef vb_t vbu_t __attribute__((aligned(1), may_alias));
 typedef uint16_t vh_t __attribute__((vector_size(V_BYTES / 2)));
 typedef vh_t vhu_t __attribute__((aligned(1), may_alias));
+
+INLINE v_t v_load_i8(const void *p)
+{
+    return __builtin_convertvector(__builtin_convertvector(*(const vbu_t *)p, vi_t), v_t);
+}
 
 INLINE v_t v_load_bf16(const void *p)
 {

@@ -1,0 +1,104 @@
+# The layers' operations: a part of _core.pyx, which includes it.
+
+# Elements for which a parallel region pays, and those of a task: a row operation spends about a nanosecond on four.
+cdef int64_t PARALLEL_ELEMENTS = 1 << 16
+cdef int64_t TASK_ELEMENTS = 1 << 14
+
+cdef dict _ACTIVATIONS = {None: FA_NONE, "relu": FA_RELU, "gelu": FA_GELU, "gelu_tanh": FA_GELU_TANH,
+                          "silu": FA_SILU, "sigmoid": FA_SIGMOID}
+cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8}
+cdef dict _KINDS = {"layer_norm": FA_LAYER_NORM, "rms_norm": FA_RMS_NORM, "softmax": FA_SOFTMAX,
+                    "activate": FA_ACTIVATE}
+
+
+cdef char *_rows(cnp.ndarray array, int64_t *row):
+    """The data of a 2-D array, and the distance of its rows."""
+    row[0] = cnp.PyArray_STRIDES(array)[0]
+    return <char *>cnp.PyArray_DATA(array)
+
+
+cdef char *_aligned_scratch(int64_t n_bytes, void **memory) except NULL:
+    """`n_bytes` at a cache line, in `memory`, which the caller frees."""
+    memory[0] = PyMem_RawMalloc(n_bytes + 64)
+    if memory[0] == NULL:
+        raise MemoryError(f"fastattn: no memory for {n_bytes} bytes of scratch")
+    return <char *>memory[0] + (-<uintptr_t>memory[0]) % 64
+
+
+def linear(args):
+    """Compute `args.out`, of a LinearArgs."""
+    cdef fa_linear_args a
+    cdef fa_linear_plan p
+    cdef const fa_kernels *kernels
+    cdef int threads = args.num_threads if FA_OPENMP else 1
+    cdef int64_t task
+    cdef void *memory
+    cdef char *scratch
+    weight = args.weight
+    memset(&a, 0, sizeof(a))
+    a.x = _rows(args.x, &a.x_row)
+    a.out = _rows(args.out, &a.out_row)
+    if args.residual is not None:
+        a.residual = _rows(args.residual, &a.residual_row)
+    if args.bias is not None:
+        a.bias = cnp.PyArray_DATA(args.bias)
+    if weight.scales is not None:
+        a.scales = cnp.PyArray_DATA(weight.scales)
+    a.panels = <const char *>cnp.PyArray_DATA(weight.panels)
+    a.m, a.n, a.k = args.out.shape[0], weight.out_features, weight.in_features
+    a.dtype = _dtype(args.x)
+    a.weight = _WEIGHTS[weight.dtype]
+    a.gated = weight.gated
+    a.activation = _ACTIVATIONS[args.activation]
+    kernels = fa_isa_kernels(_isa, a.dtype)
+    kernels.linear_plan(&a, threads, &p)
+    threads = 1 if p.flops < PARALLEL_TILE else max(1, min(threads, p.n_tasks))
+    scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
+    with nogil:
+        if threads == 1:
+            for task in range(p.n_tasks):
+                kernels.linear_run(&a, &p, task, scratch)
+        else:
+            for task in prange(p.n_tasks, num_threads=threads, schedule="dynamic"):
+                kernels.linear_run(&a, &p, task, scratch + threadid() * p.scratch_bytes)
+    PyMem_RawFree(memory)
+
+
+def rows(args):
+    """Compute `args.out`, and `args.total` where there is one, of a RowsArgs."""
+    cdef fa_rows_args a
+    cdef const fa_kernels *kernels
+    cdef int threads = args.num_threads if FA_OPENMP else 1
+    cdef int64_t task, step, scratch_bytes
+    cdef void *memory
+    cdef char *scratch
+    memset(&a, 0, sizeof(a))
+    a.kind = _KINDS[args.kind]
+    a.dtype = _dtype(args.x)
+    a.activation = _ACTIVATIONS[args.activation]
+    a.m, a.n, a.eps = args.out.shape[0], args.out.shape[1], args.eps
+    a.x = _rows(args.x, &a.x_row)
+    a.out = _rows(args.out, &a.out_row)
+    if args.residual is not None:
+        a.residual = _rows(args.residual, &a.residual_row)
+    if args.total is not None:
+        a.total = _rows(args.total, &a.total_row)
+    if args.up is not None:
+        a.up = _rows(args.up, &a.up_row)
+    if args.weight is not None:
+        a.weight = cnp.PyArray_DATA(args.weight)
+    if args.bias is not None:
+        a.bias = cnp.PyArray_DATA(args.bias)
+    kernels = fa_isa_kernels(_isa, a.dtype)
+    scratch_bytes = kernels.rows_scratch_bytes(a.n)
+    scratch_bytes += -scratch_bytes % 64
+    step = max(1, TASK_ELEMENTS // max(1, a.n))
+    threads = 1 if a.m * a.n < PARALLEL_ELEMENTS else max(1, min(threads, (a.m + step - 1) // step))
+    scratch = _aligned_scratch(threads * scratch_bytes, &memory)
+    with nogil:
+        if threads == 1:
+            kernels.rows_run(&a, 0, a.m, scratch)
+        else:
+            for task in prange((a.m + step - 1) // step, num_threads=threads, schedule="dynamic"):
+                kernels.rows_run(&a, task * step, min(a.m, task * step + step), scratch + threadid() * scratch_bytes)
+    PyMem_RawFree(memory)
