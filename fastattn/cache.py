@@ -1,0 +1,194 @@
+"""Keys and values of the tokens so far, for step-by-step decoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastattn._inputs import as_array, integer, integers, is_float
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
+
+    from fastattn._args import Array, Ints
+
+_LEAST_CAPACITY = 16
+
+
+class Cached(NamedTuple):
+    """What `KVCache.append` returns: the arguments of `fastattn.attention` for the tokens just appended."""
+
+    k: Array  # (batch, heads_kv, len_k, head_dim), a view
+    v: Array
+    kv_lengths: Ints | None  # (batch,); None where all sequences have len_k keys
+    q_offset: Ints | int  # position of the first new token
+
+
+class KVCache:
+    """Keys and values of one attention layer, appended in place; capacity doubles, so a token costs O(1).
+
+    They lie as ``(batch, heads_kv, capacity, head_dim)``, and attention reads them there without a copy.
+    Sequences may have different lengths: the keys of sequence b are its first ``lengths[b]``.
+
+    Parameters
+    ----------
+    capacity : int, default 0
+        Tokens a sequence to make room for with the first append. More is made when it is needed.
+    dtype : dtype, optional
+        How keys and values are kept; default as they come. float16 or bfloat16 halves the memory that a step
+        of float32 queries reads.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> cache = fastattn.KVCache()
+    >>> for _ in range(3):  # token by token
+    ...     q, k, v = np.ones((1, 8, 1, 64)), np.ones((1, 2, 1, 64)), np.ones((1, 2, 1, 64))
+    ...     k, v, kv_lengths, q_offset = cache.append(k, v)
+    ...     out = fastattn.attention(q, k, v, kv_lengths=kv_lengths, q_offset=q_offset, causal=True)
+    >>> cache.length
+    3
+    """
+
+    __slots__ = ("_dtype", "_k", "_lengths", "_v", "capacity", "length")
+
+    def __init__(self, capacity: int = 0, dtype: DTypeLike | None = None):
+        self.capacity = integer("KVCache", "capacity", capacity, 0)
+        self.length = 0  # of the longest sequence
+        self._dtype = None if dtype is None else np.dtype(dtype)
+        if self._dtype is not None and not is_float(self._dtype):
+            raise TypeError(f"KVCache(): dtype is {self._dtype}; expected a floating type")
+        self._lengths: Ints | None = None  # where they differ
+        self._k: Array | None = None
+        self._v: Array | None = None
+
+    def __repr__(self) -> str:
+        shape = "empty" if self._k is None else f"{self._k.shape} in {self._k.dtype}"
+        return f"<KVCache: {self.length} of {self.capacity} tokens, {shape}>"
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each sequence, (batch,)."""
+        if self._lengths is not None:
+            return self._lengths.copy()
+        return np.full(0 if self._k is None else len(self._k), self.length, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are held."""
+        return 0 if self._k is None or self._v is None else self._k.nbytes + self._v.nbytes
+
+    @property
+    def offset(self) -> Ints | int:
+        """Position of the next token: one number, or one a sequence, (batch,)."""
+        return self.length if self._lengths is None else self._lengths
+
+    def append(self, k: Array, v: Array, lengths: ArrayLike | None = None) -> Cached:
+        """Append the keys and values of the next tokens; O(tokens), amortised.
+
+        Parameters
+        ----------
+        k : ndarray, (batch, heads_kv, tokens, head_dim)
+        v : ndarray, (batch, heads_kv, tokens, head_dim_v)
+        lengths : array_like of int, (batch,), optional
+            How many of the tokens count in each sequence, from the first: prompts padded at their ends.
+
+        Returns
+        -------
+        Cached
+            ``(k, v, kv_lengths, q_offset)``: all keys and values so far, as views, and what tells
+            `attention` where they end and where the new tokens stand.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If they do not fit those that are there; nothing was changed.
+        """
+        counts = self._require_fit(k, v, lengths)
+        batch, _, tokens, _ = k.shape
+        before = self.offset
+        room = self.length + tokens  # padding is written, too, and then overwritten
+        if self._k is None or room > self.capacity:
+            self._grow(k, v, room)
+        assert self._k is not None and self._v is not None
+        if self._lengths is None:
+            self._k[:, :, self.length : room] = k
+            self._v[:, :, self.length : room] = v
+        else:
+            sequence = np.arange(batch)[:, None]
+            place = self._lengths[:, None] + np.arange(tokens)
+            self._k[sequence, :, place] = k.swapaxes(1, 2)
+            self._v[sequence, :, place] = v.swapaxes(1, 2)
+        if counts is None and self._lengths is None:
+            self.length = room
+            return Cached(self._k[:, :, :room], self._v[:, :, :room], None, before)
+        ends = before + (np.full(batch, tokens) if counts is None else counts)
+        self.length = int(ends.max(initial=0))
+        self._lengths = None if (ends == self.length).all() else ends
+        k, v = self._k[:, :, : self.length], self._v[:, :, : self.length]
+        return Cached(k, v, ends, before)
+
+    def mark(self) -> tuple[int, Ints | None]:
+        """What is there now, for `restore`."""
+        return self.length, self._lengths
+
+    def restore(self, mark: tuple[int, Ints | None]) -> None:
+        """Forget what was appended since `mark`."""
+        self.length, self._lengths = mark
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from position `length` on: to take back what a model only guessed."""
+        length = integer("KVCache.truncate", "length", length, 0, self.length)
+        self.length = length
+        if self._lengths is not None:
+            kept = np.minimum(self._lengths, length)
+            self._lengths = None if (kept == length).all() else kept
+
+    def select(self, sequences: ArrayLike) -> None:
+        """Keep the sequences of these indices, in this order, repeated where they are: for beams, and to drop.
+
+        O(memory held): everything is copied.
+        """
+        if self._k is None or self._v is None:
+            raise ValueError("KVCache.select(): the cache is empty; expected one that append() has filled")
+        index = as_array("KVCache.select", "sequences", sequences)
+        index = integers("KVCache.select", "sequences", index, index.shape, "", 0, len(self._k) - 1)
+        if index.ndim != 1:
+            raise ValueError(f"KVCache.select(): sequences has shape {index.shape}; expected (n,)")
+        self._k, self._v = self._k[index], self._v[index]
+        if self._lengths is not None:
+            self._lengths = self._lengths[index]
+
+    def _require_fit(self, k: Array, v: Array, lengths: ArrayLike | None) -> Ints | None:
+        """Raise unless k and v continue what is there; lengths, checked."""
+        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
+            raise ValueError(
+                f"KVCache.append(): k and v have shapes {k.shape} and {v.shape}; expected"
+                f" (batch, heads_kv, tokens, head_dim) for both"
+            )
+        for name, x, there in (("k", k, self._k), ("v", v, self._v)):
+            if there is None:
+                continue
+            if x.shape[:2] != there.shape[:2] or x.shape[3] != there.shape[3]:
+                expected = f"({there.shape[0]}, {there.shape[1]}, tokens, {there.shape[3]})"
+                raise ValueError(f"KVCache.append(): {name} has shape {x.shape}; expected {expected} as before")
+            if self._dtype is None and x.dtype != there.dtype:
+                raise TypeError(f"KVCache.append(): {name} has dtype {x.dtype}; expected {there.dtype} as before")
+        if lengths is None:
+            return None
+        return np.broadcast_to(
+            integers("KVCache.append", "lengths", lengths, k.shape[:1], "(batch,)", 0, k.shape[2]), k.shape[:1]
+        )
+
+    def _grow(self, k: Array, v: Array, room: int) -> None:
+        """Make room for at least `room` tokens: twice what there was."""
+        self.capacity = max(room, 2 * self.capacity if self._k is not None else self.capacity, _LEAST_CAPACITY)
+        self._k, self._v = self._moved(self._k, k), self._moved(self._v, v)
+
+    def _moved(self, old: Array | None, like: Array) -> Array:
+        batch, heads, _, head_dim = like.shape
+        new: Array = np.empty((batch, heads, self.capacity, head_dim), self._dtype or like.dtype)
+        if old is not None:
+            new[:, :, : self.length] = old[:, :, : self.length]
+        return new

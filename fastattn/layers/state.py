@@ -1,0 +1,253 @@
+"""Parameters by name: what every layer shares. Layers are dataclasses of arrays; this loads and saves them.
+
+A layer says what it holds (`_parameters`), of what other layers it consists (`_children`), how named arrays
+become its fields (`_pack`) and how its fields become named arrays again (`_unpack`). Loading packs everything
+first and assigns last, so that an error changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastattn._inputs import is_float
+from fastattn.packed import WEIGHT_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastattn._args import Array, Shape
+
+    Fields = dict[str, Any]
+    Draw = Callable[[np.random.Generator, Shape], Array]
+
+
+class Parameter(NamedTuple):
+    """One array that a layer holds."""
+
+    shape: Shape
+    draw: Draw  # its random initialisation
+
+
+def zeros(rng: np.random.Generator, shape: Shape) -> Array:
+    """Zeros; nothing is drawn."""
+    return np.zeros(shape)
+
+
+def ones(rng: np.random.Generator, shape: Shape) -> Array:
+    """Ones; nothing is drawn."""
+    return np.ones(shape)
+
+
+def uniform(bound: float) -> Draw:
+    """Uniform in [-bound, bound)."""
+    return lambda rng, shape: rng.uniform(-bound, bound, shape)
+
+
+def normal(deviation: float) -> Draw:
+    """Normal, around 0."""
+    return lambda rng, shape: rng.normal(0, deviation, shape)
+
+
+def xavier_uniform(rng: np.random.Generator, shape: Shape) -> Array:
+    """Uniform with variance 2 / (fan_in + fan_out), for a weight (fan_out, fan_in) (Glorot & Bengio 2010)."""
+    bound = (6 / (shape[0] + shape[1])) ** 0.5
+    return rng.uniform(-bound, bound, shape)
+
+
+def lane_of(weights_dtype: str) -> np.dtype[Any]:
+    """Type of biases and norms beside weights stored as `weights_dtype`."""
+    return np.dtype(np.float64 if weights_dtype == "float64" else np.float32)
+
+
+class Layer:
+    """A layer with named parameters, those of torch's modules.
+
+    Without ``rng=`` it holds none until `load_state_dict`, and cannot be called.
+    """
+
+    weights_dtype: str
+
+    def _parameters(self) -> dict[str, Parameter]:
+        """What this layer itself holds, in torch's order."""
+        return {}
+
+    def _children(self) -> dict[str, Layer]:
+        """Its parts, by the prefix of their names."""
+        return {}
+
+    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
+        """The fields that hold the own parameters `arrays`."""
+        return {}
+
+    def _unpack(self) -> dict[str, Array]:
+        """The own parameters; what `_pack` takes."""
+        return {}
+
+    def _ready(self) -> bool:
+        """Whether the own parameters are there."""
+        return True
+
+    def _set_up(self, rng: np.random.Generator | None) -> None:
+        """Draw the parameters, or mark them as missing; the last step of construction."""
+        name = type(self).__name__
+        if self.weights_dtype not in WEIGHT_DTYPES:
+            expected = ", ".join(WEIGHT_DTYPES)
+            raise ValueError(f"{name}(): weights_dtype is {self.weights_dtype!r}; expected one of {expected}")
+        if rng is None:
+            return
+        if not isinstance(rng, np.random.Generator):
+            raise TypeError(f"{name}(): rng is of type {type(rng).__name__}; expected a numpy.random.Generator")
+        arrays = {key: p.draw(rng, p.shape) for key, p in self._parameters().items()}
+        self._assign(self._pack(arrays, self.weights_dtype), self.weights_dtype)
+
+    def _assign(self, fields: Fields, weights_dtype: str) -> None:
+        self.weights_dtype = weights_dtype
+        for key, value in fields.items():
+            setattr(self, key, value)
+
+    def _walk(self, prefix: str = "") -> Iterator[tuple[str, Layer]]:
+        """This layer and all below it, with the prefixes of their names."""
+        yield prefix, self
+        for name, child in self._children().items():
+            yield from child._walk(prefix + name)
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all parameters, those of the parts included."""
+        return {
+            prefix + name: parameter.shape
+            for prefix, layer in self._walk()
+            for name, parameter in layer._parameters().items()
+        }
+
+    def state_dict(self) -> dict[str, Array]:
+        """All parameters by torch's names: copies, in float32, or float64 where they are stored so.
+
+        Raises
+        ------
+        ValueError
+            If the layer has no parameters yet.
+        """
+        self._require_parameters("state_dict")
+        state = {
+            prefix + name: array for prefix, layer in self._walk() for name, array in layer._unpack().items()
+        }
+        return {name: state[name] for name in self.state_shapes()}
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any] | str | os.PathLike[str],
+        *,
+        prefix: str = "",
+        weights_dtype: str | None = None,
+    ) -> None:
+        """Take over all parameters, by the names of torch's modules; the weights are packed.
+
+        Parameters
+        ----------
+        state : mapping of str to array_like, or path
+            Arrays of any floating type, or a safetensors file, which is read through the safetensors package.
+        prefix : str, default ""
+            Read only names that begin with it, and without it: a layer out of a whole model.
+        weights_dtype : {"float32", "float64", "bfloat16", "int8"}, optional
+            Store the weights so from now on; default as the layer does.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If names are missing or not known, or arrays do not fit: all of them in one message. Nothing was
+            changed.
+        """
+        func = f"{type(self).__name__}.load_state_dict"
+        if weights_dtype is not None and weights_dtype not in WEIGHT_DTYPES:
+            expected = ", ".join(WEIGHT_DTYPES)
+            raise ValueError(f"{func}(): weights_dtype is {weights_dtype!r}; expected one of {expected}")
+        with ExitStack() as stack:
+            if isinstance(state, (str, os.PathLike)):
+                state = stack.enter_context(_SafetensorsFile(func, state))
+            elif not isinstance(state, Mapping):
+                raise TypeError(
+                    f"{func}(): state is of type {type(state).__name__}; expected a mapping of names to arrays, or"
+                    f" the path of a safetensors file"
+                )
+            arrays = self._checked(func, state, prefix)
+            packed = []
+            for path, layer in self._walk():
+                own = {name: arrays[path + name] for name in layer._parameters()}
+                dtype = weights_dtype or layer.weights_dtype
+                packed.append((layer, layer._pack(own, dtype), dtype))
+        for layer, fields, dtype in packed:
+            layer._assign(fields, dtype)
+
+    def _checked(self, func: str, state: Mapping[str, Any], prefix: str) -> dict[str, Array]:
+        """The arrays of `state` that begin with `prefix`, without it, or one error with all that is wrong."""
+        expected = self.state_shapes()
+        given = {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}
+        problems = [f"missing: {prefix}{name} {shape}" for name, shape in expected.items() if name not in given]
+        problems += [f"not known: {full}" for name, full in given.items() if name not in expected]
+        arrays: dict[str, Array] = {}
+        for name, shape in expected.items():
+            if name not in given:
+                continue
+            full = given[name]
+            try:
+                array = np.asarray(state[full])
+            except (TypeError, ValueError, RuntimeError) as error:
+                problems.append(f"{full}: not an array ({error})")
+                continue
+            if not is_float(array.dtype):
+                problems.append(f"{full}: dtype {array.dtype}, expected a floating type")
+            elif array.shape != shape:
+                problems.append(f"{full}: shape {array.shape}, expected {shape}")
+            else:
+                arrays[name] = array
+        if problems:
+            raise ValueError("\n  ".join([f"{func}(): nothing was loaded:", *problems]))
+        return arrays
+
+    def _require_parameters(self, what: str) -> None:
+        """Raise unless all parameters are there."""
+        if not all(layer._ready() for _, layer in self._walk()):
+            raise ValueError(
+                f"{type(self).__name__}.{what}(): the layer has no parameters yet; load_state_dict() them, or"
+                f" build it with rng=numpy.random.default_rng()"
+            )
+
+
+class _SafetensorsFile(Mapping[str, Any]):
+    """The tensors of a safetensors file, each read when it is asked for; a context."""
+
+    def __init__(self, func: str, path: str | os.PathLike[str]):
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise ImportError(
+                f"{func}(): reading {os.fspath(path)} needs the safetensors package: pip install safetensors"
+            ) from error
+        with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
+            import ml_dtypes  # noqa: F401
+        try:
+            self._file: Any = safe_open(os.fspath(path), framework="numpy")
+        except SafetensorError as error:
+            raise ValueError(f"{func}(): {os.fspath(path)} is not a sound safetensors file: {error}") from error
+        self._names = list(self._file.keys())
+
+    def __enter__(self) -> _SafetensorsFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
