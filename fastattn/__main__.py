@@ -11,7 +11,10 @@ from importlib import util
 from pathlib import Path
 
 import fastattn
+from fastattn import _cli_models
 from fastattn._bench.cases import DTYPES
+from fastattn.models.pooling import MODES as POOLING
+from fastattn.models.weights import WEIGHT_DTYPES
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -74,6 +77,25 @@ def _parser() -> argparse.ArgumentParser:
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
     option("--seed", type=_natural, metavar="N", help="of inputs and fresh shapes (a new one)")
+
+    option = command(_cli_models.embed)
+    option("--model", type=Path, required=True, metavar="FOLDER", help="of config.json and model.safetensors")
+    option("file", type=Path, nargs="?", metavar="FILE", help="lines of text (the standard input)")
+    option("--output", type=_vectors, metavar="FILE", help=".npy or .jsonl (JSON lines, printed)")
+    option("--batch-size", type=_positive, default=32, metavar="N", help="lines at a time (32)")
+    option("--pooling", choices=POOLING, help="of a line's tokens (as the model's folder says, or mean)")
+    option("--normalize", action="store_true", help="to length 1, even if the model's folder does not say so")
+    option("--weights", choices=WEIGHT_DTYPES, help="how weights are kept in memory (float32)")
+
+    option = command(_cli_models.generate)
+    option("--model", type=Path, required=True, metavar="FOLDER", help="of config.json and model.safetensors")
+    option("prompt", metavar="PROMPT", help="the text to continue")
+    option("--max-new-tokens", type=_natural, default=128, metavar="N", help="where to end at last (128)")
+    option("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token (0)")
+    option("--top-k", type=_positive, metavar="K", help="draw from the K best tokens")
+    option("--top-p", type=float, metavar="P", help="draw from the best tokens that have P of the probability")
+    option("--seed", type=_natural, metavar="N", help="of the draws (a new one)")
+    option("--weights", choices=WEIGHT_DTYPES, help="how weights are kept in memory (float32)")
     return parser
 
 
@@ -105,6 +127,13 @@ def _file(text: str) -> Path:
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: its folder does not exist")
     return path
+
+
+def _vectors(text: str) -> Path:
+    if not text.endswith(_cli_models.SUFFIXES):
+        suffixes = " or ".join(_cli_models.SUFFIXES)
+        raise argparse.ArgumentTypeError(f"expected a name that ends in {suffixes}, got {text!r}")
+    return _file(text)
 
 
 def _picture(text: str) -> Path:

@@ -1,0 +1,11 @@
+"""Models in NumPy on fastattn's kernels: the BERT family, GPT-2, Llama, Mistral, Qwen2 and Qwen3.
+
+`load` reads a folder; see docs/models.md.
+"""
+
+from fastattn.models.bert import Bert
+from fastattn.models.decoder import Decoder
+from fastattn.models.files import ModelError
+from fastattn.models.load import MODEL_TYPES, load
+
+__all__ = ["MODEL_TYPES", "Bert", "Decoder", "ModelError", "load"]

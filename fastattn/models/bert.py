@@ -1,0 +1,268 @@
+"""The BERT family: encoders whose layers normalise after each of their two halves (Devlin et al. 2018).
+
+BERT and MiniLM; RoBERTa, XLM-RoBERTa and CamemBERT, whose positions begin behind the padding token's id.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args import lane_dtype
+from fastattn.attention import attention
+from fastattn.models import padding
+from fastattn.models.activations import ACTIVATIONS
+from fastattn.models.pooling import Pooling
+from fastattn.models.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args import Array, Bools, Shape
+    from fastattn.models.files import Config, Tensors
+    from fastattn.models.weights import Precision
+    from fastattn.packed import PackedLinear
+
+# Position ids are counted, not learned, and old files hold them.
+_BUFFERS = re.compile(r"^embeddings\.(position|token_type)_ids$")
+_NORM = ("weight", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    qkv: PackedLinear
+    qkv_bias: Array
+    attended: PackedLinear  # the linear map behind attention
+    attended_bias: Array
+    attended_norm: tuple[Array, Array]  # weight, bias
+    inner: PackedLinear
+    inner_bias: Array
+    outer: PackedLinear
+    outer_bias: Array
+    outer_norm: tuple[Array, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Bert:
+    """An encoder of the BERT family; call it for hidden states, or `embed` texts with it."""
+
+    model_type: str
+    hidden_size: int
+    heads: int
+    activation: str
+    eps: float
+    max_length: int  # tokens of a sequence
+    tokens: Array  # (vocab_size, hidden_size), as in the file
+    token_types: Array  # (types, hidden_size), as what follows in the type of the computation
+    positions: Array  # (max_length, hidden_size), the first token type's vector added
+    embedding_norm: tuple[Array, Array]
+    layers: tuple[_Layer, ...]
+    dtype: np.dtype[Any]
+    pooling: Pooling
+    text: Text
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that there are."""
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"<{self.model_type}: {len(self.layers)} layers of {self.hidden_size}, {self.dtype}>"
+
+    def __call__(
+        self, ids: ArrayLike, attention_mask: ArrayLike | None = None, token_type_ids: ArrayLike | None = None
+    ) -> Array:
+        """Hidden states of the last layer.
+
+        Parameters
+        ----------
+        ids : array_like of int, (batch, length) or (length,)
+        attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
+            Which tokens count. Padding may stand on either side; positions are counted from the first token
+            that counts.
+        token_type_ids : array_like of int, (batch, length), optional
+            0 for all by default.
+
+        Returns
+        -------
+        ndarray, (batch, length, hidden_size)
+            In the model's dtype. What stands where a token does not count has no meaning.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit; nothing was computed.
+        """
+        name = self.model_type
+        tokens = padding.token_ids(name, ids, self.vocab_size)
+        if tokens.shape[1] > self.max_length:
+            raise ValueError(f"{name}(): {tokens.shape[1]} tokens in a sequence; {self.max_length} fit")
+        mask = padding.attended(name, attention_mask, tokens)
+        types = None
+        if token_type_ids is not None:
+            types = padding.token_ids(name, token_type_ids, len(self.token_types))
+            if types.shape != tokens.shape:
+                raise ValueError(f"{name}(): token_type_ids has shape {types.shape}; expected {tokens.shape}")
+        return self._forward(tokens, mask, types)
+
+    def _forward(self, ids: Array, mask: Bools | None, types: Array | None) -> Array:
+        """ids is (batch, length); result (batch, length, hidden_size)."""
+        batch, length = ids.shape
+        dtype, hidden = self.dtype, self.hidden_size
+        n = batch * length
+        x = ops.embedding(ids, self.tokens).astype(dtype, copy=False)
+        x += self.positions[padding.positions(mask, length)]
+        if types is not None:
+            x += (self.token_types - self.token_types[0])[types]
+        y = ops.layer_norm(x.reshape(n, hidden), *self.embedding_norm, eps=self.eps)
+
+        # Layers take turns on the same memory: fresh pages would cost as much as a norm.
+        x, context = x.reshape(n, hidden), np.empty((n, hidden), dtype)
+        qkv = np.empty((n, 3 * hidden), dtype)
+        q, k, v = (padding.split_heads(part, batch, length, self.heads) for part in np.split(qkv, 3, axis=1))
+        context_heads = padding.split_heads(context, batch, length, self.heads)
+        inner = np.empty((n, self.layers[0].inner.out_features), dtype) if self.layers else x
+        keys = padding.keys(mask)
+        for layer in self.layers:
+            ops.linear(y, layer.qkv, layer.qkv_bias, out=qkv)
+            attention(q, k, v, out=context_heads, **keys)
+            ops.linear(context, layer.attended, layer.attended_bias, residual=y, out=x)
+            ops.layer_norm(x, *layer.attended_norm, eps=self.eps, out=y)
+            ops.linear(y, layer.inner, layer.inner_bias, activation=self.activation, out=inner)
+            ops.linear(inner, layer.outer, layer.outer_bias, residual=y, out=x)
+            ops.layer_norm(x, *layer.outer_norm, eps=self.eps, out=y)
+        return y.reshape(batch, length, hidden)
+
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        batch_size: int = 32,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> Array:
+        """One vector for each text.
+
+        Parameters
+        ----------
+        texts : sequence of str
+            What is longer than the model's longest sequence is cut.
+        batch_size : int, default 32
+            Texts at a time; those of similar length go together, so that there is little padding.
+        pooling : {"mean", "cls", "max"}, optional
+            What becomes of a text's hidden states; by default what the model's folder says, else "mean".
+        normalize : bool, optional
+            Whether to scale the vectors to length 1; by default what the model's folder says, else not.
+        progress : callable, optional
+            Called with the number of texts of each batch when it is done.
+
+        Returns
+        -------
+        ndarray, (len(texts), hidden_size)
+            float32, or float64 for a model in float64.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit.
+        ModelError
+            If the folder has no tokenizer.json, or a malformed one.
+        """
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise TypeError("embed(): texts is no sequence of strings")
+        if batch_size < 1:
+            raise ValueError(f"embed(): batch_size is {batch_size}; expected at least 1")
+        pool = self.pooling.changed("embed", pooling, normalize)
+        encoded = self.text.encode(texts)
+        vectors = np.empty((len(texts), self.hidden_size), lane_dtype(self.dtype))
+        order = sorted(range(len(texts)), key=lambda i: -len(encoded[i]))
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            ids, mask = padding.pad([encoded[i] for i in chosen])
+            vectors[chosen] = pool(self(ids, mask), mask)
+            if progress is not None:
+                progress(len(chosen))
+        return vectors
+
+
+def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) -> Bert:
+    """The model that the folder's files describe."""
+    hidden, inner = config.size("hidden_size"), config.size("intermediate_size")
+    heads, depth = config.size("num_attention_heads"), config.size("num_hidden_layers", low=0)
+    vocab, types = config.size("vocab_size"), config.size("type_vocab_size", 2)
+    table = config.size("max_position_embeddings")
+    model_type = config.text("model_type")
+    config.divided("hidden_size", "num_attention_heads")
+    config.refuse(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
+    first = 0 if model_type == "bert" else config.size("pad_token_id", 1, low=0) + 1
+
+    square, across, back = (hidden, hidden), (inner, hidden), (hidden, inner)
+    shapes: dict[str, Shape] = {
+        "embeddings.word_embeddings.weight": (vocab, hidden),
+        "embeddings.position_embeddings.weight": (table, hidden),
+        "embeddings.token_type_embeddings.weight": (types, hidden),
+        **{f"embeddings.LayerNorm.{part}": (hidden,) for part in _NORM},
+    }
+    for i in range(depth):
+        layer = f"encoder.layer.{i}"
+        for name, (rows, columns) in (
+            ("attention.self.query", square),
+            ("attention.self.key", square),
+            ("attention.self.value", square),
+            ("attention.output.dense", square),
+            ("intermediate.dense", across),
+            ("output.dense", back),
+        ):
+            shapes[f"{layer}.{name}.weight"] = (rows, columns)
+            shapes[f"{layer}.{name}.bias"] = (rows,)
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            shapes.update({f"{layer}.{name}.{part}": (hidden,) for part in _NORM})
+    tensors.drop_prefix("bert.", "roberta.")
+    tensors.expect(shapes, own=("embeddings.", "encoder."), ignored=_BUFFERS)
+
+    def norm(name: str) -> tuple[Array, Array]:
+        weight, bias = (precision.vector(tensors[f"{name}.{part}"]) for part in _NORM)
+        return weight, bias
+
+    def linear(*names: str) -> tuple[PackedLinear, Array]:
+        weight = np.concatenate([tensors[f"{name}.weight"] for name in names])
+        return precision.pack(weight), precision.vector(*(tensors[f"{name}.bias"] for name in names))
+
+    def layer_of(name: str) -> _Layer:
+        qkv = linear(*(f"{name}.attention.self.{part}" for part in ("query", "key", "value")))
+        attended, attended_norm = f"{name}.attention.output.dense", f"{name}.attention.output.LayerNorm"
+        return _Layer(
+            *qkv,
+            *linear(attended),
+            norm(attended_norm),
+            *linear(f"{name}.intermediate.dense"),
+            *linear(f"{name}.output.dense"),
+            norm(f"{name}.output.LayerNorm"),
+        )
+
+    token_types = precision.vector(tensors["embeddings.token_type_embeddings.weight"])
+    positions = precision.vector(tensors["embeddings.position_embeddings.weight"])[first:] + token_types[0]
+    return Bert(
+        model_type=model_type,
+        hidden_size=hidden,
+        heads=heads,
+        activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
+        eps=config.number("layer_norm_eps", 1e-12),
+        max_length=len(positions),
+        tokens=tensors["embeddings.word_embeddings.weight"],
+        token_types=token_types.astype(precision.dtype),
+        positions=positions.astype(precision.dtype),
+        embedding_norm=norm("embeddings.LayerNorm"),
+        layers=tuple(layer_of(f"encoder.layer.{i}") for i in range(depth)),
+        dtype=precision.dtype,
+        pooling=Pooling.of(folder),
+        text=Text(folder, len(positions)),
+    )

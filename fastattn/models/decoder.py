@@ -1,0 +1,267 @@
+"""Decoders that normalise before each half of a layer: GPT-2, Llama and their like, and generation with them.
+
+`gpt2.py` and `llama.py` build them: they know the names of the tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args import lane_dtype
+from fastattn._inputs import as_array, integer, integers
+from fastattn.attention import attention
+from fastattn.cache import KVCache
+from fastattn.models import padding
+from fastattn.models.sampling import Sampler
+from fastattn.models.weights import token_rows
+from fastattn.rope import apply_rope, rope_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args import Array, Ints
+    from fastattn.models.text import Text
+    from fastattn.packed import PackedLinear
+    from fastattn.rope_scaling import RopeFrequencies
+
+NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights; a bias or norm that it lacks is None."""
+
+    attention_norm: tuple[Array, ...]  # weight, or weight and bias
+    qkv: PackedLinear
+    qkv_bias: Array | None
+    q_norm: Array | None  # (head_dim,): an RMS norm of each head
+    k_norm: Array | None
+    window: tuple[int, int] | None
+    scale: float
+    attended: PackedLinear  # the linear map behind attention
+    attended_bias: Array | None
+    inner_norm: tuple[Array, ...]
+    inner: PackedLinear  # a gated pair in Llama
+    inner_bias: Array | None
+    outer: PackedLinear
+    outer_bias: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A language model; call it for the logits of all tokens, or `generate` with it."""
+
+    model_type: str
+    hidden_size: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    vocab_size: int
+    activation: str
+    norm: Callable[..., Array]  # ops.layer_norm or ops.rms_norm
+    eps: float
+    max_length: int | None  # tokens of a sequence, where a table of positions ends
+    tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
+    positions: Array | None  # (max_length, hidden_size)
+    rope: Callable[[int], RopeFrequencies] | None  # of the length of the sequence
+    layers: tuple[Layer, ...]
+    final_norm: tuple[Array, ...]
+    output: PackedLinear  # hidden_size -> vocab_size
+    stop: tuple[int, ...]  # ids that end a text
+    dtype: np.dtype[Any]
+    text: Text
+
+    def __repr__(self) -> str:
+        return f"<{self.model_type}: {len(self.layers)} layers of {self.hidden_size}, {self.dtype}>"
+
+    def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
+        """Logits of the token after each token.
+
+        Parameters
+        ----------
+        ids : array_like of int, (batch, length) or (length,)
+        attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
+            Which tokens count. Padding may stand on either side; positions are counted from the first token
+            that counts.
+
+        Returns
+        -------
+        ndarray, (batch, length, vocab_size)
+            In the model's dtype. What stands where a token does not count has no meaning.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit; nothing was computed.
+        """
+        tokens = padding.token_ids(self.model_type, ids, self.vocab_size)
+        mask = padding.attended(self.model_type, attention_mask, tokens)
+        batch, length = tokens.shape
+        self._require_length(self.model_type, length)
+        hidden = self._hidden(tokens, padding.positions(mask, length), padding.keys(mask))
+        return self._logits(hidden).reshape(batch, length, self.vocab_size)
+
+    def _require_length(self, func: str, length: int) -> None:
+        if self.max_length is not None and length > self.max_length:
+            raise ValueError(f"{func}(): {length} tokens in a sequence; at most {self.max_length} fit")
+
+    def _hidden(
+        self,
+        ids: Ints,
+        positions: Ints,
+        keys: dict[str, Any] | None = None,
+        caches: Sequence[KVCache] | None = None,
+        lengths: Ints | None = None,
+    ) -> Array:
+        """Hidden states (batch * length, hidden_size) of ids (batch, length), before the last norm.
+
+        positions is (length,) or (batch, length). Either keys says which of the ids `attention` looks at, or
+        there is a cache for each layer, in which the first lengths (batch,) of them join those before.
+        """
+        batch, length = ids.shape
+        n, dtype = ids.size, self.dtype
+        n_q, n_kv = self.heads * self.head_dim, self.heads_kv * self.head_dim
+        x = token_rows(self.tokens, ids.reshape(-1), dtype)
+        if self.positions is not None:
+            rows = x.reshape(batch, length, self.hidden_size)
+            rows += self.positions[positions]
+        if self.rope is not None:
+            frequencies = self.rope(int(positions.max(initial=-1)) + 1)
+            cos, sin = rope_tables(positions, frequencies, lane_dtype(dtype))
+
+        # A token alone, the last of its sequence, sees all keys.
+        options = {"q_offset": 0, "causal": length > 1, **(keys or {})}
+        y, context = np.empty_like(x), np.empty((n, n_q), dtype)
+        qkv = np.empty((n, n_q + 2 * n_kv), dtype)
+        context_heads = padding.split_heads(context, batch, length, self.heads)
+        for i, layer in enumerate(self.layers):
+            self.norm(x, *layer.attention_norm, eps=self.eps, out=y)
+            ops.linear(y, layer.qkv, layer.qkv_bias, out=qkv)
+            q, k, v = (
+                padding.split_heads(part, batch, length, heads)
+                for part, heads in zip(
+                    np.split(qkv, [n_q, n_q + n_kv], axis=1),
+                    (self.heads, self.heads_kv, self.heads_kv),
+                    strict=True,
+                )
+            )
+            if layer.q_norm is not None:
+                q = ops.rms_norm(q, layer.q_norm, eps=self.eps)
+                k = ops.rms_norm(k, layer.k_norm, eps=self.eps)
+            if self.rope is not None:
+                apply_rope(q, cos, sin, out=q)
+                apply_rope(k, cos, sin, out=k)
+            if caches is not None:
+                k, v, options["kv_lengths"], options["q_offset"] = caches[i].append(k, v, lengths)
+            attention(q, k, v, window=layer.window, scale=layer.scale, out=context_heads, **options)
+            ops.linear(context, layer.attended, layer.attended_bias, residual=x, out=x)
+            self.norm(x, *layer.inner_norm, eps=self.eps, out=y)
+            inner = ops.linear(y, layer.inner, layer.inner_bias, activation=self.activation)
+            ops.linear(inner, layer.outer, layer.outer_bias, residual=x, out=x)
+        return x
+
+    def _logits(self, hidden: Array) -> Array:
+        """hidden is (n, hidden_size), as `_hidden` gives it; result (n, vocab_size)."""
+        return ops.linear(self.norm(hidden, *self.final_norm, eps=self.eps), self.output)
+
+    def generate(
+        self,
+        ids: ArrayLike | Sequence[Sequence[int]],
+        max_new_tokens: int = 128,
+        *,
+        attention_mask: ArrayLike | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: int | Sequence[int] | None = None,
+    ) -> Iterator[Any]:
+        """Continue sequences, a token at a time, each as soon as it is known.
+
+        Parameters
+        ----------
+        ids : array_like of int, (length,) or (batch, length), or a list of lists of different lengths
+            The prompts: at least one token in each.
+        max_new_tokens : int, default 128
+            Where every sequence ends, if it has not before.
+        attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
+            Which tokens of an array `ids` count; the others, wherever they stand, are left out.
+        temperature : float, default 0.0
+            What logits are divided by before a token is drawn; at 0 it is not drawn: the best is taken.
+        top_k : int, optional
+            Draw from the `top_k` best tokens only, and those that equal the last of them.
+        top_p : float, optional
+            Draw from the fewest best tokens only whose probabilities reach `top_p`; after `top_k`.
+        seed : int, optional
+            For the same tokens in every run. Each sequence draws from a random generator of its own, whatever
+            other sequences there are.
+        stop : int or sequence of int, optional
+            Ids that end a sequence; by default the `eos_token_id` of the model's folder, none with ``()``.
+
+        Yields
+        ------
+        int, or ndarray of int64, (batch,)
+            The next token of a single prompt (length,), or of each prompt. An id of `stop` is still yielded;
+            after it, -1 stands for its sequence until the others have ended, too.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit: at the call, not at the first token.
+
+        Notes
+        -----
+        A step costs one pass over the weights and over the keys so far. Only the logits of last tokens are
+        computed. Keys and values take ``2 * layers * heads_kv * head_dim`` numbers for each token of the
+        longest prompt and of `max_new_tokens`, for each sequence.
+        """
+        single, prompts = self._prompts(ids, attention_mask)
+        n_new = integer("generate", "max_new_tokens", max_new_tokens, 0)
+        self._require_length("generate", max(map(len, prompts), default=0) + n_new)
+        sampler = Sampler("generate", len(prompts), temperature, top_k, top_p, seed)
+        ends = np.atleast_1d(self.stop if stop is None else as_array("generate", "stop", stop))
+        ends = integers("generate", "stop", ends if ends.size else ends.astype(np.int64), ends.shape, "(n,)")
+        steps = self._steps(prompts, n_new, sampler, ends)
+        return (int(tokens[0]) for tokens in steps) if single else steps
+
+    def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
+        """Whether `ids` is one sequence, and the sequences without what does not count."""
+        ragged = isinstance(ids, (list, tuple)) and bool(ids) and not all(np.ndim(row) == 0 for row in ids)
+        if ragged and attention_mask is None:
+            prompts = [padding.token_ids("generate", row, self.vocab_size)[0] for row in ids]
+            single = False
+        else:
+            tokens = padding.token_ids("generate", ids, self.vocab_size)
+            mask = padding.attended("generate", attention_mask, tokens)
+            prompts = list(tokens) if mask is None else [row[m] for row, m in zip(tokens, mask, strict=True)]
+            single = np.ndim(ids) == 1
+        if any(len(prompt) == 0 for prompt in prompts):
+            raise ValueError("generate(): ids has a prompt without a token; expected at least one in each")
+        return single, prompts
+
+    def _steps(
+        self, prompts: list[Ints], max_new_tokens: int, sampler: Sampler, stop: Ints
+    ) -> Iterator[Ints]:
+        if not prompts or max_new_tokens == 0:
+            return
+        ids, mask = padding.pad(prompts)
+        lengths = mask.sum(axis=1)
+        batch, longest = ids.shape
+        caches = [KVCache(longest + max_new_tokens - 1) for _ in self.layers]
+        hidden = self._hidden(ids, np.arange(longest), caches=caches, lengths=lengths)
+        hidden = hidden.reshape(batch, longest, -1)[np.arange(batch), lengths - 1]
+        running = np.ones(batch, np.bool_)
+        for step in range(max_new_tokens):
+            tokens = sampler(self._logits(hidden))
+            yield np.where(running, tokens, NO_TOKEN)
+            running &= ~np.isin(tokens, stop)
+            if not running.any() or step == max_new_tokens - 1:
+                return
+            hidden = self._hidden(tokens[:, None], lengths[:, None], caches=caches)
+            lengths = lengths + 1

@@ -1,0 +1,103 @@
+"""GPT-2 (Radford et al. 2019): the names of its tensors, and what config.json says about it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from fastattn import ops
+from fastattn.models.activations import ACTIVATIONS
+from fastattn.models.decoder import Decoder, Layer
+from fastattn.models.text import Text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fastattn._args import Array, Shape
+    from fastattn.models.files import Config, Tensors
+    from fastattn.models.weights import Precision
+    from fastattn.packed import PackedLinear
+
+_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")  # the causal mask, in old files
+
+
+def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) -> Decoder:
+    """The model that the folder's files describe."""
+    hidden, heads = config.size("n_embd"), config.size("n_head")
+    inner = config.optional_size("n_inner") or 4 * hidden
+    vocab, length = config.size("vocab_size"), config.size("n_positions")
+    depth = config.size("n_layer", low=0)
+    head_dim = config.divided("n_embd", "n_head")
+    config.refuse(add_cross_attention=False)
+
+    tensors.drop_prefix("transformer.")
+    tied = config.flag("tie_word_embeddings", True)
+    shapes: dict[str, Shape] = {"wte.weight": (vocab, hidden), "wpe.weight": (length, hidden)}
+    shapes |= {"ln_f.weight": (hidden,), "ln_f.bias": (hidden,)}
+    if not tied:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for i in range(depth):
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"h.{i}.{name}.weight": (hidden,), f"h.{i}.{name}.bias": (hidden,)}
+        for name, (columns, rows) in {  # (in, out), where torch's linear has (out, in)
+            "attn.c_attn": (hidden, 3 * hidden),
+            "attn.c_proj": (hidden, hidden),
+            "mlp.c_fc": (hidden, inner),
+            "mlp.c_proj": (inner, hidden),
+        }.items():
+            shapes |= {f"h.{i}.{name}.weight": (columns, rows), f"h.{i}.{name}.bias": (rows,)}
+    tensors.expect(shapes, own=("h.", "wte.", "wpe.", "ln_f."), ignored=_BUFFERS)
+
+    def norm(name: str) -> tuple[Array, ...]:
+        return precision.vector(tensors[f"{name}.weight"]), precision.vector(tensors[f"{name}.bias"])
+
+    def linear(name: str) -> tuple[PackedLinear, Array]:
+        return precision.pack(tensors[f"{name}.weight"].T), precision.vector(tensors[f"{name}.bias"])
+
+    def layer_of(i: int) -> Layer:
+        scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
+        if config.flag("scale_attn_by_inverse_layer_idx", False):
+            scale /= i + 1
+        qkv, qkv_bias = linear(f"h.{i}.attn.c_attn")
+        attended, attended_bias = linear(f"h.{i}.attn.c_proj")
+        up, up_bias = linear(f"h.{i}.mlp.c_fc")
+        down, down_bias = linear(f"h.{i}.mlp.c_proj")
+        return Layer(
+            attention_norm=norm(f"h.{i}.ln_1"),
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            q_norm=None,
+            k_norm=None,
+            window=None,
+            scale=scale,
+            attended=attended,
+            attended_bias=attended_bias,
+            inner_norm=norm(f"h.{i}.ln_2"),
+            inner=up,
+            inner_bias=up_bias,
+            outer=down,
+            outer_bias=down_bias,
+        )
+
+    output = precision.pack(tensors["wte.weight" if tied else "lm_head.weight"])
+    return Decoder(
+        model_type=config.text("model_type"),
+        hidden_size=hidden,
+        heads=heads,
+        heads_kv=heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        activation=config.choice("activation_function", ACTIVATIONS, "gelu_new"),
+        norm=ops.layer_norm,
+        eps=config.number("layer_norm_epsilon", 1e-5),
+        max_length=length,
+        tokens=output if tied else tensors["wte.weight"],
+        positions=precision.vector(tensors["wpe.weight"]).astype(precision.dtype),
+        rope=None,
+        layers=tuple(layer_of(i) for i in range(depth)),
+        final_norm=norm("ln_f"),
+        output=output,
+        stop=config.token_ids("eos_token_id"),
+        dtype=precision.dtype,
+        text=Text(folder, length),
+    )
