@@ -13,8 +13,11 @@ from pathlib import Path
 import fastattn
 from fastattn import _cli_models
 from fastattn._bench.cases import DTYPES
+from fastattn._bench.suites import SUITES
 from fastattn.models.pooling import MODES as POOLING
 from fastattn.models.weights import WEIGHT_DTYPES
+
+BENCH_DTYPES = (*DTYPES, "int8")
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -34,15 +37,20 @@ def _bench(options: argparse.Namespace) -> int:
     """Time fastattn, its fallback, plain NumPy and every peer that is installed, side by side."""
     from fastattn._bench import plot, report, run
 
+    suite = SUITES[options.suite]
+    if options.dtype not in (None, *suite.dtypes):
+        print(f"--suite {options.suite} has no {options.dtype}: {', '.join(suite.dtypes)}", file=sys.stderr)
+        return 2
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     print(
         "This takes",
-        "less than a minute." if options.quick else "about a quarter of an hour (--quick: under a minute).",
+        "less than a minute." if options.quick else f"{suite.minutes} (--quick: under a minute).",
     )
     result = run.run(
-        run.plan(options.dtype, options.quick, seed),
+        options.suite,
+        dtype=options.dtype,
+        quick=options.quick,
         threads=options.threads or fastattn.get_num_threads(),
-        effort=run.QUICK if options.quick else run.FULL,
         command=" ".join(["python -m fastattn", *sys.argv[1:]]),
         seed=seed,
     )
@@ -72,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
 
     option = command(_bench)
     option("--quick", action="store_true", help="fewer shapes and rounds: under a minute")
-    option("--dtype", type=_dtype, help=f"{', '.join(DTYPES)} (float32; bfloat16 too for long shapes)")
+    option("--suite", choices=SUITES, default="attention", help="what is timed (attention)")
+    option("--dtype", type=_dtype, help=f"{', '.join(BENCH_DTYPES)}: of inputs or of weights (by suite)")
     option("--threads", type=_positive, metavar="N", help="of every engine (as many as fastattn uses)")
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
@@ -93,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--max-new-tokens", type=_natural, default=128, metavar="N", help="where to end at last (128)")
     option("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token (0)")
     option("--top-k", type=_positive, metavar="K", help="draw from the K best tokens")
-    option("--top-p", type=float, metavar="P", help="draw from the best tokens that have P of the probability")
+    option("--top-p", type=float, metavar="P", help="draw from the best tokens whose probabilities reach P")
     option("--seed", type=_natural, metavar="N", help="of the draws (a new one)")
     option("--weights", choices=WEIGHT_DTYPES, help="how weights are kept in memory (float32)")
     return parser
@@ -112,8 +121,8 @@ def _natural(text: str) -> int:
 
 
 def _dtype(text: str) -> str:
-    if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(DTYPES)}, got {text!r}")
+    if text not in BENCH_DTYPES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(BENCH_DTYPES)}, got {text!r}")
     if text == "bfloat16" and util.find_spec("ml_dtypes") is None:
         raise argparse.ArgumentTypeError("bfloat16 needs ml_dtypes: pip install 'fastattn[bench]'")
     return text

@@ -1,0 +1,343 @@
+"""Models against `transformers`: tiny ones with random weights, made here, saved and loaded; nothing is fetched."""
+
+import warnings
+
+import numpy as np
+import pytest
+import sentence_similarity as example
+import torch
+import transformers
+
+from fastattn import models
+from fastattn.models.sampling import Sampler
+
+TOLERANCE = 1e-5
+VOCAB = 97
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+NO_EOS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+
+
+def bert(**changes):
+    return transformers.BertModel(transformers.BertConfig(**SIZES, **changes), add_pooling_layer=False)
+
+
+def roberta(**changes):
+    config = transformers.RobertaConfig(**SIZES, **changes)
+    return transformers.RobertaModel(config, add_pooling_layer=False)
+
+
+def gpt2(**changes):
+    sizes = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **NO_EOS, **changes))
+
+
+def llama(sizes=SIZES, **changes):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **NO_EOS, **changes}))
+
+
+def mistral(**changes):
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**GROUPED, **NO_EOS, **changes))
+
+
+def qwen2(**changes):
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**GROUPED, **NO_EOS, **changes))
+
+
+def qwen3(**changes):
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, **NO_EOS, **changes))
+
+
+ENCODERS = {
+    "bert": bert,
+    "bert-relu-one-layer": lambda: bert(hidden_act="relu"),
+    "roberta": roberta,
+    "roberta-padding-id-3": lambda: roberta(pad_token_id=3),
+}
+DECODERS = {
+    "gpt2": gpt2,
+    "gpt2-inverse-layer-scale": lambda: gpt2(
+        scale_attn_by_inverse_layer_idx=True, n_inner=50, activation_function="gelu"
+    ),
+    "gpt2-untied-unscaled": lambda: gpt2(tie_word_embeddings=False, scale_attn_weights=False),
+    "llama": llama,
+    "llama-grouped": lambda: llama(GROUPED),
+    "llama-one-key-head-tied-biased": lambda: llama(
+        SIZES, num_key_value_heads=1, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=10
+    ),
+    "mistral-window": lambda: mistral(sliding_window=5),
+    "mistral-no-window": lambda: mistral(sliding_window=None, head_dim=16),
+    "qwen2": qwen2,
+    "qwen2-window-in-upper-layers": lambda: qwen2(
+        use_sliding_window=True, sliding_window=4, max_window_layers=1, tie_word_embeddings=True
+    ),
+    "qwen3": lambda: qwen3(head_dim=16),
+    "qwen3-window": lambda: qwen3(head_dim=8, use_sliding_window=True, sliding_window=3, max_window_layers=2),
+}
+TRAINED = {"original_max_position_embeddings": 16}
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, **TRAINED},
+    "yarn-options": {
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 0.7,
+        **TRAINED,
+    },
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.2, 1.5, 2.0],
+        "long_factor": [2.0, 3.0, 5.0, 9.0],
+        "factor": 4.0,
+        **TRAINED,
+    },
+}  # fmt: skip
+
+
+def scaled(name):
+    """A Llama with that scaling; a dynamic one was trained for all positions that its config has."""
+    parameters = {"rope_theta": 500.0, **SCALINGS[name]}
+    return llama(rope_parameters=parameters, max_position_embeddings=16 if name == "dynamic" else 64)
+
+
+def randomised(model, seed=0):
+    """Every parameter drawn anew: biases and norms start as zeros and ones, which hides what is left out."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator) * 0.15
+            parameter.copy_(drawn + 1 if "norm" in name.lower() and name.endswith("weight") else drawn)
+    return model.eval()
+
+
+def saved(model, folder, **options):
+    with warnings.catch_warnings():  # what transformers has to say is not ours to mend
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder, **options)
+    return folder
+
+
+def some_ids(shape, seed=0):
+    return np.random.default_rng(seed).integers(4, VOCAB, shape)  # past the padding ids
+
+
+def theirs(model, ids, mask=None, **more):
+    """What transformers computes, float32; positions counted from the mask as `generate` does."""
+    arguments = {"input_ids": torch.tensor(ids), **more}
+    if mask is not None:
+        arguments["attention_mask"] = torch.tensor(mask, dtype=torch.long)
+        if not isinstance(model, transformers.RobertaModel):
+            arguments["position_ids"] = torch.tensor(np.maximum(np.cumsum(mask, axis=1) - 1, 0))
+    with torch.no_grad():
+        out = model(**arguments)
+    return (out.last_hidden_state if "last_hidden_state" in out else out.logits).float().numpy()
+
+
+def require_close(got, expected, mask=None):
+    assert got.shape == expected.shape
+    assert np.abs(expected).mean() > 0.1, "a result next to nothing shows nothing"
+    difference = np.abs(got - expected)
+    largest = difference.max() if mask is None else difference[mask.astype(bool)].max()
+    assert largest < TOLERANCE, f"largest difference {largest:.2e}"
+
+
+def padded(side):
+    """Lengths from 1 to 12 in one batch."""
+    lengths = np.array([12, 1, 7, 11])
+    index = np.arange(12)
+    mask = index >= 12 - lengths[:, None] if side == "left" else index < lengths[:, None]
+    return some_ids((4, 12)) * mask, mask.astype(np.int64)
+
+
+@pytest.mark.parametrize("name", [*ENCODERS, *DECODERS])
+def test_results(name, tmp_path, implementation):
+    model = randomised({**ENCODERS, **DECODERS}[name]())
+    got = models.load(saved(model, tmp_path))
+    ids = some_ids((2, 23))
+    require_close(got(ids), theirs(model, ids))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", [*ENCODERS, *DECODERS])
+def test_padded_results(name, side, tmp_path):
+    model = randomised({**ENCODERS, **DECODERS}[name]())
+    ids, mask = padded(side)
+    if isinstance(model, transformers.RobertaModel):  # it counts positions from ids
+        ids[mask == 0] = model.config.pad_token_id
+    require_close(models.load(saved(model, tmp_path))(ids, mask), theirs(model, ids, mask), mask)
+
+
+def test_float64(tmp_path):
+    model = randomised(llama(GROUPED)).double()
+    ids = some_ids((2, 23))
+    with torch.no_grad():
+        expected = model(torch.tensor(ids)).logits.numpy()
+    got = models.load(saved(model.float(), tmp_path), dtype="float64")(ids)
+    # transformers computes angles and norms in float32, whatever the model's type
+    assert np.abs(got - expected).max() < TOLERANCE
+
+
+def test_token_types(tmp_path):
+    model = randomised(bert())
+    ids, types = some_ids((2, 9)), np.arange(18).reshape(2, 9) % 2
+    got = models.load(saved(model, tmp_path))(ids, token_type_ids=types)
+    require_close(got, theirs(model, ids, token_type_ids=torch.tensor(types)))
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForSequenceClassification", "BertModel"])
+def test_heads_of_other_tasks_are_left_out(kind, tmp_path):
+    model = randomised(getattr(transformers, kind)(transformers.BertConfig(**SIZES)))
+    ids = some_ids((2, 9))
+    encoder = model if kind == "BertModel" else model.bert
+    require_close(models.load(saved(model, tmp_path))(ids), theirs(encoder, ids))
+
+
+@pytest.mark.parametrize("length", [10, 40])
+@pytest.mark.parametrize("name", list(SCALINGS))
+def test_rope_scaling(name, length, tmp_path):
+    """Up to the length that the model was trained for, and beyond it."""
+    model = randomised(scaled(name))
+    ids = some_ids((2, length))
+    require_close(models.load(saved(model, tmp_path))(ids), theirs(model, ids))
+
+
+def test_the_scalings_differ(tmp_path):
+    """Or the test above would hold whatever is read from config.json."""
+    ids = some_ids((1, 40))
+    results = []
+    for name in SCALINGS:
+        results.append(models.load(saved(randomised(scaled(name)), tmp_path / name))(ids))
+    for i, one in enumerate(results):
+        for other in results[:i]:
+            assert np.abs(one - other).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama-grouped", "llama-one-key-head-tied-biased"])
+def test_sharded(name, tmp_path):
+    model = randomised({**ENCODERS, **DECODERS}[name]())
+    saved(model, tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert not (tmp_path / "model.safetensors").exists()
+    ids = some_ids((2, 9))
+    require_close(models.load(tmp_path)(ids), theirs(model, ids))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama-grouped", "qwen3", "llama-one-key-head-tied-biased"])
+def test_16_bit_files(name, dtype, tmp_path):
+    """Computed in float32 from the rounded weights, as transformers does with dtype=torch.float32."""
+    model = randomised({**ENCODERS, **DECODERS}[name]()).to(getattr(torch, dtype))
+    saved(model, tmp_path)
+    ids = some_ids((2, 9))
+    # read anew: what is computed once, such as frequencies, would stay rounded in the model at hand
+    model = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    require_close(models.load(tmp_path)(ids), theirs(model, ids))
+
+
+def greedy(model, ids, mask, n):
+    """Tokens of transformers (batch, n), and the least distance of the two best logits on the way."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = model.generate(
+            torch.tensor(ids), attention_mask=torch.tensor(mask), max_new_tokens=n, do_sample=False,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+    best = torch.stack(out.logits).topk(2).values
+    return out.sequences[:, ids.shape[1] :].numpy(), float((best[..., 0] - best[..., 1]).min())
+
+
+def told_apart(make, ids, mask, n):
+    """A model whose best token is never within 1e-3 of the next, and its tokens."""
+    for seed in range(30):
+        model = randomised(make(), seed)
+        tokens, gap = greedy(model, ids, mask, n)
+        if gap > 1e-3 and all(len(set(row.tolist())) > 2 for row in tokens):
+            return model, tokens
+    raise AssertionError("no seed is fit")
+
+
+@pytest.mark.parametrize("name", list(DECODERS))
+def test_greedy_generation(name, tmp_path, implementation):
+    ids, mask = padded("left")
+    model, expected = told_apart(DECODERS[name], ids, mask, 12)
+    got = models.load(saved(model, tmp_path))
+    np.testing.assert_array_equal(np.stack(list(got.generate(ids, 12, attention_mask=mask)), axis=1), expected)
+    right_ids, right_mask = padded("right")
+    prompts = [list(row[m == 1]) for row, m in zip(ids, mask, strict=True)]
+    np.testing.assert_array_equal(np.stack(list(got.generate(prompts, 12)), axis=1), expected)
+    for row, prompt in zip(expected, prompts, strict=True):
+        assert list(got.generate(prompt, 12)) == row.tolist()
+    for row, m, left, kept in zip(right_ids, right_mask, ids, mask, strict=True):
+        row[m == 1] = left[kept == 1]
+    tokens = np.stack(list(got.generate(right_ids, 12, attention_mask=right_mask)), axis=1)
+    np.testing.assert_array_equal(tokens, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in SCALINGS if name != "longrope"])
+def test_greedy_generation_with_rope_scaling(name, tmp_path):
+    """From within the trained length to beyond it; one prompt: in a batch, the longest sways the dynamic ones."""
+    ids = some_ids((1, 12))
+    model, expected = told_apart(lambda: scaled(name), ids, np.ones_like(ids), 16)
+    got = models.load(saved(model, tmp_path))
+    assert list(got.generate(ids[0], 16)) == expected[0].tolist()
+
+
+def test_generation_ends_where_transformers_ends(tmp_path):
+    ids, mask = padded("left")
+    model, expected = told_apart(llama, ids, mask, 12)
+    stop = int(expected[0, 4])
+    model.generation_config.eos_token_id = model.config.eos_token_id = stop
+    with torch.no_grad():
+        ended = model.generate(torch.tensor(ids), attention_mask=torch.tensor(mask), max_new_tokens=12)
+    got = models.load(saved(model, tmp_path))
+    assert got.stop == (stop,)
+    tokens = np.stack(list(got.generate(ids, 12, attention_mask=mask)), axis=1)
+    np.testing.assert_array_equal(np.where(tokens < 0, 0, tokens), ended[:, ids.shape[1] :].numpy())
+    assert (tokens < 0).any()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, None, None), (0.7, 10, None), (1.3, None, 0.8), (0.9, 20, 0.5), (1.0, 1, None), (1.0, None, 0.0),
+     (1.0, 500, 1.0)],
+)  # fmt: skip
+def test_what_may_be_drawn(temperature, top_k, top_p):
+    """The distribution after each restriction is that of transformers."""
+    scores = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    scores[:, 5] = scores[:, 9]  # a tie
+    warpers = [transformers.TemperatureLogitsWarper(temperature)]
+    if top_k is not None:
+        warpers.append(transformers.TopKLogitsWarper(min(top_k, VOCAB)))
+    if top_p is not None:
+        warpers.append(transformers.TopPLogitsWarper(top_p))
+    warped = scores
+    for warper in warpers:
+        warped = warper(None, warped)
+    expected = warped.softmax(-1).numpy()
+    sampler = Sampler("generate", 4, temperature, top_k, top_p, 0)
+    for row, wanted in zip(scores.numpy(), expected, strict=True):
+        tokens, probs = sampler.candidates(row)
+        got = np.zeros(VOCAB)
+        got[tokens] = probs
+        np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+def test_minilm_hidden_states(implementation):
+    folder = example.model_folder()
+    model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    batch = transformers.AutoTokenizer.from_pretrained(folder)(example.SENTENCES, padding="longest")
+    ids, mask = np.array(batch["input_ids"]), np.array(batch["attention_mask"])
+    got = models.load(folder)(ids, mask)
+    with torch.no_grad():
+        expected = model(torch.tensor(ids), torch.tensor(mask)).last_hidden_state.numpy()
+    require_close(got, expected, mask)
