@@ -1,13 +1,15 @@
-"""Which engines, variants and shapes ``pytest bench/`` times."""
+"""Which engines, suites and problems ``pytest bench/`` times."""
 
 import pytest
 
 import fastattn
-from fastattn._bench.cases import DTYPES, SHAPES, grouped
-from fastattn._bench.engines import ENGINES
-from fastattn._bench.problem import TINY, Problem
+from fastattn._bench.suite import Suite
+from fastattn._bench.suites import SUITES
+from fastattn._bench.ways import Unsupported
+from fastattn._bench.worker import largest_error, time_call
 
-VARIANTS = ("plain", "causal", "padding_mask", "kv_lengths")
+ENGINES = dict.fromkeys(name for suite in SUITES.values() for name in suite.engines)
+DTYPES = dict.fromkeys(name for suite in SUITES.values() for name in suite.dtypes)
 
 
 def pytest_addoption(parser):
@@ -17,26 +19,40 @@ def pytest_addoption(parser):
     group.addoption("--threads", type=int, default=fastattn.get_num_threads(), help="of each engine")
 
 
-def problems(dtype):
-    for shape in (*SHAPES, *map(grouped, SHAPES), TINY):
-        for variant in VARIANTS:
-            if variant == "plain" or (shape is not TINY and not (variant == "causal" and shape.decode)):
-                yield Problem(shape, variant, dtype, seed=0)
-
-
 def pytest_generate_tests(metafunc):
+    """A test module has `suite`, the name of one, and `problems(dtype)`."""
     config = metafunc.config
+    suite: Suite = SUITES[metafunc.module.suite]
     names = config.getoption("engine").split(",")
     unknown = [name for name in names if name not in ENGINES]
     if unknown:
         raise pytest.UsageError(f"--engine: no {unknown[0]!r}; there are {', '.join(ENGINES)}")
-    metafunc.parametrize("engine", [name for name in names if ENGINES[name].installed()])
-    cases = list(problems(config.getoption("dtype")))
-    metafunc.parametrize(
-        "problem", cases, ids=[f"{p.variant}-{p.shape.name.replace(',', 'x')}" for p in cases]
-    )
+    installed = [name for name in names if name in suite.engines and suite.engines[name].installed()]
+    metafunc.parametrize("engine", [suite.engines[name] for name in installed], ids=installed)
+    dtype = config.getoption("dtype")
+    cases = list(metafunc.module.problems(dtype)) if dtype in suite.dtypes else []
+    names = [f"{p.variant}-{p.shape.name.replace(',', 'x').replace(' ', '-')}" for p in cases]
+    metafunc.parametrize("problem", cases, ids=names)
 
 
 @pytest.fixture
-def threads(request):
-    return request.config.getoption("threads")
+def time_problem(benchmark, engine, problem, request):
+    """A function that checks the engine's result and times its fastest way."""
+
+    def check_and_time():
+        benchmark.group = f"{problem.variant} {problem.shape.name} {problem.dtype}"
+        try:
+            ways = engine.ways(problem, request.config.getoption("threads"))
+        except Unsupported as reason:
+            pytest.skip(str(reason))
+        name, way = min(ways.items(), key=lambda item: time_call(item[1].call, 0.02) if len(ways) > 1 else 0)
+        error = largest_error(way.read(way.call()), *problem.reference())
+        assert error <= problem.tolerance
+
+        benchmark(way.call)
+        rate = "GB/s" if problem.unit == "bytes" else "GFLOP/s"
+        benchmark.extra_info.update({"way": name, "error": error})
+        if benchmark.stats:  # none with --benchmark-disable
+            benchmark.extra_info[rate] = round(problem.work / benchmark.stats.stats.median / 1e9, 1)
+
+    return check_and_time

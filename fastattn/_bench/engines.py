@@ -1,4 +1,4 @@
-"""Everything the bench times, by name: fastattn, its fallback, plain NumPy, and the peers.
+"""Everything the bench of attention times, by name: fastattn, its fallback, plain NumPy, and the peers.
 
 An engine offers one or more ways to compute a problem (layouts, spellings of a mask): a worker tries them all
 and times the fastest, so that no engine is held to one that does not suit it. Inputs are laid out, converted
@@ -7,8 +7,7 @@ and bound outside the timed call.
 
 from __future__ import annotations
 
-from importlib import metadata, util
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,27 +15,8 @@ import fastattn
 from fastattn._bench import peers
 from fastattn._bench.cases import Array
 from fastattn._bench.problem import TINY, Problem
-from fastattn._bench.ways import Way, Ways, refuse_dense
-
-
-class Engine(NamedTuple):
-    """A column of the table; `packages` must be importable, the first of them gives the version."""
-
-    packages: tuple[str, ...]
-    ways: Ways
-    what: str
-
-    def installed(self) -> bool:
-        if self.packages == ("fastattn._core",):
-            return bool(fastattn.available_isas())
-        return all(util.find_spec(package) is not None for package in self.packages)
-
-    def version(self) -> str:
-        return (
-            fastattn.__version__
-            if self.packages[0].startswith("fastattn")
-            else metadata.version(self.packages[0])
-        )
+from fastattn._bench.suite import Engine
+from fastattn._bench.ways import Way, refuse_dense
 
 
 def _compiled(problem: Problem, threads: int) -> dict[str, Way]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastattn._bench.report import subject
+from fastattn._bench.suites import SUITES
 
 Json = dict[str, Any]
 
@@ -112,7 +113,7 @@ def _words(figure: Any, axis: Any, report: Json) -> None:
     figure.text(
         0.01,
         0.1 * inch,
-        f"Shapes are batch, heads, len_q, len_k, head_dim.  fastattn {config['version']}{kernels} on "
+        f"Shapes are {SUITES[report['suite']].shapes}.  fastattn {config['version']}{kernels} on "
         f"{machine['cpu']}, {report['threads']} threads.\n{setting}{report['command']}",
         fontsize=7.5,
         color=GREY,

@@ -48,10 +48,11 @@ class Crash(Exception):
 class WorkerProcess:
     """One engine in a process of its own."""
 
-    def __init__(self, engine: str, threads: int) -> None:
+    def __init__(self, suite: str, engine: str, threads: int) -> None:
+        self.arguments = (suite, engine, threads)
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fastattn._bench.worker", engine, str(threads)],
+            [sys.executable, "-m", "fastattn._bench.worker", suite, engine, str(threads)],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -99,6 +100,11 @@ class WorkerProcess:
         lines = self.log.read().decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
         return f"process ended with code {code}. {last}"[:200].strip()
+
+    def another(self) -> WorkerProcess:
+        """A new process in the place of this one."""
+        self.close()
+        return WorkerProcess(*self.arguments)
 
     def close(self) -> None:
         self.process.kill()

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastattn._bench import oracle
 from fastattn._bench.cases import VARIANTS, Array, Shape, as_dtype, make_inputs
+from fastattn._bench.suite import TOLERANCE
 
 # Below this a call is all overhead: it is reported in microseconds.
 TINY = Shape("1,1,8,8,16", 1, 1, 1, 8, 8, 16)
@@ -63,6 +65,22 @@ class Problem(NamedTuple):
         shape = self.shape
         size = max(4, as_dtype(self.dtype).itemsize)
         return shape.batch * shape.heads_q * shape.len_q * shape.len_k * size
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.dtype]
+
+    def reference(self) -> tuple[Array, Array]:
+        """16 query rows of every head, in float64."""
+        shape = self.shape
+        chosen = np.random.default_rng(self.seed).permutation(shape.len_q)[:16]
+        out, _ = oracle.attention(*self.inputs(), rows=chosen, **self.options())
+        rows = np.arange(shape.batch * shape.heads_q)[:, None] * shape.len_q + chosen
+        return rows.ravel(), out.reshape(-1, shape.dim_v)
+
+    @property
+    def unit(self) -> str:
+        return "bytes" if self.shape.decode else "flops"
 
     @property
     def work(self) -> float:

@@ -135,7 +135,9 @@ def _reasons(report: Json) -> Iterator[str]:
 
 
 def _medians(report: Json) -> Iterator[str]:
-    """The fixed shapes against those that nobody could tune for."""
+    """The fixed shapes of attention against those that nobody could tune for."""
+    if report["suite"] != "attention":
+        return
     yield ""
     for unit, kind in (("flops", "many query rows"), ("bytes", "one query row")):
         rows = [

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastattn._bench.cases import Array
-from fastattn._bench.problem import Problem
 
 
 class Unsupported(Exception):
@@ -17,18 +16,23 @@ class Unsupported(Exception):
 
 
 class Way(NamedTuple):
-    """`call` is what is timed; `read` turns its result into a (B, H, Lq, Dv) array afterwards."""
+    """`call` is what is timed; `read` turns its result into an array of the right shape afterwards."""
 
     call: Callable[[], Any]
     read: Callable[[Any], Array] = np.asarray
 
 
-Ways = Callable[[Problem, int], dict[str, Way]]
+# Of a problem of the engine's suite, and a number of threads.
+Ways = Callable[[Any, int], dict[str, Way]]
 
 
-def refuse_dense(problem: Problem, copies: int = 2) -> None:
-    """For engines that hold all scores at once, and some of them copies."""
-    need = copies * problem.scores_bytes
+def refuse_dense(problem: Any, copies: int = 2) -> None:
+    """For engines of attention that hold all scores at once, and some of them copies."""
+    refuse_above_memory(copies * problem.scores_bytes, "holds every score at once")
+
+
+def refuse_above_memory(need: int, why: str) -> None:
+    """No engine gets more than half of the memory that is free."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else need
     if need > free / 2:
-        raise Unsupported(f"holds every score at once: {need / 1e9:.0f} GB")
+        raise Unsupported(f"{why}: {need / 1e9:.0f} GB")

@@ -1,4 +1,4 @@
-"""A process that runs one engine when told: ``python -m fastattn._bench.worker ENGINE THREADS``.
+"""A process that runs one engine when told: ``python -m fastattn._bench.worker SUITE ENGINE THREADS``.
 
 Requests and replies are lines of JSON on standard input and output. Every engine has a process of its own:
 in one process, the spinning thread pools of several engines slow each other down.
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._bench.engines import ENGINES
-from fastattn._bench.problem import Problem
+from fastattn._bench.cases import Array
+from fastattn._bench.suites import SUITES
 from fastattn._bench.ways import Unsupported, Way
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -28,12 +28,15 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # until the scheduler has parted them.
 WARM_UP = 0.1
 
-# Largest error of an answer that is right, several times what any engine shows on standard normal inputs.
-TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
-
 
 def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def largest_error(out: Array, rows: Array, want: Array) -> float:
+    """Of those rows of `out` (..., n), counted over all its leading axes."""
+    got = out.reshape(-1, out.shape[-1])[rows].astype(np.float64)
+    return float(np.abs(got - want).max(initial=0))
 
 
 def time_call(call: Callable[[], Any], seconds: float) -> float:
@@ -60,24 +63,25 @@ def time_call(call: Callable[[], Any], seconds: float) -> float:
 class Worker:
     """Answers requests about one engine; holds the problem prepared last."""
 
-    def __init__(self, engine: str, threads: int) -> None:
-        self.engine = ENGINES[engine]
+    def __init__(self, suite: str, engine: str, threads: int) -> None:
+        self.suite = SUITES[suite]
+        self.engine = self.suite.engines[engine]
         self.threads = threads
         self.way: Way | None = None
 
     def hello(self) -> dict[str, Any]:
-        return {"version": self.engine.version()}
+        return {"what": self.engine.what, "version": self.engine.version()}
 
     def prepare(self, problem: list[Any], reference: str) -> dict[str, Any]:
         """Try every way to compute the problem, keep the fastest of those whose result is right.
 
-        `reference` is a file with the numbers of some query rows and their float64 result.
+        `reference` is a file with the numbers of some rows and their float64 result.
         """
         self.way = None  # before the next problem takes memory
-        task = Problem.from_list(problem)
+        task = self.suite.problem(problem)
         ways = self.engine.ways(task, self.threads)
         with np.load(reference) as saved:
-            rows, want = saved["rows"], saved["out"]
+            rows, want = saved["rows"], saved["want"]
         best: dict[str, Any] = {}
         reasons = []
         for name, way in ways.items():
@@ -85,8 +89,8 @@ class Worker:
                 start = time.perf_counter()
                 result = way.call()
                 seconds = time.perf_counter() - start
-                error = float(np.abs(way.read(result)[..., rows, :].astype(np.float64) - want).max(initial=0))
-                if not error <= TOLERANCE[task.dtype]:
+                error = largest_error(way.read(result), rows, want)
+                if not error <= task.tolerance:
                     raise ArithmeticError(f"wrong result, off by {error:.2g}")
                 if len(ways) > 1 and seconds < 1:
                     seconds = time_call(way.call, 0.02)
@@ -105,22 +109,22 @@ class Worker:
         """What the machine can do at most, as measured by the extension."""
         from fastattn import _core
 
-        # 16-bit types are computed in float32 where there are no instructions for their products.
-        flops = 0.0 if dtype == "float16" else _core.fma_peak(dtype, self.threads)
+        # Narrow types are computed in float32 where there are no instructions for their products.
+        flops = 0.0 if dtype in ("float16", "int8") else _core.fma_peak(dtype, self.threads)
         return {
             "flops": flops or _core.fma_peak("float32", self.threads),
             "bytes": _core.read_bandwidth(self.threads),
         }
 
 
-def main(engine: str, threads: str) -> None:
+def main(suite: str, engine: str, threads: str) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not end up between the replies
     if sys.platform == "linux":  # a stopped process would not notice that the bench is gone
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if hasattr(os, "sched_setaffinity"):  # for the pools that size themselves by it
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
-    worker = Worker(engine, int(threads))
+    worker = Worker(suite, engine, int(threads))
     for line in sys.stdin:
         request = json.loads(line)
         try:

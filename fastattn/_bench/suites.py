@@ -1,0 +1,20 @@
+"""The suites, by the name that ``python -m fastattn bench --suite`` takes."""
+
+from __future__ import annotations
+
+from fastattn._bench import engines
+from fastattn._bench.attention_plan import plan
+from fastattn._bench.cases import DTYPES
+from fastattn._bench.problem import Problem
+from fastattn._bench.suite import Suite
+
+SUITES = {
+    "attention": Suite(
+        engines.ENGINES,
+        plan,
+        Problem.from_list,
+        DTYPES,
+        "batch, heads, len_q, len_k, head_dim",
+        "about a quarter of an hour",
+    ),
+}
