@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -9,6 +11,8 @@ import numpy as np
 from fastattn._inputs import as_array, integer, integers, is_float
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from numpy.typing import ArrayLike, DTypeLike
 
     from fastattn._args import Array, Ints
@@ -111,7 +115,8 @@ class KVCache:
         room = self.length + tokens  # padding is written, too, and then overwritten
         if self._k is None or room > self.capacity:
             self._grow(k, v, room)
-        assert self._k is not None and self._v is not None
+        assert self._k is not None
+        assert self._v is not None
         if self._lengths is None:
             self._k[:, :, self.length : room] = k
             self._v[:, :, self.length : room] = v
@@ -146,9 +151,9 @@ class KVCache:
             self._lengths = None if (kept == length).all() else kept
 
     def select(self, sequences: ArrayLike) -> None:
-        """Keep the sequences of these indices, in this order, repeated where they are: for beams, and to drop.
+        """Keep the sequences of these indices, in this order: to drop those that ended, or to follow beams.
 
-        O(memory held): everything is copied.
+        O(memory held): everything is copied. An index may occur several times.
         """
         if self._k is None or self._v is None:
             raise ValueError("KVCache.select(): the cache is empty; expected one that append() has filled")
@@ -172,18 +177,23 @@ class KVCache:
                 continue
             if x.shape[:2] != there.shape[:2] or x.shape[3] != there.shape[3]:
                 expected = f"({there.shape[0]}, {there.shape[1]}, tokens, {there.shape[3]})"
-                raise ValueError(f"KVCache.append(): {name} has shape {x.shape}; expected {expected} as before")
+                raise ValueError(
+                    f"KVCache.append(): {name} has shape {x.shape}; expected {expected} as before"
+                )
             if self._dtype is None and x.dtype != there.dtype:
-                raise TypeError(f"KVCache.append(): {name} has dtype {x.dtype}; expected {there.dtype} as before")
+                raise TypeError(
+                    f"KVCache.append(): {name} has dtype {x.dtype}; expected {there.dtype} as before"
+                )
         if lengths is None:
             return None
-        return np.broadcast_to(
-            integers("KVCache.append", "lengths", lengths, k.shape[:1], "(batch,)", 0, k.shape[2]), k.shape[:1]
-        )
+        batch, _, tokens, _ = k.shape
+        counts = integers("KVCache.append", "lengths", lengths, (batch,), "(batch,)", 0, tokens)
+        return np.broadcast_to(counts, (batch,))
 
     def _grow(self, k: Array, v: Array, room: int) -> None:
         """Make room for at least `room` tokens: twice what there was."""
-        self.capacity = max(room, 2 * self.capacity if self._k is not None else self.capacity, _LEAST_CAPACITY)
+        wanted = self.capacity if self._k is None else 2 * self.capacity
+        self.capacity = max(room, wanted, _LEAST_CAPACITY)
         self._k, self._v = self._moved(self._k, k), self._moved(self._v, v)
 
     def _moved(self, old: Array | None, like: Array) -> Array:
@@ -192,3 +202,34 @@ class KVCache:
         if old is not None:
             new[:, :, : self.length] = old[:, :, : self.length]
         return new
+
+
+@dataclass(eq=False)
+class DecoderCache:
+    """What one decoder layer keeps from step to step: its own tokens, and the memory's keys and values."""
+
+    tokens: KVCache
+    memory: Any = None  # what `keys_values` are of
+    keys_values: tuple[Array, Array] | None = None
+
+    def mark(self) -> Any:
+        """What is there now, for `restore`."""
+        return self.tokens.mark(), self.memory, self.keys_values
+
+    def restore(self, mark: Any) -> None:
+        """Forget what came since `mark`."""
+        tokens, self.memory, self.keys_values = mark
+        self.tokens.restore(tokens)
+
+
+@contextmanager
+def restored_on_error(caches: Sequence[KVCache | DecoderCache | None]) -> Iterator[None]:
+    """A context that leaves `caches` as they were if it ends in an error."""
+    held = [cache for cache in caches if cache is not None]
+    marks = [cache.mark() for cache in held]
+    try:
+        yield
+    except BaseException:
+        for cache, mark in zip(held, marks, strict=True):
+            cache.restore(mark)
+        raise

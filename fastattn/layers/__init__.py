@@ -1,8 +1,23 @@
-"""Transformer layers: fields over pure functions, with the names and parameters of torch's modules, batch first."""
+"""Transformer layers: fields over pure functions, with torch's names and parameters, batch first."""
 
 from fastattn.layers.attention import MultiHeadAttention
 from fastattn.layers.basic import FeedForward, LayerNorm, Linear, RMSNorm
 from fastattn.layers.rotary import Rope
+from fastattn.layers.stacks import Transformer, TransformerDecoder, TransformerEncoder
 from fastattn.layers.state import Layer
+from fastattn.layers.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
-__all__ = ["FeedForward", "Layer", "LayerNorm", "Linear", "MultiHeadAttention", "RMSNorm", "Rope"]
+__all__ = [
+    "FeedForward",
+    "Layer",
+    "LayerNorm",
+    "Linear",
+    "MultiHeadAttention",
+    "RMSNorm",
+    "Rope",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+]

@@ -11,6 +11,7 @@ import numpy as np
 from fastattn import ops
 from fastattn._inputs import as_array, float_array, integer
 from fastattn.attention import attention, attention_weights
+from fastattn.cache import restored_on_error
 from fastattn.layers.basic import Linear
 from fastattn.layers.projections import Stack, stack
 from fastattn.layers.scores import add_extra_keys, add_masks
@@ -18,6 +19,7 @@ from fastattn.layers.state import Layer, Parameter, lane_of, normal, ones, xavie
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
     from fastattn._args import Array
     from fastattn.cache import KVCache
@@ -45,6 +47,19 @@ class HeadOptions(TypedDict, total=False):
     alibi_slopes: ArrayLike | None
     add_bias_kv: bool
     add_zero_attn: bool
+
+
+class CallOptions(TypedDict, total=False):
+    """Keyword arguments of a `MultiHeadAttention`'s call, but for `need_weights`."""
+
+    key_padding_mask: ArrayLike | None
+    attn_mask: ArrayLike | None
+    average_attn_weights: bool
+    is_causal: bool
+    residual: ArrayLike | None
+    cache: KVCache | None
+    lengths: ArrayLike | None
+    keys_values: KeysValues | None
 
 
 @dataclass(eq=False)
@@ -93,7 +108,8 @@ class MultiHeadAttention(Layer):
     ``out_proj.bias``, ``bias_k``, ``bias_v`` as in torch; ``q_norm.weight``, ``k_norm.weight``,
     ``gate_proj.weight``, ``gate_proj.bias`` and ``sinks``.
 
-    All projections of one input are one `linear`; heads are strided views, which `attention` reads and writes.
+    All projections of one input are one `linear`; heads are strided views, which `attention` reads and
+    writes.
 
     Examples
     --------
@@ -126,7 +142,7 @@ class MultiHeadAttention(Layer):
     rng: InitVar[np.random.Generator | None] = None
     out_proj: Linear = field(init=False, repr=False)
     # Maps of the query: (gate,) q; of key and value, where torch stacks them; of all three, in this order.
-    query_maps: Stack | None = field(init=False, default=None, repr=False)
+    query_maps: Stack = field(init=False, repr=False)
     key_value_maps: Stack | None = field(init=False, default=None, repr=False)
     all_maps: Stack | None = field(init=False, default=None, repr=False)
     key_map: Stack = field(init=False, repr=False)
@@ -144,10 +160,13 @@ class MultiHeadAttention(Layer):
                 integer(_FUNC, name, value, 1)
         heads, heads_kv = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % heads_kv:
-            raise ValueError(f"{_FUNC}(): num_heads is {heads}; expected a multiple of num_kv_heads, {heads_kv}")
+            raise ValueError(
+                f"{_FUNC}(): num_heads is {heads}; expected a multiple of num_kv_heads, {heads_kv}"
+            )
         if self.head_dim is None and self.embed_dim % heads:
             raise ValueError(
-                f"{_FUNC}(): embed_dim is {self.embed_dim}; expected a multiple of num_heads, {heads}, or head_dim="
+                f"{_FUNC}(): embed_dim is {self.embed_dim}; expected a multiple of num_heads, {heads}, or"
+                f" head_dim="
             )
         self._heads_kv, self._head_dim = heads_kv, self.head_dim or self.embed_dim // heads
         self._width, self._width_kv = heads * self._head_dim, heads_kv * self._head_dim
@@ -157,11 +176,9 @@ class MultiHeadAttention(Layer):
         self._extra = self.add_bias_kv or self.add_zero_attn
         self._positional = self.window is not None or self.alibi_slopes is not None
         self.out_proj = Linear(self._width, self.embed_dim, self.bias, weights_dtype=self.weights_dtype)
+        self.out_proj._zero_bias = True
         self._set_up(rng)
-        if rng is not None:
-            self.out_proj._set_up(rng)
-            if self.out_proj.bias_vector is not None:
-                self.out_proj.bias_vector[:] = 0  # torch's own choice for this one
+        self.out_proj._set_up(rng)
 
     @overload
     def __call__(
@@ -170,15 +187,8 @@ class MultiHeadAttention(Layer):
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
-        key_padding_mask: ArrayLike | None = None,
         need_weights: Literal[False] = False,
-        attn_mask: ArrayLike | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-        residual: ArrayLike | None = None,
-        cache: KVCache | None = None,
-        lengths: ArrayLike | None = None,
-        keys_values: KeysValues | None = None,
+        **options: Unpack[CallOptions],
     ) -> Array: ...
     @overload
     def __call__(
@@ -187,15 +197,8 @@ class MultiHeadAttention(Layer):
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
-        key_padding_mask: ArrayLike | None = None,
         need_weights: Literal[True],
-        attn_mask: ArrayLike | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-        residual: ArrayLike | None = None,
-        cache: KVCache | None = None,
-        lengths: ArrayLike | None = None,
-        keys_values: KeysValues | None = None,
+        **options: Unpack[CallOptions],
     ) -> tuple[Array, Array]: ...
     def __call__(
         self,
@@ -222,16 +225,17 @@ class MultiHeadAttention(Layer):
         key, value : array_like, optional
             Default: key is query, value is key.
         key_padding_mask : array_like, (B, S), optional
-            Bool: **True hides a key**, as in torch, and the opposite of the mask of `fastattn.attention`. Float:
-            added to the key's scores. With a cache, S counts its keys, too.
+            Bool: **True hides a key**, as in torch, the opposite of `fastattn.attention`'s mask. Float: added
+            to the key's scores. With a cache, S counts its keys, too.
         need_weights : bool, default False
-            Return ``(out, weights)``; the output still comes from the fused kernel. torch's default is True.
-        attn_mask : array_like, (L, S), (B * num_heads, L, S), or broadcasting to (B, num_heads, L, S), optional
-            Bool: **True hides**. Float: added to the scores.
+            Return ``(out, weights)``; the output comes from the fused kernel all the same. torch's default
+            is True.
+        attn_mask : array_like, (L, S), (B * num_heads, L, S) or (B, num_heads, L, S), optional
+            Bool: **True hides**. Float: added to the scores. Axes of length 1 of the last form broadcast.
         average_attn_weights : bool, default True
             Weights as their mean over the heads, (B, L, S), instead of (B, num_heads, L, S).
         is_causal : bool, default False
-            Query i attends the keys up to key i (behind those of the cache); together with masks, if there are.
+            Query i attends the keys up to key i (behind those of the cache), and what masks leave of them.
         residual : array_like, (B, L, embed_dim), optional
             Added to the output in out_proj's pass.
         cache : KVCache, optional
@@ -253,18 +257,18 @@ class MultiHeadAttention(Layer):
         TypeError, ValueError
             If an argument does not fit, or there are no parameters yet.
         """
-        if self.query_maps is None or self.out_proj.packed_weight is None:
-            self._require_parameters("__call__")
         x = float_array(_FUNC, "query", query)
         if x.ndim == 2:
+            key_3d, value_3d, padding, residual_3d = _batched(key, value, key_padding_mask, residual)
             out, weights = self._attend(
-                x[None], *_batched(key, value, key_padding_mask, residual), need_weights, attn_mask,
-                average_attn_weights, is_causal, cache, lengths, keys_values, key is None or key is query,
+                x[None], key_3d, None if value is key else value_3d, padding, residual_3d, need_weights,
+                attn_mask, average_attn_weights, is_causal, cache, lengths, keys_values,
+                key is None or key is query,
             )  # fmt: skip
             return (out[0], weights[0]) if need_weights else out[0]
         out, weights = self._attend(
-            x, key, value, key_padding_mask, residual, need_weights, attn_mask, average_attn_weights, is_causal,
-            cache, lengths, keys_values, key is None or key is query,
+            x, key, value, key_padding_mask, residual, need_weights, attn_mask, average_attn_weights,
+            is_causal, cache, lengths, keys_values, key is None or key is query,
         )  # fmt: skip
         return (out, weights) if need_weights else out
 
@@ -273,7 +277,6 @@ class MultiHeadAttention(Layer):
 
         Contiguous, so that nothing else stays in memory. Raises as a call does.
         """
-        self._require_parameters("project_keys_values")
         k, v = self._keys_values(key, value)
         k = self._placed(k, self.k_norm, 0)
         return np.ascontiguousarray(k), np.ascontiguousarray(v)
@@ -302,15 +305,16 @@ class MultiHeadAttention(Layer):
         if keys_values is not None and not (key is None and value is None and cache is None):
             raise ValueError(f"{_FUNC}(): keys_values is given with key, value or cache; expected it alone")
         if lengths is not None and cache is None:
-            raise ValueError(f"{_FUNC}(): lengths is given without cache; expected both, or a key_padding_mask")
+            raise ValueError(
+                f"{_FUNC}(): lengths is given without cache; expected both, or a key_padding_mask"
+            )
         batch, len_q, _ = x.shape
         q_offset = 0 if cache is None else cache.offset
         options: dict[str, Any] = self._options.copy()
         if self.sink_logits is not None:
             options["sinks"] = self.sink_logits
         q, k, v, gate = self._projected(x, key, value, keys_values, q_offset, to_itself)
-        mark = None if cache is None else cache.mark()
-        try:
+        with restored_on_error((cache,)):
             if cache is not None:
                 k, v, kv_lengths, q_offset = cache.append(k, v, lengths)
                 if kv_lengths is not None:
@@ -334,19 +338,15 @@ class MultiHeadAttention(Layer):
                 return out, None
             weights = attention_weights(q, k.astype(q.dtype, copy=False), **options)
             return out, weights.mean(axis=1) if average_attn_weights else weights
-        except BaseException:
-            if cache is not None:
-                cache.restore(mark)
-            raise
 
     def _projected(
         self, x: Array, key: Any, value: Any, keys_values: KeysValues | None, offset: Any, to_itself: bool
     ) -> tuple[Array, Array, Array, Array | None]:
         """q, k, v (B, heads, length, head_dim), and the gate (B, L, width)."""
         maps = self.query_maps
-        assert maps is not None
         gates = len(maps.sizes) - 1
-        if self.all_maps is not None and to_itself and keys_values is None and (value is None or value is key):
+        to_itself = to_itself and (value is None or value is key) and keys_values is None
+        if self.all_maps is not None and to_itself:
             maps = self.all_maps
             product = ops.linear(x, maps.weight, maps.bias)
             k = self._heads(product, maps.begins[gates + 1], self._heads_kv)
@@ -364,7 +364,8 @@ class MultiHeadAttention(Layer):
         if self.key_value_maps is not None and (value is None or value is key):
             maps = self.key_value_maps
             product = ops.linear(key, maps.weight, maps.bias)
-            return tuple(self._heads(product, begin, self._heads_kv) for begin in maps.begins)  # type: ignore[return-value]
+            k, v = (self._heads(product, begin, self._heads_kv) for begin in maps.begins)
+            return k, v
         k = ops.linear(key, self.key_map.weight, self.key_map.bias)
         v = ops.linear(key if value is None else value, self.value_map.weight, self.value_map.bias)
         return self._heads(k, 0, self._heads_kv), self._heads(v, 0, self._heads_kv)
@@ -445,7 +446,6 @@ class MultiHeadAttention(Layer):
         return fields
 
     def _unpack(self) -> dict[str, Array]:
-        assert self.query_maps is not None
         weights = [w for maps in (self.query_maps, self.key_map, self.value_map) for w in maps.weights()]
         biases = [b for maps in (self.query_maps, self.key_map, self.value_map) for b in maps.biases()]
         arrays: dict[str, Array] = {}
@@ -465,9 +465,6 @@ class MultiHeadAttention(Layer):
             if x is not None:
                 arrays[name] = x.reshape(1, 1, -1).copy()
         return arrays
-
-    def _ready(self) -> bool:
-        return self.query_maps is not None
 
 
 def _batched(*arrays: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The layers between attention calls: linear maps, norms, feed-forward; their parameters and one call each."""
+"""The layers between attention calls: linear maps, norms and the feed-forward; each is one or two calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastattn._args import Array
     from fastattn.layers.state import Fields
 
-# By the name of a feed-forward's activation: that of its first map's, and whether another map is multiplied by it.
+# What a feed-forward's activation does to its first map, and whether that then multiplies another.
 ACTIVATIONS = {
     "relu": ("relu", False),
     "gelu": ("gelu", False),
@@ -53,8 +53,10 @@ class Linear(Layer):
     _: KW_ONLY
     weights_dtype: str = "float32"
     rng: InitVar[np.random.Generator | None] = None
-    packed_weight: ops.PackedLinear | None = field(init=False, default=None, repr=False)
+    packed_weight: ops.PackedLinear = field(init=False, repr=False)
     bias_vector: Array | None = field(init=False, default=None, repr=False)
+
+    _zero_bias = False  # torch begins an attention's out_proj so
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         for name in ("in_features", "out_features"):
@@ -70,8 +72,6 @@ class Linear(Layer):
         out: Array | None = None,
     ) -> Array:
         """``activation(x @ weight.T + bias) + residual``: x is (..., in_features)."""
-        if self.packed_weight is None:
-            self._require_parameters("__call__")
         return ops.linear(
             x, self.packed_weight, self.bias_vector, activation=activation, residual=residual, out=out
         )
@@ -80,7 +80,8 @@ class Linear(Layer):
         bound = self.in_features**-0.5
         parameters = {"weight": Parameter((self.out_features, self.in_features), uniform(bound))}
         if self.bias:
-            parameters["bias"] = Parameter((self.out_features,), uniform(bound))
+            draw = zeros if self._zero_bias else uniform(bound)
+            parameters["bias"] = Parameter((self.out_features,), draw)
         return parameters
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
@@ -91,14 +92,10 @@ class Linear(Layer):
         }
 
     def _unpack(self) -> dict[str, Array]:
-        assert self.packed_weight is not None
         arrays = {"weight": self.packed_weight.unpack()}
         if self.bias_vector is not None:
             arrays["bias"] = self.bias_vector.copy()
         return arrays
-
-    def _ready(self) -> bool:
-        return self.packed_weight is not None
 
 
 @dataclass(eq=False)
@@ -214,16 +211,16 @@ class FeedForward(Layer):
     d_model, dim_feedforward : int
         Width outside and inside.
     activation : str, default "relu"
-        "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid"; or gated (Shazeer 2020): "glu" (sigmoid), "reglu",
-        "geglu", "geglu_tanh", "swiglu".
+        "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid"; or gated (Shazeer 2020): "glu" (sigmoid),
+        "reglu", "geglu", "geglu_tanh", "swiglu".
     bias : bool, default True
     weights_dtype, rng
         As in `Linear`.
 
     Notes
     -----
-    Parameters are ``linear1.*`` and ``linear2.*`` as in torch's layers, and ``linear_gate.*``, which torch has
-    not. The gate, its product and the biases are part of the first map's pass.
+    Parameters are ``linear1.*`` and ``linear2.*`` as in torch's layers, and ``linear_gate.*``, which torch
+    has not. The gate, its product and the biases are part of the first map's pass.
     """
 
     d_model: int
@@ -233,8 +230,8 @@ class FeedForward(Layer):
     _: KW_ONLY
     weights_dtype: str = "float32"
     rng: InitVar[np.random.Generator | None] = None
-    weight1: ops.PackedLinear | None = field(init=False, default=None, repr=False)  # gated: both maps
-    weight2: ops.PackedLinear | None = field(init=False, default=None, repr=False)
+    weight1: ops.PackedLinear = field(init=False, repr=False)  # gated: both maps
+    weight2: ops.PackedLinear = field(init=False, repr=False)
     bias1: Array | None = field(init=False, default=None, repr=False)  # gated: (2, dim_feedforward)
     bias2: Array | None = field(init=False, default=None, repr=False)
 
@@ -249,8 +246,6 @@ class FeedForward(Layer):
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
         """The feed-forward of x, (..., d_model), plus `residual`, which may be `out` itself."""
-        if self.weight1 is None or self.weight2 is None:
-            self._require_parameters("__call__")
         hidden = ops.linear(x, self.weight1, self.bias1, activation=self._function)
         return ops.linear(hidden, self.weight2, self.bias2, residual=residual, out=out)
 
@@ -284,7 +279,6 @@ class FeedForward(Layer):
         }
 
     def _unpack(self) -> dict[str, Array]:
-        assert self.weight1 is not None and self.weight2 is not None
         weight1: Any = self.weight1.unpack()
         arrays = {"linear2.weight": self.weight2.unpack()}
         names = ("linear_gate", "linear1") if self._gated else ("linear1",)
@@ -295,6 +289,3 @@ class FeedForward(Layer):
         if self.bias2 is not None:
             arrays["linear2.bias"] = self.bias2.copy()
         return arrays
-
-    def _ready(self) -> bool:
-        return self.weight1 is not None

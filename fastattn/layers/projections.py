@@ -1,4 +1,4 @@
-"""Linear maps of one input, stacked in one packed weight: one pass for all, or each by itself from the same panels.
+"""Linear maps of one input, stacked in one packed weight: one pass for all, or for any run of them.
 
 Each map begins at a panel of its own, so that a run of them is a slice of the panels and never a copy.
 """

@@ -29,7 +29,8 @@ class Rope:
 
     def __init__(self, frequencies: RopeFrequencies, interleaved: bool = False):
         self.frequencies, self.interleaved = frequencies, interleaved
-        self._tables: dict[np.dtype[Any], tuple[Array, Array]] = {}  # for positions 0, 1, ...; grown by doubling
+        # For positions 0, 1, ...; grown by doubling.
+        self._tables: dict[np.dtype[Any], tuple[Array, Array]] = {}
 
     def __repr__(self) -> str:
         return f"Rope({len(self.frequencies.inv_freq)} pairs, interleaved={self.interleaved})"

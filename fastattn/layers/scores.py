@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args import lane_dtype
 from fastattn._inputs import as_array, is_float
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def _mask_4d(func: str, mask: Array, shape: Shape) -> Array:
     if mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, shape, strict=True)):
         return mask
     raise ValueError(
-        f"{func}(): attn_mask has shape {mask.shape}; expected (len_q, len_k) = {shape[2:]}, (batch * heads, len_q,"
-        f" len_k) = {(batch * heads, len_q, len_k)}, or one that broadcasts to {shape}"
+        f"{func}(): attn_mask has shape {mask.shape}; expected (len_q, len_k) = {shape[2:]}, (batch * heads,"
+        f" len_q, len_k) = {(batch * heads, len_q, len_k)}, or four axes that broadcast to {shape}"
     )
 
 
@@ -90,14 +91,15 @@ def add_extra_keys(
     biases = [options.pop("bias")] if "bias" in options else []
     if "alibi_slopes" in options:
         slopes = np.asarray(options.pop("alibi_slopes"))[..., None, None]
-        biases.append((-slopes * abs(position - key_index)).astype(k.dtype if k.dtype.itemsize > 2 else np.float32))
+        biases.append((-slopes * abs(position - key_index)).astype(lane_dtype(k.dtype)))
     if masks:
         mask = masks[0]
         for other in masks[1:]:
             mask = mask & other
         options["mask"] = _wider(mask, len_k, len(extra), True)
     if biases:
-        options["bias"] = _wider(biases[0] if len(biases) == 1 else biases[0] + biases[1], len_k, len(extra), 0)
+        bias = biases[0] if len(biases) == 1 else biases[0] + biases[1]
+        options["bias"] = _wider(bias, len_k, len(extra), 0)
     return new_k, new_v
 
 

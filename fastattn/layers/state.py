@@ -88,9 +88,14 @@ class Layer:
         """The own parameters; what `_pack` takes."""
         return {}
 
-    def _ready(self) -> bool:
-        """Whether the own parameters are there."""
-        return True
+    def __getattr__(self, name: str) -> Any:
+        """Reached only by a name that is not set: a field that waits for parameters, or none at all."""
+        if name in type(self).__dict__.get("__dataclass_fields__", ()):
+            raise ValueError(
+                f"{type(self).__name__} has no parameters yet; load_state_dict() them, or build it with"
+                f" rng=numpy.random.default_rng()"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _set_up(self, rng: np.random.Generator | None) -> None:
         """Draw the parameters, or mark them as missing; the last step of construction."""
@@ -101,7 +106,8 @@ class Layer:
         if rng is None:
             return
         if not isinstance(rng, np.random.Generator):
-            raise TypeError(f"{name}(): rng is of type {type(rng).__name__}; expected a numpy.random.Generator")
+            kind = type(rng).__name__
+            raise TypeError(f"{name}(): rng is of type {kind}; expected a numpy.random.Generator")
         arrays = {key: p.draw(rng, p.shape) for key, p in self._parameters().items()}
         self._assign(self._pack(arrays, self.weights_dtype), self.weights_dtype)
 
@@ -111,15 +117,15 @@ class Layer:
             setattr(self, key, value)
 
     def _walk(self, prefix: str = "") -> Iterator[tuple[str, Layer]]:
-        """This layer and all below it, with the prefixes of their names."""
+        """The layer and all below it, with the prefixes of their names."""
         yield prefix, self
         for name, child in self._children().items():
             yield from child._walk(prefix + name)
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of all parameters, those of the parts included."""
+    def parameters(self) -> dict[str, Parameter]:
+        """Shape and random initialisation of all parameters by name, those of the parts included."""
         return {
-            prefix + name: parameter.shape
+            prefix + name: parameter
             for prefix, layer in self._walk()
             for name, parameter in layer._parameters().items()
         }
@@ -132,11 +138,10 @@ class Layer:
         ValueError
             If the layer has no parameters yet.
         """
-        self._require_parameters("state_dict")
         state = {
             prefix + name: array for prefix, layer in self._walk() for name, array in layer._unpack().items()
         }
-        return {name: state[name] for name in self.state_shapes()}
+        return {name: state[name] for name in self.parameters()}
 
     def load_state_dict(
         self,
@@ -170,9 +175,10 @@ class Layer:
             if isinstance(state, (str, os.PathLike)):
                 state = stack.enter_context(_SafetensorsFile(func, state))
             elif not isinstance(state, Mapping):
+                kind = type(state).__name__
                 raise TypeError(
-                    f"{func}(): state is of type {type(state).__name__}; expected a mapping of names to arrays, or"
-                    f" the path of a safetensors file"
+                    f"{func}(): state is of type {kind}; expected a mapping of names to arrays, or the path of"
+                    f" a safetensors file"
                 )
             arrays = self._checked(func, state, prefix)
             packed = []
@@ -185,9 +191,9 @@ class Layer:
 
     def _checked(self, func: str, state: Mapping[str, Any], prefix: str) -> dict[str, Array]:
         """The arrays of `state` that begin with `prefix`, without it, or one error with all that is wrong."""
-        expected = self.state_shapes()
+        expected = {name: parameter.shape for name, parameter in self.parameters().items()}
         given = {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}
-        problems = [f"missing: {prefix}{name} {shape}" for name, shape in expected.items() if name not in given]
+        problems = [f"missing: {prefix}{name} {expected[name]}" for name in expected if name not in given]
         problems += [f"not known: {full}" for name, full in given.items() if name not in expected]
         arrays: dict[str, Array] = {}
         for name, shape in expected.items():
@@ -209,14 +215,6 @@ class Layer:
             raise ValueError("\n  ".join([f"{func}(): nothing was loaded:", *problems]))
         return arrays
 
-    def _require_parameters(self, what: str) -> None:
-        """Raise unless all parameters are there."""
-        if not all(layer._ready() for _, layer in self._walk()):
-            raise ValueError(
-                f"{type(self).__name__}.{what}(): the layer has no parameters yet; load_state_dict() them, or"
-                f" build it with rng=numpy.random.default_rng()"
-            )
-
 
 class _SafetensorsFile(Mapping[str, Any]):
     """The tensors of a safetensors file, each read when it is asked for; a context."""
@@ -233,8 +231,9 @@ class _SafetensorsFile(Mapping[str, Any]):
         try:
             self._file: Any = safe_open(os.fspath(path), framework="numpy")
         except SafetensorError as error:
-            raise ValueError(f"{func}(): {os.fspath(path)} is not a sound safetensors file: {error}") from error
-        self._names = list(self._file.keys())
+            file = os.fspath(path)
+            raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error
+        self._names: list[str] = list(self._file.keys())  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> _SafetensorsFile:
         self._file.__enter__()

@@ -1,0 +1,300 @@
+"""Stacks of encoder and decoder layers, and the Transformer of both (Vaswani et al. 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._inputs import float_array, integer
+from fastattn.cache import DecoderCache, KVCache, restored_on_error
+from fastattn.layers.attention import HeadOptions
+from fastattn.layers.basic import LayerNorm, RMSNorm, make_norm
+from fastattn.layers.state import Layer, xavier_uniform
+from fastattn.layers.transformer import TransformerDecoderLayer, TransformerEncoderLayer
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
+
+    from fastattn._args import Array
+    from fastattn.layers.state import Fields
+
+    Norm = LayerNorm | RMSNorm
+
+
+class _Stack(Layer):
+    """Layers one after another, and a norm behind them, maybe."""
+
+    layers: Sequence[Layer]
+    norm: Norm | None
+    weights_dtype = "float32"  # has no weights of its own
+
+    def __post_init__(self) -> None:
+        self.layers = list(self.layers)
+        if not self.layers:
+            raise ValueError(f"{type(self).__name__}(): layers is empty; expected at least one layer")
+
+    def _children(self) -> dict[str, Layer]:
+        parts = {f"layers.{i}.": layer for i, layer in enumerate(self.layers)}
+        return parts if self.norm is None else {**parts, "norm.": self.norm}
+
+    def _assign(self, fields: Fields, weights_dtype: str) -> None:
+        """Nothing is held here."""
+
+    def _one_each(self, cache: Sequence[KVCache] | Sequence[DecoderCache] | None) -> Sequence[Any]:
+        """`cache`, one for each layer."""
+        if cache is None:
+            return [None] * len(self.layers)
+        if len(cache) != len(self.layers):
+            name, n = type(self).__name__, len(self.layers)
+            raise ValueError(
+                f"{name}(): cache is for {len(cache)} layers; expected {n}, as new_cache() makes it"
+            )
+        return cache
+
+
+@dataclass(eq=False)
+class TransformerEncoder(_Stack):
+    """Encoder layers one after another; with `is_causal` and a cache, the stack of a decoder-only model.
+
+    Parameters
+    ----------
+    layers : sequence of TransformerEncoderLayer
+        torch takes one and copies it; here each is its own:
+        ``[TransformerEncoderLayer(...) for _ in range(6)]``.
+    norm : LayerNorm or RMSNorm, optional
+        Applied to the result; pre-norm layers want one.
+
+    Notes
+    -----
+    The parameters are those of torch: ``layers.0.*``, ``layers.1.*``, ..., ``norm.*``.
+    """
+
+    layers: Sequence[TransformerEncoderLayer]
+    norm: Norm | None = None
+
+    def __call__(
+        self,
+        src: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        src_key_padding_mask: ArrayLike | None = None,
+        is_causal: bool = False,
+        cache: Sequence[KVCache] | None = None,
+        lengths: ArrayLike | None = None,
+    ) -> Array:
+        """The stack's result for src, (B, L, d_model) or (L, d_model); in bool masks True hides.
+
+        Parameters
+        ----------
+        mask, src_key_padding_mask, is_causal
+            As attn_mask, key_padding_mask and is_causal of `MultiHeadAttention`.
+        cache : sequence of KVCache, optional
+            Of `new_cache`: the tokens are appended, and attend to all that it then holds.
+        lengths : array_like of int, (B,), optional
+            With `cache`: how many of these tokens count in each sequence.
+        """
+        x = float_array(type(self).__name__, "src", src)
+        caches = self._one_each(cache)
+        with restored_on_error(caches):
+            for layer, its_cache in zip(self.layers, caches, strict=True):
+                x = layer(
+                    x,
+                    src_mask=mask,
+                    src_key_padding_mask=src_key_padding_mask,
+                    is_causal=is_causal,
+                    cache=its_cache,
+                    lengths=lengths,
+                )
+            return x if self.norm is None else self.norm(x)
+
+    def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> list[KVCache]:
+        """Empty caches, one a layer: see `KVCache`."""
+        return [KVCache(capacity, dtype) for _ in self.layers]
+
+
+@dataclass(eq=False)
+class TransformerDecoder(_Stack):
+    """Decoder layers one after another, all over the same memory.
+
+    Parameters
+    ----------
+    layers : sequence of TransformerDecoderLayer
+    norm : LayerNorm or RMSNorm, optional
+        Applied to the result; pre-norm layers want one.
+
+    Notes
+    -----
+    The parameters are those of torch: ``layers.0.*``, ``layers.1.*``, ..., ``norm.*``.
+    """
+
+    layers: Sequence[TransformerDecoderLayer]
+    norm: Norm | None = None
+
+    def __call__(
+        self,
+        tgt: ArrayLike,
+        memory: ArrayLike | None = None,
+        *,
+        tgt_mask: ArrayLike | None = None,
+        memory_mask: ArrayLike | None = None,
+        tgt_key_padding_mask: ArrayLike | None = None,
+        memory_key_padding_mask: ArrayLike | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        cache: Sequence[DecoderCache] | None = None,
+        lengths: ArrayLike | None = None,
+    ) -> Array:
+        """The stack's result for tgt, (B, L, d_model), over memory; arguments of `TransformerDecoderLayer`.
+
+        `cache` is of `new_cache`; from the second call with it on, `memory` may be left out.
+        """
+        x = float_array(type(self).__name__, "tgt", tgt)
+        caches = self._one_each(cache)
+        with restored_on_error(caches):
+            for layer, its_cache in zip(self.layers, caches, strict=True):
+                x = layer(
+                    x,
+                    memory,
+                    tgt_mask=tgt_mask,
+                    memory_mask=memory_mask,
+                    tgt_key_padding_mask=tgt_key_padding_mask,
+                    memory_key_padding_mask=memory_key_padding_mask,
+                    tgt_is_causal=tgt_is_causal,
+                    memory_is_causal=memory_is_causal,
+                    cache=its_cache,
+                    lengths=lengths,
+                )
+            return x if self.norm is None else self.norm(x)
+
+    def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> list[DecoderCache]:
+        """Empty caches, one a layer: see `KVCache`."""
+        return [DecoderCache(KVCache(capacity, dtype)) for _ in self.layers]
+
+
+@dataclass(eq=False)
+class Transformer(Layer):
+    """An encoder, and a decoder over its result: torch's ``nn.Transformer``, batch first.
+
+    Parameters
+    ----------
+    d_model, nhead : int, default 512 and 8
+    num_encoder_layers, num_decoder_layers : int, default 6
+    dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype
+        As in `TransformerEncoderLayer`.
+    attention, cross_attention : dict, optional
+        Options of `MultiHeadAttention` for the attention to itself, on both sides, and over the memory.
+    rng : numpy.random.Generator, optional
+        Draws the parameters, all matrices from Xavier's uniform distribution, as torch does here.
+
+    Notes
+    -----
+    The parameters are those of torch: ``encoder.*`` and ``decoder.*``. Embeddings and positions are the
+    caller's.
+    """
+
+    d_model: int = 512
+    nhead: int = 8
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    dim_feedforward: int = 2048
+    activation: str = "relu"
+    _: KW_ONLY
+    norm_first: bool = False
+    norm: str = "layer_norm"
+    layer_norm_eps: float = 1e-5
+    bias: bool = True
+    attention: HeadOptions | None = None
+    cross_attention: HeadOptions | None = None
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | None] = None
+    encoder: TransformerEncoder = field(init=False, repr=False)
+    decoder: TransformerDecoder = field(init=False, repr=False)
+
+    def __post_init__(self, rng: np.random.Generator | None) -> None:
+        for name in ("num_encoder_layers", "num_decoder_layers"):
+            integer("Transformer", name, getattr(self, name), 1)
+        shape = (self.d_model, self.nhead, self.dim_feedforward, self.activation)
+        self.encoder = TransformerEncoder(
+            [
+                TransformerEncoderLayer(
+                    *shape,
+                    norm_first=self.norm_first,
+                    norm=self.norm,
+                    layer_norm_eps=self.layer_norm_eps,
+                    bias=self.bias,
+                    attention=self.attention,
+                    weights_dtype=self.weights_dtype,
+                )
+                for _ in range(self.num_encoder_layers)
+            ],
+            self._last_norm(),
+        )
+        self.decoder = TransformerDecoder(
+            [
+                TransformerDecoderLayer(
+                    *shape,
+                    norm_first=self.norm_first,
+                    norm=self.norm,
+                    layer_norm_eps=self.layer_norm_eps,
+                    bias=self.bias,
+                    attention=self.attention,
+                    cross_attention=self.cross_attention,
+                    weights_dtype=self.weights_dtype,
+                )
+                for _ in range(self.num_decoder_layers)
+            ],
+            self._last_norm(),
+        )
+        self._set_up(rng)
+
+    def _set_up(self, rng: np.random.Generator | None) -> None:
+        super()._set_up(rng)
+        if rng is not None:
+            parameters = self.parameters().items()
+            draws = {name: xavier_uniform if len(p.shape) == 2 else p.draw for name, p in parameters}
+            self.load_state_dict({name: draws[name](rng, p.shape) for name, p in parameters})
+
+    def _last_norm(self) -> Norm:
+        return make_norm(
+            "Transformer", self.norm, self.d_model, self.layer_norm_eps, self.bias, self.weights_dtype
+        )
+
+    def __call__(
+        self,
+        src: ArrayLike,
+        tgt: ArrayLike,
+        *,
+        src_mask: ArrayLike | None = None,
+        tgt_mask: ArrayLike | None = None,
+        memory_mask: ArrayLike | None = None,
+        src_key_padding_mask: ArrayLike | None = None,
+        tgt_key_padding_mask: ArrayLike | None = None,
+        memory_key_padding_mask: ArrayLike | None = None,
+        src_is_causal: bool = False,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Array:
+        """Encode src (B, S, d_model), decode tgt (B, T, d_model) over it: (B, T, d_model).
+
+        In bool masks True hides. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. Step by
+        step: ``memory = model.encoder(src)`` once, then ``model.decoder(tgt, memory, cache=...)``.
+        """
+        memory = self.encoder(
+            src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
+        )
+        return self.decoder(
+            tgt,
+            memory,
+            tgt_mask=tgt_mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=tgt_is_causal,
+            memory_is_causal=memory_is_causal,
+        )
+
+    def _children(self) -> dict[str, Layer]:
+        return {"encoder.": self.encoder, "decoder.": self.decoder}

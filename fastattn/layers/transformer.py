@@ -1,0 +1,246 @@
+"""One layer of an encoder and one of a decoder (Vaswani et al. 2017); `stacks.py` puts them together."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastattn._inputs import float_array
+from fastattn.cache import DecoderCache, KVCache, restored_on_error
+from fastattn.layers.attention import HeadOptions, MultiHeadAttention
+from fastattn.layers.basic import FeedForward, LayerNorm, RMSNorm, make_norm
+from fastattn.layers.state import Layer
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fastattn._args import Array
+    from fastattn.layers.attention import CallOptions, KeysValues
+
+    Norm = LayerNorm | RMSNorm
+
+
+@dataclass(eq=False)
+class TransformerEncoderLayer(Layer):
+    """Self-attention, then feed-forward, each with a residual and a norm: torch's layer, batch first.
+
+    Parameters
+    ----------
+    d_model, nhead : int
+        Width, and heads.
+    dim_feedforward : int, default 2048
+    activation : str, default "relu"
+        One of `FeedForward`, gated ones included.
+    norm_first : bool, default False
+        Normalise what goes into attention and feed-forward, and not, as in the paper, each sum behind them.
+    norm : {"layer_norm", "rms_norm"}
+    layer_norm_eps : float, default 1e-5
+    bias : bool, default True
+        Of all projections and of LayerNorm.
+    attention : dict, optional
+        Options of `MultiHeadAttention`: num_kv_heads, rope, qk_norm, window and so on.
+    weights_dtype, rng
+        As in `MultiHeadAttention`.
+
+    Notes
+    -----
+    The parameters are those of torch: ``self_attn.*``, ``linear1.*``, ``linear2.*``, ``norm1.*``,
+    ``norm2.*``.
+    """
+
+    d_model: int
+    nhead: int
+    dim_feedforward: int = 2048
+    activation: str = "relu"
+    _: KW_ONLY
+    norm_first: bool = False
+    norm: str = "layer_norm"
+    layer_norm_eps: float = 1e-5
+    bias: bool = True
+    attention: HeadOptions | None = None
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | None] = None
+    self_attn: MultiHeadAttention = field(init=False, repr=False)
+    feed_forward: FeedForward = field(init=False, repr=False)
+    norm1: Norm = field(init=False, repr=False)
+    norm2: Norm = field(init=False, repr=False)
+
+    def __post_init__(self, rng: np.random.Generator | None) -> None:
+        self.self_attn = _attention(self, self.attention, rng)
+        self.feed_forward = _feed_forward(self, rng)
+        self.norm1, self.norm2 = _norm(self), _norm(self)
+
+    def __call__(
+        self,
+        src: ArrayLike,
+        *,
+        src_mask: ArrayLike | None = None,
+        src_key_padding_mask: ArrayLike | None = None,
+        is_causal: bool = False,
+        cache: KVCache | None = None,
+        lengths: ArrayLike | None = None,
+    ) -> Array:
+        """The layer of src, (B, L, d_model) or (L, d_model); arguments as in `MultiHeadAttention`.
+
+        In bool masks True hides. With `is_causal` and a `cache` this is the layer of a decoder-only model.
+        """
+        x = float_array(type(self).__name__, "src", src)
+        options: CallOptions = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
+        options |= {"is_causal": is_causal, "cache": cache, "lengths": lengths}
+        if self.norm_first:
+            x = self.self_attn(self.norm1(x), need_weights=False, residual=x, **options)
+            return self.feed_forward(self.norm2(x), residual=x, out=x)
+        total = self.self_attn(x, need_weights=False, residual=x, **options)
+        x = self.norm1(total)
+        return self.norm2(self.feed_forward(x, residual=x, out=total), out=x)
+
+    def _children(self) -> dict[str, Layer]:
+        parts: dict[str, Layer] = {"self_attn.": self.self_attn, "": self.feed_forward}
+        return {**parts, "norm1.": self.norm1, "norm2.": self.norm2}
+
+
+@dataclass(eq=False)
+class TransformerDecoderLayer(Layer):
+    """Masked self-attention, then attention over the encoder's memory, then feed-forward.
+
+    Parameters
+    ----------
+    d_model, nhead, dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype, rng
+        As in `TransformerEncoderLayer`.
+    attention, cross_attention : dict, optional
+        Options of `MultiHeadAttention` for the attention to itself, and for that over the memory.
+
+    Notes
+    -----
+    The parameters are those of torch: ``self_attn.*``, ``multihead_attn.*`` (over the memory), ``linear1.*``,
+    ``linear2.*``, ``norm1.*``, ``norm2.*``, ``norm3.*``.
+    """
+
+    d_model: int
+    nhead: int
+    dim_feedforward: int = 2048
+    activation: str = "relu"
+    _: KW_ONLY
+    norm_first: bool = False
+    norm: str = "layer_norm"
+    layer_norm_eps: float = 1e-5
+    bias: bool = True
+    attention: HeadOptions | None = None
+    cross_attention: HeadOptions | None = None
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | None] = None
+    self_attn: MultiHeadAttention = field(init=False, repr=False)
+    multihead_attn: MultiHeadAttention = field(init=False, repr=False)
+    feed_forward: FeedForward = field(init=False, repr=False)
+    norm1: Norm = field(init=False, repr=False)
+    norm2: Norm = field(init=False, repr=False)
+    norm3: Norm = field(init=False, repr=False)
+
+    def __post_init__(self, rng: np.random.Generator | None) -> None:
+        self.self_attn = _attention(self, self.attention, rng)
+        self.multihead_attn = _attention(self, self.cross_attention, rng)
+        self.feed_forward = _feed_forward(self, rng)
+        self.norm1, self.norm2, self.norm3 = _norm(self), _norm(self), _norm(self)
+
+    def __call__(
+        self,
+        tgt: ArrayLike,
+        memory: ArrayLike | None = None,
+        *,
+        tgt_mask: ArrayLike | None = None,
+        memory_mask: ArrayLike | None = None,
+        tgt_key_padding_mask: ArrayLike | None = None,
+        memory_key_padding_mask: ArrayLike | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        cache: DecoderCache | None = None,
+        lengths: ArrayLike | None = None,
+    ) -> Array:
+        """The layer of tgt, (B, L, d_model), over memory, (B, S, d_model); both may lack the batch axis.
+
+        Parameters
+        ----------
+        tgt_mask, tgt_key_padding_mask, tgt_is_causal
+            Of the attention to itself, as in `MultiHeadAttention`; by default causal only with a cache.
+        memory_mask, memory_key_padding_mask, memory_is_causal
+            Of the attention over the memory.
+        cache : DecoderCache, optional
+            From step to step: tgt's keys are appended, and the memory's kept from the first call on; later
+            ones may leave `memory` out, and must not bring another.
+        lengths : array_like of int, (B,), optional
+            With `cache`: how many of these tokens count in each sequence.
+        """
+        x = float_array(type(self).__name__, "tgt", tgt)
+        causal = cache is not None if tgt_is_causal is None else tgt_is_causal
+        tokens = None if cache is None else cache.tokens
+        own: CallOptions = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask}
+        own |= {"is_causal": causal, "cache": tokens, "lengths": lengths}
+        over: CallOptions = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask}
+        over["is_causal"] = memory_is_causal
+        with restored_on_error((cache,)):
+            if cache is not None:
+                memory, over["keys_values"] = None, self._kept(memory, cache)
+            elif memory is None:
+                name = type(self).__name__
+                raise ValueError(f"{name}(): memory is None; expected an array, or a cache that has met one")
+            if self.norm_first:
+                x = self.self_attn(self.norm1(x), need_weights=False, residual=x, **own)
+                x = self.multihead_attn(self.norm2(x), memory, need_weights=False, residual=x, **over)
+                return self.feed_forward(self.norm3(x), residual=x, out=x)
+            x = self.norm1(self.self_attn(x, need_weights=False, residual=x, **own))
+            total = self.multihead_attn(x, memory, need_weights=False, residual=x, **over)
+            x = self.norm2(total, out=x)
+            return self.norm3(self.feed_forward(x, residual=x, out=total), out=x)
+
+    def _kept(self, memory: ArrayLike | None, cache: DecoderCache) -> KeysValues:
+        """The memory's keys and values, computed in the first call with `cache`."""
+        func = type(self).__name__
+        if cache.keys_values is None:
+            if memory is None:
+                raise ValueError(
+                    f"{func}(): memory is None; expected an array in the first call with a cache"
+                )
+            array = float_array(func, "memory", memory)
+            array = array if array.ndim == 3 else array[None]
+            cache.keys_values, cache.memory = self.multihead_attn.project_keys_values(array), memory
+        elif memory is not None and memory is not cache.memory:
+            raise ValueError(
+                f"{func}(): memory is not that of the first call with this cache; expected that one, or None"
+            )
+        return cache.keys_values
+
+    def _children(self) -> dict[str, Layer]:
+        parts: dict[str, Layer] = {"self_attn.": self.self_attn, "multihead_attn.": self.multihead_attn}
+        parts[""] = self.feed_forward
+        return {**parts, "norm1.": self.norm1, "norm2.": self.norm2, "norm3.": self.norm3}
+
+
+def _attention(
+    layer: TransformerEncoderLayer | TransformerDecoderLayer,
+    options: HeadOptions | None,
+    rng: np.random.Generator | None,
+) -> MultiHeadAttention:
+    more = options or {}
+    return MultiHeadAttention(
+        layer.d_model, layer.nhead, bias=layer.bias, weights_dtype=layer.weights_dtype, rng=rng, **more
+    )
+
+
+def _feed_forward(
+    layer: TransformerEncoderLayer | TransformerDecoderLayer, rng: np.random.Generator | None
+) -> FeedForward:
+    return FeedForward(
+        layer.d_model,
+        layer.dim_feedforward,
+        layer.activation,
+        layer.bias,
+        weights_dtype=layer.weights_dtype,
+        rng=rng,
+    )
+
+
+def _norm(layer: TransformerEncoderLayer | TransformerDecoderLayer) -> Norm:
+    func = type(layer).__name__
+    return make_norm(func, layer.norm, layer.d_model, layer.layer_norm_eps, layer.bias, layer.weights_dtype)
