@@ -1,0 +1,5 @@
+"""Comparisons with torch and transformers, collected where both are installed: the extra [parity]."""
+
+import importlib.util
+
+collect_ignore_glob = [] if all(map(importlib.util.find_spec, ("torch", "transformers"))) else ["*"]
