@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import numpy as np
 
-from fastattn import ops
-from fastattn._inputs import as_array, float_array, integer
-from fastattn.attention import attention, attention_weights
+from fastattn._ops_args import like, rows
+from fastattn.attention import attention_weights
 from fastattn.cache import restored_on_error
-from fastattn.layers.basic import Linear
-from fastattn.layers.projections import Stack, stack
+from fastattn.layers import calls
+from fastattn.layers.heads import FUNC, AttentionParameters
 from fastattn.layers.scores import add_extra_keys, add_masks
-from fastattn.layers.state import Layer, Parameter, lane_of, normal, ones, xavier_uniform, zeros
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -23,30 +20,9 @@ if TYPE_CHECKING:
 
     from fastattn._args import Array
     from fastattn.cache import KVCache
-    from fastattn.layers.rotary import Rope
-    from fastattn.layers.state import Fields
+    from fastattn.layers.projections import Stack
 
     KeysValues = tuple[Array, Array]
-
-_FUNC = "MultiHeadAttention"
-
-
-class HeadOptions(TypedDict, total=False):
-    """Fields of `MultiHeadAttention` that the layers around it pass on."""
-
-    num_kv_heads: int | None
-    head_dim: int | None
-    rope: Rope | None
-    qk_norm: bool
-    qk_norm_eps: float
-    output_gate: bool
-    sinks: bool
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
-    scale: float | None
-    alibi_slopes: ArrayLike | None
-    add_bias_kv: bool
-    add_zero_attn: bool
 
 
 class CallOptions(TypedDict, total=False):
@@ -63,7 +39,7 @@ class CallOptions(TypedDict, total=False):
 
 
 @dataclass(eq=False)
-class MultiHeadAttention(Layer):
+class MultiHeadAttention(AttentionParameters):
     """Attention between projections: ``out_proj(attention(q_proj(query), k_proj(key), v_proj(value)))``.
 
     The names, options and parameters of torch's ``nn.MultiheadAttention``, batch first; further below, what
@@ -118,67 +94,6 @@ class MultiHeadAttention(Layer):
     >>> mha(np.ones((1, 10, 64), np.float32), is_causal=True).shape
     (1, 10, 64)
     """
-
-    embed_dim: int
-    num_heads: int
-    _: KW_ONLY
-    bias: bool = True
-    add_bias_kv: bool = False
-    add_zero_attn: bool = False
-    kdim: int | None = None
-    vdim: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    rope: Rope | None = None
-    qk_norm: bool = False
-    qk_norm_eps: float = 1e-6
-    output_gate: bool = False
-    sinks: bool = False
-    window: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    alibi_slopes: ArrayLike | None = None
-    weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
-    out_proj: Linear = field(init=False, repr=False)
-    # Maps of the query: (gate,) q; of key and value, where torch stacks them; of all three, in this order.
-    query_maps: Stack = field(init=False, repr=False)
-    key_value_maps: Stack | None = field(init=False, default=None, repr=False)
-    all_maps: Stack | None = field(init=False, default=None, repr=False)
-    key_map: Stack = field(init=False, repr=False)
-    value_map: Stack = field(init=False, repr=False)
-    bias_k: Array | None = field(init=False, default=None, repr=False)
-    bias_v: Array | None = field(init=False, default=None, repr=False)
-    q_norm: Array | None = field(init=False, default=None, repr=False)
-    k_norm: Array | None = field(init=False, default=None, repr=False)
-    sink_logits: Array | None = field(init=False, default=None, repr=False)
-
-    def __post_init__(self, rng: np.random.Generator | None) -> None:
-        for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim"):
-            value = getattr(self, name)
-            if value is not None:
-                integer(_FUNC, name, value, 1)
-        heads, heads_kv = self.num_heads, self.num_kv_heads or self.num_heads
-        if heads % heads_kv:
-            raise ValueError(
-                f"{_FUNC}(): num_heads is {heads}; expected a multiple of num_kv_heads, {heads_kv}"
-            )
-        if self.head_dim is None and self.embed_dim % heads:
-            raise ValueError(
-                f"{_FUNC}(): embed_dim is {self.embed_dim}; expected a multiple of num_heads, {heads}, or"
-                f" head_dim="
-            )
-        self._heads_kv, self._head_dim = heads_kv, self.head_dim or self.embed_dim // heads
-        self._width, self._width_kv = heads * self._head_dim, heads_kv * self._head_dim
-        self._stacked = (self.kdim or self.embed_dim) == (self.vdim or self.embed_dim) == self.embed_dim
-        names = ("window", "softcap", "scale", "alibi_slopes")
-        self._options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        self._extra = self.add_bias_kv or self.add_zero_attn
-        self._positional = self.window is not None or self.alibi_slopes is not None
-        self.out_proj = Linear(self._width, self.embed_dim, self.bias, weights_dtype=self.weights_dtype)
-        self.out_proj._zero_bias = True
-        self._set_up(rng)
-        self.out_proj._set_up(rng)
 
     @overload
     def __call__(
@@ -257,128 +172,163 @@ class MultiHeadAttention(Layer):
         TypeError, ValueError
             If an argument does not fit, or there are no parameters yet.
         """
-        x = float_array(_FUNC, "query", query)
-        if x.ndim == 2:
-            key_3d, value_3d, padding, residual_3d = _batched(key, value, key_padding_mask, residual)
-            out, weights = self._attend(
-                x[None], key_3d, None if value is key else value_3d, padding, residual_3d, need_weights,
-                attn_mask, average_attn_weights, is_causal, cache, lengths, keys_values,
-                key is None or key is query,
-            )  # fmt: skip
-            return (out[0], weights[0]) if need_weights else out[0]
+        x = calls.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
+        if residual is not None:
+            residual = like(FUNC, "residual", residual, x, "query")
+        if value is key or (key is None and value is query):
+            value = None
+        if key is query:
+            key = None
+        batched = calls.batch_first(FUNC, "query", x)
+        if batched is not x:
+            key, value = calls.one_batch(FUNC, "key", key), calls.one_batch(FUNC, "value", value)
+            key_padding_mask = calls.one_batch(FUNC, "key_padding_mask", key_padding_mask)
+        batch, length, _ = batched.shape
         out, weights = self._attend(
-            x, key, value, key_padding_mask, residual, need_weights, attn_mask, average_attn_weights,
-            is_causal, cache, lengths, keys_values, key is None or key is query,
-        )  # fmt: skip
-        return (out, weights) if need_weights else out
+            rows(x),
+            batch,
+            length,
+            key,
+            value,
+            None if residual is None else rows(residual),
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            cache=cache,
+            lengths=lengths,
+            keys_values=keys_values,
+            need_weights=need_weights,
+        )
+        out = out.reshape(x.shape)
+        if not need_weights:
+            return out
+        weights = weights.mean(axis=1) if average_attn_weights else weights
+        return out, weights if x.ndim == 3 else weights[0]
 
     def project_keys_values(self, key: ArrayLike, value: ArrayLike | None = None) -> KeysValues:
         """Keys and values of a memory, (B, heads_kv, S, head_dim), once for many calls: see `keys_values`.
 
         Contiguous, so that nothing else stays in memory. Raises as a call does.
         """
-        k, v = self._keys_values(key, value)
+        k, v = self._keys_values(key, None if value is key else value, None)
         k = self._placed(k, self.k_norm, 0)
         return np.ascontiguousarray(k), np.ascontiguousarray(v)
 
     def _attend(
         self,
         x: Array,
-        key: Any,
-        value: Any,
-        key_padding_mask: Any,
-        residual: Any,
-        need_weights: bool,
-        attn_mask: Any,
-        average_attn_weights: bool,
-        is_causal: bool,
-        cache: KVCache | None,
-        lengths: Any,
-        keys_values: KeysValues | None,
-        to_itself: bool,
+        batch: int,
+        length: int,
+        key: Any = None,
+        value: Any = None,
+        residual: Array | None = None,
+        *,
+        key_padding_mask: Any = None,
+        attn_mask: Any = None,
+        is_causal: bool = False,
+        cache: KVCache | None = None,
+        lengths: Any = None,
+        keys_values: KeysValues | None = None,
+        need_weights: bool = False,
     ) -> tuple[Array, Any]:
-        """(out, weights or None) of one call with three axes."""
-        if x.ndim != 3 or x.shape[2] != self.embed_dim:
-            raise ValueError(
-                f"{_FUNC}(): query has shape {x.shape}; expected (batch, length, {self.embed_dim}), embed_dim"
-            )
+        """(out, weights of each head or None) of a call; x, residual and out are (batch * length, embed_dim).
+
+        Key is None where it is the query, value where it is key.
+        """
         if keys_values is not None and not (key is None and value is None and cache is None):
-            raise ValueError(f"{_FUNC}(): keys_values is given with key, value or cache; expected it alone")
+            raise ValueError(f"{FUNC}(): keys_values is given with key, value or cache; expected it alone")
         if lengths is not None and cache is None:
             raise ValueError(
-                f"{_FUNC}(): lengths is given without cache; expected both, or a key_padding_mask"
+                f"{FUNC}(): lengths is given without cache; expected both, or a key_padding_mask"
             )
-        batch, len_q, _ = x.shape
         q_offset = 0 if cache is None else cache.offset
-        options: dict[str, Any] = self._options.copy()
+        options = self._options.copy()
         if self.sink_logits is not None:
             options["sinks"] = self.sink_logits
-        q, k, v, gate = self._projected(x, key, value, keys_values, q_offset, to_itself)
+
+        maps = self.query_maps
+        first = len(maps.sizes) - 1  # behind the gate
+        if self.all_maps is not None and key is None and value is None and keys_values is None:
+            maps = self.all_maps
+        product = calls.linear(x, maps.weight, maps.bias)
+        q, *k_v = self._heads(product, batch, length, maps, first)
+        if k_v:
+            k, v = k_v
+        elif keys_values is not None:
+            k, v = keys_values
+        else:
+            k, v = self._keys_values(x.reshape(batch, length, -1) if key is None else key, value, batch)
+        q = self._placed(q, self.q_norm, q_offset)
+        if keys_values is None:
+            k = self._placed(k, self.k_norm, q_offset)
         with restored_on_error((cache,)):
             if cache is not None:
                 k, v, kv_lengths, q_offset = cache.append(k, v, lengths)
                 if kv_lengths is not None:
                     options["kv_lengths"] = kv_lengths
                 # One token behind all others sees them all, and nothing has to say so.
-                is_causal = is_causal and (len_q > 1 or kv_lengths is not None)
+                is_causal = is_causal and (length > 1 or kv_lengths is not None)
             if is_causal or self._positional or self._extra:
                 options["causal"], options["q_offset"] = is_causal, q_offset
             if attn_mask is not None or key_padding_mask is not None:
-                shape = (batch, self.num_heads, len_q, k.shape[2])
-                add_masks(options, _FUNC, attn_mask, key_padding_mask, shape)
+                shape = (batch, self.num_heads, length, k.shape[2])
+                add_masks(options, FUNC, attn_mask, key_padding_mask, shape)
             if self._extra:
-                k, v = add_extra_keys(options, len_q, k, v, self._extra_keys())
-            context = np.empty((batch, len_q, self.num_heads, self._head_dim), x.dtype)
-            attention(q, k, v, out=context.transpose(0, 2, 1, 3), **options)
-            heads = context.reshape(batch, len_q, self._width)
-            if gate is not None:
-                heads = ops.activate(gate, "sigmoid", up=heads)
-            out = self.out_proj(heads, residual=residual)
-            if not need_weights:
-                return out, None
-            weights = attention_weights(q, k.astype(q.dtype, copy=False), **options)
-            return out, weights.mean(axis=1) if average_attn_weights else weights
+                k, v = add_extra_keys(options, length, k, v, self._extra_keys())
+            mixed = np.empty((batch, length, self.num_heads, self._head_dim), q.dtype)
+            calls.attention(FUNC, q, k, v, mixed.transpose(0, 2, 1, 3), options)
+        flat = mixed.reshape(batch * length, self._width)
+        if self.output_gate:
+            flat = calls.gate(product[:, : self._width], flat)
+        out = calls.linear(flat, self.out_proj.packed_weight, self.out_proj.bias_vector, None, residual)
+        if not need_weights:
+            return out, None
+        return out, attention_weights(q, k.astype(q.dtype, copy=False), **options)
 
-    def _projected(
-        self, x: Array, key: Any, value: Any, keys_values: KeysValues | None, offset: Any, to_itself: bool
-    ) -> tuple[Array, Array, Array, Array | None]:
-        """q, k, v (B, heads, length, head_dim), and the gate (B, L, width)."""
-        maps = self.query_maps
-        gates = len(maps.sizes) - 1
-        to_itself = to_itself and (value is None or value is key) and keys_values is None
-        if self.all_maps is not None and to_itself:
-            maps = self.all_maps
-            product = ops.linear(x, maps.weight, maps.bias)
-            k = self._heads(product, maps.begins[gates + 1], self._heads_kv)
-            v = self._heads(product, maps.begins[gates + 2], self._heads_kv)
-        else:
-            product = ops.linear(x, maps.weight, maps.bias)
-            k, v = keys_values or self._keys_values(x if key is None else key, value)
-        q = self._placed(self._heads(product, maps.begins[gates], self.num_heads), self.q_norm, offset)
-        if keys_values is None:
-            k = self._placed(k, self.k_norm, offset)
-        return q, k, v, product[..., : self._width] if gates else None
-
-    def _keys_values(self, key: Any, value: Any) -> KeysValues:
-        """Projected key and value, (B, heads_kv, S, head_dim) each."""
-        if self.key_value_maps is not None and (value is None or value is key):
+    def _keys_values(self, key: Any, value: Any, batch: int | None) -> KeysValues:
+        """Projected key and value, (B, heads_kv, S, head_dim) each; value is None where it is key."""
+        key = self._input("key", key, self.kdim, batch)
+        if value is None and self.key_value_maps is not None:
             maps = self.key_value_maps
-            product = ops.linear(key, maps.weight, maps.bias)
-            k, v = (self._heads(product, begin, self._heads_kv) for begin in maps.begins)
+            product = calls.linear(rows(key), maps.weight, maps.bias)
+            k, v = self._heads(product, len(key), key.shape[1], maps, 0)
             return k, v
-        k = ops.linear(key, self.key_map.weight, self.key_map.bias)
-        v = ops.linear(key if value is None else value, self.value_map.weight, self.value_map.bias)
-        return self._heads(k, 0, self._heads_kv), self._heads(v, 0, self._heads_kv)
+        value = self._input("value", key if value is None else value, self.vdim, len(key))
+        length = key.shape[1]
+        k = calls.linear(rows(key), self.key_map.weight, self.key_map.bias)
+        v = calls.linear(rows(value), self.value_map.weight, self.value_map.bias)
+        (k,) = self._heads(k, len(key), length, self.key_map, 0)
+        (v,) = self._heads(v, len(key), value.shape[1], self.value_map, 0)
+        return k, v
 
-    def _heads(self, product: Array, begin: int, heads: int) -> Array:
-        """Features from `begin` on of product (B, L, features), as (B, heads, L, head_dim): a view."""
-        part = product[..., begin : begin + heads * self._head_dim]
-        return part.reshape(*product.shape[:-1], heads, self._head_dim).swapaxes(-3, -2)
+    def _input(self, name: str, x: Any, features: int | None, batch: int | None) -> Array:
+        """`x`, key or value, checked."""
+        array = calls.checked(FUNC, name, x, features or self.embed_dim, self.weights_dtype)
+        if array.ndim != 3 or batch not in (None, len(array)):
+            expected = f"({'batch' if batch is None else batch}, length, {array.shape[-1]})"
+            raise ValueError(f"{FUNC}(): {name} has shape {array.shape}; expected {expected}")
+        return array
+
+    def _heads(self, product: Array, batch: int, length: int, maps: Stack, first: int) -> list[Array]:
+        """The maps from `first` on of product (B * L, features), as views (B, heads, L, head_dim)."""
+        width, head_dim = product.shape[1], self._head_dim
+        places = zip(maps.begins[first:], maps.sizes[first:], strict=True)
+        if maps.aligned(head_dim):
+            heads = product.reshape(batch, length, width // head_dim, head_dim).transpose(0, 2, 1, 3)
+            return [heads[:, begin // head_dim : (begin + size) // head_dim] for begin, size in places]
+        whole = product.reshape(batch, length, width)
+        parts = [whole[..., begin : begin + size] for begin, size in places]
+        return [
+            part.reshape(batch, length, part.shape[2] // head_dim, head_dim).transpose(0, 2, 1, 3)
+            for part in parts
+        ]
 
     def _placed(self, x: Array, norm: Array | None, offset: Any) -> Array:
         """Queries or keys x (B, heads, L, head_dim), normalised and rotated where that is on."""
         if norm is not None:
-            x = ops.rms_norm(x.swapaxes(1, 2), norm, eps=self.qk_norm_eps).swapaxes(1, 2)
+            y = x.transpose(0, 2, 1, 3)
+            z = calls.norm("rms_norm", rows(y), norm, None, self.qk_norm_eps)
+            x = z.reshape(y.shape).transpose(0, 2, 1, 3)
         if self.rope is not None:
             self.rope.rotate(x, offset)
         return x
@@ -387,86 +337,3 @@ class MultiHeadAttention(Layer):
         """Keys and values that every query attends, (heads_kv, head_dim) each."""
         extra: list[tuple[Any, Any]] = [] if self.bias_k is None else [(self.bias_k, self.bias_v)]
         return [*extra, (0, 0)] if self.add_zero_attn else extra
-
-    def _children(self) -> dict[str, Layer]:
-        return {"out_proj.": self.out_proj}
-
-    def _parameters(self) -> dict[str, Parameter]:
-        width, width_kv, head_dim = self._width, self._width_kv, self._head_dim
-        parameters: dict[str, Parameter] = {}
-        if self._stacked:
-            parameters["in_proj_weight"] = Parameter((width + 2 * width_kv, self.embed_dim), xavier_uniform)
-        else:
-            parameters["q_proj_weight"] = Parameter((width, self.embed_dim), xavier_uniform)
-            parameters["k_proj_weight"] = Parameter((width_kv, self.kdim or self.embed_dim), xavier_uniform)
-            parameters["v_proj_weight"] = Parameter((width_kv, self.vdim or self.embed_dim), xavier_uniform)
-        if self.bias:
-            parameters["in_proj_bias"] = Parameter((width + 2 * width_kv,), zeros)
-        if self.add_bias_kv:
-            parameters["bias_k"] = Parameter((1, 1, width_kv), normal(width_kv**-0.5))
-            parameters["bias_v"] = Parameter((1, 1, width_kv), normal(width_kv**-0.5))
-        if self.qk_norm:
-            parameters["q_norm.weight"] = Parameter((head_dim,), ones)
-            parameters["k_norm.weight"] = Parameter((head_dim,), ones)
-        if self.output_gate:
-            parameters["gate_proj.weight"] = Parameter((width, self.embed_dim), xavier_uniform)
-            if self.bias:
-                parameters["gate_proj.bias"] = Parameter((width,), zeros)
-        if self.sinks:
-            parameters["sinks"] = Parameter((self.num_heads,), zeros)
-        return parameters
-
-    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
-        lane = lane_of(weights_dtype)
-        ends = [self._width, self._width + self._width_kv]
-        if self._stacked:
-            weights = np.split(arrays["in_proj_weight"], ends)
-        else:
-            weights = [arrays[f"{name}_proj_weight"] for name in "qkv"]
-        biases = np.split(arrays["in_proj_bias"], ends) if self.bias else []
-        if self.output_gate:
-            weights = [arrays["gate_proj.weight"], *weights]
-            biases = [arrays["gate_proj.bias"], *biases] if self.bias else []
-        n = len(weights)
-        fields: Fields = {"all_maps": None, "key_value_maps": None}
-        if self._stacked:
-            maps = stack(weights, biases, weights_dtype)
-            fields["all_maps"], fields["key_value_maps"] = maps, maps.part(n - 2, n)
-            parts = [maps.part(0, n - 2), maps.part(n - 2, n - 1), maps.part(n - 1, n)]
-        else:
-            runs = (slice(0, n - 2), slice(n - 2, n - 1), slice(n - 1, n))
-            parts = [stack(weights[run], biases[run], weights_dtype) for run in runs]
-        fields["query_maps"], fields["key_map"], fields["value_map"] = parts
-        names = {"q_norm": "q_norm.weight", "k_norm": "k_norm.weight", "sink_logits": "sinks"}
-        for field_name, name in names.items():
-            fields[field_name] = arrays[name].astype(lane) if name in arrays else None
-        for name in ("bias_k", "bias_v"):
-            there = name in arrays
-            fields[name] = arrays[name].astype(lane).reshape(self._heads_kv, -1) if there else None
-        return fields
-
-    def _unpack(self) -> dict[str, Array]:
-        weights = [w for maps in (self.query_maps, self.key_map, self.value_map) for w in maps.weights()]
-        biases = [b for maps in (self.query_maps, self.key_map, self.value_map) for b in maps.biases()]
-        arrays: dict[str, Array] = {}
-        if self.output_gate:
-            arrays["gate_proj.weight"] = weights.pop(0)
-            if self.bias:
-                arrays["gate_proj.bias"] = biases.pop(0)
-        if self._stacked:
-            arrays["in_proj_weight"] = np.concatenate(weights)
-        else:
-            arrays |= {f"{name}_proj_weight": w for name, w in zip("qkv", weights, strict=True)}
-        if self.bias:
-            arrays["in_proj_bias"] = np.concatenate(biases)
-        more = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "sinks": self.sink_logits}
-        arrays |= {name: x.copy() for name, x in more.items() if x is not None}
-        for name, x in (("bias_k", self.bias_k), ("bias_v", self.bias_v)):
-            if x is not None:
-                arrays[name] = x.reshape(1, 1, -1).copy()
-        return arrays
-
-
-def _batched(*arrays: Any) -> list[Any]:
-    """Arrays of one sequence, as a batch of it."""
-    return [None if x is None else as_array(_FUNC, "an argument", x)[None] for x in arrays]

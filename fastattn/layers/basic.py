@@ -10,6 +10,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._inputs import integer, number
+from fastattn.layers import calls
 from fastattn.layers.state import Layer, Parameter, lane_of, ones, uniform, zeros
 
 if TYPE_CHECKING:
@@ -131,6 +132,10 @@ class LayerNorm(Layer):
             x, self.weight_vector, self.bias_vector, eps=self.eps, residual=residual, out=out
         )
 
+    def _of_rows(self, x: Array, out: Array | None = None) -> Array:
+        """The call, for rows that have been checked."""
+        return calls.norm("layer_norm", x, self.weight_vector, self.bias_vector, self.eps, out)
+
     def _parameters(self) -> dict[str, Parameter]:
         parameters = {"weight": Parameter((self.features,), ones)}
         if self.bias:
@@ -172,6 +177,10 @@ class RMSNorm(Layer):
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
         """The normalised ``x + residual``: x is (..., features)."""
         return ops.rms_norm(x, self.weight_vector, eps=self.eps, residual=residual, out=out)
+
+    def _of_rows(self, x: Array, out: Array | None = None) -> Array:
+        """The call, for rows that have been checked."""
+        return calls.norm("rms_norm", x, self.weight_vector, None, self.eps, out)
 
     def _parameters(self) -> dict[str, Parameter]:
         return {"weight": Parameter((self.features,), ones)}
@@ -248,6 +257,11 @@ class FeedForward(Layer):
         """The feed-forward of x, (..., d_model), plus `residual`, which may be `out` itself."""
         hidden = ops.linear(x, self.weight1, self.bias1, activation=self._function)
         return ops.linear(hidden, self.weight2, self.bias2, residual=residual, out=out)
+
+    def _of_rows(self, x: Array, residual: Array | None, out: Array | None) -> Array:
+        """The call, for rows that have been checked."""
+        hidden = calls.linear(x, self.weight1, self.bias1, self._function)
+        return calls.linear(hidden, self.weight2, self.bias2, None, residual, out)
 
     def _parameters(self) -> dict[str, Parameter]:
         wide, narrow = self.dim_feedforward, self.d_model

@@ -26,6 +26,10 @@ class Stack(NamedTuple):
     begins: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def aligned(self, size: int) -> bool:
+        """Whether every map, and the product's width, begins at a multiple of `size`."""
+        return not (self.weight.out_features % size or any(begin % size for begin in self.begins))
+
     def part(self, first: int, last: int) -> Stack:
         """The maps from `first` up to `last`, in the same memory."""
         width = columns(self.weight.dtype)

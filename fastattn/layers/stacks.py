@@ -10,8 +10,8 @@ import numpy as np
 
 from fastattn._inputs import float_array, integer
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
-from fastattn.layers.attention import HeadOptions
 from fastattn.layers.basic import LayerNorm, RMSNorm, make_norm
+from fastattn.layers.heads import HeadOptions
 from fastattn.layers.state import Layer, xavier_uniform
 from fastattn.layers.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 

@@ -177,8 +177,8 @@ class Layer:
             elif not isinstance(state, Mapping):
                 kind = type(state).__name__
                 raise TypeError(
-                    f"{func}(): state is of type {kind}; expected a mapping of names to arrays, or the path of"
-                    f" a safetensors file"
+                    f"{func}(): state is of type {kind}; expected a mapping of names to arrays, or the path"
+                    f" of a safetensors file"
                 )
             arrays = self._checked(func, state, prefix)
             packed = []

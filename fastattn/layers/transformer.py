@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastattn._inputs import float_array
+from fastattn._ops_args import rows
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
-from fastattn.layers.attention import HeadOptions, MultiHeadAttention
+from fastattn.layers import calls
+from fastattn.layers.attention import MultiHeadAttention
 from fastattn.layers.basic import FeedForward, LayerNorm, RMSNorm, make_norm
+from fastattn.layers.heads import HeadOptions
 from fastattn.layers.state import Layer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args import Array
-    from fastattn.layers.attention import CallOptions, KeysValues
+    from fastattn.layers.attention import KeysValues
 
     Norm = LayerNorm | RMSNorm
 
@@ -86,15 +89,31 @@ class TransformerEncoderLayer(Layer):
 
         In bool masks True hides. With `is_causal` and a `cache` this is the layer of a decoder-only model.
         """
-        x = float_array(type(self).__name__, "src", src)
-        options: CallOptions = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
-        options |= {"is_causal": is_causal, "cache": cache, "lengths": lengths}
+        func = type(self).__name__
+        array = calls.checked(func, "src", src, self.d_model, self.weights_dtype)
+        batched = calls.batch_first(func, "src", array)
+        if batched is not array:
+            src_key_padding_mask = calls.one_batch(func, "src_key_padding_mask", src_key_padding_mask)
+        batch, length, _ = batched.shape
+        x = rows(batched)
+        normed = self.norm1._of_rows(x) if self.norm_first else x
+        total, _ = self.self_attn._attend(
+            normed,
+            batch,
+            length,
+            residual=x,
+            key_padding_mask=src_key_padding_mask,
+            attn_mask=src_mask,
+            is_causal=is_causal,
+            cache=cache,
+            lengths=lengths,
+        )
         if self.norm_first:
-            x = self.self_attn(self.norm1(x), need_weights=False, residual=x, **options)
-            return self.feed_forward(self.norm2(x), residual=x, out=x)
-        total = self.self_attn(x, need_weights=False, residual=x, **options)
-        x = self.norm1(total)
-        return self.norm2(self.feed_forward(x, residual=x, out=total), out=x)
+            out = self.feed_forward._of_rows(self.norm2._of_rows(total), total, total)
+        else:
+            x = self.norm1._of_rows(total)
+            out = self.norm2._of_rows(self.feed_forward._of_rows(x, x, total), x)
+        return out.reshape(array.shape)
 
     def _children(self) -> dict[str, Layer]:
         parts: dict[str, Layer] = {"self_attn.": self.self_attn, "": self.feed_forward}
@@ -172,27 +191,52 @@ class TransformerDecoderLayer(Layer):
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """
-        x = float_array(type(self).__name__, "tgt", tgt)
-        causal = cache is not None if tgt_is_causal is None else tgt_is_causal
-        tokens = None if cache is None else cache.tokens
-        own: CallOptions = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask}
-        own |= {"is_causal": causal, "cache": tokens, "lengths": lengths}
-        over: CallOptions = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask}
-        over["is_causal"] = memory_is_causal
+        func = type(self).__name__
+        array = calls.checked(func, "tgt", tgt, self.d_model, self.weights_dtype)
+        batched = calls.batch_first(func, "tgt", array)
+        over = memory if cache is None else None
+        if batched is not array:
+            over = calls.one_batch(func, "memory", over)
+            tgt_key_padding_mask = calls.one_batch(func, "tgt_key_padding_mask", tgt_key_padding_mask)
+            memory_key_padding_mask = calls.one_batch(
+                func, "memory_key_padding_mask", memory_key_padding_mask
+            )
+        batch, length, _ = batched.shape
         with restored_on_error((cache,)):
-            if cache is not None:
-                memory, over["keys_values"] = None, self._kept(memory, cache)
-            elif memory is None:
-                name = type(self).__name__
-                raise ValueError(f"{name}(): memory is None; expected an array, or a cache that has met one")
-            if self.norm_first:
-                x = self.self_attn(self.norm1(x), need_weights=False, residual=x, **own)
-                x = self.multihead_attn(self.norm2(x), memory, need_weights=False, residual=x, **over)
-                return self.feed_forward(self.norm3(x), residual=x, out=x)
-            x = self.norm1(self.self_attn(x, need_weights=False, residual=x, **own))
-            total = self.multihead_attn(x, memory, need_weights=False, residual=x, **over)
-            x = self.norm2(total, out=x)
-            return self.norm3(self.feed_forward(x, residual=x, out=total), out=x)
+            keys_values = None if cache is None else self._kept(memory, cache)
+            if cache is None and memory is None:
+                raise ValueError(f"{func}(): memory is None; expected an array, or a cache that holds one")
+            x = rows(batched)
+            first, (self_norm, cross_norm, last_norm) = self.norm_first, (self.norm1, self.norm2, self.norm3)
+            total, _ = self.self_attn._attend(
+                self_norm._of_rows(x) if first else x,
+                batch,
+                length,
+                residual=x,
+                key_padding_mask=tgt_key_padding_mask,
+                attn_mask=tgt_mask,
+                is_causal=cache is not None if tgt_is_causal is None else tgt_is_causal,
+                cache=None if cache is None else cache.tokens,
+                lengths=lengths,
+            )
+            x = total if first else self_norm._of_rows(total)
+            total, _ = self.multihead_attn._attend(
+                cross_norm._of_rows(x) if first else x,
+                batch,
+                length,
+                over,
+                residual=x,
+                key_padding_mask=memory_key_padding_mask,
+                attn_mask=memory_mask,
+                is_causal=memory_is_causal,
+                keys_values=keys_values,
+            )
+            if first:
+                out = self.feed_forward._of_rows(last_norm._of_rows(total), total, total)
+            else:
+                x = cross_norm._of_rows(total, x)
+                out = last_norm._of_rows(self.feed_forward._of_rows(x, x, total), x)
+        return out.reshape(array.shape)
 
     def _kept(self, memory: ArrayLike | None, cache: DecoderCache) -> KeysValues:
         """The memory's keys and values, computed in the first call with `cache`."""

@@ -1,0 +1,90 @@
+"""The kernels without the checks of `ops` and `attention`: for arrays that a layer has checked or made.
+
+Checking every one of them again would cost a small layer more than its arithmetic does. All rows are (m, n),
+with a contiguous last axis; weights, biases and rows are of one lane type.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import _backend
+from fastattn._args import FLOAT64
+from fastattn._check import attention_args
+from fastattn._inputs import as_array
+from fastattn._ops_args import LinearArgs, RowsArgs, data
+
+if TYPE_CHECKING:
+    from fastattn._args import Array
+    from fastattn.packed import PackedLinear
+
+
+def checked(func: str, name: str, x: Any, features: int, weights_dtype: str) -> Array:
+    """`x` as (..., features), to be read by kernels whose weights are stored as `weights_dtype`."""
+    array = data(func, name, x)
+    if array.shape[-1] != features:
+        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., {features})")
+    if (array.dtype == FLOAT64) != (weights_dtype == "float64"):
+        expected = "float64" if weights_dtype == "float64" else "float32, float16 or bfloat16"
+        raise TypeError(
+            f"{func}(): {name} has dtype {array.dtype}; expected {expected}, for weights in {weights_dtype}"
+        )
+    return array
+
+
+def batch_first(func: str, name: str, x: Array) -> Array:
+    """`x` (batch, length, features), or (length, features) as a batch of one."""
+    if x.ndim == 3:
+        return x
+    if x.ndim == 2:
+        return x[None]
+    raise ValueError(f"{func}(): {name} has shape {x.shape}; expected (batch, length, {x.shape[-1]})")
+
+
+def one_batch(func: str, name: str, x: Any) -> Any:
+    """`x`, an array of one sequence, as a batch of it; None stays None."""
+    return None if x is None else as_array(func, name, x)[None]
+
+
+def linear(
+    x: Array,
+    weight: PackedLinear,
+    bias: Array | None,
+    activation: str | None = None,
+    residual: Array | None = None,
+    out: Array | None = None,
+) -> Array:
+    """`ops.linear` of rows."""
+    if out is None:
+        out = np.empty((len(x), weight.out_features), x.dtype)
+    args = LinearArgs(x, weight, bias, activation, residual, out, _backend.get_num_threads())
+    _backend.run_op("linear", args, None)
+    return out
+
+
+def norm(
+    kind: str, x: Array, weight: Array, bias: Array | None, eps: float, out: Array | None = None
+) -> Array:
+    """`ops.layer_norm` or `ops.rms_norm` of rows."""
+    if out is None:
+        out = np.empty(x.shape, x.dtype)
+    args = RowsArgs(kind, x, out, _backend.get_num_threads(), None, None, None, weight, bias, eps)
+    _backend.run_op("rows", args, None)
+    return out
+
+
+def gate(x: Array, up: Array) -> Array:
+    """``sigmoid(x) * up`` of rows."""
+    out = np.empty(x.shape, x.dtype)
+    args = RowsArgs("activate", x, out, _backend.get_num_threads(), up=up, activation="sigmoid")
+    _backend.run_op("rows", args, None)
+    return out
+
+
+def attention(func: str, q: Array, k: Array, v: Array, out: Array, options: dict[str, Any]) -> None:
+    """`fastattn.attention` into `out`, a new array of the result's shape and dtype in any strides."""
+    args = attention_args(func, q, k, v, **options)
+    args.out = out
+    _backend.run(args, None)
