@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
 from fastattn._bench.problem import Problem
-from fastattn._bench.ways import Unsupported, Way, refuse_dense
+from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_dense
 
 
 def torch_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
@@ -17,7 +18,7 @@ def torch_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
     import torch
 
     torch.set_num_threads(threads)
-    torch.inference_mode().__enter__()  # for good: entering it inside the timed call would cost time
+    enter_for_good(torch.inference_mode())
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
     def tensor(x: Array) -> Any:
@@ -57,40 +58,12 @@ def _onnx_way(
     out_shape: tuple[int, ...],
     read: Callable[[Array], Array],
 ) -> Way:
-    """A model of one node in onnxruntime, its inputs and its output bound once."""
-    import onnxruntime
+    """A model of one node in onnxruntime."""
     from onnx import helper
 
-    def info(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
-        return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(dtype), shape)
-
-    dtype = feeds["q"].dtype
-    graph = helper.make_graph(
-        [helper.make_node(outputs=["out"], **node)],
-        "attention",
-        [info(name, array.dtype, array.shape) for name, array in feeds.items()],
-        [info("out", dtype, out_shape)],
-    )
-    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    binding = session.io_binding()
-    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
-    out = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(out_shape, dtype))
-    for name, value in values.items():
-        binding.bind_ortvalue_input(name, value)
-    binding.bind_ortvalue_output("out", out)
-
-    def call(bound: Any = (values, feeds, out)) -> None:  # onnxruntime keeps pointers, not references
-        session.run_with_iobinding(binding)
-
-    return Way(call, lambda _: read(out.numpy()))
+    out = np.zeros(out_shape, feeds["q"].dtype)
+    model = runtimes.onnx_model([helper.make_node(outputs=["out"], **node)], feeds, {}, out, opset)
+    return runtimes.onnxruntime_way(model, threads, feeds, out, read)
 
 
 def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
@@ -167,20 +140,8 @@ def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
     if problem.dtype == "float64":
         raise Unsupported("computes float64 in float32")
     refuse_dense(problem, copies=1)
-    core = openvino.Core()
-    name, capability = {
-        "float32": ("f32", "FP32"),
-        "float16": ("f16", "FP16"),
-        "bfloat16": ("bf16", "BF16"),
-    }[problem.dtype]
-    # Without instructions for a 16-bit type OpenVINO emulates them, far slower than float32.
-    precision = name if capability in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
-    settings = {
-        "INFERENCE_PRECISION_HINT": precision,
-        "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
-        "NUM_STREAMS": 1,
-    }
+    name = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[problem.dtype]
+    precision = runtimes.openvino_precision(problem.dtype)
     q, k, v = problem.inputs()
     if problem.causal and problem.group > 1:
         k, v = (np.repeat(x, problem.group, axis=1) for x in (k, v))
@@ -199,16 +160,9 @@ def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
             x if x.get_element_type() == openvino.Type.boolean else ops.convert(x, precision) for x in inputs
         ]
         node = ops.convert(ops.scaled_dot_product_attention(*wide, causal=problem.causal), name)
-        request = core.compile_model(openvino.Model([node], inputs), "CPU", settings).create_infer_request()
         out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype)
-        for index, one in enumerate(tensors):
-            request.set_input_tensor(index, one)
-        request.set_output_tensor(0, tensor(out))
-        shared = (arrays, tensors, out)  # OpenVINO keeps pointers into them, not references
-
-        def call(shared: Any = shared) -> None:
-            request.infer()
-
+        model = openvino.Model([node], inputs)
+        call = runtimes.openvino_call(model, precision, threads, [*tensors, tensor(out)], [*arrays, out])
         return Way(call, lambda _: out.reshape(problem.out_shape))
 
     keep = problem.kept_keys()

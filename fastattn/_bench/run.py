@@ -57,9 +57,7 @@ def run(suite: str, *, dtype: str | None, quick: bool, threads: int, command: st
     }
 
 
-def measure(
-    workers: dict[str, WorkerProcess], sections: list[Section], effort: Effort, folder: Path
-) -> Json:
+def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: Effort, folder: Path) -> Json:
     """Everything that is known only from the workers."""
     problems = [(section.title, problem) for section in sections for problem in section.problems]
     dtypes = sorted({problem.dtype for _, problem in problems})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastattn._bench import engines
+from fastattn._bench import engines, layer_engines, layer_problem
 from fastattn._bench.attention_plan import plan
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.problem import Problem
@@ -16,5 +16,13 @@ SUITES = {
         DTYPES,
         "batch, heads, len_q, len_k, head_dim",
         "about a quarter of an hour",
+    ),
+    "layers": Suite(
+        layer_engines.ENGINES,
+        layer_problem.plan,
+        layer_problem.LayerProblem.from_list,
+        layer_problem.DTYPES,
+        "rows, in, out of a weight; batch, length, width of a layer",
+        "about three minutes",
     ),
 }
