@@ -1,0 +1,398 @@
+"""Layers against torch's modules, on random weights that go over through the state dict."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fastattn.layers import (
+    FeedForward,
+    LayerNorm,
+    Linear,
+    MultiHeadAttention,
+    RMSNorm,
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+BATCH, LEN_Q, LEN_K, WIDTH, HEADS = 3, 7, 9, 48, 4
+
+DTYPES = {"float32": (torch.float32, 2e-5), "float64": (torch.float64, 1e-12)}
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*mismatched.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_torch():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.backends.mha.set_fastpath_enabled(False)  # it computes nothing for padding, and NaN for float masks
+    with torch.inference_mode():
+        yield
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+def randomized(module, dtype):
+    """`module` in eval mode with every parameter random: torch begins some as zeros and ones."""
+    module = module.to(DTYPES[dtype][0]).eval()
+    for parameter in module.parameters():
+        parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.5))
+    return module
+
+
+def load(layer, module):
+    layer.load_state_dict({name: x.numpy() for name, x in module.state_dict().items()})
+    saved = layer.state_dict()
+    assert list(saved) == list(module.state_dict())
+    for name, x in module.state_dict().items():
+        np.testing.assert_array_equal(saved[name], x.numpy(), strict=True)
+    return layer
+
+
+def draw(rng, *shape, dtype="float32"):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def same(ours, theirs, dtype):
+    theirs = theirs.numpy()
+    assert ours.shape == theirs.shape
+    assert ours.dtype == theirs.dtype
+    assert np.isfinite(theirs).all()
+    tolerance = DTYPES[dtype][1] * max(1, abs(theirs).max())
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
+
+
+def t(x):
+    return None if x is None else torch.tensor(x)
+
+
+def masks_of(kind, rng, len_q, len_k, dtype, heads=HEADS):
+    """(attn_mask, key_padding_mask); no row is without any key."""
+    hide = rng.random((len_q, len_k)) < 0.4
+    hide[:, 0] = False
+    hide_heads = rng.random((BATCH * heads, len_q, len_k)) < 0.4
+    hide_heads[:, :, 0] = False
+    padding = np.arange(len_k) >= np.array([len_k, len_k - 4, 2])[:, None]
+    bias = draw(rng, len_q, len_k, dtype=dtype)
+    return {
+        "none": (None, None),
+        "bool": (hide, None),
+        "bool of heads": (hide_heads, None),
+        "float": (np.where(hide, -np.inf, bias).astype(dtype), None),
+        "float of heads": (draw(rng, BATCH * heads, len_q, len_k, dtype=dtype), None),
+        "padding": (None, padding),
+        "left padding": (None, padding[:, ::-1].copy()),
+        "float padding": (None, np.where(padding, -np.inf, 0.3).astype(dtype)),
+        "bool, padding": (hide, padding),
+        "float, padding": (bias, padding),
+        "float of heads, float padding": (
+            draw(rng, BATCH * heads, len_q, len_k, dtype=dtype),
+            np.where(padding, -np.inf, 0.0).astype(dtype),
+        ),
+    }[kind]
+
+
+MASKS = [
+    "none", "bool", "bool of heads", "float", "float of heads", "padding", "left padding", "float padding",
+    "bool, padding", "float, padding", "float of heads, float padding",
+]  # fmt: skip
+
+MODULES = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "kdim, vdim": {"kdim": 20, "vdim": 33},
+    "kdim": {"kdim": 20},
+    "bias_kv": {"add_bias_kv": True},
+    "zero_attn": {"add_zero_attn": True},
+    "all": {"kdim": 20, "vdim": 33, "add_bias_kv": True, "add_zero_attn": True},
+}
+
+
+def attention_pair(options, dtype, width=WIDTH, heads=HEADS):
+    module = randomized(nn.MultiheadAttention(width, heads, batch_first=True, **options), dtype)
+    return load(MultiHeadAttention(width, heads, weights_dtype=dtype, **options), module), module
+
+
+@every_dtype
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("options", MODULES)
+def test_cross_attention(options, mask, dtype, implementation):
+    ours, theirs = attention_pair(MODULES[options], dtype)
+    rng = np.random.default_rng(0)
+    query = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
+    key = draw(rng, BATCH, LEN_K, ours.kdim or WIDTH, dtype=dtype)
+    value = draw(rng, BATCH, LEN_K, ours.vdim or WIDTH, dtype=dtype)
+    attn_mask, padding = masks_of(mask, rng, LEN_Q, LEN_K, dtype)
+    masks = {"attn_mask": attn_mask, "key_padding_mask": padding}
+    for average in (True, False):
+        out, weights = ours(query, key, value, need_weights=True, average_attn_weights=average, **masks)
+        expected = theirs(
+            t(query), t(key), t(value), attn_mask=t(attn_mask), key_padding_mask=t(padding),
+            average_attn_weights=average,
+        )  # fmt: skip
+        same(out, expected[0], dtype)
+        same(weights, expected[1], dtype)
+    np.testing.assert_array_equal(ours(query, key, value, **masks), out)
+    residual = draw(rng, *out.shape, dtype=dtype)
+    np.testing.assert_allclose(ours(query, key, value, residual=residual, **masks), out + residual, atol=1e-5)
+
+
+@every_dtype
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("options", ["plain", "no bias", "bias_kv", "zero_attn"])
+def test_self_attention(options, mask, dtype, implementation):
+    ours, theirs = attention_pair(MODULES[options], dtype)
+    rng = np.random.default_rng(1)
+    x = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
+    attn_mask, padding = masks_of(mask, rng, LEN_Q, LEN_Q, dtype)
+    masks = {"attn_mask": attn_mask, "key_padding_mask": padding}
+    out, weights = ours(x, need_weights=True, **masks)
+    expected = theirs(t(x), t(x), t(x), attn_mask=t(attn_mask), key_padding_mask=t(padding))
+    same(out, expected[0], dtype)
+    same(weights, expected[1], dtype)
+    np.testing.assert_array_equal(ours(x, x, x, **masks), out)
+    np.testing.assert_allclose(ours(x, x.copy(), **masks), out, atol=DTYPES[dtype][1])
+
+
+@every_dtype
+@pytest.mark.parametrize("options", ["plain", "bias_kv", "zero_attn"])
+@pytest.mark.parametrize("lengths", [(LEN_Q, LEN_Q), (LEN_Q, LEN_K), (LEN_K, LEN_Q)])
+def test_is_causal(lengths, options, dtype, implementation):
+    """Counted from the first key, as in torch; whether the mask itself is given, too, makes no difference."""
+    ours, theirs = attention_pair(MODULES[options], dtype)
+    rng = np.random.default_rng(2)
+    query, key = (draw(rng, BATCH, n, WIDTH, dtype=dtype) for n in lengths)
+    hidden = np.triu(np.ones(lengths, np.bool_), 1)
+    expected, expected_weights = theirs(t(query), t(key), t(key), attn_mask=t(hidden))
+    for attn_mask in (None, hidden):
+        out, weights = ours(query, key, attn_mask=attn_mask, is_causal=True, need_weights=True)
+        same(out, expected, dtype)
+        same(weights, expected_weights, dtype)
+
+
+@every_dtype
+def test_one_sequence(dtype):
+    ours, theirs = attention_pair({"kdim": 20, "vdim": 33}, dtype)
+    rng = np.random.default_rng(3)
+    query, key, value = (draw(rng, n, w, dtype=dtype) for n, w in ((5, WIDTH), (6, 20), (6, 33)))
+    padding = np.arange(6) > 3
+    out, weights = ours(query, key, value, key_padding_mask=padding, need_weights=True)
+    expected = theirs(t(query), t(key), t(value), key_padding_mask=t(padding))
+    same(out, expected[0], dtype)
+    same(weights, expected[1], dtype)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16, 48])
+@pytest.mark.parametrize("width", [48, 96])
+def test_any_head_dim(width, heads, implementation):
+    ours, theirs = attention_pair({}, "float32", width, heads)
+    x = draw(np.random.default_rng(4), BATCH, LEN_Q, width)
+    same(ours(x), theirs(t(x), t(x), t(x))[0], "float32")
+
+
+def test_rows_without_any_key_are_out_projs_bias(implementation):
+    """Where torch has NaN; all other rows are equal."""
+    ours, theirs = attention_pair({}, "float32")
+    x = draw(np.random.default_rng(5), BATCH, LEN_Q, WIDTH)
+    hidden = np.zeros((LEN_Q, LEN_Q), np.bool_)
+    hidden[2] = True
+    out = ours(x, attn_mask=hidden)
+    expected = theirs(t(x), t(x).clone(), t(x).clone(), attn_mask=t(hidden))[0]
+    rest = np.arange(LEN_Q) != 2
+    same(out[:, rest], expected[:, rest], "float32")
+    np.testing.assert_array_equal(out[:, 2], np.broadcast_to(ours.state_dict()["out_proj.bias"], (BATCH, WIDTH)))
+
+
+@every_dtype
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_and_norms(bias, dtype, implementation):
+    x = draw(np.random.default_rng(6), 2, 5, 33, dtype=dtype)
+    module = randomized(nn.Linear(33, 21, bias=bias), dtype)
+    same(load(Linear(33, 21, bias, weights_dtype=dtype), module)(x), module(t(x)), dtype)
+    module = randomized(nn.LayerNorm(33, 1e-3, bias=bias), dtype)
+    same(load(LayerNorm(33, 1e-3, bias, weights_dtype=dtype), module)(x), module(t(x)), dtype)
+    module = randomized(nn.RMSNorm(33, 1e-3), dtype)
+    same(load(RMSNorm(33, 1e-3, weights_dtype=dtype), module)(x), module(t(x)), dtype)
+
+
+FUNCTIONS = {
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "silu": nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+}
+GATED = {"glu": "sigmoid", "reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+
+
+@every_dtype
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", [*FUNCTIONS, *GATED])
+def test_feed_forward(activation, bias, dtype, implementation):
+    names = ("linear1", "linear2", "linear_gate") if activation in GATED else ("linear1", "linear2")
+    parts = {name: nn.Linear(*((50, 24) if name == "linear2" else (24, 50)), bias=bias) for name in names}
+    module = randomized(nn.ModuleDict(parts), dtype)
+    ours = load(FeedForward(24, 50, activation, bias, weights_dtype=dtype), module)
+    x = draw(np.random.default_rng(7), 2, 5, 24, dtype=dtype)
+    hidden = module["linear1"](t(x))
+    if activation in GATED:
+        hidden = FUNCTIONS[GATED[activation]](module["linear_gate"](t(x))) * hidden
+    else:
+        hidden = FUNCTIONS[activation](hidden)
+    same(ours(x), module["linear2"](hidden), dtype)
+
+
+LAYER_OPTIONS = {
+    "post-norm": {},
+    "pre-norm": {"norm_first": True},
+    "gelu, no bias": {"activation": "gelu", "bias": False, "layer_norm_eps": 1e-3},
+    "pre-norm, gelu": {"activation": "gelu", "norm_first": True},
+}
+every_layer = pytest.mark.parametrize("options", LAYER_OPTIONS.values(), ids=LAYER_OPTIONS)
+some_masks = pytest.mark.parametrize("mask", ["none", "bool", "float of heads", "padding", "bool, padding"])
+
+
+@every_dtype
+@some_masks
+@every_layer
+def test_encoder_layer(options, mask, dtype, implementation):
+    module = nn.TransformerEncoderLayer(WIDTH, HEADS, 100, batch_first=True, **options)
+    module = randomized(module, dtype)
+    ours = load(TransformerEncoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
+    rng = np.random.default_rng(8)
+    x = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
+    attn_mask, padding = masks_of(mask, rng, LEN_Q, LEN_Q, dtype)
+    expected = module(t(x), src_mask=t(attn_mask), src_key_padding_mask=t(padding))
+    before = x.copy()
+    out = ours(x, src_mask=attn_mask, src_key_padding_mask=padding)
+    same(out, expected, dtype)
+    np.testing.assert_array_equal(x, before)
+    if padding is None and attn_mask is None:
+        same(ours(x[0]), module(t(x[0])), dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("memory_mask", ["none", "bool, padding", "float"])
+@some_masks
+@every_layer
+def test_decoder_layer(options, mask, memory_mask, dtype, implementation):
+    module = nn.TransformerDecoderLayer(WIDTH, HEADS, 100, batch_first=True, **options)
+    module = randomized(module, dtype)
+    ours = load(TransformerDecoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
+    rng = np.random.default_rng(9)
+    x, memory = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype), draw(rng, BATCH, LEN_K, WIDTH, dtype=dtype)
+    own, own_padding = masks_of(mask, rng, LEN_Q, LEN_Q, dtype)
+    over, over_padding = masks_of(memory_mask, rng, LEN_Q, LEN_K, dtype)
+    arguments = {
+        "tgt_mask": own,
+        "memory_mask": over,
+        "tgt_key_padding_mask": own_padding,
+        "memory_key_padding_mask": over_padding,
+    }
+    expected = module(t(x), t(memory), **{name: t(mask) for name, mask in arguments.items()})
+    same(ours(x, memory, **arguments), expected, dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("last_norm", [True, False])
+def test_stacks(last_norm, norm_first, dtype, implementation):
+    size = (WIDTH, HEADS, 64)
+    layer = nn.TransformerEncoderLayer(*size, batch_first=True, norm_first=norm_first)
+    module = nn.TransformerEncoder(layer, 3, nn.LayerNorm(WIDTH) if last_norm else None)
+    options = {"norm_first": norm_first, "weights_dtype": dtype}
+    norm = [LayerNorm(WIDTH, weights_dtype=dtype) if last_norm else None for _ in range(2)]
+    module = randomized(module, dtype)
+    encoder = TransformerEncoder([TransformerEncoderLayer(*size, **options) for _ in range(3)], norm[0])
+    load(encoder, module)
+    rng = np.random.default_rng(10)
+    x, y = draw(rng, BATCH, LEN_K, WIDTH, dtype=dtype), draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
+    _, padding = masks_of("padding", rng, LEN_K, LEN_K, dtype)
+    expected = module(t(x), src_key_padding_mask=t(padding))
+    same(encoder(x, src_key_padding_mask=padding), expected, dtype)
+    hidden = np.triu(np.ones((LEN_K, LEN_K), np.bool_), 1)
+    same(encoder(x, is_causal=True), module(t(x), mask=t(hidden), is_causal=True), dtype)
+
+    layer = nn.TransformerDecoderLayer(*size, batch_first=True, norm_first=norm_first)
+    module = randomized(nn.TransformerDecoder(layer, 3, nn.LayerNorm(WIDTH) if last_norm else None), dtype)
+    decoder = TransformerDecoder([TransformerDecoderLayer(*size, **options) for _ in range(3)], norm[1])
+    load(decoder, module)
+    hidden = t(hidden[:LEN_Q, :LEN_Q])
+    expected = module(t(y), t(x), tgt_mask=hidden, memory_key_padding_mask=t(padding))
+    out = decoder(y, x, tgt_is_causal=True, memory_key_padding_mask=padding)
+    same(out, expected, dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("options", [{}, {"norm_first": True, "activation": "gelu", "bias": False}])
+def test_transformer(options, dtype, implementation):
+    """Masks and padding of both sides at once; then the same, token by token over the caches."""
+    module = nn.Transformer(WIDTH, HEADS, 2, 2, 64, batch_first=True, **options)
+    module = randomized(module, dtype)
+    ours = load(Transformer(WIDTH, HEADS, 2, 2, 64, weights_dtype=dtype, **options), module)
+    rng = np.random.default_rng(11)
+    src, tgt = draw(rng, BATCH, LEN_K, WIDTH, dtype=dtype), draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
+    src_mask, src_padding = masks_of("bool, padding", rng, LEN_K, LEN_K, dtype)
+    memory_mask, memory_padding = masks_of("bool, padding", rng, LEN_Q, LEN_K, dtype)
+    tgt_mask = np.triu(np.ones((LEN_Q, LEN_Q), np.bool_), 1)
+    tgt_padding = np.arange(LEN_Q) >= np.array([LEN_Q, LEN_Q - 1, 4])[:, None]
+    arguments = {
+        "src_mask": src_mask,
+        "tgt_mask": tgt_mask,
+        "memory_mask": memory_mask,
+        "src_key_padding_mask": src_padding,
+        "tgt_key_padding_mask": tgt_padding,
+        "memory_key_padding_mask": memory_padding,
+    }
+    expected = module(t(src), t(tgt), **{name: t(mask) for name, mask in arguments.items()})
+    same(ours(src, tgt, **arguments), expected, dtype)
+
+    memory = ours.encoder(src, mask=src_mask, src_key_padding_mask=src_padding)
+    cache = ours.decoder.new_cache()
+    steps = [
+        ours.decoder(
+            tgt[:, i : i + 1], memory if i == 0 else None, cache=cache, memory_mask=memory_mask[i : i + 1],
+            memory_key_padding_mask=memory_padding, tgt_key_padding_mask=tgt_padding[:, : i + 1],
+        )
+        for i in range(LEN_Q)
+    ]  # fmt: skip
+    same(np.concatenate(steps, axis=1), expected, dtype)
+
+
+@pytest.mark.parametrize("layer", ["linear", "attention", "separate", "encoder", "transformer"])
+def test_random_weights_are_spread_as_torchs(layer):
+    """Of each parameter, the deviation and the range, to a tenth, are those that torch draws."""
+    rng = np.random.default_rng(12)
+    ours, theirs = {
+        "linear": (lambda: Linear(64, 96, rng=rng), lambda: nn.Linear(64, 96)),
+        "attention": (
+            lambda: MultiHeadAttention(64, 4, add_bias_kv=True, rng=rng),
+            lambda: nn.MultiheadAttention(64, 4, add_bias_kv=True),
+        ),
+        "separate": (
+            lambda: MultiHeadAttention(64, 4, kdim=20, vdim=100, rng=rng),
+            lambda: nn.MultiheadAttention(64, 4, kdim=20, vdim=100),
+        ),
+        "encoder": (
+            lambda: TransformerEncoderLayer(64, 4, 200, rng=rng),
+            lambda: nn.TransformerEncoderLayer(64, 4, 200),
+        ),
+        "transformer": (
+            lambda: Transformer(64, 4, 1, 1, 200, rng=rng),
+            lambda: nn.Transformer(64, 4, 1, 1, 200, batch_first=True),
+        ),
+    }[layer]
+    with torch.inference_mode(False):
+        drawn = [({n: x.detach().numpy() for n, x in theirs().state_dict().items()}, ours().state_dict()) for _ in range(40)]
+    for name in drawn[0][0]:
+        reference, sample = (np.stack([pair[i][name] for pair in drawn]) for i in (0, 1))
+        assert sample.std() == pytest.approx(reference.std(), rel=0.1), name
+        if name not in ("bias_k", "bias_v"):  # normal, and so without a range
+            assert abs(sample).max() == pytest.approx(abs(reference).max(), rel=0.1), name
