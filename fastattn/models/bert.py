@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array, Bools, Shape
+    from fastattn._args import Array, Ints, Shape
     from fastattn.models.files import Config, Tensors
     from fastattn.models.weights import Precision
     from fastattn.packed import PackedLinear
@@ -102,23 +102,26 @@ class Bert:
         """
         name = self.model_type
         tokens = padding.token_ids(name, ids, self.vocab_size)
-        if tokens.shape[1] > self.max_length:
-            raise ValueError(f"{name}(): {tokens.shape[1]} tokens in a sequence; {self.max_length} fit")
+        padding.require_length(name, tokens.shape[1], self.max_length)
         mask = padding.attended(name, attention_mask, tokens)
         types = None
         if token_type_ids is not None:
             types = padding.token_ids(name, token_type_ids, len(self.token_types))
             if types.shape != tokens.shape:
                 raise ValueError(f"{name}(): token_type_ids has shape {types.shape}; expected {tokens.shape}")
-        return self._forward(tokens, mask, types)
+        if mask is None:
+            return self._forward(tokens, None, types)
+        lengths, order = padding.align(mask)
+        types = None if types is None else padding.reorder(types, order)
+        return padding.restore(self._forward(padding.reorder(tokens, order), lengths, types), order)
 
-    def _forward(self, ids: Array, mask: Bools | None, types: Array | None) -> Array:
-        """ids is (batch, length); result (batch, length, hidden_size)."""
+    def _forward(self, ids: Ints, lengths: Ints | None, types: Ints | None) -> Array:
+        """ids is (batch, length), of which the first lengths (batch,) count; (batch, length, hidden_size)."""
         batch, length = ids.shape
         dtype, hidden = self.dtype, self.hidden_size
         n = batch * length
         x = ops.embedding(ids, self.tokens).astype(dtype, copy=False)
-        x += self.positions[padding.positions(mask, length)]
+        x += self.positions[:length]
         if types is not None:
             x += (self.token_types - self.token_types[0])[types]
         y = ops.layer_norm(x.reshape(n, hidden), *self.embedding_norm, eps=self.eps)
@@ -129,10 +132,9 @@ class Bert:
         q, k, v = (padding.split_heads(part, batch, length, self.heads) for part in np.split(qkv, 3, axis=1))
         context_heads = padding.split_heads(context, batch, length, self.heads)
         inner = np.empty((n, self.layers[0].inner.out_features), dtype) if self.layers else x
-        keys = padding.keys(mask)
         for layer in self.layers:
             ops.linear(y, layer.qkv, layer.qkv_bias, out=qkv)
-            attention(q, k, v, out=context_heads, **keys)
+            attention(q, k, v, out=context_heads, kv_lengths=lengths)
             ops.linear(context, layer.attended, layer.attended_bias, residual=y, out=x)
             ops.layer_norm(x, *layer.attended_norm, eps=self.eps, out=y)
             ops.linear(y, layer.inner, layer.inner_bias, activation=self.activation, out=inner)

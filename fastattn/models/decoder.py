@@ -103,26 +103,22 @@ class Decoder:
         tokens = padding.token_ids(self.model_type, ids, self.vocab_size)
         mask = padding.attended(self.model_type, attention_mask, tokens)
         batch, length = tokens.shape
-        self._require_length(self.model_type, length)
-        hidden = self._hidden(tokens, padding.positions(mask, length), padding.keys(mask))
-        return self._logits(hidden).reshape(batch, length, self.vocab_size)
-
-    def _require_length(self, func: str, length: int) -> None:
-        if self.max_length is not None and length > self.max_length:
-            raise ValueError(f"{func}(): {length} tokens in a sequence; at most {self.max_length} fit")
+        padding.require_length(self.model_type, length, self.max_length)
+        lengths, order = (None, None) if mask is None else padding.align(mask)
+        hidden = self._hidden(padding.reorder(tokens, order), np.arange(length), lengths)
+        return padding.restore(self._logits(hidden).reshape(batch, length, self.vocab_size), order)
 
     def _hidden(
         self,
         ids: Ints,
         positions: Ints,
-        keys: dict[str, Any] | None = None,
+        lengths: Ints | None,
         caches: Sequence[KVCache] | None = None,
-        lengths: Ints | None = None,
     ) -> Array:
         """Hidden states (batch * length, hidden_size) of ids (batch, length), before the last norm.
 
-        positions is (length,) or (batch, length). Either keys says which of the ids `attention` looks at, or
-        there is a cache for each layer, in which the first lengths (batch,) of them join those before.
+        positions is (length,) or (batch, length); the first lengths (batch,) of the ids count. With caches,
+        one for each layer, they follow on what is there.
         """
         batch, length = ids.shape
         n, dtype = ids.size, self.dtype
@@ -136,7 +132,7 @@ class Decoder:
             cos, sin = rope_tables(positions, frequencies, lane_dtype(dtype))
 
         # A token alone, the last of its sequence, sees all keys.
-        options = {"q_offset": 0, "causal": length > 1, **(keys or {})}
+        options: dict[str, Any] = {"causal": length > 1, "kv_lengths": lengths, "q_offset": 0}
         y, context = np.empty_like(x), np.empty((n, n_q), dtype)
         qkv = np.empty((n, n_q + 2 * n_kv), dtype)
         context_heads = padding.split_heads(context, batch, length, self.heads)
@@ -223,7 +219,7 @@ class Decoder:
         """
         single, prompts = self._prompts(ids, attention_mask)
         n_new = integer("generate", "max_new_tokens", max_new_tokens, 0)
-        self._require_length("generate", max(map(len, prompts), default=0) + n_new)
+        padding.require_length("generate", max(map(len, prompts), default=0) + n_new, self.max_length)
         sampler = Sampler("generate", len(prompts), temperature, top_k, top_p, seed)
         ends = np.atleast_1d(self.stop if stop is None else as_array("generate", "stop", stop))
         ends = integers("generate", "stop", ends if ends.size else ends.astype(np.int64), ends.shape, "(n,)")
@@ -232,9 +228,9 @@ class Decoder:
 
     def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
         """Whether `ids` is one sequence, and the sequences without what does not count."""
-        ragged = isinstance(ids, (list, tuple)) and bool(ids) and not all(np.ndim(row) == 0 for row in ids)
-        if ragged and attention_mask is None:
-            prompts = [padding.token_ids("generate", row, self.vocab_size)[0] for row in ids]
+        rows = list(ids) if isinstance(ids, (list, tuple)) and attention_mask is None else []
+        if rows and all(np.ndim(row) == 1 for row in rows):
+            prompts = [padding.token_ids("generate", row, self.vocab_size)[0] for row in rows]
             single = False
         else:
             tokens = padding.token_ids("generate", ids, self.vocab_size)
@@ -254,7 +250,7 @@ class Decoder:
         lengths = mask.sum(axis=1)
         batch, longest = ids.shape
         caches = [KVCache(longest + max_new_tokens - 1) for _ in self.layers]
-        hidden = self._hidden(ids, np.arange(longest), caches=caches, lengths=lengths)
+        hidden = self._hidden(ids, np.arange(longest), lengths, caches)
         hidden = hidden.reshape(batch, longest, -1)[np.arange(batch), lengths - 1]
         running = np.ones(batch, np.bool_)
         for step in range(max_new_tokens):
@@ -263,5 +259,5 @@ class Decoder:
             running &= ~np.isin(tokens, stop)
             if not running.any() or step == max_new_tokens - 1:
                 return
-            hidden = self._hidden(tokens[:, None], lengths[:, None], caches=caches)
+            hidden = self._hidden(tokens[:, None], lengths[:, None], None, caches)
             lengths = lengths + 1

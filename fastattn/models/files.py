@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     import re
     from collections.abc import Mapping, Sequence
@@ -144,10 +146,13 @@ class Config:
 
 
 class Tensors:
-    """The tensors of a model's safetensors files by name, read one at a time; a context manager."""
+    """The tensors of a model's safetensors files by name, read one at a time; a context manager.
 
-    def __init__(self, folder: Path):
-        self.path = folder / INDEX
+    With `finite`, those that have infinities or NaN are refused.
+    """
+
+    def __init__(self, folder: Path, finite: bool):
+        self.path, self._finite = folder / INDEX, finite
         self._open = ExitStack()
         try:
             self._tensors = self._indexed(folder) if self.path.is_file() else self._single(folder)
@@ -239,4 +244,6 @@ class Tensors:
     def __getitem__(self, name: str) -> Array:
         file, stored = self._tensors[name]
         array: Array = file.get_tensor(stored)
+        if self._finite and not np.isfinite(array).all():
+            raise ModelError(f"{self.path}: {stored!r} has infinities or NaN; int8 cannot hold them")
         return array

@@ -76,5 +76,5 @@ def load(
         )
     if config.values.get("quantization_config") is not None:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
-    with Tensors(path) as tensors:
+    with Tensors(path, finite=precision.weights == "int8") as tensors:
         return _BUILDERS[model_type](config, tensors, precision, path)

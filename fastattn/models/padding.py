@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -46,26 +46,32 @@ def attended(func: str, mask: ArrayLike | None, ids: Ints) -> Bools | None:
     return None if bools.all() else bools
 
 
-def positions(mask: Bools | None, length: int) -> Ints:
-    """Where each token stands among those of its sequence that count: (length,), or (batch, length)."""
-    if mask is None:
-        return np.arange(length)
-    place: Ints = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
-    return place
+def align(mask: Bools) -> tuple[Ints, Ints | None]:
+    """How many tokens of each sequence count, (batch,), and the order that puts them before the others.
+
+    The order is (batch, length), for `reorder`; None if they are there. So padding on the left, or between
+    tokens, becomes padding on the right, which is the only one that models know.
+    """
+    lengths: Ints = mask.sum(axis=1)
+    if np.array_equal(mask, np.arange(mask.shape[1]) < lengths[:, None]):
+        return lengths, None
+    return lengths, np.argsort(~mask, axis=1, kind="stable")
 
 
-def keys(mask: Bools | None) -> dict[str, Any]:
-    """The arguments of `attention` that leave out the keys which do not count."""
-    if mask is None:
-        return {}
-    count = mask.sum(axis=1)
-    begin = mask.argmax(axis=1)
-    index = np.arange(mask.shape[1])
-    if not np.array_equal(mask, (index >= begin[:, None]) & (index < (begin + count)[:, None])):
-        return {"mask": mask[:, None, None, :]}
-    if not begin.any():  # padded on the right
-        return {"kv_lengths": count}
-    return {"row_ranges": (begin[:, None, None], (begin + count)[:, None, None])}
+def reorder(x: Array, order: Ints | None) -> Array:
+    """x is (batch, length, ...), order (batch, length): the tokens of each sequence in that order."""
+    return x if order is None else x[np.arange(len(x))[:, None], order]
+
+
+def restore(x: Array, order: Ints | None) -> Array:
+    """Undo `reorder`."""
+    return reorder(x, None if order is None else np.argsort(order, axis=1))
+
+
+def require_length(func: str, length: int, longest: int | None) -> None:
+    """Raise if the model has no positions for a sequence of that length."""
+    if longest is not None and length > longest:
+        raise ValueError(f"{func}(): {length} tokens in a sequence; expected at most {longest}")
 
 
 def pad(sequences: Sequence[Sequence[int] | Ints]) -> tuple[Ints, Bools]:

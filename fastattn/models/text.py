@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+_CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
+_MOST_BYTES = 4  # of a character in UTF-8
+
 
 @dataclass(frozen=True)
 class Text:
@@ -52,9 +55,22 @@ class Text:
 
     def stream(self, prompt: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
         """Text of `ids`, which follow on `prompt`: piece by piece, each when its characters are whole."""
-        decoders = require("tokenizers.decoders")
-        stream = decoders.DecodeStream(ids=list(prompt), skip_special_tokens=True)
+
+        def text(first: int, last: int | None = None) -> str:
+            decoded: str = self.tokenizer.decode(tokens[first:last], skip_special_tokens=True)
+            return decoded
+
+        # Whether a token begins with a space can depend on what is before it. So a piece is what its tokens
+        # add to the text of the piece before.
+        tokens = list(prompt)
+        first, done = max(0, len(tokens) - _CONTEXT), len(tokens)
         for token in ids:
-            piece = stream.step(self.tokenizer, token)
-            if piece is not None:
-                yield piece
+            tokens.append(token)
+            before, after = text(first, done), text(first)
+            # Bytes that are no character yet, or never will be
+            is_whole = not after.endswith("\N{REPLACEMENT CHARACTER}") or len(tokens) - done >= _MOST_BYTES
+            if is_whole and len(after) > len(before):
+                yield after[len(before) :]
+                first, done = done, len(tokens)
+        if done < len(tokens):
+            yield text(first)[len(text(first, done)) :]

@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args import lane_dtype
-from fastattn.models.files import ModelError, require
+from fastattn.models.files import require
 from fastattn.packed import from_bfloat16_bits
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ class Precision:
 
     def pack(self, weight: Array, gate: Array | None = None) -> PackedLinear:
         """The weight of a linear map (out, in), or of a gated pair, as `ops.linear` takes it."""
-        if self.weights == "int8" and not all(np.isfinite(w).all() for w in (weight, gate) if w is not None):
-            raise ModelError("a weight has values that are not finite; int8 cannot hold them")
         return ops.pack(weight, gate=gate, dtype=self.weights)
 
     def vector(self, *parts: Array) -> Array:

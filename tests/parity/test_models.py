@@ -1,4 +1,4 @@
-"""Models against `transformers`: tiny ones with random weights, made here, saved and loaded; nothing is fetched."""
+"""Models against `transformers`: tiny ones with random weights, made, saved and loaded here; no download."""
 
 import warnings
 
@@ -71,7 +71,10 @@ DECODERS = {
     "llama": llama,
     "llama-grouped": lambda: llama(GROUPED),
     "llama-one-key-head-tied-biased": lambda: llama(
-        SIZES, num_key_value_heads=1, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=10
+        {**SIZES, "num_key_value_heads": 1, "head_dim": 10},
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
     ),
     "mistral-window": lambda: mistral(sliding_window=5),
     "mistral-no-window": lambda: mistral(sliding_window=None, head_dim=16),
@@ -116,7 +119,8 @@ def randomised(model, seed=0):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator) * 0.15
-            parameter.copy_(drawn + 1 if "norm" in name.lower() and name.endswith("weight") else drawn)
+            is_norm = "norm" in name.lower() or ".ln_" in name
+            parameter.copy_(drawn + 1 if is_norm and name.endswith("weight") else drawn)
     return model.eval()
 
 
@@ -214,9 +218,7 @@ def test_rope_scaling(name, length, tmp_path):
 def test_the_scalings_differ(tmp_path):
     """Or the test above would hold whatever is read from config.json."""
     ids = some_ids((1, 40))
-    results = []
-    for name in SCALINGS:
-        results.append(models.load(saved(randomised(scaled(name)), tmp_path / name))(ids))
+    results = [models.load(saved(randomised(scaled(name)), tmp_path / name))(ids) for name in SCALINGS]
     for i, one in enumerate(results):
         for other in results[:i]:
             assert np.abs(one - other).max() > 100 * TOLERANCE
@@ -271,21 +273,25 @@ def test_greedy_generation(name, tmp_path, implementation):
     ids, mask = padded("left")
     model, expected = told_apart(DECODERS[name], ids, mask, 12)
     got = models.load(saved(model, tmp_path))
-    np.testing.assert_array_equal(np.stack(list(got.generate(ids, 12, attention_mask=mask)), axis=1), expected)
+
+    def require_same(prompts, mask=None):
+        tokens = list(got.generate(prompts, 12, attention_mask=mask))
+        np.testing.assert_array_equal(np.stack(tokens, axis=1), expected)
+
+    require_same(ids, mask)
     right_ids, right_mask = padded("right")
     prompts = [list(row[m == 1]) for row, m in zip(ids, mask, strict=True)]
-    np.testing.assert_array_equal(np.stack(list(got.generate(prompts, 12)), axis=1), expected)
+    require_same(prompts)
     for row, prompt in zip(expected, prompts, strict=True):
         assert list(got.generate(prompt, 12)) == row.tolist()
     for row, m, left, kept in zip(right_ids, right_mask, ids, mask, strict=True):
         row[m == 1] = left[kept == 1]
-    tokens = np.stack(list(got.generate(right_ids, 12, attention_mask=right_mask)), axis=1)
-    np.testing.assert_array_equal(tokens, expected)
+    require_same(right_ids, right_mask)
 
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name != "longrope"])
 def test_greedy_generation_with_rope_scaling(name, tmp_path):
-    """From within the trained length to beyond it; one prompt: in a batch, the longest sways the dynamic ones."""
+    """From within the trained length to beyond it; one prompt: a batch's longest sways dynamic ones."""
     ids = some_ids((1, 12))
     model, expected = told_apart(lambda: scaled(name), ids, np.ones_like(ids), 16)
     got = models.load(saved(model, tmp_path))

@@ -1,0 +1,327 @@
+"""What a model's folder may hold, and what is said of one that does not make up a model."""
+
+import contextlib
+import json
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny_models as tiny
+from safetensors.numpy import save_file
+from tiny_models import CONFIGS, VOCAB
+
+from fastattn import models
+from fastattn.models import ModelError
+
+IDS = [[3, 1, 4, 1, 5, 9, 2, 6]]
+KINDS = list(CONFIGS)
+
+
+def write_parts(folder, kind, n_parts=3):
+    """A model's folder with its tensors in several files; returns the index."""
+    weights = tiny.write(folder, kind)
+    (folder / "model.safetensors").unlink()
+    places = {}
+    for i in range(n_parts):
+        file = f"model-{i + 1:05}-of-{n_parts:05}.safetensors"
+        part = dict(list(weights.items())[i::n_parts])
+        save_file(part, folder / file)
+        places |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return index
+
+
+def change_config(folder, **changes):
+    """Change values of config.json; None takes one out."""
+    path = folder / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_tensors_in_several_files(kind, tmp_path):
+    tiny.write(tmp_path, kind)
+    expected = models.load(tmp_path)(IDS)
+    write_parts(tmp_path, kind)
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_16_bit_tensors_are_those_numbers_in_float32(kind, dtype, tmp_path):
+    rounded = {name: x.astype(dtype) for name, x in tiny.tensors(kind, CONFIGS[kind]).items()}
+    tiny.write(tmp_path, kind, {name: x.astype(np.float32) for name, x in rounded.items()})
+    expected = models.load(tmp_path)(IDS)
+    tiny.write(tmp_path, kind, rounded)
+    got = models.load(tmp_path)(IDS)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [("bert", "bert."), ("roberta", "roberta."), ("gpt2", "transformer."), ("llama", None)],
+)
+def test_names_with_and_without_the_base_models_prefix(kind, prefix, tmp_path):
+    weights = tiny.write(tmp_path, kind)
+    expected = models.load(tmp_path)(IDS)
+    if prefix is None:
+        renamed = {name.removeprefix("model."): x for name, x in weights.items()}
+    else:
+        renamed = {prefix + name: x for name, x in weights.items()}
+    tiny.write(tmp_path, kind, {**renamed, "classifier.weight": np.ones((2, 24), np.float32)})
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+
+
+def test_what_is_computed_and_not_learned_may_be_there(tmp_path):
+    for kind, name in (
+        ("bert", "embeddings.position_ids"),
+        ("gpt2", "h.0.attn.bias"),
+        ("gpt2", "h.1.attn.masked_bias"),
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ):
+        weights = tiny.tensors(kind, CONFIGS[kind])
+        tiny.write(tmp_path, kind, {**weights, name: np.arange(4)})
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_old_and_new_ways_to_say_rope(kind, tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 16
+    results = []
+    for config in (
+        {"rope_theta": 100.0, "rope_scaling": scaling},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 100.0, **scaling}},
+        {"rope_theta": 100.0, "rope_scaling": {**scaling, "type": "llama3"}, "rope_parameters": None},
+        {"rope_theta": 100.0},
+    ):
+        tiny.write(tmp_path, kind)
+        change_config(tmp_path, **config)
+        results.append(models.load(tmp_path)(IDS))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+    assert np.abs(results[0] - results[3]).max() > 0.01
+
+
+def test_windows_by_layer(tmp_path):
+    """`layer_types` and `max_window_layers` say the same; without `use_sliding_window` neither counts."""
+    results = []
+    for config in (
+        {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+        {"use_sliding_window": True, "max_window_layers": 1},
+        {"use_sliding_window": False, "max_window_layers": 1},
+        {},
+    ):
+        tiny.write(tmp_path, "qwen2", sliding_window=3, **config)
+        results.append(models.load(tmp_path)(IDS))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[2], results[3])
+    np.testing.assert_array_equal(results[0][:, :3], results[2][:, :3])
+    assert np.abs(results[0] - results[2])[:, 3:].max() > 0.01
+
+
+def refused(folder, *parts, error=ModelError, **options):
+    """Loading raises one error, whose message has all of `parts`."""
+    with pytest.raises(error) as raised:
+        models.load(folder, **options)
+    message = str(raised.value)
+    assert all(part in message for part in parts), message
+    assert "\n" not in message
+    return message
+
+
+def test_folders_that_are_none(tmp_path):
+    refused(tmp_path / "nowhere", "nowhere is no folder; expected one with config.json")
+    refused(tmp_path, "config.json is missing")
+    (tmp_path / "config.json").mkdir()
+    refused(tmp_path, "config.json cannot be read")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"model_type": ', "\x80\x81", "[" * 100_000])
+def test_a_config_that_is_not_json(text, tmp_path):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    refused(tmp_path, "config.json is not JSON")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "config.json holds a list; expected a dict"),
+        ("{}", "config.json: 'model_type' is missing; expected a string"),
+        ('{"model_type": 3}', "config.json: 'model_type' is 3; expected a string"),
+        ('{"model_type": "t5"}', "'model_type' is 't5'; expected one of bert, roberta, xlm-roberta, "),
+        ('{"model_type": "llama", "quantization_config": {}}', "'quantization_config'"),
+    ],
+)
+def test_a_config_of_no_known_model(text, message, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    refused(tmp_path, message)
+
+
+WRONG_VALUES = [
+    ("bert", {"hidden_size": None}, "'hidden_size' is missing; expected an integer of at least 1"),
+    ("bert", {"hidden_size": "24"}, "'hidden_size' is '24'; expected an integer of at least 1"),
+    ("bert", {"hidden_size": True}, "'hidden_size' is True; expected an integer of at least 1"),
+    ("bert", {"num_attention_heads": 0}, "'num_attention_heads' is 0; expected an integer of at least 1"),
+    ("bert", {"num_attention_heads": 5}, "is 24; expected a multiple of 'num_attention_heads', 5"),
+    ("bert", {"layer_norm_eps": -1.0}, "'layer_norm_eps' is -1.0; expected a number above 0"),
+    ("bert", {"layer_norm_eps": float("nan")}, "'layer_norm_eps' is nan; expected a number above 0"),
+    ("bert", {"hidden_act": "tanh"}, "'hidden_act' is 'tanh'; expected one of gelu"),
+    ("bert", {"position_embedding_type": "relative_key"}, "only 'absolute' is supported"),
+    ("bert", {"is_decoder": True}, "'is_decoder' is True; only False is supported"),
+    ("gpt2", {"n_head": 7}, "'n_embd' is 24; expected a multiple of 'n_head', 7"),
+    ("gpt2", {"scale_attn_weights": 1}, "'scale_attn_weights' is 1; expected true or false"),
+    ("gpt2", {"eos_token_id": "end"}, "'eos_token_id' is 'end'; expected an id or a list of ids"),
+    ("gpt2", {"eos_token_id": [1, "end"]}, "expected an id or a list of ids"),
+    ("llama", {"num_key_value_heads": 3}, "4 query heads for 3 key heads; expected a multiple"),
+    ("llama", {"rope_scaling": "linear"}, "'rope_scaling' is 'linear'; expected a table"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "scaling of type linear has no factor"),
+    ("llama", {"rope_scaling": {"rope_type": "spiral"}}, "scaling has type 'spiral'"),
+    ("llama", {"rope_theta": -5}, "'rope_theta' is -5; expected a number above 0"),
+    ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; only 1.0 is supported"),
+    ("llama", {"head_dim": 7}, "rotary_dim is 7; expected an even number"),
+    ("mistral", {"sliding_window": 0}, "'sliding_window' is 0; expected an integer of at least 1"),
+    ("qwen2", {"layer_types": ["full_attention"]}, "expected a list of 2 of full_attention, sliding"),
+    ("qwen2", {"layer_types": ["full_attention", "none"]}, "expected a list of 2 of full_attention"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), WRONG_VALUES)
+def test_wrong_values_in_a_config(kind, changes, message, tmp_path):
+    weights = tiny.write(tmp_path, kind)
+    change_config(tmp_path, **changes)
+    if kind == "llama" and "head_dim" in changes:  # tensors that fit, so that this alone is wrong
+        weights = tiny.write(tmp_path, kind, **changes)
+    refused(tmp_path, str(tmp_path / "config.json"), message)
+    assert weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_tensor_is_needed(kind, tmp_path):
+    weights = tiny.tensors(kind, CONFIGS[kind])
+    for name in weights:
+        tiny.write(tmp_path, kind, {other: x for other, x in weights.items() if other != name})
+        short = name.removeprefix("model.")
+        refused(tmp_path, str(tmp_path / "model.safetensors"), f"{short!r} is missing")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_tensor_has_its_shape(kind, tmp_path):
+    weights = tiny.tensors(kind, CONFIGS[kind])
+    for name, x in weights.items():
+        tiny.write(tmp_path, kind, {**weights, name: np.zeros((*x.shape[:-1], x.shape[-1] + 1), np.float32)})
+        refused(tmp_path, f"{name!r} has shape", f"expected {x.shape}")
+
+
+def test_all_that_is_wrong_is_in_one_error(tmp_path):
+    weights = tiny.tensors("llama", CONFIGS["llama"])
+    del weights["lm_head.weight"]
+    weights["model.norm.weight"] = weights["model.norm.weight"][:3]
+    weights["model.layers.1.mlp.up_proj.weight"] = np.zeros((40, 24), np.int8)
+    weights["model.layers.1.self_attn.q_proj.bias"] = np.zeros(24, np.float32)
+    tiny.write(tmp_path, "llama", weights)
+    refused(
+        tmp_path,
+        "'lm_head.weight' is missing",
+        "'model.norm.weight' has shape (3,); expected (24,)",
+        "'model.layers.1.mlp.up_proj.weight' has dtype I8; expected one of F32, F16, BF16",
+        "'layers.1.self_attn.q_proj.bias' is not known",
+    )
+    tiny.write(tmp_path, "llama", {"lm_head.weight": np.zeros((VOCAB, 24), np.float32)})
+    message = refused(tmp_path, "; and 14 more")
+    assert message.count("is missing") == 6
+
+
+def test_files_of_weights_that_are_missing(tmp_path):
+    tiny.write(tmp_path, "bert")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    refused(tmp_path, "model.safetensors is missing", "there is pytorch_model.bin")
+    (tmp_path / "pytorch_model.bin").unlink()
+    refused(tmp_path, "model.safetensors is missing", "no other file of weights")
+
+
+def test_a_truncated_file(tmp_path):
+    """At every length of its header, and within the tensors."""
+    tiny.write(tmp_path, "bert")
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for length in [*range(0, 12), *range(12, header, 97), header, header + 100, len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        refused(tmp_path, f"{path} is truncated or no safetensors file")
+
+
+def test_a_malformed_file(tmp_path):
+    tiny.write(tmp_path, "bert")
+    path = tmp_path / "model.safetensors"
+    rng = np.random.default_rng(0)
+    whole = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for data in (b"\x80\x02}q\x00.", b"GGUF" + bytes(100), bytes(1000), rng.bytes(10_000)):
+        path.write_bytes(data)
+        refused(tmp_path, str(path))
+    for _ in range(300):  # one byte of the header changed: an error, or a model, and never anything else
+        data = bytearray(whole)
+        data[rng.integers(header)] = rng.integers(256)
+        path.write_bytes(data)
+        with contextlib.suppress(ModelError):
+            models.load(tmp_path)
+
+
+def test_a_malformed_index(tmp_path):
+    index = write_parts(tmp_path, "gpt2")
+    path = tmp_path / "model.safetensors.index.json"
+
+    def changed(**places):
+        path.write_text(json.dumps({"weight_map": {**index["weight_map"], **places}}))
+
+    path.write_text("{")
+    refused(tmp_path, f"{path} is not JSON")
+    path.write_text("{}")
+    refused(tmp_path, f"{path}: 'weight_map' is no table of file names")
+    changed(**{"wte.weight": 3})
+    refused(tmp_path, f"{path}: 'weight_map' is no table of file names")
+    changed(**{"wte.weight": "../model.safetensors"})
+    refused(tmp_path, f"{path}: 'weight_map' has '../model.safetensors'; expected a file beside it")
+    changed(**{"wte.weight": "elsewhere.safetensors"})
+    refused(tmp_path, "elsewhere.safetensors is missing")
+    other = next(file for file in index["weight_map"].values() if file != index["weight_map"]["wte.weight"])
+    changed(**{"wte.weight": other})
+    refused(tmp_path, f"{path}: 'wte.weight' is to be in {other}, and is not there")
+    changed()
+    (tmp_path / other).write_bytes(b"")
+    refused(tmp_path, f"{other} is truncated or no safetensors file")
+
+
+def test_weights_that_int8_cannot_hold(tmp_path):
+    weights = tiny.tensors("llama", CONFIGS["llama"])
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = np.inf
+    tiny.write(tmp_path, "llama", weights)
+    name = "model.layers.0.mlp.up_proj.weight"
+    refused(tmp_path, str(tmp_path), f"{name!r} has infinities or NaN", weights_dtype="int8")
+    models.load(tmp_path)
+
+
+def test_types_that_are_not_known(tmp_path):
+    tiny.write(tmp_path, "bert")
+    refused(tmp_path, "load(): dtype is 'float8'; expected one of float32", error=ValueError, dtype="float8")
+    refused(tmp_path, "weights_dtype is 'int4'; expected", error=ValueError, weights_dtype="int4")
+    options = {"dtype": "float64", "weights_dtype": "int8"}
+    refused(tmp_path, "expected float64 for dtype float64", error=ValueError, **options)
+
+
+@pytest.mark.parametrize("package", ["safetensors", "ml_dtypes"])
+def test_libraries_that_are_missing(package, tmp_path, monkeypatch):
+    weights = tiny.tensors("bert", CONFIGS["bert"])
+    tiny.write(tmp_path, "bert", {name: x.astype(ml_dtypes.bfloat16) for name, x in weights.items()})
+    monkeypatch.setitem(sys.modules, package, None)
+    refused(tmp_path, f"models need {package}: pip install 'fastattn[models]'", error=ImportError)
+
+
+def test_float32_models_do_not_need_ml_dtypes(tmp_path, monkeypatch):
+    tiny.write(tmp_path, "bert")
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert models.load(tmp_path, weights_dtype="bfloat16")(IDS).shape == (1, 8, 24)

@@ -1,0 +1,212 @@
+"""Tiny models with random weights: their folders, written with safetensors, and their results in plain NumPy.
+
+Float64, dense, one sequence at a time: it imports nothing of fastattn. Tensors have the names and shapes of
+Hugging Face's files.
+"""
+
+import json
+import math
+
+import numpy as np
+from safetensors.numpy import save_file
+
+VOCAB = 60
+
+CONFIGS = {
+    "bert": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "max_position_embeddings": 32, "type_vocab_size": 2, "layer_norm_eps": 1e-5,
+    },
+    "roberta": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "max_position_embeddings": 34, "type_vocab_size": 1, "pad_token_id": 1,
+    },
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32},
+    "llama": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 100.0,
+    },
+    "mistral": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 10, "sliding_window": 4,
+    },
+    "qwen2": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
+    },
+}  # fmt: skip
+ENCODERS, DECODERS = ("bert", "roberta"), ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+
+
+def shapes(kind, config):
+    """Shape of every tensor by its name."""
+    c = config
+    if kind == "gpt2":
+        h, inner = c["n_embd"], 4 * c["n_embd"]
+        found = {"wte.weight": (c["vocab_size"], h), "wpe.weight": (c["n_positions"], h), **_both("ln_f", h)}
+        for i in range(c["n_layer"]):
+            found |= {**_both(f"h.{i}.ln_1", h), **_both(f"h.{i}.ln_2", h)}
+            for name, n_in, n_out in (
+                ("attn.c_attn", h, 3 * h), ("attn.c_proj", h, h),
+                ("mlp.c_fc", h, inner), ("mlp.c_proj", inner, h),
+            ):  # fmt: skip
+                found |= {f"h.{i}.{name}.weight": (n_in, n_out), f"h.{i}.{name}.bias": (n_out,)}
+        return found
+    h, inner, layers = c["hidden_size"], c["intermediate_size"], range(c["num_hidden_layers"])
+    if kind in ENCODERS:
+        found = _both("embeddings.LayerNorm", h)
+        found["embeddings.word_embeddings.weight"] = (c["vocab_size"], h)
+        found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], h)
+        found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
+        for layer in (f"encoder.layer.{i}." for i in layers):
+            for name, n_in, n_out in (
+                ("attention.self.query", h, h), ("attention.self.key", h, h), ("attention.self.value", h, h),
+                ("attention.output.dense", h, h), ("intermediate.dense", h, inner),
+                ("output.dense", inner, h),
+            ):  # fmt: skip
+                found |= {f"{layer}{name}.weight": (n_out, n_in), f"{layer}{name}.bias": (n_out,)}
+            found |= _both(f"{layer}attention.output.LayerNorm", h) | _both(f"{layer}output.LayerNorm", h)
+        return found
+    head_dim = c.get("head_dim", h // c["num_attention_heads"])
+    q, kv = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
+    found = {"model.embed_tokens.weight": (c["vocab_size"], h), "model.norm.weight": (h,)}
+    if not c.get("tie_word_embeddings"):
+        found["lm_head.weight"] = (c["vocab_size"], h)
+    for layer in (f"model.layers.{i}." for i in layers):
+        for name, n_in, n_out in (
+            ("self_attn.q_proj", h, q), ("self_attn.k_proj", h, kv), ("self_attn.v_proj", h, kv),
+            ("self_attn.o_proj", q, h), ("mlp.gate_proj", h, inner), ("mlp.up_proj", h, inner),
+            ("mlp.down_proj", inner, h),
+        ):  # fmt: skip
+            found[f"{layer}{name}.weight"] = (n_out, n_in)
+            if kind == "qwen2" and name[:11] in ("self_attn.q", "self_attn.k", "self_attn.v"):
+                found[f"{layer}{name}.bias"] = (n_out,)
+        found |= {f"{layer}{name}.weight": (h,) for name in ("input_layernorm", "post_attention_layernorm")}
+        if kind == "qwen3":
+            found |= {f"{layer}self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
+    return found
+
+
+def _both(name, n):
+    return {f"{name}.weight": (n,), f"{name}.bias": (n,)}
+
+
+def tensors(kind, config, seed=0):
+    """Random tensors: norms' weights around 1, all else around 0."""
+    rng = np.random.default_rng(seed)
+    drawn = {}
+    for name, shape in shapes(kind, config).items():
+        is_norm = name.endswith(".weight") and len(shape) == 1
+        drawn[name] = (is_norm + 0.3 * rng.standard_normal(shape)).astype(np.float32)
+    return drawn
+
+
+def write(folder, kind, weights=None, **changes):
+    """A model's folder; returns its tensors. `changes` are values of config.json."""
+    config = {**CONFIGS[kind], **changes}
+    weights = tensors(kind, config) if weights is None else weights
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **config}))
+    save_file(weights, folder / "model.safetensors")
+    return weights
+
+
+def layer_norm(x, t, name, eps=1e-5):
+    z = x - x.mean(-1, keepdims=True)
+    return z / np.sqrt((z * z).mean(-1, keepdims=True) + eps) * t[f"{name}.weight"] + t[f"{name}.bias"]
+
+
+def rms_norm(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def attend(q, k, v, allowed):
+    """q is (L, heads, D), k and v (L, heads_kv, D), allowed (L, L); result (L, heads * D)."""
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
+    probs = np.exp(scores - scores.max(-1, keepdims=True)) * allowed
+    return np.einsum("hij,jhd->ihd", probs / probs.sum(-1, keepdims=True), v).reshape(len(q), -1)
+
+
+def result(kind, config, t, ids):
+    """Hidden states of an encoder, logits of a decoder; ids is (L,), the result (L, n)."""
+    t = {name: x.astype(np.float64) for name, x in t.items()}
+    return {"bert": _bert, "roberta": _bert, "gpt2": _gpt2}.get(kind, _llama)(kind, config, t, np.array(ids))
+
+
+def _bert(kind, c, t, ids):
+    heads, n = c["num_attention_heads"], len(ids)
+    eps = c.get("layer_norm_eps", 1e-12)
+
+    def linear(x, name):
+        return x @ t[f"{name}.weight"].T + t[f"{name}.bias"]
+
+    first = c["pad_token_id"] + 1 if kind == "roberta" else 0
+    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
+    x = x + t["embeddings.position_embeddings.weight"][first : first + n]
+    x = layer_norm(x, t, "embeddings.LayerNorm", eps)
+    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
+        q, k, v = (
+            linear(x, f"{layer}attention.self.{part}").reshape(n, heads, -1)
+            for part in ("query", "key", "value")
+        )
+        x = x + linear(attend(q, k, v, np.ones((n, n))), f"{layer}attention.output.dense")
+        x = layer_norm(x, t, f"{layer}attention.output.LayerNorm", eps)
+        inner = linear(x, f"{layer}intermediate.dense")
+        inner *= 0.5 * (1 + np.vectorize(math.erf)(inner / math.sqrt(2)))
+        x = layer_norm(x + linear(inner, f"{layer}output.dense"), t, f"{layer}output.LayerNorm", eps)
+    return x
+
+
+def _gpt2(kind, c, t, ids):
+    n, heads = len(ids), c["n_head"]
+
+    def linear(x, name):
+        return x @ t[f"{name}.weight"] + t[f"{name}.bias"]
+
+    x = t["wte.weight"][ids] + t["wpe.weight"][:n]
+    for layer in (f"h.{i}." for i in range(c["n_layer"])):
+        qkv = linear(layer_norm(x, t, f"{layer}ln_1"), f"{layer}attn.c_attn")
+        q, k, v = (part.reshape(n, heads, -1) for part in np.split(qkv, 3, axis=1))
+        x = x + linear(attend(q, k, v, np.tri(n)), f"{layer}attn.c_proj")
+        inner = linear(layer_norm(x, t, f"{layer}ln_2"), f"{layer}mlp.c_fc")
+        inner *= 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
+        x = x + linear(inner, f"{layer}mlp.c_proj")
+    return layer_norm(x, t, "ln_f") @ t["wte.weight"].T
+
+
+def _llama(kind, c, t, ids):
+    n, eps = len(ids), c.get("rms_norm_eps", 1e-6)
+    q_heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
+    head_dim = c.get("head_dim", c["hidden_size"] // q_heads)
+    angles = np.outer(np.arange(n), c.get("rope_theta", 10000.0) ** -(np.arange(0, head_dim, 2) / head_dim))
+    cos, sin = (np.concatenate([f(angles)] * 2, axis=1)[:, None] for f in (np.cos, np.sin))
+    back = np.arange(n)[:, None] - np.arange(n)
+    allowed = (back >= 0) & (back < c.get("sliding_window", n))
+
+    def linear(x, name):
+        return x @ t[f"{name}.weight"].T + t.get(f"{name}.bias", 0.0)
+
+    def rotated(x):
+        return x * cos + np.concatenate([-x[..., head_dim // 2 :], x[..., : head_dim // 2]], axis=-1) * sin
+
+    x = t["model.embed_tokens.weight"][ids]
+    for layer in (f"model.layers.{i}." for i in range(c["num_hidden_layers"])):
+        y = rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
+        q, k, v = (
+            linear(y, f"{layer}self_attn.{part}_proj").reshape(n, heads, head_dim)
+            for part, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        if kind == "qwen3":
+            q = rms_norm(q, t[f"{layer}self_attn.q_norm.weight"], eps)
+            k = rms_norm(k, t[f"{layer}self_attn.k_norm.weight"], eps)
+        x = x + linear(attend(rotated(q), rotated(k), v, allowed), f"{layer}self_attn.o_proj")
+        y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
+        gate = linear(y, f"{layer}mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj")
+    output = t.get("lm_head.weight", t["model.embed_tokens.weight"])
+    return rms_norm(x, t["model.norm.weight"], eps) @ output.T
