@@ -46,7 +46,8 @@ class KVCache:
     Examples
     --------
     >>> import fastattn, numpy as np
-    >>> cache = fastattn.KVCache()
+    >>> from fastattn.layers import KVCache
+    >>> cache = KVCache()
     >>> for _ in range(3):  # token by token
     ...     q, k, v = np.ones((1, 8, 1, 64)), np.ones((1, 2, 1, 64)), np.ones((1, 2, 1, 64))
     ...     k, v, kv_lengths, q_offset = cache.append(k, v)

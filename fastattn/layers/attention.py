@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import numpy as np
 
+from fastattn._inputs import flag
 from fastattn._ops_args import like, rows
 from fastattn.attention import attention_weights
 from fastattn.cache import restored_on_error
@@ -89,8 +90,9 @@ class MultiHeadAttention(AttentionParameters):
 
     Examples
     --------
-    >>> import fastattn, numpy as np
-    >>> mha = fastattn.MultiHeadAttention(64, 8, num_kv_heads=2, rng=np.random.default_rng(0))
+    >>> import numpy as np
+    >>> from fastattn.layers import MultiHeadAttention
+    >>> mha = MultiHeadAttention(64, 8, num_kv_heads=2, rng=np.random.default_rng(0))
     >>> mha(np.ones((1, 10, 64), np.float32), is_causal=True).shape
     (1, 10, 64)
     """
@@ -241,6 +243,8 @@ class MultiHeadAttention(AttentionParameters):
             raise ValueError(
                 f"{FUNC}(): lengths is given without cache; expected both, or a key_padding_mask"
             )
+        if is_causal is not False:
+            is_causal = flag(FUNC, "is_causal", is_causal)
         q_offset = 0 if cache is None else cache.offset
         options = self._options.copy()
         if self.sink_logits is not None:

@@ -207,7 +207,8 @@ def test_rows_without_any_key_are_out_projs_bias(implementation):
     expected = theirs(t(x), t(x).clone(), t(x).clone(), attn_mask=t(hidden))[0]
     rest = np.arange(LEN_Q) != 2
     same(out[:, rest], expected[:, rest], "float32")
-    np.testing.assert_array_equal(out[:, 2], np.broadcast_to(ours.state_dict()["out_proj.bias"], (BATCH, WIDTH)))
+    bias = ours.state_dict()["out_proj.bias"]
+    np.testing.assert_array_equal(out[:, 2], np.broadcast_to(bias, (BATCH, WIDTH)))
 
 
 @every_dtype
@@ -390,7 +391,10 @@ def test_random_weights_are_spread_as_torchs(layer):
         ),
     }[layer]
     with torch.inference_mode(False):
-        drawn = [({n: x.detach().numpy() for n, x in theirs().state_dict().items()}, ours().state_dict()) for _ in range(40)]
+        drawn = [
+            ({n: x.detach().numpy() for n, x in theirs().state_dict().items()}, ours().state_dict())
+            for _ in range(40)
+        ]
     for name in drawn[0][0]:
         reference, sample = (np.stack([pair[i][name] for pair in drawn]) for i in (0, 1))
         assert sample.std() == pytest.approx(reference.std(), rel=0.1), name

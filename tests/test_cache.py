@@ -1,0 +1,168 @@
+"""The cache of keys and values by itself; with layers it is tested in test_layers.py."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn.cache import KVCache
+
+RNG = np.random.default_rng(0)
+
+
+def tokens(count, batch=2, heads=3, head_dim=4, head_dim_v=5, dtype=np.float32):
+    k, v = (RNG.standard_normal((batch, heads, count, d)).astype(dtype) for d in (head_dim, head_dim_v))
+    return k, v
+
+
+@pytest.mark.parametrize("capacity", [0, 3, 100])
+def test_appended_tokens_follow_each_other(capacity):
+    cache = KVCache(capacity)
+    ks, vs = [], []
+    for count in (1, 5, 0, 12, 40):
+        k, v = tokens(count)
+        ks.append(k)
+        vs.append(v)
+        before = cache.length
+        all_k, all_v, kv_lengths, q_offset = cache.append(k, v)
+        np.testing.assert_array_equal(all_k, np.concatenate(ks, axis=2))
+        np.testing.assert_array_equal(all_v, np.concatenate(vs, axis=2))
+        assert kv_lengths is None
+        assert q_offset == before
+    assert cache.length == 58
+    np.testing.assert_array_equal(cache.lengths, [58, 58])
+
+
+def test_a_token_costs_amortised_constant_time():
+    """The memory moves as often as it doubles, and what is returned is a view of it."""
+    cache = KVCache()
+    places = []
+    for _ in range(1000):
+        k, v, _, _ = cache.append(*tokens(1, batch=1))
+        assert k.base is not None
+        places.append((k.ctypes.data, v.ctypes.data))
+    assert len(set(places)) <= 8  # 16, 32, ..., 1024, and 1 for luck
+    assert cache.capacity == 1024
+    assert cache.nbytes == 1024 * 3 * (4 + 5) * 4
+
+
+def test_room_made_beforehand_is_not_moved():
+    cache = KVCache(capacity=64)
+    places = {cache.append(*tokens(1))[0].ctypes.data for _ in range(64)}
+    assert len(places) == 1
+    assert cache.capacity == 64
+
+
+def test_attention_reads_it_in_place():
+    cache = KVCache(capacity=10)
+    cache.append(*tokens(4))
+    k, v, kv_lengths, q_offset = cache.append(*tokens(1))
+    q = np.ones((2, 6, 1, 4), np.float32)
+    plan = fastattn.explain(q, k, v, kv_lengths=kv_lengths, q_offset=q_offset, causal=True)
+    assert plan["copies"] == ()
+
+
+def test_sequences_of_different_lengths():
+    """Prompts padded at their ends: what follows overwrites the padding, sequence by sequence."""
+    cache = KVCache()
+    prompt, step, more = tokens(4), tokens(1), tokens(3)
+    k, v, kv_lengths, q_offset = cache.append(*prompt, lengths=[4, 2])
+    np.testing.assert_array_equal(kv_lengths, [4, 2])
+    assert q_offset == 0
+    assert k.shape[2] == v.shape[2] == 4
+    k, v, kv_lengths, q_offset = cache.append(*step)
+    np.testing.assert_array_equal(kv_lengths, [5, 3])
+    np.testing.assert_array_equal(q_offset, [4, 2])
+    k, v, kv_lengths, q_offset = cache.append(*more, lengths=[1, 3])
+    np.testing.assert_array_equal(kv_lengths, [6, 6])
+    np.testing.assert_array_equal(q_offset, [5, 3])
+    for got, which in ((k, 0), (v, 1)):
+        first = [prompt[which][0, :, :4], step[which][0], more[which][0, :, :1]]
+        second = [prompt[which][1, :, :2], step[which][1], more[which][1]]
+        np.testing.assert_array_equal(got[0], np.concatenate(first, axis=1))
+        np.testing.assert_array_equal(got[1], np.concatenate(second, axis=1))
+    assert cache.append(*tokens(1)).kv_lengths is None  # equal again: nothing to say
+    assert cache.length == 7
+
+
+def test_unequal_lengths_survive_growth():
+    cache = KVCache()
+    prompt = tokens(15)
+    cache.append(*prompt, lengths=[15, 1])
+    steps = [tokens(1) for _ in range(40)]
+    for step in steps:
+        k, _, kv_lengths, _ = cache.append(*step)
+    np.testing.assert_array_equal(kv_lengths, [55, 41])
+    np.testing.assert_array_equal(k[1, :, :1], prompt[0][1, :, :1])
+    np.testing.assert_array_equal(k[1, :, 1:41], np.concatenate([step[0][1] for step in steps], axis=1))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_a_16_bit_cache(dtype):
+    cache = KVCache(dtype=dtype)
+    k, v = tokens(3)
+    got = cache.append(k, v)
+    assert got.k.dtype == got.v.dtype == dtype
+    np.testing.assert_array_equal(got.k, k.astype(dtype))
+
+
+def test_truncate_forgets_the_last_tokens():
+    cache = KVCache()
+    k, v = tokens(6)
+    cache.append(k, v, lengths=[6, 3])
+    cache.truncate(4)
+    np.testing.assert_array_equal(cache.lengths, [4, 3])
+    cache.truncate(2)
+    np.testing.assert_array_equal(cache.lengths, [2, 2])
+    new = tokens(1)
+    got = cache.append(*new)
+    np.testing.assert_array_equal(got.k, np.concatenate([k[:, :, :2], new[0]], axis=2))
+    assert got.kv_lengths is None
+
+
+def test_select_reorders_sequences():
+    cache = KVCache()
+    k, v = tokens(4, batch=3)
+    cache.append(k, v, lengths=[4, 2, 3])
+    cache.select([2, 0, 0, 1])
+    np.testing.assert_array_equal(cache.lengths, [3, 4, 4, 2])
+    got = cache.append(*tokens(0, batch=4))
+    np.testing.assert_array_equal(got.v[1], v[0])
+    np.testing.assert_array_equal(got.k[3, :, :2], k[1, :, :2])
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        (
+            lambda c: c.append(*tokens(1, batch=3)),
+            ValueError,
+            r"k has shape \(3, 3, 1, 4\); expected \(2, 3,",
+        ),
+        (lambda c: c.append(*tokens(1, heads=2)), ValueError, "k has shape"),
+        (lambda c: c.append(*tokens(1, head_dim_v=6)), ValueError, "v has shape"),
+        (
+            lambda c: c.append(*tokens(1, dtype=np.float64)),
+            TypeError,
+            "k has dtype float64; expected float32",
+        ),
+        (lambda c: c.append(tokens(1)[0], tokens(2)[1]), ValueError, "k and v have shapes"),
+        (lambda c: c.append(*tokens(2), lengths=[3, 1]), ValueError, "lengths has 3; expected 0 to 2"),
+        (lambda c: c.append(*tokens(2), lengths=[1, 1, 1]), ValueError, "lengths has shape"),
+        (lambda c: c.append(*tokens(2), lengths=[1.0, 1.0]), TypeError, "lengths has dtype float64"),
+        (lambda c: c.truncate(6), ValueError, "length is 6; expected 0 to 5"),
+        (lambda c: c.select([2]), ValueError, "sequences has 2; expected 0 to 1"),
+        (lambda c: c.select(0), ValueError, r"sequences has shape \(\)"),
+        (lambda c: KVCache().select([0]), ValueError, "the cache is empty"),
+        (lambda c: KVCache(-1), ValueError, "capacity is -1"),
+        (lambda c: KVCache(dtype=np.int8), TypeError, "dtype is int8"),
+    ],
+)
+def test_errors_change_nothing(what, error, message):
+    cache = KVCache()
+    k, _, _, _ = cache.append(*tokens(5))
+    before = k.copy()
+    with pytest.raises(error, match=message):
+        what(cache)
+    np.testing.assert_array_equal(cache.append(*tokens(0)).k, before)
+    assert "5 of 16 tokens" in repr(cache)
