@@ -179,6 +179,7 @@ def decoder(kind: str, batch: int, length: int, width: int, memory: int) -> Laye
 MATRICES = (linear(128, 384, 1536), linear(1024, 768, 768), linear(1024, 768, 3072), linear(2048, 2048, 2048))
 VECTORS = (linear(1, 2048, 2048), linear(1, 4096, 11008))
 ENCODERS = (encoder(32, 128, 384), encoder(1, 16, 384), encoder(32, 128, 768), encoder(1, 16, 768))
+QUICK_ENCODERS = (encoder(8, 128, 384), ENCODERS[1])
 DECODERS = (decoder("decoder", 8, 128, 512, 128), decoder("step", 1, 128, 1024, 128))
 PASSES = (
     LayerShape("layer_norm 4096,768", "layer_norm", 32, 128, 768),
@@ -197,9 +198,11 @@ def plan(dtype: str | None, quick: bool, seed: int, folder: Path) -> list[Sectio
     sections = []
     for name in chosen:
         few = quick and name != "float32"
-        sections.append(section("linear", MATRICES[1:2] if few else MATRICES, name))
+        sections.append(
+            section("linear", MATRICES[1:2] if few else MATRICES[:3] if quick else MATRICES, name)
+        )
         sections.append(section("one row", VECTORS[:1] if quick else VECTORS, name))
     if "float32" in chosen:
-        sections.append(section("layer", (*(ENCODERS[:2] if quick else ENCODERS), *DECODERS), "float32"))
-        sections.append(section("one pass", PASSES, "float32"))
+        sections.append(section("layer", (*(QUICK_ENCODERS if quick else ENCODERS), *DECODERS), "float32"))
+        sections.append(section("one pass", PASSES[::2] if quick else PASSES, "float32"))
     return sections

@@ -48,7 +48,7 @@ def is_tiny(row: Json) -> bool:
 
 
 def text(report: Json) -> str:
-    return "\n".join([*_head(report), *_tables(report), *_reasons(report), *_medians(report)])
+    return "\n".join([*_head(report), *_tables(report), *_speeds(report), *_reasons(report), *_medians(report)])
 
 
 def _head(report: Json) -> Iterator[str]:
@@ -114,6 +114,21 @@ def _errors(rows: list[Json], names: list[str]) -> str:
         errors = [row["engines"][name]["error"] for row in rows if "error" in row["engines"].get(name, {})]
         cells.append(f"{max(errors):.0e}" if errors else "-")
     return f"  {'largest error against float64':<32}" + _cells(cells)
+
+
+def _speeds(report: Json) -> Iterator[str]:
+    """Sentences or tokens a second, of every engine, where a call makes such things."""
+    rows = [row for row in report["rows"] if "makes" in row["shape"]]
+    if rows:
+        yield ""
+    for row in rows:
+        shape = row["shape"]
+        speeds = [
+            f"{name} {shape['batch'] / answer['seconds']:.1f}"
+            for name, answer in row["engines"].items()
+            if "seconds" in answer
+        ]
+        yield f"  {shape['name']}, {row['dtype']}, {shape['makes']}/s: {', '.join(speeds)}"
 
 
 def _reasons(report: Json) -> Iterator[str]:

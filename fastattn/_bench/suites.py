@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastattn._bench import engines, layer_engines, layer_problem
+from fastattn._bench import engines, layer_engines, layer_problem, model_engines, model_problem
 from fastattn._bench.attention_plan import plan
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.problem import Problem
@@ -24,5 +24,13 @@ SUITES = {
         layer_problem.DTYPES,
         "rows, in, out of a weight; batch, length, width of a layer",
         "about three minutes",
+    ),
+    "models": Suite(
+        model_engines.ENGINES,
+        model_problem.plan,
+        model_problem.ModelProblem.from_list,
+        model_problem.DTYPES,
+        "batch, length",
+        "about ten minutes",
     ),
 }

@@ -40,8 +40,17 @@ def refuse_dense(problem: Any, copies: int = 2) -> None:
     refuse_above_memory(copies * problem.scores_bytes, "holds every score at once")
 
 
+def free_memory() -> float:
+    """Bytes; infinite where the system does not tell. Linux counts what it caches of files as free."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else float("inf")
+        return pages * os.sysconf("SC_PAGE_SIZE") if pages != float("inf") else pages
+
+
 def refuse_above_memory(need: int, why: str) -> None:
     """No engine gets more than half of the memory that is free."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else need
-    if need > free / 2:
+    if need > free_memory() / 2:
         raise Unsupported(f"{why}: {need / 1e9:.0f} GB")

@@ -1,0 +1,147 @@
+"""The peers of the bench of models: transformers on torch, and what torch exports in two runtimes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastattn._bench import layer_peers, runtimes
+from fastattn._bench.cases import Array
+from fastattn._bench.layer_problem import BYTES
+from fastattn._bench.model_problem import ModelProblem
+from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_above_memory
+
+
+def torch_eager(problem: ModelProblem, threads: int) -> dict[str, Way]:
+    """BertModel, and LlamaForCausalLM with its cache."""
+    import torch
+
+    if problem.dtype == "int8":
+        raise Unsupported("has no product of float32 and int8")
+    torch.set_num_threads(threads)
+    enter_for_good(torch.inference_mode())
+    refuse_above_memory(problem.weights * BYTES[problem.dtype], "holds its weights")
+    model = _transformers(problem, dtype=getattr(torch, problem.dtype))
+    ids = torch.from_numpy(problem.ids())
+
+    def read(result: Any) -> Array:
+        return np.asarray(result.float().numpy())
+
+    if problem.shape.kind == "minilm":
+        return {"": Way(lambda: model(input_ids=ids).last_hidden_state, read)}
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    last = ids[:, -1:].contiguous()
+
+    def step() -> Any:
+        cache.crop(-1)  # the token of the last call
+        return model(input_ids=last, past_key_values=cache, use_cache=True).logits[:, -1]
+
+    return {"": Way(step, read)}
+
+
+def _transformers(problem: ModelProblem, **options: Any) -> Any:
+    """The model of transformers, nothing asked of the network."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers: Any = import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    bert = problem.shape.kind == "minilm"
+    kind = transformers.BertModel if bert else transformers.LlamaForCausalLM
+    if bert:
+        options["add_pooling_layer"] = False
+    return kind.from_pretrained(problem.folder(), **options).eval()
+
+
+def _exported(problem: ModelProblem, *, masked: bool) -> str:
+    """MiniLM as torch exports it, for any batch and length; made once, for all engines.
+
+    Without padding, the mask is best left out; but the BERT optimiser knows attention by its mask only.
+    """
+    if problem.shape.kind != "minilm":
+        raise Unsupported("is given no decoder with a cache")
+    if problem.dtype == "int8":
+        raise Unsupported("is given no graph in int8")
+    path = Path(problem.scratch, f"minilm{'-masked' * masked}.onnx")
+    if not path.exists():
+        import torch
+
+        names = ["ids", "mask"][: 1 + masked]
+        ids = torch.ones((2, 16), dtype=torch.int64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                _encoder_alone(problem),
+                (ids,) * len(names),
+                str(path.with_suffix(".part")),
+                input_names=names,
+                output_names=["out"],
+                dynamic_axes={name: {0: "batch", 1: "length"} for name in names},
+                opset_version=17,
+                dynamo=False,
+            )
+        path.with_suffix(".part").rename(path)
+    return str(path)
+
+
+def _encoder_alone(problem: ModelProblem) -> Any:
+    """A module from ids, and perhaps a mask, to the hidden states."""
+    import torch
+
+    class Encoder(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = _transformers(problem, attn_implementation="eager")
+
+        def forward(self, ids: Any, mask: Any = None) -> Any:
+            return self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+
+    return Encoder().eval()
+
+
+def _feeds(problem: ModelProblem, *, masked: bool) -> tuple[dict[str, Array], Array]:
+    """Inputs, and an array for the output."""
+    ids = problem.ids()
+    feeds = {"ids": ids, "mask": np.ones_like(ids)} if masked else {"ids": ids}
+    return feeds, np.zeros((*ids.shape, problem.config()["hidden_size"]), np.float32)
+
+
+def onnxruntime(problem: ModelProblem, threads: int) -> dict[str, Way]:
+    """The exported graph, with the optimisations that a session makes by itself."""
+    return _onnxruntime(problem, threads, optimise=False)
+
+
+def onnxruntime_bert(problem: ModelProblem, threads: int) -> dict[str, Way]:
+    """The exported graph, rewritten by onnxruntime.transformers."""
+    return _onnxruntime(problem, threads, optimise=True)
+
+
+def _onnxruntime(problem: ModelProblem, threads: int, *, optimise: bool) -> dict[str, Way]:
+    if problem.dtype == "bfloat16":
+        raise Unsupported("has no bfloat16 product on CPUs")
+    model = _exported(problem, masked=optimise)
+    if optimise:
+        config = problem.config()
+        path = Path(problem.scratch, "minilm-optimised.onnx")
+        if not path.exists():
+            fused = layer_peers.optimised(
+                Path(model).read_bytes(), config["num_attention_heads"], config["hidden_size"]
+            )
+            path.write_bytes(fused)
+        model = str(path)
+    feeds, out = _feeds(problem, masked=optimise)
+    sizes = {"batch": problem.shape.batch, "length": problem.shape.length}
+    return {"": runtimes.onnxruntime_way(model, threads, feeds, out, sizes=sizes)}
+
+
+def openvino(problem: ModelProblem, threads: int) -> dict[str, Way]:
+    """The exported graph, at the size of the inputs; bfloat16 where the CPU has products of it."""
+    if problem.dtype == "bfloat16" and runtimes.openvino_precision("bfloat16") != "bf16":
+        raise Unsupported("computes bfloat16 in float32 on this CPU")
+    model = _exported(problem, masked=False)
+    feeds, out = _feeds(problem, masked=False)
+    return {"": runtimes.openvino_way(model, problem.dtype, threads, feeds, out)}
