@@ -124,22 +124,22 @@ class Bert:
         x += self.positions[:length]
         if types is not None:
             x += (self.token_types - self.token_types[0])[types]
-        y = ops.layer_norm(x.reshape(n, hidden), *self.embedding_norm, eps=self.eps)
+        x = x.reshape(n, hidden)
+        y = ops.layer_norm(x, *self.embedding_norm, eps=self.eps)
 
-        # Layers take turns on the same memory: fresh pages would cost as much as a norm.
-        x, context = x.reshape(n, hidden), np.empty((n, hidden), dtype)
-        qkv = np.empty((n, 3 * hidden), dtype)
-        q, k, v = (padding.split_heads(part, batch, length, self.heads) for part in np.split(qkv, 3, axis=1))
-        context_heads = padding.split_heads(context, batch, length, self.heads)
-        inner = np.empty((n, self.layers[0].inner.out_features), dtype) if self.layers else x
+        buffer = padding.Buffers(n, dtype)
+        x_out, y_out, qkv_out = buffer(hidden), buffer(hidden), buffer(3 * hidden)
+        inner_out = buffer(self.layers[0].inner.out_features) if self.layers else None
+        heads_out = buffer.heads(batch, length, self.heads, hidden // self.heads)
         for layer in self.layers:
-            ops.linear(y, layer.qkv, layer.qkv_bias, out=qkv)
-            attention(q, k, v, out=context_heads, kv_lengths=lengths)
-            ops.linear(context, layer.attended, layer.attended_bias, residual=y, out=x)
-            ops.layer_norm(x, *layer.attended_norm, eps=self.eps, out=y)
-            ops.linear(y, layer.inner, layer.inner_bias, activation=self.activation, out=inner)
-            ops.linear(inner, layer.outer, layer.outer_bias, residual=y, out=x)
-            ops.layer_norm(x, *layer.outer_norm, eps=self.eps, out=y)
+            qkv = ops.linear(y, layer.qkv, layer.qkv_bias, out=qkv_out)
+            q, k, v = padding.split_heads(qkv, batch, length, self.heads, self.heads, self.heads)
+            context = padding.join_heads(attention(q, k, v, out=heads_out, kv_lengths=lengths))
+            x = ops.linear(context, layer.attended, layer.attended_bias, residual=y, out=x_out)
+            y = ops.layer_norm(x, *layer.attended_norm, eps=self.eps, out=y_out)
+            inner = ops.linear(y, layer.inner, layer.inner_bias, activation=self.activation, out=inner_out)
+            x = ops.linear(inner, layer.outer, layer.outer_bias, residual=y, out=x_out)
+            y = ops.layer_norm(x, *layer.outer_norm, eps=self.eps, out=y_out)
         return y.reshape(batch, length, hidden)
 
     def embed(

@@ -122,7 +122,6 @@ class Decoder:
         """
         batch, length = ids.shape
         n, dtype = ids.size, self.dtype
-        n_q, n_kv = self.heads * self.head_dim, self.heads_kv * self.head_dim
         x = token_rows(self.tokens, ids.reshape(-1), dtype)
         if self.positions is not None:
             rows = x.reshape(batch, length, self.hidden_size)
@@ -133,20 +132,15 @@ class Decoder:
 
         # A token alone, the last of its sequence, sees all keys.
         options: dict[str, Any] = {"causal": length > 1, "kv_lengths": lengths, "q_offset": 0}
-        y, context = np.empty_like(x), np.empty((n, n_q), dtype)
-        qkv = np.empty((n, n_q + 2 * n_kv), dtype)
-        context_heads = padding.split_heads(context, batch, length, self.heads)
+        buffer = padding.Buffers(n, dtype)
+        x_out, y_out = buffer(self.hidden_size), buffer(self.hidden_size)
+        qkv_out = buffer((self.heads + 2 * self.heads_kv) * self.head_dim)
+        inner_out = buffer(self.layers[0].inner.out_features) if self.layers else None
+        heads_out = buffer.heads(batch, length, self.heads, self.head_dim)
         for i, layer in enumerate(self.layers):
-            self.norm(x, *layer.attention_norm, eps=self.eps, out=y)
-            ops.linear(y, layer.qkv, layer.qkv_bias, out=qkv)
-            q, k, v = (
-                padding.split_heads(part, batch, length, heads)
-                for part, heads in zip(
-                    np.split(qkv, [n_q, n_q + n_kv], axis=1),
-                    (self.heads, self.heads_kv, self.heads_kv),
-                    strict=True,
-                )
-            )
+            y = self.norm(x, *layer.attention_norm, eps=self.eps, out=y_out)
+            qkv = ops.linear(y, layer.qkv, layer.qkv_bias, out=qkv_out)
+            q, k, v = padding.split_heads(qkv, batch, length, self.heads, self.heads_kv, self.heads_kv)
             if layer.q_norm is not None:
                 q = ops.rms_norm(q, layer.q_norm, eps=self.eps)
                 k = ops.rms_norm(k, layer.k_norm, eps=self.eps)
@@ -155,11 +149,12 @@ class Decoder:
                 apply_rope(k, cos, sin, out=k)
             if caches is not None:
                 k, v, options["kv_lengths"], options["q_offset"] = caches[i].append(k, v, lengths)
-            attention(q, k, v, window=layer.window, scale=layer.scale, out=context_heads, **options)
-            ops.linear(context, layer.attended, layer.attended_bias, residual=x, out=x)
-            self.norm(x, *layer.inner_norm, eps=self.eps, out=y)
-            inner = ops.linear(y, layer.inner, layer.inner_bias, activation=self.activation)
-            ops.linear(inner, layer.outer, layer.outer_bias, residual=x, out=x)
+            heads = attention(q, k, v, window=layer.window, scale=layer.scale, out=heads_out, **options)
+            context = padding.join_heads(heads)
+            x = ops.linear(context, layer.attended, layer.attended_bias, residual=x, out=x_out)
+            y = self.norm(x, *layer.inner_norm, eps=self.eps, out=y_out)
+            inner = ops.linear(y, layer.inner, layer.inner_bias, activation=self.activation, out=inner_out)
+            x = ops.linear(inner, layer.outer, layer.outer_bias, residual=x, out=x_out)
         return x
 
     def _logits(self, hidden: Array) -> Array:
