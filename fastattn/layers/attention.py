@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from fastattn.layers.projections import Stack
 
     KeysValues = tuple[Array, Array]
+
+
+_NOTHING = nullcontext()
 
 
 class CallOptions(TypedDict, total=False):
@@ -254,7 +258,8 @@ class MultiHeadAttention(AttentionParameters):
         first = len(maps.sizes) - 1  # behind the gate
         if self.all_maps is not None and key is None and value is None and keys_values is None:
             maps = self.all_maps
-        product = calls.linear(x, maps.weight, maps.bias)
+        product = calls.scratch("product", len(x), maps.weight.out_features, x.dtype)
+        calls.linear(x, maps.weight, maps.bias, None, None, product)
         q, *k_v = self._heads(product, batch, length, maps, first)
         if k_v:
             k, v = k_v
@@ -265,7 +270,7 @@ class MultiHeadAttention(AttentionParameters):
         q = self._placed(q, self.q_norm, q_offset)
         if keys_values is None:
             k = self._placed(k, self.k_norm, q_offset)
-        with restored_on_error((cache,)):
+        with _NOTHING if cache is None else restored_on_error((cache,)):
             if cache is not None:
                 k, v, kv_lengths, q_offset = cache.append(k, v, lengths)
                 if kv_lengths is not None:
@@ -279,15 +284,17 @@ class MultiHeadAttention(AttentionParameters):
                 add_masks(options, FUNC, attn_mask, key_padding_mask, shape)
             if self._extra:
                 k, v = add_extra_keys(options, length, k, v, self._extra_keys())
-            mixed = np.empty((batch, length, self.num_heads, self._head_dim), q.dtype)
-            calls.attention(FUNC, q, k, v, mixed.transpose(0, 2, 1, 3), options)
-        flat = mixed.reshape(batch * length, self._width)
-        if self.output_gate:
-            flat = calls.gate(product[:, : self._width], flat)
-        out = calls.linear(flat, self.out_proj.packed_weight, self.out_proj.bias_vector, None, residual)
-        if not need_weights:
-            return out, None
-        return out, attention_weights(q, k.astype(q.dtype, copy=False), **options)
+            mixed = calls.scratch("mixed", len(x), self._width, x.dtype)
+            by_head = mixed.reshape(batch, length, self.num_heads, self._head_dim).transpose(0, 2, 1, 3)
+            calls.attention(FUNC, q, k, v, by_head, options)
+        gated = calls.gate(product[:, : self._width], mixed) if self.output_gate else mixed
+        out = calls.linear(gated, self.out_proj.packed_weight, self.out_proj.bias_vector, None, residual)
+        weights = None
+        if need_weights:
+            weights = attention_weights(q, k.astype(q.dtype, copy=False), **options)
+        calls.keep("mixed", mixed)
+        calls.keep("product", product)
+        return out, weights
 
     def _keys_values(self, key: Any, value: Any, batch: int | None) -> KeysValues:
         """Projected key and value, (B, heads_kv, S, head_dim) each; value is None where it is key."""

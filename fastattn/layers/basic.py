@@ -10,6 +10,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._inputs import integer, number
+from fastattn._ops_args import rows
 from fastattn.layers import calls
 from fastattn.layers.state import Layer, Parameter, lane_of, ones, uniform, zeros
 
@@ -255,13 +256,19 @@ class FeedForward(Layer):
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
         """The feed-forward of x, (..., d_model), plus `residual`, which may be `out` itself."""
-        hidden = ops.linear(x, self.weight1, self.bias1, activation=self._function)
+        array = calls.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
+        if residual is None and out is None:
+            return self._of_rows(rows(array), None, None).reshape(array.shape)
+        hidden = ops.linear(array, self.weight1, self.bias1, activation=self._function)
         return ops.linear(hidden, self.weight2, self.bias2, residual=residual, out=out)
 
     def _of_rows(self, x: Array, residual: Array | None, out: Array | None) -> Array:
         """The call, for rows that have been checked."""
-        hidden = calls.linear(x, self.weight1, self.bias1, self._function)
-        return calls.linear(hidden, self.weight2, self.bias2, None, residual, out)
+        hidden = calls.scratch("hidden", len(x), self.dim_feedforward, x.dtype)
+        calls.linear(x, self.weight1, self.bias1, self._function, None, hidden)
+        out = calls.linear(hidden, self.weight2, self.bias2, None, residual, out)
+        calls.keep("hidden", hidden)
+        return out
 
     def _parameters(self) -> dict[str, Parameter]:
         wide, narrow = self.dim_feedforward, self.d_model
