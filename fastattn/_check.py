@@ -130,22 +130,23 @@ def _require_dtypes_fit(func: str, q: np.dtype[Any], k: np.dtype[Any], v: np.dty
 
 def _raise_shapes(func: str, q: Shape, k: Shape, v: Shape) -> NoReturn:
     """Say which of the last three axes, (heads, length, head_dim), do not fit."""
+    heads, length, head_dim = "{} heads", "a length of {}", "a head_dim of {}"
     for name, shape in (("q", q), ("k", k), ("v", v)):
-        for axis, what in ((-3, "heads"), (-1, "head_dim")):
+        for axis, what in ((-3, heads), (-1, head_dim)):
             if shape[axis] < 1:
-                raise ValueError(f"{func}(): {name} has shape {shape}, {what} 0; expected at least 1")
+                raise ValueError(f"{func}(): {name} has {what.format(0)}, shape {shape}; expected at least 1")
     for name, shape, axis, what, other, wanted in (
-        ("k", k, -1, "head_dim", "q", q),
-        ("v", v, -3, "heads", "k", k),
-        ("v", v, -2, "length", "k", k),
+        ("k", k, -1, head_dim, "q", q),
+        ("v", v, -3, heads, "k", k),
+        ("v", v, -2, length, "k", k),
     ):
         if shape[axis] != wanted[axis]:
             raise ValueError(
-                f"{func}(): {name} has shape {shape}, {what} {shape[axis]}; expected {what} {wanted[axis]}"
-                f" as in {other}, shape {wanted}"
+                f"{func}(): {name} has {what.format(shape[axis])}, shape {shape}; expected"
+                f" {what.format(wanted[axis])}, as {other} has, shape {wanted}"
             )
     raise ValueError(
-        f"{func}(): q has shape {q}, {q[-3]} heads; expected a multiple of the {k[-3]} heads of k, shape {k}"
+        f"{func}(): q has {q[-3]} heads, shape {q}; expected a multiple of k's {k[-3]} heads, shape {k}"
     )
 
 
@@ -198,14 +199,21 @@ def _add_bias(
     native = array.dtype.newbyteorder("=") if array.dtype.kind == "f" else array.dtype
     if native not in (FLOAT32, args.q.dtype):
         expected = " or ".join(dict.fromkeys((str(FLOAT32), str(args.q.dtype))))
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected {expected}{or_bool}")
+        hint = or_bool if array.dtype.kind in "biu" else ""
+        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected {expected}{hint}")
     args.bias = readable(_for_scores(args, func, name, array), name, copies)
 
 
 def _for_scores(args: AttentionArgs, func: str, name: str, array: Array) -> Array:
     """`array`, which has to broadcast to the scores, with at least their last three axes."""
-    shape = (*args.batch_shape, args.heads_q, args.len_q, args.len_k)
-    require_broadcast(func, name, array.shape, shape, "(..., heads_q, len_q, len_k)")
+    batch_shape, len_q, len_k = args.batch_shape, args.len_q, args.len_k
+    hint, batch_axes = "", ":, " * len(batch_shape)
+    if array.shape == (*batch_shape, len_k):
+        hint = f" (one row of keys a sequence: {name}[{batch_axes}None, None, :])"
+    elif array.shape == (*batch_shape, len_q, len_k):
+        hint = f" (the same for all heads: {name}[{batch_axes}None, :, :])"
+    shape = (*batch_shape, args.heads_q, len_q, len_k)
+    require_broadcast(func, name, array.shape, shape, "(..., heads_q, len_q, len_k)", hint)
     return array if array.ndim >= 3 else array[(None,) * (3 - array.ndim)]
 
 

@@ -31,18 +31,21 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def as_array(func: str, name: str, x: Any) -> Array:
-    """`x` as a plain ndarray of any dtype."""
-    if type(x) is np.ndarray:
-        return x
+    """`x` as a plain ndarray of any dtype but object."""
     if _is_masked(x):
         raise TypeError(
             f"{func}(): {name} is a masked array; expected a plain one (which keys count is what mask= says)"
         )
     try:
-        return np.asarray(x)
+        array = np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(x).__name__
         raise TypeError(f"{func}(): {name} is of type {kind}; expected an array ({error})") from error
+    if array.dtype == np.object_:
+        held = ", ".join(sorted({type(element).__name__ for element in array.flat}))
+        what = f"of type {type(x).__name__} and holds {held}" if array.ndim else _short(x)
+        raise TypeError(f"{func}(): {name} is {what}; expected an array of one numeric type")
+    return array
 
 
 def _is_masked(x: Any) -> bool:
@@ -152,12 +155,13 @@ def flag(func: str, name: str, x: Any) -> bool:
     return bool(x)
 
 
-def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: str) -> None:
+def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: str, hint: str = "") -> None:
     """Raise unless an array of `shape` broadcasts to `target`, which is called `dims`."""
     if len(shape) > len(target) or any(
         n not in (1, m) for n, m in zip(reversed(shape), reversed(target), strict=False)
     ):
-        raise ValueError(f"{func}(): {name} has shape {shape}; expected one that fits {dims} = {target}")
+        expected = f"one that fits {dims} = {target}{hint}"
+        raise ValueError(f"{func}(): {name} has shape {shape}; expected {expected}")
 
 
 def require_result(func: str, out: Any, shape: Shape, dtype: np.dtype[Any], inputs: dict[str, Any]) -> None:
@@ -165,7 +169,8 @@ def require_result(func: str, out: Any, shape: Shape, dtype: np.dtype[Any], inpu
     if not isinstance(out, np.ndarray) or _is_masked(out):
         raise TypeError(f"{func}(): out is of type {type(out).__name__}; expected an ndarray")
     if out.dtype != dtype:
-        raise TypeError(f"{func}(): out has dtype {out.dtype.str}; expected q's, {dtype}, in native order")
+        order = "" if out.dtype.isnative else " in native byte order"
+        raise TypeError(f"{func}(): out has dtype {out.dtype}; expected q's, {dtype}{order}")
     if out.shape != shape:
         raise ValueError(f"{func}(): out has shape {out.shape}; expected {shape}")
     if not out.flags.writeable:

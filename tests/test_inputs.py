@@ -252,3 +252,14 @@ def test_mixed_dtypes(dtype, kv_dtype, implementation):
     else:
         with pytest.raises(TypeError, match="q, k and v have dtypes"):
             attention(q, k, v)
+
+
+@every_dtype
+@pytest.mark.parametrize("q_dtype", ["float32", "float64"])
+def test_values_of_heads_may_have_any_dtype(q_dtype, dtype, implementation):
+    """They are few: converted, they count as the same numbers in q's dtype would."""
+    q, k, v = inputs(q_dtype)
+    values = np.array([0.25, 0.5, 1, -2])
+    for name in ("alibi_slopes", "sinks"):
+        got = attention(q, k, v, **{name: values.astype(as_dtype(dtype))})
+        assert_same_bits(got, attention(q, k, v, **{name: values.astype(q_dtype)}))
