@@ -103,8 +103,10 @@ def count_tiles(args: AttentionArgs, block_q: int, block_k: int) -> TileCount:
         touched = touched & (per_block(np.minimum, np.where(some, begin, args.len_k)) < stops)
         touched = touched & (per_block(np.maximum, np.where(some, end, 0)) > keys)
         full = full & (per_block(np.maximum, begin) <= keys) & (per_block(np.minimum, end) >= stops)
-    if args.mask is not None:
-        mask = np.broadcast_to(args.mask, (*args.mask.shape[:-2], args.len_q, args.len_k))
+    for mask in (args.mask, None if args.bias is None else args.bias != -np.inf):
+        if mask is None:
+            continue
+        mask = np.broadcast_to(mask, (*mask.shape[:-2], args.len_q, args.len_k))
         touched = touched & np.logical_or.reduceat(per_block(np.logical_or, mask), keys, axis=-1)
         full = full & np.logical_and.reduceat(per_block(np.logical_and, mask), keys, axis=-1)
     n_touched, n_full = int(np.count_nonzero(touched)), int(np.count_nonzero(full & touched))

@@ -105,22 +105,24 @@ static void load_queries(const fa_attention_args *a, const row_block *t, int dot
     else load_queries_as(LANE_BITS == 64 ? FA_F64 : FA_F32, a, t, 0, factor, qt);
 }
 
-/* The additive tile, add (n keys, rows): one row for all where mask and bias do not depend on the query. Returns
- * whether some key is hidden from some row. */
-static int load_additive(const fa_attention_args *a, const row_block *t, int64_t j0, int64_t n, const tile_scratch *w)
+/* The additive tile, add (n keys, rows): one row for all where mask and bias do not depend on the query. An empty one is
+ * not written. */
+static block_kind load_additive(const fa_attention_args *a, const row_block *t, int64_t j0, int64_t n,
+                                const tile_scratch *w)
 {
-    if (rows_share(t, &a->mask) && rows_share(t, &a->bias)) {
-        const int hides = additive_row(a, t, first_row(t), j0, n, w->rows);
+    const int shared = rows_share(t, &a->mask) && rows_share(t, &a->bias);
+    const block_kind kind =
+        shared ? additive_row(a, t, first_row(t), j0, n, w->rows) : additive_rows(a, t, j0, n, w->rows);
+    if (kind == BLOCK_EMPTY) return kind;
+    if (shared)
         for (int64_t j = 0; j < n; j++)
             for (int u = 0; u < NV; u++) v_store(w->add + j * BLOCK_Q + u * LANES, v_splat(w->rows[j]));
-        return hides;
+    else {
+        transpose(w->rows, BLOCK_K, t->rows, n, w->add, BLOCK_Q);
+        for (int64_t r = round_up(t->rows, LANES); r < BLOCK_Q; r += LANES)
+            for (int64_t j = 0; j < n; j++) v_store(w->add + j * BLOCK_Q + r, v_splat(0));
     }
-    int hides = 0;
-    EACH_ROW(t, r, id) hides |= additive_row(a, t, id, j0, n, w->rows + r * BLOCK_K);
-    transpose(w->rows, BLOCK_K, t->rows, n, w->add, BLOCK_Q);
-    for (int64_t r = round_up(t->rows, LANES); r < BLOCK_Q; r += LANES)
-        for (int64_t j = 0; j < n; j++) v_store(w->add + j * BLOCK_Q + r, v_splat(0));
-    return hides;
+    return kind;
 }
 
 /* Modifiers and masks of s (n keys, nv vectors of queries); j0 is the first key. */
@@ -282,18 +284,19 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
     row_block *t = &tile->t;
     const int64_t j0 = block->first + skip, depth = dot ? (a->head_dim + 1) / 2 : a->head_dim;
     const int out_of_range = t->full_first > j0 || t->full_last < j0 + n;
-    int hides = 0;
+    const block_kind kind = m->additive ? load_additive(a, t, j0, n, w) : BLOCK_FULL;
+    const int hides = out_of_range || kind == BLOCK_EDGE;
 
+    if (kind == BLOCK_EMPTY) return;
     if (!block->k) load_block(a, t, dot, w, block);
     block_qk(nv, dot, block->k + skip * block->k_row, block->k_row, n, tile->qt, depth, m->factor, w->s);
 
-    if (m->additive) hides = load_additive(a, t, j0, n, w);
     if (out_of_range || m->additive || m->alibi || m->softcap != 0) {
         const int64_t position = m->alibi ? load_int(at(&a->q_position, t->b, 0, 0, 0)) : 0;
         modify_tile(nv, m, out_of_range, tile, j0, n, position, w);
     }
-    if (out_of_range || hides) take_out_bad_values(a, t, dot, w, block);
-    const int bad = (out_of_range || hides) && block->n_bad;
+    if (hides) take_out_bad_values(a, t, dot, w, block);
+    const int bad = hides && block->n_bad;
     if (bad) note_attending(nv, m, n, w);
 
     const int moved = softmax_update(nv, w->s, n, tile->row_max, tile->row_sum, w->alpha);

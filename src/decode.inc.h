@@ -146,19 +146,16 @@ INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum)
     return alpha;
 }
 
-/* Modifiers and masks of s (rows, n), keys [j0, j0 + n). Returns whether some row does not attend some key. */
-INLINE int modify_rows(const fa_attention_args *a, modifiers *m, const row_block *t, int64_t j0, int64_t n,
-                       const dot_scratch *w)
+/* Modifiers and masks of s (rows, n), keys [j0, j0 + n); w->add is there. */
+INLINE void modify_rows(const fa_attention_args *a, const modifiers *m, int out_of_range, const row_block *t, int64_t j0,
+                        int64_t n, const dot_scratch *w)
 {
-    const int out_of_range = t->full_first > j0 || t->full_last < j0 + n;
-    int hides = out_of_range;
-    if (!out_of_range && !m->additive && !m->alibi && m->softcap == 0) return 0;
+    if (!out_of_range && !m->additive && !m->alibi && m->softcap == 0) return;
     v_t lane_index;
     for (int i = 0; i < LANES; i++) lane_index[i] = i;
     EACH_ROW(t, r, id)
     {
         lane slope = 0, distance = 0;
-        if (m->additive) hides |= additive_row(a, t, id, j0, n, w->add + r * BLOCK_K);
         if (m->alibi) {
             slope = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0);
             distance = (lane)(load_int(at(&a->q_position, t->b, 0, 0, 0)) + id.query - j0);
@@ -171,11 +168,10 @@ INLINE int modify_rows(const fa_attention_args *a, modifiers *m, const row_block
                                 v_abs(v_splat(distance) - key), (begin <= key) & (key < end)));
         }
     }
-    return hides;
 }
 
 /* One block: keys [j0, j0 + n). */
-INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, modifiers *m, const row_block *t, int64_t j0,
+INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifiers *m, const row_block *t, int64_t j0,
                       int64_t n, const dot_scratch *w, const partial *p)
 {
     const char *next = j0 + 2 * n <= a->len_k ? at(&a->k, t->b, t->h_kv, j0 + n, 0) : NULL;
@@ -184,6 +180,9 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, modifiers *m, 
     int64_t v_row = a->v.row, bad[BLOCK_K], n_bad = 0, r = 0;
     uint8_t attends[BLOCK_K][DOT_ROWS];
     lane alpha[DOT_ROWS];
+    const int out_of_range = t->full_first > j0 || t->full_last < j0 + n;
+    const block_kind kind = m->additive ? additive_rows(a, t, j0, n, w->add) : BLOCK_FULL;
+    if (kind == BLOCK_EMPTY) return;
 
 #define EACH_ROWS(call) /* four rows at a time, then two, then one */                                                  \
     for (r = 0; LANES >= 4 && r + 4 <= t->rows; r += 4) call(4);                                                       \
@@ -196,7 +195,8 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, modifiers *m, 
 #undef SCORES
 
     /* A probability of 0 does not shield a NaN or Inf in V: take such rows out, add them where attended. */
-    if (modify_rows(a, m, t, j0, n, w)) {
+    modify_rows(a, m, out_of_range, t, j0, n, w);
+    if (out_of_range || kind == BLOCK_EDGE) {
         for (int64_t j = 0; j < n; j++)
             if (!row_finite(dtype, v + j * v_row, width)) {
                 for (r = 0; r < t->rows; r++) {

@@ -2,7 +2,8 @@
  *
  * Structural masks are a half-open range of keys per row. A task walks the key blocks of the grid, multiples of
  * BLOCK_K, that the union of its rows' ranges touches; a block is empty (not touched), full (nothing extra happens) or
- * an edge. A dense mask and a bias are one additive tile, -inf where the mask hides. Order, in one function, v_modify:
+ * an edge. A dense mask and a bias are one additive tile, -inf where the mask hides, and where that is all there is, the
+ * tile is not touched either. Order, in one function, v_modify:
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
@@ -80,7 +81,7 @@ static void row_block_ranges(const fa_attention_args *a, row_block *t, int64_t k
     }
 }
 
-/* What a dense mask makes of a block: no row attends any key, some rows some keys, or all rows all keys. */
+/* What a dense mask or a bias makes of a block: no row attends any key, some rows some keys, or all rows all keys. */
 typedef enum { BLOCK_EMPTY, BLOCK_EDGE, BLOCK_FULL } block_kind;
 
 /* Whether every row of the block has the same row of x. */
@@ -122,32 +123,42 @@ static block_kind mask_kind(const fa_attention_args *a, const row_block *t, int 
     return !some ? BLOCK_EMPTY : all ? BLOCK_FULL : BLOCK_EDGE;
 }
 
-/* add (n) = the row's bias, -inf where bias or mask hides; returns whether one does. */
-static int additive_row(const fa_attention_args *a, const row_block *t, row_id id, int64_t j0, int64_t n, lane *add)
+/* add (n) = the row's bias, -inf where bias or mask hides. */
+static block_kind additive_row(const fa_attention_args *a, const row_block *t, row_id id, int64_t j0, int64_t n,
+                               lane *add)
 {
-    const v_t hidden = v_splat(-INFINITY);
-    vi_t hides = {0};
+    vi_t any = {0}, none = {0};
     if (a->bias.data) {
         const char *bias = at(&a->bias, t->b, id.head, id.query, j0);
         const int native = a->bias.dtype == (LANE_BITS == 64 ? FA_F64 : FA_F32) || dtype_size(a->bias.dtype) == 2;
         if (native && a->bias.col == dtype_size(a->bias.dtype)) load_row(a->bias.dtype, bias, n, 1, add);
         else
             for (int64_t j = 0; j < n; j++) add[j] = load_element(a->bias.dtype, bias + j * a->bias.col);
-        for (int64_t j = n; j < round_up(n, LANES); j++) add[j] = 0; /* add holds BLOCK_K, a multiple of LANES */
-        for (int64_t j = 0; j < n; j += LANES) hides |= v_load(add + j) == hidden;
     } else
         memset(add, 0, n * sizeof(lane));
     if (a->mask.data) {
         const uint8_t *m = (const uint8_t *)at(&a->mask, t->b, id.head, id.query, j0);
-        int masked = 0;
-        for (int64_t j = 0; j < n; j++) {
-            const int hide = !m[j * a->mask.col];
-            masked |= hide;
-            add[j] = hide ? -(lane)INFINITY : add[j];
-        }
-        return masked || v_any(hides);
+        for (int64_t j = 0; j < n; j++) add[j] = m[j * a->mask.col] ? add[j] : -(lane)INFINITY;
     }
-    return v_any(hides);
+    for (int64_t j = n; j < round_up(n, LANES); j++) add[j] = add[0]; /* add holds BLOCK_K, a multiple of LANES */
+    for (int64_t j = 0; j < n; j += LANES) {
+        const vi_t hides = v_load(add + j) == v_splat(-INFINITY);
+        none |= hides;
+        any |= ~hides;
+    }
+    return !v_any(any) ? BLOCK_EMPTY : v_any(none) ? BLOCK_EDGE : BLOCK_FULL;
+}
+
+/* That for all rows of the block, BLOCK_K lanes apart. */
+static block_kind additive_rows(const fa_attention_args *a, const row_block *t, int64_t j0, int64_t n, lane *add)
+{
+    block_kind kind = BLOCK_EMPTY;
+    EACH_ROW(t, r, id)
+    {
+        const block_kind row = additive_row(a, t, id, j0, n, add + r * BLOCK_K);
+        kind = r == 0 || row == kind ? row : BLOCK_EDGE;
+    }
+    return kind;
 }
 
 /* Whether the row attends a key at all: tells a row without keys, whose result is 0, from one whose every score is

@@ -1,5 +1,7 @@
 """Masks: what is masked never shows, rows that attend nothing give 0, and every spelling means the same."""
 
+from itertools import product
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,11 +13,14 @@ from fastattn._bench.cases import DTYPES, Shape, as_dtype
 # Many query rows a head, and one; keys over several blocks; and what is several blocks in the fallback, too.
 PREFILL = Shape("prefill", batch=2, heads_q=4, heads_kv=2, len_q=45, len_k=200, head_dim=24)
 DECODE = Shape("decode", batch=2, heads_q=2, heads_kv=2, len_q=1, len_k=1500, head_dim=24)
-
 BLOCKS = Shape("blocks", batch=2, heads_q=16, heads_kv=2, len_q=70, len_k=600, head_dim=8)
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_shape = pytest.mark.parametrize("shape", [PREFILL, DECODE, BLOCKS], ids=lambda shape: shape.name)
+SHAPES = [PREFILL, DECODE, BLOCKS]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+# BLOCKS is there for the fallback, whose blocks do not depend on the dtype, and takes the longest.
+CASES = [*product([PREFILL, DECODE], DTYPES), (BLOCKS, "float32"), (BLOCKS, "bfloat16")]
+every_case = pytest.mark.parametrize(("shape", "dtype"), CASES, ids=lambda x: getattr(x, "name", x))
 
 
 def attention(q, k, v, **arguments):
@@ -40,9 +45,8 @@ def ways_to_hide(hidden, shape):
     }
 
 
-@every_dtype
 @pytest.mark.parametrize("way", ["mask", "bias", "kv_lengths", "row_ranges", "causal", "window"])
-@every_shape
+@every_case
 def test_garbage_in_hidden_keys_never_shows(shape, way, dtype, implementation):
     q, k, v = inputs(shape, dtype)
     hidden = np.arange(shape.len_k) >= shape.len_k - 77
@@ -53,9 +57,8 @@ def test_garbage_in_hidden_keys_never_shows(shape, way, dtype, implementation):
     check(attention(q, k, v, **arguments), expected)
 
 
-@every_dtype
 @pytest.mark.parametrize("hidden_share", [0.02, 0.5])
-@every_shape
+@every_case
 def test_garbage_between_attended_keys_never_shows(shape, hidden_share, dtype, implementation):
     q, k, v = inputs(shape, dtype)
     hidden = np.random.default_rng(3).random(shape.len_k) < hidden_share
@@ -63,6 +66,24 @@ def test_garbage_between_attended_keys_never_shows(shape, hidden_share, dtype, i
     poison(k, hidden, np.random.default_rng(1))
     poison(v, hidden, np.random.default_rng(2))
     check(attention(q, k, v, mask=~hidden), expected)
+
+
+@pytest.mark.parametrize("with_mask", [False, True], ids=["bias", "bias_and_mask"])
+@every_case
+def test_garbage_in_tiles_that_a_bias_hides_never_shows(shape, with_mask, dtype, implementation):
+    """Tiles of -inf alone are skipped, those beside them are not; a mask may hide what the bias leaves."""
+    q, k, v = inputs(shape, dtype)
+    hidden = np.random.default_rng(0).random(-(-shape.len_k // 16)).repeat(16)[: shape.len_k] < 0.5
+    hidden[64:320] = True
+    bias = np.where(hidden, -np.inf, np.random.default_rng(1).random((shape.len_q, 1))).astype(np.float32)
+    arguments = {"bias": bias}
+    if with_mask:
+        arguments["mask"] = (np.arange(shape.len_k) < shape.len_k // 2) | (np.arange(shape.len_k) % 3 == 0)
+        hidden |= ~arguments["mask"]
+    expected = expect(q, k, v, **arguments)
+    poison(k, hidden, np.random.default_rng(1))
+    poison(v, hidden, np.random.default_rng(2))
+    check(attention(q, k, v, **arguments), expected)
 
 
 @every_dtype
@@ -80,8 +101,7 @@ def test_garbage_beyond_the_causal_edge_shows_to_later_rows_only(garbage, dtype,
     check((out[:, :, :3], lse[:, :, :3]), type(clean)(*(x[:, :, :3] for x in clean)))
 
 
-@every_dtype
-@every_shape
+@every_case
 def test_garbage_for_some_rows_only(shape, dtype, implementation):
     """Lanes of one tile attend different keys: whoever does not attend a NaN does not see it."""
     q, k, v = inputs(shape._replace(len_q=max(shape.len_q, 2)), dtype)
@@ -97,8 +117,7 @@ def test_garbage_for_some_rows_only(shape, dtype, implementation):
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])
-@every_dtype
-@every_shape
+@every_case
 def test_nan_where_attended_propagates(shape, dtype, where, implementation):
     arrays = dict(zip("qkv", inputs(shape, dtype), strict=True))
     arrays[where][1, 1, -1, 5] = np.nan
@@ -129,8 +148,7 @@ def test_sequences_without_keys_give_zero(lengths, dtype, implementation):
         assert (lse[b] == -np.inf).all() == (length == 0)
 
 
-@every_dtype
-@every_shape
+@every_case
 @pytest.mark.parametrize("masked", ["mask", "bias", "kv_lengths", "row_ranges", "causal", "window"])
 def test_nothing_to_attend_gives_zero(masked, shape, dtype, implementation):
     q, k, v = inputs(shape, dtype)
@@ -149,8 +167,7 @@ def test_nothing_to_attend_gives_zero(masked, shape, dtype, implementation):
     assert (lse == -np.inf).all()
 
 
-@every_dtype
-@every_shape
+@every_case
 def test_nothing_but_a_sink(shape, dtype, implementation):
     q, k, v = inputs(shape, dtype)
     sinks = np.linspace(-3, 90, shape.heads_q, dtype=np.float32)
@@ -168,8 +185,7 @@ def test_a_sink_of_minus_infinity_is_none(dtype, implementation):
     check(attention(q, k, v, sinks=sinks, mask=mask), expect(q, k, v, mask=mask))
 
 
-@every_dtype
-@every_shape
+@every_case
 def test_rows_of_which_some_attend_nothing(shape, dtype, implementation):
     shape = shape._replace(len_q=max(2, shape.len_q))
     q, k, v = inputs(shape, dtype)
@@ -183,8 +199,7 @@ def test_rows_of_which_some_attend_nothing(shape, dtype, implementation):
 
 
 @pytest.mark.parametrize("bias_dtype", ["float32", "q's"])
-@every_dtype
-@every_shape
+@every_case
 def test_the_smallest_finite_bias_is_not_a_mask(shape, dtype, bias_dtype, implementation):
     """As Hugging Face pads: finfo.min is added. A row of nothing else is what the plain computation gives."""
     q, k, v = inputs(shape._replace(len_q=3), dtype)
@@ -275,8 +290,7 @@ def test_an_attended_infinity(dtype, implementation):
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-@every_dtype
-@every_shape
+@every_case
 def test_a_score_of_minus_infinity_is_no_mask(shape, dtype, masked, implementation):
     """It is a probability of 0, which does not shield a NaN in V that is attended."""
     q, k, v = inputs(shape._replace(len_q=3), dtype)
@@ -290,8 +304,7 @@ def test_a_score_of_minus_infinity_is_no_mask(shape, dtype, masked, implementati
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-@every_dtype
-@every_shape
+@every_case
 def test_scores_of_nothing_but_minus_infinity(shape, dtype, masked, implementation):
     """Such a row attends, so it is NaN by the softmax's definition, not 0."""
     q, k, v = inputs(shape._replace(len_q=3), dtype)

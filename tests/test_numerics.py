@@ -1,5 +1,7 @@
 """Numbers at the edges: huge logits, denormals, large and small values, a maximum that moves."""
 
+from itertools import product
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,11 +12,14 @@ from fastattn._bench.cases import DTYPES, Shape, as_dtype
 
 PREFILL = Shape("prefill", batch=1, heads_q=4, heads_kv=2, len_q=35, len_k=300, head_dim=32)
 DECODE = Shape("decode", batch=1, heads_q=3, heads_kv=3, len_q=1, len_k=1500, head_dim=32)
-
 BLOCKS = Shape("blocks", batch=2, heads_q=16, heads_kv=2, len_q=70, len_k=600, head_dim=8)
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_shape = pytest.mark.parametrize("shape", [PREFILL, DECODE, BLOCKS], ids=lambda shape: shape.name)
+SHAPES = [PREFILL, DECODE, BLOCKS]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+# BLOCKS is there for the fallback, whose blocks do not depend on the dtype, and takes the longest.
+CASES = [*product([PREFILL, DECODE], DTYPES), (BLOCKS, "float32"), (BLOCKS, "bfloat16")]
+every_case = pytest.mark.parametrize(("shape", "dtype"), CASES, ids=lambda x: getattr(x, "name", x))
 
 
 def attention(q, k, v, **arguments):
@@ -47,8 +52,7 @@ def test_logits_of_ten_thousand(shape, dtype, implementation):
     check(attention(q, k, v, scale=scale), expected)
 
 
-@every_dtype
-@every_shape
+@every_case
 def test_logits_of_ten_thousand_that_are_exact(shape, dtype, implementation):
     scores = 64.0 * np.random.default_rng(1).permutation(np.arange(shape.len_k) % 313 - 156)
     q, k, v = with_scores(scores, shape, dtype)
@@ -58,9 +62,8 @@ def test_logits_of_ten_thousand_that_are_exact(shape, dtype, implementation):
     np.testing.assert_allclose(got[1], scores.max() + np.log(ties), rtol=1e-6)
 
 
-@every_dtype
 @pytest.mark.parametrize("shift", [-9984.0, 9984.0])
-@every_shape
+@every_case
 def test_equal_logits_of_any_size_give_the_mean(shape, shift, dtype, implementation):
     q, k, v = with_scores(np.full(shape.len_k, shift), shape, dtype)
     got = attention(q, k, v, scale=1)
@@ -69,9 +72,8 @@ def test_equal_logits_of_any_size_give_the_mean(shape, shift, dtype, implementat
     np.testing.assert_allclose(got[0].astype(float), mean + np.zeros(got[0].shape), atol=eps(got[0].dtype))
 
 
-@every_dtype
 @pytest.mark.parametrize("order", ["rising", "falling", "last", "first", "zigzag"])
-@every_shape
+@every_case
 def test_the_maximum_moves(shape, order, dtype, implementation):
     """Every block raises the running maximum, or none does, or the last key alone."""
     n = shape.len_k
@@ -127,8 +129,7 @@ def smallest_normal(dtype):
     return float(ml_dtypes.finfo(dtype).smallest_normal)
 
 
-@every_dtype
-@every_shape
+@every_case
 def test_denormal_values(shape, dtype, implementation):
     q, k, v = inputs(shape, dtype)
     v = (np.clip(v.astype(float), -3, 3) * smallest_normal(v.dtype) / 4).astype(v.dtype)
@@ -140,8 +141,7 @@ def test_denormal_values(shape, dtype, implementation):
         check(got, expect(q, k, v), telling=dtype != "bfloat16")
 
 
-@every_dtype
-@every_shape
+@every_case
 def test_denormal_queries_and_keys(shape, dtype, implementation):
     q, k, v = inputs(shape, dtype)
     q, k = ((x.astype(float) * smallest_normal(x.dtype) / 4).astype(x.dtype) for x in (q, k))
