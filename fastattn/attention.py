@@ -94,10 +94,12 @@ def attention(
     v : array_like, (..., heads_kv, len_k, head_dim_v)
         Values. q, k and v have one dtype, or q is float32 and k and v are both float16 or both bfloat16.
     mask : array_like of bool, optional
-        True where a query attends a key. Broadcasts to ``(..., heads_q, len_q, len_k)``. Blocks in which
-        nobody attends are skipped.
+        True where a query attends a key. Broadcasts to ``(..., heads_q, len_q, len_k)``: one row of keys a
+        sequence is ``mask[:, None, None, :]``, padding also `kv_lengths`. Tiles in which nobody attends are
+        skipped.
     bias : array_like, optional
-        Added to the scores; float32 or q's dtype; broadcasts as `mask`. Its -inf masks, nothing else in it.
+        Added to the scores; float32 or q's dtype; broadcasts as `mask`. Its -inf masks, nothing else in it;
+        tiles of nothing else are skipped.
     causal : bool, default False
         Let each query attend the keys up to its own position.
     window : (int or None, int or None), optional
@@ -107,9 +109,10 @@ def attention(
     softcap : float, optional
         Positive; scores become ``softcap * tanh(scores / softcap)``.
     alibi_slopes : array_like, (..., heads_q), optional
-        ``- slope * abs(position - j)`` is added to the score of key j.
+        ``- slope * abs(position - j)`` is added to the score of key j. Any of the four dtypes, whatever q's.
     sinks : array_like, (..., heads_q), optional
-        One logit a head that enters the softmax's denominator only, as a key without a value.
+        One logit a head that enters the softmax's denominator only, as a key without a value. Any of the four
+        dtypes, too.
     kv_lengths : int or array_like of int, optional
         How many keys of each sequence count, from the first; over the batch dimensions.
     q_offset : int or array_like of int, optional
@@ -143,6 +146,7 @@ def attention(
 
     See Also
     --------
+    scaled_dot_product_attention : the same under torch's names, with its semantics.
     explain : which kernel would run on these arguments, what is skipped, what is copied.
     merge_states : join results over disjoint keys.
 
@@ -331,10 +335,11 @@ def explain(
     -------
     Report
         A dict that prints as a table. ``backend``, ``why_numpy`` (None if compiled); what the kernel plans,
-        such as ``kernel`` ("tile", or "dot" for few query rows), ``isa``, ``block_q`` and ``block_k`` (query
-        rows, of all heads of a group, and keys of a tile); ``tiles``, how many such pairs of blocks there
-        are, of which ``tiles_skipped`` are never touched, ``tiles_full`` need no test and ``tiles_edge`` do;
-        ``copies``, what is copied first and why; ``num_threads``.
+        such as ``kernel`` ("tile", or "dot" for few query rows), ``isa``, ``block_q`` and ``block_k``: query
+        rows, of all heads of a group, and keys of a tile; ``split_k``, into runs of how many keys the work on
+        them is cut (None: it is not); ``tiles``, how many there are, of which ``tiles_skipped`` are never
+        touched, ``tiles_full`` need no test and ``tiles_edge`` do; ``copies``, what is copied first and why;
+        ``num_threads``.
 
     Raises
     ------
@@ -343,7 +348,7 @@ def explain(
 
     Notes
     -----
-    Tiles are counted from row ranges and the dense mask, in one pass over the mask.
+    Tiles are counted from row ranges, the mask and the -inf of the bias, in one pass over these two.
     """
     args = attention_args("explain", q, k, v, return_lse=return_lse, **options)
     backend = options.get("backend")

@@ -8,8 +8,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Spinning threads of NumPy's BLAS and of OpenMP slow each other down. NumPy reads this when it is imported.
+# Spinning threads of NumPy's BLAS and of OpenMP slow each other down; on a busy machine, where they wait for
+# threads that do not run, the tests took twice as long. NumPy and the extension read these when imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import fastattn
 from fastattn import _backend
