@@ -12,6 +12,7 @@ from pathlib import Path
 
 import fastattn
 from fastattn import _cli_models
+from fastattn._backend import available_cpus
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.suites import SUITES
 from fastattn.models.pooling import MODES as POOLING
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--quick", action="store_true", help="fewer shapes and rounds: under a minute")
     option("--suite", choices=SUITES, default="attention", help="what is timed (attention)")
     option("--dtype", type=_dtype, help=f"{', '.join(BENCH_DTYPES)}: of inputs or of weights (by suite)")
-    option("--threads", type=_positive, metavar="N", help="of every engine (as many as fastattn uses)")
+    option("--threads", type=_threads, metavar="N", help="of every engine (as many as fastattn uses)")
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
     option("--seed", type=_natural, metavar="N", help="of inputs and fresh shapes (a new one)")
@@ -117,6 +118,14 @@ def _positive(text: str) -> int:
 def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text!r}")
+    return int(text)
+
+
+def _threads(text: str) -> int:
+    """No more than there are CPUs: beyond, engines would be timed waiting for their own threads."""
+    cpus = available_cpus()
+    if not text.isdecimal() or not 1 <= int(text) <= cpus:
+        raise argparse.ArgumentTypeError(f"expected 1 to {cpus}, the CPUs of this process, got {text!r}")
     return int(text)
 
 

@@ -62,12 +62,12 @@ class _Settings:
     """What is in force in this process."""
 
     backend: str
-    asked: bool  # for this backend, by the environment or `forced`: then there is nothing to warn of
+    asked_by: str  # what asked for this backend; if anything did, there is nothing to warn of
     num_threads: int
     threads_from: str
 
 
-def _affinity() -> int:
+def available_cpus() -> int:
     """CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -121,7 +121,7 @@ def _default_threads() -> tuple[int, str]:
     value = os.environ.get(name, "").split(",")[0].strip()
     if value.isdecimal() and 1 <= int(value) <= MAX_THREADS:
         return int(value), name
-    cpus, quota = _affinity(), _cgroup_quota()
+    cpus, quota = available_cpus(), _cgroup_quota()
     return (cpus, "CPU affinity") if quota is None or cpus <= quota else (quota, "cgroup quota")
 
 
@@ -138,7 +138,7 @@ def _from_environment() -> _Settings:
             raise ValueError(f"FASTATTN_ISA is {isa!r}; available here: {available}")
         _core.set_isa(isa)
     default = "numpy" if _core is None else "compiled"
-    return _Settings(backend or default, bool(backend), *_default_threads())
+    return _Settings(backend or default, "FASTATTN_BACKEND" if backend else "", *_default_threads())
 
 
 def available_isas() -> tuple[str, ...]:
@@ -202,7 +202,7 @@ def forced(
         settings.num_threads = integer("forced", "num_threads", num_threads, 1, MAX_THREADS)
         settings.threads_from = "forced()"
     if backend is not None:
-        settings.backend, settings.asked = backend, True
+        settings.backend, settings.asked_by = backend, "forced()"
     before, _settings = _settings, settings
     isa_before = isa and _core.get_isa()
     try:
@@ -220,7 +220,7 @@ def run(args: AttentionArgs, backend: str | None) -> None:
     if (backend or _settings.backend) == "compiled":
         _core.attention(args)
         return
-    if backend is None and not _settings.asked:
+    if backend is None and not _settings.asked_by:
         _warn_of_fallback()
     reference.attention(args)
 
@@ -230,7 +230,7 @@ def run_op(name: str, args: LinearArgs | RowsArgs, backend: str | None) -> None:
     if (backend or _settings.backend) == "compiled":
         getattr(_core, name)(args)
         return
-    if backend is None and not _settings.asked:
+    if backend is None and not _settings.asked_by:
         _warn_of_fallback()
     getattr(reference_ops, name)(args)
 
@@ -265,8 +265,8 @@ def why_numpy(backend: str | None = None) -> str | None:
         return "asked for by backend='numpy'"
     if (backend or _settings.backend) == "compiled":
         return None
-    if _settings.asked:
-        return "asked for by FASTATTN_BACKEND or forced()"
+    if _settings.asked_by:
+        return f"asked for by {_settings.asked_by}"
     return f"there are no compiled kernels: {_WHY_NOT_COMPILED}"
 
 
@@ -308,6 +308,13 @@ def _after_fork_in_child() -> None:
 
 _forked = False
 _warned = False
-_settings = _from_environment()
+try:
+    _settings = _from_environment()
+except (ImportError, ValueError) as error:
+    if sys.argv[:1] == ["-m"] and "fastattn" in sys.orig_argv:
+        # `python -m fastattn` gets here before there is a __main__ that could say it.
+        print(f"fastattn: {error}", file=sys.stderr)
+        sys.exit(2)
+    raise
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -290,8 +290,8 @@ def plan(args):
         "bf16_dot": bool(p.bf16_dot),
         "block_q": p.block_q,
         "block_k": p.block_k,
-        "tiles_per_task": p.tiles,
-        "split_k": p.split_k or None,
+        "blocks_q_per_task": p.tiles,
+        "split_k": p.split_k if p.n_splits > 1 else None,
         "scratch_bytes_per_thread": p.scratch_bytes,
     }
 

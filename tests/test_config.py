@@ -1,13 +1,16 @@
 """What fastattn says of itself, show_config, explain, available_isas, and what the environment changes."""
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from conftest import COMPILED, each_isa, forced
+from conftest import COMPILED, child_environment, each_isa, forced
 
 import fastattn
 from fastattn import _backend
+from fastattn.__main__ import main
 from fastattn._bench.cases import Shape, make_inputs
 
 SHAPE = Shape("config", batch=2, heads_q=8, heads_kv=2, len_q=200, len_k=500, head_dim=32)
@@ -75,6 +78,7 @@ def test_explain(implementation):
     rows = SHAPE.len_q * SHAPE.heads_q // SHAPE.heads_kv  # of one KV head
     least = SHAPE.batch * SHAPE.heads_kv * (rows // report["block_q"]) * (SHAPE.len_k // report["block_k"])
     assert report["tiles"] >= max(1, least)
+    assert fastattn.explain(Q[:, :2, :1], K[:, :, :16], V[:, :, :16]).get("split_k") is None
 
 
 def test_explain_counts_tiles(implementation):
@@ -87,6 +91,7 @@ def test_explain_counts_tiles(implementation):
         {"window": (20, 0)},
         {"mask": mask},
         {"mask": mask, "kv_lengths": 300},
+        {"bias": np.where(mask, 0, -np.inf).astype(np.float32)},
         {"kv_lengths": [10, 0]},
         {"row_ranges": (7, 9)},
     ):
@@ -195,6 +200,29 @@ def test_the_fallback_warns_once(python):
     """And points at the caller's line."""
     run = python(NOT_COMPILED + COMPUTE.format(""), **DEFAULT)
     assert run.stdout == "numpy ['FallbackWarning'] <string>\n", run.stderr
+
+
+def test_what_asked_for_the_fallback_is_said(python):
+    run = python("import fastattn; print(fastattn.show_config()['why_numpy'])", FASTATTN_BACKEND="numpy")
+    assert run.stdout == "asked for by FASTATTN_BACKEND\n"
+
+
+@pytest.mark.parametrize("name", ["FASTATTN_BACKEND", "FASTATTN_ISA", "FASTATTN_NUM_THREADS"])
+def test_a_wrong_environment_is_a_line_on_the_command_line(name):
+    """No traceback: whoever types `python -m fastattn info` did not write the code that it would show."""
+    environment = child_environment(**{**DEFAULT, name: "wrong"})
+    command = [sys.executable, "-m", "fastattn", "info"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert re.fullmatch(f"fastattn: {name} is 'wrong'; .*\n", run.stderr)
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "two", "1000000"])
+def test_the_bench_s_threads(threads, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fastattn", "bench", "--threads", threads])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"--threads: expected 1 to {_backend.available_cpus()}, the CPUs" in capsys.readouterr().err
 
 
 def test_the_fallback_that_was_asked_for_does_not_warn(python):
