@@ -43,8 +43,8 @@ def test_threads(shape, variant, implementation):
         assert_same_bits(attention(q, k, v, **arguments), one)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", ["causal", "mask", "window"])
+@pytest.mark.parametrize(("variant", "dtype"), [("causal", "float32"), ("window", "float32"),
+                                                *(("mask", dtype) for dtype in DTYPES)])  # fmt: skip
 @every_shape
 def test_threads_with_garbage_behind_masks(shape, variant, dtype, implementation):
     """Tiles in which some rows attend a NaN take care of it wherever the work was cut."""
@@ -54,7 +54,7 @@ def test_threads_with_garbage_behind_masks(shape, variant, dtype, implementation
     mask = np.arange(shape.len_k) % 7 > 0
     arguments["mask"] = arguments.get("mask", True) & (mask | (np.arange(shape.len_q) % 5 > 0)[:, None])
     one = attention(q, k, v, **arguments, num_threads=1)
-    for num_threads in (2, 7, 64):
+    for num_threads in (2, 64):
         assert_same_bits(attention(q, k, v, **arguments, num_threads=num_threads), one)
     for b in range(shape.batch):
         row = {name: x[b:b + 1] if x.ndim == 4 else x for name, x in arguments.items() if name == "mask"}
