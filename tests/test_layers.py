@@ -1,8 +1,12 @@
 """Layers: what they compute beyond torch's (tests/parity has that), step by step, and how they are loaded."""
 
+import math
+from concurrent.futures import ThreadPoolExecutor
+
 import ml_dtypes
 import naive
 import numpy as np
+import pre_norm_encoder
 import pytest
 from safetensors.numpy import save_file
 
@@ -455,6 +459,60 @@ def test_same_bits_for_any_threads_and_batch(options, implementation):
         np.testing.assert_array_equal(layer(x[2:3], is_causal=True), expected[2:3])
 
 
+def test_results_outlive_the_next_call(implementation):
+    """Memory is kept from call to call, but never that of a result, a cache or projected keys."""
+    layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 256, attention={"output_gate": True}))
+    x, other = draw(8, 200, WIDTH), draw(8, 200, WIDTH, seed=1)
+    cache = KVCache()
+    kept = (
+        layer(x),
+        *layer.self_attn(x[:1], need_weights=True),
+        *layer.self_attn.project_keys_values(x),
+        layer.feed_forward(x),
+        layer.self_attn(x, cache=cache),
+    )
+    before = [array.copy() for array in kept]
+    layer(other)
+    layer.self_attn(other, other.copy())
+    layer.feed_forward(other)
+    for array, expected in zip(kept, before, strict=True):
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_several_python_threads_at_once():
+    layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 256))
+    inputs = [draw(4, 200, WIDTH, seed=i) for i in range(8)]
+    expected = [layer(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for out, wanted in zip(pool.map(layer, inputs), expected, strict=True):
+                np.testing.assert_array_equal(out, wanted)
+
+
+def test_the_example_of_another_arrangement(implementation):
+    """pre_norm_encoder.py, against the same in float64; what is padded changes nothing."""
+    layers, feed_forward = pre_norm_encoder.build(2, WIDTH, HEADS, 96, np.random.default_rng(0))
+    x = draw(BATCH, LENGTH, WIDTH)
+    padding = np.arange(LENGTH) >= np.array([LENGTH, 6, 1])[:, None]
+    out = pre_norm_encoder.encode(x, layers, feed_forward, padding)
+    changed = np.where(padding[..., None], np.float32(9), x)
+    again = pre_norm_encoder.encode(changed, layers, feed_forward, padding)
+    np.testing.assert_allclose(again[~padding], out[~padding], rtol=0, atol=1e-5)
+    y = x.astype(np.float64)
+    for _, attention, _ in layers:
+        normed = normalized(y)
+        y = normalized(y + dense(attention, normed, normed, hidden=padding[:, None, None, :])[0])
+    state = feed_forward.state_dict()
+    hidden = y @ state["linear1.weight"].T + state["linear1.bias"]
+    hidden = hidden * (1 + np.vectorize(math.erf)(hidden / 2**0.5)) / 2
+    y = y + hidden @ state["linear2.weight"].T + state["linear2.bias"]
+    np.testing.assert_allclose(out, y, rtol=0, atol=1e-5)
+
+
+def normalized(x):
+    return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(x.var(axis=-1, keepdims=True) + 1e-5)
+
+
 def test_inputs_are_not_written(implementation):
     model = randomized(Transformer(WIDTH, HEADS, 1, 1, 96, attention=FEATURES["all"] | {"head_dim": 24}))
     src, tgt = draw(BATCH, 8, WIDTH), draw(BATCH, 5, WIDTH)
@@ -510,7 +568,7 @@ X = draw(BATCH, LENGTH, WIDTH)
         (lambda m: m(X.astype(np.float64)), TypeError, "query has dtype float64; expected float32"),
         (lambda m: m(X, X[:2]), ValueError, r"key has shape \(2, 11, 64\); expected \(3, length, 64\)"),
         (lambda m: m(X, X[..., :5]), ValueError, "key has shape"),
-        (lambda m: m(X, X, X[:, :5]), ValueError, "v has shape"),
+        (lambda m: m(X, X, X[:, :5]), ValueError, "v has .*length"),
         (lambda m: m(X, attn_mask=MASK[:5]), ValueError, r"attn_mask has shape \(5, 11\); expected"),
         (lambda m: m(X, attn_mask=MASK.astype(int)), TypeError, "attn_mask has dtype int64; expected bool"),
         (lambda m: m(X, attn_mask=MASK[None]), ValueError, "attn_mask has shape"),

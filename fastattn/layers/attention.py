@@ -324,7 +324,7 @@ class MultiHeadAttention(AttentionParameters):
         """The maps from `first` on of product (B * L, features), as views (B, heads, L, head_dim)."""
         width, head_dim = product.shape[1], self._head_dim
         places = zip(maps.begins[first:], maps.sizes[first:], strict=True)
-        if maps.aligned(head_dim):
+        if maps.unit % head_dim == 0:
             heads = product.reshape(batch, length, width // head_dim, head_dim).transpose(0, 2, 1, 3)
             return [heads[:, begin // head_dim : (begin + size) // head_dim] for begin, size in places]
         whole = product.reshape(batch, length, width)
