@@ -52,10 +52,15 @@ _PERIOD = 1_000_003  # of the random numbers: a prime, so that no two rows of a 
 _STD = 0.02
 
 
+def has_minilm() -> bool:
+    """Whether its package is installed; it is found, not imported."""
+    return find_spec(MINILM_PACKAGE) is not None
+
+
 def minilm(scratch: Path) -> Path:
     """The model's folder; with random weights if its package is not installed."""
-    spec = find_spec(MINILM_PACKAGE)
-    if spec is not None and spec.submodule_search_locations:
+    if has_minilm():
+        spec: Any = find_spec(MINILM_PACKAGE)
         return Path(spec.submodule_search_locations[0], "model")
     return _written(scratch / "minilm", MINILM, bert_shapes(MINILM))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,11 +63,8 @@ class ModelProblem(NamedTuple):
 
     def reference(self) -> tuple[Array, Array]:
         """The last sequence's hidden states, or the logits, in float64."""
-        ids, config, tensors = self.ids()[-1:], self.config(), model_files.Tensors(self.folder())
-        if self.shape.kind == "llama":
-            return np.arange(1), plain.llama(ids, tensors, config, np.float64)
-        want = plain.bert(ids, plain.Widened(tensors, "", np.float64), config)[0]
-        total = self.shape.batch * self.shape.length
+        want = _answer(self.folder(), tuple(self.ids()[-1].tolist()))
+        total = self.shape.batch * len(want)
         return np.arange(total - len(want), total), want
 
     @property
@@ -98,6 +96,16 @@ class ModelProblem(NamedTuple):
         return tokens * (2.0 * self.weights + scores)
 
 
+@cache
+def _answer(folder: Path, ids: tuple[int, ...]) -> Array:
+    """(length, hidden) or (1, vocab), from one sequence: the same for weights of every type."""
+    config, tensors, row = model_files.read_config(folder), model_files.Tensors(folder), np.array([ids])
+    if config["model_type"] == "llama":
+        return plain.llama(row, tensors, config, np.float64)
+    states: Array = plain.bert(row, plain.Widened(tensors, "", np.float64), config)[0]
+    return states
+
+
 def minilm(batch: int, length: int) -> ModelShape:
     return ModelShape(f"MiniLM {batch},{length}", "minilm", batch, length, "sentences")
 
@@ -120,10 +128,10 @@ def plan(dtype: str | None, quick: bool, seed: int, folder: Path) -> list[Sectio
         problems = [ModelProblem(shape, "plain", dtype, seed, str(folder)) for shape in shapes]
         sections.append(Section(f"{title}, {dtype}", problems))
 
+    weights = "" if model_files.has_minilm() else " (random)"
     for name in chosen:
         if name != "int8":
             few = ENCODERS[:2] if name == "float32" else ENCODERS[1:2]
-            section("hidden states", few if quick else ENCODERS, name)
-    for name in chosen:
+            section(f"hidden states{weights}", few if quick else ENCODERS, name)
         section("one step", [SMALL_DECODER if quick else DECODER], name)
     return sections

@@ -48,7 +48,8 @@ def is_tiny(row: Json) -> bool:
 
 
 def text(report: Json) -> str:
-    return "\n".join([*_head(report), *_tables(report), *_speeds(report), *_reasons(report), *_medians(report)])
+    parts = (_head, _tables, _speeds, _reasons, _medians)
+    return "\n".join(line for part in parts for line in part(report))
 
 
 def _head(report: Json) -> Iterator[str]:
