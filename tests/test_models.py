@@ -140,6 +140,24 @@ def test_generation_is_the_full_pass_step_by_step(kind, tmp_path, implementation
             assert tokens[b, step] == np.argmax(logits[b])
 
 
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [({"dtype": "float64"}, 1e-12), ({"weights_dtype": "int8"}, 1e-5), ({"weights_dtype": "bfloat16"}, 1e-5),
+     ({"dtype": "bfloat16"}, 0.1)],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "qwen3"])
+def test_generation_in_other_types(kind, options, bound, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoder, "Sampler", Recorded)
+    monkeypatch.setattr(Recorded, "seen", [])
+    model = loaded(tmp_path, kind, **options)
+    prompt = some_ids(5).tolist()
+    tokens = list(model.generate(prompt, 6, stop=()))
+    full = model(prompt + tokens)[0].astype(np.float64)
+    assert Recorded.seen[0].dtype == model.dtype
+    for step, logits in enumerate(Recorded.seen):
+        np.testing.assert_allclose(logits[0].astype(np.float64), full[4 + step], rtol=bound, atol=bound)
+
+
 @pytest.mark.parametrize("kind", DECODERS)
 def test_generation_does_not_depend_on_the_batch(kind, tmp_path):
     model = loaded(tmp_path, kind)

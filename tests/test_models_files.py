@@ -123,6 +123,21 @@ def test_windows_by_layer(tmp_path):
     assert np.abs(results[0] - results[2])[:, 3:].max() > 0.01
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_which_ids_end_a_text(kind, tmp_path):
+    tiny.write(tmp_path, kind)
+    assert models.load(tmp_path).stop == ()
+    change_config(tmp_path, eos_token_id=7)
+    assert models.load(tmp_path).stop == (7,)
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"eos_token_id": [8, 9]}')
+    assert models.load(tmp_path).stop == (8, 9)
+    path.write_text('{"temperature": 0.6}')
+    assert models.load(tmp_path).stop == (7,)
+    path.write_text('{"eos_token_id": "end"}')
+    refused(tmp_path, f"{path}: 'eos_token_id' is 'end'; expected an id or a list of ids")
+
+
 def refused(folder, *parts, error=ModelError, **options):
     """Loading raises one error, whose message has all of `parts`."""
     with pytest.raises(error) as raised:

@@ -40,8 +40,7 @@ class Layer:
     attention_norm: tuple[Array, ...]  # weight, or weight and bias
     qkv: PackedLinear
     qkv_bias: Array | None
-    q_norm: Array | None  # (head_dim,): an RMS norm of each head
-    k_norm: Array | None
+    qk_norm: Array | None  # (heads + heads_kv, 1, head_dim): of an RMS norm of each head of q and k
     window: tuple[int, int] | None
     scale: float
     attended: PackedLinear  # the linear map behind attention
@@ -140,13 +139,13 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             y = self.norm(x, *layer.attention_norm, eps=self.eps, out=y_out)
             qkv = ops.linear(y, layer.qkv, layer.qkv_bias, out=qkv_out)
-            q, k, v = padding.split_heads(qkv, batch, length, self.heads, self.heads_kv, self.heads_kv)
-            if layer.q_norm is not None:
-                q = ops.rms_norm(q, layer.q_norm, eps=self.eps)
-                k = ops.rms_norm(k, layer.k_norm, eps=self.eps)
+            qk, v = padding.split_heads(qkv, batch, length, self.heads + self.heads_kv, self.heads_kv)
+            if layer.qk_norm is not None:
+                qk = ops.rms_norm(qk, eps=self.eps)
+                qk *= layer.qk_norm
             if self.rope is not None:
-                apply_rope(q, cos, sin, out=q)
-                apply_rope(k, cos, sin, out=k)
+                apply_rope(qk, cos, sin, out=qk)
+            q, k = qk[:, : self.heads], qk[:, self.heads :]
             if caches is not None:
                 k, v, options["kv_lengths"], options["q_offset"] = caches[i].append(k, v, lengths)
             heads = attention(q, k, v, window=layer.window, scale=layer.scale, out=heads_out, **options)

@@ -145,6 +145,13 @@ class Config:
                 raise ModelError(f"{self.path}: {name!r} is {value!r}; only {wanted!r} is supported")
 
 
+def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
+    """Ids that end a text: `eos_token_id` of generation_config.json, or where that says none, of config.json."""
+    path = folder / "generation_config.json"
+    said = Config(path, read_json(path)).token_ids("eos_token_id") if path.is_file() else ()
+    return said or config.token_ids("eos_token_id")
+
+
 class Tensors:
     """The tensors of a model's safetensors files by name, read one at a time; a context manager.
 

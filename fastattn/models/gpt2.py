@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fastattn import ops
 from fastattn.models.activations import ACTIVATIONS
 from fastattn.models.decoder import Decoder, Layer
+from fastattn.models.files import stop_ids
 from fastattn.models.text import Text
 
 if TYPE_CHECKING:
@@ -66,8 +67,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
             attention_norm=norm(f"h.{i}.ln_1"),
             qkv=qkv,
             qkv_bias=qkv_bias,
-            q_norm=None,
-            k_norm=None,
+            qk_norm=None,
             window=None,
             scale=scale,
             attended=attended,
@@ -97,7 +97,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         layers=tuple(layer_of(i) for i in range(depth)),
         final_norm=norm("ln_f"),
         output=output,
-        stop=config.token_ids("eos_token_id"),
+        stop=stop_ids(config, folder),
         dtype=precision.dtype,
         text=Text(folder, length),
     )

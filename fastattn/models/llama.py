@@ -14,7 +14,7 @@ import numpy as np
 from fastattn import ops
 from fastattn.models.activations import ACTIVATIONS
 from fastattn.models.decoder import Decoder, Layer
-from fastattn.models.files import ModelError
+from fastattn.models.files import ModelError, stop_ids
 from fastattn.models.text import Text
 from fastattn.rope_scaling import rope_frequencies
 
@@ -81,8 +81,11 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
             return None
         return precision.vector(*(tensors[f"{name}.bias"] for name in names))
 
-    def head_norm(name: str) -> Array | None:
-        return precision.vector(weight(name)) if norms else None
+    def head_norms(q_name: str, k_name: str) -> Array | None:
+        if not norms:
+            return None
+        vectors = [weight(q_name)] * heads + [weight(k_name)] * heads_kv
+        return precision.vector(*vectors).reshape(-1, 1, head_dim).astype(precision.dtype)
 
     def layer_of(name: str, window: tuple[int, int] | None) -> Layer:
         qkv = [f"{name}.{part}" for part in _QKV]
@@ -92,8 +95,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
             attention_norm=(precision.vector(weight(f"{name}.input_layernorm")),),
             qkv=precision.pack(np.concatenate([weight(part) for part in qkv])),
             qkv_bias=biases(*qkv),
-            q_norm=head_norm(f"{name}.self_attn.q_norm"),
-            k_norm=head_norm(f"{name}.self_attn.k_norm"),
+            qk_norm=head_norms(f"{name}.self_attn.q_norm", f"{name}.self_attn.k_norm"),
             window=window,
             scale=head_dim**-0.5,
             attended=precision.pack(weight(f"{name}.self_attn.o_proj")),
@@ -124,7 +126,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         layers=tuple(layer_of(f"layers.{i}", window) for i, window in enumerate(windows)),
         final_norm=(precision.vector(weight("norm")),),
         output=output,
-        stop=config.token_ids("eos_token_id"),
+        stop=stop_ids(config, folder),
         dtype=precision.dtype,
         text=Text(folder),
     )

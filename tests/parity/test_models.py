@@ -30,9 +30,13 @@ def bert(**changes):
     return transformers.BertModel(transformers.BertConfig(**SIZES, **changes), add_pooling_layer=False)
 
 
-def roberta(**changes):
-    config = transformers.RobertaConfig(**SIZES, **changes)
-    return transformers.RobertaModel(config, add_pooling_layer=False)
+def roberta(name="Roberta", **changes):
+    config = getattr(transformers, f"{name}Config")(**SIZES, **changes)
+    return getattr(transformers, f"{name}Model")(config, add_pooling_layer=False)
+
+
+def counts_positions_from_ids(model):
+    return not isinstance(model, transformers.BertModel) and hasattr(model, "encoder")
 
 
 def gpt2(**changes):
@@ -61,6 +65,8 @@ ENCODERS = {
     "bert-relu-one-layer": lambda: bert(hidden_act="relu"),
     "roberta": roberta,
     "roberta-padding-id-3": lambda: roberta(pad_token_id=3),
+    "xlm-roberta": lambda: roberta("XLMRoberta"),
+    "camembert": lambda: roberta("Camembert"),
 }
 DECODERS = {
     "gpt2": gpt2,
@@ -140,7 +146,7 @@ def theirs(model, ids, mask=None, **more):
     arguments = {"input_ids": torch.tensor(ids), **more}
     if mask is not None:
         arguments["attention_mask"] = torch.tensor(mask, dtype=torch.long)
-        if not isinstance(model, transformers.RobertaModel):
+        if not counts_positions_from_ids(model):
             arguments["position_ids"] = torch.tensor(np.maximum(np.cumsum(mask, axis=1) - 1, 0))
     with torch.no_grad():
         out = model(**arguments)
@@ -176,7 +182,7 @@ def test_results(name, tmp_path, implementation):
 def test_padded_results(name, side, tmp_path):
     model = randomised({**ENCODERS, **DECODERS}[name]())
     ids, mask = padded(side)
-    if isinstance(model, transformers.RobertaModel):  # it counts positions from ids
+    if counts_positions_from_ids(model):
         ids[mask == 0] = model.config.pad_token_id
     require_close(models.load(saved(model, tmp_path))(ids, mask), theirs(model, ids, mask), mask)
 
