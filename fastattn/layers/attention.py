@@ -286,7 +286,7 @@ class MultiHeadAttention(AttentionParameters):
                 k, v = add_extra_keys(options, length, k, v, self._extra_keys())
             mixed = calls.scratch("mixed", len(x), self._width, x.dtype)
             by_head = mixed.reshape(batch, length, self.num_heads, self._head_dim).transpose(0, 2, 1, 3)
-            calls.attention(FUNC, q, k, v, by_head, options)
+            calls.attention(FUNC, q, k, v, by_head, options, made_here=keys_values is None)
         gated = calls.gate(product[:, : self._width], mixed) if self.output_gate else mixed
         out = calls.linear(gated, self.out_proj.packed_weight, self.out_proj.bias_vector, None, residual)
         weights = None

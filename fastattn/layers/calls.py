@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._args import FLOAT64
+from fastattn._args import FLOAT64, AttentionArgs
 from fastattn._check import attention_args
 from fastattn._inputs import as_array
 from fastattn._ops_args import LinearArgs, RowsArgs, data
@@ -110,8 +110,24 @@ def gate(x: Array, up: Array) -> Array:
     return out
 
 
-def attention(func: str, q: Array, k: Array, v: Array, out: Array, options: dict[str, Any]) -> None:
-    """`fastattn.attention` into `out`, a new array of the result's shape and dtype in any strides."""
-    args = attention_args(func, q, k, v, **options)
-    args.out = out
+def attention(
+    func: str, q: Array, k: Array, v: Array, out: Array, options: dict[str, Any], made_here: bool
+) -> None:
+    """`fastattn.attention` into `out`, a new array of the result's shape and dtype in any strides.
+
+    q, k and v have four axes; `made_here` says that they are heads that a layer has projected.
+    """
+    if options or not made_here or k.dtype != q.dtype or v.shape[2] != k.shape[2]:
+        args = attention_args(func, q, k, v, **options)
+        args.out = out
+    else:  # nothing is left to check, which would be a third of a small layer's Python
+        args = AttentionArgs()
+        batch, args.heads_q, args.len_q, args.head_dim = q.shape
+        _, args.heads_kv, args.len_k, args.head_dim_v = v.shape
+        args.batch_shape = (batch,)
+        args.q, args.k, args.v, args.out, args.result = q, k, v, out, out
+        args.scale, args.softcap = args.head_dim**-0.5, 0.0
+        args.lse = args.mask = args.bias = args.alibi_slopes = args.sinks = None
+        args.row_begin = args.row_end = args.q_position = None
+        args.num_threads, args.copies = _backend.get_num_threads(), ()
     _backend.run(args, None)
