@@ -11,6 +11,7 @@ from conftest import COMPILED, child_environment, each_isa, forced
 import fastattn
 from fastattn import _backend
 from fastattn.__main__ import main
+from fastattn._bench import report as bench_report
 from fastattn._bench.cases import Shape, make_inputs
 
 SHAPE = Shape("config", batch=2, heads_q=8, heads_kv=2, len_q=200, len_k=500, head_dim=32)
@@ -223,6 +224,11 @@ def test_the_bench_s_threads(threads, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         main()
     assert f"--threads: expected 1 to {_backend.available_cpus()}, the CPUs" in capsys.readouterr().err
+
+
+def test_the_bench_says_that_the_machine_was_busy():
+    for share, said in ((0.5, ["", "BUSY MACHINE"]), (0.9, [])):
+        assert [line[:12] for line in bench_report._warning({"cpu_share": share})] == said
 
 
 def test_the_fallback_that_was_asked_for_does_not_warn(python):

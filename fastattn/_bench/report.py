@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 
 Json = dict[str, Any]
 
+# Least share of the CPU time that threads computing without a pause get where nothing else runs. On two CPUs
+# they got 0.89 to 0.99, and 0.3 to 0.6 beside one other program that computed.
+QUIET_SHARE = 0.8
+
 
 class Figures(NamedTuple):
     """What follows from one row's times, for fastattn or, where it was not compiled, for its fallback."""
@@ -48,7 +52,7 @@ def is_tiny(row: Json) -> bool:
 
 
 def text(report: Json) -> str:
-    parts = (_head, _tables, _speeds, _reasons, _medians)
+    parts = _head, _tables, _speeds, _reasons, _medians, _warning
     return "\n".join(line for part in parts for line in part(report))
 
 
@@ -175,6 +179,16 @@ def _medians(report: Json) -> Iterator[str]:
                     f"median {what}, {kind}: fixed shapes {form.format(fixed[what])}, "
                     f"fresh shapes {form.format(fresh[what])}{tuned}"
                 )
+
+
+def _warning(report: Json) -> Iterator[str]:
+    """Last, where it is read: that something else was running."""
+    if report["cpu_share"] < QUIET_SHARE:
+        yield ""
+        yield (
+            f"BUSY MACHINE: threads that computed without a pause got {report['cpu_share']:.0%} of the CPU"
+            f" time, other programs the rest. Neither times nor ratios of this run mean much."
+        )
 
 
 def _summary(report: Json, rows: list[Json]) -> dict[str, float]:

@@ -83,11 +83,18 @@ def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: 
                     "engines": compare(workers, problem, effort, folder, bar.update),
                 }
             )
-        for dtype, again in measure_limits(
-            workers, dtypes
-        ).items():  # a disturbed measurement is too low, never too high
-            limits[dtype] = {unit: max(value, again[unit]) for unit, value in limits[dtype].items()}
-    return {"engines": engines, "limits": limits, "rows": rows, "left_out": left_out}
+        again = measure_limits(workers, dtypes)
+    shares = [limit["cpu_share"] for found in (limits, again) for limit in found.values()]
+    return {
+        "engines": engines,
+        "limits": {  # a disturbed measurement is too low, never too high
+            dtype: {unit: max(limits[dtype][unit], again[dtype][unit]) for unit in ("flops", "bytes")}
+            for dtype in limits
+        },
+        "cpu_share": min(shares, default=1.0),
+        "rows": rows,
+        "left_out": left_out,
+    }
 
 
 def compare(
@@ -125,7 +132,7 @@ def compare(
 
 
 def measure_limits(workers: dict[str, WorkerProcess], dtypes: list[str]) -> dict[str, Json]:
-    """FLOP/s and bytes/s that the machine can reach, by dtype; empty without the extension."""
+    """FLOP/s, bytes/s and the share of CPU time to be had here, by dtype; empty without the extension."""
     if "fastattn" not in workers:
         return {}
     return {dtype: workers["fastattn"].ask("limits", dtype=dtype) for dtype in dtypes}
@@ -151,9 +158,8 @@ def progress(total: int) -> Any:
         sys.exit(
             "The bench shows its progress with tqdm, which is not installed: pip install 'fastattn[bench]'"
         )
-    return tqdm(
-        total=total, leave=False, bar_format="{percentage:3.0f}% {bar:30} {elapsed}<{remaining}  {desc}"
-    )
+    form = "{percentage:3.0f}% {bar:30} {elapsed}<{remaining}  {desc}"
+    return tqdm(total=total, leave=False, bar_format=form, disable=None)  # None: unless it is a terminal
 
 
 def cpu_name() -> str:

@@ -110,11 +110,12 @@ class Worker:
         from fastattn import _core
 
         # Narrow types are computed in float32 where there are no instructions for their products.
-        flops = 0.0 if dtype in ("float16", "int8") else _core.fma_peak(dtype, self.threads)
-        return {
-            "flops": flops or _core.fma_peak("float32", self.threads),
-            "bytes": _core.read_bandwidth(self.threads),
-        }
+        narrow = dtype in ("float16", "int8") or not _core.fma_peak(dtype, self.threads)
+        bandwidth = _core.read_bandwidth(self.threads)
+        wall, cpu = time.perf_counter(), time.process_time()  # now that all threads are awake
+        flops = _core.fma_peak("float32" if narrow else dtype, self.threads)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        return {"flops": flops, "bytes": bandwidth, "cpu_share": cpu / (self.threads * wall)}
 
 
 def main(suite: str, engine: str, threads: str) -> None:
