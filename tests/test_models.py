@@ -7,7 +7,7 @@ import tiny_models as tiny
 from tiny_models import CONFIGS, DECODERS, ENCODERS, VOCAB
 
 from fastattn import models, ops
-from fastattn.models import decoder, weights
+from fastattn.models import decoder, padding, weights
 from fastattn.models.sampling import Sampler
 
 KINDS = list(CONFIGS)
@@ -35,6 +35,18 @@ def test_results_are_those_of_plain_numpy(kind, tmp_path, implementation):
     exact = models.load(tmp_path, dtype="float64")(ids)
     assert exact.dtype == np.float64
     np.testing.assert_allclose(exact, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, implementation, monkeypatch):
+    """Large results go to the same few arrays in turn, small ones to new ones."""
+    model = loaded(tmp_path, kind)
+    ids = some_ids(2, 11)
+    mask = np.arange(11) < np.array([[11], [4]])
+    small = model(ids), model(ids, mask)[mask]
+    monkeypatch.setattr(padding, "_LEAST", 0)
+    np.testing.assert_array_equal(model(ids), small[0])
+    np.testing.assert_array_equal(model(ids, mask)[mask], small[1])
 
 
 @pytest.mark.parametrize(("weights_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.06)])

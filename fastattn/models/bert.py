@@ -13,6 +13,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args import lane_dtype
+from fastattn._inputs import integer
 from fastattn.attention import attention
 from fastattn.models import padding
 from fastattn.models.activations import ACTIVATIONS
@@ -20,7 +21,7 @@ from fastattn.models.pooling import Pooling
 from fastattn.models.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from numpy.typing import ArrayLike
@@ -144,7 +145,7 @@ class Bert:
 
     def embed(
         self,
-        texts: Sequence[str],
+        texts: Iterable[str],
         *,
         batch_size: int = 32,
         pooling: str | None = None,
@@ -155,7 +156,7 @@ class Bert:
 
         Parameters
         ----------
-        texts : sequence of str
+        texts : iterable of str
             What is longer than the model's longest sequence is cut.
         batch_size : int, default 32
             Texts at a time; those of similar length go together, so that there is little padding.
@@ -178,14 +179,14 @@ class Bert:
         ModelError
             If the folder has no tokenizer.json, or a malformed one.
         """
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise TypeError("embed(): texts is no sequence of strings")
-        if batch_size < 1:
-            raise ValueError(f"embed(): batch_size is {batch_size}; expected at least 1")
+        lines = list(texts)
+        if isinstance(texts, str) or not all(isinstance(line, str) for line in lines):
+            raise TypeError("embed(): texts holds something else than strings, or is one; expected several")
+        batch_size = integer("embed", "batch_size", batch_size, 1)
         pool = self.pooling.changed("embed", pooling, normalize)
-        encoded = self.text.encode(texts)
-        vectors = np.empty((len(texts), self.hidden_size), lane_dtype(self.dtype))
-        order = sorted(range(len(texts)), key=lambda i: -len(encoded[i]))
+        encoded = self.text.encode(lines)
+        vectors = np.empty((len(lines), self.hidden_size), lane_dtype(self.dtype))
+        order = sorted(range(len(lines)), key=lambda i: -len(encoded[i]))
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             ids, mask = padding.pad([encoded[i] for i in chosen])

@@ -146,7 +146,7 @@ class Config:
 
 
 def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
-    """Ids that end a text: `eos_token_id` of generation_config.json, or where that says none, of config.json."""
+    """Ids that end a text: `eos_token_id` of generation_config.json, or if that has none, of config.json."""
     path = folder / "generation_config.json"
     said = Config(path, read_json(path)).token_ids("eos_token_id") if path.is_file() else ()
     return said or config.token_ids("eos_token_id")
