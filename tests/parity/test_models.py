@@ -1,5 +1,6 @@
 """Models against `transformers`: tiny ones with random weights, made, saved and loaded here; no download."""
 
+import os
 import warnings
 
 import numpy as np
@@ -345,7 +346,12 @@ def test_what_may_be_drawn(temperature, top_k, top_p):
 
 
 def test_minilm_hidden_states(implementation):
-    folder = example.model_folder()
+    try:
+        folder = example.model_folder()
+    except FileNotFoundError as error:
+        if os.environ.get("FASTATTN_REQUIRE_MODEL") == "1":
+            raise
+        pytest.skip(str(error))
     model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
     batch = transformers.AutoTokenizer.from_pretrained(folder)(example.SENTENCES, padding="longest")
     ids, mask = np.array(batch["input_ids"]), np.array(batch["attention_mask"])
