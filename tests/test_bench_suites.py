@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from fastattn import __main__ as cli
 from fastattn._bench import model_files, model_problem, report, run
 from fastattn._bench.layer_problem import LayerProblem, LayerShape
 from fastattn._bench.model_problem import ModelProblem
@@ -144,3 +145,12 @@ def test_the_large_decoder_has_a_billion_weights():
     assert model_problem.DECODER.layers == 16
     assert model_problem.DECODER.vocab == 128256
     assert 1.2e9 < weights < 1.25e9
+
+
+@pytest.mark.parametrize(
+    ("suite", "dtype"), [("attention", "int8"), ("layers", "float64"), ("models", "float16")]
+)
+def test_a_type_that_a_suite_lacks_is_refused(monkeypatch, capsys, suite, dtype):
+    monkeypatch.setattr("sys.argv", ["fastattn", "bench", "--suite", suite, "--dtype", dtype])
+    assert cli.main() == 2
+    assert f"--suite {suite} has no {dtype}" in capsys.readouterr().err

@@ -194,15 +194,14 @@ def plan(dtype: str | None, quick: bool, seed: int, folder: Path) -> list[Sectio
     def section(title: str, shapes: Any, dtype: str) -> Section:
         return Section(f"{title}, {dtype}", [LayerProblem(shape, "plain", dtype, seed) for shape in shapes])
 
-    chosen = DTYPES if dtype is None else (dtype,)
     sections = []
-    for name in chosen:
-        few = quick and name != "float32"
-        sections.append(
-            section("linear", MATRICES[1:2] if few else MATRICES[:3] if quick else MATRICES, name)
-        )
+    for name in DTYPES if dtype is None else (dtype,):
+        main = name == "float32"
+        matrices = MATRICES if not quick else MATRICES[:3] if main else MATRICES[1:2]
+        sections.append(section("linear", matrices, name))
+        if main:
+            sections.append(section("layer", (*(QUICK_ENCODERS if quick else ENCODERS), *DECODERS), name))
         sections.append(section("one row", VECTORS[:1] if quick else VECTORS, name))
-    if "float32" in chosen:
-        sections.append(section("layer", (*(QUICK_ENCODERS if quick else ENCODERS), *DECODERS), "float32"))
-        sections.append(section("one pass", PASSES[::2] if quick else PASSES, "float32"))
+        if main:
+            sections.append(section("one pass", PASSES[::2] if quick else PASSES, name))
     return sections

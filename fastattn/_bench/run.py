@@ -80,7 +80,9 @@ def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: 
                     "dtype": problem.dtype,
                     "unit": problem.unit,
                     "work": problem.work,
-                    "engines": compare(workers, problem, effort, folder, bar.update),
+                    "engines": compare(
+                        workers, problem, effort, folder, bar.update, start + effort.budget
+                    ),
                 }
             )
         again = measure_limits(workers, dtypes)
@@ -98,9 +100,14 @@ def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: 
 
 
 def compare(
-    workers: dict[str, WorkerProcess], problem: AnyProblem, effort: Effort, folder: Path, tick: Any
+    workers: dict[str, WorkerProcess],
+    problem: AnyProblem,
+    effort: Effort,
+    folder: Path,
+    tick: Any,
+    end: float,
 ) -> dict[str, Json]:
-    """Every engine on one problem: who can do it, then rounds in which each is timed once."""
+    """Every engine on one problem: who can do it, then rounds of one time each, but one after `end`."""
 
     def ask(name: str, do: str, **arguments: Any) -> Json:
         try:
@@ -116,6 +123,8 @@ def compare(
     tick()
     timings: dict[str, list[float]] = {name: [] for name, answer in answers.items() if "seconds" in answer}
     for index in range(effort.rounds):
+        if index and time.monotonic() > end:
+            break
         for name, times in timings.items():
             if times and index * max(times[-1], effort.seconds) > effort.most:
                 continue  # a slow engine gets fewer rounds
