@@ -23,7 +23,7 @@ SUITES = {
         layer_problem.LayerProblem.from_list,
         layer_problem.DTYPES,
         "rows, in, out of a weight; batch, length, width of a layer",
-        "about three minutes",
+        "about five minutes",
     ),
     "models": Suite(
         model_engines.ENGINES,
@@ -31,6 +31,6 @@ SUITES = {
         model_problem.ModelProblem.from_list,
         model_problem.DTYPES,
         "batch, length",
-        "about ten minutes",
+        "about a quarter of an hour",
     ),
 }
