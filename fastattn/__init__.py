@@ -3,6 +3,7 @@
 `attention` is the function; `explain` and `show_config` say what runs.
 """
 
+from fastattn import layers, ops, positions, rope
 from fastattn._backend import (
     FallbackWarning,
     available_isas,
@@ -27,7 +28,11 @@ __all__ = [
     "available_isas",
     "explain",
     "get_num_threads",
+    "layers",
     "merge_states",
+    "ops",
+    "positions",
+    "rope",
     "scaled_dot_product_attention",
     "set_num_threads",
     "show_config",

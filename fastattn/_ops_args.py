@@ -51,10 +51,10 @@ class RowsArgs:
 
 def data(func: str, name: str, x: Any) -> Array:
     """`x` as a floating array of at least one dimension that the kernels can read."""
-    array = readable(float_array(func, name, x), name, [], "the last axis")
+    array = float_array(func, name, x)
     if array.ndim == 0:
         raise ValueError(f"{func}(): {name} has shape (); expected (..., features)")
-    return array
+    return readable(array, name, [], "the last axis")
 
 
 def rows(array: Array) -> Array:

@@ -14,14 +14,13 @@ import numpy as np
 from fastattn._inputs import float_array
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import ArrayLike
 
     from fastattn._args import Array
 
 PANEL_BYTES = 128
 _ALIGNMENT = 64
+_ALL = slice(None)
 WEIGHT_DTYPES = ("float32", "float64", "bfloat16", "int8")
 
 
@@ -46,10 +45,17 @@ class PackedLinear:
 
     __slots__ = ("dtype", "gated", "in_features", "out_features", "panels", "scales")
 
-    def __init__(self, in_features: int, out_features: int, dtype: str, panels: Array, scales: Array | None):
-        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        gated: bool,
+        dtype: str,
+        panels: Array,
+        scales: Array | None,
+    ):
+        self.in_features, self.out_features, self.gated, self.dtype = in_features, out_features, gated, dtype
         self.panels, self.scales = panels, scales
-        self.gated = len(panels) > n_panels(out_features, columns(dtype))
         for array in (panels, scales):
             if array is not None:
                 array.flags.writeable = False
@@ -63,38 +69,32 @@ class PackedLinear:
         """Bytes of memory that the weights take."""
         return int(self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes))
 
-    def panel_blocks(self, panels_at_once: int) -> Iterator[tuple[int, Array]]:
-        """(first panel, (panels, in_features, columns) as floats), block by block."""
-        for first in range(0, len(self.panels), panels_at_once):
-            block = self.panels[first : first + panels_at_once]
-            if self.dtype == "bfloat16":
-                pairs = block.transpose(0, 1, 3, 2).reshape(len(block), -1, block.shape[2])
-                block = from_bfloat16_bits(pairs[:, : self.in_features])
-            elif self.scales is not None:
-                block = block * self.scales[first : first + panels_at_once, None, :]
-            yield first, block
+    def floats(self, which: slice = _ALL) -> Array:
+        """Some of the panels, (panels, in_features, columns), as floating numbers."""
+        panels = self.panels[which]
+        if self.scales is not None:
+            return np.asarray(panels * self.scales[which, None, :])
+        if self.dtype == "bfloat16":
+            count, pairs, width, _ = panels.shape
+            rows = panels.swapaxes(2, 3).reshape(count, 2 * pairs, width)
+            return from_bfloat16_bits(rows[:, : self.in_features])
+        return panels
 
     def unpack(self) -> Array:
         """The weight, (out_features, in_features), or (2, out_features, in_features): gate and up.
 
         In float64 if it is stored so, else in float32, which holds the other types exactly.
         """
-        n_maps = 1 + self.gated
-        _, panels = next(self.panel_blocks(max(1, len(self.panels))), (0, np.empty((0, 0, 0), np.float32)))
-        width = columns(self.dtype)
-        maps = panels.reshape(-1, n_maps, self.in_features, width).transpose(1, 0, 3, 2)
-        weight = maps.reshape(n_maps, -1, self.in_features)[:, : self.out_features].copy()
+        n_maps, width, k = 1 + self.gated, columns(self.dtype), self.in_features
+        count = len(self.panels) // n_maps
+        maps = self.floats().reshape(count, n_maps, k, width).transpose(1, 0, 3, 2)
+        weight = maps.reshape(n_maps, count * width, k)[:, : self.out_features].copy()
         return weight if self.gated else weight[0]
 
 
 def columns(dtype: str) -> int:
     """Output features of a panel; int8 is widened to float32 on the way to the kernel."""
     return PANEL_BYTES // (8 if dtype == "float64" else 4)
-
-
-def n_panels(out_features: int, width: int) -> int:
-    """Panels of one map."""
-    return -(-out_features // width)
 
 
 def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None = None) -> PackedLinear:
@@ -127,7 +127,7 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
     lane = np.float64 if dtype == "float64" else np.float32
     out_features, in_features = maps[0].shape
     width = columns(dtype)
-    count = n_panels(out_features, width)
+    count = -(-out_features // width)
 
     # (maps, panels, columns, in_features), then in the order of the panels
     padded = np.zeros((len(maps), count * width, in_features), lane)
@@ -140,14 +140,16 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
             raise ValueError("pack(): weight has values that are not finite; expected finite ones for int8")
         scales = (largest / 127).astype(np.float32)
         padded = np.rint(padded / np.where(scales == 0, 1, scales)[..., None])
-        scales = scales.reshape(len(maps), count, width).swapaxes(0, 1).reshape(-1, width)
+        scales = scales.reshape(len(maps), count, width).swapaxes(0, 1).reshape(len(maps) * count, width)
     order = padded.reshape(len(maps), count, width, in_features).transpose(1, 0, 3, 2)
     panels: Array = order.reshape(len(maps) * count, in_features, width)
     if dtype == "bfloat16":
-        bits = np.zeros((len(panels), in_features + in_features % 2, width), np.uint16)
+        pairs = (in_features + 1) // 2
+        bits = np.zeros((len(panels), 2 * pairs, width), np.uint16)
         bits[:, :in_features] = to_bfloat16_bits(panels)
-        panels = bits.reshape(len(panels), -1, 2, width).swapaxes(2, 3)
-    return PackedLinear(in_features, out_features, dtype, _aligned(panels, _STORED[dtype]), scales)
+        panels = bits.reshape(len(panels), pairs, 2, width).swapaxes(2, 3)
+    panels = _aligned(panels, _STORED[dtype])
+    return PackedLinear(in_features, out_features, gate is not None, dtype, panels, scales)
 
 
 _STORED = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "int8": np.int8}

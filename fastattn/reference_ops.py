@@ -50,7 +50,8 @@ def linear(args: LinearArgs) -> None:
     for row in range(0, len(out), _BLOCK_ROWS):
         rows = slice(row, row + _BLOCK_ROWS)
         x = args.x[rows].astype(lane, copy=False)
-        for first, panels in weight.panel_blocks(_BLOCK_PANELS):
+        for first in range(0, len(weight.panels), _BLOCK_PANELS):
+            panels = weight.floats(slice(first, first + _BLOCK_PANELS))
             count, _, width = panels.shape
             products = np.matmul(x, panels).reshape(count // n_maps, n_maps, len(x), width)
             maps = products.transpose(1, 2, 0, 3).reshape(n_maps, len(x), -1)
@@ -71,6 +72,8 @@ def linear(args: LinearArgs) -> None:
 def rows(args: RowsArgs) -> None:
     """Fill args.out, and args.total where there is one."""
     lane = lane_dtype(args.out.dtype)
+    if not args.out.size:
+        return
     for row in range(0, len(args.out), _BLOCK_ROWS):
         block = slice(row, row + _BLOCK_ROWS)
         x = args.x[block].astype(lane, copy=False)

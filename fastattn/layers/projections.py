@@ -35,7 +35,8 @@ class Stack(NamedTuple):
         panels = slice(begin // width, -(-end // width))
         weight = self.weight
         scales = None if weight.scales is None else weight.scales[panels]
-        packed = PackedLinear(weight.in_features, end - begin, weight.dtype, weight.panels[panels], scales)
+        features = weight.in_features, end - begin
+        packed = PackedLinear(*features, False, weight.dtype, weight.panels[panels], scales)
         bias = None if self.bias is None else self.bias[begin:end]
         begins = [b - begin for b in self.begins[first:last]]
         return _stacked(packed, bias, begins, self.sizes[first:last])

@@ -1,0 +1,317 @@
+"""The layers' operations against float64, on every instruction set and on the fallback."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import forced
+
+from fastattn import ops
+from fastattn.packed import WEIGHT_DTYPES
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
+EPS = {np.dtype(np.float32): 2**-23, np.dtype(np.float64): 2**-52, np.dtype(np.float16): 2**-10, BF16: 2**-7}
+# Sizes around the kernels' rows (6, 12, 96), panels (16, 32) and depth (256).
+SHAPES = [
+    (1, 1, 1),
+    (5, 33, 31),
+    (6, 64, 32),
+    (7, 65, 17),
+    (12, 255, 65),
+    (13, 257, 96),
+    (97, 513, 40),
+    (2, 700, 300),
+]
+ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x * (0.5 + 0.5 * np.tanh(x / 2)),
+    "sigmoid": lambda x: 0.5 + 0.5 * np.tanh(x / 2),
+}
+
+
+def normal(rng, *shape, dtype=np.float32):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def close(actual, expected, bound, dtype):
+    """Within `bound`, absolute, float64 (or an array of it), and one rounding to dtype; and not all zero."""
+    assert actual.dtype == dtype
+    assert actual.shape == expected.shape
+    error = np.abs(actual.astype(np.float64) - expected)
+    smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    allowed = bound + np.abs(expected) * EPS[np.dtype(dtype)] + smallest
+    assert (error <= allowed).all(), f"{(error / allowed).max():.3g} of the bound"
+    assert expected.size == 0 or np.count_nonzero(actual) > actual.size // 3
+
+
+def dot_bound(x, weight, dtype, weight_dtype="float32"):
+    """Rounding of a sum of k products: that of a random walk, eight standard deviations out."""
+    unit = EPS[np.dtype(np.float64)] if dtype == np.float64 else EPS[np.dtype(np.float32)]
+    terms = np.sqrt(np.square(x.astype(np.float64)) @ np.square(weight.astype(np.float64)).T)
+    bound = 8 * unit * math.sqrt(x.shape[-1]) * (terms + 1)
+    if weight_dtype == "bfloat16":  # x rounds to bfloat16 where there is a dot product of them
+        bound = bound + 4 * 2**-8 * terms
+    return bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear(implementation, shape, dtype):
+    rows, k, n = shape
+    rng = np.random.default_rng(rows)
+    weight_dtype = np.float64 if dtype == np.float64 else np.float32
+    x, weight = normal(rng, rows, k, dtype=dtype), normal(rng, n, k, dtype=weight_dtype)
+    bias = normal(rng, n, dtype=weight_dtype)
+    actual = ops.linear(x, ops.pack(weight), bias)
+    close(actual, x.astype(float) @ weight.astype(float).T + bias, dot_bound(x, weight, dtype), dtype)
+
+
+@pytest.mark.parametrize("weight_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear_with_narrow_weights(implementation, shape, dtype, weight_dtype):
+    rows, k, n = shape
+    rng = np.random.default_rng(rows)
+    x = normal(rng, rows, k, dtype=dtype)
+    packed = ops.pack(normal(rng, n, k), dtype=weight_dtype)
+    weight = packed.unpack()
+    expected = x.astype(float) @ weight.astype(float).T
+    close(ops.linear(x, packed), expected, dot_bound(x, weight, dtype, weight_dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_linear_epilogue(implementation, activation, gated, dtype):
+    rng = np.random.default_rng(1)
+    x, weight, gate = (
+        normal(rng, 14, 70, dtype=dtype),
+        normal(rng, 45, 70, dtype=dtype),
+        normal(rng, 45, 70, dtype=dtype),
+    )
+    bias, residual = normal(rng, 1 + gated, 45, dtype=dtype), normal(rng, 14, 45, dtype=dtype)
+    packed = ops.pack(weight, gate=gate if gated else None)
+    first = x.astype(float) @ (gate if gated else weight).astype(float).T + bias[0]
+    expected = ACTIVATIONS[activation](first)
+    bound = 2 * dot_bound(x, gate if gated else weight, dtype)
+    if gated:
+        second = x.astype(float) @ weight.astype(float).T + bias[1]
+        bound = bound * (np.abs(second) + 1) + dot_bound(x, weight, dtype) * (np.abs(expected) + 1)
+        expected = expected * second
+    expected = expected + residual
+    actual = ops.linear(x, packed, bias if gated else bias[0], activation=activation, residual=residual)
+    close(actual, expected, bound, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name])
+def test_activate(implementation, activation, dtype):
+    x = np.linspace(-9, 9, 1003).astype(dtype).reshape(17, 59)
+    with np.errstate(under="ignore"):
+        expected = ACTIVATIONS[activation](x.astype(float))
+    unit = EPS[np.dtype(np.float64)] if dtype == np.float64 else EPS[np.dtype(np.float32)]
+    bound = 2 * unit * (np.abs(x.astype(float)) + 1)
+    close(ops.activate(x, activation), expected, bound, dtype)
+    up = x[::-1]
+    close(ops.activate(x, activation, up=up), expected * up.astype(float), 10 * bound, dtype)
+
+
+def test_activations_of_what_is_not_finite(implementation):
+    x = np.array([[np.nan, np.inf, -np.inf, 0.0, -0.0]], np.float32)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(ops.activate(x, "relu"), [[np.nan, np.inf, 0, 0, 0]])
+        np.testing.assert_array_equal(ops.activate(x, "sigmoid"), [[np.nan, 1, 0, 0.5, 0.5]])
+        for name in ("gelu", "gelu_tanh", "silu"):
+            np.testing.assert_array_equal(ops.activate(x, name)[0, [0, 1, 3, 4]], [np.nan, np.inf, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 64, 65, 300, 1000])
+def test_norms(implementation, n, dtype):
+    rng = np.random.default_rng(n)
+    x, residual = normal(rng, 9, n, dtype=dtype) + dtype.type(2), normal(rng, 9, n, dtype=dtype)
+    weight, bias = normal(rng, n, dtype=np.float64), normal(rng, n, dtype=np.float64)
+    if dtype != np.float64:
+        weight, bias = weight.astype(np.float32), bias.astype(np.float32)
+    z = x.astype(float) + residual.astype(float)
+    unit = EPS[np.dtype(np.float64)] if dtype == np.float64 else EPS[np.dtype(np.float32)]
+    centered = (z - z.mean(-1, keepdims=True)) / np.sqrt(z.var(-1, keepdims=True) + 1e-5)
+    # z rounds once before its mean is taken away, relative to the standard deviation that divides it
+    spread = np.abs(z).max(-1, keepdims=True) / np.sqrt(z.var(-1, keepdims=True) + 1e-5)
+    bound = 8 * unit * (spread + np.abs(centered)) * np.abs(weight)
+    out, total = ops.layer_norm(x, weight, bias, residual=residual, return_sum=True)
+    if n > 1:
+        close(out, centered * weight + bias, bound + 2 * unit * np.abs(bias), dtype)
+    close(total, z, 0 * z, dtype)
+    scaled = z / np.sqrt(np.square(z).mean(-1, keepdims=True) + 1e-6) * weight
+    close(ops.rms_norm(x, weight, residual=residual), scaled, 8 * unit * np.abs(scaled), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax(implementation, dtype):
+    x = (3 * np.random.default_rng(0).standard_normal((3, 11, 37))).astype(dtype)
+    x[0, 0] = -np.inf
+    x[0, 1, 5:] = -np.inf
+    x[0, 2, 3] = np.nan
+    z = x.astype(float)
+    with np.errstate(invalid="ignore"):
+        expected = np.exp(z - z.max(-1, keepdims=True))
+        expected /= expected.sum(-1, keepdims=True)
+    expected[0, 0] = 0
+    actual = ops.softmax(x)
+    assert np.isnan(actual[0, 2].astype(float)).all()
+    expected[0, 2] = actual[0, 2] = 1
+    unit = EPS[np.dtype(np.float64)] if dtype == np.float64 else EPS[np.dtype(np.float32)]
+    close(actual, expected, 16 * unit * expected, dtype)
+
+
+def test_any_strides_and_leading_dimensions(implementation):
+    rng = np.random.default_rng(2)
+    whole, weight = normal(rng, 4, 6, 80), normal(rng, 24, 40)
+    packed = ops.pack(weight)
+    for x in (whole[:, :, :40], whole[::-1, 1::2, 40:], whole[..., ::2], whole[0, 0, :40], whole[:0, :, :40]):
+        expected = ops.linear(np.ascontiguousarray(x), packed)
+        np.testing.assert_array_equal(ops.linear(x, packed), expected)
+        assert expected.shape == (*x.shape[:-1], 24)
+    wide = np.zeros((4, 6, 64), np.float32)
+    result = ops.linear(whole[:, :, :40], packed, out=wide[..., 8:32])
+    np.testing.assert_array_equal(wide[..., 8:32], ops.linear(whole[:, :, :40], packed))
+    assert np.shares_memory(result, wide)
+    assert not wide[..., :8].any()
+    assert not wide[..., 32:].any()
+
+
+def test_residual_may_be_the_result(implementation):
+    rng = np.random.default_rng(3)
+    x, packed, residual = normal(rng, 30, 50), ops.pack(normal(rng, 20, 50)), normal(rng, 30, 20)
+    expected = ops.linear(x, packed, residual=residual)
+    assert ops.linear(x, packed, residual=residual, out=residual) is residual
+    np.testing.assert_array_equal(residual, expected)
+
+
+def test_empty(implementation):
+    packed = ops.pack(np.ones((3, 0), np.float32))
+    np.testing.assert_array_equal(
+        ops.linear(np.ones((2, 0), np.float32), packed, [1.0, 2, 3]), [[1, 2, 3]] * 2
+    )
+    assert ops.linear(np.ones((2, 5), np.float32), ops.pack(np.ones((0, 5), np.float32))).shape == (2, 0)
+    assert ops.layer_norm(np.ones((2, 0), np.float32)).shape == (2, 0)
+    assert ops.softmax(np.ones((0, 4), np.float32)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
+def test_bits_depend_on_the_row_alone(implementation, weight_dtype):
+    rng = np.random.default_rng(4)
+    dtype = np.float64 if weight_dtype == "float64" else np.float32
+    x, packed = normal(rng, 300, 520, dtype=dtype), ops.pack(normal(rng, 200, 520), dtype=weight_dtype)
+    whole = ops.linear(x, packed, num_threads=1)
+    np.testing.assert_array_equal(ops.linear(x, packed, num_threads=3), whole)
+    if implementation != "numpy":  # whose BLAS chooses by shape
+        np.testing.assert_array_equal(ops.linear(x[7:12], packed), whole[7:12])
+    norm = ops.layer_norm(x, num_threads=1)
+    np.testing.assert_array_equal(ops.layer_norm(x, num_threads=3), norm)
+    np.testing.assert_array_equal(ops.layer_norm(x[5]), norm[5])
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (31, 7), (64, 33), (0, 4), (3, 0)], ids=str)
+def test_packing_loses_nothing_but_what_rounds(shape, dtype):
+    rng = np.random.default_rng(5)
+    weight, gate = normal(rng, *shape), normal(rng, *shape)
+    packed = ops.pack(weight, gate=gate, dtype=dtype)
+    back = packed.unpack()
+    assert back.shape == (2, *shape)
+    assert not packed.panels.flags.writeable
+    if dtype == "int8":
+        scales = np.abs(np.stack([gate, weight])).max(-1, initial=0) / 127
+        assert (np.abs(back - np.stack([gate, weight])) <= scales[..., None] * 0.501).all()
+    elif dtype == "bfloat16":
+        np.testing.assert_array_equal(back, np.stack([gate, weight]).astype(BF16).astype(np.float32))
+    else:
+        np.testing.assert_array_equal(back, np.stack([gate, weight]))
+    assert packed.nbytes >= packed.panels.nbytes
+
+
+def test_embedding():
+    table = np.arange(12, dtype=np.float32).reshape(4, 3)
+    np.testing.assert_array_equal(ops.embedding([[3, 0], [1, 1]], table), table[[[3, 0], [1, 1]]])
+    out = np.empty((2, 3), np.float32)
+    assert ops.embedding([2, 2], table, out=out) is out
+    np.testing.assert_array_equal(out, table[[2, 2]])
+
+
+X, W = np.ones((2, 4), np.float32), ops.pack(np.ones((3, 4), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: ops.linear(X, np.ones((3, 4))),
+            TypeError,
+            "weight is of type ndarray; expected what pack()",
+        ),
+        (lambda: ops.linear(X[:, :3], W), ValueError, r"x has shape \(2, 3\); expected \(..., 4\)"),
+        (lambda: ops.linear(X.astype(int), W), TypeError, "x has dtype int64; expected float32"),
+        (lambda: ops.linear(X.astype(float), W), TypeError, "x has dtype float64; expected float32, float16"),
+        (
+            lambda: ops.linear(X, W, np.ones(4, np.float32)),
+            ValueError,
+            r"bias has shape \(4,\); expected \(3,\)",
+        ),
+        (
+            lambda: ops.linear(X, W, activation="swish"),
+            ValueError,
+            "activation is 'swish'; expected one of relu",
+        ),
+        (
+            lambda: ops.linear(X, W, residual=X),
+            ValueError,
+            r"residual has shape \(2, 4\); expected the result's",
+        ),
+        (
+            lambda: ops.linear(X, W, out=np.ones((2, 4), np.float32)),
+            ValueError,
+            r"out has shape \(2, 4\); expected",
+        ),
+        (lambda: ops.linear(X, W, num_threads=0), ValueError, "num_threads is 0; expected 1 to"),
+        (lambda: ops.linear(X, W, backend="cuda"), ValueError, "backend is 'cuda'; expected one of"),
+        (lambda: ops.linear(np.float32(1), W), ValueError, r"x has shape \(\); expected \(..., features\)"),
+        (lambda: ops.pack(np.ones(3)), ValueError, r"weight has shape \(3,\); expected \(out_features, in"),
+        (
+            lambda: ops.pack(X, gate=X[:1]),
+            ValueError,
+            r"gate has shape \(1, 4\); expected weight's, \(2, 4\)",
+        ),
+        (lambda: ops.pack(X, dtype="int4"), ValueError, "dtype is 'int4'; expected one of float32"),
+        (lambda: ops.pack(X * np.inf, dtype="int8"), ValueError, "weight has values that are not finite"),
+        (lambda: ops.layer_norm(X, np.ones(3)), ValueError, r"weight has shape \(3,\); expected \(4,\)"),
+        (lambda: ops.layer_norm(X, eps=-1), ValueError, "eps is -1; expected 0 or more"),
+        (
+            lambda: ops.rms_norm(X, residual=X.astype(float)),
+            TypeError,
+            "residual has dtype float64; expected x's",
+        ),
+        (lambda: ops.activate(X, "tanh"), ValueError, "activation is 'tanh'; expected one of relu"),
+        (lambda: ops.softmax(X, out=X), ValueError, "out shares memory with x"),
+        (lambda: ops.embedding([4], X), ValueError, "ids has 4; expected 0 to 1"),
+        (lambda: ops.embedding([-1], X), ValueError, "ids has -1; expected 0 to 1"),
+        (lambda: ops.embedding([0.5], X), TypeError, "ids has dtype float64; expected integers"),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_layouts_are_one_for_all(implementation):
+    packed = ops.pack(np.eye(40, dtype=np.float32))
+    x = normal(np.random.default_rng(6), 3, 40)
+    with forced("numpy"):
+        expected = ops.linear(x, packed)
+    np.testing.assert_array_equal(ops.linear(x, packed), expected)
