@@ -217,6 +217,8 @@ def forced(
 
 def run(args: AttentionArgs, backend: str | None) -> None:
     """Compute `args` on `backend`, a checked name, or on the default one."""
+    if not args.out.size:  # no row: but there may be more batch items than anything could loop over
+        return
     if (backend or _settings.backend) == "compiled":
         _core.attention(args)
         return
@@ -227,6 +229,8 @@ def run(args: AttentionArgs, backend: str | None) -> None:
 
 def run_op(name: str, args: LinearArgs | RowsArgs, backend: str | None) -> None:
     """Compute a layer's operation on `backend`, a checked name, or on the default one."""
+    if not args.out.size:  # as above
+        return
     if (backend or _settings.backend) == "compiled":
         getattr(_core, name)(args)
         return

@@ -8,7 +8,7 @@ cimport numpy as cnp
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from cpython.object cimport PyObject
 from cython.parallel cimport prange, threadid
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport INT64_MAX, int64_t, uintptr_t
 from libc.string cimport memset
 
 import time
@@ -96,10 +96,23 @@ def compiler():
     return FA_COMPILER.decode()
 
 
-cdef fa_dtype _dtype(cnp.ndarray array):
-    cdef int64_t type_num = cnp.PyArray_TYPE(array)
-    return (FA_F32 if type_num == cnp.NPY_FLOAT else FA_F64 if type_num == cnp.NPY_DOUBLE
-            else FA_F16 if type_num == cnp.NPY_FLOAT16 else FA_BF16)
+cdef int _bfloat16 = -1  # its type number, which NumPy gives when ml_dtypes is imported
+
+
+cdef fa_dtype _dtype(cnp.ndarray array) except *:
+    global _bfloat16
+    cdef int type_num = cnp.PyArray_TYPE(array)
+    if type_num == cnp.NPY_FLOAT:
+        return FA_F32
+    if type_num == cnp.NPY_DOUBLE:
+        return FA_F64
+    if type_num == cnp.NPY_FLOAT16:
+        return FA_F16
+    if type_num != _bfloat16:
+        if array.dtype.name != "bfloat16":
+            raise TypeError(f"no kernel reads {array.dtype}")
+        _bfloat16 = type_num
+    return FA_BF16
 
 
 cdef void _set_array(fa_array *x, cnp.ndarray array, int core, tuple batch_shape, int64_t batch, int64_t *offsets):
@@ -114,7 +127,6 @@ cdef void _set_array(fa_array *x, cnp.ndarray array, int core, tuple batch_shape
     x.data = <char *>cnp.PyArray_DATA(array)
     x.batch = offsets
     x.head, x.row, x.col = step[0], step[1], step[2]
-    x.dtype = _dtype(array)
     for b in range(batch):
         rest, offset = b, 0
         for i in range(own):  # from the last batch axis to the first
@@ -132,15 +144,21 @@ cdef int64_t _n_batch(tuple batch_shape) except -1:
     return n
 
 
-cdef int64_t *_set_args(fa_attention_args *a, args) except NULL:
-    """Fill `a`; returns the batch tables it points into, for the caller to free."""
+cdef int64_t *_set_args(fa_attention_args *a, args, bint tabled) except NULL:
+    """Fill `a`; returns the batch tables it points into, empty unless `tabled`, for the caller to free."""
     cdef tuple batch_shape = args.batch_shape
-    cdef int64_t batch = _n_batch(batch_shape)
-    cdef int64_t *tables = <int64_t *>PyMem_RawMalloc(N_ARRAYS * (batch + 1) * sizeof(int64_t))
-    if tables == NULL:
-        raise MemoryError("attention(): no memory for the batch tables")
+    cdef int64_t batch
+    cdef int64_t *tables = NULL
     memset(a, 0, sizeof(fa_attention_args))
-    a.batch = batch
+    a.q.dtype, a.k.dtype, a.v.dtype, a.out.dtype = _dtype(args.q), _dtype(args.k), _dtype(args.v), _dtype(args.out)
+    if args.bias is not None:
+        a.bias.dtype = _dtype(args.bias)
+    a.batch = _n_batch(batch_shape)
+    batch = a.batch if tabled else 0
+    if batch < INT64_MAX // (N_ARRAYS * <int64_t>sizeof(int64_t)):
+        tables = <int64_t *>PyMem_RawMalloc(N_ARRAYS * (batch + 1) * sizeof(int64_t))
+    if tables == NULL:
+        raise MemoryError(f"attention(): no memory for the tables of {batch} batch items")
     a.heads_q, a.heads_kv = args.heads_q, args.heads_kv
     a.len_q, a.len_k = args.len_q, args.len_k
     a.head_dim, a.head_dim_v = args.head_dim, args.head_dim_v
@@ -244,7 +262,7 @@ def attention(args):
     """Compute `args.out` and, where given, `args.lse`."""
     cdef fa_attention_args a
     cdef Loop loop
-    cdef int64_t *tables = _set_args(&a, args)
+    cdef int64_t *tables = _set_args(&a, args, True)
     cdef int threads = args.num_threads if FA_OPENMP else 1
     cdef int64_t wave = 0, scratch_bytes
     cdef char *memory
@@ -282,7 +300,7 @@ def plan(args):
     """What would run on `args`."""
     cdef fa_attention_args a
     cdef fa_plan p
-    PyMem_RawFree(_set_args(&a, args))  # the plan looks at shapes and dtypes only
+    PyMem_RawFree(_set_args(&a, args, False))  # the plan looks at shapes and dtypes only
     fa_isa_kernels(_isa, a.q.dtype).plan(&a, args.num_threads, &p)
     return {
         "kernel": "dot" if p.kind == FA_DOT else "tile",

@@ -26,8 +26,23 @@ _native = {np.dtype(t) for t in (np.float32, np.float64, np.float16)}
 
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether `dtype` is float32, float64, float16 or bfloat16, in any byte order."""
+    # By type, as neither kind nor size tells: float8_e5m2 has kind "f", and longdouble may have 8 bytes.
     # bfloat16 is told by its name, so that ml_dtypes need not be imported.
-    return (dtype.kind == "f" and dtype.itemsize <= 8) or (dtype.name == "bfloat16" and dtype.itemsize == 2)
+    return dtype.type in (np.float32, np.float64, np.float16) or (
+        dtype.name == "bfloat16" and dtype.itemsize == 2
+    )
+
+
+def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
+    """`dtype` as one of the four floating types, in native byte order."""
+    error = TypeError(f"{func}(): dtype is {dtype!r}; expected float32, float64, float16 or bfloat16")
+    try:
+        result: np.dtype[Any] = np.dtype(dtype).newbyteorder("=")
+    except TypeError:
+        raise error from None
+    if not is_float(result):
+        raise error
+    return result
 
 
 def as_array(func: str, name: str, x: Any) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from fastattn._args import FLOAT64
-from fastattn._inputs import flag, float_array, integer, is_float, number
+from fastattn._inputs import flag, float_array, float_dtype, integer, number
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -21,18 +21,6 @@ if TYPE_CHECKING:
     from fastattn._args import Array, Ints
 
 _MAX_POSITION = 2**53  # as in attention: integers beyond are not exact in float64
-
-
-def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
-    """`dtype` as one of the four floating types, in native byte order."""
-    error = TypeError(f"{func}(): dtype is {dtype!r}; expected float32, float64, float16 or bfloat16")
-    try:
-        result: np.dtype[Any] = np.dtype(dtype).newbyteorder("=")
-    except TypeError:
-        raise error from None
-    if not is_float(result):
-        raise error
-    return result
 
 
 def sinusoidal(

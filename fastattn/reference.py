@@ -46,6 +46,8 @@ def attention(args: AttentionArgs) -> None:
 def weights(args: AttentionArgs) -> Array:
     """Probabilities (*batch, heads_q, len_q, len_k) in q's dtype."""
     result = np.zeros((*args.batch_shape, args.heads_q, args.len_q, args.len_k), args.q.dtype)
+    if not result.size:
+        return result
     group = args.heads_q // args.heads_kv
     for task in _tasks(args, block_q=max(1, _TILE_SCORES // (group * max(1, args.len_k)))):
         keys = task.keys()

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args import lane_dtype
-from fastattn._inputs import as_array, flag, float_array, require_broadcast, require_result
-from fastattn.positions import float_dtype
+from fastattn._inputs import as_array, flag, float_array, float_dtype, require_broadcast, require_result
 from fastattn.rope_scaling import RopeFrequencies
 
 if TYPE_CHECKING:

@@ -2,10 +2,12 @@
 
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import fastattn
+from fastattn import ops
 
 
 class Bad(NamedTuple):
@@ -257,3 +259,36 @@ def test_set_num_threads(call):
     with pytest.raises(call.error, match=rf"^set_num_threads\(\): {call.message}"):
         fastattn.set_num_threads(**call.arguments)
     assert fastattn.get_num_threads() == before
+
+
+# Of one byte each, one of them of kind "f": taken for bfloat16 they would be read past their ends.
+NARROW = [dtype for name in ml_dtypes.__all__ if isinstance(dtype := getattr(ml_dtypes, name), type)
+          and issubclass(dtype, np.generic) and dtype is not ml_dtypes.bfloat16]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=lambda dtype: dtype.__name__)
+def test_the_other_types_of_ml_dtypes(dtype):
+    assert len(NARROW) > 5
+    x, good = np.zeros((4, 4), dtype), np.ones((4, 4), np.float32)
+    packed = ops.pack(good)
+    for call in (
+        lambda: fastattn.attention(x, x, x),
+        lambda: fastattn.attention(good, x, x),
+        lambda: fastattn.attention(good, good, good, bias=x),
+        lambda: fastattn.attention(good, good, good, sinks=x[0, :1]),
+        lambda: fastattn.attention_weights(x, x),
+        lambda: fastattn.scaled_dot_product_attention(x, x, x),
+        lambda: fastattn.merge_states([x], [good[0]]),
+        lambda: ops.linear(x, packed),
+        lambda: ops.linear(good, packed, bias=x[0]),
+        lambda: ops.linear(good, packed, residual=x),
+        lambda: ops.pack(x),
+        lambda: ops.layer_norm(x),
+        lambda: ops.layer_norm(good, x[0]),
+        lambda: ops.rms_norm(x),
+        lambda: ops.softmax(x),
+        lambda: ops.activate(x, "relu"),
+        lambda: ops.embedding([0], x),
+    ):
+        with pytest.raises(TypeError, match=f"has dtype {np.dtype(dtype)}; expected"):
+            call()

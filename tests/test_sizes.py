@@ -7,6 +7,7 @@ import pytest
 from oracle import case, check, eps
 
 import fastattn
+from fastattn import ops
 from fastattn._bench.cases import DTYPES, Shape, as_dtype
 
 LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 127, 128, 129, 1000)
@@ -121,3 +122,19 @@ def test_head_dims_sweep(head_dim, head_dim_v, len_q, dtype, implementation):
 @pytest.mark.parametrize("head_dim", range(1, 132))
 def test_all_small_head_dims_sweep(head_dim, dtype, implementation):
     check_size(19, 21, head_dim, head_dim, dtype)
+
+
+def test_more_empty_items_than_memory(implementation):
+    """2**59 batch items of no row: nothing is allocated for them, and nothing walks through them."""
+    q, k = np.empty((2**59, 1, 0, 1), np.float32), np.ones((1, 1, 3, 1), np.float32)
+    out, lse = fastattn.attention(q, k, k, return_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+    assert fastattn.explain(q, k, k)["tiles"] == 0
+    assert fastattn.attention_weights(q, k).shape == (2**59, 1, 0, 3)
+    for shape in ((2**59, 0), (0, 2**59)):
+        x = np.empty(shape, np.float32)
+        for call in (ops.layer_norm, ops.rms_norm, ops.softmax, lambda x: ops.activate(x, "silu")):
+            assert call(x).shape == shape
+    nothing = ops.pack(np.empty((0, 1), np.float32))
+    x = np.broadcast_to(np.ones((1, 1), np.float32), (2**59, 1))
+    assert ops.linear(x, nothing).shape == (2**59, 0)
