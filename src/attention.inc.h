@@ -16,12 +16,18 @@
 
 #define TILES 8 /* most tiles of a task */
 
+/* Keys after which a tile's state becomes a partial, to be merged, at multiples of it, into that of the keys before: one
+ * accumulator adds up so many blocks and no more. 64 keys a block, 64 blocks: the fewest additions in a row. */
+#define PART_K (64 * BLOCK_K)
+
 /* One tile: its rows and their state. */
 typedef struct {
     row_block t;
     lane *qt, *ot;                   /* (head_dim), (head_dim_v) rows of pitch BLOCK_Q */
     lane *row_max, *row_sum, *slope; /* (BLOCK_Q) */
     int fresh;                       /* no block yet: ot holds nothing */
+    partial total;                   /* of the parts that are done */
+    int64_t parts;                   /* how many: PART_K */
 } tile_state;
 
 /* A thread's scratch. s, add, pairs have the row pitch BLOCK_Q. */
@@ -32,6 +38,7 @@ typedef struct {
     lane *rows;                            /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
     lane *k, *v, *clean;                   /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
     lane *alpha, *position, *begin, *end;  /* (BLOCK_Q) */
+    partial part;                          /* where `total` must not yet be written */
 } tile_scratch;
 
 /* Cuts up `memory` for so many tiles; returns the bytes it takes, also for memory == NULL. */
@@ -320,6 +327,39 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
     tile->fresh = 0;
 }
 
+/* The empty state of a tile. */
+INLINE void tile_reset(tile_state *tile)
+{
+    for (int64_t r = 0; r < BLOCK_Q; r++) {
+        tile->row_max[r] = -INFINITY;
+        tile->row_sum[r] = 0;
+    }
+    tile->fresh = 1;
+}
+
+/* Ends a part, if the tile has met keys since the last one, or none at all. */
+static void tile_end_part(const fa_attention_args *a, const tile_scratch *w, tile_state *tile)
+{
+    const partial *p = tile->parts ? &w->part : &tile->total;
+    const int64_t rows = tile->t.rows;
+    if (tile->fresh && tile->parts) return;
+    if (tile->fresh) memset(p->acc, 0, rows * p->acc_row * sizeof(lane));
+    else transpose(tile->ot, BLOCK_Q, a->head_dim_v, rows, p->acc, p->acc_row);
+    memcpy(p->row_max, tile->row_max, rows * sizeof(lane));
+    memcpy(p->row_sum, tile->row_sum, rows * sizeof(lane));
+    if (tile->parts == 1) partial_begin_merging(&tile->total);
+    if (tile->parts) partial_merge(&tile->total, p, rows);
+    tile->parts++;
+    tile_reset(tile);
+}
+
+/* All keys were met: leaves the tile's state in `total`. */
+static void tile_end(const fa_attention_args *a, const tile_scratch *w, tile_state *tile)
+{
+    tile_end_part(a, w, tile);
+    if (tile->parts > 1) partial_end_merging(&tile->total, tile->t.rows);
+}
+
 /* Ranges, queries and the empty state of a tile. */
 INLINE void tile_begin(const fa_attention_args *a, const modifiers *m, int dot, int64_t key_begin, int64_t key_end,
                        tile_state *tile)
@@ -331,17 +371,15 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *m, int dot, 
         t->last += t->last % 2 && t->last < key_end;
     }
     load_queries(a, t, dot, m->factor, tile->qt);
-    for (int64_t r = 0; r < BLOCK_Q; r++) {
-        tile->row_max[r] = -INFINITY;
-        tile->row_sum[r] = tile->slope[r] = 0;
-    }
+    for (int64_t r = 0; r < BLOCK_Q; r++) tile->slope[r] = 0;
     if (m->alibi) {
         EACH_ROW(t, r, id) tile->slope[r] = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0);
     }
-    tile->fresh = 1;
+    tile->parts = 0;
+    tile_reset(tile);
 }
 
-/* The states of the tiles of `rows` over keys [key_begin, key_end), left in w->tiles. */
+/* The states of the tiles of `rows` over keys [key_begin, key_end), left in w->tiles: for tile_end. */
 INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block *rows, int64_t key_begin,
                            int64_t key_end, tile_scratch *w)
 {
@@ -361,6 +399,9 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
     }
     for (int64_t grid = first / BLOCK_K * BLOCK_K; grid < last; grid += BLOCK_K) {
         key_block block = {.first = grid > first ? grid : first};
+        if (grid % PART_K == 0)
+            for (int i = 0; i < tiles; i++)
+                if (!w->tiles[i].fresh) tile_end_part(a, w, w->tiles + i);
         const int64_t block_end = grid + BLOCK_K < last ? grid + BLOCK_K : last;
         block.n = block_end - block.first;
         for (int i = 0; i < tiles; i++) {
@@ -376,8 +417,6 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
             else tile_block(a, &m, NV, dot, tile, j0 - block.first, n, w, &block);
         }
     }
-    for (int i = 0; i < tiles; i++)
-        if (w->tiles[i].fresh) memset(w->tiles[i].ot, 0, a->head_dim_v * BLOCK_Q * sizeof(lane));
 }
 
 static void tile_attend(const fa_attention_args *a, const fa_plan *plan, const row_block *rows, int64_t key_begin,
@@ -385,12 +424,4 @@ static void tile_attend(const fa_attention_args *a, const fa_plan *plan, const r
 {
     if (V_BF16_DOT && plan->bf16_dot) tile_attend_as(a, 1, rows, key_begin, key_end, w);
     else tile_attend_as(a, 0, rows, key_begin, key_end, w);
-}
-
-/* A tile's state as a partial. */
-static void tile_partial(const fa_attention_args *a, const tile_state *tile, const partial *p)
-{
-    transpose(tile->ot, BLOCK_Q, a->head_dim_v, tile->t.rows, p->acc, p->acc_row);
-    memcpy(p->row_max, tile->row_max, tile->t.rows * sizeof(lane));
-    memcpy(p->row_sum, tile->row_sum, tile->t.rows * sizeof(lane));
 }

@@ -99,7 +99,7 @@ INLINE void dot_values(fa_dtype dtype, int rows, int nd, int64_t last, const cha
 {
     v_t sum[4][DOT_CHUNK];
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < nd; c++) sum[r][c] = v_load(acc + r * acc_row + c * LANES) * v_splat(alpha[r]);
+        UNROLL for (int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as tile_pv adds */
     for (int64_t j = 0; j < n; j++, v += v_row) {
         if (next.data) prefetch_rows(next.data + j * next.row, next.row, 1, next.size);
         UNROLL for (int c = 0; c < nd; c++)
@@ -110,7 +110,11 @@ INLINE void dot_values(fa_dtype dtype, int rows, int nd, int64_t last, const cha
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < nd; c++) v_store(acc + r * acc_row + c * LANES, sum[r][c]);
+        UNROLL for (int c = 0; c < nd; c++)
+        {
+            lane *to = acc + r * acc_row + c * LANES;
+            v_store(to, v_fma(v_load(to), v_splat(alpha[r]), sum[r][c]));
+        }
 }
 
 /* acc (rows, head_dim_v) = alpha acc + p (rows, n) v (n, head_dim_v) */

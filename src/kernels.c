@@ -36,6 +36,13 @@ static int64_t ceil_div(int64_t n, int64_t d)
     return (n + d - 1) / d;
 }
 
+/* Partials at the head of a thread's scratch: the one that is made, and the states that it is merged into. One state
+ * serves all tiles of a task in turn where none is needed before the tile's end. */
+static int64_t n_partials(const fa_attention_args *a, const fa_plan *p)
+{
+    return 1 + (!p->split_k && a->len_k > PART_K ? p->tiles : 1);
+}
+
 static void plan(const fa_attention_args *a, int threads, fa_plan *p)
 {
     const int64_t rows = a->heads_q / a->heads_kv * a->len_q, heads = a->batch * a->heads_kv;
@@ -51,7 +58,7 @@ static void plan(const fa_attention_args *a, int threads, fa_plan *p)
     p->tiles = share < 1 || blocks <= 1 ? 1 : share < TILES ? (int)share : TILES;
     p->n_tasks = heads * ceil_div(blocks, p->tiles);
     p->partial_bytes = partial_lanes(p->block_q, a->head_dim_v) * (int64_t)sizeof(lane);
-    p->scratch_bytes = 2 * p->partial_bytes; /* run() keeps a state, and the partial to be merged into it */
+    p->scratch_bytes = n_partials(a, p) * p->partial_bytes;
     p->scratch_bytes += p->kind == FA_DOT ? dot_scratch_at(a, NULL, &dot) : tile_scratch_at(a, p->tiles, NULL, &tile);
     p->flops = 2.0 * a->batch * a->heads_q * a->len_q * a->len_k * (a->head_dim + a->head_dim_v);
 }
@@ -77,9 +84,12 @@ static void merge(const fa_attention_args *a, const fa_plan *p, int64_t head, in
     const row_block t = rows_of(a, p, head, 0, 1);
     const partial into = partial_at(state, p->block_q, a->head_dim_v);
     const partial from = partial_at((void *)split_partial, p->block_q, a->head_dim_v);
-    if (split == 0) memcpy(state, split_partial, p->partial_bytes);
-    else partial_merge(&into, &from, t.rows);
-    if (split == p->n_splits - 1) partial_finish(a, &t, &into);
+    if (split == 0) memcpy(state, split_partial, p->partial_bytes / 2);
+    if (split == 1) partial_begin_merging(&into);
+    if (split > 0) partial_merge(&into, &from, t.rows);
+    if (split < p->n_splits - 1) return;
+    if (split > 0) partial_end_merging(&into, t.rows);
+    partial_finish(a, &t, &into);
 }
 
 static void run_split(const fa_attention_args *a, const fa_plan *p, int64_t head, int64_t split, void *split_partial,
@@ -95,15 +105,16 @@ static void run_split(const fa_attention_args *a, const fa_plan *p, int64_t head
     } else {
         tile_scratch w;
         tile_scratch_at(a, 1, scratch, &w);
+        w.tiles[0].total = into;
         tile_attend(a, p, &t, begin, end, &w);
-        tile_partial(a, w.tiles, &into);
+        tile_end(a, &w, w.tiles);
     }
 }
 
 /* The whole of a task. Within a KV head the last rows come first: under a causal mask they have the most keys. */
 static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void *scratch)
 {
-    char *state = scratch, *next = state + p->partial_bytes, *rest = next + p->partial_bytes;
+    char *next = scratch, *state = next + p->partial_bytes, *rest = next + n_partials(a, p) * p->partial_bytes;
     if (p->split_k) {
         for (int64_t split = 0; split < p->n_splits; split++) {
             run_split(a, p, task, split, next, rest);
@@ -113,13 +124,17 @@ static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void
     }
     const int64_t tasks = p->n_tasks / (a->batch * a->heads_kv), block = (tasks - 1 - task % tasks) * p->tiles;
     const row_block t = rows_of(a, p, task / tasks, block, p->tiles);
-    const partial into = partial_at(state, p->block_q, a->head_dim_v);
     tile_scratch w;
     tile_scratch_at(a, p->tiles, rest, &w);
+    w.part = partial_at(next, p->block_q, a->head_dim_v);
+    for (int i = 0; i < p->tiles; i++) {
+        char *total = state + (a->len_k > PART_K ? i : 0) * p->partial_bytes;
+        w.tiles[i].total = partial_at(total, p->block_q, a->head_dim_v);
+    }
     tile_attend(a, p, &t, 0, a->len_k, &w);
     for (int i = 0; i * p->block_q < t.rows; i++) {
-        tile_partial(a, w.tiles + i, &into);
-        partial_finish(a, &w.tiles[i].t, &into);
+        tile_end(a, &w, w.tiles + i);
+        partial_finish(a, &w.tiles[i].t, &w.tiles[i].total);
     }
 }
 

@@ -1,42 +1,75 @@
 /* Partial results over some of the keys: their layout, their merge in order, and the last step of every row.
  *
  * A partial of R rows is row_max (R), row_sum (R), acc (R, acc_row): the unnormalised state of the online softmax, the
- * associative form of Rabe & Staats 2021. acc_row is head_dim_v rounded up to whole vectors. */
+ * associative form of Rabe & Staats 2021. acc_row is head_dim_v rounded up to whole vectors. Behind it lies as much for
+ * what the sums of several partials lost to rounding: the error of a result does not grow with their number. */
 typedef struct {
     lane *row_max, *row_sum, *acc;
-    int64_t acc_row;
+    int64_t acc_row, low; /* lost of x[i] is x[i + low], x being row_sum or acc */
 } partial;
 
-/* Lanes of a partial; rows are rounded up to whole vectors too. */
-static int64_t partial_lanes(int64_t rows, int64_t head_dim_v)
+/* Half the lanes of a partial; rows are rounded up to whole vectors too. */
+static int64_t partial_half(int64_t rows, int64_t head_dim_v)
 {
     return round_up((2 + round_up(head_dim_v, LANES)) * round_up(rows, LANES), 64 / sizeof(lane));
+}
+
+static int64_t partial_lanes(int64_t rows, int64_t head_dim_v)
+{
+    return 2 * partial_half(rows, head_dim_v);
 }
 
 static partial partial_at(void *memory, int64_t rows, int64_t head_dim_v)
 {
     const int64_t padded = round_up(rows, LANES);
     lane *p = memory;
-    return (partial){p, p + padded, p + 2 * padded, round_up(head_dim_v, LANES)};
+    return (partial){p, p + padded, p + 2 * padded, round_up(head_dim_v, LANES), partial_half(rows, head_dim_v)};
+}
+
+/* Nothing is lost yet: to be called between the first partial and the second. */
+static void partial_begin_merging(const partial *p)
+{
+    memset(p->row_max + p->low, 0, p->low * sizeof(lane));
+}
+
+/* sum = sum * scale + x, and low = low * scale + what that addition rounds away (Knuth's two-sum; none where the sum is
+ * Inf or NaN). */
+INLINE void add_exactly(lane *sum, lane *low, v_t scale, v_t x)
+{
+    const v_t old = v_load(sum) * scale, new = old + x, added = new - old;
+    const v_t lost = (old - (new - added)) + (x - added);
+    v_store(sum, new);
+    v_store(low, v_fma(v_load(low), scale, v_select(lost == lost, lost, v_splat(0))));
 }
 
 /* into = into + from, over disjoint keys. A partial of no keys changes nothing. */
 static void partial_merge(const partial *into, const partial *from, int64_t rows)
 {
-    for (int64_t r = 0; r < rows; r++) {
-        const lane a = into->row_max[r], b = from->row_max[r];
-        const lane max = a > b ? a : b; /* NaN on either side is in the sums already */
-        if (max == -INFINITY) {
-            into->row_sum[r] += from->row_sum[r]; /* 0, or NaN from a row with nothing but NaN */
-            continue;
+    for (int64_t r0 = 0; r0 < rows; r0 += LANES) {
+        const v_t a = v_load(into->row_max + r0), b = v_load(from->row_max + r0);
+        const v_t max = v_select(a > b, a, b); /* NaN on either side is in the sums already */
+        const v_t base = v_select(max == v_splat(-INFINITY), v_splat(0), max);
+        const v_t scale_a = v_exp(a - base), scale_b = v_exp(b - base);
+        lane *sum = into->row_sum + r0;
+        v_store(into->row_max + r0, max);
+        add_exactly(sum, sum + into->low, scale_a, v_load(from->row_sum + r0) * scale_b);
+        for (int64_t r = r0; r < rows && r < r0 + LANES; r++) {
+            const v_t mine = v_splat(scale_a[r - r0]), other = v_splat(scale_b[r - r0]);
+            lane *x = into->acc + r * into->acc_row;
+            const lane *y = from->acc + r * from->acc_row;
+            for (int64_t d = 0; d < into->acc_row; d += LANES)
+                add_exactly(x + d, x + d + into->low, mine, v_load(y + d) * other);
         }
-        const lane scale_a = lane_exp(a - max), scale_b = lane_exp(b - max);
-        into->row_max[r] = max;
-        into->row_sum[r] = into->row_sum[r] * scale_a + from->row_sum[r] * scale_b;
-        lane *x = into->acc + r * into->acc_row;
-        const lane *y = from->acc + r * from->acc_row;
-        for (int64_t d = 0; d < into->acc_row; d += LANES)
-            v_store(x + d, v_fma(v_load(y + d), v_splat(scale_b), v_load(x + d) * v_splat(scale_a)));
+    }
+}
+
+/* Gives back what the sums lost. */
+static void partial_end_merging(const partial *p, int64_t rows)
+{
+    for (int64_t i = 0; i < rows; i++) p->row_sum[i] += p->row_sum[i + p->low];
+    for (int64_t i = 0; i < rows * p->acc_row; i += LANES) {
+        lane *x = p->acc + i;
+        v_store(x, v_load(x) + v_load(x + p->low));
     }
 }
 

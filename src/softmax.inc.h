@@ -94,7 +94,7 @@ INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_s
         moved |= a != v_splat(1);
         v_store(alpha + u * LANES, a);
         v_store(row_max + u * LANES, max[u]);
-        sum[u] = v_load(row_sum + u * LANES) * a;
+        sum[u] = v_splat(0); /* added at the end, as tile_pv adds */
     }
     for (int64_t j = 0; j < n; j++)
         UNROLL for (int u = 0; u < nv; u++)
@@ -103,6 +103,7 @@ INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_s
             sum[u] += p;
             v_store(s + j * BLOCK_Q + u * LANES, p);
         }
-    UNROLL for (int u = 0; u < nv; u++) v_store(row_sum + u * LANES, sum[u]);
+    UNROLL for (int u = 0; u < nv; u++)
+        v_store(row_sum + u * LANES, v_fma(v_load(row_sum + u * LANES), v_load(alpha + u * LANES), sum[u]));
     return v_any(moved);
 }

@@ -68,17 +68,14 @@ INLINE void block_qk(int nv, int dot, const char *k, int64_t k_row, int64_t n, c
 /* What becomes of the accumulators before a product is added. */
 typedef enum { ACC_ZERO, ACC_KEEP, ACC_SCALE } acc_mode;
 
-/* ot (nd, nv) = mode(ot) + v (n, nd)^T p (n, nv) */
+/* ot (nd, nv) = mode(ot) + v (n, nd)^T p (n, nv). The product is summed from 0 and then added: values of one sign, summed
+ * onto all that came before, would be rounded at the size of the whole at every key. */
 INLINE void tile_pv(int nd, int nv, int dot, const char *v, int64_t v_row, const lane *p, int64_t n, acc_mode mode,
                     const lane *alpha, lane *ot)
 {
     v_t acc[TILE][NV];
     UNROLL for (int d = 0; d < nd; d++)
-        UNROLL for (int u = 0; u < nv; u++)
-        {
-            v_t old = mode == ACC_ZERO ? v_splat(0) : v_load(ot + d * BLOCK_Q + u * LANES);
-            acc[d][u] = mode == ACC_SCALE ? old * v_load(alpha + u * LANES) : old;
-        }
+        UNROLL for (int u = 0; u < nv; u++) acc[d][u] = v_splat(0);
     UNROLL_2 for (int64_t j = 0; j < n; j++, v += v_row, p += BLOCK_Q)
     {
         v_t prob[NV];
@@ -90,7 +87,13 @@ INLINE void tile_pv(int nd, int nv, int dot, const char *v, int64_t v_row, const
         }
     }
     UNROLL for (int d = 0; d < nd; d++)
-        UNROLL for (int u = 0; u < nv; u++) v_store(ot + d * BLOCK_Q + u * LANES, acc[d][u]);
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            lane *to = ot + d * BLOCK_Q + u * LANES;
+            if (mode == ACC_SCALE) acc[d][u] = v_fma(v_load(to), v_load(alpha + u * LANES), acc[d][u]);
+            if (mode == ACC_KEEP) acc[d][u] += v_load(to);
+            v_store(to, acc[d][u]);
+        }
 }
 
 /* ot (head_dim_v, nv) = mode(ot) + v (n, head_dim_v)^T p (n, nv) */

@@ -16,6 +16,7 @@ SHAPES = [
     Shape("decode", batch=3, heads_q=4, heads_kv=4, len_q=1, len_k=1700, head_dim=64),
     Shape("grouped_decode", batch=3, heads_q=16, heads_kv=2, len_q=1, len_k=1700, head_dim=64),
     Shape("wide_groups", batch=2, heads_q=32, heads_kv=1, len_q=1, len_k=1700, head_dim=64),
+    Shape("long", batch=2, heads_q=2, heads_kv=2, len_q=60, len_k=9000, head_dim=8),
     Shape("one_long_decode", batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=6000, head_dim=32),
 ]
 SOME = ("plain", "causal", "kv_lengths", "block_mask", "bias_masking", "alibi", "sinks", "documents")
@@ -114,7 +115,7 @@ def test_padding_does_not_matter(isa, shape):
     """Keys beyond kv_lengths might as well not be there: blocks and splits begin at the same places."""
     q, k, v, _ = call(shape, "plain")
     with forced(isa):
-        for length in (1, 64, 333, 1000, 1699):
+        for length in (1, 64, 333, 1000, 1699, 4096, 5000):
             padded = attention(q, k, v, kv_lengths=min(length, shape.len_k))
             assert_same_bits(padded, attention(q, k[:, :, :length], v[:, :, :length]))
 

@@ -107,6 +107,53 @@ def test_values_of_any_size(shape, dtype, factor, implementation):
     check(attention(q, k, v), expect(q, k, v))
 
 
+# Tiles of queries, one row, and a group that is less than a tile; many blocks of keys.
+LONG = [
+    Shape(name, batch=1, heads_q=group, heads_kv=1, len_q=len_q, len_k=len_k, head_dim=8)
+    for len_k in (2048, 8192)
+    for name, group, len_q in (("tiles", 1, 40), ("row", 1, 1), ("group", 12, 1))
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", LONG, ids=lambda shape: f"{shape.name}-{shape.len_k}")
+def test_values_of_one_sign(shape, dtype, implementation):
+    """Sums over the keys grow with them, and so would rounding at each; with a mean of 0 neither shows."""
+    for seed, low in enumerate((0, 0.9, -1)):
+        q, k, v = spread_inputs(shape, dtype, np.random.default_rng(seed))
+        v[...] = np.random.default_rng(seed).uniform(low, low + 1, v.shape)
+        check(attention(q, k, v), expect(q, k, v))
+        check(attention(q * q.dtype.type(1e-3), k, v), expect(q * q.dtype.type(1e-3), k, v))
+
+
+@pytest.mark.parametrize("len_q", [1, 16, 33])
+def test_the_mean_of_a_million_values(len_q, implementation):
+    """In one accumulator, where 1 is less than a unit in the last place, a sum of ones ends at 2^24."""
+    n = 2**20 + 5
+    q, k, v = (np.zeros((rows, 1), np.float32) for rows in (len_q, n, n))
+    v[:, 0] = np.random.default_rng(0).random(n)
+    out, lse = attention(q, k, v)
+    np.testing.assert_allclose(out, np.full(q.shape, v.mean(dtype=float)), rtol=2 * eps(np.float32))
+    np.testing.assert_allclose(lse, np.full(len_q, np.log(n)), rtol=2 * eps(np.float32))
+
+
+@pytest.mark.parametrize("len_k", [4095, 4097, 9000])
+def test_many_keys_in_parts(len_k, implementation):
+    """Ranges begin and end in different parts of the keys, some values are infinite, the maximum moves."""
+    shape = Shape("", batch=1, heads_q=2, heads_kv=1, len_q=70, len_k=len_k, head_dim=8)
+    rng = np.random.default_rng(len_k)
+    q, k, v = spread_inputs(shape, "float32", rng)
+    begin = rng.integers(0, len_k, shape.len_q)
+    end = begin + rng.integers(0, len_k, shape.len_q)
+    arguments = {"row_ranges": (begin, end), "sinks": np.float32([1, -1])}
+    check(attention(q, k, v, **arguments), expect(q, k, v, **arguments))
+    check(attention(q, k, v, causal=True, q_offset=4070), expect(q, k, v, causal=True, q_offset=4070))
+    v[..., 100, 0], v[..., 4090, 1], v[..., 3, 2], v[..., 4000, 2] = np.inf, -np.inf, np.inf, -np.inf
+    k[..., 4094, :] *= 8
+    check(attention(q * q.dtype.type(0.1), k, v), expect(q * q.dtype.type(0.1), k, v))
+    check(attention(q, k, v, **arguments), expect(q, k, v, **arguments))
+
+
 @pytest.mark.parametrize("factor", [1e-15, 1e15])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @every_shape

@@ -16,6 +16,8 @@ from fastattn._bench.cases import VARIANTS, Array, Shape, as_dtype, combine, mak
 # Around the edges of vectors and tiles; 0 is a size like any other.
 LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 129, 257)
 HEAD_DIMS = (1, 3, 8, 16, 32, 40, 64, 72, 80, 96, 128)
+# One call in so many has many keys: rounding adds up over them.
+MANY_KEYS, EVERY = 5000, 23
 
 
 class Case(NamedTuple):
@@ -27,7 +29,7 @@ class Case(NamedTuple):
 
 
 def draw(n: int, seed: int) -> Iterator[Case]:
-    """N random calls: shapes at the edges, every dtype, one variant or two."""
+    """N random calls: shapes at the edges, every dtype, one variant or two, values of one sign or both."""
     dtypes = ["float32", "float64", "float16"] + ["bfloat16"] * has_bfloat16()
     variants = [*((name,) for name in VARIANTS), *pairs()]
     for index in range(n):
@@ -36,12 +38,15 @@ def draw(n: int, seed: int) -> Iterator[Case]:
         batch = int(rng.integers(1, 4))
         len_q, len_k = (int(rng.choice(LENGTHS)) for _ in range(2))
         head_dim, head_dim_v = (int(rng.choice(HEAD_DIMS)) for _ in range(2))
+        if index % EVERY == EVERY - 1:
+            batch, len_q, len_k = 1, min(len_q, 65), MANY_KEYS
         shape = Shape("", batch, int(heads_kv * group), int(heads_kv), len_q, len_k, head_dim, head_dim_v)
         names = variants[int(rng.integers(len(variants)))]
         dtype = dtypes[index % len(dtypes)]
         layout = ("bhld", "blhd")[int(rng.integers(2))]
         name = f"case {index}: {' + '.join(names)}, {dtype}, {layout}, {tuple(shape[1:])}"
-        yield Case(name, make_inputs(shape, dtype, rng, layout=layout), combine(names, shape, rng))
+        q, k, v = make_inputs(shape, dtype, rng, layout=layout)
+        yield Case(name, (q, k, abs(v) if rng.integers(2) else v), combine(names, shape, rng))
 
 
 def has_bfloat16() -> bool:
