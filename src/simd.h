@@ -266,7 +266,15 @@ typedef vh_t vhu_t __attribute__((aligned(1), may_alias));
 
 INLINE v_t v_load_i8(const void *p)
 {
-    return __builtin_convertvector(__builtin_convertvector(*(const vbu_t *)p, vi_t), v_t);
+#if V_BYTES == 64
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
+#elif defined V_X86
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)));
+#else /* by way of 16 bits: where types grow fourfold, gcc goes lane by lane */
+    typedef int16_t half_t __attribute__((vector_size(V_BYTES / 2)));
+    const half_t half = __builtin_convertvector(*(const vbu_t *)p, half_t);
+    return __builtin_convertvector(__builtin_convertvector(half, vi_t), v_t);
+#endif
 }
 
 INLINE v_t v_load_bf16(const void *p)
@@ -355,6 +363,12 @@ INLINE v_t v_pair_bf16(const void *p, const void *q)
     vw_t low = __builtin_convertvector(*(const vhu_t *)p, vw_t);
     return (v_t)(low | __builtin_convertvector(*(const vhu_t *)q, vw_t) << 16);
 }
+/* The first and second of each pair, widened. */
+INLINE void v_unpair_bf16(v_t pairs, v_t *low, v_t *high)
+{
+    *low = (v_t)((vw_t)pairs << 16);
+    *high = (v_t)((vw_t)pairs & ((vw_t){0} + 0xffff0000u));
+}
 #else /* double lanes: there are no 16-bit elements; that one text may name them, and V_BF16_DOT is 0 */
 INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c)
 {
@@ -369,6 +383,16 @@ INLINE v_t v_pack_bf16(v_t low, v_t high)
 INLINE v_t v_pair_bf16(const void *p, const void *q)
 {
     return v_load(p) + v_load(q);
+}
+
+INLINE v_t v_load_i8(const void *p)
+{
+    return v_load(p);
+}
+
+INLINE void v_unpair_bf16(v_t pairs, v_t *low, v_t *high)
+{
+    *low = *high = pairs;
 }
 #endif /* LANE_BITS == 32 */
 
