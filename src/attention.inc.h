@@ -170,6 +170,23 @@ INLINE void note_attending(int nv, const modifiers *m, int64_t n, const tile_scr
         }
 }
 
+/* Raises to -LANE_MAX the maxima of rows that attend some of n keys, and have met no score but -inf; `bad`: the masks
+ * are noted. */
+INLINE void note_rows(int nv, const modifiers *m, int hides, int bad, int64_t n, const tile_scratch *w, lane *row_max)
+{
+    vi_t some = {0};
+    for (int u = 0; u < nv; u++) some |= v_load(row_max + u * LANES) == v_splat(-INFINITY);
+    if (!v_any(some)) return;
+    if (hides && !bad) note_attending(nv, m, n, w);
+    for (int u = 0; u < nv; u++) {
+        lane *max = row_max + u * LANES;
+        vi_t attends = {0};
+        for (int64_t j = 0; hides && j < n; j++) attends |= (vi_t)v_load(w->add + j * BLOCK_Q + u * LANES);
+        for (int i = 0; i < LANES; i++)
+            if (max[i] == -(lane)INFINITY && (!hides || attends[i])) max[i] = -LANE_MAX;
+    }
+}
+
 /* A block of keys and values, [first, first + n) of the sequence, as the tiles read it. */
 typedef struct {
     int64_t first, n;
@@ -296,9 +313,9 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
 
     if (kind == BLOCK_EMPTY) return;
     if (!block->k) load_block(a, t, dot, w, block);
-    block_qk(nv, dot, block->k + skip * block->k_row, block->k_row, n, tile->qt, depth, m->factor, w->s);
+    block_qk(nv, dot, block->k + skip * block->k_row, block->k_row, n, tile->qt, depth, m->q_factor, w->s);
 
-    if (out_of_range || m->additive || m->alibi || m->softcap != 0) {
+    if (out_of_range || m->additive || m->alibi || m->softcap != 0 || m->s_factor != 1) {
         const int64_t position = m->alibi ? load_int(at(&a->q_position, t->b, 0, 0, 0)) : 0;
         modify_tile(nv, m, out_of_range, tile, j0, n, position, w);
     }
@@ -307,6 +324,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
     if (bad) note_attending(nv, m, n, w);
 
     const int moved = softmax_update(nv, w->s, n, tile->row_max, tile->row_sum, w->alpha);
+    note_rows(nv, m, hides, bad, n, w, tile->row_max);
     const acc_mode mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
     const lane *probs = w->s;
     if (dot) {
@@ -370,7 +388,7 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *m, int dot, 
         t->first -= t->first % 2;
         t->last += t->last % 2 && t->last < key_end;
     }
-    load_queries(a, t, dot, m->factor, tile->qt);
+    load_queries(a, t, dot, m->q_factor, tile->qt);
     for (int64_t r = 0; r < BLOCK_Q; r++) tile->slope[r] = 0;
     if (m->alibi) {
         EACH_ROW(t, r, id) tile->slope[r] = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0);
@@ -383,7 +401,7 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *m, int dot, 
 INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block *rows, int64_t key_begin,
                            int64_t key_end, tile_scratch *w)
 {
-    modifiers m = modifiers_of(a);
+    modifiers m = modifiers_of(a, dot);
     const int tiles = (int)((rows->rows + BLOCK_Q - 1) / BLOCK_Q);
     int64_t first = key_end, last = key_begin;
     for (int i = 0; i < tiles; i++) {

@@ -154,7 +154,7 @@ INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum)
 INLINE void modify_rows(const fa_attention_args *a, const modifiers *m, int out_of_range, const row_block *t, int64_t j0,
                         int64_t n, const dot_scratch *w)
 {
-    if (!out_of_range && !m->additive && !m->alibi && m->softcap == 0) return;
+    if (!out_of_range && !m->additive && !m->alibi && m->softcap == 0 && m->s_factor == 1) return;
     v_t lane_index;
     for (int i = 0; i < LANES; i++) lane_index[i] = i;
     EACH_ROW(t, r, id)
@@ -172,6 +172,13 @@ INLINE void modify_rows(const fa_attention_args *a, const modifiers *m, int out_
                                 v_abs(v_splat(distance) - key), (begin <= key) & (key < end)));
         }
     }
+}
+
+/* Whether row r attends key j0 + j, of a block whose additive tile is there. */
+INLINE int row_attends(const modifiers *m, const row_block *t, int64_t r, int64_t j0, int64_t j, const dot_scratch *w)
+{
+    const int hidden = m->additive && w->add[r * BLOCK_K + j] == -(lane)INFINITY;
+    return t->begin[r] <= j0 + j && j0 + j < t->end[r] && !hidden;
 }
 
 /* One block: keys [j0, j0 + n). */
@@ -203,10 +210,7 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     if (out_of_range || kind == BLOCK_EDGE) {
         for (int64_t j = 0; j < n; j++)
             if (!row_finite(dtype, v + j * v_row, width)) {
-                for (r = 0; r < t->rows; r++) {
-                    const int hidden = m->additive && w->add[r * BLOCK_K + j] == -(lane)INFINITY;
-                    attends[n_bad][r] = t->begin[r] <= j0 + j && j0 + j < t->end[r] && !hidden;
-                }
+                for (r = 0; r < t->rows; r++) attends[n_bad][r] = row_attends(m, t, r, j0, j, w);
                 bad[n_bad++] = j;
             }
         if (n_bad) {
@@ -216,7 +220,11 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
             for (int64_t i = 0; i < n_bad; i++) memset((char *)w->v + bad[i] * v_row, 0, v_row);
         }
     }
-    for (r = 0; r < t->rows; r++) alpha[r] = dot_softmax(w->s + r * BLOCK_K, n, p->row_max + r, p->row_sum + r);
+    for (r = 0; r < t->rows; r++) {
+        alpha[r] = dot_softmax(w->s + r * BLOCK_K, n, p->row_max + r, p->row_sum + r);
+        for (int64_t j = 0; j < n && p->row_max[r] == -(lane)INFINITY; j++)
+            if (row_attends(m, t, r, j0, j, w)) p->row_max[r] = -LANE_MAX;
+    }
 #define VALUES(rows)                                                                                                   \
     dot_accumulate(dtype, rows, values, v_row, n, width, w->s + r * BLOCK_K, alpha + r,                                \
                    (fetch_ahead){r ? NULL : next, a->k.row, a->head_dim * size}, p->acc + r * p->acc_row, p->acc_row)
@@ -234,7 +242,7 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
 INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block *t, int64_t key_begin, int64_t key_end,
                           const dot_scratch *w, const partial *p)
 {
-    modifiers m = modifiers_of(a);
+    modifiers m = modifiers_of(a, 0);
     t->begin = w->range;
     t->end = w->range + DOT_ROWS;
     row_block_ranges(a, t, key_begin, key_end);
@@ -242,7 +250,7 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
     {
         lane *q = w->q + r * w->depth;
         for (int64_t d = a->head_dim; d < w->depth; d++) q[d] = 0;
-        load_row(a->q.dtype, at(&a->q, t->b, id.head, id.query, 0), a->head_dim, m.factor, q);
+        load_row(a->q.dtype, at(&a->q, t->b, id.head, id.query, 0), a->head_dim, m.q_factor, q);
         p->row_max[r] = -INFINITY;
         p->row_sum[r] = 0;
         for (int64_t d = 0; d < p->acc_row; d++) p->acc[r * p->acc_row + d] = 0;

@@ -1,7 +1,8 @@
 /* Partial results over some of the keys: their layout, their merge in order, and the last step of every row.
  *
  * A partial of R rows is row_max (R), row_sum (R), acc (R, acc_row): the unnormalised state of the online softmax, the
- * associative form of Rabe & Staats 2021. acc_row is head_dim_v rounded up to whole vectors. Behind it lies as much for
+ * associative form of Rabe & Staats 2021. row_max is -inf where the row has met no key that it attends; -LANE_MAX where
+ * it has, and every score was -inf: the sum is 0 in both, the result 0 and NaN. acc_row is head_dim_v rounded up to whole vectors. Behind it lies as much for
  * what the sums of several partials lost to rounding: the error of a result does not grow with their number. */
 typedef struct {
     lane *row_max, *row_sum, *acc;
@@ -87,7 +88,7 @@ static void partial_finish(const fa_attention_args *a, const row_block *t, const
             sum = sum * scale + lane_exp(sink - m);
             max = m;
         }
-        if (sum == 0) sum = row_attends(a, t, id) ? NAN : 0;
+        if (sum == 0 && max != -INFINITY) sum = NAN; /* it attends keys, and their every score is -inf */
         const lane factor = sum == 0 ? 0 : scale / sum;
         store_row(a->out.dtype, acc, a->head_dim_v, factor, at(&a->out, t->b, id.head, id.query, 0));
         if (a->lse.data) {

@@ -161,33 +161,24 @@ static block_kind additive_rows(const fa_attention_args *a, const row_block *t, 
     return kind;
 }
 
-/* Whether the row attends a key at all: tells a row without keys, whose result is 0, from one whose every score is
- * -inf, whose result is NaN. Asked only for rows whose sum is 0. */
-static int row_attends(const fa_attention_args *a, const row_block *t, row_id id)
-{
-    int64_t begin, end;
-    row_range(a, t, id, &begin, &end);
-    for (int64_t j = begin; j < end; j++) {
-        const int masked = a->mask.data && !*at(&a->mask, t->b, id.head, id.query, j);
-        const lane bias =
-            a->bias.data ? load_element(a->bias.dtype, at(&a->bias, t->b, id.head, id.query, j)) : (lane)0;
-        if (!masked && bias != -(lane)INFINITY) return 1;
-    }
-    return 0;
-}
-
 /* Which modifiers a call has, and their constants. */
 typedef struct {
-    lane factor;  /* of q k: scale, divided by a softcap */
-    lane softcap; /* or 0 */
-    int additive; /* a bias, or a mask at an edge: a matter of the block */
+    lane q_factor, s_factor; /* of q and of the product: scale, divided by a softcap */
+    lane softcap;            /* or 0 */
+    int additive;            /* a bias, or a mask at an edge: a matter of the block */
     int alibi;
 } modifiers;
 
-static modifiers modifiers_of(const fa_attention_args *a)
+/* A factor above 1 is one of the product, for q times it may overflow where the product does not. `dot`: the kernel
+ * applies q_factor to the product in any case. */
+static modifiers modifiers_of(const fa_attention_args *a, int dot)
 {
+    const double exact = a->softcap != 0 ? a->scale / a->softcap : a->scale;
+    const lane factor = (lane)fmax(-LANE_MAX, fmin(LANE_MAX, exact)); /* no Inf: that times 0 is NaN */
+    const int fold = dot || (-1 <= factor && factor <= 1);
     return (modifiers){
-        .factor = (lane)(a->softcap != 0 ? a->scale / a->softcap : a->scale),
+        .q_factor = fold ? factor : 1,
+        .s_factor = fold ? 1 : factor,
         .softcap = (lane)a->softcap,
         .alibi = a->alibi_slopes.data != NULL,
     };
@@ -198,6 +189,7 @@ static modifiers modifiers_of(const fa_attention_args *a)
 INLINE v_t v_modify(const modifiers *m, int edge, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
 {
     const v_t hidden = v_splat(-INFINITY);
+    if (m->s_factor != 1) s *= v_splat(m->s_factor);
     if (m->softcap != 0) s = v_tanh(s) * v_splat(m->softcap);
     const vi_t minus_inf = (s == hidden) | (add == hidden);
     if (m->additive) s += add;

@@ -316,6 +316,36 @@ def test_scores_of_nothing_but_minus_infinity(shape, dtype, masked, implementati
     check(attention(q, k, v, **arguments), expected)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("way", ["mask", "bias", "row_ranges"])
+@pytest.mark.parametrize(("shape", "dtype"), [*CASES, (DECODE._replace(len_k=4500, len_q=40), "float32")],
+                         ids=lambda x: getattr(x, "name", x))  # fmt: skip
+def test_rows_without_keys_beside_rows_without_finite_scores(shape, dtype, way, with_sinks, implementation):
+    """0 for those, NaN for these, wherever among blocks, splits and parts their only key lies."""
+    shape = shape._replace(len_q=max(shape.len_q, 8))
+    q, k, v = inputs(shape, dtype)
+    q[..., 0], k[..., 0] = 1, 0
+    kind, n = np.arange(shape.len_q) % 8, shape.len_k
+    # Rows of kinds 0 .. 4 attend one of these keys each, of kind 5 none, of kinds 6 and 7 all.
+    infinite = (0, 40, 100, n - 60, n - 1)
+    k[:, :, infinite, 0] = -np.inf
+    begin = np.array([*infinite, 7, 0, 0])[kind]
+    end = np.where(kind < 5, begin + 1, np.where(kind == 5, begin, n))
+    mask = (begin[:, None] <= np.arange(n)) & (np.arange(n) < end[:, None])
+    arguments = {
+        "mask": {"mask": mask},
+        "bias": {"bias": np.where(mask, 0, -np.inf).astype(np.float32)},
+        "row_ranges": {"row_ranges": (begin, end)},
+    }[way]
+    if with_sinks:
+        arguments["sinks"] = np.linspace(-3, 3, shape.heads_q).astype(np.float32)
+    expected = expect(q, k, v, **arguments)
+    assert np.isnan(expected.out[..., kind < 5, :]).all() != with_sinks
+    got = attention(q, k, v, **arguments)
+    assert (got[0][..., kind == 5, :] == 0).all()
+    check(got, expected, telling=False)
+
+
 def test_a_mask_need_not_be_contiguous(implementation):
     q, k, v = inputs(PREFILL)
     mask = np.random.default_rng(0).random((200, 90)) < 0.6

@@ -164,7 +164,31 @@ def test_queries_and_keys_of_any_size(shape, dtype, factor, implementation):
     check(attention(q, k, v, scale=scale), expect(q, k, v, scale=scale))
 
 
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 1.0])
+@pytest.mark.parametrize("scale", [100.0, -100.0])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@every_shape
+def test_a_scale_that_overflows_queries_but_not_scores(shape, dtype, scale, implementation):
+    q, k, v = inputs(shape, dtype)
+    largest = float(ml_dtypes.finfo(q.dtype).max)
+    q, k = (q.astype(float) * (largest / 32)).astype(q.dtype), (k.astype(float) / largest).astype(k.dtype)
+    q[..., 0], k[..., 0] = 0, k.dtype.type(4e-38 if dtype != "float64" else 4e-308)
+    k[..., 1] = 0
+    got = attention(q, k, v, scale=scale)
+    assert np.isfinite(got[0].astype(float)).all()
+    if dtype == "bfloat16" and implementation == "avx512bf16":  # vdpbf16ps may flush these keys
+        return
+    check(got, expect(q, k, v, scale=scale))
+
+
+@pytest.mark.parametrize("softcap", [2e-38, 1e-20, 1e20, 1e38])
+@every_shape
+def test_a_softcap_at_the_ends_of_the_range(shape, softcap, implementation):
+    q, k, v = inputs(shape, "float32")
+    q[..., 0, :] = 0
+    check(attention(q * 100, k, v, softcap=softcap), expect(q * 100, k, v, softcap=softcap))
+
+
+@pytest.mark.parametrize("scale", [-3.0, -0.3, 0.0, 1e-30, 1.0, 5.0])
 @every_dtype
 def test_any_scale(scale, dtype, implementation):
     q, k, v = inputs(PREFILL, dtype)
