@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastattn._args import AttentionArgs
-    from fastattn._ops_args import LinearArgs, RowsArgs
+    from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
 
 try:
     import fastattn._core as _core
@@ -227,7 +227,7 @@ def run(args: AttentionArgs, backend: str | None) -> None:
     reference.attention(args)
 
 
-def run_op(name: str, args: LinearArgs | RowsArgs, backend: str | None) -> None:
+def run_op(name: str, args: LinearArgs | RopeArgs | RowsArgs, backend: str | None) -> None:
     """Compute a layer's operation on `backend`, a checked name, or on the default one."""
     if not args.out.size:  # as above
         return

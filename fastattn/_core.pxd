@@ -53,6 +53,10 @@ cdef extern from "fastattn.h" nogil:
         const void *bias
         int64_t x_row, residual_row, up_row, total_row, out_row, m, n
         double eps
+    ctypedef struct fa_rope_args:
+        fa_array x, out, cos, sin
+        int64_t batch, heads, length, head_dim, pairs
+        int interleaved
     ctypedef struct fa_kernels:
         void (*plan)(const fa_attention_args *, int, fa_plan *) noexcept nogil
         void (*run)(const fa_attention_args *, const fa_plan *, int64_t, void *) noexcept nogil
@@ -62,6 +66,7 @@ cdef extern from "fastattn.h" nogil:
         void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t, void *) noexcept nogil
         int64_t (*rows_scratch_bytes)(int64_t) noexcept nogil
         void (*rows_run)(const fa_rows_args *, int64_t, int64_t, void *) noexcept nogil
+        void (*rope_run)(const fa_rope_args *, int64_t, int64_t, void *) noexcept nogil
         double (*fma_rounds)(int64_t, int) noexcept nogil
         double (*read_bytes)(const char *, int64_t) noexcept nogil
     int fa_isa_count()

@@ -102,3 +102,47 @@ def rows(args):
             for task in prange((a.m + step - 1) // step, num_threads=threads, schedule="dynamic"):
                 kernels.rows_run(&a, task * step, min(a.m, task * step + step), scratch + threadid() * scratch_bytes)
     PyMem_RawFree(memory)
+
+
+def rope(args):
+    """Compute `args.out`, of a RopeArgs."""
+    cdef fa_rope_args a
+    cdef const fa_kernels *kernels
+    cdef int threads = args.num_threads if FA_OPENMP else 1
+    cdef int64_t task, n, step, scratch_bytes
+    cdef cnp.ndarray x = args.x, cos = args.cos
+    cdef int core = cnp.PyArray_NDIM(x) - 3  # the first of the axes heads, length, head_dim
+    cdef tuple batch_shape = args.x.shape[:core]
+    cdef int64_t *tables
+    cdef void *memory
+    cdef char *scratch
+    a.x.dtype = a.out.dtype = _dtype(x)
+    a.batch = _n_batch(batch_shape)
+    a.heads, a.length, a.head_dim = x.shape[core], x.shape[core + 1], x.shape[core + 2]
+    a.pairs = cos.shape[cnp.PyArray_NDIM(cos) - 1]
+    a.interleaved = args.interleaved
+    n = a.batch * a.length
+    step = max(1, TASK_ELEMENTS // max(1, a.heads * a.head_dim))
+    threads = 1 if cnp.PyArray_SIZE(x) < PARALLEL_ELEMENTS else max(1, min(threads, (n + step - 1) // step))
+    scratch_bytes = (a.head_dim * sizeof(double) + 127) // 64 * 64
+    tables = <int64_t *>PyMem_RawMalloc(4 * (a.batch + 1) * sizeof(int64_t))
+    if tables == NULL:
+        raise MemoryError("apply_rope(): no memory for the batch tables")
+    _set_array(&a.x, x, 3, batch_shape, a.batch, tables)
+    _set_array(&a.out, args.out, 3, batch_shape, a.batch, tables + a.batch)
+    _set_array(&a.cos, cos, 3, batch_shape, a.batch, tables + 2 * a.batch)
+    _set_array(&a.sin, args.sin, 3, batch_shape, a.batch, tables + 3 * a.batch)
+    kernels = fa_isa_kernels(_isa, a.x.dtype)
+    memory = PyMem_RawMalloc(threads * scratch_bytes + 64)
+    if memory == NULL:
+        PyMem_RawFree(tables)
+        raise MemoryError("apply_rope(): no memory for scratch")
+    scratch = <char *>memory + (-<uintptr_t>memory) % 64
+    with nogil:
+        if threads == 1:
+            kernels.rope_run(&a, 0, n, scratch)
+        else:
+            for task in prange((n + step - 1) // step, num_threads=threads, schedule="dynamic"):
+                kernels.rope_run(&a, task * step, min(n, task * step + step), scratch + threadid() * scratch_bytes)
+    PyMem_RawFree(memory)
+    PyMem_RawFree(tables)

@@ -49,6 +49,18 @@ class RowsArgs:
     activation: str | None = None
 
 
+@dataclass(slots=True, eq=False)
+class RopeArgs:
+    """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype."""
+
+    x: Array  # last axis contiguous, at least three dimensions, as of all
+    out: Array  # x's shape and dtype; may be x
+    cos: Array
+    sin: Array
+    interleaved: bool
+    num_threads: int
+
+
 def data(func: str, name: str, x: Any) -> Array:
     """`x` as a floating array of at least one dimension that the kernels can read."""
     array = float_array(func, name, x)

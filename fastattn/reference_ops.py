@@ -11,7 +11,7 @@ from fastattn._args import lane_dtype
 
 if TYPE_CHECKING:
     from fastattn._args import Array
-    from fastattn._ops_args import LinearArgs, RowsArgs
+    from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
 
 # Rows and panels at a time: 4 MB of float32 products, whatever the sizes.
 _BLOCK_ROWS = 1024
@@ -111,3 +111,17 @@ def _softmax(x: Array) -> Array:
     row_sum = probs.sum(axis=-1, keepdims=True)
     result: Array = np.divide(probs, row_sum, out=probs, where=row_sum != 0)
     return result
+
+
+@np.errstate(all="ignore")
+def rope(args: RopeArgs) -> None:
+    """Fill args.out."""
+    x, cos, sin, out = args.x, args.cos, args.sin, args.out
+    pairs = cos.shape[-1]
+    first, second = slice(pairs), slice(pairs, 2 * pairs)
+    if args.interleaved:
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    a, b = x[..., first].astype(cos.dtype), x[..., second].astype(cos.dtype)  # copies, as out may be x
+    out[..., first] = a * cos - b * sin
+    out[..., second] = b * cos + a * sin
+    out[..., 2 * pairs :] = x[..., 2 * pairs :]

@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn import _backend
 from fastattn._args import lane_dtype
-from fastattn._inputs import as_array, flag, float_array, float_dtype, require_broadcast, require_result
+from fastattn._inputs import (
+    as_array,
+    flag,
+    float_array,
+    float_dtype,
+    readable,
+    require_broadcast,
+    require_result,
+)
+from fastattn._ops_args import RopeArgs
 from fastattn.rope_scaling import RopeFrequencies
 
 if TYPE_CHECKING:
@@ -137,10 +147,15 @@ def apply_rope(
     else:
         inputs = {"cos": cos, "sin": sin} if _is_same(out, array) else {"x": array, "cos": cos, "sin": sin}
         require_result("apply_rope", out, array.shape, dtype, inputs)
-    cos, sin = (np.asarray(t, lane_dtype(dtype)) for t in (cos, sin))
-    if cos.ndim > 2:  # an axis for the heads
-        cos, sin = cos[..., None, :, :], sin[..., None, :, :]
-    _rotate(array, cos, sin, interleaved, out)
+    if out.size == 0:
+        return out
+    # An axis for the heads, which share the tables
+    cos, sin = (np.ascontiguousarray(t, lane_dtype(dtype))[..., None, :, :] for t in (cos, sin))
+    source, result = readable(array, "x", [], "the head dimension"), out
+    if array.ndim == 2:
+        source, result = source[None], result[None]
+    args = RopeArgs(source, result, cos, sin, interleaved, _backend.get_num_threads())
+    _backend.run_op("rope", args, None)
     return out
 
 
@@ -149,16 +164,3 @@ def _is_same(out: Any, x: Array) -> bool:
     if not isinstance(out, np.ndarray) or out.dtype != x.dtype or out.shape != x.shape:
         return False
     return bool(out.strides == x.strides and out.ctypes.data == x.ctypes.data)
-
-
-@np.errstate(all="ignore")
-def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array) -> None:
-    """x is (..., length, head_dim), cos and sin (..., length, pairs); out may be x."""
-    pairs = cos.shape[-1]
-    first, second = slice(pairs), slice(pairs, 2 * pairs)
-    if interleaved:
-        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
-    a, b = x[..., first].astype(cos.dtype), x[..., second].astype(cos.dtype)  # copies, as out may be x
-    out[..., first] = a * cos - b * sin
-    out[..., second] = b * cos + a * sin
-    out[..., 2 * pairs :] = x[..., 2 * pairs :]

@@ -95,6 +95,14 @@ typedef struct {
     double eps;
 } fa_rows_args;
 
+/* out = x rotated by positions: (batch, heads, length, head_dim); cos, sin (batch, 1, length, pairs), lanes. The first
+ * 2 pairs dimensions are rotated, the others copied; out may be x. */
+typedef struct {
+    fa_array x, out, cos, sin;
+    int64_t batch, heads, length, head_dim, pairs;
+    int interleaved;
+} fa_rope_args;
+
 typedef struct {
     void (*plan)(const fa_attention_args *, int threads, fa_plan *);
     void (*run)(const fa_attention_args *, const fa_plan *, int64_t task, void *scratch);
@@ -106,6 +114,7 @@ typedef struct {
     void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t task, void *scratch);
     int64_t (*rows_scratch_bytes)(int64_t n);
     void (*rows_run)(const fa_rows_args *, int64_t begin, int64_t end, void *scratch);
+    void (*rope_run)(const fa_rope_args *, int64_t begin, int64_t end, void *scratch); /* rows of batch * length */
     /* Machine measurements: FLOP done by `rounds` rounds of independent multiply-adds (bf16: of the dot product, or 0
      * where there is none); and a sum that reads n bytes once. */
     double (*fma_rounds)(int64_t rounds, int bf16);

@@ -20,6 +20,7 @@
 #include "activation.inc.h"
 #include "linear.inc.h"
 #include "rows.inc.h"
+#include "rope.inc.h"
 
 #include "peak.inc.h"
 
@@ -148,5 +149,5 @@ static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void
 const fa_kernels TABLE_NAME = {
     plan,        run,        run_split,          merge,
     linear_plan, linear_run, rows_scratch_bytes, rows_run,
-    fma_rounds,  read_bytes,
+    rope_run,    fma_rounds, read_bytes,
 };

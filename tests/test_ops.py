@@ -212,7 +212,7 @@ def test_bits_depend_on_the_row_alone(implementation, weight_dtype):
     whole = ops.linear(x, packed, num_threads=1)
     np.testing.assert_array_equal(ops.linear(x, packed, num_threads=3), whole)
     if implementation != "numpy":  # whose BLAS chooses by shape
-        for rows in (slice(7, 8), slice(7, 11), slice(7, 12)):  # narrow weights: widened in registers, in memory
+        for rows in (slice(7, 8), slice(7, 11), slice(7, 12)):  # up to 4, registers widen narrow weights
             np.testing.assert_array_equal(ops.linear(x[rows], packed), whole[rows])
     norm = ops.layer_norm(x, num_threads=1)
     np.testing.assert_array_equal(ops.layer_norm(x, num_threads=3), norm)

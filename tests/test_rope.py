@@ -38,7 +38,7 @@ def rotate(x, rotary_dim, interleaved, position, base=10000.0):
 @pytest.mark.parametrize("interleaved", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(2, 2), (8, 8), (9, 6), (64, 16)])
-def test_rope_is_its_formula(dtype, interleaved, head_dim, rotary_dim):
+def test_rope_is_its_formula(implementation, dtype, interleaved, head_dim, rotary_dim):
     x = random(2, 3, 5, head_dim, dtype=dtype)
     lane = np.float64 if dtype == np.float64 else np.float32
     got = apply_rope(x, *tables(5, rotary_dim, lane, offset=1000), interleaved=interleaved)
@@ -53,7 +53,7 @@ def test_rope_is_its_formula(dtype, interleaved, head_dim, rotary_dim):
 
 
 @pytest.mark.parametrize("interleaved", LAYOUTS)
-def test_norms_are_kept_and_products_depend_on_distance_alone(interleaved):
+def test_norms_are_kept_and_products_depend_on_distance_alone(implementation, interleaved):
     q, k = random(16, dtype=np.float64), random(16, dtype=np.float64, seed=1)
     rotated_q, rotated_k = (
         apply_rope(np.tile(x, (50, 1)), *tables(50, 16, np.float64), interleaved=interleaved) for x in (q, k)
@@ -66,7 +66,7 @@ def test_norms_are_kept_and_products_depend_on_distance_alone(interleaved):
     assert np.ptp(products) > 1
 
 
-def test_interleaved_is_half_rotated_after_a_permutation():
+def test_interleaved_is_half_rotated_after_a_permutation(implementation):
     x, (cos, sin) = random(3, 7, 12), tables(7, 12)
     order = [*range(0, 12, 2), *range(1, 12, 2)]
     half = apply_rope(x[..., order], cos, sin)
@@ -74,7 +74,7 @@ def test_interleaved_is_half_rotated_after_a_permutation():
 
 
 @pytest.mark.parametrize("interleaved", LAYOUTS)
-def test_partial_rotation_leaves_the_rest_alone(interleaved):
+def test_partial_rotation_leaves_the_rest_alone(implementation, interleaved):
     x, (cos, sin) = random(3, 7, 12), tables(7, 8)
     x[..., 8:] = np.nan
     got = apply_rope(x, cos, sin, interleaved=interleaved)
@@ -82,7 +82,7 @@ def test_partial_rotation_leaves_the_rest_alone(interleaved):
     np.testing.assert_array_equal(got[..., :8], apply_rope(x[..., :8], cos, sin, interleaved=interleaved))
 
 
-def test_position_0_and_no_dimensions_change_nothing():
+def test_position_0_and_no_dimensions_change_nothing(implementation):
     x = random(2, 1, 6)
     np.testing.assert_array_equal(apply_rope(x, *tables(1, 6)), x)
     np.testing.assert_array_equal(apply_rope(x, np.ones((1, 0)), np.ones((1, 0))), x)
@@ -90,7 +90,7 @@ def test_position_0_and_no_dimensions_change_nothing():
 
 @pytest.mark.parametrize("interleaved", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_in_place_equals_out_of_place(dtype, interleaved):
+def test_in_place_equals_out_of_place(implementation, dtype, interleaved):
     qkv, (cos, sin) = random(2, 3, 5, 24, dtype=dtype), tables(5, 6)
     before = qkv.copy()
     expected = apply_rope(qkv[..., :8], cos, sin, interleaved=interleaved)
@@ -103,7 +103,7 @@ def test_in_place_equals_out_of_place(dtype, interleaved):
     np.testing.assert_array_equal(qkv[..., 8:], before[..., 8:])
 
 
-def test_any_strides_and_byte_order():
+def test_any_strides_and_byte_order(implementation):
     x, (cos, sin) = random(2, 5, 3, 8), tables(5, 8)
     expected = apply_rope(np.ascontiguousarray(x.swapaxes(1, 2)), cos, sin)
     for view in (x.swapaxes(1, 2), x.swapaxes(1, 2).astype(">f4"), np.asfortranarray(x.swapaxes(1, 2))):
@@ -115,7 +115,7 @@ def test_any_strides_and_byte_order():
     np.testing.assert_array_equal(got, expected[:, :, ::-1])
 
 
-def test_tables_for_each_sequence():
+def test_tables_for_each_sequence(implementation):
     x, frequencies = random(2, 3, 5, 8), rope_frequencies(8)
     positions = np.array([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]])
     cos, sin = rope_tables(positions, frequencies)
@@ -126,7 +126,7 @@ def test_tables_for_each_sequence():
     np.testing.assert_array_equal(apply_rope(x[0, 0], cos[0], sin[0]), got[0, 0])
 
 
-def test_infinities_and_overflow_are_values():
+def test_infinities_and_overflow_are_values(implementation):
     x = np.array([[np.inf, 1.0], [60000.0, 60000.0]], np.float16)
     got = apply_rope(x, np.full((2, 1), 0.8), np.full((2, 1), -0.6))
     np.testing.assert_array_equal(got, np.array([[np.inf, -np.inf], [np.inf, 12000.0]], np.float16))
