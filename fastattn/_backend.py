@@ -35,6 +35,9 @@ else:
 
 BACKENDS = ("compiled", "numpy")
 MAX_THREADS = 4096  # more than any machine has; beyond, a number is a mistake
+# Where the system refuses to create a thread, OpenMP ends the process: so no more than the CPUs can use, and
+# 64 on any machine, on which a call with many threads can then be tried.
+_MOST_USED = max(64, os.cpu_count() or 1)
 
 
 class FallbackWarning(RuntimeWarning):
@@ -116,11 +119,11 @@ def _default_threads() -> tuple[int, str]:
     if value := os.environ.get(name):
         if not value.isdecimal() or not 1 <= int(value) <= MAX_THREADS:
             raise ValueError(f"{name} is {value!r}; expected an integer, 1 to {MAX_THREADS}")
-        return int(value), name
+        return min(int(value), _MOST_USED), name
     name = "OMP_NUM_THREADS"  # a list, maybe: one number a nesting level; what OpenMP would ignore is ignored
     value = os.environ.get(name, "").split(",")[0].strip()
     if value.isdecimal() and 1 <= int(value) <= MAX_THREADS:
-        return int(value), name
+        return min(int(value), _MOST_USED), name
     cpus, quota = available_cpus(), _cgroup_quota()
     return (cpus, "CPU affinity") if quota is None or cpus <= quota else (quota, "cgroup quota")
 
@@ -132,7 +135,7 @@ def _from_environment() -> _Settings:
         raise ValueError(f"FASTATTN_BACKEND is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if backend == "compiled" and _core is None:
         raise ImportError(f"FASTATTN_BACKEND is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
-    if isa and backend != "numpy":
+    if isa and (backend != "numpy" or _core is not None):  # on NumPy, too: a call may ask for the kernels
         if isa not in available_isas():
             available = ", ".join(available_isas()) or f"none ({_WHY_NOT_COMPILED})"
             raise ValueError(f"FASTATTN_ISA is {isa!r}; available here: {available}")
@@ -154,21 +157,23 @@ def get_num_threads() -> int:
 def set_num_threads(num_threads: int) -> None:
     """Set the threads that a call uses unless it says otherwise, for the whole process.
 
-    A forked process keeps its one thread: OpenMP would hang there with more.
+    A forked process keeps its one thread: OpenMP would hang there with more. No more are used than the
+    machine has CPUs, or 64 if it has fewer: where a thread cannot be created, OpenMP ends the process.
 
     Raises
     ------
     TypeError, ValueError
-        If `num_threads` is not an integer of at least 1.
+        If `num_threads` is not an integer from 1 to 4096.
     """
-    _settings.num_threads = integer("set_num_threads", "num_threads", num_threads, 1, MAX_THREADS)
+    asked = integer("set_num_threads", "num_threads", num_threads, 1, MAX_THREADS)
+    _settings.num_threads = min(asked, _MOST_USED)
     _settings.threads_from = "set_num_threads()"
 
 
 def threads(func: str, num_threads: int) -> int:
-    """`num_threads`, checked; 1 in a forked process."""
+    """`num_threads`, checked, as far as they are of use; 1 in a forked process."""
     checked = integer(func, "num_threads", num_threads, 1, MAX_THREADS)
-    return 1 if _forked else checked
+    return 1 if _forked else min(checked, _MOST_USED)
 
 
 def default_backend() -> str:
@@ -199,7 +204,8 @@ def forced(
         raise ValueError(f"forced(): isa is {isa!r}; available here: {', '.join(available_isas()) or 'none'}")
     settings = replace(_settings)
     if num_threads is not None:
-        settings.num_threads = integer("forced", "num_threads", num_threads, 1, MAX_THREADS)
+        asked = integer("forced", "num_threads", num_threads, 1, MAX_THREADS)
+        settings.num_threads = min(asked, _MOST_USED)
         settings.threads_from = "forced()"
     if backend is not None:
         settings.backend, settings.asked_by = backend, "forced()"
@@ -257,10 +263,24 @@ def _warn_of_fallback() -> None:
 def plan(args: AttentionArgs, backend: str | None) -> dict[str, Any]:
     """What would run on `args`: kernel, ISA, rows (of all heads of a group) and keys of a tile."""
     if (backend or _settings.backend) == "compiled":
-        return _core.plan(args)
-    block_q, block_k = reference.block_sizes(args)
-    rows = block_q * (args.heads_q // args.heads_kv)
-    return {"kernel": "numpy", "isa": None, "block_q": rows, "block_k": block_k}
+        plan = _core.plan(args)
+    else:
+        block_q, block_k = reference.block_sizes(args)
+        rows = block_q * (args.heads_q // args.heads_kv)
+        plan = {"kernel": "numpy", "isa": None, "block_q": rows, "block_k": block_k}
+    return {**plan, "conversions": tuple(_conversions(args, plan))}
+
+
+def _conversions(args: AttentionArgs, plan: dict[str, Any]) -> Iterator[str]:
+    """What is converted or gathered on the way, a block at a time, by the plan that is to run."""
+    dotted = plan.get("bf16_dot", False)
+    for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
+        if x.itemsize == 2 and not dotted:
+            yield f"{name} widened, block by block: {x.dtype} to float32"
+        elif name == "v" and dotted:
+            yield "v interleaved, block by block: pairs of rows for the bfloat16 dot product"
+        elif name != "q" and plan["kernel"] != "dot" and x.strides[-2] != x.shape[-1] * x.itemsize:
+            yield f"{name} gathered, block by block: rows {x.strides[-2]} bytes apart"
 
 
 def why_numpy(backend: str | None = None) -> str | None:

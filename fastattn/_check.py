@@ -109,8 +109,11 @@ def attention_args(
     if out is None:
         out = np.empty((*rows, head_dim_v), dtype)
     else:
-        inputs = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
-        require_result(func, out, (*rows, head_dim_v), dtype, {**inputs, "sinks": sinks})
+        inputs: list[tuple[str, Any, Any]]
+        inputs = [("q", q, q_array), ("k", k, k_array), ("v", v, v_array)]
+        inputs += [("mask", mask, args.mask), ("bias", bias, args.bias), ("sinks", sinks, args.sinks)]
+        inputs += [("alibi_slopes", alibi_slopes, args.alibi_slopes)]
+        require_result(func, out, (*rows, head_dim_v), dtype, "q", inputs)
     args.out, args.lse, args.result = out[None] if one_head else out, None, out
     if with_lse:
         lse = np.empty(rows, lane)
@@ -177,9 +180,9 @@ def _add_arrays(
     if bias is not None:
         _add_bias(args, func, "bias", bias, copies, " (a bool array goes to mask=)")
     if alibi_slopes is not None:
-        args.alibi_slopes = head_values(func, "alibi_slopes", alibi_slopes, shape, lane)
+        args.alibi_slopes = head_values(func, "alibi_slopes", alibi_slopes, shape, lane, copies)
     if sinks is not None:
-        args.sinks = head_values(func, "sinks", sinks, shape, lane)
+        args.sinks = head_values(func, "sinks", sinks, shape, lane, copies)
 
 
 def _add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> None:

@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args import FLOAT32, FLOAT64
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fastattn._args import Array, Ints, Shape
 
-# Bits of ndarray.flags.num: C-contiguous and aligned, which nearly every array is.
-_READY = 0x1 | 0x100
+# Bits of ndarray.flags.num, one look at which is a tenth of the time of looking at each.
+_CONTIGUOUS, _OWNS_DATA, _ALIGNED, _WRITEABLE = 0x1, 0x4, 0x100, 0x400
+_READABLE, _WRITABLE = _CONTIGUOUS | _ALIGNED, _CONTIGUOUS | _ALIGNED | _WRITEABLE
 # Candidate solutions to try for an element that two interleaved views share, before they are taken to
 # overlap. Views of one array with a place for each element are told apart in far fewer.
 _OVERLAP_WORK: Any = 10_000
+
+# Smallest and largest normal number of the lane types.
+_LIMITS = {dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)) for dtype in (FLOAT32, FLOAT64)}
 
 # Native floating types met so far; bfloat16, which NumPy does not know, joins with its first array.
 _native = {np.dtype(t) for t in (np.float32, np.float64, np.float16)}
@@ -75,6 +83,8 @@ def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
         raise TypeError(
             f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16 or bfloat16"
         )
+    if array.dtype.isnative:
+        _native.add(array.dtype)
     if array.ndim < least_dims:
         raise ValueError(
             f"{func}(): {name} has shape {array.shape}; expected (..., heads, length, head_dim), or"
@@ -101,19 +111,33 @@ def readable(array: Array, name: str, copies: list[str], last_axis: str = "") ->
     return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
+def is_ready(x: Any, least_dims: int) -> bool:
+    """Whether `x` is a floating array that is native, aligned, and contiguous along its last axis.
+
+    Nearly everything is; of what is not, `float_array` and `readable` make one, or say why not.
+    """
+    if type(x) is not np.ndarray or x.dtype not in _native or x.ndim < least_dims:
+        return False
+    flags = x.flags.num & _READABLE
+    return flags == _READABLE or (flags == _ALIGNED and x.strides[-1] == x.itemsize)
+
+
 def operand(func: str, name: str, x: Any, copies: list[str]) -> Array:
     """`x` as q, k or v: a floating array that is native, aligned, and contiguous along the head dimension."""
-    if type(x) is np.ndarray and x.dtype in _native and x.flags.num & _READY == _READY and x.ndim >= 2:
-        return x
-    array = readable(float_array(func, name, x, least_dims=2), name, copies, "the head dimension")
-    _native.add(array.dtype)
-    return array
+    if is_ready(x, 2):
+        ready: Array = x
+        return ready
+    return readable(float_array(func, name, x, least_dims=2), name, copies, "the head dimension")
 
 
-def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
+def head_values(
+    func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any], copies: list[str]
+) -> Array:
     """`x`, a number for each query head, as `dtype`; broadcasts to `shape`, (*batch, heads_q)."""
     array = float_array(func, name, x)
     require_broadcast(func, name, array.shape, shape, "(..., heads_q)")
+    if array.dtype != dtype:
+        copies.append(f"{name} converted: {array.dtype} to {dtype}")
     with np.errstate(over="ignore"):  # what float64 holds and float32 does not is infinite
         return np.array(array, dtype, ndmin=1)
 
@@ -150,15 +174,15 @@ def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> 
 def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = False) -> float:
     """`x` as a float that is finite in `dtype`, and above 0 there if it has to be `positive`."""
     try:
-        if isinstance(x, (bool, np.bool_, str, bytes)) or np.ndim(x):
+        if type(x) is not float and (isinstance(x, (bool, np.bool_, str, bytes)) or np.ndim(x)):
             raise TypeError
         value = float(x)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{func}(): {name} is {_short(x)}; expected a real number") from None
-    limits = np.finfo(dtype)
-    if not abs(value) <= float(limits.max):  # NaN is not
+    least, most = _LIMITS[dtype]
+    if not abs(value) <= most:  # NaN is not
         raise ValueError(f"{func}(): {name} is {value}; expected a number that is finite in {dtype}")
-    if positive and value < float(limits.tiny):
+    if positive and value < least:
         raise ValueError(f"{func}(): {name} is {value}; expected a number above 0")
     return value
 
@@ -179,20 +203,41 @@ def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: s
         raise ValueError(f"{func}(): {name} has shape {shape}; expected {expected}")
 
 
-def require_result(func: str, out: Any, shape: Shape, dtype: np.dtype[Any], inputs: dict[str, Any]) -> None:
-    """Raise unless a result of `shape` and `dtype` can be written to `out` while `inputs` are read."""
+def require_result(
+    func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str, inputs: Iterable[tuple[str, Any, Any]]
+) -> None:
+    """Raise unless a result of `shape` and `dtype`, which is that of `like`, can be written to `out`.
+
+    `inputs` are read meanwhile, so no memory may be theirs: each is a name, what the caller gave, and the
+    array made of it. Of what is no array but shares its memory, a memoryview or a tensor, the latter tells.
+    """
+    flags = out.flags.num if type(out) is np.ndarray else 0
+    if flags & _WRITABLE != _WRITABLE or out.dtype != dtype or out.shape != shape:
+        _require_writable(func, out, shape, dtype, like)
+    owns = flags & _OWNS_DATA
+    for name, given, array in inputs:
+        memory = given if isinstance(given, np.ndarray) else array
+        # Two arrays with memory of their own are told apart in a tenth of the time.
+        if memory is None or (memory.flags.num & owns and memory is not out):
+            continue
+        if _share_memory(out, memory):
+            raise ValueError(f"{func}(): out shares memory with {name}; expected it apart from all inputs")
+
+
+def _require_writable(func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str) -> None:
+    """Raise unless `out` is an array of `shape` and `dtype` with a place to write each element to."""
     if not isinstance(out, np.ndarray) or _is_masked(out):
         raise TypeError(f"{func}(): out is of type {type(out).__name__}; expected an ndarray")
     if out.dtype != dtype:
         order = "" if out.dtype.isnative else " in native byte order"
-        raise TypeError(f"{func}(): out has dtype {out.dtype}; expected q's, {dtype}{order}")
+        raise TypeError(f"{func}(): out has dtype {out.dtype}; expected {like}'s, {dtype}{order}")
     if out.shape != shape:
         raise ValueError(f"{func}(): out has shape {out.shape}; expected {shape}")
     if not out.flags.writeable:
         raise ValueError(f"{func}(): out is read-only; expected a writable array")
     if not out.flags.aligned:
         raise ValueError(f"{func}(): out has elements not aligned to their size; expected an aligned array")
-    if out.size == 0:
+    if not out.size:
         return
     if shape[-1] > 1 and out.strides[-1] != out.itemsize:
         raise ValueError(f"{func}(): out has strides {out.strides}; expected its last axis to be contiguous")
@@ -200,16 +245,13 @@ def require_result(func: str, out: Any, shape: Shape, dtype: np.dtype[Any], inpu
         raise ValueError(
             f"{func}(): out has strides {out.strides} for shape {shape}; expected no two elements to overlap"
         )
-    for name, x in inputs.items():
-        if isinstance(x, np.ndarray) and np.may_share_memory(out, x) and _share_memory(out, x):
-            raise ValueError(f"{func}(): out shares memory with {name}; expected it apart from all inputs")
 
 
 def _overlaps_itself(array: Array) -> bool:
     """Whether elements of `array` may lie on each other: a stride is less than what the smaller ones span."""
     span = array.itemsize
-    axes = zip(map(abs, array.strides), array.shape, strict=True)
-    for stride, n in sorted(axis for axis in axes if axis[1] > 1):
+    axes = [(abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1]
+    for stride, n in sorted(axes):
         if stride < span:
             return True
         span += stride * (n - 1)

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args import lane_dtype
+from fastattn._args import FLOAT64, lane_dtype
 from fastattn._backend import get_num_threads, require_backend, threads
-from fastattn._inputs import float_array, number, readable, require_result
+from fastattn._inputs import float_array, is_ready, number, readable, require_result
 from fastattn.packed import PackedLinear
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fastattn._args import Array
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "sigmoid")
@@ -63,6 +65,9 @@ class RopeArgs:
 
 def data(func: str, name: str, x: Any) -> Array:
     """`x` as a floating array of at least one dimension that the kernels can read."""
+    if is_ready(x, 1):
+        ready: Array = x
+        return ready
     array = float_array(func, name, x)
     if array.ndim == 0:
         raise ValueError(f"{func}(): {name} has shape (); expected (..., features)")
@@ -74,21 +79,24 @@ def rows(array: Array) -> Array:
     return array if array.ndim == 2 else array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
-def like(func: str, name: str, x: Any, array: Array, of: str) -> Array:
-    """`x` as an array of `array`'s shape and dtype, which is called `of`."""
+def like(
+    func: str, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of: str
+) -> Array | None:
+    """`x` as an array of `shape` and `dtype`, which are those of `of`; None stays None."""
+    if x is None:
+        return None
     result = data(func, name, x)
-    if result.dtype != array.dtype:
-        raise TypeError(f"{func}(): {name} has dtype {result.dtype}; expected {of}'s, {array.dtype}")
-    if result.shape != array.shape:
-        raise ValueError(f"{func}(): {name} has shape {result.shape}; expected {of}'s, {array.shape}")
+    if result.dtype != dtype:
+        raise TypeError(f"{func}(): {name} has dtype {result.dtype}; expected {of}'s, {dtype}")
+    if result.shape != shape:
+        raise ValueError(f"{func}(): {name} has shape {result.shape}; expected {of}'s, {shape}")
     return result
 
 
-def vector(func: str, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
-    """`x`, parameters of exactly `shape`, in the lane type of `dtype`; None stays None."""
+def vector(func: str, name: str, x: Any, shape: tuple[int, ...], lane: np.dtype[Any]) -> Array | None:
+    """`x`, parameters of exactly `shape`, as `lane`, a lane type; None stays None."""
     if x is None:
         return None
-    lane = lane_dtype(dtype)
     if type(x) is np.ndarray and x.dtype is lane and x.shape == shape and x.flags.c_contiguous:
         return x
     array = float_array(func, name, x)
@@ -98,13 +106,17 @@ def vector(func: str, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype
 
 
 def result(
-    func: str, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: dict[str, Any]
+    func: str,
+    out: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    inputs: Iterable[tuple[str, Any, Any]],
 ) -> Array:
-    """A new array for the result, or `out` if it will do."""
+    """A new array for the result, of x's dtype, or `out` if it will do."""
     if out is None:
         return np.empty(shape, dtype)
-    require_result(func, out, shape, dtype, inputs)
-    if out.ndim > 2 and not np.shares_memory(rows(out), out):
+    require_result(func, out, shape, dtype, "x", inputs)
+    if out.ndim > 2 and not out.flags.c_contiguous and not np.may_share_memory(rows(out), out):
         raise ValueError(f"{func}(): out has strides {out.strides}; expected rows at one distance")
     array: Array = out
     return array
@@ -126,36 +138,37 @@ def linear_args(
         require_backend(func, backend)
     if not isinstance(weight, PackedLinear):
         raise TypeError(f"{func}(): weight is of type {type(weight).__name__}; expected what pack() returns")
-    x_array = data(func, "x", x)
-    lane = lane_dtype(x_array.dtype)
-    if (weight.dtype == "float64") != (lane == np.float64):
+    array = data(func, "x", x)
+    dtype = array.dtype
+    lane = lane_dtype(dtype)
+    if (weight.dtype == "float64") != (lane is FLOAT64):
         raise TypeError(
-            f"{func}(): x has dtype {x_array.dtype}; expected"
+            f"{func}(): x has dtype {dtype}; expected"
             f" {'float64' if weight.dtype == 'float64' else 'float32, float16 or bfloat16'} for a weight in"
             f" {weight.dtype}"
         )
-    if x_array.shape[-1] != weight.in_features:
+    if array.shape[-1] != weight.in_features:
         raise ValueError(
-            f"{func}(): x has shape {x_array.shape}; expected (..., {weight.in_features}) for this weight"
+            f"{func}(): x has shape {array.shape}; expected (..., {weight.in_features}) for this weight"
         )
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"{func}(): activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
     n = weight.out_features
-    shape = (*x_array.shape[:-1], n)
-    inputs = {"x": x_array, "bias": bias}
-    if residual is not None and residual is not out:  # in place is allowed: it is read, then written
-        inputs["residual"] = residual
-    full = result(func, out, shape, x_array.dtype, inputs)
-    if residual is not None:
-        residual = rows(like(func, "residual", residual, full, "the result"))
+    shape = (*array.shape[:-1], n)
+    bias_array = vector(func, "bias", bias, (2, n) if weight.gated else (n,), lane)
+    residual_array = like(func, "residual", residual, shape, dtype, "the result")
+    inputs = [("x", x, array), ("bias", bias, bias_array)]
+    if residual is not out:  # in place is allowed: it is read, then written
+        inputs.append(("residual", residual, residual_array))
+    full = result(func, out, shape, dtype, inputs)
     args = LinearArgs(
-        x=rows(x_array),
-        weight=weight,
-        bias=vector(func, "bias", bias, (2, n) if weight.gated else (n,), x_array.dtype),
-        activation=activation,
-        residual=residual,
-        out=rows(full),
-        num_threads=get_num_threads() if num_threads is None else threads(func, num_threads),
+        rows(array),
+        weight,
+        bias_array,
+        activation,
+        None if residual_array is None else rows(residual_array),
+        rows(full),
+        get_num_threads() if num_threads is None else threads(func, num_threads),
     )
     return args, full
 
@@ -176,22 +189,34 @@ def norm_args(
     if backend is not None:
         require_backend(func, backend)
     array = data(func, "x", x)
-    shape = array.shape[-1:]
-    full = result(func, out, array.shape, array.dtype, {"x": array, "residual": residual})
-    total = np.empty(array.shape, array.dtype) if return_sum else None
-    args = RowsArgs(
-        kind=func,
-        x=rows(array),
-        out=rows(full),
-        num_threads=get_num_threads() if num_threads is None else threads(func, num_threads),
-        residual=None if residual is None else rows(like(func, "residual", residual, array, "x")),
-        total=None if total is None else rows(total),
-        weight=vector(func, "weight", weight, shape, array.dtype),
-        bias=vector(func, "bias", bias, shape, array.dtype),
-        eps=number(func, "eps", eps, lane_dtype(array.dtype)) if eps else 0.0,
-    )
-    if args.eps < 0:
+    shape, dtype = array.shape, array.dtype
+    residual_array = like(func, "residual", residual, shape, dtype, "x")
+    lane, features = lane_dtype(dtype), shape[-1:]
+    weight_array = vector(func, "weight", weight, features, lane)
+    bias_array = vector(func, "bias", bias, features, lane)
+    epsilon = number(func, "eps", eps, lane) if eps else 0.0
+    if epsilon < 0:
         raise ValueError(f"{func}(): eps is {eps}; expected 0 or more")
+    inputs = (
+        ("x", x, array),
+        ("residual", residual, residual_array),
+        ("weight", weight, weight_array),
+        ("bias", bias, bias_array),
+    )
+    full = result(func, out, shape, dtype, inputs)
+    total = np.empty(shape, dtype) if return_sum else None
+    args = RowsArgs(
+        func,
+        rows(array),
+        rows(full),
+        get_num_threads() if num_threads is None else threads(func, num_threads),
+        None if residual_array is None else rows(residual_array),
+        None if total is None else rows(total),
+        None,
+        weight_array,
+        bias_array,
+        epsilon,
+    )
     return args, full if total is None else (full, total)
 
 
@@ -210,13 +235,14 @@ def elementwise_args(
     array = data(func, "x", x)
     if func == "activate" and activation not in ACTIVATIONS:
         raise ValueError(f"{func}(): activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
-    full = result(func, out, array.shape, array.dtype, {"x": array, "up": up})
+    up_array = like(func, "up", up, array.shape, array.dtype, "x")
+    full = result(func, out, array.shape, array.dtype, (("x", x, array), ("up", up, up_array)))
     args = RowsArgs(
-        kind=func,
-        x=rows(array),
-        out=rows(full),
-        num_threads=get_num_threads() if num_threads is None else threads(func, num_threads),
-        up=None if up is None else rows(like(func, "up", up, array, "x")),
+        func,
+        rows(array),
+        rows(full),
+        get_num_threads() if num_threads is None else threads(func, num_threads),
+        up=None if up_array is None else rows(up_array),
         activation=activation,
     )
     return args, full

@@ -127,7 +127,8 @@ def attention(
     return_lse : bool, default False
         Return ``(out, lse)``, lse the natural logarithm of each row's softmax denominator, sink included.
     num_threads : int, optional
-        Threads of this call; default ``get_num_threads()``. Any number gives the same bits.
+        Threads of this call; default ``get_num_threads()``. Any number gives the same bits. No more are used
+        than the machine has CPUs, or 64 if it has fewer.
     backend : {"compiled", "numpy"}, optional
         Run this implementation and no other. By default the compiled one, or where it is missing, NumPy,
         which is said once by a `FallbackWarning`.
@@ -153,8 +154,9 @@ def attention(
     Notes
     -----
     Time is O(len_q * len_k * (head_dim + head_dim_v)) a head, less what masks skip. Memory beyond inputs and
-    output is O(threads), or O(batch * heads_q * len_q) with row ranges for each: scores exist one tile at a
-    time [1]_, [2]_. Products are accumulated in float32 (float64 for float64).
+    output is O(threads) for the scores, which exist one tile at a time [1]_, [2]_, and 96 bytes a batch item;
+    causal, window, lengths and row ranges take up to 48 bytes a query row, of each head where they differ by
+    head. Products are accumulated in float32 (float64 for float64).
 
     A query that may attend nothing gets 0, and lse = -inf (with a sink, the sink). Whatever stands in keys
     and values that a query does not attend, NaN and Inf included, never reaches its result; NaN that it
@@ -215,7 +217,8 @@ def scaled_dot_product_attention(
     scale : float, optional
         Default ``1 / sqrt(head_dim)``.
     enable_gqa : bool, default False
-        Allow fewer key heads than query heads: the number of the one a multiple of the other's.
+        Allow fewer key and value heads than query heads: query's number a multiple of key's. Key and value
+        have the same number, as torch's documentation asks; its code also takes two different ones.
 
     Returns
     -------
@@ -339,7 +342,7 @@ def explain(
         rows, of all heads of a group, and keys of a tile; ``split_k``, into runs of how many keys the work on
         them is cut (None: it is not); ``tiles``, how many there are, of which ``tiles_skipped`` are never
         touched, ``tiles_full`` need no test and ``tiles_edge`` do; ``copies``, what is copied first and why;
-        ``num_threads``.
+        ``conversions``, what is converted or gathered by the kernel, a block at a time; ``num_threads``.
 
     Raises
     ------
@@ -353,6 +356,7 @@ def explain(
     args = attention_args("explain", q, k, v, return_lse=return_lse, **options)
     backend = options.get("backend")
     plan = _backend.plan(args, backend)
+    conversions = plan.pop("conversions")
     tiles = masks.count_tiles(args, plan["block_q"], plan["block_k"])
     return _backend.Report(
         backend=backend or _backend.default_backend(),
@@ -363,5 +367,6 @@ def explain(
         tiles_full=tiles.full,
         tiles_edge=tiles.edge,
         copies=args.copies,
+        conversions=conversions,
         num_threads=args.num_threads,
     )

@@ -8,6 +8,7 @@ All of this is O(L); what the kernels make of it, tile by tile, is in `scores.in
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -76,21 +77,27 @@ class TileCount(NamedTuple):
 
 def count_tiles(args: AttentionArgs, block_q: int, block_k: int) -> TileCount:
     """Count tiles of `block_q` rows, (query, head in group) pairs, by `block_k` keys."""
-    group = args.heads_q // args.heads_kv
-    rows = np.arange(0, args.len_q, max(1, block_q // group))
-    keys = np.arange(0, args.len_k, block_k)
-    stops = np.minimum(keys + block_k, args.len_k)
-    grid = (*args.batch_shape, args.heads_kv, rows.size, keys.size)
-    total = int(np.prod(grid, dtype=np.int64))
+    group, len_q = args.heads_q // args.heads_kv, args.len_q
+    n_rows = len_q * group
+    grid = (*args.batch_shape, args.heads_kv, -(-n_rows // block_q), -(-args.len_k // block_k))
+    total = math.prod(grid)
     if total == 0:
         return TileCount(0, 0, 0, 0)
+    rows = np.arange(0, n_rows, block_q)
+    keys = np.arange(0, args.len_k, block_k)
+    stops = np.minimum(keys + block_k, args.len_k)
+    # Blocks cut through the heads of a query where the group does not divide block_q.
+    last_rows = np.minimum(rows + block_q, n_rows) - 1
+    queries = np.stack([rows // group, last_rows // group + 1], axis=-1).ravel()  # begin, end, begin, end
 
     def per_block(combine: np.ufunc, x: Array) -> Array:
-        """`x`, (..., heads, len_q, n), combined over the heads of a group and the queries of a block."""
-        heads = x.shape[-3]
-        if heads > 1:
-            x = combine.reduce(x.reshape(*x.shape[:-3], heads // group, group, *x.shape[-2:]), axis=-3)
-        return np.asarray(combine.reduceat(x, rows, axis=-2))
+        """`x`, (..., heads, len_q, n), combined over the rows of each block."""
+        *batch, heads, _, n = x.shape
+        if heads == 1:  # reduceat wants an element at each end, also at the last
+            x = np.concatenate([x, x[..., -1:, :]], axis=-2)
+            return np.asarray(combine.reduceat(x, queries, axis=-2)[..., ::2, :])
+        pairs = x.reshape(*batch, heads // group, group, len_q, n).swapaxes(-3, -2)
+        return np.asarray(combine.reduceat(pairs.reshape(*batch, -1, n_rows, n), rows, axis=-2))
 
     touched: Bools = np.ones(grid, np.bool_)
     full = touched

@@ -283,7 +283,8 @@ def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> 
         raise ValueError(f"embedding(): ids has {wrong}; expected 0 to {len(rows) - 1}")
     shape = (*index.shape, rows.shape[1])
     if out is not None:
-        require_result("embedding", out, shape, rows.dtype, {"table": rows, "ids": index})
+        inputs = [("table", table, rows), ("ids", ids, index)]
+        require_result("embedding", out, shape, rows.dtype, "table", inputs)
         out[...] = rows[index]
         return out
     result: Array = np.take(rows, index, axis=0)

@@ -59,7 +59,10 @@ def weights(args: AttentionArgs) -> Array:
         row_max = np.maximum(scores.max(axis=-1, keepdims=True), task.sinks[..., None])
         probs = _exp(scores, row_max)
         row_sum = probs.sum(axis=-1, keepdims=True) + _exp(task.sinks[..., None], row_max)
-        result[(*task.where, keys)] = np.divide(probs, row_sum, out=probs, where=row_sum != 0)
+        attends = allowed if allowed is True else allowed.any(axis=-1, keepdims=True)
+        row_sum[attends & (row_sum == 0)] = np.nan  # as in `attend`
+        np.divide(probs, row_sum, out=probs, where=row_sum != 0)
+        result[(*task.where, keys)] = probs if allowed is True else np.where(allowed, probs, 0)
     return result
 
 

@@ -145,8 +145,10 @@ def apply_rope(
     if out is None:
         out = np.empty(array.shape, dtype)
     else:
-        inputs = {"cos": cos, "sin": sin} if _is_same(out, array) else {"x": array, "cos": cos, "sin": sin}
-        require_result("apply_rope", out, array.shape, dtype, inputs)
+        inputs = [("cos", cos, cos), ("sin", sin, sin)]
+        if not _is_same(out, array):
+            inputs.append(("x", array, array))
+        require_result("apply_rope", out, array.shape, dtype, "x", inputs)
     if out.size == 0:
         return out
     # An axis for the heads, which share the tables

@@ -108,6 +108,38 @@ def test_explain_counts_tiles(implementation):
     assert 0.5 < window["tiles_skipped"] / window["tiles"] < 1
 
 
+@pytest.mark.parametrize("heads_q", [1, 3, 5, 8, 40, 71])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_explain_counts_every_tile(by_head, heads_q, implementation):
+    """Blocks of block_q rows, (query, head in group) pairs, also where they cut through a query's heads."""
+    rng = np.random.default_rng(heads_q)
+    q, k = np.zeros((1, heads_q, 33, 16), np.float32), np.zeros((1, 1, 300, 16), np.float32)
+    begin = rng.integers(0, 200, (heads_q if by_head else 1, 33))
+    end = begin + rng.integers(0, 200, begin.shape)
+    attends = (begin[..., None] <= np.arange(300)) & (np.arange(300) < end[..., None])
+    rows = np.broadcast_to(attends, (heads_q, 33, 300)).swapaxes(0, 1).reshape(-1, 300)
+    for arguments in ({"row_ranges": (begin, end)}, {"mask": attends}):
+        report = fastattn.explain(q, k, k, **arguments)
+        block_q, block_k = report["block_q"], report["block_k"]
+        tiles = [rows[r : r + block_q, j : j + block_k]
+                 for r in range(0, len(rows), block_q) for j in range(0, 300, block_k)]  # fmt: skip
+        assert report["tiles"] == len(tiles)
+        if "mask" in arguments:
+            assert report["tiles_skipped"] == sum(not tile.any() for tile in tiles)
+        assert report["tiles_full"] == sum(bool(tile.all()) for tile in tiles)
+
+
+def test_conversions_are_said(implementation):
+    k16 = K.astype(np.float16)
+    said = fastattn.explain(Q, k16, k16, alibi_slopes=np.ones(8), sinks=np.ones(8, np.float32))
+    assert said["copies"] == ("alibi_slopes converted: float64 to float32",)
+    assert [text.split(",")[0] for text in said["conversions"]] == ["k widened", "v widened"]
+    assert fastattn.explain(Q, K, V)["conversions"] == ()
+    heads_inside = make_inputs(SHAPE, "float32", np.random.default_rng(0), layout="blhd")
+    said = fastattn.explain(*heads_inside)["conversions"]
+    assert [text.split(",")[0] for text in said] == ["k gathered", "v gathered"]
+
+
 def test_explain_computes_nothing():
     out = np.full((2, 8, 200, 32), 7, np.float32)
     fastattn.explain(Q, K, V, out=out, return_lse=True)
@@ -157,6 +189,20 @@ def test_available_isas_come_best_first():
 def test_the_environment_forces_an_isa(isa, python):
     code = "import fastattn; print(fastattn.show_config()['isa'])"
     assert python(code, **{**DEFAULT, "FASTATTN_ISA": isa}).stdout == f"{isa}\n"
+
+
+def test_an_isa_for_the_calls_that_ask_for_kernels(python):
+    """FASTATTN_BACKEND=numpy is the default only: FASTATTN_ISA holds where a call says backend="compiled"."""
+    code = """
+import numpy as np, fastattn
+q = np.ones((2, 4))
+print(fastattn.explain(q, q, q, backend="compiled" if fastattn.available_isas() else None)["isa"])
+"""
+    run = python(code, FASTATTN_BACKEND="numpy", FASTATTN_ISA="generic")
+    assert run.stdout == "generic\n" if BUILT else run.returncode == 0
+    if BUILT:
+        run = python(code, FASTATTN_BACKEND="numpy", FASTATTN_ISA="sse9")
+        assert "FASTATTN_ISA is 'sse9'; available here: " in run.stderr
 
 
 @pytest.mark.parametrize("isa", ["sse9", "AVX2", "avx2" if "neon" in fastattn.available_isas() else "neon"])

@@ -8,6 +8,7 @@ import pytest
 from oracle import assert_same_bits, check, expect, spread_inputs
 
 import fastattn
+from fastattn import ops
 from fastattn._bench.cases import DTYPES, Shape, as_dtype, make_inputs
 
 SHAPE = Shape("inputs", batch=2, heads_q=4, heads_kv=2, len_q=21, len_k=70, head_dim=24)
@@ -263,3 +264,55 @@ def test_values_of_heads_may_have_any_dtype(q_dtype, dtype, implementation):
     for name in ("alibi_slopes", "sinks"):
         got = attention(q, k, v, **{name: values.astype(as_dtype(dtype))})
         assert_same_bits(got, attention(q, k, v, **{name: values.astype(q_dtype)}))
+
+
+class Tensor:
+    """What other libraries' arrays look like: the memory is shared through a protocol."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+@pytest.mark.parametrize("wrap", [memoryview, Tensor])
+def test_out_shares_memory_through_a_protocol(wrap, implementation):
+    memory = np.ones((16, 16), np.float32)
+    square, row, other = wrap(memory), wrap(memory[0]), np.ones((16, 16), np.float32)
+    packed, zeros = ops.pack(other), np.zeros(16, np.int32)
+    for name, call in (
+        ("q", lambda: fastattn.attention(square, other, other, out=memory)),
+        ("k", lambda: fastattn.attention(other, square, other, out=memory)),
+        ("v", lambda: fastattn.attention(other, other, square, out=memory)),
+        ("bias", lambda: fastattn.attention(other, other, other, bias=square, out=memory)),
+        ("mask", lambda: fastattn.attention(other, other, other, mask=wrap(memory.view(bool)[:, :16]),
+                                            out=memory)),
+        ("x", lambda: ops.linear(square, packed, out=memory)),
+        ("bias", lambda: ops.linear(other, packed, row, out=memory)),
+        ("residual", lambda: ops.linear(other, packed, residual=square, out=memory)),
+        ("x", lambda: ops.layer_norm(square, out=memory)),
+        ("weight", lambda: ops.layer_norm(other, row, out=memory)),
+        ("bias", lambda: ops.layer_norm(other, bias=row, out=memory)),
+        ("residual", lambda: ops.rms_norm(other, residual=square, out=memory)),
+        ("x", lambda: ops.softmax(square, out=memory)),
+        ("up", lambda: ops.activate(other, "relu", up=square, out=memory)),
+        ("table", lambda: ops.embedding(np.arange(16), square, out=memory)),
+        ("ids", lambda: ops.embedding(wrap(zeros), other[:, :1], out=zeros.view(np.float32)[:, None])),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"out shares memory with {name};"):
+            call()
+    assert (memory == 1).all()
+
+
+def test_out_of_operations():
+    """Its type is that of the array that decides, and its rows lie at one distance."""
+    x = np.ones((2, 3, 4), np.float32)
+    with pytest.raises(TypeError, match=r"softmax.*out has dtype float64; expected x's, float32"):
+        ops.softmax(x, out=np.empty((2, 3, 4)))
+    with pytest.raises(TypeError, match=r"embedding.*out has dtype float64; expected table's, float32"):
+        ops.embedding([0], x[0], out=np.empty((1, 4)))
+    with pytest.raises(ValueError, match=r"softmax.*expected rows at one distance"):
+        ops.softmax(x, out=np.empty((2, 4, 4), np.float32)[:, :3])
+    nothing = np.empty((2, 0, 4), np.float32)
+    assert ops.softmax(nothing.copy(), out=nothing) is nothing

@@ -185,7 +185,7 @@ BAD_ROTATIONS = [
         {"cos": np.ones((3, 5, 4)), "sin": np.ones((3, 5, 4))}),
     (TypeError, "interleaved is 1; expected True or False", {"interleaved": 1}),
     (TypeError, "out is of type list; expected an ndarray", {"out": []}),
-    (TypeError, "out has dtype <f8", {"out": np.empty(X.shape)}),
+    (TypeError, "out has dtype float64; expected x's, float32", {"out": np.empty(X.shape)}),
     (ValueError, r"out has shape \(2, 3, 5, 4\); expected \(2, 3, 5, 8\)", {"out": X[..., :4]}),
     (ValueError, "out shares memory with x", {"x": X[..., ::2], "cos": COS[:, :2], "sin": COS[:, :2],
         "out": X[..., :4]}),

@@ -264,3 +264,13 @@ def test_cgroup_quotas(tmp_path):
     assert _backend._cgroup_quota(str(tmp_path)) is None
     write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "400000\n")
     assert _backend._cgroup_quota(str(tmp_path)) == 4
+
+
+def test_no_more_threads_than_are_of_use():
+    """OpenMP ends the process where the system refuses to create one: thousands are not asked for."""
+    q = np.ones((3, 4), np.float32)
+    most = max(64, os.cpu_count() or 1)
+    assert fastattn.explain(q, q, q, num_threads=64)["num_threads"] == 64
+    assert fastattn.explain(q, q, q, num_threads=4096)["num_threads"] == min(most, 4096)
+    with _backend.forced(num_threads=4096):
+        assert fastattn.get_num_threads() == fastattn.show_config()["num_threads"] == min(most, 4096)

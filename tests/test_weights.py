@@ -57,3 +57,13 @@ def test_they_are_what_attention_averages_with():
     probs = fastattn.attention_weights(this.q, this.k, **this.arguments)
     out = probs @ np.repeat(this.v, 2, axis=1)
     np.testing.assert_allclose(out, fastattn.attention(this.q, this.k, this.v, **this.arguments), rtol=1e-12)
+
+
+def test_scores_computed_as_minus_infinity_are_no_mask():
+    """They give NaN, as in attention, where a query attends; what is masked stays 0."""
+    q, k = np.full((2, 2), -1e30, np.float32), np.full((3, 2), 1e30, np.float32)
+    mask = np.array([[True, True, False], [False, False, False]])
+    probs = fastattn.attention_weights(q, k, mask=mask)
+    np.testing.assert_array_equal(probs, [[np.nan, np.nan, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(fastattn.attention(q, k, k, mask=mask), [[np.nan] * 2, [0] * 2])
+    assert (fastattn.attention_weights(q, k, sinks=np.zeros(1)) == 0).all()

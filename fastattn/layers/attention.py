@@ -180,7 +180,7 @@ class MultiHeadAttention(AttentionParameters):
         """
         x = calls.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
         if residual is not None:
-            residual = like(FUNC, "residual", residual, x, "query")
+            residual = like(FUNC, "residual", residual, x.shape, x.dtype, "query")
         if value is key or (key is None and value is query):
             value = None
         if key is query:
