@@ -2,10 +2,11 @@
  * definition.
  *
  *     driver [isa [case]]      all instruction sets and cases, or some; the exit status tells whether all passed
+ *     driver ISA layers        only the layers' kernels, which come last: layers.h
  *
  * A call runs twice and must give the same bits: the second time in another order, planned for more threads, in splits
  * if there are any, and with other garbage in the scratch memory. */
-#include "reference.h"
+#include "layers.h"
 
 #include <signal.h>
 
@@ -15,7 +16,8 @@ static const test_case *running_case;
 
 static void crashed(int signal)
 {
-    describe(running_isa, running_case, strsignal(signal));
+    if (running_case) describe(running_isa, running_case, strsignal(signal));
+    else printf("FAILED in the layers' kernels: %s\n", strsignal(signal));
     fflush(stdout);
     _exit(2);
 }
@@ -100,11 +102,12 @@ int main(int argc, char **argv)
 {
     const char *only_isa = argc > 1 ? argv[1] : NULL, *only_case = argc > 2 ? argv[2] : NULL;
     counts all[16] = {0};
+    const int layers = only_case && strcmp(only_case, "layers") == 0;
     int passed = 0, failed = 0;
     signal(SIGSEGV, crashed);
     signal(SIGBUS, crashed);
     signal(SIGILL, crashed);
-    FOR(number, N_CASES)
+    FOR(number, layers ? 0 : N_CASES)
     {
         if (only_case && number != atoi(only_case)) continue;
         const test_case c = case_of((int)number);
@@ -140,6 +143,8 @@ int main(int argc, char **argv)
             failed++;
         }
     }
+    running_case = NULL;
+    if (!only_case || layers) check_layers(only_isa, &passed, &failed);
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0 || passed == 0;
 }

@@ -1,0 +1,218 @@
+/* Matrix products over packed panels, against plain C in double precision. Operands end where a page ends, and columns
+ * that only fill up a panel are NaN. */
+#ifndef LINEAR_H
+#define LINEAR_H
+
+#include "reference.h"
+
+static const int64_t linear_m[] = {1, 3, 4, 5, 6, 7, 12, 13, 97}, linear_k[] = {1, 31, 33, 255, 257, 513};
+static const int64_t linear_n[] = {1, 17, 32, 33, 70};
+static const fa_dtype linear_weights[] = {FA_F32, FA_BF16, FA_I8, FA_F64};
+static const fa_dtype floats[] = {FA_F32, FA_F16, FA_BF16, FA_F64};
+enum { LINEAR_CASES = COUNT(linear_m) * COUNT(linear_k) * COUNT(linear_n) * COUNT(linear_weights) };
+
+/* What a number must be, and how far from it it may lie. */
+typedef struct {
+    double value, error;
+} near;
+
+static near activated(fa_activation activation, near z, double eps)
+{
+    const double x = z.value, cubic = 0.79788456080286535588 * (x + 0.044715 * x * x * x);
+    /* No slope is above 1.13. 1 + erf and 1 + tanh are off by units of 1; the exponential, in proportion to x. */
+    const double error = 1.13 * z.error + 2 * eps * (1 + fabs(x));
+    switch (activation) {
+    case FA_RELU: return (near){isnan(x) ? x : fmax(x, 0), z.error};
+    case FA_GELU: return (near){0.5 * x * (1 + erf(x * 0.70710678118654752440)), error};
+    case FA_GELU_TANH: return (near){0.5 * x * (1 + tanh(cubic)), error};
+    case FA_SILU: return (near){x / (1 + exp(-x)), error};
+    case FA_SIGMOID: return (near){1 / (1 + exp(-x)), error};
+    default: return z;
+    }
+}
+
+static near product(near x, near y, double eps)
+{
+    return (near){x.value * y.value, fabs(x.value) * y.error + (fabs(y.value) + y.error) * x.error +
+                                         eps * fabs(x.value * y.value)};
+}
+
+/* A copy of an element in `dtype`, of what was accumulated in its lane type. */
+static near stored(near x, fa_dtype dtype)
+{
+    x.error += eps_of(dtype) / 2 * (fabs(x.value) + x.error) + (dtype == FA_F16 ? 0x1p-25 : FLT_MIN);
+    return x;
+}
+
+/* What is wrong with element (i, j), or NULL. */
+static const char *differs(const char *name, const fa_array *out, const fa_array *other, int64_t i, int64_t j,
+                           near want)
+{
+    static char wrong[200];
+    const double got = get(out, 0, 0, i, j), again = get(other, 0, 0, i, j);
+    if (isnan(want.value) ? !isnan(got) : !(got == want.value || fabs(got - want.value) <= want.error))
+        snprintf(wrong, sizeof wrong, "%s[%d, %d] is %.9g, not %.9g within %.3g", name, (int)i, (int)j, got, want.value,
+                 want.error);
+    else if (!(isnan(got) && isnan(again)) && memcmp(&got, &again, sizeof got) != 0)
+        snprintf(wrong, sizeof wrong, "%s[%d, %d] is %.17g, and %.17g the second time", name, (int)i, (int)j, got,
+                 again);
+    else return NULL;
+    return wrong;
+}
+
+/* Whether `out`, which is the last mapping, was written in its rows only. Takes them away. */
+static int only_rows(const fa_array *out, int64_t rows, int64_t cols)
+{
+    FOR(i, rows) memset(at(out, 0, 0, i, 0), 0xff, (size_t)(cols * bytes_of(out->dtype)));
+    return is_blank();
+}
+
+static fa_array random_floats(fa_dtype dtype, int64_t rows, int64_t cols, double low, double high)
+{
+    const fa_array x = new_floats(dtype, 1, 1, rows, cols, (int)below(8) & (GAP | REVERSED));
+    FOR(i, rows) FOR(j, cols) set(&x, 0, 0, i, j, uniform(low, high));
+    return x;
+}
+
+typedef struct {
+    fa_linear_args args;
+    fa_array x, bias, residual;
+    double *w; /* (maps, n, k), with scales */
+} linear_case;
+
+/* Packs random weights as packed.py does. */
+static void new_weights(linear_case *c)
+{
+    fa_linear_args *a = &c->args;
+    const int maps = 1 + a->gated, pairs = a->weight == FA_BF16;
+    const int64_t size = a->weight == FA_I8 ? 1 : bytes_of(a->weight), width = a->weight == FA_F64 ? 16 : 32;
+    const int64_t panels = maps * ((a->n + width - 1) / width), depth = pairs ? (a->k + 1) / 2 * 2 : a->k;
+    const double most = 3 / sqrt((double)a->k);
+    char *packed = allocate((size_t)(panels * depth * width * size));
+    float *scales = a->weight == FA_I8 ? (float *)allocate((size_t)(panels * width) * sizeof *scales) : NULL;
+    double *w = c->w = calloc((size_t)(maps * a->n * a->k), sizeof *w);
+    FOR(map, maps) FOR(j, a->n)
+    {
+        const int64_t panel = j / width * maps + map, column = j % width;
+        if (scales) scales[panel * width + column] = (float)(most / 127 * uniform(0.5, 1));
+        FOR(d, depth)
+        {
+            const int64_t pair = (panel * depth / 2 + d / 2) * width * 2 + column * 2 + d % 2;
+            const int64_t index = pairs ? pair : (panel * depth + d) * width + column;
+            fa_array to = {.data = packed + index * size, .batch = (int64_t[]){0}, .dtype = a->weight};
+            if (a->weight == FA_I8) *to.data = (char)(below(255) - 127);
+            else set(&to, 0, 0, 0, 0, d < a->k ? uniform(-most, most) : 0);
+            if (d == a->k) continue;
+            *w++ = scales ? (double)(int8_t)*to.data * scales[panel * width + column] : get(&to, 0, 0, 0, 0);
+        }
+    }
+    a->panels = packed;
+    a->scales = scales;
+}
+
+static linear_case linear_case_of(int number)
+{
+    int i = number;
+    linear_case c = {0};
+    fa_linear_args *a = &c.args;
+    seed = (uint64_t)number << 32 | 1;
+    a->weight = linear_weights[i % COUNT(linear_weights)], i /= COUNT(linear_weights);
+    a->m = linear_m[i % COUNT(linear_m)], i /= COUNT(linear_m);
+    a->k = linear_k[i % COUNT(linear_k)], i /= COUNT(linear_k);
+    a->n = linear_n[i];
+    a->dtype = a->weight == FA_F64 ? FA_F64 : floats[below(3)];
+    a->activation = (fa_activation)below(6);
+    a->gated = (int)below(2);
+    c.x = random_floats(a->dtype, a->m, a->k, -1, 1);
+    a->x = c.x.data, a->x_row = c.x.row;
+    if (below(2)) {
+        c.bias = new_floats(lane_of(a->dtype), 1, 1, 1 + a->gated, a->n, 0);
+        FOR(map, 1 + a->gated) FOR(j, a->n) set(&c.bias, 0, 0, map, j, uniform(-1, 1));
+        a->bias = c.bias.data;
+    }
+    if (below(2)) {
+        c.residual = random_floats(a->dtype, a->m, a->n, -1, 1);
+        a->residual = c.residual.data, a->residual_row = c.residual.row;
+    }
+    new_weights(&c);
+    return c;
+}
+
+/* x w^T + bias; `dot`: from x rounded to bfloat16. A result may be off by a few units, more with the length of sums, in
+ * the last place of the absolute sum of its terms. */
+static near expect_linear(const linear_case *c, const double *x, int64_t map, int64_t j)
+{
+    const fa_linear_args *a = &c->args;
+    const double *w = c->w + (map * a->n + j) * a->k, bias = a->bias ? get(&c->bias, 0, 0, map, j) : 0;
+    double sum = bias, terms = fabs(bias);
+    FOR(d, a->k)
+    {
+        sum += x[d] * w[d];
+        terms += fabs(x[d] * w[d]);
+    }
+    return (near){sum, eps_of(lane_of(a->dtype)) * (2 + sqrt((double)smaller(a->k, 256))) * terms};
+}
+
+static near *expect_linears(const linear_case *c, int dot)
+{
+    const fa_linear_args *a = &c->args;
+    const double eps = eps_of(lane_of(a->dtype));
+    near *all = calloc((size_t)(a->m * a->n), sizeof *all), *next = all;
+    double *x = calloc((size_t)a->k, sizeof *x);
+    FOR(i, a->m)
+    {
+        FOR(d, a->k)
+        {
+            x[d] = get(&c->x, 0, 0, i, d);
+            if (dot) x[d] = from_half(half_of(FA_BF16), to_half(half_of(FA_BF16), x[d]));
+        }
+        FOR(j, a->n)
+        {
+            near y = activated(a->activation, expect_linear(c, x, 0, j), eps);
+            if (a->gated) y = product(y, expect_linear(c, x, 1, j), eps);
+            if (a->residual) y.value += get(&c->residual, 0, 0, i, j), y.error += eps * fabs(y.value);
+            *next++ = stored(y, a->dtype);
+        }
+    }
+    free(x);
+    return all;
+}
+
+/* Rows [begin, end), all tasks. */
+static int run_linear(const fa_kernels *kernels, fa_linear_args a, int64_t begin, int64_t end, int again)
+{
+    const int mark = n_mappings;
+    fa_linear_plan p;
+    a.x += begin * a.x_row, a.out += begin * a.out_row, a.m = end - begin;
+    if (a.residual) a.residual += begin * a.residual_row;
+    kernels->linear_plan(&a, again ? 64 : 1, &p);
+    char *scratch = allocate((size_t)p.scratch_bytes);
+    if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
+    FOR(task, p.n_tasks) kernels->linear_run(&a, &p, again ? p.n_tasks - 1 - task : task, scratch);
+    release(mark);
+    return p.scratch_bytes % 64 == 0;
+}
+
+/* Twice: the second time in two parts of the rows, since a row's bits depend on the row alone. */
+static const char *check_linear(const fa_kernels *kernels, const linear_case *c, const near *want)
+{
+    fa_linear_args a = c->args;
+    fa_array out[2];
+    int aligned = 1;
+    FOR(again, 2)
+    {
+        out[again] = new_floats(a.dtype, 1, 1, a.m, a.n, again ? GAP : REVERSED);
+        a.out = out[again].data, a.out_row = out[again].row;
+        aligned &= run_linear(kernels, a, 0, again ? a.m / 3 : a.m, (int)again);
+        if (again) aligned &= run_linear(kernels, a, a.m / 3, a.m, 1);
+    }
+    if (!aligned) return "scratch sizes that do not keep memory aligned";
+    FOR(i, a.m) FOR(j, a.n)
+    {
+        const char *wrong = differs("out", out, out + 1, i, j, *want++);
+        if (wrong) return wrong;
+    }
+    return only_rows(out + 1, a.m, a.n) ? NULL : "something was written between the rows of out";
+}
+
+#endif
