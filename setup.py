@@ -6,10 +6,12 @@ FASTATTN_REQUIRE_EXT=1   fail instead
 FASTATTN_WERROR=1        warnings in src/ are errors
 """
 
+import itertools
 import os
 import platform
 import re
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -41,11 +43,15 @@ class BuildExt(build_ext):
         isas = [(name, flags) for name, flags in instruction_sets() if self.takes(flags)]
         if not isas:
             raise CompileError("no working C compiler (or none that takes GNU C flags)")
-        for name, flags in isas:
-            for lane in ("F32", "F64"):
-                macros = [("FA_ISA_NAME", name), (f"FA_LANE_{lane}", "1")]
-                folder = f"{name}-{lane}"
-                ext.extra_objects += self.compile("kernels.c", folder, [*FLAGS, *werror, *flags], macros)
+
+        def kernels(job):
+            (name, flags), lane = job
+            macros = [("FA_ISA_NAME", name), (f"FA_LANE_{lane}", "1")]
+            return self.compile("kernels.c", f"{name}-{lane}", [*FLAGS, *werror, *flags], macros)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # seconds of gcc each, a process of its own
+            for objects in pool.map(kernels, itertools.product(isas, ("F32", "F64"))):
+                ext.extra_objects += objects
         compiled = [("FA_COMPILED", " ".join(f"X({name})" for name, _ in isas))]
         for source in ("cpu.c", "dispatch.c"):
             ext.extra_objects += self.compile(source, "common", [*FLAGS, *werror], compiled)
