@@ -14,6 +14,7 @@
 
 #include "partial.inc.h"
 
+#include "operands.inc.h"
 #include "attention.inc.h"
 #include "decode.inc.h"
 

@@ -1,0 +1,186 @@
+/* What the tile kernel works on: a thread's scratch, the state of its tiles, and its operands as it reads them: queries
+ * transposed, the additive tile, blocks of keys and values in place or copied. */
+
+#define TILES 8 /* most tiles of a task */
+
+/* Keys after which a tile's state becomes a partial, to be merged, at multiples of it, into that of the keys before: one
+ * accumulator adds up so many blocks and no more. 64 keys a block, 64 blocks: the fewest additions in a row. */
+#define PART_K (64 * BLOCK_K)
+
+/* One tile: its rows and their state. */
+typedef struct {
+    row_block t;
+    lane *qt, *ot;                   /* (head_dim), (head_dim_v) rows of pitch BLOCK_Q */
+    lane *row_max, *row_sum, *slope; /* (BLOCK_Q) */
+    int fresh;                       /* no block yet: ot holds nothing */
+    partial total;                   /* of the parts that are done */
+    int64_t parts;                   /* how many: PART_K */
+} tile_state;
+
+/* A thread's scratch. s, add, pairs have the row pitch BLOCK_Q. */
+typedef struct {
+    tile_state tiles[TILES];
+    lane *s, *add;                         /* (BLOCK_K) rows: scores, then probabilities; additive tile */
+    lane *pairs;                           /* (BLOCK_K / 2): probabilities as pairs of bfloat16 */
+    lane *rows;                            /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
+    lane *k, *v, *clean;                   /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
+    lane *alpha, *position, *begin, *end;  /* (BLOCK_Q) */
+    partial part;                          /* where `total` must not yet be written */
+} tile_scratch;
+
+/* Cuts up `memory` for so many tiles; returns the bytes it takes, also for memory == NULL. */
+static int64_t tile_scratch_at(const fa_attention_args *a, int tiles, void *memory, tile_scratch *w)
+{
+    lane *next = memory;
+    int64_t used = 0;
+#define TAKE(field, n) ((field) = memory ? (void *)(next + used) : NULL, used += round_up(n, 64 / sizeof(lane)))
+    TAKE(w->s, BLOCK_K * BLOCK_Q);
+    TAKE(w->add, BLOCK_K * BLOCK_Q);
+    TAKE(w->pairs, BLOCK_K / 2 * BLOCK_Q);
+    TAKE(w->rows, BLOCK_Q * BLOCK_K);
+    TAKE(w->k, BLOCK_K * round_up(a->head_dim, LANES));
+    TAKE(w->v, BLOCK_K * round_up(a->head_dim_v, LANES));
+    TAKE(w->clean, BLOCK_K * round_up(a->head_dim_v, LANES));
+    TAKE(w->alpha, BLOCK_Q);
+    TAKE(w->position, BLOCK_Q);
+    TAKE(w->begin, BLOCK_Q);
+    TAKE(w->end, BLOCK_Q);
+    for (int i = 0; i < tiles; i++) {
+        tile_state *tile = w->tiles + i;
+        TAKE(tile->qt, a->head_dim * BLOCK_Q);
+        TAKE(tile->ot, a->head_dim_v * BLOCK_Q);
+        TAKE(tile->row_max, BLOCK_Q);
+        TAKE(tile->row_sum, BLOCK_Q);
+        TAKE(tile->slope, BLOCK_Q);
+        TAKE(tile->t.begin, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
+        TAKE(tile->t.end, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
+    }
+#undef TAKE
+    return used * (int64_t)sizeof(lane);
+}
+
+/* One vector of a query row, from lane d on, of which n lanes are left; under `dot` lanes are pairs of bfloat16. */
+INLINE v_t load_query(fa_dtype dtype, int dot, const char *q, int64_t d, int64_t n, int64_t head_dim)
+{
+    if (dot && n <= LANES) {
+        lane part[LANES] = {0};
+        memcpy(part, q + d * sizeof(lane), head_dim * 2 - d * sizeof(lane)); /* an odd last one is paired with 0 */
+        return v_load(part);
+    }
+    if (dot) return v_load(q + d * sizeof(lane));
+    return n < LANES ? v_load_as_n(dtype, q + d * dtype_size(dtype), n) : v_load_as(dtype, q + d * dtype_size(dtype));
+}
+
+/* qt (head_dim, rows) = transpose(factor * q); under `dot` pairs, unscaled. Lanes without a row become 0. */
+INLINE void load_queries_as(fa_dtype dtype, const fa_attention_args *a, const row_block *t, int dot, lane factor,
+                            lane *qt)
+{
+    const int64_t depth = dot ? (a->head_dim + 1) / 2 : a->head_dim;
+    const char *rows[BLOCK_Q] = {NULL};
+    EACH_ROW(t, r, id) rows[r] = at(&a->q, t->b, id.head, id.query, 0);
+    for (int64_t r = 0; r < BLOCK_Q; r += LANES)
+        for (int64_t d = 0; d < depth; d += LANES) {
+            const int64_t n = depth - d;
+            v_t x[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const v_t q = rows[r + i] ? load_query(dtype, dot, rows[r + i], d, n, a->head_dim) : v_splat(0);
+                x[i] = dot ? q : q * v_splat(factor);
+            }
+            v_transpose(x);
+            for (int i = 0; i < (n < LANES ? n : LANES); i++) v_store(qt + (d + i) * BLOCK_Q + r, x[i]);
+        }
+}
+
+static void load_queries(const fa_attention_args *a, const row_block *t, int dot, lane factor, lane *qt)
+{
+    if (dot) load_queries_as(FA_BF16, a, t, 1, factor, qt);
+    else if (a->q.dtype == FA_F16) load_queries_as(FA_F16, a, t, 0, factor, qt);
+    else if (a->q.dtype == FA_BF16) load_queries_as(FA_BF16, a, t, 0, factor, qt);
+    else load_queries_as(LANE_BITS == 64 ? FA_F64 : FA_F32, a, t, 0, factor, qt);
+}
+
+/* The additive tile, add (n keys, rows): one row for all where mask and bias do not depend on the query. An empty one is
+ * not written. */
+static block_kind load_additive(const fa_attention_args *a, const row_block *t, int64_t j0, int64_t n,
+                                const tile_scratch *w)
+{
+    const int shared = rows_share(t, &a->mask) && rows_share(t, &a->bias);
+    const block_kind kind =
+        shared ? additive_row(a, t, first_row(t), j0, n, w->rows) : additive_rows(a, t, j0, n, w->rows);
+    if (kind == BLOCK_EMPTY) return kind;
+    if (shared)
+        for (int64_t j = 0; j < n; j++)
+            for (int u = 0; u < NV; u++) v_store(w->add + j * BLOCK_Q + u * LANES, v_splat(w->rows[j]));
+    else {
+        transpose(w->rows, BLOCK_K, t->rows, n, w->add, BLOCK_Q);
+        for (int64_t r = round_up(t->rows, LANES); r < BLOCK_Q; r += LANES)
+            for (int64_t j = 0; j < n; j++) v_store(w->add + j * BLOCK_Q + r, v_splat(0));
+    }
+    return kind;
+}
+
+/* A block of keys and values, [first, first + n) of the sequence, as the tiles read it. */
+typedef struct {
+    int64_t first, n;
+    const char *k, *v; /* row `first`; NULL until a tile asks */
+    int64_t k_row, v_row;
+    int checked;                 /* the values were looked at: */
+    int64_t bad[BLOCK_K], n_bad; /* rows of v that are not finite, and are 0 in w->clean: see take_out_bad_values */
+} key_block;
+
+INLINE int is_dense(const fa_array *x, int64_t width)
+{
+    return x->row == width * dtype_size(x->dtype);
+}
+
+/* Keys and values in place, or copied to scratch. */
+INLINE void load_block(const fa_attention_args *a, const row_block *t, int dot, const tile_scratch *w, key_block *block)
+{
+    const char *k = at(&a->k, t->b, t->h_kv, block->first, 0), *v = at(&a->v, t->b, t->h_kv, block->first, 0);
+    const int64_t n = block->n, wide = sizeof(lane), width = a->head_dim, width_v = a->head_dim_v;
+    block->k = k, block->k_row = a->k.row;
+    block->v = v, block->v_row = a->v.row;
+    if (dot && (width % 2 || !is_dense(&a->k, width))) { /* an odd head_dim: the last pair must not be read past */
+        block->k = (const char *)w->k, block->k_row = round_up(width, 2) * 2;
+        for (int64_t j = 0; j < n; j++) {
+            char *row = (char *)w->k + j * block->k_row;
+            memset(row + block->k_row - 2, 0, 2);
+            memcpy(row, k + j * a->k.row, width * 2);
+        }
+    } else if (!dot && (dtype_size(a->k.dtype) != wide || !is_dense(&a->k, width))) {
+        block->k = (const char *)w->k, block->k_row = width * wide;
+        for (int64_t j = 0; j < n; j++) load_row(a->k.dtype, k + j * a->k.row, width, 1, w->k + j * width);
+    }
+    if (dot) { /* rows 2j and 2j + 1 become one row of pairs; an odd last one is paired with 0 */
+        static const uint16_t zeros[LANES];
+        block->v = (const char *)w->v, block->v_row = width_v * wide;
+        for (int64_t j = 0; j < n; j += 2) {
+            const char *row0 = v + j * a->v.row, *row1 = row0 + a->v.row;
+            lane *out = w->v + j / 2 * width_v;
+            int64_t d = 0;
+            for (; d + LANES <= width_v; d += LANES)
+                v_store(out + d, v_pair_bf16(row0 + d * 2, j + 1 < n ? row1 + d * 2 : (const char *)zeros));
+            if (d < width_v) {
+                uint16_t part[2][LANES] = {{0}};
+                memcpy(part[0], row0 + d * 2, (width_v - d) * 2);
+                if (j + 1 < n) memcpy(part[1], row1 + d * 2, (width_v - d) * 2);
+                v_store_n(out + d, v_pair_bf16(part[0], part[1]), width_v - d);
+            }
+        }
+    } else if (dtype_size(a->v.dtype) != wide || !is_dense(&a->v, width_v)) {
+        block->v = (const char *)w->v, block->v_row = width_v * wide;
+        for (int64_t j = 0; j < n; j++) load_row(a->v.dtype, v + j * a->v.row, width_v, 1, w->v + j * width_v);
+    }
+}
+
+/* Part `i` of `parts` of the keys and values from `first` on, where their rows do not lie side by side: there the
+ * hardware's prefetching finds nothing to follow. */
+INLINE void prefetch_block(const fa_attention_args *a, const row_block *t, int64_t first, int64_t last, int i, int parts)
+{
+    const int64_t j0 = first + i * BLOCK_K / parts, j1 = first + (i + 1) * BLOCK_K / parts, n = (j1 < last ? j1 : last) - j0;
+    if (n <= 0) return;
+    if (!is_dense(&a->k, a->head_dim))
+        prefetch_rows(at(&a->k, t->b, t->h_kv, j0, 0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));
+    if (!is_dense(&a->v, a->head_dim_v))
+        prefetch_rows(at(&a->v, t->b, t->h_kv, j0, 0), a->v.row, n, a->head_dim_v * dtype_size(a->v.dtype));
+}
