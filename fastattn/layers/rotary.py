@@ -24,7 +24,7 @@ class Rope:
     frequencies : RopeFrequencies
         Of `fastattn.positions.rope_frequencies`.
     interleaved : bool, default False
-        Which dimensions are a pair; see `fastattn.positions.apply_rope`.
+        Which dimensions are a pair; see `fastattn.rope.apply_rope`.
     """
 
     def __init__(self, frequencies: RopeFrequencies, interleaved: bool = False):
