@@ -3,7 +3,7 @@
 `attention` is the function; `explain` and `show_config` say what runs.
 """
 
-from fastattn import layers, ops, positions, rope
+from fastattn import layers, masks, ops, positions, rope
 from fastattn._backend import (
     FallbackWarning,
     available_isas,
@@ -29,6 +29,7 @@ __all__ = [
     "explain",
     "get_num_threads",
     "layers",
+    "masks",
     "merge_states",
     "ops",
     "positions",

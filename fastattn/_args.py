@@ -53,6 +53,11 @@ class AttentionArgs:
     # broadcast to (*batch_shape, heads_q, len_q), with ndim >= 2.
     row_begin: Ints | None
     row_end: Ints | None
+    # And of those, the keys in ranges[range_first[i] : range_last[i]]: pairs (begin, end) in [0, len_k], of a
+    # row not empty, sorted, none touching the next. Shapes as above, and (n, 2), C-contiguous.
+    ranges: Ints | None
+    range_first: Ints | None
+    range_last: Ints | None
     q_position: Ints | None  # of query row 0, where ALiBi needs it; broadcasts to batch_shape
     num_threads: int
     copies: tuple[str, ...]  # what was copied, and why

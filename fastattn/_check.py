@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from fastattn import masks
+from fastattn import _ranges
 from fastattn._args import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
 from fastattn._backend import get_num_threads, require_backend, threads
 from fastattn._inputs import (
@@ -26,6 +26,8 @@ from fastattn._inputs import (
     require_broadcast,
     require_result,
 )
+from fastattn.masks import Mask
+from fastattn.masks._mask import ScoreShape
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -42,7 +44,7 @@ def attention_args(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     bias: ArrayLike | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -94,12 +96,16 @@ def attention_args(
     args.scale = head_dim**-0.5 if scale is None else number(func, "scale", scale, lane)
     args.softcap = 0.0 if softcap is None else number(func, "softcap", softcap, lane, positive=True)
     args.mask = args.bias = args.alibi_slopes = args.sinks = None
+    structure = None
+    if isinstance(mask, Mask):
+        structure, mask = mask, None
     if not (mask is None and bias is None and alibi_slopes is None and sinks is None):
         _add_arrays(args, func, mask, bias, alibi_slopes, sinks, copies)
     args.row_begin = args.row_end = args.q_position = None
+    args.ranges = args.range_first = args.range_last = None
     ranges_given = not (window is None and kv_lengths is None and q_offset is None and row_ranges is None)
-    if causal is not False or ranges_given or alibi_slopes is not None:
-        _add_ranges(args, func, causal, window, kv_lengths, q_offset, row_ranges)
+    if causal is not False or ranges_given or alibi_slopes is not None or structure is not None:
+        _add_ranges(args, func, causal, window, kv_lengths, q_offset, row_ranges, structure)
     args.num_threads = get_num_threads() if num_threads is None else threads(func, num_threads)
     if backend is not None:
         require_backend(func, backend)
@@ -228,23 +234,24 @@ def _add_ranges(
     kv_lengths: ArrayLike | None,
     q_offset: ArrayLike | None,
     row_ranges: tuple[ArrayLike, ArrayLike] | None,
+    structure: Mask | None,
 ) -> None:
-    """Check what selects keys by their place, and make row_begin and row_end of it; O(rows)."""
+    """Check what selects keys by their place, and make ranges of it; O(rows), or of a mask, O(its ranges)."""
     len_q, len_k, batch_shape = args.len_q, args.len_k, args.batch_shape
     causal = flag(func, "causal", causal)
     left, right = _window_sides(func, window)
     windowed = left is not None or right is not None
-    ranges: list[masks.Range] = []
+    ranges: list[_ranges.Range] = []
 
     length = np.array(len_k)
     if kv_lengths is not None:
         length = integers(func, "kv_lengths", kv_lengths, batch_shape, _BATCH, 0, len_k)
-        ranges.append(masks.lengths(length))
+        ranges.append(_ranges.lengths(length))
     if q_offset is not None:
         offset = integers(func, "q_offset", q_offset, batch_shape, _BATCH, -_MAX_POSITION, _MAX_POSITION)
     else:
         offset = np.asarray(length - len_q)
-        positional = causal or windowed or args.alibi_slopes is not None
+        positional = causal or windowed or args.alibi_slopes is not None or structure is not None
         if kv_lengths is not None and positional and (offset < 0).any():
             raise ValueError(
                 f"{func}(): kv_lengths has {length.min()} for {len_q} queries, and without q_offset the last"
@@ -252,14 +259,20 @@ def _add_ranges(
                 f" self-attention: query i is at key i) or another q_offset"
             )
     if causal or windowed:
-        position = masks.positions(offset, len_q)
+        position = _ranges.positions(offset, len_q)
         if causal:
-            ranges.append(masks.causal(position))
+            ranges.append(_ranges.causal(position))
         if windowed:
-            ranges.append(masks.window(position, left, right))
+            ranges.append(_ranges.window(position, left, right))
     if row_ranges is not None:
         ranges.append(_both_ends(func, row_ranges, (*batch_shape, args.heads_q, len_q)))
-    args.row_begin, args.row_end = masks.intersect(ranges, len_k)
+    if structure is not None:
+        shape = ScoreShape(func, batch_shape, args.heads_q, len_q, len_k, offset)
+        begin, end, lists = structure.resolve(shape)
+        ranges.append((begin, end))
+        if lists is not None:
+            args.ranges, args.range_first, args.range_last = lists.ranges, lists.first, lists.last
+    args.row_begin, args.row_end = _ranges.intersect(ranges, len_k)
     if args.alibi_slopes is not None:
         args.q_position = offset
 
@@ -273,7 +286,7 @@ def _window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _both_ends(func: str, row_ranges: Any, shape: Shape) -> masks.Range:
+def _both_ends(func: str, row_ranges: Any, shape: Shape) -> _ranges.Range:
     if not isinstance(row_ranges, (tuple, list)) or len(row_ranges) != 2:
         raise TypeError(f"{func}(): row_ranges is of type {type(row_ranges).__name__}; expected (begin, end)")
     begin, end = (integers(func, f"row_ranges[{i}]", x, shape, _ROWS) for i, x in enumerate(row_ranges))

@@ -46,7 +46,7 @@ cdef extern from *:
 
 # An operand's batch table holds the byte offset of every batch item; there are this many operands.
 cdef enum:
-    N_ARRAYS = 12
+    N_ARRAYS = 14
     MAX_DIMS = 64
 # Work for which a parallel region (5 microseconds) pays: FLOP of the tile kernel, and of the dot kernel, whose FLOP
 # wait for memory and take ten times as long. docs/performance.md has the measurement.
@@ -182,6 +182,10 @@ cdef int64_t *_set_args(fa_attention_args *a, args, bint tabled) except NULL:
         _set_array(&a.q_position, np.asarray(args.q_position), 0, batch_shape, batch, tables + 10 * batch)
     if args.sinks is not None:
         _set_array(&a.sinks, args.sinks, 1, batch_shape, batch, tables + 11 * batch)
+    if args.ranges is not None:
+        _set_array(&a.range_first, args.range_first, 2, batch_shape, batch, tables + 12 * batch)
+        _set_array(&a.range_last, args.range_last, 2, batch_shape, batch, tables + 13 * batch)
+        a.ranges = <const int64_t *>cnp.PyArray_DATA(args.ranges)
     return tables
 
 

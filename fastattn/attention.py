@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from fastattn import _backend, masks, reference
+from fastattn import _backend, _tiles, reference
 from fastattn._check import attention_args, partial_states, sdpa_args
 
 if TYPE_CHECKING:
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Unpack
 
+    from fastattn.masks import Mask
+
 
 class AttentionOptions(TypedDict, total=False):
     """Keyword arguments of `attention`, but for `return_lse`."""
 
-    mask: ArrayLike | None
+    mask: ArrayLike | Mask | None
     bias: ArrayLike | None
     causal: bool
     window: tuple[int | None, int | None] | None
@@ -60,7 +62,7 @@ def attention(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     bias: ArrayLike | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -93,10 +95,11 @@ def attention(
         heads (grouped-query attention). Leading dimensions broadcast.
     v : array_like, (..., heads_kv, len_k, head_dim_v)
         Values. q, k and v have one dtype, or q is float32 and k and v are both float16 or both bfloat16.
-    mask : array_like of bool, optional
+    mask : array_like of bool or masks.Mask, optional
         True where a query attends a key. Broadcasts to ``(..., heads_q, len_q, len_k)``: one row of keys a
         sequence is ``mask[:, None, None, :]``, padding also `kv_lengths`. Tiles in which nobody attends are
-        skipped.
+        skipped. Or a structure from `fastattn.masks`, such as ``masks.causal() | masks.prefix(9)``, which
+        never becomes such an array: blocks of keys that a block of queries does not attend cost nothing.
     bias : array_like, optional
         Added to the scores; float32 or q's dtype; broadcasts as `mask`. Its -inf masks, nothing else in it;
         tiles of nothing else are skipped.
@@ -154,9 +157,9 @@ def attention(
     Notes
     -----
     Time is O(len_q * len_k * (head_dim + head_dim_v)) a head, less what masks skip. Memory beyond inputs and
-    output is O(threads) for the scores, which exist one tile at a time [1]_, [2]_, and 96 bytes a batch item;
+    output is O(threads) for the scores, one tile at a time [1]_, [2]_, and 112 bytes a batch item;
     causal, window, lengths and row ranges take up to 48 bytes a query row, of each head where they differ by
-    head. Products are accumulated in float32 (float64 for float64).
+    head; a structural mask 16 bytes a range. Products are accumulated in float32 (float64 for float64).
 
     A query that may attend nothing gets 0, and lse = -inf (with a sink, the sink). Whatever stands in keys
     and values that a query does not attend, NaN and Inf included, never reaches its result; NaN that it
@@ -249,7 +252,7 @@ def attention_weights(
     q: ArrayLike,
     k: ArrayLike,
     *,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     bias: ArrayLike | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -357,7 +360,7 @@ def explain(
     backend = options.get("backend")
     plan = _backend.plan(args, backend)
     conversions = plan.pop("conversions")
-    tiles = masks.count_tiles(args, plan["block_q"], plan["block_k"])
+    tiles = _tiles.count_tiles(args, plan["block_q"], plan["block_k"])
     return _backend.Report(
         backend=backend or _backend.default_backend(),
         why_numpy=_backend.why_numpy(backend),

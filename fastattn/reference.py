@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args import lane_dtype
+from fastattn._ranges import places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,6 +98,7 @@ class _Call:
         self.group = args.heads_q // args.heads_kv
         self.dtype = lane_dtype(args.q.dtype)
         self.ranged = args.row_begin is not None or args.row_end is not None
+        self.ranges: Any = args.ranges
 
         def broadcast(x: Any, *shape: int) -> Any:
             return None if x is None else np.broadcast_to(x, (*args.batch_shape, *shape))
@@ -109,6 +111,8 @@ class _Call:
         self.bias = broadcast(args.bias, heads_q, len_q, len_k)
         self.row_begin = broadcast(0 if args.row_begin is None else args.row_begin, heads_q, len_q)
         self.row_end = broadcast(len_k if args.row_end is None else args.row_end, heads_q, len_q)
+        self.range_first = broadcast(args.range_first, heads_q, len_q)
+        self.range_last = broadcast(args.range_last, heads_q, len_q)
         self.slopes = broadcast(args.alibi_slopes, heads_q)
         self.sinks = broadcast(-np.inf if args.sinks is None else args.sinks, heads_q)
         self.position = broadcast(args.q_position)
@@ -124,6 +128,8 @@ class _Task:
         self.q = np.ascontiguousarray(call.q[self.where], dtype=call.dtype)
         self.k, self.v = call.k[(*b, h)], call.v[(*b, h)]
         self.begin, self.end = call.row_begin[self.where], call.row_end[self.where]
+        if call.ranges is not None:
+            self.lists = call.range_first[self.where], call.range_last[self.where]
         self.mask = None if call.mask is None else call.mask[self.where]
         self.bias = None if call.bias is None else call.bias[self.where]
         self.sinks = np.empty(self.q.shape[:2], call.dtype)  # -inf, of no weight, where there are none
@@ -147,11 +153,25 @@ class _Task:
         if self.call.ranged and ((self.begin > keys.start).any() or (self.end < keys.stop).any()):
             j = np.arange(keys.start, keys.stop)
             allowed = (self.begin[..., None] <= j) & (j < self.end[..., None])
+        if self.call.ranges is not None:
+            allowed = allowed & self.listed(keys)
         if self.mask is not None and not (mask := self.mask[..., keys]).all():
             allowed = allowed & mask
         if self.bias is not None and not (finite := self.bias[..., keys] != -np.inf).all():
             allowed = allowed & finite
         return allowed if np.any(allowed) else False
+
+    def listed(self, keys: slice) -> Array:
+        """Which of `keys` are in the rows' lists of ranges, (group, rows, keys)."""
+        first, last = (x.ravel() for x in self.lists)
+        row, place = places(first, last)
+        begin, end = self.call.ranges[place].T
+        some = (begin < keys.stop) & (keys.start < end)
+        row, begin, end = row[some], np.maximum(begin[some], keys.start), np.minimum(end[some], keys.stop)
+        inside = np.zeros((len(first), keys.stop - keys.start + 1), np.int8)
+        inside[row, begin - keys.start] += 1  # in a list no range touches another: all these are distinct
+        inside[row, end - keys.start] -= 1
+        return (np.cumsum(inside[:, :-1], axis=1, dtype=np.int8) > 0).reshape(*self.q.shape[:2], -1)
 
     def scores(self, keys: slice, allowed: Any) -> Array:
         """Scores (group, rows, keys): scale, softcap, bias, ALiBi, masks, in this order."""

@@ -194,16 +194,21 @@ static void tile_end(const fa_attention_args *a, const tile_scratch *w, tile_sta
     if (tile->parts > 1) partial_end_merging(&tile->total, tile->t.rows);
 }
 
+/* Pairs of keys begin and, but for the last key of all, end at even places; the one too many is masked. */
+INLINE void whole_pairs(row_block *t, int64_t key_end)
+{
+    t->first -= t->first % 2;
+    t->last += t->last % 2 && t->last < key_end;
+}
+
 /* Ranges, queries and the empty state of a tile. */
 INLINE void tile_begin(const fa_attention_args *a, const modifiers *m, int dot, int64_t key_begin, int64_t key_end,
                        tile_state *tile)
 {
     row_block *t = &tile->t;
     row_block_ranges(a, t, key_begin, key_end);
-    if (dot) { /* pairs of keys begin and, but for the last key of all, end at even places; the one too many is masked */
-        t->first -= t->first % 2;
-        t->last += t->last % 2 && t->last < key_end;
-    }
+    if (a->ranges) row_block_open_lists(a, t);
+    if (dot) whole_pairs(t, key_end);
     load_queries(a, t, dot, m->q_factor, tile->qt);
     for (int64_t r = 0; r < BLOCK_Q; r++) tile->slope[r] = 0;
     if (m->alibi) {
@@ -211,6 +216,25 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *m, int dot, 
     }
     tile->parts = 0;
     tile_reset(tile);
+}
+
+/* With lists: what the tiles attend of the block [grid, *last), and in *first, *last what all of them together do.
+ * Returns the next block that one of them attends. */
+INLINE int64_t enter_block(tile_scratch *w, int tiles, int dot, int64_t grid, int64_t block_end, int64_t key_end,
+                           int64_t *first, int64_t *last)
+{
+    int64_t next = INT64_MAX;
+    *first = block_end;
+    *last = grid;
+    for (int i = 0; i < tiles; i++) {
+        row_block *t = &w->tiles[i].t;
+        row_block_enter(t, grid, block_end);
+        if (dot) whole_pairs(t, key_end);
+        *first = t->first < *first ? t->first : *first;
+        *last = t->last > *last ? t->last : *last;
+        next = t->next < next ? t->next : next;
+    }
+    return next < key_end ? next / BLOCK_K * BLOCK_K : key_end;
 }
 
 /* The states of the tiles of `rows` over keys [key_begin, key_end), left in w->tiles: for tile_end. */
@@ -223,20 +247,25 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
     for (int i = 0; i < tiles; i++) {
         row_block *t = &w->tiles[i].t;
         int64_t *begin = t->begin, *end = t->end;
+        range_list *lists = t->lists;
         *t = *rows;
-        t->begin = begin, t->end = end;
+        t->begin = begin, t->end = end, t->lists = lists;
         t->row0 += i * BLOCK_Q;
         t->rows = rows->rows - i * BLOCK_Q < BLOCK_Q ? rows->rows - i * BLOCK_Q : BLOCK_Q;
         tile_begin(a, &m, dot, key_begin, key_end, w->tiles + i);
         first = t->first < first ? t->first : first;
         last = t->last > last ? t->last : last;
     }
-    for (int64_t grid = first / BLOCK_K * BLOCK_K; grid < last; grid += BLOCK_K) {
+    int64_t part = first / PART_K;
+    for (int64_t grid = first / BLOCK_K * BLOCK_K, next; grid < last; grid = next) {
+        int64_t block_end = grid + BLOCK_K < last ? grid + BLOCK_K : last;
         key_block block = {.first = grid > first ? grid : first};
-        if (grid % PART_K == 0)
+        next = a->ranges ? enter_block(w, tiles, dot, grid, block_end, key_end, &block.first, &block_end)
+                         : grid + BLOCK_K;
+        if (grid / PART_K != part)
             for (int i = 0; i < tiles; i++)
                 if (!w->tiles[i].fresh) tile_end_part(a, w, w->tiles + i);
-        const int64_t block_end = grid + BLOCK_K < last ? grid + BLOCK_K : last;
+        part = grid / PART_K;
         block.n = block_end - block.first;
         for (int i = 0; i < tiles; i++) {
             tile_state *tile = w->tiles + i;
@@ -245,8 +274,8 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
             if (n <= 0) continue;
             const block_kind kind = mask_kind(a, &tile->t, dot ? 2 : 1, &j0, &n);
             if (kind == BLOCK_EMPTY) continue;
-            m.additive = a->bias.data || kind == BLOCK_EDGE;
-            prefetch_block(a, rows, grid + BLOCK_K, last, i, tiles);
+            m.additive = a->bias.data || kind == BLOCK_EDGE || tile->t.several;
+            prefetch_block(a, rows, next, last, i, tiles);
             if (tile->t.rows <= LANES) tile_block(a, &m, 1, dot, tile, j0 - block.first, n, w, &block);
             else tile_block(a, &m, NV, dot, tile, j0 - block.first, n, w, &block);
         }

@@ -18,6 +18,7 @@ typedef struct {
     lane *s, *add;     /* (DOT_ROWS, BLOCK_K) */
     lane *v;           /* (BLOCK_K, head_dim_v): values with rows taken out, in V's dtype */
     int64_t *range;    /* (2, DOT_ROWS) */
+    range_list *lists; /* (DOT_ROWS) */
     int64_t depth;
 } dot_scratch;
 
@@ -33,7 +34,8 @@ static int64_t dot_scratch_at(const fa_attention_args *a, void *memory, dot_scra
     TAKE(v, BLOCK_K * a->head_dim_v);
 #undef TAKE
     w->range = memory ? (int64_t *)(next + used) : NULL;
-    return used * (int64_t)sizeof(lane) + 2 * DOT_ROWS * (int64_t)sizeof(int64_t);
+    w->lists = memory ? (range_list *)(w->range + 2 * DOT_ROWS) : NULL;
+    return used * (int64_t)sizeof(lane) + DOT_ROWS * (int64_t)(2 * sizeof(int64_t) + sizeof(range_list));
 }
 
 /* s (rows, keys) = q (rows, depth) k (keys, head_dim)^T, with rows * keys == LANES: one vector of sums. */
@@ -245,7 +247,9 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
     modifiers m = modifiers_of(a, 0);
     t->begin = w->range;
     t->end = w->range + DOT_ROWS;
+    t->lists = w->lists;
     row_block_ranges(a, t, key_begin, key_end);
+    if (a->ranges) row_block_open_lists(a, t);
     EACH_ROW(t, r, id)
     {
         lane *q = w->q + r * w->depth;
@@ -255,12 +259,17 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
         p->row_sum[r] = 0;
         for (int64_t d = 0; d < p->acc_row; d++) p->acc[r * p->acc_row + d] = 0;
     }
-    for (int64_t block = t->first / BLOCK_K * BLOCK_K; block < t->last; block += BLOCK_K) {
+    const int64_t last = t->last;
+    for (int64_t block = t->first / BLOCK_K * BLOCK_K, next; block < last; block = next) {
+        const int64_t block_end = block + BLOCK_K < last ? block + BLOCK_K : last;
+        if (a->ranges) row_block_enter(t, block, block_end);
+        next = a->ranges ? t->next / BLOCK_K * BLOCK_K : block + BLOCK_K;
         int64_t j0 = block > t->first ? block : t->first;
-        int64_t n = (block + BLOCK_K < t->last ? block + BLOCK_K : t->last) - j0;
+        int64_t n = (block_end < t->last ? block_end : t->last) - j0;
+        if (n <= 0) continue;
         const block_kind kind = mask_kind(a, t, 1, &j0, &n);
         if (kind == BLOCK_EMPTY) continue;
-        m.additive = a->bias.data || kind == BLOCK_EDGE;
+        m.additive = a->bias.data || kind == BLOCK_EDGE || t->several;
         dot_block(a, dtype, &m, t, j0, n, w, p);
     }
 }

@@ -23,6 +23,8 @@ typedef struct {
     fa_array lse;          /* (batch, heads_q, len_q), lane type; optional, as all that follow */
     fa_array mask, bias;   /* (batch, heads_q, len_q, len_k); mask is uint8, nonzero attends */
     fa_array row_begin, row_end;  /* (batch, heads_q, len_q), int64: row i attends keys begin <= j < end */
+    fa_array range_first, range_last; /* (batch, heads_q, len_q), int64: and of those, the keys in ranges first .. last - 1 */
+    const int64_t *ranges; /* pairs (begin, end), or NULL: in a row's list not empty, sorted, none touching the next */
     fa_array alibi_slopes, sinks; /* (batch, heads_q), lane type */
     fa_array q_position;          /* (batch), int64: position of query row 0, for ALiBi */
     int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;

@@ -54,6 +54,7 @@ static int64_t tile_scratch_at(const fa_attention_args *a, int tiles, void *memo
         TAKE(tile->slope, BLOCK_Q);
         TAKE(tile->t.begin, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
         TAKE(tile->t.end, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
+        TAKE(tile->t.lists, BLOCK_Q * sizeof(range_list) / sizeof(lane));
     }
 #undef TAKE
     return used * (int64_t)sizeof(lane);
@@ -104,9 +105,10 @@ static void load_queries(const fa_attention_args *a, const row_block *t, int dot
 static block_kind load_additive(const fa_attention_args *a, const row_block *t, int64_t j0, int64_t n,
                                 const tile_scratch *w)
 {
-    const int shared = rows_share(t, &a->mask) && rows_share(t, &a->bias);
-    const block_kind kind =
-        shared ? additive_row(a, t, first_row(t), j0, n, w->rows) : additive_rows(a, t, j0, n, w->rows);
+    const int shared = rows_share(t, &a->mask) && rows_share(t, &a->bias) && (!t->several || t->one_list);
+    const block_kind kind = shared
+                                ? additive_row(a, t, first_row(t), t->several ? t->lists : NULL, j0, n, w->rows)
+                                : additive_rows(a, t, j0, n, w->rows);
     if (kind == BLOCK_EMPTY) return kind;
     if (shared)
         for (int64_t j = 0; j < n; j++)

@@ -1,9 +1,11 @@
 /* Which keys a row attends, and what is done to their scores: EVERY attention variant lives here.
  *
- * Structural masks are a half-open range of keys per row. A task walks the key blocks of the grid, multiples of
- * BLOCK_K, that the union of its rows' ranges touches; a block is empty (not touched), full (nothing extra happens) or
- * an edge. A dense mask and a bias are one additive tile, -inf where the mask hides, and where that is all there is, the
- * tile is not touched either. Order, in one function, v_modify:
+ * Structural masks are a half-open range of keys per row, or a list of such. A task walks the key blocks of the grid,
+ * multiples of BLOCK_K, that the union of its rows' ranges touches; a block is empty (not touched), full (nothing extra
+ * happens) or an edge. With lists it steps from block to block, row_block_enter: what lies between costs nothing, and
+ * within a block a row has one range again, unless several of its list lie in it. A dense mask, a bias and what lies
+ * between several ranges are one additive tile, -inf where it hides, and where that is all there is, the tile is not
+ * touched either. Order, in one function, v_modify:
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
@@ -20,12 +22,23 @@ typedef struct {
     int64_t query, head;
 } row_id;
 
+/* A row's list: the pairs from `next`, the first that is not over before the block, to `stop`, of which the row attends
+ * what lies in [begin, end). */
+typedef struct {
+    const int64_t *next, *stop;
+    int64_t begin, end;
+} range_list;
+
 /* A task's rows, and once row_block_ranges has run, their ranges with the union [first, last) and the intersection
- * [full_first, full_last) of those. */
+ * [full_first, full_last) of those; with lists, once row_block_enter has run, of what they attend of one block. */
 typedef struct {
     int64_t b, h_kv, group, row0, rows;
     int64_t *begin, *end; /* one a row */
     int64_t first, last, full_first, full_last;
+    range_list *lists; /* one a row */
+    int one_list;      /* all rows have the same */
+    int several;       /* some row has several ranges in the block */
+    int64_t next;      /* the next key that some row attends, from the block's end on */
 } row_block;
 
 INLINE row_id first_row(const row_block *t)
@@ -81,6 +94,83 @@ static void row_block_ranges(const fa_attention_args *a, row_block *t, int64_t k
     }
 }
 
+/* The first pair of [pairs, stop) that ends behind key. */
+INLINE const int64_t *first_pair(const int64_t *pairs, const int64_t *stop, int64_t key)
+{
+    for (int64_t n = (stop - pairs) / 2; n > 0;) {
+        const int64_t half = n / 2;
+        if (pairs[2 * half + 1] <= key) pairs += 2 * (half + 1), n -= half + 1;
+        else n = half;
+    }
+    return pairs;
+}
+
+/* Opens the lists of the rows, whose ranges are there; t->first becomes the first key that one attends. */
+static void row_block_open_lists(const fa_attention_args *a, row_block *t)
+{
+    t->one_list = 1;
+    t->next = INT64_MAX;
+    EACH_ROW(t, r, id)
+    {
+        range_list *list = t->lists + r;
+        const int64_t *first = a->ranges + 2 * load_int(at(&a->range_first, t->b, id.head, id.query, 0));
+        list->stop = a->ranges + 2 * load_int(at(&a->range_last, t->b, id.head, id.query, 0));
+        list->begin = t->begin[r];
+        list->end = t->end[r];
+        list->next = first_pair(first, list->stop, list->begin);
+        if (list->next < list->stop && list->next[0] < list->end) {
+            const int64_t key = list->next[0] > list->begin ? list->next[0] : list->begin;
+            t->next = key < t->next ? key : t->next;
+        }
+        t->one_list &= memcmp(list, t->lists, sizeof *list) == 0;
+    }
+    t->first = t->next < t->last ? t->next : t->last;
+}
+
+/* With lists: what the rows attend of keys [j0, j1), one block; blocks come in order. */
+static void row_block_enter(row_block *t, int64_t j0, int64_t j1)
+{
+    t->first = t->full_last = j1;
+    t->last = t->full_first = j0;
+    if (t->next >= j1) return;
+    t->several = 0;
+    t->next = INT64_MAX;
+    for (int64_t r = 0; r < (t->one_list ? 1 : t->rows); r++) {
+        range_list *list = t->lists + r;
+        const int64_t *p = list->next, *stop = list->stop, low = list->begin, high = list->end;
+        while (p < stop && p[1] <= j0) p += 2;
+        list->next = p;
+        int64_t begin = j0, end = j0;
+        if (p < stop) {
+            const int64_t *q = p; /* the first that goes on behind the block */
+            while (q < stop && q[1] <= j1) q += 2;
+            const int cut = q < stop && q[0] < j1;
+            begin = p[0] > j0 ? p[0] : j0;
+            end = cut ? j1 : q > p ? q[-1] : j0;
+            t->several |= q - p + 2 * cut > 2;
+            if (q < stop) {
+                const int64_t on = q[0] > j1 ? q[0] : j1, key = on > low ? on : low;
+                if (key < high && key < t->next) t->next = key;
+            }
+            begin = begin > low ? begin : low;
+            end = end < high ? end : high;
+        }
+        if (begin >= end) begin = end = j0; /* as in row_block_ranges */
+        else {
+            t->first = begin < t->first ? begin : t->first;
+            t->last = end > t->last ? end : t->last;
+        }
+        t->full_first = begin > t->full_first ? begin : t->full_first;
+        t->full_last = end < t->full_last ? end : t->full_last;
+        t->begin[r] = begin;
+        t->end[r] = end;
+    }
+    for (int64_t r = 1; t->one_list && r < t->rows; r++) {
+        t->begin[r] = t->begin[0];
+        t->end[r] = t->end[0];
+    }
+}
+
 /* What a dense mask or a bias makes of a block: no row attends any key, some rows some keys, or all rows all keys. */
 typedef enum { BLOCK_EMPTY, BLOCK_EDGE, BLOCK_FULL } block_kind;
 
@@ -123,9 +213,9 @@ static block_kind mask_kind(const fa_attention_args *a, const row_block *t, int 
     return !some ? BLOCK_EMPTY : all ? BLOCK_FULL : BLOCK_EDGE;
 }
 
-/* add (n) = the row's bias, -inf where bias or mask hides. */
-static block_kind additive_row(const fa_attention_args *a, const row_block *t, row_id id, int64_t j0, int64_t n,
-                               lane *add)
+/* add (n) = the row's bias, -inf where bias or mask hides, and between the row's ranges if it has a list. */
+static block_kind additive_row(const fa_attention_args *a, const row_block *t, row_id id, const range_list *list,
+                               int64_t j0, int64_t n, lane *add)
 {
     vi_t any = {0}, none = {0};
     if (a->bias.data) {
@@ -140,6 +230,8 @@ static block_kind additive_row(const fa_attention_args *a, const row_block *t, r
         const uint8_t *m = (const uint8_t *)at(&a->mask, t->b, id.head, id.query, j0);
         for (int64_t j = 0; j < n; j++) add[j] = m[j * a->mask.col] ? add[j] : -(lane)INFINITY;
     }
+    for (const int64_t *p = list ? list->next : NULL; p && p + 2 < list->stop && p[1] < j0 + n; p += 2)
+        for (int64_t j = p[1] > j0 ? p[1] - j0 : 0; j < n && j < p[2] - j0; j++) add[j] = -(lane)INFINITY;
     for (int64_t j = n; j < round_up(n, LANES); j++) add[j] = add[0]; /* add holds BLOCK_K, a multiple of LANES */
     for (int64_t j = 0; j < n; j += LANES) {
         const vi_t hides = v_load(add + j) == v_splat(-INFINITY);
@@ -155,7 +247,8 @@ static block_kind additive_rows(const fa_attention_args *a, const row_block *t, 
     block_kind kind = BLOCK_EMPTY;
     EACH_ROW(t, r, id)
     {
-        const block_kind row = additive_row(a, t, id, j0, n, add + r * BLOCK_K);
+        const range_list *list = t->several ? t->lists + r : NULL;
+        const block_kind row = additive_row(a, t, id, list, j0, n, add + r * BLOCK_K);
         kind = r == 0 || row == kind ? row : BLOCK_EDGE;
     }
     return kind;

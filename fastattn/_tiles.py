@@ -1,10 +1,4 @@
-"""Masks as key segments: every structural mask is a half-open range of keys for each query row.
-
-A range is a pair (begin, end) of int64 arrays that broadcast to (*batch, heads, len_q), either of them None
-where that side is open: row i attends the keys begin[i] <= j < end[i]. Ranges intersect, so masks combine.
-All of this is O(L); what the kernels make of it, tile by tile, is in `scores.inc.h` and its twin in
-`reference.py`. A new structural mask is one more function here, and one more line in `_check.py`.
-"""
+"""How many tiles of a call masks leave: what `explain` counts."""
 
 from __future__ import annotations
 
@@ -13,57 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from fastattn._ranges import places
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from fastattn._args import Array, AttentionArgs, Bools, Ints
-
-    Range = tuple[Ints | None, Ints | None]
-
-# Wider than any sequence, and small enough that positions, below 2**53, can be added to it in int64.
-_UNBOUNDED = 2**60
-
-
-def positions(q_offset: Ints, len_q: int) -> Ints:
-    """Position of every query row; q_offset is (*batch,), the result (*batch, 1, len_q)."""
-    return q_offset[..., None, None] + np.arange(len_q)
-
-
-def causal(position: Ints) -> Range:
-    """Keys up to the query's own position."""
-    return None, position + 1
-
-
-def window(position: Ints, left: int | None, right: int | None) -> Range:
-    """Keys from `position - left` to `position + right`; None is unbounded."""
-    begin = None if left is None else position - min(left, _UNBOUNDED)
-    end = None if right is None else position + min(right, _UNBOUNDED) + 1
-    return begin, end
-
-
-def lengths(kv_lengths: Ints) -> Range:
-    """The first kv_lengths keys of each sequence; kv_lengths is (*batch,)."""
-    return None, kv_lengths[..., None, None]
-
-
-def intersect(ranges: Iterable[Range], len_k: int) -> Range:
-    """Range of the keys in all `ranges`, clipped to [0, len_k]; with two axes, (heads, len_q), or more."""
-    begins, ends = [], []
-    for begin, end in ranges:
-        begins += [] if begin is None else [begin]
-        ends += [] if end is None else [end]
-    return _joined(np.maximum, begins, len_k), _joined(np.minimum, ends, len_k)
-
-
-def _joined(innermost: np.ufunc, bounds: list[Ints], len_k: int) -> Ints | None:
-    """The innermost of `bounds`, clipped; None if there are none."""
-    if not bounds:
-        return None
-    bound = bounds[0]
-    for other in bounds[1:]:
-        bound = innermost(bound, other)
-    bound = np.minimum(np.maximum(bound, 0), len_k)  # np.clip takes four times as long on short rows
-    return bound if bound.ndim >= 2 else bound.reshape(1, -1)
+    from fastattn._args import Array, AttentionArgs, Bools
 
 
 class TileCount(NamedTuple):
@@ -110,6 +57,10 @@ def count_tiles(args: AttentionArgs, block_q: int, block_k: int) -> TileCount:
         touched = touched & (per_block(np.minimum, np.where(some, begin, args.len_k)) < stops)
         touched = touched & (per_block(np.maximum, np.where(some, end, 0)) > keys)
         full = full & (per_block(np.maximum, begin) <= keys) & (per_block(np.minimum, end) >= stops)
+    if args.ranges is not None:
+        some, every = _blocks_of_lists(args, block_k)
+        touched = touched & per_block(np.logical_or, some)
+        full = full & per_block(np.logical_and, every)
     for mask in (args.mask, None if args.bias is None else args.bias != -np.inf):
         if mask is None:
             continue
@@ -118,3 +69,28 @@ def count_tiles(args: AttentionArgs, block_q: int, block_k: int) -> TileCount:
         full = full & np.logical_and.reduceat(per_block(np.logical_and, mask), keys, axis=-1)
     n_touched, n_full = int(np.count_nonzero(touched)), int(np.count_nonzero(full & touched))
     return TileCount(total, total - n_touched, n_full, n_touched - n_full)
+
+
+def _blocks_of_lists(args: AttentionArgs, block_k: int) -> tuple[Bools, Bools]:
+    """Blocks of which the rows' lists hold some key, and every key: (*batch, heads, len_q, blocks) each."""
+    begin = np.zeros((1, 1), np.int64) if args.row_begin is None else args.row_begin
+    end = np.full((1, 1), args.len_k) if args.row_end is None else args.row_end
+    rows = (args.range_first, args.range_last, begin, end)
+    shape = np.broadcast_shapes((1, args.len_q), *(x.shape for x in rows if x is not None))
+    first, last, begin, end = (np.broadcast_to(x, shape).ravel() for x in rows)  # type: ignore[arg-type]
+    row, place = places(first, last)
+    low, high = np.moveaxis(args.ranges[place], -1, 0)  # type: ignore[index]
+    low, high = np.maximum(low, begin[row]), np.minimum(high, end[row])
+    n_blocks = -(-args.len_k // block_k)
+
+    def covered(low: Array, high: Array) -> Bools:
+        """Blocks low .. high - 1 of every range."""
+        depth = np.zeros((len(first), n_blocks + 1), np.int64)
+        np.add.at(depth, (row[low < high], low[low < high]), 1)
+        np.add.at(depth, (row[low < high], high[low < high]), -1)
+        inside: Bools = depth[:, :-1].cumsum(axis=1) > 0
+        return inside.reshape(*shape, n_blocks)
+
+    last_of_all = np.where(high == args.len_k, n_blocks, high // block_k)  # the last block may be a short one
+    some = covered(low // block_k, np.where(low < high, -(-high // block_k), 0))
+    return some, covered(-(-low // block_k), last_of_all)

@@ -1,0 +1,170 @@
+"""Masks of a grid: positions are the places of an image or a volume, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import _ranges
+from fastattn._inputs import flag, integer
+from fastattn._ranges import Resolved
+from fastattn.masks._mask import Mask, ScoreShape, of_groups
+from fastattn.masks._sequence import _set
+
+if TYPE_CHECKING:
+    from fastattn._args import Bools, Ints, Shape
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class axial(Mask):
+    """Places that differ from the query's along `axis` only, or several axes.
+
+    Axial attention, Ho et al. 2019, arXiv:1912.12180.
+    """
+
+    shape: Shape
+    axis: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _set(self, "shape", _sizes("axial", "shape", self.shape))
+        axes = self.axis if isinstance(self.axis, (tuple, list)) else (self.axis,)
+        n = len(self.shape)
+        _set(self, "axis", tuple(integer("axial", "axis", axis, -n, n - 1) % n for axis in axes))
+
+    def resolve(self, shape: ScoreShape) -> Resolved:
+        places = np.arange(int(np.prod(self.shape))).reshape(self.shape)
+        for axis in self.axis:  # type: ignore[union-attr]
+            places = places.take([0], axis)
+        return _groups(shape, self.shape, np.broadcast_to(places, self.shape))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class swin(Mask):
+    """Places of the query's own window, of those that divide the grid, shifted cyclically by `shift`.
+
+    Swin Transformer, Liu et al. 2021, arXiv:2103.14030: parts of a window that the shift brings together
+    from opposite borders do not attend each other.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of the grid.
+    window : int or tuple of int
+        Along each axis.
+    shift : int or tuple of int, default 0
+        Less than the window.
+    """
+
+    shape: Shape
+    window: int | Shape
+    shift: int | Shape = 0
+
+    def __post_init__(self) -> None:
+        shape = _sizes("swin", "shape", self.shape)
+        _set(self, "shape", shape)
+        _set(self, "window", _sizes("swin", "window", self.window, len(shape)))
+        _set(self, "shift", _sizes("swin", "shift", self.shift, len(shape), low=0))
+        if any(s >= w for s, w in zip(self.shift, self.window, strict=True)):  # type: ignore[arg-type]
+            raise ValueError(f"swin(): shift is {self.shift}; expected less than the window, {self.window}")
+
+    def resolve(self, shape: ScoreShape) -> Resolved:
+        groups: Any = np.zeros((), np.int64)
+        for n, size, shift in zip(self.shape, self.window, self.shift, strict=True):  # type: ignore[arg-type]
+            window = np.where(np.arange(n) < shift, 0, (np.arange(n) - shift) // size + 1)
+            groups = groups[..., None] * (n + 1) + window
+        return _groups(shape, self.shape, groups)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class neighborhood(Mask):
+    """The `kernel` places nearest to the query's along each axis; at borders the window moves inwards.
+
+    Neighborhood attention as NATTEN defines it: Hassani et al. 2023, arXiv:2204.07143; dilated: Hassani and
+    Shi 2022, arXiv:2209.15001. Every query attends as many keys, its own among them.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of the grid: 1, 2, 3 or more axes.
+    kernel : int or tuple of int
+        Places along each axis; ``kernel * dilation`` at most its length. Of an even number, one more lies
+        before the query than behind it.
+    dilation : int or tuple of int, default 1
+        Distance of neighbours.
+    causal : bool or tuple of bool, default False
+        Along such an axis the `kernel` places up to the query's, fewer at the border.
+    """
+
+    shape: Shape
+    kernel: int | Shape
+    dilation: int | Shape = 1
+    causal: bool | tuple[bool, ...] = False
+
+    def __post_init__(self) -> None:
+        shape = _sizes("neighborhood", "shape", self.shape)
+        _set(self, "shape", shape)
+        _set(self, "kernel", _sizes("neighborhood", "kernel", self.kernel, len(shape)))
+        _set(self, "dilation", _sizes("neighborhood", "dilation", self.dilation, len(shape)))
+        causal = self.causal if isinstance(self.causal, (tuple, list)) else (self.causal,) * len(shape)
+        _set(self, "causal", tuple(flag("neighborhood", "causal", x) for x in causal))
+        if len(causal) != len(shape):
+            raise ValueError(f"neighborhood(): causal is {self.causal}; expected {len(shape)}, one an axis")
+        for n, kernel, step in zip(shape, self.kernel, self.dilation, strict=True):  # type: ignore[arg-type]
+            if kernel * step > n:
+                raise ValueError(
+                    f"neighborhood(): kernel {self.kernel} with dilation {self.dilation} exceeds the grid;"
+                    f" expected their product to be at most {shape} along each axis"
+                )
+
+    def resolve(self, shape: ScoreShape) -> Resolved:
+        shape.keys_are("shape", self.shape)
+        n = int(np.prod(self.shape))
+        places = np.unravel_index(np.arange(n), self.shape)
+        # Keys are the product over the axes of what is attended along each; the last axis makes the runs.
+        first: Ints = np.zeros((n, 1), np.int64)
+        given: Bools = np.ones((n, 1), np.bool_)
+        for axis, (size, kernel, step, causal) in enumerate(
+            zip(self.shape, self.kernel, self.dilation, self.causal, strict=True)  # type: ignore[arg-type]
+        ):
+            keys, some = _nearest(places[axis], size, kernel, step, causal)
+            run = axis == len(self.shape) - 1 and step == 1
+            if run:  # one range instead of single keys
+                length = some.sum(axis=1, keepdims=True)
+                keys, some = keys[np.arange(n), some.argmax(axis=1)][:, None], length > 0
+            first = (first[:, :, None] * size + keys[:, None, :]).reshape(n, -1)
+            given = (given[:, :, None] & some[:, None, :]).reshape(n, -1)
+        stop = first + (length if run else 1)
+        owner = np.broadcast_to(np.arange(n)[:, None], first.shape)
+        lists = _ranges.union(shape.by_position(n), n + 1, owner[given], first[given], stop[given], n)
+        return _ranges.simplified(lists)
+
+
+def _nearest(place: Ints, size: int, kernel: int, step: int, causal: bool) -> tuple[Ints, Bools]:
+    """Places (n, kernel) that place (n,) attends along one axis, and which of them there are."""
+    # Neighbours have the same remainder by `step`; number them, `count` in all, from 0.
+    remainder, own = place % step, place // step
+    count = (size - remainder + step - 1) // step
+    first = own - kernel + 1 if causal else np.minimum(np.maximum(own - kernel // 2, 0), count - kernel)
+    number = first[:, None] + np.arange(kernel)
+    return number * step + remainder[:, None], number >= 0
+
+
+def _groups(shape: ScoreShape, grid: Shape, groups: Ints) -> Resolved:
+    """Each place attends those of its own group; groups is (*grid)."""
+    shape.keys_are("shape", grid)
+    key = np.unique(groups, return_inverse=True)[1].ravel()
+    query = np.append(key, -1)[shape.by_position(-1)]
+    return _ranges.simplified(of_groups(query, key, shape.len_k))
+
+
+def _sizes(func: str, name: str, x: Any, n: int | None = None, low: int = 1) -> Shape:
+    """`x` as `n` integers of at least `low`; one stands for all of them."""
+    if isinstance(x, (tuple, list)):
+        sizes = tuple(integer(func, f"{name}[{axis}]", size, low) for axis, size in enumerate(x))
+    else:
+        sizes = (integer(func, name, x, low),) * (n or 1)
+    if not sizes or len(sizes) != (n or len(sizes)):
+        raise ValueError(f"{func}(): {name} is {x!r}; expected {n or 'some'} integers, one an axis")
+    return sizes
