@@ -18,6 +18,7 @@ from fastattn.attention import (
     merge_states,
     scaled_dot_product_attention,
 )
+from fastattn.linear_attention import linear_attention
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "explain",
     "get_num_threads",
     "layers",
+    "linear_attention",
     "masks",
     "merge_states",
     "ops",

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import reference, reference_ops
+from fastattn import reference, reference_linear, reference_ops
 from fastattn._inputs import integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastattn._args import AttentionArgs
+    from fastattn._linear_args import RecurrentArgs
     from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
 
 try:
@@ -243,6 +244,16 @@ def run_op(name: str, args: LinearArgs | RopeArgs | RowsArgs, backend: str | Non
     if backend is None and not _settings.asked_by:
         _warn_of_fallback()
     getattr(reference_ops, name)(args)
+
+
+def run_recurrent(args: RecurrentArgs, backend: str | None) -> None:
+    """Compute linear attention on `backend`, a checked name, or on the default one."""
+    if (backend or _settings.backend) == "compiled":
+        _core.recurrent(args)
+        return
+    if backend is None and not _settings.asked_by:
+        _warn_of_fallback()
+    reference_linear.recurrent(args)
 
 
 def _warn_of_fallback() -> None:

@@ -59,6 +59,15 @@ cdef extern from "fastattn.h" nogil:
         fa_array x, out, cos, sin
         int64_t batch, heads, length, head_dim, pairs
         int interleaved
+    ctypedef struct fa_recurrent_args:
+        fa_array q, k, v, out, log_decay, beta, state, state_out, norm, norm_out
+        int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v
+        int gated, causal
+        double scale, eps
+    ctypedef struct fa_recurrent_plan:
+        int panels, steps
+        int64_t n_tasks, scratch_bytes
+        double flops
     ctypedef struct fa_kernels:
         void (*plan)(const fa_attention_args *, int, fa_plan *) noexcept nogil
         void (*run)(const fa_attention_args *, const fa_plan *, int64_t, void *) noexcept nogil
@@ -69,6 +78,8 @@ cdef extern from "fastattn.h" nogil:
         int64_t (*rows_scratch_bytes)(int64_t) noexcept nogil
         void (*rows_run)(const fa_rows_args *, int64_t, int64_t, void *) noexcept nogil
         void (*rope_run)(const fa_rope_args *, int64_t, int64_t, void *) noexcept nogil
+        void (*recurrent_plan)(const fa_recurrent_args *, int, fa_recurrent_plan *) noexcept nogil
+        void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t, void *) noexcept nogil
         double (*fma_rounds)(int64_t, int) noexcept nogil
         double (*read_bytes)(const char *, int64_t) noexcept nogil
     int fa_isa_count()

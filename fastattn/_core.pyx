@@ -354,3 +354,4 @@ def read_bandwidth(num_threads):
 
 
 include "_core_ops.pxi"
+include "_core_recurrent.pxi"

@@ -204,16 +204,23 @@ def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: s
 
 
 def require_result(
-    func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str, inputs: Iterable[tuple[str, Any, Any]]
+    func: str,
+    out: Any,
+    shape: Shape,
+    dtype: np.dtype[Any],
+    like: str,
+    inputs: Iterable[tuple[str, Any, Any]],
+    called: str = "out",
 ) -> None:
     """Raise unless a result of `shape` and `dtype`, which is that of `like`, can be written to `out`.
 
-    `inputs` are read meanwhile, so no memory may be theirs: each is a name, what the caller gave, and the
-    array made of it. Of what is no array but shares its memory, a memoryview or a tensor, the latter tells.
+    `called` is the argument's name. `inputs` are read meanwhile, so no memory may be theirs: each is a name,
+    what the caller gave, and the array made of it. Of what is no array but shares its memory, a memoryview
+    or a tensor, the latter tells.
     """
     flags = out.flags.num if type(out) is np.ndarray else 0
     if flags & _WRITABLE != _WRITABLE or out.dtype != dtype or out.shape != shape:
-        _require_writable(func, out, shape, dtype, like)
+        _require_writable(func, out, shape, dtype, like, called)
     owns = flags & _OWNS_DATA
     for name, given, array in inputs:
         memory = given if isinstance(given, np.ndarray) else array
@@ -221,29 +228,38 @@ def require_result(
         if memory is None or (memory.flags.num & owns and memory is not out):
             continue
         if _share_memory(out, memory):
-            raise ValueError(f"{func}(): out shares memory with {name}; expected it apart from all inputs")
+            raise ValueError(
+                f"{func}(): {called} shares memory with {name}; expected it apart from all inputs"
+            )
 
 
-def _require_writable(func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str) -> None:
+def _require_writable(
+    func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str, called: str
+) -> None:
     """Raise unless `out` is an array of `shape` and `dtype` with a place to write each element to."""
     if not isinstance(out, np.ndarray) or _is_masked(out):
-        raise TypeError(f"{func}(): out is of type {type(out).__name__}; expected an ndarray")
+        raise TypeError(f"{func}(): {called} is of type {type(out).__name__}; expected an ndarray")
     if out.dtype != dtype:
         order = "" if out.dtype.isnative else " in native byte order"
-        raise TypeError(f"{func}(): out has dtype {out.dtype}; expected {like}'s, {dtype}{order}")
+        raise TypeError(f"{func}(): {called} has dtype {out.dtype}; expected {like}'s, {dtype}{order}")
     if out.shape != shape:
-        raise ValueError(f"{func}(): out has shape {out.shape}; expected {shape}")
+        raise ValueError(f"{func}(): {called} has shape {out.shape}; expected {shape}")
     if not out.flags.writeable:
-        raise ValueError(f"{func}(): out is read-only; expected a writable array")
+        raise ValueError(f"{func}(): {called} is read-only; expected a writable array")
     if not out.flags.aligned:
-        raise ValueError(f"{func}(): out has elements not aligned to their size; expected an aligned array")
+        raise ValueError(
+            f"{func}(): {called} has elements not aligned to their size; expected an aligned array"
+        )
     if not out.size:
         return
     if shape[-1] > 1 and out.strides[-1] != out.itemsize:
-        raise ValueError(f"{func}(): out has strides {out.strides}; expected its last axis to be contiguous")
+        raise ValueError(
+            f"{func}(): {called} has strides {out.strides}; expected its last axis to be contiguous"
+        )
     if _overlaps_itself(out):
         raise ValueError(
-            f"{func}(): out has strides {out.strides} for shape {shape}; expected no two elements to overlap"
+            f"{func}(): {called} has strides {out.strides} for shape {shape}; expected no two elements to"
+            f" overlap"
         )
 
 

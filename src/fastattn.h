@@ -105,6 +105,27 @@ typedef struct {
     int interleaved;
 } fa_rope_args;
 
+/* Linear attention: out_t = scale S_t^T q_t with S_t = A_t S_{t-1} + k_t u_t^T, as recurrent_chunk.inc.h says. There
+ * are `heads` states; heads_k and heads_v divide them; heads_q does, or is a multiple. Not causal, and then without
+ * decay and beta: every q reads the last state, and lengths may differ. */
+typedef struct {
+    fa_array q, k, v, out;     /* (batch, heads of each, length, head_dim); out has those of q, at least `heads` */
+    fa_array log_decay;        /* lanes, at most 0: (batch, heads, length), gated (..., head_dim); optional */
+    fa_array beta;             /* lanes, (batch, heads, length): the delta rule; optional */
+    fa_array state, state_out; /* lanes, (batch, heads, head_dim, head_dim_v); state optional, may be state_out */
+    fa_array norm, norm_out;   /* lanes, (batch, heads, head_dim), apart; norm_out: divide by q . norm + eps */
+    int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v;
+    int gated, causal;
+    double scale, eps;
+} fa_recurrent_args;
+
+/* A task is a state, or some panels of its columns: a matter of scheduling alone. */
+typedef struct {
+    int panels, steps; /* steps: token by token, for a function of the length */
+    int64_t n_tasks, scratch_bytes;
+    double flops;
+} fa_recurrent_plan;
+
 typedef struct {
     void (*plan)(const fa_attention_args *, int threads, fa_plan *);
     void (*run)(const fa_attention_args *, const fa_plan *, int64_t task, void *scratch);
@@ -117,6 +138,8 @@ typedef struct {
     int64_t (*rows_scratch_bytes)(int64_t n);
     void (*rows_run)(const fa_rows_args *, int64_t begin, int64_t end, void *scratch);
     void (*rope_run)(const fa_rope_args *, int64_t begin, int64_t end, void *scratch); /* rows of batch * length */
+    void (*recurrent_plan)(const fa_recurrent_args *, int threads, fa_recurrent_plan *);
+    void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t task, void *scratch);
     /* Machine measurements: FLOP done by `rounds` rounds of independent multiply-adds (bf16: of the dot product, or 0
      * where there is none); and a sum that reads n bytes once. */
     double (*fma_rounds)(int64_t rounds, int bf16);

@@ -23,6 +23,12 @@
 #include "rows.inc.h"
 #include "rope.inc.h"
 
+#include "recurrent_chunk.inc.h"
+
+#include "recurrent_step.inc.h"
+
+#include "recurrent.inc.h"
+
 #include "peak.inc.h"
 
 /* Keys of a split: enough work to be worth a task (tens of microseconds), few enough to occupy many cores. */
@@ -150,5 +156,5 @@ static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void
 const fa_kernels TABLE_NAME = {
     plan,        run,        run_split,          merge,
     linear_plan, linear_run, rows_scratch_bytes, rows_run,
-    rope_run,    fma_rounds, read_bytes,
+    rope_run,    recurrent_plan, recurrent_run, fma_rounds, read_bytes,
 };

@@ -44,15 +44,19 @@ typedef double lane;
 typedef int64_t ilane;
 typedef uint64_t wlane;
 #define LANE_BITS 64
+#define LANE_MIN 2.2250738585072014e-308 /* normal */
 #define LANE_MAX 1.7976931348623157e308
 #define LANE_SQRT sqrt
+#define LANE_DTYPE FA_F64
 #else
 typedef float lane;
 typedef int32_t ilane;
 typedef uint32_t wlane;
 #define LANE_BITS 32
+#define LANE_MIN 1.17549435082228750797e-38f
 #define LANE_MAX 3.40282346638528859812e38f
 #define LANE_SQRT sqrtf
+#define LANE_DTYPE FA_F32
 #endif
 
 #if LANE_BITS == 32 && (defined __AVX512BF16__ || defined FA_EMULATE_BF16_DOT)
