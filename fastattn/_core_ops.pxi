@@ -91,7 +91,7 @@ def rows(args):
         a.bias = cnp.PyArray_DATA(args.bias)
     kernels = fa_isa_kernels(_isa, a.dtype)
     scratch_bytes = kernels.rows_scratch_bytes(a.n)
-    scratch_bytes += -scratch_bytes % 64
+    scratch_bytes = (scratch_bytes + 63) // 64 * 64  # each thread's begins at a cache line
     step = max(1, TASK_ELEMENTS // max(1, a.n))
     threads = 1 if a.m * a.n < PARALLEL_ELEMENTS else max(1, min(threads, (a.m + step - 1) // step))
     scratch = _aligned_scratch(threads * scratch_bytes, &memory)
@@ -116,6 +116,7 @@ def rope(args):
     cdef int64_t *tables
     cdef void *memory
     cdef char *scratch
+    memset(&a, 0, sizeof(a))
     a.x.dtype = a.out.dtype = _dtype(x)
     a.batch = _n_batch(batch_shape)
     a.heads, a.length, a.head_dim = x.shape[core], x.shape[core + 1], x.shape[core + 2]
@@ -125,19 +126,14 @@ def rope(args):
     step = max(1, TASK_ELEMENTS // max(1, a.heads * a.head_dim))
     threads = 1 if cnp.PyArray_SIZE(x) < PARALLEL_ELEMENTS else max(1, min(threads, (n + step - 1) // step))
     scratch_bytes = (a.head_dim * sizeof(double) + 127) // 64 * 64
-    tables = <int64_t *>PyMem_RawMalloc(4 * (a.batch + 1) * sizeof(int64_t))
-    if tables == NULL:
-        raise MemoryError("apply_rope(): no memory for the batch tables")
+    # The batch tables lie behind the threads' scratch. `out` has memory for each batch item, so nothing overflows.
+    scratch = _aligned_scratch(threads * scratch_bytes + 4 * a.batch * <int64_t>sizeof(int64_t), &memory)
+    tables = <int64_t *>(scratch + threads * scratch_bytes)
     _set_array(&a.x, x, 3, batch_shape, a.batch, tables)
     _set_array(&a.out, args.out, 3, batch_shape, a.batch, tables + a.batch)
     _set_array(&a.cos, cos, 3, batch_shape, a.batch, tables + 2 * a.batch)
     _set_array(&a.sin, args.sin, 3, batch_shape, a.batch, tables + 3 * a.batch)
     kernels = fa_isa_kernels(_isa, a.x.dtype)
-    memory = PyMem_RawMalloc(threads * scratch_bytes + 64)
-    if memory == NULL:
-        PyMem_RawFree(tables)
-        raise MemoryError("apply_rope(): no memory for scratch")
-    scratch = <char *>memory + (-<uintptr_t>memory) % 64
     with nogil:
         if threads == 1:
             kernels.rope_run(&a, 0, n, scratch)
@@ -145,4 +141,3 @@ def rope(args):
             for task in prange((n + step - 1) // step, num_threads=threads, schedule="dynamic"):
                 kernels.rope_run(&a, task * step, min(n, task * step + step), scratch + threadid() * scratch_bytes)
     PyMem_RawFree(memory)
-    PyMem_RawFree(tables)

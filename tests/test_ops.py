@@ -204,6 +204,19 @@ def test_empty(implementation):
     assert ops.softmax(np.ones((0, 4), np.float32)).shape == (0, 4)
 
 
+@pytest.mark.parametrize("n", [65, 66, 68, 1001])  # rows that end between vectors and cache lines
+def test_threads_keep_their_rows_apart(implementation, n):
+    """Enough rows for a parallel region, of widths at which the threads' scratch has to be rounded up."""
+    rng = np.random.default_rng(n)
+    x, up = normal(rng, 2**20 // n, n), normal(rng, 2**20 // n, n)
+    whole = ops.activate(x, "silu", up=up, num_threads=1)
+    for _ in range(5):
+        np.testing.assert_array_equal(ops.activate(x, "silu", up=up, num_threads=2), whole)
+    bound = 1e-6 * (1 + np.abs(whole))
+    with forced("numpy"):
+        assert (np.abs(whole - ops.activate(x, "silu", up=up)) <= bound).all()
+
+
 @pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
 def test_bits_depend_on_the_row_alone(implementation, weight_dtype):
     rng = np.random.default_rng(4)
