@@ -129,5 +129,6 @@ def attention(
         args.scale, args.softcap = args.head_dim**-0.5, 0.0
         args.lse = args.mask = args.bias = args.alibi_slopes = args.sinks = None
         args.row_begin = args.row_end = args.q_position = None
+        args.ranges = args.range_first = args.range_last = None
         args.num_threads, args.copies = _backend.get_num_threads(), ()
     _backend.run(args, None)
