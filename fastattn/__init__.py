@@ -3,7 +3,7 @@
 `attention` is the function; `explain` and `show_config` say what runs.
 """
 
-from fastattn import layers, masks, ops, positions, rope
+from fastattn import feature_maps, layers, masks, ops, positions, rope
 from fastattn._backend import (
     FallbackWarning,
     available_isas,
@@ -19,6 +19,7 @@ from fastattn.attention import (
     scaled_dot_product_attention,
 )
 from fastattn.linear_attention import linear_attention
+from fastattn.linear_variants import delta_net, gated_delta_net, gated_linear_attention, retention
 
 __version__ = "0.1.0"
 
@@ -27,7 +28,11 @@ __all__ = [
     "attention",
     "attention_weights",
     "available_isas",
+    "delta_net",
     "explain",
+    "feature_maps",
+    "gated_delta_net",
+    "gated_linear_attention",
     "get_num_threads",
     "layers",
     "linear_attention",
@@ -35,6 +40,7 @@ __all__ = [
     "merge_states",
     "ops",
     "positions",
+    "retention",
     "rope",
     "scaled_dot_product_attention",
     "set_num_threads",

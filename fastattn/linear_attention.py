@@ -108,7 +108,7 @@ def linear_attention(
     Notes
     -----
     About ``4 * heads * len * head_dim * head_dim_v`` FLOP, half as much again with the delta rules. Tokens
-    are taken 64 at a time (16 with a decay for every dimension), up to 4 of them one by one: decoding reads
+    are taken 32 at a time (16 with a decay for every dimension), up to 4 of them one by one: decoding reads
     and writes the state once. Decays are multiplied and never divided by, so that nothing overflows. What is
     not finite reaches the results of its token and of those after it, and a decay of 0 does not clear it; it
     reaches no earlier one. `log_decay` and `beta` are converted to the state's dtype where they have another.

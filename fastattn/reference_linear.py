@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastattn._args import Array
     from fastattn._linear_args import RecurrentArgs
 
-_CHUNK = 64
+_CHUNK = 32
 _GATED_CHUNK = 16
 
 

@@ -10,8 +10,8 @@ from fastattn import linear_attention
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
 RULES = ["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
-# Around the kernel's steps (4), gated chunks (16), chunks (64), passes (12 rows, 32 columns) and depth (128).
-LENGTHS = [0, 1, 2, 4, 5, 15, 16, 17, 33, 63, 64, 65, 200]
+# Around the kernel's steps (4), gated chunks (16), chunks (32), passes (12 rows, 32 columns) and depth (128).
+LENGTHS = [0, 1, 2, 4, 5, 15, 16, 17, 31, 32, 33, 64, 65, 200]
 DIMS = [(1, 1), (3, 5), (16, 32), (33, 31), (64, 64), (65, 97), (130, 40), (300, 17)]
 
 

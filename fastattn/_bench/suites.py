@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from fastattn._bench import engines, layer_engines, layer_problem, model_engines, model_problem
+from fastattn._bench import (
+    engines,
+    layer_engines,
+    layer_problem,
+    model_engines,
+    model_problem,
+    recurrent_engines,
+    recurrent_problem,
+)
 from fastattn._bench.attention_plan import plan
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.problem import Problem
@@ -32,5 +40,13 @@ SUITES = {
         model_problem.DTYPES,
         "batch, length",
         "about a quarter of an hour",
+    ),
+    "recurrent": Suite(
+        recurrent_engines.ENGINES,
+        recurrent_problem.plan,
+        recurrent_problem.RecurrentProblem.from_list,
+        recurrent_problem.DTYPES,
+        "batch, heads, length, head_dim",
+        "about five minutes",
     ),
 }
