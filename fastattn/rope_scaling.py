@@ -58,7 +58,9 @@ def rope_frequencies(
         How many dimensions of a head are rotated; even. ``head_dim``, or less where rotation is partial
         (``int(head_dim * partial_rotary_factor)``).
     base : float, optional
-        Above 1; ``rope_theta`` of configs. Default: the one in `scaling`, else 10000.
+        Above 1; ``rope_theta`` of configs. Default: the one in `scaling`; without a scaling 10000, as in the
+        paper. A scaling without either is an error: older configs have ``rope_theta`` beside the dict, and
+        10000 in its place would be wrong and say nothing.
     scaling : mapping, optional
         ``rope_scaling`` or ``rope_parameters`` of a Hugging Face config, as it is; its type is under
         ``rope_type`` or, in old ones, ``type``. Per type the keys needed, and [optional ones]:
@@ -117,8 +119,8 @@ def rope_frequencies(
 
     Examples
     --------
-    >>> from fastattn.rope_scaling import rope_frequencies
-    >>> rope_frequencies(4, scaling={"rope_type": "linear", "factor": 2.0}).inv_freq
+    >>> from fastattn.rope import rope_frequencies
+    >>> rope_frequencies(4, base=10000.0, scaling={"rope_type": "linear", "factor": 2.0}).inv_freq
     array([0.5  , 0.005])
     """
     rotary_dim = integer(_FUNC, "rotary_dim", rotary_dim, 2)
@@ -131,14 +133,20 @@ def rope_frequencies(
     name = given.pop("rope_type", old_name)
     if name not in list(_SCALINGS):
         raise ValueError(f"{_FUNC}(): scaling has type {name!r}; expected one of {', '.join(_SCALINGS)}")
-    base = _base(base, given.pop("rope_theta", None))
+    rope_theta = given.pop("rope_theta", None)
+    value = _base(base, rope_theta)
     options = _options(name, given, rotary_dim // 2)
     if max_position_embeddings is not None:
         max_position_embeddings = integer(_FUNC, "max_position_embeddings", max_position_embeddings, 1)
     if seq_len is not None:
         seq_len = integer(_FUNC, "seq_len", seq_len, 0)
-    inv_freq = base ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
-    return _SCALINGS[name](_Rope(inv_freq, base, max_position_embeddings, seq_len), **options)
+    if scaling and base is None and rope_theta is None:
+        raise ValueError(
+            f"{_FUNC}(): base is None and scaling has no rope_theta; expected one of them:"
+            f" base=config['rope_theta'], or 10000.0 for a config that has none"
+        )
+    inv_freq = value ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
+    return _SCALINGS[name](_Rope(inv_freq, value, max_position_embeddings, seq_len), **options)
 
 
 def _base(base: Any, rope_theta: Any) -> float:

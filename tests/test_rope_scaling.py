@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fastattn.rope import rope_tables
-from fastattn.rope_scaling import rope_frequencies
+from fastattn.rope import rope_frequencies, rope_tables
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -29,33 +28,38 @@ def test_base_is_taken_from_the_config():
         got = rope_frequencies(8, scaling={"rope_theta": 5e5, "partial_rotary_factor": 0.5}, **options)
         np.testing.assert_array_equal(got.inv_freq, expected)
     np.testing.assert_array_equal(rope_frequencies(8).inv_freq, rope_frequencies(8, base=10000).inv_freq)
+    # Older configs have it beside the dict, where it is easily forgotten.
+    for scaling in ({"type": "linear", "factor": 2.0}, {"rope_type": "default"}, YARN):
+        with pytest.raises(ValueError, match=r"base is None and scaling has no rope_theta; expected one"):
+            rope_frequencies(8, scaling=scaling)
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_linear_divides_positions(key):
-    scaled = rope_frequencies(8, scaling={key: "linear", "factor": 4})
+    scaled = rope_frequencies(8, base=10000.0, scaling={key: "linear", "factor": 4})
     np.testing.assert_allclose(rope_tables([8], scaled), rope_tables([2], rope_frequencies(8)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dim", [2, 4, 64])
 def test_ntk_changes_the_base(dim):
     base = 10000.0 * 4 ** (dim / (dim - 2)) if dim > 2 else 10000.0
-    got = rope_frequencies(dim, scaling={"rope_type": "ntk", "factor": 4.0}).inv_freq
+    got = rope_frequencies(dim, base=10000.0, scaling={"rope_type": "ntk", "factor": 4.0}).inv_freq
     np.testing.assert_allclose(got, [base ** (-2 * k / dim) for k in range(dim // 2)], rtol=1e-13)
 
 
 @pytest.mark.parametrize(("seq_len", "factor"), [(1, 1), (2048, 1), (4096, 3), (8192, 7)])
 def test_dynamic_grows_with_the_sequence(seq_len, factor):
     scaling = {"rope_type": "dynamic", "factor": 2.0}
-    got = rope_frequencies(64, scaling=scaling, max_position_embeddings=2048, seq_len=seq_len)
-    expected = rope_frequencies(64, scaling={"rope_type": "ntk", "factor": factor})
+    got = rope_frequencies(64, base=10000.0, scaling=scaling, max_position_embeddings=2048, seq_len=seq_len)
+    expected = rope_frequencies(64, base=10000.0, scaling={"rope_type": "ntk", "factor": factor})
     np.testing.assert_allclose(got.inv_freq, expected.inv_freq, rtol=1e-13)
 
 
 @pytest.mark.parametrize("length", [100, 2048, 2**50])  # 100: the ramp begins before the first pair
 @pytest.mark.parametrize("more", [{}, {"truncate": False}, {"beta_fast": 40, "beta_slow": 3}])
 def test_yarn_is_its_formula(more, length):
-    got = rope_frequencies(64, scaling={**YARN, **more, "original_max_position_embeddings": length})
+    scaling = {**YARN, **more, "original_max_position_embeddings": length}
+    got = rope_frequencies(64, base=10000.0, scaling=scaling)
     fast, slow = more.get("beta_fast", 32), more.get("beta_slow", 1)
     low, high = (32 * math.log(length / (2 * math.pi * n)) / math.log(10000) for n in (fast, slow))
     if more.get("truncate", True):
@@ -71,7 +75,7 @@ def test_yarn_is_its_formula(more, length):
 def test_yarn_attention_factors():
     def factor(**more):
         options = {"max_position_embeddings": 8192} if more.get("factor", 1) is None else {}
-        return rope_frequencies(64, scaling={**YARN, **more}, **options).attention_factor
+        return rope_frequencies(64, base=10000.0, scaling={**YARN, **more}, **options).attention_factor
 
     weighted = (0.0707 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
     assert factor(mscale=0.707, mscale_all_dim=0.5) == pytest.approx(weighted, rel=1e-12)
@@ -82,7 +86,7 @@ def test_yarn_attention_factors():
 
 def test_yarn_where_the_ramp_is_a_step():
     # In 6 positions the fastest pair turns not quite once: both ends of the ramp are rounded to 0.
-    got = rope_frequencies(64, scaling={**YARN, "original_max_position_embeddings": 6}).inv_freq
+    got = rope_frequencies(64, base=10000.0, scaling={**YARN, "original_max_position_embeddings": 6}).inv_freq
     plain = rope_frequencies(64).inv_freq
     np.testing.assert_allclose(got, [plain[0], *plain[1:] / 4], rtol=1e-12)
 
@@ -105,17 +109,18 @@ def test_llama3_is_its_formula():
 
 @pytest.mark.parametrize(("seq_len", "factors"), [(4096, [1.0, 1.1, 1.2, 1.3]), (4097, [1, 2, 4, 8])])
 def test_longrope_chooses_by_length(seq_len, factors):
-    got = rope_frequencies(8, scaling=LONGROPE, max_position_embeddings=131072, seq_len=seq_len)
+    got = rope_frequencies(8, base=10000.0, scaling=LONGROPE, max_position_embeddings=131072, seq_len=seq_len)
     np.testing.assert_allclose(got.inv_freq, [10 ** -k / f for k, f in enumerate(factors)], rtol=1e-14)
     assert got.attention_factor == pytest.approx(math.sqrt(1 + 5 / 12), rel=1e-15)
-    got = rope_frequencies(8, scaling={**LONGROPE, "attention_factor": 1.5}, seq_len=seq_len)
+    got = rope_frequencies(8, base=10000.0, scaling={**LONGROPE, "attention_factor": 1.5}, seq_len=seq_len)
     assert got.attention_factor == 1.5
-    assert rope_frequencies(8, scaling={**LONGROPE, "factor": 0.5}, seq_len=seq_len).attention_factor == 1.0
+    got = rope_frequencies(8, base=10000.0, scaling={**LONGROPE, "factor": 0.5}, seq_len=seq_len)
+    assert got.attention_factor == 1.0
 
 
 def test_proportional_stops_the_rest():
     scaling = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0}
-    got = rope_frequencies(8, scaling=scaling).inv_freq
+    got = rope_frequencies(8, base=10000.0, scaling=scaling).inv_freq
     np.testing.assert_allclose(got, [0.5, 0.05, 0, 0], rtol=1e-15)
 
 
@@ -179,4 +184,4 @@ BAD_FREQUENCIES = [
 @pytest.mark.parametrize(("error", "message", "options"), BAD_FREQUENCIES)
 def test_errors_of_frequencies(error, message, options):
     with pytest.raises(error, match=rf"^rope_frequencies\(\): {message}"):
-        rope_frequencies(**{"rotary_dim": 8, **options})
+        rope_frequencies(**{"rotary_dim": 8, "base": 10000.0, **options})

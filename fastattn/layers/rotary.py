@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args import lane_dtype
-from fastattn.rope import apply_rope, rope_tables
+from fastattn._inputs import flag
+from fastattn.rope import RopeFrequencies, apply_rope, rope_tables
 
 if TYPE_CHECKING:
     from fastattn._args import Array, Ints
-    from fastattn.rope_scaling import RopeFrequencies
 
 _LEAST_POSITIONS = 64
 
@@ -22,13 +22,23 @@ class Rope:
     Parameters
     ----------
     frequencies : RopeFrequencies
-        Of `fastattn.positions.rope_frequencies`.
+        Of `fastattn.rope.rope_frequencies`.
     interleaved : bool, default False
         Which dimensions are a pair; see `fastattn.rope.apply_rope`.
+
+    Raises
+    ------
+    TypeError
+        If `frequencies` are something else.
     """
 
     def __init__(self, frequencies: RopeFrequencies, interleaved: bool = False):
-        self.frequencies, self.interleaved = frequencies, interleaved
+        if not isinstance(frequencies, RopeFrequencies):
+            kind = type(frequencies).__name__
+            raise TypeError(
+                f"Rope(): frequencies is of type {kind}; expected what rope_frequencies(head_dim) returns"
+            )
+        self.frequencies, self.interleaved = frequencies, flag("Rope", "interleaved", interleaved)
         # For positions 0, 1, ...; grown by doubling.
         self._tables: dict[np.dtype[Any], tuple[Array, Array]] = {}
 

@@ -13,8 +13,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention, T5Config
 
 from fastattn.positions import alibi_slopes, t5_bias, t5_buckets
-from fastattn.rope import apply_rope, rope_tables
-from fastattn.rope_scaling import rope_frequencies
+from fastattn.rope import apply_rope, rope_frequencies, rope_tables
 
 HEAD_DIM, TRAINED = 64, 8192
 FACTORS = np.linspace(1.0, 1.5, HEAD_DIM // 2).tolist(), np.linspace(1.0, 40.0, HEAD_DIM // 2).tolist()
@@ -84,7 +83,8 @@ def test_rope_parameters_of_a_config_are_taken_as_they_are(scaling):
 def test_rotation_of_llama(scaling):
     x, positions = torch.randn(2, 3, 9, HEAD_DIM), torch.stack([torch.arange(9), torch.arange(50, 59)])
     theirs, _ = apply_rotary_pos_emb(x, x, *LlamaRotaryEmbedding(llama(scaling))(x, positions))
-    ours = apply_rope(x.numpy(), *rope_tables(positions.numpy(), rope_frequencies(HEAD_DIM, scaling=scaling)))
+    frequencies = rope_frequencies(HEAD_DIM, base=10000.0, scaling=scaling)
+    ours = apply_rope(x.numpy(), *rope_tables(positions.numpy(), frequencies))
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=2e-5)
 
 
