@@ -262,12 +262,15 @@ def _warn_of_fallback() -> None:
     if _warned:
         return
     _warned = True
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fastattn":
+        frame, level = frame.f_back, level + 1
     warnings.warn(
         f"fastattn runs on NumPy, several times slower: there are no compiled kernels ({_WHY_NOT_COMPILED})."
         f" Install it again where there is a C compiler (FASTATTN_REQUIRE_EXT=1 makes pip say what fails), or"
         f" set FASTATTN_BACKEND=numpy to stay with NumPy and hear no more of this.",
         FallbackWarning,
-        stacklevel=4,
+        stacklevel=level,
     )
 
 

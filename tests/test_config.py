@@ -249,6 +249,19 @@ def test_the_fallback_warns_once(python):
     assert run.stdout == "numpy ['FallbackWarning'] <string>\n", run.stderr
 
 
+@pytest.mark.parametrize("layer", ["Linear(4, 4, rng={0})", "TransformerEncoderLayer(4, 2, 8, rng={0})"])
+def test_a_layer_warns_on_its_callers_line(layer, python):
+    layer = layer.format("numpy.random.default_rng(0)")
+    run = python(
+        f"{NOT_COMPILED}import warnings, numpy, fastattn.layers\n"
+        f"with warnings.catch_warnings(record=True) as caught:\n"
+        f"    fastattn.layers.{layer}(numpy.ones((2, 4), 'f'))\n"
+        f"print([(w.category.__name__, w.filename, w.lineno) for w in caught])",
+        **DEFAULT,
+    )
+    assert run.stdout == "[('FallbackWarning', '<string>', 4)]\n", run.stderr
+
+
 def test_what_asked_for_the_fallback_is_said(python):
     run = python("import fastattn; print(fastattn.show_config()['why_numpy'])", FASTATTN_BACKEND="numpy")
     assert run.stdout == "asked for by FASTATTN_BACKEND\n"
