@@ -79,9 +79,7 @@ def rows(array: Array) -> Array:
     return array if array.ndim == 2 else array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
-def like(
-    func: str, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of: str
-) -> Array | None:
+def like(func: str, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of: str) -> Array | None:
     """`x` as an array of `shape` and `dtype`, which are those of `of`; None stays None."""
     if x is None:
         return None
@@ -103,6 +101,14 @@ def vector(func: str, name: str, x: Any, shape: tuple[int, ...], lane: np.dtype[
     if array.shape != shape:
         raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {shape}")
     return np.ascontiguousarray(array, lane)
+
+
+def epsilon(func: str, name: str, x: Any, lane: np.dtype[Any]) -> float:
+    """`x`, what is added to a mean of squares: finite in a lane type, 0 or more."""
+    value = number(func, name, x, lane)
+    if value < 0:
+        raise ValueError(f"{func}(): {name} is {x}; expected 0 or more")
+    return value
 
 
 def result(
@@ -194,9 +200,7 @@ def norm_args(
     lane, features = lane_dtype(dtype), shape[-1:]
     weight_array = vector(func, "weight", weight, features, lane)
     bias_array = vector(func, "bias", bias, features, lane)
-    epsilon = number(func, "eps", eps, lane) if eps else 0.0
-    if epsilon < 0:
-        raise ValueError(f"{func}(): eps is {eps}; expected 0 or more")
+    eps = epsilon(func, "eps", eps, lane)
     inputs = (
         ("x", x, array),
         ("residual", residual, residual_array),
@@ -215,7 +219,7 @@ def norm_args(
         None,
         weight_array,
         bias_array,
-        epsilon,
+        eps,
     )
     return args, full if total is None else (full, total)
 

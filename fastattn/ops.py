@@ -8,7 +8,7 @@ leading dimensions that one stride cannot walk through.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from fastattn.packed import PackedLinear, pack
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Unpack
 
     Backend = Literal["compiled", "numpy"]
     Array = NDArray[Any]
@@ -33,6 +34,16 @@ __all__ = [
     "rms_norm",
     "softmax",
 ]
+
+
+class _NormOptions(TypedDict, total=False):
+    """Keyword arguments of the norms, but for `return_sum`."""
+
+    eps: float
+    residual: ArrayLike | None
+    out: Array | None
+    num_threads: int | None
+    backend: Backend | None
 
 
 def linear(
@@ -97,12 +108,8 @@ def layer_norm(
     weight: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
-    eps: float = 1e-5,
-    residual: ArrayLike | None = None,
     return_sum: Literal[False] = False,
-    out: Array | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
+    **options: Unpack[_NormOptions],
 ) -> Array: ...
 @overload
 def layer_norm(
@@ -110,12 +117,8 @@ def layer_norm(
     weight: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
-    eps: float = 1e-5,
-    residual: ArrayLike | None = None,
     return_sum: Literal[True],
-    out: Array | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
+    **options: Unpack[_NormOptions],
 ) -> tuple[Array, Array]: ...
 def layer_norm(
     x: ArrayLike,
@@ -169,24 +172,16 @@ def rms_norm(
     x: ArrayLike,
     weight: ArrayLike | None = None,
     *,
-    eps: float = 1e-6,
-    residual: ArrayLike | None = None,
     return_sum: Literal[False] = False,
-    out: Array | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
+    **options: Unpack[_NormOptions],
 ) -> Array: ...
 @overload
 def rms_norm(
     x: ArrayLike,
     weight: ArrayLike | None = None,
     *,
-    eps: float = 1e-6,
-    residual: ArrayLike | None = None,
     return_sum: Literal[True],
-    out: Array | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
+    **options: Unpack[_NormOptions],
 ) -> tuple[Array, Array]: ...
 def rms_norm(
     x: ArrayLike,
@@ -277,15 +272,17 @@ def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> 
     if rows.ndim != 2:
         raise ValueError(f"embedding(): table has shape {rows.shape}; expected (n_rows, features)")
     index = as_array("embedding", "ids", ids)
+    if not index.size:
+        index = index.astype(np.int64)  # an empty list is one of floats
     if index.dtype.kind not in "iu":
         raise TypeError(f"embedding(): ids has dtype {index.dtype}; expected integers")
     if index.size and ((wrong := index.min()) < 0 or (wrong := index.max()) >= len(rows)):
         raise ValueError(f"embedding(): ids has {wrong}; expected 0 to {len(rows) - 1}")
-    shape = (*index.shape, rows.shape[1])
+    shape, dtype = (*index.shape, rows.shape[1]), rows.dtype.newbyteorder("=")
     if out is not None:
         inputs = [("table", table, rows), ("ids", ids, index)]
-        require_result("embedding", out, shape, rows.dtype, "table", inputs)
+        require_result("embedding", out, shape, dtype, "table", inputs)
         out[...] = rows[index]
         return out
     result: Array = np.take(rows, index, axis=0)
-    return result
+    return result.astype(dtype, copy=False)

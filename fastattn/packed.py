@@ -44,6 +44,12 @@ class PackedLinear:
     """
 
     __slots__ = ("dtype", "gated", "in_features", "out_features", "panels", "scales")
+    dtype: str
+    gated: bool
+    in_features: int
+    out_features: int
+    panels: Array
+    scales: Array | None
 
     def __init__(
         self,
@@ -54,11 +60,20 @@ class PackedLinear:
         panels: Array,
         scales: Array | None,
     ):
-        self.in_features, self.out_features, self.gated, self.dtype = in_features, out_features, gated, dtype
-        self.panels, self.scales = panels, scales
+        fields = (dtype, gated, in_features, out_features, panels, scales)
+        for name, value in zip(self.__slots__, fields, strict=True):
+            object.__setattr__(self, name, value)
         for array in (panels, scales):
             if array is not None:
                 array.flags.writeable = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"PackedLinear is read-only: pack() another instead of setting {name}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew from a pickle or a copy: aligned and read-only."""
+        features = self.in_features, self.out_features
+        return _restored, (*features, self.gated, self.dtype, self.panels, self.scales)
 
     def __repr__(self) -> str:
         kind = "gated " if self.gated else ""
@@ -92,6 +107,13 @@ class PackedLinear:
         return weight if self.gated else weight[0]
 
 
+def _restored(
+    in_features: int, out_features: int, gated: bool, dtype: str, panels: Array, scales: Array | None
+) -> PackedLinear:
+    panels = _aligned(panels, panels.dtype)
+    return PackedLinear(in_features, out_features, gated, dtype, panels, scales)
+
+
 def columns(dtype: str) -> int:
     """Output features of a panel; int8 is widened to float32 on the way to the kernel."""
     return PANEL_BYTES // (8 if dtype == "float64" else 4)
@@ -120,6 +142,11 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
         maps.insert(0, _weight("gate", gate))
         if maps[0].shape != maps[1].shape:
             raise ValueError(f"pack(): gate has shape {maps[0].shape}; expected weight's, {maps[1].shape}")
+        if dtype is None and maps[0].dtype != maps[1].dtype:
+            raise TypeError(
+                f"pack(): gate has dtype {maps[0].dtype}; expected weight's, {maps[1].dtype}, or dtype="
+                f" given, which says how both are stored"
+            )
     if dtype is None:
         dtype = {"float64": "float64", "bfloat16": "bfloat16"}.get(maps[-1].dtype.name, "float32")
     if dtype not in WEIGHT_DTYPES:
@@ -139,7 +166,8 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
         if not np.isfinite(largest).all():
             raise ValueError("pack(): weight has values that are not finite; expected finite ones for int8")
         scales = (largest / 127).astype(np.float32)
-        padded = np.rint(padded / np.where(scales == 0, 1, scales)[..., None])
+        # Of a row of denormal numbers the scale is too coarse, and the quotient may be above 127.
+        padded = np.clip(np.rint(padded / np.where(scales == 0, 1, scales)[..., None]), -127, 127)
         scales = scales.reshape(len(maps), count, width).swapaxes(0, 1).reshape(len(maps) * count, width)
     order = padded.reshape(len(maps), count, width, in_features).transpose(1, 0, 3, 2)
     panels: Array = order.reshape(len(maps) * count, in_features, width)

@@ -257,6 +257,21 @@ def test_embedding():
     out = np.empty((2, 3), np.float32)
     assert ops.embedding([2, 2], table, out=out) is out
     np.testing.assert_array_equal(out, table[[2, 2]])
+    foreign = ops.embedding([1, 3], table.astype(">f4"))
+    assert foreign.dtype.isnative
+    np.testing.assert_array_equal(foreign, table[[1, 3]])
+    assert ops.embedding([], table).shape == (0, 3)
+    assert ops.embedding([[], []], table).shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize("largest", [1, 63, 64, 100, 185, 190, 191, 300, 1000])
+def test_int8_of_denormal_rows(largest):
+    """Where the scale is a denormal number itself, what does not fit is cut off; no sign changes."""
+    unit = float(np.finfo(np.float32).smallest_subnormal)
+    weight = unit * np.array([[largest, -largest, largest // 2, 0]], np.float32)
+    back = ops.pack(weight, dtype="int8").unpack()
+    assert (back * np.sign(weight) >= 0).all()
+    assert (abs(back) <= 1.5 * abs(weight)).all()
 
 
 X, W = np.ones((2, 4), np.float32), ops.pack(np.ones((3, 4), np.float32))
@@ -306,6 +321,15 @@ X, W = np.ones((2, 4), np.float32), ops.pack(np.ones((3, 4), np.float32))
         (lambda: ops.pack(X * np.inf, dtype="int8"), ValueError, "weight has values that are not finite"),
         (lambda: ops.layer_norm(X, np.ones(3)), ValueError, r"weight has shape \(3,\); expected \(4,\)"),
         (lambda: ops.layer_norm(X, eps=-1), ValueError, "eps is -1; expected 0 or more"),
+        (lambda: ops.layer_norm(X, eps=None), TypeError, "eps is None; expected a real number"),
+        (lambda: ops.layer_norm(X, eps=False), TypeError, "eps is False; expected a real number"),
+        (lambda: ops.rms_norm(X, eps=[]), TypeError, r"eps is \[\]; expected a real number"),
+        (lambda: ops.rms_norm(X, eps=""), TypeError, "eps is ''; expected a real number"),
+        (
+            lambda: ops.pack(X, gate=X.astype(float)),
+            TypeError,
+            "gate has dtype float64; expected weight's, float32",
+        ),
         (
             lambda: ops.rms_norm(X, residual=X.astype(float)),
             TypeError,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._inputs import integer, number
-from fastattn._ops_args import rows
+from fastattn._args import FLOAT32
+from fastattn._inputs import flag, integer
+from fastattn._ops_args import epsilon, rows
 from fastattn.layers import calls
 from fastattn.layers.state import Layer, Parameter, lane_of, ones, uniform, zeros
 
@@ -63,6 +64,7 @@ class Linear(Layer):
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         for name in ("in_features", "out_features"):
             integer("Linear", name, getattr(self, name), 1)
+        flag("Linear", "bias", self.bias)
         self._set_up(rng)
 
     def __call__(
@@ -125,6 +127,7 @@ class LayerNorm(Layer):
     bias_vector: Array | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
+        flag("LayerNorm", "bias", self.bias)
         _check_norm(self)
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
@@ -162,7 +165,8 @@ class LayerNorm(Layer):
 class RMSNorm(Layer):
     """``x / sqrt(mean(x**2) + eps) * weight``: torch's ``nn.RMSNorm`` over the last axis.
 
-    The parameters are those of `LayerNorm`, without a bias.
+    The parameters are those of `LayerNorm`, without a bias. eps is 1e-6 by default, as in most models;
+    torch's default is the type's machine epsilon.
     """
 
     features: int
@@ -197,7 +201,7 @@ def _check_norm(layer: LayerNorm | RMSNorm) -> None:
     """What both norms check; their parameters are there from the first, as ones and zeros."""
     func = type(layer).__name__
     integer(func, "features", layer.features, 1)
-    number(func, "eps", layer.eps, np.dtype(np.float32))
+    epsilon(func, "eps", layer.eps, FLOAT32)
     layer._set_up(np.random.default_rng(0))  # draws nothing
 
 
@@ -251,6 +255,7 @@ class FeedForward(Layer):
         if self.activation not in ACTIVATIONS:
             expected = ", ".join(ACTIVATIONS)
             raise ValueError(f"FeedForward(): activation is {self.activation!r}; expected one of {expected}")
+        flag("FeedForward", "bias", self.bias)
         self._function, self._gated = ACTIVATIONS[self.activation]
         self._set_up(rng)
 
