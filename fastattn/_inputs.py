@@ -44,6 +44,13 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
     """`dtype` as one of the four floating types, in native byte order."""
     error = TypeError(f"{func}(): dtype is {dtype!r}; expected float32, float64, float16 or bfloat16")
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        try:
+            import ml_dtypes  # noqa: F401 - teaches NumPy the name
+        except ImportError as missing:
+            raise ImportError(
+                f"{func}(): dtype 'bfloat16' needs the ml_dtypes package: pip install ml_dtypes"
+            ) from missing
     try:
         result: np.dtype[Any] = np.dtype(dtype).newbyteorder("=")
     except TypeError:
@@ -130,9 +137,7 @@ def operand(func: str, name: str, x: Any, copies: list[str]) -> Array:
     return readable(float_array(func, name, x, least_dims=2), name, copies, "the head dimension")
 
 
-def head_values(
-    func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any], copies: list[str]
-) -> Array:
+def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any], copies: list[str]) -> Array:
     """`x`, a number for each query head, as `dtype`; broadcasts to `shape`, (*batch, heads_q)."""
     array = float_array(func, name, x)
     require_broadcast(func, name, array.shape, shape, "(..., heads_q)")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fastattn._inputs import as_array, integer, integers, is_float
+from fastattn._inputs import as_array, float_array, float_dtype, integer, integers, is_ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastattn._args import Array, Ints
 
 _LEAST_CAPACITY = 16
+_APPEND = "KVCache.append"
 
 
 class Cached(NamedTuple):
@@ -40,8 +41,8 @@ class KVCache:
     capacity : int, default 0
         Tokens a sequence to make room for with the first append. More is made when it is needed.
     dtype : dtype, optional
-        How keys and values are kept; default as they come. float16 or bfloat16 halves the memory that a step
-        of float32 queries reads.
+        How keys and values are kept; default as they come. "float16" or "bfloat16" halves the memory that a
+        step of float32 queries reads.
 
     Examples
     --------
@@ -61,9 +62,7 @@ class KVCache:
     def __init__(self, capacity: int = 0, dtype: DTypeLike | None = None):
         self.capacity = integer("KVCache", "capacity", capacity, 0)
         self.length = 0  # of the longest sequence
-        self._dtype = None if dtype is None else np.dtype(dtype)
-        if self._dtype is not None and not is_float(self._dtype):
-            raise TypeError(f"KVCache(): dtype is {self._dtype}; expected a floating type")
+        self._dtype = None if dtype is None else float_dtype("KVCache", dtype)
         self._lengths: Ints | None = None  # where they differ
         self._k: Array | None = None
         self._v: Array | None = None
@@ -80,6 +79,11 @@ class KVCache:
         return np.full(0 if self._k is None else len(self._k), self.length, np.int64)
 
     @property
+    def batch(self) -> int | None:
+        """Number of sequences; None as long as nothing was appended."""
+        return None if self._k is None else len(self._k)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory that are held."""
         return 0 if self._k is None or self._v is None else self._k.nbytes + self._v.nbytes
@@ -89,13 +93,14 @@ class KVCache:
         """Position of the next token: one number, or one a sequence, (batch,)."""
         return self.length if self._lengths is None else self._lengths
 
-    def append(self, k: Array, v: Array, lengths: ArrayLike | None = None) -> Cached:
+    def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> Cached:
         """Append the keys and values of the next tokens; O(tokens), amortised.
 
         Parameters
         ----------
-        k : ndarray, (batch, heads_kv, tokens, head_dim)
-        v : ndarray, (batch, heads_kv, tokens, head_dim_v)
+        k : array_like, (batch, heads_kv, tokens, head_dim)
+        v : array_like, (batch, heads_kv, tokens, head_dim_v)
+            k's dtype.
         lengths : array_like of int, (batch,), optional
             How many of the tokens count in each sequence, from the first: prompts padded at their ends.
 
@@ -110,38 +115,39 @@ class KVCache:
         TypeError, ValueError
             If they do not fit those that are there; nothing was changed.
         """
-        counts = self._require_fit(k, v, lengths)
-        batch, _, tokens, _ = k.shape
+        new_k: Array = k if is_ready(k, 4) else float_array(_APPEND, "k", k)  # type: ignore[assignment]
+        new_v: Array = v if is_ready(v, 4) else float_array(_APPEND, "v", v)  # type: ignore[assignment]
+        counts = self._require_fit(new_k, new_v, lengths)
+        batch, _, tokens, _ = new_k.shape
         before = self.offset
         room = self.length + tokens  # padding is written, too, and then overwritten
         if self._k is None or room > self.capacity:
-            self._grow(k, v, room)
+            self._grow(new_k, new_v, room)
         assert self._k is not None
         assert self._v is not None
         if self._lengths is None:
-            self._k[:, :, self.length : room] = k
-            self._v[:, :, self.length : room] = v
+            self._k[:, :, self.length : room] = new_k
+            self._v[:, :, self.length : room] = new_v
         else:
             sequence = np.arange(batch)[:, None]
             place = self._lengths[:, None] + np.arange(tokens)
-            self._k[sequence, :, place] = k.swapaxes(1, 2)
-            self._v[sequence, :, place] = v.swapaxes(1, 2)
+            self._k[sequence, :, place] = new_k.swapaxes(1, 2)
+            self._v[sequence, :, place] = new_v.swapaxes(1, 2)
         if counts is None and self._lengths is None:
             self.length = room
             return Cached(self._k[:, :, :room], self._v[:, :, :room], None, before)
         ends = before + (np.full(batch, tokens) if counts is None else counts)
         self.length = int(ends.max(initial=0))
         self._lengths = None if (ends == self.length).all() else ends
-        k, v = self._k[:, :, : self.length], self._v[:, :, : self.length]
-        return Cached(k, v, ends, before)
+        return Cached(self._k[:, :, : self.length], self._v[:, :, : self.length], ends, before)
 
-    def mark(self) -> tuple[int, Ints | None]:
+    def mark(self) -> Any:
         """What is there now, for `restore`."""
-        return self.length, self._lengths
+        return self._k, self._v, self.capacity, self.length, self._lengths
 
-    def restore(self, mark: tuple[int, Ints | None]) -> None:
+    def restore(self, mark: Any) -> None:
         """Forget what was appended since `mark`."""
-        self.length, self._lengths = mark
+        self._k, self._v, self.capacity, self.length, self._lengths = mark
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from position `length` on: to take back what a model only guessed."""
@@ -156,50 +162,61 @@ class KVCache:
 
         O(memory held): everything is copied. An index may occur several times.
         """
-        if self._k is None or self._v is None:
-            raise ValueError("KVCache.select(): the cache is empty; expected one that append() has filled")
-        index = as_array("KVCache.select", "sequences", sequences)
-        index = integers("KVCache.select", "sequences", index, index.shape, "", 0, len(self._k) - 1)
-        if index.ndim != 1:
-            raise ValueError(f"KVCache.select(): sequences has shape {index.shape}; expected (n,)")
+        index = self._index("KVCache.select", sequences)
+        assert self._k is not None
+        assert self._v is not None
+        lengths = self._lengths
         self._k, self._v = self._k[index], self._v[index]
-        if self._lengths is not None:
-            self._lengths = self._lengths[index]
+        if lengths is not None:
+            lengths = lengths[index]
+            self.length = int(lengths.max(initial=0))
+            self._lengths = None if (lengths == self.length).all() else lengths
+
+    def _index(self, func: str, sequences: ArrayLike) -> Ints:
+        """`sequences`, checked; raises if nothing is there to be selected."""
+        if self._k is None:
+            raise ValueError(f"{func}(): the cache is empty; expected one that has been filled")
+        index = as_array(func, "sequences", sequences)
+        index = integers(func, "sequences", index, index.shape, "", 0, len(self._k) - 1)
+        if index.ndim != 1:
+            raise ValueError(f"{func}(): sequences has shape {index.shape}; expected (n,)")
+        return index
 
     def _require_fit(self, k: Array, v: Array, lengths: ArrayLike | None) -> Ints | None:
         """Raise unless k and v continue what is there; lengths, checked."""
         if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
             raise ValueError(
-                f"KVCache.append(): k and v have shapes {k.shape} and {v.shape}; expected"
+                f"{_APPEND}(): k and v have shapes {k.shape} and {v.shape}; expected"
                 f" (batch, heads_kv, tokens, head_dim) for both"
             )
+        if k.dtype != v.dtype:
+            raise TypeError(f"{_APPEND}(): v has dtype {v.dtype}; expected k's, {k.dtype}")
         for name, x, there in (("k", k, self._k), ("v", v, self._v)):
             if there is None:
                 continue
             if x.shape[:2] != there.shape[:2] or x.shape[3] != there.shape[3]:
                 expected = f"({there.shape[0]}, {there.shape[1]}, tokens, {there.shape[3]})"
-                raise ValueError(
-                    f"KVCache.append(): {name} has shape {x.shape}; expected {expected} as before"
-                )
-            if self._dtype is None and x.dtype != there.dtype:
-                raise TypeError(
-                    f"KVCache.append(): {name} has dtype {x.dtype}; expected {there.dtype} as before"
-                )
+                raise ValueError(f"{_APPEND}(): {name} has shape {x.shape}; expected {expected} as before")
+            if self._dtype is None and x.dtype.newbyteorder("=") != there.dtype:
+                raise TypeError(f"{_APPEND}(): {name} has dtype {x.dtype}; expected {there.dtype} as before")
         if lengths is None:
             return None
         batch, _, tokens, _ = k.shape
-        counts = integers("KVCache.append", "lengths", lengths, (batch,), "(batch,)", 0, tokens)
+        counts = integers(_APPEND, "lengths", lengths, (batch,), "(batch,)", 0, tokens)
         return np.broadcast_to(counts, (batch,))
 
     def _grow(self, k: Array, v: Array, room: int) -> None:
         """Make room for at least `room` tokens: twice what there was."""
         wanted = self.capacity if self._k is None else 2 * self.capacity
-        self.capacity = max(room, wanted, _LEAST_CAPACITY)
-        self._k, self._v = self._moved(self._k, k), self._moved(self._v, v)
+        capacity = max(room, wanted, _LEAST_CAPACITY)
+        # All that can fail first: without memory, what was there stays.
+        self._k, self._v = self._moved(self._k, k, capacity), self._moved(self._v, v, capacity)
+        self.capacity = capacity
 
-    def _moved(self, old: Array | None, like: Array) -> Array:
+    def _moved(self, old: Array | None, like: Array, capacity: int) -> Array:
         batch, heads, _, head_dim = like.shape
-        new: Array = np.empty((batch, heads, self.capacity, head_dim), self._dtype or like.dtype)
+        dtype = self._dtype or like.dtype.newbyteorder("=")
+        new: Array = np.empty((batch, heads, capacity, head_dim), dtype)
         if old is not None:
             new[:, :, : self.length] = old[:, :, : self.length]
         return new
@@ -207,20 +224,61 @@ class KVCache:
 
 @dataclass(eq=False)
 class DecoderCache:
-    """What one decoder layer keeps from step to step: its own tokens, and the memory's keys and values."""
+    """What one decoder layer keeps from step to step: its own tokens, and the memory's keys and values.
+
+    Select sequences here, not in `tokens` alone, or each goes on over the memory of another.
+    """
 
     tokens: KVCache
-    memory: Any = None  # what `keys_values` are of
-    keys_values: tuple[Array, Array] | None = None
+    memory: Any = None  # what `keys_values` are of; None also after `select`
+    keys_values: tuple[Array, Array] | None = None  # (batch, heads_kv, len_memory, head_dim) each
+    key_padding_mask: Array | None = None  # of the memory, (batch, len_memory)
 
     def mark(self) -> Any:
         """What is there now, for `restore`."""
-        return self.tokens.mark(), self.memory, self.keys_values
+        return self.tokens.mark(), self.memory, self.keys_values, self.key_padding_mask
 
     def restore(self, mark: Any) -> None:
         """Forget what came since `mark`."""
-        tokens, self.memory, self.keys_values = mark
+        tokens, self.memory, self.keys_values, self.key_padding_mask = mark
         self.tokens.restore(tokens)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from position `length` on; the memory stays."""
+        self.tokens.truncate(length)
+
+    def select(self, sequences: ArrayLike) -> None:
+        """Keep these sequences, as `KVCache.select` does, with their part of the memory and its mask.
+
+        Later calls have to leave the memory and its mask out: those that the caller holds have another order.
+        """
+        index = self.tokens._index("DecoderCache.select", sequences)
+        with restored_on_error((self,)):
+            if self.keys_values is not None:
+                k, v = self.keys_values
+                self.keys_values, self.memory = (k[index], v[index]), None
+            if self.key_padding_mask is not None:
+                self.key_padding_mask = self.key_padding_mask[index]
+            self.tokens.select(index)
+
+
+OneCache = TypeVar("OneCache", KVCache, DecoderCache)
+
+
+class Caches(list[OneCache]):
+    """One cache a layer, of a stack's `new_cache`: a list that truncates and selects in all of them."""
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from position `length` on: to take back what a model only guessed."""
+        with restored_on_error(self):
+            for cache in self:
+                cache.truncate(length)
+
+    def select(self, sequences: ArrayLike) -> None:
+        """Keep the sequences of these indices, in this order: see `KVCache.select`."""
+        with restored_on_error(self):
+            for cache in self:
+                cache.select(sequences)
 
 
 @contextmanager

@@ -131,6 +131,42 @@ def test_select_reorders_sequences():
     np.testing.assert_array_equal(got.k[3, :, :2], k[1, :, :2])
 
 
+def test_select_forgets_the_longest():
+    """What is left is as long as the longest of what is left."""
+    cache = KVCache()
+    k, v = tokens(4, batch=3)
+    cache.append(k, v, lengths=[4, 2, 2])
+    cache.select([2, 1])
+    assert cache.length == 2
+    got = cache.append(*tokens(1))
+    assert (got.k.shape[2], got.kv_lengths, got.q_offset) == (3, None, 2)
+    np.testing.assert_array_equal(got.k[:, :, :2], k[[2, 1], :, :2])
+
+
+def test_restore_takes_back_everything():
+    cache = KVCache(capacity=3)
+    mark = cache.mark()
+    cache.append(*tokens(5))
+    cache.restore(mark)
+    assert (cache.length, cache.capacity, cache.nbytes, cache.batch) == (0, 3, 0, None)
+    cache.append(*tokens(2, heads=1, dtype=np.float64))  # of another shape and type
+    mark, kept = cache.mark(), cache.append(*tokens(0, heads=1, dtype=np.float64))
+    cache.append(*tokens(30, heads=1, dtype=np.float64))
+    cache.select([1])
+    cache.restore(mark)
+    np.testing.assert_array_equal(cache.append(*tokens(0, heads=1, dtype=np.float64)).v, kept.v)
+
+
+def test_lists_and_foreign_byte_order():
+    cache = KVCache()
+    k, v = tokens(2, dtype=np.float64)
+    cache.append(k.astype(">f8"), v.astype(">f8"))
+    got = cache.append(k.tolist(), v.tolist())
+    assert got.k.dtype == np.dtype(np.float64).newbyteorder("=")
+    np.testing.assert_array_equal(got.k, np.concatenate([k, k], axis=2))
+    np.testing.assert_array_equal(got.v, np.concatenate([v, v], axis=2))
+
+
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [
@@ -155,7 +191,15 @@ def test_select_reorders_sequences():
         (lambda c: c.select(0), ValueError, r"sequences has shape \(\)"),
         (lambda c: KVCache().select([0]), ValueError, "the cache is empty"),
         (lambda c: KVCache(-1), ValueError, "capacity is -1"),
-        (lambda c: KVCache(dtype=np.int8), TypeError, "dtype is int8"),
+        (lambda c: KVCache(dtype=np.int8), TypeError, "dtype is .*int8"),
+        (lambda c: KVCache(dtype="fp16"), TypeError, "dtype is 'fp16'; expected float32"),
+        (
+            lambda c: c.append(tokens(1)[0], tokens(1, dtype=np.float64)[1]),
+            TypeError,
+            "v has dtype float64; expected k's, float32",
+        ),
+        (lambda c: c.append(*(x.astype(int) for x in tokens(1))), TypeError, "k has dtype int64; expected"),
+        (lambda c: c.append(tokens(1)[0], None), TypeError, r"append\(\): v is None; expected an array"),
     ],
 )
 def test_errors_change_nothing(what, error, message):

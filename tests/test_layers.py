@@ -26,8 +26,7 @@ from fastattn.layers import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
-from fastattn.rope import apply_rope, rope_tables
-from fastattn.rope_scaling import rope_frequencies
+from fastattn.rope import apply_rope, rope_frequencies, rope_tables
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 11, 64, 4
 SLOPES = 2.0 ** -np.arange(1, HEADS + 1)
@@ -573,7 +572,6 @@ X = draw(BATCH, LENGTH, WIDTH)
         (lambda m: m(X, attn_mask=MASK.astype(int)), TypeError, "attn_mask has dtype int64; expected bool"),
         (lambda m: m(X, attn_mask=MASK[None]), ValueError, "attn_mask has shape"),
         (lambda m: m(X, key_padding_mask=MASK), ValueError, "key_padding_mask has shape"),
-        (lambda m: m(X, attn_mask=MASK.astype(np.float64)), TypeError, "bias has dtype float64"),
         (lambda m: m(X, is_causal=MASK), TypeError, "is_causal is an array"),
         (lambda m: m(X, residual=X[:1]), ValueError, "residual has shape"),
         (lambda m: m(X, lengths=[1, 1, 1]), ValueError, "lengths is given without cache"),
@@ -615,7 +613,7 @@ def test_an_error_leaves_caches_as_they_were():
 
     model = randomized(Transformer(WIDTH, HEADS, 1, 2, 96))
     caches = model.decoder.new_cache()
-    with pytest.raises(ValueError, match="in the first call with a cache"):
+    with pytest.raises(ValueError, match="memory is None; expected an array"):
         model.decoder(X, cache=caches)
     model.decoder(X, X, cache=caches)
     model.decoder.layers[1].norm3 = None

@@ -1,6 +1,6 @@
 """Transformer layers: fields over pure functions, with torch's names and parameters, batch first."""
 
-from fastattn.cache import DecoderCache, KVCache
+from fastattn.cache import Caches, DecoderCache, KVCache
 from fastattn.layers.attention import MultiHeadAttention
 from fastattn.layers.basic import FeedForward, LayerNorm, Linear, RMSNorm
 from fastattn.layers.rotary import Rope
@@ -9,6 +9,7 @@ from fastattn.layers.state import Layer
 from fastattn.layers.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
+    "Caches",
     "DecoderCache",
     "FeedForward",
     "KVCache",

@@ -11,23 +11,23 @@ import numpy as np
 from fastattn._inputs import flag
 from fastattn._ops_args import like, rows
 from fastattn.attention import attention_weights
-from fastattn.cache import restored_on_error
+from fastattn.cache import KVCache, restored_on_error
 from fastattn.layers import calls
 from fastattn.layers.heads import FUNC, AttentionParameters
-from fastattn.layers.scores import add_extra_keys, add_masks
+from fastattn.layers.scores import Names, add_extra_keys, add_masks
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args import Array
-    from fastattn.cache import KVCache
+    from fastattn._args import Array, Ints
     from fastattn.layers.projections import Stack
 
     KeysValues = tuple[Array, Array]
 
 
 _NOTHING = nullcontext()
+_NAMES = Names(FUNC, "query", "attn_mask", "key_padding_mask")
 
 
 class CallOptions(TypedDict, total=False):
@@ -152,7 +152,8 @@ class MultiHeadAttention(AttentionParameters):
             Return ``(out, weights)``; the output comes from the fused kernel all the same. torch's default
             is True.
         attn_mask : array_like, (L, S), (B * num_heads, L, S) or (B, num_heads, L, S), optional
-            Bool: **True hides**. Float: added to the scores. Axes of length 1 of the last form broadcast.
+            Bool: **True hides**. Float, of any type: added to the scores. Axes of length 1 of the last form
+            broadcast.
         average_attn_weights : bool, default True
             Weights as their mean over the heads, (B, L, S), instead of (B, num_heads, L, S).
         is_causal : bool, default False
@@ -164,7 +165,8 @@ class MultiHeadAttention(AttentionParameters):
         lengths : array_like of int, (B,), optional
             With `cache`: how many of this call's tokens count in each sequence, from the first.
         keys_values : (ndarray, ndarray), optional
-            Of `project_keys_values`, instead of key and value.
+            Of `project_keys_values`, instead of key and value: (B, num_kv_heads, S, head_dim) both, in
+            query's dtype (or, for float32, both in a 16-bit one).
 
         Returns
         -------
@@ -236,20 +238,33 @@ class MultiHeadAttention(AttentionParameters):
         lengths: Any = None,
         keys_values: KeysValues | None = None,
         need_weights: bool = False,
+        q_offset: Ints | int = 0,
+        names: Names = _NAMES,
     ) -> tuple[Array, Any]:
         """(out, weights of each head or None) of a call; x, residual and out are (batch * length, embed_dim).
 
-        Key is None where it is the query, value where it is key.
+        Key is None where it is the query, value where it is key. Without a cache, the first query stands at
+        `q_offset`, the first of keys_values at 0.
         """
         if keys_values is not None and not (key is None and value is None and cache is None):
             raise ValueError(f"{FUNC}(): keys_values is given with key, value or cache; expected it alone")
         if lengths is not None and cache is None:
             raise ValueError(
-                f"{FUNC}(): lengths is given without cache; expected both, or a key_padding_mask"
+                f"{names.func}(): lengths is given without cache; expected both, or a key_padding_mask"
             )
         if is_causal is not False:
-            is_causal = flag(FUNC, "is_causal", is_causal)
-        q_offset = 0 if cache is None else cache.offset
+            is_causal = flag(names.func, "is_causal", is_causal)
+        if cache is not None:
+            calls.require_cache(names.func, cache, KVCache)
+            if cache.batch not in (None, batch):
+                raise ValueError(
+                    f"{names.func}(): {names.query} has shape {(batch, length, self.embed_dim)}; expected"
+                    f" ({cache.batch}, length, {self.embed_dim}), the batch in the cache"
+                )
+            q_offset = cache.offset
+        if keys_values is not None:
+            heads_kv, head_dim = self._heads_kv, self._head_dim
+            keys_values = calls.keys_values(FUNC, keys_values, batch, heads_kv, head_dim, x.dtype)
         options = self._options.copy()
         if self.sink_logits is not None:
             options["sinks"] = self.sink_logits
@@ -266,7 +281,8 @@ class MultiHeadAttention(AttentionParameters):
         elif keys_values is not None:
             k, v = keys_values
         else:
-            k, v = self._keys_values(x.reshape(batch, length, -1) if key is None else key, value, batch)
+            key = x.reshape(batch, length, self.embed_dim) if key is None else key
+            k, v = self._keys_values(key, value, batch)
         q = self._placed(q, self.q_norm, q_offset)
         if keys_values is None:
             k = self._placed(k, self.k_norm, q_offset)
@@ -281,7 +297,7 @@ class MultiHeadAttention(AttentionParameters):
                 options["causal"], options["q_offset"] = is_causal, q_offset
             if attn_mask is not None or key_padding_mask is not None:
                 shape = (batch, self.num_heads, length, k.shape[2])
-                add_masks(options, FUNC, attn_mask, key_padding_mask, shape)
+                add_masks(options, names, attn_mask, key_padding_mask, shape, q.dtype)
             if self._extra:
                 k, v = add_extra_keys(options, length, k, v, self._extra_keys())
             mixed = calls.scratch("mixed", len(x), self._width, x.dtype)

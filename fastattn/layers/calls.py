@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._args import FLOAT64, AttentionArgs
+from fastattn._args import FLOAT32, FLOAT64, AttentionArgs
 from fastattn._check import attention_args
-from fastattn._inputs import as_array
+from fastattn._inputs import as_array, float_array
 from fastattn._ops_args import LinearArgs, RowsArgs, data
 
 if TYPE_CHECKING:
@@ -59,6 +59,29 @@ def checked(func: str, name: str, x: Any, features: int, weights_dtype: str) -> 
             f"{func}(): {name} has dtype {array.dtype}; expected {expected}, for weights in {weights_dtype}"
         )
     return array
+
+
+def require_cache(func: str, cache: Any, kind: type) -> None:
+    """Raise unless `cache` is None or of `kind`."""
+    if cache is not None and not isinstance(cache, kind):
+        raise TypeError(f"{func}(): cache is of type {type(cache).__name__}; expected a {kind.__name__}")
+
+
+def keys_values(func: str, given: Any, batch: int, heads_kv: int, head_dim: int, q: np.dtype[Any]) -> Any:
+    """Keys and values that a caller kept, checked: (batch, heads_kv, length, head_dim) for queries of q."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        kind = type(given).__name__
+        raise TypeError(f"{func}(): keys_values is of type {kind}; expected a pair (k, v) of arrays")
+    k, v = (float_array(func, f"keys_values[{i}]", x) for i, x in enumerate(given))
+    shape = (batch, heads_kv, k.shape[2] if k.ndim == 4 else -1, head_dim)
+    if not k.shape == v.shape == shape:
+        raise ValueError(
+            f"{func}(): keys_values have shapes {k.shape} and {v.shape}; expected ({batch}, {heads_kv},"
+            f" length, {head_dim}) for both"
+        )
+    if k.dtype != v.dtype or (k.dtype != q and not (q == FLOAT32 and k.dtype.itemsize == 2)):
+        raise TypeError(f"{func}(): keys_values have dtypes {k.dtype} and {v.dtype}; expected {q}, query's")
+    return k, v
 
 
 def batch_first(func: str, name: str, x: Array) -> Array:
@@ -119,6 +142,8 @@ def attention(
     """
     if options or not made_here or k.dtype != q.dtype or v.shape[2] != k.shape[2]:
         args = attention_args(func, q, k, v, **options)
+        if args.out.shape != out.shape:
+            raise ValueError(f"{func}(): attention gives shape {args.out.shape}; expected {out.shape}")
         args.out = out
     else:  # nothing is left to check, which would be a third of a small layer's Python
         args = AttentionArgs()

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from fastattn._inputs import integer
+from fastattn._args import FLOAT32
+from fastattn._check import attention_args
+from fastattn._inputs import flag, integer
+from fastattn._ops_args import epsilon
 from fastattn.layers.basic import Linear
 from fastattn.layers.projections import Stack, stack
+from fastattn.layers.rotary import Rope
 from fastattn.layers.state import Layer, Parameter, lane_of, normal, ones, xavier_uniform, zeros
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args import Array
-    from fastattn.layers.rotary import Rope
     from fastattn.layers.state import Fields
 
 FUNC = "MultiHeadAttention"  # as messages call it
+
+
+_PARTS = ("query_maps", "key_value_maps", "key_map", "value_map")
+
+
+def _parts(maps: Stack) -> Fields:
+    """Those fields that are views of all maps of one input, in their order: (gate,) query, key, value."""
+    n = len(maps.sizes)
+    runs = ((0, n - 2), (n - 2, n), (n - 2, n - 1), (n - 1, n))
+    return {name: maps.part(*run) for name, run in zip(_PARTS, runs, strict=True)}
 
 
 class HeadOptions(TypedDict, total=False):
@@ -84,6 +97,9 @@ class AttentionParameters(Layer):
             value = getattr(self, name)
             if value is not None:
                 integer(FUNC, name, value, 1)
+        for name in ("bias", "add_bias_kv", "add_zero_attn", "qk_norm", "output_gate", "sinks"):
+            flag(FUNC, name, getattr(self, name))
+        epsilon(FUNC, "qk_norm_eps", self.qk_norm_eps, FLOAT32)
         heads, heads_kv = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % heads_kv:
             raise ValueError(
@@ -99,12 +115,42 @@ class AttentionParameters(Layer):
         self._stacked = (self.kdim or self.embed_dim) == (self.vdim or self.embed_dim) == self.embed_dim
         names = ("window", "softcap", "scale", "alibi_slopes")
         self._options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        self._require_options()
         self._extra = self.add_bias_kv or self.add_zero_attn
         self._positional = self.window is not None or self.alibi_slopes is not None
         self.out_proj = Linear(self._width, self.embed_dim, self.bias, weights_dtype=self.weights_dtype)
         self.out_proj._zero_bias = True
         self._set_up(rng)
         self.out_proj._set_up(rng)
+
+    def _require_options(self) -> None:
+        """Raise unless what every call will pass on to attention and to the rotation is right."""
+        shape = (1, self.num_heads, 0, self._head_dim)
+        nothing = np.empty(shape, lane_of(self.weights_dtype))
+        attention_args(FUNC, nothing, nothing, nothing, **self._options)
+        if self.rope is None:
+            return
+        if not isinstance(self.rope, Rope):
+            kind = type(self.rope).__name__
+            raise TypeError(f"{FUNC}(): rope is of type {kind}; expected a Rope, Rope(frequencies)")
+        rotated = 2 * len(self.rope.frequencies.inv_freq)
+        if rotated > self._head_dim:
+            raise ValueError(
+                f"{FUNC}(): rope rotates {rotated} dimensions; expected at most head_dim, {self._head_dim}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields without the views of `all_maps`, so that a pickle holds the weights once, too."""
+        state = self.__dict__.copy()
+        if self.all_maps is not None:
+            for name in _PARTS:
+                del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.all_maps is not None:
+            self.__dict__.update(_parts(self.all_maps))
 
     def _children(self) -> dict[str, Layer]:
         return {"out_proj.": self.out_proj}
@@ -146,15 +192,15 @@ class AttentionParameters(Layer):
             weights = [arrays["gate_proj.weight"], *weights]
             biases = [arrays["gate_proj.bias"], *biases] if self.bias else []
         n = len(weights)
-        fields: Fields = {"all_maps": None, "key_value_maps": None}
+        fields: Fields
         if self._stacked:
             maps = stack(weights, biases, weights_dtype)
-            fields["all_maps"], fields["key_value_maps"] = maps, maps.part(n - 2, n)
-            parts = [maps.part(0, n - 2), maps.part(n - 2, n - 1), maps.part(n - 1, n)]
+            fields = {"all_maps": maps, **_parts(maps)}
         else:
             runs = (slice(0, n - 2), slice(n - 2, n - 1), slice(n - 1, n))
             parts = [stack(weights[run], biases[run], weights_dtype) for run in runs]
-        fields["query_maps"], fields["key_map"], fields["value_map"] = parts
+            fields = {"all_maps": None, "key_value_maps": None}
+            fields["query_maps"], fields["key_map"], fields["value_map"] = parts
         names = {"q_norm": "q_norm.weight", "k_norm": "k_norm.weight", "sink_logits": "sinks"}
         for field_name, name in names.items():
             fields[field_name] = arrays[name].astype(lane) if name in arrays else None

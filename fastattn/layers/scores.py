@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args import lane_dtype
+from fastattn._args import FLOAT64, lane_dtype
 from fastattn._inputs import as_array, is_float
 
 if TYPE_CHECKING:
@@ -15,15 +15,35 @@ if TYPE_CHECKING:
     Options = dict[str, Any]
 
 
-def add_masks(options: Options, func: str, attn_mask: Any, key_padding_mask: Any, shape: Shape) -> None:
-    """Put masks in torch's sense (bool: True hides; float: added) into `options`; shape is (B, H, L, S)."""
+class Names(NamedTuple):
+    """What messages call a layer and those of its arguments that `MultiHeadAttention` works on."""
+
+    func: str
+    query: str
+    attn_mask: str
+    key_padding_mask: str
+
+
+def add_masks(
+    options: Options,
+    names: Names,
+    attn_mask: Any,
+    key_padding_mask: Any,
+    shape: Shape,
+    dtype: np.dtype[Any],
+) -> None:
+    """Put masks in torch's sense (bool: True hides; float: added) into `options`.
+
+    Shape is (B, H, L, S). Floats of any type become what scores of `dtype` are computed in.
+    """
+    func = names.func
     hidden: list[Array] = []
     added: list[Array] = []
-    for name, x in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+    masks = ((names.attn_mask, attn_mask, _mask_4d), (names.key_padding_mask, key_padding_mask, _padding_4d))
+    for name, x, with_four_axes in masks:
         if x is None:
             continue
-        array = as_array(func, name, x)
-        array = _mask_4d(func, array, shape) if name == "attn_mask" else _padding_4d(func, array, shape)
+        array = with_four_axes(func, name, as_array(func, name, x), shape)
         if array.dtype == np.bool_:
             hidden.append(array)
         elif is_float(array.dtype):
@@ -35,10 +55,19 @@ def add_masks(options: Options, func: str, attn_mask: Any, key_padding_mask: Any
     if hidden:
         options["mask"] = ~hidden[0] if len(hidden) == 1 else ~(hidden[0] | hidden[1])
     if added:
-        options["bias"] = added[0] if len(added) == 1 else added[0] + added[1]
+        bias = added[0] if len(added) == 1 else added[0].astype(FLOAT64) + added[1].astype(FLOAT64)
+        options["bias"] = _as_lane(bias, lane_dtype(dtype))
 
 
-def _mask_4d(func: str, mask: Array, shape: Shape) -> Array:
+def _as_lane(x: Array, lane: np.dtype[Any]) -> Array:
+    """Floats `x` in a lane type, where what is finite stays finite: only -inf hides."""
+    if x.dtype.newbyteorder("=") != FLOAT64 or lane == FLOAT64:
+        return x.astype(lane, copy=False)
+    most = np.finfo(lane).max
+    return np.where(np.isinf(x), x, np.clip(x, -most, most)).astype(lane)
+
+
+def _mask_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
     """(L, S), (B * H, L, S) or what broadcasts to (B, H, L, S), with four axes."""
     batch, heads, len_q, len_k = shape
     if mask.ndim == 2 and mask.shape == (len_q, len_k):
@@ -48,16 +77,16 @@ def _mask_4d(func: str, mask: Array, shape: Shape) -> Array:
     if mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, shape, strict=True)):
         return mask
     raise ValueError(
-        f"{func}(): attn_mask has shape {mask.shape}; expected (len_q, len_k) = {shape[2:]}, (batch * heads,"
+        f"{func}(): {name} has shape {mask.shape}; expected (len_q, len_k) = {shape[2:]}, (batch * heads,"
         f" len_q, len_k) = {(batch * heads, len_q, len_k)}, or four axes that broadcast to {shape}"
     )
 
 
-def _padding_4d(func: str, mask: Array, shape: Shape) -> Array:
+def _padding_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
     """(B, S) with four axes."""
     if mask.shape != (shape[0], shape[3]):
         expected = f"(batch, len_k) = {(shape[0], shape[3])}"
-        raise ValueError(f"{func}(): key_padding_mask has shape {mask.shape}; expected {expected}")
+        raise ValueError(f"{func}(): {name} has shape {mask.shape}; expected {expected}")
     return mask[:, None, None, :]
 
 

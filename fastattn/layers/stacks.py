@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from fastattn._inputs import float_array, integer
-from fastattn.cache import DecoderCache, KVCache, restored_on_error
+from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers.basic import LayerNorm, RMSNorm, make_norm
 from fastattn.layers.heads import HeadOptions
 from fastattn.layers.state import Layer, xavier_uniform
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
     from fastattn._args import Array
-    from fastattn.layers.state import Fields
 
     Norm = LayerNorm | RMSNorm
 
@@ -27,30 +26,60 @@ if TYPE_CHECKING:
 class _Stack(Layer):
     """Layers one after another, and a norm behind them, maybe."""
 
-    layers: Sequence[Layer]
+    layers: Sequence[Any]
     norm: Norm | None
-    weights_dtype = "float32"  # has no weights of its own
+    _kind: ClassVar[type[Layer]]  # of the layers
+    _cache_kind: ClassVar[type]
 
     def __post_init__(self) -> None:
+        func, kind = type(self).__name__, self._kind.__name__
+        if not isinstance(self.layers, Iterable):
+            raise TypeError(
+                f"{func}(): layers is of type {type(self.layers).__name__}; expected a sequence of layers,"
+                f" each its own: [{kind}(...) for _ in range(6)]"
+            )
         self.layers = list(self.layers)
         if not self.layers:
-            raise ValueError(f"{type(self).__name__}(): layers is empty; expected at least one layer")
+            raise ValueError(f"{func}(): layers is empty; expected at least one layer")
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, self._kind):
+                raise TypeError(f"{func}(): layers[{i}] is of type {type(layer).__name__}; expected {kind}")
+        widths = {f"layers[{i}].d_model": layer.d_model for i, layer in enumerate(self.layers)}
+        if self.norm is not None:
+            if not isinstance(self.norm, (LayerNorm, RMSNorm)):
+                what = type(self.norm).__name__
+                raise TypeError(f"{func}(): norm is of type {what}; expected a LayerNorm, an RMSNorm or None")
+            widths["norm.features"] = self.norm.features
+        width = self.layers[0].d_model
+        for name, other in widths.items():
+            if other != width:
+                raise ValueError(f"{func}(): {name} is {other}; expected {width}, as layers[0] has")
+        self.weights_dtype = self.layers[0].weights_dtype
 
     def _children(self) -> dict[str, Layer]:
         parts = {f"layers.{i}.": layer for i, layer in enumerate(self.layers)}
         return parts if self.norm is None else {**parts, "norm.": self.norm}
 
-    def _assign(self, fields: Fields, weights_dtype: str) -> None:
-        """Nothing is held here."""
+    def _run(self, name: str, x: ArrayLike, cache: Sequence[Any] | None, **options: Any) -> Array:
+        """One layer after another, on `x`, which is called `name`."""
+        result = float_array(type(self).__name__, name, x)
+        caches = self._one_each(cache)
+        with restored_on_error(caches):
+            for layer, its_cache in zip(self.layers, caches, strict=True):
+                result = layer(result, cache=its_cache, **options)
+            return result if self.norm is None else self.norm(result)
 
-    def _one_each(self, cache: Sequence[KVCache] | Sequence[DecoderCache] | None) -> Sequence[Any]:
+    def _one_each(self, cache: Sequence[Any] | None) -> Sequence[Any]:
         """`cache`, one for each layer."""
         if cache is None:
             return [None] * len(self.layers)
-        if len(cache) != len(self.layers):
-            name, n = type(self).__name__, len(self.layers)
+        func, n, kind = type(self).__name__, len(self.layers), self._cache_kind.__name__
+        if not isinstance(cache, (list, tuple)) or not all(isinstance(x, self._cache_kind) for x in cache):
+            what = type(cache).__name__
+            raise TypeError(f"{func}(): cache is of type {what}; expected a list of {kind}, of new_cache()")
+        if len(cache) != n:
             raise ValueError(
-                f"{name}(): cache is for {len(cache)} layers; expected {n}, as new_cache() makes it"
+                f"{func}(): cache is for {len(cache)} layers; expected {n}, as new_cache() makes it"
             )
         return cache
 
@@ -74,6 +103,7 @@ class TransformerEncoder(_Stack):
 
     layers: Sequence[TransformerEncoderLayer]
     norm: Norm | None = None
+    _kind, _cache_kind = TransformerEncoderLayer, KVCache
 
     def __call__(
         self,
@@ -96,23 +126,19 @@ class TransformerEncoder(_Stack):
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """
-        x = float_array(type(self).__name__, "src", src)
-        caches = self._one_each(cache)
-        with restored_on_error(caches):
-            for layer, its_cache in zip(self.layers, caches, strict=True):
-                x = layer(
-                    x,
-                    src_mask=mask,
-                    src_key_padding_mask=src_key_padding_mask,
-                    is_causal=is_causal,
-                    cache=its_cache,
-                    lengths=lengths,
-                )
-            return x if self.norm is None else self.norm(x)
+        return self._run(
+            "src",
+            src,
+            cache,
+            src_mask=mask,
+            src_key_padding_mask=src_key_padding_mask,
+            is_causal=is_causal,
+            lengths=lengths,
+        )
 
-    def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> list[KVCache]:
+    def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[KVCache]:
         """Empty caches, one a layer: see `KVCache`."""
-        return [KVCache(capacity, dtype) for _ in self.layers]
+        return Caches(KVCache(capacity, dtype) for _ in self.layers)
 
 
 @dataclass(eq=False)
@@ -132,6 +158,7 @@ class TransformerDecoder(_Stack):
 
     layers: Sequence[TransformerDecoderLayer]
     norm: Norm | None = None
+    _kind, _cache_kind = TransformerDecoderLayer, DecoderCache
 
     def __call__(
         self,
@@ -149,29 +176,26 @@ class TransformerDecoder(_Stack):
     ) -> Array:
         """The stack's result for tgt, (B, L, d_model), over memory; arguments of `TransformerDecoderLayer`.
 
-        `cache` is of `new_cache`; from the second call with it on, `memory` may be left out.
+        `cache` is of `new_cache`; from the second call with it on, `memory` and its key padding mask may be
+        left out.
         """
-        x = float_array(type(self).__name__, "tgt", tgt)
-        caches = self._one_each(cache)
-        with restored_on_error(caches):
-            for layer, its_cache in zip(self.layers, caches, strict=True):
-                x = layer(
-                    x,
-                    memory,
-                    tgt_mask=tgt_mask,
-                    memory_mask=memory_mask,
-                    tgt_key_padding_mask=tgt_key_padding_mask,
-                    memory_key_padding_mask=memory_key_padding_mask,
-                    tgt_is_causal=tgt_is_causal,
-                    memory_is_causal=memory_is_causal,
-                    cache=its_cache,
-                    lengths=lengths,
-                )
-            return x if self.norm is None else self.norm(x)
+        return self._run(
+            "tgt",
+            tgt,
+            cache,
+            memory=memory,
+            tgt_mask=tgt_mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=tgt_is_causal,
+            memory_is_causal=memory_is_causal,
+            lengths=lengths,
+        )
 
-    def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> list[DecoderCache]:
-        """Empty caches, one a layer: see `KVCache`."""
-        return [DecoderCache(KVCache(capacity, dtype)) for _ in self.layers]
+    def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:
+        """Empty caches, one a layer: see `KVCache` and `DecoderCache`."""
+        return Caches(DecoderCache(KVCache(capacity, dtype)) for _ in self.layers)
 
 
 @dataclass(eq=False)
@@ -217,37 +241,19 @@ class Transformer(Layer):
         for name in ("num_encoder_layers", "num_decoder_layers"):
             integer("Transformer", name, getattr(self, name), 1)
         shape = (self.d_model, self.nhead, self.dim_feedforward, self.activation)
-        self.encoder = TransformerEncoder(
-            [
-                TransformerEncoderLayer(
-                    *shape,
-                    norm_first=self.norm_first,
-                    norm=self.norm,
-                    layer_norm_eps=self.layer_norm_eps,
-                    bias=self.bias,
-                    attention=self.attention,
-                    weights_dtype=self.weights_dtype,
-                )
-                for _ in range(self.num_encoder_layers)
-            ],
-            self._last_norm(),
-        )
-        self.decoder = TransformerDecoder(
-            [
-                TransformerDecoderLayer(
-                    *shape,
-                    norm_first=self.norm_first,
-                    norm=self.norm,
-                    layer_norm_eps=self.layer_norm_eps,
-                    bias=self.bias,
-                    attention=self.attention,
-                    cross_attention=self.cross_attention,
-                    weights_dtype=self.weights_dtype,
-                )
-                for _ in range(self.num_decoder_layers)
-            ],
-            self._last_norm(),
-        )
+        options: dict[str, Any] = {
+            "norm_first": self.norm_first,
+            "norm": self.norm,
+            "layer_norm_eps": self.layer_norm_eps,
+            "bias": self.bias,
+            "attention": self.attention,
+            "weights_dtype": self.weights_dtype,
+        }
+        encoder = [TransformerEncoderLayer(*shape, **options) for _ in range(self.num_encoder_layers)]
+        options["cross_attention"] = self.cross_attention
+        decoder = [TransformerDecoderLayer(*shape, **options) for _ in range(self.num_decoder_layers)]
+        self.encoder = TransformerEncoder(encoder, self._last_norm())
+        self.decoder = TransformerDecoder(decoder, self._last_norm())
         self._set_up(rng)
 
     def _set_up(self, rng: np.random.Generator | None) -> None:

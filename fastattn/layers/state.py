@@ -64,6 +64,10 @@ def lane_of(weights_dtype: str) -> np.dtype[Any]:
     return np.dtype(np.float64 if weights_dtype == "float64" else np.float32)
 
 
+class ParametersMissing(AttributeError, ValueError):
+    """A layer is used before it has parameters; for `hasattr`, an attribute that is not there."""
+
+
 class Layer:
     """A layer with named parameters, those of torch's modules.
 
@@ -91,7 +95,7 @@ class Layer:
     def __getattr__(self, name: str) -> Any:
         """Reached only by a name that is not set: a field that waits for parameters, or none at all."""
         if name in type(self).__dict__.get("__dataclass_fields__", ()):
-            raise ValueError(
+            raise ParametersMissing(
                 f"{type(self).__name__} has no parameters yet; load_state_dict() them, or build it with"
                 f" rng=numpy.random.default_rng()"
             )
@@ -155,7 +159,8 @@ class Layer:
         Parameters
         ----------
         state : mapping of str to array_like, or path
-            Arrays of any floating type, or a safetensors file, which is read through the safetensors package.
+            Arrays of any floating type: ``np.load("x.npz")``, or a torch module's ``state_dict()``. Or a
+            safetensors file, which is read through the safetensors package.
         prefix : str, default ""
             Read only names that begin with it, and without it: a layer out of a whole model.
         weights_dtype : {"float32", "float64", "bfloat16", "int8"}, optional
@@ -180,7 +185,7 @@ class Layer:
                     f"{func}(): state is of type {kind}; expected a mapping of names to arrays, or the path"
                     f" of a safetensors file"
                 )
-            arrays = self._checked(func, state, prefix)
+            arrays = self._checked(func, state, prefix, weights_dtype)
             packed = []
             for path, layer in self._walk():
                 own = {name: arrays[path + name] for name in layer._parameters()}
@@ -189,9 +194,20 @@ class Layer:
         for layer, fields, dtype in packed:
             layer._assign(fields, dtype)
 
-    def _checked(self, func: str, state: Mapping[str, Any], prefix: str) -> dict[str, Array]:
+    def _checked(
+        self, func: str, state: Mapping[str, Any], prefix: str, weights_dtype: str | None
+    ) -> dict[str, Array]:
         """The arrays of `state` that begin with `prefix`, without it, or one error with all that is wrong."""
+        if wrong := [name for name in state if not isinstance(name, str)]:
+            raise TypeError(f"{func}(): state has the key {wrong[0]!r}; expected names of parameters")
         expected = {name: parameter.shape for name, parameter in self.parameters().items()}
+        in_8_bits = {
+            path + name
+            for path, layer in self._walk()
+            if (weights_dtype or layer.weights_dtype) == "int8"
+            for name, parameter in layer._parameters().items()
+            if len(parameter.shape) == 2
+        }
         given = {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}
         problems = [f"missing: {prefix}{name} {expected[name]}" for name in expected if name not in given]
         problems += [f"not known: {full}" for name, full in given.items() if name not in expected]
@@ -203,12 +219,15 @@ class Layer:
             try:
                 array = np.asarray(state[full])
             except (TypeError, ValueError, RuntimeError) as error:
-                problems.append(f"{full}: not an array ({error})")
+                hint = "; load its .float()" if "BFloat16" in str(error) else ""
+                problems.append(f"{full}: not an array ({error}){hint}")
                 continue
             if not is_float(array.dtype):
                 problems.append(f"{full}: dtype {array.dtype}, expected a floating type")
             elif array.shape != shape:
                 problems.append(f"{full}: shape {array.shape}, expected {shape}")
+            elif name in in_8_bits and not np.isfinite(array).all():
+                problems.append(f"{full}: values that are not finite, expected finite ones for int8")
             else:
                 arrays[name] = array
         if problems:
@@ -216,22 +235,34 @@ class Layer:
         return arrays
 
 
+# What else parameters come in, and what makes a mapping of it.
+_READERS = {".npz": "np.load({!r})"}
+_READERS |= dict.fromkeys((".pt", ".pth", ".bin"), "torch.load({!r}, weights_only=True)")
+
+
 class _SafetensorsFile(Mapping[str, Any]):
     """The tensors of a safetensors file, each read when it is asked for; a context."""
 
     def __init__(self, func: str, path: str | os.PathLike[str]):
+        file = os.fspath(path)
+        if os.path.isdir(file):
+            raise ValueError(f"{func}(): {file} is a folder; expected a safetensors file")
+        if reader := _READERS.get(os.path.splitext(file)[1]):
+            raise ValueError(
+                f"{func}(): {file} is not a safetensors file; expected one, or what {reader.format(file)}"
+                f" returns"
+            )
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise ImportError(
-                f"{func}(): reading {os.fspath(path)} needs the safetensors package: pip install safetensors"
+                f"{func}(): reading {file} needs the safetensors package: pip install safetensors"
             ) from error
         with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
             import ml_dtypes  # noqa: F401
         try:
-            self._file: Any = safe_open(os.fspath(path), framework="numpy")
+            self._file: Any = safe_open(file, framework="numpy")
         except SafetensorError as error:
-            file = os.fspath(path)
             raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error
         self._names: list[str] = list(self._file.keys())  # type: ignore[no-untyped-call]
 

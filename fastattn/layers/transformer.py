@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._inputs import float_array
+from fastattn._inputs import as_array, flag
 from fastattn._ops_args import rows
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
 from fastattn.layers import calls
 from fastattn.layers.attention import MultiHeadAttention
 from fastattn.layers.basic import FeedForward, LayerNorm, RMSNorm, make_norm
 from fastattn.layers.heads import HeadOptions
+from fastattn.layers.scores import Names
 from fastattn.layers.state import Layer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args import Array
-    from fastattn.layers.attention import KeysValues
 
     Norm = LayerNorm | RMSNorm
 
@@ -71,6 +71,7 @@ class TransformerEncoderLayer(Layer):
     norm2: Norm = field(init=False, repr=False)
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
+        _require_flags(self)
         self.self_attn = _attention(self, self.attention, rng)
         self.feed_forward = _feed_forward(self, rng)
         self.norm1, self.norm2 = _norm(self), _norm(self)
@@ -90,6 +91,7 @@ class TransformerEncoderLayer(Layer):
         In bool masks True hides. With `is_causal` and a `cache` this is the layer of a decoder-only model.
         """
         func = type(self).__name__
+        calls.require_cache(func, cache, KVCache)
         array = calls.checked(func, "src", src, self.d_model, self.weights_dtype)
         batched = calls.batch_first(func, "src", array)
         if batched is not array:
@@ -107,6 +109,7 @@ class TransformerEncoderLayer(Layer):
             is_causal=is_causal,
             cache=cache,
             lengths=lengths,
+            names=Names(func, "src", "src_mask", "src_key_padding_mask"),
         )
         if self.norm_first:
             out = self.feed_forward._of_rows(self.norm2._of_rows(total), total, total)
@@ -158,6 +161,7 @@ class TransformerDecoderLayer(Layer):
     norm3: Norm = field(init=False, repr=False)
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
+        _require_flags(self)
         self.self_attn = _attention(self, self.attention, rng)
         self.multihead_attn = _attention(self, self.cross_attention, rng)
         self.feed_forward = _feed_forward(self, rng)
@@ -184,28 +188,31 @@ class TransformerDecoderLayer(Layer):
         tgt_mask, tgt_key_padding_mask, tgt_is_causal
             Of the attention to itself, as in `MultiHeadAttention`; by default causal only with a cache.
         memory_mask, memory_key_padding_mask, memory_is_causal
-            Of the attention over the memory.
+            Of the attention over the memory. With a cache, tgt stands behind the tokens in it here, too.
         cache : DecoderCache, optional
-            From step to step: tgt's keys are appended, and the memory's kept from the first call on; later
-            ones may leave `memory` out, and must not bring another.
+            From step to step: tgt's keys are appended, and the memory's kept from the first call on, with its
+            key padding mask; later ones may leave both out, and must not bring others.
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """
         func = type(self).__name__
+        calls.require_cache(func, cache, DecoderCache)
         array = calls.checked(func, "tgt", tgt, self.d_model, self.weights_dtype)
         batched = calls.batch_first(func, "tgt", array)
-        over = memory if cache is None else None
         if batched is not array:
-            over = calls.one_batch(func, "memory", over)
             tgt_key_padding_mask = calls.one_batch(func, "tgt_key_padding_mask", tgt_key_padding_mask)
             memory_key_padding_mask = calls.one_batch(
                 func, "memory_key_padding_mask", memory_key_padding_mask
             )
         batch, length, _ = batched.shape
+        over = keys_values = None
         with restored_on_error((cache,)):
-            keys_values = None if cache is None else self._kept(memory, cache)
-            if cache is None and memory is None:
-                raise ValueError(f"{func}(): memory is None; expected an array, or a cache that holds one")
+            if cache is None:
+                over = self._memory(memory, batch)
+            else:
+                self._keep(memory, memory_key_padding_mask, batch, cache)
+                keys_values, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
+            position = 0 if cache is None else cache.tokens.offset  # before tgt is appended
             x = rows(batched)
             first, (self_norm, cross_norm, last_norm) = self.norm_first, (self.norm1, self.norm2, self.norm3)
             total, _ = self.self_attn._attend(
@@ -218,6 +225,7 @@ class TransformerDecoderLayer(Layer):
                 is_causal=cache is not None if tgt_is_causal is None else tgt_is_causal,
                 cache=None if cache is None else cache.tokens,
                 lengths=lengths,
+                names=Names(func, "tgt", "tgt_mask", "tgt_key_padding_mask"),
             )
             x = total if first else self_norm._of_rows(total)
             total, _ = self.multihead_attn._attend(
@@ -230,6 +238,8 @@ class TransformerDecoderLayer(Layer):
                 attn_mask=memory_mask,
                 is_causal=memory_is_causal,
                 keys_values=keys_values,
+                q_offset=position,
+                names=Names(func, "tgt", "memory_mask", "memory_key_padding_mask"),
             )
             if first:
                 out = self.feed_forward._of_rows(last_norm._of_rows(total), total, total)
@@ -238,27 +248,52 @@ class TransformerDecoderLayer(Layer):
                 out = last_norm._of_rows(self.feed_forward._of_rows(x, x, total), x)
         return out.reshape(array.shape)
 
-    def _kept(self, memory: ArrayLike | None, cache: DecoderCache) -> KeysValues:
-        """The memory's keys and values, computed in the first call with `cache`."""
+    def _memory(self, memory: ArrayLike | None, batch: int) -> Array:
+        """`memory` as (batch, S, width); that of one sequence may lack the batch axis."""
         func = type(self).__name__
-        if cache.keys_values is None:
-            if memory is None:
-                raise ValueError(
-                    f"{func}(): memory is None; expected an array in the first call with a cache"
-                )
-            array = float_array(func, "memory", memory)
-            array = array if array.ndim == 3 else array[None]
-            cache.keys_values, cache.memory = self.multihead_attn.project_keys_values(array), memory
-        elif memory is not None and memory is not cache.memory:
+        if memory is None:
+            raise ValueError(f"{func}(): memory is None; expected an array, or a cache that holds one")
+        width = self.multihead_attn.kdim or self.d_model
+        array = calls.checked(func, "memory", memory, width, self.weights_dtype)
+        array = calls.batch_first(func, "memory", array)
+        if len(array) != batch:
             raise ValueError(
-                f"{func}(): memory is not that of the first call with this cache; expected that one, or None"
+                f"{func}(): memory has shape {array.shape}; expected ({batch}, length, {width}), tgt's batch"
             )
-        return cache.keys_values
+        return array
+
+    def _keep(self, memory: ArrayLike | None, padding: Any, batch: int, cache: DecoderCache) -> None:
+        """Put keys and values of the memory and its mask into `cache`, or see that they are those in it."""
+        func = type(self).__name__
+        padding = None if padding is None else as_array(func, "memory_key_padding_mask", padding)
+        if cache.keys_values is None:
+            array = self._memory(memory, batch)
+            cache.keys_values, cache.memory = self.multihead_attn.project_keys_values(array), memory
+            cache.key_padding_mask = None if padding is None else padding.copy()
+            return
+        kept = "that of the first call with this cache; expected that one, or None (after select() None)"
+        if memory is not None and memory is not cache.memory:
+            raise ValueError(f"{func}(): memory is not {kept}")
+        if padding is not None:
+            there = cache.key_padding_mask
+            if there is None or not np.array_equal(padding, there):
+                raise ValueError(f"{func}(): memory_key_padding_mask is not {kept}")
+        in_cache = len(cache.keys_values[0])
+        if in_cache != batch:
+            raise ValueError(
+                f"{func}(): tgt has a batch of {batch}; expected {in_cache}, that of the memory in the cache"
+                f" (DecoderCache.select() selects in both)"
+            )
 
     def _children(self) -> dict[str, Layer]:
         parts: dict[str, Layer] = {"self_attn.": self.self_attn, "multihead_attn.": self.multihead_attn}
         parts[""] = self.feed_forward
         return {**parts, "norm1.": self.norm1, "norm2.": self.norm2, "norm3.": self.norm3}
+
+
+def _require_flags(layer: TransformerEncoderLayer | TransformerDecoderLayer) -> None:
+    for name in ("norm_first", "bias"):
+        flag(type(layer).__name__, name, getattr(layer, name))
 
 
 def _attention(
