@@ -192,6 +192,9 @@ class MultiHeadAttention(AttentionParameters):
             key, value = calls.one_batch(FUNC, "key", key), calls.one_batch(FUNC, "value", value)
             key_padding_mask = calls.one_batch(FUNC, "key_padding_mask", key_padding_mask)
         batch, length, _ = batched.shape
+        if keys_values is not None:
+            heads_kv, head_dim = self._heads_kv, self._head_dim
+            keys_values = calls.keys_values(FUNC, keys_values, batch, heads_kv, head_dim, x.dtype)
         out, weights = self._attend(
             rows(x),
             batch,
@@ -262,9 +265,6 @@ class MultiHeadAttention(AttentionParameters):
                     f" ({cache.batch}, length, {self.embed_dim}), the batch in the cache"
                 )
             q_offset = cache.offset
-        if keys_values is not None:
-            heads_kv, head_dim = self._heads_kv, self._head_dim
-            keys_values = calls.keys_values(FUNC, keys_values, batch, heads_kv, head_dim, x.dtype)
         options = self._options.copy()
         if self.sink_logits is not None:
             options["sinks"] = self.sink_logits

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
     Norm = LayerNorm | RMSNorm
 
+_SRC = Names("TransformerEncoderLayer", "src", "src_mask", "src_key_padding_mask")
+_TGT = Names("TransformerDecoderLayer", "tgt", "tgt_mask", "tgt_key_padding_mask")
+_MEMORY = Names("TransformerDecoderLayer", "tgt", "memory_mask", "memory_key_padding_mask")
+
 
 @dataclass(eq=False)
 class TransformerEncoderLayer(Layer):
@@ -109,7 +113,7 @@ class TransformerEncoderLayer(Layer):
             is_causal=is_causal,
             cache=cache,
             lengths=lengths,
-            names=Names(func, "src", "src_mask", "src_key_padding_mask"),
+            names=_SRC,
         )
         if self.norm_first:
             out = self.feed_forward._of_rows(self.norm2._of_rows(total), total, total)
@@ -225,7 +229,7 @@ class TransformerDecoderLayer(Layer):
                 is_causal=cache is not None if tgt_is_causal is None else tgt_is_causal,
                 cache=None if cache is None else cache.tokens,
                 lengths=lengths,
-                names=Names(func, "tgt", "tgt_mask", "tgt_key_padding_mask"),
+                names=_TGT,
             )
             x = total if first else self_norm._of_rows(total)
             total, _ = self.multihead_attn._attend(
@@ -239,7 +243,7 @@ class TransformerDecoderLayer(Layer):
                 is_causal=memory_is_causal,
                 keys_values=keys_values,
                 q_offset=position,
-                names=Names(func, "tgt", "memory_mask", "memory_key_padding_mask"),
+                names=_MEMORY,
             )
             if first:
                 out = self.feed_forward._of_rows(last_norm._of_rows(total), total, total)
