@@ -234,6 +234,11 @@ class DecoderCache:
     keys_values: tuple[Array, Array] | None = None  # (batch, heads_kv, len_memory, head_dim) each
     key_padding_mask: Array | None = None  # of the memory, (batch, len_memory)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, KVCache):
+            kind = type(self.tokens).__name__
+            raise TypeError(f"DecoderCache(): tokens is of type {kind}; expected a KVCache")
+
     def mark(self) -> Any:
         """What is there now, for `restore`."""
         return self.tokens.mark(), self.memory, self.keys_values, self.key_padding_mask

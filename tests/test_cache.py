@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn.cache import KVCache
+from fastattn.cache import DecoderCache, KVCache
 
 RNG = np.random.default_rng(0)
 
@@ -192,6 +192,7 @@ def test_lists_and_foreign_byte_order():
         (lambda c: KVCache().select([0]), ValueError, "the cache is empty"),
         (lambda c: KVCache(-1), ValueError, "capacity is -1"),
         (lambda c: KVCache(dtype=np.int8), TypeError, "dtype is .*int8"),
+        (lambda c: DecoderCache(True), TypeError, "tokens is of type bool; expected a KVCache"),
         (lambda c: KVCache(dtype="fp16"), TypeError, "dtype is 'fp16'; expected float32"),
         (
             lambda c: c.append(tokens(1)[0], tokens(1, dtype=np.float64)[1]),

@@ -193,6 +193,10 @@ class MultiHeadAttention(AttentionParameters):
             key_padding_mask = calls.one_batch(FUNC, "key_padding_mask", key_padding_mask)
         batch, length, _ = batched.shape
         if keys_values is not None:
+            if not (key is None and value is None and cache is None):
+                raise ValueError(
+                    f"{FUNC}(): keys_values is given with key, value or cache; expected it alone"
+                )
             heads_kv, head_dim = self._heads_kv, self._head_dim
             keys_values = calls.keys_values(FUNC, keys_values, batch, heads_kv, head_dim, x.dtype)
         out, weights = self._attend(
@@ -249,8 +253,6 @@ class MultiHeadAttention(AttentionParameters):
         Key is None where it is the query, value where it is key. Without a cache, the first query stands at
         `q_offset`, the first of keys_values at 0.
         """
-        if keys_values is not None and not (key is None and value is None and cache is None):
-            raise ValueError(f"{FUNC}(): keys_values is given with key, value or cache; expected it alone")
         if lengths is not None and cache is None:
             raise ValueError(
                 f"{names.func}(): lengths is given without cache; expected both, or a key_padding_mask"
