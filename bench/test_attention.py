@@ -1,6 +1,6 @@
 """The shapes of ``python -m fastattn bench`` under pytest-benchmark, grouped by shape and variant."""
 
-from fastattn._bench.cases import SHAPES, grouped
+from fastattn._bench.cases import SHAPES, STRUCTURED, STRUCTURES, grouped
 from fastattn._bench.problem import TINY, Problem
 
 suite = "attention"
@@ -12,6 +12,9 @@ def problems(dtype):
         for variant in VARIANTS:
             if variant == "plain" or (shape is not TINY and not (variant == "causal" and shape.decode)):
                 yield Problem(shape, variant, dtype, seed=0)
+    for shape in STRUCTURED:
+        for variant in ("plain", *STRUCTURES):
+            yield Problem(shape, variant, dtype, seed=0)
 
 
 def test_attention(time_problem):

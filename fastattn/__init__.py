@@ -18,8 +18,10 @@ from fastattn.attention import (
     merge_states,
     scaled_dot_product_attention,
 )
+from fastattn.flex import flex_attention
 from fastattn.linear_attention import linear_attention
 from fastattn.linear_variants import delta_net, gated_delta_net, gated_linear_attention, retention
+from fastattn.neighborhood import neighborhood_attention
 
 __version__ = "0.1.0"
 
@@ -31,6 +33,7 @@ __all__ = [
     "delta_net",
     "explain",
     "feature_maps",
+    "flex_attention",
     "gated_delta_net",
     "gated_linear_attention",
     "get_num_threads",
@@ -38,6 +41,7 @@ __all__ = [
     "linear_attention",
     "masks",
     "merge_states",
+    "neighborhood_attention",
     "ops",
     "positions",
     "retention",

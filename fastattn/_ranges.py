@@ -105,6 +105,13 @@ def union(number: Ints, n_lists: int, owner: Array, begin: Array, end: Array, le
     return _sweep(number, n_lists, [(owner, begin, end, 1)], 1, len_k)
 
 
+def of_sorted(number: Ints, counts: Ints, begin: Ints, end: Ints, len_k: int) -> RangeLists:
+    """Lists of ranges that are in order already, counts (lists,) of each, none empty, within the keys."""
+    if (begin[1:] == end[:-1]).any():  # those that touch, or seem to at the border of two lists, are joined
+        return union(number, len(counts), np.repeat(np.arange(len(counts)), counts), begin, end, len_k)
+    return RangeLists(number, np.append(0, np.cumsum(counts)), np.stack([begin, end], axis=-1))
+
+
 def _sweep(
     number: Ints, n_lists: int, parts: Sequence[tuple[Ints, Ints, Ints, int]], least: int, len_k: int
 ) -> RangeLists:

@@ -14,7 +14,7 @@ from fastattn._args import lane_dtype
 from fastattn._ranges import places
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fastattn._args import Array, AttentionArgs
 
@@ -34,10 +34,10 @@ def block_sizes(args: AttentionArgs) -> tuple[int, int]:
 
 
 @np.errstate(all="ignore")
-def attention(args: AttentionArgs) -> None:
-    """Fill args.out, and args.lse where there is one."""
+def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
+    """Fill args.out, and args.lse where there is one; see `fastattn.flex_attention` for `score_mod`."""
     block_q, block_k = block_sizes(args)
-    for task in _tasks(args, block_q):
+    for task in _tasks(args, block_q, score_mod):
         out, lse = task.attend(block_k)
         args.out[task.where] = out
         if args.lse is not None:
@@ -81,9 +81,12 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: 
     out[...] = acc
 
 
-def _tasks(args: AttentionArgs, block_q: int) -> Iterator[_Task]:
+def _tasks(
+    args: AttentionArgs, block_q: int, score_mod: Callable[..., Array] | None = None
+) -> Iterator[_Task]:
     """One task a batch item, KV head and block of queries; no product or sum crosses two of them."""
     call = _Call(args)
+    call.score_mod = score_mod
     for b in np.ndindex(args.batch_shape):
         for h in range(args.heads_kv):
             for i in range(0, args.len_q, block_q):
@@ -96,9 +99,10 @@ class _Call:
     def __init__(self, args: AttentionArgs) -> None:
         self.scale, self.softcap, self.len_k = args.scale, args.softcap, args.len_k
         self.group = args.heads_q // args.heads_kv
-        self.dtype = lane_dtype(args.q.dtype)
+        self.dtype, self.batch_shape = lane_dtype(args.q.dtype), args.batch_shape
         self.ranged = args.row_begin is not None or args.row_end is not None
         self.ranges: Any = args.ranges
+        self.score_mod: Callable[..., Array] | None = None
 
         def broadcast(x: Any, *shape: int) -> Any:
             return None if x is None else np.broadcast_to(x, (*args.batch_shape, *shape))
@@ -124,6 +128,7 @@ class _Task:
     def __init__(self, call: _Call, b: tuple[int, ...], h: int, rows: slice) -> None:
         self.call = call
         heads: Any = (*b, slice(h * call.group, (h + 1) * call.group))
+        self.batch, self.h_kv = b, h
         self.where: Any = (*heads, rows)
         self.q = np.ascontiguousarray(call.q[self.where], dtype=call.dtype)
         self.k, self.v = call.k[(*b, h)], call.v[(*b, h)]
@@ -134,9 +139,10 @@ class _Task:
         self.bias = None if call.bias is None else call.bias[self.where]
         self.sinks = np.empty(self.q.shape[:2], call.dtype)  # -inf, of no weight, where there are none
         self.sinks[:] = call.sinks[heads][:, None]
+        if call.position is not None:
+            self.position = call.position[b] + np.arange(rows.start, rows.stop)[:, None]
         if call.slopes is not None:
             self.slopes = call.slopes[heads][:, None, None]
-            self.position = call.position[b] + np.arange(rows.start, rows.stop)[:, None]
 
     def keys(self) -> slice:
         """The keys from the first that any row may attend to the last; what is outside is never read."""
@@ -184,6 +190,8 @@ class _Task:
             scores /= softcap
             np.tanh(scores, out=scores)
             scores *= softcap
+        if self.call.score_mod is not None:
+            scores = self.modified(scores, keys)
         finite = None
         if self.bias is not None:
             finite = scores != -np.inf
@@ -195,6 +203,14 @@ class _Task:
         if allowed is not True:
             np.copyto(scores, -np.inf, where=~allowed)
         return scores
+
+    def modified(self, scores: Array, keys: slice) -> Array:
+        """What `score_mod` makes of scores (group, rows, keys)."""
+        call = self.call
+        b = int(np.ravel_multi_index(self.batch, call.batch_shape)) if self.batch else 0
+        h = self.h_kv * call.group + np.arange(call.group)[:, None, None]
+        found = call.score_mod(scores, b, h, self.position, np.arange(keys.start, keys.stop))  # type: ignore[misc]
+        return np.array(np.broadcast_to(found, scores.shape), call.dtype)
 
     def attend(self, block_k: int) -> tuple[Array, Array]:
         """Result (group, rows, head_dim_v) and lse (group, rows)."""
@@ -215,8 +231,10 @@ class _Task:
             allowed = self.allowed(keys)
             if allowed is False:
                 continue
-            attends |= allowed if allowed is True else allowed.any(axis=-1, keepdims=True)
             scores = self.scores(keys, allowed)
+            if self.call.score_mod is not None:  # its -inf masks, as that of a bias
+                allowed = allowed & (scores != -np.inf)
+            attends |= allowed if allowed is True else allowed.any(axis=-1, keepdims=True)
             new_max = np.maximum(row_max, scores.max(axis=-1, keepdims=True))
             probs = _exp(scores, new_max)
             shrink = _exp(row_max, new_max)

@@ -19,22 +19,25 @@ INLINE void modify_tile(int nv, const modifiers *m, int edge, const tile_state *
                         int64_t position, const tile_scratch *w)
 {
     const row_block *t = &tile->t;
-    for (int64_t r = 0; r < BLOCK_Q; r++) { /* relative to j0, where they are small and exact */
-        const int64_t row = r < t->rows ? r : t->rows - 1;
-        w->begin[r] = (lane)(t->begin[row] - j0);
-        w->end[r] = (lane)(t->end[row] - j0);
-        if (m->alibi) w->position[r] = (lane)(position + (t->row0 + row) / t->group - j0);
+    for (int64_t r = 0; r < t->rows; r++) { /* relative to j0, where they are small and exact */
+        w->begin[r] = (lane)(t->begin[r] - j0);
+        w->end[r] = (lane)(t->end[r] - j0);
+        if (m->alibi) w->position[r] = (lane)(position + (t->row0 + r) / t->group - j0);
     }
-    for (int64_t j = 0; j < n; j++) {
-        const v_t key = v_splat((lane)j);
-        UNROLL for (int u = 0; u < nv; u++)
-        {
-            const int64_t lanes = u * LANES, at = j * BLOCK_Q + lanes;
-            const vi_t inside = (v_load(w->begin + lanes) <= key) & (key < v_load(w->end + lanes));
-            const v_t slope = m->alibi ? v_load(tile->slope + lanes) : key;
-            const v_t distance = m->alibi ? v_abs(v_load(w->position + lanes) - key) : key;
+    for (int64_t r = t->rows; r < BLOCK_Q; r++) { /* a row that there is: nothing of no row is looked at */
+        w->begin[r] = w->begin[t->rows - 1];
+        w->end[r] = w->end[t->rows - 1];
+        if (m->alibi) w->position[r] = w->position[t->rows - 1];
+    }
+    for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES) {
+        const v_t begin = v_load(w->begin + lanes), end = v_load(w->end + lanes);
+        const v_t slope = v_load(tile->slope + lanes), position_of = v_load(w->position + lanes);
+        for (int64_t j = 0; j < n; j++) {
+            const int64_t at = j * BLOCK_Q + lanes;
+            const v_t key = v_splat((lane)j);
+            const v_t distance = m->alibi ? v_abs(position_of - key) : key;
             const v_t add = m->additive ? v_load(w->add + at) : key;
-            v_store(w->s + at, v_modify(m, edge, v_load(w->s + at), add, slope, distance, inside));
+            v_store(w->s + at, v_modify(m, edge, v_load(w->s + at), add, slope, distance, (begin <= key) & (key < end)));
         }
     }
 }
@@ -246,10 +249,7 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
     int64_t first = key_end, last = key_begin;
     for (int i = 0; i < tiles; i++) {
         row_block *t = &w->tiles[i].t;
-        int64_t *begin = t->begin, *end = t->end;
-        range_list *lists = t->lists;
-        *t = *rows;
-        t->begin = begin, t->end = end, t->lists = lists;
+        t->b = rows->b, t->h_kv = rows->h_kv, t->group = rows->group, t->row0 = rows->row0, t->several = 0;
         t->row0 += i * BLOCK_Q;
         t->rows = rows->rows - i * BLOCK_Q < BLOCK_Q ? rows->rows - i * BLOCK_Q : BLOCK_Q;
         tile_begin(a, &m, dot, key_begin, key_end, w->tiles + i);

@@ -17,7 +17,7 @@ typedef struct {
     lane *q;           /* (DOT_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
     lane *s, *add;     /* (DOT_ROWS, BLOCK_K) */
     lane *v;           /* (BLOCK_K, head_dim_v): values with rows taken out, in V's dtype */
-    int64_t *range;    /* (2, DOT_ROWS) */
+    int64_t *range;    /* (4, DOT_ROWS) */
     range_list *lists; /* (DOT_ROWS) */
     int64_t depth;
 } dot_scratch;
@@ -34,8 +34,8 @@ static int64_t dot_scratch_at(const fa_attention_args *a, void *memory, dot_scra
     TAKE(v, BLOCK_K * a->head_dim_v);
 #undef TAKE
     w->range = memory ? (int64_t *)(next + used) : NULL;
-    w->lists = memory ? (range_list *)(w->range + 2 * DOT_ROWS) : NULL;
-    return used * (int64_t)sizeof(lane) + DOT_ROWS * (int64_t)(2 * sizeof(int64_t) + sizeof(range_list));
+    w->lists = memory ? (range_list *)(w->range + 4 * DOT_ROWS) : NULL;
+    return used * (int64_t)sizeof(lane) + DOT_ROWS * (int64_t)(4 * sizeof(int64_t) + sizeof(range_list));
 }
 
 /* s (rows, keys) = q (rows, depth) k (keys, head_dim)^T, with rows * keys == LANES: one vector of sums. */
@@ -248,6 +248,8 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
     t->begin = w->range;
     t->end = w->range + DOT_ROWS;
     t->lists = w->lists;
+    t->pair_begin = w->range + 2 * DOT_ROWS;
+    t->pair_end = w->range + 3 * DOT_ROWS;
     row_block_ranges(a, t, key_begin, key_end);
     if (a->ranges) row_block_open_lists(a, t);
     EACH_ROW(t, r, id)

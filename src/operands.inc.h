@@ -55,6 +55,8 @@ static int64_t tile_scratch_at(const fa_attention_args *a, int tiles, void *memo
         TAKE(tile->t.begin, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
         TAKE(tile->t.end, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
         TAKE(tile->t.lists, BLOCK_Q * sizeof(range_list) / sizeof(lane));
+        TAKE(tile->t.pair_begin, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
+        TAKE(tile->t.pair_end, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
     }
 #undef TAKE
     return used * (int64_t)sizeof(lane);

@@ -22,11 +22,11 @@ typedef struct {
     int64_t query, head;
 } row_id;
 
-/* A row's list: the pairs from `next`, the first that is not over before the block, to `stop`, of which the row attends
- * what lies in [begin, end). */
+/* A row's list: its pairs up to `stop`, of which the row attends what lies in [low, high). `pair` is the first that is
+ * not over at the end of the block, `shown` that at its beginning. */
 typedef struct {
-    const int64_t *next, *stop;
-    int64_t begin, end;
+    const int64_t *pair, *stop, *shown;
+    int64_t low, high;
 } range_list;
 
 /* A task's rows, and once row_block_ranges has run, their ranges with the union [first, last) and the intersection
@@ -35,10 +35,11 @@ typedef struct {
     int64_t b, h_kv, group, row0, rows;
     int64_t *begin, *end; /* one a row */
     int64_t first, last, full_first, full_last;
-    range_list *lists; /* one a row */
-    int one_list;      /* all rows have the same */
-    int several;       /* some row has several ranges in the block */
-    int64_t next;      /* the next key that some row attends, from the block's end on */
+    range_list *lists;              /* one a row */
+    int64_t *pair_begin, *pair_end; /* what a row attends of list.pair; INT64_MAX if there is none any more */
+    int one_list;                   /* all rows have the same */
+    int several;                    /* some row has several ranges in the block */
+    int64_t next;                   /* the next key that some row attends, from the block's end on */
 } row_block;
 
 INLINE row_id first_row(const row_block *t)
@@ -94,6 +95,16 @@ static void row_block_ranges(const fa_attention_args *a, row_block *t, int64_t k
     }
 }
 
+INLINE int64_t smaller(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+INLINE int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
 /* The first pair of [pairs, stop) that ends behind key. */
 INLINE const int64_t *first_pair(const int64_t *pairs, const int64_t *stop, int64_t key)
 {
@@ -105,6 +116,15 @@ INLINE const int64_t *first_pair(const int64_t *pairs, const int64_t *stop, int6
     return pairs;
 }
 
+/* What the row attends of list->pair. */
+INLINE void read_pair(const range_list *list, int64_t *begin, int64_t *end)
+{
+    *begin = *end = INT64_MAX;
+    if (list->pair == list->stop || list->pair[0] >= list->high) return;
+    *begin = larger(list->pair[0], list->low);
+    *end = smaller(list->pair[1], list->high);
+}
+
 /* Opens the lists of the rows, whose ranges are there; t->first becomes the first key that one attends. */
 static void row_block_open_lists(const fa_attention_args *a, row_block *t)
 {
@@ -114,61 +134,55 @@ static void row_block_open_lists(const fa_attention_args *a, row_block *t)
     {
         range_list *list = t->lists + r;
         const int64_t *first = a->ranges + 2 * load_int(at(&a->range_first, t->b, id.head, id.query, 0));
-        list->stop = a->ranges + 2 * load_int(at(&a->range_last, t->b, id.head, id.query, 0));
-        list->begin = t->begin[r];
-        list->end = t->end[r];
-        list->next = first_pair(first, list->stop, list->begin);
-        if (list->next < list->stop && list->next[0] < list->end) {
-            const int64_t key = list->next[0] > list->begin ? list->next[0] : list->begin;
-            t->next = key < t->next ? key : t->next;
-        }
+        const int64_t *stop = a->ranges + 2 * load_int(at(&a->range_last, t->b, id.head, id.query, 0));
+        first = first_pair(first, stop, t->begin[r]);
+        *list = (range_list){first, stop, first, t->begin[r], t->end[r]};
+        read_pair(list, t->pair_begin + r, t->pair_end + r);
+        t->next = smaller(t->next, t->pair_begin[r]);
         t->one_list &= memcmp(list, t->lists, sizeof *list) == 0;
     }
-    t->first = t->next < t->last ? t->next : t->last;
+    t->first = smaller(t->next, t->last);
 }
 
-/* With lists: what the rows attend of keys [j0, j1), one block; blocks come in order. */
+/* With lists: what the rows attend of keys [j0, j1), one block. Blocks come in order, and none is left out of which some
+ * row attends some key. */
 static void row_block_enter(row_block *t, int64_t j0, int64_t j1)
 {
-    t->first = t->full_last = j1;
-    t->last = t->full_first = j0;
+    int64_t *restrict begin = t->begin, *restrict end = t->end;
+    int64_t *restrict pair_begin = t->pair_begin, *restrict pair_end = t->pair_end;
+    int64_t first = j1, last = j0, full_first = j0, full_last = j1, next = INT64_MAX;
+    const int64_t rows = t->one_list ? 1 : t->rows;
+    t->first = j1, t->last = j0;
     if (t->next >= j1) return;
     t->several = 0;
-    t->next = INT64_MAX;
-    for (int64_t r = 0; r < (t->one_list ? 1 : t->rows); r++) {
+    for (int64_t r = 0; r < rows; r++) {
+        begin[r] = larger(pair_begin[r], j0);
+        end[r] = smaller(pair_end[r], j1);
+    }
+    for (int64_t r = 0; r < rows; r++) {
         range_list *list = t->lists + r;
-        const int64_t *p = list->next, *stop = list->stop, low = list->begin, high = list->end;
-        while (p < stop && p[1] <= j0) p += 2;
-        list->next = p;
-        int64_t begin = j0, end = j0;
-        if (p < stop) {
-            const int64_t *q = p; /* the first that goes on behind the block */
-            while (q < stop && q[1] <= j1) q += 2;
-            const int cut = q < stop && q[0] < j1;
-            begin = p[0] > j0 ? p[0] : j0;
-            end = cut ? j1 : q > p ? q[-1] : j0;
-            t->several |= q - p + 2 * cut > 2;
-            if (q < stop) {
-                const int64_t on = q[0] > j1 ? q[0] : j1, key = on > low ? on : low;
-                if (key < high && key < t->next) t->next = key;
-            }
-            begin = begin > low ? begin : low;
-            end = end < high ? end : high;
+        list->shown = list->pair;
+        while (pair_end[r] <= j1) {
+            list->pair += 2;
+            read_pair(list, pair_begin + r, pair_end + r);
+            if (pair_begin[r] >= j1) break;
+            end[r] = smaller(pair_end[r], j1);
+            t->several = 1;
         }
-        if (begin >= end) begin = end = j0; /* as in row_block_ranges */
-        else {
-            t->first = begin < t->first ? begin : t->first;
-            t->last = end > t->last ? end : t->last;
-        }
-        t->full_first = begin > t->full_first ? begin : t->full_first;
-        t->full_last = end < t->full_last ? end : t->full_last;
-        t->begin[r] = begin;
-        t->end[r] = end;
     }
-    for (int64_t r = 1; t->one_list && r < t->rows; r++) {
-        t->begin[r] = t->begin[0];
-        t->end[r] = t->end[0];
+    for (int64_t r = 0; r < rows; r++) {
+        const int some = begin[r] < end[r];
+        begin[r] = some ? begin[r] : j0; /* as in row_block_ranges */
+        end[r] = some ? end[r] : j0;
+        first = smaller(first, some ? begin[r] : j1);
+        last = larger(last, end[r]);
+        full_first = larger(full_first, begin[r]);
+        full_last = smaller(full_last, end[r]);
+        next = smaller(next, larger(pair_begin[r], j1));
     }
+    for (int64_t r = rows; r < t->rows; r++) begin[r] = begin[0], end[r] = end[0];
+    t->first = first, t->last = last, t->full_first = full_first, t->full_last = full_last;
+    t->next = next;
 }
 
 /* What a dense mask or a bias makes of a block: no row attends any key, some rows some keys, or all rows all keys. */
@@ -230,7 +244,7 @@ static block_kind additive_row(const fa_attention_args *a, const row_block *t, r
         const uint8_t *m = (const uint8_t *)at(&a->mask, t->b, id.head, id.query, j0);
         for (int64_t j = 0; j < n; j++) add[j] = m[j * a->mask.col] ? add[j] : -(lane)INFINITY;
     }
-    for (const int64_t *p = list ? list->next : NULL; p && p + 2 < list->stop && p[1] < j0 + n; p += 2)
+    for (const int64_t *p = list ? list->shown : NULL; p && p + 2 < list->stop && p[1] < j0 + n; p += 2)
         for (int64_t j = p[1] > j0 ? p[1] - j0 : 0; j < n && j < p[2] - j0; j++) add[j] = -(lane)INFINITY;
     for (int64_t j = n; j < round_up(n, LANES); j++) add[j] = add[0]; /* add holds BLOCK_K, a multiple of LANES */
     for (int64_t j = 0; j < n; j += LANES) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastattn._bench.cases import SHAPES, fresh_shapes, grouped
+from fastattn._bench.cases import SHAPES, STRUCTURED, STRUCTURES, fresh_shapes, grouped
 from fastattn._bench.problem import TINY, Problem
 from fastattn._bench.suite import Section, has_bfloat16
 
@@ -37,6 +37,7 @@ def plan(dtype: str | None, quick: bool, seed: int, folder: Path) -> list[Sectio
         section("grouped heads", map(grouped, SHAPES)),
         section(f"fresh shapes (seed {seed})", fresh_shapes(seed)),
         section("tiny call", [TINY]),
+        *(section(f"structural mask, {name}", STRUCTURED, name) for name in ("plain", *STRUCTURES)),
     ]
     if dtype is None and has_bfloat16():
         sections.insert(4, section("no mask", [s for s in prefill if s.len_q >= 2048], dtype="bfloat16"))

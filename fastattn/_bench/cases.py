@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastattn import masks
+
 Array = np.ndarray[Any, Any]
 Arguments = dict[str, Any]
 Rng = np.random.Generator
@@ -65,6 +67,10 @@ SHAPES = (
     _shape(1, 32, 1, 4096, 128),
     _shape(8, 12, 1, 1024, 64),
 )
+
+
+# For structural masks: long enough for them to matter.
+STRUCTURED = (_shape(1, 4, 4096, 4096, 64),)
 
 
 def grouped(shape: Shape, heads_q: int = 32, heads_kv: int = 8) -> Shape:
@@ -225,6 +231,34 @@ VARIANTS: dict[str, Callable[[Shape, Rng], Arguments]] = {
     "softcap": _softcap,
     "alibi": _alibi,
     "sinks": _sinks,
+}
+
+def _block_bitmap(shape: Shape, rng: Rng) -> Array:
+    """A tenth of the blocks of 64, and those of the diagonal, so that no query is without keys."""
+    n = -(-max(shape.len_q, shape.len_k) // 64)
+    return (rng.random((n, n)) < 0.1) | np.eye(n, dtype=bool)
+
+
+def _mixed_ids(shape: Shape, rng: Rng) -> Array:
+    """Ten documents in pieces of 32 tokens, in any order."""
+    return rng.integers(0, 10, shape.len_k // 32 + 1).repeat(32)[: shape.len_k]
+
+
+# Structural masks, by name: a function of the shape that returns what `mask=` takes.
+STRUCTURES: dict[str, Callable[[Shape, Rng], masks.Mask]] = {
+    "sliding_window": lambda shape, rng: masks.window(max(1, shape.len_k // 8 - 1)),
+    "streaming": lambda shape, rng: masks.causal() & (masks.window(shape.len_k // 8) | masks.sink_tokens(4)),
+    "prefix": lambda shape, rng: masks.causal() | masks.prefix(shape.len_k // 4),
+    "chunked": lambda shape, rng: masks.causal() & masks.chunked(max(1, shape.len_k // 8)),
+    "packed_documents": lambda shape, rng: masks.documents(np.sort(rng.integers(0, 10, shape.len_k))),
+    "mixed_documents": lambda shape, rng: masks.documents(_mixed_ids(shape, rng)),
+    "block_sparse": lambda shape, rng: masks.block_sparse(_block_bitmap(shape, rng), 64),
+    "longformer": lambda shape, rng: (
+        masks.window(shape.len_k // 16, shape.len_k // 16) | masks.global_tokens([0])
+    ),
+    "bigbird": lambda shape, rng: masks.bigbird(64),
+    "dilated": lambda shape, rng: masks.dilated(shape.len_k // 32, 4),
+    "strided": lambda shape, rng: masks.strided(max(1, int(shape.len_k**0.5))),
 }
 
 _POSITIONAL = {"causal", "window", "alibi_slopes"}

@@ -47,6 +47,8 @@ def _numpy(problem: Problem, threads: int) -> dict[str, Way]:
     bias: Any = None
     if problem.causal:
         bias = np.triu(np.full((shape.len_q, shape.len_k), -np.inf, work), 1 + shape.len_k - shape.len_q)
+    elif (attended := problem.attended()) is not None:
+        bias = np.where(attended, work(0), work(-np.inf))
     elif keep is not None:
         bias = np.where(keep, work(0), work(-np.inf))[:, None, None, None, :]
 

@@ -7,6 +7,15 @@ from typing import Any
 import numpy as np
 
 from fastattn._bench.cases import Array
+from fastattn.masks import Mask
+
+
+def dense(mask: Mask, q: Array, k: Array, kv_lengths: Any, q_offset: Any) -> Array:
+    """A structural mask as an array (..., H, Lq, Lk), for the positions that the call has."""
+    if q_offset is None and kv_lengths is not None:
+        q_offset = np.asarray(kv_lengths) - q.shape[-2]
+    *batch, heads, len_q, _ = q.shape
+    return mask.to_array(len_q, k.shape[-2], batch_shape=tuple(batch), heads=heads, q_offset=q_offset)
 
 
 @np.errstate(all="ignore")
@@ -17,7 +26,7 @@ def attention(
     *,
     rows: Any = slice(None),
     dtype: Any = np.float64,
-    mask: Array | None = None,
+    mask: Array | Mask | None = None,
     bias: Array | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -34,6 +43,8 @@ def attention(
     A `dtype` below float64 gives the plain computation that error bounds are made of: matrix products in
     float32; scores, probabilities and output rounded to the dtype.
     """
+    if isinstance(mask, Mask):
+        mask = dense(mask, q, k, kv_lengths, q_offset)
     dtype = np.dtype(dtype)
     work: Any = dtype.type if dtype in (np.float64, np.longdouble) else np.float32
     len_q, len_k = q.shape[-2], k.shape[-2]

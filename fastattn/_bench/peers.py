@@ -8,9 +8,15 @@ from typing import Any
 import numpy as np
 
 from fastattn._bench import runtimes
-from fastattn._bench.cases import Array
+from fastattn._bench.cases import STRUCTURES, Array
 from fastattn._bench.problem import Problem
 from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_dense
+
+
+def refuse_structure(problem: Problem) -> None:
+    """For engines that would be given a structural mask as an array: torch stands for them."""
+    if problem.variant in STRUCTURES:
+        raise Unsupported("is not given structural masks")
 
 
 def torch_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
@@ -37,6 +43,9 @@ def torch_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
     keep = problem.kept_keys()
     if problem.causal:
         return {"": Way(lambda: sdpa(q, k, v, is_causal=True, **grouped), read)}
+    if (attended := problem.attended()) is not None:
+        dense = torch.from_numpy(attended)
+        return {"boolean mask": Way(lambda: sdpa(q, k, v, attn_mask=dense, **grouped), read)}
     if keep is not None:
         mask = torch.from_numpy(keep)[:, None, None, :]
         bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, float("-inf"))
@@ -68,6 +77,7 @@ def _onnx_way(
 
 def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
     """Attention of ONNX opset 23 on (B, H, L, D); opset 24 where it brings key lengths."""
+    refuse_structure(problem)
     if problem.dtype not in ("float32", "float16"):
         raise Unsupported(f"has no {problem.dtype} kernel")
     refuse_dense(problem)
@@ -104,6 +114,7 @@ def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
 
 def onnx_multi_head(problem: Problem, threads: int) -> dict[str, Way]:
     """The contrib operator: q is (B, L, H * D); k and v are (B, H, L, D), the fastest of what it takes."""
+    refuse_structure(problem)
     if problem.dtype != "float32":
         raise Unsupported(f"has no {problem.dtype} kernel")
     if problem.group > 1:
@@ -134,6 +145,7 @@ def onnx_multi_head(problem: Problem, threads: int) -> dict[str, Way]:
 
 def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
     """ScaledDotProductAttention of opset 13 on (B, H, L, D); it knows no grouped heads."""
+    refuse_structure(problem)
     import openvino
     from openvino import opset13 as ops
 
@@ -174,6 +186,7 @@ def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
 
 def jax_dpa(problem: Problem, threads: int) -> dict[str, Way]:
     """jax.nn.dot_product_attention, compiled, on (B, L, H, D)."""
+    refuse_structure(problem)
     import jax
 
     if problem.dtype == "float16":

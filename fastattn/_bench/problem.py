@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastattn import masks
 from fastattn._bench import oracle
-from fastattn._bench.cases import VARIANTS, Array, Shape, as_dtype, make_inputs
+from fastattn._bench.cases import STRUCTURES, VARIANTS, Array, Shape, as_dtype, make_inputs
 from fastattn._bench.suite import TOLERANCE
 
 # Below this a call is all overhead: it is reported in microseconds.
@@ -33,7 +34,21 @@ class Problem(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `fastattn.attention`."""
-        return VARIANTS[self.variant](self.shape, np.random.default_rng([self.seed, 1]))
+        rng = np.random.default_rng([self.seed, 1])
+        if self.variant in STRUCTURES:
+            return {"mask": masks.compile(STRUCTURES[self.variant](self.shape, rng), self.scores_shape)}
+        return VARIANTS[self.variant](self.shape, rng)
+
+    @property
+    def scores_shape(self) -> tuple[int, int, int, int]:
+        return (self.shape.batch, self.shape.heads_q, self.shape.len_q, self.shape.len_k)
+
+    def attended(self) -> Array | None:
+        """Who attends whom, (Lq, Lk), of a structural mask; None if there is none."""
+        if self.variant not in STRUCTURES:
+            return None
+        mask = STRUCTURES[self.variant](self.shape, np.random.default_rng([self.seed, 1]))
+        return mask.to_array(self.shape.len_q, self.shape.len_k)
 
     @property
     def causal(self) -> bool:
@@ -44,7 +59,10 @@ class Problem(NamedTuple):
         options = self.options()
         if "kv_lengths" in options:
             return np.asarray(np.arange(self.shape.len_k) < options["kv_lengths"][:, None])
-        return options["mask"][:, 0, 0, :] if "mask" in options else None
+        if "mask" not in options or self.variant in STRUCTURES:
+            return None
+        keep: Array = options["mask"][:, 0, 0, :]
+        return keep
 
     @property
     def group(self) -> int:
@@ -85,6 +103,6 @@ class Problem(NamedTuple):
     @property
     def work(self) -> float:
         """FLOP of the two matrix products, or for one query row the bytes of k and v, less what is masked."""
-        kept = self.kept_keys()
+        kept = self.attended() if self.variant in STRUCTURES else self.kept_keys()
         share = 0.5 if self.causal else 1.0 if kept is None else float(kept.mean())
         return share * (self.shape.kv_bytes(self.dtype) if self.shape.decode else self.shape.flops)

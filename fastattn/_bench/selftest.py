@@ -11,7 +11,7 @@ import numpy as np
 import fastattn
 from fastattn import _backend
 from fastattn._bench import oracle
-from fastattn._bench.cases import VARIANTS, Array, Shape, as_dtype, combine, make_inputs, pairs
+from fastattn._bench.cases import STRUCTURES, VARIANTS, Array, Shape, as_dtype, combine, make_inputs, pairs
 
 # Around the edges of vectors and tiles; 0 is a size like any other.
 LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 129, 257)
@@ -31,7 +31,7 @@ class Case(NamedTuple):
 def draw(n: int, seed: int) -> Iterator[Case]:
     """N random calls: shapes at the edges, every dtype, one variant or two, values of one sign or both."""
     dtypes = ["float32", "float64", "float16"] + ["bfloat16"] * has_bfloat16()
-    variants = [*((name,) for name in VARIANTS), *pairs()]
+    variants = [*((name,) for name in VARIANTS), *((name,) for name in STRUCTURES), *pairs()]
     for index in range(n):
         rng = np.random.default_rng([seed, index])
         heads_kv, group = rng.integers(1, 4, 2)
@@ -46,7 +46,11 @@ def draw(n: int, seed: int) -> Iterator[Case]:
         layout = ("bhld", "blhd")[int(rng.integers(2))]
         name = f"case {index}: {' + '.join(names)}, {dtype}, {layout}, {tuple(shape[1:])}"
         q, k, v = make_inputs(shape, dtype, rng, layout=layout)
-        yield Case(name, (q, k, abs(v) if rng.integers(2) else v), combine(names, shape, rng))
+        if names[0] in STRUCTURES:
+            options: dict[str, Any] = {"mask": STRUCTURES[names[0]](shape, rng)}
+        else:
+            options = combine(names, shape, rng)
+        yield Case(name, (q, k, abs(v) if rng.integers(2) else v), options)
 
 
 def has_bfloat16() -> bool:

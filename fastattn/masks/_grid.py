@@ -121,30 +121,29 @@ class neighborhood(Mask):
     def resolve(self, shape: ScoreShape) -> Resolved:
         shape.keys_are("shape", self.shape)
         n = int(np.prod(self.shape))
-        places = np.unravel_index(np.arange(n), self.shape)
-        # Keys are the product over the axes of what is attended along each; the last axis makes the runs.
-        first: Ints = np.zeros((n, 1), np.int64)
-        given: Bools = np.ones((n, 1), np.bool_)
+        # Keys are the product over the axes of what is attended along each; (places of axes so far, keys).
+        first: Ints = np.zeros((1, 1), np.int64)
+        given: Any = np.ones((1, 1), np.bool_)
+        length: Any = 1
         for axis, (size, kernel, step, causal) in enumerate(
             zip(self.shape, self.kernel, self.dilation, self.causal, strict=True)  # type: ignore[arg-type]
         ):
-            keys, some = _nearest(places[axis], size, kernel, step, causal)
-            run = axis == len(self.shape) - 1 and step == 1
-            if run:  # one range instead of single keys
-                length = some.sum(axis=1, keepdims=True)
-                keys, some = keys[np.arange(n), some.argmax(axis=1)][:, None], length > 0
-            first = (first[:, :, None] * size + keys[:, None, :]).reshape(n, -1)
-            given = (given[:, :, None] & some[:, None, :]).reshape(n, -1)
-        stop = first + (length if run else 1)
-        owner = np.broadcast_to(np.arange(n)[:, None], first.shape)
-        lists = _ranges.union(shape.by_position(n), n + 1, owner[given], first[given], stop[given], n)
+            keys, some = _nearest(size, kernel, step, causal)
+            if axis == len(self.shape) - 1 and step == 1:  # one range instead of single keys
+                length = np.tile(some.sum(axis=1), len(first))[:, None]
+                keys, some = keys[np.arange(size), some.argmax(axis=1), None], np.ones((size, 1), np.bool_)
+            first = (first[:, None, :, None] * size + keys[None, :, None, :]).reshape(len(first) * size, -1)
+            given = (given[:, None, :, None] & some[None, :, None, :]).reshape(first.shape)
+        counts, stop = np.append(given.sum(axis=1), 0), first + length
+        every = slice(None) if given.all() else given
+        lists = _ranges.of_sorted(shape.by_position(n), counts, first[every].ravel(), stop[every].ravel(), n)
         return _ranges.simplified(lists)
 
 
-def _nearest(place: Ints, size: int, kernel: int, step: int, causal: bool) -> tuple[Ints, Bools]:
-    """Places (n, kernel) that place (n,) attends along one axis, and which of them there are."""
+def _nearest(size: int, kernel: int, step: int, causal: bool) -> tuple[Ints, Bools]:
+    """Places (size, kernel) that each attends along one axis, and which of them there are."""
     # Neighbours have the same remainder by `step`; number them, `count` in all, from 0.
-    remainder, own = place % step, place // step
+    own, remainder = np.divmod(np.arange(size), step)
     count = (size - remainder + step - 1) // step
     first = own - kernel + 1 if causal else np.minimum(np.maximum(own - kernel // 2, 0), count - kernel)
     number = first[:, None] + np.arange(kernel)
