@@ -51,7 +51,7 @@ static const fa_dtype dtypes[][2] = {{FA_F32, FA_F32},   {FA_F64, FA_F64}, {FA_F
 
 #define OPTIONS(X)                                                                                                     \
     X(CAUSAL) X(WINDOW) X(RANGES) X(MASK) X(PADDING) X(BIAS) X(KEY_BIAS) X(ALIBI) X(SOFTCAP) X(SINKS) X(NO_LSE)        \
-    X(LAYOUT) X(NAN_HIDDEN) X(NAN_VALUES) X(NAN_KEYS)
+    X(LAYOUT) X(NAN_HIDDEN) X(NAN_VALUES) X(NAN_KEYS) X(LISTS)
 #define X(name) BIT_##name,
 enum { OPTIONS(X) N_OPTIONS };
 #undef X
@@ -61,7 +61,8 @@ enum { OPTIONS(X) };
 static const int alone[] = {
     0,     CAUSAL, WINDOW, RANGES,              RANGES | NAN_HIDDEN, RANGES | NAN_VALUES, CAUSAL | NAN_KEYS,
     MASK,  PADDING,        MASK | NAN_VALUES,   MASK | NAN_KEYS,     BIAS,                KEY_BIAS,
-    ALIBI, SOFTCAP,        SINKS,               NO_LSE,              LAYOUT};
+    ALIBI, SOFTCAP,        SINKS,               NO_LSE,              LAYOUT,              LISTS, LISTS | CAUSAL,
+    LISTS | NAN_HIDDEN,    LISTS | NAN_VALUES};
 
 enum { PER_SHAPE = 3, ALONE = 2 * COUNT(alone), TOGETHER = PER_SHAPE * (COUNT(shapes) - 2) };
 enum { N_CASES = (ALONE + TOGETHER) * COUNT(dtypes) };
@@ -129,9 +130,46 @@ static void new_ranges(int options, fa_attention_args *a)
     }
 }
 
+/* Lists of up to 12 ranges, some of them empty lists; runs of rows share one. */
+static void new_lists(fa_attention_args *a)
+{
+    enum { MOST = 12 };
+    const int layout = below(2) ? ONE_HEAD : 0;
+    int64_t n = 0, first = 0;
+    int64_t *pairs = (int64_t *)allocate((size_t)(a->batch * a->heads_q * a->len_q * MOST + 1) * 2 * sizeof *pairs);
+    a->ranges = pairs;
+    a->range_first = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
+    a->range_last = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
+    FOR(b, a->batch) FOR(h, a->heads_q) FOR(i, a->len_q)
+    {
+        if (i == 0 || below(4)) {
+            const int64_t gap = below(3) ? 1 + a->len_k / 8 : 3, length = below(3) ? 1 + a->len_k / 8 : 3;
+            int64_t key = below(gap);
+            for (first = n; n - first < MOST && key < a->len_k; n++) {
+                pairs[2 * n] = key;
+                pairs[2 * n + 1] = smaller(a->len_k, key + 1 + below(length));
+                key = pairs[2 * n + 1] + 1 + below(gap);
+            }
+            if (below(8) == 0) n = first;
+        }
+        set_int(&a->range_first, b, h, i, first);
+        set_int(&a->range_last, b, h, i, n);
+    }
+}
+
+/* Whether key j is in the row's list, if there is one. */
+static int in_list(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, int64_t j)
+{
+    int64_t n = a->ranges ? get_int(&a->range_first, b, h, i) : 0;
+    if (!a->ranges) return 1;
+    for (; n < get_int(&a->range_last, b, h, i); n++)
+        if (a->ranges[2 * n] <= j && j < a->ranges[2 * n + 1]) return 1;
+    return 0;
+}
+
 static int attends(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, int64_t j)
 {
-    return !(a->row_begin.data && j < get_int(&a->row_begin, b, h, i)) &&
+    return in_list(a, b, h, i, j) && !(a->row_begin.data && j < get_int(&a->row_begin, b, h, i)) &&
            !(a->row_end.data && j >= get_int(&a->row_end, b, h, i)) &&
            !(a->mask.data && *at(&a->mask, b, h, i, j) == 0) &&
            !(a->bias.data && get(&a->bias, b, h, i, j) == -INFINITY);
@@ -174,6 +212,7 @@ static fa_attention_args new_inputs(const test_case *c)
     EACH(a->heads_kv, a->len_k, a->head_dim) set(&a->k, b, h, i, j, uniform(-1, 1));
     EACH(a->heads_kv, a->len_k, a->head_dim_v) set(&a->v, b, h, i, j, uniform(-1, 1));
     new_ranges(c->options, a);
+    if (c->options & LISTS) new_lists(a);
     if (c->options & (MASK | PADDING)) { /* every fourth block of 64 keys is hidden, another one is not */
         const int layout = c->options & MASK ? (int)below(64) & (STEP | ONE_BATCH | ONE_HEAD) : ONE_HEAD | ONE_ROW;
         a->mask = new_array(1, a->batch, a->heads_q, a->len_q, a->len_k, layout);
