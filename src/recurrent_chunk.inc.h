@@ -80,17 +80,7 @@ INLINE void product(int64_t pitch, int more, int triangular, const lane *x, int6
     for (int64_t r = 0, passes = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS; passes; passes--) {
         lane *to = acc + r * pitch;
         const int64_t n = (rows - r + passes - 1) / passes, reach = triangular ? depth + r + n : depth;
-#define ROWS(n)                                                                                                        \
-    case n:                                                                                                            \
-        tile_outer(n, LINEAR_NV, pitch, 0, more, (const char *)(x + r * R_LANES), R_ROW, y, reach, 1, to);             \
-        break;
-        switch (n) {
-            ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
-#if LINEAR_ROWS == 12
-            ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
-#endif
-        }
-#undef ROWS
+        tile_rows(pitch, 0, more, (const char *)(x + r * R_LANES), R_ROW, n, y, reach, 0, NULL, to);
         r += n;
     }
 }

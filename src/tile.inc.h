@@ -16,15 +16,17 @@ INLINE v_t v_madd(int dot, v_t a, v_t b, v_t c)
 
 /* s (nk, nv) = k (nk, depth) qt (depth, nv), or with `more` s += that; rows of qt and s are `pitch` lanes apart. `dot`:
  * depth counts pairs of bfloat16, and the product is scaled here, for folded into a bfloat16 q the factor would be
- * rounded once more. The layers' matmul is the same product: x for k, a panel of weights for qt. */
+ * rounded once more. The layers' matmul is the same product: x for k, a panel of weights for qt. Meanwhile `fetch`
+ * lines a step are asked for, from `ahead` on. */
 INLINE void tile_outer(int nk, int nv, int64_t pitch, int dot, int more, const char *k, int64_t k_row, const lane *qt,
-                       int64_t depth, lane factor, lane *s)
+                       int64_t depth, lane factor, int fetch, const char *ahead, lane *s)
 {
     v_t acc[TILE_MAX][NV_MAX];
     UNROLL for (int j = 0; j < nk; j++)
         UNROLL for (int u = 0; u < nv; u++) acc[j][u] = v_splat(0);
     UNROLL_2 for (int64_t d = 0; d < depth; d++, k += sizeof(lane), qt += pitch)
     {
+        UNROLL for (int i = 0; i < fetch; i++) __builtin_prefetch(ahead + (d * fetch + i) * 64, 0, 2);
         v_t q[NV_MAX];
         UNROLL for (int u = 0; u < nv; u++) q[u] = v_load(qt + u * LANES);
         UNROLL for (int j = 0; j < nk; j++)
@@ -56,7 +58,8 @@ INLINE void block_qk(int nv, int dot, const char *k, int64_t k_row, int64_t n, c
         const char *from = k + d * (int64_t)sizeof(lane);
         int64_t j = 0;
 #define KEYS(nk)                                                                                                       \
-    tile_outer(nk, nv, BLOCK_Q, dot, more, from + j * k_row, k_row, qt + d * BLOCK_Q, part, factor, s + j * BLOCK_Q)
+    tile_outer(nk, nv, BLOCK_Q, dot, more, from + j * k_row, k_row, qt + d * BLOCK_Q, part, factor, 0, NULL,           \
+               s + j * BLOCK_Q)
         for (; j + TILE <= n; j += TILE) KEYS(TILE);
         for (; j + 4 <= n; j += 4) KEYS(4);
         for (; j + 2 <= n; j += 2) KEYS(2);
