@@ -3,6 +3,9 @@
 `attention` is the function; `explain` and `show_config` say what runs.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fastattn import feature_maps, layers, masks, ops, positions, rope
 from fastattn._backend import (
     FallbackWarning,
@@ -23,6 +26,9 @@ from fastattn.linear_attention import linear_attention
 from fastattn.linear_variants import delta_net, gated_delta_net, gated_linear_attention, retention
 from fastattn.neighborhood import neighborhood_attention
 
+if TYPE_CHECKING:
+    from fastattn import models
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -41,6 +47,9 @@ __all__ = [
     "linear_attention",
     "masks",
     "merge_states",
+    "models",
+
+
     "neighborhood_attention",
     "ops",
     "positions",
@@ -50,3 +59,14 @@ __all__ = [
     "set_num_threads",
     "show_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`fastattn.models`, imported when it is first used: it takes half as long as all else."""
+    if name == "models":
+        return import_module("fastattn.models")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

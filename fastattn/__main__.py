@@ -16,6 +16,7 @@ from fastattn._backend import available_cpus
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.suites import SUITES
 from fastattn.models.pooling import MODES as POOLING
+from fastattn.models.weights import DTYPES as MODEL_DTYPES
 from fastattn.models.weights import WEIGHT_DTYPES
 
 BENCH_DTYPES = (*DTYPES, "int8")
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(function: Callable[[argparse.Namespace], int]) -> Callable[..., argparse.Action]:
         name, text = function.__name__.lstrip("_"), function.__doc__
         sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=function)
+        sub.set_defaults(run=function, parser=sub)
         return sub.add_argument
 
     command(_info)
@@ -88,24 +89,30 @@ def _parser() -> argparse.ArgumentParser:
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
     option("--seed", type=_natural, metavar="N", help="of inputs and fresh shapes (a new one)")
 
+    def model_options(option: Callable[..., argparse.Action]) -> None:
+        option(
+            "--model", type=Path, required=True, metavar="FOLDER", help="of config.json and model.safetensors"
+        )
+        option("--dtype", choices=MODEL_DTYPES, default="float32", help="what is computed in (float32)")
+        option("--weights-dtype", choices=WEIGHT_DTYPES, help="how weights are kept in memory (as --dtype)")
+
     option = command(_cli_models.embed)
-    option("--model", type=Path, required=True, metavar="FOLDER", help="of config.json and model.safetensors")
+    model_options(option)
     option("file", type=Path, nargs="?", metavar="FILE", help="lines of text (the standard input)")
     option("--output", type=_vectors, metavar="FILE", help=".npy or .jsonl (JSON lines, printed)")
     option("--batch-size", type=_positive, default=32, metavar="N", help="lines at a time (32)")
     option("--pooling", choices=POOLING, help="of a line's tokens (as the model's folder says, or mean)")
     option("--normalize", action="store_true", help="to length 1, even if the model's folder does not say so")
-    option("--weights", choices=WEIGHT_DTYPES, help="how weights are kept in memory (float32)")
 
     option = command(_cli_models.generate)
-    option("--model", type=Path, required=True, metavar="FOLDER", help="of config.json and model.safetensors")
+    model_options(option)
     option("prompt", metavar="PROMPT", help="the text to continue")
     option("--max-new-tokens", type=_natural, default=128, metavar="N", help="where to end at last (128)")
     option("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token (0)")
-    option("--top-k", type=_positive, metavar="K", help="draw from the K best tokens")
-    option("--top-p", type=float, metavar="P", help="draw from the best tokens whose probabilities reach P")
-    option("--seed", type=_natural, metavar="N", help="of the draws (a new one)")
-    option("--weights", choices=WEIGHT_DTYPES, help="how weights are kept in memory (float32)")
+    needs = "(needs --temperature)"
+    option("--top-k", type=_positive, metavar="K", help=f"draw from the K best tokens {needs}")
+    option("--top-p", type=float, metavar="P", help=f"draw from the best that have probability P {needs}")
+    option("--seed", type=_natural, metavar="N", help=f"of the draws, else a new one {needs}")
     return parser
 
 
@@ -164,7 +171,14 @@ def _picture(text: str) -> Path:
 
 def main() -> int:
     """Run the command line; returns the exit status."""
-    options = _parser().parse_args()
+    parser = _parser()
+    if len(sys.argv) == 1:
+        parser.print_help(sys.stderr)
+        return 2
+    options, unknown = parser.parse_known_args()
+    if unknown:  # a value behind an option that is not known is none itself
+        named = [argument for argument in unknown if argument.startswith("-")] or unknown
+        options.parser.error(f"not known: {' '.join(named)}")
     try:
         status: int = options.run(options)
     except KeyboardInterrupt:

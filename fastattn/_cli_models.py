@@ -73,6 +73,8 @@ def _generate(options: argparse.Namespace) -> None:
     if not isinstance(model, Decoder):
         raise ValueError(f"{options.model} holds a {model.model_type}; expected a decoder, as gpt2 or llama")
     (prompt,) = model.text.encode([options.prompt])
+    if not prompt:
+        raise ValueError("PROMPT has no token; expected a text to continue")
     tokens = model.generate(
         prompt,
         options.max_new_tokens,
@@ -89,12 +91,16 @@ def _generate(options: argparse.Namespace) -> None:
 def _load(options: argparse.Namespace) -> Bert | Decoder:
     from fastattn.models import load
 
-    return load(options.model, weights_dtype=options.weights)
+    return load(options.model, dtype=options.dtype, weights_dtype=options.weights_dtype)
 
 
 def _lines(path: Path | None) -> list[str]:
     """The lines of a file, or of the standard input; only a line feed ends one."""
-    data = sys.stdin.buffer.read() if path is None else path.read_bytes()
+    try:
+        data = sys.stdin.buffer.read() if path is None else path.read_bytes()
+    except OSError as error:
+        what = f"FILE {str(path)!r} cannot be read, {error.strerror}; expected a file of lines of text"
+        raise ValueError(what) from error
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

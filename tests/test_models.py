@@ -1,5 +1,7 @@
 """Models on random weights: against plain NumPy, padded against alone, generation against the full pass."""
 
+import pickle
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -84,6 +86,21 @@ def test_a_padded_sequence_is_as_alone(kind, where, tmp_path, implementation):
     together = model(ids, mask)
     for row, counts, result in zip(ids, mask, together, strict=True):
         np.testing.assert_allclose(result[counts], model(row[counts])[0], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_padding_does_not_lengthen_a_sequence(kind, tmp_path):
+    """Frequencies that depend on the longest sequence depend on what counts of it."""
+    scaling = {"rope_type": kind, "factor": 4.0}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [4.0, 6.0, 8.0]}
+    changes = {"max_position_embeddings": 8, "rope_scaling": scaling}
+    tiny.write(tmp_path, "llama", **changes)
+    model = models.load(tmp_path)
+    ids = some_ids(2, 20)
+    for mask in (np.arange(20) < 5, np.arange(20) >= 15):
+        padded = model(ids, np.stack([mask, mask]))[:, mask]
+        np.testing.assert_allclose(padded, model(ids[:, mask]), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_one_sequence_is_a_batch_of_one(tmp_path):
@@ -203,6 +220,36 @@ def test_sequences_end_at_stop_tokens(tmp_path):
     np.testing.assert_array_equal(tokens, got)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
+def test_sequences_that_have_ended_are_computed_no_more(kind, options, tmp_path, monkeypatch):
+    """And the others go on as they were, with frequencies that depend on the longest, too."""
+    monkeypatch.setattr(decoder, "Sampler", Recorded)
+    monkeypatch.setattr(Recorded, "seen", [])
+    changes = {"max_position_embeddings": 8} if kind == "llama" else {}
+    scaling = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}} if kind == "llama" else {}
+    tiny.write(tmp_path, kind, **changes, **scaling)
+    model = models.load(tmp_path)
+    prompts = [some_ids(n, seed=n).tolist() for n in (7, 2, 4, 3)]
+    free = np.stack(list(model.generate(prompts, 12, stop=(), **options)), axis=1)
+    stop = [int(free[0, 2]), int(free[2, 5])]
+    Recorded.seen.clear()
+    got = np.stack(list(model.generate(prompts, 12, stop=stop, **options)), axis=1)
+    ended = np.cumsum(np.isin(free, stop), axis=1) - np.isin(free, stop) > 0
+    expected = np.where(ended, -1, free)[:, : got.shape[1]]
+    np.testing.assert_array_equal(got, expected)
+    assert [len(logits) for logits in Recorded.seen] == (expected >= 0).sum(axis=0).tolist()
+    assert len(Recorded.seen[-1]) < 4
+
+
+def test_generation_takes_memory_for_the_tokens_there_are(tmp_path):
+    steps = loaded(tmp_path, "llama").generate([1, 2], 10**9, stop=())
+    assert all(0 <= next(steps) < VOCAB for _ in range(5))
+    model = loaded(tmp_path, "llama")
+    short = list(model.generate([1, 2], 300, stop=()))  # past the room that is made at first
+    np.testing.assert_array_equal(short, np.argmax(model([1, 2, *short])[0, 1:-1], axis=1))
+
+
 def test_generation_streams(tmp_path, monkeypatch):
     """A token is there before the next is computed."""
     monkeypatch.setattr(decoder, "Sampler", Recorded)
@@ -247,14 +294,24 @@ def test_draws_have_the_probabilities():
     np.testing.assert_allclose(shares(temperature=1e-300), [1, 0, 0, 0, 0, 0])
     squares = np.exp(2 * logits) / np.exp(2 * logits).sum()
     np.testing.assert_allclose(shares(temperature=0.5), squares, atol=within)
-    np.testing.assert_allclose(shares(temperature=0.0), [1, 0, 0, 0, 0, 0])
+    np.testing.assert_allclose(shares(temperature=0.0, seed=None), [1, 0, 0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_nan_are_an_error(temperature):
-    sampler = Sampler("generate", 1, temperature, None, None, 0)
+def test_logits_that_are_no_numbers_are_an_error(temperature):
+    sampler = Sampler("generate", 1, temperature, None, None, None)
     with pytest.raises(ValueError, match=r"generate\(\): the model's logits have NaN"):
         sampler(np.array([[0.0, np.nan]], np.float32))
+    with pytest.raises(ValueError, match=r"generate\(\): the model's logits are all -inf"):
+        sampler(np.full((1, 3), -np.inf, np.float32))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.6}])
+def test_infinite_logits_are_drawn(options):
+    options = {"top_k": None, "top_p": None, **options}
+    logits = np.tile(np.array([0.0, np.inf, -np.inf, np.inf, 5.0], np.float32), (200, 1))
+    drawn = Sampler("generate", 200, 1.0, seed=0, **options)(logits)
+    assert set(drawn.tolist()) == {1, 3}
 
 
 WRONG_CALLS = [
@@ -267,11 +324,16 @@ WRONG_CALLS = [
     ({"ids": [[1, 2]], "attention_mask": [[0, 0]]}, ValueError, r"a prompt without a token"),
     ({"ids": [[1, 2]], "attention_mask": [[1, 2]]}, TypeError, r"attention_mask is of int64"),
     ({"ids": [[1, 2]], "attention_mask": [[1]]}, ValueError, r"attention_mask has shape \(1, 1\)"),
-    ({"ids": [1] * 20, "max_new_tokens": 13}, ValueError, r"33 tokens in a sequence; expected at most 32"),
+    ({"ids": [1] * 20, "max_new_tokens": 13}, ValueError, r"max_new_tokens is 13 behind a prompt of 20"),
+    ({"ids": "once upon"}, TypeError, r"ids is text; expected ids, as text.encode"),
+    ({"ids": ["once", "upon"]}, TypeError, r"ids is text; expected ids, as text.encode"),
     ({"max_new_tokens": -1}, ValueError, r"max_new_tokens is -1; expected at least 0"),
     ({"max_new_tokens": 2.0}, TypeError, r"max_new_tokens is 2.0; expected an integer"),
     ({"temperature": -0.5}, ValueError, r"temperature is -0.5; expected 0 or more"),
     ({"temperature": "hot"}, TypeError, r"temperature is 'hot'"),
+    ({"top_k": 5}, ValueError, r"top_k is 5 and temperature 0.*expected a temperature above 0"),
+    ({"top_p": 0.9, "temperature": 0}, ValueError, r"top_p is 0.9 and temperature 0"),
+    ({"seed": 1}, ValueError, r"seed is 1 and temperature 0"),
     ({"top_k": 0}, ValueError, r"top_k is 0; expected at least 1"),
     ({"top_p": 1.5}, ValueError, r"top_p is 1.5; expected 0 to 1"),
     ({"seed": -3}, ValueError, r"seed is -3; expected at least 0"),
@@ -299,7 +361,7 @@ def test_wrong_arguments_of_an_encoder(tmp_path):
     model = loaded(tmp_path, "bert")
     with pytest.raises(ValueError, match=r"bert\(\): ids has 60; expected 0 to 59"):
         model([[60]])
-    with pytest.raises(ValueError, match=r"bert\(\): ids has 2; expected 0 to 1"):
+    with pytest.raises(ValueError, match=r"bert\(\): token_type_ids has 2; expected 0 to 1"):
         model([[5]], token_type_ids=[[2]])
     with pytest.raises(ValueError, match=r"token_type_ids has shape \(1, 2\); expected \(1, 1\)"):
         model([[5]], token_type_ids=[[0, 1]])
@@ -308,3 +370,21 @@ def test_wrong_arguments_of_an_encoder(tmp_path):
 def test_models_say_what_they_are(tmp_path):
     assert repr(loaded(tmp_path, "bert")) == "<bert: 2 layers of 24, float32>"
     assert repr(loaded(tmp_path, "qwen3", dtype="bfloat16")) == "<qwen3: 2 layers of 24, bfloat16>"
+    for kind in ("bert", "llama"):
+        model = loaded(tmp_path, kind, weights_dtype="int8")
+        assert repr(model) == f"<{kind}: 2 layers of 24, float32, weights in int8>"
+        assert (model.dtype, model.weights_dtype) == (np.float32, "int8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_are_objects_of_their_own(kind, tmp_path):
+    """They compare by identity, and go to another process."""
+    changes = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}} if kind == "llama" else {}
+    tiny.write(tmp_path, kind, max_position_embeddings=32 + 2 * (kind == "roberta"), **changes)
+    model, other = models.load(tmp_path), models.load(tmp_path)
+    assert model == model
+    assert model != other
+    assert len({model, other}) == 2
+    again = pickle.loads(pickle.dumps(model))
+    ids = some_ids(2, 11)
+    np.testing.assert_array_equal(again(ids), model(ids))

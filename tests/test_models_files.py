@@ -48,6 +48,13 @@ def test_tensors_in_several_files(kind, tmp_path):
     np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
 
 
+def test_an_index_that_was_left_over(tmp_path):
+    """The one file is what counts, as in transformers."""
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    tiny.write(tmp_path, "bert")
+    models.load(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_16_bit_tensors_are_those_numbers_in_float32(kind, dtype, tmp_path):
@@ -72,6 +79,40 @@ def test_names_with_and_without_the_base_models_prefix(kind, prefix, tmp_path):
     else:
         renamed = {prefix + name: x for name, x in weights.items()}
     tiny.write(tmp_path, kind, {**renamed, "classifier.weight": np.ones((2, 24), np.float32)})
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+
+
+def test_norms_by_their_old_names(tmp_path):
+    """As in bert-base-uncased."""
+    weights = tiny.write(tmp_path, "bert")
+    expected = models.load(tmp_path)(IDS)
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for new, name in old.items():
+        weights = {key.replace(new, name): x for key, x in weights.items()}
+    tiny.write(tmp_path, "bert", {f"bert.{key}": x for key, x in weights.items()})
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+
+
+def test_two_tensors_of_one_name(tmp_path):
+    for kind, first, second in (
+        ("bert", "bert.embeddings.LayerNorm.bias", "embeddings.LayerNorm.bias"),
+        ("bert", "embeddings.LayerNorm.bias", "embeddings.LayerNorm.beta"),
+        ("llama", "model.norm.weight", "norm.weight"),
+    ):
+        weights = tiny.tensors(kind, CONFIGS[kind])
+        tiny.write(tmp_path, kind, {**weights, **dict.fromkeys((first, second), np.ones(24, np.float32))})
+        refused(tmp_path, repr(first), repr(second), "name one tensor; expected one of them")
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "qwen2"])
+def test_tensors_in_both_16_bit_types(kind, tmp_path):
+    """Those that become one weight are widened."""
+    types = (np.float16, ml_dtypes.bfloat16, np.float32)
+    drawn = tiny.tensors(kind, CONFIGS[kind])
+    mixed = {name: x.astype(types[i % 3]) for i, (name, x) in enumerate(drawn.items())}
+    tiny.write(tmp_path, kind, {name: x.astype(np.float32) for name, x in mixed.items()})
+    expected = models.load(tmp_path)(IDS)
+    tiny.write(tmp_path, kind, mixed)
     np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
 
 
@@ -150,6 +191,8 @@ def refused(folder, *parts, error=ModelError, **options):
 
 def test_folders_that_are_none(tmp_path):
     refused(tmp_path / "nowhere", "nowhere is no folder; expected one with config.json")
+    refused(tmp_path / ("e" * 5000), "is no folder; expected one with config.json")
+    refused(None, "load(): folder is of type NoneType; expected a path", error=TypeError)
     refused(tmp_path, "config.json is missing")
     (tmp_path / "config.json").mkdir()
     refused(tmp_path, "config.json cannot be read")
@@ -176,6 +219,9 @@ def test_a_config_of_no_known_model(text, message, tmp_path):
     refused(tmp_path, message)
 
 
+HUGE = 10**400  # no float holds it
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
 WRONG_VALUES = [
     ("bert", {"hidden_size": None}, "'hidden_size' is missing; expected an integer of at least 1"),
     ("bert", {"hidden_size": "24"}, "'hidden_size' is '24'; expected an integer of at least 1"),
@@ -184,18 +230,30 @@ WRONG_VALUES = [
     ("bert", {"num_attention_heads": 5}, "is 24; expected a multiple of 'num_attention_heads', 5"),
     ("bert", {"layer_norm_eps": -1.0}, "'layer_norm_eps' is -1.0; expected a number above 0"),
     ("bert", {"layer_norm_eps": float("nan")}, "'layer_norm_eps' is nan; expected a number above 0"),
+    ("bert", {"layer_norm_eps": HUGE}, "'layer_norm_eps' is inf; expected a number above 0"),
+    ("bert", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected no more layers"),
+    ("bert", {"num_hidden_layers": HUGE}, "'num_hidden_layers' is above 2**62"),
+    ("gpt2", {"n_layer": 400_000}, "is 400000; expected no more layers than the 28 tensors of model.saf"),
+    ("llama", {"num_hidden_layers": 10**9}, "is 1000000000; expected no more layers than the 21 tensors"),
+    ("roberta", {"pad_token_id": 33}, "'pad_token_id' is 33; expected less than"),
     ("bert", {"hidden_act": "tanh"}, "'hidden_act' is 'tanh'; expected one of gelu"),
     ("bert", {"position_embedding_type": "relative_key"}, "only 'absolute' is supported"),
     ("bert", {"is_decoder": True}, "'is_decoder' is True; only False is supported"),
     ("gpt2", {"n_head": 7}, "'n_embd' is 24; expected a multiple of 'n_head', 7"),
     ("gpt2", {"scale_attn_weights": 1}, "'scale_attn_weights' is 1; expected true or false"),
     ("gpt2", {"eos_token_id": "end"}, "'eos_token_id' is 'end'; expected an id or a list of ids"),
+    ("gpt2", {"eos_token_id": 10**30}, "expected an id or a list of ids"),
     ("gpt2", {"eos_token_id": [1, "end"]}, "expected an id or a list of ids"),
     ("llama", {"num_key_value_heads": 3}, "4 query heads for 3 key heads; expected a multiple"),
     ("llama", {"rope_scaling": "linear"}, "'rope_scaling' is 'linear'; expected a table"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "scaling of type linear has no factor"),
     ("llama", {"rope_scaling": {"rope_type": "spiral"}}, "scaling has type 'spiral'"),
     ("llama", {"rope_theta": -5}, "'rope_theta' is -5; expected a number above 0"),
+    ("llama", {"rms_norm_eps": HUGE}, "'rms_norm_eps' is inf; expected a number above 0"),
+    ("llama", {"rope_theta": HUGE}, "'rope_theta' is inf; expected a number above 0"),
+    ("llama", {"max_position_embeddings": HUGE}, "'max_position_embeddings' is above 2**62; expected a size"),
+    ("llama", {"rope_parameters": {"rope_theta": HUGE}}, "rotary positions: "),
+    ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": HUGE}}, "rotary positions: "),
     ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; only 1.0 is supported"),
     ("llama", {"head_dim": 7}, "rotary_dim is 7; expected an even number"),
     ("mistral", {"sliding_window": 0}, "'sliding_window' is 0; expected an integer of at least 1"),
@@ -219,8 +277,7 @@ def test_each_tensor_is_needed(kind, tmp_path):
     weights = tiny.tensors(kind, CONFIGS[kind])
     for name in weights:
         tiny.write(tmp_path, kind, {other: x for other, x in weights.items() if other != name})
-        short = name.removeprefix("model.")
-        refused(tmp_path, str(tmp_path / "model.safetensors"), f"{short!r} is missing")
+        refused(tmp_path, f"{tmp_path / 'model.safetensors'} does not fit config.json: {name!r} is missing")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -243,9 +300,10 @@ def test_all_that_is_wrong_is_in_one_error(tmp_path):
         "'lm_head.weight' is missing",
         "'model.norm.weight' has shape (3,); expected (24,)",
         "'model.layers.1.mlp.up_proj.weight' has dtype I8; expected one of F32, F16, BF16",
-        "'layers.1.self_attn.q_proj.bias' is not known",
+        "'model.layers.1.self_attn.q_proj.bias' is not known",
     )
-    tiny.write(tmp_path, "llama", {"lm_head.weight": np.zeros((VOCAB, 24), np.float32)})
+    some = {"lm_head.weight": np.zeros((VOCAB, 24), np.float32), "score.weight": np.zeros(3, np.float32)}
+    tiny.write(tmp_path, "llama", some)
     message = refused(tmp_path, "; and 14 more")
     assert message.count("is missing") == 6
 
@@ -253,7 +311,7 @@ def test_all_that_is_wrong_is_in_one_error(tmp_path):
 def test_files_of_weights_that_are_missing(tmp_path):
     tiny.write(tmp_path, "bert")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    refused(tmp_path, "model.safetensors is missing", "there is pytorch_model.bin")
+    refused(tmp_path, "model.safetensors is missing", "there is pytorch_model.bin; transformers converts")
     (tmp_path / "pytorch_model.bin").unlink()
     refused(tmp_path, "model.safetensors is missing", "no other file of weights")
 
@@ -267,6 +325,16 @@ def test_a_truncated_file(tmp_path):
     for length in [*range(0, 12), *range(12, header, 97), header, header + 100, len(whole) - 1]:
         path.write_bytes(whole[:length])
         refused(tmp_path, f"{path} is truncated or no safetensors file")
+
+
+def test_a_file_that_git_lfs_has_not_fetched(tmp_path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 438007537\n"
+    tiny.write(tmp_path, "bert")
+    (tmp_path / "tokenizer.json").write_text(pointer)
+    with pytest.raises(ModelError, match=r"tokenizer.json is a git-lfs pointer"):
+        models.load(tmp_path).embed(["one"])
+    (tmp_path / "model.safetensors").write_text(pointer)
+    refused(tmp_path, "model.safetensors is a git-lfs pointer", "git lfs pull")
 
 
 def test_a_malformed_file(tmp_path):
@@ -301,6 +369,8 @@ def test_a_malformed_index(tmp_path):
     refused(tmp_path, f"{path}: 'weight_map' is no table of file names")
     changed(**{"wte.weight": "../model.safetensors"})
     refused(tmp_path, f"{path}: 'weight_map' has '../model.safetensors'; expected a file beside it")
+    changed(**{"wte.weight": "e" * 5000})
+    refused(tmp_path, "cannot be read: [Errno")
     changed(**{"wte.weight": "elsewhere.safetensors"})
     refused(tmp_path, "elsewhere.safetensors is missing")
     other = next(file for file in index["weight_map"].values() if file != index["weight_map"]["wte.weight"])
@@ -324,6 +394,9 @@ def test_types_that_are_not_known(tmp_path):
     tiny.write(tmp_path, "bert")
     refused(tmp_path, "load(): dtype is 'float8'; expected one of float32", error=ValueError, dtype="float8")
     refused(tmp_path, "weights_dtype is 'int4'; expected", error=ValueError, weights_dtype="int4")
+    refused(tmp_path, "dtype is None; expected one of float32", error=ValueError, dtype=None)
+    refused(tmp_path, "dtype is <class 'numpy.int8'>; expected", error=ValueError, dtype=np.int8)
+    refused(tmp_path, "dtype is [1]; expected one of float32", error=ValueError, dtype=[1])
     options = {"dtype": "float64", "weights_dtype": "int8"}
     refused(tmp_path, "expected float64 for dtype float64", error=ValueError, **options)
 
@@ -340,3 +413,27 @@ def test_float32_models_do_not_need_ml_dtypes(tmp_path, monkeypatch):
     tiny.write(tmp_path, "bert")
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     assert models.load(tmp_path, weights_dtype="bfloat16")(IDS).shape == (1, 8, 24)
+
+
+def test_types_may_be_numpys(tmp_path):
+    tiny.write(tmp_path, "llama")
+    types = {np.float64: "float64", np.dtype("f4"): "float32", ml_dtypes.bfloat16: "bfloat16"}
+    for dtype, name in types.items():
+        model = models.load(tmp_path, dtype=dtype)
+        assert (model.dtype.name, model.weights_dtype) == (name, name)
+    assert models.load(tmp_path, weights_dtype=np.int8).weights_dtype == "int8"
+
+
+def test_models_are_there_without_an_import(python):
+    code = """
+import sys, fastattn
+assert "fastattn.models" not in sys.modules
+assert "models" in dir(fastattn)
+print(fastattn.models.load.__name__)
+try:
+    fastattn.nothing
+except AttributeError as error:
+    print(error)
+"""
+    done = python(code)
+    assert done.stdout == "load\nmodule 'fastattn' has no attribute 'nothing'\n", done.stderr

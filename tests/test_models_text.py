@@ -34,10 +34,11 @@ def write_tokenizer(folder):
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def write_byte_tokenizer(folder):
-    """One token a byte, 256 of them, none added: as GPT-2's, before any merge."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(tokenizer_models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+def write_byte_tokenizer(folder, merges=()):
+    """One token a byte, 256 of them, and one for each merge of two, "a b": as GPT-2's."""
+    pairs = [tuple(merge.split()) for merge in merges]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in pairs)]
+    tokenizer = Tokenizer(tokenizer_models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -134,6 +135,39 @@ def test_a_pooling_that_is_not_known(config, encoder):
         models.load(encoder)
 
 
+@pytest.mark.parametrize("path", ["..", ".", "../..", "/etc", "a/b", "1_Pooling/../..", None])
+def test_a_pooling_outside_of_the_folder(path, encoder):
+    modules = [{"type": "sentence_transformers.models.Pooling", "path": path}]
+    (encoder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelError, match=r"modules.json: .* of Pooling is .*; expected a folder beside it"):
+        models.load(encoder)
+
+
+def test_texts_as_the_folder_says(encoder):
+    """Prompt, strip, lower: as sentence-transformers does it."""
+    plain = models.load(encoder).embed(TEXTS)
+    np.testing.assert_array_equal(models.load(encoder).embed([f" \n{text}\t" for text in TEXTS]), plain)
+    upper = [text.upper() for text in TEXTS]
+    assert (models.load(encoder).embed(upper) != plain).any()
+    (encoder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    np.testing.assert_array_equal(models.load(encoder).embed(upper), plain)
+    path = encoder / "config_sentence_transformers.json"
+    path.write_text('{"prompts": {"query": "The dog "}, "default_prompt_name": null}')
+    np.testing.assert_array_equal(models.load(encoder).embed(upper), plain)
+    path.write_text('{"prompts": {"query": "The dog "}, "default_prompt_name": "query"}')
+    prompted = models.load(encoder).embed(upper)
+    path.unlink()
+    model = models.load(encoder)
+    np.testing.assert_array_equal(prompted, model.embed([f"the dog {text}" for text in TEXTS]))
+    path.write_text('{"default_prompt_name": "query"}')
+    with pytest.raises(ModelError, match=r"'default_prompt_name' is 'query'; expected one of 'prompts'"):
+        models.load(encoder)
+    path.write_text('{"prompts": {"query": "the "}, "default_prompt_name": "query"}')
+    write_pooling(encoder, {"pooling_mode": "mean", "include_prompt": False})
+    with pytest.raises(ModelError, match=r"'include_prompt' is False; only True is supported where there is"):
+        models.load(encoder)
+
+
 def test_a_module_that_is_not_known(encoder):
     path = encoder / "modules.json"
     path.write_text(json.dumps([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]))
@@ -162,10 +196,13 @@ def test_long_texts_are_cut(encoder):
 
 def test_embed_refuses(encoder):
     model = models.load(encoder)
-    with pytest.raises(TypeError, match="texts holds something else than strings, or is one"):
-        model.embed("one text")
-    with pytest.raises(TypeError, match="texts holds something else than strings, or is one"):
-        model.embed(["one", 2])
+    for function in (model.embed, model.text.encode):
+        with pytest.raises(TypeError, match=r"texts is of type str; expected several, as"):
+            function("one text")
+        with pytest.raises(TypeError, match=r"texts is of type NoneType; expected several"):
+            function(None)
+        with pytest.raises(TypeError, match=r"texts has one of type int; expected strings"):
+            function(["one", 2])
     with pytest.raises(ValueError, match="batch_size is 0; expected at least 1"):
         model.embed(["one"], batch_size=0)
     with pytest.raises(ValueError, match="pooling is 'last'; expected one of mean, cls, max"):
@@ -219,6 +256,44 @@ def test_bytes_that_are_no_text_do_not_hold_back_what_follows(writer):
     assert len(pieces) >= 5
 
 
+def test_streams_of_any_bytes_are_their_text(tmp_path):
+    """Valid characters, cut ones and stray bytes in any order, in tokens of one byte and of several."""
+    tiny.write(tmp_path, "gpt2")
+    tokenizer = write_byte_tokenizer(tmp_path, ["Ã ©", "ð Ł", "ĺ Ģ", "a ð", "© ð"])
+    rng = np.random.default_rng(0)
+    alphabet = tokenizer.get_vocab()
+    pieces = [tokenizer.encode(text).ids for text in ("é", "😀", "日", "a", "éa", "é😀")]
+    stray = [[i] for byte, i in alphabet.items() if len(byte) > 1 or tokenizer.decode([i]) == "\ufffd"]
+    text = models.load(tmp_path).text
+    for _ in range(1000):
+        chosen = [pieces[i] if i < len(pieces) else stray[rng.integers(len(stray))] for i in
+                  rng.integers(0, len(pieces) + 3, rng.integers(1, 12))]  # fmt: skip
+        ids = [token for piece in chosen for token in piece][: int(rng.integers(1, 30))]
+        assert "".join(text.stream([], ids)) == tokenizer.decode(ids)
+
+
+def test_ids_become_texts(writer):
+    model = models.load(writer)
+    texts = ["Once, a café", "", "日本"]
+    ids = model.text.encode(texts)
+    assert model.text.decode(ids) == texts
+    assert model.text.decode([]) == []
+    prompts = model.text.encode(["Once", "a"])
+    free = np.stack(list(model.generate(prompts, 8, stop=())), axis=1)
+    batch = np.stack(list(model.generate(prompts, 8, stop=free[0, 2])), axis=1)
+    assert (batch == -1).any()
+    rows = [row[row >= 0].tolist() for row in batch]
+    assert model.text.decode(batch) == [model.text.tokenizer.decode(row) for row in rows]
+    pieces, wanted = (list(model.text.stream(prompts[0], ids)) for ids in (batch[0], rows[0]))
+    assert pieces == wanted
+    with pytest.raises(TypeError, match=r"decode\(\): sequences is no list of sequences of ids"):
+        model.text.decode(ids[0])
+    with pytest.raises(ValueError, match=r"decode\(\): sequences is -2; expected -1 to 4294967295"):
+        model.text.decode([[1, -2]])
+    with pytest.raises(TypeError, match=r"stream\(\): ids has an array of shape \(2,\); expected ids of one"):
+        list(model.text.stream(prompts[0], model.generate(prompts, 8)))
+
+
 def test_a_words_space_is_kept_between_prompt_and_text(encoder):
     """Decoders drop a space at the beginning; what follows on a prompt is no beginning."""
     text = models.load(encoder).text
@@ -261,18 +336,24 @@ def test_the_command_embed(encoder, tmp_path):
     assert (tmp_path / "out.jsonl").read_text() == printed
     assert run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy") == ""
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
-    options = ["--pooling", "cls", "--normalize", "--batch-size", 2, "--weights", "bfloat16"]
+    options = ["--pooling", "cls", "--normalize", "--batch-size", 2, "--weights-dtype", "bfloat16"]
     run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", *options)
     model = models.load(encoder, weights_dtype="bfloat16")
     wanted = model.embed(TEXTS, pooling="cls", normalize=True, batch_size=2)
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted)
+    run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", "--dtype", "float64")
+    assert np.load(tmp_path / "out.npy").dtype == np.float64
     assert run("embed", "--model", encoder, stdin="") == ""
 
 
 def test_the_command_embed_refuses(encoder, writer, tmp_path):
     assert "expected a model of the BERT family" in run("embed", "--model", writer, status=1)
     assert run("embed", "--model", tmp_path / "nowhere", status=1).startswith("error: ")
-    assert "No such file" in run("embed", "--model", encoder, tmp_path / "nothing.txt", status=1)
+    wrong = run("embed", "--model", encoder, "the cat sat", status=1)
+    assert "FILE 'the cat sat' cannot be read, No such file or directory; expected a file of lines" in wrong
+    wrong = run("embed", "--model", encoder, "--normalise", "lines.txt", status=2)
+    assert wrong.startswith("usage: python -m fastattn embed ")
+    assert wrong.endswith("error: not known: --normalise\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     assert "latin.txt is not UTF-8" in run("embed", "--model", encoder, tmp_path / "latin.txt", status=1)
     assert "ends in .npy or .jsonl" in run("embed", "--model", encoder, "--output", "out.txt", status=2)
@@ -299,12 +380,24 @@ def test_the_command_generate(writer):
 
 def test_the_command_generate_refuses(encoder, writer, tmp_path):
     assert "expected a decoder" in run("generate", "--model", encoder, "the", status=1)
-    assert "a prompt without a token" in run("generate", "--model", writer, "", status=1)
+    assert "PROMPT has no token" in run("generate", "--model", writer, "", status=1)
+    wrong = run("generate", "--model", writer, "--tempreature", 0.8, "Once", status=2)
+    assert wrong.startswith("usage: python -m fastattn generate ")
+    assert wrong.endswith("error: not known: --tempreature\n")
+    wrong = run("generate", "--model", writer, "Once", "--max-new-tokens", 5, "--top-k", 3, status=1)
+    assert "top_k is 3 and temperature 0" in wrong
+    help_text = run("generate", "--help")
+    assert "needs --temperature" in help_text
     too_long = run("generate", "--model", writer, "Once", "--max-new-tokens", 61, status=1)
-    assert "65 tokens in a sequence; expected at most 64" in too_long
+    assert "max_new_tokens is 61 behind a prompt of 4 tokens; expected at most 64 together" in too_long
     wrong = ["--max-new-tokens", 5, "--temperature", -1]
     assert "temperature is -1.0" in run("generate", "--model", writer, "Once", *wrong, status=1)
     assert run("generate", "--model", tmp_path / "nowhere", "Once", status=1).startswith("error: ")
+
+
+def test_the_command_line_alone_lists_its_commands():
+    listed = run(status=2)
+    assert all(f"    {name} " in listed for name in ("info", "selftest", "bench", "embed", "generate"))
 
 
 def test_the_command_line_survives_a_closed_pipe(writer):

@@ -17,8 +17,11 @@ from fastattn._inputs import integer
 from fastattn.attention import attention
 from fastattn.models import padding
 from fastattn.models.activations import ACTIVATIONS
+from fastattn.models.files import ModelError
 from fastattn.models.pooling import Pooling
-from fastattn.models.text import Text
+from fastattn.models.sentences import Sentences
+from fastattn.models.text import Text, strings
+from fastattn.models.weights import joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,9 +37,11 @@ if TYPE_CHECKING:
 # Position ids are counted, not learned, and old files hold them.
 _BUFFERS = re.compile(r"^embeddings\.(position|token_type)_ids$")
 _NORM = ("weight", "bias")
+_OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")  # as TensorFlow, and so bert-base-uncased, calls them
+_NEW = {"gamma": "weight", "beta": "bias"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
     qkv: PackedLinear
     qkv_bias: Array
@@ -50,7 +55,7 @@ class _Layer:
     outer_norm: tuple[Array, Array]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Bert:
     """An encoder of the BERT family; call it for hidden states, or `embed` texts with it."""
 
@@ -65,8 +70,9 @@ class Bert:
     positions: Array  # (max_length, hidden_size), the first token type's vector added
     embedding_norm: tuple[Array, Array]
     layers: tuple[_Layer, ...]
-    dtype: np.dtype[Any]
+    precision: Precision
     pooling: Pooling
+    sentences: Sentences
     text: Text
 
     @property
@@ -74,8 +80,18 @@ class Bert:
         """Ids that there are."""
         return len(self.tokens)
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What is computed in."""
+        return self.precision.dtype
+
+    @property
+    def weights_dtype(self) -> str:
+        """How the weights of linear maps are kept."""
+        return self.precision.weights
+
     def __repr__(self) -> str:
-        return f"<{self.model_type}: {len(self.layers)} layers of {self.hidden_size}, {self.dtype}>"
+        return f"<{self.model_type}: {len(self.layers)} layers of {self.hidden_size}, {self.precision}>"
 
     def __call__(
         self, ids: ArrayLike, attention_mask: ArrayLike | None = None, token_type_ids: ArrayLike | None = None
@@ -94,7 +110,8 @@ class Bert:
         Returns
         -------
         ndarray, (batch, length, hidden_size)
-            In the model's dtype. What stands where a token does not count has no meaning.
+            In the model's dtype; one sequence (length,) is a batch of one. What stands where a token does not
+            count has no meaning.
 
         Raises
         ------
@@ -107,7 +124,7 @@ class Bert:
         mask = padding.attended(name, attention_mask, tokens)
         types = None
         if token_type_ids is not None:
-            types = padding.token_ids(name, token_type_ids, len(self.token_types))
+            types = padding.token_ids(name, token_type_ids, len(self.token_types), "token_type_ids")
             if types.shape != tokens.shape:
                 raise ValueError(f"{name}(): token_type_ids has shape {types.shape}; expected {tokens.shape}")
         if mask is None:
@@ -157,7 +174,8 @@ class Bert:
         Parameters
         ----------
         texts : iterable of str
-            What is longer than the model's longest sequence is cut.
+            What is longer than the model's longest sequence is cut. White space around a text is not read;
+            where the folder says so, texts become lower case, or a prompt is put before each.
         batch_size : int, default 32
             Texts at a time; those of similar length go together, so that there is little padding.
         pooling : {"mean", "cls", "max"}, optional
@@ -179,12 +197,10 @@ class Bert:
         ModelError
             If the folder has no tokenizer.json, or a malformed one.
         """
-        lines = list(texts)
-        if isinstance(texts, str) or not all(isinstance(line, str) for line in lines):
-            raise TypeError("embed(): texts holds something else than strings, or is one; expected several")
+        lines = strings("embed", "texts", texts)
         batch_size = integer("embed", "batch_size", batch_size, 1)
         pool = self.pooling.changed("embed", pooling, normalize)
-        encoded = self.text.encode(lines)
+        encoded = self.text.encode(self.sentences(lines))
         vectors = np.empty((len(lines), self.hidden_size), lane_dtype(self.dtype))
         order = sorted(range(len(lines)), key=lambda i: -len(encoded[i]))
         for start in range(0, len(order), batch_size):
@@ -199,13 +215,18 @@ class Bert:
 def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) -> Bert:
     """The model that the folder's files describe."""
     hidden, inner = config.size("hidden_size"), config.size("intermediate_size")
-    heads, depth = config.size("num_attention_heads"), config.size("num_hidden_layers", low=0)
+    heads, depth = config.size("num_attention_heads"), tensors.depth(config, "num_hidden_layers")
     vocab, types = config.size("vocab_size"), config.size("type_vocab_size", 2)
     table = config.size("max_position_embeddings")
     model_type = config.text("model_type")
     config.divided("hidden_size", "num_attention_heads")
     config.refuse(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     first = 0 if model_type == "bert" else config.size("pad_token_id", 1, low=0) + 1
+    if first >= table:
+        raise ModelError(
+            f"{config.path}: 'pad_token_id' is {first - 1}; expected less than 'max_position_embeddings' - 1,"
+            f" {table - 1}, as positions begin behind it"
+        )
 
     square, across, back = (hidden, hidden), (inner, hidden), (hidden, inner)
     shapes: dict[str, Shape] = {
@@ -229,6 +250,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         for name in ("attention.output.LayerNorm", "output.LayerNorm"):
             shapes.update({f"{layer}.{name}.{part}": (hidden,) for part in _NORM})
     tensors.drop_prefix("bert.", "roberta.")
+    tensors.rename(lambda name: _OLD_NORM.sub(lambda found: f"LayerNorm.{_NEW[found[1]]}", name))
     tensors.expect(shapes, own=("embeddings.", "encoder."), ignored=_BUFFERS)
 
     def norm(name: str) -> tuple[Array, Array]:
@@ -236,7 +258,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         return weight, bias
 
     def linear(*names: str) -> tuple[PackedLinear, Array]:
-        weight = np.concatenate([tensors[f"{name}.weight"] for name in names])
+        weight = joined(*(tensors[f"{name}.weight"] for name in names))
         return precision.pack(weight), precision.vector(*(tensors[f"{name}.bias"] for name in names))
 
     def layer_of(name: str) -> _Layer:
@@ -265,7 +287,8 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         positions=positions.astype(precision.dtype),
         embedding_norm=norm("embeddings.LayerNorm"),
         layers=tuple(layer_of(f"encoder.layer.{i}") for i in range(depth)),
-        dtype=precision.dtype,
+        precision=precision,
         pooling=Pooling.of(folder),
+        sentences=Sentences.of(folder),
         text=Text(folder, len(positions)),
     )

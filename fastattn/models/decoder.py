@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 
     from fastattn._args import Array, Ints
     from fastattn.models.text import Text
+    from fastattn.models.weights import Precision
     from fastattn.packed import PackedLinear
     from fastattn.rope_scaling import RopeFrequencies
 
-NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
+# Tokens to make room for in the cache before they are there; it doubles when they are more.
+_ROOM = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """One layer's weights; a bias or norm that it lacks is None."""
 
@@ -52,7 +54,7 @@ class Layer:
     outer_bias: Array | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Decoder:
     """A language model; call it for the logits of all tokens, or `generate` with it."""
 
@@ -73,11 +75,21 @@ class Decoder:
     final_norm: tuple[Array, ...]
     output: PackedLinear  # hidden_size -> vocab_size
     stop: tuple[int, ...]  # ids that end a text
-    dtype: np.dtype[Any]
+    precision: Precision
     text: Text
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What is computed in."""
+        return self.precision.dtype
+
+    @property
+    def weights_dtype(self) -> str:
+        """How the weights of linear maps are kept."""
+        return self.precision.weights
+
     def __repr__(self) -> str:
-        return f"<{self.model_type}: {len(self.layers)} layers of {self.hidden_size}, {self.dtype}>"
+        return f"<{self.model_type}: {len(self.layers)} layers of {self.hidden_size}, {self.precision}>"
 
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
         """Logits of the token after each token.
@@ -92,7 +104,8 @@ class Decoder:
         Returns
         -------
         ndarray, (batch, length, vocab_size)
-            In the model's dtype. What stands where a token does not count has no meaning.
+            In the model's dtype; one sequence (length,) is a batch of one. What stands where a token does not
+            count has no meaning.
 
         Raises
         ------
@@ -104,20 +117,23 @@ class Decoder:
         batch, length = tokens.shape
         padding.require_length(self.model_type, length, self.max_length)
         lengths, order = (None, None) if mask is None else padding.align(mask)
-        hidden = self._hidden(padding.reorder(tokens, order), np.arange(length), lengths)
+        longest = length if lengths is None else int(lengths.max(initial=0))
+        hidden = self._hidden(padding.reorder(tokens, order), np.arange(length), longest, lengths)
         return padding.restore(self._logits(hidden).reshape(batch, length, self.vocab_size), order)
 
     def _hidden(
         self,
         ids: Ints,
         positions: Ints,
+        longest: int,
         lengths: Ints | None,
         caches: Sequence[KVCache] | None = None,
     ) -> Array:
         """Hidden states (batch * length, hidden_size) of ids (batch, length), before the last norm.
 
         positions is (length,) or (batch, length); the first lengths (batch,) of the ids count. With caches,
-        one for each layer, they follow on what is there.
+        one for each layer, they follow on what is there. The longest sequence has `longest` tokens by then,
+        padding left out: some scalings of rotary positions depend on it.
         """
         batch, length = ids.shape
         n, dtype = ids.size, self.dtype
@@ -126,8 +142,7 @@ class Decoder:
             rows = x.reshape(batch, length, self.hidden_size)
             rows += self.positions[positions]
         if self.rope is not None:
-            frequencies = self.rope(int(positions.max(initial=-1)) + 1)
-            cos, sin = rope_tables(positions, frequencies, lane_dtype(dtype))
+            cos, sin = rope_tables(positions, self.rope(longest), lane_dtype(dtype))
 
         # A token alone, the last of its sequence, sees all keys.
         options: dict[str, Any] = {"causal": length > 1, "kv_lengths": lengths, "q_offset": 0}
@@ -179,13 +194,15 @@ class Decoder:
         ids : array_like of int, (length,) or (batch, length), or a list of lists of different lengths
             The prompts: at least one token in each.
         max_new_tokens : int, default 128
-            Where every sequence ends, if it has not before.
+            Where every sequence ends, if it has not before. Where the model has a table of positions (GPT-2),
+            they have to fit into it behind the longest prompt.
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
             Which tokens of an array `ids` count; the others, wherever they stand, are left out.
         temperature : float, default 0.0
             What logits are divided by before a token is drawn; at 0 it is not drawn: the best is taken.
         top_k : int, optional
-            Draw from the `top_k` best tokens only, and those that equal the last of them.
+            Draw from the `top_k` best tokens only, and those that equal the last of them. This, `top_p` and
+            `seed` need a temperature above 0.
         top_p : float, optional
             Draw from the fewest best tokens only whose probabilities reach `top_p`; after `top_k`.
         seed : int, optional
@@ -198,7 +215,8 @@ class Decoder:
         ------
         int, or ndarray of int64, (batch,)
             The next token of a single prompt (length,), or of each prompt. An id of `stop` is still yielded;
-            after it, -1 stands for its sequence until the others have ended, too.
+            after it, -1 stands for its sequence until the others have ended, too. ``text.stream`` makes text
+            of the one, ``text.decode`` of what has been collected of the other.
 
         Raises
         ------
@@ -207,13 +225,19 @@ class Decoder:
 
         Notes
         -----
-        A step costs one pass over the weights and over the keys so far. Only the logits of last tokens are
-        computed. Keys and values take ``2 * layers * heads_kv * head_dim`` numbers for each token of the
-        longest prompt and of `max_new_tokens`, for each sequence.
+        A step costs one pass over the weights and over the keys so far, of the sequences that have not ended.
+        Only the logits of last tokens are computed. Keys and values take ``2 * layers * heads_kv * head_dim``
+        numbers for each token of the longest prompt and behind it, for each sequence; at first there is room
+        for 256 new ones, and the room doubles when it is full.
         """
         single, prompts = self._prompts(ids, attention_mask)
         n_new = integer("generate", "max_new_tokens", max_new_tokens, 0)
-        padding.require_length("generate", max(map(len, prompts), default=0) + n_new, self.max_length)
+        longest = max(map(len, prompts), default=0)
+        if self.max_length is not None and longest + n_new > self.max_length:
+            raise ValueError(
+                f"generate(): max_new_tokens is {n_new} behind a prompt of {longest} tokens; expected at most"
+                f" {self.max_length} together"
+            )
         sampler = Sampler("generate", len(prompts), temperature, top_k, top_p, seed)
         ends = np.atleast_1d(self.stop if stop is None else as_array("generate", "stop", stop))
         ends = integers("generate", "stop", ends if ends.size else ends.astype(np.int64), ends.shape, "(n,)")
@@ -243,15 +267,22 @@ class Decoder:
         ids, mask = padding.pad(prompts)
         lengths = mask.sum(axis=1)
         batch, longest = ids.shape
-        caches = [KVCache(longest + max_new_tokens - 1) for _ in self.layers]
-        hidden = self._hidden(ids, np.arange(longest), lengths, caches)
+        caches = [KVCache(longest + min(max_new_tokens - 1, _ROOM)) for _ in self.layers]
+        hidden = self._hidden(ids, np.arange(longest), longest, lengths, caches)
         hidden = hidden.reshape(batch, longest, -1)[np.arange(batch), lengths - 1]
-        running = np.ones(batch, np.bool_)
-        for step in range(max_new_tokens):
+        running = np.arange(batch)  # sequences that have not ended; the others are computed no more
+        for step in range(1, max_new_tokens + 1):
             tokens = sampler(self._logits(hidden))
-            yield np.where(running, tokens, NO_TOKEN)
-            running &= ~np.isin(tokens, stop)
-            if not running.any() or step == max_new_tokens - 1:
+            yielded = np.full(batch, padding.NO_TOKEN)
+            yielded[running] = tokens
+            yield yielded
+            kept = np.flatnonzero(~np.isin(tokens, stop))
+            if not kept.size or step == max_new_tokens:
                 return
-            hidden = self._hidden(tokens[:, None], lengths[:, None], None, caches)
+            if kept.size < len(running):
+                running, tokens, lengths = running[kept], tokens[kept], lengths[kept]
+                sampler.select(kept)
+                for cache in caches:
+                    cache.select(kept)
+            hidden = self._hidden(tokens[:, None], lengths[:, None], longest + step, None, caches)
             lengths = lengths + 1

@@ -12,7 +12,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
     from fastattn._args import Array, Shape
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")  # as safetensors calls them
 _SHOWN = 6  # names that an error lists
+_MOST = 2**62  # of an integer in config.json: sums and products with a float still hold it
 _REQUIRED: Any = object()
 
 
@@ -52,6 +53,13 @@ def read_json(path: Path, kind: type = dict) -> Any:
     return values
 
 
+def lfs_hint(path: Path) -> str:
+    """What to do about a file that git-lfs has not fetched; empty for any other."""
+    with path.open("rb") as file:
+        is_pointer = file.read(40).startswith(b"version https://git-lfs")
+    return f"{path} is a git-lfs pointer, not the file: `git lfs pull` fetches it" if is_pointer else ""
+
+
 class Config:
     """Values of config.json, each checked when it is asked for.
 
@@ -77,6 +85,8 @@ class Config:
         value: int = self._value(name, int, expected, default)
         if value < low:
             raise ModelError(f"{self.path}: {name!r} is {value}; expected {expected}")
+        if value > _MOST:
+            raise ModelError(f"{self.path}: {name!r} is above 2**62; expected a size")
         return value
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:
@@ -88,9 +98,14 @@ class Config:
     def number(self, name: str, default: float = _REQUIRED) -> float:
         """A number above 0."""
         value: float = self._value(name, (int, float), "a number above 0", default)
-        if not 0 < value < float("inf"):
-            raise ModelError(f"{self.path}: {name!r} is {value}; expected a number above 0")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            number = float("inf")
+        if not 0 < number < float("inf"):
+            shown = value if number < float("inf") else number
+            raise ModelError(f"{self.path}: {name!r} is {shown}; expected a number above 0")
+        return number
 
     def flag(self, name: str, default: bool) -> bool:
         """True or False."""
@@ -113,7 +128,7 @@ class Config:
         """One id or a list of them; none if it is missing."""
         value = self._value(name, (int, list), "an id or a list of ids", [])
         ids = value if isinstance(value, list) else [value]
-        if not all(type(i) is int for i in ids):
+        if not all(type(i) is int and abs(i) <= _MOST for i in ids):
             raise ModelError(f"{self.path}: {name!r} is {value!r}; expected an id or a list of ids")
         return tuple(ids)
 
@@ -159,10 +174,13 @@ class Tensors:
     """
 
     def __init__(self, folder: Path, finite: bool):
-        self.path, self._finite = folder / INDEX, finite
+        self._finite, self._prefix = finite, ""
         self._open = ExitStack()
+        # The one file first, as transformers has it: an index beside it may be left over.
+        is_indexed = not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file()
+        self.path = folder / (INDEX if is_indexed else WEIGHTS)
         try:
-            self._tensors = self._indexed(folder) if self.path.is_file() else self._single(folder)
+            self._tensors = self._indexed(folder) if is_indexed else self._single(folder)
         except BaseException:
             self._open.close()
             raise
@@ -175,21 +193,25 @@ class Tensors:
 
     def _file(self, path: Path) -> Any:
         safetensors = require("safetensors")
-        if not path.is_file():
-            raise ModelError(f"{path} is missing")
         try:
+            if not path.is_file():
+                raise ModelError(f"{path} is missing")
             return self._open.enter_context(safetensors.safe_open(path, framework="np"))
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is truncated or no safetensors file: {error}") from error
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        except safetensors.SafetensorError as error:
+            what = lfs_hint(path) or f"{path} is truncated or no safetensors file: {error}"
+            raise ModelError(what) from error
 
     def _single(self, folder: Path) -> dict[str, Tensor]:
-        self.path = folder / WEIGHTS
         if not self.path.is_file():
             kinds = (".bin", ".safetensors", ".gguf")
             found = sorted(path.name for path in folder.iterdir() if path.suffix in kinds)
+            how = "; transformers converts: from_pretrained(), save_pretrained(..., safe_serialization=True)"
             raise ModelError(
                 f"{self.path} is missing, and so is {INDEX}; there is"
                 f" {', '.join(found[:_SHOWN]) or 'no other file of weights'}"
+                f"{how if any(name.endswith('.bin') for name in found) else ''}"
             )
         file = self._file(self.path)
         return {name: (file, name) for name in file.keys()}  # noqa: SIM118  (no mapping)
@@ -210,15 +232,32 @@ class Tensors:
             raise ModelError(f"{self.path}: {name!r} is to be in {places[name]}, and is not there")
         return {name: (files[file], name) for name, file in places.items()}
 
+    def rename(self, new: Callable[[str], str]) -> None:
+        """Know each tensor by another name from now on."""
+        renamed: dict[str, Tensor] = {}
+        for name, held in self._tensors.items():
+            other = renamed.setdefault(new(name), held)
+            if other is not held:
+                both = f"{other[1]!r} and {held[1]!r}"
+                raise ModelError(f"{self.path}: {both} name one tensor; expected one of them")
+        self._tensors = renamed
+
     def drop_prefix(self, *prefixes: str) -> None:
         """Drop the first of `prefixes` that a name begins with from all names that have it."""
-        for prefix in prefixes:
-            if any(name.startswith(prefix) for name in self._tensors):
-                self._tensors = {name.removeprefix(prefix): held for name, held in self._tensors.items()}
-                return
+        found = (prefix for prefix in prefixes if any(name.startswith(prefix) for name in self._tensors))
+        self._prefix = next(found, "")
+        self.rename(lambda name: name.removeprefix(self._prefix))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+    def depth(self, config: Config, key: str) -> int:
+        """How many layers the configuration has under `key`; each is several tensors.
+
+        More than there are tensors are refused before names are made for them, which could fill the memory.
+        """
+        depth = config.size(key, low=0)
+        if depth > len(self._tensors):
+            held = f"the {len(self._tensors)} tensors of {self.path.name} allow"
+            raise ModelError(f"{config.path}: {key!r} is {depth}; expected no more layers than {held}")
+        return depth
 
     def expect(self, shapes: Mapping[str, Shape], own: tuple[str, ...], ignored: re.Pattern[str]) -> None:
         """Raise one error on all that is missing, of another shape, or not floating.
@@ -229,7 +268,7 @@ class Tensors:
         wrong = []
         for name, shape in shapes.items():
             if name not in self._tensors:
-                wrong.append(f"{name!r} is missing")
+                wrong.append(f"{(self._prefix if name.startswith(own) else '') + name!r} is missing")
                 continue
             file, stored = self._tensors[name]
             view = file.get_slice(stored)
@@ -240,13 +279,13 @@ class Tensors:
             elif view.get_dtype() == "BF16":
                 require("ml_dtypes")
         wrong += [
-            f"{name!r} is not known"
-            for name in self._tensors
+            f"{stored!r} is not known"
+            for name, (_, stored) in self._tensors.items()
             if name.startswith(own) and name not in shapes and not ignored.search(name)
         ]
         if wrong:
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            raise ModelError(f"{self.path}: {'; '.join(wrong[:_SHOWN])}{more}")
+            raise ModelError(f"{self.path} does not fit config.json: {'; '.join(wrong[:_SHOWN])}{more}")
 
     def __getitem__(self, name: str) -> Array:
         file, stored = self._tensors[name]

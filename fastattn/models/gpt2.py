@@ -27,7 +27,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
     hidden, heads = config.size("n_embd"), config.size("n_head")
     inner = config.optional_size("n_inner") or 4 * hidden
     vocab, length = config.size("vocab_size"), config.size("n_positions")
-    depth = config.size("n_layer", low=0)
+    depth = tensors.depth(config, "n_layer")
     head_dim = config.divided("n_embd", "n_head")
     config.refuse(add_cross_attention=False)
 
@@ -98,6 +98,6 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         final_norm=norm("ln_f"),
         output=output,
         stop=stop_ids(config, folder),
-        dtype=precision.dtype,
+        precision=precision,
         text=Text(folder, length),
     )

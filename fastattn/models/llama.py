@@ -7,19 +7,18 @@ key head (Qwen3), and in which layers attend a sliding window only.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from fastattn import ops
 from fastattn.models.activations import ACTIVATIONS
 from fastattn.models.decoder import Decoder, Layer
 from fastattn.models.files import ModelError, stop_ids
 from fastattn.models.text import Text
+from fastattn.models.weights import joined
 from fastattn.rope_scaling import rope_frequencies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from fastattn._args import Array, Shape
@@ -37,7 +36,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
     hidden, inner = config.size("hidden_size"), config.size("intermediate_size")
     heads = config.size("num_attention_heads")
     heads_kv = config.optional_size("num_key_value_heads") or (8 if model_type == "mistral" else heads)
-    vocab, depth = config.size("vocab_size"), config.size("num_hidden_layers", low=0)
+    vocab, depth = config.size("vocab_size"), tensors.depth(config, "num_hidden_layers")
     if heads % heads_kv:
         raise ModelError(f"{config.path}: {heads} query heads for {heads_kv} key heads; expected a multiple")
     head_dim = config.optional_size("head_dim") or (
@@ -93,7 +92,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         inner_bias = biases(gate, up)
         return Layer(
             attention_norm=(precision.vector(weight(f"{name}.input_layernorm")),),
-            qkv=precision.pack(np.concatenate([weight(part) for part in qkv])),
+            qkv=precision.pack(joined(*(weight(part) for part in qkv))),
             qkv_bias=biases(*qkv),
             qk_norm=head_norms(f"{name}.self_attn.q_norm", f"{name}.self_attn.k_norm"),
             window=window,
@@ -127,7 +126,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         final_norm=(precision.vector(weight("norm")),),
         output=output,
         stop=stop_ids(config, folder),
-        dtype=precision.dtype,
+        precision=precision,
         text=Text(folder),
     )
 
@@ -151,7 +150,24 @@ def _windows(config: Config, model_type: str, depth: int) -> list[tuple[int, int
     return [(width - 1, 0) if width is not None and sliding else None for sliding in slides]
 
 
-def _rope(config: Config, head_dim: int) -> Callable[[int], RopeFrequencies]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rope:
+    """Frequencies by the length of a sequence, which some scalings depend on."""
+
+    head_dim: int
+    scaling: dict[str, Any]
+    longest: int | None
+    fixed: RopeFrequencies | None  # those of any length
+
+    def __call__(self, length: int) -> RopeFrequencies:
+        if self.fixed is not None:
+            return self.fixed
+        return rope_frequencies(
+            self.head_dim, scaling=self.scaling, max_position_embeddings=self.longest, seq_len=length
+        )
+
+
+def _rope(config: Config, head_dim: int) -> _Rope:
     """Frequencies by the length of a sequence, from `rope_parameters`, or as older files have it.
 
     Those say `rope_theta` and, if there is one, `rope_scaling`.
@@ -170,11 +186,9 @@ def _rope(config: Config, head_dim: int) -> Callable[[int], RopeFrequencies]:
         if factor not in (None, 1.0):
             raise ModelError(f"{config.path}: 'partial_rotary_factor' is {factor!r}; only 1.0 is supported")
 
-    def frequencies(length: int) -> RopeFrequencies:
-        return rope_frequencies(head_dim, scaling=scaling, max_position_embeddings=longest, seq_len=length)
-
+    rope = _Rope(head_dim, scaling, longest, None)
     try:
-        fixed = frequencies(0)
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{config.path}: {error}") from error
-    return frequencies if kind in ("dynamic", "longrope") else lambda length: fixed
+        frequencies = rope(0)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ModelError(f"{config.path}: rotary positions: {error}") from error
+    return rope if kind in ("dynamic", "longrope") else replace(rope, fixed=frequencies)

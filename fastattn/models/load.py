@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,9 @@ from fastattn.models.files import Config, ModelError, Tensors, read_json
 from fastattn.models.weights import Precision
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
+
+    from numpy.typing import DTypeLike
 
     from fastattn.models.bert import Bert
     from fastattn.models.decoder import Decoder
@@ -26,7 +28,10 @@ MODEL_TYPES = tuple(_BUILDERS)
 
 
 def load(
-    folder: str | os.PathLike[str], *, dtype: str = "float32", weights_dtype: str | None = None
+    folder: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike = "float32",
+    weights_dtype: DTypeLike | None = None,
 ) -> Bert | Decoder:
     """Load a model: config.json, and model.safetensors or its parts that model.safetensors.index.json lists.
 
@@ -36,7 +41,7 @@ def load(
         As Hugging Face's save_pretrained writes it, with tensors in float32, float16 or bfloat16. Pooling and
         normalisation are read from a sentence-transformers folder's modules.json, where there is one.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
-        What is computed in, between layers and in the cache of keys and values.
+        What is computed in, between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : {"float32", "bfloat16", "int8"}, optional
         How the weights of linear maps are kept; by default in `dtype` (float64 can be kept in that only).
         Generation reads all of them for each token: where memory limits it, half or a quarter of the bytes
@@ -65,8 +70,10 @@ def load(
     (2, 384)
     """
     precision = Precision.of("load", dtype, weights_dtype)
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"load(): folder is of type {type(folder).__name__}; expected a path")
     path = Path(folder)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # which a name too long for the system is not, either
         raise ModelError(f"{path} is no folder; expected one with config.json and model.safetensors")
     config = Config(path / "config.json", read_json(path / "config.json"))
     model_type = config.text("model_type")

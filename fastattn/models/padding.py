@@ -16,23 +16,26 @@ if TYPE_CHECKING:
 
     from fastattn._args import Array, Bools, Ints
 
+NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
 _LEAST = 2**18
 
 
-def token_ids(func: str, ids: ArrayLike, vocab_size: int) -> Ints:
-    """`ids` as (batch, length); a single sequence is a batch of one."""
-    array = as_array(func, "ids", ids)
+def token_ids(func: str, ids: ArrayLike, vocab_size: int, name: str = "ids") -> Ints:
+    """`ids`, the argument `name`, as (batch, length); a single sequence is a batch of one."""
+    array = as_array(func, name, ids)
+    if array.dtype.kind == "U":
+        raise TypeError(f"{func}(): {name} is text; expected ids, as text.encode([...]) makes them")
     if array.size == 0:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{func}(): ids has dtype {array.dtype}; expected integers")
+        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
     if array.ndim not in (1, 2):
-        raise ValueError(f"{func}(): ids has shape {array.shape}; expected (batch, length) or (length,)")
+        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (batch, length) or (length,)")
     if array.size:
         least, most = array.min(), array.max()
         if least < 0 or most >= vocab_size:
             wrong = least if least < 0 else most
-            raise ValueError(f"{func}(): ids has {wrong}; expected 0 to {vocab_size - 1}")
+            raise ValueError(f"{func}(): {name} has {wrong}; expected 0 to {vocab_size - 1}")
     return np.atleast_2d(array).astype(np.int64, copy=False)
 
 

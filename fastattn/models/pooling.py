@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,10 +11,9 @@ import numpy as np
 from fastattn._args import lane_dtype
 from fastattn.attention import attention
 from fastattn.models.files import ModelError, read_json
+from fastattn.models.sentences import Sentences
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fastattn._args import Array, Bools
 
 MODES = ("mean", "cls", "max")
@@ -41,7 +41,10 @@ class Pooling:
         for module in read_json(path, list):
             kind = str(module.get("type") if isinstance(module, dict) else module).rpartition(".")[2]
             if kind == "Pooling":
-                mode = _mode(folder / str(module.get("path")) / "config.json")
+                name = module.get("path")
+                if not isinstance(name, str) or name in (".", "..") or Path(name).name != name:
+                    raise ModelError(f"{path}: 'path' of Pooling is {name!r}; expected a folder beside it")
+                mode = _mode(folder / name / "config.json", bool(Sentences.of(folder).prompt))
             elif kind == "Normalize":
                 normalize = True
             elif kind != "Transformer":
@@ -74,8 +77,12 @@ class Pooling:
         return pooled
 
 
-def _mode(path: Path) -> str:
+def _mode(path: Path, has_prompt: bool) -> str:
     values = read_json(path)
+    if has_prompt and values.get("include_prompt") is False:
+        raise ModelError(
+            f"{path}: 'include_prompt' is False; only True is supported where there is a default prompt"
+        )
     set_flags = [name for name in values if name.startswith("pooling_mode_") and values[name] is True]
     said = [values.get("pooling_mode"), *(_FLAGS.get(name, name) for name in set_flags)]
     modes: list[str] = list(dict.fromkeys(str(mode) for mode in said if mode is not None))

@@ -39,18 +39,32 @@ class Sampler:
             raise ValueError(f"{func}(): top_p is {top_p}; expected 0 to 1")
         if seed is not None:
             seed = integer(func, "seed", seed, 0)
+        if self.temperature == 0:
+            for name, value in (("top_k", top_k), ("top_p", top_p), ("seed", seed)):
+                if value is not None:
+                    raise ValueError(
+                        f"{func}(): {name} is {value} and temperature 0, which draws nothing; expected a"
+                        f" temperature above 0"
+                    )
         self.func = func
         self.generators = [np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(batch)]
 
     def __call__(self, logits: Array) -> Ints:
         """logits is (batch, vocab_size); result (batch,)."""
         logits = logits.astype(lane_dtype(logits.dtype), copy=False)
-        if np.isnan(logits).any():
+        best_logits = logits.max(axis=1)
+        if np.isnan(best_logits).any():
             raise ValueError(f"{self.func}(): the model's logits have NaN; expected numbers")
+        if (best_logits == -np.inf).any():
+            raise ValueError(f"{self.func}(): the model's logits are all -inf; expected a token to choose")
         if self.temperature == 0:
             best: Ints = np.argmax(logits, axis=1)
             return best
         return np.array([self._drawn(*row) for row in zip(logits, self.generators, strict=True)], np.int64)
+
+    def select(self, sequences: Ints) -> None:
+        """Keep the generators of these sequences, in this order, for `__call__` with their logits."""
+        self.generators = [self.generators[i] for i in sequences]
 
     def _drawn(self, logits: Array, generator: np.random.Generator) -> int:
         tokens, probs = self.candidates(logits)
@@ -64,8 +78,12 @@ class Sampler:
         if self.top_k is not None and self.top_k < len(logits):
             tokens = np.flatnonzero(logits >= np.partition(logits, -self.top_k)[-self.top_k])
         scores = logits[tokens].astype(np.float64)
-        with np.errstate(over="ignore"):  # a tiny temperature
-            probs = np.exp((scores - scores.max()) / self.temperature)
+        best = scores.max()
+        if best == np.inf:  # infinitely better than the others
+            probs = (scores == best).astype(np.float64)
+        else:
+            with np.errstate(over="ignore"):  # a tiny temperature
+                probs = np.exp((scores - best) / self.temperature)
         probs /= probs.sum()
         if self.top_p < 1:
             order = np.argsort(-probs, kind="stable")

@@ -28,17 +28,21 @@ class Precision:
     weights: str
 
     @classmethod
-    def of(cls, func: str, dtype: str, weights_dtype: str | None) -> Precision:
-        """From the names that a caller gives."""
-        if dtype not in DTYPES:
+    def of(cls, func: str, dtype: Any, weights_dtype: Any) -> Precision:
+        """From the names or types that a caller gives."""
+        name = _name(dtype)
+        if name not in DTYPES:
             raise ValueError(f"{func}(): dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
-        weights = dtype if weights_dtype is None else weights_dtype
-        fitting = ("float64",) if dtype == "float64" else WEIGHT_DTYPES
+        weights = name if weights_dtype is None else _name(weights_dtype)
+        fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES
         if weights not in fitting:
-            raise ValueError(
-                f"{func}(): weights_dtype is {weights!r}; expected {' or '.join(fitting)} for dtype {dtype}"
-            )
-        return cls(np.dtype(require("ml_dtypes").bfloat16 if dtype == "bfloat16" else dtype), weights)
+            expected = f"{' or '.join(fitting)} for dtype {name}"
+            raise ValueError(f"{func}(): weights_dtype is {weights_dtype!r}; expected {expected}")
+        return cls(np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name), weights)
+
+    def __str__(self) -> str:
+        kept = "" if self.weights == self.dtype.name else f", weights in {self.weights}"
+        return f"{self.dtype}{kept}"
 
     def pack(self, weight: Array, gate: Array | None = None) -> PackedLinear:
         """The weight of a linear map (out, in), or of a gated pair, as `ops.linear` takes it."""
@@ -46,7 +50,24 @@ class Precision:
 
     def vector(self, *parts: Array) -> Array:
         """Biases or a norm's weights, end to end, in the type that the kernels compute in."""
-        return np.concatenate(parts).astype(lane_dtype(self.dtype))
+        return joined(*parts).astype(lane_dtype(self.dtype))
+
+
+def joined(*parts: Array) -> Array:
+    """Arrays end to end; where they are of two 16-bit types, in float32, which holds both."""
+    if len({part.dtype for part in parts}) > 1:
+        parts = tuple(part.astype(np.float32) for part in parts)
+    return np.concatenate(parts)
+
+
+def _name(dtype: Any) -> Any:
+    """float32 for "float32", np.float32 and the like; what is no type stays as it is."""
+    if isinstance(dtype, str) or dtype is None:  # which NumPy takes for float64
+        return dtype
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return dtype
 
 
 def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> Array:
