@@ -70,7 +70,8 @@ def as_array(func: str, name: str, x: Any) -> Array:
         array = np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(x).__name__
-        raise TypeError(f"{func}(): {name} is of type {kind}; expected an array ({error})") from error
+        hint = "; .float() makes it one" if "BFloat16" in str(error) else ""  # a tensor of torch
+        raise TypeError(f"{func}(): {name} is of type {kind}; expected an array ({error}{hint})") from error
     if array.dtype == np.object_:
         held = ", ".join(sorted({type(element).__name__ for element in array.flat}))
         what = f"of type {type(x).__name__} and holds {held}" if array.ndim else _short(x)

@@ -26,6 +26,13 @@ def floats(*shape, dtype=np.float32):
     return np.ones(shape, dtype)
 
 
+class Tensor:
+    """As one of torch in bfloat16."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
 SHAPE = (2, 4, 5, 8)  # batch, heads, length, head_dim
 Q = floats(*SHAPE)
 SHARED = floats(*SHAPE)
@@ -43,6 +50,7 @@ BAD_CALLS = [
     bad(TypeError, "q has dtype", q=Q.astype(np.longdouble)),
     bad(TypeError, "q has dtype <U4", q="text"),
     bad(TypeError, "q is of type list; expected an array", q=[[1.0], [1.0, 2.0]]),
+    bad(TypeError, r"q is of type Tensor; expected an array \(.*BFloat16; .float\(\) makes it", q=Tensor()),
     bad(TypeError, "q is a masked array", q=np.ma.masked_array(Q)),
     bad(TypeError, "v is a masked array", v=np.ma.masked_array(Q)),
     bad(ValueError, r"q has shape \(\); expected \(..., heads, length, head_dim\)", q=np.float32(1)),
