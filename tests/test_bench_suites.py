@@ -123,6 +123,15 @@ def test_a_result_that_is_wrong_has_no_time(bench, monkeypatch):
     assert all("wrong result, off by 1" in answer["failed"] for answer in row["engines"].values())
 
 
+@pytest.mark.parametrize(("seconds", "said"), [(0.5, True), (2.0, False)])
+def test_a_figure_above_the_limit_is_explained(seconds, said):
+    row = {"section": "rows", "shape": {"name": "a"}, "dtype": "float32", "unit": "bytes", "work": 2e9}
+    row["engines"] = {"fastattn": {"seconds": seconds, "error": 0.0}}
+    limits = {"float32": {"bytes": 2e9, "flops": 1e9}}
+    table = list(report._tables({"engines": {"fastattn": {}}, "limits": limits, "rows": [row]}))
+    assert ("200%" in table[2], "above 100% of limit: read from the caches" in table[-1]) == (said, said)
+
+
 @pytest.mark.parametrize("suite", SUITES)
 @pytest.mark.parametrize("quick", [False, True])
 def test_plans(suite, quick, tmp_path):

@@ -46,6 +46,12 @@ def figures(report: Json, row: Json) -> Figures | None:
     )
 
 
+def _of_limit(report: Json, row: Json) -> float:
+    """0 where the table shows none."""
+    got = figures(report, row)
+    return 0.0 if got is None or got.of_limit is None or is_tiny(row) else got.of_limit
+
+
 def is_tiny(row: Json) -> bool:
     """Its time is what a call costs, whatever it computes."""
     return bool(row["work"] < 1e6)
@@ -87,6 +93,8 @@ def _tables(report: Json) -> Iterator[str]:
             cells = [_time(row["engines"].get(name, {}), scale) for name in names]
             yield f"  {row['shape']['name']:<32}" + _cells(cells) + _derived(report, row)
         yield _errors(rows, names)
+        if any(row["unit"] == "bytes" and _of_limit(report, row) > 1 for row in rows):
+            yield "  above 100% of limit: read from the caches, which are faster than the memory measured"
 
 
 def _cells(values: Iterable[str]) -> str:
