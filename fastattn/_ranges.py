@@ -109,7 +109,9 @@ def of_sorted(number: Ints, counts: Ints, begin: Ints, end: Ints, len_k: int) ->
     """Lists of ranges that are in order already, counts (lists,) of each, none empty, within the keys."""
     if (begin[1:] == end[:-1]).any():  # those that touch, or seem to at the border of two lists, are joined
         return union(number, len(counts), np.repeat(np.arange(len(counts)), counts), begin, end, len_k)
-    return RangeLists(number, np.append(0, np.cumsum(counts)), np.stack([begin, end], axis=-1))
+    ranges = np.empty((len(begin), 2), np.int64)
+    ranges[:, 0], ranges[:, 1] = begin, end
+    return RangeLists(number, np.append(0, np.cumsum(counts)), ranges)
 
 
 def _sweep(

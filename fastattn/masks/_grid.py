@@ -133,10 +133,12 @@ class neighborhood(Mask):
                 length = np.tile(some.sum(axis=1), len(first))[:, None]
                 keys, some = keys[np.arange(size), some.argmax(axis=1), None], np.ones((size, 1), np.bool_)
             first = (first[:, None, :, None] * size + keys[None, :, None, :]).reshape(len(first) * size, -1)
-            given = (given[:, None, :, None] & some[None, :, None, :]).reshape(first.shape)
-        counts, stop = np.append(given.sum(axis=1), 0), first + length
-        every = slice(None) if given.all() else given
-        lists = _ranges.of_sorted(shape.by_position(n), counts, first[every].ravel(), stop[every].ravel(), n)
+            if any(self.causal):  # type: ignore[arg-type]
+                given = (given[:, None, :, None] & some[None, :, None, :]).reshape(first.shape)
+        counts, begin, stop = np.full(n, first.shape[1]), first.ravel(), (first + length).ravel()
+        if not given.all():
+            counts, begin, stop = given.sum(axis=1), begin[given.ravel()], stop[given.ravel()]
+        lists = _ranges.of_sorted(shape.by_position(n), np.append(counts, 0), begin, stop, n)
         return _ranges.simplified(lists)
 
 

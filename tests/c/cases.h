@@ -61,11 +61,11 @@ enum { OPTIONS(X) };
 static const int alone[] = {
     0,     CAUSAL, WINDOW, RANGES,              RANGES | NAN_HIDDEN, RANGES | NAN_VALUES, CAUSAL | NAN_KEYS,
     MASK,  PADDING,        MASK | NAN_VALUES,   MASK | NAN_KEYS,     BIAS,                KEY_BIAS,
-    ALIBI, SOFTCAP,        SINKS,               NO_LSE,              LAYOUT,              LISTS, LISTS | CAUSAL,
-    LISTS | NAN_HIDDEN,    LISTS | NAN_VALUES};
+    ALIBI, SOFTCAP,        SINKS,               NO_LSE,              LAYOUT};
 
-enum { PER_SHAPE = 3, ALONE = 2 * COUNT(alone), TOGETHER = PER_SHAPE * (COUNT(shapes) - 2) };
-enum { N_CASES = (ALONE + TOGETHER) * COUNT(dtypes) };
+/* Behind those, lists of ranges: two of every shape, with other options. */
+enum { PER_SHAPE = 3, ALONE = 2 * COUNT(alone), TOGETHER = PER_SHAPE * (COUNT(shapes) - 2), LISTED = 2 * COUNT(shapes) };
+enum { N_CASES = (ALONE + TOGETHER + LISTED) * COUNT(dtypes) };
 
 typedef struct {
     int number, options, out_layout;
@@ -82,8 +82,10 @@ static test_case case_of(int number)
         c.s = shapes[i % 2];
         c.options = alone[i / 2];
     } else {
-        c.s = shapes[2 + (i - ALONE) / PER_SHAPE];
-        c.options = (int)(random_bits() & random_bits()) & ((1 << N_OPTIONS) - 1);
+        const int listed = i >= ALONE + TOGETHER;
+        c.s = shapes[listed ? (i - ALONE - TOGETHER) / 2 : 2 + (i - ALONE) / PER_SHAPE];
+        c.options = (int)(random_bits() & random_bits()) & (LISTS - 1);
+        if (listed) c.options |= LISTS;
         if (below(3)) c.options &= ~(NAN_KEYS | NAN_VALUES); /* they leave few numbers */
     }
     c.out_layout = c.options & LAYOUT ? (int)below(8) : 0;

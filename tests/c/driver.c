@@ -79,7 +79,7 @@ static const char *check(const fa_kernels *kernels, const test_case *c, const fa
             const double got = in_out ? get(&a->out, b, h, i, d) : get(&a->lse, b, h, i, 0);
             const double other = in_out ? get(&calls[1].out, b, h, i, d) : get(&calls[1].lse, b, h, i, 0);
             /* the bfloat16 dot product takes probabilities of 8 binary digits */
-            const double want = e[d].value, tolerance = e[d].tolerance + (p.bf16_dot ? 0x1p-9 * e[d].blur : 0);
+            const double want = e[d].value, tolerance = e[d].tolerance + (p.bf16_dot ? 0x1p-8 * e[d].blur : 0);
             const int right = isnan(want) ? isnan(got) : got == want || fabs(got - want) <= tolerance;
             const int same = isnan(got) ? isnan(other) : memcmp(&got, &other, sizeof got) == 0;
             if (!wrong[0] && !(right && same)) {

@@ -5,7 +5,7 @@
 #include "cases.h"
 
 /* What an element must be, and how far from it it may lie; `blur`, the mean of |v|: where the kernel rounds
- * probabilities, it moves by so much of that. */
+ * probabilities, to 8 bits, it moves by up to 2^-8 of that. */
 typedef struct {
     double value, tolerance, blur;
 } expected;
