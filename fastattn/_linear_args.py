@@ -122,11 +122,9 @@ def recurrent_args(
             f"{func}(): q, k and v have {heads_q}, {heads_k} and {heads_v} heads; expected those of k and v"
             f" to divide the larger of both, and those of q to be a multiple of it or divide it, too"
         )
-    try:
-        batch_shape = np.broadcast_shapes(*(x.shape[:-3] for x in arrays))
-    except ValueError:
-        shapes = " and ".join(str(x.shape[:-3]) for x in arrays)
-        raise ValueError(f"{func}(): q, k and v have batch dimensions {shapes}, which do not fit") from None
+    batch_shape = q_array.shape[:-3]
+    if not (batch_shape == k_array.shape[:-3] == v_array.shape[:-3]):
+        batch_shape = _broadcast_batch(func, *(x.shape[:-3] for x in arrays))
     if not causal and rule != "linear":
         raise ValueError(f"{func}(): causal is False; expected True with rule {rule!r}")
     if normalize and delta:
@@ -197,8 +195,22 @@ def _require_dtypes(func: str, q: np.dtype[Any], k: np.dtype[Any], v: np.dtype[A
         )
 
 
+def _broadcast_batch(func: str, q: Shape, k: Shape, v: Shape) -> Shape:
+    """The batch dimensions of all three broadcast."""
+    try:
+        return np.broadcast_shapes(q, k, v)
+    except ValueError:
+        raise ValueError(
+            f"{func}(): q, k and v have batch dimensions {q}, {k} and {v}; expected ones that broadcast"
+        ) from None
+
+
 def _tokens(func: str, name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array:
     """`x`, numbers for every token, as `lane`; broadcasts to `shape`, (..., heads, length)."""
+    if (
+        type(x) is np.ndarray and x.dtype is lane and x.shape == shape
+    ):  # the usual case, in a tenth of the time
+        return x
     array = float_array(func, name, x)
     if array.ndim < 2:
         raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., heads, length)")
@@ -210,7 +222,7 @@ def _decays(func: str, x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any])
     """`x` as logarithms of decays for `shape`, (..., heads, length), or with `head_dim`, one more axis."""
     if x is None:
         return None
-    array = float_array(func, "log_decay", x)
+    array = x if type(x) is np.ndarray and x.dtype is lane else float_array(func, "log_decay", x)
     if head_dim:
         if array.ndim < 3 or array.shape[-1] != head_dim:
             expected = (*shape[-2:], head_dim)
@@ -224,7 +236,9 @@ def _decays(func: str, x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any])
         array = array[:, None]
     else:
         array = _tokens(func, "log_decay", array, shape, lane)
-    array = np.asarray(array, lane, order="C" if head_dim and array.strides[-1] != array.itemsize else None)
+    if head_dim and array.strides[-1] != array.itemsize:
+        array = array.copy()
+    array = np.asarray(array, lane)
     if array.size and not array.max() <= 0:  # NaN is not
         raise ValueError(f"{func}(): log_decay has {array.max()}; expected 0 or less, -inf for a reset")
     return array
@@ -256,10 +270,6 @@ def _state(func: str, name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> A
 
 def _same(a: Any, b: Array | None) -> bool:
     """Whether two arrays of one shape are the same elements of memory."""
-    return (
-        isinstance(a, np.ndarray)
-        and b is not None
-        and a.ctypes.data == b.ctypes.data
-        and a.strides == b.strides
-        and a.shape == b.shape
-    )
+    if a is b or not isinstance(a, np.ndarray) or b is None:
+        return a is b
+    return a.ctypes.data == b.ctypes.data and a.strides == b.strides and a.shape == b.shape

@@ -345,3 +345,14 @@ def test_out_state_shares_no_memory_but_with_the_state_itself():
         linear_attention(X, X, X, rule="linear", state=memory[:2], out_state=memory[1:])
     with pytest.raises(ValueError, match="out_state shares memory with v"):
         linear_attention(X[:, :4], X[:, :4], memory[:2], rule="linear", out_state=memory[:2])
+
+
+def test_a_state_is_itself_through_another_view():
+    state = np.zeros((2, 4, 4), np.float32)
+    linear_attention(X, X, X, rule="linear", state=state, out_state=state[:])
+    np.testing.assert_array_equal(state, np.full((2, 4, 4), 5))
+
+
+def test_batch_dimensions_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"batch dimensions \(2,\), \(3,\) and \(2,\); expected ones"):
+        linear_attention(X[:, None], np.ones((3, 1, 5, 4), np.float32), X[:, None], rule="linear")
