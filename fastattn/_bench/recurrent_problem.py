@@ -122,27 +122,27 @@ class RecurrentProblem(NamedTuple):
         return (6.0 if "delta" in self.variant else 4.0) * n * state
 
 
-def shape(batch: int, heads: int, length: int, head_dim: int) -> RecurrentShape:
-    return RecurrentShape(f"{batch},{heads},{length},{head_dim}", batch, heads, length, head_dim)
+HEADS = ((1, 8, 4096, 64), (1, 8, 4096, 128))
+LENGTHS = tuple((1, 8, length, 64) for length in (1024, 2048, 8192, 16384, 32768))
+STEPS = ((1, 32, 1, 128), (64, 32, 1, 64), (64, 32, 1, 128))
+QUICK = ((1, 4, 4096, 64),), ((1, 4, 8192, 64), (1, 4, 16384, 64)), ((16, 32, 1, 128),)
 
 
 def plan(dtype: str | None, quick: bool, seed: int, folder: Path) -> list[Section]:
     """What is measured, in float32 or in `dtype`; with `quick` a part of it."""
     name = dtype or "float32"
 
-    def section(title: str, shapes: Any, rules: Any) -> Section:
-        problems = [RecurrentProblem(shape, rule, name, seed) for shape in shapes for rule in rules]
+    def section(title: str, sizes: Any, rules: Any) -> Section:
+        problems = [
+            RecurrentProblem(RecurrentShape(f"{rule} {','.join(map(str, size))}", *size), rule, name, seed)
+            for size in sizes
+            for rule in rules
+        ]
         return Section(f"{title}, {name}", problems)
 
-    heads = [shape(1, 8, 4096, 64), shape(1, 8, 4096, 128)]
-    lengths = [shape(1, 8, n, 64) for n in ((8192, 16384) if quick else (1024, 2048, 8192, 16384, 32768))]
-    steps = (
-        [shape(64, 32, 1, 128)]
-        if quick
-        else [shape(1, 32, 1, 128), shape(64, 32, 1, 64), shape(64, 32, 1, 128)]
-    )
+    heads, lengths, steps = QUICK if quick else (HEADS, LENGTHS, STEPS)
     return [
-        section("length 4096", heads, (SOFTMAX, *RULES)),
-        section("lengths", lengths, ("linear", "gated_delta")),
-        section("decoding step", steps, ("linear", "gated_delta") if not quick else ("gated_delta",)),
+        section("length 4096", heads, (*(RULES[::2] if quick else RULES), SOFTMAX)),
+        section("lengths", lengths, ("decay",) if quick else ("linear", "gated_delta")),
+        section("decoding step", steps, ("gated_delta",) if quick else ("linear", "gated_delta")),
     ]
