@@ -1,0 +1,32 @@
+"""Tokenizers of tiny models: one of a few words, one of bytes."""
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers import models as tokenizer_models
+
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", "the", "a", "cat", "dog", "sat", "ran", "on", "mat", "tree"]
+TEXTS = ["the cat sat on the mat", "a dog ran", "", "a tree sat on the cat on the mat on a dog", "the cat"]
+
+
+def write_tokenizer(folder):
+    """Words between spaces, <s> before and </s> after a text."""
+    words = {word: i for i, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(tokenizer_models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.enable_padding(length=20)  # as some files have it; not wanted here
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_byte_tokenizer(folder, merges=()):
+    """One token a byte, 256 of them, and one for each merge of two, "a b": as GPT-2's."""
+    pairs = [tuple(merge.split()) for merge in merges]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in pairs)]
+    tokenizer = Tokenizer(tokenizer_models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
