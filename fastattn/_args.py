@@ -64,6 +64,21 @@ class AttentionArgs:
     result: Any  # what the caller gets: out or (out, lse); without the heads axis if q, k and v came without
 
 
+def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> AttentionArgs:
+    """Attention without any option, of arrays (batch, heads, length, head_dim) that are known to fit."""
+    args = AttentionArgs()
+    batch, args.heads_q, args.len_q, args.head_dim = q.shape
+    _, args.heads_kv, args.len_k, args.head_dim_v = v.shape
+    args.batch_shape = (batch,)
+    args.q, args.k, args.v, args.out, args.result = q, k, v, out, out
+    args.scale, args.softcap = args.head_dim**-0.5, 0.0
+    args.lse = args.mask = args.bias = args.alibi_slopes = args.sinks = None
+    args.row_begin = args.row_end = args.q_position = None
+    args.ranges = args.range_first = args.range_last = None
+    args.num_threads, args.copies = num_threads, ()
+    return args
+
+
 def lane_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Type in which results of `dtype` are accumulated."""
     return FLOAT64 if dtype == FLOAT64 else FLOAT32

@@ -20,11 +20,12 @@ from fastattn import reference, reference_linear, reference_ops
 from fastattn._inputs import integer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from fastattn._args import AttentionArgs
     from fastattn._linear_args import RecurrentArgs
     from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
+    from fastattn._program import Step
 
 try:
     import fastattn._core as _core
@@ -232,6 +233,11 @@ def run(args: AttentionArgs, backend: str | None) -> None:
     if backend is None and not _settings.asked_by:
         _warn_of_fallback()
     reference.attention(args)
+
+
+def compiled_program(steps: Sequence[Step]) -> Any:
+    """The steps of a `_program.Program` for the compiled layer, where that is there."""
+    return _core.Program(steps)
 
 
 def run_op(name: str, args: LinearArgs | RopeArgs | RowsArgs, backend: str | None) -> None:

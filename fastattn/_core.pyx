@@ -262,18 +262,14 @@ cdef void _run(Loop *loop, int64_t wave, int threads) noexcept nogil:
             _task(loop, task, threadid())
 
 
-def attention(args):
-    """Compute `args.out` and, where given, `args.lse`."""
-    cdef fa_attention_args a
+cdef void _run_attention(fa_attention_args *a, int threads) except *:
     cdef Loop loop
-    cdef int64_t *tables = _set_args(&a, args, True)
-    cdef int threads = args.num_threads if FA_OPENMP else 1
     cdef int64_t wave = 0, scratch_bytes
     cdef char *memory
     cdef list errors = []
     loop.kernels = fa_isa_kernels(_isa, a.q.dtype)
-    loop.args = &a
-    loop.kernels.plan(&a, threads, &loop.plan)
+    loop.args = a
+    loop.kernels.plan(a, threads, &loop.plan)
     if loop.plan.flops < (PARALLEL_DOT if loop.plan.kind == FA_DOT else PARALLEL_TILE):
         threads = 1
     # With few KV heads their splits are the tasks; with many, a head is.
@@ -283,7 +279,6 @@ def attention(args):
     scratch_bytes = threads * loop.plan.scratch_bytes
     memory = <char *>PyMem_RawMalloc(scratch_bytes + (wave + 1) * loop.plan.partial_bytes + 64)
     if memory == NULL:
-        PyMem_RawFree(tables)
         raise MemoryError(f"attention(): no memory for {scratch_bytes} bytes of scratch")
     loop.scratch = memory + (-<uintptr_t>memory) % 64
     loop.state = loop.scratch + scratch_bytes
@@ -295,9 +290,18 @@ def attention(args):
     with nogil:
         _run(&loop, wave, threads)
     PyMem_RawFree(memory)
-    PyMem_RawFree(tables)
     if errors:
         raise errors[0]
+
+
+def attention(args):
+    """Compute `args.out` and, where given, `args.lse`."""
+    cdef fa_attention_args a
+    cdef int64_t *tables = _set_args(&a, args, True)
+    try:
+        _run_attention(&a, args.num_threads if FA_OPENMP else 1)
+    finally:
+        PyMem_RawFree(tables)
 
 
 def plan(args):
@@ -354,4 +358,5 @@ def read_bandwidth(num_threads):
 
 
 include "_core_ops.pxi"
+include "_core_program.pxi"
 include "_core_recurrent.pxi"

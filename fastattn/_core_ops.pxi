@@ -25,53 +25,74 @@ cdef char *_aligned_scratch(int64_t n_bytes, void **memory) except NULL:
     return <char *>memory[0] + (-<uintptr_t>memory[0]) % 64
 
 
-def linear(args):
-    """Compute `args.out`, of a LinearArgs."""
-    cdef fa_linear_args a
-    cdef fa_linear_plan p
-    cdef const fa_kernels *kernels
-    cdef int threads = args.num_threads if FA_OPENMP else 1
-    cdef int64_t task
-    cdef void *memory
-    cdef char *scratch
-    weight = args.weight
-    memset(&a, 0, sizeof(a))
-    a.x = _rows(args.x, &a.x_row)
-    a.out = _rows(args.out, &a.out_row)
-    if args.residual is not None:
-        a.residual = _rows(args.residual, &a.residual_row)
-    if args.bias is not None:
-        a.bias = cnp.PyArray_DATA(args.bias)
+cdef void _set_linear(fa_linear_args *a, weight, cnp.ndarray bias, activation, fa_dtype dtype) except *:
+    """All of `a` but what its rows are."""
+    memset(a, 0, sizeof(fa_linear_args))
+    if bias is not None:
+        a.bias = cnp.PyArray_DATA(bias)
     if weight.scales is not None:
         a.scales = cnp.PyArray_DATA(weight.scales)
     a.panels = <const char *>cnp.PyArray_DATA(weight.panels)
-    a.m, a.n, a.k = args.out.shape[0], weight.out_features, weight.in_features
-    a.dtype = _dtype(args.x)
+    a.n, a.k = weight.out_features, weight.in_features
+    a.dtype = dtype
     a.weight = _WEIGHTS[weight.dtype]
     a.gated = weight.gated
-    a.activation = _ACTIVATIONS[args.activation]
-    kernels = fa_isa_kernels(_isa, a.dtype)
-    kernels.linear_plan(&a, threads, &p)
+    a.activation = _ACTIVATIONS[activation]
+
+
+cdef void _run_linear(fa_linear_args *a, int threads) except *:
+    cdef fa_linear_plan p
+    cdef const fa_kernels *kernels = fa_isa_kernels(_isa, a.dtype)
+    cdef int64_t task
+    cdef void *memory
+    cdef char *scratch
+    kernels.linear_plan(a, threads, &p)
     threads = 1 if p.flops < PARALLEL_TILE else max(1, min(threads, p.n_tasks))
     scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
     with nogil:
         if threads == 1:
             for task in range(p.n_tasks):
-                kernels.linear_run(&a, &p, task, scratch)
+                kernels.linear_run(a, &p, task, scratch)
         else:
             for task in prange(p.n_tasks, num_threads=threads, schedule="dynamic"):
-                kernels.linear_run(&a, &p, task, scratch + threadid() * p.scratch_bytes)
+                kernels.linear_run(a, &p, task, scratch + threadid() * p.scratch_bytes)
+    PyMem_RawFree(memory)
+
+
+def linear(args):
+    """Compute `args.out`, of a LinearArgs."""
+    cdef fa_linear_args a
+    _set_linear(&a, args.weight, args.bias, args.activation, _dtype(args.x))
+    a.x = _rows(args.x, &a.x_row)
+    a.out = _rows(args.out, &a.out_row)
+    if args.residual is not None:
+        a.residual = _rows(args.residual, &a.residual_row)
+    a.m = args.out.shape[0]
+    _run_linear(&a, args.num_threads if FA_OPENMP else 1)
+
+
+cdef void _run_rows(fa_rows_args *a, int threads) except *:
+    cdef const fa_kernels *kernels = fa_isa_kernels(_isa, a.dtype)
+    cdef int64_t task, step, scratch_bytes
+    cdef void *memory
+    cdef char *scratch
+    scratch_bytes = kernels.rows_scratch_bytes(a.n)
+    scratch_bytes = (scratch_bytes + 63) // 64 * 64  # each thread's begins at a cache line
+    step = max(1, TASK_ELEMENTS // max(1, a.n))
+    threads = 1 if a.m * a.n < PARALLEL_ELEMENTS else max(1, min(threads, (a.m + step - 1) // step))
+    scratch = _aligned_scratch(threads * scratch_bytes, &memory)
+    with nogil:
+        if threads == 1:
+            kernels.rows_run(a, 0, a.m, scratch)
+        else:
+            for task in prange((a.m + step - 1) // step, num_threads=threads, schedule="dynamic"):
+                kernels.rows_run(a, task * step, min(a.m, task * step + step), scratch + threadid() * scratch_bytes)
     PyMem_RawFree(memory)
 
 
 def rows(args):
     """Compute `args.out`, and `args.total` where there is one, of a RowsArgs."""
     cdef fa_rows_args a
-    cdef const fa_kernels *kernels
-    cdef int threads = args.num_threads if FA_OPENMP else 1
-    cdef int64_t task, step, scratch_bytes
-    cdef void *memory
-    cdef char *scratch
     memset(&a, 0, sizeof(a))
     a.kind = _KINDS[args.kind]
     a.dtype = _dtype(args.x)
@@ -89,19 +110,7 @@ def rows(args):
         a.weight = cnp.PyArray_DATA(args.weight)
     if args.bias is not None:
         a.bias = cnp.PyArray_DATA(args.bias)
-    kernels = fa_isa_kernels(_isa, a.dtype)
-    scratch_bytes = kernels.rows_scratch_bytes(a.n)
-    scratch_bytes = (scratch_bytes + 63) // 64 * 64  # each thread's begins at a cache line
-    step = max(1, TASK_ELEMENTS // max(1, a.n))
-    threads = 1 if a.m * a.n < PARALLEL_ELEMENTS else max(1, min(threads, (a.m + step - 1) // step))
-    scratch = _aligned_scratch(threads * scratch_bytes, &memory)
-    with nogil:
-        if threads == 1:
-            kernels.rows_run(&a, 0, a.m, scratch)
-        else:
-            for task in prange((a.m + step - 1) // step, num_threads=threads, schedule="dynamic"):
-                kernels.rows_run(&a, task * step, min(a.m, task * step + step), scratch + threadid() * scratch_bytes)
-    PyMem_RawFree(memory)
+    _run_rows(&a, args.num_threads if FA_OPENMP else 1)
 
 
 def rope(args):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._args import FLOAT32, FLOAT64, AttentionArgs
+from fastattn._args import FLOAT32, FLOAT64, plain_args
 from fastattn._check import attention_args
 from fastattn._inputs import as_array, float_array
 from fastattn._ops_args import LinearArgs, RowsArgs, data
@@ -146,14 +146,5 @@ def attention(
             raise ValueError(f"{func}(): attention gives shape {args.out.shape}; expected {out.shape}")
         args.out = out
     else:  # nothing is left to check, which would be a third of a small layer's Python
-        args = AttentionArgs()
-        batch, args.heads_q, args.len_q, args.head_dim = q.shape
-        _, args.heads_kv, args.len_k, args.head_dim_v = v.shape
-        args.batch_shape = (batch,)
-        args.q, args.k, args.v, args.out, args.result = q, k, v, out, out
-        args.scale, args.softcap = args.head_dim**-0.5, 0.0
-        args.lse = args.mask = args.bias = args.alibi_slopes = args.sinks = None
-        args.row_begin = args.row_end = args.q_position = None
-        args.ranges = args.range_first = args.range_last = None
-        args.num_threads, args.copies = _backend.get_num_threads(), ()
+        args = plain_args(q, k, v, out, _backend.get_num_threads())
     _backend.run(args, None)

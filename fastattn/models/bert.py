@@ -14,7 +14,8 @@ import numpy as np
 from fastattn import ops
 from fastattn._args import lane_dtype
 from fastattn._inputs import integer
-from fastattn.attention import attention
+from fastattn._program import AttendStep, LinearStep, NormStep, Program
+from fastattn.layers import calls
 from fastattn.models import padding
 from fastattn.models.activations import ACTIVATIONS
 from fastattn.models.files import ModelError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args import Array, Ints, Shape
+    from fastattn._program import Step
     from fastattn.models.files import Config, Tensors
     from fastattn.models.weights import Precision
     from fastattn.packed import PackedLinear
@@ -40,19 +42,9 @@ _NORM = ("weight", "bias")
 _OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")  # as TensorFlow, and so bert-base-uncased, calls them
 _NEW = {"gamma": "weight", "beta": "bias"}
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Layer:
-    qkv: PackedLinear
-    qkv_bias: Array
-    attended: PackedLinear  # the linear map behind attention
-    attended_bias: Array
-    attended_norm: tuple[Array, Array]  # weight, bias
-    inner: PackedLinear
-    inner_bias: Array
-    outer: PackedLinear
-    outer_bias: Array
-    outer_norm: tuple[Array, Array]
+# Buffers of the program, a token's row each: the result, sums before a norm, queries with keys and values,
+# what attention makes of them, the inner features of the feed-forward.
+_Y, _SUM, _QKV, _CONTEXT, _INNER = range(5)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,14 +54,13 @@ class Bert:
     model_type: str
     hidden_size: int
     heads: int
-    activation: str
-    eps: float
     max_length: int  # tokens of a sequence
     tokens: Array  # (vocab_size, hidden_size), as in the file
     token_types: Array  # (types, hidden_size), as what follows in the type of the computation
     positions: Array  # (max_length, hidden_size), the first token type's vector added
-    embedding_norm: tuple[Array, Array]
-    layers: tuple[_Layer, ...]
+    inner: int  # features between the two maps of a feed-forward
+    depth: int  # layers
+    program: Program
     precision: Precision
     pooling: Pooling
     sentences: Sentences
@@ -91,7 +82,7 @@ class Bert:
         return self.precision.weights
 
     def __repr__(self) -> str:
-        return f"<{self.model_type}: {len(self.layers)} layers of {self.hidden_size}, {self.precision}>"
+        return f"<{self.model_type}: {self.depth} layers of {self.hidden_size}, {self.precision}>"
 
     def __call__(
         self, ids: ArrayLike, attention_mask: ArrayLike | None = None, token_type_ids: ArrayLike | None = None
@@ -142,22 +133,22 @@ class Bert:
         x += self.positions[:length]
         if types is not None:
             x += (self.token_types - self.token_types[0])[types]
-        x = x.reshape(n, hidden)
-        y = ops.layer_norm(x, *self.embedding_norm, eps=self.eps)
-
-        buffer = padding.Buffers(n, dtype)
-        x_out, y_out, qkv_out = buffer(hidden), buffer(hidden), buffer(3 * hidden)
-        inner_out = buffer(self.layers[0].inner.out_features) if self.layers else None
-        heads_out = buffer.heads(batch, length, self.heads, hidden // self.heads)
-        for layer in self.layers:
-            qkv = ops.linear(y, layer.qkv, layer.qkv_bias, out=qkv_out)
-            q, k, v = padding.split_heads(qkv, batch, length, self.heads, self.heads, self.heads)
-            context = padding.join_heads(attention(q, k, v, out=heads_out, kv_lengths=lengths))
-            x = ops.linear(context, layer.attended, layer.attended_bias, residual=y, out=x_out)
-            y = ops.layer_norm(x, *layer.attended_norm, eps=self.eps, out=y_out)
-            inner = ops.linear(y, layer.inner, layer.inner_bias, activation=self.activation, out=inner_out)
-            x = ops.linear(inner, layer.outer, layer.outer_bias, residual=y, out=x_out)
-            y = ops.layer_norm(x, *layer.outer_norm, eps=self.eps, out=y_out)
+        # What is not needed at one time lies in one place: context and its parts, and inner features.
+        memory = calls.scratch("model", n, max(4 * hidden, self.inner), dtype)
+        flat, qkv, context, inner = memory.reshape(-1), n * 3 * hidden, n * 4 * hidden, n * self.inner
+        y = np.empty((n, hidden), dtype)
+        self.program.run(
+            [
+                y,
+                x.reshape(n, hidden),
+                flat[:qkv].reshape(n, 3 * hidden),
+                flat[qkv:context].reshape(n, hidden),
+                flat[:inner].reshape(n, self.inner),
+            ],
+            batch,
+            lengths,
+        )
+        calls.keep("model", memory)
         return y.reshape(batch, length, hidden)
 
     def embed(
@@ -261,17 +252,21 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         weight = joined(*(tensors[f"{name}.weight"] for name in names))
         return precision.pack(weight), precision.vector(*(tensors[f"{name}.bias"] for name in names))
 
-    def layer_of(name: str) -> _Layer:
+    activation = config.choice("hidden_act", ACTIVATIONS, "gelu")
+    eps = config.number("layer_norm_eps", 1e-12)
+    steps: list[Step] = [NormStep(_SUM, _Y, "layer_norm", *norm("embeddings.LayerNorm"), eps)]
+    for i in range(depth):
+        name = f"encoder.layer.{i}"
         qkv = linear(*(f"{name}.attention.self.{part}" for part in ("query", "key", "value")))
-        attended, attended_norm = f"{name}.attention.output.dense", f"{name}.attention.output.LayerNorm"
-        return _Layer(
-            *qkv,
-            *linear(attended),
-            norm(attended_norm),
-            *linear(f"{name}.intermediate.dense"),
-            *linear(f"{name}.output.dense"),
-            norm(f"{name}.output.LayerNorm"),
-        )
+        steps += [
+            LinearStep(_Y, _QKV, *qkv),
+            AttendStep(_QKV, _CONTEXT, heads, heads, hidden // heads),
+            LinearStep(_CONTEXT, _SUM, *linear(f"{name}.attention.output.dense"), residual=_Y),
+            NormStep(_SUM, _Y, "layer_norm", *norm(f"{name}.attention.output.LayerNorm"), eps),
+            LinearStep(_Y, _INNER, *linear(f"{name}.intermediate.dense"), activation),
+            LinearStep(_INNER, _SUM, *linear(f"{name}.output.dense"), residual=_Y),
+            NormStep(_SUM, _Y, "layer_norm", *norm(f"{name}.output.LayerNorm"), eps),
+        ]
 
     token_types = precision.vector(tensors["embeddings.token_type_embeddings.weight"])
     positions = precision.vector(tensors["embeddings.position_embeddings.weight"])[first:] + token_types[0]
@@ -279,14 +274,13 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         model_type=model_type,
         hidden_size=hidden,
         heads=heads,
-        activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
-        eps=config.number("layer_norm_eps", 1e-12),
         max_length=len(positions),
         tokens=tensors["embeddings.word_embeddings.weight"],
         token_types=token_types.astype(precision.dtype),
         positions=positions.astype(precision.dtype),
-        embedding_norm=norm("embeddings.LayerNorm"),
-        layers=tuple(layer_of(f"encoder.layer.{i}") for i in range(depth)),
+        inner=inner,
+        depth=depth,
+        program=Program(tuple(steps)),
         precision=precision,
         pooling=Pooling.of(folder),
         sentences=Sentences.of(folder),
