@@ -289,9 +289,41 @@ def test_an_encoder_layer_is_seven_kernels(monkeypatch):
         _backend, "run_op", lambda name, args, b: (ran.append(name), run_op(name, args, b))[1]
     )
     monkeypatch.setattr(_backend, "run", lambda args, b: (ran.append(args.copies), run(args, b))[1])
-    x = draw(BATCH, LENGTH, WIDTH)
-    TransformerEncoderLayer(WIDTH, HEADS, 96, "swiglu", rng=np.random.default_rng(0))(x)
+    x, nothing = draw(BATCH, LENGTH, WIDTH), np.zeros((BATCH, LENGTH), bool)
+    layer = TransformerEncoderLayer(WIDTH, HEADS, 96, "swiglu", rng=np.random.default_rng(0))
+    layer(x, src_key_padding_mask=nothing)
     assert ran == ["linear", (), "linear", "rows", "linear", "linear", "rows"]
+    layer(x)
+    assert [step.op for step in layer._plain.program.steps] == [
+        "linear", "attend", "linear", "norm", "linear", "linear", "norm",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_plain_layer_is_the_layer(dtype, norm_first, norm, implementation):
+    """Without masks all kernels run in one call: the same as with one that hides nothing."""
+    x = draw(BATCH, LENGTH, WIDTH).astype(dtype)
+    for heads in ({}, {"num_kv_heads": 2}, {"head_dim": 24}):
+        options = {"norm_first": norm_first, "norm": norm, "attention": heads, "weights_dtype": dtype}
+        layer = TransformerEncoderLayer(WIDTH, HEADS, 96, "geglu", rng=np.random.default_rng(0), **options)
+        masked = layer(x, src_mask=np.zeros((LENGTH, LENGTH), bool))
+        np.testing.assert_allclose(layer(x), masked, rtol=0, atol=1e-5 if dtype == "float32" else 1e-13)
+        assert (layer._plain.program is not None) == (heads != {"head_dim": 24} or layer.self_attn.is_plain())
+        np.testing.assert_array_equal(layer(x[:, ::-1])[:, ::-1], layer(x[:, ::-1].copy())[:, ::-1])
+
+
+def test_a_plain_layer_notices_new_parameters():
+    x = draw(BATCH, LENGTH, WIDTH)
+    one, other = (TransformerEncoderLayer(WIDTH, HEADS, 96, rng=np.random.default_rng(i)) for i in (0, 1))
+    expected = other(x)
+    assert not np.allclose(one(x), expected)
+    one.load_state_dict(other.state_dict())
+    np.testing.assert_array_equal(one(x), expected)
+    one.norm2 = LayerNorm(WIDTH, rng=np.random.default_rng(0))
+    one.norm2.load_state_dict({"weight": np.zeros(WIDTH, "f"), "bias": np.ones(WIDTH, "f")})
+    np.testing.assert_array_equal(one(x), np.ones_like(x))
 
 
 def every_layer(dtype="float32"):

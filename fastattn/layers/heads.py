@@ -139,6 +139,14 @@ class AttentionParameters(Layer):
                 f"{FUNC}(): rope rotates {rotated} dimensions; expected at most head_dim, {self._head_dim}"
             )
 
+    def is_plain(self) -> bool:
+        """Whether it is attention without any option, over queries, keys and values that lie side by side."""
+        more = self._options or self._extra or self.output_gate or self.sinks or self.qk_norm or self.rope
+        if more or self.all_maps is None:
+            return False
+        begins, sizes = self.all_maps.begins, self.all_maps.sizes
+        return all(begin == sum(sizes[:i]) for i, begin in enumerate(begins))
+
     def __getstate__(self) -> dict[str, Any]:
         """The fields without the views of `all_maps`, so that a pickle holds the weights once, too."""
         state = self.__dict__.copy()

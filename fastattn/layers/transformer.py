@@ -14,6 +14,7 @@ from fastattn.layers import calls
 from fastattn.layers.attention import MultiHeadAttention
 from fastattn.layers.basic import FeedForward, LayerNorm, RMSNorm, make_norm
 from fastattn.layers.heads import HeadOptions
+from fastattn.layers.plain import PlainEncoder, plain_encoder
 from fastattn.layers.scores import Names
 from fastattn.layers.state import Layer
 
@@ -73,6 +74,7 @@ class TransformerEncoderLayer(Layer):
     feed_forward: FeedForward = field(init=False, repr=False)
     norm1: Norm = field(init=False, repr=False)
     norm2: Norm = field(init=False, repr=False)
+    _plain: PlainEncoder | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         _require_flags(self)
@@ -102,6 +104,11 @@ class TransformerEncoderLayer(Layer):
             src_key_padding_mask = calls.one_batch(func, "src_key_padding_mask", src_key_padding_mask)
         batch, length, _ = batched.shape
         x = rows(batched)
+        options = (src_mask, src_key_padding_mask, cache, lengths)
+        if is_causal is False and all(option is None for option in options):
+            self._plain = plain_encoder(self, self._plain)
+            if self._plain.program is not None:
+                return self._plain(x, batch).reshape(array.shape)
         normed = self.norm1._of_rows(x) if self.norm_first else x
         total, _ = self.self_attn._attend(
             normed,
