@@ -235,9 +235,9 @@ def run(args: AttentionArgs, backend: str | None) -> None:
     reference.attention(args)
 
 
-def compiled_program(steps: Sequence[Step]) -> Any:
-    """The steps of a `_program.Program` for the compiled layer, where that is there."""
-    return _core.Program(steps)
+def compiled_program(steps: Sequence[Step], places: Sequence[tuple[int, int]]) -> Any:
+    """A `_program.Program` for the compiled layer, where that is there."""
+    return _core.Program(steps, places)
 
 
 def run_op(name: str, args: LinearArgs | RopeArgs | RowsArgs, backend: str | None) -> None:

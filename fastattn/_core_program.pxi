@@ -1,7 +1,7 @@
 # Operations one after another over the same rows, in one call: a part of _core.pyx, which includes it.
 
 cdef enum:
-    MAX_BUFFERS = 8
+    MAX_BUFFERS = 8  # x, out, and the places in memory
 
 ctypedef enum StepKind:
     LINEAR_STEP, NORM_STEP, ATTEND_STEP
@@ -19,10 +19,12 @@ cdef class Program:
     """The steps of a `fastattn._program.Program`, as C has them; it keeps their arrays alive."""
 
     cdef Step *steps
-    cdef int n
+    cdef int n, n_places
     cdef object alive
+    cdef int64_t begins[MAX_BUFFERS]  # of the places in a call's memory, in features
+    cdef int64_t widths[MAX_BUFFERS]
 
-    def __cinit__(self, steps):
+    def __cinit__(self, steps, places):
         cdef Step *to
         cdef int i
         self.alive = steps
@@ -30,6 +32,9 @@ cdef class Program:
         self.steps = <Step *>PyMem_RawMalloc(max(1, self.n) * sizeof(Step))
         if self.steps == NULL:
             raise MemoryError("fastattn: no memory for the steps of a model")
+        self.n_places = len(places)
+        for i in range(self.n_places):
+            self.begins[i], self.widths[i] = places[i]
         for i in range(self.n):
             step, to = steps[i], &self.steps[i]
             memset(to, 0, sizeof(Step))
@@ -55,22 +60,22 @@ cdef class Program:
     def __dealloc__(self):
         PyMem_RawFree(self.steps)
 
-    def run(self, list buffers, int64_t batch, cnp.ndarray lengths, int num_threads):
-        """Run the steps on `buffers`, (batch * length, columns) each; the first lengths (batch) keys count."""
+    def run(self, cnp.ndarray x, cnp.ndarray out, cnp.ndarray memory, int64_t batch, cnp.ndarray lengths,
+            int num_threads):
+        """Run the steps on rows x and out, (batch * length, features); the first lengths (batch) keys count."""
         cdef char *data[MAX_BUFFERS]
         cdef int64_t row[MAX_BUFFERS]
         cdef int64_t columns[MAX_BUFFERS]
-        cdef cnp.ndarray array
-        cdef fa_dtype dtype = _dtype(buffers[0])
-        cdef int64_t m = buffers[0].shape[0]
+        cdef fa_dtype dtype = _dtype(x)
+        cdef int64_t m = cnp.PyArray_DIMS(x)[0], size = cnp.PyArray_ITEMSIZE(x)
         cdef int threads = num_threads if FA_OPENMP else 1, i
         cdef int64_t *tables
-        if len(buffers) > MAX_BUFFERS:
-            raise ValueError(f"{len(buffers)} buffers; expected at most {MAX_BUFFERS}")
-        for i in range(len(buffers)):
-            array = buffers[i]
-            data[i] = _rows(array, &row[i])
-            columns[i] = cnp.PyArray_DIMS(array)[1]
+        data[0], columns[0] = _rows(x, &row[0]), cnp.PyArray_DIMS(x)[1]
+        data[1], columns[1] = _rows(out, &row[1]), cnp.PyArray_DIMS(out)[1]
+        for i in range(self.n_places):
+            data[2 + i] = <char *>cnp.PyArray_DATA(memory) + m * self.begins[i] * size
+            columns[2 + i] = self.widths[i]
+            row[2 + i] = self.widths[i] * size
         tables = <int64_t *>PyMem_RawMalloc(3 * (batch + 1) * sizeof(int64_t))
         if tables == NULL:
             raise MemoryError(f"fastattn: no memory for the tables of {batch} batch items")

@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+
 from fastattn import _backend
 from fastattn._args import plain_args
 from fastattn._ops_args import LinearArgs, RowsArgs
+from fastattn._scratch import keep, scratch
 
 if TYPE_CHECKING:
     from fastattn._args import Array, Ints
@@ -89,24 +92,41 @@ class AttendStep(NamedTuple):
 Step = LinearStep | NormStep | AttendStep
 
 
+X, OUT = 0, 1  # the buffers of every program; its own follow
+
+
 @dataclass(slots=True, eq=False)
 class Program:
-    """Steps over buffers that are (batch * length, columns) each and known by their numbers."""
+    """Steps over buffers that are (batch * length, columns) each and known by their numbers.
 
+    `X` and `OUT` are the caller's. The others lie in memory that lives as long as a call, at `places`,
+    (begin, columns) in features of a row: what is not needed at one time may lie at one place.
+    """
+
+    use: str  # of the memory: see `_scratch.py`
     steps: tuple[Step, ...]
+    places: tuple[tuple[int, int], ...]
     _compiled: Any = field(default=None, init=False, repr=False)
 
-    def run(self, buffers: list[Array], batch: int, lengths: Ints | None) -> None:
-        """Run all steps; of each sequence the first `lengths`, int64 (batch,), keys count."""
-        if not buffers[0].size:
-            return
+    def run(self, x: Array, batch: int, lengths: Ints | None = None) -> Array:
+        """OUT, of x's shape and dtype; of each sequence the first `lengths`, int64 (batch,), keys count."""
+        out = np.empty(x.shape, x.dtype)
+        if not out.size:
+            return out
+        n, columns = len(x), max(begin + width for begin, width in self.places)
+        memory = scratch(self.use, n, columns, x.dtype)
         if _backend.default_backend() == "compiled":
             if self._compiled is None:
-                self._compiled = _backend.compiled_program(self.steps)
-            self._compiled.run(buffers, batch, lengths, _backend.get_num_threads())
-            return
-        for step in self.steps:
-            step.run(buffers, batch, lengths)
+                self._compiled = _backend.compiled_program(self.steps, self.places)
+            self._compiled.run(x, out, memory, batch, lengths, _backend.get_num_threads())
+        else:
+            flat = memory.reshape(-1)
+            places = (flat[n * begin : n * (begin + width)].reshape(n, width) for begin, width in self.places)
+            buffers = [x, out, *places]
+            for step in self.steps:
+                step.run(buffers, batch, lengths)
+        keep(self.use, memory)
+        return out
 
     def __reduce__(self) -> Any:
-        return Program, (self.steps,)
+        return Program, (self.use, self.steps, self.places)

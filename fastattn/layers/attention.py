@@ -10,6 +10,7 @@ import numpy as np
 
 from fastattn._inputs import flag
 from fastattn._ops_args import like, rows
+from fastattn._scratch import keep, scratch
 from fastattn.attention import attention_weights
 from fastattn.cache import KVCache, restored_on_error
 from fastattn.layers import calls
@@ -275,7 +276,7 @@ class MultiHeadAttention(AttentionParameters):
         first = len(maps.sizes) - 1  # behind the gate
         if self.all_maps is not None and key is None and value is None and keys_values is None:
             maps = self.all_maps
-        product = calls.scratch("product", len(x), maps.weight.out_features, x.dtype)
+        product = scratch("product", len(x), maps.weight.out_features, x.dtype)
         calls.linear(x, maps.weight, maps.bias, None, None, product)
         q, *k_v = self._heads(product, batch, length, maps, first)
         if k_v:
@@ -302,7 +303,7 @@ class MultiHeadAttention(AttentionParameters):
                 add_masks(options, names, attn_mask, key_padding_mask, shape, q.dtype)
             if self._extra:
                 k, v = add_extra_keys(options, length, k, v, self._extra_keys())
-            mixed = calls.scratch("mixed", len(x), self._width, x.dtype)
+            mixed = scratch("mixed", len(x), self._width, x.dtype)
             by_head = mixed.reshape(batch, length, self.num_heads, self._head_dim).transpose(0, 2, 1, 3)
             calls.attention(FUNC, q, k, v, by_head, options, made_here=keys_values is None)
         gated = calls.gate(product[:, : self._width], mixed) if self.output_gate else mixed
@@ -310,8 +311,8 @@ class MultiHeadAttention(AttentionParameters):
         weights = None
         if need_weights:
             weights = attention_weights(q, k.astype(q.dtype, copy=False), **options)
-        calls.keep("mixed", mixed)
-        calls.keep("product", product)
+        keep("mixed", mixed)
+        keep("product", product)
         return out, weights
 
     def _keys_values(self, key: Any, value: Any, batch: int | None) -> KeysValues:

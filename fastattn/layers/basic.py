@@ -12,6 +12,7 @@ from fastattn import ops
 from fastattn._args import FLOAT32
 from fastattn._inputs import flag, integer
 from fastattn._ops_args import epsilon, rows
+from fastattn._scratch import keep, scratch
 from fastattn.layers import calls
 from fastattn.layers.state import Layer, Parameter, lane_of, ones, uniform, zeros
 
@@ -269,10 +270,10 @@ class FeedForward(Layer):
 
     def _of_rows(self, x: Array, residual: Array | None, out: Array | None) -> Array:
         """The call, for rows that have been checked."""
-        hidden = calls.scratch("hidden", len(x), self.dim_feedforward, x.dtype)
+        hidden = scratch("hidden", len(x), self.dim_feedforward, x.dtype)
         calls.linear(x, self.weight1, self.bias1, self._function, None, hidden)
         out = calls.linear(hidden, self.weight2, self.bias2, None, residual, out)
-        calls.keep("hidden", hidden)
+        keep("hidden", hidden)
         return out
 
     def _parameters(self) -> dict[str, Parameter]:

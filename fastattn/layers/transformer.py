@@ -108,7 +108,7 @@ class TransformerEncoderLayer(Layer):
         if is_causal is False and all(option is None for option in options):
             self._plain = plain_encoder(self, self._plain)
             if self._plain.program is not None:
-                return self._plain(x, batch).reshape(array.shape)
+                return self._plain.program.run(x, batch).reshape(array.shape)
         normed = self.norm1._of_rows(x) if self.norm_first else x
         total, _ = self.self_attn._attend(
             normed,

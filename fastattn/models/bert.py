@@ -14,8 +14,7 @@ import numpy as np
 from fastattn import ops
 from fastattn._args import lane_dtype
 from fastattn._inputs import integer
-from fastattn._program import AttendStep, LinearStep, NormStep, Program
-from fastattn.layers import calls
+from fastattn._program import OUT, AttendStep, LinearStep, NormStep, Program, X
 from fastattn.models import padding
 from fastattn.models.activations import ACTIVATIONS
 from fastattn.models.files import ModelError
@@ -42,9 +41,9 @@ _NORM = ("weight", "bias")
 _OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")  # as TensorFlow, and so bert-base-uncased, calls them
 _NEW = {"gamma": "weight", "beta": "bias"}
 
-# Buffers of the program, a token's row each: the result, sums before a norm, queries with keys and values,
-# what attention makes of them, the inner features of the feed-forward.
-_Y, _SUM, _QKV, _CONTEXT, _INNER = range(5)
+# Buffers of the program behind X, which sums before a norm replace, and OUT: queries with keys and values,
+# what attention makes of them, and the inner features of the feed-forward.
+_QKV, _CONTEXT, _INNER = range(2, 5)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +57,6 @@ class Bert:
     tokens: Array  # (vocab_size, hidden_size), as in the file
     token_types: Array  # (types, hidden_size), as what follows in the type of the computation
     positions: Array  # (max_length, hidden_size), the first token type's vector added
-    inner: int  # features between the two maps of a feed-forward
     depth: int  # layers
     program: Program
     precision: Precision
@@ -133,23 +131,7 @@ class Bert:
         x += self.positions[:length]
         if types is not None:
             x += (self.token_types - self.token_types[0])[types]
-        # What is not needed at one time lies in one place: context and its parts, and inner features.
-        memory = calls.scratch("model", n, max(4 * hidden, self.inner), dtype)
-        flat, qkv, context, inner = memory.reshape(-1), n * 3 * hidden, n * 4 * hidden, n * self.inner
-        y = np.empty((n, hidden), dtype)
-        self.program.run(
-            [
-                y,
-                x.reshape(n, hidden),
-                flat[:qkv].reshape(n, 3 * hidden),
-                flat[qkv:context].reshape(n, hidden),
-                flat[:inner].reshape(n, self.inner),
-            ],
-            batch,
-            lengths,
-        )
-        calls.keep("model", memory)
-        return y.reshape(batch, length, hidden)
+        return self.program.run(x.reshape(n, hidden), batch, lengths).reshape(batch, length, hidden)
 
     def embed(
         self,
@@ -254,18 +236,18 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
 
     activation = config.choice("hidden_act", ACTIVATIONS, "gelu")
     eps = config.number("layer_norm_eps", 1e-12)
-    steps: list[Step] = [NormStep(_SUM, _Y, "layer_norm", *norm("embeddings.LayerNorm"), eps)]
+    steps: list[Step] = [NormStep(X, OUT, "layer_norm", *norm("embeddings.LayerNorm"), eps)]
     for i in range(depth):
         name = f"encoder.layer.{i}"
         qkv = linear(*(f"{name}.attention.self.{part}" for part in ("query", "key", "value")))
         steps += [
-            LinearStep(_Y, _QKV, *qkv),
+            LinearStep(OUT, _QKV, *qkv),
             AttendStep(_QKV, _CONTEXT, heads, heads, hidden // heads),
-            LinearStep(_CONTEXT, _SUM, *linear(f"{name}.attention.output.dense"), residual=_Y),
-            NormStep(_SUM, _Y, "layer_norm", *norm(f"{name}.attention.output.LayerNorm"), eps),
-            LinearStep(_Y, _INNER, *linear(f"{name}.intermediate.dense"), activation),
-            LinearStep(_INNER, _SUM, *linear(f"{name}.output.dense"), residual=_Y),
-            NormStep(_SUM, _Y, "layer_norm", *norm(f"{name}.output.LayerNorm"), eps),
+            LinearStep(_CONTEXT, X, *linear(f"{name}.attention.output.dense"), residual=OUT),
+            NormStep(X, OUT, "layer_norm", *norm(f"{name}.attention.output.LayerNorm"), eps),
+            LinearStep(OUT, _INNER, *linear(f"{name}.intermediate.dense"), activation),
+            LinearStep(_INNER, X, *linear(f"{name}.output.dense"), residual=OUT),
+            NormStep(X, OUT, "layer_norm", *norm(f"{name}.output.LayerNorm"), eps),
         ]
 
     token_types = precision.vector(tensors["embeddings.token_type_embeddings.weight"])
@@ -278,9 +260,8 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         tokens=tensors["embeddings.word_embeddings.weight"],
         token_types=token_types.astype(precision.dtype),
         positions=positions.astype(precision.dtype),
-        inner=inner,
         depth=depth,
-        program=Program(tuple(steps)),
+        program=Program("model", tuple(steps), ((0, 3 * hidden), (3 * hidden, hidden), (0, inner))),
         precision=precision,
         pooling=Pooling.of(folder),
         sentences=Sentences.of(folder),
