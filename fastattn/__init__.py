@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastattn import feature_maps, layers, masks, ops, positions, rope
+from fastattn import feature_maps, layers, masks, ops, positions, rope, variants
 from fastattn._backend import (
     FallbackWarning,
     available_isas,
@@ -58,6 +58,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "set_num_threads",
     "show_config",
+    "variants",
 ]
 
 

@@ -1,0 +1,218 @@
+"""Relative positions: Shaw, Transformer-XL and DeBERTa in float64, with arrays of all scores."""
+
+import naive
+import numpy as np
+import pytest
+
+from fastattn import masks, variants
+from fastattn._bench.cases import as_dtype
+
+RNG = np.random.default_rng(0)
+DTYPES = {"float32": 2e-5, "float64": 1e-11, "float16": 1e-2, "bfloat16": 8e-2}
+# Lengths on both sides of the runs of queries that get their bias at a time, and of the tables.
+LENGTHS = [(67, 67), (1, 130), (300, 300), (130, 400), (3, 0), (0, 5)]
+
+
+def normal(*shape, dtype="float32"):
+    return RNG.standard_normal(shape).astype(as_dtype(dtype))
+
+
+def qkv(len_q, len_k, dtype="float32", heads=4, heads_kv=2, dim=16, dim_v=12, batch=(2,)):
+    return (
+        normal(*batch, heads, len_q, dim, dtype=dtype),
+        normal(*batch, heads_kv, len_k, dim, dtype=dtype),
+        normal(*batch, heads_kv, len_k, dim_v, dtype=dtype),
+    )
+
+
+def doubles(*arrays):
+    return [np.asarray(x).astype(np.float64) for x in arrays]
+
+
+def behind(len_q, len_k, offset=None):
+    """i - j, of positions."""
+    offset = len_k - len_q if offset is None else offset
+    return offset + np.arange(len_q)[:, None] - np.arange(len_k)
+
+
+def close(got, expected, dtype="float32"):
+    assert got.dtype == as_dtype(dtype)
+    np.testing.assert_allclose(got.astype(np.float64), expected, atol=DTYPES[dtype], rtol=0)
+
+
+def shaw(q, k, v, key_table, value_table, **options):
+    q, k, v, a, b = doubles(q, k, v, key_table, value_table)
+    group, clip = q.shape[-3] // k.shape[-3], len(a) // 2
+    k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
+    distance = behind(q.shape[-2], k.shape[-2], options.get("q_offset"))
+    row = np.clip(-distance, -clip, clip) + clip
+    bias = np.einsum("...id,ijd->...ij", q, a[row]) / np.sqrt(q.shape[-1])
+    given = options.pop("bias", 0)
+    _, lse, probs, _ = naive.attention(q, k, v, bias=bias + given, **options)
+    return probs @ v + np.einsum("...ij,ijd->...id", probs, b[row]), lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_shaw(lengths, dtype, implementation):
+    q, k, v = qkv(*lengths, dtype)
+    for clip in (1, 16, 200):
+        tables = normal(2 * clip + 1, 16) / 2, normal(2 * clip + 1, 12)
+        expected, lse = shaw(q, k, v, *tables)
+        out, got = variants.shaw_attention(q, k, v, *tables, return_lse=True)
+        close(out, expected, dtype)
+        np.testing.assert_allclose(got, lse, atol=2 * DTYPES[dtype])
+        alone = variants.shaw_attention(q, k, v, tables[0], causal=True)
+        close(alone, shaw(q, k, v, tables[0], 0 * tables[1], causal=True)[0], dtype)
+
+
+def test_shaw_with_options(implementation):
+    q, k, v = qkv(150, 260)
+    tables = normal(11, 16), normal(11, 12)
+    mask, bias, sinks = RNG.random((150, 260)) < 0.7, normal(2, 1, 150, 260), normal(4)
+    ids = RNG.integers(0, 3, 260)
+    same = ids[np.clip(behind(150, 260) + np.arange(260), 0, 259)] == ids
+    for options, dense in (
+        ({"mask": mask, "bias": bias, "sinks": sinks}, {}),
+        ({"mask": masks.documents(ids) & masks.causal()}, {"mask": same & (behind(150, 260) >= 0)}),
+        ({"window": (40, 3), "scale": 0.25, "q_offset": 7}, {}),
+        ({"kv_lengths": np.array([260, 90]), "q_offset": 0, "causal": True}, {}),
+    ):
+        expected, lse = shaw(q, k, v, *tables, **{**options, **dense})
+        out, got = variants.shaw_attention(q, k, v, *tables, return_lse=True, **options)
+        close(out, expected)
+        np.testing.assert_allclose(got, lse, atol=2e-5)
+    k[..., 200:, :], v[..., 200:, :] = np.nan, np.inf
+    out = variants.shaw_attention(q, k, v, *tables, kv_lengths=200, q_offset=0)
+    assert np.isfinite(out).all()
+    one = variants.shaw_attention(q[0, 0], k[0, 0, :200], v[0, 0, :200], *tables, q_offset=0)
+    np.testing.assert_allclose(one, out[0, 0], atol=1e-6)
+
+
+def transformer_xl(q, k, v, relative, u, w, **options):
+    q, k, v, relative, u, w = doubles(q, k, v, relative, u, w)
+    group, scale = q.shape[-3] // k.shape[-3], options.pop("scale", q.shape[-1] ** -0.5)
+    k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
+    distance = behind(q.shape[-2], k.shape[-2], options.get("q_offset"))
+    row = np.clip(distance.max(initial=0) - distance, 0, relative.shape[-2] - 1)
+    positions = np.einsum("bhid,hijd->bhij", q + w[:, None], relative[:, row])
+    bias = scale * positions + options.pop("bias", 0)
+    return naive.attention(q + u[:, None], k, v, bias=bias, scale=scale, **options)[:2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_transformer_xl(lengths, dtype, implementation):
+    len_q, len_k = lengths
+    q, k, v = qkv(*lengths, dtype)
+    relative, u, w = normal(4, max(len_q + len_k - 1, 0), 16) / 2, normal(4, 16), normal(4, 16)
+    expected, lse = transformer_xl(q, k, v, relative, u, w)
+    out, got = variants.transformer_xl_attention(q, k, v, relative, u, w, return_lse=True)
+    close(out, expected, dtype)
+    np.testing.assert_allclose(got, lse, atol=2 * DTYPES[dtype])
+    fewer = relative[:, :len_k]  # what the paper has
+    out = variants.transformer_xl_attention(q, k, v, fewer, u, w, causal=True)
+    close(out, transformer_xl(q, k, v, fewer, u, w, causal=True)[0], dtype)
+
+
+def test_transformer_xl_in_many_pieces(implementation):
+    q, k, v = qkv(200, 9000, heads=2, heads_kv=1, batch=(1,))
+    relative, u, w = normal(9199, 16) / 4, normal(2, 16), normal(2, 16)
+    options = {"sinks": normal(2), "bias": normal(200, 9000), "scale": 0.2}
+    expected, _ = transformer_xl(q, k, v, np.broadcast_to(relative, (2, 9199, 16)), u, w, **options)
+    close(variants.transformer_xl_attention(q, k, v, relative, u, w, **options), expected)
+    # Rows are the same, whatever else is in the batch.
+    more = [np.concatenate([x, normal(2, *x.shape[1:])]) for x in (q, k, v)]
+    out = variants.transformer_xl_attention(*more, relative, u, w, causal=True)
+    alone = variants.transformer_xl_attention(q, k, v, relative, u, w, causal=True)
+    assert out[:1].tobytes() == alone.tobytes()
+
+
+def deberta(q, k, v, kr, qr, bucket, **options):
+    q, k, v = doubles(q, k, v)
+    group = q.shape[-3] // k.shape[-3]
+    k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
+    terms = 1 + (kr is not None) + (qr is not None)
+    scale = (q.shape[-1] * terms) ** -0.5
+    bias = np.zeros((*q.shape[:-1], k.shape[-2]))
+    if kr is not None:
+        bias += np.einsum("bhid,hijd->bhij", q, doubles(kr)[0][:, bucket])
+    if qr is not None:
+        bias += np.einsum("bhjd,hijd->bhij", k, doubles(qr)[0][:, bucket])
+    return naive.attention(q, k, v, bias=scale * bias, scale=scale, **options)[:2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_disentangled(lengths, dtype, implementation):
+    q, k, v = qkv(*lengths, dtype)
+    span = 20
+    bucket = np.clip(behind(*lengths) + span, 0, 2 * span - 1)
+    kr, qr = normal(4, 2 * span, 16) / 2, normal(4, 2 * span, 16) / 2
+    for tables in ((kr, qr), (kr, None), (None, qr)):
+        expected, lse = deberta(q, k, v, *tables, bucket)
+        out, got = variants.disentangled_attention(q, k, v, *tables, return_lse=True)
+        close(out, expected, dtype)
+        np.testing.assert_allclose(got, lse, atol=2 * DTYPES[dtype])
+
+
+def test_disentangled_with_options(implementation):
+    q, k, v = qkv(150, 150)
+    kr, qr, mask = normal(4, 12, 16), normal(4, 12, 16), RNG.random((2, 1, 1, 150)) < 0.8
+    bucket = np.clip(behind(150, 150) + 6, 0, 11)
+    out = variants.disentangled_attention(q, k, v, kr, qr, mask=mask, causal=True)
+    close(out, deberta(q, k, v, kr, qr, bucket, mask=mask, causal=True)[0])
+
+
+Q, K, V = qkv(5, 6)
+TABLE = normal(4, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: variants.shaw_attention(Q, K, V, TABLE[0]),
+            ValueError,
+            "key_table has 8 rows; expected an odd",
+        ),
+        (
+            lambda: variants.shaw_attention(Q, K, V, TABLE[0, :5, :3]),
+            ValueError,
+            r"key_table has shape \(5, 3\)",
+        ),
+        (
+            lambda: variants.shaw_attention(Q, K, V, TABLE[0, :5], TABLE[0, :5]),
+            ValueError,
+            r"value_table has shape \(5, 16\); expected \(2 clip \+ 1, head_dim_v\) = \(5, 12\)",
+        ),
+        (lambda: variants.shaw_attention(Q, K, V, TABLE[0, :5], softcap=3.0), TypeError, "softcap is not an"),
+        (
+            lambda: variants.shaw_attention(Q, K, V, TABLE[0, :5], kv_lengths=5),
+            ValueError,
+            "without q_offset",
+        ),
+        (lambda: variants.shaw_attention(Q, K, V, TABLE[0, :5], q_offset=[1, 2]), TypeError, "q_offset is"),
+        (lambda: variants.transformer_xl_attention(Q, K, V, TABLE), ValueError, "8 rows; expected 10, one a"),
+        (
+            lambda: variants.transformer_xl_attention(Q, K, V, normal(4, 10, 16), normal(3, 16)),
+            ValueError,
+            "content_bias has shape",
+        ),
+        (lambda: variants.disentangled_attention(Q, K, V), ValueError, "are None; expected at least one"),
+        (
+            lambda: variants.disentangled_attention(Q, K, V, TABLE[:, :3]),
+            ValueError,
+            "position_keys has 3 rows",
+        ),
+        (lambda: variants.disentangled_attention(Q, K, V, TABLE[:2]), ValueError, "position_keys has shape"),
+        (
+            lambda: variants.disentangled_attention(Q, K, V, TABLE, max_distance=3),
+            ValueError,
+            "max_distance is 3; expected at least 4",
+        ),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
