@@ -173,7 +173,7 @@ def transformer_xl_attention(
     shape = (*args.batch_shape, args.heads_q, n, args.head_dim)
     relative = with_shape(func, "relative_keys", relative_keys, shape, dims, 2, lane)
     needed = args.len_q + (offset if options.get("causal") else args.len_k - 1)
-    if n < needed:
+    if n < needed and args.len_q:
         raise ValueError(f"{func}(): relative_keys has {n} rows; expected {needed}, one a distance")
     u, w = (
         np.zeros((args.heads_q, 1, 1), lane)

@@ -1,0 +1,124 @@
+"""Variants as Hugging Face's transformers compute them in torch."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import DebertaV2Config, DeepseekV2Config, Swinv2Config, XLNetConfig
+from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
+from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
+
+import fastattn
+from fastattn import variants
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def split(x, heads):
+    """(batch, length, heads * dim) of torch as (batch, heads, length, dim) of NumPy."""
+    return x.detach().numpy().reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+
+
+def drawn(module):
+    """The module with parameters of a standard deviation of 0.2, ready to compute."""
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return module.eval()
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("terms", [["c2p", "p2c"], ["c2p"], ["p2c"]])
+@pytest.mark.parametrize("buckets", [-1, 16])
+def test_deberta(buckets, terms):
+    batch, heads, length, width = 2, 4, 90, 32
+    config = DebertaV2Config(
+        hidden_size=width, num_attention_heads=heads, relative_attention=True, pos_att_type=terms,
+        position_buckets=buckets, max_relative_positions=50, max_position_embeddings=128,
+    )  # fmt: skip
+    module = drawn(DisentangledSelfAttention(config))
+    span = 16 if buckets > 0 else 50
+    x, embeddings = torch.from_numpy(normal(batch, length, width)), torch.from_numpy(normal(2 * span, width))
+    mask = np.arange(length) < np.array([length, 70])[:, None]
+    expected, _ = module(x, torch.from_numpy(mask[:, None, None]), rel_embeddings=embeddings)
+    q, k, v = (split(f(x), heads) for f in (module.query_proj, module.key_proj, module.value_proj))
+    tables = [
+        split(getattr(module, name)(embeddings[None]), heads)[0] if term in terms else None
+        for term, name in (("c2p", "pos_key_proj"), ("p2c", "pos_query_proj"))
+    ]
+    far = 50 if buckets > 0 else None
+    out = variants.disentangled_attention(q, k, v, *tables, max_distance=far, mask=mask[:, None, None])
+    np.testing.assert_allclose(out, split(expected, heads), atol=2e-5)
+
+
+@pytest.mark.parametrize("absorbed", [False, True, None])
+def test_deepseek_v2(absorbed):
+    config = DeepseekV2Config(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=32,
+        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20, attn_implementation="eager",
+    )  # fmt: skip
+    module = drawn(deepseek_v2.DeepseekV2Attention(config, 0))
+    batch, length = 2, 70
+    x = torch.from_numpy(normal(batch, length, 64))
+    rotation = deepseek_v2.DeepseekV2RotaryEmbedding(config)(x, torch.arange(length)[None])
+    causal = torch.full((length, length), -np.inf).triu(1)[None, None]
+    expected, _ = module(x, causal, position_embeddings=rotation)
+
+    q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x))).view(batch, length, 4, 24).transpose(1, 2)
+    latent, k_rope = module.kv_a_proj_with_mqa(x).split([32, 8], -1)
+    q_rope, k_rope = deepseek_v2.apply_rotary_emb(q[..., 16:], k_rope[:, None], rotation)
+    q = torch.cat([q[..., :16], q_rope], -1).numpy()
+    cache = torch.cat([module.kv_a_layernorm(latent), k_rope[:, 0]], -1).numpy()
+    weights = np.split(module.kv_b_proj.weight.numpy().reshape(4, 36, 32), [16], axis=1)
+    out = variants.latent_attention(q, cache, *weights, absorbed=absorbed, causal=True, scale=module.scaling)
+    out = module.o_proj(torch.from_numpy(out).transpose(1, 2).reshape(batch, length, -1))
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+def test_xlnet_has_the_attention_of_transformer_xl():
+    batch, heads, len_q, len_k, dim = 2, 4, 50, 80, 16
+    module = drawn(XLNetRelativeAttention(XLNetConfig(d_model=heads * dim, n_head=heads, d_head=dim)))
+    q, k, v = (
+        normal(batch, heads, len_q, dim),
+        normal(batch, heads, len_k, dim),
+        normal(batch, heads, len_k, dim),
+    )
+    relative = normal(batch, heads, len_k + len_q, dim)  # of the distances len_k to 1 - len_q
+    tensors = [torch.from_numpy(x).permute(2, 0, 1, 3) for x in (q, k, v, relative)]
+    expected = module.rel_attn_core(*tensors).permute(1, 2, 0, 3)
+    biases = module.r_w_bias.numpy(), module.r_r_bias.numpy()
+    out = variants.transformer_xl_attention(q, k, v, relative[..., 1:, :], *biases)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+def test_swin_v2():
+    module = drawn(Swinv2SelfAttention(Swinv2Config(), 32, 4, window_size=(5, 5)))
+    x = torch.from_numpy(normal(3, 25, 32))
+    expected = module(x)[0]
+    q, k, v = (split(f(x), 4) for f in (module.query, module.key, module.value))
+    table = module.continuous_position_bias_mlp(module.relative_coords_table).view(-1, 4)
+    bias = 16 * torch.sigmoid(table[module.relative_position_index.view(-1)].view(25, 25, 4).permute(2, 0, 1))
+    scale = module.logit_scale.clamp(max=np.log(100)).exp().numpy().ravel()
+    out = variants.cosine_attention(q, k, v, scale=scale, bias=bias.numpy())
+    np.testing.assert_allclose(out, split(expected, 4), atol=2e-5)
+
+
+def test_gpt_oss_sinks():
+    q, k, v, sinks = normal(2, 8, 40, 16), normal(2, 2, 60, 16), normal(2, 2, 60, 16), normal(8)
+    module = torch.nn.Module()
+    module.sinks, module.num_key_value_groups, module.training = torch.from_numpy(sinks), 4, False
+    tensors = [torch.from_numpy(x) for x in (q, k, v)]
+    expected, _ = gpt_oss_attention(module, *tensors, attention_mask=None, scaling=0.25)
+    out = fastattn.attention(q, k, v, sinks=sinks)
+    np.testing.assert_allclose(out, expected.transpose(1, 2), atol=2e-5)
