@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastattn import feature_maps, layers, masks, ops, positions, rope, variants
+from fastattn import feature_maps, layers, masks, ops, plot, positions, rope, variants
 from fastattn._backend import (
     FallbackWarning,
     available_isas,
@@ -52,6 +52,7 @@ __all__ = [
 
     "neighborhood_attention",
     "ops",
+    "plot",
     "positions",
     "retention",
     "rope",

@@ -1,0 +1,208 @@
+"""Pictures of attention with matplotlib, the extra ``[plot]``: weights, masks, entropies."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._inputs import as_array, integer
+from fastattn.masks import Mask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args import Array
+
+# Blocks along the longer side of a mask's picture, where nobody says how large one is.
+_BLOCKS = 128
+
+
+def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: Any = None) -> Any:
+    """Draw the weights of attention: queries downwards, keys to the right, the darker the more.
+
+    Parameters
+    ----------
+    weights : array_like, (len_q, len_k) or (heads, len_q, len_k)
+        Such as `attention_weights` returns; three axes make a grid of heads.
+    tokens : sequence of str, optional
+        What stands at the keys, and where there are as many, at the queries.
+    ax : Axes, optional
+        Where to draw; for heads a sequence of so many. By default in a new figure.
+
+    Returns
+    -------
+    Axes or ndarray of Axes, (heads,)
+
+    Raises
+    ------
+    ImportError
+        Without matplotlib.
+    TypeError, ValueError
+        If an argument does not fit.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> x = np.random.default_rng(0).standard_normal((4, 9, 16))
+    >>> axes = fastattn.plot.attention_map(fastattn.attention_weights(x, x))  # doctest: +SKIP
+    """
+    func = "attention_map"
+    array = _numbers(func, "weights", weights, (2, 3), "(len_q, len_k) or (heads, len_q, len_k)")
+    len_q, len_k = array.shape[-2:]
+    labels = None if tokens is None else [str(token) for token in tokens]
+    if labels is not None and len(labels) != len_k:
+        raise ValueError(f"{func}(): tokens has length {len(labels)}; expected {len_k}, one a key")
+    maps = array if array.ndim == 3 else array[None]
+    axes = _axes(func, ax, len(maps))
+    for head, (this, of_head) in enumerate(zip(axes, maps, strict=True)):
+        _image(this, of_head, "Greys")
+        if array.ndim == 3:
+            this.set_title(f"head {head}", fontsize="small")
+        if labels is not None:
+            this.set_xticks(range(len_k), labels, rotation=90)
+            if len_q == len_k:
+                this.set_yticks(range(len_q), labels)
+    return axes if array.ndim == 3 else axes[0]
+
+
+def mask(
+    mask: Mask | ArrayLike,
+    len_q: int,
+    len_k: int | None = None,
+    ax: Any = None,
+    *,
+    block: int | None = None,
+    q_offset: int | None = None,
+) -> Any:
+    """Draw what a mask lets through, block by block: queries downwards, keys to the right.
+
+    Parameters
+    ----------
+    mask : Mask or array_like of bool, (len_q, len_k)
+        Of `fastattn.masks`, or True where a query attends a key.
+    len_q, len_k : int
+        Of the scores; by default ``len_k = len_q``.
+    ax : Axes, optional
+        Where to draw; by default in a new figure.
+    block : int, optional
+        Queries and keys of a block, which is the darker the more of its pairs are attended. By default so
+        many that the picture has at most 128 blocks a side.
+    q_offset : int, optional
+        Position of the first query, as in `attention`.
+
+    Returns
+    -------
+    Axes
+
+    Raises
+    ------
+    ImportError
+        Without matplotlib.
+    TypeError, ValueError
+        If an argument does not fit.
+
+    Notes
+    -----
+    O(len_q * len_k) time and, a byte each, memory.
+    """
+    func = "mask"
+    len_q = integer(func, "len_q", len_q, 1)
+    len_k = len_q if len_k is None else integer(func, "len_k", len_k, 1)
+    if isinstance(mask, Mask):
+        attend: Array = mask.to_array(len_q, len_k, q_offset=q_offset)
+    else:
+        attend = as_array(func, "mask", mask)
+        if attend.dtype != np.bool_:
+            raise TypeError(f"{func}(): mask has dtype {attend.dtype}; expected bool or a mask")
+        if attend.shape != (len_q, len_k):
+            raise ValueError(
+                f"{func}(): mask has shape {attend.shape}; expected (len_q, len_k) = {(len_q, len_k)}"
+            )
+    size = -(-max(len_q, len_k) // _BLOCKS) if block is None else integer(func, "block", block, 1)
+    ax = _axes(func, ax, 1)[0]
+    # Blocks at the end are as large as the others in the picture, and cut off at the last query and key.
+    extent = (0, -(-len_k // size) * size, -(-len_q // size) * size, 0)
+    _image(ax, _shares(attend, size), "Blues", vmin=0, vmax=1, extent=extent)
+    ax.set_xlim(0, len_k)
+    ax.set_ylim(len_q, 0)
+    return ax
+
+
+def entropy(entropies: ArrayLike, ax: Any = None) -> Any:
+    """Draw the entropy of attention of each layer and head: layers downwards, heads to the right.
+
+    Parameters
+    ----------
+    entropies : array_like, (layers, heads)
+        Means over the queries of ``-sum(p * log(p))``, say.
+    ax : Axes, optional
+        Where to draw; by default in a new figure.
+
+    Returns
+    -------
+    Axes
+        With a colour bar beside it.
+
+    Raises
+    ------
+    ImportError
+        Without matplotlib.
+    TypeError, ValueError
+        If an argument does not fit.
+    """
+    func = "entropy"
+    array = _numbers(func, "entropies", entropies, (2,), "(layers, heads)")
+    ax = _axes(func, ax, 1)[0]
+    image = _image(ax, array, "viridis")
+    ax.set_xlabel("head")
+    ax.set_ylabel("layer")
+    ax.figure.colorbar(image, ax=ax, label="entropy")
+    return ax
+
+
+def _numbers(func: str, name: str, x: ArrayLike, n_dims: tuple[int, ...], dims: str) -> Array:
+    """`x` as real numbers with one of so many axes, none of them empty."""
+    array = as_array(func, name, x)
+    if array.dtype.name != "bfloat16" and array.dtype.kind not in "fiu":
+        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected real numbers")
+    if array.ndim not in n_dims or not array.size:
+        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {dims}")
+    return array.astype(np.float64)
+
+
+def _shares(attend: Array, block: int) -> Array:
+    """Of the pairs in each block of `attend`, those that are True."""
+    rows, columns = (np.arange(0, n, block) for n in attend.shape)
+    counts = np.add.reduceat(np.add.reduceat(attend, rows, axis=0, dtype=np.int64), columns, axis=1)
+    heights, widths = (np.diff(x, append=n) for x, n in zip((rows, columns), attend.shape, strict=True))
+    shares: Array = counts / (heights[:, None] * widths)
+    return shares
+
+
+def _axes(func: str, ax: Any, n: int) -> Array:
+    """`ax`, or n new ones in a grid, as an array (n,)."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as missing:
+        raise ImportError(
+            f"fastattn.plot.{func}() needs matplotlib: pip install 'fastattn[plot]'"
+        ) from missing
+    if ax is not None:
+        axes = np.ravel(np.asarray(ax, object))
+        if len(axes) != n or not all(hasattr(each, "imshow") for each in axes):
+            raise ValueError(f"{func}(): ax is {ax!r}; expected {'an Axes' if n == 1 else f'{n} Axes'}")
+        return axes
+    columns = math.ceil(math.sqrt(n))
+    _, grid = pyplot.subplots(-(-n // columns), columns, squeeze=False, layout="constrained")
+    for unused in grid.ravel()[n:]:
+        unused.remove()
+    created: Array = grid.ravel()[:n]
+    return created
+
+
+def _image(ax: Any, array: Array, colours: str, **how: Any) -> Any:
+    return ax.imshow(array, cmap=colours, interpolation="nearest", aspect="auto", **how)
