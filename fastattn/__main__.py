@@ -51,6 +51,7 @@ def _bench(options: argparse.Namespace) -> int:
     result = run.run(
         options.suite,
         dtype=options.dtype,
+        only=options.only,
         quick=options.quick,
         threads=options.threads or fastattn.get_num_threads(),
         command=" ".join(["python -m fastattn", *sys.argv[1:]]),
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--quick", action="store_true", help="fewer shapes and rounds: under a minute")
     option("--suite", choices=SUITES, default="attention", help="what is timed (attention)")
     option("--dtype", type=_dtype, help=f"{', '.join(BENCH_DTYPES)}: of inputs or of weights (by suite)")
+    option("--only", default="", metavar="TEXT", help="rows whose first column holds it (all)")
     option("--threads", type=_threads, metavar="N", help="of every engine (as many as fastattn uses)")
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")

@@ -56,7 +56,7 @@ def bench(monkeypatch):
         monkeypatch.setattr(run, "QUICK", run.QUICK._replace(seconds=1e-4, rounds=1, budget=float("inf")))
         bar = NoBar(0)
         monkeypatch.setattr(run, "progress", lambda total: contextlib.nullcontext(bar))
-        result = run.run(suite, dtype=None, quick=True, threads=1, command="test", seed=0)
+        result = run.run(suite, dtype=None, only="", quick=True, threads=1, command="test", seed=0)
         assert bar.done == 2 * sum(len(section.problems) for section in sections)
         return json.loads(json.dumps(result))
 

@@ -1,6 +1,6 @@
-"""Measure what docs/performance.md says of one thread: peak, strided inputs, padding, one query row.
+"""Measure what docs/performance.md says of one thread, and how much of a layer is Python.
 
-    python tools/measure.py {peak,strided,padding,decode} [--isa ISA] [--dtype float32]
+    python tools/measure.py {peak,strided,padding,decode,linear,layer} [--isa ISA] [--dtype float32]
 
 Best of many, by the thread's own CPU time, each beside its limit or its counterpart in the same seconds.
 """
@@ -8,11 +8,16 @@ Best of many, by the thread's own CPU time, each beside its limit or its counter
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 import fastattn
-from fastattn import _backend, _core
+from fastattn import _backend, _core, ops
+from fastattn.layers import TransformerEncoderLayer
 
 
 def normal(shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -88,9 +93,56 @@ def decode(dtype: str) -> None:
         print((b, f"{heads}/{heads_kv}", length, d), f"{share:.0%} of {limit / 1e9:.1f} GB/s")
 
 
+def linear(dtype: str) -> None:
+    """`ops.linear` as a share of the peak, its weights where the last call left them, and from far away."""
+    shapes = ((128, 384, 1536), (1024, 768, 768), (1024, 768, 3072), (2048, 2048, 2048), (16, 384, 1536))
+    for rows, k, n in shapes:
+        x, out = normal((rows, k), dtype), np.empty((rows, n), normal((1,), dtype).dtype)
+        weights = [ops.pack(normal((n, k), dtype)) for _ in range(2 + (48 << 20) // (4 * n * k))]
+        limit = max(_core.fma_peak(dtype, 1) for _ in range(10))
+        near, far = best(
+            *(
+                lambda x=x, out=out, turn=turn: ops.linear(x, next(turn), out=out, num_threads=1)
+                for turn in (cycle(weights[:1]), cycle(weights))
+            )
+        )
+        limit = max(limit, *(_core.fma_peak(dtype, 1) for _ in range(10)))
+        shares = [2 * rows * k * n / seconds / limit for seconds in (near, far)]
+        print((rows, k, n), "near {:.0%}, far {:.0%}".format(*shares), f"of {limit / 1e9:.0f} GFLOP/s")
+
+
+def layer(dtype: str) -> None:
+    """What an encoder layer takes outside its kernels, between other layers: six in turn, as in a model."""
+    rngs = (np.random.default_rng(i) for i in range(6))
+    layers = [TransformerEncoderLayer(384, 12, 1536, "gelu", rng=rng) for rng in rngs]
+    for batch, length in ((1, 16), (1, 128), (32, 128)):
+        x, inside, whole = normal((batch, length, 384), dtype), [], []
+        for each in layers:
+            each(x)
+
+        def timed(program: Any, *arguments: Any, inside: list[float] = inside) -> None:
+            start = time.perf_counter()
+            program.run(*arguments)
+            inside.append(time.perf_counter() - start)
+
+        for each in layers:  # the compiled call, timed from outside
+            program = each._plain.program
+            program._compiled = SimpleNamespace(run=partial(timed, program._compiled))
+        for _ in range(100 if batch * length < 1000 else 5):
+            for each in layers:
+                start = time.perf_counter()
+                each(x)
+                whole.append(time.perf_counter() - start)
+        outside = np.median(np.subtract(whole, inside))
+        for each in layers:
+            each._plain = None
+        micro, share = np.array([np.median(whole), outside]) * 1e6, outside / np.median(whole)
+        print((batch, length), "{:.0f} us, {:.0f} of them Python".format(*micro), f"({share:.1%})")
+
+
 def main() -> None:
     """Parse the command line and measure."""
-    measures = {f.__name__: f for f in (peak, strided, padding, decode)}
+    measures = {f.__name__: f for f in (peak, strided, padding, decode, linear, layer)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=measures)
     parser.add_argument("--isa", choices=fastattn.available_isas())

@@ -36,10 +36,15 @@ FULL = Effort(seconds=0.15, rounds=5, most=8.0, budget=float("inf"))
 QUICK = Effort(seconds=0.02, rounds=2, most=0.25, budget=50.0)
 
 
-def run(suite: str, *, dtype: str | None, quick: bool, threads: int, command: str, seed: int) -> Json:
+def run(
+    suite: str, *, dtype: str | None, only: str, quick: bool, threads: int, command: str, seed: int
+) -> Json:
     """Plan and measure; tables, picture and ``--json`` are made of the result."""
     with TemporaryDirectory() as folder:
         sections = SUITES[suite].plan(dtype, quick, seed, Path(folder))
+        for section in sections:
+            section.problems[:] = [problem for problem in section.problems if only in problem.shape.name]
+        sections = [section for section in sections if section.problems]
         with started(suite, threads) as workers:
             measured = measure(workers, sections, QUICK if quick else FULL, Path(folder))
     return {
