@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastattn import masks
+from fastattn import masks, positions
 
 Array = np.ndarray[Any, Any]
 Arguments = dict[str, Any]
@@ -214,6 +214,15 @@ def _sinks(shape: Shape, rng: Rng) -> Arguments:
     return {"sinks": rng.standard_normal(shape.heads_q, np.float32)}
 
 
+def _off_by_one(shape: Shape, rng: Rng) -> Arguments:
+    return {"sinks": np.zeros(1, np.float32)}
+
+
+def _t5_bias(shape: Shape, rng: Rng) -> Arguments:
+    table = rng.standard_normal((32, shape.heads_q), np.float32)
+    return {"bias": positions.t5_bias(table, shape.len_q, shape.len_k)}
+
+
 VARIANTS: dict[str, Callable[[Shape, Rng], Arguments]] = {
     "plain": _plain,
     "scale": _scale,
@@ -231,6 +240,8 @@ VARIANTS: dict[str, Callable[[Shape, Rng], Arguments]] = {
     "softcap": _softcap,
     "alibi": _alibi,
     "sinks": _sinks,
+    "off_by_one": _off_by_one,
+    "t5_bias": _t5_bias,
 }
 
 def _block_bitmap(shape: Shape, rng: Rng) -> Array:

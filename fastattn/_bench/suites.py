@@ -10,6 +10,8 @@ from fastattn._bench import (
     model_problem,
     recurrent_engines,
     recurrent_problem,
+    variant_engines,
+    variant_problem,
 )
 from fastattn._bench.attention_plan import plan
 from fastattn._bench.cases import DTYPES
@@ -47,6 +49,14 @@ SUITES = {
         recurrent_problem.RecurrentProblem.from_list,
         recurrent_problem.DTYPES,
         "batch, heads, length, head_dim",
+        "about five minutes",
+    ),
+    "variants": Suite(
+        variant_engines.ENGINES,
+        variant_problem.plan,
+        variant_problem.VariantProblem.from_list,
+        variant_problem.DTYPES,
+        "variants of batch, heads, len_q, len_k, head_dim in the section's title",
         "about five minutes",
     ),
 }

@@ -1,0 +1,28 @@
+"""What the bench of variants times, by name."""
+
+from __future__ import annotations
+
+from fastattn import _backend
+from fastattn._bench.suite import Engine
+from fastattn._bench.variant_problem import VariantProblem
+from fastattn._bench.ways import Way, enter_for_good
+
+
+def _compiled(problem: VariantProblem, threads: int) -> dict[str, Way]:
+    return _own(problem, "compiled")
+
+
+def _fallback(problem: VariantProblem, threads: int) -> dict[str, Way]:
+    return _own(problem, "numpy")
+
+
+def _own(problem: VariantProblem, backend: str) -> dict[str, Way]:
+    """Threads are those that the worker's environment says."""
+    enter_for_good(_backend.forced(backend=backend))
+    return {"": Way(problem.call(), lambda out: out.reshape(-1, out.shape[-1]))}
+
+
+ENGINES = {
+    "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernels"),
+    "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
+}
