@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastattn import feature_maps, layers, masks, ops, plot, positions, rope, variants
+from fastattn import approximate, feature_maps, layers, masks, ops, plot, positions, rope, variants
 from fastattn._backend import (
     FallbackWarning,
     available_isas,
@@ -25,6 +25,9 @@ from fastattn.flex import flex_attention
 from fastattn.linear_attention import linear_attention
 from fastattn.linear_variants import delta_net, gated_delta_net, gated_linear_attention, retention
 from fastattn.neighborhood import neighborhood_attention
+from fastattn.other_scores import additive_attention, location_attention
+from fastattn.sparse_attention import entmax15_attention, sparsemax_attention, topk_attention
+from fastattn.talking_heads import talking_heads_attention
 
 if TYPE_CHECKING:
     from fastattn import models
@@ -33,10 +36,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FallbackWarning",
+    "additive_attention",
+    "approximate",
     "attention",
     "attention_weights",
     "available_isas",
     "delta_net",
+    "entmax15_attention",
     "explain",
     "feature_maps",
     "flex_attention",
@@ -45,6 +51,7 @@ __all__ = [
     "get_num_threads",
     "layers",
     "linear_attention",
+    "location_attention",
     "masks",
     "merge_states",
     "models",
@@ -59,6 +66,9 @@ __all__ = [
     "scaled_dot_product_attention",
     "set_num_threads",
     "show_config",
+    "sparsemax_attention",
+    "talking_heads_attention",
+    "topk_attention",
     "variants",
 ]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import reference, reference_linear, reference_ops
+from fastattn import reference, reference_linear, reference_ops, reference_rowwise
 from fastattn._inputs import integer
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastattn._linear_args import RecurrentArgs
     from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
     from fastattn._program import Step
+    from fastattn._rowwise_args import RowwiseArgs
 
 try:
     import fastattn._core as _core
@@ -260,6 +261,18 @@ def run_recurrent(args: RecurrentArgs, backend: str | None) -> None:
     if backend is None and not _settings.asked_by:
         _warn_of_fallback()
     reference_linear.recurrent(args)
+
+
+def run_rowwise(args: RowwiseArgs, backend: str | None) -> None:
+    """Compute attention with another normaliser or score on `backend`, a checked name, or on the default."""
+    if not args.attention.out.size:  # as above
+        return
+    if (backend or _settings.backend) == "compiled":
+        _core.rowwise(args)
+        return
+    if backend is None and not _settings.asked_by:
+        _warn_of_fallback()
+    reference_rowwise.rowwise(args)
 
 
 def _warn_of_fallback() -> None:

@@ -68,6 +68,18 @@ cdef extern from "fastattn.h" nogil:
         int panels, steps
         int64_t n_tasks, scratch_bytes
         double flops
+    ctypedef enum fa_rowwise_kind:
+        FA_SPARSEMAX, FA_ENTMAX15, FA_TOP_K, FA_ADDITIVE, FA_TALKING_HEADS
+    ctypedef struct fa_rowwise_args:
+        fa_attention_args attention
+        fa_rowwise_kind kind
+        int64_t k_keys
+        const void *weight
+        const void *pre
+        const void *post
+    ctypedef struct fa_rowwise_plan:
+        int64_t n_tasks, scratch_bytes
+        double flops
     ctypedef struct fa_kernels:
         void (*plan)(const fa_attention_args *, int, fa_plan *) noexcept nogil
         void (*run)(const fa_attention_args *, const fa_plan *, int64_t, void *) noexcept nogil
@@ -80,6 +92,8 @@ cdef extern from "fastattn.h" nogil:
         void (*rope_run)(const fa_rope_args *, int64_t, int64_t, void *) noexcept nogil
         void (*recurrent_plan)(const fa_recurrent_args *, int, fa_recurrent_plan *) noexcept nogil
         void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t, void *) noexcept nogil
+        void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *) noexcept nogil
+        void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t, void *) noexcept nogil
         double (*fma_rounds)(int64_t, int) noexcept nogil
         double (*read_bytes)(const char *, int64_t) noexcept nogil
     int fa_isa_count()

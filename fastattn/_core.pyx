@@ -360,3 +360,4 @@ def read_bandwidth(num_threads):
 include "_core_ops.pxi"
 include "_core_program.pxi"
 include "_core_recurrent.pxi"
+include "_core_rowwise.pxi"

@@ -179,12 +179,17 @@ class _Task:
         inside[row, end - keys.start] -= 1
         return (np.cumsum(inside[:, :-1], axis=1, dtype=np.int8) > 0).reshape(*self.q.shape[:2], -1)
 
+    def products(self, keys: slice) -> Array:
+        """q @ k.T, (group, rows, keys)."""
+        group, rows, head_dim = self.q.shape
+        k = np.ascontiguousarray(self.k[keys], dtype=self.call.dtype)
+        products: Array = (self.q.reshape(group * rows, head_dim) @ k.T).reshape(group, rows, len(k))
+        return products
+
     def scores(self, keys: slice, allowed: Any) -> Array:
         """Scores (group, rows, keys): scale, softcap, bias, ALiBi, masks, in this order."""
-        group, rows, head_dim = self.q.shape
         dtype, softcap = self.call.dtype, self.call.softcap
-        k = np.ascontiguousarray(self.k[keys], dtype=dtype)
-        scores: Array = (self.q.reshape(group * rows, head_dim) @ k.T).reshape(group, rows, len(k))
+        scores = self.products(keys)
         scores *= self.call.scale  # not on q, whose rounding would add to that of the product
         if softcap:
             scores /= softcap

@@ -126,6 +126,24 @@ typedef struct {
     double flops;
 } fa_recurrent_plan;
 
+/* Attention with another normaliser than softmax over all keys, or another score than a product: rowwise.inc.h and
+ * talking.inc.h. Of `attention` neither lse nor sinks. Matrices are lanes, C-contiguous. */
+typedef enum { FA_SPARSEMAX, FA_ENTMAX15, FA_TOP_K, FA_ADDITIVE, FA_TALKING_HEADS } fa_rowwise_kind;
+
+typedef struct {
+    fa_attention_args attention;
+    fa_rowwise_kind kind;
+    int64_t k_keys;         /* of FA_TOP_K, at least 1 */
+    const void *weight;     /* (heads_q, head_dim), of FA_ADDITIVE */
+    const void *pre, *post; /* (heads_q, heads_q), of FA_TALKING_HEADS, optional: head h's share of head g is [h][g] */
+} fa_rowwise_args;
+
+/* A task is a tile of rows against all keys. Scratch, except FA_TALKING_HEADS's, grows with the number of keys. */
+typedef struct {
+    int64_t n_tasks, scratch_bytes;
+    double flops;
+} fa_rowwise_plan;
+
 typedef struct {
     void (*plan)(const fa_attention_args *, int threads, fa_plan *);
     void (*run)(const fa_attention_args *, const fa_plan *, int64_t task, void *scratch);
@@ -140,6 +158,8 @@ typedef struct {
     void (*rope_run)(const fa_rope_args *, int64_t begin, int64_t end, void *scratch); /* rows of batch * length */
     void (*recurrent_plan)(const fa_recurrent_args *, int threads, fa_recurrent_plan *);
     void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t task, void *scratch);
+    void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *);
+    void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t task, void *scratch);
     /* Machine measurements: FLOP done by `rounds` rounds of independent multiply-adds (bf16: of the dot product, or 0
      * where there is none); and a sum that reads n bytes once. */
     double (*fma_rounds)(int64_t rounds, int bf16);

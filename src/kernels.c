@@ -146,6 +146,13 @@ static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void
     }
 }
 
+#include "keys.inc.h"
+#include "normalisers.inc.h"
+
+#include "talking.inc.h"
+
+#include "rowwise.inc.h"
+
 #define TABLE_(isa, lane) fa_kernels_##isa##_##lane
 #define TABLE(isa, lane) TABLE_(isa, lane)
 #ifdef FA_LANE_F64
@@ -156,5 +163,6 @@ static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void
 const fa_kernels TABLE_NAME = {
     plan,        run,        run_split,          merge,
     linear_plan, linear_run, rows_scratch_bytes, rows_run,
-    rope_run,    recurrent_plan, recurrent_run, fma_rounds, read_bytes,
+    rope_run,    recurrent_plan, recurrent_run, rowwise_plan, rowwise_run,
+    fma_rounds,  read_bytes,
 };

@@ -10,6 +10,8 @@ from fastattn._bench import (
     model_problem,
     recurrent_engines,
     recurrent_problem,
+    rowwise_engines,
+    rowwise_problem,
     variant_engines,
     variant_problem,
 )
@@ -49,6 +51,14 @@ SUITES = {
         recurrent_problem.RecurrentProblem.from_list,
         recurrent_problem.DTYPES,
         "batch, heads, length, head_dim",
+        "about five minutes",
+    ),
+    "normalisers": Suite(
+        rowwise_engines.ENGINES,
+        rowwise_problem.plan,
+        rowwise_problem.RowwiseProblem.from_list,
+        rowwise_problem.DTYPES,
+        "batch, heads, len_q, len_k, head_dim",
         "about five minutes",
     ),
     "variants": Suite(

@@ -1,0 +1,16 @@
+"""The calls of ``python -m fastattn bench --suite normalisers`` under pytest-benchmark."""
+
+from pathlib import Path
+
+from fastattn._bench.rowwise_problem import plan
+
+suite = "normalisers"
+
+
+def problems(dtype):
+    for section in plan(dtype, quick=False, seed=0, folder=Path()):
+        yield from section.problems
+
+
+def test_rowwise(time_problem):
+    time_problem()

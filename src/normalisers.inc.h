@@ -1,0 +1,201 @@
+/* From scores to probabilities where a row needs all of its scores: sparsemax, entmax-1.5, the k largest, softmax.
+ * Queries stand on the lanes, so that every step is one for all of a tile's rows, and nothing is sorted. */
+
+/* Keys that may matter to some row of a tile, in order, and their scores: s (n, BLOCK_Q). */
+typedef struct {
+    lane *s;
+    int64_t *key, n;
+    vi_t live[NV_MAX]; /* lanes that hold a row */
+} kept_scores;
+
+/* Keys this far below a row's largest have probability 0. entmax-1.5 halves scores first. */
+INLINE lane support_width(fa_rowwise_kind kind)
+{
+    return kind == FA_SPARSEMAX ? 1 : kind == FA_ENTMAX15 ? 2 : (lane)INFINITY;
+}
+
+/* What a row's scores are compared with: its largest, or 0 if there is none. */
+INLINE v_t row_base(const lane *row_max)
+{
+    const v_t max = v_load(row_max);
+    return v_select(max == v_splat(-INFINITY), v_splat(0), max);
+}
+
+/* Of n keys from `first` on keeps those within `width` of some row's largest, and those with a NaN, and forgets all
+ * behind them. */
+INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane width, const lane *row_max)
+{
+    int64_t to = first;
+    v_t base[NV_MAX];
+    UNROLL for (int u = 0; u < nv; u++) base[u] = row_base(row_max + u * LANES);
+    for (int64_t j = first; j < first + n; j++) {
+        vi_t some = {0};
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            const v_t s = v_load(kept->s + j * BLOCK_Q + u * LANES);
+            some |= kept->live[u] & ~(s - base[u] <= v_splat(-width));
+            v_store(kept->s + to * BLOCK_Q + u * LANES, s);
+        }
+        kept->key[to] = kept->key[j];
+        to += v_any(some);
+    }
+    kept->n = to;
+}
+
+/* Scores become factor * (score - the row's largest). */
+INLINE void relate_to_max(int nv, kept_scores *kept, lane factor, const lane *row_max)
+{
+    v_t base[NV_MAX];
+    UNROLL for (int u = 0; u < nv; u++) base[u] = row_base(row_max + u * LANES);
+    for (int64_t j = 0; j < kept->n; j++)
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            lane *s = kept->s + j * BLOCK_Q + u * LANES;
+            v_store(s, (v_load(s) - base[u]) * v_splat(factor));
+        }
+}
+
+/* Raises tau from -1 to where the sum of max(z - tau, 0), or of its square, is 1, by Newton's method: at -1 it is 1 or
+ * more. The sum is convex and falls, so tau only rises; it rises by a rounding at least until it rises for no row. Keys below tau
+ * are dropped on the way. For sparsemax these are the steps of Michelot (1986): exact once the support is. */
+INLINE void newton(int nv, int squared, kept_scores *kept, v_t *tau)
+{
+    vi_t rises;
+    do {
+        v_t sum[NV_MAX], slope[NV_MAX];
+        int64_t to = 0;
+        UNROLL for (int u = 0; u < nv; u++) sum[u] = slope[u] = v_splat(0);
+        for (int64_t first = 0; first < kept->n; first += BLOCK_K) { /* sums of sums: less is rounded away */
+            v_t block_sum[NV_MAX], block_slope[NV_MAX];
+            UNROLL for (int u = 0; u < nv; u++) block_sum[u] = block_slope[u] = v_splat(0);
+            for (int64_t j = first; j < smaller(first + BLOCK_K, kept->n); j++) {
+                vi_t some = {0};
+                UNROLL for (int u = 0; u < nv; u++)
+                {
+                    const v_t z = v_load(kept->s + j * BLOCK_Q + u * LANES), above = v_max(v_splat(0), z - tau[u]);
+                    some |= kept->live[u] & ~(z <= tau[u]);
+                    v_store(kept->s + to * BLOCK_Q + u * LANES, z);
+                    block_sum[u] = squared ? v_fma(above, above, block_sum[u]) : block_sum[u] + above;
+                    block_slope[u] += squared ? 2 * above : v_select(above > 0, v_splat(1), v_splat(0));
+                }
+                kept->key[to] = kept->key[j];
+                to += v_any(some);
+            }
+            UNROLL for (int u = 0; u < nv; u++) sum[u] += block_sum[u], slope[u] += block_slope[u];
+        }
+        kept->n = to;
+        rises = (vi_t){0};
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            const v_t next = tau[u] + (sum[u] - 1) / slope[u];
+            rises |= next > tau[u]; /* false for NaN, and for a row without keys: -1 / 0 */
+            tau[u] = v_select(next > tau[u], next, tau[u]);
+        }
+    } while (v_any(rises));
+}
+
+/* The bits of lanes as integers of the same order, and back. */
+INLINE vi_t ordered(vi_t bits)
+{
+    return bits ^ (vi_t)((vw_t)(bits >> (LANE_BITS - 1)) >> 1);
+}
+
+/* How many scores of each lane are at least t, or above it. */
+INLINE void count_from(int nv, const kept_scores *kept, int above, const v_t *t, vi_t *count)
+{
+    UNROLL for (int u = 0; u < nv; u++) count[u] = (vi_t){0};
+    for (int64_t j = 0; j < kept->n; j++)
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            const v_t s = v_load(kept->s + j * BLOCK_Q + u * LANES);
+            count[u] -= above ? s > t[u] : s >= t[u]; /* true is -1 */
+        }
+}
+
+/* Leaves each lane its k largest scores, of equal ones the first; the others become -inf. NaN stays.
+ *
+ * The k-th largest by bisection of what lies between, as integers: at most as many passes as a lane has bits, and none
+ * for a lane of which exactly k are found. */
+INLINE void take_largest(int nv, kept_scores *kept, int64_t k, const lane *row_max)
+{
+    const vi_t wanted = (vi_t){0} + (ilane)smaller(k, kept->n);
+    vi_t low[NV_MAX], high[NV_MAX], count[NV_MAX], open = {0};
+    v_t t[NV_MAX];
+    UNROLL for (int u = 0; u < nv; u++) t[u] = v_splat(-INFINITY);
+    count_from(nv, kept, 1, t, count);
+    UNROLL for (int u = 0; u < nv; u++)
+    {
+        const vi_t most = ordered((vi_t)v_load(row_max + u * LANES)) + 1;
+        low[u] = ordered((vi_t)v_splat(-LANE_MAX));
+        high[u] = (vi_t)v_select(kept->live[u] & (count[u] > wanted), (v_t)most, (v_t)low[u]); /* of few all are taken */
+    }
+    do {
+        vi_t middle[NV_MAX];
+        open = (vi_t){0};
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            middle[u] = (low[u] & high[u]) + ((low[u] ^ high[u]) >> 1); /* rounded down, without overflow */
+            t[u] = (v_t)ordered(middle[u]);
+        }
+        count_from(nv, kept, 0, t, count);
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            const vi_t inside = middle[u] > low[u], enough = count[u] >= wanted;
+            low[u] = (vi_t)v_select(inside & enough, (v_t)middle[u], (v_t)low[u]);
+            high[u] = (vi_t)v_select(inside & (count[u] <= wanted), (v_t)middle[u], (v_t)high[u]);
+            open |= inside & (count[u] != wanted);
+        }
+    } while (v_any(open));
+    UNROLL for (int u = 0; u < nv; u++) t[u] = (v_t)ordered(low[u]);
+    count_from(nv, kept, 1, t, count);
+    int64_t to = 0;
+    for (int64_t j = 0; j < kept->n; j++) {
+        vi_t some = {0};
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            const v_t s = v_load(kept->s + j * BLOCK_Q + u * LANES);
+            const vi_t equal = (s == t[u]) & (count[u] < wanted), takes = (s > t[u]) | equal | (s != s);
+            count[u] -= equal;
+            some |= kept->live[u] & takes;
+            v_store(kept->s + to * BLOCK_Q + u * LANES, v_select(takes, s, v_splat(-INFINITY)));
+        }
+        kept->key[to] = kept->key[j];
+        to += v_any(some);
+    }
+    kept->n = to;
+}
+
+/* All scores are there: leaves those that matter, relative to the largest, and the thresholds. */
+INLINE void find_threshold(fa_rowwise_kind kind, int nv, int64_t k, const lane *row_max, kept_scores *kept, v_t *tau)
+{
+    keep_near(nv, kept, 0, kept->n, support_width(kind), row_max);
+    if (kind == FA_TOP_K) take_largest(nv, kept, k, row_max);
+    relate_to_max(nv, kept, kind == FA_ENTMAX15 ? (lane)0.5 : 1, row_max);
+    UNROLL for (int u = 0; u < nv; u++) tau[u] = v_splat(-1);
+    if (kind == FA_SPARSEMAX) newton(nv, 0, kept, tau);
+    if (kind == FA_ENTMAX15) newton(nv, 1, kept, tau);
+}
+
+/* p (n, nv) of z (n, nv); their sums are added to row_sum. */
+INLINE void normalise(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, const v_t *tau, lane *p, lane *row_sum)
+{
+    const int sparse = kind == FA_SPARSEMAX || kind == FA_ENTMAX15;
+    v_t sum[NV_MAX];
+    UNROLL for (int u = 0; u < nv; u++) sum[u] = v_splat(0);
+    for (int64_t j = 0; j < n; j++)
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            const v_t x = v_load(z + j * BLOCK_Q + u * LANES);
+            const v_t above = sparse ? v_max(v_splat(0), x - tau[u]) : v_exp(x);
+            const v_t prob = kind == FA_ENTMAX15 ? above * above : above;
+            sum[u] += prob;
+            v_store(p + j * BLOCK_Q + u * LANES, prob);
+        }
+    UNROLL for (int u = 0; u < nv; u++) v_store(row_sum + u * LANES, v_load(row_sum + u * LANES) + sum[u]);
+}
+
+/* The lanes that attend a key with score z and probability p. */
+INLINE vi_t selects(fa_rowwise_kind kind, v_t z, v_t p)
+{
+    return kind == FA_SPARSEMAX || kind == FA_ENTMAX15 ? p != v_splat(0) : z != v_splat(-INFINITY);
+}

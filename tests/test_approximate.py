@@ -1,0 +1,142 @@
+"""Linformer, Nyströmformer and Reformer by their formulas in float64."""
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import approximate
+from fastattn._bench.cases import DTYPES, as_dtype
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(as_dtype(dtype))
+
+
+def softmax(s):
+    e = np.exp(s - s.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def tolerance(dtype):
+    return {"float64": 1e-11, "float32": 3e-5, "float16": 1e-2, "bfloat16": 6e-2}[dtype]
+
+
+def as_float64(*arrays):
+    return (x.astype(np.float64) for x in arrays)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linformer(implementation, dtype):
+    q, v = normal(2, 4, 90, 16, dtype=dtype), normal(2, 2, 70, 9, dtype=dtype)
+    k = normal(2, 2, 70, 16, seed=1, dtype=dtype)
+    for shape in ((11, 70), (2, 11, 70), (1, 1, 11, 70)):
+        e, f = normal(*shape) / 8, normal(*shape, seed=1) / 8
+        for second in (f, None):
+            got = approximate.linformer_attention(q, k, v, e, second)
+            wide, keys, values = as_float64(q, k, v)
+            keys, values = e @ keys, (e if second is None else f) @ values
+            keys, values = (np.repeat(x, 2, axis=-3) for x in (keys, values))
+            ref = softmax(wide @ keys.swapaxes(-1, -2) / 4) @ values
+            assert got.dtype == q.dtype
+            np.testing.assert_allclose(got.astype(np.float64), ref, atol=tolerance(dtype))
+
+
+def nystrom(q, k, v, n, iterations, scale):
+    """Xiong et al. 2021, equations 13 and 14, of lengths that n divides."""
+    q_mean, k_mean = (x.reshape(*x.shape[:-2], n, -1, x.shape[-1]).mean(-2) for x in (q, k))
+    first = softmax(scale * q @ k_mean.swapaxes(-1, -2))
+    a = softmax(scale * q_mean @ k_mean.swapaxes(-1, -2))
+    last = softmax(scale * q_mean @ k.swapaxes(-1, -2))
+    z, one = a.swapaxes(-1, -2) / a.sum(-2).max(-1)[..., None, None], np.eye(n)
+    for _ in range(iterations):
+        z = 0.25 * z @ (13 * one - a @ z @ (15 * one - a @ z @ (7 * one - a @ z)))
+    return first @ z @ last @ v
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nystrom(implementation, dtype):
+    q, k, v = (normal(2, 3, 96, d, seed=d, dtype=dtype) for d in (16, 16, 9))
+    got = approximate.nystrom_attention(q, k, v, n_landmarks=12, scale=0.5)
+    assert got.dtype == q.dtype
+    ref = nystrom(*as_float64(q, k, v), 12, 6, 0.5)
+    np.testing.assert_allclose(got.astype(np.float64), ref, atol=tolerance(dtype) * abs(ref).max())
+
+
+def test_nystrom_of_other_lengths(implementation):
+    q, k, v = normal(3, 101, 16), normal(3, 77, 16), normal(3, 77, 8)
+    assert np.isfinite(approximate.nystrom_attention(q, k, v, n_landmarks=10)).all()
+    exact = fastattn.attention(q, k, v)
+    for n in (77, 100):
+        np.testing.assert_array_equal(approximate.nystrom_attention(q, k, v, n_landmarks=n), exact)
+    # Ten queries, and ten keys, each many times: the estimate is exact, where the inverse converges.
+    q, k = (np.repeat(4 * np.eye(10), n, axis=0) for n in (7, 5))
+    v = normal(50, 8, dtype="float64")
+    got = approximate.nystrom_attention(q, k, v, n_landmarks=10, n_iterations=12, scale=1.0)
+    np.testing.assert_allclose(got, fastattn.attention(q, k, v, scale=1.0), atol=1e-10)
+
+
+def reformer(q, v, rotations, chunk, causal, scale):
+    """Kitaev et al. 2020 for one head, pair by pair: who shares a chunk, or follows it, in each round."""
+    n, chunks = len(q), -(-len(q) // chunk)
+    k = q / np.sqrt((q * q).mean(-1, keepdims=True) + 1e-6)
+    outs, lses = [], []
+    for r in rotations:
+        buckets = np.argmax(np.concatenate([q @ r, -(q @ r)], axis=-1), axis=-1)
+        at = np.argsort(np.lexsort((np.arange(n), buckets))) // chunk  # the chunk of a token
+        out, lse = np.zeros((n, v.shape[-1])), np.zeros(n)
+        for i in range(n):
+            near = (at == at[i]) | (at == (at[i] - 1) % chunks)
+            near &= (np.arange(n) <= i) | (not causal)
+            s = np.where(near, scale * k @ q[i], -np.inf)
+            s[i] -= 1e5
+            lse[i] = s.max() + np.log(np.exp(s - s.max()).sum())
+            out[i] = np.exp(s - lse[i]) @ v
+        outs.append(out)
+        lses.append(lse)
+    return np.einsum("rid,ri->id", np.array(outs), softmax(np.array(lses).T).T)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("n", "chunk"), [(1, 4), (5, 8), (64, 16), (75, 16), (40, 39)])
+def test_reformer(implementation, n, chunk, causal, rounds):
+    qk, v, rotations = normal(2, 2, n, 12), normal(2, 2, n, 7), normal(2, rounds, 12, 3)
+    got = approximate.lsh_attention(
+        qk, v, n_buckets=6, chunk=chunk, n_rounds=rounds, rotations=rotations, causal=causal, scale=0.7
+    )
+    for b, h in np.ndindex(2, 2):
+        ref = reformer(*as_float64(qk[b, h], v[b, h], rotations[h]), chunk, causal, 0.7)
+        np.testing.assert_allclose(got[b, h], ref, atol=3e-5)
+
+
+def test_reformer_finds_what_is_near():
+    """With chunks that hold everything it is attention to all others; dtypes; the seed decides."""
+    qk, v = normal(2, 50, 16), normal(2, 50, 7)
+    k = qk / np.sqrt((qk * qk).mean(-1, keepdims=True) + np.float32(1e-6))
+    others = fastattn.attention(qk, k, v, mask=~np.eye(50, dtype=bool))
+    np.testing.assert_allclose(approximate.lsh_attention(qk, v, n_buckets=2, chunk=50), others, atol=1e-5)
+    first, again, other = (approximate.lsh_attention(qk, v, n_buckets=8, chunk=8, seed=s) for s in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    qk, v = qk.astype(np.float16), v.astype(np.float16)
+    half = approximate.lsh_attention(qk, v, n_buckets=8, chunk=8, seed=1)
+    assert half.dtype == np.float16
+    assert approximate.lsh_attention(qk[:, :0], v[:, :0], n_buckets=8).shape == (2, 0, 7)
+
+
+def test_errors():
+    q = np.ones((2, 50, 4), np.float32)
+    with pytest.raises(ValueError, match=r"linformer_attention\(\): e has shape \(5, 9\)"):
+        approximate.linformer_attention(q, q, q, np.ones((5, 9)))
+    with pytest.raises(ValueError, match=r"linformer_attention\(\): f has shape \(3, 5, 50\)"):
+        approximate.linformer_attention(q, q, q, np.ones((5, 50)), np.ones((3, 5, 50)))
+    with pytest.raises(ValueError, match=r"nystrom_attention\(\): n_landmarks is 0"):
+        approximate.nystrom_attention(q, q, q, n_landmarks=0)
+    with pytest.raises(ValueError, match=r"nystrom_attention\(\): q has 2 heads and k 1"):
+        approximate.nystrom_attention(q, q[:1], q[:1])
+    with pytest.raises(ValueError, match=r"lsh_attention\(\): n_buckets is 3; expected an even number"):
+        approximate.lsh_attention(q, q, n_buckets=3)
+    with pytest.raises(ValueError, match=r"lsh_attention\(\): rotations has shape \(2,\)"):
+        approximate.lsh_attention(q, q, n_buckets=2, rotations=np.ones(2))
+    with pytest.raises(ValueError, match=r"lsh_attention\(\): qk has shape"):
+        approximate.lsh_attention(q[None], np.stack([q, q]), n_buckets=2)
