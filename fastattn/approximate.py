@@ -62,7 +62,7 @@ def linformer_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x = np.ones((1, 2, 100, 8), np.float32)
-    >>> fastattn.linformer_attention(x, x, x, np.full((16, 100), 0.01)).shape
+    >>> fastattn.approximate.linformer_attention(x, x, x, np.full((16, 100), 0.01)).shape
     (1, 2, 100, 8)
     """
     func = "linformer_attention"
@@ -123,7 +123,7 @@ def nystrom_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x = np.ones((1, 2, 300, 8), np.float32)
-    >>> fastattn.nystrom_attention(x, x, x, n_landmarks=32).shape
+    >>> fastattn.approximate.nystrom_attention(x, x, x, n_landmarks=32).shape
     (1, 2, 300, 8)
     """
     args = nystrom_args("nystrom_attention", q, k, v, n_landmarks, n_iterations, scale, num_threads, backend)
@@ -226,7 +226,7 @@ def lsh_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x = np.random.default_rng(0).standard_normal((2, 300, 16), np.float32)
-    >>> fastattn.lsh_attention(x, x, n_buckets=8, chunk=32, n_rounds=2, causal=True).shape
+    >>> fastattn.approximate.lsh_attention(x, x, n_buckets=8, chunk=32, causal=True).shape
     (2, 300, 16)
     """
     args = lsh_args(
