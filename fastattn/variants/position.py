@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _backend, reference
+from fastattn import _backend
 from fastattn._args import lane_dtype
 from fastattn._inputs import float_array, integer
 from fastattn._variants_args import one_offset, variant_args, with_shape
 from fastattn.variants._pieces import (
+    apart,
     attend_by_rows,
     band_of,
     by_distance,
@@ -119,8 +120,14 @@ def _attend_near(
         part.bias = bias if part.bias is None else bias + part.bias.astype(lane)
         _backend.run(part, backend)
         if of_values is not None:
+            # Weights are what the unit vectors give as values: of the near keys a matrix that is small.
+            weights = apart(part)
+            width = part.len_k
+            weights.v = np.broadcast_to(np.eye(width, dtype=part.v.dtype), (part.heads_kv, width, width))
+            weights.head_dim_v, weights.out = width, np.empty((*part.out.shape[:-1], width), part.out.dtype)
+            _backend.run(weights, backend)
             probs = np.zeros((*part.out.shape[:-1], n_rows + n - 1), lane)
-            probs[..., inside] = reference.weights(part)
+            probs[..., inside] = weights.out
             part.out += (band_of(probs, n) @ of_values).astype(part.out.dtype)
 
 
