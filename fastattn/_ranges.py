@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Range = tuple[Ints | None, Ints | None]
 
 # Wider than any sequence, and small enough that positions, below 2**53, can be added to it in int64.
-_UNBOUNDED = 2**60
+UNBOUNDED = 2**60
 
 
 def positions(q_offset: Ints, len_q: int) -> Ints:
@@ -36,8 +36,8 @@ def causal(position: Ints) -> Range:
 
 def window(position: Ints, left: int | None, right: int | None) -> Range:
     """Keys from `position - left` to `position + right`; None is unbounded."""
-    begin = None if left is None else position - min(left, _UNBOUNDED)
-    end = None if right is None else position + min(right, _UNBOUNDED) + 1
+    begin = None if left is None else position - min(left, UNBOUNDED)
+    end = None if right is None else position + min(right, UNBOUNDED) + 1
     return begin, end
 
 

@@ -122,7 +122,7 @@ def neighborhood_attention(
     lse = None if args.lse is None else np.empty((*heads, *grid), args.lse.dtype)
     groups = (args.heads_kv, args.heads_q // args.heads_kv)
     if args.sinks is not None:
-        sinks = np.broadcast_to(args.sinks, heads).reshape(*args.batch_shape, *groups, *(1,) * n)
+        sinks = np.broadcast_to(args.sinks, heads).reshape(*args.batch_shape, *groups, *(1,) * max(2, n))
     for part in _parts(mask):
         q_part, out_part = (part.queries(x, groups, 1) for x in (arrays[0], out))
         k_part, v_part = (part.keys(x) for x in arrays[1:])
@@ -170,7 +170,7 @@ class _Part(Mask):
         x = x[part]
         lead = x.shape[: -len(self.grid) - 1]
         ones = (1,) * (max(2, len(self.grid)) + 1)
-        return x.reshape(*lead, *ones, -1, x.shape[-1])
+        return x.reshape(*lead, *ones, int(np.prod(self.grid)), x.shape[-1])
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         """The neighbours of every place."""

@@ -336,3 +336,32 @@ def test_repr_shows_construction():
 def test_errors(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("offset", [-3, 0, 5, 8, 12, 28, 29, 100, -100])
+@pytest.mark.parametrize(
+    "size", [(5, 4), (1, 4), (2, 4), (3, 1), (100, 3), (2**70, 3), (2, 10**12), (9, 2**70)]
+)
+def test_dilated_outside_the_keys(size, offset):
+    width, dilation = size
+    distance = np.arange(8) - offset
+    expected = [d % dilation == 0 and abs(d) <= width * dilation for d in distance.tolist()]
+    np.testing.assert_array_equal(masks.dilated(*size).to_array(1, 8, q_offset=offset), [expected])
+
+
+@pytest.mark.parametrize("size", [10**12, 2**63, 2**70])
+def test_sizes_beyond_every_sequence(size):
+    """In no more memory than the keys take, and no overflow."""
+    lower = np.tri(6, dtype=bool)
+    for mask in (masks.strided(size), masks.fixed(size), masks.chunked(size) & masks.causal()):
+        np.testing.assert_array_equal(mask.to_array(6), lower)
+    for mask in (masks.block_sparse([[True, False]], size), masks.chunked(size)):
+        assert mask.to_array(6).all()
+
+
+def test_masks_are_values():
+    array = np.ones((4, 4), bool)
+    both = masks.dense(array), masks.block_sparse(array, 1)
+    array[:] = False
+    for mask in both:
+        assert mask.to_array(4).all()

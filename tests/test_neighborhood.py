@@ -109,3 +109,20 @@ def test_grids_must_agree():
     q, k = np.ones((2, 4, 5, 8)), np.ones((2, 5, 5, 8))
     with pytest.raises(ValueError, match=r"neighborhood_attention\(\): k has shape \(2, 5, 5, 8\)"):
         fastattn.neighborhood_attention(q, k, k, kernel=(3, 3))
+
+
+def test_one_axis_with_sinks(implementation):
+    rng = np.random.default_rng(4)
+    q, k, v = inputs((10,), "float32", rng)
+    sinks = rng.standard_normal(4).astype(np.float32)
+    attend = masks.neighborhood(10, 3).to_array(10)
+    out = fastattn.neighborhood_attention(q, k, v, kernel=3, sinks=sinks, return_lse=True)
+    check(out, expect(q, k, v, mask=attend, sinks=sinks))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 9, 4), (3, 0, 2, 9, 9, 4)])
+def test_empty_batch(shape, implementation):
+    x = np.ones(shape, np.float32)
+    out, lse = fastattn.neighborhood_attention(x, x, x, kernel=(3,) * (len(shape) // 2 - 1), return_lse=True)
+    assert out.shape == shape
+    assert lse.shape == shape[:-1]

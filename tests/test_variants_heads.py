@@ -261,3 +261,9 @@ Q, K, V = qkv(5, 6)
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_general_scale_of_none_is_the_default():
+    weight = np.eye(K.shape[-1])[: Q.shape[-1]]
+    expected = variants.general_attention(Q, K, V, weight)
+    np.testing.assert_array_equal(variants.general_attention(Q, K, V, weight, scale=None), expected)

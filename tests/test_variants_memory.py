@@ -200,3 +200,23 @@ CACHE, W, U = normal(2, 6, 24), normal(4, 8, 16), normal(4, 12, 16)
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_latent_scale_of_none_is_the_default(absorbed):
+    args = normal(2, 5, 12), normal(7, 12), normal(2, 4, 4), normal(2, 6, 4)
+    expected = variants.latent_attention(*args, absorbed=absorbed)
+    got = variants.latent_attention(*args, absorbed=absorbed, scale=None)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("gate", [None, 0.5])
+@pytest.mark.parametrize("heads", [2, 1])
+def test_memory_of_queries_that_broadcast(heads, gate, implementation):
+    q, k, v = normal(heads, 5, 8), normal(3, heads, 7, 8), normal(3, heads, 7, 6)
+    memory_k, memory_v = (normal(4, n) if heads == 1 else normal(heads, 4, n) for n in (8, 6))
+    whole = np.broadcast_to(q, (3, *q.shape))
+    out = variants.memory_attention(q, k, v, memory_k, memory_v, gate=gate)
+    lead = (slice(None),) if heads > 1 else (None,)
+    expected = variants.memory_attention(whole, k, v, memory_k[lead], memory_v[lead], gate=gate)
+    np.testing.assert_array_equal(out, expected)

@@ -106,8 +106,9 @@ class chunked(Mask):
         _set(self, "size", integer("chunked", "size", self.size, 1))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        begin = shape.position // self.size * self.size
-        return Resolved(begin, begin + self.size)
+        size = min(self.size, _ranges.UNBOUNDED)
+        begin = shape.position // size * size
+        return Resolved(begin, begin + size)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -172,12 +173,12 @@ class dilated(Mask):
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         position = shape.position
-        reach = min(self.window, shape.len_k // self.dilation + 1)
-        steps = np.arange(-reach, reach + 1) * self.dilation
+        reach = shape.len_k // self.dilation + 1
+        if self.window > reach:  # one list a remainder, and not one a row
+            far = min(self.window * self.dilation, _ranges.UNBOUNDED)
+            return Resolved(position - far, position + far + 1, _residues(shape, self.dilation))
+        steps = np.arange(-self.window, self.window + 1) * min(self.dilation, _ranges.UNBOUNDED)
         rows = np.arange(position.size).reshape(position.shape)
-        # Of a query beyond the keys, fewer steps than the window has lie there; no more than those count.
-        if self.window > reach:
-            return _ranges.simplified(_residues(shape, self.dilation))
         begin = position.ravel()[:, None] + steps
         lists = _ranges.union(rows, rows.size, rows.reshape(-1, 1), begin, begin + 1, shape.len_k)
         return _ranges.simplified(lists)
@@ -217,17 +218,19 @@ class fixed(Mask):
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         near = _ranges.as_lists(chunked(self.stride).resolve(shape), shape.len_q, shape.len_k)
-        end = np.arange(self.stride, shape.len_k + self.stride, self.stride)
-        index = np.zeros((1, 1), np.int64)
-        summaries = _ranges.union(index, 1, np.zeros_like(end), end - self.summary, end, shape.len_k)
+        stride, before = (min(n, _ranges.UNBOUNDED) for n in (self.stride, self.stride - self.summary))
+        block, index = np.arange(0, shape.len_k, stride), np.zeros((1, 1), np.int64)
+        summaries = _ranges.union(index, 1, np.array(0), block + before, block + stride, shape.len_k)
         lists = _ranges.combined([near, summaries], (1, 1), 1, shape.len_k)
         return Resolved(*_ranges.causal(shape.position), lists)
 
 
 def _residues(shape: ScoreShape, step: int) -> RangeLists:
-    """Keys at distances that are multiples of `step`: one list for each remainder."""
-    key = np.arange(shape.len_k)
-    return _ranges.union(shape.position % step, step, key % step, key, key + 1, shape.len_k)
+    """Keys at distances that are multiples of `step`: one list for each remainder that a key has."""
+    key, step = np.arange(shape.len_k), min(step, _ranges.UNBOUNDED)
+    n = min(step, shape.len_k)  # the number of an empty list
+    number = np.minimum(shape.position % step, n)
+    return _ranges.union(number, n + 1, key % step, key, key + 1, shape.len_k)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -77,7 +77,8 @@ class block_sparse(Mask):
         target = (*shape.batch_shape, shape.heads, blocks_q, blocks_k)
         require_broadcast(shape.func, "bitmap", bitmap.shape, target, "(..., heads_q, blocks_q, blocks_k)")
         owner, begin, end = runs_of(bitmap)
-        block = shape.position // block_q
+        block = shape.position // min(block_q, _ranges.UNBOUNDED)
+        block_k = min(block_k, max(1, shape.len_k))
         n = int(np.prod(bitmap.shape[:-1]))
         row = np.arange(0, n, blocks_q or 1).reshape(*lead, 1) if lead else np.zeros((1, 1), np.int64)
         index = np.where((block >= 0) & (block < blocks_q), row + block, n)
@@ -157,4 +158,4 @@ def _bools(func: str, name: str, x: ArrayLike) -> Bools:
     array = as_array(func, name, x)
     if array.dtype != np.bool_:
         raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected bool")
-    return array
+    return array.copy()  # a mask is a value: what the caller writes later is not in it

@@ -165,7 +165,9 @@ def general_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLik
     if queries.ndim == 2:
         matrix = matrix.reshape(shape)
     projected = (queries.astype(lane, copy=False) @ matrix.astype(lane)).astype(queries.dtype, copy=False)
-    args = attention_args(func, projected, keys, v, **{"scale": 1.0, **options})
+    if options.get("scale") is None:
+        options["scale"] = 1.0
+    args = attention_args(func, projected, keys, v, **options)
     _backend.run(args, options.get("backend"))
     return args.result
 

@@ -101,7 +101,8 @@ def latent_attention(
         absorbed = len_q * (2 * rank - nope_dim - value_dim) <= rank * (nope_dim + value_dim)
     absorbed = flag(func, "absorbed", absorbed)
     dtype, lane = queries.dtype, lane_dtype(queries.dtype)
-    options = {"scale": dim**-0.5, **options}
+    if options.get("scale") is None:
+        options["scale"] = dim**-0.5
     of_keys, of_values = of_keys.astype(lane, copy=False), of_values.astype(lane, copy=False)
     shared = tokens[..., None, :, :]
     if absorbed:

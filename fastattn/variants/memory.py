@@ -72,7 +72,9 @@ def memory_attention(
         require_broadcast(func, name, x.shape, expected, dims)
         if (x.shape if x.ndim > 2 else (1, *x.shape))[-3:] != expected[-3:]:
             raise ValueError(f"{func}(): {name} has shape {x.shape}; expected {dims} = {expected}")
-    local, memory = apart(args), apart(attention_args(func, q, keys, values, **there))
+    keys, values = (x.reshape((1,) * (3 - x.ndim) + x.shape) for x in (keys, values))
+    queries = np.broadcast_to(args.q, (*args.batch_shape, *args.q.shape[-3:]))
+    local, memory = apart(args), apart(attention_args(func, queries, keys, values, **there))
     weight = None
     if gate is not None:
         logits = per_head(func, "gate", gate, args).astype(np.float64)[..., None, None]
