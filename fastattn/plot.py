@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from fastattn._args import Array
 
+__all__ = ["attention_map", "entropy", "mask"]
+
 # Blocks along the longer side of a mask's picture, where nobody says how large one is.
 _BLOCKS = 128
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 # lengths alone, so that a row's bits do not depend on the batch.
 _PIECE_SCORES, _LEAST_ROWS = 2**18, 32
 
-
 # Axes behind the batch dimensions.
 _TRAILING = {
     **dict.fromkeys(("q", "k", "v", "out", "mask", "bias"), 3),
@@ -83,7 +82,7 @@ def item_of(args: AttentionArgs, b: tuple[int, ...]) -> AttentionArgs:
 def apart(args: AttentionArgs) -> AttentionArgs:
     """The call with results of its own, lse included."""
     part = copy(args)
-    part.out = np.empty_like(args.out)
+    part.out = np.empty(args.out.shape, args.out.dtype)
     part.lse = np.empty(args.out.shape[:-1], lane_dtype(args.q.dtype))
     return part
 

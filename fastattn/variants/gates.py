@@ -53,8 +53,9 @@ def gated_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, gate: ArrayLike, *
     require_broadcast(
         func, "gate", logits.shape, args.out.shape, "(..., heads_q, len_q, head_dim_v), or 1 for the last,"
     )
+    share = ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
     _backend.run(args, options.get("backend"))
-    np.multiply(args.out, ops.activate(np.atleast_1d(logits), "sigmoid", **how(options)), out=args.out)
+    np.multiply(args.out, share, out=args.out)
     return args.result
 
 
