@@ -11,6 +11,7 @@ import numpy as np
 from fastattn import ops
 from fastattn._args import lane_dtype
 from fastattn._inputs import float_array, integer
+from fastattn._ops_args import epsilon
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -52,8 +53,9 @@ def unit(x: ArrayLike, *, eps: float = 1e-6) -> Array:
         If x is no array of float32, float64, float16 or bfloat16, or eps is no number of 0 or more.
     """
     array = float_array("unit", "x", x, least_dims=1)
-    dim = max(1, array.shape[-1])
-    return ops.rms_norm(array, np.full(array.shape[-1], dim**-0.5, lane_dtype(array.dtype)), eps=eps / dim)
+    lane, dim = lane_dtype(array.dtype), max(1, array.shape[-1])
+    eps = epsilon("unit", "eps", eps, lane)
+    return ops.rms_norm(array, np.full(array.shape[-1], dim**-0.5, lane), eps=eps / dim)
 
 
 @dataclass(frozen=True, eq=False)

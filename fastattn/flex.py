@@ -55,7 +55,7 @@ def flex_attention(
     Raises
     ------
     TypeError, ValueError
-        As `attention`, and if `score_mod` is no function or its result does not broadcast.
+        As `attention`, and if `score_mod` is no function, or returns no floating numbers that broadcast.
 
     Notes
     -----

@@ -6,14 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn import _backend
 from fastattn._inputs import flag, float_array
+from fastattn._linear_args import recurrent_args
 from fastattn.feature_maps import unit
-from fastattn.linear_attention import linear_attention
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args import Array
+
+# Keyword arguments of `linear_attention` that all of them take.
+_OPTIONS = (
+    "causal", "scale", "normalize", "eps", "state", "return_state", "out_state", "out", "num_threads",
+    "backend",
+)  # fmt: skip
 
 
 def retention(
@@ -38,8 +45,11 @@ def retention(
         decays = float_array("retention", "gamma", gamma).astype(np.float64)
         if not ((decays > 0) & (decays <= 1)).all():  # NaN is neither
             raise ValueError(f"retention(): gamma is {gamma!r}; expected numbers above 0 and at most 1")
+        heads = max(np.shape(k)[-3:-2] + np.shape(v)[-3:-2], default=1)
+        if decays.shape not in ((), (1,), (heads,)):
+            raise ValueError(f"retention(): gamma has shape {decays.shape}; expected (heads,) = {(heads,)}")
         log_gamma = np.log(decays)
-    return linear_attention(q, k, v, rule="decay", log_decay=log_gamma, **options)
+    return _run("retention", q, k, v, options, rule="decay", log_decay=log_gamma.reshape(-1))
 
 
 def gated_linear_attention(
@@ -56,7 +66,7 @@ def gated_linear_attention(
     **options
         As in `retention`.
     """
-    return linear_attention(q, k, v, rule="gated", log_decay=log_decay, **options)
+    return _run("gated_linear_attention", q, k, v, options, rule="gated", log_decay=log_decay)
 
 
 def delta_net(
@@ -75,7 +85,7 @@ def delta_net(
         As in `retention`, but normalize and eps.
     """
     q, k = _unit("delta_net", q, k, unit_keys)
-    return linear_attention(q, k, v, rule="delta", beta=beta, **options)
+    return _run("delta_net", q, k, v, options, rule="delta", beta=beta)
 
 
 def gated_delta_net(
@@ -99,9 +109,22 @@ def gated_delta_net(
         As in `delta_net`.
     """
     q, k = _unit("gated_delta_net", q, k, unit_keys)
-    return linear_attention(q, k, v, rule="gated_delta", log_decay=log_decay, beta=beta, **options)
+    return _run("gated_delta_net", q, k, v, options, rule="gated_delta", log_decay=log_decay, beta=beta)
 
 
 def _unit(func: str, q: ArrayLike, k: ArrayLike, wanted: bool) -> tuple[ArrayLike | Array, ArrayLike | Array]:
     """Queries and keys, of length 1 if `wanted`."""
-    return (unit(q), unit(k)) if flag(func, "unit_keys", wanted) else (q, k)
+    if not flag(func, "unit_keys", wanted):
+        return q, k
+    return unit(float_array(func, "q", q, 1)), unit(float_array(func, "k", k, 1))
+
+
+def _run(func: str, q: Any, k: Any, v: Any, options: dict[str, Any], **fixed: Any) -> Any:
+    """`linear_attention` with what is `fixed`, for messages of `func`."""
+    taken = _OPTIONS if fixed["rule"] in ("decay", "gated") else [x for x in _OPTIONS if x != "eps"]
+    for name in options:
+        if name not in taken:
+            raise TypeError(f"{func}(): {name} is not an argument; expected of {', '.join(taken)}")
+    args = recurrent_args(func, q, k, v, **fixed, **options)
+    _backend.run_recurrent(args, options.get("backend"))
+    return args.result

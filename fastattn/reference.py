@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args import lane_dtype
+from fastattn._inputs import float_array, require_broadcast
 from fastattn._ranges import places
 
 if TYPE_CHECKING:
@@ -215,6 +216,9 @@ class _Task:
         b = int(np.ravel_multi_index(self.batch, call.batch_shape)) if self.batch else 0
         h = self.h_kv * call.group + np.arange(call.group)[:, None, None]
         found = call.score_mod(scores, b, h, self.position, np.arange(keys.start, keys.stop))  # type: ignore[misc]
+        func, name = "flex_attention", "what score_mod returns"
+        found = float_array(func, name, found)
+        require_broadcast(func, name, found.shape, scores.shape, "(group, rows, keys)")
         return np.array(np.broadcast_to(found, scores.shape), call.dtype)
 
     def attend(self, block_k: int) -> tuple[Array, Array]:

@@ -63,3 +63,19 @@ def test_errors():
     with pytest.raises(TypeError, match=r"flex_attention\(\): mask has dtype"):
         fastattn.flex_attention(q, q, q, mask=np.ones((5, 5)))
     assert fastattn.flex_attention(q[:, :0], q, q, score_mod=lambda s, *_: s).shape == (2, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("found", "error", "message"),
+    [
+        (None, TypeError, "is None"),
+        (1j, TypeError, "has dtype complex128"),
+        (True, TypeError, "has dtype bool"),
+        (np.ones(7), ValueError, r"has shape \(7,\)"),
+        (np.ones((1, 1, 1, 5)), ValueError, r"has shape \(1, 1, 1, 5\)"),
+    ],
+)
+def test_what_the_function_returns_is_checked(found, error, message):
+    q = np.ones((2, 5, 4))
+    with pytest.raises(error, match=r"^flex_attention\(\): what score_mod returns " + message):
+        fastattn.flex_attention(q, q, q, score_mod=lambda *_: found)

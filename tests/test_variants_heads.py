@@ -267,3 +267,9 @@ def test_general_scale_of_none_is_the_default():
     weight = np.eye(K.shape[-1])[: Q.shape[-1]]
     expected = variants.general_attention(Q, K, V, weight)
     np.testing.assert_array_equal(variants.general_attention(Q, K, V, weight, scale=None), expected)
+
+
+def test_integers_for_each_head():
+    for scale in ([1, 2, 3, 4][: Q.shape[-3]], np.arange(1, Q.shape[-3] + 1)):
+        expected = variants.cosine_attention(Q, K, V, scale=np.asarray(scale, np.float64))
+        np.testing.assert_array_equal(variants.cosine_attention(Q, K, V, scale=scale), expected)

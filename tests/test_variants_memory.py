@@ -220,3 +220,12 @@ def test_memory_of_queries_that_broadcast(heads, gate, implementation):
     lead = (slice(None),) if heads > 1 else (None,)
     expected = variants.memory_attention(whole, k, v, memory_k[lead], memory_v[lead], gate=gate)
     np.testing.assert_array_equal(out, expected)
+
+
+def test_dtypes_are_named():
+    q, k, v = qkv(3, 4, dim_v=16)
+    with pytest.raises(TypeError, match=r"^memory_attention\(\): memory_k and memory_v have dtypes float64"):
+        variants.memory_attention(q, k, v, np.ones(k.shape), v)
+    weight = np.ones((4, 8, 8), np.float32)
+    with pytest.raises(TypeError, match=r"^latent_attention\(\): cache has dtype float64"):
+        variants.latent_attention(q, np.ones((2, 5, 16)), weight, weight)

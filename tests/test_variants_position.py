@@ -216,3 +216,11 @@ TABLE = normal(4, 8, 16)
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_logarithmic_buckets_need_a_span_of_two():
+    x = np.ones((2, 6, 4), np.float32)
+    with pytest.raises(
+        ValueError, match=r"^disentangled_attention\(\): max_distance is given, and position_keys"
+    ):
+        variants.disentangled_attention(x, x, x, np.ones((2, 2, 4), np.float32), max_distance=5)

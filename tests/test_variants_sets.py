@@ -120,7 +120,28 @@ def test_perceiver(implementation):
             ValueError,
             r"y has shape \(3, 70, 3\); expected",
         ),
-        (lambda: variants.induced_set_attention(layer(), layer(), X[0, 0], X), ValueError, "x has shape"),
+        (
+            lambda: variants.induced_set_attention(layer(), layer(), X[0, 0], X),
+            ValueError,
+            "inducing has shape",
+        ),
+        (
+            lambda: variants.induced_set_attention(None, layer(), POINTS, X),
+            TypeError,
+            r"\(\): first is of type",
+        ),
+        (
+            lambda: variants.induced_set_attention(layer(), 1, POINTS, X),
+            TypeError,
+            r"\(\): second is of type",
+        ),
+        (lambda: variants.perceiver(None, None, POINTS, X), TypeError, r"^perceiver\(\): cross is of type"),
+        (lambda: variants.pooling_by_attention(layer(), X[0, 0], X), ValueError, r"\(\): seeds has shape"),
+        (
+            lambda: variants.set_attention(layer(), X[:2], Y),
+            ValueError,
+            r"x and y have batch dimensions \(2,\) and \(3,\)",
+        ),
         (
             lambda: variants.pooling_by_attention(layer(), POINTS, X, feed_forward=len),
             TypeError,
@@ -136,3 +157,10 @@ def test_perceiver(implementation):
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_batch_dimensions_broadcast():
+    mab = layer()
+    out = variants.set_attention(mab, X[:1], Y)
+    whole = np.broadcast_to(X[:1], (len(Y), *X.shape[1:]))
+    np.testing.assert_array_equal(out, variants.set_attention(mab, whole, Y))

@@ -245,6 +245,10 @@ class tree(Mask):
     parents : array_like of int, (nodes,) or (..., nodes)
         The parent of each node, an earlier one; -1 for a root. Over the batch dimensions. Query positions
         before the tree attend causally.
+
+    Notes
+    -----
+    A range for each pair of a node and its ancestor: a chain of n nodes takes O(n**2) memory.
     """
 
     parents: ArrayLike

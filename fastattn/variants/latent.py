@@ -77,6 +77,11 @@ def latent_attention(
     require_options(func, options, ("out",))
     queries = operand(func, "q", q, [])
     tokens = operand(func, "cache", cache, [])
+    if not (tokens.dtype == queries.dtype or (queries.dtype == np.float32 and tokens.dtype.itemsize == 2)):
+        raise TypeError(
+            f"{func}(): cache has dtype {tokens.dtype}; expected q's, {queries.dtype}, or if that is float32,"
+            f" float16 or bfloat16"
+        )
     of_keys = float_array(func, "key_weight", key_weight)
     of_values = float_array(func, "value_weight", value_weight)
     if queries.ndim < 3:

@@ -66,6 +66,13 @@ def memory_attention(
     shared = ("scale", "softcap", "num_threads", "backend")
     there = {name: options[name] for name in shared if name in options}
     keys, values = operand(func, "memory_k", memory_k, []), operand(func, "memory_v", memory_v, [])
+    if keys.dtype != values.dtype or not (
+        keys.dtype == args.q.dtype or (args.q.dtype == np.float32 and keys.dtype.itemsize == 2)
+    ):
+        raise TypeError(
+            f"{func}(): memory_k and memory_v have dtypes {keys.dtype} and {values.dtype}; expected q's,"
+            f" {args.q.dtype}, or if that is float32, float16 or bfloat16 for both"
+        )
     of_heads, dims = (args.heads_kv, keys.shape[-2]), "(..., heads_kv, len_m, head_dim)"
     for name, x, dim in (("memory_k", keys, args.head_dim), ("memory_v", values, args.head_dim_v)):
         expected = (*args.batch_shape, *of_heads, dim)

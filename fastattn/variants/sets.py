@@ -91,8 +91,9 @@ def induced_set_attention(
     O(n * m * d_model). Lee et al. 2019, arXiv:1810.00825.
     """
     func = "induced_set_attention"
-    summary = _set_attention(func, first, inducing, x, key_padding_mask)
-    return _set_attention(func, second, x, summary, None)
+    _require_layer(func, "second", second)
+    summary = _set_attention(func, first, inducing, x, key_padding_mask, ("first", "inducing", "x"))
+    return _set_attention(func, second, x, summary, None, ("second", "x", "the summary of first"))
 
 
 def pooling_by_attention(
@@ -137,7 +138,7 @@ def pooling_by_attention(
             kind = type(feed_forward).__name__
             raise TypeError(f"{func}(): feed_forward is of type {kind}; expected a FeedForward")
         x = feed_forward(x)
-    return _set_attention(func, layer, seeds, x, key_padding_mask)
+    return _set_attention(func, layer, seeds, x, key_padding_mask, ("layer", "seeds", "x"))
 
 
 def perceiver(
@@ -186,26 +187,35 @@ def perceiver(
     if latent is not None and not isinstance(latent, (TransformerEncoder, TransformerEncoderLayer)):
         kind = type(latent).__name__
         raise TypeError(f"{func}(): latent is of type {kind}; expected an encoder, a layer of one, or None")
-    out = _set_attention(func, cross, latents, x, key_padding_mask)
+    out = _set_attention(func, cross, latents, x, key_padding_mask, ("cross", "latents", "x"))
     return out if latent is None else latent(out)
 
 
 def _set_attention(
-    func: str, layer: TransformerEncoderLayer, x: ArrayLike, y: ArrayLike, key_padding_mask: Any
+    func: str,
+    layer: TransformerEncoderLayer,
+    x: ArrayLike,
+    y: ArrayLike,
+    key_padding_mask: Any,
+    names: tuple[str, str, str] = ("layer", "x", "y"),
 ) -> Array:
-    """`set_attention`, for messages of `func`."""
-    if not isinstance(layer, TransformerEncoderLayer):
-        kind = type(layer).__name__
-        raise TypeError(f"{func}(): layer is of type {kind}; expected a TransformerEncoderLayer")
-    ours, theirs = float_array(func, "x", x), float_array(func, "y", y)
-    for name, array in (("x", ours), ("y", theirs)):
+    """`set_attention`, for messages of `func`, in which layer, x and y have `names`."""
+    _require_layer(func, names[0], layer)
+    ours, theirs = float_array(func, names[1], x), float_array(func, names[2], y)
+    for name, array in zip(names[1:], (ours, theirs), strict=True):
         if array.ndim not in (2, 3) or array.shape[-1] != layer.d_model:
             raise ValueError(
                 f"{func}(): {name} has shape {array.shape}; expected (n, {layer.d_model}) or (batch, n,"
                 f" {layer.d_model})"
             )
-    if ours.ndim != theirs.ndim:  # the same inducing points, seeds or latents for all sets
-        batch = ours.shape[:-2] or theirs.shape[:-2]
+    if ours.shape[:-2] != theirs.shape[:-2]:  # the same inducing points, seeds or latents for all sets
+        try:
+            batch = np.broadcast_shapes(ours.shape[:-2], theirs.shape[:-2])
+        except ValueError:
+            raise ValueError(
+                f"{func}(): {names[1]} and {names[2]} have batch dimensions {ours.shape[:-2]} and"
+                f" {theirs.shape[:-2]}; expected ones that broadcast"
+            ) from None
         ours, theirs = (np.broadcast_to(a, (*batch, *a.shape[-2:])) for a in (ours, theirs))
     queries = layer.norm1(ours) if layer.norm_first else ours
     total = layer.self_attn(queries, theirs, residual=ours, key_padding_mask=key_padding_mask)
@@ -213,3 +223,9 @@ def _set_attention(
         return layer.feed_forward(layer.norm2(total), residual=total)
     total = layer.norm1(total)
     return layer.norm2(layer.feed_forward(total, residual=total))
+
+
+def _require_layer(func: str, name: str, layer: Any) -> None:
+    if not isinstance(layer, TransformerEncoderLayer):
+        kind = type(layer).__name__
+        raise TypeError(f"{func}(): {name} is of type {kind}; expected a TransformerEncoderLayer")
