@@ -19,13 +19,14 @@ from fastattn.attention import (
     attention_weights,
     explain,
     merge_states,
-    scaled_dot_product_attention,
 )
 from fastattn.flex import flex_attention
 from fastattn.linear_attention import linear_attention
 from fastattn.linear_variants import delta_net, gated_delta_net, gated_linear_attention, retention
 from fastattn.neighborhood import neighborhood_attention
 from fastattn.other_scores import additive_attention, location_attention
+from fastattn.sdpa import scaled_dot_product_attention
+from fastattn.sigmoid import sigmoid_attention
 from fastattn.sparse_attention import entmax15_attention, sparsemax_attention, topk_attention
 from fastattn.talking_heads import talking_heads_attention
 
@@ -55,8 +56,6 @@ __all__ = [
     "masks",
     "merge_states",
     "models",
-
-
     "neighborhood_attention",
     "ops",
     "plot",
@@ -66,6 +65,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "set_num_threads",
     "show_config",
+    "sigmoid_attention",
     "sparsemax_attention",
     "talking_heads_attention",
     "topk_attention",

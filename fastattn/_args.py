@@ -10,6 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fastattn._statistics import StatisticsArgs
+
     Array = NDArray[Any]
     Bools = NDArray[np.bool_]
     Ints = NDArray[np.int64]
@@ -59,9 +61,11 @@ class AttentionArgs:
     range_first: Ints | None
     range_last: Ints | None
     q_position: Ints | None  # of query row 0, where ALiBi needs it; broadcasts to batch_shape
+    sigmoid_bias: float | None  # sigmoid(score + that) in place of the softmax: no lse, sinks, statistics
+    statistics: StatisticsArgs | None
     num_threads: int
     copies: tuple[str, ...]  # what was copied, and why
-    result: Any  # what the caller gets: out or (out, lse); without the heads axis if q, k and v came without
+    result: Any  # what the caller gets: out[, lse][, stats]; without the heads axis where there was none
 
 
 def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> AttentionArgs:
@@ -75,6 +79,7 @@ def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> At
     args.lse = args.mask = args.bias = args.alibi_slopes = args.sinks = None
     args.row_begin = args.row_end = args.q_position = None
     args.ranges = args.range_first = args.range_last = None
+    args.sigmoid_bias = args.statistics = None
     args.num_threads, args.copies = num_threads, ()
     return args
 

@@ -26,10 +26,13 @@ from fastattn._inputs import (
     require_broadcast,
     require_result,
 )
+from fastattn._statistics import statistics_args
 from fastattn.masks import Mask
 from fastattn.masks._mask import ScoreShape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import ArrayLike
 
     from fastattn._args import Array, Shape
@@ -59,6 +62,7 @@ def attention_args(
     return_lse: bool = False,
     num_threads: int | None = None,
     backend: str | None = None,
+    stats: Sequence[str] | None = None,
 ) -> AttentionArgs:
     """Check and normalise the arguments of `func`, for its messages; see `fastattn.attention`.
 
@@ -103,6 +107,7 @@ def attention_args(
         _add_arrays(args, func, mask, bias, alibi_slopes, sinks, copies)
     args.row_begin = args.row_end = args.q_position = None
     args.ranges = args.range_first = args.range_last = None
+    args.sigmoid_bias = args.statistics = None
     ranges_given = not (window is None and kv_lengths is None and q_offset is None and row_ranges is None)
     if causal is not False or ranges_given or alibi_slopes is not None or structure is not None:
         _add_ranges(args, func, causal, window, kv_lengths, q_offset, row_ranges, structure)
@@ -124,6 +129,10 @@ def attention_args(
     if with_lse:
         lse = np.empty(rows, lane)
         args.lse, args.result = lse[None] if one_head else lse, (out, lse)
+    if stats is not None:
+        heads = (*batch_shape, heads_q)
+        args.statistics, found = statistics_args(func, stats, heads, len_q, len_k, lane, one_head)
+        args.result = (*args.result, found) if with_lse else (out, found)
     args.copies = tuple(copies)
     return args
 

@@ -14,10 +14,15 @@ cdef extern from "fastattn.h" nogil:
         fa_dtype dtype
     ctypedef struct fa_attention_args:
         fa_array q, k, v, out, lse, mask, bias, row_begin, row_end, alibi_slopes, sinks, q_position
+        fa_array row_max, entropy, top_weights, top_keys, norm, key_sums, mean_weights
         fa_array range_first, range_last
         const int64_t *ranges
         int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
         double scale, softcap
+        int64_t n_top
+        int sigmoid
+        double sigmoid_bias
+        int second_pass
     ctypedef struct fa_plan:
         fa_kernel_kind kind
         int block_q, block_k, tiles, bf16_dot

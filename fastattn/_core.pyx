@@ -46,7 +46,7 @@ cdef extern from *:
 
 # An operand's batch table holds the byte offset of every batch item; there are this many operands.
 cdef enum:
-    N_ARRAYS = 14
+    N_ARRAYS = 21
     MAX_DIMS = 64
 # Work for which a parallel region (5 microseconds) pays: FLOP of the tile kernel, and of the dot kernel, whose FLOP
 # wait for memory and take ten times as long. docs/performance.md has the measurement.
@@ -186,7 +186,29 @@ cdef int64_t *_set_args(fa_attention_args *a, args, bint tabled) except NULL:
         _set_array(&a.range_first, args.range_first, 2, batch_shape, batch, tables + 12 * batch)
         _set_array(&a.range_last, args.range_last, 2, batch_shape, batch, tables + 13 * batch)
         a.ranges = <const int64_t *>cnp.PyArray_DATA(args.ranges)
+    if args.sigmoid_bias is not None:
+        a.sigmoid, a.sigmoid_bias = True, args.sigmoid_bias
+    if args.statistics is not None:
+        _set_statistics(a, args.statistics, batch_shape, batch, tables + 14 * batch)
     return tables
+
+
+cdef int _set_statistics(fa_attention_args *a, s, tuple batch_shape, int64_t batch, int64_t *tables) except -1:
+    if s.row_max is not None:
+        _set_array(&a.row_max, s.row_max, 2, batch_shape, batch, tables)
+    if s.entropy is not None:
+        _set_array(&a.entropy, s.entropy, 2, batch_shape, batch, tables + batch)
+    if s.top_weights is not None:
+        _set_array(&a.top_weights, s.top_weights, 3, batch_shape, batch, tables + 2 * batch)
+        _set_array(&a.top_keys, s.top_keys, 3, batch_shape, batch, tables + 3 * batch)
+        a.n_top = s.top_keys.shape[s.top_keys.ndim - 1]
+    if s.key_sums is not None:
+        _set_array(&a.key_sums, s.key_sums, 2, batch_shape, batch, tables + 4 * batch)
+    if s.mean_weights is not None:
+        _set_array(&a.mean_weights, s.mean_weights, 3, batch_shape, batch, tables + 5 * batch)
+    if s.norm is not None:
+        _set_array(&a.norm, s.norm, 3, batch_shape, batch, tables + 6 * batch)
+    return 0
 
 
 # One call's loop over tasks: what every thread shares.
@@ -263,6 +285,7 @@ cdef void _run(Loop *loop, int64_t wave, int threads) noexcept nogil:
 
 
 cdef void _run_attention(fa_attention_args *a, int threads) except *:
+    """Run all tasks of one pass."""
     cdef Loop loop
     cdef int64_t wave = 0, scratch_bytes
     cdef char *memory
@@ -295,11 +318,15 @@ cdef void _run_attention(fa_attention_args *a, int threads) except *:
 
 
 def attention(args):
-    """Compute `args.out` and, where given, `args.lse`."""
+    """Compute `args.out` and, where given, `args.lse` and `args.statistics`."""
     cdef fa_attention_args a
     cdef int64_t *tables = _set_args(&a, args, True)
+    cdef int threads = args.num_threads if FA_OPENMP else 1
     try:
-        _run_attention(&a, args.num_threads if FA_OPENMP else 1)
+        _run_attention(&a, threads)
+        if a.norm.data != NULL:
+            a.second_pass = True
+            _run_attention(&a, threads)
     finally:
         PyMem_RawFree(tables)
 

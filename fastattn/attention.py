@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from fastattn import _backend, _tiles, reference
-from fastattn._check import attention_args, partial_states, sdpa_args
+from fastattn._check import attention_args, partial_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Unpack
 
+    from fastattn._statistics import Statistics
     from fastattn.masks import Mask
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Keyword arguments of `attention`, but for `return_lse`."""
+    """Keyword arguments of `attention`, but for `return_lse` and `stats`."""
 
     mask: ArrayLike | Mask | None
     bias: ArrayLike | None
@@ -42,6 +43,7 @@ def attention(
     v: ArrayLike,
     *,
     return_lse: Literal[False] = False,
+    stats: None = None,
     **options: Unpack[AttentionOptions],
 ) -> NDArray[Any]: ...
 @overload
@@ -51,12 +53,39 @@ def attention(
     v: ArrayLike,
     *,
     return_lse: Literal[True],
+    stats: None = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...
 @overload
 def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool, **options: Unpack[AttentionOptions]
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: bool,
+    stats: None = None,
+    **options: Unpack[AttentionOptions],
 ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    stats: Sequence[str],
+    **options: Unpack[AttentionOptions],
+) -> tuple[NDArray[Any], Statistics]: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    stats: Sequence[str],
+    **options: Unpack[AttentionOptions],
+) -> tuple[NDArray[Any], NDArray[Any], Statistics]: ...
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -75,6 +104,7 @@ def attention(
     row_ranges: tuple[ArrayLike, ArrayLike] | None = None,
     out: NDArray[Any] | None = None,
     return_lse: bool = False,
+    stats: Sequence[str] | None = None,
     num_threads: int | None = None,
     backend: Literal["compiled", "numpy"] | None = None,
 ) -> Any:
@@ -129,6 +159,11 @@ def attention(
         Where the result goes: its exact shape, q's dtype, last axis contiguous, no memory of an input.
     return_lse : bool, default False
         Return ``(out, lse)``, lse the natural logarithm of each row's softmax denominator, sink included.
+    stats : sequence of str, optional
+        Statistics of the probabilities p, by name, returned last, without ever holding p: ``"row_max"``, each
+        row's largest score; ``"entropy"``, ``-sum p log p`` over its keys, in nats; ``"topk:8"``, its 8 (or
+        any number) largest probabilities and their keys; ``"key_sums"``, of each key the sum of p over all
+        queries; ``"mean_weights"``, the mean of p over heads, which takes ``len_q * len_k`` numbers.
     num_threads : int, optional
         Threads of this call; default ``get_num_threads()``. Any number gives the same bits. No more are used
         than the machine has CPUs, or 64 if it has fewer.
@@ -142,6 +177,10 @@ def attention(
         In q's dtype; 2-D if q, k and v all are.
     lse : ndarray, (..., heads_q, len_q)
         Only with `return_lse`; float32, or float64 for float64.
+    stats : dict
+        Only with `stats`; in the dtype of lse: ``row_max`` and ``entropy`` (..., heads_q, len_q), ``topk`` a
+        pair (weights, keys), (..., heads_q, len_q, k) each, best first, of equal ones the first key,
+        ``key_sums`` (..., heads_q, len_k), ``mean_weights`` (..., len_q, len_k).
 
     Raises
     ------
@@ -157,13 +196,18 @@ def attention(
     Notes
     -----
     Time is O(len_q * len_k * (head_dim + head_dim_v)) a head, less what masks skip. Memory beyond inputs and
-    output is O(threads) for the scores, one tile at a time [1]_, [2]_, and 112 bytes a batch item;
+    output is O(threads) for the scores, one tile at a time [1]_, [2]_, and 168 bytes a batch item;
     causal, window, lengths and row ranges take up to 48 bytes a query row, of each head where they differ by
     head; a structural mask 16 bytes a range. Products are accumulated in float32 (float64 for float64).
 
     A query that may attend nothing gets 0, and lse = -inf (with a sink, the sink). Whatever stands in keys
     and values that a query does not attend, NaN and Inf included, never reaches its result; NaN that it
     attends does.
+
+    Of `stats`, ``row_max``, ``entropy`` and ``topk`` come with the result; the others compute the scores once
+    more. A sink takes its share of the probabilities and has no entry: not in the entropy, no key. Fewer keys
+    than k give weights of 0 and keys of -1; a query that attends nothing has row_max -inf and entropy 0, one
+    whose lse is NaN has NaN.
 
     The same input gives the same bits on one instruction set: run after run, and whatever else is in the
     batch.
@@ -183,69 +227,10 @@ def attention(
     """
     args = attention_args(
         "attention", q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, kv_lengths,
-        q_offset, row_ranges, out, return_lse, num_threads, backend,
+        q_offset, row_ranges, out, return_lse, num_threads, backend, stats,
     )  # fmt: skip
     _backend.run(args, backend)
     return args.result
-
-
-def scaled_dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    attn_mask: ArrayLike | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> NDArray[Any]:
-    """`attention` with the name, arguments and semantics of torch's function, on NumPy arrays.
-
-    Parameters
-    ----------
-    query : array_like, (..., heads, len_q, head_dim)
-        Queries; float32, float64, float16 or bfloat16. All leading dimensions broadcast, heads included.
-    key : array_like, (..., heads, len_k, head_dim)
-        Keys.
-    value : array_like, (..., heads, len_k, head_dim_v)
-        Values.
-    attn_mask : array_like, optional
-        Broadcasts to ``(..., heads, len_q, len_k)``. Bool: True where a query attends. Float: added to the
-        scores.
-    dropout_p : float, default 0.0
-        Only 0.0: this is inference.
-    is_causal : bool, default False
-        Query i attends the keys up to key i: counted from the first key (top-left), where `attention` by
-        default counts from the last. Not together with `attn_mask`.
-    scale : float, optional
-        Default ``1 / sqrt(head_dim)``.
-    enable_gqa : bool, default False
-        Allow fewer key and value heads than query heads: query's number a multiple of key's. Key and value
-        have the same number, as torch's documentation asks; its code also takes two different ones.
-
-    Returns
-    -------
-    ndarray, (..., heads, len_q, head_dim_v)
-        In query's dtype.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit, or `dropout_p` is not 0. Messages on how query, key and value fit
-        together call them q, k and v.
-
-    Notes
-    -----
-    Where torch leaves things open, or does otherwise, the contract of `attention` holds: a query that may
-    attend nothing gets 0 and not NaN; NaN and Inf in masked keys and values have no effect; of a float mask,
-    -inf masks.
-    """
-    args = sdpa_args(
-        "scaled_dot_product_attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    )
-    _backend.run(args, None)
-    result: NDArray[Any] = args.result
-    return result
 
 
 def attention_weights(

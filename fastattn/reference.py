@@ -13,6 +13,7 @@ import numpy as np
 from fastattn._args import lane_dtype
 from fastattn._inputs import float_array, require_broadcast
 from fastattn._ranges import places
+from fastattn.reference_statistics import collect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,13 +37,18 @@ def block_sizes(args: AttentionArgs) -> tuple[int, int]:
 
 @np.errstate(all="ignore")
 def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
-    """Fill args.out, and args.lse where there is one; see `fastattn.flex_attention` for `score_mod`."""
+    """Fill args.out, lse and statistics where they are; see `fastattn.flex_attention` for `score_mod`."""
     block_q, block_k = block_sizes(args)
     for task in _tasks(args, block_q, score_mod):
+        if args.sigmoid_bias is not None:
+            args.out[task.where] = task.attend_by_sigmoid(block_k, args.sigmoid_bias)
+            continue
         out, lse = task.attend(block_k)
         args.out[task.where] = out
         if args.lse is not None:
             args.lse[task.where] = lse
+        if args.statistics is not None:
+            collect(args, task, lse, task.blocks(block_k))
 
 
 @np.errstate(all="ignore")
@@ -187,6 +193,14 @@ class _Task:
         products: Array = (self.q.reshape(group * rows, head_dim) @ k.T).reshape(group, rows, len(k))
         return products
 
+    def blocks(self, block_k: int) -> Iterator[tuple[slice, Any]]:
+        """Blocks of keys of which some row attends some, and `allowed` of each."""
+        every = self.keys()
+        for begin in range(every.start - every.start % block_k, every.stop, block_k):
+            keys = slice(max(begin, every.start), min(begin + block_k, every.stop))
+            if (allowed := self.allowed(keys)) is not False:
+                yield keys, allowed
+
     def scores(self, keys: slice, allowed: Any) -> Array:
         """Scores (group, rows, keys): scale, softcap, bias, ALiBi, masks, in this order."""
         dtype, softcap = self.call.dtype, self.call.softcap
@@ -230,16 +244,11 @@ class _Task:
         #     row_sum = row_sum * exp(row_max - new_max) + sum(probs)
         #     acc     = acc     * exp(row_max - new_max) + probs @ v
         # out = acc / row_sum;  lse = row_max + log(row_sum)
-        every = self.keys()
         row_max = self.sinks[..., None]  # a sink is a key without a value, and the first one
         row_sum = (row_max != -np.inf).astype(row_max.dtype)
         acc: Array = np.zeros((*self.q.shape[:2], self.v.shape[-1]), row_max.dtype)
         attends = np.zeros_like(row_sum, dtype=bool)
-        for begin in range(every.start - every.start % block_k, every.stop, block_k):
-            keys = slice(max(begin, every.start), min(begin + block_k, every.stop))
-            allowed = self.allowed(keys)
-            if allowed is False:
-                continue
+        for keys, allowed in self.blocks(block_k):
             scores = self.scores(keys, allowed)
             if self.call.score_mod is not None:  # its -inf masks, as that of a bias
                 allowed = allowed & (scores != -np.inf)
@@ -254,6 +263,17 @@ class _Task:
         row_sum[attends & (row_sum == 0)] = np.nan  # every score is -inf, by computation and no mask
         np.divide(acc, row_sum, out=acc, where=row_sum != 0)
         return acc, (row_max + np.log(row_sum))[..., 0]
+
+    def attend_by_sigmoid(self, block_k: int, bias: float) -> Array:
+        """Result (group, rows, head_dim_v) of sigmoid attention."""
+        # out = sum over blocks of sigmoid(masked(scale * q @ k.T) + bias) @ v
+        acc: Array = np.zeros((*self.q.shape[:2], self.v.shape[-1]), self.call.dtype)
+        for keys, allowed in self.blocks(block_k):
+            scores = self.scores(keys, allowed) + self.call.dtype.type(bias)
+            small = np.exp(-abs(scores))
+            probs = np.where(scores < 0, small, 1) / (1 + small)
+            acc += self.weighted_values(probs, keys, allowed)
+        return acc
 
     def weighted_values(self, probs: Array, keys: slice, allowed: Any) -> Array:
         """probs @ v, (group, rows, head_dim_v), where no row meets a value that it does not attend."""

@@ -120,6 +120,34 @@ INLINE void add_bad_values(const fa_attention_args *a, int nv, const tile_state 
     }
 }
 
+/* Second pass: s (n keys, nv vectors of queries) becomes probabilities, and those are added up. A factor of NaN is of
+ * the keys that the row attends; `hides`: those may not be all. */
+static void weigh_tile(const fa_attention_args *a, const modifiers *m, int nv, int hides, const tile_state *tile,
+                       int64_t j0, int64_t n, const tile_scratch *w)
+{
+    vi_t undefined = {0};
+    for (int u = 0; u < nv; u++) {
+        const v_t base = v_load(tile->row_max + u * LANES), factor = v_load(tile->row_sum + u * LANES);
+        const vi_t weighs = factor != 0; /* no row, or one without keys: q = 0 times a NaN that nobody attends is NaN */
+        undefined |= factor != factor;
+        for (int64_t j = 0; j < n; j++) {
+            lane *at = w->s + j * BLOCK_Q + u * LANES;
+            v_store(at, (v_t)((vi_t)(v_exp(v_load(at) - base) * factor) & weighs));
+        }
+    }
+    if (hides && v_any(undefined)) {
+        note_attending(nv, m, n, w);
+        for (int64_t j = 0; j < n; j++)
+            for (int64_t at = j * BLOCK_Q; at < j * BLOCK_Q + nv * LANES; at += LANES)
+                v_store(w->s + at, (v_t)((vi_t)v_load(w->s + at) & (vi_t)v_load(w->add + at)));
+    }
+    const int one_head = tile->t.group == 1;
+    if (a->key_sums.data && one_head) add_lanes_to_key_sums(a, &tile->t, nv, w->s, j0, n);
+    if (a->mean_weights.data || !one_head) transpose(w->s, BLOCK_Q, n, tile->t.rows, w->rows, BLOCK_K);
+    if (a->key_sums.data && !one_head) add_rows_to_key_sums(a, &tile->t, w->rows, j0, n);
+    if (a->mean_weights.data) add_rows_to_mean(a, &tile->t, w->rows, j0, n);
+}
+
 /* One tile against keys [skip, skip + n) of the block. */
 INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, int dot, tile_state *tile, int64_t skip,
                        int64_t n, const tile_scratch *w, key_block *block)
@@ -138,11 +166,22 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
         const int64_t position = m->alibi ? load_int(at(&a->q_position, t->b, 0, 0, 0)) : 0;
         modify_tile(nv, m, out_of_range, tile, j0, n, position, w);
     }
+    if (a->second_pass) {
+        weigh_tile(a, m, nv, hides, tile, j0, n, w);
+        return;
+    }
     if (hides) take_out_bad_values(a, t, dot, w, block);
     const int bad = hides && block->n_bad;
     if (bad) note_attending(nv, m, n, w);
 
-    const int moved = softmax_update(nv, w->s, n, tile->row_max, tile->row_sum, w->alpha);
+    if (a->n_top) {
+        tile->top_first = j0 / PART_K * PART_K;
+        top_insert_tile(nv, a->n_top, w->s, n, (ilane)(j0 - tile->top_first), tile->top_score, tile->top_key);
+    }
+    int moved = 0;
+    if (a->sigmoid) sigmoid_update(nv, w->s, n, (lane)a->sigmoid_bias);
+    else if (tile->row_log) moved = softmax_update(nv, w->s, n, tile->row_max, tile->row_sum, tile->row_log, w->alpha);
+    else moved = softmax_update(nv, w->s, n, tile->row_max, tile->row_sum, NULL, w->alpha);
     note_rows(nv, m, hides, bad, n, w, tile->row_max);
     const acc_mode mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
     const lane *probs = w->s;
@@ -165,12 +204,14 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
 }
 
 /* The empty state of a tile. */
-INLINE void tile_reset(tile_state *tile)
+INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
 {
     for (int64_t r = 0; r < BLOCK_Q; r++) {
-        tile->row_max[r] = -INFINITY;
+        tile->row_max[r] = a->sigmoid ? 0 : -INFINITY; /* nothing to rescale: partials have one maximum */
         tile->row_sum[r] = 0;
+        if (tile->row_log) tile->row_log[r] = 0;
     }
+    for (int64_t i = 0; i < a->n_top * BLOCK_Q; i++) tile->top_score[i] = -INFINITY;
     tile->fresh = 1;
 }
 
@@ -184,10 +225,17 @@ static void tile_end_part(const fa_attention_args *a, const tile_scratch *w, til
     else transpose(tile->ot, BLOCK_Q, a->head_dim_v, rows, p->acc, p->acc_row);
     memcpy(p->row_max, tile->row_max, rows * sizeof(lane));
     memcpy(p->row_sum, tile->row_sum, rows * sizeof(lane));
+    if (tile->row_log) memcpy(p->row_log, tile->row_log, rows * sizeof(lane));
+    for (int64_t i = 0; i < a->n_top; i++)
+        for (int64_t r = 0; r < rows; r++) {
+            const top_list top = row_top(a, p, r);
+            top.score[i] = tile->top_score[i * BLOCK_Q + r];
+            top.key[i] = tile->top_first + tile->top_key[i * BLOCK_Q + r];
+        }
     if (tile->parts == 1) partial_begin_merging(&tile->total);
-    if (tile->parts) partial_merge(&tile->total, p, rows);
+    if (tile->parts) partial_merge(a, &tile->total, p, rows);
     tile->parts++;
-    tile_reset(tile);
+    tile_reset(a, tile);
 }
 
 /* All keys were met: leaves the tile's state in `total`. */
@@ -218,7 +266,10 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *m, int dot, 
         EACH_ROW(t, r, id) tile->slope[r] = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0);
     }
     tile->parts = 0;
-    tile_reset(tile);
+    tile_reset(a, tile);
+    if (!a->second_pass) return;
+    memset(tile->row_sum, 0, BLOCK_Q * sizeof(lane));
+    load_row_norm(a, t, tile->row_max, tile->row_sum);
 }
 
 /* With lists: what the tiles attend of the block [grid, *last), and in *first, *last what all of them together do.

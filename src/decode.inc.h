@@ -17,6 +17,7 @@ typedef struct {
     lane *q;           /* (DOT_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
     lane *s, *add;     /* (DOT_ROWS, BLOCK_K) */
     lane *v;           /* (BLOCK_K, head_dim_v): values with rows taken out, in V's dtype */
+    lane *base, *factor; /* (DOT_ROWS): the rows' norm, in the second pass */
     int64_t *range;    /* (4, DOT_ROWS) */
     range_list *lists; /* (DOT_ROWS) */
     int64_t depth;
@@ -32,6 +33,8 @@ static int64_t dot_scratch_at(const fa_attention_args *a, void *memory, dot_scra
     TAKE(s, DOT_ROWS * BLOCK_K);
     TAKE(add, DOT_ROWS * BLOCK_K);
     TAKE(v, BLOCK_K * a->head_dim_v);
+    TAKE(base, DOT_ROWS);
+    TAKE(factor, DOT_ROWS);
 #undef TAKE
     w->range = memory ? (int64_t *)(next + used) : NULL;
     w->lists = memory ? (range_list *)(w->range + 4 * DOT_ROWS) : NULL;
@@ -134,19 +137,24 @@ INLINE void dot_accumulate(fa_dtype dtype, int rows, const char *v, int64_t v_ro
 }
 
 /* One row's online softmax over s (n): probabilities in place; returns alpha = exp(m - m'). The vectors that hold s are
- * whole: what lies past n becomes 0. */
-INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum)
+ * whole: what lies past n becomes 0. row_log, if not NULL, as in softmax_update. */
+INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log)
 {
-    v_t max = v_splat(*row_max), sum = v_splat(0);
+    v_t max = v_splat(*row_max), sum = v_splat(0), log = v_splat(0);
     for (int64_t j = n; j < round_up(n, LANES); j++) s[j] = -INFINITY;
     for (int64_t j = 0; j < n; j += LANES) max = v_max(max, v_load(s + j));
     const lane new_max = v_max_lanes(max), base = new_max == -(lane)INFINITY ? 0 : new_max;
     for (int64_t j = 0; j < n; j += LANES) {
-        const v_t p = v_exp(v_load(s + j) - v_splat(base));
+        const v_t x = v_load(s + j) - v_splat(base), p = v_exp(x);
         sum += p;
+        if (row_log) log = v_fma(p, v_log_weight(x), log);
         v_store(s + j, p);
     }
     const lane alpha = lane_exp(*row_max - base);
+    if (row_log) {
+        const lane step = v_log_weight(v_splat(*row_max - base))[0];
+        *row_log = alpha * (*row_log + *row_sum * step) + v_sum(log);
+    }
     *row_max = new_max;
     *row_sum = *row_sum * alpha + v_sum(sum);
     return alpha;
@@ -183,6 +191,21 @@ INLINE int row_attends(const modifiers *m, const row_block *t, int64_t r, int64_
     return t->begin[r] <= j0 + j && j0 + j < t->end[r] && !hidden;
 }
 
+/* Second pass, as in weigh_tile. */
+static void weigh_rows(const fa_attention_args *a, const modifiers *m, int hides, const row_block *t, int64_t j0,
+                       int64_t n, const dot_scratch *w)
+{
+    for (int64_t r = 0; r < t->rows; r++) {
+        lane *s = w->s + r * BLOCK_K;
+        const lane base = w->base[r], factor = w->factor[r];
+        for (int64_t j = 0; j < n; j += LANES) v_store(s + j, v_exp(v_load(s + j) - v_splat(base)) * v_splat(factor));
+        for (int64_t j = 0; hides && factor != factor && j < n; j++)
+            if (!row_attends(m, t, r, j0, j, w)) s[j] = 0;
+    }
+    if (a->key_sums.data) add_rows_to_key_sums(a, t, w->s, j0, n);
+    if (a->mean_weights.data) add_rows_to_mean(a, t, w->s, j0, n);
+}
+
 /* One block: keys [j0, j0 + n). */
 INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifiers *m, const row_block *t, int64_t j0,
                       int64_t n, const dot_scratch *w, const partial *p)
@@ -203,12 +226,16 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     for (; r < t->rows; r++) call(1);
 #define SCORES(rows)                                                                                                   \
     dot_scores(dtype, rows, k, a->k.row, n, a->head_dim, w->q + r * depth, depth,                                      \
-               (fetch_ahead){r ? NULL : v, v_row, width * size}, w->s + r * BLOCK_K)
+               (fetch_ahead){r || a->second_pass ? NULL : v, v_row, width * size}, w->s + r * BLOCK_K)
     EACH_ROWS(SCORES)
 #undef SCORES
 
     /* A probability of 0 does not shield a NaN or Inf in V: take such rows out, add them where attended. */
     modify_rows(a, m, out_of_range, t, j0, n, w);
+    if (a->second_pass) {
+        weigh_rows(a, m, out_of_range || kind == BLOCK_EDGE, t, j0, n, w);
+        return;
+    }
     if (out_of_range || kind == BLOCK_EDGE) {
         for (int64_t j = 0; j < n; j++)
             if (!row_finite(dtype, v + j * v_row, width)) {
@@ -223,7 +250,11 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
         }
     }
     for (r = 0; r < t->rows; r++) {
-        alpha[r] = dot_softmax(w->s + r * BLOCK_K, n, p->row_max + r, p->row_sum + r);
+        lane *s = w->s + r * BLOCK_K, *row_log = p->row_log ? p->row_log + r : NULL;
+        if (a->n_top) top_insert_row(a->n_top, s, n, j0, row_top(a, p, r));
+        alpha[r] = 1;
+        if (a->sigmoid) dot_sigmoid(s, n, (lane)a->sigmoid_bias);
+        else alpha[r] = dot_softmax(s, n, p->row_max + r, p->row_sum + r, row_log);
         for (int64_t j = 0; j < n && p->row_max[r] == -(lane)INFINITY; j++)
             if (row_attends(m, t, r, j0, j, w)) p->row_max[r] = -LANE_MAX;
     }
@@ -252,13 +283,17 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
     t->pair_end = w->range + 3 * DOT_ROWS;
     row_block_ranges(a, t, key_begin, key_end);
     if (a->ranges) row_block_open_lists(a, t);
+    if (a->second_pass) load_row_norm(a, t, w->base, w->factor);
     EACH_ROW(t, r, id)
     {
         lane *q = w->q + r * w->depth;
         for (int64_t d = a->head_dim; d < w->depth; d++) q[d] = 0;
         load_row(a->q.dtype, at(&a->q, t->b, id.head, id.query, 0), a->head_dim, m.q_factor, q);
-        p->row_max[r] = -INFINITY;
+        if (a->second_pass) continue;
+        p->row_max[r] = a->sigmoid ? 0 : -INFINITY;
         p->row_sum[r] = 0;
+        if (p->row_log) p->row_log[r] = 0;
+        for (int64_t i = 0; i < a->n_top; i++) row_top(a, p, r).score[i] = -INFINITY;
         for (int64_t d = 0; d < p->acc_row; d++) p->acc[r * p->acc_row + d] = 0;
     }
     const int64_t last = t->last;

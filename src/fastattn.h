@@ -27,8 +27,16 @@ typedef struct {
     const int64_t *ranges; /* pairs (begin, end), or NULL: in a row's list not empty, sorted, none touching the next */
     fa_array alibi_slopes, sinks; /* (batch, heads_q), lane type */
     fa_array q_position;          /* (batch), int64: position of query row 0, for ALiBi */
+    fa_array row_max, entropy;    /* (batch, heads_q, len_q), lane type: of each row's scores and probabilities */
+    fa_array top_weights, top_keys; /* (batch, heads_q, len_q, n_top), lane type, int64: the largest probabilities */
+    fa_array norm; /* (batch, heads_q, len_q, 2), lane type: a probability is exp(score - norm[0]) * norm[1] */
+    fa_array key_sums, mean_weights; /* (batch, heads_q, len_k), (batch, 1, len_q, len_k), lane type: second pass */
     int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
     double scale, softcap; /* softcap 0: none */
+    int64_t n_top;         /* at most len_k */
+    int sigmoid;           /* sigmoid(score + sigmoid_bias) in place of the softmax: without lse, sinks, statistics */
+    double sigmoid_bias;
+    int second_pass; /* reads norm, which the first has written, and adds to key_sums and mean_weights, nothing else */
 } fa_attention_args;
 
 typedef enum {
@@ -43,7 +51,9 @@ typedef enum {
  * one row block (split_k == 0), a task is a few row blocks against all their keys: run(). Otherwise a KV head is one row
  * block, and its keys are cut at multiples of split_k: each split becomes a partial (row maxima, sums, accumulators),
  * and the partials are merged in order, either by one thread, run(), or with run_split() on any threads and then
- * merge() for split 0, 1, ... of each head. Both do the same arithmetic in the same order. */
+ * merge() for split 0, 1, ... of each head. Both do the same arithmetic in the same order.
+ *
+ * A task of the second pass is all rows against a run of keys, in order: what it adds to is nobody else's. */
 typedef struct {
     fa_kernel_kind kind;
     int block_q, block_k;  /* rows and keys of a tile */
@@ -52,6 +62,7 @@ typedef struct {
     int64_t n_tasks;       /* for run() */
     int64_t split_k;       /* 0: run() only */
     int64_t n_splits;      /* ceil(len_k / split_k), at least 1 */
+    int64_t run_k;         /* keys of a task of the second pass: a matter of scheduling */
     int64_t scratch_bytes; /* per thread */
     int64_t partial_bytes; /* per (KV head, split), a multiple of 64 */
     double flops;          /* of the whole call if nothing is masked: to judge whether threads pay */

@@ -11,6 +11,8 @@
 #include "softmax.inc.h"
 
 #include "scores.inc.h"
+#include "sigmoid.inc.h"
+#include "statistics.inc.h"
 
 #include "partial.inc.h"
 
@@ -51,6 +53,23 @@ static int64_t n_partials(const fa_attention_args *a, const fa_plan *p)
     return 1 + (!p->split_k && a->len_k > PART_K ? p->tiles : 1);
 }
 
+/* The second pass: keys of a task. Fewer where there would be few tasks; below 128, preparing queries would show. */
+static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *p)
+{
+    const int64_t blocks = ceil_div(a->heads_q / a->heads_kv * a->len_q, p->block_q);
+    const int64_t owners = a->batch * (a->mean_weights.data ? 1 : a->heads_kv);
+    tile_scratch tile;
+    dot_scratch dot;
+    p->tiles = p->kind == FA_DOT ? 1 : (int)smaller(blocks, TILES);
+    p->split_k = 0;
+    p->n_splits = 1;
+    p->run_k = 16 * BLOCK_K;
+    while (p->run_k > 2 * BLOCK_K && owners * ceil_div(a->len_k, p->run_k) < 4 * threads) p->run_k /= 2;
+    p->n_tasks = owners * ceil_div(a->len_k, p->run_k);
+    p->scratch_bytes = p->kind == FA_DOT ? dot_scratch_at(a, NULL, &dot) : tile_scratch_at(a, p->tiles, NULL, &tile);
+    p->flops = 2.0 * a->batch * a->heads_q * a->len_q * a->len_k * a->head_dim;
+}
+
 static void plan(const fa_attention_args *a, int threads, fa_plan *p)
 {
     const int64_t rows = a->heads_q / a->heads_kv * a->len_q, heads = a->batch * a->heads_kv;
@@ -65,10 +84,12 @@ static void plan(const fa_attention_args *a, int threads, fa_plan *p)
     const int64_t blocks = ceil_div(rows, p->block_q), share = heads * blocks / (threads * TASKS_PER_THREAD);
     p->tiles = share < 1 || blocks <= 1 ? 1 : share < TILES ? (int)share : TILES;
     p->n_tasks = heads * ceil_div(blocks, p->tiles);
-    p->partial_bytes = partial_lanes(p->block_q, a->head_dim_v) * (int64_t)sizeof(lane);
+    p->run_k = 0;
+    p->partial_bytes = partial_at(a, p->block_q, NULL, NULL);
     p->scratch_bytes = n_partials(a, p) * p->partial_bytes;
     p->scratch_bytes += p->kind == FA_DOT ? dot_scratch_at(a, NULL, &dot) : tile_scratch_at(a, p->tiles, NULL, &tile);
     p->flops = 2.0 * a->batch * a->heads_q * a->len_q * a->len_k * (a->head_dim + a->head_dim_v);
+    if (a->second_pass) plan_second_pass(a, threads, p);
 }
 
 /* Row blocks [block, block + blocks) of the KV head. */
@@ -90,11 +111,12 @@ static void merge(const fa_attention_args *a, const fa_plan *p, int64_t head, in
                   const void *split_partial)
 {
     const row_block t = rows_of(a, p, head, 0, 1);
-    const partial into = partial_at(state, p->block_q, a->head_dim_v);
-    const partial from = partial_at((void *)split_partial, p->block_q, a->head_dim_v);
-    if (split == 0) memcpy(state, split_partial, p->partial_bytes / 2);
+    partial into, from;
+    partial_at(a, p->block_q, state, &into);
+    partial_at(a, p->block_q, (void *)split_partial, &from);
+    if (split == 0) partial_copy(a, &into, &from, t.rows);
     if (split == 1) partial_begin_merging(&into);
-    if (split > 0) partial_merge(&into, &from, t.rows);
+    if (split > 0) partial_merge(a, &into, &from, t.rows);
     if (split < p->n_splits - 1) return;
     if (split > 0) partial_end_merging(&into, t.rows);
     partial_finish(a, &t, &into);
@@ -105,7 +127,8 @@ static void run_split(const fa_attention_args *a, const fa_plan *p, int64_t head
 {
     row_block t = rows_of(a, p, head, 0, 1);
     const int64_t begin = split * p->split_k, end = begin + p->split_k < a->len_k ? begin + p->split_k : a->len_k;
-    const partial into = partial_at(split_partial, p->block_q, a->head_dim_v);
+    partial into;
+    partial_at(a, p->block_q, split_partial, &into);
     if (p->kind == FA_DOT) {
         dot_scratch w;
         dot_scratch_at(a, scratch, &w);
@@ -119,9 +142,31 @@ static void run_split(const fa_attention_args *a, const fa_plan *p, int64_t head
     }
 }
 
+/* The second pass: some row blocks after the other, of all heads where their mean is asked for. */
+static void run_second_pass(const fa_attention_args *a, const fa_plan *p, int64_t task, void *scratch)
+{
+    const int64_t runs = ceil_div(a->len_k, p->run_k), rows = a->heads_q / a->heads_kv * a->len_q;
+    const int64_t begin = task % runs * p->run_k, end = smaller(begin + p->run_k, a->len_k);
+    const int64_t heads = a->mean_weights.data ? a->heads_kv : 1, head0 = task / runs * heads;
+    tile_scratch tile;
+    dot_scratch dot;
+    if (p->kind == FA_DOT) dot_scratch_at(a, scratch, &dot);
+    else tile_scratch_at(a, p->tiles, scratch, &tile);
+    for (int64_t block = 0; block * p->block_q < rows; block += p->tiles)
+        for (int64_t head = head0; head < head0 + heads; head++) {
+            row_block t = rows_of(a, p, head, block, p->tiles);
+            if (p->kind == FA_DOT) dot_attend(a, &t, begin, end, &dot, NULL);
+            else tile_attend(a, p, &t, begin, end, &tile);
+        }
+}
+
 /* The whole of a task. Within a KV head the last rows come first: under a causal mask they have the most keys. */
 static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void *scratch)
 {
+    if (a->second_pass) {
+        run_second_pass(a, p, task, scratch);
+        return;
+    }
     char *next = scratch, *state = next + p->partial_bytes, *rest = next + n_partials(a, p) * p->partial_bytes;
     if (p->split_k) {
         for (int64_t split = 0; split < p->n_splits; split++) {
@@ -134,10 +179,10 @@ static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void
     const row_block t = rows_of(a, p, task / tasks, block, p->tiles);
     tile_scratch w;
     tile_scratch_at(a, p->tiles, rest, &w);
-    w.part = partial_at(next, p->block_q, a->head_dim_v);
+    partial_at(a, p->block_q, next, &w.part);
     for (int i = 0; i < p->tiles; i++) {
         char *total = state + (a->len_k > PART_K ? i : 0) * p->partial_bytes;
-        w.tiles[i].total = partial_at(total, p->block_q, a->head_dim_v);
+        partial_at(a, p->block_q, total, &w.tiles[i].total);
     }
     tile_attend(a, p, &t, 0, a->len_k, &w);
     for (int i = 0; i * p->block_q < t.rows; i++) {

@@ -11,7 +11,11 @@
 typedef struct {
     row_block t;
     lane *qt, *ot;                   /* (head_dim), (head_dim_v) rows of pitch BLOCK_Q */
-    lane *row_max, *row_sum, *slope; /* (BLOCK_Q) */
+    lane *row_max, *row_sum, *slope; /* (BLOCK_Q); in the second pass the rows' norm stands in the first two */
+    lane *row_log;                   /* (BLOCK_Q), or NULL */
+    lane *top_score;                 /* (n_top) rows of pitch BLOCK_Q, as top_key: */
+    ilane *top_key;                  /* counted from top_first, the first key of the part */
+    int64_t top_first;
     int fresh;                       /* no block yet: ot holds nothing */
     partial total;                   /* of the parts that are done */
     int64_t parts;                   /* how many: PART_K */
@@ -52,6 +56,10 @@ static int64_t tile_scratch_at(const fa_attention_args *a, int tiles, void *memo
         TAKE(tile->row_max, BLOCK_Q);
         TAKE(tile->row_sum, BLOCK_Q);
         TAKE(tile->slope, BLOCK_Q);
+        TAKE(tile->row_log, BLOCK_Q);
+        TAKE(tile->top_score, a->n_top * BLOCK_Q);
+        TAKE(tile->top_key, a->n_top * BLOCK_Q);
+        if (!a->entropy.data) tile->row_log = NULL;
         TAKE(tile->t.begin, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
         TAKE(tile->t.end, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
         TAKE(tile->t.lists, BLOCK_Q * sizeof(range_list) / sizeof(lane));
@@ -155,6 +163,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *t, int dot, 
         block->k = (const char *)w->k, block->k_row = width * wide;
         for (int64_t j = 0; j < n; j++) load_row(a->k.dtype, k + j * a->k.row, width, 1, w->k + j * width);
     }
+    if (a->second_pass) return;
     if (dot) { /* rows 2j and 2j + 1 become one row of pairs; an odd last one is paired with 0 */
         static const uint16_t zeros[LANES];
         block->v = (const char *)w->v, block->v_row = width_v * wide;
@@ -185,6 +194,6 @@ INLINE void prefetch_block(const fa_attention_args *a, const row_block *t, int64
     if (n <= 0) return;
     if (!is_dense(&a->k, a->head_dim))
         prefetch_rows(at(&a->k, t->b, t->h_kv, j0, 0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));
-    if (!is_dense(&a->v, a->head_dim_v))
+    if (!is_dense(&a->v, a->head_dim_v) && !a->second_pass)
         prefetch_rows(at(&a->v, t->b, t->h_kv, j0, 0), a->v.row, n, a->head_dim_v * dtype_size(a->v.dtype));
 }

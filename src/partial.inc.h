@@ -2,11 +2,15 @@
  *
  * A partial of R rows is row_max (R), row_sum (R), acc (R, acc_row): the unnormalised state of the online softmax, the
  * associative form of Rabe & Staats 2021. row_max is -inf where the row has met no key that it attends; -LANE_MAX where
- * it has, and every score was -inf: the sum is 0 in both, the result 0 and NaN. acc_row is head_dim_v rounded up to whole vectors. Behind it lies as much for
- * what the sums of several partials lost to rounding: the error of a result does not grow with their number. */
+ * it has, and every score was -inf: the sum is 0 in both, the result 0 and NaN. acc_row is head_dim_v rounded up to
+ * whole vectors. Behind it lies as much for what the sums of several partials lost to rounding: the error of a result
+ * does not grow with their number. Then comes, where it is asked for, what statistics are made of: row_log (R),
+ * softmax.inc.h, and the rows' top lists. */
 typedef struct {
     lane *row_max, *row_sum, *acc;
     int64_t acc_row, low; /* lost of x[i] is x[i + low], x being row_sum or acc */
+    lane *row_log;        /* or NULL */
+    top_list top;         /* of row 0; those of the others follow */
 } partial;
 
 /* Half the lanes of a partial; rows are rounded up to whole vectors too. */
@@ -15,16 +19,31 @@ static int64_t partial_half(int64_t rows, int64_t head_dim_v)
     return round_up((2 + round_up(head_dim_v, LANES)) * round_up(rows, LANES), 64 / sizeof(lane));
 }
 
-static int64_t partial_lanes(int64_t rows, int64_t head_dim_v)
+/* Lays out a partial of `rows` rows; returns the bytes it takes, also for memory == NULL. */
+static int64_t partial_at(const fa_attention_args *a, int64_t rows, void *memory, partial *p)
 {
-    return 2 * partial_half(rows, head_dim_v);
+    const int64_t padded = round_up(rows, LANES), half = partial_half(rows, a->head_dim_v);
+    const int64_t unit = 64 / sizeof(lane), entries = rows * a->n_top;
+    const int64_t log_lanes = a->entropy.data ? round_up(padded, unit) : 0;
+    if (memory) {
+        lane *next = memory, *log = next + 2 * half, *score = log + log_lanes;
+        *p = (partial){
+            .row_max = next,
+            .row_sum = next + padded,
+            .acc = next + 2 * padded,
+            .acc_row = round_up(a->head_dim_v, LANES),
+            .low = half,
+            .row_log = log_lanes ? log : NULL,
+            .top = {score, (int64_t *)(score + round_up(entries, unit))},
+        };
+    }
+    return (2 * half + log_lanes + round_up(entries, unit)) * (int64_t)sizeof(lane) + round_up(8 * entries, 64);
 }
 
-static partial partial_at(void *memory, int64_t rows, int64_t head_dim_v)
+/* The row's list. */
+INLINE top_list row_top(const fa_attention_args *a, const partial *p, int64_t r)
 {
-    const int64_t padded = round_up(rows, LANES);
-    lane *p = memory;
-    return (partial){p, p + padded, p + 2 * padded, round_up(head_dim_v, LANES), partial_half(rows, head_dim_v)};
+    return (top_list){p->top.score + r * a->n_top, p->top.key + r * a->n_top};
 }
 
 /* Nothing is lost yet: to be called between the first partial and the second. */
@@ -44,14 +63,21 @@ INLINE void add_exactly(lane *sum, lane *low, v_t scale, v_t x)
 }
 
 /* into = into + from, over disjoint keys. A partial of no keys changes nothing. */
-static void partial_merge(const partial *into, const partial *from, int64_t rows)
+static void partial_merge(const fa_attention_args *a, const partial *into, const partial *from, int64_t rows)
 {
+    for (int64_t r = 0; a->n_top && r < rows; r++) top_merge(a->n_top, row_top(a, into, r), row_top(a, from, r));
     for (int64_t r0 = 0; r0 < rows; r0 += LANES) {
-        const v_t a = v_load(into->row_max + r0), b = v_load(from->row_max + r0);
-        const v_t max = v_select(a > b, a, b); /* NaN on either side is in the sums already */
+        const v_t max_a = v_load(into->row_max + r0), max_b = v_load(from->row_max + r0);
+        const v_t max = v_select(max_a > max_b, max_a, max_b); /* NaN on either side is in the sums already */
         const v_t base = v_select(max == v_splat(-INFINITY), v_splat(0), max);
-        const v_t scale_a = v_exp(a - base), scale_b = v_exp(b - base);
+        const v_t scale_a = v_exp(max_a - base), scale_b = v_exp(max_b - base);
         lane *sum = into->row_sum + r0;
+        if (into->row_log) {
+            const v_t down_a = v_log_weight(max_a - base), down_b = v_log_weight(max_b - base);
+            const v_t log_a = v_fma(v_load(sum), down_a, v_load(into->row_log + r0));
+            const v_t log_b = v_fma(v_load(from->row_sum + r0), down_b, v_load(from->row_log + r0));
+            v_store(into->row_log + r0, v_fma(scale_a, log_a, scale_b * log_b));
+        }
         v_store(into->row_max + r0, max);
         add_exactly(sum, sum + into->low, scale_a, v_load(from->row_sum + r0) * scale_b);
         for (int64_t r = r0; r < rows && r < r0 + LANES; r++) {
@@ -74,12 +100,27 @@ static void partial_end_merging(const partial *p, int64_t rows)
     }
 }
 
-/* Sinks, normalisation, conversion: writes out and lse of the block's rows. */
+/* into = from, which is the first. */
+static void partial_copy(const fa_attention_args *a, const partial *into, const partial *from, int64_t rows)
+{
+    const int64_t entries = rows * a->n_top;
+    memcpy(into->row_max, from->row_max, into->low * sizeof(lane));
+    if (into->row_log) memcpy(into->row_log, from->row_log, rows * sizeof(lane));
+    if (!entries) return;
+    memcpy(into->top.score, from->top.score, entries * sizeof(lane));
+    memcpy(into->top.key, from->top.key, entries * sizeof(int64_t));
+}
+
+/* Sinks, normalisation, conversion: writes out, lse and statistics of the block's rows. */
 static void partial_finish(const fa_attention_args *a, const row_block *t, const partial *p)
 {
     EACH_ROW(t, r, id)
     {
         lane max = p->row_max[r], sum = p->row_sum[r], *acc = p->acc + r * p->acc_row, sink = -INFINITY;
+        if (a->sigmoid) {
+            store_row(a->out.dtype, acc, a->head_dim_v, 1, at(&a->out, t->b, id.head, id.query, 0));
+            continue;
+        }
         if (a->sinks.data) memcpy(&sink, at(&a->sinks, t->b, id.head, 0, 0), sizeof sink);
         lane scale = 1;
         if (sink != -INFINITY) { /* enters the denominator only */
@@ -94,6 +135,10 @@ static void partial_finish(const fa_attention_args *a, const row_block *t, const
         if (a->lse.data) {
             const lane lse = sum == 0 ? -(lane)INFINITY : (lane)(max + log((double)sum));
             memcpy(at(&a->lse, t->b, id.head, id.query, 0), &lse, sizeof lse);
+        }
+        if (has_row_statistics(a)) {
+            const row_sums row = {p->row_max[r], p->row_sum[r], p->row_log ? p->row_log[r] : 0, scale, max, sum};
+            write_statistics(a, t->b, id, &row, row_top(a, p, r));
         }
     }
 }

@@ -31,9 +31,9 @@ static int64_t row_scratch_at(const fa_rowwise_args *r, void *memory, row_scratc
     TAKE(w->kept.s, rows * BLOCK_Q * (int64_t)sizeof(lane));
     TAKE(w->kept.key, rows * (int64_t)sizeof(int64_t));
     void *total;
-    TAKE(total, partial_lanes(BLOCK_Q, a->head_dim_v) * (int64_t)sizeof(lane));
+    TAKE(total, partial_at(a, BLOCK_Q, NULL, NULL));
 #undef TAKE
-    if (memory) w->tile.tiles[0].total = partial_at(total, BLOCK_Q, a->head_dim_v);
+    if (memory) partial_at(a, BLOCK_Q, total, &w->tile.tiles[0].total);
     return used;
 }
 

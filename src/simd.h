@@ -6,7 +6,7 @@
  *
  *   v_load v_store          any alignment            v_load_n v_store_n    the first n lanes; the others read as 0
  *   v_splat                 every lane               v_fma(a, b, c)       a * b + c; fused but on `generic`
- *   v_max(bound, x)         x where x is NaN         v_select(m, a, b)     a where m, else b
+ *   v_max(bound, x)         x where x is NaN, as v_min            v_select(m, a, b)     a where m, else b
  *   v_any(m)                some lane set            v_transpose(r)       LANES registers, in place
  *   v_sum v_max_lanes       over the lanes           v_sum_each(r)        of LANES registers, one a lane
  *   v_load_i8               LANES bytes, signed, converted
@@ -206,6 +206,15 @@ INLINE v_t v_max(v_t bound, v_t x)
     return MM(max)(bound, x); /* the second operand where either is NaN */
 #else
     return v_select(bound > x, bound, x);
+#endif
+}
+
+INLINE v_t v_min(v_t bound, v_t x)
+{
+#if defined V_X86
+    return MM(min)(bound, x);
+#else
+    return v_select(bound < x, bound, x);
 #endif
 }
 

@@ -74,15 +74,23 @@ INLINE v_t v_tanh(v_t x)
     return v_select(v_abs(x) > (lane)0.625, v_select(x < 0, -large, large), small);
 }
 
+/* x where exp(x) > 0, and a finite number below, -inf included: the two multiply to 0 there. */
+INLINE v_t v_log_weight(v_t x)
+{
+    return v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x);
+}
+
 /* Online softmax (Milakov & Gimelshein 2018): s (n, nv vectors) becomes probabilities relative to the running maxima,
  *
  *     m' = max(m, max_j s_j);  p_j = exp(s_j - m');  l' = l exp(m - m') + sum_j p_j
  *
  * row_max (m) and row_sum (l) are updated; alpha receives exp(m - m'), by which the accumulators must be scaled.
- * Returns whether some alpha differs from 1. Where m' is -inf (no key yet) 0 stands for it, and every p_j is 0. */
-INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_sum, lane *alpha)
+ * Returns whether some alpha differs from 1. Where m' is -inf (no key yet) 0 stands for it, and every p_j is 0.
+ *
+ * row_log, if not NULL, is sum_j p_j (s_j - m), of which the entropy is made: it is updated, too. */
+INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log, lane *alpha)
 {
-    v_t max[NV], base[NV], sum[NV];
+    v_t max[NV], base[NV], sum[NV], log[NV];
     vi_t moved = {0};
     UNROLL for (int u = 0; u < nv; u++) max[u] = v_load(row_max + u * LANES);
     for (int64_t j = 0; j < n; j++)
@@ -91,19 +99,27 @@ INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_s
     {
         base[u] = v_select(max[u] == v_splat(-INFINITY), v_splat(0), max[u]);
         v_t a = v_exp(v_load(row_max + u * LANES) - base[u]);
+        if (row_log) {
+            const v_t old = v_load(row_log + u * LANES), step = v_log_weight(v_load(row_max + u * LANES) - base[u]);
+            v_store(row_log + u * LANES, a * v_fma(v_load(row_sum + u * LANES), step, old));
+        }
         moved |= a != v_splat(1);
         v_store(alpha + u * LANES, a);
         v_store(row_max + u * LANES, max[u]);
-        sum[u] = v_splat(0); /* added at the end, as tile_pv adds */
+        log[u] = sum[u] = v_splat(0); /* added at the end, as tile_pv adds */
     }
     for (int64_t j = 0; j < n; j++)
         UNROLL for (int u = 0; u < nv; u++)
         {
-            v_t p = v_exp(v_load(s + j * BLOCK_Q + u * LANES) - base[u]);
+            const v_t x = v_load(s + j * BLOCK_Q + u * LANES) - base[u], p = v_exp(x);
             sum[u] += p;
+            if (row_log) log[u] = v_fma(p, v_log_weight(x), log[u]);
             v_store(s + j * BLOCK_Q + u * LANES, p);
         }
     UNROLL for (int u = 0; u < nv; u++)
+    {
         v_store(row_sum + u * LANES, v_fma(v_load(row_sum + u * LANES), v_load(alpha + u * LANES), sum[u]));
+        if (row_log) v_store(row_log + u * LANES, v_load(row_log + u * LANES) + log[u]);
+    }
     return v_any(moved);
 }

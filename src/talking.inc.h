@@ -46,9 +46,12 @@ static int64_t talking_scratch_at(const fa_rowwise_args *r, void *memory, talkin
         TAKE(tile->t.pair_end, BLOCK_Q * (int64_t)sizeof(int64_t));
     }
     void *total; /* one for all heads, which finish in turn */
-    TAKE(total, partial_lanes(BLOCK_Q, a->head_dim_v) * lanes);
+    TAKE(total, partial_at(a, BLOCK_Q, NULL, NULL));
 #undef TAKE
-    for (int64_t h = 0; memory && h < heads; h++) w->heads[h].total = partial_at(total, BLOCK_Q, a->head_dim_v);
+    for (int64_t h = 0; memory && h < heads; h++) {
+        w->heads[h].row_log = NULL;
+        partial_at(a, BLOCK_Q, total, &w->heads[h].total);
+    }
     return used;
 }
 
@@ -103,7 +106,7 @@ INLINE int talking_scores(const fa_rowwise_args *r, int nv, modifiers *m, int64_
             modify_tile(nv, m, out_of_range, tile, j0, n, position, &w->tile);
         }
         if (!note) continue;
-        softmax_update(nv, s, n, tile->row_max, tile->row_sum, w->tile.alpha);
+        softmax_update(nv, s, n, tile->row_max, tile->row_sum, NULL, w->tile.alpha);
         note_rows(nv, m, hides, 0, n, &w->tile, tile->row_max);
     }
     return some_hidden;

@@ -4,17 +4,11 @@ import numpy as np
 
 
 @np.errstate(all="ignore")
-def attention(q, k, v, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None,
-              alibi_slopes=None, sinks=None, kv_lengths=None, q_offset=None, row_ranges=None, dtype=float):
-    """q is (..., heads_q, len_q, head_dim) or (len_q, head_dim); returns out, lse, probs, who attends whom.
-
-    In float64 it is the reference; in another dtype the plain computation that the error bound measures by.
-    A 16-bit dtype multiplies matrices in float32 and rounds scores, probabilities and the output.
-    """
-    q, k, v = (array[None] if q.ndim == 2 else array for array in (q, k, v))
+def masked_scores(q, k, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None,
+                  alibi_slopes=None, kv_lengths=None, q_offset=None, row_ranges=None, dtype=float):
+    """q is (..., heads_q, len_q, head_dim); returns scores, -inf where masked, and who attends whom."""
     work = np.promote_types(dtype, np.float32).type
-    group = q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
-    q, k, v = q.astype(work), np.repeat(k.astype(work), group, -3), np.repeat(v.astype(work), group, -3)
+    q, k = q.astype(work), np.repeat(k.astype(work), q.shape[-3] // k.shape[-3] if k.shape[-3] else 1, -3)
     (len_q, head_dim), len_k = q.shape[-2:], k.shape[-2]
     length = np.asarray(len_k if kv_lengths is None else kv_lengths)
     offset = np.asarray(length - len_q if q_offset is None else q_offset)
@@ -43,8 +37,19 @@ def attention(q, k, v, *, mask=None, bias=None, causal=False, window=None, scale
     if alibi_slopes is not None:
         scores = scores - np.asarray(alibi_slopes).astype(work)[..., None, None] * abs(distance).astype(work)
     attend = np.broadcast_to(attend, scores.shape)
-    scores = np.where(attend, scores.astype(dtype).astype(work), -np.inf)
+    return np.where(attend, scores.astype(dtype).astype(work), -np.inf), attend
 
+
+@np.errstate(all="ignore")
+def attention(q, k, v, *, sinks=None, dtype=float, **options):
+    """q is (..., heads_q, len_q, head_dim) or (len_q, head_dim); returns out, lse, probs, who attends whom.
+
+    In float64 it is the reference; in another dtype the plain computation that the error bound measures by.
+    A 16-bit dtype multiplies matrices in float32 and rounds scores, probabilities and the output.
+    """
+    q, k, v = (array[None] if q.ndim == 2 else array for array in (q, k, v))
+    scores, attend = masked_scores(q, k, **options, dtype=dtype)
+    work = scores.dtype.type
     sink = np.asarray(-np.inf if sinks is None else sinks).astype(work)[..., None]
     row_max = np.maximum(scores.max(-1, initial=-np.inf), sink)
     row_max = np.where(attend.any(-1) | (sink > -np.inf), row_max, work(0))
@@ -52,8 +57,14 @@ def attention(q, k, v, *, mask=None, bias=None, causal=False, window=None, scale
     row_sum = probs.sum(-1) + np.exp(sink - row_max)
     lse = row_max + np.log(row_sum)
     probs = (probs / np.where(row_sum == 0, work(1), row_sum)[..., None]).astype(dtype).astype(work)
+    return average(probs, v, attend).astype(dtype), lse, probs, attend
+
+
+@np.errstate(all="ignore")
+def average(weights, v, attend):
+    """weights is (..., heads_q, len_q, len_k), v (..., heads_kv, len_k, head_dim_v)."""
+    v = np.repeat(v.astype(weights.dtype), weights.shape[-3] // v.shape[-3] if v.shape[-3] else 1, -3)
     if np.isfinite(v).all():
-        out = probs @ v
-    else:  # 0 x NaN is not 0: every row sums over the keys that it attends, and no others
-        out = np.where(attend[..., None], probs[..., None] * v[..., None, :, :], work(0)).sum(-2)
-    return out.astype(dtype), lse, probs, attend
+        return weights @ v
+    # 0 x NaN is not 0: every row sums over the keys that it attends, and no others
+    return np.where(attend[..., None], weights[..., None] * v[..., None, :, :], weights.dtype.type(0)).sum(-2)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastattn._bench.cases import SHAPES, STRUCTURED, STRUCTURES, fresh_shapes, grouped
-from fastattn._bench.problem import TINY, Problem
+from fastattn._bench.problem import SIGMOID, TINY, Problem
 from fastattn._bench.suite import Section, has_bfloat16
 
 
@@ -34,11 +34,12 @@ def plan(dtype: str | None, quick: bool, seed: int, folder: Path) -> list[Sectio
         section("no mask", SHAPES),
         section("causal", prefill, "causal"),
         section("padding mask", SHAPES, "padding_mask"),
+        section("sigmoid attention", SHAPES, SIGMOID),
         section("grouped heads", map(grouped, SHAPES)),
         section(f"fresh shapes (seed {seed})", fresh_shapes(seed)),
         section("tiny call", [TINY]),
         *(section(f"structural mask, {name}", STRUCTURED, name) for name in ("plain", *STRUCTURES)),
     ]
     if dtype is None and has_bfloat16():
-        sections.insert(4, section("no mask", [s for s in prefill if s.len_q >= 2048], dtype="bfloat16"))
+        sections.insert(5, section("no mask", [s for s in prefill if s.len_q >= 2048], dtype="bfloat16"))
     return sections

@@ -14,7 +14,7 @@ import numpy as np
 import fastattn
 from fastattn._bench import peers
 from fastattn._bench.cases import Array
-from fastattn._bench.problem import TINY, Problem
+from fastattn._bench.problem import SIGMOID, TINY, Problem
 from fastattn._bench.suite import Engine
 from fastattn._bench.ways import Way, refuse_dense
 
@@ -22,17 +22,19 @@ from fastattn._bench.ways import Way, refuse_dense
 def _compiled(problem: Problem, threads: int) -> dict[str, Way]:
     q, k, v = problem.inputs()
     options = {**problem.options(), "num_threads": threads, "backend": "compiled"}
+    function = fastattn.sigmoid_attention if problem.variant == SIGMOID else fastattn.attention
     if problem.shape == TINY:  # a user's first lines: nothing chosen, nothing preallocated
         return {"": Way(lambda: fastattn.attention(q, k, v))}
     out = np.empty(problem.out_shape, q.dtype)
-    return {"": Way(lambda: fastattn.attention(q, k, v, out=out, **options))}
+    return {"": Way(lambda: function(q, k, v, out=out, **options))}
 
 
 def _fallback(problem: Problem, threads: int) -> dict[str, Way]:
     q, k, v = problem.inputs()
     options = problem.options()
+    function = fastattn.sigmoid_attention if problem.variant == SIGMOID else fastattn.attention
     out = np.empty(problem.out_shape, q.dtype)
-    return {"": Way(lambda: fastattn.attention(q, k, v, out=out, backend="numpy", **options))}
+    return {"": Way(lambda: function(q, k, v, out=out, backend="numpy", **options))}
 
 
 def _numpy(problem: Problem, threads: int) -> dict[str, Way]:
@@ -68,6 +70,14 @@ def _numpy(problem: Problem, threads: int) -> dict[str, Way]:
         probs = np.exp(q @ k.swapaxes(-1, -2) * scale)
         return probs / probs.sum(-1, keepdims=True) @ v
 
+    def sigmoid_attention() -> Any:
+        scores = (wide(q).reshape(problem.stacked_shape) * -scale) @ wide(k).swapaxes(-1, -2)
+        np.exp(scores, out=scores)
+        weights = 1 / (1 + work(shape.len_k) * scores)
+        return (weights @ wide(v)).astype(q.dtype, copy=False).reshape(problem.out_shape)
+
+    if problem.variant == SIGMOID:
+        return {"": Way(sigmoid_attention)}
     if problem.shape == TINY:  # five calls, the shortest that anyone would write
         return {"exp without the row maximum": Way(without_row_max)}
     return {"": Way(softmax_attention)}

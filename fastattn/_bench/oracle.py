@@ -37,11 +37,13 @@ def attention(
     kv_lengths: Any = None,
     q_offset: Any = None,
     row_ranges: tuple[Any, Any] | None = None,
+    sigmoid_bias: float | None = None,
 ) -> tuple[Array, Array]:
     """q is (..., H, Lq, D), k and v (..., Hkv, Lk, D or Dv); returns the query `rows` of out and lse.
 
     A `dtype` below float64 gives the plain computation that error bounds are made of: matrix products in
-    float32; scores, probabilities and output rounded to the dtype.
+    float32; scores, probabilities and output rounded to the dtype. With `sigmoid_bias` it is sigmoid
+    attention, and there is no lse: NaN.
     """
     if isinstance(mask, Mask):
         mask = dense(mask, q, k, kv_lengths, q_offset)
@@ -84,6 +86,10 @@ def attention(
         scores = scores - np.asarray(alibi_slopes, work)[..., None, None] * abs(position - key).astype(work)
     scores = np.where(attend, scores.astype(dtype).astype(work), -np.inf)
 
+    if sigmoid_bias is not None:
+        probs = (1 / (1 + np.exp(-(scores + work(sigmoid_bias))))).astype(dtype).astype(work)
+        out = probs @ v.astype(work)[..., heads, :, :]
+        return out.astype(dtype), np.full(out.shape[:-1], np.nan)
     sink = np.asarray(-np.inf if sinks is None else sinks, work)[..., None]
     row_max = np.maximum(scores.max(-1, initial=-np.inf), sink)
     row_max[row_max == -np.inf] = 0

@@ -9,12 +9,14 @@ import numpy as np
 
 from fastattn._bench import runtimes
 from fastattn._bench.cases import STRUCTURES, Array
-from fastattn._bench.problem import Problem
+from fastattn._bench.problem import SIGMOID, Problem
 from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_dense
 
 
-def refuse_structure(problem: Problem) -> None:
+def refuse_variant(problem: Problem) -> None:
     """For engines that would be given a structural mask as an array: torch stands for them."""
+    if problem.variant == SIGMOID:
+        raise Unsupported("has no sigmoid attention")
     if problem.variant in STRUCTURES:
         raise Unsupported("is not given structural masks")
 
@@ -77,7 +79,7 @@ def _onnx_way(
 
 def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
     """Attention of ONNX opset 23 on (B, H, L, D); opset 24 where it brings key lengths."""
-    refuse_structure(problem)
+    refuse_variant(problem)
     if problem.dtype not in ("float32", "float16"):
         raise Unsupported(f"has no {problem.dtype} kernel")
     refuse_dense(problem)
@@ -114,7 +116,7 @@ def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
 
 def onnx_multi_head(problem: Problem, threads: int) -> dict[str, Way]:
     """The contrib operator: q is (B, L, H * D); k and v are (B, H, L, D), the fastest of what it takes."""
-    refuse_structure(problem)
+    refuse_variant(problem)
     if problem.dtype != "float32":
         raise Unsupported(f"has no {problem.dtype} kernel")
     if problem.group > 1:
@@ -145,7 +147,7 @@ def onnx_multi_head(problem: Problem, threads: int) -> dict[str, Way]:
 
 def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
     """ScaledDotProductAttention of opset 13 on (B, H, L, D); it knows no grouped heads."""
-    refuse_structure(problem)
+    refuse_variant(problem)
     import openvino
     from openvino import opset13 as ops
 
@@ -186,7 +188,7 @@ def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
 
 def jax_dpa(problem: Problem, threads: int) -> dict[str, Way]:
     """jax.nn.dot_product_attention, compiled, on (B, L, H, D)."""
-    refuse_structure(problem)
+    refuse_variant(problem)
     import jax
 
     if problem.dtype == "float16":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from fastattn._bench.suite import TOLERANCE
 
 # Below this a call is all overhead: it is reported in microseconds.
 TINY = Shape("1,1,8,8,16", 1, 1, 1, 8, 8, 16)
+SIGMOID = "sigmoid"  # the variant that is another function
 
 
 class Problem(NamedTuple):
@@ -33,8 +35,10 @@ class Problem(NamedTuple):
         return make_inputs(self.shape, self.dtype, np.random.default_rng([self.seed, 0]))
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `fastattn.attention`."""
+        """Keyword arguments of `fastattn.attention`, or of `sigmoid_attention`."""
         rng = np.random.default_rng([self.seed, 1])
+        if self.variant == SIGMOID:
+            return {}
         if self.variant in STRUCTURES:
             return {"mask": masks.compile(STRUCTURES[self.variant](self.shape, rng), self.scores_shape)}
         return VARIANTS[self.variant](self.shape, rng)
@@ -92,7 +96,8 @@ class Problem(NamedTuple):
         """16 query rows of every head, in float64."""
         shape = self.shape
         chosen = np.random.default_rng(self.seed).permutation(shape.len_q)[:16]
-        out, _ = oracle.attention(*self.inputs(), rows=chosen, **self.options())
+        sigmoid_bias = -math.log(shape.len_k) if self.variant == SIGMOID else None
+        out, _ = oracle.attention(*self.inputs(), rows=chosen, sigmoid_bias=sigmoid_bias, **self.options())
         rows = np.arange(shape.batch * shape.heads_q)[:, None] * shape.len_q + chosen
         return rows.ravel(), out.reshape(-1, shape.dim_v)
 

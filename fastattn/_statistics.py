@@ -1,0 +1,102 @@
+"""What `stats=` asks for: its names, checked, and the arrays that the kernels fill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fastattn._args import Array, Ints, Shape
+
+NAMES = ("row_max", "entropy", "topk:k", "key_sums", "mean_weights")
+
+
+class TopK(NamedTuple):
+    """The largest weights of each row, best first, and the keys that have them."""
+
+    weights: NDArray[Any]  # (..., heads_q, len_q, k), 0 where fewer keys have a weight
+    keys: NDArray[np.int64]  # the same shape, -1 there
+
+
+class Statistics(TypedDict, total=False):
+    """What `attention` returns for `stats`: the entries that were asked for."""
+
+    row_max: NDArray[Any]
+    entropy: NDArray[Any]
+    topk: TopK
+    key_sums: NDArray[Any]
+    mean_weights: NDArray[Any]
+
+
+@dataclass(slots=True)
+class StatisticsArgs:
+    """Where the statistics go, in the lane dtype; None is not asked for. All have an axis of heads."""
+
+    row_max: Array | None = None  # (*batch_shape, heads_q, len_q)
+    entropy: Array | None = None  # the same
+    top_weights: Array | None = None  # (*batch_shape, heads_q, len_q, at most len_k)
+    top_keys: Ints | None = None  # the same
+    # These two are 0 before, and added to by a second pass over the scores.
+    key_sums: Array | None = None  # (*batch_shape, heads_q, len_k)
+    mean_weights: Array | None = None  # (*batch_shape, 1, len_q, len_k)
+    norm: Array | None = None  # (*batch_shape, heads_q, len_q, 2): for the second pass, from the first
+
+    @property
+    def second_pass(self) -> bool:
+        """Whether scores are computed once more."""
+        return self.key_sums is not None or self.mean_weights is not None
+
+
+def statistics_args(
+    func: str, stats: Any, heads: Shape, len_q: int, len_k: int, lane: np.dtype[Any], one_head: bool
+) -> tuple[StatisticsArgs, Statistics]:
+    """Check the names in `stats`; `heads` is (*batch_shape, heads_q). Arrays, and as a caller sees them."""
+    if isinstance(stats, str) or not isinstance(stats, Sequence):
+        raise TypeError(f"{func}(): stats is {stats!r}; expected a tuple of {', '.join(NAMES)}")
+    args, result = StatisticsArgs(), Statistics()
+
+    def seen(x: Array) -> Array:
+        return x[0] if one_head else x
+
+    for text in stats:
+        name, k = _name(func, text)
+        if name in result:
+            raise ValueError(f"{func}(): stats has {name} twice, in {tuple(stats)!r}; expected it once")
+        if name == "topk":
+            weights, keys = np.zeros((*heads, len_q, k), lane), np.full((*heads, len_q, k), -1, np.int64)
+            args.top_weights, args.top_keys = weights[..., :len_k], keys[..., :len_k]
+            result["topk"] = TopK(seen(weights), seen(keys))
+        elif name == "row_max":
+            args.row_max = np.empty((*heads, len_q), lane)
+            result["row_max"] = seen(args.row_max)
+        elif name == "entropy":
+            args.entropy = np.empty((*heads, len_q), lane)
+            result["entropy"] = seen(args.entropy)
+        elif name == "key_sums":
+            args.key_sums = np.zeros((*heads, len_k), lane)
+            result["key_sums"] = seen(args.key_sums)
+        else:
+            args.mean_weights = np.zeros((*heads[:-1], 1, len_q, len_k), lane)
+            result["mean_weights"] = args.mean_weights[..., 0, :, :]
+    if args.second_pass:
+        args.norm = np.empty((*heads, len_q, 2), lane)
+    return args, result
+
+
+def _name(func: str, text: Any) -> tuple[str, int]:
+    """The statistic's name, and the k of topk."""
+    if not isinstance(text, str):
+        raise TypeError(f"{func}(): stats has an entry {text!r}; expected one of {', '.join(NAMES)}")
+    name, colon, number = text.partition(":")
+    if name == "topk" and number.isdecimal() and int(number) > 0:
+        return name, int(number)
+    if name == "topk":
+        raise ValueError(f"{func}(): stats has an entry {text!r}; expected topk:k with k from 1, as topk:8")
+    if colon or name not in NAMES:
+        raise ValueError(f"{func}(): stats has an entry {text!r}; expected one of {', '.join(NAMES)}")
+    return name, 0

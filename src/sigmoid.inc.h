@@ -1,0 +1,42 @@
+/* Sigmoid attention (Ramapuram et al. 2024): p = 1 / (1 + exp(-(s + bias))) in place of the online softmax. Rows do not
+ * compete, so there is no maximum, no sum, nothing to rescale. A masked key, -inf, gives 0; NaN stays NaN. */
+
+/* Above this the sigmoid is 1 in float64, too, and the product of two denominators is finite in float32. */
+#define SIGMOID_MAX 43
+
+/* x, y become their sigmoids, e / (1 + e): a division, of which a step would wait for two, is one for both. */
+INLINE void v_sigmoid_pair(v_t *x, v_t *y)
+{
+    const v_t e = v_exp(v_min(v_splat(SIGMOID_MAX), *x)), f = v_exp(v_min(v_splat(SIGMOID_MAX), *y));
+    const v_t d = 1 + e, g = 1 + f, inverse = 1 / (d * g);
+    *x = e * (g * inverse);
+    *y = f * (d * inverse);
+}
+
+/* s (n, nv vectors) becomes probabilities; keys in pairs, a last one with a masked one. */
+INLINE void sigmoid_update(int nv, lane *s, int64_t n, lane bias)
+{
+    for (int64_t j = 0; j < n; j += 2)
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            lane *at = s + j * BLOCK_Q + u * LANES;
+            v_t x = v_load(at) + v_splat(bias), y = v_splat(-INFINITY);
+            if (j + 1 < n) y = v_load(at + BLOCK_Q) + v_splat(bias);
+            v_sigmoid_pair(&x, &y);
+            v_store(at, x);
+            if (j + 1 < n) v_store(at + BLOCK_Q, y);
+        }
+}
+
+/* s (n) of one row, in pairs of vectors: it holds BLOCK_K. */
+INLINE void dot_sigmoid(lane *s, int64_t n, lane bias)
+{
+    _Static_assert(BLOCK_K % (2 * LANES) == 0, "a block is whole pairs of vectors");
+    for (int64_t j = n; j < round_up(n, 2 * LANES); j++) s[j] = -INFINITY;
+    for (int64_t j = 0; j < n; j += 2 * LANES) {
+        v_t x = v_load(s + j) + v_splat(bias), y = v_load(s + j + LANES) + v_splat(bias);
+        v_sigmoid_pair(&x, &y);
+        v_store(s + j, x);
+        v_store(s + j + LANES, y);
+    }
+}
