@@ -316,7 +316,13 @@ def merge_states(
 
 
 def explain(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: bool = False,
+    stats: Sequence[str] | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> _backend.Report:
     """Say how `attention` would run on these arguments, without running it.
 
@@ -329,8 +335,9 @@ def explain(
         such as ``kernel`` ("tile", or "dot" for few query rows), ``isa``, ``block_q`` and ``block_k``: query
         rows, of all heads of a group, and keys of a tile; ``split_k``, into runs of how many keys the work on
         them is cut (None: it is not); ``tiles``, how many there are, of which ``tiles_skipped`` are never
-        touched, ``tiles_full`` need no test and ``tiles_edge`` do; ``copies``, what is copied first and why;
-        ``conversions``, what is converted or gathered by the kernel, a block at a time; ``num_threads``.
+        touched, ``tiles_full`` need no test and ``tiles_edge`` do; ``second_pass``, whether statistics need
+        the scores once more; ``copies``, what is copied first and why; ``conversions``, what is converted or
+        gathered by the kernel, a block at a time; ``num_threads``.
 
     Raises
     ------
@@ -341,7 +348,7 @@ def explain(
     -----
     Tiles are counted from row ranges, the mask and the -inf of the bias, in one pass over these two.
     """
-    args = attention_args("explain", q, k, v, return_lse=return_lse, **options)
+    args = attention_args("explain", q, k, v, return_lse=return_lse, stats=stats, **options)
     backend = options.get("backend")
     plan = _backend.plan(args, backend)
     conversions = plan.pop("conversions")
@@ -354,6 +361,7 @@ def explain(
         tiles_skipped=tiles.skipped,
         tiles_full=tiles.full,
         tiles_edge=tiles.edge,
+        second_pass=args.statistics is not None and args.statistics.second_pass,
         copies=args.copies,
         conversions=conversions,
         num_threads=args.num_threads,

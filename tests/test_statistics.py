@@ -252,6 +252,12 @@ def test_errors(stats, error, message):
         fastattn.attention(x, x, x, stats=stats)
 
 
+def test_explain():
+    x = np.ones((1, 2, 3, 4), np.float32)
+    assert not fastattn.explain(x, x, x, stats=ALL[:3])["second_pass"]
+    assert fastattn.explain(x, x, x, stats=["key_sums"])["second_pass"]
+
+
 def test_nothing_asked_for():
     x = np.ones((1, 2, 3, 4), np.float32)
     assert fastattn.attention(x, x, x, stats=())[1] == {}
