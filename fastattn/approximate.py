@@ -175,8 +175,9 @@ def lsh_attention(
     """The Reformer's attention [1]_: each query attends keys that are hashed near to it.
 
     Keys are the queries, normalised. In each round tokens are hashed, ``argmax([x R, -x R])`` with a random
-    R, sorted by hash and position and cut into chunks; a token attends its chunk and the one before, round
-    the end. It attends itself only where there is nothing else. Rounds are joined by their log-sum-exps.
+    R, sorted by hash and position and cut into chunks; a token attends its chunk and the one before, which
+    for a round's first chunk is the last one of the round before. It attends itself only where there is
+    nothing else. Rounds are joined by their log-sum-exps.
 
     Parameters
     ----------
@@ -248,21 +249,15 @@ def lsh_attention(
     if not q.size or not values.size:
         return np.zeros((*q.shape[:-1], values.shape[-1]), q.dtype)
     k = q / np.sqrt(np.mean(q * q, axis=-1, keepdims=True) + q.dtype.type(1e-6))
-    outs, lses = [], []
-    for r in range(args.n_rounds):
-        order = _hash_order(q, args.rotations[:, r], chunk)
-        out, lse = _attend_chunks(q, k, values, order, chunk, args)
-        back = np.argsort(order, axis=-1)[..., :length]
-        outs.append(np.take_along_axis(out, back[..., None], axis=-2))
-        lses.append(np.take_along_axis(lse, back, axis=-1))
-    return _join(outs, lses).astype(args.dtype, copy=False)
-
-
-def _join(outs: list[Array], lses: list[Array]) -> Array:
-    """Results of the rounds by their weights; normalised, for a lonely token's lse is large and rounded."""
-    weights = np.exp(np.array(lses) - np.maximum.reduce(lses))[..., None]
-    joined: Array = np.sum(weights * np.array(outs), axis=0) / weights.sum(axis=0)
-    return joined
+    order = np.stack([_hash_order(q, args.rotations[:, r], chunk) for r in range(args.n_rounds)], axis=-2)
+    out, lse = _attend_chunks(q, k, values, order, chunk, args)
+    back = np.argsort(order, axis=-1)[..., :length]
+    out = np.take_along_axis(out, back[..., None], axis=-2)
+    lse = np.take_along_axis(lse, back, axis=-1)
+    # Normalised here: the lse of a token that has only itself is large, and so is its rounding.
+    weights = np.exp(lse - lse.max(axis=-2, keepdims=True))[..., None]
+    joined: Array = (weights * out).sum(axis=-3) / weights.sum(axis=-3)
+    return joined.astype(args.dtype, copy=False)
 
 
 def _hash_order(x: Array, rotations: Array, chunk: int) -> Ints:
@@ -280,13 +275,12 @@ _ITSELF = -1e5  # a token's bias towards itself: of weight where it has nothing 
 
 
 def _attend_chunks(q: Array, k: Array, v: Array, order: Ints, chunk: int, args: Any) -> tuple[Array, Array]:
-    """Results (..., heads, padded length, d) and their lses, in the order of the hashes."""
+    """Results (..., heads, rounds, padded length, d) and their lses, in the order of the hashes."""
     length = q.shape[-2]
-    real = np.minimum(order, length - 1)[..., None]
 
     def cut(x: Array) -> Array:
-        """x as (..., heads, chunks, chunk, d)."""
-        return x.reshape(*x.shape[:-2], -1, chunk, x.shape[-1])
+        """x (..., heads, rounds, padded length, d) as (..., heads, chunks of all rounds, chunk, d)."""
+        return x.reshape(*x.shape[:-3], -1, chunk, x.shape[-1])
 
     def with_previous(x: Array) -> Array:
         return np.concatenate([np.roll(x, 1, axis=-3), x], axis=-2) if x.shape[-3] > 1 else x
@@ -295,7 +289,8 @@ def _attend_chunks(q: Array, k: Array, v: Array, order: Ints, chunk: int, args: 
     i, j = place, with_previous(place).swapaxes(-1, -2)
     hidden = (j > i) | (j >= length) if args.causal else j >= length
     bias = np.where(hidden & (i != j), -np.inf, np.where(i == j, _ITSELF, 0)).astype(q.dtype)
-    q, k, v = (cut(np.take_along_axis(x, real, axis=-2)) for x in (q, k, v))
+    real = np.minimum(order, length - 1)[..., None]
+    q, k, v = (cut(np.take_along_axis(x[..., None, :, :], real, axis=-2)) for x in (q, k, v))
     out, lse = attention(
         q, with_previous(k), with_previous(v), bias=bias, scale=args.scale, return_lse=True,
         num_threads=args.num_threads, backend=args.backend,

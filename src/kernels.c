@@ -191,6 +191,7 @@ static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void
     }
 }
 
+#include "additive.inc.h"
 #include "keys.inc.h"
 #include "normalisers.inc.h"
 

@@ -16,7 +16,7 @@
 /* A thread's scratch: tile.s holds probabilities of a block, tile.v their values. */
 typedef struct {
     tile_scratch tile;
-    lane *weight; /* (head_dim, BLOCK_Q) of additive attention */
+    additive_scratch additive;
     kept_scores kept;
 } row_scratch;
 
@@ -27,7 +27,11 @@ static int64_t row_scratch_at(const fa_rowwise_args *r, void *memory, row_scratc
     char *next = memory;
     int64_t used = tile_scratch_at(a, 1, memory, &w->tile);
 #define TAKE(field, bytes) ((field) = memory ? (void *)(next + used) : NULL, used += round_up(bytes, 64))
-    TAKE(w->weight, r->kind == FA_ADDITIVE ? a->head_dim * BLOCK_Q * (int64_t)sizeof(lane) : 0);
+    if (r->kind == FA_ADDITIVE) {
+        TAKE(w->additive.weight, a->head_dim * BLOCK_Q * (int64_t)sizeof(lane));
+        TAKE(w->additive.exp_q, a->head_dim * BLOCK_Q * (int64_t)sizeof(lane));
+        TAKE(w->additive.exp_k, BLOCK_K * round_up(a->head_dim, LANES) * (int64_t)sizeof(lane));
+    }
     TAKE(w->kept.s, rows * BLOCK_Q * (int64_t)sizeof(lane));
     TAKE(w->kept.key, rows * (int64_t)sizeof(int64_t));
     void *total;
@@ -35,25 +39,6 @@ static int64_t row_scratch_at(const fa_rowwise_args *r, void *memory, row_scratc
 #undef TAKE
     if (memory) partial_at(a, BLOCK_Q, total, &w->tile.tiles[0].total);
     return used;
-}
-
-/* s (n, nv) = sum over d of weight_d tanh(q_d + k_jd): weight, qt (depth, nv) */
-INLINE void block_additive(int nv, const char *k, int64_t k_row, int64_t n, const lane *qt, const lane *weight,
-                           int64_t depth, lane *s)
-{
-    for (int64_t j = 0; j < n; j++, k += k_row) {
-        v_t acc[NV_MAX];
-        UNROLL for (int u = 0; u < nv; u++) acc[u] = v_splat(0);
-        for (int64_t d = 0; d < depth; d++) {
-            const v_t key = v_splat(*(const lane_u *)(k + d * (int64_t)sizeof(lane)));
-            UNROLL for (int u = 0; u < nv; u++)
-            {
-                const int64_t i = d * BLOCK_Q + u * LANES;
-                acc[u] = v_fma(v_load(weight + i), v_tanh(v_load(qt + i) + key), acc[u]);
-            }
-        }
-        UNROLL for (int u = 0; u < nv; u++) v_store(s + j * BLOCK_Q + u * LANES, acc[u]);
-    }
 }
 
 /* Scores of n keys from j0 on, behind those that are kept; of which those stay that may matter. */
@@ -72,7 +57,7 @@ INLINE void score_block(const fa_rowwise_args *r, int nv, modifiers *m, int64_t 
     const int hides = out_of_range || kind == BLOCK_EDGE;
     int64_t k_row;
     const char *k = keys_at(a, t, j0, n, w->tile.k, &k_row);
-    if (r->kind == FA_ADDITIVE) block_additive(nv, k, k_row, n, tile->qt, w->weight, a->head_dim, s);
+    if (r->kind == FA_ADDITIVE) block_additive(nv, k, k_row, n, tile->qt, a->head_dim, &w->additive, s);
     else block_qk(nv, 0, k, k_row, n, tile->qt, a->head_dim, m->q_factor, s);
     if (out_of_range || m->additive || m->alibi || m->softcap != 0 || m->s_factor != 1) {
         const int64_t position = m->alibi ? load_int(at(&a->q_position, t->b, 0, 0, 0)) : 0;
@@ -152,12 +137,7 @@ static void rowwise_run(const fa_rowwise_args *r, const fa_rowwise_plan *p, int6
     t->rows = smaller(BLOCK_Q, rows - row0);
     if (r->kind == FA_ADDITIVE) m.s_factor *= m.q_factor, m.q_factor = 1; /* the query stands within the tanh */
     tile_begin(a, &m, 0, 0, a->len_k, tile);
-    if (r->kind == FA_ADDITIVE) {
-        memset(w.weight, 0, a->head_dim * BLOCK_Q * sizeof(lane));
-        EACH_ROW(t, i, id)
-        for (int64_t d = 0; d < a->head_dim; d++)
-            w.weight[d * BLOCK_Q + i] = ((const lane *)r->weight)[id.head * a->head_dim + d];
-    }
+    if (r->kind == FA_ADDITIVE) additive_begin(r, t, tile->qt, &w.additive);
     lane no_row[BLOCK_Q];
     for (int64_t i = 0; i < BLOCK_Q; i++) no_row[i] = i >= t->rows;
     for (int u = 0; u < NV; u++) w.kept.live[u] = v_load(no_row + u * LANES) == v_splat(0);

@@ -76,24 +76,23 @@ def test_nystrom_of_other_lengths(implementation):
 
 
 def reformer(q, v, rotations, chunk, causal, scale):
-    """Kitaev et al. 2020 for one head, pair by pair: who shares a chunk, or follows it, in each round."""
-    n, chunks = len(q), -(-len(q) // chunk)
+    """Kitaev et al. 2020 for one head, token by token: how often it meets each key in each round."""
+    n, chunks, rounds = len(q), -(-len(q) // chunk), len(rotations)
     k = q / np.sqrt((q * q).mean(-1, keepdims=True) + 1e-6)
-    outs, lses = [], []
-    for r in rotations:
-        buckets = np.argmax(np.concatenate([q @ r, -(q @ r)], axis=-1), axis=-1)
-        at = np.argsort(np.lexsort((np.arange(n), buckets))) // chunk  # the chunk of a token
-        out, lse = np.zeros((n, v.shape[-1])), np.zeros(n)
-        for i in range(n):
-            near = (at == at[i]) | (at == (at[i] - 1) % chunks)
-            near &= (np.arange(n) <= i) | (not causal)
-            s = np.where(near, scale * k @ q[i], -np.inf)
-            s[i] -= 1e5
-            lse[i] = s.max() + np.log(np.exp(s - s.max()).sum())
-            out[i] = np.exp(s - lse[i]) @ v
-        outs.append(out)
-        lses.append(lse)
-    return np.einsum("rid,ri->id", np.array(outs), softmax(np.array(lses).T).T)
+    at = np.zeros((rounds, n), int)  # the chunk of each token, counted over all rounds
+    for r, rotation in enumerate(rotations):
+        buckets = np.argmax(np.concatenate([q @ rotation, -(q @ rotation)], axis=-1), axis=-1)
+        at[r] = r * chunks + np.argsort(np.lexsort((np.arange(n), buckets))) // chunk
+    out, lse = np.zeros((rounds, n, v.shape[-1])), np.zeros((rounds, n))
+    for r, i in np.ndindex(rounds, n):
+        near = {at[r, i], (at[r, i] - 1) % (rounds * chunks)}
+        times = sum((at == c).sum(0) for c in near) * ((np.arange(n) <= i) | (not causal))
+        s = scale * k @ q[i]
+        s[i] -= 1e5
+        most = s[times > 0].max()
+        weights = times * np.exp(np.where(times > 0, s, most) - most)
+        out[r, i], lse[r, i] = weights @ v / weights.sum(), most + np.log(weights.sum())
+    return np.einsum("rid,ri->id", out, softmax(lse.T).T)
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

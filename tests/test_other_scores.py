@@ -57,6 +57,9 @@ def test_large_and_small(implementation):
     for spread in (1e-4, 1e4):
         q, k, v, _ = inputs("float32", spread=spread)
         hold(q, k * np.float32(spread), v, weight())
+    q, k, v, _ = inputs("float32", spread=1)
+    k[:, 0, 70, 3], q[0, 3, 9, 5] = 30, -20  # some blocks of keys, and of queries
+    hold(q, k, v, weight())
 
 
 @pytest.mark.parametrize("name", ["streaming", "block_sparse"])
