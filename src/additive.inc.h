@@ -6,10 +6,10 @@
 #define ADDITIVE_MOST 8 /* Q K <= e^32: of two denominators the product is below 1e28 */
 
 typedef struct {
-    lane *weight;    /* (head_dim, BLOCK_Q): w of every lane's head */
-    lane *exp_q;     /* (head_dim, BLOCK_Q) */
-    lane *exp_k;     /* (BLOCK_K, head_dim) */
-    int small;       /* the queries are */
+    lane *weight; /* (head_dim, BLOCK_Q): w of every lane's head */
+    lane *exp_q;  /* (head_dim, BLOCK_Q) */
+    lane *exp_k;  /* (head_dim), of one key */
+    int small;    /* the queries are */
 } additive_scratch;
 
 /* dst (n) = e^(2 src); returns whether all of src is at most ADDITIVE_MOST in size. Whole vectors are written. */
@@ -25,50 +25,44 @@ INLINE int exp_twice(const char *src, int64_t n, lane *dst)
     return !v_any(~small);
 }
 
-/* s (n, nv): weight, qt (depth, nv), k (n, depth) */
-INLINE void additive_by_tanh(int nv, const char *k, int64_t k_row, int64_t n, const lane *qt, const lane *weight,
-                             int64_t depth, lane *s)
+/* s (nv) of one key: weight, qt (depth, nv), k (depth) */
+INLINE void additive_by_tanh(int nv, const char *k, const lane *qt, const lane *weight, int64_t depth, lane *s)
 {
-    for (int64_t j = 0; j < n; j++, k += k_row, s += BLOCK_Q) {
-        v_t acc[NV_MAX];
-        UNROLL for (int u = 0; u < nv; u++) acc[u] = v_splat(0);
-        for (int64_t d = 0; d < depth; d++) {
-            const v_t key = v_splat(*(const lane_u *)(k + d * (int64_t)sizeof(lane)));
-            UNROLL for (int u = 0; u < nv; u++)
-            {
-                const int64_t i = d * BLOCK_Q + u * LANES;
-                acc[u] = v_fma(v_load(weight + i), v_tanh(v_load(qt + i) + key), acc[u]);
-            }
+    v_t acc[NV_MAX];
+    UNROLL for (int u = 0; u < nv; u++) acc[u] = v_splat(0);
+    for (int64_t d = 0; d < depth; d++) {
+        const v_t key = v_splat(*(const lane_u *)(k + d * (int64_t)sizeof(lane)));
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            const int64_t i = d * BLOCK_Q + u * LANES;
+            acc[u] = v_fma(v_load(weight + i), v_tanh(v_load(qt + i) + key), acc[u]);
         }
-        UNROLL for (int u = 0; u < nv; u++) v_store(s + u * LANES, acc[u]);
     }
+    UNROLL for (int u = 0; u < nv; u++) v_store(s + u * LANES, acc[u]);
 }
 
-/* The same of exponentials: q (depth, nv), k (n, depth), rows of k `k_row` lanes apart. */
-INLINE void additive_by_exp(int nv, const lane *k, int64_t k_row, int64_t n, const lane *q, const lane *weight,
-                            int64_t depth, lane *s)
+/* The same of exponentials: q (depth, nv), k (depth). */
+INLINE void additive_by_exp(int nv, const lane *k, const lane *q, const lane *weight, int64_t depth, lane *s)
 {
     const v_t one = v_splat(1);
-    for (int64_t j = 0; j < n; j++, k += k_row, s += BLOCK_Q) {
-        v_t acc[NV_MAX];
-        UNROLL for (int u = 0; u < nv; u++) acc[u] = v_splat(0);
-        int64_t d = 0;
-        for (; d + 2 <= depth; d += 2)
-            UNROLL for (int u = 0; u < nv; u++)
-            {
-                const int64_t i = d * BLOCK_Q + u * LANES;
-                const v_t x = v_load(q + i) * v_splat(k[d]), y = v_load(q + i + BLOCK_Q) * v_splat(k[d + 1]);
-                const v_t a = (x - one) * v_load(weight + i), b = (y - one) * v_load(weight + i + BLOCK_Q);
-                acc[u] += v_fma(a, y + one, b * (x + one)) / ((x + one) * (y + one));
-            }
-        if (d < depth)
-            UNROLL for (int u = 0; u < nv; u++)
-            {
-                const v_t x = v_load(q + d * BLOCK_Q + u * LANES) * v_splat(k[d]);
-                acc[u] += (x - one) * v_load(weight + d * BLOCK_Q + u * LANES) / (x + one);
-            }
-        UNROLL for (int u = 0; u < nv; u++) v_store(s + u * LANES, acc[u]);
-    }
+    int64_t d = 0;
+    v_t acc[NV_MAX];
+    UNROLL for (int u = 0; u < nv; u++) acc[u] = v_splat(0);
+    for (; d + 2 <= depth; d += 2)
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            const int64_t i = d * BLOCK_Q + u * LANES;
+            const v_t x = v_load(q + i) * v_splat(k[d]), y = v_load(q + i + BLOCK_Q) * v_splat(k[d + 1]);
+            const v_t a = (x - one) * v_load(weight + i), b = (y - one) * v_load(weight + i + BLOCK_Q);
+            acc[u] += v_fma(a, y + one, b * (x + one)) / ((x + one) * (y + one));
+        }
+    if (d < depth)
+        UNROLL for (int u = 0; u < nv; u++)
+        {
+            const v_t x = v_load(q + d * BLOCK_Q + u * LANES) * v_splat(k[d]);
+            acc[u] += (x - one) * v_load(weight + d * BLOCK_Q + u * LANES) / (x + one);
+        }
+    UNROLL for (int u = 0; u < nv; u++) v_store(s + u * LANES, acc[u]);
 }
 
 /* Readies the task's rows, of which qt holds the queries. */
@@ -84,13 +78,11 @@ INLINE void additive_begin(const fa_rowwise_args *r, const row_block *t, const l
     w->small = exp_twice((const char *)qt, depth * BLOCK_Q, w->exp_q);
 }
 
-/* s (n, nv) of n keys. */
+/* s (n, nv) of n keys. Every key goes its own way: what stands in a hidden one changes no bit of another. */
 INLINE void block_additive(int nv, const char *k, int64_t k_row, int64_t n, const lane *qt, int64_t depth,
                            const additive_scratch *w, lane *s)
 {
-    const int64_t pitch = round_up(depth, LANES);
-    int small = w->small;
-    for (int64_t j = 0; small && j < n; j++) small = exp_twice(k + j * k_row, depth, w->exp_k + j * pitch);
-    if (small) additive_by_exp(nv, w->exp_k, pitch, n, w->exp_q, w->weight, depth, s);
-    else additive_by_tanh(nv, k, k_row, n, qt, w->weight, depth, s);
+    for (int64_t j = 0; j < n; j++, k += k_row, s += BLOCK_Q)
+        if (w->small && exp_twice(k, depth, w->exp_k)) additive_by_exp(nv, w->exp_k, w->exp_q, w->weight, depth, s);
+        else additive_by_tanh(nv, k, qt, w->weight, depth, s);
 }

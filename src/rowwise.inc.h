@@ -30,7 +30,7 @@ static int64_t row_scratch_at(const fa_rowwise_args *r, void *memory, row_scratc
     if (r->kind == FA_ADDITIVE) {
         TAKE(w->additive.weight, a->head_dim * BLOCK_Q * (int64_t)sizeof(lane));
         TAKE(w->additive.exp_q, a->head_dim * BLOCK_Q * (int64_t)sizeof(lane));
-        TAKE(w->additive.exp_k, BLOCK_K * round_up(a->head_dim, LANES) * (int64_t)sizeof(lane));
+        TAKE(w->additive.exp_k, round_up(a->head_dim, LANES) * (int64_t)sizeof(lane));
     }
     TAKE(w->kept.s, rows * BLOCK_Q * (int64_t)sizeof(lane));
     TAKE(w->kept.key, rows * (int64_t)sizeof(int64_t));
