@@ -145,7 +145,7 @@ INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *
     for (int64_t j = 0; j < n; j += LANES) max = v_max(max, v_load(s + j));
     const lane new_max = v_max_lanes(max), base = new_max == -(lane)INFINITY ? 0 : new_max;
     for (int64_t j = 0; j < n; j += LANES) {
-        const v_t x = v_load(s + j) - v_splat(base), p = v_exp(x);
+        const v_t x = v_load(s + j) - v_splat(base), p = v_exp_prob(x);
         sum += p;
         if (row_log) log = v_fma(p, v_log_weight(x), log);
         v_store(s + j, p);
