@@ -45,7 +45,7 @@ def test_type_information_is_installed():
 def test_stubs_name_what_is_compiled():
     core = pytest.importorskip("fastattn._core", reason="the extension was not built")
     stubs = Path(fastattn.__file__).with_name("_core.pyi").read_text()
-    declared = set(re.findall(r"^def (\w+)", stubs, re.MULTILINE))
+    declared = set(re.findall(r"^(?:def|class) (\w+)", stubs, re.MULTILINE))
     assert declared == {name for name in vars(core) if callable(getattr(core, name)) and name[0] != "_"}
 
 
