@@ -90,8 +90,10 @@ INLINE int talking_scores(const fa_rowwise_args *r, int nv, modifiers *m, int64_
     for (int64_t g = 0; g < heads; g++) {
         tile_state *tile = w->heads + g;
         row_block *t = &tile->t;
+        const int touched = t->first < j0 + n && j0 < t->last; /* else its rows' ranges may be those of another block */
         m->additive = a->bias.data || a->mask.data || t->several;
-        block_kind kind = m->additive ? load_additive(a, t, j0, n, &w->tile) : BLOCK_FULL;
+        block_kind kind = BLOCK_EMPTY;
+        if (touched) kind = m->additive ? load_additive(a, t, j0, n, &w->tile) : BLOCK_FULL;
         const int out_of_range = t->full_first > j0 || t->full_last < j0 + n;
         const int hides = out_of_range || kind != BLOCK_FULL;
         lane *s = w->mixed + g * HEAD_PITCH;
@@ -121,7 +123,7 @@ INLINE void talking_probs(int nv, const tile_state *tile, int64_t n, lane *s)
             lane *x = s + j * BLOCK_Q + u * LANES;
             const v_t score = v_load(x);
             /* A hidden key has no probability, also where the factor is NaN. */
-            v_store(x, v_select(score == v_splat(-INFINITY), v_splat(0), v_exp(score - base) * factor));
+            v_store(x, v_select(score == v_splat(-INFINITY), v_splat(0), v_exp_prob(score - base) * factor));
         }
     }
 }
@@ -135,11 +137,15 @@ INLINE void talking_values(const fa_rowwise_args *r, int nv, int hidden, int64_t
     int64_t key[BLOCK_K];
     key_block block;
     for (int64_t j = 0; j < n; j++) key[j] = j0 + j;
-    if (hidden) { /* which lanes attend a key, in some head: tile.add */
+    if (hidden) { /* which lanes attend a key: of each head, `scores` being free, or where heads mix, of some head */
         for (int64_t j = 0; j < n * BLOCK_Q; j += LANES) {
-            vi_t attends = {0};
-            for (int64_t g = 0; g < heads; g++) attends |= v_load(w->mixed + g * HEAD_PITCH + j) != v_splat(-INFINITY);
-            v_store(w->tile.add + j, (v_t)attends);
+            vi_t some = {0};
+            for (int64_t g = 0; g < heads; g++) {
+                const vi_t attends = v_load(w->mixed + g * HEAD_PITCH + j) != v_splat(-INFINITY);
+                if (!r->post) v_store(w->scores + g * HEAD_PITCH + j, (v_t)attends);
+                some |= attends;
+            }
+            v_store(w->tile.add + j, (v_t)some);
         }
     }
     for (int64_t g = 0; g < heads; g++) talking_probs(nv, w->heads + g, n, w->mixed + g * HEAD_PITCH);
@@ -156,9 +162,10 @@ INLINE void talking_values(const fa_rowwise_args *r, int nv, int hidden, int64_t
         }
         block_pv(nv, 0, v, v_row, probs + f * HEAD_PITCH, n, tile->fresh ? ACC_ZERO : ACC_KEEP, NULL, tile->ot, width);
         tile->fresh = 0;
+        const lane *attends = r->post ? w->tile.add : w->scores + f * HEAD_PITCH;
         for (int64_t i = 0; i < block.n_bad; i++)
             add_value(a, &kv, nv, j0 + block.bad[i], probs + f * HEAD_PITCH + block.bad[i] * BLOCK_Q,
-                      hidden ? w->tile.add + block.bad[i] * BLOCK_Q : NULL, tile->ot);
+                      hidden ? attends + block.bad[i] * BLOCK_Q : NULL, tile->ot);
     }
 }
 

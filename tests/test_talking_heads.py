@@ -6,7 +6,7 @@ import rowwise_oracle as oracle
 from rowwise_oracle import OPTIONS, check, inputs, lane, wider
 
 import fastattn
-from fastattn import talking_heads_attention
+from fastattn import masks, talking_heads_attention
 from fastattn._bench.cases import DTYPES, STRUCTURES, Shape, as_dtype
 
 
@@ -83,6 +83,31 @@ def test_a_mask_of_each_head(implementation):
     for mixes in (mixing(4), (mixing(4)[0], None)):
         hold(q, k, v, *mixes, mask=mask)
     assert (talking_heads_attention(q, k, v, *mixing(4), mask=mask)[:, :, 20] == 0).all()
+
+
+def test_a_structural_mask_of_each_head(implementation):
+    """Of every block of keys some head attends none: before its first range, between two, after the last."""
+    q, k, v, _ = inputs("float32", len_q=40, len_k=400)
+    bitmap = np.zeros((4, 1, 7), bool)
+    for head, blocks in enumerate(([0, 3], [1, 4, 6], [2, 3], [5])):
+        bitmap[head, 0, blocks] = True
+    for mixes in (mixing(4), (None, None)):
+        hold(q, k, v, *mixes, mask=masks.block_sparse(bitmap, 64), q_offset=0)
+
+
+def test_what_one_head_hides_and_another_does_not(implementation):
+    """Where heads do not mix after the softmax, each has its own mask; where they do, one's is all's."""
+    q, k, v, _ = inputs("float32", heads=(4, 1))
+    mask = np.ones((4, 37, 150), bool)
+    mask[1:, :, 90] = False
+    pre, post = mixing(4)
+    for bad in (np.nan, np.inf):
+        v[:, :, 90] = bad
+        for mix in (None, pre):
+            got = talking_heads_attention(q, k, v, mix, None, mask=mask)
+            assert (~np.isfinite(got[:, 0])).all()
+            assert np.isfinite(got[:, 1:]).all()
+        assert (~np.isfinite(talking_heads_attention(q, k, v, None, post, mask=mask))).all()
 
 
 def test_what_is_hidden_never_shows(implementation):
