@@ -155,9 +155,24 @@ def location_attention(
             f"{func}(): logits has shape {scores.shape} and v {values.shape}; expected (..., heads, len_q,"
             f" len_k) and (..., heads, len_k, head_dim_v)"
         )
+    dtype, given = (x.dtype.newbyteorder("=") for x in (values, scores))
+    if given not in (np.float32, dtype):
+        raise TypeError(f"{func}(): logits has dtype {given}; expected float32 or v's, {dtype}")
     if scores.ndim == 2 and values.ndim > 2:
         scores = np.broadcast_to(scores, (values.shape[-3], *scores.shape))
-    dtype = values.dtype.newbyteorder("=")
+    heads, heads_kv = (x.shape[-3] if x.ndim > 2 else 1 for x in (scores, values))
+    if not heads or heads % max(1, heads_kv):
+        raise ValueError(
+            f"{func}(): logits has {heads} heads, shape {scores.shape}; expected a multiple of v's"
+            f" {heads_kv}, shape {values.shape}"
+        )
+    try:
+        np.broadcast_shapes(scores.shape[:-3], values.shape[:-3])
+    except ValueError:
+        raise ValueError(
+            f"{func}(): logits has shape {scores.shape} and v {values.shape}; expected batch dimensions that"
+            f" broadcast to each other"
+        ) from None
     q = np.zeros((*scores.shape[:-1], 1), dtype)
     k = np.broadcast_to(np.zeros(1, dtype), (*values.shape[:-1], 1))
     args = attention_args(

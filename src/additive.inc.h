@@ -2,31 +2,33 @@
  *
  * With Q = e^2q and K = e^2k, tanh(q + k) = (QK - 1) / (QK + 1): two exponentials a row instead of one for every pair,
  * and of two dimensions the quotients are added over a common denominator: one division for both. That is five times as
- * fast, and as exact as q + k is rounded; where queries and keys are small enough that nothing overflows. */
+ * fast, where queries and keys are small enough that nothing overflows, and exact to a rounding of 1. Of small tangents
+ * alone QK - 1 would have few digits; for them there is a polynomial, which costs no more. */
 #define ADDITIVE_MOST 8 /* Q K <= e^32: of two denominators the product is below 1e28 */
 
 typedef struct {
     lane *weight; /* (head_dim, BLOCK_Q): w of every lane's head */
     lane *exp_q;  /* (head_dim, BLOCK_Q) */
     lane *exp_k;  /* (head_dim), of one key */
-    int small;    /* the queries are */
+    lane largest; /* of the queries, in size; Inf if one is NaN */
 } additive_scratch;
 
-/* dst (n) = e^(2 src); returns whether all of src is at most ADDITIVE_MOST in size. Whole vectors are written. */
-INLINE int exp_twice(const char *src, int64_t n, lane *dst)
+/* dst (n) = e^(2 src); returns the largest of src in size, Inf if one is NaN. Whole vectors are written. */
+INLINE lane exp_twice(const char *src, int64_t n, lane *dst)
 {
-    vi_t small = v_splat(0) == v_splat(0);
+    v_t largest = v_splat(0);
     for (int64_t i = 0; i < n; i += LANES) {
         const char *from = src + i * (int64_t)sizeof(lane);
         const v_t x = n - i < LANES ? v_load_n(from, n - i) : v_load(from);
-        small &= v_abs(x) <= v_splat(ADDITIVE_MOST);
+        largest = v_max(v_select(x == x, v_abs(x), v_splat(INFINITY)), largest);
         v_store(dst + i, v_exp(2 * x));
     }
-    return !v_any(~small);
+    return v_max_lanes(largest);
 }
 
-/* s (nv) of one key: weight, qt (depth, nv), k (depth) */
-INLINE void additive_by_tanh(int nv, const char *k, const lane *qt, const lane *weight, int64_t depth, lane *s)
+/* s (nv) of one key: weight, qt (depth, nv), k (depth); `small`: no q + k is beyond TANH_SMALL */
+INLINE void additive_by_tanh(int nv, int small, const char *k, const lane *qt, const lane *weight, int64_t depth,
+                             lane *s)
 {
     v_t acc[NV_MAX];
     UNROLL for (int u = 0; u < nv; u++) acc[u] = v_splat(0);
@@ -35,7 +37,8 @@ INLINE void additive_by_tanh(int nv, const char *k, const lane *qt, const lane *
         UNROLL for (int u = 0; u < nv; u++)
         {
             const int64_t i = d * BLOCK_Q + u * LANES;
-            acc[u] = v_fma(v_load(weight + i), v_tanh(v_load(qt + i) + key), acc[u]);
+            const v_t x = v_load(qt + i) + key;
+            acc[u] = v_fma(v_load(weight + i), small ? v_tanh_small(x) : v_tanh(x), acc[u]);
         }
     }
     UNROLL for (int u = 0; u < nv; u++) v_store(s + u * LANES, acc[u]);
@@ -75,14 +78,18 @@ INLINE void additive_begin(const fa_rowwise_args *r, const row_block *t, const l
         const lane *weight = (const lane *)r->weight + id.head * depth;
         for (int64_t d = 0; d < depth; d++) w->weight[d * BLOCK_Q + i] = weight[d];
     }
-    w->small = exp_twice((const char *)qt, depth * BLOCK_Q, w->exp_q);
+    w->largest = exp_twice((const char *)qt, depth * BLOCK_Q, w->exp_q);
 }
 
 /* s (n, nv) of n keys. Every key goes its own way: what stands in a hidden one changes no bit of another. */
 INLINE void block_additive(int nv, const char *k, int64_t k_row, int64_t n, const lane *qt, int64_t depth,
                            const additive_scratch *w, lane *s)
 {
-    for (int64_t j = 0; j < n; j++, k += k_row, s += BLOCK_Q)
-        if (w->small && exp_twice(k, depth, w->exp_k)) additive_by_exp(nv, w->exp_k, w->exp_q, w->weight, depth, s);
-        else additive_by_tanh(nv, k, qt, w->weight, depth, s);
+    for (int64_t j = 0; j < n; j++, k += k_row, s += BLOCK_Q) {
+        const lane q_largest = w->largest, k_largest = exp_twice(k, depth, w->exp_k);
+        if (q_largest + k_largest <= TANH_SMALL) additive_by_tanh(nv, 1, k, qt, w->weight, depth, s);
+        else if (q_largest <= ADDITIVE_MOST && k_largest <= ADDITIVE_MOST)
+            additive_by_exp(nv, w->exp_k, w->exp_q, w->weight, depth, s);
+        else additive_by_tanh(nv, 0, k, qt, w->weight, depth, s);
+    }
 }

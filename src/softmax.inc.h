@@ -72,13 +72,19 @@ INLINE v_t v_abs(v_t x)
     return v_max(-x, x);
 }
 
-/* tanh: an odd polynomial up to 5/8, beyond it (1 - e) / (1 + e) with e = exp(-2 |x|). */
+/* tanh up to TANH_SMALL: an odd polynomial. */
+#define TANH_SMALL ((lane)0.625)
+INLINE v_t v_tanh_small(v_t x)
+{
+    const v_t z = x * x;
+    return v_fma(v_horner(tanh_poly, COUNT(tanh_poly), z) * z, x, x);
+}
+
+/* Beyond it (1 - e) / (1 + e) with e = exp(-2 |x|). */
 INLINE v_t v_tanh(v_t x)
 {
-    v_t z = x * x, e = v_exp(v_abs(x) * -2);
-    v_t small = v_fma(v_horner(tanh_poly, COUNT(tanh_poly), z) * z, x, x);
-    v_t large = (1 - e) / (1 + e);
-    return v_select(v_abs(x) > (lane)0.625, v_select(x < 0, -large, large), small);
+    v_t e = v_exp(v_abs(x) * -2), large = (1 - e) / (1 + e);
+    return v_select(v_abs(x) > TANH_SMALL, v_select(x < 0, -large, large), v_tanh_small(x));
 }
 
 /* x where exp(x) > 0, and a finite number below, -inf included: the two multiply to 0 there. */

@@ -62,6 +62,18 @@ def test_large_and_small(implementation):
     hold(q, k, v, weight())
 
 
+@pytest.mark.parametrize("spread", [1e-4, 1e-3, 0.05])
+def test_small_tangents_of_large_weight(implementation, spread):
+    """Scores of about 1, of which e^2q e^2k - 1 would have lost most digits."""
+    for dtype in ("float32", "float64"):
+        q, k, v, _ = inputs(dtype, spread=spread)
+        k *= k.dtype.type(spread)
+        hold(q, k, v, weight() / spread)
+        k[:, :, 70] = 3 * spread  # of some keys and no others
+        k[:, :, 71] = 2
+        hold(q, k, v, weight() / spread)
+
+
 @pytest.mark.parametrize("name", ["streaming", "block_sparse"])
 def test_structural_masks(implementation, name):
     q, k, v, _ = inputs("float32", len_q=150)
@@ -120,3 +132,13 @@ def test_errors():
         location_attention(q, q)
     with pytest.raises(TypeError, match=r"location_attention\(\): logits has dtype int64"):
         location_attention(np.ones((5, 5), int), q)
+    with pytest.raises(TypeError, match=r"logits has dtype float64; expected float32 or v's, float32"):
+        location_attention(np.ones((5, 5)), q)
+    with pytest.raises(
+        ValueError, match=r"logits has 3 heads, shape \(3, 5, 5\); expected a multiple of v's 2"
+    ):
+        location_attention(np.ones((3, 5, 5), np.float32), q)
+    with pytest.raises(
+        ValueError, match=r"logits has shape \(3, 2, 5, 5\) and v \(4, 2, 5, 4\); expected batch"
+    ):
+        location_attention(np.ones((3, 2, 5, 5), np.float32), np.ones((4, 2, 5, 4), np.float32))
