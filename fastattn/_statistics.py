@@ -93,10 +93,13 @@ def _name(func: str, text: Any) -> tuple[str, int]:
     if not isinstance(text, str):
         raise TypeError(f"{func}(): stats has an entry {text!r}; expected one of {', '.join(NAMES)}")
     name, colon, number = text.partition(":")
-    if name == "topk" and number.isdecimal() and int(number) > 0:
+    if name == "topk" and number.isdecimal() and len(number) < 10 and int(number) > 0:
         return name, int(number)
     if name == "topk":
-        raise ValueError(f"{func}(): stats has an entry {text!r}; expected topk:k with k from 1, as topk:8")
+        raise ValueError(
+            f"{func}(): stats has an entry {text[:40]!r}; expected topk:k with k from 1 to 999999999, as"
+            f" topk:8"
+        )
     if colon or name not in NAMES:
         raise ValueError(f"{func}(): stats has an entry {text!r}; expected one of {', '.join(NAMES)}")
     return name, 0

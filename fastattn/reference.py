@@ -43,12 +43,12 @@ def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None
         if args.sigmoid_bias is not None:
             args.out[task.where] = task.attend_by_sigmoid(block_k, args.sigmoid_bias)
             continue
-        out, lse = task.attend(block_k)
+        out, base, row_sum = task.attend(block_k)
         args.out[task.where] = out
         if args.lse is not None:
-            args.lse[task.where] = lse
+            args.lse[task.where] = (base + np.log(row_sum))[..., 0]
         if args.statistics is not None:
-            collect(args, task, lse, task.blocks(block_k))
+            collect(args, task, base, row_sum, task.blocks(block_k))
 
 
 @np.errstate(all="ignore")
@@ -235,8 +235,8 @@ class _Task:
         require_broadcast(func, name, found.shape, scores.shape, "(group, rows, keys)")
         return np.array(np.broadcast_to(found, scores.shape), call.dtype)
 
-    def attend(self, block_k: int) -> tuple[Array, Array]:
-        """Result (group, rows, head_dim_v) and lse (group, rows)."""
+    def attend(self, block_k: int) -> tuple[Array, Array, Array]:
+        """Result (group, rows, head_dim_v), and the two of lse = base + log(row_sum), (group, rows, 1)."""
         # for each block of keys that some row attends:
         #     scores  = masked(scale * q @ k.T)
         #     new_max = max(row_max, scores)
@@ -262,7 +262,7 @@ class _Task:
             row_max = new_max
         row_sum[attends & (row_sum == 0)] = np.nan  # every score is -inf, by computation and no mask
         np.divide(acc, row_sum, out=acc, where=row_sum != 0)
-        return acc, (row_max + np.log(row_sum))[..., 0]
+        return acc, row_max, row_sum
 
     def attend_by_sigmoid(self, block_k: int, bias: float) -> Array:
         """Result (group, rows, head_dim_v) of sigmoid attention."""

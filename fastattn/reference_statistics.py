@@ -1,4 +1,4 @@
-"""The statistics of `attention(..., stats=)` in NumPy: a second walk over the keys, each row's lse known."""
+"""The statistics of `attention(..., stats=)` in NumPy: a second walk over the keys, of a known softmax."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ if TYPE_CHECKING:
     from fastattn._args import Array, AttentionArgs
 
 
-def collect(args: AttentionArgs, task: Any, lse: Array, blocks: Iterator[tuple[slice, Any]]) -> None:
-    """Fill args.statistics for the rows of `task`, a `reference._Task`; lse is (group, rows).
+def collect(
+    args: AttentionArgs, task: Any, base: Array, row_sum: Array, blocks: Iterator[tuple[slice, Any]]
+) -> None:
+    """Fill args.statistics for the rows of `task`, a `reference._Task`, of what its `attend` returned.
 
-    `blocks` are the keys that some row attends, and who attends them. A row whose lse is NaN has NaN
-    statistics; that a sum over rows takes part in it only where that row attends.
+    `blocks` are the keys that some row attends, and who attends them. A row whose sum is NaN has NaN
+    statistics; that a sum over rows takes part in it only where that row attends. Of large scores the
+    lse has no digits left for probabilities: base is subtracted first.
     """
     # for each block of keys:
-    #     probs    = exp(scores - lse)
-    #     entropy  = entropy + sum(probs * (lse - scores))           0 log 0 = 0
+    #     probs    = exp(scores - base) / row_sum
+    #     entropy  = entropy + sum(probs * (log(row_sum) - (scores - base)))           0 log 0 = 0
     #     row_max  = max(row_max, scores);  top = the k best of top and scores
     #     key_sums, mean_weights = themselves + sums of probs over rows, and over heads
     stats: Any = args.statistics
     wanted = 0 if stats.top_keys is None else stats.top_keys.shape[-1]
-    row_max, entropy = np.full(lse.shape, -np.inf, lse.dtype), np.zeros_like(lse)
-    top = np.full((*lse.shape, wanted), -np.inf, lse.dtype)
+    base = np.where(base == -np.inf, 0, base)
+    row_max = np.full(base.shape[:-1], -np.inf, base.dtype)
+    entropy = np.zeros_like(row_max)
+    top = np.full((*row_max.shape, wanted), -np.inf, base.dtype)
     top_keys = np.full(top.shape, -1, np.int64)
     *batch, heads, rows = task.where
     for keys, allowed in blocks:
         scores = task.scores(keys, allowed)
-        probs = np.where(allowed, np.exp(scores - lse[..., None]), 0)
+        below = scores - base
+        probs = np.where(allowed, np.exp(below) / row_sum, 0)
         row_max = np.maximum(row_max, scores.max(axis=-1))
-        entropy += (probs * np.where(probs > 0, lse[..., None] - scores, 0)).sum(axis=-1)
+        entropy += (probs * np.where(probs > 0, np.log(row_sum) - below, 0)).sum(axis=-1)
         if wanted:
             number = np.broadcast_to(np.arange(keys.start, keys.stop), scores.shape)
             top = np.concatenate([top, scores], axis=-1)
@@ -44,12 +50,12 @@ def collect(args: AttentionArgs, task: Any, lse: Array, blocks: Iterator[tuple[s
             stats.key_sums[(*batch, heads, keys)] += probs.sum(axis=1)
         if stats.mean_weights is not None:
             stats.mean_weights[(*batch, 0, rows, keys)] += probs.sum(axis=0) / args.heads_q
-    undefined = np.isnan(lse)
+    undefined = np.isnan(row_sum[..., 0])
     if stats.row_max is not None:
         stats.row_max[task.where] = np.where(undefined, np.nan, row_max)
     if stats.entropy is not None:
         stats.entropy[task.where] = np.where(undefined, np.nan, np.maximum(entropy, 0))
     if wanted:
-        weights = np.where(top_keys < 0, 0, np.exp(top - lse[..., None]))
+        weights = np.where(top_keys < 0, 0, np.exp(top - base) / row_sum)
         stats.top_weights[task.where] = np.where(undefined[..., None], np.nan, weights)
         stats.top_keys[task.where] = np.where(undefined[..., None], -1, top_keys)

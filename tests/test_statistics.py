@@ -197,6 +197,24 @@ def test_scores_of_minus_infinity(len_q, implementation):
     assert (sunk["key_sums"] == 0).all()
 
 
+@pytest.mark.parametrize("len_q", [1, 40])
+@pytest.mark.parametrize("largest", [1e4, 1e6, 1e8])
+def test_large_scores(largest, len_q, implementation):
+    """Of which an lse has no digits left: 2 of 1e8 have the lse 1e8 in float32, and each the weight 1/2."""
+    q = np.full((1, 1, len_q, 1), largest, np.float32)
+    k = np.array([1, 0.5, 1, 1 - 2**-24], np.float32).reshape(1, 1, 4, 1)
+    _, stats = fastattn.attention(q, k, k, scale=1.0, stats=ALL)
+    scores = (q * k.swapaxes(-1, -2)).astype(np.float64)  # as rounded to float32, where the next is 8 away
+    probs = np.exp(scores - scores.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    entropy = -np.where(probs > 0, probs * np.log(np.where(probs > 0, probs, 1)), 0).sum(-1)
+    order = np.argsort(-scores[0, 0, 0], kind="stable")
+    np.testing.assert_allclose(stats["entropy"], entropy, rtol=1e-5)
+    np.testing.assert_allclose(stats["key_sums"], probs.sum(-2), rtol=1e-5)
+    np.testing.assert_allclose(stats["mean_weights"], probs[0], rtol=1e-5)
+    np.testing.assert_allclose(stats["topk"].weights[..., :4], probs[..., order], rtol=1e-5)
+
+
 def test_a_sink_that_outweighs_every_key(implementation):
     q, k, v = spread_inputs(Shape("", 1, 2, 2, 20, 30, 8), "float32", np.random.default_rng(0))
     for sink in (50.0, 200.0, -200.0):
@@ -240,9 +258,10 @@ def test_top_of_growing_scores(len_q, implementation):
         ((3,), TypeError, r"stats has an entry 3; expected one of"),
         (("max",), ValueError, r"stats has an entry 'max'; expected one of row_max"),
         (("entropy:2",), ValueError, r"'entropy:2'"),
-        (("topk",), ValueError, r"'topk'; expected topk:k with k from 1, as topk:8"),
+        (("topk",), ValueError, r"'topk'; expected topk:k with k from 1 to 999999999, as topk:8"),
         (("topk:0",), ValueError, r"'topk:0'"),
         (("topk:-1",), ValueError, r"'topk:-1'"),
+        (("topk:" + "9" * 5000,), ValueError, r"stats has an entry 'topk:9{35}'; expected"),
         (("topk:2", "topk:3"), ValueError, r"stats has topk twice"),
     ],
 )
