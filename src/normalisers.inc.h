@@ -186,7 +186,7 @@ INLINE void normalise(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, co
         UNROLL for (int u = 0; u < nv; u++)
         {
             const v_t x = v_load(z + j * BLOCK_Q + u * LANES);
-            const v_t above = sparse ? v_max(v_splat(0), x - tau[u]) : v_exp(x);
+            const v_t above = sparse ? v_max(v_splat(0), x - tau[u]) : v_exp_prob(x);
             const v_t prob = kind == FA_ENTMAX15 ? above * above : above;
             sum[u] += prob;
             v_store(p + j * BLOCK_Q + u * LANES, prob);

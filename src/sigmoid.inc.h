@@ -7,7 +7,7 @@
 /* x, y become their sigmoids, e / (1 + e): a division, of which a step would wait for two, is one for both. */
 INLINE void v_sigmoid_pair(v_t *x, v_t *y)
 {
-    const v_t e = v_exp(v_min(v_splat(SIGMOID_MAX), *x)), f = v_exp(v_min(v_splat(SIGMOID_MAX), *y));
+    const v_t e = v_exp_prob(v_min(v_splat(SIGMOID_MAX), *x)), f = v_exp_prob(v_min(v_splat(SIGMOID_MAX), *y));
     const v_t d = 1 + e, g = 1 + f, inverse = 1 / (d * g);
     *x = e * (g * inverse);
     *y = f * (d * inverse);
