@@ -225,6 +225,13 @@ cdef struct Loop:
     PyObject *errors  # list that receives what a signal handler raised
 
 
+cdef void _start_looking(Loop *loop, list errors):
+    """What `_look_for_signals` needs; `errors` outlives the loop."""
+    loop.stop = False
+    loop.looked = fa_seconds()
+    loop.errors = <PyObject *>errors
+
+
 cdef void _look_for_signals(Loop *loop) noexcept nogil:
     """Run Python's signal handlers, at most every 50 ms; only the calling thread gets here."""
     cdef double now = fa_seconds()
@@ -307,9 +314,7 @@ cdef void _run_attention(fa_attention_args *a, int threads) except *:
     loop.state = loop.scratch + scratch_bytes
     loop.partials = loop.state + loop.plan.partial_bytes
     loop.first = 0
-    loop.stop = False
-    loop.looked = fa_seconds()
-    loop.errors = <PyObject *>errors
+    _start_looking(&loop, errors)
     with nogil:
         _run(&loop, wave, threads)
     PyMem_RawFree(memory)

@@ -4,17 +4,26 @@
 cdef int N_RECURRENT = 10
 
 
+cdef void _recurrent_task(Loop *loop, const fa_recurrent_args *a, const fa_recurrent_plan *p, int64_t task,
+                          int thread) noexcept nogil:
+    if loop.stop:
+        return
+    loop.kernels.recurrent_run(a, p, task, loop.scratch + thread * p.scratch_bytes)
+    if thread == 0:
+        _look_for_signals(loop)
+
+
 def recurrent(args):
     """Compute `args.out` and the states, of a RecurrentArgs."""
     cdef fa_recurrent_args a
     cdef fa_recurrent_plan p
-    cdef const fa_kernels *kernels
+    cdef Loop loop
     cdef int threads = args.num_threads if FA_OPENMP else 1
     cdef tuple batch_shape = args.batch_shape
     cdef int64_t task, batch = _n_batch(batch_shape)
     cdef int64_t *tables
     cdef void *memory
-    cdef char *scratch
+    cdef list errors = []
     memset(&a, 0, sizeof(a))
     a.q.dtype, a.k.dtype, a.v.dtype, a.out.dtype = _dtype(args.q), _dtype(args.k), _dtype(args.v), _dtype(args.out)
     a.log_decay.dtype = a.beta.dtype = _dtype(args.state_out)
@@ -41,20 +50,23 @@ def recurrent(args):
         _set_array(&a.norm_out, args.norm_out, 2, batch_shape, batch, tables + 8 * batch)
     if args.norm is not None:
         _set_array(&a.norm, args.norm, 2, batch_shape, batch, tables + 9 * batch)
-    kernels = fa_isa_kernels(_isa, a.q.dtype)
-    kernels.recurrent_plan(&a, threads, &p)
+    loop.kernels = fa_isa_kernels(_isa, a.q.dtype)
+    loop.kernels.recurrent_plan(&a, threads, &p)
     threads = 1 if p.flops < (PARALLEL_DOT if p.steps else PARALLEL_TILE) else max(1, min(threads, p.n_tasks))
     try:
-        scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
+        loop.scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
     except MemoryError:
         PyMem_RawFree(tables)
         raise
+    _start_looking(&loop, errors)
     with nogil:
         if threads == 1:
             for task in range(p.n_tasks):
-                kernels.recurrent_run(&a, &p, task, scratch)
+                _recurrent_task(&loop, &a, &p, task, 0)
         else:
             for task in prange(p.n_tasks, num_threads=threads, schedule="dynamic"):
-                kernels.recurrent_run(&a, &p, task, scratch + threadid() * p.scratch_bytes)
+                _recurrent_task(&loop, &a, &p, task, threadid())
     PyMem_RawFree(memory)
     PyMem_RawFree(tables)
+    if errors:
+        raise errors[0]

@@ -4,16 +4,25 @@ cdef dict _ROWWISE = {"sparsemax": FA_SPARSEMAX, "entmax15": FA_ENTMAX15, "top_k
                       "additive": FA_ADDITIVE, "talking_heads": FA_TALKING_HEADS}
 
 
+cdef void _rowwise_task(Loop *loop, const fa_rowwise_args *r, const fa_rowwise_plan *p, int64_t task,
+                        int thread) noexcept nogil:
+    if loop.stop:
+        return
+    loop.kernels.rowwise_run(r, p, task, loop.scratch + thread * p.scratch_bytes)
+    if thread == 0:
+        _look_for_signals(loop)
+
+
 def rowwise(args):
     """Compute `args.attention.out`, of a RowwiseArgs."""
     cdef fa_rowwise_args r
     cdef fa_rowwise_plan p
-    cdef const fa_kernels *kernels
+    cdef Loop loop
     cdef int threads = args.attention.num_threads if FA_OPENMP else 1
     cdef int64_t task
     cdef int64_t *tables
     cdef void *memory
-    cdef char *scratch
+    cdef list errors = []
     memset(&r, 0, sizeof(r))
     r.kind = _ROWWISE[args.kind]
     r.k_keys = args.k_keys
@@ -24,20 +33,23 @@ def rowwise(args):
     if args.post is not None:
         r.post = cnp.PyArray_DATA(args.post)
     tables = _set_args(&r.attention, args.attention, True)
-    kernels = fa_isa_kernels(_isa, r.attention.q.dtype)
-    kernels.rowwise_plan(&r, &p)
+    loop.kernels = fa_isa_kernels(_isa, r.attention.q.dtype)
+    loop.kernels.rowwise_plan(&r, &p)
     threads = 1 if p.flops < PARALLEL_TILE else max(1, min(threads, p.n_tasks))
     try:
-        scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
+        loop.scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
     except MemoryError:
         PyMem_RawFree(tables)
         raise
+    _start_looking(&loop, errors)
     with nogil:
         if threads == 1:
             for task in range(p.n_tasks):
-                kernels.rowwise_run(&r, &p, task, scratch)
+                _rowwise_task(&loop, &r, &p, task, 0)
         else:
             for task in prange(p.n_tasks, num_threads=threads, schedule="dynamic"):
-                kernels.rowwise_run(&r, &p, task, scratch + threadid() * p.scratch_bytes)
+                _rowwise_task(&loop, &r, &p, task, threadid())
     PyMem_RawFree(memory)
     PyMem_RawFree(tables)
+    if errors:
+        raise errors[0]

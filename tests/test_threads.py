@@ -153,15 +153,20 @@ import numpy as np
 import fastattn
 from fastattn import _backend
 
-implementation, num_threads = sys.argv[1:]
+implementation, num_threads, call = sys.argv[1:]
 kwargs = {"backend": "numpy"} if implementation == "numpy" else {"isa": implementation, "backend": "compiled"}
 q = np.broadcast_to(np.ones((1, 1, 256, 64), np.float32), (100_000, 4, 256, 64))
 k = np.broadcast_to(np.ones((1, 1, 2048, 64), np.float32), (100_000, 4, 2048, 64))
 v = k[..., :1]
+calls = {
+    "attention": lambda **more: fastattn.attention(q, k, v, **more),
+    "topk": lambda **more: fastattn.topk_attention(q, k, v, k_keys=3, **more),
+    "linear": lambda **more: fastattn.linear_attention(q, q, v[:, :, :256], rule="linear", **more),
+}
 with _backend.forced(**kwargs):
     print("computing", flush=True)
     try:
-        fastattn.attention(q, k, v, num_threads=int(num_threads))
+        calls[call](num_threads=int(num_threads))
     except KeyboardInterrupt:
         q = np.ones((2, 100, 16), np.float32)
         assert (fastattn.attention(q, q, q, num_threads=2) == 1).all()  # as if nothing had happened
@@ -171,9 +176,16 @@ with _backend.forced(**kwargs):
 
 @posix
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_ctrl_c(implementation, num_threads):
-    command = [sys.executable, "-W", "ignore", "-c", ENDLESS, implementation, str(num_threads)]
+@pytest.mark.parametrize(
+    ("implementation", "call"),
+    [
+        *((name, "attention") for name in IMPLEMENTATIONS),
+        (IMPLEMENTATIONS[0], "topk"),
+        (IMPLEMENTATIONS[0], "linear"),
+    ],
+)
+def test_ctrl_c(implementation, call, num_threads):
+    command = [sys.executable, "-W", "ignore", "-c", ENDLESS, implementation, str(num_threads), call]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     child = subprocess.Popen(command, env=child_environment(), **pipes)
     try:
