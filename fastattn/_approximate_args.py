@@ -14,23 +14,55 @@ if TYPE_CHECKING:
     from fastattn._args import Array
 
 
-def projected(func: str, name: str, matrix: Any, of: str, x: Any) -> Array:
-    """matrix (n, length) @ x (..., length, d), in x's dtype."""
-    m, array = float_array(func, name, matrix), float_array(func, of, x, least_dims=2)
-    if m.ndim < 2 or m.shape[-1] != array.shape[-2] or m.shape[-2] < 1:
+class LinformerArgs(NamedTuple):
+    """k, v (..., heads, length, d) and their projections e, f (n, length), or with leading axes of theirs."""
+
+    k: Array
+    v: Array
+    e: Array
+    f: Array
+
+
+def linformer_args(
+    func: str, q: Any, k: Any, v: Any, e: Any, f: Any, scale: Any, out: Any, num_threads: Any, backend: Any
+) -> LinformerArgs:
+    """Check those of `linformer_attention`."""
+    attention_args(func, q, k, v, scale=scale, out=out, num_threads=num_threads, backend=backend)
+    keys, values = float_array(func, "k", k), float_array(func, "v", v)
+    first = _projection(func, "e", e, "k", keys)
+    second = first if f is None else _projection(func, "f", f, "v", values)
+    if f is None:
+        _require_leading(func, "e", first, "v", values)
+    elif first.shape[-2] != second.shape[-2]:
         raise ValueError(
-            f"{func}(): {name} has shape {m.shape}; expected (..., n, {array.shape[-2]}), as many columns as"
-            f" {of} has rows, shape {array.shape}"
+            f"{func}(): f has shape {second.shape}; expected (..., n, len_k) with e's n = {first.shape[-2]}"
         )
-    lane = lane_dtype(array.dtype)
-    try:
-        product = m.astype(lane) @ array.astype(lane)
-    except ValueError:
+    return LinformerArgs(keys, values, first, second)
+
+
+def _projection(func: str, name: str, x: Any, of: str, other: Array) -> Array:
+    """`x` as a matrix (n, length) for each head of `other`, which is called `of`."""
+    matrix, length = float_array(func, name, x), other.shape[-2]
+    if matrix.ndim < 2 or matrix.shape[-1] != length or matrix.shape[-2] < 1:
         raise ValueError(
-            f"{func}(): {name} has shape {m.shape}; expected one that broadcasts to {of}, shape {array.shape}"
-        ) from None
-    result: Array = product.astype(array.dtype)
-    return result
+            f"{func}(): {name} has shape {matrix.shape}; expected (..., n, {length}), as many columns as"
+            f" {of} has rows, shape {other.shape}"
+        )
+    _require_leading(func, name, matrix, of, other)
+    return matrix
+
+
+def _require_leading(func: str, name: str, matrix: Array, of: str, other: Array) -> None:
+    """Raise unless there is one matrix, or one for each head of `other`, which is called `of`."""
+    try:
+        fits = np.broadcast_shapes(matrix.shape[:-2], other.shape[:-2]) == other.shape[:-2]
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{func}(): {name} has shape {matrix.shape}; expected (n, len_k), or leading axes that broadcast"
+            f" to {of}'s, shape {other.shape}"
+        )
 
 
 class NystromArgs(NamedTuple):
@@ -119,7 +151,8 @@ def lsh_args(
                 f"{func}(): rotations has shape {r.shape}; expected {shape},"
                 f" (heads, n_rounds, head_dim, n_buckets // 2)"
             )
+    length = min(integer(func, "chunk", chunk, 1), max(1, q.shape[-2]))  # a longer one would only be padded
     return LshArgs(
-        q.astype(lane), values.astype(lane), args.out.dtype, integer(func, "chunk", chunk, 1), rounds, r,
+        q.astype(lane), values.astype(lane), args.out.dtype, length, rounds, r,
         flag(func, "causal", causal), args.scale, args.num_threads, backend,
     )  # fmt: skip

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastattn._approximate_args import lsh_args, nystrom_args, projected
+from fastattn._approximate_args import linformer_args, lsh_args, nystrom_args
+from fastattn._args import lane_dtype
 from fastattn.attention import attention, attention_weights
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def linformer_attention(
     q, k, v, scale, out, num_threads, backend
         As in `attention`.
     e, f : array_like, (n, len_k) or (..., heads_kv, n, len_k)
-        The learned projections; f is e if left out. Any of the four dtypes.
+        The learned projections, one for all heads or one for each; f is e if left out. Any of the four
+        dtypes.
 
     Returns
     -------
@@ -65,9 +67,17 @@ def linformer_attention(
     >>> fastattn.approximate.linformer_attention(x, x, x, np.full((16, 100), 0.01)).shape
     (1, 2, 100, 8)
     """
-    func = "linformer_attention"
-    keys, values = projected(func, "e", e, "k", k), projected(func, "f", e if f is None else f, "v", v)
+    args = linformer_args("linformer_attention", q, k, v, e, f, scale, out, num_threads, backend)
+    keys, values = _projected(args.e, args.k), _projected(args.f, args.v)
     return attention(q, keys, values, scale=scale, out=out, num_threads=num_threads, backend=backend)
+
+
+@np.errstate(all="ignore")
+def _projected(matrix: Array, x: Array) -> Array:
+    """matrix (n, length) @ x (..., length, d), in x's dtype."""
+    lane = lane_dtype(x.dtype)
+    result: Array = (matrix.astype(lane) @ x.astype(lane)).astype(x.dtype)
+    return result
 
 
 def nystrom_attention(
@@ -134,11 +144,15 @@ def nystrom_attention(
     q_mean, k_mean = _segment_means(args.q, args.n_landmarks), _segment_means(args.k, args.n_landmarks)
     inverse = _pseudo_inverse(attention_weights(q_mean, k_mean, scale=args.scale), n_iterations)
     q, k, v = (x.astype(q_mean.dtype, copy=False) for x in (args.q, args.k, args.v))
-    values = inverse @ attention(q_mean, k, v, **options)
-    result: Array = attention(q, k_mean, values, **options).astype(args.q.dtype, copy=False)
-    return result
+    values = attention(q_mean, k, v, **options)
+    with np.errstate(all="ignore"):
+        values = inverse @ values
+    result: Array = attention(q, k_mean, values, **options)
+    with np.errstate(all="ignore"):
+        return result.astype(args.q.dtype, copy=False)
 
 
+@np.errstate(all="ignore")
 def _segment_means(x: Array, n: int) -> Array:
     """x (..., length, d) to (..., n, d), in the dtype in which it is accumulated."""
     edges = np.arange(n + 1) * x.shape[-2] // n
@@ -147,6 +161,7 @@ def _segment_means(x: Array, n: int) -> Array:
     return means
 
 
+@np.errstate(all="ignore")
 def _pseudo_inverse(a: Array, n_iterations: int) -> Array:
     """Razavi et al. 2014: x = x (13 I - a x (15 I - a x (7 I - a x))) / 4, of matrices (..., n, n)."""
     one = np.eye(a.shape[-1], dtype=a.dtype)
@@ -188,7 +203,7 @@ def lsh_attention(
     n_buckets : int
         Even, at least 2.
     chunk : int, default 64
-        Tokens of a chunk.
+        Tokens of a chunk; at most all there are.
     n_rounds : int, default 1
         Independent hashes.
     seed : int, default 0
@@ -248,18 +263,32 @@ def lsh_attention(
     length, chunk = q.shape[-2], args.chunk
     if not q.size or not values.size:
         return np.zeros((*q.shape[:-1], values.shape[-1]), q.dtype)
-    k = q / np.sqrt(np.mean(q * q, axis=-1, keepdims=True) + q.dtype.type(1e-6))
+    k = _normalised(q)
     order = np.stack([_hash_order(q, args.rotations[:, r], chunk) for r in range(args.n_rounds)], axis=-2)
     out, lse = _attend_chunks(q, k, values, order, chunk, args)
     back = np.argsort(order, axis=-1)[..., :length]
     out = np.take_along_axis(out, back[..., None], axis=-2)
     lse = np.take_along_axis(lse, back, axis=-1)
+    return _joined(out, lse).astype(args.dtype, copy=False)
+
+
+@np.errstate(all="ignore")
+def _normalised(x: Array) -> Array:
+    """x (..., d) of a root mean square of 1."""
+    result: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(1e-6))
+    return result
+
+
+@np.errstate(all="ignore")
+def _joined(out: Array, lse: Array) -> Array:
+    """Results (..., rounds, length, d) of all rounds."""
     # Normalised here: the lse of a token that has only itself is large, and so is its rounding.
     weights = np.exp(lse - lse.max(axis=-2, keepdims=True))[..., None]
     joined: Array = (weights * out).sum(axis=-3) / weights.sum(axis=-3)
-    return joined.astype(args.dtype, copy=False)
+    return joined
 
 
+@np.errstate(all="ignore")
 def _hash_order(x: Array, rotations: Array, chunk: int) -> Ints:
     """Tokens of x (..., heads, length, d) by hash and position, and behind them what fills the last chunk."""
     length = x.shape[-2]

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args import lane_dtype
-from fastattn._inputs import float_array, integer
+from fastattn._inputs import as_array, float_array, integer, require_broadcast
 from fastattn._ops_args import epsilon
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class Favor:
 
     projection: Array  # (n_features, head_dim), float64
 
+    @np.errstate(all="ignore")
     def queries(self, q: ArrayLike) -> Array:
         """Features (..., length, n_features) of q (..., length, head_dim), in its dtype.
 
@@ -72,11 +73,13 @@ class Favor:
         exponents, dtype = self._exponents("queries", "q", q)
         return self._features(exponents - exponents.max(axis=-1, keepdims=True), dtype)
 
+    @np.errstate(all="ignore")
     def shift(self, k: ArrayLike) -> Array:
         """The largest exponent of the keys of each head, (..., 1, 1), for k (..., length, head_dim)."""
         result: Array = self._exponents("shift", "k", k)[0].max(axis=(-1, -2), keepdims=True, initial=-np.inf)
         return result
 
+    @np.errstate(all="ignore")
     def keys(self, k: ArrayLike, shift: ArrayLike | None = None) -> Array:
         """Features (..., length, n_features) of k (..., length, head_dim), in its dtype.
 
@@ -87,8 +90,14 @@ class Favor:
         """
         exponents, dtype = self._exponents("keys", "k", k)
         if shift is None:
-            shift = exponents.max(axis=(-1, -2), keepdims=True, initial=-np.inf)
-        return self._features(exponents - float_array("keys", "shift", np.asarray(shift, np.float64)), dtype)
+            down = exponents.max(axis=(-1, -2), keepdims=True, initial=-np.inf)
+        else:
+            down = as_array("keys", "shift", shift)
+            if down.dtype.kind not in "iu":
+                down = float_array("keys", "shift", down)
+            one_each = (*exponents.shape[:-1], 1)
+            require_broadcast("keys", "shift", down.shape, one_each, "(..., length, 1)")
+        return self._features(exponents - down.astype(np.float64), dtype)
 
     def _exponents(self, func: str, name: str, x: ArrayLike) -> tuple[Array, np.dtype[Any]]:
         """w . y - |y|^2 / 2 for each feature w, y = x / head_dim^(1/4), in the accumulator's dtype."""
@@ -103,9 +112,8 @@ class Favor:
 
     def _features(self, exponents: Array, dtype: np.dtype[Any]) -> Array:
         """Return exp(exponents) / sqrt(n_features)."""
-        with np.errstate(under="ignore"):
-            features: Array = np.exp(exponents) / math.sqrt(len(self.projection))
-            return features.astype(dtype)
+        features: Array = np.exp(exponents) / math.sqrt(len(self.projection))
+        return features.astype(dtype)
 
 
 def favor(head_dim: int, n_features: int, seed: int | np.random.Generator | None = None) -> Favor:
@@ -129,7 +137,7 @@ def favor(head_dim: int, n_features: int, seed: int | np.random.Generator | None
     Raises
     ------
     TypeError, ValueError
-        If a number is no integer of at least 1.
+        If a number is no integer of at least 1, or a seed none of at least 0.
 
     Notes
     -----
@@ -143,6 +151,8 @@ def favor(head_dim: int, n_features: int, seed: int | np.random.Generator | None
     """
     head_dim = integer("favor", "head_dim", head_dim, 1)
     n_features = integer("favor", "n_features", n_features, 1)
+    if seed is not None and not isinstance(seed, np.random.Generator):
+        seed = integer("favor", "seed", seed, 0)
     rng = np.random.default_rng(seed)
     blocks = []
     for _ in range(math.ceil(n_features / head_dim)):

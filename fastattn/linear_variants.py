@@ -38,14 +38,14 @@ def retention(
         scale, normalize, eps, state, return_state, out_state, out, num_threads, backend: as in
         `linear_attention`, as what is returned and raised.
     """
+    k, v = float_array("retention", "k", k), float_array("retention", "v", v)
+    heads = max(k.shape[-3:-2] + v.shape[-3:-2], default=1)
     if gamma is None:
-        heads = max(np.shape(k)[-3:-2] + np.shape(v)[-3:-2], default=1)
         log_gamma = np.log1p(-(2.0 ** (-5 - np.arange(heads))))
     else:
         decays = float_array("retention", "gamma", gamma).astype(np.float64)
         if not ((decays > 0) & (decays <= 1)).all():  # NaN is neither
             raise ValueError(f"retention(): gamma is {gamma!r}; expected numbers above 0 and at most 1")
-        heads = max(np.shape(k)[-3:-2] + np.shape(v)[-3:-2], default=1)
         if decays.shape not in ((), (1,), (heads,)):
             raise ValueError(f"retention(): gamma has shape {decays.shape}; expected (heads,) = {(heads,)}")
         log_gamma = np.log(decays)

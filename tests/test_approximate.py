@@ -123,12 +123,48 @@ def test_reformer_finds_what_is_near():
     assert approximate.lsh_attention(qk[:, :0], v[:, :0], n_buckets=8).shape == (2, 0, 7)
 
 
+def test_a_chunk_longer_than_the_sequence(implementation):
+    """Is one of its length, and takes no more memory."""
+    qk, v = normal(2, 11, 16), normal(2, 11, 7)
+    for rounds in (1, 3):
+        got, ref = (
+            approximate.lsh_attention(qk, v, n_buckets=4, chunk=chunk, n_rounds=rounds)
+            for chunk in (10**13, 11)
+        )
+        np.testing.assert_array_equal(got, ref)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e20])
+def test_what_is_not_finite_warns_of_nothing(bad, implementation):
+    """As in the kernels; warnings are errors here."""
+    x = normal(2, 200, 16)
+    x[0, 7] = bad
+    approximate.lsh_attention(x, x, n_buckets=4, chunk=16)
+    approximate.nystrom_attention(x, x, x, n_landmarks=8)
+    approximate.linformer_attention(x, x, x, np.ones((5, 200)))
+    half = np.clip(20000 * x, -6e4, 6e4).astype(np.float16)
+    approximate.linformer_attention(half, half, half, np.ones((5, 200)))
+    approximate.nystrom_attention(half, half, half, n_landmarks=8)
+
+
 def test_errors():
     q = np.ones((2, 50, 4), np.float32)
     with pytest.raises(ValueError, match=r"linformer_attention\(\): e has shape \(5, 9\)"):
         approximate.linformer_attention(q, q, q, np.ones((5, 9)))
     with pytest.raises(ValueError, match=r"linformer_attention\(\): f has shape \(3, 5, 50\)"):
         approximate.linformer_attention(q, q, q, np.ones((5, 50)), np.ones((3, 5, 50)))
+    with pytest.raises(
+        ValueError, match=r"linformer_attention\(\): e has shape \(4, 2, 5, 50\); expected \(n, len_k\)"
+    ):
+        approximate.linformer_attention(q, q, q, np.ones((4, 2, 5, 50)))
+    with pytest.raises(
+        ValueError, match=r"linformer_attention\(\): f has shape \(4, 50\); expected .* e's n = 5"
+    ):
+        approximate.linformer_attention(q, q, q, np.ones((5, 50)), np.ones((4, 50)))
+    with pytest.raises(TypeError, match=r"linformer_attention\(\): scale is 'a'"):
+        approximate.linformer_attention(q, q, q, np.ones((5, 50)), scale="a")
+    with pytest.raises(TypeError, match=r"linformer_attention\(\): out has dtype float64"):
+        approximate.linformer_attention(q, q, q, np.ones((5, 50)), out=np.ones((2, 50, 4)))
     with pytest.raises(ValueError, match=r"nystrom_attention\(\): n_landmarks is 0"):
         approximate.nystrom_attention(q, q, q, n_landmarks=0)
     with pytest.raises(ValueError, match=r"nystrom_attention\(\): q has 2 heads and k 1"):

@@ -131,6 +131,27 @@ def test_names_are_rules(implementation):
         (lambda: feature_maps.favor(0, 4), ValueError, r"^favor\(\): head_dim is 0; expected at least 1"),
         (lambda: feature_maps.favor(4, 1.5), TypeError, r"^favor\(\): n_features is 1.5"),
         (
+            lambda: feature_maps.favor(4, 4, seed="a"),
+            TypeError,
+            r"^favor\(\): seed is 'a'; expected an integer",
+        ),
+        (
+            lambda: feature_maps.favor(4, 4, seed=-1),
+            ValueError,
+            r"^favor\(\): seed is -1; expected at least 0",
+        ),
+        (
+            lambda: feature_maps.favor(16, 4).keys(K, shift="a"),
+            TypeError,
+            r"^keys\(\): shift has dtype <U1; expected float32",
+        ),
+        (
+            lambda: feature_maps.favor(16, 4).keys(K, shift=np.ones(7)),
+            ValueError,
+            r"^keys\(\): shift has shape \(7,\); expected one that fits \(..., length, 1\)",
+        ),
+        (lambda: retention(Q, [[1], [1, 2]], V), TypeError, r"^retention\(\): k is of type list"),
+        (
             lambda: feature_maps.favor(4, 4).queries(Q),
             ValueError,
             r"^queries\(\): q has shape .* length, 4\)",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn import _backend, variants
+from fastattn import _backend, approximate, variants
 from fastattn._bench.cases import VARIANTS, Array, Rng, Shape, as_dtype, make_inputs
 from fastattn._bench.suite import TOLERANCE, Section
 from fastattn.layers import TransformerEncoderLayer
@@ -91,6 +91,37 @@ def _induced(x: Inputs) -> Call:
     return lambda: variants.induced_set_attention(first, second, points, tokens)
 
 
+def _each_head(x: Inputs) -> tuple[Array, Array]:
+    """k and v with as many heads as q."""
+    group = x.q.shape[-3] // x.k.shape[-3]
+    return np.repeat(x.k, group, axis=-3), np.repeat(x.v, group, axis=-3)
+
+
+def _location(x: Inputs) -> Call:
+    logits = x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_q, x.shape.len_k)
+    return lambda: fastattn.location_attention(logits, x.v)
+
+
+def _linformer(x: Inputs) -> Call:
+    e, f = (x.draw(64, x.shape.len_k) / 32 for _ in range(2))
+    return lambda: approximate.linformer_attention(x.q, x.k, x.v, e, f)
+
+
+def _nystrom(x: Inputs) -> Call:
+    k, v = _each_head(x)
+    return lambda: approximate.nystrom_attention(x.q, k, v)
+
+
+def _reformer(x: Inputs) -> Call:
+    v = _each_head(x)[1]
+    return lambda: approximate.lsh_attention(x.q, v, n_buckets=64, n_rounds=2)
+
+
+def _statistics(x: Inputs) -> Call:
+    stats = ("row_max", "entropy", "topk:8", "key_sums", "mean_weights")
+    return lambda: fastattn.attention(x.q, x.k, x.v, stats=stats)[0]
+
+
 # Of each a function that lays out the inputs and returns the call; "plain" is what others are compared with.
 CALLS: dict[str, Make] = {
     "plain": _options("plain"),
@@ -130,6 +161,11 @@ CALLS: dict[str, Make] = {
     "dilated_window": _function("dilated_window_attention", lambda x: (), window=32, dilation=4),
     "strided": _function("strided_attention", lambda x: (), stride=45),
     "induced_set": _induced,
+    "location": _location,
+    "linformer": _linformer,
+    "nystrom": _nystrom,
+    "reformer": _reformer,
+    "all_statistics": _statistics,
 }
 
 
