@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fastattn._args import Array, AttentionArgs, Ints
+from fastattn._args import Array, AttentionArgs
 from fastattn._linear_args import RecurrentArgs
 from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
-from fastattn._program import Step
+from fastattn._program import Sequences, Step
 from fastattn._rowwise_args import RowwiseArgs
 
 def attention(args: AttentionArgs) -> None: ...
@@ -27,6 +27,4 @@ def read_bandwidth(num_threads: int) -> float: ...
 
 class Program:
     def __init__(self, steps: Sequence[Step], places: Sequence[tuple[int, int]]) -> None: ...
-    def run(
-        self, x: Array, out: Array, memory: Array, batch: int, lengths: Ints | None, num_threads: int
-    ) -> None: ...
+    def run(self, x: Array, out: Array, memory: Array, call: Sequences, num_threads: int) -> None: ...

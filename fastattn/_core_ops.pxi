@@ -25,6 +25,14 @@ cdef char *_aligned_scratch(int64_t n_bytes, void **memory) except NULL:
     return <char *>memory[0] + (-<uintptr_t>memory[0]) % 64
 
 
+cdef int64_t *_new_tables(int64_t n, int64_t batch) except NULL:
+    """Memory for n batch tables, which the caller frees."""
+    cdef int64_t *tables = <int64_t *>PyMem_RawMalloc(n * (batch + 1) * sizeof(int64_t))
+    if tables == NULL:
+        raise MemoryError(f"fastattn: no memory for the tables of {batch} batch items")
+    return tables
+
+
 cdef void _set_linear(fa_linear_args *a, weight, cnp.ndarray bias, activation, fa_dtype dtype) except *:
     """All of `a` but what its rows are."""
     memset(a, 0, sizeof(fa_linear_args))
@@ -113,40 +121,43 @@ def rows(args):
     _run_rows(&a, args.num_threads if FA_OPENMP else 1)
 
 
+cdef void _run_rope(fa_rope_args *a, int threads) except *:
+    cdef const fa_kernels *kernels = fa_isa_kernels(_isa, a.x.dtype)
+    cdef int64_t task, n = a.batch * a.length, step, scratch_bytes
+    cdef void *memory
+    cdef char *scratch
+    step = max(1, TASK_ELEMENTS // max(1, a.heads * a.head_dim))
+    threads = 1 if n * a.heads * a.head_dim < PARALLEL_ELEMENTS else max(1, min(threads, (n + step - 1) // step))
+    scratch_bytes = (a.head_dim * sizeof(double) + 127) // 64 * 64
+    scratch = _aligned_scratch(threads * scratch_bytes, &memory)
+    with nogil:
+        if threads == 1:
+            kernels.rope_run(a, 0, n, scratch)
+        else:
+            for task in prange((n + step - 1) // step, num_threads=threads, schedule="dynamic"):
+                kernels.rope_run(a, task * step, min(n, task * step + step), scratch + threadid() * scratch_bytes)
+    PyMem_RawFree(memory)
+
+
 def rope(args):
     """Compute `args.out`, of a RopeArgs."""
     cdef fa_rope_args a
-    cdef const fa_kernels *kernels
-    cdef int threads = args.num_threads if FA_OPENMP else 1
-    cdef int64_t task, n, step, scratch_bytes
     cdef cnp.ndarray x = args.x, cos = args.cos
     cdef int core = cnp.PyArray_NDIM(x) - 3  # the first of the axes heads, length, head_dim
     cdef tuple batch_shape = args.x.shape[:core]
     cdef int64_t *tables
-    cdef void *memory
-    cdef char *scratch
     memset(&a, 0, sizeof(a))
     a.x.dtype = a.out.dtype = _dtype(x)
     a.batch = _n_batch(batch_shape)
     a.heads, a.length, a.head_dim = x.shape[core], x.shape[core + 1], x.shape[core + 2]
     a.pairs = cos.shape[cnp.PyArray_NDIM(cos) - 1]
     a.interleaved = args.interleaved
-    n = a.batch * a.length
-    step = max(1, TASK_ELEMENTS // max(1, a.heads * a.head_dim))
-    threads = 1 if cnp.PyArray_SIZE(x) < PARALLEL_ELEMENTS else max(1, min(threads, (n + step - 1) // step))
-    scratch_bytes = (a.head_dim * sizeof(double) + 127) // 64 * 64
-    # The batch tables lie behind the threads' scratch. `out` has memory for each batch item, so nothing overflows.
-    scratch = _aligned_scratch(threads * scratch_bytes + 4 * a.batch * <int64_t>sizeof(int64_t), &memory)
-    tables = <int64_t *>(scratch + threads * scratch_bytes)
-    _set_array(&a.x, x, 3, batch_shape, a.batch, tables)
-    _set_array(&a.out, args.out, 3, batch_shape, a.batch, tables + a.batch)
-    _set_array(&a.cos, cos, 3, batch_shape, a.batch, tables + 2 * a.batch)
-    _set_array(&a.sin, args.sin, 3, batch_shape, a.batch, tables + 3 * a.batch)
-    kernels = fa_isa_kernels(_isa, a.x.dtype)
-    with nogil:
-        if threads == 1:
-            kernels.rope_run(&a, 0, n, scratch)
-        else:
-            for task in prange((n + step - 1) // step, num_threads=threads, schedule="dynamic"):
-                kernels.rope_run(&a, task * step, min(n, task * step + step), scratch + threadid() * scratch_bytes)
-    PyMem_RawFree(memory)
+    tables = _new_tables(4, a.batch)  # `out` has memory for each batch item, so nothing overflows
+    try:
+        _set_array(&a.x, x, 3, batch_shape, a.batch, tables)
+        _set_array(&a.out, args.out, 3, batch_shape, a.batch, tables + a.batch)
+        _set_array(&a.cos, cos, 3, batch_shape, a.batch, tables + 2 * a.batch)
+        _set_array(&a.sin, args.sin, 3, batch_shape, a.batch, tables + 3 * a.batch)
+        _run_rope(&a, args.num_threads if FA_OPENMP else 1)
+    finally:
+        PyMem_RawFree(tables)

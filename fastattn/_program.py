@@ -14,12 +14,24 @@ import numpy as np
 
 from fastattn import _backend
 from fastattn._args import plain_args
-from fastattn._ops_args import LinearArgs, RowsArgs
+from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
 from fastattn._scratch import keep, scratch
 
 if TYPE_CHECKING:
-    from fastattn._args import Array, Ints
+    from fastattn._args import Array
+    from fastattn._ranges import Range
+    from fastattn.cache import Slots
     from fastattn.packed import PackedLinear
+
+
+class Sequences(NamedTuple):
+    """What the rows of a call are: `batch` sequences of one length, end to end."""
+
+    batch: int
+    # Begin and end of the keys that a query attends, broadcast to (batch, 1, length); a step says which.
+    ranges: tuple[Range, ...] = ((None, None),)
+    rotation: tuple[Array, Array] | None = None  # cos and sin, ([batch,] 1, length, pairs), lane type
+    slots: Slots | None = None  # of a cache, where keys and values go; those in it are attended, too
 
 
 class LinearStep(NamedTuple):
@@ -33,7 +45,7 @@ class LinearStep(NamedTuple):
     residual: int | None = None
     op: Literal["linear"] = "linear"
 
-    def run(self, buffers: list[Array], batch: int, lengths: Ints | None) -> None:
+    def run(self, buffers: list[Array], call: Sequences) -> None:
         residual = None if self.residual is None else buffers[self.residual]
         args = LinearArgs(
             buffers[self.x], self.weight, self.bias, self.activation, residual, buffers[self.out], 1
@@ -52,44 +64,64 @@ class NormStep(NamedTuple):
     eps: float
     op: Literal["norm"] = "norm"
 
-    def run(self, buffers: list[Array], batch: int, lengths: Ints | None) -> None:
-        args = RowsArgs(
-            self.kind,
-            buffers[self.x],
-            buffers[self.out],
-            1,
-            None,
-            None,
-            None,
-            self.weight,
-            self.bias,
-            self.eps,
-        )
+    def run(self, buffers: list[Array], call: Sequences) -> None:
+        x, out = buffers[self.x], buffers[self.out]
+        args = RowsArgs(self.kind, x, out, 1, weight=self.weight, bias=self.bias, eps=self.eps)
         _backend.run_op("rows", args, None)
 
 
+class HeadNormStep(NamedTuple):
+    """`ops.rms_norm` of each of the first heads in the rows of buffer x, in place."""
+
+    x: int
+    weight: Array  # (heads, head_dim), of the lane type, contiguous
+    eps: float
+    op: Literal["head_norm"] = "head_norm"
+
+    def run(self, buffers: list[Array], call: Sequences) -> None:
+        heads, head_dim = self.weight.shape
+        for h in range(heads):
+            x = buffers[self.x][:, h * head_dim : (h + 1) * head_dim]
+            args = RowsArgs("rms_norm", x, x, 1, weight=self.weight[h], eps=self.eps)
+            _backend.run_op("rows", args, None)
+
+
 class AttendStep(NamedTuple):
-    """`attention` of the queries, keys and values that stand side by side in the rows of buffer x."""
+    """`attention` of the queries, keys and values that stand side by side in the rows of buffer x.
+
+    Where the call has a rotation, `apply_rope` turns queries and keys first: in place, but for keys that go
+    to a cache, which are turned on their way.
+    """
 
     x: int
     out: int
     heads: int
     heads_kv: int
     head_dim: int
+    scale: float
+    layer: int = 0  # the cache has `heads_kv` heads for each
+    ranges: int = 0  # which of the call's
     op: Literal["attend"] = "attend"
 
-    def run(self, buffers: list[Array], batch: int, lengths: Ints | None) -> None:
+    def run(self, buffers: list[Array], call: Sequences) -> None:
         def heads(array: Array) -> Array:
+            batch = call.batch
             return array.reshape(batch, len(array) // batch, -1, self.head_dim).transpose(0, 2, 1, 3)
 
         together, end = heads(buffers[self.x]), self.heads + self.heads_kv
-        q, k, v = together[:, : self.heads], together[:, self.heads : end], together[:, end:]
+        qk, v = together[:, :end], together[:, end:]
+        if call.rotation is not None:
+            _backend.run_op("rope", RopeArgs(qk, qk, *call.rotation, False, 1), None)
+        q, k = qk[:, : self.heads], qk[:, self.heads :]
+        if call.slots is not None:
+            k, v = call.slots.put(k, v, self.layer * self.heads_kv)
         args = plain_args(q, k, v, heads(buffers[self.out]), 1)
-        args.row_end = None if lengths is None else lengths[:, None, None]
+        args.scale = self.scale
+        args.row_begin, args.row_end = call.ranges[self.ranges]
         _backend.run(args, None)
 
 
-Step = LinearStep | NormStep | AttendStep
+Step = LinearStep | NormStep | HeadNormStep | AttendStep
 
 
 X, OUT = 0, 1  # the buffers of every program; its own follow
@@ -106,27 +138,28 @@ class Program:
     use: str  # of the memory: see `_scratch.py`
     steps: tuple[Step, ...]
     places: tuple[tuple[int, int], ...]
+    columns: int  # of OUT
     _compiled: Any = field(default=None, init=False, repr=False)
 
-    def run(self, x: Array, batch: int, lengths: Ints | None = None) -> Array:
-        """OUT, of x's shape and dtype; of each sequence the first `lengths`, int64 (batch,), keys count."""
-        out = np.empty(x.shape, x.dtype)
+    def run(self, x: Array, call: Sequences) -> Array:
+        """OUT, of x's dtype."""
+        n = len(x)
+        out = np.empty((n, self.columns), x.dtype)
         if not out.size:
             return out
-        n, columns = len(x), max(begin + width for begin, width in self.places)
-        memory = scratch(self.use, n, columns, x.dtype)
+        memory = scratch(self.use, n, max(begin + width for begin, width in self.places), x.dtype)
         if _backend.default_backend() == "compiled":
             if self._compiled is None:
                 self._compiled = _backend.compiled_program(self.steps, self.places)
-            self._compiled.run(x, out, memory, batch, lengths, _backend.get_num_threads())
+            self._compiled.run(x, out, memory, call, _backend.get_num_threads())
         else:
             flat = memory.reshape(-1)
             places = (flat[n * begin : n * (begin + width)].reshape(n, width) for begin, width in self.places)
             buffers = [x, out, *places]
             for step in self.steps:
-                step.run(buffers, batch, lengths)
+                step.run(buffers, call)
         keep(self.use, memory)
         return out
 
     def __reduce__(self) -> Any:
-        return Program, (self.use, self.steps, self.places)
+        return Program, (self.use, self.steps, self.places, self.columns)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, DTypeLike
 
-    from fastattn._args import Array, Ints
+    from fastattn._args import Array, Ints, Shape
 
 _LEAST_CAPACITY = 16
 _APPEND = "KVCache.append"
@@ -28,6 +28,31 @@ class Cached(NamedTuple):
     v: Array
     kv_lengths: Ints | None  # (batch,); None where all sequences have len_k keys
     q_offset: Ints | int  # position of the first new token
+
+
+class Slots(NamedTuple):
+    """Where the keys and values of new tokens go: the memory of a cache, which already counts them."""
+
+    k: Array  # (batch, heads_kv, capacity, head_dim)
+    v: Array
+    starts: Ints | int  # of the new tokens: one number, or one a sequence, (batch,)
+    ends: Ints | None  # (batch,); None where all sequences end at `length`
+    length: int  # of the longest sequence, with them
+
+    def put(self, k: Array, v: Array, first: int = 0) -> tuple[Array, Array]:
+        """Write k and v (batch, heads, tokens, head_dim) to the heads from `first` on; views of all of these.
+
+        Padding is written, too, and then overwritten.
+        """
+        batch, heads, tokens, _ = k.shape
+        held = self.k[:, first : first + heads], self.v[:, first : first + heads]
+        for new, there in zip((k, v), held, strict=True):
+            if isinstance(self.starts, int):
+                there[:, :, self.starts : self.starts + tokens] = new
+            else:
+                place = self.starts[:, None] + np.arange(tokens)
+                there[np.arange(batch)[:, None], :, place] = new.swapaxes(1, 2)
+        return held[0][:, :, : self.length], held[1][:, :, : self.length]
 
 
 class KVCache:
@@ -118,28 +143,29 @@ class KVCache:
         new_k: Array = k if is_ready(k, 4) else float_array(_APPEND, "k", k)  # type: ignore[assignment]
         new_v: Array = v if is_ready(v, 4) else float_array(_APPEND, "v", v)  # type: ignore[assignment]
         counts = self._require_fit(new_k, new_v, lengths)
-        batch, _, tokens, _ = new_k.shape
+        slots = self._extend(new_k.shape, new_v.shape, new_k.dtype, counts)
+        return Cached(*slots.put(new_k, new_v), slots.ends, slots.starts)
+
+    def _extend(self, shape_k: Shape, shape_v: Shape, dtype: np.dtype[Any], counts: Ints | None) -> Slots:
+        """Count new tokens, of which the first counts (batch,) are none of padding, and make room for them.
+
+        The shapes are theirs, (batch, heads_kv, tokens, head_dim), and fit. They are to be written, next.
+        """
+        batch, _, tokens, _ = shape_k
         before = self.offset
-        room = self.length + tokens  # padding is written, too, and then overwritten
+        room = self.length + tokens
         if self._k is None or room > self.capacity:
-            self._grow(new_k, new_v, room)
+            self._grow(shape_k, shape_v, dtype, room)
         assert self._k is not None
         assert self._v is not None
-        if self._lengths is None:
-            self._k[:, :, self.length : room] = new_k
-            self._v[:, :, self.length : room] = new_v
-        else:
-            sequence = np.arange(batch)[:, None]
-            place = self._lengths[:, None] + np.arange(tokens)
-            self._k[sequence, :, place] = new_k.swapaxes(1, 2)
-            self._v[sequence, :, place] = new_v.swapaxes(1, 2)
+        ends = None
         if counts is None and self._lengths is None:
             self.length = room
-            return Cached(self._k[:, :, :room], self._v[:, :, :room], None, before)
-        ends = before + (np.full(batch, tokens) if counts is None else counts)
-        self.length = int(ends.max(initial=0))
-        self._lengths = None if (ends == self.length).all() else ends
-        return Cached(self._k[:, :, : self.length], self._v[:, :, : self.length], ends, before)
+        else:
+            ends = before + (np.full(batch, tokens) if counts is None else counts)
+            self.length = int(ends.max(initial=0))
+            self._lengths = None if (ends == self.length).all() else ends
+        return Slots(self._k, self._v, before, ends, self.length)
 
     def mark(self) -> Any:
         """What is there now, for `restore`."""
@@ -205,18 +231,20 @@ class KVCache:
         counts = integers(_APPEND, "lengths", lengths, (batch,), "(batch,)", 0, tokens)
         return np.broadcast_to(counts, (batch,))
 
-    def _grow(self, k: Array, v: Array, room: int) -> None:
+    def _grow(self, shape_k: Shape, shape_v: Shape, dtype: np.dtype[Any], room: int) -> None:
         """Make room for at least `room` tokens: twice what there was."""
         wanted = self.capacity if self._k is None else 2 * self.capacity
         capacity = max(room, wanted, _LEAST_CAPACITY)
+        dtype = self._dtype or dtype.newbyteorder("=")
         # All that can fail first: without memory, what was there stays.
-        self._k, self._v = self._moved(self._k, k, capacity), self._moved(self._v, v, capacity)
+        self._k, self._v = (
+            self._moved(old, (*shape[:2], capacity, shape[3]), dtype)
+            for old, shape in ((self._k, shape_k), (self._v, shape_v))
+        )
         self.capacity = capacity
 
-    def _moved(self, old: Array | None, like: Array, capacity: int) -> Array:
-        batch, heads, _, head_dim = like.shape
-        dtype = self._dtype or like.dtype.newbyteorder("=")
-        new: Array = np.empty((batch, heads, capacity, head_dim), dtype)
+    def _moved(self, old: Array | None, shape: Shape, dtype: np.dtype[Any]) -> Array:
+        new: Array = np.empty(shape, dtype)
         if old is not None:
             new[:, :, : self.length] = old[:, :, : self.length]
         return new

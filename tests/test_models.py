@@ -8,8 +8,8 @@ import pytest
 import tiny_models as tiny
 from tiny_models import CONFIGS, DECODERS, ENCODERS, VOCAB
 
-from fastattn import models, ops
-from fastattn.models import decoder, padding, weights
+from fastattn import _scratch, models, ops
+from fastattn.models import decoder, weights
 from fastattn.models.sampling import Sampler
 
 KINDS = list(CONFIGS)
@@ -41,12 +41,12 @@ def test_results_are_those_of_plain_numpy(kind, tmp_path, implementation):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, implementation, monkeypatch):
-    """Large results go to the same few arrays in turn, small ones to new ones."""
+    """Memory within a call is kept for the next one if it is large."""
     model = loaded(tmp_path, kind)
     ids = some_ids(2, 11)
     mask = np.arange(11) < np.array([[11], [4]])
     small = model(ids), model(ids, mask)[mask]
-    monkeypatch.setattr(padding, "_LEAST", 0)
+    monkeypatch.setattr(_scratch, "_LEAST_KEPT", 0)
     np.testing.assert_array_equal(model(ids), small[0])
     np.testing.assert_array_equal(model(ids, mask)[mask], small[1])
 

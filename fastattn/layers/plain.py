@@ -45,7 +45,7 @@ def plain_encoder(layer: TransformerEncoderLayer, before: PlainEncoder | None) -
     last = NormStep(_SUM, _NORMED if layer.norm_first else OUT, kind, *norms[1])
     attend: list[Step] = [
         LinearStep(_NORMED if layer.norm_first else X, _QKV, maps.weight, maps.bias),
-        AttendStep(_QKV, _CONTEXT, heads.num_heads, heads._heads_kv, heads._head_dim),
+        AttendStep(_QKV, _CONTEXT, heads.num_heads, heads._heads_kv, heads._head_dim, heads._head_dim**-0.5),
         LinearStep(_CONTEXT, _SUM, out.packed_weight, out.bias_vector, residual=X),
     ]
     residual, total = (_SUM, OUT) if layer.norm_first else (_NORMED, _SUM)
@@ -57,4 +57,4 @@ def plain_encoder(layer: TransformerEncoderLayer, before: PlainEncoder | None) -
     width, wide, context = layer.d_model, maps.weight.out_features, heads._width
     at = 2 * width  # inner features lie where queries, keys, values and context did
     places = ((0, width), (width, width), (at, wide), (at + wide, context), (at, layer.dim_feedforward))
-    return PlainEncoder(made_of, Program("layer", tuple(steps), places))
+    return PlainEncoder(made_of, Program("layer", tuple(steps), places, width))

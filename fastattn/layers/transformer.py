@@ -9,6 +9,7 @@ import numpy as np
 
 from fastattn._inputs import as_array, flag
 from fastattn._ops_args import rows
+from fastattn._program import Sequences
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
 from fastattn.layers import calls
 from fastattn.layers.attention import MultiHeadAttention
@@ -108,7 +109,7 @@ class TransformerEncoderLayer(Layer):
         if is_causal is False and all(option is None for option in options):
             self._plain = plain_encoder(self, self._plain)
             if self._plain.program is not None:
-                return self._plain.program.run(x, batch).reshape(array.shape)
+                return self._plain.program.run(x, Sequences(batch)).reshape(array.shape)
         normed = self.norm1._of_rows(x) if self.norm_first else x
         total, _ = self.self_attn._attend(
             normed,

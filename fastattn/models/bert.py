@@ -14,7 +14,7 @@ import numpy as np
 from fastattn import ops
 from fastattn._args import lane_dtype
 from fastattn._inputs import integer
-from fastattn._program import OUT, AttendStep, LinearStep, NormStep, Program, X
+from fastattn._program import OUT, AttendStep, LinearStep, NormStep, Program, Sequences, X
 from fastattn.models import padding
 from fastattn.models.activations import ACTIVATIONS
 from fastattn.models.files import ModelError
@@ -131,7 +131,9 @@ class Bert:
         x += self.positions[:length]
         if types is not None:
             x += (self.token_types - self.token_types[0])[types]
-        return self.program.run(x.reshape(n, hidden), batch, lengths).reshape(batch, length, hidden)
+        ranges = (None, None if lengths is None else lengths[:, None, None])
+        call = Sequences(batch, (ranges,))
+        return self.program.run(x.reshape(n, hidden), call).reshape(batch, length, hidden)
 
     def embed(
         self,
@@ -242,7 +244,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         qkv = linear(*(f"{name}.attention.self.{part}" for part in ("query", "key", "value")))
         steps += [
             LinearStep(OUT, _QKV, *qkv),
-            AttendStep(_QKV, _CONTEXT, heads, heads, hidden // heads),
+            AttendStep(_QKV, _CONTEXT, heads, heads, hidden // heads, (hidden // heads) ** -0.5),
             LinearStep(_CONTEXT, X, *linear(f"{name}.attention.output.dense"), residual=OUT),
             NormStep(X, OUT, "layer_norm", *norm(f"{name}.attention.output.LayerNorm"), eps),
             LinearStep(OUT, _INNER, *linear(f"{name}.intermediate.dense"), activation),
@@ -261,7 +263,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         token_types=token_types.astype(precision.dtype),
         positions=positions.astype(precision.dtype),
         depth=depth,
-        program=Program("model", tuple(steps), ((0, 3 * hidden), (3 * hidden, hidden), (0, inner))),
+        program=Program("model", tuple(steps), ((0, 3 * hidden), (3 * hidden, hidden), (0, inner)), hidden),
         precision=precision,
         pooling=Pooling.of(folder),
         sentences=Sentences.of(folder),

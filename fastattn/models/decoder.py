@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import ops
+from fastattn import _ranges
 from fastattn._args import lane_dtype
 from fastattn._inputs import as_array, integer, integers
-from fastattn.attention import attention
+from fastattn._program import Sequences
 from fastattn.cache import KVCache
 from fastattn.models import padding
 from fastattn.models.sampling import Sampler
 from fastattn.models.weights import token_rows
-from fastattn.rope import apply_rope, rope_tables
+from fastattn.rope import rope_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args import Array, Ints
+    from fastattn._program import Program
+    from fastattn.models.decoder_layers import Window
     from fastattn.models.text import Text
     from fastattn.models.weights import Precision
     from fastattn.packed import PackedLinear
@@ -33,25 +35,6 @@ if TYPE_CHECKING:
 
 # Tokens to make room for in the cache before they are there; it doubles when they are more.
 _ROOM = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layer:
-    """One layer's weights; a bias or norm that it lacks is None."""
-
-    attention_norm: tuple[Array, ...]  # weight, or weight and bias
-    qkv: PackedLinear
-    qkv_bias: Array | None
-    qk_norm: Array | None  # (heads + heads_kv, 1, head_dim): of an RMS norm of each head of q and k
-    window: tuple[int, int] | None
-    scale: float
-    attended: PackedLinear  # the linear map behind attention
-    attended_bias: Array | None
-    inner_norm: tuple[Array, ...]
-    inner: PackedLinear  # a gated pair in Llama
-    inner_bias: Array | None
-    outer: PackedLinear
-    outer_bias: Array | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,16 +47,14 @@ class Decoder:
     heads_kv: int
     head_dim: int
     vocab_size: int
-    activation: str
-    norm: Callable[..., Array]  # ops.layer_norm or ops.rms_norm
-    eps: float
     max_length: int | None  # tokens of a sequence, where a table of positions ends
     tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
     positions: Array | None  # (max_length, hidden_size)
     rope: Callable[[int], RopeFrequencies] | None  # of the length of the sequence
-    layers: tuple[Layer, ...]
-    final_norm: tuple[Array, ...]
-    output: PackedLinear  # hidden_size -> vocab_size
+    depth: int  # layers
+    program: Program  # of the layers
+    windows: tuple[Window, ...]  # that its steps know by number
+    logits: Program
     stop: tuple[int, ...]  # ids that end a text
     precision: Precision
     text: Text
@@ -89,7 +70,7 @@ class Decoder:
         return self.precision.weights
 
     def __repr__(self) -> str:
-        return f"<{self.model_type}: {len(self.layers)} layers of {self.hidden_size}, {self.precision}>"
+        return f"<{self.model_type}: {self.depth} layers of {self.hidden_size}, {self.precision}>"
 
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
         """Logits of the token after each token.
@@ -119,7 +100,8 @@ class Decoder:
         lengths, order = (None, None) if mask is None else padding.align(mask)
         longest = length if lengths is None else int(lengths.max(initial=0))
         hidden = self._hidden(padding.reorder(tokens, order), np.arange(length), longest, lengths)
-        return padding.restore(self._logits(hidden).reshape(batch, length, self.vocab_size), order)
+        logits = self.logits.run(hidden, Sequences(batch))
+        return padding.restore(logits.reshape(batch, length, self.vocab_size), order)
 
     def _hidden(
         self,
@@ -127,53 +109,45 @@ class Decoder:
         positions: Ints,
         longest: int,
         lengths: Ints | None,
-        caches: Sequence[KVCache] | None = None,
+        cache: KVCache | None = None,
     ) -> Array:
         """Hidden states (batch * length, hidden_size) of ids (batch, length), before the last norm.
 
-        positions is (length,) or (batch, length); the first lengths (batch,) of the ids count. With caches,
-        one for each layer, they follow on what is there. The longest sequence has `longest` tokens by then,
+        positions is (length,) or (batch, length); the first lengths (batch,) of the ids count. With a cache,
+        of all layers' heads, they follow on what is there. The longest sequence has `longest` tokens by then,
         padding left out: some scalings of rotary positions depend on it.
         """
         batch, length = ids.shape
-        n, dtype = ids.size, self.dtype
-        x = token_rows(self.tokens, ids.reshape(-1), dtype)
+        x = token_rows(self.tokens, ids.reshape(-1), self.dtype)
         if self.positions is not None:
             rows = x.reshape(batch, length, self.hidden_size)
             rows += self.positions[positions]
+        if not self.depth:
+            return x
+        rotation = None
         if self.rope is not None:
-            cos, sin = rope_tables(positions, self.rope(longest), lane_dtype(dtype))
+            cos, sin = rope_tables(positions, self.rope(longest), lane_dtype(self.dtype))
+            rotation = cos[..., None, :, :], sin[..., None, :, :]
+        if cache is None:
+            return self.program.run(x, Sequences(batch, self._ranges(0, length, lengths, length), rotation))
+        keys = (batch, self.depth * self.heads_kv, length, self.head_dim)
+        slots = cache._extend(keys, keys, self.dtype, lengths)
+        ranges = self._ranges(slots.starts, length, slots.ends, slots.length)
+        return self.program.run(x, Sequences(batch, ranges, rotation, slots))
 
-        # A token alone, the last of its sequence, sees all keys.
-        options: dict[str, Any] = {"causal": length > 1, "kv_lengths": lengths, "q_offset": 0}
-        buffer = padding.Buffers(n, dtype)
-        x_out, y_out = buffer(self.hidden_size), buffer(self.hidden_size)
-        qkv_out = buffer((self.heads + 2 * self.heads_kv) * self.head_dim)
-        inner_out = buffer(self.layers[0].inner.out_features) if self.layers else None
-        heads_out = buffer.heads(batch, length, self.heads, self.head_dim)
-        for i, layer in enumerate(self.layers):
-            y = self.norm(x, *layer.attention_norm, eps=self.eps, out=y_out)
-            qkv = ops.linear(y, layer.qkv, layer.qkv_bias, out=qkv_out)
-            qk, v = padding.split_heads(qkv, batch, length, self.heads + self.heads_kv, self.heads_kv)
-            if layer.qk_norm is not None:
-                qk = ops.rms_norm(qk, eps=self.eps)
-                qk *= layer.qk_norm
-            if self.rope is not None:
-                apply_rope(qk, cos, sin, out=qk)
-            q, k = qk[:, : self.heads], qk[:, self.heads :]
-            if caches is not None:
-                k, v, options["kv_lengths"], options["q_offset"] = caches[i].append(k, v, lengths)
-            heads = attention(q, k, v, window=layer.window, scale=layer.scale, out=heads_out, **options)
-            context = padding.join_heads(heads)
-            x = ops.linear(context, layer.attended, layer.attended_bias, residual=x, out=x_out)
-            y = self.norm(x, *layer.inner_norm, eps=self.eps, out=y_out)
-            inner = ops.linear(y, layer.inner, layer.inner_bias, activation=self.activation, out=inner_out)
-            x = ops.linear(inner, layer.outer, layer.outer_bias, residual=x, out=x_out)
-        return x
+    def _ranges(
+        self, starts: Ints | int, length: int, ends: Ints | None, len_k: int
+    ) -> tuple[_ranges.Range, ...]:
+        """For each of the windows, which of len_k keys the queries at starts ... starts + length - 1 attend.
 
-    def _logits(self, hidden: Array) -> Array:
-        """hidden is (n, hidden_size), as `_hidden` gives it; result (n, vocab_size)."""
-        return ops.linear(self.norm(hidden, *self.final_norm, eps=self.eps), self.output)
+        Of each sequence the first ends (batch,) keys count; None for all.
+        """
+        position = _ranges.positions(np.asarray(starts), length)
+        shared = [] if ends is None else [_ranges.lengths(ends)]
+        if length > 1:  # a token alone, the last of its sequence, sees all keys
+            shared.append(_ranges.causal(position))
+        windows = ([] if window is None else [_ranges.window(position, *window)] for window in self.windows)
+        return tuple(_ranges.intersect(shared + window, len_k) for window in windows)
 
     def generate(
         self,
@@ -267,12 +241,12 @@ class Decoder:
         ids, mask = padding.pad(prompts)
         lengths = mask.sum(axis=1)
         batch, longest = ids.shape
-        caches = [KVCache(longest + min(max_new_tokens - 1, _ROOM)) for _ in self.layers]
-        hidden = self._hidden(ids, np.arange(longest), longest, lengths, caches)
+        cache = KVCache(longest + min(max_new_tokens - 1, _ROOM))
+        hidden = self._hidden(ids, np.arange(longest), longest, lengths, cache)
         hidden = hidden.reshape(batch, longest, -1)[np.arange(batch), lengths - 1]
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         for step in range(1, max_new_tokens + 1):
-            tokens = sampler(self._logits(hidden))
+            tokens = sampler(self.logits.run(hidden, Sequences(len(hidden))))
             yielded = np.full(batch, padding.NO_TOKEN)
             yielded[running] = tokens
             yield yielded
@@ -282,7 +256,6 @@ class Decoder:
             if kept.size < len(running):
                 running, tokens, lengths = running[kept], tokens[kept], lengths[kept]
                 sampler.select(kept)
-                for cache in caches:
-                    cache.select(kept)
-            hidden = self._hidden(tokens[:, None], lengths[:, None], longest + step, None, caches)
+                cache.select(kept)
+            hidden = self._hidden(tokens[:, None], lengths[:, None], longest + step, None, cache)
             lengths = lengths + 1

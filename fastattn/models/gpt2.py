@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from fastattn import ops
 from fastattn.models.activations import ACTIVATIONS
-from fastattn.models.decoder import Decoder, Layer
+from fastattn.models.decoder import Decoder
+from fastattn.models.decoder_layers import Common, Layer, layers_program, logits_program
 from fastattn.models.files import stop_ids
 from fastattn.models.text import Text
 
@@ -49,7 +49,7 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
             shapes |= {f"h.{i}.{name}.weight": (columns, rows), f"h.{i}.{name}.bias": (rows,)}
     tensors.expect(shapes, own=("h.", "wte.", "wpe.", "ln_f."), ignored=_BUFFERS)
 
-    def norm(name: str) -> tuple[Array, ...]:
+    def norm(name: str) -> tuple[Array, Array]:
         return precision.vector(tensors[f"{name}.weight"]), precision.vector(tensors[f"{name}.bias"])
 
     def linear(name: str) -> tuple[PackedLinear, Array]:
@@ -59,26 +59,22 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
         if config.flag("scale_attn_by_inverse_layer_idx", False):
             scale /= i + 1
-        qkv, qkv_bias = linear(f"h.{i}.attn.c_attn")
-        attended, attended_bias = linear(f"h.{i}.attn.c_proj")
-        up, up_bias = linear(f"h.{i}.mlp.c_fc")
-        down, down_bias = linear(f"h.{i}.mlp.c_proj")
         return Layer(
             attention_norm=norm(f"h.{i}.ln_1"),
-            qkv=qkv,
-            qkv_bias=qkv_bias,
+            qkv=linear(f"h.{i}.attn.c_attn"),
             qk_norm=None,
             window=None,
             scale=scale,
-            attended=attended,
-            attended_bias=attended_bias,
+            attended=linear(f"h.{i}.attn.c_proj"),
             inner_norm=norm(f"h.{i}.ln_2"),
-            inner=up,
-            inner_bias=up_bias,
-            outer=down,
-            outer_bias=down_bias,
+            inner=linear(f"h.{i}.mlp.c_fc"),
+            outer=linear(f"h.{i}.mlp.c_proj"),
         )
 
+    activation = config.choice("activation_function", ACTIVATIONS, "gelu_new")
+    eps = config.number("layer_norm_epsilon", 1e-5)
+    common = Common(hidden, heads, heads, head_dim, "layer_norm", eps, activation)
+    program, windows = layers_program(common, [layer_of(i) for i in range(depth)])
     output = precision.pack(tensors["wte.weight" if tied else "lm_head.weight"])
     return Decoder(
         model_type=config.text("model_type"),
@@ -87,16 +83,14 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         heads_kv=heads,
         head_dim=head_dim,
         vocab_size=vocab,
-        activation=config.choice("activation_function", ACTIVATIONS, "gelu_new"),
-        norm=ops.layer_norm,
-        eps=config.number("layer_norm_epsilon", 1e-5),
         max_length=length,
         tokens=output if tied else tensors["wte.weight"],
         positions=precision.vector(tensors["wpe.weight"]).astype(precision.dtype),
         rope=None,
-        layers=tuple(layer_of(i) for i in range(depth)),
-        final_norm=norm("ln_f"),
-        output=output,
+        depth=depth,
+        program=program,
+        windows=windows,
+        logits=logits_program(common, norm("ln_f"), output),
         stop=stop_ids(config, folder),
         precision=precision,
         text=Text(folder, length),

@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fastattn import ops
 from fastattn.models.activations import ACTIVATIONS
-from fastattn.models.decoder import Decoder, Layer
+from fastattn.models.decoder import Decoder
+from fastattn.models.decoder_layers import Common, Layer, layers_program, logits_program
 from fastattn.models.files import ModelError, stop_ids
 from fastattn.models.text import Text
 from fastattn.models.weights import joined
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fastattn._args import Array, Shape
     from fastattn.models.files import Config, Tensors
     from fastattn.models.weights import Precision
+    from fastattn.packed import PackedLinear
     from fastattn.rope_scaling import RopeFrequencies
 
 _BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")  # computed from config.json; in old files
@@ -80,33 +81,38 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
             return None
         return precision.vector(*(tensors[f"{name}.bias"] for name in names))
 
+    def linear(name: str) -> tuple[PackedLinear, Array | None]:
+        return precision.pack(weight(name)), biases(name)
+
     def head_norms(q_name: str, k_name: str) -> Array | None:
         if not norms:
             return None
         vectors = [weight(q_name)] * heads + [weight(k_name)] * heads_kv
-        return precision.vector(*vectors).reshape(-1, 1, head_dim).astype(precision.dtype)
+        return precision.vector(*vectors).reshape(-1, head_dim)
 
     def layer_of(name: str, window: tuple[int, int] | None) -> Layer:
         qkv = [f"{name}.{part}" for part in _QKV]
         gate, up = f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"
         inner_bias = biases(gate, up)
         return Layer(
-            attention_norm=(precision.vector(weight(f"{name}.input_layernorm")),),
-            qkv=precision.pack(joined(*(weight(part) for part in qkv))),
-            qkv_bias=biases(*qkv),
+            attention_norm=(precision.vector(weight(f"{name}.input_layernorm")), None),
+            qkv=(precision.pack(joined(*(weight(part) for part in qkv))), biases(*qkv)),
             qk_norm=head_norms(f"{name}.self_attn.q_norm", f"{name}.self_attn.k_norm"),
             window=window,
             scale=head_dim**-0.5,
-            attended=precision.pack(weight(f"{name}.self_attn.o_proj")),
-            attended_bias=biases(f"{name}.self_attn.o_proj"),
-            inner_norm=(precision.vector(weight(f"{name}.post_attention_layernorm")),),
-            inner=precision.pack(weight(up), gate=weight(gate)),
-            inner_bias=None if inner_bias is None else inner_bias.reshape(2, -1),
-            outer=precision.pack(weight(f"{name}.mlp.down_proj")),
-            outer_bias=biases(f"{name}.mlp.down_proj"),
+            attended=linear(f"{name}.self_attn.o_proj"),
+            inner_norm=(precision.vector(weight(f"{name}.post_attention_layernorm")), None),
+            inner=(
+                precision.pack(weight(up), gate=weight(gate)),
+                None if inner_bias is None else inner_bias.reshape(2, -1),
+            ),
+            outer=linear(f"{name}.mlp.down_proj"),
         )
 
-    windows = _windows(config, model_type, depth)
+    activation, eps = config.choice("hidden_act", ACTIVATIONS, "silu"), config.number("rms_norm_eps", 1e-6)
+    common = Common(hidden, heads, heads_kv, head_dim, "rms_norm", eps, activation)
+    layers = [layer_of(f"layers.{i}", window) for i, window in enumerate(_windows(config, model_type, depth))]
+    program, windows = layers_program(common, layers)
     output = precision.pack(weight("embed_tokens" if tied else "lm_head"))
     return Decoder(
         model_type=model_type,
@@ -115,16 +121,14 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
         heads_kv=heads_kv,
         head_dim=head_dim,
         vocab_size=vocab,
-        activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
-        norm=ops.rms_norm,
-        eps=config.number("rms_norm_eps", 1e-6),
         max_length=None,
         tokens=output if tied else weight("embed_tokens"),
         positions=None,
         rope=_rope(config, head_dim),
-        layers=tuple(layer_of(f"layers.{i}", window) for i, window in enumerate(windows)),
-        final_norm=(precision.vector(weight("norm")),),
-        output=output,
+        depth=depth,
+        program=program,
+        windows=windows,
+        logits=logits_program(common, (precision.vector(weight("norm")), None), output),
         stop=stop_ids(config, folder),
         precision=precision,
         text=Text(folder),

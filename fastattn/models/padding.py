@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from fastattn._args import Array, Bools, Ints
 
 NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
-_LEAST = 2**18
 
 
 def token_ids(func: str, ids: ArrayLike, vocab_size: int, name: str = "ids") -> Ints:
@@ -88,38 +86,3 @@ def pad(sequences: Sequence[Sequence[int] | Ints]) -> tuple[Ints, Bools]:
     for row, sequence in zip(ids, sequences, strict=True):
         row[: len(sequence)] = sequence
     return ids, mask
-
-
-def split_heads(x: Array, batch: int, length: int, *heads: int) -> list[Array]:
-    """x is (batch * length, sum(heads) * head_dim); for n of heads a view (batch, n, length, head_dim)."""
-    total = sum(heads)
-    together = x.reshape(batch, length, total, x.shape[1] // total).transpose(0, 2, 1, 3)
-    ends = list(accumulate(heads))
-    return [together[:, end - n : end] for n, end in zip(heads, ends, strict=True)]
-
-
-def join_heads(x: Array) -> Array:
-    """x is (batch, heads, length, head_dim); (batch * length, heads * head_dim), a view where possible."""
-    batch, heads, length, head_dim = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(batch * length, heads * head_dim)
-
-
-class Buffers:
-    """Where the layers of one pass put their results, in turn: fresh pages would cost as much as a norm.
-
-    Below `_LEAST` bytes they cost less than it takes to check an `out`, and there are none.
-    """
-
-    def __init__(self, rows: int, dtype: np.dtype[Any]):
-        self._rows, self._dtype = rows, dtype
-
-    def __call__(self, features: int) -> Array | None:
-        """An array (rows, features), or None for `out=None`."""
-        if self._rows * features * self._dtype.itemsize < _LEAST:
-            return None
-        return np.empty((self._rows, features), self._dtype)
-
-    def heads(self, batch: int, length: int, heads: int, head_dim: int) -> Array | None:
-        """The same as (batch, heads, length, head_dim), of which `join_heads` is a view."""
-        array = self(heads * head_dim)
-        return None if array is None else split_heads(array, batch, length, heads)[0]
