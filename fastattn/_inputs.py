@@ -43,7 +43,6 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
     """`dtype` as one of the four floating types, in native byte order."""
-    error = TypeError(f"{func}(): dtype is {dtype!r}; expected float32, float64, float16 or bfloat16")
     if isinstance(dtype, str) and dtype == "bfloat16":
         try:
             import ml_dtypes  # noqa: F401 - teaches NumPy the name
@@ -51,12 +50,13 @@ def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
             raise ImportError(
                 f"{func}(): dtype 'bfloat16' needs the ml_dtypes package: pip install ml_dtypes"
             ) from missing
+    result: np.dtype[Any] | None
     try:
-        result: np.dtype[Any] = np.dtype(dtype).newbyteorder("=")
+        result = np.dtype(dtype).newbyteorder("=")
     except TypeError:
-        raise error from None
-    if not is_float(result):
-        raise error
+        result = None
+    if result is None or not is_float(result):
+        raise TypeError(f"{func}(): dtype is {dtype!r}; expected float32, float64, float16 or bfloat16")
     return result
 
 

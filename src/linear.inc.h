@@ -189,14 +189,17 @@ INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int6
 /* Rows up to which narrow weights are widened in registers: for so few, memory to widen them in costs more. */
 #define NARROW_ROWS 4
 
-/* acc (rows, LINEAR_NV) as tile_outer has it, bit for bit, from int8 or bfloat16 pairs; x (rows, features). */
+/* acc (rows, LINEAR_NV) as tile_outer has it, bit for bit, from int8 or bfloat16 pairs; x (rows, features). Asks for
+ * the lines of `ahead`, as many as there are in the part. */
 INLINE void tile_narrow(int rows, fa_dtype weight, int more, const char *x, int64_t x_row, const char *part,
-                        int64_t features, lane *acc)
+                        int64_t features, const char *ahead, lane *acc)
 {
+    const int64_t step_bytes = weight == FA_I8 ? PANEL : FA_PANEL_BYTES;
     v_t sum[NARROW_ROWS][LINEAR_NV], low[LINEAR_NV], high[LINEAR_NV];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_splat(0);
-    for (int64_t d = 0; d < features; d += 1 + (weight == FA_BF16)) {
+    for (int64_t d = 0; d < features; d += 1 + (weight == FA_BF16), ahead += step_bytes) {
+        UNROLL for (int64_t line = 0; line < step_bytes; line += 64) __builtin_prefetch(ahead + line);
         UNROLL for (int u = 0; u < LINEAR_NV; u++)
         {
             if (weight == FA_I8) low[u] = v_load_i8(part + d * PANEL + u * LANES);
@@ -222,15 +225,15 @@ INLINE void tile_narrow(int rows, fa_dtype weight, int more, const char *x, int6
 
 /* acc (rows, PANEL) += x (rows, features) part^T, rows <= NARROW_ROWS. */
 INLINE void block_narrow(fa_dtype weight, int more, const char *x, int64_t x_row, int64_t rows, const char *part,
-                         int64_t features, lane *acc)
+                         int64_t features, const char *ahead, lane *acc)
 {
     for (int64_t c = 0; c < PANEL; c += LINEAR_NV * LANES) {
         const char *from = part + c * (weight == FA_I8 ? 1 : (int64_t)sizeof(lane));
         switch (rows) {
-        case 1: tile_narrow(1, weight, more, x, x_row, from, features, acc + c); break;
-        case 2: tile_narrow(2, weight, more, x, x_row, from, features, acc + c); break;
-        case 3: tile_narrow(3, weight, more, x, x_row, from, features, acc + c); break;
-        default: tile_narrow(4, weight, more, x, x_row, from, features, acc + c);
+        case 1: tile_narrow(1, weight, more, x, x_row, from, features, ahead, acc + c); break;
+        case 2: tile_narrow(2, weight, more, x, x_row, from, features, ahead, acc + c); break;
+        case 3: tile_narrow(3, weight, more, x, x_row, from, features, ahead, acc + c); break;
+        default: tile_narrow(4, weight, more, x, x_row, from, features, ahead, acc + c);
         }
     }
 }
@@ -278,7 +281,7 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *p, int64_t
             const char *ahead = a->panels + next * step_bytes;
             lane *acc = w.acc + i * rows * PANEL;
             if (LANE_BITS == 32 && rows <= NARROW_ROWS && (a->weight == FA_I8 || (pairs && !dot))) {
-#define BLOCK(weight, more) block_narrow(weight, more, x, x_row, rows, part, features, acc)
+#define BLOCK(weight, more) block_narrow(weight, more, x, x_row, rows, part, features, ahead, acc)
                 if (pairs) more ? BLOCK(FA_BF16, 1) : BLOCK(FA_BF16, 0);
                 else more ? BLOCK(FA_I8, 1) : BLOCK(FA_I8, 0);
 #undef BLOCK
