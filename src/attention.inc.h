@@ -14,64 +14,6 @@
  * values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered:
  * strides of (batch, length, heads, head_dim) arrays fall on the same cache sets (docs/performance.md). */
 
-/* Modifiers and masks of s (n keys, nv vectors of queries); j0 is the first key. */
-INLINE void modify_tile(int nv, const modifiers *m, int edge, const tile_state *tile, int64_t j0, int64_t n,
-                        int64_t position, const tile_scratch *w)
-{
-    const row_block *t = &tile->t;
-    for (int64_t r = 0; r < t->rows; r++) { /* relative to j0, where they are small and exact */
-        w->begin[r] = (lane)(t->begin[r] - j0);
-        w->end[r] = (lane)(t->end[r] - j0);
-        if (m->alibi) w->position[r] = (lane)(position + (t->row0 + r) / t->group - j0);
-    }
-    for (int64_t r = t->rows; r < BLOCK_Q; r++) { /* a row that there is: nothing of no row is looked at */
-        w->begin[r] = w->begin[t->rows - 1];
-        w->end[r] = w->end[t->rows - 1];
-        if (m->alibi) w->position[r] = w->position[t->rows - 1];
-    }
-    for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES) {
-        const v_t begin = v_load(w->begin + lanes), end = v_load(w->end + lanes);
-        const v_t slope = v_load(tile->slope + lanes), position_of = v_load(w->position + lanes);
-        for (int64_t j = 0; j < n; j++) {
-            const int64_t at = j * BLOCK_Q + lanes;
-            const v_t key = v_splat((lane)j);
-            const v_t distance = m->alibi ? v_abs(position_of - key) : key;
-            const v_t add = m->additive ? v_load(w->add + at) : key;
-            v_store(w->s + at, v_modify(m, edge, v_load(w->s + at), add, slope, distance, (begin <= key) & (key < end)));
-        }
-    }
-}
-
-/* Turns the additive tile, free by now, into masks: which lanes attend which of n keys. Not to be had from the scores:
- * one of -inf may have been computed. */
-INLINE void note_attending(int nv, const modifiers *m, int64_t n, const tile_scratch *w)
-{
-    for (int64_t j = 0; j < n; j++)
-        for (int u = 0; u < nv; u++) {
-            const v_t key = v_splat((lane)j), add = v_load(w->add + j * BLOCK_Q + u * LANES);
-            const vi_t inside = (v_load(w->begin + u * LANES) <= key) & (key < v_load(w->end + u * LANES));
-            const vi_t hidden = m->additive ? add == v_splat(-INFINITY) : inside ^ inside;
-            v_store(w->add + j * BLOCK_Q + u * LANES, (v_t)(inside & ~hidden));
-        }
-}
-
-/* Raises to -LANE_MAX the maxima of rows that attend some of n keys, and have met no score but -inf; `bad`: the masks
- * are noted. */
-INLINE void note_rows(int nv, const modifiers *m, int hides, int bad, int64_t n, const tile_scratch *w, lane *row_max)
-{
-    vi_t some = {0};
-    for (int u = 0; u < nv; u++) some |= v_load(row_max + u * LANES) == v_splat(-INFINITY);
-    if (!v_any(some)) return;
-    if (hides && !bad) note_attending(nv, m, n, w);
-    for (int u = 0; u < nv; u++) {
-        lane *max = row_max + u * LANES;
-        vi_t attends = {0};
-        for (int64_t j = 0; hides && j < n; j++) attends |= (vi_t)v_load(w->add + j * BLOCK_Q + u * LANES);
-        for (int i = 0; i < LANES; i++)
-            if (max[i] == -(lane)INFINITY && (!hides || attends[i])) max[i] = -LANE_MAX;
-    }
-}
-
 /* A probability of 0 does not shield a NaN or Inf in V. So a tile in which some row does not attend some key takes the
  * values without the rows that are not finite, and adds those afterwards where they are attended: add_bad_values. */
 INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *t, int dot, const tile_scratch *w,
@@ -150,22 +92,19 @@ static void weigh_tile(const fa_attention_args *a, const modifiers *m, int nv, i
 
 /* One tile against keys [skip, skip + n) of the block. */
 INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, int dot, tile_state *tile, int64_t skip,
-                       int64_t n, const tile_scratch *w, key_block *block)
+                       int64_t n, const tile_scratch *w, key_block *block, const bias_ahead *ahead)
 {
     row_block *t = &tile->t;
     const int64_t j0 = block->first + skip, depth = dot ? (a->head_dim + 1) / 2 : a->head_dim;
     const int out_of_range = t->full_first > j0 || t->full_last < j0 + n;
-    const block_kind kind = m->additive ? load_additive(a, t, j0, n, w) : BLOCK_FULL;
+    const block_kind kind = m->additive ? load_additive(a, m, tile, nv, j0, n, w) : BLOCK_FULL;
     const int hides = out_of_range || kind == BLOCK_EDGE;
 
     if (kind == BLOCK_EMPTY) return;
     if (!block->k) load_block(a, t, dot, w, block);
-    block_qk(nv, dot, block->k + skip * block->k_row, block->k_row, n, tile->qt, depth, m->q_factor, w->s);
+    block_qk(nv, dot, block->k + skip * block->k_row, block->k_row, n, tile->qt, depth, m->q_factor, ahead, w->s);
 
-    if (out_of_range || m->additive || m->alibi || m->softcap != 0 || m->s_factor != 1) {
-        const int64_t position = m->alibi ? load_int(at(&a->q_position, t->b, 0, 0, 0)) : 0;
-        modify_tile(nv, m, out_of_range, tile, j0, n, position, w);
-    }
+    modify_tile(a, m, nv, kind, out_of_range, tile, j0, n, w);
     if (a->second_pass) {
         weigh_tile(a, m, nv, hides, tile, j0, n, w);
         return;
@@ -261,6 +200,7 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *m, int dot, 
     if (a->ranges) row_block_open_lists(a, t);
     if (dot) whole_pairs(t, key_end);
     load_queries(a, t, dot, m->q_factor, tile->qt);
+    if (a->bias.data) note_bias_rows(a, tile);
     for (int64_t r = 0; r < BLOCK_Q; r++) tile->slope[r] = 0;
     if (m->alibi) {
         EACH_ROW(t, r, id) tile->slope[r] = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0);
@@ -289,6 +229,14 @@ INLINE int64_t enter_block(tile_scratch *w, int tiles, int dot, int64_t grid, in
         next = t->next < next ? t->next : next;
     }
     return next < key_end ? next / BLOCK_K * BLOCK_K : key_end;
+}
+
+/* What load_bias reads after tile i of the block `grid`: of that block, or of the next. */
+INLINE bias_ahead bias_after(const tile_scratch *w, int tiles, int i, int64_t grid, int64_t next, int64_t last)
+{
+    const tile_state *tile = w->tiles + (i + 1) % tiles;
+    const int64_t first = i + 1 < tiles ? grid : next, lanes = sizeof(lane);
+    return (bias_ahead){tile->bias, tile->t.rows, first * lanes, smaller(first + BLOCK_K, last) * lanes};
 }
 
 /* The states of the tiles of `rows` over keys [key_begin, key_end), left in w->tiles: for tile_end. */
@@ -325,10 +273,12 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
             if (n <= 0) continue;
             const block_kind kind = mask_kind(a, &tile->t, dot ? 2 : 1, &j0, &n);
             if (kind == BLOCK_EMPTY) continue;
-            m.additive = a->bias.data || kind == BLOCK_EDGE || tile->t.several;
+            m.additive = additive_parts(a, &tile->t, kind);
             prefetch_block(a, rows, next, last, i, tiles);
-            if (tile->t.rows <= LANES) tile_block(a, &m, 1, dot, tile, j0 - block.first, n, w, &block);
-            else tile_block(a, &m, NV, dot, tile, j0 - block.first, n, w, &block);
+            const bias_ahead bias = bias_after(w, tiles, i, grid, next, last);
+            const bias_ahead *ahead = m.additive == ADD_BIAS && bias_of_lanes(a) ? &bias : NULL;
+            if (tile->t.rows <= LANES) tile_block(a, &m, 1, dot, tile, j0 - block.first, n, w, &block, ahead);
+            else tile_block(a, &m, NV, dot, tile, j0 - block.first, n, w, &block, ahead);
         }
     }
 }

@@ -164,7 +164,7 @@ INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *
 INLINE void modify_rows(const fa_attention_args *a, const modifiers *m, int out_of_range, const row_block *t, int64_t j0,
                         int64_t n, const dot_scratch *w)
 {
-    if (!out_of_range && !m->additive && !m->alibi && m->softcap == 0 && m->s_factor == 1) return;
+    if (!modifies(m, out_of_range)) return;
     v_t lane_index;
     for (int i = 0; i < LANES; i++) lane_index[i] = i;
     EACH_ROW(t, r, id)
@@ -178,7 +178,7 @@ INLINE void modify_rows(const fa_attention_args *a, const modifiers *m, int out_
         for (int64_t j = 0; j < n; j += LANES) {
             const v_t key = lane_index + v_splat((lane)j);
             lane *s = w->s + r * BLOCK_K + j;
-            v_store(s, v_modify(m, out_of_range, v_load(s), v_load(w->add + r * BLOCK_K + j), v_splat(slope),
+            v_store(s, v_modify(m, out_of_range, 1, v_load(s), v_load(w->add + r * BLOCK_K + j), v_splat(slope),
                                 v_abs(v_splat(distance) - key), (begin <= key) & (key < end)));
         }
     }
@@ -306,7 +306,7 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
         if (n <= 0) continue;
         const block_kind kind = mask_kind(a, t, 1, &j0, &n);
         if (kind == BLOCK_EMPTY) continue;
-        m.additive = a->bias.data || kind == BLOCK_EDGE || t->several;
+        m.additive = additive_parts(a, t, kind);
         dot_block(a, dtype, &m, t, j0, n, w, p);
     }
 }

@@ -17,6 +17,7 @@
 #include "partial.inc.h"
 
 #include "operands.inc.h"
+#include "modify.inc.h"
 #include "attention.inc.h"
 #include "decode.inc.h"
 

@@ -13,6 +13,7 @@ typedef struct {
     lane *qt, *ot;                   /* (head_dim), (head_dim_v) rows of pitch BLOCK_Q */
     lane *row_max, *row_sum, *slope; /* (BLOCK_Q); in the second pass the rows' norm stands in the first two */
     lane *row_log;                   /* (BLOCK_Q), or NULL */
+    const char **bias;               /* (BLOCK_Q): where the bias of each row begins */
     lane *top_score;                 /* (n_top) rows of pitch BLOCK_Q, as top_key: */
     ilane *top_key;                  /* counted from top_first, the first key of the part */
     int64_t top_first;
@@ -32,12 +33,36 @@ typedef struct {
     partial part;                          /* where `total` must not yet be written */
 } tile_scratch;
 
-/* Cuts up `memory` for so many tiles; returns the bytes it takes, also for memory == NULL. */
-static int64_t tile_scratch_at(const fa_attention_args *a, int tiles, void *memory, tile_scratch *w)
+/* Cuts up `memory` for a tile; returns the bytes it takes, also for memory == NULL. */
+static int64_t tile_state_at(const fa_attention_args *a, void *memory, tile_state *tile)
 {
     lane *next = memory;
     int64_t used = 0;
 #define TAKE(field, n) ((field) = memory ? (void *)(next + used) : NULL, used += round_up(n, 64 / sizeof(lane)))
+#define TAKE_ROWS(field) TAKE(field, BLOCK_Q * sizeof(*(field)) / sizeof(lane))
+    TAKE(tile->qt, a->head_dim * BLOCK_Q);
+    TAKE(tile->ot, a->head_dim_v * BLOCK_Q);
+    TAKE_ROWS(tile->row_max);
+    TAKE_ROWS(tile->row_sum);
+    TAKE_ROWS(tile->slope);
+    TAKE_ROWS(tile->row_log);
+    TAKE_ROWS(tile->bias);
+    TAKE(tile->top_score, a->n_top * BLOCK_Q);
+    TAKE(tile->top_key, a->n_top * BLOCK_Q);
+    TAKE_ROWS(tile->t.begin);
+    TAKE_ROWS(tile->t.end);
+    TAKE_ROWS(tile->t.lists);
+    TAKE_ROWS(tile->t.pair_begin);
+    TAKE_ROWS(tile->t.pair_end);
+    if (!a->entropy.data) tile->row_log = NULL;
+    return used * (int64_t)sizeof(lane);
+}
+
+/* The same for so many tiles and what they share. */
+static int64_t tile_scratch_at(const fa_attention_args *a, int tiles, void *memory, tile_scratch *w)
+{
+    lane *next = memory;
+    int64_t used = 0;
     TAKE(w->s, BLOCK_K * BLOCK_Q);
     TAKE(w->add, BLOCK_K * BLOCK_Q);
     TAKE(w->pairs, BLOCK_K / 2 * BLOCK_Q);
@@ -45,27 +70,13 @@ static int64_t tile_scratch_at(const fa_attention_args *a, int tiles, void *memo
     TAKE(w->k, BLOCK_K * round_up(a->head_dim, LANES));
     TAKE(w->v, BLOCK_K * round_up(a->head_dim_v, LANES));
     TAKE(w->clean, BLOCK_K * round_up(a->head_dim_v, LANES));
-    TAKE(w->alpha, BLOCK_Q);
-    TAKE(w->position, BLOCK_Q);
-    TAKE(w->begin, BLOCK_Q);
-    TAKE(w->end, BLOCK_Q);
-    for (int i = 0; i < tiles; i++) {
-        tile_state *tile = w->tiles + i;
-        TAKE(tile->qt, a->head_dim * BLOCK_Q);
-        TAKE(tile->ot, a->head_dim_v * BLOCK_Q);
-        TAKE(tile->row_max, BLOCK_Q);
-        TAKE(tile->row_sum, BLOCK_Q);
-        TAKE(tile->slope, BLOCK_Q);
-        TAKE(tile->row_log, BLOCK_Q);
-        TAKE(tile->top_score, a->n_top * BLOCK_Q);
-        TAKE(tile->top_key, a->n_top * BLOCK_Q);
-        if (!a->entropy.data) tile->row_log = NULL;
-        TAKE(tile->t.begin, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
-        TAKE(tile->t.end, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
-        TAKE(tile->t.lists, BLOCK_Q * sizeof(range_list) / sizeof(lane));
-        TAKE(tile->t.pair_begin, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
-        TAKE(tile->t.pair_end, BLOCK_Q * sizeof(int64_t) / sizeof(lane));
-    }
+    TAKE_ROWS(w->alpha);
+    TAKE_ROWS(w->position);
+    TAKE_ROWS(w->begin);
+    TAKE_ROWS(w->end);
+    for (int i = 0; i < tiles; i++)
+        used += tile_state_at(a, memory ? next + used : NULL, w->tiles + i) / (int64_t)sizeof(lane);
+#undef TAKE_ROWS
 #undef TAKE
     return used * (int64_t)sizeof(lane);
 }
@@ -110,12 +121,60 @@ static void load_queries(const fa_attention_args *a, const row_block *t, int dot
     else load_queries_as(LANE_BITS == 64 ? FA_F64 : FA_F32, a, t, 0, factor, qt);
 }
 
+/* Whether the rows of the bias lie as lanes do, for load_bias. */
+INLINE int bias_of_lanes(const fa_attention_args *a)
+{
+    return a->bias.dtype == LANE_DTYPE && a->bias.col == sizeof(lane);
+}
+
+/* Notes where the bias of each row begins. */
+INLINE void note_bias_rows(const fa_attention_args *a, tile_state *tile)
+{
+    const row_block *t = &tile->t;
+    EACH_ROW(t, r, id) tile->bias[r] = at(&a->bias, t->b, id.head, id.query, 0);
+    for (int64_t r = t->rows; r < BLOCK_Q; r++) tile->bias[r] = tile->bias[t->rows - 1]; /* hides what a row hides */
+}
+
+/* Part of load_bias: `width` keys of LANES rows. */
+INLINE void load_bias_square(const char *const *rows, int64_t first, int64_t width, v_t *low, vi_t *some, lane *add)
+{
+    const vi_t hidden = (vi_t)v_splat(-INFINITY);
+    v_t x[LANES];
+    UNROLL for (int i = 0; i < LANES; i++) {
+        const char *row = rows[i] + first * (int64_t)sizeof(lane);
+        x[i] = width == LANES ? v_load(row) : v_load_n(row, width);
+    }
+    v_transpose(x);
+    UNROLL for (int i = 0; i < LANES; i++) {
+        if (i >= width) break;
+        *low = v_min(x[i], *low); /* this way round a NaN is passed over */
+        *some |= (vi_t)x[i] ^ hidden;
+        v_store(add + i * BLOCK_Q, x[i]);
+    }
+}
+
+/* add (n keys, nv) = the bias alone, transposed from where it is. */
+INLINE block_kind load_bias(const tile_state *tile, int nv, int64_t j0, int64_t n, lane *add)
+{
+    v_t low = v_splat(INFINITY);
+    vi_t some = {0};
+    for (int64_t r = 0; r < nv * LANES; r += LANES) {
+        int64_t j = 0;
+        for (; j + LANES <= n; j += LANES)
+            load_bias_square(tile->bias + r, j0 + j, LANES, &low, &some, add + j * BLOCK_Q + r);
+        if (j < n) load_bias_square(tile->bias + r, j0 + j, n - j, &low, &some, add + j * BLOCK_Q + r);
+    }
+    return !v_any(some != 0) ? BLOCK_EMPTY : v_any(low == v_splat(-INFINITY)) ? BLOCK_EDGE : BLOCK_FULL;
+}
+
 /* The additive tile, add (n keys, rows): one row for all where mask and bias do not depend on the query. An empty one is
  * not written. */
-static block_kind load_additive(const fa_attention_args *a, const row_block *t, int64_t j0, int64_t n,
-                                const tile_scratch *w)
+INLINE block_kind load_additive(const fa_attention_args *a, const modifiers *m, const tile_state *tile, int nv,
+                                int64_t j0, int64_t n, const tile_scratch *w)
 {
+    const row_block *t = &tile->t;
     const int shared = rows_share(t, &a->mask) && rows_share(t, &a->bias) && (!t->several || t->one_list);
+    if (m->additive == ADD_BIAS && !shared && bias_of_lanes(a)) return load_bias(tile, nv, j0, n, w->add);
     const block_kind kind = shared
                                 ? additive_row(a, t, first_row(t), t->several ? t->lists : NULL, j0, n, w->rows)
                                 : additive_rows(a, t, j0, n, w->rows);

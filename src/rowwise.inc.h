@@ -50,21 +50,18 @@ INLINE void score_block(const fa_rowwise_args *r, int nv, modifiers *m, int64_t 
     lane *s = w->kept.s + w->kept.n * BLOCK_Q, *probs = w->tile.s;
     const block_kind mask = mask_kind(a, t, 1, &j0, &n);
     if (mask == BLOCK_EMPTY) return;
-    m->additive = a->bias.data || mask == BLOCK_EDGE || t->several;
-    const block_kind kind = m->additive ? load_additive(a, t, j0, n, &w->tile) : BLOCK_FULL;
+    m->additive = additive_parts(a, t, mask);
+    const block_kind kind = m->additive ? load_additive(a, m, tile, nv, j0, n, &w->tile) : BLOCK_FULL;
     if (kind == BLOCK_EMPTY) return;
     const int out_of_range = t->full_first > j0 || t->full_last < j0 + n;
     const int hides = out_of_range || kind == BLOCK_EDGE;
     int64_t k_row;
     const char *k = keys_at(a, t, j0, n, w->tile.k, &k_row);
     if (r->kind == FA_ADDITIVE) block_additive(nv, k, k_row, n, tile->qt, a->head_dim, &w->additive, s);
-    else block_qk(nv, 0, k, k_row, n, tile->qt, a->head_dim, m->q_factor, s);
-    if (out_of_range || m->additive || m->alibi || m->softcap != 0 || m->s_factor != 1) {
-        const int64_t position = m->alibi ? load_int(at(&a->q_position, t->b, 0, 0, 0)) : 0;
-        w->tile.s = s;
-        modify_tile(nv, m, out_of_range, tile, j0, n, position, &w->tile);
-        w->tile.s = probs;
-    }
+    else block_qk(nv, 0, k, k_row, n, tile->qt, a->head_dim, m->q_factor, NULL, s);
+    w->tile.s = s;
+    modify_tile(a, m, nv, kind, out_of_range, tile, j0, n, &w->tile);
+    w->tile.s = probs;
     for (int64_t j = 0; j < n; j++) {
         w->kept.key[w->kept.n + j] = j0 + j;
         for (int u = 0; u < nv; u++) {

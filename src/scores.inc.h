@@ -272,9 +272,17 @@ static block_kind additive_rows(const fa_attention_args *a, const row_block *t, 
 typedef struct {
     lane q_factor, s_factor; /* of q and of the product: scale, divided by a softcap */
     lane softcap;            /* or 0 */
-    int additive;            /* a bias, or a mask at an edge: a matter of the block */
+    int additive;            /* what the additive tile is made of, a matter of the block */
     int alibi;
 } modifiers;
+
+enum { ADD_BIAS = 1, ADD_MASK = 2, ADD_LISTS = 4 };
+
+/* Of a block of which mask_kind says `kind`. */
+INLINE int additive_parts(const fa_attention_args *a, const row_block *t, block_kind kind)
+{
+    return (a->bias.data ? ADD_BIAS : 0) | (kind == BLOCK_EDGE ? ADD_MASK : 0) | (t->several ? ADD_LISTS : 0);
+}
 
 /* A factor above 1 is one of the product, for q times it may overflow where the product does not. `dot`: the kernel
  * applies q_factor to the product in any case. */
@@ -291,17 +299,25 @@ static modifiers modifiers_of(const fa_attention_args *a, int dot)
     };
 }
 
-/* One vector of scores: `add` from the additive tile, distance = |position of query - key|, `inside` the lanes within
- * their rows' ranges. A finite bias never becomes a mask: a sum that overflows is clamped, if it was no -inf before. */
-INLINE v_t v_modify(const modifiers *m, int edge, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
+/* Whether v_modify does anything. */
+INLINE int modifies(const modifiers *m, int edge)
+{
+    return edge || m->additive || m->alibi || m->softcap != 0 || m->s_factor != 1;
+}
+
+/* One vector of scores: `add` from the additive tile, in which `hides` says that there may be -inf, distance = |position of
+ * query - key|, `inside` the lanes within their rows' ranges, at an `edge`. A finite bias never becomes a mask: a sum that
+ * overflows is clamped, if it was no -inf before. */
+INLINE v_t v_modify(const modifiers *m, int edge, int hides, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
 {
     const v_t hidden = v_splat(-INFINITY);
     if (m->s_factor != 1) s *= v_splat(m->s_factor);
-    if (m->softcap != 0) s = v_tanh(s) * v_splat(m->softcap);
-    const vi_t minus_inf = (s == hidden) | (add == hidden);
+    if (m->softcap != 0) s = v_softcap(s, v_splat(m->softcap));
+    const v_t least = m->additive ? v_min(v_splat(-LANE_MAX), s) : s;
     if (m->additive) s += add;
     if (m->alibi) s = v_fma(-slope, distance, s);
-    if (m->additive) s = v_select(minus_inf, hidden, v_max(v_splat(-LANE_MAX), s));
+    if (m->additive) s = v_max(least, s);
+    if (m->additive && hides) s = v_select(add == hidden, hidden, s);
     if (edge) s = v_select(inside, s, hidden);
     return s;
 }

@@ -26,6 +26,11 @@ static const lane exp2_poly[] = {0.69314718802622878106f,   0.240226507605681269
                                  0.0096180825572778514913f, 0.0013390863364671234381f, 0.00015453162945120690177f};
 static const lane tanh_poly[] = {-0.33333328944134254565f, 0.13332769736976327858f, -0.053850909578513580828f,
                                  0.020997178999074750572f, -0.0060967141659081975745f};
+#define TANH_MAX 8.5f /* 1 - tanh(8.5) is 8e-8 */
+static const lane tanh_p[] = {1.f, 0.13421937510691618522f, 0.0035439393123561404191f, 0.000021396457862728850503f,
+                              1.4436403995541111294e-8f};
+static const lane tanh_q[] = {1.f, 0.46755269890399695626f, 0.026061545675858619876f, 0.00033643221436770489772f,
+                              8.2208357128214825074e-7f};
 #endif
 #define COUNT(array) (int)(sizeof(array) / sizeof(array)[0])
 
@@ -37,7 +42,7 @@ INLINE v_t v_horner(const lane *poly, int n, v_t x)
     return sum;
 }
 
-/* e^x for x <= 0 (and a little above): exactly 1 at 0, exactly 0 at -inf, 0 below the normal range, NaN at NaN.
+/* e^x from the normal range up to a little above x = 0: exactly 1 at 0, NaN at NaN.
  *
  * x log2(e) = n + f with n an integer and |f| <= 1/2; n + EXP_BIAS stands in the low bits of x log2(e) + EXP_ROUND +
  * EXP_BIAS, and shifted to the exponent's place it is 2^n. The last step is a multiplication and no integer addition,
@@ -46,20 +51,25 @@ INLINE v_t v_horner(const lane *poly, int n, v_t x)
  * Scores stay in natural units: log2(e) enters by the two multiply-adds, at no cost, after the row's maximum has been
  * subtracted. Folded into the scale, as is usual, it costs digits where scores are large, and a bias near the largest
  * number overflows. */
-INLINE v_t v_exp(v_t x)
+INLINE v_t v_exp_normal(v_t x)
 {
     const v_t magic = v_splat(EXP_ROUND + EXP_BIAS), log2_e = v_splat((lane)LOG2_E);
-    x = v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x);
     v_t n = v_fma(x, log2_e, magic), f = v_fma(x, log2_e, magic - n);
     v_t p = v_fma(v_horner(exp2_poly, COUNT(exp2_poly), f), f, v_splat(1));
     return p * (v_t)((vw_t)n << MANTISSA_BITS);
 }
 
-/* That as a probability relative to the largest: exactly 0 below 2^(27 - EXP_BIAS), 2^-100 in float32. Of less, products
+/* That, and exactly 0 below the normal range, at -inf too. */
+INLINE v_t v_exp(v_t x)
+{
+    return v_exp_normal(v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x));
+}
+
+/* e^x as a probability relative to the largest: exactly 0 below 2^(27 - EXP_BIAS), 2^-100 in float32. Of less, products
  * with values would be denormal, for which x86 traps into microcode: nine times slower where scores are large. */
 INLINE v_t v_exp_prob(v_t x)
 {
-    return v_select(x < v_splat((lane)((27 - EXP_BIAS) * LN_2)), v_splat(0), v_exp(x));
+    return v_select(x < v_splat((lane)((27 - EXP_BIAS) * LN_2)), v_splat(0), v_exp_normal(x));
 }
 
 INLINE lane lane_exp(lane x)
@@ -85,6 +95,19 @@ INLINE v_t v_tanh(v_t x)
 {
     v_t e = v_exp(v_abs(x) * -2), large = (1 - e) / (1 + e);
     return v_select(v_abs(x) > TANH_SMALL, v_select(x < 0, -large, large), v_tanh_small(x));
+}
+
+/* cap tanh(x). In float32 tanh is x p(x^2) / q(x^2) here: half the instructions of v_tanh, and 2.5 units in the last
+ * place, where that has 1.5. */
+INLINE v_t v_softcap(v_t x, v_t cap)
+{
+#ifdef FA_LANE_F64
+    return v_tanh(x) * cap;
+#else
+    x = v_min(v_splat(TANH_MAX), v_max(v_splat(-TANH_MAX), x));
+    const v_t z = x * x;
+    return v_horner(tanh_p, COUNT(tanh_p), z) * x * (v_recip(v_horner(tanh_q, COUNT(tanh_q), z)) * cap);
+#endif
 }
 
 /* x where exp(x) > 0, and a finite number below, -inf included: the two multiply to 0 there. */

@@ -33,25 +33,13 @@ static int64_t talking_scratch_at(const fa_rowwise_args *r, void *memory, talkin
     TAKE(w->pre, heads * heads * lanes);
     TAKE(w->post, heads * heads * lanes);
     for (int64_t h = 0; h < heads; h++) {
-        tile_state none, *tile = memory ? w->heads + h : &none;
-        TAKE(tile->qt, a->head_dim * BLOCK_Q * lanes);
-        TAKE(tile->ot, a->head_dim_v * BLOCK_Q * lanes);
-        TAKE(tile->row_max, BLOCK_Q * lanes);
-        TAKE(tile->row_sum, BLOCK_Q * lanes);
-        TAKE(tile->slope, BLOCK_Q * lanes);
-        TAKE(tile->t.begin, BLOCK_Q * (int64_t)sizeof(int64_t));
-        TAKE(tile->t.end, BLOCK_Q * (int64_t)sizeof(int64_t));
-        TAKE(tile->t.lists, BLOCK_Q * (int64_t)sizeof(range_list));
-        TAKE(tile->t.pair_begin, BLOCK_Q * (int64_t)sizeof(int64_t));
-        TAKE(tile->t.pair_end, BLOCK_Q * (int64_t)sizeof(int64_t));
+        tile_state none;
+        used += tile_state_at(a, memory ? next + used : NULL, memory ? w->heads + h : &none);
     }
     void *total; /* one for all heads, which finish in turn */
     TAKE(total, partial_at(a, BLOCK_Q, NULL, NULL));
 #undef TAKE
-    for (int64_t h = 0; memory && h < heads; h++) {
-        w->heads[h].row_log = NULL;
-        partial_at(a, BLOCK_Q, total, &w->heads[h].total);
-    }
+    for (int64_t h = 0; memory && h < heads; h++) partial_at(a, BLOCK_Q, total, &w->heads[h].total);
     return used;
 }
 
@@ -84,16 +72,16 @@ INLINE int talking_scores(const fa_rowwise_args *r, int nv, modifiers *m, int64_
         int64_t k_row;
         const char *k = keys_at(a, &kv, j0, n, w->tile.k, &k_row);
         lane *s = (r->pre ? w->scores : w->mixed) + h * HEAD_PITCH;
-        block_qk(nv, 0, k, k_row, n, w->heads[h].qt, a->head_dim, m->q_factor, s);
+        block_qk(nv, 0, k, k_row, n, w->heads[h].qt, a->head_dim, m->q_factor, NULL, s);
     }
     if (r->pre) mix_heads(nv, heads, w->pre, w->scores, n, w->mixed);
     for (int64_t g = 0; g < heads; g++) {
         tile_state *tile = w->heads + g;
         row_block *t = &tile->t;
         const int touched = t->first < j0 + n && j0 < t->last; /* else its rows' ranges may be those of another block */
-        m->additive = a->bias.data || a->mask.data || t->several;
-        block_kind kind = BLOCK_EMPTY;
-        if (touched) kind = m->additive ? load_additive(a, t, j0, n, &w->tile) : BLOCK_FULL;
+        m->additive = additive_parts(a, t, a->mask.data ? BLOCK_EDGE : BLOCK_FULL);
+        block_kind kind = touched ? BLOCK_FULL : BLOCK_EMPTY;
+        if (touched && m->additive) kind = load_additive(a, m, tile, nv, j0, n, &w->tile);
         const int out_of_range = t->full_first > j0 || t->full_last < j0 + n;
         const int hides = out_of_range || kind != BLOCK_FULL;
         lane *s = w->mixed + g * HEAD_PITCH;
@@ -103,10 +91,7 @@ INLINE int talking_scores(const fa_rowwise_args *r, int nv, modifiers *m, int64_
             continue;
         }
         w->tile.s = s;
-        if (out_of_range || m->additive || m->alibi || m->softcap != 0 || m->s_factor != 1) {
-            const int64_t position = m->alibi ? load_int(at(&a->q_position, t->b, 0, 0, 0)) : 0;
-            modify_tile(nv, m, out_of_range, tile, j0, n, position, &w->tile);
-        }
+        modify_tile(a, m, nv, kind, out_of_range, tile, j0, n, &w->tile);
         if (!note) continue;
         softmax_update(nv, s, n, tile->row_max, tile->row_sum, NULL, w->tile.alpha);
         note_rows(nv, m, hides, 0, n, &w->tile, tile->row_max);

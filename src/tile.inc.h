@@ -48,9 +48,23 @@ INLINE void tile_outer(int nk, int nv, int64_t pitch, int dot, int more, const c
  * of a BLAS, which has several. */
 #define MAX_DEPTH 256
 
-/* s (n, nv) = k (n, depth) qt (depth, nv) */
+/* Rows of a bias that will be read soon: bytes [begin, end) of each. */
+typedef struct {
+    const char *const *rows;
+    int64_t n_rows, begin, end;
+} bias_ahead;
+
+/* Asks for the share of TILE keys of BLOCK_K, j the first: all at once would have to wait for one another. */
+INLINE void prefetch_bias(const bias_ahead *x, int64_t j)
+{
+    const int64_t stop = (j + TILE) * x->n_rows / BLOCK_K;
+    for (int64_t r = j * x->n_rows / BLOCK_K; r < stop; r++)
+        for (int64_t at = x->begin; at < x->end; at += 64) __builtin_prefetch(x->rows[r] + at, 0, 2);
+}
+
+/* s (n, nv) = k (n, depth) qt (depth, nv); meanwhile `ahead`, if not NULL, is fetched. */
 INLINE void block_qk(int nv, int dot, const char *k, int64_t k_row, int64_t n, const lane *qt, int64_t depth,
-                     lane factor, lane *s)
+                     lane factor, const bias_ahead *ahead, lane *s)
 {
     for (int64_t d = 0; d < depth; d += MAX_DEPTH) {
         const int64_t part = depth - d < MAX_DEPTH ? depth - d : MAX_DEPTH;
@@ -60,7 +74,10 @@ INLINE void block_qk(int nv, int dot, const char *k, int64_t k_row, int64_t n, c
 #define KEYS(nk)                                                                                                       \
     tile_outer(nk, nv, BLOCK_Q, dot, more, from + j * k_row, k_row, qt + d * BLOCK_Q, part, factor, 0, NULL,           \
                s + j * BLOCK_Q)
-        for (; j + TILE <= n; j += TILE) KEYS(TILE);
+        for (; j + TILE <= n; j += TILE) {
+            if (ahead && !more) prefetch_bias(ahead, j);
+            KEYS(TILE);
+        }
         for (; j + 4 <= n; j += 4) KEYS(4);
         for (; j + 2 <= n; j += 2) KEYS(2);
         for (; j < n; j++) KEYS(1);

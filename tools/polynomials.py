@@ -41,6 +41,19 @@ def rest_of_tanh(z):
     return (mp.tanh(x) / x - 1) / z if z else -mp.mpf(1) / 3
 
 
+def show_rational(name, p, q, function, bound):
+    """Print p and q of function(x) = x p(x^2) / q(x^2) on [0, bound]."""
+    ratio = lambda z: mp.polyval(p[::-1], z) / mp.polyval(q[::-1], z)  # noqa: E731
+    error = worst(function, lambda x: x * ratio(x**2), mp.mpf(0), bound)
+    show(f"{name}, numerator", p, error)
+    show(f"{name}, denominator", q, error)
+
+
+def tanh_over_x(z):
+    """Return tanh(x) / x, z = x^2."""
+    return mp.tanh(mp.sqrt(z)) / mp.sqrt(z) if z else mp.mpf(1)
+
+
 def erf_over_x(z):
     """Return erf(x) / x, z = x^2."""
     x = mp.sqrt(z)
@@ -73,12 +86,12 @@ def main():
         h = interpolate(rest_of_tanh, mp.mpf(0), bound**2, degree - 1)
         error = worst(mp.tanh, lambda x, h=h: x + x**3 * mp.polyval(h[::-1], x**2), mp.mpf(0), bound)
         show(name, h, error)
+    bound = mp.mpf(85) / 10  # 1 - tanh(8.5) is 8e-8: a soft cap's tanh may end there
+    p, q = rational(tanh_over_x, bound, 4, 4)
+    show_rational("soft cap", p, q, mp.tanh, bound)
     bound = mp.mpf(392) / 100  # 1 - erf(3.92) is 3e-8: from there on erf is 1 in float32
     p, q = rational(erf_over_x, bound, 6, 5)
-    ratio = lambda z: mp.polyval(p[::-1], z) / mp.polyval(q[::-1], z)  # noqa: E731
-    error = worst(mp.erf, lambda x: x * ratio(x**2), mp.mpf(0), bound)
-    show("erf float, numerator", p, error)
-    show("erf float, denominator", q, error)
+    show_rational("erf float", p, q, mp.erf, bound)
 
 
 if __name__ == "__main__":
