@@ -18,7 +18,7 @@
 static struct {
     char *base;
     size_t used; /* before that page */
-} mappings[64];
+} mappings[128];
 static int n_mappings;
 
 static size_t page_size(void)
@@ -45,12 +45,13 @@ static void protect(void)
     FOR(i, n_mappings) mprotect(mappings[i].base, mappings[i].used, PROT_READ);
 }
 
-/* Whether the last mapping holds what allocate() put there. */
-static int is_blank(void)
+/* Whether the mapping that `inside` points into, or to the end of, holds what allocate() put there. */
+static int is_blank(const char *inside)
 {
-    const char *base = mappings[n_mappings - 1].base;
-    for (size_t i = 0; i < mappings[n_mappings - 1].used; i++)
-        if (base[i] != (char)0xff) return 0;
+    int n = n_mappings - 1;
+    while (n > 0 && !(mappings[n].base <= inside && inside <= mappings[n].base + mappings[n].used)) n--;
+    for (size_t i = 0; i < mappings[n].used; i++)
+        if (mappings[n].base[i] != (char)0xff) return 0;
     return 1;
 }
 

@@ -4,8 +4,6 @@
 
 #include "arrays.h"
 
-#include <float.h>
-
 /* Random numbers: splitmix64. */
 static uint64_t seed;
 
@@ -51,7 +49,7 @@ static const fa_dtype dtypes[][2] = {{FA_F32, FA_F32},   {FA_F64, FA_F64}, {FA_F
 
 #define OPTIONS(X)                                                                                                     \
     X(CAUSAL) X(WINDOW) X(RANGES) X(MASK) X(PADDING) X(BIAS) X(KEY_BIAS) X(ALIBI) X(SOFTCAP) X(SINKS) X(NO_LSE)        \
-    X(LAYOUT) X(NAN_HIDDEN) X(NAN_VALUES) X(NAN_KEYS) X(LISTS)
+    X(LAYOUT) X(NAN_HIDDEN) X(NAN_VALUES) X(NAN_KEYS) X(LISTS) X(SIGMOID) X(STATISTICS)
 #define X(name) BIT_##name,
 enum { OPTIONS(X) N_OPTIONS };
 #undef X
@@ -63,46 +61,66 @@ static const int alone[] = {
     MASK,  PADDING,        MASK | NAN_VALUES,   MASK | NAN_KEYS,     BIAS,                KEY_BIAS,
     ALIBI, SOFTCAP,        SINKS,               NO_LSE,              LAYOUT};
 
-/* Behind those, lists of ranges: two of every shape, with other options. */
-enum { PER_SHAPE = 3, ALONE = 2 * COUNT(alone), TOGETHER = PER_SHAPE * (COUNT(shapes) - 2), LISTED = 2 * COUNT(shapes) };
-enum { N_CASES = (ALONE + TOGETHER + LISTED) * COUNT(dtypes) };
+/* Behind those, with other options: of every shape two with lists of ranges, one with sigmoids, two with statistics. */
+enum { PER_SHAPE = 3, ALONE = 2 * COUNT(alone), TOGETHER = PER_SHAPE * (COUNT(shapes) - 2) };
+enum { LISTED = 2 * COUNT(shapes), SIGMOIDS = COUNT(shapes), STATED = 2 * COUNT(shapes) };
+enum { N_CASES = (ALONE + TOGETHER + LISTED + SIGMOIDS + STATED) * COUNT(dtypes) };
+
+/* Which statistics a case asks for. */
+enum { ROW_MAX = 1, ENTROPY = 2, TOP = 4, KEY_SUMS = 8, MEAN_WEIGHTS = 16 };
 
 typedef struct {
-    int number, options, out_layout;
+    int number, options, out_layout, statistics;
     shape s;
     fa_dtype q, kv;
 } test_case;
 
+/* Shape `i`, but the one with most scores with fewer rows: for what takes more time. */
+static shape small_shape(int i)
+{
+    shape s = shapes[i % COUNT(shapes)];
+    if (s.len_k > 4096) s.batch = 1, s.len_q = 20;
+    return s;
+}
+
+/* Any of those before LISTS. */
+static int random_options(void)
+{
+    const int options = (int)(random_bits() & random_bits()) & (LISTS - 1);
+    return below(3) ? options & ~(NAN_KEYS | NAN_VALUES) : options; /* they leave few numbers */
+}
+
 static test_case case_of(int number)
 {
-    const int i = number / COUNT(dtypes);
+    const int i = number / COUNT(dtypes), listed = i - ALONE - TOGETHER, other = listed - LISTED;
     test_case c = {.number = number, .q = dtypes[number % COUNT(dtypes)][0], .kv = dtypes[number % COUNT(dtypes)][1]};
     seed = (uint64_t)number << 32;
-    if (i < ALONE) {
-        c.s = shapes[i % 2];
-        c.options = alone[i / 2];
-    } else {
-        const int listed = i >= ALONE + TOGETHER;
-        c.s = shapes[listed ? (i - ALONE - TOGETHER) / 2 : 2 + (i - ALONE) / PER_SHAPE];
-        c.options = (int)(random_bits() & random_bits()) & (LISTS - 1);
-        if (listed) c.options |= LISTS;
-        if (below(3)) c.options &= ~(NAN_KEYS | NAN_VALUES); /* they leave few numbers */
+    c.options = i < ALONE ? alone[i / 2] : random_options();
+    if (i < ALONE) c.s = shapes[i % 2];
+    else if (listed < 0) c.s = shapes[2 + (i - ALONE) / PER_SHAPE];
+    else c.s = small_shape(other < 0 ? listed / 2 : other);
+    if (listed >= 0 && (other < 0 || below(3) == 0)) c.options |= LISTS;
+    if (other >= SIGMOIDS) {
+        c.options |= STATISTICS;
+        c.statistics = 1 + (int)below(31);
+    } else if (other >= 0) {
+        c.options = (c.options | SIGMOID | NO_LSE) & ~SINKS;
     }
     c.out_layout = c.options & LAYOUT ? (int)below(8) : 0;
     return c;
 }
 
-static void describe(const char *isa, const test_case *c, const char *wrong)
+static void describe(const test_case *c)
 {
     static const char *const names[] = {"float32", "float64", "float16", "bfloat16"};
     const shape *s = &c->s;
-    printf("FAILED %s %d: q %s, k and v %s, ", isa, c->number, names[c->q], names[c->kv]);
+    printf("q %s, k and v %s, ", names[c->q], names[c->kv]);
     printf("batch %d, heads %d / %d, len %d x %d, head_dim %d, %d", s->batch, s->heads_q, s->heads_kv, s->len_q,
            s->len_k, s->head_dim, s->head_dim_v);
 #define X(name) if (c->options & name) printf(" " #name);
     OPTIONS(X)
 #undef X
-    printf(": %s\n", wrong);
+    if (c->statistics) printf(" of %d", c->statistics);
 }
 
 /* for each element (b, h, i, j) of an array of the call */
@@ -207,6 +225,8 @@ static fa_attention_args new_inputs(const test_case *c)
     fa_attention_args args = {.batch = s->batch, .heads_q = s->heads_q, .heads_kv = s->heads_kv, .len_q = s->len_q,
                               .len_k = s->len_k, .head_dim = s->head_dim, .head_dim_v = s->head_dim_v,
                               .scale = 6 / sqrt(s->head_dim), .softcap = c->options & SOFTCAP ? 3 : 0}, *a = &args;
+    if (c->options & SIGMOID) a->sigmoid = 1, a->sigmoid_bias = uniform(-3, 0);
+    if (c->statistics & TOP) a->n_top = smaller(s->len_k, 1 + below(9));
     a->q = new_floats(c->q, a->batch, a->heads_q, a->len_q, a->head_dim, random ? (int)below(8) : 0);
     a->k = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, a->head_dim, random ? (int)below(8) | share : 0);
     a->v = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, a->head_dim_v, random ? (int)below(8) | share : 0);

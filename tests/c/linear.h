@@ -3,18 +3,14 @@
 #ifndef LINEAR_H
 #define LINEAR_H
 
-#include "reference.h"
+#include "cases.h"
+#include "family.h"
 
 static const int64_t linear_m[] = {1, 3, 4, 5, 6, 7, 12, 13, 97}, linear_k[] = {1, 31, 33, 255, 257, 513};
 static const int64_t linear_n[] = {1, 17, 32, 33, 70};
 static const fa_dtype linear_weights[] = {FA_F32, FA_BF16, FA_I8, FA_F64};
 static const fa_dtype floats[] = {FA_F32, FA_F16, FA_BF16, FA_F64};
 enum { LINEAR_CASES = COUNT(linear_m) * COUNT(linear_k) * COUNT(linear_n) * COUNT(linear_weights) };
-
-/* What a number must be, and how far from it it may lie. */
-typedef struct {
-    double value, error;
-} near;
 
 static near activated(fa_activation activation, near z, double eps)
 {
@@ -37,36 +33,6 @@ static near product(near x, near y, double eps)
                                          eps * fabs(x.value * y.value)};
 }
 
-/* A copy of an element in `dtype`, of what was accumulated in its lane type. */
-static near stored(near x, fa_dtype dtype)
-{
-    x.error += eps_of(dtype) / 2 * (fabs(x.value) + x.error) + (dtype == FA_F16 ? 0x1p-25 : FLT_MIN);
-    return x;
-}
-
-/* What is wrong with element (i, j), or NULL. */
-static const char *differs(const char *name, const fa_array *out, const fa_array *other, int64_t i, int64_t j,
-                           near want)
-{
-    static char wrong[200];
-    const double got = get(out, 0, 0, i, j), again = get(other, 0, 0, i, j);
-    if (isnan(want.value) ? !isnan(got) : !(got == want.value || fabs(got - want.value) <= want.error))
-        snprintf(wrong, sizeof wrong, "%s[%d, %d] is %.9g, not %.9g within %.3g", name, (int)i, (int)j, got, want.value,
-                 want.error);
-    else if (!(isnan(got) && isnan(again)) && memcmp(&got, &again, sizeof got) != 0)
-        snprintf(wrong, sizeof wrong, "%s[%d, %d] is %.17g, and %.17g the second time", name, (int)i, (int)j, got,
-                 again);
-    else return NULL;
-    return wrong;
-}
-
-/* Whether `out`, which is the last mapping, was written in its rows only. Takes them away. */
-static int only_rows(const fa_array *out, int64_t rows, int64_t cols)
-{
-    FOR(i, rows) memset(at(out, 0, 0, i, 0), 0xff, (size_t)(cols * bytes_of(out->dtype)));
-    return is_blank();
-}
-
 static fa_array random_floats(fa_dtype dtype, int64_t rows, int64_t cols, double low, double high)
 {
     const fa_array x = new_floats(dtype, 1, 1, rows, cols, (int)below(8) & (GAP | REVERSED));
@@ -77,7 +43,8 @@ static fa_array random_floats(fa_dtype dtype, int64_t rows, int64_t cols, double
 typedef struct {
     fa_linear_args args;
     fa_array x, bias, residual;
-    double *w; /* (maps, n, k), with scales */
+    double *w;     /* (maps, n, k), with scales */
+    near *want[2]; /* of lanes, of the bfloat16 dot product; once they are asked for */
 } linear_case;
 
 /* Packs random weights as packed.py does. */
@@ -193,12 +160,27 @@ static int run_linear(const fa_kernels *kernels, fa_linear_args a, int64_t begin
     return p.scratch_bytes % 64 == 0;
 }
 
-/* Twice: the second time in two parts of the rows, since a row's bits depend on the row alone. */
-static const char *check_linear(const fa_kernels *kernels, const linear_case *c, const near *want)
+static linear_case linear_now;
+
+/* Whether the bfloat16 dot product runs: the plan of an attention call tells. */
+static int has_dot(int isa)
 {
-    fa_linear_args a = c->args;
+    const fa_attention_args a = {.q.dtype = FA_BF16, .k.dtype = FA_BF16, .v.dtype = FA_BF16, .out.dtype = FA_BF16,
+                                 .batch = 1, .heads_q = 1, .heads_kv = 1, .len_q = 100, .len_k = 100, .head_dim = 8,
+                                 .head_dim_v = 8};
+    fa_plan p;
+    fa_isa_kernels(isa, FA_F32)->plan(&a, 1, &p);
+    return p.bf16_dot;
+}
+
+/* Twice: the second time in two parts of the rows, since a row's bits depend on the row alone. */
+static const char *check_linear(int isa, const fa_kernels *kernels)
+{
+    fa_linear_args a = linear_now.args;
+    const int dot = a.weight == FA_BF16 && has_dot(isa);
     fa_array out[2];
     int aligned = 1;
+    if (!linear_now.want[dot]) linear_now.want[dot] = expect_linears(&linear_now, dot);
     FOR(again, 2)
     {
         out[again] = new_floats(a.dtype, 1, 1, a.m, a.n, again ? GAP : REVERSED);
@@ -206,13 +188,39 @@ static const char *check_linear(const fa_kernels *kernels, const linear_case *c,
         aligned &= run_linear(kernels, a, 0, again ? a.m / 3 : a.m, (int)again);
         if (again) aligned &= run_linear(kernels, a, a.m / 3, a.m, 1);
     }
-    if (!aligned) return "scratch sizes that do not keep memory aligned";
+    if (!aligned) return UNALIGNED;
     FOR(i, a.m) FOR(j, a.n)
     {
-        const char *wrong = differs("out", out, out + 1, i, j, *want++);
+        const char *wrong = differs("out", out, out + 1, 0, 0, i, j, linear_now.want[dot][i * a.n + j]);
         if (wrong) return wrong;
     }
-    return only_rows(out + 1, a.m, a.n) ? NULL : "something was written between the rows of out";
+    return only_rows(out + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
 }
+
+static void make_linear(int number)
+{
+    linear_now = linear_case_of(number);
+}
+
+static fa_dtype linear_dtype(void)
+{
+    return linear_now.args.dtype;
+}
+
+static void describe_linear(void)
+{
+    const fa_linear_args *a = &linear_now.args;
+    printf("dtype %d, weight %d, (%d, %d, %d), gated %d, activation %d%s%s", a->dtype, a->weight, (int)a->m, (int)a->n,
+           (int)a->k, a->gated, a->activation, a->bias ? ", bias" : "", a->residual ? ", residual" : "");
+}
+
+static void drop_linear(void)
+{
+    free(linear_now.want[0]), free(linear_now.want[1]), free(linear_now.w);
+}
+
+static const family linear_family = {
+    "linear", LINEAR_CASES, make_linear, linear_dtype, check_linear, describe_linear, drop_linear,
+};
 
 #endif

@@ -3,6 +3,7 @@
 #define REFERENCE_H
 
 #include "cases.h"
+#include "compare.h"
 
 /* What an element must be, and how far from it it may lie; `blur`, the mean of |v|: where the kernel rounds
  * probabilities, to 8 bits, it moves by up to 2^-8 of that. */
@@ -10,75 +11,129 @@ typedef struct {
     double value, tolerance, blur;
 } expected;
 
-static double eps_of(fa_dtype dtype)
+/* A score, and the absolute sum of its terms: it may be off by some units in the last place of that. */
+typedef struct {
+    double value, size; /* size -1: not attended */
+} score;
+
+static score product_of(int64_t depth, const double *q, const double *k)
 {
-    return dtype == FA_F64 ? DBL_EPSILON : dtype == FA_F32 ? FLT_EPSILON : dtype == FA_F16 ? 0x1p-10 : 0x1p-7;
+    score s = {0, 0};
+    FOR(d, depth)
+    {
+        s.value += q[d] * k[d];
+        s.size += fabs(q[d] * k[d]);
+    }
+    return s;
 }
 
-/* Row (b, h, i): head_dim_v elements of out, and its lse, from a row of q and the matrices k and v. A score may be off
- * by some units in the last place of the absolute sum of its terms (`size`), and to first order such errors reach the
- * result in proportion to the probabilities. */
-static void expect_row(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, const double *q, const double *k,
-                       const double *v, double *score, double *size, expected *e)
+/* What key j of row (b, h, i) has after all modifiers, `s` being the product. */
+static score modified(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, int64_t j, score s)
 {
-    const int64_t depth = a->head_dim, width = a->head_dim_v;
-    const double eps = eps_of(lane_of(a->q.dtype)), sink = a->sinks.data ? get(&a->sinks, b, h, 0, 0) : -INFINITY;
-    double max = sink, error = 0;
-    FOR(j, a->len_k)
-    {
-        double s = 0, terms = 0;
-        size[j] = -1; /* not attended */
-        if (!attends(a, b, h, i, j)) continue;
-        FOR(d, depth)
-        {
-            s += q[d] * k[j * depth + d];
-            terms += fabs(q[d] * k[j * depth + d]);
-        }
-        s *= a->scale;
-        terms *= a->scale;
-        if (a->softcap != 0) s = a->softcap * tanh(s / a->softcap);
-        if (a->bias.data) {
-            const double bias = get(&a->bias, b, h, i, j);
-            s += bias;
-            terms += bias < -1e30 ? 0 : fabs(bias); /* there all scores become the same, exactly */
-        }
-        if (a->alibi_slopes.data) {
-            const double distance = fabs((double)(get_int(&a->q_position, b, 0, 0) + i - j));
-            s -= get(&a->alibi_slopes, b, h, 0, 0) * distance;
-            terms += get(&a->alibi_slopes, b, h, 0, 0) * distance;
-        }
-        score[j] = s;
-        size[j] = terms;
-        max = fmax(max, s);
+    if (!attends(a, b, h, i, j)) return (score){-INFINITY, -1};
+    s.value *= a->scale;
+    s.size *= a->scale;
+    if (a->softcap != 0) s.value = a->softcap * tanh(s.value / a->softcap);
+    if (a->bias.data) {
+        const double bias = get(&a->bias, b, h, i, j);
+        s.value += bias;
+        s.size += bias < -1e30 ? 0 : fabs(bias); /* there all scores become the same, exactly */
     }
-    double sum = max == -INFINITY ? 0 : exp(sink - max);
-    FOR(j, a->len_k)
-    {
-        if (size[j] == -1) continue;
-        const double p = exp(score[j] - max);
-        sum += p;
-        error += p * size[j];
-        FOR(d, width)
-        {
-            const double value = v[j * width + d];
-            e[d].value += p * value;
-            e[d].blur += p * fabs(value);
-            e[d].tolerance += p * fabs(value) * size[j];
-        }
+    if (a->alibi_slopes.data) {
+        const double distance = fabs((double)(get_int(&a->q_position, b, 0, 0) + i - j));
+        s.value -= get(&a->alibi_slopes, b, h, 0, 0) * distance;
+        s.size += get(&a->alibi_slopes, b, h, 0, 0) * distance;
     }
-    const double factor = sum == 0 ? 0 : 1 / sum, steps = 4 + sqrt((double)a->len_k); /* roundings of sums over keys */
-    const double tiny = a->q.dtype == FA_F16 ? 0x1p-25 : eps == DBL_EPSILON ? DBL_MIN : FLT_MIN; /* below it exp is 0 */
-    FOR(d, width)
-    {
-        e[d].value *= factor;
-        e[d].blur *= factor;
-        e[d].tolerance = eps * (2 * factor * (e[d].tolerance + fabs(e[d].value) * error) + steps * e[d].blur) +
-                         eps_of(a->q.dtype) / 2 * fabs(e[d].value) + tiny;
-    }
-    e[width].value = sum == 0 ? -INFINITY : max + log(sum);
-    e[width].tolerance = eps * (2 * factor * error + steps + fabs(e[width].value));
+    return s;
 }
 
+/* The scores of row (b, h, i) from a row of q and the matrix k. */
+static void score_row(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, const double *q, const double *k,
+                      score *s)
+{
+    FOR(j, a->len_k) s[j] = modified(a, b, h, i, j, product_of(a->head_dim, q, k + j * a->head_dim));
+}
+
+/* Of a row's softmax: the maximum, the sum of exp(score - max), both with the sink; and the mean of the sizes. To first
+ * order errors of scores reach the result in proportion to the probabilities. */
+typedef struct {
+    double max, sum, size;
+} softmax_row;
+
+static softmax_row softmax_of(const fa_attention_args *a, int64_t b, int64_t h, const score *s)
+{
+    const double sink = a->sinks.data ? get(&a->sinks, b, h, 0, 0) : -INFINITY;
+    softmax_row r = {.max = sink};
+    FOR(j, a->len_k) r.max = fmax(r.max, s[j].value);
+    if (r.max == -INFINITY) r.max = 0;
+    r.sum = exp(sink - r.max);
+    FOR(j, a->len_k)
+    {
+        if (s[j].size == -1) continue;
+        const double p = exp(s[j].value - r.max);
+        r.sum += p;
+        r.size += p * s[j].size;
+    }
+    if (r.sum != 0) r.size /= r.sum;
+    return r;
+}
+
+/* Roundings of a sum over keys. */
+static double steps_of(const fa_attention_args *a)
+{
+    return 4 + sqrt((double)a->len_k);
+}
+
+/* The probability of a key that the row attends. */
+static near probability(const fa_attention_args *a, const softmax_row *r, score s)
+{
+    const double p = r->sum == 0 ? 0 : exp(s.value - r->max) / r->sum, eps = eps_of(lane_of(a->q.dtype));
+    return (near){p, p * eps * (2 * (s.size + r->size) + steps_of(a))};
+}
+
+static near sigmoid_of(const fa_attention_args *a, score s)
+{
+    const double x = s.value + a->sigmoid_bias, p = 1 / (1 + exp(-x)), eps = eps_of(lane_of(a->q.dtype));
+    const double least = a->q.dtype == FA_F64 ? 0x1p-996 : 0x1p-100; /* below it there are none: v_exp_prob */
+    return (near){p, p * eps * (2 * (1 - p) * (s.size + fabs(a->sigmoid_bias)) + steps_of(a)) + least};
+}
+
+/* Below it exp is 0. */
+static double tiny_of(fa_dtype q)
+{
+    return q == FA_F16 ? 0x1p-25 : q == FA_F64 ? DBL_MIN : FLT_MIN;
+}
+
+/* out (head_dim_v) += p v (head_dim_v) */
+static void weigh(const fa_attention_args *a, near p, const double *v, expected *out)
+{
+    FOR(d, a->head_dim_v)
+    {
+        out[d].value += p.value * v[d];
+        out[d].tolerance += p.error * fabs(v[d]);
+        out[d].blur += fabs(p.value * v[d]);
+    }
+}
+
+/* What q's dtype makes of the sum. */
+static void round_out(const fa_attention_args *a, expected *out)
+{
+    FOR(d, a->head_dim_v) out[d].tolerance += eps_of(a->q.dtype) / 2 * fabs(out[d].value) + tiny_of(a->q.dtype);
+}
+
+/* Row (b, h, i): head_dim_v elements of out, and its lse. */
+static void expect_row(const fa_attention_args *a, int64_t b, int64_t h, const score *s, const double *v, expected *e)
+{
+    const int64_t width = a->head_dim_v;
+    const softmax_row r = softmax_of(a, b, h, s);
+    FOR(j, a->len_k)
+        if (s[j].size != -1) weigh(a, a->sigmoid ? sigmoid_of(a, s[j]) : probability(a, &r, s[j]), v + j * width, e);
+    round_out(a, e);
+    e[width].value = r.sum == 0 ? -INFINITY : r.max + log(r.sum);
+    e[width].tolerance = eps_of(lane_of(a->q.dtype)) * (2 * r.size + steps_of(a) + fabs(e[width].value));
+}
+
+/* for each element (b, h, i, j) of an array of the call, as numbers */
 static double *doubles(const fa_attention_args *a, const fa_array *x, int64_t heads, int64_t rows, int64_t cols)
 {
     double *all = calloc((size_t)(a->batch * heads * rows * cols + 1), sizeof *all), *next = all;
@@ -86,23 +141,48 @@ static double *doubles(const fa_attention_args *a, const fa_array *x, int64_t he
     return all;
 }
 
-/* For every row of the call, head_dim_v elements and the lse. */
-static expected *expect(const fa_attention_args *a)
+/* The operands of a call, row after row. */
+typedef struct {
+    double *q, *k, *v;
+} operands;
+
+static operands operands_of(const fa_attention_args *a)
 {
-    const int64_t stride = a->head_dim_v + 1, group = a->heads_q / a->heads_kv;
+    return (operands){doubles(a, &a->q, a->heads_q, a->len_q, a->head_dim),
+                      doubles(a, &a->k, a->heads_kv, a->len_k, a->head_dim),
+                      doubles(a, &a->v, a->heads_kv, a->len_k, a->head_dim_v)};
+}
+
+static void drop_operands(operands *x)
+{
+    free(x->q), free(x->k), free(x->v);
+}
+
+static const double *query_of(const fa_attention_args *a, const operands *x, int64_t b, int64_t h, int64_t i)
+{
+    return x->q + ((b * a->heads_q + h) * a->len_q + i) * a->head_dim;
+}
+
+/* The first key of head h of q, in rows of k and v. */
+static int64_t first_key(const fa_attention_args *a, int64_t b, int64_t h)
+{
+    return (b * a->heads_kv + h / (a->heads_q / a->heads_kv)) * a->len_k;
+}
+
+/* For every row of the call, head_dim_v elements and the lse. */
+static expected *expect(const fa_attention_args *a, const operands *x)
+{
+    const int64_t stride = a->head_dim_v + 1;
     expected *all = calloc((size_t)(a->batch * a->heads_q * a->len_q * stride + 1), sizeof *all), *row = all;
-    double *q = doubles(a, &a->q, a->heads_q, a->len_q, a->head_dim), *next = q;
-    double *k = doubles(a, &a->k, a->heads_kv, a->len_k, a->head_dim);
-    double *v = doubles(a, &a->v, a->heads_kv, a->len_k, a->head_dim_v);
-    double *keys = calloc((size_t)(2 * a->len_k + 1), sizeof *keys);
+    score *s = calloc((size_t)a->len_k + 1, sizeof *s);
     FOR(b, a->batch) FOR(h, a->heads_q) FOR(i, a->len_q)
     {
-        const int64_t first = (b * a->heads_kv + h / group) * a->len_k; /* key */
-        expect_row(a, b, h, i, next, k + first * a->head_dim, v + first * a->head_dim_v, keys, keys + a->len_k, row);
-        next += a->head_dim;
+        const int64_t first = first_key(a, b, h);
+        score_row(a, b, h, i, query_of(a, x, b, h, i), x->k + first * a->head_dim, s);
+        expect_row(a, b, h, s, x->v + first * a->head_dim_v, row);
         row += stride;
     }
-    free(q), free(k), free(v), free(keys);
+    free(s);
     return all;
 }
 

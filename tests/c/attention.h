@@ -1,0 +1,149 @@
+/* The attention kernels. A call runs twice and must give the same bits: the second time in another order, planned for
+ * more threads, in splits if there are any, and with other garbage in the scratch memory. */
+#ifndef ATTENTION_H
+#define ATTENTION_H
+
+#include "family.h"
+#include "statistics.h"
+
+/* What one instruction set did. */
+static struct {
+    int tile, tiles, bf16_dot, dot, splits;
+    double elements, numbers; /* all, and those expected to be neither 0 nor NaN */
+} counts[16];
+
+static struct {
+    test_case c;
+    fa_attention_args inputs;
+    operands x;
+    expected *want;
+    expected_statistics statistics;
+} attention_case;
+
+static void make_attention(int number)
+{
+    attention_case.c = case_of(number);
+    attention_case.inputs = new_inputs(&attention_case.c);
+    attention_case.x = operands_of(&attention_case.inputs);
+    attention_case.want = expect(&attention_case.inputs, &attention_case.x);
+    if (attention_case.c.statistics)
+        attention_case.statistics = expect_statistics(&attention_case.inputs, &attention_case.x);
+}
+
+static void drop_attention(void)
+{
+    drop_operands(&attention_case.x);
+    free(attention_case.want);
+    if (attention_case.c.statistics) drop_statistics(&attention_case.statistics);
+}
+
+static fa_dtype attention_dtype(void)
+{
+    return attention_case.c.q;
+}
+
+static void describe_attention(void)
+{
+    describe(&attention_case.c);
+}
+
+/* All tasks, the first time or `again`. */
+static void run_attention(const fa_kernels *kernels, const fa_attention_args *a, const fa_plan *p, int again)
+{
+    const int mark = n_mappings;
+    char *scratch = allocate((size_t)p->scratch_bytes);
+    if (again) memset(scratch, 0x55, (size_t)p->scratch_bytes);
+    if (again && p->split_k) {
+        char *state = allocate((size_t)p->partial_bytes);
+        char *partials = allocate((size_t)(p->n_splits * p->partial_bytes));
+        FOR(head, p->n_tasks)
+        {
+            for (int64_t split = p->n_splits - 1; split >= 0; split--)
+                kernels->run_split(a, p, head, split, partials + split * p->partial_bytes, scratch);
+            FOR(split, p->n_splits) kernels->merge(a, p, head, split, state, partials + split * p->partial_bytes);
+        }
+    } else
+        FOR(task, p->n_tasks) kernels->run(a, p, again ? p->n_tasks - 1 - task : task, scratch);
+    release(mark);
+}
+
+/* What is wrong with out and lse of a call that ran twice, or NULL; `blur` of 1: probabilities were rounded. Takes the
+ * second out away. */
+static const char *wrong_out(const fa_attention_args calls[2], const expected *e, double blur)
+{
+    const fa_attention_args *a = calls;
+    const char *wrong = NULL;
+    FOR(b, a->batch) FOR(h, a->heads_q) FOR(i, a->len_q)
+    {
+        for (int64_t d = 0; d < a->head_dim_v && !wrong; d++)
+            wrong = differs("out", &a->out, &calls[1].out, b, h, i, d,
+                            (near){e[d].value, e[d].tolerance + (blur ? 0x1p-8 * e[d].blur : 0)});
+        const near lse = {e[a->head_dim_v].value, e[a->head_dim_v].tolerance};
+        if (a->lse.data && !wrong) wrong = differs("lse", &a->lse, &calls[1].lse, b, h, i, 0, lse);
+        e += a->head_dim_v + 1;
+    }
+    if (wrong || only_rows(&calls[1].out, a->batch, a->heads_q, a->len_q, a->head_dim_v)) return wrong;
+    return BETWEEN_ROWS;
+}
+
+static const char *check_attention(int isa, const fa_kernels *kernels)
+{
+    const test_case *c = &attention_case.c;
+    fa_attention_args calls[2] = {attention_case.inputs, attention_case.inputs}, *a = calls;
+    fa_plan p;
+    FOR(again, 2)
+    {
+        fa_attention_args *call = calls + again;
+        if (!(c->options & NO_LSE))
+            call->lse = new_floats(lane_of(c->q), a->batch, a->heads_q, a->len_q, 1, c->out_layout);
+        call->out = new_floats(c->q, a->batch, a->heads_q, a->len_q, a->head_dim_v, c->out_layout);
+        new_statistics(c, call);
+        kernels->plan(call, again ? 64 : 1, &p);
+        if (p.scratch_bytes % 64 || p.partial_bytes % 64) return UNALIGNED;
+        run_attention(kernels, call, &p, (int)again);
+        counts[isa].tiles += p.tiles > 1;
+        if (!call->norm.data) continue;
+        fa_plan second;
+        call->second_pass = 1;
+        kernels->plan(call, again ? 64 : 1, &second);
+        if (second.scratch_bytes % 64) return UNALIGNED;
+        run_attention(kernels, call, &second, (int)again);
+    }
+    counts[isa].tile += p.kind == FA_TILE;
+    counts[isa].dot += p.kind == FA_DOT;
+    counts[isa].bf16_dot += p.bf16_dot;
+    counts[isa].splits += p.n_splits > 1;
+    for (const expected *e = attention_case.want, *end = e + a->batch * a->heads_q * a->len_q * (a->head_dim_v + 1);
+         e < end; e++) {
+        counts[isa].elements++;
+        counts[isa].numbers += isfinite(e->value) && e->value != 0;
+    }
+    const char *wrong = wrong_out(calls, attention_case.want, p.bf16_dot);
+    return wrong || !c->statistics ? wrong : wrong_statistics(calls, &attention_case.x, &attention_case.statistics);
+}
+
+static const family attention_family = {
+    "attention", N_CASES, make_attention, attention_dtype, check_attention, describe_attention, drop_attention,
+};
+
+/* What ran, and whether the comparisons said something; returns whether they did. */
+static int report_attention(const char *only_isa)
+{
+    int told = 1;
+    FOR(isa, fa_isa_count())
+    {
+        const char *name = fa_isa_name((int)isa);
+        printf("%s: ", name);
+        if (!fa_isa_available((int)isa)) puts("not on this CPU");
+        else if (only_isa && strcmp(only_isa, name) != 0) puts("not asked for");
+        else
+            printf("tile kernel %d (several tiles a task %d, bfloat16 dot %d), dot kernel %d, several splits %d\n",
+                   counts[isa].tile, counts[isa].tiles, counts[isa].bf16_dot, counts[isa].dot, counts[isa].splits);
+        if (2 * counts[isa].numbers >= counts[isa].elements) continue;
+        puts("FAILED: most elements are 0 or NaN, so that the comparison says little");
+        told = 0;
+    }
+    return told;
+}
+
+#endif

@@ -1,0 +1,63 @@
+/* Families of cases, each of one kind of kernel, and what runs them. */
+#ifndef FAMILY_H
+#define FAMILY_H
+
+#include "compare.h"
+
+#include <signal.h>
+
+/* One case at a time: make() leaves its inputs, which become read-only, and what they must give. */
+typedef struct {
+    const char *name;
+    int n_cases;
+    void (*make)(int number);
+    fa_dtype (*dtype)(void);         /* of the case: kernels of its lanes run */
+    const char *(*check)(int isa, const fa_kernels *kernels); /* what is wrong, or NULL */
+    void (*describe)(void);
+    void (*drop)(void); /* what is not mapped */
+} family;
+
+/* What is running, for crashed(). */
+static const family *running;
+static const char *running_isa;
+static int running_case;
+
+static void failed(const char *wrong)
+{
+    printf("FAILED %s %s %d: ", running_isa, running->name, running_case);
+    running->describe();
+    printf(": %s\n", wrong);
+}
+
+static void crashed(int signal)
+{
+    failed(strsignal(signal));
+    fflush(stdout);
+    _exit(2);
+}
+
+/* All cases on all instruction sets, or one; counts those that passed and those that did not. */
+static void run_family(const family *f, const char *only_isa, int only_case, int count[2])
+{
+    running = f;
+    for (running_case = 0; running_case < f->n_cases; running_case++) {
+        if (only_case >= 0 && running_case != only_case) continue;
+        running_isa = "no kernel";
+        f->make(running_case);
+        const int mark = n_mappings;
+        protect();
+        FOR(isa, fa_isa_count())
+        {
+            running_isa = fa_isa_name((int)isa);
+            if (!fa_isa_available((int)isa) || (only_isa && strcmp(only_isa, running_isa) != 0)) continue;
+            const char *wrong = f->check((int)isa, fa_isa_kernels((int)isa, lane_of(f->dtype())));
+            if (wrong) failed(wrong);
+            count[wrong != NULL]++;
+            release(mark);
+        }
+        release(0);
+        f->drop();
+    }
+}
+
+#endif

@@ -1,0 +1,99 @@
+/* Rotary positions, against plain C in double precision. */
+#ifndef ROPE_H
+#define ROPE_H
+
+#include "rows.h"
+
+static const int64_t rope_pairs[] = {0, 1, 3, 4, 8, 15, 16, 17, 40};
+enum { ROPE_CASES = 2 * 2 * COUNT(rope_pairs) * COUNT(floats) };
+
+static struct {
+    fa_rope_args args;
+    int in_place;
+} rope_now;
+
+static void make_rope(int number)
+{
+    fa_rope_args *a = &rope_now.args;
+    int i = number;
+    seed = (uint64_t)number << 32 | 3;
+    const fa_dtype dtype = floats[i % COUNT(floats)], lane = lane_of(dtype);
+    i /= COUNT(floats);
+    rope_now.in_place = i % 2, i /= 2;
+    *a = (fa_rope_args){.batch = 2, .heads = 1 + below(3), .length = below(4), .interleaved = i % 2};
+    a->pairs = rope_pairs[i / 2];
+    a->head_dim = larger(1, 2 * a->pairs + (below(2) ? below(20) : 0));
+    a->x = new_floats(dtype, a->batch, a->heads, a->length, a->head_dim, (int)below(8));
+    const int share = below(2) ? ONE_BATCH : 0;
+    a->cos = new_floats(lane, a->batch, 1, a->length, a->pairs, share), a->sin = a->cos;
+    a->sin.data = new_floats(lane, a->batch, 1, a->length, a->pairs, share).data;
+    FOR(b, a->batch) FOR(t, a->length)
+    {
+        FOR(h, a->heads) FOR(d, a->head_dim) set(&a->x, b, h, t, d, uniform(-2, 2));
+        FOR(j, a->pairs)
+        {
+            const double angle = uniform(-3, 3);
+            set(&a->cos, b, 0, t, j, cos(angle));
+            set(&a->sin, b, 0, t, j, sin(angle));
+        }
+    }
+}
+
+static fa_dtype rope_dtype(void)
+{
+    return rope_now.args.x.dtype;
+}
+
+static near expect_rope(int64_t b, int64_t h, int64_t i, int64_t d)
+{
+    const fa_rope_args *a = &rope_now.args;
+    const double x = get(&a->x, b, h, i, d);
+    if (d >= 2 * a->pairs) return (near){x, 0};
+    const int second = a->interleaved ? d % 2 : d >= a->pairs;
+    const int64_t pair = a->interleaved ? d / 2 : d % a->pairs, step = a->interleaved ? 1 : a->pairs;
+    const double other = get(&a->x, b, h, i, second ? d - step : d + step), turned = second ? other : -other;
+    const double c = get(&a->cos, b, 0, i, pair), s = get(&a->sin, b, 0, i, pair);
+    const double error = 2 * eps_of(lane_of(a->x.dtype)) * (fabs(x * c) + fabs(turned * s));
+    return stored((near){x * c + turned * s, error}, a->x.dtype);
+}
+
+/* Twice: the second time row by row, backwards. */
+static const char *check_rope(int isa, const fa_kernels *kernels)
+{
+    const fa_rope_args *a = &rope_now.args;
+    const size_t size = (size_t)(a->head_dim * bytes_of(lane_of(a->x.dtype)));
+    fa_rope_args calls[2] = {*a, *a};
+    char *scratch = allocate(size);
+    const char *wrong = NULL;
+    (void)isa;
+    FOR(again, 2)
+    {
+        fa_rope_args *call = calls + again;
+        call->out = new_floats(a->x.dtype, a->batch, a->heads, a->length, a->head_dim, again ? GAP | ROWS_FIRST : 0);
+        if (rope_now.in_place) {
+            FOR(b, a->batch) FOR(h, a->heads) FOR(i, a->length) FOR(d, a->head_dim)
+                set(&call->out, b, h, i, d, get(&a->x, b, h, i, d));
+            call->x = call->out;
+        }
+        const int64_t rows = a->batch * a->length;
+        if (!again) kernels->rope_run(call, 0, rows, scratch);
+        else for (int64_t i = rows - 1; i >= 0; i--) kernels->rope_run(call, i, i + 1, memset(scratch, 0x55, size));
+    }
+    FOR(b, a->batch) FOR(h, a->heads) FOR(i, a->length) FOR(d, a->head_dim)
+        if (!wrong) wrong = differs("out", &calls[0].out, &calls[1].out, b, h, i, d, expect_rope(b, h, i, d));
+    if (wrong || only_rows(&calls[1].out, a->batch, a->heads, a->length, a->head_dim)) return wrong;
+    return BETWEEN_ROWS;
+}
+
+static void describe_rope(void)
+{
+    const fa_rope_args *a = &rope_now.args;
+    printf("dtype %d, (%d, %d, %d, %d), pairs %d, interleaved %d, in place %d", a->x.dtype, (int)a->batch,
+           (int)a->heads, (int)a->length, (int)a->head_dim, (int)a->pairs, a->interleaved, rope_now.in_place);
+}
+
+static const family rope_family = {
+    "rope", ROPE_CASES, make_rope, rope_dtype, check_rope, describe_rope, drop_nothing,
+};
+
+#endif
