@@ -199,7 +199,7 @@ INLINE void tile_narrow(int rows, fa_dtype weight, int more, const char *x, int6
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_splat(0);
     for (int64_t d = 0; d < features; d += 1 + (weight == FA_BF16), ahead += step_bytes) {
-        UNROLL for (int64_t line = 0; line < step_bytes; line += 64) __builtin_prefetch(ahead + line);
+        UNROLL for (int64_t line = 0; line < step_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
         UNROLL for (int u = 0; u < LINEAR_NV; u++)
         {
             if (weight == FA_I8) low[u] = v_load_i8(part + d * PANEL + u * LANES);

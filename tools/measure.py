@@ -1,22 +1,24 @@
-"""Measure what docs/performance.md says of one thread, and how much of a layer is Python.
+"""Measure what docs/performance.md says of one thread, and how much of a layer or a step is Python.
 
-    python tools/measure.py {peak,strided,padding,decode,linear,layer} [--isa ISA] [--dtype float32]
+    python tools/measure.py {peak,strided,padding,decode,linear,layer,step} [--isa ISA] [--dtype float32]
 
 Best of many, by the thread's own CPU time, each beside its limit or its counterpart in the same seconds.
 """
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import cycle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 import fastattn
-from fastattn import _backend, _core, ops
+from fastattn import _backend, _core, models, ops
+from fastattn._bench import model_files
 from fastattn.layers import TransformerEncoderLayer
 
 
@@ -111,6 +113,17 @@ def linear(dtype: str) -> None:
         print((rows, k, n), "near {:.0%}, far {:.0%}".format(*shares), f"of {limit / 1e9:.0f} GFLOP/s")
 
 
+def timed(program: Any, inside: list[float]) -> Any:
+    """A compiled program that adds to `inside` what each of its calls takes."""
+
+    def run(*arguments: Any) -> None:
+        start = time.perf_counter()
+        program.run(*arguments)
+        inside.append(time.perf_counter() - start)
+
+    return SimpleNamespace(run=run)
+
+
 def layer(dtype: str) -> None:
     """What an encoder layer takes outside its kernels, between other layers: six in turn, as in a model."""
     rngs = (np.random.default_rng(i) for i in range(6))
@@ -119,15 +132,9 @@ def layer(dtype: str) -> None:
         x, inside, whole = normal((batch, length, 384), dtype), [], []
         for each in layers:
             each(x)
-
-        def timed(program: Any, *arguments: Any, inside: list[float] = inside) -> None:
-            start = time.perf_counter()
-            program.run(*arguments)
-            inside.append(time.perf_counter() - start)
-
         for each in layers:  # the compiled call, timed from outside
             program = each._plain.program
-            program._compiled = SimpleNamespace(run=partial(timed, program._compiled))
+            program._compiled = timed(program._compiled, inside)
         for _ in range(100 if batch * length < 1000 else 5):
             for each in layers:
                 start = time.perf_counter()
@@ -140,9 +147,41 @@ def layer(dtype: str) -> None:
         print((batch, length), "{:.0f} us, {:.0f} of them Python".format(*micro), f"({share:.1%})")
 
 
+def step(dtype: str) -> None:
+    """What one cached step of a decoder takes, in turns with float32 and int8 weights, and of it Python."""
+    small = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8}
+    kinds = ("float32", "int8")
+    for layers, vocab, changes in ((8, 8000, small), (4, 32000, {})):  # and a quarter of Llama 3.2 1B
+        config = model_files.LLAMA | changes | {"num_hidden_layers": layers, "vocab_size": vocab}
+        with tempfile.TemporaryDirectory() as folder:
+            made = model_files._written(Path(folder, "llama"), config, model_files.llama_shapes(config))
+            loaded = [models.load(made, dtype=dtype, weights_dtype=kind) for kind in kinds]
+        generated = [model.generate(range(16), 10**6, stop=()) for model in loaded]
+        inside: list[float] = []
+        for model, tokens in zip(loaded, generated, strict=True):
+            next(tokens), next(tokens)
+            for program in (model.program, model.logits):
+                program._compiled = timed(program._compiled, inside)
+        whole = {kind: [] for kind in kinds}
+        outside = {kind: [] for kind in kinds}
+        end = time.perf_counter() + 5
+        while time.perf_counter() < end:
+            for kind, tokens in zip(kinds, generated, strict=True):
+                for _ in range(10):  # threads of the last one come to rest
+                    inside.clear()
+                    start = time.perf_counter()
+                    next(tokens)
+                    whole[kind].append(time.perf_counter() - start)
+                    outside[kind].append(whole[kind][-1] - sum(inside))
+        for kind in kinds:
+            all_of_it, python = (np.median(times[kind]) * 1e6 for times in (whole, outside))
+            size = f"{layers} x {config['hidden_size']}, {kind}"
+            print(f"{size}: {all_of_it:.0f} us, {python:.0f} of them Python")
+
+
 def main() -> None:
     """Parse the command line and measure."""
-    measures = {f.__name__: f for f in (peak, strided, padding, decode, linear, layer)}
+    measures = {f.__name__: f for f in (peak, strided, padding, decode, linear, layer, step)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=measures)
     parser.add_argument("--isa", choices=fastattn.available_isas())

@@ -250,7 +250,7 @@ class Decoder:
             yielded = np.full(batch, padding.NO_TOKEN)
             yielded[running] = tokens
             yield yielded
-            kept = np.flatnonzero(~np.isin(tokens, stop))
+            kept = np.flatnonzero((tokens[:, None] != stop).all(axis=1))  # np.isin takes three times as long
             if not kept.size or step == max_new_tokens:
                 return
             if kept.size < len(running):

@@ -52,13 +52,13 @@ class Sampler:
     def __call__(self, logits: Array) -> Ints:
         """logits is (batch, vocab_size); result (batch,)."""
         logits = logits.astype(lane_dtype(logits.dtype), copy=False)
-        best_logits = logits.max(axis=1)
+        best: Ints = np.argmax(logits, axis=1)  # NaN if there is one
+        best_logits = logits[np.arange(len(best)), best]
         if np.isnan(best_logits).any():
             raise ValueError(f"{self.func}(): the model's logits have NaN; expected numbers")
         if (best_logits == -np.inf).any():
             raise ValueError(f"{self.func}(): the model's logits are all -inf; expected a token to choose")
         if self.temperature == 0:
-            best: Ints = np.argmax(logits, axis=1)
             return best
         return np.array([self._drawn(*row) for row in zip(logits, self.generators, strict=True)], np.int64)
 
