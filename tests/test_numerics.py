@@ -5,6 +5,7 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import each_isa, forced
 from oracle import check, eps, expect, spread_inputs
 
 import fastattn
@@ -262,6 +263,27 @@ def test_softcap_of_any_size(implementation):
     q, k, v = inputs(PREFILL, "float32")
     for softcap in (1e-3, 1.0, 30.0, 1e6):
         check(attention(q * 20, k, v, softcap=softcap), expect(q * 20, k, v, softcap=softcap))
+
+
+@each_isa
+@pytest.mark.parametrize("len_q", [1, 40])
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 100), ("float64", 996)])
+def test_probabilities_below_2_to_that_power_are_0(dtype, bits, len_q, isa):
+    """In every kernel: products of less with values would be denormal, for which x86 is very slow."""
+    q, k, v = np.zeros((1, 2, len_q, 1), dtype), np.zeros((1, 2, 3, 1), dtype), np.zeros((1, 2, 3, 1), dtype)
+    v[:, :, 1], mix = 1, np.eye(2)
+    for below, is_0 in ((bits * np.log(2) - 0.1, False), (bits * np.log(2) + 0.1, True)):
+        k[:, :, 1:] = -below
+        with forced(isa):
+            outs = [
+                fastattn.attention(q + 1, k, v, scale=1.0),
+                fastattn.talking_heads_attention(q + 1, k, v, mix, mix, scale=1.0),
+                fastattn.topk_attention(q + 1, k, v, k_keys=2, scale=1.0),
+                # tangents of 1, -1 and -1
+                fastattn.additive_attention(q, np.sign(k + 1) * 30, v, np.ones(1), scale=below / 2),
+                fastattn.sigmoid_attention(q, k, v, sigmoid_bias=-below),
+            ]
+        assert [bool((out == 0).all()) for out in outs] == [is_0] * len(outs)
 
 
 def test_dtypes_are_rounded_once():
