@@ -143,6 +143,25 @@ static void run_split(const fa_attention_args *a, const fa_plan *p, int64_t head
     }
 }
 
+/* Whether some row of t may attend some of keys [begin, end): the walk over the keys begins with its queries. */
+static int attends_some(const fa_attention_args *a, const row_block *t, int64_t begin, int64_t end)
+{
+    if (!a->row_begin.data && !a->row_end.data && !a->ranges) return 1;
+    EACH_ROW(t, r, id)
+    {
+        int64_t first, last;
+        row_range(a, t, id, &first, &last);
+        first = larger(first, begin), last = smaller(last, end);
+        if (first >= last) continue;
+        if (!a->ranges) return 1;
+        const int64_t *pairs = a->ranges + 2 * load_int(at(&a->range_first, t->b, id.head, id.query, 0));
+        const int64_t *stop = a->ranges + 2 * load_int(at(&a->range_last, t->b, id.head, id.query, 0));
+        pairs = first_pair(pairs, stop, first);
+        if (pairs < stop && pairs[0] < last) return 1;
+    }
+    return 0;
+}
+
 /* The second pass: some row blocks after the other, of all heads where their mean is asked for. */
 static void run_second_pass(const fa_attention_args *a, const fa_plan *p, int64_t task, void *scratch)
 {
@@ -156,6 +175,7 @@ static void run_second_pass(const fa_attention_args *a, const fa_plan *p, int64_
     for (int64_t block = 0; block * p->block_q < rows; block += p->tiles)
         for (int64_t head = head0; head < head0 + heads; head++) {
             row_block t = rows_of(a, p, head, block, p->tiles);
+            if (!attends_some(a, &t, begin, end)) continue;
             if (p->kind == FA_DOT) dot_attend(a, &t, begin, end, &dot, NULL);
             else tile_attend(a, p, &t, begin, end, &tile);
         }
