@@ -70,4 +70,4 @@ def _mixing(func: str, name: str, x: Any, a: AttentionArgs) -> Array | None:
         raise ValueError(
             f"{func}(): {name} has shape {array.shape}; expected {(a.heads_q, a.heads_q)}, (heads_q, heads_q)"
         )
-    return np.ascontiguousarray(array, lane_dtype(a.q.dtype))
+    return np.array(array, lane_dtype(a.q.dtype), order="C")  # a copy: the result may share its memory

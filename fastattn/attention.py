@@ -205,9 +205,10 @@ def attention(
     attends does.
 
     Of `stats`, ``row_max``, ``entropy`` and ``topk`` come with the result; the others compute the scores once
-    more. A sink takes its share of the probabilities and has no entry: not in the entropy, no key. Fewer keys
-    than k give weights of 0 and keys of -1; a query that attends nothing has row_max -inf and entropy 0, one
-    whose lse is NaN has NaN.
+    more. ``topk`` keeps a sorted list a row, which a key enters in O(k): it is meant for tens of keys; of
+    hundreds `attention_weights` and ``np.argpartition`` are faster. A sink takes its share of the
+    probabilities and has no entry: not in the entropy, no key. Fewer keys than k give weights of 0 and keys
+    of -1; a query that attends nothing has row_max -inf and entropy 0, one whose lse is NaN has NaN.
 
     The same input gives the same bits on one instruction set: run after run, and whatever else is in the
     batch.

@@ -51,7 +51,7 @@ typedef struct {
     const char *from;
     char *to;
     int64_t from_row, row, head_dim;
-    const lane *beta; /* NULL without the delta rule */
+    const lane_u *beta; /* NULL without the delta rule */
     int write;        /* else only read: the other heads of q */
 } step;
 
@@ -113,7 +113,7 @@ static void recurrent_steps(const fa_recurrent_args *a, const recurrent_task *t,
                  columns, 1, v);
         for (int64_t d = 0; d < head_dim; d++) decayed[d] = gate[d] * k[d];
         for (int64_t d = 0; a->norm_out.data && d < head_dim; d++) w->norm[d] = gate[d] * w->norm[d] + k[d];
-        if (beta->data) s.beta = (const lane *)token_at(beta, t->b, t->h, 1, 1, i);
+        if (beta->data) s.beta = (const lane_u *)token_at(beta, t->b, t->h, 1, 1, i);
         for (int64_t g = 0; g < t->group; g++) {
             int64_t c = 0;
             lane sum = (lane)a->eps;

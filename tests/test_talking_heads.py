@@ -142,6 +142,16 @@ def test_layouts_dtypes_and_bits(implementation):
     assert talking_heads_attention(q, k, v, pre, post, out=out) is out
 
 
+def test_a_result_over_the_mixing(implementation):
+    """The matrices may lie where the result goes: they are read before."""
+    q, k, v, _ = inputs("float32", batch=3)
+    pre, post = (x.astype(np.float32) for x in mixing(4))
+    ref, out = talking_heads_attention(q, k, v, pre, post), np.empty((3, 4, 37, 20), np.float32)
+    over = out.ravel()[:32].reshape(2, 4, 4)
+    over[...] = pre, post
+    np.testing.assert_array_equal(talking_heads_attention(q, k, v, *over, out=out), ref)
+
+
 def test_nothing_to_attend(implementation):
     q, k, v, _ = inputs("float32")
     assert (talking_heads_attention(q, k[:, :, :0], v[:, :, :0], *mixing(4)) == 0).all()
