@@ -4,7 +4,8 @@
  * and of two dimensions the quotients are added over a common denominator: one division for both. That is five times as
  * fast, where queries and keys are small enough that nothing overflows, and exact to a rounding of 1. Of small tangents
  * alone QK - 1 would have few digits; for them there is a polynomial, which costs no more. */
-#define ADDITIVE_MOST 8 /* Q K <= e^32: of two denominators the product is below 1e28 */
+#define ADDITIVE_DEPTH 64 /* dimensions that are summed before they are added: less is rounded away; even */
+#define ADDITIVE_MOST 8   /* Q K <= e^32: of two denominators the product is below 1e28 */
 
 typedef struct {
     lane *weight; /* (head_dim, BLOCK_Q): w of every lane's head */
@@ -26,7 +27,7 @@ INLINE lane exp_twice(const char *src, int64_t n, lane *dst)
     return v_max_lanes(largest);
 }
 
-/* s (nv) of one key: weight, qt (depth, nv), k (depth); `small`: no q + k is beyond TANH_SMALL */
+/* Adds to s (nv), of one key: weight, qt (depth, nv), k (depth); `small`: no q + k is beyond TANH_SMALL */
 INLINE void additive_by_tanh(int nv, int small, const char *k, const lane *qt, const lane *weight, int64_t depth,
                              lane *s)
 {
@@ -41,10 +42,10 @@ INLINE void additive_by_tanh(int nv, int small, const char *k, const lane *qt, c
             acc[u] = v_fma(v_load(weight + i), small ? v_tanh_small(x) : v_tanh(x), acc[u]);
         }
     }
-    UNROLL for (int u = 0; u < nv; u++) v_store(s + u * LANES, acc[u]);
+    UNROLL for (int u = 0; u < nv; u++) v_store(s + u * LANES, v_load(s + u * LANES) + acc[u]);
 }
 
-/* The same of exponentials: q (depth, nv), k (depth). */
+/* The same by exponentials: q (depth, nv), k (depth). */
 INLINE void additive_by_exp(int nv, const lane *k, const lane *q, const lane *weight, int64_t depth, lane *s)
 {
     const v_t one = v_splat(1);
@@ -65,7 +66,7 @@ INLINE void additive_by_exp(int nv, const lane *k, const lane *q, const lane *we
             const v_t x = v_load(q + d * BLOCK_Q + u * LANES) * v_splat(k[d]);
             acc[u] += (x - one) * v_load(weight + d * BLOCK_Q + u * LANES) / (x + one);
         }
-    UNROLL for (int u = 0; u < nv; u++) v_store(s + u * LANES, acc[u]);
+    UNROLL for (int u = 0; u < nv; u++) v_store(s + u * LANES, v_load(s + u * LANES) + acc[u]);
 }
 
 /* Readies the task's rows, of which qt holds the queries. */
@@ -87,9 +88,14 @@ INLINE void block_additive(int nv, const char *k, int64_t k_row, int64_t n, cons
 {
     for (int64_t j = 0; j < n; j++, k += k_row, s += BLOCK_Q) {
         const lane q_largest = w->largest, k_largest = exp_twice(k, depth, w->exp_k);
-        if (q_largest + k_largest <= TANH_SMALL) additive_by_tanh(nv, 1, k, qt, w->weight, depth, s);
-        else if (q_largest <= ADDITIVE_MOST && k_largest <= ADDITIVE_MOST)
-            additive_by_exp(nv, w->exp_k, w->exp_q, w->weight, depth, s);
-        else additive_by_tanh(nv, 0, k, qt, w->weight, depth, s);
+        for (int u = 0; u < nv; u++) v_store(s + u * LANES, v_splat(0));
+        for (int64_t d = 0; d < depth; d += ADDITIVE_DEPTH) {
+            const int64_t n = smaller(depth - d, ADDITIVE_DEPTH), row = d * BLOCK_Q;
+            const char *key = k + d * (int64_t)sizeof(lane);
+            if (q_largest + k_largest <= TANH_SMALL) additive_by_tanh(nv, 1, key, qt + row, w->weight + row, n, s);
+            else if (q_largest <= ADDITIVE_MOST && k_largest <= ADDITIVE_MOST)
+                additive_by_exp(nv, w->exp_k + d, w->exp_q + row, w->weight + row, n, s);
+            else additive_by_tanh(nv, 0, key, qt + row, w->weight + row, n, s);
+        }
     }
 }

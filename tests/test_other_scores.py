@@ -74,6 +74,17 @@ def test_small_tangents_of_large_weight(implementation, spread):
         hold(q, k, v, weight() / spread)
 
 
+@pytest.mark.parametrize("spread", [1e-3, 0.1, 0.3, 1])
+@pytest.mark.parametrize("head_dim", [64, 65, 256, 1000])
+def test_sums_over_many_dimensions(implementation, head_dim, spread):
+    for seed in range(3):
+        q, k, v, _ = inputs(
+            "float32", dims=(head_dim, 8), spread=spread, batch=1, len_q=9, len_k=70, seed=seed
+        )
+        w = 3 * weight(4, head_dim) / (spread * head_dim**0.5)
+        hold(q, k * np.float32(spread), v, w)
+
+
 @pytest.mark.parametrize("name", ["streaming", "block_sparse"])
 def test_structural_masks(implementation, name):
     q, k, v, _ = inputs("float32", len_q=150)
