@@ -198,7 +198,8 @@ static void weigh_rows(const fa_attention_args *a, const modifiers *m, int hides
     for (int64_t r = 0; r < t->rows; r++) {
         lane *s = w->s + r * BLOCK_K;
         const lane base = w->base[r], factor = w->factor[r];
-        for (int64_t j = 0; j < n; j += LANES) v_store(s + j, v_exp(v_load(s + j) - v_splat(base)) * v_splat(factor));
+        for (int64_t j = 0; j < n; j += LANES)
+            v_store(s + j, v_exp_prob(v_load(s + j) - v_splat(base)) * v_splat(factor));
         for (int64_t j = 0; hides && factor != factor && j < n; j++)
             if (!row_attends(m, t, r, j0, j, w)) s[j] = 0;
     }
