@@ -74,7 +74,7 @@ static void weigh_tile(const fa_attention_args *a, const modifiers *m, int nv, i
         undefined |= factor != factor;
         for (int64_t j = 0; j < n; j++) {
             lane *at = w->s + j * BLOCK_Q + u * LANES;
-            v_store(at, (v_t)((vi_t)(v_exp(v_load(at) - base) * factor) & weighs));
+            v_store(at, (v_t)((vi_t)(v_exp_prob(v_load(at) - base) * factor) & weighs));
         }
     }
     if (hides && v_any(undefined)) {

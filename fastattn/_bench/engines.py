@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import fastattn
-from fastattn._bench import peers
+from fastattn._bench import flex_peer, peers
 from fastattn._bench.cases import Array
 from fastattn._bench.problem import SIGMOID, TINY, Problem
 from fastattn._bench.suite import Engine
@@ -88,6 +88,7 @@ ENGINES = {
     "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy: q @ k.T, softmax, @ v"),
     "torch": Engine(("torch",), peers.torch_sdpa, "torch.nn.functional.scaled_dot_product_attention"),
+    "flex": Engine(("torch",), flex_peer.torch_flex, "torch's FlexAttention, compiled"),
     "ort": Engine(("onnxruntime", "onnx"), peers.onnx_attention, "onnxruntime, Attention of ONNX opset 23"),
     "ort-mha": Engine(
         ("onnxruntime", "onnx"), peers.onnx_multi_head, "onnxruntime, contrib MultiHeadAttention"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastattn import _backend
+from fastattn._bench import flex_peer
 from fastattn._bench.suite import Engine
 from fastattn._bench.variant_problem import VariantProblem
 from fastattn._bench.ways import Way, enter_for_good
@@ -25,4 +26,6 @@ def _own(problem: VariantProblem, backend: str) -> dict[str, Way]:
 ENGINES = {
     "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernels"),
     "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
+    "torch": Engine(("torch",), flex_peer.sdpa_biased, "torch's scaled_dot_product_attention, a dense mask"),
+    "flex": Engine(("torch",), flex_peer.flex_modified, "torch's FlexAttention, compiled"),
 }

@@ -122,16 +122,15 @@ def _statistics(x: Inputs) -> Call:
     return lambda: fastattn.attention(x.q, x.k, x.v, stats=stats)[0]
 
 
+# The variants that are arguments of attention, by the names of their shared cases; the first is "plain".
+OPTIONS = {
+    **{name: name for name in ("plain", "causal", "alibi", "softcap", "sinks", "off_by_one", "t5_bias")},
+    "dense_bias": "bias_heads",
+}
+
 # Of each a function that lays out the inputs and returns the call; "plain" is what others are compared with.
 CALLS: dict[str, Make] = {
-    "plain": _options("plain"),
-    "causal": _options("causal"),
-    "alibi": _options("alibi"),
-    "softcap": _options("softcap"),
-    "sinks": _options("sinks"),
-    "off_by_one": _options("off_by_one"),
-    "t5_bias": _options("t5_bias"),
-    "dense_bias": _options("bias_heads"),
+    **{name: _options(case) for name, case in OPTIONS.items()},
     "shaw": _function("shaw_attention", _shaw),
     "transformer_xl": _function("transformer_xl_attention", _transformer_xl, causal=True),
     "deberta": _function("disentangled_attention", _deberta, max_distance=512),
@@ -183,6 +182,10 @@ class VariantProblem(NamedTuple):
         shape, variant, dtype, seed = fields
         return cls(Shape(*shape), variant, dtype, seed)
 
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """q, k and v."""
+        return make_inputs(self.shape, self.dtype, np.random.default_rng([self.seed, 0]))
+
     def call(self, dtype: str | None = None) -> Call:
         """Inputs in `dtype`, of the values that they have in the problem's."""
         held, wanted = as_dtype(self.dtype), as_dtype(dtype or self.dtype)
@@ -191,8 +194,7 @@ class VariantProblem(NamedTuple):
         def draw(*shape: int) -> Array:
             return rng.standard_normal(shape, np.float32).astype(held).astype(wanted)
 
-        arrays = make_inputs(self.shape, self.dtype, np.random.default_rng([self.seed, 0]))
-        q, k, v = (x.astype(wanted) for x in arrays)
+        q, k, v = (x.astype(wanted) for x in self.arrays())
         return CALLS[self.variant](Inputs(self.shape, q, k, v, draw))
 
     @property
