@@ -4,18 +4,10 @@
 /* Above this the sigmoid is 1 in float64, too, and the product of two denominators is finite in float32. */
 #define SIGMOID_MAX 43
 
-/* exp as v_exp_prob has it, of any x: just above 2^-EXP_BIAS its last product is denormal, and with a large bias all of
- * them may lie there. */
-INLINE v_t sigmoid_exp(v_t x)
-{
-    const v_t least = v_splat((lane)((27 - EXP_BIAS) * LN_2));
-    return v_select(x < least, v_splat(0), v_exp_normal(v_min(v_splat(SIGMOID_MAX), v_max(least, x))));
-}
-
 /* x, y become their sigmoids, e / (1 + e): a division, of which a step would wait for two, is one for both. */
 INLINE void v_sigmoid_pair(v_t *x, v_t *y)
 {
-    const v_t e = sigmoid_exp(*x), f = sigmoid_exp(*y);
+    const v_t most = v_splat(SIGMOID_MAX), e = v_exp_prob(v_min(most, *x)), f = v_exp_prob(v_min(most, *y));
     const v_t d = 1 + e, g = 1 + f, inverse = 1 / (d * g);
     *x = e * (g * inverse);
     *y = f * (d * inverse);
