@@ -48,15 +48,19 @@ def _bench(options: argparse.Namespace) -> int:
         "This takes",
         "less than a minute." if options.quick else f"{suite.minutes} (--quick: under a minute).",
     )
-    result = run.run(
-        options.suite,
-        dtype=options.dtype,
-        only=options.only,
-        quick=options.quick,
-        threads=options.threads or fastattn.get_num_threads(),
-        command=" ".join(["python -m fastattn", *sys.argv[1:]]),
-        seed=seed,
-    )
+    try:
+        result = run.run(
+            options.suite,
+            dtype=options.dtype,
+            only=options.only,
+            quick=options.quick,
+            threads=options.threads or fastattn.get_num_threads(),
+            command=" ".join(["python -m fastattn", *sys.argv[1:]]),
+            seed=seed,
+        )
+    except run.NoRows as error:
+        print(error, file=sys.stderr)
+        return 2
     print(report.text(result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -85,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--quick", action="store_true", help="fewer shapes and rounds: under a minute")
     option("--suite", choices=SUITES, default="attention", help="what is timed (attention)")
     option("--dtype", type=_dtype, help=f"{', '.join(BENCH_DTYPES)}: of inputs or of weights (by suite)")
-    option("--only", default="", metavar="TEXT", help="rows whose first column holds it (all)")
+    option("--only", default="", metavar="TEXT", help="rows whose title or name holds it (all)")
     option("--threads", type=_threads, metavar="N", help="of every engine (as many as fastattn uses)")
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")

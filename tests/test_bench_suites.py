@@ -163,3 +163,14 @@ def test_a_type_that_a_suite_lacks_is_refused(monkeypatch, capsys, suite, dtype)
     monkeypatch.setattr("sys.argv", ["fastattn", "bench", "--suite", suite, "--dtype", dtype])
     assert cli.main() == 2
     assert f"--suite {suite} has no {dtype}" in capsys.readouterr().err
+
+
+def test_rows_are_chosen_by_title_and_name(monkeypatch, capsys, tmp_path):
+    sections = SUITES["attention"].plan(None, False, 0, tmp_path)
+    assert [x.title for x in run.chosen(sections, "sliding")] == ["structural mask, sliding_window, float32"]
+    (plain,) = run.chosen(SUITES["variants"].plan(None, True, 0, tmp_path), "plain")
+    assert [problem.variant for problem in plain.problems] == ["plain"]
+    monkeypatch.setattr("sys.argv", ["fastattn", "bench", "--suite", "variants", "--only", "nosuch"])
+    assert cli.main() == 2
+    said = "--only nosuch is in no row; there are\n  1,8,2048,2048,64, float32: plain;"
+    assert said in capsys.readouterr().err

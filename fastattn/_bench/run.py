@@ -36,15 +36,28 @@ FULL = Effort(seconds=0.15, rounds=5, most=8.0, budget=float("inf"))
 QUICK = Effort(seconds=0.02, rounds=2, most=0.25, budget=50.0)
 
 
+class NoRows(Exception):
+    """Nothing is called what was asked for; the message lists what there is."""
+
+
+def chosen(sections: list[Section], only: str) -> list[Section]:
+    """The sections with those rows whose title or name holds `only`."""
+    kept = [
+        section._replace(problems=[x for x in section.problems if only in f"{section.title} {x.shape.name}"])
+        for section in sections
+    ]
+    if any(section.problems for section in kept):
+        return [section for section in kept if section.problems]
+    names = "\n".join(f"  {x.title}: {'; '.join(y.shape.name for y in x.problems)}" for x in sections)
+    raise NoRows(f"--only {only} is in no row; there are\n{names}")
+
+
 def run(
     suite: str, *, dtype: str | None, only: str, quick: bool, threads: int, command: str, seed: int
 ) -> Json:
     """Plan and measure; tables, picture and ``--json`` are made of the result."""
     with TemporaryDirectory() as folder:
-        sections = SUITES[suite].plan(dtype, quick, seed, Path(folder))
-        for section in sections:
-            section.problems[:] = [problem for problem in section.problems if only in problem.shape.name]
-        sections = [section for section in sections if section.problems]
+        sections = chosen(SUITES[suite].plan(dtype, quick, seed, Path(folder)), only)
         with started(suite, threads) as workers:
             measured = measure(workers, sections, QUICK if quick else FULL, Path(folder))
     return {
