@@ -81,7 +81,9 @@ def test_readme_has_the_two_commands(extra_and_command):
     assert f"\npip install -e '.{extra_and_command}" in README[:1000]
 
 
-def test_readme_examples_run():
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/variants.md"])
+def test_examples_of_the_docs_run(page):
+    text = (Path(__file__).parents[1] / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert blocks
     exec("".join(blocks), {})
