@@ -132,11 +132,13 @@ def lsh_args(
 ) -> LshArgs:
     """Check those of `lsh_attention`."""
     q, values = float_array(func, "qk", qk, least_dims=3), float_array(func, "v", v, least_dims=3)
-    args = attention_args(func, q, q, values, scale=scale, num_threads=num_threads, backend=backend)
     if q.shape[:-1] != values.shape[:-1]:
         raise ValueError(
             f"{func}(): qk has shape {q.shape} and v {values.shape}; expected the same but for the last axis"
         )
+    if q.dtype != values.dtype:
+        raise TypeError(f"{func}(): v has dtype {values.dtype}; expected qk's, {q.dtype}")
+    args = attention_args(func, q, q, values, scale=scale, num_threads=num_threads, backend=backend)
     n = integer(func, "n_buckets", n_buckets, 2)
     if n % 2:
         raise ValueError(f"{func}(): n_buckets is {n}; expected an even number")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import reference, reference_linear, reference_ops, reference_rowwise
-from fastattn._inputs import integer
+from fastattn._inputs import integer, short
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -187,7 +187,9 @@ def default_backend() -> str:
 def require_backend(func: str, backend: str) -> None:
     """Raise unless `backend` can be had: one that is asked for never falls back."""
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"{func}(): backend is {backend!r}; expected one of {', '.join(BACKENDS)}, or None")
+        raise ValueError(
+            f"{func}(): backend is {short(backend)}; expected one of {', '.join(BACKENDS)}, or None"
+        )
     if backend == "compiled" and _core is None:
         raise ValueError(f"{func}(): backend is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
 

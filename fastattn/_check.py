@@ -25,6 +25,7 @@ from fastattn._inputs import (
     readable,
     require_broadcast,
     require_result,
+    short,
 )
 from fastattn._statistics import statistics_args
 from fastattn.masks import Mask
@@ -201,6 +202,12 @@ def _add_arrays(
 
 
 def _add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> None:
+    if callable(mask):
+        called = getattr(mask, "__name__", "a function")
+        raise TypeError(
+            f"{func}(): {name} is {called}, not called; expected a bool array or a mask, such as"
+            f" masks.causal() or masks.compile(function, shape)"
+        )
     array = as_array(func, name, mask)
     if array.dtype != np.bool_:
         raise TypeError(
@@ -290,7 +297,9 @@ def _window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"{func}(): window is {window!r}; expected a pair (left, right) of integers or None")
+        raise TypeError(
+            f"{func}(): window is {short(window)}; expected a pair (left, right) of integers or None"
+        )
     left, right = (None if n is None else integer(func, f"window[{i}]", n, 0) for i, n in enumerate(window))
     return left, right
 

@@ -74,7 +74,7 @@ def as_array(func: str, name: str, x: Any) -> Array:
         raise TypeError(f"{func}(): {name} is of type {kind}; expected an array ({error}{hint})") from error
     if array.dtype == np.object_:
         held = ", ".join(sorted({type(element).__name__ for element in array.flat}))
-        what = f"of type {type(x).__name__} and holds {held}" if array.ndim else _short(x)
+        what = f"of type {type(x).__name__} and holds {held}" if array.ndim else short(x)
         raise TypeError(f"{func}(): {name} is {what}; expected an array of one numeric type")
     return array
 
@@ -170,7 +170,7 @@ def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> 
             raise TypeError
         value = operator.index(x)
     except TypeError:
-        raise TypeError(f"{func}(): {name} is {_short(x)}; expected an integer") from None
+        raise TypeError(f"{func}(): {name} is {short(x)}; expected an integer") from None
     if value < low or (high is not None and value > high):
         expected = f"at least {low}" if high is None else f"{low} to {high}"
         raise ValueError(f"{func}(): {name} is {value}; expected {expected}")
@@ -184,7 +184,7 @@ def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = 
             raise TypeError
         value = float(x)
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{func}(): {name} is {_short(x)}; expected a real number") from None
+        raise TypeError(f"{func}(): {name} is {short(x)}; expected a real number") from None
     least, most = _LIMITS[dtype]
     if not abs(value) <= most:  # NaN is not
         raise ValueError(f"{func}(): {name} is {value}; expected a number that is finite in {dtype}")
@@ -196,7 +196,7 @@ def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = 
 def flag(func: str, name: str, x: Any) -> bool:
     """`x` as a bool; nothing else is one, or a mask would be taken for True."""
     if not isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{func}(): {name} is {_short(x)}; expected True or False")
+        raise TypeError(f"{func}(): {name} is {short(x)}; expected True or False")
     return bool(x)
 
 
@@ -288,7 +288,7 @@ def _share_memory(a: Array, b: Array) -> bool:
         return True
 
 
-def _short(x: Any) -> str:
+def short(x: Any) -> str:
     """`x` for a message: its value, or if that is long, its type."""
     if isinstance(x, np.ndarray):
         return f"an array of shape {x.shape} and dtype {x.dtype}"

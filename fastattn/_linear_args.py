@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn._args import FLOAT32, lane_dtype
 from fastattn._backend import get_num_threads, require_backend, threads
-from fastattn._inputs import flag, float_array, number, operand, require_broadcast, require_result
+from fastattn._inputs import flag, float_array, number, operand, require_broadcast, require_result, short
 
 if TYPE_CHECKING:
     from fastattn._args import Array, Shape
@@ -93,7 +93,7 @@ def recurrent_args(
 ) -> RecurrentArgs:
     """Check the arguments of `func`, for its messages; see `fastattn.linear_attention`."""
     if not isinstance(rule, str) or rule not in RULES:
-        raise ValueError(f"{func}(): rule is {rule!r}; expected one of {', '.join(RULES)}")
+        raise ValueError(f"{func}(): rule is {short(rule)}; expected one of {', '.join(RULES)}")
     decay, delta = RULES[rule]
     copies: list[str] = []
     arrays = [operand(func, name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from fastattn._inputs import short
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -57,7 +59,7 @@ def statistics_args(
 ) -> tuple[StatisticsArgs, Statistics]:
     """Check the names in `stats`; `heads` is (*batch_shape, heads_q). Arrays, and as a caller sees them."""
     if isinstance(stats, str) or not isinstance(stats, Sequence):
-        raise TypeError(f"{func}(): stats is {stats!r}; expected a tuple of {', '.join(NAMES)}")
+        raise TypeError(f"{func}(): stats is {short(stats)}; expected a tuple of {', '.join(NAMES)}")
     args, result = StatisticsArgs(), Statistics()
 
     def seen(x: Array) -> Array:
@@ -91,7 +93,7 @@ def statistics_args(
 def _name(func: str, text: Any) -> tuple[str, int]:
     """The statistic's name, and the k of topk."""
     if not isinstance(text, str):
-        raise TypeError(f"{func}(): stats has an entry {text!r}; expected one of {', '.join(NAMES)}")
+        raise TypeError(f"{func}(): stats has an entry {short(text)}; expected one of {', '.join(NAMES)}")
     name, colon, number = text.partition(":")
     if name == "topk" and number.isdecimal() and len(number) < 10 and int(number) > 0:
         return name, int(number)
@@ -101,5 +103,5 @@ def _name(func: str, text: Any) -> tuple[str, int]:
             f" topk:8"
         )
     if colon or name not in NAMES:
-        raise ValueError(f"{func}(): stats has an entry {text!r}; expected one of {', '.join(NAMES)}")
+        raise ValueError(f"{func}(): stats has an entry {short(text)}; expected one of {', '.join(NAMES)}")
     return name, 0

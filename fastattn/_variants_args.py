@@ -37,7 +37,7 @@ def require_options(func: str, options: Options, refused: Collection[str] = ()) 
     for name in options:
         if name not in OPTIONS or name in refused:
             taken = ", ".join(x for x in OPTIONS if x not in refused)
-            raise TypeError(f"{func}(): {name} is not an argument; expected of attention's {taken}")
+            raise TypeError(f"{func}(): {name} is not an argument; expected one of attention's {taken}")
 
 
 def how(options: Options) -> Options:

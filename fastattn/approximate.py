@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     Backend = Literal["compiled", "numpy"]
 
+__all__ = ["linformer_attention", "lsh_attention", "nystrom_attention"]
+
 
 def linformer_attention(
     q: ArrayLike,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._inputs import flag, float_array
+from fastattn._inputs import flag, float_array, short
 from fastattn._linear_args import recurrent_args
 from fastattn.feature_maps import unit
 
@@ -45,7 +45,7 @@ def retention(
     else:
         decays = float_array("retention", "gamma", gamma).astype(np.float64)
         if not ((decays > 0) & (decays <= 1)).all():  # NaN is neither
-            raise ValueError(f"retention(): gamma is {gamma!r}; expected numbers above 0 and at most 1")
+            raise ValueError(f"retention(): gamma is {short(gamma)}; expected numbers above 0 and at most 1")
         if decays.shape not in ((), (1,), (heads,)):
             raise ValueError(f"retention(): gamma has shape {decays.shape}; expected (heads,) = {(heads,)}")
         log_gamma = np.log(decays)
@@ -124,7 +124,7 @@ def _run(func: str, q: Any, k: Any, v: Any, options: dict[str, Any], **fixed: An
     taken = _OPTIONS if fixed["rule"] in ("decay", "gated") else [x for x in _OPTIONS if x != "eps"]
     for name in options:
         if name not in taken:
-            raise TypeError(f"{func}(): {name} is not an argument; expected of {', '.join(taken)}")
+            raise TypeError(f"{func}(): {name} is not an argument; expected one of {', '.join(taken)}")
     args = recurrent_args(func, q, k, v, **fixed, **options)
     _backend.run_recurrent(args, options.get("backend"))
     return args.result

@@ -13,6 +13,7 @@ from fastattn._check import attention_args
 from fastattn._inputs import operand
 from fastattn._ranges import Resolved
 from fastattn.masks import Mask, neighborhood
+from fastattn.masks._grid import neighborhood_sizes
 from fastattn.masks._mask import ScoreShape
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ def neighborhood_attention(
     """
     func = "neighborhood_attention"
     n = len(kernel) if isinstance(kernel, (tuple, list)) else 1
+    if not n:
+        raise ValueError(f"{func}(): kernel is {kernel}; expected an integer, or one for each spatial axis")
     copies: list[str] = []
     arrays = [operand(func, name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]
     grid = arrays[0].shape[-1 - n : -1]
@@ -106,7 +109,7 @@ def neighborhood_attention(
                 f"{func}(): {name} has shape {x.shape}; expected (..., heads, *spatial, head_dim) with {n}"
                 f" spatial axes, as kernel has, and q's grid, {grid}"
             )
-    mask = neighborhood(grid, kernel, dilation, causal)
+    mask = neighborhood(*neighborhood_sizes(func, grid, kernel, dilation, causal))
     options: dict[str, Any] = {
         "scale": scale,
         "softcap": softcap,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._inputs import as_array, integer
+from fastattn._inputs import as_array, integer, short
 from fastattn.masks import Mask
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _axes(func: str, ax: Any, n: int) -> Array:
     if ax is not None:
         axes = np.ravel(np.asarray(ax, object))
         if len(axes) != n or not all(hasattr(each, "imshow") for each in axes):
-            raise ValueError(f"{func}(): ax is {ax!r}; expected {'an Axes' if n == 1 else f'{n} Axes'}")
+            raise ValueError(f"{func}(): ax is {short(ax)}; expected {'an Axes' if n == 1 else f'{n} Axes'}")
         return axes
     columns = math.ceil(math.sqrt(n))
     _, grid = pyplot.subplots(-(-n // columns), columns, squeeze=False, layout="constrained")

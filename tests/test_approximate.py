@@ -175,3 +175,7 @@ def test_errors():
         approximate.lsh_attention(q, q, n_buckets=2, rotations=np.ones(2))
     with pytest.raises(ValueError, match=r"lsh_attention\(\): qk has shape"):
         approximate.lsh_attention(q[None], np.stack([q, q]), n_buckets=2)
+    with pytest.raises(ValueError, match=r"lsh_attention\(\): qk has shape"):
+        approximate.lsh_attention(q, q[:1], n_buckets=2)
+    with pytest.raises(TypeError, match=r"lsh_attention\(\): v has dtype float64; expected qk's"):
+        approximate.lsh_attention(q.astype(np.float32), q.astype(np.float64), n_buckets=2)

@@ -87,8 +87,14 @@ def test_threads_change_no_bit(implementation):
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ({"kernel": (5, 3)}, ValueError, r"neighborhood\(\): kernel \(5, 3\)"),
+        ({"kernel": (5, 3)}, ValueError, r"neighborhood_attention\(\): kernel \(5, 3\)"),
         ({"kernel": 3}, ValueError, None),
+        ({"kernel": ()}, ValueError, r"neighborhood_attention\(\): kernel is \(\)"),
+        (
+            {"kernel": (3, "3")},
+            TypeError,
+            r"neighborhood_attention\(\): kernel\[1\] is '3'; expected an integer",
+        ),
         ({"kernel": (3, 3), "dilation": 2}, ValueError, "dilation"),
         ({"kernel": (3, 3), "causal": (True,)}, ValueError, "causal"),
         ({"kernel": (3, 3, 3, 3)}, ValueError, r"neighborhood_attention\(\): q has shape"),

@@ -200,6 +200,7 @@ Q, K, V = qkv(5, 6)
             "dropout is not an argument; expected",
         ),
         (lambda: variants.qk_norm_attention(Q, K, V, norm="l2"), ValueError, r"norm is 'l2'; expected"),
+        (lambda: variants.qk_norm_attention(Q, K, V, norm=K), ValueError, "norm is an array of shape"),
         (lambda: variants.qk_norm_attention(Q, K, V, np.ones(3)), ValueError, r"q_weight has shape \(3,\)"),
         (
             lambda: variants.general_attention(Q, K, V, np.ones((3, 3))),
@@ -210,6 +211,11 @@ Q, K, V = qkv(5, 6)
             lambda: variants.differential_attention(Q[:, :3], K, V, 0.1),
             ValueError,
             r"q has shape .* 2 \* heads",
+        ),
+        (
+            lambda: variants.differential_attention(Q, K, V, 0.1),
+            ValueError,
+            r"^differential_attention\(\): v has shape .*; expected 1 heads, half as many as k has",
         ),
         (
             lambda: variants.differential_attention(Q, K, V[:, :1], [[1.0] * 3]),

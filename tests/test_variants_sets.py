@@ -138,6 +138,11 @@ def test_perceiver(implementation):
         (lambda: variants.perceiver(None, None, POINTS, X), TypeError, r"^perceiver\(\): cross is of type"),
         (lambda: variants.pooling_by_attention(layer(), X[0, 0], X), ValueError, r"\(\): seeds has shape"),
         (
+            lambda: variants.perceiver(layer(), None, POINTS, X, key_padding_mask=HIDDEN[:1]),
+            ValueError,
+            r"^perceiver\(\): key_padding_mask has shape .*; expected \(batch, length\)",
+        ),
+        (
             lambda: variants.set_attention(layer(), X[:2], Y),
             ValueError,
             r"x and y have batch dimensions \(2,\) and \(3,\)",

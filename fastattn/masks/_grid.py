@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _ranges
-from fastattn._inputs import flag, integer
+from fastattn._inputs import flag, integer, short
 from fastattn._ranges import Resolved
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
 from fastattn.masks._sequence import _set
@@ -37,7 +37,7 @@ class axial(Mask):
         places = np.arange(int(np.prod(self.shape))).reshape(self.shape)
         for axis in self.axis:  # type: ignore[union-attr]
             places = places.take([0], axis)
-        return _groups(shape, self.shape, np.broadcast_to(places, self.shape))
+        return _groups(shape, "axial", self.shape, np.broadcast_to(places, self.shape))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -74,7 +74,7 @@ class swin(Mask):
         for n, size, shift in zip(self.shape, self.window, self.shift, strict=True):  # type: ignore[arg-type]
             window = np.where(np.arange(n) < shift, 0, (np.arange(n) - shift) // size + 1)
             groups = groups[..., None] * (n + 1) + window
-        return _groups(shape, self.shape, groups)
+        return _groups(shape, "swin", self.shape, groups)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -103,23 +103,12 @@ class neighborhood(Mask):
     causal: bool | tuple[bool, ...] = False
 
     def __post_init__(self) -> None:
-        shape = _sizes("neighborhood", "shape", self.shape)
-        _set(self, "shape", shape)
-        _set(self, "kernel", _sizes("neighborhood", "kernel", self.kernel, len(shape)))
-        _set(self, "dilation", _sizes("neighborhood", "dilation", self.dilation, len(shape)))
-        causal = self.causal if isinstance(self.causal, (tuple, list)) else (self.causal,) * len(shape)
-        _set(self, "causal", tuple(flag("neighborhood", "causal", x) for x in causal))
-        if len(causal) != len(shape):
-            raise ValueError(f"neighborhood(): causal is {self.causal}; expected {len(shape)}, one an axis")
-        for n, kernel, step in zip(shape, self.kernel, self.dilation, strict=True):  # type: ignore[arg-type]
-            if kernel * step > n:
-                raise ValueError(
-                    f"neighborhood(): kernel {self.kernel} with dilation {self.dilation} exceeds the grid;"
-                    f" expected their product to be at most {shape} along each axis"
-                )
+        values = neighborhood_sizes("neighborhood", self.shape, self.kernel, self.dilation, self.causal)
+        for name, value in zip(("shape", "kernel", "dilation", "causal"), values, strict=True):
+            _set(self, name, value)
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        shape.keys_are("shape", self.shape)
+        shape.keys_are("shape of neighborhood()", self.shape)
         n = int(np.prod(self.shape))
         # Keys are the product over the axes of what is attended along each; (places of axes so far, keys).
         first: Ints = np.zeros((1, 1), np.int64)
@@ -142,6 +131,24 @@ class neighborhood(Mask):
         return _ranges.simplified(lists)
 
 
+def neighborhood_sizes(
+    func: str, shape: Any, kernel: Any, dilation: Any, causal: Any
+) -> tuple[Shape, Shape, Shape, tuple[bool, ...]]:
+    """What `neighborhood` is made of, each with a value for every axis, checked for `func`."""
+    shape = _sizes(func, "shape", shape)
+    n = len(shape)
+    kernel, dilation = _sizes(func, "kernel", kernel, n), _sizes(func, "dilation", dilation, n)
+    axes = causal if isinstance(causal, (tuple, list)) else (causal,) * n
+    if len(axes) != n:
+        raise ValueError(f"{func}(): causal is {short(causal)}; expected {n}, one an axis")
+    if any(size * step > places for places, size, step in zip(shape, kernel, dilation, strict=True)):
+        raise ValueError(
+            f"{func}(): kernel {kernel} with dilation {dilation} exceeds the grid; expected their product to"
+            f" be at most {shape} along each axis"
+        )
+    return shape, kernel, dilation, tuple(flag(func, "causal", x) for x in axes)
+
+
 def _nearest(size: int, kernel: int, step: int, causal: bool) -> tuple[Ints, Bools]:
     """Places (size, kernel) that each attends along one axis, and which of them there are."""
     # Neighbours have the same remainder by `step`; number them, `count` in all, from 0.
@@ -152,9 +159,9 @@ def _nearest(size: int, kernel: int, step: int, causal: bool) -> tuple[Ints, Boo
     return number * step + remainder[:, None], number >= 0
 
 
-def _groups(shape: ScoreShape, grid: Shape, groups: Ints) -> Resolved:
-    """Each place attends those of its own group; groups is (*grid)."""
-    shape.keys_are("shape", grid)
+def _groups(shape: ScoreShape, mask: str, grid: Shape, groups: Ints) -> Resolved:
+    """Each place attends those of its own group; groups is (*grid). `mask` is for messages."""
+    shape.keys_are(f"shape of {mask}()", grid)
     key = np.unique(groups, return_inverse=True)[1].ravel()
     query = np.append(key, -1)[shape.by_position(-1)]
     return _ranges.simplified(of_groups(query, key, shape.len_k))
@@ -167,5 +174,5 @@ def _sizes(func: str, name: str, x: Any, n: int | None = None, low: int = 1) -> 
     else:
         sizes = (integer(func, name, x, low),) * (n or 1)
     if not sizes or len(sizes) != (n or len(sizes)):
-        raise ValueError(f"{func}(): {name} is {x!r}; expected {n or 'some'} integers, one an axis")
+        raise ValueError(f"{func}(): {name} is {short(x)}; expected {n or 'some'} integers, one an axis")
     return sizes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _ranges
-from fastattn._inputs import integer, integers, require_broadcast
+from fastattn._inputs import integer, integers, require_broadcast, short
 from fastattn._ranges import RangeLists, Resolved
 
 if TYPE_CHECKING:
@@ -79,10 +79,16 @@ class Mask:
         raise NotImplementedError
 
     def __and__(self, other: Mask) -> Mask:
-        return _Both(self, other) if isinstance(other, Mask) else NotImplemented
+        return _Both(self, _mask("&", other))
+
+    def __rand__(self, other: Any) -> Mask:
+        return _mask("&", other) & self
 
     def __or__(self, other: Mask) -> Mask:
-        return _Either(self, other) if isinstance(other, Mask) else NotImplemented
+        return _Either(self, _mask("|", other))
+
+    def __ror__(self, other: Any) -> Mask:
+        return _mask("|", other) | self
 
     def __invert__(self) -> Mask:
         return _Not(self)
@@ -127,6 +133,17 @@ class Mask:
         rows = (*shape.batch_shape, shape.heads, shape.len_q)
         array = _ranges.as_array(self.resolve(shape), (*rows, shape.len_k))
         return array if heads else array[..., 0, :, :]
+
+
+def _mask(operator: str, x: Any) -> Mask:
+    """`x`, an operand of `operator`, or an error: an array or a class is easily taken for a mask."""
+    if isinstance(x, Mask):
+        return x
+    what = f"the class {x.__name__}" if isinstance(x, type) else short(x)
+    raise TypeError(
+        f"{operator}: an operand is {what}; expected masks, such as masks.causal(), on both sides (of a bool"
+        f" array masks.dense(array) makes one)"
+    )
 
 
 def _shown(x: Any) -> str:
@@ -220,7 +237,7 @@ def compile(
         returns a bool array, True where the query attends the key. It is called on blocks of at most about a
         million scores.
     shape : tuple of int
-        Of the scores: (..., heads_q, len_q, len_k).
+        Of the scores: (..., heads_q, len_q, len_k), with a 1 for the heads of 2-D arrays.
     q_offset : int or array_like of int, optional
         As in `attention`; default ``len_k - len_q``.
 
@@ -255,7 +272,7 @@ def compile(
 def score_shape(func: str, shape: Shape, q_offset: ArrayLike | None) -> ScoreShape:
     """`shape`, (..., heads, len_q, len_k), checked."""
     if not isinstance(shape, (tuple, list)) or len(shape) < 3:
-        raise TypeError(f"{func}(): shape is {shape!r}; expected (..., heads_q, len_q, len_k)")
+        raise TypeError(f"{func}(): shape is {short(shape)}; expected integers, (..., heads_q, len_q, len_k)")
     *batch, heads, len_q, len_k = (integer(func, f"shape[{n}]", x, 0) for n, x in enumerate(shape))
     offset: Any = len_k - len_q if q_offset is None else q_offset
     offset = integers(func, "q_offset", offset, tuple(batch), "the batch dimensions")

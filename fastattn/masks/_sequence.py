@@ -75,7 +75,7 @@ class first_keys(Mask):
         _set(self, "n", _integers(type(self).__name__, "n", self.n))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        return Resolved(None, shape.per_sequence("n", self.n))
+        return Resolved(None, shape.per_sequence(f"n of {type(self).__name__}()", self.n))
 
 
 class prefix(first_keys):
@@ -129,17 +129,17 @@ class documents(Mask):
 
     def __post_init__(self) -> None:
         for name in ("ids", "query_ids"):
-            if getattr(self, name) is not None:
+            if name == "ids" or self.query_ids is not None:
                 _set(self, name, _integers("documents", name, getattr(self, name), low=-(2**62)))
                 if getattr(self, name).ndim == 0:
                     raise ValueError(f"documents(): {name} has shape (); expected (..., length)")
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         ids: Any = self.ids
-        shape.per_item("ids", ids, shape.len_k)
+        shape.per_item("ids of documents()", ids, shape.len_k)
         if self.query_ids is not None:
             own: Any = self.query_ids
-            shape.per_item("query_ids", own, shape.len_q)
+            shape.per_item("query_ids of documents()", own, shape.len_q)
             found, number = np.unique(np.concatenate([ids.ravel(), own.ravel()]), return_inverse=True)
             key, query = (
                 number[: ids.size].reshape(ids.shape),
@@ -268,9 +268,9 @@ class tree(Mask):
         nodes = parents.shape[-1]
         if nodes > shape.len_k:
             raise ValueError(
-                f"{shape.func}(): parents has {nodes} nodes; expected at most len_k, {shape.len_k}"
+                f"{shape.func}(): parents of tree() has {nodes} nodes; expected at most len_k, {shape.len_k}"
             )
-        shape.per_item("parents", parents, nodes)
+        shape.per_item("parents of tree()", parents, nodes)
         flat = parents.reshape(-1, nodes)
         trees, start = np.arange(len(flat))[:, None], shape.len_k - nodes
         owner, begin, end = [], [], []

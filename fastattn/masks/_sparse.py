@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _ranges
-from fastattn._inputs import as_array, integer, require_broadcast
+from fastattn._inputs import as_array, integer, require_broadcast, short
 from fastattn._ranges import Resolved
 from fastattn.masks._mask import Mask, ScoreShape, runs_of
 from fastattn.masks._sequence import _integers, _set
@@ -34,7 +34,7 @@ class dense(Mask):
     def resolve(self, shape: ScoreShape) -> Resolved:
         array: Any = self.array
         target = (*shape.batch_shape, shape.heads, shape.len_q, shape.len_k)
-        require_broadcast(shape.func, "array", array.shape, target, "(..., heads_q, len_q, len_k)")
+        require_broadcast(shape.func, "array of dense()", array.shape, target, "(..., heads_q, len_q, len_k)")
         array = array.reshape((1,) * (3 - array.ndim) + array.shape)
         rows = array.shape[:-1]
         array = np.broadcast_to(array, (*rows, shape.len_k))
@@ -67,7 +67,7 @@ class block_sparse(Mask):
         _set(self, "bitmap", bitmap)
         block = self.block if isinstance(self.block, (tuple, list)) else (self.block, self.block)
         if len(block) != 2:
-            raise ValueError(f"block_sparse(): block is {self.block!r}; expected one integer or two")
+            raise ValueError(f"block_sparse(): block is {short(self.block)}; expected one integer or two")
         _set(self, "block", tuple(integer("block_sparse", "block", n, 1) for n in block))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
@@ -75,7 +75,9 @@ class block_sparse(Mask):
         block_q, block_k = self.block  # type: ignore[misc]
         *lead, blocks_q, blocks_k = bitmap.shape
         target = (*shape.batch_shape, shape.heads, blocks_q, blocks_k)
-        require_broadcast(shape.func, "bitmap", bitmap.shape, target, "(..., heads_q, blocks_q, blocks_k)")
+        require_broadcast(
+            shape.func, "bitmap of block_sparse()", bitmap.shape, target, "(..., heads_q, blocks_q, blocks_k)"
+        )
         owner, begin, end = runs_of(bitmap)
         block = shape.position // min(block_q, _ranges.UNBOUNDED)
         block_k = min(block_k, max(1, shape.len_k))

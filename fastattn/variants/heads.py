@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastattn import _backend, ops
 from fastattn._args import FLOAT64, lane_dtype
 from fastattn._check import attention_args
-from fastattn._inputs import float_array, number, operand
+from fastattn._inputs import float_array, number, operand, short
 from fastattn._ops_args import epsilon, vector
 from fastattn._variants_args import how, per_head, require_options, variant_args
 
@@ -104,8 +104,8 @@ def qk_norm_attention(
     """
     func = "qk_norm_attention"
     args = variant_args(func, q, k, v, options)
-    if norm not in ("rms_norm", "layer_norm"):
-        raise ValueError(f"{func}(): norm is {norm!r}; expected 'rms_norm' or 'layer_norm'")
+    if not isinstance(norm, str) or norm not in ("rms_norm", "layer_norm"):
+        raise ValueError(f"{func}(): norm is {short(norm)}; expected 'rms_norm' or 'layer_norm'")
     lane = lane_dtype(args.q.dtype)
     weights = [
         vector(func, name, x, (args.head_dim,), lane)
@@ -227,11 +227,18 @@ def differential_attention(
     func = "differential_attention"
     require_options(func, options, ("out", "return_lse"))
     queries, keys = operand(func, "q", q, []), operand(func, "k", k, [])
+    values = float_array(func, "v", v, least_dims=2)
     for name, x in (("q", queries), ("k", keys)):
         if x.ndim < 3 or x.shape[-3] % 2:
             raise ValueError(
                 f"{func}(): {name} has shape {x.shape}; expected (..., 2 * heads, length, head_dim)"
             )
+    heads = keys.shape[-3] // 2
+    if (values.shape[-3] if values.ndim > 2 else 1) != heads:
+        raise ValueError(
+            f"{func}(): v has shape {values.shape}; expected {heads} heads, half as many as k has,"
+            f" shape {keys.shape}"
+        )
     first, second = (
         attention_args(func, queries[..., n::2, :, :], keys[..., n::2, :, :], v, **options) for n in (0, 1)
     )

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._inputs import float_array
+from fastattn._inputs import as_array, float_array, is_float
 from fastattn.layers import FeedForward, TransformerEncoder, TransformerEncoderLayer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array
+    from fastattn._args import Array, Shape
 
 
 def set_attention(
@@ -217,12 +217,27 @@ def _set_attention(
                 f" {theirs.shape[:-2]}; expected ones that broadcast"
             ) from None
         ours, theirs = (np.broadcast_to(a, (*batch, *a.shape[-2:])) for a in (ours, theirs))
+    if key_padding_mask is not None:
+        key_padding_mask = _padding(func, key_padding_mask, theirs.shape[:-1])
     queries = layer.norm1(ours) if layer.norm_first else ours
     total = layer.self_attn(queries, theirs, residual=ours, key_padding_mask=key_padding_mask)
     if layer.norm_first:
         return layer.feed_forward(layer.norm2(total), residual=total)
     total = layer.norm1(total)
     return layer.norm2(layer.feed_forward(total, residual=total))
+
+
+def _padding(func: str, mask: Any, shape: Shape) -> Array:
+    """The key_padding_mask of `func`, for a set of `shape`; the layer would name itself in its messages."""
+    array = as_array(func, "key_padding_mask", mask)
+    name = "(batch, length)" if len(shape) > 1 else "(length,)"
+    if array.shape != shape:
+        raise ValueError(f"{func}(): key_padding_mask has shape {array.shape}; expected {name} = {shape}")
+    if array.dtype != np.bool_ and not is_float(array.dtype):
+        raise TypeError(
+            f"{func}(): key_padding_mask has dtype {array.dtype}; expected bool (True hides) or floats to add"
+        )
+    return array
 
 
 def _require_layer(func: str, name: str, layer: Any) -> None:
