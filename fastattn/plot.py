@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._inputs import as_array, integer, short
 from fastattn.masks import Mask
+from fastattn.masks._mask import dense_array, score_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +57,8 @@ def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: A
     func = "attention_map"
     array = _numbers(func, "weights", weights, (2, 3), "(len_q, len_k) or (heads, len_q, len_k)")
     len_q, len_k = array.shape[-2:]
+    if tokens is not None and not isinstance(tokens, Iterable):
+        raise TypeError(f"{func}(): tokens is {short(tokens)}; expected {len_k} strings, one a key")
     labels = None if tokens is None else [str(token) for token in tokens]
     if labels is not None and len(labels) != len_k:
         raise ValueError(f"{func}(): tokens has length {len(labels)}; expected {len_k}, one a key")
@@ -115,8 +119,11 @@ def mask(
     len_q = integer(func, "len_q", len_q, 1)
     len_k = len_q if len_k is None else integer(func, "len_k", len_k, 1)
     if isinstance(mask, Mask):
-        attend: Array = mask.to_array(len_q, len_k, q_offset=q_offset)
+        attend: Array = dense_array(mask, score_shape(func, (1, len_q, len_k), q_offset))[0]
     else:
+        if mask is None or callable(mask):
+            called = getattr(mask, "__name__", mask)
+            raise TypeError(f"{func}(): mask is {called}; expected bool or a mask, such as masks.causal()")
         attend = as_array(func, "mask", mask)
         if attend.dtype != np.bool_:
             raise TypeError(f"{func}(): mask has dtype {attend.dtype}; expected bool or a mask")

@@ -130,9 +130,14 @@ class Mask:
         shape = score_shape(
             "to_array", (*batch_shape, heads or 1, len_q, len_q if len_k is None else len_k), q_offset
         )
-        rows = (*shape.batch_shape, shape.heads, shape.len_q)
-        array = _ranges.as_array(self.resolve(shape), (*rows, shape.len_k))
+        array = dense_array(self, shape)
         return array if heads else array[..., 0, :, :]
+
+
+def dense_array(mask: Mask, shape: ScoreShape) -> Bools:
+    """Who attends whom, (*batch_shape, heads, len_q, len_k)."""
+    scores = (*shape.batch_shape, shape.heads, shape.len_q, shape.len_k)
+    return _ranges.as_array(mask.resolve(shape), scores)
 
 
 def _mask(operator: str, x: Any) -> Mask:
