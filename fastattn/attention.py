@@ -349,6 +349,10 @@ def explain(
     -----
     Tiles are counted from row ranges, the mask and the -inf of the bias, in one pass over these two.
     """
+    for name in options:
+        if name not in AttentionOptions.__annotations__:
+            taken = ", ".join(AttentionOptions.__annotations__)
+            raise TypeError(f"explain(): {name} is not an argument; expected one of attention's {taken}")
     args = attention_args("explain", q, k, v, return_lse=return_lse, stats=stats, **options)
     backend = options.get("backend")
     plan = _backend.plan(args, backend)

@@ -304,3 +304,8 @@ def test_the_other_types_of_ml_dtypes(dtype):
     ):
         with pytest.raises(TypeError, match=f"has dtype {np.dtype(dtype)}; expected"):
             call()
+
+
+def test_explain_names_itself_for_what_is_no_argument():
+    with pytest.raises(TypeError, match=r"^explain\(\): dropout is not an argument; expected one of"):
+        fastattn.explain(Q, Q, Q, dropout=0.1)

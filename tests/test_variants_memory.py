@@ -165,6 +165,11 @@ CACHE, W, U = normal(2, 6, 24), normal(4, 8, 16), normal(4, 12, 16)
             TypeError,
             "absorbed is 1; expected True",
         ),
+        (
+            lambda: variants.latent_attention(Q, np.stack([CACHE[0]] * 5), W, U),
+            ValueError,
+            r"^latent_attention\(\): cache has shape .*; expected batch dimensions",
+        ),
         (lambda: variants.latent_attention(Q[0, 0], CACHE, W, U), ValueError, r"q has shape \(6, 16\)"),
         (lambda: variants.memory_attention(Q, K, V, K[..., :3], V), ValueError, "memory_k has shape"),
         (lambda: variants.memory_attention(Q, K, V, K, V[..., :3]), ValueError, "memory_v has shape"),

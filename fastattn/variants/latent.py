@@ -102,6 +102,13 @@ def latent_attention(
             f"{func}(): cache has shape {tokens.shape}; expected (..., len_k, rank + rope_dim), {rank} and"
             f" {rope_dim} of weights and q"
         )
+    try:
+        np.broadcast_shapes(queries.shape[:-3], tokens.shape[:-2])
+    except ValueError:
+        raise ValueError(
+            f"{func}(): cache has shape {tokens.shape}; expected batch dimensions that broadcast with q's,"
+            f" shape {queries.shape}"
+        ) from None
     if absorbed is None:
         absorbed = len_q * (2 * rank - nope_dim - value_dim) <= rank * (nope_dim + value_dim)
     absorbed = flag(func, "absorbed", absorbed)
