@@ -4,7 +4,7 @@
 #define LN_2 0.69314718055994530942
 
 /* Coefficients: tools/polynomials.py. The polynomials leave 5.1e-9 and 8.4e-18 for exp2, 1.7e-8 and 5.5e-20 for tanh,
- * relative: under half a unit in the last place, so that rounding dominates. */
+ * 2.6e-8 for a soft cap's, relative: under half a unit in the last place, so that rounding dominates. */
 #ifdef FA_LANE_F64
 #define EXP_BIAS 1023
 #define EXP_ROUND 0x1.8p52 /* adding it rounds to an integer */
@@ -99,8 +99,8 @@ INLINE v_t v_tanh(v_t x)
     return v_select(v_abs(x) > TANH_SMALL, v_select(x < 0, -large, large), v_tanh_small(x));
 }
 
-/* cap tanh(x). In float32 tanh is x p(x^2) / q(x^2) here: half the instructions of v_tanh, and 2.5 units in the last
- * place, where that has 1.5. */
+/* cap tanh(x). In float32 tanh is x p(x^2) / q(x^2) here: half the instructions of v_tanh, and errors up to 3.1e-7,
+ * relative (6e-8 root mean square), where that has 1.6e-7 (4e-8). */
 INLINE v_t v_softcap(v_t x, v_t cap)
 {
 #ifdef FA_LANE_F64
