@@ -84,18 +84,23 @@ static double steps_of(const fa_attention_args *a)
     return 4 + sqrt((double)a->len_k);
 }
 
+/* Below it a probability, relative to the largest, is 0: v_exp_prob. */
+static double cut_of(fa_dtype q)
+{
+    return q == FA_F64 ? 0x1p-996 : 0x1p-100;
+}
+
 /* The probability of a key that the row attends. */
 static near probability(const fa_attention_args *a, const softmax_row *r, score s)
 {
     const double p = r->sum == 0 ? 0 : exp(s.value - r->max) / r->sum, eps = eps_of(lane_of(a->q.dtype));
-    return (near){p, p * eps * (2 * (s.size + r->size) + steps_of(a))};
+    return (near){p, p * eps * (2 * (s.size + r->size) + steps_of(a)) + cut_of(a->q.dtype)};
 }
 
 static near sigmoid_of(const fa_attention_args *a, score s)
 {
     const double x = s.value + a->sigmoid_bias, p = 1 / (1 + exp(-x)), eps = eps_of(lane_of(a->q.dtype));
-    const double least = a->q.dtype == FA_F64 ? 0x1p-996 : 0x1p-100; /* below it there are none: v_exp_prob */
-    return (near){p, p * eps * (2 * (1 - p) * (s.size + fabs(a->sigmoid_bias)) + steps_of(a)) + least};
+    return (near){p, p * eps * (2 * (1 - p) * (s.size + fabs(a->sigmoid_bias)) + steps_of(a)) + cut_of(a->q.dtype)};
 }
 
 /* Below it exp is 0. */
