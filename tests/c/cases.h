@@ -97,7 +97,8 @@ static test_case case_of(int number)
     seed = (uint64_t)number << 32;
     c.options = i < ALONE ? alone[i / 2] : random_options();
     if (i < ALONE) c.s = shapes[i % 2];
-    else if (listed < 0) c.s = shapes[2 + (i - ALONE) / PER_SHAPE];
+    else if (listed < 0 && (i - ALONE) % PER_SHAPE == 0) c.s = shapes[2 + (i - ALONE) / PER_SHAPE];
+    else if (listed < 0) c.s = small_shape(2 + (i - ALONE) / PER_SHAPE);
     else c.s = small_shape(other < 0 ? listed / 2 : other);
     if (listed >= 0 && (other < 0 || below(3) == 0)) c.options |= LISTS;
     if (other >= SIGMOIDS) {

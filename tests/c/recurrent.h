@@ -15,8 +15,7 @@ static const int64_t recurrent_dims_v[] = {1, 5, 16, 31, 33, 70, 130};
 static const int64_t recurrent_heads[][4] = {{1, 1, 1, 1}, {2, 4, 2, 1}, {2, 2, 1, 2}, {3, 1, 3, 1}, {4, 2, 2, 4}};
 
 /* A rule is a kind of decay, none, of a token, of every dimension; the last three have the delta rule. */
-enum { N_RULES = 6, RECURRENT_REPEATS = 2 };
-enum { RECURRENT_CASES = RECURRENT_REPEATS * N_RULES * COUNT(recurrent_lens) * COUNT(dtypes) };
+enum { N_RULES = 6, RECURRENT_CASES = N_RULES * COUNT(recurrent_lens) * COUNT(dtypes) };
 
 static recurrent_case recurrent_now;
 static int recurrent_layout, recurrent_spoiled;
@@ -77,7 +76,7 @@ static void make_recurrent(int number)
     const int64_t *heads = PICK(recurrent_heads), low = below(3) ? -1 : 0;
     *a = (fa_recurrent_args){.batch = below(8) ? 1 + below(2) : 0, .heads = heads[0], .heads_q = heads[1],
                              .heads_k = heads[2], .heads_v = heads[3], .gated = decay == 2, .eps = 1e-6};
-    a->len_q = a->len_k = recurrent_lens[i / N_RULES % COUNT(recurrent_lens)];
+    a->len_q = a->len_k = recurrent_lens[i / N_RULES];
     a->head_dim = PICK(recurrent_dims), a->head_dim_v = PICK(recurrent_dims_v);
     a->scale = 1 / sqrt((double)a->head_dim);
     a->causal = rule || below(3);
