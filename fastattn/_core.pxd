@@ -3,6 +3,8 @@
 from libc.stdint cimport int64_t
 
 cdef extern from "fastattn.h" nogil:
+    enum:
+        FA_PANEL_BYTES
     ctypedef enum fa_dtype:
         FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8
     ctypedef enum fa_kernel_kind:
@@ -88,6 +90,7 @@ cdef extern from "fastattn.h" nogil:
     ctypedef struct fa_kernels:
         void (*plan)(const fa_attention_args *, int, fa_plan *) noexcept nogil
         void (*run)(const fa_attention_args *, const fa_plan *, int64_t, void *) noexcept nogil
+        void (*splits)(const fa_attention_args *, const fa_plan *, int64_t, int64_t *, int64_t *) noexcept nogil
         void (*run_split)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, void *) noexcept nogil
         void (*merge)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, const void *) noexcept nogil
         void (*linear_plan)(const fa_linear_args *, int, fa_linear_plan *) noexcept nogil

@@ -44,10 +44,9 @@ cdef extern from *:
     const char *FA_COMPILER
     double fa_seconds() noexcept nogil
 
-# An operand's batch table holds the byte offset of every batch item; there are this many operands.
+# Operands of attention that have a batch table.
 cdef enum:
     N_ARRAYS = 21
-    MAX_DIMS = 64
 # Work for which a parallel region (5 microseconds) pays: FLOP of the tile kernel, and of the dot kernel, whose FLOP
 # wait for memory and take ten times as long. docs/performance.md has the measurement.
 cdef double PARALLEL_TILE = 1e6
@@ -115,100 +114,158 @@ cdef fa_dtype _dtype(cnp.ndarray array) except *:
     return FA_BF16
 
 
-cdef void _set_array(fa_array *x, cnp.ndarray array, int core, tuple batch_shape, int64_t batch, int64_t *offsets):
-    """Point `x` at `array`, whose last `core` axes are the first of (head, row, col); axes of length 1 broadcast."""
-    cdef int ndim = cnp.PyArray_NDIM(array), own = ndim - core, i, n_batch = len(batch_shape)
-    cdef cnp.npy_intp *shape = cnp.PyArray_DIMS(array)
-    cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(array)
-    cdef int64_t b, rest, size, offset
-    cdef int64_t step[3]
-    for i in range(3):
-        step[i] = strides[own + i] if i < core and shape[own + i] != 1 else 0
-    x.data = <char *>cnp.PyArray_DATA(array)
-    x.batch = offsets
-    x.head, x.row, x.col = step[0], step[1], step[2]
-    for b in range(batch):
-        rest, offset = b, 0
-        for i in range(own):  # from the last batch axis to the first
-            size = batch_shape[n_batch - 1 - i]
-            if shape[own - 1 - i] != 1:
-                offset += rest % size * strides[own - 1 - i]
-            rest //= size
-        offsets[b] = offset
+cdef int _lane_type(fa_dtype dtype) noexcept:
+    """NumPy's number of the lane type: what numbers of `dtype` are accumulated in, and their parameters are of."""
+    return cnp.NPY_DOUBLE if dtype == FA_F64 else cnp.NPY_FLOAT
 
 
-cdef int64_t _n_batch(tuple batch_shape) except -1:
-    cdef int64_t n = 1
-    for size in batch_shape:
-        n *= size
-    return n
+cdef object _misfit(name, array, expected):
+    """The error that ends a call before C reads beyond an array.
+
+    Callers have checked what users pass; this is about arrays that were changed behind their backs.
+    """
+    return ValueError(f"fastattn: {name} has shape {array.shape}, strides {array.strides} and dtype {array.dtype};"
+                      f" expected {expected}")
 
 
-cdef int64_t *_set_args(fa_attention_args *a, args, bint tabled) except NULL:
-    """Fill `a`; returns the batch tables it points into, empty unless `tabled`, for the caller to free."""
-    cdef tuple batch_shape = args.batch_shape
-    cdef int64_t batch
-    cdef int64_t *tables = NULL
+cdef void *_data(name, cnp.ndarray array, int64_t size, int type_num) except? NULL:
+    """The data of an array of `size` elements of a type, side by side."""
+    if not (cnp.PyArray_SIZE(array) == size and cnp.PyArray_EquivTypenums(cnp.PyArray_TYPE(array), type_num)
+            and cnp.PyArray_ISCARRAY_RO(array)):
+        raise _misfit(name, array, f"{size} elements of {cnp.PyArray_DescrFromType(type_num)}, side by side")
+    return cnp.PyArray_DATA(array)
+
+
+cdef class Tables:
+    """Memory for the batch tables of one call's operands: the byte offset of every batch item in each."""
+
+    cdef int64_t *memory
+    cdef int64_t batch, items  # of the batch, and of a table
+    cdef int n, used
+    cdef tuple shape  # of the batch
+
+    def __cinit__(self, tuple shape, int n, bint filled=True):
+        """Room for n tables; empty ones unless `filled`, for who looks at shapes and types only."""
+        self.shape, self.n, self.batch = shape, n, 1
+        for size in shape:
+            self.batch *= size
+        self.items = self.batch if filled else 0
+        if self.items < INT64_MAX // (n * <int64_t>sizeof(int64_t)) - 1:
+            self.memory = <int64_t *>PyMem_RawMalloc(n * (self.items + 1) * sizeof(int64_t))
+        if self.memory == NULL:
+            raise MemoryError(f"fastattn: no memory for the tables of {self.batch} batch items")
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.memory)
+
+    cdef int64_t *next(self) except NULL:
+        """The next table."""
+        if self.used == self.n:
+            raise IndexError(f"fastattn: there is room for {self.n} batch tables")
+        self.used += 1
+        return self.memory + (self.used - 1) * self.items
+
+    cdef void set(self, fa_array *x, name, cnp.ndarray array, int type_num, int core, int64_t n0=1, int64_t n1=1,
+                  int64_t n2=1, bint contiguous=False) except *:
+        """Point `x` at `array`, whose last `core` axes are the first of (head, row, col), of n0, n1 and n2 elements.
+
+        The axes before those are the batch's; axes of length 1 broadcast. `contiguous`: the last one has to be.
+        """
+        cdef int own = cnp.PyArray_NDIM(array) - core, i, n_batch = len(self.shape)
+        cdef cnp.npy_intp *shape = cnp.PyArray_DIMS(array)
+        cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(array)
+        cdef int64_t b, rest, size, offset
+        cdef int64_t *counts = [n0, n1, n2]
+        cdef int64_t *step = [0, 0, 0]
+        cdef bint fits = 0 <= own <= n_batch and cnp.PyArray_ISBEHAVED_RO(array)
+        fits = fits and cnp.PyArray_EquivTypenums(cnp.PyArray_TYPE(array), type_num)
+        for i in range(core if fits else 0):
+            fits = fits and (shape[own + i] == counts[i] or shape[own + i] == 1)
+            step[i] = strides[own + i] if shape[own + i] != 1 else 0
+        if contiguous and fits and counts[core - 1] > 1 and cnp.PyArray_SIZE(array):
+            fits = step[core - 1] == cnp.PyArray_ITEMSIZE(array)
+        for i in range(own if fits else 0):
+            size = self.shape[n_batch - own + i]
+            fits = fits and (shape[i] == size or shape[i] == 1)
+        if not fits:
+            how = ", the last axis contiguous" if contiguous else ""
+            raise _misfit(name, array, f"what broadcasts to {(*self.shape, *(n0, n1, n2)[:core])}{how}")
+        x.data = <char *>cnp.PyArray_DATA(array)
+        x.batch = self.next()
+        x.head, x.row, x.col = step[0], step[1], step[2]
+        for b in range(self.items):
+            rest, offset = b, 0
+            for i in range(own):  # from the last batch axis to the first
+                size = self.shape[n_batch - 1 - i]
+                if shape[own - 1 - i] != 1:
+                    offset += rest % size * strides[own - 1 - i]
+                rest //= size
+            (<int64_t *>x.batch)[b] = offset
+
+    cdef void set_rows(self, fa_array *x, name, cnp.ndarray array, int64_t heads, int64_t length,
+                       int64_t width) except *:
+        """That for an operand (..., heads, length, width) whose rows are contiguous, of any type that kernels read."""
+        x.dtype = _dtype(array)
+        self.set(x, name, array, cnp.PyArray_TYPE(array), 3, heads, length, width, True)
+
+
+cdef Tables _set_args(fa_attention_args *a, args, bint filled):
+    """Fill `a`; returns the batch tables it points into, empty unless `filled`."""
+    cdef Tables tables = Tables(args.batch_shape, N_ARRAYS, filled)
+    cdef int lane
     memset(a, 0, sizeof(fa_attention_args))
-    a.q.dtype, a.k.dtype, a.v.dtype, a.out.dtype = _dtype(args.q), _dtype(args.k), _dtype(args.v), _dtype(args.out)
-    if args.bias is not None:
-        a.bias.dtype = _dtype(args.bias)
-    a.batch = _n_batch(batch_shape)
-    batch = a.batch if tabled else 0
-    if batch < INT64_MAX // (N_ARRAYS * <int64_t>sizeof(int64_t)):
-        tables = <int64_t *>PyMem_RawMalloc(N_ARRAYS * (batch + 1) * sizeof(int64_t))
-    if tables == NULL:
-        raise MemoryError(f"attention(): no memory for the tables of {batch} batch items")
+    a.batch = tables.batch
     a.heads_q, a.heads_kv = args.heads_q, args.heads_kv
     a.len_q, a.len_k = args.len_q, args.len_k
     a.head_dim, a.head_dim_v = args.head_dim, args.head_dim_v
     a.scale, a.softcap = args.scale, args.softcap
-    _set_array(&a.q, args.q, 3, batch_shape, batch, tables)
-    _set_array(&a.k, args.k, 3, batch_shape, batch, tables + batch)
-    _set_array(&a.v, args.v, 3, batch_shape, batch, tables + 2 * batch)
-    _set_array(&a.out, args.out, 3, batch_shape, batch, tables + 3 * batch)
+    tables.set_rows(&a.q, "q", args.q, a.heads_q, a.len_q, a.head_dim)
+    tables.set_rows(&a.k, "k", args.k, a.heads_kv, a.len_k, a.head_dim)
+    tables.set_rows(&a.v, "v", args.v, a.heads_kv, a.len_k, a.head_dim_v)
+    tables.set_rows(&a.out, "out", args.out, a.heads_q, a.len_q, a.head_dim_v)
+    lane = _lane_type(a.q.dtype)
     if args.lse is not None:
-        _set_array(&a.lse, args.lse, 2, batch_shape, batch, tables + 4 * batch)
+        tables.set(&a.lse, "lse", args.lse, lane, 2, a.heads_q, a.len_q)
     if args.mask is not None:
-        _set_array(&a.mask, args.mask, 3, batch_shape, batch, tables + 5 * batch)
+        tables.set(&a.mask, "mask", args.mask, cnp.NPY_BOOL, 3, a.heads_q, a.len_q, a.len_k)
     if args.bias is not None:
-        _set_array(&a.bias, args.bias, 3, batch_shape, batch, tables + 6 * batch)
+        a.bias.dtype = _dtype(args.bias)
+        tables.set(&a.bias, "bias", args.bias, cnp.PyArray_TYPE(args.bias), 3, a.heads_q, a.len_q, a.len_k)
     if args.row_begin is not None:
-        _set_array(&a.row_begin, args.row_begin, 2, batch_shape, batch, tables + 7 * batch)
+        tables.set(&a.row_begin, "row_begin", args.row_begin, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
     if args.row_end is not None:
-        _set_array(&a.row_end, args.row_end, 2, batch_shape, batch, tables + 8 * batch)
+        tables.set(&a.row_end, "row_end", args.row_end, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
     if args.alibi_slopes is not None:
-        _set_array(&a.alibi_slopes, args.alibi_slopes, 1, batch_shape, batch, tables + 9 * batch)
-        _set_array(&a.q_position, np.asarray(args.q_position), 0, batch_shape, batch, tables + 10 * batch)
+        tables.set(&a.alibi_slopes, "alibi_slopes", args.alibi_slopes, lane, 1, a.heads_q)
+        tables.set(&a.q_position, "q_position", np.asarray(args.q_position), cnp.NPY_INT64, 0)
     if args.sinks is not None:
-        _set_array(&a.sinks, args.sinks, 1, batch_shape, batch, tables + 11 * batch)
+        tables.set(&a.sinks, "sinks", args.sinks, lane, 1, a.heads_q)
     if args.ranges is not None:
-        _set_array(&a.range_first, args.range_first, 2, batch_shape, batch, tables + 12 * batch)
-        _set_array(&a.range_last, args.range_last, 2, batch_shape, batch, tables + 13 * batch)
-        a.ranges = <const int64_t *>cnp.PyArray_DATA(args.ranges)
+        tables.set(&a.range_first, "range_first", args.range_first, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
+        tables.set(&a.range_last, "range_last", args.range_last, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
+        a.ranges = <const int64_t *>_data("ranges", args.ranges, args.ranges.size, cnp.NPY_INT64)
     if args.sigmoid_bias is not None:
         a.sigmoid, a.sigmoid_bias = True, args.sigmoid_bias
     if args.statistics is not None:
-        _set_statistics(a, args.statistics, batch_shape, batch, tables + 14 * batch)
+        _set_statistics(a, args.statistics, lane, tables)
     return tables
 
 
-cdef int _set_statistics(fa_attention_args *a, s, tuple batch_shape, int64_t batch, int64_t *tables) except -1:
+cdef void _set_statistics(fa_attention_args *a, s, int lane, Tables tables) except *:
     if s.row_max is not None:
-        _set_array(&a.row_max, s.row_max, 2, batch_shape, batch, tables)
+        tables.set(&a.row_max, "row_max", s.row_max, lane, 2, a.heads_q, a.len_q)
     if s.entropy is not None:
-        _set_array(&a.entropy, s.entropy, 2, batch_shape, batch, tables + batch)
+        tables.set(&a.entropy, "entropy", s.entropy, lane, 2, a.heads_q, a.len_q)
     if s.top_weights is not None:
-        _set_array(&a.top_weights, s.top_weights, 3, batch_shape, batch, tables + 2 * batch)
-        _set_array(&a.top_keys, s.top_keys, 3, batch_shape, batch, tables + 3 * batch)
         a.n_top = s.top_keys.shape[s.top_keys.ndim - 1]
+        tables.set(&a.top_weights, "top_weights", s.top_weights, lane, 3, a.heads_q, a.len_q, a.n_top)
+        tables.set(&a.top_keys, "top_keys", s.top_keys, cnp.NPY_INT64, 3, a.heads_q, a.len_q, a.n_top)
     if s.key_sums is not None:
-        _set_array(&a.key_sums, s.key_sums, 2, batch_shape, batch, tables + 4 * batch)
+        tables.set(&a.key_sums, "key_sums", s.key_sums, lane, 2, a.heads_q, a.len_k)
     if s.mean_weights is not None:
-        _set_array(&a.mean_weights, s.mean_weights, 3, batch_shape, batch, tables + 5 * batch)
+        tables.set(&a.mean_weights, "mean_weights", s.mean_weights, lane, 3, 1, a.len_q, a.len_k)
     if s.norm is not None:
-        _set_array(&a.norm, s.norm, 3, batch_shape, batch, tables + 6 * batch)
-    return 0
+        tables.set(&a.norm, "norm", s.norm, lane, 3, a.heads_q, a.len_q, 2)
 
 
 # One call's loop over tasks: what every thread shares.
@@ -219,7 +276,7 @@ cdef struct Loop:
     char *scratch  # plan.scratch_bytes for each thread, then the state and the partials of a wave
     char *state
     char *partials
-    int64_t first  # of a wave: item number head * n_splits + split
+    int64_t *items  # (head, split) of each partial
     bint stop
     double looked  # for signals
     PyObject *errors  # list that receives what a signal handler raised
@@ -255,10 +312,9 @@ cdef void _task(Loop *loop, int64_t task, int thread) noexcept nogil:
 
 
 cdef void _split(Loop *loop, int64_t i, int thread) noexcept nogil:
-    cdef int64_t item = loop.first + i
     if loop.stop:
         return
-    loop.kernels.run_split(loop.args, &loop.plan, item // loop.plan.n_splits, item % loop.plan.n_splits,
+    loop.kernels.run_split(loop.args, &loop.plan, loop.items[2 * i], loop.items[2 * i + 1],
                            loop.partials + i * loop.plan.partial_bytes,
                            loop.scratch + thread * loop.plan.scratch_bytes)
     if thread == 0:
@@ -267,16 +323,23 @@ cdef void _split(Loop *loop, int64_t i, int thread) noexcept nogil:
 
 cdef void _run_splits(Loop *loop, int64_t wave, int threads) noexcept nogil:
     """All splits of all KV heads, `wave` at a time: computed by anyone, merged in order."""
-    cdef int64_t n_splits = loop.plan.n_splits, n = loop.plan.n_tasks * n_splits, count, i, item
-    while loop.first < n and not loop.stop:
-        count = min(wave, n - loop.first)
+    cdef int64_t n_heads = loop.plan.n_tasks, head = 0, count, i, split, last
+    loop.kernels.splits(loop.args, &loop.plan, head, &split, &last)
+    while head < n_heads and not loop.stop:
+        count = 0
+        while count < wave and head < n_heads:
+            loop.items[2 * count], loop.items[2 * count + 1] = head, split
+            count += 1
+            split += 1
+            if split == last:
+                head += 1
+                if head < n_heads:
+                    loop.kernels.splits(loop.args, &loop.plan, head, &split, &last)
         for i in prange(count, num_threads=threads, schedule="dynamic"):
             _split(loop, i, threadid())
         for i in range(count):
-            item = loop.first + i
-            loop.kernels.merge(loop.args, &loop.plan, item // n_splits, item % n_splits, loop.state,
+            loop.kernels.merge(loop.args, &loop.plan, loop.items[2 * i], loop.items[2 * i + 1], loop.state,
                                loop.partials + i * loop.plan.partial_bytes)
-        loop.first += count
 
 
 cdef void _run(Loop *loop, int64_t wave, int threads) noexcept nogil:
@@ -307,13 +370,14 @@ cdef void _run_attention(fa_attention_args *a, int threads) except *:
         wave = min(WAVE * threads, loop.plan.n_tasks * loop.plan.n_splits)
     threads = max(1, min(threads, wave or loop.plan.n_tasks))
     scratch_bytes = threads * loop.plan.scratch_bytes
-    memory = <char *>PyMem_RawMalloc(scratch_bytes + (wave + 1) * loop.plan.partial_bytes + 64)
+    memory = <char *>PyMem_RawMalloc(scratch_bytes + (wave + 1) * loop.plan.partial_bytes
+                                     + 2 * wave * sizeof(int64_t) + 64)
     if memory == NULL:
         raise MemoryError(f"attention(): no memory for {scratch_bytes} bytes of scratch")
     loop.scratch = memory + (-<uintptr_t>memory) % 64
     loop.state = loop.scratch + scratch_bytes
     loop.partials = loop.state + loop.plan.partial_bytes
-    loop.first = 0
+    loop.items = <int64_t *>(loop.partials + wave * loop.plan.partial_bytes)
     _start_looking(&loop, errors)
     with nogil:
         _run(&loop, wave, threads)
@@ -325,22 +389,19 @@ cdef void _run_attention(fa_attention_args *a, int threads) except *:
 def attention(args):
     """Compute `args.out` and, where given, `args.lse` and `args.statistics`."""
     cdef fa_attention_args a
-    cdef int64_t *tables = _set_args(&a, args, True)
+    cdef Tables tables = _set_args(&a, args, True)  # which must outlive the kernels
     cdef int threads = args.num_threads if FA_OPENMP else 1
-    try:
+    _run_attention(&a, threads)
+    if a.norm.data != NULL:
+        a.second_pass = True
         _run_attention(&a, threads)
-        if a.norm.data != NULL:
-            a.second_pass = True
-            _run_attention(&a, threads)
-    finally:
-        PyMem_RawFree(tables)
 
 
 def plan(args):
     """What would run on `args`."""
     cdef fa_attention_args a
     cdef fa_plan p
-    PyMem_RawFree(_set_args(&a, args, False))  # the plan looks at shapes and dtypes only
+    _set_args(&a, args, False)  # the plan looks at shapes and dtypes only
     fa_isa_kernels(_isa, a.q.dtype).plan(&a, args.num_threads, &p)
     return {
         "kernel": "dot" if p.kind == FA_DOT else "tile",

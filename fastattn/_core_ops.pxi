@@ -7,12 +7,17 @@ cdef int64_t TASK_ELEMENTS = 1 << 14
 cdef dict _ACTIVATIONS = {None: FA_NONE, "relu": FA_RELU, "gelu": FA_GELU, "gelu_tanh": FA_GELU_TANH,
                           "silu": FA_SILU, "sigmoid": FA_SIGMOID}
 cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8}
+cdef dict _STORED = {FA_F32: cnp.NPY_FLOAT, FA_F64: cnp.NPY_DOUBLE, FA_BF16: cnp.NPY_UINT16, FA_I8: cnp.NPY_INT8}
 cdef dict _KINDS = {"layer_norm": FA_LAYER_NORM, "rms_norm": FA_RMS_NORM, "softmax": FA_SOFTMAX,
                     "activate": FA_ACTIVATE}
 
 
-cdef char *_rows(cnp.ndarray array, int64_t *row):
-    """The data of a 2-D array, and the distance of its rows."""
+cdef char *_rows(name, cnp.ndarray array, int64_t m, int64_t n, fa_dtype dtype, int64_t *row) except? NULL:
+    """The data of an array (m, n) whose rows are contiguous, and their distance."""
+    if (cnp.PyArray_NDIM(array) != 2 or cnp.PyArray_DIMS(array)[0] != m or cnp.PyArray_DIMS(array)[1] != n
+            or (n > 1 and cnp.PyArray_STRIDES(array)[1] != cnp.PyArray_ITEMSIZE(array))
+            or not cnp.PyArray_ISBEHAVED_RO(array) or _dtype(array) != dtype):
+        raise _misfit(name, array, f"{(m, n)}, rows contiguous, of the dtype of the other rows")
     row[0] = cnp.PyArray_STRIDES(array)[0]
     return <char *>cnp.PyArray_DATA(array)
 
@@ -25,27 +30,26 @@ cdef char *_aligned_scratch(int64_t n_bytes, void **memory) except NULL:
     return <char *>memory[0] + (-<uintptr_t>memory[0]) % 64
 
 
-cdef int64_t *_new_tables(int64_t n, int64_t batch) except NULL:
-    """Memory for n batch tables, which the caller frees."""
-    cdef int64_t *tables = <int64_t *>PyMem_RawMalloc(n * (batch + 1) * sizeof(int64_t))
-    if tables == NULL:
-        raise MemoryError(f"fastattn: no memory for the tables of {batch} batch items")
-    return tables
-
-
-cdef void _set_linear(fa_linear_args *a, weight, cnp.ndarray bias, activation, fa_dtype dtype) except *:
+cdef void _set_linear(fa_linear_args *a, weight, bias, activation, fa_dtype dtype) except *:
     """All of `a` but what its rows are."""
+    cdef int64_t width, count
+    cdef int n_maps = 2 if weight.gated else 1, lane = _lane_type(dtype)
     memset(a, 0, sizeof(fa_linear_args))
-    if bias is not None:
-        a.bias = cnp.PyArray_DATA(bias)
-    if weight.scales is not None:
-        a.scales = cnp.PyArray_DATA(weight.scales)
-    a.panels = <const char *>cnp.PyArray_DATA(weight.panels)
     a.n, a.k = weight.out_features, weight.in_features
     a.dtype = dtype
     a.weight = _WEIGHTS[weight.dtype]
     a.gated = weight.gated
     a.activation = _ACTIVATIONS[activation]
+    if (a.weight == FA_F64) != (dtype == FA_F64):
+        raise ValueError(f"fastattn: a weight in {weight.dtype} meets rows or a bias of another type")
+    width = FA_PANEL_BYTES // (8 if dtype == FA_F64 else 4)
+    count = n_maps * ((a.n + width - 1) // width)
+    a.panels = <const char *>_data("panels", weight.panels, count * width * (2 * ((a.k + 1) // 2) if a.weight == FA_BF16
+                                                                             else a.k), _STORED[a.weight])
+    if a.weight == FA_I8:
+        a.scales = _data("scales", weight.scales, count * width, lane)
+    if bias is not None:
+        a.bias = _data("bias", bias, n_maps * a.n, lane)
 
 
 cdef void _run_linear(fa_linear_args *a, int threads) except *:
@@ -71,11 +75,11 @@ def linear(args):
     """Compute `args.out`, of a LinearArgs."""
     cdef fa_linear_args a
     _set_linear(&a, args.weight, args.bias, args.activation, _dtype(args.x))
-    a.x = _rows(args.x, &a.x_row)
-    a.out = _rows(args.out, &a.out_row)
+    a.m = len(args.out)
+    a.x = _rows("x", args.x, a.m, a.k, a.dtype, &a.x_row)
+    a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
     if args.residual is not None:
-        a.residual = _rows(args.residual, &a.residual_row)
-    a.m = args.out.shape[0]
+        a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
     _run_linear(&a, args.num_threads if FA_OPENMP else 1)
 
 
@@ -106,18 +110,18 @@ def rows(args):
     a.dtype = _dtype(args.x)
     a.activation = _ACTIVATIONS[args.activation]
     a.m, a.n, a.eps = args.out.shape[0], args.out.shape[1], args.eps
-    a.x = _rows(args.x, &a.x_row)
-    a.out = _rows(args.out, &a.out_row)
+    a.x = _rows("x", args.x, a.m, a.n, a.dtype, &a.x_row)
+    a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
     if args.residual is not None:
-        a.residual = _rows(args.residual, &a.residual_row)
+        a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
     if args.total is not None:
-        a.total = _rows(args.total, &a.total_row)
+        a.total = _rows("total", args.total, a.m, a.n, a.dtype, &a.total_row)
     if args.up is not None:
-        a.up = _rows(args.up, &a.up_row)
+        a.up = _rows("up", args.up, a.m, a.n, a.dtype, &a.up_row)
     if args.weight is not None:
-        a.weight = cnp.PyArray_DATA(args.weight)
+        a.weight = _data("weight", args.weight, a.n, _lane_type(a.dtype))
     if args.bias is not None:
-        a.bias = cnp.PyArray_DATA(args.bias)
+        a.bias = _data("bias", args.bias, a.n, _lane_type(a.dtype))
     _run_rows(&a, args.num_threads if FA_OPENMP else 1)
 
 
@@ -143,21 +147,18 @@ def rope(args):
     """Compute `args.out`, of a RopeArgs."""
     cdef fa_rope_args a
     cdef cnp.ndarray x = args.x, cos = args.cos
-    cdef int core = cnp.PyArray_NDIM(x) - 3  # the first of the axes heads, length, head_dim
-    cdef tuple batch_shape = args.x.shape[:core]
-    cdef int64_t *tables
+    cdef int core = cnp.PyArray_NDIM(x) - 3, lane  # core: the first of the axes heads, length, head_dim
+    cdef Tables tables = Tables(args.x.shape[:core], 4)
     memset(&a, 0, sizeof(a))
-    a.x.dtype = a.out.dtype = _dtype(x)
-    a.batch = _n_batch(batch_shape)
+    a.batch = tables.batch
     a.heads, a.length, a.head_dim = x.shape[core], x.shape[core + 1], x.shape[core + 2]
     a.pairs = cos.shape[cnp.PyArray_NDIM(cos) - 1]
     a.interleaved = args.interleaved
-    tables = _new_tables(4, a.batch)  # `out` has memory for each batch item, so nothing overflows
-    try:
-        _set_array(&a.x, x, 3, batch_shape, a.batch, tables)
-        _set_array(&a.out, args.out, 3, batch_shape, a.batch, tables + a.batch)
-        _set_array(&a.cos, cos, 3, batch_shape, a.batch, tables + 2 * a.batch)
-        _set_array(&a.sin, args.sin, 3, batch_shape, a.batch, tables + 3 * a.batch)
-        _run_rope(&a, args.num_threads if FA_OPENMP else 1)
-    finally:
-        PyMem_RawFree(tables)
+    if 2 * a.pairs > a.head_dim:
+        raise _misfit("cos", cos, f"at most {a.head_dim // 2} pairs")
+    tables.set_rows(&a.x, "x", x, a.heads, a.length, a.head_dim)
+    tables.set_rows(&a.out, "out", args.out, a.heads, a.length, a.head_dim)
+    lane = _lane_type(a.x.dtype)
+    tables.set(&a.cos, "cos", cos, lane, 3, 1, a.length, a.pairs, True)
+    tables.set(&a.sin, "sin", args.sin, lane, 3, 1, a.length, a.pairs, True)
+    _run_rope(&a, args.num_threads if FA_OPENMP else 1)

@@ -1,7 +1,8 @@
 # Linear attention: a part of _core.pyx, which includes it.
 
 # Operands with a batch table.
-cdef int N_RECURRENT = 10
+cdef enum:
+    N_RECURRENT = 10
 
 
 cdef void _recurrent_task(Loop *loop, const fa_recurrent_args *a, const fa_recurrent_plan *p, int64_t task,
@@ -19,45 +20,41 @@ def recurrent(args):
     cdef fa_recurrent_plan p
     cdef Loop loop
     cdef int threads = args.num_threads if FA_OPENMP else 1
-    cdef tuple batch_shape = args.batch_shape
-    cdef int64_t task, batch = _n_batch(batch_shape)
-    cdef int64_t *tables
+    cdef Tables tables = Tables(args.batch_shape, N_RECURRENT)
+    cdef int lane
+    cdef int64_t task
     cdef void *memory
     cdef list errors = []
     memset(&a, 0, sizeof(a))
-    a.q.dtype, a.k.dtype, a.v.dtype, a.out.dtype = _dtype(args.q), _dtype(args.k), _dtype(args.v), _dtype(args.out)
-    a.log_decay.dtype = a.beta.dtype = _dtype(args.state_out)
-    a.batch = batch
+    a.batch = tables.batch
     a.heads, a.heads_q, a.heads_k, a.heads_v = args.heads, args.heads_q, args.heads_k, args.heads_v
     a.len_q, a.len_k, a.head_dim, a.head_dim_v = args.len_q, args.len_k, args.head_dim, args.head_dim_v
     a.gated, a.causal = args.gated, args.causal
     a.scale, a.eps = args.scale, args.eps
-    tables = <int64_t *>PyMem_RawMalloc(N_RECURRENT * (batch + 1) * sizeof(int64_t))
-    if tables == NULL:
-        raise MemoryError(f"linear_attention(): no memory for the tables of {batch} batch items")
-    _set_array(&a.q, args.q, 3, batch_shape, batch, tables)
-    _set_array(&a.k, args.k, 3, batch_shape, batch, tables + batch)
-    _set_array(&a.v, args.v, 3, batch_shape, batch, tables + 2 * batch)
-    _set_array(&a.out, args.out, 3, batch_shape, batch, tables + 3 * batch)
-    _set_array(&a.state_out, args.state_out, 3, batch_shape, batch, tables + 4 * batch)
+    tables.set_rows(&a.q, "q", args.q, a.heads_q, a.len_q, a.head_dim)
+    tables.set_rows(&a.k, "k", args.k, a.heads_k, a.len_k, a.head_dim)
+    tables.set_rows(&a.v, "v", args.v, a.heads_v, a.len_k, a.head_dim_v)
+    tables.set_rows(&a.out, "out", args.out, max(a.heads_q, a.heads), a.len_q, a.head_dim_v)
+    lane = _lane_type(a.q.dtype)
+    a.log_decay.dtype = a.beta.dtype = _dtype(args.state_out)
+    tables.set(&a.state_out, "state_out", args.state_out, lane, 3, a.heads, a.head_dim, a.head_dim_v, True)
     if args.state is not None:
-        _set_array(&a.state, args.state, 3, batch_shape, batch, tables + 5 * batch)
+        tables.set(&a.state, "state", args.state, lane, 3, a.heads, a.head_dim, a.head_dim_v, True)
     if args.log_decay is not None:
-        _set_array(&a.log_decay, args.log_decay, 3 if args.gated else 2, batch_shape, batch, tables + 6 * batch)
+        if args.gated:
+            tables.set(&a.log_decay, "log_decay", args.log_decay, lane, 3, a.heads, a.len_k, a.head_dim, True)
+        else:
+            tables.set(&a.log_decay, "log_decay", args.log_decay, lane, 2, a.heads, a.len_k)
     if args.beta is not None:
-        _set_array(&a.beta, args.beta, 2, batch_shape, batch, tables + 7 * batch)
+        tables.set(&a.beta, "beta", args.beta, lane, 2, a.heads, a.len_k)
     if args.norm_out is not None:
-        _set_array(&a.norm_out, args.norm_out, 2, batch_shape, batch, tables + 8 * batch)
+        tables.set(&a.norm_out, "norm_out", args.norm_out, lane, 2, a.heads, a.head_dim, 1, True)
     if args.norm is not None:
-        _set_array(&a.norm, args.norm, 2, batch_shape, batch, tables + 9 * batch)
+        tables.set(&a.norm, "norm", args.norm, lane, 2, a.heads, a.head_dim, 1, True)
     loop.kernels = fa_isa_kernels(_isa, a.q.dtype)
     loop.kernels.recurrent_plan(&a, threads, &p)
     threads = 1 if p.flops < (PARALLEL_DOT if p.steps else PARALLEL_TILE) else max(1, min(threads, p.n_tasks))
-    try:
-        loop.scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
-    except MemoryError:
-        PyMem_RawFree(tables)
-        raise
+    loop.scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
     _start_looking(&loop, errors)
     with nogil:
         if threads == 1:
@@ -67,6 +64,5 @@ def recurrent(args):
             for task in prange(p.n_tasks, num_threads=threads, schedule="dynamic"):
                 _recurrent_task(&loop, &a, &p, task, threadid())
     PyMem_RawFree(memory)
-    PyMem_RawFree(tables)
     if errors:
         raise errors[0]

@@ -20,27 +20,25 @@ def rowwise(args):
     cdef Loop loop
     cdef int threads = args.attention.num_threads if FA_OPENMP else 1
     cdef int64_t task
-    cdef int64_t *tables
+    cdef Tables tables
+    cdef int lane
     cdef void *memory
     cdef list errors = []
     memset(&r, 0, sizeof(r))
     r.kind = _ROWWISE[args.kind]
     r.k_keys = args.k_keys
-    if args.weight is not None:
-        r.weight = cnp.PyArray_DATA(args.weight)
-    if args.pre is not None:
-        r.pre = cnp.PyArray_DATA(args.pre)
-    if args.post is not None:
-        r.post = cnp.PyArray_DATA(args.post)
     tables = _set_args(&r.attention, args.attention, True)
+    lane = _lane_type(r.attention.q.dtype)
+    if args.weight is not None:
+        r.weight = _data("weight", args.weight, r.attention.heads_q * r.attention.head_dim, lane)
+    if args.pre is not None:
+        r.pre = _data("pre", args.pre, r.attention.heads_q * r.attention.heads_q, lane)
+    if args.post is not None:
+        r.post = _data("post", args.post, r.attention.heads_q * r.attention.heads_q, lane)
     loop.kernels = fa_isa_kernels(_isa, r.attention.q.dtype)
     loop.kernels.rowwise_plan(&r, &p)
     threads = 1 if p.flops < PARALLEL_TILE else max(1, min(threads, p.n_tasks))
-    try:
-        loop.scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
-    except MemoryError:
-        PyMem_RawFree(tables)
-        raise
+    loop.scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
     _start_looking(&loop, errors)
     with nogil:
         if threads == 1:
@@ -50,6 +48,5 @@ def rowwise(args):
             for task in prange(p.n_tasks, num_threads=threads, schedule="dynamic"):
                 _rowwise_task(&loop, &r, &p, task, threadid())
     PyMem_RawFree(memory)
-    PyMem_RawFree(tables)
     if errors:
         raise errors[0]

@@ -283,9 +283,9 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
     }
 }
 
-static void tile_attend(const fa_attention_args *a, const fa_plan *plan, const row_block *rows, int64_t key_begin,
-                        int64_t key_end, tile_scratch *w)
+static void tile_attend(const fa_attention_args *a, const row_block *rows, int64_t key_begin, int64_t key_end,
+                        tile_scratch *w)
 {
-    if (V_BF16_DOT && plan->bf16_dot) tile_attend_as(a, 1, rows, key_begin, key_end, w);
+    if (V_BF16_DOT && a->q.dtype == FA_BF16) tile_attend_as(a, 1, rows, key_begin, key_end, w);
     else tile_attend_as(a, 0, rows, key_begin, key_end, w);
 }

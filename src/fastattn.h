@@ -44,14 +44,15 @@ typedef enum {
     FA_DOT   /* head_dim on the lanes, for few rows per KV head: decode.inc.h */
 } fa_kernel_kind;
 
-/* How a call is cut into tasks: a function of (ISA, dtypes, shape of q, head_dim) alone, never of batch, thread count
- * or kv lengths, so that a row's bits depend on none of them.
+/* How a call is cut into tasks: a function of (ISA, dtypes, shape of q, head_dim) alone, never of batch or thread count,
+ * so that a row's bits depend on neither. FA_DOT is for those KV heads only that attend more keys than there are queries.
  *
  * The rows of one KV head are its group * len_q (query, head in group) pairs, query-major. Where they fill more than
  * one row block (split_k == 0), a task is a few row blocks against all their keys: run(). Otherwise a KV head is one row
  * block, and its keys are cut at multiples of split_k: each split becomes a partial (row maxima, sums, accumulators),
  * and the partials are merged in order, either by one thread, run(), or with run_split() on any threads and then
- * merge() for split 0, 1, ... of each head. Both do the same arithmetic in the same order.
+ * merge(), for those splits of each head, one after the other, that splits() names. Both do the same arithmetic in the
+ * same order. A split of keys that no row attends costs nothing.
  *
  * A task of the second pass is all rows against a run of keys, in order: what it adds to is nobody else's. */
 typedef struct {
@@ -158,6 +159,7 @@ typedef struct {
 typedef struct {
     void (*plan)(const fa_attention_args *, int threads, fa_plan *);
     void (*run)(const fa_attention_args *, const fa_plan *, int64_t task, void *scratch);
+    void (*splits)(const fa_attention_args *, const fa_plan *, int64_t head, int64_t *first, int64_t *last);
     void (*run_split)(const fa_attention_args *, const fa_plan *, int64_t head, int64_t split, void *partial,
                       void *scratch);
     void (*merge)(const fa_attention_args *, const fa_plan *, int64_t head, int64_t split, void *state,

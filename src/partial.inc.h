@@ -46,6 +46,18 @@ INLINE top_list row_top(const fa_attention_args *a, const partial *p, int64_t r)
     return (top_list){p->top.score + r * a->n_top, p->top.key + r * a->n_top};
 }
 
+/* The part of it from row r on. */
+INLINE partial partial_from(const fa_attention_args *a, const partial *p, int64_t r)
+{
+    partial rest = *p;
+    rest.row_max += r;
+    rest.row_sum += r;
+    rest.acc += r * p->acc_row;
+    rest.row_log = p->row_log ? p->row_log + r : NULL;
+    rest.top = row_top(a, p, r);
+    return rest;
+}
+
 /* Nothing is lost yet: to be called between the first partial and the second. */
 static void partial_begin_merging(const partial *p)
 {

@@ -154,7 +154,7 @@ def test_explain_backend():
 
 @each_isa
 def test_short_queries_have_a_kernel_of_their_own(isa):
-    """The kernel follows from rows per KV head, never from batch, threads or kv_lengths."""
+    """The kernel follows from rows per KV head and from whether keys outnumber them, never from batch or threads."""
 
     def plan(shape, **arguments):
         arrays = make_inputs(shape, "float32", np.random.default_rng(0))
@@ -168,6 +168,7 @@ def test_short_queries_have_a_kernel_of_their_own(isa):
         assert plan(decode, **same) == "dot"
         assert plan(SHAPE, **same) == "tile"
     assert plan(decode._replace(batch=1)) == "dot"
+    assert plan(decode._replace(len_q=4, len_k=4)) == "tile"  # a short sequence that attends itself
 
 
 def test_copies_are_said():

@@ -120,6 +120,38 @@ def test_padding_does_not_matter(isa, shape):
             assert_same_bits(padded, attention(q, k[:, :, :length], v[:, :, :length]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads_q", "heads_kv", "head_dim"), [(4, 4, 16), (4, 2, 40), (8, 1, 64)])
+@each_isa
+def test_a_padded_sequence_that_attends_itself(isa, heads_q, heads_kv, head_dim, dtype):
+    """Padding adds queries, too; however many there are, those of a short sequence have the bits they have alone."""
+    rng = np.random.default_rng(0)
+    with forced(isa):
+        for length, own in [(2, 1), (5, 4), (8, 1), (8, 7), (9, 8), (12, 4), (40, 2), (40, 33), (70, 8)]:
+            shape = Shape("padded", batch=2, heads_q=heads_q, heads_kv=heads_kv, len_q=length, len_k=length,
+                          head_dim=head_dim)  # fmt: skip
+            q, k, v = spread_inputs(shape, dtype, rng)
+            mine = [x[:1, :, :own] for x in (q, k, v)]
+            for options in ({}, {"causal": True, "q_offset": 0}, {"window": (2, 3), "q_offset": 0}):
+                out, lse = attention(q, k, v, kv_lengths=[own, length], **options)
+                assert_same_bits(attention(*mine, **options), (out[:1, :, :own], lse[:1, :, :own]))
+
+
+@each_isa
+def test_a_window_at_the_end_of_countless_keys(isa, python):
+    """What no row attends costs nothing, not even a look: all these keys are one row in memory."""
+    code = """
+import numpy as np, fastattn
+k = np.ones((1, 2, 1, 16), np.float32)
+q, endless = k[:, :, :1], np.broadcast_to(k, (1, 2, 1 << 50, 16))
+for num_threads in (1, 3):
+    out = fastattn.attention(q, endless, endless, window=(700, 0), num_threads=num_threads)
+    assert (out == 1).all(), out
+"""
+    child = python(code, FASTATTN_ISA=isa, FASTATTN_BACKEND="compiled")
+    assert child.returncode == 0, child.stderr
+
+
 @every_shape
 def test_heads_and_rows_alone(shape, implementation):
     """A head computed alone is the head computed with the others, with each group whole."""

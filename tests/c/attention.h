@@ -58,9 +58,12 @@ static void run_attention(const fa_kernels *kernels, const fa_attention_args *a,
         char *partials = allocate((size_t)(p->n_splits * p->partial_bytes));
         FOR(head, p->n_tasks)
         {
-            for (int64_t split = p->n_splits - 1; split >= 0; split--)
+            int64_t first, last;
+            kernels->splits(a, p, head, &first, &last);
+            for (int64_t split = last - 1; split >= first; split--)
                 kernels->run_split(a, p, head, split, partials + split * p->partial_bytes, scratch);
-            FOR(split, p->n_splits) kernels->merge(a, p, head, split, state, partials + split * p->partial_bytes);
+            for (int64_t split = first; split < last; split++)
+                kernels->merge(a, p, head, split, state, partials + split * p->partial_bytes);
         }
     } else
         FOR(task, p->n_tasks) kernels->run(a, p, again ? p->n_tasks - 1 - task : task, scratch);
