@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._inputs import float_array
+from fastattn._inputs import flag, float_array, integer, short
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -60,6 +60,7 @@ class PackedLinear:
         panels: Array,
         scales: Array | None,
     ):
+        _require_sizes(in_features, out_features, gated, dtype, panels, scales)
         fields = (dtype, gated, in_features, out_features, panels, scales)
         for name, value in zip(self.__slots__, fields, strict=True):
             object.__setattr__(self, name, value)
@@ -105,6 +106,33 @@ class PackedLinear:
         maps = self.floats().reshape(count, n_maps, k, width).transpose(1, 0, 3, 2)
         weight = maps.reshape(n_maps, count * width, k)[:, : self.out_features].copy()
         return weight if self.gated else weight[0]
+
+
+def _require_sizes(
+    in_features: Any, out_features: Any, gated: Any, dtype: Any, panels: Any, scales: Any
+) -> None:
+    """Raise unless these are the panels and scales of such a map: kernels read them without another look."""
+    func = "PackedLinear"
+    if not isinstance(dtype, str) or dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"{func}(): dtype is {short(dtype)}; expected one of {', '.join(WEIGHT_DTYPES)}")
+    k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
+    n_maps, width = 1 + flag(func, "gated", gated), columns(dtype)
+    count = n_maps * -(-n // width)
+    stored = (count, (k + 1) // 2, width, 2) if dtype == "bfloat16" else (count, k, width)
+    expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, _STORED[dtype])]
+    if dtype == "int8":
+        expected.append(("scales", scales, (count, width), np.float32))
+    elif scales is not None:
+        raise ValueError(f"{func}(): scales are given; expected None for {dtype}, only int8 has any")
+    for name, array, shape, kind in expected:
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{func}(): {name} is of type {type(array).__name__}; expected an array")
+        flags = array.flags
+        if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
+            raise ValueError(
+                f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
+                f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
+            )
 
 
 def _restored(

@@ -154,7 +154,7 @@ def test_explain_backend():
 
 @each_isa
 def test_short_queries_have_a_kernel_of_their_own(isa):
-    """The kernel follows from rows per KV head and from whether keys outnumber them, never from batch or threads."""
+    """The kernel follows from rows per KV head, and whether keys outnumber them, not from threads."""
 
     def plan(shape, **arguments):
         arrays = make_inputs(shape, "float32", np.random.default_rng(0))

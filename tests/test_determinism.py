@@ -124,7 +124,7 @@ def test_padding_does_not_matter(isa, shape):
 @pytest.mark.parametrize(("heads_q", "heads_kv", "head_dim"), [(4, 4, 16), (4, 2, 40), (8, 1, 64)])
 @each_isa
 def test_a_padded_sequence_that_attends_itself(isa, heads_q, heads_kv, head_dim, dtype):
-    """Padding adds queries, too; however many there are, those of a short sequence have the bits they have alone."""
+    """Padding adds queries, too; however many there are, a short sequence's have the bits they have alone."""
     rng = np.random.default_rng(0)
     with forced(isa):
         for length, own in [(2, 1), (5, 4), (8, 1), (8, 7), (9, 8), (12, 4), (40, 2), (40, 33), (70, 8)]:

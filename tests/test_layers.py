@@ -648,8 +648,9 @@ def test_an_error_leaves_caches_as_they_were():
     with pytest.raises(ValueError, match="memory is None; expected an array"):
         model.decoder(X, cache=caches)
     model.decoder(X, X, cache=caches)
-    model.decoder.layers[1].norm3 = None
-    with pytest.raises(AttributeError):
+    norm = model.decoder.layers[1].norm3
+    norm.load_state_dict(norm.state_dict(), weights_dtype="float64")
+    with pytest.raises(TypeError, match="its part norm3"):
         model.decoder(X, cache=caches)
     with pytest.raises(ValueError, match="memory is not that of the first call"):
         model.decoder(X, X.copy(), cache=caches)

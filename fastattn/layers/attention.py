@@ -181,6 +181,7 @@ class MultiHeadAttention(AttentionParameters):
         TypeError, ValueError
             If an argument does not fit, or there are no parameters yet.
         """
+        self._require_parts()
         x = calls.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
         if residual is not None:
             residual = like(FUNC, "residual", residual, x.shape, x.dtype, "query")

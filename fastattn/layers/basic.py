@@ -62,6 +62,9 @@ class Linear(Layer):
 
     _zero_bias = False  # torch begins an attention's out_proj so
 
+    def _place(self) -> str:
+        return f"a Linear({self.in_features}, {self.out_features})"
+
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         for name in ("in_features", "out_features"):
             integer("Linear", name, getattr(self, name), 1)
@@ -127,6 +130,11 @@ class LayerNorm(Layer):
     weight_vector: Array = field(init=False, repr=False)
     bias_vector: Array | None = field(init=False, default=None, repr=False)
 
+    _kind = "layer_norm"
+
+    def _place(self) -> str:
+        return f"a norm of {self.features} features"
+
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         flag("LayerNorm", "bias", self.bias)
         _check_norm(self)
@@ -139,7 +147,7 @@ class LayerNorm(Layer):
 
     def _of_rows(self, x: Array, out: Array | None = None) -> Array:
         """The call, for rows that have been checked."""
-        return calls.norm("layer_norm", x, self.weight_vector, self.bias_vector, self.eps, out)
+        return calls.norm(self._kind, x, self.weight_vector, self.bias_vector, self.eps, out)
 
     def _parameters(self) -> dict[str, Parameter]:
         parameters = {"weight": Parameter((self.features,), ones)}
@@ -177,6 +185,11 @@ class RMSNorm(Layer):
     rng: InitVar[np.random.Generator | None] = None
     weight_vector: Array = field(init=False, repr=False)
 
+    _kind = "rms_norm"
+
+    def _place(self) -> str:
+        return f"a norm of {self.features} features"
+
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         _check_norm(self)
 
@@ -186,7 +199,7 @@ class RMSNorm(Layer):
 
     def _of_rows(self, x: Array, out: Array | None = None) -> Array:
         """The call, for rows that have been checked."""
-        return calls.norm("rms_norm", x, self.weight_vector, None, self.eps, out)
+        return calls.norm(self._kind, x, self.weight_vector, None, self.eps, out)
 
     def _parameters(self) -> dict[str, Parameter]:
         return {"weight": Parameter((self.features,), ones)}
@@ -249,6 +262,9 @@ class FeedForward(Layer):
     weight2: ops.PackedLinear = field(init=False, repr=False)
     bias1: Array | None = field(init=False, default=None, repr=False)  # gated: (2, dim_feedforward)
     bias2: Array | None = field(init=False, default=None, repr=False)
+
+    def _place(self) -> str:
+        return f"a FeedForward with d_model {self.d_model}"
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         for name in ("d_model", "dim_feedforward"):

@@ -92,6 +92,10 @@ class AttentionParameters(Layer):
     k_norm: Array | None = field(init=False, default=None, repr=False)
     sink_logits: Array | None = field(init=False, default=None, repr=False)
 
+    def _place(self) -> str:
+        widths = self.embed_dim, self.kdim or self.embed_dim, self.vdim or self.embed_dim
+        return "a MultiHeadAttention of queries, keys and values of {}, {} and {} features".format(*widths)
+
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim"):
             value = getattr(self, name)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastattn._program import OUT, AttendStep, LinearStep, NormStep, Program, X
+from fastattn.layers.state import last_change
 
 if TYPE_CHECKING:
     from fastattn._program import Step
@@ -17,32 +17,27 @@ _SUM, _NORMED, _QKV, _CONTEXT, _INNER = range(2, 7)
 
 
 class PlainEncoder(NamedTuple):
-    """What a plain layer runs, and the fields of the layer that it was made of."""
+    """What a plain layer runs."""
 
-    made_of: tuple[Any, ...]
+    made_at: object  # the last change to any layer by then
     program: Program | None  # None: the layer is not plain
 
 
 def plain_encoder(layer: TransformerEncoderLayer, before: PlainEncoder | None) -> PlainEncoder:
-    """`before`, if it is still what `layer` is made of, or a new one."""
+    """`before`, or a new one if some layer has changed since."""
+    change = last_change()
+    if before is not None and before.made_at is change:
+        return before
     heads, forward = layer.self_attn, layer.feed_forward
     maps, out = heads.all_maps, heads.out_proj
+    if maps is None or not heads.is_plain():
+        return PlainEncoder(change, None)
     norms = [
-        (norm.weight_vector, getattr(norm, "bias_vector", None), norm.eps)
+        (norm._kind, norm.weight_vector, getattr(norm, "bias_vector", None), norm.eps)
         for norm in (layer.norm1, layer.norm2)
     ]
-    made_of: tuple[Any, ...] = (
-        *(heads, maps, out.packed_weight, out.bias_vector, layer.norm_first),
-        *(forward.weight1, forward.bias1, forward.weight2, forward.bias2),
-        *(*norms[0], *norms[1]),
-    )
-    if before is not None and all(map(is_, made_of, before.made_of)):
-        return before
-    if maps is None or not heads.is_plain():
-        return PlainEncoder(made_of, None)
-    kind = layer.norm
-    first = NormStep(X if layer.norm_first else _SUM, _NORMED, kind, *norms[0])
-    last = NormStep(_SUM, _NORMED if layer.norm_first else OUT, kind, *norms[1])
+    first = NormStep(X if layer.norm_first else _SUM, _NORMED, *norms[0])
+    last = NormStep(_SUM, _NORMED if layer.norm_first else OUT, *norms[1])
     attend: list[Step] = [
         LinearStep(_NORMED if layer.norm_first else X, _QKV, maps.weight, maps.bias),
         AttendStep(_QKV, _CONTEXT, heads.num_heads, heads._heads_kv, heads._head_dim, heads._head_dim**-0.5),
@@ -56,5 +51,5 @@ def plain_encoder(layer: TransformerEncoderLayer, before: PlainEncoder | None) -
     steps = [first, *attend, last, *feed] if layer.norm_first else [*attend, first, *feed, last]
     width, wide, context = layer.d_model, maps.weight.out_features, heads._width
     at = 2 * width  # inner features lie where queries, keys, values and context did
-    places = ((0, width), (width, width), (at, wide), (at + wide, context), (at, layer.dim_feedforward))
-    return PlainEncoder(made_of, Program("layer", tuple(steps), places, width))
+    places = ((0, width), (width, width), (at, wide), (at + wide, context), (at, forward.dim_feedforward))
+    return PlainEncoder(change, Program("layer", tuple(steps), places, width))

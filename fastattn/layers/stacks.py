@@ -31,14 +31,37 @@ class _Stack(Layer):
     _kind: ClassVar[type[Layer]]  # of the layers
     _cache_kind: ClassVar[type]
 
+    def _place(self) -> str:
+        return f"a {type(self).__name__} of layers with d_model {self.layers[0].d_model}"
+
     def __post_init__(self) -> None:
+        self._require_layers()
+        self.weights_dtype = self.layers[0].weights_dtype
+        self._set_up(None)
+
+    def _replace(self, name: str, value: Any) -> None:
+        """Set the layers, or the norm: there may be none."""
+        if name not in ("layers", "norm"):
+            super()._replace(name, value)
+            return
+        before = getattr(self, name)
+        self._change({name: value})
+        try:
+            self._require_layers()
+        except BaseException:
+            self._change({name: before})
+            raise
+
+    def _require_layers(self) -> None:
+        """Raise unless layers and norm fit together; the list of layers is the caller's to change."""
         func, kind = type(self).__name__, self._kind.__name__
         if not isinstance(self.layers, Iterable):
             raise TypeError(
                 f"{func}(): layers is of type {type(self.layers).__name__}; expected a sequence of layers,"
                 f" each its own: [{kind}(...) for _ in range(6)]"
             )
-        self.layers = list(self.layers)
+        if not isinstance(self.layers, list):
+            self._change({"layers": list(self.layers)})
         if not self.layers:
             raise ValueError(f"{func}(): layers is empty; expected at least one layer")
         for i, layer in enumerate(self.layers):
@@ -54,7 +77,6 @@ class _Stack(Layer):
         for name, other in widths.items():
             if other != width:
                 raise ValueError(f"{func}(): {name} is {other}; expected {width}, as layers[0] has")
-        self.weights_dtype = self.layers[0].weights_dtype
 
     def _children(self) -> dict[str, Layer]:
         parts = {f"layers.{i}.": layer for i, layer in enumerate(self.layers)}
@@ -62,6 +84,7 @@ class _Stack(Layer):
 
     def _run(self, name: str, x: ArrayLike, cache: Sequence[Any] | None, **options: Any) -> Array:
         """One layer after another, on `x`, which is called `name`."""
+        self._require_layers()
         result = float_array(type(self).__name__, name, x)
         caches = self._one_each(cache)
         with restored_on_error(caches):

@@ -3,6 +3,9 @@
 A layer says what it holds (`_parameters`), of what other layers it consists (`_children`), how named arrays
 become its fields (`_pack`) and how its fields become named arrays again (`_unpack`). Loading packs everything
 first and assigns last, so that an error changes nothing.
+
+What a layer has checked of itself stays true: its fields cannot be set. Only a part can be replaced, by
+another that fits; and after any change to any layer, a layer looks at its parts once more before it computes.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._inputs import is_float
+from fastattn._inputs import is_float, short
 from fastattn.packed import WEIGHT_DTYPES
 
 if TYPE_CHECKING:
@@ -64,6 +67,15 @@ def lane_of(weights_dtype: str) -> np.dtype[Any]:
     return np.dtype(np.float64 if weights_dtype == "float64" else np.float32)
 
 
+# Another object after each change to any layer: what was found before a change is known by it.
+_last_change = object()
+
+
+def last_change() -> object:
+    """What is another object after each change to any layer."""
+    return _last_change
+
+
 class ParametersMissing(AttributeError, ValueError):
     """A layer is used before it has parameters; for `hasattr`, an attribute that is not there."""
 
@@ -75,6 +87,7 @@ class Layer:
     """
 
     weights_dtype: str
+    _built = False  # from the end of construction on, fields cannot be set
 
     def _parameters(self) -> dict[str, Parameter]:
         """What this layer itself holds, in torch's order."""
@@ -101,8 +114,54 @@ class Layer:
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def _place(self) -> str:
+        """What this layer is to those around it: another can stand in its place that is the same to them."""
+        return f"a {type(self).__name__}"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._built and not name.startswith("_"):
+            self._replace(name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def _replace(self, name: str, value: Any) -> None:
+        """Set the part `name` to `value`, if that fits there; no other field can be set."""
+        there = self.__dict__.get(name)
+        if not isinstance(there, Layer):
+            raise AttributeError(
+                f"{type(self).__name__}.{name} cannot be set: parameters change by load_state_dict(), and"
+                f" another size or option makes another layer"
+            )
+        if not isinstance(value, Layer) or value._place() != there._place():
+            raise ValueError(
+                f"{type(self).__name__}.{name} is set to"
+                f" {value._place() if isinstance(value, Layer) else short(value)}; expected {there._place()}"
+            )
+        self._change({name: value})
+
+    def _change(self, fields: Fields) -> None:
+        """Set `fields`, which fit."""
+        global _last_change
+        self.__dict__.update(fields)
+        _last_change = object()
+
+    def _require_parts(self) -> None:
+        """Raise unless all parts compute in this layer's type; looks only after some layer has changed."""
+        change = _last_change
+        if self.__dict__.get("_checked_at") is change:
+            return
+        for prefix, part in self._walk():
+            if lane_of(part.weights_dtype) != lane_of(self.weights_dtype):
+                raise TypeError(
+                    f"{type(self).__name__}(): its part {prefix}{type(part).__name__} has weights in"
+                    f" {part.weights_dtype}; expected ones that compute in {lane_of(self.weights_dtype)}, as"
+                    f" the layer's own in {self.weights_dtype} do"
+                )
+        self.__dict__["_checked_at"] = change
+
     def _set_up(self, rng: np.random.Generator | None) -> None:
         """Draw the parameters, or mark them as missing; the last step of construction."""
+        self.__dict__["_built"] = True
         name = type(self).__name__
         if self.weights_dtype not in WEIGHT_DTYPES:
             expected = ", ".join(WEIGHT_DTYPES)
@@ -116,9 +175,7 @@ class Layer:
         self._assign(self._pack(arrays, self.weights_dtype), self.weights_dtype)
 
     def _assign(self, fields: Fields, weights_dtype: str) -> None:
-        self.weights_dtype = weights_dtype
-        for key, value in fields.items():
-            setattr(self, key, value)
+        self._change({"weights_dtype": weights_dtype, **fields})
 
     def _walk(self, prefix: str = "") -> Iterator[tuple[str, Layer]]:
         """The layer and all below it, with the prefixes of their names."""

@@ -82,6 +82,7 @@ class TransformerEncoderLayer(Layer):
         self.self_attn = _attention(self, self.attention, rng)
         self.feed_forward = _feed_forward(self, rng)
         self.norm1, self.norm2 = _norm(self), _norm(self)
+        self._set_up(None)
 
     def __call__(
         self,
@@ -99,6 +100,7 @@ class TransformerEncoderLayer(Layer):
         """
         func = type(self).__name__
         calls.require_cache(func, cache, KVCache)
+        self._require_parts()
         array = calls.checked(func, "src", src, self.d_model, self.weights_dtype)
         batched = calls.batch_first(func, "src", array)
         if batched is not array:
@@ -107,9 +109,9 @@ class TransformerEncoderLayer(Layer):
         x = rows(batched)
         options = (src_mask, src_key_padding_mask, cache, lengths)
         if is_causal is False and all(option is None for option in options):
-            self._plain = plain_encoder(self, self._plain)
-            if self._plain.program is not None:
-                return self._plain.program.run(x, Sequences(batch)).reshape(array.shape)
+            plain = self.__dict__["_plain"] = plain_encoder(self, self._plain)
+            if plain.program is not None:
+                return plain.program.run(x, Sequences(batch)).reshape(array.shape)
         normed = self.norm1._of_rows(x) if self.norm_first else x
         total, _ = self.self_attn._attend(
             normed,
@@ -178,6 +180,7 @@ class TransformerDecoderLayer(Layer):
         self.multihead_attn = _attention(self, self.cross_attention, rng)
         self.feed_forward = _feed_forward(self, rng)
         self.norm1, self.norm2, self.norm3 = _norm(self), _norm(self), _norm(self)
+        self._set_up(None)
 
     def __call__(
         self,
@@ -209,6 +212,7 @@ class TransformerDecoderLayer(Layer):
         """
         func = type(self).__name__
         calls.require_cache(func, cache, DecoderCache)
+        self._require_parts()
         array = calls.checked(func, "tgt", tgt, self.d_model, self.weights_dtype)
         batched = calls.batch_first(func, "tgt", array)
         if batched is not array:
