@@ -65,8 +65,13 @@ def python():
 
 
 def child_environment(**changes):
-    """os.environ with `changes`, in which a child imports the fastattn under test."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(fastattn.__file__).parents[1])}
+    """os.environ with `changes`, in which a child imports the fastattn under test.
+
+    What a child prints is read: in UTF-8, without colours, and as no other variable of Python's has it.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment["PYTHONPATH"] = str(Path(fastattn.__file__).parents[1])
+    environment |= {"PYTHONIOENCODING": "utf-8", "PYTHON_COLORS": "0"}
     for name, value in changes.items():
         environment.pop(name, None)
         if value is not None:

@@ -148,11 +148,12 @@ def test_a_pool_of_forked_processes(python):
 
 # Hours of work: one query block and one key block, seen as very many by strides of 0.
 ENDLESS = """
-import sys
+import signal, sys
 import numpy as np
 import fastattn
 from fastattn import _backend
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background, as a child, ignores it
 implementation, num_threads, call = sys.argv[1:]
 kwargs = {"backend": "numpy"} if implementation == "numpy" else {"isa": implementation, "backend": "compiled"}
 q = np.broadcast_to(np.ones((1, 1, 256, 64), np.float32), (100_000, 4, 256, 64))
@@ -187,16 +188,15 @@ with _backend.forced(**kwargs):
 def test_ctrl_c(implementation, call, num_threads):
     command = [sys.executable, "-W", "ignore", "-c", ENDLESS, implementation, str(num_threads), call]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    child = subprocess.Popen(command, env=child_environment(), **pipes)
-    try:
-        assert child.stdout.readline() == "computing\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            child.wait(0.5)  # it is on its way, and not done soon
-        child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=60)
-    finally:
-        child.kill()
-        child.wait()
+    with subprocess.Popen(command, env=child_environment(), **pipes) as child:
+        try:
+            assert child.stdout.readline() == "computing\n"
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(0.5)  # it is on its way, and not done soon
+            child.send_signal(signal.SIGINT)
+            out, err = child.communicate(timeout=60)
+        finally:
+            child.kill()
     assert out == "interrupted\n", err
     assert child.returncode == 0
 
