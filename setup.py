@@ -2,8 +2,10 @@
 
 Optional: without a compiler the package installs and runs on NumPy. Environment:
 
-FASTATTN_REQUIRE_EXT=1   fail instead
-FASTATTN_WERROR=1        warnings in src/ are errors
+FASTATTN_REQUIRE_EXT=1        fail instead
+FASTATTN_WERROR=1             warnings in src/ are errors
+FASTATTN_EMULATE_BF16_DOT=1   for tests: dot products of bfloat16 pairs on every instruction set, spelled out
+                              where there is no instruction for them
 """
 
 import itertools
@@ -24,6 +26,8 @@ SRC = Path("src")
 # -fwrapv: most Pythons bring it; without it gcc 12 ends in an internal error on the doubles of `generic`.
 FLAGS = ["-std=gnu11", "-O3", "-g0", "-fwrapv", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 FLAGS += ["-Wall", "-Wextra"]
+if os.environ.get("FASTATTN_EMULATE_BF16_DOT") == "1":
+    FLAGS.append("-DFA_EMULATE_BF16_DOT")
 OPENMP = (["-fopenmp"], ["-fopenmp"]), (["-Xpreprocessor", "-fopenmp"], ["-lomp"])
 REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
 
