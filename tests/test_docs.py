@@ -1,0 +1,69 @@
+"""The examples in README.md and docs/: each runs alone, as it stands there."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
+
+ROOT = Path(__file__).parents[1]
+
+
+def examples():
+    """Every Python block of every page, by the page and the line it begins at, with its line numbers."""
+    found = {}
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        block = None
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            if line.strip() == "```python":
+                block = f"{page.relative_to(ROOT).as_posix()}:{number}"
+                found[block] = "\n" * number
+            elif line.startswith("```"):
+                block = None
+            elif block:
+                found[block] += line + "\n"
+    return found
+
+
+EXAMPLES = examples()
+
+
+def run(name):
+    """The names that the example defines; a traceback shows its lines in the page."""
+    names = {"__name__": name}
+    exec(compile(EXAMPLES[name], ROOT / name.split(":")[0], "exec"), names)
+    return names
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The folder that examples run in; docs/models.md finds tiny models there, by the names that it loads."""
+    tiny.write(tmp_path / "all-MiniLM-L6-v2", "bert")
+    write_tokenizer(tmp_path / "all-MiniLM-L6-v2")
+    config = {**tiny.CONFIGS["qwen3"], "vocab_size": 256}
+    tiny.write(tmp_path / "Qwen3-0.6B", "qwen3", tiny.tensors("qwen3", config), vocab_size=256)
+    write_byte_tokenizer(tmp_path / "Qwen3-0.6B")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_alone(name):
+    run(name)
+
+
+def test_every_page_with_examples_is_there():
+    pages = [f"docs/{page}.md" for page in ("layers", "models", "positions", "variants")]
+    assert {name.split(":")[0] for name in EXAMPLES} == {"README.md", *pages}
+
+
+def test_steps_with_prompts_of_different_lengths_are_the_full_pass():
+    """The results of the last example of docs/layers.md, too: a whole Transformer with padding."""
+    names = run([name for name in EXAMPLES if name.startswith("docs/layers.md")][-1])
+    model, embed, lengths = names["model"], names["embed"], names["prompt_lengths"]
+    for b, length in enumerate(lengths):
+        ids = np.concatenate([names["prompt"][b, :length], [step[b] for step in names["tokens"]]])[None]
+        memory, mask = names["memory"][b : b + 1], names["padding"][b : b + 1]
+        tgt = embed(ids, np.arange(ids.shape[1])[None])
+        full = model.decoder(tgt, memory, memory_key_padding_mask=mask, tgt_is_causal=True)
+        np.testing.assert_allclose(names["y"][b], full[0, -1], rtol=0, atol=1e-5)
