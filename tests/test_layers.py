@@ -8,6 +8,7 @@ import naive
 import numpy as np
 import pre_norm_encoder
 import pytest
+from conftest import each_isa, forced
 from safetensors.numpy import save_file
 
 import fastattn
@@ -633,6 +634,23 @@ X = draw(BATCH, LENGTH, WIDTH)
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call(attention_layer({}))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"norm_first": True}, {"attention": {"num_kv_heads": 2, "window": (3, 1)}}]
+)
+@each_isa
+def test_a_padded_sequence_has_the_bits_that_it_has_alone(isa, options):
+    rng = np.random.default_rng(0)
+    layer = TransformerEncoderLayer(48, 4, 64, rng=rng, **options)
+    with forced(isa):
+        for length, own in [(4, 1), (8, 3), (9, 8), (20, 5), (40, 7), (40, 31)]:
+            x = rng.standard_normal((2, length, 48)).astype(np.float32)
+            hidden = np.arange(length) >= np.array([[own], [length]])
+            for is_causal in (False, True):
+                together = layer(x, src_key_padding_mask=hidden, is_causal=is_causal)
+                alone = layer(x[:1, :own], is_causal=is_causal)
+                np.testing.assert_array_equal(together[:1, :own], alone)
 
 
 def test_an_error_leaves_caches_as_they_were():

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny_models as tiny
+from conftest import each_isa, forced
 from tiny_models import CONFIGS, DECODERS, ENCODERS, VOCAB
 
 from fastattn import _scratch, models, ops
@@ -86,6 +87,23 @@ def test_a_padded_sequence_is_as_alone(kind, where, tmp_path, implementation):
     together = model(ids, mask)
     for row, counts, result in zip(ids, mask, together, strict=True):
         np.testing.assert_allclose(result[counts], model(row[counts])[0], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "float64"}, {"dtype": "bfloat16"}, {"weights_dtype": "int8"}], ids=str
+)
+@pytest.mark.parametrize("kind", KINDS)
+@each_isa
+def test_a_sequence_has_the_same_bits_in_any_company(isa, kind, options, tmp_path):
+    """Also where padding makes many queries of few, which other kernels are for."""
+    model = loaded(tmp_path, kind, **options)
+    with forced(isa):
+        for length in (5, 8, 9, 20):
+            ids, index = some_ids(3, length), np.arange(length)
+            for own in {1, 2, 3, 4, 7, 8, 11} & set(range(length)):
+                alone = model(ids[:1, :own])
+                together = model(ids, index < np.array([[own], [length], [length - 1]]))
+                np.testing.assert_array_equal(together[:1, :own], alone)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import tiny_models as tiny
+from conftest import each_isa, forced
 from tiny_models import CONFIGS
 from tiny_tokenizers import TEXTS, WORDS, write_byte_tokenizer, write_tokenizer
 
@@ -54,6 +55,19 @@ def test_vectors_are_pooled_hidden_states(mode, encoder, implementation):
         hidden = model(ids)[0]
         expected = {"mean": hidden.mean(axis=0), "cls": hidden[0], "max": hidden.max(axis=0)}[mode]
         np.testing.assert_allclose(vector, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "max"])
+@each_isa
+def test_a_vector_has_the_same_bits_in_any_company(isa, mode, encoder):
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(WORDS[4:], count)) for count in [1, 2, 3, 4, 5, 6, 7, 12, 17, 25] * 3]
+    model = models.load(encoder)
+    with forced(isa):
+        alone = np.concatenate([model.embed([text], pooling=mode, normalize=True) for text in texts])
+        for batch_size in (3, 32):
+            together = model.embed(texts, pooling=mode, normalize=True, batch_size=batch_size)
+            np.testing.assert_array_equal(together, alone)
 
 
 def test_pooling_of_left_padded_and_empty_texts(implementation):
