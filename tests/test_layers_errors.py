@@ -326,3 +326,17 @@ def test_a_tensor_that_numpy_cannot_read():
 def test_rotary_names_are_in_one_public_place():
     assert fastattn.rope.rope_frequencies is rope_frequencies
     assert {"RopeFrequencies", "apply_rope", "rope_frequencies", "rope_tables"} == set(fastattn.rope.__all__)
+
+
+@pytest.mark.parametrize("options", [b"x", [1], 3.5, {"nheads": 3}, {"rope_theta": 1e4}])
+def test_options_of_attention(options):
+    with pytest.raises(TypeError, match=r"EncoderLayer\(\): attention is .*; expected a dict of .*window"):
+        TransformerEncoderLayer(8, 2, attention=options)
+    with pytest.raises(TypeError, match=r"DecoderLayer\(\): cross_attention is .*; expected a dict"):
+        TransformerDecoderLayer(8, 2, cross_attention=options)
+
+
+def test_a_prefix_that_is_no_string():
+    layer = FeedForward(4, 4)
+    with pytest.raises(TypeError, match=r"FeedForward.load_state_dict\(\): prefix is 3; expected a string"):
+        layer.load_state_dict({}, prefix=3)

@@ -39,6 +39,8 @@ def _parts(maps: Stack) -> Fields:
 class HeadOptions(TypedDict, total=False):
     """Fields of `MultiHeadAttention` that the layers around it pass on."""
 
+    kdim: int | None
+    vdim: int | None
     num_kv_heads: int | None
     head_dim: int | None
     rope: Rope | None

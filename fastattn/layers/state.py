@@ -233,6 +233,8 @@ class Layer:
         if weights_dtype is not None and weights_dtype not in WEIGHT_DTYPES:
             expected = ", ".join(WEIGHT_DTYPES)
             raise ValueError(f"{func}(): weights_dtype is {weights_dtype!r}; expected one of {expected}")
+        if not isinstance(prefix, str):
+            raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
             if isinstance(state, (str, os.PathLike)):
                 state = stack.enter_context(_SafetensorsFile(func, state))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._inputs import as_array, flag
+from fastattn._inputs import as_array, flag, short
 from fastattn._ops_args import rows
 from fastattn._program import Sequences
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
@@ -79,7 +80,7 @@ class TransformerEncoderLayer(Layer):
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         _require_flags(self)
-        self.self_attn = _attention(self, self.attention, rng)
+        self.self_attn = _attention(self, "attention", self.attention, rng)
         self.feed_forward = _feed_forward(self, rng)
         self.norm1, self.norm2 = _norm(self), _norm(self)
         self._set_up(None)
@@ -176,8 +177,8 @@ class TransformerDecoderLayer(Layer):
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         _require_flags(self)
-        self.self_attn = _attention(self, self.attention, rng)
-        self.multihead_attn = _attention(self, self.cross_attention, rng)
+        self.self_attn = _attention(self, "attention", self.attention, rng)
+        self.multihead_attn = _attention(self, "cross_attention", self.cross_attention, rng)
         self.feed_forward = _feed_forward(self, rng)
         self.norm1, self.norm2, self.norm3 = _norm(self), _norm(self), _norm(self)
         self._set_up(None)
@@ -314,12 +315,17 @@ def _require_flags(layer: TransformerEncoderLayer | TransformerDecoderLayer) -> 
 
 def _attention(
     layer: TransformerEncoderLayer | TransformerDecoderLayer,
+    name: str,
     options: HeadOptions | None,
     rng: np.random.Generator | None,
 ) -> MultiHeadAttention:
-    more = options or {}
+    given = {} if options is None else options
+    if not isinstance(given, Mapping) or not given.keys() <= HeadOptions.__annotations__.keys():
+        expected = ", ".join(HeadOptions.__annotations__)
+        func = type(layer).__name__
+        raise TypeError(f"{func}(): {name} is {short(options)}; expected a dict of {expected}")
     return MultiHeadAttention(
-        layer.d_model, layer.nhead, bias=layer.bias, weights_dtype=layer.weights_dtype, rng=rng, **more
+        layer.d_model, layer.nhead, bias=layer.bias, weights_dtype=layer.weights_dtype, rng=rng, **given
     )
 
 
