@@ -194,9 +194,10 @@ class Tensors:
     def _file(self, path: Path) -> Any:
         safetensors = require("safetensors")
         try:
-            if not path.is_file():
-                raise ModelError(f"{path} is missing")
+            path.open("rb").close()  # to say why: for safe_open, what cannot be opened is missing
             return self._open.enter_context(safetensors.safe_open(path, framework="np"))
+        except FileNotFoundError:
+            raise ModelError(f"{path} is missing") from None
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
         except safetensors.SafetensorError as error:
