@@ -76,3 +76,67 @@ def test_every_variant_has_a_call():
     source = Path(variant_problem.__file__).read_text()
     without = {name for name in variants.__all__ if name not in source}
     assert without == {"perceiver", "pooling_by_attention"}  # whose parts induced_set_attention has
+
+
+def _options_calls():
+    """Calls f(q, k, v, **options) of every function that takes a bias: (1, 4, 9, 16) and (1, 2, 40, 16)."""
+    rng = np.random.default_rng(3)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    tables, many = draw(4, 20, 16), draw(4, 48, 16)
+    mix, w, gate, forget = draw(4, 4), draw(4, 16), draw(1, 4, 9, 16), -abs(draw(1, 4, 40))
+    memory, weights = draw(2, 2, 5, 16), draw(2, 4, 8, 8)
+    f, v = fastattn, variants
+    return {
+        "attention": f.attention,
+        "sigmoid": f.sigmoid_attention,
+        "sparsemax": f.sparsemax_attention,
+        "entmax15": f.entmax15_attention,
+        "topk": lambda *x, **o: f.topk_attention(*x, k_keys=3, **o),
+        "additive": lambda *x, **o: f.additive_attention(*x, w, **o),
+        "talking_heads": lambda *x, **o: f.talking_heads_attention(*x, mix, mix, **o),
+        "shaw": lambda *x, **o: v.shaw_attention(*x, tables[0, :9], tables[1, :9], **o),
+        "transformer_xl": lambda *x, **o: v.transformer_xl_attention(*x, many, **o),
+        "deberta_keys": lambda *x, **o: v.disentangled_attention(*x, tables, **o),
+        "deberta_queries": lambda *x, **o: v.disentangled_attention(*x, None, tables, **o),
+        "forgetting": lambda *x, **o: v.forgetting_attention(*x, forget, **o),
+        "cosine": v.cosine_attention,
+        "cosine_scales": lambda *x, **o: v.cosine_attention(*x, scale=np.full(4, 2.0), **o),
+        "layer_norm": lambda *x, **o: v.qk_norm_attention(*x, norm="layer_norm", **o),
+        "general": lambda *x, **o: v.general_attention(*x, w.T @ w, **o),
+        "differential": lambda q, k, v, **o: variants.differential_attention(q, k, v[:, :1], 0.5, **o),
+        "gated": lambda *x, **o: v.gated_attention(*x, gate, **o),
+        "memory": lambda *x, **o: v.memory_attention(*x, *memory, **o),
+        "latent": lambda q, k, _, **o: v.latent_attention(q, k[:, 0], *weights, absorbed=False, **o),
+        "absorbed": lambda q, k, _, **o: v.latent_attention(q, k[:, 0], *weights, absorbed=True, **o),
+    }
+
+
+WITH_OPTIONS = _options_calls()
+
+
+def _bias(hidden):
+    return {"bias": np.where(hidden, -np.inf, np.float32(0.25)).astype(np.float32)}
+
+
+HIDING = {
+    "bias": _bias,
+    "mask": lambda hidden: {"mask": ~hidden},
+    "kv_lengths": lambda hidden: {"kv_lengths": int(np.argmax(hidden)), "q_offset": 5},
+}
+
+
+@pytest.mark.parametrize("how", HIDING)
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_what_is_hidden_does_not_reach_the_result(name, how, implementation):
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal((1, heads, n, 16), np.float32) for heads, n in ((4, 9), (2, 40), (2, 40)))
+    hidden = np.arange(40) >= 31
+    for garbage in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
+        results = []
+        for here in (0, garbage):
+            k[..., hidden, :] = v[..., hidden, :] = here
+            results.append(WITH_OPTIONS[name](q, k, v, **HIDING[how](hidden)))
+        np.testing.assert_allclose(results[1], results[0], rtol=0, atol=1e-6)

@@ -125,9 +125,26 @@ def attend_by_rows(
         for first in range(0, args.len_q, n_rows):
             rows = slice(first, min(first + n_rows, args.len_q))
             part = rows_of(item, rows)
-            bias = bias_of(b, rows)
-            part.bias = bias if part.bias is None else bias + part.bias.astype(bias.dtype, copy=False)
+            with np.errstate(all="ignore"):  # of keys that are hidden, too, whatever stands in them
+                bias = bias_of(b, rows)
+            add_bias(part, bias)
             _backend.run(part, backend)
+
+
+@np.errstate(all="ignore")
+def add_bias(args: AttentionArgs, computed: Array) -> None:
+    """Add a bias that was computed to the one that the caller gave.
+
+    It is the caller's -inf that hides a key, and nothing else: a computed -inf, or a sum that is rounded to
+    it, does not, and a computed NaN, of what stands in a hidden key, does not bring that back.
+    """
+    lane = lane_dtype(args.q.dtype)
+    bias, least = computed.astype(lane, copy=False), np.finfo(lane).min
+    if args.bias is None:
+        args.bias = np.maximum(bias, least)
+        return
+    given = args.bias.astype(lane, copy=False)
+    args.bias = np.where(given == -np.inf, given, np.maximum(bias + given, least))
 
 
 def by_distance(x: Array, n_keys: int) -> Array:
@@ -148,6 +165,7 @@ def band_of(x: Array, n: int) -> Array:
     return as_strided(x, (*x.shape[:-1], n), (*lead, row + column, column))
 
 
+@np.errstate(all="ignore")
 def sum_in(dtype: np.dtype[Any], *terms: Array) -> Array:
     """The sum of all terms, taken in the lane type of `dtype`, as `dtype`."""
     lane = lane_dtype(dtype)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend, ops
-from fastattn._args import FLOAT64, lane_dtype
+from fastattn._args import FLOAT64
 from fastattn._check import attention_args
 from fastattn._inputs import float_array, require_broadcast
 from fastattn._variants_args import how, offsets, require_options, variant_args, with_shape
-from fastattn.variants._pieces import rows_of
+from fastattn.variants._pieces import add_bias, rows_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -99,7 +99,6 @@ def forgetting_attention(
     if given.size and not (given.max() <= 0 and np.isfinite(given).all()):
         raise ValueError(f"{func}(): log_forget is above 0 or not finite; expected finite numbers, 0 or less")
     sums = np.broadcast_to(np.cumsum(given, axis=-1), shape)
-    lane = lane_dtype(args.q.dtype)
     position = offsets(args, options)[..., None, None] + np.arange(args.len_q)
     position = np.clip(position, 0, max(args.len_k - 1, 0))  # what is beyond attends all keys or none
     position = np.broadcast_to(position, (*shape[:-1], args.len_q))
@@ -108,8 +107,7 @@ def forgetting_attention(
         part = rows_of(args, rows)
         own = np.take_along_axis(sums, position[..., rows], -1)
         middle = own[..., own.shape[-1] // 2, None]
-        bias = (middle - sums).astype(lane)[..., None, :]
-        part.bias = bias if part.bias is None else bias + part.bias.astype(lane)
+        add_bias(part, (middle - sums)[..., None, :])
         _backend.run(part, options.get("backend"))
         if part.lse is not None:
             part.lse += own - middle

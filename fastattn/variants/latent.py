@@ -127,9 +127,10 @@ def latent_attention(
         return out if args.lse is None else (out, args.lse)
     latent = shared[..., :rank].astype(lane, copy=False)
     k: Array = np.empty((*tokens.shape[:-2], heads, tokens.shape[-2], dim), tokens.dtype)
-    k[..., :nope_dim] = latent @ of_keys.swapaxes(-1, -2)
     k[..., nope_dim:] = shared[..., rank:]
-    v = (latent @ of_values.swapaxes(-1, -2)).astype(tokens.dtype, copy=False)
+    with np.errstate(all="ignore"):  # of tokens that are hidden, too, whatever stands in them
+        k[..., :nope_dim] = latent @ of_keys.swapaxes(-1, -2)
+        v = (latent @ of_values.swapaxes(-1, -2)).astype(tokens.dtype, copy=False)
     args = attention_args(func, queries, k, v, **options)
     _backend.run(args, options.get("backend"))
     return args.result

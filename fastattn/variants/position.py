@@ -11,6 +11,7 @@ from fastattn._args import lane_dtype
 from fastattn._inputs import float_array, integer
 from fastattn._variants_args import one_offset, variant_args, with_shape
 from fastattn.variants._pieces import (
+    add_bias,
     apart,
     attend_by_rows,
     band_of,
@@ -116,8 +117,7 @@ def _attend_near(
         # Column t of a row's band is the key at distance t - n // 2; what is not in the band, no row attends.
         columns = np.zeros((*part.q.shape[:-1], n_rows + n - 1), lane)
         band_of(columns, n)[...] = part.q.astype(lane) * lane.type(part.scale) @ of_keys.T
-        bias = columns[..., inside]
-        part.bias = bias if part.bias is None else bias + part.bias.astype(lane)
+        add_bias(part, columns[..., inside])
         _backend.run(part, backend)
         if of_values is not None:
             # Weights are what the unit vectors give as values: of the near keys a matrix that is small.
