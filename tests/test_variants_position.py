@@ -115,6 +115,23 @@ def test_transformer_xl(lengths, dtype, implementation):
     close(out, transformer_xl(q, k, v, fewer, u, w, causal=True)[0], dtype)
 
 
+@pytest.mark.parametrize("offset", [-3, 0, 9, 12, 13, 30])
+def test_transformer_xl_at_any_offset(offset, implementation):
+    """The table of all distances will do with any offset; causal, the distances from 0 up are enough."""
+    len_q, len_k = 4, 12
+    q, k, v = qkv(len_q, len_k)
+    full, u, w = normal(4, len_q + len_k - 1, 16) / 2, normal(4, 16), normal(4, 16)
+    options = {"causal": True, "q_offset": offset}
+    expected, _ = transformer_xl(q, k, v, full, u, w, **options)
+    needed = min(max(len_q + offset, 1), len_q + len_k - 1)
+    for table in (full, full[:, :needed]):
+        close(variants.transformer_xl_attention(q, k, v, table, u, w, **options), expected)
+    with pytest.raises(ValueError, match=f"has {needed - 1} rows; expected {needed}, one a distance"):
+        variants.transformer_xl_attention(q, k, v, full[:, : needed - 1], u, w, **options)
+    expected, _ = transformer_xl(q, k, v, full, u, w, q_offset=offset)
+    close(variants.transformer_xl_attention(q, k, v, full, u, w, q_offset=offset), expected)
+
+
 def test_transformer_xl_in_many_pieces(implementation):
     q, k, v = qkv(200, 9000, heads=2, heads_kv=1, batch=(1,))
     relative, u, w = normal(9199, 16) / 4, normal(2, 16), normal(2, 16)

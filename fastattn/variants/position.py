@@ -179,8 +179,10 @@ def transformer_xl_attention(
     n = float_array(func, "relative_keys", relative_keys, least_dims=2).shape[-2]
     shape = (*args.batch_shape, args.heads_q, n, args.head_dim)
     relative = with_shape(func, "relative_keys", relative_keys, shape, dims, 2, lane)
-    needed = args.len_q + (offset if options.get("causal") else args.len_k - 1)
-    if n < needed and args.len_q:
+    needed = args.len_q + args.len_k - 1
+    if options.get("causal"):  # distances below 0 are of no key that is attended
+        needed = min(needed, args.len_q + offset)
+    if n < needed and args.len_q and args.len_k:
         raise ValueError(f"{func}(): relative_keys has {n} rows; expected {needed}, one a distance")
     u, w = (
         np.zeros((args.heads_q, 1, 1), lane)
