@@ -109,6 +109,9 @@ def neighborhood_attention(
                 f"{func}(): {name} has shape {x.shape}; expected (..., heads, *spatial, head_dim) with {n}"
                 f" spatial axes, as kernel has, and q's grid, {grid}"
             )
+    if 0 in grid:
+        shape = arrays[0].shape
+        raise ValueError(f"{func}(): q has shape {shape}, of a grid {grid}; expected at least one place")
     mask = neighborhood(*neighborhood_sizes(func, grid, kernel, dilation, causal))
     options: dict[str, Any] = {
         "scale": scale,

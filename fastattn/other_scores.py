@@ -161,7 +161,7 @@ def location_attention(
     if scores.ndim == 2 and values.ndim > 2:
         scores = np.broadcast_to(scores, (values.shape[-3], *scores.shape))
     heads, heads_kv = (x.shape[-3] if x.ndim > 2 else 1 for x in (scores, values))
-    if not heads or heads % max(1, heads_kv):
+    if not heads or not heads_kv or heads % heads_kv:
         raise ValueError(
             f"{func}(): logits has {heads} heads, shape {scores.shape}; expected a multiple of v's"
             f" {heads_kv}, shape {values.shape}"

@@ -83,7 +83,8 @@ def _queries(args: RecurrentArgs, tokens: slice, lane: np.dtype[np.float64]) -> 
 
 def _store(args: RecurrentArgs, tokens: slice, out: Array) -> None:
     """Write out (..., heads, group, n, head_dim_v)."""
-    args.out[..., tokens, :] = out.reshape(*out.shape[:-4], -1, *out.shape[-2:])
+    *batch, heads, group, n, dim = out.shape
+    args.out[..., tokens, :] = out.reshape(*batch, heads * group, n, dim)
 
 
 def _at(x: Array, tokens: slice) -> Array:

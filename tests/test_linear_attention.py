@@ -144,6 +144,20 @@ def test_normalized(implementation, rule, n):
     close(z, expected_z, np.float32)
 
 
+@pytest.mark.parametrize("batch", [(0,), (2, 0), (0, 3)])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_sequences(implementation, rule, batch):
+    q, k, v, more = problem(rule, (4, 2, 2), 40, 5, 7)
+    more = {name: np.empty((*batch, *x.shape), x.dtype) for name, x in more.items()}
+    q, k, v = (np.empty((*batch, *x.shape), x.dtype) for x in (q, k, v))
+    out, state = linear_attention(q, k, v, rule=rule, return_state=True, **more)
+    assert (out.shape, state.shape) == ((*batch, 4, 40, 7), (*batch, 2, 5, 7))
+    if rule == "linear":
+        options = {"causal": False, "normalize": True, "return_state": True}
+        out, (state, norm) = linear_attention(q[..., :3, :], k, v, rule=rule, **options)
+        assert (out.shape, state.shape, norm.shape) == ((*batch, 4, 3, 7), (*batch, 2, 5, 7), (*batch, 2, 5))
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("lengths", [(0, 5), (7, 0), (1, 1), (70, 130), (64, 3)], ids=str)
 def test_bidirectional(implementation, lengths, normalize):

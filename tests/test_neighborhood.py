@@ -115,6 +115,9 @@ def test_grids_must_agree():
     q, k = np.ones((2, 4, 5, 8)), np.ones((2, 5, 5, 8))
     with pytest.raises(ValueError, match=r"neighborhood_attention\(\): k has shape \(2, 5, 5, 8\)"):
         fastattn.neighborhood_attention(q, k, k, kernel=(3, 3))
+    nowhere = np.ones((2, 4, 0, 5, 8))
+    with pytest.raises(ValueError, match=r"neighborhood_attention\(\): q has shape .*, of a grid"):
+        fastattn.neighborhood_attention(nowhere, nowhere, nowhere, kernel=(1, 3))
 
 
 def test_one_axis_with_sinks(implementation):

@@ -141,6 +141,8 @@ def test_errors():
         additive_attention(q, q, q, np.ones(4, int))
     with pytest.raises(ValueError, match=r"location_attention\(\): logits has shape \(2, 5, 4\) and v"):
         location_attention(q, q)
+    with pytest.raises(ValueError, match=r"location_attention\(\): logits has 4 heads, .* multiple of v's 0"):
+        location_attention(np.ones((4, 5, 5)), np.ones((0, 5, 4)))
     with pytest.raises(TypeError, match=r"location_attention\(\): logits has dtype int64"):
         location_attention(np.ones((5, 5), int), q)
     with pytest.raises(TypeError, match=r"logits has dtype float64; expected float32 or v's, float32"):
