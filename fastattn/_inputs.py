@@ -7,6 +7,7 @@ values fit together is `_check.py`'s business.
 from __future__ import annotations
 
 import operator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,16 +63,21 @@ def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
 
 def as_array(func: str, name: str, x: Any) -> Array:
     """`x` as a plain ndarray of any dtype but object."""
-    if _is_masked(x):
+    if is_masked(x):
         raise TypeError(
             f"{func}(): {name} is a masked array; expected a plain one (which keys count is what mask= says)"
         )
     try:
         array = np.asarray(x)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # an object's own __array__ may raise anything
         kind = type(x).__name__
         hint = "; .float() makes it one" if "BFloat16" in str(error) else ""  # a tensor of torch
         raise TypeError(f"{func}(): {name} is of type {kind}; expected an array ({error}{hint})") from error
+    if isinstance(x, (list, tuple)) and _holds_masked(x, array.ndim - 1):
+        kind = type(x).__name__
+        raise TypeError(f"{func}(): {name} is a {kind} that holds masked arrays; expected plain ones")
     if array.dtype == np.object_:
         held = ", ".join(sorted({type(element).__name__ for element in array.flat}))
         what = f"of type {type(x).__name__} and holds {held}" if array.ndim else short(x)
@@ -79,9 +85,22 @@ def as_array(func: str, name: str, x: Any) -> Array:
     return array
 
 
-def _is_masked(x: Any) -> bool:
+def is_masked(x: Any) -> bool:
     """Whether `x` is a masked array, without importing numpy.ma to know."""
     return isinstance(x, np.ndarray) and hasattr(x, "mask")
+
+
+def _holds_masked(x: list[Any] | tuple[Any, ...], depth: int) -> bool:
+    """Whether the list has masked arrays, in itself or in lists up to `depth` deep; deeper are numbers.
+
+    It is the types of all elements that are looked at: plain lists pay a tenth of their conversion.
+    """
+    level: list[Any] = [x]
+    for _ in range(depth):
+        level = list(chain.from_iterable(each for each in level if isinstance(each, (list, tuple))))
+        if any(issubclass(kind, np.ndarray) and hasattr(kind, "mask") for kind in set(map(type, level))):
+            return True
+    return False
 
 
 def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
@@ -243,7 +262,7 @@ def _require_writable(
     func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str, called: str
 ) -> None:
     """Raise unless `out` is an array of `shape` and `dtype` with a place to write each element to."""
-    if not isinstance(out, np.ndarray) or _is_masked(out):
+    if not isinstance(out, np.ndarray) or is_masked(out):
         raise TypeError(f"{func}(): {called} is of type {type(out).__name__}; expected an ndarray")
     if out.dtype != dtype:
         order = "" if out.dtype.isnative else " in native byte order"

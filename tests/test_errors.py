@@ -36,6 +36,7 @@ class Tensor:
 SHAPE = (2, 4, 5, 8)  # batch, heads, length, head_dim
 Q = floats(*SHAPE)
 SHARED = floats(*SHAPE)
+MASKED = np.ma.masked_array(Q)
 LONGER = floats(2, 4, 6, 8)
 
 BAD_CALLS = [
@@ -55,6 +56,11 @@ BAD_CALLS = [
     bad(TypeError, r"q is of type Tensor; expected an array \(.*BFloat16; .float\(\) makes it", q=Tensor()),
     bad(TypeError, "q is a masked array", q=np.ma.masked_array(Q)),
     bad(TypeError, "v is a masked array", v=np.ma.masked_array(Q)),
+    bad(TypeError, "q is a list that holds masked arrays; expected plain ones", q=list(MASKED)),
+    bad(TypeError, "k is a tuple that holds masked arrays", k=(MASKED[0], Q[1])),
+    bad(TypeError, "v is a list that holds masked arrays", v=[Q[0].tolist(), [Q[1, 0], *MASKED[1, 1:]]]),
+    bad(TypeError, "mask is a list that holds masked arrays", mask=[[np.ma.ones(5, bool)] * 5]),
+    bad(TypeError, "kv_lengths is of type list; expected an array .*masked", kv_lengths=[np.ma.masked, 5]),
     bad(ValueError, r"q has shape \(\); expected \(..., heads, length, head_dim\)", q=np.float32(1)),
     bad(ValueError, r"k has shape \(8,\)", k=floats(8)),
     bad(TypeError, "q, k and v have dtypes float32, float64 and float32", k=Q.astype(np.float64)),

@@ -329,6 +329,11 @@ def test_repr_shows_construction():
         (lambda: masks.compile(3, (1, 2, 2)), TypeError, r"compile\(\): mask is of type int"),
         (lambda: masks.compile(masks.causal(), (2, 2)), TypeError, r"compile\(\): shape is \(2, 2\)"),
         (lambda: masks.compile(lambda b, h, i, j: i - j, (1, 2, 2)), TypeError, r"compile\(\): mask returns"),
+        (
+            lambda: masks.compile(lambda b, h, i, j: np.ma.masked_array(i >= j), (1, 2, 2)),
+            TypeError,
+            r"compile\(\): what mask returns is a masked array",
+        ),
         (lambda: masks.causal() & np.ones((2, 2), bool), TypeError, r"^&: an operand is an array.*dense"),
         (lambda: np.ones((2, 2), bool) & masks.causal(), TypeError, r"^&: an operand is an array.*dense"),
         (lambda: masks.causal | masks.prefix(3), TypeError, r"^\|: an operand is the class causal;"),

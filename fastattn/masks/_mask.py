@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _ranges
-from fastattn._inputs import integer, integers, require_broadcast, short
+from fastattn._inputs import as_array, integer, integers, require_broadcast, short
 from fastattn._ranges import RangeLists, Resolved
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def _of_predicate(function: Callable[..., ArrayLike], shape: ScoreShape) -> Rang
     i, j = shape.position[..., None], np.arange(shape.len_k)
 
     def called(i: Ints) -> Bools:
-        found = np.asarray(function(b, h, i, j))
+        found = as_array("compile", "what mask returns", function(b, h, i, j))
         if found.dtype != np.bool_:
             raise TypeError(f"compile(): mask returns dtype {found.dtype}; expected bool")
         target = (*shape.batch_shape, shape.heads, i.shape[-2], shape.len_k)
