@@ -120,6 +120,17 @@ def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
     return array
 
 
+def real_array(func: str, name: str, x: Any) -> Array:
+    """`x`, real numbers that are converted to another type in any case: integers do, too, but no bools."""
+    array = as_array(func, name, x)
+    if array.dtype.kind not in "iu" and not is_float(array.dtype):
+        raise TypeError(
+            f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16, bfloat16 or"
+            f" integers"
+        )
+    return array
+
+
 def readable(array: Array, name: str, copies: list[str], last_axis: str = "") -> Array:
     """`array`, or a copy where the kernels cannot read it in place; `copies` then gets the reason.
 
@@ -159,7 +170,7 @@ def operand(func: str, name: str, x: Any, copies: list[str]) -> Array:
 
 def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any], copies: list[str]) -> Array:
     """`x`, a number for each query head, as `dtype`; broadcasts to `shape`, (*batch, heads_q)."""
-    array = float_array(func, name, x)
+    array = real_array(func, name, x)
     require_broadcast(func, name, array.shape, shape, "(..., heads_q)")
     if array.dtype != dtype:
         copies.append(f"{name} converted: {array.dtype} to {dtype}")

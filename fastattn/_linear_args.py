@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn._args import FLOAT32, lane_dtype
 from fastattn._backend import get_num_threads, require_backend, threads
-from fastattn._inputs import flag, float_array, number, operand, require_broadcast, require_result, short
+from fastattn._inputs import flag, number, operand, real_array, require_broadcast, require_result, short
 
 if TYPE_CHECKING:
     from fastattn._args import Array, Shape
@@ -211,7 +211,7 @@ def _tokens(func: str, name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> 
         type(x) is np.ndarray and x.dtype is lane and x.shape == shape
     ):  # the usual case, in a tenth of the time
         return x
-    array = float_array(func, name, x)
+    array = real_array(func, name, x)
     if array.ndim < 2:
         raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., heads, length)")
     require_broadcast(func, name, array.shape, shape, "(..., heads, length)")
@@ -222,7 +222,7 @@ def _decays(func: str, x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any])
     """`x` as logarithms of decays for `shape`, (..., heads, length), or with `head_dim`, one more axis."""
     if x is None:
         return None
-    array = x if type(x) is np.ndarray and x.dtype is lane else float_array(func, "log_decay", x)
+    array = x if type(x) is np.ndarray and x.dtype is lane else real_array(func, "log_decay", x)
     if head_dim:
         if array.ndim < 3 or array.shape[-1] != head_dim:
             expected = (*shape[-2:], head_dim)

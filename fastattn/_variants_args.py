@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args import lane_dtype
 from fastattn._check import attention_args
-from fastattn._inputs import as_array, float_array, head_values, integer, require_broadcast
+from fastattn._inputs import float_array, head_values, integer, require_broadcast
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -47,8 +47,6 @@ def how(options: Options) -> Options:
 
 def per_head(func: str, name: str, x: Any, args: AttentionArgs) -> Array:
     """`x`, a number or one a query head, in the lane dtype; at least one axis."""
-    array = as_array(func, name, x)
-    x = array.astype(np.float64) if array.dtype.kind in "iu" else array
     return head_values(func, name, x, (*args.batch_shape, args.heads_q), lane_dtype(args.q.dtype), [])
 
 

@@ -142,10 +142,11 @@ def attention(
     softcap : float, optional
         Positive; scores become ``softcap * tanh(scores / softcap)``.
     alibi_slopes : array_like, (..., heads_q), optional
-        ``- slope * abs(position - j)`` is added to the score of key j. Any of the four dtypes, whatever q's.
+        ``- slope * abs(position - j)`` is added to the score of key j. Integers, or any of the four
+        dtypes, whatever q's.
     sinks : array_like, (..., heads_q), optional
-        One logit a head that enters the softmax's denominator only, as a key without a value. Any of the four
-        dtypes, too.
+        One logit a head that enters the softmax's denominator only, as a key without a value; -inf is none.
+        Integers, or any of the four dtypes.
     kv_lengths : int or array_like of int, optional
         How many keys of each sequence count, from the first; over the batch dimensions.
     q_offset : int or array_like of int, optional

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args import lane_dtype
-from fastattn._inputs import as_array, float_array, integer, require_broadcast
+from fastattn._inputs import float_array, integer, real_array, require_broadcast
 from fastattn._ops_args import epsilon
 
 if TYPE_CHECKING:
@@ -92,9 +92,7 @@ class Favor:
         if shift is None:
             down = exponents.max(axis=(-1, -2), keepdims=True, initial=-np.inf)
         else:
-            down = as_array("keys", "shift", shift)
-            if down.dtype.kind not in "iu":
-                down = float_array("keys", "shift", down)
+            down = real_array("keys", "shift", shift)
             one_each = (*exponents.shape[:-1], 1)
             require_broadcast("keys", "shift", down.shape, one_each, "(..., length, 1)")
         return self._features(exponents - down.astype(np.float64), dtype)

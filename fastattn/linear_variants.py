@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._inputs import flag, float_array, short
+from fastattn._inputs import flag, float_array, real_array, short
 from fastattn._linear_args import recurrent_args
 from fastattn.feature_maps import unit
 
@@ -43,7 +43,7 @@ def retention(
     if gamma is None:
         log_gamma = np.log1p(-(2.0 ** (-5 - np.arange(heads))))
     else:
-        decays = float_array("retention", "gamma", gamma).astype(np.float64)
+        decays = real_array("retention", "gamma", gamma).astype(np.float64)
         if not ((decays > 0) & (decays <= 1)).all():  # NaN is neither
             raise ValueError(f"retention(): gamma is {short(gamma)}; expected numbers above 0 and at most 1")
         if decays.shape not in ((), (1,), (heads,)):

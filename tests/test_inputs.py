@@ -266,6 +266,32 @@ def test_values_of_heads_may_have_any_dtype(q_dtype, dtype, implementation):
         assert_same_bits(got, attention(q, k, v, **{name: values.astype(q_dtype)}))
 
 
+INTEGER_VALUES = {
+    "alibi_slopes": (lambda x, n: attention(*x, alibi_slopes=n), [2, 1, 0, 1]),
+    "sinks": (lambda x, n: attention(*x, sinks=n), [2, 1, 0, -1]),
+    "one sink for all": (lambda x, n: attention(*x, sinks=n), 0),
+    "scale": (lambda x, n: fastattn.variants.cosine_attention(*x, scale=n), [2, 1, 0, -1]),
+    "lambda_": (lambda x, n: fastattn.variants.differential_attention(*x[:2], x[2][:, :1], n), [0, 1]),
+    "gate": (lambda x, n: fastattn.variants.memory_attention(*x, *(y[0] for y in x[1:]), gate=n), 1),
+    "log_forget": (lambda x, n: fastattn.variants.forgetting_attention(*x, np.broadcast_to(n, 70)), -1),
+    "log_decay": (lambda x, n: fastattn.linear_attention(*x, rule="decay", log_decay=n), [0, -1]),
+    "beta": (lambda x, n: fastattn.delta_net(*x, np.broadcast_to(n, (2, 70))), 1),
+    "gamma": (lambda x, n: fastattn.retention(*x, n), [1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", INTEGER_VALUES)
+def test_integers_do_where_numbers_are_converted_anyway(name, implementation):
+    call, values = INTEGER_VALUES[name]
+    x = inputs(shape=SHAPE._replace(len_q=70))
+    expected = call(x, np.array(values, np.float64))
+    for integers in (values, np.array(values, np.int8), np.array(values, ">i4")):
+        for one, other in zip(call(x, integers), expected, strict=True):
+            assert one.tobytes() == other.tobytes()
+    with pytest.raises(TypeError, match=r"has dtype bool; expected .* or integers"):
+        call(x, np.array(values, bool))
+
+
 class Tensor:
     """What other libraries' arrays look like: the memory is shared through a protocol."""
 

@@ -319,7 +319,7 @@ S = np.zeros((2, 4, 4), np.float32)
         ({"rule": "decay", "log_decay": -GATE}, ValueError, "log_decay has 1.0; expected 0 or less"),
         ({"rule": "decay", "log_decay": GATE * np.nan}, ValueError, "log_decay has nan; expected 0 or less"),
         ({"rule": "decay", "log_decay": GATE[:, :3]}, ValueError, r"log_decay has shape \(2, 3\); expected"),
-        ({"rule": "decay", "log_decay": [-1, -2]}, TypeError, "log_decay has dtype int64"),
+        ({"rule": "decay", "log_decay": [True, False]}, TypeError, "log_decay has dtype bool; expected"),
         (
             {"rule": "gated", "log_decay": GATE},
             ValueError,

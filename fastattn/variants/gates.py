@@ -9,7 +9,7 @@ import numpy as np
 from fastattn import _backend, ops
 from fastattn._args import FLOAT64
 from fastattn._check import attention_args
-from fastattn._inputs import float_array, require_broadcast
+from fastattn._inputs import float_array, real_array, require_broadcast
 from fastattn._variants_args import how, offsets, require_options, variant_args, with_shape
 from fastattn.variants._pieces import add_bias, rows_of
 
@@ -95,7 +95,8 @@ def forgetting_attention(
     require_options(func, options, ("causal", "sinks"))
     args = attention_args(func, q, k, v, causal=True, **options)
     shape = (*args.batch_shape, args.heads_q, args.len_k)
-    given = with_shape(func, "log_forget", log_forget, shape, "(..., heads_q, len_k)", 1, FLOAT64)
+    given = real_array(func, "log_forget", log_forget).astype(FLOAT64)
+    given = with_shape(func, "log_forget", given, shape, "(..., heads_q, len_k)", 1, FLOAT64)
     if given.size and not (given.max() <= 0 and np.isfinite(given).all()):
         raise ValueError(f"{func}(): log_forget is above 0 or not finite; expected finite numbers, 0 or less")
     sums = np.broadcast_to(np.cumsum(given, axis=-1), shape)
