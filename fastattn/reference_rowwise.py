@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from fastattn._args import Array
     from fastattn._rowwise_args import RowwiseArgs
 
+# Dimensions that are summed before they are added, as in the kernel: some BLASes sum one after another.
+_ADDITIVE_DEPTH = 64
+
 
 @np.errstate(all="ignore")
 def rowwise(args: RowwiseArgs) -> None:
@@ -35,10 +38,11 @@ class _Additive(_Task):
         k = np.ascontiguousarray(self.k[keys], dtype=self.call.dtype)
         group, rows, head_dim = self.q.shape
         step = max(1, _TILE_SCORES // (group * rows * head_dim))
-        parts = [
-            np.tanh(self.q[:, :, None] + k[j : j + step]) @ self.weight[:, None, :, None]
-            for j in range(0, len(k), step)
-        ]
+        depths = [slice(d, d + _ADDITIVE_DEPTH) for d in range(0, head_dim, _ADDITIVE_DEPTH)]
+        parts = []
+        for j in range(0, len(k), step):
+            tangents = np.tanh(self.q[:, :, None] + k[j : j + step])
+            parts.append(sum(tangents[..., d] @ self.weight[:, None, d, None] for d in depths))
         return np.concatenate(parts, axis=2)[..., 0]
 
 
