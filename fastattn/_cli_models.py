@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+    from typing import BinaryIO, TextIO
 
     from fastattn._args import Array
     from fastattn.models import Bert, Decoder
@@ -48,22 +51,23 @@ def _embed(options: argparse.Namespace) -> None:
     model = _load(options)
     if not isinstance(model, Bert):
         raise ValueError(f"{options.model} holds a {model.model_type}; expected a model of the BERT family")
-    lines = _lines(options.file)
-    with progress_bar(total=len(lines), unit=" texts", disable=None) as bar:
-        vectors = model.embed(
-            lines,
-            batch_size=options.batch_size,
-            pooling=options.pooling,
-            normalize=options.normalize or None,
-            progress=bar.update,
-        )
-    if options.output is None:
-        _write_lines(vectors, sys.stdout.write)
-    elif options.output.suffix == ".npy":
-        np.save(options.output, vectors)
-    else:
-        with options.output.open("w", encoding="utf-8") as file:
-            _write_lines(vectors, file.write)
+    with _opened(options.file) as file:
+        total, lines = _lines(file)
+        with progress_bar(total=total, unit=" texts", disable=None) as bar:
+            how = {
+                "batch_size": options.batch_size,
+                "pooling": options.pooling,
+                "normalize": options.normalize or None,
+                "progress": bar.update,
+            }
+            if options.output is None:
+                _write_lines(model.embed_stream(lines, **how), sys.stdout)
+            elif options.output.suffix == ".npy":
+                np.save(options.output, model.embed(lines, **how))
+            else:
+                vectors = model.embed_stream(lines, **how)
+                with options.output.open("w", encoding="utf-8") as output:
+                    _write_lines(vectors, output)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -94,21 +98,39 @@ def _load(options: argparse.Namespace) -> Bert | Decoder:
     return load(options.model, dtype=options.dtype, weights_dtype=options.weights_dtype)
 
 
-def _lines(path: Path | None) -> list[str]:
-    """The lines of a file, or of the standard input; only a line feed ends one."""
+def _opened(path: Path | None) -> AbstractContextManager[BinaryIO]:
+    """The file, or the standard input."""
+    if path is None:
+        return nullcontext(sys.stdin.buffer)
     try:
-        data = sys.stdin.buffer.read() if path is None else path.read_bytes()
+        return path.open("rb")
     except OSError as error:
         what = f"FILE {str(path)!r} cannot be read, {error.strerror}; expected a file of lines of text"
         raise ValueError(what) from error
+
+
+def _lines(file: BinaryIO) -> tuple[int | None, Iterator[str]]:
+    """How many lines of text there are, where that can be known, and they; only a line feed ends one."""
+    if not file.seekable():  # a pipe
+        return None, _decoded(file)
+    start = file.tell()
+    total = sum(1 for _ in _decoded(file))  # so that what is no text is known before anything is computed
+    file.seek(start)
+    return total, _decoded(file)
+
+
+def _decoded(file: BinaryIO) -> Iterator[str]:
+    name, number = "the standard input" if file is sys.stdin.buffer else file.name, 0
     try:
-        text = data.decode("utf-8")
+        for number, line in enumerate(file, 1):  # noqa: B007 - the line that is wrong
+            yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path or 'the standard input'} is not UTF-8: {error}") from error
-    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
+        raise ValueError(f"{name} is not UTF-8 in line {number}: {error}") from error
 
 
-def _write_lines(vectors: Array, write: Callable[[str], object]) -> None:
+def _write_lines(windows: Iterable[Array], file: TextIO) -> None:
     """One JSON list of numbers a line, each with as many digits as tell it from its neighbours."""
-    for vector in vectors:
-        write(f"[{', '.join(map(str, vector))}]\n")
+    for vectors in windows:
+        for vector in vectors:
+            file.write(f"[{', '.join(map(str, vector))}]\n")
+        file.flush()

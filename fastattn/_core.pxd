@@ -9,6 +9,9 @@ cdef extern from "fastattn.h" nogil:
         FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8
     ctypedef enum fa_kernel_kind:
         FA_TILE, FA_DOT
+    ctypedef struct fa_watch:
+        int (*gives_up)(void *) noexcept nogil
+        void *caller
     ctypedef struct fa_array:
         char *data
         const int64_t *batch
@@ -25,6 +28,7 @@ cdef extern from "fastattn.h" nogil:
         int sigmoid
         double sigmoid_bias
         int second_pass
+        const fa_watch *watch
     ctypedef struct fa_plan:
         fa_kernel_kind kind
         int block_q, block_k, tiles, bf16_dot
@@ -43,6 +47,7 @@ cdef extern from "fastattn.h" nogil:
         fa_dtype dtype, weight
         int gated
         fa_activation activation
+        const fa_watch *watch
     ctypedef struct fa_linear_plan:
         int rows, panels
         int64_t panel_tasks, n_tasks, scratch_bytes
@@ -71,6 +76,7 @@ cdef extern from "fastattn.h" nogil:
         int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v
         int gated, causal
         double scale, eps
+        const fa_watch *watch
     ctypedef struct fa_recurrent_plan:
         int panels, steps
         int64_t n_tasks, scratch_bytes

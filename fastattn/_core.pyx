@@ -6,7 +6,6 @@ No semantics here, and the only OpenMP of the package. The bits of a result do n
 
 cimport numpy as cnp
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
-from cpython.object cimport PyObject
 from cython.parallel cimport prange, threadid
 from libc.stdint cimport INT64_MAX, int64_t, uintptr_t
 from libc.string cimport memset
@@ -19,6 +18,8 @@ cnp.import_array()
 
 cdef extern from "Python.h":
     int PyErr_CheckSignals() except -1
+    int fa_check_signals "PyErr_CheckSignals"() noexcept  # which leaves what was raised where it is
+    unsigned long PyThread_get_thread_ident() noexcept nogil
 
 cdef extern from *:
     """
@@ -39,10 +40,15 @@ cdef extern from *:
         clock_gettime(CLOCK_MONOTONIC, &t);
         return t.tv_sec + 1e-9 * t.tv_nsec;
     }
+    /* Several threads read a flag that one of them sets. */
+    static int fa_flag(const int *flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED); }
+    static void fa_set_flag(int *flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
     """
     const int FA_OPENMP
     const char *FA_COMPILER
     double fa_seconds() noexcept nogil
+    int fa_flag(const int *) noexcept nogil
+    void fa_set_flag(int *) noexcept nogil
 
 # Operands of attention that have a batch table.
 cdef enum:
@@ -53,7 +59,6 @@ cdef double PARALLEL_TILE = 1e6
 cdef double PARALLEL_DOT = 1e5
 # Splits in flight per thread: the partials kept at a time are this many times the thread count.
 cdef int64_t WAVE = 8
-cdef double SECONDS_BETWEEN_SIGNALS = 0.05
 
 cdef int _isa = 0
 while not fa_isa_available(_isa):  # the last one, generic, runs everywhere
@@ -268,122 +273,69 @@ cdef void _set_statistics(fa_attention_args *a, s, int lane, Tables tables) exce
         tables.set(&a.norm, "norm", s.norm, lane, 3, a.heads_q, a.len_q, 2)
 
 
-# One call's loop over tasks: what every thread shares.
-cdef struct Loop:
+# What the tasks of attention share.
+cdef struct AttentionCall:
     const fa_kernels *kernels
     const fa_attention_args *args
     fa_plan plan
-    char *scratch  # plan.scratch_bytes for each thread, then the state and the partials of a wave
-    char *state
-    char *partials
-    int64_t *items  # (head, split) of each partial
-    bint stop
-    double looked  # for signals
-    PyObject *errors  # list that receives what a signal handler raised
+    char *state  # of the KV head whose splits are being merged
+    char *partials  # of a wave of splits
+    int64_t *items  # (head, split) of each of them
 
 
-cdef void _start_looking(Loop *loop, list errors):
-    """What `_look_for_signals` needs; `errors` outlives the loop."""
-    loop.stop = False
-    loop.looked = fa_seconds()
-    loop.errors = <PyObject *>errors
+cdef void _attention_task(void *context, int64_t task, void *scratch) noexcept nogil:
+    cdef AttentionCall *c = <AttentionCall *>context
+    c.kernels.run(c.args, &c.plan, task, scratch)
 
 
-cdef void _look_for_signals(Loop *loop) noexcept nogil:
-    """Run Python's signal handlers, at most every 50 ms; only the calling thread gets here."""
-    cdef double now = fa_seconds()
-    if now - loop.looked < SECONDS_BETWEEN_SIGNALS:
-        return
-    loop.looked = now
-    with gil:
-        try:
-            PyErr_CheckSignals()
-        except BaseException as error:
-            (<list>loop.errors).append(error)
-            loop.stop = True
+cdef void _split_task(void *context, int64_t task, void *scratch) noexcept nogil:
+    cdef AttentionCall *c = <AttentionCall *>context
+    c.kernels.run_split(c.args, &c.plan, c.items[2 * task], c.items[2 * task + 1], c.partials + task * c.plan.partial_bytes,
+                        scratch)
 
 
-cdef void _task(Loop *loop, int64_t task, int thread) noexcept nogil:
-    if loop.stop:
-        return
-    loop.kernels.run(loop.args, &loop.plan, task, loop.scratch + thread * loop.plan.scratch_bytes)
-    if thread == 0:
-        _look_for_signals(loop)
-
-
-cdef void _split(Loop *loop, int64_t i, int thread) noexcept nogil:
-    if loop.stop:
-        return
-    loop.kernels.run_split(loop.args, &loop.plan, loop.items[2 * i], loop.items[2 * i + 1],
-                           loop.partials + i * loop.plan.partial_bytes,
-                           loop.scratch + thread * loop.plan.scratch_bytes)
-    if thread == 0:
-        _look_for_signals(loop)
-
-
-cdef void _run_splits(Loop *loop, int64_t wave, int threads) noexcept nogil:
+cdef void _run_splits(Loop *loop, AttentionCall *c, int64_t wave) noexcept nogil:
     """All splits of all KV heads, `wave` at a time: computed by anyone, merged in order."""
-    cdef int64_t n_heads = loop.plan.n_tasks, head = 0, count, i, split, last
-    loop.kernels.splits(loop.args, &loop.plan, head, &split, &last)
+    cdef int64_t n_heads = c.plan.n_tasks, head = 0, count, i, split, last
+    c.kernels.splits(c.args, &c.plan, head, &split, &last)
     while head < n_heads and not loop.stop:
         count = 0
         while count < wave and head < n_heads:
-            loop.items[2 * count], loop.items[2 * count + 1] = head, split
+            c.items[2 * count], c.items[2 * count + 1] = head, split
             count += 1
             split += 1
             if split == last:
                 head += 1
                 if head < n_heads:
-                    loop.kernels.splits(loop.args, &loop.plan, head, &split, &last)
-        for i in prange(count, num_threads=threads, schedule="dynamic"):
-            _split(loop, i, threadid())
+                    c.kernels.splits(c.args, &c.plan, head, &split, &last)
+        _tasks(loop, count)
         for i in range(count):
-            loop.kernels.merge(loop.args, &loop.plan, loop.items[2 * i], loop.items[2 * i + 1], loop.state,
-                               loop.partials + i * loop.plan.partial_bytes)
+            c.kernels.merge(c.args, &c.plan, c.items[2 * i], c.items[2 * i + 1], c.state,
+                            c.partials + i * c.plan.partial_bytes)
 
 
-cdef void _run(Loop *loop, int64_t wave, int threads) noexcept nogil:
-    cdef int64_t task, n = loop.plan.n_tasks
-    if threads == 1:
-        for task in range(n):
-            _task(loop, task, 0)
-    elif wave:
-        _run_splits(loop, wave, threads)
-    else:
-        for task in prange(n, num_threads=threads, schedule="dynamic"):
-            _task(loop, task, threadid())
-
-
-cdef void _run_attention(fa_attention_args *a, int threads) except *:
+cdef int _run_attention(fa_attention_args *a, int threads) except -1:
     """Run all tasks of one pass."""
     cdef Loop loop
-    cdef int64_t wave = 0, scratch_bytes
-    cdef char *memory
-    cdef list errors = []
-    loop.kernels = fa_isa_kernels(_isa, a.q.dtype)
-    loop.args = a
-    loop.kernels.plan(a, threads, &loop.plan)
-    if loop.plan.flops < (PARALLEL_DOT if loop.plan.kind == FA_DOT else PARALLEL_TILE):
+    cdef AttentionCall c
+    cdef int64_t wave = 0
+    a.watch = &loop.watch
+    c.kernels, c.args = fa_isa_kernels(_isa, a.q.dtype), a
+    c.kernels.plan(a, threads, &c.plan)
+    if c.plan.flops < (PARALLEL_DOT if c.plan.kind == FA_DOT else PARALLEL_TILE):
         threads = 1
     # With few KV heads their splits are the tasks; with many, a head is.
-    if threads > 1 and loop.plan.n_splits > 1 and loop.plan.n_tasks < 4 * threads:
-        wave = min(WAVE * threads, loop.plan.n_tasks * loop.plan.n_splits)
-    threads = max(1, min(threads, wave or loop.plan.n_tasks))
-    scratch_bytes = threads * loop.plan.scratch_bytes
-    memory = <char *>PyMem_RawMalloc(scratch_bytes + (wave + 1) * loop.plan.partial_bytes
-                                     + 2 * wave * sizeof(int64_t) + 64)
-    if memory == NULL:
-        raise MemoryError(f"attention(): no memory for {scratch_bytes} bytes of scratch")
-    loop.scratch = memory + (-<uintptr_t>memory) % 64
-    loop.state = loop.scratch + scratch_bytes
-    loop.partials = loop.state + loop.plan.partial_bytes
-    loop.items = <int64_t *>(loop.partials + wave * loop.plan.partial_bytes)
-    _start_looking(&loop, errors)
+    if threads > 1 and c.plan.n_splits > 1 and c.plan.n_tasks < 4 * threads:
+        wave = min(WAVE * threads, c.plan.n_tasks * c.plan.n_splits)
+    if not wave:
+        return _run(&loop, _attention_task, &c, c.plan.n_tasks, threads, c.plan.scratch_bytes)
+    _start(&loop, _split_task, &c, wave, threads, c.plan.scratch_bytes,
+           (wave + 1) * c.plan.partial_bytes + 2 * wave * sizeof(int64_t))
+    c.state, c.partials = loop.shared, loop.shared + c.plan.partial_bytes
+    c.items = <int64_t *>(c.partials + wave * c.plan.partial_bytes)
     with nogil:
-        _run(&loop, wave, threads)
-    PyMem_RawFree(memory)
-    if errors:
-        raise errors[0]
+        _run_splits(&loop, &c, wave)
+    return _end(&loop)
 
 
 def attention(args):
@@ -450,6 +402,7 @@ def read_bandwidth(num_threads):
     return best
 
 
+include "_core_tasks.pxi"
 include "_core_ops.pxi"
 include "_core_program.pxi"
 include "_core_recurrent.pxi"

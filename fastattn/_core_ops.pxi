@@ -22,14 +22,6 @@ cdef char *_rows(name, cnp.ndarray array, int64_t m, int64_t n, fa_dtype dtype, 
     return <char *>cnp.PyArray_DATA(array)
 
 
-cdef char *_aligned_scratch(int64_t n_bytes, void **memory) except NULL:
-    """`n_bytes` at a cache line, in `memory`, which the caller frees."""
-    memory[0] = PyMem_RawMalloc(n_bytes + 64)
-    if memory[0] == NULL:
-        raise MemoryError(f"fastattn: no memory for {n_bytes} bytes of scratch")
-    return <char *>memory[0] + (-<uintptr_t>memory[0]) % 64
-
-
 cdef void _set_linear(fa_linear_args *a, weight, bias, activation, fa_dtype dtype) except *:
     """All of `a` but what its rows are."""
     cdef int64_t width, count
@@ -52,23 +44,27 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, fa_dtype dtyp
         a.bias = _data("bias", bias, n_maps * a.n, lane)
 
 
-cdef void _run_linear(fa_linear_args *a, int threads) except *:
-    cdef fa_linear_plan p
-    cdef const fa_kernels *kernels = fa_isa_kernels(_isa, a.dtype)
-    cdef int64_t task
-    cdef void *memory
-    cdef char *scratch
-    kernels.linear_plan(a, threads, &p)
-    threads = 1 if p.flops < PARALLEL_TILE else max(1, min(threads, p.n_tasks))
-    scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
-    with nogil:
-        if threads == 1:
-            for task in range(p.n_tasks):
-                kernels.linear_run(a, &p, task, scratch)
-        else:
-            for task in prange(p.n_tasks, num_threads=threads, schedule="dynamic"):
-                kernels.linear_run(a, &p, task, scratch + threadid() * p.scratch_bytes)
-    PyMem_RawFree(memory)
+# What the tasks of a linear map share.
+cdef struct LinearCall:
+    const fa_kernels *kernels
+    const fa_linear_args *args
+    fa_linear_plan plan
+
+
+cdef void _linear_task(void *context, int64_t task, void *scratch) noexcept nogil:
+    cdef LinearCall *c = <LinearCall *>context
+    c.kernels.linear_run(c.args, &c.plan, task, scratch)
+
+
+cdef int _run_linear(fa_linear_args *a, int threads) except -1:
+    cdef Loop loop
+    cdef LinearCall c
+    a.watch = &loop.watch
+    c.kernels, c.args = fa_isa_kernels(_isa, a.dtype), a
+    c.kernels.linear_plan(a, threads, &c.plan)
+    if c.plan.flops < PARALLEL_TILE:
+        threads = 1
+    return _run(&loop, _linear_task, &c, c.plan.n_tasks, threads, c.plan.scratch_bytes)
 
 
 def linear(args):
@@ -83,23 +79,25 @@ def linear(args):
     _run_linear(&a, args.num_threads if FA_OPENMP else 1)
 
 
-cdef void _run_rows(fa_rows_args *a, int threads) except *:
-    cdef const fa_kernels *kernels = fa_isa_kernels(_isa, a.dtype)
-    cdef int64_t task, step, scratch_bytes
-    cdef void *memory
-    cdef char *scratch
-    scratch_bytes = kernels.rows_scratch_bytes(a.n)
-    scratch_bytes = (scratch_bytes + 63) // 64 * 64  # each thread's begins at a cache line
-    step = max(1, TASK_ELEMENTS // max(1, a.n))
-    threads = 1 if a.m * a.n < PARALLEL_ELEMENTS else max(1, min(threads, (a.m + step - 1) // step))
-    scratch = _aligned_scratch(threads * scratch_bytes, &memory)
-    with nogil:
-        if threads == 1:
-            kernels.rows_run(a, 0, a.m, scratch)
-        else:
-            for task in prange((a.m + step - 1) // step, num_threads=threads, schedule="dynamic"):
-                kernels.rows_run(a, task * step, min(a.m, task * step + step), scratch + threadid() * scratch_bytes)
-    PyMem_RawFree(memory)
+# What the tasks of an operation on rows share: a task is `step` of them.
+cdef struct RowsCall:
+    const fa_kernels *kernels
+    const fa_rows_args *args
+    int64_t step
+
+
+cdef void _rows_task(void *context, int64_t task, void *scratch) noexcept nogil:
+    cdef RowsCall *c = <RowsCall *>context
+    c.kernels.rows_run(c.args, task * c.step, min(c.args.m, task * c.step + c.step), scratch)
+
+
+cdef int _run_rows(fa_rows_args *a, int threads) except -1:
+    cdef Loop loop
+    cdef RowsCall c
+    c.kernels, c.args, c.step = fa_isa_kernels(_isa, a.dtype), a, max(1, TASK_ELEMENTS // max(1, a.n))
+    if a.m * a.n < PARALLEL_ELEMENTS:
+        threads = 1
+    return _run(&loop, _rows_task, &c, (a.m + c.step - 1) // c.step, threads, c.kernels.rows_scratch_bytes(a.n))
 
 
 def rows(args):
@@ -125,22 +123,27 @@ def rows(args):
     _run_rows(&a, args.num_threads if FA_OPENMP else 1)
 
 
-cdef void _run_rope(fa_rope_args *a, int threads) except *:
-    cdef const fa_kernels *kernels = fa_isa_kernels(_isa, a.x.dtype)
-    cdef int64_t task, n = a.batch * a.length, step, scratch_bytes
-    cdef void *memory
-    cdef char *scratch
-    step = max(1, TASK_ELEMENTS // max(1, a.heads * a.head_dim))
-    threads = 1 if n * a.heads * a.head_dim < PARALLEL_ELEMENTS else max(1, min(threads, (n + step - 1) // step))
-    scratch_bytes = (a.head_dim * sizeof(double) + 127) // 64 * 64
-    scratch = _aligned_scratch(threads * scratch_bytes, &memory)
-    with nogil:
-        if threads == 1:
-            kernels.rope_run(a, 0, n, scratch)
-        else:
-            for task in prange((n + step - 1) // step, num_threads=threads, schedule="dynamic"):
-                kernels.rope_run(a, task * step, min(n, task * step + step), scratch + threadid() * scratch_bytes)
-    PyMem_RawFree(memory)
+# What the tasks of a rotation share: a task is `step` of its n rows, each of all heads.
+cdef struct RopeCall:
+    const fa_kernels *kernels
+    const fa_rope_args *args
+    int64_t n, step
+
+
+cdef void _rope_task(void *context, int64_t task, void *scratch) noexcept nogil:
+    cdef RopeCall *c = <RopeCall *>context
+    c.kernels.rope_run(c.args, task * c.step, min(c.n, task * c.step + c.step), scratch)
+
+
+cdef int _run_rope(fa_rope_args *a, int threads) except -1:
+    cdef Loop loop
+    cdef RopeCall c
+    cdef int64_t elements = a.heads * a.head_dim
+    c.kernels, c.args = fa_isa_kernels(_isa, a.x.dtype), a
+    c.n, c.step = a.batch * a.length, max(1, TASK_ELEMENTS // max(1, elements))
+    if c.n * elements < PARALLEL_ELEMENTS:
+        threads = 1
+    return _run(&loop, _rope_task, &c, (c.n + c.step - 1) // c.step, threads, a.head_dim * sizeof(double) + 64)
 
 
 def rope(args):

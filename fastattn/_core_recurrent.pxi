@@ -5,26 +5,26 @@ cdef enum:
     N_RECURRENT = 10
 
 
-cdef void _recurrent_task(Loop *loop, const fa_recurrent_args *a, const fa_recurrent_plan *p, int64_t task,
-                          int thread) noexcept nogil:
-    if loop.stop:
-        return
-    loop.kernels.recurrent_run(a, p, task, loop.scratch + thread * p.scratch_bytes)
-    if thread == 0:
-        _look_for_signals(loop)
+# What the tasks share.
+cdef struct RecurrentCall:
+    const fa_kernels *kernels
+    const fa_recurrent_args *args
+    fa_recurrent_plan plan
+
+
+cdef void _recurrent_task(void *context, int64_t task, void *scratch) noexcept nogil:
+    cdef RecurrentCall *c = <RecurrentCall *>context
+    c.kernels.recurrent_run(c.args, &c.plan, task, scratch)
 
 
 def recurrent(args):
     """Compute `args.out` and the states, of a RecurrentArgs."""
     cdef fa_recurrent_args a
-    cdef fa_recurrent_plan p
+    cdef RecurrentCall c
     cdef Loop loop
     cdef int threads = args.num_threads if FA_OPENMP else 1
     cdef Tables tables = Tables(args.batch_shape, N_RECURRENT)
     cdef int lane
-    cdef int64_t task
-    cdef void *memory
-    cdef list errors = []
     memset(&a, 0, sizeof(a))
     a.batch = tables.batch
     a.heads, a.heads_q, a.heads_k, a.heads_v = args.heads, args.heads_q, args.heads_k, args.heads_v
@@ -51,18 +51,9 @@ def recurrent(args):
         tables.set(&a.norm_out, "norm_out", args.norm_out, lane, 2, a.heads, a.head_dim, 1, True)
     if args.norm is not None:
         tables.set(&a.norm, "norm", args.norm, lane, 2, a.heads, a.head_dim, 1, True)
-    loop.kernels = fa_isa_kernels(_isa, a.q.dtype)
-    loop.kernels.recurrent_plan(&a, threads, &p)
-    threads = 1 if p.flops < (PARALLEL_DOT if p.steps else PARALLEL_TILE) else max(1, min(threads, p.n_tasks))
-    loop.scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
-    _start_looking(&loop, errors)
-    with nogil:
-        if threads == 1:
-            for task in range(p.n_tasks):
-                _recurrent_task(&loop, &a, &p, task, 0)
-        else:
-            for task in prange(p.n_tasks, num_threads=threads, schedule="dynamic"):
-                _recurrent_task(&loop, &a, &p, task, threadid())
-    PyMem_RawFree(memory)
-    if errors:
-        raise errors[0]
+    a.watch = &loop.watch
+    c.kernels, c.args = fa_isa_kernels(_isa, a.q.dtype), &a
+    c.kernels.recurrent_plan(&a, threads, &c.plan)
+    if c.plan.flops < (PARALLEL_DOT if c.plan.steps else PARALLEL_TILE):
+        threads = 1
+    _run(&loop, _recurrent_task, &c, c.plan.n_tasks, threads, c.plan.scratch_bytes)

@@ -4,26 +4,26 @@ cdef dict _ROWWISE = {"sparsemax": FA_SPARSEMAX, "entmax15": FA_ENTMAX15, "top_k
                       "additive": FA_ADDITIVE, "talking_heads": FA_TALKING_HEADS}
 
 
-cdef void _rowwise_task(Loop *loop, const fa_rowwise_args *r, const fa_rowwise_plan *p, int64_t task,
-                        int thread) noexcept nogil:
-    if loop.stop:
-        return
-    loop.kernels.rowwise_run(r, p, task, loop.scratch + thread * p.scratch_bytes)
-    if thread == 0:
-        _look_for_signals(loop)
+# What the tasks share.
+cdef struct RowwiseCall:
+    const fa_kernels *kernels
+    const fa_rowwise_args *args
+    fa_rowwise_plan plan
+
+
+cdef void _rowwise_task(void *context, int64_t task, void *scratch) noexcept nogil:
+    cdef RowwiseCall *c = <RowwiseCall *>context
+    c.kernels.rowwise_run(c.args, &c.plan, task, scratch)
 
 
 def rowwise(args):
     """Compute `args.attention.out`, of a RowwiseArgs."""
     cdef fa_rowwise_args r
-    cdef fa_rowwise_plan p
+    cdef RowwiseCall c
     cdef Loop loop
     cdef int threads = args.attention.num_threads if FA_OPENMP else 1
-    cdef int64_t task
     cdef Tables tables
     cdef int lane
-    cdef void *memory
-    cdef list errors = []
     memset(&r, 0, sizeof(r))
     r.kind = _ROWWISE[args.kind]
     r.k_keys = args.k_keys
@@ -35,18 +35,9 @@ def rowwise(args):
         r.pre = _data("pre", args.pre, r.attention.heads_q * r.attention.heads_q, lane)
     if args.post is not None:
         r.post = _data("post", args.post, r.attention.heads_q * r.attention.heads_q, lane)
-    loop.kernels = fa_isa_kernels(_isa, r.attention.q.dtype)
-    loop.kernels.rowwise_plan(&r, &p)
-    threads = 1 if p.flops < PARALLEL_TILE else max(1, min(threads, p.n_tasks))
-    loop.scratch = _aligned_scratch(threads * p.scratch_bytes, &memory)
-    _start_looking(&loop, errors)
-    with nogil:
-        if threads == 1:
-            for task in range(p.n_tasks):
-                _rowwise_task(&loop, &r, &p, task, 0)
-        else:
-            for task in prange(p.n_tasks, num_threads=threads, schedule="dynamic"):
-                _rowwise_task(&loop, &r, &p, task, threadid())
-    PyMem_RawFree(memory)
-    if errors:
-        raise errors[0]
+    r.attention.watch = &loop.watch
+    c.kernels, c.args = fa_isa_kernels(_isa, r.attention.q.dtype), &r
+    c.kernels.rowwise_plan(&r, &c.plan)
+    if c.plan.flops < PARALLEL_TILE:
+        threads = 1
+    _run(&loop, _rowwise_task, &c, c.plan.n_tasks, threads, c.plan.scratch_bytes)

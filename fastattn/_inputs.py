@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args import FLOAT32, FLOAT64
+from fastattn._blocks import copied
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -146,7 +147,7 @@ def readable(array: Array, name: str, copies: list[str], last_axis: str = "") ->
     if not reasons:
         return array
     copies.append(f"{name} copied: {', '.join(reasons)}")
-    return np.array(array, array.dtype.newbyteorder("="), order="C")
+    return copied(array, np.empty(array.shape, array.dtype.newbyteorder("=")))
 
 
 def is_ready(x: Any, least_dims: int) -> bool:

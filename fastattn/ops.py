@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import numpy as np
 
 from fastattn import _backend
+from fastattn._blocks import blocks, copied
 from fastattn._inputs import as_array, float_array, require_result
 from fastattn._ops_args import elementwise_args, linear_args, norm_args
 from fastattn.packed import PackedLinear, pack
@@ -279,10 +280,12 @@ def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> 
     if index.size and ((wrong := index.min()) < 0 or (wrong := index.max()) >= len(rows)):
         raise ValueError(f"embedding(): ids has {wrong}; expected 0 to {len(rows) - 1}")
     shape, dtype = (*index.shape, rows.shape[1]), rows.dtype.newbyteorder("=")
-    if out is not None:
+    if out is None:
+        out = np.empty(shape, dtype)
+    else:
         inputs = [("table", table, rows), ("ids", ids, index)]
         require_result("embedding", out, shape, dtype, "table", inputs)
-        out[...] = rows[index]
-        return out
-    result: Array = np.take(rows, index, axis=0)
-    return result.astype(dtype, copy=False)
+    found = out if rows.dtype.isnative else np.empty(shape, rows.dtype)
+    for block in blocks(index.shape, rows.shape[1]):
+        np.take(rows, index[block], axis=0, out=found[block], mode="clip")  # "raise" would copy once more
+    return out if found is out else copied(found, out)

@@ -7,19 +7,26 @@ through from front to back, so the layout is one for all of them.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._blocks import BLOCK, copied
 from fastattn._inputs import flag, float_array, integer, short
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array
+    from fastattn._args import Array, Shape
 
 PANEL_BYTES = 128
 _ALIGNMENT = 64
+# Numbers of a weight that are packed at a time, which stay in the second-level cache; of each output feature
+# at most so many, an even number.
+_BLOCK, _BLOCK_FEATURES = 1 << 17, 1 << 12
 _ALL = slice(None)
 WEIGHT_DTYPES = ("float32", "float64", "bfloat16", "int8")
 
@@ -102,9 +109,15 @@ class PackedLinear:
         In float64 if it is stored so, else in float32, which holds the other types exactly.
         """
         n_maps, width, k = 1 + self.gated, columns(self.dtype), self.in_features
-        count = len(self.panels) // n_maps
-        maps = self.floats().reshape(count, n_maps, k, width).transpose(1, 0, 3, 2)
-        weight = maps.reshape(n_maps, count * width, k)[:, : self.out_features].copy()
+        weight = np.empty(
+            (n_maps, self.out_features, k), np.float64 if self.dtype == "float64" else np.float32
+        )
+        step = max(1, BLOCK // max(1, width * k)) * n_maps
+        for first in range(0, len(self.panels), step):
+            panels = self.floats(slice(first, first + step))
+            maps = panels.reshape(-1, n_maps, k, width).transpose(1, 0, 3, 2).reshape(n_maps, -1, k)
+            rows = weight[:, first // n_maps * width :][:, : maps.shape[1]]
+            rows[...] = maps[:, : rows.shape[1]]
         return weight if self.gated else weight[0]
 
 
@@ -138,7 +151,7 @@ def _require_sizes(
 def _restored(
     in_features: int, out_features: int, gated: bool, dtype: str, panels: Array, scales: Array | None
 ) -> PackedLinear:
-    panels = _aligned(panels, panels.dtype)
+    panels = copied(panels, _aligned_empty(panels.shape, panels.dtype))
     return PackedLinear(in_features, out_features, gated, dtype, panels, scales)
 
 
@@ -179,32 +192,25 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
         dtype = {"float64": "float64", "bfloat16": "bfloat16"}.get(maps[-1].dtype.name, "float32")
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"pack(): dtype is {dtype!r}; expected one of {', '.join(WEIGHT_DTYPES)}")
-    lane = np.float64 if dtype == "float64" else np.float32
     out_features, in_features = maps[0].shape
-    width = columns(dtype)
-    count = -(-out_features // width)
-
-    # (maps, panels, columns, in_features), then in the order of the panels
-    padded = np.zeros((len(maps), count * width, in_features), lane)
+    width, unit = columns(dtype), 2 if dtype == "bfloat16" else 1
+    count, steps = -(-out_features // width), -(-in_features // unit)
+    lane = np.float64 if dtype == "float64" else np.float32
+    scales = _scales(maps, count * width) if dtype == "int8" else None
+    shape = (count * len(maps), steps, width)
+    panels = _aligned_empty((*shape, unit) if unit > 1 else shape, _STORED[dtype])
+    by_map = panels.reshape(count, len(maps), steps, width, unit)
     for i, array in enumerate(maps):
-        padded[i, :out_features] = array
-    scales = None
-    if dtype == "int8":
-        largest = np.abs(padded).max(axis=-1, initial=0)
-        if not np.isfinite(largest).all():
-            raise ValueError("pack(): weight has values that are not finite; expected finite ones for int8")
-        scales = (largest / 127).astype(np.float32)
-        # Of a row of denormal numbers the scale is too coarse, and the quotient may be above 127.
-        padded = np.clip(np.rint(padded / np.where(scales == 0, 1, scales)[..., None]), -127, 127)
-        scales = scales.reshape(len(maps), count, width).swapaxes(0, 1).reshape(len(maps) * count, width)
-    order = padded.reshape(len(maps), count, width, in_features).transpose(1, 0, 3, 2)
-    panels: Array = order.reshape(len(maps) * count, in_features, width)
-    if dtype == "bfloat16":
-        pairs = (in_features + 1) // 2
-        bits = np.zeros((len(panels), 2 * pairs, width), np.uint16)
-        bits[:, :in_features] = to_bfloat16_bits(panels)
-        panels = bits.reshape(len(panels), pairs, 2, width).swapaxes(2, 3)
-    panels = _aligned(panels, _STORED[dtype])
+        for panel, feature, block in _blocks(array, width, unit, lane):
+            if scales is not None:
+                block = _quantised(block, scales[i].reshape(count, width)[panel : panel + len(block)])
+            elif dtype == "bfloat16":
+                block = to_bfloat16_bits(block)
+            values = block.reshape(len(block), width, -1, unit).swapaxes(1, 2)
+            step = feature // unit
+            by_map[panel : panel + len(block), i, step : step + values.shape[1]] = values
+    if scales is not None:
+        scales = scales.reshape(len(maps), count, width).swapaxes(0, 1).reshape(len(panels), width)
     return PackedLinear(in_features, out_features, gate is not None, dtype, panels, scales)
 
 
@@ -219,13 +225,48 @@ def _weight(name: str, x: Any) -> Array:
     return array
 
 
-def _aligned(array: Array, dtype: Any) -> Array:
-    """A C-ordered copy whose data begin at a cache line."""
-    n_bytes = array.size * np.dtype(dtype).itemsize
+def _blocks(array: Array, width: int, unit: int, lane: Any) -> Iterator[tuple[int, int, Array]]:
+    """The weight in blocks (panels, width, features) of `lane`, filled up with 0 to whole panels and units.
+
+    Each with its first panel and its first feature.
+    """
+    out_features, in_features = array.shape
+    depth = min(_BLOCK_FEATURES, max(unit, in_features))
+    panels = max(1, _BLOCK // (width * depth))
+    for row in range(0, out_features, panels * width):
+        for feature in range(0, in_features, depth):
+            part = array[row : row + panels * width, feature : feature + depth]
+            rows, features = -(-len(part) // width) * width, -(-part.shape[1] // unit) * unit
+            block = np.zeros((rows, features), lane)
+            block[: len(part), : part.shape[1]] = part
+            yield row // width, feature, block.reshape(-1, width, features)
+
+
+def _scales(maps: list[Array], n: int) -> Array:
+    """By what each output feature is multiplied, (maps, n): 0 where there is none."""
+    largest = np.zeros((len(maps), n), np.float32)
+    for i, array in enumerate(maps):
+        for panel, _, block in _blocks(array, columns("int8"), 1, np.float32):
+            rows = largest[i, panel * columns("int8") :][: block.shape[0] * block.shape[1]]
+            np.maximum(rows, np.abs(block).max(axis=-1).ravel(), out=rows)
+    if not np.isfinite(largest).all():
+        raise ValueError("pack(): weight has values that are not finite; expected finite ones for int8")
+    return largest / np.float32(127)
+
+
+def _quantised(block: Array, scales: Array) -> Array:
+    """block (panels, width, features) in units of scales (panels, width)."""
+    # Of a row of denormal numbers the scale is too coarse, and the quotient may be above 127.
+    quotient = np.rint(block / np.where(scales == 0, 1, scales)[..., None])
+    return np.clip(quotient, -127, 127, out=quotient)
+
+
+def _aligned_empty(shape: Shape, dtype: Any) -> Array:
+    """An array in C order whose data begin at a cache line."""
+    n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(n_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
-    result: Array = memory[start : start + n_bytes].view(dtype).reshape(array.shape)
-    result[...] = array
+    result: Array = memory[start : start + n_bytes].view(dtype).reshape(shape)
     return result
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args import lane_dtype
+from fastattn._blocks import blocks
 from fastattn._inputs import float_array, require_broadcast
 from fastattn._ranges import places
 from fastattn.reference_statistics import collect
@@ -79,13 +80,15 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: 
     """Merge results over disjoint keys into out (..., head_dim_v) and lse (...)."""
     # lse = log(sum(exp(part_lse)))
     # out = sum(exp(part_lse - lse) * part)
-    row_max = np.maximum.reduce(lses)
-    lse[...] = row_max + np.log(sum(_exp(part_lse, row_max) for part_lse in lses))
-    acc = np.zeros(out.shape, lse.dtype)
-    for part, part_lse in zip(outs, lses, strict=True):
-        weight = _exp(part_lse, lse)[..., None]
-        acc += np.where(part_lse[..., None] == -np.inf, 0, weight * part.astype(lse.dtype))
-    out[...] = acc
+    for rows in blocks(lse.shape, out.shape[-1]):
+        row_lses = [part_lse[rows] for part_lse in lses]
+        row_max = np.maximum.reduce(row_lses)
+        merged = row_max + np.log(sum(_exp(part_lse, row_max) for part_lse in row_lses))
+        acc = np.zeros((*merged.shape, out.shape[-1]), lse.dtype)
+        for part, part_lse in zip(outs, row_lses, strict=True):
+            weight = _exp(part_lse, merged)[..., None]
+            acc += np.where(part_lse[..., None] == -np.inf, 0, weight * part[rows].astype(lse.dtype))
+        out[rows], lse[rows] = acc, merged
 
 
 def _tasks(

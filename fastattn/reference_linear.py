@@ -6,11 +6,13 @@ Chunk by chunk, as the kernel: scores within a chunk, the state from one to the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args import lane_dtype
+from fastattn._blocks import blocks
 
 if TYPE_CHECKING:
     from fastattn._args import Array
@@ -23,6 +25,36 @@ _GATED_CHUNK = 16
 @np.errstate(all="ignore")
 def recurrent(args: RecurrentArgs) -> None:
     """Fill args.out, args.state_out and, where there is one, args.norm_out."""
+    step = _GATED_CHUNK if args.gated else _CHUNK
+    row = max(args.head_dim * (step if args.gated else 1), args.head_dim_v)
+    for items in blocks(args.batch_shape, max(args.heads, args.heads_q) * step * row):
+        _recurrent(args if items is ... else _only(items, args), step)
+
+
+def _only(items: Any, args: RecurrentArgs) -> RecurrentArgs:
+    """The same of some batch items."""
+
+    def some(x: Array | None, core: int) -> Any:
+        return None if x is None else np.broadcast_to(x, (*args.batch_shape, *x.shape[-core:]))[items]
+
+    results = {"out": args.out[items], "state_out": args.state_out[items]}
+    if args.norm_out is not None:
+        results["norm_out"] = args.norm_out[items]
+    return replace(
+        args,
+        batch_shape=results["out"].shape[:-3],
+        q=some(args.q, 3),
+        k=some(args.k, 3),
+        v=some(args.v, 3),
+        log_decay=some(args.log_decay, 3 if args.gated else 2),
+        beta=some(args.beta, 2),
+        state=some(args.state, 3),
+        norm=some(args.norm, 2),
+        **results,
+    )
+
+
+def _recurrent(args: RecurrentArgs, step: int) -> None:
     lane = lane_dtype(args.q.dtype)
     batch_heads = (*args.batch_shape, args.heads)
     state = np.zeros((*batch_heads, args.head_dim, args.head_dim_v), lane)
@@ -31,7 +63,6 @@ def recurrent(args: RecurrentArgs) -> None:
         state[...] = args.state
     if args.norm is not None:
         norm[..., 0] = args.norm
-    step = _GATED_CHUNK if args.gated else _CHUNK
     for i in range(0, args.len_k, step):
         tokens = slice(i, i + step)
         k = _heads(args.k, args.heads, tokens, lane)

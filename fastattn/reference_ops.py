@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastattn._args import lane_dtype
+from fastattn._blocks import blocks
+from fastattn.packed import columns
 
 if TYPE_CHECKING:
     from fastattn._args import Array
     from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
 
-# Rows and panels at a time: 4 MB of float32 products, whatever the sizes.
+# Rows and panels at a time: 4 MB of float32 results; fewer panels where those take more multiplications.
 _BLOCK_ROWS = 1024
 _BLOCK_PANELS = 32
+_BLOCK_MULTIPLICATIONS = 1 << 30
 
 
 def _erf(x: Array) -> Array:
@@ -47,11 +50,13 @@ def linear(args: LinearArgs) -> None:
     weight, out = args.weight, args.out
     n_maps = 1 + weight.gated
     lane = lane_dtype(out.dtype)
+    each = n_maps * _BLOCK_ROWS * weight.in_features * columns(weight.dtype)
+    step = n_maps * min(_BLOCK_PANELS // n_maps, max(1, _BLOCK_MULTIPLICATIONS // max(1, each)))
     for row in range(0, len(out), _BLOCK_ROWS):
         rows = slice(row, row + _BLOCK_ROWS)
         x = args.x[rows].astype(lane, copy=False)
-        for first in range(0, len(weight.panels), _BLOCK_PANELS):
-            panels = weight.floats(slice(first, first + _BLOCK_PANELS))
+        for first in range(0, len(weight.panels), step):
+            panels = weight.floats(slice(first, first + step))
             count, _, width = panels.shape
             products = np.matmul(x, panels).reshape(count // n_maps, n_maps, len(x), width)
             maps = products.transpose(1, 2, 0, 3).reshape(n_maps, len(x), -1)
@@ -74,8 +79,7 @@ def rows(args: RowsArgs) -> None:
     lane = lane_dtype(args.out.dtype)
     if not args.out.size:
         return
-    for row in range(0, len(args.out), _BLOCK_ROWS):
-        block = slice(row, row + _BLOCK_ROWS)
+    for block in blocks(args.out.shape[:1], args.out.shape[1]):
         x = args.x[block].astype(lane, copy=False)
         if args.residual is not None:
             x = x + args.residual[block].astype(lane, copy=False)
@@ -116,12 +120,14 @@ def _softmax(x: Array) -> Array:
 @np.errstate(all="ignore")
 def rope(args: RopeArgs) -> None:
     """Fill args.out."""
-    x, cos, sin, out = args.x, args.cos, args.sin, args.out
-    pairs = cos.shape[-1]
+    x, out = args.x, args.out
+    pairs = args.cos.shape[-1]
+    cos, sin = (np.broadcast_to(table, (*x.shape[:-1], pairs)) for table in (args.cos, args.sin))
     first, second = slice(pairs), slice(pairs, 2 * pairs)
     if args.interleaved:
         first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
-    a, b = x[..., first].astype(cos.dtype), x[..., second].astype(cos.dtype)  # copies, as out may be x
-    out[..., first] = a * cos - b * sin
-    out[..., second] = b * cos + a * sin
-    out[..., 2 * pairs :] = x[..., 2 * pairs :]
+    for rows in blocks(x.shape[:-1], x.shape[-1]):
+        a, b = (x[rows][..., half].astype(cos.dtype) for half in (first, second))  # copies, as out may be x
+        out[rows][..., first] = a * cos[rows] - b * sin[rows]
+        out[rows][..., second] = b * cos[rows] + a * sin[rows]
+        out[rows][..., 2 * pairs :] = x[rows][..., 2 * pairs :]

@@ -10,6 +10,12 @@
 
 typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8 } fa_dtype; /* int8: packed weights only */
 
+/* A task that may last long asks in between whether to give up: then nobody reads the results of the call. */
+typedef struct {
+    int (*gives_up)(void *caller); /* nonzero: yes; in any thread, again and again */
+    void *caller;
+} fa_watch;
+
 /* A strided array with its batch dimensions flattened. Strides are in bytes; 0 broadcasts. */
 typedef struct {
     char *data;           /* NULL: not given */
@@ -37,6 +43,7 @@ typedef struct {
     int sigmoid;           /* sigmoid(score + sigmoid_bias) in place of the softmax: without lse, sinks, statistics */
     double sigmoid_bias;
     int second_pass; /* reads norm, which the first has written, and adds to key_sums and mean_weights, nothing else */
+    const fa_watch *watch; /* optional */
 } fa_attention_args;
 
 typedef enum {
@@ -86,6 +93,7 @@ typedef struct {
     fa_dtype dtype, weight; /* of x, residual, out; of the panels */
     int gated;
     fa_activation activation;
+    const fa_watch *watch; /* optional */
 } fa_linear_args;
 
 /* A task is some rows against some panels: a matter of scheduling alone. */
@@ -129,6 +137,7 @@ typedef struct {
     int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v;
     int gated, causal;
     double scale, eps;
+    const fa_watch *watch; /* optional */
 } fa_recurrent_args;
 
 /* A task is a state, or some panels of its columns: a matter of scheduling alone. */

@@ -5,6 +5,12 @@
 
 #include "simd.h"
 
+/* Whether a task is to end where it is. It asks about every millisecond: the answer may take a look at the clock. */
+INLINE int given_up(const fa_watch *watch)
+{
+    return watch && watch->gives_up(watch->caller);
+}
+
 #include "convert.inc.h"
 #include "tile.inc.h"
 
@@ -223,6 +229,7 @@ static void run_second_pass(const fa_attention_args *a, const fa_plan *p, int64_
         for (int64_t head = head0; head < head0 + heads; head++) {
             row_block t = rows_of(a, p, head, block, p->tiles);
             if (!attends_some(a, &t, begin, end)) continue;
+            if (given_up(a->watch)) return;
             if (p->kind == FA_DOT) {
                 attend_rows(a, p, &t, begin, end, scratch, NULL);
                 continue;
@@ -242,8 +249,10 @@ static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void
     }
     char *next = scratch, *state = next + p->partial_bytes, *rest = next + n_partials(a, p) * p->partial_bytes;
     if (p->split_k) {
-        int64_t split, last;
-        for (splits(a, p, task, &split, &last); split < last; split++) {
+        int64_t first, last;
+        splits(a, p, task, &first, &last);
+        for (int64_t split = first; split < last; split++) {
+            if (split > first && split * SPLIT_K % PART_K == 0 && given_up(a->watch)) return;
             run_split(a, p, task, split, next, rest);
             merge(a, p, task, split, state, next);
         }

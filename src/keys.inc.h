@@ -1,5 +1,8 @@
 /* Keys of one block, and values of any: side by side in scratch, as lanes. For kernels that read them once a tile. */
 
+/* Keys between the questions whether to give up. */
+#define ROWWISE_ASKS (8 * BLOCK_K)
+
 /* Keys [first, first + n) of the task's head, in place or widened or gathered. */
 INLINE const char *keys_at(const fa_attention_args *a, const row_block *t, int64_t first, int64_t n, lane *copy,
                            int64_t *k_row)

@@ -44,6 +44,9 @@ _Static_assert(LINEAR_DEPTH <= MAX_DEPTH, "one accumulator sums no more products
 #define LINEAR_TASK_PANELS 16
 #define LINEAR_TASKS_PER_THREAD 6
 
+/* Blocks of input features between the questions whether to give up. */
+#define LINEAR_ASKS 16
+
 typedef struct {
     char *x;    /* (rows, LINEAR_DEPTH) as lanes or bfloat16 pairs */
     lane *part; /* (LINEAR_DEPTH, PANEL), widened */
@@ -266,6 +269,7 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *p, int64_t
     const int64_t block = pairs && !dot ? LINEAR_DEPTH / 2 : LINEAR_DEPTH; /* widened pairs are two products each */
     const int64_t per_step = 1 + pairs, size = dtype_size(a->dtype);
     for (int64_t s = 0; s < steps; s += block) {
+        if (s && s % (LINEAR_ASKS * block) == 0 && given_up(a->watch)) return;
         const int64_t n = steps - s < block ? steps - s : block, more = s > 0, first = s * per_step;
         const int64_t features = a->k - first < n * per_step ? a->k - first : n * per_step;
         const char *from = a->x + row * a->x_row + first * size, *x = in_place ? from : w.x;

@@ -55,10 +55,16 @@ INLINE void relate_to_max(int nv, kept_scores *kept, lane factor, const lane *ro
         }
 }
 
+/* Whether to end between two passes over the kept keys; of few keys a pass takes less time than asking. */
+INLINE int passes_end(const fa_watch *watch, const kept_scores *kept)
+{
+    return kept->n > PART_K && given_up(watch);
+}
+
 /* Raises tau from -1 to where the sum of max(z - tau, 0), or of its square, is 1, by Newton's method: at -1 it is 1 or
  * more. The sum is convex and falls, so tau only rises; it rises by a rounding at least until it rises for no row. Keys below tau
  * are dropped on the way. For sparsemax these are the steps of Michelot (1986): exact once the support is. */
-INLINE void newton(int nv, int squared, kept_scores *kept, v_t *tau)
+INLINE void newton(const fa_watch *watch, int nv, int squared, kept_scores *kept, v_t *tau)
 {
     vi_t rises;
     do {
@@ -91,7 +97,7 @@ INLINE void newton(int nv, int squared, kept_scores *kept, v_t *tau)
             rises |= next > tau[u]; /* false for NaN, and for a row without keys: -1 / 0 */
             tau[u] = v_select(next > tau[u], next, tau[u]);
         }
-    } while (v_any(rises));
+    } while (v_any(rises) && !passes_end(watch, kept));
 }
 
 /* The bits of lanes as integers of the same order, and back. */
@@ -116,7 +122,7 @@ INLINE void count_from(int nv, const kept_scores *kept, int above, const v_t *t,
  *
  * The k-th largest by bisection of what lies between, as integers: at most as many passes as a lane has bits, and none
  * for a lane of which exactly k are found. */
-INLINE void take_largest(int nv, kept_scores *kept, int64_t k, const lane *row_max)
+INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64_t k, const lane *row_max)
 {
     const vi_t wanted = (vi_t){0} + (ilane)smaller(k, kept->n);
     vi_t low[NV_MAX], high[NV_MAX], count[NV_MAX], open = {0};
@@ -145,7 +151,7 @@ INLINE void take_largest(int nv, kept_scores *kept, int64_t k, const lane *row_m
             high[u] = (vi_t)v_select(inside & (count[u] <= wanted), (v_t)middle[u], (v_t)high[u]);
             open |= inside & (count[u] != wanted);
         }
-    } while (v_any(open));
+    } while (v_any(open) && !passes_end(watch, kept));
     UNROLL for (int u = 0; u < nv; u++) t[u] = (v_t)ordered(low[u]);
     count_from(nv, kept, 1, t, count);
     int64_t to = 0;
@@ -166,14 +172,16 @@ INLINE void take_largest(int nv, kept_scores *kept, int64_t k, const lane *row_m
 }
 
 /* All scores are there: leaves those that matter, relative to the largest, and the thresholds. */
-INLINE void find_threshold(fa_rowwise_kind kind, int nv, int64_t k, const lane *row_max, kept_scores *kept, v_t *tau)
+INLINE void find_threshold(const fa_rowwise_args *r, int nv, const lane *row_max, kept_scores *kept, v_t *tau)
 {
+    const fa_rowwise_kind kind = r->kind;
+    const fa_watch *watch = r->attention.watch;
     keep_near(nv, kept, 0, kept->n, support_width(kind), row_max);
-    if (kind == FA_TOP_K) take_largest(nv, kept, k, row_max);
+    if (kind == FA_TOP_K) take_largest(watch, nv, kept, r->k_keys, row_max);
     relate_to_max(nv, kept, kind == FA_ENTMAX15 ? (lane)0.5 : 1, row_max);
     UNROLL for (int u = 0; u < nv; u++) tau[u] = v_splat(-1);
-    if (kind == FA_SPARSEMAX) newton(nv, 0, kept, tau);
-    if (kind == FA_ENTMAX15) newton(nv, 1, kept, tau);
+    if (kind == FA_SPARSEMAX) newton(watch, nv, 0, kept, tau);
+    if (kind == FA_ENTMAX15) newton(watch, nv, 1, kept, tau);
 }
 
 /* p (n, nv) of z (n, nv); their sums are added to row_sum. */

@@ -125,6 +125,9 @@ static void chunk_reads(const fa_recurrent_args *a, const recurrent_task *t, con
     }
 }
 
+/* Multiplications of chunks between the questions whether to give up: no more than milliseconds. */
+#define RECURRENT_ASKS (1 << 24)
+
 static void recurrent_run(const fa_recurrent_args *a, const fa_recurrent_plan *p, int64_t task, void *scratch)
 {
     const int64_t panels = (a->head_dim_v + PANEL - 1) / PANEL, parts = (panels + p->panels - 1) / p->panels;
@@ -144,9 +147,12 @@ static void recurrent_run(const fa_recurrent_args *a, const fa_recurrent_plan *p
     }
     load_state(a, &t, &w);
     load_norm(a, &t, &w);
+    const int64_t work = t.group * chunk * a->head_dim * (t.panels * PANEL + chunk);
+    const int64_t between = larger(1, RECURRENT_ASKS / larger(1, work)) * chunk;
 #define EACH_CHUNK(len, n) for (int64_t i = 0, n; n = len - i < chunk ? len - i : chunk, i < len; i += n)
     EACH_CHUNK(a->len_k, n)
     {
+        if (i && i % between == 0 && given_up(a->watch)) return;
         chunk_writes(a, &t, &w, i, n);
         if (a->causal) chunk_reads(a, &t, &w, i, n);
         if (a->log_decay.data && !a->gated) /* gated_scores() has left the keys so */
@@ -157,7 +163,11 @@ static void recurrent_run(const fa_recurrent_args *a, const fa_recurrent_plan *p
                 }
         update_state(a, &t, &w, n);
     }
-    if (!a->causal) EACH_CHUNK(a->len_q, n) chunk_reads(a, &t, &w, i, n);
+    if (!a->causal) EACH_CHUNK(a->len_q, n)
+    {
+        if (i && i % between == 0 && given_up(a->watch)) return;
+        chunk_reads(a, &t, &w, i, n);
+    }
 #undef EACH_CHUNK
     store_state(a, &t, &w);
     store_norm(a, &t, &w);

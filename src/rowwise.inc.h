@@ -81,6 +81,7 @@ INLINE void weigh_values(const fa_rowwise_args *r, int nv, const v_t *tau, row_s
     tile_state *tile = w->tile.tiles;
     key_block block;
     for (int64_t first = 0; first < w->kept.n; first += BLOCK_K) {
+        if (first && first % ROWWISE_ASKS == 0 && given_up(a->watch)) return;
         const int64_t n = smaller(BLOCK_K, w->kept.n - first), *key = w->kept.key + first;
         const lane *z = w->kept.s + first * BLOCK_Q;
         normalise(r->kind, nv, z, n, tau, w->tile.s, tile->row_sum);
@@ -110,9 +111,10 @@ INLINE void rowwise_tile(const fa_rowwise_args *r, int nv, modifiers *m, row_scr
         if (a->ranges)
             next = enter_block(&w->tile, 1, 0, grid, smaller(grid + BLOCK_K, last), last, &block_first, &block_last);
         if (block_first < block_last) score_block(r, nv, m, block_first, block_last - block_first, w);
+        if (grid / ROWWISE_ASKS != next / ROWWISE_ASKS && given_up(a->watch)) return;
     }
     v_t tau[NV_MAX];
-    find_threshold(r->kind, nv, r->k_keys, tile->row_max, &w->kept, tau);
+    find_threshold(r, nv, tile->row_max, &w->kept, tau);
     weigh_values(r, nv, tau, w);
 }
 

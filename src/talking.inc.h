@@ -178,6 +178,7 @@ INLINE void talking_block(const fa_rowwise_args *r, int nv, modifiers *m, talkin
                 }
             }
             if (j0 >= end) continue;
+            if (grid && grid % ROWWISE_ASKS == 0 && given_up(a->watch)) return;
             const int hidden = talking_scores(r, nv, m, j0, end - j0, w, pass == 0);
             if (pass) talking_values(r, nv, hidden, j0, end - j0, w);
         }

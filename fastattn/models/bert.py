@@ -6,6 +6,7 @@ BERT and MiniLM; RoBERTa, XLM-RoBERTa and CamemBERT, whose positions begin behin
 from __future__ import annotations
 
 import re
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from fastattn.models.text import Text, strings
 from fastattn.models.weights import joined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from numpy.typing import ArrayLike
@@ -44,6 +45,11 @@ _NEW = {"gamma": "weight", "beta": "bias"}
 # Buffers of the program behind X, which sums before a norm replace, and OUT: queries with keys and values,
 # what attention makes of them, and the inner features of the feed-forward.
 _QKV, _CONTEXT, _INNER = range(2, 5)
+
+
+# Texts that `embed` sorts by length at a time. Of 2^13 there is up to 1% more padding than of all of them, of
+# 2^12 up to 2%. Their ids and vectors take 20 MB.
+_WINDOW_TEXTS, _WINDOW_TOKENS = 1 << 13, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,20 +177,81 @@ class Bert:
             If an argument does not fit.
         ModelError
             If the folder has no tokenizer.json, or a malformed one.
+
+        See Also
+        --------
+        embed_stream : the same for more texts than vectors fit into memory.
+
+        Notes
+        -----
+        Beyond the result, memory is that of thousands of texts and of a batch, however many texts there are.
         """
-        lines = strings("embed", "texts", texts)
-        batch_size = integer("embed", "batch_size", batch_size, 1)
-        pool = self.pooling.changed("embed", pooling, normalize)
-        encoded = self.text.encode(self.sentences(lines))
-        vectors = np.empty((len(lines), self.hidden_size), lane_dtype(self.dtype))
-        order = sorted(range(len(lines)), key=lambda i: -len(encoded[i]))
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            ids, mask = padding.pad([encoded[i] for i in chosen])
-            vectors[chosen] = pool(self(ids, mask), mask)
-            if progress is not None:
-                progress(len(chosen))
+        windows = deque(self._embed_stream("embed", texts, batch_size, pooling, normalize, progress))
+        vectors = np.empty((sum(map(len, windows)), self.hidden_size), lane_dtype(self.dtype))
+        done = 0
+        while windows:  # of which each is gone before the next one is copied
+            window = windows.popleft()
+            vectors[done : done + len(window)] = window
+            done += len(window)
         return vectors
+
+    def embed_stream(
+        self,
+        texts: Iterable[str],
+        *,
+        batch_size: int = 32,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> Iterator[Array]:
+        """Vectors of the texts in order, as `embed` makes them, an array (n, hidden_size) at a time.
+
+        Parameters and errors are those of `embed`. Texts are read as they are needed, thousands at a time: of
+        these, those of similar length go together.
+        """
+        return self._embed_stream("embed_stream", texts, batch_size, pooling, normalize, progress)
+
+    def _embed_stream(
+        self,
+        func: str,
+        texts: Iterable[str],
+        batch_size: int,
+        pooling: str | None,
+        normalize: bool | None,
+        progress: Callable[[int], object] | None,
+    ) -> Iterator[Array]:
+        lines = strings(func, "texts", texts)
+        batch_size = integer(func, "batch_size", batch_size, 1)
+        pool = self.pooling.changed(func, pooling, normalize)
+        encoded = self.text.encoded(self.sentences(text) for text in lines)
+
+        def vectors_of(window: list[Ints]) -> Array:
+            vectors = np.empty((len(window), self.hidden_size), lane_dtype(self.dtype))
+            order = sorted(range(len(window)), key=lambda i: -len(window[i]))
+            for start in range(0, len(order), batch_size):
+                chosen = order[start : start + batch_size]
+                ids, mask = padding.pad([window[i] for i in chosen])
+                vectors[chosen] = pool(self(ids, mask), mask)
+                if progress is not None:
+                    progress(len(chosen))
+            return vectors
+
+        return map(vectors_of, _windows(encoded, batch_size))
+
+
+def _windows(encoded: Iterable[list[int]], batch_size: int) -> Iterator[list[Ints]]:
+    """Whole batches of what is `encoded`, as many together as sorting by length is worth."""
+    window: list[Ints] = []
+    tokens = 0
+    for ids in encoded:
+        window.append(np.array(ids, np.int64))
+        tokens += len(ids)
+        enough = len(window) >= _WINDOW_TEXTS or tokens >= _WINDOW_TOKENS
+        if enough and len(window) % batch_size == 0:
+            yield window
+            window, tokens = [], 0
+    if window:
+        yield window
 
 
 def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) -> Bert:

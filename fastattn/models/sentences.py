@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from fastattn.models.files import Config, ModelError, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -32,10 +31,10 @@ class Sentences:
             raise ModelError(f"{config.path}: 'default_prompt_name' is {name!r}; expected one of 'prompts'")
         return cls(prompt, lower)
 
-    def __call__(self, texts: Sequence[str]) -> list[str]:
-        """Each text as the tokenizer gets it."""
-        stripped = [(self.prompt + text).strip() for text in texts]
-        return [text.lower() for text in stripped] if self.lower else stripped
+    def __call__(self, text: str) -> str:
+        """The text as the tokenizer gets it."""
+        stripped = (self.prompt + text).strip()
+        return stripped.lower() if self.lower else stripped
 
 
 def _config(path: Path) -> Config:

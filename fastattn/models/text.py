@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from fastattn.models.files import ModelError, lfs_hint, read_json, require
 from fastattn.models.padding import NO_TOKEN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from fastattn._args import Ints
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
 _MOST_BYTES = 4  # of a character in UTF-8
+
+# Characters that go to the tokenizer at a time, or one text: work for all its threads, and memory for what it
+# tells of their tokens. It looks for no signals; but few, which take milliseconds, are not worth a thread.
+_BATCH_CHARACTERS, _SHORT = 1 << 19, 1 << 13
+_SECONDS_BETWEEN_SIGNALS = 0.05
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Text:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """A `tokenizers.Tokenizer` that neither pads nor cuts."""
+        """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`."""
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{path} is missing; expected a tokenizer as the tokenizers library writes it")
@@ -43,7 +50,10 @@ class Text:
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(lfs_hint(path) or f"{path} is no tokenizer: {error}") from error
         tokenizer.no_padding()
-        tokenizer.no_truncation()
+        if self.limit is None:
+            tokenizer.no_truncation()
+        else:
+            tokenizer.enable_truncation(self.limit)
         return tokenizer
 
     @cached_property
@@ -57,10 +67,18 @@ class Text:
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
         """Ids of each text, special tokens included, cut to `limit`."""
-        lines = strings("encode", "texts", texts)
-        if self.limit is not None:
-            self.tokenizer.enable_truncation(self.limit)
-        return [encoding.ids for encoding in self.tokenizer.encode_batch(lines)]
+        return list(self.encoded(strings("encode", "texts", texts)))
+
+    def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """Ids of each text, as `encode` has them; `texts` are read as they are needed, some ahead."""
+        encode_batch = self.tokenizer.encode_batch  # which releases the GIL, and `encode` does not
+
+        def ids(batch: list[str]) -> list[list[int]]:
+            long = sum(map(len, batch)) > _SHORT
+            encodings = _interruptible(encode_batch, batch) if long else encode_batch(batch)
+            return [encoding.ids for encoding in encodings]
+
+        return chain.from_iterable(map(ids, _batches(texts)))
 
     def decode(self, sequences: Iterable[Sequence[int] | Ints]) -> list[str]:
         """The text of each sequence of ids, special tokens left out, and the -1 that `generate` ends with."""
@@ -106,15 +124,55 @@ class Text:
             yield rest
 
 
-def strings(func: str, name: str, texts: Any) -> list[str]:
-    """`texts`, the argument `name`, as a list: an iterable of strings that is not one itself."""
+def strings(func: str, name: str, texts: Any) -> Iterable[str]:
+    """`texts`, the argument `name`: an iterable of strings that is not one itself.
+
+    Those of a sequence are checked now, those of another iterable, which can be read once, when they come.
+    """
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
         raise TypeError(f"{func}(): {name} is of type {type(texts).__name__}; expected several, as [text]")
-    lines = list(texts)
-    for line in lines:
-        if not isinstance(line, str):
-            raise TypeError(f"{func}(): {name} has one of type {type(line).__name__}; expected strings")
-    return lines
+
+    def checked() -> Iterator[str]:
+        for text in texts:
+            if not isinstance(text, str):
+                raise TypeError(f"{func}(): {name} has one of type {type(text).__name__}; expected strings")
+            yield text
+
+    return list(checked()) if isinstance(texts, Sequence) else checked()
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The texts, `_BATCH_CHARACTERS` at a time; what is longer, one at a time."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        if batch and characters + len(text) > _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+        batch.append(text)
+        characters += len(text)
+    if batch:
+        yield batch
+
+
+def _interruptible(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` in a thread that is left to itself when this one gets a signal that ends the wait."""
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            outcome.append(function(*args))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_SECONDS_BETWEEN_SIGNALS)
+    if failure:
+        raise failure[0]
+    return outcome[0]
 
 
 def _ids(func: str, name: str, ids: Iterable[int] | Ints) -> Iterator[int]:

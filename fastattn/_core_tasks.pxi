@@ -1,0 +1,90 @@
+# The one way in which tasks run, whatever their kernel: a part of _core.pyx, which includes it.
+
+cdef double SECONDS_BETWEEN_SIGNALS = 0.05
+
+# One task: `context` is the call's, and all its tasks have it; `scratch` is the thread's.
+ctypedef void (*run_task)(void *context, int64_t task, void *scratch) noexcept nogil
+
+# What the threads of a call share.
+cdef struct Loop:
+    run_task run
+    void *context
+    fa_watch watch  # for tasks that may last long: `_gives_up` of this loop
+    void *memory
+    char *scratch  # scratch_bytes for each thread
+    char *shared  # memory of all threads
+    int64_t scratch_bytes
+    int threads
+    int stop  # atomic
+    unsigned long caller  # the thread that looks for signals
+    double looked  # when it last did; 0: it has not yet looked at the clock
+
+
+cdef int _gives_up(void *context) noexcept nogil:
+    """Whether a signal handler has raised something. The calling thread runs them, at most every 50 ms."""
+    cdef Loop *loop = <Loop *>context
+    cdef double now
+    if fa_flag(&loop.stop):
+        return True
+    if PyThread_get_thread_ident() != loop.caller:
+        return False
+    now = fa_seconds()
+    if loop.looked == 0:  # started here and not with the loop: one short task is over before anybody asks
+        loop.looked = now
+    elif now - loop.looked >= SECONDS_BETWEEN_SIGNALS:
+        loop.looked = now
+        with gil:
+            if fa_check_signals():  # the exception stays with the thread, until `_end`
+                fa_set_flag(&loop.stop)
+    return fa_flag(&loop.stop)
+
+
+cdef int _start(Loop *loop, run_task run, void *context, int64_t n_tasks, int threads, int64_t scratch_bytes,
+                int64_t shared_bytes) except -1:
+    """Ready a loop of at most `n_tasks` at a time; MemoryError is the last thing that can go wrong before it."""
+    cdef int64_t n_bytes
+    loop.run, loop.context = run, context
+    loop.watch.gives_up, loop.watch.caller = _gives_up, loop
+    loop.threads = max(1, min(threads, n_tasks))
+    loop.stop, loop.looked, loop.caller = False, 0, PyThread_get_thread_ident()
+    loop.scratch_bytes = (scratch_bytes + 63) // 64 * 64  # each thread's begins at a cache line
+    n_bytes = loop.threads * loop.scratch_bytes + shared_bytes
+    loop.memory = PyMem_RawMalloc(n_bytes + 64)
+    if loop.memory == NULL:
+        raise MemoryError(f"fastattn: no memory for {n_bytes} bytes of scratch")
+    loop.scratch = <char *>loop.memory + (-<uintptr_t>loop.memory) % 64
+    loop.shared = loop.scratch + loop.threads * loop.scratch_bytes
+    return 0
+
+
+cdef void _task(Loop *loop, int64_t task, int thread) noexcept nogil:
+    if not _gives_up(loop):
+        loop.run(loop.context, task, loop.scratch + thread * loop.scratch_bytes)
+
+
+cdef void _tasks(Loop *loop, int64_t n) noexcept nogil:
+    """Run tasks 0 .. n - 1, in any order."""
+    cdef int64_t task
+    if loop.threads == 1:
+        for task in range(n):
+            if task and _gives_up(loop):
+                break
+            loop.run(loop.context, task, loop.scratch)
+    else:
+        for task in prange(n, num_threads=loop.threads, schedule="dynamic"):
+            _task(loop, task, threadid())
+
+
+cdef int _end(Loop *loop) except -1:
+    """Free the loop's memory; raises what made it stop."""
+    PyMem_RawFree(loop.memory)
+    return -1 if loop.stop else 0
+
+
+cdef int _run(Loop *loop, run_task run, void *context, int64_t n_tasks, int threads,
+              int64_t scratch_bytes) except -1:
+    """All of the above: `n_tasks` tasks on as many threads."""
+    _start(loop, run, context, n_tasks, threads, scratch_bytes, 0)
+    with nogil:
+        _tasks(loop, n_tasks)
+    return _end(loop)
