@@ -1,7 +1,7 @@
 /* Rotary positions (Su et al. 2021): of each pair of dimensions, (a cos - b sin, b cos + a sin). */
 
 /* z (head_dim) rotated; cos and sin are (pairs). */
-INLINE void rotate_row(const fa_rope_args *a, const lane *cos, const lane *sin, lane *z)
+INLINE void rotate_row(const fa_rope_args *a, const lane_u *cos, const lane_u *sin, lane *z)
 {
     const int64_t pairs = a->pairs;
     if (a->interleaved) {
@@ -26,8 +26,8 @@ static void rope_run(const fa_rope_args *a, int64_t begin, int64_t end, void *sc
 {
     for (int64_t r = begin; r < end; r++) {
         const int64_t b = r / a->length, i = r % a->length;
-        const lane *cos = (const lane *)(a->cos.data + a->cos.batch[b] + i * a->cos.row);
-        const lane *sin = (const lane *)(a->sin.data + a->sin.batch[b] + i * a->sin.row);
+        const lane_u *cos = (const lane_u *)(a->cos.data + a->cos.batch[b] + i * a->cos.row);
+        const lane_u *sin = (const lane_u *)(a->sin.data + a->sin.batch[b] + i * a->sin.row);
         const char *x = a->x.data + a->x.batch[b] + i * a->x.row;
         char *out = a->out.data + a->out.batch[b] + i * a->out.row;
         for (int64_t h = 0; h < a->heads; h++, x += a->x.head, out += a->out.head) {

@@ -75,8 +75,9 @@ static fa_dtype lane_of(fa_dtype q)
     return q == FA_F64 ? FA_F64 : FA_F32;
 }
 
-/* Layouts: heads within rows; room between rows; rows from the last to the first; every other column; broadcast. */
-enum { ROWS_FIRST = 1, GAP = 2, REVERSED = 4, STEP = 8, ONE_BATCH = 16, ONE_HEAD = 32, ONE_ROW = 64 };
+/* Layouts: heads within rows; room between rows; rows from the last to the first; every other column; broadcast; not
+ * aligned to the elements' size, as what is in lanes may lie in memory (simd.h: lane_u). */
+enum { ROWS_FIRST = 1, GAP = 2, REVERSED = 4, STEP = 8, ONE_BATCH = 16, ONE_HEAD = 32, ONE_ROW = 64, ODD = 128 };
 
 /* An array (batch, heads, rows, cols) of elements of `size` bytes. */
 static fa_array new_array(int64_t size, int64_t batch, int64_t heads, int64_t rows, int64_t cols, int layout)
@@ -92,7 +93,7 @@ static fa_array new_array(int64_t size, int64_t batch, int64_t heads, int64_t ro
     int64_t *offsets = (int64_t *)allocate((size_t)batch * sizeof *offsets);
     FOR(b, batch) offsets[b] = items == 1 ? 0 : b * item;
     x.batch = offsets;
-    x.data = allocate(bytes > 0 ? (size_t)bytes : 0);
+    x.data = allocate((bytes > 0 ? (size_t)bytes : 0) + (layout & ODD ? 1 : 0));
     if (layout & REVERSED) {
         x.data += (rows - 1) * x.row;
         x.row = -x.row;

@@ -250,8 +250,8 @@ static fa_attention_args new_inputs(const test_case *c)
         EACH(a->heads_q, a->len_q, a->len_k)
         set(&a->bias, b, h, i, j, below(8) == 0 ? -INFINITY : i % 8 == 5 ? lowest : uniform(-2, 2));
     }
-    if (c->options & ALIBI) a->alibi_slopes = new_floats(lane, a->batch, a->heads_q, 1, 1, 0);
-    if (c->options & SINKS) a->sinks = new_floats(lane, a->batch, a->heads_q, 1, 1, ONE_BATCH);
+    if (c->options & ALIBI) a->alibi_slopes = new_floats(lane, a->batch, a->heads_q, 1, 1, random ? ODD : 0);
+    if (c->options & SINKS) a->sinks = new_floats(lane, a->batch, a->heads_q, 1, 1, ONE_BATCH | (random ? ODD : 0));
     FOR(b, a->batch) FOR(h, a->heads_q)
     {
         if (a->alibi_slopes.data) set(&a->alibi_slopes, b, h, 0, 0, uniform(0, 0.1));

@@ -93,7 +93,7 @@ static linear_case linear_case_of(int number)
     c.x = random_floats(a->dtype, a->m, a->k, -1, 1);
     a->x = c.x.data, a->x_row = c.x.row;
     if (below(2)) {
-        c.bias = new_floats(lane_of(a->dtype), 1, 1, 1 + a->gated, a->n, 0);
+        c.bias = new_floats(lane_of(a->dtype), 1, 1, 1 + a->gated, a->n, a->m % 2 ? ODD : 0);
         FOR(map, 1 + a->gated) FOR(j, a->n) set(&c.bias, 0, 0, map, j, uniform(-1, 1));
         a->bias = c.bias.data;
     }

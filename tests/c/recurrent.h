@@ -34,9 +34,9 @@ static fa_array new_tokens(fa_dtype dtype, int64_t heads, int64_t length, int64_
 /* log_decay: weak, strong, or with tokens that forget everything. */
 static void new_decays(fa_recurrent_args *a)
 {
-    const int kind = (int)below(3), share = below(4) ? 0 : ONE_HEAD;
+    const int kind = (int)below(3), share = below(4) ? 0 : ONE_HEAD, gap = (int)below(8) & GAP;
     const int64_t cols = a->gated ? a->head_dim : 1;
-    a->log_decay = new_tokens(lane_of(a->q.dtype), a->heads, a->len_k, cols, 0, share | ((int)below(8) & GAP));
+    a->log_decay = new_tokens(lane_of(a->q.dtype), a->heads, a->len_k, cols, 0, share | gap | (gap ? ODD : 0));
     EACH(a->heads, a->len_k, cols)
     {
         const double x = kind && below(6) == 0 ? -500 * uniform(0, 1) : -uniform(0, kind ? 6 : 0.1);
@@ -88,7 +88,7 @@ static void make_recurrent(int number)
     a->v = new_tokens(kv, a->heads_v, a->len_k, a->head_dim_v, -1, (int)below(8));
     if (decay) new_decays(a);
     if (delta) shorten_keys(a);
-    if (delta) a->beta = new_tokens(lane, a->heads, a->len_k, 1, 0, below(4) ? 0 : ONE_HEAD);
+    if (delta) a->beta = new_tokens(lane, a->heads, a->len_k, 1, 0, (below(4) ? 0 : ONE_HEAD) | (number % 3 ? 0 : ODD));
     if (below(2)) a->state = new_tokens(lane, a->heads, a->head_dim, a->head_dim_v, -1, recurrent_layout);
     if (a->state.data && recurrent_now.normalised) a->norm = new_tokens(lane, a->heads, a->head_dim, 1, 0, 0);
     recurrent_spoiled = below(6) == 0;

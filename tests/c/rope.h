@@ -24,7 +24,7 @@ static void make_rope(int number)
     a->pairs = rope_pairs[i / 2];
     a->head_dim = larger(1, 2 * a->pairs + (below(2) ? below(20) : 0));
     a->x = new_floats(dtype, a->batch, a->heads, a->length, a->head_dim, (int)below(8));
-    const int share = below(2) ? ONE_BATCH : 0;
+    const int share = (below(2) ? ONE_BATCH : 0) | (number % 3 == 0 ? ODD : 0);
     a->cos = new_floats(lane, a->batch, 1, a->length, a->pairs, share), a->sin = a->cos;
     a->sin.data = new_floats(lane, a->batch, 1, a->length, a->pairs, share).data;
     FOR(b, a->batch) FOR(t, a->length)
