@@ -214,7 +214,9 @@ def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = 
         if type(x) is not float and (isinstance(x, (bool, np.bool_, str, bytes)) or np.ndim(x)):
             raise TypeError
         value = float(x)
-    except (TypeError, ValueError, OverflowError):
+    except MemoryError:
+        raise
+    except Exception:  # as in as_array
         raise TypeError(f"{func}(): {name} is {short(x)}; expected a real number") from None
     least, most = _LIMITS[dtype]
     if not abs(value) <= most:  # NaN is not

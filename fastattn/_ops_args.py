@@ -95,12 +95,13 @@ def vector(func: str, name: str, x: Any, shape: tuple[int, ...], lane: np.dtype[
     """`x`, parameters of exactly `shape`, as `lane`, a lane type; None stays None."""
     if x is None:
         return None
-    if type(x) is np.ndarray and x.dtype is lane and x.shape == shape and x.flags.c_contiguous:
-        return x
+    if is_ready(x, 1) and x.dtype is lane and x.shape == shape and x.flags.c_contiguous:
+        ready: Array = x
+        return ready
     array = float_array(func, name, x)
     if array.shape != shape:
         raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {shape}")
-    return np.ascontiguousarray(array, lane)
+    return np.require(array, lane, ("C", "ALIGNED"))
 
 
 def epsilon(func: str, name: str, x: Any, lane: np.dtype[Any]) -> float:

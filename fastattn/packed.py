@@ -92,6 +92,7 @@ class PackedLinear:
         """Bytes of memory that the weights take."""
         return int(self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes))
 
+    @np.errstate(all="ignore")
     def floats(self, which: slice = _ALL) -> Array:
         """Some of the panels, (panels, in_features, columns), as floating numbers."""
         panels = self.panels[which]
@@ -138,7 +139,7 @@ def _require_sizes(
     elif scales is not None:
         raise ValueError(f"{func}(): scales are given; expected None for {dtype}, only int8 has any")
     for name, array, shape, kind in expected:
-        if not isinstance(array, np.ndarray):
+        if type(array) is not np.ndarray:
             raise TypeError(f"{func}(): {name} is of type {type(array).__name__}; expected an array")
         flags = array.flags
         if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
@@ -160,6 +161,7 @@ def columns(dtype: str) -> int:
     return PANEL_BYTES // (8 if dtype == "float64" else 4)
 
 
+@np.errstate(over="ignore")  # what float64 holds and float32 does not is infinite
 def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None = None) -> PackedLinear:
     """Pack the weight of a linear map for `linear`, once; O(weight) time and memory.
 

@@ -153,7 +153,8 @@ def apply_rope(
     if out.size == 0:
         return out
     # An axis for the heads, which share the tables
-    cos, sin = (np.ascontiguousarray(t, lane_dtype(dtype))[..., None, :, :] for t in (cos, sin))
+    lane = lane_dtype(dtype)
+    cos, sin = (np.require(t, lane, ("C", "ALIGNED"))[..., None, :, :] for t in (cos, sin))
     source, result = readable(array, "x", [], "the head dimension"), out
     if array.ndim == 2:
         source, result = source[None], result[None]

@@ -33,6 +33,13 @@ class Tensor:
         raise TypeError("Got unsupported ScalarType BFloat16")
 
 
+class Broken:
+    """Of a class that cannot say what number it is."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("nothing there")
+
+
 SHAPE = (2, 4, 5, 8)  # batch, heads, length, head_dim
 Q = floats(*SHAPE)
 SHARED = floats(*SHAPE)
@@ -102,6 +109,7 @@ BAD_CALLS = [
     bad(TypeError, "scale is True; expected a real number", scale=True),
     bad(TypeError, r"scale is an array of shape \(4,\)", scale=floats(4)),
     bad(TypeError, "scale is 1j", scale=1j),
+    bad(TypeError, "scale is .*Broken.*; expected a real number", scale=Broken()),
     bad(ValueError, "softcap is 0.0; expected a number above 0", softcap=0.0),
     bad(ValueError, "softcap is -1", softcap=-1),
     bad(ValueError, "softcap is nan", softcap=np.nan),
@@ -247,6 +255,7 @@ LSE = floats(*SHAPE[:-1])
 MERGES = [
     bad(TypeError, "outs is of type int", outs=3),
     bad(TypeError, "lses is of type list_iterator", lses=iter([LSE])),
+    bad(TypeError, "lses is of type ndarray; expected a list of arrays", lses=np.array(1.0)),
     bad(ValueError, "outs has length 2 and lses 1; expected the same", outs=[Q, Q], lses=[LSE]),
     bad(ValueError, "outs has length 0 and lses 0; expected .* at least 1", outs=[], lses=[]),
     bad(TypeError, r"outs\[1\] has dtype int64", outs=[Q, np.ones(SHAPE, int)]),

@@ -194,6 +194,7 @@ SIZES = {"in_features": 40, "out_features": 50, "gated": False, "dtype": "float3
         ({"panels": np.ones((2, 40, 32))}, ValueError, "dtype float64; expected .*float32"),
         ({"panels": np.ones((2, 32, 40), np.float32).swapaxes(1, 2)}, ValueError, "C-contiguous"),
         ({"panels": [1.0]}, TypeError, "panels is of type list"),
+        ({"panels": np.ma.ones((2, 40, 32), np.float32)}, TypeError, "panels is of type MaskedArray"),
     ],
 )
 def test_packed_weights_made_by_hand(changes, error, match):
@@ -201,6 +202,13 @@ def test_packed_weights_made_by_hand(changes, error, match):
     PackedLinear(**SIZES, panels=panels)
     with pytest.raises(error, match=rf"PackedLinear\(\): .*{match}"):
         PackedLinear(**{**SIZES, "panels": panels, **changes})
+
+
+def test_scales_that_are_no_numbers():
+    weight = ops.pack(np.eye(3, dtype=np.float32), dtype="int8")
+    scales = np.where(np.arange(32) == 1, np.inf, weight.scales).astype(np.float32)
+    made = PackedLinear(3, 3, False, "int8", weight.panels, scales)
+    np.testing.assert_array_equal(made.unpack(), [[1, 0, 0], [np.nan, np.inf, np.nan], [0, 0, 1]])
 
 
 @each_isa

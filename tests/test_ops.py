@@ -186,6 +186,37 @@ def test_any_strides_and_leading_dimensions(implementation):
     assert not wide[..., 32:].any()
 
 
+def test_weights_that_float32_cannot_hold(implementation):
+    packed = ops.pack(np.diag([1.0, 1e300, -1e300]), dtype="float32")
+    np.testing.assert_array_equal(ops.linear([np.float32([1, 1, 1])], packed), [[1, np.inf, -np.inf]])
+
+
+def unaligned(x):
+    """The same numbers, one byte off their natural places."""
+    memory = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    memory[...] = x
+    return memory
+
+
+def apart(x):
+    return np.repeat(x, 2, axis=-1)[..., ::2]
+
+
+def foreign(x):
+    return x.astype(x.dtype.newbyteorder())
+
+
+@pytest.mark.parametrize("how", [unaligned, apart, foreign])
+def test_parameters_in_any_memory(implementation, how):
+    rng = np.random.default_rng(2)
+    x, weight, bias = normal(rng, 3, 40), normal(rng, 40), normal(rng, 40)
+    np.testing.assert_array_equal(ops.layer_norm(x, how(weight), how(bias)), ops.layer_norm(x, weight, bias))
+    np.testing.assert_array_equal(ops.rms_norm(x, how(weight)), ops.rms_norm(x, weight))
+    packed, gated = ops.pack(normal(rng, 40, 40)), ops.pack(normal(rng, 40, 40), gate=normal(rng, 40, 40))
+    for map_, its_bias in ((packed, bias), (gated, np.stack([bias, weight]))):
+        np.testing.assert_array_equal(ops.linear(x, map_, how(its_bias)), ops.linear(x, map_, its_bias))
+
+
 def test_residual_may_be_the_result(implementation):
     rng = np.random.default_rng(3)
     x, packed, residual = normal(rng, 30, 50), ops.pack(normal(rng, 20, 50)), normal(rng, 30, 20)

@@ -112,6 +112,9 @@ def test_any_strides_and_byte_order(implementation):
         np.testing.assert_array_equal(got, expected)
     got = apply_rope(x[:, ::-1].swapaxes(1, 2), cos[::-1], sin[::-1])
     np.testing.assert_array_equal(got, expected[:, :, ::-1])
+    unaligned = np.zeros((2, cos.nbytes + 1), np.uint8)[:, 1:].view(cos.dtype).reshape(2, *cos.shape)
+    unaligned[...] = cos, sin
+    np.testing.assert_array_equal(apply_rope(x.swapaxes(1, 2), *unaligned), expected)
 
 
 def test_tables_for_each_sequence(implementation):
