@@ -39,6 +39,7 @@ class Slots(NamedTuple):
     ends: Ints | None  # (batch,); None where all sequences end at `length`
     length: int  # of the longest sequence, with them
 
+    @np.errstate(over="ignore")  # what float32 holds and float16 does not is infinite
     def put(self, k: Array, v: Array, first: int = 0) -> tuple[Array, Array]:
         """Write k and v (batch, heads, tokens, head_dim) to the heads from `first` on; views of all of these.
 
@@ -82,11 +83,11 @@ class KVCache:
     3
     """
 
-    __slots__ = ("_dtype", "_k", "_lengths", "_v", "capacity", "length")
+    __slots__ = ("_capacity", "_dtype", "_k", "_length", "_lengths", "_v")
 
     def __init__(self, capacity: int = 0, dtype: DTypeLike | None = None):
-        self.capacity = integer("KVCache", "capacity", capacity, 0)
-        self.length = 0  # of the longest sequence
+        self._capacity = integer("KVCache", "capacity", capacity, 0)
+        self._length = 0
         self._dtype = None if dtype is None else float_dtype("KVCache", dtype)
         self._lengths: Ints | None = None  # where they differ
         self._k: Array | None = None
@@ -94,14 +95,24 @@ class KVCache:
 
     def __repr__(self) -> str:
         shape = "empty" if self._k is None else f"{self._k.shape} in {self._k.dtype}"
-        return f"<KVCache: {self.length} of {self.capacity} tokens, {shape}>"
+        return f"<KVCache: {self._length} of {self._capacity} tokens, {shape}>"
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a sequence that there is room for."""
+        return self._capacity
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self._length
 
     @property
     def lengths(self) -> Ints:
         """Tokens of each sequence, (batch,)."""
         if self._lengths is not None:
             return self._lengths.copy()
-        return np.full(0 if self._k is None else len(self._k), self.length, np.int64)
+        return np.full(0 if self._k is None else len(self._k), self._length, np.int64)
 
     @property
     def batch(self) -> int | None:
@@ -116,7 +127,7 @@ class KVCache:
     @property
     def offset(self) -> Ints | int:
         """Position of the next token: one number, or one a sequence, (batch,)."""
-        return self.length if self._lengths is None else self._lengths
+        return self._length if self._lengths is None else self._lengths
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> Cached:
         """Append the keys and values of the next tokens; O(tokens), amortised.
@@ -153,35 +164,40 @@ class KVCache:
         """
         batch, _, tokens, _ = shape_k
         before = self.offset
-        room = self.length + tokens
-        if self._k is None or room > self.capacity:
+        room = self._length + tokens
+        if self._k is None or room > self._capacity:
             self._grow(shape_k, shape_v, dtype, room)
         assert self._k is not None
         assert self._v is not None
         ends = None
         if counts is None and self._lengths is None:
-            self.length = room
+            self._length = room
         else:
             ends = before + (np.full(batch, tokens) if counts is None else counts)
-            self.length = int(ends.max(initial=0))
-            self._lengths = None if (ends == self.length).all() else ends
-        return Slots(self._k, self._v, before, ends, self.length)
+            self._end_at(ends)
+        return Slots(self._k, self._v, before, ends, self._length)
+
+    def _end_at(self, ends: Ints) -> None:
+        """Take over how many tokens each sequence has, (batch,)."""
+        ends.flags.writeable = False  # a caller gets to see it
+        self._length = int(ends.max(initial=0))
+        self._lengths = None if (ends == self._length).all() else ends
 
     def mark(self) -> Any:
         """What is there now, for `restore`."""
-        return self._k, self._v, self.capacity, self.length, self._lengths
+        return self._k, self._v, self._capacity, self._length, self._lengths
 
     def restore(self, mark: Any) -> None:
         """Forget what was appended since `mark`."""
-        self._k, self._v, self.capacity, self.length, self._lengths = mark
+        self._k, self._v, self._capacity, self._length, self._lengths = mark
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from position `length` on: to take back what a model only guessed."""
-        length = integer("KVCache.truncate", "length", length, 0, self.length)
-        self.length = length
-        if self._lengths is not None:
-            kept = np.minimum(self._lengths, length)
-            self._lengths = None if (kept == length).all() else kept
+        length = integer("KVCache.truncate", "length", length, 0, self._length)
+        if self._lengths is None:
+            self._length = length
+        else:
+            self._end_at(np.minimum(self._lengths, length))
 
     def select(self, sequences: ArrayLike) -> None:
         """Keep the sequences of these indices, in this order: to drop those that ended, or to follow beams.
@@ -191,12 +207,9 @@ class KVCache:
         index = self._index("KVCache.select", sequences)
         assert self._k is not None
         assert self._v is not None
-        lengths = self._lengths
         self._k, self._v = self._k[index], self._v[index]
-        if lengths is not None:
-            lengths = lengths[index]
-            self.length = int(lengths.max(initial=0))
-            self._lengths = None if (lengths == self.length).all() else lengths
+        if self._lengths is not None:
+            self._end_at(self._lengths[index])
 
     def _index(self, func: str, sequences: ArrayLike) -> Ints:
         """`sequences`, checked; raises if nothing is there to be selected."""
@@ -215,7 +228,7 @@ class KVCache:
                 f"{_APPEND}(): k and v have shapes {k.shape} and {v.shape}; expected"
                 f" (batch, heads_kv, tokens, head_dim) for both"
             )
-        if k.dtype != v.dtype:
+        if k.dtype.newbyteorder("=") != v.dtype.newbyteorder("="):
             raise TypeError(f"{_APPEND}(): v has dtype {v.dtype}; expected k's, {k.dtype}")
         for name, x, there in (("k", k, self._k), ("v", v, self._v)):
             if there is None:
@@ -233,7 +246,7 @@ class KVCache:
 
     def _grow(self, shape_k: Shape, shape_v: Shape, dtype: np.dtype[Any], room: int) -> None:
         """Make room for at least `room` tokens: twice what there was."""
-        wanted = self.capacity if self._k is None else 2 * self.capacity
+        wanted = self._capacity if self._k is None else 2 * self._capacity
         capacity = max(room, wanted, _LEAST_CAPACITY)
         dtype = self._dtype or dtype.newbyteorder("=")
         # All that can fail first: without memory, what was there stays.
@@ -241,12 +254,12 @@ class KVCache:
             self._moved(old, (*shape[:2], capacity, shape[3]), dtype)
             for old, shape in ((self._k, shape_k), (self._v, shape_v))
         )
-        self.capacity = capacity
+        self._capacity = capacity
 
     def _moved(self, old: Array | None, shape: Shape, dtype: np.dtype[Any]) -> Array:
         new: Array = np.empty(shape, dtype)
         if old is not None:
-            new[:, :, : self.length] = old[:, :, : self.length]
+            new[:, :, : self._length] = old[:, :, : self._length]
         return new
 
 

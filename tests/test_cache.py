@@ -104,6 +104,8 @@ def test_a_16_bit_cache(dtype):
     got = cache.append(k, v)
     assert got.k.dtype == got.v.dtype == dtype
     np.testing.assert_array_equal(got.k, k.astype(dtype))
+    largest = np.full_like(v, np.finfo(np.float32).max)
+    assert np.isposinf(cache.append(k, largest).v[:, :, 3:].astype(np.float32)).all()
 
 
 def test_truncate_forgets_the_last_tokens():
@@ -157,10 +159,25 @@ def test_restore_takes_back_everything():
     np.testing.assert_array_equal(cache.append(*tokens(0, heads=1, dtype=np.float64)).v, kept.v)
 
 
+def test_what_it_holds_cannot_be_set():
+    """Kernels are told where tokens go by these numbers."""
+    cache = KVCache()
+    ends = cache.append(*tokens(2), lengths=[1, 2]).kv_lengths
+    for name in ("length", "capacity", "lengths", "batch", "offset"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(cache, name, 99)
+    for seen in (ends, cache.offset):
+        with pytest.raises(ValueError, match="read-only"):
+            seen[0] = 99
+    cache.lengths[0] = 99  # a copy
+    assert cache.lengths.tolist() == [1, 2]
+
+
 def test_lists_and_foreign_byte_order():
     cache = KVCache()
     k, v = tokens(2, dtype=np.float64)
     cache.append(k.astype(">f8"), v.astype(">f8"))
+    cache.append(k[:, :, :0].astype(">f8"), v[:, :, :0])
     got = cache.append(k.tolist(), v.tolist())
     assert got.k.dtype == np.dtype(np.float64).newbyteorder("=")
     np.testing.assert_array_equal(got.k, np.concatenate([k, k], axis=2))
