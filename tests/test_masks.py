@@ -180,6 +180,13 @@ def test_swin(shape, window, shift):
     np.testing.assert_array_equal(masks.swin(shape, window, shift).to_array(want.shape[0]), want)
 
 
+def test_swin_windows_larger_than_the_grid():
+    assert masks.swin((3, 4), 2**70).to_array(12).all()
+    assert masks.swin((3, 4), 2**70, 2**69).to_array(12).all()
+    array = masks.swin((3, 4), (2**70, 3), (5, 2)).to_array(12)
+    np.testing.assert_array_equal(array, masks.swin((3, 4), (3, 3), (0, 2)).to_array(12))
+
+
 def natten_window(p, n, kernel, dilation, causal):
     """The keys of place p along one axis of n places, by NATTEN's get_window_start and get_window_end."""
     if causal:
@@ -309,6 +316,11 @@ def test_repr_shows_construction():
         (lambda: masks.documents(3), ValueError, r"documents\(\): ids has shape \(\)"),
         (lambda: masks.documents(None), TypeError, r"documents\(\): ids is None; expected an array"),
         (lambda: masks.documents([0, 1]).to_array(3), ValueError, r"to_array\(\): ids of documents\(\) has"),
+        (lambda: masks.causal().to_array(-1), ValueError, r"to_array\(\): len_q is -1; expected at least 0"),
+        (lambda: masks.causal().to_array(2, 1.5), TypeError, r"to_array\(\): len_k is 1.5; expected an int"),
+        (lambda: masks.causal().to_array(2, heads=0), ValueError, r"to_array\(\): heads is 0; expected at"),
+        (lambda: masks.causal().to_array(2, batch_shape=3), TypeError, r"to_array\(\): batch_shape is 3;"),
+        (lambda: masks.axial((2**32, 2**32), 0).to_array(0), ValueError, "has 18446744073709551616 places"),
         (lambda: masks.documents([0, 1], [0]).to_array(2), ValueError, r"query_ids of documents\(\) has"),
         (lambda: masks.dilated(2, 0), ValueError, r"dilated\(\): dilation is 0"),
         (lambda: masks.fixed(4, 5), ValueError, r"fixed\(\): summary is 5"),

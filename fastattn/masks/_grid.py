@@ -34,10 +34,11 @@ class axial(Mask):
         _set(self, "axis", tuple(integer("axial", "axis", axis, -n, n - 1) % n for axis in axes))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        places = np.arange(int(np.prod(self.shape))).reshape(self.shape)
+        shape.keys_are("shape of axial()", self.shape)
+        places = np.arange(shape.len_k).reshape(self.shape)
         for axis in self.axis:  # type: ignore[union-attr]
             places = places.take([0], axis)
-        return _groups(shape, "axial", self.shape, np.broadcast_to(places, self.shape))
+        return _groups(shape, np.broadcast_to(places, self.shape))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -70,11 +71,13 @@ class swin(Mask):
             raise ValueError(f"swin(): shift is {self.shift}; expected less than the window, {self.window}")
 
     def resolve(self, shape: ScoreShape) -> Resolved:
+        shape.keys_are("shape of swin()", self.shape)
         groups: Any = np.zeros((), np.int64)
         for n, size, shift in zip(self.shape, self.window, self.shift, strict=True):  # type: ignore[arg-type]
+            size, shift = min(size, n), min(shift, n)  # a larger one is one window
             window = np.where(np.arange(n) < shift, 0, (np.arange(n) - shift) // size + 1)
             groups = groups[..., None] * (n + 1) + window
-        return _groups(shape, "swin", self.shape, groups)
+        return _groups(shape, groups)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -109,7 +112,7 @@ class neighborhood(Mask):
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         shape.keys_are("shape of neighborhood()", self.shape)
-        n = int(np.prod(self.shape))
+        n = shape.len_k
         # Keys are the product over the axes of what is attended along each; (places of axes so far, keys).
         first: Ints = np.zeros((1, 1), np.int64)
         given: Any = np.ones((1, 1), np.bool_)
@@ -159,9 +162,8 @@ def _nearest(size: int, kernel: int, step: int, causal: bool) -> tuple[Ints, Boo
     return number * step + remainder[:, None], number >= 0
 
 
-def _groups(shape: ScoreShape, mask: str, grid: Shape, groups: Ints) -> Resolved:
-    """Each place attends those of its own group; groups is (*grid). `mask` is for messages."""
-    shape.keys_are(f"shape of {mask}()", grid)
+def _groups(shape: ScoreShape, groups: Ints) -> Resolved:
+    """Each place attends those of its own group; groups has a number for each, in the shape of the grid."""
     key = np.unique(groups, return_inverse=True)[1].ravel()
     query = np.append(key, -1)[shape.by_position(-1)]
     return _ranges.simplified(of_groups(query, key, shape.len_k))

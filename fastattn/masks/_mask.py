@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +51,9 @@ class ScoreShape:
 
     def keys_are(self, name: str, grid: Shape) -> None:
         """Raise unless there are as many keys as `grid` has places."""
-        if int(np.prod(grid)) != self.len_k:
+        if (places := math.prod(grid)) != self.len_k:
             raise ValueError(
-                f"{self.func}(): {name} has {int(np.prod(grid))} places, shape {grid}; expected {self.len_k},"
+                f"{self.func}(): {name} has {places} places, shape {grid}; expected {self.len_k},"
                 f" one a key"
             )
 
@@ -127,11 +128,14 @@ class Mask:
         ndarray of bool, (*batch_shape, [heads,] len_q, len_k)
             True where a query attends a key.
         """
-        shape = score_shape(
-            "to_array", (*batch_shape, heads or 1, len_q, len_q if len_k is None else len_k), q_offset
-        )
-        array = dense_array(self, shape)
-        return array if heads else array[..., 0, :, :]
+        func = "to_array"
+        if not isinstance(batch_shape, (tuple, list)):
+            raise TypeError(f"{func}(): batch_shape is {short(batch_shape)}; expected a tuple of integers")
+        n_heads = 1 if heads is None else integer(func, "heads", heads, 1)
+        len_q = integer(func, "len_q", len_q, 0)
+        len_k = len_q if len_k is None else integer(func, "len_k", len_k, 0)
+        array = dense_array(self, score_shape(func, (*batch_shape, n_heads, len_q, len_k), q_offset))
+        return array[..., 0, :, :] if heads is None else array
 
 
 def dense_array(mask: Mask, shape: ScoreShape) -> Bools:
