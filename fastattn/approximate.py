@@ -264,7 +264,7 @@ def lsh_attention(
     q, values = args.q, args.v
     length, chunk = q.shape[-2], args.chunk
     if not q.size or not values.size:
-        return np.zeros((*q.shape[:-1], values.shape[-1]), q.dtype)
+        return np.zeros((*q.shape[:-1], values.shape[-1]), args.dtype)
     k = _normalised(q)
     order = np.stack([_hash_order(q, args.rotations[:, r], chunk) for r in range(args.n_rounds)], axis=-2)
     out, lse = _attend_chunks(q, k, values, order, chunk, args)

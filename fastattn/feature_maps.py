@@ -41,7 +41,7 @@ def elu(x: ArrayLike) -> Array:
     array = float_array("elu", "x", x)
     wide = array.astype(lane_dtype(array.dtype), copy=False)
     result: Array = np.where(wide > 0, wide + 1, np.exp(np.minimum(wide, 0)))
-    return result.astype(array.dtype, copy=False)
+    return result.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def unit(x: ArrayLike, *, eps: float = 1e-6) -> Array:
@@ -106,7 +106,7 @@ class Favor:
         lane = lane_dtype(array.dtype)
         y = array.astype(lane) * lane.type(array.shape[-1] ** -0.25)
         exponents: Array = y @ self.projection.T.astype(lane) - 0.5 * np.square(y).sum(-1, keepdims=True)
-        return exponents, array.dtype
+        return exponents, array.dtype.newbyteorder("=")
 
     def _features(self, exponents: Array, dtype: np.dtype[Any]) -> Array:
         """Return exp(exponents) / sqrt(n_features)."""

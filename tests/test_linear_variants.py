@@ -27,6 +27,11 @@ def test_elu(implementation):
         y = feature_maps.elu(x.astype(dtype))
         assert y.dtype == dtype
         np.testing.assert_allclose(y, expected.astype(dtype), rtol=2 * np.finfo(dtype).eps, atol=1e-30)
+    phi = feature_maps.favor(16, 4, seed=0)
+    for function in (feature_maps.elu, feature_maps.unit, phi.queries, phi.keys):
+        got = function(Q.astype(">f4"))  # as all other results, in native byte order
+        assert got.dtype.isnative
+        np.testing.assert_array_equal(got, function(Q))
 
 
 def test_softmax_free_attention_is_a_matrix_product(implementation):

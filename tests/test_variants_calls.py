@@ -140,3 +140,15 @@ def test_what_is_hidden_does_not_reach_the_result(name, how, implementation):
             k[..., hidden, :] = v[..., hidden, :] = here
             results.append(WITH_OPTIONS[name](q, k, v, **HIDING[how](hidden)))
         np.testing.assert_allclose(results[1], results[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_OPTIONS if name != "shaw"])
+def test_a_query_of_what_is_not_finite_is_its_own_row_s_matter(name, implementation):
+    """And warns of nothing, as in the kernels: warnings are errors here."""
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((1, heads, n, 16), np.float32) for heads, n in ((4, 9), (2, 40), (2, 40)))
+    expected = WITH_OPTIONS[name](q, k, v)
+    for garbage in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
+        q[..., 3, :] = garbage
+        got = WITH_OPTIONS[name](q, k, v)
+        np.testing.assert_allclose(np.delete(got, 3, axis=-2), np.delete(expected, 3, axis=-2), atol=1e-5)

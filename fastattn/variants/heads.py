@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastattn import _backend, ops
 from fastattn._args import FLOAT64, lane_dtype
 from fastattn._check import attention_args
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from fastattn._args import Array
 
 
+@np.errstate(all="ignore")  # as in the kernels
 def cosine_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, scale: ArrayLike = 1.0, eps: float = 1e-12, **options: Any
 ) -> Any:
@@ -121,6 +124,7 @@ def qk_norm_attention(
     return args.result
 
 
+@np.errstate(all="ignore")  # as in the kernels
 def general_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLike, **options: Any) -> Any:
     """Luong's general attention, ``softmax(q_i^T W k_j) @ v``; his dot product is ``attention(scale=1.0)``.
 
@@ -172,6 +176,7 @@ def general_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLik
     return args.result
 
 
+@np.errstate(all="ignore")  # as in the kernels
 def differential_attention(
     q: ArrayLike,
     k: ArrayLike,

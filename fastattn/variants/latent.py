@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastattn._args import Array
 
 
+@np.errstate(all="ignore")  # as in the kernels
 def latent_attention(
     q: ArrayLike,
     cache: ArrayLike,
@@ -128,9 +129,8 @@ def latent_attention(
     latent = shared[..., :rank].astype(lane, copy=False)
     k: Array = np.empty((*tokens.shape[:-2], heads, tokens.shape[-2], dim), tokens.dtype)
     k[..., nope_dim:] = shared[..., rank:]
-    with np.errstate(all="ignore"):  # of tokens that are hidden, too, whatever stands in them
-        k[..., :nope_dim] = latent @ of_keys.swapaxes(-1, -2)
-        v = (latent @ of_values.swapaxes(-1, -2)).astype(tokens.dtype, copy=False)
+    k[..., :nope_dim] = latent @ of_keys.swapaxes(-1, -2)
+    v = (latent @ of_values.swapaxes(-1, -2)).astype(tokens.dtype, copy=False)
     args = attention_args(func, queries, k, v, **options)
     _backend.run(args, options.get("backend"))
     return args.result
