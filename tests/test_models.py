@@ -131,8 +131,10 @@ def test_one_sequence_is_a_batch_of_one(tmp_path):
 def test_nothing_is_a_batch_too(kind, tmp_path):
     model = loaded(tmp_path, kind)
     width = model.hidden_size if kind in ENCODERS else VOCAB
-    assert model(np.zeros((0, 5), np.int64)).shape == (0, 5, width)
-    assert model(np.zeros((2, 0), np.int64)).shape == (2, 0, width)
+    for weights_dtype in ("float32", "bfloat16", "int8"):
+        model = models.load(tmp_path, weights_dtype=weights_dtype)
+        assert model(np.zeros((0, 5), np.int64)).shape == (0, 5, width)
+        assert model(np.zeros((2, 0), np.int64)).shape == (2, 0, width)
 
 
 def test_token_types(tmp_path):

@@ -41,6 +41,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 WRONG_VALUES = [
     ("bert", {"hidden_size": None}, "'hidden_size' is missing; expected an integer of at least 1"),
     ("bert", {"hidden_size": "24"}, "'hidden_size' is '24'; expected an integer of at least 1"),
+    ("bert", {"hidden_size": "2" * 5000}, "'hidden_size' is of type str; expected an integer of at least 1"),
+    ("bert", {"hidden_act": "e" * 5000}, "'hidden_act' is of type str; expected one of gelu"),
+    ("gpt2", {"eos_token_id": ["e"] * 500}, "'eos_token_id' is of type list; expected an id or a list of id"),
     ("bert", {"hidden_size": True}, "'hidden_size' is True; expected an integer of at least 1"),
     ("bert", {"num_attention_heads": 0}, "'num_attention_heads' is 0; expected an integer of at least 1"),
     ("bert", {"num_attention_heads": 5}, "is 24; expected a multiple of 'num_attention_heads', 5"),

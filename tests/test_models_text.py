@@ -172,9 +172,10 @@ def test_long_texts_are_cut(encoder):
     model = models.load(encoder)
     assert [len(ids) for ids in model.text.encode([long, "the cat"])] == [9, 4]
     assert np.isfinite(model.embed([long])).all()
-    (encoder / "sentence_bert_config.json").write_text('{"max_seq_length": "9"}')
-    with pytest.raises(ModelError, match=r"'max_seq_length' is '9'; expected an integer of at least 1"):
-        models.load(encoder).embed(["the"])
+    for wrong, message in (('"9"', "is '9'; expected an integer of at least 1"), (2**64, "is above")):
+        (encoder / "sentence_bert_config.json").write_text(f'{{"max_seq_length": {wrong}}}')
+        with pytest.raises(ModelError, match=f"'max_seq_length' {message}"):
+            models.load(encoder).embed(["the"])
 
 
 def test_embed_refuses(encoder):

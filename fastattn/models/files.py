@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._inputs import short
+
 if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +78,7 @@ class Config:
                 raise ModelError(f"{self.path}: {name!r} is missing; expected {expected}")
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ModelError(f"{self.path}: {name!r} is {value!r}; expected {expected}")
+            raise ModelError(f"{self.path}: {name!r} is {short(value)}; expected {expected}")
         return value
 
     def size(self, name: str, default: int = _REQUIRED, low: int = 1) -> int:
@@ -84,7 +86,7 @@ class Config:
         expected = f"an integer of at least {low}"
         value: int = self._value(name, int, expected, default)
         if value < low:
-            raise ModelError(f"{self.path}: {name!r} is {value}; expected {expected}")
+            raise ModelError(f"{self.path}: {name!r} is {short(value)}; expected {expected}")
         if value > _MOST:
             raise ModelError(f"{self.path}: {name!r} is above 2**62; expected a size")
         return value
@@ -104,7 +106,7 @@ class Config:
             number = float("inf")
         if not 0 < number < float("inf"):
             shown = value if number < float("inf") else number
-            raise ModelError(f"{self.path}: {name!r} is {shown}; expected a number above 0")
+            raise ModelError(f"{self.path}: {name!r} is {short(shown)}; expected a number above 0")
         return number
 
     def flag(self, name: str, default: bool) -> bool:
@@ -121,7 +123,7 @@ class Config:
         """What `table` has for the value."""
         value = self.text(name, default)
         if value not in table:
-            raise ModelError(f"{self.path}: {name!r} is {value!r}; expected one of {', '.join(table)}")
+            raise ModelError(f"{self.path}: {name!r} is {short(value)}; expected one of {', '.join(table)}")
         return table[value]
 
     def token_ids(self, name: str) -> tuple[int, ...]:
@@ -129,7 +131,7 @@ class Config:
         value = self._value(name, (int, list), "an id or a list of ids", [])
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and abs(i) <= _MOST for i in ids):
-            raise ModelError(f"{self.path}: {name!r} is {value!r}; expected an id or a list of ids")
+            raise ModelError(f"{self.path}: {name!r} is {short(value)}; expected an id or a list of ids")
         return tuple(ids)
 
     def words(self, name: str, allowed: Sequence[str], count: int) -> list[str] | None:
@@ -137,7 +139,7 @@ class Config:
         expected = f"a list of {count} of {', '.join(allowed)}"
         values: list[str] | None = self._value(name, list, expected, None)
         if values is not None and (len(values) != count or any(value not in allowed for value in values)):
-            raise ModelError(f"{self.path}: {name!r} is {values!r}; expected {expected}")
+            raise ModelError(f"{self.path}: {name!r} is {short(values)}; expected {expected}")
         return values
 
     def table(self, name: str) -> dict[str, Any]:
@@ -157,7 +159,7 @@ class Config:
         for name, wanted in supported.items():
             value = self.values.get(name)
             if value is not None and value != wanted:
-                raise ModelError(f"{self.path}: {name!r} is {value!r}; only {wanted!r} is supported")
+                raise ModelError(f"{self.path}: {name!r} is {short(value)}; only {wanted!r} is supported")
 
 
 def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
@@ -224,7 +226,7 @@ class Tensors:
         files: dict[str, Any] = {}
         for file in sorted(set(places.values())):
             if Path(file).name != file:
-                raise ModelError(f"{self.path}: 'weight_map' has {file!r}; expected a file beside it")
+                raise ModelError(f"{self.path}: 'weight_map' has {short(file)}; expected a file beside it")
             files[file] = self._file(folder / file)
         held = {file: set(handle.keys()) for file, handle in files.items()}
         absent = sorted(name for name, file in places.items() if name not in held[file])

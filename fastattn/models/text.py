@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._inputs import integer
-from fastattn.models.files import ModelError, lfs_hint, read_json, require
+from fastattn.models.files import Config, ModelError, lfs_hint, read_json, require
 from fastattn.models.padding import NO_TOKEN
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ class Text:
     def limit(self) -> int | None:
         """Tokens of a text that are used: what sentence_bert_config.json says, or else the model's limit."""
         path = self.folder / "sentence_bert_config.json"
-        asked = read_json(path).get("max_seq_length") if path.is_file() else None
-        if asked is not None and (type(asked) is not int or asked < 1):
-            raise ModelError(f"{path}: 'max_seq_length' is {asked!r}; expected an integer of at least 1")
+        asked = Config(path, read_json(path)).optional_size("max_seq_length") if path.is_file() else None
         return min((n for n in (asked, self.max_length) if n is not None), default=None)
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:

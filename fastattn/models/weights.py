@@ -80,7 +80,7 @@ def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> 
     panel, column = np.divmod(ids, table.panels.shape[2])
     rows = table.panels[panel, :, column]
     if table.dtype == "bfloat16":
-        rows = from_bfloat16_bits(rows.reshape(len(ids), -1)[:, : table.in_features])
+        rows = from_bfloat16_bits(rows.reshape(len(ids), 2 * rows.shape[1])[:, : table.in_features])
     elif table.scales is not None:
         rows = rows * table.scales[panel, column][:, None]
     return rows.astype(dtype, copy=False)
