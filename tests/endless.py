@@ -100,7 +100,7 @@ def tokenize():
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background, as a child, ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
     implementation, num_threads, name = sys.argv[1:]
     call = globals()[name]()
     with forced(implementation, num_threads=int(num_threads)):
