@@ -116,9 +116,10 @@ class PackedLinear:
         step = max(1, BLOCK // max(1, width * k)) * n_maps
         for first in range(0, len(self.panels), step):
             panels = self.floats(slice(first, first + step))
-            maps = panels.reshape(-1, n_maps, k, width).transpose(1, 0, 3, 2).reshape(n_maps, -1, k)
-            rows = weight[:, first // n_maps * width :][:, : maps.shape[1]]
-            rows[...] = maps[:, : rows.shape[1]]
+            count = len(panels) // n_maps
+            maps = panels.reshape(count, n_maps, k, width).transpose(1, 0, 3, 2)
+            rows = weight[:, first // n_maps * width :][:, : count * width]
+            rows[...] = maps.reshape(n_maps, count * width, k)[:, : rows.shape[1]]
         return weight if self.gated else weight[0]
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -71,6 +72,33 @@ def test_the_command_embed(encoder, tmp_path):
     assert run("embed", "--model", encoder, stdin="") == ""
 
 
+def test_the_command_embed_writes_while_it_reads(encoder):
+    """More lines come when the first vectors are there: neither lines nor vectors are kept."""
+    command = [sys.executable, "-W", "error", "-m", "fastattn", "embed", "--model", str(encoder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    lines = [f"{TEXTS[3]} {TEXTS[n % 5]}\n".encode() for n in range(12_000)]
+    printed = threading.Event()
+
+    def write():
+        child.stdin.write(b"".join(lines))
+        child.stdin.flush()
+        printed.wait()
+        child.stdin.write(lines[0])
+        child.stdin.close()
+
+    with subprocess.Popen(command, env=environment(), **pipes) as child:
+        writer, too_late = threading.Thread(target=write, daemon=True), threading.Timer(120, child.kill)
+        writer.start()
+        too_late.start()
+        try:
+            assert child.stdout.readline().startswith(b"[")
+            printed.set()
+            assert child.stdout.read().count(b"\n") == 12_000, child.stderr.read()
+        finally:
+            too_late.cancel()
+            child.kill()
+
+
 def test_the_command_embed_refuses(encoder, writer, tmp_path):
     assert "expected a model of the BERT family" in run("embed", "--model", writer, status=1)
     assert run("embed", "--model", tmp_path / "nowhere", status=1).startswith("error: ")
@@ -80,7 +108,15 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
     assert wrong.startswith("usage: python -m fastattn embed ")
     assert wrong.endswith("error: not known: --normalise\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
-    assert "latin.txt is not UTF-8" in run("embed", "--model", encoder, tmp_path / "latin.txt", status=1)
+    assert "latin.txt is not UTF-8 in line 1" in run(
+        "embed", "--model", encoder, tmp_path / "latin.txt", status=1
+    )
+    lines = b"\n".join([b"the cat"] * 50 + [b"caf\xe9"])
+    (tmp_path / "latin.txt").write_bytes(lines)
+    output = tmp_path / "out.jsonl"
+    wrong = run("embed", "--model", encoder, tmp_path / "latin.txt", "--output", output, status=1)
+    assert "latin.txt is not UTF-8 in line 51" in wrong
+    assert not output.exists()  # a file is looked through before anything is computed
     assert "ends in .npy or .jsonl" in run("embed", "--model", encoder, "--output", "out.txt", status=2)
     assert "its folder does not exist" in run(
         "embed", "--model", encoder, "--output", tmp_path / "no" / "out.npy", status=2

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from tiny_models import CONFIGS
 from tiny_tokenizers import TEXTS, WORDS, write_byte_tokenizer, write_tokenizer
 
 from fastattn import models
-from fastattn.models import ModelError
+from fastattn.models import ModelError, bert
+from fastattn.models import text as tokenizing
 from fastattn.models.pooling import Pooling
 
 
@@ -178,9 +181,108 @@ def test_long_texts_are_cut(encoder):
             models.load(encoder).embed(["the"])
 
 
+class Watched:
+    """A tokenizer that notes what it gets, and in which thread."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.batches, self.threads = [], []
+
+    def encode_batch(self, texts):
+        self.batches.append(texts)
+        self.threads.append(threading.current_thread())
+        return self.tokenizer.encode_batch(texts)
+
+
+@pytest.fixture
+def watched(encoder):
+    """A model, and its tokenizer, watched."""
+    model = models.load(encoder)
+    tokenizer = Watched(model.text.tokenizer)
+    vars(model.text)["tokenizer"] = tokenizer
+    return model, tokenizer
+
+
+def test_texts_are_tokenized_some_at_a_time(watched, monkeypatch):
+    """What a tokenizer knows of a text is many times as large as the text."""
+    model, tokenizer = watched
+    monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
+    texts = [" ".join(TEXTS[:n]) for n in (1, 5, 0, 2, 3) * 20]
+    expected = [encoding.ids for encoding in tokenizer.tokenizer.encode_batch(texts)]
+    assert model.text.encode(texts) == expected
+    assert [line for batch in tokenizer.batches for line in batch] == texts
+    assert all(len(batch) == 1 or sum(map(len, batch)) <= 100 for batch in tokenizer.batches)
+    assert len(tokenizer.batches) < 80
+    assert model.text.encode([]) == []
+
+
+def test_long_texts_are_tokenized_where_ctrl_c_does_not_wait_for_them(watched):
+    model, tokenizer = watched
+    long = "the cat " * 2000
+    assert model.text.encode(["the cat", "a dog"]) == [[1, 4, 6, 2], [1, 5, 7, 2]]
+    assert model.text.encode([long]) == [[1, *(4, 6) * 15, 2]]
+    short, other = tokenizer.threads
+    assert short is threading.main_thread()
+    assert other is not short
+    tokenizer.tokenizer = None
+    with pytest.raises(AttributeError):  # what is raised there is raised here
+        model.text.encode([long])
+
+
+def test_threads_may_tokenize_at_once(encoder):
+    model = models.load(encoder)
+    texts = ["the cat " * 20_000, "a dog"]
+    expected = model.text.encode(texts)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: model.text.encode(texts), range(8))) == [expected] * 8
+
+
+def test_embed_reads_texts_as_it_needs_them(watched, monkeypatch):
+    model, tokenizer = watched
+    monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(bert, "_WINDOW_TEXTS", 8)
+    texts = [f"{TEXTS[n % 5]} {TEXTS[n % 3]}" for n in range(100)]
+    taken = []
+    stream = model.embed_stream((taken.append(line) or line for line in texts), batch_size=4)
+    assert not taken
+    sizes, ahead = [], 0
+    for vectors in stream:
+        sizes.append(len(vectors))
+        ahead = max(ahead, len(taken) - sum(sizes))
+    assert sizes == [8] * 12 + [4]
+    assert taken == texts
+    assert ahead <= 100 / min(map(len, texts)) + 1  # a batch of the tokenizer's, and one text more
+    assert max(map(len, tokenizer.batches)) < 20
+
+
+def test_windows_end_with_whole_batches(encoder, monkeypatch):
+    model = models.load(encoder)
+    for texts, tokens, batch_size, sizes in [
+        (5, 10**6, 3, [6, 6, 1]),
+        (10**6, 20, 2, [4, 4, 4, 1]),
+        (1, 1, 9, [9, 4]),
+    ]:
+        monkeypatch.setattr(bert, "_WINDOW_TEXTS", texts)
+        monkeypatch.setattr(bert, "_WINDOW_TOKENS", tokens)
+        stream = model.embed_stream(["the cat on the mat"] * 13, batch_size=batch_size)
+        assert [len(vectors) for vectors in stream] == sizes
+
+
+def test_vectors_stay_in_order_across_windows(encoder, monkeypatch):
+    """And are the same where a batch is one text."""
+    model = models.load(encoder)
+    texts = [TEXTS[n] for n in np.random.default_rng(0).integers(0, 5, 50)]
+    expected = model.embed(texts, batch_size=1)
+    monkeypatch.setattr(bert, "_WINDOW_TEXTS", 7)
+    np.testing.assert_array_equal(model.embed(texts, batch_size=1), expected)
+    np.testing.assert_array_equal(np.concatenate(list(model.embed_stream(texts, batch_size=1))), expected)
+    np.testing.assert_allclose(model.embed(texts, batch_size=4), expected, rtol=1e-5, atol=1e-5)
+    assert list(model.embed_stream([])) == []
+
+
 def test_embed_refuses(encoder):
     model = models.load(encoder)
-    for function in (model.embed, model.text.encode):
+    for function in (model.embed, model.embed_stream, model.text.encode):
         with pytest.raises(TypeError, match=r"texts is of type str; expected several, as"):
             function("one text")
         with pytest.raises(TypeError, match=r"texts is of type NoneType; expected several"):
@@ -191,6 +293,12 @@ def test_embed_refuses(encoder):
         model.embed(["one"], batch_size=0)
     with pytest.raises(ValueError, match="pooling is 'last'; expected one of mean, cls, max"):
         model.embed(["one"], pooling="last")
+    with pytest.raises(ValueError, match=r"embed_stream\(\): pooling is 'last'"):  # before a vector is wanted
+        model.embed_stream(["one"], pooling="last")
+    done = []
+    with pytest.raises(TypeError, match="texts has one of type int; expected strings"):
+        model.embed([*TEXTS, 3], batch_size=1, progress=done.append)
+    assert not done
     assert model.embed([]).shape == (0, 24)
     assert model.embed(text for text in TEXTS).shape == (5, 24)
 
