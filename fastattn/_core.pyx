@@ -141,7 +141,7 @@ cdef void *_data(name, cnp.ndarray array, int64_t size, int type_num) except? NU
     return cnp.PyArray_DATA(array)
 
 
-cdef class Tables:
+cdef class _Tables:
     """Memory for the batch tables of one call's operands: the byte offset of every batch item in each."""
 
     cdef int64_t *memory
@@ -214,9 +214,9 @@ cdef class Tables:
         self.set(x, name, array, cnp.PyArray_TYPE(array), 3, heads, length, width, True)
 
 
-cdef Tables _set_args(fa_attention_args *a, args, bint filled):
+cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     """Fill `a`; returns the batch tables it points into, empty unless `filled`."""
-    cdef Tables tables = Tables(args.batch_shape, N_ARRAYS, filled)
+    cdef _Tables tables = _Tables(args.batch_shape, N_ARRAYS, filled)
     cdef int lane
     memset(a, 0, sizeof(fa_attention_args))
     a.batch = tables.batch
@@ -256,7 +256,7 @@ cdef Tables _set_args(fa_attention_args *a, args, bint filled):
     return tables
 
 
-cdef void _set_statistics(fa_attention_args *a, s, int lane, Tables tables) except *:
+cdef void _set_statistics(fa_attention_args *a, s, int lane, _Tables tables) except *:
     if s.row_max is not None:
         tables.set(&a.row_max, "row_max", s.row_max, lane, 2, a.heads_q, a.len_q)
     if s.entropy is not None:
@@ -341,7 +341,7 @@ cdef int _run_attention(fa_attention_args *a, int threads) except -1:
 def attention(args):
     """Compute `args.out` and, where given, `args.lse` and `args.statistics`."""
     cdef fa_attention_args a
-    cdef Tables tables = _set_args(&a, args, True)  # which must outlive the kernels
+    cdef _Tables tables = _set_args(&a, args, True)  # which must outlive the kernels
     cdef int threads = args.num_threads if FA_OPENMP else 1
     _run_attention(&a, threads)
     if a.norm.data != NULL:

@@ -151,7 +151,7 @@ def rope(args):
     cdef fa_rope_args a
     cdef cnp.ndarray x = args.x, cos = args.cos
     cdef int core = cnp.PyArray_NDIM(x) - 3, lane  # core: the first of the axes heads, length, head_dim
-    cdef Tables tables = Tables(args.x.shape[:core], 4)
+    cdef _Tables tables = _Tables(args.x.shape[:core], 4)
     memset(&a, 0, sizeof(a))
     a.batch = tables.batch
     a.heads, a.length, a.head_dim = x.shape[core], x.shape[core + 1], x.shape[core + 2]

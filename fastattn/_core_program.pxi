@@ -120,7 +120,7 @@ cdef class Program:
         """Run the steps on rows x and out, (batch * length, features); `call` is a Sequences."""
         cdef Call c
         cdef int i
-        cdef Tables tables
+        cdef _Tables tables
         memset(&c, 0, sizeof(c))
         self._require_kept()
         c.dtype, c.size = _dtype(x), cnp.PyArray_ITEMSIZE(x)
@@ -138,7 +138,7 @@ cdef class Program:
             c.row[2 + i] = self.widths[i] * c.size
             if c.m * (self.begins[i] + self.widths[i]) * c.size > cnp.PyArray_NBYTES(memory):
                 raise ValueError(f"fastattn: {memory.nbytes} bytes of memory are too few for {c.m} rows")
-        tables = Tables((c.batch,), N_TABLES)
+        tables = _Tables((c.batch,), N_TABLES)
         _set_sequences(&c, call, tables)
         for i in range(self.n):
             self._step(i, &c, call)
@@ -183,7 +183,7 @@ cdef class Program:
             step.norm.weight = <const char *>step.norm.weight + step.norm.n * (8 if step.doubles else 4)
 
 
-cdef void _set_sequences(Call *c, call, Tables tables) except *:
+cdef void _set_sequences(Call *c, call, _Tables tables) except *:
     """Fill what all steps share."""
     cdef cnp.ndarray cos, sin
     cdef fa_array start
@@ -230,7 +230,7 @@ cdef void _move_heads(Call *c, fa_array *x, int64_t heads, int64_t head_dim, int
 cdef void _run_attend(Step *step, Call *c, call) except *:
     """Queries, keys and values lie side by side in a row of x, head after head."""
     cdef fa_attention_args *a = &step.attend
-    cdef Tables tables = Tables((c.batch,), 4)  # of x, out and the ranges
+    cdef _Tables tables = _Tables((c.batch,), 4)  # of x, out and the ranges
     cdef int64_t *x_table = tables.next()
     cdef int64_t *out_table = tables.next()
     cdef fa_array new

@@ -23,7 +23,7 @@ def recurrent(args):
     cdef RecurrentCall c
     cdef Loop loop
     cdef int threads = args.num_threads if FA_OPENMP else 1
-    cdef Tables tables = Tables(args.batch_shape, N_RECURRENT)
+    cdef _Tables tables = _Tables(args.batch_shape, N_RECURRENT)
     cdef int lane
     memset(&a, 0, sizeof(a))
     a.batch = tables.batch

@@ -22,7 +22,7 @@ def rowwise(args):
     cdef RowwiseCall c
     cdef Loop loop
     cdef int threads = args.attention.num_threads if FA_OPENMP else 1
-    cdef Tables tables
+    cdef _Tables tables
     cdef int lane
     memset(&r, 0, sizeof(r))
     r.kind = _ROWWISE[args.kind]
