@@ -93,6 +93,10 @@ def decode(dtype: str) -> None:
         limit = max(limit, _core.read_bandwidth(1))
         share = 2 * k.nbytes / seconds / limit
         print((b, f"{heads}/{heads_kv}", length, d), f"{share:.0%} of {limit / 1e9:.1f} GB/s")
+    for length in (256, 1 << 15, 1 << 20):  # the last 256 keys of ever more
+        q, k = normal((1, 8, 1, 64), dtype), normal((1, 8, length, 64), dtype)
+        (seconds,) = best(lambda q=q, k=k: fastattn.attention(q, k, k, window=(255, 0), num_threads=1))
+        print((1, 8, length, 64), f"window of 256: {1e6 * seconds:.0f} us")
 
 
 def linear(dtype: str) -> None:
