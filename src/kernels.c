@@ -95,8 +95,7 @@ static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *p)
     tile_scratch tile;
     dot_scratch dot;
     const int64_t for_tile = tile_scratch_at(a, p->tiles, NULL, &tile);
-    if (p->kind != FA_DOT) return for_tile;
-    return larger(dot_scratch_at(a, NULL, &dot), a->row_end.data ? for_tile : 0);
+    return p->kind == FA_DOT ? larger(for_tile, dot_scratch_at(a, NULL, &dot)) : for_tile;
 }
 
 /* The second pass: keys of a task. Fewer where there would be few tasks; below 128, preparing queries would show. */
