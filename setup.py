@@ -6,6 +6,8 @@ FASTATTN_REQUIRE_EXT=1        fail instead
 FASTATTN_WERROR=1             warnings in src/ are errors
 FASTATTN_EMULATE_BF16_DOT=1   for tests: dot products of bfloat16 pairs on every instruction set, spelled out
                               where there is no instruction for them
+FASTATTN_ISAS=avx2,avx512      compile no other instruction sets but these, and generic
+FASTATTN_SANITIZE=address,undefined  look for such errors at run time: tests/sanitize.sh
 """
 
 import itertools
@@ -28,6 +30,8 @@ FLAGS = ["-std=gnu11", "-O3", "-g0", "-fwrapv", "-ffp-contract=off", "-fno-math-
 FLAGS += ["-Wall", "-Wextra"]
 if os.environ.get("FASTATTN_EMULATE_BF16_DOT") == "1":
     FLAGS.append("-DFA_EMULATE_BF16_DOT")
+SANITIZE = os.environ.get("FASTATTN_SANITIZE", "")
+SANITIZED = ["-O1", "-g", f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all"] if SANITIZE else []
 OPENMP = (["-fopenmp"], ["-fopenmp"]), (["-Xpreprocessor", "-fopenmp"], ["-lomp"])
 REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
 
@@ -36,7 +40,12 @@ def instruction_sets():
     """(name, flags) of the lines of isa.inc for this architecture, best first."""
     machine = platform.machine().lower().replace("arm64", "aarch64").replace("amd64", "x86_64")
     lines = re.findall(r'^FA_ISA\((\w+), (\w+), "(.*)"\)$', (SRC / "isa.inc").read_text(), re.MULTILINE)
-    return [(name, flags.split()) for name, arch, flags in lines if arch in (machine, "any")]
+    wanted = os.environ.get("FASTATTN_ISAS", "").split(",")
+    return [
+        (name, flags.split())
+        for name, arch, flags in lines
+        if arch in (machine, "any") and (wanted == [""] or name in (*wanted, "generic"))
+    ]
 
 
 class BuildExt(build_ext):
@@ -52,14 +61,14 @@ class BuildExt(build_ext):
         def kernels(job):
             (name, flags), lane = job
             macros = [("FA_ISA_NAME", name), (f"FA_LANE_{lane}", "1")]
-            return self.compile("kernels.c", f"{name}-{lane}", [*FLAGS, *werror, *flags], macros)
+            return self.compile("kernels.c", f"{name}-{lane}", [*FLAGS, *SANITIZED, *werror, *flags], macros)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # seconds of gcc each, a process of its own
             for objects in pool.map(kernels, itertools.product(isas, ("F32", "F64"))):
                 ext.extra_objects += objects
         compiled = [("FA_COMPILED", " ".join(f"X({name})" for name, _ in isas))]
         for source in ("cpu.c", "dispatch.c"):
-            ext.extra_objects += self.compile(source, "common", [*FLAGS, *werror], compiled)
+            ext.extra_objects += self.compile(source, "common", [*FLAGS, *SANITIZED, *werror], compiled)
         for compile_flags, link_flags in OPENMP:
             if self.takes(compile_flags, link_flags):
                 ext.extra_compile_args += compile_flags
@@ -101,7 +110,8 @@ def extensions():
         include_dirs=[str(SRC), numpy.get_include()],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         depends=[str(path) for path in SRC.iterdir()],
-        extra_compile_args=["-g0"],
+        extra_compile_args=["-g0", *SANITIZED],
+        extra_link_args=SANITIZED,
     )
     [ext] = cythonize([ext], build_dir="build/cython")
     ext.optional = not REQUIRED  # here, since cythonize makes a new Extension and forgets this

@@ -9,7 +9,17 @@ import numpy as np
 
 from fastattn._args import FLOAT32, lane_dtype
 from fastattn._backend import get_num_threads, require_backend, threads
-from fastattn._inputs import flag, number, operand, real_array, require_broadcast, require_result, short
+from fastattn._inputs import (
+    flag,
+    is_ready,
+    number,
+    operand,
+    readable,
+    real_array,
+    require_broadcast,
+    require_result,
+    short,
+)
 
 if TYPE_CHECKING:
     from fastattn._args import Array, Shape
@@ -207,15 +217,14 @@ def _broadcast_batch(func: str, q: Shape, k: Shape, v: Shape) -> Shape:
 
 def _tokens(func: str, name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array:
     """`x`, numbers for every token, as `lane`; broadcasts to `shape`, (..., heads, length)."""
-    if (
-        type(x) is np.ndarray and x.dtype is lane and x.shape == shape
-    ):  # the usual case, in a tenth of the time
-        return x
+    if is_ready(x, 2) and x.dtype is lane and x.shape == shape:  # the usual case, in a tenth of the time
+        ready: Array = x
+        return ready
     array = real_array(func, name, x)
     if array.ndim < 2:
         raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., heads, length)")
     require_broadcast(func, name, array.shape, shape, "(..., heads, length)")
-    return np.asarray(array, lane)
+    return readable(np.asarray(array, lane), name, [])
 
 
 def _decays(func: str, x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any]) -> Array | None:
@@ -236,9 +245,7 @@ def _decays(func: str, x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any])
         array = array[:, None]
     else:
         array = _tokens(func, "log_decay", array, shape, lane)
-    if head_dim and array.strides[-1] != array.itemsize:
-        array = array.copy()
-    array = np.asarray(array, lane)
+    array = readable(np.asarray(array, lane), "log_decay", [], "the last axis" if head_dim else "")
     if array.size and not array.max() <= 0:  # NaN is not
         raise ValueError(f"{func}(): log_decay has {array.max()}; expected 0 or less, -inf for a reset")
     return array

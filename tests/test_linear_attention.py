@@ -282,6 +282,18 @@ def test_strides_and_broadcasting(implementation):
             close(state[b], s, np.float32)
 
 
+@pytest.mark.parametrize("rule", ["decay", "gated", "delta", "kimi_delta"])
+def test_gates_in_any_memory(implementation, rule):
+    q, k, v, gates = problem(rule, 2, 70, 16, 16)
+    expected = linear_attention(q, k, v, rule=rule, **gates)
+    for name, x in gates.items():
+        unaligned = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+        unaligned[...] = x
+        for other in (unaligned, np.repeat(x, 2, axis=-1)[..., ::2], np.asfortranarray(x), x.astype(">f4")):
+            got = linear_attention(q, k, v, rule=rule, **{**gates, name: other})
+            np.testing.assert_array_equal(got, expected)
+
+
 def test_constant_decay_and_default_beta(implementation):
     q, k, v, _ = problem("delta", 2, 70, 16, 16)
     gates = np.float32(-np.arange(1, 17) / 16)[None, None]

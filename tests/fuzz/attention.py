@@ -1,0 +1,185 @@
+"""Recipes for `attention` and the functions that are like it."""
+
+import numpy as np
+from judge import Like
+from recipes import RECIPES, Call, native, recipe
+from scores import Scores, bias, dense_mask, options
+
+import fastattn
+from fastattn import approximate
+from fastattn._args import lane_dtype
+
+
+def rows_of(a, q="q", k="k", v="v"):
+    """Shape of the result without its last axis, from the arguments; and q's and v's dimensions."""
+    q, k, v = (np.asarray(a[name]) for name in (q, k, v))
+    if q.ndim == k.ndim == v.ndim == 2:
+        return q.shape[:1]
+    batch = np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    return (*batch, q.shape[-3] if q.ndim > 2 else 1, q.shape[-2])
+
+
+def attended(a, dim=None):
+    """What attention returns for the arguments `a`."""
+    rows, dtype = rows_of(a), native(a["q"])
+    found = [Like((*rows, np.asarray(a["v"]).shape[-1] if dim is None else dim), dtype)]
+    lane, heads = lane_dtype(dtype), rows[:-1]
+    len_k = np.asarray(a["v"]).shape[-2]
+    if a.get("return_lse"):
+        found.append(Like(rows, lane, finite=False))
+    for name in a.get("stats") or ():
+        if name.startswith("topk"):
+            found += [Like((*rows, int(name[5:])), lane), Like((*rows, int(name[5:])), np.int64)]
+        else:
+            shapes = {"key_sums": (*heads, len_k), "mean_weights": (*heads[:-1], rows[-1], len_k)}
+            found.append(Like(shapes.get(name, rows), lane, finite=name != "row_max"))
+    return found
+
+
+@recipe
+def attention(d):
+    s = Scores.draw(d)
+    stats = d.chance(0.3)
+    more = options(d, s) if stats else options(d, s, "stats")
+    compare = not any(name.startswith("topk") for name in more.get("stats", ()))
+    return Call(fastattn.attention, {**s.qkv(d), **more}, attended, tolerance=1.0 if compare else np.inf)
+
+
+RECIPES += [attention] * 5
+
+
+@recipe
+def explain(d):
+    s = Scores.draw(d)
+    return Call(fastattn.explain, {**s.qkv(d), **options(d, s)}, tolerance=np.inf)
+
+
+@recipe
+def attention_weights(d):
+    s = Scores.draw(d)
+    more = options(d, s, "out", "return_lse", "num_threads", "backend", "stats")
+    return Call(fastattn.attention_weights, {"q": s.q(d), "k": s.kv(d)[0], **more}, lambda a: [
+        Like((*rows_of(a, v="k"), np.shape(a["k"])[-2]), native(a["q"]))])  # fmt: skip
+
+
+@recipe
+def merge_states(d):
+    s, n = Scores.draw(d), d.size(1, 3)
+    outs = [d.floats(*s.out) for _ in range(n)]
+    lses = [d.floats(*s.out[:-1], dtype=lane_dtype(s.dtype)) for _ in range(n)]
+    return Call(fastattn.merge_states, {"outs": outs, "lses": lses})
+
+
+@recipe
+def flex_attention(d):
+    s = Scores.draw(d)
+    more = options(d, s, only=("mask", "scale", "q_offset", "return_lse"))
+    if d.chance(0.6):
+        more["score_mod"] = d.choose(
+            lambda x, b, h, i, j: x - 0.1 * abs(i - j),
+            lambda x, b, h, i, j: x * (1 + h),
+            lambda x, b, h, i, j: x,
+        )
+    return Call(fastattn.flex_attention, {**s.qkv(d), **more}, attended)
+
+
+@recipe
+def scaled_dot_product_attention(d):
+    s = Scores.draw(d, grouped=d.chance(0.2))
+    k, v = s.kv(d)
+    arguments = {"query": s.q(d), "key": k, "value": v, **options(d, s, only=("scale",))}
+    arguments |= d.some(0.4, attn_mask=lambda: d.choose(dense_mask, bias)(d, s))
+    arguments |= d.some(0.3, is_causal=lambda: True, enable_gqa=lambda: True, dropout_p=lambda: 0.0)
+    return Call(fastattn.scaled_dot_product_attention, arguments)
+
+
+@recipe
+def sigmoid_attention(d):
+    s = Scores.draw(d)
+    more = {**options(d, s, "sinks", "return_lse", "stats"), **d.some(0.5, sigmoid_bias=lambda: -1.5)}
+    return Call(fastattn.sigmoid_attention, {**s.qkv(d), **more}, attended)
+
+
+@recipe
+def sparse(d):
+    s = Scores.draw(d)
+    more = options(d, s, "sinks", "row_ranges", "return_lse", "stats")
+    function = d.choose(fastattn.sparsemax_attention, fastattn.entmax15_attention, fastattn.topk_attention)
+    top = function is fastattn.topk_attention
+    arguments = {**s.qkv(d), **({"k_keys": d.size()} if top else {}), **more}
+    return Call(function, arguments, attended, tolerance=np.inf if top else 1.0)
+
+
+@recipe
+def talking_heads_attention(d):
+    s = Scores.draw(d, grouped=False)
+    more = options(d, s, "sinks", "row_ranges", "return_lse", "stats")
+    pairs = {"pre": lambda: d.floats(s.heads_q, s.heads_q), "post": lambda: d.floats(s.heads_q, s.heads_q)}
+    return Call(fastattn.talking_heads_attention, {**s.qkv(d), **d.some(0.6, **pairs), **more})
+
+
+@recipe
+def additive_attention(d):
+    s = Scores.draw(d)
+    more = options(d, s, "sinks", "row_ranges", "return_lse", "stats")
+    w = d.floats(*d.choose((s.head_dim,), (s.heads_q, s.head_dim)))
+    return Call(fastattn.additive_attention, {**s.qkv(d), "w": w, **more}, attended)
+
+
+@recipe
+def location_attention(d):
+    s = Scores.draw(d)
+    more = options(
+        d, s, only=("mask", "causal", "window", "kv_lengths", "q_offset", "return_lse", "num_threads")
+    )
+    logits = d.floats(*(s.shape[-2:] if s.one_head else s.shape))
+    return Call(fastattn.location_attention, {"logits": logits, "v": s.kv(d)[1], **more})
+
+
+@recipe
+def neighborhood_attention(d):
+    grid_shape = d.choose((d.size(),), (d.size(1, 5), d.size(1, 5)), (2, 3, d.size(1, 3)))
+    heads, dim = d.size(1, 3), d.size()
+    q, k, v = (d.floats(2, heads, *grid_shape, dim) for _ in range(3))
+    kernel = d.choose(1, 2, tuple(int(d.rng.integers(1, n + 1)) for n in grid_shape))
+    s = Scores((2,), heads, heads, 1, 1, dim, dim, False, d.dtype)
+    more = options(d, s, only=("scale", "softcap", "sinks", "return_lse", "num_threads", "causal"))
+    more |= d.some(0.2, dilation=lambda: d.choose(1, 2))
+    return Call(fastattn.neighborhood_attention, {"q": q, "k": k, "v": v, "kernel": kernel, **more})
+
+
+@recipe
+def linformer_attention(d):
+    s, n = Scores.draw(d), d.size()
+    e, f = (d.floats(*d.choose((n, s.len_k), (s.heads_kv, n, s.len_k))) for _ in range(2))
+    more = {**options(d, s, only=("scale", "out", "num_threads")), **d.some(0.5, f=lambda: f)}
+    if s.one_head:
+        e, more = d.floats(n, s.len_k), {name: x for name, x in more.items() if name != "f"}
+    return Call(approximate.linformer_attention, {**s.qkv(d), "e": e, **more}, attended, tolerance=np.inf)
+
+
+@recipe
+def nystrom_attention(d):
+    s = Scores.draw(d, grouped=False)
+    more = d.some(0.4, n_landmarks=d.size, n_iterations=lambda: d.size(0), scale=lambda: 0.3)
+    return Call(approximate.nystrom_attention, {**s.qkv(d), **more}, tolerance=np.inf)
+
+
+@recipe
+def lsh_attention(d):
+    s = Scores.draw(d, grouped=False, equal=True)._replace(one_head=False)
+    qk, v = d.floats(*s.shape[:-1], s.head_dim), d.floats(*s.shape[:-1], s.head_dim_v)
+    n_buckets, n_rounds = 2 * d.size(1, 4), d.size(1, 3)
+    more = d.some(
+        0.4, chunk=d.size, n_rounds=lambda: n_rounds, seed=lambda: 3, causal=lambda: True, scale=lambda: 0.3,
+        rotations=lambda: d.floats(s.heads_q, n_rounds, s.head_dim, n_buckets // 2)
+    )  # fmt: skip
+    if "rotations" in more:
+        more["n_rounds"] = n_rounds
+    arguments = {"qk": qk, "v": v, "n_buckets": n_buckets, **more}
+    return Call(
+        approximate.lsh_attention,
+        arguments,
+        lambda a: [Like(np.shape(a["v"]), native(a["v"]))],
+        tolerance=np.inf,
+    )

@@ -1,0 +1,58 @@
+"""Cases with a fault each: whether the others are found is known by these."""
+
+import ctypes
+import time
+import warnings
+
+import numpy as np
+from judge import Case, Like
+
+
+def crash():
+    ctypes.string_at(0)
+
+
+def hang():
+    time.sleep(600)
+
+
+def warn():
+    warnings.warn("of something", RuntimeWarning, stacklevel=1)
+
+
+def raise_another_type():
+    raise KeyError("fault(): nothing there")
+
+
+def raise_another_message():
+    raise ValueError("operands could not be broadcast")
+
+
+def return_another_shape():
+    return np.zeros(3)
+
+
+def return_nan():
+    return np.full(2, np.nan)
+
+
+def return_other_numbers():
+    """On every backend."""
+    return np.random.default_rng().standard_normal(2)
+
+
+def return_what_is_right():
+    return np.zeros(2)
+
+
+def raise_what_is_right():
+    raise ValueError("fault(): x is 3; expected 4")
+
+
+FAULTS = (crash, hang, warn, raise_another_type, raise_another_message, return_another_shape, return_nan,
+          return_other_numbers, return_what_is_right, raise_what_is_right)  # fmt: skip
+
+
+def draw(d):
+    fault = d.choose(*FAULTS)
+    return Case(("fault",), fault, [fault.__name__], lambda: [Like((2,), np.float64)])

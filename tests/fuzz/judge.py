@@ -1,0 +1,169 @@
+"""What a case may do: return a right result, or raise an error that says what is wrong."""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastattn import _backend
+from fastattn.layers import Layer
+from fastattn.ops import PackedLinear
+
+# Largest difference of two backends, relative to 1 and to the largest value, where arguments are moderate.
+TOLERANCE = {"float64": 1e-8, "float32": 2e-3, "float16": 3e-2, "bfloat16": 2e-1}
+MODERATE = 1e3
+
+
+class Like(NamedTuple):
+    """What an array of the result has to look like."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    finite: bool = True  # where arguments are moderate
+
+
+class Case(NamedTuple):
+    """One call. It may change its arguments: another backend gets a case that is drawn anew."""
+
+    names: tuple[str, ...]  # with one of which and "()" the message of an error begins; the first is its own
+    call: Callable[[], Any]
+    arguments: Any  # all that goes in
+    expected: Callable[[], Sequence[Like]] | None = None  # what comes out; asked for when it is there
+    tolerance: float = 1.0  # times what backends may differ by; infinite where they differ in kind
+    twice: bool = True  # on the NumPy backend, too, which does the same
+    clean: Callable[[BaseException], bool] | None = None  # in place of `names`: whether that error may be
+
+
+class Outcome(NamedTuple):
+    error: BaseException | None
+    arrays: list[np.ndarray]
+
+
+def problem(draw: Callable[[], Case], isa: str | None) -> str | None:
+    """What is wrong with the case that `draw` makes, the same each time; None if nothing is."""
+    first, *others = backends(isa)
+    case, outcome = carried_out(draw, first)
+    found = _wrong(case, outcome)
+    for backend in others if case.twice and not found else ():
+        found = _different(case, outcome, carried_out(draw, backend)[1])
+    return found and f"{case.names[0]}: {found}"
+
+
+def backends(isa: str | None) -> list[dict[str, str]]:
+    """What a case runs on: the kernels for `isa`, then NumPy."""
+    return [*([{"isa": isa, "backend": "compiled"}] if isa else []), {"backend": "numpy"}]
+
+
+def carried_out(draw: Callable[[], Case], backend: dict[str, str]) -> tuple[Case, Outcome]:
+    """The case and what it did."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        case = draw()
+    with _backend.forced(**backend), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            return case, Outcome(None, arrays_in(case.call()))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            return case, Outcome(error, [])
+
+
+def message(error: BaseException | None) -> str:
+    """Type and text of `error`, without what differs from run to run."""
+    if error is None:
+        return "a result"
+    return re.sub(r"0x[0-9a-f]+", "0x...", f"{type(error).__name__}: {error}")
+
+
+def _wrong(case: Case, outcome: Outcome) -> str | None:
+    if outcome.error is not None:
+        return None if _clean(case, outcome.error) else message(outcome.error)
+    if case.expected is None:
+        return None
+    expected = list(case.expected())
+    got = [(x.shape, x.dtype) for x in outcome.arrays]
+    if got != [(like.shape, np.dtype(like.dtype)) for like in expected]:
+        return f"returned {got}; expected {expected}"
+    if largest(case.arguments) <= MODERATE:
+        for x, like in zip(outcome.arrays, expected, strict=True):
+            if like.finite and not largest(x) < np.inf:
+                return f"NaN or an infinity in {described(x)}, of moderate numbers"
+    return None
+
+
+def _clean(case: Case, error: BaseException) -> bool:
+    if case.clean is not None:
+        return case.clean(error)
+    if isinstance(error, MemoryError):
+        return True
+    names = [f"{name}():" for name in case.names]
+    return isinstance(error, (TypeError, ValueError)) and str(error).startswith(tuple(names))
+
+
+def _different(case: Case, first: Outcome, second: Outcome) -> str | None:
+    """In what another backend's outcome, the second, differs."""
+    if MemoryError in (type(first.error), type(second.error)):
+        return None
+    if message(first.error) != message(second.error):
+        return f"{message(first.error)}; on numpy {message(second.error)}"
+    if case.tolerance == np.inf or largest(case.arguments) > MODERATE:
+        return None
+    for a, b in zip(first.arrays, second.arrays, strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return f"{a.dtype}{a.shape}, and on numpy {b.dtype}{b.shape}"
+        tolerance = case.tolerance * TOLERANCE.get(a.dtype.name, 0)
+        with np.errstate(all="ignore"):
+            x, y = a.astype(np.float64), b.astype(np.float64)
+            far = abs(x - y) / (1 + largest(y))
+            bad = ~((far <= tolerance) | (x == y) | (np.isnan(x) & np.isnan(y)))
+        if bad.any():
+            where = tuple(int(n) for n in np.argwhere(bad)[0])
+            return f"{a[where]} at {where} of {a.dtype}{a.shape}, and on numpy {b[where]}"
+    return None
+
+
+def arrays_in(x: Any) -> list[np.ndarray]:
+    """All arrays of a result, or of arguments, in order."""
+    if isinstance(x, np.ndarray):
+        return [x]
+    if isinstance(x, memoryview):
+        return [np.asarray(x)]
+    if isinstance(x, PackedLinear):
+        return arrays_in([x.panels, x.scales])
+    if isinstance(x, Layer):
+        return arrays_in(vars(x))
+    if isinstance(x, Mapping):
+        return arrays_in(list(x.values()))
+    if isinstance(x, (list, tuple)):
+        return [array for part in x for array in arrays_in(part)]
+    return [np.asarray(x)] if isinstance(x, (float, np.number)) else []
+
+
+def largest(x: Any) -> float:
+    """The largest magnitude in `x`; infinite if there is a NaN or an infinity."""
+    most = 0.0
+    for array in arrays_in(x):
+        if array.dtype.kind in "fV" and array.size:
+            with np.errstate(all="ignore"):
+                here = float(abs(array.astype(np.float64)).max())
+            most = max(most, here if here < np.inf else np.inf)
+    return most
+
+
+def described(x: Any) -> str:
+    """`x`, the arguments of a case, with arrays by their shapes."""
+    if isinstance(x, np.ndarray):
+        strides = "" if x.flags.c_contiguous else f", strides {x.strides}"
+        kind = "" if type(x) is np.ndarray else type(x).__name__ + " "
+        values = f" = {x.tolist()}" if x.size <= 6 else ""
+        return f"<{kind}{x.dtype} {x.shape}{strides}{values}>"
+    if isinstance(x, memoryview):
+        return f"memoryview {described(np.asarray(x))}"
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{key!r}: {described(value)}" for key, value in x.items()) + "}"
+    if type(x) in (list, tuple):
+        return "[" + ", ".join(map(described, x)) + "]"
+    return repr(x)[:300]

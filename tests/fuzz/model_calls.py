@@ -1,0 +1,95 @@
+"""Recipes for calls of tiny models."""
+
+from functools import cache, wraps
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import tiny_models
+from judge import Like
+from recipes import RECIPES, Call, recipe
+from tiny_tokenizers import write_tokenizer
+
+from fastattn import models
+
+
+@cache
+def loaded(kind, dtype, weights_dtype):
+    with TemporaryDirectory() as folder:
+        tiny_models.write(Path(folder), kind)
+        write_tokenizer(Path(folder))
+        model = models.load(folder, dtype=dtype, weights_dtype=weights_dtype)
+        _ = model.text.tokenizer  # read while it is there
+        _ = model.text.limit
+    return model
+
+
+def model_of(d, kinds):
+    dtype = d.choose("float32", "float32", "float64", "bfloat16")
+    return loaded(d.choose(*kinds), dtype, None if dtype == "float64" else d.choose(None, "int8", "bfloat16"))
+
+
+def tokens(d):
+    """Ids, and which of them count."""
+    shape = (*d.choose((), (1,), (3,)), d.size(0, 9))
+    mask = lambda: d.choose(d.rng.random(shape) < 0.7, (d.rng.random(shape) < 0.7).astype(int))  # noqa: E731
+    return {"ids": d.integers(0, tiny_models.VOCAB, *shape), **d.some(0.4, attention_mask=mask)}
+
+
+@recipe
+def model(d):
+    it = model_of(d, tiny_models.CONFIGS)
+    arguments = tokens(d)
+    if isinstance(it, models.Bert):
+        arguments |= d.some(0.2, token_type_ids=lambda: np.zeros_like(arguments["ids"]))
+    features = it.hidden_size if isinstance(it, models.Bert) else it.vocab_size
+
+    def result(a):  # what stands where a token does not count has no meaning
+        return [Like((*np.atleast_2d(a["ids"]).shape, features), it.dtype, a.get("attention_mask") is None)]
+
+    compare = "attention_mask" not in arguments
+    return Call(it, arguments, result, (it.model_type,), 30.0 if compare else np.inf)
+
+
+RECIPES += [model] * 2
+
+
+@recipe
+def generate(d):
+    it = model_of(d, tiny_models.DECODERS)
+    drawn = d.some(0.5, top_k=d.size, top_p=lambda: 0.8, seed=lambda: 3)
+    more = {"temperature": 0.7, **drawn} if drawn else {}
+    more |= d.some(0.3, stop=lambda: d.choose(3, [3, 4], ()))
+    prompts = d.choose(tokens(d)["ids"], [[1, 2, 3], [4]], [1, 2])
+
+    @wraps(it.generate)
+    def some(*arguments, **options):
+        return list(islice(it.generate(*arguments, **options), 3))
+
+    arguments = {"ids": prompts, "max_new_tokens": d.size(0, 6), **more}
+    return Call(some, arguments, names=("generate",), tolerance=np.inf)
+
+
+@recipe
+def embed(d):
+    it = model_of(d, tiny_models.ENCODERS)
+    texts = [d.choose("the cat sat", "", "a dog", "nothing of it") for _ in range(d.size(0, 5))]
+    more = d.some(
+        0.3, batch_size=lambda: d.size(), pooling=lambda: d.choose("cls", "max"), normalize=lambda: True
+    )
+    return Call(it.embed, {"texts": texts, **more}, tolerance=30.0)
+
+
+@recipe
+def text(d):
+    it = model_of(d, tiny_models.DECODERS).text
+    if d.chance(0.4):
+        return Call(it.encode, {"texts": ["the cat", "a dog"]})
+    if d.chance(0.5):
+        return Call(it.decode, {"sequences": [[1, 5, 6], [4, -1]]})
+
+    def pieces(prompt, ids):
+        return "".join(it.stream(prompt, ids))
+
+    return Call(pieces, {"prompt": [1, 4], "ids": [5, 6, -1]}, names=("stream",))

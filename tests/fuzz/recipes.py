@@ -1,0 +1,94 @@
+"""What a recipe for calls is, and how its arguments are spoiled."""
+
+import inspect
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+from judge import Case, Like
+
+FUNCTIONS = ("score_mod", "predicate", "progress")  # what these raise is theirs
+LOOPS = {
+    "n_iterations": 100,
+    "n_rounds": 20,
+    "n_features": 1000,
+}  # as many as the caller asks for: more would only take long
+
+
+class Call(NamedTuple):
+    """A function, and arguments that are right. `result` says of any arguments what they should give."""
+
+    function: Any
+    arguments: dict
+    result: Any = None
+    names: tuple[str, ...] = ()  # what messages may begin with, if not with the function's
+    tolerance: float = 1.0
+    inside: Any = None  # what goes in besides: an object that the function is a method of
+    abused: bool = False  # whether something was changed behind that object's back
+
+
+RECIPES = []
+
+
+def recipe(function):
+    RECIPES.append(function)
+    return function
+
+
+def draw(d):
+    """A case: some recipe's call, most often with one or two of its arguments spoiled."""
+    call = d.choose(*RECIPES)(d)
+    arguments = dict(call.arguments)
+    if d.chance(0.55):
+        for _ in range(d.choose(1, 1, 2)):
+            spoil(d, call.function, arguments)
+    names = call.names or (call.function.__name__,)
+    result = None if call.result is None else lambda: call.result(arguments)
+    case = Case(
+        names, lambda: carried_out(call.function, arguments), [arguments, call.inside], result, call.tolerance
+    )
+    return case._replace(clean=any_message, twice=False) if call.abused else case
+
+
+def any_message(error):
+    """What was done behind the back of an object must not crash; it need not be explained."""
+    return isinstance(error, (TypeError, ValueError, LookupError, AttributeError, OverflowError))
+
+
+def spoil(d, function, arguments):
+    """Change one argument: to something wrong, or one that was not given, or one there is not."""
+    parameters = inspect.signature(function).parameters.values()
+    optional = [p.name for p in parameters if p.default is not p.empty]
+    if optional and d.chance(0.2):
+        arguments[d.choose(*optional)] = d.junk()
+    elif d.chance(0.05) and any(p.kind == p.VAR_KEYWORD for p in parameters):
+        arguments["dropout"] = 0.1
+    elif arguments:
+        name = d.choose(*arguments)
+        arguments[name] = d.wrong(arguments[name])
+    for name in FUNCTIONS:
+        if callable(arguments.get(name)) and not isinstance(arguments[name], FunctionType):
+            arguments[name] = None
+    for name, most in LOOPS.items():
+        if isinstance(arguments.get(name), int) and arguments[name] > most:
+            arguments[name] = most
+
+
+def carried_out(function, arguments):
+    """Call it, positional parameters by their place."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+    return function(
+        *(arguments[n] for n in places), **{n: x for n, x in arguments.items() if n not in places}
+    )
+
+
+def native(x):
+    """The dtype in which results for `x` come."""
+    return np.asarray(x).dtype.newbyteorder("=")
+
+
+def same(name):
+    """The result has shape and dtype of that argument."""
+    return lambda a: [Like(np.shape(a[name]), native(a[name]))]

@@ -1,0 +1,104 @@
+"""Recipes for linear attention and its feature maps."""
+
+import numpy as np
+from judge import Like
+from recipes import RECIPES, Call, native, recipe, same
+from scores import Scores
+
+import fastattn
+from fastattn import feature_maps
+from fastattn._args import lane_dtype
+from fastattn.feature_maps import Favor
+
+
+def tokens(d):
+    """q, k and v of equal lengths, and what rules take besides: decays, and how strongly they write."""
+    s = Scores.draw(d, equal=True)._replace(one_head=False)
+    shape = (*s.batch, s.heads_q, s.len_k)
+    arrays = {
+        "q": d.floats(*shape, s.head_dim),
+        "k": d.floats(*shape, s.head_dim),
+        "v": d.floats(*shape, s.head_dim_v),
+    }
+    gates = {
+        "scalar": -abs(np.asarray(d.floats(*shape))),
+        "vector": -abs(np.asarray(d.floats(*shape, s.head_dim))),
+        "beta": d.laid_out(d.rng.random(shape).astype(d.dtype)),
+    }
+    return s, arrays, gates
+
+
+@recipe
+def linear_attention(d):
+    s, arguments, gates = tokens(d)
+    rule = d.choose("linear", "decay", "gated", "delta", "gated_delta", "kimi_delta")
+    plain = "delta" not in rule
+    if rule in ("decay", "gated_delta"):
+        arguments["log_decay"] = gates["scalar"]
+    if rule in ("gated", "kimi_delta"):
+        arguments["log_decay"] = gates["vector"]
+    if not plain:
+        arguments |= d.some(0.7, beta=lambda: gates["beta"])
+    lane, state = lane_dtype(d.dtype), (*s.batch, s.heads_q, s.head_dim, s.head_dim_v)
+    more = d.some(
+        0.15, scale=lambda: 0.3, normalize=lambda: plain, return_state=lambda: True, eps=lambda: 1e-3,
+        num_threads=lambda: 2, causal=lambda: rule != "linear",
+        out=lambda: np.empty(arguments["v"].shape, d.dtype),
+        state=lambda: d.floats(*state, dtype=lane), out_state=lambda: np.empty(state, lane),
+    )  # fmt: skip
+    if more.get("normalize"):
+        more = {name: x for name, x in more.items() if "_state" not in name and name != "state"}
+    # A sum to normalise by may be near 0. Without keys of length 1 a delta rule grows exponentially.
+    tolerance = 1.0 if plain and "normalize" not in more else np.inf
+    arguments = {**arguments, "rule": rule, **more}
+    return Call(fastattn.linear_attention, arguments, lambda a: attended(a, plain), (), tolerance)
+
+
+RECIPES += [linear_attention] * 2
+
+
+def attended(a, finite):
+    """What the arguments `a` should give, numbers if `finite`."""
+    q, k, v = (np.asarray(a[name]) for name in "qkv")
+    states = max(k.shape[-3], v.shape[-3])
+    batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    lane = lane_dtype(native(q))
+    found = [Like((*batch, max(states, q.shape[-3]), q.shape[-2], v.shape[-1]), native(q), finite)]
+    if a.get("return_state") or a.get("out_state") is not None:
+        found.append(Like((*batch, states, q.shape[-1], v.shape[-1]), lane, finite))
+        if a.get("normalize"):
+            found.append(Like((*batch, states, q.shape[-1]), lane, finite))
+    return found
+
+
+@recipe
+def by_its_paper(d):
+    """Rules of linear attention by the names of their papers."""
+    _, arguments, gates = tokens(d)
+    name = d.choose("retention", "gated_linear_attention", "delta_net", "gated_delta_net")
+    if name == "gated_linear_attention":
+        arguments["log_decay"] = gates["vector"]
+    if name == "gated_delta_net":
+        arguments["log_decay"] = gates["scalar"]
+    if "delta" in name:
+        arguments |= {"beta": gates["beta"], **d.some(0.2, unit_keys=lambda: False)}
+    finite = arguments.get("unit_keys", True)
+    tolerance = 1.0 if finite else np.inf
+    return Call(getattr(fastattn, name), arguments, lambda a: attended(a, finite), (), tolerance)
+
+
+@recipe
+def feature_map(d):
+    dim = d.size()
+    x = d.floats(*d.batch(), d.length(), dim)
+    phi = Favor(d.rng.standard_normal((d.size(), dim)))
+    seed = d.some(0.5, seed=lambda: d.choose(3, np.random.default_rng(3)))
+    shift = d.some(0.5, shift=lambda: d.choose(0, 1.0, np.zeros((1, 1))))
+    return d.choose(
+        Call(feature_maps.elu, {"x": x}, same("x")),
+        Call(feature_maps.unit, {"x": x, **d.some(0.3, eps=lambda: 1e-3)}, same("x")),
+        Call(phi.queries, {"q": x}),
+        Call(phi.keys, {"k": x, **shift}),
+        Call(phi.shift, {"k": x}),
+        Call(feature_maps.favor, {"head_dim": d.size(), "n_features": d.size(), **seed}),
+    )

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# The extension as Python uses it, under sanitizers: tests of what callers, layers and models hand to the kernels, and
+# random calls (tests/fuzz). tests/c/run.sh has the kernels themselves.
+#
+#   tests/sanitize.sh            memory and undefined behaviour (gcc), the kernels for `generic`: minutes
+#   tests/sanitize.sh all        those for every instruction set, all tests, ten times as many calls: hours
+#   tests/sanitize.sh threads    data races (clang, its OpenMP and Archer); exits with 77 where they are missing
+#
+# PYTHON is the interpreter. Everything is built in a temporary folder.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+unset "${!FASTATTN_@}" PYTHONPATH
+export PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
+
+build() { # build SANITIZERS ISAS: the package and what its tests need, in $work
+    mkdir "$work/tree"
+    { git ls-files -z --cached --others --exclude-standard 2>/dev/null || find . -type f -print0; } |
+        tar -c --null -T - | tar -x -C "$work/tree"
+    "${PYTHON:-python3}" -m venv "$work/venv"
+    FASTATTN_REQUIRE_EXT=1 FASTATTN_SANITIZE=$1 FASTATTN_ISAS=$2 "$work/venv/bin/pip" install -e "$work/tree[test]"
+    cd "$work/tree"
+    if "$work/venv/bin/python" -c "import fastattn._core" 2>/dev/null; then
+        echo "the extension works without the sanitizers' runtime: they are not in it"
+        exit 1
+    fi
+}
+
+sanitized() { # sanitized PROGRAM ARGUMENTS...: of the environment, with the runtime that the extension needs
+    LD_PRELOAD=$runtime PYTHONMALLOC=malloc "$work/venv/bin/$1" "${@:2}"
+}
+
+memory() { # memory ISAS CALLS TESTS...
+    export CC=gcc UBSAN_OPTIONS=print_stacktrace=1
+    export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096
+    runtime=$(gcc -print-file-name=libasan.so)
+    build address,undefined "$1"
+    sanitized pytest -q "${@:3}"
+    sanitized python tests/fuzz --cases "$2"
+    sanitized python tests/fuzz --kind files --cases $(($2 / 10))
+}
+
+# Two threads write to one array.
+RACE="
+import threading, numpy, fastattn
+q = numpy.ones((8, 8, 200, 64), numpy.float32)
+out = numpy.empty_like(q)
+threads = [threading.Thread(target=lambda: fastattn.attention(q, q, q, out=out)) for _ in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"
+
+threads() {
+    local archer
+    for CC in "${CC-clang}" clang-{22..15}; do
+        runtime=$("$CC" -print-file-name="libclang_rt.tsan-$(uname -m).so" 2>/dev/null) || continue
+        archer=$("$CC" -print-file-name=libarcher.so)
+        if [ -e "$runtime" ] && [ -e "$archer" ]; then
+            break
+        fi
+        archer=
+    done
+    if [ -z "${archer-}" ]; then
+        echo "NOT RUN: no clang with its thread sanitizer and Archer (Debian: clang-19 libclang-rt-19-dev libomp-19-dev)"
+        exit 77
+    fi
+    export CC OMP_TOOL_LIBRARIES=$archer  # which knows how OpenMP's threads wait for each other
+    export TSAN_OPTIONS=ignore_noninstrumented_modules=1:exitcode=66:log_path=$work/races
+    build thread generic
+    if sanitized python -c "$RACE" || ! grep -q "data race" "$work"/races.*; then
+        echo "a race that is there is not found"
+        exit 1
+    fi
+    rm "$work"/races.*
+    if ! sanitized pytest -q -k "thread and not numpy and not ctrl_c" tests; then
+        cat "$work"/races.* 2>/dev/null
+        exit 1
+    fi
+}
+
+case ${1-memory} in
+memory)
+    memory generic 10000 tests/test_{attention_cases,cache,core,decode,errors,inputs,layers,layers_cache}.py \
+        tests/test_{layers_errors,layers_fields,linear_attention,masks,merge_states,models,models_files}.py \
+        tests/test_{models_program,models_text,ops,rope,talking_heads,variants_calls}.py
+    ;;
+all) memory "" 100000 tests ;;
+threads) threads ;;
+*)
+    sed -n '5,7s/^# *//p' "$0"
+    exit 2
+    ;;
+esac
