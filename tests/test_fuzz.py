@@ -1,4 +1,4 @@
-"""Random calls of everything public, and malformed files of models: see tests/fuzz, which draws and judges them."""
+"""Random calls of all that is public, and malformed files of models: tests/fuzz draws and judges them."""
 
 import subprocess
 import sys
