@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args import lane_dtype
 from fastattn._check import attention_args
-from fastattn._inputs import flag, float_array, integer
+from fastattn._inputs import MOST_SIZE, flag, float_array, integer
 
 if TYPE_CHECKING:
     from fastattn._args import Array
@@ -139,10 +139,10 @@ def lsh_args(
     if q.dtype != values.dtype:
         raise TypeError(f"{func}(): v has dtype {values.dtype}; expected qk's, {q.dtype}")
     args = attention_args(func, q, q, values, scale=scale, num_threads=num_threads, backend=backend)
-    n = integer(func, "n_buckets", n_buckets, 2)
+    n = integer(func, "n_buckets", n_buckets, 2, MOST_SIZE)
     if n % 2:
         raise ValueError(f"{func}(): n_buckets is {n}; expected an even number")
-    rounds, lane = integer(func, "n_rounds", n_rounds, 1), lane_dtype(q.dtype)
+    rounds, lane = integer(func, "n_rounds", n_rounds, 1, MOST_SIZE), lane_dtype(q.dtype)
     shape = (args.heads_q, rounds, args.head_dim, n // 2)
     if rotations is None:
         r = np.random.default_rng(integer(func, "seed", seed, 0)).standard_normal(shape).astype(lane)

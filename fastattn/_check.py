@@ -353,7 +353,7 @@ def sdpa_args(
 def partial_states(func: str, outs: Any, lses: Any) -> tuple[list[Array], list[Array], Array, Array]:
     """Partial results and their lses, all of one shape and dtype, and where the merged ones go."""
     for name, parts in (("outs", outs), ("lses", lses)):
-        if not (isinstance(parts, (tuple, list)) or (isinstance(parts, np.ndarray) and parts.ndim)):
+        if not isinstance(parts, (tuple, list)) and not (isinstance(parts, np.ndarray) and parts.ndim):
             raise TypeError(f"{func}(): {name} is of type {type(parts).__name__}; expected a list of arrays")
     if len(outs) != len(lses) or len(outs) == 0:
         raise ValueError(

@@ -16,7 +16,7 @@ from fastattn._args import FLOAT32, FLOAT64
 from fastattn._blocks import copied
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
     from fastattn._args import Array, Ints, Shape
 
@@ -26,6 +26,12 @@ _READABLE, _WRITABLE = _CONTIGUOUS | _ALIGNED, _CONTIGUOUS | _ALIGNED | _WRITEAB
 # Candidate solutions to try for an element that two interleaved views share, before they are taken to
 # overlap. Views of one array with a place for each element are told apart in far fewer.
 _OVERLAP_WORK: Any = 10_000
+
+# More than any memory holds: beyond, a size is a mistake, and NumPy would not say whose.
+MOST_SIZE = 2**48
+
+# What float() takes, and is no number.
+_NO_NUMBERS = (bool, np.bool_, str, bytes)
 
 # Smallest and largest normal number of the lane types.
 _LIMITS = {dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)) for dtype in (FLOAT32, FLOAT64)}
@@ -55,10 +61,10 @@ def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
     result: np.dtype[Any] | None
     try:
         result = np.dtype(dtype).newbyteorder("=")
-    except TypeError:
+    except (TypeError, ValueError):
         result = None
     if result is None or not is_float(result):
-        raise TypeError(f"{func}(): dtype is {dtype!r}; expected float32, float64, float16 or bfloat16")
+        raise TypeError(f"{func}(): dtype is {short(dtype)}; expected float32, float64, float16 or bfloat16")
     return result
 
 
@@ -80,6 +86,9 @@ def as_array(func: str, name: str, x: Any) -> Array:
         kind = type(x).__name__
         raise TypeError(f"{func}(): {name} is a {kind} that holds masked arrays; expected plain ones")
     if array.dtype == np.object_:
+        if array.size and all(type(element) is int for element in array.flat):
+            largest = short(max(array.flat, key=abs))
+            raise ValueError(f"{func}(): {name} has {largest}; expected integers of at most 64 bits")
         held = ", ".join(sorted({type(element).__name__ for element in array.flat}))
         what = f"of type {type(x).__name__} and holds {held}" if array.ndim else short(x)
         raise TypeError(f"{func}(): {name} is {what}; expected an array of one numeric type")
@@ -203,20 +212,21 @@ def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> 
     except TypeError:
         raise TypeError(f"{func}(): {name} is {short(x)}; expected an integer") from None
     if value < low or (high is not None and value > high):
-        expected = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ValueError(f"{func}(): {name} is {value}; expected {expected}")
+        no_limit = high is None or (value < low and high >= MOST_SIZE)
+        expected = f"at least {low}" if no_limit else f"{low} to {high}"
+        raise ValueError(f"{func}(): {name} is {short(value)}; expected {expected}")
     return value
 
 
 def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = False) -> float:
     """`x` as a float that is finite in `dtype`, and above 0 there if it has to be `positive`."""
     try:
-        if type(x) is not float and (isinstance(x, (bool, np.bool_, str, bytes)) or np.ndim(x)):
+        if type(x) is not float and (isinstance(x, _NO_NUMBERS) or is_masked(x) or np.ndim(x)):
             raise TypeError
         value = float(x)
     except MemoryError:
         raise
-    except Exception:  # as in as_array
+    except Exception:  # an object's own __array__ and __float__ may raise anything
         raise TypeError(f"{func}(): {name} is {short(x)}; expected a real number") from None
     least, most = _LIMITS[dtype]
     if not abs(value) <= most:  # NaN is not
@@ -231,6 +241,22 @@ def flag(func: str, name: str, x: Any) -> bool:
     if not isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{func}(): {name} is {short(x)}; expected True or False")
     return bool(x)
+
+
+def choice(func: str, name: str, x: Any, options: Collection[str]) -> str:
+    """`x`, one of the strings in `options`."""
+    if not isinstance(x, str) or x not in options:
+        raise ValueError(f"{func}(): {name} is {short(x)}; expected one of {', '.join(options)}")
+    return x
+
+
+def iterated(func: str, name: str, x: Any, expected: str) -> Iterator[Any]:
+    """What `x` holds, one after the other: `expected` says what that is."""
+    try:  # an array of no dimensions passes for an Iterable
+        return iter(x)
+    except TypeError:
+        kind = type(x).__name__
+        raise TypeError(f"{func}(): {name} is of type {kind}; expected {expected}") from None
 
 
 def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: str, hint: str = "") -> None:
@@ -325,5 +351,7 @@ def short(x: Any) -> str:
     """`x` for a message: its value, or if that is long, its type."""
     if isinstance(x, np.ndarray):
         return f"an array of shape {x.shape} and dtype {x.dtype}"
+    if isinstance(x, int) and x.bit_length() > 128:  # Python shows no integers of thousands of digits
+        return f"an integer of {x.bit_length()} bits"
     text = repr(x)
-    return text if len(text) <= 40 else f"of type {type(x).__name__}"
+    return text if len(text) <= 40 and "\n" not in text else f"of type {type(x).__name__}"

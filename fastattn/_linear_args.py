@@ -10,6 +10,7 @@ import numpy as np
 from fastattn._args import FLOAT32, lane_dtype
 from fastattn._backend import get_num_threads, require_backend, threads
 from fastattn._inputs import (
+    choice,
     flag,
     is_ready,
     number,
@@ -18,7 +19,6 @@ from fastattn._inputs import (
     real_array,
     require_broadcast,
     require_result,
-    short,
 )
 
 if TYPE_CHECKING:
@@ -102,9 +102,7 @@ def recurrent_args(
     backend: str | None = None,
 ) -> RecurrentArgs:
     """Check the arguments of `func`, for its messages; see `fastattn.linear_attention`."""
-    if not isinstance(rule, str) or rule not in RULES:
-        raise ValueError(f"{func}(): rule is {short(rule)}; expected one of {', '.join(RULES)}")
-    decay, delta = RULES[rule]
+    decay, delta = RULES[choice(func, "rule", rule, RULES)]
     copies: list[str] = []
     arrays = [operand(func, name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]
     for name, x in zip("qkv", arrays, strict=True):

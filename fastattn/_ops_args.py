@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args import FLOAT64, lane_dtype
 from fastattn._backend import get_num_threads, require_backend, threads
-from fastattn._inputs import float_array, is_ready, number, readable, require_result
+from fastattn._inputs import choice, flag, float_array, is_ready, number, readable, require_result
 from fastattn.packed import PackedLinear
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ def linear_args(
         raise ValueError(
             f"{func}(): x has shape {array.shape}; expected (..., {weight.in_features}) for this weight"
         )
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"{func}(): activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+    if activation is not None:
+        choice(func, "activation", activation, ACTIVATIONS)
     n = weight.out_features
     shape = (*array.shape[:-1], n)
     bias_array = vector(func, "bias", bias, (2, n) if weight.gated else (n,), lane)
@@ -209,7 +209,7 @@ def norm_args(
         ("bias", bias, bias_array),
     )
     full = result(func, out, shape, dtype, inputs)
-    total = np.empty(shape, dtype) if return_sum else None
+    total = np.empty(shape, dtype) if flag(func, "return_sum", return_sum) else None
     args = RowsArgs(
         func,
         rows(array),
@@ -238,8 +238,8 @@ def elementwise_args(
     if backend is not None:
         require_backend(func, backend)
     array = data(func, "x", x)
-    if func == "activate" and activation not in ACTIVATIONS:
-        raise ValueError(f"{func}(): activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+    if func == "activate":
+        choice(func, "activation", activation, ACTIVATIONS)
     up_array = like(func, "up", up, array.shape, array.dtype, "x")
     full = result(func, out, array.shape, array.dtype, (("x", x, array), ("up", up, up_array)))
     args = RowsArgs(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fastattn._inputs import as_array, float_array, float_dtype, integer, integers, is_ready
+from fastattn._inputs import MOST_SIZE, as_array, float_array, float_dtype, integer, integers, is_ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ class KVCache:
     __slots__ = ("_capacity", "_dtype", "_k", "_length", "_lengths", "_v")
 
     def __init__(self, capacity: int = 0, dtype: DTypeLike | None = None):
-        self._capacity = integer("KVCache", "capacity", capacity, 0)
+        self._capacity = integer("KVCache", "capacity", capacity, 0, MOST_SIZE)
         self._length = 0
         self._dtype = None if dtype is None else float_dtype("KVCache", dtype)
         self._lengths: Ints | None = None  # where they differ

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Favor", "elu", "favor", "unit"]
 
+_MOST_FEATURES = 1 << 24  # the square of which NumPy can still count
+
 
 def elu(x: ArrayLike) -> Array:
     """``elu(x) + 1`` (Katharopoulos et al. 2020): x + 1 above 0, else exp(x); x's shape and dtype.
@@ -147,8 +149,8 @@ def favor(head_dim: int, n_features: int, seed: int | np.random.Generator | None
     ----------
     .. [1] K. Choromanski et al., "Rethinking Attention with Performers", 2021, arXiv:2009.14794.
     """
-    head_dim = integer("favor", "head_dim", head_dim, 1)
-    n_features = integer("favor", "n_features", n_features, 1)
+    head_dim = integer("favor", "head_dim", head_dim, 1, _MOST_FEATURES)
+    n_features = integer("favor", "n_features", n_features, 1, _MOST_FEATURES)
     if seed is not None and not isinstance(seed, np.random.Generator):
         seed = integer("favor", "seed", seed, 0)
     rng = np.random.default_rng(seed)

@@ -274,7 +274,7 @@ def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> 
         raise ValueError(f"embedding(): table has shape {rows.shape}; expected (n_rows, features)")
     index = as_array("embedding", "ids", ids)
     if not index.size:
-        index = index.astype(np.int64)  # an empty list is one of floats
+        index = np.zeros(index.shape, np.int64)  # an empty list is one of floats
     if index.dtype.kind not in "iu":
         raise TypeError(f"embedding(): ids has dtype {index.dtype}; expected integers")
     if index.size and ((wrong := index.min()) < 0 or (wrong := index.max()) >= len(rows)):

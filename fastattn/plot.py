@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._inputs import as_array, integer, short
+from fastattn._inputs import MOST_SIZE, as_array, integer, iterated, short
 from fastattn.masks import Mask
 from fastattn.masks._mask import dense_array, score_shape
 
@@ -57,9 +56,9 @@ def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: A
     func = "attention_map"
     array = _numbers(func, "weights", weights, (2, 3), "(len_q, len_k) or (heads, len_q, len_k)")
     len_q, len_k = array.shape[-2:]
-    if tokens is not None and not isinstance(tokens, Iterable):
-        raise TypeError(f"{func}(): tokens is {short(tokens)}; expected {len_k} strings, one a key")
-    labels = None if tokens is None else [str(token) for token in tokens]
+    labels = None
+    if tokens is not None:
+        labels = [str(token) for token in iterated(func, "tokens", tokens, f"{len_k} strings, one a key")]
     if labels is not None and len(labels) != len_k:
         raise ValueError(f"{func}(): tokens has length {len(labels)}; expected {len_k}, one a key")
     maps = array if array.ndim == 3 else array[None]
@@ -116,8 +115,8 @@ def mask(
     O(len_q * len_k) time and, a byte each, memory.
     """
     func = "mask"
-    len_q = integer(func, "len_q", len_q, 1)
-    len_k = len_q if len_k is None else integer(func, "len_k", len_k, 1)
+    len_q = integer(func, "len_q", len_q, 1, MOST_SIZE)
+    len_k = len_q if len_k is None else integer(func, "len_k", len_k, 1, MOST_SIZE)
     if isinstance(mask, Mask):
         attend: Array = dense_array(mask, score_shape(func, (1, len_q, len_k), q_offset))[0]
     else:
@@ -131,7 +130,7 @@ def mask(
             raise ValueError(
                 f"{func}(): mask has shape {attend.shape}; expected (len_q, len_k) = {(len_q, len_k)}"
             )
-    size = -(-max(len_q, len_k) // _BLOCKS) if block is None else integer(func, "block", block, 1)
+    size = -(-max(len_q, len_k) // _BLOCKS) if block is None else integer(func, "block", block, 1, MOST_SIZE)
     ax = _axes(func, ax, 1)[0]
     # Blocks at the end are as large as the others in the picture, and cut off at the last query and key.
     extent = (0, -(-len_k // size) * size, -(-len_q // size) * size, 0)

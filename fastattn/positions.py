@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from fastattn._args import FLOAT64
-from fastattn._inputs import flag, float_array, float_dtype, integer, number
+from fastattn._inputs import MOST_SIZE, flag, float_array, float_dtype, integer, number
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -55,8 +55,8 @@ def sinusoidal(
     ----------
     .. [1] A. Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762, section 3.5.
     """
-    length = integer("sinusoidal", "length", length, 0)
-    d_model = integer("sinusoidal", "d_model", d_model, 1)
+    length = integer("sinusoidal", "length", length, 0, MOST_SIZE)
+    d_model = integer("sinusoidal", "d_model", d_model, 1, MOST_SIZE)
     offset = integer("sinusoidal", "offset", offset, -_MAX_POSITION, _MAX_POSITION)
     dtype = float_dtype("sinusoidal", dtype)
     base = number("sinusoidal", "base", base, FLOAT64, positive=True)
@@ -91,7 +91,7 @@ def alibi_slopes(n_heads: int) -> NDArray[np.float32]:
     .. [1] O. Press, N. A. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases Enables
        Input Length Extrapolation", 2022, arXiv:2108.12409, section 3.
     """
-    n_heads = integer("alibi_slopes", "n_heads", n_heads, 1)
+    n_heads = integer("alibi_slopes", "n_heads", n_heads, 1, MOST_SIZE)
     n = 1 << (n_heads.bit_length() - 1)
     exponents = np.concatenate([np.arange(1, n + 1) / n, np.arange(1, 2 * (n_heads - n), 2) / (2 * n)])
     slopes: NDArray[np.float32] = np.exp2(-8 * exponents).astype(np.float32)
@@ -144,7 +144,7 @@ def t5_buckets(
     .. [1] C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
        Transformer", 2020, arXiv:1910.10683, section 2.1.
     """
-    num_buckets = integer("t5_buckets", "num_buckets", num_buckets, 1)
+    num_buckets = integer("t5_buckets", "num_buckets", num_buckets, 1, MOST_SIZE)
     diagonals, len_q, len_k = _t5_diagonals(
         "t5_buckets", len_q, len_k, num_buckets, max_distance, bidirectional, q_offset
     )
@@ -199,8 +199,8 @@ def _t5_diagonals(
     func: str, len_q: Any, len_k: Any, num_buckets: int, max_distance: Any, bidirectional: Any, q_offset: Any
 ) -> tuple[Ints, int, int]:
     """Bucket of each distance, from the last query to key 0 up to the first to the last key; the lengths."""
-    len_q = integer(func, "len_q", len_q, 0)
-    len_k = integer(func, "len_k", len_k, 0)
+    len_q = integer(func, "len_q", len_q, 0, MOST_SIZE)
+    len_k = integer(func, "len_k", len_k, 0, MOST_SIZE)
     both = flag(func, "bidirectional", bidirectional)
     if num_buckets < (4 if both else 2):
         raise ValueError(
@@ -209,7 +209,7 @@ def _t5_diagonals(
         )
     n = num_buckets // 2 if both else num_buckets
     exact = n // 2
-    max_distance = integer(func, "max_distance", max_distance, exact + 1)
+    max_distance = integer(func, "max_distance", max_distance, exact + 1, _MAX_POSITION)
     first = len_k - len_q if q_offset is None else integer(
         func, "q_offset", q_offset, -_MAX_POSITION, _MAX_POSITION
     )  # fmt: skip

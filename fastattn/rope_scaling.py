@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._args import FLOAT64
-from fastattn._inputs import as_array, flag, integer, number
+from fastattn._inputs import MOST_SIZE, as_array, flag, integer, number, short
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +123,7 @@ def rope_frequencies(
     >>> rope_frequencies(4, base=10000.0, scaling={"rope_type": "linear", "factor": 2.0}).inv_freq
     array([0.5  , 0.005])
     """
-    rotary_dim = integer(_FUNC, "rotary_dim", rotary_dim, 2)
+    rotary_dim = integer(_FUNC, "rotary_dim", rotary_dim, 2, MOST_SIZE)
     if rotary_dim % 2:
         raise ValueError(f"{_FUNC}(): rotary_dim is {rotary_dim}; expected an even number")
     if scaling is not None and not isinstance(scaling, Mapping):
@@ -131,8 +131,8 @@ def rope_frequencies(
     given = {key: x for key, x in (scaling or {}).items() if x is not None}
     old_name = given.pop("type", "default")
     name = given.pop("rope_type", old_name)
-    if name not in list(_SCALINGS):
-        raise ValueError(f"{_FUNC}(): scaling has type {name!r}; expected one of {', '.join(_SCALINGS)}")
+    if not isinstance(name, str) or name not in _SCALINGS:
+        raise ValueError(f"{_FUNC}(): scaling has type {short(name)}; expected one of {', '.join(_SCALINGS)}")
     rope_theta = given.pop("rope_theta", None)
     value = _base(base, rope_theta)
     options = _options(name, given, rotary_dim // 2)

@@ -261,9 +261,11 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
         key_block block = {.first = grid > first ? grid : first};
         next = a->ranges ? enter_block(w, tiles, dot, grid, block_end, key_end, &block.first, &block_end)
                          : grid + BLOCK_K;
-        if (grid / PART_K != part)
+        if (grid / PART_K != part) {
+            if (given_up(a->watch)) return;
             for (int i = 0; i < tiles; i++)
                 if (!w->tiles[i].fresh) tile_end_part(a, w, w->tiles + i);
+        }
         part = grid / PART_K;
         block.n = block_end - block.first;
         for (int i = 0; i < tiles; i++) {

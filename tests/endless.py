@@ -24,6 +24,12 @@ def attention():
     return lambda: fastattn.attention(q, k, k[..., :1])
 
 
+def keys():
+    """One task, if there is one thread: a few tiles of rows."""
+    q, k = repeated(1, 1, 256, 128), repeated(1, 1, 1 << 36, 128)
+    return lambda: fastattn.attention(q, k, k)
+
+
 def decode():
     """One task, if there is one thread."""
     q, k = repeated(1, 1, 8, 64), repeated(1, 1, 1 << 36, 64)

@@ -34,7 +34,8 @@ sanitized() { # sanitized PROGRAM ARGUMENTS...: of the environment, with the run
 memory() { # memory ISAS CALLS TESTS...
     export CC=gcc UBSAN_OPTIONS=print_stacktrace=1
     export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096
-    runtime=$(gcc -print-file-name=libasan.so)
+    # C++'s runtime, too, which catches what NumPy's or matplotlib's parts throw.
+    runtime="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)"
     build address,undefined "$1"
     sanitized pytest -q "${@:3}"
     sanitized python tests/fuzz --cases "$2"

@@ -283,14 +283,11 @@ def test_loading_what_is_no_state():
         TypeError, match=r"load_state_dict\(\): state has the key 1; expected names of parameters"
     ):
         layer.load_state_dict({**state, 1: state["norm1.bias"]})
-    state["linear2.weight"][3, 4] = np.nan
-    state["norm1.bias"][:] = np.inf  # is not stored as int8
-    with pytest.raises(ValueError, match="nothing was loaded") as error:
-        layer.load_state_dict(state, weights_dtype="int8")
-    assert str(error.value).splitlines()[1:] == [
-        "  linear2.weight: values that are not finite, expected finite ones for int8"
-    ]
-    layer.load_state_dict(state)
+    masked = {**state, "norm1.bias": np.ma.masked_array(state["norm1.bias"])}
+    with pytest.raises(ValueError, match=r"norm1.bias is a masked array; expected a plain one"):
+        layer.load_state_dict(masked)
+    with pytest.raises(ValueError, match=r"state is the path '\\ud800'; expected one in UTF-8"):
+        layer.load_state_dict("\ud800")
 
 
 def test_files_of_other_kinds(tmp_path):
@@ -319,7 +316,7 @@ class Bfloat16Tensor:
 
 def test_a_tensor_that_numpy_cannot_read():
     layer = Linear(3, 4, bias=False)
-    with pytest.raises(ValueError, match=r"weight: not an array \(.*BFloat16\); load its .float\(\)"):
+    with pytest.raises(ValueError, match=r"weight is of type Bfloat16Tensor; .*BFloat16; .float\(\) makes"):
         layer.load_state_dict({"weight": Bfloat16Tensor()})
 
 
@@ -330,9 +327,9 @@ def test_rotary_names_are_in_one_public_place():
 
 @pytest.mark.parametrize("options", [b"x", [1], 3.5, {"nheads": 3}, {"rope_theta": 1e4}])
 def test_options_of_attention(options):
-    with pytest.raises(TypeError, match=r"EncoderLayer\(\): attention is .*; expected a dict of .*window"):
+    with pytest.raises(TypeError, match=r"EncoderLayer\(\): attention (is|has) .*; expected .*window"):
         TransformerEncoderLayer(8, 2, attention=options)
-    with pytest.raises(TypeError, match=r"DecoderLayer\(\): cross_attention is .*; expected a dict"):
+    with pytest.raises(TypeError, match=r"DecoderLayer\(\): cross_attention (is|has) .*; expected "):
         TransformerDecoderLayer(8, 2, cross_attention=options)
 
 

@@ -134,7 +134,7 @@ def test_nothing_is_a_batch_too(kind, tmp_path):
     for weights_dtype in ("float32", "bfloat16", "int8"):
         model = models.load(tmp_path, weights_dtype=weights_dtype)
         assert model(np.zeros((0, 5), np.int64)).shape == (0, 5, width)
-        assert model(np.zeros((2, 0), np.int64)).shape == (2, 0, width)
+        assert model(np.zeros((2, 0), complex)).shape == (2, 0, width)
 
 
 def test_token_types(tmp_path):

@@ -225,7 +225,7 @@ def test_long_texts_are_tokenized_where_ctrl_c_does_not_wait_for_them(watched):
     assert short is threading.main_thread()
     assert other is not short
     tokenizer.tokenizer = None
-    with pytest.raises(AttributeError):  # what is raised there is raised here
+    with pytest.raises(ModelError, match="NoneType"):  # what is raised there is raised here
         model.text.encode([long])
 
 
@@ -382,7 +382,7 @@ def test_ids_become_texts(writer):
         model.text.decode(ids[0])
     with pytest.raises(ValueError, match=r"decode\(\): sequences is -2; expected -1 to 4294967295"):
         model.text.decode([[1, -2]])
-    with pytest.raises(TypeError, match=r"stream\(\): ids has an array of shape \(2,\); expected ids of one"):
+    with pytest.raises(TypeError, match=r"stream\(\): ids has an array of shape \(2,\).*; expected ids"):
         list(model.text.stream(prompts[0], model.generate(prompts, 8)))
 
 

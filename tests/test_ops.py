@@ -186,9 +186,9 @@ def test_any_strides_and_leading_dimensions(implementation):
     assert not wide[..., 32:].any()
 
 
-def test_weights_that_float32_cannot_hold(implementation):
-    packed = ops.pack(np.diag([1.0, 1e300, -1e300]), dtype="float32")
-    np.testing.assert_array_equal(ops.linear([np.float32([1, 1, 1])], packed), [[1, np.inf, -np.inf]])
+def test_weights_that_float32_cannot_hold():
+    with pytest.raises(ValueError, match=r"pack\(\): weight has values that are not finite as float32"):
+        ops.pack(np.diag([1.0, 1e300, -1e300]), dtype="float32")
 
 
 def unaligned(x):
@@ -292,6 +292,7 @@ def test_embedding():
     assert foreign.dtype.isnative
     np.testing.assert_array_equal(foreign, table[[1, 3]])
     assert ops.embedding([], table).shape == (0, 3)
+    assert ops.embedding(np.zeros((2, 0), complex), table).shape == (2, 0, 3)  # nothing to warn of
     assert ops.embedding([[], []], table).shape == (2, 0, 3)
 
 
@@ -349,7 +350,6 @@ X, W = np.ones((2, 4), np.float32), ops.pack(np.ones((3, 4), np.float32))
             r"gate has shape \(1, 4\); expected weight's, \(2, 4\)",
         ),
         (lambda: ops.pack(X, dtype="int4"), ValueError, "dtype is 'int4'; expected one of float32"),
-        (lambda: ops.pack(X * np.inf, dtype="int8"), ValueError, "weight has values that are not finite"),
         (lambda: ops.layer_norm(X, np.ones(3)), ValueError, r"weight has shape \(3,\); expected \(4,\)"),
         (lambda: ops.layer_norm(X, eps=-1), ValueError, "eps is -1; expected 0 or more"),
         (lambda: ops.layer_norm(X, eps=None), TypeError, "eps is None; expected a real number"),

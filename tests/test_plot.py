@@ -81,7 +81,7 @@ def test_entropy():
             ValueError,
             "tokens has length 2; expected 3",
         ),
-        (lambda: plot.attention_map(np.ones((2, 3)), tokens=3), TypeError, "tokens is 3; expected 3 strings"),
+        (lambda: plot.attention_map(np.ones((2, 3)), tokens=3), TypeError, "tokens is of type int; expected"),
         (lambda: plot.attention_map(np.ones((2, 3)), ax=3), ValueError, "ax is 3; expected an Axes"),
         (lambda: plot.attention_map(np.ones((2, 3, 3)), ax=[3]), ValueError, r"ax is \[3\]; expected 2 Axes"),
         (lambda: plot.mask(np.ones((3, 3)), 3), TypeError, "mask has dtype float64; expected bool or a mask"),

@@ -66,6 +66,26 @@ def test_shaw(lengths, dtype, implementation):
         close(alone, shaw(q, k, v, tables[0], 0 * tables[1], causal=True)[0], dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_in_any_strides(dtype, implementation):
+    """What tables are added to is read by its rows, however the sums lie."""
+    q, k, v = qkv(9, 9, dtype)
+    tables, relative, u = (normal(5, 16) / 2, normal(5, 12)), normal(17, 16), normal(4, 16)
+    shaw_plain = variants.shaw_attention(q, k, v, *tables)
+    xl_plain = variants.transformer_xl_attention(q, k, v, relative, u, u)
+    for turn in ((0, 1, 3, 2), (3, 2, 1, 0), (1, 3, 0, 2)):
+        back = np.argsort(turn)
+        apart = [np.ascontiguousarray(x.transpose(turn)).transpose(back) for x in (q, k, v)]
+        np.testing.assert_array_equal(variants.shaw_attention(*apart, *tables), shaw_plain)
+        np.testing.assert_array_equal(variants.transformer_xl_attention(*apart, relative, u, u), xl_plain)
+    same = [np.broadcast_to(x[:1], x.shape) for x in (q, k, v)]
+    for got, plain in (
+        (variants.shaw_attention(*same, *tables), shaw_plain),
+        (variants.transformer_xl_attention(*same, relative, u, u), xl_plain),
+    ):
+        np.testing.assert_array_equal(got, np.broadcast_to(plain[:1], plain.shape))
+
+
 def test_shaw_with_options(implementation):
     q, k, v = qkv(150, 260)
     tables = normal(11, 16), normal(11, 12)

@@ -182,6 +182,9 @@ class MultiHeadAttention(AttentionParameters):
             If an argument does not fit, or there are no parameters yet.
         """
         self._require_parts()
+        if need_weights is not False:
+            need_weights = flag(FUNC, "need_weights", need_weights)
+        average = average_attn_weights is True or flag(FUNC, "average_attn_weights", average_attn_weights)
         x = calls.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
         if residual is not None:
             residual = like(FUNC, "residual", residual, x.shape, x.dtype, "query")
@@ -219,7 +222,7 @@ class MultiHeadAttention(AttentionParameters):
         out = out.reshape(x.shape)
         if not need_weights:
             return out
-        weights = weights.mean(axis=1) if average_attn_weights else weights
+        weights = weights.mean(axis=1) if average else weights
         return out, weights if x.ndim == 3 else weights[0]
 
     def project_keys_values(self, key: ArrayLike, value: ArrayLike | None = None) -> KeysValues:

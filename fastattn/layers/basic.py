@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args import FLOAT32
-from fastattn._inputs import flag, integer
+from fastattn._inputs import MOST_SIZE, choice, flag, integer
 from fastattn._ops_args import epsilon, rows
 from fastattn._scratch import keep, scratch
 from fastattn.layers import calls
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from fastattn._args import Array
     from fastattn.layers.state import Fields
+
+NORMS = ("layer_norm", "rms_norm")
 
 # What a feed-forward's activation does to its first map, and whether that then multiplies another.
 ACTIVATIONS = {
@@ -67,7 +69,7 @@ class Linear(Layer):
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         for name in ("in_features", "out_features"):
-            integer("Linear", name, getattr(self, name), 1)
+            setattr(self, name, integer("Linear", name, getattr(self, name), 1, MOST_SIZE))
         flag("Linear", "bias", self.bias)
         self._set_up(rng)
 
@@ -214,7 +216,7 @@ class RMSNorm(Layer):
 def _check_norm(layer: LayerNorm | RMSNorm) -> None:
     """What both norms check; their parameters are there from the first, as ones and zeros."""
     func = type(layer).__name__
-    integer(func, "features", layer.features, 1)
+    layer.features = integer(func, "features", layer.features, 1, MOST_SIZE)
     epsilon(func, "eps", layer.eps, FLOAT32)
     layer._set_up(np.random.default_rng(0))  # draws nothing
 
@@ -223,11 +225,9 @@ def make_norm(
     func: str, norm: str, features: int, eps: float, bias: bool, weights_dtype: str
 ) -> LayerNorm | RMSNorm:
     """The norm called `norm`."""
-    if norm == "layer_norm":
+    if choice(func, "norm", norm, NORMS) == "layer_norm":
         return LayerNorm(features, eps, bias, weights_dtype=weights_dtype)
-    if norm == "rms_norm":
-        return RMSNorm(features, eps, weights_dtype=weights_dtype)
-    raise ValueError(f"{func}(): norm is {norm!r}; expected layer_norm or rms_norm")
+    return RMSNorm(features, eps, weights_dtype=weights_dtype)
 
 
 @dataclass(eq=False)
@@ -268,10 +268,8 @@ class FeedForward(Layer):
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         for name in ("d_model", "dim_feedforward"):
-            integer("FeedForward", name, getattr(self, name), 1)
-        if self.activation not in ACTIVATIONS:
-            expected = ", ".join(ACTIVATIONS)
-            raise ValueError(f"FeedForward(): activation is {self.activation!r}; expected one of {expected}")
+            setattr(self, name, integer("FeedForward", name, getattr(self, name), 1, MOST_SIZE))
+        choice("FeedForward", "activation", self.activation, ACTIVATIONS)
         flag("FeedForward", "bias", self.bias)
         self._function, self._gated = ACTIVATIONS[self.activation]
         self._set_up(rng)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args import FLOAT32
 from fastattn._check import attention_args
-from fastattn._inputs import flag, integer
+from fastattn._inputs import MOST_SIZE, flag, integer
 from fastattn._ops_args import epsilon
 from fastattn.layers.basic import Linear
 from fastattn.layers.projections import Stack, stack
@@ -101,11 +101,12 @@ class AttentionParameters(Layer):
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim"):
             value = getattr(self, name)
-            if value is not None:
-                integer(FUNC, name, value, 1)
+            if value is not None or name in ("embed_dim", "num_heads"):
+                setattr(self, name, integer(FUNC, name, value, 1, MOST_SIZE))
         for name in ("bias", "add_bias_kv", "add_zero_attn", "qk_norm", "output_gate", "sinks"):
             flag(FUNC, name, getattr(self, name))
         epsilon(FUNC, "qk_norm_eps", self.qk_norm_eps, FLOAT32)
+        self._require_weights_dtype()
         heads, heads_kv = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % heads_kv:
             raise ValueError(
@@ -191,7 +192,7 @@ class AttentionParameters(Layer):
             if self.bias:
                 parameters["gate_proj.bias"] = Parameter((width,), zeros)
         if self.sinks:
-            parameters["sinks"] = Parameter((self.num_heads,), zeros)
+            parameters["sinks"] = Parameter((self.num_heads,), zeros, or_none=True)
         return parameters
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fastattn._inputs import float_array, integer
+from fastattn._inputs import float_array, integer, iterated
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers.basic import LayerNorm, RMSNorm, make_norm
 from fastattn.layers.heads import HeadOptions
@@ -55,13 +55,9 @@ class _Stack(Layer):
     def _require_layers(self) -> None:
         """Raise unless layers and norm fit together; the list of layers is the caller's to change."""
         func, kind = type(self).__name__, self._kind.__name__
-        if not isinstance(self.layers, Iterable):
-            raise TypeError(
-                f"{func}(): layers is of type {type(self.layers).__name__}; expected a sequence of layers,"
-                f" each its own: [{kind}(...) for _ in range(6)]"
-            )
         if not isinstance(self.layers, list):
-            self._change({"layers": list(self.layers)})
+            expected = f"a sequence of layers, each its own: [{kind}(...) for _ in range(6)]"
+            self._change({"layers": list(iterated(func, "layers", self.layers, expected))})
         if not self.layers:
             raise ValueError(f"{func}(): layers is empty; expected at least one layer")
         for i, layer in enumerate(self.layers):
@@ -262,7 +258,7 @@ class Transformer(Layer):
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         for name in ("num_encoder_layers", "num_decoder_layers"):
-            integer("Transformer", name, getattr(self, name), 1)
+            setattr(self, name, integer("Transformer", name, getattr(self, name), 1))
         shape = (self.d_model, self.nhead, self.dim_feedforward, self.activation)
         options: dict[str, Any] = {
             "norm_first": self.norm_first,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._inputs import is_float, short
-from fastattn.packed import WEIGHT_DTYPES
+from fastattn._inputs import as_array, choice, is_float, short
+from fastattn.packed import WEIGHT_DTYPES, is_finite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +34,7 @@ class Parameter(NamedTuple):
 
     shape: Shape
     draw: Draw  # its random initialisation
+    or_none: bool = False  # where -inf says that there is none; all else is finite
 
 
 def zeros(rng: np.random.Generator, shape: Shape) -> Array:
@@ -159,13 +160,15 @@ class Layer:
                 )
         self.__dict__["_checked_at"] = change
 
+    def _require_weights_dtype(self) -> None:
+        """Raise unless the field is one that weights can be stored as."""
+        choice(type(self).__name__, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
+
     def _set_up(self, rng: np.random.Generator | None) -> None:
         """Draw the parameters, or mark them as missing; the last step of construction."""
         self.__dict__["_built"] = True
         name = type(self).__name__
-        if self.weights_dtype not in WEIGHT_DTYPES:
-            expected = ", ".join(WEIGHT_DTYPES)
-            raise ValueError(f"{name}(): weights_dtype is {self.weights_dtype!r}; expected one of {expected}")
+        self._require_weights_dtype()
         if rng is None:
             return
         if not isinstance(rng, np.random.Generator):
@@ -228,11 +231,15 @@ class Layer:
         TypeError, ValueError
             If names are missing or not known, or arrays do not fit: all of them in one message. Nothing was
             changed.
+
+        Notes
+        -----
+        NaN and infinities are refused, and so is what becomes infinite in the type that it is stored in.
+        Only of ``sinks``, logits, -inf is one: no sink for that head.
         """
         func = f"{type(self).__name__}.load_state_dict"
-        if weights_dtype is not None and weights_dtype not in WEIGHT_DTYPES:
-            expected = ", ".join(WEIGHT_DTYPES)
-            raise ValueError(f"{func}(): weights_dtype is {weights_dtype!r}; expected one of {expected}")
+        if weights_dtype is not None:
+            choice(func, "weights_dtype", weights_dtype, WEIGHT_DTYPES)
         if not isinstance(prefix, str):
             raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
@@ -259,39 +266,42 @@ class Layer:
         """The arrays of `state` that begin with `prefix`, without it, or one error with all that is wrong."""
         if wrong := [name for name in state if not isinstance(name, str)]:
             raise TypeError(f"{func}(): state has the key {wrong[0]!r}; expected names of parameters")
-        expected = {name: parameter.shape for name, parameter in self.parameters().items()}
-        in_8_bits = {
-            path + name
+        expected = self.parameters()
+        stored = {
+            path + name: _stored(parameter, weights_dtype or layer.weights_dtype)
             for path, layer in self._walk()
-            if (weights_dtype or layer.weights_dtype) == "int8"
             for name, parameter in layer._parameters().items()
-            if len(parameter.shape) == 2
         }
         given = {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}
-        problems = [f"missing: {prefix}{name} {expected[name]}" for name in expected if name not in given]
+        missing = (name for name in expected if name not in given)
+        problems = [f"missing: {prefix}{name} {expected[name].shape}" for name in missing]
         problems += [f"not known: {full}" for name, full in given.items() if name not in expected]
         arrays: dict[str, Array] = {}
-        for name, shape in expected.items():
+        for name, parameter in expected.items():
             if name not in given:
                 continue
             full = given[name]
             try:
-                array = np.asarray(state[full])
-            except (TypeError, ValueError, RuntimeError) as error:
-                hint = "; load its .float()" if "BFloat16" in str(error) else ""
-                problems.append(f"{full}: not an array ({error}){hint}")
+                array = as_array(func, full, state[full])
+            except (TypeError, ValueError) as error:
+                problems.append(str(error).removeprefix(f"{func}(): "))
                 continue
             if not is_float(array.dtype):
                 problems.append(f"{full}: dtype {array.dtype}, expected a floating type")
-            elif array.shape != shape:
-                problems.append(f"{full}: shape {array.shape}, expected {shape}")
-            elif name in in_8_bits and not np.isfinite(array).all():
-                problems.append(f"{full}: values that are not finite, expected finite ones for int8")
+            elif array.shape != parameter.shape:
+                problems.append(f"{full}: shape {array.shape}, expected {parameter.shape}")
+            elif not is_finite(array, stored[name], parameter.or_none):
+                problems.append(f"{full}: values that are not finite as {stored[name]}, expected finite ones")
             else:
                 arrays[name] = array
         if problems:
             raise ValueError("\n  ".join([f"{func}(): nothing was loaded:", *problems]))
         return arrays
+
+
+def _stored(parameter: Parameter, weights_dtype: str) -> str:
+    """What a parameter is stored as: matrices as the layer's weights are, all else as what they meet."""
+    return weights_dtype if len(parameter.shape) == 2 else lane_of(weights_dtype).name
 
 
 # What else parameters come in, and what makes a mapping of it.
@@ -323,6 +333,8 @@ class _SafetensorsFile(Mapping[str, Any]):
             self._file: Any = safe_open(file, framework="numpy")
         except SafetensorError as error:
             raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error
+        except UnicodeEncodeError:  # the library takes no bytes of other encodings
+            raise ValueError(f"{func}(): state is the path {file!r}; expected one in UTF-8") from None
         self._names: list[str] = list(self._file.keys())  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> _SafetensorsFile:

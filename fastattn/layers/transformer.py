@@ -80,7 +80,7 @@ class TransformerEncoderLayer(Layer):
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         _require_flags(self)
-        self.self_attn = _attention(self, "attention", self.attention, rng)
+        self.self_attn = _attention(self, "attention", rng)
         self.feed_forward = _feed_forward(self, rng)
         self.norm1, self.norm2 = _norm(self), _norm(self)
         self._set_up(None)
@@ -177,8 +177,8 @@ class TransformerDecoderLayer(Layer):
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         _require_flags(self)
-        self.self_attn = _attention(self, "attention", self.attention, rng)
-        self.multihead_attn = _attention(self, "cross_attention", self.cross_attention, rng)
+        self.self_attn = _attention(self, "attention", rng)
+        self.multihead_attn = _attention(self, "cross_attention", rng)
         self.feed_forward = _feed_forward(self, rng)
         self.norm1, self.norm2, self.norm3 = _norm(self), _norm(self), _norm(self)
         self._set_up(None)
@@ -314,18 +314,17 @@ def _require_flags(layer: TransformerEncoderLayer | TransformerDecoderLayer) -> 
 
 
 def _attention(
-    layer: TransformerEncoderLayer | TransformerDecoderLayer,
-    name: str,
-    options: HeadOptions | None,
-    rng: np.random.Generator | None,
+    layer: TransformerEncoderLayer | TransformerDecoderLayer, name: str, rng: np.random.Generator | None
 ) -> MultiHeadAttention:
-    given = {} if options is None else options
-    if not isinstance(given, Mapping) or not given.keys() <= HeadOptions.__annotations__.keys():
-        expected = ", ".join(HeadOptions.__annotations__)
-        func = type(layer).__name__
-        raise TypeError(f"{func}(): {name} is {short(options)}; expected a dict of {expected}")
+    """Attention with the options in the field `name`."""
+    func, options, known = type(layer).__name__, getattr(layer, name), HeadOptions.__annotations__
+    more = {} if options is None else options
+    if not isinstance(more, Mapping):
+        raise TypeError(f"{func}(): {name} is {short(more)}; expected a dict of {', '.join(known)}")
+    if unknown := [key for key in more if key not in known]:
+        raise TypeError(f"{func}(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
     return MultiHeadAttention(
-        layer.d_model, layer.nhead, bias=layer.bias, weights_dtype=layer.weights_dtype, rng=rng, **given
+        layer.d_model, layer.nhead, bias=layer.bias, weights_dtype=layer.weights_dtype, rng=rng, **more
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _ranges
-from fastattn._inputs import flag, integer, short
+from fastattn._inputs import MOST_SIZE, flag, integer, short
 from fastattn._ranges import Resolved
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
 from fastattn.masks._sequence import _set
@@ -172,9 +172,9 @@ def _groups(shape: ScoreShape, groups: Ints) -> Resolved:
 def _sizes(func: str, name: str, x: Any, n: int | None = None, low: int = 1) -> Shape:
     """`x` as `n` integers of at least `low`; one stands for all of them."""
     if isinstance(x, (tuple, list)):
-        sizes = tuple(integer(func, f"{name}[{axis}]", size, low) for axis, size in enumerate(x))
+        sizes = tuple(integer(func, f"{name}[{axis}]", size, low, MOST_SIZE) for axis, size in enumerate(x))
     else:
-        sizes = (integer(func, name, x, low),) * (n or 1)
+        sizes = (integer(func, name, x, low, MOST_SIZE),) * (n or 1)
     if not sizes or len(sizes) != (n or len(sizes)):
         raise ValueError(f"{func}(): {name} is {short(x)}; expected {n or 'some'} integers, one an axis")
     return sizes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _ranges
-from fastattn._inputs import as_array, integer, integers, require_broadcast, short
+from fastattn._inputs import MOST_SIZE, as_array, integer, integers, require_broadcast, short
 from fastattn._ranges import RangeLists, Resolved
 
 if TYPE_CHECKING:
@@ -129,12 +129,13 @@ class Mask:
             True where a query attends a key.
         """
         func = "to_array"
+        len_q = integer(func, "len_q", len_q, 0, MOST_SIZE)
+        len_k = len_q if len_k is None else integer(func, "len_k", len_k, 0, MOST_SIZE)
         if not isinstance(batch_shape, (tuple, list)):
             raise TypeError(f"{func}(): batch_shape is {short(batch_shape)}; expected a tuple of integers")
-        n_heads = 1 if heads is None else integer(func, "heads", heads, 1)
-        len_q = integer(func, "len_q", len_q, 0)
-        len_k = len_q if len_k is None else integer(func, "len_k", len_k, 0)
-        array = dense_array(self, score_shape(func, (*batch_shape, n_heads, len_q, len_k), q_offset))
+        batch = (integer(func, f"batch_shape[{n}]", x, 0, MOST_SIZE) for n, x in enumerate(batch_shape))
+        n_heads = 1 if heads is None else integer(func, "heads", heads, 1, MOST_SIZE)
+        array = dense_array(self, score_shape(func, (*batch, n_heads, len_q, len_k), q_offset))
         return array[..., 0, :, :] if heads is None else array
 
 
@@ -282,7 +283,7 @@ def score_shape(func: str, shape: Shape, q_offset: ArrayLike | None) -> ScoreSha
     """`shape`, (..., heads, len_q, len_k), checked."""
     if not isinstance(shape, (tuple, list)) or len(shape) < 3:
         raise TypeError(f"{func}(): shape is {short(shape)}; expected integers, (..., heads_q, len_q, len_k)")
-    *batch, heads, len_q, len_k = (integer(func, f"shape[{n}]", x, 0) for n, x in enumerate(shape))
+    *batch, heads, len_q, len_k = (integer(func, f"shape[{n}]", x, 0, MOST_SIZE) for n, x in enumerate(shape))
     offset: Any = len_k - len_q if q_offset is None else q_offset
     offset = integers(func, "q_offset", offset, tuple(batch), "the batch dimensions")
     return ScoreShape(func, tuple(batch), heads, len_q, len_k, offset)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _ranges
-from fastattn._inputs import as_array, integer, require_broadcast, short
+from fastattn._inputs import MOST_SIZE, as_array, integer, require_broadcast, short
 from fastattn._ranges import Resolved
 from fastattn.masks._mask import Mask, ScoreShape, runs_of
 from fastattn.masks._sequence import _integers, _set
@@ -134,8 +134,10 @@ class bigbird(Mask):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("block", 1), ("window", 1), ("global_blocks", 0), ("random", 0), ("seed", 0)):
-            _set(self, name, integer("bigbird", name, getattr(self, name), low))
+        sizes = {"block": 1, "window": 1, "global_blocks": 0, "random": 0}
+        for name, low in sizes.items():
+            _set(self, name, integer("bigbird", name, getattr(self, name), low, MOST_SIZE))
+        _set(self, "seed", integer("bigbird", "seed", self.seed, 0))
         if self.window % 2 == 0:
             raise ValueError(f"bigbird(): window is {self.window}; expected an odd number")
 

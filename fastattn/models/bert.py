@@ -14,7 +14,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args import lane_dtype
-from fastattn._inputs import integer
+from fastattn._inputs import integer, short
 from fastattn._program import OUT, AttendStep, LinearStep, NormStep, Program, Sequences, X
 from fastattn.models import padding
 from fastattn.models.activations import ACTIVATIONS
@@ -223,6 +223,8 @@ class Bert:
         lines = strings(func, "texts", texts)
         batch_size = integer(func, "batch_size", batch_size, 1)
         pool = self.pooling.changed(func, pooling, normalize)
+        if progress is not None and not callable(progress):
+            raise TypeError(f"{func}(): progress is {short(progress)}; expected a function")
         encoded = self.text.encoded(self.sentences(text) for text in lines)
 
         def vectors_of(window: list[Ints]) -> Array:

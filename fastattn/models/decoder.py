@@ -12,7 +12,7 @@ import numpy as np
 
 from fastattn import _ranges
 from fastattn._args import lane_dtype
-from fastattn._inputs import as_array, integer, integers
+from fastattn._inputs import as_array, integer, integers, short
 from fastattn._program import Sequences
 from fastattn.cache import KVCache
 from fastattn.models import padding
@@ -208,20 +208,19 @@ class Decoder:
         n_new = integer("generate", "max_new_tokens", max_new_tokens, 0)
         longest = max(map(len, prompts), default=0)
         if self.max_length is not None and longest + n_new > self.max_length:
-            raise ValueError(
-                f"generate(): max_new_tokens is {n_new} behind a prompt of {longest} tokens; expected at most"
-                f" {self.max_length} together"
-            )
+            asked = f"max_new_tokens is {short(n_new)} behind a prompt of {longest} tokens"
+            raise ValueError(f"generate(): {asked}; expected at most {self.max_length} together")
         sampler = Sampler("generate", len(prompts), temperature, top_k, top_p, seed)
         ends = np.atleast_1d(self.stop if stop is None else as_array("generate", "stop", stop))
-        ends = integers("generate", "stop", ends if ends.size else ends.astype(np.int64), ends.shape, "(n,)")
+        ends = ends if ends.size else np.zeros(0, np.int64)
+        ends = integers("generate", "stop", ends, (ends.size,), "(n,)")
         steps = self._steps(prompts, n_new, sampler, ends)
         return (int(tokens[0]) for tokens in steps) if single else steps
 
     def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
         """Whether `ids` is one sequence, and the sequences without what does not count."""
         rows = list(ids) if isinstance(ids, (list, tuple)) and attention_mask is None else []
-        if rows and all(np.ndim(row) == 1 for row in rows):
+        if rows and all(_is_row(row) for row in rows):
             prompts = [padding.token_ids("generate", row, self.vocab_size)[0] for row in rows]
             single = False
         else:
@@ -259,3 +258,11 @@ class Decoder:
                 cache.select(kept)
             hidden = self._hidden(tokens[:, None], lengths[:, None], longest + step, None, cache)
             lengths = lengths + 1
+
+
+def _is_row(x: Any) -> bool:
+    """Whether `x` is one sequence; of lists of different lengths NumPy does not say."""
+    try:
+        return np.ndim(x) == 1
+    except ValueError:
+        return False

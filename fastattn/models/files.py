@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fastattn._inputs import short
+from fastattn.packed import is_finite
 
 if TYPE_CHECKING:
     import re
@@ -53,6 +52,11 @@ def read_json(path: Path, kind: type = dict) -> Any:
     if not isinstance(values, kind):
         raise ModelError(f"{path} holds a {type(values).__name__}; expected a {kind.__name__}")
     return values
+
+
+def is_name(x: Any) -> bool:
+    """Whether `x` names a file or a folder, in no other folder; what no message could show is no name."""
+    return isinstance(x, str) and Path(x).name == x != ".." and x.isprintable()
 
 
 def lfs_hint(path: Path) -> str:
@@ -172,11 +176,11 @@ def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
 class Tensors:
     """The tensors of a model's safetensors files by name, read one at a time; a context manager.
 
-    With `finite`, those that have infinities or NaN are refused.
+    Those with values that are not finite as `stored`, how weights are kept, are refused.
     """
 
-    def __init__(self, folder: Path, finite: bool):
-        self._finite, self._prefix = finite, ""
+    def __init__(self, folder: Path, stored: str):
+        self._stored, self._prefix = stored, ""
         self._open = ExitStack()
         # The one file first, as transformers has it: an index beside it may be left over.
         is_indexed = not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file()
@@ -225,7 +229,7 @@ class Tensors:
             raise ModelError(f"{self.path}: 'weight_map' is no table of file names")
         files: dict[str, Any] = {}
         for file in sorted(set(places.values())):
-            if Path(file).name != file:
+            if not is_name(file):
                 raise ModelError(f"{self.path}: 'weight_map' has {short(file)}; expected a file beside it")
             files[file] = self._file(folder / file)
         held = {file: set(handle.keys()) for file, handle in files.items()}
@@ -293,6 +297,7 @@ class Tensors:
     def __getitem__(self, name: str) -> Array:
         file, stored = self._tensors[name]
         array: Array = file.get_tensor(stored)
-        if self._finite and not np.isfinite(array).all():
-            raise ModelError(f"{self.path}: {stored!r} has infinities or NaN; int8 cannot hold them")
+        if not is_finite(array, self._stored):
+            what = f"values that are not finite as {self._stored}"
+            raise ModelError(f"{self.path}: {stored!r} has {what}; expected finite ones")
         return array

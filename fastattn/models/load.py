@@ -56,8 +56,8 @@ def load(
     Raises
     ------
     ModelError
-        If the files do not make up such a model: the message names the file, what is there and what was
-        expected. It is a ValueError.
+        If the files do not make up such a model, or hold weights that are not finite: the message names the
+        file, what is there and what was expected. It is a ValueError.
     TypeError, ValueError
         If an argument does not fit.
     ImportError
@@ -83,5 +83,5 @@ def load(
         )
     if config.values.get("quantization_config") is not None:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
-    with Tensors(path, finite=precision.weights == "int8") as tensors:
+    with Tensors(path, precision.weights) as tensors:
         return _BUILDERS[model_type](config, tensors, precision, path)

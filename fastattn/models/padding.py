@@ -24,7 +24,7 @@ def token_ids(func: str, ids: ArrayLike, vocab_size: int, name: str = "ids") -> 
     if array.dtype.kind == "U":
         raise TypeError(f"{func}(): {name} is text; expected ids, as text.encode([...]) makes them")
     if array.size == 0:
-        array = array.astype(np.int64)
+        array = np.zeros(array.shape, np.int64)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
     if array.ndim not in (1, 2):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastattn._args import lane_dtype
+from fastattn._inputs import choice, flag
 from fastattn.attention import attention
-from fastattn.models.files import ModelError, read_json
+from fastattn.models.files import ModelError, is_name, read_json
 from fastattn.models.sentences import Sentences
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Pooling:
             kind = str(module.get("type") if isinstance(module, dict) else module).rpartition(".")[2]
             if kind == "Pooling":
                 name = module.get("path")
-                if not isinstance(name, str) or name in (".", "..") or Path(name).name != name:
+                if not is_name(name):
                     raise ModelError(f"{path}: 'path' of Pooling is {name!r}; expected a folder beside it")
                 mode = _mode(folder / name / "config.json", bool(Sentences.of(folder).prompt))
             elif kind == "Normalize":
@@ -53,10 +54,9 @@ class Pooling:
 
     def changed(self, func: str, mode: str | None, normalize: bool | None) -> Pooling:
         """The same, but for what is not None."""
-        if mode is not None and mode not in MODES:
-            raise ValueError(f"{func}(): pooling is {mode!r}; expected one of {', '.join(MODES)}")
         return Pooling(
-            self.mode if mode is None else mode, self.normalize if normalize is None else bool(normalize)
+            self.mode if mode is None else choice(func, "pooling", mode, MODES),
+            self.normalize if normalize is None else flag(func, "normalize", normalize),
         )
 
     def __call__(self, hidden: Array, mask: Bools) -> Array:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastattn._args import lane_dtype
-from fastattn._inputs import integer, number
+from fastattn._inputs import integer, number, short
 
 if TYPE_CHECKING:
     from fastattn._args import Array, Ints
@@ -43,8 +43,8 @@ class Sampler:
             for name, value in (("top_k", top_k), ("top_p", top_p), ("seed", seed)):
                 if value is not None:
                     raise ValueError(
-                        f"{func}(): {name} is {value} and temperature 0, which draws nothing; expected a"
-                        f" temperature above 0"
+                        f"{func}(): {name} is {short(value)} and temperature 0, which draws nothing; expected"
+                        f" a temperature above 0"
                     )
         self.func = func
         self.generators = [np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(batch)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._inputs import integer
+from fastattn._inputs import as_array, integer, iterated, short
 from fastattn.models.files import Config, ModelError, lfs_hint, read_json, require
 from fastattn.models.padding import NO_TOKEN
 
@@ -73,18 +73,24 @@ class Text:
 
         def ids(batch: list[str]) -> list[list[int]]:
             long = sum(map(len, batch)) > _SHORT
-            encodings = _interruptible(encode_batch, batch) if long else encode_batch(batch)
+            try:
+                encodings = _interruptible(encode_batch, batch) if long else encode_batch(batch)
+            except Exception as error:  # as above: of a word that is not known, and nothing stands for it
+                path = self.folder / "tokenizer.json"
+                raise ModelError(
+                    f"{path} cannot encode a text: {error}; expected a tokenizer for any"
+                ) from error
             return [encoding.ids for encoding in encodings]
 
         return chain.from_iterable(map(ids, _batches(texts)))
 
     def decode(self, sequences: Iterable[Sequence[int] | Ints]) -> list[str]:
         """The text of each sequence of ids, special tokens left out, and the -1 that `generate` ends with."""
-        rows = []
-        for ids in sequences:
-            if np.ndim(ids) != 1:
-                raise TypeError("decode(): sequences is no list of sequences of ids; expected one, as [ids]")
-            rows.append(list(_ids("decode", "sequences", ids)))
+        func, name, rows = "decode", "sequences", []
+        for ids in iterated(func, name, sequences, "sequences of ids, as [ids]"):
+            if as_array(func, name, ids).ndim != 1:
+                raise TypeError(f"{func}(): {name} is no list of sequences of ids; expected one, as [ids]")
+            rows.append(list(_ids(func, name, ids)))
         decoded: list[str] = self.tokenizer.decode_batch(rows, skip_special_tokens=True)
         return decoded
 
@@ -127,13 +133,19 @@ def strings(func: str, name: str, texts: Any) -> Iterable[str]:
 
     Those of a sequence are checked now, those of another iterable, which can be read once, when they come.
     """
-    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+    if isinstance(texts, (str, bytes)):
         raise TypeError(f"{func}(): {name} is of type {type(texts).__name__}; expected several, as [text]")
+    given = iterated(func, name, texts, "several, as [text]")
 
     def checked() -> Iterator[str]:
-        for text in texts:
+        for text in given:
             if not isinstance(text, str):
                 raise TypeError(f"{func}(): {name} has one of type {type(text).__name__}; expected strings")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                what = f"{text[error.start : error.end]!r}, half of a surrogate pair"
+                raise ValueError(f"{func}(): {name} has one with {what}; expected whole characters") from None
             yield text
 
     return list(checked()) if isinstance(texts, Sequence) else checked()
@@ -175,11 +187,11 @@ def _interruptible(function: Callable[..., Any], *args: Any) -> Any:
 
 def _ids(func: str, name: str, ids: Iterable[int] | Ints) -> Iterator[int]:
     """The ids of one sequence, each as soon as it is there, without what stands behind its end."""
-    for token in ids:
-        if np.ndim(token):
+    for token in iterated(func, name, ids, "ids of one sequence"):
+        if isinstance(token, (list, tuple)) or np.ndim(token):
             raise TypeError(
-                f"{func}(): {name} has an array of shape {np.shape(token)}; expected ids of one sequence"
-                f" (`decode` takes a batch's)"
+                f"{func}(): {name} has {short(token)}; expected ids of one sequence (`decode` takes a"
+                f" batch's)"
             )
         token = integer(func, name, token, NO_TOKEN, 2**32 - 1)
         if token != NO_TOKEN:

@@ -9,6 +9,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args import lane_dtype
+from fastattn._inputs import short
 from fastattn.models.files import require
 from fastattn.packed import from_bfloat16_bits
 
@@ -32,12 +33,12 @@ class Precision:
         """From the names or types that a caller gives."""
         name = _name(dtype)
         if name not in DTYPES:
-            raise ValueError(f"{func}(): dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
+            raise ValueError(f"{func}(): dtype is {short(dtype)}; expected one of {', '.join(DTYPES)}")
         weights = name if weights_dtype is None else _name(weights_dtype)
         fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES
         if weights not in fitting:
             expected = f"{' or '.join(fitting)} for dtype {name}"
-            raise ValueError(f"{func}(): weights_dtype is {weights_dtype!r}; expected {expected}")
+            raise ValueError(f"{func}(): weights_dtype is {short(weights_dtype)}; expected {expected}")
         return cls(np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name), weights)
 
     def __str__(self) -> str:
@@ -60,14 +61,14 @@ def joined(*parts: Array) -> Array:
     return np.concatenate(parts)
 
 
-def _name(dtype: Any) -> Any:
-    """float32 for "float32", np.float32 and the like; what is no type stays as it is."""
-    if isinstance(dtype, str) or dtype is None:  # which NumPy takes for float64
+def _name(dtype: Any) -> str:
+    """float32 for "float32", np.float32 and the like; empty for what is no type."""
+    if isinstance(dtype, str):
         return dtype
     try:
-        return np.dtype(dtype).name
-    except TypeError:
-        return dtype
+        return "" if dtype is None else np.dtype(dtype).name  # NumPy takes None for float64
+    except (TypeError, ValueError):
+        return ""
 
 
 def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> Array:

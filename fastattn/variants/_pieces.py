@@ -172,4 +172,5 @@ def sum_in(dtype: np.dtype[Any], *terms: Array) -> Array:
     total = terms[0].astype(lane, copy=False)
     for term in terms[1:]:
         total = total + term.astype(lane, copy=False)
-    return total.astype(dtype, copy=False)
+    # Sums take over the order of axes of what is summed; kernels read rows that are contiguous.
+    return np.ascontiguousarray(total, dtype)

@@ -9,9 +9,12 @@ import numpy as np
 from fastattn import _backend, ops
 from fastattn._args import FLOAT64, lane_dtype
 from fastattn._check import attention_args
-from fastattn._inputs import float_array, number, operand, short
+from fastattn._inputs import choice, float_array, number, operand
 from fastattn._ops_args import epsilon, vector
 from fastattn._variants_args import how, per_head, require_options, variant_args
+
+# What may normalise queries and keys: functions of `ops`.
+NORMS = ("rms_norm", "layer_norm")
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -54,6 +57,8 @@ def cosine_attention(
     args = variant_args(func, q, k, v, options, ("scale",))
     factor = per_head(func, "scale", scale, args)
     small = number(func, "eps", eps, FLOAT64, positive=True) ** 2 / args.head_dim
+    if small > float(np.finfo(lane_dtype(args.q.dtype)).max):
+        raise ValueError(f"{func}(): eps is {eps}; expected a number whose square is finite")
     # rms_norm leaves a length of sqrt(head_dim): the two of them are divided out of the scale.
     args.q, args.k = (ops.rms_norm(x, eps=small, **how(options)) for x in (args.q, args.k))
     factor = factor / args.head_dim
@@ -61,7 +66,7 @@ def cosine_attention(
     if factor.size == 1:
         args.scale = float(factor.ravel()[0])
     else:
-        args.q = (args.q * factor[..., None, None]).astype(args.q.dtype, copy=False)
+        args.q = np.ascontiguousarray(args.q * factor[..., None, None], args.q.dtype)
     _backend.run(args, options.get("backend"))
     return args.result
 
@@ -107,8 +112,7 @@ def qk_norm_attention(
     """
     func = "qk_norm_attention"
     args = variant_args(func, q, k, v, options)
-    if not isinstance(norm, str) or norm not in ("rms_norm", "layer_norm"):
-        raise ValueError(f"{func}(): norm is {short(norm)}; expected 'rms_norm' or 'layer_norm'")
+    choice(func, "norm", norm, NORMS)
     lane = lane_dtype(args.q.dtype)
     weights = [
         vector(func, name, x, (args.head_dim,), lane)

@@ -267,7 +267,7 @@ def disentangled_attention(
             raise ValueError(
                 f"{func}(): max_distance is given, and {next(iter(given))} has {n} rows; expected 4 or more"
             )
-        max_distance = integer(func, "max_distance", max_distance, n // 4 + 2)
+        max_distance = integer(func, "max_distance", max_distance, n // 4 + 2, 2**53)
     if options.get("scale") is None:
         args.scale = (args.head_dim * (1 + len(found))) ** -0.5
     # Of the distances, from the last query's to key 0 down to the first one's to the last key.

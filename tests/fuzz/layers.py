@@ -268,10 +268,10 @@ def layer_made(d):
 def layer_saved(d):
     """The state of a layer, maybe of a changed one, goes to another."""
     it = make(d)
+    other, state = copy.deepcopy(make(d) if d.chance(0.2) else it), {}
     changes, abused = changed(d, it, 0.3)
     if d.chance(0.3):
         return Call(it.state_dict, {}, names=NAMES, inside=(it, changes), abused=abused)
-    other, state = copy.deepcopy(make(d) if d.chance(0.2) else it), {}
     with suppress(TypeError, ValueError, AttributeError, LookupError):
         state = it.state_dict()
     arguments = {

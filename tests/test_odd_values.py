@@ -1,0 +1,270 @@
+"""Values that no argument takes: errors name function and argument, and none is another library's."""
+
+import re
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from tiny_models import CONFIGS
+from tiny_tokenizers import WORDS, write_byte_tokenizer, write_tokenizer
+from tokenizers import Tokenizer
+from tokenizers import models as tokenizer_models
+
+import fastattn
+from fastattn import approximate, feature_maps, layers, masks, models, ops, positions, rope, variants
+from fastattn.models import ModelError
+
+X = np.ones((1, 2, 6, 8), np.float32)
+ROWS = np.ones((3, 8), np.float32)
+WEIGHT = ops.pack(np.ones((5, 8), np.float32))
+LAYER = layers.MultiHeadAttention(8, 2, rng=np.random.default_rng(0))
+TABLE = np.ones((6, 4), np.float32)
+TOKENS = np.ones((1, 6, 8), np.float32)
+
+HUGE = [2**63, 2**64, 2**70, -(2**63) - 1, -(2**70), 10**400, 10**5000, np.uint64(2**63), [2**63], [2**70],
+        [1, -(2**70)], np.array([2**64 - 1], np.uint64)]  # fmt: skip
+NO_STRINGS = [np.ones((2, 2)), np.zeros(0), np.array(["relu", "x"]), ["relu"], {"relu": 1}, 2**70, 10**5000,
+              1.5, b"relu", np.zeros(2, [("a", int)]), [np.ones((2, 2))], "a\0b", "\ud800",
+              "x" * 999]  # fmt: skip
+NO_FLAGS = [np.ones((2, 2)), np.zeros(0), np.array([True]), ["x"], 1, 2**70, masks.causal()]
+
+
+def message_of(call, value):
+    """What the error of the call says; None if there is none."""
+    try:
+        call(value)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def raises(start, call, value):
+    """Whether the call fails; if so, with an error of one short line that begins with `start`."""
+    message = message_of(call, value)
+    if message is None:
+        return False
+    assert re.match(start, message), message
+    assert "expected" in message
+    assert "\n" not in message
+    assert len(message) < 300
+    return True
+
+
+def decoding_cache(value):
+    cache = layers.KVCache()
+    cache.append(X, X, lengths=value)
+
+
+STRINGS = {
+    r"linear\(\): activation is": lambda s: ops.linear(ROWS, WEIGHT, activation=s),
+    r"activate\(\): activation is": lambda s: ops.activate(ROWS, s),
+    r"pack\(\): dtype is": lambda s: ops.pack(ROWS, dtype=s),
+    r"attention\(\): backend is": lambda s: fastattn.attention(X, X, X, backend=s),
+    r"attention\(\): stats ": lambda s: fastattn.attention(X, X, X, stats=s),
+    r"attention\(\): stats has an entry": lambda s: fastattn.attention(X, X, X, stats=(s,)),
+    r"linear_attention\(\): rule is": lambda s: fastattn.linear_attention(X, X, X, rule=s),
+    r"qk_norm_attention\(\): norm is": lambda s: variants.qk_norm_attention(X, X, X, norm=s),
+    r"FeedForward\(\): activation is": lambda s: layers.FeedForward(4, 8, s),
+    r"Linear\(\): weights_dtype is": lambda s: layers.Linear(4, 8, weights_dtype=s),
+    r"MultiHeadAttention\(\): weights_dtype is": lambda s: layers.MultiHeadAttention(8, 2, weights_dtype=s),
+    r"TransformerEncoderLayer\(\): norm is": lambda s: layers.TransformerEncoderLayer(8, 2, norm=s),
+    r"Linear.load_state_dict\(\): weights_dtype": lambda s: layers.Linear(4, 8).load_state_dict(
+        {}, weights_dtype=s
+    ),
+    r"rope_frequencies\(\): scaling has type": lambda s: rope.rope_frequencies(8, scaling={"rope_type": s}),
+    r"KVCache\(\): dtype is": lambda s: layers.KVCache(dtype=s),
+    r"sinusoidal\(\): dtype is": lambda s: positions.sinusoidal(3, 4, dtype=s),
+    r"load\(\): dtype is": lambda s: models.load("there", dtype=s),
+    r"load\(\): weights_dtype is": lambda s: models.load("there", weights_dtype=s),
+}
+
+
+@pytest.mark.parametrize("start", STRINGS)
+def test_what_is_none_of_the_strings(start):
+    for value in NO_STRINGS:
+        assert raises(start, STRINGS[start], value), value
+
+
+INTEGERS = {
+    r"attention\(\): kv_lengths ": lambda n: fastattn.attention(X, X, X, kv_lengths=n),
+    r"attention\(\): q_offset ": lambda n: fastattn.attention(X, X, X, q_offset=n, causal=True),
+    r"attention\(\): window\[1\] ": lambda n: fastattn.attention(X, X, X, window=(None, n)),
+    r"attention\(\): row_ranges\[0\] ": lambda n: fastattn.attention(X, X, X, row_ranges=(n, 3)),
+    r"attention\(\): num_threads ": lambda n: fastattn.attention(X, X, X, num_threads=n),
+    r"shaw_attention\(\): q_offset ": lambda n: variants.shaw_attention(X, X, X, X[0, 0, :5], q_offset=n),
+    r"disentangled_attention\(\): max_distance ": lambda n: variants.disentangled_attention(
+        X, X, X, X[0], max_distance=n
+    ),
+    r"dilated_window_attention\(\): dilation ": lambda n: variants.dilated_window_attention(
+        X, X, X, window=1, dilation=n
+    ),
+    r"strided_attention\(\): stride ": lambda n: variants.strided_attention(X, X, X, stride=n),
+    r"topk_attention\(\): k_keys ": lambda n: fastattn.topk_attention(X, X, X, k_keys=n),
+    r"lsh_attention\(\): n_buckets ": lambda n: approximate.lsh_attention(X, X, n_buckets=n),
+    r"lsh_attention\(\): n_rounds ": lambda n: approximate.lsh_attention(X, X, n_buckets=2, n_rounds=n),
+    r"lsh_attention\(\): chunk ": lambda n: approximate.lsh_attention(X, X, n_buckets=2, chunk=n),
+    r"neighborhood_attention\(\): kernel": lambda n: fastattn.neighborhood_attention(X, X, X, kernel=(n,)),
+    r"embedding\(\): ids ": lambda n: ops.embedding(n, ROWS),
+    r"favor\(\): head_dim ": lambda n: feature_maps.favor(n, 4),
+    r"favor\(\): n_features ": lambda n: feature_maps.favor(4, n),
+    r"rope_frequencies\(\): rotary_dim ": rope.rope_frequencies,
+    r"rope_frequencies\(\): seq_len ": lambda n: rope.rope_frequencies(8, seq_len=n),
+    r"sinusoidal\(\): length ": lambda n: positions.sinusoidal(n, 4),
+    r"sinusoidal\(\): d_model ": lambda n: positions.sinusoidal(4, n),
+    r"sinusoidal\(\): offset ": lambda n: positions.sinusoidal(4, 4, offset=n),
+    r"alibi_slopes\(\): n_heads ": positions.alibi_slopes,
+    r"t5_buckets\(\): len_q ": lambda n: positions.t5_buckets(n, 4),
+    r"t5_buckets\(\): len_k ": lambda n: positions.t5_buckets(4, n),
+    r"t5_buckets\(\): num_buckets ": lambda n: positions.t5_buckets(4, 4, num_buckets=n),
+    r"t5_buckets\(\): max_distance ": lambda n: positions.t5_buckets(4, 4, max_distance=n),
+    r"KVCache\(\): capacity ": layers.KVCache,
+    r"KVCache.append\(\): lengths ": decoding_cache,
+    r"KVCache.append\(\): lengths .": lambda n: LAYER(TOKENS, cache=layers.KVCache(), lengths=n),
+    r"Linear\(\): in_features ": lambda n: layers.Linear(n, 4),
+    r"LayerNorm\(\): features ": layers.LayerNorm,
+    r"MultiHeadAttention\(\): embed_dim ": lambda n: layers.MultiHeadAttention(n, 2),
+    r"MultiHeadAttention\(\): num_heads ": lambda n: layers.MultiHeadAttention(8, n),
+    r"MultiHeadAttention\(\): head_dim ": lambda n: layers.MultiHeadAttention(8, 2, head_dim=n),
+    r"to_array\(\): len_q ": masks.causal().to_array,
+    r"to_array\(\): len_k ": lambda n: masks.causal().to_array(3, n),
+    r"to_array\(\): heads ": lambda n: masks.causal().to_array(3, heads=n),
+    r"to_array\(\): batch_shape\[0\] ": lambda n: masks.causal().to_array(3, batch_shape=(n,)),
+    r"to_array\(\): q_offset ": lambda n: masks.causal().to_array(3, q_offset=n),
+    r"compile\(\): shape\[1\] ": lambda n: masks.compile(masks.causal(), (1, n, 4)),
+    r"bigbird\(\): window ": lambda n: masks.bigbird(4, n),
+    r"swin\(\): (shift|window)": lambda n: masks.swin((8, 8), n, 1),
+    r"documents\(\): ids ": masks.documents,
+    r"prefix\(\): n |attention\(\): n of prefix": lambda n: fastattn.attention(X, X, X, mask=masks.prefix(n)),
+}
+# What is only compared may be of any size.
+UNBOUNDED = ("window", "stride", "dilation", "k_keys", "chunk", "seq_len")
+
+
+@pytest.mark.parametrize("start", INTEGERS)
+def test_integers_beyond_64_bits(start):
+    unbounded = any(name in start for name in UNBOUNDED)
+    for value in HUGE:
+        assert raises(start, INTEGERS[start], value) or unbounded, value
+
+
+FLAGS = {
+    r"layer_norm\(\): return_sum is": lambda x: ops.layer_norm(ROWS, return_sum=x),
+    r"rms_norm\(\): return_sum is": lambda x: ops.rms_norm(ROWS, return_sum=x),
+    r"MultiHeadAttention\(\): need_weights is": lambda x: LAYER(TOKENS, need_weights=x),
+    r"MultiHeadAttention\(\): average_attn_weights is": lambda x: LAYER(TOKENS, average_attn_weights=x),
+    r"attention\(\): causal is": lambda x: fastattn.attention(X, X, X, causal=x),
+    r"apply_rope\(\): interleaved is": lambda x: rope.apply_rope(X, TABLE, TABLE, interleaved=x),
+}
+
+
+@pytest.mark.parametrize("start", FLAGS)
+def test_what_is_neither_true_nor_false(start):
+    for value in NO_FLAGS:
+        assert raises(start, FLAGS[start], value), value
+
+
+class Broken:
+    """An object whose array cannot be had."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise KeyError("no such thing")
+
+
+@pytest.mark.parametrize("value", [Broken(), np.ma.masked, np.array(1.0)], ids=["broken", "masked", "array"])
+def test_objects_that_are_almost_numbers(value):
+    numbers = {
+        r"attention\(\): scale is": lambda x: fastattn.attention(X, X, X, scale=x),
+        r"layer_norm\(\): eps is": lambda x: ops.layer_norm(ROWS, eps=x),
+        r"sinusoidal\(\): base is": lambda x: positions.sinusoidal(3, 4, base=x),
+    }
+    arrays = {
+        r"attention\(\): q (is|has)": lambda x: fastattn.attention(x, X, X),
+        r"merge_states\(\): outs ": lambda x: fastattn.merge_states(x, x),
+        r"TransformerEncoder\(\): layers ": layers.TransformerEncoder,
+    }
+    for start, call in {**numbers, **arrays}.items():
+        assert raises(start, call, value) or isinstance(value, np.ndarray)
+
+
+def test_options_of_layers():
+    known = r"^TransformerDecoderLayer\(\): {} {}; expected .*num_kv_heads, head_dim"
+    for name in ("attention", "cross_attention"):
+        for value, what in ((ROWS, "is an array of .*"), ([1], r"is \[1\]"), ({"heads": 2}, "has 'heads'")):
+            with pytest.raises(TypeError, match=known.format(name, what)):
+                layers.TransformerDecoderLayer(8, 2, **{name: value})
+    with pytest.raises(TypeError, match=r"^MultiHeadAttention\(\): embed_dim is None; expected an integer"):
+        layers.MultiHeadAttention(None, 2)
+
+
+def test_sizes_of_numpy_are_integers():
+    """Sums and products of them do not wrap round."""
+    layer = layers.MultiHeadAttention(np.uint8(200), np.int8(4), rng=np.random.default_rng(0))
+    assert layer.parameters()["in_proj_weight"].shape == (600, 200)
+    wide = layers.FeedForward(np.uint8(16), np.uint8(20), rng=np.random.default_rng(0))
+    assert wide(np.ones((3, 16), np.float32)).shape == (3, 16)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    tiny.write(folder, "bert")
+    write_tokenizer(folder)
+    return models.load(folder)
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    config = {**CONFIGS["gpt2"], "vocab_size": 256}
+    tiny.write(folder, "gpt2", tiny.tensors("gpt2", config), vocab_size=256)
+    write_byte_tokenizer(folder)
+    return models.load(folder)
+
+
+def test_arguments_of_encoders(encoder):
+    texts = ["the cat"]
+    for value in NO_STRINGS:
+        assert raises(r"embed\(\): pooling is", lambda x: encoder.embed(texts, pooling=x), value)
+    for value in NO_FLAGS:
+        assert raises(r"embed\(\): normalize is", lambda x: encoder.embed(texts, normalize=x), value)
+    for value in (3, "x", [print], ROWS):
+        assert raises(r"embed\(\): progress is", lambda x: encoder.embed(texts, progress=x), value)
+    for value in (HUGE[2], [[HUGE[2]]], [[2**63]], np.array([[2**63]], np.uint64)):
+        assert raises(r"bert\(\): ids has", encoder, value)
+    for value in (3, np.array(3), None, "text", b"text", [b"text"], [3]):
+        assert raises(r"embed\(\): texts ", encoder.embed, value)
+
+
+def test_texts_that_have_no_bytes(encoder, writer):
+    """Half of a surrogate pair, as a JSON file may hold it."""
+    for start, call in (
+        (r"embed\(\): texts has one with '\\ud800'", encoder.embed),
+        (r"encode\(\): texts has one with '\\ud800'", writer.text.encode),
+    ):
+        assert raises(start, call, ["the cat", "the \ud800"])
+    assert encoder.embed(["the \N{CAT}", "a\0b"]).shape == (2, 24)
+
+
+def test_words_that_a_tokenizer_does_not_know(tmp_path):
+    tiny.write(tmp_path, "bert")
+    words = {word: i for i, word in enumerate(WORDS) if word != "<unk>"}
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(tokenizer_models.WordLevel(words, unk_token="<unk>")).save(str(path))
+    with pytest.raises(ModelError, match=f"^{re.escape(str(path))} cannot encode a text: WordLevel error"):
+        models.load(tmp_path).embed(["a bird"])
+
+
+def test_arguments_of_decoders(writer):
+    def generate(ids=((1, 2),), max_new_tokens=2, **options):
+        return list(writer.generate(ids, max_new_tokens, **options))
+
+    for value in ([[1, [2]], [3]], [[1, 2**70]], [[2**63]], [[None]], [np.ma.masked_array([1, 2])]):
+        assert raises(r"generate\(\): ids ", generate, value)
+    for value in HUGE:
+        assert raises(r"generate\(\): max_new_tokens is", lambda n: generate(max_new_tokens=n), value)
+    for value in (HUGE[2], [HUGE[2]], [1, -(2**70)]):
+        assert raises(r"generate\(\): stop ", lambda n: generate(stop=n), value)
+    for value in (3, np.array(3), None, [3], [[[1]]], [[1, [2]]], [[2**70]], [["a"]]):
+        assert raises(r"decode\(\): sequences ", writer.text.decode, value)
+    for value in (3, np.array(3), None, [[1]], [[1, [2]]], [2**70], ["a"]):
+        assert raises(r"stream\(\): ids ", lambda ids: list(writer.text.stream([1], ids)), value)
