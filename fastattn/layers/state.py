@@ -234,8 +234,8 @@ class Layer:
 
         Notes
         -----
-        NaN and infinities are refused, and so is what becomes infinite in the type that it is stored in.
-        Only of ``sinks``, logits, -inf is one: no sink for that head.
+        NaN and infinities are refused, and so is what would become infinite in the type that it is stored
+        in. Only ``sinks``, logits, may hold -inf: no sink for that head.
         """
         func = f"{type(self).__name__}.load_state_dict"
         if weights_dtype is not None:
