@@ -450,7 +450,7 @@ def test_a_file_that_is_not_sound(tmp_path, monkeypatch):
         (tmp_path / "short").write_bytes(path.read_bytes()[:size])
         with pytest.raises(ValueError, match="is not a sound safetensors file"):
             layer.load_state_dict(tmp_path / "short")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"load_state_dict\(\): .* is missing"):
         layer.load_state_dict(tmp_path / "none")
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
     with pytest.raises(ImportError, match="pip install safetensors"):

@@ -231,6 +231,8 @@ class Layer:
         TypeError, ValueError
             If names are missing or not known, or arrays do not fit: all of them in one message. Nothing was
             changed.
+        FileNotFoundError
+            If `state` is a path, and nothing is there.
 
         Notes
         -----
@@ -331,6 +333,8 @@ class _SafetensorsFile(Mapping[str, Any]):
             import ml_dtypes  # noqa: F401
         try:
             self._file: Any = safe_open(file, framework="numpy")
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{func}(): {file} is missing; expected a safetensors file") from None
         except SafetensorError as error:
             raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error
         except UnicodeEncodeError:  # the library takes no bytes of other encodings

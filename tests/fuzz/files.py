@@ -153,7 +153,7 @@ def spoil(d, files):
         return f"{name}: {text}"
     try:
         values = json.loads(data)
-    except ValueError:  # of a file spoiled before
+    except (ValueError, RecursionError):  # of a file spoiled before
         return f"{name} stays"
     text = spoil_json(d, values)
     files[name] = json.dumps(values).encode()

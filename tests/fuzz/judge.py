@@ -100,7 +100,8 @@ def _clean(case: Case, error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     names = [f"{name}():" for name in case.names]
-    return isinstance(error, (TypeError, ValueError)) and str(error).startswith(tuple(names))
+    expected = TypeError, ValueError, FileNotFoundError
+    return isinstance(error, expected) and str(error).startswith(tuple(names))
 
 
 def _different(case: Case, first: Outcome, second: Outcome) -> str | None:
