@@ -168,6 +168,15 @@ def test_float_masks_of_any_type(x, dtype, implementation):
     np.testing.assert_allclose(both, hidden, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"vdim": 5}])
+def test_values_as_long_as_keys(options, implementation):
+    layer = attention_layer(options)
+    key, value = X[:, :4], X[:, :5, : layer.vdim or WIDTH]
+    for call in (lambda: layer(X, key, value), lambda: layer.project_keys_values(key, value)):
+        with pytest.raises(ValueError, match=r"MultiHeadAttention\(\): value has .*length of 4, as key"):
+            call()
+
+
 def test_a_finite_mask_stays_finite():
     """Keys that all have the least number are all attended alike; -inf would hide them."""
     layer = attention_layer({})

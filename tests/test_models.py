@@ -358,6 +358,7 @@ WRONG_CALLS = [
     ({"top_p": 1.5}, ValueError, r"top_p is 1.5; expected 0 to 1"),
     ({"seed": -3}, ValueError, r"seed is -3; expected at least 0"),
     ({"stop": 1.5}, TypeError, r"stop has dtype float64; expected integers"),
+    ({"stop": [[3, 4]]}, ValueError, r"stop has shape \(1, 2\); expected one that fits \(n,\)"),
 ]
 
 

@@ -329,10 +329,14 @@ class MultiHeadAttention(AttentionParameters):
             return k, v
         value = self._input("value", key if value is None else value, self.vdim, len(key))
         length = key.shape[1]
+        if value.shape[1] != length:
+            raise ValueError(
+                f"{FUNC}(): value has shape {value.shape}; expected a length of {length}, as key has"
+            )
         k = calls.linear(rows(key), self.key_map.weight, self.key_map.bias)
         v = calls.linear(rows(value), self.value_map.weight, self.value_map.bias)
         (k,) = self._heads(k, len(key), length, self.key_map, 0)
-        (v,) = self._heads(v, len(key), value.shape[1], self.value_map, 0)
+        (v,) = self._heads(v, len(key), length, self.value_map, 0)
         return k, v
 
     def _input(self, name: str, x: Any, features: int | None, batch: int | None) -> Array:

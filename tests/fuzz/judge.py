@@ -33,7 +33,7 @@ class Case(NamedTuple):
     expected: Callable[[], Sequence[Like]] | None = None  # what comes out; asked for when it is there
     tolerance: float = 1.0  # times what backends may differ by; infinite where they differ in kind
     twice: bool = True  # on the NumPy backend, too, which does the same
-    clean: Callable[[BaseException], bool] | None = None  # in place of `names`: whether that error may be
+    clean: Callable[[BaseException], bool] | None = None  # whether another error may be
 
 
 class Outcome(NamedTuple):
@@ -95,13 +95,9 @@ def _wrong(case: Case, outcome: Outcome) -> str | None:
 
 
 def _clean(case: Case, error: BaseException) -> bool:
-    if case.clean is not None:
-        return case.clean(error)
-    if isinstance(error, MemoryError):
-        return True
-    names = [f"{name}():" for name in case.names]
-    expected = TypeError, ValueError, FileNotFoundError
-    return isinstance(error, expected) and str(error).startswith(tuple(names))
+    names = tuple(f"{name}():" for name in case.names)
+    named = isinstance(error, (TypeError, ValueError)) and str(error).startswith(names)
+    return named or isinstance(error, MemoryError) or (case.clean is not None and case.clean(error))
 
 
 def _different(case: Case, first: Outcome, second: Outcome) -> str | None:

@@ -146,6 +146,8 @@ def inputs(d, layer):
         return {"x": x, **d.some(p, **residual)}
     if kind == "MultiHeadAttention":
         flags = d.some(p, attn_mask=lambda: dense, is_causal=causal, need_weights=causal, **padding)
+        if "need_weights" in flags:
+            flags |= d.some(0.3, average_attn_weights=lambda: False)
         if layer.kdim or layer.vdim:
             flags = {}
             other = d.size(0, 6)
@@ -174,8 +176,11 @@ def result(layer, arguments):
         shape = (*shape[:-1], layer.packed_weight.out_features)
     found = [Like(shape, native(x))]
     if arguments.get("need_weights") is True:
-        extra = layer.add_zero_attn + (layer.bias_k is not None)
-        found.append(Like((*shape[:-2], shape[-2], np.shape(arguments.get("key", x))[-2] + extra), native(x)))
+        cache, heads = arguments.get("cache"), (layer.num_heads,)
+        keys = np.shape(arguments.get("key", x))[-2] if cache is None else cache.length
+        keys += layer.add_zero_attn + (layer.bias_k is not None)
+        each = () if arguments.get("average_attn_weights", True) else heads
+        found.append(Like((*shape[:-2], *each, shape[-2], keys), native(x)))
     return found
 
 
@@ -279,7 +284,12 @@ def layer_saved(d):
         **d.some(0.3, prefix=lambda: "", weights_dtype=lambda: d.choose(*WEIGHT_DTYPES)),
     }
     names = (f"{type(other).__name__}.load_state_dict", *NAMES)
-    return Call(other.load_state_dict, arguments, names=names, inside=(other, changes), abused=abused)
+    inside = (other, changes)
+
+    def no_file(error):
+        return isinstance(error, FileNotFoundError)
+
+    return Call(other.load_state_dict, arguments, None, names, 1.0, inside, abused, no_file)
 
 
 @recipe

@@ -25,6 +25,7 @@ class Call(NamedTuple):
     tolerance: float = 1.0
     inside: Any = None  # what goes in besides: an object that the function is a method of
     abused: bool = False  # whether something was changed behind that object's back
+    clean: Any = None  # of an error that does not begin with a name, whether it may be
 
 
 RECIPES = []
@@ -47,7 +48,7 @@ def draw(d):
     case = Case(
         names, lambda: carried_out(call.function, arguments), [arguments, call.inside], result, call.tolerance
     )
-    return case._replace(clean=any_message, twice=False) if call.abused else case
+    return case._replace(clean=any_message, twice=False) if call.abused else case._replace(clean=call.clean)
 
 
 def any_message(error):
