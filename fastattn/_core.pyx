@@ -228,6 +228,8 @@ cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     tables.set_rows(&a.k, "k", args.k, a.heads_kv, a.len_k, a.head_dim)
     tables.set_rows(&a.v, "v", args.v, a.heads_kv, a.len_k, a.head_dim_v)
     tables.set_rows(&a.out, "out", args.out, a.heads_q, a.len_q, a.head_dim_v)
+    if a.v.dtype != a.k.dtype or a.out.dtype != a.q.dtype or (a.q.dtype == FA_F64) != (a.k.dtype == FA_F64):
+        raise _misfit("v", args.v, f"the types of k, {args.k.dtype}, and of q and out, {args.q.dtype}, to fit")
     lane = _lane_type(a.q.dtype)
     if args.lse is not None:
         tables.set(&a.lse, "lse", args.lse, lane, 2, a.heads_q, a.len_q)

@@ -161,6 +161,8 @@ def rope(args):
         raise _misfit("cos", cos, f"at most {a.head_dim // 2} pairs")
     tables.set_rows(&a.x, "x", x, a.heads, a.length, a.head_dim)
     tables.set_rows(&a.out, "out", args.out, a.heads, a.length, a.head_dim)
+    if a.out.dtype != a.x.dtype:
+        raise _misfit("out", args.out, f"x's type, {x.dtype}")
     lane = _lane_type(a.x.dtype)
     tables.set(&a.cos, "cos", cos, lane, 3, 1, a.length, a.pairs, True)
     tables.set(&a.sin, "sin", args.sin, lane, 3, 1, a.length, a.pairs, True)

@@ -185,6 +185,8 @@ def simplified(lists: RangeLists) -> Resolved:
 def as_array(x: Resolved, shape: Shape) -> Bools:
     """Who attends whom, (*batch, heads, len_q, len_k)."""
     *rows, len_k = shape
+    if 0 in shape:
+        return np.zeros(shape, np.bool_)
     lists = as_lists(x, rows[-1], len_k)
     array = np.zeros((len(lists.offsets) - 1, len_k), np.bool_)
     for number, (first, last) in enumerate(zip(lists.offsets[:-1], lists.offsets[1:], strict=True)):

@@ -68,7 +68,7 @@ class PackedLinear:
         scales: Array | None,
     ):
         _require_sizes(in_features, out_features, gated, dtype, panels, scales)
-        fields = (dtype, gated, in_features, out_features, panels, scales)
+        fields = (dtype, bool(gated), int(in_features), int(out_features), panels, scales)
         for name, value in zip(self.__slots__, fields, strict=True):
             object.__setattr__(self, name, value)
         for array in (panels, scales):

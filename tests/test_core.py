@@ -170,6 +170,7 @@ ROPE = RopeArgs(ones(2, 3, 8), ones(2, 3, 8), ones(1, 3, 4), ones(1, 3, 4), Fals
         *(
             ("rope", ROPE, changes)
             for changes in (
+                {"out": ones(2, 3, 8, dtype=np.float16)},
                 {"out": ones(2, 2, 8)},
                 {"cos": ones(1, 3, 5), "sin": ones(1, 3, 5)},
                 {"sin": ones(1, 2, 4)},
@@ -187,6 +188,7 @@ def test_operations_that_do_not_fit(core, function, args, changes):
 @pytest.mark.parametrize(
     "changes",
     [
+        {"v": ones(2, 2, 7, 8, dtype=np.float16)},
         {"q": ones(2, 4, 5, 7)},
         {"k": ones(2, 2, 6, 8)},
         {"v": ones(2, 2, 9, 8)},

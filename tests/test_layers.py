@@ -601,7 +601,7 @@ X = draw(BATCH, LENGTH, WIDTH)
         (lambda m: m(X.astype(np.float64)), TypeError, "query has dtype float64; expected float32"),
         (lambda m: m(X, X[:2]), ValueError, r"key has shape \(2, 11, 64\); expected \(3, length, 64\)"),
         (lambda m: m(X, X[..., :5]), ValueError, "key has shape"),
-        (lambda m: m(X, X, X[:, :5]), ValueError, "v has .*length"),
+        (lambda m: m(X, X, X[:, :5]), ValueError, "value has .*length"),
         (lambda m: m(X, attn_mask=MASK[:5]), ValueError, r"attn_mask has shape \(5, 11\); expected"),
         (lambda m: m(X, attn_mask=MASK.astype(int)), TypeError, "attn_mask has dtype int64; expected bool"),
         (lambda m: m(X, attn_mask=MASK[None]), ValueError, "attn_mask has shape"),

@@ -346,3 +346,11 @@ def test_a_prefix_that_is_no_string():
     layer = FeedForward(4, 4)
     with pytest.raises(TypeError, match=r"FeedForward.load_state_dict\(\): prefix is 3; expected a string"):
         layer.load_state_dict({}, prefix=3)
+
+
+def test_values_of_another_type_than_keys(implementation):
+    layer = MultiHeadAttention(8, 2, kdim=8, vdim=6, rng=np.random.default_rng(0))
+    x, value = np.ones((1, 3, 8), np.float32), np.ones((1, 3, 6), np.float32)
+    assert layer(x, x, value).shape == (1, 3, 8)
+    with pytest.raises(TypeError, match=r"MultiHeadAttention\(\): .*bfloat16"):
+        layer(x, x, value.astype(ml_dtypes.bfloat16))

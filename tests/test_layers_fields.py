@@ -204,6 +204,13 @@ def test_packed_weights_made_by_hand(changes, error, match):
         PackedLinear(**{**SIZES, "panels": panels, **changes})
 
 
+def test_sizes_of_packed_weights_are_plain_integers():
+    panels = ops.pack(np.ones((50, 40), np.float32)).panels
+    made = PackedLinear(np.int8(40), np.int8(50), np.False_, "float32", panels, None)
+    assert [type(x) for x in (made.in_features, made.out_features, made.gated)] == [int, int, bool]
+    np.testing.assert_array_equal(made.unpack(), np.ones((50, 40)))
+
+
 def test_scales_that_are_no_numbers():
     weight = ops.pack(np.eye(3, dtype=np.float32), dtype="int8")
     scales = np.where(np.arange(32) == 1, np.inf, weight.scales).astype(np.float32)

@@ -180,6 +180,12 @@ def test_swin(shape, window, shift):
     np.testing.assert_array_equal(masks.swin(shape, window, shift).to_array(want.shape[0]), want)
 
 
+def test_no_score_costs_nothing():
+    for len_q, len_k in ((0, 5), (5, 0)):
+        shape = (2**40, 2**20, len_q, len_k)
+        assert masks.causal().to_array(len_q, len_k, batch_shape=shape[:1], heads=2**20).shape == shape
+
+
 def test_swin_windows_larger_than_the_grid():
     assert masks.swin((3, 4), 2**48).to_array(12).all()
     assert masks.swin((3, 4), 2**48, 2**47).to_array(12).all()

@@ -113,7 +113,7 @@ def attention(
 
     q, k and v have four axes; `made_here` says that they are heads that a layer has projected.
     """
-    if options or not made_here or k.dtype != q.dtype or v.shape[2] != k.shape[2]:
+    if options or not made_here or not k.dtype == v.dtype == q.dtype or v.shape[2] != k.shape[2]:
         args = attention_args(func, q, k, v, **options)
         if args.out.shape != out.shape:
             raise ValueError(f"{func}(): attention gives shape {args.out.shape}; expected {out.shape}")

@@ -175,7 +175,7 @@ def result(layer, arguments):
     if isinstance(layer, layers.Linear):
         shape = (*shape[:-1], layer.packed_weight.out_features)
     found = [Like(shape, native(x))]
-    if arguments.get("need_weights") is True:
+    if arguments.get("need_weights"):
         cache, heads = arguments.get("cache"), (layer.num_heads,)
         keys = np.shape(arguments.get("key", x))[-2] if cache is None else cache.length
         keys += layer.add_zero_attn + (layer.bias_k is not None)
