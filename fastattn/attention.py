@@ -212,7 +212,8 @@ def attention(
     of -1; a query that attends nothing has row_max -inf and entropy 0, one whose lse is NaN has NaN.
 
     The same input gives the same bits on one instruction set: run after run, and whatever else is in the
-    batch.
+    batch. Padding of up to 8 query rows a key head, to more, or of their keys, hidden by a mask alone, may
+    change the last bits, but where a sequence attends itself.
 
     References
     ----------

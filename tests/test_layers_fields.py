@@ -101,6 +101,8 @@ def test_fields_cannot_be_set(make, name):
     for subject in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         with pytest.raises(AttributeError, match=rf"{type(layer).__name__}\.{name} cannot be set"):
             setattr(subject, name, np.ones(4))
+        with pytest.raises(AttributeError, match=rf"{type(layer).__name__}\.{name} cannot be deleted"):
+            delattr(subject, name)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,9 @@ class Layer:
         else:
             object.__setattr__(self, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted")
+
     def _replace(self, name: str, value: Any) -> None:
         """Set the part `name` to `value`, if that fits there; no other field can be set."""
         there = self.__dict__.get(name)
@@ -253,25 +256,31 @@ class Layer:
                     f"{func}(): state is of type {kind}; expected a mapping of names to arrays, or the path"
                     f" of a safetensors file"
                 )
-            arrays = self._checked(func, state, prefix, weights_dtype)
+            walked = list(self._walk())  # once: another thread may replace a part meanwhile
+            arrays = self._checked(func, walked, state, prefix, weights_dtype)
             packed = []
-            for path, layer in self._walk():
+            for path, layer in walked:
                 own = {name: arrays[path + name] for name in layer._parameters()}
                 dtype = weights_dtype or layer.weights_dtype
                 packed.append((layer, layer._pack(own, dtype), dtype))
         for layer, fields, dtype in packed:
             layer._assign(fields, dtype)
 
+    @staticmethod
     def _checked(
-        self, func: str, state: Mapping[str, Any], prefix: str, weights_dtype: str | None
+        func: str,
+        walked: list[tuple[str, Layer]],
+        state: Mapping[str, Any],
+        prefix: str,
+        weights_dtype: str | None,
     ) -> dict[str, Array]:
         """The arrays of `state` that begin with `prefix`, without it, or one error with all that is wrong."""
         if wrong := [name for name in state if not isinstance(name, str)]:
             raise TypeError(f"{func}(): state has the key {wrong[0]!r}; expected names of parameters")
-        expected = self.parameters()
+        expected = {path + name: p for path, layer in walked for name, p in layer._parameters().items()}
         stored = {
             path + name: _stored(parameter, weights_dtype or layer.weights_dtype)
-            for path, layer in self._walk()
+            for path, layer in walked
             for name, parameter in layer._parameters().items()
         }
         given = {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}

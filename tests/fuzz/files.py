@@ -187,15 +187,14 @@ def spoiled_bytes(d, data):
 
 def spoiled_tensors(d, data):
     """A safetensors file with another header in front of its tensors, or with NaN in them."""
-    (length,) = struct.unpack("<Q", data[:8])
+    length = int.from_bytes(data[:8], "little")
     try:
         header = json.loads(data[8 : 8 + length])
-    except ValueError:
+    except (ValueError, RecursionError):  # of a file spoiled before
         return data, "stays"
     if d.chance(0.1):
-        return struct.pack("<Q", d.choose(0, 2**31, 2**63, 2**64 - 1, length - 1)) + data[
-            8:
-        ], "length of the header"
+        wrong = d.choose(0, 2**31, 2**63, 2**64 - 1, length - 1)
+        return struct.pack("<Q", wrong) + data[8:], f"a header of {wrong} bytes"
     if d.chance(0.1):
         return data[: 8 + length] + b"\xff" * (len(data) - 8 - length), "NaN"
     text = spoil_json(d, header)
