@@ -67,6 +67,7 @@ cdef extern from "fastattn.h" nogil:
         const void *bias
         int64_t x_row, residual_row, up_row, total_row, out_row, m, n
         double eps
+        const fa_watch *watch
     ctypedef struct fa_rope_args:
         fa_array x, out, cos, sin
         int64_t batch, heads, length, head_dim, pairs

@@ -94,6 +94,7 @@ cdef void _rows_task(void *context, int64_t task, void *scratch) noexcept nogil:
 cdef int _run_rows(fa_rows_args *a, int threads) except -1:
     cdef Loop loop
     cdef RowsCall c
+    a.watch = &loop.watch
     c.kernels, c.args, c.step = fa_isa_kernels(_isa, a.dtype), a, max(1, TASK_ELEMENTS // max(1, a.n))
     if a.m * a.n < PARALLEL_ELEMENTS:
         threads = 1

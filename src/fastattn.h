@@ -115,6 +115,7 @@ typedef struct {
     const void *weight, *bias;     /* lanes, (n), optional: of the norms */
     int64_t x_row, residual_row, up_row, total_row, out_row, m, n;
     double eps;
+    const fa_watch *watch; /* optional */
 } fa_rows_args;
 
 /* out = x rotated by positions: (batch, heads, length, head_dim); cos, sin (batch, 1, length, pairs), lanes. The first

@@ -186,6 +186,28 @@ def test_any_strides_and_leading_dimensions(implementation):
     assert not wide[..., 32:].any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_rows_of_many_blocks(dtype, implementation):
+    """A row is computed a block at a time, so that Ctrl-C need not wait for its end."""
+    rng = np.random.default_rng(0)
+    x, residual = rng.standard_normal((2, 2, 600_011)).astype(dtype)
+    weight, bias = rng.standard_normal((2, 600_011)).astype("float64" if dtype == "float64" else "float32")
+    exact, total = x.astype(np.float64), (x + residual).astype(np.float64)
+    spread = np.exp(exact - exact.max(axis=1, keepdims=True))
+    centred = total - total.mean(axis=1, keepdims=True)
+    tolerance = {"float32": 1e-5, "float64": 1e-12, "float16": 2e-2}[dtype]
+    got, summed = ops.layer_norm(x, weight, bias, residual=residual, return_sum=True)
+    want = centred / np.sqrt(np.square(centred).mean(axis=1, keepdims=True) + 1e-5) * weight + bias
+    np.testing.assert_allclose(summed.astype(np.float64), total, atol=tolerance)
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=tolerance, atol=tolerance)
+    softmax = ops.softmax(x).astype(np.float64) * x.shape[1]
+    want = spread / spread.sum(axis=1, keepdims=True) * x.shape[1]
+    # One accumulator of a vector sums a row: of 4 lanes of float32, 150 thousand numbers in turn.
+    np.testing.assert_allclose(softmax, want, rtol=5 * tolerance, atol=tolerance if dtype == "float16" else 0)
+    want = exact / (1 + np.exp(-exact)) * residual
+    np.testing.assert_allclose(ops.activate(x, "silu", up=residual).astype(np.float64), want, atol=tolerance)
+
+
 def test_weights_that_float32_cannot_hold():
     with pytest.raises(ValueError, match=r"pack\(\): weight has values that are not finite as float32"):
         ops.pack(np.diag([1.0, 1e300, -1e300]), dtype="float32")
