@@ -364,6 +364,13 @@ def test_streams_of_any_bytes_are_their_text(tmp_path):
         assert "".join(text.stream([], ids)) == tokenizer.decode(ids)
 
 
+class Broken:
+    """Of a class that cannot say what number it is."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("nothing there")
+
+
 def test_ids_become_texts(writer):
     model = models.load(writer)
     texts = ["Once, a café", "", "日本"]
@@ -382,6 +389,8 @@ def test_ids_become_texts(writer):
         model.text.decode(ids[0])
     with pytest.raises(ValueError, match=r"decode\(\): sequences is -2; expected -1 to 4294967295"):
         model.text.decode([[1, -2]])
+    with pytest.raises(TypeError, match=r"stream\(\): prompt is .*Broken.*; expected an integer"):
+        list(model.text.stream([Broken()], []))
     with pytest.raises(TypeError, match=r"stream\(\): ids has an array of shape \(2,\).*; expected ids"):
         list(model.text.stream(prompts[0], model.generate(prompts, 8)))
 

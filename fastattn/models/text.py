@@ -9,8 +9,6 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fastattn._inputs import as_array, integer, iterated, short
 from fastattn.models.files import Config, ModelError, lfs_hint, read_json, require
 from fastattn.models.padding import NO_TOKEN
@@ -188,7 +186,7 @@ def _interruptible(function: Callable[..., Any], *args: Any) -> Any:
 def _ids(func: str, name: str, ids: Iterable[int] | Ints) -> Iterator[int]:
     """The ids of one sequence, each as soon as it is there, without what stands behind its end."""
     for token in iterated(func, name, ids, "ids of one sequence"):
-        if isinstance(token, (list, tuple)) or np.ndim(token):
+        if isinstance(token, (list, tuple)) or getattr(token, "ndim", 0) != 0:
             raise TypeError(
                 f"{func}(): {name} has {short(token)}; expected ids of one sequence (`decode` takes a"
                 f" batch's)"

@@ -168,7 +168,7 @@ class Draw:
 
     def spotted(self, x):
         """A copy with a few other numbers in it."""
-        x = x.copy()
+        x = np.array(x)
         if x.dtype.kind in "fV":
             least = ml_dtypes.finfo(x.dtype)
             value = self.choose(

@@ -96,7 +96,7 @@ def _wrong(case: Case, outcome: Outcome) -> str | None:
 
 def _clean(case: Case, error: BaseException) -> bool:
     names = tuple(f"{name}():" for name in case.names)
-    named = isinstance(error, (TypeError, ValueError)) and str(error).startswith(names)
+    named = isinstance(error, (TypeError, ValueError, FileNotFoundError)) and str(error).startswith(names)
     return named or isinstance(error, MemoryError) or (case.clean is not None and case.clean(error))
 
 
@@ -145,7 +145,7 @@ def largest(x: Any) -> float:
     for array in arrays_in(x):
         if array.dtype.kind in "fV" and array.size:
             with np.errstate(all="ignore"):
-                here = float(abs(array.astype(np.float64)).max())
+                here = float(abs(np.asarray(array).astype(np.float64)).max())
             most = max(most, here if here < np.inf else np.inf)
     return most
 

@@ -25,7 +25,6 @@ class Call(NamedTuple):
     tolerance: float = 1.0
     inside: Any = None  # what goes in besides: an object that the function is a method of
     abused: bool = False  # whether something was changed behind that object's back
-    clean: Any = None  # of an error that does not begin with a name, whether it may be
 
 
 RECIPES = []
@@ -48,11 +47,11 @@ def draw(d):
     case = Case(
         names, lambda: carried_out(call.function, arguments), [arguments, call.inside], result, call.tolerance
     )
-    return case._replace(clean=any_message, twice=False) if call.abused else case._replace(clean=call.clean)
+    # What was done behind the back of an object must not crash; it need be neither explained nor right.
+    return case._replace(expected=None, twice=False, clean=any_message) if call.abused else case
 
 
 def any_message(error):
-    """What was done behind the back of an object must not crash; it need not be explained."""
     return isinstance(error, (TypeError, ValueError, LookupError, AttributeError, OverflowError))
 
 
