@@ -3,15 +3,15 @@
 #ifdef FA_LANE_F64
 INLINE v_t v_erf(v_t x)
 {
-    UNROLL for (int i = 0; i < LANES; i++) x[i] = erf(x[i]); /* of libm: rare enough in double */
+    UNROLL_FOR(int i = 0; i < LANES; i++) x[i] = erf(x[i]); /* of libm: rare enough in double */
     return x;
 }
 #else
 /* erf(x) = x p(x^2) / q(x^2) up to ERF_MAX, from where on it is 1 in float32. Coefficients: tools/polynomials.py;
  * they leave 1.2e-8, relative, a fifth of a unit in the last place. */
 #define ERF_MAX 3.92f
-static const lane erf_p[] = {1.1283791670955800784f,     0.18672083781244049809f,   0.054063374949626611632f,
-                             0.0038494093117275616969f,  0.00036069318080387912003f, 4.1593717566060191427e-6f,
+static const lane erf_p[] = {1.1283791670955800784f,    0.18672083781244049809f,    0.054063374949626611632f,
+                             0.0038494093117275616969f, 0.00036069318080387912003f, 4.1593717566060191427e-6f,
                              -1.0645409370449365281e-8f};
 static const lane erf_q[] = {1.0f,
                              0.498810367561872719f,

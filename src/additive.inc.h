@@ -32,17 +32,16 @@ INLINE void additive_by_tanh(int nv, int small, const char *k, const lane *qt, c
                              lane *s)
 {
     v_t acc[NV_MAX];
-    UNROLL for (int u = 0; u < nv; u++) acc[u] = v_splat(0);
+    UNROLL_FOR(int u = 0; u < nv; u++) acc[u] = v_splat(0);
     for (int64_t d = 0; d < depth; d++) {
         const v_t key = v_splat(*(const lane_u *)(k + d * (int64_t)sizeof(lane)));
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             const int64_t i = d * BLOCK_Q + u * LANES;
             const v_t x = v_load(qt + i) + key;
             acc[u] = v_fma(v_load(weight + i), small ? v_tanh_small(x) : v_tanh(x), acc[u]);
         }
     }
-    UNROLL for (int u = 0; u < nv; u++) v_store(s + u * LANES, v_load(s + u * LANES) + acc[u]);
+    UNROLL_FOR(int u = 0; u < nv; u++) v_store(s + u * LANES, v_load(s + u * LANES) + acc[u]);
 }
 
 /* The same by exponentials: q (depth, nv), k (depth). */
@@ -51,22 +50,20 @@ INLINE void additive_by_exp(int nv, const lane *k, const lane *q, const lane *we
     const v_t one = v_splat(1);
     int64_t d = 0;
     v_t acc[NV_MAX];
-    UNROLL for (int u = 0; u < nv; u++) acc[u] = v_splat(0);
+    UNROLL_FOR(int u = 0; u < nv; u++) acc[u] = v_splat(0);
     for (; d + 2 <= depth; d += 2)
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             const int64_t i = d * BLOCK_Q + u * LANES;
             const v_t x = v_load(q + i) * v_splat(k[d]), y = v_load(q + i + BLOCK_Q) * v_splat(k[d + 1]);
             const v_t a = (x - one) * v_load(weight + i), b = (y - one) * v_load(weight + i + BLOCK_Q);
             acc[u] += v_fma(a, y + one, b * (x + one)) / ((x + one) * (y + one));
         }
     if (d < depth)
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t x = v_load(q + d * BLOCK_Q + u * LANES) * v_splat(k[d]);
             acc[u] += (x - one) * v_load(weight + d * BLOCK_Q + u * LANES) / (x + one);
         }
-    UNROLL for (int u = 0; u < nv; u++) v_store(s + u * LANES, v_load(s + u * LANES) + acc[u]);
+    UNROLL_FOR(int u = 0; u < nv; u++) v_store(s + u * LANES, v_load(s + u * LANES) + acc[u]);
 }
 
 /* Readies the task's rows, of which qt holds the queries. */
@@ -74,8 +71,7 @@ INLINE void additive_begin(const fa_rowwise_args *r, const row_block *t, const l
 {
     const int64_t depth = r->attention.head_dim;
     memset(w->weight, 0, depth * BLOCK_Q * sizeof(lane));
-    EACH_ROW(t, i, id)
-    {
+    EACH_ROW(t, i, id) {
         const lane *weight = (const lane *)r->weight + id.head * depth;
         for (int64_t d = 0; d < depth; d++) w->weight[d * BLOCK_Q + i] = weight[d];
     }

@@ -126,8 +126,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
     const lane *probs = w->s;
     if (dot) {
         for (int64_t j = 0; j < n; j += 2)
-            UNROLL for (int u = 0; u < nv; u++)
-            {
+            UNROLL_FOR(int u = 0; u < nv; u++) {
                 const v_t p0 = v_load(w->s + j * BLOCK_Q + u * LANES);
                 const v_t p1 = j + 1 < n ? v_load(w->s + (j + 1) * BLOCK_Q + u * LANES) : v_splat(0);
                 v_store(w->pairs + j / 2 * BLOCK_Q + u * LANES, v_pack_bf16(p0, p1));

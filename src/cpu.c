@@ -23,20 +23,11 @@ int fa_cpu_has_avx512(void)
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-int fa_cpu_has_avx512bf16(void)
-{
-    return fa_cpu_has_avx512() && __builtin_cpu_supports("avx512bf16");
-}
+int fa_cpu_has_avx512bf16(void) { return fa_cpu_has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 #if defined __aarch64__
-int fa_cpu_has_neon(void)
-{
-    return 1; /* part of the base architecture */
-}
+int fa_cpu_has_neon(void) { return 1; /* part of the base architecture */ }
 #endif
 
-int fa_cpu_has_generic(void)
-{
-    return 1;
-}
+int fa_cpu_has_generic(void) { return 1; }

@@ -14,12 +14,12 @@
 
 /* A thread's scratch. */
 typedef struct {
-    lane *q;           /* (DOT_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
-    lane *s, *add;     /* (DOT_ROWS, BLOCK_K) */
-    lane *v;           /* (BLOCK_K, head_dim_v): values with rows taken out, in V's dtype */
+    lane *q;             /* (DOT_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
+    lane *s, *add;       /* (DOT_ROWS, BLOCK_K) */
+    lane *v;             /* (BLOCK_K, head_dim_v): values with rows taken out, in V's dtype */
     lane *base, *factor; /* (DOT_ROWS): the rows' norm, in the second pass */
-    int64_t *range;    /* (4, DOT_ROWS) */
-    range_list *lists; /* (DOT_ROWS) */
+    int64_t *range;      /* (4, DOT_ROWS) */
+    range_list *lists;   /* (DOT_ROWS) */
     int64_t depth;
 } dot_scratch;
 
@@ -48,12 +48,11 @@ INLINE void dot_tile(fa_dtype dtype, int rows, const char *k, int64_t k_row, int
     const int keys = LANES / rows;
     const int64_t size = dtype_size(dtype), whole = head_dim / LANES * LANES;
     v_t acc[LANES];
-    UNROLL for (int i = 0; i < LANES; i++) acc[i] = v_splat(0);
+    UNROLL_FOR(int i = 0; i < LANES; i++) acc[i] = v_splat(0);
     for (int64_t d = 0; d < whole; d += LANES)
-        UNROLL for (int j = 0; j < keys; j++)
-        {
+        UNROLL_FOR(int j = 0; j < keys; j++) {
             const v_t key = v_load_as(dtype, k + j * k_row + d * size);
-            UNROLL for (int r = 0; r < rows; r++)
+            UNROLL_FOR(int r = 0; r < rows; r++)
                 acc[r * keys + j] = v_fma(key, v_load(q + r * depth + d), acc[r * keys + j]);
         }
     if (whole < head_dim)
@@ -65,7 +64,7 @@ INLINE void dot_tile(fa_dtype dtype, int rows, const char *k, int64_t k_row, int
     const v_t sums = v_sum_each(acc);
     lane each[LANES];
     v_store(each, sums);
-    UNROLL for (int r = 0; r < rows; r++) memcpy(s + r * BLOCK_K, each + r * keys, keys * sizeof(lane));
+    UNROLL_FOR(int r = 0; r < rows; r++) memcpy(s + r * BLOCK_K, each + r * keys, keys * sizeof(lane));
 }
 
 /* What to fetch meanwhile: rows of `size` bytes, as many as are being read. Scores and values take turns, so that the
@@ -103,20 +102,18 @@ INLINE void dot_values(fa_dtype dtype, int rows, int nd, int64_t last, const cha
                        const lane *p, const lane *alpha, fetch_ahead next, lane *acc, int64_t acc_row)
 {
     v_t sum[4][DOT_CHUNK];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as tile_pv adds */
+    UNROLL_FOR(int r = 0; r < rows; r++)
+        UNROLL_FOR(int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as tile_pv adds */
     for (int64_t j = 0; j < n; j++, v += v_row) {
         if (next.data) prefetch_rows(next.data + j * next.row, next.row, 1, next.size);
-        UNROLL for (int c = 0; c < nd; c++)
-        {
+        UNROLL_FOR(int c = 0; c < nd; c++) {
             const char *from = v + c * LANES * dtype_size(dtype);
             const v_t value = last && c == nd - 1 ? v_load_as_n(dtype, from, last) : v_load_as(dtype, from);
-            UNROLL for (int r = 0; r < rows; r++) sum[r][c] = v_fma(v_splat(p[r * BLOCK_K + j]), value, sum[r][c]);
+            UNROLL_FOR(int r = 0; r < rows; r++) sum[r][c] = v_fma(v_splat(p[r * BLOCK_K + j]), value, sum[r][c]);
         }
     }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < nd; c++)
-        {
+    UNROLL_FOR(int r = 0; r < rows; r++)
+        UNROLL_FOR(int c = 0; c < nd; c++) {
             lane *to = acc + r * acc_row + c * LANES;
             v_store(to, v_fma(v_load(to), v_splat(alpha[r]), sum[r][c]));
         }
@@ -161,14 +158,13 @@ INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *
 }
 
 /* Modifiers and masks of s (rows, n), keys [j0, j0 + n); w->add is there. */
-INLINE void modify_rows(const fa_attention_args *a, const modifiers *m, int out_of_range, const row_block *t, int64_t j0,
-                        int64_t n, const dot_scratch *w)
+INLINE void modify_rows(const fa_attention_args *a, const modifiers *m, int out_of_range, const row_block *t,
+                        int64_t j0, int64_t n, const dot_scratch *w)
 {
     if (!modifies(m, out_of_range)) return;
     v_t lane_index;
     for (int i = 0; i < LANES; i++) lane_index[i] = i;
-    EACH_ROW(t, r, id)
-    {
+    EACH_ROW(t, r, id) {
         lane slope = 0, distance = 0;
         if (m->alibi) {
             slope = *(const lane_u *)at(&a->alibi_slopes, t->b, id.head, 0, 0);
@@ -231,8 +227,8 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     EACH_ROWS(SCORES)
 #undef SCORES
 
-    /* A probability of 0 does not shield a NaN or Inf in V: take such rows out, add them where attended. */
-    modify_rows(a, m, out_of_range, t, j0, n, w);
+        /* A probability of 0 does not shield a NaN or Inf in V: take such rows out, add them where attended. */
+        modify_rows(a, m, out_of_range, t, j0, n, w);
     if (a->second_pass) {
         weigh_rows(a, m, out_of_range || kind == BLOCK_EDGE, t, j0, n, w);
         return;
@@ -265,11 +261,11 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     EACH_ROWS(VALUES)
 #undef VALUES
 #undef EACH_ROWS
-    for (int64_t i = 0; i < n_bad; i++)
-        for (r = 0; r < t->rows; r++)
-            for (int64_t d = 0; d < width && attends[i][r]; d++)
-                p->acc[r * p->acc_row + d] +=
-                    w->s[r * BLOCK_K + bad[i]] * load_element(dtype, v + bad[i] * a->v.row + d * size);
+        for (int64_t i = 0; i < n_bad; i++)
+            for (r = 0; r < t->rows; r++)
+                for (int64_t d = 0; d < width && attends[i][r]; d++)
+                    p->acc[r * p->acc_row + d] += w->s[r * BLOCK_K + bad[i]] *
+                                                  load_element(dtype, v + bad[i] * a->v.row + d * size);
 }
 
 /* The state of the KV head's rows over keys [key_begin, key_end), as a partial. */
@@ -285,8 +281,7 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
     row_block_ranges(a, t, key_begin, key_end);
     if (a->ranges) row_block_open_lists(a, t);
     if (a->second_pass) load_row_norm(a, t, w->base, w->factor);
-    EACH_ROW(t, r, id)
-    {
+    EACH_ROW(t, r, id) {
         lane *q = w->q + r * w->depth;
         for (int64_t d = a->head_dim; d < w->depth; d++) q[d] = 0;
         load_row(a->q.dtype, at(&a->q, t->b, id.head, id.query, 0), a->head_dim, m.q_factor, q);

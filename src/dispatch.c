@@ -18,22 +18,10 @@ static const struct {
 #undef X
 };
 
-int fa_isa_count(void)
-{
-    return sizeof isas / sizeof isas[0];
-}
+int fa_isa_count(void) { return sizeof isas / sizeof isas[0]; }
 
-const char *fa_isa_name(int isa)
-{
-    return isas[isa].name;
-}
+const char *fa_isa_name(int isa) { return isas[isa].name; }
 
-int fa_isa_available(int isa)
-{
-    return isas[isa].available();
-}
+int fa_isa_available(int isa) { return isas[isa].available(); }
 
-const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane)
-{
-    return lane == FA_F64 ? isas[isa].f64 : isas[isa].f32;
-}
+const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane) { return lane == FA_F64 ? isas[isa].f64 : isas[isa].f32; }

@@ -25,15 +25,16 @@ typedef struct {
 } fa_array;
 
 typedef struct {
-    fa_array q, k, v, out; /* (batch, heads, length, head_dim), the last axis contiguous */
-    fa_array lse;          /* (batch, heads_q, len_q), lane type; optional, as all that follow */
-    fa_array mask, bias;   /* (batch, heads_q, len_q, len_k); mask is uint8, nonzero attends */
-    fa_array row_begin, row_end;  /* (batch, heads_q, len_q), int64: row i attends keys begin <= j < end */
-    fa_array range_first, range_last; /* (batch, heads_q, len_q), int64: and of those, the keys in ranges first .. last - 1 */
+    fa_array q, k, v, out;       /* (batch, heads, length, head_dim), the last axis contiguous */
+    fa_array lse;                /* (batch, heads_q, len_q), lane type; optional, as all that follow */
+    fa_array mask, bias;         /* (batch, heads_q, len_q, len_k); mask is uint8, nonzero attends */
+    fa_array row_begin, row_end; /* (batch, heads_q, len_q), int64: row i attends keys begin <= j < end */
+    fa_array range_first,
+        range_last;        /* (batch, heads_q, len_q), int64: and of those, the keys in ranges first .. last - 1 */
     const int64_t *ranges; /* pairs (begin, end), or NULL: in a row's list not empty, sorted, none touching the next */
-    fa_array alibi_slopes, sinks; /* (batch, heads_q), lane type */
-    fa_array q_position;          /* (batch), int64: position of query row 0, for ALiBi */
-    fa_array row_max, entropy;    /* (batch, heads_q, len_q), lane type: of each row's scores and probabilities */
+    fa_array alibi_slopes, sinks;   /* (batch, heads_q), lane type */
+    fa_array q_position;            /* (batch), int64: position of query row 0, for ALiBi */
+    fa_array row_max, entropy;      /* (batch, heads_q, len_q), lane type: of each row's scores and probabilities */
     fa_array top_weights, top_keys; /* (batch, heads_q, len_q, n_top), lane type, int64: the largest probabilities */
     fa_array norm; /* (batch, heads_q, len_q, 2), lane type: a probability is exp(score - norm[0]) * norm[1] */
     fa_array key_sums, mean_weights; /* (batch, heads_q, len_k), (batch, 1, len_q, len_k), lane type: second pass */
@@ -86,9 +87,9 @@ typedef enum { FA_NONE, FA_RELU, FA_GELU, FA_GELU_TANH, FA_SILU, FA_SIGMOID } fa
 typedef struct {
     const char *x, *residual;
     char *out;
-    const char *panels;                 /* n_panels x k x columns, as packed.py says; gated: gate, up, gate, ... */
-    const void *scales;                 /* lanes, (n_panels, columns); int8 only */
-    const void *bias;                   /* lanes, (n), gated (2, n); optional, as residual */
+    const char *panels; /* n_panels x k x columns, as packed.py says; gated: gate, up, gate, ... */
+    const void *scales; /* lanes, (n_panels, columns); int8 only */
+    const void *bias;   /* lanes, (n), gated (2, n); optional, as residual */
     int64_t x_row, residual_row, out_row, m, n, k;
     fa_dtype dtype, weight; /* of x, residual, out; of the panels */
     int gated;

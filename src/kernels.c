@@ -6,10 +6,7 @@
 #include "simd.h"
 
 /* Whether a task is to end where it is. It asks about every millisecond: the answer may take a look at the clock. */
-INLINE int given_up(const fa_watch *watch)
-{
-    return watch && watch->gives_up(watch->caller);
-}
+INLINE int given_up(const fa_watch *watch) { return watch && watch->gives_up(watch->caller); }
 
 #include "convert.inc.h"
 #include "tile.inc.h"
@@ -48,10 +45,7 @@ _Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");
  * Of 4 and 24, tried on 2 cores, 24 is 30% ahead at (1, 12, 128, 64), 4% at (1, 12, 512, 64), level from there on. */
 #define TASKS_PER_THREAD 24
 
-static int64_t ceil_div(int64_t n, int64_t d)
-{
-    return (n + d - 1) / d;
-}
+static int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 /* Partials at the head of a thread's scratch: the one that is made, and the states that it is merged into. One state
  * serves all tiles of a task in turn where none is needed before the tile's end. */
@@ -80,8 +74,7 @@ static row_block rows_of(const fa_attention_args *a, const fa_plan *p, int64_t h
 static int takes_dot(const fa_attention_args *a, const fa_plan *p, const row_block *t)
 {
     if (p->kind != FA_DOT || !a->row_end.data) return p->kind == FA_DOT;
-    EACH_ROW(t, r, id)
-    {
+    EACH_ROW(t, r, id) {
         int64_t begin, end;
         row_range(a, t, id, &begin, &end);
         if (begin < end && end > a->len_q) return 1;
@@ -137,8 +130,7 @@ static void splits(const fa_attention_args *a, const fa_plan *p, int64_t head, i
 {
     const row_block t = rows_of(a, p, head, 0, 1);
     int64_t begin = a->len_k, end = 0;
-    EACH_ROW(&t, r, id)
-    {
+    EACH_ROW(&t, r, id) {
         int64_t row_begin, row_end;
         row_range(a, &t, id, &row_begin, &row_end);
         if (row_begin >= row_end) continue;
@@ -203,8 +195,7 @@ static void run_split(const fa_attention_args *a, const fa_plan *p, int64_t head
 static int attends_some(const fa_attention_args *a, const row_block *t, int64_t begin, int64_t end)
 {
     if (!a->row_begin.data && !a->row_end.data && !a->ranges) return 1;
-    EACH_ROW(t, r, id)
-    {
+    EACH_ROW(t, r, id) {
         int64_t first, last;
         row_range(a, t, id, &first, &last);
         first = larger(first, begin), last = smaller(last, end);
@@ -289,8 +280,6 @@ static void run(const fa_attention_args *a, const fa_plan *p, int64_t task, void
 #define TABLE_NAME TABLE(FA_ISA_NAME, f32)
 #endif
 const fa_kernels TABLE_NAME = {
-    plan,        run,        splits,             run_split, merge,
-    linear_plan, linear_run, rows_scratch_bytes, rows_run,
-    rope_run,    recurrent_plan, recurrent_run, rowwise_plan, rowwise_run,
-    fma_rounds,  read_bytes,
+    plan,     run,      splits,         run_split,     merge,        linear_plan, linear_run, rows_scratch_bytes,
+    rows_run, rope_run, recurrent_plan, recurrent_run, rowwise_plan, rowwise_run, fma_rounds, read_bytes,
 };

@@ -26,7 +26,7 @@
 #else
 #define LINEAR_NV 2
 #endif
-_Static_assert(LINEAR_ROWS * LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
+_Static_assert(LINEAR_ROWS *LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
 _Static_assert(LINEAR_ROWS <= TILE_MAX && FA_PANEL_BYTES % (LINEAR_NV * V_BYTES) == 0, "passes fill a panel");
 
 /* Input features of a block: a part of a panel is 32 KB. 128, with which it would leave room in the first-level cache,
@@ -53,10 +53,7 @@ typedef struct {
     lane *acc;  /* (panels, rows, PANEL) */
 } linear_scratch;
 
-INLINE int linear_dot(const fa_linear_args *a)
-{
-    return V_BF16_DOT && a->weight == FA_BF16;
-}
+INLINE int linear_dot(const fa_linear_args *a) { return V_BF16_DOT && a->weight == FA_BF16; }
 
 /* Whether x is read where it is: lanes, in rows that do not meet in one set of the first-level cache. A half of a pair
  * behind its last feature is another row's, or nobody's. Copying cost 2 to 13% of the time, of few rows up to 40%. */
@@ -122,9 +119,10 @@ INLINE void tile_rows(int64_t pitch, int dot, int more, const char *x, int64_t x
 #define ROWS(n)                                                                                                        \
     case n: tile_outer(n, LINEAR_NV, pitch, dot, more, x, x_row, y, depth, 1, fetch, ahead, acc); break;
     switch (rows) {
-        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+        ROWS(1)
+        ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #if LINEAR_ROWS == 12
-        ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+            ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #endif
     }
 #undef ROWS
@@ -135,8 +133,8 @@ INLINE void tile_rows(int64_t pitch, int dot, int more, const char *x, int64_t x
  * In one or two passes each line of the part is met once or twice, and the arithmetic takes no longer than memory does
  * to bring it: asking for the next part, `ahead` if there is one, a line or two at every step, gains 15 to 50% where
  * weights come from far away. With more passes it gains less than it costs where they do not. */
-INLINE void block_linear(int dot, int more, const char *x, int64_t x_row, int64_t rows, const lane *part,
-                         int64_t depth, const char *ahead, lane *acc)
+INLINE void block_linear(int dot, int more, const char *x, int64_t x_row, int64_t rows, const lane *part, int64_t depth,
+                         const char *ahead, lane *acc)
 {
     const int64_t all = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
     const int64_t fetch = ahead ? FA_PANEL_BYTES / 64 * LINEAR_NV * LANES / PANEL / all : 0; /* lines a step */
@@ -165,8 +163,7 @@ INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int6
     const char *residual = a->residual ? a->residual + row * a->residual_row + first * size : NULL;
     char *out = a->out + row * a->out_row + first * size;
     const int whole = n == PANEL && a->dtype == (LANE_BITS == 64 ? FA_F64 : FA_F32);
-    UNROLL for (int64_t c = 0; c < PANEL; c += LANES)
-    {
+    UNROLL_FOR(int64_t c = 0; c < PANEL; c += LANES) {
         const int64_t left = n - c;
         if (left <= 0) break;
 #define AT(p) (left >= LANES ? v_load((p) + c) : v_load_n((p) + c, left))
@@ -199,28 +196,24 @@ INLINE void tile_narrow(int rows, fa_dtype weight, int more, const char *x, int6
 {
     const int64_t step_bytes = weight == FA_I8 ? PANEL : FA_PANEL_BYTES;
     v_t sum[NARROW_ROWS][LINEAR_NV], low[LINEAR_NV], high[LINEAR_NV];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_splat(0);
+    UNROLL_FOR(int r = 0; r < rows; r++)
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_splat(0);
     for (int64_t d = 0; d < features; d += 1 + (weight == FA_BF16), ahead += step_bytes) {
-        UNROLL for (int64_t line = 0; line < step_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
-        UNROLL for (int u = 0; u < LINEAR_NV; u++)
-        {
+        UNROLL_FOR(int64_t line = 0; line < step_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
             if (weight == FA_I8) low[u] = v_load_i8(part + d * PANEL + u * LANES);
             else v_unpair_bf16(v_load(part + (d / 2 * PANEL + u * LANES) * (int64_t)sizeof(lane)), low + u, high + u);
         }
-        UNROLL for (int r = 0; r < rows; r++)
-        {
+        UNROLL_FOR(int r = 0; r < rows; r++) {
             const lane_u *at = (const lane_u *)(x + r * x_row) + d;
-            UNROLL for (int u = 0; u < LINEAR_NV; u++)
-            {
+            UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
                 sum[r][u] = v_fma(v_splat(at[0]), low[u], sum[r][u]);
                 if (weight == FA_BF16) sum[r][u] = v_fma(v_splat(at[1]), high[u], sum[r][u]);
             }
         }
     }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int u = 0; u < LINEAR_NV; u++)
-        {
+    UNROLL_FOR(int r = 0; r < rows; r++)
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
             lane *to = acc + r * PANEL + u * LANES;
             v_store(to, more ? v_load(to) + sum[r][u] : sum[r][u]);
         }
@@ -296,8 +289,7 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *p, int64_t
                 part = (const char *)w.part;
                 ahead = NULL;
             }
-#define BLOCK(dot, more)                                                                                               \
-    block_linear(dot, more, x, x_row, rows, (const lane *)part, dot ? n : features, ahead, acc)
+#define BLOCK(dot, more) block_linear(dot, more, x, x_row, rows, (const lane *)part, dot ? n : features, ahead, acc)
             if (V_BF16_DOT && dot) more ? BLOCK(1, 1) : BLOCK(1, 0);
             else more ? BLOCK(0, 1) : BLOCK(0, 0);
 #undef BLOCK

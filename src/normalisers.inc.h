@@ -27,11 +27,10 @@ INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane 
 {
     int64_t to = first;
     v_t base[NV_MAX];
-    UNROLL for (int u = 0; u < nv; u++) base[u] = row_base(row_max + u * LANES);
+    UNROLL_FOR(int u = 0; u < nv; u++) base[u] = row_base(row_max + u * LANES);
     for (int64_t j = first; j < first + n; j++) {
         vi_t some = {0};
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t s = v_load(kept->s + j * BLOCK_Q + u * LANES);
             some |= kept->live[u] & ~(s - base[u] <= v_splat(-width));
             v_store(kept->s + to * BLOCK_Q + u * LANES, s);
@@ -46,20 +45,16 @@ INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane 
 INLINE void relate_to_max(int nv, kept_scores *kept, lane factor, const lane *row_max)
 {
     v_t base[NV_MAX];
-    UNROLL for (int u = 0; u < nv; u++) base[u] = row_base(row_max + u * LANES);
+    UNROLL_FOR(int u = 0; u < nv; u++) base[u] = row_base(row_max + u * LANES);
     for (int64_t j = 0; j < kept->n; j++)
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             lane *s = kept->s + j * BLOCK_Q + u * LANES;
             v_store(s, (v_load(s) - base[u]) * v_splat(factor));
         }
 }
 
 /* Whether to end between two passes over the kept keys; of few keys a pass takes less time than asking. */
-INLINE int passes_end(const fa_watch *watch, const kept_scores *kept)
-{
-    return kept->n > PART_K && given_up(watch);
-}
+INLINE int passes_end(const fa_watch *watch, const kept_scores *kept) { return kept->n > PART_K && given_up(watch); }
 
 /* Raises tau from -1 to where the sum of max(z - tau, 0), or of its square, is 1, by Newton's method: at -1 it is 1 or
  * more. The sum is convex and falls, so tau only rises; it rises by a rounding at least until it rises for no row. Keys below tau
@@ -70,14 +65,13 @@ INLINE void newton(const fa_watch *watch, int nv, int squared, kept_scores *kept
     do {
         v_t sum[NV_MAX], slope[NV_MAX];
         int64_t to = 0;
-        UNROLL for (int u = 0; u < nv; u++) sum[u] = slope[u] = v_splat(0);
+        UNROLL_FOR(int u = 0; u < nv; u++) sum[u] = slope[u] = v_splat(0);
         for (int64_t first = 0; first < kept->n; first += BLOCK_K) { /* sums of sums: less is rounded away */
             v_t block_sum[NV_MAX], block_slope[NV_MAX];
-            UNROLL for (int u = 0; u < nv; u++) block_sum[u] = block_slope[u] = v_splat(0);
+            UNROLL_FOR(int u = 0; u < nv; u++) block_sum[u] = block_slope[u] = v_splat(0);
             for (int64_t j = first; j < smaller(first + BLOCK_K, kept->n); j++) {
                 vi_t some = {0};
-                UNROLL for (int u = 0; u < nv; u++)
-                {
+                UNROLL_FOR(int u = 0; u < nv; u++) {
                     const v_t z = v_load(kept->s + j * BLOCK_Q + u * LANES), above = v_max(v_splat(0), z - tau[u]);
                     some |= kept->live[u] & ~(z <= tau[u]);
                     v_store(kept->s + to * BLOCK_Q + u * LANES, z);
@@ -87,12 +81,11 @@ INLINE void newton(const fa_watch *watch, int nv, int squared, kept_scores *kept
                 kept->key[to] = kept->key[j];
                 to += v_any(some);
             }
-            UNROLL for (int u = 0; u < nv; u++) sum[u] += block_sum[u], slope[u] += block_slope[u];
+            UNROLL_FOR(int u = 0; u < nv; u++) sum[u] += block_sum[u], slope[u] += block_slope[u];
         }
         kept->n = to;
         rises = (vi_t){0};
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t next = tau[u] + (sum[u] - 1) / slope[u];
             rises |= next > tau[u]; /* false for NaN, and for a row without keys: -1 / 0 */
             tau[u] = v_select(next > tau[u], next, tau[u]);
@@ -101,18 +94,14 @@ INLINE void newton(const fa_watch *watch, int nv, int squared, kept_scores *kept
 }
 
 /* The bits of lanes as integers of the same order, and back. */
-INLINE vi_t ordered(vi_t bits)
-{
-    return bits ^ (vi_t)((vw_t)(bits >> (LANE_BITS - 1)) >> 1);
-}
+INLINE vi_t ordered(vi_t bits) { return bits ^ (vi_t)((vw_t)(bits >> (LANE_BITS - 1)) >> 1); }
 
 /* How many scores of each lane are at least t, or above it. */
 INLINE void count_from(int nv, const kept_scores *kept, int above, const v_t *t, vi_t *count)
 {
-    UNROLL for (int u = 0; u < nv; u++) count[u] = (vi_t){0};
+    UNROLL_FOR(int u = 0; u < nv; u++) count[u] = (vi_t){0};
     for (int64_t j = 0; j < kept->n; j++)
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t s = v_load(kept->s + j * BLOCK_Q + u * LANES);
             count[u] -= above ? s > t[u] : s >= t[u]; /* true is -1 */
         }
@@ -127,38 +116,35 @@ INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64
     const vi_t wanted = (vi_t){0} + (ilane)smaller(k, kept->n);
     vi_t low[NV_MAX], high[NV_MAX], count[NV_MAX], open = {0};
     v_t t[NV_MAX];
-    UNROLL for (int u = 0; u < nv; u++) t[u] = v_splat(-INFINITY);
+    UNROLL_FOR(int u = 0; u < nv; u++) t[u] = v_splat(-INFINITY);
     count_from(nv, kept, 1, t, count);
-    UNROLL for (int u = 0; u < nv; u++)
-    {
+    UNROLL_FOR(int u = 0; u < nv; u++) {
         const vi_t most = ordered((vi_t)v_load(row_max + u * LANES)) + 1;
         low[u] = ordered((vi_t)v_splat(-LANE_MAX));
-        high[u] = (vi_t)v_select(kept->live[u] & (count[u] > wanted), (v_t)most, (v_t)low[u]); /* of few all are taken */
+        high[u] = (vi_t)v_select(kept->live[u] & (count[u] > wanted), (v_t)most,
+                                 (v_t)low[u]); /* of few all are taken */
     }
     do {
         vi_t middle[NV_MAX];
         open = (vi_t){0};
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             middle[u] = (low[u] & high[u]) + ((low[u] ^ high[u]) >> 1); /* rounded down, without overflow */
             t[u] = (v_t)ordered(middle[u]);
         }
         count_from(nv, kept, 0, t, count);
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             const vi_t inside = middle[u] > low[u], enough = count[u] >= wanted;
             low[u] = (vi_t)v_select(inside & enough, (v_t)middle[u], (v_t)low[u]);
             high[u] = (vi_t)v_select(inside & (count[u] <= wanted), (v_t)middle[u], (v_t)high[u]);
             open |= inside & (count[u] != wanted);
         }
     } while (v_any(open) && !passes_end(watch, kept));
-    UNROLL for (int u = 0; u < nv; u++) t[u] = (v_t)ordered(low[u]);
+    UNROLL_FOR(int u = 0; u < nv; u++) t[u] = (v_t)ordered(low[u]);
     count_from(nv, kept, 1, t, count);
     int64_t to = 0;
     for (int64_t j = 0; j < kept->n; j++) {
         vi_t some = {0};
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t s = v_load(kept->s + j * BLOCK_Q + u * LANES);
             const vi_t equal = (s == t[u]) & (count[u] < wanted), takes = (s > t[u]) | equal | (s != s);
             count[u] -= equal;
@@ -179,7 +165,7 @@ INLINE void find_threshold(const fa_rowwise_args *r, int nv, const lane *row_max
     keep_near(nv, kept, 0, kept->n, support_width(kind), row_max);
     if (kind == FA_TOP_K) take_largest(watch, nv, kept, r->k_keys, row_max);
     relate_to_max(nv, kept, kind == FA_ENTMAX15 ? (lane)0.5 : 1, row_max);
-    UNROLL for (int u = 0; u < nv; u++) tau[u] = v_splat(-1);
+    UNROLL_FOR(int u = 0; u < nv; u++) tau[u] = v_splat(-1);
     if (kind == FA_SPARSEMAX) newton(watch, nv, 0, kept, tau);
     if (kind == FA_ENTMAX15) newton(watch, nv, 1, kept, tau);
 }
@@ -189,17 +175,16 @@ INLINE void normalise(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, co
 {
     const int sparse = kind == FA_SPARSEMAX || kind == FA_ENTMAX15;
     v_t sum[NV_MAX];
-    UNROLL for (int u = 0; u < nv; u++) sum[u] = v_splat(0);
+    UNROLL_FOR(int u = 0; u < nv; u++) sum[u] = v_splat(0);
     for (int64_t j = 0; j < n; j++)
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t x = v_load(z + j * BLOCK_Q + u * LANES);
             const v_t above = sparse ? v_max(v_splat(0), x - tau[u]) : v_exp_prob(x);
             const v_t prob = kind == FA_ENTMAX15 ? above * above : above;
             sum[u] += prob;
             v_store(p + j * BLOCK_Q + u * LANES, prob);
         }
-    UNROLL for (int u = 0; u < nv; u++) v_store(row_sum + u * LANES, v_load(row_sum + u * LANES) + sum[u]);
+    UNROLL_FOR(int u = 0; u < nv; u++) v_store(row_sum + u * LANES, v_load(row_sum + u * LANES) + sum[u]);
 }
 
 /* The lanes that attend a key with score z and probability p. */

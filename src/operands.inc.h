@@ -17,20 +17,20 @@ typedef struct {
     lane *top_score;                 /* (n_top) rows of pitch BLOCK_Q, as top_key: */
     ilane *top_key;                  /* counted from top_first, the first key of the part */
     int64_t top_first;
-    int fresh;                       /* no block yet: ot holds nothing */
-    partial total;                   /* of the parts that are done */
-    int64_t parts;                   /* how many: PART_K */
+    int fresh;     /* no block yet: ot holds nothing */
+    partial total; /* of the parts that are done */
+    int64_t parts; /* how many: PART_K */
 } tile_state;
 
 /* A thread's scratch. s, add, pairs have the row pitch BLOCK_Q. */
 typedef struct {
     tile_state tiles[TILES];
-    lane *s, *add;                         /* (BLOCK_K) rows: scores, then probabilities; additive tile */
-    lane *pairs;                           /* (BLOCK_K / 2): probabilities as pairs of bfloat16 */
-    lane *rows;                            /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
-    lane *k, *v, *clean;                   /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
-    lane *alpha, *position, *begin, *end;  /* (BLOCK_Q) */
-    partial part;                          /* where `total` must not yet be written */
+    lane *s, *add;                        /* (BLOCK_K) rows: scores, then probabilities; additive tile */
+    lane *pairs;                          /* (BLOCK_K / 2): probabilities as pairs of bfloat16 */
+    lane *rows;                           /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
+    lane *k, *v, *clean;                  /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
+    lane *alpha, *position, *begin, *end; /* (BLOCK_Q) */
+    partial part;                         /* where `total` must not yet be written */
 } tile_scratch;
 
 /* Cuts up `memory` for a tile; returns the bytes it takes, also for memory == NULL. */
@@ -140,12 +140,12 @@ INLINE void load_bias_square(const char *const *rows, int64_t first, int64_t wid
 {
     const vi_t hidden = (vi_t)v_splat(-INFINITY);
     v_t x[LANES];
-    UNROLL for (int i = 0; i < LANES; i++) {
+    UNROLL_FOR(int i = 0; i < LANES; i++) {
         const char *row = rows[i] + first * (int64_t)sizeof(lane);
         x[i] = width == LANES ? v_load(row) : v_load_n(row, width);
     }
     v_transpose(x);
-    UNROLL for (int i = 0; i < LANES; i++) {
+    UNROLL_FOR(int i = 0; i < LANES; i++) {
         if (i >= width) break;
         *low = v_min(x[i], *low); /* this way round a NaN is passed over */
         *some |= (vi_t)x[i] ^ hidden;
@@ -175,9 +175,8 @@ INLINE block_kind load_additive(const fa_attention_args *a, const modifiers *m, 
     const row_block *t = &tile->t;
     const int shared = rows_share(t, &a->mask) && rows_share(t, &a->bias) && (!t->several || t->one_list);
     if (m->additive == ADD_BIAS && !shared && bias_of_lanes(a)) return load_bias(tile, nv, j0, n, w->add);
-    const block_kind kind = shared
-                                ? additive_row(a, t, first_row(t), t->several ? t->lists : NULL, j0, n, w->rows)
-                                : additive_rows(a, t, j0, n, w->rows);
+    const block_kind kind = shared ? additive_row(a, t, first_row(t), t->several ? t->lists : NULL, j0, n, w->rows)
+                                   : additive_rows(a, t, j0, n, w->rows);
     if (kind == BLOCK_EMPTY) return kind;
     if (shared)
         for (int64_t j = 0; j < n; j++)
@@ -199,10 +198,7 @@ typedef struct {
     int64_t bad[BLOCK_K], n_bad; /* rows of v that are not finite, and are 0 in w->clean: see take_out_bad_values */
 } key_block;
 
-INLINE int is_dense(const fa_array *x, int64_t width)
-{
-    return x->row == width * dtype_size(x->dtype);
-}
+INLINE int is_dense(const fa_array *x, int64_t width) { return x->row == width * dtype_size(x->dtype); }
 
 /* Keys and values in place, or copied to scratch. */
 INLINE void load_block(const fa_attention_args *a, const row_block *t, int dot, const tile_scratch *w, key_block *block)
@@ -247,9 +243,11 @@ INLINE void load_block(const fa_attention_args *a, const row_block *t, int dot, 
 
 /* Part `i` of `parts` of the keys and values from `first` on, where their rows do not lie side by side: there the
  * hardware's prefetching finds nothing to follow. */
-INLINE void prefetch_block(const fa_attention_args *a, const row_block *t, int64_t first, int64_t last, int i, int parts)
+INLINE void prefetch_block(const fa_attention_args *a, const row_block *t, int64_t first, int64_t last, int i,
+                           int parts)
 {
-    const int64_t j0 = first + i * BLOCK_K / parts, j1 = first + (i + 1) * BLOCK_K / parts, n = (j1 < last ? j1 : last) - j0;
+    const int64_t j0 = first + i * BLOCK_K / parts, j1 = first + (i + 1) * BLOCK_K / parts,
+                  n = (j1 < last ? j1 : last) - j0;
     if (n <= 0) return;
     if (!is_dense(&a->k, a->head_dim))
         prefetch_rows(at(&a->k, t->b, t->h_kv, j0, 0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));

@@ -59,10 +59,7 @@ INLINE partial partial_from(const fa_attention_args *a, const partial *p, int64_
 }
 
 /* Nothing is lost yet: to be called between the first partial and the second. */
-static void partial_begin_merging(const partial *p)
-{
-    memset(p->row_max + p->low, 0, p->low * sizeof(lane));
-}
+static void partial_begin_merging(const partial *p) { memset(p->row_max + p->low, 0, p->low * sizeof(lane)); }
 
 /* sum = sum * scale + x, and low = low * scale + what that addition rounds away (Knuth's two-sum; none where the sum is
  * Inf or NaN). */
@@ -126,8 +123,7 @@ static void partial_copy(const fa_attention_args *a, const partial *into, const 
 /* Sinks, normalisation, conversion: writes out, lse and statistics of the block's rows. */
 static void partial_finish(const fa_attention_args *a, const row_block *t, const partial *p)
 {
-    EACH_ROW(t, r, id)
-    {
+    EACH_ROW(t, r, id) {
         lane max = p->row_max[r], sum = p->row_sum[r], *acc = p->acc + r * p->acc_row, sink = -INFINITY;
         if (a->sigmoid) {
             store_row(a->out.dtype, acc, a->head_dim_v, 1, at(&a->out, t->b, id.head, id.query, 0));

@@ -6,25 +6,25 @@ static double fma_rounds(int64_t rounds, int bf16)
     enum { CHAINS = V_BYTES == 64 ? 16 : 12 };
     if (bf16 && !V_BF16_DOT) return 0;
     v_t acc[CHAINS], a = v_splat((lane)0.5), b = v_splat((lane)0.25);
-    UNROLL for (int i = 0; i < CHAINS; i++) acc[i] = v_splat((lane)i);
+    UNROLL_FOR(int i = 0; i < CHAINS; i++) acc[i] = v_splat((lane)i);
     __asm__ volatile("" : "+m"(a), "+m"(b));
     for (int64_t i = 0; i < rounds; i++)
-        UNROLL for (int c = 0; c < CHAINS; c++)
+        UNROLL_FOR(int c = 0; c < CHAINS; c++)
 #if V_BF16_DOT
             acc[c] = bf16 ? v_dot_bf16(a, b, acc[c]) : v_fma(a, acc[c], b);
 #else
             acc[c] = v_fma(a, acc[c], b);
 #endif
-    UNROLL for (int c = 0; c < CHAINS; c++) __asm__ volatile("" : "+m"(acc[c]));
+    UNROLL_FOR(int c = 0; c < CHAINS; c++) __asm__ volatile("" : "+m"(acc[c]));
     return (double)rounds * CHAINS * LANES * (bf16 ? 4 : 2);
 }
 
 static double read_bytes(const char *data, int64_t n)
 {
     v_t sum[8];
-    UNROLL for (int i = 0; i < 8; i++) sum[i] = v_splat(0);
+    UNROLL_FOR(int i = 0; i < 8; i++) sum[i] = v_splat(0);
     for (int64_t at = 0; at + 8 * V_BYTES <= n; at += 8 * V_BYTES)
-        UNROLL for (int i = 0; i < 8; i++) sum[i] += v_load(data + at + i * V_BYTES);
-    UNROLL for (int i = 1; i < 8; i++) sum[0] += sum[i];
+        UNROLL_FOR(int i = 0; i < 8; i++) sum[i] += v_load(data + at + i * V_BYTES);
+    UNROLL_FOR(int i = 1; i < 8; i++) sum[0] += sum[i];
     return v_sum(sum[0]);
 }

@@ -164,10 +164,10 @@ static void recurrent_run(const fa_recurrent_args *a, const fa_recurrent_plan *p
         update_state(a, &t, &w, n);
     }
     if (!a->causal) EACH_CHUNK(a->len_q, n)
-    {
-        if (i && i % between == 0 && given_up(a->watch)) return;
-        chunk_reads(a, &t, &w, i, n);
-    }
+        {
+            if (i && i % between == 0 && given_up(a->watch)) return;
+            chunk_reads(a, &t, &w, i, n);
+        }
 #undef EACH_CHUNK
     store_state(a, &t, &w);
     store_norm(a, &t, &w);

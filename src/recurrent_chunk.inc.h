@@ -110,15 +110,12 @@ static void chunk_scores(const lane *x, int64_t n, const lane *kt, int64_t head_
 
 /* 0 for what is smaller than any normal number: arithmetic on such numbers takes a hundred times as long, and a state
  * that decays stays among them for ever. NaN stays NaN. */
-INLINE v_t v_flush(v_t x)
-{
-    return v_select(v_abs(x) < v_splat(LANE_MIN), v_splat(0), x);
-}
+INLINE v_t v_flush(v_t x) { return v_select(v_abs(x) < v_splat(LANE_MIN), v_splat(0), x); }
 
 INLINE vi_t lane_numbers(int64_t first)
 {
     vi_t i;
-    UNROLL for (int u = 0; u < LANES; u++) i[u] = (ilane)(first + u);
+    UNROLL_FOR(int u = 0; u < LANES; u++) i[u] = (ilane)(first + u);
     return i;
 }
 
@@ -195,8 +192,8 @@ static void gated_scores(const recurrent_scratch *w, const lane *x, int64_t n, i
             const vi_t before = lane_numbers(j) < (ilane)i;
             v_t sum[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};
             const lane *gate = w->gate + i * w->width;
-            for (int64_t d = 0; d < head_dim; d += 4) UNROLL for (int64_t e = 0; e < 4; e++)
-                {
+            for (int64_t d = 0; d < head_dim; d += 4)
+                UNROLL_FOR(int64_t e = 0; e < 4; e++) {
                     if (d + e >= head_dim) break;
                     lane *at = w->kt + (d + e) * R_LANES + j;
                     const v_t key = v_load(at) * v_select(before, v_splat(gate[d + e]), v_splat(1));
@@ -233,13 +230,13 @@ static void solve(const lane *writes, int64_t n, lane *u)
         if (r) panel_product(1, 0, writes + r * R_LANES, end - r, u, r, u + r * PANEL);
         for (int64_t i = r + 1; i < end; i++) {
             v_t sum[PANEL / LANES];
-            UNROLL for (int c = 0; c < PANEL / LANES; c++) sum[c] = v_load(u + i * PANEL + c * LANES);
+            UNROLL_FOR(int c = 0; c < PANEL / LANES; c++) sum[c] = v_load(u + i * PANEL + c * LANES);
             for (int64_t j = r; j < i; j++) {
                 const v_t factor = v_splat(writes[i * R_LANES + j]);
-                UNROLL for (int c = 0; c < PANEL / LANES; c++)
+                UNROLL_FOR(int c = 0; c < PANEL / LANES; c++)
                     sum[c] = v_fma(factor, v_load(u + j * PANEL + c * LANES), sum[c]);
             }
-            UNROLL for (int c = 0; c < PANEL / LANES; c++) v_store(u + i * PANEL + c * LANES, sum[c]);
+            UNROLL_FOR(int c = 0; c < PANEL / LANES; c++) v_store(u + i * PANEL + c * LANES, sum[c]);
         }
     }
 }

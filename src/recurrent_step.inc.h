@@ -21,20 +21,18 @@
 /* sum (n) = x (head_dim) S (head_dim, n), of nv vectors */
 INLINE void step_read(int nv, int64_t n, const char *state, int64_t row, const lane *x, int64_t head_dim, v_t *sum)
 {
-    UNROLL for (int c = 0; c < nv; c++) sum[c] = v_splat(0);
+    UNROLL_FOR(int c = 0; c < nv; c++) sum[c] = v_splat(0);
     for (int64_t d = 0; d < head_dim; d++, state += row)
-        UNROLL for (int c = 0; c < nv; c++)
-            sum[c] = v_fma(v_splat(x[d]), STEP_LOAD(state + c * V_BYTES, n), sum[c]);
+        UNROLL_FOR(int c = 0; c < nv; c++) sum[c] = v_fma(v_splat(x[d]), STEP_LOAD(state + c * V_BYTES, n), sum[c]);
 }
 
 /* to (head_dim, n) = gate from + k u; sum (n) = q to. `from` NULL is 0. */
 INLINE void step_write(int nv, int64_t n, const char *from, int64_t from_row, char *to, int64_t row, const lane *gate,
                        const lane *k, const lane *q, int64_t head_dim, const v_t *u, v_t *sum)
 {
-    UNROLL for (int c = 0; c < nv; c++) sum[c] = v_splat(0);
+    UNROLL_FOR(int c = 0; c < nv; c++) sum[c] = v_splat(0);
     for (int64_t d = 0; d < head_dim; d++, to += row) {
-        UNROLL for (int c = 0; c < nv; c++)
-        {
+        UNROLL_FOR(int c = 0; c < nv; c++) {
             v_t s = from ? v_flush(STEP_LOAD(from + d * from_row + c * V_BYTES, n) * v_splat(gate[d])) : v_splat(0);
             s = v_fma(v_splat(k[d]), u[c], s);
             if (n == LANES) v_store(to + c * V_BYTES, s);
@@ -52,7 +50,7 @@ typedef struct {
     char *to;
     int64_t from_row, row, head_dim;
     const lane_u *beta; /* NULL without the delta rule */
-    int write;        /* else only read: the other heads of q */
+    int write;          /* else only read: the other heads of q */
 } step;
 
 /* out (nv vectors, or n < LANES of the only one) of columns from `column` on; u is v, and becomes what is written. */
@@ -61,17 +59,16 @@ INLINE void step_columns(const step *s, int nv, int64_t n, int64_t column, const
     const int64_t offset = column * (int64_t)sizeof(lane);
     v_t u[STEP_NV], sum[STEP_NV];
     if (s->write) {
-        UNROLL for (int c = 0; c < nv; c++) u[c] = v_load(v + column + c * LANES);
+        UNROLL_FOR(int c = 0; c < nv; c++) u[c] = v_load(v + column + c * LANES);
         if (s->beta) {
-            UNROLL for (int c = 0; c < nv; c++) sum[c] = v_splat(0);
+            UNROLL_FOR(int c = 0; c < nv; c++) sum[c] = v_splat(0);
             if (s->from) step_read(nv, n, s->from + offset, s->from_row, s->decayed, s->head_dim, sum);
-            UNROLL for (int c = 0; c < nv; c++) u[c] = v_splat(*s->beta) * (u[c] - sum[c]);
+            UNROLL_FOR(int c = 0; c < nv; c++) u[c] = v_splat(*s->beta) * (u[c] - sum[c]);
         }
         step_write(nv, n, s->from ? s->from + offset : NULL, s->from_row, s->to + offset, s->row, s->gate, s->k, s->q,
                    s->head_dim, u, sum);
-    } else
-        step_read(nv, n, s->to + offset, s->row, s->q, s->head_dim, sum);
-    UNROLL for (int c = 0; c < nv; c++) v_store(out + column + c * LANES, sum[c]);
+    } else step_read(nv, n, s->to + offset, s->row, s->q, s->head_dim, sum);
+    UNROLL_FOR(int c = 0; c < nv; c++) v_store(out + column + c * LANES, sum[c]);
 }
 
 /* gate (head_dim) of a token: 1 without decay. */

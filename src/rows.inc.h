@@ -19,12 +19,12 @@ INLINE lane row_sum_of(const fa_watch *watch, sum_kind kind, const lane *z, int6
     int64_t j = 0;
 #define ADD(s, value)                                                                                                  \
     do {                                                                                                               \
-        const v_t y = (value)-v_splat(center);                                                                         \
+        const v_t y = (value) - v_splat(center);                                                                       \
         s = kind == SUM ? s + y : v_fma(y, y, s);                                                                      \
     } while (0)
     EACH_BLOCK(watch, n, begin, end)
         for (; j + 4 * LANES <= end; j += 4 * LANES)
-            UNROLL for (int u = 0; u < 4; u++) ADD(sum[u], v_load(z + j + u * LANES));
+            UNROLL_FOR(int u = 0; u < 4; u++) ADD(sum[u], v_load(z + j + u * LANES));
     if (n - j >= 4 * LANES) return 0; /* given up */
     for (; j + LANES <= n; j += LANES) ADD(sum[0], v_load(z + j));
 #undef ADD
@@ -40,32 +40,33 @@ INLINE void norm_row(const fa_rows_args *a, const lane *z, lane *y)
     const int64_t n = a->n;
     const lane mean = a->kind == FA_LAYER_NORM ? row_sum_of(a->watch, SUM, z, n, 0) / (lane)n : 0;
     const lane factor = 1 / LANE_SQRT(row_sum_of(a->watch, SUM_SQUARES, z, n, mean) / (lane)n + (lane)a->eps);
-    EACH_BLOCK(a->watch, n, begin, end) for (int64_t j = begin; j < end; j += LANES)
-    {
-        const int64_t count = n - j < LANES ? n - j : LANES;
+    EACH_BLOCK(a->watch, n, begin, end)
+        for (int64_t j = begin; j < end; j += LANES) {
+            const int64_t count = n - j < LANES ? n - j : LANES;
 #define AT(p) (count == LANES ? v_load((p) + j) : v_load_n((p) + j, count))
-        v_t x = (AT(z) - v_splat(mean)) * v_splat(factor);
-        if (weight) x = x * AT(weight);
-        if (bias) x = x + AT(bias);
+            v_t x = (AT(z) - v_splat(mean)) * v_splat(factor);
+            if (weight) x = x * AT(weight);
+            if (bias) x = x + AT(bias);
 #undef AT
-        if (count == LANES) v_store(y + j, x);
-        else v_store_n(y + j, x, count);
-    }
+            if (count == LANES) v_store(y + j, x);
+            else v_store_n(y + j, x, count);
+        }
 }
 
 /* y = softmax(z); nothing but -inf gives 0. z is padded to whole vectors with -inf. */
 INLINE void softmax_row(const fa_watch *watch, lane *z, int64_t n)
 {
     v_t max = v_splat(-INFINITY), sum = v_splat(0);
-    EACH_BLOCK(watch, n, begin, end) for (int64_t j = begin; j < end; j += LANES) max = v_max(max, v_load(z + j));
+    EACH_BLOCK(watch, n, begin, end)
+        for (int64_t j = begin; j < end; j += LANES) max = v_max(max, v_load(z + j));
     const lane most = v_max_lanes(max);
     const v_t base = v_splat(most == -INFINITY ? 0 : most);
-    EACH_BLOCK(watch, n, begin, end) for (int64_t j = begin; j < end; j += LANES)
-    {
-        const v_t p = v_exp(v_load(z + j) - base);
-        sum += p;
-        v_store(z + j, p);
-    }
+    EACH_BLOCK(watch, n, begin, end)
+        for (int64_t j = begin; j < end; j += LANES) {
+            const v_t p = v_exp(v_load(z + j) - base);
+            sum += p;
+            v_store(z + j, p);
+        }
     const lane total = v_sum(sum);
     const v_t factor = v_splat(total == 0 ? 0 : 1 / total);
     EACH_BLOCK(watch, n, begin, end)
@@ -79,10 +80,7 @@ INLINE void activate_row(const fa_watch *watch, fa_activation activation, lane *
 }
 
 /* Bytes of scratch for rows of n: two of lanes, padded to whole vectors. */
-static int64_t rows_scratch_bytes(int64_t n)
-{
-    return 2 * (round_up(n, LANES) * (int64_t)sizeof(lane));
-}
+static int64_t rows_scratch_bytes(int64_t n) { return 2 * (round_up(n, LANES) * (int64_t)sizeof(lane)); }
 
 static void rows_run(const fa_rows_args *a, int64_t begin, int64_t end, void *scratch)
 {
@@ -91,8 +89,7 @@ static void rows_run(const fa_rows_args *a, int64_t begin, int64_t end, void *sc
     if (!n) return;
     for (int64_t r = begin; r < end; r++) {
         if (padded != n) v_store(z + padded - LANES, v_splat(a->kind == FA_SOFTMAX ? -INFINITY : 0));
-        EACH_BLOCK(a->watch, n, j, stop)
-        {
+        EACH_BLOCK(a->watch, n, j, stop) {
             const int64_t at = j * dtype_size(a->dtype), count = stop - j;
             load_row(a->dtype, a->x + r * a->x_row + at, count, 1, z + j);
             if (a->residual) add_row(a->dtype, a->residual + r * a->residual_row + at, count, z + j);
@@ -104,13 +101,12 @@ static void rows_run(const fa_rows_args *a, int64_t begin, int64_t end, void *sc
 #define ACTIVATE(activation)                                                                                           \
     case activation: activate_row(a->watch, activation, z, padded); break;
             switch (a->activation) {
-                ACTIVATE(FA_NONE) ACTIVATE(FA_RELU) ACTIVATE(FA_GELU) ACTIVATE(FA_GELU_TANH) ACTIVATE(FA_SILU)
-                ACTIVATE(FA_SIGMOID)
+                ACTIVATE(FA_NONE)
+                ACTIVATE(FA_RELU) ACTIVATE(FA_GELU) ACTIVATE(FA_GELU_TANH) ACTIVATE(FA_SILU) ACTIVATE(FA_SIGMOID)
             }
 #undef ACTIVATE
             if (!a->up) break;
-            EACH_BLOCK(a->watch, n, j, stop)
-            {
+            EACH_BLOCK(a->watch, n, j, stop) {
                 load_row(a->dtype, a->up + r * a->up_row + j * dtype_size(a->dtype), stop - j, 1, up + j);
                 for (int64_t i = j; i < stop; i += LANES) v_store(z + i, v_load(z + i) * v_load(up + i));
             }

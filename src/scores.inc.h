@@ -54,7 +54,7 @@ INLINE row_id next_row(const row_block *t, row_id id)
 }
 
 /* for each row r of t, `id` being its row_id */
-#define EACH_ROW(t, r, id) \
+#define EACH_ROW(t, r, id)                                                                                             \
     row_id id = first_row(t);                                                                                          \
     for (int64_t r = 0; r < (t)->rows; r++, id = next_row(t, id))
 
@@ -77,8 +77,7 @@ static void row_block_ranges(const fa_attention_args *a, row_block *t, int64_t k
 {
     t->first = t->full_last = key_end;
     t->last = t->full_first = key_begin;
-    EACH_ROW(t, r, id)
-    {
+    EACH_ROW(t, r, id) {
         int64_t begin, end;
         row_range(a, t, id, &begin, &end);
         begin = begin > key_begin ? begin : key_begin;
@@ -95,15 +94,9 @@ static void row_block_ranges(const fa_attention_args *a, row_block *t, int64_t k
     }
 }
 
-INLINE int64_t smaller(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-INLINE int64_t larger(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
-}
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* The first pair of [pairs, stop) that ends behind key. */
 INLINE const int64_t *first_pair(const int64_t *pairs, const int64_t *stop, int64_t key)
@@ -130,8 +123,7 @@ static void row_block_open_lists(const fa_attention_args *a, row_block *t)
 {
     t->one_list = 1;
     t->next = INT64_MAX;
-    EACH_ROW(t, r, id)
-    {
+    EACH_ROW(t, r, id) {
         range_list *list = t->lists + r;
         const int64_t *first = a->ranges + 2 * load_int(at(&a->range_first, t->b, id.head, id.query, 0));
         const int64_t *stop = a->ranges + 2 * load_int(at(&a->range_last, t->b, id.head, id.query, 0));
@@ -212,8 +204,7 @@ static block_kind mask_kind(const fa_attention_args *a, const row_block *t, int 
         *j0 += first;
         *n = last - first;
     }
-    EACH_ROW(t, r, id)
-    {
+    EACH_ROW(t, r, id) {
         const uint8_t *m = (const uint8_t *)at(&a->mask, t->b, id.head, id.query, *j0);
         uint8_t any = 0, none = 0;
         if (col == 1)
@@ -238,8 +229,7 @@ static block_kind additive_row(const fa_attention_args *a, const row_block *t, r
         if (native && a->bias.col == dtype_size(a->bias.dtype)) load_row(a->bias.dtype, bias, n, 1, add);
         else
             for (int64_t j = 0; j < n; j++) add[j] = load_element(a->bias.dtype, bias + j * a->bias.col);
-    } else
-        memset(add, 0, n * sizeof(lane));
+    } else memset(add, 0, n * sizeof(lane));
     if (a->mask.data) {
         const uint8_t *m = (const uint8_t *)at(&a->mask, t->b, id.head, id.query, j0);
         for (int64_t j = 0; j < n; j++) add[j] = m[j * a->mask.col] ? add[j] : -(lane)INFINITY;
@@ -259,8 +249,7 @@ static block_kind additive_row(const fa_attention_args *a, const row_block *t, r
 static block_kind additive_rows(const fa_attention_args *a, const row_block *t, int64_t j0, int64_t n, lane *add)
 {
     block_kind kind = BLOCK_EMPTY;
-    EACH_ROW(t, r, id)
-    {
+    EACH_ROW(t, r, id) {
         const range_list *list = t->several ? t->lists + r : NULL;
         const block_kind row = additive_row(a, t, id, list, j0, n, add + r * BLOCK_K);
         kind = r == 0 || row == kind ? row : BLOCK_EDGE;

@@ -17,8 +17,7 @@ INLINE void v_sigmoid_pair(v_t *x, v_t *y)
 INLINE void sigmoid_update(int nv, lane *s, int64_t n, lane bias)
 {
     for (int64_t j = 0; j < n; j += 2)
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             lane *at = s + j * BLOCK_Q + u * LANES;
             v_t x = v_load(at) + v_splat(bias), y = v_splat(-INFINITY);
             if (j + 1 < n) y = v_load(at + BLOCK_Q) + v_splat(bias);

@@ -145,18 +145,12 @@ typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere i
 #define V_ZIP_LOW(a, b) V_SHUFFLE(vi_t, a, b, V_LOW_2)
 #define V_ZIP_HIGH(a, b) V_SHUFFLE(vi_t, a, b, V_HIGH_2)
 #endif
-#define UNROLL _Pragma("GCC unroll 16")
-#define UNROLL_2 _Pragma("GCC unroll 2") /* 5% where four instructions issue a cycle: 29 a step, 16 of them FMA */
+#define UNROLL_FOR _Pragma("GCC unroll 16") for
+#define UNROLL_2_FOR _Pragma("GCC unroll 2") for /* 5% where four instructions issue a cycle: 29 a step, 16 of them FMA */
 
-INLINE v_t v_load(const void *p)
-{
-    return *(const vu_t *)p;
-}
+INLINE v_t v_load(const void *p) { return *(const vu_t *)p; }
 
-INLINE void v_store(void *p, v_t a)
-{
-    *(vu_t *)p = a;
-}
+INLINE void v_store(void *p, v_t a) { *(vu_t *)p = a; }
 
 INLINE v_t v_load_n(const void *p, int64_t n)
 {
@@ -178,10 +172,7 @@ INLINE void v_store_n(void *p, v_t a, int64_t n)
 #endif
 }
 
-INLINE v_t v_splat(lane a)
-{
-    return a - (v_t){0};
-}
+INLINE v_t v_splat(lane a) { return a - (v_t){0}; }
 
 INLINE v_t v_fma(v_t a, v_t b, v_t c)
 {
@@ -196,10 +187,7 @@ INLINE v_t v_fma(v_t a, v_t b, v_t c)
 #endif
 }
 
-INLINE v_t v_select(vi_t m, v_t a, v_t b)
-{
-    return (v_t)((m & (vi_t)a) | (~m & (vi_t)b));
-}
+INLINE v_t v_select(vi_t m, v_t a, v_t b) { return (v_t)((m & (vi_t)a) | (~m & (vi_t)b)); }
 
 INLINE v_t v_max(v_t bound, v_t x)
 {
@@ -250,20 +238,20 @@ INLINE int v_any(vi_t m)
 INLINE void v_transpose(v_t r[LANES])
 {
     v_t t[LANES];
-    UNROLL for (int width = 1; width < LANES; width *= 2) {
-        UNROLL for (int i = 0; i < LANES / 2; i++) {
+    UNROLL_FOR(int width = 1; width < LANES; width *= 2) {
+        UNROLL_FOR(int i = 0; i < LANES / 2; i++) {
             t[2 * i] = V_ZIP_LOW(r[i], r[i + LANES / 2]);
             t[2 * i + 1] = V_ZIP_HIGH(r[i], r[i + LANES / 2]);
         }
-        UNROLL for (int i = 0; i < LANES; i++) r[i] = t[i];
+        UNROLL_FOR(int i = 0; i < LANES; i++) r[i] = t[i];
     }
 }
 
 /* Lane i of the result is the sum of the lanes of r[i]. Destroys r. */
 INLINE v_t v_sum_each(v_t r[LANES])
 {
-    UNROLL for (int n = LANES / 2; n; n /= 2) {
-        UNROLL for (int i = 0; i < LANES / 2; i++)
+    UNROLL_FOR(int n = LANES / 2; n; n /= 2) {
+        UNROLL_FOR(int i = 0; i < LANES / 2; i++)
             if (i < n) r[i] = V_ZIP_LOW(r[i], r[i + n]) + V_ZIP_HIGH(r[i], r[i + n]);
     }
     return r[0];
@@ -272,7 +260,7 @@ INLINE v_t v_sum_each(v_t r[LANES])
 INLINE lane v_sum(v_t a)
 {
     lane sum = 0;
-    UNROLL for (int i = 0; i < LANES; i++) sum += a[i];
+    UNROLL_FOR(int i = 0; i < LANES; i++) sum += a[i];
     return sum;
 }
 
@@ -280,7 +268,7 @@ INLINE lane v_sum(v_t a)
 INLINE lane v_max_lanes(v_t a)
 {
     lane max = a[0];
-    UNROLL for (int i = 1; i < LANES; i++) max = max > a[i] ? max : a[i];
+    UNROLL_FOR(int i = 1; i < LANES; i++) max = max > a[i] ? max : a[i];
     return max;
 }
 
@@ -303,10 +291,7 @@ INLINE v_t v_load_i8(const void *p)
 #endif
 }
 
-INLINE v_t v_load_bf16(const void *p)
-{
-    return (v_t)(__builtin_convertvector(*(const vhu_t *)p, vw_t) << 16);
-}
+INLINE v_t v_load_bf16(const void *p) { return (v_t)(__builtin_convertvector(*(const vhu_t *)p, vw_t) << 16); }
 
 /* The upper 16 bits after rounding to nearest even; NaN stays NaN, made quiet. */
 INLINE vw_t v_round_bf16(v_t a)
@@ -315,10 +300,7 @@ INLINE vw_t v_round_bf16(v_t a)
     return (vw_t)v_select(a != a, (v_t)(u >> 16 | 0x40), (v_t)rounded);
 }
 
-INLINE void v_store_bf16(void *p, v_t a)
-{
-    *(vhu_t *)p = __builtin_convertvector(v_round_bf16(a), vh_t);
-}
+INLINE void v_store_bf16(void *p, v_t a) { *(vhu_t *)p = __builtin_convertvector(v_round_bf16(a), vh_t); }
 
 INLINE v_t v_load_f16(const void *p)
 {
@@ -375,8 +357,8 @@ INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c)
 INLINE v_t v_pack_bf16(v_t low, v_t high)
 {
 #if defined __AVX512BF16__
-    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
-                                                22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                                6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return (v_t)_mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 #else
     return (v_t)(v_round_bf16(low) | v_round_bf16(high) << 16);
@@ -395,31 +377,16 @@ INLINE void v_unpair_bf16(v_t pairs, v_t *low, v_t *high)
     *low = (v_t)((vw_t)pairs << 16);
     *high = (v_t)((vw_t)pairs & ((vw_t){0} + 0xffff0000u));
 }
-#else /* double lanes: there are no 16-bit elements; that one text may name them, and V_BF16_DOT is 0 */
-INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c)
-{
-    return v_fma(a, b, c);
-}
+#else  /* double lanes: there are no 16-bit elements; that one text may name them, and V_BF16_DOT is 0 */
+INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c) { return v_fma(a, b, c); }
 
-INLINE v_t v_pack_bf16(v_t low, v_t high)
-{
-    return low + high;
-}
+INLINE v_t v_pack_bf16(v_t low, v_t high) { return low + high; }
 
-INLINE v_t v_pair_bf16(const void *p, const void *q)
-{
-    return v_load(p) + v_load(q);
-}
+INLINE v_t v_pair_bf16(const void *p, const void *q) { return v_load(p) + v_load(q); }
 
-INLINE v_t v_load_i8(const void *p)
-{
-    return v_load(p);
-}
+INLINE v_t v_load_i8(const void *p) { return v_load(p); }
 
-INLINE void v_unpair_bf16(v_t pairs, v_t *low, v_t *high)
-{
-    *low = *high = pairs;
-}
+INLINE void v_unpair_bf16(v_t pairs, v_t *low, v_t *high) { *low = *high = pairs; }
 #endif /* LANE_BITS == 32 */
 
 #endif

@@ -9,15 +9,15 @@
 #define EXP_BIAS 1023
 #define EXP_ROUND 0x1.8p52 /* adding it rounds to an integer */
 #define MANTISSA_BITS 52
-static const lane exp2_poly[] = {
-    0.69314718055994530942, 0.2402265069591009822,    0.055504108664821594339,   0.0096181291076068885273,
-    0.001333355814641693531, 0.00015403530441736050155, 0.000015252733829836118394, 1.3215442587921689653e-6,
-    1.0178062445845773521e-7, 7.0725859492692236999e-9, 4.4549605981865183938e-10};
-static const lane tanh_poly[] = {
-    -0.33333333333333333319,  0.13333333333333320761,    -0.053968253968235901344, 0.021869488535133222007,
-    -0.0088632354998019925691, 0.0035921275075992522291, -0.0014558283998303245859, 0.0005899818158388232071,
-    -0.00023888944636751173895, 0.000096041091570262659879, -0.000037081069215442333853, 0.000012209921790162781662,
-    -2.4388316314720878041e-6};
+static const lane exp2_poly[] = {0.69314718055994530942,     0.2402265069591009822,    0.055504108664821594339,
+                                 0.0096181291076068885273,   0.001333355814641693531,  0.00015403530441736050155,
+                                 0.000015252733829836118394, 1.3215442587921689653e-6, 1.0178062445845773521e-7,
+                                 7.0725859492692236999e-9,   4.4549605981865183938e-10};
+static const lane tanh_poly[] = {-0.33333333333333333319,    0.13333333333333320761,      -0.053968253968235901344,
+                                 0.021869488535133222007,    -0.0088632354998019925691,   0.0035921275075992522291,
+                                 -0.0014558283998303245859,  0.0005899818158388232071,    -0.00023888944636751173895,
+                                 0.000096041091570262659879, -0.000037081069215442333853, 0.000012209921790162781662,
+                                 -2.4388316314720878041e-6};
 #else
 #define EXP_BIAS 127
 #define EXP_ROUND 0x1.8p23f
@@ -38,7 +38,7 @@ static const lane tanh_q[] = {1.f, 0.46755269890399695626f, 0.026061545675858619
 INLINE v_t v_horner(const lane *poly, int n, v_t x)
 {
     v_t sum = v_splat(poly[n - 1]);
-    UNROLL for (int i = n - 2; i >= 0; i--) sum = v_fma(sum, x, v_splat(poly[i]));
+    UNROLL_FOR(int i = n - 2; i >= 0; i--) sum = v_fma(sum, x, v_splat(poly[i]));
     return sum;
 }
 
@@ -60,10 +60,7 @@ INLINE v_t v_exp_normal(v_t x)
 }
 
 /* That, and exactly 0 below the normal range, at -inf too. */
-INLINE v_t v_exp(v_t x)
-{
-    return v_exp_normal(v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x));
-}
+INLINE v_t v_exp(v_t x) { return v_exp_normal(v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x)); }
 
 /* e^x as a probability relative to the largest: exactly 0 below 2^(27 - EXP_BIAS), 2^-100 in float32. Of less, products
  * with values would be denormal, for which x86 traps into microcode: nine times slower where scores are large. The clamp
@@ -74,15 +71,9 @@ INLINE v_t v_exp_prob(v_t x)
     return v_select(x < least, v_splat(0), v_exp_normal(v_max(least, x)));
 }
 
-INLINE lane lane_exp(lane x)
-{
-    return v_exp(v_splat(x))[0];
-}
+INLINE lane lane_exp(lane x) { return v_exp(v_splat(x))[0]; }
 
-INLINE v_t v_abs(v_t x)
-{
-    return v_max(-x, x);
-}
+INLINE v_t v_abs(v_t x) { return v_max(-x, x); }
 
 /* tanh up to TANH_SMALL: an odd polynomial. */
 #define TANH_SMALL ((lane)0.625)
@@ -113,10 +104,7 @@ INLINE v_t v_softcap(v_t x, v_t cap)
 }
 
 /* x where exp(x) > 0, and a finite number below, -inf included: the two multiply to 0 there. */
-INLINE v_t v_log_weight(v_t x)
-{
-    return v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x);
-}
+INLINE v_t v_log_weight(v_t x) { return v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x); }
 
 /* Online softmax (Milakov & Gimelshein 2018): s (n, nv vectors) becomes probabilities relative to the running maxima,
  *
@@ -130,11 +118,10 @@ INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_s
 {
     v_t max[NV], base[NV], sum[NV], log[NV];
     vi_t moved = {0};
-    UNROLL for (int u = 0; u < nv; u++) max[u] = v_load(row_max + u * LANES);
+    UNROLL_FOR(int u = 0; u < nv; u++) max[u] = v_load(row_max + u * LANES);
     for (int64_t j = 0; j < n; j++)
-        UNROLL for (int u = 0; u < nv; u++) max[u] = v_max(max[u], v_load(s + j * BLOCK_Q + u * LANES));
-    UNROLL for (int u = 0; u < nv; u++)
-    {
+        UNROLL_FOR(int u = 0; u < nv; u++) max[u] = v_max(max[u], v_load(s + j * BLOCK_Q + u * LANES));
+    UNROLL_FOR(int u = 0; u < nv; u++) {
         base[u] = v_select(max[u] == v_splat(-INFINITY), v_splat(0), max[u]);
         v_t a = v_exp_prob(v_load(row_max + u * LANES) - base[u]);
         if (row_log) {
@@ -147,15 +134,13 @@ INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_s
         log[u] = sum[u] = v_splat(0); /* added at the end, as tile_pv adds */
     }
     for (int64_t j = 0; j < n; j++)
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t x = v_load(s + j * BLOCK_Q + u * LANES) - base[u], p = v_exp_prob(x);
             sum[u] += p;
             if (row_log) log[u] = v_fma(p, v_log_weight(x), log[u]);
             v_store(s + j * BLOCK_Q + u * LANES, p);
         }
-    UNROLL for (int u = 0; u < nv; u++)
-    {
+    UNROLL_FOR(int u = 0; u < nv; u++) {
         v_store(row_sum + u * LANES, v_fma(v_load(row_sum + u * LANES), v_load(alpha + u * LANES), sum[u]));
         if (row_log) v_store(row_log + u * LANES, v_load(row_log + u * LANES) + log[u]);
     }

@@ -113,8 +113,7 @@ static void write_statistics(const fa_attention_args *a, int64_t b, row_id id, c
 /* Second pass. What norm says of the block's rows. */
 static void load_row_norm(const fa_attention_args *a, const row_block *t, lane *base, lane *factor)
 {
-    EACH_ROW(t, r, id)
-    {
+    EACH_ROW(t, r, id) {
         memcpy(base + r, at(&a->norm, t->b, id.head, id.query, 0), sizeof(lane));
         memcpy(factor + r, at(&a->norm, t->b, id.head, id.query, 1), sizeof(lane));
     }
@@ -155,8 +154,7 @@ static void add_rows_to_key_sums(const fa_attention_args *a, const row_block *t,
 static void add_rows_to_mean(const fa_attention_args *a, const row_block *t, const lane *p, int64_t j0, int64_t n)
 {
     const v_t share = v_splat(1 / (lane)a->heads_q);
-    EACH_ROW(t, r, id)
-    {
+    EACH_ROW(t, r, id) {
         lane *mean = (lane *)at(&a->mean_weights, t->b, 0, id.query, j0);
         for (int64_t j = 0; j < n; j += LANES) {
             const int64_t width = smaller(n - j, LANES);

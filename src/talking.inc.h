@@ -14,10 +14,10 @@
 
 /* A thread's scratch; what is one a head has the pitch HEAD_PITCH, qt and ot those of their sizes. */
 typedef struct {
-    tile_scratch tile;   /* tile.s points into `mixed` while a head's scores are modified */
-    tile_state *heads;   /* (heads_q): rows, queries, results, maxima and sums */
+    tile_scratch tile;    /* tile.s points into `mixed` while a head's scores are modified */
+    tile_state *heads;    /* (heads_q): rows, queries, results, maxima and sums */
     lane *scores, *mixed; /* (heads_q, BLOCK_K, BLOCK_Q) */
-    lane *pre, *post;    /* (heads_q, heads_q), transposed: row g holds what goes into g */
+    lane *pre, *post;     /* (heads_q, heads_q), transposed: row g holds what goes into g */
 } talking_scratch;
 
 static int64_t talking_scratch_at(const fa_rowwise_args *r, void *memory, talking_scratch *w)

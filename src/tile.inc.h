@@ -1,15 +1,12 @@
 /* The matrix micro-kernels: outer products with queries on the lanes, TILE x NV vectors of accumulators in registers
  * (simd.h says why so many). */
-_Static_assert(TILE * NV + NV + 1 <= V_REGISTERS, "the tile spills");
+_Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile: the row pitch of every transposed array */
 #define BLOCK_K 64           /* keys of a block: P^T, BLOCK_K x BLOCK_Q, stays in the first-level cache */
 
 /* c + a b, on lanes or on pairs of bfloat16. */
-INLINE v_t v_madd(int dot, v_t a, v_t b, v_t c)
-{
-    return dot ? v_dot_bf16(a, b, c) : v_fma(a, b, c);
-}
+INLINE v_t v_madd(int dot, v_t a, v_t b, v_t c) { return dot ? v_dot_bf16(a, b, c) : v_fma(a, b, c); }
 
 #define TILE_MAX 12 /* rows and vectors of any tile: the arrays below lie in registers */
 #define NV_MAX 4
@@ -22,22 +19,19 @@ INLINE void tile_outer(int nk, int nv, int64_t pitch, int dot, int more, const c
                        int64_t depth, lane factor, int fetch, const char *ahead, lane *s)
 {
     v_t acc[TILE_MAX][NV_MAX];
-    UNROLL for (int j = 0; j < nk; j++)
-        UNROLL for (int u = 0; u < nv; u++) acc[j][u] = v_splat(0);
-    UNROLL_2 for (int64_t d = 0; d < depth; d++, k += sizeof(lane), qt += pitch)
-    {
-        UNROLL for (int i = 0; i < fetch; i++) __builtin_prefetch(ahead + (d * fetch + i) * 64, 0, 2);
+    UNROLL_FOR(int j = 0; j < nk; j++)
+        UNROLL_FOR(int u = 0; u < nv; u++) acc[j][u] = v_splat(0);
+    UNROLL_2_FOR(int64_t d = 0; d < depth; d++, k += sizeof(lane), qt += pitch) {
+        UNROLL_FOR(int i = 0; i < fetch; i++) __builtin_prefetch(ahead + (d * fetch + i) * 64, 0, 2);
         v_t q[NV_MAX];
-        UNROLL for (int u = 0; u < nv; u++) q[u] = v_load(qt + u * LANES);
-        UNROLL for (int j = 0; j < nk; j++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) q[u] = v_load(qt + u * LANES);
+        UNROLL_FOR(int j = 0; j < nk; j++) {
             v_t key = v_splat(*(const lane_u *)(k + j * k_row));
-            UNROLL for (int u = 0; u < nv; u++) acc[j][u] = v_madd(dot, key, q[u], acc[j][u]);
+            UNROLL_FOR(int u = 0; u < nv; u++) acc[j][u] = v_madd(dot, key, q[u], acc[j][u]);
         }
     }
-    UNROLL for (int j = 0; j < nk; j++)
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+    UNROLL_FOR(int j = 0; j < nk; j++)
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             lane *to = s + j * pitch + u * LANES;
             const v_t product = dot ? acc[j][u] * v_splat(factor) : acc[j][u];
             v_store(to, more ? v_load(to) + product : product);
@@ -94,21 +88,18 @@ INLINE void tile_pv(int nd, int nv, int dot, const char *v, int64_t v_row, const
                     const lane *alpha, lane *ot)
 {
     v_t acc[TILE][NV];
-    UNROLL for (int d = 0; d < nd; d++)
-        UNROLL for (int u = 0; u < nv; u++) acc[d][u] = v_splat(0);
-    UNROLL_2 for (int64_t j = 0; j < n; j++, v += v_row, p += BLOCK_Q)
-    {
+    UNROLL_FOR(int d = 0; d < nd; d++)
+        UNROLL_FOR(int u = 0; u < nv; u++) acc[d][u] = v_splat(0);
+    UNROLL_2_FOR(int64_t j = 0; j < n; j++, v += v_row, p += BLOCK_Q) {
         v_t prob[NV];
-        UNROLL for (int u = 0; u < nv; u++) prob[u] = v_load(p + u * LANES);
-        UNROLL for (int d = 0; d < nd; d++)
-        {
+        UNROLL_FOR(int u = 0; u < nv; u++) prob[u] = v_load(p + u * LANES);
+        UNROLL_FOR(int d = 0; d < nd; d++) {
             v_t value = v_splat(*(const lane_u *)(v + d * sizeof(lane)));
-            UNROLL for (int u = 0; u < nv; u++) acc[d][u] = v_madd(dot, value, prob[u], acc[d][u]);
+            UNROLL_FOR(int u = 0; u < nv; u++) acc[d][u] = v_madd(dot, value, prob[u], acc[d][u]);
         }
     }
-    UNROLL for (int d = 0; d < nd; d++)
-        UNROLL for (int u = 0; u < nv; u++)
-        {
+    UNROLL_FOR(int d = 0; d < nd; d++)
+        UNROLL_FOR(int u = 0; u < nv; u++) {
             lane *to = ot + d * BLOCK_Q + u * LANES;
             if (mode == ACC_SCALE) acc[d][u] = v_fma(v_load(to), v_load(alpha + u * LANES), acc[d][u]);
             if (mode == ACC_KEEP) acc[d][u] += v_load(to);
@@ -124,10 +115,8 @@ INLINE void block_pv(int nv, int dot, const char *v, int64_t v_row, const lane *
     int64_t d = 0;
     for (; d + TILE <= head_dim_v; d += TILE)
         tile_pv(TILE, nv, dot, v + d * step, v_row, p, n, mode, alpha, ot + d * BLOCK_Q);
-    for (; d + 2 <= head_dim_v; d += 2)
-        tile_pv(2, nv, dot, v + d * step, v_row, p, n, mode, alpha, ot + d * BLOCK_Q);
-    for (; d < head_dim_v; d++)
-        tile_pv(1, nv, dot, v + d * step, v_row, p, n, mode, alpha, ot + d * BLOCK_Q);
+    for (; d + 2 <= head_dim_v; d += 2) tile_pv(2, nv, dot, v + d * step, v_row, p, n, mode, alpha, ot + d * BLOCK_Q);
+    for (; d < head_dim_v; d++) tile_pv(1, nv, dot, v + d * step, v_row, p, n, mode, alpha, ot + d * BLOCK_Q);
 }
 
 /* dst (cols, rows) = src (rows, cols) transposed. Writes whole vectors: dst rows hold a multiple of LANES, and what

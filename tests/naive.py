@@ -4,8 +4,22 @@ import numpy as np
 
 
 @np.errstate(all="ignore")
-def masked_scores(q, k, *, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None,
-                  alibi_slopes=None, kv_lengths=None, q_offset=None, row_ranges=None, dtype=float):
+def masked_scores(
+    q,
+    k,
+    *,
+    mask=None,
+    bias=None,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    kv_lengths=None,
+    q_offset=None,
+    row_ranges=None,
+    dtype=float,
+):
     """q is (..., heads_q, len_q, head_dim); returns scores, -inf where masked, and who attends whom."""
     work = np.promote_types(dtype, np.float32).type
     q, k = q.astype(work), np.repeat(k.astype(work), q.shape[-3] // k.shape[-3] if k.shape[-3] else 1, -3)

@@ -299,7 +299,9 @@ def test_the_fallback_that_was_asked_for_does_not_warn(python):
 
 def test_without_the_extension(python):
     """Nothing but speed is missing: everything says why, and how to get it."""
-    code = NOT_COMPILED + """
+    code = (
+        NOT_COMPILED
+        + """
 import warnings
 import numpy as np
 import fastattn
@@ -321,6 +323,7 @@ with warnings.catch_warnings(record=True) as caught:
 assert "compile" in str(caught[0].message), caught
 print("good")
 """
+    )
     run = python(code, **DEFAULT)
     assert run.stdout == "good\n", run.stderr
     run = python(NOT_COMPILED + "import fastattn", **{**DEFAULT, "FASTATTN_BACKEND": "compiled"})

@@ -74,7 +74,7 @@ def test_token_by_token_is_causal_attention(dtype, implementation):
     q, k, v = spread_inputs(shape, dtype, np.random.default_rng(0))
     expected = expect(q, k, v, causal=True)
     check(attention(q, k, v, causal=True), expected)
-    steps = [attention(q[:, :, t:t + 1], k, v, causal=True, kv_lengths=t + 1) for t in range(40)]
+    steps = [attention(q[:, :, t : t + 1], k, v, causal=True, kv_lengths=t + 1) for t in range(40)]
     check([np.concatenate(parts, axis=2) for parts in zip(*steps, strict=True)], expected)
 
 

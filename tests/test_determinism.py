@@ -58,9 +58,9 @@ def test_threads_with_garbage_behind_masks(shape, variant, dtype, implementation
     for num_threads in (2, 64):
         assert_same_bits(attention(q, k, v, **arguments, num_threads=num_threads), one)
     for b in range(shape.batch):
-        row = {name: x[b:b + 1] if x.ndim == 4 else x for name, x in arguments.items() if name == "mask"}
-        alone = attention(q[b:b + 1], k[b:b + 1], v[b:b + 1], **{**arguments, **row})
-        assert_same_bits(alone, (one[0][b:b + 1], one[1][b:b + 1]))
+        row = {name: x[b : b + 1] if x.ndim == 4 else x for name, x in arguments.items() if name == "mask"}
+        alone = attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], **{**arguments, **row})
+        assert_same_bits(alone, (one[0][b : b + 1], one[1][b : b + 1]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,7 +160,9 @@ def test_heads_and_rows_alone(shape, implementation):
     group = shape.heads_q // shape.heads_kv
     for h in range(shape.heads_kv):
         mine = slice(h * group, (h + 1) * group)
-        assert_same_bits(attention(q[:, mine], k[:, h:h + 1], v[:, h:h + 1]), (out[:, mine], lse[:, mine]))
+        assert_same_bits(
+            attention(q[:, mine], k[:, h : h + 1], v[:, h : h + 1]), (out[:, mine], lse[:, mine])
+        )
 
 
 def test_lse_asked_for_or_not(implementation):

@@ -205,7 +205,7 @@ def test_the_smallest_finite_bias_is_not_a_mask(shape, dtype, bias_dtype, implem
     q, k, v = inputs(shape._replace(len_q=3), dtype)
     bias_dtype = np.dtype(np.float32) if bias_dtype == "float32" else q.dtype
     bias = np.zeros((3, shape.len_k), bias_dtype)
-    bias[0] = bias[1, shape.len_k // 2:] = ml_dtypes.finfo(bias_dtype).min
+    bias[0] = bias[1, shape.len_k // 2 :] = ml_dtypes.finfo(bias_dtype).min
     out, lse = attention(q, k, v, bias=bias)
     # Beside such a bias nothing is left of a score: the first row is a mean, and has a bound of its own.
     for rows in (slice(0, 1), slice(1, 3)):
@@ -231,8 +231,18 @@ def test_a_mask_and_a_bias_of_every_broadcast_shape(implementation):
     q, k, v = inputs(PREFILL)
     rng = np.random.default_rng(0)
     batch, heads, len_q, len_k = 2, 4, 45, 200
-    for shape in [(), (len_k,), (1, len_k), (len_q, 1), (len_q, len_k), (heads, 1, 1), (heads, len_q, len_k),
-                  (1, heads, 1, len_k), (batch, 1, 1, len_k), (batch, heads, len_q, len_k)]:
+    for shape in [
+        (),
+        (len_k,),
+        (1, len_k),
+        (len_q, 1),
+        (len_q, len_k),
+        (heads, 1, 1),
+        (heads, len_q, len_k),
+        (1, heads, 1, len_k),
+        (batch, 1, 1, len_k),
+        (batch, heads, len_q, len_k),
+    ]:
         mask = rng.random(shape) < 0.8 if shape else np.True_
         bias = rng.standard_normal(shape).astype(np.float32)
         check(attention(q, k, v, mask=mask), expect(q, k, v, mask=np.asarray(mask)))

@@ -110,7 +110,7 @@ def test_llama3_is_its_formula():
 @pytest.mark.parametrize(("seq_len", "factors"), [(4096, [1.0, 1.1, 1.2, 1.3]), (4097, [1, 2, 4, 8])])
 def test_longrope_chooses_by_length(seq_len, factors):
     got = rope_frequencies(8, base=10000.0, scaling=LONGROPE, max_position_embeddings=131072, seq_len=seq_len)
-    np.testing.assert_allclose(got.inv_freq, [10 ** -k / f for k, f in enumerate(factors)], rtol=1e-14)
+    np.testing.assert_allclose(got.inv_freq, [10**-k / f for k, f in enumerate(factors)], rtol=1e-14)
     assert got.attention_factor == pytest.approx(math.sqrt(1 + 5 / 12), rel=1e-15)
     got = rope_frequencies(8, base=10000.0, scaling={**LONGROPE, "attention_factor": 1.5}, seq_len=seq_len)
     assert got.attention_factor == 1.5

@@ -113,8 +113,9 @@ def as_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def make_inputs(shape: Shape, dtype: str, rng: Rng, *, kv_dtype: str | None = None,
-                layout: str = "bhld") -> tuple[Array, Array, Array]:
+def make_inputs(
+    shape: Shape, dtype: str, rng: Rng, *, kv_dtype: str | None = None, layout: str = "bhld"
+) -> tuple[Array, Array, Array]:
     """q, k, v of standard normal numbers, all shaped (batch, heads, length, dim).
 
     ``layout="blhd"`` makes them transposed views of (batch, length, heads, dim) arrays, as a projection
@@ -129,9 +130,11 @@ def make_inputs(shape: Shape, dtype: str, rng: Rng, *, kv_dtype: str | None = No
         array = rng.standard_normal((shape.batch, length, heads, dim), np.float32).astype(as_dtype(name))
         return array.swapaxes(1, 2)
 
-    return (normal(shape.heads_q, shape.len_q, shape.head_dim, dtype),
-            normal(shape.heads_kv, shape.len_k, shape.head_dim, kv_dtype or dtype),
-            normal(shape.heads_kv, shape.len_k, shape.dim_v, kv_dtype or dtype))
+    return (
+        normal(shape.heads_q, shape.len_q, shape.head_dim, dtype),
+        normal(shape.heads_kv, shape.len_k, shape.head_dim, kv_dtype or dtype),
+        normal(shape.heads_kv, shape.len_k, shape.dim_v, kv_dtype or dtype),
+    )
 
 
 def _lengths(shape: Shape, rng: Rng) -> Array:
@@ -184,7 +187,7 @@ def _block_mask(shape: Shape, rng: Rng) -> Arguments:
     """Blocks of 64 keys, half of them empty: what a kernel may skip."""
     blocks = rng.random((shape.len_q // 64 + 1, shape.len_k // 64 + 1)) < 0.5
     mask = np.repeat(np.repeat(blocks, 64, axis=0), 64, axis=1)
-    return {"mask": mask[:shape.len_q, :shape.len_k]}
+    return {"mask": mask[: shape.len_q, : shape.len_k]}
 
 
 def _bias(shape: Shape, rng: Rng) -> Arguments:
@@ -243,6 +246,7 @@ VARIANTS: dict[str, Callable[[Shape, Rng], Arguments]] = {
     "off_by_one": _off_by_one,
     "t5_bias": _t5_bias,
 }
+
 
 def _block_bitmap(shape: Shape, rng: Rng) -> Array:
     """A tenth of the blocks of 64, and those of the diagonal, so that no query is without keys."""

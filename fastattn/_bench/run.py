@@ -98,9 +98,7 @@ def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: 
                     "dtype": problem.dtype,
                     "unit": problem.unit,
                     "work": problem.work,
-                    "engines": compare(
-                        workers, problem, effort, folder, bar.update, start + effort.budget
-                    ),
+                    "engines": compare(workers, problem, effort, folder, bar.update, start + effort.budget),
                 }
             )
         again = measure_limits(workers, dtypes)

@@ -53,8 +53,7 @@ class ScoreShape:
         """Raise unless there are as many keys as `grid` has places."""
         if (places := math.prod(grid)) != self.len_k:
             raise ValueError(
-                f"{self.func}(): {name} has {places} places, shape {grid}; expected {self.len_k},"
-                f" one a key"
+                f"{self.func}(): {name} has {places} places, shape {grid}; expected {self.len_k}, one a key"
             )
 
     def by_position(self, outside: int) -> Ints:

@@ -21,10 +21,7 @@ static struct {
 } mappings[128];
 static int n_mappings;
 
-static size_t page_size(void)
-{
-    return (size_t)sysconf(_SC_PAGESIZE);
-}
+static size_t page_size(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
 static char *allocate(size_t size)
 {
@@ -40,10 +37,7 @@ static char *allocate(size_t size)
 }
 
 /* Makes all that has been allocated read-only. */
-static void protect(void)
-{
-    FOR(i, n_mappings) mprotect(mappings[i].base, mappings[i].used, PROT_READ);
-}
+static void protect(void) { FOR(i, n_mappings) mprotect(mappings[i].base, mappings[i].used, PROT_READ); }
 
 /* Whether the mapping that `inside` points into, or to the end of, holds what allocate() put there. */
 static int is_blank(const char *inside)
@@ -64,16 +58,10 @@ static void release(int n)
     }
 }
 
-static int64_t bytes_of(fa_dtype dtype)
-{
-    return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2;
-}
+static int64_t bytes_of(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2; }
 
 /* What accumulates; lse, slopes and sinks have it. */
-static fa_dtype lane_of(fa_dtype q)
-{
-    return q == FA_F64 ? FA_F64 : FA_F32;
-}
+static fa_dtype lane_of(fa_dtype q) { return q == FA_F64 ? FA_F64 : FA_F32; }
 
 /* Layouts: heads within rows; room between rows; rows from the last to the first; every other column; broadcast; not
  * aligned to the elements' size, as what is in lanes may lie in memory (simd.h: lane_u). */
@@ -118,10 +106,7 @@ typedef struct {
     int digits, special;
 } half_format;
 
-static half_format half_of(fa_dtype dtype)
-{
-    return dtype == FA_BF16 ? (half_format){8, 255} : (half_format){11, 31};
-}
+static half_format half_of(fa_dtype dtype) { return dtype == FA_BF16 ? (half_format){8, 255} : (half_format){11, 31}; }
 
 static double from_half(half_format f, uint16_t u)
 {
@@ -174,14 +159,8 @@ static void set_int(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t 
     memcpy(at(x, b, h, i, 0), &value, sizeof value);
 }
 
-static int64_t smaller(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static int64_t larger(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
-}
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 #endif

@@ -37,15 +37,9 @@ static void drop_attention(void)
     if (attention_case.c.statistics) drop_statistics(&attention_case.statistics);
 }
 
-static fa_dtype attention_dtype(void)
-{
-    return attention_case.c.q;
-}
+static fa_dtype attention_dtype(void) { return attention_case.c.q; }
 
-static void describe_attention(void)
-{
-    describe(&attention_case.c);
-}
+static void describe_attention(void) { describe(&attention_case.c); }
 
 /* All tasks, the first time or `again`. */
 static void run_attention(const fa_kernels *kernels, const fa_attention_args *a, const fa_plan *p, int again)
@@ -65,8 +59,7 @@ static void run_attention(const fa_kernels *kernels, const fa_attention_args *a,
             for (int64_t split = first; split < last; split++)
                 kernels->merge(a, p, head, split, state, partials + split * p->partial_bytes);
         }
-    } else
-        FOR(task, p->n_tasks) kernels->run(a, p, again ? p->n_tasks - 1 - task : task, scratch);
+    } else FOR(task, p->n_tasks) kernels->run(a, p, again ? p->n_tasks - 1 - task : task, scratch);
     release(mark);
 }
 

@@ -15,15 +15,9 @@ static uint64_t random_bits(void)
     return x ^ x >> 31;
 }
 
-static int64_t below(int64_t n)
-{
-    return n > 0 ? (int64_t)(random_bits() % (uint64_t)n) : 0;
-}
+static int64_t below(int64_t n) { return n > 0 ? (int64_t)(random_bits() % (uint64_t)n) : 0; }
 
-static double uniform(double low, double high)
-{
-    return low + (high - low) * (double)(random_bits() >> 11) * 0x1p-53;
-}
+static double uniform(double low, double high) { return low + (high - low) * (double)(random_bits() >> 11) * 0x1p-53; }
 
 typedef struct {
     int batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
@@ -32,14 +26,16 @@ typedef struct {
 /* Each option alone on the first two, several at a time on the others: few rows per KV head and many, one row block and
  * several, one split of the keys and several. */
 static const shape shapes[] = {
-    {2, 4, 2, 21, 140, 12, 10}, {2, 6, 2, 1, 560, 8, 12},   {1, 2, 1, 0, 5, 8, 8},        {1, 2, 1, 3, 0, 8, 8},
-    {1, 2, 1, 20, 0, 8, 8},     {1, 1, 1, 1, 1, 1, 1},      {1, 1, 1, 8, 2, 3, 2},        {1, 1, 1, 9, 7, 1, 3},
-    {3, 2, 2, 16, 16, 2, 1},    {1, 4, 1, 5, 33, 7, 9},     {1, 2, 2, 33, 63, 16, 33},    {1, 1, 1, 64, 64, 64, 64},
-    {1, 2, 1, 65, 129, 65, 31}, {2, 1, 1, 97, 130, 40, 17}, {1, 1, 1, 31, 65, 130, 97},   {1, 3, 1, 7, 200, 33, 65},
-    {1, 1, 1, 13, 66, 531, 5},  {1, 6, 2, 4, 1100, 32, 31}, {1, 2, 1, 8, 1030, 17, 32},   {1, 1, 1, 32, 520, 5, 48},
-    {2, 2, 2, 1, 1100, 20, 40}, {1, 8, 1, 1, 1025, 80, 40}, {1, 3, 1, 2, 513, 128, 15},   {1, 1, 1, 5, 600, 31, 129},
+    {2, 4, 2, 21, 140, 12, 10}, {2, 6, 2, 1, 560, 8, 12},   {1, 2, 1, 0, 5, 8, 8},
+    {1, 2, 1, 3, 0, 8, 8},      {1, 2, 1, 20, 0, 8, 8},     {1, 1, 1, 1, 1, 1, 1},
+    {1, 1, 1, 8, 2, 3, 2},      {1, 1, 1, 9, 7, 1, 3},      {3, 2, 2, 16, 16, 2, 1},
+    {1, 4, 1, 5, 33, 7, 9},     {1, 2, 2, 33, 63, 16, 33},  {1, 1, 1, 64, 64, 64, 64},
+    {1, 2, 1, 65, 129, 65, 31}, {2, 1, 1, 97, 130, 40, 17}, {1, 1, 1, 31, 65, 130, 97},
+    {1, 3, 1, 7, 200, 33, 65},  {1, 1, 1, 13, 66, 531, 5},  {1, 6, 2, 4, 1100, 32, 31},
+    {1, 2, 1, 8, 1030, 17, 32}, {1, 1, 1, 32, 520, 5, 48},  {2, 2, 2, 1, 1100, 20, 40},
+    {1, 8, 1, 1, 1025, 80, 40}, {1, 3, 1, 2, 513, 128, 15}, {1, 1, 1, 5, 600, 31, 129},
     {1, 7, 1, 1, 577, 96, 80},  {2, 1, 1, 3, 1024, 129, 1}, {1, 1, 1, 40, 100, 128, 128},
-    {13, 2, 2, 70, 90, 5, 4},  /* enough tiles for several a task */
+    {13, 2, 2, 70, 90, 5, 4},   /* enough tiles for several a task */
     {6, 2, 1, 100, 4200, 2, 3}, /* so, and keys for several parts */
 };
 
@@ -48,18 +44,33 @@ static const fa_dtype dtypes[][2] = {{FA_F32, FA_F32},   {FA_F64, FA_F64}, {FA_F
                                      {FA_BF16, FA_BF16}, {FA_F32, FA_F16}, {FA_F32, FA_BF16}};
 
 #define OPTIONS(X)                                                                                                     \
-    X(CAUSAL) X(WINDOW) X(RANGES) X(MASK) X(PADDING) X(BIAS) X(KEY_BIAS) X(ALIBI) X(SOFTCAP) X(SINKS) X(NO_LSE)        \
-    X(LAYOUT) X(NAN_HIDDEN) X(NAN_VALUES) X(NAN_KEYS) X(LISTS) X(SIGMOID) X(STATISTICS)
+    X(CAUSAL)                                                                                                          \
+    X(WINDOW) X(RANGES) X(MASK) X(PADDING) X(BIAS) X(KEY_BIAS) X(ALIBI) X(SOFTCAP) X(SINKS) X(NO_LSE) X(LAYOUT)        \
+        X(NAN_HIDDEN) X(NAN_VALUES) X(NAN_KEYS) X(LISTS) X(SIGMOID) X(STATISTICS)
 #define X(name) BIT_##name,
 enum { OPTIONS(X) N_OPTIONS };
 #undef X
 #define X(name) name = 1 << BIT_##name,
 enum { OPTIONS(X) };
 #undef X
-static const int alone[] = {
-    0,     CAUSAL, WINDOW, RANGES,              RANGES | NAN_HIDDEN, RANGES | NAN_VALUES, CAUSAL | NAN_KEYS,
-    MASK,  PADDING,        MASK | NAN_VALUES,   MASK | NAN_KEYS,     BIAS,                KEY_BIAS,
-    ALIBI, SOFTCAP,        SINKS,               NO_LSE,              LAYOUT};
+static const int alone[] = {0,
+                            CAUSAL,
+                            WINDOW,
+                            RANGES,
+                            RANGES | NAN_HIDDEN,
+                            RANGES | NAN_VALUES,
+                            CAUSAL | NAN_KEYS,
+                            MASK,
+                            PADDING,
+                            MASK | NAN_VALUES,
+                            MASK | NAN_KEYS,
+                            BIAS,
+                            KEY_BIAS,
+                            ALIBI,
+                            SOFTCAP,
+                            SINKS,
+                            NO_LSE,
+                            LAYOUT};
 
 /* Behind those, with other options: of every shape two with lists of ranges, one with sigmoids, two with statistics. */
 enum { PER_SHAPE = 3, ALONE = 2 * COUNT(alone), TOGETHER = PER_SHAPE * (COUNT(shapes) - 2) };
@@ -118,7 +129,8 @@ static void describe(const test_case *c)
     printf("q %s, k and v %s, ", names[c->q], names[c->kv]);
     printf("batch %d, heads %d / %d, len %d x %d, head_dim %d, %d", s->batch, s->heads_q, s->heads_kv, s->len_q,
            s->len_k, s->head_dim, s->head_dim_v);
-#define X(name) if (c->options & name) printf(" " #name);
+#define X(name)                                                                                                        \
+    if (c->options & name) printf(" " #name);
     OPTIONS(X)
 #undef X
     if (c->statistics) printf(" of %d", c->statistics);
@@ -223,9 +235,16 @@ static fa_attention_args new_inputs(const test_case *c)
     const shape *s = &c->s;
     const fa_dtype lane = lane_of(c->q);
     const int random = c->options & LAYOUT, share = random && !(c->options & NAN_HIDDEN) && below(2) ? ONE_BATCH : 0;
-    fa_attention_args args = {.batch = s->batch, .heads_q = s->heads_q, .heads_kv = s->heads_kv, .len_q = s->len_q,
-                              .len_k = s->len_k, .head_dim = s->head_dim, .head_dim_v = s->head_dim_v,
-                              .scale = 6 / sqrt(s->head_dim), .softcap = c->options & SOFTCAP ? 3 : 0}, *a = &args;
+    fa_attention_args args = {.batch = s->batch,
+                              .heads_q = s->heads_q,
+                              .heads_kv = s->heads_kv,
+                              .len_q = s->len_q,
+                              .len_k = s->len_k,
+                              .head_dim = s->head_dim,
+                              .head_dim_v = s->head_dim_v,
+                              .scale = 6 / sqrt(s->head_dim),
+                              .softcap = c->options & SOFTCAP ? 3 : 0},
+                      *a = &args;
     if (c->options & SIGMOID) a->sigmoid = 1, a->sigmoid_bias = uniform(-3, 0);
     if (c->statistics & TOP) a->n_top = smaller(s->len_k, 1 + below(9));
     a->q = new_floats(c->q, a->batch, a->heads_q, a->len_q, a->head_dim, random ? (int)below(8) : 0);

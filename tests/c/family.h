@@ -11,7 +11,7 @@ typedef struct {
     const char *name;
     int n_cases;
     void (*make)(int number);
-    fa_dtype (*dtype)(void);         /* of the case: kernels of its lanes run */
+    fa_dtype (*dtype)(void);                                  /* of the case: kernels of its lanes run */
     const char *(*check)(int isa, const fa_kernels *kernels); /* what is wrong, or NULL */
     void (*describe)(void);
     void (*drop)(void); /* what is not mapped */

@@ -29,8 +29,8 @@ static near activated(fa_activation activation, near z, double eps)
 
 static near product(near x, near y, double eps)
 {
-    return (near){x.value * y.value, fabs(x.value) * y.error + (fabs(y.value) + y.error) * x.error +
-                                         eps * fabs(x.value * y.value)};
+    return (near){x.value * y.value,
+                  fabs(x.value) * y.error + (fabs(y.value) + y.error) * x.error + eps * fabs(x.value * y.value)};
 }
 
 static fa_array random_floats(fa_dtype dtype, int64_t rows, int64_t cols, double low, double high)
@@ -165,8 +165,16 @@ static linear_case linear_now;
 /* Whether the bfloat16 dot product runs: the plan of an attention call tells. */
 static int has_dot(int isa)
 {
-    const fa_attention_args a = {.q.dtype = FA_BF16, .k.dtype = FA_BF16, .v.dtype = FA_BF16, .out.dtype = FA_BF16,
-                                 .batch = 1, .heads_q = 1, .heads_kv = 1, .len_q = 100, .len_k = 100, .head_dim = 8,
+    const fa_attention_args a = {.q.dtype = FA_BF16,
+                                 .k.dtype = FA_BF16,
+                                 .v.dtype = FA_BF16,
+                                 .out.dtype = FA_BF16,
+                                 .batch = 1,
+                                 .heads_q = 1,
+                                 .heads_kv = 1,
+                                 .len_q = 100,
+                                 .len_k = 100,
+                                 .head_dim = 8,
                                  .head_dim_v = 8};
     fa_plan p;
     fa_isa_kernels(isa, FA_F32)->plan(&a, 1, &p);
@@ -197,15 +205,9 @@ static const char *check_linear(int isa, const fa_kernels *kernels)
     return only_rows(out + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
 }
 
-static void make_linear(int number)
-{
-    linear_now = linear_case_of(number);
-}
+static void make_linear(int number) { linear_now = linear_case_of(number); }
 
-static fa_dtype linear_dtype(void)
-{
-    return linear_now.args.dtype;
-}
+static fa_dtype linear_dtype(void) { return linear_now.args.dtype; }
 
 static void describe_linear(void)
 {
@@ -214,10 +216,7 @@ static void describe_linear(void)
            (int)a->k, a->gated, a->activation, a->bias ? ", bias" : "", a->residual ? ", residual" : "");
 }
 
-static void drop_linear(void)
-{
-    free(linear_now.want[0]), free(linear_now.want[1]), free(linear_now.w);
-}
+static void drop_linear(void) { free(linear_now.want[0]), free(linear_now.want[1]), free(linear_now.w); }
 
 static const family linear_family = {
     "linear", LINEAR_CASES, make_linear, linear_dtype, check_linear, describe_linear, drop_linear,

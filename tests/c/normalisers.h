@@ -18,7 +18,7 @@ static int64_t sorted_scores(const fa_attention_args *a, const score *s, double 
 {
     int64_t n = 0;
     FOR(j, a->len_k)
-        if (s[j].size != -1) sorted[n++] = s[j].value;
+    if (s[j].size != -1) sorted[n++] = s[j].value;
     qsort(sorted, (size_t)n, sizeof *sorted, descending);
     for (int64_t j = n - 1; j >= 0; j--) sorted[j] -= sorted[0];
     return n;

@@ -22,10 +22,7 @@ typedef struct {
     double z[MOST_DIM], k[MOST_DIM], q[MOST_DIM];
 } recurrence;
 
-static int64_t out_heads(const fa_recurrent_args *a)
-{
-    return larger(a->heads, a->heads_q);
-}
+static int64_t out_heads(const fa_recurrent_args *a) { return larger(a->heads, a->heads_q); }
 
 /* Roundings of all that came up to token t. */
 static double rounding_of(const fa_recurrent_args *a, int64_t t)
@@ -34,10 +31,7 @@ static double rounding_of(const fa_recurrent_args *a, int64_t t)
 }
 
 /* What is lost where numbers become too small. */
-static double flushed(const fa_recurrent_args *a)
-{
-    return 1000 * (double)(a->head_dim + 1) * FLT_MIN;
-}
+static double flushed(const fa_recurrent_args *a) { return 1000 * (double)(a->head_dim + 1) * FLT_MIN; }
 
 /* S_t = A_t S_{t-1} + k_t u_t^T */
 static void one_token(const fa_recurrent_args *a, int64_t b, int64_t h, int64_t t, recurrence *r)

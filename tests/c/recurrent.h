@@ -74,8 +74,13 @@ static void make_recurrent(int number)
     i /= COUNT(dtypes);
     const int rule = i % N_RULES, delta = rule >= 3, decay = rule % 3;
     const int64_t *heads = PICK(recurrent_heads), low = below(3) ? -1 : 0;
-    *a = (fa_recurrent_args){.batch = below(8) ? 1 + below(2) : 0, .heads = heads[0], .heads_q = heads[1],
-                             .heads_k = heads[2], .heads_v = heads[3], .gated = decay == 2, .eps = 1e-6};
+    *a = (fa_recurrent_args){.batch = below(8) ? 1 + below(2) : 0,
+                             .heads = heads[0],
+                             .heads_q = heads[1],
+                             .heads_k = heads[2],
+                             .heads_v = heads[3],
+                             .gated = decay == 2,
+                             .eps = 1e-6};
     a->len_q = a->len_k = recurrent_lens[i / N_RULES];
     a->head_dim = PICK(recurrent_dims), a->head_dim_v = PICK(recurrent_dims_v);
     a->scale = 1 / sqrt((double)a->head_dim);
@@ -112,7 +117,7 @@ static int run_recurrent(const fa_kernels *kernels, fa_recurrent_args a, int64_t
     fa_recurrent_plan p;
     fa_array *tokens[] = {&a.q, &a.k, &a.v, &a.out, &a.log_decay, &a.beta};
     FOR(i, COUNT(tokens))
-        if (tokens[i]->data) tokens[i]->data += begin * tokens[i]->row;
+    if (tokens[i]->data) tokens[i]->data += begin * tokens[i]->row;
     if (a.causal) a.len_q = a.len_k = end - begin;
     kernels->recurrent_plan(&a, again ? 64 : 1, &p);
     char *scratch = allocate((size_t)p.scratch_bytes);
@@ -143,11 +148,11 @@ static const char *wrong_results(const fa_recurrent_args *a, const fa_recurrent_
     const near *out = recurrent_now.out, *state = recurrent_now.state, *norm = recurrent_now.norm;
     const char *wrong = NULL;
     EACH(out_heads(a), a->len_q, a->head_dim_v)
-        if (!wrong) wrong = differs("out", &a->out, &other->out, b, h, i, j, *out++);
+    if (!wrong) wrong = differs("out", &a->out, &other->out, b, h, i, j, *out++);
     EACH(a->heads, a->head_dim, a->head_dim_v)
-        if (!wrong) wrong = differs("state", &a->state_out, &other->state_out, b, h, i, j, *state++);
+    if (!wrong) wrong = differs("state", &a->state_out, &other->state_out, b, h, i, j, *state++);
     EACH(a->heads, a->norm_out.data ? a->head_dim : 0, 1)
-        if (!wrong) wrong = differs("norm", &a->norm_out, &other->norm_out, b, h, i, j, *norm++);
+    if (!wrong) wrong = differs("norm", &a->norm_out, &other->norm_out, b, h, i, j, *norm++);
     return wrong;
 }
 
@@ -177,10 +182,7 @@ static const char *check_recurrent(int isa, const fa_kernels *kernels)
     return BETWEEN_ROWS;
 }
 
-static fa_dtype recurrent_dtype(void)
-{
-    return recurrent_now.args.q.dtype;
-}
+static fa_dtype recurrent_dtype(void) { return recurrent_now.args.q.dtype; }
 
 static void describe_recurrent(void)
 {
@@ -194,10 +196,7 @@ static void describe_recurrent(void)
            recurrent_spoiled ? ", NaN" : "");
 }
 
-static void drop_recurrent(void)
-{
-    free(recurrent_now.out), free(recurrent_now.state), free(recurrent_now.norm);
-}
+static void drop_recurrent(void) { free(recurrent_now.out), free(recurrent_now.state), free(recurrent_now.norm); }
 
 static const family recurrent_family = {
     "recurrent", RECURRENT_CASES, make_recurrent, recurrent_dtype, check_recurrent, describe_recurrent, drop_recurrent,

@@ -79,16 +79,10 @@ static softmax_row softmax_of(const fa_attention_args *a, int64_t b, int64_t h, 
 }
 
 /* Roundings of a sum over keys. */
-static double steps_of(const fa_attention_args *a)
-{
-    return 4 + sqrt((double)a->len_k);
-}
+static double steps_of(const fa_attention_args *a) { return 4 + sqrt((double)a->len_k); }
 
 /* Below it a probability, relative to the largest, is 0: v_exp_prob. */
-static double cut_of(fa_dtype q)
-{
-    return q == FA_F64 ? 0x1p-996 : 0x1p-100;
-}
+static double cut_of(fa_dtype q) { return q == FA_F64 ? 0x1p-996 : 0x1p-100; }
 
 /* The probability of a key that the row attends. */
 static near probability(const fa_attention_args *a, const softmax_row *r, score s)
@@ -104,10 +98,7 @@ static near sigmoid_of(const fa_attention_args *a, score s)
 }
 
 /* Below it exp is 0. */
-static double tiny_of(fa_dtype q)
-{
-    return q == FA_F16 ? 0x1p-25 : q == FA_F64 ? DBL_MIN : FLT_MIN;
-}
+static double tiny_of(fa_dtype q) { return q == FA_F16 ? 0x1p-25 : q == FA_F64 ? DBL_MIN : FLT_MIN; }
 
 /* out (head_dim_v) += p v (head_dim_v) */
 static void weigh(const fa_attention_args *a, near p, const double *v, expected *out)
@@ -132,7 +123,7 @@ static void expect_row(const fa_attention_args *a, int64_t b, int64_t h, const s
     const int64_t width = a->head_dim_v;
     const softmax_row r = softmax_of(a, b, h, s);
     FOR(j, a->len_k)
-        if (s[j].size != -1) weigh(a, a->sigmoid ? sigmoid_of(a, s[j]) : probability(a, &r, s[j]), v + j * width, e);
+    if (s[j].size != -1) weigh(a, a->sigmoid ? sigmoid_of(a, s[j]) : probability(a, &r, s[j]), v + j * width, e);
     round_out(a, e);
     e[width].value = r.sum == 0 ? -INFINITY : r.max + log(r.sum);
     e[width].tolerance = eps_of(lane_of(a->q.dtype)) * (2 * r.size + steps_of(a) + fabs(e[width].value));
@@ -158,10 +149,7 @@ static operands operands_of(const fa_attention_args *a)
                       doubles(a, &a->v, a->heads_kv, a->len_k, a->head_dim_v)};
 }
 
-static void drop_operands(operands *x)
-{
-    free(x->q), free(x->k), free(x->v);
-}
+static void drop_operands(operands *x) { free(x->q), free(x->k), free(x->v); }
 
 static const double *query_of(const fa_attention_args *a, const operands *x, int64_t b, int64_t h, int64_t i)
 {

@@ -39,10 +39,7 @@ static void make_rope(int number)
     }
 }
 
-static fa_dtype rope_dtype(void)
-{
-    return rope_now.args.x.dtype;
-}
+static fa_dtype rope_dtype(void) { return rope_now.args.x.dtype; }
 
 static near expect_rope(int64_t b, int64_t h, int64_t i, int64_t d)
 {
@@ -71,16 +68,18 @@ static const char *check_rope(int isa, const fa_kernels *kernels)
         fa_rope_args *call = calls + again;
         call->out = new_floats(a->x.dtype, a->batch, a->heads, a->length, a->head_dim, again ? GAP | ROWS_FIRST : 0);
         if (rope_now.in_place) {
-            FOR(b, a->batch) FOR(h, a->heads) FOR(i, a->length) FOR(d, a->head_dim)
-                set(&call->out, b, h, i, d, get(&a->x, b, h, i, d));
+            FOR(b, a->batch)
+            FOR(h, a->heads) FOR(i, a->length) FOR(d, a->head_dim) set(&call->out, b, h, i, d, get(&a->x, b, h, i, d));
             call->x = call->out;
         }
         const int64_t rows = a->batch * a->length;
         if (!again) kernels->rope_run(call, 0, rows, scratch);
-        else for (int64_t i = rows - 1; i >= 0; i--) kernels->rope_run(call, i, i + 1, memset(scratch, 0x55, size));
+        else
+            for (int64_t i = rows - 1; i >= 0; i--) kernels->rope_run(call, i, i + 1, memset(scratch, 0x55, size));
     }
-    FOR(b, a->batch) FOR(h, a->heads) FOR(i, a->length) FOR(d, a->head_dim)
-        if (!wrong) wrong = differs("out", &calls[0].out, &calls[1].out, b, h, i, d, expect_rope(b, h, i, d));
+    FOR(b, a->batch)
+    FOR(h, a->heads) FOR(i, a->length) FOR(d, a->head_dim) if (!wrong)
+        wrong = differs("out", &calls[0].out, &calls[1].out, b, h, i, d, expect_rope(b, h, i, d));
     if (wrong || only_rows(&calls[1].out, a->batch, a->heads, a->length, a->head_dim)) return wrong;
     return BETWEEN_ROWS;
 }

@@ -24,10 +24,11 @@ static rows_case rows_case_of(int number)
     a->activation = (fa_activation)(i % 6);
     a->m = ROWS, a->eps = 1e-5;
     c.x = random_floats(a->dtype, a->m, a->n, -2, 3);
-    if (a->kind == FA_SOFTMAX) FOR(j, a->n) {
-        set(&c.x, 0, 0, 3, j, -INFINITY);
-        if (below(4) == 0) set(&c.x, 0, 0, 1, j, -INFINITY);
-    }
+    if (a->kind == FA_SOFTMAX) FOR(j, a->n)
+        {
+            set(&c.x, 0, 0, 3, j, -INFINITY);
+            if (below(4) == 0) set(&c.x, 0, 0, 1, j, -INFINITY);
+        }
     if (a->kind == FA_ACTIVATE) set(&c.x, 0, 0, 2, below(a->n), NAN);
     a->x = c.x.data, a->x_row = c.x.row;
     if (below(2)) {
@@ -105,7 +106,8 @@ static const char *check_rows(int isa, const fa_kernels *kernels)
         a.out = out[again].data, a.out_row = out[again].row;
         a.total = again ? NULL : total.data, a.total_row = total.row;
         if (!again) kernels->rows_run(&a, 0, a.m, scratch);
-        else for (int64_t i = a.m - 1; i >= 0; i--) kernels->rows_run(&a, i, i + 1, memset(scratch, 0x55, size));
+        else
+            for (int64_t i = a.m - 1; i >= 0; i--) kernels->rows_run(&a, i, i + 1, memset(scratch, 0x55, size));
     }
     FOR(i, a.m)
     {
@@ -120,15 +122,9 @@ static const char *check_rows(int isa, const fa_kernels *kernels)
     return only_rows(out + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
 }
 
-static void make_rows(int number)
-{
-    rows_now = rows_case_of(number);
-}
+static void make_rows(int number) { rows_now = rows_case_of(number); }
 
-static fa_dtype rows_dtype(void)
-{
-    return rows_now.args.dtype;
-}
+static fa_dtype rows_dtype(void) { return rows_now.args.dtype; }
 
 static void describe_rows(void)
 {

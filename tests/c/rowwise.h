@@ -26,8 +26,11 @@ static const void *new_matrix(fa_dtype lane, int64_t rows, int64_t cols, double 
 static double entry(const void *matrix, int64_t cols, int64_t i, int64_t j)
 {
     const fa_dtype lane = lane_of(rowwise_now.c.q);
-    const fa_array x = {.data = (char *)matrix, .batch = (int64_t[]){0}, .row = cols * bytes_of(lane),
-                        .col = bytes_of(lane), .dtype = lane};
+    const fa_array x = {.data = (char *)matrix,
+                        .batch = (int64_t[]){0},
+                        .row = cols * bytes_of(lane),
+                        .col = bytes_of(lane),
+                        .dtype = lane};
     return get(&x, 0, 0, i, j);
 }
 
@@ -56,11 +59,10 @@ static void expect_by_scores(const fa_rowwise_args *r, const operands *x, expect
         const double *q = query_of(a, x, b, h, i), *k = x->k + first_key(a, b, h) * a->head_dim;
         if (r->kind != FA_ADDITIVE) score_row(a, b, h, i, q, k, s);
         FOR(j, r->kind == FA_ADDITIVE ? a->len_k : 0)
-            s[j] = modified(a, b, h, i, j, additive_product(r, h, q, k + j * a->head_dim));
+        s[j] = modified(a, b, h, i, j, additive_product(r, h, q, k + j * a->head_dim));
         int undefined = 0;
         FOR(j, a->len_k) undefined |= isnan(s[j].value);
-        if (undefined)
-            FOR(j, a->len_k)
+        if (undefined) FOR(j, a->len_k)
             {
                 has[j] = s[j].size == -1 ? SURELY_NOT : SURELY;
                 p[j] = (near){NAN, 0};
@@ -128,9 +130,9 @@ static void expect_mixed(const fa_rowwise_args *r, const operands *x, expected *
 {
     const fa_attention_args *a = &r->attention;
     score *s = calloc((size_t)(2 * a->heads_q * a->len_k) + 1, sizeof *s);
-    FOR(b, a->batch) FOR(i, a->len_q)
-        expect_mixed_row(r, x, b, i, s, s + a->heads_q * a->len_k,
-                         want + b * a->heads_q * a->len_q * (a->head_dim_v + 1));
+    FOR(b, a->batch)
+    FOR(i, a->len_q) expect_mixed_row(r, x, b, i, s, s + a->heads_q * a->len_k,
+                                      want + b * a->heads_q * a->len_q * (a->head_dim_v + 1));
     free(s);
 }
 
@@ -154,7 +156,7 @@ static void make_rowwise(int number)
     if (r->kind == FA_ADDITIVE) {
         r->weight = new_matrix(lane, a->heads_q, a->head_dim, -1, 1);
         if (below(2)) EACH(a->heads_kv, a->len_k, a->head_dim) /* some too large for exponentials */
-            if (i % 7 == 3) set(&a->k, b, h, i, j, get(&a->k, b, h, i, j) * 16);
+        if (i % 7 == 3) set(&a->k, b, h, i, j, get(&a->k, b, h, i, j) * 16);
     }
     if (r->kind == FA_TALKING_HEADS) {
         if (below(4)) r->pre = new_matrix(lane, a->heads_q, a->heads_q, -0.7, 1);
@@ -166,10 +168,7 @@ static void make_rowwise(int number)
     else expect_by_scores(r, &rowwise_now.x, rowwise_now.want);
 }
 
-static fa_dtype rowwise_dtype(void)
-{
-    return rowwise_now.c.q;
-}
+static fa_dtype rowwise_dtype(void) { return rowwise_now.c.q; }
 
 /* Twice: the second time from the last task to the first, with other garbage in the scratch memory. */
 static const char *check_rowwise(int isa, const fa_kernels *kernels)
@@ -181,8 +180,8 @@ static const char *check_rowwise(int isa, const fa_kernels *kernels)
     {
         fa_rowwise_args *call = calls + again;
         fa_rowwise_plan p;
-        call->attention.out =
-            new_floats(a->q.dtype, a->batch, a->heads_q, a->len_q, a->head_dim_v, rowwise_now.c.out_layout);
+        call->attention.out = new_floats(a->q.dtype, a->batch, a->heads_q, a->len_q, a->head_dim_v,
+                                         rowwise_now.c.out_layout);
         kernels->rowwise_plan(call, &p);
         if (p.scratch_bytes % 64) return UNALIGNED;
         const int mark = n_mappings;

@@ -18,10 +18,7 @@ typedef struct {
     expected_top *top;
 } expected_statistics;
 
-static near *nears(int64_t n)
-{
-    return calloc((size_t)n + 1, sizeof(near));
-}
+static near *nears(int64_t n) { return calloc((size_t)n + 1, sizeof(near)); }
 
 static void add(near *sum, near x)
 {
@@ -159,14 +156,11 @@ static const char *wrong_statistics(const fa_attention_args calls[2], const oper
         if (!wrong && a->n_top) wrong = wrong_top(calls, x, b, h, i, e->top + row * a->n_top);
         row++;
     }
-    if (a->key_sums.data && !wrong)
-        EACH(a->heads_q, a->len_k, 1)
-            if (!wrong) wrong = differs("key_sums", &a->key_sums, &other->key_sums, b, h, i, j, e->key_sums[sum++]);
-    if (a->mean_weights.data && !wrong)
-        EACH(1, a->len_q, a->len_k)
-            if (!wrong)
-                wrong = differs("mean_weights", &a->mean_weights, &other->mean_weights, b, h, i, j,
-                                e->mean_weights[mean++]);
+    if (a->key_sums.data && !wrong) EACH(a->heads_q, a->len_k, 1)
+    if (!wrong) wrong = differs("key_sums", &a->key_sums, &other->key_sums, b, h, i, j, e->key_sums[sum++]);
+    if (a->mean_weights.data && !wrong) EACH(1, a->len_q, a->len_k)
+    if (!wrong)
+        wrong = differs("mean_weights", &a->mean_weights, &other->mean_weights, b, h, i, j, e->mean_weights[mean++]);
     return wrong;
 }
 
