@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import reference, reference_linear, reference_ops, reference_rowwise
-from fastattn._inputs import integer, short
+from fastattn._args.values import integer, short
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fastattn._args import AttentionArgs
-    from fastattn._linear_args import RecurrentArgs
-    from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
+    from fastattn._args.ops import LinearArgs, RopeArgs, RowsArgs
+    from fastattn._args.recurrent import RecurrentArgs
+    from fastattn._args.rowwise import RowwiseArgs
+    from fastattn._args.types import AttentionArgs
     from fastattn._program import Step
-    from fastattn._rowwise_args import RowwiseArgs
 
 try:
     import fastattn._core as _core

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO, TextIO
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
     from fastattn.models import Bert, Decoder
 
 SUFFIXES = (".npy", ".jsonl")

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fastattn._args import Array, AttentionArgs
-from fastattn._linear_args import RecurrentArgs
-from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
+from fastattn._args.ops import LinearArgs, RopeArgs, RowsArgs
+from fastattn._args.recurrent import RecurrentArgs
+from fastattn._args.rowwise import RowwiseArgs
+from fastattn._args.types import Array, AttentionArgs
 from fastattn._program import Sequences, Step
-from fastattn._rowwise_args import RowwiseArgs
 
 def attention(args: AttentionArgs) -> None: ...
 def linear(args: LinearArgs) -> None: ...

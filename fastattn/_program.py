@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from fastattn import _backend
-from fastattn._args import plain_args
-from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
+from fastattn._args.ops import LinearArgs, RopeArgs, RowsArgs
+from fastattn._args.types import plain_args
 from fastattn._scratch import keep, scratch
 
 if TYPE_CHECKING:
-    from fastattn._args import Array
-    from fastattn._ranges import Range
+    from fastattn._args.key_ranges import Range
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array
     from fastattn.cache import Slots
-    from fastattn.packed import PackedLinear
 
 
 class Sequences(NamedTuple):

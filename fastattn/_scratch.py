@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
 # By its use: pages that the system hands out anew cost a layer at
 # (32, 128) tokens 5% of its time. A use is taken out while it lasts, so that threads do not share it; small

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fastattn._ranges import places
+from fastattn._args.key_ranges import places
 
 if TYPE_CHECKING:
-    from fastattn._args import Array, AttentionArgs, Bools
+    from fastattn._args.types import Array, AttentionArgs, Bools
 
 
 class TileCount(NamedTuple):

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastattn._approximate_args import linformer_args, lsh_args, nystrom_args
-from fastattn._args import lane_dtype
+from fastattn._args.approximate import linformer_args, lsh_args, nystrom_args
+from fastattn._args.types import lane_dtype
 from fastattn.attention import attention, attention_weights
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-    from fastattn._args import Array, Ints
+    from fastattn._args.types import Array, Ints
 
     Backend = Literal["compiled", "numpy"]
 

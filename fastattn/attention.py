@@ -1,11 +1,11 @@
-"""The public functions: what they mean. `_check.py` checks, the kernels compute."""
+"""The public functions: what they mean. `_args` checks, the kernels compute."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from fastattn import _backend, _tiles, reference
-from fastattn._check import attention_args, partial_states
+from fastattn._args.attention import attention_args, partial_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Unpack
 
-    from fastattn._statistics import Statistics
+    from fastattn._args.statistics import Statistics
     from fastattn.masks import Mask
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args import lane_dtype
-from fastattn._inputs import float_array, integer, real_array, require_broadcast
-from fastattn._ops_args import epsilon
+from fastattn._args.ops import epsilon
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import float_array, integer, real_array, require_broadcast
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
 __all__ = ["Favor", "elu", "favor", "unit"]
 

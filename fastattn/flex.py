@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend, reference
-from fastattn._check import attention_args
+from fastattn._args.attention import attention_args
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import ArrayLike, NDArray
 
-    from fastattn._args import Array, Ints
+    from fastattn._args.types import Array, Ints
     from fastattn.masks import Mask
 
 

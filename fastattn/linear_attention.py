@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastattn import _backend
-from fastattn._linear_args import recurrent_args
+from fastattn._args.recurrent import recurrent_args
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
     Backend = Literal["compiled", "numpy"]
     Rule = Literal["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._inputs import flag, float_array, real_array, short
-from fastattn._linear_args import recurrent_args
+from fastattn._args.recurrent import recurrent_args
+from fastattn._args.values import flag, float_array, real_array, short
 from fastattn.feature_maps import unit
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
 # Keyword arguments of `linear_attention` that all of them take.
 _OPTIONS = (

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastattn import _backend
-from fastattn._check import attention_args
-from fastattn._inputs import operand
-from fastattn._ranges import Resolved
+from fastattn._args.attention import attention_args
+from fastattn._args.key_ranges import Resolved
+from fastattn._args.values import operand
 from fastattn.masks import Mask, neighborhood
 from fastattn.masks._grid import neighborhood_sizes
 from fastattn.masks._mask import ScoreShape
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array, Shape
+    from fastattn._args.types import Array, Shape
 
 # Rows of the grid whose queries make up a tile: with 4, the 32 queries of a tile lie in 4 rows and 8 columns,
 # and what they attend together is least. Of 2, 4, 6 and 8 the fastest: docs/performance.md.

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import numpy as np
 
 from fastattn import _backend
-from fastattn._blocks import blocks, copied
-from fastattn._inputs import as_array, float_array, require_result
-from fastattn._ops_args import elementwise_args, linear_args, norm_args
-from fastattn.packed import PackedLinear, pack
+from fastattn._args.blocks import blocks, copied
+from fastattn._args.ops import elementwise_args, linear_args, norm_args
+from fastattn._args.packed import PackedLinear, pack
+from fastattn._args.values import as_array, float_array, require_result
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

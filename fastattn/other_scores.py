@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastattn import _backend
-from fastattn._check import attention_args
-from fastattn._inputs import float_array
-from fastattn._rowwise_args import additive_args
+from fastattn._args.attention import attention_args
+from fastattn._args.rowwise import additive_args
+from fastattn._args.values import float_array
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

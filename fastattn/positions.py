@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fastattn._args import FLOAT64
-from fastattn._inputs import MOST_SIZE, flag, float_array, float_dtype, integer, number
+from fastattn._args.types import FLOAT64
+from fastattn._args.values import MOST_SIZE, flag, float_array, float_dtype, integer, number
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-    from fastattn._args import Array, Ints
+    from fastattn._args.types import Array, Ints
 
 _MAX_POSITION = 2**53  # as in attention: integers beyond are not exact in float64
 

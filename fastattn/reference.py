@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args import lane_dtype
-from fastattn._blocks import blocks
-from fastattn._inputs import float_array, require_broadcast
-from fastattn._ranges import places
+from fastattn._args.blocks import blocks
+from fastattn._args.key_ranges import places
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import float_array, require_broadcast
 from fastattn.reference_statistics import collect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fastattn._args import Array, AttentionArgs
+    from fastattn._args.types import Array, AttentionArgs
 
 # Scores of a tile: 1 MB in float32, which stays in L2 between the passes over it; and how they are cut. Some
 # BLAS sum over all keys of a block in order: with 8192 that missed the error bound.

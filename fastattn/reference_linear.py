@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args import lane_dtype
-from fastattn._blocks import blocks
+from fastattn._args.blocks import blocks
+from fastattn._args.types import lane_dtype
 
 if TYPE_CHECKING:
-    from fastattn._args import Array
-    from fastattn._linear_args import RecurrentArgs
+    from fastattn._args.recurrent import RecurrentArgs
+    from fastattn._args.types import Array
 
 _CHUNK = 32
 _GATED_CHUNK = 16

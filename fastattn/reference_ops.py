@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastattn._args import lane_dtype
-from fastattn._blocks import blocks
-from fastattn.packed import columns
+from fastattn._args.blocks import blocks
+from fastattn._args.packed import columns
+from fastattn._args.types import lane_dtype
 
 if TYPE_CHECKING:
-    from fastattn._args import Array
-    from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
+    from fastattn._args.ops import LinearArgs, RopeArgs, RowsArgs
+    from fastattn._args.types import Array
 
 # Rows and panels at a time: 4 MB of float32 results; fewer panels where those take more multiplications.
 _BLOCK_ROWS = 1024

@@ -14,8 +14,8 @@ from fastattn.reference import _TILE_SCORES, _Call, _exp, _Task
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastattn._args import Array
-    from fastattn._rowwise_args import RowwiseArgs
+    from fastattn._args.rowwise import RowwiseArgs
+    from fastattn._args.types import Array
 
 # Dimensions that are summed before they are added, as in the kernel: some BLASes sum one after another.
 _ADDITIVE_DEPTH = 64

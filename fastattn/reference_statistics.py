@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastattn._args import Array, AttentionArgs
+    from fastattn._args.types import Array, AttentionArgs
 
 
 def collect(

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._args import lane_dtype
-from fastattn._inputs import (
+from fastattn._args.ops import RopeArgs
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import (
     as_array,
     flag,
     float_array,
@@ -21,13 +22,12 @@ from fastattn._inputs import (
     require_broadcast,
     require_result,
 )
-from fastattn._ops_args import RopeArgs
 from fastattn.rope_scaling import RopeFrequencies, rope_frequencies
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
 __all__ = ["RopeFrequencies", "apply_rope", "rope_frequencies", "rope_tables"]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args import FLOAT64
-from fastattn._inputs import MOST_SIZE, as_array, flag, integer, number, short
+from fastattn._args.types import FLOAT64
+from fastattn._args.values import MOST_SIZE, as_array, flag, integer, number, short
 
 if TYPE_CHECKING:
     from collections.abc import Callable

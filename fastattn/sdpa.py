@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastattn import _backend
-from fastattn._check import sdpa_args
+from fastattn._args.attention import sdpa_args
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

@@ -6,9 +6,9 @@ from math import log
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastattn import _backend
-from fastattn._args import lane_dtype
-from fastattn._check import attention_args
-from fastattn._inputs import number
+from fastattn._args.attention import attention_args
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import number
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastattn import _backend
-from fastattn._rowwise_args import talking_args
+from fastattn._args.rowwise import talking_args
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

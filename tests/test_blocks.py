@@ -9,7 +9,8 @@ from conftest import forced
 from oracle import assert_same_bits
 
 import fastattn
-from fastattn import _blocks, ops, packed
+from fastattn import ops
+from fastattn._args import blocks, packed
 from fastattn.rope import apply_rope
 
 BLOCK = 50
@@ -20,7 +21,7 @@ def small(monkeypatch):
     """A function that makes all blocks small from now on."""
 
     def make():
-        monkeypatch.setattr(_blocks, "BLOCK", BLOCK)
+        monkeypatch.setattr(blocks, "BLOCK", BLOCK)
         for name, size in (("BLOCK", BLOCK), ("_BLOCK", 1), ("_BLOCK_FEATURES", 6)):
             monkeypatch.setattr(packed, name, size)
 
@@ -38,7 +39,7 @@ def numbers(*shape, dtype=np.float32):
 def test_blocks_are_all_of_an_array_once(shape, width, small):
     small()
     times = np.zeros(shape, int)
-    for block in _blocks.blocks(shape, width):
+    for block in blocks.blocks(shape, width):
         part = times[block]
         assert part.size <= max(1, BLOCK // max(1, width))
         part += 1

@@ -7,8 +7,8 @@ import pytest
 from conftest import COMPILED, NOTHING_COMPILED
 
 from fastattn import _backend, ops
-from fastattn._args import plain_args
-from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
+from fastattn._args.ops import LinearArgs, RopeArgs, RowsArgs
+from fastattn._args.types import plain_args
 from fastattn._program import OUT, AttendStep, HeadNormStep, LinearStep, NormStep, Sequences, X
 from fastattn.cache import Slots
 

@@ -12,8 +12,8 @@ import numpy as np
 
 import fastattn
 from fastattn import masks
+from fastattn._args.key_ranges import as_lists
 from fastattn._bench.cases import STRUCTURES, Shape, make_inputs
-from fastattn._ranges import as_lists
 
 ROUNDS = 5
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import numpy as np
 
-from fastattn._inputs import flag
-from fastattn._ops_args import like, rows
+from fastattn._args.ops import like, rows
+from fastattn._args.values import flag
 from fastattn._scratch import keep, scratch
 from fastattn.attention import attention_weights
 from fastattn.cache import KVCache, restored_on_error
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args import Array, Ints
+    from fastattn._args.types import Array, Ints
     from fastattn.layers.projections import Stack
 
     KeysValues = tuple[Array, Array]

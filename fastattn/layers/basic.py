@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args import FLOAT32
-from fastattn._inputs import MOST_SIZE, choice, flag, integer
-from fastattn._ops_args import epsilon, rows
+from fastattn._args.ops import epsilon, rows
+from fastattn._args.types import FLOAT32
+from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._scratch import keep, scratch
 from fastattn.layers import calls
 from fastattn.layers.state import Layer, Parameter, lane_of, ones, uniform, zeros
@@ -19,7 +19,7 @@ from fastattn.layers.state import Layer, Parameter, lane_of, ones, uniform, zero
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
     from fastattn.layers.state import Fields
 
 NORMS = ("layer_norm", "rms_norm")

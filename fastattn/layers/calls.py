@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._args import FLOAT32, FLOAT64, plain_args
-from fastattn._check import attention_args
-from fastattn._inputs import as_array, float_array
-from fastattn._ops_args import LinearArgs, RowsArgs, data
+from fastattn._args.attention import attention_args
+from fastattn._args.ops import LinearArgs, RowsArgs, data
+from fastattn._args.types import FLOAT32, FLOAT64, plain_args
+from fastattn._args.values import as_array, float_array
 
 if TYPE_CHECKING:
-    from fastattn._args import Array
-    from fastattn.packed import PackedLinear
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array
 
 
 def checked(func: str, name: str, x: Any, features: int, weights_dtype: str) -> Array:

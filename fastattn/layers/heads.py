@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from fastattn._args import FLOAT32
-from fastattn._check import attention_args
-from fastattn._inputs import MOST_SIZE, flag, integer
-from fastattn._ops_args import epsilon
+from fastattn._args.attention import attention_args
+from fastattn._args.ops import epsilon
+from fastattn._args.types import FLOAT32
+from fastattn._args.values import MOST_SIZE, flag, integer
 from fastattn.layers.basic import Linear
 from fastattn.layers.projections import Stack, stack
 from fastattn.layers.rotary import Rope
@@ -20,7 +20,7 @@ from fastattn.layers.state import Layer, Parameter, lane_of, normal, ones, xavie
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
     from fastattn.layers.state import Fields
 
 FUNC = "MultiHeadAttention"  # as messages call it

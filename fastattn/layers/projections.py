@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fastattn import ops
-from fastattn.packed import PackedLinear, columns
+from fastattn._args.packed import PackedLinear, columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
 
 class Stack(NamedTuple):

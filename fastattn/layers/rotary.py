@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args import lane_dtype
-from fastattn._inputs import flag
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import flag
 from fastattn.rope import RopeFrequencies, apply_rope, rope_tables
 
 if TYPE_CHECKING:
-    from fastattn._args import Array, Ints
+    from fastattn._args.types import Array, Ints
 
 _LEAST_POSITIONS = 64
 

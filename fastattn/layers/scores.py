@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args import FLOAT64, lane_dtype
-from fastattn._inputs import as_array, is_float
+from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.values import as_array, is_float
 
 if TYPE_CHECKING:
-    from fastattn._args import Array, Shape
+    from fastattn._args.types import Array, Shape
 
     Options = dict[str, Any]
 

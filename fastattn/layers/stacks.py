@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fastattn._inputs import float_array, integer, iterated
+from fastattn._args.values import float_array, integer, iterated
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers.basic import LayerNorm, RMSNorm, make_norm
 from fastattn.layers.heads import HeadOptions
@@ -18,7 +18,7 @@ from fastattn.layers.transformer import TransformerDecoderLayer, TransformerEnco
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
     Norm = LayerNorm | RMSNorm
 

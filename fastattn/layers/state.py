@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._inputs import as_array, choice, is_float, short
-from fastattn.packed import WEIGHT_DTYPES, is_finite
+from fastattn._args.packed import WEIGHT_DTYPES, is_finite
+from fastattn._args.values import as_array, choice, is_float, short
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastattn._args import Array, Shape
+    from fastattn._args.types import Array, Shape
 
     Fields = dict[str, Any]
     Draw = Callable[[np.random.Generator, Shape], Array]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._inputs import as_array, flag, short
-from fastattn._ops_args import rows
+from fastattn._args.ops import rows
+from fastattn._args.values import as_array, flag, short
 from fastattn._program import Sequences
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
 from fastattn.layers import calls
@@ -23,7 +23,7 @@ from fastattn.layers.state import Layer
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
     Norm = LayerNorm | RMSNorm
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args import lane_dtype
-from fastattn._inputs import integer, short
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import integer, short
 from fastattn._program import OUT, AttendStep, LinearStep, NormStep, Program, Sequences, X
 from fastattn.models import padding
 from fastattn.models.activations import ACTIVATIONS
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array, Ints, Shape
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Ints, Shape
     from fastattn._program import Step
     from fastattn.models.files import Config, Tensors
     from fastattn.models.weights import Precision
-    from fastattn.packed import PackedLinear
 
 # Position ids are counted, not learned, and old files hold them.
 _BUFFERS = re.compile(r"^embeddings\.(position|token_type)_ids$")

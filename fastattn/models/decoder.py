@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _ranges
-from fastattn._args import lane_dtype
-from fastattn._inputs import as_array, integer, integers, short
+from fastattn._args import key_ranges
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import as_array, integer, integers, short
 from fastattn._program import Sequences
 from fastattn.cache import KVCache
 from fastattn.models import padding
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array, Ints
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Ints
     from fastattn._program import Program
     from fastattn.models.decoder_layers import Window
     from fastattn.models.text import Text
     from fastattn.models.weights import Precision
-    from fastattn.packed import PackedLinear
     from fastattn.rope_scaling import RopeFrequencies
 
 # Tokens to make room for in the cache before they are there; it doubles when they are more.
@@ -137,17 +137,19 @@ class Decoder:
 
     def _ranges(
         self, starts: Ints | int, length: int, ends: Ints | None, len_k: int
-    ) -> tuple[_ranges.Range, ...]:
+    ) -> tuple[key_ranges.Range, ...]:
         """For each of the windows, which of len_k keys the queries at starts ... starts + length - 1 attend.
 
         Of each sequence the first ends (batch,) keys count; None for all.
         """
-        position = _ranges.positions(np.asarray(starts), length)
-        shared = [] if ends is None else [_ranges.lengths(ends)]
+        position = key_ranges.positions(np.asarray(starts), length)
+        shared = [] if ends is None else [key_ranges.lengths(ends)]
         if length > 1:  # a token alone, the last of its sequence, sees all keys
-            shared.append(_ranges.causal(position))
-        windows = ([] if window is None else [_ranges.window(position, *window)] for window in self.windows)
-        return tuple(_ranges.intersect(shared + window, len_k) for window in windows)
+            shared.append(key_ranges.causal(position))
+        windows = (
+            [] if window is None else [key_ranges.window(position, *window)] for window in self.windows
+        )
+        return tuple(key_ranges.intersect(shared + window, len_k) for window in windows)
 
     def generate(
         self,

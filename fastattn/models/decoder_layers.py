@@ -10,9 +10,9 @@ from fastattn._program import OUT, AttendStep, HeadNormStep, LinearStep, NormSte
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastattn._args import Array
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array
     from fastattn._program import Step
-    from fastattn.packed import PackedLinear
 
     Norm = tuple[Array, Array | None]  # weight, bias
     Linear = tuple[PackedLinear, Array | None]

@@ -8,15 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastattn._inputs import short
-from fastattn.packed import is_finite
+from fastattn._args.packed import is_finite
+from fastattn._args.values import short
 
 if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
-    from fastattn._args import Array, Shape
+    from fastattn._args.types import Array, Shape
 
     Tensor = tuple[Any, str]  # an open safetensors file, and the tensor's name in it
 

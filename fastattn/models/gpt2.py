@@ -14,10 +14,10 @@ from fastattn.models.text import Text
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fastattn._args import Array, Shape
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Shape
     from fastattn.models.files import Config, Tensors
     from fastattn.models.weights import Precision
-    from fastattn.packed import PackedLinear
 
 _BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")  # the causal mask, in old files
 

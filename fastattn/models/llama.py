@@ -21,10 +21,10 @@ from fastattn.rope_scaling import rope_frequencies
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fastattn._args import Array, Shape
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Shape
     from fastattn.models.files import Config, Tensors
     from fastattn.models.weights import Precision
-    from fastattn.packed import PackedLinear
     from fastattn.rope_scaling import RopeFrequencies
 
 _BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")  # computed from config.json; in old files

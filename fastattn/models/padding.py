@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastattn._inputs import as_array
+from fastattn._args.values import as_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array, Bools, Ints
+    from fastattn._args.types import Array, Bools, Ints
 
 NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastattn._args import lane_dtype
-from fastattn._inputs import choice, flag
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import choice, flag
 from fastattn.attention import attention
 from fastattn.models.files import ModelError, is_name, read_json
 from fastattn.models.sentences import Sentences
 
 if TYPE_CHECKING:
-    from fastattn._args import Array, Bools
+    from fastattn._args.types import Array, Bools
 
 MODES = ("mean", "cls", "max")
 _FLAGS = {  # how most files say it

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastattn._args import lane_dtype
-from fastattn._inputs import integer, number, short
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import integer, number, short
 
 if TYPE_CHECKING:
-    from fastattn._args import Array, Ints
+    from fastattn._args.types import Array, Ints
 
 
 class Sampler:

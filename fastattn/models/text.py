@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fastattn._inputs import as_array, integer, iterated, short
+from fastattn._args.values import as_array, integer, iterated, short
 from fastattn.models.files import Config, ModelError, lfs_hint, read_json, require
 from fastattn.models.padding import NO_TOKEN
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from fastattn._args import Ints
+    from fastattn._args.types import Ints
 
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that the first piece is decoded with

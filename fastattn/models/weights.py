@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args import lane_dtype
-from fastattn._inputs import short
+from fastattn._args.packed import from_bfloat16_bits
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import short
 from fastattn.models.files import require
-from fastattn.packed import from_bfloat16_bits
 
 if TYPE_CHECKING:
-    from fastattn._args import Array, Ints
-    from fastattn.packed import PackedLinear
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Ints
 
 DTYPES = ("float32", "float64", "bfloat16")
 WEIGHT_DTYPES = ("float32", "bfloat16", "int8")

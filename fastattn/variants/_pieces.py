@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from fastattn import _backend, _ranges, reference
-from fastattn._args import lane_dtype
+from fastattn import _backend, reference
+from fastattn._args import key_ranges
+from fastattn._args.types import lane_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fastattn._args import Array, AttentionArgs, Ints
+    from fastattn._args.types import Array, AttentionArgs, Ints
 
 # Scores of one head that get a bias at a time, in `attend_by_rows`, and at least so many query rows: by
 # lengths alone, so that a row's bits do not depend on the batch.
@@ -91,7 +92,7 @@ def narrowed(args: AttentionArgs, begin: Ints | None, end: Ints | None) -> Atten
     """The call over keys begin <= j < end of each row alone, with results of its own, lse included."""
     part = apart(args)
     both = [(args.row_begin, args.row_end), (begin, end)]
-    part.row_begin, part.row_end = _ranges.intersect(both, args.len_k)
+    part.row_begin, part.row_end = key_ranges.intersect(both, args.len_k)
     return part
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend, ops
-from fastattn._args import FLOAT64
-from fastattn._check import attention_args
-from fastattn._inputs import float_array, real_array, require_broadcast
-from fastattn._variants_args import how, offsets, require_options, variant_args, with_shape
+from fastattn._args.attention import attention_args
+from fastattn._args.types import FLOAT64
+from fastattn._args.values import float_array, real_array, require_broadcast
+from fastattn._args.variants import how, offsets, require_options, variant_args, with_shape
 from fastattn.variants._pieces import add_bias, rows_of
 
 if TYPE_CHECKING:

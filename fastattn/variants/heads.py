@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend, ops
-from fastattn._args import FLOAT64, lane_dtype
-from fastattn._check import attention_args
-from fastattn._inputs import choice, float_array, number, operand
-from fastattn._ops_args import epsilon, vector
-from fastattn._variants_args import how, per_head, require_options, variant_args
+from fastattn._args.attention import attention_args
+from fastattn._args.ops import epsilon, vector
+from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.values import choice, float_array, number, operand
+from fastattn._args.variants import how, per_head, require_options, variant_args
 
 # What may normalise queries and keys: functions of `ops`.
 NORMS = ("rms_norm", "layer_norm")
@@ -19,7 +19,7 @@ NORMS = ("rms_norm", "layer_norm")
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
 
 @np.errstate(all="ignore")  # as in the kernels

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._args import lane_dtype
-from fastattn._check import attention_args
-from fastattn._inputs import flag, float_array, operand
-from fastattn._variants_args import require_options
+from fastattn._args.attention import attention_args
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import flag, float_array, operand
+from fastattn._args.variants import require_options
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
 
 @np.errstate(all="ignore")  # as in the kernels

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._args import lane_dtype
-from fastattn._check import attention_args
-from fastattn._inputs import operand, require_broadcast
-from fastattn._variants_args import per_head, variant_args
+from fastattn._args.attention import attention_args
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import operand, require_broadcast
+from fastattn._args.variants import per_head, variant_args
 from fastattn.variants._pieces import apart, join
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._args import lane_dtype
-from fastattn._inputs import float_array, integer
-from fastattn._variants_args import one_offset, variant_args, with_shape
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import float_array, integer
+from fastattn._args.variants import one_offset, variant_args, with_shape
 from fastattn.variants._pieces import (
     add_bias,
     apart,
@@ -27,7 +27,7 @@ from fastattn.variants._pieces import (
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array, AttentionArgs, Ints
+    from fastattn._args.types import Array, AttentionArgs, Ints
 
 # Query rows whose near keys `shaw_attention` takes at a time.
 _NEAR_ROWS = 128

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._inputs import as_array, float_array, is_float
+from fastattn._args.values import as_array, float_array, is_float
 from fastattn.layers import FeedForward, TransformerEncoder, TransformerEncoderLayer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array, Shape
+    from fastattn._args.types import Array, Shape
 
 
 def set_attention(

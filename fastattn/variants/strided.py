@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import _backend
-from fastattn._check import attention_args
-from fastattn._inputs import integer
-from fastattn._variants_args import require_options
+from fastattn._args.attention import attention_args
+from fastattn._args.values import integer
+from fastattn._args.variants import require_options
 from fastattn.variants._pieces import apart, join
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import AttentionArgs
+    from fastattn._args.types import AttentionArgs
 
 # Options of attention that know nothing of positions.
 _REFUSED = ("mask", "bias", "causal", "window", "alibi_slopes", "kv_lengths", "q_offset", "row_ranges")

@@ -7,7 +7,7 @@ from scores import Scores, bias, dense_mask, options
 
 import fastattn
 from fastattn import approximate
-from fastattn._args import lane_dtype
+from fastattn._args.types import lane_dtype
 
 
 def rows_of(a, q="q", k="k", v="v"):

@@ -10,10 +10,10 @@ from packed import false, tamper
 from recipes import RECIPES, Call, native, recipe
 
 from fastattn import layers, rope, variants
-from fastattn._args import lane_dtype
+from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
+from fastattn._args.types import lane_dtype
 from fastattn.layers.basic import ACTIVATIONS
 from fastattn.layers.projections import Stack
-from fastattn.packed import WEIGHT_DTYPES, PackedLinear
 
 OPERATIONS = (
     "linear",

@@ -10,8 +10,8 @@ from scores import MASKS, Scores, any_mask, grid, lengths
 
 import fastattn
 from fastattn import masks, ops, plot, positions, rope
-from fastattn._args import lane_dtype
-from fastattn.packed import WEIGHT_DTYPES, PackedLinear
+from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
+from fastattn._args.types import lane_dtype
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "sigmoid")
 

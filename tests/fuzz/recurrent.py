@@ -7,7 +7,7 @@ from scores import Scores
 
 import fastattn
 from fastattn import feature_maps
-from fastattn._args import lane_dtype
+from fastattn._args.types import lane_dtype
 from fastattn.feature_maps import Favor
 
 

@@ -1,7 +1,7 @@
 """One value from a caller at a time: returned in the form that the kernels take, or an error.
 
 Every function takes the name of the public function and that of the argument first, for its messages. How
-values fit together is `_check.py`'s business.
+values fit together is `attention.py`'s business.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args import FLOAT32, FLOAT64
-from fastattn._blocks import copied
+from fastattn._args.blocks import copied
+from fastattn._args.types import FLOAT32, FLOAT64
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from fastattn._args import Array, Ints, Shape
+    from fastattn._args.types import Array, Ints, Shape
 
 # Bits of ndarray.flags.num, one look at which is a tenth of the time of looking at each.
 _CONTIGUOUS, _OWNS_DATA, _ALIGNED, _WRITEABLE = 0x1, 0x4, 0x100, 0x400

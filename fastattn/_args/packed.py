@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._blocks import BLOCK, copied
-from fastattn._inputs import choice, flag, float_array, integer
+from fastattn._args.blocks import BLOCK, copied
+from fastattn._args.values import choice, flag, float_array, integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array, Shape
+    from fastattn._args.types import Array, Shape
 
 PANEL_BYTES = 128
 _ALIGNMENT = 64

@@ -1,6 +1,6 @@
 """From what a caller passed to one normalised argument object; the only place where user input raises.
 
-`_inputs.py` looks at one value at a time, this file at how they fit together: shapes, dtypes, positions. All
+`values.py` looks at one value at a time, this file at how they fit together: shapes, dtypes, positions. All
 of it happens before anything is computed.
 """
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from fastattn import _ranges
-from fastattn._args import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
-from fastattn._backend import get_num_threads, require_backend, threads
-from fastattn._inputs import (
+from fastattn._args import key_ranges
+from fastattn._args.statistics import statistics_args
+from fastattn._args.types import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
+from fastattn._args.values import (
     as_array,
     flag,
     float_array,
@@ -27,7 +27,7 @@ from fastattn._inputs import (
     require_result,
     short,
 )
-from fastattn._statistics import statistics_args
+from fastattn._backend import get_num_threads, require_backend, threads
 from fastattn.masks import Mask
 from fastattn.masks._mask import ScoreShape
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array, Shape
+    from fastattn._args.types import Array, Shape
 
 _MAX_POSITION = 2**53  # positions beyond are not exact in float64, in which ALiBi's distances may be taken
 _BATCH = "the batch dimensions"
@@ -257,12 +257,12 @@ def _add_ranges(
     causal = flag(func, "causal", causal)
     left, right = _window_sides(func, window)
     windowed = left is not None or right is not None
-    ranges: list[_ranges.Range] = []
+    ranges: list[key_ranges.Range] = []
 
     length = np.array(len_k)
     if kv_lengths is not None:
         length = integers(func, "kv_lengths", kv_lengths, batch_shape, _BATCH, 0, len_k)
-        ranges.append(_ranges.lengths(length))
+        ranges.append(key_ranges.lengths(length))
     if q_offset is not None:
         offset = integers(func, "q_offset", q_offset, batch_shape, _BATCH, -_MAX_POSITION, _MAX_POSITION)
     else:
@@ -275,11 +275,11 @@ def _add_ranges(
                 f" self-attention: query i is at key i) or another q_offset"
             )
     if causal or windowed:
-        position = _ranges.positions(offset, len_q)
+        position = key_ranges.positions(offset, len_q)
         if causal:
-            ranges.append(_ranges.causal(position))
+            ranges.append(key_ranges.causal(position))
         if windowed:
-            ranges.append(_ranges.window(position, left, right))
+            ranges.append(key_ranges.window(position, left, right))
     if row_ranges is not None:
         ranges.append(_both_ends(func, row_ranges, (*batch_shape, args.heads_q, len_q)))
     if structure is not None:
@@ -288,7 +288,7 @@ def _add_ranges(
         ranges.append((begin, end))
         if lists is not None:
             args.ranges, args.range_first, args.range_last = lists.ranges, lists.first, lists.last
-    args.row_begin, args.row_end = _ranges.intersect(ranges, len_k)
+    args.row_begin, args.row_end = key_ranges.intersect(ranges, len_k)
     if args.alibi_slopes is not None:
         args.q_position = offset
 
@@ -304,7 +304,7 @@ def _window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _both_ends(func: str, row_ranges: Any, shape: Shape) -> _ranges.Range:
+def _both_ends(func: str, row_ranges: Any, shape: Shape) -> key_ranges.Range:
     if not isinstance(row_ranges, (tuple, list)) or len(row_ranges) != 2:
         raise TypeError(f"{func}(): row_ranges is of type {type(row_ranges).__name__}; expected (begin, end)")
     begin, end = (integers(func, f"row_ranges[{i}]", x, shape, _ROWS) for i, x in enumerate(row_ranges))

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args import lane_dtype
-from fastattn._check import attention_args
-from fastattn._inputs import MOST_SIZE, flag, float_array, integer
+from fastattn._args.attention import attention_args
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import MOST_SIZE, flag, float_array, integer
 
 if TYPE_CHECKING:
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
 
 class LinformerArgs(NamedTuple):

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args import lane_dtype
-from fastattn._check import attention_args
-from fastattn._inputs import float_array, head_values, integer, require_broadcast
+from fastattn._args.attention import attention_args
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import float_array, head_values, integer, require_broadcast
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from fastattn._args import Array, AttentionArgs, Ints, Shape
+    from fastattn._args.types import Array, AttentionArgs, Ints, Shape
 
 # Keyword arguments of `attention` that any variant hands on, unless it says otherwise.
 OPTIONS = (

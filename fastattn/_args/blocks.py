@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastattn._args import Array, Shape
+    from fastattn._args.types import Array, Shape
 
 # Elements of a block: milliseconds of a loop of NumPy's, and thousands of times what calling it costs.
 BLOCK = 1 << 20

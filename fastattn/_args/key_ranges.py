@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fastattn._args import Array, Bools, Ints, Shape
+    from fastattn._args.types import Array, Bools, Ints, Shape
 
     Range = tuple[Ints | None, Ints | None]
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args import lane_dtype
-from fastattn._check import attention_args
-from fastattn._inputs import float_array, integer, require_broadcast
+from fastattn._args.attention import attention_args
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import float_array, integer, require_broadcast
 
 if TYPE_CHECKING:
-    from fastattn._args import Array, AttentionArgs
+    from fastattn._args.types import Array, AttentionArgs
 
 
 @dataclass(slots=True, eq=False)

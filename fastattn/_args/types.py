@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fastattn._statistics import StatisticsArgs
+    from fastattn._args.statistics import StatisticsArgs
 
     Array = NDArray[Any]
     Bools = NDArray[np.bool_]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from fastattn._inputs import short
+from fastattn._args.values import short
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fastattn._args import Array, Ints, Shape
+    from fastattn._args.types import Array, Ints, Shape
 
 NAMES = ("row_max", "entropy", "topk:k", "key_sums", "mean_weights")
 

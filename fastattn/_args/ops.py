@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args import FLOAT64, lane_dtype
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.values import choice, flag, float_array, is_ready, number, readable, require_result
 from fastattn._backend import get_num_threads, require_backend, threads
-from fastattn._inputs import choice, flag, float_array, is_ready, number, readable, require_result
-from fastattn.packed import PackedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "sigmoid")
 

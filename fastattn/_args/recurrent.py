@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args import FLOAT32, lane_dtype
-from fastattn._backend import get_num_threads, require_backend, threads
-from fastattn._inputs import (
+from fastattn._args.types import FLOAT32, lane_dtype
+from fastattn._args.values import (
     choice,
     flag,
     is_ready,
@@ -20,9 +19,10 @@ from fastattn._inputs import (
     require_broadcast,
     require_result,
 )
+from fastattn._backend import get_num_threads, require_backend, threads
 
 if TYPE_CHECKING:
-    from fastattn._args import Array, Shape
+    from fastattn._args.types import Array, Shape
 
 
 class Rule(NamedTuple):
