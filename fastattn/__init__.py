@@ -7,13 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fastattn import approximate, feature_maps, layers, masks, ops, plot, positions, rope, variants
-from fastattn._backend import (
+from fastattn._engine.settings import (
     FallbackWarning,
     available_isas,
     get_num_threads,
     set_num_threads,
     show_config,
 )
+from fastattn._version import __version__
 from fastattn.attention import (
     attention,
     attention_weights,
@@ -33,10 +34,9 @@ from fastattn.talking_heads import talking_heads_attention
 if TYPE_CHECKING:
     from fastattn import models
 
-__version__ = "0.1.0"
-
 __all__ = [
     "FallbackWarning",
+    "__version__",
     "additive_attention",
     "approximate",
     "attention",

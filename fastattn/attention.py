@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from fastattn import _backend, _tiles, reference
 from fastattn._args.attention import attention_args, partial_states
+from fastattn._engine import dispatch, settings
+from fastattn._engine.tiles import count_tiles
+from fastattn._reference import attention as reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -232,7 +234,7 @@ def attention(
         "attention", q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, kv_lengths,
         q_offset, row_ranges, out, return_lse, num_threads, backend, stats,
     )  # fmt: skip
-    _backend.run(args, backend)
+    dispatch.run(args, backend)
     return args.result
 
 
@@ -326,7 +328,7 @@ def explain(
     return_lse: bool = False,
     stats: Sequence[str] | None = None,
     **options: Unpack[AttentionOptions],
-) -> _backend.Report:
+) -> settings.Report:
     """Say how `attention` would run on these arguments, without running it.
 
     The parameters are those of `attention`.
@@ -357,12 +359,12 @@ def explain(
             raise TypeError(f"explain(): {name} is not an argument; expected one of attention's {taken}")
     args = attention_args("explain", q, k, v, return_lse=return_lse, stats=stats, **options)
     backend = options.get("backend")
-    plan = _backend.plan(args, backend)
+    plan = dispatch.plan(args, backend)
     conversions = plan.pop("conversions")
-    tiles = _tiles.count_tiles(args, plan["block_q"], plan["block_k"])
-    return _backend.Report(
-        backend=backend or _backend.default_backend(),
-        why_numpy=_backend.why_numpy(backend),
+    tiles = count_tiles(args, plan["block_q"], plan["block_k"])
+    return settings.Report(
+        backend=backend or settings.default_backend(),
+        why_numpy=settings.why_numpy(backend),
         **plan,
         tiles=tiles.total,
         tiles_skipped=tiles.skipped,

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _backend, reference
 from fastattn._args.attention import attention_args
+from fastattn._engine import dispatch
+from fastattn._reference import attention as reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +75,7 @@ def flex_attention(
         raise TypeError(f"{func}(): score_mod is of type {type(score_mod).__name__}; expected a function")
     args = attention_args(func, q, k, v, mask, scale=scale, q_offset=q_offset, return_lse=return_lse)
     if score_mod is None:
-        _backend.run(args, None)
+        dispatch.run(args, None)
     elif args.out.size:
         args.q_position = np.asarray(args.len_k - args.len_q if q_offset is None else q_offset)
         reference.attention(args, score_mod)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastattn import _backend
 from fastattn._args.recurrent import recurrent_args
+from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -144,5 +144,5 @@ def linear_attention(
         "linear_attention", q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state,
         return_state, out_state, out, num_threads, backend,
     )  # fmt: skip
-    _backend.run_recurrent(args, backend)
+    dispatch.run(args, backend)
     return args.result

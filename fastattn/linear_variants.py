@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _backend
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.values import flag, float_array, real_array, short
+from fastattn._engine import dispatch
 from fastattn.feature_maps import unit
 
 if TYPE_CHECKING:
@@ -126,5 +126,5 @@ def _run(func: str, q: Any, k: Any, v: Any, options: dict[str, Any], **fixed: An
         if name not in taken:
             raise TypeError(f"{func}(): {name} is not an argument; expected one of {', '.join(taken)}")
     args = recurrent_args(func, q, k, v, **fixed, **options)
-    _backend.run_recurrent(args, options.get("backend"))
+    dispatch.run(args, options.get("backend"))
     return args.result

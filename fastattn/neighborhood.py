@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastattn import _backend
 from fastattn._args.attention import attention_args
 from fastattn._args.key_ranges import Resolved
 from fastattn._args.values import operand
+from fastattn._engine import dispatch
 from fastattn.masks import Mask, neighborhood
 from fastattn.masks._grid import neighborhood_sizes
 from fastattn.masks._mask import ScoreShape
@@ -136,7 +136,7 @@ def neighborhood_attention(
             func, q_part, k_part, v_part, part,
             sinks=sinks, out=out_part, return_lse=lse is not None, **options,
         )  # fmt: skip
-        _backend.run(args, backend)
+        dispatch.run(args, backend)
         if lse is not None:
             part.queries(lse, groups, 0)[...] = args.lse
     return out if lse is None else (out, lse)

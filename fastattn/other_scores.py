@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastattn import _backend
 from fastattn._args.attention import attention_args
 from fastattn._args.rowwise import additive_args
 from fastattn._args.values import float_array
+from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -86,7 +86,7 @@ def additive_attention(
         "num_threads": num_threads, "backend": backend,
     }  # fmt: skip
     args = additive_args("additive_attention", q, k, v, w, options)
-    _backend.run_rowwise(args, backend)
+    dispatch.run(args, backend)
     result: NDArray[Any] = args.attention.result
     return result
 
@@ -180,5 +180,5 @@ def location_attention(
         kv_lengths=kv_lengths, q_offset=q_offset, out=out, return_lse=return_lse, num_threads=num_threads,
         backend=backend,
     )  # fmt: skip
-    _backend.run(args, backend)
+    dispatch.run(args, backend)
     return args.result

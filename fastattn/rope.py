@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _backend
-from fastattn._args.ops import RopeArgs
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import RopeArgs, lane_dtype
 from fastattn._args.values import (
     as_array,
     flag,
@@ -22,6 +20,7 @@ from fastattn._args.values import (
     require_broadcast,
     require_result,
 )
+from fastattn._engine import dispatch, settings
 from fastattn.rope_scaling import RopeFrequencies, rope_frequencies
 
 if TYPE_CHECKING:
@@ -158,8 +157,8 @@ def apply_rope(
     source, result = readable(array, "x", [], "the head dimension"), out
     if array.ndim == 2:
         source, result = source[None], result[None]
-    args = RopeArgs(source, result, cos, sin, interleaved, _backend.get_num_threads())
-    _backend.run_op("rope", args, None)
+    args = RopeArgs(source, result, cos, sin, interleaved, settings.get_num_threads())
+    dispatch.run(args, None)
     return out
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastattn import _backend
 from fastattn._args.attention import sdpa_args
+from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -65,6 +65,6 @@ def scaled_dot_product_attention(
     args = sdpa_args(
         "scaled_dot_product_attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     )
-    _backend.run(args, None)
+    dispatch.run(args, None)
     result: NDArray[Any] = args.result
     return result

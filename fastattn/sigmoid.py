@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import log
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastattn import _backend
 from fastattn._args.attention import attention_args
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import number
+from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -89,6 +89,6 @@ def sigmoid_attention(
         args.sigmoid_bias = -log(max(1, args.len_k))
     else:
         args.sigmoid_bias = number(func, "sigmoid_bias", sigmoid_bias, lane_dtype(args.q.dtype))
-    _backend.run(args, backend)
+    dispatch.run(args, backend)
     result: NDArray[Any] = args.result
     return result

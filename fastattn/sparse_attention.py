@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastattn import _backend
 from fastattn._args.rowwise import rowwise_args, top_k_args
+from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -80,7 +80,7 @@ def sparsemax_attention(
         "num_threads": num_threads, "backend": backend,
     }  # fmt: skip
     args = rowwise_args("sparsemax_attention", "sparsemax", q, k, v, options)
-    _backend.run_rowwise(args, backend)
+    dispatch.run(args, backend)
     result: NDArray[Any] = args.attention.result
     return result
 
@@ -146,7 +146,7 @@ def entmax15_attention(
         "num_threads": num_threads, "backend": backend,
     }  # fmt: skip
     args = rowwise_args("entmax15_attention", "entmax15", q, k, v, options)
-    _backend.run_rowwise(args, backend)
+    dispatch.run(args, backend)
     result: NDArray[Any] = args.attention.result
     return result
 
@@ -216,6 +216,6 @@ def topk_attention(
         "num_threads": num_threads, "backend": backend,
     }  # fmt: skip
     args = top_k_args("topk_attention", q, k, v, k_keys, options)
-    _backend.run_rowwise(args, backend)
+    dispatch.run(args, backend)
     result: NDArray[Any] = args.attention.result
     return result

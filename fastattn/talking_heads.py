@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastattn import _backend
 from fastattn._args.rowwise import talking_args
+from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -82,6 +82,6 @@ def talking_heads_attention(
         "num_threads": num_threads, "backend": backend,
     }  # fmt: skip
     args = talking_args("talking_heads_attention", q, k, v, pre, post, options)
-    _backend.run_rowwise(args, backend)
+    dispatch.run(args, backend)
     result: NDArray[Any] = args.attention.result
     return result

@@ -14,7 +14,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import fastattn
-from fastattn import _backend
+from fastattn._engine import settings
 
 COMPILED = () if os.environ.get("FASTATTN_BACKEND") == "numpy" else fastattn.available_isas()
 IMPLEMENTATIONS = (*COMPILED, "numpy")
@@ -41,8 +41,8 @@ def pytest_report_header(config):
 def forced(implementation, **more):
     """A context in which `implementation`, the name of an instruction set or "numpy", computes."""
     if implementation == "numpy":
-        return _backend.forced(backend="numpy", **more)
-    return _backend.forced(isa=implementation, backend="compiled", **more)
+        return settings.forced(backend="numpy", **more)
+    return settings.forced(isa=implementation, backend="compiled", **more)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

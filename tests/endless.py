@@ -12,7 +12,8 @@ import numpy as np
 from conftest import forced
 
 import fastattn
-from fastattn import _program, ops
+from fastattn import ops
+from fastattn._engine.program import OUT, LinearStep, Program, Sequences, X
 
 
 def repeated(*shape, dtype=np.float32):
@@ -78,8 +79,8 @@ def linear():
 def program():
     """One step of a model."""
     x, weight = repeated(1 << 24, 1 << 13), ops.pack(np.ones((64, 1 << 13), np.float32))
-    steps = (_program.LinearStep(_program.X, _program.OUT, weight, None),)
-    return lambda: _program.Program("endless", steps, ((0, 1),), 64).run(x, _program.Sequences(1))
+    steps = (LinearStep(X, OUT, weight, None),)
+    return lambda: Program("endless", steps, ((0, 1),), 64).run(x, Sequences(1))
 
 
 def rows():

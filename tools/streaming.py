@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 import fastattn
-from fastattn import _backend
+from fastattn._engine import settings
 
 ROUNDS = 15
 SHAPES = ((1, 8, 2048, 64), (1, 12, 512, 64))
@@ -47,5 +47,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with _backend.forced(isa=sys.argv[1] if len(sys.argv) > 1 else None):
+    with settings.forced(isa=sys.argv[1] if len(sys.argv) > 1 else None):
         main()

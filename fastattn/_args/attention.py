@@ -27,7 +27,7 @@ from fastattn._args.values import (
     require_result,
     short,
 )
-from fastattn._backend import get_num_threads, require_backend, threads
+from fastattn._engine.settings import get_num_threads, require_backend, threads
 from fastattn.masks import Mask
 from fastattn.masks._mask import ScoreShape
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.packed import PackedLinear
-from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.types import FLOAT64, LinearArgs, RowsArgs, lane_dtype
 from fastattn._args.values import choice, flag, float_array, is_ready, number, readable, require_result
-from fastattn._backend import get_num_threads, require_backend, threads
+from fastattn._engine.settings import get_num_threads, require_backend, threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,48 +18,6 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "sigmoid")
-
-
-@dataclass(slots=True, eq=False)
-class LinearArgs:
-    """out (m, n) = activation(x (m, k) weight^T + bias) + residual; for a gated weight see `ops.linear`."""
-
-    x: Array  # last axis contiguous, as of all that follow; float32, float64, float16 or bfloat16
-    weight: PackedLinear
-    bias: Array | None  # (n), or (2, n) if gated: lane dtype
-    activation: str | None
-    residual: Array | None  # (m, n), x's dtype
-    out: Array  # (m, n), x's dtype
-    num_threads: int
-
-
-@dataclass(slots=True, eq=False)
-class RowsArgs:
-    """One pass over the rows of x (m, n): `kind` says which; the rest is None where it takes no part."""
-
-    kind: str  # "layer_norm", "rms_norm", "softmax", "activate"
-    x: Array
-    out: Array  # (m, n), x's dtype
-    num_threads: int
-    residual: Array | None = None  # (m, n), x's dtype: added to x first
-    total: Array | None = None  # (m, n): receives x + residual
-    up: Array | None = None  # (m, n): multiplies the result of "activate"
-    weight: Array | None = None  # (n), lane dtype
-    bias: Array | None = None
-    eps: float = 0.0
-    activation: str | None = None
-
-
-@dataclass(slots=True, eq=False)
-class RopeArgs:
-    """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype."""
-
-    x: Array  # last axis contiguous, at least three dimensions, as of all
-    out: Array  # x's shape and dtype; may be x
-    cos: Array
-    sin: Array
-    interleaved: bool
-    num_threads: int
 
 
 def data(func: str, name: str, x: Any) -> Array:

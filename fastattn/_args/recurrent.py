@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args.types import FLOAT32, lane_dtype
+from fastattn._args.types import FLOAT32, RecurrentArgs, lane_dtype
 from fastattn._args.values import (
     choice,
     flag,
@@ -19,7 +18,7 @@ from fastattn._args.values import (
     require_broadcast,
     require_result,
 )
-from fastattn._backend import get_num_threads, require_backend, threads
+from fastattn._engine.settings import get_num_threads, require_backend, threads
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
@@ -40,46 +39,6 @@ RULES = {
     "gated_delta": Rule("scalar", delta=True),
     "kimi_delta": Rule("vector", delta=True),
 }
-
-
-@dataclass(slots=True, eq=False)
-class RecurrentArgs:
-    """One call: all that the compiled layer and its NumPy twin read.
-
-    The lane dtype is float64 for float64, else float32. There are `heads` states; heads_k and heads_v divide
-    them, heads_q does or is a multiple.
-    """
-
-    batch_shape: Shape
-    heads: int
-    heads_q: int
-    heads_k: int
-    heads_v: int
-    len_q: int
-    len_k: int
-    head_dim: int
-    head_dim_v: int
-    # As in AttentionArgs: last axis contiguous; own batch dimensions broadcast to batch_shape.
-    q: Array
-    k: Array
-    v: Array
-    out: Array  # (*batch_shape, max(heads_q, heads), len_q, head_dim_v), q's dtype
-    # Lane dtype; these broadcast to (*batch_shape, heads, len_k), and with `gated` to (..., len_k, head_dim).
-    log_decay: Array | None
-    beta: Array | None  # not None: the delta rule
-    # Lane dtype, exactly (*batch_shape, heads, head_dim, head_dim_v).
-    state: Array | None  # None is 0
-    state_out: Array  # may be `state` itself
-    # Lane dtype, exactly (*batch_shape, heads, head_dim): the decayed sum of keys, to
-    # normalise by.
-    norm: Array | None  # None is 0; apart from norm_out
-    norm_out: Array | None
-    gated: bool
-    causal: bool
-    scale: float
-    eps: float
-    num_threads: int
-    result: Any  # what the caller gets
 
 
 def recurrent_args(

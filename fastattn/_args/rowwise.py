@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import RowwiseArgs, lane_dtype
 from fastattn._args.values import float_array, integer, require_broadcast
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, AttentionArgs
-
-
-@dataclass(slots=True, eq=False)
-class RowwiseArgs:
-    """One call: all that the compiled layer and its NumPy twin read. Matrices are lanes, C-contiguous."""
-
-    attention: AttentionArgs
-    kind: str  # "sparsemax", "entmax15", "top_k", "additive", "talking_heads"
-    k_keys: int = 0  # of "top_k"
-    weight: Array | None = None  # (heads_q, head_dim), of "additive"
-    pre: Array | None = None  # (heads_q, heads_q), of "talking_heads"
-    post: Array | None = None
 
 
 def rowwise_args(func: str, kind: str, q: Any, k: Any, v: Any, options: dict[str, Any]) -> RowwiseArgs:

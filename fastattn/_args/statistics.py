@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from fastattn._args.types import StatisticsArgs
 from fastattn._args.values import short
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fastattn._args.types import Array, Ints, Shape
+    from fastattn._args.types import Array, Shape
 
 NAMES = ("row_max", "entropy", "topk:k", "key_sums", "mean_weights")
 
@@ -33,25 +33,6 @@ class Statistics(TypedDict, total=False):
     topk: TopK
     key_sums: NDArray[Any]
     mean_weights: NDArray[Any]
-
-
-@dataclass(slots=True)
-class StatisticsArgs:
-    """Where the statistics go, in the lane dtype; None is not asked for. All have an axis of heads."""
-
-    row_max: Array | None = None  # (*batch_shape, heads_q, len_q)
-    entropy: Array | None = None  # the same
-    top_weights: Array | None = None  # (*batch_shape, heads_q, len_q, at most len_k)
-    top_keys: Ints | None = None  # the same
-    # These two are 0 before, and added to by a second pass over the scores.
-    key_sums: Array | None = None  # (*batch_shape, heads_q, len_k)
-    mean_weights: Array | None = None  # (*batch_shape, 1, len_q, len_k)
-    norm: Array | None = None  # (*batch_shape, heads_q, len_q, 2): for the second pass, from the first
-
-    @property
-    def second_pass(self) -> bool:
-        """Whether scores are computed once more."""
-        return self.key_sums is not None or self.mean_weights is not None
 
 
 def statistics_args(

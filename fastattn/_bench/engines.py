@@ -84,7 +84,7 @@ def _numpy(problem: Problem, threads: int) -> dict[str, Way]:
 
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernel"),
+    "fastattn": Engine(("fastattn._engine.core._core",), _compiled, "the compiled kernel"),
     "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy: q @ k.T, softmax, @ v"),
     "torch": Engine(("torch",), peers.torch_sdpa, "torch.nn.functional.scaled_dot_product_attention"),

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 import fastattn
-from fastattn import _backend
 from fastattn._bench.rowwise_problem import K_KEYS, SOFTMAX, RowwiseProblem
 from fastattn._bench.suite import Engine
 from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_dense
+from fastattn._engine import settings
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     SOFTMAX: fastattn.attention,
@@ -33,7 +33,7 @@ def _fallback(problem: RowwiseProblem, threads: int) -> dict[str, Way]:
 
 def _own(problem: RowwiseProblem, backend: str) -> dict[str, Way]:
     """Threads are those that the worker's environment says."""
-    enter_for_good(_backend.forced(backend=backend))
+    enter_for_good(settings.forced(backend=backend))
     q, k, v = problem.arrays()
     options: dict[str, Any] = {"out": np.empty_like(q)}
     if problem.variant == "top_k":
@@ -99,7 +99,7 @@ def _torch(problem: RowwiseProblem, threads: int) -> dict[str, Way]:
 
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernels"),
+    "fastattn": Engine(("fastattn._engine.core._core",), _compiled, "the compiled kernels"),
     "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy, all scores at once"),
     "torch": Engine(("torch",), _torch, "the formulas in torch, all scores at once; SDPA for softmax"),

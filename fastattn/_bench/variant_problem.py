@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn import _backend, approximate, variants
+from fastattn import approximate, variants
 from fastattn._bench.cases import VARIANTS, Array, Rng, Shape, as_dtype, make_inputs
 from fastattn._bench.suite import TOLERANCE, Section
+from fastattn._engine import settings
 from fastattn.layers import TransformerEncoderLayer
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -203,7 +204,7 @@ class VariantProblem(NamedTuple):
 
     def reference(self) -> tuple[Array, Array]:
         """All rows, by the fallback in float64; the tests hold that against the formulas."""
-        with _backend.forced(backend="numpy"):
+        with settings.forced(backend="numpy"):
             out = self.call("float64")()
         out = out.reshape(-1, out.shape[-1])
         return np.arange(len(out)), out

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args.ops import like, rows
 from fastattn._args.values import flag
-from fastattn._scratch import keep, scratch
+from fastattn._engine.scratch import keep, scratch
 from fastattn.attention import attention_weights
 from fastattn.cache import KVCache, restored_on_error
 from fastattn.layers import calls

@@ -12,7 +12,7 @@ from fastattn import ops
 from fastattn._args.ops import epsilon, rows
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
-from fastattn._scratch import keep, scratch
+from fastattn._engine.scratch import keep, scratch
 from fastattn.layers import calls
 from fastattn.layers.state import Layer, Parameter, lane_of, ones, uniform, zeros
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _backend
 from fastattn._args.attention import attention_args
-from fastattn._args.ops import LinearArgs, RowsArgs, data
-from fastattn._args.types import FLOAT32, FLOAT64, plain_args
+from fastattn._args.ops import data
+from fastattn._args.types import FLOAT32, FLOAT64, LinearArgs, RowsArgs, plain_args
 from fastattn._args.values import as_array, float_array
+from fastattn._engine import dispatch, settings
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
@@ -82,8 +82,8 @@ def linear(
     """`ops.linear` of rows."""
     if out is None:
         out = np.empty((len(x), weight.out_features), x.dtype)
-    args = LinearArgs(x, weight, bias, activation, residual, out, _backend.get_num_threads())
-    _backend.run_op("linear", args, None)
+    args = LinearArgs(x, weight, bias, activation, residual, out, settings.get_num_threads())
+    dispatch.run(args, None)
     return out
 
 
@@ -93,16 +93,16 @@ def norm(
     """`ops.layer_norm` or `ops.rms_norm` of rows."""
     if out is None:
         out = np.empty(x.shape, x.dtype)
-    args = RowsArgs(kind, x, out, _backend.get_num_threads(), None, None, None, weight, bias, eps)
-    _backend.run_op("rows", args, None)
+    args = RowsArgs(kind, x, out, settings.get_num_threads(), None, None, None, weight, bias, eps)
+    dispatch.run(args, None)
     return out
 
 
 def gate(x: Array, up: Array) -> Array:
     """``sigmoid(x) * up`` of rows."""
     out = np.empty(x.shape, x.dtype)
-    args = RowsArgs("activate", x, out, _backend.get_num_threads(), up=up, activation="sigmoid")
-    _backend.run_op("rows", args, None)
+    args = RowsArgs("activate", x, out, settings.get_num_threads(), up=up, activation="sigmoid")
+    dispatch.run(args, None)
     return out
 
 
@@ -119,5 +119,5 @@ def attention(
             raise ValueError(f"{func}(): attention gives shape {args.out.shape}; expected {out.shape}")
         args.out = out
     else:  # nothing is left to check, which would be a third of a small layer's Python
-        args = plain_args(q, k, v, out, _backend.get_num_threads())
-    _backend.run(args, None)
+        args = plain_args(q, k, v, out, settings.get_num_threads())
+    dispatch.run(args, None)

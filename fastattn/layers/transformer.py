@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args.ops import rows
 from fastattn._args.values import as_array, flag, short
-from fastattn._program import Sequences
+from fastattn._engine.program import Sequences
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
 from fastattn.layers import calls
 from fastattn.layers.attention import MultiHeadAttention

@@ -15,7 +15,7 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer, short
-from fastattn._program import OUT, AttendStep, LinearStep, NormStep, Program, Sequences, X
+from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Program, Sequences, X
 from fastattn.models import padding
 from fastattn.models.activations import ACTIVATIONS
 from fastattn.models.files import ModelError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints, Shape
-    from fastattn._program import Step
+    from fastattn._engine.program import Step
     from fastattn.models.files import Config, Tensors
     from fastattn.models.weights import Precision
 

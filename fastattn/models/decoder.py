@@ -13,7 +13,7 @@ import numpy as np
 from fastattn._args import key_ranges
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, integer, integers, short
-from fastattn._program import Sequences
+from fastattn._engine.program import Sequences
 from fastattn.cache import KVCache
 from fastattn.models import padding
 from fastattn.models.sampling import Sampler
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints
-    from fastattn._program import Program
+    from fastattn._engine.program import Program
     from fastattn.models.decoder_layers import Window
     from fastattn.models.text import Text
     from fastattn.models.weights import Precision

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastattn._program import OUT, AttendStep, HeadNormStep, LinearStep, NormStep, Program, X
+from fastattn._engine.program import OUT, AttendStep, HeadNormStep, LinearStep, NormStep, Program, X
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array
-    from fastattn._program import Step
+    from fastattn._engine.program import Step
 
     Norm = tuple[Array, Array | None]  # weight, bias
     Linear = tuple[PackedLinear, Array | None]

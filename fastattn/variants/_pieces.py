@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from fastattn import _backend, reference
 from fastattn._args import key_ranges
 from fastattn._args.types import lane_dtype
+from fastattn._engine import dispatch
+from fastattn._reference import attention as reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ def attend_by_rows(
     """
     n_rows = max(_LEAST_ROWS, _PIECE_SCORES // max(1, args.len_k) // _LEAST_ROWS * _LEAST_ROWS)
     if not (args.out.size and args.len_k):
-        _backend.run(args, backend)
+        dispatch.run(args, backend)
         return
     for b in np.ndindex(args.batch_shape):
         item = item_of(args, b)
@@ -129,7 +130,7 @@ def attend_by_rows(
             with np.errstate(all="ignore"):  # of keys that are hidden, too, whatever stands in them
                 bias = bias_of(b, rows)
             add_bias(part, bias)
-            _backend.run(part, backend)
+            dispatch.run(part, backend)
 
 
 @np.errstate(all="ignore")

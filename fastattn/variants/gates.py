@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _backend, ops
+from fastattn import ops
 from fastattn._args.attention import attention_args
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import float_array, real_array, require_broadcast
 from fastattn._args.variants import how, offsets, require_options, variant_args, with_shape
+from fastattn._engine import dispatch
 from fastattn.variants._pieces import add_bias, rows_of
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def gated_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, gate: ArrayLike, *
         func, "gate", logits.shape, args.out.shape, "(..., heads_q, len_q, head_dim_v), or 1 for the last,"
     )
     share = ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
-    _backend.run(args, options.get("backend"))
+    dispatch.run(args, options.get("backend"))
     np.multiply(args.out, share, out=args.out)
     return args.result
 
@@ -109,9 +110,9 @@ def forgetting_attention(
         own = np.take_along_axis(sums, position[..., rows], -1)
         middle = own[..., own.shape[-1] // 2, None]
         add_bias(part, (middle - sums)[..., None, :])
-        _backend.run(part, options.get("backend"))
+        dispatch.run(part, options.get("backend"))
         if part.lse is not None:
             part.lse += own - middle
     if not args.len_k:
-        _backend.run(args, options.get("backend"))
+        dispatch.run(args, options.get("backend"))
     return args.result

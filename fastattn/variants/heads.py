@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _backend, ops
+from fastattn import ops
 from fastattn._args.attention import attention_args
 from fastattn._args.ops import epsilon, vector
 from fastattn._args.types import FLOAT64, lane_dtype
 from fastattn._args.values import choice, float_array, number, operand
 from fastattn._args.variants import how, per_head, require_options, variant_args
+from fastattn._engine import dispatch
 
 # What may normalise queries and keys: functions of `ops`.
 NORMS = ("rms_norm", "layer_norm")
@@ -67,7 +68,7 @@ def cosine_attention(
         args.scale = float(factor.ravel()[0])
     else:
         args.q = np.ascontiguousarray(args.q * factor[..., None, None], args.q.dtype)
-    _backend.run(args, options.get("backend"))
+    dispatch.run(args, options.get("backend"))
     return args.result
 
 
@@ -124,7 +125,7 @@ def qk_norm_attention(
         normalise(x, weight, eps=small, **how(options))
         for x, weight in zip((args.q, args.k), weights, strict=True)
     )
-    _backend.run(args, options.get("backend"))
+    dispatch.run(args, options.get("backend"))
     return args.result
 
 
@@ -176,7 +177,7 @@ def general_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLik
     if options.get("scale") is None:
         options["scale"] = 1.0
     args = attention_args(func, projected, keys, v, **options)
-    _backend.run(args, options.get("backend"))
+    dispatch.run(args, options.get("backend"))
     return args.result
 
 
@@ -260,7 +261,7 @@ def differential_attention(
     elif norm_weight is not None:
         raise ValueError(f"{func}(): norm_weight is given without lambda_init; expected both or neither")
     for args in (first, second):
-        _backend.run(args, options.get("backend"))
+        dispatch.run(args, options.get("backend"))
     out: Array = first.out - factor * second.out
     if lambda_init is not None:
         out = ops.rms_norm(out, norm_weight, eps=eps, **how(options)) * lane.type(1 - lambda_init)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _backend
 from fastattn._args.attention import attention_args
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, float_array, operand
 from fastattn._args.variants import require_options
+from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -123,7 +123,7 @@ def latent_attention(
         longer[..., :rank] = queries[..., :nope_dim].astype(lane, copy=False) @ of_keys
         longer[..., rank:] = queries[..., nope_dim:]
         args = attention_args(func, longer, shared, shared[..., :rank], **options)
-        _backend.run(args, options.get("backend"))
+        dispatch.run(args, options.get("backend"))
         out = (args.out.astype(lane, copy=False) @ of_values.swapaxes(-1, -2)).astype(dtype, copy=False)
         return out if args.lse is None else (out, args.lse)
     latent = shared[..., :rank].astype(lane, copy=False)
@@ -132,5 +132,5 @@ def latent_attention(
     k[..., :nope_dim] = latent @ of_keys.swapaxes(-1, -2)
     v = (latent @ of_values.swapaxes(-1, -2)).astype(tokens.dtype, copy=False)
     args = attention_args(func, queries, k, v, **options)
-    _backend.run(args, options.get("backend"))
+    dispatch.run(args, options.get("backend"))
     return args.result

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _backend
 from fastattn._args.attention import attention_args
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import operand, require_broadcast
 from fastattn._args.variants import per_head, variant_args
+from fastattn._engine import dispatch
 from fastattn.variants._pieces import apart, join
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def memory_attention(
         with np.errstate(over="ignore"):
             weight = (1 / (1 + np.exp(-logits))).astype(lane_dtype(args.q.dtype))
     for part in (local, memory):
-        _backend.run(part, options.get("backend"))
+        dispatch.run(part, options.get("backend"))
     if weight is None:
         join((local, memory), args)
     else:

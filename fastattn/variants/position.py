@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _backend
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, integer
 from fastattn._args.variants import one_offset, variant_args, with_shape
+from fastattn._engine import dispatch
 from fastattn.variants._pieces import (
     add_bias,
     apart,
@@ -96,7 +96,7 @@ def shaw_attention(
             part.sinks = None  # of the parts, the near one carries them
             part.k = sum_in(args.k.dtype, args.k, of_keys[row])
             part.v = args.v if of_values is None else sum_in(args.v.dtype, args.v, of_values[row])
-            _backend.run(part, backend)
+            dispatch.run(part, backend)
             parts.append(part)
     join(parts, args)
     return args.result
@@ -118,14 +118,14 @@ def _attend_near(
         columns = np.zeros((*part.q.shape[:-1], n_rows + n - 1), lane)
         band_of(columns, n)[...] = part.q.astype(lane) * lane.type(part.scale) @ of_keys.T
         add_bias(part, columns[..., inside])
-        _backend.run(part, backend)
+        dispatch.run(part, backend)
         if of_values is not None:
             # Weights are what the unit vectors give as values: of the near keys a matrix that is small.
             weights = apart(part)
             width = part.len_k
             weights.v = np.broadcast_to(np.eye(width, dtype=part.v.dtype), (part.heads_kv, width, width))
             weights.head_dim_v, weights.out = width, np.empty((*part.out.shape[:-1], width), part.out.dtype)
-            _backend.run(weights, backend)
+            dispatch.run(weights, backend)
             probs = np.zeros((*part.out.shape[:-1], n_rows + n - 1), lane)
             probs[..., inside] = weights.out
             part.out += (band_of(probs, n) @ of_values).astype(part.out.dtype)

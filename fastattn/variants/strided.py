@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _backend
 from fastattn._args.attention import attention_args
 from fastattn._args.values import integer
 from fastattn._args.variants import require_options
+from fastattn._engine import dispatch
 from fastattn.variants._pieces import apart, join
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def strided_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, stride: int, 
     step = integer(func, "stride", stride, 1)
     near = apart(attention_args(func, q, k, v, **options, window=(step, 0)))
     far = apart(args)
-    _backend.run(near, options.get("backend"))
+    dispatch.run(near, options.get("backend"))
     # Those at a distance of 0 and of one step are in the window.
     row = np.arange(-(-args.len_q // step))
     _attend_interleaved(far, func, step, {**options, "sinks": None}, row_ranges=(row * 0, row - 1))
@@ -131,6 +131,6 @@ def _attend_interleaved(
         if row_ranges is not None:
             more["row_ranges"] = tuple(x[: q.shape[-2]] for x in row_ranges)
         part = attention_args(func, q, k, v, out=out, return_lse=args.lse is not None, **options, **more)
-        _backend.run(part, options.get("backend"))
+        dispatch.run(part, options.get("backend"))
         if args.lse is not None:
             args.lse[..., first::step] = part.lse

@@ -11,30 +11,24 @@ import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import reference, reference_linear, reference_ops, reference_rowwise
 from fastattn._args.values import integer, short
+from fastattn._version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from fastattn._args.ops import LinearArgs, RopeArgs, RowsArgs
-    from fastattn._args.recurrent import RecurrentArgs
-    from fastattn._args.rowwise import RowwiseArgs
-    from fastattn._args.types import AttentionArgs
-    from fastattn._program import Step
-
+core: Any = None  # the compiled layer, fastattn/_engine/core/_core.pyx
+_WHY_NOT_COMPILED = ""
 try:
-    import fastattn._core as _core
+    core = import_module("fastattn._engine.core._core")
 except ImportError as error:
-    _core = None  # type: ignore[assignment]
     _WHY_NOT_COMPILED = str(error)
-else:
-    _WHY_NOT_COMPILED = ""
 
 BACKENDS = ("compiled", "numpy")
 MAX_THREADS = 4096  # more than any machine has; beyond, a number is a mistake
@@ -136,20 +130,20 @@ def _from_environment() -> _Settings:
     backend, isa = os.environ.get("FASTATTN_BACKEND"), os.environ.get("FASTATTN_ISA")
     if backend and backend not in BACKENDS:
         raise ValueError(f"FASTATTN_BACKEND is {backend!r}; expected one of {', '.join(BACKENDS)}")
-    if backend == "compiled" and _core is None:
+    if backend == "compiled" and core is None:
         raise ImportError(f"FASTATTN_BACKEND is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
-    if isa and (backend != "numpy" or _core is not None):  # on NumPy, too: a call may ask for the kernels
+    if isa and (backend != "numpy" or core is not None):  # on NumPy, too: a call may ask for the kernels
         if isa not in available_isas():
             available = ", ".join(available_isas()) or f"none ({_WHY_NOT_COMPILED})"
             raise ValueError(f"FASTATTN_ISA is {isa!r}; available here: {available}")
-        _core.set_isa(isa)
-    default = "numpy" if _core is None else "compiled"
+        core.set_isa(isa)
+    default = "numpy" if core is None else "compiled"
     return _Settings(backend or default, "FASTATTN_BACKEND" if backend else "", *_default_threads())
 
 
 def available_isas() -> tuple[str, ...]:
     """Names of the compiled instruction sets that this CPU runs, best first; none if nothing was compiled."""
-    return () if _core is None else _core.available_isas()
+    return () if core is None else core.available_isas()
 
 
 def get_num_threads() -> int:
@@ -190,7 +184,7 @@ def require_backend(func: str, backend: str) -> None:
         raise ValueError(
             f"{func}(): backend is {short(backend)}; expected one of {', '.join(BACKENDS)}, or None"
         )
-    if backend == "compiled" and _core is None:
+    if backend == "compiled" and core is None:
         raise ValueError(f"{func}(): backend is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
 
 
@@ -215,72 +209,21 @@ def forced(
     if backend is not None:
         settings.backend, settings.asked_by = backend, "forced()"
     before, _settings = _settings, settings
-    isa_before = isa and _core.get_isa()
+    isa_before = isa and core.get_isa()
     try:
         if isa:
-            _core.set_isa(isa)
+            core.set_isa(isa)
         yield
     finally:
         _settings = before
         if isa_before:
-            _core.set_isa(isa_before)
+            core.set_isa(isa_before)
 
 
-def run(args: AttentionArgs, backend: str | None) -> None:
-    """Compute `args` on `backend`, a checked name, or on the default one."""
-    if not args.out.size:  # no row: but there may be more batch items than anything could loop over
-        return
-    if (backend or _settings.backend) == "compiled":
-        _core.attention(args)
-        return
-    if backend is None and not _settings.asked_by:
-        _warn_of_fallback()
-    reference.attention(args)
-
-
-def compiled_program(steps: Sequence[Step], places: Sequence[tuple[int, int]]) -> Any:
-    """A `_program.Program` for the compiled layer, where that is there."""
-    return _core.Program(steps, places)
-
-
-def run_op(name: str, args: LinearArgs | RopeArgs | RowsArgs, backend: str | None) -> None:
-    """Compute a layer's operation on `backend`, a checked name, or on the default one."""
-    if not args.out.size:  # as above
-        return
-    if (backend or _settings.backend) == "compiled":
-        getattr(_core, name)(args)
-        return
-    if backend is None and not _settings.asked_by:
-        _warn_of_fallback()
-    getattr(reference_ops, name)(args)
-
-
-def run_recurrent(args: RecurrentArgs, backend: str | None) -> None:
-    """Compute linear attention on `backend`, a checked name, or on the default one."""
-    if (backend or _settings.backend) == "compiled":
-        _core.recurrent(args)
-        return
-    if backend is None and not _settings.asked_by:
-        _warn_of_fallback()
-    reference_linear.recurrent(args)
-
-
-def run_rowwise(args: RowwiseArgs, backend: str | None) -> None:
-    """Compute attention with another normaliser or score on `backend`, a checked name, or on the default."""
-    if not args.attention.out.size:  # as above
-        return
-    if (backend or _settings.backend) == "compiled":
-        _core.rowwise(args)
-        return
-    if backend is None and not _settings.asked_by:
-        _warn_of_fallback()
-    reference_rowwise.rowwise(args)
-
-
-def _warn_of_fallback() -> None:
-    """Warn, once in a process, on the line that called the public function."""
+def warn_of_fallback() -> None:
+    """Warn, once in a process, on the line that called the public function; not where NumPy was asked for."""
     global _warned
-    if _warned:
+    if _warned or _settings.asked_by:
         return
     _warned = True
     frame, level = sys._getframe(1), 2
@@ -293,29 +236,6 @@ def _warn_of_fallback() -> None:
         FallbackWarning,
         stacklevel=level,
     )
-
-
-def plan(args: AttentionArgs, backend: str | None) -> dict[str, Any]:
-    """What would run on `args`: kernel, ISA, rows (of all heads of a group) and keys of a tile."""
-    if (backend or _settings.backend) == "compiled":
-        plan = _core.plan(args)
-    else:
-        block_q, block_k = reference.block_sizes(args)
-        rows = block_q * (args.heads_q // args.heads_kv)
-        plan = {"kernel": "numpy", "isa": None, "block_q": rows, "block_k": block_k}
-    return {**plan, "conversions": tuple(_conversions(args, plan))}
-
-
-def _conversions(args: AttentionArgs, plan: dict[str, Any]) -> Iterator[str]:
-    """What is converted or gathered on the way, a block at a time, by the plan that is to run."""
-    dotted = plan.get("bf16_dot", False)
-    for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
-        if x.itemsize == 2 and not dotted:
-            yield f"{name} widened, block by block: {x.dtype} to float32"
-        elif name == "v" and dotted:
-            yield "v interleaved, block by block: pairs of rows for the bfloat16 dot product"
-        elif name != "q" and plan["kernel"] != "dot" and x.strides[-2] != x.shape[-1] * x.itemsize:
-            yield f"{name} gathered, block by block: rows {x.strides[-2]} bytes apart"
 
 
 def why_numpy(backend: str | None = None) -> str | None:
@@ -340,20 +260,18 @@ def show_config() -> Report:
         ``openmp``, ``num_threads`` and ``num_threads_from`` (which variable or limit says so), ``compiler``,
         and the versions of NumPy and Python.
     """
-    from fastattn import __version__
-
-    compiled = _core is not None
+    compiled = core is not None
     return Report(
         version=__version__,
         backend=_settings.backend,
         why_numpy=why_numpy(),
-        isa=_core.get_isa() if _settings.backend == "compiled" else None,
+        isa=core.get_isa() if _settings.backend == "compiled" else None,
         isas_available=available_isas(),
-        isas_compiled=_core.compiled_isas() if compiled else (),
-        openmp=compiled and _core.openmp(),
+        isas_compiled=core.compiled_isas() if compiled else (),
+        openmp=compiled and core.openmp(),
         num_threads=get_num_threads(),
         num_threads_from="forked process" if _forked else _settings.threads_from,
-        compiler=_core.compiler() if compiled else None,
+        compiler=core.compiler() if compiled else None,
         numpy=np.__version__,
         python=sys.version.split()[0],
     )

@@ -404,8 +404,8 @@ def read_bandwidth(num_threads):
     return best
 
 
-include "_core_tasks.pxi"
-include "_core_ops.pxi"
-include "_core_program.pxi"
-include "_core_recurrent.pxi"
-include "_core_rowwise.pxi"
+include "tasks.pxi"
+include "ops.pxi"
+include "program.pxi"
+include "recurrent.pxi"
+include "rowwise.pxi"

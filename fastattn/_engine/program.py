@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from fastattn import _backend
-from fastattn._args.ops import LinearArgs, RopeArgs, RowsArgs
-from fastattn._args.types import plain_args
-from fastattn._scratch import keep, scratch
+from fastattn._args.types import LinearArgs, RopeArgs, RowsArgs, plain_args
+from fastattn._engine import dispatch, settings
+from fastattn._engine.scratch import keep, scratch
 
 if TYPE_CHECKING:
     from fastattn._args.key_ranges import Range
@@ -50,7 +49,7 @@ class LinearStep(NamedTuple):
         args = LinearArgs(
             buffers[self.x], self.weight, self.bias, self.activation, residual, buffers[self.out], 1
         )
-        _backend.run_op("linear", args, None)
+        dispatch.run(args, None)
 
 
 class NormStep(NamedTuple):
@@ -67,7 +66,7 @@ class NormStep(NamedTuple):
     def run(self, buffers: list[Array], call: Sequences) -> None:
         x, out = buffers[self.x], buffers[self.out]
         args = RowsArgs(self.kind, x, out, 1, weight=self.weight, bias=self.bias, eps=self.eps)
-        _backend.run_op("rows", args, None)
+        dispatch.run(args, None)
 
 
 class HeadNormStep(NamedTuple):
@@ -83,7 +82,7 @@ class HeadNormStep(NamedTuple):
         for h in range(heads):
             x = buffers[self.x][:, h * head_dim : (h + 1) * head_dim]
             args = RowsArgs("rms_norm", x, x, 1, weight=self.weight[h], eps=self.eps)
-            _backend.run_op("rows", args, None)
+            dispatch.run(args, None)
 
 
 class AttendStep(NamedTuple):
@@ -111,14 +110,14 @@ class AttendStep(NamedTuple):
         together, end = heads(buffers[self.x]), self.heads + self.heads_kv
         qk, v = together[:, :end], together[:, end:]
         if call.rotation is not None:
-            _backend.run_op("rope", RopeArgs(qk, qk, *call.rotation, False, 1), None)
+            dispatch.run(RopeArgs(qk, qk, *call.rotation, False, 1), None)
         q, k = qk[:, : self.heads], qk[:, self.heads :]
         if call.slots is not None:
             k, v = call.slots.put(k, v, self.layer * self.heads_kv)
         args = plain_args(q, k, v, heads(buffers[self.out]), 1)
         args.scale = self.scale
         args.row_begin, args.row_end = call.ranges[self.ranges]
-        _backend.run(args, None)
+        dispatch.run(args, None)
 
 
 Step = LinearStep | NormStep | HeadNormStep | AttendStep
@@ -148,10 +147,10 @@ class Program:
         if not out.size:
             return out
         memory = scratch(self.use, n, max(begin + width for begin, width in self.places), x.dtype)
-        if _backend.default_backend() == "compiled":
+        if settings.default_backend() == "compiled":
             if self._compiled is None:
-                self._compiled = _backend.compiled_program(self.steps, self.places)
-            self._compiled.run(x, out, memory, call, _backend.get_num_threads())
+                self._compiled = settings.core.Program(self.steps, self.places)
+            self._compiled.run(x, out, memory, call, settings.get_num_threads())
         else:
             flat = memory.reshape(-1)
             places = (flat[n * begin : n * (begin + width)].reshape(n, width) for begin, width in self.places)

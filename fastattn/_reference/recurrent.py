@@ -15,8 +15,7 @@ from fastattn._args.blocks import blocks
 from fastattn._args.types import lane_dtype
 
 if TYPE_CHECKING:
-    from fastattn._args.recurrent import RecurrentArgs
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, RecurrentArgs
 
 _CHUNK = 32
 _GATED_CHUNK = 16

@@ -12,8 +12,7 @@ from fastattn._args.packed import columns
 from fastattn._args.types import lane_dtype
 
 if TYPE_CHECKING:
-    from fastattn._args.ops import LinearArgs, RopeArgs, RowsArgs
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, LinearArgs, RopeArgs, RowsArgs
 
 # Rows and panels at a time: 4 MB of float32 results; fewer panels where those take more multiplications.
 _BLOCK_ROWS = 1024

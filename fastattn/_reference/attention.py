@@ -14,7 +14,7 @@ from fastattn._args.blocks import blocks
 from fastattn._args.key_ranges import places
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, require_broadcast
-from fastattn.reference_statistics import collect
+from fastattn._reference.statistics import collect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn.reference import _TILE_SCORES, _Call, _exp, _Task
+from fastattn._reference.attention import _TILE_SCORES, _Call, _exp, _Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastattn._args.rowwise import RowwiseArgs
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, RowwiseArgs
 
 # Dimensions that are summed before they are added, as in the kernel: some BLASes sum one after another.
 _ADDITIVE_DEPTH = 64

@@ -19,7 +19,7 @@ cdef struct Step:
     int64_t first_kv  # of the cache's heads
     int ranges
 
-# Of one call: its buffers, and what a `fastattn._program.Sequences` says of their rows.
+# Of one call: its buffers, and what a `fastattn._engine.program.Sequences` says of their rows.
 cdef struct Call:
     char *data[MAX_BUFFERS]
     int64_t row[MAX_BUFFERS]
@@ -40,7 +40,7 @@ cdef int _require(bint holds, message) except -1:
 
 
 cdef class Program:
-    """The steps of a `fastattn._program.Program`, as C has them; it keeps their arrays alive."""
+    """The steps of a `fastattn._engine.program.Program`, as C has them; it keeps their arrays alive."""
 
     cdef Step *steps
     cdef int n, n_places
