@@ -9,7 +9,7 @@ from conftest import forced
 from oracle import assert_same_bits
 
 import fastattn
-from fastattn import ops
+from fastattn import functional, ops
 from fastattn._args import blocks, packed
 from fastattn.rope import apply_rope
 
@@ -81,11 +81,11 @@ def test_recurrences_have_the_bits_of_the_whole(rule, small):
     decay = {"linear": None, "gated": -abs(numbers(1, 2, 1, 8)), "gated_delta": -abs(numbers(2))}[rule]
     options = {"rule": rule, "log_decay": decay, "normalize": "delta" not in rule, "return_state": True}
     with forced("numpy"):
-        whole = fastattn.linear_attention(q, k, v, **options)
-        again = fastattn.linear_attention(q, k, v, **options, state=whole[1])
+        whole = functional.linear_attention(q, k, v, **options)
+        again = functional.linear_attention(q, k, v, **options, state=whole[1])
         small()
         for expected, state in ((whole, None), (again, whole[1])):
-            got = fastattn.linear_attention(q, k, v, **options, state=state)
+            got = functional.linear_attention(q, k, v, **options, state=state)
             assert_same_bits(flat(got), flat(expected))
 
 

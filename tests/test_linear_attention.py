@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import forced
 
-from fastattn import linear_attention
+from fastattn.functional import linear_attention
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]

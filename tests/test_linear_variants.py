@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fastattn import (
-    attention,
+from fastattn import attention
+from fastattn.functional import (
     delta_net,
     feature_maps,
     gated_delta_net,

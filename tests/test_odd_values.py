@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
 
 import fastattn
-from fastattn import approximate, feature_maps, layers, masks, models, ops, positions, rope, variants
+from fastattn import functional, layers, masks, models, ops, positions, rope
+from fastattn.functional import feature_maps
 from fastattn.models import ModelError
 
 X = np.ones((1, 2, 6, 8), np.float32)
@@ -62,8 +63,8 @@ STRINGS = {
     r"attention\(\): backend is": lambda s: fastattn.attention(X, X, X, backend=s),
     r"attention\(\): stats ": lambda s: fastattn.attention(X, X, X, stats=s),
     r"attention\(\): stats has an entry": lambda s: fastattn.attention(X, X, X, stats=(s,)),
-    r"linear_attention\(\): rule is": lambda s: fastattn.linear_attention(X, X, X, rule=s),
-    r"qk_norm_attention\(\): norm is": lambda s: variants.qk_norm_attention(X, X, X, norm=s),
+    r"linear_attention\(\): rule is": lambda s: functional.linear_attention(X, X, X, rule=s),
+    r"qk_norm_attention\(\): norm is": lambda s: functional.qk_norm_attention(X, X, X, norm=s),
     r"FeedForward\(\): activation is": lambda s: layers.FeedForward(4, 8, s),
     r"Linear\(\): weights_dtype is": lambda s: layers.Linear(4, 8, weights_dtype=s),
     r"MultiHeadAttention\(\): weights_dtype is": lambda s: layers.MultiHeadAttention(8, 2, weights_dtype=s),
@@ -91,19 +92,19 @@ INTEGERS = {
     r"attention\(\): window\[1\] ": lambda n: fastattn.attention(X, X, X, window=(None, n)),
     r"attention\(\): row_ranges\[0\] ": lambda n: fastattn.attention(X, X, X, row_ranges=(n, 3)),
     r"attention\(\): num_threads ": lambda n: fastattn.attention(X, X, X, num_threads=n),
-    r"shaw_attention\(\): q_offset ": lambda n: variants.shaw_attention(X, X, X, X[0, 0, :5], q_offset=n),
-    r"disentangled_attention\(\): max_distance ": lambda n: variants.disentangled_attention(
+    r"shaw_attention\(\): q_offset ": lambda n: functional.shaw_attention(X, X, X, X[0, 0, :5], q_offset=n),
+    r"disentangled_attention\(\): max_distance ": lambda n: functional.disentangled_attention(
         X, X, X, X[0], max_distance=n
     ),
-    r"dilated_window_attention\(\): dilation ": lambda n: variants.dilated_window_attention(
+    r"dilated_window_attention\(\): dilation ": lambda n: functional.dilated_window_attention(
         X, X, X, window=1, dilation=n
     ),
-    r"strided_attention\(\): stride ": lambda n: variants.strided_attention(X, X, X, stride=n),
-    r"topk_attention\(\): k_keys ": lambda n: fastattn.topk_attention(X, X, X, k_keys=n),
-    r"lsh_attention\(\): n_buckets ": lambda n: approximate.lsh_attention(X, X, n_buckets=n),
-    r"lsh_attention\(\): n_rounds ": lambda n: approximate.lsh_attention(X, X, n_buckets=2, n_rounds=n),
-    r"lsh_attention\(\): chunk ": lambda n: approximate.lsh_attention(X, X, n_buckets=2, chunk=n),
-    r"neighborhood_attention\(\): kernel": lambda n: fastattn.neighborhood_attention(X, X, X, kernel=(n,)),
+    r"strided_attention\(\): stride ": lambda n: functional.strided_attention(X, X, X, stride=n),
+    r"topk_attention\(\): k_keys ": lambda n: functional.topk_attention(X, X, X, k_keys=n),
+    r"lsh_attention\(\): n_buckets ": lambda n: functional.lsh_attention(X, X, n_buckets=n),
+    r"lsh_attention\(\): n_rounds ": lambda n: functional.lsh_attention(X, X, n_buckets=2, n_rounds=n),
+    r"lsh_attention\(\): chunk ": lambda n: functional.lsh_attention(X, X, n_buckets=2, chunk=n),
+    r"neighborhood_attention\(\): kernel": lambda n: functional.neighborhood_attention(X, X, X, kernel=(n,)),
     r"embedding\(\): ids ": lambda n: ops.embedding(n, ROWS),
     r"favor\(\): head_dim ": lambda n: feature_maps.favor(n, 4),
     r"favor\(\): n_features ": lambda n: feature_maps.favor(4, n),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import plot, variants
+from fastattn import functional, plot
 from fastattn._bench import variant_problem
 from fastattn._bench.cases import Shape, make_inputs
 from fastattn._bench.variant_problem import CALLS, DTYPES, Inputs, VariantProblem
@@ -45,7 +45,7 @@ def test_any_number_of_threads_gives_the_same_bits(name, implementation):
         fastattn.set_num_threads(before)
 
 
-NAMES = [(module, name) for module in (variants, plot) for name in module.__all__]
+NAMES = [(module, name) for module in (functional, plot) for name in module.__all__]
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
@@ -74,7 +74,7 @@ def test_batch_dimensions_broadcast(name, implementation):
 
 def test_every_variant_has_a_call():
     source = Path(variant_problem.__file__).read_text()
-    without = {name for name in variants.__all__ if name not in source}
+    without = {name for name in functional.__all__ if name not in source}
     assert without == {"perceiver", "pooling_by_attention"}  # whose parts induced_set_attention has
 
 
@@ -88,7 +88,7 @@ def _options_calls():
     tables, many = draw(4, 20, 16), draw(4, 48, 16)
     mix, w, gate, forget = draw(4, 4), draw(4, 16), draw(1, 4, 9, 16), -abs(draw(1, 4, 40))
     memory, weights = draw(2, 2, 5, 16), draw(2, 4, 8, 8)
-    f, v = fastattn, variants
+    f, v = fastattn, functional
     return {
         "attention": f.attention,
         "sigmoid": f.sigmoid_attention,
@@ -106,7 +106,7 @@ def _options_calls():
         "cosine_scales": lambda *x, **o: v.cosine_attention(*x, scale=np.full(4, 2.0), **o),
         "layer_norm": lambda *x, **o: v.qk_norm_attention(*x, norm="layer_norm", **o),
         "general": lambda *x, **o: v.general_attention(*x, w.T @ w, **o),
-        "differential": lambda q, k, v, **o: variants.differential_attention(q, k, v[:, :1], 0.5, **o),
+        "differential": lambda q, k, v, **o: functional.differential_attention(q, k, v[:, :1], 0.5, **o),
         "gated": lambda *x, **o: v.gated_attention(*x, gate, **o),
         "memory": lambda *x, **o: v.memory_attention(*x, *memory, **o),
         "latent": lambda q, k, _, **o: v.latent_attention(q, k[:, 0], *weights, absorbed=False, **o),

@@ -60,7 +60,7 @@ def recurrent_args(
     num_threads: int | None = None,
     backend: str | None = None,
 ) -> RecurrentArgs:
-    """Check the arguments of `func`, for its messages; see `fastattn.linear_attention`."""
+    """Check the arguments of `func`, for its messages; see `fastattn.functional.linear_attention`."""
     decay, delta = RULES[choice(func, "rule", rule, RULES)]
     copies: list[str] = []
     arrays = [operand(func, name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]

@@ -1,4 +1,4 @@
-"""The arguments of `fastattn.variants`, checked: what they add to those of `attention`."""
+"""The arguments of `fastattn.functional`, checked: what they add to those of `attention`."""
 
 from __future__ import annotations
 

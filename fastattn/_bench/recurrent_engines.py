@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from fastattn import attention, linear_attention
+from fastattn import attention
 from fastattn._bench.recurrent_problem import SOFTMAX, RecurrentProblem
 from fastattn._bench.suite import Engine
 from fastattn._bench.ways import Unsupported, Way, enter_for_good
 from fastattn._engine import settings
+from fastattn.functional import linear_attention
 
 
 def _compiled(problem: RecurrentProblem, threads: int) -> dict[str, Way]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import fastattn
+from fastattn import functional
 from fastattn._bench.rowwise_problem import K_KEYS, SOFTMAX, RowwiseProblem
 from fastattn._bench.suite import Engine
 from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_dense
@@ -15,11 +16,11 @@ from fastattn._engine import settings
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     SOFTMAX: fastattn.attention,
-    "sparsemax": fastattn.sparsemax_attention,
-    "entmax15": fastattn.entmax15_attention,
-    "top_k": fastattn.topk_attention,
-    "talking_heads": fastattn.talking_heads_attention,
-    "additive": fastattn.additive_attention,
+    "sparsemax": functional.sparsemax_attention,
+    "entmax15": functional.entmax15_attention,
+    "top_k": functional.topk_attention,
+    "talking_heads": functional.talking_heads_attention,
+    "additive": functional.additive_attention,
 }
 
 

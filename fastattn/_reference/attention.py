@@ -38,7 +38,7 @@ def block_sizes(args: AttentionArgs) -> tuple[int, int]:
 
 @np.errstate(all="ignore")
 def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
-    """Fill args.out, lse and statistics where they are; see `fastattn.flex_attention` for `score_mod`."""
+    """Fill args.out, lse and statistics where they are; `score_mod` is that of flex_attention."""
     block_q, block_k = block_sizes(args)
     for task in _tasks(args, block_q, score_mod):
         if args.sigmoid_bias is not None:

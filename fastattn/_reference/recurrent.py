@@ -1,7 +1,7 @@
 """Linear attention in NumPy: the readable twin of the kernel, and the fallback.
 
 Chunk by chunk, as the kernel: scores within a chunk, the state from one to the next. See
-`fastattn.linear_attention` for what is computed.
+`fastattn.functional.linear_attention` for what is computed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention with other normalisers and scores in NumPy: the readable twin of the kernels, and the fallback.
 
-Some query rows against all their keys at a time. See `fastattn.sparsemax_attention` and those beside it.
+Some query rows against all their keys at a time, as sparsemax, entmax and the k largest need.
 """
 
 from __future__ import annotations

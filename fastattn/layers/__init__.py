@@ -1,6 +1,7 @@
 """Transformer layers: fields over pure functions, with torch's names and parameters, batch first."""
 
 from fastattn.cache import Caches, DecoderCache, KVCache
+from fastattn.layers._sets import induced_set_attention, perceiver, pooling_by_attention, set_attention
 from fastattn.layers.attention import MultiHeadAttention
 from fastattn.layers.basic import FeedForward, LayerNorm, Linear, RMSNorm
 from fastattn.layers.rotary import Rope
@@ -24,4 +25,8 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "induced_set_attention",
+    "perceiver",
+    "pooling_by_attention",
+    "set_attention",
 ]

@@ -11,8 +11,8 @@ import numpy as np
 from fastattn._args.ops import like, rows
 from fastattn._args.values import flag
 from fastattn._engine.scratch import keep, scratch
-from fastattn.attention import attention_weights
 from fastattn.cache import KVCache, restored_on_error
+from fastattn.functional._attention import attention_weights
 from fastattn.layers import calls
 from fastattn.layers.heads import FUNC, AttentionParameters
 from fastattn.layers.scores import Names, add_extra_keys, add_masks

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag
-from fastattn.attention import attention
+from fastattn.functional._attention import attention
 from fastattn.models.files import ModelError, is_name, read_json
 from fastattn.models.sentences import Sentences
 

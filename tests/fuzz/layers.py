@@ -9,7 +9,7 @@ from judge import Like, arrays_in, described
 from packed import false, tamper
 from recipes import RECIPES, Call, native, recipe
 
-from fastattn import layers, rope, variants
+from fastattn import layers, rope
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
 from fastattn._args.types import lane_dtype
 from fastattn.layers.basic import ACTIVATIONS
@@ -357,5 +357,5 @@ def sets(d):
     }[name]
     names = (name, *NAMES)
     return Call(
-        getattr(variants, name), {**arguments, **masked}, None, names, TOLERANCE, (first, changes), abused
+        getattr(layers, name), {**arguments, **masked}, None, names, TOLERANCE, (first, changes), abused
     )

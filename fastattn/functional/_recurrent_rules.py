@@ -9,7 +9,7 @@ import numpy as np
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.values import flag, float_array, real_array, short
 from fastattn._engine import dispatch
-from fastattn.feature_maps import unit
+from fastattn.functional.feature_maps import unit
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

@@ -10,7 +10,7 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, integer
 from fastattn._args.variants import one_offset, variant_args, with_shape
 from fastattn._engine import dispatch
-from fastattn.variants._pieces import (
+from fastattn.functional._pieces import (
     add_bias,
     apart,
     attend_by_rows,

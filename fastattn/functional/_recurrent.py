@@ -56,7 +56,7 @@ def linear_attention(
     ----------
     q : array_like, (..., heads_q, len, head_dim)
         float32, float64, float16 or bfloat16; features of queries, where the rule asks for a feature map
-        (`fastattn.feature_maps`).
+        (`fastattn.functional.feature_maps`).
     k : array_like, (..., heads_k, len, head_dim)
         q's dtype, or 16-bit with v, for float32 queries. The delta rules expect vectors of length 1 at most
         (as models ensure by normalising them), or the state may grow without bound.
@@ -130,7 +130,7 @@ def linear_attention(
     Examples
     --------
     >>> import numpy as np
-    >>> from fastattn import linear_attention
+    >>> from fastattn.functional import linear_attention
     >>> q = k = v = np.ones((2, 100, 64), np.float32)
     >>> out, state = linear_attention(q, k, v, rule="decay", log_decay=[-0.1, -0.2], return_state=True)
     >>> step = np.ones((2, 1, 64), np.float32)

@@ -73,7 +73,7 @@ def talking_heads_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x, mix = np.ones((1, 2, 5, 8), np.float32), np.full((2, 2), 0.5)
-    >>> fastattn.talking_heads_attention(x, x, x, mix, mix, causal=True).shape
+    >>> fastattn.functional.talking_heads_attention(x, x, x, mix, mix, causal=True).shape
     (1, 2, 5, 8)
     """
     options = {

@@ -77,7 +77,7 @@ def additive_attention(
     --------
     >>> import fastattn, numpy as np
     >>> q, k, v = np.ones((2, 1, 8)), np.ones((2, 5, 8)), np.ones((2, 5, 6))
-    >>> fastattn.additive_attention(q, k, v, np.ones(8)).shape
+    >>> fastattn.functional.additive_attention(q, k, v, np.ones(8)).shape
     (2, 1, 6)
     """
     options = {
@@ -144,7 +144,7 @@ def location_attention(
     Examples
     --------
     >>> import fastattn, numpy as np
-    >>> fastattn.location_attention(np.zeros((1, 2)), np.array([[1.0], [3.0]]))
+    >>> fastattn.functional.location_attention(np.zeros((1, 2)), np.array([[1.0], [3.0]]))
     array([[2.]])
     """
     func = "location_attention"

@@ -93,7 +93,7 @@ def neighborhood_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x = np.ones((2, 4, 16, 16, 32), np.float32)
-    >>> fastattn.neighborhood_attention(x, x, x, kernel=(7, 7)).shape
+    >>> fastattn.functional.neighborhood_attention(x, x, x, kernel=(7, 7)).shape
     (2, 4, 16, 16, 32)
     """
     func = "neighborhood_attention"

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args.approximate import linformer_args, lsh_args, nystrom_args
 from fastattn._args.types import lane_dtype
-from fastattn.attention import attention, attention_weights
+from fastattn.functional._attention import attention, attention_weights
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -66,7 +66,7 @@ def linformer_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x = np.ones((1, 2, 100, 8), np.float32)
-    >>> fastattn.approximate.linformer_attention(x, x, x, np.full((16, 100), 0.01)).shape
+    >>> fastattn.functional.linformer_attention(x, x, x, np.full((16, 100), 0.01)).shape
     (1, 2, 100, 8)
     """
     args = linformer_args("linformer_attention", q, k, v, e, f, scale, out, num_threads, backend)
@@ -135,7 +135,7 @@ def nystrom_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x = np.ones((1, 2, 300, 8), np.float32)
-    >>> fastattn.approximate.nystrom_attention(x, x, x, n_landmarks=32).shape
+    >>> fastattn.functional.nystrom_attention(x, x, x, n_landmarks=32).shape
     (1, 2, 300, 8)
     """
     args = nystrom_args("nystrom_attention", q, k, v, n_landmarks, n_iterations, scale, num_threads, backend)
@@ -244,7 +244,7 @@ def lsh_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x = np.random.default_rng(0).standard_normal((2, 300, 16), np.float32)
-    >>> fastattn.approximate.lsh_attention(x, x, n_buckets=8, chunk=32, causal=True).shape
+    >>> fastattn.functional.lsh_attention(x, x, n_buckets=8, chunk=32, causal=True).shape
     (2, 300, 16)
     """
     args = lsh_args(

@@ -29,7 +29,8 @@ def elu(x: ArrayLike) -> Array:
     Examples
     --------
     >>> import numpy as np
-    >>> from fastattn import feature_maps, linear_attention
+    >>> from fastattn.functional import feature_maps
+    >>> from fastattn.functional import linear_attention
     >>> q = k = v = np.ones((8, 100, 64), np.float32)
     >>> phi = feature_maps.elu
     >>> linear_attention(phi(q), phi(k), v, rule="linear", normalize=True).shape

@@ -77,7 +77,7 @@ def sigmoid_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x = np.zeros((1, 2, 4, 8))
-    >>> fastattn.sigmoid_attention(x, x, x + 1)[0, 0, 0]  # four weights of 1 / (1 + 4)
+    >>> fastattn.functional.sigmoid_attention(x, x, x + 1)[0, 0, 0]  # four weights of 1 / (1 + 4)
     array([0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8])
     """
     func = "sigmoid_attention"

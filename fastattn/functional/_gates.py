@@ -12,7 +12,7 @@ from fastattn._args.types import FLOAT64
 from fastattn._args.values import float_array, real_array, require_broadcast
 from fastattn._args.variants import how, offsets, require_options, variant_args, with_shape
 from fastattn._engine import dispatch
-from fastattn.variants._pieces import add_bias, rows_of
+from fastattn.functional._pieces import add_bias, rows_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

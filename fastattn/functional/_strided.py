@@ -10,7 +10,7 @@ from fastattn._args.attention import attention_args
 from fastattn._args.values import integer
 from fastattn._args.variants import require_options
 from fastattn._engine import dispatch
-from fastattn.variants._pieces import apart, join
+from fastattn.functional._pieces import apart, join
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

@@ -71,7 +71,7 @@ def sparsemax_attention(
     --------
     >>> import fastattn, numpy as np
     >>> q, k = np.array([[2.0]]), np.array([[0.0], [0.25], [-3.0]])
-    >>> fastattn.sparsemax_attention(q, k, np.eye(3), scale=1.0)
+    >>> fastattn.functional.sparsemax_attention(q, k, np.eye(3), scale=1.0)
     array([[0.25, 0.75, 0.  ]])
     """
     options = {
@@ -137,7 +137,7 @@ def entmax15_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x = np.ones((1, 2, 5, 8), np.float32)
-    >>> fastattn.entmax15_attention(x, x, x, causal=True).shape
+    >>> fastattn.functional.entmax15_attention(x, x, x, causal=True).shape
     (1, 2, 5, 8)
     """
     options = {
@@ -207,7 +207,7 @@ def topk_attention(
     --------
     >>> import fastattn, numpy as np
     >>> q, k = np.array([[1.0]]), np.array([[0.0], [9.0], [9.0], [-3.0]])
-    >>> fastattn.topk_attention(q, k, np.eye(4), k_keys=2)
+    >>> fastattn.functional.topk_attention(q, k, np.eye(4), k_keys=2)
     array([[0. , 0.5, 0.5, 0. ]])
     """
     options = {

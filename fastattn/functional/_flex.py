@@ -67,7 +67,8 @@ def flex_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x = np.ones((1, 2, 5, 8), np.float32)
-    >>> fastattn.flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s - 0.1 * abs(i - j)).shape
+    >>> near = lambda s, b, h, i, j: s - 0.1 * abs(i - j)
+    >>> fastattn.functional.flex_attention(x, x, x, score_mod=near).shape
     (1, 2, 5, 8)
     """
     func = "flex_attention"

@@ -11,7 +11,7 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import operand, require_broadcast
 from fastattn._args.variants import per_head, variant_args
 from fastattn._engine import dispatch
-from fastattn.variants._pieces import apart, join
+from fastattn.functional._pieces import apart, join
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
