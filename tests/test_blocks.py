@@ -11,7 +11,7 @@ from oracle import assert_same_bits
 import fastattn
 from fastattn import functional, ops
 from fastattn._args import blocks, packed
-from fastattn.rope import apply_rope
+from fastattn.positions import apply_rope
 
 BLOCK = 50
 

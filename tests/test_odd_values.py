@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
 
 import fastattn
-from fastattn import functional, layers, masks, models, ops, positions, rope
+from fastattn import functional, layers, masks, models, ops, positions
 from fastattn.functional import feature_maps
 from fastattn.models import ModelError
 
@@ -72,7 +72,9 @@ STRINGS = {
     r"Linear.load_state_dict\(\): weights_dtype": lambda s: layers.Linear(4, 8).load_state_dict(
         {}, weights_dtype=s
     ),
-    r"rope_frequencies\(\): scaling has type": lambda s: rope.rope_frequencies(8, scaling={"rope_type": s}),
+    r"rope_frequencies\(\): scaling has type": lambda s: positions.rope_frequencies(
+        8, scaling={"rope_type": s}
+    ),
     r"KVCache\(\): dtype is": lambda s: layers.KVCache(dtype=s),
     r"sinusoidal\(\): dtype is": lambda s: positions.sinusoidal(3, 4, dtype=s),
     r"load\(\): dtype is": lambda s: models.load("there", dtype=s),
@@ -108,12 +110,12 @@ INTEGERS = {
     r"embedding\(\): ids ": lambda n: ops.embedding(n, ROWS),
     r"favor\(\): head_dim ": lambda n: feature_maps.favor(n, 4),
     r"favor\(\): n_features ": lambda n: feature_maps.favor(4, n),
-    r"rope_frequencies\(\): rotary_dim ": rope.rope_frequencies,
-    r"rope_frequencies\(\): seq_len ": lambda n: rope.rope_frequencies(8, seq_len=n),
+    r"rope_frequencies\(\): rotary_dim ": positions.rope_frequencies,
+    r"rope_frequencies\(\): seq_len ": lambda n: positions.rope_frequencies(8, seq_len=n),
     r"sinusoidal\(\): length ": lambda n: positions.sinusoidal(n, 4),
     r"sinusoidal\(\): d_model ": lambda n: positions.sinusoidal(4, n),
     r"sinusoidal\(\): offset ": lambda n: positions.sinusoidal(4, 4, offset=n),
-    r"alibi_slopes\(\): n_heads ": positions.alibi_slopes,
+    r"alibi_slopes\(\): num_heads ": positions.alibi_slopes,
     r"t5_buckets\(\): len_q ": lambda n: positions.t5_buckets(n, 4),
     r"t5_buckets\(\): len_k ": lambda n: positions.t5_buckets(4, n),
     r"t5_buckets\(\): num_buckets ": lambda n: positions.t5_buckets(4, 4, num_buckets=n),
@@ -154,7 +156,7 @@ FLAGS = {
     r"MultiHeadAttention\(\): need_weights is": lambda x: LAYER(TOKENS, need_weights=x),
     r"MultiHeadAttention\(\): average_attn_weights is": lambda x: LAYER(TOKENS, average_attn_weights=x),
     r"attention\(\): causal is": lambda x: fastattn.attention(X, X, X, causal=x),
-    r"apply_rope\(\): interleaved is": lambda x: rope.apply_rope(X, TABLE, TABLE, interleaved=x),
+    r"apply_rope\(\): interleaved is": lambda x: positions.apply_rope(X, TABLE, TABLE, interleaved=x),
 }
 
 

@@ -14,6 +14,7 @@ from fastattn._args import key_ranges
 from fastattn._args.statistics import statistics_args
 from fastattn._args.types import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
 from fastattn._args.values import (
+    MAX_POSITION,
     as_array,
     flag,
     float_array,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Shape
 
-_MAX_POSITION = 2**53  # positions beyond are not exact in float64, in which ALiBi's distances may be taken
 _BATCH = "the batch dimensions"
 _ROWS = "(..., heads_q, len_q)"
 
@@ -264,7 +264,7 @@ def _add_ranges(
         length = integers(func, "kv_lengths", kv_lengths, batch_shape, _BATCH, 0, len_k)
         ranges.append(key_ranges.lengths(length))
     if q_offset is not None:
-        offset = integers(func, "q_offset", q_offset, batch_shape, _BATCH, -_MAX_POSITION, _MAX_POSITION)
+        offset = integers(func, "q_offset", q_offset, batch_shape, _BATCH, -MAX_POSITION, MAX_POSITION)
     else:
         offset = np.asarray(length - len_q)
         positional = causal or windowed or args.alibi_slopes is not None or structure is not None

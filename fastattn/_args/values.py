@@ -28,6 +28,7 @@ _READABLE, _WRITABLE = _CONTIGUOUS | _ALIGNED, _CONTIGUOUS | _ALIGNED | _WRITEAB
 _OVERLAP_WORK: Any = 10_000
 
 # More than any memory holds: beyond, a size is a mistake, and NumPy would not say whose.
+MAX_POSITION = 2**53  # integers beyond are not exact in float64, in which distances may be taken
 MOST_SIZE = 2**48
 
 # What float() takes, and is no number.

@@ -14,7 +14,7 @@ from fastattn._bench.suite import Engine
 from fastattn._bench.ways import Way, enter_for_good
 from fastattn._engine import settings
 from fastattn.cache import DecoderCache, KVCache
-from fastattn.rope import apply_rope
+from fastattn.positions import apply_rope
 
 
 def _compiled(problem: LayerProblem, threads: int) -> dict[str, Way]:

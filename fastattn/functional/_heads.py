@@ -96,7 +96,7 @@ def qk_norm_attention(
     eps : float, default 1e-6
     **options
         Keyword arguments of `attention`, and its results. Rotary positions come between norm and attention:
-        there `ops.rms_norm` and `rope.apply_rope` do the same.
+        there `ops.rms_norm` and `positions.apply_rope` do the same.
 
     Raises
     ------

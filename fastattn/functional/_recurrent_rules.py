@@ -31,7 +31,7 @@ def retention(
     Parameters
     ----------
     q, k, v : array_like
-        As in `linear_attention`. RetNet turns q and k by their positions first (`rope.apply_rope`).
+        As in `linear_attention`. RetNet turns q and k by their positions first (`positions.apply_rope`).
     gamma : array_like, (heads,), optional
         Each head's decay, above 0 and at most 1; the paper's ``1 - 2**(-5 - h)`` if left out.
     **options

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag
-from fastattn.rope import RopeFrequencies, apply_rope, rope_tables
+from fastattn.positions import RopeFrequencies, apply_rope, rope_tables
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints
@@ -22,9 +22,9 @@ class Rope:
     Parameters
     ----------
     frequencies : RopeFrequencies
-        Of `fastattn.rope.rope_frequencies`.
+        Of `fastattn.positions.rope_frequencies`.
     interleaved : bool, default False
-        Which dimensions are a pair; see `fastattn.rope.apply_rope`.
+        Which dimensions are a pair; see `fastattn.positions.apply_rope`.
 
     Raises
     ------

@@ -18,7 +18,7 @@ from fastattn.cache import KVCache
 from fastattn.models import padding
 from fastattn.models.sampling import Sampler
 from fastattn.models.weights import token_rows
-from fastattn.rope import rope_tables
+from fastattn.positions import rope_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fastattn.models.decoder_layers import Window
     from fastattn.models.text import Text
     from fastattn.models.weights import Precision
-    from fastattn.rope_scaling import RopeFrequencies
+    from fastattn.positions import RopeFrequencies
 
 # Tokens to make room for in the cache before they are there; it doubles when they are more.
 _ROOM = 256

@@ -16,7 +16,7 @@ from fastattn.models.decoder_layers import Common, Layer, layers_program, logits
 from fastattn.models.files import ModelError, stop_ids
 from fastattn.models.text import Text
 from fastattn.models.weights import joined
-from fastattn.rope_scaling import rope_frequencies
+from fastattn.positions import rope_frequencies
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
     from fastattn.models.files import Config, Tensors
     from fastattn.models.weights import Precision
-    from fastattn.rope_scaling import RopeFrequencies
+    from fastattn.positions import RopeFrequencies
 
 _BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")  # computed from config.json; in old files
 _QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")

@@ -9,7 +9,7 @@ from judge import Like, arrays_in, described
 from packed import false, tamper
 from recipes import RECIPES, Call, native, recipe
 
-from fastattn import layers, rope
+from fastattn import layers, positions
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
 from fastattn._args.types import lane_dtype
 from fastattn.layers.basic import ACTIVATIONS
@@ -42,7 +42,7 @@ def heads(d, head_dim):
         d.choose(0.0, 0.0, 0.2), num_kv_heads=lambda: 1, qk_norm=lambda: True, output_gate=lambda: True,
         sinks=lambda: True, window=lambda: (d.size(0, 3), 0), softcap=lambda: 5.0, scale=lambda: 0.3,
         add_bias_kv=lambda: True, add_zero_attn=lambda: True,
-        rope=lambda: layers.Rope(rope.rope_frequencies(head_dim // 2 * 2), d.choose(True, False))
+        rope=lambda: layers.Rope(positions.rope_frequencies(head_dim // 2 * 2), d.choose(True, False))
     )  # fmt: skip
 
 

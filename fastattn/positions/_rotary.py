@@ -1,7 +1,7 @@
 """Rotary positions (RoPE): tables of cos and sin, and the rotation of queries and keys by them.
 
 Pair k of a vector's dimensions is turned by ``position * inv_freq[k]``, so that the product of a query and a
-key depends on their distance alone. How models scale the frequencies is in `rope_scaling.py`.
+key depends on their distance alone. How models scale the frequencies is in `_rotary_scaling.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from fastattn._args.values import (
     require_result,
 )
 from fastattn._engine import dispatch, settings
-from fastattn.rope_scaling import RopeFrequencies, rope_frequencies
+from fastattn.positions._rotary_scaling import RopeFrequencies
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
 
     from fastattn._args.types import Array
-
-__all__ = ["RopeFrequencies", "apply_rope", "rope_frequencies", "rope_tables"]
 
 
 def rope_tables(
@@ -64,7 +62,7 @@ def rope_tables(
     Examples
     --------
     >>> import numpy as np
-    >>> from fastattn.rope import apply_rope, rope_frequencies, rope_tables
+    >>> from fastattn.positions import apply_rope, rope_frequencies, rope_tables
     >>> cos, sin = rope_tables(np.arange(5), rope_frequencies(64))
     >>> apply_rope(np.ones((1, 8, 5, 64), np.float32), cos, sin).shape
     (1, 8, 5, 64)

@@ -119,7 +119,7 @@ def rope_frequencies(
 
     Examples
     --------
-    >>> from fastattn.rope import rope_frequencies
+    >>> from fastattn.positions import rope_frequencies
     >>> rope_frequencies(4, base=10000.0, scaling={"rope_type": "linear", "factor": 2.0}).inv_freq
     array([0.5  , 0.005])
     """

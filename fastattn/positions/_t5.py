@@ -1,8 +1,4 @@
-"""Positions that are added: sinusoidal vectors to the inputs, ALiBi slopes and T5's bias to the scores.
-
-Rotary positions, which are multiplied in, are in `rope.py`. Learned positions are rows of a table,
-``ops.embedding(positions, table)``, and need nothing here.
-"""
+"""T5's relative positions: buckets of distances, and the bias of each head and bucket."""
 
 from __future__ import annotations
 
@@ -12,90 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fastattn._args.types import FLOAT64
-from fastattn._args.values import MOST_SIZE, flag, float_array, float_dtype, integer, number
+from fastattn._args.values import MAX_POSITION, MOST_SIZE, flag, float_array, integer
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike, NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from fastattn._args.types import Array, Ints
-
-_MAX_POSITION = 2**53  # as in attention: integers beyond are not exact in float64
-
-
-def sinusoidal(
-    length: int, d_model: int, *, offset: int = 0, dtype: DTypeLike = np.float32, base: float = 10000.0
-) -> NDArray[Any]:
-    """Sinusoidal position vectors: row t is sin(p w_k), cos(p w_k), interleaved, of position p = offset + t.
-
-    Parameters
-    ----------
-    length : int
-        How many positions.
-    d_model : int
-        Length of a vector; if odd, the last cosine is left out.
-    offset : int, default 0
-        The first position.
-    dtype : dtype, default float32
-        Of the result; computed in float64.
-    base : float, default 10000
-        ``w_k = base ** (-2 k / d_model)``.
-
-    Returns
-    -------
-    ndarray, (length, d_model)
-        ``p[t, 2k] = sin((offset + t) w_k)`` and ``p[t, 2k + 1] = cos((offset + t) w_k)`` [1]_.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
-
-    References
-    ----------
-    .. [1] A. Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762, section 3.5.
-    """
-    length = integer("sinusoidal", "length", length, 0, MOST_SIZE)
-    d_model = integer("sinusoidal", "d_model", d_model, 1, MOST_SIZE)
-    offset = integer("sinusoidal", "offset", offset, -_MAX_POSITION, _MAX_POSITION)
-    dtype = float_dtype("sinusoidal", dtype)
-    base = number("sinusoidal", "base", base, FLOAT64, positive=True)
-    angles = np.arange(offset, offset + length)[:, None] * base ** -(np.arange(0, d_model, 2) / d_model)
-    vectors = np.empty((length, d_model), dtype)
-    vectors[:, 0::2] = np.sin(angles)
-    vectors[:, 1::2] = np.cos(angles[:, : d_model // 2])
-    return vectors
-
-
-def alibi_slopes(n_heads: int) -> NDArray[np.float32]:
-    """Slopes of ALiBi for ``attention(alibi_slopes=...)``: one a head, from steep to flat.
-
-    Parameters
-    ----------
-    n_heads : int
-        Number of query heads.
-
-    Returns
-    -------
-    ndarray of float32, (n_heads,)
-        Of a power of two n: ``2 ** (-8 i / n)``, i from 1 to n. Of another number: those of the power of two
-        below, then every second one of its double's, as in the authors' code [1]_, BLOOM and MPT.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `n_heads` is not a positive integer.
-
-    References
-    ----------
-    .. [1] O. Press, N. A. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases Enables
-       Input Length Extrapolation", 2022, arXiv:2108.12409, section 3.
-    """
-    n_heads = integer("alibi_slopes", "n_heads", n_heads, 1, MOST_SIZE)
-    n = 1 << (n_heads.bit_length() - 1)
-    exponents = np.concatenate([np.arange(1, n + 1) / n, np.arange(1, 2 * (n_heads - n), 2) / (2 * n)])
-    slopes: NDArray[np.float32] = np.exp2(-8 * exponents).astype(np.float32)
-    return slopes
 
 
 def t5_buckets(
@@ -209,9 +127,9 @@ def _t5_diagonals(
         )
     n = num_buckets // 2 if both else num_buckets
     exact = n // 2
-    max_distance = integer(func, "max_distance", max_distance, exact + 1, _MAX_POSITION)
+    max_distance = integer(func, "max_distance", max_distance, exact + 1, MAX_POSITION)
     first = len_k - len_q if q_offset is None else integer(
-        func, "q_offset", q_offset, -_MAX_POSITION, _MAX_POSITION
+        func, "q_offset", q_offset, -MAX_POSITION, MAX_POSITION
     )  # fmt: skip
 
     behind = np.arange(first + max(len_q, 1) - 1, first - len_k, -1)  # how far the query is behind the key
