@@ -97,7 +97,7 @@ def tokenize():
     """One text."""
     from tiny_tokenizers import write_tokenizer
 
-    from fastattn.models.text import Text
+    from fastattn.models._text import Text
 
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))

@@ -4,7 +4,7 @@ A range is a pair (begin, end) of int64 arrays that broadcast to (*batch, heads,
 where that side is open: row i attends the keys begin[i] <= j < end[i]. Ranges intersect, so masks combine, in
 O(rows). What is no single range in each row is a list of them; lists are combined by one sweep over their
 begins and ends, in the time of sorting these. What the kernels make of it, tile by tile, is in
-`scores.inc.h` and its twin in `reference.py`.
+`scores.inc.h` and its twin in `_reference/attention.py`.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Program:
     (begin, columns) in features of a row: what is not needed at one time may lie at one place.
     """
 
-    use: str  # of the memory: see `_scratch.py`
+    use: str  # of the memory: see `scratch.py`
     steps: tuple[Step, ...]
     places: tuple[tuple[int, int], ...]
     columns: int  # of OUT

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.values import as_array, float_array, is_float
-from fastattn.layers.basic import FeedForward
-from fastattn.layers.stacks import TransformerEncoder
-from fastattn.layers.transformer import TransformerEncoderLayer
+from fastattn.layers._basic import FeedForward
+from fastattn.layers._stacks import TransformerEncoder
+from fastattn.layers._transformer import TransformerEncoderLayer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

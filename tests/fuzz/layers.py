@@ -12,8 +12,8 @@ from recipes import RECIPES, Call, native, recipe
 from fastattn import layers, positions
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
 from fastattn._args.types import lane_dtype
-from fastattn.layers.basic import ACTIVATIONS
-from fastattn.layers.projections import Stack
+from fastattn.layers._basic import ACTIVATIONS
+from fastattn.layers._projections import Stack
 
 OPERATIONS = (
     "linear",

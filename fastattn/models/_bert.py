@@ -16,13 +16,13 @@ from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer, short
 from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Program, Sequences, X
-from fastattn.models import padding
-from fastattn.models.activations import ACTIVATIONS
-from fastattn.models.files import ModelError
-from fastattn.models.pooling import Pooling
-from fastattn.models.sentences import Sentences
-from fastattn.models.text import Text, strings
-from fastattn.models.weights import joined
+from fastattn.models import _padding
+from fastattn.models._activations import ACTIVATIONS
+from fastattn.models._files import ModelError
+from fastattn.models._pooling import Pooling
+from fastattn.models._sentences import Sentences
+from fastattn.models._text import Text, strings
+from fastattn.models._weights import joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints, Shape
     from fastattn._engine.program import Step
-    from fastattn.models.files import Config, Tensors
-    from fastattn.models.weights import Precision
+    from fastattn.models._files import Config, Tensors
+    from fastattn.models._weights import Precision
 
 # Position ids are counted, not learned, and old files hold them.
 _BUFFERS = re.compile(r"^embeddings\.(position|token_type)_ids$")
@@ -114,19 +114,19 @@ class Bert:
             If an argument does not fit; nothing was computed.
         """
         name = self.model_type
-        tokens = padding.token_ids(name, ids, self.vocab_size)
-        padding.require_length(name, tokens.shape[1], self.max_length)
-        mask = padding.attended(name, attention_mask, tokens)
+        tokens = _padding.token_ids(name, ids, self.vocab_size)
+        _padding.require_length(name, tokens.shape[1], self.max_length)
+        mask = _padding.attended(name, attention_mask, tokens)
         types = None
         if token_type_ids is not None:
-            types = padding.token_ids(name, token_type_ids, len(self.token_types), "token_type_ids")
+            types = _padding.token_ids(name, token_type_ids, len(self.token_types), "token_type_ids")
             if types.shape != tokens.shape:
                 raise ValueError(f"{name}(): token_type_ids has shape {types.shape}; expected {tokens.shape}")
         if mask is None:
             return self._forward(tokens, None, types)
-        lengths, order = padding.align(mask)
-        types = None if types is None else padding.reorder(types, order)
-        return padding.restore(self._forward(padding.reorder(tokens, order), lengths, types), order)
+        lengths, order = _padding.align(mask)
+        types = None if types is None else _padding.reorder(types, order)
+        return _padding.restore(self._forward(_padding.reorder(tokens, order), lengths, types), order)
 
     def _forward(self, ids: Ints, lengths: Ints | None, types: Ints | None) -> Array:
         """ids is (batch, length), of which the first lengths (batch,) count; (batch, length, hidden_size)."""
@@ -232,7 +232,7 @@ class Bert:
             order = sorted(range(len(window)), key=lambda i: -len(window[i]))
             for start in range(0, len(order), batch_size):
                 chosen = order[start : start + batch_size]
-                ids, mask = padding.pad([window[i] for i in chosen])
+                ids, mask = _padding.pad([window[i] for i in chosen])
                 vectors[chosen] = pool(self(ids, mask), mask)
                 if progress is not None:
                     progress(len(chosen))

@@ -6,23 +6,23 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastattn.models import bert, gpt2, llama
-from fastattn.models.files import Config, ModelError, Tensors, read_json
-from fastattn.models.weights import Precision
+from fastattn.models import _bert, _gpt2, _llama
+from fastattn.models._files import Config, ModelError, Tensors, read_json
+from fastattn.models._weights import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import DTypeLike
 
-    from fastattn.models.bert import Bert
-    from fastattn.models.decoder import Decoder
+    from fastattn.models._bert import Bert
+    from fastattn.models._decoder import Decoder
 
 # `model_type` of config.json
 _BUILDERS: dict[str, Callable[[Config, Tensors, Precision, Path], Bert | Decoder]] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), bert.build),
-    "gpt2": gpt2.build,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), llama.build),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
+    "gpt2": _gpt2.build,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama.build),
 }
 MODEL_TYPES = tuple(_BUILDERS)
 

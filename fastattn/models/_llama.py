@@ -10,12 +10,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fastattn.models.activations import ACTIVATIONS
-from fastattn.models.decoder import Decoder
-from fastattn.models.decoder_layers import Common, Layer, layers_program, logits_program
-from fastattn.models.files import ModelError, stop_ids
-from fastattn.models.text import Text
-from fastattn.models.weights import joined
+from fastattn.models._activations import ACTIVATIONS
+from fastattn.models._decoder import Decoder
+from fastattn.models._decoder_layers import Common, Layer, layers_program, logits_program
+from fastattn.models._files import ModelError, stop_ids
+from fastattn.models._text import Text
+from fastattn.models._weights import joined
 from fastattn.positions import rope_frequencies
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
-    from fastattn.models.files import Config, Tensors
-    from fastattn.models.weights import Precision
+    from fastattn.models._files import Config, Tensors
+    from fastattn.models._weights import Precision
     from fastattn.positions import RopeFrequencies
 
 _BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")  # computed from config.json; in old files

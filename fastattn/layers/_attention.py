@@ -13,16 +13,16 @@ from fastattn._args.values import flag
 from fastattn._engine.scratch import keep, scratch
 from fastattn.cache import KVCache, restored_on_error
 from fastattn.functional._attention import attention_weights
-from fastattn.layers import calls
-from fastattn.layers.heads import FUNC, AttentionParameters
-from fastattn.layers.scores import Names, add_extra_keys, add_masks
+from fastattn.layers import _calls
+from fastattn.layers._heads import FUNC, AttentionParameters
+from fastattn.layers._scores import Names, add_extra_keys, add_masks
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Ints
-    from fastattn.layers.projections import Stack
+    from fastattn.layers._projections import Stack
 
     KeysValues = tuple[Array, Array]
 
@@ -185,17 +185,17 @@ class MultiHeadAttention(AttentionParameters):
         if need_weights is not False:
             need_weights = flag(FUNC, "need_weights", need_weights)
         average = average_attn_weights is True or flag(FUNC, "average_attn_weights", average_attn_weights)
-        x = calls.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
+        x = _calls.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
         if residual is not None:
             residual = like(FUNC, "residual", residual, x.shape, x.dtype, "query")
         if value is key or (key is None and value is query):
             value = None
         if key is query:
             key = None
-        batched = calls.batch_first(FUNC, "query", x)
+        batched = _calls.batch_first(FUNC, "query", x)
         if batched is not x:
-            key, value = calls.one_batch(FUNC, "key", key), calls.one_batch(FUNC, "value", value)
-            key_padding_mask = calls.one_batch(FUNC, "key_padding_mask", key_padding_mask)
+            key, value = _calls.one_batch(FUNC, "key", key), _calls.one_batch(FUNC, "value", value)
+            key_padding_mask = _calls.one_batch(FUNC, "key_padding_mask", key_padding_mask)
         batch, length, _ = batched.shape
         if keys_values is not None:
             if not (key is None and value is None and cache is None):
@@ -203,7 +203,7 @@ class MultiHeadAttention(AttentionParameters):
                     f"{FUNC}(): keys_values is given with key, value or cache; expected it alone"
                 )
             heads_kv, head_dim = self._heads_kv, self._head_dim
-            keys_values = calls.keys_values(FUNC, keys_values, batch, heads_kv, head_dim, x.dtype)
+            keys_values = _calls.keys_values(FUNC, keys_values, batch, heads_kv, head_dim, x.dtype)
         out, weights = self._attend(
             rows(x),
             batch,
@@ -265,7 +265,7 @@ class MultiHeadAttention(AttentionParameters):
         if is_causal is not False:
             is_causal = flag(names.func, "is_causal", is_causal)
         if cache is not None:
-            calls.require_cache(names.func, cache, KVCache)
+            _calls.require_cache(names.func, cache, KVCache)
             if cache.batch not in (None, batch):
                 raise ValueError(
                     f"{names.func}(): {names.query} has shape {(batch, length, self.embed_dim)}; expected"
@@ -281,7 +281,7 @@ class MultiHeadAttention(AttentionParameters):
         if self.all_maps is not None and key is None and value is None and keys_values is None:
             maps = self.all_maps
         product = scratch("product", len(x), maps.weight.out_features, x.dtype)
-        calls.linear(x, maps.weight, maps.bias, None, None, product)
+        _calls.linear(x, maps.weight, maps.bias, None, None, product)
         q, *k_v = self._heads(product, batch, length, maps, first)
         if k_v:
             k, v = k_v
@@ -309,9 +309,9 @@ class MultiHeadAttention(AttentionParameters):
                 k, v = add_extra_keys(options, length, k, v, self._extra_keys())
             mixed = scratch("mixed", len(x), self._width, x.dtype)
             by_head = mixed.reshape(batch, length, self.num_heads, self._head_dim).transpose(0, 2, 1, 3)
-            calls.attention(FUNC, q, k, v, by_head, options, made_here=keys_values is None)
-        gated = calls.gate(product[:, : self._width], mixed) if self.output_gate else mixed
-        out = calls.linear(gated, self.out_proj.packed_weight, self.out_proj.bias_vector, None, residual)
+            _calls.attention(FUNC, q, k, v, by_head, options, made_here=keys_values is None)
+        gated = _calls.gate(product[:, : self._width], mixed) if self.output_gate else mixed
+        out = _calls.linear(gated, self.out_proj.packed_weight, self.out_proj.bias_vector, None, residual)
         weights = None
         if need_weights:
             weights = attention_weights(q, k.astype(q.dtype, copy=False), **options)
@@ -324,7 +324,7 @@ class MultiHeadAttention(AttentionParameters):
         key = self._input("key", key, self.kdim, batch)
         if value is None and self.key_value_maps is not None:
             maps = self.key_value_maps
-            product = calls.linear(rows(key), maps.weight, maps.bias)
+            product = _calls.linear(rows(key), maps.weight, maps.bias)
             k, v = self._heads(product, len(key), key.shape[1], maps, 0)
             return k, v
         value = self._input("value", key if value is None else value, self.vdim, len(key))
@@ -333,15 +333,15 @@ class MultiHeadAttention(AttentionParameters):
             raise ValueError(
                 f"{FUNC}(): value has shape {value.shape}; expected a length of {length}, as key has"
             )
-        k = calls.linear(rows(key), self.key_map.weight, self.key_map.bias)
-        v = calls.linear(rows(value), self.value_map.weight, self.value_map.bias)
+        k = _calls.linear(rows(key), self.key_map.weight, self.key_map.bias)
+        v = _calls.linear(rows(value), self.value_map.weight, self.value_map.bias)
         (k,) = self._heads(k, len(key), length, self.key_map, 0)
         (v,) = self._heads(v, len(key), length, self.value_map, 0)
         return k, v
 
     def _input(self, name: str, x: Any, features: int | None, batch: int | None) -> Array:
         """`x`, key or value, checked."""
-        array = calls.checked(FUNC, name, x, features or self.embed_dim, self.weights_dtype)
+        array = _calls.checked(FUNC, name, x, features or self.embed_dim, self.weights_dtype)
         if array.ndim != 3 or batch not in (None, len(array)):
             expected = f"({'batch' if batch is None else batch}, length, {array.shape[-1]})"
             raise ValueError(f"{FUNC}(): {name} has shape {array.shape}; expected {expected}")
@@ -365,7 +365,7 @@ class MultiHeadAttention(AttentionParameters):
         """Queries or keys x (B, heads, L, head_dim), normalised and rotated where that is on."""
         if norm is not None:
             y = x.transpose(0, 2, 1, 3)
-            z = calls.norm("rms_norm", rows(y), norm, None, self.qk_norm_eps)
+            z = _calls.norm("rms_norm", rows(y), norm, None, self.qk_norm_eps)
             x = z.reshape(y.shape).transpose(0, 2, 1, 3)
         if self.rope is not None:
             self.rope.rotate(x, offset)

@@ -11,8 +11,8 @@ import numpy as np
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag
 from fastattn.functional._attention import attention
-from fastattn.models.files import ModelError, is_name, read_json
-from fastattn.models.sentences import Sentences
+from fastattn.models._files import ModelError, is_name, read_json
+from fastattn.models._sentences import Sentences
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Bools

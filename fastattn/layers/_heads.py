@@ -12,16 +12,16 @@ from fastattn._args.attention import attention_args
 from fastattn._args.ops import epsilon
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, flag, integer
-from fastattn.layers.basic import Linear
-from fastattn.layers.projections import Stack, stack
-from fastattn.layers.rotary import Rope
-from fastattn.layers.state import Layer, Parameter, lane_of, normal, ones, xavier_uniform, zeros
+from fastattn.layers._basic import Linear
+from fastattn.layers._projections import Stack, stack
+from fastattn.layers._rotary import Rope
+from fastattn.layers._state import Layer, Parameter, lane_of, normal, ones, xavier_uniform, zeros
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array
-    from fastattn.layers.state import Fields
+    from fastattn.layers._state import Fields
 
 FUNC = "MultiHeadAttention"  # as messages call it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastattn.models.files import Config, ModelError, read_json
+from fastattn.models._files import Config, ModelError, read_json
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,14 +13,14 @@ from fastattn._args.ops import epsilon, rows
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._engine.scratch import keep, scratch
-from fastattn.layers import calls
-from fastattn.layers.state import Layer, Parameter, lane_of, ones, uniform, zeros
+from fastattn.layers import _calls
+from fastattn.layers._state import Layer, Parameter, lane_of, ones, uniform, zeros
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array
-    from fastattn.layers.state import Fields
+    from fastattn.layers._state import Fields
 
 NORMS = ("layer_norm", "rms_norm")
 
@@ -149,7 +149,7 @@ class LayerNorm(Layer):
 
     def _of_rows(self, x: Array, out: Array | None = None) -> Array:
         """The call, for rows that have been checked."""
-        return calls.norm(self._kind, x, self.weight_vector, self.bias_vector, self.eps, out)
+        return _calls.norm(self._kind, x, self.weight_vector, self.bias_vector, self.eps, out)
 
     def _parameters(self) -> dict[str, Parameter]:
         parameters = {"weight": Parameter((self.features,), ones)}
@@ -201,7 +201,7 @@ class RMSNorm(Layer):
 
     def _of_rows(self, x: Array, out: Array | None = None) -> Array:
         """The call, for rows that have been checked."""
-        return calls.norm(self._kind, x, self.weight_vector, None, self.eps, out)
+        return _calls.norm(self._kind, x, self.weight_vector, None, self.eps, out)
 
     def _parameters(self) -> dict[str, Parameter]:
         return {"weight": Parameter((self.features,), ones)}
@@ -276,7 +276,7 @@ class FeedForward(Layer):
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
         """The feed-forward of x, (..., d_model), plus `residual`, which may be `out` itself."""
-        array = calls.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
+        array = _calls.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
         if residual is None and out is None:
             return self._of_rows(rows(array), None, None).reshape(array.shape)
         hidden = ops.linear(array, self.weight1, self.bias1, activation=self._function)
@@ -285,8 +285,8 @@ class FeedForward(Layer):
     def _of_rows(self, x: Array, residual: Array | None, out: Array | None) -> Array:
         """The call, for rows that have been checked."""
         hidden = scratch("hidden", len(x), self.dim_feedforward, x.dtype)
-        calls.linear(x, self.weight1, self.bias1, self._function, None, hidden)
-        out = calls.linear(hidden, self.weight2, self.bias2, None, residual, out)
+        _calls.linear(x, self.weight1, self.bias1, self._function, None, hidden)
+        out = _calls.linear(hidden, self.weight2, self.bias2, None, residual, out)
         keep("hidden", hidden)
         return out
 

@@ -11,7 +11,7 @@ from fastattn import ops
 from fastattn._args.packed import from_bfloat16_bits
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import short
-from fastattn.models.files import require
+from fastattn.models._files import require
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear

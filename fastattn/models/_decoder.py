@@ -1,6 +1,6 @@
 """Decoders that normalise before each half of a layer: GPT-2, Llama and their like, and generation with them.
 
-`gpt2.py` and `llama.py` build them: they know the names of the tensors.
+`_gpt2.py` and `_llama.py` build them: they know the names of the tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, integer, integers, short
 from fastattn._engine.program import Sequences
 from fastattn.cache import KVCache
-from fastattn.models import padding
-from fastattn.models.sampling import Sampler
-from fastattn.models.weights import token_rows
+from fastattn.models import _padding
+from fastattn.models._sampling import Sampler
+from fastattn.models._weights import token_rows
 from fastattn.positions import rope_tables
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints
     from fastattn._engine.program import Program
-    from fastattn.models.decoder_layers import Window
-    from fastattn.models.text import Text
-    from fastattn.models.weights import Precision
+    from fastattn.models._decoder_layers import Window
+    from fastattn.models._text import Text
+    from fastattn.models._weights import Precision
     from fastattn.positions import RopeFrequencies
 
 # Tokens to make room for in the cache before they are there; it doubles when they are more.
@@ -93,15 +93,15 @@ class Decoder:
         TypeError, ValueError
             If an argument does not fit; nothing was computed.
         """
-        tokens = padding.token_ids(self.model_type, ids, self.vocab_size)
-        mask = padding.attended(self.model_type, attention_mask, tokens)
+        tokens = _padding.token_ids(self.model_type, ids, self.vocab_size)
+        mask = _padding.attended(self.model_type, attention_mask, tokens)
         batch, length = tokens.shape
-        padding.require_length(self.model_type, length, self.max_length)
-        lengths, order = (None, None) if mask is None else padding.align(mask)
+        _padding.require_length(self.model_type, length, self.max_length)
+        lengths, order = (None, None) if mask is None else _padding.align(mask)
         longest = length if lengths is None else int(lengths.max(initial=0))
-        hidden = self._hidden(padding.reorder(tokens, order), np.arange(length), longest, lengths)
+        hidden = self._hidden(_padding.reorder(tokens, order), np.arange(length), longest, lengths)
         logits = self.logits.run(hidden, Sequences(batch))
-        return padding.restore(logits.reshape(batch, length, self.vocab_size), order)
+        return _padding.restore(logits.reshape(batch, length, self.vocab_size), order)
 
     def _hidden(
         self,
@@ -223,11 +223,11 @@ class Decoder:
         """Whether `ids` is one sequence, and the sequences without what does not count."""
         rows = list(ids) if isinstance(ids, (list, tuple)) and attention_mask is None else []
         if rows and all(_is_row(row) for row in rows):
-            prompts = [padding.token_ids("generate", row, self.vocab_size)[0] for row in rows]
+            prompts = [_padding.token_ids("generate", row, self.vocab_size)[0] for row in rows]
             single = False
         else:
-            tokens = padding.token_ids("generate", ids, self.vocab_size)
-            mask = padding.attended("generate", attention_mask, tokens)
+            tokens = _padding.token_ids("generate", ids, self.vocab_size)
+            mask = _padding.attended("generate", attention_mask, tokens)
             prompts = list(tokens) if mask is None else [row[m] for row, m in zip(tokens, mask, strict=True)]
             single = np.ndim(ids) == 1
         if any(len(prompt) == 0 for prompt in prompts):
@@ -239,7 +239,7 @@ class Decoder:
     ) -> Iterator[Ints]:
         if not prompts or max_new_tokens == 0:
             return
-        ids, mask = padding.pad(prompts)
+        ids, mask = _padding.pad(prompts)
         lengths = mask.sum(axis=1)
         batch, longest = ids.shape
         cache = KVCache(longest + min(max_new_tokens - 1, _ROOM))
@@ -248,7 +248,7 @@ class Decoder:
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         for step in range(1, max_new_tokens + 1):
             tokens = sampler(self.logits.run(hidden, Sequences(len(hidden))))
-            yielded = np.full(batch, padding.NO_TOKEN)
+            yielded = np.full(batch, _padding.NO_TOKEN)
             yielded[running] = tokens
             yield yielded
             kept = np.flatnonzero((tokens[:, None] != stop).all(axis=1))  # np.isin takes three times as long

@@ -1,4 +1,4 @@
-"""One layer of an encoder and one of a decoder (Vaswani et al. 2017); `stacks.py` puts them together."""
+"""One layer of an encoder and one of a decoder (Vaswani et al. 2017); `_stacks.py` puts them together."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fastattn._args.ops import rows
 from fastattn._args.values import as_array, flag, short
 from fastattn._engine.program import Sequences
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
-from fastattn.layers import calls
-from fastattn.layers.attention import MultiHeadAttention
-from fastattn.layers.basic import FeedForward, LayerNorm, RMSNorm, make_norm
-from fastattn.layers.heads import HeadOptions
-from fastattn.layers.plain import PlainEncoder, plain_encoder
-from fastattn.layers.scores import Names
-from fastattn.layers.state import Layer
+from fastattn.layers import _calls
+from fastattn.layers._attention import MultiHeadAttention
+from fastattn.layers._basic import FeedForward, LayerNorm, RMSNorm, make_norm
+from fastattn.layers._heads import HeadOptions
+from fastattn.layers._plain import PlainEncoder, plain_encoder
+from fastattn.layers._scores import Names
+from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -100,12 +100,12 @@ class TransformerEncoderLayer(Layer):
         In bool masks True hides. With `is_causal` and a `cache` this is the layer of a decoder-only model.
         """
         func = type(self).__name__
-        calls.require_cache(func, cache, KVCache)
+        _calls.require_cache(func, cache, KVCache)
         self._require_parts()
-        array = calls.checked(func, "src", src, self.d_model, self.weights_dtype)
-        batched = calls.batch_first(func, "src", array)
+        array = _calls.checked(func, "src", src, self.d_model, self.weights_dtype)
+        batched = _calls.batch_first(func, "src", array)
         if batched is not array:
-            src_key_padding_mask = calls.one_batch(func, "src_key_padding_mask", src_key_padding_mask)
+            src_key_padding_mask = _calls.one_batch(func, "src_key_padding_mask", src_key_padding_mask)
         batch, length, _ = batched.shape
         x = rows(batched)
         options = (src_mask, src_key_padding_mask, cache, lengths)
@@ -212,13 +212,13 @@ class TransformerDecoderLayer(Layer):
             With `cache`: how many of these tokens count in each sequence.
         """
         func = type(self).__name__
-        calls.require_cache(func, cache, DecoderCache)
+        _calls.require_cache(func, cache, DecoderCache)
         self._require_parts()
-        array = calls.checked(func, "tgt", tgt, self.d_model, self.weights_dtype)
-        batched = calls.batch_first(func, "tgt", array)
+        array = _calls.checked(func, "tgt", tgt, self.d_model, self.weights_dtype)
+        batched = _calls.batch_first(func, "tgt", array)
         if batched is not array:
-            tgt_key_padding_mask = calls.one_batch(func, "tgt_key_padding_mask", tgt_key_padding_mask)
-            memory_key_padding_mask = calls.one_batch(
+            tgt_key_padding_mask = _calls.one_batch(func, "tgt_key_padding_mask", tgt_key_padding_mask)
+            memory_key_padding_mask = _calls.one_batch(
                 func, "memory_key_padding_mask", memory_key_padding_mask
             )
         batch, length, _ = batched.shape
@@ -271,8 +271,8 @@ class TransformerDecoderLayer(Layer):
         if memory is None:
             raise ValueError(f"{func}(): memory is None; expected an array, or a cache that holds one")
         width = self.multihead_attn.kdim or self.d_model
-        array = calls.checked(func, "memory", memory, width, self.weights_dtype)
-        array = calls.batch_first(func, "memory", array)
+        array = _calls.checked(func, "memory", memory, width, self.weights_dtype)
+        array = _calls.batch_first(func, "memory", array)
         if len(array) != batch:
             raise ValueError(
                 f"{func}(): memory has shape {array.shape}; expected ({batch}, length, {width}), tgt's batch"

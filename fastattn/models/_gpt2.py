@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from fastattn.models.activations import ACTIVATIONS
-from fastattn.models.decoder import Decoder
-from fastattn.models.decoder_layers import Common, Layer, layers_program, logits_program
-from fastattn.models.files import stop_ids
-from fastattn.models.text import Text
+from fastattn.models._activations import ACTIVATIONS
+from fastattn.models._decoder import Decoder
+from fastattn.models._decoder_layers import Common, Layer, layers_program, logits_program
+from fastattn.models._files import stop_ids
+from fastattn.models._text import Text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
-    from fastattn.models.files import Config, Tensors
-    from fastattn.models.weights import Precision
+    from fastattn.models._files import Config, Tensors
+    from fastattn.models._weights import Precision
 
 _BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")  # the causal mask, in old files
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Program, X
-from fastattn.layers.state import last_change
+from fastattn.layers._state import last_change
 
 if TYPE_CHECKING:
     from fastattn._engine.program import Step
-    from fastattn.layers.transformer import TransformerEncoderLayer
+    from fastattn.layers._transformer import TransformerEncoderLayer
 
 # Buffers behind the layer's input and output: sums before a norm, what a norm makes of them, queries with
 # keys and values, what attention makes of them, and the inner features.

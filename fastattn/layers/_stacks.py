@@ -10,10 +10,10 @@ import numpy as np
 
 from fastattn._args.values import float_array, integer, iterated
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
-from fastattn.layers.basic import LayerNorm, RMSNorm, make_norm
-from fastattn.layers.heads import HeadOptions
-from fastattn.layers.state import Layer, xavier_uniform
-from fastattn.layers.transformer import TransformerDecoderLayer, TransformerEncoderLayer
+from fastattn.layers._basic import LayerNorm, RMSNorm, make_norm
+from fastattn.layers._heads import HeadOptions
+from fastattn.layers._state import Layer, xavier_uniform
+from fastattn.layers._transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
