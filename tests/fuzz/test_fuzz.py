@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import child_environment
+from implementations import child_environment
 
-FUZZ = Path(__file__).parent / "fuzz"
+FUZZ = Path(__file__).parent
 
 
 def fuzz(*arguments):

@@ -1,4 +1,7 @@
-"""What must hold for any input; `pytest tests/test_properties.py --hypothesis-profile=long` tries more."""
+"""What must hold for any input.
+
+`pytest tests/functional/test_properties.py --hypothesis-profile=long` tries more inputs.
+"""
 
 from itertools import pairwise
 

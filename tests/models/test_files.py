@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny_models as tiny
-from safetensors.numpy import save_file
+from model_folders import change_config, refused, write_parts
 from tiny_models import CONFIGS, VOCAB
 
 from fastattn import models
@@ -16,28 +16,6 @@ from fastattn.models import ModelError
 
 IDS = [[3, 1, 4, 1, 5, 9, 2, 6]]
 KINDS = list(CONFIGS)
-
-
-def write_parts(folder, kind, n_parts=3):
-    """A model's folder with its tensors in several files; returns the index."""
-    weights = tiny.write(folder, kind)
-    (folder / "model.safetensors").unlink()
-    places = {}
-    for i in range(n_parts):
-        file = f"model-{i + 1:05}-of-{n_parts:05}.safetensors"
-        part = dict(list(weights.items())[i::n_parts])
-        save_file(part, folder / file)
-        places |= dict.fromkeys(part, file)
-    index = {"metadata": {}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return index
-
-
-def change_config(folder, **changes):
-    """Change values of config.json; None takes one out."""
-    path = folder / "config.json"
-    values = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
@@ -177,16 +155,6 @@ def test_which_ids_end_a_text(kind, tmp_path):
     assert models.load(tmp_path).stop == (7,)
     path.write_text('{"eos_token_id": "end"}')
     refused(tmp_path, f"{path}: 'eos_token_id' is 'end'; expected an id or a list of ids")
-
-
-def refused(folder, *parts, error=ModelError, **options):
-    """Loading raises one error, whose message has all of `parts`."""
-    with pytest.raises(error) as raised:
-        models.load(folder, **options)
-    message = str(raised.value)
-    assert all(part in message for part in parts), message
-    assert "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,7 @@
 
 import pytest
 import tiny_models as tiny
-from test_models_files import change_config, refused
+from model_folders import change_config, refused
 
 
 def test_folders_that_are_none(tmp_path):

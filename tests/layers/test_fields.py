@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from conftest import each_isa, forced
+from implementations import each_isa, forced
 
 from fastattn import ops
 from fastattn.layers import (

@@ -3,7 +3,18 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from test_layers import BATCH, HEADS, LENGTH, SLOPES, WIDTH, X, attention_layer, draw, every_stack, randomized
+from layer_oracle import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    SLOPES,
+    WIDTH,
+    X,
+    attention_layer,
+    draw,
+    every_stack,
+    randomized,
+)
 
 from fastattn.cache import Caches, DecoderCache, KVCache
 from fastattn.layers import (

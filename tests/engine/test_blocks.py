@@ -5,7 +5,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import forced
+from implementations import forced
 from oracle import assert_same_bits
 
 import fastattn

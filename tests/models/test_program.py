@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tiny_models as tiny
-from conftest import each_isa, forced
+from implementations import each_isa, forced
 from tiny_models import DECODERS, VOCAB
 
 from fastattn import models

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from conftest import COMPILED, NOTHING_COMPILED
+from implementations import COMPILED, NOTHING_COMPILED
 
 from fastattn import _backend, ops
 from fastattn._args import plain_args

@@ -6,7 +6,7 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
-from test_layers import BATCH, FEATURES, HEADS, LENGTH, MASK, WIDTH, X, attention_layer, draw, randomized
+from layer_oracle import BATCH, FEATURES, HEADS, LENGTH, MASK, WIDTH, X, attention_layer, draw, randomized
 
 import fastattn
 from fastattn.layers import (

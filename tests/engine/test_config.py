@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import COMPILED, child_environment, each_isa, forced
+from implementations import COMPILED, child_environment, each_isa, forced
 
 import fastattn
 from fastattn import _backend

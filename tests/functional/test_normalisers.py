@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import rowwise_oracle as oracle
-from conftest import forced
+from implementations import forced
 from rowwise_oracle import OPTIONS, check, inputs, lane, wider
 
 import fastattn

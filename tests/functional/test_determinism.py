@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import each_isa, forced
+from implementations import each_isa, forced
 from oracle import assert_same_bits, spread_inputs
 
 import fastattn

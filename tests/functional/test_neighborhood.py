@@ -1,4 +1,4 @@
-"""neighborhood_attention, against the mask, which test_masks.py holds against NATTEN's definition."""
+"""neighborhood_attention, against the mask, which tests/masks holds against NATTEN's definition."""
 
 import numpy as np
 import pytest

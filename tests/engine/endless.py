@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from conftest import forced
+from implementations import forced
 
 import fastattn
 from fastattn import _program, ops

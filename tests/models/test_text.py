@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tiny_models as tiny
-from conftest import each_isa, forced
+from implementations import each_isa, forced
 from tiny_models import CONFIGS
 from tiny_tokenizers import TEXTS, WORDS, write_byte_tokenizer, write_tokenizer
 

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import forced
+from implementations import forced
 
 from fastattn import linear_attention
 

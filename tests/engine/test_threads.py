@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import COMPILED, IMPLEMENTATIONS, child_environment, forced
+from implementations import COMPILED, IMPLEMENTATIONS, child_environment, forced
 from oracle import assert_same_bits, spread_inputs
 
 import fastattn
