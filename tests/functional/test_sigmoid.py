@@ -6,11 +6,11 @@ import naive
 import numpy as np
 import pytest
 from oracle import assert_close, assert_same_bits, eps, poison, spread_inputs
+from structures import dense
 
 import fastattn
 from fastattn import masks
 from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, combine
-from fastattn._bench.oracle import dense
 
 SHAPES = {
     "one query": Shape("", 2, 3, 3, 1, 1100, 24, 17),

@@ -4,11 +4,11 @@ import naive
 import numpy as np
 import pytest
 from oracle import assert_close, assert_same_bits, eps, poison, spread_inputs
+from structures import dense
 
 import fastattn
 from fastattn import masks
 from fastattn._bench.cases import DTYPES, Shape, combine
-from fastattn._bench.oracle import dense
 
 ALL = ("row_max", "entropy", "topk:5", "key_sums", "mean_weights")
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import ml_dtypes
 import naive
 import numpy as np
+from structures import dense
 
 from fastattn._bench.cases import Shape, combine, make_inputs
-from fastattn._bench.oracle import dense
 from fastattn.masks import Mask
 
 # In 16 bits the bound is wide: scores spread this much make few keys matter, so that a wrong one shows.

@@ -3,9 +3,9 @@
 import naive
 import numpy as np
 from oracle import eps
+from structures import dense
 
 from fastattn._bench.cases import Shape, combine, make_inputs
-from fastattn._bench.oracle import dense
 from fastattn.masks import Mask
 
 # The options that these functions share with attention(), by their names in cases.VARIANTS.
