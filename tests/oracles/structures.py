@@ -56,12 +56,12 @@ def attends(mask, i, j):
 
 
 def _selected(rows, table):
-    """The union of the rows of `table` that each row selects: rows (..., n, m), table (..., m, k), both bool."""
+    """For each row, the union of the rows of `table` that it selects: rows (..., n, m), table (..., m, k)."""
     return rows.astype(np.float32) @ table.astype(np.float32) > 0
 
 
 def _bigbird(mask, len_k):
-    """Which blocks attend which. Checked: the blocks that are not random, and how many random ones there are."""
+    """Which blocks attend which. It checks the fixed blocks, and how many there are at random."""
     number = np.arange(-(-len_k // mask.block))
     near = 2 * abs(number[:, None] - number) < mask.window
     fixed = near | (number < mask.global_blocks) | (number < mask.global_blocks)[:, None]
