@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from formulas import doubles, linformer, nystrom, reformer
 
 import fastattn
 from fastattn import approximate
@@ -12,17 +13,8 @@ def normal(*shape, seed=0, dtype="float32"):
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(as_dtype(dtype))
 
 
-def softmax(s):
-    e = np.exp(s - s.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
 def tolerance(dtype):
     return {"float64": 1e-11, "float32": 3e-5, "float16": 1e-2, "bfloat16": 6e-2}[dtype]
-
-
-def as_float64(*arrays):
-    return (x.astype(np.float64) for x in arrays)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,24 +25,9 @@ def test_linformer(implementation, dtype):
         e, f = normal(*shape) / 8, normal(*shape, seed=1) / 8
         for second in (f, None):
             got = approximate.linformer_attention(q, k, v, e, second)
-            wide, keys, values = as_float64(q, k, v)
-            keys, values = e @ keys, (e if second is None else f) @ values
-            keys, values = (np.repeat(x, 2, axis=-3) for x in (keys, values))
-            ref = softmax(wide @ keys.swapaxes(-1, -2) / 4) @ values
+            ref = linformer(*doubles(q, k, v), e, e if second is None else f)
             assert got.dtype == q.dtype
             np.testing.assert_allclose(got.astype(np.float64), ref, atol=tolerance(dtype))
-
-
-def nystrom(q, k, v, n, iterations, scale):
-    """Xiong et al. 2021, equations 13 and 14, of lengths that n divides."""
-    q_mean, k_mean = (x.reshape(*x.shape[:-2], n, -1, x.shape[-1]).mean(-2) for x in (q, k))
-    first = softmax(scale * q @ k_mean.swapaxes(-1, -2))
-    a = softmax(scale * q_mean @ k_mean.swapaxes(-1, -2))
-    last = softmax(scale * q_mean @ k.swapaxes(-1, -2))
-    z, one = a.swapaxes(-1, -2) / a.sum(-2).max(-1)[..., None, None], np.eye(n)
-    for _ in range(iterations):
-        z = 0.25 * z @ (13 * one - a @ z @ (15 * one - a @ z @ (7 * one - a @ z)))
-    return first @ z @ last @ v
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,7 +35,7 @@ def test_nystrom(implementation, dtype):
     q, k, v = (normal(2, 3, 96, d, seed=d, dtype=dtype) for d in (16, 16, 9))
     got = approximate.nystrom_attention(q, k, v, n_landmarks=12, scale=0.5)
     assert got.dtype == q.dtype
-    ref = nystrom(*as_float64(q, k, v), 12, 6, 0.5)
+    ref = nystrom(*doubles(q, k, v), 12, 6, 0.5)
     np.testing.assert_allclose(got.astype(np.float64), ref, atol=tolerance(dtype) * abs(ref).max())
 
 
@@ -75,26 +52,6 @@ def test_nystrom_of_other_lengths(implementation):
     np.testing.assert_allclose(got, fastattn.attention(q, k, v, scale=1.0), atol=1e-10)
 
 
-def reformer(q, v, rotations, chunk, causal, scale):
-    """Kitaev et al. 2020 for one head, token by token: how often it meets each key in each round."""
-    n, chunks, rounds = len(q), -(-len(q) // chunk), len(rotations)
-    k = q / np.sqrt((q * q).mean(-1, keepdims=True) + 1e-6)
-    at = np.zeros((rounds, n), int)  # the chunk of each token, counted over all rounds
-    for r, rotation in enumerate(rotations):
-        buckets = np.argmax(np.concatenate([q @ rotation, -(q @ rotation)], axis=-1), axis=-1)
-        at[r] = r * chunks + np.argsort(np.lexsort((np.arange(n), buckets))) // chunk
-    out, lse = np.zeros((rounds, n, v.shape[-1])), np.zeros((rounds, n))
-    for r, i in np.ndindex(rounds, n):
-        near = {at[r, i], (at[r, i] - 1) % (rounds * chunks)}
-        times = sum((at == c).sum(0) for c in near) * ((np.arange(n) <= i) | (not causal))
-        s = scale * k @ q[i]
-        s[i] -= 1e5
-        most = s[times > 0].max()
-        weights = times * np.exp(np.where(times > 0, s, most) - most)
-        out[r, i], lse[r, i] = weights @ v / weights.sum(), most + np.log(weights.sum())
-    return np.einsum("rid,ri->id", out, softmax(lse.T).T)
-
-
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("n", "chunk"), [(1, 4), (5, 8), (64, 16), (75, 16), (40, 39)])
@@ -104,7 +61,7 @@ def test_reformer(implementation, n, chunk, causal, rounds):
         qk, v, n_buckets=6, chunk=chunk, n_rounds=rounds, rotations=rotations, causal=causal, scale=0.7
     )
     for b, h in np.ndindex(2, 2):
-        ref = reformer(*as_float64(qk[b, h], v[b, h], rotations[h]), chunk, causal, 0.7)
+        ref = reformer(*doubles(qk[b, h], v[b, h], rotations[h]), chunk, causal, 0.7)
         np.testing.assert_allclose(got[b, h], ref, atol=3e-5)
 
 

@@ -3,6 +3,7 @@
 import naive
 import numpy as np
 import pytest
+from formulas import differential, doubles, forgetting, rms, sigmoid, unit
 
 import fastattn
 from fastattn import variants
@@ -25,18 +26,10 @@ def qkv(len_q, len_k, dtype="float32", heads=4, heads_kv=2, dim=16, dim_v=12, ba
     )
 
 
-def doubles(*arrays):
-    return [np.asarray(x).astype(np.float64) for x in arrays]
-
-
 def close(got, expected, dtype="float32"):
     assert got.dtype == as_dtype(dtype)
     assert got.shape == expected.shape
     np.testing.assert_allclose(got.astype(np.float64), expected, atol=DTYPES[dtype], rtol=0)
-
-
-def unit(x):
-    return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,18 +65,13 @@ def test_qk_norm(norm, dtype, implementation):
         (x,) = doubles(x)
         if norm == "layer_norm":
             x = x - x.mean(-1, keepdims=True)
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
+        return rms(x) * weight
 
     expected = naive.attention(normed(q, weights[0]), normed(k, weights[1]), doubles(v)[0], causal=True)[0]
     out = variants.qk_norm_attention(q, k, v, *weights, norm=norm, causal=True)
     np.testing.assert_allclose(out.astype(float), expected, atol=4 * DTYPES[dtype])
     one = variants.qk_norm_attention(q[0, 0], k[0, 0], v[0, 0])
-    close(one, naive.attention(normed_one(q[0, 0]), normed_one(k[0, 0]), doubles(v[0, 0])[0])[0][0], dtype)
-
-
-def normed_one(x):
-    (x,) = doubles(x)
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    close(one, naive.attention(*map(rms, doubles(q[0, 0], k[0, 0])), *doubles(v[0, 0]))[0][0], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,10 +94,8 @@ def test_luong(dtype, implementation):
 def test_differential(lengths, dtype, implementation):
     q, k, v = qkv(*lengths, dtype, heads=8, heads_kv=4)
     v = v[:, :2]
-    q1, q2, k1, k2, v64 = doubles(q[:, 0::2], q[:, 1::2], k[:, 0::2], k[:, 1::2], v)
     weights = np.float32([0.2, 0.4, 0.6, 0.8])[:, None, None]
-    maps = [naive.attention(*pair, v64, causal=True)[2] for pair in ((q1, k1), (q2, k2))]
-    expected = (maps[0] - weights * maps[1]) @ np.repeat(v64, 2, axis=1)
+    expected = differential(q, k, v, weights, causal=True)
     close(variants.differential_attention(q, k, v, weights.ravel(), causal=True), expected, dtype)
 
     if dtype in ("float32", "float64"):  # RMSNorm enlarges what two roundings leave of a difference
@@ -128,11 +114,11 @@ def test_gated(lengths, dtype, implementation):
     expected = naive.attention(*doubles(q, k, v))[0]
     for n in (12, 1):
         gate = normal(2, 4, lengths[0], n, dtype=dtype)
-        close(variants.gated_attention(q, k, v, gate), expected / (1 + np.exp(-gate.astype(float))), dtype)
+        close(variants.gated_attention(q, k, v, gate), expected * sigmoid(gate.astype(float)), dtype)
     out = np.empty(expected.shape, q.dtype)
     assert variants.gated_attention(q, k, v, gate, out=out) is out
     one = variants.gated_attention(q[0, 0], k[0, 0], v[0, 0], gate[0, 0])
-    close(one, expected[0, 0] / (1 + np.exp(-gate[0, 0].astype(float))), dtype)
+    close(one, expected[0, 0] * sigmoid(gate[0, 0].astype(float)), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -141,12 +127,7 @@ def test_forgetting(lengths, dtype, implementation):
     len_q, len_k = lengths
     q, k, v = qkv(len_q, len_k, dtype)
     log_forget = -np.abs(normal(2, 4, len_k)) / 4
-    sums = np.cumsum(log_forget.astype(float), -1)
-    position = np.clip(len_k - len_q + np.arange(len_q), 0, max(len_k - 1, 0))
-    bias = np.zeros((2, 4, len_q, len_k))
-    if len_k:
-        bias = sums[..., position, None] - sums[..., None, :]
-    expected, lse, *_ = naive.attention(*doubles(q, k, v), bias=bias, causal=True)
+    expected, lse = forgetting(q, k, v, log_forget)
     out, got = variants.forgetting_attention(q, k, v, log_forget, return_lse=True)
     close(out, expected, dtype)
     np.testing.assert_allclose(got, lse, atol=1e-4)

@@ -3,6 +3,7 @@
 import naive
 import numpy as np
 import pytest
+from formulas import doubles, latent, sigmoid
 
 from fastattn import masks, variants
 from fastattn._bench.cases import as_dtype
@@ -23,10 +24,6 @@ def qkv(len_q, len_k, dtype="float32", heads=4, heads_kv=2, dim=16, dim_v=12, ba
     )
 
 
-def doubles(*arrays):
-    return [np.asarray(x).astype(np.float64) for x in arrays]
-
-
 def close(got, expected, dtype="float32"):
     assert got.dtype == as_dtype(dtype)
     np.testing.assert_allclose(got.astype(np.float64), expected, atol=DTYPES[dtype], rtol=0)
@@ -39,12 +36,8 @@ def test_latent(lengths, dtype, implementation):
     heads, nope, rope, rank, value = 6, 16, 8, 40, 20
     q, cache = normal(2, heads, len_q, nope + rope, dtype=dtype), normal(2, len_k, rank + rope, dtype=dtype)
     w, u = normal(heads, nope, rank, dtype=dtype) / 8, normal(heads, value, rank, dtype=dtype) / 8
-    q64, cache64, w64, u64 = doubles(q, cache, w, u)
-    latent, shared = cache64[:, None, :, :rank], np.repeat(cache64[:, None, :, rank:], heads, 1)
-    k = np.concatenate([np.einsum("hdr,bxjr->bhjd", w64, latent), shared], -1)
-    v = np.einsum("hdr,bxjr->bhjd", u64, latent)
     bias = normal(len_q, len_k)
-    expected, lse, *_ = naive.attention(q64, k, v, causal=True, bias=bias)
+    expected, lse = latent(q, cache, w, u, causal=True, bias=bias)
     for absorbed in (True, False, None):
         out, got = variants.latent_attention(
             q, cache, w, u, absorbed=absorbed, causal=True, bias=bias, return_lse=True
@@ -87,7 +80,7 @@ def test_memory(lengths, dtype, implementation):
     np.testing.assert_allclose(got, lse, atol=2 * DTYPES[dtype])
 
     gate = normal(4)
-    share = 1 / (1 + np.exp(-gate.astype(float)))[:, None, None]
+    share = sigmoid(gate.astype(float))[:, None, None]
     memory = naive.attention(*doubles(q, *kept))[0]
     local = naive.attention(*doubles(q, k, v), causal=True)[0]
     mixed = variants.memory_attention(q, k, v, memory_k, memory_v, gate=gate, causal=True)

@@ -1,8 +1,8 @@
 """Relative positions: Shaw, Transformer-XL and DeBERTa in float64, with arrays of all scores."""
 
-import naive
 import numpy as np
 import pytest
+from formulas import behind, deberta, shaw, transformer_xl
 
 from fastattn import masks, variants
 from fastattn._bench.cases import as_dtype
@@ -25,31 +25,9 @@ def qkv(len_q, len_k, dtype="float32", heads=4, heads_kv=2, dim=16, dim_v=12, ba
     )
 
 
-def doubles(*arrays):
-    return [np.asarray(x).astype(np.float64) for x in arrays]
-
-
-def behind(len_q, len_k, offset=None):
-    """i - j, of positions."""
-    offset = len_k - len_q if offset is None else offset
-    return offset + np.arange(len_q)[:, None] - np.arange(len_k)
-
-
 def close(got, expected, dtype="float32"):
     assert got.dtype == as_dtype(dtype)
     np.testing.assert_allclose(got.astype(np.float64), expected, atol=DTYPES[dtype], rtol=0)
-
-
-def shaw(q, k, v, key_table, value_table, **options):
-    q, k, v, a, b = doubles(q, k, v, key_table, value_table)
-    group, clip = q.shape[-3] // k.shape[-3], len(a) // 2
-    k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
-    distance = behind(q.shape[-2], k.shape[-2], options.get("q_offset"))
-    row = np.clip(-distance, -clip, clip) + clip
-    bias = np.einsum("...id,ijd->...ij", q, a[row]) / np.sqrt(q.shape[-1])
-    given = options.pop("bias", 0)
-    _, lse, probs, _ = naive.attention(q, k, v, bias=bias + given, **options)
-    return probs @ v + np.einsum("...ij,ijd->...id", probs, b[row]), lse
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,17 +87,6 @@ def test_shaw_with_options(implementation):
     np.testing.assert_allclose(one, out[0, 0], atol=1e-6)
 
 
-def transformer_xl(q, k, v, relative, u, w, **options):
-    q, k, v, relative, u, w = doubles(q, k, v, relative, u, w)
-    group, scale = q.shape[-3] // k.shape[-3], options.pop("scale", q.shape[-1] ** -0.5)
-    k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
-    distance = behind(q.shape[-2], k.shape[-2], options.get("q_offset"))
-    row = np.clip(distance.max(initial=0) - distance, 0, relative.shape[-2] - 1)
-    positions = np.einsum("bhid,hijd->bhij", q + w[:, None], relative[:, row])
-    bias = scale * positions + options.pop("bias", 0)
-    return naive.attention(q + u[:, None], k, v, bias=bias, scale=scale, **options)[:2]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_transformer_xl(lengths, dtype, implementation):
@@ -163,20 +130,6 @@ def test_transformer_xl_in_many_pieces(implementation):
     out = variants.transformer_xl_attention(*more, relative, u, w, causal=True)
     alone = variants.transformer_xl_attention(q, k, v, relative, u, w, causal=True)
     assert out[:1].tobytes() == alone.tobytes()
-
-
-def deberta(q, k, v, kr, qr, bucket, **options):
-    q, k, v = doubles(q, k, v)
-    group = q.shape[-3] // k.shape[-3]
-    k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
-    terms = 1 + (kr is not None) + (qr is not None)
-    scale = (q.shape[-1] * terms) ** -0.5
-    bias = np.zeros((*q.shape[:-1], k.shape[-2]))
-    if kr is not None:
-        bias += np.einsum("bhid,hijd->bhij", q, doubles(kr)[0][:, bucket])
-    if qr is not None:
-        bias += np.einsum("bhjd,hijd->bhij", k, doubles(qr)[0][:, bucket])
-    return naive.attention(q, k, v, bias=scale * bias, scale=scale, **options)[:2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

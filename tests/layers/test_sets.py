@@ -1,8 +1,8 @@
 """Set Transformer's blocks and Perceiver's, by the papers' formulas in float64, with the layers' weights."""
 
-import naive
 import numpy as np
 import pytest
+from formulas import feed_forward, set_attention
 
 from fastattn import variants
 from fastattn.layers import FeedForward, TransformerEncoder, TransformerEncoderLayer
@@ -20,40 +20,6 @@ def layer(**options):
     return made
 
 
-def norm(x, parameters, name):
-    x = x - x.mean(-1, keepdims=True)
-    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
-    return x * parameters[f"{name}.weight"] + parameters[f"{name}.bias"]
-
-
-def feed_forward(x, parameters):
-    hidden = np.maximum(x @ parameters["linear1.weight"].T + parameters["linear1.bias"], 0)
-    return hidden @ parameters["linear2.weight"].T + parameters["linear2.bias"]
-
-
-def attend(x, y, parameters, hidden):
-    """Of sets (batch, n, D); `hidden` (batch, m) says which elements of y do not count."""
-    weights = np.split(parameters["self_attn.in_proj_weight"], 3)
-    biases = np.split(parameters["self_attn.in_proj_bias"], 3)
-    q, k, v = (
-        (z @ weight.T + bias).reshape(*z.shape[:2], HEADS, -1).swapaxes(1, 2)
-        for z, weight, bias in zip((x, y, y), weights, biases, strict=True)
-    )
-    mask = None if hidden is None else ~hidden[:, None, None]
-    out = naive.attention(q, k, v, mask=mask)[0].swapaxes(1, 2).reshape(x.shape)
-    return out @ parameters["self_attn.out_proj.weight"].T + parameters["self_attn.out_proj.bias"]
-
-
-def mab(this, x, y, hidden=None):
-    parameters = {name: x.astype(float) for name, x in this.state_dict().items()}
-    x, y = np.broadcast_to(x, (len(y), *x.shape[-2:])).astype(float), y.astype(float)
-    if this.norm_first:
-        h = x + attend(norm(x, parameters, "norm1"), y, parameters, hidden)
-        return h + feed_forward(norm(h, parameters, "norm2"), parameters)
-    h = norm(x + attend(x, y, parameters, hidden), parameters, "norm1")
-    return norm(h + feed_forward(h, parameters), parameters, "norm2")
-
-
 def normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
 
@@ -65,19 +31,19 @@ HIDDEN = np.arange(50) >= np.array([50, 20, 1])[:, None]
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_set_attention(norm_first, implementation):
     this = layer(norm_first=norm_first)
-    np.testing.assert_allclose(variants.set_attention(this, X, Y), mab(this, X, Y), atol=2e-5)
+    np.testing.assert_allclose(variants.set_attention(this, X, Y), set_attention(this, X, Y), atol=2e-5)
     np.testing.assert_allclose(
-        variants.set_attention(this, X[0], Y[0]), mab(this, X[:1], Y[:1])[0], atol=2e-5
+        variants.set_attention(this, X[0], Y[0]), set_attention(this, X[:1], Y[:1])[0], atol=2e-5
     )
     out = variants.set_attention(this, POINTS, X, key_padding_mask=HIDDEN)
-    np.testing.assert_allclose(out, mab(this, POINTS, X, HIDDEN), atol=2e-5)
+    np.testing.assert_allclose(out, set_attention(this, POINTS, X, HIDDEN), atol=2e-5)
     if not norm_first:
         np.testing.assert_allclose(variants.set_attention(this, X, X), this(X), atol=2e-6)
 
 
 def test_induced(implementation):
     first, second = layer(), layer()
-    expected = mab(second, X, mab(first, POINTS, X, HIDDEN))
+    expected = set_attention(second, X, set_attention(first, POINTS, X, HIDDEN))
     out = variants.induced_set_attention(first, second, POINTS, X, key_padding_mask=HIDDEN)
     np.testing.assert_allclose(out, expected, atol=2e-5)
     order = RNG.permutation(50)
@@ -90,14 +56,16 @@ def test_pooling(implementation):
     this, forward = layer(), FeedForward(D, WIDE, "relu", rng=np.random.default_rng(2))
     parameters = {name: x.astype(float) for name, x in forward.state_dict().items()}
     out = variants.pooling_by_attention(this, POINTS, X, feed_forward=forward)
-    np.testing.assert_allclose(out, mab(this, POINTS, feed_forward(X.astype(float), parameters)), atol=2e-5)
+    np.testing.assert_allclose(
+        out, set_attention(this, POINTS, feed_forward(X.astype(float), parameters)), atol=2e-5
+    )
     alone = variants.pooling_by_attention(this, POINTS[:1], X, key_padding_mask=HIDDEN)
-    np.testing.assert_allclose(alone, mab(this, POINTS[:1], X, HIDDEN), atol=2e-5)
+    np.testing.assert_allclose(alone, set_attention(this, POINTS[:1], X, HIDDEN), atol=2e-5)
 
 
 def test_perceiver(implementation):
     cross, inner = layer(norm_first=True), layer(norm_first=True)
-    expected = mab(cross, POINTS, X, HIDDEN)
+    expected = set_attention(cross, POINTS, X, HIDDEN)
     latents = variants.perceiver(cross, None, POINTS, X, key_padding_mask=HIDDEN)
     np.testing.assert_allclose(latents, expected, atol=2e-5)
     out = variants.perceiver(cross, TransformerEncoder([inner]), POINTS, X, key_padding_mask=HIDDEN)
