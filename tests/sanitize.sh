@@ -82,9 +82,9 @@ threads() {
 
 case ${1-memory} in
 memory)
-    memory generic 10000 tests/test_{attention_cases,cache,core,decode,errors,inputs,layers,layers_cache}.py \
-        tests/test_{layers_errors,layers_fields,linear_attention,masks,merge_states,models,models_files}.py \
-        tests/test_{models_program,models_text,ops,rope,talking_heads,variants_calls}.py
+    memory generic 10000 tests/engine/test_core.py tests/layers tests/masks/test_definitions.py \
+        tests/functional/test_{calls,decode,errors,inputs,linear,merge_states,options,talking_heads}.py \
+        tests/models/test_{files,program,results,text}.py tests/positions/test_rotary.py tests/test_{cache,ops}.py
     ;;
 all) memory "" 100000 tests ;;
 threads) threads ;;
