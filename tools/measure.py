@@ -1,4 +1,4 @@
-"""Measure what docs/performance.md says of one thread, and how much of a layer or a step is Python.
+"""Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
     python tools/measure.py {peak,strided,padding,decode,linear,layer,step} [--isa ISA] [--dtype float32]
 

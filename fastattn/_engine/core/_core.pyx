@@ -54,7 +54,7 @@ cdef extern from *:
 cdef enum:
     N_ARRAYS = 21
 # Work for which a parallel region (5 microseconds) pays: FLOP of the tile kernel, and of the dot kernel, whose FLOP
-# wait for memory and take ten times as long. docs/performance.md has the measurement.
+# wait for memory and take ten times as long. docs/notes/threads.md has the measurement.
 cdef double PARALLEL_TILE = 1e6
 cdef double PARALLEL_DOT = 1e5
 # Splits in flight per thread: the partials kept at a time are this many times the thread count.
