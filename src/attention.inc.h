@@ -102,7 +102,13 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
 
     if (kind == BLOCK_EMPTY) return;
     if (!block->k) load_block(a, t, dot, w, block);
-    block_qk(nv, dot, block->k + skip * block->k_row, block->k_row, n, tile->qt, depth, m->q_factor, ahead, w->s);
+    const outer_product scores = {.x = block->k + skip * block->k_row,
+                                  .x_row = block->k_row,
+                                  .y = tile->qt,
+                                  .depth = depth,
+                                  .factor = m->q_factor,
+                                  .out = w->s};
+    block_outer(nv, dot, n, &scores, ahead);
 
     modify_tile(a, m, nv, kind, out_of_range, tile, j0, n, w);
     if (a->second_pass) {
@@ -122,7 +128,6 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
     else if (tile->row_log) moved = softmax_update(nv, w->s, n, tile->row_max, tile->row_sum, tile->row_log, w->alpha);
     else moved = softmax_update(nv, w->s, n, tile->row_max, tile->row_sum, NULL, w->alpha);
     note_rows(nv, m, hides, bad, n, w, tile->row_max);
-    const acc_mode mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
     const lane *probs = w->s;
     if (dot) {
         for (int64_t j = 0; j < n; j += 2)
@@ -133,10 +138,18 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *m, int nv, i
             }
         probs = w->pairs;
     }
-    const char *v = bad ? (const char *)w->clean : block->v;
     const int64_t v_row = bad ? a->head_dim_v * (int64_t)sizeof(lane) : block->v_row;
-    block_pv(nv, dot, v + (dot ? skip / 2 : skip) * v_row, v_row, probs, dot ? (n + 1) / 2 : n, mode, w->alpha,
-             tile->ot, a->head_dim_v);
+    const value_product values = {.v = (bad ? (const char *)w->clean : block->v) + (dot ? skip / 2 : skip) * v_row,
+                                  .v_row = v_row,
+                                  .n = dot ? (n + 1) / 2 : n,
+                                  .head_dim_v = a->head_dim_v,
+                                  .probs = probs,
+                                  .alpha = w->alpha,
+                                  .mode = tile->fresh ? ACC_ZERO
+                                          : moved     ? ACC_SCALE
+                                                      : ACC_KEEP,
+                                  .out = tile->ot};
+    block_values(nv, dot, &values);
     if (bad) add_bad_values(a, nv, tile, skip, n, w, block);
     tile->fresh = 0;
 }

@@ -104,12 +104,22 @@ static void widen_part(fa_dtype weight, const char *part, int64_t n, lane *dst)
 INLINE void tile_rows(int64_t pitch, int dot, int more, const char *x, int64_t x_row, int64_t rows, const lane *y,
                       int64_t depth, int fetch, const char *ahead, lane *acc)
 {
+    const outer_product p = {.x = x,
+                             .x_row = x_row,
+                             .y = y,
+                             .pitch = pitch,
+                             .depth = depth,
+                             .factor = 1,
+                             .more = more,
+                             .ahead = ahead,
+                             .out = acc};
 #define ROWS(n)                                                                                                        \
-    case n: tile_outer(n, LINEAR_NV, pitch, dot, more, x, x_row, y, depth, 1, fetch, ahead, acc); break;
+    case n: tile_outer(n, LINEAR_NV, dot, fetch, &p, 0); break;
     switch (rows) {
         ROWS(1)
         ROWS(2)
-        ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+        ROWS(3)
+        ROWS(4) ROWS(5) ROWS(6)
 #if LINEAR_ROWS == 12
             ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #endif

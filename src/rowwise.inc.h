@@ -58,7 +58,9 @@ INLINE void score_block(const fa_rowwise_args *r, int nv, modifiers *m, int64_t 
     int64_t k_row;
     const char *k = keys_at(a, t, j0, n, w->tile.k, &k_row);
     if (r->kind == FA_ADDITIVE) block_additive(nv, k, k_row, n, tile->qt, a->head_dim, &w->additive, s);
-    else block_qk(nv, 0, k, k_row, n, tile->qt, a->head_dim, m->q_factor, NULL, s);
+    else
+        block_outer(nv, 0, n, &(outer_product){.x = k, .x_row = k_row, .y = tile->qt, .depth = a->head_dim, .out = s},
+                    NULL);
     w->tile.s = s;
     modify_tile(a, m, nv, kind, out_of_range, tile, j0, n, &w->tile);
     w->tile.s = probs;
@@ -86,8 +88,14 @@ INLINE void weigh_values(const fa_rowwise_args *r, int nv, const v_t *tau, row_s
         const lane *z = w->kept.s + first * BLOCK_Q;
         normalise(r->kind, nv, z, n, tau, w->tile.s, tile->row_sum);
         gather_values(a, &tile->t, key, n, w->tile.v, &block);
-        block_pv(nv, 0, (const char *)w->tile.v, width * (int64_t)sizeof(lane), w->tile.s, n,
-                 tile->fresh ? ACC_ZERO : ACC_KEEP, NULL, tile->ot, width);
+        const value_product values = {.v = (const char *)w->tile.v,
+                                      .v_row = width * (int64_t)sizeof(lane),
+                                      .n = n,
+                                      .head_dim_v = width,
+                                      .probs = w->tile.s,
+                                      .mode = tile->fresh ? ACC_ZERO : ACC_KEEP,
+                                      .out = tile->ot};
+        block_values(nv, 0, &values);
         tile->fresh = 0;
         for (int64_t i = 0; i < block.n_bad; i++) {
             const int64_t row = block.bad[i] * BLOCK_Q;

@@ -46,16 +46,17 @@ static int64_t talking_scratch_at(const fa_rowwise_args *r, void *memory, talkin
 /* to_g (n, nv) = sum over h of mix_gh from_h (n, nv) */
 INLINE void mix_heads(int nv, int64_t heads, const lane *mix, const lane *from, int64_t n, lane *to)
 {
-    const int64_t row = heads * (int64_t)sizeof(lane);
-    for (int64_t j = 0; j < n; j++, from += BLOCK_Q, to += BLOCK_Q) {
+    outer_product p = {.x = (const char *)mix,
+                       .x_row = heads * (int64_t)sizeof(lane),
+                       .y = from,
+                       .pitch = HEAD_PITCH,
+                       .depth = heads,
+                       .out = to};
+    for (int64_t j = 0; j < n; j++, p.y += BLOCK_Q, p.out += BLOCK_Q) {
         int64_t g = 0;
-#define HEADS(count)                                                                                                   \
-    tile_outer(count, nv, HEAD_PITCH, 0, 0, (const char *)(mix + g * heads), row, from, heads, 1, 0, NULL,             \
-               to + g * HEAD_PITCH)
-        for (; g + TILE <= heads; g += TILE) HEADS(TILE);
-        for (; g + 2 <= heads; g += 2) HEADS(2);
-        for (; g < heads; g++) HEADS(1);
-#undef HEADS
+        for (; g + TILE <= heads; g += TILE) tile_outer(TILE, nv, 0, 0, &p, g);
+        for (; g + 2 <= heads; g += 2) tile_outer(2, nv, 0, 0, &p, g);
+        for (; g < heads; g++) tile_outer(1, nv, 0, 0, &p, g);
     }
 }
 
@@ -72,7 +73,9 @@ INLINE int talking_scores(const fa_rowwise_args *r, int nv, modifiers *m, int64_
         int64_t k_row;
         const char *k = keys_at(a, &kv, j0, n, w->tile.k, &k_row);
         lane *s = (r->pre ? w->scores : w->mixed) + h * HEAD_PITCH;
-        block_qk(nv, 0, k, k_row, n, w->heads[h].qt, a->head_dim, m->q_factor, NULL, s);
+        block_outer(nv, 0, n,
+                    &(outer_product){.x = k, .x_row = k_row, .y = w->heads[h].qt, .depth = a->head_dim, .out = s},
+                    NULL);
     }
     if (r->pre) mix_heads(nv, heads, w->pre, w->scores, n, w->mixed);
     for (int64_t g = 0; g < heads; g++) {
@@ -145,7 +148,14 @@ INLINE void talking_values(const fa_rowwise_args *r, int nv, int hidden, int64_t
             gather_values(a, &kv, key, n, w->tile.v, &block);
             v = (const char *)w->tile.v, v_row = width * (int64_t)sizeof(lane);
         }
-        block_pv(nv, 0, v, v_row, probs + f * HEAD_PITCH, n, tile->fresh ? ACC_ZERO : ACC_KEEP, NULL, tile->ot, width);
+        const value_product values = {.v = v,
+                                      .v_row = v_row,
+                                      .n = n,
+                                      .head_dim_v = width,
+                                      .probs = probs + f * HEAD_PITCH,
+                                      .mode = tile->fresh ? ACC_ZERO : ACC_KEEP,
+                                      .out = tile->ot};
+        block_values(nv, 0, &values);
         tile->fresh = 0;
         const lane *attends = r->post ? w->tile.add : w->scores + f * HEAD_PITCH;
         for (int64_t i = 0; i < block.n_bad; i++)
