@@ -62,11 +62,11 @@
 #define TABLE_NAME TABLE(FA_ISA_NAME, f32)
 #endif
 const fa_kernels TABLE_NAME = {
-    .plan = plan,
-    .run = run,
-    .splits = splits,
-    .run_split = run_split,
-    .merge = merge,
+    .plan = attention_plan,
+    .run = attention_run,
+    .splits = attention_splits,
+    .run_split = attention_run_split,
+    .merge = attention_merge,
     .linear_plan = linear_plan,
     .linear_run = linear_run,
     .rows_scratch_bytes = rows_scratch_bytes,

@@ -24,24 +24,24 @@ static modifiers modifiers_of(const fa_attention_args *a, int dot)
 }
 
 /* Whether v_modify does anything. */
-INLINE int modifies(const modifiers *m, int edge)
+INLINE int modifies(const modifiers *mods, int edge)
 {
-    return edge || m->additive || m->alibi || m->softcap != 0 || m->s_factor != 1;
+    return edge || mods->additive || mods->alibi || mods->softcap != 0 || mods->s_factor != 1;
 }
 
 /* One vector of scores: `add` from the additive tile, in which `hides` says that there may be -inf, distance = |position of
  * query - key|, `inside` the lanes within their rows' ranges, at an `edge`. A finite bias never becomes a mask: a sum that
  * overflows is clamped, if it was no -inf before. */
-INLINE v_t v_modify(const modifiers *m, int edge, int hides, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
+INLINE v_t v_modify(const modifiers *mods, int edge, int hides, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
 {
     const v_t hidden = v_splat(-INFINITY);
-    if (m->s_factor != 1) s *= v_splat(m->s_factor);
-    if (m->softcap != 0) s = v_softcap(s, v_splat(m->softcap));
-    const v_t least = m->additive ? v_min(v_splat(-LANE_MAX), s) : s;
-    if (m->additive) s += add;
-    if (m->alibi) s = v_fma(-slope, distance, s);
-    if (m->additive) s = v_max(least, s);
-    if (m->additive && hides) s = v_select(add == hidden, hidden, s);
+    if (mods->s_factor != 1) s *= v_splat(mods->s_factor);
+    if (mods->softcap != 0) s = v_softcap(s, v_splat(mods->softcap));
+    const v_t least = mods->additive ? v_min(v_splat(-LANE_MAX), s) : s;
+    if (mods->additive) s += add;
+    if (mods->alibi) s = v_fma(-slope, distance, s);
+    if (mods->additive) s = v_max(least, s);
+    if (mods->additive && hides) s = v_select(add == hidden, hidden, s);
     if (edge) s = v_select(inside, s, hidden);
     return s;
 }
