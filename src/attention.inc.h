@@ -27,7 +27,7 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
         const char *row = v + j * a->v.row;
         const int finite = a->v.dtype == FA_BF16  ? row_finite(FA_BF16, row, width)
                            : a->v.dtype == FA_F16 ? row_finite(FA_F16, row, width)
-                                                  : row_finite(LANE_BITS == 64 ? FA_F64 : FA_F32, row, width);
+                                                  : row_finite(LANE_DTYPE, row, width);
         if (!finite) block->bad[block->n_bad++] = j;
     }
     if (!block->n_bad) return;

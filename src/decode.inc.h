@@ -23,22 +23,19 @@ typedef struct {
     int64_t depth;
 } dot_scratch;
 
-static int64_t dot_scratch_at(const fa_attention_args *a, void *memory, dot_scratch *scratch)
+/* Returns the bytes used. */
+static int64_t take_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch)
 {
-    lane *next = memory;
-    int64_t used = 0;
     scratch->depth = round_up(a->head_dim, LANES);
-#define TAKE(field, n) (scratch->field = memory ? next + used : NULL, used += round_up(n, 64 / sizeof(lane)))
-    TAKE(q, DOT_ROWS * scratch->depth);
-    TAKE(s, DOT_ROWS * BLOCK_K);
-    TAKE(add, DOT_ROWS * BLOCK_K);
-    TAKE(v, BLOCK_K * a->head_dim_v);
-    TAKE(base, DOT_ROWS);
-    TAKE(factor, DOT_ROWS);
-#undef TAKE
-    scratch->range = memory ? (int64_t *)(next + used) : NULL;
-    scratch->lists = memory ? (range_list *)(scratch->range + 4 * DOT_ROWS) : NULL;
-    return used * (int64_t)sizeof(lane) + DOT_ROWS * (int64_t)(4 * sizeof(int64_t) + sizeof(range_list));
+    CUT(from, scratch->q, DOT_ROWS * scratch->depth);
+    CUT(from, scratch->s, DOT_ROWS * BLOCK_K);
+    CUT(from, scratch->add, DOT_ROWS * BLOCK_K);
+    CUT(from, scratch->v, BLOCK_K * a->head_dim_v);
+    CUT(from, scratch->base, DOT_ROWS);
+    CUT(from, scratch->factor, DOT_ROWS);
+    CUT(from, scratch->range, 4 * DOT_ROWS);
+    CUT(from, scratch->lists, DOT_ROWS);
+    return from->used;
 }
 
 /* s (rows, keys) = q (rows, depth) k (keys, head_dim)^T, with rows * keys == LANES: one vector of sums. */

@@ -61,7 +61,7 @@ static block_kind additive_row(const fa_attention_args *a, const row_block *rows
     vi_t any = {0}, none = {0};
     if (a->bias.data) {
         const char *bias = at(&a->bias, rows->b, id.head, id.query, j0);
-        const int native = a->bias.dtype == (LANE_BITS == 64 ? FA_F64 : FA_F32) || dtype_size(a->bias.dtype) == 2;
+        const int native = a->bias.dtype == LANE_DTYPE || dtype_size(a->bias.dtype) == 2;
         if (native && a->bias.col == dtype_size(a->bias.dtype)) load_row(a->bias.dtype, bias, n, 1, add);
         else
             for (int64_t j = 0; j < n; j++) add[j] = load_element(a->bias.dtype, bias + j * a->bias.col);

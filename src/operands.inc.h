@@ -33,52 +33,41 @@ typedef struct {
     partial part;                         /* where `total` must not yet be written */
 } tile_scratch;
 
-/* Cuts up `memory` for a tile; returns the bytes it takes, also for memory == NULL. */
-static int64_t tile_state_at(const fa_attention_args *a, void *memory, tile_state *tile)
+static void take_tile(arena *from, const fa_attention_args *a, tile_state *tile)
 {
-    lane *next = memory;
-    int64_t used = 0;
-#define TAKE(field, n) ((field) = memory ? (void *)(next + used) : NULL, used += round_up(n, 64 / sizeof(lane)))
-#define TAKE_ROWS(field) TAKE(field, BLOCK_Q * sizeof(*(field)) / sizeof(lane))
-    TAKE(tile->qt, a->head_dim * BLOCK_Q);
-    TAKE(tile->ot, a->head_dim_v * BLOCK_Q);
-    TAKE_ROWS(tile->row_max);
-    TAKE_ROWS(tile->row_sum);
-    TAKE_ROWS(tile->slope);
-    TAKE_ROWS(tile->row_log);
-    TAKE_ROWS(tile->bias);
-    TAKE(tile->top_score, a->n_top * BLOCK_Q);
-    TAKE(tile->top_key, a->n_top * BLOCK_Q);
-    TAKE_ROWS(tile->rows.begin);
-    TAKE_ROWS(tile->rows.end);
-    TAKE_ROWS(tile->rows.lists);
-    TAKE_ROWS(tile->rows.pair_begin);
-    TAKE_ROWS(tile->rows.pair_end);
+    CUT(from, tile->qt, a->head_dim * BLOCK_Q);
+    CUT(from, tile->ot, a->head_dim_v * BLOCK_Q);
+    CUT(from, tile->row_max, BLOCK_Q);
+    CUT(from, tile->row_sum, BLOCK_Q);
+    CUT(from, tile->slope, BLOCK_Q);
+    CUT(from, tile->row_log, a->entropy.data ? BLOCK_Q : 0);
+    CUT(from, tile->bias, BLOCK_Q);
+    CUT(from, tile->top_score, a->n_top * BLOCK_Q);
+    CUT(from, tile->top_key, a->n_top * BLOCK_Q);
+    CUT(from, tile->rows.begin, BLOCK_Q);
+    CUT(from, tile->rows.end, BLOCK_Q);
+    CUT(from, tile->rows.lists, BLOCK_Q);
+    CUT(from, tile->rows.pair_begin, BLOCK_Q);
+    CUT(from, tile->rows.pair_end, BLOCK_Q);
     if (!a->entropy.data) tile->row_log = NULL;
-    return used * (int64_t)sizeof(lane);
 }
 
-/* The same for so many tiles and what they share. */
-static int64_t tile_scratch_at(const fa_attention_args *a, int tiles, void *memory, tile_scratch *scratch)
+/* Returns the bytes used. */
+static int64_t take_tile_scratch(arena *from, const fa_attention_args *a, int tiles, tile_scratch *scratch)
 {
-    lane *next = memory;
-    int64_t used = 0;
-    TAKE(scratch->s, BLOCK_K * BLOCK_Q);
-    TAKE(scratch->add, BLOCK_K * BLOCK_Q);
-    TAKE(scratch->pairs, BLOCK_K / 2 * BLOCK_Q);
-    TAKE(scratch->by_row, BLOCK_Q * BLOCK_K);
-    TAKE(scratch->k, BLOCK_K * round_up(a->head_dim, LANES));
-    TAKE(scratch->v, BLOCK_K * round_up(a->head_dim_v, LANES));
-    TAKE(scratch->clean, BLOCK_K * round_up(a->head_dim_v, LANES));
-    TAKE_ROWS(scratch->alpha);
-    TAKE_ROWS(scratch->position);
-    TAKE_ROWS(scratch->begin);
-    TAKE_ROWS(scratch->end);
-    for (int i = 0; i < tiles; i++)
-        used += tile_state_at(a, memory ? next + used : NULL, scratch->tiles + i) / (int64_t)sizeof(lane);
-#undef TAKE_ROWS
-#undef TAKE
-    return used * (int64_t)sizeof(lane);
+    CUT(from, scratch->s, BLOCK_K * BLOCK_Q);
+    CUT(from, scratch->add, BLOCK_K * BLOCK_Q);
+    CUT(from, scratch->pairs, BLOCK_K / 2 * BLOCK_Q);
+    CUT(from, scratch->by_row, BLOCK_Q * BLOCK_K);
+    CUT(from, scratch->k, BLOCK_K * round_up(a->head_dim, LANES));
+    CUT(from, scratch->v, BLOCK_K * round_up(a->head_dim_v, LANES));
+    CUT(from, scratch->clean, BLOCK_K * round_up(a->head_dim_v, LANES));
+    CUT(from, scratch->alpha, BLOCK_Q);
+    CUT(from, scratch->position, BLOCK_Q);
+    CUT(from, scratch->begin, BLOCK_Q);
+    CUT(from, scratch->end, BLOCK_Q);
+    for (int i = 0; i < tiles; i++) take_tile(from, a, scratch->tiles + i);
+    return from->used;
 }
 
 /* One vector of a query row, from lane d on, of which n lanes are left; under `dot` lanes are pairs of bfloat16. */
@@ -118,7 +107,7 @@ static void load_queries(const fa_attention_args *a, const row_block *rows, int 
     if (dot) load_queries_as(FA_BF16, a, rows, 1, factor, qt);
     else if (a->q.dtype == FA_F16) load_queries_as(FA_F16, a, rows, 0, factor, qt);
     else if (a->q.dtype == FA_BF16) load_queries_as(FA_BF16, a, rows, 0, factor, qt);
-    else load_queries_as(LANE_BITS == 64 ? FA_F64 : FA_F32, a, rows, 0, factor, qt);
+    else load_queries_as(LANE_DTYPE, a, rows, 0, factor, qt);
 }
 
 /* Whether the rows of the bias lie as lanes do, for load_bias. */

@@ -20,25 +20,21 @@ typedef struct {
     kept_scores kept;
 } row_scratch;
 
-static int64_t row_scratch_at(const fa_rowwise_args *call, void *memory, row_scratch *scratch)
+static int64_t take_row_scratch(arena *from, const fa_rowwise_args *call, row_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
     const int64_t n_keys = a->len_k + BLOCK_K; /* a block is scored whole */
-    char *next = memory;
-    int64_t used = tile_scratch_at(a, 1, memory, &scratch->tile);
-#define TAKE(field, bytes) ((field) = memory ? (void *)(next + used) : NULL, used += round_up(bytes, 64))
+    take_tile_scratch(from, a, 1, &scratch->tile);
     if (call->kind == FA_ADDITIVE) {
-        TAKE(scratch->additive.weight, a->head_dim * BLOCK_Q * (int64_t)sizeof(lane));
-        TAKE(scratch->additive.exp_q, a->head_dim * BLOCK_Q * (int64_t)sizeof(lane));
-        TAKE(scratch->additive.exp_k, round_up(a->head_dim, LANES) * (int64_t)sizeof(lane));
+        CUT(from, scratch->additive.weight, a->head_dim * BLOCK_Q);
+        CUT(from, scratch->additive.exp_q, a->head_dim * BLOCK_Q);
+        CUT(from, scratch->additive.exp_k, round_up(a->head_dim, LANES));
     }
-    TAKE(scratch->kept.s, n_keys * BLOCK_Q * (int64_t)sizeof(lane));
-    TAKE(scratch->kept.key, n_keys * (int64_t)sizeof(int64_t));
-    void *total;
-    TAKE(total, partial_at(a, BLOCK_Q, NULL, NULL));
-#undef TAKE
-    if (memory) partial_at(a, BLOCK_Q, total, &scratch->tile.tiles[0].total);
-    return used;
+    CUT(from, scratch->kept.s, n_keys * BLOCK_Q);
+    CUT(from, scratch->kept.key, n_keys);
+    void *total = cut(from, partial_at(a, BLOCK_Q, NULL, NULL));
+    if (total) partial_at(a, BLOCK_Q, total, &scratch->tile.tiles[0].total);
+    return from->used;
 }
 
 /* Scores of n keys from j0 on, behind those that are kept; of which those stay that may matter. */
@@ -139,7 +135,7 @@ static void rowwise_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
     const int64_t head = task / blocks, row0 = (blocks - 1 - task % blocks) * BLOCK_Q; /* causal: the longest first */
     modifiers mods = modifiers_of(a, 0);
     row_scratch scratch;
-    row_scratch_at(call, memory, &scratch);
+    take_row_scratch(&(arena){.memory = memory}, call, &scratch);
     tile_state *tile = scratch.tile.tiles;
     row_block *rows = &tile->rows;
     rows->b = head / a->heads_kv, rows->h_kv = head % a->heads_kv, rows->group = group, rows->row0 = row0,
@@ -168,10 +164,9 @@ static void rowwise_plan(const fa_rowwise_args *call, fa_rowwise_plan *plan)
     plan->flops = per_score * a->batch * a->heads_q * a->len_q * a->len_k;
     if (call->kind == FA_TALKING_HEADS) {
         plan->n_tasks = a->batch * ceil_div(a->len_q, BLOCK_Q);
-        plan->scratch_bytes = talking_scratch_at(call, NULL, &talking);
+        plan->scratch_bytes = take_talking_scratch(&(arena){.memory = NULL}, call, &talking);
     } else {
         plan->n_tasks = a->batch * a->heads_kv * ceil_div(a->heads_q / a->heads_kv * a->len_q, BLOCK_Q);
-        plan->scratch_bytes = row_scratch_at(call, NULL, &scratch);
+        plan->scratch_bytes = take_row_scratch(&(arena){.memory = NULL}, call, &scratch);
     }
-    plan->scratch_bytes = round_up(plan->scratch_bytes, 64);
 }

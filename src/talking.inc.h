@@ -20,27 +20,20 @@ typedef struct {
     lane *pre, *post;     /* (heads_q, heads_q), transposed: row g holds what goes into g */
 } talking_scratch;
 
-static int64_t talking_scratch_at(const fa_rowwise_args *call, void *memory, talking_scratch *scratch)
+static int64_t take_talking_scratch(arena *from, const fa_rowwise_args *call, talking_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
-    const int64_t heads = a->heads_q, lanes = sizeof(lane);
-    char *next = memory;
-    int64_t used = tile_scratch_at(a, 0, memory, &scratch->tile);
-#define TAKE(field, bytes) ((field) = memory ? (void *)(next + used) : NULL, used += round_up(bytes, 64))
-    TAKE(scratch->heads, heads * (int64_t)sizeof(tile_state));
-    TAKE(scratch->scores, heads * HEAD_PITCH * lanes);
-    TAKE(scratch->mixed, heads * HEAD_PITCH * lanes);
-    TAKE(scratch->pre, heads * heads * lanes);
-    TAKE(scratch->post, heads * heads * lanes);
-    for (int64_t h = 0; h < heads; h++) {
-        tile_state none;
-        used += tile_state_at(a, memory ? next + used : NULL, memory ? scratch->heads + h : &none);
-    }
-    void *total; /* one for all heads, which finish in turn */
-    TAKE(total, partial_at(a, BLOCK_Q, NULL, NULL));
-#undef TAKE
-    for (int64_t h = 0; memory && h < heads; h++) partial_at(a, BLOCK_Q, total, &scratch->heads[h].total);
-    return used;
+    const int64_t heads = a->heads_q;
+    take_tile_scratch(from, a, 0, &scratch->tile);
+    CUT(from, scratch->heads, heads);
+    CUT(from, scratch->scores, heads * HEAD_PITCH);
+    CUT(from, scratch->mixed, heads * HEAD_PITCH);
+    CUT(from, scratch->pre, heads * heads);
+    CUT(from, scratch->post, heads * heads);
+    for (int64_t h = 0; h < heads; h++) take_tile(from, a, scratch->heads ? scratch->heads + h : &(tile_state){0});
+    void *total = cut(from, partial_at(a, BLOCK_Q, NULL, NULL)); /* one for all heads, which finish in turn */
+    for (int64_t h = 0; total && h < heads; h++) partial_at(a, BLOCK_Q, total, &scratch->heads[h].total);
+    return from->used;
 }
 
 /* to_g (n, nv) = sum over h of mix_gh from_h (n, nv) */
@@ -209,7 +202,7 @@ static void talking_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
     const int64_t heads = a->heads_q, blocks = plan->n_tasks / a->batch, row0 = (blocks - 1 - task % blocks) * BLOCK_Q;
     modifiers mods = modifiers_of(a, 0);
     talking_scratch scratch;
-    talking_scratch_at(call, memory, &scratch);
+    take_talking_scratch(&(arena){.memory = memory}, call, &scratch);
     for (int64_t g = 0; g < heads; g++)
         for (int64_t h = 0; h < heads; h++) {
             if (call->pre) scratch.pre[g * heads + h] = ((const lane *)call->pre)[h * heads + g];

@@ -48,8 +48,8 @@ static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *plan)
 {
     tile_scratch tile;
     dot_scratch dot;
-    const int64_t for_tile = tile_scratch_at(a, plan->tiles, NULL, &tile);
-    return plan->kind == FA_DOT ? larger(for_tile, dot_scratch_at(a, NULL, &dot)) : for_tile;
+    const int64_t for_tile = take_tile_scratch(&(arena){.memory = NULL}, a, plan->tiles, &tile);
+    return plan->kind == FA_DOT ? larger(for_tile, take_dot_scratch(&(arena){.memory = NULL}, a, &dot)) : for_tile;
 }
 
 /* The second pass: keys of a task. Fewer where there would be few tasks; below 128, preparing queries would show. */
@@ -127,12 +127,12 @@ static void attend_rows(const fa_attention_args *a, const fa_plan *plan, row_blo
 {
     if (takes_dot(a, plan, rows)) {
         dot_scratch scratch;
-        dot_scratch_at(a, memory, &scratch);
+        take_dot_scratch(&(arena){.memory = memory}, a, &scratch);
         dot_attend(a, rows, begin, end, &scratch, into);
         return;
     }
     tile_scratch scratch;
-    tile_scratch_at(a, 1, memory, &scratch);
+    take_tile_scratch(&(arena){.memory = memory}, a, 1, &scratch);
     for (int64_t r = 0; r < rows->n; r += BLOCK_Q) { /* DOT_ROWS may be several tiles */
         row_block tile = *rows;
         tile.row0 += r;
@@ -187,7 +187,7 @@ static void run_second_pass(const fa_attention_args *a, const fa_plan *plan, int
                 continue;
             }
             tile_scratch scratch;
-            tile_scratch_at(a, plan->tiles, memory, &scratch);
+            take_tile_scratch(&(arena){.memory = memory}, a, plan->tiles, &scratch);
             tile_attend(a, &rows, begin, end, &scratch);
         }
 }
@@ -213,7 +213,7 @@ static void attention_run(const fa_attention_args *a, const fa_plan *plan, int64
     const int64_t tasks = plan->n_tasks / (a->batch * a->heads_kv), block = (tasks - 1 - task % tasks) * plan->tiles;
     const row_block rows = rows_of(a, plan, task / tasks, block, plan->tiles);
     tile_scratch scratch;
-    tile_scratch_at(a, plan->tiles, rest, &scratch);
+    take_tile_scratch(&(arena){.memory = rest}, a, plan->tiles, &scratch);
     partial_at(a, plan->block_q, next, &scratch.part);
     for (int i = 0; i < plan->tiles; i++) {
         char *total = state + (a->len_k > PART_K ? i : 0) * plan->partial_bytes;
