@@ -1,7 +1,7 @@
 """The shapes of ``python -m fastattn bench`` under pytest-benchmark, grouped by shape and variant."""
 
 from fastattn._bench.cases import SHAPES, STRUCTURED, STRUCTURES, grouped
-from fastattn._bench.problem import TINY, Problem
+from fastattn._bench.suites.attention.problem import TINY, Problem
 
 suite = "attention"
 VARIANTS = ("plain", "causal", "padding_mask", "kv_lengths")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fastattn._bench.layer_problem import plan
+from fastattn._bench.suites.layers.problem import plan
 
 suite = "layers"
 

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fastattn._bench.model_problem import DECODER, SMALL_DECODER, plan
+from fastattn._bench.suites.models.problem import DECODER, SMALL_DECODER, plan
 
 suite = "models"
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fastattn._bench.recurrent_problem import plan
+from fastattn._bench.suites.recurrent.problem import plan
 
 suite = "recurrent"
 

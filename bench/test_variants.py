@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fastattn._bench.variant_problem import plan
+from fastattn._bench.suites.variants.problem import plan
 
 suite = "variants"
 

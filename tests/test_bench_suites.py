@@ -7,11 +7,13 @@ import os
 import pytest
 
 from fastattn import __main__ as cli
-from fastattn._bench import model_files, model_problem, report, run
-from fastattn._bench.layer_problem import LayerProblem, LayerShape
-from fastattn._bench.model_problem import ModelProblem
+from fastattn._bench import report, run
 from fastattn._bench.suite import Section
 from fastattn._bench.suites import SUITES
+from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
+from fastattn._bench.suites.models import files as model_files
+from fastattn._bench.suites.models import problem as model_problem
+from fastattn._bench.suites.models.problem import ModelProblem
 
 ENGINES = ("fastattn", "fallback", "numpy")
 BOUNDS = {

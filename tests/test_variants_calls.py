@@ -11,9 +11,9 @@ import pytest
 
 import fastattn
 from fastattn import plot, variants
-from fastattn._bench import variant_problem
 from fastattn._bench.cases import Shape, make_inputs
-from fastattn._bench.variant_problem import CALLS, DTYPES, Inputs, VariantProblem
+from fastattn._bench.suites.variants import problem as variant_problem
+from fastattn._bench.suites.variants.problem import CALLS, DTYPES, Inputs, VariantProblem
 
 SHAPE = Shape("", batch=2, heads_q=4, heads_kv=2, len_q=150, len_k=150, head_dim=16)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 import fastattn
 from fastattn import _backend, _core, models, ops
-from fastattn._bench import model_files
+from fastattn._bench.suites.models import files as model_files
 from fastattn.layers import TransformerEncoderLayer
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn._bench import runtimes
 from fastattn._bench.cases import STRUCTURES, Array
-from fastattn._bench.problem import SIGMOID, Problem
+from fastattn._bench.suites.attention.problem import SIGMOID, Problem
 from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_dense
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from fastattn import _backend, layers, ops
-from fastattn._bench import layer_peers, plain
+from fastattn._bench import plain
 from fastattn._bench.cases import Array
-from fastattn._bench.layer_problem import LayerProblem, plain_layer
 from fastattn._bench.suite import Engine
+from fastattn._bench.suites.layers import peers as layer_peers
+from fastattn._bench.suites.layers.problem import LayerProblem, plain_layer
 from fastattn._bench.ways import Way, enter_for_good
 from fastattn.cache import DecoderCache, KVCache
 from fastattn.rope import apply_rope

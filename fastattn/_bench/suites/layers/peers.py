@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._bench import layer_graph, runtimes
+from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
-from fastattn._bench.layer_problem import LayerProblem
+from fastattn._bench.suites.layers import graph as layer_graph
+from fastattn._bench.suites.layers.problem import LayerProblem
 from fastattn._bench.ways import Unsupported, Way, enter_for_good
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fastattn import _backend, attention, linear_attention
-from fastattn._bench.recurrent_problem import SOFTMAX, RecurrentProblem
 from fastattn._bench.suite import Engine
+from fastattn._bench.suites.recurrent.problem import SOFTMAX, RecurrentProblem
 from fastattn._bench.ways import Unsupported, Way, enter_for_good
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 import fastattn
-from fastattn._bench import flex_peer, peers
 from fastattn._bench.cases import Array
-from fastattn._bench.problem import SIGMOID, TINY, Problem
 from fastattn._bench.suite import Engine
+from fastattn._bench.suites.attention import peers
+from fastattn._bench.suites.attention.problem import SIGMOID, TINY, Problem
+from fastattn._bench.suites.variants import peers as flex_peer
 from fastattn._bench.ways import Way, refuse_dense
 
 

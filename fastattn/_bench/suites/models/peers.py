@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._bench import layer_peers, runtimes
+from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
-from fastattn._bench.layer_problem import BYTES
-from fastattn._bench.model_problem import ModelProblem
+from fastattn._bench.suites.layers import peers as layer_peers
+from fastattn._bench.suites.layers.problem import BYTES
+from fastattn._bench.suites.models.problem import ModelProblem
 from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_above_memory
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fastattn import _backend
-from fastattn._bench import flex_peer
 from fastattn._bench.suite import Engine
-from fastattn._bench.variant_problem import VariantProblem
+from fastattn._bench.suites.variants import peers as flex_peer
+from fastattn._bench.suites.variants.problem import VariantProblem
 from fastattn._bench.ways import Way, enter_for_good
 
 

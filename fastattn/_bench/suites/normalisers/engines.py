@@ -9,8 +9,8 @@ import numpy as np
 
 import fastattn
 from fastattn import _backend
-from fastattn._bench.rowwise_problem import K_KEYS, SOFTMAX, RowwiseProblem
 from fastattn._bench.suite import Engine
+from fastattn._bench.suites.normalisers.problem import K_KEYS, SOFTMAX, RowwiseProblem
 from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_dense
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fastattn._bench.cases import VARIANTS, Array
-from fastattn._bench.problem import Problem
-from fastattn._bench.variant_problem import OPTIONS, VariantProblem
+from fastattn._bench.suites.attention.problem import Problem
+from fastattn._bench.suites.variants.problem import OPTIONS, VariantProblem
 from fastattn._bench.ways import Unsupported, Way, enter_for_good
 
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastattn._bench import model_files, plain
+from fastattn._bench import plain
 from fastattn._bench.cases import Array
-from fastattn._bench.layer_problem import BYTES
 from fastattn._bench.suite import Section
+from fastattn._bench.suites.layers.problem import BYTES
+from fastattn._bench.suites.models import files as model_files
 
 DTYPES = ("float32", "bfloat16", "int8")
 

@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 from fastattn import _backend, models
-from fastattn._bench import model_files, model_peers, plain
+from fastattn._bench import plain
 from fastattn._bench.cases import Array
-from fastattn._bench.layer_problem import BYTES
-from fastattn._bench.model_problem import ModelProblem
 from fastattn._bench.suite import Engine
+from fastattn._bench.suites.layers.problem import BYTES
+from fastattn._bench.suites.models import files as model_files
+from fastattn._bench.suites.models import peers as model_peers
+from fastattn._bench.suites.models.problem import ModelProblem
 from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_above_memory
 
 STEPS = 256  # in which the keys and values grow from nothing to a percent of the weights

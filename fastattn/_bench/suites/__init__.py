@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from fastattn._bench import (
-    engines,
-    layer_engines,
-    layer_problem,
-    model_engines,
-    model_problem,
-    recurrent_engines,
-    recurrent_problem,
-    rowwise_engines,
-    rowwise_problem,
-    variant_engines,
-    variant_problem,
-)
-from fastattn._bench.attention_plan import plan
 from fastattn._bench.cases import DTYPES
-from fastattn._bench.problem import Problem
 from fastattn._bench.suite import Suite
+from fastattn._bench.suites.attention import engines
+from fastattn._bench.suites.attention.plan import plan
+from fastattn._bench.suites.attention.problem import Problem
+from fastattn._bench.suites.layers import engines as layer_engines
+from fastattn._bench.suites.layers import problem as layer_problem
+from fastattn._bench.suites.models import engines as model_engines
+from fastattn._bench.suites.models import problem as model_problem
+from fastattn._bench.suites.normalisers import engines as rowwise_engines
+from fastattn._bench.suites.normalisers import problem as rowwise_problem
+from fastattn._bench.suites.recurrent import engines as recurrent_engines
+from fastattn._bench.suites.recurrent import problem as recurrent_problem
+from fastattn._bench.suites.variants import engines as variant_engines
+from fastattn._bench.suites.variants import problem as variant_problem
 
 SUITES = {
     "attention": Suite(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fastattn._bench.rowwise_problem import plan
+from fastattn._bench.suites.normalisers.problem import plan
 
 suite = "normalisers"
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
-from fastattn._bench.layer_problem import LayerProblem, LayerShape
+from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
 from fastattn._bench.ways import Unsupported
 
 

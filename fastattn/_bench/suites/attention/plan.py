@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fastattn._bench.cases import SHAPES, STRUCTURED, STRUCTURES, fresh_shapes, grouped
-from fastattn._bench.problem import SIGMOID, TINY, Problem
 from fastattn._bench.suite import Section, has_bfloat16
+from fastattn._bench.suites.attention.problem import SIGMOID, TINY, Problem
 
 
 def plan(dtype: str | None, quick: bool, seed: int, folder: Path) -> list[Section]:

@@ -1,0 +1,1 @@
+"""The suite of attention: its problems, its engines and their peers."""

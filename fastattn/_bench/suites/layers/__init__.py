@@ -1,0 +1,1 @@
+"""The suite of layers: its problems, its engines and their peers."""

@@ -1,0 +1,1 @@
+"""The suite of models: its problems, its engines and their peers."""

@@ -1,0 +1,1 @@
+"""The suite of linear attention: its problems, its engines and their peers."""
