@@ -11,9 +11,10 @@ import pytest
 
 import fastattn
 from fastattn import plot, variants
-from fastattn._bench.cases import Shape, make_inputs
-from fastattn._bench.suites.variants import problem as variant_problem
-from fastattn._bench.suites.variants.problem import CALLS, DTYPES, Inputs, VariantProblem
+from fastattn._bench.cases import DTYPES, Shape, make_inputs
+from fastattn._bench.suites.variants import calls
+from fastattn._bench.suites.variants.calls import CALLS, Inputs
+from fastattn._bench.suites.variants.problem import VariantProblem
 
 SHAPE = Shape("", batch=2, heads_q=4, heads_kv=2, len_q=150, len_k=150, head_dim=16)
 
@@ -73,7 +74,7 @@ def test_batch_dimensions_broadcast(name, implementation):
 
 
 def test_every_variant_has_a_call():
-    source = Path(variant_problem.__file__).read_text()
+    source = Path(calls.__file__).read_text()
     without = {name for name in variants.__all__ if name not in source}
     assert without == {"perceiver", "pooling_by_attention"}  # whose parts induced_set_attention has
 

@@ -1,4 +1,4 @@
-"""What the bench of models times, by name, and how fastattn and plain NumPy compute it."""
+"""What the suite "models" times: fastattn, its fallback, plain NumPy, and the peers."""
 
 from __future__ import annotations
 
@@ -6,43 +6,33 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from fastattn import _backend, models
+from fastattn import models
 from fastattn._bench import plain
 from fastattn._bench.cases import Array
-from fastattn._bench.suite import Engine
-from fastattn._bench.suites.layers.problem import BYTES
-from fastattn._bench.suites.models import files as model_files
-from fastattn._bench.suites.models import peers as model_peers
+from fastattn._bench.suite import WEIGHT_BYTES, Engine, own_engines
+from fastattn._bench.suites.models import files, peers
 from fastattn._bench.suites.models.problem import ModelProblem
-from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_above_memory
+from fastattn._bench.ways import Unsupported, Way, refuse_above_memory
 
-STEPS = 256  # in which the keys and values grow from nothing to a percent of the weights
-FALLBACK_BYTES = 1e9  # of weights: the fallback is not measured beyond, it would crowd out the peers
-
-
-def _compiled(problem: ModelProblem, threads: int) -> dict[str, Way]:
-    return _own(problem, "compiled")
+STEPS = 256  # the keys and values then take a percent of the memory of the weights
+FALLBACK_BYTES = 1e9  # of weights: with more, the fallback would take the memory that the peers need
 
 
-def _fallback(problem: ModelProblem, threads: int) -> dict[str, Way]:
-    if problem.weights * BYTES[problem.dtype] > FALLBACK_BYTES:
-        raise Unsupported("is measured on a smaller model, by --quick")
-    return _own(problem, "numpy")
-
-
-def _own(problem: ModelProblem, backend: str) -> dict[str, Way]:
-    """The model as a user loads it; threads are those that the worker's environment says."""
-    refuse_above_memory(problem.weights * BYTES[problem.dtype], "holds its weights")
-    enter_for_good(_backend.forced(backend=backend))
+def _own(problem: ModelProblem, backend: str) -> Way:
+    """The model as a user loads it."""
+    size = problem.weights * WEIGHT_BYTES[problem.dtype]
+    if backend == "numpy" and size > FALLBACK_BYTES:
+        raise Unsupported("is measured on a smaller model, without --full")
+    refuse_above_memory(size, "holds its weights")
     model: Any = models.load(problem.folder(), weights_dtype=problem.dtype)
     ids = problem.ids()
     if problem.shape.kind == "minilm":
-        return {"": Way(lambda: model(ids))}
-    return {"": Way(_generating(model, ids[0]), lambda _: model(ids)[:, -1])}
+        return Way(lambda: model(ids))
+    return Way(_generating(model, ids[0]), lambda _: model(ids)[:, -1])
 
 
 def _generating(model: Any, prompt: Array) -> Any:
-    """A call that continues a text by one token; after `STEPS` of them it begins anew."""
+    """A call that continues a text by one token; after `STEPS` tokens it begins again with the prompt."""
 
     def steps() -> Iterator[int]:
         while True:
@@ -51,27 +41,26 @@ def _generating(model: Any, prompt: Array) -> Any:
     return partial(next, steps())
 
 
-def _numpy(problem: ModelProblem, threads: int) -> dict[str, Way]:
+def _numpy(problem: ModelProblem, threads: int) -> Way:
     """By definition, in float32."""
     if problem.shape.kind == "llama":
         raise Unsupported("is written without a cache of keys and values")
     ids, config = problem.ids(), problem.config()
-    weights = dict(model_files.Tensors(problem.folder()))
-    return {"": Way(lambda: plain.bert(ids, weights, config))}
+    weights = dict(files.Tensors(problem.folder()))
+    return Way(lambda: plain.bert(ids, weights, config))
 
 
 _TORCH = ("torch", "transformers")
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._core", "safetensors"), _compiled, "the compiled kernels"),
-    "fallback": Engine(("fastattn", "safetensors"), _fallback, "fastattn without its extension"),
+    **own_engines(_own, "safetensors"),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy, by definition"),
-    "torch": Engine(_TORCH, model_peers.torch_eager, "transformers on torch, eager, inference mode"),
+    "torch": Engine(_TORCH, peers.torch_eager, "transformers on torch, eager, inference mode"),
     "ort": Engine(
-        ("onnxruntime", "onnx", *_TORCH), model_peers.onnxruntime, "onnxruntime, the graph that torch exports"
+        ("onnxruntime", "onnx", *_TORCH), peers.onnxruntime, "onnxruntime, the graph that torch exports"
     ),
     "ort-bert": Engine(
-        ("onnxruntime", "onnx", *_TORCH), model_peers.onnxruntime_bert, "the same after its BERT optimiser"
+        ("onnxruntime", "onnx", *_TORCH), peers.onnxruntime_bert, "the same after its BERT optimiser"
     ),
-    "openvino": Engine(("openvino", "onnx", *_TORCH), model_peers.openvino, "OpenVINO, the exported graph"),
+    "openvino": Engine(("openvino", "onnx", *_TORCH), peers.openvino, "OpenVINO, the exported graph"),
 }

@@ -1,7 +1,8 @@
-"""One model of the bench: its files, its inputs, what it should answer, and which are measured."""
+"""The problems of the suite "models", and which of them are measured."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,15 +11,15 @@ import numpy as np
 
 from fastattn._bench import plain
 from fastattn._bench.cases import Array
-from fastattn._bench.suite import Section
-from fastattn._bench.suites.layers.problem import BYTES
-from fastattn._bench.suites.models import files as model_files
+from fastattn._bench.suite import WEIGHT_BYTES, Problem, Request, Section
+from fastattn._bench.suites.models import files
 
-DTYPES = ("float32", "bfloat16", "int8")
+DTYPES = tuple(WEIGHT_BYTES)
 
-# Of hidden states and logits of size 1, after all layers, against weights that were not rounded.
+# The largest error of hidden states and logits of about 1, after all layers; their reference has weights that
+# were not rounded.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-1, "int8": 5e-1}
-PROMPT = 16  # tokens of a decoder's last step: all but one are cached
+PROMPT = 16  # tokens at a decoder's step, all but the last of them cached
 
 
 class ModelShape(NamedTuple):
@@ -28,42 +29,34 @@ class ModelShape(NamedTuple):
     kind: str  # "minilm", or "llama"
     batch: int
     length: int
-    makes: str  # what a call makes `batch` of
+    makes: str  # a call makes `batch` of these
     layers: int = 6
     vocab: int = 0
 
 
-class ModelProblem(NamedTuple):
+@dataclass(frozen=True)
+class ModelProblem(Problem[ModelShape]):
     """Hidden states of MiniLM, or the logits of one step of a decoder over a cache."""
 
-    shape: ModelShape
-    variant: str
-    dtype: str  # of the weights
-    seed: int
-    scratch: str  # folder for the files that are made
+    scratch: str = ""  # folder for the files that the bench writes
 
-    @classmethod
-    def from_list(cls, fields: list[Any]) -> ModelProblem:
-        """The inverse of ``list(problem)`` after a trip through JSON."""
-        shape, variant, dtype, seed, scratch = fields
-        return cls(ModelShape(*shape), variant, dtype, seed, scratch)
+    shape_type = ModelShape
 
     def folder(self) -> Path:
-        """config.json and model.safetensors, made if they are not there."""
+        """Where config.json and model.safetensors are; they are written if they do not exist."""
         if self.shape.kind == "minilm":
-            return model_files.minilm(Path(self.scratch))
-        return model_files.llama(Path(self.scratch), self.shape.layers, self.shape.vocab)
+            return files.minilm(Path(self.scratch))
+        return files.llama(Path(self.scratch), self.shape.layers, self.shape.vocab)
 
     def config(self) -> dict[str, Any]:
-        return model_files.read_config(self.folder())
+        return files.read_config(self.folder())
 
     def ids(self) -> Array:
-        """(batch, length)."""
-        rng = np.random.default_rng([self.seed, 0])
-        return rng.integers(0, self.config()["vocab_size"], (self.shape.batch, self.shape.length))
+        """Token ids, (batch, length)."""
+        return self.rng(0).integers(0, self.config()["vocab_size"], (self.shape.batch, self.shape.length))
 
     def reference(self) -> tuple[Array, Array]:
-        """The last sequence's hidden states, or the logits, in float64."""
+        """The last sequence's hidden states, or the logits."""
         want = _answer(self.folder(), tuple(self.ids()[-1].tolist()))
         total = self.shape.batch * len(want)
         return np.arange(total - len(want), total), want
@@ -74,7 +67,7 @@ class ModelProblem(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """How many a token meets, all linear maps together; of a decoder with its output layer."""
+        """How many weights the linear maps have that a token passes, a decoder's output layer included."""
         config = self.config()
         hidden, inner = config["hidden_size"], config["intermediate_size"]
         if self.shape.kind == "minilm":
@@ -89,9 +82,9 @@ class ModelProblem(NamedTuple):
 
     @property
     def work(self) -> float:
-        """FLOP of all products; of a decoder's step the bytes of its weights."""
+        """Operations of all matrix products; of a decoder's step the bytes of its weights."""
         if self.shape.kind == "llama":
-            return float(self.weights * BYTES[self.dtype])
+            return float(self.weights * WEIGHT_BYTES[self.dtype])
         tokens, config = self.shape.batch * self.shape.length, self.config()
         scores: float = 4.0 * self.shape.length * config["hidden_size"] * config["num_hidden_layers"]
         return tokens * (2.0 * self.weights + scores)
@@ -99,8 +92,8 @@ class ModelProblem(NamedTuple):
 
 @cache
 def _answer(folder: Path, ids: tuple[int, ...]) -> Array:
-    """(length, hidden) or (1, vocab), from one sequence: the same for weights of every type."""
-    config, tensors, row = model_files.read_config(folder), model_files.Tensors(folder), np.array([ids])
+    """(length, hidden) or (1, vocab) of one sequence; weights of every type are compared with the same."""
+    config, tensors, row = files.read_config(folder), files.Tensors(folder), np.array([ids])
     if config["model_type"] == "llama":
         return plain.llama(row, tensors, config, np.float64)
     states: Array = plain.bert(row, plain.Widened(tensors, "", np.float64), config)[0]
@@ -118,27 +111,28 @@ def llama(layers: int, vocab: int) -> ModelShape:
 
 ENCODERS = (minilm(1, 16), minilm(1, 128), minilm(32, 32), minilm(32, 128), minilm(8, 256))
 DECODER = llama(16, 128256)
-SMALL_DECODER = llama(1, 8000)  # 77 million weights: still more than caches hold
+SMALL_DECODER = llama(1, 8000)  # 77 million weights, which is still more than caches hold
 
 
-def plan(dtype: str | None, quick: bool, seed: int, folder: Path) -> list[Section]:
-    """What is measured, with weights in every type or in `dtype`; with `quick` a part of it."""
-    chosen = DTYPES if dtype is None else (dtype,)
+def plan(request: Request) -> list[Section]:
+    """Weights in every type or in `dtype`; unless `full`, fewer texts and a small decoder."""
     sections = []
 
     def section(title: str, shapes: Any, dtype: str) -> None:
-        problems = [ModelProblem(shape, "plain", dtype, seed, str(folder)) for shape in shapes]
-        sections.append(Section(f"{title}, {dtype}", problems))
+        made = request.section(ModelProblem, title, shapes, dtype)
+        problems = [replace(problem, scratch=str(request.folder)) for problem in made.problems]
+        sections.append(made._replace(problems=problems))
 
-    weights = "" if model_files.has_minilm() else " (random)"
-    if quick:  # reading, packing and checking a decoder takes longest
-        if chosen[0] != "int8":
-            section(f"hidden states{weights}", ENCODERS[:2], chosen[0])
-        for name in dict.fromkeys((chosen[0], chosen[-1])):
-            section("one step", [SMALL_DECODER], name)
+    dtypes = DTYPES if request.dtype is None else (request.dtype,)
+    hidden = "hidden states" if files.has_minilm() else "hidden states (random)"
+    if not request.full:  # reading, packing and checking a large decoder takes longest
+        if dtypes[0] != "int8":
+            section(hidden, ENCODERS[:2], dtypes[0])
+        for dtype in dict.fromkeys((dtypes[0], dtypes[-1])):
+            section("one step", [SMALL_DECODER], dtype)
         return sections
-    for name in chosen:
-        if name != "int8":
-            section(f"hidden states{weights}", ENCODERS, name)
-        section("one step", [DECODER], name)
+    for dtype in dtypes:
+        if dtype != "int8":
+            section(hidden, ENCODERS, dtype)
+        section("one step", [DECODER], dtype)
     return sections

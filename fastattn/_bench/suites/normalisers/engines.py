@@ -1,4 +1,4 @@
-"""What the bench of other normalisers and scores times, by name."""
+"""What the suite "normalisers" times: fastattn, its fallback, plain NumPy, and torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 import fastattn
-from fastattn import _backend
-from fastattn._bench.suite import Engine
-from fastattn._bench.suites.normalisers.problem import K_KEYS, SOFTMAX, RowwiseProblem
-from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_dense
+from fastattn._bench.suite import Engine, own_engines
+from fastattn._bench.suites.normalisers import peers
+from fastattn._bench.suites.normalisers.problem import K_KEYS, SOFTMAX, NormaliserProblem
+from fastattn._bench.ways import Way, refuse_dense
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     SOFTMAX: fastattn.attention,
@@ -23,84 +23,25 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _compiled(problem: RowwiseProblem, threads: int) -> dict[str, Way]:
-    return _own(problem, "compiled")
-
-
-def _fallback(problem: RowwiseProblem, threads: int) -> dict[str, Way]:
-    return _own(problem, "numpy")
-
-
-def _own(problem: RowwiseProblem, backend: str) -> dict[str, Way]:
-    """Threads are those that the worker's environment says."""
-    enter_for_good(_backend.forced(backend=backend))
+def _own(problem: NormaliserProblem, backend: str) -> Way:
     q, k, v = problem.arrays()
     options: dict[str, Any] = {"out": np.empty_like(q)}
     if problem.variant == "top_k":
         options["k_keys"] = K_KEYS
     function, matrices = FUNCTIONS[problem.variant], problem.matrices()
-    return {"": Way(lambda: function(q, k, v, *matrices, **options))}
+    return Way(lambda: function(q, k, v, *matrices, **options))
 
 
-def _numpy(problem: RowwiseProblem, threads: int) -> dict[str, Way]:
-    refuse_dense(problem, 4)
+def _numpy(problem: NormaliserProblem, threads: int) -> Way:
+    refuse_dense(problem.scores_bytes, 4)
     arrays, matrices = problem.arrays(), problem.matrices()
-    return {"": Way(lambda: problem.dense(*arrays, matrices))}
-
-
-def _torch(problem: RowwiseProblem, threads: int) -> dict[str, Way]:
-    """The formulas in torch's operations, as models have them."""
-    import torch
-
-    refuse_dense(problem, 4)
-    torch.set_num_threads(threads)
-    enter_for_good(torch.inference_mode())
-    q, k, v = (torch.from_numpy(x) for x in problem.arrays())
-    matrices = [torch.from_numpy(x) for x in problem.matrices()]
-    scale = problem.shape.head_dim**-0.5
-    if problem.variant == SOFTMAX:
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        return {"": Way(lambda: sdpa(q, k, v))}
-    if problem.variant == "additive":
-        [w] = matrices
-
-        def additive() -> Any:
-            scores = (torch.tanh(q[..., None, :] + k[..., None, :, :]) * w[:, None, None]).sum(-1)
-            return scores.softmax(-1) @ v
-
-        return {"": Way(additive)}
-    if problem.variant == "talking_heads":
-        pre, post = matrices
-
-        def talking() -> Any:
-            scores = torch.einsum("bhij,hg->bgij", scale * q @ k.mT, pre)
-            return torch.einsum("bgij,gf->bfij", scores.softmax(-1), post) @ v
-
-        return {"": Way(talking)}
-    if problem.variant == "top_k":
-
-        def top_k() -> Any:
-            scores = scale * q @ k.mT
-            best = scores.topk(K_KEYS, dim=-1)
-            return torch.full_like(scores, -torch.inf).scatter(-1, best.indices, best.values).softmax(-1) @ v
-
-        return {"": Way(top_k)}
-    if problem.variant == "sparsemax":
-
-        def sparsemax() -> Any:
-            x = scale * q @ k.mT
-            z = x.sort(-1, descending=True).values
-            tau = (z.cumsum(-1) - 1) / torch.arange(1, z.shape[-1] + 1)
-            support = (tau <= z).sum(-1, keepdim=True)
-            return (x - tau.gather(-1, support - 1)).clamp(0) @ v
-
-        return {"": Way(sparsemax)}
-    raise Unsupported("is not timed in torch")
+    return Way(lambda: problem.dense(*arrays, matrices))
 
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernels"),
-    "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
+    **own_engines(_own),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy, all scores at once"),
-    "torch": Engine(("torch",), _torch, "the formulas in torch, all scores at once; SDPA for softmax"),
+    "torch": Engine(
+        ("torch",), peers.torch_formulas, "the formulas in torch, all scores at once; SDPA for softmax"
+    ),
 }

@@ -1,66 +1,36 @@
-"""One call of attention with another normaliser, or other scores; and which calls are measured."""
+"""The problems of the suite "normalisers" (other normalisers, other scores), and which are measured."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from fastattn._bench.cases import Array
-from fastattn._bench.suite import TOLERANCE, Section
+from fastattn._bench.cases import Array, shape_of
+from fastattn._bench.suite import CallProblem, Request, Section
 
 DTYPES = ("float32", "float64")
-SOFTMAX = "softmax"  # attention on the same arrays: what the others are compared with
+SOFTMAX = "softmax"  # attention on the same arrays: the others are compared with it
 VARIANTS = (SOFTMAX, "sparsemax", "entmax15", "top_k", "talking_heads", "additive")
 K_KEYS = 32
 
 
-class RowwiseShape(NamedTuple):
-    """q, k and v are (batch, heads, length, head_dim)."""
-
-    name: str
-    batch: int
-    heads: int
-    len_q: int
-    len_k: int
-    head_dim: int
-
-
-class RowwiseProblem(NamedTuple):
+class NormaliserProblem(CallProblem):
     """`variant` is one of `VARIANTS`."""
 
-    shape: RowwiseShape
-    variant: str
-    dtype: str
-    seed: int
-
-    @classmethod
-    def from_list(cls, fields: list[Any]) -> RowwiseProblem:
-        """The inverse of ``list(problem)`` after a trip through JSON."""
-        shape, variant, dtype, seed = fields
-        return cls(RowwiseShape(*shape), variant, dtype, seed)
-
-    def arrays(self) -> tuple[Array, Array, Array]:
-        """Of standard normal numbers."""
-        rng, s = np.random.default_rng([self.seed, 0]), self.shape
-        q = rng.standard_normal((s.batch, s.heads, s.len_q, s.head_dim))
-        k, v = (rng.standard_normal((s.batch, s.heads, s.len_k, s.head_dim)) for _ in range(2))
-        return q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype)
+    @property
+    def name(self) -> str:
+        return f"{self.variant} {self.shape.name}"
 
     def matrices(self) -> list[Array]:
-        """What the variant takes besides: pre and post, or w."""
-        rng, s = np.random.default_rng([self.seed, 1]), self.shape
-        if self.variant == "talking_heads":
-            return [
-                (rng.standard_normal((s.heads, s.heads)) / s.heads**0.5).astype(self.dtype) for _ in range(2)
-            ]
-        if self.variant == "additive":
-            return [(rng.standard_normal((s.heads, s.head_dim)) / s.head_dim**0.5).astype(self.dtype)]
-        return []
+        """The other arrays that the variant takes: two mixtures of heads, or additive attention's weights."""
+        heads, dim = self.shape.heads_q, self.shape.head_dim
+        shapes = {"talking_heads": [(heads, heads)] * 2, "additive": [(heads, dim)]}.get(self.variant, [])
+        rng = self.rng(1)
+        return [(rng.standard_normal(shape) / shape[1] ** 0.5).astype(self.dtype) for shape in shapes]
 
     def dense(self, q: Array, k: Array, v: Array, matrices: list[Array]) -> Array:
-        """By the formula, all scores at a time, in the arrays' dtype."""
+        """By definition, in NumPy: all scores at a time, in the arrays' dtype."""
         if self.variant == "additive":
             scores = np.einsum("bhijd,hd->bhij", np.tanh(q[..., None, :] + k[..., None, :, :]), matrices[0])
         else:
@@ -80,17 +50,13 @@ class RowwiseProblem(NamedTuple):
         out: Array = probs @ v
         return out
 
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE[self.dtype]
-
     def reference(self) -> tuple[Array, Array]:
-        """Eight queries of the last sequence, all heads, in float64."""
+        """Eight queries of the last sequence, all heads."""
         s = self.shape
         q, k, v = (x[-1:].astype(np.float64) for x in self.arrays())
         queries = np.linspace(0, s.len_q - 1, 8).astype(int)
         out = self.dense(q[:, :, queries], k, v, [x.astype(np.float64) for x in self.matrices()])
-        heads = (s.batch - 1) * s.heads + np.arange(s.heads)
+        heads = (s.batch - 1) * s.heads_q + np.arange(s.heads_q)
         rows = heads[:, None] * s.len_q + queries
         return rows.ravel(), out.reshape(-1, s.head_dim)
 
@@ -100,20 +66,18 @@ class RowwiseProblem(NamedTuple):
 
     @property
     def work(self) -> float:
-        """FLOP of the two products, of the heads' mixing, and of the scores' sum where they are none."""
-        s = self.shape
-        n = float(s.batch * s.heads * s.len_q * s.len_k)
-        return n * (4 * s.head_dim + (4 * s.heads if self.variant == "talking_heads" else 0))
+        """Operations of the two products and of mixing the heads; additive scores count as a product."""
+        mixing = 4.0 * self.shape.heads_q * self.shape.scores if self.variant == "talking_heads" else 0.0
+        return self.shape.flops + mixing
 
     @property
     def scores_bytes(self) -> int:
-        s = self.shape
-        size = s.batch * s.heads * s.len_q * s.len_k * np.dtype(self.dtype).itemsize
-        return size * s.head_dim if self.variant == "additive" else size
+        """What plain NumPy and torch need, whose additive scores hold a number for each feature."""
+        return super().scores_bytes * (self.shape.head_dim if self.variant == "additive" else 1)
 
 
 def _by_sorting(scores: Array, squared: bool) -> Array:
-    """sparsemax, or entmax-1.5, of rows, as their papers' algorithms."""
+    """Sparsemax of rows, or entmax-1.5 (`squared`), by the algorithms of their papers."""
     x = (scores - scores.max(-1, keepdims=True)) / (2 if squared else 1)
     z = -np.sort(-x, axis=-1)
     n = np.arange(1, z.shape[-1] + 1, dtype=z.dtype)
@@ -129,25 +93,20 @@ def _by_sorting(scores: Array, squared: bool) -> Array:
     return probs
 
 
-SIZES = ((1, 12, 512, 512, 64), (1, 8, 2048, 2048, 64))
-STEP = ((8, 12, 1, 1024, 64),)
-ADDITIVE = ((1, 8, 256, 256, 64),)
+SHAPES = (shape_of(1, 12, 512, 512, 64), shape_of(1, 8, 2048, 2048, 64))
+ONE_QUERY = (shape_of(8, 12, 1, 1024, 64),)
+ADDITIVE = (shape_of(1, 8, 256, 256, 64),)
 
 
-def plan(dtype: str | None, quick: bool, seed: int, folder: Path) -> list[Section]:
-    """What is measured, in float32 or in `dtype`; with `quick` a part of it."""
-    name = dtype or "float32"
+def plan(request: Request) -> list[Section]:
+    """Short texts, or with `full` longer ones and more variants of one query."""
 
-    def section(title: str, sizes: Any, variants: Any) -> Section:
-        problems = [
-            RowwiseProblem(RowwiseShape(f"{variant} {','.join(map(str, size))}", *size), variant, name, seed)
-            for size in sizes
-            for variant in variants
-        ]
-        return Section(f"{title}, {name}", problems)
+    def section(title: str, shapes: Any, variants: Any) -> Section:
+        return request.section(NormaliserProblem, title, shapes, request.dtype or "float32", variants)
 
+    *products, additive = VARIANTS
     return [
-        section("other normalisers", SIZES[:1] if quick else SIZES, VARIANTS[:-1]),
-        section("one query", STEP, VARIANTS[:-1:2] if quick else VARIANTS[:-1]),
-        section("additive", ADDITIVE, VARIANTS[-1:]),
+        section("other normalisers", SHAPES if request.full else SHAPES[:1], products),
+        section("one query", ONE_QUERY, products if request.full else products[::2]),
+        section("additive", ADDITIVE, [additive]),
     ]

@@ -1,4 +1,4 @@
-"""What the bench of linear attention times, by name."""
+"""What the suite "recurrent" times: fastattn, its fallback, plain NumPy, and torch."""
 
 from __future__ import annotations
 
@@ -6,75 +6,41 @@ from typing import Any
 
 import numpy as np
 
-from fastattn import _backend, attention, linear_attention
-from fastattn._bench.suite import Engine
+from fastattn import attention, linear_attention
+from fastattn._bench.suite import Engine, own_engines
+from fastattn._bench.suites.recurrent import peers
 from fastattn._bench.suites.recurrent.problem import SOFTMAX, RecurrentProblem
-from fastattn._bench.ways import Unsupported, Way, enter_for_good
+from fastattn._bench.ways import Unsupported, Way
 
 
-def _compiled(problem: RecurrentProblem, threads: int) -> dict[str, Way]:
-    return _own(problem, "compiled")
-
-
-def _fallback(problem: RecurrentProblem, threads: int) -> dict[str, Way]:
-    if problem.variant == SOFTMAX:
-        raise Unsupported("is the attention suite's to time")
-    return _own(problem, "numpy")
-
-
-def _own(problem: RecurrentProblem, backend: str) -> dict[str, Way]:
-    """Threads are those that the worker's environment says."""
-    enter_for_good(_backend.forced(backend=backend))
+def _own(problem: RecurrentProblem, backend: str) -> Way:
     q, k, v = problem.arrays()
     out = np.empty_like(q)
     if problem.variant == SOFTMAX:
-        return {"": Way(lambda: attention(q, k, v, causal=True, out=out))}
+        if backend == "numpy":
+            raise Unsupported("is timed by the suite attention")
+        return Way(lambda: attention(q, k, v, causal=True, out=out))
     options: dict[str, Any] = {"rule": problem.variant, "out": out, **problem.gates()}
-    if problem.shape.length > 1:
-        return {"": Way(lambda: linear_attention(q, k, v, **options))}
+    if not problem.is_step:
+        return Way(lambda: linear_attention(q, k, v, **options))
     state = problem.state()
-    if problem.variant != "gated_delta":  # which may be repeated in place; what others add would grow
-        options |= {"out_state": np.empty_like(state)}
-    else:
-        options |= {"out_state": state}
-    return {"": Way(lambda: linear_attention(q, k, v, state=state, **options)[0])}
+    # A step of the gated delta rule may be repeated on its own state (see `gates`). Any other rule adds to
+    # the state at every call, so it writes to another array.
+    options["out_state"] = state if problem.variant == "gated_delta" else np.empty_like(state)
+    return Way(lambda: linear_attention(q, k, v, state=state, **options)[0])
 
 
-def _numpy(problem: RecurrentProblem, threads: int) -> dict[str, Way]:
+def _numpy(problem: RecurrentProblem, threads: int) -> Way:
     """Token by token, all heads at a time."""
-    if problem.variant == SOFTMAX or problem.shape.length > 4096:
+    if problem.variant == SOFTMAX or problem.shape.len_q > 4096:
         raise Unsupported("takes too long, or too much memory")
-    return {"": Way(lambda: problem.recurrence(np.dtype(problem.dtype).type))}
-
-
-def _torch(problem: RecurrentProblem, threads: int) -> dict[str, Way]:
-    """transformers' own fallbacks of Qwen3-Next: chunks, and one step."""
-    import torch
-    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
-
-    torch.set_num_threads(threads)
-    enter_for_good(torch.inference_mode())
-    q, k, v = (torch.from_numpy(x) for x in problem.arrays())
-    if problem.variant == SOFTMAX:
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        return {"": Way(lambda: sdpa(q, k, v, is_causal=True))}
-    if problem.variant != "gated_delta" or problem.dtype != "float32":
-        raise Unsupported("transformers has the gated delta rule in float32")
-    gates = (torch.from_numpy(problem.gates()[name]) for name in ("log_decay", "beta"))
-    inputs = [x.transpose(1, 2).contiguous() for x in (q, k, v, *gates)]
-    state = torch.from_numpy(problem.state()) if problem.shape.length == 1 else None
-    name = "torch_chunk_gated_delta_rule" if state is None else "torch_recurrent_gated_delta_rule"
-    rule: Any = getattr(qwen3_next, name)
-
-    def call() -> Any:
-        return rule(*inputs, initial_state=state, output_final_state=state is not None)[0]
-
-    return {"": Way(call, lambda out: np.ascontiguousarray(out.transpose(1, 2).numpy()))}
+    return Way(lambda: problem.recurrence(np.dtype(problem.dtype).type))
 
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernels"),
-    "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
+    **own_engines(_own),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy, token by token"),
-    "torch": Engine(("torch", "transformers"), _torch, "transformers' torch code of Qwen3-Next; SDPA"),
+    "torch": Engine(
+        ("torch", "transformers"), peers.torch_rules, "transformers' torch code of Qwen3-Next; SDPA"
+    ),
 }

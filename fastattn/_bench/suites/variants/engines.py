@@ -1,31 +1,19 @@
-"""What the bench of variants times, by name."""
+"""What the suite "variants" times: fastattn, its fallback, and torch."""
 
 from __future__ import annotations
 
-from fastattn import _backend
-from fastattn._bench.suite import Engine
-from fastattn._bench.suites.variants import peers as flex_peer
+from fastattn._bench.suite import Engine, own_engines
+from fastattn._bench.suites.variants import peers
 from fastattn._bench.suites.variants.problem import VariantProblem
-from fastattn._bench.ways import Way, enter_for_good
+from fastattn._bench.ways import Way
 
 
-def _compiled(problem: VariantProblem, threads: int) -> dict[str, Way]:
-    return _own(problem, "compiled")
-
-
-def _fallback(problem: VariantProblem, threads: int) -> dict[str, Way]:
-    return _own(problem, "numpy")
-
-
-def _own(problem: VariantProblem, backend: str) -> dict[str, Way]:
-    """Threads are those that the worker's environment says."""
-    enter_for_good(_backend.forced(backend=backend))
-    return {"": Way(problem.call(), lambda out: out.reshape(-1, out.shape[-1]))}
+def _own(problem: VariantProblem, backend: str) -> Way:
+    return Way(problem.call())
 
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernels"),
-    "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
-    "torch": Engine(("torch",), flex_peer.sdpa_biased, "torch's scaled_dot_product_attention, a dense mask"),
-    "flex": Engine(("torch",), flex_peer.flex_modified, "torch's FlexAttention, compiled"),
+    **own_engines(_own),
+    "torch": Engine(("torch",), peers.sdpa_biased, "torch's scaled_dot_product_attention, a dense mask"),
+    "flex": Engine(("torch",), peers.flex_modified, "torch's FlexAttention, compiled"),
 }
