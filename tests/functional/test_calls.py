@@ -12,8 +12,9 @@ from formulas import FORMULAS
 
 import fastattn
 from fastattn import _bench, functional, layers, plot
-from fastattn._bench.cases import Shape, as_dtype, make_inputs
-from fastattn._bench.variant_problem import CALLS, DTYPES, Inputs, VariantProblem
+from fastattn._bench.cases import DTYPES, Shape, as_dtype, make_inputs
+from fastattn._bench.suites.variants.calls import CALLS, Inputs
+from fastattn._bench.suites.variants.problem import VariantProblem
 
 SHAPE = Shape("", batch=2, heads_q=4, heads_kv=2, len_q=150, len_k=150, head_dim=16)
 # Results are up to 4, inputs have their dtype's values.

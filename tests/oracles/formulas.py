@@ -9,7 +9,7 @@ import naive
 import numpy as np
 
 from fastattn._bench.cases import VARIANTS
-from fastattn._bench.variant_problem import OPTIONS
+from fastattn._bench.suites.variants.calls import OPTIONS
 from fastattn.layers import TransformerEncoderLayer
 
 

@@ -1,4 +1,7 @@
-"""Layers as ONNX graphs, in the operators and the order in which torch exports BERT: optimisers know them."""
+"""Layers as ONNX graphs.
+
+Operators and their order are those of torch's export of BERT, which the optimisers of the runtimes look for.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ import numpy as np
 
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
-from fastattn._bench.layer_problem import LayerProblem, LayerShape
+from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
 from fastattn._bench.ways import Unsupported
 
 
 class _Graph:
-    """Nodes and constants; every operation returns the name of its result."""
+    """Nodes and constants of a graph; every method that adds one returns the name of its result."""
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
@@ -62,7 +65,7 @@ def of(problem: LayerProblem) -> tuple[bytes, dict[str, Array], Array]:
 
 
 def _linear(graph: _Graph, weight: Array, dtype: str) -> None:
-    """The product with a constant; int8 is widened in the graph, by a scale for each output feature."""
+    """The product with a constant weight; int8 has a scale for each output feature and is widened."""
     if dtype == "int8":
         scale = np.abs(weight).max(1) / np.float32(127)
         quantised = np.rint(weight / scale[:, None]).astype(np.int8)

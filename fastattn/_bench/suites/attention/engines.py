@@ -1,8 +1,7 @@
-"""Everything the bench of attention times, by name: fastattn, its fallback, plain NumPy, and the peers.
+"""What the suite "attention" times: fastattn, its fallback, plain NumPy, and the peers.
 
-An engine offers one or more ways to compute a problem (layouts, spellings of a mask): a worker tries them all
-and times the fastest, so that no engine is held to one that does not suit it. Inputs are laid out, converted
-and bound outside the timed call.
+Inputs are laid out, converted and bound outside the timed call. Where an engine can be given a problem in
+several ways (layouts, spellings of a mask), the fastest of them is timed.
 """
 
 from __future__ import annotations
@@ -13,35 +12,26 @@ import numpy as np
 
 import fastattn
 from fastattn import functional
-from fastattn._bench import flex_peer, peers
 from fastattn._bench.cases import Array
-from fastattn._bench.problem import SIGMOID, TINY, Problem
-from fastattn._bench.suite import Engine
+from fastattn._bench.suite import Engine, own_engines
+from fastattn._bench.suites.attention import peers
+from fastattn._bench.suites.attention.problem import SIGMOID, TINY, AttentionProblem
 from fastattn._bench.ways import Way, refuse_dense
 
 
-def _compiled(problem: Problem, threads: int) -> dict[str, Way]:
-    q, k, v = problem.inputs()
-    options = {**problem.options(), "num_threads": threads, "backend": "compiled"}
+def _own(problem: AttentionProblem, backend: str) -> Way:
+    q, k, v = problem.arrays()
+    if problem.shape == TINY and backend == "compiled":  # a user's first lines, without any option
+        return Way(lambda: fastattn.attention(q, k, v))
     function = functional.sigmoid_attention if problem.variant == SIGMOID else fastattn.attention
-    if problem.shape == TINY:  # a user's first lines: nothing chosen, nothing preallocated
-        return {"": Way(lambda: fastattn.attention(q, k, v))}
-    out = np.empty(problem.out_shape, q.dtype)
-    return {"": Way(lambda: function(q, k, v, out=out, **options))}
+    options = {**problem.options(), "out": np.empty(problem.out_shape, q.dtype)}
+    return Way(lambda: function(q, k, v, **options))
 
 
-def _fallback(problem: Problem, threads: int) -> dict[str, Way]:
-    q, k, v = problem.inputs()
-    options = problem.options()
-    function = functional.sigmoid_attention if problem.variant == SIGMOID else fastattn.attention
-    out = np.empty(problem.out_shape, q.dtype)
-    return {"": Way(lambda: function(q, k, v, out=out, backend="numpy", **options))}
-
-
-def _numpy(problem: Problem, threads: int) -> dict[str, Way]:
+def _numpy(problem: AttentionProblem, threads: int) -> Way:
     """The usual five calls. The query heads of a group are stacked, so that K and V are not repeated."""
-    refuse_dense(problem)
-    q, k, v = problem.inputs()
+    refuse_dense(problem.scores_bytes)
+    q, k, v = problem.arrays()
     shape = problem.shape
     work: Any = np.float64 if q.dtype == np.float64 else np.float32
     per_query = (shape.batch, shape.heads_kv, problem.group, shape.len_q, shape.len_k)
@@ -78,18 +68,17 @@ def _numpy(problem: Problem, threads: int) -> dict[str, Way]:
         return (weights @ wide(v)).astype(q.dtype, copy=False).reshape(problem.out_shape)
 
     if problem.variant == SIGMOID:
-        return {"": Way(sigmoid_attention)}
-    if problem.shape == TINY:  # five calls, the shortest that anyone would write
-        return {"exp without the row maximum": Way(without_row_max)}
-    return {"": Way(softmax_attention)}
+        return Way(sigmoid_attention)
+    if problem.shape == TINY:  # the shortest code that anyone would write
+        return Way(without_row_max)
+    return Way(softmax_attention)
 
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._engine.core._core",), _compiled, "the compiled kernel"),
-    "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
+    **own_engines(_own),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy: q @ k.T, softmax, @ v"),
     "torch": Engine(("torch",), peers.torch_sdpa, "torch.nn.functional.scaled_dot_product_attention"),
-    "flex": Engine(("torch",), flex_peer.torch_flex, "torch's FlexAttention, compiled"),
+    "flex": Engine(("torch",), peers.torch_flex, "torch's FlexAttention, compiled"),
     "ort": Engine(("onnxruntime", "onnx"), peers.onnx_attention, "onnxruntime, Attention of ONNX opset 23"),
     "ort-mha": Engine(
         ("onnxruntime", "onnx"), peers.onnx_multi_head, "onnxruntime, contrib MultiHeadAttention"

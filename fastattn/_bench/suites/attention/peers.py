@@ -1,4 +1,4 @@
-"""The peers, each asked in its own layout, with its own best settings and an explicit precision."""
+"""The peers of attention, each in its own layout, with its best settings and an explicit precision."""
 
 from __future__ import annotations
 
@@ -9,45 +9,40 @@ import numpy as np
 
 from fastattn._bench import runtimes
 from fastattn._bench.cases import STRUCTURES, Array
-from fastattn._bench.problem import SIGMOID, Problem
-from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_dense
+from fastattn._bench.suites.attention.problem import SIGMOID, AttentionProblem
+from fastattn._bench.ways import Unsupported, Way, refuse_dense
 
 
-def refuse_variant(problem: Problem) -> None:
-    """For engines that would be given a structural mask as an array: torch stands for them."""
+def refuse_variant(problem: AttentionProblem) -> None:
+    """Refuse structural masks, which most engines take as an array only: torch stands for them all."""
     if problem.variant == SIGMOID:
         raise Unsupported("has no sigmoid attention")
     if problem.variant in STRUCTURES:
         raise Unsupported("is not given structural masks")
 
 
-def torch_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
+def torch_sdpa(problem: AttentionProblem, threads: int) -> Way | dict[str, Way]:
     """torch.nn.functional.scaled_dot_product_attention on (B, H, L, D) tensors sharing the arrays' memory."""
-    import torch
-
-    torch.set_num_threads(threads)
-    enter_for_good(torch.inference_mode())
+    torch = runtimes.torch_inference(threads)
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
     def tensor(x: Array) -> Any:
-        if problem.dtype == "bfloat16":  # which torch's bridge to NumPy does not know
+        if problem.dtype == "bfloat16":  # torch.from_numpy does not know NumPy's bfloat16
             return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(x)
 
     def read(result: Any) -> Array:
-        result = result.reshape(problem.out_shape)
-        array: Array = (result if problem.dtype == "float64" else result.float()).numpy()
-        return array
+        return runtimes.read_tensor(result.reshape(problem.out_shape))
 
-    q, k, v = map(tensor, problem.inputs())
+    q, k, v = map(tensor, problem.arrays())
     stacked = q.reshape(problem.stacked_shape)
     grouped = {"enable_gqa": True} if problem.group > 1 else {}
     keep = problem.kept_keys()
     if problem.causal:
-        return {"": Way(lambda: sdpa(q, k, v, is_causal=True, **grouped), read)}
+        return Way(lambda: sdpa(q, k, v, is_causal=True, **grouped), read)
     if (attended := problem.attended()) is not None:
         dense = torch.from_numpy(attended)
-        return {"boolean mask": Way(lambda: sdpa(q, k, v, attn_mask=dense, **grouped), read)}
+        return Way(lambda: sdpa(q, k, v, attn_mask=dense, **grouped), read)
     if keep is not None:
         mask = torch.from_numpy(keep)[:, None, None, :]
         bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, float("-inf"))
@@ -61,7 +56,41 @@ def torch_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
     return ways
 
 
+def _mask_mod(attended: Array) -> Any:
+    """The mask as FlexAttention wants it: a comparison where each query attends one range of keys.
+
+    For any other mask, a look-up in the array.
+    """
+    import torch
+
+    begin, count = attended.argmax(-1), attended.sum(-1)
+    end = attended.shape[-1] - attended[:, ::-1].argmax(-1)
+    if (count == np.where(count, end - begin, 0)).all():
+        first, last = torch.from_numpy(begin), torch.from_numpy(np.where(count, end, begin))
+        return lambda b, h, i, j: (first[i] <= j) & (j < last[i])
+    table = torch.from_numpy(attended)
+    return lambda b, h, i, j: table[i, j]
+
+
+def torch_flex(problem: AttentionProblem, threads: int) -> Way:
+    """flex_attention for structural masks, whose blocks are found outside the timed call."""
+    attended = problem.attended()
+    if attended is None:
+        raise Unsupported("is asked for structural masks only")
+    if problem.dtype != "float32":
+        raise Unsupported("is asked in float32 only")
+    from torch import compile
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = runtimes.torch_tensors(threads, *problem.arrays())
+    len_q, len_k = attended.shape
+    blocks = create_block_mask(_mask_mod(attended), None, None, len_q, len_k, device="cpu")
+    compiled, grouped = compile(flex_attention), problem.group > 1
+    return Way(lambda: compiled(q, k, v, block_mask=blocks, enable_gqa=grouped), runtimes.read_tensor)
+
+
 def _onnx_way(
+    dtype: str,
     threads: int,
     node: dict[str, Any],
     opset: int,
@@ -74,17 +103,17 @@ def _onnx_way(
 
     out = np.zeros(out_shape, feeds["q"].dtype)
     model = runtimes.onnx_model([helper.make_node(outputs=["out"], **node)], feeds, {}, out, opset)
-    return runtimes.onnxruntime_way(model, threads, feeds, out, read)
+    return runtimes.onnxruntime_way(model, dtype, threads, feeds, out, read)
 
 
-def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
+def onnx_attention(problem: AttentionProblem, threads: int) -> Way | dict[str, Way]:
     """Attention of ONNX opset 23 on (B, H, L, D); opset 24 where it brings key lengths."""
     refuse_variant(problem)
     if problem.dtype not in ("float32", "float16"):
         raise Unsupported(f"has no {problem.dtype} kernel")
-    refuse_dense(problem)
+    refuse_dense(problem.scores_bytes)
     shape, keep = problem.shape, problem.kept_keys()
-    q, k, v = problem.inputs()
+    q, k, v = problem.arrays()
     feeds = {"q": q, "k": k, "v": v}
 
     def way(
@@ -96,10 +125,12 @@ def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
         every = {**feeds, **arrays}
         node = {"op_type": "Attention", "inputs": inputs, **(attributes or {})}
         out_shape = (*every["q"].shape[:3], shape.dim_v)
-        return _onnx_way(threads, node, opset, every, out_shape, lambda out: out.reshape(problem.out_shape))
+        return _onnx_way(
+            problem.dtype, threads, node, opset, every, out_shape, lambda out: out.reshape(problem.out_shape)
+        )
 
     if problem.causal:
-        return {"is_causal": way(attributes={"is_causal": 1})}
+        return way(attributes={"is_causal": 1})
     if keep is not None:
         bias = np.where(keep, 0, -np.inf).astype(q.dtype)[:, None, None, :]
         bias = np.ascontiguousarray(np.broadcast_to(bias, (shape.batch, 1, shape.len_q, shape.len_k)))
@@ -114,16 +145,16 @@ def onnx_attention(problem: Problem, threads: int) -> dict[str, Way]:
     return ways
 
 
-def onnx_multi_head(problem: Problem, threads: int) -> dict[str, Way]:
-    """The contrib operator: q is (B, L, H * D); k and v are (B, H, L, D), the fastest of what it takes."""
+def onnx_multi_head(problem: AttentionProblem, threads: int) -> Way:
+    """The contrib operator on the fastest layout that it takes: q (B, L, H * D), k and v (B, H, L, D)."""
     refuse_variant(problem)
     if problem.dtype != "float32":
         raise Unsupported(f"has no {problem.dtype} kernel")
     if problem.group > 1:
         raise Unsupported("has no grouped heads")
-    refuse_dense(problem)
+    refuse_dense(problem.scores_bytes)
     shape, keep = problem.shape, problem.kept_keys()
-    q, k, v = problem.inputs()
+    q, k, v = problem.arrays()
     packed = q.swapaxes(1, 2).reshape(shape.batch, shape.len_q, -1)
     feeds = {"q": np.ascontiguousarray(packed), "k": k, "v": v}
     node: dict[str, Any] = {
@@ -142,10 +173,10 @@ def onnx_multi_head(problem: Problem, threads: int) -> dict[str, Way]:
         return out.reshape(shape.batch, shape.len_q, shape.heads_q, shape.dim_v).swapaxes(1, 2)
 
     out_shape = (shape.batch, shape.len_q, shape.heads_q * shape.dim_v)
-    return {"": _onnx_way(threads, node, 23, feeds, out_shape, read)}
+    return _onnx_way(problem.dtype, threads, node, 23, feeds, out_shape, read)
 
 
-def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
+def openvino_sdpa(problem: AttentionProblem, threads: int) -> Way | dict[str, Way]:
     """ScaledDotProductAttention of opset 13 on (B, H, L, D); it knows no grouped heads."""
     refuse_variant(problem)
     import openvino
@@ -153,10 +184,10 @@ def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
 
     if problem.dtype == "float64":
         raise Unsupported("computes float64 in float32")
-    refuse_dense(problem, copies=1)
+    refuse_dense(problem.scores_bytes, copies=1)
     name = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[problem.dtype]
     precision = runtimes.openvino_precision(problem.dtype)
-    q, k, v = problem.inputs()
+    q, k, v = problem.arrays()
     if problem.causal and problem.group > 1:
         k, v = (np.repeat(x, problem.group, axis=1) for x in (k, v))
     elif problem.group > 1:
@@ -183,10 +214,10 @@ def openvino_sdpa(problem: Problem, threads: int) -> dict[str, Way]:
     if keep is not None:
         bias = np.where(keep, 0, -np.inf).astype(q.dtype)[:, None, None, :]
         return {"boolean mask": way(q, k, v, keep[:, None, None, :].copy()), "float mask": way(q, k, v, bias)}
-    return {"": way(q, k, v)}
+    return way(q, k, v)
 
 
-def jax_dpa(problem: Problem, threads: int) -> dict[str, Way]:
+def jax_dpa(problem: AttentionProblem, threads: int) -> Way:
     """jax.nn.dot_product_attention, compiled, on (B, L, H, D)."""
     refuse_variant(problem)
     import jax
@@ -195,7 +226,7 @@ def jax_dpa(problem: Problem, threads: int) -> dict[str, Way]:
         raise Unsupported("has no float16 product on CPUs")
     if problem.dtype == "float64":
         raise Unsupported("computes the softmax of float64 in float32")
-    refuse_dense(problem)
+    refuse_dense(problem.scores_bytes)
     if problem.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
     keep = problem.kept_keys()
@@ -203,7 +234,7 @@ def jax_dpa(problem: Problem, threads: int) -> dict[str, Way]:
     if keep is not None:
         options["key_value_seq_lengths"] = keep.sum(-1, dtype=np.int32)
 
-    # With one query row, XLA is several times faster when every head lies in one piece.
+    # With one query row, XLA is several times faster where the keys of a head lie in one piece.
     heads_first = problem.shape.decode
 
     def attention(q: Any, k: Any, v: Any) -> Any:
@@ -212,11 +243,11 @@ def jax_dpa(problem: Problem, threads: int) -> dict[str, Way]:
         out = jax.nn.dot_product_attention(q, k, v, **options)
         return out.swapaxes(1, 2) if heads_first else out
 
-    arrays = problem.inputs() if heads_first else [x.swapaxes(1, 2).copy() for x in problem.inputs()]
+    arrays = problem.arrays() if heads_first else [x.swapaxes(1, 2).copy() for x in problem.arrays()]
     on_device = [jax.device_put(x) for x in arrays]
     compiled = jax.jit(attention).lower(*on_device).compile()
 
     def read(result: Any) -> Array:
         return np.asarray(result) if heads_first else np.asarray(result).swapaxes(1, 2)
 
-    return {"": Way(lambda: compiled(*on_device).block_until_ready(), read)}
+    return Way(lambda: compiled(*on_device).block_until_ready(), read)

@@ -1,25 +1,20 @@
-"""A call of each variant, stated once: the tests and ``bench --suite variants`` take it from here."""
+"""A call of each variant of attention, defined once for the tests and for the bench."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import fastattn
 from fastattn import functional, layers
-from fastattn._bench.cases import VARIANTS, Array, Rng, Shape, as_dtype, make_inputs
-from fastattn._bench.suite import TOLERANCE, Section
-from fastattn._engine import settings
+from fastattn._bench.cases import VARIANTS, Array, Shape
 from fastattn.layers import TransformerEncoderLayer
-
-DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 class Inputs(NamedTuple):
-    """What a call is made of: q is (B, H, L, D), k and v (B, Hkv, Lk, D); `draw` gives more numbers."""
+    """The inputs of a call: q is (B, H, L, D), k and v are (B, Hkv, L, D); `draw` gives more arrays."""
 
     shape: Shape
     q: Array
@@ -33,7 +28,7 @@ Make = Callable[[Inputs], Call]
 
 
 def _options(name: str) -> Make:
-    """A variant that is an argument of attention."""
+    """A call of `attention` with the arguments of a variant in `cases.VARIANTS`."""
 
     def make(x: Inputs) -> Call:
         options = VARIANTS[name](x.shape, np.random.default_rng(1))
@@ -43,7 +38,7 @@ def _options(name: str) -> Make:
 
 
 def _function(name: str, more: Callable[[Inputs], tuple[Array, ...]], **options: Any) -> Make:
-    """A function of `fastattn.functional` of q, k, v and more arrays."""
+    """A call of a function in `fastattn.variants`; `more` gives the arrays that it takes after q, k and v."""
 
     def make(x: Inputs) -> Call:
         arrays = more(x)
@@ -66,7 +61,7 @@ def _deberta(x: Inputs) -> tuple[Array, ...]:
 
 
 def _latent(absorbed: bool) -> Make:
-    """As many heads as the shape has, of a rank of four times head_dim, as in DeepSeek-V2."""
+    """The latent cache has a rank of four times head_dim, as in DeepSeek-V2."""
 
     def make(x: Inputs) -> Call:
         shape, rank = x.shape, 4 * x.shape.head_dim
@@ -80,7 +75,7 @@ def _latent(absorbed: bool) -> Make:
 
 
 def _induced(x: Inputs) -> Call:
-    """ISAB of width heads * head_dim, with 32 inducing points, of layers in float32."""
+    """ISAB of width heads * head_dim with 32 inducing points; its layers compute in float32 or float64."""
     width, lane = x.shape.heads_q * x.shape.head_dim, "float64" if x.q.dtype == np.float64 else "float32"
     first, second = (
         TransformerEncoderLayer(
@@ -93,7 +88,7 @@ def _induced(x: Inputs) -> Call:
 
 
 def _each_head(x: Inputs) -> tuple[Array, Array]:
-    """k and v with as many heads as q."""
+    """K and v repeated, so that they have as many heads as q."""
     group = x.q.shape[-3] // x.k.shape[-3]
     return np.repeat(x.k, group, axis=-3), np.repeat(x.v, group, axis=-3)
 
@@ -123,13 +118,14 @@ def _statistics(x: Inputs) -> Call:
     return lambda: fastattn.attention(x.q, x.k, x.v, stats=stats)[0]
 
 
-# The variants that are arguments of attention, by the names of their shared cases; the first is "plain".
+# Variants that are arguments of `attention`: the name here, and the name in `cases.VARIANTS`.
 OPTIONS = {
     **{name: name for name in ("plain", "causal", "alibi", "softcap", "sinks", "off_by_one", "t5_bias")},
     "dense_bias": "bias_heads",
 }
 
-# Of each a function that lays out the inputs and returns the call; "plain" is what others are compared with.
+# For each variant a function that lays out the inputs and returns the call to time. "plain" comes first: the
+# other variants are compared with it.
 CALLS: dict[str, Make] = {
     **{name: _options(case) for name, case in OPTIONS.items()},
     "shaw": _function("shaw_attention", _shaw),
@@ -167,72 +163,3 @@ CALLS: dict[str, Make] = {
     "reformer": _reformer,
     "all_statistics": _statistics,
 }
-
-
-class VariantProblem(NamedTuple):
-    """A shape whose lengths are equal, and an even number of heads."""
-
-    shape: Shape
-    variant: str
-    dtype: str
-    seed: int
-
-    @classmethod
-    def from_list(cls, fields: list[Any]) -> VariantProblem:
-        """The inverse of ``list(problem)`` after a trip through JSON."""
-        shape, variant, dtype, seed = fields
-        return cls(Shape(*shape), variant, dtype, seed)
-
-    def arrays(self) -> tuple[Array, Array, Array]:
-        """q, k and v."""
-        return make_inputs(self.shape, self.dtype, np.random.default_rng([self.seed, 0]))
-
-    def call(self, dtype: str | None = None) -> Call:
-        """Inputs in `dtype`, of the values that they have in the problem's."""
-        held, wanted = as_dtype(self.dtype), as_dtype(dtype or self.dtype)
-        rng: Rng = np.random.default_rng([self.seed, 1])
-
-        def draw(*shape: int) -> Array:
-            return rng.standard_normal(shape, np.float32).astype(held).astype(wanted)
-
-        q, k, v = (x.astype(wanted) for x in self.arrays())
-        return CALLS[self.variant](Inputs(self.shape, q, k, v, draw))
-
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE[self.dtype]
-
-    def reference(self) -> tuple[Array, Array]:
-        """All rows, by the fallback in float64; the tests hold that against the formulas."""
-        with settings.forced(backend="numpy"):
-            out = self.call("float64")()
-        out = out.reshape(-1, out.shape[-1])
-        return np.arange(len(out)), out
-
-    @property
-    def unit(self) -> str:
-        return "flops"
-
-    @property
-    def work(self) -> float:
-        """Of plain attention with this shape, whatever the variant: rates compare as times do."""
-        return self.shape.flops
-
-
-LONG = Shape("1,8,2048,2048,64", 1, 8, 8, 2048, 2048, 64)
-SHORT = Shape("8,12,128,128,64", 8, 12, 12, 128, 128, 64)
-
-
-def plan(dtype: str | None, quick: bool, seed: int, folder: Path) -> list[Section]:
-    """What is measured, in float32 or in `dtype`; with `quick` a part of it."""
-    name = dtype or "float32"
-    return [
-        Section(
-            f"{shape.name}, {name}",
-            [
-                VariantProblem(shape._replace(name=variant), variant, name, seed)
-                for variant in (list(CALLS)[:8] if quick else CALLS)
-            ],
-        )
-        for shape in ((LONG,) if quick else (LONG, SHORT))
-    ]

@@ -1,33 +1,29 @@
-"""The peers of the bench of layers: torch's own modules, and an ONNX graph in two runtimes."""
+"""The peers of layers: torch's own modules, and an ONNX graph in two runtimes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from fastattn._bench import layer_graph, runtimes
+from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
-from fastattn._bench.layer_problem import LayerProblem
-from fastattn._bench.ways import Unsupported, Way, enter_for_good
+from fastattn._bench.suites.layers import graph
+from fastattn._bench.suites.layers.problem import LayerProblem
+from fastattn._bench.ways import Unsupported, Way
 
 
-def torch_eager(problem: LayerProblem, threads: int) -> dict[str, Way]:
-    """torch.nn in inference mode; with bfloat16 weights, inputs in bfloat16 as well."""
-    import torch
-    from torch.nn import functional
-
+def torch_eager(problem: LayerProblem, threads: int) -> Way:
+    """torch.nn; if the weights are bfloat16, so are the inputs."""
     if problem.dtype == "int8":
         raise Unsupported("has no product of float32 and int8")
-    torch.set_num_threads(threads)
-    enter_for_good(torch.inference_mode())
+    torch = runtimes.torch_inference(threads)
+    functional = torch.nn.functional
     shape, kind = problem.shape, problem.shape.kind
     dtype = getattr(torch, problem.dtype)
     x, memory = (torch.from_numpy(array).to(dtype) for array in (problem.x(), problem.memory()))
     weights = {name: torch.from_numpy(array).to(dtype) for name, array in problem.weights().items()}
 
-    def way(call: Any) -> dict[str, Way]:
-        return {"": Way(call, lambda result: np.asarray(result.float().numpy()))}
+    def way(call: Any) -> Way:
+        return Way(call, runtimes.read_tensor)
 
     if kind == "linear":
         return way(lambda: functional.linear(x, weights["weight"]))
@@ -51,7 +47,7 @@ def torch_eager(problem: LayerProblem, threads: int) -> dict[str, Way]:
 
 
 def _torch_rope(x: Any, cos: Any, sin: Any) -> Any:
-    """As transformers spells it: x is (B, H, L, D), cos and sin (L, D / 2)."""
+    """The expression of transformers: x is (B, H, L, D), cos and sin are (L, D / 2)."""
     import torch
 
     cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
@@ -64,8 +60,7 @@ def _torch_rope(x: Any, cos: Any, sin: Any) -> Any:
 
 
 def _torch_step(layer: Any, x: Any, memory: Any) -> Any:
-    """torch's decoder layer keeps no keys and values: its functions, called on its parameters and a cache."""
-    import torch
+    """torch's decoder layer has no cache: here are its functions, called on its parameters and a cache."""
     from torch.nn import functional
 
     heads = layer.self_attn.num_heads
@@ -95,7 +90,7 @@ def _torch_step(layer: Any, x: Any, memory: Any) -> Any:
         y = layer.norm1(last + attend(attention, q, own))
         q = split(functional.linear(y, cross_weight, cross_bias))
         y = layer.norm2(y + attend(layer.multihead_attn, q, over))
-        return layer.norm3(y + layer.linear2(torch.nn.functional.gelu(layer.linear1(y))))
+        return layer.norm3(y + layer.linear2(functional.gelu(layer.linear1(y))))
 
     return step
 
@@ -103,47 +98,25 @@ def _torch_step(layer: Any, x: Any, memory: Any) -> Any:
 def _graph(problem: LayerProblem) -> tuple[bytes, dict[str, Array], Array]:
     if problem.shape.kind in ("decoder", "step"):
         raise Unsupported("decoder layers are not built as a graph")
-    return layer_graph.of(problem)
+    return graph.of(problem)
 
 
-def onnxruntime(problem: LayerProblem, threads: int) -> dict[str, Way]:
+def onnxruntime(problem: LayerProblem, threads: int) -> Way:
     """The graph, with the optimisations that a session makes by itself."""
-    if problem.dtype == "bfloat16":
-        raise Unsupported("has no bfloat16 product on CPUs")
     model, feeds, out = _graph(problem)
-    return {"": runtimes.onnxruntime_way(model, threads, feeds, out)}
+    return runtimes.onnxruntime_way(model, problem.dtype, threads, feeds, out)
 
 
-def onnxruntime_bert(problem: LayerProblem, threads: int) -> dict[str, Way]:
+def onnxruntime_bert(problem: LayerProblem, threads: int) -> Way:
     """The encoder layer's graph, rewritten by onnxruntime.transformers."""
     if problem.shape.kind != "encoder" or problem.dtype != "float32":
         raise Unsupported("is for encoder layers in float32")
     model, feeds, out = _graph(problem)
-    return {
-        "": runtimes.onnxruntime_way(
-            optimised(model, problem.shape.heads, problem.shape.width), threads, feeds, out
-        )
-    }
+    model = runtimes.bert_optimised(model, problem.shape.heads, problem.shape.width)
+    return runtimes.onnxruntime_way(model, problem.dtype, threads, feeds, out)
 
 
-def optimised(model: bytes, heads: int, width: int) -> bytes:
-    """A model of the BERT family, its operators fused by onnxruntime.transformers.optimizer."""
-    import logging
-
-    import onnx
-    from onnxruntime.transformers import optimizer
-
-    logging.disable(logging.WARNING)
-    fused = optimizer.optimize_model(
-        onnx.load_from_string(model), model_type="bert", num_heads=heads, hidden_size=width, opt_level=0
-    )
-    serialised: bytes = fused.model.SerializeToString()
-    return serialised
-
-
-def openvino(problem: LayerProblem, threads: int) -> dict[str, Way]:
-    """The graph; bfloat16 where the CPU has products of it."""
-    if problem.dtype == "bfloat16" and runtimes.openvino_precision("bfloat16") != "bf16":
-        raise Unsupported("computes bfloat16 in float32 on this CPU")
+def openvino(problem: LayerProblem, threads: int) -> Way:
+    """The same graph."""
     model, feeds, out = _graph(problem)
-    return {"": runtimes.openvino_way(model, problem.dtype, threads, feeds, out)}
+    return runtimes.openvino_way(model, problem.dtype, threads, feeds, out)

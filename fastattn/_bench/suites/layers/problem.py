@@ -1,8 +1,7 @@
-"""One layer of the bench: what it computes, its weights and inputs, and which of them are measured."""
+"""The problems of the suite "layers", and which of them are measured."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,10 +9,9 @@ import numpy as np
 from fastattn._args.packed import from_bfloat16_bits, to_bfloat16_bits
 from fastattn._bench import plain
 from fastattn._bench.cases import Array
-from fastattn._bench.suite import TOLERANCE, Section
+from fastattn._bench.suite import WEIGHT_BYTES, Problem, Request, Section
 
-DTYPES = ("float32", "bfloat16", "int8")
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+DTYPES = tuple(WEIGHT_BYTES)
 
 
 class LayerShape(NamedTuple):
@@ -24,47 +22,41 @@ class LayerShape(NamedTuple):
     batch: int
     length: int
     width: int
-    inner: int = 0  # output features of linear; of the feed-forward
+    inner: int = 0  # output features of a linear map, or of the first one of a feed-forward network
     heads: int = 0
-    memory: int = 0  # length of what a decoder attends to
+    memory: int = 0  # length of the memory that a decoder layer attends to
 
     @property
     def rows(self) -> int:
         return self.batch * self.length
 
 
-class LayerProblem(NamedTuple):
-    """A "step" is a decoder layer's last row, the keys and values of the others being cached."""
+class LayerProblem(Problem[LayerShape]):
+    """A linear map, one pass over memory, or a layer.
 
-    shape: LayerShape
-    variant: str
-    dtype: str  # of the weights; what goes in is float32
-    seed: int
+    A "step" is the last row of a decoder layer; the keys and values of the rows before it are cached.
+    """
 
-    @classmethod
-    def from_list(cls, fields: list[Any]) -> LayerProblem:
-        """The inverse of ``list(problem)`` after a trip through JSON."""
-        shape, variant, dtype, seed = fields
-        return cls(LayerShape(*shape), variant, dtype, seed)
+    shape_type = LayerShape
 
     def x(self) -> Array:
-        """(B, L, width); for rope (B, H, L, width / H)."""
+        """The input, (B, L, width); of rope (B, H, L, width / H)."""
         s = self.shape
-        x = np.random.default_rng([self.seed, 0]).standard_normal((s.batch, s.length, s.width), np.float32)
+        x = self.rng(0).standard_normal((s.batch, s.length, s.width), np.float32)
         return np.ascontiguousarray(plain.split_heads(x, s.heads)) if s.kind == "rope" else x
 
     def memory(self) -> Array:
-        """(B, S, width)."""
+        """What a decoder layer attends to, (B, S, width)."""
         s = self.shape
-        return np.random.default_rng([self.seed, 1]).standard_normal((s.batch, s.memory, s.width), np.float32)
+        return self.rng(1).standard_normal((s.batch, s.memory, s.width), np.float32)
 
     def tables(self) -> tuple[Array, Array]:
-        """Cos and sin of rope, (L, head_dim / 2)."""
+        """The cosines and sines of rope, (L, head_dim / 2)."""
         return plain.rope_tables(self.shape.length, self.shape.width // self.shape.heads, 1e4, np.float32)
 
     def weights(self) -> dict[str, Array]:
-        """In float32, of values that `dtype` holds exactly."""
-        rng = np.random.default_rng([self.seed, 2])
+        """By the names that torch gives them; in float32, but with values that `dtype` holds exactly."""
+        rng = self.rng(2)
         d, inner, kind = self.shape.width, self.shape.inner, self.shape.kind
 
         def matrix(rows: int, columns: int) -> Array:
@@ -91,17 +83,13 @@ class LayerProblem(NamedTuple):
         return weights | vectors("linear1.bias", inner) | vectors("linear2.bias", d)
 
     def compute(self, dtype: Any, batch: slice = slice(None)) -> Array:
-        """In NumPy: (B, L, out), of a step its last row only; (B, H, L, D) of rope."""
-        x, weights, shape = self.x()[batch].astype(dtype), self.weights(), self.shape
-        weights = {name: array.astype(dtype) for name, array in weights.items()}
-        return plain_layer(shape, x, self.memory()[batch].astype(dtype), weights, self.tables)
-
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE[self.dtype]
+        """The result in plain NumPy: (B, L, out), of a step its last row only; of rope (B, H, L, D)."""
+        weights = {name: array.astype(dtype) for name, array in self.weights().items()}
+        x, memory = self.x()[batch].astype(dtype), self.memory()[batch].astype(dtype)
+        return plain_layer(self.shape, x, memory, weights, self.tables)
 
     def reference(self) -> tuple[Array, Array]:
-        """The last sequence, in float64; of linear maps 16 rows."""
+        """The last sequence, or 16 rows of a linear map."""
         last, total = self.shape.batch - 1, self.shape.rows
         if self.shape.kind == "linear":
             chosen = np.random.default_rng(self.seed).permutation(total)[:16]
@@ -119,18 +107,21 @@ class LayerProblem(NamedTuple):
 
     @property
     def work(self) -> float:
-        """FLOP of the products; for one row and a step the weights' bytes; else those read and written."""
+        """Operations of the matrix products.
+
+        Of one row and of a step it is the bytes of the weights, of one pass those that are read and written.
+        """
         s = self.shape
         d, n = s.width, s.rows
         if s.kind in ("layer_norm", "gelu", "rope"):
             return 2 * 4.0 * n * d
         if s.kind == "linear":
-            return 2.0 * n * d * s.inner if n > 1 else float(d * s.inner * BYTES[self.dtype])
+            return 2.0 * n * d * s.inner if n > 1 else float(d * s.inner * WEIGHT_BYTES[self.dtype])
         if s.kind == "encoder":
             return 2.0 * n * (4 * d * d + 2 * d * s.inner) + 4.0 * n * s.length * d
-        if s.kind == "step":  # the projection of the memory is cached as well
+        if s.kind == "step":  # the keys and values of the memory are cached, too
             cached = 2 * 4 * s.batch * d * (s.length + s.memory)
-            return float((6 * d * d + 2 * d * s.inner) * BYTES[self.dtype] + cached)
+            return float((6 * d * d + 2 * d * s.inner) * WEIGHT_BYTES[self.dtype] + cached)
         products = 2.0 * n * (6 * d * d + 2 * d * s.inner) + 2.0 * s.batch * s.memory * 2 * d * d
         return products + 4.0 * n * d * (s.length / 2 + s.memory)
 
@@ -153,7 +144,7 @@ def plain_layer(shape: LayerShape, x: Array, memory: Array, weights: plain.Weigh
 
 
 def rounded(weight: Array, dtype: str) -> Array:
-    """The values of the type nearest to those of `weight`, (out, in); of int8, a scale for each row."""
+    """A weight (out, in) rounded to the values that `dtype` holds; int8 has one scale for each row."""
     if dtype == "bfloat16":
         return from_bfloat16_bits(to_bfloat16_bits(weight))
     if dtype == "int8":
@@ -179,7 +170,7 @@ def decoder(kind: str, batch: int, length: int, width: int, memory: int) -> Laye
 MATRICES = (linear(128, 384, 1536), linear(1024, 768, 768), linear(1024, 768, 3072), linear(2048, 2048, 2048))
 VECTORS = (linear(1, 2048, 2048), linear(1, 4096, 11008))
 ENCODERS = (encoder(32, 128, 384), encoder(1, 16, 384), encoder(32, 128, 768), encoder(1, 16, 768))
-QUICK_ENCODERS = (encoder(8, 128, 384), ENCODERS[1])
+SMALL_ENCODERS = (encoder(8, 128, 384), ENCODERS[1])
 DECODERS = (decoder("decoder", 8, 128, 512, 128), decoder("step", 1, 128, 1024, 128))
 PASSES = (
     LayerShape("layer_norm 4096,768", "layer_norm", 32, 128, 768),
@@ -188,20 +179,20 @@ PASSES = (
 )
 
 
-def plan(dtype: str | None, quick: bool, seed: int, folder: Path) -> list[Section]:
-    """What is measured, with weights in every type or in `dtype`; with `quick` a part of it."""
+def plan(request: Request) -> list[Section]:
+    """Weights in every type or in `dtype`; fewer matrices and smaller batches unless `full`."""
+    full = request.full
+    sections: list[Section] = []
 
-    def section(title: str, shapes: Any, dtype: str) -> Section:
-        return Section(f"{title}, {dtype}", [LayerProblem(shape, "plain", dtype, seed) for shape in shapes])
+    def section(title: str, shapes: Any, dtype: str) -> None:
+        sections.append(request.section(LayerProblem, title, shapes, dtype))
 
-    sections = []
-    for name in DTYPES if dtype is None else (dtype,):
-        main = name == "float32"
-        matrices = MATRICES if not quick else MATRICES[:3] if main else MATRICES[1:2]
-        sections.append(section("linear", matrices, name))
+    for dtype in DTYPES if request.dtype is None else (request.dtype,):
+        main = dtype == "float32"
+        section("linear", MATRICES if full else MATRICES[:3] if main else MATRICES[1:2], dtype)
         if main:
-            sections.append(section("layer", (*(QUICK_ENCODERS if quick else ENCODERS), *DECODERS), name))
-        sections.append(section("one row", VECTORS[:1] if quick else VECTORS, name))
+            section("layer", (*(ENCODERS if full else SMALL_ENCODERS), *DECODERS), dtype)
+        section("one row", VECTORS if full else VECTORS[:1], dtype)
         if main:
-            sections.append(section("one pass", PASSES[::2] if quick else PASSES, name))
+            section("one pass", PASSES if full else PASSES[::2], dtype)
     return sections

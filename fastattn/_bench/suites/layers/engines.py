@@ -1,4 +1,4 @@
-"""What the bench of layers times, by name, and how fastattn and plain NumPy compute it."""
+"""What the suite "layers" times: fastattn, its fallback, plain NumPy, and the peers."""
 
 from __future__ import annotations
 
@@ -7,46 +7,37 @@ from typing import Any
 import numpy as np
 
 from fastattn import layers, ops
-from fastattn._bench import layer_peers, plain
+from fastattn._bench import plain
 from fastattn._bench.cases import Array
-from fastattn._bench.layer_problem import LayerProblem, plain_layer
-from fastattn._bench.suite import Engine
-from fastattn._bench.ways import Way, enter_for_good
-from fastattn._engine import settings
+from fastattn._bench.suite import Engine, own_engines
+from fastattn._bench.suites.layers import peers
+from fastattn._bench.suites.layers.problem import LayerProblem, plain_layer
+from fastattn._bench.ways import Way
 from fastattn.cache import DecoderCache, KVCache
 from fastattn.positions import apply_rope
 
 
-def _compiled(problem: LayerProblem, threads: int) -> dict[str, Way]:
-    return _own(problem, "compiled")
-
-
-def _fallback(problem: LayerProblem, threads: int) -> dict[str, Way]:
-    return _own(problem, "numpy")
-
-
-def _own(problem: LayerProblem, backend: str) -> dict[str, Way]:
-    """The layer as a user builds it; threads are those that the worker's environment says."""
-    enter_for_good(settings.forced(backend=backend))
+def _own(problem: LayerProblem, backend: str) -> Way:
+    """The layer as a user builds it."""
     kind, x, weights = problem.shape.kind, problem.x(), problem.weights()
     if kind == "linear":
         packed = ops.pack(weights["weight"], dtype=problem.dtype)
         result = np.empty((*x.shape[:-1], packed.out_features), x.dtype)
-        return {"": Way(lambda: ops.linear(x, packed, out=result))}
+        return Way(lambda: ops.linear(x, packed, out=result))
     if kind in ("encoder", "decoder", "step"):
-        return {"": Way(_layer(problem, x, weights))}
+        return Way(_layer(problem, x, weights))
     out = np.empty_like(x)
     if kind == "layer_norm":
         weight, bias = weights["weight"], weights["bias"]
-        return {"": Way(lambda: ops.layer_norm(x, weight, bias, out=out))}
+        return Way(lambda: ops.layer_norm(x, weight, bias, out=out))
     if kind == "gelu":
-        return {"": Way(lambda: ops.activate(x, "gelu", out=out))}
+        return Way(lambda: ops.activate(x, "gelu", out=out))
     cos, sin = problem.tables()
-    return {"": Way(lambda: apply_rope(x, cos, sin, out=out))}
+    return Way(lambda: apply_rope(x, cos, sin, out=out))
 
 
 def _layer(problem: LayerProblem, x: Array, weights: dict[str, Array]) -> Any:
-    """A call of an encoder layer, of a decoder layer, or of its next step over caches."""
+    """A call of an encoder layer, of a decoder layer, or of a decoder layer's next step over its caches."""
     shape = problem.shape
     kind = layers.TransformerEncoderLayer if shape.kind == "encoder" else layers.TransformerDecoderLayer
     layer: Any = kind(shape.width, shape.heads, shape.inner, "gelu", weights_dtype=problem.dtype)
@@ -68,14 +59,14 @@ def _layer(problem: LayerProblem, x: Array, weights: dict[str, Array]) -> Any:
     return step
 
 
-def _numpy(problem: LayerProblem, threads: int) -> dict[str, Way]:
-    """By definition, in float32; a step with its keys and values kept."""
+def _numpy(problem: LayerProblem, threads: int) -> Way:
+    """By definition, in float32; a step keeps its keys and values."""
     shape, x, memory, tables = problem.shape, problem.x(), problem.memory(), problem.tables
     weights = problem.weights()
     if shape.kind == "step":
-        return {"": Way(_numpy_step(problem, x, memory, weights))}
+        return Way(_numpy_step(problem, x, memory, weights))
     cached = tables() if shape.kind == "rope" else None
-    return {"": Way(lambda: plain_layer(shape, x, memory, weights, lambda: cached))}
+    return Way(lambda: plain_layer(shape, x, memory, weights, lambda: cached))
 
 
 def _numpy_step(problem: LayerProblem, x: Array, memory: Array, weights: dict[str, Array]) -> Any:
@@ -101,13 +92,12 @@ def _numpy_step(problem: LayerProblem, x: Array, memory: Array, weights: dict[st
 
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._engine.core._core",), _compiled, "the compiled kernels"),
-    "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
+    **own_engines(_own),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy, by definition"),
-    "torch": Engine(("torch",), layer_peers.torch_eager, "torch.nn, eager, inference mode"),
-    "ort": Engine(("onnxruntime", "onnx"), layer_peers.onnxruntime, "onnxruntime, the layer's graph"),
+    "torch": Engine(("torch",), peers.torch_eager, "torch.nn, eager, inference mode"),
+    "ort": Engine(("onnxruntime", "onnx"), peers.onnxruntime, "onnxruntime, the layer's graph"),
     "ort-bert": Engine(
-        ("onnxruntime", "onnx"), layer_peers.onnxruntime_bert, "the same after onnxruntime's BERT optimiser"
+        ("onnxruntime", "onnx"), peers.onnxruntime_bert, "the same after onnxruntime's BERT optimiser"
     ),
-    "openvino": Engine(("openvino", "onnx"), layer_peers.openvino, "OpenVINO, the same graph"),
+    "openvino": Engine(("openvino", "onnx"), peers.openvino, "OpenVINO, the same graph"),
 }

@@ -1,4 +1,4 @@
-"""Folders of models: the real MiniLM where its package is installed, and random weights in real shapes."""
+"""The files of models: the real MiniLM if its package is installed, else random weights in real shapes."""
 
 from __future__ import annotations
 
@@ -48,31 +48,31 @@ LLAMA = {
 }
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64}
-_PERIOD = 1_000_003  # of the random numbers: a prime, so that no two rows of a weight are the same
+_PERIOD = 1_000_003  # The random numbers repeat after a prime, so that no two rows of a weight are the same.
 _STD = 0.02
 
 
 def has_minilm() -> bool:
-    """Whether its package is installed; it is found, not imported."""
+    """Whether its package is installed; it is not imported."""
     return find_spec(MINILM_PACKAGE) is not None
 
 
 def minilm(scratch: Path) -> Path:
-    """The model's folder; with random weights if its package is not installed."""
+    """The folder of MiniLM; its weights are random if its package is not installed."""
     if has_minilm():
         spec: Any = find_spec(MINILM_PACKAGE)
         return Path(spec.submodule_search_locations[0], "model")
-    return _written(scratch / "minilm", MINILM, bert_shapes(MINILM))
+    return write(scratch / "minilm", MINILM, bert_shapes(MINILM))
 
 
 def llama(scratch: Path, layers: int, vocab: int) -> Path:
-    """A folder of the shape of Llama 3.2 1B: 16 layers and a vocabulary of 128256 make 1.24e9 weights."""
+    """The folder of a model like Llama 3.2 1B, whose 16 layers and 128256 words make 1.24e9 weights."""
     config = {**LLAMA, "num_hidden_layers": layers, "vocab_size": vocab}
-    return _written(scratch / f"llama-{layers}-{vocab}", config, llama_shapes(config))
+    return write(scratch / f"llama-{layers}-{vocab}", config, llama_shapes(config))
 
 
 def bert_shapes(config: Json) -> dict[str, tuple[int, ...]]:
-    """Every tensor that BERT has, without a pooler."""
+    """The shape of every tensor of a BERT without a pooler."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     tables = {
         "word": config["vocab_size"],
@@ -97,7 +97,7 @@ def bert_shapes(config: Json) -> dict[str, tuple[int, ...]]:
 
 
 def llama_shapes(config: Json) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Llama whose output layer is its embedding."""
+    """The shape of every tensor of a Llama whose output layer is its embedding."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -126,7 +126,7 @@ def read_config(folder: Path) -> Json:
 
 
 class Tensors(Mapping[str, Array]):
-    """The floating tensors of a folder's model.safetensors, mapped; each is float32 when it is asked for."""
+    """The tensors of a folder's model.safetensors. The file is mapped; each look-up makes a float32 array."""
 
     def __init__(self, folder: Path) -> None:
         self.bytes = np.memmap(folder / "model.safetensors", np.uint8, "r")
@@ -147,8 +147,8 @@ class Tensors(Mapping[str, Array]):
         return len(self.header)
 
 
-def _written(folder: Path, config: Json, shapes: dict[str, tuple[int, ...]]) -> Path:
-    """The folder, made if it is not there: weights of standard deviation 0.02 in bfloat16, norms of ones."""
+def write(folder: Path, config: Json, shapes: dict[str, tuple[int, ...]]) -> Path:
+    """Write the folder, if it does not exist: bfloat16 weights of standard deviation 0.02, norms of ones."""
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(exist_ok=True)
@@ -167,5 +167,5 @@ def _written(folder: Path, config: Json, shapes: dict[str, tuple[int, ...]]) -> 
             is_norm = name.lower().endswith("norm.weight")
             source = one if is_norm else np.roll(bits, -7919 * index)
             np.resize(source, shape).tofile(file)
-    (folder / "config.json").write_text(json.dumps(config))  # last: it says that the folder is complete
+    (folder / "config.json").write_text(json.dumps(config))  # written last: the folder is complete with it
     return folder
