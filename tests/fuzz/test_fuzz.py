@@ -25,11 +25,11 @@ def test_nothing_is_wrong(kind, some, many, pytestconfig):
 
 def test_each_fault_is_found():
     """By its number, also where the process dies of it; cases after it are carried out all the same."""
-    run = fuzz("--kind", "faults", "--cases", 40, "--seconds", 2)
+    run = fuzz("--kind", "faults", "--cases", 40, "--seconds", 1)
     assert run.returncode == 1, run.stdout + run.stderr
     for found in (
         "the process ended with -11: Fatal Python error: Segmentation fault",
-        "Timeout (0:00:02)",
+        "Timeout (0:00:01)",
         "fault: RuntimeWarning: of something",
         "fault: KeyError: 'fault(): nothing there'",
         "fault: ValueError: operands could not be broadcast",
