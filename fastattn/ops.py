@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import numpy as np
 
-from fastattn import _backend
-from fastattn._blocks import blocks, copied
-from fastattn._inputs import as_array, float_array, require_result
-from fastattn._ops_args import elementwise_args, linear_args, norm_args
-from fastattn.packed import PackedLinear, pack
+from fastattn._args.blocks import blocks, copied
+from fastattn._args.ops import elementwise_args, linear_args, norm_args
+from fastattn._args.packed import PackedLinear, pack
+from fastattn._args.values import as_array, float_array, require_result
+from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -99,7 +99,7 @@ def linear(
     other rows. One accumulator sums at most 256 products.
     """
     args, result = linear_args("linear", x, weight, bias, activation, residual, out, num_threads, backend)
-    _backend.run_op("linear", args, backend)
+    dispatch.run(args, backend)
     return result
 
 
@@ -164,7 +164,7 @@ def layer_norm(
     args, result = norm_args(
         "layer_norm", x, weight, bias, eps, residual, return_sum, out, num_threads, backend
     )
-    _backend.run_op("rows", args, backend)
+    dispatch.run(args, backend)
     return result
 
 
@@ -202,7 +202,7 @@ def rms_norm(
     args, result = norm_args(
         "rms_norm", x, weight, None, eps, residual, return_sum, out, num_threads, backend
     )
-    _backend.run_op("rows", args, backend)
+    dispatch.run(args, backend)
     return result
 
 
@@ -218,7 +218,7 @@ def softmax(
     Parameters, results and errors as in `layer_norm`.
     """
     args, result = elementwise_args("softmax", x, None, None, out, num_threads, backend)
-    _backend.run_op("rows", args, backend)
+    dispatch.run(args, backend)
     return result
 
 
@@ -255,7 +255,7 @@ def activate(
         If an argument does not fit; nothing was computed.
     """
     args, result = elementwise_args("activate", x, activation, up, out, num_threads, backend)
-    _backend.run_op("rows", args, backend)
+    dispatch.run(args, backend)
     return result
 
 

@@ -1,7 +1,5 @@
 /* Rows of any dtype to and from lanes. `dtype` is a literal in the inner kernels, so that the switches fold away. */
 
-INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 INLINE int64_t dtype_size(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2; }
 
 /* LANES elements of `dtype`, which is the lane type or, with float lanes, a 16-bit one. */

@@ -13,19 +13,7 @@
  * nothing but the row, whatever the tasks. */
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
 
-/* The accumulators of a pass, and the registers they need: rows x vectors + vectors + the broadcast.
- *
- *            AVX-512  12 x 2: 27 of 32     AVX2  6 x 2: 15 of 16     NEON  6 x 4: 29 of 32     generic  6 x 2: 15 */
-#if V_BYTES == 64
-#define LINEAR_ROWS 12
-#else
-#define LINEAR_ROWS 6
-#endif
-#ifdef V_NEON
-#define LINEAR_NV 4
-#else
-#define LINEAR_NV 2
-#endif
+/* A pass has LINEAR_ROWS x LINEAR_NV accumulators, and needs as many vectors and a broadcast beside them. */
 _Static_assert(LINEAR_ROWS *LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
 _Static_assert(LINEAR_ROWS <= TILE_MAX && FA_PANEL_BYTES % (LINEAR_NV * V_BYTES) == 0, "passes fill a panel");
 
@@ -116,11 +104,24 @@ static void widen_part(fa_dtype weight, const char *part, int64_t n, lane *dst)
 INLINE void tile_rows(int64_t pitch, int dot, int more, const char *x, int64_t x_row, int64_t rows, const lane *y,
                       int64_t depth, int fetch, const char *ahead, lane *acc)
 {
+    const outer_product p = {.x = x,
+                             .x_row = x_row,
+                             .y = y,
+                             .pitch = pitch,
+                             .depth = depth,
+                             .factor = 1,
+                             .more = more,
+                             .ahead = ahead,
+                             .out = acc};
 #define ROWS(n)                                                                                                        \
-    case n: tile_outer(n, LINEAR_NV, pitch, dot, more, x, x_row, y, depth, 1, fetch, ahead, acc); break;
+    case n: tile_outer(n, LINEAR_NV, dot, fetch, &p, 0); break;
     switch (rows) {
         ROWS(1)
-        ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+        ROWS(2)
+        ROWS(3)
+        ROWS(4)
+        ROWS(5)
+        ROWS(6)
 #if LINEAR_ROWS == 12
             ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #endif

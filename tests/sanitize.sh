@@ -21,7 +21,7 @@ build() { # build SANITIZERS ISAS: the package and what its tests need, in $work
     "${PYTHON:-python3}" -m venv "$work/venv"
     FASTATTN_REQUIRE_EXT=1 FASTATTN_SANITIZE=$1 FASTATTN_ISAS=$2 "$work/venv/bin/pip" install -e "$work/tree[test]"
     cd "$work/tree"
-    if "$work/venv/bin/python" -c "import fastattn._core" 2>/dev/null; then
+    if "$work/venv/bin/python" -c "import fastattn._engine.core._core" 2>/dev/null; then
         echo "the extension works without the sanitizers' runtime: they are not in it"
         exit 1
     fi

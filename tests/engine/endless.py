@@ -12,7 +12,8 @@ import numpy as np
 from implementations import forced
 
 import fastattn
-from fastattn import _program, ops
+from fastattn import functional, ops
+from fastattn._engine.program import OUT, LinearStep, Program, Sequences, X
 
 
 def repeated(*shape, dtype=np.float32):
@@ -38,36 +39,36 @@ def decode():
 
 def topk():
     q, k = repeated(100_000, 4, 256, 64), repeated(100_000, 4, 2048, 64)
-    return lambda: fastattn.topk_attention(q, k, k[..., :1], k_keys=3)
+    return lambda: functional.topk_attention(q, k, k[..., :1], k_keys=3)
 
 
 def additive():
     """One task."""
     q, k, weight = repeated(1, 1, 32, 1024), repeated(1, 1, 1 << 20, 1024), np.ones((1, 1024), np.float32)
-    return lambda: fastattn.additive_attention(q, k, k[..., :1], weight)
+    return lambda: functional.additive_attention(q, k, k[..., :1], weight)
 
 
 def talking():
     """One task."""
     q, k, mix = repeated(1, 8, 32, 64), repeated(1, 8, 1 << 36, 64), np.ones((8, 8), np.float32)
-    return lambda: fastattn.talking_heads_attention(q, k, k, pre=mix, post=mix)
+    return lambda: functional.talking_heads_attention(q, k, k, pre=mix, post=mix)
 
 
 def recurrent():
     q = repeated(100_000, 4, 256, 64)
-    return lambda: fastattn.linear_attention(q, q, q[..., :1], rule="linear")
+    return lambda: functional.linear_attention(q, q, q[..., :1], rule="linear")
 
 
 def state():
     """One task: a state cannot be cut."""
     q = repeated(1, 1, 1 << 26, 256)
-    return lambda: fastattn.linear_attention(q, q, q[..., :1], rule="linear")
+    return lambda: functional.linear_attention(q, q, q[..., :1], rule="linear")
 
 
 def last_state():
     """One task: queries that are not causal."""
     q, k = repeated(1, 1, 1 << 28, 256), repeated(1, 1, 1, 256)
-    return lambda: fastattn.linear_attention(q, k, k[..., :1], rule="linear", causal=False)
+    return lambda: functional.linear_attention(q, k, k[..., :1], rule="linear", causal=False)
 
 
 def linear():
@@ -78,8 +79,8 @@ def linear():
 def program():
     """One step of a model."""
     x, weight = repeated(1 << 24, 1 << 13), ops.pack(np.ones((64, 1 << 13), np.float32))
-    steps = (_program.LinearStep(_program.X, _program.OUT, weight, None),)
-    return lambda: _program.Program("endless", steps, ((0, 1),), 64).run(x, _program.Sequences(1))
+    steps = (LinearStep(X, OUT, weight, None),)
+    return lambda: Program("endless", steps, ((0, 1),), 64).run(x, Sequences(1))
 
 
 def rows():
@@ -96,7 +97,7 @@ def tokenize():
     """One text."""
     from tiny_tokenizers import write_tokenizer
 
-    from fastattn.models.text import Text
+    from fastattn.models._text import Text
 
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))

@@ -9,8 +9,9 @@ from implementations import forced
 from oracle import assert_same_bits
 
 import fastattn
-from fastattn import _blocks, ops, packed
-from fastattn.rope import apply_rope
+from fastattn import functional, ops
+from fastattn._args import blocks, packed
+from fastattn.positions import apply_rope
 
 BLOCK = 50
 
@@ -20,7 +21,7 @@ def small(monkeypatch):
     """A function that makes all blocks small from now on."""
 
     def make():
-        monkeypatch.setattr(_blocks, "BLOCK", BLOCK)
+        monkeypatch.setattr(blocks, "BLOCK", BLOCK)
         for name, size in (("BLOCK", BLOCK), ("_BLOCK", 1), ("_BLOCK_FEATURES", 6)):
             monkeypatch.setattr(packed, name, size)
 
@@ -38,7 +39,7 @@ def numbers(*shape, dtype=np.float32):
 def test_blocks_are_all_of_an_array_once(shape, width, small):
     small()
     times = np.zeros(shape, int)
-    for block in _blocks.blocks(shape, width):
+    for block in blocks.blocks(shape, width):
         part = times[block]
         assert part.size <= max(1, BLOCK // max(1, width))
         part += 1
@@ -80,11 +81,11 @@ def test_recurrences_have_the_bits_of_the_whole(rule, small):
     decay = {"linear": None, "gated": -abs(numbers(1, 2, 1, 8)), "gated_delta": -abs(numbers(2))}[rule]
     options = {"rule": rule, "log_decay": decay, "normalize": "delta" not in rule, "return_state": True}
     with forced("numpy"):
-        whole = fastattn.linear_attention(q, k, v, **options)
-        again = fastattn.linear_attention(q, k, v, **options, state=whole[1])
+        whole = functional.linear_attention(q, k, v, **options)
+        again = functional.linear_attention(q, k, v, **options, state=whole[1])
         small()
         for expected, state in ((whole, None), (again, whole[1])):
-            got = fastattn.linear_attention(q, k, v, **options, state=state)
+            got = functional.linear_attention(q, k, v, **options, state=state)
             assert_same_bits(flat(got), flat(expected))
 
 

@@ -9,10 +9,10 @@ import pytest
 from implementations import COMPILED, child_environment, each_isa, forced
 
 import fastattn
-from fastattn import _backend
 from fastattn.__main__ import main
 from fastattn._bench import report as bench_report
 from fastattn._bench.cases import Shape, make_inputs
+from fastattn._engine import settings
 
 SHAPE = Shape("config", batch=2, heads_q=8, heads_kv=2, len_q=200, len_k=500, head_dim=32)
 Q, K, V = make_inputs(SHAPE, "float32", np.random.default_rng(0))
@@ -213,7 +213,7 @@ def test_an_isa_that_is_not_available(isa, python):
     assert f"FASTATTN_ISA is {isa!r}; available here: " in run.stderr
     for available in fastattn.available_isas():
         assert available in run.stderr
-    with pytest.raises(ValueError, match=isa), _backend.forced(isa=isa):
+    with pytest.raises(ValueError, match=isa), settings.forced(isa=isa):
         pass
 
 
@@ -241,7 +241,7 @@ def test_the_environment_chooses_the_backend(python):
 
 
 # As on a machine where nothing was compiled, whether or not something was here.
-NOT_COMPILED = "import sys; sys.modules['fastattn._core'] = None\n"
+NOT_COMPILED = "import sys; sys.modules['fastattn._engine.core._core'] = None\n"
 
 
 def test_the_fallback_warns_once(python):
@@ -283,7 +283,7 @@ def test_the_bench_s_threads(threads, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fastattn", "bench", "--threads", threads])
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert f"--threads: expected 1 to {_backend.available_cpus()}, the CPUs" in capsys.readouterr().err
+    assert f"--threads: expected 1 to {settings.available_cpus()}, the CPUs" in capsys.readouterr().err
 
 
 def test_the_bench_says_that_the_machine_was_busy():

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from implementations import COMPILED, NOTHING_COMPILED
 
-from fastattn import _backend, ops
-from fastattn._args import plain_args
-from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
-from fastattn._program import OUT, AttendStep, HeadNormStep, LinearStep, NormStep, Sequences, X
+from fastattn import ops
+from fastattn._args.types import LinearArgs, RopeArgs, RowsArgs, plain_args
+from fastattn._engine import settings
+from fastattn._engine.program import OUT, AttendStep, HeadNormStep, LinearStep, NormStep, Sequences, X
 from fastattn.cache import Slots
 
-pytestmark = pytest.mark.parametrize("core", [_backend._core] if COMPILED else [NOTHING_COMPILED])
+pytestmark = pytest.mark.parametrize("core", [settings.core] if COMPILED else [NOTHING_COMPILED])
 
 
 def ones(*shape, dtype=np.float32):

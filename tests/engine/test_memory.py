@@ -12,7 +12,7 @@ MEASURE = """
 import resource, sys
 import numpy as np
 import fastattn
-from fastattn import _backend
+from fastattn._engine import settings
 
 def peak():
     try:
@@ -36,7 +36,7 @@ def call(len_q, len_k, out=None):
 q, k, v = (np.ones((2, int(n), 8), dtype) for n, dtype in ((len_q, "f4"), (len_k, "f2"), (len_k, "f2")))
 q = q.astype(np.float32)
 out = np.ones((2, int(len_q), 8), np.float32)
-with _backend.forced(**kwargs):
+with settings.forced(**kwargs):
     call(300, 1000 if variant == "all" else 700)  # threads, buffers, code: what is there for any call
     before = peak()
     call(int(len_q), int(len_k), out)

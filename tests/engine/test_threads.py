@@ -14,8 +14,8 @@ from implementations import COMPILED, IMPLEMENTATIONS, child_environment, forced
 from oracle import assert_same_bits, spread_inputs
 
 import fastattn
-from fastattn import _backend
 from fastattn._bench.cases import Shape, combine
+from fastattn._engine import settings
 
 SHAPE = Shape("threads", batch=2, heads_q=4, heads_kv=2, len_q=120, len_k=300, head_dim=32)
 
@@ -99,12 +99,12 @@ FORK = """
 import os, signal, sys
 import numpy as np
 import fastattn
-from fastattn import _backend
+from fastattn._engine import settings
 
 implementation = sys.argv[1]
 kwargs = {"backend": "numpy"} if implementation == "numpy" else {"isa": implementation, "backend": "compiled"}
 q = np.random.default_rng(0).standard_normal((8, 4, 200, 32), np.float32)
-with _backend.forced(**kwargs):
+with settings.forced(**kwargs):
     before = fastattn.attention(q, q, q, num_threads=2)  # libgomp has its threads now
     child = os.fork()
     if child == 0:
@@ -194,7 +194,7 @@ def test_set_num_threads_and_forced():
     try:
         fastattn.set_num_threads(3)
         assert fastattn.get_num_threads() == 3
-        with _backend.forced(num_threads=5):
+        with settings.forced(num_threads=5):
             assert fastattn.get_num_threads() == 5
             q = np.ones((3, 4))
             assert fastattn.explain(q, q, q)["num_threads"] == 5
@@ -249,21 +249,21 @@ def test_cgroup_quotas(tmp_path):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
 
-    assert _backend._cgroup_quota(str(tmp_path)) is None
+    assert settings._cgroup_quota(str(tmp_path)) is None
     write("proc/self/cgroup", "0::/a/b\n")
-    assert _backend._cgroup_quota(str(tmp_path)) is None
+    assert settings._cgroup_quota(str(tmp_path)) is None
     write("sys/fs/cgroup/a/b/cpu.max", "max 100000\n")
-    assert _backend._cgroup_quota(str(tmp_path)) is None
+    assert settings._cgroup_quota(str(tmp_path)) is None
     write("sys/fs/cgroup/a/cpu.max", "250000 100000\n")
-    assert _backend._cgroup_quota(str(tmp_path)) == 3
+    assert settings._cgroup_quota(str(tmp_path)) == 3
     write("sys/fs/cgroup/a/b/cpu.max", "50000 100000\n")
-    assert _backend._cgroup_quota(str(tmp_path)) == 1
+    assert settings._cgroup_quota(str(tmp_path)) == 1
     write("proc/self/cgroup", "4:memory:/x\n3:cpu,cpuacct:/a\n")
     write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n")
     write("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n")
-    assert _backend._cgroup_quota(str(tmp_path)) is None
+    assert settings._cgroup_quota(str(tmp_path)) is None
     write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "400000\n")
-    assert _backend._cgroup_quota(str(tmp_path)) == 4
+    assert settings._cgroup_quota(str(tmp_path)) == 4
 
 
 def test_no_more_threads_than_are_of_use():
@@ -272,5 +272,5 @@ def test_no_more_threads_than_are_of_use():
     most = max(64, os.cpu_count() or 1)
     assert fastattn.explain(q, q, q, num_threads=64)["num_threads"] == 64
     assert fastattn.explain(q, q, q, num_threads=4096)["num_threads"] == min(most, 4096)
-    with _backend.forced(num_threads=4096):
+    with settings.forced(num_threads=4096):
         assert fastattn.get_num_threads() == fastattn.show_config()["num_threads"] == min(most, 4096)

@@ -11,8 +11,7 @@ import pytest
 from formulas import FORMULAS
 
 import fastattn
-from fastattn import plot, variants
-from fastattn._bench import variant_problem
+from fastattn import _bench, functional, layers, plot
 from fastattn._bench.cases import Shape, as_dtype, make_inputs
 from fastattn._bench.variant_problem import CALLS, DTYPES, Inputs, VariantProblem
 
@@ -60,7 +59,13 @@ def test_any_number_of_threads_gives_the_same_bits(name, implementation):
         fastattn.set_num_threads(before)
 
 
-NAMES = [(module, name) for module in (variants, plot) for name in module.__all__]
+NAMES = [
+    (module, name)
+    for module in (functional, plot)
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name))
+]
+NAMES += [(layers, name) for name in layers.__all__ if inspect.isfunction(getattr(layers, name))]
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
@@ -88,9 +93,11 @@ def test_batch_dimensions_broadcast(name, implementation):
 
 
 def test_every_variant_has_a_call():
-    source = Path(variant_problem.__file__).read_text()
-    without = {name for name in variants.__all__ if name not in source}
-    assert without == {"perceiver", "pooling_by_attention"}  # whose parts induced_set_attention has
+    source = "".join(path.read_text() for path in Path(_bench.__file__).parent.rglob("*.py"))
+    without = {name for module, name in NAMES if module in (functional, layers) and name not in source}
+    rules = {"retention", "gated_linear_attention", "delta_net", "gated_delta_net"}  # of linear_attention
+    parts = {"perceiver", "pooling_by_attention"}  # of induced_set_attention
+    assert without == rules | parts | {"neighborhood_attention"}  # timed as a mask
 
 
 def _options_calls():
@@ -103,15 +110,15 @@ def _options_calls():
     tables, many = draw(4, 20, 16), draw(4, 48, 16)
     mix, w, gate, forget = draw(4, 4), draw(4, 16), draw(1, 4, 9, 16), -abs(draw(1, 4, 40))
     memory, weights = draw(2, 2, 5, 16), draw(2, 4, 8, 8)
-    f, v = fastattn, variants
+    v = functional
     return {
-        "attention": f.attention,
-        "sigmoid": f.sigmoid_attention,
-        "sparsemax": f.sparsemax_attention,
-        "entmax15": f.entmax15_attention,
-        "topk": lambda *x, **o: f.topk_attention(*x, k_keys=3, **o),
-        "additive": lambda *x, **o: f.additive_attention(*x, w, **o),
-        "talking_heads": lambda *x, **o: f.talking_heads_attention(*x, mix, mix, **o),
+        "attention": fastattn.attention,
+        "sigmoid": v.sigmoid_attention,
+        "sparsemax": v.sparsemax_attention,
+        "entmax15": v.entmax15_attention,
+        "topk": lambda *x, **o: v.topk_attention(*x, k_keys=3, **o),
+        "additive": lambda *x, **o: v.additive_attention(*x, w, **o),
+        "talking_heads": lambda *x, **o: v.talking_heads_attention(*x, mix, mix, **o),
         "shaw": lambda *x, **o: v.shaw_attention(*x, tables[0, :9], tables[1, :9], **o),
         "transformer_xl": lambda *x, **o: v.transformer_xl_attention(*x, many, **o),
         "deberta_keys": lambda *x, **o: v.disentangled_attention(*x, tables, **o),
@@ -121,7 +128,7 @@ def _options_calls():
         "cosine_scales": lambda *x, **o: v.cosine_attention(*x, scale=np.full(4, 2.0), **o),
         "layer_norm": lambda *x, **o: v.qk_norm_attention(*x, norm="layer_norm", **o),
         "general": lambda *x, **o: v.general_attention(*x, w.T @ w, **o),
-        "differential": lambda q, k, v, **o: variants.differential_attention(q, k, v[:, :1], 0.5, **o),
+        "differential": lambda q, k, v, **o: functional.differential_attention(q, k, v[:, :1], 0.5, **o),
         "gated": lambda *x, **o: v.gated_attention(*x, gate, **o),
         "memory": lambda *x, **o: v.memory_attention(*x, *memory, **o),
         "latent": lambda q, k, _, **o: v.latent_attention(q, k[:, 0], *weights, absorbed=False, **o),

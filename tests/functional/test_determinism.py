@@ -6,8 +6,8 @@ from implementations import each_isa, forced
 from oracle import assert_same_bits, spread_inputs
 
 import fastattn
-from fastattn import _backend
 from fastattn._bench.cases import DTYPES, VARIANTS, Shape, combine
+from fastattn._engine import settings
 
 # Large enough for several tasks, key blocks and splits; more heads than threads, and fewer.
 SHAPES = [
@@ -40,7 +40,7 @@ def test_threads(shape, variant, implementation):
     one = attention(q, k, v, **arguments, num_threads=1)
     for num_threads in (2, 3, 8):
         assert_same_bits(attention(q, k, v, **arguments, num_threads=num_threads), one)
-    with _backend.forced(num_threads=5):
+    with settings.forced(num_threads=5):
         assert_same_bits(attention(q, k, v, **arguments), one)
 
 

@@ -8,7 +8,7 @@ import pytest
 from oracle import assert_same_bits, check, expect, spread_inputs
 
 import fastattn
-from fastattn import ops
+from fastattn import functional, ops
 from fastattn._bench.cases import DTYPES, Shape, as_dtype, make_inputs
 
 SHAPE = Shape("inputs", batch=2, heads_q=4, heads_kv=2, len_q=21, len_k=70, head_dim=24)
@@ -270,13 +270,13 @@ INTEGER_VALUES = {
     "alibi_slopes": (lambda x, n: attention(*x, alibi_slopes=n), [2, 1, 0, 1]),
     "sinks": (lambda x, n: attention(*x, sinks=n), [2, 1, 0, -1]),
     "one sink for all": (lambda x, n: attention(*x, sinks=n), 0),
-    "scale": (lambda x, n: fastattn.variants.cosine_attention(*x, scale=n), [2, 1, 0, -1]),
-    "lambda_": (lambda x, n: fastattn.variants.differential_attention(*x[:2], x[2][:, :1], n), [0, 1]),
-    "gate": (lambda x, n: fastattn.variants.memory_attention(*x, *(y[0] for y in x[1:]), gate=n), 1),
-    "log_forget": (lambda x, n: fastattn.variants.forgetting_attention(*x, np.broadcast_to(n, 70)), -1),
-    "log_decay": (lambda x, n: fastattn.linear_attention(*x, rule="decay", log_decay=n), [0, -1]),
-    "beta": (lambda x, n: fastattn.delta_net(*x, np.broadcast_to(n, (2, 70))), 1),
-    "gamma": (lambda x, n: fastattn.retention(*x, n), [1, 1]),
+    "scale": (lambda x, n: functional.cosine_attention(*x, scale=n), [2, 1, 0, -1]),
+    "lambda_": (lambda x, n: functional.differential_attention(*x[:2], x[2][:, :1], n), [0, 1]),
+    "gate": (lambda x, n: functional.memory_attention(*x, *(y[0] for y in x[1:]), gate=n), 1),
+    "log_forget": (lambda x, n: functional.forgetting_attention(*x, np.broadcast_to(n, 70)), -1),
+    "log_decay": (lambda x, n: functional.linear_attention(*x, rule="decay", log_decay=n), [0, -1]),
+    "beta": (lambda x, n: functional.delta_net(*x, np.broadcast_to(n, (2, 70))), 1),
+    "gamma": (lambda x, n: functional.retention(*x, n), [1, 1]),
 }
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from formulas import doubles, latent, sigmoid
 
-from fastattn import masks, variants
+from fastattn import functional, masks
 from fastattn._bench.cases import as_dtype
 
 RNG = np.random.default_rng(0)
@@ -39,12 +39,12 @@ def test_latent(lengths, dtype, implementation):
     bias = normal(len_q, len_k)
     expected, lse = latent(q, cache, w, u, causal=True, bias=bias)
     for absorbed in (True, False, None):
-        out, got = variants.latent_attention(
+        out, got = functional.latent_attention(
             q, cache, w, u, absorbed=absorbed, causal=True, bias=bias, return_lse=True
         )
         close(out, expected, dtype)
         np.testing.assert_allclose(got, lse, atol=2 * DTYPES[dtype])
-    one = variants.latent_attention(q[0], cache[0], w, u, causal=True, bias=bias)
+    one = functional.latent_attention(q[0], cache[0], w, u, causal=True, bias=bias)
     close(one, expected[0], dtype)
 
 
@@ -54,9 +54,9 @@ def test_latent_attends_to_the_cache_itself(implementation):
     w, u, lengths = normal(6, 16, 40), normal(6, 20, 40), np.array([300, 77])
     cache = room[:, :400]
     room[0, 300:], room[1, 77:] = np.nan, np.nan
-    out = variants.latent_attention(q, cache, w, u, kv_lengths=lengths)
+    out = functional.latent_attention(q, cache, w, u, kv_lengths=lengths)
     for b, n in enumerate(lengths):
-        plain = variants.latent_attention(q[b], cache[b, :n], w, u, absorbed=False)
+        plain = functional.latent_attention(q[b], cache[b, :n], w, u, absorbed=False)
         np.testing.assert_allclose(out[b], plain, atol=1e-4)
 
 
@@ -73,7 +73,7 @@ def test_memory(lengths, dtype, implementation):
     kept = [np.broadcast_to(x, (2, *x.shape)) for x in (memory_k, memory_v)]
     every = [np.concatenate(pair, -2) for pair in zip(kept, (k, v), strict=True)]
     expected, lse, *_ = naive.attention(*doubles(q, *every), mask=mask, sinks=sinks, softcap=5.0)
-    out, got = variants.memory_attention(
+    out, got = functional.memory_attention(
         q, k, v, memory_k, memory_v, causal=True, sinks=sinks, softcap=5.0, return_lse=True
     )
     close(out, expected, dtype)
@@ -83,7 +83,7 @@ def test_memory(lengths, dtype, implementation):
     share = sigmoid(gate.astype(float))[:, None, None]
     memory = naive.attention(*doubles(q, *kept))[0]
     local = naive.attention(*doubles(q, k, v), causal=True)[0]
-    mixed = variants.memory_attention(q, k, v, memory_k, memory_v, gate=gate, causal=True)
+    mixed = functional.memory_attention(q, k, v, memory_k, memory_v, gate=gate, causal=True)
     close(mixed, share * memory + (1 - share) * local, dtype)
 
 
@@ -96,7 +96,7 @@ def test_dilated_window(length, dtype, implementation):
         mask = (abs(i - j) <= window * dilation) & ((i - j) % dilation == 0)
         for causal in (False, True):
             expected, lse, *_ = naive.attention(*doubles(q, k, v), mask=mask, causal=causal)
-            out, got = variants.dilated_window_attention(
+            out, got = functional.dilated_window_attention(
                 q, k, v, window=window, dilation=dilation, causal=causal, return_lse=True
             )
             close(out, expected, dtype)
@@ -112,7 +112,7 @@ def test_strided(length, dtype, implementation):
     for stride in (1, 7, 64, 300):
         mask = (j <= i) & ((i - j <= stride) | ((i - j) % stride == 0))
         expected, lse, *_ = naive.attention(*doubles(q, k, v), mask=mask, sinks=sinks)
-        out, got = variants.strided_attention(q, k, v, stride=stride, sinks=sinks, return_lse=True)
+        out, got = functional.strided_attention(q, k, v, stride=stride, sinks=sinks, return_lse=True)
         close(out, expected, dtype)
         np.testing.assert_allclose(got, lse, atol=DTYPES[dtype])
 
@@ -128,14 +128,14 @@ def test_patterns_are_those_of_masks():
 def test_patterns_write_where_they_are_told(implementation):
     q, k, v = (x.swapaxes(1, 2) for x in (normal(2, 90, 4, 16), normal(2, 90, 2, 16), normal(2, 90, 2, 12)))
     out = np.empty((2, 90, 4, 12), np.float32).swapaxes(1, 2)
-    got = variants.dilated_window_attention(q, k, v, window=3, dilation=4, out=out)
+    got = functional.dilated_window_attention(q, k, v, window=3, dilation=4, out=out)
     assert got is out
     np.testing.assert_array_equal(
-        out, variants.dilated_window_attention(q.copy(), k, v, window=3, dilation=4)
+        out, functional.dilated_window_attention(q.copy(), k, v, window=3, dilation=4)
     )
-    assert variants.strided_attention(q, k, v, stride=4, out=out) is out
-    np.testing.assert_array_equal(out, variants.strided_attention(q, k, v, stride=4))
-    one = variants.strided_attention(q[0, 0], k[0, 0], v[0, 0], stride=4)
+    assert functional.strided_attention(q, k, v, stride=4, out=out) is out
+    np.testing.assert_array_equal(out, functional.strided_attention(q, k, v, stride=4))
+    one = functional.strided_attention(q[0, 0], k[0, 0], v[0, 0], stride=4)
     np.testing.assert_allclose(one, out[0, 0], atol=1e-6)
 
 
@@ -147,49 +147,51 @@ CACHE, W, U = normal(2, 6, 24), normal(4, 8, 16), normal(4, 12, 16)
     ("call", "error", "message"),
     [
         (
-            lambda: variants.latent_attention(Q, CACHE[..., :3], W, U),
+            lambda: functional.latent_attention(Q, CACHE[..., :3], W, U),
             ValueError,
             r"cache has shape \(2, 6, 3\)",
         ),
-        (lambda: variants.latent_attention(Q, CACHE, W[:3], U), ValueError, "key_weight has shape"),
-        (lambda: variants.latent_attention(Q, CACHE, W, U[..., :3]), ValueError, "value_weight has shape"),
+        (lambda: functional.latent_attention(Q, CACHE, W[:3], U), ValueError, "key_weight has shape"),
+        (lambda: functional.latent_attention(Q, CACHE, W, U[..., :3]), ValueError, "value_weight has shape"),
         (
-            lambda: variants.latent_attention(Q, CACHE, W, U, absorbed=1),
+            lambda: functional.latent_attention(Q, CACHE, W, U, absorbed=1),
             TypeError,
             "absorbed is 1; expected True",
         ),
         (
-            lambda: variants.latent_attention(Q, np.stack([CACHE[0]] * 5), W, U),
+            lambda: functional.latent_attention(Q, np.stack([CACHE[0]] * 5), W, U),
             ValueError,
             r"^latent_attention\(\): cache has shape .*; expected batch dimensions",
         ),
-        (lambda: variants.latent_attention(Q[0, 0], CACHE, W, U), ValueError, r"q has shape \(6, 16\)"),
-        (lambda: variants.memory_attention(Q, K, V, K[..., :3], V), ValueError, "memory_k has shape"),
-        (lambda: variants.memory_attention(Q, K, V, K, V[..., :3]), ValueError, "memory_v has shape"),
-        (lambda: variants.memory_attention(Q, K, V, K, V, gate=[1.0] * 3), ValueError, "gate has shape"),
+        (lambda: functional.latent_attention(Q[0, 0], CACHE, W, U), ValueError, r"q has shape \(6, 16\)"),
+        (lambda: functional.memory_attention(Q, K, V, K[..., :3], V), ValueError, "memory_k has shape"),
+        (lambda: functional.memory_attention(Q, K, V, K, V[..., :3]), ValueError, "memory_v has shape"),
+        (lambda: functional.memory_attention(Q, K, V, K, V, gate=[1.0] * 3), ValueError, "gate has shape"),
         (
-            lambda: variants.memory_attention(Q, K, V, K, V, gate=1, return_lse=True),
+            lambda: functional.memory_attention(Q, K, V, K, V, gate=1, return_lse=True),
             TypeError,
             "return_lse is not an argument",
         ),
         (
-            lambda: variants.dilated_window_attention(Q, K[..., :5, :], V[..., :5, :], window=1, dilation=2),
+            lambda: functional.dilated_window_attention(
+                Q, K[..., :5, :], V[..., :5, :], window=1, dilation=2
+            ),
             ValueError,
             "k has a length of 5; expected q's, 6",
         ),
         (
-            lambda: variants.dilated_window_attention(Q, K, V, window=-1, dilation=2),
+            lambda: functional.dilated_window_attention(Q, K, V, window=-1, dilation=2),
             ValueError,
             "window is -1",
         ),
         (
-            lambda: variants.dilated_window_attention(Q, K, V, window=1, dilation=0),
+            lambda: functional.dilated_window_attention(Q, K, V, window=1, dilation=0),
             ValueError,
             "dilation is 0",
         ),
-        (lambda: variants.strided_attention(Q, K, V, stride=2, causal=True), TypeError, "causal is not an"),
+        (lambda: functional.strided_attention(Q, K, V, stride=2, causal=True), TypeError, "causal is not an"),
         (
-            lambda: variants.strided_attention(Q, K, V, stride=1.5),
+            lambda: functional.strided_attention(Q, K, V, stride=1.5),
             TypeError,
             "stride is 1.5; expected an int",
         ),
@@ -203,8 +205,8 @@ def test_errors(call, error, message):
 @pytest.mark.parametrize("absorbed", [True, False])
 def test_latent_scale_of_none_is_the_default(absorbed):
     args = normal(2, 5, 12), normal(7, 12), normal(2, 4, 4), normal(2, 6, 4)
-    expected = variants.latent_attention(*args, absorbed=absorbed)
-    got = variants.latent_attention(*args, absorbed=absorbed, scale=None)
+    expected = functional.latent_attention(*args, absorbed=absorbed)
+    got = functional.latent_attention(*args, absorbed=absorbed, scale=None)
     np.testing.assert_array_equal(got, expected)
 
 
@@ -214,16 +216,16 @@ def test_memory_of_queries_that_broadcast(heads, gate, implementation):
     q, k, v = normal(heads, 5, 8), normal(3, heads, 7, 8), normal(3, heads, 7, 6)
     memory_k, memory_v = (normal(4, n) if heads == 1 else normal(heads, 4, n) for n in (8, 6))
     whole = np.broadcast_to(q, (3, *q.shape))
-    out = variants.memory_attention(q, k, v, memory_k, memory_v, gate=gate)
+    out = functional.memory_attention(q, k, v, memory_k, memory_v, gate=gate)
     lead = (slice(None),) if heads > 1 else (None,)
-    expected = variants.memory_attention(whole, k, v, memory_k[lead], memory_v[lead], gate=gate)
+    expected = functional.memory_attention(whole, k, v, memory_k[lead], memory_v[lead], gate=gate)
     np.testing.assert_array_equal(out, expected)
 
 
 def test_dtypes_are_named():
     q, k, v = qkv(3, 4, dim_v=16)
     with pytest.raises(TypeError, match=r"^memory_attention\(\): memory_k and memory_v have dtypes float64"):
-        variants.memory_attention(q, k, v, np.ones(k.shape), v)
+        functional.memory_attention(q, k, v, np.ones(k.shape), v)
     weight = np.ones((4, 8, 8), np.float32)
     with pytest.raises(TypeError, match=r"^latent_attention\(\): cache has dtype float64"):
-        variants.latent_attention(q, np.ones((2, 5, 16)), weight, weight)
+        functional.latent_attention(q, np.ones((2, 5, 16)), weight, weight)

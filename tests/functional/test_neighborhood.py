@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from oracle import check, eps, expect
 
-import fastattn
-from fastattn import masks
+from fastattn import functional, masks
 from fastattn._bench.cases import DTYPES, as_dtype
 
 # grid, kernel, dilation, causal: rows that do and do not fill strips, one axis to four.
@@ -44,11 +43,11 @@ def test_against_the_mask(case, dtype, implementation):
     attend = masks.neighborhood(grid, kernel, dilation, causal).to_array(places)
     expected = expect(*(flat(x, n) for x in (q, k, v)), mask=attend)
     how = {"kernel": kernel, "dilation": dilation, "causal": causal}
-    out, lse = fastattn.neighborhood_attention(q, k, v, **how, return_lse=True)
+    out, lse = functional.neighborhood_attention(q, k, v, **how, return_lse=True)
     assert out.shape == (*q.shape[:-1], 9)
     assert lse.shape == q.shape[:-1]
     check((flat(out, n), lse.reshape(*lse.shape[:-n], -1)), expected, telling=False)
-    np.testing.assert_array_equal(fastattn.neighborhood_attention(q, k, v, **how), out)
+    np.testing.assert_array_equal(functional.neighborhood_attention(q, k, v, **how), out)
 
 
 @pytest.mark.parametrize("batch", [(), (2, 1, 3)])
@@ -62,15 +61,15 @@ def test_options_and_batches(batch, implementation):
     attend = masks.neighborhood((6, 9), 3).to_array(54)
     options = {"scale": 0.2, "softcap": 2.0, "sinks": sinks}
     expected = expect(*(flat(x, 2) for x in (q, k, v)), mask=attend, **options)
-    out, lse = fastattn.neighborhood_attention(q, k, v, kernel=(3, 3), **options, return_lse=True)
+    out, lse = functional.neighborhood_attention(q, k, v, kernel=(3, 3), **options, return_lse=True)
     check((flat(out, 2), lse.reshape(*lse.shape[:-2], -1)), expected)
 
 
 def test_nan_shows_where_it_is_attended(implementation):
     q, k, v = inputs((12, 20), "float32", np.random.default_rng(2), (), (2, 2))
-    clean = fastattn.neighborhood_attention(q, k, v, kernel=(5, 5))
+    clean = functional.neighborhood_attention(q, k, v, kernel=(5, 5))
     v[:, 6, 10] = np.nan
-    out = fastattn.neighborhood_attention(q, k, v, kernel=(5, 5))
+    out = functional.neighborhood_attention(q, k, v, kernel=(5, 5))
     hit = np.zeros((12, 20), bool)
     hit[4:9, 8:13] = True
     assert np.isnan(out[:, hit]).all()
@@ -79,8 +78,8 @@ def test_nan_shows_where_it_is_attended(implementation):
 
 def test_threads_change_no_bit(implementation):
     q, k, v = inputs((12, 40), "float32", np.random.default_rng(3))
-    one = fastattn.neighborhood_attention(q, k, v, kernel=(5, 7), num_threads=1)
-    many = fastattn.neighborhood_attention(q, k, v, kernel=(5, 7), num_threads=5)
+    one = functional.neighborhood_attention(q, k, v, kernel=(5, 7), num_threads=1)
+    many = functional.neighborhood_attention(q, k, v, kernel=(5, 7), num_threads=5)
     np.testing.assert_array_equal(many, one)
 
 
@@ -108,16 +107,16 @@ def test_errors(how, error, message):
     if message is None:
         x = x[..., :2, :]  # a single axis of 2 places
     with pytest.raises(error, match=message):
-        fastattn.neighborhood_attention(x, x, x, **how)
+        functional.neighborhood_attention(x, x, x, **how)
 
 
 def test_grids_must_agree():
     q, k = np.ones((2, 4, 5, 8)), np.ones((2, 5, 5, 8))
     with pytest.raises(ValueError, match=r"neighborhood_attention\(\): k has shape \(2, 5, 5, 8\)"):
-        fastattn.neighborhood_attention(q, k, k, kernel=(3, 3))
+        functional.neighborhood_attention(q, k, k, kernel=(3, 3))
     nowhere = np.ones((2, 4, 0, 5, 8))
     with pytest.raises(ValueError, match=r"neighborhood_attention\(\): q has shape .*, of a grid"):
-        fastattn.neighborhood_attention(nowhere, nowhere, nowhere, kernel=(1, 3))
+        functional.neighborhood_attention(nowhere, nowhere, nowhere, kernel=(1, 3))
 
 
 def test_one_axis_with_sinks(implementation):
@@ -125,13 +124,15 @@ def test_one_axis_with_sinks(implementation):
     q, k, v = inputs((10,), "float32", rng)
     sinks = rng.standard_normal(4).astype(np.float32)
     attend = masks.neighborhood(10, 3).to_array(10)
-    out = fastattn.neighborhood_attention(q, k, v, kernel=3, sinks=sinks, return_lse=True)
+    out = functional.neighborhood_attention(q, k, v, kernel=3, sinks=sinks, return_lse=True)
     check(out, expect(q, k, v, mask=attend, sinks=sinks))
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 9, 4), (3, 0, 2, 9, 9, 4)])
 def test_empty_batch(shape, implementation):
     x = np.ones(shape, np.float32)
-    out, lse = fastattn.neighborhood_attention(x, x, x, kernel=(3,) * (len(shape) // 2 - 1), return_lse=True)
+    out, lse = functional.neighborhood_attention(
+        x, x, x, kernel=(3,) * (len(shape) // 2 - 1), return_lse=True
+    )
     assert out.shape == shape
     assert lse.shape == shape[:-1]

@@ -7,6 +7,7 @@ from implementations import forced
 from rowwise_oracle import OPTIONS, check, inputs, lane, wider
 
 import fastattn
+from fastattn import functional
 from fastattn._bench.cases import DTYPES, STRUCTURES, Shape, as_dtype
 
 KINDS = ["sparsemax", "entmax15", "top_k"]
@@ -16,10 +17,11 @@ SIZES = [(1, 1), (1, 70), (3, 5), (16, 64), (17, 63), (33, 65), (37, 200), (70, 
 
 def run(kind, q, k, v, k_keys=7, **arguments):
     if kind == "top_k":
-        return fastattn.topk_attention(q, k, v, k_keys=k_keys, **arguments)
-    return {"sparsemax": fastattn.sparsemax_attention, "entmax15": fastattn.entmax15_attention}[kind](
-        q, k, v, **arguments
-    )
+        return functional.topk_attention(q, k, v, k_keys=k_keys, **arguments)
+    return {
+        "sparsemax": functional.sparsemax_attention,
+        "entmax15": functional.entmax15_attention,
+    }[kind](q, k, v, **arguments)
 
 
 def expected(kind, q, k, v, dtype=None, k_keys=7, **arguments):

@@ -9,6 +9,7 @@ from implementations import each_isa, forced
 from oracle import check, eps, expect, spread_inputs
 
 import fastattn
+from fastattn import functional
 from fastattn._bench.cases import DTYPES, Shape, as_dtype
 
 PREFILL = Shape("prefill", batch=1, heads_q=4, heads_kv=2, len_q=35, len_k=300, head_dim=32)
@@ -277,11 +278,11 @@ def test_probabilities_below_2_to_that_power_are_0(dtype, bits, len_q, isa):
         with forced(isa):
             outs = [
                 fastattn.attention(q + 1, k, v, scale=1.0),
-                fastattn.talking_heads_attention(q + 1, k, v, mix, mix, scale=1.0),
-                fastattn.topk_attention(q + 1, k, v, k_keys=2, scale=1.0),
+                functional.talking_heads_attention(q + 1, k, v, mix, mix, scale=1.0),
+                functional.topk_attention(q + 1, k, v, k_keys=2, scale=1.0),
                 # tangents of 1, -1 and -1
-                fastattn.additive_attention(q, np.sign(k + 1) * 30, v, np.ones(1), scale=below / 2),
-                fastattn.sigmoid_attention(q, k, v, sigmoid_bias=-below),
+                functional.additive_attention(q, np.sign(k + 1) * 30, v, np.ones(1), scale=below / 2),
+                functional.sigmoid_attention(q, k, v, sigmoid_bias=-below),
             ]
         assert [bool((out == 0).all()) for out in outs] == [is_0] * len(outs)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from formulas import behind, deberta, shaw, transformer_xl
 
-from fastattn import masks, variants
+from fastattn import functional, masks
 from fastattn._bench.cases import as_dtype
 
 RNG = np.random.default_rng(0)
@@ -37,10 +37,10 @@ def test_shaw(lengths, dtype, implementation):
     for clip in (1, 16, 200):
         tables = normal(2 * clip + 1, 16) / 2, normal(2 * clip + 1, 12)
         expected, lse = shaw(q, k, v, *tables)
-        out, got = variants.shaw_attention(q, k, v, *tables, return_lse=True)
+        out, got = functional.shaw_attention(q, k, v, *tables, return_lse=True)
         close(out, expected, dtype)
         np.testing.assert_allclose(got, lse, atol=2 * DTYPES[dtype])
-        alone = variants.shaw_attention(q, k, v, tables[0], causal=True)
+        alone = functional.shaw_attention(q, k, v, tables[0], causal=True)
         close(alone, shaw(q, k, v, tables[0], 0 * tables[1], causal=True)[0], dtype)
 
 
@@ -49,17 +49,17 @@ def test_keys_and_values_in_any_strides(dtype, implementation):
     """What tables are added to is read by its rows, however the sums lie."""
     q, k, v = qkv(9, 9, dtype)
     tables, relative, u = (normal(5, 16) / 2, normal(5, 12)), normal(17, 16), normal(4, 16)
-    shaw_plain = variants.shaw_attention(q, k, v, *tables)
-    xl_plain = variants.transformer_xl_attention(q, k, v, relative, u, u)
+    shaw_plain = functional.shaw_attention(q, k, v, *tables)
+    xl_plain = functional.transformer_xl_attention(q, k, v, relative, u, u)
     for turn in ((0, 1, 3, 2), (3, 2, 1, 0), (1, 3, 0, 2)):
         back = np.argsort(turn)
         apart = [np.ascontiguousarray(x.transpose(turn)).transpose(back) for x in (q, k, v)]
-        np.testing.assert_array_equal(variants.shaw_attention(*apart, *tables), shaw_plain)
-        np.testing.assert_array_equal(variants.transformer_xl_attention(*apart, relative, u, u), xl_plain)
+        np.testing.assert_array_equal(functional.shaw_attention(*apart, *tables), shaw_plain)
+        np.testing.assert_array_equal(functional.transformer_xl_attention(*apart, relative, u, u), xl_plain)
     same = [np.broadcast_to(x[:1], x.shape) for x in (q, k, v)]
     for got, plain in (
-        (variants.shaw_attention(*same, *tables), shaw_plain),
-        (variants.transformer_xl_attention(*same, relative, u, u), xl_plain),
+        (functional.shaw_attention(*same, *tables), shaw_plain),
+        (functional.transformer_xl_attention(*same, relative, u, u), xl_plain),
     ):
         np.testing.assert_array_equal(got, np.broadcast_to(plain[:1], plain.shape))
 
@@ -77,13 +77,13 @@ def test_shaw_with_options(implementation):
         ({"kv_lengths": np.array([260, 90]), "q_offset": 0, "causal": True}, {}),
     ):
         expected, lse = shaw(q, k, v, *tables, **{**options, **dense})
-        out, got = variants.shaw_attention(q, k, v, *tables, return_lse=True, **options)
+        out, got = functional.shaw_attention(q, k, v, *tables, return_lse=True, **options)
         close(out, expected)
         np.testing.assert_allclose(got, lse, atol=2e-5)
     k[..., 200:, :], v[..., 200:, :] = np.nan, np.inf
-    out = variants.shaw_attention(q, k, v, *tables, kv_lengths=200, q_offset=0)
+    out = functional.shaw_attention(q, k, v, *tables, kv_lengths=200, q_offset=0)
     assert np.isfinite(out).all()
-    one = variants.shaw_attention(q[0, 0], k[0, 0, :200], v[0, 0, :200], *tables, q_offset=0)
+    one = functional.shaw_attention(q[0, 0], k[0, 0, :200], v[0, 0, :200], *tables, q_offset=0)
     np.testing.assert_allclose(one, out[0, 0], atol=1e-6)
 
 
@@ -94,11 +94,11 @@ def test_transformer_xl(lengths, dtype, implementation):
     q, k, v = qkv(*lengths, dtype)
     relative, u, w = normal(4, max(len_q + len_k - 1, 0), 16) / 2, normal(4, 16), normal(4, 16)
     expected, lse = transformer_xl(q, k, v, relative, u, w)
-    out, got = variants.transformer_xl_attention(q, k, v, relative, u, w, return_lse=True)
+    out, got = functional.transformer_xl_attention(q, k, v, relative, u, w, return_lse=True)
     close(out, expected, dtype)
     np.testing.assert_allclose(got, lse, atol=2 * DTYPES[dtype])
     fewer = relative[:, :len_k]  # what the paper has
-    out = variants.transformer_xl_attention(q, k, v, fewer, u, w, causal=True)
+    out = functional.transformer_xl_attention(q, k, v, fewer, u, w, causal=True)
     close(out, transformer_xl(q, k, v, fewer, u, w, causal=True)[0], dtype)
 
 
@@ -112,11 +112,11 @@ def test_transformer_xl_at_any_offset(offset, implementation):
     expected, _ = transformer_xl(q, k, v, full, u, w, **options)
     needed = min(max(len_q + offset, 1), len_q + len_k - 1)
     for table in (full, full[:, :needed]):
-        close(variants.transformer_xl_attention(q, k, v, table, u, w, **options), expected)
+        close(functional.transformer_xl_attention(q, k, v, table, u, w, **options), expected)
     with pytest.raises(ValueError, match=f"has {needed - 1} rows; expected {needed}, one a distance"):
-        variants.transformer_xl_attention(q, k, v, full[:, : needed - 1], u, w, **options)
+        functional.transformer_xl_attention(q, k, v, full[:, : needed - 1], u, w, **options)
     expected, _ = transformer_xl(q, k, v, full, u, w, q_offset=offset)
-    close(variants.transformer_xl_attention(q, k, v, full, u, w, q_offset=offset), expected)
+    close(functional.transformer_xl_attention(q, k, v, full, u, w, q_offset=offset), expected)
 
 
 def test_transformer_xl_in_many_pieces(implementation):
@@ -124,11 +124,11 @@ def test_transformer_xl_in_many_pieces(implementation):
     relative, u, w = normal(9199, 16) / 4, normal(2, 16), normal(2, 16)
     options = {"sinks": normal(2), "bias": normal(200, 9000), "scale": 0.2}
     expected, _ = transformer_xl(q, k, v, np.broadcast_to(relative, (2, 9199, 16)), u, w, **options)
-    close(variants.transformer_xl_attention(q, k, v, relative, u, w, **options), expected)
+    close(functional.transformer_xl_attention(q, k, v, relative, u, w, **options), expected)
     # Rows are the same, whatever else is in the batch.
     more = [np.concatenate([x, normal(2, *x.shape[1:])]) for x in (q, k, v)]
-    out = variants.transformer_xl_attention(*more, relative, u, w, causal=True)
-    alone = variants.transformer_xl_attention(q, k, v, relative, u, w, causal=True)
+    out = functional.transformer_xl_attention(*more, relative, u, w, causal=True)
+    alone = functional.transformer_xl_attention(q, k, v, relative, u, w, causal=True)
     assert out[:1].tobytes() == alone.tobytes()
 
 
@@ -141,7 +141,7 @@ def test_disentangled(lengths, dtype, implementation):
     kr, qr = normal(4, 2 * span, 16) / 2, normal(4, 2 * span, 16) / 2
     for tables in ((kr, qr), (kr, None), (None, qr)):
         expected, lse = deberta(q, k, v, *tables, bucket)
-        out, got = variants.disentangled_attention(q, k, v, *tables, return_lse=True)
+        out, got = functional.disentangled_attention(q, k, v, *tables, return_lse=True)
         close(out, expected, dtype)
         np.testing.assert_allclose(got, lse, atol=2 * DTYPES[dtype])
 
@@ -150,7 +150,7 @@ def test_disentangled_with_options(implementation):
     q, k, v = qkv(150, 150)
     kr, qr, mask = normal(4, 12, 16), normal(4, 12, 16), RNG.random((2, 1, 1, 150)) < 0.8
     bucket = np.clip(behind(150, 150) + 6, 0, 11)
-    out = variants.disentangled_attention(q, k, v, kr, qr, mask=mask, causal=True)
+    out = functional.disentangled_attention(q, k, v, kr, qr, mask=mask, causal=True)
     close(out, deberta(q, k, v, kr, qr, bucket, mask=mask, causal=True)[0])
 
 
@@ -162,42 +162,54 @@ TABLE = normal(4, 8, 16)
     ("call", "error", "message"),
     [
         (
-            lambda: variants.shaw_attention(Q, K, V, TABLE[0]),
+            lambda: functional.shaw_attention(Q, K, V, TABLE[0]),
             ValueError,
             "key_table has 8 rows; expected an odd",
         ),
         (
-            lambda: variants.shaw_attention(Q, K, V, TABLE[0, :5, :3]),
+            lambda: functional.shaw_attention(Q, K, V, TABLE[0, :5, :3]),
             ValueError,
             r"key_table has shape \(5, 3\)",
         ),
         (
-            lambda: variants.shaw_attention(Q, K, V, TABLE[0, :5], TABLE[0, :5]),
+            lambda: functional.shaw_attention(Q, K, V, TABLE[0, :5], TABLE[0, :5]),
             ValueError,
             r"value_table has shape \(5, 16\); expected one that fits .* = \(5, 12\)",
         ),
-        (lambda: variants.shaw_attention(Q, K, V, TABLE[0, :5], softcap=3.0), TypeError, "softcap is not an"),
         (
-            lambda: variants.shaw_attention(Q, K, V, TABLE[0, :5], kv_lengths=5),
+            lambda: functional.shaw_attention(Q, K, V, TABLE[0, :5], softcap=3.0),
+            TypeError,
+            "softcap is not an",
+        ),
+        (
+            lambda: functional.shaw_attention(Q, K, V, TABLE[0, :5], kv_lengths=5),
             ValueError,
             "without q_offset",
         ),
-        (lambda: variants.shaw_attention(Q, K, V, TABLE[0, :5], q_offset=[1, 2]), TypeError, "q_offset is"),
-        (lambda: variants.transformer_xl_attention(Q, K, V, TABLE), ValueError, "8 rows; expected 10, one a"),
+        (lambda: functional.shaw_attention(Q, K, V, TABLE[0, :5], q_offset=[1, 2]), TypeError, "q_offset is"),
         (
-            lambda: variants.transformer_xl_attention(Q, K, V, normal(4, 10, 16), normal(3, 16)),
+            lambda: functional.transformer_xl_attention(Q, K, V, TABLE),
+            ValueError,
+            "8 rows; expected 10, one a",
+        ),
+        (
+            lambda: functional.transformer_xl_attention(Q, K, V, normal(4, 10, 16), normal(3, 16)),
             ValueError,
             "content_bias has shape",
         ),
-        (lambda: variants.disentangled_attention(Q, K, V), ValueError, "are None; expected at least one"),
+        (lambda: functional.disentangled_attention(Q, K, V), ValueError, "are None; expected at least one"),
         (
-            lambda: variants.disentangled_attention(Q, K, V, TABLE[:, :3]),
+            lambda: functional.disentangled_attention(Q, K, V, TABLE[:, :3]),
             ValueError,
             "position_keys has 3 rows",
         ),
-        (lambda: variants.disentangled_attention(Q, K, V, TABLE[:2]), ValueError, "position_keys has shape"),
         (
-            lambda: variants.disentangled_attention(Q, K, V, TABLE, max_distance=3),
+            lambda: functional.disentangled_attention(Q, K, V, TABLE[:2]),
+            ValueError,
+            "position_keys has shape",
+        ),
+        (
+            lambda: functional.disentangled_attention(Q, K, V, TABLE, max_distance=3),
             ValueError,
             "max_distance is 3; expected at least 4",
         ),
@@ -213,4 +225,4 @@ def test_logarithmic_buckets_need_a_span_of_two():
     with pytest.raises(
         ValueError, match=r"^disentangled_attention\(\): max_distance is given, and position_keys"
     ):
-        variants.disentangled_attention(x, x, x, np.ones((2, 2, 4), np.float32), max_distance=5)
+        functional.disentangled_attention(x, x, x, np.ones((2, 2, 4), np.float32), max_distance=5)

@@ -7,8 +7,8 @@ from oracle import check as check_attention
 from oracle import expect
 from rowwise_oracle import OPTIONS, check, inputs, lane, wider
 
-from fastattn import additive_attention, location_attention
 from fastattn._bench.cases import DTYPES, STRUCTURES, Shape, as_dtype
+from fastattn.functional import additive_attention, location_attention
 
 
 def weight(heads=4, head_dim=24):

@@ -8,8 +8,7 @@ import pytest
 from oracle import assert_close, assert_same_bits, eps, poison, spread_inputs
 from structures import dense
 
-import fastattn
-from fastattn import masks
+from fastattn import functional, masks
 from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, combine
 
 SHAPES = {
@@ -62,7 +61,7 @@ def call(shape, variant, dtype="float32", seed=0):
 @pytest.mark.parametrize("name", SHAPES)
 def test_variants(name, variant, implementation):
     q, k, v, arguments = call(SHAPES[name], variant)
-    check(fastattn.sigmoid_attention(q, k, v, **arguments), q, k, v, -log(k.shape[-2]), **arguments)
+    check(functional.sigmoid_attention(q, k, v, **arguments), q, k, v, -log(k.shape[-2]), **arguments)
 
 
 @pytest.mark.parametrize("sigmoid_bias", [None, 0, -20.0, 60.0])
@@ -70,7 +69,7 @@ def test_variants(name, variant, implementation):
 @pytest.mark.parametrize("name", SHAPES)
 def test_dtypes(name, dtype, sigmoid_bias, implementation):
     q, k, v, arguments = call(SHAPES[name], "causal", dtype)
-    got = fastattn.sigmoid_attention(q, k, v, sigmoid_bias=sigmoid_bias, **arguments)
+    got = functional.sigmoid_attention(q, k, v, sigmoid_bias=sigmoid_bias, **arguments)
     check(got, q, k, v, -log(k.shape[-2]) if sigmoid_bias is None else sigmoid_bias, **arguments)
 
 
@@ -80,7 +79,7 @@ def test_structures(name, structure, implementation):
     shape, rng = SHAPES[name], np.random.default_rng(4)
     q, k, v = spread_inputs(shape, "float32", rng)
     mask = STRUCTURES[structure](shape, rng)
-    check(fastattn.sigmoid_attention(q, k, v, mask=mask), q, k, v, -log(shape.len_k), mask=mask)
+    check(functional.sigmoid_attention(q, k, v, mask=mask), q, k, v, -log(shape.len_k), mask=mask)
 
 
 def test_large_scores(implementation):
@@ -88,7 +87,7 @@ def test_large_scores(implementation):
     q = np.array([[[[1e3], [-1e3], [3e38], [-3e38], [0.0]]]], np.float32)
     k = np.array([[[[1.0], [3e38], [0.5], [0.0]]]], np.float32)
     with np.errstate(all="ignore"):
-        got = fastattn.sigmoid_attention(q, k, np.ones_like(k), sigmoid_bias=0.0, scale=1.0)
+        got = functional.sigmoid_attention(q, k, np.ones_like(k), sigmoid_bias=0.0, scale=1.0)
         check(got, q, k, np.ones_like(k), 0.0, scale=1.0)
     np.testing.assert_array_equal(got[0, 0, :, 0], [3.5, 0.5, 3.5, 0.5, 2.0])
 
@@ -104,8 +103,8 @@ def test_garbage_behind_masks(dtype, len_q, implementation):
     poison(v, hidden, rng)
     arguments = {"mask": ~hidden, "row_ranges": (0, np.where(np.arange(len_q) == 0, 0, 77))}
     with np.errstate(all="ignore"):
-        got = fastattn.sigmoid_attention(q, k, v, **arguments)
-    assert_same_bits([got], [fastattn.sigmoid_attention(q, *clean, **arguments)])
+        got = functional.sigmoid_attention(q, k, v, **arguments)
+    assert_same_bits([got], [functional.sigmoid_attention(q, *clean, **arguments)])
     check(got, q, *clean, -log(90), **arguments)
     assert (got[:, :, 0] == 0).all()
 
@@ -116,7 +115,7 @@ def test_nan_where_attended(implementation):
     k[:, :, 40] = np.nan
     v[:, :, 30] = np.nan
     with np.errstate(all="ignore"):
-        got = fastattn.sigmoid_attention(q, k, v, causal=True)
+        got = functional.sigmoid_attention(q, k, v, causal=True)
     assert np.isfinite(got[:, :, :30]).all()
     assert np.isnan(got[:, :, 30:]).all()
 
@@ -125,35 +124,35 @@ def test_nan_where_attended(implementation):
 def test_same_bits(name, implementation):
     shape = SHAPES[name]._replace(batch=3)
     q, k, v, arguments = call(shape, "causal")
-    one = fastattn.sigmoid_attention(q, k, v, num_threads=1, **arguments)
+    one = functional.sigmoid_attention(q, k, v, num_threads=1, **arguments)
     for threads in (2, 7):
-        assert_same_bits([fastattn.sigmoid_attention(q, k, v, num_threads=threads, **arguments)], [one])
-    alone = fastattn.sigmoid_attention(q[1:2], k[1:2], v[1:2], **arguments)
+        assert_same_bits([functional.sigmoid_attention(q, k, v, num_threads=threads, **arguments)], [one])
+    alone = functional.sigmoid_attention(q[1:2], k[1:2], v[1:2], **arguments)
     assert_same_bits([alone], [one[1:2]])
     lengths = shape.len_k - shape.len_k // 3
-    padded = fastattn.sigmoid_attention(q, k, v, kv_lengths=lengths, sigmoid_bias=-1.0)
-    short = fastattn.sigmoid_attention(q, k[:, :, :lengths], v[:, :, :lengths], sigmoid_bias=-1.0)
+    padded = functional.sigmoid_attention(q, k, v, kv_lengths=lengths, sigmoid_bias=-1.0)
+    short = functional.sigmoid_attention(q, k[:, :, :lengths], v[:, :, :lengths], sigmoid_bias=-1.0)
     assert_same_bits([padded], [short])
 
 
 @pytest.mark.parametrize(("len_q", "len_k"), [(0, 5), (4, 0), (40, 0), (1, 1), (40, 1)])
 def test_lengths_of_0_and_1(len_q, len_k, implementation):
     q, k, v = spread_inputs(Shape("", 2, 4, 2, len_q, len_k, 8), "float32", np.random.default_rng(0))
-    check(fastattn.sigmoid_attention(q, k, v), q, k, v, -log(max(1, len_k)))
+    check(functional.sigmoid_attention(q, k, v), q, k, v, -log(max(1, len_k)))
 
 
 def test_out_and_one_head(implementation):
     q, k, v = (np.random.default_rng(i).standard_normal((n, 8)) for i, n in enumerate((6, 9, 9)))
     out = np.empty((6, 8))
-    assert fastattn.sigmoid_attention(q, k, v, out=out) is out
+    assert functional.sigmoid_attention(q, k, v, out=out) is out
     check(out[None], q[None], k[None], v[None], -log(9))
 
 
 def test_errors():
     x = np.ones((1, 2, 3, 4), np.float32)
     with pytest.raises(ValueError, match=r"sigmoid_attention\(\): sigmoid_bias is inf; expected a number"):
-        fastattn.sigmoid_attention(x, x, x, sigmoid_bias=np.inf)
+        functional.sigmoid_attention(x, x, x, sigmoid_bias=np.inf)
     with pytest.raises(TypeError, match=r"sigmoid_attention\(\): sigmoid_bias is"):
-        fastattn.sigmoid_attention(x, x, x, sigmoid_bias=np.ones(2))
+        functional.sigmoid_attention(x, x, x, sigmoid_bias=np.ones(2))
     with pytest.raises(ValueError, match=r"sigmoid_attention\(\): k has a head_dim of 4"):
-        fastattn.sigmoid_attention(np.ones((1, 2, 3, 5), np.float32), x, x)
+        functional.sigmoid_attention(np.ones((1, 2, 3, 5), np.float32), x, x)

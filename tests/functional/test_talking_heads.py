@@ -6,8 +6,9 @@ import rowwise_oracle as oracle
 from rowwise_oracle import OPTIONS, check, inputs, lane, wider
 
 import fastattn
-from fastattn import masks, talking_heads_attention
+from fastattn import masks
 from fastattn._bench.cases import DTYPES, STRUCTURES, Shape, as_dtype
+from fastattn.functional import talking_heads_attention
 
 
 def mixing(heads, seed=0):

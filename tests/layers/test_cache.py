@@ -25,7 +25,7 @@ from fastattn.layers import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
-from fastattn.rope import rope_frequencies
+from fastattn.positions import rope_frequencies
 
 MEMORY = draw(BATCH, 8, WIDTH, seed=3)
 PADDING = np.arange(8) >= np.array([8, 5, 1])[:, None]

@@ -8,6 +8,7 @@ import pytest
 from implementations import each_isa, forced
 
 from fastattn import ops
+from fastattn._args.packed import PackedLinear
 from fastattn.layers import (
     FeedForward,
     LayerNorm,
@@ -19,7 +20,6 @@ from fastattn.layers import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
-from fastattn.packed import PackedLinear
 
 PARTS = ("self_attn", "self_attn.out_proj", "feed_forward", "norm1", "norm2")
 CALLS = {  # by the program of a plain layer, and part by part

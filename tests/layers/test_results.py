@@ -26,7 +26,7 @@ from layer_oracle import (
 from safetensors.numpy import save_file
 
 import fastattn
-from fastattn import _backend
+from fastattn._engine import dispatch, settings
 from fastattn.cache import KVCache
 from fastattn.layers import (
     FeedForward,
@@ -186,11 +186,13 @@ def test_pieces_of_a_layer_are_the_layer(implementation):
 def test_an_encoder_layer_is_seven_kernels(monkeypatch):
     """Queries, keys and values are one linear; residuals and activations are part of it; heads are views."""
     ran = []
-    run_op, run = _backend.run_op, _backend.run
-    monkeypatch.setattr(
-        _backend, "run_op", lambda name, args, b: (ran.append(name), run_op(name, args, b))[1]
-    )
-    monkeypatch.setattr(_backend, "run", lambda args, b: (ran.append(args.copies), run(args, b))[1])
+    run = dispatch.run
+
+    def noted(args, backend):
+        ran.append(args.copies if args.kernel == "attention" else args.kernel)
+        run(args, backend)
+
+    monkeypatch.setattr(dispatch, "run", noted)
     x, nothing = draw(BATCH, LENGTH, WIDTH), np.zeros((BATCH, LENGTH), bool)
     layer = TransformerEncoderLayer(WIDTH, HEADS, 96, "swiglu", rng=np.random.default_rng(0))
     layer(x, src_key_padding_mask=nothing)
@@ -383,10 +385,10 @@ def test_a_generator_draws_the_same_again(which):
 def test_same_bits_for_any_threads_and_batch(options, implementation):
     layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 96, **options))
     x = draw(4, 70, WIDTH)
-    with _backend.forced(num_threads=1):
+    with settings.forced(num_threads=1):
         expected = layer(x, is_causal=True)
     for num_threads in (2, 3, 8):
-        with _backend.forced(num_threads=num_threads):
+        with settings.forced(num_threads=num_threads):
             np.testing.assert_array_equal(layer(x, is_causal=True), expected)
     if implementation != "numpy":  # whose matmul is BLAS's
         np.testing.assert_array_equal(layer(x[2:3], is_causal=True), expected[2:3])

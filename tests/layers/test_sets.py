@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from formulas import feed_forward, set_attention
 
-from fastattn import variants
+from fastattn import layers
 from fastattn.layers import FeedForward, TransformerEncoder, TransformerEncoderLayer
 
 RNG = np.random.default_rng(0)
@@ -31,47 +31,47 @@ HIDDEN = np.arange(50) >= np.array([50, 20, 1])[:, None]
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_set_attention(norm_first, implementation):
     this = layer(norm_first=norm_first)
-    np.testing.assert_allclose(variants.set_attention(this, X, Y), set_attention(this, X, Y), atol=2e-5)
+    np.testing.assert_allclose(layers.set_attention(this, X, Y), set_attention(this, X, Y), atol=2e-5)
     np.testing.assert_allclose(
-        variants.set_attention(this, X[0], Y[0]), set_attention(this, X[:1], Y[:1])[0], atol=2e-5
+        layers.set_attention(this, X[0], Y[0]), set_attention(this, X[:1], Y[:1])[0], atol=2e-5
     )
-    out = variants.set_attention(this, POINTS, X, key_padding_mask=HIDDEN)
+    out = layers.set_attention(this, POINTS, X, key_padding_mask=HIDDEN)
     np.testing.assert_allclose(out, set_attention(this, POINTS, X, HIDDEN), atol=2e-5)
     if not norm_first:
-        np.testing.assert_allclose(variants.set_attention(this, X, X), this(X), atol=2e-6)
+        np.testing.assert_allclose(layers.set_attention(this, X, X), this(X), atol=2e-6)
 
 
 def test_induced(implementation):
     first, second = layer(), layer()
     expected = set_attention(second, X, set_attention(first, POINTS, X, HIDDEN))
-    out = variants.induced_set_attention(first, second, POINTS, X, key_padding_mask=HIDDEN)
+    out = layers.induced_set_attention(first, second, POINTS, X, key_padding_mask=HIDDEN)
     np.testing.assert_allclose(out, expected, atol=2e-5)
     order = RNG.permutation(50)
-    turned = variants.induced_set_attention(first, second, POINTS, X[:, order])
-    whole = variants.induced_set_attention(first, second, POINTS, X)
+    turned = layers.induced_set_attention(first, second, POINTS, X[:, order])
+    whole = layers.induced_set_attention(first, second, POINTS, X)
     np.testing.assert_allclose(turned, whole[:, order], atol=2e-5)
 
 
 def test_pooling(implementation):
     this, forward = layer(), FeedForward(D, WIDE, "relu", rng=np.random.default_rng(2))
     parameters = {name: x.astype(float) for name, x in forward.state_dict().items()}
-    out = variants.pooling_by_attention(this, POINTS, X, feed_forward=forward)
+    out = layers.pooling_by_attention(this, POINTS, X, feed_forward=forward)
     np.testing.assert_allclose(
         out, set_attention(this, POINTS, feed_forward(X.astype(float), parameters)), atol=2e-5
     )
-    alone = variants.pooling_by_attention(this, POINTS[:1], X, key_padding_mask=HIDDEN)
+    alone = layers.pooling_by_attention(this, POINTS[:1], X, key_padding_mask=HIDDEN)
     np.testing.assert_allclose(alone, set_attention(this, POINTS[:1], X, HIDDEN), atol=2e-5)
 
 
 def test_perceiver(implementation):
     cross, inner = layer(norm_first=True), layer(norm_first=True)
     expected = set_attention(cross, POINTS, X, HIDDEN)
-    latents = variants.perceiver(cross, None, POINTS, X, key_padding_mask=HIDDEN)
+    latents = layers.perceiver(cross, None, POINTS, X, key_padding_mask=HIDDEN)
     np.testing.assert_allclose(latents, expected, atol=2e-5)
-    out = variants.perceiver(cross, TransformerEncoder([inner]), POINTS, X, key_padding_mask=HIDDEN)
+    out = layers.perceiver(cross, TransformerEncoder([inner]), POINTS, X, key_padding_mask=HIDDEN)
     np.testing.assert_array_equal(out, inner(latents))
     np.testing.assert_array_equal(
-        variants.perceiver(cross, inner, latents, Y), inner(variants.set_attention(cross, latents, Y))
+        layers.perceiver(cross, inner, latents, Y), inner(layers.set_attention(cross, latents, Y))
     )
 
 
@@ -79,49 +79,49 @@ def test_perceiver(implementation):
     ("call", "error", "message"),
     [
         (
-            lambda: variants.set_attention(None, X, Y),
+            lambda: layers.set_attention(None, X, Y),
             TypeError,
             r"^set_attention\(\): layer is of type NoneType",
         ),
         (
-            lambda: variants.set_attention(layer(), X, Y[..., :3]),
+            lambda: layers.set_attention(layer(), X, Y[..., :3]),
             ValueError,
             r"y has shape \(3, 70, 3\); expected",
         ),
         (
-            lambda: variants.induced_set_attention(layer(), layer(), X[0, 0], X),
+            lambda: layers.induced_set_attention(layer(), layer(), X[0, 0], X),
             ValueError,
             "inducing has shape",
         ),
         (
-            lambda: variants.induced_set_attention(None, layer(), POINTS, X),
+            lambda: layers.induced_set_attention(None, layer(), POINTS, X),
             TypeError,
             r"\(\): first is of type",
         ),
         (
-            lambda: variants.induced_set_attention(layer(), 1, POINTS, X),
+            lambda: layers.induced_set_attention(layer(), 1, POINTS, X),
             TypeError,
             r"\(\): second is of type",
         ),
-        (lambda: variants.perceiver(None, None, POINTS, X), TypeError, r"^perceiver\(\): cross is of type"),
-        (lambda: variants.pooling_by_attention(layer(), X[0, 0], X), ValueError, r"\(\): seeds has shape"),
+        (lambda: layers.perceiver(None, None, POINTS, X), TypeError, r"^perceiver\(\): cross is of type"),
+        (lambda: layers.pooling_by_attention(layer(), X[0, 0], X), ValueError, r"\(\): seeds has shape"),
         (
-            lambda: variants.perceiver(layer(), None, POINTS, X, key_padding_mask=HIDDEN[:1]),
+            lambda: layers.perceiver(layer(), None, POINTS, X, key_padding_mask=HIDDEN[:1]),
             ValueError,
             r"^perceiver\(\): key_padding_mask has shape .*; expected \(batch, length\)",
         ),
         (
-            lambda: variants.set_attention(layer(), X[:2], Y),
+            lambda: layers.set_attention(layer(), X[:2], Y),
             ValueError,
             r"x and y have batch dimensions \(2,\) and \(3,\)",
         ),
         (
-            lambda: variants.pooling_by_attention(layer(), POINTS, X, feed_forward=len),
+            lambda: layers.pooling_by_attention(layer(), POINTS, X, feed_forward=len),
             TypeError,
             r"^pooling_by_attention\(\): feed_forward is of type builtin",
         ),
         (
-            lambda: variants.perceiver(layer(), len, POINTS, X),
+            lambda: layers.perceiver(layer(), len, POINTS, X),
             TypeError,
             r"^perceiver\(\): latent is of type",
         ),
@@ -134,6 +134,6 @@ def test_errors(call, error, message):
 
 def test_batch_dimensions_broadcast():
     mab = layer()
-    out = variants.set_attention(mab, X[:1], Y)
+    out = layers.set_attention(mab, X[:1], Y)
     whole = np.broadcast_to(X[:1], (len(Y), *X.shape[1:]))
-    np.testing.assert_array_equal(out, variants.set_attention(mab, whole, Y))
+    np.testing.assert_array_equal(out, layers.set_attention(mab, whole, Y))

@@ -7,9 +7,9 @@ import tiny_models as tiny
 from tiny_models import CONFIGS
 
 from fastattn import models, ops
+from fastattn._args.packed import WEIGHT_DTYPES, is_finite
 from fastattn.layers import MultiHeadAttention, TransformerDecoderLayer
 from fastattn.models import ModelError
-from fastattn.packed import WEIGHT_DTYPES, is_finite
 
 BF16 = ml_dtypes.bfloat16
 TYPES = [np.float16, np.float32, np.float64, BF16, ">f2", ">f4", ">f8"]

@@ -9,9 +9,11 @@ import tiny_models as tiny
 from implementations import each_isa, forced
 from tiny_models import CONFIGS, DECODERS, ENCODERS, VOCAB
 
-from fastattn import _scratch, models, ops
-from fastattn.models import decoder, weights
-from fastattn.models.sampling import Sampler
+from fastattn import models, ops
+from fastattn._engine import scratch
+from fastattn.models import _decoder as decoder
+from fastattn.models import _weights as weights
+from fastattn.models._sampling import Sampler
 
 KINDS = list(CONFIGS)
 # A few hundred roundings of float32 on results of size 1 to 10.
@@ -47,7 +49,7 @@ def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, impleme
     ids = some_ids(2, 11)
     mask = np.arange(11) < np.array([[11], [4]])
     small = model(ids), model(ids, mask)[mask]
-    monkeypatch.setattr(_scratch, "_LEAST_KEPT", 0)
+    monkeypatch.setattr(scratch, "_LEAST_KEPT", 0)
     np.testing.assert_array_equal(model(ids), small[0])
     np.testing.assert_array_equal(model(ids, mask)[mask], small[1])
 

@@ -14,8 +14,8 @@ from tiny_tokenizers import TEXTS, WORDS, write_byte_tokenizer, write_tokenizer
 
 from fastattn import models
 from fastattn.models import ModelError, bert
-from fastattn.models import text as tokenizing
-from fastattn.models.pooling import Pooling
+from fastattn.models import _text as tokenizing
+from fastattn.models._pooling import Pooling
 
 
 def write_pooling(folder, config, normalize=False, prefix="sentence_transformers.models"):

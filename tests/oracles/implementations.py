@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fastattn
-from fastattn import _backend
+from fastattn._engine import settings
 
 COMPILED = () if os.environ.get("FASTATTN_BACKEND") == "numpy" else fastattn.available_isas()
 IMPLEMENTATIONS = (*COMPILED, "numpy")
@@ -18,8 +18,8 @@ each_isa = pytest.mark.parametrize("isa", COMPILED or [NOTHING_COMPILED])
 def forced(implementation, **more):
     """A context in which `implementation`, the name of an instruction set or "numpy", computes."""
     if implementation == "numpy":
-        return _backend.forced(backend="numpy", **more)
-    return _backend.forced(isa=implementation, backend="compiled", **more)
+        return settings.forced(backend="numpy", **more)
+    return settings.forced(isa=implementation, backend="compiled", **more)
 
 
 def child_environment(**changes):

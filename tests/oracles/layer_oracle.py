@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fastattn.layers import MultiHeadAttention, Rope
-from fastattn.rope import apply_rope, rope_frequencies, rope_tables
+from fastattn.positions import apply_rope, rope_frequencies, rope_tables
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 11, 64, 4
 SLOPES = 2.0 ** -np.arange(1, HEADS + 1)

@@ -37,15 +37,15 @@ def test_sinusoidal_defaults_and_no_positions():
     np.testing.assert_array_equal(sinusoidal(9, 4)[4:], sinusoidal(5, 4, offset=4))
 
 
-@pytest.mark.parametrize("n_heads", [1, 2, 3, 7, 8, 12, 16, 25, 40, 71, 112])
-def test_alibi_slopes_as_the_authors_code_has_them(n_heads):
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 7, 8, 12, 16, 25, 40, 71, 112])
+def test_alibi_slopes_as_the_authors_code_has_them(num_heads):
     def power_of_two(n):
         start = 2 ** (-(2 ** -(math.log2(n) - 3)))
         return [start * start**i for i in range(n)]
 
-    n = 2 ** math.floor(math.log2(n_heads))
-    expected = power_of_two(n) + power_of_two(2 * n)[0::2][: n_heads - n]
-    slopes = alibi_slopes(n_heads)
+    n = 2 ** math.floor(math.log2(num_heads))
+    expected = power_of_two(n) + power_of_two(2 * n)[0::2][: num_heads - n]
+    slopes = alibi_slopes(num_heads)
     assert slopes.dtype == np.float32
     np.testing.assert_allclose(slopes, expected, rtol=1e-7)
 
@@ -119,8 +119,8 @@ BAD_CALLS = [
     (sinusoidal, (3, 4), {"dtype": "floaty"}, TypeError, "dtype is 'floaty'; expected float32"),
     (sinusoidal, (3, 4), {"base": 0.0}, ValueError, "base is 0.0; expected a number above 0"),
     (sinusoidal, (3, 4), {"base": "e"}, TypeError, "base is 'e'; expected a real number"),
-    (alibi_slopes, (0,), {}, ValueError, "n_heads is 0; expected at least 1"),
-    (alibi_slopes, (True,), {}, TypeError, "n_heads is True; expected an integer"),
+    (alibi_slopes, (0,), {}, ValueError, "num_heads is 0; expected at least 1"),
+    (alibi_slopes, (True,), {}, TypeError, "num_heads is True; expected an integer"),
     (t5_buckets, (-1, 4), {}, ValueError, "len_q is -1; expected at least 0"),
     (t5_buckets, (4, 4.5), {}, TypeError, "len_k is 4.5; expected an integer"),
     (t5_buckets, (4, 4), {"num_buckets": 3}, ValueError,

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fastattn.rope import RopeFrequencies, apply_rope, rope_frequencies, rope_tables
+from fastattn.positions import RopeFrequencies, apply_rope, rope_frequencies, rope_tables
 
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 LAYOUTS = [False, True]

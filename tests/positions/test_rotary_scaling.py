@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fastattn.rope import rope_frequencies, rope_tables
+from fastattn.positions import rope_frequencies, rope_tables
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
