@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from fastattn._args import Array
 
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "sigmoid")
+# The formulas are in src/activations.inc, their twins in reference_ops.ACTIVATIONS.
+Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +30,7 @@ class LinearArgs:
     x: Array  # last axis contiguous, as of all that follow; float32, float64, float16 or bfloat16
     weight: PackedLinear
     bias: Array | None  # (n), or (2, n) if gated: lane dtype
-    activation: str | None
+    activation: Activation | None
     residual: Array | None  # (m, n), x's dtype
     out: Array  # (m, n), x's dtype
     num_threads: int
@@ -48,7 +50,7 @@ class RowsArgs:
     weight: Array | None = None  # (n), lane dtype
     bias: Array | None = None
     eps: float = 0.0
-    activation: str | None = None
+    activation: Activation | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +136,7 @@ def linear_args(
     x: Any,
     weight: Any,
     bias: Any,
-    activation: str | None,
+    activation: Activation | None,
     residual: Any,
     out: Any,
     num_threads: int | None,
@@ -228,7 +230,7 @@ def norm_args(
 def elementwise_args(
     func: str,
     x: Any,
-    activation: str | None,
+    activation: Activation | None,
     up: Any,
     out: Any,
     num_threads: int | None,

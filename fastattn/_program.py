@@ -19,6 +19,7 @@ from fastattn._scratch import keep, scratch
 
 if TYPE_CHECKING:
     from fastattn._args import Array
+    from fastattn._ops_args import Activation
     from fastattn._ranges import Range
     from fastattn.cache import Slots
     from fastattn.packed import PackedLinear
@@ -41,7 +42,7 @@ class LinearStep(NamedTuple):
     out: int
     weight: PackedLinear
     bias: Array | None  # of the lane type, contiguous, as the norm's parameters
-    activation: str | None = None
+    activation: Activation | None = None
     residual: int | None = None
     op: Literal["linear"] = "linear"
 

@@ -280,10 +280,10 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
         }
     }
     if (!steps) memset(scratch.acc, 0, count * rows * FA_PANEL_BYTES);
-#define FINISH(activation)                                                                                             \
-    case activation: finish_rows(a, activation, panel, count, row, rows, scratch.acc); break;
     switch (a->activation) {
-        FINISH(FA_NONE) FINISH(FA_RELU) FINISH(FA_GELU) FINISH(FA_GELU_TANH) FINISH(FA_SILU) FINISH(FA_SIGMOID)
+#define FA_ACTIVATION(constant, name, formula)                                                                         \
+    case constant: finish_rows(a, constant, panel, count, row, rows, scratch.acc); break;
+#include "activations.inc"
+    default: finish_rows(a, FA_NONE, panel, count, row, rows, scratch.acc);
     }
-#undef FINISH
 }

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from conftest import COMPILED, NOTHING_COMPILED
 
-from fastattn import _backend, ops
+from fastattn import _backend, ops, reference_ops
 from fastattn._args import plain_args
-from fastattn._ops_args import LinearArgs, RopeArgs, RowsArgs
+from fastattn._ops_args import ACTIVATIONS, LinearArgs, RopeArgs, RowsArgs
 from fastattn._program import OUT, AttendStep, HeadNormStep, LinearStep, NormStep, Sequences, X
 from fastattn.cache import Slots
 
@@ -215,3 +215,8 @@ def test_attention_that_does_not_fit(core, changes):
     core.attention(args())
     with pytest.raises(ValueError, match=f"fastattn: {'|'.join(changes)} has shape"):
         core.attention(args(**changes))
+
+
+def test_one_list_of_activations(core):
+    """The names in C, in Python, and of the twins in NumPy."""
+    assert core.activations() == ACTIVATIONS == tuple(reference_ops.ACTIVATIONS)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import ops
+from fastattn import _ops_args, ops
 from fastattn._args import FLOAT32
 from fastattn._inputs import MOST_SIZE, choice, flag, integer
 from fastattn._ops_args import epsilon, rows
@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 NORMS = ("layer_norm", "rms_norm")
 
 # What a feed-forward's activation does to its first map, and whether that then multiplies another.
-ACTIVATIONS = {
-    "relu": ("relu", False),
-    "gelu": ("gelu", False),
-    "gelu_tanh": ("gelu_tanh", False),
-    "silu": ("silu", False),
-    "sigmoid": ("sigmoid", False),
+ACTIVATIONS: dict[str, tuple[ops.Activation, bool]] = {
+    **{name: (name, False) for name in _ops_args.ACTIVATIONS},
     "glu": ("sigmoid", True),
     "reglu": ("relu", True),
     "geglu": ("gelu", True),
@@ -77,7 +73,7 @@ class Linear(Layer):
         self,
         x: ArrayLike,
         *,
-        activation: str | None = None,
+        activation: ops.Activation | None = None,
         residual: ArrayLike | None = None,
         out: Array | None = None,
     ) -> Array:
@@ -239,8 +235,8 @@ class FeedForward(Layer):
     d_model, dim_feedforward : int
         Width outside and inside.
     activation : str, default "relu"
-        "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid"; or gated (Shazeer 2020): "glu" (sigmoid),
-        "reglu", "geglu", "geglu_tanh", "swiglu".
+        One of `fastattn.ops.activate`; or gated (Shazeer 2020): "glu" (sigmoid), "reglu", "geglu",
+        "geglu_tanh", "swiglu".
     bias : bool, default True
     weights_dtype, rng
         As in `Linear`.

@@ -18,6 +18,7 @@ from fastattn._ops_args import LinearArgs, RowsArgs, data
 
 if TYPE_CHECKING:
     from fastattn._args import Array
+    from fastattn._ops_args import Activation
     from fastattn.packed import PackedLinear
 
 
@@ -75,7 +76,7 @@ def linear(
     x: Array,
     weight: PackedLinear,
     bias: Array | None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Array | None = None,
     out: Array | None = None,
 ) -> Array:

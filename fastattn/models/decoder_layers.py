@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastattn._args import Array
+    from fastattn._ops_args import Activation
     from fastattn._program import Step
     from fastattn.packed import PackedLinear
 
@@ -32,7 +33,7 @@ class Common(NamedTuple):
     head_dim: int
     norm: str  # "layer_norm" or "rms_norm"
     eps: float
-    activation: str
+    activation: Activation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
