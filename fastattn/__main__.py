@@ -12,12 +12,12 @@ from pathlib import Path
 
 import fastattn
 from fastattn import _cli_models
-from fastattn._backend import available_cpus
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.suites import SUITES
-from fastattn.models.pooling import MODES as POOLING
-from fastattn.models.weights import DTYPES as MODEL_DTYPES
-from fastattn.models.weights import WEIGHT_DTYPES
+from fastattn._engine.settings import available_cpus
+from fastattn.models._pooling import MODES as POOLING
+from fastattn.models._weights import DTYPES as MODEL_DTYPES
+from fastattn.models._weights import WEIGHT_DTYPES
 
 BENCH_DTYPES = (*DTYPES, "int8")
 

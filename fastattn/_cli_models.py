@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO, TextIO
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
     from fastattn.models import Bert, Decoder
 
 SUFFIXES = (".npy", ".jsonl")
@@ -45,7 +45,7 @@ def _said(work: Callable[[], None]) -> int:
 
 def _embed(options: argparse.Namespace) -> None:
     from fastattn.models import Bert
-    from fastattn.models.files import require
+    from fastattn.models._files import require
 
     progress_bar = require("tqdm").tqdm
     model = _load(options)

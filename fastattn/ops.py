@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import numpy as np
 
-from fastattn import _backend
-from fastattn._blocks import blocks, copied
-from fastattn._inputs import as_array, float_array, require_result
-from fastattn._ops_args import Activation, elementwise_args, linear_args, norm_args
-from fastattn.packed import PackedLinear, pack
+from fastattn._args.blocks import blocks, copied
+from fastattn._args.ops import elementwise_args, linear_args, norm_args
+from fastattn._args.packed import PackedLinear, pack
+from fastattn._args.types import Activation
+from fastattn._args.values import as_array, float_array, require_result
+from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -100,7 +101,7 @@ def linear(
     other rows. One accumulator sums at most 256 products.
     """
     args, result = linear_args("linear", x, weight, bias, activation, residual, out, num_threads, backend)
-    _backend.run_op("linear", args, backend)
+    dispatch.run(args, backend)
     return result
 
 
@@ -165,7 +166,7 @@ def layer_norm(
     args, result = norm_args(
         "layer_norm", x, weight, bias, eps, residual, return_sum, out, num_threads, backend
     )
-    _backend.run_op("rows", args, backend)
+    dispatch.run(args, backend)
     return result
 
 
@@ -203,7 +204,7 @@ def rms_norm(
     args, result = norm_args(
         "rms_norm", x, weight, None, eps, residual, return_sum, out, num_threads, backend
     )
-    _backend.run_op("rows", args, backend)
+    dispatch.run(args, backend)
     return result
 
 
@@ -219,7 +220,7 @@ def softmax(
     Parameters, results and errors as in `layer_norm`.
     """
     args, result = elementwise_args("softmax", x, None, None, out, num_threads, backend)
-    _backend.run_op("rows", args, backend)
+    dispatch.run(args, backend)
     return result
 
 
@@ -256,7 +257,7 @@ def activate(
         If an argument does not fit; nothing was computed.
     """
     args, result = elementwise_args("activate", x, activation, up, out, num_threads, backend)
-    _backend.run_op("rows", args, backend)
+    dispatch.run(args, backend)
     return result
 
 

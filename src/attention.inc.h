@@ -12,7 +12,7 @@
  *
  * Keys and values are copied once per block, and shared by the tiles, where that pays: 16-bit ones are widened (or the
  * values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered:
- * strides of (batch, length, heads, head_dim) arrays fall on the same cache sets (docs/performance.md). */
+ * strides of (batch, length, heads, head_dim) arrays fall on the same cache sets (docs/notes/attention-kernel.md). */
 
 /* A probability of 0 does not shield a NaN or Inf in V. So a tile in which some row does not attend some key takes the
  * values without the rows that are not finite, and adds those afterwards where they are attended: add_bad_values. */

@@ -92,7 +92,7 @@ typedef enum {
 typedef struct {
     const char *x, *residual;
     char *out;
-    const char *panels; /* n_panels x k x columns, as packed.py says; gated: gate, up, gate, ... */
+    const char *panels; /* n_panels x k x columns, as _args/packed.py says; gated: gate, up, gate, ... */
     const void *scales; /* lanes, (n_panels, columns); int8 only */
     const void *bias;   /* lanes, (n), gated (2, n); optional, as residual */
     int64_t x_row, residual_row, out_row, m, n, k;

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,14 +12,7 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import fastattn
-from fastattn import _backend
-
-COMPILED = () if os.environ.get("FASTATTN_BACKEND") == "numpy" else fastattn.available_isas()
-IMPLEMENTATIONS = (*COMPILED, "numpy")
-NOTHING_COMPILED = pytest.param(None, marks=pytest.mark.skip("of compiled kernels, and there are none"))
-
-each_isa = pytest.mark.parametrize("isa", COMPILED or [NOTHING_COMPILED])
+from implementations import COMPILED, IMPLEMENTATIONS, child_environment, forced
 
 # An implementation stays in force for all examples of a property; timing says nothing on a shared machine.
 _HYPOTHESIS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture]}
@@ -36,13 +28,6 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     return f"fastattn implementations: {', '.join(IMPLEMENTATIONS)}"
-
-
-def forced(implementation, **more):
-    """A context in which `implementation`, the name of an instruction set or "numpy", computes."""
-    if implementation == "numpy":
-        return _backend.forced(backend="numpy", **more)
-    return _backend.forced(isa=implementation, backend="compiled", **more)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -62,18 +47,3 @@ def python():
         return subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
 
     return run
-
-
-def child_environment(**changes):
-    """os.environ with `changes`, in which a child imports the fastattn under test.
-
-    What a child prints is read: in UTF-8, without colours, and as no other variable of Python's has it.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    environment["PYTHONPATH"] = str(Path(fastattn.__file__).parents[1])
-    environment |= {"PYTHONIOENCODING": "utf-8", "PYTHON_COLORS": "0"}
-    for name, value in changes.items():
-        environment.pop(name, None)
-        if value is not None:
-            environment[name] = str(value)
-    return environment

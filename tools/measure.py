@@ -1,4 +1,4 @@
-"""Measure what docs/performance.md says of one thread, and how much of a layer or a step is Python.
+"""Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
     python tools/measure.py {peak,strided,padding,decode,linear,layer,step} [--isa ISA] [--dtype float32]
 
@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 import fastattn
-from fastattn import _backend, _core, models, ops
+from fastattn import models, ops
 from fastattn._bench import model_files
+from fastattn._engine import settings
+from fastattn._engine.core import _core
 from fastattn.layers import TransformerEncoderLayer
 
 
@@ -191,7 +193,7 @@ def main() -> None:
     parser.add_argument("--isa", choices=fastattn.available_isas())
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "float16", "bfloat16"))
     arguments = parser.parse_args()
-    with _backend.forced(isa=arguments.isa):
+    with settings.forced(isa=arguments.isa):
         measures[arguments.what](arguments.dtype)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import fastattn
+from fastattn import functional
 from fastattn._bench import flex_peer, peers
 from fastattn._bench.cases import Array
 from fastattn._bench.problem import SIGMOID, TINY, Problem
@@ -22,7 +23,7 @@ from fastattn._bench.ways import Way, refuse_dense
 def _compiled(problem: Problem, threads: int) -> dict[str, Way]:
     q, k, v = problem.inputs()
     options = {**problem.options(), "num_threads": threads, "backend": "compiled"}
-    function = fastattn.sigmoid_attention if problem.variant == SIGMOID else fastattn.attention
+    function = functional.sigmoid_attention if problem.variant == SIGMOID else fastattn.attention
     if problem.shape == TINY:  # a user's first lines: nothing chosen, nothing preallocated
         return {"": Way(lambda: fastattn.attention(q, k, v))}
     out = np.empty(problem.out_shape, q.dtype)
@@ -32,7 +33,7 @@ def _compiled(problem: Problem, threads: int) -> dict[str, Way]:
 def _fallback(problem: Problem, threads: int) -> dict[str, Way]:
     q, k, v = problem.inputs()
     options = problem.options()
-    function = fastattn.sigmoid_attention if problem.variant == SIGMOID else fastattn.attention
+    function = functional.sigmoid_attention if problem.variant == SIGMOID else fastattn.attention
     out = np.empty(problem.out_shape, q.dtype)
     return {"": Way(lambda: function(q, k, v, out=out, backend="numpy", **options))}
 
@@ -84,7 +85,7 @@ def _numpy(problem: Problem, threads: int) -> dict[str, Way]:
 
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernel"),
+    "fastattn": Engine(("fastattn._engine.core._core",), _compiled, "the compiled kernel"),
     "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy: q @ k.T, softmax, @ v"),
     "torch": Engine(("torch",), peers.torch_sdpa, "torch.nn.functional.scaled_dot_product_attention"),

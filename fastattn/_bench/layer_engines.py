@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from fastattn import _backend, layers, ops
+from fastattn import layers, ops
 from fastattn._bench import layer_peers, plain
 from fastattn._bench.cases import Array
 from fastattn._bench.layer_problem import LayerProblem, plain_layer
 from fastattn._bench.suite import Engine
 from fastattn._bench.ways import Way, enter_for_good
+from fastattn._engine import settings
 from fastattn.cache import DecoderCache, KVCache
-from fastattn.rope import apply_rope
+from fastattn.positions import apply_rope
 
 
 def _compiled(problem: LayerProblem, threads: int) -> dict[str, Way]:
@@ -26,7 +27,7 @@ def _fallback(problem: LayerProblem, threads: int) -> dict[str, Way]:
 
 def _own(problem: LayerProblem, backend: str) -> dict[str, Way]:
     """The layer as a user builds it; threads are those that the worker's environment says."""
-    enter_for_good(_backend.forced(backend=backend))
+    enter_for_good(settings.forced(backend=backend))
     kind, x, weights = problem.shape.kind, problem.x(), problem.weights()
     if kind == "linear":
         packed = ops.pack(weights["weight"], dtype=problem.dtype)
@@ -100,7 +101,7 @@ def _numpy_step(problem: LayerProblem, x: Array, memory: Array, weights: dict[st
 
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernels"),
+    "fastattn": Engine(("fastattn._engine.core._core",), _compiled, "the compiled kernels"),
     "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy, by definition"),
     "torch": Engine(("torch",), layer_peers.torch_eager, "torch.nn, eager, inference mode"),

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastattn._args.packed import from_bfloat16_bits, to_bfloat16_bits
 from fastattn._bench import plain
 from fastattn._bench.cases import Array
 from fastattn._bench.suite import TOLERANCE, Section
-from fastattn.packed import from_bfloat16_bits, to_bfloat16_bits
 
 DTYPES = ("float32", "bfloat16", "int8")
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}

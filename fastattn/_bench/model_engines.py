@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from fastattn import _backend, models
+from fastattn import models
 from fastattn._bench import model_files, model_peers, plain
 from fastattn._bench.cases import Array
 from fastattn._bench.layer_problem import BYTES
 from fastattn._bench.model_problem import ModelProblem
 from fastattn._bench.suite import Engine
 from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_above_memory
+from fastattn._engine import settings
 
 STEPS = 256  # in which the keys and values grow from nothing to a percent of the weights
 FALLBACK_BYTES = 1e9  # of weights: the fallback is not measured beyond, it would crowd out the peers
@@ -31,7 +32,7 @@ def _fallback(problem: ModelProblem, threads: int) -> dict[str, Way]:
 def _own(problem: ModelProblem, backend: str) -> dict[str, Way]:
     """The model as a user loads it; threads are those that the worker's environment says."""
     refuse_above_memory(problem.weights * BYTES[problem.dtype], "holds its weights")
-    enter_for_good(_backend.forced(backend=backend))
+    enter_for_good(settings.forced(backend=backend))
     model: Any = models.load(problem.folder(), weights_dtype=problem.dtype)
     ids = problem.ids()
     if problem.shape.kind == "minilm":
@@ -61,7 +62,7 @@ def _numpy(problem: ModelProblem, threads: int) -> dict[str, Way]:
 _TORCH = ("torch", "transformers")
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._core", "safetensors"), _compiled, "the compiled kernels"),
+    "fastattn": Engine(("fastattn._engine.core._core", "safetensors"), _compiled, "the compiled kernels"),
     "fallback": Engine(("fastattn", "safetensors"), _fallback, "fastattn without its extension"),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy, by definition"),
     "torch": Engine(_TORCH, model_peers.torch_eager, "transformers on torch, eager, inference mode"),

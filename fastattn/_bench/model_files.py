@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from fastattn._args.packed import from_bfloat16_bits, to_bfloat16_bits
 from fastattn._bench.cases import Array
-from fastattn.packed import from_bfloat16_bits, to_bfloat16_bits
 
 Json = dict[str, Any]
 

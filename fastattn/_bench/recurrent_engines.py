@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from fastattn import _backend, attention, linear_attention
+from fastattn import attention
 from fastattn._bench.recurrent_problem import SOFTMAX, RecurrentProblem
 from fastattn._bench.suite import Engine
 from fastattn._bench.ways import Unsupported, Way, enter_for_good
+from fastattn._engine import settings
+from fastattn.functional import linear_attention
 
 
 def _compiled(problem: RecurrentProblem, threads: int) -> dict[str, Way]:
@@ -24,7 +26,7 @@ def _fallback(problem: RecurrentProblem, threads: int) -> dict[str, Way]:
 
 def _own(problem: RecurrentProblem, backend: str) -> dict[str, Way]:
     """Threads are those that the worker's environment says."""
-    enter_for_good(_backend.forced(backend=backend))
+    enter_for_good(settings.forced(backend=backend))
     q, k, v = problem.arrays()
     out = np.empty_like(q)
     if problem.variant == SOFTMAX:
@@ -73,7 +75,7 @@ def _torch(problem: RecurrentProblem, threads: int) -> dict[str, Way]:
 
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernels"),
+    "fastattn": Engine(("fastattn._engine.core._core",), _compiled, "the compiled kernels"),
     "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy, token by token"),
     "torch": Engine(("torch", "transformers"), _torch, "transformers' torch code of Qwen3-Next; SDPA"),

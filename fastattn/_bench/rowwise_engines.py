@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 
 import fastattn
-from fastattn import _backend
+from fastattn import functional
 from fastattn._bench.rowwise_problem import K_KEYS, SOFTMAX, RowwiseProblem
 from fastattn._bench.suite import Engine
 from fastattn._bench.ways import Unsupported, Way, enter_for_good, refuse_dense
+from fastattn._engine import settings
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     SOFTMAX: fastattn.attention,
-    "sparsemax": fastattn.sparsemax_attention,
-    "entmax15": fastattn.entmax15_attention,
-    "top_k": fastattn.topk_attention,
-    "talking_heads": fastattn.talking_heads_attention,
-    "additive": fastattn.additive_attention,
+    "sparsemax": functional.sparsemax_attention,
+    "entmax15": functional.entmax15_attention,
+    "top_k": functional.topk_attention,
+    "talking_heads": functional.talking_heads_attention,
+    "additive": functional.additive_attention,
 }
 
 
@@ -33,7 +34,7 @@ def _fallback(problem: RowwiseProblem, threads: int) -> dict[str, Way]:
 
 def _own(problem: RowwiseProblem, backend: str) -> dict[str, Way]:
     """Threads are those that the worker's environment says."""
-    enter_for_good(_backend.forced(backend=backend))
+    enter_for_good(settings.forced(backend=backend))
     q, k, v = problem.arrays()
     options: dict[str, Any] = {"out": np.empty_like(q)}
     if problem.variant == "top_k":
@@ -99,7 +100,7 @@ def _torch(problem: RowwiseProblem, threads: int) -> dict[str, Way]:
 
 
 ENGINES = {
-    "fastattn": Engine(("fastattn._core",), _compiled, "the compiled kernels"),
+    "fastattn": Engine(("fastattn._engine.core._core",), _compiled, "the compiled kernels"),
     "fallback": Engine(("fastattn",), _fallback, "fastattn without its extension"),
     "numpy": Engine(("numpy",), _numpy, "plain NumPy, all scores at once"),
     "torch": Engine(("torch",), _torch, "the formulas in torch, all scores at once; SDPA for softmax"),

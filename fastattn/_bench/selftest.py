@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn import _backend
 from fastattn._bench import oracle
 from fastattn._bench.cases import STRUCTURES, VARIANTS, Array, Shape, as_dtype, combine, make_inputs, pairs
+from fastattn._engine import settings
 
 # Around the edges of vectors and tiles; 0 is a size like any other.
 LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 129, 257)
@@ -140,7 +140,7 @@ def main(n: int, seed: int) -> int:
 
 
 def compute(case: Case, setting: dict[str, Any]) -> tuple[Array, Array]:
-    with _backend.forced(**setting):
+    with settings.forced(**setting):
         out, lse = fastattn.attention(
             *case.inputs, **case.options, return_lse=True, backend=setting["backend"]
         )

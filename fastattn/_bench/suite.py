@@ -56,7 +56,7 @@ class Engine(NamedTuple):
     what: str
 
     def installed(self) -> bool:
-        if self.packages[0] == "fastattn._core" and not fastattn.available_isas():
+        if self.packages[0] == "fastattn._engine.core._core" and not fastattn.available_isas():
             return False
         return all(util.find_spec(package) is not None for package in self.packages)
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn import _backend, approximate, variants
+from fastattn import functional, layers
 from fastattn._bench.cases import VARIANTS, Array, Rng, Shape, as_dtype, make_inputs
 from fastattn._bench.suite import TOLERANCE, Section
+from fastattn._engine import settings
 from fastattn.layers import TransformerEncoderLayer
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -42,11 +43,11 @@ def _options(name: str) -> Make:
 
 
 def _function(name: str, more: Callable[[Inputs], tuple[Array, ...]], **options: Any) -> Make:
-    """A function of `fastattn.variants` of q, k, v and more arrays."""
+    """A function of `fastattn.functional` of q, k, v and more arrays."""
 
     def make(x: Inputs) -> Call:
         arrays = more(x)
-        return lambda: getattr(variants, name)(x.q, x.k, x.v, *arrays, **options)
+        return lambda: getattr(functional, name)(x.q, x.k, x.v, *arrays, **options)
 
     return make
 
@@ -73,7 +74,7 @@ def _latent(absorbed: bool) -> Make:
         q = x.draw(shape.batch, shape.heads_q, shape.len_q, shape.head_dim + rope_dim)
         cache = x.draw(shape.batch, shape.len_k, rank + rope_dim)
         weights = [x.draw(shape.heads_q, n, rank) / 16 for n in (shape.head_dim, shape.dim_v)]
-        return lambda: variants.latent_attention(q, cache, *weights, absorbed=absorbed, causal=True)
+        return lambda: functional.latent_attention(q, cache, *weights, absorbed=absorbed, causal=True)
 
     return make
 
@@ -88,7 +89,7 @@ def _induced(x: Inputs) -> Call:
         for n in (0, 1)
     )
     points, tokens = x.draw(32, width), x.draw(x.shape.batch, x.shape.len_q, width)
-    return lambda: variants.induced_set_attention(first, second, points, tokens)
+    return lambda: layers.induced_set_attention(first, second, points, tokens)
 
 
 def _each_head(x: Inputs) -> tuple[Array, Array]:
@@ -99,22 +100,22 @@ def _each_head(x: Inputs) -> tuple[Array, Array]:
 
 def _location(x: Inputs) -> Call:
     logits = x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_q, x.shape.len_k)
-    return lambda: fastattn.location_attention(logits, x.v)
+    return lambda: functional.location_attention(logits, x.v)
 
 
 def _linformer(x: Inputs) -> Call:
     e, f = (x.draw(64, x.shape.len_k) / 32 for _ in range(2))
-    return lambda: approximate.linformer_attention(x.q, x.k, x.v, e, f)
+    return lambda: functional.linformer_attention(x.q, x.k, x.v, e, f)
 
 
 def _nystrom(x: Inputs) -> Call:
     k, v = _each_head(x)
-    return lambda: approximate.nystrom_attention(x.q, k, v)
+    return lambda: functional.nystrom_attention(x.q, k, v)
 
 
 def _reformer(x: Inputs) -> Call:
     v = _each_head(x)[1]
-    return lambda: approximate.lsh_attention(x.q, v, n_buckets=64, n_rounds=2)
+    return lambda: functional.lsh_attention(x.q, v, n_buckets=64, n_rounds=2)
 
 
 def _statistics(x: Inputs) -> Call:
@@ -143,7 +144,7 @@ CALLS: dict[str, Make] = {
         "general_attention", lambda x: (x.draw(x.shape.head_dim, x.shape.head_dim) / 64,)
     ),
     "differential": lambda x: (
-        lambda: variants.differential_attention(x.q, x.k, x.v[:, : x.v.shape[1] // 2], 0.5)
+        lambda: functional.differential_attention(x.q, x.k, x.v[:, : x.v.shape[1] // 2], 0.5)
     ),
     "gated": _function(
         "gated_attention", lambda x: (x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_q, x.shape.dim_v),)
@@ -203,7 +204,7 @@ class VariantProblem(NamedTuple):
 
     def reference(self) -> tuple[Array, Array]:
         """All rows, by the fallback in float64; the tests hold that against the formulas."""
-        with _backend.forced(backend="numpy"):
+        with settings.forced(backend="numpy"):
             out = self.call("float64")()
         out = out.reshape(-1, out.shape[-1])
         return np.arange(len(out)), out

@@ -107,13 +107,13 @@ class Worker:
 
     def limits(self, dtype: str) -> dict[str, Any]:
         """What the machine can do at most, as measured by the extension."""
-        from fastattn import _core
+        from fastattn._engine.settings import core
 
         # Narrow types are computed in float32 where there are no instructions for their products.
-        narrow = dtype in ("float16", "int8") or not _core.fma_peak(dtype, self.threads)
-        bandwidth = _core.read_bandwidth(self.threads)
+        narrow = dtype in ("float16", "int8") or not core.fma_peak(dtype, self.threads)
+        bandwidth = core.read_bandwidth(self.threads)
         wall, cpu = time.perf_counter(), time.process_time()  # now that all threads are awake
-        flops = _core.fma_peak("float32" if narrow else dtype, self.threads)
+        flops = core.fma_peak("float32" if narrow else dtype, self.threads)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         return {"flops": flops, "bytes": bandwidth, "cpu_share": cpu / (self.threads * wall)}
 

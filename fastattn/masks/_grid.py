@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _ranges
-from fastattn._inputs import MOST_SIZE, flag, integer, short
-from fastattn._ranges import Resolved
+from fastattn._args import key_ranges
+from fastattn._args.key_ranges import Resolved
+from fastattn._args.values import MOST_SIZE, flag, integer, short
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
 from fastattn.masks._sequence import _set
 
 if TYPE_CHECKING:
-    from fastattn._args import Bools, Ints, Shape
+    from fastattn._args.types import Bools, Ints, Shape
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -130,8 +130,8 @@ class neighborhood(Mask):
         counts, begin, stop = np.full(n, first.shape[1]), first.ravel(), (first + length).ravel()
         if not given.all():
             counts, begin, stop = given.sum(axis=1), begin[given.ravel()], stop[given.ravel()]
-        lists = _ranges.of_sorted(shape.by_position(n), np.append(counts, 0), begin, stop, n)
-        return _ranges.simplified(lists)
+        lists = key_ranges.of_sorted(shape.by_position(n), np.append(counts, 0), begin, stop, n)
+        return key_ranges.simplified(lists)
 
 
 def neighborhood_sizes(
@@ -166,7 +166,7 @@ def _groups(shape: ScoreShape, groups: Ints) -> Resolved:
     """Each place attends those of its own group; groups has a number for each, in the shape of the grid."""
     key = np.unique(groups, return_inverse=True)[1].ravel()
     query = np.append(key, -1)[shape.by_position(-1)]
-    return _ranges.simplified(of_groups(query, key, shape.len_k))
+    return key_ranges.simplified(of_groups(query, key, shape.len_k))
 
 
 def _sizes(func: str, name: str, x: Any, n: int | None = None, low: int = 1) -> Shape:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _ranges
-from fastattn._inputs import MOST_SIZE, as_array, integer, integers, require_broadcast, short
-from fastattn._ranges import RangeLists, Resolved
+from fastattn._args import key_ranges
+from fastattn._args.key_ranges import RangeLists, Resolved
+from fastattn._args.values import MOST_SIZE, as_array, integer, integers, require_broadcast, short
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Bools, Ints, Shape
+    from fastattn._args.types import Bools, Ints, Shape
 
 # Scores of a block that `compile` looks at at a time.
 _BLOCK_SCORES = 2**20
@@ -37,7 +37,7 @@ class ScoreShape:
     @property
     def position(self) -> Ints:
         """Of every query row, (*batch, 1, len_q)."""
-        return _ranges.positions(self.offset, self.len_q)
+        return key_ranges.positions(self.offset, self.len_q)
 
     def per_sequence(self, name: str, x: Any) -> Ints:
         """`x`, an int for each sequence, as (*batch, 1, 1)."""
@@ -141,7 +141,7 @@ class Mask:
 def dense_array(mask: Mask, shape: ScoreShape) -> Bools:
     """Who attends whom, (*batch_shape, heads, len_q, len_k)."""
     scores = (*shape.batch_shape, shape.heads, shape.len_q, shape.len_k)
-    return _ranges.as_array(mask.resolve(shape), scores)
+    return key_ranges.as_array(mask.resolve(shape), scores)
 
 
 def _mask(operator: str, x: Any) -> Mask:
@@ -169,10 +169,10 @@ class _Both(Mask):
     def resolve(self, shape: ScoreShape) -> Resolved:
         left, right = self.left.resolve(shape), self.right.resolve(shape)
         lists = [x.lists for x in (left, right) if x.lists is not None]
-        begin, end = _ranges.intersect([left[:2], right[:2]], shape.len_k)
+        begin, end = key_ranges.intersect([left[:2], right[:2]], shape.len_k)
         if len(lists) < 2:
             return Resolved(begin, end, *lists)
-        return Resolved(begin, end, _ranges.combined(lists, (1, 1), 2, shape.len_k))
+        return Resolved(begin, end, key_ranges.combined(lists, (1, 1), 2, shape.len_k))
 
     def __repr__(self) -> str:
         return f"({self.left!r} & {self.right!r})"
@@ -185,8 +185,8 @@ class _Either(Mask):
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         parts = (self.left.resolve(shape), self.right.resolve(shape))
-        lists = [_ranges.as_lists(x, shape.len_q, shape.len_k) for x in parts]
-        return _ranges.simplified(_ranges.combined(lists, (1, 1), 1, shape.len_k))
+        lists = [key_ranges.as_lists(x, shape.len_q, shape.len_k) for x in parts]
+        return key_ranges.simplified(key_ranges.combined(lists, (1, 1), 1, shape.len_k))
 
     def __repr__(self) -> str:
         return f"({self.left!r} | {self.right!r})"
@@ -197,9 +197,9 @@ class _Not(Mask):
     mask: Mask
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        lists = _ranges.as_lists(self.mask.resolve(shape), shape.len_q, shape.len_k)
-        every = _ranges.as_lists(Resolved(), 1, shape.len_k)
-        return _ranges.simplified(_ranges.combined([every, lists], (1, -1), 1, shape.len_k))
+        lists = key_ranges.as_lists(self.mask.resolve(shape), shape.len_q, shape.len_k)
+        every = key_ranges.as_lists(Resolved(), 1, shape.len_k)
+        return key_ranges.simplified(key_ranges.combined([every, lists], (1, -1), 1, shape.len_k))
 
     def __repr__(self) -> str:
         return f"~{self.mask!r}"
@@ -275,7 +275,7 @@ def compile(
         return _Compiled(mask, scores, mask.resolve(scores))
     if not callable(mask):
         raise TypeError(f"compile(): mask is of type {type(mask).__name__}; expected a mask or a function")
-    return _Compiled(mask, scores, _ranges.simplified(_of_predicate(mask, scores)))
+    return _Compiled(mask, scores, key_ranges.simplified(_of_predicate(mask, scores)))
 
 
 def score_shape(func: str, shape: Shape, q_offset: ArrayLike | None) -> ScoreShape:
@@ -314,7 +314,7 @@ def _of_predicate(function: Callable[..., ArrayLike], shape: ScoreShape) -> Rang
     owner, begin, end = (
         (np.concatenate(x) for x in zip(*parts, strict=True)) if parts else np.zeros((3, 0), np.int64)
     )
-    return _ranges.union(numbers, numbers.size, owner, begin, end, shape.len_k)
+    return key_ranges.union(numbers, numbers.size, owner, begin, end, shape.len_k)
 
 
 def _runs(array: Bools, rows: Ints) -> tuple[Ints, Ints, Ints]:
@@ -346,4 +346,4 @@ def of_groups(query: Ints, key: Ints, len_k: int) -> RangeLists:
     first = np.arange(0, n_lists, none + 1).reshape(*shape, 1, 1)
     index = first + np.where(query < 0, none, query)
     end = np.where(group < 0, begin, end)
-    return _ranges.union(index, n_lists, sequence * (none + 1) + group, begin, end, len_k)
+    return key_ranges.union(index, n_lists, sequence * (none + 1) + group, begin, end, len_k)

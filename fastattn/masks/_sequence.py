@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _ranges
-from fastattn._inputs import as_array, integer
-from fastattn._ranges import RangeLists, Resolved
+from fastattn._args import key_ranges
+from fastattn._args.key_ranges import RangeLists, Resolved
+from fastattn._args.values import as_array, integer
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array, Ints
+    from fastattn._args.types import Array, Ints
 
 
 class all_keys(Mask):
@@ -36,7 +36,7 @@ class causal(Mask):
     __slots__ = ()
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        return Resolved(*_ranges.causal(shape.position))
+        return Resolved(*key_ranges.causal(shape.position))
 
     def __repr__(self) -> str:
         return "causal()"
@@ -62,7 +62,7 @@ class window(Mask):
                 _set(self, name, integer("window", name, getattr(self, name), 0))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        return Resolved(*_ranges.window(shape.position, self.left, self.right))
+        return Resolved(*key_ranges.window(shape.position, self.left, self.right))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -106,7 +106,7 @@ class chunked(Mask):
         _set(self, "size", integer("chunked", "size", self.size, 1))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        size = min(self.size, _ranges.UNBOUNDED)
+        size = min(self.size, key_ranges.UNBOUNDED)
         begin = shape.position // size * size
         return Resolved(begin, begin + size)
 
@@ -154,7 +154,7 @@ class documents(Mask):
             table, position = (x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (table, position))
             query = np.take_along_axis(table, position, axis=-1)
         dropped = np.count_nonzero(found < 0)  # the first numbers, as found is sorted
-        return _ranges.simplified(of_groups(query - dropped, key - dropped, shape.len_k))
+        return key_ranges.simplified(of_groups(query - dropped, key - dropped, shape.len_k))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -175,13 +175,13 @@ class dilated(Mask):
         position = shape.position
         reach = shape.len_k // self.dilation + 1
         if self.window > reach:  # one list a remainder, and not one a row
-            far = min(self.window * self.dilation, _ranges.UNBOUNDED)
+            far = min(self.window * self.dilation, key_ranges.UNBOUNDED)
             return Resolved(position - far, position + far + 1, _residues(shape, self.dilation))
-        steps = np.arange(-self.window, self.window + 1) * min(self.dilation, _ranges.UNBOUNDED)
+        steps = np.arange(-self.window, self.window + 1) * min(self.dilation, key_ranges.UNBOUNDED)
         rows = np.arange(position.size).reshape(position.shape)
         begin = position.ravel()[:, None] + steps
-        lists = _ranges.union(rows, rows.size, rows.reshape(-1, 1), begin, begin + 1, shape.len_k)
-        return _ranges.simplified(lists)
+        lists = key_ranges.union(rows, rows.size, rows.reshape(-1, 1), begin, begin + 1, shape.len_k)
+        return key_ranges.simplified(lists)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -197,9 +197,9 @@ class strided(Mask):
         _set(self, "stride", integer("strided", "stride", self.stride, 1))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        near = _ranges.as_lists(window(self.stride).resolve(shape), shape.len_q, shape.len_k)
-        lists = _ranges.combined([near, _residues(shape, self.stride)], (1, 1), 1, shape.len_k)
-        return Resolved(*_ranges.causal(shape.position), lists)
+        near = key_ranges.as_lists(window(self.stride).resolve(shape), shape.len_q, shape.len_k)
+        lists = key_ranges.combined([near, _residues(shape, self.stride)], (1, 1), 1, shape.len_k)
+        return Resolved(*key_ranges.causal(shape.position), lists)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -217,20 +217,20 @@ class fixed(Mask):
         _set(self, "summary", integer("fixed", "summary", self.summary, 1, self.stride))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        near = _ranges.as_lists(chunked(self.stride).resolve(shape), shape.len_q, shape.len_k)
-        stride, before = (min(n, _ranges.UNBOUNDED) for n in (self.stride, self.stride - self.summary))
+        near = key_ranges.as_lists(chunked(self.stride).resolve(shape), shape.len_q, shape.len_k)
+        stride, before = (min(n, key_ranges.UNBOUNDED) for n in (self.stride, self.stride - self.summary))
         block, index = np.arange(0, shape.len_k, stride), np.zeros((1, 1), np.int64)
-        summaries = _ranges.union(index, 1, np.array(0), block + before, block + stride, shape.len_k)
-        lists = _ranges.combined([near, summaries], (1, 1), 1, shape.len_k)
-        return Resolved(*_ranges.causal(shape.position), lists)
+        summaries = key_ranges.union(index, 1, np.array(0), block + before, block + stride, shape.len_k)
+        lists = key_ranges.combined([near, summaries], (1, 1), 1, shape.len_k)
+        return Resolved(*key_ranges.causal(shape.position), lists)
 
 
 def _residues(shape: ScoreShape, step: int) -> RangeLists:
     """Keys at distances that are multiples of `step`: one list for each remainder that a key has."""
-    key, step = np.arange(shape.len_k), min(step, _ranges.UNBOUNDED)
+    key, step = np.arange(shape.len_k), min(step, key_ranges.UNBOUNDED)
     n = min(step, shape.len_k)  # the number of an empty list
     number = np.minimum(shape.position % step, n)
-    return _ranges.union(number, n + 1, key % step, key, key + 1, shape.len_k)
+    return key_ranges.union(number, n + 1, key % step, key, key + 1, shape.len_k)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -290,8 +290,8 @@ class tree(Mask):
         first = np.arange(0, flat.size, nodes).reshape(*parents.shape[:-1], 1, 1)
         number = first + np.clip(position - start, 0, nodes - 1)
         owners, begins, ends = (np.concatenate(x) for x in (owner, begin, end))
-        lists = _ranges.union(number, flat.size, owners, begins, ends, shape.len_k)
-        return Resolved(*_ranges.causal(position), lists)
+        lists = key_ranges.union(number, flat.size, owners, begins, ends, shape.len_k)
+        return Resolved(*key_ranges.causal(position), lists)
 
 
 def _set(mask: Mask, name: str, value: Any) -> None:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import _ranges
-from fastattn._inputs import MOST_SIZE, as_array, integer, require_broadcast, short
-from fastattn._ranges import Resolved
+from fastattn._args import key_ranges
+from fastattn._args.key_ranges import Resolved
+from fastattn._args.values import MOST_SIZE, as_array, integer, require_broadcast, short
 from fastattn.masks._mask import Mask, ScoreShape, runs_of
 from fastattn.masks._sequence import _integers, _set
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Bools
+    from fastattn._args.types import Bools
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -39,7 +39,7 @@ class dense(Mask):
         rows = array.shape[:-1]
         array = np.broadcast_to(array, (*rows, shape.len_k))
         index = np.arange(int(np.prod(rows))).reshape(rows)
-        return _ranges.simplified(_ranges.union(index, index.size, *runs_of(array), shape.len_k))
+        return key_ranges.simplified(key_ranges.union(index, index.size, *runs_of(array), shape.len_k))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -79,12 +79,14 @@ class block_sparse(Mask):
             shape.func, "bitmap of block_sparse()", bitmap.shape, target, "(..., heads_q, blocks_q, blocks_k)"
         )
         owner, begin, end = runs_of(bitmap)
-        block = shape.position // min(block_q, _ranges.UNBOUNDED)
+        block = shape.position // min(block_q, key_ranges.UNBOUNDED)
         block_k = min(block_k, max(1, shape.len_k))
         n = int(np.prod(bitmap.shape[:-1]))
         row = np.arange(0, n, blocks_q or 1).reshape(*lead, 1) if lead else np.zeros((1, 1), np.int64)
         index = np.where((block >= 0) & (block < blocks_q), row + block, n)
-        return Resolved(lists=_ranges.union(index, n + 1, owner, begin * block_k, end * block_k, shape.len_k))
+        return Resolved(
+            lists=key_ranges.union(index, n + 1, owner, begin * block_k, end * block_k, shape.len_k)
+        )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -104,7 +106,7 @@ class global_tokens(Mask):
         number = np.isin(shape.position, chosen).astype(np.int64)
         owner = np.append(np.zeros_like(chosen), 1)
         begin, end = np.append(chosen, 0), np.append(chosen + 1, shape.len_k)
-        return _ranges.simplified(_ranges.union(number, 2, owner, begin, end, shape.len_k))
+        return key_ranges.simplified(key_ranges.union(number, 2, owner, begin, end, shape.len_k))
 
 
 @dataclass(frozen=True, repr=False, eq=False)

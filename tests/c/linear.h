@@ -47,7 +47,7 @@ typedef struct {
     near *want[2]; /* of lanes, of the bfloat16 dot product; once they are asked for */
 } linear_case;
 
-/* Packs random weights as packed.py does. */
+/* Packs random weights as fastattn/_args/packed.py does. */
 static void new_weights(linear_case *c)
 {
     fa_linear_args *a = &c->args;

@@ -9,9 +9,9 @@ from recipes import RECIPES, Call, native, recipe, same
 from scores import MASKS, Scores, any_mask, grid, lengths
 
 import fastattn
-from fastattn import masks, ops, plot, positions, rope
-from fastattn._args import lane_dtype
-from fastattn.packed import WEIGHT_DTYPES, PackedLinear
+from fastattn import masks, ops, plot, positions
+from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
+from fastattn._args.types import lane_dtype
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "sigmoid")
 
@@ -228,29 +228,29 @@ def frequencies(d):
     scaling = d.choose(*SCALINGS)
     more = d.some(0.6, base=lambda: 100.0, max_position_embeddings=lambda: 64, seq_len=lambda: d.size(1, 100))
     more |= d.some(0.8, scaling=lambda: scaling)
-    return Call(rope.rope_frequencies, {"rotary_dim": d.choose(8, 8, 2 * d.size()), **more})
+    return Call(positions.rope_frequencies, {"rotary_dim": d.choose(8, 8, 2 * d.size()), **more})
 
 
 @recipe
 def tables(d):
     arguments = {
         "positions": d.integers(0, 99, *d.batch(), d.length()),
-        "frequencies": rope.rope_frequencies(2 * d.size()),
+        "frequencies": positions.rope_frequencies(2 * d.size()),
         **d.some(0.4, dtype=lambda: d.choose(d.dtype, "float32", np.float64)),
     }
-    return Call(rope.rope_tables, arguments)
+    return Call(positions.rope_tables, arguments)
 
 
 @recipe
 def apply_rope(d):
     batch, length, half = d.batch(), d.length(), d.size()
     x = d.floats(*batch, d.size(1, 3), length, 2 * half + d.size(0, 3))
-    cos, sin = rope.rope_tables(
-        d.integers(0, 99, *d.broadcast(*batch), length), rope.rope_frequencies(2 * half)
+    cos, sin = positions.rope_tables(
+        d.integers(0, 99, *d.broadcast(*batch), length), positions.rope_frequencies(2 * half)
     )
     more = d.some(0.3, interleaved=lambda: True, out=lambda: np.empty(x.shape, d.dtype))
     arguments = {"x": x, "cos": d.laid_out(cos), "sin": d.laid_out(sin), **more}
-    return Call(rope.apply_rope, arguments, same("x"))
+    return Call(positions.apply_rope, arguments, same("x"))
 
 
 @recipe

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fastattn import masks
-from fastattn._args import lane_dtype
+from fastattn._args.types import lane_dtype
 
 
 class Scores(NamedTuple):
