@@ -7,9 +7,10 @@ import pytest
 from implementations import COMPILED, NOTHING_COMPILED
 
 from fastattn import ops
-from fastattn._args.types import LinearArgs, RopeArgs, RowsArgs, plain_args
+from fastattn._args.types import ACTIVATIONS, LinearArgs, RopeArgs, RowsArgs, plain_args
 from fastattn._engine import settings
 from fastattn._engine.program import OUT, AttendStep, HeadNormStep, LinearStep, NormStep, Sequences, X
+from fastattn._reference import ops as twins
 from fastattn.cache import Slots
 
 pytestmark = pytest.mark.parametrize("core", [settings.core] if COMPILED else [NOTHING_COMPILED])
@@ -215,3 +216,8 @@ def test_attention_that_does_not_fit(core, changes):
     core.attention(args())
     with pytest.raises(ValueError, match=f"fastattn: {'|'.join(changes)} has shape"):
         core.attention(args(**changes))
+
+
+def test_one_list_of_activations(core):
+    """The names in C, in Python, and of the twins in NumPy."""
+    assert core.activations() == ACTIVATIONS == tuple(twins.ACTIVATIONS)
