@@ -268,8 +268,8 @@ def _mixed_ids(shape: Shape, rng: Rng) -> Array:
 # Structural masks by name: a function ``(shape, rng)`` that returns the mask for `mask=`.
 STRUCTURES: dict[str, Callable[[Shape, Rng], masks.Mask]] = {
     "sliding_window": lambda shape, rng: masks.window(max(1, shape.len_k // 8 - 1)),
-    "streaming": lambda shape, rng: masks.causal() & (masks.window(shape.len_k // 8) | masks.sink_tokens(4)),
-    "prefix": lambda shape, rng: masks.causal() | masks.prefix(shape.len_k // 4),
+    "streaming": lambda shape, rng: masks.causal() & (masks.window(shape.len_k // 8) | masks.first_keys(4)),
+    "prefix": lambda shape, rng: masks.causal() | masks.first_keys(shape.len_k // 4),
     "chunked": lambda shape, rng: masks.causal() & masks.chunked(max(1, shape.len_k // 8)),
     "packed_documents": lambda shape, rng: masks.documents(np.sort(rng.integers(0, 10, shape.len_k))),
     "mixed_documents": lambda shape, rng: masks.documents(_mixed_ids(shape, rng)),

@@ -15,7 +15,7 @@ def dense(mask: Mask, q: Array, k: Array, kv_lengths: Any, q_offset: Any) -> Arr
     if q_offset is None and kv_lengths is not None:
         q_offset = np.asarray(kv_lengths) - q.shape[-2]
     *batch, heads, len_q, _ = q.shape
-    return mask.to_array(len_q, k.shape[-2], batch_shape=tuple(batch), heads=heads, q_offset=q_offset)
+    return mask.to_array(len_q, k.shape[-2], batch_shape=tuple(batch), num_heads=heads, q_offset=q_offset)
 
 
 @np.errstate(all="ignore")
