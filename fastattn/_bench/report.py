@@ -99,7 +99,7 @@ def _head(report: Json) -> Iterator[str]:
 
 
 def _table(report: Json) -> Iterator[str]:
-    """For every row how many times faster the subject is, then its time, its rate, its share of the limit."""
+    """A line for each row: ratios, then the time of the subject, its speed, its share of the limit."""
     width = 3 + max(max(len(row["section"]), 2 + len(row["shape"]["name"])) for row in report["rows"])
     shown = columns(report)
     yield ""
