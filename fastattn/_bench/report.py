@@ -273,7 +273,7 @@ def _compared(rows: list[dict[str, float]]) -> Iterator[str]:
     best = [min(ratios) for ratios in libraries if ratios]
     if best:
         slower = sum(ratio < 1 for ratio in best)
-        but = f" (but slower in {slower} of {len(best)} rows)" * (slower > 0)
+        but = f" (slower in {slower} of {len(best)} rows)" * (slower > 0)
         yield f"{median(best):.1f} times as fast as the fastest other library{but}"
 
 
