@@ -123,7 +123,7 @@ INLINE void tile_rows(int64_t pitch, int dot, int more, const char *x, int64_t x
         ROWS(5)
         ROWS(6)
 #if LINEAR_ROWS == 12
-            ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+        ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #endif
     }
 #undef ROWS
