@@ -222,7 +222,8 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
         weigh_rows(a, &scores, scratch);
         return;
     }
-    bad_rows bad = {.n = 0};
+    bad_rows bad;
+    bad.n = 0; /* an initialiser would clear all of it, which shows in the time of a block */
     uint8_t attends[BLOCK_K][DOT_ROWS];
     if (hides(kind)) find_bad_rows(dtype, v, a->v.row, n, width, &bad);
     if (bad.n) copy_good_rows(&bad, v, a->v.row, n, width * size, (char *)scratch->v);
