@@ -105,8 +105,8 @@ def extensions():
     from Cython.Build import cythonize
 
     ext = Extension(
-        "fastattn._core",
-        ["fastattn/_core.pyx"],
+        "fastattn._engine.core._core",
+        ["fastattn/_engine/core/_core.pyx"],
         include_dirs=[str(SRC), numpy.get_include()],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         depends=[str(path) for path in SRC.iterdir()],

@@ -1,75 +1,45 @@
 """FlashAttention for CPUs as a NumPy package: exact, fused, multi-threaded attention on NumPy arrays.
 
-`attention` is the function; `explain` and `show_config` say what runs.
+`attention` is the function; `explain` and `show_config` say what runs. `functional` has all others.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastattn import approximate, feature_maps, layers, masks, ops, plot, positions, rope, variants
-from fastattn._backend import (
+from fastattn import functional, layers, masks, ops, plot, positions
+from fastattn._engine.settings import (
     FallbackWarning,
     available_isas,
     get_num_threads,
     set_num_threads,
     show_config,
 )
-from fastattn.attention import (
-    attention,
-    attention_weights,
-    explain,
-    merge_states,
-)
-from fastattn.flex import flex_attention
-from fastattn.linear_attention import linear_attention
-from fastattn.linear_variants import delta_net, gated_delta_net, gated_linear_attention, retention
-from fastattn.neighborhood import neighborhood_attention
-from fastattn.other_scores import additive_attention, location_attention
-from fastattn.sdpa import scaled_dot_product_attention
-from fastattn.sigmoid import sigmoid_attention
-from fastattn.sparse_attention import entmax15_attention, sparsemax_attention, topk_attention
-from fastattn.talking_heads import talking_heads_attention
+from fastattn._version import __version__
+from fastattn.functional._attention import attention, attention_weights, explain, merge_states
+from fastattn.functional._sdpa import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from fastattn import models
 
-__version__ = "0.1.0"
-
 __all__ = [
     "FallbackWarning",
-    "additive_attention",
-    "approximate",
+    "__version__",
     "attention",
     "attention_weights",
     "available_isas",
-    "delta_net",
-    "entmax15_attention",
     "explain",
-    "feature_maps",
-    "flex_attention",
-    "gated_delta_net",
-    "gated_linear_attention",
+    "functional",
     "get_num_threads",
     "layers",
-    "linear_attention",
-    "location_attention",
     "masks",
     "merge_states",
     "models",
-    "neighborhood_attention",
     "ops",
     "plot",
     "positions",
-    "retention",
-    "rope",
     "scaled_dot_product_attention",
     "set_num_threads",
     "show_config",
-    "sigmoid_attention",
-    "sparsemax_attention",
-    "talking_heads_attention",
-    "topk_attention",
-    "variants",
 ]
 
 

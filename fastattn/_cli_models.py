@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO, TextIO
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
     from fastattn.models import Bert, Decoder
 
 SUFFIXES = (".npy", ".jsonl")
@@ -45,7 +46,7 @@ def _said(work: Callable[[], None]) -> int:
 
 def _embed(options: argparse.Namespace) -> None:
     from fastattn.models import Bert
-    from fastattn.models.files import require
+    from fastattn.models._files import require
 
     progress_bar = require("tqdm").tqdm
     model = _load(options)
@@ -87,6 +88,8 @@ def _generate(options: argparse.Namespace) -> None:
         top_p=options.top_p,
         seed=options.seed,
     )
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes characters that a terminal may not show
     for piece in model.text.stream(prompt, tokens):
         print(piece, end="", flush=True)
     print()

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fastattn._inputs import MOST_SIZE, as_array, float_array, float_dtype, integer, integers, is_ready
+from fastattn._args.values import MOST_SIZE, as_array, float_array, float_dtype, integer, integers, is_ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
 
-    from fastattn._args import Array, Ints, Shape
+    from fastattn._args.types import Array, Ints, Shape
 
 _LEAST_CAPACITY = 16
 _APPEND = "KVCache.append"

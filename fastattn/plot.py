@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._inputs import MOST_SIZE, as_array, integer, iterated, short
+from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, short
 from fastattn.masks import Mask
 from fastattn.masks._mask import dense_array, score_shape
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args import Array
+    from fastattn._args.types import Array
 
 __all__ = ["attention_map", "entropy", "mask"]
 

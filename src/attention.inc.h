@@ -12,7 +12,7 @@
  *
  * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened (or
  * values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered, since
- * strides of (batch, length, heads, head_dim) arrays fall on the same cache sets (docs/performance.md).
+ * strides of (batch, length, heads, head_dim) arrays fall on the same cache sets (docs/notes/attention-kernel.md).
  *
  * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
  * Literals  dot: 1 where products are of bfloat16 pairs, only if V_BF16_DOT. nv: 1 for a tile of at most LANES rows, or NV.

@@ -35,16 +35,7 @@ def test_metadata():
 
 
 def test_type_information_is_installed():
-    package = Path(fastattn.__file__).parent
-    assert (package / "py.typed").exists()
-    assert (package / "_core.pyi").exists()
-
-
-def test_stubs_name_what_is_compiled():
-    core = pytest.importorskip("fastattn._core", reason="the extension was not built")
-    stubs = Path(fastattn.__file__).with_name("_core.pyi").read_text()
-    declared = set(re.findall(r"^(?:def|class) (\w+)", stubs, re.MULTILINE))
-    assert declared == {name for name in vars(core) if callable(getattr(core, name)) and name[0] != "_"}
+    assert Path(fastattn.__file__).with_name("py.typed").exists()
 
 
 def test_importing_is_light(python):

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
 
 import fastattn
-from fastattn import approximate, feature_maps, layers, masks, models, ops, positions, rope, variants
+from fastattn import functional, layers, masks, models, ops, positions
+from fastattn.functional import feature_maps
 from fastattn.models import ModelError
 
 X = np.ones((1, 2, 6, 8), np.float32)
@@ -62,8 +63,8 @@ STRINGS = {
     r"attention\(\): backend is": lambda s: fastattn.attention(X, X, X, backend=s),
     r"attention\(\): stats ": lambda s: fastattn.attention(X, X, X, stats=s),
     r"attention\(\): stats has an entry": lambda s: fastattn.attention(X, X, X, stats=(s,)),
-    r"linear_attention\(\): rule is": lambda s: fastattn.linear_attention(X, X, X, rule=s),
-    r"qk_norm_attention\(\): norm is": lambda s: variants.qk_norm_attention(X, X, X, norm=s),
+    r"linear_attention\(\): rule is": lambda s: functional.linear_attention(X, X, X, rule=s),
+    r"qk_norm_attention\(\): norm is": lambda s: functional.qk_norm_attention(X, X, X, norm=s),
     r"FeedForward\(\): activation is": lambda s: layers.FeedForward(4, 8, s),
     r"Linear\(\): weights_dtype is": lambda s: layers.Linear(4, 8, weights_dtype=s),
     r"MultiHeadAttention\(\): weights_dtype is": lambda s: layers.MultiHeadAttention(8, 2, weights_dtype=s),
@@ -71,7 +72,9 @@ STRINGS = {
     r"Linear.load_state_dict\(\): weights_dtype": lambda s: layers.Linear(4, 8).load_state_dict(
         {}, weights_dtype=s
     ),
-    r"rope_frequencies\(\): scaling has type": lambda s: rope.rope_frequencies(8, scaling={"rope_type": s}),
+    r"rope_frequencies\(\): scaling has type": lambda s: positions.rope_frequencies(
+        8, scaling={"rope_type": s}
+    ),
     r"KVCache\(\): dtype is": lambda s: layers.KVCache(dtype=s),
     r"sinusoidal\(\): dtype is": lambda s: positions.sinusoidal(3, 4, dtype=s),
     r"load\(\): dtype is": lambda s: models.load("there", dtype=s),
@@ -91,28 +94,28 @@ INTEGERS = {
     r"attention\(\): window\[1\] ": lambda n: fastattn.attention(X, X, X, window=(None, n)),
     r"attention\(\): row_ranges\[0\] ": lambda n: fastattn.attention(X, X, X, row_ranges=(n, 3)),
     r"attention\(\): num_threads ": lambda n: fastattn.attention(X, X, X, num_threads=n),
-    r"shaw_attention\(\): q_offset ": lambda n: variants.shaw_attention(X, X, X, X[0, 0, :5], q_offset=n),
-    r"disentangled_attention\(\): max_distance ": lambda n: variants.disentangled_attention(
+    r"shaw_attention\(\): q_offset ": lambda n: functional.shaw_attention(X, X, X, X[0, 0, :5], q_offset=n),
+    r"disentangled_attention\(\): max_distance ": lambda n: functional.disentangled_attention(
         X, X, X, X[0], max_distance=n
     ),
-    r"dilated_window_attention\(\): dilation ": lambda n: variants.dilated_window_attention(
+    r"dilated_window_attention\(\): dilation ": lambda n: functional.dilated_window_attention(
         X, X, X, window=1, dilation=n
     ),
-    r"strided_attention\(\): stride ": lambda n: variants.strided_attention(X, X, X, stride=n),
-    r"topk_attention\(\): k_keys ": lambda n: fastattn.topk_attention(X, X, X, k_keys=n),
-    r"lsh_attention\(\): n_buckets ": lambda n: approximate.lsh_attention(X, X, n_buckets=n),
-    r"lsh_attention\(\): n_rounds ": lambda n: approximate.lsh_attention(X, X, n_buckets=2, n_rounds=n),
-    r"lsh_attention\(\): chunk ": lambda n: approximate.lsh_attention(X, X, n_buckets=2, chunk=n),
-    r"neighborhood_attention\(\): kernel": lambda n: fastattn.neighborhood_attention(X, X, X, kernel=(n,)),
+    r"strided_attention\(\): stride ": lambda n: functional.strided_attention(X, X, X, stride=n),
+    r"topk_attention\(\): k_keys ": lambda n: functional.topk_attention(X, X, X, k_keys=n),
+    r"lsh_attention\(\): n_buckets ": lambda n: functional.lsh_attention(X, X, n_buckets=n),
+    r"lsh_attention\(\): n_rounds ": lambda n: functional.lsh_attention(X, X, n_buckets=2, n_rounds=n),
+    r"lsh_attention\(\): chunk ": lambda n: functional.lsh_attention(X, X, n_buckets=2, chunk=n),
+    r"neighborhood_attention\(\): kernel": lambda n: functional.neighborhood_attention(X, X, X, kernel=(n,)),
     r"embedding\(\): ids ": lambda n: ops.embedding(n, ROWS),
     r"favor\(\): head_dim ": lambda n: feature_maps.favor(n, 4),
     r"favor\(\): n_features ": lambda n: feature_maps.favor(4, n),
-    r"rope_frequencies\(\): rotary_dim ": rope.rope_frequencies,
-    r"rope_frequencies\(\): seq_len ": lambda n: rope.rope_frequencies(8, seq_len=n),
+    r"rope_frequencies\(\): rotary_dim ": positions.rope_frequencies,
+    r"rope_frequencies\(\): seq_len ": lambda n: positions.rope_frequencies(8, seq_len=n),
     r"sinusoidal\(\): length ": lambda n: positions.sinusoidal(n, 4),
     r"sinusoidal\(\): d_model ": lambda n: positions.sinusoidal(4, n),
     r"sinusoidal\(\): offset ": lambda n: positions.sinusoidal(4, 4, offset=n),
-    r"alibi_slopes\(\): n_heads ": positions.alibi_slopes,
+    r"alibi_slopes\(\): num_heads ": positions.alibi_slopes,
     r"t5_buckets\(\): len_q ": lambda n: positions.t5_buckets(n, 4),
     r"t5_buckets\(\): len_k ": lambda n: positions.t5_buckets(4, n),
     r"t5_buckets\(\): num_buckets ": lambda n: positions.t5_buckets(4, 4, num_buckets=n),
@@ -127,14 +130,16 @@ INTEGERS = {
     r"MultiHeadAttention\(\): head_dim ": lambda n: layers.MultiHeadAttention(8, 2, head_dim=n),
     r"to_array\(\): len_q ": masks.causal().to_array,
     r"to_array\(\): len_k ": lambda n: masks.causal().to_array(3, n),
-    r"to_array\(\): heads ": lambda n: masks.causal().to_array(3, heads=n),
+    r"to_array\(\): num_heads ": lambda n: masks.causal().to_array(3, num_heads=n),
     r"to_array\(\): batch_shape\[0\] ": lambda n: masks.causal().to_array(3, batch_shape=(n,)),
     r"to_array\(\): q_offset ": lambda n: masks.causal().to_array(3, q_offset=n),
     r"compile\(\): shape\[1\] ": lambda n: masks.compile(masks.causal(), (1, n, 4)),
     r"bigbird\(\): window ": lambda n: masks.bigbird(4, n),
     r"swin\(\): (shift|window)": lambda n: masks.swin((8, 8), n, 1),
     r"documents\(\): ids ": masks.documents,
-    r"prefix\(\): n |attention\(\): n of prefix": lambda n: fastattn.attention(X, X, X, mask=masks.prefix(n)),
+    r"first_keys\(\): n |attention\(\): n of first_keys": lambda n: fastattn.attention(
+        X, X, X, mask=masks.first_keys(n)
+    ),
 }
 # What is only compared may be of any size.
 UNBOUNDED = ("window", "stride", "dilation", "k_keys", "chunk", "seq_len")
@@ -153,7 +158,7 @@ FLAGS = {
     r"MultiHeadAttention\(\): need_weights is": lambda x: LAYER(TOKENS, need_weights=x),
     r"MultiHeadAttention\(\): average_attn_weights is": lambda x: LAYER(TOKENS, average_attn_weights=x),
     r"attention\(\): causal is": lambda x: fastattn.attention(X, X, X, causal=x),
-    r"apply_rope\(\): interleaved is": lambda x: rope.apply_rope(X, TABLE, TABLE, interleaved=x),
+    r"apply_rope\(\): interleaved is": lambda x: positions.apply_rope(X, TABLE, TABLE, interleaved=x),
 }
 
 

@@ -5,10 +5,10 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import forced
+from implementations import forced
 
 from fastattn import ops
-from fastattn.packed import WEIGHT_DTYPES
+from fastattn._args.packed import WEIGHT_DTYPES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]

@@ -10,7 +10,8 @@ from statistics import median
 import numpy as np
 
 import fastattn
-from fastattn import _backend
+from fastattn import functional
+from fastattn._engine import settings
 
 ROUNDS = 15
 SHAPES = ((1, 8, 2048, 64), (1, 12, 512, 64))
@@ -39,7 +40,7 @@ def main():
         calls = {"plain": plain} | {
             name: lambda plain=plain, stats=stats: plain(stats=stats) for name, stats in STATS.items()
         }
-        calls["sigmoid_attention"] = lambda q=q, k=k, v=v: fastattn.sigmoid_attention(q, k, v)
+        calls["sigmoid_attention"] = lambda q=q, k=k, v=v: functional.sigmoid_attention(q, k, v)
         rounds = [{name: seconds(call) for name, call in calls.items()} for _ in range(ROUNDS + 1)][1:]
         for name in calls:
             ratio = median(took[name] / took["plain"] for took in rounds)
@@ -47,5 +48,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with _backend.forced(isa=sys.argv[1] if len(sys.argv) > 1 else None):
+    with settings.forced(isa=sys.argv[1] if len(sys.argv) > 1 else None):
         main()

@@ -11,9 +11,9 @@ from statistics import median
 import numpy as np
 
 import fastattn
-from fastattn import masks
+from fastattn import functional, masks
+from fastattn._args.key_ranges import as_lists
 from fastattn._bench.cases import STRUCTURES, Shape, make_inputs
-from fastattn._ranges import as_lists
 
 ROUNDS = 5
 
@@ -74,7 +74,7 @@ def neighborhoods():
         flat = make_inputs(Shape("", 1, 8, 8, places, places, 64), "float32", np.random.default_rng(0))
         q, k, v = (x.reshape(1, 8, *grid, 64) for x in flat)
         took = ratio(
-            lambda q=q, k=k, v=v, kernel=kernel, dilation=dilation: fastattn.neighborhood_attention(
+            lambda q=q, k=k, v=v, kernel=kernel, dilation=dilation: functional.neighborhood_attention(
                 q, k, v, kernel=kernel, dilation=dilation
             ),
             lambda flat=flat: fastattn.attention(*flat),

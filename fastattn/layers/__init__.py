@@ -1,12 +1,13 @@
 """Transformer layers: fields over pure functions, with torch's names and parameters, batch first."""
 
 from fastattn.cache import Caches, DecoderCache, KVCache
-from fastattn.layers.attention import MultiHeadAttention
-from fastattn.layers.basic import FeedForward, LayerNorm, Linear, RMSNorm
-from fastattn.layers.rotary import Rope
-from fastattn.layers.stacks import Transformer, TransformerDecoder, TransformerEncoder
-from fastattn.layers.state import Layer
-from fastattn.layers.transformer import TransformerDecoderLayer, TransformerEncoderLayer
+from fastattn.layers._attention import MultiHeadAttention
+from fastattn.layers._basic import FeedForward, LayerNorm, Linear, RMSNorm
+from fastattn.layers._rotary import Rope
+from fastattn.layers._sets import induced_set_attention, perceiver, pooling_by_attention, set_attention
+from fastattn.layers._stacks import Transformer, TransformerDecoder, TransformerEncoder
+from fastattn.layers._state import Layer
+from fastattn.layers._transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
     "Caches",
@@ -24,4 +25,8 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "induced_set_attention",
+    "perceiver",
+    "pooling_by_attention",
+    "set_attention",
 ]

@@ -3,9 +3,9 @@
 `load` reads a folder; see docs/models.md.
 """
 
-from fastattn.models.bert import Bert
-from fastattn.models.decoder import Decoder
-from fastattn.models.files import ModelError
-from fastattn.models.load import MODEL_TYPES, load
+from fastattn.models._bert import Bert
+from fastattn.models._decoder import Decoder
+from fastattn.models._files import ModelError
+from fastattn.models._load import MODEL_TYPES, load
 
 __all__ = ["MODEL_TYPES", "Bert", "Decoder", "ModelError", "load"]

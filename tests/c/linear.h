@@ -47,7 +47,7 @@ typedef struct {
     near *want[2]; /* of lanes, of the bfloat16 dot product; once they are asked for */
 } linear_case;
 
-/* Packs random weights as packed.py does. */
+/* Packs random weights as fastattn/_args/packed.py does. */
 static void new_weights(linear_case *c)
 {
     fa_linear_args *a = &c->args;
@@ -88,7 +88,7 @@ static linear_case linear_case_of(int number)
     a->k = linear_k[i % COUNT(linear_k)], i /= COUNT(linear_k);
     a->n = linear_n[i];
     a->dtype = a->weight == FA_F64 ? FA_F64 : floats[below(3)];
-    a->activation = (fa_activation)below(6);
+    a->activation = (fa_activation)below(FA_N_ACTIVATIONS);
     a->gated = (int)below(2);
     c.x = random_floats(a->dtype, a->m, a->k, -1, 1);
     a->x = c.x.data, a->x_row = c.x.row;

@@ -18,7 +18,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-sys.path.append(str(Path(__file__).parents[1]))  # of tiny_models.py
+sys.path.append(str(Path(__file__).parents[1] / "oracles"))
 
 import attention  # noqa: F401 - adds its recipes, as others do
 import faults
@@ -35,7 +35,7 @@ import variants  # noqa: F401
 from draw import Draw
 
 import fastattn
-from fastattn import _backend
+from fastattn._engine import settings
 
 KINDS = {"calls": recipes.draw, "files": files.draw, "faults": faults.draw}
 CASES = {"calls": 10_000, "files": 1_000, "faults": 30}
@@ -70,7 +70,7 @@ def main():
     parser.add_argument("--cases", type=int, help="how many; default 10,000 calls, 1,000 folders")
     parser.add_argument("--case", type=int, help="carry out this one only, and tell what it is")
     parser.add_argument("--only", help="calls of this recipe only, a function of the files here")
-    parser.add_argument("--jobs", type=int, default=_backend.available_cpus())
+    parser.add_argument("--jobs", type=int, default=settings.available_cpus())
     parser.add_argument("--seconds", type=float, default=60, help="that a case may take; default 60")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()

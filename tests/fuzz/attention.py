@@ -6,8 +6,8 @@ from recipes import RECIPES, Call, native, recipe
 from scores import Scores, bias, dense_mask, options
 
 import fastattn
-from fastattn import approximate
-from fastattn._args import lane_dtype
+from fastattn import functional
+from fastattn._args.types import lane_dtype
 
 
 def rows_of(a, q="q", k="k", v="v"):
@@ -80,7 +80,7 @@ def flex_attention(d):
             lambda x, b, h, i, j: x * (1 + h),
             lambda x, b, h, i, j: x,
         )
-    return Call(fastattn.flex_attention, {**s.qkv(d), **more}, attended)
+    return Call(functional.flex_attention, {**s.qkv(d), **more}, attended)
 
 
 @recipe
@@ -97,15 +97,19 @@ def scaled_dot_product_attention(d):
 def sigmoid_attention(d):
     s = Scores.draw(d)
     more = {**options(d, s, "sinks", "return_lse", "stats"), **d.some(0.5, sigmoid_bias=lambda: -1.5)}
-    return Call(fastattn.sigmoid_attention, {**s.qkv(d), **more}, attended)
+    return Call(functional.sigmoid_attention, {**s.qkv(d), **more}, attended)
 
 
 @recipe
 def sparse(d):
     s = Scores.draw(d)
     more = options(d, s, "sinks", "row_ranges", "return_lse", "stats")
-    function = d.choose(fastattn.sparsemax_attention, fastattn.entmax15_attention, fastattn.topk_attention)
-    top = function is fastattn.topk_attention
+    function = d.choose(
+        functional.sparsemax_attention,
+        functional.entmax15_attention,
+        functional.topk_attention,
+    )
+    top = function is functional.topk_attention
     arguments = {**s.qkv(d), **({"k_keys": d.size()} if top else {}), **more}
     return Call(function, arguments, attended, tolerance=np.inf if top else 1.0)
 
@@ -115,7 +119,7 @@ def talking_heads_attention(d):
     s = Scores.draw(d, grouped=False)
     more = options(d, s, "sinks", "row_ranges", "return_lse", "stats")
     pairs = {"pre": lambda: d.floats(s.heads_q, s.heads_q), "post": lambda: d.floats(s.heads_q, s.heads_q)}
-    return Call(fastattn.talking_heads_attention, {**s.qkv(d), **d.some(0.6, **pairs), **more})
+    return Call(functional.talking_heads_attention, {**s.qkv(d), **d.some(0.6, **pairs), **more})
 
 
 @recipe
@@ -123,7 +127,7 @@ def additive_attention(d):
     s = Scores.draw(d)
     more = options(d, s, "sinks", "row_ranges", "return_lse", "stats")
     w = d.floats(*d.choose((s.head_dim,), (s.heads_q, s.head_dim)))
-    return Call(fastattn.additive_attention, {**s.qkv(d), "w": w, **more}, attended)
+    return Call(functional.additive_attention, {**s.qkv(d), "w": w, **more}, attended)
 
 
 @recipe
@@ -133,7 +137,7 @@ def location_attention(d):
         d, s, only=("mask", "causal", "window", "kv_lengths", "q_offset", "return_lse", "num_threads")
     )
     logits = d.floats(*(s.shape[-2:] if s.one_head else s.shape))
-    return Call(fastattn.location_attention, {"logits": logits, "v": s.kv(d)[1], **more})
+    return Call(functional.location_attention, {"logits": logits, "v": s.kv(d)[1], **more})
 
 
 @recipe
@@ -145,7 +149,7 @@ def neighborhood_attention(d):
     s = Scores((2,), heads, heads, 1, 1, dim, dim, False, d.dtype)
     more = options(d, s, only=("scale", "softcap", "sinks", "return_lse", "num_threads", "causal"))
     more |= d.some(0.2, dilation=lambda: d.choose(1, 2))
-    return Call(fastattn.neighborhood_attention, {"q": q, "k": k, "v": v, "kernel": kernel, **more})
+    return Call(functional.neighborhood_attention, {"q": q, "k": k, "v": v, "kernel": kernel, **more})
 
 
 @recipe
@@ -155,14 +159,14 @@ def linformer_attention(d):
     more = {**options(d, s, only=("scale", "out", "num_threads")), **d.some(0.5, f=lambda: f)}
     if s.one_head:
         e, more = d.floats(n, s.len_k), {name: x for name, x in more.items() if name != "f"}
-    return Call(approximate.linformer_attention, {**s.qkv(d), "e": e, **more}, attended, tolerance=np.inf)
+    return Call(functional.linformer_attention, {**s.qkv(d), "e": e, **more}, attended, tolerance=np.inf)
 
 
 @recipe
 def nystrom_attention(d):
     s = Scores.draw(d, grouped=False)
     more = d.some(0.4, n_landmarks=d.size, n_iterations=lambda: d.size(0), scale=lambda: 0.3)
-    return Call(approximate.nystrom_attention, {**s.qkv(d), **more}, tolerance=np.inf)
+    return Call(functional.nystrom_attention, {**s.qkv(d), **more}, tolerance=np.inf)
 
 
 @recipe
@@ -178,7 +182,7 @@ def lsh_attention(d):
         more["n_rounds"] = n_rounds
     arguments = {"qk": qk, "v": v, "n_buckets": n_buckets, **more}
     return Call(
-        approximate.lsh_attention,
+        functional.lsh_attention,
         arguments,
         lambda a: [Like(np.shape(a["v"]), native(a["v"]))],
         tolerance=np.inf,

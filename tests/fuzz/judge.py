@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastattn import _backend
+from fastattn._engine import settings
 from fastattn.layers import Layer
 from fastattn.ops import PackedLinear
 
@@ -61,7 +61,7 @@ def carried_out(draw: Callable[[], Case], backend: dict[str, str]) -> tuple[Case
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         case = draw()
-    with _backend.forced(**backend), warnings.catch_warnings():
+    with settings.forced(**backend), warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
             return case, Outcome(None, arrays_in(case.call()))

@@ -9,11 +9,11 @@ from judge import Like, arrays_in, described
 from packed import false, tamper
 from recipes import RECIPES, Call, native, recipe
 
-from fastattn import layers, rope, variants
-from fastattn._args import lane_dtype
-from fastattn.layers.basic import ACTIVATIONS
-from fastattn.layers.projections import Stack
-from fastattn.packed import WEIGHT_DTYPES, PackedLinear
+from fastattn import layers, positions
+from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
+from fastattn._args.types import lane_dtype
+from fastattn.layers._basic import ACTIVATIONS
+from fastattn.layers._projections import Stack
 
 OPERATIONS = (
     "linear",
@@ -42,7 +42,7 @@ def heads(d, head_dim):
         d.choose(0.0, 0.0, 0.2), num_kv_heads=lambda: 1, qk_norm=lambda: True, output_gate=lambda: True,
         sinks=lambda: True, window=lambda: (d.size(0, 3), 0), softcap=lambda: 5.0, scale=lambda: 0.3,
         add_bias_kv=lambda: True, add_zero_attn=lambda: True,
-        rope=lambda: layers.Rope(rope.rope_frequencies(head_dim // 2 * 2), d.choose(True, False))
+        rope=lambda: layers.Rope(positions.rope_frequencies(head_dim // 2 * 2), d.choose(True, False))
     )  # fmt: skip
 
 
@@ -357,5 +357,5 @@ def sets(d):
     }[name]
     names = (name, *NAMES)
     return Call(
-        getattr(variants, name), {**arguments, **masked}, None, names, TOLERANCE, (first, changes), abused
+        getattr(layers, name), {**arguments, **masked}, None, names, TOLERANCE, (first, changes), abused
     )

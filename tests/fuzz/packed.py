@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from fastattn.packed import WEIGHT_DTYPES, PackedLinear
+from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
 
 FIELDS = ("in_features", "out_features", "gated", "dtype", "panels", "scales")
 

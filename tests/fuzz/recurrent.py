@@ -5,10 +5,10 @@ from judge import Like
 from recipes import RECIPES, Call, native, recipe, same
 from scores import Scores
 
-import fastattn
-from fastattn import feature_maps
-from fastattn._args import lane_dtype
-from fastattn.feature_maps import Favor
+from fastattn import functional
+from fastattn._args.types import lane_dtype
+from fastattn.functional import feature_maps
+from fastattn.functional.feature_maps import Favor
 
 
 def tokens(d):
@@ -51,7 +51,7 @@ def linear_attention(d):
     # A sum to normalise by may be near 0. Without keys of length 1 a delta rule grows exponentially.
     tolerance = 1.0 if plain and "normalize" not in more else np.inf
     arguments = {**arguments, "rule": rule, **more}
-    return Call(fastattn.linear_attention, arguments, lambda a: attended(a, plain), (), tolerance)
+    return Call(functional.linear_attention, arguments, lambda a: attended(a, plain), (), tolerance)
 
 
 RECIPES += [linear_attention] * 2
@@ -84,7 +84,7 @@ def by_its_paper(d):
         arguments |= {"beta": gates["beta"], **d.some(0.2, unit_keys=lambda: False)}
     finite = arguments.get("unit_keys", True)
     tolerance = 1.0 if finite else np.inf
-    return Call(getattr(fastattn, name), arguments, lambda a: attended(a, finite), (), tolerance)
+    return Call(getattr(functional, name), arguments, lambda a: attended(a, finite), (), tolerance)
 
 
 @recipe

@@ -5,7 +5,7 @@ from attention import attended
 from recipes import Call, recipe
 from scores import Scores, options, per_head
 
-from fastattn import variants
+from fastattn import functional
 
 
 def with_scores(d, s, function, *without, **more):
@@ -17,20 +17,20 @@ def with_scores(d, s, function, *without, **more):
 def gated_attention(d):
     s = Scores.draw(d)
     gate = d.floats(*s.out[:-1], d.choose(1, s.head_dim_v))
-    return with_scores(d, s, variants.gated_attention, gate=gate)
+    return with_scores(d, s, functional.gated_attention, gate=gate)
 
 
 @recipe
 def forgetting_attention(d):
     s = Scores.draw(d)
     log_forget = -abs(np.asarray(d.floats(*s.batch, s.heads_q, s.len_k)))
-    return with_scores(d, s, variants.forgetting_attention, "causal", "sinks", log_forget=log_forget)
+    return with_scores(d, s, functional.forgetting_attention, "causal", "sinks", log_forget=log_forget)
 
 
 @recipe
 def cosine_attention(d):
     s = Scores.draw(d)
-    return with_scores(d, s, variants.cosine_attention, "scale", scale=d.choose(2.0, per_head(d, s)))
+    return with_scores(d, s, functional.cosine_attention, "scale", scale=d.choose(2.0, per_head(d, s)))
 
 
 @recipe
@@ -38,14 +38,14 @@ def qk_norm_attention(d):
     s = Scores.draw(d)
     weights = d.some(0.7, q_weight=lambda: d.floats(s.head_dim), k_weight=lambda: d.floats(s.head_dim))
     norm = d.some(0.3, norm=lambda: "layer_norm", eps=lambda: 1e-3)
-    return with_scores(d, s, variants.qk_norm_attention, **weights, **norm)
+    return with_scores(d, s, functional.qk_norm_attention, **weights, **norm)
 
 
 @recipe
 def general_attention(d):
     s = Scores.draw(d)
     weight = d.floats(*d.choose((), (s.heads_q,)), s.head_dim, s.head_dim)
-    return with_scores(d, s, variants.general_attention, weight=weight)
+    return with_scores(d, s, functional.general_attention, weight=weight)
 
 
 @recipe
@@ -54,7 +54,7 @@ def memory_attention(d):
     heads = () if s.one_head else (s.heads_kv,)
     k, v = (d.floats(*heads, 3, dim) for dim in (s.head_dim, s.head_dim_v))
     gate = d.some(0.3, gate=lambda: per_head(d, s))
-    return with_scores(d, s, variants.memory_attention, memory_k=k, memory_v=v, **gate)
+    return with_scores(d, s, functional.memory_attention, memory_k=k, memory_v=v, **gate)
 
 
 @recipe
@@ -62,7 +62,7 @@ def shaw_attention(d):
     s = Scores.draw(d)
     values = d.some(0.6, value_table=lambda: d.floats(5, s.head_dim_v))
     keys = d.floats(5, s.head_dim)
-    return with_scores(d, s, variants.shaw_attention, "softcap", "alibi_slopes", key_table=keys, **values)
+    return with_scores(d, s, functional.shaw_attention, "softcap", "alibi_slopes", key_table=keys, **values)
 
 
 @recipe
@@ -74,7 +74,7 @@ def transformer_xl_attention(d):
         content_bias=lambda: d.floats(s.heads_q, s.head_dim),
         position_bias=lambda: d.floats(s.heads_q, s.head_dim),
     )
-    return with_scores(d, s, variants.transformer_xl_attention, "softcap", relative_keys=keys, **biases)
+    return with_scores(d, s, functional.transformer_xl_attention, "softcap", relative_keys=keys, **biases)
 
 
 @recipe
@@ -82,18 +82,18 @@ def disentangled_attention(d):
     s = Scores.draw(d)
     keys, queries = (d.floats(s.heads_q, 6, s.head_dim) for _ in range(2))
     more = d.some(0.5, position_queries=lambda: queries, max_distance=lambda: 20)
-    return with_scores(d, s, variants.disentangled_attention, "softcap", position_keys=keys, **more)
+    return with_scores(d, s, functional.disentangled_attention, "softcap", position_keys=keys, **more)
 
 
 @recipe
 def dilated_window_attention(d):
     s = Scores.draw(d)
-    return with_scores(d, s, variants.dilated_window_attention, window=d.size(0), dilation=d.size())
+    return with_scores(d, s, functional.dilated_window_attention, window=d.size(0), dilation=d.size())
 
 
 @recipe
 def strided_attention(d):
-    return with_scores(d, Scores.draw(d), variants.strided_attention, stride=d.size())
+    return with_scores(d, Scores.draw(d), functional.strided_attention, stride=d.size())
 
 
 @recipe
@@ -104,7 +104,7 @@ def differential_attention(d):
     more = d.some(0.4, lambda_init=lambda: 0.5, eps=lambda: 1e-4)
     more |= options(d, s, "out", "return_lse", "stats", "sinks", "alibi_slopes")
     arguments = {"q": q, "k": k, "v": v, "lambda_": per_head(d, s), **more}
-    return Call(variants.differential_attention, arguments)
+    return Call(functional.differential_attention, arguments)
 
 
 @recipe
@@ -119,4 +119,4 @@ def latent_attention(d):
         **d.some(0.5, absorbed=lambda: d.choose(True, False)),
         **options(d, s, "out", "stats"),
     }
-    return Call(variants.latent_attention, arguments)
+    return Call(functional.latent_attention, arguments)

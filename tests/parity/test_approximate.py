@@ -7,7 +7,7 @@ from transformers import NystromformerConfig, ReformerConfig
 from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
-from fastattn import approximate
+from fastattn import functional
 
 
 def split(x, heads):
@@ -39,7 +39,7 @@ def test_nystromformer(landmarks):
     module.init_option = "exact"  # of each head; the other is the largest of the batch
     x = torch.randn(2, 96, 64)
     q, k, v = (split(linear(x), 4) for linear in (module.query, module.key, module.value))
-    got = approximate.nystrom_attention(q, k, v, n_landmarks=landmarks)
+    got = functional.nystrom_attention(q, k, v, n_landmarks=landmarks)
     np.testing.assert_allclose(got, split(module(x)[0], 4), atol=2e-5 * abs(got).max())
 
 
@@ -57,7 +57,7 @@ def test_reformer(causal, rounds):
     want = split(module(x).hidden_states, 4)
     torch.manual_seed(3)
     rotations = torch.randn(4, 16, rounds, 4).numpy().swapaxes(1, 2)
-    got = approximate.lsh_attention(
+    got = functional.lsh_attention(
         qk, v, n_buckets=8, chunk=16, n_rounds=rounds, rotations=rotations, causal=causal
     )
     # What is alone in its chunk weighs rounds by lses of -1e5, which float32 rounds to 0.008.

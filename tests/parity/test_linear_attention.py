@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from fastattn import gated_delta_net, linear_attention
+from fastattn.functional import gated_delta_net, linear_attention
 
 BATCH, HEADS, LENGTH, DIM, DIM_V = 2, 4, 150, 24, 40
 RNG = np.random.default_rng(0)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from fastattn import models
-from fastattn.models.sampling import Sampler
+from fastattn.models._sampling import Sampler
 
 TOLERANCE = 1e-5
 VOCAB = 97

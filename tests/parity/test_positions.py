@@ -12,8 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention, T5Config
 
-from fastattn.positions import alibi_slopes, t5_bias, t5_buckets
-from fastattn.rope import apply_rope, rope_frequencies, rope_tables
+from fastattn.positions import alibi_slopes, apply_rope, rope_frequencies, rope_tables, t5_bias, t5_buckets
 
 HEAD_DIM, TRAINED = 64, 8192
 FACTORS = np.linspace(1.0, 1.5, HEAD_DIM // 2).tolist(), np.linspace(1.0, 40.0, HEAD_DIM // 2).tolist()

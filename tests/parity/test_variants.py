@@ -11,7 +11,7 @@ from transformers.models.swinv2.modeling_swinv2 import Swinv2SelfAttention
 from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 
 import fastattn
-from fastattn import variants
+from fastattn import functional
 
 RNG = np.random.default_rng(0)
 
@@ -58,7 +58,7 @@ def test_deberta(buckets, terms):
         for term, name in (("c2p", "pos_key_proj"), ("p2c", "pos_query_proj"))
     ]
     far = 50 if buckets > 0 else None
-    out = variants.disentangled_attention(q, k, v, *tables, max_distance=far, mask=mask[:, None, None])
+    out = functional.disentangled_attention(q, k, v, *tables, max_distance=far, mask=mask[:, None, None])
     np.testing.assert_allclose(out, split(expected, heads), atol=2e-5)
 
 
@@ -81,7 +81,9 @@ def test_deepseek_v2(absorbed):
     q = torch.cat([q[..., :16], q_rope], -1).numpy()
     cache = torch.cat([module.kv_a_layernorm(latent), k_rope[:, 0]], -1).numpy()
     weights = np.split(module.kv_b_proj.weight.numpy().reshape(4, 36, 32), [16], axis=1)
-    out = variants.latent_attention(q, cache, *weights, absorbed=absorbed, causal=True, scale=module.scaling)
+    out = functional.latent_attention(
+        q, cache, *weights, absorbed=absorbed, causal=True, scale=module.scaling
+    )
     out = module.o_proj(torch.from_numpy(out).transpose(1, 2).reshape(batch, length, -1))
     np.testing.assert_allclose(out, expected, atol=2e-5)
 
@@ -98,7 +100,7 @@ def test_xlnet_has_the_attention_of_transformer_xl():
     tensors = [torch.from_numpy(x).permute(2, 0, 1, 3) for x in (q, k, v, relative)]
     expected = module.rel_attn_core(*tensors).permute(1, 2, 0, 3)
     biases = module.r_w_bias.numpy(), module.r_r_bias.numpy()
-    out = variants.transformer_xl_attention(q, k, v, relative[..., 1:, :], *biases)
+    out = functional.transformer_xl_attention(q, k, v, relative[..., 1:, :], *biases)
     np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
@@ -110,7 +112,7 @@ def test_swin_v2():
     table = module.continuous_position_bias_mlp(module.relative_coords_table).view(-1, 4)
     bias = 16 * torch.sigmoid(table[module.relative_position_index.view(-1)].view(25, 25, 4).permute(2, 0, 1))
     scale = module.logit_scale.clamp(max=np.log(100)).exp().numpy().ravel()
-    out = variants.cosine_attention(q, k, v, scale=scale, bias=bias.numpy())
+    out = functional.cosine_attention(q, k, v, scale=scale, bias=bias.numpy())
     np.testing.assert_allclose(out, split(expected, 4), atol=2e-5)
 
 

@@ -1,0 +1,1 @@
+"""From what a caller passed to checked argument objects: the only package that raises for user input."""

@@ -1,0 +1,307 @@
+"""Weights of a linear map, packed once into the panels that the kernels read.
+
+A panel holds `PANEL_BYTES` of each row of the transposed weight: 32 output features of float32, 16 of
+float64, 32 pairs (two input features) of bfloat16. It is what the micro-kernel of every instruction set walks
+through from front to back, so the layout is one for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.blocks import BLOCK, copied
+from fastattn._args.values import choice, flag, float_array, integer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array, Shape
+
+PANEL_BYTES = 128
+_ALIGNMENT = 64
+# Numbers of a weight that are packed at a time, which stay in the second-level cache; of each output feature
+# at most so many, an even number.
+_BLOCK, _BLOCK_FEATURES = 1 << 17, 1 << 12
+_ALL = slice(None)
+WEIGHT_DTYPES = ("float32", "float64", "bfloat16", "int8")
+
+
+class PackedLinear:
+    """The weight of a linear map, or of a gated pair of them, ready for `fastattn.ops.linear`.
+
+    Made by `pack`; read-only. It is the only copy that a layer keeps: `unpack` gives the weight back.
+
+    Attributes
+    ----------
+    in_features, out_features : int
+    dtype : str
+        How the weight is stored: "float32", "float64", "bfloat16" or "int8".
+    gated : bool
+        Whether there are two maps, ``activation(gate(x)) * up(x)``.
+    panels : ndarray
+        ``(n_panels, in_features, columns)``; for bfloat16 ``(n_panels, ceil(in_features / 2), columns, 2)``
+        of its bits. Panels of a gated pair alternate: gate, up, gate, up.
+    scales : ndarray, (n_panels, columns), or None
+        For int8: what each output feature is multiplied by.
+    """
+
+    __slots__ = ("dtype", "gated", "in_features", "out_features", "panels", "scales")
+    dtype: str
+    gated: bool
+    in_features: int
+    out_features: int
+    panels: Array
+    scales: Array | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        gated: bool,
+        dtype: str,
+        panels: Array,
+        scales: Array | None,
+    ):
+        _require_sizes(in_features, out_features, gated, dtype, panels, scales)
+        fields = (dtype, bool(gated), int(in_features), int(out_features), panels, scales)
+        for name, value in zip(self.__slots__, fields, strict=True):
+            object.__setattr__(self, name, value)
+        for array in (panels, scales):
+            if array is not None:
+                array.flags.writeable = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"PackedLinear is read-only: pack() another instead of setting {name}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew from a pickle or a copy: aligned and read-only."""
+        features = self.in_features, self.out_features
+        return _restored, (*features, self.gated, self.dtype, self.panels, self.scales)
+
+    def __repr__(self) -> str:
+        kind = "gated " if self.gated else ""
+        return f"<PackedLinear: {kind}{self.in_features} -> {self.out_features}, {self.dtype}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the weights take."""
+        return int(self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes))
+
+    @np.errstate(all="ignore")
+    def floats(self, which: slice = _ALL) -> Array:
+        """Some of the panels, (panels, in_features, columns), as floating numbers."""
+        panels = self.panels[which]
+        if self.scales is not None:
+            return np.asarray(panels * self.scales[which, None, :])
+        if self.dtype == "bfloat16":
+            count, pairs, width, _ = panels.shape
+            rows = panels.swapaxes(2, 3).reshape(count, 2 * pairs, width)
+            return from_bfloat16_bits(rows[:, : self.in_features])
+        return panels
+
+    def unpack(self) -> Array:
+        """The weight, (out_features, in_features), or (2, out_features, in_features): gate and up.
+
+        In float64 if it is stored so, else in float32, which holds the other types exactly.
+        """
+        n_maps, width, k = 1 + self.gated, columns(self.dtype), self.in_features
+        weight = np.empty(
+            (n_maps, self.out_features, k), np.float64 if self.dtype == "float64" else np.float32
+        )
+        step = max(1, BLOCK // max(1, width * k)) * n_maps
+        for first in range(0, len(self.panels), step):
+            panels = self.floats(slice(first, first + step))
+            count = len(panels) // n_maps
+            maps = panels.reshape(count, n_maps, k, width).transpose(1, 0, 3, 2)
+            rows = weight[:, first // n_maps * width :][:, : count * width]
+            rows[...] = maps.reshape(n_maps, count * width, k)[:, : rows.shape[1]]
+        return weight if self.gated else weight[0]
+
+
+def _require_sizes(
+    in_features: Any, out_features: Any, gated: Any, dtype: Any, panels: Any, scales: Any
+) -> None:
+    """Raise unless these are the panels and scales of such a map: kernels read them without another look."""
+    func = "PackedLinear"
+    choice(func, "dtype", dtype, WEIGHT_DTYPES)
+    k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
+    n_maps, width = 1 + flag(func, "gated", gated), columns(dtype)
+    count = n_maps * -(-n // width)
+    stored = (count, (k + 1) // 2, width, 2) if dtype == "bfloat16" else (count, k, width)
+    expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, _STORED[dtype])]
+    if dtype == "int8":
+        expected.append(("scales", scales, (count, width), np.float32))
+    elif scales is not None:
+        raise ValueError(f"{func}(): scales are given; expected None for {dtype}, only int8 has any")
+    for name, array, shape, kind in expected:
+        if type(array) is not np.ndarray:
+            raise TypeError(f"{func}(): {name} is of type {type(array).__name__}; expected an array")
+        flags = array.flags
+        if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
+            raise ValueError(
+                f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
+                f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
+            )
+
+
+def _restored(
+    in_features: int, out_features: int, gated: bool, dtype: str, panels: Array, scales: Array | None
+) -> PackedLinear:
+    panels = copied(panels, _aligned_empty(panels.shape, panels.dtype))
+    return PackedLinear(in_features, out_features, gated, dtype, panels, scales)
+
+
+def columns(dtype: str) -> int:
+    """Output features of a panel; int8 is widened to float32 on the way to the kernel."""
+    return PANEL_BYTES // (8 if dtype == "float64" else 4)
+
+
+@np.errstate(over="ignore")  # what float64 holds and float32 does not is infinite
+def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None = None) -> PackedLinear:
+    """Pack the weight of a linear map for `linear`, once; O(weight) time and memory.
+
+    Parameters
+    ----------
+    weight : array_like, (out_features, in_features)
+        As torch's ``Linear.weight``: float32, float64, float16 or bfloat16.
+    gate : array_like, (out_features, in_features), optional
+        Makes a gated pair, ``activation(x @ gate.T) * (x @ weight.T)``, computed in one pass.
+    dtype : {"float32", "float64", "bfloat16", "int8"}, optional
+        How it is stored; by default weight's own dtype (float32 for float16). bfloat16 is rounded to nearest
+        even; int8 is symmetric, with one scale for each output feature, ``max(abs(row)) / 127``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, or has values that are not finite once they are stored so.
+    """
+    maps = [_weight("weight", weight)]
+    if gate is not None:
+        maps.insert(0, _weight("gate", gate))
+        if maps[0].shape != maps[1].shape:
+            raise ValueError(f"pack(): gate has shape {maps[0].shape}; expected weight's, {maps[1].shape}")
+        if dtype is None and maps[0].dtype != maps[1].dtype:
+            raise TypeError(
+                f"pack(): gate has dtype {maps[0].dtype}; expected weight's, {maps[1].dtype}, or dtype="
+                f" given, which says how both are stored"
+            )
+    if dtype is None:
+        dtype = {"float64": "float64", "bfloat16": "bfloat16"}.get(maps[-1].dtype.name, "float32")
+    choice("pack", "dtype", dtype, WEIGHT_DTYPES)
+    for name, array in zip(("weight", "gate"), reversed(maps), strict=False):
+        if not is_finite(array, dtype):
+            what = f"values that are not finite as {dtype}"
+            raise ValueError(f"pack(): {name} has {what}; expected finite ones")
+    out_features, in_features = maps[0].shape
+    width, unit = columns(dtype), 2 if dtype == "bfloat16" else 1
+    count, steps = -(-out_features // width), -(-in_features // unit)
+    lane = np.float64 if dtype == "float64" else np.float32
+    scales = _scales(maps, count * width) if dtype == "int8" else None
+    shape = (count * len(maps), steps, width)
+    panels = _aligned_empty((*shape, unit) if unit > 1 else shape, _STORED[dtype])
+    by_map = panels.reshape(count, len(maps), steps, width, unit)
+    for i, array in enumerate(maps):
+        for panel, feature, block in _blocks(array, width, unit, lane):
+            if scales is not None:
+                block = _quantised(block, scales[i].reshape(count, width)[panel : panel + len(block)])
+            elif dtype == "bfloat16":
+                block = to_bfloat16_bits(block)
+            values = block.reshape(len(block), width, -1, unit).swapaxes(1, 2)
+            step = feature // unit
+            by_map[panel : panel + len(block), i, step : step + values.shape[1]] = values
+    if scales is not None:
+        scales = scales.reshape(len(maps), count, width).swapaxes(0, 1).reshape(len(panels), width)
+    return PackedLinear(in_features, out_features, gate is not None, dtype, panels, scales)
+
+
+_STORED = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "int8": np.int8}
+
+
+# The least number that each type but float64 rounds to infinity; int8 is scaled in float32.
+_BEYOND = {"float32": 2.0**128 - 2.0**103, "int8": 2.0**128 - 2.0**103, "bfloat16": 2.0**128 - 2.0**119}
+
+
+def is_finite(x: Array, stored: str, or_none: bool = False) -> bool:
+    """Whether all of floating `x` is finite once it is `stored`, one of WEIGHT_DTYPES; `or_none` allows -inf.
+
+    By its bits: as signed integers those of positive numbers are in the order of the numbers, with infinity
+    and then NaN behind them, and as unsigned integers those of negative ones. So two maxima tell, which take
+    no memory, and of 16-bit types a tenth of the time that comparing the numbers takes.
+    """
+    signed, unsigned = (np.dtype(f"{kind}{x.itemsize}").newbyteorder(x.dtype.byteorder) for kind in "iu")
+    beyond = _BEYOND.get(stored, np.inf)
+    with np.errstate(over="ignore"):
+        above, below = np.array([beyond, -np.inf if or_none else -beyond]).astype(x.dtype)[:, None]
+    most, least = x.view(signed).max(initial=0), x.view(unsigned).max(initial=0)
+    low = below.view(unsigned)[0]
+    return bool(most < above.view(signed)[0] and (least <= low if or_none else least < low))
+
+
+def _weight(name: str, x: Any) -> Array:
+    """`x` as a 2-D floating array."""
+    array = float_array("pack", name, x)
+    if array.ndim != 2:
+        raise ValueError(f"pack(): {name} has shape {array.shape}; expected (out_features, in_features)")
+    return array
+
+
+def _blocks(array: Array, width: int, unit: int, lane: Any) -> Iterator[tuple[int, int, Array]]:
+    """The weight in blocks (panels, width, features) of `lane`, filled up with 0 to whole panels and units.
+
+    Each with its first panel and its first feature.
+    """
+    out_features, in_features = array.shape
+    depth = min(_BLOCK_FEATURES, max(unit, in_features))
+    panels = max(1, _BLOCK // (width * depth))
+    for row in range(0, out_features, panels * width):
+        for feature in range(0, in_features, depth):
+            part = array[row : row + panels * width, feature : feature + depth]
+            rows, features = -(-len(part) // width) * width, -(-part.shape[1] // unit) * unit
+            block = np.zeros((rows, features), lane)
+            block[: len(part), : part.shape[1]] = part
+            yield row // width, feature, block.reshape(-1, width, features)
+
+
+def _scales(maps: list[Array], n: int) -> Array:
+    """By what each output feature is multiplied, (maps, n): 0 where there is none."""
+    largest = np.zeros((len(maps), n), np.float32)
+    for i, array in enumerate(maps):
+        for panel, _, block in _blocks(array, columns("int8"), 1, np.float32):
+            rows = largest[i, panel * columns("int8") :][: block.shape[0] * block.shape[1]]
+            np.maximum(rows, np.abs(block).max(axis=-1).ravel(), out=rows)
+    if not np.isfinite(largest).all():
+        raise ValueError("pack(): weight has values that are not finite; expected finite ones for int8")
+    return largest / np.float32(127)
+
+
+def _quantised(block: Array, scales: Array) -> Array:
+    """block (panels, width, features) in units of scales (panels, width)."""
+    # Of a row of denormal numbers the scale is too coarse, and the quotient may be above 127.
+    quotient = np.rint(block / np.where(scales == 0, 1, scales)[..., None])
+    return np.clip(quotient, -127, 127, out=quotient)
+
+
+def _aligned_empty(shape: Shape, dtype: Any) -> Array:
+    """An array in C order whose data begin at a cache line."""
+    n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(n_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    result: Array = memory[start : start + n_bytes].view(dtype).reshape(shape)
+    return result
+
+
+def to_bfloat16_bits(x: Array) -> Array:
+    """The bits of float32 `x` rounded to bfloat16, to nearest even; NaN stays NaN."""
+    bits = x.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def from_bfloat16_bits(bits: Array) -> Array:
+    """Float32 of the same values."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

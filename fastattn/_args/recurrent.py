@@ -1,0 +1,239 @@
+"""The arguments of linear attention, checked and normalised: the only place that raises."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastattn._args.types import FLOAT32, RecurrentArgs, lane_dtype
+from fastattn._args.values import (
+    choice,
+    flag,
+    is_ready,
+    number,
+    operand,
+    readable,
+    real_array,
+    require_broadcast,
+    require_result,
+)
+from fastattn._engine.settings import get_num_threads, require_backend, threads
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array, Shape
+
+
+class Rule(NamedTuple):
+    """How a state changes from token to token."""
+
+    decay: str = ""  # "scalar": a number a token; "vector": one for every dimension of the key
+    delta: bool = False  # write what the state does not answer yet, with strength beta
+
+
+RULES = {
+    "linear": Rule(),
+    "decay": Rule("scalar"),
+    "gated": Rule("vector"),
+    "delta": Rule(delta=True),
+    "gated_delta": Rule("scalar", delta=True),
+    "kimi_delta": Rule("vector", delta=True),
+}
+
+
+def recurrent_args(
+    func: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    rule: str,
+    log_decay: Any = None,
+    beta: Any = None,
+    causal: bool = True,
+    scale: float | None = None,
+    normalize: bool = False,
+    eps: float = 1e-6,
+    state: Any = None,
+    return_state: bool = False,
+    out_state: Any = None,
+    out: Array | None = None,
+    num_threads: int | None = None,
+    backend: str | None = None,
+) -> RecurrentArgs:
+    """Check the arguments of `func`, for its messages; see `fastattn.functional.linear_attention`."""
+    decay, delta = RULES[choice(func, "rule", rule, RULES)]
+    copies: list[str] = []
+    arrays = [operand(func, name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]
+    for name, x in zip("qkv", arrays, strict=True):
+        if x.ndim < 3 or 0 in (x.shape[-3], x.shape[-1]):
+            raise ValueError(
+                f"{func}(): {name} has shape {x.shape}; expected (..., heads, length, head_dim), at least one"
+                f" head and one dimension"
+            )
+    q_array, k_array, v_array = arrays
+    dtype, lane = q_array.dtype, lane_dtype(q_array.dtype)
+    _require_dtypes(func, dtype, k_array.dtype, v_array.dtype)
+    heads_q, len_q, head_dim = q_array.shape[-3:]
+    heads_k, len_k, _ = k_array.shape[-3:]
+    heads_v, len_v, head_dim_v = v_array.shape[-3:]
+    causal, normalize = flag(func, "causal", causal), flag(func, "normalize", normalize)
+    if k_array.shape[-1] != head_dim:
+        raise ValueError(f"{func}(): k has head_dim {k_array.shape[-1]}; expected q's, {head_dim}")
+    if len_v != len_k:
+        raise ValueError(f"{func}(): v has a length of {len_v}; expected k's, {len_k}")
+    if causal and len_q != len_k:
+        raise ValueError(f"{func}(): q has a length of {len_q}; expected k's, {len_k}, if causal")
+    heads = max(heads_k, heads_v)
+    if heads % heads_k or heads % heads_v or (heads_q % heads and heads % heads_q):
+        raise ValueError(
+            f"{func}(): q, k and v have {heads_q}, {heads_k} and {heads_v} heads; expected those of k and v"
+            f" to divide the larger of both, and those of q to be a multiple of it or divide it, too"
+        )
+    batch_shape = q_array.shape[:-3]
+    if not (batch_shape == k_array.shape[:-3] == v_array.shape[:-3]):
+        batch_shape = _broadcast_batch(func, *(x.shape[:-3] for x in arrays))
+    if not causal and rule != "linear":
+        raise ValueError(f"{func}(): causal is False; expected True with rule {rule!r}")
+    if normalize and delta:
+        raise ValueError(f"{func}(): normalize is True; expected False with rule {rule!r}")
+    token_shape = (*batch_shape, heads, len_k)
+    if (log_decay is None) != (not decay):
+        expected = "None" if not decay else "an array"
+        given = "None" if log_decay is None else "given"
+        raise ValueError(f"{func}(): log_decay is {given}; expected {expected} with rule {rule!r}")
+    if beta is not None and not delta:
+        raise ValueError(f"{func}(): beta is given; expected None with rule {rule!r}")
+    decays = _decays(func, log_decay, token_shape, head_dim if decay == "vector" else 0, lane)
+    strengths = None
+    if delta:
+        strengths = np.ones((1, 1), lane) if beta is None else _tokens(func, "beta", beta, token_shape, lane)
+    default = 1.0 if normalize else head_dim**-0.5
+    factor = default if scale is None else number(func, "scale", scale, lane)
+    epsilon = number(func, "eps", eps, lane)
+    if epsilon < 0:
+        raise ValueError(f"{func}(): eps is {eps}; expected 0 or more")
+    if backend is not None:
+        require_backend(func, backend)
+    n_threads = get_num_threads() if num_threads is None else threads(func, num_threads)
+    with_state = flag(func, "return_state", return_state) or out_state is not None
+
+    shape = (*batch_shape, heads, head_dim, head_dim_v)
+    states = _pair(func, "state", state, normalize)
+    before = _state(func, "state", states[0], shape, lane)
+    norm = _state(func, "state[1]", states[1], shape[:-1], lane)
+    inputs: list[tuple[str, Any, Any]] = list(zip("qkv", (q, k, v), arrays, strict=True))
+    inputs += [("log_decay", log_decay, decays), ("beta", beta, strengths)]
+    out_shape = (*batch_shape, max(heads_q, heads), len_q, head_dim_v)
+    if out is None:
+        out = np.empty(out_shape, dtype)
+    else:
+        others = [*inputs, ("state", states[0], before), ("state[1]", states[1], norm)]
+        require_result(func, out, out_shape, dtype, "q", others)
+    inputs.append(("out", out, out))
+    after, after_norm = _pair(func, "out_state", out_state, normalize)
+    if after is None:
+        after = np.empty(shape, lane)
+    else:
+        others = [*inputs, ("state[1]", states[1], norm)]
+        if not _same(after, before):
+            others.append(("state", states[0], before))
+        require_result(func, after, shape, lane, "the state", others, "out_state")
+    if normalize:
+        if after_norm is None:
+            after_norm = np.empty(shape[:-1], lane)
+        else:
+            others = [*inputs, ("state", states[0], before), ("out_state[0]", after, after)]
+            require_result(func, after_norm, shape[:-1], lane, "the state", others, "out_state[1]")
+            norm = None if norm is None else norm.copy()  # it may be after_norm, which one task writes
+    new = (after, after_norm) if normalize else after
+    return RecurrentArgs(
+        batch_shape, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v, q_array, k_array,
+        v_array, out, decays, strengths, before, after, norm, after_norm, decay == "vector", causal, factor,
+        epsilon, n_threads, (out, new) if with_state else out,
+    )  # fmt: skip
+
+
+def _require_dtypes(func: str, q: np.dtype[Any], k: np.dtype[Any], v: np.dtype[Any]) -> None:
+    """Raise unless all are the same, or k and v are 16-bit for float32 queries, as in attention."""
+    if not (q == k == v or (q == FLOAT32 and k == v and k.itemsize == 2)):
+        raise TypeError(
+            f"{func}(): q, k and v have dtypes {q}, {k} and {v}; expected the same for all, or float32 for q"
+            f" with float16 or bfloat16 for both k and v"
+        )
+
+
+def _broadcast_batch(func: str, q: Shape, k: Shape, v: Shape) -> Shape:
+    """The batch dimensions of all three broadcast."""
+    try:
+        return np.broadcast_shapes(q, k, v)
+    except ValueError:
+        raise ValueError(
+            f"{func}(): q, k and v have batch dimensions {q}, {k} and {v}; expected ones that broadcast"
+        ) from None
+
+
+def _tokens(func: str, name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array:
+    """`x`, numbers for every token, as `lane`; broadcasts to `shape`, (..., heads, length)."""
+    if is_ready(x, 2) and x.dtype is lane and x.shape == shape:  # the usual case, in a tenth of the time
+        ready: Array = x
+        return ready
+    array = real_array(func, name, x)
+    if array.ndim < 2:
+        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., heads, length)")
+    require_broadcast(func, name, array.shape, shape, "(..., heads, length)")
+    return readable(np.asarray(array, lane), name, [])
+
+
+def _decays(func: str, x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any]) -> Array | None:
+    """`x` as logarithms of decays for `shape`, (..., heads, length), or with `head_dim`, one more axis."""
+    if x is None:
+        return None
+    array = x if type(x) is np.ndarray and x.dtype is lane else real_array(func, "log_decay", x)
+    if head_dim:
+        if array.ndim < 3 or array.shape[-1] != head_dim:
+            expected = (*shape[-2:], head_dim)
+            raise ValueError(f"{func}(): log_decay has shape {array.shape}; expected (..., heads, length,"
+                             f" head_dim), as {expected}")  # fmt: skip
+        require_broadcast(
+            func, "log_decay", array.shape, (*shape, head_dim), "(..., heads, length, head_dim)"
+        )
+    elif array.ndim == 1:
+        require_broadcast(func, "log_decay", array.shape, shape[-2:-1], "(heads,) or (..., heads, length)")
+        array = array[:, None]
+    else:
+        array = _tokens(func, "log_decay", array, shape, lane)
+    array = readable(np.asarray(array, lane), "log_decay", [], "the last axis" if head_dim else "")
+    if array.size and not array.max() <= 0:  # NaN is not
+        raise ValueError(f"{func}(): log_decay has {array.max()}; expected 0 or less, -inf for a reset")
+    return array
+
+
+def _pair(func: str, name: str, x: Any, normalize: bool) -> tuple[Any, Any]:
+    """`x` as (state, sum of keys), the latter only with `normalize`; None is (None, None)."""
+    if x is None or not normalize:
+        return x, None
+    if not isinstance(x, tuple) or len(x) != 2:
+        raise TypeError(
+            f"{func}(): {name} is of type {type(x).__name__}; expected a pair (state, sum of keys), as"
+            f" normalize is True"
+        )
+    return x
+
+
+def _state(func: str, name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array | None:
+    """`x` as a state of `shape` and `lane`, the last axis contiguous; None stays None."""
+    if x is None:
+        return None
+    array = operand(func, name, x, [])
+    if array.dtype != lane:
+        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected {lane}")
+    if array.shape != shape:
+        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {shape}")
+    return array
+
+
+def _same(a: Any, b: Array | None) -> bool:
+    """Whether two arrays of one shape are the same elements of memory."""
+    if a is b or not isinstance(a, np.ndarray) or b is None:
+        return a is b
+    return a.ctypes.data == b.ctypes.data and a.strides == b.strides and a.shape == b.shape

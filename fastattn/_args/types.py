@@ -1,0 +1,223 @@
+"""The argument objects that go down to the kernels and to their NumPy twins; checked, normalised, cheap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fastattn._args.packed import PackedLinear
+
+    Array = NDArray[Any]
+    Bools = NDArray[np.bool_]
+    Ints = NDArray[np.int64]
+    Shape = tuple[int, ...]
+
+FLOAT32 = np.dtype(np.float32)
+FLOAT64 = np.dtype(np.float64)
+
+# The formulas are in src/activations.inc, their NumPy twins in _reference/ops.py.
+Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+@dataclass(slots=True)
+class StatisticsArgs:
+    """Where the statistics go, in the lane dtype; None is not asked for. All have an axis of heads."""
+
+    row_max: Array | None = None  # (*batch_shape, heads_q, len_q)
+    entropy: Array | None = None  # the same
+    top_weights: Array | None = None  # (*batch_shape, heads_q, len_q, at most len_k)
+    top_keys: Ints | None = None  # the same
+    # These two are 0 before, and added to by a second pass over the scores.
+    key_sums: Array | None = None  # (*batch_shape, heads_q, len_k)
+    mean_weights: Array | None = None  # (*batch_shape, 1, len_q, len_k)
+    norm: Array | None = None  # (*batch_shape, heads_q, len_q, 2): for the second pass, from the first
+
+    @property
+    def second_pass(self) -> bool:
+        """Whether scores are computed once more."""
+        return self.key_sums is not None or self.mean_weights is not None
+
+
+@dataclass(slots=True, init=False, eq=False)
+class AttentionArgs:
+    """One attention call, checked and normalised: all that the compiled layer and its NumPy twin read.
+
+    What is None or 0.0 is an option that is off. Values of the lane dtype are in the accumulator's: float64
+    for float64, else float32.
+    """
+
+    kernel: ClassVar[str] = "attention"
+
+    batch_shape: Shape  # of the result: those of q, k and v broadcast
+    heads_q: int
+    heads_kv: int
+    len_q: int
+    len_k: int
+    head_dim: int
+    head_dim_v: int
+    # Native byte order, aligned, last axis contiguous, ndim >= 3; own batch dimensions broadcast to
+    # batch_shape.
+    q: Array
+    k: Array
+    v: Array
+    out: Array  # (*batch_shape, heads_q, len_q, head_dim_v), q's dtype
+    lse: Array | None  # (*batch_shape, heads_q, len_q), lane dtype
+    scale: float
+    softcap: float
+    # These broadcast to (*batch_shape, heads_q, len_q, len_k), with ndim >= 3.
+    mask: Bools | None
+    bias: Array | None  # float32 or q's dtype
+    # These broadcast to (*batch_shape, heads_q), with ndim >= 1, in the lane dtype.
+    alibi_slopes: Array | None
+    sinks: Array | None
+    # Row i attends keys row_begin[i] <= j < row_end[i]; values in [0, len_k]; None is an open side. These
+    # broadcast to (*batch_shape, heads_q, len_q), with ndim >= 2.
+    row_begin: Ints | None
+    row_end: Ints | None
+    # And of those, the keys in ranges[range_first[i] : range_last[i]]: pairs (begin, end) in [0, len_k], of a
+    # row not empty, sorted, none touching the next. Shapes as above, and (n, 2), C-contiguous.
+    ranges: Ints | None
+    range_first: Ints | None
+    range_last: Ints | None
+    q_position: Ints | None  # of query row 0, where ALiBi needs it; broadcasts to batch_shape
+    sigmoid_bias: float | None  # sigmoid(score + that) in place of the softmax: no lse, sinks, statistics
+    statistics: StatisticsArgs | None
+    num_threads: int
+    copies: tuple[str, ...]  # what was copied, and why
+    result: Any  # what the caller gets: out[, lse][, stats]; without the heads axis where there was none
+
+
+def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> AttentionArgs:
+    """Attention without any option, of arrays (batch, heads, length, head_dim) that are known to fit."""
+    args = AttentionArgs()
+    batch, args.heads_q, args.len_q, args.head_dim = q.shape
+    _, args.heads_kv, args.len_k, args.head_dim_v = v.shape
+    args.batch_shape = (batch,)
+    args.q, args.k, args.v, args.out, args.result = q, k, v, out, out
+    args.scale, args.softcap = args.head_dim**-0.5, 0.0
+    args.lse = args.mask = args.bias = args.alibi_slopes = args.sinks = None
+    args.row_begin = args.row_end = args.q_position = None
+    args.ranges = args.range_first = args.range_last = None
+    args.sigmoid_bias = args.statistics = None
+    args.num_threads, args.copies = num_threads, ()
+    return args
+
+
+@dataclass(slots=True, eq=False)
+class RowwiseArgs:
+    """One call: all that the compiled layer and its NumPy twin read. Matrices are lanes, C-contiguous."""
+
+    kernel: ClassVar[str] = "rowwise"
+
+    attention: AttentionArgs
+    kind: str  # "sparsemax", "entmax15", "top_k", "additive", "talking_heads"
+    k_keys: int = 0  # of "top_k"
+    weight: Array | None = None  # (heads_q, head_dim), of "additive"
+    pre: Array | None = None  # (heads_q, heads_q), of "talking_heads"
+    post: Array | None = None
+
+    @property
+    def out(self) -> Array:
+        """Where the result goes."""
+        return self.attention.out
+
+
+@dataclass(slots=True, eq=False)
+class RecurrentArgs:
+    """One call: all that the compiled layer and its NumPy twin read.
+
+    The lane dtype is float64 for float64, else float32. There are `heads` states; heads_k and heads_v divide
+    them, heads_q does or is a multiple.
+    """
+
+    kernel: ClassVar[str] = "recurrent"
+
+    batch_shape: Shape
+    heads: int
+    heads_q: int
+    heads_k: int
+    heads_v: int
+    len_q: int
+    len_k: int
+    head_dim: int
+    head_dim_v: int
+    # As in AttentionArgs: last axis contiguous; own batch dimensions broadcast to batch_shape.
+    q: Array
+    k: Array
+    v: Array
+    out: Array  # (*batch_shape, max(heads_q, heads), len_q, head_dim_v), q's dtype
+    # Lane dtype; these broadcast to (*batch_shape, heads, len_k), and with `gated` to (..., len_k, head_dim).
+    log_decay: Array | None
+    beta: Array | None  # not None: the delta rule
+    # Lane dtype, exactly (*batch_shape, heads, head_dim, head_dim_v).
+    state: Array | None  # None is 0
+    state_out: Array  # may be `state` itself
+    # Lane dtype, exactly (*batch_shape, heads, head_dim): the decayed sum of keys, to
+    # normalise by.
+    norm: Array | None  # None is 0; apart from norm_out
+    norm_out: Array | None
+    gated: bool
+    causal: bool
+    scale: float
+    eps: float
+    num_threads: int
+    result: Any  # what the caller gets
+
+
+@dataclass(slots=True, eq=False)
+class LinearArgs:
+    """out (m, n) = activation(x (m, k) weight^T + bias) + residual; for a gated weight see `ops.linear`."""
+
+    kernel: ClassVar[str] = "linear"
+
+    x: Array  # last axis contiguous, as of all that follow; float32, float64, float16 or bfloat16
+    weight: PackedLinear
+    bias: Array | None  # (n), or (2, n) if gated: lane dtype
+    activation: Activation | None
+    residual: Array | None  # (m, n), x's dtype
+    out: Array  # (m, n), x's dtype
+    num_threads: int
+
+
+@dataclass(slots=True, eq=False)
+class RowsArgs:
+    """One pass over the rows of x (m, n): `kind` says which; the rest is None where it takes no part."""
+
+    kernel: ClassVar[str] = "rows"
+
+    kind: str  # "layer_norm", "rms_norm", "softmax", "activate"
+    x: Array
+    out: Array  # (m, n), x's dtype
+    num_threads: int
+    residual: Array | None = None  # (m, n), x's dtype: added to x first
+    total: Array | None = None  # (m, n): receives x + residual
+    up: Array | None = None  # (m, n): multiplies the result of "activate"
+    weight: Array | None = None  # (n), lane dtype
+    bias: Array | None = None
+    eps: float = 0.0
+    activation: Activation | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RopeArgs:
+    """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype."""
+
+    kernel: ClassVar[str] = "rope"
+
+    x: Array  # last axis contiguous, at least three dimensions, as of all
+    out: Array  # x's shape and dtype; may be x
+    cos: Array
+    sin: Array
+    interleaved: bool
+    num_threads: int
+
+
+def lane_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Type in which results of `dtype` are accumulated."""
+    return FLOAT64 if dtype == FLOAT64 else FLOAT32

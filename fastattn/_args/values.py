@@ -1,0 +1,370 @@
+"""One value from a caller at a time: returned in the form that the kernels take, or an error.
+
+Every function takes the name of the public function and that of the argument first, for its messages. How
+values fit together is `attention.py`'s business.
+"""
+
+from __future__ import annotations
+
+import operator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.blocks import copied
+from fastattn._args.types import FLOAT32, FLOAT64
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from fastattn._args.types import Array, Ints, Shape
+
+# Bits of ndarray.flags.num, one look at which is a tenth of the time of looking at each.
+_CONTIGUOUS, _OWNS_DATA, _ALIGNED, _WRITEABLE = 0x1, 0x4, 0x100, 0x400
+_READABLE, _WRITABLE = _CONTIGUOUS | _ALIGNED, _CONTIGUOUS | _ALIGNED | _WRITEABLE
+# Candidate solutions to try for an element that two interleaved views share, before they are taken to
+# overlap. Views of one array with a place for each element are told apart in far fewer.
+_OVERLAP_WORK: Any = 10_000
+
+# More than any memory holds: beyond, a size is a mistake, and NumPy would not say whose.
+MAX_POSITION = 2**53  # integers beyond are not exact in float64, in which distances may be taken
+MOST_SIZE = 2**48
+
+# What float() takes, and is no number.
+_NO_NUMBERS = (bool, np.bool_, str, bytes)
+
+# Smallest and largest normal number of the lane types.
+_LIMITS = {dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)) for dtype in (FLOAT32, FLOAT64)}
+
+# Native floating types met so far; bfloat16, which NumPy does not know, joins with its first array.
+_native = {np.dtype(t) for t in (np.float32, np.float64, np.float16)}
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether `dtype` is float32, float64, float16 or bfloat16, in any byte order."""
+    # By type, as neither kind nor size tells: float8_e5m2 has kind "f", and longdouble may have 8 bytes.
+    # bfloat16 is told by its name, so that ml_dtypes need not be imported.
+    return dtype.type in (np.float32, np.float64, np.float16) or (
+        dtype.name == "bfloat16" and dtype.itemsize == 2
+    )
+
+
+def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
+    """`dtype` as one of the four floating types, in native byte order."""
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        try:
+            import ml_dtypes  # noqa: F401 - teaches NumPy the name
+        except ImportError as missing:
+            raise ImportError(
+                f"{func}(): dtype 'bfloat16' needs the ml_dtypes package: pip install ml_dtypes"
+            ) from missing
+    result: np.dtype[Any] | None
+    try:
+        result = np.dtype(dtype).newbyteorder("=")
+    except (TypeError, ValueError):
+        result = None
+    if result is None or not is_float(result):
+        raise TypeError(f"{func}(): dtype is {short(dtype)}; expected float32, float64, float16 or bfloat16")
+    return result
+
+
+def as_array(func: str, name: str, x: Any) -> Array:
+    """`x` as a plain ndarray of any dtype but object."""
+    if is_masked(x):
+        raise TypeError(
+            f"{func}(): {name} is a masked array; expected a plain one (which keys count is what mask= says)"
+        )
+    try:
+        array = np.asarray(x)
+    except MemoryError:
+        raise
+    except Exception as error:  # an object's own __array__ may raise anything
+        kind = type(x).__name__
+        hint = "; .float() makes it one" if "BFloat16" in str(error) else ""  # a tensor of torch
+        raise TypeError(f"{func}(): {name} is of type {kind}; expected an array ({error}{hint})") from error
+    if isinstance(x, (list, tuple)) and _holds_masked(x, array.ndim - 1):
+        kind = type(x).__name__
+        raise TypeError(f"{func}(): {name} is a {kind} that holds masked arrays; expected plain ones")
+    if array.dtype == np.object_:
+        if array.size and all(type(element) is int for element in array.flat):
+            largest = short(max(array.flat, key=abs))
+            raise ValueError(f"{func}(): {name} has {largest}; expected integers of at most 64 bits")
+        held = ", ".join(sorted({type(element).__name__ for element in array.flat}))
+        what = f"of type {type(x).__name__} and holds {held}" if array.ndim else short(x)
+        raise TypeError(f"{func}(): {name} is {what}; expected an array of one numeric type")
+    return array
+
+
+def is_masked(x: Any) -> bool:
+    """Whether `x` is a masked array, without importing numpy.ma to know."""
+    return isinstance(x, np.ndarray) and hasattr(x, "mask")
+
+
+def _holds_masked(x: list[Any] | tuple[Any, ...], depth: int) -> bool:
+    """Whether the list has masked arrays, in itself or in lists up to `depth` deep; deeper are numbers.
+
+    It is the types of all elements that are looked at: plain lists pay a tenth of their conversion.
+    """
+    level: list[Any] = [x]
+    for _ in range(depth):
+        level = list(chain.from_iterable(each for each in level if isinstance(each, (list, tuple))))
+        if any(issubclass(kind, np.ndarray) and hasattr(kind, "mask") for kind in set(map(type, level))):
+            return True
+    return False
+
+
+def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
+    """`x` as an array of one of the four floating types, in any strides and byte order."""
+    array = as_array(func, name, x)
+    if not is_float(array.dtype):
+        raise TypeError(
+            f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16 or bfloat16"
+        )
+    if array.dtype.isnative:
+        _native.add(array.dtype)
+    if array.ndim < least_dims:
+        raise ValueError(
+            f"{func}(): {name} has shape {array.shape}; expected (..., heads, length, head_dim), or"
+            f" (length, head_dim) for one head"
+        )
+    return array
+
+
+def real_array(func: str, name: str, x: Any) -> Array:
+    """`x`, real numbers that are converted to another type in any case: integers do, too, but no bools."""
+    array = as_array(func, name, x)
+    if array.dtype.kind not in "iu" and not is_float(array.dtype):
+        raise TypeError(
+            f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16, bfloat16 or"
+            f" integers"
+        )
+    return array
+
+
+def readable(array: Array, name: str, copies: list[str], last_axis: str = "") -> Array:
+    """`array`, or a copy where the kernels cannot read it in place; `copies` then gets the reason.
+
+    With `last_axis`, the name of that axis, it has to be contiguous.
+    """
+    reasons = []
+    if not array.dtype.isnative:
+        reasons.append("foreign byte order")
+    if not array.flags.aligned:
+        reasons.append("elements not aligned to their size")
+    if last_axis and array.shape[-1] > 1 and array.size and array.strides[-1] != array.itemsize:
+        reasons.append(f"{last_axis} not contiguous (stride of {array.strides[-1]} bytes)")
+    if not reasons:
+        return array
+    copies.append(f"{name} copied: {', '.join(reasons)}")
+    return copied(array, np.empty(array.shape, array.dtype.newbyteorder("=")))
+
+
+def is_ready(x: Any, least_dims: int) -> bool:
+    """Whether `x` is a floating array that is native, aligned, and contiguous along its last axis.
+
+    Nearly everything is; of what is not, `float_array` and `readable` make one, or say why not.
+    """
+    if type(x) is not np.ndarray or x.dtype not in _native or x.ndim < least_dims:
+        return False
+    flags = x.flags.num & _READABLE
+    return flags == _READABLE or (flags == _ALIGNED and x.strides[-1] == x.itemsize)
+
+
+def operand(func: str, name: str, x: Any, copies: list[str]) -> Array:
+    """`x` as q, k or v: a floating array that is native, aligned, and contiguous along the head dimension."""
+    if is_ready(x, 2):
+        ready: Array = x
+        return ready
+    return readable(float_array(func, name, x, least_dims=2), name, copies, "the head dimension")
+
+
+def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any], copies: list[str]) -> Array:
+    """`x`, a number for each query head, as `dtype`; broadcasts to `shape`, (*batch, heads_q)."""
+    array = real_array(func, name, x)
+    require_broadcast(func, name, array.shape, shape, "(..., heads_q)")
+    if array.dtype != dtype:
+        copies.append(f"{name} converted: {array.dtype} to {dtype}")
+    with np.errstate(over="ignore"):  # what float64 holds and float32 does not is infinite
+        return np.array(array, dtype, ndmin=1)
+
+
+def integers(
+    func: str, name: str, x: Any, shape: Shape, dims: str, low: int = -(2**62), high: int = 2**62
+) -> Ints:
+    """`x`, integers from `low` to `high`, as int64; broadcasts to `shape`, which is called `dims`."""
+    if type(x) is int and low <= x <= high:  # the usual case, in a tenth of the time
+        return np.array(x, np.int64)
+    array = as_array(func, name, x)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
+    require_broadcast(func, name, array.shape, shape, dims)
+    if array.size and not (low <= (least := array.min()) and (most := array.max()) <= high):
+        raise ValueError(f"{func}(): {name} has {most if low <= least else least}; expected {low} to {high}")
+    return np.array(array, np.int64)
+
+
+def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> int:
+    """`x` as an int of at least `low` and at most `high`; a bool is not one."""
+    try:
+        if isinstance(x, (bool, np.bool_)):
+            raise TypeError
+        value = operator.index(x)
+    except TypeError:
+        raise TypeError(f"{func}(): {name} is {short(x)}; expected an integer") from None
+    if value < low or (high is not None and value > high):
+        no_limit = high is None or (value < low and high >= MOST_SIZE)
+        expected = f"at least {low}" if no_limit else f"{low} to {high}"
+        raise ValueError(f"{func}(): {name} is {short(value)}; expected {expected}")
+    return value
+
+
+def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = False) -> float:
+    """`x` as a float that is finite in `dtype`, and above 0 there if it has to be `positive`."""
+    try:
+        if type(x) is not float and (isinstance(x, _NO_NUMBERS) or is_masked(x) or np.ndim(x)):
+            raise TypeError
+        value = float(x)
+    except MemoryError:
+        raise
+    except Exception:  # an object's own __array__ and __float__ may raise anything
+        raise TypeError(f"{func}(): {name} is {short(x)}; expected a real number") from None
+    least, most = _LIMITS[dtype]
+    if not abs(value) <= most:  # NaN is not
+        raise ValueError(f"{func}(): {name} is {value}; expected a number that is finite in {dtype}")
+    if positive and value < least:
+        raise ValueError(f"{func}(): {name} is {value}; expected a number above 0")
+    return value
+
+
+def flag(func: str, name: str, x: Any) -> bool:
+    """`x` as a bool; nothing else is one, or a mask would be taken for True."""
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{func}(): {name} is {short(x)}; expected True or False")
+    return bool(x)
+
+
+def choice(func: str, name: str, x: Any, options: Collection[str]) -> str:
+    """`x`, one of the strings in `options`."""
+    if not isinstance(x, str) or x not in options:
+        raise ValueError(f"{func}(): {name} is {short(x)}; expected one of {', '.join(options)}")
+    return x
+
+
+def generator(func: str, name: str, x: Any) -> np.random.Generator:
+    """`x` as a generator: itself, a new one of the seed `x`, or of an unpredictable seed where it is None."""
+    if x is not None and not isinstance(x, np.random.Generator):
+        try:
+            x = integer(func, name, x, 0)
+        except TypeError:
+            raise TypeError(
+                f"{func}(): {name} is {short(x)}; expected a numpy.random.Generator, an integer or None"
+            ) from None
+    return np.random.default_rng(x)
+
+
+def iterated(func: str, name: str, x: Any, expected: str) -> Iterator[Any]:
+    """What `x` holds, one after the other: `expected` says what that is."""
+    try:  # an array of no dimensions passes for an Iterable
+        return iter(x)
+    except TypeError:
+        kind = type(x).__name__
+        raise TypeError(f"{func}(): {name} is of type {kind}; expected {expected}") from None
+
+
+def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: str, hint: str = "") -> None:
+    """Raise unless an array of `shape` broadcasts to `target`, which is called `dims`."""
+    if len(shape) > len(target) or any(
+        n not in (1, m) for n, m in zip(reversed(shape), reversed(target), strict=False)
+    ):
+        expected = f"one that fits {dims} = {target}{hint}"
+        raise ValueError(f"{func}(): {name} has shape {shape}; expected {expected}")
+
+
+def require_result(
+    func: str,
+    out: Any,
+    shape: Shape,
+    dtype: np.dtype[Any],
+    like: str,
+    inputs: Iterable[tuple[str, Any, Any]],
+    called: str = "out",
+) -> None:
+    """Raise unless a result of `shape` and `dtype`, which is that of `like`, can be written to `out`.
+
+    `called` is the argument's name. `inputs` are read meanwhile, so no memory may be theirs: each is a name,
+    what the caller gave, and the array made of it. Of what is no array but shares its memory, a memoryview
+    or a tensor, the latter tells.
+    """
+    flags = out.flags.num if type(out) is np.ndarray else 0
+    if flags & _WRITABLE != _WRITABLE or out.dtype != dtype or out.shape != shape:
+        _require_writable(func, out, shape, dtype, like, called)
+    owns = flags & _OWNS_DATA
+    for name, given, array in inputs:
+        memory = given if isinstance(given, np.ndarray) else array
+        # Two arrays with memory of their own are told apart in a tenth of the time.
+        if memory is None or (memory.flags.num & owns and memory is not out):
+            continue
+        if _share_memory(out, memory):
+            raise ValueError(
+                f"{func}(): {called} shares memory with {name}; expected it apart from all inputs"
+            )
+
+
+def _require_writable(
+    func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str, called: str
+) -> None:
+    """Raise unless `out` is an array of `shape` and `dtype` with a place to write each element to."""
+    if not isinstance(out, np.ndarray) or is_masked(out):
+        raise TypeError(f"{func}(): {called} is of type {type(out).__name__}; expected an ndarray")
+    if out.dtype != dtype:
+        order = "" if out.dtype.isnative else " in native byte order"
+        raise TypeError(f"{func}(): {called} has dtype {out.dtype}; expected {like}'s, {dtype}{order}")
+    if out.shape != shape:
+        raise ValueError(f"{func}(): {called} has shape {out.shape}; expected {shape}")
+    if not out.flags.writeable:
+        raise ValueError(f"{func}(): {called} is read-only; expected a writable array")
+    if not out.flags.aligned:
+        raise ValueError(
+            f"{func}(): {called} has elements not aligned to their size; expected an aligned array"
+        )
+    if not out.size:
+        return
+    if shape[-1] > 1 and out.strides[-1] != out.itemsize:
+        raise ValueError(
+            f"{func}(): {called} has strides {out.strides}; expected its last axis to be contiguous"
+        )
+    if _overlaps_itself(out):
+        raise ValueError(
+            f"{func}(): {called} has strides {out.strides} for shape {shape}; expected no two elements to"
+            f" overlap"
+        )
+
+
+def _overlaps_itself(array: Array) -> bool:
+    """Whether elements of `array` may lie on each other: a stride is less than what the smaller ones span."""
+    span = array.itemsize
+    axes = [(abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1]
+    for stride, n in sorted(axes):
+        if stride < span:
+            return True
+        span += stride * (n - 1)
+    return False
+
+
+def _share_memory(a: Array, b: Array) -> bool:
+    """Whether `a` and `b` share an element; where that is too hard to tell, they are taken to."""
+    try:
+        return np.shares_memory(a, b, max_work=_OVERLAP_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def short(x: Any) -> str:
+    """`x` for a message: its value, or if that is long, its type."""
+    if isinstance(x, np.ndarray):
+        return f"an array of shape {x.shape} and dtype {x.dtype}"
+    if isinstance(x, int) and x.bit_length() > 128:  # Python shows no integers of thousands of digits
+        return f"an integer of {x.bit_length()} bits"
+    text = repr(x)
+    return text if len(text) <= 40 and "\n" not in text else f"of type {type(x).__name__}"

@@ -1,0 +1,82 @@
+"""The arguments of `fastattn.functional`, checked: what they add to those of `attention`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.attention import attention_args
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import float_array, head_values, integer, require_broadcast
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from fastattn._args.types import Array, AttentionArgs, Ints, Shape
+
+# Keyword arguments of `attention` that any variant hands on, unless it says otherwise.
+OPTIONS = (
+    "mask", "bias", "causal", "window", "scale", "softcap", "alibi_slopes", "sinks", "kv_lengths", "q_offset",
+    "row_ranges", "out", "return_lse", "num_threads", "backend",
+)  # fmt: skip
+
+Options = dict[str, Any]
+
+
+def variant_args(
+    func: str, q: Any, k: Any, v: Any, options: Options, refused: Collection[str] = ()
+) -> AttentionArgs:
+    """The arguments of the `attention` that `func` runs, of whose options it takes all but the refused."""
+    require_options(func, options, refused)
+    return attention_args(func, q, k, v, **options)
+
+
+def require_options(func: str, options: Options, refused: Collection[str] = ()) -> None:
+    """Raise unless all of `options` are attention's, and none is refused."""
+    for name in options:
+        if name not in OPTIONS or name in refused:
+            taken = ", ".join(x for x in OPTIONS if x not in refused)
+            raise TypeError(f"{func}(): {name} is not an argument; expected one of attention's {taken}")
+
+
+def how(options: Options) -> Options:
+    """Those options that say how to compute, for operations beside attention."""
+    return {name: options[name] for name in ("num_threads", "backend") if name in options}
+
+
+def per_head(func: str, name: str, x: Any, args: AttentionArgs) -> Array:
+    """`x`, a number or one a query head, in the lane dtype; at least one axis."""
+    return head_values(func, name, x, (*args.batch_shape, args.heads_q), lane_dtype(args.q.dtype), [])
+
+
+def with_shape(
+    func: str, name: str, x: Any, shape: Shape, dims: str, n_last: int, lane: np.dtype[Any]
+) -> Array:
+    """`x` in `lane`; broadcasts to `shape`, called `dims`, but has its last axes, `n_last` of them."""
+    array = float_array(func, name, x)
+    require_broadcast(func, name, array.shape, shape, dims)
+    if array.shape[-n_last:] != shape[-n_last:]:
+        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {dims} = {shape}")
+    return np.asarray(array, lane)
+
+
+def offsets(args: AttentionArgs, options: Options) -> Ints:
+    """Position of each sequence's first query; broadcasts to the batch dimensions. `options` are checked."""
+    given = options.get("q_offset")
+    if given is not None:
+        return np.asarray(given, np.int64)
+    lengths = options.get("kv_lengths")
+    return np.asarray((args.len_k if lengths is None else np.asarray(lengths, np.int64)) - args.len_q)
+
+
+def one_offset(func: str, args: AttentionArgs, options: Options) -> int:
+    """Position of the first query, the same in all sequences."""
+    if options.get("q_offset") is not None:
+        return integer(func, "q_offset", options["q_offset"], -(2**53), 2**53)
+    if options.get("kv_lengths") is not None:
+        raise ValueError(
+            f"{func}(): kv_lengths is given without q_offset; expected both: one position of the first query"
+            f" for all sequences"
+        )
+    return args.len_k - args.len_q

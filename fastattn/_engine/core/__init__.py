@@ -1,0 +1,1 @@
+"""The compiled layer: fills the structs of src/fastattn.h, runs their tasks, knows no semantics."""

@@ -1,0 +1,118 @@
+"""The C interface, src/fastattn.h."""
+
+from libc.stdint cimport int64_t
+
+cdef extern from "fastattn.h" nogil:
+    enum:
+        FA_PANEL_BYTES
+    ctypedef enum fa_dtype:
+        FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8
+    ctypedef enum fa_kernel_kind:
+        FA_TILE, FA_DOT
+    ctypedef struct fa_watch:
+        int (*gives_up)(void *) noexcept nogil
+        void *caller
+    ctypedef struct fa_array:
+        char *data
+        const int64_t *batch
+        int64_t head, row, col
+        fa_dtype dtype
+    ctypedef struct fa_attention_args:
+        fa_array q, k, v, out, lse, mask, bias, row_begin, row_end, alibi_slopes, sinks, q_position
+        fa_array row_max, entropy, top_weights, top_keys, norm, key_sums, mean_weights
+        fa_array range_first, range_last
+        const int64_t *ranges
+        int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
+        double scale, softcap
+        int64_t n_top
+        int sigmoid
+        double sigmoid_bias
+        int second_pass
+        const fa_watch *watch
+    ctypedef struct fa_plan:
+        fa_kernel_kind kind
+        int block_q, block_k, tiles, bf16_dot
+        int64_t n_tasks, split_k, n_splits, scratch_bytes, partial_bytes
+        double flops
+    ctypedef enum fa_activation:
+        FA_NONE, FA_N_ACTIVATIONS
+    ctypedef struct fa_linear_args:
+        const char *x
+        const char *residual
+        char *out
+        const char *panels
+        const void *scales
+        const void *bias
+        int64_t x_row, residual_row, out_row, m, n, k
+        fa_dtype dtype, weight
+        int gated
+        fa_activation activation
+        const fa_watch *watch
+    ctypedef struct fa_linear_plan:
+        int rows, panels
+        int64_t panel_tasks, n_tasks, scratch_bytes
+        double flops
+    ctypedef enum fa_rows_kind:
+        FA_LAYER_NORM, FA_RMS_NORM, FA_SOFTMAX, FA_ACTIVATE
+    ctypedef struct fa_rows_args:
+        fa_rows_kind kind
+        fa_dtype dtype
+        fa_activation activation
+        const char *x
+        const char *residual
+        const char *up
+        char *total
+        char *out
+        const void *weight
+        const void *bias
+        int64_t x_row, residual_row, up_row, total_row, out_row, m, n
+        double eps
+        const fa_watch *watch
+    ctypedef struct fa_rope_args:
+        fa_array x, out, cos, sin
+        int64_t batch, heads, length, head_dim, pairs
+        int interleaved
+    ctypedef struct fa_recurrent_args:
+        fa_array q, k, v, out, log_decay, beta, state, state_out, norm, norm_out
+        int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v
+        int gated, causal
+        double scale, eps
+        const fa_watch *watch
+    ctypedef struct fa_recurrent_plan:
+        int panels, steps
+        int64_t n_tasks, scratch_bytes
+        double flops
+    ctypedef enum fa_rowwise_kind:
+        FA_SPARSEMAX, FA_ENTMAX15, FA_TOP_K, FA_ADDITIVE, FA_TALKING_HEADS
+    ctypedef struct fa_rowwise_args:
+        fa_attention_args attention
+        fa_rowwise_kind kind
+        int64_t k_keys
+        const void *weight
+        const void *pre
+        const void *post
+    ctypedef struct fa_rowwise_plan:
+        int64_t n_tasks, scratch_bytes
+        double flops
+    ctypedef struct fa_kernels:
+        void (*plan)(const fa_attention_args *, int, fa_plan *) noexcept nogil
+        void (*run)(const fa_attention_args *, const fa_plan *, int64_t, void *) noexcept nogil
+        void (*splits)(const fa_attention_args *, const fa_plan *, int64_t, int64_t *, int64_t *) noexcept nogil
+        void (*run_split)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, void *) noexcept nogil
+        void (*merge)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, const void *) noexcept nogil
+        void (*linear_plan)(const fa_linear_args *, int, fa_linear_plan *) noexcept nogil
+        void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t, void *) noexcept nogil
+        int64_t (*rows_scratch_bytes)(int64_t) noexcept nogil
+        void (*rows_run)(const fa_rows_args *, int64_t, int64_t, void *) noexcept nogil
+        void (*rope_run)(const fa_rope_args *, int64_t, int64_t, void *) noexcept nogil
+        void (*recurrent_plan)(const fa_recurrent_args *, int, fa_recurrent_plan *) noexcept nogil
+        void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t, void *) noexcept nogil
+        void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *) noexcept nogil
+        void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t, void *) noexcept nogil
+        double (*fma_rounds)(int64_t, int) noexcept nogil
+        double (*read_bytes)(const char *, int64_t) noexcept nogil
+    int fa_isa_count()
+    const char *fa_isa_name(int)
+    int fa_isa_available(int)
+    const fa_kernels *fa_isa_kernels(int, fa_dtype)
+    const char *fa_activation_name(fa_activation)

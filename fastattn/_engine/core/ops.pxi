@@ -1,0 +1,175 @@
+# The layers' operations: a part of _core.pyx, which includes it.
+
+# Elements for which a parallel region pays, and those of a task: a row operation spends about a nanosecond on four.
+cdef int64_t PARALLEL_ELEMENTS = 1 << 16
+cdef int64_t TASK_ELEMENTS = 1 << 14
+
+cdef dict _ACTIVATIONS = {fa_activation_name(<fa_activation>i).decode(): i for i in range(1, FA_N_ACTIVATIONS)}
+_ACTIVATIONS[None] = FA_NONE
+cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8}
+cdef dict _STORED = {FA_F32: cnp.NPY_FLOAT, FA_F64: cnp.NPY_DOUBLE, FA_BF16: cnp.NPY_UINT16, FA_I8: cnp.NPY_INT8}
+cdef dict _KINDS = {"layer_norm": FA_LAYER_NORM, "rms_norm": FA_RMS_NORM, "softmax": FA_SOFTMAX,
+                    "activate": FA_ACTIVATE}
+
+
+def activations():
+    """Names of the activations, in the order of src/activations.inc."""
+    return tuple([name for name in _ACTIVATIONS if name])
+
+
+cdef char *_rows(name, cnp.ndarray array, int64_t m, int64_t n, fa_dtype dtype, int64_t *row) except? NULL:
+    """The data of an array (m, n) whose rows are contiguous, and their distance."""
+    if (cnp.PyArray_NDIM(array) != 2 or cnp.PyArray_DIMS(array)[0] != m or cnp.PyArray_DIMS(array)[1] != n
+            or (n > 1 and cnp.PyArray_STRIDES(array)[1] != cnp.PyArray_ITEMSIZE(array))
+            or not cnp.PyArray_ISBEHAVED_RO(array) or _dtype(array) != dtype):
+        raise _misfit(name, array, f"{(m, n)}, rows contiguous, of the dtype of the other rows")
+    row[0] = cnp.PyArray_STRIDES(array)[0]
+    return <char *>cnp.PyArray_DATA(array)
+
+
+cdef void _set_linear(fa_linear_args *a, weight, bias, activation, fa_dtype dtype) except *:
+    """All of `a` but what its rows are."""
+    cdef int64_t width, count
+    cdef int n_maps = 2 if weight.gated else 1, lane = _lane_type(dtype)
+    memset(a, 0, sizeof(fa_linear_args))
+    a.n, a.k = weight.out_features, weight.in_features
+    a.dtype = dtype
+    a.weight = _WEIGHTS[weight.dtype]
+    a.gated = weight.gated
+    a.activation = _ACTIVATIONS[activation]
+    if (a.weight == FA_F64) != (dtype == FA_F64):
+        raise ValueError(f"fastattn: a weight in {weight.dtype} meets rows or a bias of another type")
+    width = FA_PANEL_BYTES // (8 if dtype == FA_F64 else 4)
+    count = n_maps * ((a.n + width - 1) // width)
+    a.panels = <const char *>_data("panels", weight.panels, count * width * (2 * ((a.k + 1) // 2) if a.weight == FA_BF16
+                                                                             else a.k), _STORED[a.weight])
+    if a.weight == FA_I8:
+        a.scales = _data("scales", weight.scales, count * width, lane)
+    if bias is not None:
+        a.bias = _data("bias", bias, n_maps * a.n, lane)
+
+
+# What the tasks of a linear map share.
+cdef struct LinearCall:
+    const fa_kernels *kernels
+    const fa_linear_args *args
+    fa_linear_plan plan
+
+
+cdef void _linear_task(void *context, int64_t task, void *scratch) noexcept nogil:
+    cdef LinearCall *c = <LinearCall *>context
+    c.kernels.linear_run(c.args, &c.plan, task, scratch)
+
+
+cdef int _run_linear(fa_linear_args *a, int threads) except -1:
+    cdef Loop loop
+    cdef LinearCall c
+    a.watch = &loop.watch
+    c.kernels, c.args = fa_isa_kernels(_isa, a.dtype), a
+    c.kernels.linear_plan(a, threads, &c.plan)
+    if c.plan.flops < PARALLEL_TILE:
+        threads = 1
+    return _run(&loop, _linear_task, &c, c.plan.n_tasks, threads, c.plan.scratch_bytes)
+
+
+def linear(args):
+    """Compute `args.out`, of a LinearArgs."""
+    cdef fa_linear_args a
+    _set_linear(&a, args.weight, args.bias, args.activation, _dtype(args.x))
+    a.m = len(args.out)
+    a.x = _rows("x", args.x, a.m, a.k, a.dtype, &a.x_row)
+    a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
+    if args.residual is not None:
+        a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
+    _run_linear(&a, args.num_threads if FA_OPENMP else 1)
+
+
+# What the tasks of an operation on rows share: a task is `step` of them.
+cdef struct RowsCall:
+    const fa_kernels *kernels
+    const fa_rows_args *args
+    int64_t step
+
+
+cdef void _rows_task(void *context, int64_t task, void *scratch) noexcept nogil:
+    cdef RowsCall *c = <RowsCall *>context
+    c.kernels.rows_run(c.args, task * c.step, min(c.args.m, task * c.step + c.step), scratch)
+
+
+cdef int _run_rows(fa_rows_args *a, int threads) except -1:
+    cdef Loop loop
+    cdef RowsCall c
+    a.watch = &loop.watch
+    c.kernels, c.args, c.step = fa_isa_kernels(_isa, a.dtype), a, max(1, TASK_ELEMENTS // max(1, a.n))
+    if a.m * a.n < PARALLEL_ELEMENTS:
+        threads = 1
+    return _run(&loop, _rows_task, &c, (a.m + c.step - 1) // c.step, threads, c.kernels.rows_scratch_bytes(a.n))
+
+
+def rows(args):
+    """Compute `args.out`, and `args.total` where there is one, of a RowsArgs."""
+    cdef fa_rows_args a
+    memset(&a, 0, sizeof(a))
+    a.kind = _KINDS[args.kind]
+    a.dtype = _dtype(args.x)
+    a.activation = _ACTIVATIONS[args.activation]
+    a.m, a.n, a.eps = args.out.shape[0], args.out.shape[1], args.eps
+    a.x = _rows("x", args.x, a.m, a.n, a.dtype, &a.x_row)
+    a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
+    if args.residual is not None:
+        a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
+    if args.total is not None:
+        a.total = _rows("total", args.total, a.m, a.n, a.dtype, &a.total_row)
+    if args.up is not None:
+        a.up = _rows("up", args.up, a.m, a.n, a.dtype, &a.up_row)
+    if args.weight is not None:
+        a.weight = _data("weight", args.weight, a.n, _lane_type(a.dtype))
+    if args.bias is not None:
+        a.bias = _data("bias", args.bias, a.n, _lane_type(a.dtype))
+    _run_rows(&a, args.num_threads if FA_OPENMP else 1)
+
+
+# What the tasks of a rotation share: a task is `step` of its n rows, each of all heads.
+cdef struct RopeCall:
+    const fa_kernels *kernels
+    const fa_rope_args *args
+    int64_t n, step
+
+
+cdef void _rope_task(void *context, int64_t task, void *scratch) noexcept nogil:
+    cdef RopeCall *c = <RopeCall *>context
+    c.kernels.rope_run(c.args, task * c.step, min(c.n, task * c.step + c.step), scratch)
+
+
+cdef int _run_rope(fa_rope_args *a, int threads) except -1:
+    cdef Loop loop
+    cdef RopeCall c
+    cdef int64_t elements = a.heads * a.head_dim
+    c.kernels, c.args = fa_isa_kernels(_isa, a.x.dtype), a
+    c.n, c.step = a.batch * a.length, max(1, TASK_ELEMENTS // max(1, elements))
+    if c.n * elements < PARALLEL_ELEMENTS:
+        threads = 1
+    return _run(&loop, _rope_task, &c, (c.n + c.step - 1) // c.step, threads, a.head_dim * sizeof(double) + 64)
+
+
+def rope(args):
+    """Compute `args.out`, of a RopeArgs."""
+    cdef fa_rope_args a
+    cdef cnp.ndarray x = args.x, cos = args.cos
+    cdef int core = cnp.PyArray_NDIM(x) - 3, lane  # core: the first of the axes heads, length, head_dim
+    cdef _Tables tables = _Tables(args.x.shape[:core], 4)
+    memset(&a, 0, sizeof(a))
+    a.batch = tables.batch
+    a.heads, a.length, a.head_dim = x.shape[core], x.shape[core + 1], x.shape[core + 2]
+    a.pairs = cos.shape[cnp.PyArray_NDIM(cos) - 1]
+    a.interleaved = args.interleaved
+    if 2 * a.pairs > a.head_dim:
+        raise _misfit("cos", cos, f"at most {a.head_dim // 2} pairs")
+    tables.set_rows(&a.x, "x", x, a.heads, a.length, a.head_dim)
+    tables.set_rows(&a.out, "out", args.out, a.heads, a.length, a.head_dim)
+    if a.out.dtype != a.x.dtype:
+        raise _misfit("out", args.out, f"x's type, {x.dtype}")
+    lane = _lane_type(a.x.dtype)
+    tables.set(&a.cos, "cos", cos, lane, 3, 1, a.length, a.pairs, True)
+    tables.set(&a.sin, "sin", args.sin, lane, 3, 1, a.length, a.pairs, True)
+    _run_rope(&a, args.num_threads if FA_OPENMP else 1)

@@ -1,0 +1,63 @@
+"""From a checked argument object to what computes it: the compiled kernels, or their NumPy twins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastattn._engine import settings
+from fastattn._reference import attention as reference
+from fastattn._reference import ops, recurrent, rowwise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fastattn._args.types import AttentionArgs, LinearArgs, RecurrentArgs, RopeArgs, RowsArgs, RowwiseArgs
+
+    AnyArgs = AttentionArgs | LinearArgs | RecurrentArgs | RopeArgs | RowsArgs | RowwiseArgs
+
+# Both implementations know a kernel by one name, which is that of its arguments, too.
+_TWINS: dict[str, Callable[[Any], None]] = {
+    "attention": reference.attention,
+    "linear": ops.linear,
+    "recurrent": recurrent.recurrent,
+    "rope": ops.rope,
+    "rows": ops.rows,
+    "rowwise": rowwise.rowwise,
+}
+
+
+def run(args: AnyArgs, backend: str | None = None) -> None:
+    """Compute `args` on `backend`, a checked name, or on the default one."""
+    # Without a row there may still be more batch items than anything could loop over. Recurrences also write
+    # their state.
+    if not args.out.size and args.kernel != "recurrent":
+        return
+    if (backend or settings.default_backend()) == "compiled":
+        getattr(settings.core, args.kernel)(args)
+        return
+    if backend is None:
+        settings.warn_of_fallback()
+    _TWINS[args.kernel](args)
+
+
+def plan(args: AttentionArgs, backend: str | None) -> dict[str, Any]:
+    """What would run on `args`: kernel, ISA, rows (of all heads of a group) and keys of a tile."""
+    if (backend or settings.default_backend()) == "compiled":
+        plan = settings.core.plan(args)
+    else:
+        block_q, block_k = reference.block_sizes(args)
+        rows = block_q * (args.heads_q // args.heads_kv)
+        plan = {"kernel": "numpy", "isa": None, "block_q": rows, "block_k": block_k}
+    return {**plan, "conversions": tuple(_conversions(args, plan))}
+
+
+def _conversions(args: AttentionArgs, plan: dict[str, Any]) -> Iterator[str]:
+    """What is converted or gathered on the way, a block at a time, by the plan that is to run."""
+    dotted = plan.get("bf16_dot", False)
+    for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
+        if x.itemsize == 2 and not dotted:
+            yield f"{name} widened, block by block: {x.dtype} to float32"
+        elif name == "v" and dotted:
+            yield "v interleaved, block by block: pairs of rows for the bfloat16 dot product"
+        elif name != "q" and plan["kernel"] != "dot" and x.strides[-2] != x.shape[-1] * x.itemsize:
+            yield f"{name} gathered, block by block: rows {x.strides[-2]} bytes apart"

@@ -1,0 +1,96 @@
+"""How many tiles of a call masks leave: what `explain` counts."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fastattn._args.key_ranges import places
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array, AttentionArgs, Bools
+
+
+class TileCount(NamedTuple):
+    """How many (query block, key block) pairs there are, and what masks leave of them."""
+
+    total: int
+    skipped: int  # no row attends any key: never touched
+    full: int  # every row attends every key: nothing to test
+    edge: int  # the rest: compared lane by lane
+
+
+def count_tiles(args: AttentionArgs, block_q: int, block_k: int) -> TileCount:
+    """Count tiles of `block_q` rows, (query, head in group) pairs, by `block_k` keys."""
+    group, len_q = args.heads_q // args.heads_kv, args.len_q
+    n_rows = len_q * group
+    grid = (*args.batch_shape, args.heads_kv, -(-n_rows // block_q), -(-args.len_k // block_k))
+    total = math.prod(grid)
+    if total == 0:
+        return TileCount(0, 0, 0, 0)
+    rows = np.arange(0, n_rows, block_q)
+    keys = np.arange(0, args.len_k, block_k)
+    stops = np.minimum(keys + block_k, args.len_k)
+    # Blocks cut through the heads of a query where the group does not divide block_q.
+    last_rows = np.minimum(rows + block_q, n_rows) - 1
+    queries = np.stack([rows // group, last_rows // group + 1], axis=-1).ravel()  # begin, end, begin, end
+
+    def per_block(combine: np.ufunc, x: Array) -> Array:
+        """`x`, (..., heads, len_q, n), combined over the rows of each block."""
+        *batch, heads, _, n = x.shape
+        if heads == 1:  # reduceat wants an element at each end, also at the last
+            x = np.concatenate([x, x[..., -1:, :]], axis=-2)
+            return np.asarray(combine.reduceat(x, queries, axis=-2)[..., ::2, :])
+        pairs = x.reshape(*batch, heads // group, group, len_q, n).swapaxes(-3, -2)
+        return np.asarray(combine.reduceat(pairs.reshape(*batch, -1, n_rows, n), rows, axis=-2))
+
+    touched: Bools = np.ones(grid, np.bool_)
+    full = touched
+    if args.row_begin is not None or args.row_end is not None:
+        begin = np.zeros((1, 1), np.int64) if args.row_begin is None else args.row_begin
+        end = np.full((1, 1), args.len_k) if args.row_end is None else args.row_end
+        shape = np.broadcast_shapes(begin.shape, end.shape, (args.len_q,))
+        begin, end = (np.broadcast_to(x, shape)[..., None] for x in (begin, end))
+        some = begin < end
+        touched = touched & (per_block(np.minimum, np.where(some, begin, args.len_k)) < stops)
+        touched = touched & (per_block(np.maximum, np.where(some, end, 0)) > keys)
+        full = full & (per_block(np.maximum, begin) <= keys) & (per_block(np.minimum, end) >= stops)
+    if args.ranges is not None:
+        some, every = _blocks_of_lists(args, block_k)
+        touched = touched & per_block(np.logical_or, some)
+        full = full & per_block(np.logical_and, every)
+    for mask in (args.mask, None if args.bias is None else args.bias != -np.inf):
+        if mask is None:
+            continue
+        mask = np.broadcast_to(mask, (*mask.shape[:-2], args.len_q, args.len_k))
+        touched = touched & np.logical_or.reduceat(per_block(np.logical_or, mask), keys, axis=-1)
+        full = full & np.logical_and.reduceat(per_block(np.logical_and, mask), keys, axis=-1)
+    n_touched, n_full = int(np.count_nonzero(touched)), int(np.count_nonzero(full & touched))
+    return TileCount(total, total - n_touched, n_full, n_touched - n_full)
+
+
+def _blocks_of_lists(args: AttentionArgs, block_k: int) -> tuple[Bools, Bools]:
+    """Blocks of which the rows' lists hold some key, and every key: (*batch, heads, len_q, blocks) each."""
+    begin = np.zeros((1, 1), np.int64) if args.row_begin is None else args.row_begin
+    end = np.full((1, 1), args.len_k) if args.row_end is None else args.row_end
+    rows = (args.range_first, args.range_last, begin, end)
+    shape = np.broadcast_shapes((1, args.len_q), *(x.shape for x in rows if x is not None))
+    first, last, begin, end = (np.broadcast_to(x, shape).ravel() for x in rows)  # type: ignore[arg-type]
+    row, place = places(first, last)
+    low, high = np.moveaxis(args.ranges[place], -1, 0)  # type: ignore[index]
+    low, high = np.maximum(low, begin[row]), np.minimum(high, end[row])
+    n_blocks = -(-args.len_k // block_k)
+
+    def covered(low: Array, high: Array) -> Bools:
+        """Blocks low .. high - 1 of every range."""
+        depth = np.zeros((len(first), n_blocks + 1), np.int64)
+        np.add.at(depth, (row[low < high], low[low < high]), 1)
+        np.add.at(depth, (row[low < high], high[low < high]), -1)
+        inside: Bools = depth[:, :-1].cumsum(axis=1) > 0
+        return inside.reshape(*shape, n_blocks)
+
+    last_of_all = np.where(high == args.len_k, n_blocks, high // block_k)  # the last block may be a short one
+    some = covered(low // block_k, np.where(low < high, -(-high // block_k), 0))
+    return some, covered(-(-low // block_k), last_of_all)

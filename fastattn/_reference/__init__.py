@@ -1,0 +1,1 @@
+"""The NumPy twins of the kernels: the readable definition of each, and what runs without compiled kernels."""

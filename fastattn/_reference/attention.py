@@ -1,0 +1,328 @@
+"""Attention in NumPy, blocked over queries and keys: the readable twin of the C kernels, and the fallback.
+
+It reads the same arguments, keeps the same contract, and needs O(length) memory.
+
+Words: a task is a block of query rows of one KV head of one batch item. Its group is the query heads that
+share the KV head. `allowed` says who attends whom: a bool array (group, rows, keys), or True where all rows
+attend all keys, or False where no row attends any key.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from fastattn._args.blocks import blocks
+from fastattn._args.key_ranges import places
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import float_array, require_broadcast
+from fastattn._reference.statistics import collect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from fastattn._args.types import Array, AttentionArgs
+
+# Scores of a tile: 1 MB in float32, which stays in the second-level cache between the passes over it.
+TILE_SCORES = 2**18
+_BLOCK_ROWS = 512
+# Some BLAS libraries sum over all keys of a block in order. With 8192 keys the error exceeded the bound.
+_MAX_BLOCK_K = 4096
+
+
+def block_sizes(args: AttentionArgs) -> tuple[int, int]:
+    """Queries and keys of a tile.
+
+    They depend only on len_q and on the heads in a group, so that results do not depend on anything else.
+    """
+    group = args.heads_q // args.heads_kv
+    block_q = max(1, min(args.len_q, _BLOCK_ROWS // group))
+    block_k = min(max(_BLOCK_ROWS, TILE_SCORES // (group * block_q)), _MAX_BLOCK_K)
+    return block_q, block_k
+
+
+@np.errstate(all="ignore")
+def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
+    """Fill args.out, and args.lse and args.statistics if they are there; see flex_attention for score_mod."""
+    block_q, block_k = block_sizes(args)
+    for task in tasks(args, block_q, Task, score_mod):
+        if args.sigmoid_bias is not None:
+            args.out[task.where] = task.attend_by_sigmoid(block_k, args.sigmoid_bias)
+            continue
+        out, base, row_sum = task.attend(block_k)
+        args.out[task.where] = out
+        if args.lse is not None:
+            args.lse[task.where] = (base + np.log(row_sum))[..., 0]
+        if args.statistics is not None:
+            collect(args, task, base, row_sum, task.blocks(block_k))
+
+
+@np.errstate(all="ignore")
+def weights(args: AttentionArgs) -> Array:
+    """Probabilities (*batch, heads_q, len_q, len_k) in q's dtype."""
+    result = np.zeros((*args.batch_shape, args.heads_q, args.len_q, args.len_k), args.q.dtype)
+    if not result.size:
+        return result
+    group = args.heads_q // args.heads_kv
+    for task in tasks(args, max(1, TILE_SCORES // (group * max(1, args.len_k))), Task):
+        keys = task.keys()
+        allowed = task.allowed(keys)
+        if allowed is not False:
+            result[(*task.where, keys)] = task.weights(task.scores(keys, allowed), allowed)
+    return result
+
+
+@np.errstate(all="ignore")
+def merge_states(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array) -> None:
+    """Merge results over disjoint sets of keys into out (..., head_dim_v) and lse (...)."""
+    # lse = log(sum over parts of exp(part_lse))
+    # out = sum over parts of exp(part_lse - lse) * part_out
+    for rows in blocks(lse.shape, out.shape[-1]):
+        row_lses = [part_lse[rows] for part_lse in lses]
+        row_max = np.maximum.reduce(row_lses)
+        merged = row_max + np.log(sum(exp_below(part_lse, row_max) for part_lse in row_lses))
+        acc = np.zeros((*merged.shape, out.shape[-1]), lse.dtype)
+        for part, part_lse in zip(outs, row_lses, strict=True):
+            weight = exp_below(part_lse, merged)[..., None]
+            acc += np.where(part_lse[..., None] == -np.inf, 0, weight * part[rows].astype(lse.dtype))
+        out[rows], lse[rows] = acc, merged
+
+
+class Call:
+    """The arrays of a call, broadcast to all batch dimensions and heads, so that a task can index them."""
+
+    def __init__(self, args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
+        self.scale, self.softcap, self.len_k = args.scale, args.softcap, args.len_k
+        self.group = args.heads_q // args.heads_kv
+        self.dtype, self.batch_shape = lane_dtype(args.q.dtype), args.batch_shape
+        self.ranged = args.row_begin is not None or args.row_end is not None
+        self.ranges: Any = args.ranges
+        self.score_mod = score_mod
+
+        def broadcast(x: Any, *shape: int) -> Any:
+            return None if x is None else np.broadcast_to(x, (*args.batch_shape, *shape))
+
+        heads_q, len_q, len_k = args.heads_q, args.len_q, args.len_k
+        self.q = broadcast(args.q, *args.q.shape[-3:])
+        self.k = broadcast(args.k, *args.k.shape[-3:])
+        self.v = broadcast(args.v, *args.v.shape[-3:])
+        self.mask = broadcast(args.mask, heads_q, len_q, len_k)
+        self.bias = broadcast(args.bias, heads_q, len_q, len_k)
+        self.row_begin = broadcast(0 if args.row_begin is None else args.row_begin, heads_q, len_q)
+        self.row_end = broadcast(len_k if args.row_end is None else args.row_end, heads_q, len_q)
+        self.range_first = broadcast(args.range_first, heads_q, len_q)
+        self.range_last = broadcast(args.range_last, heads_q, len_q)
+        self.slopes = broadcast(args.alibi_slopes, heads_q)
+        self.sinks = broadcast(-np.inf if args.sinks is None else args.sinks, heads_q)
+        self.position = broadcast(args.q_position)
+
+
+class Task:
+    """A block of query rows of one KV head of one batch item; its arrays are (group, rows, ...)."""
+
+    def __init__(self, call: Call, b: tuple[int, ...], h: int, rows: slice) -> None:
+        self.call = call
+        heads: Any = (*b, slice(h * call.group, (h + 1) * call.group))
+        self.batch, self.h_kv = b, h
+        self.where: Any = (*heads, rows)
+        self.q = np.ascontiguousarray(call.q[self.where], dtype=call.dtype)
+        self.k, self.v = call.k[(*b, h)], call.v[(*b, h)]
+        self.begin, self.end = call.row_begin[self.where], call.row_end[self.where]
+        if call.ranges is not None:
+            self.lists = call.range_first[self.where], call.range_last[self.where]
+        self.mask = None if call.mask is None else call.mask[self.where]
+        self.bias = None if call.bias is None else call.bias[self.where]
+        self.sinks = np.empty(self.q.shape[:2], call.dtype)  # -inf, which weighs nothing, without sinks
+        self.sinks[:] = call.sinks[heads][:, None]
+        if call.position is not None:
+            self.position = call.position[b] + np.arange(rows.start, rows.stop)[:, None]
+        if call.slopes is not None:
+            self.slopes = call.slopes[heads][:, None, None]
+
+    def keys(self) -> slice:
+        """The keys from the first that some row may attend to the last; keys outside are never read."""
+        if not self.call.ranged:
+            return slice(0, self.call.len_k)
+        some = self.begin < self.end
+        if not some.any():
+            return slice(0, 0)
+        return slice(int(self.begin[some].min()), int(self.end[some].max()))
+
+    def allowed(self, keys: slice) -> Any:
+        """Who attends whom among `keys`: an array (group, rows, keys), True or False."""
+        allowed: Any = keys.start < keys.stop
+        if self.call.ranged and ((self.begin > keys.start).any() or (self.end < keys.stop).any()):
+            j = np.arange(keys.start, keys.stop)
+            allowed = (self.begin[..., None] <= j) & (j < self.end[..., None])
+        if self.call.ranges is not None:
+            allowed = allowed & self.listed(keys)
+        if self.mask is not None and not (mask := self.mask[..., keys]).all():
+            allowed = allowed & mask
+        if self.bias is not None and not (finite := self.bias[..., keys] != -np.inf).all():
+            allowed = allowed & finite
+        return allowed if np.any(allowed) else False
+
+    def listed(self, keys: slice) -> Array:
+        """Which of `keys` are in the rows' lists of ranges, (group, rows, keys)."""
+        first, last = (x.ravel() for x in self.lists)
+        row, place = places(first, last)
+        begin, end = self.call.ranges[place].T
+        some = (begin < keys.stop) & (keys.start < end)
+        row, begin, end = row[some], np.maximum(begin[some], keys.start), np.minimum(end[some], keys.stop)
+        inside = np.zeros((len(first), keys.stop - keys.start + 1), np.int8)
+        inside[row, begin - keys.start] += 1  # ranges of one list do not touch: all places differ
+        inside[row, end - keys.start] -= 1
+        return (np.cumsum(inside[:, :-1], axis=1, dtype=np.int8) > 0).reshape(*self.q.shape[:2], -1)
+
+    def products(self, keys: slice) -> Array:
+        """q @ k.T, (group, rows, keys)."""
+        group, rows, head_dim = self.q.shape
+        k = np.ascontiguousarray(self.k[keys], dtype=self.call.dtype)
+        products: Array = (self.q.reshape(group * rows, head_dim) @ k.T).reshape(group, rows, len(k))
+        return products
+
+    def blocks(self, block_k: int) -> Iterator[tuple[slice, Any]]:
+        """Blocks of keys that some row attends, each with its `allowed`."""
+        every = self.keys()
+        for begin in range(every.start - every.start % block_k, every.stop, block_k):
+            keys = slice(max(begin, every.start), min(begin + block_k, every.stop))
+            if (allowed := self.allowed(keys)) is not False:
+                yield keys, allowed
+
+    def scores(self, keys: slice, allowed: Any) -> Array:
+        """Scores (group, rows, keys), modified in this order: scale, softcap, bias, ALiBi, masks."""
+        dtype, softcap = self.call.dtype, self.call.softcap
+        scores = self.products(keys)
+        scores *= self.call.scale  # scaling q instead would add its rounding to that of the product
+        if softcap:
+            scores /= softcap
+            np.tanh(scores, out=scores)
+            scores *= softcap
+        if self.call.score_mod is not None:
+            scores = self.modified(scores, keys)
+        finite = None
+        if self.bias is not None:
+            finite = scores != -np.inf
+            scores += self.bias[..., keys].astype(dtype)
+        if self.call.slopes is not None:
+            scores -= self.slopes * abs(self.position - np.arange(keys.start, keys.stop)).astype(dtype)
+        if finite is not None:  # a finite bias never masks, even if the sum overflows; NaN stays NaN
+            np.maximum(scores, np.finfo(dtype).min, out=scores, where=finite)
+        if allowed is not True:
+            np.copyto(scores, -np.inf, where=~allowed)
+        return scores
+
+    def modified(self, scores: Array, keys: slice) -> Array:
+        """Return what `score_mod` makes of scores (group, rows, keys)."""
+        call = self.call
+        b = int(np.ravel_multi_index(self.batch, call.batch_shape)) if self.batch else 0
+        h = self.h_kv * call.group + np.arange(call.group)[:, None, None]
+        found = call.score_mod(scores, b, h, self.position, np.arange(keys.start, keys.stop))  # type: ignore[misc]
+        func, name = "flex_attention", "what score_mod returns"
+        found = float_array(func, name, found)
+        require_broadcast(func, name, found.shape, scores.shape, "(group, rows, keys)")
+        return np.array(np.broadcast_to(found, scores.shape), call.dtype)
+
+    def attend(self, block_k: int) -> tuple[Array, Array, Array]:
+        """Result (group, rows, head_dim_v), then base and row_sum (group, rows, 1).
+
+        The lse is ``base + log(row_sum)``.
+        """
+        # for each block of keys that some row attends:
+        #     scores  = masked(scale * q @ k.T)
+        #     new_max = max(row_max, scores)
+        #     probs   = exp(scores - new_max)
+        #     row_sum = row_sum * exp(row_max - new_max) + sum(probs)
+        #     acc     = acc     * exp(row_max - new_max) + probs @ v
+        # out = acc / row_sum;  lse = row_max + log(row_sum)
+        row_max = self.sinks[..., None]  # a sink is a first key without a value
+        row_sum = (row_max != -np.inf).astype(row_max.dtype)
+        acc: Array = np.zeros((*self.q.shape[:2], self.v.shape[-1]), row_max.dtype)
+        attends = np.zeros_like(row_sum, dtype=bool)
+        for keys, allowed in self.blocks(block_k):
+            scores = self.scores(keys, allowed)
+            if self.call.score_mod is not None:  # a result of -inf masks, as a bias of -inf does
+                allowed = allowed & (scores != -np.inf)
+            attends |= attending(allowed)
+            new_max = np.maximum(row_max, scores.max(axis=-1, keepdims=True))
+            probs = exp_below(scores, new_max)
+            shrink = exp_below(row_max, new_max)
+            row_sum = row_sum * shrink + probs.sum(axis=-1, keepdims=True)
+            acc *= shrink
+            acc += self.weighted_values(probs, keys, allowed)
+            row_max = new_max
+        return normalised(acc, row_sum, attends), row_max, row_sum
+
+    def weights(self, scores: Array, allowed: Any) -> Array:
+        """Probabilities (group, rows, keys) of the scores of all keys that the rows attend."""
+        row_max = np.maximum(scores.max(axis=-1, keepdims=True), self.sinks[..., None])
+        probs = exp_below(scores, row_max)
+        row_sum = probs.sum(axis=-1, keepdims=True) + exp_below(self.sinks[..., None], row_max)
+        probs = normalised(probs, row_sum, attending(allowed))
+        return probs if allowed is True else np.where(allowed, probs, 0)
+
+    def attend_by_sigmoid(self, block_k: int, bias: float) -> Array:
+        """Result (group, rows, head_dim_v) of sigmoid attention."""
+        # out = sum over blocks of sigmoid(masked(scale * q @ k.T) + bias) @ v
+        acc: Array = np.zeros((*self.q.shape[:2], self.v.shape[-1]), self.call.dtype)
+        for keys, allowed in self.blocks(block_k):
+            scores = self.scores(keys, allowed) + self.call.dtype.type(bias)
+            small = np.exp(-abs(scores))
+            probs = np.where(scores < 0, small, 1) / (1 + small)
+            acc += self.weighted_values(probs, keys, allowed)
+        return acc
+
+    def weighted_values(self, probs: Array, keys: slice, allowed: Any) -> Array:
+        """probs @ v, (group, rows, head_dim_v); no row touches a value that it does not attend."""
+        group, rows, n_keys = probs.shape
+        v = np.ascontiguousarray(self.v[keys], dtype=probs.dtype)
+
+        def product(v: Array) -> Array:
+            return np.asarray(probs.reshape(group * rows, n_keys) @ v).reshape(group, rows, v.shape[-1])
+
+        if allowed is True or (finite := np.isfinite(v).all(axis=-1)).all():
+            return product(v)
+        # A probability of 0 does not hide a NaN, as 0 * NaN is NaN: add rows of v that are not finite last.
+        acc = product(np.where(finite[:, None], v, 0))
+        for j in np.flatnonzero(~finite & allowed.any(axis=(0, 1))):
+            acc += np.where(allowed[..., j, None], probs[..., j, None] * v[j], 0)
+        return acc
+
+
+OneTask = TypeVar("OneTask", bound=Task)
+
+
+def tasks(
+    args: AttentionArgs,
+    block_q: int,
+    kind: type[OneTask],
+    score_mod: Callable[..., Array] | None = None,
+) -> Iterator[OneTask]:
+    """One task a batch item, KV head and block of queries; no product or sum crosses two of them."""
+    call = Call(args, score_mod)
+    for b in np.ndindex(args.batch_shape):
+        for h in range(args.heads_kv):
+            for i in range(0, args.len_q, block_q):
+                yield kind(call, b, h, slice(i, min(i + block_q, args.len_q)))
+
+
+def exp_below(scores: Array, row_max: Array) -> Array:
+    """exp(scores - row_max); 0 where row_max is -inf, as all keys are masked."""
+    scores = scores - np.where(row_max == -np.inf, 0, row_max)
+    np.exp(scores, out=scores)
+    return scores
+
+
+def attending(allowed: Any) -> Any:
+    """Which rows attend some key, (group, rows, 1), or True."""
+    return allowed if allowed is True else allowed.any(axis=-1, keepdims=True)
+
+
+def normalised(x: Array, row_sum: Array, attends: Any) -> Array:
+    """Divide x by row_sum, in place; 0 where no key is attended.
+
+    A row that attends keys can have a sum of 0: then all its scores were computed to be -inf, and it is NaN.
+    """
+    row_sum[attends & (row_sum == 0)] = np.nan
+    return np.divide(x, row_sum, out=x, where=row_sum != 0)

@@ -1,0 +1,136 @@
+"""The kernels of `fastattn.ops` and of rotary positions in NumPy: the readable twins of those in C."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastattn._args.blocks import blocks
+from fastattn._args.packed import columns
+from fastattn._args.types import lane_dtype
+from fastattn._reference.attention import exp_below
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastattn._args.types import Activation, Array, LinearArgs, RopeArgs, RowsArgs
+
+# `linear` computes blocks of this many rows and panels, 4 MB of float32 results. A block has fewer panels
+# where it would take more multiplications than this, so that Ctrl-C never waits long.
+_BLOCK_ROWS = 1024
+_BLOCK_PANELS = 32
+_BLOCK_MULTIPLICATIONS = 1 << 30
+
+
+def _erf(x: Array) -> Array:
+    """The error function, which NumPy lacks; 0.1 microseconds an element."""
+    return np.array([math.erf(value) for value in x.ravel().tolist()], x.dtype).reshape(x.shape)
+
+
+def _sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), without its overflow."""
+    result: Array = 0.5 + 0.5 * np.tanh(0.5 * x)
+    return result
+
+
+# NaN stays NaN in all of them.
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: _sigmoid(x) * x,
+    "sigmoid": _sigmoid,
+}
+
+
+def activate(x: Array, name: Activation | None) -> Array:
+    """The activation `name` of x, float32 or float64."""
+    return x if name is None else ACTIVATIONS[name](x)
+
+
+@np.errstate(all="ignore")
+def linear(args: LinearArgs) -> None:
+    """Fill args.out."""
+    weight, out = args.weight, args.out
+    n_maps = 1 + weight.gated
+    lane = lane_dtype(out.dtype)
+    each = n_maps * _BLOCK_ROWS * weight.in_features * columns(weight.dtype)
+    step = n_maps * min(_BLOCK_PANELS // n_maps, max(1, _BLOCK_MULTIPLICATIONS // max(1, each)))
+    for row in range(0, len(out), _BLOCK_ROWS):
+        rows = slice(row, row + _BLOCK_ROWS)
+        x = args.x[rows].astype(lane, copy=False)
+        for first in range(0, len(weight.panels), step):
+            panels = weight.floats(slice(first, first + step))
+            count, _, width = panels.shape
+            products = np.matmul(x, panels).reshape(count // n_maps, n_maps, len(x), width)
+            maps = products.transpose(1, 2, 0, 3).reshape(n_maps, len(x), -1)
+            start = first // n_maps * width
+            features = slice(start, min(start + maps.shape[-1], weight.out_features))
+            maps = maps[..., : features.stop - start]
+            if args.bias is not None:
+                maps = maps + args.bias.reshape(n_maps, 1, -1)[..., features]
+            result = activate(maps[0], args.activation)
+            if weight.gated:
+                result = result * maps[1]
+            if args.residual is not None:
+                result = result + args.residual[rows, features].astype(lane, copy=False)
+            out[rows, features] = result
+
+
+@np.errstate(all="ignore")
+def rows(args: RowsArgs) -> None:
+    """Fill args.out, and args.total if it is there."""
+    lane = lane_dtype(args.out.dtype)
+    for block in blocks(args.out.shape[:1], args.out.shape[1]):
+        x = args.x[block].astype(lane, copy=False)
+        if args.residual is not None:
+            x = x + args.residual[block].astype(lane, copy=False)
+        if args.total is not None:
+            args.total[block] = x
+        if args.kind == "softmax":
+            result = _softmax(x)
+        elif args.kind == "activate":
+            result = activate(x, args.activation)
+            if args.up is not None:
+                result = result * args.up[block].astype(lane, copy=False)
+        else:
+            result = _normalized(x, args.eps, center=args.kind == "layer_norm")
+            if args.weight is not None:
+                result = result * args.weight
+            if args.bias is not None:
+                result = result + args.bias
+        args.out[block] = result
+
+
+def _normalized(x: Array, eps: float, center: bool) -> Array:
+    """(x - mean) / sqrt(variance + eps) of each row, or x / sqrt(mean square + eps)."""
+    if center:
+        x = x - x.mean(axis=-1, keepdims=True)
+    normalized: Array = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(eps))
+    return normalized
+
+
+def _softmax(x: Array) -> Array:
+    """Softmax of each row; a row whose every element is -inf gives 0."""
+    probs = exp_below(x, x.max(axis=-1, keepdims=True))
+    row_sum = probs.sum(axis=-1, keepdims=True)
+    result: Array = np.divide(probs, row_sum, out=probs, where=row_sum != 0)
+    return result
+
+
+@np.errstate(all="ignore")
+def rope(args: RopeArgs) -> None:
+    """Fill args.out."""
+    x, out = args.x, args.out
+    pairs = args.cos.shape[-1]
+    cos, sin = (np.broadcast_to(table, (*x.shape[:-1], pairs)) for table in (args.cos, args.sin))
+    first, second = slice(pairs), slice(pairs, 2 * pairs)
+    if args.interleaved:
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    for rows in blocks(x.shape[:-1], x.shape[-1]):
+        a, b = (x[rows][..., half].astype(cos.dtype) for half in (first, second))  # copied, as out may be x
+        out[rows][..., first] = a * cos[rows] - b * sin[rows]
+        out[rows][..., second] = b * cos[rows] + a * sin[rows]
+        out[rows][..., 2 * pairs :] = x[rows][..., 2 * pairs :]

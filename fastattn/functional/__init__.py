@@ -1,0 +1,61 @@
+"""Every attention but the plain one: other scores, normalisers, positions, recurrences, approximations.
+
+What is only an argument of `fastattn.attention` (causal, windows, grouped heads, ALiBi, sinks, ...) has no
+function here. docs/variants.md is the table of all variants.
+"""
+
+from fastattn.functional import feature_maps
+from fastattn.functional._approximate import linformer_attention, lsh_attention, nystrom_attention
+from fastattn.functional._flex import flex_attention
+from fastattn.functional._gates import forgetting_attention, gated_attention
+from fastattn.functional._heads import (
+    cosine_attention,
+    differential_attention,
+    general_attention,
+    qk_norm_attention,
+)
+from fastattn.functional._latent import latent_attention
+from fastattn.functional._memory import memory_attention
+from fastattn.functional._neighborhood import neighborhood_attention
+from fastattn.functional._normalisers import entmax15_attention, sparsemax_attention, topk_attention
+from fastattn.functional._recurrent import linear_attention
+from fastattn.functional._recurrent_rules import delta_net, gated_delta_net, gated_linear_attention, retention
+from fastattn.functional._relative import disentangled_attention, shaw_attention, transformer_xl_attention
+from fastattn.functional._scores import additive_attention, location_attention
+from fastattn.functional._sigmoid import sigmoid_attention
+from fastattn.functional._strided import dilated_window_attention, strided_attention
+from fastattn.functional._talking_heads import talking_heads_attention
+
+__all__ = [
+    "additive_attention",
+    "cosine_attention",
+    "delta_net",
+    "differential_attention",
+    "dilated_window_attention",
+    "disentangled_attention",
+    "entmax15_attention",
+    "feature_maps",
+    "flex_attention",
+    "forgetting_attention",
+    "gated_attention",
+    "gated_delta_net",
+    "gated_linear_attention",
+    "general_attention",
+    "latent_attention",
+    "linear_attention",
+    "linformer_attention",
+    "location_attention",
+    "lsh_attention",
+    "memory_attention",
+    "neighborhood_attention",
+    "nystrom_attention",
+    "qk_norm_attention",
+    "retention",
+    "shaw_attention",
+    "sigmoid_attention",
+    "sparsemax_attention",
+    "strided_attention",
+    "talking_heads_attention",
+    "topk_attention",
+    "transformer_xl_attention",
+]

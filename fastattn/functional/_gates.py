@@ -1,0 +1,118 @@
+"""Gates: on what a head gives, and on what it remembers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args.attention import attention_args
+from fastattn._args.types import FLOAT64
+from fastattn._args.values import float_array, real_array, require_broadcast
+from fastattn._args.variants import how, offsets, require_options, variant_args, with_shape
+from fastattn._engine import dispatch
+from fastattn.functional._pieces import add_bias, rows_of
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+# Query rows that share a point of reference for the sums of `forgetting_attention`.
+_ROWS = 512
+
+
+def gated_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, gate: ArrayLike, **options: Any) -> Any:
+    """Gated attention: ``attention(q, k, v) * sigmoid(gate)`` [1]_.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `attention`.
+    gate : array_like, (..., heads_q, len_q, head_dim_v) or (..., heads_q, len_q, 1)
+        Logits, of the layer's input; the second form is one gate a head. q's dtype.
+    **options
+        Keyword arguments of `attention`, and its results.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    `attention`, and one pass over the result. `layers.MultiHeadAttention` has it as ``output_gate=True``.
+
+    References
+    ----------
+    .. [1] Z. Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
+    """
+    func = "gated_attention"
+    args = variant_args(func, q, k, v, options)
+    logits = float_array(func, "gate", gate)
+    if logits.dtype.newbyteorder("=") != args.q.dtype:
+        raise TypeError(f"{func}(): gate has dtype {logits.dtype}; expected q's, {args.q.dtype}")
+    require_broadcast(
+        func, "gate", logits.shape, args.out.shape, "(..., heads_q, len_q, head_dim_v), or 1 for the last,"
+    )
+    share = ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
+    dispatch.run(args, options.get("backend"))
+    np.multiply(args.out, share, out=args.out)
+    return args.result
+
+
+def forgetting_attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, log_forget: ArrayLike, **options: Any
+) -> Any:
+    """Attention of the Forgetting Transformer: ``softmax(scale * q_i k_j + sum of log f_t, j < t <= i) @ v``.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `attention`, which is causal here.
+    log_forget : array_like, (..., heads_q, len_k)
+        Logarithms of the forget gates, ``log_sigmoid(x W)``: finite, 0 or less. Of all keys, those of a cache
+        included.
+    **options
+        Keyword arguments of `attention` but causal and sinks, and its results.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    The bias is a difference of two sums from the first key on, c_i - c_j, and c_i, the same for all keys,
+    changes lse alone. So it is a bias of keys, O(len_k), and nothing of the size of the scores. Sums are
+    taken in float64, and relative to one of the middle of 512 queries: what rounding to float32 adds to a
+    score that counts is about ``256 * max(-log_forget)`` times 6e-8, whatever the length.
+
+    References
+    ----------
+    .. [1] Z. Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025,
+       arXiv:2503.02130.
+    """
+    func = "forgetting_attention"
+    require_options(func, options, ("causal", "sinks"))
+    args = attention_args(func, q, k, v, causal=True, **options)
+    shape = (*args.batch_shape, args.heads_q, args.len_k)
+    given = real_array(func, "log_forget", log_forget).astype(FLOAT64)
+    given = with_shape(func, "log_forget", given, shape, "(..., heads_q, len_k)", 1, FLOAT64)
+    if given.size and not (given.max() <= 0 and np.isfinite(given).all()):
+        raise ValueError(f"{func}(): log_forget is above 0 or not finite; expected finite numbers, 0 or less")
+    sums = np.broadcast_to(np.cumsum(given, axis=-1), shape)
+    position = offsets(args, options)[..., None, None] + np.arange(args.len_q)
+    position = np.clip(position, 0, max(args.len_k - 1, 0))  # what is beyond attends all keys or none
+    position = np.broadcast_to(position, (*shape[:-1], args.len_q))
+    for first in range(0, args.len_q if args.len_k else 0, _ROWS):
+        rows = slice(first, min(first + _ROWS, args.len_q))
+        part = rows_of(args, rows)
+        own = np.take_along_axis(sums, position[..., rows], -1)
+        middle = own[..., own.shape[-1] // 2, None]
+        add_bias(part, (middle - sums)[..., None, :])
+        dispatch.run(part, options.get("backend"))
+        if part.lse is not None:
+            part.lse += own - middle
+    if not args.len_k:
+        dispatch.run(args, options.get("backend"))
+    return args.result

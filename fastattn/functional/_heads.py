@@ -1,0 +1,268 @@
+"""Variants that change what goes into the product of queries and keys, or what comes out of each head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args.attention import attention_args
+from fastattn._args.ops import epsilon, vector
+from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.values import choice, float_array, number, operand
+from fastattn._args.variants import how, per_head, require_options, variant_args
+from fastattn._engine import dispatch
+
+# What may normalise queries and keys: functions of `ops`.
+NORMS = ("rms_norm", "layer_norm")
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array
+
+
+@np.errstate(all="ignore")  # as in the kernels
+def cosine_attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, scale: ArrayLike = 1.0, eps: float = 1e-12, **options: Any
+) -> Any:
+    """Cosine attention, ``softmax(scale * cos(q_i, k_j) + bias) @ v``, as in Swin v2 [1]_ and QKNorm [2]_.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `attention`.
+    scale : float or array_like, (..., heads_q), default 1
+        Swin v2's ``exp(min(logit_scale, log(100)))``, one a head; QKNorm's g.
+    eps : float, default 1e-12
+        Lengths are ``sqrt(sum(x**2) + eps**2)``.
+    **options
+        All other keyword arguments of `attention`, and its results.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    `attention`, and one pass over q and k. Scores are bounded by scale.
+
+    References
+    ----------
+    .. [1] Z. Liu et al., "Swin Transformer V2", 2022, arXiv:2111.09883.
+    .. [2] A. Henry et al., "Query-Key Normalization for Transformers", 2020, arXiv:2010.04245.
+    """
+    func = "cosine_attention"
+    args = variant_args(func, q, k, v, options, ("scale",))
+    factor = per_head(func, "scale", scale, args)
+    small = number(func, "eps", eps, FLOAT64, positive=True) ** 2 / args.head_dim
+    if small > float(np.finfo(lane_dtype(args.q.dtype)).max):
+        raise ValueError(f"{func}(): eps is {eps}; expected a number whose square is finite")
+    # rms_norm leaves a length of sqrt(head_dim): the two of them are divided out of the scale.
+    args.q, args.k = (ops.rms_norm(x, eps=small, **how(options)) for x in (args.q, args.k))
+    factor = factor / args.head_dim
+    args.scale = 1.0
+    if factor.size == 1:
+        args.scale = float(factor.ravel()[0])
+    else:
+        args.q = np.ascontiguousarray(args.q * factor[..., None, None], args.q.dtype)
+    dispatch.run(args, options.get("backend"))
+    return args.result
+
+
+def qk_norm_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    q_weight: ArrayLike | None = None,
+    k_weight: ArrayLike | None = None,
+    *,
+    norm: str = "rms_norm",
+    eps: float = 1e-6,
+    **options: Any,
+) -> Any:
+    """Attention of normalised queries and keys, each head's on its own: ``attention(norm(q), norm(k), v)``.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `attention`.
+    q_weight, k_weight : array_like, (head_dim,), optional
+        The norms' weights.
+    norm : {"rms_norm", "layer_norm"}
+        RMSNorm as in Qwen3 and OLMo 2, LayerNorm as in ViT-22B [1]_.
+    eps : float, default 1e-6
+    **options
+        Keyword arguments of `attention`, and its results. Rotary positions come between norm and attention:
+        there `ops.rms_norm` and `positions.apply_rope` do the same.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    `attention`, and one pass over q and k.
+
+    References
+    ----------
+    .. [1] M. Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023, arXiv:2302.05442.
+    """
+    func = "qk_norm_attention"
+    args = variant_args(func, q, k, v, options)
+    choice(func, "norm", norm, NORMS)
+    lane = lane_dtype(args.q.dtype)
+    weights = [
+        vector(func, name, x, (args.head_dim,), lane)
+        for name, x in (("q_weight", q_weight), ("k_weight", k_weight))
+    ]
+    small = epsilon(func, "eps", eps, lane)
+    normalise: Any = getattr(ops, norm)
+    args.q, args.k = (
+        normalise(x, weight, eps=small, **how(options))
+        for x, weight in zip((args.q, args.k), weights, strict=True)
+    )
+    dispatch.run(args, options.get("backend"))
+    return args.result
+
+
+@np.errstate(all="ignore")  # as in the kernels
+def general_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLike, **options: Any) -> Any:
+    """Luong's general attention, ``softmax(q_i^T W k_j) @ v``; his dot product is ``attention(scale=1.0)``.
+
+    Parameters
+    ----------
+    q : array_like, (..., heads_q, len_q, query_dim)
+    k, v : array_like
+        As in `attention`.
+    weight : array_like, (query_dim, head_dim) or (heads_q, query_dim, head_dim)
+        W.
+    **options
+        Keyword arguments of `attention`, whose scale is 1 here by default, and its results.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit.
+
+    Notes
+    -----
+    `attention`, and ``q @ W`` in NumPy: O(len_q * query_dim * head_dim) a head. His third form, "concat", is
+    additive attention, and his "location" has no keys.
+
+    References
+    ----------
+    .. [1] M.-T. Luong, H. Pham, C. D. Manning, "Effective Approaches to Attention-based Neural Machine
+       Translation", 2015, arXiv:1508.04025.
+    """
+    func = "general_attention"
+    require_options(func, options)
+    queries = operand(func, "q", q, [])
+    matrix = float_array(func, "weight", weight)
+    keys = operand(func, "k", k, [])
+    heads = queries.shape[-3] if queries.ndim > 2 else 1
+    shape = (queries.shape[-1], keys.shape[-1])
+    if matrix.shape not in (shape, (heads, *shape)):
+        raise ValueError(
+            f"{func}(): weight has shape {matrix.shape}; expected (query_dim, head_dim) = {shape}, or one of"
+            f" those a head, {(heads, *shape)}"
+        )
+    lane = lane_dtype(queries.dtype)
+    if queries.ndim == 2:
+        matrix = matrix.reshape(shape)
+    projected = (queries.astype(lane, copy=False) @ matrix.astype(lane)).astype(queries.dtype, copy=False)
+    if options.get("scale") is None:
+        options["scale"] = 1.0
+    args = attention_args(func, projected, keys, v, **options)
+    dispatch.run(args, options.get("backend"))
+    return args.result
+
+
+@np.errstate(all="ignore")  # as in the kernels
+def differential_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    lambda_: ArrayLike,
+    *,
+    lambda_init: float | None = None,
+    norm_weight: ArrayLike | None = None,
+    eps: float = 1e-5,
+    **options: Any,
+) -> Array:
+    """Differential attention, ``(softmax(q1 @ k1.T) - lambda * softmax(q2 @ k2.T)) @ v`` [1]_.
+
+    Parameters
+    ----------
+    q : array_like, (..., 2 * heads_q, len_q, head_dim)
+        q1 and q2 of each head, one after the other.
+    k : array_like, (..., 2 * heads_kv, len_k, head_dim)
+        Likewise k1 and k2.
+    v : array_like, (..., heads_kv, len_k, head_dim_v)
+        One for both; in the paper head_dim_v is 2 * head_dim.
+    lambda_ : float or array_like, (..., heads_q)
+        The paper's ``exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init``.
+    lambda_init : float, optional
+        With it each head's result goes through RMSNorm and is multiplied by ``1 - lambda_init``; the paper's
+        is ``0.8 - 0.6 * exp(-0.3 * layer)``, layers counted from 0.
+    norm_weight : array_like, (head_dim_v,), optional
+        That norm's.
+    eps : float, default 1e-5
+        Likewise.
+    **options
+        Keyword arguments of `attention`, but out and return_lse, for both softmaxes.
+
+    Returns
+    -------
+    ndarray, (..., heads_q, len_q, head_dim_v)
+        In q's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    Two calls of `attention` on strided views, and one pass over the result. In 16 bits both results are
+    rounded before they are subtracted.
+
+    References
+    ----------
+    .. [1] T. Ye et al., "Differential Transformer", 2024, arXiv:2410.05258.
+    """
+    func = "differential_attention"
+    require_options(func, options, ("out", "return_lse"))
+    queries, keys = operand(func, "q", q, []), operand(func, "k", k, [])
+    values = float_array(func, "v", v, least_dims=2)
+    for name, x in (("q", queries), ("k", keys)):
+        if x.ndim < 3 or x.shape[-3] % 2:
+            raise ValueError(
+                f"{func}(): {name} has shape {x.shape}; expected (..., 2 * heads, length, head_dim)"
+            )
+    heads = keys.shape[-3] // 2
+    if (values.shape[-3] if values.ndim > 2 else 1) != heads:
+        raise ValueError(
+            f"{func}(): v has shape {values.shape}; expected {heads} heads, half as many as k has,"
+            f" shape {keys.shape}"
+        )
+    first, second = (
+        attention_args(func, queries[..., n::2, :, :], keys[..., n::2, :, :], v, **options) for n in (0, 1)
+    )
+    factor = per_head(func, "lambda_", lambda_, first)[..., None, None]
+    lane = lane_dtype(first.q.dtype)
+    if lambda_init is not None:
+        lambda_init = number(func, "lambda_init", lambda_init, lane)
+        norm_weight = vector(func, "norm_weight", norm_weight, (first.head_dim_v,), lane)
+        eps = epsilon(func, "eps", eps, lane)
+    elif norm_weight is not None:
+        raise ValueError(f"{func}(): norm_weight is given without lambda_init; expected both or neither")
+    for args in (first, second):
+        dispatch.run(args, options.get("backend"))
+    out: Array = first.out - factor * second.out
+    if lambda_init is not None:
+        out = ops.rms_norm(out, norm_weight, eps=eps, **how(options)) * lane.type(1 - lambda_init)
+    return out.astype(first.out.dtype, copy=False)

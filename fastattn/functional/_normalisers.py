@@ -1,0 +1,221 @@
+"""Attention of which most probabilities are exactly 0: sparsemax, entmax-1.5, the k largest scores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastattn._args.rowwise import rowwise_args, top_k_args
+from fastattn._engine import dispatch
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from fastattn.masks import Mask
+
+    Backend = Literal["compiled", "numpy"]
+
+
+def sparsemax_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    mask: ArrayLike | Mask | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_offset: ArrayLike | None = None,
+    out: NDArray[Any] | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> NDArray[Any]:
+    """``sparsemax(scale * q @ k.T) @ v``: each row of scores projected onto the probabilities.
+
+    ``sparsemax(s) = max(s - tau, 0)``, with the tau that makes them sum to 1 [1]_: exact, and exactly 0 for
+    keys whose scores lie 1 or more below the largest.
+
+    Parameters
+    ----------
+    q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, kv_lengths, q_offset
+        As in `attention`. Grouped heads, too.
+    out, num_threads, backend
+        As in `attention`.
+
+    Returns
+    -------
+    out : ndarray, (..., heads_q, len_q, head_dim_v)
+        In q's dtype; 2-D if q, k and v all are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    O(len_q * len_k * head_dim) a head for the scores; values are read only where some query of a tile gives
+    them weight. tau by Newton's method, a few passes over the keys that may still matter. Memory O(threads *
+    len_k) for scores, at most 32 float32 rows of len_k a thread. What stands in the value of a key with
+    probability 0, NaN and Inf included, never reaches the result; a query that may attend nothing gets 0.
+
+    References
+    ----------
+    .. [1] A. F. T. Martins and R. F. Astudillo, "From Softmax to Sparsemax: A Sparse Model of Attention and
+       Multi-Label Classification", 2016, arXiv:1602.02068.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> q, k = np.array([[2.0]]), np.array([[0.0], [0.25], [-3.0]])
+    >>> fastattn.functional.sparsemax_attention(q, k, np.eye(3), scale=1.0)
+    array([[0.25, 0.75, 0.  ]])
+    """
+    options = {
+        "mask": mask, "bias": bias, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths, "q_offset": q_offset, "out": out,
+        "num_threads": num_threads, "backend": backend,
+    }  # fmt: skip
+    args = rowwise_args("sparsemax_attention", "sparsemax", q, k, v, options)
+    dispatch.run(args, backend)
+    result: NDArray[Any] = args.attention.result
+    return result
+
+
+def entmax15_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    mask: ArrayLike | Mask | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_offset: ArrayLike | None = None,
+    out: NDArray[Any] | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> NDArray[Any]:
+    """``entmax15(scale * q @ k.T) @ v``: between softmax (alpha = 1) and sparsemax (alpha = 2).
+
+    ``entmax15(s) = max(s / 2 - tau, 0) ** 2``, with the tau that makes them sum to 1 [1]_.
+
+    Parameters
+    ----------
+    q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, kv_lengths, q_offset
+        As in `attention`. Grouped heads, too.
+    out, num_threads, backend
+        As in `attention`.
+
+    Returns
+    -------
+    out : ndarray, (..., heads_q, len_q, head_dim_v)
+        In q's dtype; 2-D if q, k and v all are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    As `sparsemax_attention`; keys 2 or more below the largest score have probability 0.
+
+    References
+    ----------
+    .. [1] B. Peters, V. Niculae and A. F. T. Martins, "Sparse Sequence-to-Sequence Models", 2019,
+       arXiv:1905.05702.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> x = np.ones((1, 2, 5, 8), np.float32)
+    >>> fastattn.functional.entmax15_attention(x, x, x, causal=True).shape
+    (1, 2, 5, 8)
+    """
+    options = {
+        "mask": mask, "bias": bias, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths, "q_offset": q_offset, "out": out,
+        "num_threads": num_threads, "backend": backend,
+    }  # fmt: skip
+    args = rowwise_args("entmax15_attention", "entmax15", q, k, v, options)
+    dispatch.run(args, backend)
+    result: NDArray[Any] = args.attention.result
+    return result
+
+
+def topk_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    k_keys: int,
+    mask: ArrayLike | Mask | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_offset: ArrayLike | None = None,
+    out: NDArray[Any] | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> NDArray[Any]:
+    """Softmax over the `k_keys` largest scores of each query, ``softmax(top_k(scale * q @ k.T)) @ v``.
+
+    Parameters
+    ----------
+    q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, kv_lengths, q_offset
+        As in `attention`. Grouped heads, too.
+    out, num_threads, backend
+        As in `attention`.
+    k_keys : int
+        At least 1. Of the keys that a query may attend, those with the largest scores: exactly so many, or
+        all if there are fewer. Of equal scores the keys with the lowest index.
+
+    Returns
+    -------
+    out : ndarray, (..., heads_q, len_q, head_dim_v)
+        In q's dtype; 2-D if q, k and v all are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    The selection [1]_ is by bisection of the k-th largest score, up to 32 passes over the scores (64 in
+    float64), typically half of them. Time and memory otherwise as of `sparsemax_attention`. The values of
+    keys that are not selected never reach the result; a score of NaN makes its row NaN.
+
+    References
+    ----------
+    .. [1] A. Gupta, G. Dar, S. Goodman, D. Ciprut and J. Berant, "Memory-efficient Transformers via Top-k
+       Attention", 2021, arXiv:2106.06899.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> q, k = np.array([[1.0]]), np.array([[0.0], [9.0], [9.0], [-3.0]])
+    >>> fastattn.functional.topk_attention(q, k, np.eye(4), k_keys=2)
+    array([[0. , 0.5, 0.5, 0. ]])
+    """
+    options = {
+        "mask": mask, "bias": bias, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths, "q_offset": q_offset, "out": out,
+        "num_threads": num_threads, "backend": backend,
+    }  # fmt: skip
+    args = top_k_args("topk_attention", q, k, v, k_keys, options)
+    dispatch.run(args, backend)
+    result: NDArray[Any] = args.attention.result
+    return result

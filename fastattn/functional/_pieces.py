@@ -1,0 +1,178 @@
+"""A checked call cut into pieces, and pieces put together: so a bias need never be there as a whole."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from fastattn._args import key_ranges
+from fastattn._args.types import lane_dtype
+from fastattn._engine import dispatch
+from fastattn._reference import attention as reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastattn._args.types import Array, AttentionArgs, Ints
+
+# Scores of one head that get a bias at a time, in `attend_by_rows`, and at least so many query rows: by
+# lengths alone, so that a row's bits do not depend on the batch.
+_PIECE_SCORES, _LEAST_ROWS = 2**18, 32
+
+# Axes behind the batch dimensions.
+_TRAILING = {
+    **dict.fromkeys(("q", "k", "v", "out", "mask", "bias"), 3),
+    **dict.fromkeys(("lse", "row_begin", "row_end", "range_first", "range_last"), 2),
+    **dict.fromkeys(("alibi_slopes", "sinks"), 1),
+    "q_position": 0,
+}
+
+
+def rows_of(args: AttentionArgs, rows: slice) -> AttentionArgs:
+    """The call of some query rows; its results are views of the whole one's."""
+    part = copy(args)
+    part.q, part.out, part.len_q = args.q[..., rows, :], args.out[..., rows, :], rows.stop - rows.start
+    part.lse = None if args.lse is None else args.lse[..., rows]
+    for name in ("mask", "bias"):
+        x = getattr(args, name)
+        if x is not None and x.shape[-2] > 1:
+            setattr(part, name, x[..., rows, :])
+    for name in ("row_begin", "row_end", "range_first", "range_last"):
+        x = getattr(args, name)
+        if x is not None and x.shape[-1] > 1:
+            setattr(part, name, x[..., rows])
+    if args.q_position is not None:
+        part.q_position = args.q_position + rows.start
+    return part
+
+
+def keys_of(args: AttentionArgs, keys: slice) -> AttentionArgs:
+    """The same call over some of the keys, which are counted from 0 then; not for ALiBi."""
+    part = copy(args)
+    part.k, part.v, part.len_k = args.k[..., keys, :], args.v[..., keys, :], keys.stop - keys.start
+    for name in ("mask", "bias"):
+        x = getattr(args, name)
+        if x is not None and x.shape[-1] > 1:
+            setattr(part, name, x[..., keys])
+    for name in ("row_begin", "row_end"):
+        x = getattr(args, name)
+        if x is not None:
+            setattr(part, name, np.clip(x - keys.start, 0, part.len_k))
+    if args.ranges is not None:
+        part.ranges = args.ranges - keys.start
+    return part
+
+
+def item_of(args: AttentionArgs, b: tuple[int, ...]) -> AttentionArgs:
+    """The call of one batch item."""
+    part = copy(args)
+    part.batch_shape = ()
+    for name, n in _TRAILING.items():
+        x = getattr(args, name)
+        if x is None or x.ndim == n:
+            continue
+        if name in ("out", "lse"):  # to be written
+            setattr(part, name, x[b])
+        else:
+            setattr(part, name, np.broadcast_to(x, (*args.batch_shape, *x.shape[x.ndim - n :]))[b])
+    return part
+
+
+def apart(args: AttentionArgs) -> AttentionArgs:
+    """The call with results of its own, lse included."""
+    part = copy(args)
+    part.out = np.empty(args.out.shape, args.out.dtype)
+    part.lse = np.empty(args.out.shape[:-1], lane_dtype(args.q.dtype))
+    return part
+
+
+def narrowed(args: AttentionArgs, begin: Ints | None, end: Ints | None) -> AttentionArgs:
+    """The call over keys begin <= j < end of each row alone, with results of its own, lse included."""
+    part = apart(args)
+    both = [(args.row_begin, args.row_end), (begin, end)]
+    part.row_begin, part.row_end = key_ranges.intersect(both, args.len_k)
+    return part
+
+
+def has_keys(args: AttentionArgs) -> bool:
+    """Whether some row's range is not empty."""
+    first = 0 if args.row_begin is None else args.row_begin
+    last = args.len_k if args.row_end is None else args.row_end
+    return bool(np.less(first, last).any())
+
+
+def join(parts: Sequence[AttentionArgs], args: AttentionArgs) -> None:
+    """Merge the results of `parts`, over disjoint keys, to those of `args`."""
+    lses: list[Any] = [part.lse for part in parts]
+    lse = np.empty_like(lses[0]) if args.lse is None else args.lse
+    reference.merge_states([part.out for part in parts], lses, args.out, lse)
+
+
+def attend_by_rows(
+    args: AttentionArgs, backend: str | None, bias_of: Callable[[tuple[int, ...], slice], Array]
+) -> None:
+    """Run the call with a bias that is made for some rows of one batch item at a time, and then dropped.
+
+    bias_of(b, rows) is (heads_q, rows, len_k): of the batch item at index b.
+    """
+    n_rows = max(_LEAST_ROWS, _PIECE_SCORES // max(1, args.len_k) // _LEAST_ROWS * _LEAST_ROWS)
+    if not (args.out.size and args.len_k):
+        dispatch.run(args, backend)
+        return
+    for b in np.ndindex(args.batch_shape):
+        item = item_of(args, b)
+        for first in range(0, args.len_q, n_rows):
+            rows = slice(first, min(first + n_rows, args.len_q))
+            part = rows_of(item, rows)
+            with np.errstate(all="ignore"):  # of keys that are hidden, too, whatever stands in them
+                bias = bias_of(b, rows)
+            add_bias(part, bias)
+            dispatch.run(part, backend)
+
+
+@np.errstate(all="ignore")
+def add_bias(args: AttentionArgs, computed: Array) -> None:
+    """Add a bias that was computed to the one that the caller gave.
+
+    It is the caller's -inf that hides a key, and nothing else: a computed -inf, or a sum that is rounded to
+    it, does not, and a computed NaN, of what stands in a hidden key, does not bring that back.
+    """
+    lane = lane_dtype(args.q.dtype)
+    bias, least = computed.astype(lane, copy=False), np.finfo(lane).min
+    if args.bias is None:
+        args.bias = np.maximum(bias, least)
+        return
+    given = args.bias.astype(lane, copy=False)
+    args.bias = np.where(given == -np.inf, given, np.maximum(bias + given, least))
+
+
+def by_distance(x: Array, n_keys: int) -> Array:
+    """View (..., rows, n_keys) of x (..., rows, rows + n_keys - 1): row i without its first rows - 1 - i.
+
+    Columns of x are distances, from the last row's to key 0 down to the first row's to the last key: the
+    relative shift, without moving anything.
+    """
+    *lead, row, column = x.strides
+    n_rows = x.shape[-2]
+    shape = (*x.shape[:-1], n_keys)
+    return as_strided(x[..., n_rows - 1 :], shape, (*lead, row - column, column), writeable=False)
+
+
+def band_of(x: Array, n: int) -> Array:
+    """View (..., rows, n) of x (..., rows, rows + n - 1): of row i the n columns from i on."""
+    *lead, row, column = x.strides
+    return as_strided(x, (*x.shape[:-1], n), (*lead, row + column, column))
+
+
+@np.errstate(all="ignore")
+def sum_in(dtype: np.dtype[Any], *terms: Array) -> Array:
+    """The sum of all terms, taken in the lane type of `dtype`, as `dtype`."""
+    lane = lane_dtype(dtype)
+    total = terms[0].astype(lane, copy=False)
+    for term in terms[1:]:
+        total = total + term.astype(lane, copy=False)
+    # Sums take over the order of axes of what is summed; kernels read rows that are contiguous.
+    return np.ascontiguousarray(total, dtype)

@@ -1,0 +1,309 @@
+"""Relative positions whose scores depend on the query's or the key's content, too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import float_array, integer
+from fastattn._args.variants import one_offset, variant_args, with_shape
+from fastattn._engine import dispatch
+from fastattn.functional._pieces import (
+    add_bias,
+    apart,
+    attend_by_rows,
+    band_of,
+    by_distance,
+    has_keys,
+    join,
+    keys_of,
+    narrowed,
+    rows_of,
+    sum_in,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array, AttentionArgs, Ints
+
+# Query rows whose near keys `shaw_attention` takes at a time.
+_NEAR_ROWS = 128
+
+
+def shaw_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    key_table: ArrayLike,
+    value_table: ArrayLike | None = None,
+    **options: Any,
+) -> Any:
+    """Attention with Shaw's relative positions: to ``k_j + a_r``, of ``v_j + b_r``, r the clipped ``j - i``.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `attention`.
+    key_table : array_like, (2 * clip + 1, head_dim)
+        a: of the distances -clip to clip of a key from the query, in this order; clip is at least 1.
+    value_table : array_like, (2 * clip + 1, head_dim_v), optional
+        b; 0 if left out.
+    **options
+        Keyword arguments of `attention` but softcap and alibi_slopes, with one q_offset for all, and its
+        results.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    As in [1]_. Keys at a distance of clip and more have one row of the tables on either side: they are
+    attended with that added to them, and what is between with a bias, of 128 queries at a time; three results
+    that are joined by their lse. Beside `attention`'s cost O(len_q * (128 + clip) * head_dim) a head in
+    NumPy, a copy of k and v for either side, and no array of len_q x len_k.
+
+    References
+    ----------
+    .. [1] P. Shaw, J. Uszkoreit, A. Vaswani, "Self-Attention with Relative Position Representations", 2018,
+       arXiv:1803.02155.
+    """
+    func = "shaw_attention"
+    args = variant_args(func, q, k, v, options, ("softcap", "alibi_slopes"))
+    lane, backend = lane_dtype(args.q.dtype), options.get("backend")
+    n = len(float_array(func, "key_table", key_table, least_dims=1))
+    if n < 3 or n % 2 == 0:
+        raise ValueError(f"{func}(): key_table has {n} rows; expected an odd number, 3 or more")
+    of_keys = with_shape(func, "key_table", key_table, (n, args.head_dim), "(2 clip + 1, head_dim)", 2, lane)
+    of_values = None
+    if value_table is not None:
+        shape = (n, args.head_dim_v)
+        of_values = with_shape(func, "value_table", value_table, shape, "(2 clip + 1, head_dim_v)", 2, lane)
+    clip = n // 2
+    offset = one_offset(func, args, options)
+    position = offset + np.arange(args.len_q)[None]
+
+    near = narrowed(args, position - clip + 1, position + clip)
+    _attend_near(near, offset, of_keys[1:-1], None if of_values is None else of_values[1:-1], backend)
+    parts = [near]
+    for row, begin, end in ((0, None, position - clip + 1), (-1, position + clip, None)):
+        part = narrowed(args, begin, end)
+        if has_keys(part):
+            part.sinks = None  # of the parts, the near one carries them
+            part.k = sum_in(args.k.dtype, args.k, of_keys[row])
+            part.v = args.v if of_values is None else sum_in(args.v.dtype, args.v, of_values[row])
+            dispatch.run(part, backend)
+            parts.append(part)
+    join(parts, args)
+    return args.result
+
+
+def _attend_near(
+    near: AttentionArgs, offset: int, of_keys: Array, of_values: Array | None, backend: str | None
+) -> None:
+    """Attend to keys at the distances of the tables' rows: as many to either side."""
+    n, lane = len(of_keys), lane_dtype(near.q.dtype)
+    for first in range(0, near.len_q, _NEAR_ROWS):
+        rows = slice(first, min(first + _NEAR_ROWS, near.len_q))
+        n_rows = rows.stop - rows.start
+        start = offset + first - n // 2  # the key of column 0
+        keys = slice(*np.clip((start, start + n_rows + n - 1), 0, near.len_k).tolist())
+        inside = slice(keys.start - start, keys.stop - start)
+        part = keys_of(rows_of(near, rows), keys)
+        # Column t of a row's band is the key at distance t - n // 2; what is not in the band, no row attends.
+        columns = np.zeros((*part.q.shape[:-1], n_rows + n - 1), lane)
+        band_of(columns, n)[...] = part.q.astype(lane) * lane.type(part.scale) @ of_keys.T
+        add_bias(part, columns[..., inside])
+        dispatch.run(part, backend)
+        if of_values is not None:
+            # Weights are what the unit vectors give as values: of the near keys a matrix that is small.
+            weights = apart(part)
+            width = part.len_k
+            weights.v = np.broadcast_to(np.eye(width, dtype=part.v.dtype), (part.heads_kv, width, width))
+            weights.head_dim_v, weights.out = width, np.empty((*part.out.shape[:-1], width), part.out.dtype)
+            dispatch.run(weights, backend)
+            probs = np.zeros((*part.out.shape[:-1], n_rows + n - 1), lane)
+            probs[..., inside] = weights.out
+            part.out += (band_of(probs, n) @ of_values).astype(part.out.dtype)
+
+
+def transformer_xl_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    relative_keys: ArrayLike,
+    content_bias: ArrayLike | None = None,
+    position_bias: ArrayLike | None = None,
+    **options: Any,
+) -> Any:
+    """Transformer-XL's attention: scores ``scale * ((q_i + u) . k_j + (q_i + w) . r_d)``, ``d = i - j`` [1]_.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `attention`; k and v with the memory of the segment before in front.
+    relative_keys : array_like, (n, head_dim) or (..., heads_q, n, head_dim)
+        r: projected vectors of the distances ``q_offset + len_q - 1`` (the last query from the first key)
+        downwards, of all there are, ``len_q + len_k - 1``. With causal those down to 0 are enough, by default
+        len_k of them, as in the paper.
+    content_bias, position_bias : array_like, (heads_q, head_dim), optional
+        u and w (the paper's v); 0 if left out.
+    **options
+        Keyword arguments of `attention` but softcap, with one q_offset for all, and its results.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    The relative shift is a view with another stride, and the term of positions is made for a run of queries
+    at a time, about 2**18 scores a head. Time is that of a dense bias and of ``q @ relative_keys.T`` in
+    NumPy, O(len_q * (len_q + len_k) * head_dim) a head.
+
+    References
+    ----------
+    .. [1] Z. Dai et al., "Transformer-XL: Attentive Language Models beyond a Fixed-Length Context", 2019,
+       arXiv:1901.02860.
+    """
+    func = "transformer_xl_attention"
+    args = variant_args(func, q, k, v, options, ("softcap",))
+    lane, heads = lane_dtype(args.q.dtype), (args.heads_q, args.head_dim)
+    offset = one_offset(func, args, options)
+    dims = "(..., heads_q, n, head_dim)"
+    n = float_array(func, "relative_keys", relative_keys, least_dims=2).shape[-2]
+    shape = (*args.batch_shape, args.heads_q, n, args.head_dim)
+    relative = with_shape(func, "relative_keys", relative_keys, shape, dims, 2, lane)
+    needed = args.len_q + args.len_k - 1
+    if options.get("causal"):  # distances below 0 are of no key that is attended
+        needed = min(needed, args.len_q + offset)
+    if n < needed and args.len_q and args.len_k:
+        raise ValueError(f"{func}(): relative_keys has {n} rows; expected {needed}, one a distance")
+    u, w = (
+        np.zeros((args.heads_q, 1, 1), lane)
+        if x is None
+        else with_shape(func, name, x, heads, "(heads_q, head_dim)", 2, lane)[:, None]
+        for name, x in (("content_bias", content_bias), ("position_bias", position_bias))
+    )
+    relative = np.broadcast_to(relative, shape)
+    queries = np.broadcast_to(args.q, (*args.batch_shape, *args.q.shape[-3:]))
+    args.q = sum_in(args.q.dtype, args.q, u)
+
+    def bias_of(b: tuple[int, ...], rows: slice) -> Array:
+        n_rows = rows.stop - rows.start
+        columns = np.zeros((args.heads_q, n_rows, n_rows + args.len_k - 1), lane)
+        first = args.len_q - rows.stop  # row of the table of column 0
+        table = relative[b][:, first : first + columns.shape[-1]]
+        shifted = (queries[b][:, rows].astype(lane) + w) * lane.type(args.scale)
+        np.matmul(shifted, table.swapaxes(-1, -2), out=columns[..., : table.shape[-2]])
+        return by_distance(columns, args.len_k)
+
+    attend_by_rows(args, options.get("backend"), bias_of)
+    return args.result
+
+
+def disentangled_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    position_keys: ArrayLike | None = None,
+    position_queries: ArrayLike | None = None,
+    *,
+    max_distance: int | None = None,
+    **options: Any,
+) -> Any:
+    """DeBERTa's attention: scores ``scale * (q_i . k_j + q_i . kr_b + k_j . qr_b)``, b of i - j [1]_.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `attention`.
+    position_keys, position_queries : array_like, (heads_q, 2 * span, head_dim)
+        kr (content to position) and qr (position to content): the projected embeddings of relative
+        positions, by their bucket b. At least one of both.
+    max_distance : int, optional
+        With it distances beyond ``span // 2`` share buckets, logarithmically up to this one, as in version 2
+        (``max_relative_positions``, where span is ``position_buckets``). Without, distance d is in bucket
+        ``clip(d + span, 0, 2 * span - 1)``.
+    **options
+        Keyword arguments of `attention` but softcap, with one q_offset for all, and its results. Scale is by
+        default ``1 / sqrt(head_dim * terms)``, of 2 or 3 terms.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    Both terms depend on content and position: they are gathered into a bias for a run of queries at a time,
+    about 2**18 scores a head. Time is that of a dense bias, of two gathers of len_q * len_k numbers a
+    head, and of the products with the tables.
+
+    References
+    ----------
+    .. [1] P. He et al., "DeBERTa: Decoding-enhanced BERT with Disentangled Attention", 2020,
+       arXiv:2006.03654.
+    """
+    func = "disentangled_attention"
+    args = variant_args(func, q, k, v, options, ("softcap",))
+    lane, offset = lane_dtype(args.q.dtype), one_offset(func, args, options)
+    tables = {"position_keys": position_keys, "position_queries": position_queries}
+    given = {name: float_array(func, name, x, 2) for name, x in tables.items() if x is not None}
+    if not given:
+        raise ValueError(f"{func}(): position_keys and position_queries are None; expected at least one")
+    n = next(iter(given.values())).shape[-2]
+    if n < 2 or n % 2:
+        raise ValueError(f"{func}(): {next(iter(given))} has {n} rows; expected 2 * span, 2 or more")
+    shape, dims = (args.heads_q, n, args.head_dim), "(heads_q, 2 span, head_dim)"
+    found = {name: with_shape(func, name, x, shape, dims, 3, lane) for name, x in given.items()}
+    if max_distance is not None:
+        if n < 4:
+            raise ValueError(
+                f"{func}(): max_distance is given, and {next(iter(given))} has {n} rows; expected 4 or more"
+            )
+        max_distance = integer(func, "max_distance", max_distance, n // 4 + 2, 2**53)
+    if options.get("scale") is None:
+        args.scale = (args.head_dim * (1 + len(found))) ** -0.5
+    # Of the distances, from the last query's to key 0 down to the first one's to the last key.
+    distances = np.arange(offset + args.len_q - 1, offset - args.len_k, -1)
+    buckets = _deberta_buckets(distances, n // 2, max_distance)
+    queries, keys = (np.broadcast_to(x, (*args.batch_shape, *x.shape[-3:])) for x in (args.q, args.k))
+    group, columns = args.heads_q // args.heads_kv, np.arange(args.len_k)
+    of_keys: dict[tuple[int, ...], Array] = {}
+
+    def bias_of(b: tuple[int, ...], rows: slice) -> Array:
+        n_rows = rows.stop - rows.start
+        index = buckets[args.len_q - rows.stop :][: n_rows + args.len_k - 1]
+        terms = []
+        if "position_keys" in found:
+            scaled = queries[b][:, rows].astype(lane) * lane.type(args.scale)
+            products = scaled @ found["position_keys"].swapaxes(-1, -2)
+            terms.append(by_distance(np.take(products, index, axis=-1), args.len_k))
+        if "position_queries" in found:
+            if b not in of_keys:
+                of_keys.clear()
+                scaled = np.repeat(keys[b].astype(lane) * lane.type(args.scale), group, axis=0)
+                of_keys[b] = (scaled @ found["position_queries"].swapaxes(-1, -2)).reshape(args.heads_q, -1)
+            place = by_distance(np.broadcast_to(index, (n_rows, len(index))), args.len_k) + columns * n
+            terms.append(np.take(of_keys[b], place, axis=-1))
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+    attend_by_rows(args, options.get("backend"), bias_of)
+    return args.result
+
+
+def _deberta_buckets(distances: Ints, span: int, max_distance: int | None) -> Ints:
+    """Row of the tables, in [0, 2 span), of each distance i - j."""
+    if max_distance is not None:
+        middle = span // 2
+        far = np.maximum(abs(distances), middle)
+        steps = np.log(far / middle) / np.log((max_distance - 1) / middle) * (middle - 1)
+        bucket = np.sign(distances) * (np.ceil(steps - 1e-9).astype(np.int64) + middle)
+        distances = np.where(abs(distances) <= middle, distances, bucket)
+    return np.clip(distances + span, 0, 2 * span - 1)

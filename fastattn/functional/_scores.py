@@ -1,0 +1,184 @@
+"""Attention whose scores are no products of queries and keys: additive, and given by the query alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from fastattn._args.attention import attention_args
+from fastattn._args.rowwise import additive_args
+from fastattn._args.values import float_array
+from fastattn._engine import dispatch
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from fastattn.masks import Mask
+
+    Backend = Literal["compiled", "numpy"]
+
+
+def additive_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    w: ArrayLike,
+    *,
+    mask: ArrayLike | Mask | None = None,
+    bias: ArrayLike | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_offset: ArrayLike | None = None,
+    out: NDArray[Any] | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> NDArray[Any]:
+    """``softmax(scores) @ v`` with ``scores[i, j] = w . tanh(q[i] + k[j])``, Bahdanau's attention [1]_.
+
+    Parameters
+    ----------
+    q, k : array_like, (..., heads, len, head_dim)
+        Projected: W s and U h of the paper, a bias of theirs included.
+    v : array_like, (..., heads_kv, len_k, head_dim_v)
+        The states themselves, in the paper.
+    w : array_like, (head_dim,) or (heads_q, head_dim)
+        Any of the four dtypes.
+    mask, bias, causal, window, softcap, alibi_slopes, kv_lengths, q_offset, out, num_threads, backend
+        As in `attention`. Grouped heads, too.
+    scale : float, optional
+        A factor of the scores, 1 if left out.
+
+    Returns
+    -------
+    out : ndarray, (..., heads_q, len_q, head_dim_v)
+        In q's dtype; 2-D if q, k and v all are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    len_q * len_k * head_dim hyperbolic tangents a head, none of which is stored; memory O(threads * len_k)
+    for scores. Masked as in `attention`.
+
+    References
+    ----------
+    .. [1] D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine Translation by Jointly Learning to Align and
+       Translate", 2015, arXiv:1409.0473.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> q, k, v = np.ones((2, 1, 8)), np.ones((2, 5, 8)), np.ones((2, 5, 6))
+    >>> fastattn.functional.additive_attention(q, k, v, np.ones(8)).shape
+    (2, 1, 6)
+    """
+    options = {
+        "mask": mask, "bias": bias, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths, "q_offset": q_offset, "out": out,
+        "num_threads": num_threads, "backend": backend,
+    }  # fmt: skip
+    args = additive_args("additive_attention", q, k, v, w, options)
+    dispatch.run(args, backend)
+    result: NDArray[Any] = args.attention.result
+    return result
+
+
+def location_attention(
+    logits: ArrayLike,
+    v: ArrayLike,
+    *,
+    mask: ArrayLike | Mask | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_offset: ArrayLike | None = None,
+    out: NDArray[Any] | None = None,
+    return_lse: bool = False,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> Any:
+    """``softmax(logits) @ v``: attention whose scores are given, as in Luong's location form [1]_.
+
+    There ``logits = q @ W.T``, of the query alone; Synthesizers [2]_ and MLP mixers with softmax have others.
+
+    Parameters
+    ----------
+    logits : array_like, (..., heads_q, len_q, len_k)
+        float32 or v's dtype; -inf masks. 2-D logits are those of all heads.
+    v : array_like, (..., heads_kv, len_k, head_dim_v)
+        float32, float64, float16 or bfloat16.
+    mask, causal, window, kv_lengths, q_offset, out, return_lse, num_threads, backend
+        As in `attention`, and so is what is returned. Grouped heads, too.
+
+    Returns
+    -------
+    out : ndarray, (..., heads_q, len_q, head_dim_v)
+        In v's dtype.
+    lse : ndarray, (..., heads_q, len_q)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    The kernels of `attention`, with logits for a bias; O(len_q * len_k * head_dim_v) a head.
+
+    References
+    ----------
+    .. [1] M.-T. Luong, H. Pham and C. D. Manning, "Effective Approaches to Attention-based Neural Machine
+       Translation", 2015, arXiv:1508.04025.
+    .. [2] Y. Tay et al., "Synthesizer: Rethinking Self-Attention in Transformer Models", 2020,
+       arXiv:2005.00743.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> fastattn.functional.location_attention(np.zeros((1, 2)), np.array([[1.0], [3.0]]))
+    array([[2.]])
+    """
+    func = "location_attention"
+    scores = float_array(func, "logits", logits, least_dims=2)
+    values = float_array(func, "v", v, least_dims=2)
+    if scores.shape[-1] != values.shape[-2]:
+        raise ValueError(
+            f"{func}(): logits has shape {scores.shape} and v {values.shape}; expected (..., heads, len_q,"
+            f" len_k) and (..., heads, len_k, head_dim_v)"
+        )
+    dtype, given = (x.dtype.newbyteorder("=") for x in (values, scores))
+    if given not in (np.float32, dtype):
+        raise TypeError(f"{func}(): logits has dtype {given}; expected float32 or v's, {dtype}")
+    if scores.ndim == 2 and values.ndim > 2:
+        scores = np.broadcast_to(scores, (values.shape[-3], *scores.shape))
+    heads, heads_kv = (x.shape[-3] if x.ndim > 2 else 1 for x in (scores, values))
+    if not heads or not heads_kv or heads % heads_kv:
+        raise ValueError(
+            f"{func}(): logits has {heads} heads, shape {scores.shape}; expected a multiple of v's"
+            f" {heads_kv}, shape {values.shape}"
+        )
+    try:
+        np.broadcast_shapes(scores.shape[:-3], values.shape[:-3])
+    except ValueError:
+        raise ValueError(
+            f"{func}(): logits has shape {scores.shape} and v {values.shape}; expected batch dimensions that"
+            f" broadcast to each other"
+        ) from None
+    q = np.zeros((*scores.shape[:-1], 1), dtype)
+    k = np.broadcast_to(np.zeros(1, dtype), (*values.shape[:-1], 1))
+    args = attention_args(
+        func, q, k, values, mask=mask, bias=scores, causal=causal, window=window, scale=1.0,
+        kv_lengths=kv_lengths, q_offset=q_offset, out=out, return_lse=return_lse, num_threads=num_threads,
+        backend=backend,
+    )  # fmt: skip
+    dispatch.run(args, backend)
+    return args.result

@@ -1,0 +1,163 @@
+"""Feature maps for `linear_attention`: phi(q) . phi(k) takes the place of exp(q . k)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args.ops import epsilon
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import float_array, integer, real_array, require_broadcast
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array
+
+__all__ = ["Favor", "elu", "favor", "unit"]
+
+_MOST_FEATURES = 1 << 24  # the square of which NumPy can still count
+
+
+def elu(x: ArrayLike) -> Array:
+    """``elu(x) + 1`` (Katharopoulos et al. 2020): x + 1 above 0, else exp(x); x's shape and dtype.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn.functional import feature_maps
+    >>> from fastattn.functional import linear_attention
+    >>> q = k = v = np.ones((8, 100, 64), np.float32)
+    >>> phi = feature_maps.elu
+    >>> linear_attention(phi(q), phi(k), v, rule="linear", normalize=True).shape
+    (8, 100, 64)
+
+    Raises
+    ------
+    TypeError
+        If x is no array of float32, float64, float16 or bfloat16.
+    """
+    array = float_array("elu", "x", x)
+    wide = array.astype(lane_dtype(array.dtype), copy=False)
+    result: Array = np.where(wide > 0, wide + 1, np.exp(np.minimum(wide, 0)))
+    return result.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def unit(x: ArrayLike, *, eps: float = 1e-6) -> Array:
+    """``x / sqrt(sum(x**2) + eps)`` over the last axis: the keys, and often queries, of the delta rules.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If x is no array of float32, float64, float16 or bfloat16, or eps is no number of 0 or more.
+    """
+    array = float_array("unit", "x", x, least_dims=1)
+    lane, dim = lane_dtype(array.dtype), max(1, array.shape[-1])
+    eps = epsilon("unit", "eps", eps, lane)
+    return ops.rms_norm(array, np.full(array.shape[-1], dim**-0.5, lane), eps=eps / dim)
+
+
+@dataclass(frozen=True, eq=False)
+class Favor:
+    """Positive random features whose products estimate exp(q . k / sqrt(head_dim)): of `favor`."""
+
+    projection: Array  # (n_features, head_dim), float64
+
+    @np.errstate(all="ignore")
+    def queries(self, q: ArrayLike) -> Array:
+        """Features (..., length, n_features) of q (..., length, head_dim), in its dtype.
+
+        Each query's features are divided by the largest of them, which `normalize` takes out again.
+        """
+        exponents, dtype = self._exponents("queries", "q", q)
+        return self._features(exponents - exponents.max(axis=-1, keepdims=True), dtype)
+
+    @np.errstate(all="ignore")
+    def shift(self, k: ArrayLike) -> Array:
+        """The largest exponent of the keys of each head, (..., 1, 1), for k (..., length, head_dim)."""
+        result: Array = self._exponents("shift", "k", k)[0].max(axis=(-1, -2), keepdims=True, initial=-np.inf)
+        return result
+
+    @np.errstate(all="ignore")
+    def keys(self, k: ArrayLike, shift: ArrayLike | None = None) -> Array:
+        """Features (..., length, n_features) of k (..., length, head_dim), in its dtype.
+
+        They are divided by exp(shift), by default that of these keys' `shift`, so that none overflows. One
+        and the same factor for all keys of a head cancels where results are normalised. Keys that come in
+        several calls, with a state carried on, need one `shift` for all of them: that of the first call, or
+        0 where no exponent gets near 88, the largest of float32.
+        """
+        exponents, dtype = self._exponents("keys", "k", k)
+        if shift is None:
+            down = exponents.max(axis=(-1, -2), keepdims=True, initial=-np.inf)
+        else:
+            down = real_array("keys", "shift", shift)
+            one_each = (*exponents.shape[:-1], 1)
+            require_broadcast("keys", "shift", down.shape, one_each, "(..., length, 1)")
+        return self._features(exponents - down.astype(np.float64), dtype)
+
+    def _exponents(self, func: str, name: str, x: ArrayLike) -> tuple[Array, np.dtype[Any]]:
+        """w . y - |y|^2 / 2 for each feature w, y = x / head_dim^(1/4), in the accumulator's dtype."""
+        array = float_array(func, name, x, least_dims=2)
+        head_dim = self.projection.shape[1]
+        if array.shape[-1] != head_dim:
+            raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., length, {head_dim})")
+        lane = lane_dtype(array.dtype)
+        y = array.astype(lane) * lane.type(array.shape[-1] ** -0.25)
+        exponents: Array = y @ self.projection.T.astype(lane) - 0.5 * np.square(y).sum(-1, keepdims=True)
+        return exponents, array.dtype.newbyteorder("=")
+
+    def _features(self, exponents: Array, dtype: np.dtype[Any]) -> Array:
+        """Return exp(exponents) / sqrt(n_features)."""
+        features: Array = np.exp(exponents) / math.sqrt(len(self.projection))
+        return features.astype(dtype)
+
+
+def favor(head_dim: int, n_features: int, seed: int | np.random.Generator | None = None) -> Favor:
+    """Performer's positive orthogonal random features, FAVOR+ [1]_.
+
+    Parameters
+    ----------
+    head_dim : int
+    n_features : int
+        More of them estimate better; ``head_dim * log(head_dim)`` is the paper's order of magnitude.
+    seed : int or numpy.random.Generator, optional
+        Where the directions come from: the same for queries and keys, and in every call of a model.
+
+    Returns
+    -------
+    Favor
+        With ``phi = favor(...)``, ``linear_attention(phi.queries(q), phi.keys(k), v, rule="linear",
+        normalize=True, eps=0)`` estimates softmax attention, causal or not. (The features are positive but
+        may be small: `eps` would count.)
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a number is no integer of at least 1, or a seed none of at least 0.
+
+    Notes
+    -----
+    ``phi(x) = exp(w . y - |y|^2 / 2) / sqrt(n_features)`` with ``y = x / head_dim^(1/4)``. The directions w
+    are orthogonal in blocks of head_dim, of the lengths that independent normal vectors have. Mapping costs
+    ``2 * len * head_dim * n_features`` FLOP, by NumPy.
+
+    References
+    ----------
+    .. [1] K. Choromanski et al., "Rethinking Attention with Performers", 2021, arXiv:2009.14794.
+    """
+    head_dim = integer("favor", "head_dim", head_dim, 1, _MOST_FEATURES)
+    n_features = integer("favor", "n_features", n_features, 1, _MOST_FEATURES)
+    if seed is not None and not isinstance(seed, np.random.Generator):
+        seed = integer("favor", "seed", seed, 0)
+    rng = np.random.default_rng(seed)
+    blocks = []
+    for _ in range(math.ceil(n_features / head_dim)):
+        directions, signs = np.linalg.qr(rng.standard_normal((head_dim, head_dim)))
+        blocks.append((directions * np.sign(np.diag(signs))).T)  # uniform over rotations
+    lengths = np.linalg.norm(rng.standard_normal((n_features, head_dim)), axis=1, keepdims=True)
+    return Favor(np.concatenate(blocks)[:n_features] * lengths)

@@ -1,0 +1,329 @@
+"""The layers between attention calls: linear maps, norms and the feed-forward; each is one or two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args.ops import epsilon, rows
+from fastattn._args.types import ACTIVATIONS as PLAIN
+from fastattn._args.types import FLOAT32
+from fastattn._args.values import MOST_SIZE, choice, flag, integer
+from fastattn._engine.scratch import keep, scratch
+from fastattn.layers import _calls
+from fastattn.layers._state import Layer, Parameter, lane_of, ones, uniform, zeros
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array
+    from fastattn.layers._state import Fields
+
+NORMS = ("layer_norm", "rms_norm")
+
+# What a feed-forward's activation does to its first map, and whether that then multiplies another.
+ACTIVATIONS: dict[str, tuple[ops.Activation, bool]] = {
+    **{name: (name, False) for name in PLAIN},
+    "glu": ("sigmoid", True),
+    "reglu": ("relu", True),
+    "geglu": ("gelu", True),
+    "geglu_tanh": ("gelu_tanh", True),
+    "swiglu": ("silu", True),
+}
+
+
+@dataclass(eq=False)
+class Linear(Layer):
+    """``x @ weight.T + bias``: torch's ``nn.Linear``, its weight packed for `fastattn.ops.linear`.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+    bias : bool, default True
+    weights_dtype : {"float32", "float64", "bfloat16", "int8"}
+        How the weight is stored.
+    rng : numpy.random.Generator, optional
+        Draws the parameters, as torch does; without it they are missing until `load_state_dict`.
+    """
+
+    in_features: int
+    out_features: int
+    bias: bool = True
+    _: KW_ONLY
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | None] = None
+    packed_weight: ops.PackedLinear = field(init=False, repr=False)
+    bias_vector: Array | None = field(init=False, default=None, repr=False)
+
+    _zero_bias = False  # torch begins an attention's out_proj so
+
+    def _place(self) -> str:
+        return f"a Linear({self.in_features}, {self.out_features})"
+
+    def __post_init__(self, rng: np.random.Generator | None) -> None:
+        for name in ("in_features", "out_features"):
+            setattr(self, name, integer("Linear", name, getattr(self, name), 1, MOST_SIZE))
+        flag("Linear", "bias", self.bias)
+        self._set_up(rng)
+
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        activation: ops.Activation | None = None,
+        residual: ArrayLike | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """``activation(x @ weight.T + bias) + residual``: x is (..., in_features)."""
+        return ops.linear(
+            x, self.packed_weight, self.bias_vector, activation=activation, residual=residual, out=out
+        )
+
+    def _parameters(self) -> dict[str, Parameter]:
+        bound = self.in_features**-0.5
+        parameters = {"weight": Parameter((self.out_features, self.in_features), uniform(bound))}
+        if self.bias:
+            draw = zeros if self._zero_bias else uniform(bound)
+            parameters["bias"] = Parameter((self.out_features,), draw)
+        return parameters
+
+    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
+        bias = arrays.get("bias")
+        return {
+            "packed_weight": ops.pack(arrays["weight"], dtype=weights_dtype),
+            "bias_vector": None if bias is None else bias.astype(lane_of(weights_dtype)),
+        }
+
+    def _unpack(self) -> dict[str, Array]:
+        arrays = {"weight": self.packed_weight.unpack()}
+        if self.bias_vector is not None:
+            arrays["bias"] = self.bias_vector.copy()
+        return arrays
+
+
+@dataclass(eq=False)
+class LayerNorm(Layer):
+    """``(x - mean) / sqrt(var + eps) * weight + bias``: torch's ``nn.LayerNorm`` over the last axis.
+
+    Parameters
+    ----------
+    features : int
+    eps : float, default 1e-5
+    bias : bool, default True
+    weights_dtype : str
+        "float64" keeps the parameters in float64; anything else in float32.
+    rng : numpy.random.Generator, optional
+        Ignored: the parameters begin as ones and zeros.
+    """
+
+    features: int
+    eps: float = 1e-5
+    bias: bool = True
+    _: KW_ONLY
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | None] = None
+    weight_vector: Array = field(init=False, repr=False)
+    bias_vector: Array | None = field(init=False, default=None, repr=False)
+
+    _kind = "layer_norm"
+
+    def _place(self) -> str:
+        return f"a norm of {self.features} features"
+
+    def __post_init__(self, rng: np.random.Generator | None) -> None:
+        flag("LayerNorm", "bias", self.bias)
+        _check_norm(self)
+
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
+        """The normalised ``x + residual``: x is (..., features)."""
+        return ops.layer_norm(
+            x, self.weight_vector, self.bias_vector, eps=self.eps, residual=residual, out=out
+        )
+
+    def _of_rows(self, x: Array, out: Array | None = None) -> Array:
+        """The call, for rows that have been checked."""
+        return _calls.norm(self._kind, x, self.weight_vector, self.bias_vector, self.eps, out)
+
+    def _parameters(self) -> dict[str, Parameter]:
+        parameters = {"weight": Parameter((self.features,), ones)}
+        if self.bias:
+            parameters["bias"] = Parameter((self.features,), zeros)
+        return parameters
+
+    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
+        lane = lane_of(weights_dtype)
+        bias = arrays.get("bias")
+        return {
+            "weight_vector": arrays["weight"].astype(lane),
+            "bias_vector": None if bias is None else bias.astype(lane),
+        }
+
+    def _unpack(self) -> dict[str, Array]:
+        arrays = {"weight": self.weight_vector.copy()}
+        if self.bias_vector is not None:
+            arrays["bias"] = self.bias_vector.copy()
+        return arrays
+
+
+@dataclass(eq=False)
+class RMSNorm(Layer):
+    """``x / sqrt(mean(x**2) + eps) * weight``: torch's ``nn.RMSNorm`` over the last axis.
+
+    The parameters are those of `LayerNorm`, without a bias. eps is 1e-6 by default, as in most models;
+    torch's default is the type's machine epsilon.
+    """
+
+    features: int
+    eps: float = 1e-6
+    _: KW_ONLY
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | None] = None
+    weight_vector: Array = field(init=False, repr=False)
+
+    _kind = "rms_norm"
+
+    def _place(self) -> str:
+        return f"a norm of {self.features} features"
+
+    def __post_init__(self, rng: np.random.Generator | None) -> None:
+        _check_norm(self)
+
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
+        """The normalised ``x + residual``: x is (..., features)."""
+        return ops.rms_norm(x, self.weight_vector, eps=self.eps, residual=residual, out=out)
+
+    def _of_rows(self, x: Array, out: Array | None = None) -> Array:
+        """The call, for rows that have been checked."""
+        return _calls.norm(self._kind, x, self.weight_vector, None, self.eps, out)
+
+    def _parameters(self) -> dict[str, Parameter]:
+        return {"weight": Parameter((self.features,), ones)}
+
+    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
+        return {"weight_vector": arrays["weight"].astype(lane_of(weights_dtype))}
+
+    def _unpack(self) -> dict[str, Array]:
+        return {"weight": self.weight_vector.copy()}
+
+
+def _check_norm(layer: LayerNorm | RMSNorm) -> None:
+    """What both norms check; their parameters are there from the first, as ones and zeros."""
+    func = type(layer).__name__
+    layer.features = integer(func, "features", layer.features, 1, MOST_SIZE)
+    epsilon(func, "eps", layer.eps, FLOAT32)
+    layer._set_up(np.random.default_rng(0))  # draws nothing
+
+
+def make_norm(
+    func: str, norm: str, features: int, eps: float, bias: bool, weights_dtype: str
+) -> LayerNorm | RMSNorm:
+    """The norm called `norm`."""
+    if choice(func, "norm", norm, NORMS) == "layer_norm":
+        return LayerNorm(features, eps, bias, weights_dtype=weights_dtype)
+    return RMSNorm(features, eps, weights_dtype=weights_dtype)
+
+
+@dataclass(eq=False)
+class FeedForward(Layer):
+    """``linear2(activation(linear1(x)))``, or gated, ``linear2(activation(linear_gate(x)) * linear1(x))``.
+
+    Parameters
+    ----------
+    d_model, dim_feedforward : int
+        Width outside and inside.
+    activation : str, default "relu"
+        One of `fastattn.ops.activate`; or gated (Shazeer 2020): "glu" (sigmoid), "reglu", "geglu",
+        "geglu_tanh", "swiglu".
+    bias : bool, default True
+    weights_dtype, rng
+        As in `Linear`.
+
+    Notes
+    -----
+    Parameters are ``linear1.*`` and ``linear2.*`` as in torch's layers, and ``linear_gate.*``, which torch
+    has not. The gate, its product and the biases are part of the first map's pass.
+    """
+
+    d_model: int
+    dim_feedforward: int
+    activation: str = "relu"
+    bias: bool = True
+    _: KW_ONLY
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | None] = None
+    weight1: ops.PackedLinear = field(init=False, repr=False)  # gated: both maps
+    weight2: ops.PackedLinear = field(init=False, repr=False)
+    bias1: Array | None = field(init=False, default=None, repr=False)  # gated: (2, dim_feedforward)
+    bias2: Array | None = field(init=False, default=None, repr=False)
+
+    def _place(self) -> str:
+        return f"a FeedForward with d_model {self.d_model}"
+
+    def __post_init__(self, rng: np.random.Generator | None) -> None:
+        for name in ("d_model", "dim_feedforward"):
+            setattr(self, name, integer("FeedForward", name, getattr(self, name), 1, MOST_SIZE))
+        choice("FeedForward", "activation", self.activation, ACTIVATIONS)
+        flag("FeedForward", "bias", self.bias)
+        self._function, self._gated = ACTIVATIONS[self.activation]
+        self._set_up(rng)
+
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
+        """The feed-forward of x, (..., d_model), plus `residual`, which may be `out` itself."""
+        array = _calls.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
+        if residual is None and out is None:
+            return self._of_rows(rows(array), None, None).reshape(array.shape)
+        hidden = ops.linear(array, self.weight1, self.bias1, activation=self._function)
+        return ops.linear(hidden, self.weight2, self.bias2, residual=residual, out=out)
+
+    def _of_rows(self, x: Array, residual: Array | None, out: Array | None) -> Array:
+        """The call, for rows that have been checked."""
+        hidden = scratch("hidden", len(x), self.dim_feedforward, x.dtype)
+        _calls.linear(x, self.weight1, self.bias1, self._function, None, hidden)
+        out = _calls.linear(hidden, self.weight2, self.bias2, None, residual, out)
+        keep("hidden", hidden)
+        return out
+
+    def _parameters(self) -> dict[str, Parameter]:
+        wide, narrow = self.dim_feedforward, self.d_model
+        maps = {"linear1": (wide, narrow), "linear2": (narrow, wide)}
+        if self._gated:
+            maps["linear_gate"] = (wide, narrow)
+        parameters = {}
+        for name, shape in maps.items():
+            draw = uniform(shape[1] ** -0.5)
+            parameters[f"{name}.weight"] = Parameter(shape, draw)
+            if self.bias:
+                parameters[f"{name}.bias"] = Parameter(shape[:1], draw)
+        return parameters
+
+    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
+        lane = lane_of(weights_dtype)
+        bias1 = bias2 = None
+        if self.bias:
+            bias1, bias2 = arrays["linear1.bias"].astype(lane), arrays["linear2.bias"].astype(lane)
+            if self._gated:
+                bias1 = np.stack([arrays["linear_gate.bias"].astype(lane), bias1])
+        return {
+            "weight1": ops.pack(
+                arrays["linear1.weight"], gate=arrays.get("linear_gate.weight"), dtype=weights_dtype
+            ),
+            "weight2": ops.pack(arrays["linear2.weight"], dtype=weights_dtype),
+            "bias1": bias1,
+            "bias2": bias2,
+        }
+
+    def _unpack(self) -> dict[str, Array]:
+        weight1: Any = self.weight1.unpack()
+        arrays = {"linear2.weight": self.weight2.unpack()}
+        names = ("linear_gate", "linear1") if self._gated else ("linear1",)
+        for i, name in enumerate(names):
+            arrays[f"{name}.weight"] = weight1[i] if self._gated else weight1
+            if self.bias1 is not None:
+                arrays[f"{name}.bias"] = (self.bias1[i] if self._gated else self.bias1).copy()
+        if self.bias2 is not None:
+            arrays["linear2.bias"] = self.bias2.copy()
+        return arrays

@@ -1,0 +1,123 @@
+"""The kernels without the checks of `ops` and `attention`: for arrays that a layer has checked or made.
+
+Checking every one of them again would cost a small layer more than its arithmetic does. All rows are (m, n),
+with a contiguous last axis; weights, biases and rows are of one lane type.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.attention import attention_args
+from fastattn._args.ops import data
+from fastattn._args.types import FLOAT32, FLOAT64, LinearArgs, RowsArgs, plain_args
+from fastattn._args.values import as_array, float_array
+from fastattn._engine import dispatch, settings
+
+if TYPE_CHECKING:
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Activation, Array
+
+
+def checked(func: str, name: str, x: Any, features: int, weights_dtype: str) -> Array:
+    """`x` as (..., features), to be read by kernels whose weights are stored as `weights_dtype`."""
+    array = data(func, name, x)
+    if array.shape[-1] != features:
+        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., {features})")
+    if (array.dtype == FLOAT64) != (weights_dtype == "float64"):
+        expected = "float64" if weights_dtype == "float64" else "float32, float16 or bfloat16"
+        raise TypeError(
+            f"{func}(): {name} has dtype {array.dtype}; expected {expected}, for weights in {weights_dtype}"
+        )
+    return array
+
+
+def require_cache(func: str, cache: Any, kind: type) -> None:
+    """Raise unless `cache` is None or of `kind`."""
+    if cache is not None and not isinstance(cache, kind):
+        raise TypeError(f"{func}(): cache is of type {type(cache).__name__}; expected a {kind.__name__}")
+
+
+def keys_values(func: str, given: Any, batch: int, heads_kv: int, head_dim: int, q: np.dtype[Any]) -> Any:
+    """Keys and values that a caller kept, checked: (batch, heads_kv, length, head_dim) for queries of q."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        kind = type(given).__name__
+        raise TypeError(f"{func}(): keys_values is of type {kind}; expected a pair (k, v) of arrays")
+    k, v = (float_array(func, f"keys_values[{i}]", x) for i, x in enumerate(given))
+    shape = (batch, heads_kv, k.shape[2] if k.ndim == 4 else -1, head_dim)
+    if not k.shape == v.shape == shape:
+        raise ValueError(
+            f"{func}(): keys_values have shapes {k.shape} and {v.shape}; expected ({batch}, {heads_kv},"
+            f" length, {head_dim}) for both"
+        )
+    if k.dtype != v.dtype or (k.dtype != q and not (q == FLOAT32 and k.dtype.itemsize == 2)):
+        raise TypeError(f"{func}(): keys_values have dtypes {k.dtype} and {v.dtype}; expected {q}, query's")
+    return k, v
+
+
+def batch_first(func: str, name: str, x: Array) -> Array:
+    """`x` (batch, length, features), or (length, features) as a batch of one."""
+    if x.ndim == 3:
+        return x
+    if x.ndim == 2:
+        return x[None]
+    raise ValueError(f"{func}(): {name} has shape {x.shape}; expected (batch, length, {x.shape[-1]})")
+
+
+def one_batch(func: str, name: str, x: Any) -> Any:
+    """`x`, an array of one sequence, as a batch of it; None stays None."""
+    return None if x is None else as_array(func, name, x)[None]
+
+
+def linear(
+    x: Array,
+    weight: PackedLinear,
+    bias: Array | None,
+    activation: Activation | None = None,
+    residual: Array | None = None,
+    out: Array | None = None,
+) -> Array:
+    """`ops.linear` of rows."""
+    if out is None:
+        out = np.empty((len(x), weight.out_features), x.dtype)
+    args = LinearArgs(x, weight, bias, activation, residual, out, settings.get_num_threads())
+    dispatch.run(args, None)
+    return out
+
+
+def norm(
+    kind: str, x: Array, weight: Array, bias: Array | None, eps: float, out: Array | None = None
+) -> Array:
+    """`ops.layer_norm` or `ops.rms_norm` of rows."""
+    if out is None:
+        out = np.empty(x.shape, x.dtype)
+    args = RowsArgs(kind, x, out, settings.get_num_threads(), None, None, None, weight, bias, eps)
+    dispatch.run(args, None)
+    return out
+
+
+def gate(x: Array, up: Array) -> Array:
+    """``sigmoid(x) * up`` of rows."""
+    out = np.empty(x.shape, x.dtype)
+    args = RowsArgs("activate", x, out, settings.get_num_threads(), up=up, activation="sigmoid")
+    dispatch.run(args, None)
+    return out
+
+
+def attention(
+    func: str, q: Array, k: Array, v: Array, out: Array, options: dict[str, Any], made_here: bool
+) -> None:
+    """`fastattn.attention` into `out`, a new array of the result's shape and dtype in any strides.
+
+    q, k and v have four axes; `made_here` says that they are heads that a layer has projected.
+    """
+    if options or not made_here or not k.dtype == v.dtype == q.dtype or v.shape[2] != k.shape[2]:
+        args = attention_args(func, q, k, v, **options)
+        if args.out.shape != out.shape:
+            raise ValueError(f"{func}(): attention gives shape {args.out.shape}; expected {out.shape}")
+        args.out = out
+    else:  # nothing is left to check, which would be a third of a small layer's Python
+        args = plain_args(q, k, v, out, settings.get_num_threads())
+    dispatch.run(args, None)

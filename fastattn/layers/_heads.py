@@ -1,0 +1,246 @@
+"""What multi-head attention holds: its options, its projections and their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+
+from fastattn._args.attention import attention_args
+from fastattn._args.ops import epsilon
+from fastattn._args.types import FLOAT32
+from fastattn._args.values import MOST_SIZE, flag, integer
+from fastattn.layers._basic import Linear
+from fastattn.layers._projections import Stack, stack
+from fastattn.layers._rotary import Rope
+from fastattn.layers._state import Layer, Parameter, lane_of, normal, ones, xavier_uniform, zeros
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array
+    from fastattn.layers._state import Fields
+
+FUNC = "MultiHeadAttention"  # as messages call it
+
+
+_PARTS = ("query_maps", "key_value_maps", "key_map", "value_map")
+
+
+def _parts(maps: Stack) -> Fields:
+    """Those fields that are views of all maps of one input, in their order: (gate,) query, key, value."""
+    n = len(maps.sizes)
+    runs = ((0, n - 2), (n - 2, n), (n - 2, n - 1), (n - 1, n))
+    return {name: maps.part(*run) for name, run in zip(_PARTS, runs, strict=True)}
+
+
+class HeadOptions(TypedDict, total=False):
+    """Fields of `MultiHeadAttention` that the layers around it pass on."""
+
+    kdim: int | None
+    vdim: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    rope: Rope | None
+    qk_norm: bool
+    qk_norm_eps: float
+    output_gate: bool
+    sinks: bool
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    scale: float | None
+    alibi_slopes: ArrayLike | None
+    add_bias_kv: bool
+    add_zero_attn: bool
+
+
+@dataclass(eq=False)
+class AttentionParameters(Layer):
+    """Fields of `MultiHeadAttention`, which documents them, and their names in a state dict."""
+
+    embed_dim: int
+    num_heads: int
+    _: KW_ONLY
+    bias: bool = True
+    add_bias_kv: bool = False
+    add_zero_attn: bool = False
+    kdim: int | None = None
+    vdim: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    rope: Rope | None = None
+    qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+    output_gate: bool = False
+    sinks: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    alibi_slopes: ArrayLike | None = None
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | None] = None
+    out_proj: Linear = field(init=False, repr=False)
+    # Maps of the query: (gate,) q; of key and value, where torch stacks them; of all three, in this order.
+    query_maps: Stack = field(init=False, repr=False)
+    key_value_maps: Stack | None = field(init=False, default=None, repr=False)
+    all_maps: Stack | None = field(init=False, default=None, repr=False)
+    key_map: Stack = field(init=False, repr=False)
+    value_map: Stack = field(init=False, repr=False)
+    bias_k: Array | None = field(init=False, default=None, repr=False)
+    bias_v: Array | None = field(init=False, default=None, repr=False)
+    q_norm: Array | None = field(init=False, default=None, repr=False)
+    k_norm: Array | None = field(init=False, default=None, repr=False)
+    sink_logits: Array | None = field(init=False, default=None, repr=False)
+
+    def _place(self) -> str:
+        widths = self.embed_dim, self.kdim or self.embed_dim, self.vdim or self.embed_dim
+        return "a MultiHeadAttention of queries, keys and values of {}, {} and {} features".format(*widths)
+
+    def __post_init__(self, rng: np.random.Generator | None) -> None:
+        for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim"):
+            value = getattr(self, name)
+            if value is not None or name in ("embed_dim", "num_heads"):
+                setattr(self, name, integer(FUNC, name, value, 1, MOST_SIZE))
+        for name in ("bias", "add_bias_kv", "add_zero_attn", "qk_norm", "output_gate", "sinks"):
+            flag(FUNC, name, getattr(self, name))
+        epsilon(FUNC, "qk_norm_eps", self.qk_norm_eps, FLOAT32)
+        self._require_weights_dtype()
+        heads, heads_kv = self.num_heads, self.num_kv_heads or self.num_heads
+        if heads % heads_kv:
+            raise ValueError(
+                f"{FUNC}(): num_heads is {heads}; expected a multiple of num_kv_heads, {heads_kv}"
+            )
+        if self.head_dim is None and self.embed_dim % heads:
+            raise ValueError(
+                f"{FUNC}(): embed_dim is {self.embed_dim}; expected a multiple of num_heads, {heads}, or"
+                f" head_dim="
+            )
+        self._heads_kv, self._head_dim = heads_kv, self.head_dim or self.embed_dim // heads
+        self._width, self._width_kv = heads * self._head_dim, heads_kv * self._head_dim
+        self._stacked = (self.kdim or self.embed_dim) == (self.vdim or self.embed_dim) == self.embed_dim
+        names = ("window", "softcap", "scale", "alibi_slopes")
+        self._options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        self._require_options()
+        self._extra = self.add_bias_kv or self.add_zero_attn
+        self._positional = self.window is not None or self.alibi_slopes is not None
+        self.out_proj = Linear(self._width, self.embed_dim, self.bias, weights_dtype=self.weights_dtype)
+        self.out_proj._zero_bias = True
+        self._set_up(rng)
+        self.out_proj._set_up(rng)
+
+    def _require_options(self) -> None:
+        """Raise unless what every call will pass on to attention and to the rotation is right."""
+        shape = (1, self.num_heads, 0, self._head_dim)
+        nothing = np.empty(shape, lane_of(self.weights_dtype))
+        attention_args(FUNC, nothing, nothing, nothing, **self._options)
+        if self.rope is None:
+            return
+        if not isinstance(self.rope, Rope):
+            kind = type(self.rope).__name__
+            raise TypeError(f"{FUNC}(): rope is of type {kind}; expected a Rope, Rope(frequencies)")
+        rotated = 2 * len(self.rope.frequencies.inv_freq)
+        if rotated > self._head_dim:
+            raise ValueError(
+                f"{FUNC}(): rope rotates {rotated} dimensions; expected at most head_dim, {self._head_dim}"
+            )
+
+    def is_plain(self) -> bool:
+        """Whether it is attention without any option, over queries, keys and values that lie side by side."""
+        more = self._options or self._extra or self.output_gate or self.sinks or self.qk_norm or self.rope
+        if more or self.all_maps is None:
+            return False
+        begins, sizes = self.all_maps.begins, self.all_maps.sizes
+        return all(begin == sum(sizes[:i]) for i, begin in enumerate(begins))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields without the views of `all_maps`, so that a pickle holds the weights once, too."""
+        state = self.__dict__.copy()
+        if self.all_maps is not None:
+            for name in _PARTS:
+                del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.all_maps is not None:
+            self.__dict__.update(_parts(self.all_maps))
+
+    def _children(self) -> dict[str, Layer]:
+        return {"out_proj.": self.out_proj}
+
+    def _parameters(self) -> dict[str, Parameter]:
+        width, width_kv, head_dim = self._width, self._width_kv, self._head_dim
+        parameters: dict[str, Parameter] = {}
+        if self._stacked:
+            parameters["in_proj_weight"] = Parameter((width + 2 * width_kv, self.embed_dim), xavier_uniform)
+        else:
+            parameters["q_proj_weight"] = Parameter((width, self.embed_dim), xavier_uniform)
+            parameters["k_proj_weight"] = Parameter((width_kv, self.kdim or self.embed_dim), xavier_uniform)
+            parameters["v_proj_weight"] = Parameter((width_kv, self.vdim or self.embed_dim), xavier_uniform)
+        if self.bias:
+            parameters["in_proj_bias"] = Parameter((width + 2 * width_kv,), zeros)
+        if self.add_bias_kv:
+            parameters["bias_k"] = Parameter((1, 1, width_kv), normal(width_kv**-0.5))
+            parameters["bias_v"] = Parameter((1, 1, width_kv), normal(width_kv**-0.5))
+        if self.qk_norm:
+            parameters["q_norm.weight"] = Parameter((head_dim,), ones)
+            parameters["k_norm.weight"] = Parameter((head_dim,), ones)
+        if self.output_gate:
+            parameters["gate_proj.weight"] = Parameter((width, self.embed_dim), xavier_uniform)
+            if self.bias:
+                parameters["gate_proj.bias"] = Parameter((width,), zeros)
+        if self.sinks:
+            parameters["sinks"] = Parameter((self.num_heads,), zeros, or_none=True)
+        return parameters
+
+    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
+        lane = lane_of(weights_dtype)
+        ends = [self._width, self._width + self._width_kv]
+        if self._stacked:
+            weights = np.split(arrays["in_proj_weight"], ends)
+        else:
+            weights = [arrays[f"{name}_proj_weight"] for name in "qkv"]
+        biases = np.split(arrays["in_proj_bias"], ends) if self.bias else []
+        if self.output_gate:
+            weights = [arrays["gate_proj.weight"], *weights]
+            biases = [arrays["gate_proj.bias"], *biases] if self.bias else []
+        n = len(weights)
+        fields: Fields
+        if self._stacked:
+            maps = stack(weights, biases, weights_dtype)
+            fields = {"all_maps": maps, **_parts(maps)}
+        else:
+            runs = (slice(0, n - 2), slice(n - 2, n - 1), slice(n - 1, n))
+            parts = [stack(weights[run], biases[run], weights_dtype) for run in runs]
+            fields = {"all_maps": None, "key_value_maps": None}
+            fields["query_maps"], fields["key_map"], fields["value_map"] = parts
+        names = {"q_norm": "q_norm.weight", "k_norm": "k_norm.weight", "sink_logits": "sinks"}
+        for field_name, name in names.items():
+            fields[field_name] = arrays[name].astype(lane) if name in arrays else None
+        for name in ("bias_k", "bias_v"):
+            there = name in arrays
+            fields[name] = arrays[name].astype(lane).reshape(self._heads_kv, -1) if there else None
+        return fields
+
+    def _unpack(self) -> dict[str, Array]:
+        weights = [w for maps in (self.query_maps, self.key_map, self.value_map) for w in maps.weights()]
+        biases = [b for maps in (self.query_maps, self.key_map, self.value_map) for b in maps.biases()]
+        arrays: dict[str, Array] = {}
+        if self.output_gate:
+            arrays["gate_proj.weight"] = weights.pop(0)
+            if self.bias:
+                arrays["gate_proj.bias"] = biases.pop(0)
+        if self._stacked:
+            arrays["in_proj_weight"] = np.concatenate(weights)
+        else:
+            arrays |= {f"{name}_proj_weight": w for name, w in zip("qkv", weights, strict=True)}
+        if self.bias:
+            arrays["in_proj_bias"] = np.concatenate(biases)
+        more = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "sinks": self.sink_logits}
+        arrays |= {name: x.copy() for name, x in more.items() if x is not None}
+        for name, x in (("bias_k", self.bias_k), ("bias_v", self.bias_v)):
+            if x is not None:
+                arrays[name] = x.reshape(1, 1, -1).copy()
+        return arrays

@@ -1,0 +1,75 @@
+"""Linear maps of one input, stacked in one packed weight: one pass for all, or for any run of them.
+
+Each map begins at a panel of its own, so that a run of them is a slice of the panels and never a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args.packed import PackedLinear, columns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastattn._args.types import Array
+
+
+class Stack(NamedTuple):
+    """Maps one after another: feature ``begins[i]`` of the product is the first of map i."""
+
+    weight: PackedLinear
+    bias: Array | None
+    begins: tuple[int, ...]
+    sizes: tuple[int, ...]
+    unit: int  # every map, and the whole product, begins and ends at a multiple of it
+
+    def part(self, first: int, last: int) -> Stack:
+        """The maps from `first` up to `last`, in the same memory."""
+        width = columns(self.weight.dtype)
+        begin, end = self.begins[first], self.begins[last - 1] + self.sizes[last - 1]
+        panels = slice(begin // width, -(-end // width))
+        weight = self.weight
+        scales = None if weight.scales is None else weight.scales[panels]
+        features = weight.in_features, end - begin
+        packed = PackedLinear(*features, False, weight.dtype, weight.panels[panels], scales)
+        bias = None if self.bias is None else self.bias[begin:end]
+        begins = [b - begin for b in self.begins[first:last]]
+        return _stacked(packed, bias, begins, self.sizes[first:last])
+
+    def weights(self) -> list[Array]:
+        """The weight of each map, unpacked."""
+        whole = self.weight.unpack()
+        return [whole[b : b + n].copy() for b, n in zip(self.begins, self.sizes, strict=True)]
+
+    def biases(self) -> list[Array]:
+        """The bias of each map; none if there are none."""
+        if self.bias is None:
+            return []
+        return [self.bias[b : b + n].copy() for b, n in zip(self.begins, self.sizes, strict=True)]
+
+
+def stack(weights: Sequence[Array], biases: Sequence[Array], dtype: str) -> Stack:
+    """Stack maps of `weights`, (out_features, in_features) each, and of `biases`, if there are any."""
+    width = columns(dtype)
+    begins, end = [], 0
+    for weight in weights:
+        begins.append(-(-end // width) * width)
+        end = begins[-1] + len(weight)
+    lane = np.float64 if dtype == "float64" else np.float32
+    whole = np.zeros((end, weights[0].shape[1]), lane)
+    bias = np.zeros(end, lane) if biases else None
+    for i, (begin, weight) in enumerate(zip(begins, weights, strict=True)):
+        whole[begin : begin + len(weight)] = weight
+        if bias is not None:
+            bias[begin : begin + len(weight)] = biases[i]
+    sizes = tuple(len(weight) for weight in weights)
+    return _stacked(ops.pack(whole, dtype=dtype), bias, begins, sizes)
+
+
+def _stacked(weight: PackedLinear, bias: Array | None, begins: list[int], sizes: tuple[int, ...]) -> Stack:
+    return Stack(weight, bias, tuple(begins), sizes, math.gcd(*begins, *sizes, weight.out_features))

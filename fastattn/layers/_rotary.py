@@ -1,0 +1,65 @@
+"""Rotary positions for attention layers: tables that all layers of a model share, made once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import flag
+from fastattn.positions import RopeFrequencies, apply_rope, rope_tables
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array, Ints
+
+_LEAST_POSITIONS = 64
+
+
+class Rope:
+    """Rotary positions, as the ``rope=`` of attention layers; pass one to all layers of a model.
+
+    Parameters
+    ----------
+    frequencies : RopeFrequencies
+        Of `fastattn.positions.rope_frequencies`.
+    interleaved : bool, default False
+        Which dimensions are a pair; see `fastattn.positions.apply_rope`.
+
+    Raises
+    ------
+    TypeError
+        If `frequencies` are something else.
+    """
+
+    def __init__(self, frequencies: RopeFrequencies, interleaved: bool = False):
+        if not isinstance(frequencies, RopeFrequencies):
+            kind = type(frequencies).__name__
+            raise TypeError(
+                f"Rope(): frequencies is of type {kind}; expected what rope_frequencies(head_dim) returns"
+            )
+        self.frequencies, self.interleaved = frequencies, flag("Rope", "interleaved", interleaved)
+        # For positions 0, 1, ...; grown by doubling.
+        self._tables: dict[np.dtype[Any], tuple[Array, Array]] = {}
+
+    def __repr__(self) -> str:
+        return f"Rope({len(self.frequencies.inv_freq)} pairs, interleaved={self.interleaved})"
+
+    def tables(self, offset: Ints | int, length: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+        """Cos and sin at `length` positions from `offset` on: (length, pairs), or (batch, length, pairs)."""
+        lane = lane_dtype(dtype)
+        end = (offset if isinstance(offset, int) else int(offset.max(initial=0))) + length
+        tables = self._tables.get(lane)
+        if tables is None or len(tables[0]) < end:
+            count = max(end, _LEAST_POSITIONS, 0 if tables is None else 2 * len(tables[0]))
+            tables = self._tables[lane] = rope_tables(np.arange(count), self.frequencies, lane)
+        cos, sin = tables
+        if isinstance(offset, int):
+            return cos[offset:end], sin[offset:end]
+        positions = offset[:, None] + np.arange(length)
+        return cos[positions], sin[positions]
+
+    def rotate(self, x: Array, offset: Ints | int) -> None:
+        """Rotate x (batch, heads, length, head_dim) in place; its first token stands at `offset`."""
+        cos, sin = self.tables(offset, x.shape[-2], x.dtype)
+        apply_rope(x, cos, sin, interleaved=self.interleaved, out=x)

@@ -1,0 +1,139 @@
+"""What an attention layer's masks say to `fastattn.attention`: torch's arguments in its."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.values import as_array, is_float
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array, Shape
+
+    Options = dict[str, Any]
+
+
+class Names(NamedTuple):
+    """What messages call a layer and those of its arguments that `MultiHeadAttention` works on."""
+
+    func: str
+    query: str
+    attn_mask: str
+    key_padding_mask: str
+
+
+def add_masks(
+    options: Options,
+    names: Names,
+    attn_mask: Any,
+    key_padding_mask: Any,
+    shape: Shape,
+    dtype: np.dtype[Any],
+) -> None:
+    """Put masks in torch's sense (bool: True hides; float: added) into `options`.
+
+    Shape is (B, H, L, S). Floats of any type become what scores of `dtype` are computed in.
+    """
+    func = names.func
+    hidden: list[Array] = []
+    added: list[Array] = []
+    masks = ((names.attn_mask, attn_mask, _mask_4d), (names.key_padding_mask, key_padding_mask, _padding_4d))
+    for name, x, with_four_axes in masks:
+        if x is None:
+            continue
+        array = with_four_axes(func, name, as_array(func, name, x), shape)
+        if array.dtype == np.bool_:
+            hidden.append(array)
+        elif is_float(array.dtype):
+            added.append(array)
+        else:
+            raise TypeError(
+                f"{func}(): {name} has dtype {array.dtype}; expected bool (True hides) or floats to add"
+            )
+    if hidden:
+        options["mask"] = ~hidden[0] if len(hidden) == 1 else ~(hidden[0] | hidden[1])
+    if added:
+        bias = added[0] if len(added) == 1 else added[0].astype(FLOAT64) + added[1].astype(FLOAT64)
+        options["bias"] = _as_lane(bias, lane_dtype(dtype))
+
+
+def _as_lane(x: Array, lane: np.dtype[Any]) -> Array:
+    """Floats `x` in a lane type, where what is finite stays finite: only -inf hides."""
+    if x.dtype.newbyteorder("=") != FLOAT64 or lane == FLOAT64:
+        return x.astype(lane, copy=False)
+    most = np.finfo(lane).max
+    return np.where(np.isinf(x), x, np.clip(x, -most, most)).astype(lane)
+
+
+def _mask_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
+    """(L, S), (B * H, L, S) or what broadcasts to (B, H, L, S), with four axes."""
+    batch, heads, len_q, len_k = shape
+    if mask.ndim == 2 and mask.shape == (len_q, len_k):
+        return mask[None, None]
+    if mask.ndim == 3 and mask.shape == (batch * heads, len_q, len_k):
+        return mask.reshape(shape)
+    if mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, shape, strict=True)):
+        return mask
+    raise ValueError(
+        f"{func}(): {name} has shape {mask.shape}; expected (len_q, len_k) = {shape[2:]}, (batch * heads,"
+        f" len_q, len_k) = {(batch * heads, len_q, len_k)}, or four axes that broadcast to {shape}"
+    )
+
+
+def _padding_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
+    """(B, S) with four axes."""
+    if mask.shape != (shape[0], shape[3]):
+        expected = f"(batch, len_k) = {(shape[0], shape[3])}"
+        raise ValueError(f"{func}(): {name} has shape {mask.shape}; expected {expected}")
+    return mask[:, None, None, :]
+
+
+def add_extra_keys(
+    options: Options, len_q: int, k: Array, v: Array, extra: list[tuple[Any, Any]]
+) -> tuple[Array, Array]:
+    """k and v (B, H, S, D) with more keys at their end that every query attends; `options` follow.
+
+    What counts positions would hide them, so that becomes a dense mask and a dense bias.
+    """
+    len_k = k.shape[2]
+    shape = (*k.shape[:2], len_k + len(extra), k.shape[3])
+    new_k, new_v = np.empty(shape, k.dtype), np.empty(shape, v.dtype)
+    new_k[:, :, :len_k], new_v[:, :, :len_k] = k, v
+    for i, (key, value) in enumerate(extra):
+        new_k[:, :, len_k + i], new_v[:, :, len_k + i] = key, value
+
+    key_index = np.arange(len_k)
+    offset = np.reshape(options.pop("q_offset", 0), (-1, 1, 1, 1))
+    position = offset + np.arange(len_q)[:, None]
+    left, right = options.pop("window", None) or (None, None)
+    masks = [options.pop("mask")] if "mask" in options else []
+    if options.pop("causal", False):
+        masks.append(key_index <= position)
+    if left is not None:
+        masks.append(key_index >= position - left)
+    if right is not None:
+        masks.append(key_index <= position + right)
+    if "kv_lengths" in options:
+        masks.append(key_index < options.pop("kv_lengths")[:, None, None, None])
+    biases = [options.pop("bias")] if "bias" in options else []
+    if "alibi_slopes" in options:
+        slopes = np.asarray(options.pop("alibi_slopes"))[..., None, None]
+        biases.append((-slopes * abs(position - key_index)).astype(lane_dtype(k.dtype)))
+    if masks:
+        mask = masks[0]
+        for other in masks[1:]:
+            mask = mask & other
+        options["mask"] = _wider(mask, len_k, len(extra), True)
+    if biases:
+        bias = biases[0] if len(biases) == 1 else biases[0] + biases[1]
+        options["bias"] = _wider(bias, len_k, len(extra), 0)
+    return new_k, new_v
+
+
+def _wider(x: Array, len_k: int, extra: int, value: Any) -> Array:
+    """`x` over len_k keys (or one for all), and `value` for `extra` more."""
+    result: Array = np.full((*x.shape[:-1], len_k + extra), value, x.dtype)
+    result[..., :len_k] = x
+    return result

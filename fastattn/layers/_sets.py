@@ -1,0 +1,248 @@
+"""Attention between a set and a few vectors: Set Transformer's blocks and Perceiver, of layers that exist."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.values import as_array, float_array, is_float
+from fastattn.layers._basic import FeedForward
+from fastattn.layers._stacks import TransformerEncoder
+from fastattn.layers._transformer import TransformerEncoderLayer
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array, Shape
+
+
+def set_attention(
+    layer: TransformerEncoderLayer, x: ArrayLike, y: ArrayLike, *, key_padding_mask: ArrayLike | None = None
+) -> Array:
+    """Set Transformer's MAB: ``H = norm1(x + attend(x, y, y))``, then ``norm2(H + feed_forward(H))`` [1]_.
+
+    What `layer` is to x alone, MAB(x, x), with keys and values from another set.
+
+    Parameters
+    ----------
+    layer : TransformerEncoderLayer
+        Whose parts it takes; with norm_first it normalises x before attention (y comes as it is), as in
+        Perceiver.
+    x : array_like, (..., n, d_model)
+        The set whose elements are updated; its batch dimensions broadcast against y's.
+    y : array_like, (..., m, d_model)
+        The set that is looked at.
+    key_padding_mask : array_like of bool, (batch, m), optional
+        True hides an element of y.
+
+    Returns
+    -------
+    ndarray, (batch, n, d_model)
+        Or (n, d_model) if neither has batch dimensions.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, or the layer has no parameters yet.
+
+    Notes
+    -----
+    O(n * m * d_model), beside the layer's products.
+
+    References
+    ----------
+    .. [1] J. Lee et al., "Set Transformer: A Framework for Attention-based Permutation-Invariant Neural
+       Networks", 2019, arXiv:1810.00825.
+    """
+    return _set_attention("set_attention", layer, x, y, key_padding_mask)
+
+
+def induced_set_attention(
+    first: TransformerEncoderLayer,
+    second: TransformerEncoderLayer,
+    inducing: ArrayLike,
+    x: ArrayLike,
+    *,
+    key_padding_mask: ArrayLike | None = None,
+) -> Array:
+    """Set Transformer's ISAB: ``MAB(x, MAB(inducing, x))``, in time linear in the set's size.
+
+    Parameters
+    ----------
+    first, second : TransformerEncoderLayer
+        The inner MAB and the outer one: `set_attention`.
+    inducing : array_like, (m, d_model)
+        Inducing points.
+    x : array_like, (..., n, d_model)
+        The set.
+    key_padding_mask : array_like of bool, (batch, n), optional
+        True hides an element of x, from the others; its own result stands there all the same.
+
+    Returns
+    -------
+    ndarray, (..., n, d_model)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `set_attention`.
+
+    Notes
+    -----
+    O(n * m * d_model). Lee et al. 2019, arXiv:1810.00825.
+    """
+    func = "induced_set_attention"
+    _require_layer(func, "second", second)
+    summary = _set_attention(func, first, inducing, x, key_padding_mask, ("first", "inducing", "x"))
+    return _set_attention(func, second, x, summary, None, ("second", "x", "the summary of first"))
+
+
+def pooling_by_attention(
+    layer: TransformerEncoderLayer,
+    seeds: ArrayLike,
+    x: ArrayLike,
+    *,
+    feed_forward: FeedForward | None = None,
+    key_padding_mask: ArrayLike | None = None,
+) -> Array:
+    """Set Transformer's PMA: ``MAB(seeds, feed_forward(x))``, a set of k vectors from one of any size.
+
+    Parameters
+    ----------
+    layer : TransformerEncoderLayer
+        The MAB: `set_attention`.
+    seeds : array_like, (k, d_model)
+        Seed vectors.
+    x : array_like, (..., n, d_model)
+        The set.
+    feed_forward : FeedForward, optional
+        The paper's rFF; the authors' code has none.
+    key_padding_mask : array_like of bool, (batch, n), optional
+        True hides an element.
+
+    Returns
+    -------
+    ndarray, (..., k, d_model)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `set_attention`.
+
+    Notes
+    -----
+    O(n * k * d_model). Lee et al. 2019, arXiv:1810.00825.
+    """
+    func = "pooling_by_attention"
+    if feed_forward is not None:
+        if not isinstance(feed_forward, FeedForward):
+            kind = type(feed_forward).__name__
+            raise TypeError(f"{func}(): feed_forward is of type {kind}; expected a FeedForward")
+        x = feed_forward(x)
+    return _set_attention(func, layer, seeds, x, key_padding_mask, ("layer", "seeds", "x"))
+
+
+def perceiver(
+    cross: TransformerEncoderLayer,
+    latent: TransformerEncoder | TransformerEncoderLayer | None,
+    latents: ArrayLike,
+    x: ArrayLike,
+    *,
+    key_padding_mask: ArrayLike | None = None,
+) -> Array:
+    """Perceiver's block: a few latents attend to the whole input, then to themselves [1]_.
+
+    Parameters
+    ----------
+    cross : TransformerEncoderLayer
+        Of the attention to the input: `set_attention`; its ``self_attn`` sees x as it is, so a norm of the
+        input comes before.
+    latent : TransformerEncoder or TransformerEncoderLayer, optional
+        Of the latents' attention to themselves.
+    latents : array_like, (m, d_model) or (batch, m, d_model)
+        Learned ones, or what the block before has returned.
+    x : array_like, (..., n, d_model)
+        The input.
+    key_padding_mask : array_like of bool, (batch, n), optional
+        True hides a place of the input.
+
+    Returns
+    -------
+    ndarray, (..., m, d_model)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `set_attention`.
+
+    Notes
+    -----
+    O(m * n + m**2) scores instead of n**2. Outputs are read by one more `set_attention`, of output queries to
+    the latents (Perceiver IO).
+
+    References
+    ----------
+    .. [1] A. Jaegle et al., "Perceiver: General Perception with Iterative Attention", 2021, arXiv:2103.03206.
+    """
+    func = "perceiver"
+    if latent is not None and not isinstance(latent, (TransformerEncoder, TransformerEncoderLayer)):
+        kind = type(latent).__name__
+        raise TypeError(f"{func}(): latent is of type {kind}; expected an encoder, a layer of one, or None")
+    out = _set_attention(func, cross, latents, x, key_padding_mask, ("cross", "latents", "x"))
+    return out if latent is None else latent(out)
+
+
+def _set_attention(
+    func: str,
+    layer: TransformerEncoderLayer,
+    x: ArrayLike,
+    y: ArrayLike,
+    key_padding_mask: Any,
+    names: tuple[str, str, str] = ("layer", "x", "y"),
+) -> Array:
+    """`set_attention`, for messages of `func`, in which layer, x and y have `names`."""
+    _require_layer(func, names[0], layer)
+    ours, theirs = float_array(func, names[1], x), float_array(func, names[2], y)
+    for name, array in zip(names[1:], (ours, theirs), strict=True):
+        if array.ndim not in (2, 3) or array.shape[-1] != layer.d_model:
+            raise ValueError(
+                f"{func}(): {name} has shape {array.shape}; expected (n, {layer.d_model}) or (batch, n,"
+                f" {layer.d_model})"
+            )
+    if ours.shape[:-2] != theirs.shape[:-2]:  # the same inducing points, seeds or latents for all sets
+        try:
+            batch = np.broadcast_shapes(ours.shape[:-2], theirs.shape[:-2])
+        except ValueError:
+            raise ValueError(
+                f"{func}(): {names[1]} and {names[2]} have batch dimensions {ours.shape[:-2]} and"
+                f" {theirs.shape[:-2]}; expected ones that broadcast"
+            ) from None
+        ours, theirs = (np.broadcast_to(a, (*batch, *a.shape[-2:])) for a in (ours, theirs))
+    if key_padding_mask is not None:
+        key_padding_mask = _padding(func, key_padding_mask, theirs.shape[:-1])
+    queries = layer.norm1(ours) if layer.norm_first else ours
+    total = layer.self_attn(queries, theirs, residual=ours, key_padding_mask=key_padding_mask)
+    if layer.norm_first:
+        return layer.feed_forward(layer.norm2(total), residual=total)
+    total = layer.norm1(total)
+    return layer.norm2(layer.feed_forward(total, residual=total))
+
+
+def _padding(func: str, mask: Any, shape: Shape) -> Array:
+    """The key_padding_mask of `func`, for a set of `shape`; the layer would name itself in its messages."""
+    array = as_array(func, "key_padding_mask", mask)
+    name = "(batch, length)" if len(shape) > 1 else "(length,)"
+    if array.shape != shape:
+        raise ValueError(f"{func}(): key_padding_mask has shape {array.shape}; expected {name} = {shape}")
+    if array.dtype != np.bool_ and not is_float(array.dtype):
+        raise TypeError(
+            f"{func}(): key_padding_mask has dtype {array.dtype}; expected bool (True hides) or floats to add"
+        )
+    return array
+
+
+def _require_layer(func: str, name: str, layer: Any) -> None:
+    if not isinstance(layer, TransformerEncoderLayer):
+        kind = type(layer).__name__
+        raise TypeError(f"{func}(): {name} is of type {kind}; expected a TransformerEncoderLayer")

@@ -1,0 +1,325 @@
+"""Stacks of encoder and decoder layers, and the Transformer of both (Vaswani et al. 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from fastattn._args.values import float_array, integer, iterated
+from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
+from fastattn.layers._basic import LayerNorm, RMSNorm, make_norm
+from fastattn.layers._heads import HeadOptions
+from fastattn.layers._state import Layer, xavier_uniform
+from fastattn.layers._transformer import TransformerDecoderLayer, TransformerEncoderLayer
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
+
+    from fastattn._args.types import Array
+
+    Norm = LayerNorm | RMSNorm
+
+
+class _Stack(Layer):
+    """Layers one after another, and a norm behind them, maybe."""
+
+    layers: Sequence[Any]
+    norm: Norm | None
+    _kind: ClassVar[type[Layer]]  # of the layers
+    _cache_kind: ClassVar[type]
+
+    def _place(self) -> str:
+        return f"a {type(self).__name__} of layers with d_model {self.layers[0].d_model}"
+
+    def __post_init__(self) -> None:
+        self._require_layers()
+        self.weights_dtype = self.layers[0].weights_dtype
+        self._set_up(None)
+
+    def _replace(self, name: str, value: Any) -> None:
+        """Set the layers, or the norm: there may be none."""
+        if name not in ("layers", "norm"):
+            super()._replace(name, value)
+            return
+        before = getattr(self, name)
+        self._change({name: value})
+        try:
+            self._require_layers()
+        except BaseException:
+            self._change({name: before})
+            raise
+
+    def _require_layers(self) -> None:
+        """Raise unless layers and norm fit together; the list of layers is the caller's to change."""
+        func, kind = type(self).__name__, self._kind.__name__
+        if not isinstance(self.layers, list):
+            expected = f"a sequence of layers, each its own: [{kind}(...) for _ in range(6)]"
+            self._change({"layers": list(iterated(func, "layers", self.layers, expected))})
+        if not self.layers:
+            raise ValueError(f"{func}(): layers is empty; expected at least one layer")
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, self._kind):
+                raise TypeError(f"{func}(): layers[{i}] is of type {type(layer).__name__}; expected {kind}")
+        widths = {f"layers[{i}].d_model": layer.d_model for i, layer in enumerate(self.layers)}
+        if self.norm is not None:
+            if not isinstance(self.norm, (LayerNorm, RMSNorm)):
+                what = type(self.norm).__name__
+                raise TypeError(f"{func}(): norm is of type {what}; expected a LayerNorm, an RMSNorm or None")
+            widths["norm.features"] = self.norm.features
+        width = self.layers[0].d_model
+        for name, other in widths.items():
+            if other != width:
+                raise ValueError(f"{func}(): {name} is {other}; expected {width}, as layers[0] has")
+
+    def _children(self) -> dict[str, Layer]:
+        parts = {f"layers.{i}.": layer for i, layer in enumerate(self.layers)}
+        return parts if self.norm is None else {**parts, "norm.": self.norm}
+
+    def _run(self, name: str, x: ArrayLike, cache: Sequence[Any] | None, **options: Any) -> Array:
+        """One layer after another, on `x`, which is called `name`."""
+        self._require_layers()
+        result = float_array(type(self).__name__, name, x)
+        caches = self._one_each(cache)
+        with restored_on_error(caches):
+            for layer, its_cache in zip(self.layers, caches, strict=True):
+                result = layer(result, cache=its_cache, **options)
+            return result if self.norm is None else self.norm(result)
+
+    def _one_each(self, cache: Sequence[Any] | None) -> Sequence[Any]:
+        """`cache`, one for each layer."""
+        if cache is None:
+            return [None] * len(self.layers)
+        func, n, kind = type(self).__name__, len(self.layers), self._cache_kind.__name__
+        if not isinstance(cache, (list, tuple)) or not all(isinstance(x, self._cache_kind) for x in cache):
+            what = type(cache).__name__
+            raise TypeError(f"{func}(): cache is of type {what}; expected a list of {kind}, of new_cache()")
+        if len(cache) != n:
+            raise ValueError(
+                f"{func}(): cache is for {len(cache)} layers; expected {n}, as new_cache() makes it"
+            )
+        return cache
+
+
+@dataclass(eq=False)
+class TransformerEncoder(_Stack):
+    """Encoder layers one after another; with `is_causal` and a cache, the stack of a decoder-only model.
+
+    Parameters
+    ----------
+    layers : sequence of TransformerEncoderLayer
+        torch takes one and copies it; here each is its own:
+        ``[TransformerEncoderLayer(...) for _ in range(6)]``.
+    norm : LayerNorm or RMSNorm, optional
+        Applied to the result; pre-norm layers want one.
+
+    Notes
+    -----
+    The parameters are those of torch: ``layers.0.*``, ``layers.1.*``, ..., ``norm.*``.
+    """
+
+    layers: Sequence[TransformerEncoderLayer]
+    norm: Norm | None = None
+    _kind, _cache_kind = TransformerEncoderLayer, KVCache
+
+    def __call__(
+        self,
+        src: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        src_key_padding_mask: ArrayLike | None = None,
+        is_causal: bool = False,
+        cache: Sequence[KVCache] | None = None,
+        lengths: ArrayLike | None = None,
+    ) -> Array:
+        """The stack's result for src, (B, L, d_model) or (L, d_model); in bool masks True hides.
+
+        Parameters
+        ----------
+        mask, src_key_padding_mask, is_causal
+            As attn_mask, key_padding_mask and is_causal of `MultiHeadAttention`.
+        cache : sequence of KVCache, optional
+            Of `new_cache`: the tokens are appended, and attend to all that it then holds.
+        lengths : array_like of int, (B,), optional
+            With `cache`: how many of these tokens count in each sequence.
+        """
+        return self._run(
+            "src",
+            src,
+            cache,
+            src_mask=mask,
+            src_key_padding_mask=src_key_padding_mask,
+            is_causal=is_causal,
+            lengths=lengths,
+        )
+
+    def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[KVCache]:
+        """Empty caches, one a layer: see `KVCache`."""
+        return Caches(KVCache(capacity, dtype) for _ in self.layers)
+
+
+@dataclass(eq=False)
+class TransformerDecoder(_Stack):
+    """Decoder layers one after another, all over the same memory.
+
+    Parameters
+    ----------
+    layers : sequence of TransformerDecoderLayer
+    norm : LayerNorm or RMSNorm, optional
+        Applied to the result; pre-norm layers want one.
+
+    Notes
+    -----
+    The parameters are those of torch: ``layers.0.*``, ``layers.1.*``, ..., ``norm.*``.
+    """
+
+    layers: Sequence[TransformerDecoderLayer]
+    norm: Norm | None = None
+    _kind, _cache_kind = TransformerDecoderLayer, DecoderCache
+
+    def __call__(
+        self,
+        tgt: ArrayLike,
+        memory: ArrayLike | None = None,
+        *,
+        tgt_mask: ArrayLike | None = None,
+        memory_mask: ArrayLike | None = None,
+        tgt_key_padding_mask: ArrayLike | None = None,
+        memory_key_padding_mask: ArrayLike | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        cache: Sequence[DecoderCache] | None = None,
+        lengths: ArrayLike | None = None,
+    ) -> Array:
+        """The stack's result for tgt, (B, L, d_model), over memory; arguments of `TransformerDecoderLayer`.
+
+        `cache` is of `new_cache`; from the second call with it on, `memory` and its key padding mask may be
+        left out.
+        """
+        return self._run(
+            "tgt",
+            tgt,
+            cache,
+            memory=memory,
+            tgt_mask=tgt_mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=tgt_is_causal,
+            memory_is_causal=memory_is_causal,
+            lengths=lengths,
+        )
+
+    def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:
+        """Empty caches, one a layer: see `KVCache` and `DecoderCache`."""
+        return Caches(DecoderCache(KVCache(capacity, dtype)) for _ in self.layers)
+
+
+@dataclass(eq=False)
+class Transformer(Layer):
+    """An encoder, and a decoder over its result: torch's ``nn.Transformer``, batch first.
+
+    Parameters
+    ----------
+    d_model, nhead : int, default 512 and 8
+    num_encoder_layers, num_decoder_layers : int, default 6
+    dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype
+        As in `TransformerEncoderLayer`.
+    attention, cross_attention : dict, optional
+        Options of `MultiHeadAttention` for the attention to itself, on both sides, and over the memory.
+    rng : numpy.random.Generator, optional
+        Draws the parameters, all matrices from Xavier's uniform distribution, as torch does here.
+
+    Notes
+    -----
+    The parameters are those of torch: ``encoder.*`` and ``decoder.*``. Embeddings and positions are the
+    caller's.
+    """
+
+    d_model: int = 512
+    nhead: int = 8
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    dim_feedforward: int = 2048
+    activation: str = "relu"
+    _: KW_ONLY
+    norm_first: bool = False
+    norm: str = "layer_norm"
+    layer_norm_eps: float = 1e-5
+    bias: bool = True
+    attention: HeadOptions | None = None
+    cross_attention: HeadOptions | None = None
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | None] = None
+    encoder: TransformerEncoder = field(init=False, repr=False)
+    decoder: TransformerDecoder = field(init=False, repr=False)
+
+    def __post_init__(self, rng: np.random.Generator | None) -> None:
+        for name in ("num_encoder_layers", "num_decoder_layers"):
+            setattr(self, name, integer("Transformer", name, getattr(self, name), 1))
+        shape = (self.d_model, self.nhead, self.dim_feedforward, self.activation)
+        options: dict[str, Any] = {
+            "norm_first": self.norm_first,
+            "norm": self.norm,
+            "layer_norm_eps": self.layer_norm_eps,
+            "bias": self.bias,
+            "attention": self.attention,
+            "weights_dtype": self.weights_dtype,
+        }
+        encoder = [TransformerEncoderLayer(*shape, **options) for _ in range(self.num_encoder_layers)]
+        options["cross_attention"] = self.cross_attention
+        decoder = [TransformerDecoderLayer(*shape, **options) for _ in range(self.num_decoder_layers)]
+        self.encoder = TransformerEncoder(encoder, self._last_norm())
+        self.decoder = TransformerDecoder(decoder, self._last_norm())
+        self._set_up(rng)
+
+    def _set_up(self, rng: np.random.Generator | None) -> None:
+        super()._set_up(rng)
+        if rng is not None:
+            parameters = self.parameters().items()
+            draws = {name: xavier_uniform if len(p.shape) == 2 else p.draw for name, p in parameters}
+            self.load_state_dict({name: draws[name](rng, p.shape) for name, p in parameters})
+
+    def _last_norm(self) -> Norm:
+        return make_norm(
+            "Transformer", self.norm, self.d_model, self.layer_norm_eps, self.bias, self.weights_dtype
+        )
+
+    def __call__(
+        self,
+        src: ArrayLike,
+        tgt: ArrayLike,
+        *,
+        src_mask: ArrayLike | None = None,
+        tgt_mask: ArrayLike | None = None,
+        memory_mask: ArrayLike | None = None,
+        src_key_padding_mask: ArrayLike | None = None,
+        tgt_key_padding_mask: ArrayLike | None = None,
+        memory_key_padding_mask: ArrayLike | None = None,
+        src_is_causal: bool = False,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Array:
+        """Encode src (B, S, d_model), decode tgt (B, T, d_model) over it: (B, T, d_model).
+
+        In bool masks True hides. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. Step by
+        step: ``memory = model.encoder(src)`` once, then ``model.decoder(tgt, memory, cache=...)``.
+        """
+        memory = self.encoder(
+            src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
+        )
+        return self.decoder(
+            tgt,
+            memory,
+            tgt_mask=tgt_mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=tgt_is_causal,
+            memory_is_causal=memory_is_causal,
+        )
+
+    def _children(self) -> dict[str, Layer]:
+        return {"encoder.": self.encoder, "decoder.": self.decoder}

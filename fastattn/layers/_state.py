@@ -1,0 +1,367 @@
+"""Parameters by name: what every layer shares. Layers are dataclasses of arrays; this loads and saves them.
+
+A layer says what it holds (`_parameters`), of what other layers it consists (`_children`), how named arrays
+become its fields (`_pack`) and how its fields become named arrays again (`_unpack`). Loading packs everything
+first and assigns last, so that an error changes nothing.
+
+What a layer has checked of itself stays true: its fields cannot be set. Only a part can be replaced, by
+another that fits; and after any change to any layer, a layer looks at its parts once more before it computes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastattn._args.packed import WEIGHT_DTYPES, is_finite
+from fastattn._args.values import as_array, choice, is_float, short
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastattn._args.types import Array, Shape
+
+    Fields = dict[str, Any]
+    Draw = Callable[[np.random.Generator, Shape], Array]
+
+
+class Parameter(NamedTuple):
+    """One array that a layer holds."""
+
+    shape: Shape
+    draw: Draw  # its random initialisation
+    or_none: bool = False  # where -inf says that there is none; all else is finite
+
+
+def zeros(rng: np.random.Generator, shape: Shape) -> Array:
+    """Zeros; nothing is drawn."""
+    return np.zeros(shape)
+
+
+def ones(rng: np.random.Generator, shape: Shape) -> Array:
+    """Ones; nothing is drawn."""
+    return np.ones(shape)
+
+
+def uniform(bound: float) -> Draw:
+    """Uniform in [-bound, bound)."""
+    return lambda rng, shape: rng.uniform(-bound, bound, shape)
+
+
+def normal(deviation: float) -> Draw:
+    """Normal, around 0."""
+    return lambda rng, shape: rng.normal(0, deviation, shape)
+
+
+def xavier_uniform(rng: np.random.Generator, shape: Shape) -> Array:
+    """Uniform with variance 2 / (fan_in + fan_out), for a weight (fan_out, fan_in) (Glorot & Bengio 2010)."""
+    bound = (6 / (shape[0] + shape[1])) ** 0.5
+    return rng.uniform(-bound, bound, shape)
+
+
+def lane_of(weights_dtype: str) -> np.dtype[Any]:
+    """Type of biases and norms beside weights stored as `weights_dtype`."""
+    return np.dtype(np.float64 if weights_dtype == "float64" else np.float32)
+
+
+# Another object after each change to any layer: what was found before a change is known by it.
+_last_change = object()
+
+
+def last_change() -> object:
+    """What is another object after each change to any layer."""
+    return _last_change
+
+
+class ParametersMissing(AttributeError, ValueError):
+    """A layer is used before it has parameters; for `hasattr`, an attribute that is not there."""
+
+
+class Layer:
+    """A layer with named parameters, those of torch's modules.
+
+    Without ``rng=`` it holds none until `load_state_dict`, and cannot be called.
+    """
+
+    weights_dtype: str
+    _built = False  # from the end of construction on, fields cannot be set
+
+    def _parameters(self) -> dict[str, Parameter]:
+        """What this layer itself holds, in torch's order."""
+        return {}
+
+    def _children(self) -> dict[str, Layer]:
+        """Its parts, by the prefix of their names."""
+        return {}
+
+    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
+        """The fields that hold the own parameters `arrays`."""
+        return {}
+
+    def _unpack(self) -> dict[str, Array]:
+        """The own parameters; what `_pack` takes."""
+        return {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Reached only by a name that is not set: a field that waits for parameters, or none at all."""
+        if name in type(self).__dict__.get("__dataclass_fields__", ()):
+            raise ParametersMissing(
+                f"{type(self).__name__} has no parameters yet; load_state_dict() them, or build it with"
+                f" rng=numpy.random.default_rng()"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _place(self) -> str:
+        """What this layer is to those around it: another can stand in its place that is the same to them."""
+        return f"a {type(self).__name__}"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._built and not name.startswith("_"):
+            self._replace(name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted")
+
+    def _replace(self, name: str, value: Any) -> None:
+        """Set the part `name` to `value`, if that fits there; no other field can be set."""
+        there = self.__dict__.get(name)
+        if not isinstance(there, Layer):
+            raise AttributeError(
+                f"{type(self).__name__}.{name} cannot be set: parameters change by load_state_dict(), and"
+                f" another size or option makes another layer"
+            )
+        if not isinstance(value, Layer) or value._place() != there._place():
+            raise ValueError(
+                f"{type(self).__name__}.{name} is set to"
+                f" {value._place() if isinstance(value, Layer) else short(value)}; expected {there._place()}"
+            )
+        self._change({name: value})
+
+    def _change(self, fields: Fields) -> None:
+        """Set `fields`, which fit."""
+        global _last_change
+        self.__dict__.update(fields)
+        _last_change = object()
+
+    def _require_parts(self) -> None:
+        """Raise unless all parts compute in this layer's type; looks only after some layer has changed."""
+        change = _last_change
+        if self.__dict__.get("_checked_at") is change:
+            return
+        for prefix, part in self._walk():
+            if lane_of(part.weights_dtype) != lane_of(self.weights_dtype):
+                raise TypeError(
+                    f"{type(self).__name__}(): its part {prefix}{type(part).__name__} has weights in"
+                    f" {part.weights_dtype}; expected ones that compute in {lane_of(self.weights_dtype)}, as"
+                    f" the layer's own in {self.weights_dtype} do"
+                )
+        self.__dict__["_checked_at"] = change
+
+    def _require_weights_dtype(self) -> None:
+        """Raise unless the field is one that weights can be stored as."""
+        choice(type(self).__name__, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
+
+    def _set_up(self, rng: np.random.Generator | None) -> None:
+        """Draw the parameters, or mark them as missing; the last step of construction."""
+        self.__dict__["_built"] = True
+        name = type(self).__name__
+        self._require_weights_dtype()
+        if rng is None:
+            return
+        if not isinstance(rng, np.random.Generator):
+            kind = type(rng).__name__
+            raise TypeError(f"{name}(): rng is of type {kind}; expected a numpy.random.Generator")
+        arrays = {key: p.draw(rng, p.shape) for key, p in self._parameters().items()}
+        self._assign(self._pack(arrays, self.weights_dtype), self.weights_dtype)
+
+    def _assign(self, fields: Fields, weights_dtype: str) -> None:
+        self._change({"weights_dtype": weights_dtype, **fields})
+
+    def _walk(self, prefix: str = "") -> Iterator[tuple[str, Layer]]:
+        """The layer and all below it, with the prefixes of their names."""
+        yield prefix, self
+        for name, child in self._children().items():
+            yield from child._walk(prefix + name)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Shape and random initialisation of all parameters by name, those of the parts included."""
+        return {
+            prefix + name: parameter
+            for prefix, layer in self._walk()
+            for name, parameter in layer._parameters().items()
+        }
+
+    def state_dict(self) -> dict[str, Array]:
+        """All parameters by torch's names: copies, in float32, or float64 where they are stored so.
+
+        Raises
+        ------
+        ValueError
+            If the layer has no parameters yet.
+        """
+        state = {
+            prefix + name: array for prefix, layer in self._walk() for name, array in layer._unpack().items()
+        }
+        return {name: state[name] for name in self.parameters()}
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any] | str | os.PathLike[str],
+        *,
+        prefix: str = "",
+        weights_dtype: str | None = None,
+    ) -> None:
+        """Take over all parameters, by the names of torch's modules; the weights are packed.
+
+        Parameters
+        ----------
+        state : mapping of str to array_like, or path
+            Arrays of any floating type: ``np.load("x.npz")``, or a torch module's ``state_dict()``. Or a
+            safetensors file, which is read through the safetensors package.
+        prefix : str, default ""
+            Read only names that begin with it, and without it: a layer out of a whole model.
+        weights_dtype : {"float32", "float64", "bfloat16", "int8"}, optional
+            Store the weights so from now on; default as the layer does.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If names are missing or not known, or arrays do not fit: all of them in one message. Nothing was
+            changed.
+        FileNotFoundError
+            If `state` is a path, and nothing is there.
+
+        Notes
+        -----
+        NaN and infinities are refused, and so is what would become infinite in the type that it is stored
+        in. Only ``sinks``, logits, may hold -inf: no sink for that head.
+        """
+        func = f"{type(self).__name__}.load_state_dict"
+        if weights_dtype is not None:
+            choice(func, "weights_dtype", weights_dtype, WEIGHT_DTYPES)
+        if not isinstance(prefix, str):
+            raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
+        with ExitStack() as stack:
+            if isinstance(state, (str, os.PathLike)):
+                state = stack.enter_context(_SafetensorsFile(func, state))
+            elif not isinstance(state, Mapping):
+                kind = type(state).__name__
+                raise TypeError(
+                    f"{func}(): state is of type {kind}; expected a mapping of names to arrays, or the path"
+                    f" of a safetensors file"
+                )
+            walked = list(self._walk())  # once: another thread may replace a part meanwhile
+            arrays = self._checked(func, walked, state, prefix, weights_dtype)
+            packed = []
+            for path, layer in walked:
+                own = {name: arrays[path + name] for name in layer._parameters()}
+                dtype = weights_dtype or layer.weights_dtype
+                packed.append((layer, layer._pack(own, dtype), dtype))
+        for layer, fields, dtype in packed:
+            layer._assign(fields, dtype)
+
+    @staticmethod
+    def _checked(
+        func: str,
+        walked: list[tuple[str, Layer]],
+        state: Mapping[str, Any],
+        prefix: str,
+        weights_dtype: str | None,
+    ) -> dict[str, Array]:
+        """The arrays of `state` that begin with `prefix`, without it, or one error with all that is wrong."""
+        if wrong := [name for name in state if not isinstance(name, str)]:
+            raise TypeError(f"{func}(): state has the key {wrong[0]!r}; expected names of parameters")
+        expected = {path + name: p for path, layer in walked for name, p in layer._parameters().items()}
+        stored = {
+            path + name: _stored(parameter, weights_dtype or layer.weights_dtype)
+            for path, layer in walked
+            for name, parameter in layer._parameters().items()
+        }
+        given = {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}
+        missing = (name for name in expected if name not in given)
+        problems = [f"missing: {prefix}{name} {expected[name].shape}" for name in missing]
+        problems += [f"not known: {full}" for name, full in given.items() if name not in expected]
+        arrays: dict[str, Array] = {}
+        for name, parameter in expected.items():
+            if name not in given:
+                continue
+            full = given[name]
+            try:
+                array = as_array(func, full, state[full])
+            except (TypeError, ValueError) as error:
+                problems.append(str(error).removeprefix(f"{func}(): "))
+                continue
+            if not is_float(array.dtype):
+                problems.append(f"{full}: dtype {array.dtype}, expected a floating type")
+            elif array.shape != parameter.shape:
+                problems.append(f"{full}: shape {array.shape}, expected {parameter.shape}")
+            elif not is_finite(array, stored[name], parameter.or_none):
+                problems.append(f"{full}: values that are not finite as {stored[name]}, expected finite ones")
+            else:
+                arrays[name] = array
+        if problems:
+            raise ValueError("\n  ".join([f"{func}(): nothing was loaded:", *problems]))
+        return arrays
+
+
+def _stored(parameter: Parameter, weights_dtype: str) -> str:
+    """What a parameter is stored as: matrices as the layer's weights are, all else as what they meet."""
+    return weights_dtype if len(parameter.shape) == 2 else lane_of(weights_dtype).name
+
+
+# What else parameters come in, and what makes a mapping of it.
+_READERS = {".npz": "np.load({!r})"}
+_READERS |= dict.fromkeys((".pt", ".pth", ".bin"), "torch.load({!r}, weights_only=True)")
+
+
+class _SafetensorsFile(Mapping[str, Any]):
+    """The tensors of a safetensors file, each read when it is asked for; a context."""
+
+    def __init__(self, func: str, path: str | os.PathLike[str]):
+        file = os.fspath(path)
+        if os.path.isdir(file):
+            raise ValueError(f"{func}(): {file} is a folder; expected a safetensors file")
+        if reader := _READERS.get(os.path.splitext(file)[1]):
+            raise ValueError(
+                f"{func}(): {file} is not a safetensors file; expected one, or what {reader.format(file)}"
+                f" returns"
+            )
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise ImportError(
+                f"{func}(): reading {file} needs the safetensors package: pip install safetensors"
+            ) from error
+        with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
+            import ml_dtypes  # noqa: F401
+        try:
+            self._file: Any = safe_open(file, framework="numpy")
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{func}(): {file} is missing; expected a safetensors file") from None
+        except SafetensorError as error:
+            raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error
+        except UnicodeEncodeError:  # the library takes no bytes of other encodings
+            raise ValueError(f"{func}(): state is the path {file!r}; expected one in UTF-8") from None
+        self._names: list[str] = list(self._file.keys())  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> _SafetensorsFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

@@ -1,0 +1,270 @@
+"""Decoders that normalise before each half of a layer: GPT-2, Llama and their like, and generation with them.
+
+`_gpt2.py` and `_llama.py` build them: they know the names of the tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args import key_ranges
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import as_array, integer, integers, short
+from fastattn._engine.program import Sequences
+from fastattn.cache import KVCache
+from fastattn.models import _padding
+from fastattn.models._sampling import Sampler
+from fastattn.models._weights import token_rows
+from fastattn.positions import rope_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Ints
+    from fastattn._engine.program import Program
+    from fastattn.models._decoder_layers import Window
+    from fastattn.models._text import Text
+    from fastattn.models._weights import Precision
+    from fastattn.positions import RopeFrequencies
+
+# Tokens to make room for in the cache before they are there; it doubles when they are more.
+_ROOM = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoder:
+    """A language model; call it for the logits of all tokens, or `generate` with it."""
+
+    model_type: str
+    hidden_size: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    vocab_size: int
+    max_length: int | None  # tokens of a sequence, where a table of positions ends
+    tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
+    positions: Array | None  # (max_length, hidden_size)
+    rope: Callable[[int], RopeFrequencies] | None  # of the length of the sequence
+    depth: int  # layers
+    program: Program  # of the layers
+    windows: tuple[Window, ...]  # that its steps know by number
+    logits: Program
+    stop: tuple[int, ...]  # ids that end a text
+    precision: Precision
+    text: Text
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What is computed in."""
+        return self.precision.dtype
+
+    @property
+    def weights_dtype(self) -> str:
+        """How the weights of linear maps are kept."""
+        return self.precision.weights
+
+    def __repr__(self) -> str:
+        return f"<{self.model_type}: {self.depth} layers of {self.hidden_size}, {self.precision}>"
+
+    def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
+        """Logits of the token after each token.
+
+        Parameters
+        ----------
+        ids : array_like of int, (batch, length) or (length,)
+        attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
+            Which tokens count. Padding may stand on either side; positions are counted from the first token
+            that counts.
+
+        Returns
+        -------
+        ndarray, (batch, length, vocab_size)
+            In the model's dtype; one sequence (length,) is a batch of one. What stands where a token does not
+            count has no meaning.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit; nothing was computed.
+        """
+        tokens = _padding.token_ids(self.model_type, ids, self.vocab_size)
+        mask = _padding.attended(self.model_type, attention_mask, tokens)
+        batch, length = tokens.shape
+        _padding.require_length(self.model_type, length, self.max_length)
+        lengths, order = (None, None) if mask is None else _padding.align(mask)
+        longest = length if lengths is None else int(lengths.max(initial=0))
+        hidden = self._hidden(_padding.reorder(tokens, order), np.arange(length), longest, lengths)
+        logits = self.logits.run(hidden, Sequences(batch))
+        return _padding.restore(logits.reshape(batch, length, self.vocab_size), order)
+
+    def _hidden(
+        self,
+        ids: Ints,
+        positions: Ints,
+        longest: int,
+        lengths: Ints | None,
+        cache: KVCache | None = None,
+    ) -> Array:
+        """Hidden states (batch * length, hidden_size) of ids (batch, length), before the last norm.
+
+        positions is (length,) or (batch, length); the first lengths (batch,) of the ids count. With a cache,
+        of all layers' heads, they follow on what is there. The longest sequence has `longest` tokens by then,
+        padding left out: some scalings of rotary positions depend on it.
+        """
+        batch, length = ids.shape
+        x = token_rows(self.tokens, ids.reshape(-1), self.dtype)
+        if self.positions is not None:
+            rows = x.reshape(batch, length, self.hidden_size)
+            rows += self.positions[positions]
+        if not self.depth:
+            return x
+        rotation = None
+        if self.rope is not None:
+            cos, sin = rope_tables(positions, self.rope(longest), lane_dtype(self.dtype))
+            rotation = cos[..., None, :, :], sin[..., None, :, :]
+        if cache is None:
+            return self.program.run(x, Sequences(batch, self._ranges(0, length, lengths, length), rotation))
+        keys = (batch, self.depth * self.heads_kv, length, self.head_dim)
+        slots = cache._extend(keys, keys, self.dtype, lengths)
+        ranges = self._ranges(slots.starts, length, slots.ends, slots.length)
+        return self.program.run(x, Sequences(batch, ranges, rotation, slots))
+
+    def _ranges(
+        self, starts: Ints | int, length: int, ends: Ints | None, len_k: int
+    ) -> tuple[key_ranges.Range, ...]:
+        """For each of the windows, which of len_k keys the queries at starts ... starts + length - 1 attend.
+
+        Of each sequence the first ends (batch,) keys count; None for all.
+        """
+        position = key_ranges.positions(np.asarray(starts), length)
+        shared = [] if ends is None else [key_ranges.lengths(ends)]
+        if length > 1:  # a token alone, the last of its sequence, sees all keys
+            shared.append(key_ranges.causal(position))
+        windows = (
+            [] if window is None else [key_ranges.window(position, *window)] for window in self.windows
+        )
+        return tuple(key_ranges.intersect(shared + window, len_k) for window in windows)
+
+    def generate(
+        self,
+        ids: ArrayLike | Sequence[Sequence[int]],
+        max_new_tokens: int = 128,
+        *,
+        attention_mask: ArrayLike | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: int | Sequence[int] | None = None,
+    ) -> Iterator[Any]:
+        """Continue sequences, a token at a time, each as soon as it is known.
+
+        Parameters
+        ----------
+        ids : array_like of int, (length,) or (batch, length), or a list of lists of different lengths
+            The prompts: at least one token in each.
+        max_new_tokens : int, default 128
+            Where every sequence ends, if it has not before. Where the model has a table of positions (GPT-2),
+            they have to fit into it behind the longest prompt.
+        attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
+            Which tokens of an array `ids` count; the others, wherever they stand, are left out.
+        temperature : float, default 0.0
+            What logits are divided by before a token is drawn; at 0 it is not drawn: the best is taken.
+        top_k : int, optional
+            Draw from the `top_k` best tokens only, and those that equal the last of them. This, `top_p` and
+            `seed` need a temperature above 0.
+        top_p : float, optional
+            Draw from the fewest best tokens only whose probabilities reach `top_p`; after `top_k`.
+        seed : int, optional
+            For the same tokens in every run. Each sequence draws from a random generator of its own, whatever
+            other sequences there are.
+        stop : int or sequence of int, optional
+            Ids that end a sequence; by default the `eos_token_id` of the model's folder, none with ``()``.
+
+        Yields
+        ------
+        int, or ndarray of int64, (batch,)
+            The next token of a single prompt (length,), or of each prompt. An id of `stop` is still yielded;
+            after it, -1 stands for its sequence until the others have ended, too. ``text.stream`` makes text
+            of the one, ``text.decode`` of what has been collected of the other.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit: at the call, not at the first token.
+
+        Notes
+        -----
+        A step costs one pass over the weights and over the keys so far, of the sequences that have not ended.
+        Only the logits of last tokens are computed. Keys and values take ``2 * layers * heads_kv * head_dim``
+        numbers for each token of the longest prompt and behind it, for each sequence; at first there is room
+        for 256 new ones, and the room doubles when it is full.
+        """
+        single, prompts = self._prompts(ids, attention_mask)
+        n_new = integer("generate", "max_new_tokens", max_new_tokens, 0)
+        longest = max(map(len, prompts), default=0)
+        if self.max_length is not None and longest + n_new > self.max_length:
+            asked = f"max_new_tokens is {short(n_new)} behind a prompt of {longest} tokens"
+            raise ValueError(f"generate(): {asked}; expected at most {self.max_length} together")
+        sampler = Sampler("generate", len(prompts), temperature, top_k, top_p, seed)
+        ends = np.atleast_1d(self.stop if stop is None else as_array("generate", "stop", stop))
+        ends = ends if ends.size else np.zeros(0, np.int64)
+        ends = integers("generate", "stop", ends, (ends.size,), "(n,)")
+        steps = self._steps(prompts, n_new, sampler, ends)
+        return (int(tokens[0]) for tokens in steps) if single else steps
+
+    def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
+        """Whether `ids` is one sequence, and the sequences without what does not count."""
+        rows = list(ids) if isinstance(ids, (list, tuple)) and attention_mask is None else []
+        if rows and all(_is_row(row) for row in rows):
+            prompts = [_padding.token_ids("generate", row, self.vocab_size)[0] for row in rows]
+            single = False
+        else:
+            tokens = _padding.token_ids("generate", ids, self.vocab_size)
+            mask = _padding.attended("generate", attention_mask, tokens)
+            prompts = list(tokens) if mask is None else [row[m] for row, m in zip(tokens, mask, strict=True)]
+            single = np.ndim(ids) == 1
+        if any(len(prompt) == 0 for prompt in prompts):
+            raise ValueError("generate(): ids has a prompt without a token; expected at least one in each")
+        return single, prompts
+
+    def _steps(
+        self, prompts: list[Ints], max_new_tokens: int, sampler: Sampler, stop: Ints
+    ) -> Iterator[Ints]:
+        if not prompts or max_new_tokens == 0:
+            return
+        ids, mask = _padding.pad(prompts)
+        lengths = mask.sum(axis=1)
+        batch, longest = ids.shape
+        cache = KVCache(longest + min(max_new_tokens - 1, _ROOM))
+        hidden = self._hidden(ids, np.arange(longest), longest, lengths, cache)
+        hidden = hidden.reshape(batch, longest, -1)[np.arange(batch), lengths - 1]
+        running = np.arange(batch)  # sequences that have not ended; the others are computed no more
+        for step in range(1, max_new_tokens + 1):
+            tokens = sampler(self.logits.run(hidden, Sequences(len(hidden))))
+            yielded = np.full(batch, _padding.NO_TOKEN)
+            yielded[running] = tokens
+            yield yielded
+            kept = np.flatnonzero((tokens[:, None] != stop).all(axis=1))  # np.isin takes three times as long
+            if not kept.size or step == max_new_tokens:
+                return
+            if kept.size < len(running):
+                running, tokens, lengths = running[kept], tokens[kept], lengths[kept]
+                sampler.select(kept)
+                cache.select(kept)
+            hidden = self._hidden(tokens[:, None], lengths[:, None], longest + step, None, cache)
+            lengths = lengths + 1
+
+
+def _is_row(x: Any) -> bool:
+    """Whether `x` is one sequence; of lists of different lengths NumPy does not say."""
+    try:
+        return np.ndim(x) == 1
+    except ValueError:
+        return False

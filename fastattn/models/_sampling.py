@@ -1,0 +1,96 @@
+"""The choice of the next token from its logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import integer, number, short
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array, Ints
+
+
+class Sampler:
+    """Chooses a token for each sequence; every sequence draws from a random generator of its own.
+
+    In this order: divide by `temperature`, keep the `top_k` best (and what equals the last of them), of those
+    the fewest whose probabilities reach `top_p`. A temperature of 0 takes the best.
+    """
+
+    def __init__(
+        self,
+        func: str,
+        batch: int,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        seed: int | None,
+    ):
+        float64 = np.dtype(np.float64)
+        self.temperature = number(func, "temperature", temperature, float64)
+        if self.temperature < 0:
+            raise ValueError(f"{func}(): temperature is {temperature}; expected 0 or more")
+        self.top_k = None if top_k is None else integer(func, "top_k", top_k, 1)
+        self.top_p = 1.0 if top_p is None else number(func, "top_p", top_p, float64)
+        if not 0 <= self.top_p <= 1:
+            raise ValueError(f"{func}(): top_p is {top_p}; expected 0 to 1")
+        if seed is not None:
+            seed = integer(func, "seed", seed, 0)
+        if self.temperature == 0:
+            for name, value in (("top_k", top_k), ("top_p", top_p), ("seed", seed)):
+                if value is not None:
+                    raise ValueError(
+                        f"{func}(): {name} is {short(value)} and temperature 0, which draws nothing; expected"
+                        f" a temperature above 0"
+                    )
+        self.func = func
+        self.generators = [np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(batch)]
+
+    def __call__(self, logits: Array) -> Ints:
+        """logits is (batch, vocab_size); result (batch,)."""
+        logits = logits.astype(lane_dtype(logits.dtype), copy=False)
+        best: Ints = np.argmax(logits, axis=1)  # NaN if there is one
+        best_logits = logits[np.arange(len(best)), best]
+        if np.isnan(best_logits).any():
+            raise ValueError(f"{self.func}(): the model's logits have NaN; expected numbers")
+        if (best_logits == -np.inf).any():
+            raise ValueError(f"{self.func}(): the model's logits are all -inf; expected a token to choose")
+        if self.temperature == 0:
+            return best
+        return np.array([self._drawn(*row) for row in zip(logits, self.generators, strict=True)], np.int64)
+
+    def select(self, sequences: Ints) -> None:
+        """Keep the generators of these sequences, in this order, for `__call__` with their logits."""
+        self.generators = [self.generators[i] for i in sequences]
+
+    def _drawn(self, logits: Array, generator: np.random.Generator) -> int:
+        tokens, probs = self.candidates(logits)
+        sums = np.cumsum(probs)
+        chosen = np.searchsorted(sums, generator.random() * sums[-1], side="right")
+        return int(tokens[min(int(chosen), len(tokens) - 1)])
+
+    def candidates(self, logits: Array) -> tuple[Ints, Array]:
+        """Tokens that may be drawn, likeliest first, and their probabilities; logits is (vocab_size,)."""
+        tokens = np.arange(len(logits))
+        if self.top_k is not None and self.top_k < len(logits):
+            tokens = np.flatnonzero(logits >= np.partition(logits, -self.top_k)[-self.top_k])
+        scores = logits[tokens].astype(np.float64)
+        best = scores.max()
+        if best == np.inf:  # infinitely better than the others
+            probs = (scores == best).astype(np.float64)
+        else:
+            with np.errstate(over="ignore"):  # a tiny temperature
+                probs = np.exp((scores - best) / self.temperature)
+        probs /= probs.sum()
+        if self.top_p < 1:
+            order = np.argsort(-probs, kind="stable")
+            tokens, probs = tokens[order], probs[order]
+            # A token stays if those before it do not reach top_p; the first always does.
+            before = np.concatenate(([0.0], np.cumsum(probs)[:-1]))
+            stay = before < self.top_p
+            stay[0] = True
+            tokens, probs = tokens[stay], probs[stay] / probs[stay].sum()
+        return tokens, probs

@@ -1,0 +1,196 @@
+"""From text to token ids and back: the folder's tokenizer.json, by the `tokenizers` library."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from fastattn._args.values import as_array, integer, iterated, short
+from fastattn.models._files import Config, ModelError, lfs_hint, read_json, require
+from fastattn.models._padding import NO_TOKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from fastattn._args.types import Ints
+
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
+_MOST_BYTES = 4  # of a character in UTF-8
+
+# Characters that go to the tokenizer at a time, or one text: work for all its threads, and memory for what it
+# tells of their tokens. It looks for no signals; but few, which take milliseconds, are not worth a thread.
+_BATCH_CHARACTERS, _SHORT = 1 << 19, 1 << 13
+_SECONDS_BETWEEN_SIGNALS = 0.05
+
+
+@dataclass(frozen=True)
+class Text:
+    """The tokenizer of a model's folder, opened when it is first used."""
+
+    folder: Path
+    max_length: int | None = None  # what the model can take at most
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`."""
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{path} is missing; expected a tokenizer as the tokenizers library writes it")
+        tokenizers = require("tokenizers")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(lfs_hint(path) or f"{path} is no tokenizer: {error}") from error
+        tokenizer.no_padding()
+        if self.limit is None:
+            tokenizer.no_truncation()
+        else:
+            tokenizer.enable_truncation(self.limit)
+        return tokenizer
+
+    @cached_property
+    def limit(self) -> int | None:
+        """Tokens of a text that are used: what sentence_bert_config.json says, or else the model's limit."""
+        path = self.folder / "sentence_bert_config.json"
+        asked = Config(path, read_json(path)).optional_size("max_seq_length") if path.is_file() else None
+        return min((n for n in (asked, self.max_length) if n is not None), default=None)
+
+    def encode(self, texts: Iterable[str]) -> list[list[int]]:
+        """Ids of each text, special tokens included, cut to `limit`."""
+        return list(self.encoded(strings("encode", "texts", texts)))
+
+    def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """Ids of each text, as `encode` has them; `texts` are read as they are needed, some ahead."""
+        encode_batch = self.tokenizer.encode_batch  # which releases the GIL, and `encode` does not
+
+        def ids(batch: list[str]) -> list[list[int]]:
+            long = sum(map(len, batch)) > _SHORT
+            try:
+                encodings = _interruptible(encode_batch, batch) if long else encode_batch(batch)
+            except Exception as error:  # as above: of a word that is not known, and nothing stands for it
+                path = self.folder / "tokenizer.json"
+                raise ModelError(
+                    f"{path} cannot encode a text: {error}; expected a tokenizer for any"
+                ) from error
+            return [encoding.ids for encoding in encodings]
+
+        return chain.from_iterable(map(ids, _batches(texts)))
+
+    def decode(self, sequences: Iterable[Sequence[int] | Ints]) -> list[str]:
+        """The text of each sequence of ids, special tokens left out, and the -1 that `generate` ends with."""
+        func, name, rows = "decode", "sequences", []
+        for ids in iterated(func, name, sequences, "sequences of ids, as [ids]"):
+            if as_array(func, name, ids).ndim != 1:
+                raise TypeError(f"{func}(): {name} is no list of sequences of ids; expected one, as [ids]")
+            rows.append(list(_ids(func, name, ids)))
+        decoded: list[str] = self.tokenizer.decode_batch(rows, skip_special_tokens=True)
+        return decoded
+
+    def stream(self, prompt: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
+        """Text of `ids`, which follow on `prompt`: piece by piece, each when its characters are whole.
+
+        Of one sequence; -1, which `generate` yields for those of a batch that have ended, is left out.
+        """
+
+        def text(first: int, last: int | None = None) -> str:
+            decoded: str = self.tokenizer.decode(tokens[first:last], skip_special_tokens=True)
+            return decoded
+
+        # Whether a token begins with a space can depend on what is before it. So a piece is what its tokens
+        # add to the text of the piece before.
+        tokens = list(_ids("stream", "prompt", prompt))
+        first, done = max(0, len(tokens) - _CONTEXT), len(tokens)
+        for token in _ids("stream", "ids", ids):
+            tokens.append(token)
+            before, whole, end = text(first, done), text(first), len(tokens)
+            if whole.endswith(_NO_CHARACTER):  # bytes that are no character yet, or never will be
+                if end - done < _MOST_BYTES:
+                    continue
+                # One that may yet be whole begins in the last tokens. What stood before them, and still does
+                # with something after it, will not change any more.
+                cuts = ((cut, text(first, cut)) for cut in range(end - 1, end - _MOST_BYTES, -1))
+                end, whole = next(
+                    ((cut, part) for cut, part in cuts if len(part) < len(whole) and whole.startswith(part)),
+                    (end, before),
+                )
+            if len(whole) > len(before):
+                yield whole[len(before) :]
+                first, done = done, end
+        if rest := text(first)[len(text(first, done)) :]:
+            yield rest
+
+
+def strings(func: str, name: str, texts: Any) -> Iterable[str]:
+    """`texts`, the argument `name`: an iterable of strings that is not one itself.
+
+    Those of a sequence are checked now, those of another iterable, which can be read once, when they come.
+    """
+    if isinstance(texts, (str, bytes)):
+        raise TypeError(f"{func}(): {name} is of type {type(texts).__name__}; expected several, as [text]")
+    given = iterated(func, name, texts, "several, as [text]")
+
+    def checked() -> Iterator[str]:
+        for text in given:
+            if not isinstance(text, str):
+                raise TypeError(f"{func}(): {name} has one of type {type(text).__name__}; expected strings")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                what = f"{text[error.start : error.end]!r}, half of a surrogate pair"
+                raise ValueError(f"{func}(): {name} has one with {what}; expected whole characters") from None
+            yield text
+
+    return list(checked()) if isinstance(texts, Sequence) else checked()
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The texts, `_BATCH_CHARACTERS` at a time; what is longer, one at a time."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        if batch and characters + len(text) > _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+        batch.append(text)
+        characters += len(text)
+    if batch:
+        yield batch
+
+
+def _interruptible(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` in a thread that is left to itself when this one gets a signal that ends the wait."""
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            outcome.append(function(*args))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_SECONDS_BETWEEN_SIGNALS)
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+def _ids(func: str, name: str, ids: Iterable[int] | Ints) -> Iterator[int]:
+    """The ids of one sequence, each as soon as it is there, without what stands behind its end."""
+    for token in iterated(func, name, ids, "ids of one sequence"):
+        if isinstance(token, (list, tuple)) or getattr(token, "ndim", 0) != 0:
+            raise TypeError(
+                f"{func}(): {name} has {short(token)}; expected ids of one sequence (`decode` takes a"
+                f" batch's)"
+            )
+        token = integer(func, name, token, NO_TOKEN, 2**32 - 1)
+        if token != NO_TOKEN:
+            yield token

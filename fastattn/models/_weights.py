@@ -1,0 +1,87 @@
+"""What models keep of their tensors: packed linear maps, vectors, tables of token vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args.packed import from_bfloat16_bits
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import short
+from fastattn.models._files import require
+
+if TYPE_CHECKING:
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Ints
+
+DTYPES = ("float32", "float64", "bfloat16")
+WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """In what a model computes between its layers, and how it keeps their weights."""
+
+    dtype: np.dtype[Any]
+    weights: str
+
+    @classmethod
+    def of(cls, func: str, dtype: Any, weights_dtype: Any) -> Precision:
+        """From the names or types that a caller gives."""
+        name = _name(dtype)
+        if name not in DTYPES:
+            raise ValueError(f"{func}(): dtype is {short(dtype)}; expected one of {', '.join(DTYPES)}")
+        weights = name if weights_dtype is None else _name(weights_dtype)
+        fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES
+        if weights not in fitting:
+            expected = f"{' or '.join(fitting)} for dtype {name}"
+            raise ValueError(f"{func}(): weights_dtype is {short(weights_dtype)}; expected {expected}")
+        return cls(np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name), weights)
+
+    def __str__(self) -> str:
+        kept = "" if self.weights == self.dtype.name else f", weights in {self.weights}"
+        return f"{self.dtype}{kept}"
+
+    def pack(self, weight: Array, gate: Array | None = None) -> PackedLinear:
+        """The weight of a linear map (out, in), or of a gated pair, as `ops.linear` takes it."""
+        return ops.pack(weight, gate=gate, dtype=self.weights)
+
+    def vector(self, *parts: Array) -> Array:
+        """Biases or a norm's weights, end to end, in the type that the kernels compute in."""
+        return joined(*parts).astype(lane_dtype(self.dtype))
+
+
+def joined(*parts: Array) -> Array:
+    """Arrays end to end; where they are of two 16-bit types, in float32, which holds both."""
+    if len({part.dtype for part in parts}) > 1:
+        parts = tuple(part.astype(np.float32) for part in parts)
+    return np.concatenate(parts)
+
+
+def _name(dtype: Any) -> str:
+    """float32 for "float32", np.float32 and the like; empty for what is no type."""
+    if isinstance(dtype, str):
+        return dtype
+    try:
+        return "" if dtype is None else np.dtype(dtype).name  # NumPy takes None for float64
+    except (TypeError, ValueError):
+        return ""
+
+
+def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> Array:
+    """The vectors of tokens `ids` (n,), (n, features) in `dtype`, from a table or from a packed output layer.
+
+    Where a model ties its output layer to its embedding, the packed weight is the only copy of both.
+    """
+    if isinstance(table, np.ndarray):
+        return ops.embedding(ids, table).astype(dtype, copy=False)
+    panel, column = np.divmod(ids, table.panels.shape[2])
+    rows = table.panels[panel, :, column]
+    if table.dtype == "bfloat16":
+        rows = from_bfloat16_bits(rows.reshape(len(ids), 2 * rows.shape[1])[:, : table.in_features])
+    elif table.scales is not None:
+        rows = rows * table.scales[panel, column][:, None]
+    return rows.astype(dtype, copy=False)

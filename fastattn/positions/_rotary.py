@@ -1,0 +1,166 @@
+"""Rotary positions (RoPE): tables of cos and sin, and the rotation of queries and keys by them.
+
+Pair k of a vector's dimensions is turned by the angle ``position * inv_freq[k]``. The product of a query and
+a key then depends only on the distance between them. `_rotary_scaling.py` computes the frequencies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.types import RopeArgs, lane_dtype
+from fastattn._args.values import (
+    as_array,
+    flag,
+    float_array,
+    float_dtype,
+    readable,
+    require_broadcast,
+    require_result,
+)
+from fastattn._engine import dispatch, settings
+from fastattn.positions._rotary_scaling import RopeFrequencies
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+    from fastattn._args.types import Array
+
+
+def rope_tables(
+    positions: ArrayLike, frequencies: RopeFrequencies, dtype: DTypeLike = np.float32
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Tables of cos and sin for `apply_rope`.
+
+    Parameters
+    ----------
+    positions : array_like of int, (length,) or (..., length)
+        Position of each query or key: ``np.arange(length)``, or with a cache the same from ``cache.length``.
+    frequencies : RopeFrequencies
+        From `rope_frequencies`.
+    dtype : dtype, default float32
+        dtype of the tables; angles are computed in float64. `apply_rope` reads float32 without a conversion,
+        and float64 if it rotates float64.
+
+    Returns
+    -------
+    cos, sin : ndarray, (..., length, rotary_dim / 2)
+        ``attention_factor * cos(position * inv_freq)``, and the same with sin.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    Implementations that compute angles in float32 differ from these tables: at position 100,000 their
+    cosines are off by up to 0.007 (base 10000, 128 dimensions).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn.positions import apply_rope, rope_frequencies, rope_tables
+    >>> cos, sin = rope_tables(np.arange(5), rope_frequencies(64))
+    >>> apply_rope(np.ones((1, 8, 5, 64), np.float32), cos, sin).shape
+    (1, 8, 5, 64)
+    """
+    array = as_array("rope_tables", "positions", positions)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"rope_tables(): positions has dtype {array.dtype}; expected integers")
+    if array.ndim == 0:
+        raise ValueError("rope_tables(): positions has shape (); expected (length,) or (..., length)")
+    if not isinstance(frequencies, RopeFrequencies):
+        kind = type(frequencies).__name__
+        raise TypeError(f"rope_tables(): frequencies is of type {kind}; expected RopeFrequencies")
+    dtype = float_dtype("rope_tables", dtype)
+    inv_freq, attention_factor = frequencies
+    angles = array[..., None].astype(np.float64) * inv_freq
+    cos, sin = ((attention_factor * f(angles)).astype(dtype) for f in (np.cos, np.sin))
+    return cos, sin
+
+
+def apply_rope(
+    x: ArrayLike, cos: ArrayLike, sin: ArrayLike, *, interleaved: bool = False, out: Array | None = None
+) -> NDArray[Any]:
+    """Rotate the first ``2 * cos.shape[-1]`` dimensions of queries or keys, and copy the rest [1]_.
+
+    Parameters
+    ----------
+    x : array_like, (..., heads, length, head_dim)
+        float32, float64, float16 or bfloat16, in any strides. A 2-D array is one head.
+    cos, sin : array_like, (length, rotary_dim / 2) or (..., length, rotary_dim / 2)
+        From `rope_tables`; all heads share them. Leading dimensions broadcast to x's, without the heads.
+    interleaved : bool, default False
+        Which of the ``r = 2 * cos.shape[-1]`` dimensions form a pair: k and k + r/2 (Llama, GPT-NeoX and most
+        models in Hugging Face's form), or if True 2k and 2k + 1 (RoFormer, GPT-J, Llama in Meta's form).
+    out : ndarray, optional
+        Array for the result, with x's shape and dtype and a contiguous last axis: x itself, to rotate in
+        place, or an array that shares no memory with an input.
+
+    Returns
+    -------
+    ndarray, (..., heads, length, head_dim)
+        In x's dtype; a pair (a, b) becomes ``(a cos - b sin, b cos + a sin)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    Computed in float32, for float64 in float64; tables of another dtype are converted.
+
+    References
+    ----------
+    .. [1] J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
+       arXiv:2104.09864, section 3.4.2.
+    """
+    array = float_array("apply_rope", "x", x, least_dims=2)
+    cos, sin = (float_array("apply_rope", name, t) for name, t in (("cos", cos), ("sin", sin)))
+    if cos.ndim < 2:
+        raise ValueError(f"apply_rope(): cos has shape {cos.shape}; expected (..., length, rotary_dim / 2)")
+    if cos.shape != sin.shape:
+        raise ValueError(f"apply_rope(): sin has shape {sin.shape}; expected {cos.shape} as cos")
+    length, head_dim = array.shape[-2:]
+    if cos.shape[-2] != length:
+        raise ValueError(
+            f"apply_rope(): cos has shape {cos.shape}, length {cos.shape[-2]}; expected length {length} as in"
+            f" x, shape {array.shape}"
+        )
+    if 2 * cos.shape[-1] > head_dim:
+        raise ValueError(
+            f"apply_rope(): cos has shape {cos.shape}, which rotates {2 * cos.shape[-1]} dimensions; expected"
+            f" at most the {head_dim} of x, shape {array.shape}"
+        )
+    rows = (*array.shape[:-3], *cos.shape[-2:])
+    require_broadcast("apply_rope", "cos", cos.shape, rows, "(..., length, rotary_dim / 2)")
+    interleaved = flag("apply_rope", "interleaved", interleaved)
+    dtype = array.dtype.newbyteorder("=")
+    if out is None:
+        out = np.empty(array.shape, dtype)
+    else:
+        inputs = [("cos", cos, cos), ("sin", sin, sin)]
+        if not _is_same(out, array):
+            inputs.append(("x", array, array))
+        require_result("apply_rope", out, array.shape, dtype, "x", inputs)
+    if out.size == 0:
+        return out
+    lane = lane_dtype(dtype)
+    cos, sin = (np.require(t, lane, ("C", "ALIGNED"))[..., None, :, :] for t in (cos, sin))  # for all heads
+    source, result = readable(array, "x", [], "the head dimension"), out
+    if array.ndim == 2:
+        source, result = source[None], result[None]
+    args = RopeArgs(source, result, cos, sin, interleaved, settings.get_num_threads())
+    dispatch.run(args, None)
+    return out
+
+
+def _is_same(out: Any, x: Array) -> bool:
+    """Whether `out` is the same view of the same memory as `x`."""
+    if not isinstance(out, np.ndarray) or out.dtype != x.dtype or out.shape != x.shape:
+        return False
+    return bool(out.strides == x.strides and out.ctypes.data == x.ctypes.data)

@@ -1,0 +1,147 @@
+"""T5's relative positions: each distance has a bucket, and each bucket has a bias for each head."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from fastattn._args.values import MAX_POSITION, MOST_SIZE, flag, float_array, integer
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from fastattn._args.types import Array, Ints
+
+
+def t5_buckets(
+    len_q: int,
+    len_k: int,
+    *,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+    bidirectional: bool = True,
+    q_offset: int | None = None,
+) -> NDArray[np.int64]:
+    """T5's bucket of each pair of a query and a key, which depends on their distance.
+
+    Parameters
+    ----------
+    len_q, len_k : int
+        Numbers of queries and of keys.
+    num_buckets : int, default 32
+        Number of buckets: at least 2, or 4 if `bidirectional`.
+    max_distance : int, default 128
+        All distances from this one on share the last bucket. It exceeds the distances that have a bucket of
+        their own.
+    bidirectional : bool, default True
+        True, as in an encoder: the upper half of the buckets is for keys after the query. False, as in a
+        decoder: all keys after the query are in bucket 0.
+    q_offset : int, optional
+        Position of the first query, as in `attention`; default ``len_k - len_q``, so that the last query
+        stands at the last key. This is 0 in an encoder and the length of the cache in a decoder.
+
+    Returns
+    -------
+    ndarray of int64, (len_q, len_k)
+        Numbers in ``[0, num_buckets)``: a read-only view of ``len_q + len_k - 1`` integers, one for each
+        diagonal.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    One direction has n buckets. Each distance below ``n // 2`` has its own; the other buckets are spaced
+    logarithmically up to `max_distance` [1]_.
+
+    References
+    ----------
+    .. [1] C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+       Transformer", 2020, arXiv:1910.10683, section 2.1.
+    """
+    num_buckets = integer("t5_buckets", "num_buckets", num_buckets, 1, MOST_SIZE)
+    diagonals, len_q, len_k = _t5_diagonals(
+        "t5_buckets", len_q, len_k, num_buckets, max_distance, bidirectional, q_offset
+    )
+    return _toeplitz(diagonals, len_q, len_k)
+
+
+def t5_bias(
+    table: ArrayLike,
+    len_q: int,
+    len_k: int,
+    *,
+    max_distance: int = 128,
+    bidirectional: bool = True,
+    q_offset: int | None = None,
+) -> NDArray[Any]:
+    """T5's relative bias for ``attention(bias=...)``, in O(heads * (len_q + len_k)) memory.
+
+    Parameters
+    ----------
+    table : array_like, (num_buckets, heads)
+        The model's ``relative_attention_bias.weight``; float32, float64, float16 or bfloat16.
+    len_q, len_k, max_distance, bidirectional, q_offset
+        As in `t5_buckets`.
+
+    Returns
+    -------
+    ndarray, (heads, len_q, len_k)
+        ``table[t5_buckets(...)]`` with the heads first, in table's dtype. It is a read-only view of an array
+        (heads, len_q + len_k - 1), which `attention` reads in place.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    T5 does not scale its scores: ``attention(q, k, v, bias=bias, scale=1.0)``. Its cross-attention has no
+    bias.
+    """
+    rows = float_array("t5_bias", "table", table)
+    if rows.ndim != 2:
+        raise ValueError(f"t5_bias(): table has shape {rows.shape}; expected (num_buckets, heads)")
+    diagonals, len_q, len_k = _t5_diagonals(
+        "t5_bias", len_q, len_k, len(rows), max_distance, bidirectional, q_offset
+    )
+    # Convert to native byte order here, where it is O(length): `attention` would copy the whole view.
+    return _toeplitz(np.array(rows[diagonals].T, rows.dtype.newbyteorder("="), order="C"), len_q, len_k)
+
+
+def _t5_diagonals(
+    func: str, len_q: Any, len_k: Any, num_buckets: int, max_distance: Any, bidirectional: Any, q_offset: Any
+) -> tuple[Ints, int, int]:
+    """Bucket of each diagonal, from (last query, first key) to (first query, last key); checked lengths."""
+    len_q = integer(func, "len_q", len_q, 0, MOST_SIZE)
+    len_k = integer(func, "len_k", len_k, 0, MOST_SIZE)
+    both = flag(func, "bidirectional", bidirectional)
+    if num_buckets < (4 if both else 2):
+        raise ValueError(
+            f"{func}(): num_buckets is {num_buckets}; expected at least {4 if both else 2}"
+            f" with bidirectional={both}"
+        )
+    n = num_buckets // 2 if both else num_buckets
+    exact = n // 2
+    max_distance = integer(func, "max_distance", max_distance, exact + 1, MAX_POSITION)
+    first = len_k - len_q
+    if q_offset is not None:
+        first = integer(func, "q_offset", q_offset, -MAX_POSITION, MAX_POSITION)
+    behind = np.arange(first + max(len_q, 1) - 1, first - len_k, -1)  # query - key
+    distance = np.abs(behind) if both else np.maximum(behind, 0)
+    steps = np.log(np.maximum(distance, exact) / exact) / math.log(max_distance / exact)
+    # 1e-9: where the exact value is an integer, rounding of the logarithms must not push it below.
+    log_bucket = np.minimum(exact + (steps * (n - exact) + 1e-9).astype(np.int64), n - 1)
+    bucket = np.where(distance < exact, distance, log_bucket)
+    return bucket + n * (behind < 0) if both else bucket, len_q, len_k
+
+
+def _toeplitz(diagonals: Array, len_q: int, len_k: int) -> Array:
+    """View (..., len_q, len_k) of `diagonals`, (..., max(len_q, 1) + len_k - 1), the lower left one first."""
+    return sliding_window_view(diagonals, len_k, axis=-1)[..., ::-1, :][..., :len_q, :]

@@ -1,0 +1,188 @@
+"""Feature maps, and linear attention under the names of its papers."""
+
+import numpy as np
+import pytest
+
+from fastattn import attention
+from fastattn.functional import (
+    delta_net,
+    feature_maps,
+    gated_delta_net,
+    gated_linear_attention,
+    linear_attention,
+    retention,
+)
+
+RNG = np.random.default_rng(0)
+Q, K, V = (RNG.standard_normal((2, 4, 80, 16)).astype(np.float32) for _ in range(3))
+GATE = -RNG.uniform(0, 1, (2, 4, 80)).astype(np.float32)
+BETA = RNG.uniform(0, 1, (2, 4, 80)).astype(np.float32)
+GATES = -RNG.uniform(0, 1, Q.shape).astype(np.float32)
+
+
+def test_elu(implementation):
+    x = np.array([-np.inf, -80, -1, -1e-8, 0, 1e-8, 2, np.inf, np.nan])
+    expected = np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+    for dtype in (np.float16, np.float32, np.float64):
+        y = feature_maps.elu(x.astype(dtype))
+        assert y.dtype == dtype
+        np.testing.assert_allclose(y, expected.astype(dtype), rtol=2 * np.finfo(dtype).eps, atol=1e-30)
+    phi = feature_maps.favor(16, 4, seed=0)
+    for function in (feature_maps.elu, feature_maps.unit, phi.queries, phi.keys):
+        got = function(Q.astype(">f4"))  # as all other results, in native byte order
+        assert got.dtype.isnative
+        np.testing.assert_array_equal(got, function(Q))
+
+
+def test_softmax_free_attention_is_a_matrix_product(implementation):
+    phi = feature_maps.elu
+    scores = np.tril(phi(Q).astype(float) @ phi(K).astype(float).swapaxes(-1, -2))
+    expected = scores / (scores.sum(-1, keepdims=True) + 1e-6) @ V
+    out = linear_attention(phi(Q), phi(K), V, rule="linear", normalize=True)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    whole = linear_attention(phi(Q), phi(K), V, rule="linear", normalize=True, causal=False)
+    np.testing.assert_allclose(whole[..., -1, :], out[..., -1, :], atol=2e-6)
+
+
+def test_directions_are_orthogonal_and_as_long_as_normal_vectors():
+    projection = feature_maps.favor(24, 60, seed=1).projection
+    assert projection.shape == (60, 24)
+    for first in (0, 24, 48):
+        block = projection[first : first + 24]
+        directions = block / np.linalg.norm(block, axis=1, keepdims=True)
+        np.testing.assert_allclose(directions @ directions.T, np.eye(len(block)), atol=1e-12)
+    many = feature_maps.favor(24, 6000, seed=np.random.default_rng(2)).projection
+    np.testing.assert_allclose(np.square(many).sum(1).mean(), 24, rtol=0.02)
+    np.testing.assert_allclose(many.mean(0), 0, atol=0.05)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_favor_estimates_softmax(implementation, causal):
+    q, k, phi = Q / 2, K / 2, feature_maps.favor(16, 4096, seed=3)
+    options = {"rule": "linear", "normalize": True, "eps": 0.0, "causal": causal}
+    out = linear_attention(phi.queries(q), phi.keys(k), V, **options)
+    expected = attention(q, k, V, causal=causal)
+    few = feature_maps.favor(16, 64, seed=3)
+    worse = linear_attention(few.queries(q), few.keys(k), V, **options)
+    error = np.abs(out - expected).mean()
+    assert error < 0.02
+    assert error < np.abs(worse - expected).mean() / 3
+
+
+def test_favor_features_are_exact_whatever_the_shift(implementation):
+    phi = feature_maps.favor(16, 32, seed=4)
+    y = K.astype(np.float64) / 2
+    expected = np.exp(y @ phi.projection.T - np.square(y).sum(-1, keepdims=True) / 2) / np.sqrt(32)
+    np.testing.assert_allclose(phi.keys(K, 0), expected, rtol=1e-5)
+    np.testing.assert_allclose(phi.keys(K) * np.exp(phi.shift(K)), expected, rtol=1e-5)
+    np.testing.assert_allclose(phi.keys(K).max((-1, -2)), 32**-0.5, rtol=1e-6)
+    assert phi.keys(100 * K).max() <= 1  # nothing overflows
+    options = {"rule": "linear", "normalize": True, "eps": 0.0}
+    whole = linear_attention(phi.queries(Q), phi.keys(K), V, **options)
+    state, shift = None, phi.shift(K[..., :30, :])
+    for tokens in (slice(0, 30), slice(30, 80)):
+        q, k = phi.queries(Q[..., tokens, :]), phi.keys(K[..., tokens, :], shift)
+        out, state = linear_attention(q, k, V[..., tokens, :], state=state, return_state=True, **options)
+        np.testing.assert_allclose(out, whole[..., tokens, :], atol=2e-4)
+
+
+def test_favor_of_nothing(implementation):
+    phi = feature_maps.favor(16, 8, seed=5)
+    none = np.zeros((2, 0, 16), np.float32)
+    assert phi.queries(none).shape == phi.keys(none).shape == (2, 0, 8)
+
+
+def test_unit(implementation):
+    expected = K / np.sqrt(np.square(K.astype(float)).sum(-1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(feature_maps.unit(K), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_retention(implementation):
+    gamma = 1 - 2.0 ** (-5 - np.arange(4))
+    i, j = np.mgrid[:80, :80]
+    decay = np.where(i >= j, gamma[:, None, None] ** (i - j), 0)  # the paper's parallel form
+    expected = (Q.astype(float) @ K.astype(float).swapaxes(-1, -2) * decay) @ V / 4
+    np.testing.assert_allclose(retention(Q, K, V), expected, atol=1e-4)
+    np.testing.assert_array_equal(retention(Q, K, V, gamma), retention(Q, K, V))
+    assert retention(Q, K, V, np.float32([1, 1, 1, 1]), scale=1.0, return_state=True)[1].shape == (
+        2,
+        4,
+        16,
+        16,
+    )
+
+
+def test_names_are_rules(implementation):
+    q, k = feature_maps.unit(Q), feature_maps.unit(K)
+    for actual, expected in (
+        (gated_linear_attention(Q, K, V, GATES), linear_attention(Q, K, V, rule="gated", log_decay=GATES)),
+        (delta_net(Q, K, V, BETA), linear_attention(q, k, V, rule="delta", beta=BETA)),
+        (
+            delta_net(q, k, V, BETA, unit_keys=False, scale=0.5),
+            linear_attention(q, k, V, rule="delta", beta=BETA, scale=0.5),
+        ),
+        (
+            gated_delta_net(Q, K, V, GATE, BETA),
+            linear_attention(q, k, V, rule="gated_delta", log_decay=GATE, beta=BETA),
+        ),
+    ):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: feature_maps.elu([1, 2]), TypeError, r"^elu\(\): x has dtype int64"),
+        (lambda: feature_maps.favor(0, 4), ValueError, r"^favor\(\): head_dim is 0; expected 1 to"),
+        (lambda: feature_maps.favor(4, 1.5), TypeError, r"^favor\(\): n_features is 1.5"),
+        (
+            lambda: feature_maps.favor(4, 4, seed="a"),
+            TypeError,
+            r"^favor\(\): seed is 'a'; expected an integer",
+        ),
+        (
+            lambda: feature_maps.favor(4, 4, seed=-1),
+            ValueError,
+            r"^favor\(\): seed is -1; expected at least 0",
+        ),
+        (
+            lambda: feature_maps.favor(16, 4).keys(K, shift="a"),
+            TypeError,
+            r"^keys\(\): shift has dtype <U1; expected float32",
+        ),
+        (
+            lambda: feature_maps.favor(16, 4).keys(K, shift=np.ones(7)),
+            ValueError,
+            r"^keys\(\): shift has shape \(7,\); expected one that fits \(..., length, 1\)",
+        ),
+        (lambda: retention(Q, [[1], [1, 2]], V), TypeError, r"^retention\(\): k is of type list"),
+        (
+            lambda: feature_maps.favor(4, 4).queries(Q),
+            ValueError,
+            r"^queries\(\): q has shape .* length, 4\)",
+        ),
+        (
+            lambda: retention(Q, K, V, 1.5),
+            ValueError,
+            r"^retention\(\): gamma is 1.5; expected numbers above",
+        ),
+        (lambda: retention(Q, K, V, [0.5, 0.9]), ValueError, r"^retention\(\): gamma has shape \(2,\)"),
+        (lambda: retention(Q, K, V, scale="x"), TypeError, r"^retention\(\): scale is 'x'"),
+        (lambda: gated_linear_attention(Q, K, V, 1.0), ValueError, r"^gated_linear_attention\(\): log_decay"),
+        (lambda: delta_net(np.ones((1, 2, 3), int), K, V, BETA), TypeError, r"^delta_net\(\): q has dtype"),
+        (lambda: delta_net(Q, K, V, BETA, eps=3), TypeError, r"^delta_net\(\): eps is not an argument"),
+        (
+            lambda: gated_delta_net(Q, K, V, GATE, BETA, rule="x"),
+            TypeError,
+            r"^gated_delta_net\(\): rule is not",
+        ),
+        (lambda: feature_maps.unit(Q, eps="x"), TypeError, r"^unit\(\): eps is 'x'"),
+        (lambda: feature_maps.unit(Q, eps=-1.0), ValueError, r"^unit\(\): eps is -1.0"),
+        (lambda: retention(Q, K, V, beta=1), TypeError, r"^retention\(\): beta is not an argument"),
+        (lambda: delta_net(Q, K, V, BETA, unit_keys=1), TypeError, r"^delta_net\(\): unit_keys is 1"),
+        (lambda: delta_net(Q, K, V, BETA, normalize=True), ValueError, "normalize is True; expected False"),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

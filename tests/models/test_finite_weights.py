@@ -1,0 +1,114 @@
+"""Weights that are not finite: refused by name wherever they come in, whatever they are stored as."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny_models as tiny
+from tiny_models import CONFIGS
+
+from fastattn import models, ops
+from fastattn._args.packed import WEIGHT_DTYPES, is_finite
+from fastattn.layers import MultiHeadAttention, TransformerDecoderLayer
+from fastattn.models import ModelError
+
+BF16 = ml_dtypes.bfloat16
+TYPES = [np.float16, np.float32, np.float64, BF16, ">f2", ">f4", ">f8"]
+# Beside the largest of each type: what rounds to it, and what rounds to infinity.
+LARGE = [65504.0, 3.38e38, 3.3895e38, 3.396e38, 3.3962e38, 3.4028e38, 3.4028235677973362e38, 3.4028236e38]
+NUMBERS = [0.0, 5e-324, 1e-40, 1.0, *LARGE, 1e300, np.inf, np.nan]
+
+
+@np.errstate(over="ignore")
+def as_stored(x, stored):
+    """What the numbers become, in float64."""
+    lane = x.astype(np.float64 if stored == "float64" else np.float32)
+    return (lane.astype(BF16) if stored == "bfloat16" else lane).astype(np.float64)
+
+
+@pytest.mark.parametrize("stored", WEIGHT_DTYPES)
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: str(np.dtype(dtype)))
+def test_bits_say_what_is_finite(dtype, stored):
+    for number in NUMBERS:
+        for sign in (1, -1):
+            with np.errstate(over="ignore"):
+                x = np.array([[0.5, -1.0, 0.0], [2.0, sign * number, -0.0]]).astype(dtype)
+            expected = as_stored(x, stored)
+            assert is_finite(x, stored) == np.isfinite(expected).all(), number
+            assert is_finite(x.T[:2], stored) == np.isfinite(expected.T[:2]).all(), number
+            either = np.isfinite(expected) | (expected == -np.inf)
+            assert is_finite(x, stored, or_none=True) == either.all(), number
+    assert is_finite(np.empty((0, 3), dtype), stored)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("stored", [None, *WEIGHT_DTYPES])
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: str(np.dtype(dtype)))
+def test_pack(dtype, stored, wrong):
+    good = np.ones((3, 5), dtype)
+    bad = good.copy()
+    bad[2, 4] = wrong
+    with pytest.raises(ValueError, match=r"^pack\(\): weight has values that are not finite as \w+;"):
+        ops.pack(bad, dtype=stored)
+    with pytest.raises(ValueError, match=r"^pack\(\): gate has values that are not finite as"):
+        ops.pack(good, gate=bad, dtype=stored)
+
+
+def test_what_becomes_infinite_is_not_packed():
+    for number, stored in ((1e300, "float32"), (1e300, "int8"), (3.4e38, "bfloat16")):
+        with pytest.raises(ValueError, match=f"weight has values that are not finite as {stored}"):
+            ops.pack([[1.0, number]], dtype=stored)
+    np.testing.assert_array_equal(ops.pack([[1.0, 1e300]]).unpack(), [[1.0, 1e300]])
+    assert np.isfinite(ops.pack([[1.0, 3.39e38]], dtype="bfloat16").unpack()).all()
+
+
+OPTIONS = {"add_bias_kv": True, "qk_norm": True, "output_gate": True, "sinks": True}
+
+
+@pytest.mark.parametrize("stored", WEIGHT_DTYPES)
+def test_load_state_dict(stored):
+    """Every parameter, of every layer in it; all that are wrong in one message, and nothing was changed."""
+    layer = TransformerDecoderLayer(8, 2, 12, attention=OPTIONS, rng=np.random.default_rng(0))
+    before = layer.state_dict()
+    for name in before:
+        for wrong in (np.nan, np.inf):
+            state = {key: x.copy() for key, x in before.items()}
+            state[name].flat[-1] = wrong
+            with pytest.raises(ValueError, match="nothing was loaded") as error:
+                layer.load_state_dict(state, weights_dtype=stored)
+            (line,) = str(error.value).splitlines()[1:]
+            assert line.startswith(f"  {name}: values that are not finite as ")
+    state["linear1.weight"] = np.full(state["linear1.weight"].shape, np.nan, BF16)
+    with pytest.raises(ValueError, match="nothing was loaded") as error:
+        layer.load_state_dict(state, weights_dtype=stored)
+    assert len(str(error.value).splitlines()) == 3
+    for name, x in layer.state_dict().items():
+        np.testing.assert_array_equal(x, before[name])
+
+
+def test_sinks_may_be_none(implementation):
+    """A logit of -inf is no sink; that of no other parameter is anything."""
+    layer = MultiHeadAttention(8, 2, sinks=True, rng=np.random.default_rng(0))
+    plain = MultiHeadAttention(8, 2)
+    state = layer.state_dict()
+    plain.load_state_dict({name: x for name, x in state.items() if name != "sinks"})
+    layer.load_state_dict({**state, "sinks": np.array([-np.inf, -np.inf], np.float16)})
+    x = np.random.default_rng(1).standard_normal((2, 5, 8), np.float32)
+    np.testing.assert_allclose(layer(x), plain(x), atol=1e-6)
+    with pytest.raises(ValueError, match=r"out_proj.bias: values that are not finite as float32, expected"):
+        layer.load_state_dict({**state, "out_proj.bias": np.full(8, -np.inf)})
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_models(kind, dtype, tmp_path):
+    """Each of the tensors that a model takes, in every type that files have."""
+    weights = {name: x.astype(dtype) for name, x in tiny.tensors(kind, CONFIGS[kind]).items()}
+    rng = np.random.default_rng(0)
+    for name in weights:
+        bad = weights[name].copy()
+        bad.flat[rng.integers(bad.size)] = rng.choice([np.nan, np.inf, -np.inf])
+        tiny.write(tmp_path, kind, {**weights, name: bad})
+        for options in ({}, {"weights_dtype": "bfloat16"}, {"weights_dtype": "int8"}, {"dtype": "float64"}):
+            with pytest.raises(ModelError, match="safetensors: ") as error:
+                models.load(tmp_path, **options)
+            assert f"{name!r} has values that are not finite as" in str(error.value)
