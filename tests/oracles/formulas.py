@@ -1,6 +1,6 @@
 """Variants of attention by the formulas of their papers, dense, in float64.
 
-`FORMULAS` has one for each call of `variant_problem.CALLS`. It draws the same arrays, in the same order.
+`FORMULAS` has one for each of `CALLS` in the bench of variants. It draws the same arrays, in the same order.
 """
 
 from itertools import pairwise
