@@ -19,7 +19,7 @@ from fastattn._engine.scratch import keep, scratch
 if TYPE_CHECKING:
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array
+    from fastattn._args.types import Activation, Array
     from fastattn.cache import Slots
 
 
@@ -40,7 +40,7 @@ class LinearStep(NamedTuple):
     out: int
     weight: PackedLinear
     bias: Array | None  # of the lane type, contiguous, as the norm's parameters
-    activation: str | None = None
+    activation: Activation | None = None
     residual: int | None = None
     op: Literal["linear"] = "linear"
 

@@ -13,7 +13,9 @@ from fastattn._args.types import lane_dtype
 from fastattn._reference.attention import exp_below
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Array, LinearArgs, RopeArgs, RowsArgs
+    from collections.abc import Callable
+
+    from fastattn._args.types import Activation, Array, LinearArgs, RopeArgs, RowsArgs
 
 # `linear` computes blocks of this many rows and panels, 4 MB of float32 results. A block has fewer panels
 # where it would take more multiplications than this, so that Ctrl-C never waits long.
@@ -27,22 +29,25 @@ def _erf(x: Array) -> Array:
     return np.array([math.erf(value) for value in x.ravel().tolist()], x.dtype).reshape(x.shape)
 
 
-def activate(x: Array, name: str | None) -> Array:
-    """Apply the activation `name` to x, which is float32 or float64."""
-    if name is None:
-        return x
-    result: Array
-    if name == "relu":
-        return np.maximum(x, 0)
-    if name == "gelu":
-        result = 0.5 * x * (1 + _erf(x / math.sqrt(2)))
-    elif name == "gelu_tanh":
-        result = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    else:
-        result = 0.5 + 0.5 * np.tanh(0.5 * x)  # the sigmoid; exp(-x) would overflow
-        if name == "silu":
-            result *= x
+def _sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), without its overflow."""
+    result: Array = 0.5 + 0.5 * np.tanh(0.5 * x)
     return result
+
+
+# NaN stays NaN in all of them.
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: _sigmoid(x) * x,
+    "sigmoid": _sigmoid,
+}
+
+
+def activate(x: Array, name: Activation | None) -> Array:
+    """The activation `name` of x, float32 or float64."""
+    return x if name is None else ACTIVATIONS[name](x)
 
 
 @np.errstate(all="ignore")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array
+    from fastattn._args.types import Activation, Array
     from fastattn._engine.program import Step
 
     Norm = tuple[Array, Array | None]  # weight, bias
@@ -32,7 +32,7 @@ class Common(NamedTuple):
     head_dim: int
     norm: str  # "layer_norm" or "rms_norm"
     eps: float
-    activation: str
+    activation: Activation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
