@@ -18,7 +18,7 @@ SHAPES = ((1, 8, 2048, 64), (1, 12, 512, 64))
 STATS = {
     "row_max": ("row_max",),
     "row_max, entropy": ("row_max", "entropy"),
-    "topk:8": ("topk:8",),
+    "top_k:8": ("top_k:8",),
     "key_sums": ("key_sums",),
     "mean_weights": ("mean_weights",),
 }
