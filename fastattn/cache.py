@@ -153,8 +153,8 @@ class KVCache:
         TypeError, ValueError
             If k and v do not fit those in the cache; nothing was changed.
         """
-        new_k: Array = k if is_ready(k, 4) else float_array(_APPEND, "k", k)  # type: ignore[assignment]
-        new_v: Array = v if is_ready(v, 4) else float_array(_APPEND, "v", v)  # type: ignore[assignment]
+        new_k = k if is_ready(k, 4) else float_array(_APPEND, "k", k)
+        new_v = v if is_ready(v, 4) else float_array(_APPEND, "v", v)
         counts = self._require_fit(new_k, new_v, lengths)
         slots = self._extend(new_k.shape, new_v.shape, new_k.dtype, counts)
         return Cached(*slots.put(new_k, new_v), slots.ends, slots.starts)

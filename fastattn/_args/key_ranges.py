@@ -8,6 +8,7 @@ sorting them. The kernels read ranges and lists tile by tile, as their twin `_re
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -58,10 +59,9 @@ def _joined(innermost: np.ufunc, bounds: list[Ints], len_k: int) -> Ints | None:
     """The innermost of `bounds`, clipped to [0, len_k]; None if `bounds` is empty."""
     if not bounds:
         return None
-    bound = bounds[0]
-    for other in bounds[1:]:
-        bound = innermost(bound, other)
-    bound = np.minimum(np.maximum(bound, 0), len_k)  # np.clip takes four times as long on short rows
+    bound = np.minimum(
+        np.maximum(reduce(innermost, bounds), 0), len_k
+    )  # np.clip takes four times as long on short rows
     return bound if bound.ndim >= 2 else bound.reshape(1, -1)
 
 

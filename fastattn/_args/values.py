@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -159,7 +159,7 @@ def readable(array: Array, name: str, copies: list[str], last_axis: str = "") ->
     return copied(array, np.empty(array.shape, array.dtype.newbyteorder("=")))
 
 
-def is_ready(x: Any, least_dims: int) -> bool:
+def is_ready(x: Any, least_dims: int) -> TypeGuard[Array]:
     """Whether `x` is a floating array that is native, aligned, and contiguous along its last axis.
 
     This is a quick test, which most arrays pass. `float_array` and `readable` convert the others, or raise.
@@ -173,8 +173,7 @@ def is_ready(x: Any, least_dims: int) -> bool:
 def operand(func: str, name: str, x: Any, copies: list[str]) -> Array:
     """`x` as q, k or v: a floating array that is native, aligned, and contiguous along the head dimension."""
     if is_ready(x, 2):
-        ready: Array = x
-        return ready
+        return x
     return readable(float_array(func, name, x, least_dims=2), name, copies, "the head dimension")
 
 

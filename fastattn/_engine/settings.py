@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,8 +78,7 @@ def available_cpus() -> int:
 def _cgroup_quota(root: str = "/") -> int | None:
     """Number of CPUs that the process's cgroups (v1 or v2) allow it, rounded up; None without a quota."""
     try:
-        with open(os.path.join(root, "proc/self/cgroup")) as file:
-            lines = file.read().splitlines()
+        lines = Path(root, "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
     quotas = []
@@ -92,19 +92,15 @@ def _cgroup_quota(root: str = "/") -> int | None:
             continue
         # The quotas of all ancestors count. In a container, the path may be the host's; then only the mount
         # itself exists.
-        levels = [level for level in path.split("/") if level]
-        quotas += [_read_quota(os.path.join(root, mount, *levels[:n]), names) for n in range(len(levels) + 1)]
+        levels = path.strip("/").split("/")
+        quotas += [_read_quota(Path(root, mount, *levels[:n]), names) for n in range(len(levels) + 1)]
     return min((ceil(quota) for quota in quotas if quota), default=None)
 
 
-def _read_quota(folder: str, names: list[str]) -> float | None:
+def _read_quota(folder: Path, names: list[str]) -> float | None:
     """Number of CPUs that one cgroup allows; its files `names` hold a quota of time and the period for it."""
     try:
-        words = []
-        for name in names:
-            with open(os.path.join(folder, name)) as file:
-                words += file.read().split()
-        quota, period = map(int, words)
+        quota, period = (int(word) for name in names for word in (folder / name).read_text().split())
     except (OSError, ValueError):  # no such file, or the quota is "max"
         return None
     return quota / period if quota > 0 and period > 0 else None
