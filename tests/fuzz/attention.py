@@ -29,7 +29,7 @@ def attended(a, dim=None):
         found.append(Like(rows, lane, finite=False))
     for name in a.get("stats") or ():
         if name.startswith("top_k"):
-            found += [Like((*rows, int(name[5:])), lane), Like((*rows, int(name[5:])), np.int64)]
+            found += [Like((*rows, int(name[6:])), lane), Like((*rows, int(name[6:])), np.int64)]
         else:
             shapes = {"key_sums": (*heads, len_k), "mean_weights": (*heads[:-1], rows[-1], len_k)}
             found.append(Like(shapes.get(name, rows), lane, finite=name != "row_max"))
