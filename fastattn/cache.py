@@ -85,8 +85,6 @@ class KVCache:
     3
     """
 
-    __slots__ = ("_capacity", "_dtype", "_k", "_length", "_lengths", "_v")
-
     def __init__(self, capacity: int = 0, dtype: DTypeLike | None = None):
         self._capacity = integer("KVCache", "capacity", capacity, 0, MOST_SIZE)
         self._length = 0
@@ -186,14 +184,6 @@ class KVCache:
         self._length = int(ends.max(initial=0))
         self._lengths = None if (ends == self._length).all() else ends
 
-    def mark(self) -> Any:
-        """Return the present state, for `restore`."""
-        return self._k, self._v, self._capacity, self._length, self._lengths
-
-    def restore(self, mark: Any) -> None:
-        """Forget what was appended since `mark`."""
-        self._k, self._v, self._capacity, self._length, self._lengths = mark
-
     def truncate(self, length: int) -> None:
         """Forget all tokens from position `length` on, such as tokens that a model only guessed."""
         length = integer("KVCache.truncate", "length", length, 0, self._length)
@@ -279,15 +269,6 @@ class DecoderCache:
             kind = type(self.tokens).__name__
             raise TypeError(f"DecoderCache(): tokens is of type {kind}; expected a KVCache")
 
-    def mark(self) -> Any:
-        """Return the present state, for `restore`."""
-        return self.tokens.mark(), self.memory, self.keys_values, self.key_padding_mask
-
-    def restore(self, mark: Any) -> None:
-        """Forget what was added since `mark`."""
-        tokens, self.memory, self.keys_values, self.key_padding_mask = mark
-        self.tokens.restore(tokens)
-
     def truncate(self, length: int) -> None:
         """Forget all tokens from position `length` on; the memory stays."""
         self.tokens.truncate(length)
@@ -329,11 +310,13 @@ class Caches(list[OneCache]):
 @contextmanager
 def restored_on_error(caches: Sequence[KVCache | DecoderCache | None]) -> Iterator[None]:
     """Context manager that restores `caches` if its block raises."""
-    held = [cache for cache in caches if cache is not None]
-    marks = [cache.mark() for cache in held]
+    held: list[Any] = [cache for cache in caches if cache is not None]
+    held += [cache.tokens for cache in held if isinstance(cache, DecoderCache)]
+    # References are enough: a cache writes to its arrays only behind the tokens that it counts.
+    states = [dict(vars(cache)) for cache in held]
     try:
         yield
     except BaseException:
-        for cache, mark in zip(held, marks, strict=True):
-            cache.restore(mark)
+        for cache, state in zip(held, states, strict=True):
+            vars(cache).update(state)
         raise
