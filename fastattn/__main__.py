@@ -134,7 +134,7 @@ def _natural(text: str) -> int:
 
 
 def _threads(text: str) -> int:
-    """No more than there are CPUs: beyond, engines would be timed waiting for their own threads."""
+    """At most the number of CPUs: with more threads, engines would wait for their own threads."""
     cpus = available_cpus()
     if not text.isdecimal() or not 1 <= int(text) <= cpus:
         raise argparse.ArgumentTypeError(f"expected 1 to {cpus}, the CPUs of this process, got {text!r}")
@@ -150,7 +150,7 @@ def _dtype(text: str) -> str:
 
 
 def _file(text: str) -> Path:
-    """Refused now, not after minutes of measuring."""
+    """Refuse a file that cannot be written now, not after minutes of measuring."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder")
@@ -181,13 +181,13 @@ def main() -> int:
         parser.print_help(sys.stderr)
         return 2
     options, unknown = parser.parse_known_args()
-    if unknown:  # argparse also lists the values of unknown options: name the options alone
+    if unknown:  # name the options only: a value behind an unknown option is not the mistake
         named = [argument for argument in unknown if argument.startswith("-")] or unknown
         options.parser.error(f"not known: {' '.join(named)}")
     try:
         status: int = options.run(options)
     except KeyboardInterrupt:
-        return 130  # as shells have it
+        return 130  # the status that shells use for Ctrl-C
     return status
 
 

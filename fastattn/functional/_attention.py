@@ -146,7 +146,7 @@ def attention(
         Return ``(out, lse)``, lse the natural logarithm of each row's softmax denominator, sink included.
     stats : sequence of str, optional
         Statistics of the probabilities p, by name, returned last, without ever holding p: ``"row_max"``, each
-        row's largest score; ``"entropy"``, ``-sum p log p`` over its keys, in nats; ``"topk:8"``, its 8 (or
+        row's largest score; ``"entropy"``, ``-sum p log p`` over its keys, in nats; ``"top_k:8"``, its 8 (or
         any number) largest probabilities and their keys; ``"key_sums"``, of each key the sum of p over all
         queries; ``"mean_weights"``, the mean of p over heads, which takes ``len_q * len_k`` numbers.
     num_threads : int, optional
@@ -163,7 +163,7 @@ def attention(
     lse : ndarray, (..., heads_q, len_q)
         Only with `return_lse`; float32, or float64 for float64.
     stats : dict
-        Only with `stats`; in the dtype of lse: ``row_max`` and ``entropy`` (..., heads_q, len_q), ``topk`` a
+        Only with `stats`; in the dtype of lse: ``row_max`` and ``entropy`` (..., heads_q, len_q), ``top_k`` a
         pair (weights, keys), (..., heads_q, len_q, k) each, best first, of equal ones the first key,
         ``key_sums`` (..., heads_q, len_k), ``mean_weights`` (..., len_q, len_k).
 
@@ -189,8 +189,8 @@ def attention(
     and values that a query does not attend, NaN and Inf included, never reaches its result; NaN that it
     attends does.
 
-    Of `stats`, ``row_max``, ``entropy`` and ``topk`` come with the result; the others compute the scores once
-    more. ``topk`` keeps a sorted list a row, which a key enters in O(k): it is meant for tens of keys; of
+    Of `stats`, ``row_max``, ``entropy`` and ``top_k`` come with the result; the others compute the scores
+    again. ``top_k`` keeps a sorted list a row, which a key enters in O(k): it is meant for tens of keys; of
     hundreds `attention_weights` and ``np.argpartition`` are faster. A sink takes its share of the
     probabilities and has no entry: not in the entropy, no key. Fewer keys than k give weights of 0 and keys
     of -1; a query that attends nothing has row_max -inf and entropy 0, one whose lse is NaN has NaN.

@@ -28,8 +28,8 @@ def attended(a, dim=None):
     if a.get("return_lse"):
         found.append(Like(rows, lane, finite=False))
     for name in a.get("stats") or ():
-        if name.startswith("topk"):
-            found += [Like((*rows, int(name[5:])), lane), Like((*rows, int(name[5:])), np.int64)]
+        if name.startswith("top_k"):
+            found += [Like((*rows, int(name[6:])), lane), Like((*rows, int(name[6:])), np.int64)]
         else:
             shapes = {"key_sums": (*heads, len_k), "mean_weights": (*heads[:-1], rows[-1], len_k)}
             found.append(Like(shapes.get(name, rows), lane, finite=name != "row_max"))
@@ -41,7 +41,7 @@ def attention(d):
     s = Scores.draw(d)
     stats = d.chance(0.3)
     more = options(d, s) if stats else options(d, s, "stats")
-    compare = not any(name.startswith("topk") for name in more.get("stats", ()))
+    compare = not any(name.startswith("top_k") for name in more.get("stats", ()))
     return Call(fastattn.attention, {**s.qkv(d), **more}, attended, tolerance=1.0 if compare else np.inf)
 
 

@@ -114,7 +114,7 @@ def _reformer(x: Inputs) -> Call:
 
 
 def _statistics(x: Inputs) -> Call:
-    stats = ("row_max", "entropy", "topk:8", "key_sums", "mean_weights")
+    stats = ("row_max", "entropy", "top_k:8", "key_sums", "mean_weights")
     return lambda: fastattn.attention(x.q, x.k, x.v, stats=stats)[0]
 
 
