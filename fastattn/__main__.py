@@ -39,21 +39,19 @@ def _bench(options: argparse.Namespace) -> int:
     """Time fastattn, its fallback, plain NumPy and every peer that is installed, side by side."""
     from fastattn._bench import plot, report, run
 
-    suite = SUITES[options.suite]
+    suite, seconds = SUITES[options.suite], options.seconds
     if options.dtype not in (None, *suite.dtypes):
         print(f"--suite {options.suite} has no {options.dtype}: {', '.join(suite.dtypes)}", file=sys.stderr)
         return 2
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
-    print(
-        "This takes",
-        "less than a minute." if options.quick else f"{suite.minutes} (--quick: under a minute).",
-    )
+    time = suite.minutes if options.full else f"about {seconds} seconds (--full: {suite.minutes})"
+    print(f"This takes {time}.")
     try:
         result = run.run(
             options.suite,
             dtype=options.dtype,
             only=options.only,
-            quick=options.quick,
+            effort=run.FULL if options.full else run.brief(seconds),
             threads=options.threads or fastattn.get_num_threads(),
             command=" ".join(["python -m fastattn", *sys.argv[1:]]),
             seed=seed,
@@ -86,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     option("--seed", type=_natural, default=0, metavar="N", help="which calls (0)")
 
     option = command(_bench)
-    option("--quick", action="store_true", help="fewer shapes and rounds: under a minute")
+    option("--full", action="store_true", help="all shapes, more rounds, and the fallback, too")
+    option("--seconds", type=_positive, default=60, metavar="N", help="about how long, without --full (60)")
     option("--suite", choices=SUITES, default="attention", help="what is timed (attention)")
     option("--dtype", type=_dtype, help=f"{', '.join(BENCH_DTYPES)}: of inputs or of weights (by suite)")
     option("--only", default="", metavar="TEXT", help="rows whose title or name holds it (all)")

@@ -15,6 +15,7 @@ import numpy as np
 from fastattn._args.blocks import blocks, copied
 from fastattn._args.ops import elementwise_args, linear_args, norm_args
 from fastattn._args.packed import PackedLinear, pack
+from fastattn._args.types import Activation
 from fastattn._args.values import as_array, float_array, require_result
 from fastattn._engine import dispatch
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 __all__ = [
+    "Activation",
     "PackedLinear",
     "activate",
     "embedding",
@@ -52,7 +54,7 @@ def linear(
     weight: PackedLinear,
     bias: ArrayLike | None = None,
     *,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: ArrayLike | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
@@ -72,8 +74,8 @@ def linear(
         From `pack`. A weight in bfloat16 meets an x rounded to bfloat16 where the CPU has a dot product of
         such pairs, else it is widened; one in int8 is widened, and scaled at the end.
     bias : array_like, (out_features,) or, gated, (2, out_features), optional
-    activation : {"relu", "gelu", "gelu_tanh", "silu", "sigmoid"}, optional
-        "gelu" is the exact one, by the error function.
+    activation : str, optional
+        A name that `Activation` lists, for instance "relu"; see `activate`.
     residual : array_like, (..., out_features), optional
         Added last; x's dtype. It may be `out` itself.
     out : ndarray, (..., out_features), optional
@@ -224,7 +226,7 @@ def softmax(
 
 def activate(
     x: ArrayLike,
-    activation: str,
+    activation: Activation,
     *,
     up: ArrayLike | None = None,
     out: Array | None = None,
@@ -236,9 +238,9 @@ def activate(
     Parameters
     ----------
     x : array_like, (..., n)
-    activation : {"relu", "gelu", "gelu_tanh", "silu", "sigmoid"}
-        "gelu" is the exact one, by the error function, "gelu_tanh" its approximation (Hendrycks & Gimpel
-        2016).
+    activation : str
+        A name that `Activation` lists, for instance "relu". "gelu" is the exact one, by the error function,
+        "gelu_tanh" its approximation (Hendrycks & Gimpel 2016).
     up : array_like, (..., n), optional
         x's shape and dtype.
     out, num_threads, backend : optional

@@ -1,14 +1,18 @@
-/* Activations on vectors. NaN stays NaN. */
+/* Activations on vectors. NaN stays NaN.
+ *
+ * Requires  softmax.inc.h (v_exp, v_tanh, v_horner); includes activations.inc, the formulas.
+ * Literals  activation: any fa_activation. With a literal in a loop, one formula is left of all.
+ * Exports   v_activate. */
 
 #ifdef FA_LANE_F64
 INLINE v_t v_erf(v_t x)
 {
-    UNROLL_FOR(int i = 0; i < LANES; i++) x[i] = erf(x[i]); /* of libm: rare enough in double */
+    UNROLL_FOR(int i = 0; i < LANES; i++) x[i] = erf(x[i]); /* libm's: in double it is rarely asked for */
     return x;
 }
 #else
-/* erf(x) = x p(x^2) / q(x^2) up to ERF_MAX, from where on it is 1 in float32. Coefficients: tools/polynomials.py;
- * they leave 1.2e-8, relative, a fifth of a unit in the last place. */
+/* erf(x) = x p(x^2) / q(x^2) for |x| <= ERF_MAX; beyond, erf is 1 in float32. tools/polynomials.py derives the
+ * coefficients. Their relative error is 1.2e-8, a fifth of a unit in the last place. */
 #define ERF_MAX 3.92f
 static const lane erf_p[] = {1.1283791670955800784f,    0.18672083781244049809f,    0.054063374949626611632f,
                              0.0038494093117275616969f, 0.00036069318080387912003f, 4.1593717566060191427e-6f,
@@ -29,7 +33,7 @@ INLINE v_t v_erf(v_t x)
 }
 #endif
 
-/* 1 / (1 + e^-x), by e^-|x|, which cannot overflow. */
+/* 1 / (1 + e^-x), computed from e^-|x|, which cannot overflow. */
 INLINE v_t v_sigmoid(v_t x)
 {
     const v_t e = v_exp(-v_abs(x));
@@ -38,16 +42,10 @@ INLINE v_t v_sigmoid(v_t x)
 
 INLINE v_t v_activate(fa_activation activation, v_t x)
 {
-    const lane half = 0.5;
     switch (activation) {
-    case FA_RELU: return v_max(v_splat(0), x);
-    case FA_GELU: return half * x * (1 + v_erf(x * (lane)0.70710678118654752440));
-    case FA_GELU_TANH: { /* Hendrycks & Gimpel 2016: sqrt(2 / pi) (x + 0.044715 x^3) */
-        const v_t cubic = v_fma(x * x * (lane)0.044715, x, x);
-        return half * x * (1 + v_tanh(cubic * (lane)0.79788456080286535588));
-    }
-    case FA_SILU: return x * v_sigmoid(x);
-    case FA_SIGMOID: return v_sigmoid(x);
+#define FA_ACTIVATION(constant, name, formula)                                                                         \
+    case constant: return formula;
+#include "activations.inc"
     default: return x;
     }
 }

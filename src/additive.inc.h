@@ -67,31 +67,33 @@ INLINE void additive_by_exp(int nv, const lane *k, const lane *q, const lane *we
 }
 
 /* Readies the task's rows, of which qt holds the queries. */
-INLINE void additive_begin(const fa_rowwise_args *r, const row_block *t, const lane *qt, additive_scratch *w)
+INLINE void additive_begin(const fa_rowwise_args *call, const row_block *rows, const lane *qt,
+                           additive_scratch *scratch)
 {
-    const int64_t depth = r->attention.head_dim;
-    memset(w->weight, 0, depth * BLOCK_Q * sizeof(lane));
-    EACH_ROW(t, i, id) {
-        const lane *weight = (const lane *)r->weight + id.head * depth;
-        for (int64_t d = 0; d < depth; d++) w->weight[d * BLOCK_Q + i] = weight[d];
+    const int64_t depth = call->attention.head_dim;
+    memset(scratch->weight, 0, depth * BLOCK_Q * sizeof(lane));
+    EACH_ROW(rows, i, id) {
+        const lane *weight = (const lane *)call->weight + id.head * depth;
+        for (int64_t d = 0; d < depth; d++) scratch->weight[d * BLOCK_Q + i] = weight[d];
     }
-    w->largest = exp_twice((const char *)qt, depth * BLOCK_Q, w->exp_q);
+    scratch->largest = exp_twice((const char *)qt, depth * BLOCK_Q, scratch->exp_q);
 }
 
 /* s (n, nv) of n keys. Every key goes its own way: what stands in a hidden one changes no bit of another. */
 INLINE void block_additive(int nv, const char *k, int64_t k_row, int64_t n, const lane *qt, int64_t depth,
-                           const additive_scratch *w, lane *s)
+                           const additive_scratch *scratch, lane *s)
 {
     for (int64_t j = 0; j < n; j++, k += k_row, s += BLOCK_Q) {
-        const lane q_largest = w->largest, k_largest = exp_twice(k, depth, w->exp_k);
+        const lane q_largest = scratch->largest, k_largest = exp_twice(k, depth, scratch->exp_k);
         for (int u = 0; u < nv; u++) v_store(s + u * LANES, v_splat(0));
         for (int64_t d = 0; d < depth; d += ADDITIVE_DEPTH) {
             const int64_t n = smaller(depth - d, ADDITIVE_DEPTH), row = d * BLOCK_Q;
             const char *key = k + d * (int64_t)sizeof(lane);
-            if (q_largest + k_largest <= TANH_SMALL) additive_by_tanh(nv, 1, key, qt + row, w->weight + row, n, s);
+            if (q_largest + k_largest <= TANH_SMALL)
+                additive_by_tanh(nv, 1, key, qt + row, scratch->weight + row, n, s);
             else if (q_largest <= ADDITIVE_MOST && k_largest <= ADDITIVE_MOST)
-                additive_by_exp(nv, w->exp_k + d, w->exp_q + row, w->weight + row, n, s);
-            else additive_by_tanh(nv, 0, key, qt + row, w->weight + row, n, s);
+                additive_by_exp(nv, scratch->exp_k + d, scratch->exp_q + row, scratch->weight + row, n, s);
+            else additive_by_tanh(nv, 0, key, qt + row, scratch->weight + row, n, s);
         }
     }
 }

@@ -1,35 +1,48 @@
-/* Rows of any dtype to and from lanes. `dtype` is a literal in the inner kernels, so that the switches fold away. */
-
-INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+/* Rows of any dtype to and from lanes.
+ *
+ * Requires  fastattn.h, simd.h, basics.inc.h.
+ * Literals  dtype, in INLINE functions: the lane type or, with float lanes, FA_F16 or FA_BF16. Other functions take it
+ *           at run time; load_element also takes FA_F32 beside double lanes.
+ * Exports   dtype_size, v_load_part, v_store_part, v_load_as, v_load_as_n, load_row, add_row, store_row, round_row,
+ *           load_element, row_finite, prefetch_rows. */
 
 INLINE int64_t dtype_size(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2; }
 
-/* LANES elements of `dtype`, which is the lane type or, with float lanes, a 16-bit one. */
-INLINE v_t v_load_as(fa_dtype dtype, const void *p)
+/* The next vector of a row of which n lanes are left: all LANES of it, or the first n, and then the other lanes are 0. */
+INLINE v_t v_load_part(const void *from, int64_t n) { return n < LANES ? v_load_n(from, n) : v_load(from); }
+
+INLINE void v_store_part(void *to, v_t x, int64_t n)
 {
-#if LANE_BITS == 32
-    if (dtype == FA_F16) return v_load_f16(p);
-    if (dtype == FA_BF16) return v_load_bf16(p);
-#endif
-    (void)dtype;
-    return v_load(p);
+    if (n < LANES) v_store_n(to, x, n);
+    else v_store(to, x);
 }
 
-/* The first n; nothing past them is read. */
-INLINE v_t v_load_as_n(fa_dtype dtype, const void *p, int64_t n)
+/* LANES elements of `dtype`. */
+INLINE v_t v_load_as(fa_dtype dtype, const void *from)
+{
+#if LANE_BITS == 32
+    if (dtype == FA_F16) return v_load_f16(from);
+    if (dtype == FA_BF16) return v_load_bf16(from);
+#endif
+    (void)dtype;
+    return v_load(from);
+}
+
+/* The first n < LANES elements. Nothing behind them is read; the other lanes are 0. */
+INLINE v_t v_load_as_n(fa_dtype dtype, const void *from, int64_t n)
 {
 #if LANE_BITS == 32
     if (dtype == FA_F16 || dtype == FA_BF16) {
         uint16_t part[LANES] = {0};
-        memcpy(part, p, n * sizeof part[0]);
+        memcpy(part, from, n * sizeof part[0]);
         return v_load_as(dtype, part);
     }
 #endif
     (void)dtype;
-    return v_load_n(p, n);
+    return v_load_n(from, n);
 }
 
-/* dst (n) = factor * src (n), contiguous, with `dtype` as in v_load_as */
+/* dst (n) = factor * src (n), both contiguous. */
 INLINE void load_row_as(fa_dtype dtype, const char *src, int64_t n, lane factor, lane *dst)
 {
     const int64_t size = dtype_size(dtype);
@@ -40,83 +53,78 @@ INLINE void load_row_as(fa_dtype dtype, const char *src, int64_t n, lane factor,
 
 static void load_row(fa_dtype dtype, const char *src, int64_t n, lane factor, lane *dst)
 {
-    switch (dtype) {
-    case FA_F16: load_row_as(FA_F16, src, n, factor, dst); break;
-    case FA_BF16: load_row_as(FA_BF16, src, n, factor, dst); break;
-    default: load_row_as(LANE_BITS == 64 ? FA_F64 : FA_F32, src, n, factor, dst);
-    }
+#define LOAD(dtype) load_row_as(dtype, src, n, factor, dst)
+    WITH_DTYPE(dtype, LOAD);
+#undef LOAD
 }
 
 /* dst (n) += src (n) */
 static void add_row(fa_dtype dtype, const char *src, int64_t n, lane *dst)
 {
     for (int64_t j = 0; j < n; j += LANES) {
-        const int64_t count = n - j < LANES ? n - j : LANES;
         const char *from = src + j * dtype_size(dtype);
-        if (count == LANES) v_store(dst + j, v_load(dst + j) + v_load_as(dtype, from));
-        else v_store_n(dst + j, v_load_n(dst + j, count) + v_load_as_n(dtype, from, count), count);
+        const v_t x = n - j < LANES ? v_load_as_n(dtype, from, n - j) : v_load_as(dtype, from);
+        v_store_part(dst + j, v_load_part(dst + j, n - j) + x, n - j);
     }
 }
 
-/* One element of any dtype: for strided rows, and for float32 beside double lanes. */
-static lane load_element(fa_dtype dtype, const char *p)
+/* One element: of rows that are not contiguous, and of float32 beside double lanes. */
+static lane load_element(fa_dtype dtype, const char *from)
 {
     float f;
     double d;
     switch (dtype) {
-    case FA_F64: memcpy(&d, p, sizeof d); return (lane)d;
-    case FA_F32: memcpy(&f, p, sizeof f); return f;
-    default: return v_load_as_n(dtype, p, 1)[0];
+    case FA_F64: memcpy(&d, from, sizeof d); return (lane)d;
+    case FA_F32: memcpy(&f, from, sizeof f); return f;
+    default: return v_load_as_n(dtype, from, 1)[0];
     }
 }
 
-/* dst (n) = factor * src (n), with `dtype` the lane type or, with float lanes, a 16-bit one */
+/* dst (n), of `dtype`, = factor * src (n) */
 static void store_row(fa_dtype dtype, const lane *src, int64_t n, lane factor, char *dst)
 {
     for (int64_t j = 0; j < n; j += LANES) {
-        const int64_t count = n - j < LANES ? n - j : LANES;
-        const v_t a = (count == LANES ? v_load(src + j) : v_load_n(src + j, count)) * v_splat(factor);
+        const v_t x = v_load_part(src + j, n - j) * v_splat(factor);
 #if LANE_BITS == 32
         if (dtype == FA_F16 || dtype == FA_BF16) {
             uint16_t part[LANES];
-            if (dtype == FA_F16) v_store_f16(part, a);
-            else v_store_bf16(part, a);
-            memcpy(dst + j * 2, part, count * sizeof part[0]);
+            if (dtype == FA_F16) v_store_f16(part, x);
+            else v_store_bf16(part, x);
+            memcpy(dst + j * 2, part, smaller(n - j, LANES) * sizeof part[0]);
             continue;
         }
 #endif
         (void)dtype;
-        if (count == LANES) v_store(dst + j * sizeof(lane), a);
-        else v_store_n(dst + j * sizeof(lane), a, count);
+        v_store_part(dst + j * sizeof(lane), x, n - j);
     }
 }
 
-/* dst (n), bfloat16, = src (n), with a 0 behind an odd n: pairs for the dot product */
+/* dst (n), bfloat16, = src (n). The dot product takes pairs: behind an odd n stands a 0. */
 static void round_row(fa_dtype dtype, const char *src, int64_t n, char *dst)
 {
     const uint16_t zero = 0;
     lane part[4 * LANES];
     for (int64_t j = 0; j < n; j += 4 * LANES) {
-        const int64_t count = n - j < 4 * LANES ? n - j : 4 * LANES;
+        const int64_t count = smaller(n - j, 4 * LANES);
         load_row(dtype, src + j * dtype_size(dtype), count, 1, part);
         store_row(FA_BF16, part, count, 1, dst + j * 2);
     }
     if (n % 2) memcpy(dst + n * 2, &zero, sizeof zero);
 }
 
-/* Whether all of a row is finite. */
+/* Whether all n elements are finite. */
 INLINE int row_finite(fa_dtype dtype, const char *src, int64_t n)
 {
-    v_t sum = v_splat(0); /* x * 0 is NaN where x is not finite */
+    v_t sum = v_splat(0); /* x * 0 is NaN where x is infinite or NaN, and so is every sum with it */
     int64_t j = 0;
     for (; j + LANES <= n; j += LANES) sum += v_load_as(dtype, src + j * dtype_size(dtype)) * v_splat(0);
     if (j < n) sum += v_load_as_n(dtype, src + j * dtype_size(dtype), n - j) * v_splat(0);
     return !v_any(sum != sum);
 }
 
-/* Asks for the lines of n rows of `size` bytes, into the second-level cache. */
-INLINE void prefetch_rows(const char *p, int64_t row, int64_t n, int64_t size)
+/* Asks for the lines of n rows of `size` bytes, `row` bytes apart; they arrive in the second-level cache. */
+INLINE void prefetch_rows(const char *first, int64_t row, int64_t n, int64_t size)
 {
     for (int64_t j = 0; j < n; j++)
-        for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(p + j * row + c, 0, 2);
+        for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(first + j * row + c, 0, 2);
 }

@@ -79,7 +79,12 @@ typedef struct {
 
 /* The layers' kernels. Strides of rows are in bytes; a row is contiguous. */
 
-typedef enum { FA_NONE, FA_RELU, FA_GELU, FA_GELU_TANH, FA_SILU, FA_SIGMOID } fa_activation;
+#define FA_ACTIVATION(constant, name, formula) constant,
+typedef enum {
+    FA_NONE,
+#include "activations.inc"
+    FA_N_ACTIVATIONS
+} fa_activation;
 
 #define FA_PANEL_BYTES 128 /* of lanes (bfloat16: of pairs) that a panel holds of each input feature */
 
@@ -195,5 +200,6 @@ int fa_isa_count(void);
 const char *fa_isa_name(int isa);
 int fa_isa_available(int isa);                            /* this CPU (and system) runs it */
 const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane); /* FA_F32 or FA_F64 lanes */
+const char *fa_activation_name(fa_activation activation); /* "" for FA_NONE */
 
 #endif

@@ -158,12 +158,12 @@ INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64
 }
 
 /* All scores are there: leaves those that matter, relative to the largest, and the thresholds. */
-INLINE void find_threshold(const fa_rowwise_args *r, int nv, const lane *row_max, kept_scores *kept, v_t *tau)
+INLINE void find_threshold(const fa_rowwise_args *call, int nv, const lane *row_max, kept_scores *kept, v_t *tau)
 {
-    const fa_rowwise_kind kind = r->kind;
-    const fa_watch *watch = r->attention.watch;
+    const fa_rowwise_kind kind = call->kind;
+    const fa_watch *watch = call->attention.watch;
     keep_near(nv, kept, 0, kept->n, support_width(kind), row_max);
-    if (kind == FA_TOP_K) take_largest(watch, nv, kept, r->k_keys, row_max);
+    if (kind == FA_TOP_K) take_largest(watch, nv, kept, call->k_keys, row_max);
     relate_to_max(nv, kept, kind == FA_ENTMAX15 ? (lane)0.5 : 1, row_max);
     UNROLL_FOR(int u = 0; u < nv; u++) tau[u] = v_splat(-1);
     if (kind == FA_SPARSEMAX) newton(watch, nv, 0, kept, tau);
@@ -171,7 +171,8 @@ INLINE void find_threshold(const fa_rowwise_args *r, int nv, const lane *row_max
 }
 
 /* p (n, nv) of z (n, nv); their sums are added to row_sum. */
-INLINE void normalise(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, const v_t *tau, lane *p, lane *row_sum)
+INLINE void normalise(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, const v_t *tau, lane *probs,
+                      lane *row_sum)
 {
     const int sparse = kind == FA_SPARSEMAX || kind == FA_ENTMAX15;
     v_t sum[NV_MAX];
@@ -182,7 +183,7 @@ INLINE void normalise(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, co
             const v_t above = sparse ? v_max(v_splat(0), x - tau[u]) : v_exp_prob(x);
             const v_t prob = kind == FA_ENTMAX15 ? above * above : above;
             sum[u] += prob;
-            v_store(p + j * BLOCK_Q + u * LANES, prob);
+            v_store(probs + j * BLOCK_Q + u * LANES, prob);
         }
     UNROLL_FOR(int u = 0; u < nv; u++) v_store(row_sum + u * LANES, v_load(row_sum + u * LANES) + sum[u]);
 }

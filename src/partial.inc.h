@@ -14,20 +14,20 @@ typedef struct {
 } partial;
 
 /* Half the lanes of a partial; rows are rounded up to whole vectors too. */
-static int64_t partial_half(int64_t rows, int64_t head_dim_v)
+static int64_t partial_half(int64_t n_rows, int64_t head_dim_v)
 {
-    return round_up((2 + round_up(head_dim_v, LANES)) * round_up(rows, LANES), 64 / sizeof(lane));
+    return round_up((2 + round_up(head_dim_v, LANES)) * round_up(n_rows, LANES), 64 / sizeof(lane));
 }
 
 /* Lays out a partial of `rows` rows; returns the bytes it takes, also for memory == NULL. */
-static int64_t partial_at(const fa_attention_args *a, int64_t rows, void *memory, partial *p)
+static int64_t partial_at(const fa_attention_args *a, int64_t n_rows, void *memory, partial *part)
 {
-    const int64_t padded = round_up(rows, LANES), half = partial_half(rows, a->head_dim_v);
-    const int64_t unit = 64 / sizeof(lane), entries = rows * a->n_top;
+    const int64_t padded = round_up(n_rows, LANES), half = partial_half(n_rows, a->head_dim_v);
+    const int64_t unit = 64 / sizeof(lane), entries = n_rows * a->n_top;
     const int64_t log_lanes = a->entropy.data ? round_up(padded, unit) : 0;
     if (memory) {
         lane *next = memory, *log = next + 2 * half, *score = log + log_lanes;
-        *p = (partial){
+        *part = (partial){
             .row_max = next,
             .row_sum = next + padded,
             .acc = next + 2 * padded,
@@ -41,25 +41,28 @@ static int64_t partial_at(const fa_attention_args *a, int64_t rows, void *memory
 }
 
 /* The row's list. */
-INLINE top_list row_top(const fa_attention_args *a, const partial *p, int64_t r)
+INLINE top_list row_top(const fa_attention_args *a, const partial *part, int64_t r)
 {
-    return (top_list){p->top.score + r * a->n_top, p->top.key + r * a->n_top};
+    return (top_list){part->top.score + r * a->n_top, part->top.key + r * a->n_top};
 }
 
 /* The part of it from row r on. */
-INLINE partial partial_from(const fa_attention_args *a, const partial *p, int64_t r)
+INLINE partial partial_from(const fa_attention_args *a, const partial *part, int64_t r)
 {
-    partial rest = *p;
+    partial rest = *part;
     rest.row_max += r;
     rest.row_sum += r;
-    rest.acc += r * p->acc_row;
-    rest.row_log = p->row_log ? p->row_log + r : NULL;
-    rest.top = row_top(a, p, r);
+    rest.acc += r * part->acc_row;
+    rest.row_log = part->row_log ? part->row_log + r : NULL;
+    rest.top = row_top(a, part, r);
     return rest;
 }
 
 /* Nothing is lost yet: to be called between the first partial and the second. */
-static void partial_begin_merging(const partial *p) { memset(p->row_max + p->low, 0, p->low * sizeof(lane)); }
+static void partial_begin_merging(const partial *part)
+{
+    memset(part->row_max + part->low, 0, part->low * sizeof(lane));
+}
 
 /* sum = sum * scale + x, and low = low * scale + what that addition rounds away (Knuth's two-sum; none where the sum is
  * Inf or NaN). */
@@ -72,10 +75,10 @@ INLINE void add_exactly(lane *sum, lane *low, v_t scale, v_t x)
 }
 
 /* into = into + from, over disjoint keys. A partial of no keys changes nothing. */
-static void partial_merge(const fa_attention_args *a, const partial *into, const partial *from, int64_t rows)
+static void partial_merge(const fa_attention_args *a, const partial *into, const partial *from, int64_t n_rows)
 {
-    for (int64_t r = 0; a->n_top && r < rows; r++) top_merge(a->n_top, row_top(a, into, r), row_top(a, from, r));
-    for (int64_t r0 = 0; r0 < rows; r0 += LANES) {
+    for (int64_t r = 0; a->n_top && r < n_rows; r++) top_merge(a->n_top, row_top(a, into, r), row_top(a, from, r));
+    for (int64_t r0 = 0; r0 < n_rows; r0 += LANES) {
         const v_t max_a = v_load(into->row_max + r0), max_b = v_load(from->row_max + r0);
         const v_t max = v_select(max_a > max_b, max_a, max_b); /* NaN on either side is in the sums already */
         const v_t base = v_select(max == v_splat(-INFINITY), v_splat(0), max);
@@ -89,7 +92,7 @@ static void partial_merge(const fa_attention_args *a, const partial *into, const
         }
         v_store(into->row_max + r0, max);
         add_exactly(sum, sum + into->low, scale_a, v_load(from->row_sum + r0) * scale_b);
-        for (int64_t r = r0; r < rows && r < r0 + LANES; r++) {
+        for (int64_t r = r0; r < n_rows && r < r0 + LANES; r++) {
             const v_t mine = v_splat(scale_a[r - r0]), other = v_splat(scale_b[r - r0]);
             lane *x = into->acc + r * into->acc_row;
             const lane *y = from->acc + r * from->acc_row;
@@ -100,53 +103,54 @@ static void partial_merge(const fa_attention_args *a, const partial *into, const
 }
 
 /* Gives back what the sums lost. */
-static void partial_end_merging(const partial *p, int64_t rows)
+static void partial_end_merging(const partial *part, int64_t n_rows)
 {
-    for (int64_t i = 0; i < rows; i++) p->row_sum[i] += p->row_sum[i + p->low];
-    for (int64_t i = 0; i < rows * p->acc_row; i += LANES) {
-        lane *x = p->acc + i;
-        v_store(x, v_load(x) + v_load(x + p->low));
+    for (int64_t i = 0; i < n_rows; i++) part->row_sum[i] += part->row_sum[i + part->low];
+    for (int64_t i = 0; i < n_rows * part->acc_row; i += LANES) {
+        lane *x = part->acc + i;
+        v_store(x, v_load(x) + v_load(x + part->low));
     }
 }
 
 /* into = from, which is the first. */
-static void partial_copy(const fa_attention_args *a, const partial *into, const partial *from, int64_t rows)
+static void partial_copy(const fa_attention_args *a, const partial *into, const partial *from, int64_t n_rows)
 {
-    const int64_t entries = rows * a->n_top;
+    const int64_t entries = n_rows * a->n_top;
     memcpy(into->row_max, from->row_max, into->low * sizeof(lane));
-    if (into->row_log) memcpy(into->row_log, from->row_log, rows * sizeof(lane));
+    if (into->row_log) memcpy(into->row_log, from->row_log, n_rows * sizeof(lane));
     if (!entries) return;
     memcpy(into->top.score, from->top.score, entries * sizeof(lane));
     memcpy(into->top.key, from->top.key, entries * sizeof(int64_t));
 }
 
 /* Sinks, normalisation, conversion: writes out, lse and statistics of the block's rows. */
-static void partial_finish(const fa_attention_args *a, const row_block *t, const partial *p)
+static void partial_finish(const fa_attention_args *a, const row_block *rows, const partial *part)
 {
-    EACH_ROW(t, r, id) {
-        lane max = p->row_max[r], sum = p->row_sum[r], *acc = p->acc + r * p->acc_row, sink = -INFINITY;
+    EACH_ROW(rows, r, id) {
+        lane max = part->row_max[r], sum = part->row_sum[r], *acc = part->acc + r * part->acc_row, sink = -INFINITY;
         if (a->sigmoid) {
-            store_row(a->out.dtype, acc, a->head_dim_v, 1, at(&a->out, t->b, id.head, id.query, 0));
+            store_row(a->out.dtype, acc, a->head_dim_v, 1, at(&a->out, rows->b, id.head, id.query, 0));
             continue;
         }
-        if (a->sinks.data) memcpy(&sink, at(&a->sinks, t->b, id.head, 0, 0), sizeof sink);
+        if (a->sinks.data) memcpy(&sink, at(&a->sinks, rows->b, id.head, 0, 0), sizeof sink);
         lane scale = 1;
         if (sink != -INFINITY) { /* enters the denominator only */
-            const lane m = max > sink ? max : sink;
-            scale = max == -INFINITY ? 0 : lane_exp(max - m);
-            sum = sum * scale + lane_exp(sink - m);
-            max = m;
+            const lane most = max > sink ? max : sink;
+            scale = max == -INFINITY ? 0 : lane_exp(max - most);
+            sum = sum * scale + lane_exp(sink - most);
+            max = most;
         }
         if (sum == 0 && max != -INFINITY) sum = NAN; /* it attends keys, and their every score is -inf */
         const lane factor = sum == 0 ? 0 : scale / sum;
-        store_row(a->out.dtype, acc, a->head_dim_v, factor, at(&a->out, t->b, id.head, id.query, 0));
+        store_row(a->out.dtype, acc, a->head_dim_v, factor, at(&a->out, rows->b, id.head, id.query, 0));
         if (a->lse.data) {
             const lane lse = sum == 0 ? -(lane)INFINITY : (lane)(max + log((double)sum));
-            memcpy(at(&a->lse, t->b, id.head, id.query, 0), &lse, sizeof lse);
+            memcpy(at(&a->lse, rows->b, id.head, id.query, 0), &lse, sizeof lse);
         }
         if (has_row_statistics(a)) {
-            const row_sums row = {p->row_max[r], p->row_sum[r], p->row_log ? p->row_log[r] : 0, scale, max, sum};
-            write_statistics(a, t->b, id, &row, row_top(a, p, r));
+            const row_sums row = {
+                part->row_max[r], part->row_sum[r], part->row_log ? part->row_log[r] : 0, scale, max, sum};
+            write_statistics(a, rows->b, id, &row, row_top(a, part, r));
         }
     }
 }

@@ -1,24 +1,25 @@
-/* What the machine can do, for the bench: multiply-adds from registers, and a sum that reads memory once. */
+/* What the machine can do, for the bench: multiply-adds from registers, and a sum that reads memory once.
+ *
+ * Requires  simd.h.
+ * Exports   fma_rounds, read_bytes. */
 
-/* 16 independent chains hide the latency of any multiply-add so far (4 cycles x 2 a cycle: 8). */
+/* FLOP that `rounds` rounds of multiply-adds take; with bf16, of the dot product, or 0 where there is none. A processor
+ * issues two multiply-adds a cycle and needs four cycles for each: FMA_CHAINS independent
+ * ones, more than 8, hide that. */
 static double fma_rounds(int64_t rounds, int bf16)
 {
-    enum { CHAINS = V_BYTES == 64 ? 16 : 12 };
     if (bf16 && !V_BF16_DOT) return 0;
-    v_t acc[CHAINS], a = v_splat((lane)0.5), b = v_splat((lane)0.25);
-    UNROLL_FOR(int i = 0; i < CHAINS; i++) acc[i] = v_splat((lane)i);
+    v_t acc[FMA_CHAINS], a = v_splat((lane)0.5), b = v_splat((lane)0.25);
+    UNROLL_FOR(int i = 0; i < FMA_CHAINS; i++) acc[i] = v_splat((lane)i);
     __asm__ volatile("" : "+m"(a), "+m"(b));
     for (int64_t i = 0; i < rounds; i++)
-        UNROLL_FOR(int c = 0; c < CHAINS; c++)
-#if V_BF16_DOT
-            acc[c] = bf16 ? v_dot_bf16(a, b, acc[c]) : v_fma(a, acc[c], b);
-#else
-            acc[c] = v_fma(a, acc[c], b);
-#endif
-    UNROLL_FOR(int c = 0; c < CHAINS; c++) __asm__ volatile("" : "+m"(acc[c]));
-    return (double)rounds * CHAINS * LANES * (bf16 ? 4 : 2);
+        UNROLL_FOR(int c = 0; c < FMA_CHAINS; c++)
+            acc[c] = V_BF16_DOT && bf16 ? v_dot_bf16(a, b, acc[c]) : v_fma(a, acc[c], b);
+    UNROLL_FOR(int c = 0; c < FMA_CHAINS; c++) __asm__ volatile("" : "+m"(acc[c]));
+    return (double)rounds * FMA_CHAINS * LANES * (bf16 ? 4 : 2);
 }
 
+/* The sum of the numbers in n bytes, each read once; what does not fill 8 vectors at the end is left out. */
 static double read_bytes(const char *data, int64_t n)
 {
     v_t sum[8];

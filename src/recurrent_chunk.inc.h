@@ -28,7 +28,6 @@
 #define R_ROW (R_LANES * (int64_t)sizeof(lane))
 #define R_BLOCK (CHUNK * R_LANES) /* R_DEPTH dimensions of a chunk's rows */
 _Static_assert(CHUNK <= R_DEPTH && R_ROW / 64 % 2, "rows hold a chunk");
-#define GROUP (LINEAR_NV * LANES) /* columns of a pass */
 _Static_assert(CHUNK % GROUP == 0 && GATED_CHUNK % LANES == 0 && PANEL % GROUP == 0, "whole vectors");
 
 /* Rows solved one by one before the next ones are reached by a product. */
@@ -72,17 +71,19 @@ static int64_t recurrent_scratch_at(const fa_recurrent_args *a, int64_t panels, 
     return at - (char *)memory;
 }
 
-/* acc (rows, GROUP) = or += x (rows, depth) y (depth, GROUP); rows of y and acc are `pitch` lanes apart. `triangular`:
- * no pass reads further than its last row's diagonal, `depth` being that of the row before all. */
+/* acc (rows, GROUP) = or += x (rows, depth) y (depth, GROUP); rows of y and acc are `pitch` lanes apart. See multiply(). */
 INLINE void product(int64_t pitch, int more, int triangular, const lane *x, int64_t rows, const lane *y, int64_t depth,
                     lane *acc)
 {
-    for (int64_t r = 0, passes = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS; passes; passes--) {
-        lane *to = acc + r * pitch;
-        const int64_t n = (rows - r + passes - 1) / passes, reach = triangular ? depth + r + n : depth;
-        tile_rows(pitch, 0, more, (const char *)(x + r * R_LANES), R_ROW, n, y, reach, 0, NULL, to);
-        r += n;
-    }
+    const outer_product whole = {.x = (const char *)x,
+                                 .x_row = R_ROW,
+                                 .y = y,
+                                 .pitch = pitch,
+                                 .depth = depth,
+                                 .factor = 1,
+                                 .more = more,
+                                 .out = acc};
+    multiply(GROUP, 0, triangular, rows, &whole);
 }
 
 static void panel_product(int more, int triangular, const lane *x, int64_t rows, const lane *y, int64_t depth,

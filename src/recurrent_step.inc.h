@@ -8,13 +8,6 @@
 /* Up to so many tokens go this way. */
 #define STEPS 4
 
-/* Vectors of columns: the results and u stay in registers. */
-#if V_REGISTERS == 32
-#define STEP_NV 8
-#else
-#define STEP_NV 4
-#endif
-
 /* Load and store of vector c, of which n lanes are there. */
 #define STEP_LOAD(p, n) ((n) == LANES ? v_load(p) : v_load_n(p, n))
 

@@ -1,119 +1,118 @@
-/* One pass over rows: norms, softmax, activations. A row is read into lanes (x, + residual), which stay in the
- * first-level cache for the passes over it, and written once. */
+/* Row by row: norms, softmax, activations. A row x (+ residual) is widened to lanes in scratch, where it stays in the
+ * first-level cache for the passes over it, and is written once.
+ *
+ * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_exp), activation.inc.h.
+ * Literals  kind of row_sum_of, activation of activate_row: any.
+ * Exports   rows_scratch_bytes, rows_run. */
 
-/* Elements of a row between two looks at the clock: a fraction of a millisecond. */
+/* Elements of a row between two calls of given_up(): a fraction of a millisecond. */
 #define ROW_ASKS (1 << 18)
-_Static_assert(ROW_ASKS % (4 * LANES) == 0, "blocks of a row are whole rounds of row_sum_of");
+_Static_assert(ROW_ASKS % (4 * LANES) == 0, "a block is a whole number of row_sum_of's rounds");
 
-/* for blocks [begin, end) of n elements, until the call is given up; what comes after is then of no use to anybody */
+/* Elements [begin, end) of n, for one block after the other, until the call is given up: nobody reads its results then. */
 #define EACH_BLOCK(watch, n, begin, end)                                                                               \
     for (int64_t begin = 0, end = smaller(n, ROW_ASKS); begin < (n) && !(begin && given_up(watch));                    \
          begin = end, end = smaller(n, end + ROW_ASKS))
 
-/* The sum of f(z[j]) over a row: four accumulators, since one would wait for itself. */
 typedef enum { SUM, SUM_SQUARES } sum_kind;
 
-INLINE lane row_sum_of(const fa_watch *watch, sum_kind kind, const lane *z, int64_t n, lane center)
+/* The sum of x - center, or of its squares, over a row. It has four accumulators: each addition to one would have to
+ * wait for the last. */
+INLINE lane row_sum_of(const fa_watch *watch, sum_kind kind, const lane *x, int64_t n, lane center)
 {
     v_t sum[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};
     int64_t j = 0;
-#define ADD(s, value)                                                                                                  \
+#define ADD(sum, from)                                                                                                 \
     do {                                                                                                               \
-        const v_t y = (value) - v_splat(center);                                                                       \
-        s = kind == SUM ? s + y : v_fma(y, y, s);                                                                      \
+        const v_t y = v_load(from) - v_splat(center);                                                                  \
+        sum = kind == SUM ? sum + y : v_fma(y, y, sum);                                                                \
     } while (0)
     EACH_BLOCK(watch, n, begin, end)
         for (; j + 4 * LANES <= end; j += 4 * LANES)
-            UNROLL_FOR(int u = 0; u < 4; u++) ADD(sum[u], v_load(z + j + u * LANES));
+            UNROLL_FOR(int u = 0; u < 4; u++) ADD(sum[u], x + j + u * LANES);
     if (n - j >= 4 * LANES) return 0; /* given up */
-    for (; j + LANES <= n; j += LANES) ADD(sum[0], v_load(z + j));
+    for (; j + LANES <= n; j += LANES) ADD(sum[0], x + j);
 #undef ADD
-    lane rest = v_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-    for (; j < n; j++) rest += kind == SUM ? z[j] - center : (z[j] - center) * (z[j] - center);
-    return rest;
+    lane total = v_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    for (; j < n; j++) total += kind == SUM ? x[j] - center : (x[j] - center) * (x[j] - center);
+    return total;
 }
 
-/* y = (z - mean) / sqrt(variance + eps) weight + bias; z and y may be one. */
-INLINE void norm_row(const fa_rows_args *a, const lane *z, lane *y)
+/* x = (x - mean) / sqrt(variance + eps) weight + bias, with mean = 0 for FA_RMS_NORM. */
+INLINE void norm_row(const fa_rows_args *a, lane *x)
 {
     const lane *weight = (const lane *)a->weight, *bias = (const lane *)a->bias;
     const int64_t n = a->n;
-    const lane mean = a->kind == FA_LAYER_NORM ? row_sum_of(a->watch, SUM, z, n, 0) / (lane)n : 0;
-    const lane factor = 1 / LANE_SQRT(row_sum_of(a->watch, SUM_SQUARES, z, n, mean) / (lane)n + (lane)a->eps);
+    const lane mean = a->kind == FA_LAYER_NORM ? row_sum_of(a->watch, SUM, x, n, 0) / (lane)n : 0;
+    const lane factor = 1 / LANE_SQRT(row_sum_of(a->watch, SUM_SQUARES, x, n, mean) / (lane)n + (lane)a->eps);
     EACH_BLOCK(a->watch, n, begin, end)
         for (int64_t j = begin; j < end; j += LANES) {
-            const int64_t count = n - j < LANES ? n - j : LANES;
-#define AT(p) (count == LANES ? v_load((p) + j) : v_load_n((p) + j, count))
-            v_t x = (AT(z) - v_splat(mean)) * v_splat(factor);
-            if (weight) x = x * AT(weight);
-            if (bias) x = x + AT(bias);
-#undef AT
-            if (count == LANES) v_store(y + j, x);
-            else v_store_n(y + j, x, count);
+            v_t y = (v_load_part(x + j, n - j) - v_splat(mean)) * v_splat(factor);
+            if (weight) y = y * v_load_part(weight + j, n - j);
+            if (bias) y = y + v_load_part(bias + j, n - j);
+            v_store_part(x + j, y, n - j);
         }
 }
 
-/* y = softmax(z); nothing but -inf gives 0. z is padded to whole vectors with -inf. */
-INLINE void softmax_row(const fa_watch *watch, lane *z, int64_t n)
+/* x = softmax(x); a row of nothing but -inf becomes 0. The last vector is filled up with -inf. */
+INLINE void softmax_row(const fa_watch *watch, lane *x, int64_t n)
 {
     v_t max = v_splat(-INFINITY), sum = v_splat(0);
     EACH_BLOCK(watch, n, begin, end)
-        for (int64_t j = begin; j < end; j += LANES) max = v_max(max, v_load(z + j));
-    const lane most = v_max_lanes(max);
-    const v_t base = v_splat(most == -INFINITY ? 0 : most);
+        for (int64_t j = begin; j < end; j += LANES) max = v_max(max, v_load(x + j));
+    const lane row_max = v_max_lanes(max);
+    const v_t base = v_splat(row_max == -INFINITY ? 0 : row_max);
     EACH_BLOCK(watch, n, begin, end)
         for (int64_t j = begin; j < end; j += LANES) {
-            const v_t p = v_exp(v_load(z + j) - base);
-            sum += p;
-            v_store(z + j, p);
+            const v_t power = v_exp(v_load(x + j) - base);
+            sum += power;
+            v_store(x + j, power);
         }
-    const lane total = v_sum(sum);
-    const v_t factor = v_splat(total == 0 ? 0 : 1 / total);
+    const lane row_sum = v_sum(sum);
+    const v_t factor = v_splat(row_sum == 0 ? 0 : 1 / row_sum);
     EACH_BLOCK(watch, n, begin, end)
-        for (int64_t j = begin; j < end; j += LANES) v_store(z + j, v_load(z + j) * factor);
+        for (int64_t j = begin; j < end; j += LANES) v_store(x + j, v_load(x + j) * factor);
 }
 
-INLINE void activate_row(const fa_watch *watch, fa_activation activation, lane *z, int64_t n)
+INLINE void activate_row(const fa_watch *watch, fa_activation activation, lane *x, int64_t n)
 {
     EACH_BLOCK(watch, n, begin, end)
-        for (int64_t j = begin; j < end; j += LANES) v_store(z + j, v_activate(activation, v_load(z + j)));
+        for (int64_t j = begin; j < end; j += LANES) v_store(x + j, v_activate(activation, v_load(x + j)));
 }
 
-/* Bytes of scratch for rows of n: two of lanes, padded to whole vectors. */
+/* Bytes of scratch for rows of n elements: two rows of lanes, each filled up to whole vectors. */
 static int64_t rows_scratch_bytes(int64_t n) { return 2 * (round_up(n, LANES) * (int64_t)sizeof(lane)); }
 
 static void rows_run(const fa_rows_args *a, int64_t begin, int64_t end, void *scratch)
 {
-    const int64_t n = a->n, padded = round_up(n, LANES);
-    lane *z = scratch, *up = z + padded;
+    const int64_t n = a->n, padded = round_up(n, LANES), size = dtype_size(a->dtype);
+    lane *x = scratch, *up = x + padded;
     if (!n) return;
     for (int64_t r = begin; r < end; r++) {
-        if (padded != n) v_store(z + padded - LANES, v_splat(a->kind == FA_SOFTMAX ? -INFINITY : 0));
+        if (padded != n) v_store(x + padded - LANES, v_splat(a->kind == FA_SOFTMAX ? -INFINITY : 0));
         EACH_BLOCK(a->watch, n, j, stop) {
-            const int64_t at = j * dtype_size(a->dtype), count = stop - j;
-            load_row(a->dtype, a->x + r * a->x_row + at, count, 1, z + j);
-            if (a->residual) add_row(a->dtype, a->residual + r * a->residual_row + at, count, z + j);
-            if (a->total) store_row(a->dtype, z + j, count, 1, a->total + r * a->total_row + at);
+            const int64_t at = j * size, count = stop - j;
+            load_row(a->dtype, a->x + r * a->x_row + at, count, 1, x + j);
+            if (a->residual) add_row(a->dtype, a->residual + r * a->residual_row + at, count, x + j);
+            if (a->total) store_row(a->dtype, x + j, count, 1, a->total + r * a->total_row + at);
         }
         switch (a->kind) {
-        case FA_SOFTMAX: softmax_row(a->watch, z, n); break;
+        case FA_SOFTMAX: softmax_row(a->watch, x, n); break;
         case FA_ACTIVATE:
-#define ACTIVATE(activation)                                                                                           \
-    case activation: activate_row(a->watch, activation, z, padded); break;
             switch (a->activation) {
-                ACTIVATE(FA_NONE)
-                ACTIVATE(FA_RELU) ACTIVATE(FA_GELU) ACTIVATE(FA_GELU_TANH) ACTIVATE(FA_SILU) ACTIVATE(FA_SIGMOID)
+#define FA_ACTIVATION(constant, name, formula)                                                                         \
+    case constant: activate_row(a->watch, constant, x, padded); break;
+#include "activations.inc"
+            default: break;
             }
-#undef ACTIVATE
             if (!a->up) break;
             EACH_BLOCK(a->watch, n, j, stop) {
-                load_row(a->dtype, a->up + r * a->up_row + j * dtype_size(a->dtype), stop - j, 1, up + j);
-                for (int64_t i = j; i < stop; i += LANES) v_store(z + i, v_load(z + i) * v_load(up + i));
+                load_row(a->dtype, a->up + r * a->up_row + j * size, stop - j, 1, up + j);
+                for (int64_t i = j; i < stop; i += LANES) v_store(x + i, v_load(x + i) * v_load(up + i));
             }
             break;
-        default: norm_row(a, z, z);
+        default: norm_row(a, x);
         }
-        EACH_BLOCK(a->watch, n, j, stop)
-            store_row(a->dtype, z + j, stop - j, 1, a->out + r * a->out_row + j * dtype_size(a->dtype));
+        EACH_BLOCK(a->watch, n, j, stop) store_row(a->dtype, x + j, stop - j, 1, a->out + r * a->out_row + j * size);
     }
 }

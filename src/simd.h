@@ -1,4 +1,5 @@
-/* The vector type and its operations: the only file with intrinsics or per-ISA conditions.
+/* The vector type and its operations: the only file with intrinsics. What else depends on the instruction set stands in
+ * isa_constants.h.
  *
  * One lane type a compilation: FA_LANE_F64 makes it double, else float. v_t is a native register of LANES lanes, vi_t
  * the signed integers of the same width; + - * / < & work on both (GNU vector extensions). A comparison gives a vi_t
@@ -24,19 +25,13 @@
 
 #define INLINE static inline __attribute__((always_inline, unused))
 
-#if defined FA_GENERIC
-#define V_BYTES 16
-#elif defined __AVX512F__
+#include "isa_constants.h"
+
+#if V_BYTES >= 32
 #include <immintrin.h>
-#define V_BYTES 64
 #define V_X86 1
-#elif defined __AVX2__
-#include <immintrin.h>
-#define V_BYTES 32
-#define V_X86 1
-#elif defined __aarch64__
+#elif defined __aarch64__ && !defined FA_GENERIC
 #include <arm_neon.h>
-#define V_BYTES 16
 #define V_NEON 1
 #endif
 
@@ -73,33 +68,6 @@ typedef wlane vw_t __attribute__((vector_size(V_BYTES)));
 typedef v_t vu_t __attribute__((aligned(1), may_alias));
 typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere in memory */
 
-/* The tile of the matrix micro-kernels: TILE x NV accumulators, NV vectors of one operand and a broadcast of the other
- * fit the registers.
- *
- *            registers   TILE x NV + NV + 1
- *   AVX-512         32    8 x 2: 19   (best of those tried from 128 keys up: 8x3, 12x2, 4x4, 4x6, 2x8 are behind)
- *   AVX2            16    4 x 3: 16   (6 x 2 is 3% behind: 8 loads for 12 multiply-adds, not 7; 8 x 2 spills)
- *   NEON            32    4 x 4: 21   (by-element multiply-adds; four vectors, since they hold only four queries)
- *   generic         16    6 x 2: 15   (without fused multiply-adds a product needs the sixteenth)
- */
-#if V_BYTES == 64
-#define TILE 8
-#define NV 2
-#define V_REGISTERS 32
-#elif defined V_X86
-#define TILE 4
-#define NV 3
-#define V_REGISTERS 16
-#elif defined V_NEON
-#define TILE 4
-#define NV 4
-#define V_REGISTERS 32
-#else
-#define TILE 6
-#define NV 2
-#define V_REGISTERS 16
-#endif
-
 /* The intrinsic of this width and lane type: MM(fmadd) is _mm512_fmadd_ps with AVX-512 and float lanes. */
 #define CAT3_(a, b, c) a##b##c
 #define CAT3(a, b, c) CAT3_(a, b, c)
@@ -124,27 +92,21 @@ typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere i
 #else
 #define V_SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
-#define V_LOW_16 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define V_HIGH_16 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#define V_LOW_8 0, 8, 1, 9, 2, 10, 3, 11
-#define V_HIGH_8 4, 12, 5, 13, 6, 14, 7, 15
-#define V_LOW_4 0, 4, 1, 5
-#define V_HIGH_4 2, 6, 3, 7
-#define V_LOW_2 0, 2
-#define V_HIGH_2 1, 3
 #if LANES == 16
-#define V_ZIP_LOW(a, b) V_SHUFFLE(vi_t, a, b, V_LOW_16)
-#define V_ZIP_HIGH(a, b) V_SHUFFLE(vi_t, a, b, V_HIGH_16)
+#define V_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define V_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #elif LANES == 8
-#define V_ZIP_LOW(a, b) V_SHUFFLE(vi_t, a, b, V_LOW_8)
-#define V_ZIP_HIGH(a, b) V_SHUFFLE(vi_t, a, b, V_HIGH_8)
+#define V_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define V_HIGH 4, 12, 5, 13, 6, 14, 7, 15
 #elif LANES == 4
-#define V_ZIP_LOW(a, b) V_SHUFFLE(vi_t, a, b, V_LOW_4)
-#define V_ZIP_HIGH(a, b) V_SHUFFLE(vi_t, a, b, V_HIGH_4)
+#define V_LOW 0, 4, 1, 5
+#define V_HIGH 2, 6, 3, 7
 #else
-#define V_ZIP_LOW(a, b) V_SHUFFLE(vi_t, a, b, V_LOW_2)
-#define V_ZIP_HIGH(a, b) V_SHUFFLE(vi_t, a, b, V_HIGH_2)
+#define V_LOW 0, 2
+#define V_HIGH 1, 3
 #endif
+#define V_ZIP_LOW(a, b) V_SHUFFLE(vi_t, a, b, V_LOW)
+#define V_ZIP_HIGH(a, b) V_SHUFFLE(vi_t, a, b, V_HIGH)
 #define UNROLL_FOR _Pragma("GCC unroll 16") for
 #define UNROLL_2_FOR _Pragma("GCC unroll 2") for /* 5% where four instructions issue a cycle: 29 a step, 16 of them FMA */
 

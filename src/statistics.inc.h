@@ -111,54 +111,56 @@ static void write_statistics(const fa_attention_args *a, int64_t b, row_id id, c
 }
 
 /* Second pass. What norm says of the block's rows. */
-static void load_row_norm(const fa_attention_args *a, const row_block *t, lane *base, lane *factor)
+static void load_row_norm(const fa_attention_args *a, const row_block *rows, lane *base, lane *factor)
 {
-    EACH_ROW(t, r, id) {
-        memcpy(base + r, at(&a->norm, t->b, id.head, id.query, 0), sizeof(lane));
-        memcpy(factor + r, at(&a->norm, t->b, id.head, id.query, 1), sizeof(lane));
+    EACH_ROW(rows, r, id) {
+        memcpy(base + r, at(&a->norm, rows->b, id.head, id.query, 0), sizeof(lane));
+        memcpy(factor + r, at(&a->norm, rows->b, id.head, id.query, 1), sizeof(lane));
     }
 }
 
 /* Adds to key_sums, over keys from j0 on, p (n keys, nv vectors of rows of one head). */
-static void add_lanes_to_key_sums(const fa_attention_args *a, const row_block *t, int nv, const lane *p, int64_t j0,
-                                  int64_t n)
+static void add_lanes_to_key_sums(const fa_attention_args *a, const row_block *rows, int nv, const lane *probs,
+                                  int64_t j0, int64_t n)
 {
-    lane *sums = (lane *)at(&a->key_sums, t->b, first_row(t).head, j0, 0);
+    lane *sums = (lane *)at(&a->key_sums, rows->b, first_row(rows).head, j0, 0);
     for (int64_t j = 0; j < n; j += LANES) {
         const int64_t width = smaller(n - j, LANES);
         v_t of_key[LANES];
         for (int64_t i = 0; i < LANES; i++) {
             of_key[i] = v_splat(0);
-            for (int u = 0; i < width && u < nv; u++) of_key[i] += v_load(p + (j + i) * BLOCK_Q + u * LANES);
+            for (int u = 0; i < width && u < nv; u++) of_key[i] += v_load(probs + (j + i) * BLOCK_Q + u * LANES);
         }
         v_store_n(sums + j, v_load_n(sums + j, width) + v_sum_each(of_key), width);
     }
 }
 
 /* Adds to key_sums p (rows of t, n keys), rows BLOCK_K apart. */
-static void add_rows_to_key_sums(const fa_attention_args *a, const row_block *t, const lane *p, int64_t j0, int64_t n)
+static void add_rows_to_key_sums(const fa_attention_args *a, const row_block *rows, const lane *probs, int64_t j0,
+                                 int64_t n)
 {
-    row_id id = first_row(t);
-    for (int64_t first = 0; first < smaller(t->group, t->rows); first++, id = next_row(t, id)) {
-        lane *sums = (lane *)at(&a->key_sums, t->b, id.head, j0, 0);
+    row_id id = first_row(rows);
+    for (int64_t first = 0; first < smaller(rows->group, rows->n); first++, id = next_row(rows, id)) {
+        lane *sums = (lane *)at(&a->key_sums, rows->b, id.head, j0, 0);
         for (int64_t j = 0; j < n; j += LANES) {
             const int64_t width = smaller(n - j, LANES);
             v_t sum = v_splat(0);
-            for (int64_t r = first; r < t->rows; r += t->group) sum += v_load(p + r * BLOCK_K + j);
+            for (int64_t r = first; r < rows->n; r += rows->group) sum += v_load(probs + r * BLOCK_K + j);
             v_store_n(sums + j, v_load_n(sums + j, width) + sum, width);
         }
     }
 }
 
 /* Adds to mean_weights the same. */
-static void add_rows_to_mean(const fa_attention_args *a, const row_block *t, const lane *p, int64_t j0, int64_t n)
+static void add_rows_to_mean(const fa_attention_args *a, const row_block *rows, const lane *probs, int64_t j0,
+                             int64_t n)
 {
     const v_t share = v_splat(1 / (lane)a->heads_q);
-    EACH_ROW(t, r, id) {
-        lane *mean = (lane *)at(&a->mean_weights, t->b, 0, id.query, j0);
+    EACH_ROW(rows, r, id) {
+        lane *mean = (lane *)at(&a->mean_weights, rows->b, 0, id.query, j0);
         for (int64_t j = 0; j < n; j += LANES) {
             const int64_t width = smaller(n - j, LANES);
-            v_store_n(mean + j, v_fma(v_load(p + r * BLOCK_K + j), share, v_load_n(mean + j, width)), width);
+            v_store_n(mean + j, v_fma(v_load(probs + r * BLOCK_K + j), share, v_load_n(mean + j, width)), width);
         }
     }
 }

@@ -20,81 +20,78 @@ typedef struct {
     lane *pre, *post;     /* (heads_q, heads_q), transposed: row g holds what goes into g */
 } talking_scratch;
 
-static int64_t talking_scratch_at(const fa_rowwise_args *r, void *memory, talking_scratch *w)
+static int64_t take_talking_scratch(arena *from, const fa_rowwise_args *call, talking_scratch *scratch)
 {
-    const fa_attention_args *a = &r->attention;
-    const int64_t heads = a->heads_q, lanes = sizeof(lane);
-    char *next = memory;
-    int64_t used = tile_scratch_at(a, 0, memory, &w->tile);
-#define TAKE(field, bytes) ((field) = memory ? (void *)(next + used) : NULL, used += round_up(bytes, 64))
-    TAKE(w->heads, heads * (int64_t)sizeof(tile_state));
-    TAKE(w->scores, heads * HEAD_PITCH * lanes);
-    TAKE(w->mixed, heads * HEAD_PITCH * lanes);
-    TAKE(w->pre, heads * heads * lanes);
-    TAKE(w->post, heads * heads * lanes);
-    for (int64_t h = 0; h < heads; h++) {
-        tile_state none;
-        used += tile_state_at(a, memory ? next + used : NULL, memory ? w->heads + h : &none);
-    }
-    void *total; /* one for all heads, which finish in turn */
-    TAKE(total, partial_at(a, BLOCK_Q, NULL, NULL));
-#undef TAKE
-    for (int64_t h = 0; memory && h < heads; h++) partial_at(a, BLOCK_Q, total, &w->heads[h].total);
-    return used;
+    const fa_attention_args *a = &call->attention;
+    const int64_t heads = a->heads_q;
+    take_tile_scratch(from, a, 0, &scratch->tile);
+    CUT(from, scratch->heads, heads);
+    CUT(from, scratch->scores, heads * HEAD_PITCH);
+    CUT(from, scratch->mixed, heads * HEAD_PITCH);
+    CUT(from, scratch->pre, heads * heads);
+    CUT(from, scratch->post, heads * heads);
+    for (int64_t h = 0; h < heads; h++) take_tile(from, a, scratch->heads ? scratch->heads + h : &(tile_state){0});
+    void *total = cut(from, partial_at(a, BLOCK_Q, NULL, NULL)); /* one for all heads, which finish in turn */
+    for (int64_t h = 0; total && h < heads; h++) partial_at(a, BLOCK_Q, total, &scratch->heads[h].total);
+    return from->used;
 }
 
 /* to_g (n, nv) = sum over h of mix_gh from_h (n, nv) */
 INLINE void mix_heads(int nv, int64_t heads, const lane *mix, const lane *from, int64_t n, lane *to)
 {
-    const int64_t row = heads * (int64_t)sizeof(lane);
-    for (int64_t j = 0; j < n; j++, from += BLOCK_Q, to += BLOCK_Q) {
+    outer_product p = {.x = (const char *)mix,
+                       .x_row = heads * (int64_t)sizeof(lane),
+                       .y = from,
+                       .pitch = HEAD_PITCH,
+                       .depth = heads,
+                       .out = to};
+    for (int64_t j = 0; j < n; j++, p.y += BLOCK_Q, p.out += BLOCK_Q) {
         int64_t g = 0;
-#define HEADS(count)                                                                                                   \
-    tile_outer(count, nv, HEAD_PITCH, 0, 0, (const char *)(mix + g * heads), row, from, heads, 1, 0, NULL,             \
-               to + g * HEAD_PITCH)
-        for (; g + TILE <= heads; g += TILE) HEADS(TILE);
-        for (; g + 2 <= heads; g += 2) HEADS(2);
-        for (; g < heads; g++) HEADS(1);
-#undef HEADS
+        for (; g + TILE <= heads; g += TILE) tile_outer(TILE, nv, 0, 0, &p, g);
+        for (; g + 2 <= heads; g += 2) tile_outer(2, nv, 0, 0, &p, g);
+        for (; g < heads; g++) tile_outer(1, nv, 0, 0, &p, g);
     }
 }
 
 /* Mixed scores (heads, n, nv) of the keys from j0 on, in w->mixed, with modifiers and masks. Returns whether some row of
  * some head does not attend some of them. */
-INLINE int talking_scores(const fa_rowwise_args *r, int nv, modifiers *m, int64_t j0, int64_t n, talking_scratch *w,
-                          int note)
+INLINE int talking_scores(const fa_rowwise_args *call, int nv, modifiers *mods, int64_t j0, int64_t n,
+                          talking_scratch *scratch, int note)
 {
-    const fa_attention_args *a = &r->attention;
+    const fa_attention_args *a = &call->attention;
     const int64_t heads = a->heads_q, group = heads / a->heads_kv;
     int some_hidden = 0;
     for (int64_t h = 0; h < heads; h++) {
-        const row_block kv = {.b = w->heads[h].t.b, .h_kv = h / group};
+        const row_block kv = {.b = scratch->heads[h].rows.b, .h_kv = h / group};
         int64_t k_row;
-        const char *k = keys_at(a, &kv, j0, n, w->tile.k, &k_row);
-        lane *s = (r->pre ? w->scores : w->mixed) + h * HEAD_PITCH;
-        block_qk(nv, 0, k, k_row, n, w->heads[h].qt, a->head_dim, m->q_factor, NULL, s);
+        const char *k = keys_at(a, &kv, j0, n, scratch->tile.k, &k_row);
+        lane *s = (call->pre ? scratch->scores : scratch->mixed) + h * HEAD_PITCH;
+        block_outer(nv, 0, n,
+                    &(outer_product){.x = k, .x_row = k_row, .y = scratch->heads[h].qt, .depth = a->head_dim, .out = s},
+                    NULL);
     }
-    if (r->pre) mix_heads(nv, heads, w->pre, w->scores, n, w->mixed);
+    if (call->pre) mix_heads(nv, heads, scratch->pre, scratch->scores, n, scratch->mixed);
     for (int64_t g = 0; g < heads; g++) {
-        tile_state *tile = w->heads + g;
-        row_block *t = &tile->t;
-        const int touched = t->first < j0 + n && j0 < t->last; /* else its rows' ranges may be those of another block */
-        m->additive = additive_parts(a, t, a->mask.data ? BLOCK_EDGE : BLOCK_FULL);
+        tile_state *tile = scratch->heads + g;
+        row_block *rows = &tile->rows;
+        const int touched = rows->first < j0 + n &&
+                            j0 < rows->last; /* else its rows' ranges may be those of another block */
+        mods->additive = additive_parts(a, rows, a->mask.data ? BLOCK_EDGE : BLOCK_FULL);
         block_kind kind = touched ? BLOCK_FULL : BLOCK_EMPTY;
-        if (touched && m->additive) kind = load_additive(a, m, tile, nv, j0, n, &w->tile);
-        const int out_of_range = t->full_first > j0 || t->full_last < j0 + n;
+        if (touched && mods->additive) kind = load_additive(a, mods, tile, nv, j0, n, &scratch->tile);
+        const int out_of_range = rows->full_first > j0 || rows->full_last < j0 + n;
         const int hides = out_of_range || kind != BLOCK_FULL;
-        lane *s = w->mixed + g * HEAD_PITCH;
+        lane *s = scratch->mixed + g * HEAD_PITCH;
         some_hidden |= hides;
         if (kind == BLOCK_EMPTY) {
             for (int64_t i = 0; i < n * BLOCK_Q; i++) s[i] = -(lane)INFINITY;
             continue;
         }
-        w->tile.s = s;
-        modify_tile(a, m, nv, kind, out_of_range, tile, j0, n, &w->tile);
+        scratch->tile.s = s;
+        modify_tile(a, mods, nv, kind, out_of_range, tile, j0, n, &scratch->tile);
         if (!note) continue;
-        softmax_update(nv, s, n, tile->row_max, tile->row_sum, NULL, w->tile.alpha);
-        note_rows(nv, m, hides, 0, n, &w->tile, tile->row_max);
+        softmax_update(nv, s, n, tile->row_max, tile->row_sum, NULL, scratch->tile.alpha);
+        note_rows(nv, mods, hides, 0, n, &scratch->tile, tile->row_max);
     }
     return some_hidden;
 }
@@ -114,11 +111,12 @@ INLINE void talking_probs(int nv, const tile_state *tile, int64_t n, lane *s)
 }
 
 /* Adds what the values from j0 on are weighted with: w->mixed are the mixed scores, of which -inf hides. */
-INLINE void talking_values(const fa_rowwise_args *r, int nv, int hidden, int64_t j0, int64_t n, talking_scratch *w)
+INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int64_t j0, int64_t n,
+                           talking_scratch *scratch)
 {
-    const fa_attention_args *a = &r->attention;
+    const fa_attention_args *a = &call->attention;
     const int64_t heads = a->heads_q, group = heads / a->heads_kv, width = a->head_dim_v;
-    lane *probs = r->post ? w->scores : w->mixed;
+    lane *probs = call->post ? scratch->scores : scratch->mixed;
     int64_t key[BLOCK_K];
     key_block block;
     for (int64_t j = 0; j < n; j++) key[j] = j0 + j;
@@ -126,45 +124,52 @@ INLINE void talking_values(const fa_rowwise_args *r, int nv, int hidden, int64_t
         for (int64_t j = 0; j < n * BLOCK_Q; j += LANES) {
             vi_t some = {0};
             for (int64_t g = 0; g < heads; g++) {
-                const vi_t attends = v_load(w->mixed + g * HEAD_PITCH + j) != v_splat(-INFINITY);
-                if (!r->post) v_store(w->scores + g * HEAD_PITCH + j, (v_t)attends);
+                const vi_t attends = v_load(scratch->mixed + g * HEAD_PITCH + j) != v_splat(-INFINITY);
+                if (!call->post) v_store(scratch->scores + g * HEAD_PITCH + j, (v_t)attends);
                 some |= attends;
             }
-            v_store(w->tile.add + j, (v_t)some);
+            v_store(scratch->tile.add + j, (v_t)some);
         }
     }
-    for (int64_t g = 0; g < heads; g++) talking_probs(nv, w->heads + g, n, w->mixed + g * HEAD_PITCH);
-    if (r->post) mix_heads(nv, heads, w->post, w->mixed, n, w->scores);
+    for (int64_t g = 0; g < heads; g++) talking_probs(nv, scratch->heads + g, n, scratch->mixed + g * HEAD_PITCH);
+    if (call->post) mix_heads(nv, heads, scratch->post, scratch->mixed, n, scratch->scores);
     for (int64_t f = 0; f < heads; f++) {
-        tile_state *tile = w->heads + f;
-        const row_block kv = {.b = tile->t.b, .h_kv = f / group};
+        tile_state *tile = scratch->heads + f;
+        const row_block kv = {.b = tile->rows.b, .h_kv = f / group};
         const char *v = at(&a->v, kv.b, kv.h_kv, j0, 0);
         int64_t v_row = a->v.row;
         block.n_bad = 0;
         if (hidden || dtype_size(a->v.dtype) != sizeof(lane) || !is_dense(&a->v, width)) {
-            gather_values(a, &kv, key, n, w->tile.v, &block);
-            v = (const char *)w->tile.v, v_row = width * (int64_t)sizeof(lane);
+            gather_values(a, &kv, key, n, scratch->tile.v, &block);
+            v = (const char *)scratch->tile.v, v_row = width * (int64_t)sizeof(lane);
         }
-        block_pv(nv, 0, v, v_row, probs + f * HEAD_PITCH, n, tile->fresh ? ACC_ZERO : ACC_KEEP, NULL, tile->ot, width);
+        const value_product values = {.v = v,
+                                      .v_row = v_row,
+                                      .n = n,
+                                      .head_dim_v = width,
+                                      .probs = probs + f * HEAD_PITCH,
+                                      .mode = tile->fresh ? ACC_ZERO : ACC_KEEP,
+                                      .out = tile->ot};
+        block_values(nv, 0, &values);
         tile->fresh = 0;
-        const lane *attends = r->post ? w->tile.add : w->scores + f * HEAD_PITCH;
+        const lane *attends = call->post ? scratch->tile.add : scratch->scores + f * HEAD_PITCH;
         for (int64_t i = 0; i < block.n_bad; i++)
             add_value(a, &kv, nv, j0 + block.bad[i], probs + f * HEAD_PITCH + block.bad[i] * BLOCK_Q,
                       hidden ? attends + block.bad[i] * BLOCK_Q : NULL, tile->ot);
     }
 }
 
-INLINE void talking_block(const fa_rowwise_args *r, int nv, modifiers *m, talking_scratch *w)
+INLINE void talking_block(const fa_rowwise_args *call, int nv, modifiers *mods, talking_scratch *scratch)
 {
-    const fa_attention_args *a = &r->attention;
+    const fa_attention_args *a = &call->attention;
     const int64_t heads = a->heads_q;
     for (int pass = 0; pass < 2; pass++) {
         int64_t first = a->len_k, last = 0;
         for (int64_t h = 0; h < heads; h++) {
-            row_block *t = &w->heads[h].t;
-            row_block_ranges(a, t, 0, a->len_k);
-            if (a->ranges) row_block_open_lists(a, t);
-            first = smaller(first, t->first), last = larger(last, t->last);
+            row_block *rows = &scratch->heads[h].rows;
+            row_block_ranges(a, rows, 0, a->len_k);
+            if (a->ranges) row_block_open_lists(a, rows);
+            first = smaller(first, rows->first), last = larger(last, rows->last);
         }
         for (int64_t grid = first / BLOCK_K * BLOCK_K; grid < last; grid += BLOCK_K) {
             const int64_t block_end = smaller(grid + BLOCK_K, last);
@@ -172,53 +177,53 @@ INLINE void talking_block(const fa_rowwise_args *r, int nv, modifiers *m, talkin
             if (a->ranges) {
                 j0 = block_end, end = grid;
                 for (int64_t h = 0; h < heads; h++) {
-                    row_block *t = &w->heads[h].t;
-                    row_block_enter(t, grid, block_end);
-                    j0 = smaller(j0, t->first), end = larger(end, t->last);
+                    row_block *rows = &scratch->heads[h].rows;
+                    row_block_enter(rows, grid, block_end);
+                    j0 = smaller(j0, rows->first), end = larger(end, rows->last);
                 }
             }
             if (j0 >= end) continue;
             if (grid && grid % ROWWISE_ASKS == 0 && given_up(a->watch)) return;
-            const int hidden = talking_scores(r, nv, m, j0, end - j0, w, pass == 0);
-            if (pass) talking_values(r, nv, hidden, j0, end - j0, w);
+            const int hidden = talking_scores(call, nv, mods, j0, end - j0, scratch, pass == 0);
+            if (pass) talking_values(call, nv, hidden, j0, end - j0, scratch);
         }
         for (int64_t g = 0; pass == 0 && g < heads; g++)
             for (int64_t i = 0; i < BLOCK_Q; i++) {
-                lane *sum = w->heads[g].row_sum + i;
-                const int attends = w->heads[g].row_max[i] != -(lane)INFINITY;
+                lane *sum = scratch->heads[g].row_sum + i;
+                const int attends = scratch->heads[g].row_max[i] != -(lane)INFINITY;
                 *sum = *sum != 0 ? 1 / *sum : attends ? NAN : 0; /* as in partial_finish */
             }
     }
 }
 
-static void talking_run(const fa_rowwise_args *r, const fa_rowwise_plan *p, int64_t task, void *scratch)
+static void talking_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan, int64_t task, void *memory)
 {
-    const fa_attention_args *a = &r->attention;
-    const int64_t heads = a->heads_q, blocks = p->n_tasks / a->batch, row0 = (blocks - 1 - task % blocks) * BLOCK_Q;
-    modifiers m = modifiers_of(a, 0);
-    talking_scratch w;
-    talking_scratch_at(r, scratch, &w);
+    const fa_attention_args *a = &call->attention;
+    const int64_t heads = a->heads_q, blocks = plan->n_tasks / a->batch, row0 = (blocks - 1 - task % blocks) * BLOCK_Q;
+    modifiers mods = modifiers_of(a, 0);
+    talking_scratch scratch;
+    take_talking_scratch(&(arena){.memory = memory}, call, &scratch);
     for (int64_t g = 0; g < heads; g++)
         for (int64_t h = 0; h < heads; h++) {
-            if (r->pre) w.pre[g * heads + h] = ((const lane *)r->pre)[h * heads + g];
-            if (r->post) w.post[g * heads + h] = ((const lane *)r->post)[h * heads + g];
+            if (call->pre) scratch.pre[g * heads + h] = ((const lane *)call->pre)[h * heads + g];
+            if (call->post) scratch.post[g * heads + h] = ((const lane *)call->post)[h * heads + g];
         }
     for (int64_t h = 0; h < heads; h++) {
-        row_block *t = &w.heads[h].t;
-        t->b = task / blocks, t->h_kv = h, t->group = 1, t->row0 = row0, t->several = 0;
-        t->rows = smaller(BLOCK_Q, a->len_q - row0);
-        tile_begin(a, &m, 0, 0, a->len_k, w.heads + h);
+        row_block *rows = &scratch.heads[h].rows;
+        rows->b = task / blocks, rows->h_kv = h, rows->group = 1, rows->row0 = row0, rows->several = 0;
+        rows->n = smaller(BLOCK_Q, a->len_q - row0);
+        tile_begin(a, &mods, 0, 0, a->len_k, scratch.heads + h);
     }
-    if (w.heads->t.rows <= LANES) talking_block(r, 1, &m, &w);
-    else talking_block(r, NV, &m, &w);
+    if (scratch.heads->rows.n <= LANES) talking_block(call, 1, &mods, &scratch);
+    else talking_block(call, NV, &mods, &scratch);
     for (int64_t i = 0; i < BLOCK_Q; i++) { /* normalised already; NaN where all that is attended is -inf */
         lane one = 1;
-        for (int64_t g = 0; r->post && g < heads; g++) one += 0 * w.heads[g].row_sum[i];
-        for (int64_t h = 0; h < heads; h++) w.heads[h].row_sum[i] = one + 0 * w.heads[h].row_sum[i];
+        for (int64_t g = 0; call->post && g < heads; g++) one += 0 * scratch.heads[g].row_sum[i];
+        for (int64_t h = 0; h < heads; h++) scratch.heads[h].row_sum[i] = one + 0 * scratch.heads[h].row_sum[i];
     }
     for (int64_t h = 0; h < heads; h++) {
-        tile_state *tile = w.heads + h;
-        tile_end_part(a, &w.tile, tile);
-        partial_finish(a, &tile->t, &tile->total);
+        tile_state *tile = scratch.heads + h;
+        tile_end_part(a, &scratch.tile, tile);
+        partial_finish(a, &tile->rows, &tile->total);
     }
 }

@@ -1,46 +1,68 @@
-/* The matrix micro-kernels: outer products with queries on the lanes, TILE x NV vectors of accumulators in registers
- * (simd.h says why so many). */
+/* The matrix micro-kernels: outer products whose accumulators, TILE x NV vectors, stay in registers.
+ *
+ * Requires  simd.h, basics.inc.h.
+ * Literals  nv, vectors of a row: 1 or NV in attention, LINEAR_NV in layers. nx, rows at a time: 1 .. TILE_MAX.
+ *           dot: 1 where operands are pairs of bfloat16, only if V_BF16_DOT. fetch: lines asked for a step, 0 .. 2.
+ * Exports   BLOCK_Q, BLOCK_K, outer_product, tile_outer, block_outer, value_product, block_values, transpose.
+ *
+ * In attention the lanes are queries, and all tiles are stored transposed, one row of BLOCK_Q lanes for each key or
+ * dimension:
+ *
+ *                  u = 0         u = 1            NV vectors of LANES queries: BLOCK_Q lanes, the pitch of all rows
+ *     key 0      [ s s s s ... ][ s s s s ... ]
+ *     key 1      [ s s s s ... ][ s s s s ... ]   TILE of these rows are in registers at a time
+ *     ... */
 _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
-#define BLOCK_Q (NV * LANES) /* query rows of a tile: the row pitch of every transposed array */
-#define BLOCK_K 64           /* keys of a block: P^T, BLOCK_K x BLOCK_Q, stays in the first-level cache */
+#define BLOCK_Q (NV * LANES) /* query rows of a tile */
+#define BLOCK_K 64           /* keys of a block: BLOCK_K x BLOCK_Q probabilities stay in the first-level cache */
+#define TILE_MAX 12          /* rows and vectors of any tile: the arrays below lie in registers */
+#define NV_MAX 4
+
+/* One accumulator sums at most this many products. Rounding grows with their number, and at 1024 it would be twice that of
+ * a BLAS, which has several accumulators. */
+#define MAX_DEPTH 256
 
 /* c + a b, on lanes or on pairs of bfloat16. */
 INLINE v_t v_madd(int dot, v_t a, v_t b, v_t c) { return dot ? v_dot_bf16(a, b, c) : v_fma(a, b, c); }
 
-#define TILE_MAX 12 /* rows and vectors of any tile: the arrays below lie in registers */
-#define NV_MAX 4
+/* out (rows, nv) = x (rows, depth) y (depth, nv). Scores: x is K, y is Q^T. A layer: x is its input, y its weights. */
+typedef struct {
+    const char *x; /* broadcast one element at a time: any address, rows `x_row` bytes apart */
+    int64_t x_row;
+    const lane *y; /* rows `pitch` lanes apart, as in out */
+    int64_t pitch;
+    int64_t depth;     /* with `dot` in pairs */
+    lane factor;       /* with `dot` out is multiplied by it: folded into a bfloat16 y it would be rounded once more */
+    int more;          /* out += the product */
+    const char *ahead; /* `fetch` lines are asked for at each step, from here on */
+    lane *out;
+} outer_product;
 
-/* s (nk, nv) = k (nk, depth) qt (depth, nv), or with `more` s += that; rows of qt and s are `pitch` lanes apart. `dot`:
- * depth counts pairs of bfloat16, and the product is scaled here, for folded into a bfloat16 q the factor would be
- * rounded once more. The layers' matmul is the same product: x for k, a panel of weights for qt. Meanwhile `fetch`
- * lines a step are asked for, from `ahead` on. */
-INLINE void tile_outer(int nk, int nv, int64_t pitch, int dot, int more, const char *k, int64_t k_row, const lane *qt,
-                       int64_t depth, lane factor, int fetch, const char *ahead, lane *s)
+/* Rows [first, first + nx) of out. */
+INLINE void tile_outer(int nx, int nv, int dot, int fetch, const outer_product *p, int64_t first)
 {
     v_t acc[TILE_MAX][NV_MAX];
-    UNROLL_FOR(int j = 0; j < nk; j++)
+    const char *x = p->x + first * p->x_row;
+    const lane *y = p->y;
+    UNROLL_FOR(int j = 0; j < nx; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) acc[j][u] = v_splat(0);
-    UNROLL_2_FOR(int64_t d = 0; d < depth; d++, k += sizeof(lane), qt += pitch) {
-        UNROLL_FOR(int i = 0; i < fetch; i++) __builtin_prefetch(ahead + (d * fetch + i) * 64, 0, 2);
-        v_t q[NV_MAX];
-        UNROLL_FOR(int u = 0; u < nv; u++) q[u] = v_load(qt + u * LANES);
-        UNROLL_FOR(int j = 0; j < nk; j++) {
-            v_t key = v_splat(*(const lane_u *)(k + j * k_row));
-            UNROLL_FOR(int u = 0; u < nv; u++) acc[j][u] = v_madd(dot, key, q[u], acc[j][u]);
+    UNROLL_2_FOR(int64_t d = 0; d < p->depth; d++, x += sizeof(lane), y += p->pitch) {
+        UNROLL_FOR(int i = 0; i < fetch; i++) __builtin_prefetch(p->ahead + (d * fetch + i) * 64, 0, 2);
+        v_t row[NV_MAX];
+        UNROLL_FOR(int u = 0; u < nv; u++) row[u] = v_load(y + u * LANES);
+        UNROLL_FOR(int j = 0; j < nx; j++) {
+            v_t element = v_splat(*(const lane_u *)(x + j * p->x_row));
+            UNROLL_FOR(int u = 0; u < nv; u++) acc[j][u] = v_madd(dot, element, row[u], acc[j][u]);
         }
     }
-    UNROLL_FOR(int j = 0; j < nk; j++)
+    UNROLL_FOR(int j = 0; j < nx; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) {
-            lane *to = s + j * pitch + u * LANES;
-            const v_t product = dot ? acc[j][u] * v_splat(factor) : acc[j][u];
-            v_store(to, more ? v_load(to) + product : product);
+            lane *to = p->out + (first + j) * p->pitch + u * LANES;
+            const v_t product = dot ? acc[j][u] * v_splat(p->factor) : acc[j][u];
+            v_store(to, p->more ? v_load(to) + product : product);
         }
 }
-
-/* One accumulator sums at most this many products: rounding grows with their number, and at 1024 would be twice that
- * of a BLAS, which has several. */
-#define MAX_DEPTH 256
 
 /* Rows of a bias that will be read soon: bytes [begin, end) of each. */
 typedef struct {
@@ -48,90 +70,92 @@ typedef struct {
     int64_t n_rows, begin, end;
 } bias_ahead;
 
-/* Asks for the share of TILE keys of BLOCK_K, j the first: all at once would have to wait for one another. */
-INLINE void prefetch_bias(const bias_ahead *x, int64_t j)
+/* Asks for the share of TILE keys among BLOCK_K, `j` being the first: all at once would wait for one another. */
+INLINE void prefetch_bias(const bias_ahead *bias, int64_t j)
 {
-    const int64_t stop = (j + TILE) * x->n_rows / BLOCK_K;
-    for (int64_t r = j * x->n_rows / BLOCK_K; r < stop; r++)
-        for (int64_t at = x->begin; at < x->end; at += 64) __builtin_prefetch(x->rows[r] + at, 0, 2);
+    const int64_t stop = (j + TILE) * bias->n_rows / BLOCK_K;
+    for (int64_t r = j * bias->n_rows / BLOCK_K; r < stop; r++)
+        for (int64_t at = bias->begin; at < bias->end; at += 64) __builtin_prefetch(bias->rows[r] + at, 0, 2);
 }
 
-/* s (n, nv) = k (n, depth) qt (depth, nv); meanwhile `ahead`, if not NULL, is fetched. */
-INLINE void block_qk(int nv, int dot, const char *k, int64_t k_row, int64_t n, const lane *qt, int64_t depth,
-                     lane factor, const bias_ahead *ahead, lane *s)
+/* All n rows of a product with pitch BLOCK_Q. Meanwhile `bias`, if not NULL, is fetched. */
+INLINE void block_outer(int nv, int dot, int64_t n, const outer_product *whole, const bias_ahead *bias)
 {
-    for (int64_t d = 0; d < depth; d += MAX_DEPTH) {
-        const int64_t part = depth - d < MAX_DEPTH ? depth - d : MAX_DEPTH;
-        const int more = d > 0;
-        const char *from = k + d * (int64_t)sizeof(lane);
+    for (int64_t d = 0; d < whole->depth; d += MAX_DEPTH) {
+        outer_product p = *whole;
+        p.x += d * (int64_t)sizeof(lane), p.y += d * BLOCK_Q;
+        p.depth = smaller(whole->depth - d, MAX_DEPTH);
+        p.pitch = BLOCK_Q, p.more = d > 0;
         int64_t j = 0;
-#define KEYS(nk)                                                                                                       \
-    tile_outer(nk, nv, BLOCK_Q, dot, more, from + j * k_row, k_row, qt + d * BLOCK_Q, part, factor, 0, NULL,           \
-               s + j * BLOCK_Q)
         for (; j + TILE <= n; j += TILE) {
-            if (ahead && !more) prefetch_bias(ahead, j);
-            KEYS(TILE);
+            if (bias && !p.more) prefetch_bias(bias, j);
+            tile_outer(TILE, nv, dot, 0, &p, j);
         }
-        for (; j + 4 <= n; j += 4) KEYS(4);
-        for (; j + 2 <= n; j += 2) KEYS(2);
-        for (; j < n; j++) KEYS(1);
-#undef KEYS
+        for (; j + 4 <= n; j += 4) tile_outer(4, nv, dot, 0, &p, j);
+        for (; j + 2 <= n; j += 2) tile_outer(2, nv, dot, 0, &p, j);
+        for (; j < n; j++) tile_outer(1, nv, dot, 0, &p, j);
     }
 }
 
 /* What becomes of the accumulators before a product is added. */
 typedef enum { ACC_ZERO, ACC_KEEP, ACC_SCALE } acc_mode;
 
-/* ot (nd, nv) = mode(ot) + v (n, nd)^T p (n, nv). The product is summed from 0 and then added: values of one sign, summed
- * onto all that came before, would be rounded at the size of the whole at every key. */
-INLINE void tile_pv(int nd, int nv, int dot, const char *v, int64_t v_row, const lane *p, int64_t n, acc_mode mode,
-                    const lane *alpha, lane *ot)
+/* out (head_dim_v, nv) = mode(out) + v (n, head_dim_v)^T probs (n, nv); with `dot` n counts pairs of keys. */
+typedef struct {
+    const char *v;
+    int64_t v_row, n, head_dim_v;
+    const lane *probs, *alpha; /* alpha (nv): the factor of ACC_SCALE */
+    acc_mode mode;
+    lane *out;
+} value_product;
+
+/* Rows d .. d + nd - 1 of out. The product is summed from 0 and then added: values of one sign, summed onto all that came
+ * before, would be rounded at the size of the whole at every key. */
+INLINE void tile_values(int nd, int nv, int dot, int64_t d, const value_product *p)
 {
     v_t acc[TILE][NV];
-    UNROLL_FOR(int d = 0; d < nd; d++)
-        UNROLL_FOR(int u = 0; u < nv; u++) acc[d][u] = v_splat(0);
-    UNROLL_2_FOR(int64_t j = 0; j < n; j++, v += v_row, p += BLOCK_Q) {
+    const char *v = p->v + d * (int64_t)sizeof(lane);
+    const lane *probs = p->probs;
+    UNROLL_FOR(int c = 0; c < nd; c++)
+        UNROLL_FOR(int u = 0; u < nv; u++) acc[c][u] = v_splat(0);
+    UNROLL_2_FOR(int64_t j = 0; j < p->n; j++, v += p->v_row, probs += BLOCK_Q) {
         v_t prob[NV];
-        UNROLL_FOR(int u = 0; u < nv; u++) prob[u] = v_load(p + u * LANES);
-        UNROLL_FOR(int d = 0; d < nd; d++) {
-            v_t value = v_splat(*(const lane_u *)(v + d * sizeof(lane)));
-            UNROLL_FOR(int u = 0; u < nv; u++) acc[d][u] = v_madd(dot, value, prob[u], acc[d][u]);
+        UNROLL_FOR(int u = 0; u < nv; u++) prob[u] = v_load(probs + u * LANES);
+        UNROLL_FOR(int c = 0; c < nd; c++) {
+            v_t value = v_splat(*(const lane_u *)(v + c * sizeof(lane)));
+            UNROLL_FOR(int u = 0; u < nv; u++) acc[c][u] = v_madd(dot, value, prob[u], acc[c][u]);
         }
     }
-    UNROLL_FOR(int d = 0; d < nd; d++)
+    UNROLL_FOR(int c = 0; c < nd; c++)
         UNROLL_FOR(int u = 0; u < nv; u++) {
-            lane *to = ot + d * BLOCK_Q + u * LANES;
-            if (mode == ACC_SCALE) acc[d][u] = v_fma(v_load(to), v_load(alpha + u * LANES), acc[d][u]);
-            if (mode == ACC_KEEP) acc[d][u] += v_load(to);
-            v_store(to, acc[d][u]);
+            lane *to = p->out + (d + c) * BLOCK_Q + u * LANES;
+            if (p->mode == ACC_SCALE) acc[c][u] = v_fma(v_load(to), v_load(p->alpha + u * LANES), acc[c][u]);
+            if (p->mode == ACC_KEEP) acc[c][u] += v_load(to);
+            v_store(to, acc[c][u]);
         }
 }
 
-/* ot (head_dim_v, nv) = mode(ot) + v (n, head_dim_v)^T p (n, nv) */
-INLINE void block_pv(int nv, int dot, const char *v, int64_t v_row, const lane *p, int64_t n, acc_mode mode,
-                     const lane *alpha, lane *ot, int64_t head_dim_v)
+INLINE void block_values(int nv, int dot, const value_product *p)
 {
-    const int64_t step = sizeof(lane);
     int64_t d = 0;
-    for (; d + TILE <= head_dim_v; d += TILE)
-        tile_pv(TILE, nv, dot, v + d * step, v_row, p, n, mode, alpha, ot + d * BLOCK_Q);
-    for (; d + 2 <= head_dim_v; d += 2) tile_pv(2, nv, dot, v + d * step, v_row, p, n, mode, alpha, ot + d * BLOCK_Q);
-    for (; d < head_dim_v; d++) tile_pv(1, nv, dot, v + d * step, v_row, p, n, mode, alpha, ot + d * BLOCK_Q);
+    for (; d + TILE <= p->head_dim_v; d += TILE) tile_values(TILE, nv, dot, d, p);
+    for (; d + 2 <= p->head_dim_v; d += 2) tile_values(2, nv, dot, d, p);
+    for (; d < p->head_dim_v; d++) tile_values(1, nv, dot, d, p);
 }
 
-/* dst (cols, rows) = src (rows, cols) transposed. Writes whole vectors: dst rows hold a multiple of LANES, and what
- * lies past `rows` becomes 0. */
+/* dst (cols, rows) = src (rows, cols) transposed. Whole vectors are written: rows of dst hold a multiple of LANES, and
+ * what lies past `rows` becomes 0. */
 static void transpose(const lane *src, int64_t src_row, int64_t rows, int64_t cols, lane *dst, int64_t dst_row)
 {
     for (int64_t r = 0; r < rows; r += LANES)
         for (int64_t c = 0; c < cols; c += LANES) {
-            v_t t[LANES];
-            const int64_t width = cols - c < LANES ? cols - c : LANES;
+            v_t square[LANES];
+            const int64_t width = smaller(cols - c, LANES);
             for (int i = 0; i < LANES; i++)
-                t[i] = r + i >= rows    ? v_splat(0)
-                       : width == LANES ? v_load(src + (r + i) * src_row + c)
-                                        : v_load_n(src + (r + i) * src_row + c, width);
-            v_transpose(t);
-            for (int i = 0; i < width; i++) v_store(dst + (c + i) * dst_row + r, t[i]);
+                square[i] = r + i >= rows    ? v_splat(0)
+                            : width == LANES ? v_load(src + (r + i) * src_row + c)
+                                             : v_load_n(src + (r + i) * src_row + c, width);
+            v_transpose(square);
+            for (int i = 0; i < width; i++) v_store(dst + (c + i) * dst_row + r, square[i]);
         }
 }

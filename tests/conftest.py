@@ -1,9 +1,12 @@
-"""A test that asks for `implementation` runs on every instruction set of this CPU and on the fallback."""
+"""Fixtures, and which cases run: a sample by default, all of them with --full.
+
+A test with the fixture `implementation` runs on every instruction set of this CPU and on the fallback.
+"""
 
 import os
+import random
 import subprocess
 import sys
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,14 +16,7 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import fastattn
-from fastattn._engine import settings
-
-COMPILED = () if os.environ.get("FASTATTN_BACKEND") == "numpy" else fastattn.available_isas()
-IMPLEMENTATIONS = (*COMPILED, "numpy")
-NOTHING_COMPILED = pytest.param(None, marks=pytest.mark.skip("of compiled kernels, and there are none"))
-
-each_isa = pytest.mark.parametrize("isa", COMPILED or [NOTHING_COMPILED])
+from implementations import COMPILED, IMPLEMENTATIONS, child_environment, forced
 
 # An implementation stays in force for all examples of a property; timing says nothing on a shared machine.
 _HYPOTHESIS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture]}
@@ -29,20 +25,57 @@ hypothesis.settings.register_profile("long", max_examples=500, **_HYPOTHESIS)
 hypothesis.settings.load_profile("default")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full", action="store_true", help="run every case; by default a sample of those of each test"
+    )
+
+
 def pytest_configure(config):
     if not COMPILED:  # what test_config.py tests in a process of its own is no news in every other test
         config.addinivalue_line("filterwarnings", "ignore::fastattn.FallbackWarning")
 
 
 def pytest_report_header(config):
-    return f"fastattn implementations: {', '.join(IMPLEMENTATIONS)}"
+    cases = "all cases" if config.getoption("full") else "a sample of the cases, --full for all"
+    return f"fastattn implementations: {', '.join(IMPLEMENTATIONS)}; {cases}"
 
 
-def forced(implementation, **more):
-    """A context in which `implementation`, the name of an instruction set or "numpy", computes."""
-    if implementation == "numpy":
-        return settings.forced(backend="numpy", **more)
-    return settings.forced(isa=implementation, backend="compiled", **more)
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is not in the sample, unless --full is given or the command names tests with ::."""
+    if config.getoption("full") or any("::" in argument for argument in config.args):
+        return
+    cases = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for name, of_test in cases.items() for item in sample(name, of_test)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def sample(name, items):
+    """Of one test's cases, so many that each parameter has every value, and each implementation every dtype.
+
+    Cases are looked at in an order that is drawn from the test's name. One stays out if those before it had
+    all of its values.
+    """
+    random.Random(name).shuffle(items)
+    seen = set()
+    for item in items:
+        values = values_of(item)
+        if not values <= seen:
+            seen |= values
+            yield item
+
+
+def values_of(item):
+    """What a case has of its test's parameters, as a set."""
+    parameters = (
+        {name: repr(value) for name, value in item.callspec.params.items()}
+        if hasattr(item, "callspec")
+        else {}
+    )
+    return {*parameters.items(), tuple(parameters.get(name) for name in ("implementation", "isa", "dtype"))}
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -62,18 +95,3 @@ def python():
         return subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True)
 
     return run
-
-
-def child_environment(**changes):
-    """os.environ with `changes`, in which a child imports the fastattn under test.
-
-    What a child prints is read: in UTF-8, without colours, and as no other variable of Python's has it.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    environment["PYTHONPATH"] = str(Path(fastattn.__file__).parents[1])
-    environment |= {"PYTHONIOENCODING": "utf-8", "PYTHON_COLORS": "0"}
-    for name, value in changes.items():
-        environment.pop(name, None)
-        if value is not None:
-            environment[name] = str(value)
-    return environment

@@ -1,4 +1,4 @@
-"""The cache of keys and values by itself; with layers it is tested in test_layers.py."""
+"""The cache of keys and values by itself; layers/test_cache.py tests it with layers."""
 
 import ml_dtypes
 import numpy as np

@@ -130,14 +130,16 @@ INTEGERS = {
     r"MultiHeadAttention\(\): head_dim ": lambda n: layers.MultiHeadAttention(8, 2, head_dim=n),
     r"to_array\(\): len_q ": masks.causal().to_array,
     r"to_array\(\): len_k ": lambda n: masks.causal().to_array(3, n),
-    r"to_array\(\): heads ": lambda n: masks.causal().to_array(3, heads=n),
+    r"to_array\(\): num_heads ": lambda n: masks.causal().to_array(3, num_heads=n),
     r"to_array\(\): batch_shape\[0\] ": lambda n: masks.causal().to_array(3, batch_shape=(n,)),
     r"to_array\(\): q_offset ": lambda n: masks.causal().to_array(3, q_offset=n),
     r"compile\(\): shape\[1\] ": lambda n: masks.compile(masks.causal(), (1, n, 4)),
     r"bigbird\(\): window ": lambda n: masks.bigbird(4, n),
     r"swin\(\): (shift|window)": lambda n: masks.swin((8, 8), n, 1),
     r"documents\(\): ids ": masks.documents,
-    r"prefix\(\): n |attention\(\): n of prefix": lambda n: fastattn.attention(X, X, X, mask=masks.prefix(n)),
+    r"first_keys\(\): n |attention\(\): n of first_keys": lambda n: fastattn.attention(
+        X, X, X, mask=masks.first_keys(n)
+    ),
 }
 # What is only compared may be of any size.
 UNBOUNDED = ("window", "stride", "dilation", "k_keys", "chunk", "seq_len")

@@ -5,7 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import forced
+from implementations import forced
 
 from fastattn import ops
 from fastattn._args.packed import WEIGHT_DTYPES

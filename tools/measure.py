@@ -1,4 +1,4 @@
-"""Measure what docs/performance.md says of one thread, and how much of a layer or a step is Python.
+"""Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
     python tools/measure.py {peak,strided,padding,decode,linear,layer,step} [--isa ISA] [--dtype float32]
 
@@ -18,7 +18,7 @@ import numpy as np
 
 import fastattn
 from fastattn import models, ops
-from fastattn._bench import model_files
+from fastattn._bench.suites.models import files as model_files
 from fastattn._engine import settings
 from fastattn._engine.core import _core
 from fastattn.layers import TransformerEncoderLayer
@@ -160,7 +160,7 @@ def step(dtype: str) -> None:
     for layers, vocab, changes in ((8, 8000, small), (4, 32000, {})):  # and a quarter of Llama 3.2 1B
         config = model_files.LLAMA | changes | {"num_hidden_layers": layers, "vocab_size": vocab}
         with tempfile.TemporaryDirectory() as folder:
-            made = model_files._written(Path(folder, "llama"), config, model_files.llama_shapes(config))
+            made = model_files.write(Path(folder, "llama"), config, model_files.llama_shapes(config))
             loaded = [models.load(made, dtype=dtype, weights_dtype=kind) for kind in kinds]
         generated = [model.generate(range(16), 10**6, stop=()) for model in loaded]
         inside: list[float] = []

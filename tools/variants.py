@@ -1,6 +1,6 @@
 """What variants cost: the time of a call over that of plain attention on the same arrays.
 
-python tools/variants.py [length [heads [NAME ...]]]      the calls of fastattn._bench.variant_problem
+python tools/variants.py [length [heads [NAME ...]]]      the calls of fastattn._bench.suites.variants
 """
 
 import sys
@@ -8,7 +8,8 @@ import time
 from statistics import median
 
 from fastattn._bench.cases import Shape
-from fastattn._bench.variant_problem import CALLS, VariantProblem
+from fastattn._bench.suites.variants.calls import CALLS
+from fastattn._bench.suites.variants.problem import VariantProblem
 
 ROUNDS = 9
 # What the scores alone are changed by is to cost at most this much more.

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.packed import PackedLinear
-from fastattn._args.types import FLOAT64, LinearArgs, RowsArgs, lane_dtype
+from fastattn._args.types import ACTIVATIONS, FLOAT64, LinearArgs, RowsArgs, lane_dtype
 from fastattn._args.values import choice, flag, float_array, is_ready, number, readable, require_result
 from fastattn._engine.settings import get_num_threads, require_backend, threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastattn._args.types import Array
-
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "sigmoid")
+    from fastattn._args.types import Activation, Array
 
 
 def data(func: str, name: str, x: Any) -> Array:
@@ -91,7 +89,7 @@ def linear_args(
     x: Any,
     weight: Any,
     bias: Any,
-    activation: str | None,
+    activation: Activation | None,
     residual: Any,
     out: Any,
     num_threads: int | None,
@@ -185,7 +183,7 @@ def norm_args(
 def elementwise_args(
     func: str,
     x: Any,
-    activation: str | None,
+    activation: Activation | None,
     up: Any,
     out: Any,
     num_threads: int | None,

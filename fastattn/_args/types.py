@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
+
+# The formulas are in src/activations.inc, their NumPy twins in _reference/ops.py.
+Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 @dataclass(slots=True)
@@ -175,7 +179,7 @@ class LinearArgs:
     x: Array  # last axis contiguous, as of all that follow; float32, float64, float16 or bfloat16
     weight: PackedLinear
     bias: Array | None  # (n), or (2, n) if gated: lane dtype
-    activation: str | None
+    activation: Activation | None
     residual: Array | None  # (m, n), x's dtype
     out: Array  # (m, n), x's dtype
     num_threads: int
@@ -197,7 +201,7 @@ class RowsArgs:
     weight: Array | None = None  # (n), lane dtype
     bias: Array | None = None
     eps: float = 0.0
-    activation: str | None = None
+    activation: Activation | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -251,6 +251,18 @@ def choice(func: str, name: str, x: Any, options: Collection[str]) -> str:
     return x
 
 
+def generator(func: str, name: str, x: Any) -> np.random.Generator:
+    """`x` as a generator: itself, a new one of the seed `x`, or of an unpredictable seed where it is None."""
+    if x is not None and not isinstance(x, np.random.Generator):
+        try:
+            x = integer(func, name, x, 0)
+        except TypeError:
+            raise TypeError(
+                f"{func}(): {name} is {short(x)}; expected a numpy.random.Generator, an integer or None"
+            ) from None
+    return np.random.default_rng(x)
+
+
 def iterated(func: str, name: str, x: Any, expected: str) -> Iterator[Any]:
     """What `x` holds, one after the other: `expected` says what that is."""
     try:  # an array of no dimensions passes for an Iterable

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array
+    from fastattn._args.types import Activation, Array
     from fastattn.cache import Slots
 
     Buffers = Mapping[str, Array]
@@ -75,7 +75,7 @@ class LinearStep(Step):
 
     weight: PackedLinear
     bias: Array | None  # of the lane type and contiguous, like a norm's parameters
-    activation: str | None = None
+    activation: Activation | None = None
     residual: str | None = None  # a buffer; it may be `out`
 
     @property

@@ -130,7 +130,7 @@ def attention(
     mask : array_like of bool or masks.Mask, optional
         True where a query attends a key. Broadcasts to ``(..., heads_q, len_q, len_k)``: one row of keys a
         sequence is ``mask[:, None, None, :]``, padding also `kv_lengths`. Tiles in which nobody attends are
-        skipped. Or a structure from `fastattn.masks`, such as ``masks.causal() | masks.prefix(9)``, which
+        skipped. Or a structure from `fastattn.masks`, such as ``masks.causal() | masks.first_keys(9)``, which
         never becomes such an array: blocks of keys that a block of queries does not attend cost nothing.
     bias : array_like, optional
         Added to the scores; float32 or q's dtype; broadcasts as `mask`. Its -inf masks, nothing else in it;

@@ -10,6 +10,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.ops import epsilon, rows
+from fastattn._args.types import ACTIVATIONS as PLAIN
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._engine.scratch import keep, scratch
@@ -26,12 +27,8 @@ NORMS = ("layer_norm", "rms_norm")
 
 # For each activation of a feed-forward: what `ops.linear` calls it, and whether its result multiplies a
 # second map of the input (a gated feed-forward).
-ACTIVATIONS = {
-    "relu": ("relu", False),
-    "gelu": ("gelu", False),
-    "gelu_tanh": ("gelu_tanh", False),
-    "silu": ("silu", False),
-    "sigmoid": ("sigmoid", False),
+ACTIVATIONS: dict[str, tuple[ops.Activation, bool]] = {
+    **{name: (name, False) for name in PLAIN},
     "glu": ("sigmoid", True),
     "reglu": ("relu", True),
     "geglu": ("gelu", True),
@@ -79,7 +76,7 @@ class Linear(Layer):
         self,
         x: ArrayLike,
         *,
-        activation: str | None = None,
+        activation: ops.Activation | None = None,
         residual: ArrayLike | None = None,
         out: Array | None = None,
     ) -> Array:
@@ -209,8 +206,8 @@ class FeedForward(Layer):
     d_model, dim_feedforward : int
         Width outside and inside.
     activation : str, default "relu"
-        "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid"; or gated (Shazeer 2020): "glu" (sigmoid),
-        "reglu", "geglu", "geglu_tanh", "swiglu".
+        One of `fastattn.ops.activate`; or gated (Shazeer 2020): "glu" (sigmoid), "reglu", "geglu",
+        "geglu_tanh", "swiglu".
     bias : bool, default True
     weights_dtype, rng
         As in `Linear`.

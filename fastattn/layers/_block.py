@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array
+    from fastattn._args.types import Activation, Array
     from fastattn._engine.program import Step
 
     Window = tuple[int, int] | None
@@ -51,7 +51,7 @@ class Block:
     attended: Projection  # what follows attention
     inner_norm: Norm
     inner: Projection  # a gated pair where the activation multiplies
-    activation: str
+    activation: Activation
     outer: Projection
     head_norm: Norm | None = None  # of each query and key head: its weight is (heads + heads_kv, head_dim)
     window: Window = None  # keys before and after a query that it attends; None: all

@@ -18,7 +18,7 @@ from fastattn._engine import dispatch, settings
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array
+    from fastattn._args.types import Activation, Array
 
 
 def checked(func: str, name: str, x: Any, features: int, weights_dtype: str) -> Array:
@@ -75,7 +75,7 @@ def linear(
     x: Array,
     weight: PackedLinear,
     bias: Array | None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Array | None = None,
     out: Array | None = None,
 ) -> Array:

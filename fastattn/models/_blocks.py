@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from fastattn._args.types import ACTIVATIONS as OURS
+from fastattn._args.types import Activation
 from fastattn.layers._block import Block, Norm, Projection
 from fastattn.models._weights import joined
 
@@ -18,13 +20,11 @@ if TYPE_CHECKING:
     from fastattn.models._weights import Precision
 
 # What config.json calls activations, and what `fastattn.ops` calls them.
-ACTIVATIONS = {
-    "gelu": "gelu",
+ACTIVATIONS: dict[str, Activation] = {
+    **{name: name for name in OURS},
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
     "swish": "silu",
 }
 
@@ -63,7 +63,7 @@ class BlockReader:
     norm_first: bool
     norm: str  # "layer_norm", which has a bias, or "rms_norm"
     eps: float
-    activation: str
+    activation: Activation
     biased: frozenset[str]  # the maps that have a bias
     transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
 

@@ -6,7 +6,7 @@ import importlib
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastattn._args.packed import is_finite
 from fastattn._args.values import short
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
 
     Tensor = tuple[Any, str]  # an open safetensors file, and the tensor's name in it
+
+_T = TypeVar("_T")
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")  # as safetensors calls them
@@ -123,7 +125,7 @@ class Config:
         value: str = self._value(name, str, "a string", default)
         return value
 
-    def choice(self, name: str, table: Mapping[str, str], default: str = _REQUIRED) -> str:
+    def choice(self, name: str, table: Mapping[str, _T], default: str = _REQUIRED) -> _T:
         """What `table` has for the value."""
         value = self.text(name, default)
         if value not in table:

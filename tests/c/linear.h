@@ -88,7 +88,7 @@ static linear_case linear_case_of(int number)
     a->k = linear_k[i % COUNT(linear_k)], i /= COUNT(linear_k);
     a->n = linear_n[i];
     a->dtype = a->weight == FA_F64 ? FA_F64 : floats[below(3)];
-    a->activation = (fa_activation)below(6);
+    a->activation = (fa_activation)below(FA_N_ACTIVATIONS);
     a->gated = (int)below(2);
     c.x = random_floats(a->dtype, a->m, a->k, -1, 1);
     a->x = c.x.data, a->x_row = c.x.row;

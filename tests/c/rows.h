@@ -21,7 +21,7 @@ static rows_case rows_case_of(int number)
     a->kind = (fa_rows_kind)(i % 4), i /= 4;
     a->dtype = floats[i % COUNT(floats)], i /= COUNT(floats);
     a->n = rows_n[i % COUNT(rows_n)], i /= COUNT(rows_n);
-    a->activation = (fa_activation)(i % 6);
+    a->activation = (fa_activation)(i % FA_N_ACTIVATIONS);
     a->m = ROWS, a->eps = 1e-5;
     c.x = random_floats(a->dtype, a->m, a->n, -2, 3);
     if (a->kind == FA_SOFTMAX) FOR(j, a->n)

@@ -18,7 +18,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-sys.path.append(str(Path(__file__).parents[1]))  # of tiny_models.py
+sys.path.append(str(Path(__file__).parents[1] / "oracles"))
 
 import attention  # noqa: F401 - adds its recipes, as others do
 import faults

@@ -5,7 +5,6 @@ from judge import Like
 from recipes import RECIPES, Call, native, recipe, same
 from scores import Scores
 
-import fastattn
 from fastattn import functional
 from fastattn._args.types import lane_dtype
 from fastattn.functional import feature_maps
@@ -85,7 +84,7 @@ def by_its_paper(d):
         arguments |= {"beta": gates["beta"], **d.some(0.2, unit_keys=lambda: False)}
     finite = arguments.get("unit_keys", True)
     tolerance = 1.0 if finite else np.inf
-    return Call(getattr(fastattn, name), arguments, lambda a: attended(a, finite), (), tolerance)
+    return Call(getattr(functional, name), arguments, lambda a: attended(a, finite), (), tolerance)
 
 
 @recipe

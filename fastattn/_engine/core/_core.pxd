@@ -35,7 +35,7 @@ cdef extern from "fastattn.h" nogil:
         int64_t n_tasks, split_k, n_splits, scratch_bytes, partial_bytes
         double flops
     ctypedef enum fa_activation:
-        FA_NONE, FA_RELU, FA_GELU, FA_GELU_TANH, FA_SILU, FA_SIGMOID
+        FA_NONE, FA_N_ACTIVATIONS
     ctypedef struct fa_linear_args:
         const char *x
         const char *residual
@@ -115,3 +115,4 @@ cdef extern from "fastattn.h" nogil:
     const char *fa_isa_name(int)
     int fa_isa_available(int)
     const fa_kernels *fa_isa_kernels(int, fa_dtype)
+    const char *fa_activation_name(fa_activation)

@@ -54,7 +54,7 @@ cdef extern from *:
 cdef enum:
     N_ARRAYS = 21
 # Work for which a parallel region (5 microseconds) pays: FLOP of the tile kernel, and of the dot kernel, whose FLOP
-# wait for memory and take ten times as long. docs/performance.md has the measurement.
+# wait for memory and take ten times as long. docs/notes/threads.md has the measurement.
 cdef double PARALLEL_TILE = 1e6
 cdef double PARALLEL_DOT = 1e5
 # Splits in flight per thread: the partials kept at a time are this many times the thread count.
@@ -292,8 +292,8 @@ cdef void _attention_task(void *context, int64_t task, void *scratch) noexcept n
 
 cdef void _split_task(void *context, int64_t task, void *scratch) noexcept nogil:
     cdef AttentionCall *c = <AttentionCall *>context
-    c.kernels.run_split(c.args, &c.plan, c.items[2 * task], c.items[2 * task + 1], c.partials + task * c.plan.partial_bytes,
-                        scratch)
+    c.kernels.run_split(c.args, &c.plan, c.items[2 * task], c.items[2 * task + 1],
+                        c.partials + task * c.plan.partial_bytes, scratch)
 
 
 cdef void _run_splits(Loop *loop, AttentionCall *c, int64_t wave) noexcept nogil:
@@ -343,7 +343,7 @@ cdef int _run_attention(fa_attention_args *a, int threads) except -1:
 def attention(args):
     """Compute `args.out` and, where given, `args.lse` and `args.statistics`."""
     cdef fa_attention_args a
-    cdef _Tables tables = _set_args(&a, args, True)  # which must outlive the kernels
+    cdef _Tables _tables = _set_args(&a, args, True)  # which must outlive the kernels
     cdef int threads = args.num_threads if FA_OPENMP else 1
     _run_attention(&a, threads)
     if a.norm.data != NULL:
@@ -375,13 +375,13 @@ def fma_peak(dtype, num_threads):
     `dtype` is "float32", "float64" or "bfloat16" (the dot-product instruction; 0.0 where there is none).
     """
     cdef const fa_kernels *kernels = fa_isa_kernels(_isa, FA_F64 if dtype == "float64" else FA_F32)
-    cdef int bf16 = dtype == "bfloat16", threads = num_threads, i
+    cdef int bf16 = dtype == "bfloat16", threads = num_threads, _i
     cdef int64_t rounds = 1 << 20
     cdef double flops, seconds, best = 0
     for _ in range(8):
         seconds = time.perf_counter()
         flops = 0
-        for i in prange(threads, nogil=True, num_threads=threads, schedule="static"):
+        for _i in prange(threads, nogil=True, num_threads=threads, schedule="static"):
             flops += kernels.fma_rounds(rounds, bf16)
         best = max(best, flops / (time.perf_counter() - seconds))
     return best

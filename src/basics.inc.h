@@ -1,0 +1,52 @@
+/* Small things that every file uses: integers, elements of strided arrays, scratch memory, when to give up.
+ *
+ * Requires  fastattn.h, simd.h. */
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+INLINE int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
+
+INLINE int64_t load_int(const char *from)
+{
+    int64_t x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+/* Where item (batch b, head h, row i, column j) of an array is. */
+INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
+{
+    return x->data + x->batch[b] + h * x->head + i * x->row + j * x->col;
+}
+
+/* call(dtype) with a literal that a kernel may read: switches on it fold away. */
+#define WITH_DTYPE(dtype, call)                                                                                        \
+    do {                                                                                                               \
+        if (LANE_BITS == 32 && (dtype) == FA_F16) call(FA_F16);                                                        \
+        else if (LANE_BITS == 32 && (dtype) == FA_BF16) call(FA_BF16);                                                 \
+        else call(LANE_DTYPE);                                                                                         \
+    } while (0)
+
+/* Memory that is cut into arrays, each at a cache line. From NULL nothing is cut, but `used` is counted all the same: so a
+ * plan learns how much a kernel needs. */
+typedef struct {
+    char *memory;
+    int64_t used;
+} arena;
+
+INLINE void *cut(arena *from, int64_t bytes)
+{
+    char *piece = from->memory ? from->memory + from->used : NULL;
+    from->used += round_up(bytes, 64);
+    return piece;
+}
+
+/* array = n elements of its type */
+#define CUT(from, array, n) ((array) = cut(from, (n) * (int64_t)sizeof *(array)))
+
+/* Whether a task is to end where it is. It asks about every millisecond, since the answer may take a look at the clock. */
+INLINE int given_up(const fa_watch *watch) { return watch && watch->gives_up(watch->caller); }

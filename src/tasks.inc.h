@@ -1,0 +1,227 @@
+/* A call of attention: its plan, and its tasks. */
+
+/* Keys of a split: enough work to be worth a task (tens of microseconds), few enough to occupy many cores. */
+#define SPLIT_K 512
+_Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");
+
+/* Tasks per thread below which a task has fewer tiles: the last one to finish must not keep the other threads waiting.
+ * Of 4 and 24, tried on 2 cores, 24 is 30% ahead at (1, 12, 128, 64), 4% at (1, 12, 512, 64), level from there on. */
+#define TASKS_PER_THREAD 24
+
+/* Partials at the head of a thread's scratch: the one that is made, and the states that it is merged into. One state
+ * serves all tiles of a task in turn where none is needed before the tile's end. */
+static int64_t n_partials(const fa_attention_args *a, const fa_plan *plan)
+{
+    return 1 + (!plan->split_k && a->len_k > PART_K ? plan->tiles : 1);
+}
+
+/* Row blocks [block, block + blocks) of the KV head. */
+static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t block, int64_t blocks)
+{
+    const int64_t group = a->heads_q / a->heads_kv, n_rows = group * a->len_q, row0 = block * plan->block_q;
+    const int64_t most = blocks * plan->block_q;
+    return (row_block){
+        .b = head / a->heads_kv,
+        .h_kv = head % a->heads_kv,
+        .group = group,
+        .row0 = row0,
+        .n = n_rows - row0 < most ? n_rows - row0 : most,
+    };
+}
+
+/* Whether the rows, all of a KV head's, take the kernel of few rows. A sequence with no more keys than queries is one
+ * that attends itself; beside longer ones it is padded to many rows. So it takes the tile kernel in any company, and has
+ * the same bits. */
+static int takes_dot(const fa_attention_args *a, const fa_plan *plan, const row_block *rows)
+{
+    if (plan->kind != FA_DOT || !a->row_end.data) return plan->kind == FA_DOT;
+    EACH_ROW(rows, r, id) {
+        int64_t begin, end;
+        row_range(a, rows, id, &begin, &end);
+        if (begin < end && end > a->len_q) return 1;
+    }
+    return 0;
+}
+
+/* Scratch of the kernels behind the partials. */
+static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *plan)
+{
+    tile_scratch tile;
+    dot_scratch dot;
+    const int64_t for_tile = take_tile_scratch(&(arena){.memory = NULL}, a, plan->tiles, &tile);
+    return plan->kind == FA_DOT ? larger(for_tile, take_dot_scratch(&(arena){.memory = NULL}, a, &dot)) : for_tile;
+}
+
+/* The second pass: keys of a task. Fewer where there would be few tasks; below 128, preparing queries would show. */
+static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *plan)
+{
+    const int64_t blocks = ceil_div(a->heads_q / a->heads_kv * a->len_q, plan->block_q);
+    const int64_t owners = a->batch * (a->mean_weights.data ? 1 : a->heads_kv);
+    plan->tiles = plan->kind == FA_DOT ? 1 : (int)smaller(blocks, TILES);
+    plan->split_k = 0;
+    plan->n_splits = 1;
+    plan->run_k = 16 * BLOCK_K;
+    while (plan->run_k > 2 * BLOCK_K && owners * ceil_div(a->len_k, plan->run_k) < 4 * threads) plan->run_k /= 2;
+    plan->n_tasks = owners * ceil_div(a->len_k, plan->run_k);
+    plan->scratch_bytes = kernel_scratch(a, plan);
+    plan->flops = 2.0 * a->batch * a->heads_q * a->len_q * a->len_k * a->head_dim;
+}
+
+static void attention_plan(const fa_attention_args *a, int threads, fa_plan *plan)
+{
+    const int64_t n_rows = a->heads_q / a->heads_kv * a->len_q, heads = a->batch * a->heads_kv;
+    plan->kind = n_rows <= DOT_ROWS && a->len_k > a->len_q ? FA_DOT : FA_TILE;
+    plan->block_q = plan->kind == FA_DOT ? DOT_ROWS : BLOCK_Q;
+    plan->block_k = BLOCK_K;
+    plan->bf16_dot = V_BF16_DOT && plan->kind == FA_TILE && a->q.dtype == FA_BF16;
+    plan->split_k = n_rows <= plan->block_q ? SPLIT_K : 0;
+    plan->n_splits = plan->split_k && a->len_k ? ceil_div(a->len_k, SPLIT_K) : 1;
+    const int64_t blocks = ceil_div(n_rows, plan->block_q), share = heads * blocks / (threads * TASKS_PER_THREAD);
+    plan->tiles = share < 1 || blocks <= 1 ? 1 : share < TILES ? (int)share : TILES;
+    plan->n_tasks = heads * ceil_div(blocks, plan->tiles);
+    plan->run_k = 0;
+    plan->partial_bytes = partial_at(a, plan->block_q, NULL, NULL);
+    plan->scratch_bytes = n_partials(a, plan) * plan->partial_bytes + kernel_scratch(a, plan);
+    plan->flops = 2.0 * a->batch * a->heads_q * a->len_q * a->len_k * (a->head_dim + a->head_dim_v);
+    if (a->second_pass) plan_second_pass(a, threads, plan);
+}
+
+/* Splits [*first, *last) of the KV head hold all keys that its rows may attend; at least one, to write the result. */
+static void attention_splits(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t *first,
+                             int64_t *last)
+{
+    const row_block rows = rows_of(a, plan, head, 0, 1);
+    int64_t begin = a->len_k, end = 0;
+    EACH_ROW(&rows, r, id) {
+        int64_t row_begin, row_end;
+        row_range(a, &rows, id, &row_begin, &row_end);
+        if (row_begin >= row_end) continue;
+        begin = smaller(begin, row_begin);
+        end = larger(end, row_end);
+    }
+    *first = begin < end ? begin / plan->split_k : 0;
+    *last = begin < end ? ceil_div(end, plan->split_k) : 1;
+}
+
+/* Adds the partial of `split` to the KV head's state; they come in order: the first replaces, the last finishes. */
+static void attention_merge(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t split, void *state,
+                            const void *split_partial)
+{
+    const row_block rows = rows_of(a, plan, head, 0, 1);
+    int64_t first, last;
+    partial into, from;
+    attention_splits(a, plan, head, &first, &last);
+    partial_at(a, plan->block_q, state, &into);
+    partial_at(a, plan->block_q, (void *)split_partial, &from);
+    if (split == first) partial_copy(a, &into, &from, rows.n);
+    if (split == first + 1) partial_begin_merging(&into);
+    if (split > first) partial_merge(a, &into, &from, rows.n);
+    if (split < last - 1) return;
+    if (split > first) partial_end_merging(&into, rows.n);
+    partial_finish(a, &rows, &into);
+}
+
+/* All rows t of a KV head against keys [begin, end), by the kernel that they take; `into` is NULL in the second pass. */
+static void attend_rows(const fa_attention_args *a, const fa_plan *plan, row_block *rows, int64_t begin, int64_t end,
+                        void *memory, const partial *into)
+{
+    if (takes_dot(a, plan, rows)) {
+        dot_scratch scratch;
+        take_dot_scratch(&(arena){.memory = memory}, a, &scratch);
+        dot_attend(a, rows, begin, end, &scratch, into);
+        return;
+    }
+    tile_scratch scratch;
+    take_tile_scratch(&(arena){.memory = memory}, a, 1, &scratch);
+    for (int64_t r = 0; r < rows->n; r += BLOCK_Q) { /* DOT_ROWS may be several tiles */
+        row_block tile = *rows;
+        tile.row0 += r;
+        tile.n = smaller(rows->n - r, BLOCK_Q);
+        if (into) scratch.tiles[0].total = partial_from(a, into, r);
+        tile_attend(a, &tile, begin, end, &scratch);
+        if (into) tile_end(a, &scratch, scratch.tiles);
+    }
+}
+
+static void attention_run_split(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t split,
+                                void *split_partial, void *memory)
+{
+    row_block rows = rows_of(a, plan, head, 0, 1);
+    const int64_t begin = split * plan->split_k;
+    partial into;
+    partial_at(a, plan->block_q, split_partial, &into);
+    attend_rows(a, plan, &rows, begin, smaller(begin + plan->split_k, a->len_k), memory, &into);
+}
+
+/* Whether some row of t may attend some of keys [begin, end): the walk over the keys begins with its queries. */
+static int attends_some(const fa_attention_args *a, const row_block *rows, int64_t begin, int64_t end)
+{
+    if (!a->row_begin.data && !a->row_end.data && !a->ranges) return 1;
+    EACH_ROW(rows, r, id) {
+        int64_t first, last;
+        row_range(a, rows, id, &first, &last);
+        first = larger(first, begin), last = smaller(last, end);
+        if (first >= last) continue;
+        if (!a->ranges) return 1;
+        const int64_t *pairs = a->ranges + 2 * load_int(at(&a->range_first, rows->b, id.head, id.query, 0));
+        const int64_t *stop = a->ranges + 2 * load_int(at(&a->range_last, rows->b, id.head, id.query, 0));
+        pairs = first_pair(pairs, stop, first);
+        if (pairs < stop && pairs[0] < last) return 1;
+    }
+    return 0;
+}
+
+/* The second pass: some row blocks after the other, of all heads where their mean is asked for. */
+static void run_second_pass(const fa_attention_args *a, const fa_plan *plan, int64_t task, void *memory)
+{
+    const int64_t runs = ceil_div(a->len_k, plan->run_k), n_rows = a->heads_q / a->heads_kv * a->len_q;
+    const int64_t begin = task % runs * plan->run_k, end = smaller(begin + plan->run_k, a->len_k);
+    const int64_t heads = a->mean_weights.data ? a->heads_kv : 1, head0 = task / runs * heads;
+    for (int64_t block = 0; block * plan->block_q < n_rows; block += plan->tiles)
+        for (int64_t head = head0; head < head0 + heads; head++) {
+            row_block rows = rows_of(a, plan, head, block, plan->tiles);
+            if (!attends_some(a, &rows, begin, end)) continue;
+            if (given_up(a->watch)) return;
+            if (plan->kind == FA_DOT) {
+                attend_rows(a, plan, &rows, begin, end, memory, NULL);
+                continue;
+            }
+            tile_scratch scratch;
+            take_tile_scratch(&(arena){.memory = memory}, a, plan->tiles, &scratch);
+            tile_attend(a, &rows, begin, end, &scratch);
+        }
+}
+
+/* The whole of a task. Within a KV head the last rows come first: under a causal mask they have the most keys. */
+static void attention_run(const fa_attention_args *a, const fa_plan *plan, int64_t task, void *memory)
+{
+    if (a->second_pass) {
+        run_second_pass(a, plan, task, memory);
+        return;
+    }
+    char *next = memory, *state = next + plan->partial_bytes, *rest = next + n_partials(a, plan) * plan->partial_bytes;
+    if (plan->split_k) {
+        int64_t first, last;
+        attention_splits(a, plan, task, &first, &last);
+        for (int64_t split = first; split < last; split++) {
+            if (split > first && split * SPLIT_K % PART_K == 0 && given_up(a->watch)) return;
+            attention_run_split(a, plan, task, split, next, rest);
+            attention_merge(a, plan, task, split, state, next);
+        }
+        return;
+    }
+    const int64_t tasks = plan->n_tasks / (a->batch * a->heads_kv), block = (tasks - 1 - task % tasks) * plan->tiles;
+    const row_block rows = rows_of(a, plan, task / tasks, block, plan->tiles);
+    tile_scratch scratch;
+    take_tile_scratch(&(arena){.memory = rest}, a, plan->tiles, &scratch);
+    partial_at(a, plan->block_q, next, &scratch.part);
+    for (int i = 0; i < plan->tiles; i++) {
+        char *total = state + (a->len_k > PART_K ? i : 0) * plan->partial_bytes;
+        partial_at(a, plan->block_q, total, &scratch.tiles[i].total);
+    }
+    tile_attend(a, &rows, 0, a->len_k, &scratch);
+    for (int i = 0; i * plan->block_q < rows.n; i++) {
+        tile_end(a, &scratch, scratch.tiles + i);
+        partial_finish(a, &scratch.tiles[i].rows, &scratch.tiles[i].total);
+    }
+}

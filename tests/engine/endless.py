@@ -1,0 +1,125 @@
+"""Calls of seconds to years: `python endless.py IMPLEMENTATION THREADS CALL`, for a test to interrupt.
+
+Most arrays are one block, seen as very many by strides of 0.
+"""
+
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from implementations import forced
+
+import fastattn
+from fastattn import functional, ops
+from fastattn._engine.program import OUT, LinearStep, Sequences, X, build
+
+
+def repeated(*shape, dtype=np.float32):
+    return np.broadcast_to(np.full(shape[-1], 0.5, dtype), shape)
+
+
+def attention():
+    q, k = repeated(100_000, 4, 256, 64), repeated(100_000, 4, 2048, 64)
+    return lambda: fastattn.attention(q, k, k[..., :1])
+
+
+def keys():
+    """One task, if there is one thread: a few tiles of rows."""
+    q, k = repeated(1, 1, 256, 128), repeated(1, 1, 1 << 36, 128)
+    return lambda: fastattn.attention(q, k, k)
+
+
+def decode():
+    """One task, if there is one thread."""
+    q, k = repeated(1, 1, 8, 64), repeated(1, 1, 1 << 36, 64)
+    return lambda: fastattn.attention(q, k, k)
+
+
+def topk():
+    q, k = repeated(100_000, 4, 256, 64), repeated(100_000, 4, 2048, 64)
+    return lambda: functional.topk_attention(q, k, k[..., :1], k_keys=3)
+
+
+def additive():
+    """One task."""
+    q, k, weight = repeated(1, 1, 32, 1024), repeated(1, 1, 1 << 20, 1024), np.ones((1, 1024), np.float32)
+    return lambda: functional.additive_attention(q, k, k[..., :1], weight)
+
+
+def talking():
+    """One task."""
+    q, k, mix = repeated(1, 8, 32, 64), repeated(1, 8, 1 << 36, 64), np.ones((8, 8), np.float32)
+    return lambda: functional.talking_heads_attention(q, k, k, pre=mix, post=mix)
+
+
+def recurrent():
+    q = repeated(100_000, 4, 256, 64)
+    return lambda: functional.linear_attention(q, q, q[..., :1], rule="linear")
+
+
+def state():
+    """One task: a state cannot be cut."""
+    q = repeated(1, 1, 1 << 26, 256)
+    return lambda: functional.linear_attention(q, q, q[..., :1], rule="linear")
+
+
+def last_state():
+    """One task: queries that are not causal."""
+    q, k = repeated(1, 1, 1 << 28, 256), repeated(1, 1, 1, 256)
+    return lambda: functional.linear_attention(q, k, k[..., :1], rule="linear", causal=False)
+
+
+def linear():
+    x, weight = repeated(1 << 24, 1 << 13), ops.pack(np.ones((64, 1 << 13), np.float32))
+    return lambda: ops.linear(x, weight)
+
+
+def program():
+    """One step of a model."""
+    x, weight = repeated(1 << 24, 1 << 13), ops.pack(np.ones((64, 1 << 13), np.float32))
+    steps = [LinearStep(X, OUT, weight, None)]
+    return lambda: build("endless", steps).run(x, Sequences(1))
+
+
+def rows():
+    x = repeated(1 << 20, 1 << 9, dtype=np.float64)
+    return lambda: ops.activate(x, "gelu_tanh")
+
+
+def pack():
+    weight = repeated(1 << 15, 1 << 15)
+    return lambda: ops.pack(weight, dtype="int8")
+
+
+def tokenize():
+    """One text."""
+    from tiny_tokenizers import write_tokenizer
+
+    from fastattn.models._text import Text
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        text = Text(Path(folder), 32)
+        text.encode(["the cat"])  # the file has been read
+    return lambda: text.encode(["the cat " * (1 << 20)])
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    implementation, num_threads, name = sys.argv[1:]
+    call = globals()[name]()
+    with forced(implementation, num_threads=int(num_threads)):
+        print("computing", flush=True)
+        try:
+            call()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+            q = np.ones((2, 100, 16), np.float32)
+            assert (fastattn.attention(q, q, q, num_threads=2) == 1).all()  # as if nothing had happened
+            print("computed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

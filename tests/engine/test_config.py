@@ -1,0 +1,347 @@
+"""What fastattn says of itself, show_config, explain, available_isas, and what the environment changes."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from implementations import COMPILED, child_environment, each_isa, forced
+
+import fastattn
+from fastattn.__main__ import main
+from fastattn._bench import report as bench_report
+from fastattn._bench.cases import Shape, make_inputs
+from fastattn._engine import settings
+
+SHAPE = Shape("config", batch=2, heads_q=8, heads_kv=2, len_q=200, len_k=500, head_dim=32)
+Q, K, V = make_inputs(SHAPE, "float32", np.random.default_rng(0))
+
+CONFIG_KEYS = ["version", "backend", "why_numpy", "isa", "isas_available", "isas_compiled", "openmp",
+               "num_threads", "num_threads_from", "compiler", "numpy", "python"]  # fmt: skip
+
+# Whatever the environment of the tests is: the extension if it is there.
+DEFAULT = {"FASTATTN_BACKEND": None, "FASTATTN_ISA": None}
+BUILT = bool(fastattn.available_isas())
+
+
+def test_what_is_exported():
+    for name in fastattn.__all__:
+        assert getattr(fastattn, name).__doc__, f"{name} has no docstring"
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", fastattn.__version__)
+    assert issubclass(fastattn.FallbackWarning, Warning)
+
+
+def test_show_config():
+    config = fastattn.show_config()
+    assert list(config) == CONFIG_KEYS
+    assert config["version"] == fastattn.__version__
+    assert config["num_threads"] == fastattn.get_num_threads()
+    assert config["isas_available"] == fastattn.available_isas()
+    assert set(config["isas_available"]) <= set(config["isas_compiled"])
+    assert config["backend"] == ("compiled" if COMPILED else "numpy")
+    assert (config["why_numpy"] is None) == bool(COMPILED)
+    assert (config["isa"] in config["isas_available"]) == bool(COMPILED)
+    if BUILT:
+        assert "generic" in config["isas_available"]
+        assert config["compiler"]
+        assert isinstance(config["openmp"], bool)
+
+
+def test_reports_print_as_tables():
+    for report in (fastattn.show_config(), fastattn.explain(Q, K, V, causal=True)):
+        lines = repr(report).splitlines()
+        assert len(lines) == len(report)
+        for line, name in zip(lines, report, strict=True):
+            assert re.match(rf"{name} +\S", line), line
+
+
+def test_show_config_follows_what_is_forced(implementation):
+    config = fastattn.show_config()
+    if implementation == "numpy":
+        assert config["backend"] == "numpy"
+        assert config["why_numpy"]
+    else:
+        assert (config["backend"], config["isa"]) == ("compiled", implementation)
+
+
+def test_explain(implementation):
+    report = fastattn.explain(Q, K, V)
+    if implementation == "numpy":
+        assert report["backend"] == report["kernel"] == "numpy"
+    else:
+        assert (report["backend"], report["isa"]) == ("compiled", implementation)
+        assert report["why_numpy"] is None
+    assert report["tiles"] == report["tiles_full"] > 0
+    assert report["tiles_skipped"] == report["tiles_edge"] == 0
+    assert report["copies"] == ()
+    assert report["num_threads"] == fastattn.get_num_threads()
+    rows = SHAPE.len_q * SHAPE.heads_q // SHAPE.heads_kv  # of one KV head
+    least = SHAPE.batch * SHAPE.heads_kv * (rows // report["block_q"]) * (SHAPE.len_k // report["block_k"])
+    assert report["tiles"] >= max(1, least)
+    assert fastattn.explain(Q[:, :2, :1], K[:, :, :16], V[:, :, :16]).get("split_k") is None
+
+
+def test_explain_counts_tiles(implementation):
+    """skipped + full + edge is all, whatever masks; and what is masked is skipped."""
+    mask = np.zeros((200, 500), bool)
+    mask[:, :1] = True
+    for arguments in (
+        {"causal": True},
+        {"causal": True, "q_offset": 0},
+        {"window": (20, 0)},
+        {"mask": mask},
+        {"mask": mask, "kv_lengths": 300},
+        {"bias": np.where(mask, 0, -np.inf).astype(np.float32)},
+        {"kv_lengths": [10, 0]},
+        {"row_ranges": (7, 9)},
+    ):
+        report = fastattn.explain(Q, K, V, **arguments)
+        assert report["tiles"] == report["tiles_skipped"] + report["tiles_full"] + report["tiles_edge"]
+        assert report["tiles_edge"] > 0 or "kv_lengths" in arguments
+    nothing = fastattn.explain(Q, K, V, kv_lengths=0)
+    assert nothing["tiles_skipped"] == nothing["tiles"] > 0
+    long = make_inputs(SHAPE._replace(len_q=2000, len_k=2000), "float32", np.random.default_rng(0))
+    causal = fastattn.explain(*long, causal=True)
+    assert 0.3 < causal["tiles_skipped"] / causal["tiles"] < 0.5
+    window = fastattn.explain(*long, window=(100, 0))
+    assert 0.5 < window["tiles_skipped"] / window["tiles"] < 1
+
+
+@pytest.mark.parametrize("heads_q", [1, 3, 5, 8, 40, 71])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_explain_counts_every_tile(by_head, heads_q, implementation):
+    """Blocks of block_q rows, (query, head in group) pairs, also where they cut through a query's heads."""
+    rng = np.random.default_rng(heads_q)
+    q, k = np.zeros((1, heads_q, 33, 16), np.float32), np.zeros((1, 1, 300, 16), np.float32)
+    begin = rng.integers(0, 200, (heads_q if by_head else 1, 33))
+    end = begin + rng.integers(0, 200, begin.shape)
+    attends = (begin[..., None] <= np.arange(300)) & (np.arange(300) < end[..., None])
+    rows = np.broadcast_to(attends, (heads_q, 33, 300)).swapaxes(0, 1).reshape(-1, 300)
+    for arguments in ({"row_ranges": (begin, end)}, {"mask": attends}):
+        report = fastattn.explain(q, k, k, **arguments)
+        block_q, block_k = report["block_q"], report["block_k"]
+        tiles = [rows[r : r + block_q, j : j + block_k]
+                 for r in range(0, len(rows), block_q) for j in range(0, 300, block_k)]  # fmt: skip
+        assert report["tiles"] == len(tiles)
+        if "mask" in arguments:
+            assert report["tiles_skipped"] == sum(not tile.any() for tile in tiles)
+        assert report["tiles_full"] == sum(bool(tile.all()) for tile in tiles)
+
+
+def test_conversions_are_said(implementation):
+    k16 = K.astype(np.float16)
+    said = fastattn.explain(Q, k16, k16, alibi_slopes=np.ones(8), sinks=np.ones(8, np.float32))
+    assert said["copies"] == ("alibi_slopes converted: float64 to float32",)
+    assert [text.split(",")[0] for text in said["conversions"]] == ["k widened", "v widened"]
+    assert fastattn.explain(Q, K, V)["conversions"] == ()
+    heads_inside = make_inputs(SHAPE, "float32", np.random.default_rng(0), layout="blhd")
+    said = fastattn.explain(*heads_inside)["conversions"]
+    assert [text.split(",")[0] for text in said] == ["k gathered", "v gathered"]
+
+
+def test_explain_computes_nothing():
+    out = np.full((2, 8, 200, 32), 7, np.float32)
+    fastattn.explain(Q, K, V, out=out, return_lse=True)
+    assert (out == 7).all()
+
+
+def test_explain_backend():
+    assert fastattn.explain(Q, K, V, backend="numpy")["why_numpy"]
+    if BUILT:
+        assert fastattn.explain(Q, K, V, backend="compiled")["backend"] == "compiled"
+
+
+@each_isa
+def test_short_queries_have_a_kernel_of_their_own(isa):
+    """The kernel follows from rows per KV head, and whether keys outnumber them, not from threads."""
+
+    def plan(shape, **arguments):
+        arrays = make_inputs(shape, "float32", np.random.default_rng(0))
+        with forced(isa):
+            return fastattn.explain(*arrays, **arguments)["kernel"]
+
+    decode = SHAPE._replace(heads_q=2, len_q=1)
+    assert plan(SHAPE) == "tile"
+    assert plan(decode) == "dot"
+    for same in ({"num_threads": 1}, {"num_threads": 9}, {"kv_lengths": [500, 3]}, {"kv_lengths": 0}):
+        assert plan(decode, **same) == "dot"
+        assert plan(SHAPE, **same) == "tile"
+    assert plan(decode._replace(batch=1)) == "dot"
+    assert plan(decode._replace(len_q=4, len_k=4)) == "tile"  # a short sequence that attends itself
+
+
+def test_copies_are_said():
+    report = fastattn.explain(Q[..., ::2], K[..., :16], V)
+    assert [text.split()[0] for text in report["copies"]] == ["q"]
+    assert "head dimension" in report["copies"][0]
+    bias = np.zeros((200, 500), ">f4")
+    assert [text.split()[0] for text in fastattn.explain(Q, K, V, bias=bias)["copies"]] == ["bias"]
+
+
+def test_available_isas_come_best_first():
+    order = ["avx512bf16", "avx512", "avx2", "neon", "generic"]
+    isas = fastattn.available_isas()
+    assert list(isas) == sorted(isas, key=order.index)
+    assert all(isa in fastattn.show_config()["isas_compiled"] for isa in isas)
+
+
+@each_isa
+def test_the_environment_forces_an_isa(isa, python):
+    code = "import fastattn; print(fastattn.show_config()['isa'])"
+    assert python(code, **{**DEFAULT, "FASTATTN_ISA": isa}).stdout == f"{isa}\n"
+
+
+def test_an_isa_for_the_calls_that_ask_for_kernels(python):
+    """FASTATTN_BACKEND=numpy is the default only: FASTATTN_ISA holds where a call says backend="compiled"."""
+    code = """
+import numpy as np, fastattn
+q = np.ones((2, 4))
+print(fastattn.explain(q, q, q, backend="compiled" if fastattn.available_isas() else None)["isa"])
+"""
+    run = python(code, FASTATTN_BACKEND="numpy", FASTATTN_ISA="generic")
+    assert run.stdout == "generic\n" if BUILT else run.returncode == 0
+    if BUILT:
+        run = python(code, FASTATTN_BACKEND="numpy", FASTATTN_ISA="sse9")
+        assert "FASTATTN_ISA is 'sse9'; available here: " in run.stderr
+
+
+@pytest.mark.parametrize("isa", ["sse9", "AVX2", "avx2" if "neon" in fastattn.available_isas() else "neon"])
+def test_an_isa_that_is_not_available(isa, python):
+    run = python("import fastattn", **{**DEFAULT, "FASTATTN_ISA": isa})
+    assert run.returncode == 1
+    assert f"FASTATTN_ISA is {isa!r}; available here: " in run.stderr
+    for available in fastattn.available_isas():
+        assert available in run.stderr
+    with pytest.raises(ValueError, match=isa), settings.forced(isa=isa):
+        pass
+
+
+COMPUTE = """
+import numpy as np, warnings
+import fastattn
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        fastattn.attention(np.ones((2, 4)), np.ones((2, 4)), np.ones((2, 4)){})
+print(fastattn.show_config()["backend"], [w.category.__name__ for w in caught], *(w.filename for w in caught))
+"""
+
+
+def test_the_environment_chooses_the_backend(python):
+    assert python(COMPUTE.format(""), **{**DEFAULT, "FASTATTN_BACKEND": "numpy"}).stdout == "numpy []\n"
+    run = python(COMPUTE.format(""), **{**DEFAULT, "FASTATTN_BACKEND": "compiled"})
+    if BUILT:
+        assert run.stdout == "compiled []\n"
+    else:
+        assert "FASTATTN_BACKEND is 'compiled', but" in run.stderr
+    run = python("import fastattn", FASTATTN_BACKEND="cuda")
+    assert run.returncode == 1
+    assert "FASTATTN_BACKEND is 'cuda'; expected one of compiled, numpy" in run.stderr
+
+
+# As on a machine where nothing was compiled, whether or not something was here.
+NOT_COMPILED = "import sys; sys.modules['fastattn._engine.core._core'] = None\n"
+
+
+def test_the_fallback_warns_once(python):
+    """And points at the caller's line."""
+    run = python(NOT_COMPILED + COMPUTE.format(""), **DEFAULT)
+    assert run.stdout == "numpy ['FallbackWarning'] <string>\n", run.stderr
+
+
+@pytest.mark.parametrize("layer", ["Linear(4, 4, rng={0})", "TransformerEncoderLayer(4, 2, 8, rng={0})"])
+def test_a_layer_warns_on_its_callers_line(layer, python):
+    layer = layer.format("numpy.random.default_rng(0)")
+    run = python(
+        f"{NOT_COMPILED}import warnings, numpy, fastattn.layers\n"
+        f"with warnings.catch_warnings(record=True) as caught:\n"
+        f"    fastattn.layers.{layer}(numpy.ones((2, 4), 'f'))\n"
+        f"print([(w.category.__name__, w.filename, w.lineno) for w in caught])",
+        **DEFAULT,
+    )
+    assert run.stdout == "[('FallbackWarning', '<string>', 4)]\n", run.stderr
+
+
+def test_what_asked_for_the_fallback_is_said(python):
+    run = python("import fastattn; print(fastattn.show_config()['why_numpy'])", FASTATTN_BACKEND="numpy")
+    assert run.stdout == "asked for by FASTATTN_BACKEND\n"
+
+
+@pytest.mark.parametrize("name", ["FASTATTN_BACKEND", "FASTATTN_ISA", "FASTATTN_NUM_THREADS"])
+def test_a_wrong_environment_is_a_line_on_the_command_line(name):
+    """No traceback: whoever types `python -m fastattn info` did not write the code that it would show."""
+    environment = child_environment(**{**DEFAULT, name: "wrong"})
+    command = [sys.executable, "-m", "fastattn", "info"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert re.fullmatch(f"fastattn: {name} is 'wrong'; .*\n", run.stderr)
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "two", "1000000"])
+def test_the_bench_s_threads(threads, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fastattn", "bench", "--threads", threads])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"--threads: expected 1 to {settings.available_cpus()}, the CPUs" in capsys.readouterr().err
+
+
+def test_the_bench_says_that_the_machine_was_busy():
+    for share, said in ((0.5, ["", "BUSY MACHINE"]), (0.9, [])):
+        assert [line[:12] for line in bench_report._warning({"cpu_share": share})] == said
+
+
+def test_the_fallback_that_was_asked_for_does_not_warn(python):
+    assert python(NOT_COMPILED + COMPUTE.format(", backend='numpy'"), **DEFAULT).stdout == "numpy []\n"
+    environment = {**DEFAULT, "FASTATTN_BACKEND": "numpy"}
+    assert python(NOT_COMPILED + COMPUTE.format(""), **environment).stdout == "numpy []\n"
+
+
+def test_without_the_extension(python):
+    """Nothing but speed is missing: everything says why, and how to get it."""
+    code = (
+        NOT_COMPILED
+        + """
+import warnings
+import numpy as np
+import fastattn
+assert fastattn.available_isas() == ()
+config = fastattn.show_config()
+assert config["backend"] == "numpy" and config["isa"] is None and config["isas_compiled"] == (), config
+assert "_core" in config["why_numpy"], config
+q = np.ones((3, 4))
+assert fastattn.explain(q, q, q)["why_numpy"]
+try:
+    fastattn.attention(q, q, q, backend="compiled")
+except ValueError as error:
+    assert "backend is 'compiled'" in str(error) and "_core" in str(error), error
+else:
+    raise AssertionError("an explicit backend fell back")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    fastattn.scaled_dot_product_attention(q, q, q)
+assert "compile" in str(caught[0].message), caught
+print("good")
+"""
+    )
+    run = python(code, **DEFAULT)
+    assert run.stdout == "good\n", run.stderr
+    run = python(NOT_COMPILED + "import fastattn", **{**DEFAULT, "FASTATTN_BACKEND": "compiled"})
+    assert run.returncode == 1
+    assert "FASTATTN_BACKEND is 'compiled'" in run.stderr
+    run = python(NOT_COMPILED + "import fastattn", **{**DEFAULT, "FASTATTN_ISA": "avx2"})
+    assert run.returncode == 1
+    assert "FASTATTN_ISA is 'avx2'; available here: none" in run.stderr
+
+
+def test_importing_is_light(python):
+    """NumPy is the only thing that comes with it."""
+    code = """
+import sys
+import numpy
+before = set(sys.modules)
+import fastattn
+new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+print(sorted(name for name in new - {"numpy"} if "cython" not in name))  # of NumPy, some modules load late
+"""
+    assert python(code).stdout == "['fastattn']\n"

@@ -1,0 +1,242 @@
+"""The compiled layer by itself: no size that it is told leads C beyond an array."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from implementations import COMPILED, NOTHING_COMPILED
+
+from fastattn import ops
+from fastattn._args.types import ACTIVATIONS, LinearArgs, RopeArgs, RowsArgs, plain_args
+from fastattn._engine import settings
+from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Sequences, X, build
+from fastattn._reference import ops as twins
+from fastattn.cache import Slots
+
+pytestmark = pytest.mark.parametrize("core", [settings.core] if COMPILED else [NOTHING_COMPILED])
+
+
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+def weight(n, k, dtype="float32"):
+    return ops.pack(ones(n, k), dtype=dtype)
+
+
+# X and OUT have 8 features.
+PLACES = {"narrow": (0, 8), "qkv": (8, 24), "wide": (32, 16)}
+GOOD = {
+    "linear": LinearStep(X, OUT, weight(8, 8), ones(8), residual="narrow"),
+    "norm": NormStep(X, OUT, "layer_norm", ones(8), ones(8), 1e-5),
+    "head_norm": NormStep("qkv", "qkv", "rms_norm", ones(6, 4), None, 1e-5),
+    "attend": AttendStep("qkv", OUT, 2, 2, 4, 0.5),
+}
+
+
+def run(core, steps, places=PLACES, call=None, dtype=np.float32, m=6, **arrays):
+    sizes = {"x": 8, "out": 8, "memory": 48}
+    given = [arrays.get(name, ones(m, size, dtype=dtype)) for name, size in sizes.items()]
+    core.Program(steps, places).run(*given, call or Sequences(2), 1)
+
+
+@pytest.mark.parametrize("step", GOOD.values(), ids=GOOD)
+def test_a_program_that_fits(core, step):
+    run(core, [step])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("linear", {"x": "qkv"}),
+        ("linear", {"out": "qkv"}),
+        ("linear", {"residual": "wide"}),
+        ("linear", {"weight": weight(8, 9)}),
+        ("linear", {"weight": weight(40, 8)}),
+        ("linear", {"bias": ones(7)}),
+        ("linear", {"bias": ones(16)[::2]}),
+        ("linear", {"bias": ones(8, dtype=np.float64)}),
+        ("linear", {"x": "none"}),
+        ("linear", {"out": "none"}),
+        ("linear", {"residual": "none"}),
+        ("linear", {"weight": weight(8, 8, "float64")}),
+        ("norm", {"x": "qkv"}),
+        ("norm", {"out": "qkv"}),
+        ("norm", {"weight": ones(3)}),
+        ("norm", {"bias": ones(3)}),
+        ("norm", {"weight": ones(8, dtype=np.float64)}),
+        ("norm", {"weight": ones(8, dtype=np.float16)}),
+        ("norm", {"x": "none"}),
+        ("head_norm", {"weight": ones(7, 4)}),
+        ("head_norm", {"weight": ones(6, 8)[:, ::2]}),
+        ("head_norm", {"x": "none"}),
+        ("head_norm", {"out": "wide"}),
+        ("attend", {"x": "wide"}),
+        ("attend", {"out": "none"}),
+        ("attend", {"heads": 8, "heads_kv": 4}),
+        ("attend", {"head_dim": 16}),
+        ("attend", {"heads": 3}),
+        ("attend", {"heads_kv": 0}),
+        ("attend", {"head_dim": 0}),
+        ("attend", {"layer": -1}),
+    ],
+)
+def test_steps_that_do_not_fit(core, name, changes):
+    with pytest.raises(ValueError, match="fastattn: "):
+        run(core, [dataclasses.replace(GOOD[name], **changes)])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"places": {str(i): (0, 8) for i in range(7)}}, "7 places; expected at most 6"),
+        ({"places": PLACES | {"narrow": (-8, 8)}}, "a place at"),
+        ({"places": PLACES | {"wide": (32, 1 << 40)}}, "bytes of memory are too few"),
+        ({"memory": ones(6, 47)}, "bytes of memory are too few"),
+        ({"call": Sequences(0)}, "6 rows of 0 sequences"),
+        ({"call": Sequences(4)}, "6 rows of 4 sequences"),
+        ({"x": ones(6, 9)}, "step 0 maps 8 features to 8; it has 9"),
+        ({"out": ones(6, 4)}, "step 0 maps"),
+        ({"out": ones(5, 8)}, "out has shape"),
+        ({"x": ones(6, 16)[:, ::2]}, "x has shape"),
+        ({"dtype": np.float64}, "parameters of another type"),
+    ],
+)
+def test_calls_that_do_not_fit(core, options, match):
+    with pytest.raises(ValueError, match=f"fastattn: .*{match}"):
+        run(core, [GOOD["linear"]], **options)
+
+
+def slots(heads=2, capacity=8, head_dim=4, dtype=np.float32, **changes):
+    cache = ones(2, heads, capacity, head_dim, dtype=dtype)
+    return Slots(cache, cache.copy(), 5, None, 8)._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Sequences(2, ((None, ones(2, 1, 2, dtype=np.int64)),)),
+        Sequences(2, ((None, ones(2, 1, 1, dtype=np.int32)),)),
+        Sequences(2, rotation=(ones(1, 3, 3), ones(1, 3, 3))),
+        Sequences(2, rotation=(ones(1, 2, 2), ones(1, 2, 2))),
+        Sequences(2, rotation=(ones(1, 3, 2), ones(1, 3, 4)[..., ::2])),
+        Sequences(2, slots=slots(heads=1)),
+        Sequences(2, slots=slots(capacity=7)),
+        Sequences(2, slots=slots(head_dim=3)),
+        Sequences(2, slots=slots(dtype=np.float64)),
+        Sequences(2, slots=slots(starts=6)),
+        Sequences(2, slots=slots(starts=np.array([0, -1]))),
+        Sequences(2, slots=slots(starts=np.array([0, 0, 0]))),
+        Sequences(2, slots=slots(length=9)),
+        Sequences(2, slots=slots(v=ones(2, 2, 8, 3))),
+    ],
+    ids=range(14),
+)
+def test_sequences_that_do_not_fit(core, call):
+    run(core, [GOOD["attend"]], call=Sequences(2, slots=slots()))
+    with pytest.raises(ValueError, match="fastattn: "):
+        run(core, [GOOD["attend"]], call=call)
+
+
+def test_buffers_share_memory_when_they_are_not_needed_together(core):
+    norm = ("layer_norm", ones(8), ones(8), 1e-5)
+    steps = [
+        LinearStep(X, "a", weight(24, 8), None),
+        LinearStep("a", "b", weight(8, 24), None),
+        NormStep("b", OUT, *norm),
+        LinearStep(OUT, "c", weight(16, 8), None),
+        LinearStep("c", "d", weight(8, 16), None, residual="b"),
+        LinearStep("d", "a", weight(24, 8), None),  # what was there is not needed any more
+        LinearStep("a", OUT, weight(8, 24), None, residual="d"),
+    ]
+    program = build("test", steps)
+    assert program.columns == 8
+    assert program.places == {"a": (0, 24), "c": (0, 16), "b": (24, 8), "d": (32, 8)}
+    with pytest.raises(ValueError, match="steps read b before anything is there"):
+        build("test", steps[2:])
+
+
+LINEAR = LinearArgs(ones(3, 40), weight(50, 40), ones(50), None, ones(3, 50), ones(3, 50), 1)
+ROWS = RowsArgs("layer_norm", ones(3, 8), ones(3, 8), 1, ones(3, 8), ones(3, 8), None, ones(8), ones(8), 1e-5)
+ROPE = RopeArgs(ones(2, 3, 8), ones(2, 3, 8), ones(1, 3, 4), ones(1, 3, 4), False, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "changes"),
+    [
+        *(
+            ("linear", LINEAR, changes)
+            for changes in (
+                {"x": ones(3, 39)},
+                {"x": ones(2, 40)},
+                {"residual": ones(3, 49)},
+                {"bias": ones(49)},
+                {"residual": ones(3, 50, dtype=np.float64)},
+                {"x": ones(3, 80)[:, ::2]},
+                {"weight": weight(50, 40, "float64")},
+            )
+        ),
+        *(
+            ("rows", ROWS, changes)
+            for changes in (
+                {"x": ones(3, 7)},
+                {"residual": ones(2, 8)},
+                {"total": ones(3, 8, dtype=np.float16)},
+                {"weight": ones(7)},
+                {"bias": ones(8, dtype=np.float64)},
+                {"up": ones(3, 9)},
+            )
+        ),
+        *(
+            ("rope", ROPE, changes)
+            for changes in (
+                {"out": ones(2, 3, 8, dtype=np.float16)},
+                {"out": ones(2, 2, 8)},
+                {"cos": ones(1, 3, 5), "sin": ones(1, 3, 5)},
+                {"sin": ones(1, 2, 4)},
+                {"cos": ones(1, 3, 4, dtype=np.float64)},
+            )
+        ),
+    ],
+)
+def test_operations_that_do_not_fit(core, function, args, changes):
+    getattr(core, function)(args)
+    with pytest.raises(ValueError, match="fastattn: "):
+        getattr(core, function)(dataclasses.replace(args, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"v": ones(2, 2, 7, 8, dtype=np.float16)},
+        {"q": ones(2, 4, 5, 7)},
+        {"k": ones(2, 2, 6, 8)},
+        {"v": ones(2, 2, 9, 8)},
+        {"k": ones(2, 3, 7, 8)},
+        {"out": ones(1, 2, 4, 5, 8)},
+        {"out": ones(2, 4, 4, 8)},
+        {"lse": ones(2, 4, 4)},
+        {"mask": ones(5, 6, dtype=bool)},
+        {"lse": ones(2, 4, 5, dtype=np.float64)},
+        {"row_end": ones(1, 4, dtype=np.int64)},
+        {"sinks": ones(3)},
+        {"row_begin": ones(1, 5)},
+        {"q": ones(2, 4, 5, 16)[..., ::2]},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_attention_that_does_not_fit(core, changes):
+    def args(**changes):
+        made = plain_args(ones(2, 4, 5, 8), ones(2, 2, 7, 8), ones(2, 2, 7, 8), ones(2, 4, 5, 8), 1)
+        for name, value in changes.items():
+            setattr(made, name, value)
+        return made
+
+    core.attention(args())
+    with pytest.raises(ValueError, match=f"fastattn: {'|'.join(changes)} has shape"):
+        core.attention(args(**changes))
+
+
+def test_one_list_of_activations(core):
+    """The names in C, in Python, and of the twins in NumPy."""
+    assert core.activations() == ACTIVATIONS == tuple(twins.ACTIVATIONS)

@@ -1,0 +1,276 @@
+"""Threads, processes and signals: many callers at once, a fork, Ctrl-C, the GIL, the environment."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from implementations import COMPILED, IMPLEMENTATIONS, child_environment, forced
+from oracle import assert_same_bits, spread_inputs
+
+import fastattn
+from fastattn._bench.cases import Shape, combine
+from fastattn._engine import settings
+
+SHAPE = Shape("threads", batch=2, heads_q=4, heads_kv=2, len_q=120, len_k=300, head_dim=32)
+
+posix = pytest.mark.skipif(os.name != "posix", reason="POSIX signals and forks")
+
+
+def test_several_python_threads_at_once(implementation):
+    variants = ["plain", "causal", "mask", "alibi", "kv_lengths", "sinks", "bias", "window"]
+    calls, expected = [], []
+    for seed, variant in enumerate(variants):
+        rng = np.random.default_rng(seed)
+        calls.append((spread_inputs(SHAPE, "float32", rng), combine((variant,), SHAPE, rng)))
+        expected.append(fastattn.attention(*calls[-1][0], **calls[-1][1], return_lse=True))
+    errors = []
+    start = threading.Barrier(len(calls))
+
+    def work(n):
+        arrays, arguments = calls[n]
+        try:
+            start.wait()
+            for num_threads in (1, 2, 3) * 4:
+                got = fastattn.attention(*arrays, **arguments, return_lse=True, num_threads=num_threads)
+                assert_same_bits(got, expected[n])
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(len(calls))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not errors, errors[0]
+
+
+def test_an_error_in_one_thread_is_that_thread_s_own(implementation):
+    q, k, v = spread_inputs(SHAPE, "float32", np.random.default_rng(0))
+    expected = fastattn.attention(q, k, v)
+    raised = []
+
+    def bad():
+        for _ in range(50):
+            with pytest.raises(ValueError, match="scale"):
+                fastattn.attention(q, k, v, scale=np.nan)
+            raised.append(True)
+
+    worker = threading.Thread(target=bad)
+    worker.start()
+    for _ in range(10):
+        assert_same_bits([fastattn.attention(q, k, v)], [expected])
+    worker.join()
+    assert len(raised) == 50
+
+
+def test_the_gil_is_released(implementation):
+    """Another thread sees a result that is half there: it ran while attention() was computing."""
+    n = 64
+    q = np.ones((n, 1, 512, 64), np.float32)
+    out = np.empty(q.shape, np.float32)
+
+    def watch():
+        while not (done.is_set() or seen):
+            there = np.count_nonzero(out[:, 0, -1, -1] == 1)
+            if 0 < there < n:
+                seen.append(there)
+
+    seen = []
+    for _ in range(20):  # a call is short, and the machine may be busy
+        out[...] = np.nan
+        done = threading.Event()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        fastattn.attention(q, q, q, out=out, num_threads=1)
+        done.set()
+        watcher.join()
+        if seen:
+            return
+    raise AssertionError("nothing else ran during the calls")
+
+
+FORK = """
+import os, signal, sys
+import numpy as np
+import fastattn
+from fastattn._engine import settings
+
+implementation = sys.argv[1]
+kwargs = {"backend": "numpy"} if implementation == "numpy" else {"isa": implementation, "backend": "compiled"}
+q = np.random.default_rng(0).standard_normal((8, 4, 200, 32), np.float32)
+with settings.forced(**kwargs):
+    before = fastattn.attention(q, q, q, num_threads=2)  # libgomp has its threads now
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a hang ends
+        same = all((fastattn.attention(q, q, q, num_threads=n) == before).all() for n in (None, 1, 4))
+        os._exit(0 if same and fastattn.get_num_threads() == 1 else 3)
+    assert os.waitpid(child, 0)[1] == 0, "the child hung or computed something else"
+    assert (fastattn.attention(q, q, q, num_threads=2) == before).all(), "the parent afterwards"
+"""
+
+
+@posix
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_forked_child_computes(implementation):
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, implementation], timeout=120,
+                         env=child_environment(), capture_output=True, text=True)  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert not run.stderr
+
+
+MULTIPROCESSING = """
+import multiprocessing
+import numpy as np
+import fastattn
+
+def work(seed):
+    q = np.random.default_rng(seed).standard_normal((4, 200, 32), np.float32)
+    return fastattn.attention(q, q, q)
+
+if __name__ == "__main__":
+    work(0)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        for seed, out in enumerate(pool.map(work, range(4))):
+            assert (out == work(seed)).all()
+"""
+
+
+@posix
+def test_a_pool_of_forked_processes(python):
+    run = python("import warnings; warnings.simplefilter('ignore')\n" + MULTIPROCESSING)
+    assert run.returncode == 0, run.stderr
+
+
+SOON = 2.0  # seconds, of which 0.1 are what it takes, and the rest for a machine that is busy
+
+
+@posix
+@pytest.mark.parametrize(
+    ("implementation", "num_threads", "call"),
+    [
+        *((name, n, "attention") for name in IMPLEMENTATIONS for n in (1, 2)),
+        # What is compiled for each instruction set is of one text: the first one stands for all.
+        *((isa, n, name) for isa in COMPILED[:1] for n in (1, 2) for name in ("topk", "recurrent", "linear")),
+        *((isa, 1, name) for isa in COMPILED[:1] for name in ("program", "decode", "additive", "talking")),
+        *((isa, 1, name) for isa in COMPILED[:1] for name in ("keys", "state", "last_state")),
+        *((isa, 1, "rows") for isa in COMPILED[-1:]),  # the slowest
+        *(("numpy", 1, name) for name in ("topk", "recurrent", "linear", "program", "rows")),
+        *((IMPLEMENTATIONS[0], 1, name) for name in ("pack", "tokenize")),
+    ],
+)
+def test_ctrl_c(implementation, num_threads, call):
+    """Every kind of call ends soon, in the middle of a task and of a step, and what follows is as before."""
+    script = Path(__file__).with_name("endless.py")
+    command = [sys.executable, "-W", "ignore", script, implementation, str(num_threads), call]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=child_environment(), **pipes) as child:
+        too_late = threading.Timer(60, child.kill)
+        too_late.start()
+        try:
+            assert child.stdout.readline() == "computing\n"
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(0.2)  # it is on its way, and not done soon
+            child.send_signal(signal.SIGINT)
+            sent = time.monotonic()
+            assert child.stdout.readline() == "interrupted\n"
+            waited = time.monotonic() - sent
+            assert child.stdout.read() == "computed\n", child.stderr.read()
+            assert child.wait() == 0
+        finally:
+            too_late.cancel()
+            child.kill()
+    assert waited < SOON
+
+
+def test_set_num_threads_and_forced():
+    before = fastattn.get_num_threads()
+    try:
+        fastattn.set_num_threads(3)
+        assert fastattn.get_num_threads() == 3
+        with settings.forced(num_threads=5):
+            assert fastattn.get_num_threads() == 5
+            q = np.ones((3, 4))
+            assert fastattn.explain(q, q, q)["num_threads"] == 5
+            assert fastattn.explain(q, q, q, num_threads=2)["num_threads"] == 2
+        assert fastattn.get_num_threads() == 3
+    finally:
+        fastattn.set_num_threads(before)
+
+
+def test_forced_is_undone_by_an_exception():
+    before = dict(fastattn.show_config())
+    with pytest.raises(KeyError), forced(IMPLEMENTATIONS[0], num_threads=7):
+        raise KeyError
+    assert dict(fastattn.show_config()) == before
+
+
+THREADS = "import fastattn; print(fastattn.get_num_threads())"
+
+
+@pytest.mark.parametrize(("environment", "expected"), [
+    ({"FASTATTN_NUM_THREADS": 3, "OMP_NUM_THREADS": None}, 3),
+    ({"FASTATTN_NUM_THREADS": None, "OMP_NUM_THREADS": 5}, 5),
+    ({"FASTATTN_NUM_THREADS": 3, "OMP_NUM_THREADS": 5}, 3),
+    ({"FASTATTN_NUM_THREADS": None, "OMP_NUM_THREADS": "4,2"}, 4),
+    ({"FASTATTN_NUM_THREADS": "", "OMP_NUM_THREADS": 7}, 7),
+])  # fmt: skip
+def test_the_environment_s_threads(environment, expected, python):
+    run = python(THREADS, **environment)
+    assert run.stdout == f"{expected}\n", run.stderr
+
+
+def test_threads_without_a_word_are_the_cpus_that_we_may_use(python):
+    run = python(THREADS, FASTATTN_NUM_THREADS=None, OMP_NUM_THREADS=None)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert 1 <= int(run.stdout) <= cpus
+    if hasattr(os, "sched_setaffinity"):
+        one = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n" + THREADS
+        assert python(one, FASTATTN_NUM_THREADS=None, OMP_NUM_THREADS=None).stdout == "1\n"
+
+
+@pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", "100000000"])
+def test_a_wrong_number_of_threads_in_the_environment(value, python):
+    run = python("import fastattn", FASTATTN_NUM_THREADS=value)
+    assert run.returncode == 1
+    assert f"FASTATTN_NUM_THREADS is {value!r}; expected" in run.stderr
+
+
+def test_cgroup_quotas(tmp_path):
+    """The smallest quota of the group and its ancestors, in CPUs rounded up."""
+
+    def write(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    assert settings._cgroup_quota(str(tmp_path)) is None
+    write("proc/self/cgroup", "0::/a/b\n")
+    assert settings._cgroup_quota(str(tmp_path)) is None
+    write("sys/fs/cgroup/a/b/cpu.max", "max 100000\n")
+    assert settings._cgroup_quota(str(tmp_path)) is None
+    write("sys/fs/cgroup/a/cpu.max", "250000 100000\n")
+    assert settings._cgroup_quota(str(tmp_path)) == 3
+    write("sys/fs/cgroup/a/b/cpu.max", "50000 100000\n")
+    assert settings._cgroup_quota(str(tmp_path)) == 1
+    write("proc/self/cgroup", "4:memory:/x\n3:cpu,cpuacct:/a\n")
+    write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n")
+    write("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n")
+    assert settings._cgroup_quota(str(tmp_path)) is None
+    write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "400000\n")
+    assert settings._cgroup_quota(str(tmp_path)) == 4
+
+
+def test_no_more_threads_than_are_of_use():
+    """OpenMP ends the process where the system refuses to create one: thousands are not asked for."""
+    q = np.ones((3, 4), np.float32)
+    most = max(64, os.cpu_count() or 1)
+    assert fastattn.explain(q, q, q, num_threads=64)["num_threads"] == 64
+    assert fastattn.explain(q, q, q, num_threads=4096)["num_threads"] == min(most, 4096)
+    with settings.forced(num_threads=4096):
+        assert fastattn.get_num_threads() == fastattn.show_config()["num_threads"] == min(most, 4096)

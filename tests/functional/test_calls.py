@@ -1,0 +1,177 @@
+"""Every call that the bench of variants times, in every dtype and on every implementation, by its formula."""
+
+import doctest
+import inspect
+import re
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from formulas import FORMULAS
+
+import fastattn
+from fastattn import _bench, functional, layers, plot
+from fastattn._bench.cases import DTYPES, Shape, as_dtype, make_inputs
+from fastattn._bench.suites.variants.calls import CALLS, Inputs
+from fastattn._bench.suites.variants.problem import VariantProblem
+
+SHAPE = Shape("", batch=2, heads_q=4, heads_kv=2, len_q=150, len_k=150, head_dim=16)
+# Results are up to 4, inputs have their dtype's values.
+TOLERANCES = {"float32": 2e-5, "float64": 1e-13, "float16": 6e-3, "bfloat16": 5e-2}
+
+
+def inputs(dtype, wanted):
+    """What a call is made of: numbers that `dtype` holds, as arrays of the type `wanted`."""
+    held, wanted = as_dtype(dtype), as_dtype(wanted)
+    rng = np.random.default_rng(1)
+
+    def draw(*shape):
+        return rng.standard_normal(shape, np.float32).astype(held).astype(wanted)
+
+    q, k, v = (x.astype(wanted) for x in make_inputs(SHAPE, dtype, np.random.default_rng(0)))
+    return Inputs(SHAPE, q, k, v, draw)
+
+
+@cache
+def by_formula(name, dtype):
+    return FORMULAS[name](inputs(dtype, "float64"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CALLS)
+def test_call(name, dtype, implementation):
+    out = CALLS[name](inputs(dtype, dtype))()
+    expected = by_formula(name, dtype)
+    assert np.count_nonzero(expected) > expected.size / 2
+    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=0, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_any_number_of_threads_gives_the_same_bits(name, implementation):
+    call = VariantProblem(SHAPE, name, "float32", 0).call()
+    before = fastattn.get_num_threads()
+    try:
+        fastattn.set_num_threads(1)
+        one = call()
+        fastattn.set_num_threads(2)
+        assert call().tobytes() == one.tobytes()
+    finally:
+        fastattn.set_num_threads(before)
+
+
+NAMES = [
+    (module, name)
+    for module in (functional, plot)
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name))
+]
+NAMES += [(layers, name) for name in layers.__all__ if inspect.isfunction(getattr(layers, name))]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_every_parameter_is_documented(module, name):
+    function = getattr(module, name)
+    text, parameters = inspect.getdoc(function), inspect.signature(function).parameters
+    assert [p for p in parameters if not re.search(rf"\b{p}\b", text.split("Parameters\n", 1)[1])] == []
+    assert set(function.__annotations__) == {*parameters, "return"}
+    for example in doctest.DocTestFinder().find(function, name, globs={}):
+        assert doctest.DocTestRunner().run(example).failed == 0
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if not name.startswith(("latent", "induced", "reformer"))]
+)
+def test_batch_dimensions_broadcast(name, implementation):
+    """One sequence of queries for all keys gives what as many copies of it give."""
+    q, k, v = make_inputs(SHAPE, "float32", np.random.default_rng(0))
+
+    def call(q):
+        draw = np.random.default_rng(1)
+        return CALLS[name](Inputs(SHAPE, q, k, v, lambda *shape: draw.standard_normal(shape, np.float32)))()
+
+    assert call(q[:1]).tobytes() == call(np.repeat(q[:1], 2, axis=0)).tobytes()
+
+
+def test_every_variant_has_a_call():
+    source = "".join(path.read_text() for path in Path(_bench.__file__).parent.rglob("*.py"))
+    without = {name for module, name in NAMES if module in (functional, layers) and name not in source}
+    rules = {"retention", "gated_linear_attention", "delta_net", "gated_delta_net"}  # of linear_attention
+    parts = {"perceiver", "pooling_by_attention"}  # of induced_set_attention
+    assert without == rules | parts | {"neighborhood_attention"}  # timed as a mask
+
+
+def _options_calls():
+    """Calls f(q, k, v, **options) of every function that takes a bias: (1, 4, 9, 16) and (1, 2, 40, 16)."""
+    rng = np.random.default_rng(3)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    tables, many = draw(4, 20, 16), draw(4, 48, 16)
+    mix, w, gate, forget = draw(4, 4), draw(4, 16), draw(1, 4, 9, 16), -abs(draw(1, 4, 40))
+    memory, weights = draw(2, 2, 5, 16), draw(2, 4, 8, 8)
+    v = functional
+    return {
+        "attention": fastattn.attention,
+        "sigmoid": v.sigmoid_attention,
+        "sparsemax": v.sparsemax_attention,
+        "entmax15": v.entmax15_attention,
+        "topk": lambda *x, **o: v.topk_attention(*x, k_keys=3, **o),
+        "additive": lambda *x, **o: v.additive_attention(*x, w, **o),
+        "talking_heads": lambda *x, **o: v.talking_heads_attention(*x, mix, mix, **o),
+        "shaw": lambda *x, **o: v.shaw_attention(*x, tables[0, :9], tables[1, :9], **o),
+        "transformer_xl": lambda *x, **o: v.transformer_xl_attention(*x, many, **o),
+        "deberta_keys": lambda *x, **o: v.disentangled_attention(*x, tables, **o),
+        "deberta_queries": lambda *x, **o: v.disentangled_attention(*x, None, tables, **o),
+        "forgetting": lambda *x, **o: v.forgetting_attention(*x, forget, **o),
+        "cosine": v.cosine_attention,
+        "cosine_scales": lambda *x, **o: v.cosine_attention(*x, scale=np.full(4, 2.0), **o),
+        "layer_norm": lambda *x, **o: v.qk_norm_attention(*x, norm="layer_norm", **o),
+        "general": lambda *x, **o: v.general_attention(*x, w.T @ w, **o),
+        "differential": lambda q, k, v, **o: functional.differential_attention(q, k, v[:, :1], 0.5, **o),
+        "gated": lambda *x, **o: v.gated_attention(*x, gate, **o),
+        "memory": lambda *x, **o: v.memory_attention(*x, *memory, **o),
+        "latent": lambda q, k, _, **o: v.latent_attention(q, k[:, 0], *weights, absorbed=False, **o),
+        "absorbed": lambda q, k, _, **o: v.latent_attention(q, k[:, 0], *weights, absorbed=True, **o),
+    }
+
+
+WITH_OPTIONS = _options_calls()
+
+
+def _bias(hidden):
+    return {"bias": np.where(hidden, -np.inf, np.float32(0.25)).astype(np.float32)}
+
+
+HIDING = {
+    "bias": _bias,
+    "mask": lambda hidden: {"mask": ~hidden},
+    "kv_lengths": lambda hidden: {"kv_lengths": int(np.argmax(hidden)), "q_offset": 5},
+}
+
+
+@pytest.mark.parametrize("how", HIDING)
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_what_is_hidden_does_not_reach_the_result(name, how, implementation):
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal((1, heads, n, 16), np.float32) for heads, n in ((4, 9), (2, 40), (2, 40)))
+    hidden = np.arange(40) >= 31
+    for garbage in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
+        results = []
+        for here in (0, garbage):
+            k[..., hidden, :] = v[..., hidden, :] = here
+            results.append(WITH_OPTIONS[name](q, k, v, **HIDING[how](hidden)))
+        np.testing.assert_allclose(results[1], results[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_OPTIONS if name != "shaw"])
+def test_a_query_of_what_is_not_finite_is_its_own_row_s_matter(name, implementation):
+    """And warns of nothing, as in the kernels: warnings are errors here."""
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((1, heads, n, 16), np.float32) for heads, n in ((4, 9), (2, 40), (2, 40)))
+    expected = WITH_OPTIONS[name](q, k, v)
+    for garbage in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
+        q[..., 3, :] = garbage
+        got = WITH_OPTIONS[name](q, k, v)
+        np.testing.assert_allclose(np.delete(got, 3, axis=-2), np.delete(expected, 3, axis=-2), atol=1e-5)

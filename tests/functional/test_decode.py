@@ -1,0 +1,109 @@
+"""Short queries against long caches: what a language model does for each new token."""
+
+import numpy as np
+import pytest
+from oracle import case, check, eps, expect, spread_inputs
+
+import fastattn
+from fastattn._bench.cases import DTYPES, Shape, as_dtype, combine
+
+GROUPS = (1, 4, 8, 32)
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def attention(q, k, v, **arguments):
+    return fastattn.attention(q, k, v, **arguments, return_lse=True)
+
+
+def check_case(shape, variants, dtype, **how):
+    this = case(shape, variants, dtype, **how)
+    check(attention(this.q, this.k, this.v, **this.arguments), this.expected)
+
+
+def shape_of(group, len_q=1, len_k=700, batch=2, heads_kv=2, head_dim=32):
+    return Shape("", batch, heads_kv * group, heads_kv, len_q, len_k, head_dim)
+
+
+@every_dtype
+@pytest.mark.parametrize("len_q", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("group", GROUPS)
+def test_groups_and_rows(group, len_q, dtype, implementation):
+    """Rows per KV head decide the kernel: both sides of the threshold, in every dtype."""
+    check_case(shape_of(group, len_q, len_k=300), ("plain",), dtype)
+
+
+@pytest.mark.parametrize("len_k", [511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049, 4097, 9000])
+@pytest.mark.parametrize("group", [1, 8, 32])
+def test_long_caches(group, len_k, implementation):
+    """Around every place where a long cache may be split."""
+    check_case(shape_of(group, len_k=len_k, batch=1), ("plain",), "float32")
+
+
+@every_dtype
+@pytest.mark.parametrize("group", [1, 8])
+def test_a_very_long_cache(group, dtype, implementation):
+    check_case(shape_of(group, len_k=20011, batch=1, heads_kv=1), ("sinks",), dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("len_q", [1, 3, 33])
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("variant", ["plain", "kv_lengths", "bias"])
+def test_a_16_bit_cache_of_float32_queries(variant, group, len_q, kv_dtype, implementation):
+    check_case(shape_of(group, len_q), (variant,), "float32", kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("variant", ["causal", "window", "alibi", "sinks", "mask", "bias_heads", "softcap"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_cache_that_is_not_full(group, variant, implementation):
+    """Each sequence has its own length, and its last query stands at its own last key."""
+    shape = shape_of(group, len_q=3)
+    rng = np.random.default_rng(0)
+    q, k, v = spread_inputs(shape, "float32", rng)
+    arguments = {**combine((variant,), shape, rng), "kv_lengths": np.array([3, 400])}
+    k[0, :, 3:], v[0, :, 3:] = np.nan, np.inf
+    k[1, :, 400:], v[1, :, 400:] = np.nan, np.inf
+    check(attention(q, k, v, **arguments), expect(q, k, v, **arguments))
+
+
+@every_dtype
+def test_token_by_token_is_causal_attention(dtype, implementation):
+    """A cache that grows by a token a step gives, row for row, what one causal call gives."""
+    shape = Shape("", batch=2, heads_q=4, heads_kv=2, len_q=40, len_k=40, head_dim=16)
+    q, k, v = spread_inputs(shape, dtype, np.random.default_rng(0))
+    expected = expect(q, k, v, causal=True)
+    check(attention(q, k, v, causal=True), expected)
+    steps = [attention(q[:, :, t : t + 1], k, v, causal=True, kv_lengths=t + 1) for t in range(40)]
+    check([np.concatenate(parts, axis=2) for parts in zip(*steps, strict=True)], expected)
+
+
+@every_dtype
+def test_the_cache_of_a_model_is_strided(dtype, implementation):
+    """(batch, length, heads, head_dim) memory, longer than what is used, heads of one row side by side."""
+    rng = np.random.default_rng(0)
+    cache = rng.standard_normal((2, 2, 1000, 2, 32)).astype(as_dtype(dtype))
+    k, v = (x[:, :600].transpose(0, 2, 1, 3) for x in cache)
+    q = (3 * rng.standard_normal((2, 1, 8, 32))).astype(as_dtype(dtype)).transpose(0, 2, 1, 3)
+    check(attention(q, k, v), expect(q, k, v))
+    assert fastattn.explain(q, k, v)["copies"] == ()
+
+
+@every_dtype
+@pytest.mark.parametrize("group", [1, 8])
+def test_every_key_of_a_long_cache_counts_once(group, dtype, implementation):
+    """The value of key j is 1 in column j modulo 64: every column's share is 1/64, and a key's 1% of it."""
+    len_k = 64 * 97
+    q = np.zeros((group, 1, 8), as_dtype(dtype))
+    k = np.ones((1, len_k, 8), as_dtype(dtype))
+    v = np.tile(np.eye(64), (97, 1)).astype(as_dtype(dtype))[None]
+    out, lse = attention(q, k, v)
+    np.testing.assert_allclose(out.astype(float), 1 / 64, rtol=eps(dtype))
+    np.testing.assert_allclose(lse, np.log(len_k), rtol=4 * np.finfo(lse.dtype).eps)
+
+
+@every_dtype
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("len_q", range(1, 34))
+def test_groups_and_rows_sweep(len_q, group, dtype, implementation):
+    check_case(shape_of(group, len_q, len_k=130, batch=1), ("causal",), dtype)

@@ -1,0 +1,231 @@
+"""Latent attention, memories, and patterns of single keys, against their formulas in float64."""
+
+import naive
+import numpy as np
+import pytest
+from formulas import doubles, latent, sigmoid
+
+from fastattn import functional, masks
+from fastattn._bench.cases import as_dtype
+
+RNG = np.random.default_rng(0)
+DTYPES = {"float32": 2e-5, "float64": 1e-11, "float16": 1e-2, "bfloat16": 8e-2}
+
+
+def normal(*shape, dtype="float32"):
+    return RNG.standard_normal(shape).astype(as_dtype(dtype))
+
+
+def qkv(len_q, len_k, dtype="float32", heads=4, heads_kv=2, dim=16, dim_v=12, batch=(2,)):
+    return (
+        normal(*batch, heads, len_q, dim, dtype=dtype),
+        normal(*batch, heads_kv, len_k, dim, dtype=dtype),
+        normal(*batch, heads_kv, len_k, dim_v, dtype=dtype),
+    )
+
+
+def close(got, expected, dtype="float32"):
+    assert got.dtype == as_dtype(dtype)
+    np.testing.assert_allclose(got.astype(np.float64), expected, atol=DTYPES[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(70, 70), (1, 150), (3, 0), (0, 4)])
+def test_latent(lengths, dtype, implementation):
+    len_q, len_k = lengths
+    heads, nope, rope, rank, value = 6, 16, 8, 40, 20
+    q, cache = normal(2, heads, len_q, nope + rope, dtype=dtype), normal(2, len_k, rank + rope, dtype=dtype)
+    w, u = normal(heads, nope, rank, dtype=dtype) / 8, normal(heads, value, rank, dtype=dtype) / 8
+    bias = normal(len_q, len_k)
+    expected, lse = latent(q, cache, w, u, causal=True, bias=bias)
+    for absorbed in (True, False, None):
+        out, got = functional.latent_attention(
+            q, cache, w, u, absorbed=absorbed, causal=True, bias=bias, return_lse=True
+        )
+        close(out, expected, dtype)
+        np.testing.assert_allclose(got, lse, atol=2 * DTYPES[dtype])
+    one = functional.latent_attention(q[0], cache[0], w, u, causal=True, bias=bias)
+    close(one, expected[0], dtype)
+
+
+def test_latent_attends_to_the_cache_itself(implementation):
+    """A step of decoding from a cache with room behind its tokens, of sequences of different lengths."""
+    q, room = normal(2, 6, 1, 24), normal(2, 500, 48)
+    w, u, lengths = normal(6, 16, 40), normal(6, 20, 40), np.array([300, 77])
+    cache = room[:, :400]
+    room[0, 300:], room[1, 77:] = np.nan, np.nan
+    out = functional.latent_attention(q, cache, w, u, kv_lengths=lengths)
+    for b, n in enumerate(lengths):
+        plain = functional.latent_attention(q[b], cache[b, :n], w, u, absorbed=False)
+        np.testing.assert_allclose(out[b], plain, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(70, 70, 5), (1, 150, 40), (3, 0, 2), (30, 60, 0), (0, 4, 4)])
+def test_memory(lengths, dtype, implementation):
+    len_q, len_k, len_m = lengths
+    q, k, v = qkv(len_q, len_k, dtype)
+    memory_k, memory_v = normal(2, len_m, 16, dtype=dtype), normal(2, len_m, 12, dtype=dtype)
+    sinks = normal(4)
+    position = len_k - len_q + np.arange(len_q)
+    mask = np.ones((len_q, len_m + len_k), bool)
+    mask[:, len_m:] = np.arange(len_k) <= position[:, None]
+    kept = [np.broadcast_to(x, (2, *x.shape)) for x in (memory_k, memory_v)]
+    every = [np.concatenate(pair, -2) for pair in zip(kept, (k, v), strict=True)]
+    expected, lse, *_ = naive.attention(*doubles(q, *every), mask=mask, sinks=sinks, softcap=5.0)
+    out, got = functional.memory_attention(
+        q, k, v, memory_k, memory_v, causal=True, sinks=sinks, softcap=5.0, return_lse=True
+    )
+    close(out, expected, dtype)
+    np.testing.assert_allclose(got, lse, atol=2 * DTYPES[dtype])
+
+    gate = normal(4)
+    share = sigmoid(gate.astype(float))[:, None, None]
+    memory = naive.attention(*doubles(q, *kept))[0]
+    local = naive.attention(*doubles(q, k, v), causal=True)[0]
+    mixed = functional.memory_attention(q, k, v, memory_k, memory_v, gate=gate, causal=True)
+    close(mixed, share * memory + (1 - share) * local, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [0, 1, 5, 67, 200])
+def test_dilated_window(length, dtype, implementation):
+    q, k, v = qkv(length, length, dtype)
+    i, j = np.arange(length)[:, None], np.arange(length)
+    for window, dilation in ((0, 1), (3, 4), (2, 64), (100, 3)):
+        mask = (abs(i - j) <= window * dilation) & ((i - j) % dilation == 0)
+        for causal in (False, True):
+            expected, lse, *_ = naive.attention(*doubles(q, k, v), mask=mask, causal=causal)
+            out, got = functional.dilated_window_attention(
+                q, k, v, window=window, dilation=dilation, causal=causal, return_lse=True
+            )
+            close(out, expected, dtype)
+            np.testing.assert_allclose(got, lse, atol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [0, 1, 5, 67, 200])
+def test_strided(length, dtype, implementation):
+    q, k, v = qkv(length, length, dtype)
+    sinks = normal(4)
+    i, j = np.arange(length)[:, None], np.arange(length)
+    for stride in (1, 7, 64, 300):
+        mask = (j <= i) & ((i - j <= stride) | ((i - j) % stride == 0))
+        expected, lse, *_ = naive.attention(*doubles(q, k, v), mask=mask, sinks=sinks)
+        out, got = functional.strided_attention(q, k, v, stride=stride, sinks=sinks, return_lse=True)
+        close(out, expected, dtype)
+        np.testing.assert_allclose(got, lse, atol=DTYPES[dtype])
+
+
+def test_patterns_are_those_of_masks():
+    i, j = np.arange(50)[:, None], np.arange(50)
+    dilated = (abs(i - j) <= 12) & ((i - j) % 4 == 0)
+    np.testing.assert_array_equal(masks.dilated(3, 4).to_array(50), dilated)
+    strided = (j <= i) & ((i - j <= 7) | ((i - j) % 7 == 0))
+    np.testing.assert_array_equal(masks.strided(7).to_array(50), strided)
+
+
+def test_patterns_write_where_they_are_told(implementation):
+    q, k, v = (x.swapaxes(1, 2) for x in (normal(2, 90, 4, 16), normal(2, 90, 2, 16), normal(2, 90, 2, 12)))
+    out = np.empty((2, 90, 4, 12), np.float32).swapaxes(1, 2)
+    got = functional.dilated_window_attention(q, k, v, window=3, dilation=4, out=out)
+    assert got is out
+    np.testing.assert_array_equal(
+        out, functional.dilated_window_attention(q.copy(), k, v, window=3, dilation=4)
+    )
+    assert functional.strided_attention(q, k, v, stride=4, out=out) is out
+    np.testing.assert_array_equal(out, functional.strided_attention(q, k, v, stride=4))
+    one = functional.strided_attention(q[0, 0], k[0, 0], v[0, 0], stride=4)
+    np.testing.assert_allclose(one, out[0, 0], atol=1e-6)
+
+
+Q, K, V = qkv(6, 6)
+CACHE, W, U = normal(2, 6, 24), normal(4, 8, 16), normal(4, 12, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: functional.latent_attention(Q, CACHE[..., :3], W, U),
+            ValueError,
+            r"cache has shape \(2, 6, 3\)",
+        ),
+        (lambda: functional.latent_attention(Q, CACHE, W[:3], U), ValueError, "key_weight has shape"),
+        (lambda: functional.latent_attention(Q, CACHE, W, U[..., :3]), ValueError, "value_weight has shape"),
+        (
+            lambda: functional.latent_attention(Q, CACHE, W, U, absorbed=1),
+            TypeError,
+            "absorbed is 1; expected True",
+        ),
+        (
+            lambda: functional.latent_attention(Q, np.stack([CACHE[0]] * 5), W, U),
+            ValueError,
+            r"^latent_attention\(\): cache has shape .*; expected batch dimensions",
+        ),
+        (lambda: functional.latent_attention(Q[0, 0], CACHE, W, U), ValueError, r"q has shape \(6, 16\)"),
+        (lambda: functional.memory_attention(Q, K, V, K[..., :3], V), ValueError, "memory_k has shape"),
+        (lambda: functional.memory_attention(Q, K, V, K, V[..., :3]), ValueError, "memory_v has shape"),
+        (lambda: functional.memory_attention(Q, K, V, K, V, gate=[1.0] * 3), ValueError, "gate has shape"),
+        (
+            lambda: functional.memory_attention(Q, K, V, K, V, gate=1, return_lse=True),
+            TypeError,
+            "return_lse is not an argument",
+        ),
+        (
+            lambda: functional.dilated_window_attention(
+                Q, K[..., :5, :], V[..., :5, :], window=1, dilation=2
+            ),
+            ValueError,
+            "k has a length of 5; expected q's, 6",
+        ),
+        (
+            lambda: functional.dilated_window_attention(Q, K, V, window=-1, dilation=2),
+            ValueError,
+            "window is -1",
+        ),
+        (
+            lambda: functional.dilated_window_attention(Q, K, V, window=1, dilation=0),
+            ValueError,
+            "dilation is 0",
+        ),
+        (lambda: functional.strided_attention(Q, K, V, stride=2, causal=True), TypeError, "causal is not an"),
+        (
+            lambda: functional.strided_attention(Q, K, V, stride=1.5),
+            TypeError,
+            "stride is 1.5; expected an int",
+        ),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_latent_scale_of_none_is_the_default(absorbed):
+    args = normal(2, 5, 12), normal(7, 12), normal(2, 4, 4), normal(2, 6, 4)
+    expected = functional.latent_attention(*args, absorbed=absorbed)
+    got = functional.latent_attention(*args, absorbed=absorbed, scale=None)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("gate", [None, 0.5])
+@pytest.mark.parametrize("heads", [2, 1])
+def test_memory_of_queries_that_broadcast(heads, gate, implementation):
+    q, k, v = normal(heads, 5, 8), normal(3, heads, 7, 8), normal(3, heads, 7, 6)
+    memory_k, memory_v = (normal(4, n) if heads == 1 else normal(heads, 4, n) for n in (8, 6))
+    whole = np.broadcast_to(q, (3, *q.shape))
+    out = functional.memory_attention(q, k, v, memory_k, memory_v, gate=gate)
+    lead = (slice(None),) if heads > 1 else (None,)
+    expected = functional.memory_attention(whole, k, v, memory_k[lead], memory_v[lead], gate=gate)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_dtypes_are_named():
+    q, k, v = qkv(3, 4, dim_v=16)
+    with pytest.raises(TypeError, match=r"^memory_attention\(\): memory_k and memory_v have dtypes float64"):
+        functional.memory_attention(q, k, v, np.ones(k.shape), v)
+    weight = np.ones((4, 8, 8), np.float32)
+    with pytest.raises(TypeError, match=r"^latent_attention\(\): cache has dtype float64"):
+        functional.latent_attention(q, np.ones((2, 5, 16)), weight, weight)

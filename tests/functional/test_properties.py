@@ -1,0 +1,132 @@
+"""What must hold for any input.
+
+`pytest tests/functional/test_properties.py --hypothesis-profile=long` tries more inputs.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_same_bits, check, expect, poison, spread_inputs
+
+import fastattn
+from fastattn._bench.cases import DTYPES, VARIANTS, Shape, combine
+
+LENGTHS = st.integers(1, 70)
+LONGER = st.integers(1, 300)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def calls(draw, variants=tuple(VARIANTS), lengths=LENGTHS):
+    """q, k, v and the arguments of one call, of any shape and dtype and with up to three options."""
+    heads_kv, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    shape = Shape("", draw(st.integers(1, 3)), heads_kv * group, heads_kv, draw(lengths), draw(lengths),
+                  draw(st.integers(1, 40)), draw(st.integers(1, 40)))  # fmt: skip
+    rng = np.random.default_rng(draw(SEEDS))
+    names = draw(st.lists(st.sampled_from(variants), max_size=3, unique=True))
+    return *spread_inputs(shape, draw(st.sampled_from(DTYPES)), rng), combine(names, shape, rng)
+
+
+def attention(*args, **arguments):
+    return fastattn.attention(*args, **arguments, return_lse=True)
+
+
+@given(call=calls())
+def test_any_call_is_within_the_bound(call, implementation):
+    q, k, v, arguments = call
+    check(attention(q, k, v, **arguments), expect(q, k, v, **arguments), telling=False)
+
+
+@given(call=calls(("scale", "softcap", "sinks", "mask", "padding_mask", "bias", "bias_masking")), seed=SEEDS)
+def test_permuting_keys_changes_nothing(call, seed, implementation):
+    q, k, v, arguments = call
+    order = np.random.default_rng(seed).permutation(k.shape[-2])
+    moved = {name: x[..., order] if name in ("mask", "bias") else x for name, x in arguments.items()}
+    got = attention(q, k[..., order, :], v[..., order, :], **moved)
+    check(got, expect(q, k, v, **arguments), telling=False)
+
+
+@given(call=calls(), cuts=st.lists(st.floats(0, 1), min_size=1, max_size=3))
+def test_splitting_keys_and_merging_gives_the_whole(call, cuts, implementation):
+    q, k, v, arguments = call
+    len_q, len_k = q.shape[-2], k.shape[-2]
+    edges = [0, *sorted(int(cut * len_k) for cut in cuts), len_k]
+    parts = []
+    for begin, end in pairwise(edges):
+        part = part_of(arguments, begin, end, len_q, len_k)
+        if parts:
+            part.pop("sinks", None)  # one of the parts carries them
+        parts.append(attention(q, k[..., begin:end, :], v[..., begin:end, :], **part))
+    got = fastattn.merge_states([out for out, _ in parts], [lse for _, lse in parts])
+    check(got, expect(q, k, v, **arguments), telling=False)
+
+
+def part_of(arguments, begin, end, len_q, len_k):
+    """The arguments for the keys from `begin` to `end` alone: what is said of keys moves by `begin`."""
+    lengths = arguments.get("kv_lengths", len_k)
+    part = {**arguments, "q_offset": arguments.get("q_offset", lengths - len_q) - begin}
+    for name in {"mask", "bias"} & arguments.keys():
+        part[name] = arguments[name][..., begin:end]
+    if "kv_lengths" in arguments:
+        part["kv_lengths"] = np.clip(lengths - begin, 0, end - begin)
+    if "row_ranges" in arguments:
+        part["row_ranges"] = tuple(side - begin for side in arguments["row_ranges"])
+    return part
+
+
+@given(call=calls())
+def test_grouped_heads_equal_repeated_keys_and_values(call, implementation):
+    q, k, v, arguments = call
+    group = q.shape[1] // k.shape[1]
+    got = attention(q, np.repeat(k, group, 1), np.repeat(v, group, 1), **arguments)
+    check(got, expect(q, k, v, **arguments), telling=False)
+
+
+@given(call=calls(lengths=LONGER))
+def test_threads_change_no_bit(call, implementation):
+    q, k, v, arguments = call
+    one = attention(q, k, v, **arguments, num_threads=1)
+    for num_threads in (2, 3, 7):
+        assert_same_bits(attention(q, k, v, **arguments, num_threads=num_threads), one)
+
+
+@given(call=calls(lengths=LONGER))
+def test_batch_of_one_is_a_row_of_the_batch(call, implementation):
+    q, k, v, arguments = call
+    out, lse = attention(q, k, v, **arguments)
+    for b in range(q.shape[0]):
+        row = slice(b, b + 1)
+        alone = {name: x[row] if belongs_to_batch(name, x) else x for name, x in arguments.items()}
+        assert_same_bits(attention(q[row], k[row], v[row], **alone), (out[row], lse[row]))
+
+
+def belongs_to_batch(name, x):
+    return name == "kv_lengths" or (name in ("mask", "bias") and x.ndim == 4)
+
+
+@given(call=calls(), seed=SEEDS)
+def test_garbage_behind_masks_never_shows(call, seed, implementation):
+    q, k, v, arguments = call
+    rng = np.random.default_rng(seed)
+    hidden = rng.random(k.shape[-2]) < 0.4
+    arguments["mask"] = arguments.get("mask", True) & ~hidden
+    expected = expect(q, k, v, **arguments)
+    poison(k, hidden, rng)
+    poison(v, hidden, rng)
+    check(attention(q, k, v, **arguments), expected, telling=False)
+
+
+@given(call=calls(("scale", "softcap", "sinks", "alibi", "q_offset")), seed=SEEDS)
+def test_ranges_masks_and_infinite_biases_agree(call, seed, implementation):
+    q, k, v, arguments = call
+    rng = np.random.default_rng(seed)
+    len_k = k.shape[-2]
+    begin, end = rng.integers(-5, len_k + 5, (2, *q.shape[:-1]))
+    mask = (begin[..., None] <= np.arange(len_k)) & (np.arange(len_k) < end[..., None])
+    expected = expect(q, k, v, mask=mask, **arguments)
+    check(attention(q, k, v, row_ranges=(begin, end), **arguments), expected, telling=False)
+    check(attention(q, k, v, mask=mask, **arguments), expected, telling=False)
+    bias = np.where(mask, np.float32(0), -np.inf)
+    check(attention(q, k, v, bias=bias.astype(np.float32), **arguments), expected, telling=False)

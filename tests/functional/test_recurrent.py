@@ -1,0 +1,384 @@
+"""Linear attention against its recurrence in float64, on every instruction set and on the fallback."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from implementations import forced
+
+from fastattn.functional import linear_attention
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
+RULES = ["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
+# Around the kernel's steps (4), gated chunks (16), chunks (32), passes (12 rows, 32 columns) and depth (128).
+LENGTHS = [0, 1, 2, 4, 5, 15, 16, 17, 31, 32, 33, 64, 65, 200]
+DIMS = [(1, 1), (3, 5), (16, 32), (33, 31), (64, 64), (65, 97), (130, 40), (300, 17)]
+
+
+def recurrence(q, k, v, rule, log_decay=None, beta=None, scale=1.0, normalize=False, eps=1e-6, state=None):
+    """Token by token in float64, as in the papers: q, k, v (heads, len, dim); returns out, S, z."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    heads, group = max(len(k), len(v)), max(1, len(q) // max(len(k), len(v)))
+    k, v = (np.repeat(x, heads // len(x), axis=0) for x in (k, v))
+    q = np.repeat(q, heads * group // len(q), axis=0)
+    n, head_dim = k.shape[1:]
+    a = np.ones((heads, n, head_dim)) if log_decay is None else np.exp(log_decay.astype(np.float64))
+    a = a[:, None, None] if a.ndim == 1 else a[..., None] if a.ndim == 2 else a
+    a = np.broadcast_to(a, (heads, n, head_dim))
+    b = np.ones((heads, n)) if beta is None else np.broadcast_to(beta.astype(np.float64), (heads, n))
+    out = np.zeros((heads * group, n, v.shape[-1]))
+    s, z = (np.zeros((heads, head_dim, v.shape[-1])), np.zeros((heads, head_dim))) if state is None else state
+    s, z = s.astype(np.float64), z.astype(np.float64)
+    for h in range(heads):
+        for t in range(n):
+            s[h] = a[h, t][:, None] * s[h]
+            z[h] = a[h, t] * z[h] + k[h, t]
+            write = b[h, t] * (v[h, t] - s[h].T @ k[h, t]) if "delta" in rule else v[h, t]
+            s[h] += np.outer(k[h, t], write)
+            for g in range(h * group, (h + 1) * group):
+                out[g, t] = scale * s[h].T @ q[g, t]
+                if normalize:
+                    out[g, t] /= scale * z[h] @ q[g, t] + eps
+    return out, s, z
+
+
+def problem(rule, heads, n, head_dim, head_dim_v, dtype=np.float32, seed=0, strong=False):
+    """q, k, v and what the rule needs besides; keys of length 1 where the delta rule must stay stable."""
+    rng = np.random.default_rng(seed)
+    heads_q, heads_k, heads_v = heads if isinstance(heads, tuple) else (heads,) * 3
+    states = max(heads_k, heads_v)
+    q, k = rng.standard_normal((heads_q, n, head_dim)), rng.standard_normal((heads_k, n, head_dim))
+    v = rng.standard_normal((heads_v, n, head_dim_v))
+    if "delta" in rule:
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    lane = np.float64 if dtype == np.float64 else np.float32
+    more = {}
+    if rule in ("decay", "gated_delta", "gated", "kimi_delta"):
+        shape = (states, n, head_dim) if rule in ("gated", "kimi_delta") else (states, n)
+        more["log_decay"] = -np.exp(rng.standard_normal(shape) - 2).astype(lane)
+        if strong:
+            more["log_decay"] = rng.choice([-np.inf, -20.0, -1e-3, 0.0, -3.0], shape).astype(lane)
+    if "delta" in rule:
+        more["beta"] = rng.uniform(0, 1, (states, n)).astype(lane)
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype), more
+
+
+def close(actual, expected, dtype, factor=64):
+    """Within `factor` roundings of the accumulator, relative to a row's largest, and one of the dtype."""
+    assert actual.shape == expected.shape
+    if not expected.size:
+        return
+    unit = 2.0**-52 if dtype == np.float64 else 2.0**-23
+    own = {np.dtype(np.float16): 2.0**-10, BF16: 2.0**-7}.get(np.dtype(dtype), 0)
+    most = np.abs(expected).max(axis=-1, keepdims=True)
+    error = np.abs(actual.astype(np.float64) - expected)
+    bound = factor * unit * (most + np.abs(expected).max() / 16) + own * np.abs(expected) + 1e-7 * (own > 0)
+    assert (error <= bound + np.finfo(np.float32).tiny).all(), f"{(error / bound).max():.3g} of the bound"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_lengths(implementation, rule, n):
+    q, k, v, more = problem(rule, 2, n, 24, 40)
+    out, state = linear_attention(q, k, v, rule=rule, return_state=True, **more)
+    expected, s, _ = recurrence(q, k, v, rule, scale=24**-0.5, **more)
+    close(out, expected, np.float32)
+    close(state, s, np.float32)
+    assert out.dtype == state.dtype == np.float32
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_dims(implementation, rule, dims):
+    for n in (3, 70):
+        q, k, v, more = problem(rule, 2, n, *dims)
+        out, state = linear_attention(q, k, v, rule=rule, scale=0.5, return_state=True, **more)
+        expected, s, _ = recurrence(q, k, v, rule, scale=0.5, **more)
+        close(out, expected, np.float32, factor=128)
+        close(state, s, np.float32, factor=128)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(implementation, rule, dtype):
+    for n in (3, 90):
+        q, k, v, more = problem(rule, 2, n, 36, 44, dtype)
+        out, state = linear_attention(q, k, v, rule=rule, return_state=True, **more)
+        expected, s, _ = recurrence(q, k, v, rule, scale=36**-0.5, **more)
+        assert out.dtype == dtype
+        assert state.dtype == (np.float64 if dtype == np.float64 else np.float32)
+        close(out, expected, dtype)
+        close(state, s, np.dtype(state.dtype))
+
+
+@pytest.mark.parametrize("rule", ["decay", "gated", "gated_delta", "kimi_delta"])
+def test_strong_decays_and_resets(implementation, rule):
+    for n in (4, 150):
+        q, k, v, more = problem(rule, 2, n, 20, 20, strong=True)
+        out, state = linear_attention(q, k, v, rule=rule, return_state=True, **more)
+        expected, s, _ = recurrence(q, k, v, rule, scale=20**-0.5, **more)
+        close(out, expected, np.float32)
+        close(state, s, np.float32)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("heads", [(4, 2, 2), (2, 2, 6), (6, 1, 3), (1, 4, 2), (8, 2, 4)], ids=str)
+def test_grouped_heads(implementation, rule, heads):
+    for n in (2, 70):
+        q, k, v, more = problem(rule, heads, n, 16, 24)
+        out, state = linear_attention(q, k, v, rule=rule, return_state=True, **more)
+        expected, s, _ = recurrence(q, k, v, rule, scale=0.25, **more)
+        close(out, expected, np.float32)
+        close(state, s, np.float32)
+
+
+@pytest.mark.parametrize("rule", ["linear", "decay", "gated"])
+@pytest.mark.parametrize("n", [0, 1, 3, 17, 64, 100])
+def test_normalized(implementation, rule, n):
+    q, k, v, more = problem(rule, (4, 2, 2), n, 20, 50)
+    q, k = np.exp(q), np.exp(k)
+    out, (s, z) = linear_attention(q, k, v, rule=rule, normalize=True, return_state=True, **more)
+    expected, expected_s, expected_z = recurrence(q, k, v, rule, normalize=True, **more)
+    close(out, expected, np.float32)
+    close(s, expected_s, np.float32)
+    close(z, expected_z, np.float32)
+
+
+@pytest.mark.parametrize("batch", [(0,), (2, 0), (0, 3)])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_sequences(implementation, rule, batch):
+    q, k, v, more = problem(rule, (4, 2, 2), 40, 5, 7)
+    more = {name: np.empty((*batch, *x.shape), x.dtype) for name, x in more.items()}
+    q, k, v = (np.empty((*batch, *x.shape), x.dtype) for x in (q, k, v))
+    out, state = linear_attention(q, k, v, rule=rule, return_state=True, **more)
+    assert (out.shape, state.shape) == ((*batch, 4, 40, 7), (*batch, 2, 5, 7))
+    if rule == "linear":
+        options = {"causal": False, "normalize": True, "return_state": True}
+        out, (state, norm) = linear_attention(q[..., :3, :], k, v, rule=rule, **options)
+        assert (out.shape, state.shape, norm.shape) == ((*batch, 4, 3, 7), (*batch, 2, 5, 7), (*batch, 2, 5))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("lengths", [(0, 5), (7, 0), (1, 1), (70, 130), (64, 3)], ids=str)
+def test_bidirectional(implementation, lengths, normalize):
+    rng = np.random.default_rng(1)
+    q = np.exp(rng.standard_normal((4, lengths[0], 20))).astype(np.float32)
+    k = np.exp(rng.standard_normal((2, lengths[1], 20))).astype(np.float32)
+    v = rng.standard_normal((2, lengths[1], 33)).astype(np.float32)
+    out, state = linear_attention(
+        q, k, v, rule="linear", causal=False, scale=0.5, normalize=normalize, return_state=True
+    )
+    q64, k64, v64 = (x.astype(np.float64) for x in (q, k, v))
+    s = k64.swapaxes(-1, -2) @ v64
+    expected = 0.5 * q64 @ np.repeat(s, 2, axis=0)
+    if normalize:
+        expected = expected / (0.5 * q64 @ np.repeat(k64.sum(-2), 2, axis=0)[..., None] + 1e-6)
+        close(state[1], k64.sum(-2), np.float32)
+    close(out, expected, np.float32)
+    close(state[0] if normalize else state, s, np.float32)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_in_pieces(implementation, rule):
+    q, k, v, more = problem(rule, 2, 150, 40, 70)
+    whole, last = linear_attention(q, k, v, rule=rule, return_state=True, **more)
+    state, parts, begin = None, [], 0
+    for end in (1, 4, 70, 71, 71, 150):
+        piece = {name: x[:, begin:end] for name, x in more.items()}
+        tokens = slice(begin, end)
+        out, state = linear_attention(
+            q[:, tokens], k[:, tokens], v[:, tokens], rule=rule, state=state, return_state=True, **piece
+        )
+        parts.append(out)
+        begin = end
+    close(np.concatenate(parts, axis=1), whole.astype(float), np.float32)
+    close(state, last.astype(float), np.float32)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_state_in_place(implementation, rule):
+    for n in (1, 3, 70):
+        q, k, v, more = problem(rule, 2, n, 20, 90)
+        before = np.random.default_rng(2).standard_normal((2, 20, 90)).astype(np.float32)
+        out, after = linear_attention(q, k, v, rule=rule, state=before, return_state=True, **more)
+        state = before.copy()
+        again, same = linear_attention(
+            q, k, v, rule=rule, state=state, out_state=state, num_threads=3, **more
+        )
+        assert same is state
+        np.testing.assert_array_equal(state, after)
+        np.testing.assert_array_equal(again, out)
+
+
+def test_normalized_state_in_place(implementation):
+    for n in (1, 70):
+        q, k, v, _ = problem("linear", 1, n, 20, 200)
+        q, k = np.exp(q), np.exp(k)
+        before = (np.ones((1, 20, 200), np.float32), np.ones((1, 20), np.float32))
+        options = {"rule": "linear", "normalize": True}
+        out, after = linear_attention(q, k, v, state=before, return_state=True, **options)
+        state = tuple(x.copy() for x in before)
+        again, same = linear_attention(q, k, v, state=state, out_state=state, num_threads=4, **options)
+        assert same == state
+        np.testing.assert_array_equal(again, out)
+        for x, y in zip(state, after, strict=True):
+            np.testing.assert_array_equal(x, y)
+        close(out, recurrence(q, k, v, "linear", normalize=True, state=before)[0], np.float32)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_bits_depend_on_neither_threads_nor_neighbours(implementation, rule):
+    for n in (2, 100):
+        problems = [problem(rule, 2, n, 32, 80, seed=seed) for seed in range(3)]
+        q, k, v = (np.stack([p[i] for p in problems]) for i in range(3))
+        more = {name: np.stack([p[3][name] for p in problems]) for name in problems[0][3]}
+        whole = linear_attention(q, k, v, rule=rule, num_threads=1, **more)
+        np.testing.assert_array_equal(linear_attention(q, k, v, rule=rule, num_threads=5, **more), whole)
+        for b, (q1, k1, v1, more1) in enumerate(problems):
+            alone = linear_attention(q1, k1, v1, rule=rule, num_threads=7, **more1)
+            if implementation != "numpy":  # whose BLAS chooses by shape
+                np.testing.assert_array_equal(alone, whole[b])
+            close(alone, whole[b].astype(float), np.float32)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_not_finite_reaches_no_earlier_token(implementation, rule, name):
+    def same(actual, expected):
+        if implementation == "numpy":  # whose BLAS chooses by shape
+            close(actual, expected.astype(float), np.float32)
+        else:
+            np.testing.assert_array_equal(actual, expected)
+
+    for at in (0, 3, 37, 90):
+        q, k, v, more = problem(rule, 2, 100, 20, 24)
+        clean = linear_attention(q, k, v, rule=rule, **more)
+        {"q": q, "k": k, "v": v}[name][0, at, 5] = np.nan
+        out = linear_attention(q, k, v, rule=rule, **more)
+        same(out[0, :at], clean[0, :at])
+        same(out[1], clean[1])
+        assert np.isnan(out[0, at]).any()
+        if name == "q":
+            same(out[0, at + 1 :], clean[0, at + 1 :])
+        elif name == "v":
+            same(np.delete(out, 5, axis=-1), np.delete(clean, 5, axis=-1))
+
+
+def test_strides_and_broadcasting(implementation):
+    rng = np.random.default_rng(3)
+    whole = rng.standard_normal((2, 70, 6, 40)).astype(np.float32)
+    q, k, v = (
+        whole[:, :, :2, :20].swapaxes(1, 2),
+        whole[:1, ::-1, 2:4, 20:].swapaxes(1, 2),
+        whole[0, :, 4:, ::2],
+    )
+    v = v.swapaxes(0, 1)
+    for decay in (np.float32([-0.1, -0.2]), np.float32([[-0.1], [-0.2]]), np.float32([[[-0.5]], [[-0.1]]])):
+        out, state = linear_attention(q, k, v, rule="decay", log_decay=decay, return_state=True)
+        full = np.broadcast_to(decay[:, None] if decay.ndim == 1 else decay, (2, 2, 70))
+        for b in range(2):
+            expected, s, _ = recurrence(q[b], k[0], v, "decay", full[b], scale=20**-0.5)
+            close(out[b], expected, np.float32)
+            close(state[b], s, np.float32)
+
+
+@pytest.mark.parametrize("rule", ["decay", "gated", "delta", "kimi_delta"])
+def test_gates_in_any_memory(implementation, rule):
+    q, k, v, gates = problem(rule, 2, 70, 16, 16)
+    expected = linear_attention(q, k, v, rule=rule, **gates)
+    for name, x in gates.items():
+        unaligned = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+        unaligned[...] = x
+        for other in (unaligned, np.repeat(x, 2, axis=-1)[..., ::2], np.asfortranarray(x), x.astype(">f4")):
+            got = linear_attention(q, k, v, rule=rule, **{**gates, name: other})
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_constant_decay_and_default_beta(implementation):
+    q, k, v, _ = problem("delta", 2, 70, 16, 16)
+    gates = np.float32(-np.arange(1, 17) / 16)[None, None]
+    np.testing.assert_array_equal(
+        linear_attention(q, k, v, rule="gated", log_decay=gates),
+        linear_attention(q, k, v, rule="gated", log_decay=np.broadcast_to(gates, q.shape)),
+    )
+    np.testing.assert_array_equal(
+        linear_attention(q, k, v, rule="delta"),
+        linear_attention(q, k, v, rule="delta", beta=np.ones((2, 70), np.float32)),
+    )
+
+
+@pytest.mark.parametrize("n", [3, 300])
+def test_implementations_agree(n):
+    for rule in RULES:
+        q, k, v, more = problem(rule, 2, n, 48, 48)
+        with forced("numpy"):
+            expected = linear_attention(q, k, v, rule=rule, **more)
+        close(linear_attention(q, k, v, rule=rule, **more), expected.astype(float), np.float32)
+
+
+X = np.ones((2, 5, 4), np.float32)
+GATE = np.full((2, 5), -1, np.float32)
+S = np.zeros((2, 4, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rule": "softmax"}, ValueError, "rule is 'softmax'; expected one of linear, decay"),
+        ({"rule": "decay"}, ValueError, "log_decay is None; expected an array with rule 'decay'"),
+        ({"log_decay": GATE}, ValueError, "log_decay is given; expected None with rule 'linear'"),
+        ({"beta": GATE}, ValueError, "beta is given; expected None with rule 'linear'"),
+        ({"rule": "decay", "log_decay": -GATE}, ValueError, "log_decay has 1.0; expected 0 or less"),
+        ({"rule": "decay", "log_decay": GATE * np.nan}, ValueError, "log_decay has nan; expected 0 or less"),
+        ({"rule": "decay", "log_decay": GATE[:, :3]}, ValueError, r"log_decay has shape \(2, 3\); expected"),
+        ({"rule": "decay", "log_decay": [True, False]}, TypeError, "log_decay has dtype bool; expected"),
+        (
+            {"rule": "gated", "log_decay": GATE},
+            ValueError,
+            r"log_decay has shape \(2, 5\); expected \(..., he",
+        ),
+        ({"rule": "delta", "beta": GATE[0]}, ValueError, r"beta has shape \(5,\); expected \(..., heads, le"),
+        ({"rule": "delta", "causal": False}, ValueError, "causal is False; expected True with rule 'delta'"),
+        ({"rule": "delta", "normalize": True}, ValueError, "normalize is True; expected False"),
+        ({"normalize": 1}, TypeError, "normalize is 1; expected True or False"),
+        ({"eps": -1.0}, ValueError, "eps is -1.0; expected 0 or more"),
+        ({"scale": np.inf}, ValueError, "scale is inf"),
+        ({"k": X[..., :3]}, ValueError, "k has head_dim 3; expected q's, 4"),
+        ({"v": X[:, :4]}, ValueError, "v has a length of 4; expected k's, 5"),
+        ({"q": X[:, :4]}, ValueError, "q has a length of 4; expected k's, 5, if causal"),
+        ({"k": np.ones((3, 5, 4), np.float32)}, ValueError, "have 2, 3 and 2 heads"),
+        ({"q": X[0]}, ValueError, r"q has shape \(5, 4\); expected \(..., heads"),
+        ({"v": X.astype(np.float64)}, TypeError, "have dtypes float32, float32 and float64"),
+        ({"state": S[:, :3]}, ValueError, r"state has shape \(2, 3, 4\); expected \(2, 4, 4\)"),
+        ({"state": S.astype(np.float16)}, TypeError, "state has dtype float16; expected float32"),
+        ({"state": S, "normalize": True}, TypeError, "state is of type ndarray; expected a pair"),
+        ({"out_state": S[:1]}, ValueError, r"out_state has shape \(1, 4, 4\); expected \(2, 4, 4\)"),
+        ({"out": X}, ValueError, "out shares memory with q"),
+        ({"out": S}, ValueError, r"out has shape \(2, 4, 4\); expected \(2, 5, 4\)"),
+        ({"num_threads": 0}, ValueError, "num_threads is 0"),
+        ({"backend": "gpu"}, ValueError, "backend is 'gpu'"),
+    ],
+)
+def test_errors(options, error, message):
+    call = {"q": X, "k": X, "v": X, "rule": "linear", **options}
+    with pytest.raises(error, match=r"^linear_attention\(\): .*" + message):
+        linear_attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+
+
+def test_out_state_shares_no_memory_but_with_the_state_itself():
+    memory = np.zeros((3, 4, 4), np.float32)
+    with pytest.raises(ValueError, match="out_state shares memory with state"):
+        linear_attention(X, X, X, rule="linear", state=memory[:2], out_state=memory[1:])
+    with pytest.raises(ValueError, match="out_state shares memory with v"):
+        linear_attention(X[:, :4], X[:, :4], memory[:2], rule="linear", out_state=memory[:2])
+
+
+def test_a_state_is_itself_through_another_view():
+    state = np.zeros((2, 4, 4), np.float32)
+    linear_attention(X, X, X, rule="linear", state=state, out_state=state[:])
+    np.testing.assert_array_equal(state, np.full((2, 4, 4), 5))
+
+
+def test_batch_dimensions_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"batch dimensions \(2,\), \(3,\) and \(2,\); expected ones"):
+        linear_attention(X[:, None], np.ones((3, 1, 5, 4), np.float32), X[:, None], rule="linear")

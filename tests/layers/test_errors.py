@@ -1,0 +1,355 @@
+"""What layers refuse when they are built, called and loaded, and what they take that is nearly it."""
+
+import copy
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+from layer_oracle import BATCH, FEATURES, HEADS, LENGTH, MASK, WIDTH, X, attention_layer, draw, randomized
+
+from fastattn import positions
+from fastattn.layers import (
+    FeedForward,
+    KVCache,
+    LayerNorm,
+    Linear,
+    MultiHeadAttention,
+    RMSNorm,
+    Rope,
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+from fastattn.positions import rope_frequencies
+
+ENCODER, DECODER = TransformerEncoderLayer(64, 4), TransformerDecoderLayer(64, 4)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: MultiHeadAttention(64, 4, bias=None), TypeError, "bias is None; expected True or False"),
+        (lambda: MultiHeadAttention(64, 4, qk_norm=1), TypeError, "qk_norm is 1; expected True or False"),
+        (
+            lambda: MultiHeadAttention(64, 4, sinks=[0.0] * 4),
+            TypeError,
+            "sinks is .*; expected True or False",
+        ),
+        (
+            lambda: MultiHeadAttention(64, 4, qk_norm_eps="x"),
+            TypeError,
+            "qk_norm_eps is 'x'; expected a real",
+        ),
+        (lambda: MultiHeadAttention(64, 4, qk_norm_eps=-1), ValueError, "qk_norm_eps is -1; expected 0 or"),
+        (
+            lambda: MultiHeadAttention(64, 4, rope=True),
+            TypeError,
+            r"rope is of type bool; expected a Rope, Rope\(",
+        ),
+        (
+            lambda: MultiHeadAttention(64, 4, rope=rope_frequencies(16)),
+            TypeError,
+            "type RopeFrequencies; exp",
+        ),
+        (
+            lambda: MultiHeadAttention(64, 4, rope=Rope(rope_frequencies(18))),
+            ValueError,
+            "rope rotates 18 dim",
+        ),
+        (
+            lambda: Rope(8),
+            TypeError,
+            r"frequencies is of type int; expected what rope_frequencies\(head_dim\)",
+        ),
+        (lambda: Rope(rope_frequencies(8), interleaved=1), TypeError, "interleaved is 1"),
+        (
+            lambda: MultiHeadAttention(64, 4, window=5),
+            TypeError,
+            r"window is 5; expected a pair \(left, right\)",
+        ),
+        (lambda: MultiHeadAttention(64, 4, window=(-1, 0)), ValueError, r"window\[0\] is -1"),
+        (
+            lambda: MultiHeadAttention(64, 4, softcap=0.0),
+            ValueError,
+            "softcap is 0.0; expected a number above 0",
+        ),
+        (lambda: MultiHeadAttention(64, 4, scale="1"), TypeError, "scale is '1'; expected a real number"),
+        (
+            lambda: MultiHeadAttention(64, 4, alibi_slopes=np.ones(3)),
+            ValueError,
+            r"alibi_slopes has shape \(3,\)",
+        ),
+        (lambda: TransformerEncoderLayer(64, 4, attention={"window": 5}), TypeError, "window is 5"),
+        (
+            lambda: TransformerEncoderLayer(64, 4, layer_norm_eps=-1.0),
+            ValueError,
+            "eps is -1.0; expected 0 or",
+        ),
+        (lambda: LayerNorm(64, None), TypeError, "eps is None; expected a real number"),
+        (lambda: LayerNorm(64, bias="yes"), TypeError, "bias is 'yes'; expected True or False"),
+        (lambda: RMSNorm(64, ""), TypeError, "eps is ''; expected a real number"),
+        (lambda: Linear(64, 64, bias=None), TypeError, "bias is None"),
+        (lambda: FeedForward(64, 64, bias=None), TypeError, "bias is None"),
+        (
+            lambda: TransformerEncoderLayer(64, 4, norm_first="yes"),
+            TypeError,
+            "norm_first is 'yes'; expected",
+        ),
+        (
+            lambda: TransformerDecoderLayer(64, 4, bias=None),
+            TypeError,
+            "bias is None; expected True or False",
+        ),
+        (
+            lambda: TransformerEncoder(ENCODER, 6),
+            TypeError,
+            "is of type TransformerEncoderLayer; expected a seq",
+        ),
+        (lambda: TransformerEncoder(3), TypeError, "layers is of type int; expected a sequence of layers"),
+        (
+            lambda: TransformerEncoder([ENCODER, 1]),
+            TypeError,
+            r"layers\[1\] is of type int; expected Transformer",
+        ),
+        (
+            lambda: TransformerEncoder([DECODER]),
+            TypeError,
+            r"layers\[0\] is of type TransformerDecoderLayer; exp",
+        ),
+        (lambda: TransformerDecoder([ENCODER]), TypeError, "expected TransformerDecoderLayer"),
+        (
+            lambda: TransformerEncoder([ENCODER], "rms_norm"),
+            TypeError,
+            "norm is of type str; expected a LayerNorm",
+        ),
+        (
+            lambda: TransformerEncoder([ENCODER], LayerNorm(8)),
+            ValueError,
+            "norm.features is 8; expected 64, as",
+        ),
+        (
+            lambda: TransformerEncoder([ENCODER, TransformerEncoderLayer(32, 4)]),
+            ValueError,
+            r"layers\[1\].d_model is 32; expected 64, as layers\[0\] has",
+        ),
+        (
+            lambda: KVCache(dtype="fp16"),
+            TypeError,
+            "dtype is 'fp16'; expected float32, float64, float16 or bf",
+        ),
+    ],
+)
+def test_what_cannot_be_built(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_stacks_of_what_can_be_iterated():
+    assert len(TransformerEncoder(TransformerEncoderLayer(64, 4) for _ in range(3)).layers) == 3
+    assert TransformerEncoder((ENCODER,), RMSNorm(64)).layers == [ENCODER]
+
+
+TRIANGLE = np.triu(np.full((LENGTH, LENGTH), -np.inf), 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ">f8"], ids=str)
+@pytest.mark.parametrize("x", [X, X.astype(np.float16), X.astype(np.float64)], ids=lambda x: str(x.dtype))
+def test_float_masks_of_any_type(x, dtype, implementation):
+    """np.full gives float64, whatever the layer computes in."""
+    layer = attention_layer({}, "float64" if x.dtype == np.float64 else "float32")
+    expected = layer(x, is_causal=True)
+    np.testing.assert_allclose(layer(x, attn_mask=TRIANGLE.astype(dtype)), expected, rtol=0, atol=2e-3)
+    padding = np.where(np.arange(LENGTH) < 6, 0, -np.inf) * np.ones((BATCH, 1))
+    both = layer(x, attn_mask=TRIANGLE.astype(dtype), key_padding_mask=padding.astype(dtype))
+    hidden = layer(x, is_causal=True, key_padding_mask=padding < 0)
+    np.testing.assert_allclose(both, hidden, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"vdim": 5}])
+def test_values_as_long_as_keys(options, implementation):
+    layer = attention_layer(options)
+    key, value = X[:, :4], X[:, :5, : layer.vdim or WIDTH]
+    for call in (lambda: layer(X, key, value), lambda: layer.project_keys_values(key, value)):
+        with pytest.raises(ValueError, match=r"MultiHeadAttention\(\): value has .*length of 4, as key"):
+            call()
+
+
+def test_a_finite_mask_stays_finite():
+    """Keys that all have the least number are all attended alike; -inf would hide them."""
+    layer = attention_layer({})
+    least, wide = np.finfo(np.float32).min, np.finfo(np.float64).min
+    expected = layer(X, attn_mask=np.full((LENGTH, LENGTH), least))
+    assert abs(expected - layer.out_proj.bias_vector).max() > 0.1
+    np.testing.assert_array_equal(layer(X, attn_mask=np.full((LENGTH, LENGTH), wide)), expected)
+    mask, padding = np.full((LENGTH, LENGTH), least), np.full((BATCH, LENGTH), least)
+    np.testing.assert_array_equal(layer(X, attn_mask=mask, key_padding_mask=padding), expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda e, d: e(X, src_mask=MASK[:5]),
+            ValueError,
+            r"TransformerEncoderLayer\(\): src_mask has shape",
+        ),
+        (lambda e, d: e(X, src_mask=MASK.astype(int)), TypeError, "src_mask has dtype int64; expected bool"),
+        (lambda e, d: e(X, src_key_padding_mask=MASK), ValueError, "src_key_padding_mask has shape"),
+        (lambda e, d: e(X, is_causal=1), TypeError, r"TransformerEncoderLayer\(\): is_causal is 1"),
+        (
+            lambda e, d: e(X, lengths=[1] * 3),
+            ValueError,
+            r"TransformerEncoderLayer\(\): lengths is given without",
+        ),
+        (
+            lambda e, d: d(X, X, tgt_mask=MASK[:5]),
+            ValueError,
+            r"TransformerDecoderLayer\(\): tgt_mask has shape",
+        ),
+        (lambda e, d: d(X, X, memory_mask=MASK[:5]), ValueError, "memory_mask has shape"),
+        (lambda e, d: d(X, X, memory_key_padding_mask=MASK), ValueError, "memory_key_padding_mask has shape"),
+        (lambda e, d: d(X, X[..., :5]), ValueError, r"memory has shape \(3, 11, 5\); expected \(..., 64\)"),
+        (lambda e, d: d(X, X.astype(int)), TypeError, "memory has dtype int64"),
+        (lambda e, d: d(X), ValueError, "memory is None; expected an array"),
+    ],
+)
+def test_errors_name_the_arguments_of_their_layer(call, error, message):
+    layers = (
+        randomized(kind(WIDTH, HEADS, 96)) for kind in (TransformerEncoderLayer, TransformerDecoderLayer)
+    )
+    with pytest.raises(error, match=message):
+        call(*layers)
+
+
+@pytest.mark.parametrize("options", [{}, {"vdim": 7}, {"kdim": 5, "vdim": 7}, {"num_kv_heads": 2}], ids=str)
+@pytest.mark.parametrize(("batch", "length"), [(2, 0), (0, 3), (0, 0)])
+def test_nothing_to_attend_from(batch, length, options, implementation):
+    layer = attention_layer(options)
+    x = np.ones((batch, length, WIDTH), np.float32)
+    key, value = (np.ones((batch, length, options.get(name, WIDTH)), np.float32) for name in ("kdim", "vdim"))
+    assert layer(x, key, value).shape == x.shape
+    if "kdim" not in options:
+        assert layer(x, value=value).shape == x.shape
+    _, weights = layer(x, key, value, need_weights=True)
+    assert weights.shape == (batch, length, length)
+
+
+def test_a_layer_without_parameters_lacks_their_attributes():
+    layer = Linear(2, 3)
+    assert not hasattr(layer, "packed_weight")
+    with pytest.raises(ValueError, match="Linear has no parameters yet"):
+        _ = layer.packed_weight
+    assert hasattr(Linear(2, 3, rng=np.random.default_rng(0)), "packed_weight")
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("options", [*FEATURES.values(), {"kdim": 5, "vdim": 7}], ids=[*FEATURES, "kdim"])
+def test_a_copy_holds_the_weights_once_and_read_only(options, again):
+    layer = attention_layer(options)
+    other = again(layer)
+    key, value = (draw(BATCH, 5, options.get(name, WIDTH)) for name in ("kdim", "vdim"))
+    np.testing.assert_array_equal(other(X, key, value), layer(X, key, value))
+    if layer.all_maps is not None:
+        np.testing.assert_array_equal(other(X), layer(X))
+        for part in (other.query_maps, other.key_map, other.value_map, other.key_value_maps):
+            assert np.shares_memory(part.weight.panels, other.all_maps.weight.panels)
+        held = layer.all_maps.weight.nbytes + layer.out_proj.packed_weight.nbytes
+        tables = 4096 + 2 * 64 * 12 * 12
+        assert len(pickle.dumps(layer)) < 1.1 * held + tables
+    for packed in (other.query_maps.weight, other.out_proj.packed_weight):
+        assert not packed.panels.flags.writeable
+        assert packed.panels.ctypes.data % 64 == 0
+    again(MultiHeadAttention(64, 4))  # without parameters, too
+
+
+def test_packed_weights_are_read_only():
+    packed = Linear(2, 3, rng=np.random.default_rng(0)).packed_weight
+    for name in ("panels", "out_features", "other"):
+        with pytest.raises(AttributeError, match=f"read-only: pack.. another instead of setting {name}"):
+            setattr(packed, name, 9)
+    assert packed.out_features == 3
+
+
+def test_a_stack_says_how_its_weights_are_stored():
+    stack = TransformerEncoder([TransformerEncoderLayer(36, 4, 40, weights_dtype="bfloat16")])
+    assert stack.weights_dtype == "bfloat16"
+    stack.load_state_dict(randomized(stack).state_dict(), weights_dtype="int8")
+    assert stack.weights_dtype == stack.layers[0].weights_dtype == "int8"
+    model = Transformer(36, 4, 1, 1, 40)
+    model.load_state_dict(randomized(model).state_dict(), weights_dtype="int8")
+    assert model.weights_dtype == model.decoder.weights_dtype == "int8"
+
+
+def test_loading_what_is_no_state():
+    layer = TransformerEncoderLayer(36, 4, 40)
+    state = randomized(layer).state_dict()
+    with pytest.raises(
+        TypeError, match=r"load_state_dict\(\): state has the key 1; expected names of parameters"
+    ):
+        layer.load_state_dict({**state, 1: state["norm1.bias"]})
+    masked = {**state, "norm1.bias": np.ma.masked_array(state["norm1.bias"])}
+    with pytest.raises(ValueError, match=r"norm1.bias is a masked array; expected a plain one"):
+        layer.load_state_dict(masked)
+    with pytest.raises(ValueError, match=r"state is the path '\\ud800'; expected one in UTF-8"):
+        layer.load_state_dict("\ud800")
+
+
+def test_files_of_other_kinds(tmp_path):
+    layer = Linear(3, 4, rng=np.random.default_rng(0))
+    np.savez(tmp_path / "x.npz", **layer.state_dict())
+    other = Linear(3, 4)
+    with pytest.raises(
+        ValueError, match=r"x.npz is not a safetensors file; expected one, or what np.load\('.*x.npz'\)"
+    ):
+        other.load_state_dict(tmp_path / "x.npz")
+    with pytest.raises(ValueError, match=r"what torch.load\('x.pt', weights_only=True\) returns"):
+        other.load_state_dict("x.pt")
+    with pytest.raises(ValueError, match="is a folder; expected a safetensors file"):
+        other.load_state_dict(tmp_path)
+    with np.load(tmp_path / "x.npz") as state:
+        other.load_state_dict(state)
+    np.testing.assert_array_equal(other.state_dict()["weight"], layer.state_dict()["weight"])
+
+
+class Bfloat16Tensor:
+    """As far as NumPy gets with a torch tensor in bfloat16."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
+def test_a_tensor_that_numpy_cannot_read():
+    layer = Linear(3, 4, bias=False)
+    with pytest.raises(ValueError, match=r"weight is of type Bfloat16Tensor; .*BFloat16; .float\(\) makes"):
+        layer.load_state_dict({"weight": Bfloat16Tensor()})
+
+
+def test_rotary_names_are_in_one_public_place():
+    assert {"RopeFrequencies", "apply_rope", "rope_frequencies", "rope_tables"} <= set(positions.__all__)
+
+
+@pytest.mark.parametrize("options", [b"x", [1], 3.5, {"nheads": 3}, {"rope_theta": 1e4}])
+def test_options_of_attention(options):
+    with pytest.raises(TypeError, match=r"EncoderLayer\(\): attention (is|has) .*; expected .*window"):
+        TransformerEncoderLayer(8, 2, attention=options)
+    with pytest.raises(TypeError, match=r"DecoderLayer\(\): cross_attention (is|has) .*; expected "):
+        TransformerDecoderLayer(8, 2, cross_attention=options)
+
+
+def test_a_prefix_that_is_no_string():
+    layer = FeedForward(4, 4)
+    with pytest.raises(TypeError, match=r"FeedForward.load_state_dict\(\): prefix is 3; expected a string"):
+        layer.load_state_dict({}, prefix=3)
+
+
+def test_values_of_another_type_than_keys(implementation):
+    layer = MultiHeadAttention(8, 2, kdim=8, vdim=6, rng=np.random.default_rng(0))
+    x, value = np.ones((1, 3, 8), np.float32), np.ones((1, 3, 6), np.float32)
+    assert layer(x, x, value).shape == (1, 3, 8)
+    with pytest.raises(TypeError, match=r"MultiHeadAttention\(\): .*bfloat16"):
+        layer(x, x, value.astype(ml_dtypes.bfloat16))

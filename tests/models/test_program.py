@@ -1,0 +1,97 @@
+"""Decoders as programs: the same bits for any threads and batch, the same results on both implementations."""
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from implementations import each_isa, forced
+from tiny_models import DECODERS, VOCAB
+
+from fastattn import models
+from fastattn.models import _decoder as decoder
+from fastattn.models._sampling import Sampler
+
+TOLERANCE = 1e-5
+
+
+class Recorded(Sampler):
+    """A sampler that keeps the logits it is shown, and chooses the tokens it is told, if it is told any."""
+
+    seen: list = []  # noqa: RUF012
+    told = None
+
+    def __call__(self, logits):
+        self.seen.append(logits.copy())
+        return super().__call__(logits) if self.told is None else self.told[len(self.seen) - 1]
+
+
+@pytest.fixture
+def logits_of(monkeypatch):
+    """The logits (steps, batch, vocab) of generating behind prompts: the best tokens, or those `told`."""
+    monkeypatch.setattr(decoder, "Sampler", Recorded)
+
+    def run(model, prompts, steps=6, told=None):
+        monkeypatch.setattr(Recorded, "seen", [])
+        monkeypatch.setattr(Recorded, "told", told)
+        list(model.generate(prompts, steps, stop=()))
+        return np.stack(Recorded.seen)
+
+    return run
+
+
+def loaded(tmp_path, kind, **options):
+    tiny.write(tmp_path, kind)
+    return models.load(tmp_path, **options)
+
+
+def some_ids(*shape):
+    return np.random.default_rng(0).integers(0, VOCAB, shape)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_bits_do_not_depend_on_threads(kind, tmp_path, implementation, logits_of):
+    """Of so many tokens that every step has work for several of them."""
+    model, ids = loaded(tmp_path, kind), some_ids(120, 30)
+    results = []
+    for threads in (1, 2, 5):
+        with forced(implementation, num_threads=threads):
+            results.append((model(ids), logits_of(model, ids, 2)))
+    for full, cached in results[1:]:
+        np.testing.assert_array_equal(full, results[0][0])
+        np.testing.assert_array_equal(cached, results[0][1])
+
+
+@each_isa
+@pytest.mark.parametrize("kind", DECODERS)
+def test_bits_of_a_step_do_not_depend_on_the_batch(kind, isa, tmp_path, logits_of):
+    model, ids = loaded(tmp_path, kind), some_ids(3, 9)
+    with forced(isa):
+        together = logits_of(model, ids)
+        for b, row in enumerate(ids):
+            np.testing.assert_array_equal(together[:, b : b + 1], logits_of(model, row[None]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_the_fallback_agrees(kind, dtype, tmp_path, logits_of):
+    """Prompts of several lengths, beyond a window, past the cache's first room.
+
+    Both go along the fallback's tokens: where two logits are nearly equal, rounding decides which is the
+    best, and the texts part there.
+    """
+    model = loaded(tmp_path, kind, dtype=dtype)
+    prompts = [some_ids(n).tolist() for n in (1, 13, 6)]
+    with forced("numpy"):
+        expected = logits_of(model, prompts, 19)
+    got = logits_of(model, prompts, 19, told=expected.argmax(axis=-1)).astype(np.float64)
+    expected = expected.astype(np.float64)
+    bound = {"float32": TOLERANCE, "float64": 1e-12, "bfloat16": 0.1}[dtype]  # there 2 to 3 digits a rounding
+    np.testing.assert_allclose(got, expected, rtol=bound, atol=bound)
+
+
+def test_a_model_without_layers(tmp_path, implementation):
+    tensors = tiny.write(tmp_path, "gpt2", n_layer=0)
+    ids = some_ids(2, 5)
+    expected = [tiny.result("gpt2", tiny.CONFIGS["gpt2"] | {"n_layer": 0}, tensors, row) for row in ids]
+    model = models.load(tmp_path)
+    np.testing.assert_allclose(model(ids), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert len(list(model.generate(ids[0], 3, stop=()))) == 3

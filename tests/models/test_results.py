@@ -1,0 +1,413 @@
+"""Models on random weights: against plain NumPy, padded against alone, generation against the full pass."""
+
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny_models as tiny
+from implementations import each_isa, forced
+from tiny_models import CONFIGS, DECODERS, ENCODERS, VOCAB
+
+from fastattn import models, ops
+from fastattn._engine import scratch
+from fastattn.models import _decoder as decoder
+from fastattn.models import _weights as weights
+from fastattn.models._sampling import Sampler
+
+KINDS = list(CONFIGS)
+# A few hundred roundings of float32 on results of size 1 to 10.
+TOLERANCE = 1e-5
+
+
+def loaded(tmp_path, kind, **options):
+    tiny.write(tmp_path, kind)
+    return models.load(tmp_path, **options)
+
+
+def some_ids(*shape, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB, shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_those_of_plain_numpy(kind, tmp_path, implementation):
+    tensors, ids = tiny.write(tmp_path, kind), some_ids(2, 11)
+    expected = np.stack([tiny.result(kind, CONFIGS[kind], tensors, row) for row in ids])
+    assert np.abs(expected).mean() > 0.1, "a result next to nothing shows nothing"
+    got = models.load(tmp_path)(ids)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    exact = models.load(tmp_path, dtype="float64")(ids)
+    assert exact.dtype == np.float64
+    np.testing.assert_allclose(exact, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, implementation, monkeypatch):
+    """Memory within a call is kept for the next one if it is large."""
+    model = loaded(tmp_path, kind)
+    ids = some_ids(2, 11)
+    mask = np.arange(11) < np.array([[11], [4]])
+    small = model(ids), model(ids, mask)[mask]
+    monkeypatch.setattr(scratch, "_LEAST_KEPT", 0)
+    np.testing.assert_array_equal(model(ids), small[0])
+    np.testing.assert_array_equal(model(ids, mask)[mask], small[1])
+
+
+@pytest.mark.parametrize(("weights_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.06)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
+    """The error of results is of the size of the weights' rounding, and there is one."""
+    ids = some_ids(3, 11)
+    exact = loaded(tmp_path, kind)(ids)
+    error = models.load(tmp_path, weights_dtype=weights_dtype)(ids) - exact
+    assert 1e-4 < np.sqrt(np.square(error).mean() / np.square(exact).mean()) < bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_computing_in_bfloat16(kind, tmp_path):
+    ids = some_ids(3, 11)
+    exact = loaded(tmp_path, kind)(ids)
+    got = models.load(tmp_path, dtype="bfloat16")(ids)
+    assert got.dtype == ml_dtypes.bfloat16
+    error = got.astype(np.float32) - exact
+    assert np.sqrt(np.square(error).mean() / np.square(exact).mean()) < 0.03
+
+
+@pytest.mark.parametrize("where", ["left", "right", "between"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_padded_sequence_is_as_alone(kind, where, tmp_path, implementation):
+    model = loaded(tmp_path, kind)
+    lengths, index = np.array([10, 1, 6, 9]), np.arange(10)
+    if where == "left":
+        mask = index >= 10 - lengths[:, None]
+    elif where == "right":
+        mask = index < lengths[:, None]
+    else:
+        mask = np.random.default_rng(0).permuted(index < lengths[:, None], axis=1)
+    ids = some_ids(4, 10)
+    together = model(ids, mask)
+    for row, counts, result in zip(ids, mask, together, strict=True):
+        np.testing.assert_allclose(result[counts], model(row[counts])[0], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "float64"}, {"dtype": "bfloat16"}, {"weights_dtype": "int8"}], ids=str
+)
+@pytest.mark.parametrize("kind", KINDS)
+@each_isa
+def test_a_sequence_has_the_same_bits_in_any_company(isa, kind, options, tmp_path):
+    """Also where padding makes many queries of few, which other kernels are for."""
+    model = loaded(tmp_path, kind, **options)
+    with forced(isa):
+        for length in (5, 8, 9, 20):
+            ids, index = some_ids(3, length), np.arange(length)
+            for own in {1, 2, 3, 4, 7, 8, 11} & set(range(length)):
+                alone = model(ids[:1, :own])
+                together = model(ids, index < np.array([[own], [length], [length - 1]]))
+                np.testing.assert_array_equal(together[:1, :own], alone)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_padding_does_not_lengthen_a_sequence(kind, tmp_path):
+    """Frequencies that depend on the longest sequence depend on what counts of it."""
+    scaling = {"rope_type": kind, "factor": 4.0}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [4.0, 6.0, 8.0]}
+    changes = {"max_position_embeddings": 8, "rope_scaling": scaling}
+    tiny.write(tmp_path, "llama", **changes)
+    model = models.load(tmp_path)
+    ids = some_ids(2, 20)
+    for mask in (np.arange(20) < 5, np.arange(20) >= 15):
+        padded = model(ids, np.stack([mask, mask]))[:, mask]
+        np.testing.assert_allclose(padded, model(ids[:, mask]), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_one_sequence_is_a_batch_of_one(tmp_path):
+    model = loaded(tmp_path, "llama")
+    np.testing.assert_array_equal(model([3, 4, 5]), model([[3, 4, 5]]))
+    np.testing.assert_array_equal(model([3, 4, 5], [1, 1, 0]), model([[3, 4, 5]], [[True, True, False]]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_a_batch_too(kind, tmp_path):
+    model = loaded(tmp_path, kind)
+    width = model.hidden_size if kind in ENCODERS else VOCAB
+    for weights_dtype in ("float32", "bfloat16", "int8"):
+        model = models.load(tmp_path, weights_dtype=weights_dtype)
+        assert model(np.zeros((0, 5), np.int64)).shape == (0, 5, width)
+        assert model(np.zeros((2, 0), complex)).shape == (2, 0, width)
+
+
+def test_token_types(tmp_path):
+    tensors = tiny.write(tmp_path, "bert")
+    model = models.load(tmp_path)
+    ids = some_ids(1, 6)
+    second = {**tensors, "embeddings.token_type_embeddings.weight": np.roll(
+        tensors["embeddings.token_type_embeddings.weight"], 1, axis=0
+    )}  # fmt: skip
+    expected = tiny.result("bert", CONFIGS["bert"], second, ids[0])
+    got = model(ids, token_type_ids=np.ones_like(ids))[0]
+    np.testing.assert_allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(model(ids, token_type_ids=0 * ids), model(ids), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int8"])
+def test_token_vectors_from_a_packed_output_layer(dtype):
+    table = np.random.default_rng(0).standard_normal((71, 13))
+    packed = ops.pack(table, dtype=dtype)
+    ids = np.array([0, 70, 31, 32, 33, 31])
+    lane = np.dtype(np.float64 if dtype == "float64" else np.float32)
+    got = weights.token_rows(packed, ids, lane)
+    assert got.dtype == lane
+    np.testing.assert_array_equal(got, packed.unpack()[ids])
+
+
+class Recorded(Sampler):
+    """A sampler that keeps the logits it is shown."""
+
+    seen: list = []  # noqa: RUF012
+
+    def __call__(self, logits):
+        self.seen.append(logits.copy())
+        return super().__call__(logits)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_generation_is_the_full_pass_step_by_step(kind, tmp_path, implementation, monkeypatch):
+    monkeypatch.setattr(decoder, "Sampler", Recorded)
+    monkeypatch.setattr(Recorded, "seen", [])
+    model = loaded(tmp_path, kind)
+    prompts = [some_ids(n, seed=n).tolist() for n in (7, 1, 4)]
+    tokens = np.stack(list(model.generate(prompts, 9, stop=())), axis=1)
+    assert tokens.shape == (3, 9)
+    assert len(Recorded.seen) == 9
+    for b, prompt in enumerate(prompts):
+        full = model(prompt + tokens[b].tolist())[0]
+        for step, logits in enumerate(Recorded.seen):
+            assert logits.shape == (3, VOCAB)  # of last tokens only
+            expected = full[len(prompt) - 1 + step]
+            np.testing.assert_allclose(logits[b], expected, rtol=TOLERANCE, atol=TOLERANCE)
+            assert tokens[b, step] == np.argmax(logits[b])
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [({"dtype": "float64"}, 1e-12), ({"weights_dtype": "int8"}, 1e-5), ({"weights_dtype": "bfloat16"}, 1e-5),
+     ({"dtype": "bfloat16"}, 0.1)],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "qwen3"])
+def test_generation_in_other_types(kind, options, bound, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoder, "Sampler", Recorded)
+    monkeypatch.setattr(Recorded, "seen", [])
+    model = loaded(tmp_path, kind, **options)
+    prompt = some_ids(5).tolist()
+    tokens = list(model.generate(prompt, 6, stop=()))
+    full = model(prompt + tokens)[0].astype(np.float64)
+    assert Recorded.seen[0].dtype == model.dtype
+    for step, logits in enumerate(Recorded.seen):
+        np.testing.assert_allclose(logits[0].astype(np.float64), full[4 + step], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_generation_does_not_depend_on_the_batch(kind, tmp_path):
+    model = loaded(tmp_path, kind)
+    prompts = [some_ids(n, seed=n).tolist() for n in (7, 1, 4)]
+    together = np.stack(list(model.generate(prompts, 9, stop=())), axis=1)
+    for prompt, row in zip(prompts, together, strict=True):
+        alone = list(model.generate(prompt, 9, stop=()))
+        assert all(type(token) is int for token in alone)
+        assert alone == row.tolist()
+    ids, mask = np.full((3, 7), 5), np.zeros((3, 7), np.int64)
+    for row, counts, prompt in zip(ids, mask, prompts, strict=True):  # left-padded
+        row[7 - len(prompt) :], counts[7 - len(prompt) :] = prompt, 1
+    padded = np.stack(list(model.generate(ids, 9, attention_mask=mask, stop=())), axis=1)
+    np.testing.assert_array_equal(padded, together)
+
+
+def test_sequences_end_at_stop_tokens(tmp_path):
+    model = loaded(tmp_path, "gpt2")
+    prompts = [some_ids(n, seed=n).tolist() for n in (7, 2, 4)]
+    free = np.stack(list(model.generate(prompts, 9, stop=())), axis=1)
+    stop = [int(free[0, 2]), int(free[2, 5])]
+    ends = [next((i for i, token in enumerate(row) if token in stop), 8) for row in free.tolist()]
+    assert len(set(ends)) > 1
+    got = np.stack(list(model.generate(prompts, 9, stop=stop)), axis=1)
+    assert got.shape == (3, max(ends) + 1)
+    for row, wanted, end in zip(got, free, ends, strict=True):
+        assert row.tolist() == wanted[: end + 1].tolist() + [-1] * (max(ends) - end)
+    assert list(model.generate(prompts[0], 9, stop=stop[0]))[-1] == stop[0]
+    tiny.write(tmp_path, "gpt2", eos_token_id=stop)
+    tokens = np.stack(list(models.load(tmp_path).generate(prompts, 9)), axis=1)
+    np.testing.assert_array_equal(tokens, got)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
+def test_sequences_that_have_ended_are_computed_no_more(kind, options, tmp_path, monkeypatch):
+    """And the others go on as they were, with frequencies that depend on the longest, too."""
+    monkeypatch.setattr(decoder, "Sampler", Recorded)
+    monkeypatch.setattr(Recorded, "seen", [])
+    changes = {"max_position_embeddings": 8} if kind == "llama" else {}
+    scaling = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}} if kind == "llama" else {}
+    tiny.write(tmp_path, kind, **changes, **scaling)
+    model = models.load(tmp_path)
+    prompts = [some_ids(n, seed=n).tolist() for n in (7, 2, 4, 3)]
+    free = np.stack(list(model.generate(prompts, 12, stop=(), **options)), axis=1)
+    stop = [int(free[0, 2]), int(free[2, 5])]
+    Recorded.seen.clear()
+    got = np.stack(list(model.generate(prompts, 12, stop=stop, **options)), axis=1)
+    ended = np.cumsum(np.isin(free, stop), axis=1) - np.isin(free, stop) > 0
+    expected = np.where(ended, -1, free)[:, : got.shape[1]]
+    np.testing.assert_array_equal(got, expected)
+    assert [len(logits) for logits in Recorded.seen] == (expected >= 0).sum(axis=0).tolist()
+    assert len(Recorded.seen[-1]) < 4
+
+
+def test_generation_takes_memory_for_the_tokens_there_are(tmp_path):
+    steps = loaded(tmp_path, "llama").generate([1, 2], 10**9, stop=())
+    assert all(0 <= next(steps) < VOCAB for _ in range(5))
+    model = loaded(tmp_path, "llama")
+    short = list(model.generate([1, 2], 300, stop=()))  # past the room that is made at first
+    np.testing.assert_array_equal(short, np.argmax(model([1, 2, *short])[0, 1:-1], axis=1))
+
+
+def test_generation_streams(tmp_path, monkeypatch):
+    """A token is there before the next is computed."""
+    monkeypatch.setattr(decoder, "Sampler", Recorded)
+    monkeypatch.setattr(Recorded, "seen", [])
+    steps = loaded(tmp_path, "llama").generate([1, 2], 1000, stop=())
+    for n in range(1, 4):
+        next(steps)
+        assert len(Recorded.seen) == n
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.5}, {"temperature": 1.0, "top_k": 5}, {"temperature": 2.0, "top_p": 0.7}]
+)
+def test_draws_follow_the_seed(options, tmp_path):
+    model = loaded(tmp_path, "qwen2")
+    prompts = [[1, 2, 3], [4], [5, 6]]
+
+    def run(seed, prompts=prompts):
+        return np.stack(list(model.generate(prompts, 12, seed=seed, stop=(), **options)), axis=1)
+
+    np.testing.assert_array_equal(run(7), run(7))
+    assert (run(7) != run(8)).any()
+    np.testing.assert_array_equal(run(7)[:1], run(7, prompts[:1]))
+    same = run(7, [[1, 2, 3]] * 3)
+    assert (same[0] != same[1]).any(), "sequences draw from generators of their own"
+
+
+def test_draws_have_the_probabilities():
+    logits = np.log([0.5, 0.2, 0.15, 0.1, 0.04, 0.01]).astype(np.float32)
+
+    def shares(**options):
+        options = {"temperature": 1.0, "top_k": None, "top_p": None, "seed": 3, **options}
+        drawn = Sampler("generate", 5_000, **options)(np.tile(logits, (5_000, 1)))
+        return np.bincount(drawn, minlength=6) / 5_000
+
+    within = 4 * np.sqrt(0.25 / 5_000)  # four standard deviations
+    np.testing.assert_allclose(shares(), np.exp(logits), atol=within)
+    np.testing.assert_allclose(shares(top_k=2), [5 / 7, 2 / 7, 0, 0, 0, 0], atol=within)
+    np.testing.assert_allclose(shares(top_p=0.71), [50 / 85, 20 / 85, 15 / 85, 0, 0, 0], atol=within)
+    np.testing.assert_allclose(shares(top_p=0.69), [5 / 7, 2 / 7, 0, 0, 0, 0], atol=within)
+    np.testing.assert_allclose(shares(top_p=0.0), [1, 0, 0, 0, 0, 0])
+    np.testing.assert_allclose(shares(temperature=1e-300), [1, 0, 0, 0, 0, 0])
+    squares = np.exp(2 * logits) / np.exp(2 * logits).sum()
+    np.testing.assert_allclose(shares(temperature=0.5), squares, atol=within)
+    np.testing.assert_allclose(shares(temperature=0.0, seed=None), [1, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_an_error(temperature):
+    sampler = Sampler("generate", 1, temperature, None, None, None)
+    with pytest.raises(ValueError, match=r"generate\(\): the model's logits have NaN"):
+        sampler(np.array([[0.0, np.nan]], np.float32))
+    with pytest.raises(ValueError, match=r"generate\(\): the model's logits are all -inf"):
+        sampler(np.full((1, 3), -np.inf, np.float32))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.6}])
+def test_infinite_logits_are_drawn(options):
+    options = {"top_k": None, "top_p": None, **options}
+    logits = np.tile(np.array([0.0, np.inf, -np.inf, np.inf, 5.0], np.float32), (200, 1))
+    drawn = Sampler("generate", 200, 1.0, seed=0, **options)(logits)
+    assert set(drawn.tolist()) == {1, 3}
+
+
+WRONG_CALLS = [
+    ({"ids": [1, 99]}, ValueError, r"ids has 99; expected 0 to 59"),
+    ({"ids": [-1]}, ValueError, r"ids has -1; expected 0 to 59"),
+    ({"ids": [1.0]}, TypeError, r"ids has dtype float64; expected integers"),
+    ({"ids": [[[1]]]}, ValueError, r"ids has shape \(1, 1, 1\)"),
+    ({"ids": []}, ValueError, r"a prompt without a token"),
+    ({"ids": [[1, 2], []]}, ValueError, r"a prompt without a token"),
+    ({"ids": [[1, 2]], "attention_mask": [[0, 0]]}, ValueError, r"a prompt without a token"),
+    ({"ids": [[1, 2]], "attention_mask": [[1, 2]]}, TypeError, r"attention_mask is of int64"),
+    ({"ids": [[1, 2]], "attention_mask": [[1]]}, ValueError, r"attention_mask has shape \(1, 1\)"),
+    ({"ids": [1] * 20, "max_new_tokens": 13}, ValueError, r"max_new_tokens is 13 behind a prompt of 20"),
+    ({"ids": "once upon"}, TypeError, r"ids is text; expected ids, as text.encode"),
+    ({"ids": ["once", "upon"]}, TypeError, r"ids is text; expected ids, as text.encode"),
+    ({"max_new_tokens": -1}, ValueError, r"max_new_tokens is -1; expected at least 0"),
+    ({"max_new_tokens": 2.0}, TypeError, r"max_new_tokens is 2.0; expected an integer"),
+    ({"temperature": -0.5}, ValueError, r"temperature is -0.5; expected 0 or more"),
+    ({"temperature": "hot"}, TypeError, r"temperature is 'hot'"),
+    ({"top_k": 5}, ValueError, r"top_k is 5 and temperature 0.*expected a temperature above 0"),
+    ({"top_p": 0.9, "temperature": 0}, ValueError, r"top_p is 0.9 and temperature 0"),
+    ({"seed": 1}, ValueError, r"seed is 1 and temperature 0"),
+    ({"top_k": 0}, ValueError, r"top_k is 0; expected at least 1"),
+    ({"top_p": 1.5}, ValueError, r"top_p is 1.5; expected 0 to 1"),
+    ({"seed": -3}, ValueError, r"seed is -3; expected at least 0"),
+    ({"stop": 1.5}, TypeError, r"stop has dtype float64; expected integers"),
+    ({"stop": [[3, 4]]}, ValueError, r"stop has shape \(1, 2\); expected one that fits \(n,\)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG_CALLS)
+def test_wrong_arguments_of_generate(arguments, error, message, tmp_path):
+    model = loaded(tmp_path, "gpt2")
+    arguments = {"ids": [1, 2], "max_new_tokens": 2, **arguments}
+    with pytest.raises(error, match=message):
+        model.generate(**arguments)  # at the call, before a token is asked for
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "gpt2"])
+def test_sequences_that_are_too_long(kind, tmp_path):
+    model = loaded(tmp_path, kind)
+    assert model(some_ids(1, 32)).shape[1] == 32
+    with pytest.raises(ValueError, match=rf"{kind}\(\): 33 tokens in a sequence; expected at most 32"):
+        model(some_ids(1, 33))
+
+
+def test_wrong_arguments_of_an_encoder(tmp_path):
+    model = loaded(tmp_path, "bert")
+    with pytest.raises(ValueError, match=r"bert\(\): ids has 60; expected 0 to 59"):
+        model([[60]])
+    with pytest.raises(ValueError, match=r"bert\(\): token_type_ids has 2; expected 0 to 1"):
+        model([[5]], token_type_ids=[[2]])
+    with pytest.raises(ValueError, match=r"token_type_ids has shape \(1, 2\); expected \(1, 1\)"):
+        model([[5]], token_type_ids=[[0, 1]])
+
+
+def test_models_say_what_they_are(tmp_path):
+    assert repr(loaded(tmp_path, "bert")) == "<bert: 2 layers of 24, float32>"
+    assert repr(loaded(tmp_path, "qwen3", dtype="bfloat16")) == "<qwen3: 2 layers of 24, bfloat16>"
+    for kind in ("bert", "llama"):
+        model = loaded(tmp_path, kind, weights_dtype="int8")
+        assert repr(model) == f"<{kind}: 2 layers of 24, float32, weights in int8>"
+        assert (model.dtype, model.weights_dtype) == (np.float32, "int8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_are_objects_of_their_own(kind, tmp_path):
+    """They compare by identity, and go to another process."""
+    changes = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}} if kind == "llama" else {}
+    tiny.write(tmp_path, kind, max_position_embeddings=32 + 2 * (kind == "roberta"), **changes)
+    model, other = models.load(tmp_path), models.load(tmp_path)
+    assert model == model
+    assert model != other
+    assert len({model, other}) == 2
+    again = pickle.loads(pickle.dumps(model))
+    ids = some_ids(2, 11)
+    np.testing.assert_array_equal(again(ids), model(ids))
