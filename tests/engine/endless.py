@@ -13,7 +13,7 @@ from implementations import forced
 
 import fastattn
 from fastattn import functional, ops
-from fastattn._engine.program import OUT, LinearStep, Program, Sequences, X
+from fastattn._engine.program import OUT, LinearStep, Sequences, X, build
 
 
 def repeated(*shape, dtype=np.float32):
@@ -79,8 +79,8 @@ def linear():
 def program():
     """One step of a model."""
     x, weight = repeated(1 << 24, 1 << 13), ops.pack(np.ones((64, 1 << 13), np.float32))
-    steps = (LinearStep(X, OUT, weight, None),)
-    return lambda: Program("endless", steps, ((0, 1),), 64).run(x, Sequences(1))
+    steps = [LinearStep(X, OUT, weight, None)]
+    return lambda: build("endless", steps).run(x, Sequences(1))
 
 
 def rows():

@@ -13,7 +13,7 @@ from tiny_models import CONFIGS
 from tiny_tokenizers import TEXTS, WORDS, write_byte_tokenizer, write_tokenizer
 
 from fastattn import models
-from fastattn.models import ModelError, _bert
+from fastattn.models import ModelError
 from fastattn.models import _text as tokenizing
 from fastattn.models._pooling import Pooling
 
