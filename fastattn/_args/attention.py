@@ -300,7 +300,12 @@ def _window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
         raise TypeError(
             f"{func}(): window is {short(window)}; expected a pair (left, right) of integers or None"
         )
-    left, right = (None if n is None else integer(func, f"window[{i}]", n, 0) for i, n in enumerate(window))
+    try:
+        left, right = (
+            None if n is None else integer(func, f"window[{i}]", n, 0) for i, n in enumerate(window)
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}, or None for no bound") from None
     return left, right
 
 
