@@ -48,5 +48,12 @@ INLINE void *cut(arena *from, int64_t bytes)
 /* array = n elements of its type */
 #define CUT(from, array, n) ((array) = cut(from, (n) * (int64_t)sizeof *(array)))
 
+/* Several arrays of n lanes; their addresses are given. */
+#define CUT_LANES(from, n, ...)                                                                                        \
+    do {                                                                                                               \
+        lane **const each[] = {__VA_ARGS__};                                                                           \
+        for (size_t i = 0; i < sizeof each / sizeof each[0]; i++) CUT(from, *each[i], n);                              \
+    } while (0)
+
 /* Whether a task is to end where it is. It asks about every millisecond, since the answer may take a look at the clock. */
 INLINE int given_up(const fa_watch *watch) { return watch && watch->gives_up(watch->caller); }

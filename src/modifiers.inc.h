@@ -19,14 +19,14 @@ typedef struct {
  * q_factor to the product in any case. */
 static modifiers modifiers_of(const fa_attention_args *a, int dot)
 {
-    const double exact = a->softcap != 0 ? a->scale / a->softcap : a->scale;
+    const double exact = a->mods.softcap != 0 ? a->mods.scale / a->mods.softcap : a->mods.scale;
     const lane factor = (lane)fmax(-LANE_MAX, fmin(LANE_MAX, exact)); /* no Inf: that times 0 is NaN */
     const int fold = dot || (-1 <= factor && factor <= 1);
     return (modifiers){
         .q_factor = fold ? factor : 1,
         .s_factor = fold ? 1 : factor,
-        .softcap = (lane)a->softcap,
-        .alibi = a->alibi_slopes.data != NULL,
+        .softcap = (lane)a->mods.softcap,
+        .alibi = a->mods.alibi_slopes.data != NULL,
     };
 }
 
@@ -91,7 +91,7 @@ INLINE void load_slopes(const fa_attention_args *a, const modifiers *mods, const
 {
     memset(slope, 0, BLOCK_Q * sizeof(lane));
     if (!mods->alibi) return;
-    EACH_ROW(rows, r, id) slope[r] = *(const lane_u *)at(&a->alibi_slopes, rows->b, id.head, 0, 0);
+    EACH_ROW(rows, r, id) slope[r] = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
 }
 
 /* Modifiers and masks of a tile. One modifier alone, with nothing hidden, has a loop of its own: those are usual. */
@@ -104,7 +104,7 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
     const modifiers cap = {.q_factor = 1, .s_factor = 1, .softcap = mods->softcap};
     const modifiers alibi = {.q_factor = 1, .s_factor = 1, .alibi = 1};
     if (!modifies(mods, kind)) return;
-    const int64_t position = mods->alibi ? load_int(at(&a->q_position, rows->b, 0, 0, 0)) : 0;
+    const int64_t position = mods->alibi ? load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) : 0;
     for (int64_t r = 0; r < BLOCK_Q; r++) {
         const int64_t row = smaller(r, rows->n - 1);
         lanes->begin[r] = (lane)(rows->begin[row] - scores->j0);
@@ -161,8 +161,8 @@ INLINE void modify_rows(const fa_attention_args *a, const modifiers *mods, const
     EACH_ROW(rows, r, id) {
         lane slope = 0, distance = 0;
         if (mods->alibi) {
-            slope = *(const lane_u *)at(&a->alibi_slopes, rows->b, id.head, 0, 0);
-            distance = (lane)(load_int(at(&a->q_position, rows->b, 0, 0, 0)) + id.query - scores->j0);
+            slope = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
+            distance = (lane)(load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) + id.query - scores->j0);
         }
         const v_t begin = v_splat((lane)(rows->begin[r] - scores->j0));
         const v_t end = v_splat((lane)(rows->end[r] - scores->j0));

@@ -28,9 +28,9 @@ static int64_t partial_at(const fa_attention_args *a, int64_t n_rows, void *memo
     CUT(&from, p.acc, n_rows * p.acc_row);
     p.low = from.used / (int64_t)sizeof(lane);
     cut(&from, from.used);
-    if (a->entropy.data) CUT(&from, p.row_log, n_rows);
-    CUT(&from, p.top.score, n_rows * a->n_top);
-    CUT(&from, p.top.key, n_rows * a->n_top);
+    if (a->stats.entropy.data) CUT(&from, p.row_log, n_rows);
+    CUT(&from, p.top.score, n_rows * a->stats.n_top);
+    CUT(&from, p.top.key, n_rows * a->stats.n_top);
     if (part) *part = p;
     return from.used;
 }
@@ -38,7 +38,7 @@ static int64_t partial_at(const fa_attention_args *a, int64_t n_rows, void *memo
 /* The row's list. */
 INLINE top_list row_top(const fa_attention_args *a, const partial *part, int64_t r)
 {
-    return (top_list){part->top.score + r * a->n_top, part->top.key + r * a->n_top};
+    return (top_list){part->top.score + r * a->stats.n_top, part->top.key + r * a->stats.n_top};
 }
 
 /* The partial from row r on. */
@@ -70,7 +70,8 @@ INLINE void add_exactly(lane *sum, lane *low, v_t scale, v_t x)
 /* into = into + from, over disjoint keys. A partial of no keys changes nothing. */
 static void partial_merge(const fa_attention_args *a, const partial *into, const partial *from, int64_t n_rows)
 {
-    for (int64_t r = 0; a->n_top && r < n_rows; r++) top_merge(a->n_top, row_top(a, into, r), row_top(a, from, r));
+    for (int64_t r = 0; a->stats.n_top && r < n_rows; r++)
+        top_merge(a->stats.n_top, row_top(a, into, r), row_top(a, from, r));
     for (int64_t r0 = 0; r0 < n_rows; r0 += LANES) {
         const v_t max_a = v_load(into->row_max + r0), max_b = v_load(from->row_max + r0);
         const v_t max = v_select(max_a > max_b, max_a, max_b); /* NaN on either side is in the sums already */
@@ -108,7 +109,7 @@ static void partial_end_merging(const partial *part, int64_t n_rows)
 /* into = from, which is the first. */
 static void partial_copy(const fa_attention_args *a, const partial *into, const partial *from, int64_t n_rows)
 {
-    const int64_t entries = n_rows * a->n_top;
+    const int64_t entries = n_rows * a->stats.n_top;
     memcpy(into->row_max, from->row_max, into->low * sizeof(lane));
     if (into->row_log) memcpy(into->row_log, from->row_log, n_rows * sizeof(lane));
     if (!entries) return;

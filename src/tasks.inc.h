@@ -35,7 +35,7 @@ static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_
  * beside longer ones it is padded to many rows. So it takes the tile kernel in any company, and has the same bits. */
 static int takes_dot(const fa_attention_args *a, const fa_plan *plan, const row_block *rows)
 {
-    if (plan->kind != FA_DOT || !a->row_end.data) return plan->kind == FA_DOT;
+    if (plan->kind != FA_DOT || !a->masks.row_end.data) return plan->kind == FA_DOT;
     EACH_ROW(rows, r, id) {
         int64_t begin, end;
         row_range(a, rows, id, &begin, &end);
@@ -57,7 +57,7 @@ static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *plan)
  * preparing the queries would show. */
 static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *plan)
 {
-    const int64_t owners = a->batch * (a->mean_weights.data ? 1 : a->heads_kv);
+    const int64_t owners = a->batch * (a->stats.mean_weights.data ? 1 : a->heads_kv);
     plan->tiles = plan->kind == FA_DOT ? 1 : (int)smaller(ceil_div(rows_per_head(a), plan->block_q), TILES);
     plan->split_k = 0;
     plan->n_splits = 1;
@@ -84,7 +84,7 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->partial_bytes = partial_at(a, plan->block_q, NULL, NULL);
     plan->scratch_bytes = n_partials(a, plan) * plan->partial_bytes + kernel_scratch(a, plan);
     plan->flops = 2.0 * a->batch * a->heads_q * a->len_q * a->len_k * (a->head_dim + a->head_dim_v);
-    if (a->second_pass) plan_second_pass(a, threads, plan);
+    if (a->stats.second_pass) plan_second_pass(a, threads, plan);
 }
 
 /* Splits [*first, *last) of the KV head hold all keys that its rows may attend. There is at least one, which writes the
@@ -159,7 +159,7 @@ static void attention_run_split(const fa_attention_args *a, const fa_plan *plan,
 /* The second pass: all rows against the task's keys, a few tiles after the other, and all heads if their mean is asked for. */
 static void run_second_pass(const fa_attention_args *a, const fa_plan *plan, int64_t task, void *memory)
 {
-    const int64_t runs = ceil_div(a->len_k, plan->run_k), heads = a->mean_weights.data ? a->heads_kv : 1;
+    const int64_t runs = ceil_div(a->len_k, plan->run_k), heads = a->stats.mean_weights.data ? a->heads_kv : 1;
     const int64_t begin = task % runs * plan->run_k, end = smaller(begin + plan->run_k, a->len_k);
     const int64_t head0 = task / runs * heads;
     for (int64_t tile = 0; tile * plan->block_q < rows_per_head(a); tile += plan->tiles)
@@ -180,7 +180,7 @@ static void run_second_pass(const fa_attention_args *a, const fa_plan *plan, int
 /* The whole of a task. Within a KV head the last rows come first: under a causal mask they have the most keys. */
 static void attention_run(const fa_attention_args *a, const fa_plan *plan, int64_t task, void *memory)
 {
-    if (a->second_pass) {
+    if (a->stats.second_pass) {
         run_second_pass(a, plan, task, memory);
         return;
     }

@@ -84,7 +84,7 @@ cdef class Program:
             to.kind = ATTEND_STEP
             to.attend.heads_q, to.attend.heads_kv = step.heads, step.heads_kv
             to.attend.head_dim = to.attend.head_dim_v = step.head_dim
-            to.attend.scale = step.scale
+            to.attend.mods.scale = step.scale
             to.first_kv = step.layer * step.heads_kv
             to.ranges = step.ranges
             _require(step.heads_kv > 0 and step.heads % step.heads_kv == 0 and step.head_dim > 0 and step.layer >= 0,
@@ -274,7 +274,7 @@ cdef void _run_attend(Step *step, Call *c, call) except *:
         a.v.data += step.first_kv * a.v.head
     begin, end = call.ranges[step.ranges]
     if begin is not None:
-        tables.set(&a.row_begin, "row_begin", begin, cnp.NPY_INT64, 2, 1, c.length)
+        tables.set(&a.masks.row_begin, "row_begin", begin, cnp.NPY_INT64, 2, 1, c.length)
     if end is not None:
-        tables.set(&a.row_end, "row_end", end, cnp.NPY_INT64, 2, 1, c.length)
+        tables.set(&a.masks.row_end, "row_end", end, cnp.NPY_INT64, 2, 1, c.length)
     _run_attention(a, c.threads)
