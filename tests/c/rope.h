@@ -79,8 +79,9 @@ static const char *check_rope(int isa, const fa_kernels *kernels)
     }
     FOR(b, a->batch)
     FOR(h, a->heads)
-    FOR(i, a->length) FOR(d, a->head_dim) if (!wrong)
-        wrong = differs("out", &calls[0].out, &calls[1].out, b, h, i, d, expect_rope(b, h, i, d));
+    FOR(i, a->length)
+    FOR(d, a->head_dim)
+    if (!wrong) wrong = differs("out", &calls[0].out, &calls[1].out, b, h, i, d, expect_rope(b, h, i, d));
     if (wrong || only_rows(&calls[1].out, a->batch, a->heads, a->length, a->head_dim)) return wrong;
     return BETWEEN_ROWS;
 }
