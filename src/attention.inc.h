@@ -10,12 +10,13 @@
  *
  * FlashAttention-2 (Dao 2023) turned on its side: lanes are queries, so softmax needs no horizontal reduction.
  *
- * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened (or
- * values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered, since
- * strides of (batch, length, heads, head_dim) arrays fall on the same cache sets (docs/notes/attention-kernel.md).
+ * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened
+ * (or values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered,
+ * since strides of (batch, length, heads, head_dim) arrays fall on the same cache sets
+ * (docs/notes/attention-kernel.md).
  *
  * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
- * Literals  dot: 1 where products are of bfloat16 pairs, only if V_BF16_DOT. nv: 1 for a tile of at most LANES rows, or NV.
+ * Literals  dot: 1 where products are of bfloat16 pairs, only if V_BF16_DOT. nv: 1 for at most LANES rows, or NV.
  * Exports   tile_begin, tile_attend, tile_end_part, tile_end, add_values. */
 
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
@@ -42,8 +43,9 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
     }
 }
 
-/* Second pass: scores become probabilities, which are added up. Where a row's factor is NaN, so are the probabilities of the
- * keys that it attends, and of no others. (Inlined, it ends in an internal error of gcc 12 on the doubles of `generic`.) */
+/* Second pass: scores become probabilities, which are added up. Where a row's factor is NaN, so are the probabilities
+ * of the keys that it attends, and of no others. Inlined, it breaks gcc 12 on the doubles of
+ * `generic`. */
 __attribute__((noinline)) static void weigh_tile(const fa_attention_args *a, int nv, const tile_state *tile,
                                                  const score_tile *scores, lane *by_row)
 {

@@ -31,8 +31,8 @@ INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
         else call(LANE_DTYPE);                                                                                         \
     } while (0)
 
-/* Memory that is cut into arrays, each at a cache line. From NULL nothing is cut, but `used` is counted all the same: so a
- * plan learns how much a kernel needs. */
+/* Memory that is cut into arrays, each at a cache line. From NULL nothing is cut, but `used` is counted all the same:
+ * so a plan learns how much a kernel needs. */
 typedef struct {
     char *memory;
     int64_t used;
@@ -55,5 +55,6 @@ INLINE void *cut(arena *from, int64_t bytes)
         for (size_t i = 0; i < sizeof each / sizeof each[0]; i++) CUT(from, *each[i], n);                              \
     } while (0)
 
-/* Whether a task is to end where it is. It asks about every millisecond, since the answer may take a look at the clock. */
+/* Whether a task is to end where it is. It asks about every millisecond, since the answer may take a look at the
+ * clock. */
 INLINE int given_up(const fa_watch *watch) { return watch && watch->gives_up(watch->caller); }

@@ -39,8 +39,8 @@ static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scra
     return from->used;
 }
 
-/* Rows of `bytes` that are fetched meanwhile, as many as are being read. Scores and values take turns, so that the hardware's
- * own prefetching starts anew at every turn: while one is computed, the other is fetched. */
+/* Rows of `bytes` that are fetched meanwhile, as many as are being read. Scores and values take turns, so that the
+ * hardware's own prefetching starts anew at every turn: while one is computed, the other is fetched. */
 typedef struct {
     const char *data; /* NULL: nothing */
     int64_t row, bytes;
@@ -148,8 +148,8 @@ INLINE void dot_accumulate(fa_dtype dtype, int nr, const dot_weighting *p, int64
     if (d < width) dot_values(dtype, nr, 1, p, r0, d, width - d);
 }
 
-/* One row's online softmax over s (n): probabilities in place; returns alpha = exp(m - m'). Whole vectors hold s, in which
- * what lies past n becomes 0. row_log, if not NULL, as in softmax_update. */
+/* One row's online softmax over s (n): probabilities in place; returns alpha = exp(m - m'). Whole vectors hold s, in
+ * which what lies past n becomes 0. row_log, if not NULL, as in softmax_update. */
 INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log)
 {
     v_t max = v_splat(*row_max), sum = v_splat(0), log = v_splat(0);

@@ -1,8 +1,9 @@
-/* The C interface of fastattn: arguments, plans, the table of kernels. Nothing here allocates, starts threads or calls Python.
+/* The C interface of fastattn: arguments, plans, the table of kernels. Nothing here allocates, starts threads or calls
+ * Python.
  *
  * A caller fills fa_attention_args, asks kernels->plan() what to run, gives every thread plan.scratch_bytes of 64-byte
- * aligned memory, and runs tasks 0 .. plan.n_tasks - 1 in any order on any threads. The bits of the result do not depend on
- * which thread runs what: see fa_plan. */
+ * aligned memory, and runs tasks 0 .. plan.n_tasks - 1 in any order on any threads. The bits of the result do not
+ * depend on which thread runs what: see fa_plan. */
 #ifndef FASTATTN_H
 #define FASTATTN_H
 
@@ -68,15 +69,16 @@ typedef enum {
     FA_DOT   /* head_dim on the lanes, for few rows per KV head: decode.inc.h */
 } fa_kernel_kind;
 
-/* How a call is cut into tasks: a function of (ISA, dtypes, shape of q, head_dim) alone, never of batch or thread count, so
- * that a row's bits depend on neither. FA_DOT applies only to KV heads that attend more keys than there are queries.
+/* How a call is cut into tasks: a function of (ISA, dtypes, shape of q, head_dim) alone, never of batch or thread
+ * count, so that a row's bits depend on neither. FA_DOT applies only to KV heads that attend more keys than there are
+ * queries.
  *
- * The rows of one KV head are its group * len_q (query, head in group) pairs, query-major. If they fill more than one row
- * block (split_k == 0), a task is a few row blocks against all their keys: run(). If not, the keys of the KV head are cut at
- * multiples of split_k. Each split becomes a partial (row maxima, sums, accumulators), and the partials are merged in
- * order. Either one thread does it all, run(); or any threads call run_split(), for the splits of each head that splits()
- * names, and merge() is called for one after the other. Both do the same arithmetic in the same order. A split whose keys
- * no row attends costs nothing.
+ * The rows of one KV head are its group * len_q (query, head in group) pairs, query-major. If they fill more than one
+ * row block (split_k == 0), a task is a few row blocks against all their keys: run(). If not, the keys of the KV head
+ * are cut at multiples of split_k. Each split becomes a partial (row maxima, sums, accumulators), and the partials are
+ * merged in order. Either one thread does it all, run(); or any threads call run_split(), for the splits of each head
+ * that splits() names, and merge() is called for one after the other. Both do the same arithmetic in the same order. A
+ * split whose keys no row attends costs nothing.
  *
  * A task of the second pass is all rows, in order, against a run of keys. No other task adds to what it adds to. */
 typedef struct {

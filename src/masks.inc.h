@@ -2,8 +2,8 @@
  * dense mask, the bias itself, or a gap between the ranges of a row's list hides a key.
  *
  * Requires  ranges.inc.h, convert.inc.h.
- * Exports   key_run, masked_run, adds, additive_row, additive_rows. These write rows of keys, BLOCK_K lanes apart; the tile kernel
- *           transposes them, operands.inc.h. */
+ * Exports   key_run, masked_run, adds, additive_row, additive_rows. These write rows of keys, BLOCK_K lanes apart; the
+ *           tile kernel transposes them, operands.inc.h. */
 
 /* Keys [j0, j0 + n) of a block, and what a dense mask makes of them: FULL, MASKED or EMPTY. */
 typedef struct {
@@ -11,8 +11,8 @@ typedef struct {
     block_kind mask;
 } key_run;
 
-/* What a dense mask leaves of n keys from j0 on. Where all rows share the mask, as they share a padding mask, the keys are
- * trimmed to those attended, at multiples of `step` from the even j0: often that leaves a full block. */
+/* What a dense mask leaves of n keys from j0 on. Where all rows share the mask, as they share a padding mask, the keys
+ * are trimmed to those attended, at multiples of `step` from the even j0: often that leaves a full block. */
 static key_run trimmed_run(const fa_attention_args *a, const row_block *rows, int step, int64_t j0, int64_t n)
 {
     const int64_t col = a->masks.mask.col;
@@ -54,8 +54,8 @@ INLINE int adds(const fa_attention_args *a, const row_block *rows, block_kind ma
     return a->mods.bias.data || mask == BLOCK_MASKED || rows->several;
 }
 
-/* add (n) = what is added to the row's scores; says whether it hides no key, some (MASKED) or all (EMPTY). `list` is the
- * row's, where it may have several ranges in the block, or NULL. */
+/* add (n) = what is added to the row's scores; says whether it hides no key, some (MASKED) or all (EMPTY). `list` is
+ * the row's, where it may have several ranges in the block, or NULL. */
 static block_kind additive_row(const fa_attention_args *a, const row_block *rows, row_id id, const range_list *list,
                                int64_t j0, int64_t n, lane *add)
 {

@@ -18,8 +18,8 @@ INLINE lane support_width(fa_rowwise_kind kind)
     return kind == FA_SPARSEMAX ? 1 : kind == FA_ENTMAX15 ? 2 : (lane)INFINITY;
 }
 
-/* Looks at n kept keys from `first` on. Those stay whose score is NaN or within `width` of some row's largest; the others,
- * and all keys behind the n, are dropped. */
+/* Looks at n kept keys from `first` on. Those stay whose score is NaN or within `width` of some row's largest; the
+ * others, and all keys behind the n, are dropped. */
 INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane width, const lane *row_max)
 {
     int64_t to = first;
@@ -56,9 +56,10 @@ INLINE void relate_to_max(int nv, kept_scores *kept, lane factor, const lane *ro
 /* Whether to give up between two passes over the kept keys; a pass over few keys takes less time than asking. */
 INLINE int passes_end(const fa_watch *watch, const kept_scores *kept) { return kept->n > PART_K && given_up(watch); }
 
-/* Finds tau, for which the sum of max(z - tau, 0), or of its square, is 1, by Newton's method from tau = -1, where the sum is 1
- * or more. The sum is convex and falls with tau, so tau only rises; the loop ends when it rises for no row. Keys below tau
- * are dropped on the way. For sparsemax these are the steps of Michelot (1986), exact once the support is found. */
+/* Finds tau, for which the sum of max(z - tau, 0), or of its square, is 1, by Newton's method from tau = -1, where the
+ * sum is 1 or more. The sum is convex and falls with tau, so tau only rises; the loop ends when it rises for no row.
+ * Keys below tau are dropped on the way. For sparsemax these are the steps of Michelot (1986), exact once the support
+ * is found. */
 INLINE void newton(const fa_watch *watch, int nv, int squared, kept_scores *kept, v_t *tau)
 {
     vi_t rises;
@@ -109,8 +110,8 @@ INLINE void count_from(int nv, const kept_scores *kept, int above, const v_t *li
 
 /* Leaves each lane its k largest scores, the first of equal ones; the others become -inf. NaN stays.
  *
- * The k-th largest score is found by bisection of the bits, as integers: in at most as many passes as a lane has bits. A
- * lane is done when exactly k of its scores are found. */
+ * The k-th largest score is found by bisection of the bits, as integers: in at most as many passes as a lane has bits.
+ * A lane is done when exactly k of its scores are found. */
 INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64_t k, const lane *row_max)
 {
     const vi_t wanted = (vi_t){0} + (ilane)smaller(k, kept->n);

@@ -7,8 +7,8 @@
 
 #define TILES 8 /* most tiles of a task */
 
-/* After so many keys, at multiples of it, a tile's state becomes a partial and is merged into that of the keys before. So
- * one accumulator adds up at most 64 blocks; 64 blocks of 64 keys are the fewest additions in a row. */
+/* After so many keys, at multiples of it, a tile's state becomes a partial and is merged into that of the keys before.
+ * So one accumulator adds up at most 64 blocks; 64 blocks of 64 keys are the fewest additions in a row. */
 #define PART_K (64 * BLOCK_K)
 
 /* One tile: its rows and their state. */
@@ -169,8 +169,8 @@ INLINE block_kind load_bias(const tile_state *tile, int nv, int64_t j0, int64_t 
     return !v_any(some != 0) ? BLOCK_EMPTY : v_any(low == v_splat(-INFINITY)) ? BLOCK_MASKED : BLOCK_FULL;
 }
 
-/* What a run of keys is to the tile. Writes the additive tile, (n, BLOCK_Q), if there is anything to add and some row attends
- * some key. Where mask and bias do not depend on the query, one row serves all. */
+/* What a run of keys is to the tile. Writes the additive tile, (n, BLOCK_Q), if there is anything to add and some row
+ * attends some key. Where mask and bias do not depend on the query, one row serves all. */
 INLINE block_kind load_additive(const fa_attention_args *a, const tile_state *tile, int nv, key_run run,
                                 const tile_scratch *scratch)
 {
@@ -258,8 +258,8 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     pair_values(at(&a->v, rows->b, rows->h_kv, first, 0), a->v.row, n, width_v, scratch->v);
 }
 
-/* Asks for part `i` of `parts` of the block of keys and values from `first` on, where rows do not lie side by side: there
- * the hardware's prefetching finds nothing to follow. */
+/* Asks for part `i` of `parts` of the block of keys and values from `first` on, where rows do not lie side by side:
+ * there the hardware's prefetching finds nothing to follow. */
 INLINE void prefetch_block(const fa_attention_args *a, const row_block *rows, int64_t first, int64_t last, int i,
                            int parts)
 {

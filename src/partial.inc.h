@@ -1,11 +1,11 @@
 /* Partial results, over some of the keys: their layout, their merge in order, and the last step of every row.
  *
- * A partial of R rows is row_max (R), row_sum (R), acc (R, acc_row): the state of the online softmax before normalisation,
- * the associative form of Rabe & Staats 2021. row_max is -inf where the row has met no key that it attends, and -LANE_MAX
- * where it has, and every score was -inf. The sum is 0 in both cases; the result is 0 in the first and NaN in the second.
- * acc_row is head_dim_v rounded up to whole vectors. Behind these lies as much memory again, `low`, for what sums of several
- * partials lose to rounding: so the error of a result does not grow with their number. The last fields are there if
- * statistics are asked for.
+ * A partial of R rows is row_max (R), row_sum (R), acc (R, acc_row): the state of the online softmax before
+ * normalisation, the associative form of Rabe & Staats 2021. row_max is -inf where the row has met no key that it
+ * attends, and -LANE_MAX where it has, and every score was -inf. The sum is 0 in both cases; the result is 0 in the
+ * first and NaN in the second. acc_row is head_dim_v rounded up to whole vectors. Behind these lies as much memory
+ * again, `low`, for what sums of several partials lose to rounding: so the error of a result does not grow with their
+ * number. The last fields are there if statistics are asked for.
  *
  * Requires  ranges.inc.h, softmax.inc.h, statistics.inc.h.
  * Exports   partial, partial_at, partial_from, row_top, partial_begin_merging, partial_merge, partial_end_merging,
@@ -57,8 +57,8 @@ static void partial_begin_merging(const partial *part)
     memset(part->row_max + part->low, 0, part->low * sizeof(lane));
 }
 
-/* sum = sum * scale + x, and low = low * scale + what that addition rounds away: Knuth's two-sum. Nothing where the sum is
- * Inf or NaN. */
+/* sum = sum * scale + x, and low = low * scale + what that addition rounds away: Knuth's two-sum. Nothing where the sum
+ * is Inf or NaN. */
 INLINE void add_exactly(lane *sum, lane *low, v_t scale, v_t x)
 {
     const v_t old = v_load(sum) * scale, new = old + x, added = new - old;

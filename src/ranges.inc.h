@@ -4,17 +4,18 @@
  * Requires  basics.inc.h, tile.inc.h (BLOCK_K).
  * Exports   row_block, EACH_ROW, row_range, attends_some, rows_share, block_kind, range_kind, key_walk.
  *
- * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some row
- * attends. With lists, what lies between two ranges costs nothing; and within a block a row has one range again, unless
- * several ranges of its list lie in it (`several`): then the additive tile hides what is between them, masks.inc.h. */
+ * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some
+ * row attends. With lists, what lies between two ranges costs nothing; and within a block a row has one range again,
+ * unless several ranges of its list lie in it (`several`): then the additive tile hides what is between them,
+ * masks.inc.h. */
 
 /* A row of a KV head: its rows are (query, head in group) pairs, query-major. */
 typedef struct {
     int64_t query, head;
 } row_id;
 
-/* A row's list: the pairs (begin, end) up to `stop`, of which the row attends what lies in [low, high). `pair` is the first
- * one that reaches past the block, `shown` the first one that reaches past the block's first key. */
+/* A row's list: the pairs (begin, end) up to `stop`, of which the row attends what lies in [low, high). `pair` is the
+ * first one that reaches past the block, `shown` the first one that reaches past the block's first key. */
 typedef struct {
     const int64_t *pair, *stop, *shown;
     int64_t low, high;
@@ -130,8 +131,8 @@ static void ranges_begin(const fa_attention_args *a, row_block *rows, int64_t ke
     if (a->masks.ranges) rows->first = smaller(rows->next, rows->last);
 }
 
-/* With lists: what the rows attend of keys [j0, j1), one block of the grid. Blocks are entered in order, and every block
- * must be entered of which some row attends some key. */
+/* With lists: what the rows attend of keys [j0, j1), one block of the grid. Blocks are entered in order, and every
+ * block must be entered of which some row attends some key. */
 static void ranges_enter(row_block *rows, int64_t j0, int64_t j1)
 {
     int64_t *restrict begin = rows->begin, *restrict end = rows->end;
@@ -208,8 +209,8 @@ INLINE row_block *walk_rows(const key_walk *walk, int64_t i)
     return (row_block *)((char *)walk->rows + i * walk->stride);
 }
 
-/* With `pairs`, keys come in pairs: ranges begin and, but for the last key of all, end at even places. The key too many is
- * masked. */
+/* With `pairs`, keys come in pairs: ranges begin and, but for the last key of all, end at even places. The key too many
+ * is masked. */
 INLINE void walk_unite(key_walk *walk, int64_t *first, int64_t *last)
 {
     for (int64_t i = 0; i < walk->n_blocks; i++) {

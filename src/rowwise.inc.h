@@ -1,5 +1,5 @@
-/* Attention that needs all scores of a row at a time, because its normaliser does: sparsemax, entmax-1.5, the k largest.
- * And additive attention, whose score is no product. One task is a tile of query rows against all their keys:
+/* Attention that needs all scores of a row at a time, because its normaliser does: sparsemax, entmax-1.5, the k
+ * largest. And additive attention, whose score is no product. One task is a tile of query rows against all their keys:
  *
  *     for each block of keys that some row attends:
  *         S^T = scores, modifiers and masks            modifiers.inc.h; queries on the lanes
@@ -10,8 +10,8 @@
  *         O^T = O^T + V^T P^T                          V gathered: rows that no query looks at are not read
  *     O = transpose(O^T) / sum of P
  *
- * The scores that are kept are the only memory that grows with the number of keys. A probability of 0 hides a key as a mask
- * does: what stands in its value reaches nothing.
+ * The scores that are kept are the only memory that grows with the number of keys. A probability of 0 hides a key as a
+ * mask does: what stands in its value reaches nothing.
  *
  * Requires  attention.inc.h, additive.inc.h, normalisers.inc.h, talking.inc.h.
  * Literals  nv: 1 or NV.

@@ -1,13 +1,13 @@
-/* What a call may return beside its output, without ever holding the scores of all keys: statistics of rows, which the walk
- * over the keys carries along, and sums over rows, for which a second pass computes the probabilities once more.
+/* What a call may return beside its output, without ever holding the scores of all keys: statistics of rows, which the
+ * walk over the keys carries along, and sums over rows, for which a second pass computes the probabilities once more.
  *
  *     row_max    max_j s_j
  *     entropy    -sum_j p_j log p_j = log l - (sum_j e_j (s_j - m)) / l    e_j = exp(s_j - m), l their sum
  *     top        the largest p_j and their keys, kept as scores until l is known
  *     key_sums   sum_i p_ij, and mean_weights, sum_h p_hij / heads_q: in the second pass
  *
- * A sink is part of l and of nothing else. A row whose l is NaN has NaN statistics. A row that attends nothing has row_max
- * -inf, keys -1, and 0 for the rest.
+ * A sink is part of l and of nothing else. A row whose l is NaN has NaN statistics. A row that attends nothing has
+ * row_max -inf, keys -1, and 0 for the rest.
  *
  * Requires  ranges.inc.h, softmax.inc.h.
  * Literals  nv: 1 or NV.
@@ -70,8 +70,8 @@ static void top_insert_tile(int nv, int64_t n_top, const lane *s, int64_t n, ila
         }
 }
 
-/* What is known of a row in the end: the maximum, the sum and row_log of its keys; `base`, the maximum with the sink; by how
- * much the sum is scaled down for it; and `sum`, the denominator. */
+/* What is known of a row in the end: the maximum, the sum and row_log of its keys; `base`, the maximum with the sink;
+ * by how much the sum is scaled down for it; and `sum`, the denominator. */
 typedef struct {
     lane keys_max, keys_sum, keys_log, scale, base, sum;
 } row_sums;

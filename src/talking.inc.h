@@ -1,5 +1,5 @@
-/* Talking heads (Shazeer et al. 2020): heads are mixed before the softmax and after it. One task is a block of query rows, of
- * all heads, against all their keys, in two passes. The second knows the denominators of the softmax.
+/* Talking heads (Shazeer et al. 2020): heads are mixed before the softmax and after it. One task is a block of query
+ * rows, of all heads, against all their keys, in two passes. The second knows the denominators of the softmax.
  *
  *     for each block of keys:                          for each block of keys:
  *         S_h = K_h Q_h^T          every head h            S_h, M_g as before
@@ -55,8 +55,8 @@ INLINE void mix_heads(int nv, int64_t heads, const lane *mix, const lane *from, 
     }
 }
 
-/* Mixed scores (heads, n, nv) of the keys from j0 on, in scratch->mixed, with modifiers and masks. Returns whether some row
- * of some head does not attend some of them. `first`: in the first pass, adds them to maxima and sums. */
+/* Mixed scores (heads, n, nv) of the keys from j0 on, in scratch->mixed, with modifiers and masks. Returns whether some
+ * row of some head does not attend some of them. `first`: in the first pass, adds them to maxima and sums. */
 INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *mods, int64_t j0, int64_t n,
                           talking_scratch *scratch, int first)
 {
@@ -106,7 +106,8 @@ INLINE void talking_probs(int nv, const tile_state *tile, int64_t n, lane *s)
     }
 }
 
-/* ot of every head += the values from j0 on, weighted; scratch->mixed holds the mixed scores, in which -inf hides a key. */
+/* ot of every head += the values from j0 on, weighted; scratch->mixed holds the mixed scores, in which -inf hides a
+ * key. */
 INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int64_t j0, int64_t n,
                            talking_scratch *scratch)
 {

@@ -7,13 +7,13 @@
 #define SPLIT_K 512
 _Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");
 
-/* Where a thread would get fewer tasks than this, a task has fewer tiles: the last one to finish must not keep the other
- * threads waiting. Of 4 and 24, tried on 2 cores, 24 is 30% ahead at (1, 12, 128, 64), 4% at (1, 12, 512, 64), and level
- * from there on. */
+/* Where a thread would get fewer tasks than this, a task has fewer tiles: the last one to finish must not keep the
+ * other threads waiting. Of 4 and 24, tried on 2 cores, 24 is 30% ahead at (1, 12, 128, 64), 4% at (1, 12, 512, 64),
+ * and level from there on. */
 #define TASKS_PER_THREAD 24
 
-/* How many partials stand at the head of a thread's scratch: the one that is being made, and the states that it is merged
- * into. One state serves all tiles of a task in turn, if no tile needs one before its end. */
+/* How many partials stand at the head of a thread's scratch: the one that is being made, and the states that it is
+ * merged into. One state serves all tiles of a task in turn, if no tile needs one before its end. */
 static int64_t n_partials(const fa_attention_args *a, const fa_plan *plan)
 {
     return 1 + (!plan->split_k && a->len_k > PART_K ? plan->tiles : 1);
@@ -31,8 +31,9 @@ static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_
     return rows;
 }
 
-/* Whether the rows, all of a KV head's, take the dot kernel. A sequence with no more keys than queries attends itself, and
- * beside longer ones it is padded to many rows. So it takes the tile kernel in any company, and has the same bits. */
+/* Whether the rows, all of a KV head's, take the dot kernel. A sequence with no more keys than queries attends itself,
+ * and beside longer ones it is padded to many rows. So it takes the tile kernel in any company, and has the same
+ * bits. */
 static int takes_dot(const fa_attention_args *a, const fa_plan *plan, const row_block *rows)
 {
     if (plan->kind != FA_DOT || !a->masks.row_end.data) return plan->kind == FA_DOT;
@@ -53,8 +54,8 @@ static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *plan)
     return plan->kind == FA_DOT ? larger(for_tile, cut_dot_scratch(&(arena){.memory = NULL}, a, &dot)) : for_tile;
 }
 
-/* The second pass: a task is a run of keys. The run is shorter where there would be few tasks, but not below 128 keys, where
- * preparing the queries would show. */
+/* The second pass: a task is a run of keys. The run is shorter where there would be few tasks, but not below 128 keys,
+ * where preparing the queries would show. */
 static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *plan)
 {
     const int64_t owners = a->batch * (a->stats.mean_weights.data ? 1 : a->heads_kv);
@@ -156,7 +157,8 @@ static void attention_run_split(const fa_attention_args *a, const fa_plan *plan,
     attend_rows(a, plan, &rows, begin, smaller(begin + plan->split_k, a->len_k), memory, &into);
 }
 
-/* The second pass: all rows against the task's keys, a few tiles after the other, and all heads if their mean is asked for. */
+/* The second pass: all rows against the task's keys, a few tiles after the other, and all heads if their mean is asked
+ * for. */
 static void run_second_pass(const fa_attention_args *a, const fa_plan *plan, int64_t task, void *memory)
 {
     const int64_t runs = ceil_div(a->len_k, plan->run_k), heads = a->stats.mean_weights.data ? a->heads_kv : 1;
