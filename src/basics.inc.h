@@ -3,11 +3,8 @@
  * Requires  fastattn.h, simd.h. */
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 INLINE int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 INLINE int64_t load_int(const char *from)

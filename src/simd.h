@@ -69,22 +69,16 @@ typedef v_t vu_t __attribute__((aligned(1), may_alias));
 typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere in memory */
 
 /* The intrinsic of this width and lane type: MM(fmadd) is _mm512_fmadd_ps with AVX-512 and float lanes. */
-#define CAT3_(a, b, c) a##b##c
-#define CAT3(a, b, c) CAT3_(a, b, c)
-#if V_BYTES == 64
-#define MM_PREFIX _mm512_
+#if V_BYTES == 64 && LANE_BITS == 64
+#define MM(op) _mm512_##op##_pd
+#elif V_BYTES == 64
+#define MM(op) _mm512_##op##_ps
+#elif LANE_BITS == 64
+#define MM(op) _mm256_##op##_pd
 #else
-#define MM_PREFIX _mm256_
+#define MM(op) _mm256_##op##_ps
 #endif
-#ifdef FA_LANE_F64
-#define MM(op) CAT3(MM_PREFIX, op, _pd)
-#else
-#define MM(op) CAT3(MM_PREFIX, op, _ps)
-#endif
-
-#if V_BYTES == 64
-#define MM_MASK(n) ((1u << (n)) - 1) /* the first n lanes */
-#endif
+#define MM_MASK(n) ((1u << (n)) - 1) /* AVX-512: the first n lanes */
 
 /* (a[0], b[0], a[1], b[1], ...) of the lower halves, and of the upper. */
 #if defined __clang__ || __GNUC__ >= 12
@@ -111,7 +105,6 @@ typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere i
 #define UNROLL_2_FOR _Pragma("GCC unroll 2") for /* 5% where four instructions issue a cycle: 29 a step, 16 of them FMA */
 
 INLINE v_t v_load(const void *p) { return *(const vu_t *)p; }
-
 INLINE void v_store(void *p, v_t a) { *(vu_t *)p = a; }
 
 INLINE v_t v_load_n(const void *p, int64_t n)
@@ -341,13 +334,9 @@ INLINE void v_unpair_bf16(v_t pairs, v_t *low, v_t *high)
 }
 #else  /* double lanes: there are no 16-bit elements; that one text may name them, and V_BF16_DOT is 0 */
 INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c) { return v_fma(a, b, c); }
-
 INLINE v_t v_pack_bf16(v_t low, v_t high) { return low + high; }
-
 INLINE v_t v_pair_bf16(const void *p, const void *q) { return v_load(p) + v_load(q); }
-
 INLINE v_t v_load_i8(const void *p) { return v_load(p); }
-
 INLINE void v_unpair_bf16(v_t pairs, v_t *low, v_t *high) { *low = *high = pairs; }
 #endif /* LANE_BITS == 32 */
 

@@ -77,7 +77,6 @@ INLINE v_t v_exp_prob(v_t x)
 }
 
 INLINE lane lane_exp(lane x) { return v_exp(v_splat(x))[0]; }
-
 INLINE v_t v_abs(v_t x) { return v_max(-x, x); }
 
 /* tanh(x) for |x| <= TANH_SMALL: an odd polynomial. */
