@@ -21,17 +21,17 @@ typedef struct {
 static int64_t partial_at(const fa_attention_args *a, int64_t n_rows, void *memory, partial *part)
 {
     arena from = {.memory = memory};
-    partial p = {.acc_row = round_up(a->head_dim_v, LANES)};
+    partial made = {.acc_row = round_up(a->head_dim_v, LANES)};
     n_rows = round_up(n_rows, LANES);
-    CUT(&from, p.row_max, n_rows);
-    CUT(&from, p.row_sum, n_rows);
-    CUT(&from, p.acc, n_rows * p.acc_row);
-    p.low = from.used / (int64_t)sizeof(lane);
+    CUT(&from, made.row_max, n_rows);
+    CUT(&from, made.row_sum, n_rows);
+    CUT(&from, made.acc, n_rows * made.acc_row);
+    made.low = from.used / (int64_t)sizeof(lane);
     cut(&from, from.used);
-    if (a->stats.entropy.data) CUT(&from, p.row_log, n_rows);
-    CUT(&from, p.top.score, n_rows * a->stats.n_top);
-    CUT(&from, p.top.key, n_rows * a->stats.n_top);
-    if (part) *part = p;
+    if (a->stats.entropy.data) CUT(&from, made.row_log, n_rows);
+    CUT(&from, made.top.score, n_rows * a->stats.n_top);
+    CUT(&from, made.top.key, n_rows * a->stats.n_top);
+    if (part) *part = made;
     return from.used;
 }
 

@@ -7,8 +7,8 @@
  *
  *   v_load v_store          any alignment            v_load_n v_store_n    the first n lanes; the others read as 0
  *   v_splat                 every lane               v_fma(a, b, c)       a * b + c; fused but on `generic`
- *   v_max(bound, x)         x where x is NaN, as v_min            v_select(m, a, b)     a where m, else b
- *   v_any(m)                some lane set            v_transpose(r)       LANES registers, in place
+ *   v_max(bound, x)         x where x is NaN, as v_min            v_select(mask, a, b)  a where mask, else b
+ *   v_any(mask)             some lane set            v_transpose(r)       LANES registers, in place
  *   v_recip(x)              1 / x within a unit in the last place, x neither tiny nor huge
  *   v_sum v_max_lanes       over the lanes           v_sum_each(r)        of LANES registers, one a lane
  *   v_load_i8               LANES bytes, signed, converted
@@ -142,7 +142,7 @@ INLINE v_t v_fma(v_t a, v_t b, v_t c)
 #endif
 }
 
-INLINE v_t v_select(vi_t m, v_t a, v_t b) { return (v_t)((m & (vi_t)a) | (~m & (vi_t)b)); }
+INLINE v_t v_select(vi_t mask, v_t a, v_t b) { return (v_t)((mask & (vi_t)a) | (~mask & (vi_t)b)); }
 
 INLINE v_t v_max(v_t bound, v_t x)
 {
@@ -174,17 +174,17 @@ INLINE v_t v_recip(v_t x)
 #endif
 }
 
-INLINE int v_any(vi_t m)
+INLINE int v_any(vi_t mask)
 {
 #if V_BYTES == 64 && LANE_BITS == 64
-    return _mm512_movepi64_mask((__m512i)m) != 0;
+    return _mm512_movepi64_mask((__m512i)mask) != 0;
 #elif V_BYTES == 64
-    return _mm512_movepi32_mask((__m512i)m) != 0;
+    return _mm512_movepi32_mask((__m512i)mask) != 0;
 #elif defined V_X86
-    return !_mm256_testz_si256((__m256i)m, (__m256i)m);
+    return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
 #else
     uint64_t half[2];
-    memcpy(half, &m, sizeof half);
+    memcpy(half, &mask, sizeof half);
     return (half[0] | half[1]) != 0;
 #endif
 }
@@ -192,13 +192,13 @@ INLINE int v_any(vi_t m)
 /* log2(LANES) rounds of zipping register i with register i + LANES / 2. */
 INLINE void v_transpose(v_t r[LANES])
 {
-    v_t t[LANES];
+    v_t zipped[LANES];
     UNROLL_FOR(int width = 1; width < LANES; width *= 2) {
         UNROLL_FOR(int i = 0; i < LANES / 2; i++) {
-            t[2 * i] = V_ZIP_LOW(r[i], r[i + LANES / 2]);
-            t[2 * i + 1] = V_ZIP_HIGH(r[i], r[i + LANES / 2]);
+            zipped[2 * i] = V_ZIP_LOW(r[i], r[i + LANES / 2]);
+            zipped[2 * i + 1] = V_ZIP_HIGH(r[i], r[i + LANES / 2]);
         }
-        UNROLL_FOR(int i = 0; i < LANES; i++) r[i] = t[i];
+        UNROLL_FOR(int i = 0; i < LANES; i++) r[i] = zipped[i];
     }
 }
 
