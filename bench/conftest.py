@@ -3,7 +3,6 @@
 import pytest
 
 import fastattn
-from fastattn._bench.suite import Suite
 from fastattn._bench.suites import SUITES
 from fastattn._bench.ways import Unsupported
 from fastattn._bench.worker import largest_error, time_call
@@ -14,35 +13,41 @@ DTYPES = dict.fromkeys(name for suite in SUITES.values() for name in suite.dtype
 
 def pytest_addoption(parser):
     group = parser.getgroup("fastattn")
+    group.addoption("--suite", action="append", choices=SUITES, help="may be repeated (all)")
     group.addoption("--engine", default="fastattn,fallback,numpy", help=f"some of {','.join(ENGINES)}")
     group.addoption("--dtype", default="float32", choices=DTYPES)
     group.addoption("--threads", type=int, default=fastattn.get_num_threads(), help="of each engine")
 
 
 def pytest_generate_tests(metafunc):
-    """A test module has `suite`, the name of one, and `problems(dtype)`."""
+    """Every engine that is installed, on every problem of its suite."""
     config = metafunc.config
-    suite: Suite = SUITES[metafunc.module.suite]
     names = config.getoption("engine").split(",")
     unknown = [name for name in names if name not in ENGINES]
     if unknown:
         raise pytest.UsageError(f"--engine: no {unknown[0]!r}; there are {', '.join(ENGINES)}")
-    installed = [name for name in names if name in suite.engines and suite.engines[name].installed()]
-    metafunc.parametrize("engine", [suite.engines[name] for name in installed], ids=installed)
-    dtype = config.getoption("dtype")
-    cases = list(metafunc.module.problems(dtype)) if dtype in suite.dtypes else []
-    names = [f"{p.variant}-{p.shape.name.replace(',', 'x').replace(' ', '-')}" for p in cases]
-    metafunc.parametrize("problem", cases, ids=names)
+    cases = []
+    for suite in config.getoption("suite") or SUITES:
+        engines = SUITES[suite].engines
+        installed = [name for name in names if name in engines and engines[name].installed()]
+        for problem in metafunc.module.problems(suite, config.getoption("dtype")):
+            named = problem.variant in problem.name
+            label = problem.name if named else f"{problem.variant}-{problem.name}"
+            label = label.replace(",", "x").replace(" ", "-")
+            cases += [
+                pytest.param(engines[name], problem, id=f"{suite}-{label}-{name}") for name in installed
+            ]
+    metafunc.parametrize(("engine", "problem"), cases)
 
 
 @pytest.fixture
 def time_problem(benchmark, engine, problem, request):
-    """A function that checks the engine's result and times its fastest way."""
+    """A function that checks the result of the engine and times the fastest of its ways."""
 
     def check_and_time():
-        benchmark.group = f"{problem.variant} {problem.shape.name} {problem.dtype}"
+        benchmark.group = f"{problem.variant} {problem.name} {problem.dtype}"
         try:
-            ways = engine.ways(problem, request.config.getoption("threads"))
+            ways = engine.named_ways(problem, request.config.getoption("threads"))
         except Unsupported as reason:
             pytest.skip(str(reason))
         name, way = min(ways.items(), key=lambda item: time_call(item[1].call, 0.02) if len(ways) > 1 else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,6 +88,8 @@ def _generate(options: argparse.Namespace) -> None:
         top_p=options.top_p,
         seed=options.seed,
     )
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes characters that a terminal may not show
     for piece in model.text.stream(prompt, tokens):
         print(piece, end="", flush=True)
     print()

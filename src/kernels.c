@@ -29,8 +29,8 @@
 #include "sigmoid.inc.h"
 #include "statistics.inc.h"
 #include "partial.inc.h"
+#include "nonfinite.inc.h"
 #include "operands.inc.h"
-#include "modify.inc.h"
 #include "attention.inc.h"
 #include "decode.inc.h"
 #include "tasks.inc.h"
@@ -50,7 +50,6 @@
 
 /* Attention with other normalisers and other scores. */
 #include "additive.inc.h"
-#include "keys.inc.h"
 #include "normalisers.inc.h"
 #include "talking.inc.h"
 #include "rowwise.inc.h"

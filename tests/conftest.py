@@ -1,6 +1,10 @@
-"""A test that asks for `implementation` runs on every instruction set of this CPU and on the fallback."""
+"""Fixtures, and which cases run: a sample by default, all of them with --full.
+
+A test with the fixture `implementation` runs on every instruction set of this CPU and on the fallback.
+"""
 
 import os
+import random
 import subprocess
 import sys
 
@@ -21,13 +25,57 @@ hypothesis.settings.register_profile("long", max_examples=500, **_HYPOTHESIS)
 hypothesis.settings.load_profile("default")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full", action="store_true", help="run every case; by default a sample of those of each test"
+    )
+
+
 def pytest_configure(config):
     if not COMPILED:  # what test_config.py tests in a process of its own is no news in every other test
         config.addinivalue_line("filterwarnings", "ignore::fastattn.FallbackWarning")
 
 
 def pytest_report_header(config):
-    return f"fastattn implementations: {', '.join(IMPLEMENTATIONS)}"
+    cases = "all cases" if config.getoption("full") else "a sample of the cases, --full for all"
+    return f"fastattn implementations: {', '.join(IMPLEMENTATIONS)}; {cases}"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is not in the sample, unless --full is given or the command names tests with ::."""
+    if config.getoption("full") or any("::" in argument for argument in config.args):
+        return
+    cases = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for name, of_test in cases.items() for item in sample(name, of_test)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def sample(name, items):
+    """Of one test's cases, so many that each parameter has every value, and each implementation every dtype.
+
+    Cases are looked at in an order that is drawn from the test's name. One stays out if those before it had
+    all of its values.
+    """
+    random.Random(name).shuffle(items)
+    seen = set()
+    for item in items:
+        values = values_of(item)
+        if not values <= seen:
+            seen |= values
+            yield item
+
+
+def values_of(item):
+    """What a case has of its test's parameters, as a set."""
+    parameters = (
+        {name: repr(value) for name, value in item.callspec.params.items()}
+        if hasattr(item, "callspec")
+        else {}
+    )
+    return {*parameters.items(), tuple(parameters.get(name) for name in ("implementation", "isa", "dtype"))}
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

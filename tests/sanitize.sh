@@ -37,7 +37,7 @@ memory() { # memory ISAS CALLS TESTS...
     # C++'s runtime, too, which catches what NumPy's or matplotlib's parts throw.
     runtime="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)"
     build address,undefined "$1"
-    sanitized pytest -q "${@:3}"
+    sanitized pytest -q --full "${@:3}"
     sanitized python tests/fuzz --cases "$2"
     sanitized python tests/fuzz --kind files --cases $(($2 / 10))
 }
@@ -74,7 +74,7 @@ threads() {
         exit 1
     fi
     rm "$work"/races.*
-    if ! sanitized pytest -q -k "thread and not numpy and not ctrl_c" tests; then
+    if ! sanitized pytest -q --full -k "thread and not numpy and not ctrl_c" tests; then
         cat "$work"/races.* 2>/dev/null
         exit 1
     fi
@@ -83,7 +83,7 @@ threads() {
 case ${1-memory} in
 memory)
     memory generic 10000 tests/engine/test_core.py tests/layers tests/masks/test_definitions.py \
-        tests/functional/test_{calls,decode,errors,inputs,linear,merge_states,options,talking_heads}.py \
+        tests/functional/test_{calls,decode,errors,inputs,merge_states,options,recurrent,talking_heads}.py \
         tests/models/test_{files,program,results,text}.py tests/positions/test_rotary.py tests/test_{cache,ops}.py
     ;;
 all) memory "" 100000 tests ;;

@@ -102,14 +102,14 @@ INTEGERS = {
         X, X, X, window=1, dilation=n
     ),
     r"strided_attention\(\): stride ": lambda n: functional.strided_attention(X, X, X, stride=n),
-    r"topk_attention\(\): k_keys ": lambda n: functional.topk_attention(X, X, X, k_keys=n),
-    r"lsh_attention\(\): n_buckets ": lambda n: functional.lsh_attention(X, X, n_buckets=n),
-    r"lsh_attention\(\): n_rounds ": lambda n: functional.lsh_attention(X, X, n_buckets=2, n_rounds=n),
-    r"lsh_attention\(\): chunk ": lambda n: functional.lsh_attention(X, X, n_buckets=2, chunk=n),
+    r"top_k_attention\(\): top_k ": lambda n: functional.top_k_attention(X, X, X, top_k=n),
+    r"lsh_attention\(\): num_buckets ": lambda n: functional.lsh_attention(X, X, num_buckets=n),
+    r"lsh_attention\(\): num_rounds ": lambda n: functional.lsh_attention(X, X, num_buckets=2, num_rounds=n),
+    r"lsh_attention\(\): chunk ": lambda n: functional.lsh_attention(X, X, num_buckets=2, chunk=n),
     r"neighborhood_attention\(\): kernel": lambda n: functional.neighborhood_attention(X, X, X, kernel=(n,)),
     r"embedding\(\): ids ": lambda n: ops.embedding(n, ROWS),
     r"favor\(\): head_dim ": lambda n: feature_maps.favor(n, 4),
-    r"favor\(\): n_features ": lambda n: feature_maps.favor(4, n),
+    r"favor\(\): num_features ": lambda n: feature_maps.favor(4, n),
     r"rope_frequencies\(\): rotary_dim ": positions.rope_frequencies,
     r"rope_frequencies\(\): seq_len ": lambda n: positions.rope_frequencies(8, seq_len=n),
     r"sinusoidal\(\): length ": lambda n: positions.sinusoidal(n, 4),
@@ -130,17 +130,19 @@ INTEGERS = {
     r"MultiHeadAttention\(\): head_dim ": lambda n: layers.MultiHeadAttention(8, 2, head_dim=n),
     r"to_array\(\): len_q ": masks.causal().to_array,
     r"to_array\(\): len_k ": lambda n: masks.causal().to_array(3, n),
-    r"to_array\(\): heads ": lambda n: masks.causal().to_array(3, heads=n),
+    r"to_array\(\): num_heads ": lambda n: masks.causal().to_array(3, num_heads=n),
     r"to_array\(\): batch_shape\[0\] ": lambda n: masks.causal().to_array(3, batch_shape=(n,)),
     r"to_array\(\): q_offset ": lambda n: masks.causal().to_array(3, q_offset=n),
     r"compile\(\): shape\[1\] ": lambda n: masks.compile(masks.causal(), (1, n, 4)),
     r"bigbird\(\): window ": lambda n: masks.bigbird(4, n),
     r"swin\(\): (shift|window)": lambda n: masks.swin((8, 8), n, 1),
     r"documents\(\): ids ": masks.documents,
-    r"prefix\(\): n |attention\(\): n of prefix": lambda n: fastattn.attention(X, X, X, mask=masks.prefix(n)),
+    r"first_keys\(\): n |attention\(\): n of first_keys": lambda n: fastattn.attention(
+        X, X, X, mask=masks.first_keys(n)
+    ),
 }
 # What is only compared may be of any size.
-UNBOUNDED = ("window", "stride", "dilation", "k_keys", "chunk", "seq_len")
+UNBOUNDED = ("window", "stride", "dilation", "top_k", "chunk", "seq_len")
 
 
 @pytest.mark.parametrize("start", INTEGERS)

@@ -1,7 +1,7 @@
-"""Shapes and variants of attention, stated once: the tests, the self-test and the benches use these.
+"""Shapes and variants of attention, defined once for the tests, the self-test and the bench.
 
 A shape says how large q, k and v are. A variant is a function ``(shape, rng) -> dict`` that returns keyword
-arguments for :func:`fastattn.attention`; `combine` merges several of them into one call.
+arguments for :func:`fastattn.attention`. `combine` merges the arguments of several variants into one call.
 """
 
 from __future__ import annotations
@@ -38,39 +38,44 @@ class Shape(NamedTuple):
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
+    def scores(self) -> int:
+        """How many pairs of a query and a key there are, over all heads."""
+        return self.batch * self.heads_q * self.len_q * self.len_k
+
+    @property
     def flops(self) -> int:
-        """Of the two matrix products, without any mask."""
-        return 2 * self.batch * self.heads_q * self.len_q * self.len_k * (self.head_dim + self.dim_v)
+        """Floating-point operations of the two matrix products, without any mask."""
+        return 2 * self.scores * (self.head_dim + self.dim_v)
 
     def kv_bytes(self, dtype: str) -> int:
-        """What reading k and v once costs."""
+        """How many bytes k and v hold together."""
         size = as_dtype(dtype).itemsize
         return self.batch * self.heads_kv * self.len_k * (self.head_dim + self.dim_v) * size
 
     @property
     def decode(self) -> bool:
-        """One query row: bound by memory, so reported in GB/s and not in GFLOP/s."""
+        """Whether there is one query row: memory then limits the speed, which is reported in GB/s."""
         return self.len_q == 1
 
 
-def _shape(batch: int, heads: int, len_q: int, len_k: int, head_dim: int) -> Shape:
+def shape_of(batch: int, heads: int, len_q: int, len_k: int, head_dim: int) -> Shape:
+    """A shape whose name is its numbers and whose keys have as many heads as its queries."""
     return Shape(f"{batch},{heads},{len_q},{len_k},{head_dim}", batch, heads, heads, len_q, len_k, head_dim)
 
 
 SHAPES = (
-    _shape(1, 12, 128, 128, 64),
-    _shape(8, 12, 128, 128, 32),
-    _shape(1, 12, 512, 512, 64),
-    _shape(1, 8, 2048, 2048, 64),
-    _shape(1, 8, 2048, 2048, 128),
-    _shape(1, 4, 8192, 8192, 64),
-    _shape(1, 32, 1, 4096, 128),
-    _shape(8, 12, 1, 1024, 64),
+    shape_of(1, 12, 128, 128, 64),
+    shape_of(8, 12, 128, 128, 32),
+    shape_of(1, 12, 512, 512, 64),
+    shape_of(1, 8, 2048, 2048, 64),
+    shape_of(1, 8, 2048, 2048, 128),
+    shape_of(1, 4, 8192, 8192, 64),
+    shape_of(1, 32, 1, 4096, 128),
+    shape_of(8, 12, 1, 1024, 64),
 )
 
-
-# For structural masks: long enough for them to matter.
-STRUCTURED = (_shape(1, 4, 4096, 4096, 64),)
+# For structural masks: long enough for a mask to save time.
+STRUCTURED = (shape_of(1, 4, 4096, 4096, 64),)
 
 
 def grouped(shape: Shape, heads_q: int = 32, heads_kv: int = 8) -> Shape:
@@ -80,10 +85,10 @@ def grouped(shape: Shape, heads_q: int = 32, heads_kv: int = 8) -> Shape:
 
 
 def fresh_shapes(seed: int, n: int = 12) -> list[Shape]:
-    """Random shapes of about the work of `SHAPES`, to catch a kernel that was tuned to a list.
+    """Random shapes with about the work of `SHAPES`, to catch a kernel that was tuned to that list.
 
-    Lengths are on no grid, head dimensions are multiples of 8 as in models. Every fourth shape is a decode
-    step; medians are compared with those of the fixed shapes of the same kind.
+    Lengths are on no grid; head dimensions are multiples of 8, as in models. Every fourth shape is a decode
+    step. The bench compares their medians with those of the fixed shapes of the same kind.
     """
     rng = np.random.default_rng(seed)
 
@@ -94,17 +99,17 @@ def fresh_shapes(seed: int, n: int = 12) -> list[Shape]:
     for index in range(n):
         batch, heads, head_dim = log_uniform(1, 8), int(rng.integers(4, 33)), 8 * int(rng.integers(4, 21))
         if index % 4 == 3:
-            shape = _shape(batch, heads, 1, log_uniform(512, 8192), head_dim)
+            shape = shape_of(batch, heads, 1, log_uniform(512, 8192), head_dim)
         else:
             len_q = log_uniform(128, 4096)
             len_k = len_q if index % 2 else log_uniform(128, 4096)
-            shape = _shape(1 if len_q > 512 else batch, heads, len_q, len_k, head_dim)
+            shape = shape_of(1 if len_q > 512 else batch, heads, len_q, len_k, head_dim)
         shapes.append(shape)
     return shapes
 
 
 def as_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of a name in `DTYPES`; bfloat16 needs ml_dtypes."""
+    """The NumPy dtype of a name in `DTYPES`; bfloat16 needs the package ml_dtypes."""
     if name == "bfloat16":
         import ml_dtypes
 
@@ -118,8 +123,9 @@ def make_inputs(
 ) -> tuple[Array, Array, Array]:
     """q, k, v of standard normal numbers, all shaped (batch, heads, length, dim).
 
-    ``layout="blhd"`` makes them transposed views of (batch, length, heads, dim) arrays, as a projection
-    leaves them. `kv_dtype` is the dtype of k and v where it is not that of q (a 16-bit cache).
+    ``layout="blhd"`` makes them transposed views of (batch, length, heads, dim) arrays, which is what a
+    linear projection returns. `kv_dtype` is the dtype of k and v if it differs from that of q (a 16-bit
+    cache).
     """
     if layout not in ("bhld", "blhd"):
         raise ValueError(f"layout must be 'bhld' or 'blhd', got {layout!r}")
@@ -138,7 +144,7 @@ def make_inputs(
 
 
 def _lengths(shape: Shape, rng: Rng) -> Array:
-    """One key length a sequence, between half and all of the keys."""
+    """One key length for each sequence, between half of the keys and all of them."""
     return rng.integers((shape.len_k + 1) // 2, shape.len_k + 1, shape.batch)
 
 
@@ -159,7 +165,7 @@ def _window(shape: Shape, rng: Rng) -> Arguments:
 
 
 def _q_offset(shape: Shape, rng: Rng) -> Arguments:
-    """Queries aligned at the first key; changes nothing unless something positional is there as well."""
+    """The first query stands at the first key. Alone it changes nothing: no other argument uses positions."""
     return {"q_offset": 0}
 
 
@@ -168,7 +174,7 @@ def _kv_lengths(shape: Shape, rng: Rng) -> Arguments:
 
 
 def _documents(shape: Shape, rng: Rng) -> Arguments:
-    """Four documents of different lengths packed into one row of keys; a query sees its own document only."""
+    """Four documents of different lengths in one row of keys; a query attends its own document only."""
     edges = np.concatenate([[0], np.sort(rng.integers(0, shape.len_k + 1, 3)), [shape.len_k]])
     position = np.arange(shape.len_q) + max(0, shape.len_k - shape.len_q)
     index = np.clip(np.searchsorted(edges, position, side="right"), 1, 4)
@@ -184,7 +190,7 @@ def _mask(shape: Shape, rng: Rng) -> Arguments:
 
 
 def _block_mask(shape: Shape, rng: Rng) -> Arguments:
-    """Blocks of 64 keys, half of them empty: what a kernel may skip."""
+    """Blocks of 64 queries by 64 keys, half of them empty: a kernel may skip those."""
     blocks = rng.random((shape.len_q // 64 + 1, shape.len_k // 64 + 1)) < 0.5
     mask = np.repeat(np.repeat(blocks, 64, axis=0), 64, axis=1)
     return {"mask": mask[: shape.len_q, : shape.len_k]}
@@ -199,7 +205,7 @@ def _bias_heads(shape: Shape, rng: Rng) -> Arguments:
 
 
 def _bias_masking(shape: Shape, rng: Rng) -> Arguments:
-    """A bias with -inf in it, which masks."""
+    """A bias whose -inf masks keys."""
     bias = rng.standard_normal((shape.batch, 1, 1, shape.len_k), np.float32)
     bias[rng.random(bias.shape) < 0.3] = -np.inf
     return {"bias": bias}
@@ -249,21 +255,21 @@ VARIANTS: dict[str, Callable[[Shape, Rng], Arguments]] = {
 
 
 def _block_bitmap(shape: Shape, rng: Rng) -> Array:
-    """A tenth of the blocks of 64, and those of the diagonal, so that no query is without keys."""
+    """A tenth of the blocks of 64; the diagonal's blocks too, so that every query has keys."""
     n = -(-max(shape.len_q, shape.len_k) // 64)
     return (rng.random((n, n)) < 0.1) | np.eye(n, dtype=bool)
 
 
 def _mixed_ids(shape: Shape, rng: Rng) -> Array:
-    """Ten documents in pieces of 32 tokens, in any order."""
+    """Ten documents, each cut into pieces of 32 tokens; the pieces are in any order."""
     return rng.integers(0, 10, shape.len_k // 32 + 1).repeat(32)[: shape.len_k]
 
 
-# Structural masks, by name: a function of the shape that returns what `mask=` takes.
+# Structural masks by name: a function ``(shape, rng)`` that returns the mask for `mask=`.
 STRUCTURES: dict[str, Callable[[Shape, Rng], masks.Mask]] = {
     "sliding_window": lambda shape, rng: masks.window(max(1, shape.len_k // 8 - 1)),
-    "streaming": lambda shape, rng: masks.causal() & (masks.window(shape.len_k // 8) | masks.sink_tokens(4)),
-    "prefix": lambda shape, rng: masks.causal() | masks.prefix(shape.len_k // 4),
+    "streaming": lambda shape, rng: masks.causal() & (masks.window(shape.len_k // 8) | masks.first_keys(4)),
+    "prefix": lambda shape, rng: masks.causal() | masks.first_keys(shape.len_k // 4),
     "chunked": lambda shape, rng: masks.causal() & masks.chunked(max(1, shape.len_k // 8)),
     "packed_documents": lambda shape, rng: masks.documents(np.sort(rng.integers(0, 10, shape.len_k))),
     "mixed_documents": lambda shape, rng: masks.documents(_mixed_ids(shape, rng)),
@@ -284,14 +290,14 @@ def combine(names: Iterable[str], shape: Shape, rng: Rng) -> Arguments:
     arguments: Arguments = {}
     for name in names:
         arguments.update(VARIANTS[name](shape, rng))
-    # Padded sequences shorter than their queries have no default position.
+    # Where a padded sequence is shorter than its queries, q_offset has no default and must be given.
     if "kv_lengths" in arguments and _POSITIONAL & arguments.keys():
         arguments.setdefault("q_offset", 0)
     return arguments
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Every two variants that do not set the same argument."""
+    """All pairs of variants that set different arguments."""
     rng = np.random.default_rng(0)
-    keys = {name: set(make(_shape(1, 1, 1, 1, 1), rng)) for name, make in VARIANTS.items()}
+    keys = {name: set(make(shape_of(1, 1, 1, 1, 1), rng)) for name, make in VARIANTS.items()}
     return [(a, b) for a, b in combinations(VARIANTS, 2) if keys[a] and keys[b] and not keys[a] & keys[b]]

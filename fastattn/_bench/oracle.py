@@ -1,4 +1,4 @@
-"""Attention by definition, dense, in float64 or wider: what the bench and the self-test compare with."""
+"""Attention by definition, dense, in float64 or wider. The bench and the self-test compare with it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fastattn.masks import Mask
 
 
 def dense(mask: Mask, q: Array, k: Array, kv_lengths: Any, q_offset: Any) -> Array:
-    """A structural mask as an array (..., H, Lq, Lk), for the positions that the call has."""
+    """A structural mask as an array (..., H, Lq, Lk), for the positions that the arguments give."""
     if q_offset is None and kv_lengths is not None:
         q_offset = np.asarray(kv_lengths) - q.shape[-2]
     *batch, heads, len_q, _ = q.shape
-    return mask.to_array(len_q, k.shape[-2], batch_shape=tuple(batch), heads=heads, q_offset=q_offset)
+    return mask.to_array(len_q, k.shape[-2], batch_shape=tuple(batch), num_heads=heads, q_offset=q_offset)
 
 
 @np.errstate(all="ignore")
@@ -39,11 +39,11 @@ def attention(
     row_ranges: tuple[Any, Any] | None = None,
     sigmoid_bias: float | None = None,
 ) -> tuple[Array, Array]:
-    """q is (..., H, Lq, D), k and v (..., Hkv, Lk, D or Dv); returns the query `rows` of out and lse.
+    """q is (..., H, Lq, D), k and v are (..., Hkv, Lk, D or Dv); returns the query `rows` of out and lse.
 
-    A `dtype` below float64 gives the plain computation that error bounds are made of: matrix products in
-    float32; scores, probabilities and output rounded to the dtype. With `sigmoid_bias` it is sigmoid
-    attention, and there is no lse: NaN.
+    With a `dtype` below float64 it is the plain computation from which error bounds are derived: matrix
+    products in float32; scores, probabilities and output rounded to the dtype. With `sigmoid_bias` it is
+    sigmoid attention, which has no lse: its lse is NaN.
     """
     if isinstance(mask, Mask):
         mask = dense(mask, q, k, kv_lengths, q_offset)

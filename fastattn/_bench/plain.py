@@ -1,6 +1,7 @@
-"""Layers and models by definition, dense: in float64 what results are compared with, in float32 plain NumPy.
+"""Layers and models by definition, in NumPy. In float64 results are compared with them.
 
-Every function computes in the dtype of its arrays. Weights are dicts with the names that torch gives them.
+In float32 they are what the bench times as plain NumPy. Every function computes in the dtype of its arrays.
+Weights are dicts whose names are those of torch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def rms_norm(x: Array, weights: Weights, name: str, eps: float) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """The exact one; in float32 by Abramowitz and Stegun 7.1.26, whose error of 1.5e-7 is that of float32."""
+    """The exact GELU; in float32 by Abramowitz and Stegun 7.1.26, whose error is 1.5e-7."""
     if x.dtype == np.float64:
         y: Array = x * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(x * math.sqrt(0.5)))
         return y
@@ -54,7 +55,7 @@ def gelu(x: Array) -> Array:
 
 
 def rope(x: Array, cos: Array, sin: Array) -> Array:
-    """x is (..., L, D), cos and sin (L, D / 2): the first half of a head turns against the second."""
+    """x is (..., L, D), cos and sin (L, D / 2): feature i of a head is rotated with feature i + D / 2."""
     a, b = np.split(x, 2, axis=-1)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -127,7 +128,7 @@ def bert(ids: Array, weights: Weights, config: Mapping[str, Any]) -> Array:
 
 
 def bert_layer(weights: Weights, prefix: str) -> dict[str, Array]:
-    """One layer's weights, by the names of an encoder layer."""
+    """The weights of one layer of BERT, by the names that `encoder_layer` uses."""
     names = {
         "self_attn.out_proj": "attention.output.dense",
         "norm1": "attention.output.LayerNorm",
@@ -144,7 +145,7 @@ def bert_layer(weights: Weights, prefix: str) -> dict[str, Array]:
 
 
 def llama(ids: Array, weights: Weights, config: Mapping[str, Any], dtype: Any) -> Array:
-    """ids is (B, L), result (B, vocab): the logits after the last token. Weights are widened one by one."""
+    """ids is (B, L), result (B, vocab): the logits after the last token, computed in `dtype`."""
     heads, heads_kv = config["num_attention_heads"], config["num_key_value_heads"]
     eps, theta = config["rms_norm_eps"], config["rope_theta"]
     cos, sin = rope_tables(ids.shape[1], config["hidden_size"] // heads, theta, dtype)
@@ -168,7 +169,10 @@ def llama(ids: Array, weights: Weights, config: Mapping[str, Any], dtype: Any) -
 
 
 class Widened(Mapping[str, Array]):
-    """Some of the weights, each converted when it is asked for: models larger than the memory for float64."""
+    """The weights whose names begin with `prefix`, each converted to `dtype` when it is looked up.
+
+    A whole model in float64 may not fit into memory.
+    """
 
     def __init__(self, weights: Weights, prefix: str, dtype: Any) -> None:
         self.weights, self.prefix, self.dtype = weights, prefix, dtype

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastattn._bench.report import subject
-from fastattn._bench.suites import SUITES
+from fastattn._bench.report import RUNTIMES, subject
 
 Json = dict[str, Any]
 
-# The columns behind a bar, and its colour. Of several in one runtime the fastest counts.
-BARS = {
-    "onnxruntime": (("ort", "ort-mha", "ort-bert"), "#2f6fb7"),
-    "OpenVINO": (("openvino",), "#2e9e6b"),
-    "torch": (("torch",), "#e4572e"),
-    "JAX": (("jax",), "#8e6bbf"),
-    "NumPy": (("numpy",), "#9aa5b1"),
+COLOURS = {
+    "onnxruntime": "#2f6fb7",
+    "OpenVINO": "#2e9e6b",
+    "torch": "#e4572e",
+    "JAX": "#8e6bbf",
+    "NumPy": "#9aa5b1",
 }
 THICK = 0.16
 GREY = "#444444"
@@ -32,7 +30,7 @@ def draw(report: Json, path: Path) -> None:
         if not row["section"].startswith(("fresh", "tiny", "padding")):
             sections.setdefault(row["section"], []).append(row)
     panels = sorted(sections, key=lambda title: title.startswith("grouped"))[:3]
-    bars = {name: bar for name, bar in BARS.items() if bar[0][0] in report["engines"]}
+    bars = [label for label in COLOURS if RUNTIMES[label][0] in report["engines"]]
 
     rows = max(len(sections[title]) for title in panels)
     height = 1.7 + rows * (0.25 + 0.15 * len(bars))
@@ -41,26 +39,26 @@ def draw(report: Json, path: Path) -> None:
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, title in zip(axes, panels, strict=True):
         _panel(axis, title, sections[title], subject(report), bars, rows)
-    _words(figure, axes[0], report)
+    _words(figure, report, bars)
     figure.tight_layout(rect=(0, 0.5 / height, 1, 1 - 0.62 / height))
     figure.savefig(path)
 
 
-def _panel(axis: Any, title: str, rows: list[Json], own: str, bars: dict[str, Any], height: int) -> None:
-    """One section: shapes downwards, a bar from 1 to each peer's time over our own."""
+def _panel(axis: Any, title: str, rows: list[Json], own: str, bars: list[str], height: int) -> None:
+    """One section: a group of bars for each shape, each bar from 1 to a peer's time divided by our own."""
     for place, row in enumerate(rows):
         times = {name: answer["seconds"] for name, answer in row["engines"].items() if "seconds" in answer}
-        for index, (columns, colour) in enumerate(bars.values()):
-            measured = [times[name] for name in columns if name in times]
+        for index, label in enumerate(bars):
+            measured = [times[name] for name in RUNTIMES[label] if name in times]
             if own not in times or not measured:
                 continue
             ratio = min(measured) / times[own]
             y = place + (index - (len(bars) - 1) / 2) * THICK
-            axis.barh(y, ratio - 1, left=1, height=THICK * 0.88, color=colour)
+            axis.barh(y, ratio - 1, left=1, height=THICK * 0.88, color=COLOURS[label])
             align, gap = ("left", 3) if ratio >= 1 else ("right", -3)
-            label = f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
+            number = f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
             axis.annotate(
-                label,
+                number,
                 (ratio, y),
                 (gap, 0),
                 textcoords="offset points",
@@ -84,8 +82,8 @@ def _panel(axis: Any, title: str, rows: list[Json], own: str, bars: dict[str, An
     axis.spines[:].set_visible(False)
 
 
-def _words(figure: Any, axis: Any, report: Json) -> None:
-    """The title and the legend above, machine and command below."""
+def _words(figure: Any, report: Json, bars: list[str]) -> None:
+    """Title and legend above the panels, machine and command below them."""
     from matplotlib.patches import Patch
 
     own, config, machine, engines = subject(report), report["config"], report["machine"], report["engines"]
@@ -94,15 +92,14 @@ def _words(figure: Any, axis: Any, report: Json) -> None:
     figure.text(
         0.01, 1 - 0.1 * inch, f"How many times faster {name} is", fontsize=13, weight="bold", va="top"
     )
-    shown = {label: bar for label, bar in BARS.items() if bar[0][0] in engines}
     figure.legend(
         handles=[
-            Patch(color=colour, label=f"than {label} {engines[columns[0]]['version']}")
-            for label, (columns, colour) in shown.items()
+            Patch(color=COLOURS[label], label=f"than {label} {engines[RUNTIMES[label][0]]['version']}")
+            for label in bars
         ],
         loc="upper left",
         bbox_to_anchor=(0.0, 1 - 0.32 * inch),
-        ncols=len(shown),
+        ncols=len(bars),
         frameon=False,
         fontsize=8.5,
         handlelength=1.2,
@@ -113,7 +110,7 @@ def _words(figure: Any, axis: Any, report: Json) -> None:
     figure.text(
         0.01,
         0.1 * inch,
-        f"Shapes are {SUITES[report['suite']].shapes}.  fastattn {config['version']}{kernels} on "
+        f"Shapes are {report['shapes']}.  fastattn {config['version']}{kernels} on "
         f"{machine['cpu']}, {report['threads']} threads.\n{setting}{report['command']}",
         fontsize=7.5,
         color=GREY,

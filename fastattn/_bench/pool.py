@@ -1,4 +1,4 @@
-"""The bench's side of a worker process: ask, wait, and keep it still while others are timed."""
+"""The bench's side of a worker process: ask it, wait, and stop it while other engines are timed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import tempfile
 import time
 from typing import Any
 
-# A thread pool that spins, waiting for work, would disturb the engine timed next. A stopped process cannot.
+# Threads that spin while they wait for work would disturb the engine that is timed next. Those of a stopped
+# process cannot.
 CAN_STOP = hasattr(signal, "SIGSTOP")
-PAUSE = 0.2  # seconds for pools to fall asleep, where processes cannot be stopped
+PAUSE = 0.2  # seconds in which threads fall asleep, on systems that cannot stop a process
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -34,8 +35,8 @@ def _environment(threads: int) -> dict[str, str]:
             count,
         ),
         "JAX_PLATFORMS": "cpu",
-        # malloc keeps what is freed: where a result is a few megabytes, faulting in new pages costs as much
-        # as computing it, and not every engine can be given its output to write to.
+        # With these, malloc keeps freed memory. Otherwise a result of a few megabytes would take as long to
+        # get its pages from the system as to compute, and not every engine can reuse its output.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     }
@@ -66,7 +67,7 @@ class WorkerProcess:
         return getattr(self.process, name)
 
     def ask(self, do: str, *, timeout: float = 600, **arguments: Any) -> dict[str, Any]:
-        """Wake the worker, have it answer one request, and stop it again."""
+        """Wake the worker up, wait for its answer to one request, and stop it again."""
         if CAN_STOP:
             self.process.send_signal(signal.SIGCONT)
         try:
@@ -102,7 +103,7 @@ class WorkerProcess:
         return f"process ended with code {code}. {last}"[:200].strip()
 
     def another(self) -> WorkerProcess:
-        """A new process in the place of this one."""
+        """A new process that takes the place of this one."""
         self.close()
         return WorkerProcess(*self.arguments)
 

@@ -1,30 +1,53 @@
-"""The bench's result as text: a table for every section, the errors, what was left out, and two medians."""
+"""The result of the bench as text: a table of ratios, the machine's limits, and what they mean in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections.abc import Iterator
 from statistics import median
 from typing import Any, NamedTuple
 
 Json = dict[str, Any]
 
-# Least share of the CPU time that threads computing without a pause get where nothing else runs. On two CPUs
-# they got 0.89 to 0.99, and 0.3 to 0.6 beside one other program that computed.
+# The columns of the table, and the engines behind each. Where one runtime has several, the fastest counts.
+RUNTIMES = {
+    "NumPy": ("numpy",),
+    "torch": ("torch", "flex"),
+    "onnxruntime": ("ort", "ort-mha", "ort-bert"),
+    "OpenVINO": ("openvino",),
+    "JAX": ("jax",),
+}
+OWN = ("fastattn", "fallback")
+WIDTH = 110
+
+# The least share of CPU time that busy threads get on a quiet machine. On two CPUs they got 0.89 to 0.99, and
+# 0.3 to 0.6 beside one other program that computed.
 QUIET_SHARE = 0.8
+# The least ratio of the medians of fresh and fixed shapes; below it, kernels were tuned to the fixed ones.
+FRESH_SHARE = 0.9
 
 
 class Figures(NamedTuple):
-    """What follows from one row's times, for fastattn or, where it was not compiled, for its fallback."""
+    """What follows from the times of one row."""
 
+    seconds: float
     rate: float
-    of_limit: float | None
-    over_fallback: float
-    over_peer: float | None
-    best_peer: str
+    of_limit: float | None  # None where no limit was measured, and where a call takes longer than computing
+    ratios: dict[str, float]  # how many times faster the subject is than each column
+    best_peer: str  # the smallest of these ratios is that of this column; "" if there is none
 
 
 def subject(report: Json) -> str:
+    """The engine that is compared with the others: fastattn, or its fallback where it was not compiled."""
     return "fastattn" if "fastattn" in report["engines"] else "fallback"
+
+
+def columns(report: Json) -> dict[str, tuple[str, ...]]:
+    """The columns that this report has: with ``--full`` one for each engine."""
+    others = [name for name in report["engines"] if name != subject(report)]
+    if report["full"]:
+        return {name: (name,) for name in others}
+    return {label: names for label, names in RUNTIMES.items() if set(names) & set(others)}
 
 
 def figures(report: Json, row: Json) -> Figures | None:
@@ -33,32 +56,31 @@ def figures(report: Json, row: Json) -> Figures | None:
     own = times.get(subject(report))
     if own is None:
         return None
-    rate = row["work"] / own
+    best = {
+        label: min(times[name] for name in names if name in times)
+        for label, names in columns(report).items()
+        if set(names) & set(times)
+    }
+    ratios = {label: time / own for label, time in best.items()}
+    peers = {label: ratio for label, ratio in ratios.items() if label not in OWN}
     limit = report["limits"].get(row["dtype"], {}).get(row["unit"])
-    peers = {name: time for name, time in times.items() if name not in ("fastattn", "fallback")}
-    best = min(peers, key=peers.__getitem__, default="")
+    rate = row["work"] / own
     return Figures(
+        own,
         rate,
-        rate / limit if limit else None,
-        times.get("fallback", own) / own,
-        peers[best] / own if best else None,
-        best,
+        rate / limit if limit and not is_tiny(row) else None,
+        ratios,
+        min(peers, key=peers.__getitem__, default=""),
     )
 
 
-def _of_limit(report: Json, row: Json) -> float:
-    """0 where the table shows none."""
-    got = figures(report, row)
-    return 0.0 if got is None or got.of_limit is None or is_tiny(row) else got.of_limit
-
-
 def is_tiny(row: Json) -> bool:
-    """Its time is what a call costs, whatever it computes."""
+    """Whether the row's time is what a call costs, whatever it computes."""
     return bool(row["work"] < 1e6)
 
 
 def text(report: Json) -> str:
-    parts = _head, _tables, _speeds, _reasons, _medians, _warning
+    parts = _head, _table, _limits, _speeds, _errors, _reasons, _fresh, _missing, _summary, _warning
     return "\n".join(line for part in parts for line in part(report))
 
 
@@ -72,65 +94,83 @@ def _head(report: Json) -> Iterator[str]:
     else:
         yield f"fastattn {config['version']}, kernels for {config['isa']}, {config['compiler']}"
     for name, engine in report["engines"].items():
-        if name not in ("fastattn", "fallback"):
+        if name not in OWN:
             yield f"  {name:<9} {engine['version']:<10} {engine['what']}"
-    for dtype, limit in report["limits"].items():
-        yield f"measured limits, {dtype}: {limit['flops'] / 1e9:.0f} GFLOP/s, {limit['bytes'] / 1e9:.1f} GB/s"
 
 
-def _tables(report: Json) -> Iterator[str]:
-    names = list(report["engines"])
-    for section in dict.fromkeys(row["section"] for row in report["rows"]):
-        rows = [row for row in report["rows"] if row["section"] == section]
-        scale, unit = (1e6, "us") if is_tiny(rows[0]) else (1e3, "ms")
-        yield ""
-        yield (
-            f"{section + ', ' + unit:<34}"
-            + _cells(names)
-            + f"{'rate':>11}{'of limit':>9}{'/fallback':>10}{'/best peer':>12}"
-        )
-        for row in rows:
-            cells = [_time(row["engines"].get(name, {}), scale) for name in names]
-            yield f"  {row['shape']['name']:<32}" + _cells(cells) + _derived(report, row)
-        yield _errors(rows, names)
-        if any(row["unit"] == "bytes" and _of_limit(report, row) > 1 for row in rows):
-            yield "  above 100% of limit: read from the caches, which are faster than the memory measured"
+def _table(report: Json) -> Iterator[str]:
+    """A line for each row: ratios, then the time of the subject, its speed, its share of the limit."""
+    width = 3 + max(max(len(row["section"]), 2 + len(row["shape"]["name"])) for row in report["rows"])
+    shown = columns(report)
+    yield ""
+    yield f"How many times as fast as each of the others {_name(report)} is, then its own time and speed."
+    yield f"The numbers are {report['shapes']}."
+    section = ""
+    for row in report["rows"]:
+        if row["section"] != section:
+            section = row["section"]
+            yield ""
+            yield (
+                f"{section:<{width}}"
+                + _cells(shown, list(shown))
+                + f"{'time':>9}{'speed':>14}{'of limit':>10}"
+            )
+        start = f"  {row['shape']['name']}".ljust(width)
+        got = figures(report, row)
+        if got is None:
+            yield start + _state(row["engines"][subject(report)])
+            continue
+        cells = [
+            f"{_digits(got.ratios[label])}x" if label in got.ratios else _worst_state(row, names)
+            for label, names in shown.items()
+        ]
+        rate = f"{got.rate / 1e9:.1f} GB/s" if row["unit"] == "bytes" else f"{got.rate / 1e9:.0f} GFLOP/s"
+        share = "-" if got.of_limit is None else f"{got.of_limit:.0%}"
+        own = f"{_time(got.seconds):>9}{'-' if is_tiny(row) else rate:>14}{share:>10}"
+        yield start + _cells(shown, cells) + own
 
 
-def _cells(values: Iterable[str]) -> str:
-    return "".join(f"{value:>10}" for value in values)
+def _name(report: Json) -> str:
+    return "fastattn" if subject(report) == "fastattn" else "fastattn's fallback"
 
 
-def _time(answer: Json, scale: float) -> str:
-    if "seconds" not in answer:
-        return "failed" if "failed" in answer else "-"
-    value = answer["seconds"] * scale
+def _cells(shown: dict[str, Any], cells: list[str]) -> str:
+    return "".join(f"{cell:>{max(8, len(label) + 2)}}" for label, cell in zip(shown, cells, strict=True))
+
+
+def _digits(value: float) -> str:
+    """Three digits at most: 1.23, 12.3, 123."""
     return f"{value:.{max(0, 3 - len(str(int(value))))}f}"
 
 
-def _derived(report: Json, row: Json) -> str:
-    got = figures(report, row)
-    if got is None:
-        return ""
-    rate = f"{got.rate / 1e9:.1f} GB/s" if row["unit"] == "bytes" else f"{got.rate / 1e9:.0f} GF/s"
-    limit = "-" if got.of_limit is None else f"{got.of_limit:.0%}"
-    if is_tiny(row):
-        rate = limit = "-"
-    peer = "-" if got.over_peer is None else f"{got.over_peer:.2f} {got.best_peer}"
-    return f"{rate:>11}{limit:>9}{got.over_fallback:>10.1f}  {peer}"
+def _time(seconds: float) -> str:
+    scale, unit = (1e6, "us") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1.0, "s")
+    return f"{_digits(seconds * scale)} {unit}"
 
 
-def _errors(rows: list[Json], names: list[str]) -> str:
-    """The largest error of each engine in these rows."""
-    cells = []
-    for name in names:
-        errors = [row["engines"][name]["error"] for row in rows if "error" in row["engines"].get(name, {})]
-        cells.append(f"{max(errors):.0e}" if errors else "-")
-    return f"  {'largest error against float64':<32}" + _cells(cells)
+def _state(answer: Json) -> str:
+    """What stands in the place of a missing figure."""
+    return "failed" if "failed" in answer else "-"
+
+
+def _worst_state(row: Json, names: tuple[str, ...]) -> str:
+    return max(_state(row["engines"].get(name, {})) for name in names)
+
+
+def _limits(report: Json) -> Iterator[str]:
+    if not report["limits"]:
+        return
+    speeds = [f"{limit['flops'] / 1e9:.0f} GFLOP/s in {dtype}" for dtype, limit in report["limits"].items()]
+    memory = max(limit["bytes"] for limit in report["limits"].values())
+    yield ""
+    yield f"The limits of this machine, measured: {', '.join(speeds)}; {memory / 1e9:.1f} GB/s from memory."
+    got = [(row, figures(report, row)) for row in report["rows"] if row["unit"] == "bytes"]
+    if any(found and found.of_limit and found.of_limit > 1 for _, found in got):
+        yield "Above 100% of the limit: read from the caches, which are faster than memory."
 
 
 def _speeds(report: Json) -> Iterator[str]:
-    """Sentences or tokens a second, of every engine, where a call makes such things."""
+    """Sentences or tokens a second of every engine, in the suite whose calls make them."""
     rows = [row for row in report["rows"] if "makes" in row["shape"]]
     if rows:
         yield ""
@@ -141,66 +181,116 @@ def _speeds(report: Json) -> Iterator[str]:
             for name, answer in row["engines"].items()
             if "seconds" in answer
         ]
-        yield f"  {shape['name']}, {row['dtype']}, {shape['makes']}/s: {', '.join(speeds)}"
+        made = f"{shape['name']}, {row['dtype']}, {shape['makes']}/s: {', '.join(speeds)}"
+        yield from textwrap.wrap(made, WIDTH)
+
+
+def _errors(report: Json) -> Iterator[str]:
+    """The largest error of each engine."""
+    for dtype in dict.fromkeys(row["dtype"] for row in report["rows"]):
+        errors: dict[str, float] = {}
+        for row in report["rows"]:
+            for name, answer in row["engines"].items():
+                if row["dtype"] == dtype and "error" in answer:
+                    errors[name] = max(errors.get(name, 0.0), answer["error"])
+        listed = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
+        yield from textwrap.wrap(f"The largest errors against float64 in {dtype}: {listed or '-'}", WIDTH)
 
 
 def _reasons(report: Json) -> Iterator[str]:
-    """Why engines have no time, each reason once."""
+    """Why engines have no time, each reason once. That they lack something is said with ``--full`` only."""
+    kinds = ("unsupported", "failed") if report["full"] else ("failed",)
     reasons: dict[str, list[str]] = {}
     for row in report["rows"]:
         for name, answer in row["engines"].items():
-            for kind in ("unsupported", "failed"):
+            for kind in kinds:
                 if kind in answer:
                     where = f"{row['section'].split(',')[0]} {row['shape']['name']}"
                     reasons.setdefault(f"{name} {kind}: {answer[kind]}", []).append(where)
-    if reasons or report["left_out"]:
-        yield ""
     if report["left_out"]:
-        yield f"  left out, the time was over: {'; '.join(report['left_out'])}"
+        yield from textwrap.wrap(f"Left out, since the time was over: {'; '.join(report['left_out'])}", WIDTH)
     for reason, places in reasons.items():
         more = f" and {len(places) - 2} more" if len(places) > 2 else ""
-        yield f"  {reason} ({'; '.join(places[:2])}{more})"
+        yield from textwrap.wrap(f"{reason} ({'; '.join(places[:2])}{more})", WIDTH)
 
 
-def _medians(report: Json) -> Iterator[str]:
-    """The fixed shapes of attention against those that nobody could tune for."""
-    if report["suite"] != "attention":
-        return
-    yield ""
+def _fresh(report: Json) -> Iterator[str]:
+    """The medians of the fixed shapes, and of the fresh ones, for which nobody could tune a kernel."""
     for unit, kind in (("flops", "many query rows"), ("bytes", "one query row")):
-        rows = [
-            row
-            for row in report["rows"]
-            if row["unit"] == unit and row["variant"] == "plain" and not is_tiny(row)
-        ]
-        dtype = rows[0]["dtype"] if rows else ""
-        fixed = _summary(report, [row for row in rows if row["section"] == f"no mask, {dtype}"])
-        fresh = _summary(report, [row for row in rows if row["section"].startswith("fresh")])
-        for what, form in (("of limit", "{:.0%}"), ("/best peer", "{:.2f}")):
-            if what in fixed and what in fresh:
-                tuned = (
-                    "  TUNED TO A LIST: more than 10% below"
-                    if fresh[what] < 0.9 * fixed[what] and not report["quick"]
-                    else ""
-                )
-                yield (
-                    f"median {what}, {kind}: fixed shapes {form.format(fixed[what])}, "
-                    f"fresh shapes {form.format(fresh[what])}{tuned}"
-                )
+        rows = [row for row in report["rows"] if row["unit"] == unit and row["variant"] == "plain"]
+        fresh = _medians(report, [row for row in rows if row["section"].startswith("fresh")])
+        if not fresh:
+            continue
+        dtype = rows[0]["dtype"]
+        fixed = _medians(report, [row for row in rows if row["section"] == f"no mask, {dtype}"])
+        for what in fresh.keys() & fixed.keys():
+            tuned = fresh[what] < FRESH_SHARE * fixed[what]
+            yield (
+                f"Median {what}, {kind}: fixed shapes {fixed[what]:.2f}, fresh shapes {fresh[what]:.2f}"
+                + ("  TUNED TO A LIST: more than 10% below" * tuned)
+            )
+
+
+def _medians(report: Json, rows: list[Json]) -> dict[str, float]:
+    got = [found for found in (figures(report, row) for row in rows) if found]
+    values = {
+        "share of the limit": [g.of_limit for g in got if g.of_limit is not None],
+        "ratio to the best peer": [g.ratios[g.best_peer] for g in got if g.best_peer],
+    }
+    return {name: median(found) for name, found in values.items() if found}
+
+
+def _missing(report: Json) -> Iterator[str]:
+    if report["missing"]:
+        yield ""
+        yield f"To compare with more libraries: pip install {' '.join(report['missing'])}"
+
+
+def _summary(report: Json) -> Iterator[str]:
+    """What the table means, in words: medians over rows."""
+    sentences: list[str] = []
+    for dtype in dict.fromkeys(row["dtype"] for row in report["rows"]):
+        rows = [row for row in report["rows"] if row["dtype"] == dtype and not is_tiny(row)]
+        got = [(row["unit"], found) for row in rows if (found := figures(report, row))]
+        said = " and ".join(_compared([found.ratios for _, found in got]))
+        if said:
+            start = f"In {dtype} it is" if sentences else f"In short, {_name(report)} in {dtype} is"
+            reached = " and ".join(_reached(got))
+            sentences.append(f"{start} {said}{', and reaches ' * bool(reached)}{reached}.")
+    if sentences:
+        yield ""
+        yield from textwrap.wrap(f"{' '.join(sentences)} (These are medians of the rows.)", WIDTH)
+
+
+def _compared(rows: list[dict[str, float]]) -> Iterator[str]:
+    """`rows` are the ratios of each row."""
+    numpy = [ratio for ratios in rows for label, ratio in ratios.items() if label.lower() == "numpy"]
+    if numpy:
+        yield f"{median(numpy):.1f} times as fast as NumPy"
+    libraries = [
+        [ratio for label, ratio in ratios.items() if label.lower() not in (*OWN, "numpy")] for ratios in rows
+    ]
+    best = [min(ratios) for ratios in libraries if ratios]
+    if best:
+        slower = sum(ratio < 1 for ratio in best)
+        but = f" (slower in {slower} of {len(best)} rows)" * (slower > 0)
+        yield f"{median(best):.1f} times as fast as the fastest other library{but}"
+
+
+def _reached(rows: list[tuple[str, Figures]]) -> Iterator[str]:
+    """`rows` are the unit of the work and the figures of each row."""
+    for unit, limit in (("flops", "of what the CPU can compute"), ("bytes", "of what memory can deliver")):
+        shares = [found.of_limit for kind, found in rows if kind == unit and found.of_limit is not None]
+        if shares:
+            yield f"{median(shares):.0%} {limit}"
 
 
 def _warning(report: Json) -> Iterator[str]:
-    """Last, where it is read: that something else was running."""
+    """The last lines, which are read first: other programs were running."""
     if report["cpu_share"] < QUIET_SHARE:
         yield ""
-        yield (
+        yield from textwrap.wrap(
             f"BUSY MACHINE: threads that computed without a pause got {report['cpu_share']:.0%} of the CPU"
-            f" time, other programs the rest. Neither times nor ratios of this run mean much."
+            " time, other programs the rest. Neither times nor ratios of this run mean much.",
+            WIDTH,
         )
-
-
-def _summary(report: Json, rows: list[Json]) -> dict[str, float]:
-    got = [found for found in (figures(report, row) for row in rows) if found]
-    columns = {"of limit": [g.of_limit for g in got], "/best peer": [g.over_peer for g in got]}
-    known = {name: [value for value in values if value is not None] for name, values in columns.items()}
-    return {name: median(values) for name, values in known.items() if values}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,53 +16,65 @@ import numpy as np
 
 import fastattn
 from fastattn._bench.pool import Crash, WorkerProcess
-from fastattn._bench.suite import AnyProblem, Section
+from fastattn._bench.suite import Problem, Request, Section
 from fastattn._bench.suites import SUITES
 
 Json = dict[str, Any]
+Row = tuple[str, Problem[Any]]  # the title of a section, and one of its problems
 
 
 class Effort(NamedTuple):
-    """How much time goes where."""
+    """How the time of a run is spent."""
 
-    seconds: float  # of one measurement
-    rounds: int  # measurements of one engine on one problem
-    most: float  # seconds of those together, after which an engine gets no more of them
-    budget: float  # seconds of the whole run, after which no new problem is begun
+    seconds: float  # for one measurement
+    rounds: int  # the most measurements of one engine on one problem
+    most: float  # seconds of these together, after which an engine is measured no more
+    total: float  # seconds of the whole run, shared by all problems; after them no problem is begun
 
 
-FULL = Effort(seconds=0.15, rounds=5, most=8.0, budget=float("inf"))
-QUICK = Effort(seconds=0.02, rounds=2, most=0.25, budget=50.0)
+FULL = Effort(seconds=0.15, rounds=5, most=8.0, total=float("inf"))
+
+
+def brief(seconds: float) -> Effort:
+    """As many rounds as `seconds` allow: more of them where there are no peers."""
+    return Effort(seconds=0.05, rounds=15, most=1.0, total=seconds)
 
 
 class NoRows(Exception):
-    """Nothing is called what was asked for; the message lists what there is."""
+    """No row has the name that was asked for; the message lists all names."""
 
 
 def chosen(sections: list[Section], only: str) -> list[Section]:
-    """The sections with those rows whose title or name holds `only`."""
+    """The sections, reduced to the rows whose title or name contains `only`."""
     kept = [
-        section._replace(problems=[x for x in section.problems if only in f"{section.title} {x.shape.name}"])
+        section._replace(problems=[x for x in section.problems if only in f"{section.title} {x.name}"])
         for section in sections
     ]
     if any(section.problems for section in kept):
         return [section for section in kept if section.problems]
-    names = "\n".join(f"  {x.title}: {'; '.join(y.shape.name for y in x.problems)}" for x in sections)
+    names = "\n".join(f"  {x.title}: {'; '.join(y.name for y in x.problems)}" for x in sections)
     raise NoRows(f"--only {only} is in no row; there are\n{names}")
 
 
 def run(
-    suite: str, *, dtype: str | None, only: str, quick: bool, threads: int, command: str, seed: int
+    suite: str, *, dtype: str | None, only: str, effort: Effort, threads: int, command: str, seed: int
 ) -> Json:
-    """Plan and measure; tables, picture and ``--json`` are made of the result."""
+    """Plan and measure. The text, the picture and ``--json`` are made from the result."""
+    full = effort == FULL
+    engines = [
+        name
+        for name, engine in SUITES[suite].engines.items()
+        if engine.installed() and (full or name != "fallback" or not fastattn.available_isas())
+    ]
     with TemporaryDirectory() as folder:
-        sections = chosen(SUITES[suite].plan(dtype, quick, seed, Path(folder)), only)
-        with started(suite, threads) as workers:
-            measured = measure(workers, sections, QUICK if quick else FULL, Path(folder))
+        request = Request(dtype, full or only != "", seed, Path(folder))
+        sections = chosen(SUITES[suite].plan(request), only)
+        with started(suite, engines, threads) as workers:
+            measured = measure(workers, sections, effort, Path(folder))
     return {
         "command": command,
         "suite": suite,
-        "quick": quick,
+        "full": full,
         "environment": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith("FASTATTN_")
         },
@@ -71,41 +82,43 @@ def run(
         "threads": threads,
         "machine": {"cpu": cpu_name(), "cpus": os.cpu_count(), "system": platform.platform()},
         "config": dict(fastattn.show_config()),
+        "shapes": SUITES[suite].shapes,
+        "missing": missing_packages(suite),
         **measured,
     }
 
 
 def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: Effort, folder: Path) -> Json:
-    """Everything that is known only from the workers."""
-    problems = [(section.title, problem) for section in sections for problem in section.problems]
-    dtypes = sorted({problem.dtype for _, problem in problems})
+    """All that only the workers can tell."""
     start = time.monotonic()
-    with progress(len(problems) * (effort.rounds + 1)) as bar:
-        engines = {name: worker.ask("hello") for name, worker in workers.items()}
-        limits = measure_limits(workers, dtypes)
-        rows = []
-        left_out = []
-        for title, problem in problems:
-            if time.monotonic() - start > effort.budget:
-                left_out.append(f"{title} {problem.shape.name}")
-                continue
-            bar.set_description(f"{title} {problem.shape.name}")
-            rows.append(
-                {
-                    "section": title,
-                    "shape": problem.shape._asdict(),
-                    "variant": problem.variant,
-                    "dtype": problem.dtype,
-                    "unit": problem.unit,
-                    "work": problem.work,
-                    "engines": compare(workers, problem, effort, folder, bar.update, start + effort.budget),
-                }
-            )
-        again = measure_limits(workers, dtypes)
+    problems = [(section.title, problem) for section in sections for problem in section.problems]
+    dtypes = list(dict.fromkeys(problem.dtype for _, problem in problems))
+    engines = {name: worker.ask("hello") for name, worker in workers.items()}
+    limits = measure_limits(workers, dtypes)
+    rows: list[Json] = []
+    left_out = []
+    for title, problem in with_progress(problems):
+        left = start + effort.total - time.monotonic()
+        if left < 0 and rows:
+            left_out.append(f"{title} {problem.name}")
+            continue
+        share = left / (len(problems) - len(rows))
+        rows.append(
+            {
+                "section": title,
+                "shape": {**problem.shape._asdict(), "name": problem.name},
+                "variant": problem.variant,
+                "dtype": problem.dtype,
+                "unit": problem.unit,
+                "work": problem.work,
+                "engines": compare(workers, problem, effort, folder, time.monotonic() + share),
+            }
+        )
+    again = measure_limits(workers, dtypes)
     shares = [limit["cpu_share"] for found in (limits, again) for limit in found.values()]
     return {
         "engines": engines,
-        "limits": {  # a disturbed measurement is too low, never too high
+        "limits": {  # other programs can only make a measured limit too low, so the higher one counts
             dtype: {unit: max(limits[dtype][unit], again[dtype][unit]) for unit in ("flops", "bytes")}
             for dtype in limits
         },
@@ -116,14 +129,12 @@ def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: 
 
 
 def compare(
-    workers: dict[str, WorkerProcess],
-    problem: AnyProblem,
-    effort: Effort,
-    folder: Path,
-    tick: Any,
-    end: float,
+    workers: dict[str, WorkerProcess], problem: Problem[Any], effort: Effort, folder: Path, end: float
 ) -> dict[str, Json]:
-    """Every engine on one problem: who can do it, then rounds of one time each, but one after `end`."""
+    """Every engine on one problem. First each engine prepares it, then rounds measure all engines in turn.
+
+    After the time `end` no round begins but the first one.
+    """
 
     def ask(name: str, do: str, **arguments: Any) -> Json:
         try:
@@ -135,8 +146,7 @@ def compare(
     reference = str(folder / "reference.npz")
     rows, want = problem.reference()
     np.savez(reference, rows=rows, want=want)
-    answers = {name: ask(name, "prepare", problem=list(problem), reference=reference) for name in workers}
-    tick()
+    answers = {name: ask(name, "prepare", problem=problem.to_json(), reference=reference) for name in workers}
     timings: dict[str, list[float]] = {name: [] for name, answer in answers.items() if "seconds" in answer}
     for index in range(effort.rounds):
         if index and time.monotonic() > end:
@@ -150,25 +160,25 @@ def compare(
             else:
                 times.append(reply["seconds"])
         timings = {name: times for name, times in timings.items() if "failed" not in answers[name]}
-        tick()
     for name, times in timings.items():
         answers[name] = {**answers[name], "seconds": median(times), "rounds": times}
     return answers
 
 
 def measure_limits(workers: dict[str, WorkerProcess], dtypes: list[str]) -> dict[str, Json]:
-    """FLOP/s, bytes/s and the share of CPU time to be had here, by dtype; empty without the extension."""
+    """The machine's FLOP/s and bytes/s, and the share of CPU time to be had, for each dtype.
+
+    Empty without the extension, which measures them.
+    """
     if "fastattn" not in workers:
         return {}
     return {dtype: workers["fastattn"].ask("limits", dtype=dtype) for dtype in dtypes}
 
 
 @contextmanager
-def started(suite: str, threads: int) -> Iterator[dict[str, WorkerProcess]]:
-    """A worker for every engine that is installed."""
-    engines = SUITES[suite].engines
-    installed = [name for name, engine in engines.items() if engine.installed()]
-    workers = {name: WorkerProcess(suite, name, threads) for name in installed}
+def started(suite: str, engines: list[str], threads: int) -> Iterator[dict[str, WorkerProcess]]:
+    """A worker for each engine."""
+    workers = {name: WorkerProcess(suite, name, threads) for name in engines}
     try:
         yield workers
     finally:
@@ -176,19 +186,31 @@ def started(suite: str, threads: int) -> Iterator[dict[str, WorkerProcess]]:
             worker.close()
 
 
-def progress(total: int) -> Any:
+def missing_packages(suite: str) -> list[str]:
+    """What to install to compare with all peers."""
+    peers = [
+        engine for engine in SUITES[suite].engines.values() if not engine.packages[0].startswith("fastattn")
+    ]
+    return sorted({package for engine in peers for package in engine.missing()})
+
+
+def with_progress(problems: list[Row]) -> Iterator[Row]:
+    """The same problems, while a bar shows how many are done, if tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
-        sys.exit(
-            "The bench shows its progress with tqdm, which is not installed: pip install 'fastattn[bench]'"
-        )
+        yield from problems
+        return
     form = "{percentage:3.0f}% {bar:30} {elapsed}<{remaining}  {desc}"
-    return tqdm(total=total, leave=False, bar_format=form, disable=None)  # None: unless it is a terminal
+    with tqdm(total=len(problems), leave=False, bar_format=form, disable=None) as bar:  # None: on terminals
+        for title, problem in problems:
+            bar.set_description(f"{title} {problem.name}")
+            yield title, problem
+            bar.update()
 
 
 def cpu_name() -> str:
-    """As the kernel has it; platform.processor() is empty on most Linux machines."""
+    """The kernel's name of the CPU: that of `platform.processor` is empty on most Linux machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

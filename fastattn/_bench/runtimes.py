@@ -1,4 +1,4 @@
-"""onnxruntime and OpenVINO as the bench runs them: latency settings, inputs and outputs bound once."""
+"""The runtimes of the peers, as the bench sets them up: torch, onnxruntime and OpenVINO."""
 
 from __future__ import annotations
 
@@ -8,13 +8,34 @@ from typing import Any
 import numpy as np
 
 from fastattn._bench.cases import Array
-from fastattn._bench.ways import Way
+from fastattn._bench.ways import Unsupported, Way, enter_for_good
+
+
+def torch_inference(threads: int) -> Any:
+    """The module torch, in inference mode until the process ends."""
+    import torch
+
+    torch.set_num_threads(threads)
+    enter_for_good(torch.inference_mode())
+    return torch
+
+
+def torch_tensors(threads: int, *arrays: Array) -> list[Any]:
+    """Contiguous tensors in the memory of arrays in float32 or float64."""
+    torch = torch_inference(threads)
+    return [torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
+
+
+def read_tensor(result: Any) -> Array:
+    """A result of torch as an array; types that NumPy lacks are widened."""
+    array: Array = (result if result.element_size() >= 4 else result.float()).numpy()
+    return array
 
 
 def onnx_model(
     nodes: Sequence[Any], feeds: Mapping[str, Array], constants: Mapping[str, Array], out: Array, opset: int
 ) -> bytes:
-    """A serialised model of these nodes, whose inputs are `feeds` and whose one output is "out"."""
+    """A serialised model of these nodes: its inputs are `feeds`, its one output is "out"."""
     from onnx import helper, numpy_helper
 
     def info(name: str, array: Array) -> Any:
@@ -34,14 +55,18 @@ def onnx_model(
 
 def onnxruntime_way(
     model: bytes | str,
+    dtype: str,
     threads: int,
     feeds: Mapping[str, Array],
     out: Array,
     read: Callable[[Array], Array] = np.asarray,
     sizes: Mapping[str, int] | None = None,
 ) -> Way:
-    """A model, or the path of one, on these inputs; `sizes` are those of its named dimensions."""
+    """An ONNX model, or the path of one, with inputs and output bound; `sizes` of its named dimensions."""
     import onnxruntime
+
+    if dtype == "bfloat16":
+        raise Unsupported("has no bfloat16 product on CPUs")
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -56,14 +81,29 @@ def onnxruntime_way(
         binding.bind_ortvalue_input(name, value)
     binding.bind_ortvalue_output("out", result)
 
-    def call(bound: Any = (values, feeds, out, result)) -> None:  # it keeps pointers, not references
+    def call(bound: Any = (values, feeds, out, result)) -> None:  # the session keeps pointers only
         session.run_with_iobinding(binding)
 
     return Way(call, lambda _: read(result.numpy()))
 
 
+def bert_optimised(model: bytes, heads: int, width: int) -> bytes:
+    """A model of the BERT family, its operators fused by onnxruntime.transformers.optimizer."""
+    import logging
+
+    import onnx
+    from onnxruntime.transformers import optimizer
+
+    logging.disable(logging.WARNING)
+    fused = optimizer.optimize_model(
+        onnx.load_from_string(model), model_type="bert", num_heads=heads, hidden_size=width, opt_level=0
+    )
+    serialised: bytes = fused.model.SerializeToString()
+    return serialised
+
+
 def openvino_precision(dtype: str) -> str:
-    """What OpenVINO is told to compute in: 16-bit types, where the CPU lacks them, are emulated slowly."""
+    """The type that OpenVINO is told to compute in: float32 where this CPU would emulate `dtype` slowly."""
     import openvino
 
     name, capability = {
@@ -77,7 +117,10 @@ def openvino_precision(dtype: str) -> str:
 def openvino_call(
     model: Any, precision: str, threads: int, tensors: Sequence[Any], owners: Sequence[Array]
 ) -> Callable[[], None]:
-    """A model on tensors, the last of them its output; OpenVINO keeps pointers into them, not references."""
+    """A model set up for latency; the last of `tensors` is its output.
+
+    OpenVINO keeps pointers into the tensors, so the call itself holds them and the arrays that own them.
+    """
     import openvino
 
     settings = {
@@ -98,9 +141,11 @@ def openvino_call(
 
 
 def openvino_way(model: bytes | str, dtype: str, threads: int, feeds: Mapping[str, Array], out: Array) -> Way:
-    """An ONNX model, or the path of one, on these inputs in their order."""
+    """An ONNX model, or the path of one, whose inputs are `feeds` in their order."""
     import openvino
 
+    if dtype == "bfloat16" and openvino_precision(dtype) != "bf16":
+        raise Unsupported("computes bfloat16 in float32 on this CPU")
     graph = openvino.Core().read_model(model)
     shapes = [openvino.PartialShape(list(array.shape)) for array in feeds.values()]
     graph.reshape(dict(zip(graph.inputs, shapes, strict=True)))

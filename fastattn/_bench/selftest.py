@@ -10,18 +10,19 @@ import numpy as np
 
 import fastattn
 from fastattn._bench import oracle
-from fastattn._bench.cases import STRUCTURES, VARIANTS, Array, Shape, as_dtype, combine, make_inputs, pairs
+from fastattn._bench.cases import STRUCTURES, VARIANTS, Array, Shape, combine, make_inputs, pairs
+from fastattn._bench.suite import has_bfloat16
 from fastattn._engine import settings
 
-# Around the edges of vectors and tiles; 0 is a size like any other.
+# Lengths around the sizes of vectors and tiles, and 0.
 LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 129, 257)
 HEAD_DIMS = (1, 3, 8, 16, 32, 40, 64, 72, 80, 96, 128)
-# One call in so many has many keys: rounding adds up over them.
+# One call in `EVERY` has many keys, over which rounding errors add up.
 MANY_KEYS, EVERY = 5000, 23
 
 
 class Case(NamedTuple):
-    """One call: the inputs, their options, and which variants those are."""
+    """One call: its inputs, its options, and a name that says which variants these are."""
 
     name: str
     inputs: tuple[Array, Array, Array]
@@ -29,7 +30,7 @@ class Case(NamedTuple):
 
 
 def draw(n: int, seed: int) -> Iterator[Case]:
-    """N random calls: shapes at the edges, every dtype, one variant or two, values of one sign or both."""
+    """N random calls in every dtype, with one variant or two, and values of one sign or of both."""
     dtypes = ["float32", "float64", "float16"] + ["bfloat16"] * has_bfloat16()
     variants = [*((name,) for name in VARIANTS), *((name,) for name in STRUCTURES), *pairs()]
     for index in range(n):
@@ -53,16 +54,8 @@ def draw(n: int, seed: int) -> Iterator[Case]:
         yield Case(name, (q, k, abs(v) if rng.integers(2) else v), options)
 
 
-def has_bfloat16() -> bool:
-    try:
-        as_dtype("bfloat16")
-    except ImportError:
-        return False
-    return True
-
-
 class Bound(NamedTuple):
-    """A result in a wider type, and how far another may be from it: twice the plain error, and a few eps."""
+    """The result in a wider type, and the error allowed: twice that of plain computation and a few eps."""
 
     out: Array
     lse: Array
@@ -81,16 +74,14 @@ class Bound(NamedTuple):
         return cls(out, lse, out_error, lse_error)
 
     def share(self, out: Array, lse: Array) -> float:
-        """The error as a share of what is allowed; above 1 the result is wrong."""
+        """The error, divided by what is allowed. Above 1 the result is wrong."""
         return max(distance(out, self.out) / (self.out_error or 1), distance(lse, self.lse) / self.lse_error)
 
 
 def allowed(plain: Array, exact: Array, unit: float) -> float:
-    """Twice the error of the plain computation and 4 units; 8 units where that is not finite."""
+    """Twice the error of the plain computation and 4 units; 8 units where that error is not finite."""
     if plain.dtype == np.float64 and np.finfo(np.longdouble).eps == np.finfo(np.float64).eps:
-        return (
-            32 * unit
-        )  # no wider type here: the plain computation is the exact one, and its error not known
+        return 32 * unit  # this machine has no wider type, so the error of the plain computation is unknown
     error = distance(plain, exact)
     return 2 * error + 4 * unit if np.isfinite(error) else 8 * unit
 
@@ -106,7 +97,7 @@ def epsilon(dtype: np.dtype[Any]) -> float:
 
 
 def distance(a: Array, b: Array) -> float:
-    """The largest difference; infinite where only one of two is NaN or an infinity."""
+    """The largest difference; infinite if one value is NaN or infinite and the other is not the same."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore"):
         difference = np.where(a == b, 0, np.abs(a - b))

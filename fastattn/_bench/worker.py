@@ -1,7 +1,7 @@
-"""A process that runs one engine when told: ``python -m fastattn._bench.worker SUITE ENGINE THREADS``.
+"""A process that runs one engine: ``python -m fastattn._bench.worker SUITE ENGINE THREADS``.
 
-Requests and replies are lines of JSON on standard input and output. Every engine has a process of its own:
-in one process, the spinning thread pools of several engines slow each other down.
+Requests and replies are lines of JSON on standard input and output. Every engine has a process of its own,
+because the spinning thread pools of several engines in one process slow each other down.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fastattn._bench.ways import Unsupported, Way
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
-# Seconds. A process that was stopped wakes with all its threads on one core, and computes at the speed of one
-# until the scheduler has parted them.
+# Seconds before a measurement. A stopped process wakes up with all its threads on one core. Until the
+# scheduler has spread them over the cores, it computes at the speed of one thread.
 WARM_UP = 0.1
 
 
@@ -34,13 +34,16 @@ def describe(error: Exception) -> str:
 
 
 def largest_error(out: Array, rows: Array, want: Array) -> float:
-    """Of those rows of `out` (..., n), counted over all its leading axes."""
+    """How far the `rows` of `out` are from `want`; the leading axes of `out` (..., n) count as one."""
     got = out.reshape(-1, out.shape[-1])[rows].astype(np.float64)
     return float(np.abs(got - want).max(initial=0))
 
 
 def time_call(call: Callable[[], Any], seconds: float) -> float:
-    """The median over samples of at least a millisecond, after warming up; of very long calls, one."""
+    """Seconds of a call: the median of samples of at least a millisecond, after warming up.
+
+    A call of more than a second is timed once.
+    """
     begin = time.perf_counter()
     once = 0.0
     while once == 0.0 or time.perf_counter() < begin + WARM_UP:
@@ -61,7 +64,7 @@ def time_call(call: Callable[[], Any], seconds: float) -> float:
 
 
 class Worker:
-    """Answers requests about one engine; holds the problem prepared last."""
+    """Answers requests about one engine. It holds the problem that it prepared last."""
 
     def __init__(self, suite: str, engine: str, threads: int) -> None:
         self.suite = SUITES[suite]
@@ -73,13 +76,13 @@ class Worker:
         return {"what": self.engine.what, "version": self.engine.version()}
 
     def prepare(self, problem: list[Any], reference: str) -> dict[str, Any]:
-        """Try every way to compute the problem, keep the fastest of those whose result is right.
+        """Try every way to compute the problem; keep the fastest whose result is right.
 
-        `reference` is a file with the numbers of some rows and their float64 result.
+        `reference` is a file with the indices of some rows and these rows in float64.
         """
-        self.way = None  # before the next problem takes memory
-        task = self.suite.problem(problem)
-        ways = self.engine.ways(task, self.threads)
+        self.way = None  # frees its memory before the next problem needs some
+        task = self.suite.problem.from_json(problem)
+        ways = self.engine.named_ways(task, self.threads)
         with np.load(reference) as saved:
             rows, want = saved["rows"], saved["want"]
         best: dict[str, Any] = {}
@@ -106,10 +109,10 @@ class Worker:
         return {"seconds": time_call(self.way.call, seconds)}
 
     def limits(self, dtype: str) -> dict[str, Any]:
-        """What the machine can do at most, as measured by the extension."""
+        """The most that the machine can do, as the extension measures it."""
         from fastattn._engine.settings import core
 
-        # Narrow types are computed in float32 where there are no instructions for their products.
+        # Where the CPU has no instructions for products of a narrow type, these are computed in float32.
         narrow = dtype in ("float16", "int8") or not core.fma_peak(dtype, self.threads)
         bandwidth = core.read_bandwidth(self.threads)
         wall, cpu = time.perf_counter(), time.process_time()  # now that all threads are awake
@@ -120,10 +123,10 @@ class Worker:
 
 def main(suite: str, engine: str, threads: str) -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not end up between the replies
-    if sys.platform == "linux":  # a stopped process would not notice that the bench is gone
+    os.dup2(2, 1)  # libraries print to standard error now, not between the replies
+    if sys.platform == "linux":  # end with the bench: a stopped process would not notice that it is gone
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if hasattr(os, "sched_setaffinity"):  # for the pools that size themselves by it
+    if hasattr(os, "sched_setaffinity"):  # some libraries start as many threads as the process has CPUs
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     worker = Worker(suite, engine, int(threads))
     for line in sys.stdin:

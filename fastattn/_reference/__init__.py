@@ -1,1 +1,1 @@
-"""The NumPy twins of the kernels: readable, and what runs where nothing was compiled."""
+"""The NumPy twins of the kernels: the readable definition of each, and what runs without compiled kernels."""

@@ -1,12 +1,15 @@
 """Attention in NumPy, blocked over queries and keys: the readable twin of the C kernels, and the fallback.
 
-It reads the same arguments, keeps the same contract, and needs O(length) memory. Scores are natural
-logarithms here and binary ones in the kernels.
+It reads the same arguments, keeps the same contract, and needs O(length) memory.
+
+Words: a task is a block of query rows of one KV head of one batch item. Its group is the query heads that
+share the KV head. `allowed` says who attends whom: a bool array (group, rows, keys), or True where all rows
+attend all keys, or False where no row attends any key.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,26 +24,29 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, AttentionArgs
 
-# Scores of a tile: 1 MB in float32, which stays in L2 between the passes over it; and how they are cut. Some
-# BLAS sum over all keys of a block in order: with 8192 that missed the error bound.
-_TILE_SCORES = 2**18
+# Scores of a tile: 1 MB in float32, which stays in the second-level cache between the passes over it.
+TILE_SCORES = 2**18
 _BLOCK_ROWS = 512
+# Some BLAS libraries sum over all keys of a block in order. With 8192 keys the error exceeded the bound.
 _MAX_BLOCK_K = 4096
 
 
 def block_sizes(args: AttentionArgs) -> tuple[int, int]:
-    """Queries and keys of a tile: a function of len_q and the group alone, so that no bit depends on more."""
+    """Queries and keys of a tile.
+
+    They depend only on len_q and on the heads in a group, so that results do not depend on anything else.
+    """
     group = args.heads_q // args.heads_kv
     block_q = max(1, min(args.len_q, _BLOCK_ROWS // group))
-    block_k = min(max(_BLOCK_ROWS, _TILE_SCORES // (group * block_q)), _MAX_BLOCK_K)
+    block_k = min(max(_BLOCK_ROWS, TILE_SCORES // (group * block_q)), _MAX_BLOCK_K)
     return block_q, block_k
 
 
 @np.errstate(all="ignore")
 def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
-    """Fill args.out, lse and statistics where they are; `score_mod` is that of flex_attention."""
+    """Fill args.out, and args.lse and args.statistics if they are there; see flex_attention for score_mod."""
     block_q, block_k = block_sizes(args)
-    for task in _tasks(args, block_q, score_mod):
+    for task in tasks(args, block_q, Task, score_mod):
         if args.sigmoid_bias is not None:
             args.out[task.where] = task.attend_by_sigmoid(block_k, args.sigmoid_bias)
             continue
@@ -59,60 +65,40 @@ def weights(args: AttentionArgs) -> Array:
     if not result.size:
         return result
     group = args.heads_q // args.heads_kv
-    for task in _tasks(args, block_q=max(1, _TILE_SCORES // (group * max(1, args.len_k)))):
+    for task in tasks(args, max(1, TILE_SCORES // (group * max(1, args.len_k))), Task):
         keys = task.keys()
         allowed = task.allowed(keys)
-        if allowed is False:
-            continue
-        scores = task.scores(keys, allowed)
-        row_max = np.maximum(scores.max(axis=-1, keepdims=True), task.sinks[..., None])
-        probs = _exp(scores, row_max)
-        row_sum = probs.sum(axis=-1, keepdims=True) + _exp(task.sinks[..., None], row_max)
-        attends = allowed if allowed is True else allowed.any(axis=-1, keepdims=True)
-        row_sum[attends & (row_sum == 0)] = np.nan  # as in `attend`
-        np.divide(probs, row_sum, out=probs, where=row_sum != 0)
-        result[(*task.where, keys)] = probs if allowed is True else np.where(allowed, probs, 0)
+        if allowed is not False:
+            result[(*task.where, keys)] = task.weights(task.scores(keys, allowed), allowed)
     return result
 
 
 @np.errstate(all="ignore")
 def merge_states(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array) -> None:
-    """Merge results over disjoint keys into out (..., head_dim_v) and lse (...)."""
-    # lse = log(sum(exp(part_lse)))
-    # out = sum(exp(part_lse - lse) * part)
+    """Merge results over disjoint sets of keys into out (..., head_dim_v) and lse (...)."""
+    # lse = log(sum over parts of exp(part_lse))
+    # out = sum over parts of exp(part_lse - lse) * part_out
     for rows in blocks(lse.shape, out.shape[-1]):
         row_lses = [part_lse[rows] for part_lse in lses]
         row_max = np.maximum.reduce(row_lses)
-        merged = row_max + np.log(sum(_exp(part_lse, row_max) for part_lse in row_lses))
+        merged = row_max + np.log(sum(exp_below(part_lse, row_max) for part_lse in row_lses))
         acc = np.zeros((*merged.shape, out.shape[-1]), lse.dtype)
         for part, part_lse in zip(outs, row_lses, strict=True):
-            weight = _exp(part_lse, merged)[..., None]
+            weight = exp_below(part_lse, merged)[..., None]
             acc += np.where(part_lse[..., None] == -np.inf, 0, weight * part[rows].astype(lse.dtype))
         out[rows], lse[rows] = acc, merged
 
 
-def _tasks(
-    args: AttentionArgs, block_q: int, score_mod: Callable[..., Array] | None = None
-) -> Iterator[_Task]:
-    """One task a batch item, KV head and block of queries; no product or sum crosses two of them."""
-    call = _Call(args)
-    call.score_mod = score_mod
-    for b in np.ndindex(args.batch_shape):
-        for h in range(args.heads_kv):
-            for i in range(0, args.len_q, block_q):
-                yield _Task(call, b, h, slice(i, min(i + block_q, args.len_q)))
+class Call:
+    """The arrays of a call, broadcast to all batch dimensions and heads, so that a task can index them."""
 
-
-class _Call:
-    """The arrays of a call with all batch dimensions and heads, by stride 0: a task is plain indexing."""
-
-    def __init__(self, args: AttentionArgs) -> None:
+    def __init__(self, args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
         self.scale, self.softcap, self.len_k = args.scale, args.softcap, args.len_k
         self.group = args.heads_q // args.heads_kv
         self.dtype, self.batch_shape = lane_dtype(args.q.dtype), args.batch_shape
         self.ranged = args.row_begin is not None or args.row_end is not None
         self.ranges: Any = args.ranges
-        self.score_mod: Callable[..., Array] | None = None
+        self.score_mod = score_mod
 
         def broadcast(x: Any, *shape: int) -> Any:
             return None if x is None else np.broadcast_to(x, (*args.batch_shape, *shape))
@@ -132,10 +118,10 @@ class _Call:
         self.position = broadcast(args.q_position)
 
 
-class _Task:
-    """Some query rows of one KV head of one batch item; its arrays are (group, rows, ...)."""
+class Task:
+    """A block of query rows of one KV head of one batch item; its arrays are (group, rows, ...)."""
 
-    def __init__(self, call: _Call, b: tuple[int, ...], h: int, rows: slice) -> None:
+    def __init__(self, call: Call, b: tuple[int, ...], h: int, rows: slice) -> None:
         self.call = call
         heads: Any = (*b, slice(h * call.group, (h + 1) * call.group))
         self.batch, self.h_kv = b, h
@@ -147,7 +133,7 @@ class _Task:
             self.lists = call.range_first[self.where], call.range_last[self.where]
         self.mask = None if call.mask is None else call.mask[self.where]
         self.bias = None if call.bias is None else call.bias[self.where]
-        self.sinks = np.empty(self.q.shape[:2], call.dtype)  # -inf, of no weight, where there are none
+        self.sinks = np.empty(self.q.shape[:2], call.dtype)  # -inf, which weighs nothing, without sinks
         self.sinks[:] = call.sinks[heads][:, None]
         if call.position is not None:
             self.position = call.position[b] + np.arange(rows.start, rows.stop)[:, None]
@@ -155,7 +141,7 @@ class _Task:
             self.slopes = call.slopes[heads][:, None, None]
 
     def keys(self) -> slice:
-        """The keys from the first that any row may attend to the last; what is outside is never read."""
+        """The keys from the first that some row may attend to the last; keys outside are never read."""
         if not self.call.ranged:
             return slice(0, self.call.len_k)
         some = self.begin < self.end
@@ -164,7 +150,7 @@ class _Task:
         return slice(int(self.begin[some].min()), int(self.end[some].max()))
 
     def allowed(self, keys: slice) -> Any:
-        """Who attends whom, (group, rows, keys); or True where everybody does, False where nobody."""
+        """Who attends whom among `keys`: an array (group, rows, keys), True or False."""
         allowed: Any = keys.start < keys.stop
         if self.call.ranged and ((self.begin > keys.start).any() or (self.end < keys.stop).any()):
             j = np.arange(keys.start, keys.stop)
@@ -185,7 +171,7 @@ class _Task:
         some = (begin < keys.stop) & (keys.start < end)
         row, begin, end = row[some], np.maximum(begin[some], keys.start), np.minimum(end[some], keys.stop)
         inside = np.zeros((len(first), keys.stop - keys.start + 1), np.int8)
-        inside[row, begin - keys.start] += 1  # in a list no range touches another: all these are distinct
+        inside[row, begin - keys.start] += 1  # ranges of one list do not touch: all places differ
         inside[row, end - keys.start] -= 1
         return (np.cumsum(inside[:, :-1], axis=1, dtype=np.int8) > 0).reshape(*self.q.shape[:2], -1)
 
@@ -197,7 +183,7 @@ class _Task:
         return products
 
     def blocks(self, block_k: int) -> Iterator[tuple[slice, Any]]:
-        """Blocks of keys of which some row attends some, and `allowed` of each."""
+        """Blocks of keys that some row attends, each with its `allowed`."""
         every = self.keys()
         for begin in range(every.start - every.start % block_k, every.stop, block_k):
             keys = slice(max(begin, every.start), min(begin + block_k, every.stop))
@@ -205,10 +191,10 @@ class _Task:
                 yield keys, allowed
 
     def scores(self, keys: slice, allowed: Any) -> Array:
-        """Scores (group, rows, keys): scale, softcap, bias, ALiBi, masks, in this order."""
+        """Scores (group, rows, keys), modified in this order: scale, softcap, bias, ALiBi, masks."""
         dtype, softcap = self.call.dtype, self.call.softcap
         scores = self.products(keys)
-        scores *= self.call.scale  # not on q, whose rounding would add to that of the product
+        scores *= self.call.scale  # scaling q instead would add its rounding to that of the product
         if softcap:
             scores /= softcap
             np.tanh(scores, out=scores)
@@ -221,14 +207,14 @@ class _Task:
             scores += self.bias[..., keys].astype(dtype)
         if self.call.slopes is not None:
             scores -= self.slopes * abs(self.position - np.arange(keys.start, keys.stop)).astype(dtype)
-        if finite is not None:  # no finite bias is a mask; NaN stays NaN
+        if finite is not None:  # a finite bias never masks, even if the sum overflows; NaN stays NaN
             np.maximum(scores, np.finfo(dtype).min, out=scores, where=finite)
         if allowed is not True:
             np.copyto(scores, -np.inf, where=~allowed)
         return scores
 
     def modified(self, scores: Array, keys: slice) -> Array:
-        """What `score_mod` makes of scores (group, rows, keys)."""
+        """Return what `score_mod` makes of scores (group, rows, keys)."""
         call = self.call
         b = int(np.ravel_multi_index(self.batch, call.batch_shape)) if self.batch else 0
         h = self.h_kv * call.group + np.arange(call.group)[:, None, None]
@@ -239,7 +225,10 @@ class _Task:
         return np.array(np.broadcast_to(found, scores.shape), call.dtype)
 
     def attend(self, block_k: int) -> tuple[Array, Array, Array]:
-        """Result (group, rows, head_dim_v), and the two of lse = base + log(row_sum), (group, rows, 1)."""
+        """Result (group, rows, head_dim_v), then base and row_sum (group, rows, 1).
+
+        The lse is ``base + log(row_sum)``.
+        """
         # for each block of keys that some row attends:
         #     scores  = masked(scale * q @ k.T)
         #     new_max = max(row_max, scores)
@@ -247,25 +236,31 @@ class _Task:
         #     row_sum = row_sum * exp(row_max - new_max) + sum(probs)
         #     acc     = acc     * exp(row_max - new_max) + probs @ v
         # out = acc / row_sum;  lse = row_max + log(row_sum)
-        row_max = self.sinks[..., None]  # a sink is a key without a value, and the first one
+        row_max = self.sinks[..., None]  # a sink is a first key without a value
         row_sum = (row_max != -np.inf).astype(row_max.dtype)
         acc: Array = np.zeros((*self.q.shape[:2], self.v.shape[-1]), row_max.dtype)
         attends = np.zeros_like(row_sum, dtype=bool)
         for keys, allowed in self.blocks(block_k):
             scores = self.scores(keys, allowed)
-            if self.call.score_mod is not None:  # its -inf masks, as that of a bias
+            if self.call.score_mod is not None:  # a result of -inf masks, as a bias of -inf does
                 allowed = allowed & (scores != -np.inf)
-            attends |= allowed if allowed is True else allowed.any(axis=-1, keepdims=True)
+            attends |= attending(allowed)
             new_max = np.maximum(row_max, scores.max(axis=-1, keepdims=True))
-            probs = _exp(scores, new_max)
-            shrink = _exp(row_max, new_max)
+            probs = exp_below(scores, new_max)
+            shrink = exp_below(row_max, new_max)
             row_sum = row_sum * shrink + probs.sum(axis=-1, keepdims=True)
             acc *= shrink
             acc += self.weighted_values(probs, keys, allowed)
             row_max = new_max
-        row_sum[attends & (row_sum == 0)] = np.nan  # every score is -inf, by computation and no mask
-        np.divide(acc, row_sum, out=acc, where=row_sum != 0)
-        return acc, row_max, row_sum
+        return normalised(acc, row_sum, attends), row_max, row_sum
+
+    def weights(self, scores: Array, allowed: Any) -> Array:
+        """Probabilities (group, rows, keys) of the scores of all keys that the rows attend."""
+        row_max = np.maximum(scores.max(axis=-1, keepdims=True), self.sinks[..., None])
+        probs = exp_below(scores, row_max)
+        row_sum = probs.sum(axis=-1, keepdims=True) + exp_below(self.sinks[..., None], row_max)
+        probs = normalised(probs, row_sum, attending(allowed))
+        return probs if allowed is True else np.where(allowed, probs, 0)
 
     def attend_by_sigmoid(self, block_k: int, bias: float) -> Array:
         """Result (group, rows, head_dim_v) of sigmoid attention."""
@@ -279,23 +274,55 @@ class _Task:
         return acc
 
     def weighted_values(self, probs: Array, keys: slice, allowed: Any) -> Array:
-        """probs @ v, (group, rows, head_dim_v), where no row meets a value that it does not attend."""
+        """probs @ v, (group, rows, head_dim_v); no row touches a value that it does not attend."""
         group, rows, n_keys = probs.shape
         v = np.ascontiguousarray(self.v[keys], dtype=probs.dtype)
-        odd = np.empty(0, np.intp)
-        if allowed is not True and not (finite := np.isfinite(v).all(axis=-1)).all():
-            odd = np.flatnonzero(~finite & allowed.any(axis=(0, 1)))
-            v_finite = np.where(finite[:, None], v, 0)
-        else:
-            v_finite = v
-        acc: Array = (probs.reshape(group * rows, n_keys) @ v_finite).reshape(group, rows, v.shape[-1])
-        for j in odd:  # a probability of 0 does not shield: 0 x NaN is NaN
+
+        def product(v: Array) -> Array:
+            return np.asarray(probs.reshape(group * rows, n_keys) @ v).reshape(group, rows, v.shape[-1])
+
+        if allowed is True or (finite := np.isfinite(v).all(axis=-1)).all():
+            return product(v)
+        # A probability of 0 does not hide a NaN, as 0 * NaN is NaN: add rows of v that are not finite last.
+        acc = product(np.where(finite[:, None], v, 0))
+        for j in np.flatnonzero(~finite & allowed.any(axis=(0, 1))):
             acc += np.where(allowed[..., j, None], probs[..., j, None] * v[j], 0)
         return acc
 
 
-def _exp(scores: Array, row_max: Array) -> Array:
-    """exp(scores - row_max); where the maximum is -inf, over nothing but masked keys, 0."""
+OneTask = TypeVar("OneTask", bound=Task)
+
+
+def tasks(
+    args: AttentionArgs,
+    block_q: int,
+    kind: type[OneTask],
+    score_mod: Callable[..., Array] | None = None,
+) -> Iterator[OneTask]:
+    """One task a batch item, KV head and block of queries; no product or sum crosses two of them."""
+    call = Call(args, score_mod)
+    for b in np.ndindex(args.batch_shape):
+        for h in range(args.heads_kv):
+            for i in range(0, args.len_q, block_q):
+                yield kind(call, b, h, slice(i, min(i + block_q, args.len_q)))
+
+
+def exp_below(scores: Array, row_max: Array) -> Array:
+    """exp(scores - row_max); 0 where row_max is -inf, as all keys are masked."""
     scores = scores - np.where(row_max == -np.inf, 0, row_max)
     np.exp(scores, out=scores)
     return scores
+
+
+def attending(allowed: Any) -> Any:
+    """Which rows attend some key, (group, rows, 1), or True."""
+    return allowed if allowed is True else allowed.any(axis=-1, keepdims=True)
+
+
+def normalised(x: Array, row_sum: Array, attends: Any) -> Array:
+    """Divide x by row_sum, in place; 0 where no key is attended.
+
+    A row that attends keys can have a sum of 0: then all its scores were computed to be -inf, and it is NaN.
+    """
+    row_sum[attends & (row_sum == 0)] = np.nan
+    return np.divide(x, row_sum, out=x, where=row_sum != 0)

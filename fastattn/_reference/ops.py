@@ -1,4 +1,4 @@
-"""The layers' kernels in NumPy: the readable twins of those in C, and the fallback."""
+"""The kernels of `fastattn.ops` and of rotary positions in NumPy: the readable twins of those in C."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import numpy as np
 from fastattn._args.blocks import blocks
 from fastattn._args.packed import columns
 from fastattn._args.types import lane_dtype
+from fastattn._reference.attention import exp_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastattn._args.types import Activation, Array, LinearArgs, RopeArgs, RowsArgs
 
-# Rows and panels at a time: 4 MB of float32 results; fewer panels where those take more multiplications.
+# `linear` computes blocks of this many rows and panels, 4 MB of float32 results. A block has fewer panels
+# where it would take more multiplications than this, so that Ctrl-C never waits long.
 _BLOCK_ROWS = 1024
 _BLOCK_PANELS = 32
 _BLOCK_MULTIPLICATIONS = 1 << 30
 
 
 def _erf(x: Array) -> Array:
-    """The error function, of which NumPy has none: a tenth of a microsecond an element."""
+    """The error function, which NumPy lacks; 0.1 microseconds an element."""
     return np.array([math.erf(value) for value in x.ravel().tolist()], x.dtype).reshape(x.shape)
 
 
@@ -79,10 +81,8 @@ def linear(args: LinearArgs) -> None:
 
 @np.errstate(all="ignore")
 def rows(args: RowsArgs) -> None:
-    """Fill args.out, and args.total where there is one."""
+    """Fill args.out, and args.total if it is there."""
     lane = lane_dtype(args.out.dtype)
-    if not args.out.size:
-        return
     for block in blocks(args.out.shape[:1], args.out.shape[1]):
         x = args.x[block].astype(lane, copy=False)
         if args.residual is not None:
@@ -113,9 +113,8 @@ def _normalized(x: Array, eps: float, center: bool) -> Array:
 
 
 def _softmax(x: Array) -> Array:
-    """Softmax of each row; a row of nothing but -inf gives 0."""
-    row_max = x.max(axis=-1, keepdims=True, initial=-np.inf)
-    probs = np.exp(x - np.where(row_max == -np.inf, 0, row_max))
+    """Softmax of each row; a row whose every element is -inf gives 0."""
+    probs = exp_below(x, x.max(axis=-1, keepdims=True))
     row_sum = probs.sum(axis=-1, keepdims=True)
     result: Array = np.divide(probs, row_sum, out=probs, where=row_sum != 0)
     return result
@@ -131,7 +130,7 @@ def rope(args: RopeArgs) -> None:
     if args.interleaved:
         first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
     for rows in blocks(x.shape[:-1], x.shape[-1]):
-        a, b = (x[rows][..., half].astype(cos.dtype) for half in (first, second))  # copies, as out may be x
+        a, b = (x[rows][..., half].astype(cos.dtype) for half in (first, second))  # copied, as out may be x
         out[rows][..., first] = a * cos[rows] - b * sin[rows]
         out[rows][..., second] = b * cos[rows] + a * sin[rows]
         out[rows][..., 2 * pairs :] = x[rows][..., 2 * pairs :]

@@ -1,7 +1,8 @@
 """Linear attention in NumPy: the readable twin of the kernel, and the fallback.
 
-Chunk by chunk, as the kernel: scores within a chunk, the state from one to the next. See
-`fastattn.functional.linear_attention` for what is computed.
+It walks over the tokens in chunks, as the kernel does. Tokens of one chunk meet through scores; earlier
+tokens act through the state that a chunk hands to the next. `fastattn.functional.linear_attention` defines
+the result.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _GATED_CHUNK = 16
 
 @np.errstate(all="ignore")
 def recurrent(args: RecurrentArgs) -> None:
-    """Fill args.out, args.state_out and, where there is one, args.norm_out."""
+    """Fill args.out and args.state_out, and args.norm_out if it is there."""
     step = _GATED_CHUNK if args.gated else _CHUNK
     row = max(args.head_dim * (step if args.gated else 1), args.head_dim_v)
     for items in blocks(args.batch_shape, max(args.heads, args.heads_q) * step * row):
-        _recurrent(args if items is ... else _only(items, args), step)
+        _chunks(args if items is ... else _only(items, args), step)
 
 
 def _only(items: Any, args: RecurrentArgs) -> RecurrentArgs:
-    """The same of some batch items."""
+    """The same call, for some batch items."""
 
     def some(x: Array | None, core: int) -> Any:
         return None if x is None else np.broadcast_to(x, (*args.batch_shape, *x.shape[-core:]))[items]
@@ -53,7 +54,8 @@ def _only(items: Any, args: RecurrentArgs) -> RecurrentArgs:
     )
 
 
-def _recurrent(args: RecurrentArgs, step: int) -> None:
+def _chunks(args: RecurrentArgs, step: int) -> None:
+    """Compute `args` in chunks of `step` tokens."""
     lane = lane_dtype(args.q.dtype)
     batch_heads = (*args.batch_shape, args.heads)
     state = np.zeros((*batch_heads, args.head_dim, args.head_dim_v), lane)
@@ -66,7 +68,8 @@ def _recurrent(args: RecurrentArgs, step: int) -> None:
         tokens = slice(i, i + step)
         k = _heads(args.k, args.heads, tokens, lane)
         u = _heads(args.v, args.heads, tokens, lane)
-        # decayed (..., i, j, 1 or head_dim) is a_{j+1} ... a_i, and carry (..., i, 1 or head_dim) a_0 ... a_i
+        # With a_t the decay of token t: decayed (..., i, j, 1 or head_dim) is a_{j+1} ... a_i, and carry
+        # (..., i, 1 or head_dim) is a_0 ... a_i.
         decayed, carry = _decays(args, tokens, k.shape[-2], lane)
         if args.beta is not None:
             beta = _at(args.beta, tokens)
@@ -100,7 +103,7 @@ def _recurrent(args: RecurrentArgs, step: int) -> None:
 
 
 def _heads(x: Array, heads: int, tokens: slice, lane: np.dtype[np.float64]) -> Array:
-    """Tokens of x as (..., heads, n, dim), every head repeated for the states that share it."""
+    """Tokens of x as (..., heads, n, dim): each head is repeated for the states that share it."""
     return np.repeat(x[..., tokens, :].astype(lane, copy=False), heads // x.shape[-3], axis=-3)
 
 
@@ -112,7 +115,7 @@ def _queries(args: RecurrentArgs, tokens: slice, lane: np.dtype[np.float64]) -> 
 
 
 def _store(args: RecurrentArgs, tokens: slice, out: Array) -> None:
-    """Write out (..., heads, group, n, head_dim_v)."""
+    """Write `out` (..., heads, group, n, head_dim_v) to args.out."""
     *batch, heads, group, n, dim = out.shape
     args.out[..., tokens, :] = out.reshape(*batch, heads * group, n, dim)
 
@@ -123,7 +126,10 @@ def _at(x: Array, tokens: slice) -> Array:
 
 
 def _decays(args: RecurrentArgs, tokens: slice, n: int, lane: np.dtype[np.float64]) -> tuple[Array, Array]:
-    """Products of decays within a chunk: of decays, not sums of logarithms, which -inf would make NaN."""
+    """`decayed` and `carry` of a chunk: products of decays.
+
+    Sums of their logarithms would do, but for a log_decay of -inf, where a difference of such sums is NaN.
+    """
     if args.log_decay is None:
         return np.ones((n, n, 1), lane), np.ones((n, 1), lane)
     if not args.gated:
@@ -140,7 +146,7 @@ def _decays(args: RecurrentArgs, tokens: slice, n: int, lane: np.dtype[np.float6
 
 
 def _scores(x: Array, k: Array, decayed: Array) -> Array:
-    """Score (i, j) is the sum over d of x_id k_jd decayed_ijd."""
+    """Scores (..., i, j): the sum over d of x_id k_jd decayed_ijd."""
     if decayed.shape[-1] == 1:
         products: Array = (x @ k.swapaxes(-1, -2)) * decayed[..., 0]
         return products
@@ -149,7 +155,10 @@ def _scores(x: Array, k: Array, decayed: Array) -> Array:
 
 
 def _matmul_lower(scores: Array, u: Array) -> Array:
-    """scores @ u; 0 above the diagonal does not hide what is not finite in u, so then row by row."""
+    """scores @ u, where scores are 0 above the diagonal.
+
+    0 does not hide a u that is not finite: if there is one, each row multiplies only the u up to its own.
+    """
     if np.isfinite(u).all():
         product: Array = scores @ u
         return product

@@ -1,4 +1,4 @@
-"""The statistics of `attention(..., stats=)` in NumPy: a second walk over the keys, of a known softmax."""
+"""The statistics of `attention(stats=...)` in NumPy: a second pass over the keys, with the known softmax."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
 def collect(
     args: AttentionArgs, task: Any, base: Array, row_sum: Array, blocks: Iterator[tuple[slice, Any]]
 ) -> None:
-    """Fill args.statistics for the rows of `task`, a `reference._Task`, of what its `attend` returned.
+    """Fill args.statistics for the rows of `task`, a `Task`, whose `attend` returned base and row_sum.
 
-    `blocks` are the keys that some row attends, and who attends them. A row whose sum is NaN has NaN
-    statistics; that a sum over rows takes part in it only where that row attends. Of large scores the
-    lse has no digits left for probabilities: base is subtracted first.
+    `blocks` are the blocks of keys that some row attends, each with its `allowed`. A row whose sum is NaN has
+    NaN statistics. Sums over rows become NaN only at keys that such a row attends.
     """
+    # With large scores the lse has no digits left for the probabilities, so base is subtracted first:
     # for each block of keys:
     #     probs    = exp(scores - base) / row_sum
-    #     entropy  = entropy + sum(probs * (log(row_sum) - (scores - base)))           0 log 0 = 0
-    #     row_max  = max(row_max, scores);  top = the k best of top and scores
-    #     key_sums, mean_weights = themselves + sums of probs over rows, and over heads
+    #     entropy  = entropy + sum(probs * (log(row_sum) - (scores - base)))      where 0 log 0 = 0
+    #     row_max  = max(row_max, scores)
+    #     top      = the k largest of top and scores
+    #     key_sums and mean_weights += probs summed over rows, and averaged over heads
     stats: Any = args.statistics
     wanted = 0 if stats.top_keys is None else stats.top_keys.shape[-1]
     base = np.where(base == -np.inf, 0, base)
@@ -44,7 +45,7 @@ def collect(
             number = np.broadcast_to(np.arange(keys.start, keys.stop), scores.shape)
             top = np.concatenate([top, scores], axis=-1)
             top_keys = np.concatenate([top_keys, np.where(scores > -np.inf, number, -1)], axis=-1)
-            best = np.argsort(-top, axis=-1, kind="stable")[..., :wanted]  # of equal ones the first
+            best = np.argsort(-top, axis=-1, kind="stable")[..., :wanted]  # of equals the first
             top, top_keys = (np.take_along_axis(x, best, axis=-1) for x in (top, top_keys))
         if stats.key_sums is not None:
             stats.key_sums[(*batch, heads, keys)] += probs.sum(axis=1)

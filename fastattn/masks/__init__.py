@@ -1,9 +1,9 @@
-"""Masks as values: which keys each query attends, said by its structure and never as an array of all scores.
+"""Masks that say which keys each query attends by their structure, without an array of all scores.
 
 ``attention(q, k, v, mask=masks.causal() & masks.documents(ids))``. Masks combine with ``&``, ``|`` and ``~``,
-and print as they were made. They become ranges of keys for each query row, and what is in no range the kernel
-does not touch: the cost is that of the blocks of keys that are attended. `compile` makes a mask of any
-predicate, and resolves a mask once for many calls; ``to_array`` shows one.
+and print as they were made. Each becomes ranges of keys for each query row. The kernel touches only blocks of
+keys that some query attends, so the cost is that of these blocks. `compile` makes a mask of any predicate,
+and resolves a mask once for many calls; ``to_array`` shows a mask.
 """
 
 from fastattn.masks._grid import axial, neighborhood, swin
@@ -16,9 +16,6 @@ from fastattn.masks._sequence import (
     documents,
     first_keys,
     fixed,
-    lengths,
-    prefix,
-    sink_tokens,
     strided,
     tree,
     window,
@@ -40,10 +37,7 @@ __all__ = [
     "first_keys",
     "fixed",
     "global_tokens",
-    "lengths",
     "neighborhood",
-    "prefix",
-    "sink_tokens",
     "strided",
     "swin",
     "tree",

@@ -1,4 +1,4 @@
-"""Masks of a grid: positions are the places of an image or a volume, row by row."""
+"""Masks of a grid: the positions of a sequence are the places of an image or a volume, row by row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from fastattn._args import key_ranges
 from fastattn._args.key_ranges import Resolved
 from fastattn._args.values import MOST_SIZE, flag, integer, short
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
-from fastattn.masks._sequence import _set
 
 if TYPE_CHECKING:
     from fastattn._args.types import Bools, Ints, Shape
@@ -19,19 +18,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class axial(Mask):
-    """Places that differ from the query's along `axis` only, or several axes.
+    """Places that differ from the query's along `axis` only.
 
     Axial attention, Ho et al. 2019, arXiv:1912.12180.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Shape of the grid.
+    axis : int or tuple of int
+        One axis, or several.
     """
 
     shape: Shape
     axis: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _set(self, "shape", _sizes("axial", "shape", self.shape))
-        axes = self.axis if isinstance(self.axis, (tuple, list)) else (self.axis,)
-        n = len(self.shape)
-        _set(self, "axis", tuple(integer("axial", "axis", axis, -n, n - 1) % n for axis in axes))
+        shape = _sizes("axial", "shape", self.shape)
+        axes, n = self.axis if isinstance(self.axis, (tuple, list)) else (self.axis,), len(shape)
+        self._set(shape=shape, axis=tuple(integer("axial", "axis", axis, -n, n - 1) % n for axis in axes))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         shape.keys_are("shape of axial()", self.shape)
@@ -43,19 +48,19 @@ class axial(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class swin(Mask):
-    """Places of the query's own window, of those that divide the grid, shifted cyclically by `shift`.
+    """Places of the query's own window, where windows divide the grid and are shifted cyclically.
 
-    Swin Transformer, Liu et al. 2021, arXiv:2103.14030: parts of a window that the shift brings together
-    from opposite borders do not attend each other.
+    Swin Transformer, Liu et al. 2021, arXiv:2103.14030. The shift brings parts of opposite borders together
+    in one window; such parts do not attend each other.
 
     Parameters
     ----------
     shape : tuple of int
-        Of the grid.
+        Shape of the grid.
     window : int or tuple of int
-        Along each axis.
+        Size of a window, along all axes or along each.
     shift : int or tuple of int, default 0
-        Less than the window.
+        How far windows are shifted, along all axes or along each; less than `window`.
     """
 
     shape: Shape
@@ -64,17 +69,17 @@ class swin(Mask):
 
     def __post_init__(self) -> None:
         shape = _sizes("swin", "shape", self.shape)
-        _set(self, "shape", shape)
-        _set(self, "window", _sizes("swin", "window", self.window, len(shape)))
-        _set(self, "shift", _sizes("swin", "shift", self.shift, len(shape), low=0))
-        if any(s >= w for s, w in zip(self.shift, self.window, strict=True)):  # type: ignore[arg-type]
-            raise ValueError(f"swin(): shift is {self.shift}; expected less than the window, {self.window}")
+        window = _sizes("swin", "window", self.window, len(shape))
+        shift = _sizes("swin", "shift", self.shift, len(shape), low=0)
+        if any(s >= w for s, w in zip(shift, window, strict=True)):
+            raise ValueError(f"swin(): shift is {shift}; expected less than the window, {window}")
+        self._set(shape=shape, window=window, shift=shift)
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         shape.keys_are("shape of swin()", self.shape)
         groups: Any = np.zeros((), np.int64)
         for n, size, shift in zip(self.shape, self.window, self.shift, strict=True):  # type: ignore[arg-type]
-            size, shift = min(size, n), min(shift, n)  # a larger one is one window
+            size, shift = min(size, n), min(shift, n)  # a window larger than the grid is the whole axis
             window = np.where(np.arange(n) < shift, 0, (np.arange(n) - shift) // size + 1)
             groups = groups[..., None] * (n + 1) + window
         return _groups(shape, groups)
@@ -84,20 +89,22 @@ class swin(Mask):
 class neighborhood(Mask):
     """The `kernel` places nearest to the query's along each axis; at borders the window moves inwards.
 
-    Neighborhood attention as NATTEN defines it: Hassani et al. 2023, arXiv:2204.07143; dilated: Hassani and
-    Shi 2022, arXiv:2209.15001. Every query attends as many keys, its own among them.
+    Neighborhood attention as NATTEN defines it: Hassani et al. 2023, arXiv:2204.07143; with a dilation,
+    Hassani and Shi 2022, arXiv:2209.15001. Without `causal`, all queries attend the same number of keys, and
+    each attends its own.
 
     Parameters
     ----------
     shape : tuple of int
-        Of the grid: 1, 2, 3 or more axes.
+        Shape of the grid, which has 1, 2, 3 or more axes.
     kernel : int or tuple of int
-        Places along each axis; ``kernel * dilation`` at most its length. Of an even number, one more lies
-        before the query than behind it.
+        Places along all axes or along each; ``kernel * dilation`` is at most the length of the axis. If it is
+        even, one place more lies before the query than behind it.
     dilation : int or tuple of int, default 1
-        Distance of neighbours.
+        Distance between neighbouring places, along all axes or along each.
     causal : bool or tuple of bool, default False
-        Along such an axis the `kernel` places up to the query's, fewer at the border.
+        Whether the window holds the `kernel` places up to the query's (fewer at the border), along all axes
+        or along each.
     """
 
     shape: Shape
@@ -107,13 +114,13 @@ class neighborhood(Mask):
 
     def __post_init__(self) -> None:
         values = neighborhood_sizes("neighborhood", self.shape, self.kernel, self.dilation, self.causal)
-        for name, value in zip(("shape", "kernel", "dilation", "causal"), values, strict=True):
-            _set(self, name, value)
+        self._set(**dict(zip(("shape", "kernel", "dilation", "causal"), values, strict=True)))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         shape.keys_are("shape of neighborhood()", self.shape)
         n = shape.len_k
-        # Keys are the product over the axes of what is attended along each; (places of axes so far, keys).
+        # The keys of a query are the product, over the axes, of the places attended along each axis. `first`
+        # and `given` have a row for each place of the axes so far; `given` is False where there is no key.
         first: Ints = np.zeros((1, 1), np.int64)
         given: Any = np.ones((1, 1), np.bool_)
         length: Any = 1
@@ -121,7 +128,7 @@ class neighborhood(Mask):
             zip(self.shape, self.kernel, self.dilation, self.causal, strict=True)  # type: ignore[arg-type]
         ):
             keys, some = _nearest(size, kernel, step, causal)
-            if axis == len(self.shape) - 1 and step == 1:  # one range instead of single keys
+            if axis == len(self.shape) - 1 and step == 1:  # neighbouring keys: one range for all of them
                 length = np.tile(some.sum(axis=1), len(first))[:, None]
                 keys, some = keys[np.arange(size), some.argmax(axis=1), None], np.ones((size, 1), np.bool_)
             first = (first[:, None, :, None] * size + keys[None, :, None, :]).reshape(len(first) * size, -1)
@@ -137,7 +144,7 @@ class neighborhood(Mask):
 def neighborhood_sizes(
     func: str, shape: Any, kernel: Any, dilation: Any, causal: Any
 ) -> tuple[Shape, Shape, Shape, tuple[bool, ...]]:
-    """What `neighborhood` is made of, each with a value for every axis, checked for `func`."""
+    """The fields of `neighborhood`, checked, with a value for each axis; error messages name `func`."""
     shape = _sizes(func, "shape", shape)
     n = len(shape)
     kernel, dilation = _sizes(func, "kernel", kernel, n), _sizes(func, "dilation", dilation, n)
@@ -153,8 +160,8 @@ def neighborhood_sizes(
 
 
 def _nearest(size: int, kernel: int, step: int, causal: bool) -> tuple[Ints, Bools]:
-    """Places (size, kernel) that each attends along one axis, and which of them there are."""
-    # Neighbours have the same remainder by `step`; number them, `count` in all, from 0.
+    """Places (size, kernel) that each place attends along one axis, and which of them are on the axis."""
+    # Places with the same remainder by `step` are neighbours. There are `count` of them, numbered from 0.
     own, remainder = np.divmod(np.arange(size), step)
     count = (size - remainder + step - 1) // step
     first = own - kernel + 1 if causal else np.minimum(np.maximum(own - kernel // 2, 0), count - kernel)
@@ -163,14 +170,14 @@ def _nearest(size: int, kernel: int, step: int, causal: bool) -> tuple[Ints, Boo
 
 
 def _groups(shape: ScoreShape, groups: Ints) -> Resolved:
-    """Each place attends those of its own group; groups has a number for each, in the shape of the grid."""
+    """Each place attends the places of its own group; `groups` has the number of each place's group."""
     key = np.unique(groups, return_inverse=True)[1].ravel()
     query = np.append(key, -1)[shape.by_position(-1)]
     return key_ranges.simplified(of_groups(query, key, shape.len_k))
 
 
 def _sizes(func: str, name: str, x: Any, n: int | None = None, low: int = 1) -> Shape:
-    """`x` as `n` integers of at least `low`; one stands for all of them."""
+    """`x` as `n` integers of at least `low`; a single integer stands for all axes."""
     if isinstance(x, (tuple, list)):
         sizes = tuple(integer(func, f"{name}[{axis}]", size, low, MOST_SIZE) for axis, size in enumerate(x))
     else:

@@ -1,10 +1,14 @@
-"""What every mask is: a value that says which keys each query row attends, once it is told the shape."""
+"""The base class of masks, their operators, and `compile`.
+
+A mask does not know how many queries and keys there are. `Mask.resolve` is told the shape of the scores and
+returns the keys that each query row attends, as ranges (`fastattn._args.key_ranges`).
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -19,13 +23,13 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Bools, Ints, Shape
 
-# Scores of a block that `compile` looks at at a time.
+# `compile` evaluates a predicate on blocks of at most this many scores.
 _BLOCK_SCORES = 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreShape:
-    """The scores that a mask is for, (*batch_shape, heads, len_q, len_k); `func` is for messages."""
+    """The shape of the scores that a mask is resolved for; error messages name the function `func`."""
 
     func: str
     batch_shape: Shape
@@ -35,12 +39,17 @@ class ScoreShape:
     offset: Ints  # position of the first query; broadcasts to batch_shape
 
     @property
+    def scores(self) -> Shape:
+        """Shape of the scores."""
+        return (*self.batch_shape, self.heads, self.len_q, self.len_k)
+
+    @property
     def position(self) -> Ints:
-        """Of every query row, (*batch, 1, len_q)."""
+        """Position of each query row, (*batch, 1, len_q)."""
         return key_ranges.positions(self.offset, self.len_q)
 
     def per_sequence(self, name: str, x: Any) -> Ints:
-        """`x`, an int for each sequence, as (*batch, 1, 1)."""
+        """`x`, one int for each sequence, checked, as an array (*batch, 1, 1)."""
         return integers(self.func, name, x, self.batch_shape, "the batch dimensions")[..., None, None]
 
     def per_item(self, name: str, x: Ints, n: int) -> None:
@@ -50,33 +59,42 @@ class ScoreShape:
         require_broadcast(self.func, name, x.shape, (*self.batch_shape, n), f"(..., {n})")
 
     def keys_are(self, name: str, grid: Shape) -> None:
-        """Raise unless there are as many keys as `grid` has places."""
+        """Raise unless the number of keys is the number of places of `grid`."""
         if (places := math.prod(grid)) != self.len_k:
             raise ValueError(
                 f"{self.func}(): {name} has {places} places, shape {grid}; expected {self.len_k}, one a key"
             )
 
     def by_position(self, outside: int) -> Ints:
-        """The position of every query row, (*batch, 1, len_q), or `outside` where no key is."""
+        """Position of each query row, (*batch, 1, len_q); `outside` where no key has that position."""
         position = self.position
         return np.where((position >= 0) & (position < self.len_k), position, outside)
 
 
 class Mask:
-    """Which keys each query attends: a value without a shape, for ``attention(mask=...)``.
+    """Which keys each query attends, for ``attention(mask=...)``; True in ``to_array`` means "attends".
 
-    Masks combine: ``a & b`` is what both allow, ``a | b`` what either does, ``~a`` the rest. They count from
-    the position of a query, ``q_offset`` + row, and from the first key. Nothing of the size of the scores is
-    ever made of them: they become ranges of keys, O(rows) or O(ranges), anew in each call; what `compile`
-    returns has done it already.
+    ``a & b`` allows what both masks allow, ``a | b`` what at least one allows, ``~a`` what `a` forbids. The
+    position of a query is ``q_offset`` plus its row; the position of a key is its index. A mask has no shape.
+    Each call turns it into ranges of keys, in O(rows) or O(ranges) time and memory, and never into an array
+    as large as the scores. `compile` does this once for many calls.
     """
 
-    __slots__ = ()
-    __array_ufunc__ = None  # array & mask is an error, not an array of masks
+    __array_ufunc__ = None  # so that `array & mask` is an error and not an array of masks
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        """The keys of every row, for this shape."""
+        """Return the keys that each query row attends when the scores have this shape."""
         raise NotImplementedError
+
+    def _set(self, **values: Any) -> None:
+        """Replace fields of this frozen dataclass by their checked values."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _set_integers(self, high: int | None = None, **low: int) -> None:
+        """Check that the named fields are integers, each of at least the number given for it."""
+        for name, least in low.items():
+            self._set(**{name: integer(type(self).__name__, name, getattr(self, name), least, high)})
 
     def __and__(self, other: Mask) -> Mask:
         return _Both(self, _mask("&", other))
@@ -106,26 +124,31 @@ class Mask:
         len_k: int | None = None,
         *,
         batch_shape: Shape = (),
-        heads: int | None = None,
+        num_heads: int | None = None,
         q_offset: ArrayLike | None = None,
     ) -> Bools:
-        """Who attends whom as a dense array, for looking at it.
+        """Return the mask as a dense array, to look at it.
 
         Parameters
         ----------
         len_q, len_k : int
-            Of the scores; by default ``len_k = len_q``.
+            Numbers of queries and of keys; by default ``len_k = len_q``.
         batch_shape : tuple of int, optional
             Batch dimensions.
-        heads : int, optional
-            Query heads; by default the result has no such axis.
+        num_heads : int, optional
+            Number of query heads; by default the result has no axis of heads.
         q_offset : int or array_like of int, optional
             Position of the first query; default ``len_k - len_q``.
 
         Returns
         -------
-        ndarray of bool, (*batch_shape, [heads,] len_q, len_k)
+        ndarray of bool, (*batch_shape, [num_heads,] len_q, len_k)
             True where a query attends a key.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit, or the mask does not fit the shape.
         """
         func = "to_array"
         len_q = integer(func, "len_q", len_q, 0, MOST_SIZE)
@@ -133,38 +156,46 @@ class Mask:
         if not isinstance(batch_shape, (tuple, list)):
             raise TypeError(f"{func}(): batch_shape is {short(batch_shape)}; expected a tuple of integers")
         batch = (integer(func, f"batch_shape[{n}]", x, 0, MOST_SIZE) for n, x in enumerate(batch_shape))
-        n_heads = 1 if heads is None else integer(func, "heads", heads, 1, MOST_SIZE)
-        array = dense_array(self, score_shape(func, (*batch, n_heads, len_q, len_k), q_offset))
-        return array[..., 0, :, :] if heads is None else array
+        heads = 1 if num_heads is None else integer(func, "num_heads", num_heads, 1, MOST_SIZE)
+        array = dense_array(self, score_shape(func, (*batch, heads, len_q, len_k), q_offset))
+        return array[..., 0, :, :] if num_heads is None else array
 
 
 def dense_array(mask: Mask, shape: ScoreShape) -> Bools:
-    """Who attends whom, (*batch_shape, heads, len_q, len_k)."""
-    scores = (*shape.batch_shape, shape.heads, shape.len_q, shape.len_k)
-    return key_ranges.as_array(mask.resolve(shape), scores)
+    """Return `mask` as a bool array (*batch_shape, heads, len_q, len_k), True where a query attends a key."""
+    return key_ranges.as_array(mask.resolve(shape), shape.scores)
 
 
 def _mask(operator: str, x: Any) -> Mask:
-    """`x`, an operand of `operator`, or an error: an array or a class is easily taken for a mask."""
+    """Return `x`, an operand of `operator`; raise if it is not a mask but, say, an array or a class."""
     if isinstance(x, Mask):
         return x
     what = f"the class {x.__name__}" if isinstance(x, type) else short(x)
     raise TypeError(
-        f"{operator}: an operand is {what}; expected masks, such as masks.causal(), on both sides (of a bool"
-        f" array masks.dense(array) makes one)"
+        f"{operator}: an operand is {what}; expected masks, such as masks.causal(), on both sides"
+        f" (masks.dense(array) makes a mask of a bool array)"
     )
 
 
 def _shown(x: Any) -> str:
+    """`x` as `repr` of a mask shows it: long arrays by their dtype and shape."""
     if isinstance(x, np.ndarray):
         return f"<{x.dtype} {'x'.join(map(str, x.shape))}>" if x.size > 8 else repr(x.tolist())
     return getattr(x, "__name__", None) or repr(x)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class _Both(Mask):
+class _Pair(Mask):
+    operator: ClassVar[str]
     left: Mask
     right: Mask
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} {self.operator} {self.right!r})"
+
+
+class _Both(_Pair):
+    operator = "&"
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         left, right = self.left.resolve(shape), self.right.resolve(shape)
@@ -174,22 +205,15 @@ class _Both(Mask):
             return Resolved(begin, end, *lists)
         return Resolved(begin, end, key_ranges.combined(lists, (1, 1), 2, shape.len_k))
 
-    def __repr__(self) -> str:
-        return f"({self.left!r} & {self.right!r})"
 
-
-@dataclass(frozen=True, repr=False, eq=False)
-class _Either(Mask):
-    left: Mask
-    right: Mask
+class _Either(_Pair):
+    operator = "|"
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        parts = (self.left.resolve(shape), self.right.resolve(shape))
-        lists = [key_ranges.as_lists(x, shape.len_q, shape.len_k) for x in parts]
+        lists = [
+            key_ranges.as_lists(x.resolve(shape), shape.len_q, shape.len_k) for x in (self.left, self.right)
+        ]
         return key_ranges.simplified(key_ranges.combined(lists, (1, 1), 1, shape.len_k))
-
-    def __repr__(self) -> str:
-        return f"({self.left!r} | {self.right!r})"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -207,27 +231,24 @@ class _Not(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _Compiled(Mask):
-    """A mask resolved for one shape."""
+    """A mask that has been resolved for one shape."""
 
-    of: Any  # the mask or predicate
+    source: Any  # the mask or predicate that `compile` was given
     shape: ScoreShape
     resolved: Resolved
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        mine = self.shape
-        same = (mine.batch_shape, mine.heads, mine.len_q, mine.len_k)
-        if same != (shape.batch_shape, shape.heads, shape.len_q, shape.len_k):
+        if self.shape.scores != shape.scores:
             raise ValueError(
-                f"{shape.func}(): mask was compiled for {same}, (batch dimensions, heads, len_q, len_k);"
-                f" expected one for {(shape.batch_shape, shape.heads, shape.len_q, shape.len_k)}"
+                f"{shape.func}(): mask was compiled for {self.shape.scores}, (..., heads_q, len_q, len_k);"
+                f" expected one for {shape.scores}"
             )
-        if (mine.offset != shape.offset).any():
+        if (self.shape.offset != shape.offset).any():
             raise ValueError(f"{shape.func}(): mask was compiled for another q_offset; expected one for this")
         return self.resolved
 
     def __repr__(self) -> str:
-        s = self.shape
-        return f"compile({_shown(self.of)}, {(*s.batch_shape, s.heads, s.len_q, s.len_k)})"
+        return f"compile({_shown(self.source)}, {self.shape.scores})"
 
 
 def compile(
@@ -236,33 +257,34 @@ def compile(
     *,
     q_offset: ArrayLike | None = None,
 ) -> Mask:
-    """Resolve a mask, or any predicate, for one shape: for many calls with that shape.
+    """Resolve a mask or a predicate once, for many calls with scores of one shape.
 
     Parameters
     ----------
     mask : Mask or callable
-        A mask, or a function ``f(b, h, i, j)`` of integer arrays that broadcast against each other: the
-        sequence, counted over all batch dimensions, the query head, the query's position and the key. It
-        returns a bool array, True where the query attends the key. It is called on blocks of at most about a
-        million scores.
+        A mask, or a function ``f(b, h, i, j)`` that returns a bool array, True where the query attends the
+        key. Its arguments are integer arrays that broadcast against each other: the number of the sequence
+        over all batch dimensions, the query head, the position of the query, the index of the key. It is
+        called on blocks of at most about a million scores.
     shape : tuple of int
-        Of the scores: (..., heads_q, len_q, len_k), with a 1 for the heads of 2-D arrays.
+        Shape of the scores, (..., heads_q, len_q, len_k); heads_q is 1 for 2-D arrays.
     q_offset : int or array_like of int, optional
-        As in `attention`; default ``len_k - len_q``.
+        Position of the first query, as in `attention`; default ``len_k - len_q``.
 
     Returns
     -------
     Mask
-        With the ranges in it. It fits this shape and offset and no other.
+        It holds the ranges, and fits only this shape and this offset.
 
     Raises
     ------
     TypeError, ValueError
-        If `mask` is neither, or what it returns is not bool or does not broadcast.
+        If `mask` is neither a mask nor a function, or the function returns anything but a bool array that
+        broadcasts to the scores.
 
     Notes
     -----
-    A predicate costs O(scores) time, once, less where it does not depend on b or h; of memory, a block and
+    A predicate takes O(scores) time, less where it does not depend on b or h, and memory for one block and
     the ranges.
 
     Examples
@@ -279,7 +301,7 @@ def compile(
 
 
 def score_shape(func: str, shape: Shape, q_offset: ArrayLike | None) -> ScoreShape:
-    """`shape`, (..., heads, len_q, len_k), checked."""
+    """Check `shape`, (..., heads, len_q, len_k), and `q_offset`, for error messages of `func`."""
     if not isinstance(shape, (tuple, list)) or len(shape) < 3:
         raise TypeError(f"{func}(): shape is {short(shape)}; expected integers, (..., heads_q, len_q, len_k)")
     *batch, heads, len_q, len_k = (integer(func, f"shape[{n}]", x, 0, MOST_SIZE) for n, x in enumerate(shape))
@@ -289,9 +311,8 @@ def score_shape(func: str, shape: Shape, q_offset: ArrayLike | None) -> ScoreSha
 
 
 def _of_predicate(function: Callable[..., ArrayLike], shape: ScoreShape) -> RangeLists:
-    """Lists of the keys for which `function` holds."""
-    n_batch = int(np.prod(shape.batch_shape))
-    b = np.arange(n_batch).reshape(*shape.batch_shape, 1, 1, 1)
+    """Lists of the keys for which `function` returns True."""
+    b = np.arange(math.prod(shape.batch_shape)).reshape(*shape.batch_shape, 1, 1, 1)
     h = np.arange(shape.heads)[:, None, None]
     i, j = shape.position[..., None], np.arange(shape.len_k)
 
@@ -303,47 +324,47 @@ def _of_predicate(function: Callable[..., ArrayLike], shape: ScoreShape) -> Rang
         require_broadcast("compile", "what mask returns", found.shape, target, "(..., heads_q, len_q, len_k)")
         return found if found.ndim > 2 else found[(None,) * (3 - found.ndim)]
 
-    lead = called(i[..., :1, :]).shape[:-2]  # 1 where it does not depend on the sequence, the head
-    block = max(1, _BLOCK_SCORES // max(1, int(np.prod(lead)) * shape.len_k))
-    numbers = np.arange(int(np.prod(lead)) * shape.len_q).reshape(*lead, shape.len_q)
-    parts = []
-    for r in range(0, shape.len_q, block):
-        found = called(i[..., r : r + block, :])
-        rows = numbers[..., r : r + block]
-        parts.append(_runs(np.broadcast_to(found, (*rows.shape, shape.len_k)), rows))
-    owner, begin, end = (
-        (np.concatenate(x) for x in zip(*parts, strict=True)) if parts else np.zeros((3, 0), np.int64)
-    )
+    # An axis has length 1 here where the predicate does not depend on the sequence, or on the head.
+    lead = called(i[..., :1, :]).shape[:-2]
+    block = max(1, _BLOCK_SCORES // max(1, math.prod(lead) * shape.len_k))
+    numbers = np.arange(math.prod(lead) * shape.len_q).reshape(*lead, shape.len_q)
+    parts = [np.zeros((3, 0), np.int64)]
+    for first in range(0, shape.len_q, block):
+        rows = numbers[..., first : first + block]
+        found = called(i[..., first : first + block, :])
+        row, begin, end = runs_of(np.broadcast_to(found, (*rows.shape, shape.len_k)))
+        parts.append(np.stack([rows.ravel()[row], begin, end]))
+    owner, begin, end = np.concatenate(parts, axis=1)
     return key_ranges.union(numbers, numbers.size, owner, begin, end, shape.len_k)
 
 
-def _runs(array: Bools, rows: Ints) -> tuple[Ints, Ints, Ints]:
-    """Runs of True along the last axis of `array`: owner, begin and end; `rows` numbers what is before it."""
+def runs_of(array: Bools) -> tuple[Ints, Ints, Ints]:
+    """Runs of True along the last axis of `array`: the row of each, counted from 0, its begin, its end."""
     closed = np.zeros((*array.shape[:-1], array.shape[-1] + 2), np.int8)
     closed[..., 1:-1] = array
     change = np.diff(closed, axis=-1).reshape(-1, array.shape[-1] + 1)
     row, begin = np.nonzero(change == 1)
-    return rows.ravel()[row], begin, np.nonzero(change == -1)[1]
-
-
-def runs_of(array: Bools) -> tuple[Ints, Ints, Ints]:
-    """Runs of True along the last axis of `array`, whose rows are numbered from 0: owner, begin and end."""
-    return _runs(array, np.arange(int(np.prod(array.shape[:-1]))))
+    return row, begin, np.nonzero(change == -1)[1]
 
 
 def of_groups(query: Ints, key: Ints, len_k: int) -> RangeLists:
-    """Lists of the keys in the query's group: query (*batch, 1, len_q), key (*batch, len_k); none below 0."""
+    """Lists of the keys that are in the same group as the query.
+
+    query (*batch, 1, len_q) and key (*batch, len_k) hold numbers of groups; a negative one is in no group.
+    """
     shape = key.shape[:-1]
-    none = int(max(query.max(initial=-1), key.max(initial=-1))) + 1  # a group without keys
+    n_groups = int(max(query.max(initial=-1), key.max(initial=-1))) + 1
+    # Find the runs of keys of one group. A run ends where the next run of the same sequence begins.
     change = np.ones(key.shape, np.bool_)
     change[..., 1:] = key[..., 1:] != key[..., :-1]
     *batch, begin = np.nonzero(change)
     sequence = np.ravel_multi_index(batch, shape) if shape else np.zeros_like(begin)
-    end = np.append(begin[1:], len_k)[: len(begin)]  # where the next run of the sequence begins
+    end = np.append(begin[1:], len_k)[: len(begin)]
     end[end <= begin] = len_k
     group = key[change]
-    n_lists = int(np.prod(shape)) * (none + 1)
-    first = np.arange(0, n_lists, none + 1).reshape(*shape, 1, 1)
-    index = first + np.where(query < 0, none, query)
+    # Each sequence has a list for each group, and an empty one behind them for queries in no group.
+    each = n_groups + 1
+    n_lists = math.prod(shape) * each
+    number = np.arange(0, n_lists, each).reshape(*shape, 1, 1) + np.where(query < 0, n_groups, query)
     end = np.where(group < 0, begin, end)
-    return key_ranges.union(index, n_lists, sequence * (none + 1) + group, begin, end, len_k)
+    return key_ranges.union(number, n_lists, sequence * each + group, begin, end, len_k)

@@ -1,4 +1,4 @@
-"""Masks of a sequence: what a query attends depends on its position and the key's."""
+"""Masks of a sequence: what a query attends depends on its position and on that of the key."""
 
 from __future__ import annotations
 
@@ -9,57 +9,47 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.key_ranges import RangeLists, Resolved
-from fastattn._args.values import as_array, integer
+from fastattn._args.values import as_array
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array, Ints
+    from fastattn._args.types import Array
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class all_keys(Mask):
     """Every query attends every key."""
-
-    __slots__ = ()
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         return Resolved()
 
-    def __repr__(self) -> str:
-        return "all_keys()"
 
-
+@dataclass(frozen=True, repr=False, eq=False)
 class causal(Mask):
-    """Keys up to the query's own position: ``attention(causal=True)``."""
-
-    __slots__ = ()
+    """Keys up to the query's own position, as ``attention(causal=True)``."""
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         return Resolved(*key_ranges.causal(shape.position))
 
-    def __repr__(self) -> str:
-        return "causal()"
-
 
 @dataclass(frozen=True, repr=False, eq=False)
 class window(Mask):
-    """Keys from ``position - left`` to ``position + right``: ``attention(window=(left, right))``.
+    """Keys from ``position - left`` to ``position + right``, as ``attention(window=(left, right))``.
 
     Parameters
     ----------
     left, right : int or None
-        None is unbounded. With the query's own key, ``left + right + 1`` keys; what some models call a
-        sliding window of size n is ``window(n - 1)``.
+        Keys on each side of the query's own; None is unbounded. A query attends ``left + right + 1`` keys,
+        so what some models call a sliding window of size n is ``window(n - 1)``.
     """
 
     left: int | None
     right: int | None = 0
 
     def __post_init__(self) -> None:
-        for name in ("left", "right"):
-            if getattr(self, name) is not None:
-                _set(self, name, integer("window", name, getattr(self, name), 0))
+        self._set_integers(**{name: 0 for name in ("left", "right") if getattr(self, name) is not None})
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         return Resolved(*key_ranges.window(shape.position, self.left, self.right))
@@ -67,43 +57,36 @@ class window(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class first_keys(Mask):
-    """The first `n` keys: an int, or one for each sequence, over the batch dimensions."""
+    """The first `n` keys.
+
+    ``first_keys(lengths)`` leaves out padding behind sequences of these lengths, as
+    ``attention(kv_lengths=lengths)``. ``causal() | first_keys(n)`` is a prefix language model (Raffel et al.
+    2020, arXiv:1910.10683). ``causal() & (window(w) | first_keys(4))`` keeps the attention sinks that a
+    sliding window would lose (StreamingLLM, Xiao et al. 2024, arXiv:2309.17453).
+
+    Parameters
+    ----------
+    n : int or array_like of int
+        One number for all sequences, or one for each, which broadcast to the batch dimensions.
+    """
 
     n: ArrayLike
 
     def __post_init__(self) -> None:
-        _set(self, "n", _integers(type(self).__name__, "n", self.n))
+        self._set(n=checked_integers("first_keys", "n", self.n))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        return Resolved(None, shape.per_sequence(f"n of {type(self).__name__}()", self.n))
-
-
-class prefix(first_keys):
-    """The first `n` keys, for every query: ``causal() | prefix(n)`` is a prefix language model.
-
-    Raffel et al. 2020, arXiv:1910.10683.
-    """
-
-
-class lengths(first_keys):
-    """The first `n` keys of each sequence, the others being padding: ``attention(kv_lengths=n)``."""
-
-
-class sink_tokens(first_keys):
-    """The first `n` keys, which a sliding window would lose: ``causal() & (window(w) | sink_tokens(4))``.
-
-    StreamingLLM, Xiao et al. 2024, arXiv:2309.17453.
-    """
+        return Resolved(None, shape.per_sequence("n of first_keys()", self.n))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class chunked(Mask):
-    """Keys of the query's own chunk of `size` positions; with ``causal() &`` as in Llama 4."""
+    """Keys of the query's own chunk of `size` positions; ``causal() & chunked(size)`` as in Llama 4."""
 
     size: int
 
     def __post_init__(self) -> None:
-        _set(self, "size", integer("chunked", "size", self.size, 1))
+        self._set_integers(size=1)
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         size = min(self.size, key_ranges.UNBOUNDED)
@@ -113,68 +96,68 @@ class chunked(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class documents(Mask):
-    """Keys of the query's own document, of several that are packed into one sequence.
+    """Keys of the query's own document, where several documents are packed into one sequence.
 
     Parameters
     ----------
     ids : array_like of int, (len_k,) or (..., len_k)
-        The document of every key, over the batch dimensions: any integers, sorted or not. Of a negative one,
-        padding, nobody attends or is attended.
+        The document of each key, in any order; leading axes broadcast to the batch dimensions. A negative
+        number is padding, which attends nothing and which nobody attends.
     query_ids : array_like of int, (len_q,) or (..., len_q), optional
-        The document of every query; default the one at its position, none where no key is.
+        The document of each query. By default it is that of the key at the query's position; a query at
+        whose position there is no key then attends nothing.
     """
 
     ids: ArrayLike
     query_ids: ArrayLike | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ids", "query_ids"):
-            if name == "ids" or self.query_ids is not None:
-                _set(self, name, _integers("documents", name, getattr(self, name), low=-(2**62)))
-                if getattr(self, name).ndim == 0:
-                    raise ValueError(f"documents(): {name} has shape (); expected (..., length)")
+        given = ("ids",) if self.query_ids is None else ("ids", "query_ids")
+        for name in given:
+            array = checked_integers("documents", name, getattr(self, name), low=-(2**62))
+            if array.ndim == 0:
+                raise ValueError(f"documents(): {name} has shape (); expected (..., length)")
+            self._set(**{name: array})
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         ids: Any = self.ids
+        own: Any = self.query_ids
         shape.per_item("ids of documents()", ids, shape.len_k)
-        if self.query_ids is not None:
-            own: Any = self.query_ids
+        if own is not None:
             shape.per_item("query_ids of documents()", own, shape.len_q)
-            found, number = np.unique(np.concatenate([ids.ravel(), own.ravel()]), return_inverse=True)
-            key, query = (
-                number[: ids.size].reshape(ids.shape),
-                number[ids.size :].reshape(own.shape)[..., None, :],
-            )
-        else:
-            found, number = np.unique(ids, return_inverse=True)
-            key = number.reshape(ids.shape)
-            position = shape.by_position(-1)
-            ndim = max(key.ndim + 1, position.ndim)
+        # Number the documents from 0. Padding gets negative numbers, as `found` is sorted.
+        given = [ids.ravel()] if own is None else [ids.ravel(), own.ravel()]
+        found, number = np.unique(np.concatenate(given), return_inverse=True)
+        number = number.ravel() - np.count_nonzero(found < 0)
+        key = number[: ids.size].reshape(ids.shape)
+        if own is not None:
+            query = number[ids.size :].reshape(own.shape)[..., None, :]
+        else:  # look the query's position up among the keys; an entry behind the last key is padding
             table = np.pad(key, [(0, 0)] * (key.ndim - 1) + [(0, 1)], constant_values=-1)[..., None, :]
+            position = shape.by_position(-1)
+            ndim = max(table.ndim, position.ndim)
             table, position = (x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (table, position))
             query = np.take_along_axis(table, position, axis=-1)
-        dropped = np.count_nonzero(found < 0)  # the first numbers, as found is sorted
-        return key_ranges.simplified(of_groups(query - dropped, key - dropped, shape.len_k))
+        return key_ranges.simplified(of_groups(query, key, shape.len_k))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class dilated(Mask):
-    """Keys at distances that are multiples of `dilation`: the query's own, and `window` on either side.
+    """The query's own key and `window` keys on either side, at distances that are multiples of `dilation`.
 
-    Longformer's dilated window, Beltagy et al. 2020, arXiv:2004.05150; ``causal() &`` leaves the left side.
+    Longformer's dilated window, Beltagy et al. 2020, arXiv:2004.05150. ``causal() & dilated(...)`` keeps the
+    keys on the left.
     """
 
     window: int
     dilation: int
 
     def __post_init__(self) -> None:
-        _set(self, "window", integer("dilated", "window", self.window, 0))
-        _set(self, "dilation", integer("dilated", "dilation", self.dilation, 1))
+        self._set_integers(window=0, dilation=1)
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         position = shape.position
-        reach = shape.len_k // self.dilation + 1
-        if self.window > reach:  # one list a remainder, and not one a row
+        if self.window > shape.len_k // self.dilation + 1:  # a list for each remainder, not for each row
             far = min(self.window * self.dilation, key_ranges.UNBOUNDED)
             return Resolved(position - far, position + far + 1, _residues(shape, self.dilation))
         steps = np.arange(-self.window, self.window + 1) * min(self.dilation, key_ranges.UNBOUNDED)
@@ -186,56 +169,61 @@ class dilated(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class strided(Mask):
-    """Causal: the last `stride` keys before the query's own, and every stride-th key before.
+    """Causal: the last `stride` keys before the query's own, and every stride-th key before those.
 
-    The strided pattern of Sparse Transformers, both of its heads in one; Child et al. 2019, arXiv:1904.10509.
+    The strided pattern of Sparse Transformers, with both of its heads in one mask; Child et al. 2019,
+    arXiv:1904.10509.
     """
 
     stride: int
 
     def __post_init__(self) -> None:
-        _set(self, "stride", integer("strided", "stride", self.stride, 1))
+        self._set_integers(stride=1)
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        near = key_ranges.as_lists(window(self.stride).resolve(shape), shape.len_q, shape.len_k)
-        lists = key_ranges.combined([near, _residues(shape, self.stride)], (1, 1), 1, shape.len_k)
-        return Resolved(*key_ranges.causal(shape.position), lists)
+        return _causal_union(shape, window(self.stride), _residues(shape, self.stride))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class fixed(Mask):
-    """Causal: the query's own block of `stride` keys, and the last `summary` keys of every block before.
+    """Causal: the query's own block of `stride` keys, and the last `summary` keys of every block before it.
 
-    The fixed pattern of Sparse Transformers, both of its heads in one; Child et al. 2019, arXiv:1904.10509.
+    The fixed pattern of Sparse Transformers, with both of its heads in one mask; Child et al. 2019,
+    arXiv:1904.10509.
     """
 
     stride: int
     summary: int = 1
 
     def __post_init__(self) -> None:
-        _set(self, "stride", integer("fixed", "stride", self.stride, 1))
-        _set(self, "summary", integer("fixed", "summary", self.summary, 1, self.stride))
+        self._set_integers(stride=1)
+        self._set_integers(summary=1, high=self.stride)
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        near = key_ranges.as_lists(chunked(self.stride).resolve(shape), shape.len_q, shape.len_k)
         stride, before = (min(n, key_ranges.UNBOUNDED) for n in (self.stride, self.stride - self.summary))
-        block, index = np.arange(0, shape.len_k, stride), np.zeros((1, 1), np.int64)
-        summaries = key_ranges.union(index, 1, np.array(0), block + before, block + stride, shape.len_k)
-        lists = key_ranges.combined([near, summaries], (1, 1), 1, shape.len_k)
-        return Resolved(*key_ranges.causal(shape.position), lists)
+        block, number = np.arange(0, shape.len_k, stride), np.zeros((1, 1), np.int64)
+        summaries = key_ranges.union(number, 1, np.array(0), block + before, block + stride, shape.len_k)
+        return _causal_union(shape, chunked(self.stride), summaries)
+
+
+def _causal_union(shape: ScoreShape, near: Mask, far: RangeLists) -> Resolved:
+    """Keys of `near` or `far` up to the query's own."""
+    lists = key_ranges.as_lists(near.resolve(shape), shape.len_q, shape.len_k)
+    lists = key_ranges.combined([lists, far], (1, 1), 1, shape.len_k)
+    return Resolved(*key_ranges.causal(shape.position), lists)
 
 
 def _residues(shape: ScoreShape, step: int) -> RangeLists:
     """Keys at distances that are multiples of `step`: one list for each remainder that a key has."""
     key, step = np.arange(shape.len_k), min(step, key_ranges.UNBOUNDED)
-    n = min(step, shape.len_k)  # the number of an empty list
+    n = min(step, shape.len_k)  # list n is empty: no key has the remainders from n on
     number = np.minimum(shape.position % step, n)
     return key_ranges.union(number, n + 1, key % step, key, key + 1, shape.len_k)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class tree(Mask):
-    """Of a tree of guessed tokens, the last keys, each attends itself, its ancestors and all before the tree.
+    """The last keys are a tree of guessed tokens: each attends itself, its ancestors and all keys before it.
 
     Speculative decoding: SpecInfer, Miao et al. 2024, arXiv:2305.09781; Medusa, Cai et al. 2024,
     arXiv:2401.10774.
@@ -243,25 +231,25 @@ class tree(Mask):
     Parameters
     ----------
     parents : array_like of int, (nodes,) or (..., nodes)
-        The parent of each node, an earlier one; -1 for a root. Over the batch dimensions. Query positions
-        before the tree attend causally.
+        The parent of each node, which comes before it; -1 for a root. Leading axes broadcast to the batch
+        dimensions. Queries at positions before the tree attend causally.
 
     Notes
     -----
-    A range for each pair of a node and its ancestor: a chain of n nodes takes O(n**2) memory.
+    There is one range for each pair of a node and its ancestor: a chain of n nodes takes O(n**2) memory.
     """
 
     parents: ArrayLike
 
     def __post_init__(self) -> None:
-        parents = _integers("tree", "parents", self.parents, low=-1)
+        parents = checked_integers("tree", "parents", self.parents, low=-1)
         if parents.ndim == 0 or parents.shape[-1] == 0:
             raise ValueError(f"tree(): parents has shape {parents.shape}; expected (..., nodes)")
         if (parents >= np.arange(parents.shape[-1])).any():
             raise ValueError(
                 "tree(): parents has a node whose parent comes after it; expected an earlier node, or -1"
             )
-        _set(self, "parents", parents)
+        self._set(parents=parents)
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         parents: Any = self.parents
@@ -273,33 +261,25 @@ class tree(Mask):
         shape.per_item("parents of tree()", parents, nodes)
         flat = parents.reshape(-1, nodes)
         trees, start = np.arange(len(flat))[:, None], shape.len_k - nodes
-        owner, begin, end = [], [], []
-
-        def add(node: Ints, key: Ints, stop: Ints) -> None:
-            owner.append((trees * nodes + node)[key < stop])
-            begin.append(key[key < stop])
-            end.append(stop[key < stop])
-
-        node = np.broadcast_to(np.arange(nodes), flat.shape)
-        add(node, np.zeros_like(flat), np.full_like(flat, start))
-        ancestor = node
-        while (ancestor >= 0).any():
-            add(node, start + ancestor, start + ancestor + (ancestor >= 0))
-            ancestor = np.where(ancestor < 0, -1, flat[trees, ancestor])
+        number = np.arange(flat.size).reshape(flat.shape)  # of the list of each node of each tree
+        # Every list has the keys before the tree, then the node itself, its parent, its parent's parent ...
+        owner, begin, end = [number.ravel()], [np.zeros(flat.size, np.int64)], [np.full(flat.size, start)]
+        ancestor = np.broadcast_to(np.arange(nodes), flat.shape)
+        while (some := ancestor >= 0).any():
+            owner.append(number[some])
+            begin.append(start + ancestor[some])
+            end.append(start + ancestor[some] + 1)
+            ancestor = np.where(some, flat[trees, ancestor], -1)
         position = shape.position
         first = np.arange(0, flat.size, nodes).reshape(*parents.shape[:-1], 1, 1)
-        number = first + np.clip(position - start, 0, nodes - 1)
         owners, begins, ends = (np.concatenate(x) for x in (owner, begin, end))
-        lists = key_ranges.union(number, flat.size, owners, begins, ends, shape.len_k)
+        chosen = first + np.clip(position - start, 0, nodes - 1)
+        lists = key_ranges.union(chosen, flat.size, owners, begins, ends, shape.len_k)
         return Resolved(*key_ranges.causal(position), lists)
 
 
-def _set(mask: Mask, name: str, value: Any) -> None:
-    object.__setattr__(mask, name, value)
-
-
-def _integers(func: str, name: str, x: Any, low: int = 0) -> Array:
-    """`x` as integers of at least `low`, in any shape."""
+def checked_integers(func: str, name: str, x: Any, low: int = 0) -> Array:
+    """`x` as an int64 array of any shape, whose elements are at least `low`."""
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")

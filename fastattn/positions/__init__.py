@@ -1,6 +1,6 @@
 """Positions: vectors added to inputs, slopes and biases added to scores, rotations of queries and keys.
 
-Learned positions are rows of a table, ``ops.embedding(positions, table)``, and need nothing here.
+Learned positions are rows of a table: ``ops.embedding(positions, table)``.
 """
 
 from fastattn.positions._alibi import alibi_slopes

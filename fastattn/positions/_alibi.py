@@ -1,4 +1,4 @@
-"""Slopes of ALiBi, for ``attention(alibi_slopes=...)``."""
+"""Slopes of ALiBi."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def alibi_slopes(num_heads: int) -> NDArray[np.float32]:
     Returns
     -------
     ndarray of float32, (num_heads,)
-        Of a power of two n: ``2 ** (-8 i / n)``, i from 1 to n. Of another number: those of the power of two
-        below, then every second one of its double's, as in the authors' code [1]_, BLOOM and MPT.
+        For n heads, a power of two, ``2 ** (-8 i / n)`` with i from 1 to n. For another number: the slopes of
+        the next lower power of two n, then every second slope of 2 n, as in the authors' code [1]_, BLOOM
+        and MPT.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Rotary positions (RoPE): tables of cos and sin, and the rotation of queries and keys by them.
 
-Pair k of a vector's dimensions is turned by ``position * inv_freq[k]``, so that the product of a query and a
-key depends on their distance alone. How models scale the frequencies is in `_rotary_scaling.py`.
+Pair k of a vector's dimensions is turned by the angle ``position * inv_freq[k]``. The product of a query and
+a key then depends only on the distance between them. `_rotary_scaling.py` computes the frequencies.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def rope_tables(
     Parameters
     ----------
     positions : array_like of int, (length,) or (..., length)
-        Of each query or key: ``np.arange(length)``; with a cache, from the number of keys in it on.
+        Position of each query or key: ``np.arange(length)``, or with a cache the same from ``cache.length``.
     frequencies : RopeFrequencies
-        Of `rope_frequencies`.
+        From `rope_frequencies`.
     dtype : dtype, default float32
-        Of the tables; angles are computed in float64. `apply_rope` reads float32 (float64 where it rotates
-        float64) without a conversion.
+        dtype of the tables; angles are computed in float64. `apply_rope` reads float32 without a conversion,
+        and float64 if it rotates float64.
 
     Returns
     -------
     cos, sin : ndarray, (..., length, rotary_dim / 2)
-        ``attention_factor * cos(position * inv_freq)``, and the same of sin.
+        ``attention_factor * cos(position * inv_freq)``, and the same with sin.
 
     Raises
     ------
@@ -56,8 +56,8 @@ def rope_tables(
 
     Notes
     -----
-    At position 100,000, angles in float32 give cosines that are off by up to 0.007 (base 10000, 128
-    dimensions). Implementations that compute them so differ from these tables by that much.
+    Implementations that compute angles in float32 differ from these tables: at position 100,000 their
+    cosines are off by up to 0.007 (base 10000, 128 dimensions).
 
     Examples
     --------
@@ -92,18 +92,18 @@ def apply_rope(
     x : array_like, (..., heads, length, head_dim)
         float32, float64, float16 or bfloat16, in any strides. A 2-D array is one head.
     cos, sin : array_like, (length, rotary_dim / 2) or (..., length, rotary_dim / 2)
-        Of `rope_tables`; the same for all heads. Leading dimensions broadcast to those of x before the heads.
+        From `rope_tables`; all heads share them. Leading dimensions broadcast to x's, without the heads.
     interleaved : bool, default False
-        Which dimensions are a pair, of ``r = 2 * cos.shape[-1]``: k and k + r/2 (Llama, GPT-NeoX and most
+        Which of the ``r = 2 * cos.shape[-1]`` dimensions form a pair: k and k + r/2 (Llama, GPT-NeoX and most
         models in Hugging Face's form), or if True 2k and 2k + 1 (RoFormer, GPT-J, Llama in Meta's form).
     out : ndarray, optional
-        Where the result goes: x's shape and dtype, last axis contiguous. x itself, to rotate in place, or no
-        memory of an input.
+        Array for the result, with x's shape and dtype and a contiguous last axis: x itself, to rotate in
+        place, or an array that shares no memory with an input.
 
     Returns
     -------
     ndarray, (..., heads, length, head_dim)
-        In x's dtype: of each pair (a, b), ``(a cos - b sin, b cos + a sin)``.
+        In x's dtype; a pair (a, b) becomes ``(a cos - b sin, b cos + a sin)``.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def apply_rope(
 
     Notes
     -----
-    Computed in float32, float64 for float64; tables in another dtype are converted.
+    Computed in float32, for float64 in float64; tables of another dtype are converted.
 
     References
     ----------
@@ -149,9 +149,8 @@ def apply_rope(
         require_result("apply_rope", out, array.shape, dtype, "x", inputs)
     if out.size == 0:
         return out
-    # An axis for the heads, which share the tables
     lane = lane_dtype(dtype)
-    cos, sin = (np.require(t, lane, ("C", "ALIGNED"))[..., None, :, :] for t in (cos, sin))
+    cos, sin = (np.require(t, lane, ("C", "ALIGNED"))[..., None, :, :] for t in (cos, sin))  # for all heads
     source, result = readable(array, "x", [], "the head dimension"), out
     if array.ndim == 2:
         source, result = source[None], result[None]
@@ -161,7 +160,7 @@ def apply_rope(
 
 
 def _is_same(out: Any, x: Array) -> bool:
-    """Whether every element of `out` lies where the same element of `x` does."""
+    """Whether `out` is the same view of the same memory as `x`."""
     if not isinstance(out, np.ndarray) or out.dtype != x.dtype or out.shape != x.shape:
         return False
     return bool(out.strides == x.strides and out.ctypes.data == x.ctypes.data)

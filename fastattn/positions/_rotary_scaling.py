@@ -1,7 +1,7 @@
-"""Frequencies of rotary positions, and how models stretch them to sequences longer than they were trained on.
+"""Frequencies of rotary positions, and how models scale them for sequences longer than in training.
 
-A scaling is one function: its keyword arguments are the keys that it takes from a Hugging Face dict, those
-without a default are needed.
+Each scaling is one function. Its keyword arguments are the keys that it takes from a Hugging Face dict; keys
+without a default are required.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _FUNC = "rope_frequencies"  # for messages
 
 
 class RopeFrequencies(NamedTuple):
-    """What `rope_tables` makes tables of: angles are ``position * inv_freq``."""
+    """Frequencies for `rope_tables`: the angle of pair k at a position is ``position * inv_freq[k]``."""
 
-    inv_freq: NDArray[np.float64]  # (rotary_dim / 2,), in radians a position
-    attention_factor: float = 1.0  # cos and sin are multiplied by it
+    inv_freq: NDArray[np.float64]  # (rotary_dim / 2,), radians per position
+    attention_factor: float = 1.0  # multiplies cos and sin
 
 
 class _Rope(NamedTuple):
@@ -41,6 +41,19 @@ class _Rope(NamedTuple):
     max_position_embeddings: int | None
     seq_len: int | None
 
+    def needed(self, name: str, scaling: str) -> int:
+        """Return the field `name`; raise if the caller left it out, as the type `scaling` depends on it."""
+        value: int | None = getattr(self, name)
+        if value is None:
+            raise ValueError(
+                f"{_FUNC}(): {name} is None; expected an integer, on which type {scaling} depends"
+            )
+        return value
+
+    def stretch(self, original: int, scaling: str) -> float:
+        """Return how many times longer sequences are than the `original` ones: the default of `factor`."""
+        return self.needed("max_position_embeddings", f"{scaling} without factor") / original
+
 
 def rope_frequencies(
     rotary_dim: int,
@@ -50,59 +63,61 @@ def rope_frequencies(
     max_position_embeddings: int | None = None,
     seq_len: int | None = None,
 ) -> RopeFrequencies:
-    """Frequencies of rotary positions, ``base ** (-2 k / rotary_dim)`` [1]_, scaled as a model's config says.
+    """Frequencies of rotary positions [1]_: ``base ** (-2 k / rotary_dim)``, scaled as a model's config says.
 
     Parameters
     ----------
     rotary_dim : int
-        How many dimensions of a head are rotated; even. ``head_dim``, or less where rotation is partial
+        Number of dimensions of a head that are rotated, even: ``head_dim``, or less where rotation is partial
         (``int(head_dim * partial_rotary_factor)``).
     base : float, optional
-        Above 1; ``rope_theta`` of configs. Default: the one in `scaling`; without a scaling 10000, as in the
-        paper. A scaling without either is an error: older configs have ``rope_theta`` beside the dict, and
-        10000 in its place would be wrong and say nothing.
+        Above 1; configs call it ``rope_theta``. Default: the one in `scaling`, or without a scaling 10000, as
+        in the paper. A scaling needs one of the two: older configs have ``rope_theta`` beside the dict, and
+        10000 in its place would silently be wrong.
     scaling : mapping, optional
-        ``rope_scaling`` or ``rope_parameters`` of a Hugging Face config, as it is; its type is under
-        ``rope_type`` or, in old ones, ``type``. Per type the keys needed, and [optional ones]:
+        ``rope_scaling`` or ``rope_parameters`` of a Hugging Face config, unchanged. Its type is under
+        ``rope_type`` or, in older configs, ``type``. The types, their required keys and [optional keys]:
 
         - ``default``
         - ``linear``: factor. Position interpolation [2]_
         - ``ntk``: factor. NTK-aware: base becomes ``base * factor ** (d / (d - 2))`` [3]_
-        - ``dynamic``: factor. NTK-aware, with a factor that grows with `seq_len` from
-          `max_position_embeddings` on
+        - ``dynamic``: factor. NTK-aware, with a factor that grows with `seq_len` once that exceeds
+          `max_position_embeddings`
         - ``yarn``: original_max_position_embeddings [factor, attention_factor, beta_fast, beta_slow, mscale,
           mscale_all_dim, truncate] [3]_
         - ``llama3``: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings [4]_
         - ``longrope``: short_factor, long_factor, original_max_position_embeddings [factor,
-          attention_factor] [5]_; long where `seq_len` is above original_max_position_embeddings
+          attention_factor] [5]_; long_factor applies where `seq_len` exceeds
+          original_max_position_embeddings
         - ``proportional``: [partial_rotary_factor, factor]; `rotary_dim` is the whole head, and the
-          frequencies past that part are 0
+          frequencies behind its rotated part are 0
 
-        A key that is None counts as left out. With any type there may be ``rope_theta`` and
-        ``partial_rotary_factor``, which `rotary_dim` contains already. Keys that models keep beside the dict
-        (``original_max_position_embeddings`` of Phi-3) have to be put into it.
+        A key whose value is None counts as left out. Every type accepts ``rope_theta``, and also
+        ``partial_rotary_factor``, which `rotary_dim` already accounts for. Add keys that a model keeps beside
+        the dict (``original_max_position_embeddings`` of Phi-3).
     max_position_embeddings : int, optional
-        Of the config. Needed by ``dynamic``, and where ``yarn`` or ``longrope`` have no factor, which then is
-        its ratio to original_max_position_embeddings.
+        From the config. ``dynamic`` requires it. ``yarn`` and ``longrope`` require it if they have no factor:
+        the factor is then its ratio to original_max_position_embeddings.
     seq_len : int, optional
-        Length of the sequence: largest position + 1. Needed by ``dynamic`` and ``longrope``; without effect
-        in the others.
+        Length of the sequence: the largest position + 1. ``dynamic`` and ``longrope`` require it; the other
+        types ignore it.
 
     Returns
     -------
     RopeFrequencies
-        ``(inv_freq, attention_factor)``: float64 (rotary_dim / 2,), and what cos and sin are multiplied by.
+        ``(inv_freq, attention_factor)``: frequencies (rotary_dim / 2,) in float64, and the factor of cos and
+        sin.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, or `scaling` has a type that is not known, lacks a key, or has one that
-        its type does not use (which might have been meant to do something).
+        If an argument does not fit, or `scaling` has an unknown type, lacks a required key, or has a key that
+        its type does not use.
 
     Notes
     -----
-    Where frequencies depend on `seq_len`, keys in a cache that were rotated for another do not fit new
-    queries. Choose them once for the longest sequence, or rotate the cached keys anew.
+    Where frequencies depend on `seq_len`, cached keys that were rotated for another `seq_len` do not match
+    new queries. Compute the frequencies once for the longest sequence, or rotate the cached keys again.
 
     References
     ----------
@@ -134,37 +149,35 @@ def rope_frequencies(
     if not isinstance(name, str) or name not in _SCALINGS:
         raise ValueError(f"{_FUNC}(): scaling has type {short(name)}; expected one of {', '.join(_SCALINGS)}")
     rope_theta = given.pop("rope_theta", None)
-    value = _base(base, rope_theta)
+    value = _base(base, rope_theta, scaled=bool(scaling))
     options = _options(name, given, rotary_dim // 2)
     if max_position_embeddings is not None:
         max_position_embeddings = integer(_FUNC, "max_position_embeddings", max_position_embeddings, 1)
     if seq_len is not None:
         seq_len = integer(_FUNC, "seq_len", seq_len, 0)
-    if scaling and base is None and rope_theta is None:
-        raise ValueError(
-            f"{_FUNC}(): base is None and scaling has no rope_theta; expected one of them:"
-            f" base=config['rope_theta'], or 10000.0 for a config that has none"
-        )
     inv_freq = value ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
     return _SCALINGS[name](_Rope(inv_freq, value, max_position_embeddings, seq_len), **options)
 
 
-def _base(base: Any, rope_theta: Any) -> float:
-    """The one that is given, or 10000."""
+def _base(base: Any, rope_theta: Any, scaled: bool) -> float:
+    """The base that the caller or the config gives; without a scaling, the paper's by default."""
     named = {"base": base, "scaling['rope_theta']": rope_theta}
-    values = {
-        name: number(_FUNC, name, x, FLOAT64, positive=True) for name, x in named.items() if x is not None
-    }
-    for name, value in values.items():
+    given = {key: number(_FUNC, key, x, FLOAT64, positive=True) for key, x in named.items() if x is not None}
+    for key, value in given.items():
         if value <= 1:
-            raise ValueError(f"{_FUNC}(): {name} is {value}; expected a number above 1")
-    if len(set(values.values())) > 1:
+            raise ValueError(f"{_FUNC}(): {key} is {value}; expected a number above 1")
+    if len(set(given.values())) > 1:
         raise ValueError(f"{_FUNC}(): base is {base} and scaling['rope_theta'] {rope_theta}; expected one")
-    return next(iter(values.values()), 10000.0)
+    if scaled and not given:
+        raise ValueError(
+            f"{_FUNC}(): base is None and scaling has no rope_theta; expected one of them:"
+            f" base=config['rope_theta'], or 10000.0 for a config that has none"
+        )
+    return next(iter(given.values()), 10000.0)
 
 
 def _options(name: str, given: dict[str, Any], half: int) -> dict[str, Any]:
-    """Keyword arguments of the scaling called `name`, from the keys that are `given`."""
+    """Check the keys that are `given` for the scaling `name`; return its keyword arguments."""
     _, *parameters = inspect.signature(_SCALINGS[name]).parameters.values()
     known = [p.name for p in parameters]
     needed = [p.name for p in parameters if p.default is p.empty]
@@ -181,14 +194,14 @@ def _options(name: str, given: dict[str, Any], half: int) -> dict[str, Any]:
 
 
 def _value(key: str, x: Any, half: int) -> Any:
-    """`x`, what is under `key`, as the scalings take it."""
+    """Check the value `x` of `key`."""
     name = f"scaling[{key!r}]"
     if key == "truncate":
         return flag(_FUNC, name, x)
     if key == "original_max_position_embeddings":
         return integer(_FUNC, name, x, 2)
     if key not in ("short_factor", "long_factor"):
-        # 0 stands for "not given" in mscale and mscale_all_dim.
+        # mscale and mscale_all_dim may be 0, which means that they are not given.
         return number(_FUNC, name, x, FLOAT64, positive=not key.startswith("mscale"))
     factors = as_array(_FUNC, name, x)
     if factors.dtype.kind not in "iuf":
@@ -215,14 +228,14 @@ def _proportional(rope: _Rope, *, partial_rotary_factor: float = 1.0, factor: fl
 
 
 def _ntk(rope: _Rope, *, factor: float) -> RopeFrequencies:
-    # (base * factor**(d / (d-2))) ** (-2k/d) = base ** (-2k/d) * factor**(-2k / (d-2)): exponents from 0 to
-    # -1, so the fastest pair is left alone and the slowest interpolated. Also right for d = 2.
+    # (base * factor**(d / (d-2))) ** (-2k/d) = base ** (-2k/d) * factor**(-2k / (d-2)). The exponents of
+    # factor go from 0 to -1: the fastest pair is unchanged, the slowest is interpolated. True for d = 2, too.
     return RopeFrequencies(rope.inv_freq * factor ** -np.linspace(0, 1, rope.inv_freq.size))
 
 
 def _dynamic(rope: _Rope, *, factor: float) -> RopeFrequencies:
-    trained = _needed("max_position_embeddings", rope.max_position_embeddings, "dynamic")
-    length = max(_needed("seq_len", rope.seq_len, "dynamic"), trained)
+    trained = rope.needed("max_position_embeddings", "dynamic")
+    length = max(rope.needed("seq_len", "dynamic"), trained)
     return _ntk(rope, factor=factor * length / trained - (factor - 1))
 
 
@@ -238,20 +251,21 @@ def _yarn(
     mscale_all_dim: float = 0.0,
     truncate: bool = True,
 ) -> RopeFrequencies:
-    """Pairs that turn over beta_fast times are kept, under beta_slow times interpolated, others between."""
-    factor = _factor("yarn", factor, rope, original_max_position_embeddings)
+    """Keep pairs that turn more than beta_fast times, interpolate below beta_slow times, blend in between."""
+    if factor is None:
+        factor = rope.stretch(original_max_position_embeddings, "yarn")
     _require_above("beta_fast", beta_fast, "beta_slow", beta_slow)
     half = rope.inv_freq.size
-    # Pair k turns original * base ** (-k / half) / (2 pi) times in the trained length; solved for k.
+    # In the trained length, pair k turns original * base ** (-k / half) / (2 pi) times. Solve that for k.
     fast, slow = (
         half * math.log(original_max_position_embeddings / (2 * math.pi * turns)) / math.log(rope.base)
         for turns in (beta_fast, beta_slow)
     )
     if truncate:
         fast, slow = math.floor(fast), math.ceil(slow)
-    fast, slow = max(fast, 0), min(slow, 2 * half - 1)  # 2 half, not half: as in the authors' code
+    fast, slow = max(fast, 0), min(slow, 2 * half - 1)  # 2 * half, not half, as in the authors' code
     if fast == slow:
-        slow += 0.001  # a step in place of a ramp
+        slow += 0.001  # a step instead of a ramp
     interpolated = np.clip((np.arange(half) - fast) / (slow - fast), 0, 1)
 
     def temperature(weight: float) -> float:
@@ -271,7 +285,7 @@ def _llama3(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> RopeFrequencies:
-    """Pairs that turn over high_freq_factor times are kept, under low_freq_factor times interpolated."""
+    """Keep pairs that turn more than high_freq_factor times, interpolate below low_freq_factor times."""
     _require_above("high_freq_factor", high_freq_factor, "low_freq_factor", low_freq_factor)
     turns = original_max_position_embeddings * rope.inv_freq / (2 * math.pi)
     kept = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
@@ -288,24 +302,11 @@ def _longrope(
     attention_factor: float | None = None,
 ) -> RopeFrequencies:
     original = original_max_position_embeddings
-    factors = long_factor if _needed("seq_len", rope.seq_len, "longrope") > original else short_factor
+    factors = long_factor if rope.needed("seq_len", "longrope") > original else short_factor
     if attention_factor is None:
-        factor = _factor("longrope", factor, rope, original)
+        factor = rope.stretch(original, "longrope") if factor is None else factor
         attention_factor = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
     return RopeFrequencies(rope.inv_freq / factors, attention_factor)
-
-
-def _needed(name: str, value: int | None, scaling: str) -> int:
-    if value is None:
-        raise ValueError(f"{_FUNC}(): {name} is None; expected an integer, on which type {scaling} depends")
-    return value
-
-
-def _factor(scaling: str, factor: float | None, rope: _Rope, original: int) -> float:
-    if factor is not None:
-        return factor
-    length = _needed("max_position_embeddings", rope.max_position_embeddings, f"{scaling} without factor")
-    return length / original
 
 
 def _require_above(name: str, value: float, low_name: str, low: float) -> None:
@@ -316,12 +317,6 @@ def _require_above(name: str, value: float, low_name: str, low: float) -> None:
 
 
 _SCALINGS: dict[str, Callable[..., RopeFrequencies]] = {
-    "default": _default,
-    "linear": _linear,
-    "ntk": _ntk,
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "llama3": _llama3,
-    "longrope": _longrope,
-    "proportional": _proportional,
+    function.__name__[1:]: function
+    for function in (_default, _linear, _ntk, _dynamic, _yarn, _llama3, _longrope, _proportional)
 }

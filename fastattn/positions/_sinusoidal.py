@@ -1,4 +1,4 @@
-"""Sinusoidal position vectors, which are added to the inputs."""
+"""Sinusoidal position vectors."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 def sinusoidal(
     length: int, d_model: int, *, offset: int = 0, dtype: DTypeLike = np.float32, base: float = 10000.0
 ) -> NDArray[Any]:
-    """Sinusoidal position vectors: row t is sin(p w_k), cos(p w_k), interleaved, of position p = offset + t.
+    """Sinusoidal position vectors, which are added to the inputs [1]_.
 
     Parameters
     ----------
     length : int
-        How many positions.
+        Number of positions.
     d_model : int
-        Length of a vector; if odd, the last cosine is left out.
+        Length of a vector; if it is odd, the last cosine is left out.
     offset : int, default 0
         The first position.
     dtype : dtype, default float32
-        Of the result; computed in float64.
+        dtype of the result, which is computed in float64.
     base : float, default 10000
-        ``w_k = base ** (-2 k / d_model)``.
+        Sets the frequencies ``w_k = base ** (-2 k / d_model)``.
 
     Returns
     -------
     ndarray, (length, d_model)
-        ``p[t, 2k] = sin((offset + t) w_k)`` and ``p[t, 2k + 1] = cos((offset + t) w_k)`` [1]_.
+        ``x[t, 2k] = sin((offset + t) w_k)`` and ``x[t, 2k + 1] = cos((offset + t) w_k)``.
 
     Raises
     ------

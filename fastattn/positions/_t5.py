@@ -1,4 +1,4 @@
-"""T5's relative positions: buckets of distances, and the bias of each head and bucket."""
+"""T5's relative positions: each distance has a bucket, and each bucket has a bias for each head."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ def t5_buckets(
     bidirectional: bool = True,
     q_offset: int | None = None,
 ) -> NDArray[np.int64]:
-    """T5's bucket of each pair of a query and a key, by their distance.
+    """T5's bucket of each pair of a query and a key, which depends on their distance.
 
     Parameters
     ----------
     len_q, len_k : int
         Numbers of queries and of keys.
     num_buckets : int, default 32
-        How many there are: at least 2, at least 4 if `bidirectional`.
+        Number of buckets: at least 2, or 4 if `bidirectional`.
     max_distance : int, default 128
-        All distances from here on share the last bucket; more than the number of exact ones.
+        All distances from this one on share the last bucket. It exceeds the distances that have a bucket of
+        their own.
     bidirectional : bool, default True
-        As in an encoder: the upper half of the buckets is for keys after the query. False, as in a decoder:
-        all of those are in bucket 0.
+        True, as in an encoder: the upper half of the buckets is for keys after the query. False, as in a
+        decoder: all keys after the query are in bucket 0.
     q_offset : int, optional
-        Position of the first query, as in `attention`: by default the last query stands at the last key,
-        ``len_k - len_q``, which is 0 in an encoder and the length of the cache in a decoder.
+        Position of the first query, as in `attention`; default ``len_k - len_q``, so that the last query
+        stands at the last key. This is 0 in an encoder and the length of the cache in a decoder.
 
     Returns
     -------
     ndarray of int64, (len_q, len_k)
-        In ``[0, num_buckets)``. A read-only view of ``len_q + len_k - 1`` integers: diagonals are constant.
+        Numbers in ``[0, num_buckets)``: a read-only view of ``len_q + len_k - 1`` integers, one for each
+        diagonal.
 
     Raises
     ------
@@ -54,7 +56,7 @@ def t5_buckets(
 
     Notes
     -----
-    Of the buckets for one direction, n, distances below ``n // 2`` have one each; the others are spaced
+    One direction has n buckets. Each distance below ``n // 2`` has its own; the other buckets are spaced
     logarithmically up to `max_distance` [1]_.
 
     References
@@ -78,7 +80,7 @@ def t5_bias(
     bidirectional: bool = True,
     q_offset: int | None = None,
 ) -> NDArray[Any]:
-    """T5's relative bias for ``attention(bias=...)``, without an array of len_q x len_k.
+    """T5's relative bias for ``attention(bias=...)``, in O(heads * (len_q + len_k)) memory.
 
     Parameters
     ----------
@@ -90,7 +92,7 @@ def t5_bias(
     Returns
     -------
     ndarray, (heads, len_q, len_k)
-        ``table[t5_buckets(...)]`` with the heads first, in table's dtype: a read-only view of an array
+        ``table[t5_buckets(...)]`` with the heads first, in table's dtype. It is a read-only view of an array
         (heads, len_q + len_k - 1), which `attention` reads in place.
 
     Raises
@@ -109,14 +111,14 @@ def t5_bias(
     diagonals, len_q, len_k = _t5_diagonals(
         "t5_bias", len_q, len_k, len(rows), max_distance, bidirectional, q_offset
     )
-    # In native byte order here, where it is O(L): `attention` would have to copy the whole view.
+    # Convert to native byte order here, where it is O(length): `attention` would copy the whole view.
     return _toeplitz(np.array(rows[diagonals].T, rows.dtype.newbyteorder("="), order="C"), len_q, len_k)
 
 
 def _t5_diagonals(
     func: str, len_q: Any, len_k: Any, num_buckets: int, max_distance: Any, bidirectional: Any, q_offset: Any
 ) -> tuple[Ints, int, int]:
-    """Bucket of each distance, from the last query to key 0 up to the first to the last key; the lengths."""
+    """Bucket of each diagonal, from (last query, first key) to (first query, last key); checked lengths."""
     len_q = integer(func, "len_q", len_q, 0, MOST_SIZE)
     len_k = integer(func, "len_k", len_k, 0, MOST_SIZE)
     both = flag(func, "bidirectional", bidirectional)
@@ -128,19 +130,18 @@ def _t5_diagonals(
     n = num_buckets // 2 if both else num_buckets
     exact = n // 2
     max_distance = integer(func, "max_distance", max_distance, exact + 1, MAX_POSITION)
-    first = len_k - len_q if q_offset is None else integer(
-        func, "q_offset", q_offset, -MAX_POSITION, MAX_POSITION
-    )  # fmt: skip
-
-    behind = np.arange(first + max(len_q, 1) - 1, first - len_k, -1)  # how far the query is behind the key
+    first = len_k - len_q
+    if q_offset is not None:
+        first = integer(func, "q_offset", q_offset, -MAX_POSITION, MAX_POSITION)
+    behind = np.arange(first + max(len_q, 1) - 1, first - len_k, -1)  # query - key
     distance = np.abs(behind) if both else np.maximum(behind, 0)
     steps = np.log(np.maximum(distance, exact) / exact) / math.log(max_distance / exact)
-    # Where the true value is an integer, its rounded logarithms must not fall short of it.
+    # 1e-9: where the exact value is an integer, rounding of the logarithms must not push it below.
     log_bucket = np.minimum(exact + (steps * (n - exact) + 1e-9).astype(np.int64), n - 1)
     bucket = np.where(distance < exact, distance, log_bucket)
     return bucket + n * (behind < 0) if both else bucket, len_q, len_k
 
 
 def _toeplitz(diagonals: Array, len_q: int, len_k: int) -> Array:
-    """View (..., len_q, len_k) of `diagonals`, (..., max(len_q, 1) + len_k - 1), lowest left one first."""
+    """View (..., len_q, len_k) of `diagonals`, (..., max(len_q, 1) + len_k - 1), the lower left one first."""
     return sliding_window_view(diagonals, len_k, axis=-1)[..., ::-1, :][..., :len_q, :]

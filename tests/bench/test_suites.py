@@ -1,17 +1,23 @@
-"""The bench of layers and of models, on tiny ones, without peers: every engine's result is checked."""
+"""The bench on tiny problems, without peers: every engine's result is checked, and every plan and report."""
 
-import contextlib
 import json
 import os
 
 import pytest
 
 from fastattn import __main__ as cli
-from fastattn._bench import model_files, model_problem, report, run
-from fastattn._bench.layer_problem import LayerProblem, LayerShape
-from fastattn._bench.model_problem import ModelProblem
-from fastattn._bench.suite import Section
+from fastattn._bench import report, run
+from fastattn._bench.cases import Shape
+from fastattn._bench.suite import Request, Section
 from fastattn._bench.suites import SUITES
+from fastattn._bench.suites.attention.problem import SIGMOID, AttentionProblem
+from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
+from fastattn._bench.suites.models import files
+from fastattn._bench.suites.models import problem as models_problem
+from fastattn._bench.suites.models.problem import ModelProblem
+from fastattn._bench.suites.normalisers.problem import VARIANTS as NORMALISERS
+from fastattn._bench.suites.normalisers.problem import NormaliserProblem
+from fastattn._bench.suites.recurrent.problem import RULES, RecurrentProblem
 
 ENGINES = ("fastattn", "fallback", "numpy")
 BOUNDS = {
@@ -33,31 +39,16 @@ TINY_LAYERS = [
 TINY_LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-class NoBar:
-    """Instead of tqdm, which the tests do not need."""
-
-    def __init__(self, total):
-        self.total, self.done = total, 0
-
-    def update(self):
-        self.done += 1
-
-    def set_description(self, text):
-        pass
-
-
 @pytest.fixture
 def bench(monkeypatch):
     """A function that runs problems in workers, as briefly as can be."""
 
-    def go(suite, sections):
+    def go(suite, sections, full=True):
         engines = {name: SUITES[suite].engines[name] for name in ENGINES}
-        monkeypatch.setitem(SUITES, suite, SUITES[suite]._replace(engines=engines, plan=lambda *_: sections))
-        monkeypatch.setattr(run, "QUICK", run.QUICK._replace(seconds=1e-4, rounds=1, budget=float("inf")))
-        bar = NoBar(0)
-        monkeypatch.setattr(run, "progress", lambda total: contextlib.nullcontext(bar))
-        result = run.run(suite, dtype=None, only="", quick=True, threads=1, command="test", seed=0)
-        assert bar.done == 2 * sum(len(section.problems) for section in sections)
+        monkeypatch.setitem(SUITES, suite, SUITES[suite]._replace(engines=engines, plan=lambda _: sections))
+        monkeypatch.setattr(run, "FULL", run.FULL._replace(seconds=1e-4, rounds=1))
+        effort = run.FULL if full else run.brief(1)
+        result = run.run(suite, dtype=None, only="", effort=effort, threads=1, command="test", seed=0)
         return json.loads(json.dumps(result))
 
     return go
@@ -68,7 +59,7 @@ def check(result, sections, missing=()):
     installed = [name for name in ENGINES if name in result["engines"]]
     assert "fallback" in installed
     assert [row["shape"]["name"] for row in result["rows"]] == [
-        problem.shape.name for section in sections for problem in section.problems
+        problem.name for section in sections for problem in section.problems
     ]
     for row in result["rows"]:
         for name in installed:
@@ -99,9 +90,9 @@ def test_layers(bench):
 
 def test_models(bench, monkeypatch, tmp_path):
     # The files are made here, before a worker asks for them.
-    monkeypatch.setattr(model_files, "LLAMA", model_files.LLAMA | TINY_LLAMA)
+    monkeypatch.setattr(files, "LLAMA", files.LLAMA | TINY_LLAMA)
     scratch = str(tmp_path)
-    encoder, decoder = model_problem.minilm(2, 5), model_problem.llama(2, 64)
+    encoder, decoder = models_problem.minilm(2, 5), models_problem.llama(2, 64)
     sections = [
         Section(f"{dtype}", [ModelProblem(shape, "plain", dtype, 3, scratch) for shape in shapes])
         for dtype, shapes in (
@@ -115,6 +106,107 @@ def test_models(bench, monkeypatch, tmp_path):
     assert "sentences/s" in words
 
 
+SMALL = Shape("small", batch=2, heads_q=2, heads_kv=2, len_q=40, len_k=40, head_dim=16)
+
+
+def test_attention(bench):
+    variants = ("plain", "causal", "padding_mask", SIGMOID, "sliding_window")
+    request = Request(seed=3)
+    sections = [
+        request.section(AttentionProblem, "small", [SMALL], "float32", variants),
+        request.section(AttentionProblem, "grouped", [SMALL._replace(heads_q=4)], "float32"),
+    ]
+    check(bench("attention", sections), sections)
+
+
+def test_normalisers(bench):
+    sections = [Request(seed=3).section(NormaliserProblem, "small", [SMALL], "float32", NORMALISERS)]
+    check(bench("normalisers", sections), sections)
+
+
+def test_recurrent(bench):
+    step = SMALL._replace(len_q=1, len_k=1)
+    sections = [
+        Request(seed=3).section(RecurrentProblem, "text", [SMALL], "float32", RULES),
+        Request(seed=3).section(RecurrentProblem, "step", [step], "float32", ["linear", "gated_delta"]),
+    ]
+    check(bench("recurrent", sections), sections)
+
+
+def test_the_first_minute_ends_in_words(bench):
+    """Ratios of the median row, without the fallback where the kernels were compiled."""
+    section = Request(seed=3).section(AttentionProblem, "small", [SMALL._replace(len_k=4000)], "float32")
+    result = bench("attention", [section], full=False)
+    assert ("fallback" in result["engines"]) == ("fastattn" not in result["engines"])
+    words = report.text(result)
+    assert " NumPy " in words
+    assert "times as fast as NumPy" in words[words.index("In short") :]
+
+
+def answers(**seconds):
+    return {name: {"seconds": value, "error": 0.0} for name, value in seconds.items()}
+
+
+def made_up(*engines, full=False):
+    """A report of two rows that reach 50% and 100% of the limit of float32."""
+    row = {
+        "section": "no mask, float32",
+        "variant": "plain",
+        "dtype": "float32",
+        "unit": "flops",
+        "work": 1e9,
+    }
+    rows = [
+        {**row, "shape": {"name": "first"}, "engines": engines[0]},
+        {**row, "shape": {"name": "second"}, "engines": engines[1]},
+    ]
+    return {
+        "command": "test",
+        "suite": "attention",
+        "full": full,
+        "environment": {},
+        "seed": 0,
+        "threads": 2,
+        "machine": {"cpu": "cpu", "system": "system"},
+        "config": {"version": "1", "isa": "avx2", "compiler": "gcc", "why_numpy": None},
+        "shapes": "numbers",
+        "missing": ["jax"],
+        "engines": {name: {"version": "1", "what": name} for name in engines[0]},
+        "limits": {"float32": {"flops": 1e9, "bytes": 1e9}},
+        "cpu_share": 1.0,
+        "rows": rows,
+        "left_out": [],
+    }
+
+
+def test_the_table_of_ratios():
+    """Of the two engines in one runtime the faster one counts."""
+    first = answers(fastattn=2, numpy=8, ort=5) | answers(**{"ort-mha": 3})
+    second = answers(fastattn=1, numpy=6, ort=0.5) | {"ort-mha": {"unsupported": "no"}}
+    words = report.text(made_up(first, second))
+    lines = [line.split() for line in words.splitlines()]
+    assert ["no", "mask,", "float32", "NumPy", "onnxruntime", "time", "speed", "of", "limit"] in lines
+    assert ["first", "4.00x", "1.50x", "2.00", "s", "0", "GFLOP/s", "50%"] in lines
+    assert ["second", "6.00x", "0.50x", "1.00", "s", "1", "GFLOP/s", "100%"] in lines
+    assert (
+        "In short, fastattn in float32 is 5.0 times as fast as NumPy and 1.0 times as fast as the fastest "
+        "other library (slower in 1 of 2 rows), and reaches 75% of what the CPU can compute."
+    ) in words.replace("\n", " ")
+    assert "pip install jax" in words
+    whole = report.text(made_up(first, second, full=True))
+    assert ["no", "mask,", "float32", "numpy", "ort", "ort-mha", "time", "speed", "of", "limit"] in [
+        line.split() for line in whole.splitlines()
+    ]
+    assert "ort-mha unsupported: no (no mask second)" in whole
+    assert "unsupported" not in words
+
+
+def test_without_peers_no_other_library_is_spoken_of():
+    words = report.text(made_up(answers(fastattn=1, numpy=2), answers(fastattn=1, numpy=2)))
+    assert "In short, fastattn in float32 is 2.0 times as fast as NumPy, and reaches" in words
+    assert "library" not in words
+
+
 def test_a_result_that_is_wrong_has_no_time(bench, monkeypatch):
     problem = LayerProblem(TINY_LAYERS[0], "plain", "float32", 3)
     rows, want = problem.reference()
@@ -125,21 +217,21 @@ def test_a_result_that_is_wrong_has_no_time(bench, monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.5, True), (2.0, False)])
 def test_a_figure_above_the_limit_is_explained(seconds, said):
-    row = {"section": "rows", "shape": {"name": "a"}, "dtype": "float32", "unit": "bytes", "work": 2e9}
-    row["engines"] = {"fastattn": {"seconds": seconds, "error": 0.0}}
-    limits = {"float32": {"bytes": 2e9, "flops": 1e9}}
-    table = list(report._tables({"engines": {"fastattn": {}}, "limits": limits, "rows": [row]}))
-    assert ("200%" in table[2], "above 100% of limit: read from the caches" in table[-1]) == (said, said)
+    result = made_up(answers(fastattn=seconds), answers(fastattn=seconds))
+    for row in result["rows"]:
+        row["unit"] = "bytes"
+    words = report.text(result)
+    assert ("200%" in words, "Above 100% of the limit: read from the caches" in words) == (said, said)
 
 
 @pytest.mark.parametrize("suite", SUITES)
-@pytest.mark.parametrize("quick", [False, True])
-def test_plans(suite, quick, tmp_path):
+@pytest.mark.parametrize("full", [False, True])
+def test_plans(suite, full, tmp_path):
     """Every problem survives JSON, has work to do, and is of a type that the suite has."""
-    for section in SUITES[suite].plan(None, quick, 5, tmp_path):
+    for section in SUITES[suite].plan(Request(None, full, 5, tmp_path)):
         assert section.problems
         for problem in section.problems:
-            again = SUITES[suite].problem(json.loads(json.dumps(list(problem))))
+            again = SUITES[suite].problem.from_json(json.loads(json.dumps(problem.to_json())))
             assert again == problem
             assert problem.dtype in SUITES[suite].dtypes
             if suite != "models":  # whose files would have to be made
@@ -148,11 +240,11 @@ def test_plans(suite, quick, tmp_path):
 
 
 def test_the_large_decoder_has_a_billion_weights():
-    config = model_files.LLAMA | {"num_hidden_layers": 16, "vocab_size": 128256}
-    shapes = model_files.llama_shapes(config)
+    config = files.LLAMA | {"num_hidden_layers": 16, "vocab_size": 128256}
+    shapes = files.llama_shapes(config)
     weights = sum(rows * columns[0] for rows, *columns in shapes.values() if columns)
-    assert model_problem.DECODER.layers == 16
-    assert model_problem.DECODER.vocab == 128256
+    assert models_problem.DECODER.layers == 16
+    assert models_problem.DECODER.vocab == 128256
     assert 1.2e9 < weights < 1.25e9
 
 
@@ -165,10 +257,10 @@ def test_a_type_that_a_suite_lacks_is_refused(monkeypatch, capsys, suite, dtype)
     assert f"--suite {suite} has no {dtype}" in capsys.readouterr().err
 
 
-def test_rows_are_chosen_by_title_and_name(monkeypatch, capsys, tmp_path):
-    sections = SUITES["attention"].plan(None, False, 0, tmp_path)
+def test_rows_are_chosen_by_title_and_name(monkeypatch, capsys):
+    sections = SUITES["attention"].plan(Request(full=True))
     assert [x.title for x in run.chosen(sections, "sliding")] == ["structural mask, sliding_window, float32"]
-    (plain,) = run.chosen(SUITES["variants"].plan(None, True, 0, tmp_path), "plain")
+    (plain,) = run.chosen(SUITES["variants"].plan(Request()), "plain")
     assert [problem.variant for problem in plain.problems] == ["plain"]
     monkeypatch.setattr("sys.argv", ["fastattn", "bench", "--suite", "variants", "--only", "nosuch"])
     assert cli.main() == 2

@@ -176,7 +176,7 @@ def test_ctrl_c(implementation, num_threads, call):
         try:
             assert child.stdout.readline() == "computing\n"
             with pytest.raises(subprocess.TimeoutExpired):
-                child.wait(0.5)  # it is on its way, and not done soon
+                child.wait(0.2)  # it is on its way, and not done soon
             child.send_signal(signal.SIGINT)
             sent = time.monotonic()
             assert child.stdout.readline() == "interrupted\n"

@@ -12,8 +12,9 @@ from formulas import FORMULAS
 
 import fastattn
 from fastattn import _bench, functional, layers, plot
-from fastattn._bench.cases import Shape, as_dtype, make_inputs
-from fastattn._bench.variant_problem import CALLS, DTYPES, Inputs, VariantProblem
+from fastattn._bench.cases import DTYPES, Shape, as_dtype, make_inputs
+from fastattn._bench.suites.variants.calls import CALLS, Inputs
+from fastattn._bench.suites.variants.problem import VariantProblem
 
 SHAPE = Shape("", batch=2, heads_q=4, heads_kv=2, len_q=150, len_k=150, head_dim=16)
 # Results are up to 4, inputs have their dtype's values.
@@ -116,7 +117,7 @@ def _options_calls():
         "sigmoid": v.sigmoid_attention,
         "sparsemax": v.sparsemax_attention,
         "entmax15": v.entmax15_attention,
-        "topk": lambda *x, **o: v.topk_attention(*x, k_keys=3, **o),
+        "topk": lambda *x, **o: v.top_k_attention(*x, top_k=3, **o),
         "additive": lambda *x, **o: v.additive_attention(*x, w, **o),
         "talking_heads": lambda *x, **o: v.talking_heads_attention(*x, mix, mix, **o),
         "shaw": lambda *x, **o: v.shaw_attention(*x, tables[0, :9], tables[1, :9], **o),

@@ -102,7 +102,6 @@ def test_every_key_of_a_long_cache_counts_once(group, dtype, implementation):
     np.testing.assert_allclose(lse, np.log(len_k), rtol=4 * np.finfo(lse.dtype).eps)
 
 
-@pytest.mark.sweep
 @every_dtype
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("len_q", range(1, 34))

@@ -101,7 +101,6 @@ def test_two_dimensional_arrays_are_one_head(implementation):
     np.testing.assert_array_equal(out, fastattn.attention(q[None], k[None], v[None])[0])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("dtype", "causal"), [*((dtype, False) for dtype in DTYPES),
                                                ("float32", True), ("bfloat16", True)])  # fmt: skip
 @pytest.mark.parametrize(("len_q", "len_k"), list(product(LENGTHS, LENGTHS)))
@@ -109,7 +108,6 @@ def test_lengths_sweep(len_q, len_k, causal, dtype, implementation):
     check_size(len_q, len_k, 12, 16, dtype, causal)
 
 
-@pytest.mark.sweep
 @every_dtype
 @pytest.mark.parametrize("len_q", [1, 3, 33])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), HEAD_DIM_PAIRS)
@@ -117,7 +115,6 @@ def test_head_dims_sweep(head_dim, head_dim_v, len_q, dtype, implementation):
     check_size(len_q, 37, head_dim, head_dim_v, dtype, heads=(6, 3))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_dim", range(1, 132))
 def test_all_small_head_dims_sweep(head_dim, dtype, implementation):

@@ -126,7 +126,7 @@ def embedding(d):
 # Of each mask its arguments; the parts of `MASKS` are right, and these are then spoiled.
 MADE = {
     masks.window: lambda d, s: {"left": d.size(0), "right": d.choose(None, d.size(0))},
-    masks.prefix: lambda d, s: {"n": lengths(d, s, s.len_k)},
+    masks.first_keys: lambda d, s: {"n": lengths(d, s, s.len_k)},
     masks.chunked: lambda d, s: {"size": d.size()},
     masks.documents: lambda d, s: {"ids": d.integers(-1, 4, *s.batch, s.len_k), **d.some(
         0.3, query_ids=lambda: d.integers(-1, 4, *s.batch, s.len_q))},
@@ -137,7 +137,7 @@ MADE = {
     masks.dense: lambda d, s: {"array": d.rng.random(d.broadcast(*s.shape)) < 0.5},
     masks.block_sparse: lambda d, s: {"bitmap": d.rng.random((d.size(), d.size())) < 0.5, "block": (2, 4)},
     masks.global_tokens: lambda d, s: {"index": d.integers(0, 9, 3)},
-    masks.bigbird: lambda d, s: {"block": d.size(), "window": d.choose(1, 3), "random": 1, "seed": 5},
+    masks.bigbird: lambda d, s: {"block": d.size(), "window": d.choose(1, 3), "random": 1, "rng": 5},
     masks.axial: lambda d, s: {"shape": grid(d, s.len_k), "axis": d.choose(0, -1)},
     masks.swin: lambda d, s: {"shape": grid(d, s.len_k), "window": d.choose(1, 2, 3), "shift": 0},
     masks.neighborhood: lambda d, s: {"shape": (max(1, s.len_k),), "kernel": 1, "causal": True},
@@ -157,7 +157,7 @@ def mask(d):
         made = kind(*args, **options)
         repr(made)
         batch, heads = s.batch, s.heads_q
-        shown = made.to_array(s.len_q, s.len_k, batch_shape=batch, heads=heads, q_offset=0)
+        shown = made.to_array(s.len_q, s.len_k, batch_shape=batch, num_heads=heads, q_offset=0)
         return shown, fastattn.attention(**qkv, mask=made, q_offset=0)
 
     return Call(use, arguments, names=(kind.__name__, "to_array", "attention"))
@@ -170,7 +170,11 @@ RECIPES += [mask] * 3
 def mask_to_array(d):
     s = Scores.draw(d)
     more = d.some(
-        0.4, len_k=lambda: s.len_k, batch_shape=lambda: s.batch, heads=lambda: s.heads_q, q_offset=lambda: 2
+        0.4,
+        len_k=lambda: s.len_k,
+        batch_shape=lambda: s.batch,
+        num_heads=lambda: s.heads_q,
+        q_offset=lambda: 2,
     )
     return Call(MASKS[d.choose("causal", "window", "chunked", "global_tokens")](d, s).to_array, {
         "len_q": s.len_q, **more})  # fmt: skip

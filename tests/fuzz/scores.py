@@ -99,7 +99,7 @@ def out(d, s):
 
 
 def stats(d, s):
-    names = ("row_max", "entropy", f"topk:{d.size()}", "key_sums", "mean_weights")
+    names = ("row_max", "entropy", f"top_k:{d.size()}", "key_sums", "mean_weights")
     return tuple(name for name in names if d.chance(0.5))
 
 
@@ -138,9 +138,9 @@ MASKS = {
     "all_keys": lambda d, s: masks.all_keys(),
     "causal": lambda d, s: masks.causal(),
     "window": lambda d, s: masks.window(*window(d, s)),
-    "prefix": lambda d, s: masks.prefix(lengths(d, s, s.len_k)),
-    "lengths": lambda d, s: masks.lengths(lengths(d, s, s.len_k)),
-    "sink_tokens": lambda d, s: masks.sink_tokens(d.size()),
+    "prefix": lambda d, s: masks.first_keys(lengths(d, s, s.len_k)),
+    "lengths": lambda d, s: masks.first_keys(lengths(d, s, s.len_k)),
+    "sink_tokens": lambda d, s: masks.first_keys(d.size()),
     "chunked": lambda d, s: masks.chunked(d.size()),
     "documents": lambda d, s: masks.documents(d.integers(-1, 4, *d.broadcast(*s.batch), s.len_k)),
     "dilated": lambda d, s: masks.dilated(d.size(0), d.size()),

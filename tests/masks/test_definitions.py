@@ -47,7 +47,7 @@ def by_bitmap(i, j):
 
 def by_bigbird(i, j):
     n = -(-j.size // 8)
-    bitmap = masks.bigbird(8, random=2, seed=3).bitmap(j.size)
+    bitmap = masks.bigbird(8, random=2, rng=3).bitmap(j.size)
     window = abs(np.arange(n)[:, None] - np.arange(n)) <= 1
     window[:1] = window[:, :1] = True
     extra = np.minimum(2, n - window.sum(1))
@@ -66,9 +66,9 @@ CASES = {
     "window both": (masks.window(5, 70), lambda i, j: (i - 5 <= j) & (j <= i + 70)),
     "window left open": (masks.window(None, 3), lambda i, j: (j <= i + 3)),
     "window right open": (masks.window(3, None), lambda i, j: (i - 3 <= j)),
-    "prefix": (masks.causal() | masks.prefix(9), lambda i, j: (j <= i) | (j < 9)),
-    "lengths": (masks.lengths(50), lambda i, j: (j < 50) & (i == i)),
-    "streaming": (masks.causal() & (masks.window(6) | masks.sink_tokens(4)),
+    "prefix": (masks.causal() | masks.first_keys(9), lambda i, j: (j <= i) | (j < 9)),
+    "lengths": (masks.first_keys(50), lambda i, j: (j < 50) & (i == i)),
+    "streaming": (masks.causal() & (masks.window(6) | masks.first_keys(4)),
                   lambda i, j: (j <= i) & ((j < 4) | (i - j <= 6))),
     "chunked": (masks.chunked(12), lambda i, j: i // 12 == j // 12),
     "chunked causal": (masks.causal() & masks.chunked(12), lambda i, j: (i // 12 == j // 12) & (j <= i)),
@@ -77,7 +77,7 @@ CASES = {
     "strided": (masks.strided(9), lambda i, j: (j <= i) & ((i - j <= 9) | ((i - j) % 9 == 0))),
     "fixed": (masks.fixed(10, 2), lambda i, j: (j <= i) & ((i // 10 == j // 10) | (j % 10 >= 8))),
     "block_sparse": (masks.block_sparse(BITMAP, 16), by_bitmap),
-    "bigbird": (masks.bigbird(8, random=2, seed=3), by_bigbird),
+    "bigbird": (masks.bigbird(8, random=2, rng=3), by_bigbird),
     "global": (masks.global_tokens([0, 20]) | masks.window(4, 4),
                lambda i, j: (abs(i - j) <= 4) | np.isin(i, [0, 20]) | np.isin(j, [0, 20])),
 }  # fmt: skip
@@ -113,14 +113,14 @@ def test_of_each_sequence_and_head():
     array = masks.documents(numbers).to_array(40, batch_shape=(2, 3))
     want = (numbers[..., None] == numbers[..., None, :]) & (numbers[..., None] >= 0)
     np.testing.assert_array_equal(array, np.repeat(want, 3, 1))
-    array = masks.prefix(n).to_array(40, batch_shape=(2, 3), heads=2)
+    array = masks.first_keys(n).to_array(40, batch_shape=(2, 3), num_heads=2)
     np.testing.assert_array_equal(
         array, np.broadcast_to(np.arange(40) < n[..., None, None, None], (2, 3, 2, 40, 40))
     )
-    array = masks.block_sparse(bitmap, 8).to_array(40, heads=3)
+    array = masks.block_sparse(bitmap, 8).to_array(40, num_heads=3)
     np.testing.assert_array_equal(array, bitmap.repeat(8, 1).repeat(8, 2))
     dense = rng.random((2, 1, 3, 1, 40)) < 0.5
-    array = masks.dense(dense).to_array(40, batch_shape=(2, 5), heads=3, q_offset=[1, 2, 3, 4, 5])
+    array = masks.dense(dense).to_array(40, batch_shape=(2, 5), num_heads=3, q_offset=[1, 2, 3, 4, 5])
     np.testing.assert_array_equal(array, np.broadcast_to(dense, (2, 5, 3, 40, 40)))
     array = masks.causal().to_array(4, 6, batch_shape=(2,), q_offset=[0, 2])
     np.testing.assert_array_equal(
@@ -183,7 +183,7 @@ def test_swin(shape, window, shift):
 def test_no_score_costs_nothing():
     for len_q, len_k in ((0, 5), (5, 0)):
         shape = (2**40, 2**20, len_q, len_k)
-        assert masks.causal().to_array(len_q, len_k, batch_shape=shape[:1], heads=2**20).shape == shape
+        assert masks.causal().to_array(len_q, len_k, batch_shape=shape[:1], num_heads=2**20).shape == shape
 
 
 def test_swin_windows_larger_than_the_grid():
@@ -271,14 +271,14 @@ def test_compile(shape):
     i, j = places(len_q, len_k, 3)
     b = np.arange(np.prod(batch, dtype=int)).reshape(*batch, 1, 1, 1)
     compiled = masks.compile(by_all, shape, q_offset=3)
-    array = compiled.to_array(len_q, len_k, batch_shape=tuple(batch), heads=heads, q_offset=3)
+    array = compiled.to_array(len_q, len_k, batch_shape=tuple(batch), num_heads=heads, q_offset=3)
     want = (i - j) % (b + np.arange(heads)[:, None, None] + 2) == 0
     np.testing.assert_array_equal(array, np.broadcast_to(want, shape))
     n = len(calls)
-    compiled.to_array(len_q, len_k, batch_shape=tuple(batch), heads=heads, q_offset=3)
+    compiled.to_array(len_q, len_k, batch_shape=tuple(batch), num_heads=heads, q_offset=3)
     assert len(calls) == n  # what was compiled is not computed again
     again = masks.compile(compiled & masks.causal(), shape, q_offset=3)
-    array = again.to_array(len_q, len_k, batch_shape=tuple(batch), heads=heads, q_offset=3)
+    array = again.to_array(len_q, len_k, batch_shape=tuple(batch), num_heads=heads, q_offset=3)
     np.testing.assert_array_equal(array, np.broadcast_to(want & (j <= i), shape))
 
 
@@ -296,17 +296,17 @@ def test_compile_looks_at_blocks():
 
 def test_compiled_fits_one_shape():
     mask = masks.compile(masks.causal(), (2, 4, 4))
-    with pytest.raises(ValueError, match=r"compiled for \(\(\), 2, 4, 4\)"):
-        mask.to_array(5, heads=2)
+    with pytest.raises(ValueError, match=r"compiled for \(2, 4, 4\)"):
+        mask.to_array(5, num_heads=2)
     with pytest.raises(ValueError, match="another q_offset"):
-        mask.to_array(4, heads=2, q_offset=1)
+        mask.to_array(4, num_heads=2, q_offset=1)
 
 
 def test_repr_shows_construction():
     mask = masks.causal() & (masks.window(128) | ~masks.documents([0, 0, 1]))
     assert repr(mask) == "(causal() & (window(128, 0) | ~documents([0, 0, 1], None)))"
     assert repr(masks.documents(np.zeros((2, 50), int))) == "documents(<int64 2x50>, None)"
-    assert repr(masks.compile(masks.prefix(3), (2, 4, 4))) == "compile(prefix(3), (2, 4, 4))"
+    assert repr(masks.compile(masks.first_keys(3), (2, 4, 4))) == "compile(first_keys(3), (2, 4, 4))"
     assert repr(masks.neighborhood((4, 4), 3)) == "neighborhood((4, 4), (3, 3), (1, 1), (False, False))"
 
 
@@ -316,15 +316,15 @@ def test_repr_shows_construction():
         (lambda: masks.window(-1), ValueError, r"window\(\): left is -1"),
         (lambda: masks.window(1.5), TypeError, r"window\(\): left is 1.5"),
         (lambda: masks.chunked(0), ValueError, r"chunked\(\): size is 0"),
-        (lambda: masks.prefix(-1), ValueError, r"prefix\(\): n has -1"),
-        (lambda: masks.prefix(1.0), TypeError, r"prefix\(\): n has dtype float64"),
+        (lambda: masks.first_keys(-1), ValueError, r"first_keys\(\): n has -1"),
+        (lambda: masks.first_keys(1.0), TypeError, r"first_keys\(\): n has dtype float64"),
         (lambda: masks.documents([0.5]), TypeError, r"documents\(\): ids has dtype float64"),
         (lambda: masks.documents(3), ValueError, r"documents\(\): ids has shape \(\)"),
         (lambda: masks.documents(None), TypeError, r"documents\(\): ids is None; expected an array"),
         (lambda: masks.documents([0, 1]).to_array(3), ValueError, r"to_array\(\): ids of documents\(\) has"),
         (lambda: masks.causal().to_array(-1), ValueError, r"to_array\(\): len_q is -1; expected at least 0"),
         (lambda: masks.causal().to_array(2, 1.5), TypeError, r"to_array\(\): len_k is 1.5; expected an int"),
-        (lambda: masks.causal().to_array(2, heads=0), ValueError, r"to_array\(\): heads is 0; expected at"),
+        (lambda: masks.causal().to_array(2, num_heads=0), ValueError, r"to_array\(\): num_heads is 0; exp"),
         (lambda: masks.causal().to_array(2, batch_shape=3), TypeError, r"to_array\(\): batch_shape is 3;"),
         (lambda: masks.axial((2**32, 2**32), 0).to_array(0), ValueError, "has 18446744073709551616 places"),
         (lambda: masks.documents([0, 1], [0]).to_array(2), ValueError, r"query_ids of documents\(\) has"),
@@ -354,8 +354,8 @@ def test_repr_shows_construction():
         ),
         (lambda: masks.causal() & np.ones((2, 2), bool), TypeError, r"^&: an operand is an array.*dense"),
         (lambda: np.ones((2, 2), bool) & masks.causal(), TypeError, r"^&: an operand is an array.*dense"),
-        (lambda: masks.causal | masks.prefix(3), TypeError, r"^\|: an operand is the class causal;"),
-        (lambda: masks.prefix(3) | None, TypeError, r"^\|: an operand is None"),
+        (lambda: masks.causal | masks.first_keys(3), TypeError, r"^\|: an operand is the class causal;"),
+        (lambda: masks.first_keys(3) | None, TypeError, r"^\|: an operand is None"),
         (lambda: bool(masks.causal()), TypeError, "combine masks with"),
     ],
 )  # fmt: skip

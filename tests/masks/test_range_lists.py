@@ -153,7 +153,7 @@ def test_explain_counts_as_of_the_array(name, kind, causal, implementation):
 def test_lists_take_no_memory_of_the_scores():
     """A mask of a million queries and keys; a hundred ranges."""
     n = 2**20
-    mask = masks.window(3) | masks.sink_tokens(2)
+    mask = masks.window(3) | masks.first_keys(2)
     begin = masks.compile(mask, (1, n, n)).resolved.lists
     assert begin.ranges.shape[0] < 2 * n + 4
     q = np.ones((1, 64, 4), as_dtype("float32"))

@@ -39,11 +39,16 @@ def environment():
     return child_environment() if COMPILED else child_environment(FASTATTN_BACKEND="numpy")
 
 
-def run(*arguments, stdin="", status=0):
-    """`python -m fastattn` with `arguments`; its standard output."""
+def run(*arguments, stdin="", status=0, **variables):
+    """`python -m fastattn` with `arguments` and environment `variables`; its standard output."""
     command = [sys.executable, "-W", "error", "-m", "fastattn", *map(str, arguments)]
     done = subprocess.run(
-        command, input=stdin.encode(), capture_output=True, env=environment(), timeout=120, check=False
+        command,
+        input=stdin.encode(),
+        capture_output=True,
+        env=environment() | variables,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == status, done.stderr.decode()
     assert b"Traceback" not in done.stderr
@@ -137,6 +142,15 @@ def test_the_command_generate(writer):
     greedy = run("generate", "--model", writer, "Once", "--max-new-tokens", 5)
     assert greedy == run("generate", "--model", writer, "Once", "--max-new-tokens", 5)
     assert run("generate", "--model", writer, "Once", "--max-new-tokens", 0) == "\n"
+
+
+def test_the_command_generate_replaces_what_cannot_be_shown(writer):
+    """The writer's random bytes hold characters that an ASCII terminal lacks: each is a question mark."""
+    options = ["--max-new-tokens", 40, "--temperature", 0.9, "--seed", 3]
+    printed = run("generate", "--model", writer, "Once", *options)
+    assert not printed.isascii()
+    shown = run("generate", "--model", writer, "Once", *options, PYTHONIOENCODING="ascii")
+    assert shown == printed.encode("ascii", "replace").decode()
 
 
 def test_the_command_generate_refuses(encoder, writer, tmp_path):

@@ -1,0 +1,14 @@
+"""The suites of the bench, by the name that ``python -m fastattn bench --suite`` takes."""
+
+from __future__ import annotations
+
+from fastattn._bench.suites import attention, layers, models, normalisers, recurrent, variants
+
+SUITES = {
+    "attention": attention.SUITE,
+    "layers": layers.SUITE,
+    "models": models.SUITE,
+    "recurrent": recurrent.SUITE,
+    "normalisers": normalisers.SUITE,
+    "variants": variants.SUITE,
+}

@@ -1,0 +1,108 @@
+"""Layers as ONNX graphs.
+
+Operators and their order are those of torch's export of BERT, which the optimisers of the runtimes look for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fastattn._bench import runtimes
+from fastattn._bench.cases import Array
+from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
+from fastattn._bench.ways import Unsupported
+
+
+class _Graph:
+    """Nodes and constants of a graph; every method that adds one returns the name of its result."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self.constants: dict[str, Array] = {}
+
+    def add(self, kind: str, *inputs: str | Array, out: str = "", **attributes: Any) -> str:
+        from onnx import helper
+
+        out = out or f"{kind}_{len(self.nodes)}"
+        names = [one if isinstance(one, str) else self._constant(one) for one in inputs]
+        self.nodes.append(helper.make_node(kind, names, [out], name=f"node_{out}", **attributes))
+        return out
+
+    def _constant(self, array: Array) -> str:
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = np.ascontiguousarray(array)
+        return name
+
+    def linear(self, x: str, weight: Array, bias: Array) -> str:
+        return self.add("Add", bias, self.add("MatMul", x, weight.T))
+
+
+def of(problem: LayerProblem) -> tuple[bytes, dict[str, Array], Array]:
+    """The model, its inputs, and an array for its output."""
+    shape, x, weights = problem.shape, problem.x(), problem.weights()
+    graph, feeds, out, opset = _Graph(), {"x": x}, np.empty_like(x), 17
+    if shape.kind == "linear":
+        out = np.zeros((*x.shape[:-1], shape.inner), x.dtype)
+        _linear(graph, weights["weight"], problem.dtype)
+    elif shape.kind == "layer_norm":
+        _norm(graph, "x", weights, "", out="out")
+    elif shape.kind == "gelu":
+        graph.add("Gelu", "x", out="out")
+        opset = 20
+    elif shape.kind == "rope":
+        cos, sin = problem.tables()
+        feeds |= {"cos": cos[None], "sin": sin[None]}
+        graph.add("RotaryEmbedding", "x", "cos", "sin", out="out")
+        opset = 23
+    elif shape.kind == "encoder":
+        _encoder(graph, shape, weights)
+    else:
+        raise Unsupported("decoder layers are not built as a graph")
+    return runtimes.onnx_model(graph.nodes, feeds, graph.constants, out, opset), feeds, out
+
+
+def _linear(graph: _Graph, weight: Array, dtype: str) -> None:
+    """The product with a constant weight; int8 has a scale for each output feature and is widened."""
+    if dtype == "int8":
+        scale = np.abs(weight).max(1) / np.float32(127)
+        quantised = np.rint(weight / scale[:, None]).astype(np.int8)
+        weight_name = graph.add("DequantizeLinear", quantised.T, scale, np.zeros(len(scale), np.int8), axis=1)
+        graph.add("MatMul", "x", weight_name, out="out")
+    else:
+        graph.add("MatMul", "x", weight.T, out="out")
+
+
+def _norm(graph: _Graph, x: str, weights: dict[str, Array], name: str, out: str = "") -> str:
+    weight, bias = weights[f"{name}weight"], weights[f"{name}bias"]
+    return graph.add("LayerNormalization", x, weight, bias, out=out, axis=-1, epsilon=1e-5)
+
+
+def _encoder(graph: _Graph, shape: LayerShape, weights: dict[str, Array]) -> None:
+    """x is (B, L, D), out the same: post-norm, GELU, no mask."""
+    add, width = graph.add, shape.width
+    heads = np.array([0, 0, shape.heads, width // shape.heads], np.int64)
+    projected = np.split(weights["self_attn.in_proj_weight"], 3)
+    biases = np.split(weights["self_attn.in_proj_bias"], 3)
+    q, k, v = (
+        add("Reshape", graph.linear("x", weight, bias), heads)
+        for weight, bias in zip(projected, biases, strict=True)
+    )
+    q, k, v = (
+        add("Transpose", y, perm=perm)
+        for y, perm in ((q, [0, 2, 1, 3]), (k, [0, 2, 3, 1]), (v, [0, 2, 1, 3]))
+    )
+    root = np.array(math.sqrt(width // shape.heads), np.float32)
+    probs = add("Softmax", add("Div", add("MatMul", q, k), root), axis=-1)
+    context = add("Transpose", add("MatMul", probs, v), perm=[0, 2, 1, 3])
+    context = add("Reshape", context, np.array([0, 0, width], np.int64))
+    attended = graph.linear(context, weights["self_attn.out_proj.weight"], weights["self_attn.out_proj.bias"])
+    y = _norm(graph, add("Add", attended, "x"), weights, "norm1.")
+    inner = graph.linear(y, weights["linear1.weight"], weights["linear1.bias"])
+    half, one, root = (np.array(value, np.float32) for value in (0.5, 1.0, math.sqrt(2)))
+    erf = add("Add", add("Erf", add("Div", inner, root)), one)
+    inner = add("Mul", add("Mul", inner, erf), half)
+    outer = graph.linear(inner, weights["linear2.weight"], weights["linear2.bias"])
+    _norm(graph, add("Add", outer, y), weights, "norm2.", out="out")

@@ -1,0 +1,138 @@
+"""The peers of models: transformers on torch, and the graph that torch exports in two runtimes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastattn._bench import runtimes
+from fastattn._bench.cases import Array
+from fastattn._bench.suite import WEIGHT_BYTES
+from fastattn._bench.suites.models.problem import ModelProblem
+from fastattn._bench.ways import Unsupported, Way, refuse_above_memory
+
+
+def torch_eager(problem: ModelProblem, threads: int) -> Way:
+    """BertModel, and LlamaForCausalLM with its cache."""
+    if problem.dtype == "int8":
+        raise Unsupported("has no product of float32 and int8")
+    torch = runtimes.torch_inference(threads)
+    refuse_above_memory(problem.weights * WEIGHT_BYTES[problem.dtype], "holds its weights")
+    model = _transformers(problem, dtype=getattr(torch, problem.dtype))
+    ids = torch.from_numpy(problem.ids())
+
+    if problem.shape.kind == "minilm":
+        return Way(lambda: model(input_ids=ids).last_hidden_state, runtimes.read_tensor)
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    last = ids[:, -1:].contiguous()
+
+    def step() -> Any:
+        cache.crop(-1)  # drops the token of the call before
+        return model(input_ids=last, past_key_values=cache, use_cache=True).logits[:, -1]
+
+    return Way(step, runtimes.read_tensor)
+
+
+def _transformers(problem: ModelProblem, **options: Any) -> Any:
+    """The model in transformers, which is kept from asking the network."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers: Any = import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    bert = problem.shape.kind == "minilm"
+    kind = transformers.BertModel if bert else transformers.LlamaForCausalLM
+    if bert:
+        options["add_pooling_layer"] = False
+    return kind.from_pretrained(problem.folder(), **options).eval()
+
+
+def _exported(problem: ModelProblem, *, masked: bool) -> str:
+    """The path of MiniLM as torch exports it, for any batch and length; exported once for all engines.
+
+    Texts without padding need no mask, and the graph without one is faster. The BERT optimiser, however,
+    finds attention by its mask.
+    """
+    if problem.shape.kind != "minilm":
+        raise Unsupported("is given no decoder with a cache")
+    if problem.dtype == "int8":
+        raise Unsupported("is given no graph in int8")
+    path = Path(problem.scratch, f"minilm{'-masked' * masked}.onnx")
+    if not path.exists():
+        import torch
+
+        names = ["ids", "mask"][: 1 + masked]
+        ids = torch.ones((2, 16), dtype=torch.int64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                _encoder_alone(problem),
+                (ids,) * len(names),
+                str(path.with_suffix(".part")),
+                input_names=names,
+                output_names=["out"],
+                dynamic_axes={name: {0: "batch", 1: "length"} for name in names},
+                opset_version=17,
+                dynamo=False,
+            )
+        path.with_suffix(".part").rename(path)
+    return str(path)
+
+
+def _encoder_alone(problem: ModelProblem) -> Any:
+    """A torch module that turns ids, and a mask if there is one, into hidden states."""
+    import torch
+
+    class Encoder(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = _transformers(problem, attn_implementation="eager", dtype=torch.float32)
+
+        def forward(self, ids: Any, mask: Any = None) -> Any:
+            return self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+
+    return Encoder().eval()
+
+
+def _feeds(problem: ModelProblem, *, masked: bool) -> tuple[dict[str, Array], Array]:
+    """The inputs, and an array for the output."""
+    ids = problem.ids()
+    feeds = {"ids": ids, "mask": np.ones_like(ids)} if masked else {"ids": ids}
+    return feeds, np.zeros((*ids.shape, problem.config()["hidden_size"]), np.float32)
+
+
+def onnxruntime(problem: ModelProblem, threads: int) -> Way:
+    """The exported graph, with the optimisations that a session makes by itself."""
+    return _onnxruntime(problem, threads, optimise=False)
+
+
+def onnxruntime_bert(problem: ModelProblem, threads: int) -> Way:
+    """The exported graph, rewritten by onnxruntime.transformers."""
+    return _onnxruntime(problem, threads, optimise=True)
+
+
+def _onnxruntime(problem: ModelProblem, threads: int, *, optimise: bool) -> Way:
+    model = _exported(problem, masked=optimise)
+    if optimise:
+        config = problem.config()
+        path = Path(problem.scratch, "minilm-optimised.onnx")
+        if not path.exists():
+            fused = runtimes.bert_optimised(
+                Path(model).read_bytes(), config["num_attention_heads"], config["hidden_size"]
+            )
+            path.write_bytes(fused)
+        model = str(path)
+    feeds, out = _feeds(problem, masked=optimise)
+    sizes = {"batch": problem.shape.batch, "length": problem.shape.length}
+    return runtimes.onnxruntime_way(model, problem.dtype, threads, feeds, out, sizes=sizes)
+
+
+def openvino(problem: ModelProblem, threads: int) -> Way:
+    """The exported graph, reshaped to the inputs."""
+    model = _exported(problem, masked=False)
+    feeds, out = _feeds(problem, masked=False)
+    return runtimes.openvino_way(model, problem.dtype, threads, feeds, out)
