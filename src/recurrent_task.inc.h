@@ -49,18 +49,19 @@ INLINE int64_t panel_width(const fa_recurrent_args *a, int64_t column)
 /* The task's columns of the state to and from scratch, (panels, head_dim, PANEL). */
 static void load_state(const fa_recurrent_args *a, const recurrent_task *task, lane *state)
 {
-    for (int64_t p = 0, c = task->column; p < task->panels; p++, c += PANEL)
+    for (int64_t panel = 0, column = task->column; panel < task->panels; panel++, column += PANEL)
         for (int64_t d = 0; d < a->head_dim; d++, state += PANEL) {
             memset(state, 0, FA_PANEL_BYTES);
-            if (a->state.data) memcpy(state, at(&a->state, task->b, task->h, d, c), panel_width(a, c) * sizeof(lane));
+            if (a->state.data)
+                memcpy(state, at(&a->state, task->b, task->h, d, column), panel_width(a, column) * sizeof(lane));
         }
 }
 
 static void store_state(const fa_recurrent_args *a, const recurrent_task *task, const lane *state)
 {
-    for (int64_t p = 0, c = task->column; p < task->panels; p++, c += PANEL)
+    for (int64_t panel = 0, column = task->column; panel < task->panels; panel++, column += PANEL)
         for (int64_t d = 0; d < a->head_dim; d++, state += PANEL)
-            memcpy(at(&a->state_out, task->b, task->h, d, c), state, panel_width(a, c) * sizeof(lane));
+            memcpy(at(&a->state_out, task->b, task->h, d, column), state, panel_width(a, column) * sizeof(lane));
 }
 
 /* The sum of the keys to and from scratch. All tasks of a state compute it; the one of its first columns writes it. */

@@ -18,10 +18,10 @@ INLINE void rotate_row(const fa_rope_args *a, const lane_u *cos, const lane_u *s
     }
     for (int64_t j = 0; j < pairs; j += LANES) {
         const int64_t n = pairs - j;
-        const v_t c = v_load_part(cos + j, n), s = v_load_part(sin + j, n);
+        const v_t cosine = v_load_part(cos + j, n), sine = v_load_part(sin + j, n);
         const v_t first = v_load_part(x + j, n), second = v_load_part(x + pairs + j, n);
-        v_store_part(x + j, first * c - second * s, n);
-        v_store_part(x + pairs + j, second * c + first * s, n);
+        v_store_part(x + j, first * cosine - second * sine, n);
+        v_store_part(x + pairs + j, second * cosine + first * sine, n);
     }
 }
 

@@ -11,7 +11,7 @@ static const int64_t recurrent_lens[] = {0, 1, 2, 4, 5, 15, 16, 17, 31, 32, 33, 
 static const int64_t recurrent_dims[] = {1, 3, 8, 17, 33, 64, MOST_DIM};
 static const int64_t recurrent_dims_v[] = {1, 5, 16, 31, 33, 70, 130};
 
-/* Numbers of states, and of heads of q, k and v. A head may serve several states, and several heads of q may read one. */
+/* Numbers of states, and of heads of q, k, v. A head may serve several states, and several heads of q may read one. */
 static const int64_t recurrent_heads[][4] = {{1, 1, 1, 1}, {2, 4, 2, 1}, {2, 2, 1, 2}, {3, 1, 3, 1}, {4, 2, 2, 4}};
 
 /* Rules: without decay, with scalar ones, with vector ones; and the same three with the delta rule. */
