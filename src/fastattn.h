@@ -200,6 +200,6 @@ int fa_isa_count(void);
 const char *fa_isa_name(int isa);
 int fa_isa_available(int isa);                            /* this CPU (and system) runs it */
 const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane); /* FA_F32 or FA_F64 lanes */
-const char *fa_activation_name(fa_activation activation); /* "" for FA_NONE */
+extern const char *const fa_activation_names[FA_N_ACTIVATIONS]; /* that of FA_NONE is NULL */
 
 #endif
