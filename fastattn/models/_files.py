@@ -38,7 +38,7 @@ def require(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(f"models need {package}: pip install 'fastattn[models]' ({error})") from error
+        raise ImportError(f"models need {package}: pip install {package} ({error})") from error
 
 
 def read_json(path: Path, kind: type = dict) -> Any:

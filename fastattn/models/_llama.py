@@ -10,18 +10,15 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastattn.models._blocks import ACTIVATIONS, BlockNames, BlockReader
+from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._decoder import Decoder, DecoderNames, read_decoder
 from fastattn.models._files import ModelError
 from fastattn.positions import rope_frequencies
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fastattn.layers._block import Window
     from fastattn.models._decoder import Frequencies
-    from fastattn.models._files import Config, Tensors
-    from fastattn.models._weights import Precision
+    from fastattn.models._files import Config
 
 _NAMES = DecoderNames(
     prefix="model.",
@@ -35,6 +32,7 @@ _NAMES = DecoderNames(
         inner="mlp.up_proj",
         gate="mlp.gate_proj",
         outer="mlp.down_proj",
+        norm="rms_norm",
     ),
     norm="norm",
     ignored=re.compile(r"\.rotary_emb\.inv_freq$"),  # config.json gives them; old files hold them
@@ -42,8 +40,9 @@ _NAMES = DecoderNames(
 _QWEN3 = _NAMES._replace(block=_NAMES.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
 
 
-def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) -> Decoder:
+def build(source: Source) -> Decoder:
     """The model that the folder's files describe."""
+    config = source.config
     model_type = config.text("model_type")
     names = _QWEN3 if model_type == "qwen3" else _NAMES
     heads = config.size("num_attention_heads")
@@ -53,25 +52,20 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
     head_dim = config.optional_size("head_dim") or (
         128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
     )
-    blocks = BlockReader(
-        names=names.block,
-        depth=tensors.depth(config, "num_hidden_layers"),
+    blocks = Blocks(
+        source,
+        names.block,
+        depth=source.tensors.depth(config, "num_hidden_layers"),
         hidden=config.size("hidden_size"),
         inner=config.size("intermediate_size"),
         heads=heads,
         heads_kv=heads_kv,
         head_dim=head_dim,
-        norm_first=True,
-        norm="rms_norm",
         eps=config.number("rms_norm_eps", 1e-6),
         activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
         biased=_biased(config, model_type, names.block),
     )
     return read_decoder(
-        config,
-        tensors,
-        precision,
-        folder,
         names,
         blocks,
         windows=_windows(config, model_type, blocks.depth),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import as_array, integer, iterated, short
 from fastattn.models._files import Config, ModelError, lfs_hint, read_json, require
-from fastattn.models._padding import NO_TOKEN
+from fastattn.models._model import NO_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
