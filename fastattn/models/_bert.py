@@ -43,7 +43,7 @@ def build(source: Source) -> Bert:
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     vocab, types = config.size("vocab_size"), config.size("type_vocab_size", 2)
     table = config.size("max_position_embeddings")
-    model_type = config.text("model_type")
+    model_type = config.get("model_type", str)
     blocks = Blocks(
         source,
         _NAMES,

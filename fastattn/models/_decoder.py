@@ -201,7 +201,7 @@ class Decoder(_model.Model):
 
     def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
         """Whether `ids` is one sequence, and the sequences without what does not count."""
-        rows = list(ids) if isinstance(ids, (list, tuple)) and attention_mask is None else []
+        rows = ids if isinstance(ids, (list, tuple)) and attention_mask is None else ()
         if rows and all(_is_row(row) for row in rows):
             prompts = [_model.token_ids("generate", row, self.vocab_size)[0] for row in rows]
             single = False
@@ -300,7 +300,7 @@ def read_decoder(
     logits = build("model", [norm, LinearStep("normed", OUT, weight, None)])
     table = None if positions is None else source.vector(positions).astype(precision.dtype)
     return Decoder(
-        model_type=config.text("model_type"),
+        model_type=config.get("model_type", str),
         hidden_size=blocks.hidden,
         heads=blocks.heads,
         depth=blocks.depth,

@@ -44,12 +44,12 @@ def build(source: Source) -> Decoder:
         biased=_NAMES.block.maps,
     )
     config.refuse(add_cross_attention=False)
-    scale = blocks.head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
-    by_depth = config.flag("scale_attn_by_inverse_layer_idx", False)
+    scale = blocks.head_dim**-0.5 if config.get("scale_attn_weights", bool, True) else 1.0
+    by_depth = config.get("scale_attn_by_inverse_layer_idx", bool, False)
     return read_decoder(
         _NAMES,
         blocks,
         scales=[scale / (i + 1) if by_depth else scale for i in range(blocks.depth)],
         max_length=config.size("n_positions"),
-        tied=config.flag("tie_word_embeddings", True),
+        tied=config.get("tie_word_embeddings", bool, True),
     )

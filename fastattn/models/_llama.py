@@ -43,7 +43,7 @@ _QWEN3 = _NAMES._replace(block=_NAMES.block._replace(head_norms=("self_attn.q_no
 def build(source: Source) -> Decoder:
     """The model that the folder's files describe."""
     config = source.config
-    model_type = config.text("model_type")
+    model_type = config.get("model_type", str)
     names = _QWEN3 if model_type == "qwen3" else _NAMES
     heads = config.size("num_attention_heads")
     heads_kv = config.optional_size("num_key_value_heads") or (8 if model_type == "mistral" else heads)
@@ -70,7 +70,7 @@ def build(source: Source) -> Decoder:
         blocks,
         windows=_windows(config, model_type, blocks.depth),
         frequencies=_frequencies(config, head_dim),
-        tied=config.flag("tie_word_embeddings", False),
+        tied=config.get("tie_word_embeddings", bool, False),
     )
 
 
@@ -79,9 +79,9 @@ def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str
     if model_type == "qwen2":
         return frozenset(names.qkv)
     biased: list[str | None] = []
-    if model_type in ("llama", "qwen3") and config.flag("attention_bias", False):
+    if model_type in ("llama", "qwen3") and config.get("attention_bias", bool, False):
         biased += [*names.qkv, names.attended]
-    if model_type == "llama" and config.flag("mlp_bias", False):
+    if model_type == "llama" and config.get("mlp_bias", bool, False):
         biased += [names.gate, names.inner, names.outer]
     return frozenset(name for name in biased if name is not None)
 
@@ -94,7 +94,7 @@ def _windows(config: Config, model_type: str, depth: int) -> list[Window]:
     if model_type == "mistral":
         slides = [True] * depth
     else:
-        if not config.flag("use_sliding_window", False):
+        if not config.get("use_sliding_window", bool, False):
             width = None
         kinds = config.words("layer_types", ("full_attention", "sliding_attention"), depth)
         if kinds is None:
@@ -111,7 +111,7 @@ def _frequencies(config: Config, head_dim: int) -> Frequencies:
     `rope_parameters` describes them; older files have `rope_theta` and, if there is one, `rope_scaling`.
     """
     longest = config.optional_size("max_position_embeddings")
-    scaling = {**config.table("rope_scaling"), **config.table("rope_parameters")}
+    scaling = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})}
     scaling.setdefault("rope_theta", config.number("rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in ("yarn", "llama3", "longrope"):  # the trained length may be beside it, or the same

@@ -76,7 +76,7 @@ def load(
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         raise ModelError(f"{path} is no folder; expected one with config.json and model.safetensors")
     config = Config(path / "config.json", read_json(path / "config.json"))
-    model_type = config.text("model_type")
+    model_type = config.get("model_type", str)
     if model_type not in _BUILDERS:
         raise ModelError(
             f"{config.path}: 'model_type' is {model_type!r}; expected one of {', '.join(MODEL_TYPES)}"

@@ -34,12 +34,12 @@ class Sentences:
     @classmethod
     def of(cls, folder: Path) -> Sentences:
         """As the folder's two files say; the defaults where there are none."""
-        lower = _config(folder / "sentence_bert_config.json").flag("do_lower_case", False)
-        config = _config(folder / "config_sentence_transformers.json")
+        lower = Config.of(folder / "sentence_bert_config.json").get("do_lower_case", bool, False)
+        config = Config.of(folder / "config_sentence_transformers.json")
         name: Any = config.values.get("default_prompt_name")
         if name is None:
             return cls(lower=lower)
-        prompt = config.table("prompts").get(name) if isinstance(name, str) else None
+        prompt = config.get("prompts", dict, {}).get(name) if isinstance(name, str) else None
         if not isinstance(prompt, str):
             raise ModelError(f"{config.path}: 'default_prompt_name' is {name!r}; expected one of 'prompts'")
         return cls(prompt, lower)
@@ -100,10 +100,6 @@ class Pooling:
             norm = np.sqrt(np.square(pooled).sum(axis=1, keepdims=True))
             pooled = pooled / np.maximum(norm, 1e-12)
         return pooled
-
-
-def _config(path: Path) -> Config:
-    return Config(path, read_json(path) if path.is_file() else {})
 
 
 def _mode(path: Path, has_prompt: bool) -> str:
