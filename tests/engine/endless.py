@@ -39,7 +39,7 @@ def decode():
 
 def topk():
     q, k = repeated(100_000, 4, 256, 64), repeated(100_000, 4, 2048, 64)
-    return lambda: functional.topk_attention(q, k, k[..., :1], k_keys=3)
+    return lambda: functional.top_k_attention(q, k, k[..., :1], top_k=3)
 
 
 def additive():
