@@ -204,7 +204,7 @@ def watched(encoder):
 
 
 def test_texts_are_tokenized_some_at_a_time(watched, monkeypatch):
-    """What a tokenizer knows of a text is many times as large as the text."""
+    """Encodings are dropped early: they are many times as large as the text."""
     model, tokenizer = watched
     monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
     texts = [" ".join(TEXTS[:n]) for n in (1, 5, 0, 2, 3) * 20]
@@ -269,7 +269,7 @@ def test_windows_end_with_whole_batches(encoder, monkeypatch):
 
 
 def test_vectors_stay_in_order_across_windows(encoder, monkeypatch):
-    """And are the same where a batch is one text."""
+    """The vectors are the same where a batch is one text."""
     model = models.load(encoder)
     texts = [TEXTS[n] for n in np.random.default_rng(0).integers(0, 5, 50)]
     expected = model.embed(texts, batch_size=1)
@@ -321,7 +321,7 @@ def test_tokenizers_that_are_none(encoder):
 
 @pytest.mark.parametrize("text", ["plain", "Grüße an 日本 und 😀!", " two  spaces ", "\n\n"])
 def test_text_is_streamed_in_whole_characters(text, writer):
-    """One token a byte: nothing comes before the last byte of a character, and then it comes at once."""
+    """With one token a byte, a character comes with its last byte, and nothing before."""
     model = models.load(writer)
     prompt, ids = model.text.encode(["Once ", text])
     assert len(ids) == len(text.encode())
@@ -349,7 +349,7 @@ def test_bytes_that_are_no_text_do_not_hold_back_what_follows(writer):
 
 
 def test_streams_of_any_bytes_are_their_text(tmp_path):
-    """Valid characters, cut ones and stray bytes in any order, in tokens of one byte and of several."""
+    """Valid characters, cut ones and stray bytes, in any order and in tokens of one or more bytes."""
     tiny.write(tmp_path, "gpt2")
     tokenizer = write_byte_tokenizer(tmp_path, ["Ã ©", "ð Ł", "ĺ Ģ", "a ð", "© ð"])
     rng = np.random.default_rng(0)
@@ -365,7 +365,7 @@ def test_streams_of_any_bytes_are_their_text(tmp_path):
 
 
 class Broken:
-    """Of a class that cannot say what number it is."""
+    """An integer by its class, which fails when it is asked for its value."""
 
     def __array__(self, dtype=None, copy=None):
         raise RuntimeError("nothing there")
