@@ -64,7 +64,7 @@ def problem(rule, heads, n, head_dim, head_dim_v, dtype=np.float32, seed=0, stro
 
 
 def close(actual, expected, dtype, factor=64):
-    """`got` may be off by `factor` roundings of its row's largest, as accumulated, and by one of its dtype."""
+    """`got` may be off by `factor` roundings of its row's largest, as accumulated, and one of its dtype."""
     assert actual.shape == expected.shape
     if not expected.size:
         return
