@@ -16,7 +16,7 @@ MEMORY = 4 << 30  # bytes of addresses that a process gets; a case that wants mo
 
 
 def run(arguments: list[str], cases: int, jobs: int) -> Iterator[tuple[int, str]]:
-    """Run cases 0 to `cases` and yield the number and the problem of each bad one. Children get `arguments`."""
+    """Run `cases` cases and yield the number and problem of each bad one. Children get `arguments`."""
     found: list[tuple[int, str]] = []
     shares = [range(n, cases, jobs) for n in range(jobs)]
     slots = [threading.Thread(target=_slot, args=(arguments, share, found)) for share in shares]
