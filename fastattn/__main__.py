@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--seconds", type=_positive, default=60, metavar="N", help="about how long, without --full (60)")
     option("--suite", choices=SUITES, default="attention", help="what is timed (attention)")
     option("--dtype", type=_dtype, help=f"{', '.join(BENCH_DTYPES)}: of inputs or of weights (by suite)")
-    option("--only", default="", metavar="TEXT", help="rows whose title or name holds it (all)")
+    option("--only", default="", metavar="TEXT", help="of all rows those whose title or name contains it")
     option("--threads", type=_threads, metavar="N", help="of every engine (as many as fastattn uses)")
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
@@ -134,7 +134,7 @@ def _natural(text: str) -> int:
 
 
 def _threads(text: str) -> int:
-    """No more than there are CPUs: beyond, engines would be timed waiting for their own threads."""
+    """At most the number of CPUs: with more threads, engines would wait for their own threads."""
     cpus = available_cpus()
     if not text.isdecimal() or not 1 <= int(text) <= cpus:
         raise argparse.ArgumentTypeError(f"expected 1 to {cpus}, the CPUs of this process, got {text!r}")
@@ -150,7 +150,7 @@ def _dtype(text: str) -> str:
 
 
 def _file(text: str) -> Path:
-    """Refused now, not after minutes of measuring."""
+    """Refuse a file that cannot be written now, not after minutes of measuring."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder")
@@ -181,13 +181,13 @@ def main() -> int:
         parser.print_help(sys.stderr)
         return 2
     options, unknown = parser.parse_known_args()
-    if unknown:  # a value behind an option that is not known is none itself
+    if unknown:  # name the options only: a value behind an unknown option is not the mistake
         named = [argument for argument in unknown if argument.startswith("-")] or unknown
         options.parser.error(f"not known: {' '.join(named)}")
     try:
         status: int = options.run(options)
     except KeyboardInterrupt:
-        return 130  # as shells have it
+        return 130  # the status that shells use for Ctrl-C
     return status
 
 

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, for step-by-step decoding."""
+"""Caches of keys and values, for decoding token by token."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ class Cached(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where the keys and values of new tokens go: the memory of a cache, which already counts them."""
+    """The memory of a cache where the keys and values of new tokens go; the cache already counts them."""
 
     k: Array  # (batch, heads_kv, capacity, head_dim)
     v: Array
-    starts: Ints | int  # of the new tokens: one number, or one a sequence, (batch,)
-    ends: Ints | None  # (batch,); None where all sequences end at `length`
-    length: int  # of the longest sequence, with them
+    starts: Ints | int  # position of the first new token: one number, or one for each sequence, (batch,)
+    ends: Ints | None  # length of each sequence with the new tokens, (batch,); None where all have `length`
+    length: int  # of the longest sequence, with the new tokens
 
-    @np.errstate(over="ignore")  # what float32 holds and float16 does not is infinite
+    @np.errstate(over="ignore")  # a float32 too large for float16 becomes infinite
     def put(self, k: Array, v: Array, first: int = 0) -> tuple[Array, Array]:
-        """Write k and v (batch, heads, tokens, head_dim) to the heads from `first` on; views of all of these.
+        """Write k and v (batch, heads, tokens, head_dim) to the heads from `first` on.
 
-        Padding is written, too, and then overwritten.
+        Returns views of all keys and of all values of these heads. Padding is written, too; the next tokens
+        overwrite it.
         """
         batch, heads, tokens, _ = k.shape
         held = self.k[:, first : first + heads], self.v[:, first : first + heads]
@@ -57,17 +58,18 @@ class Slots(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of one attention layer, appended in place; capacity doubles, so a token costs O(1).
+    """Keys and values of one attention layer, appended in place.
 
-    They lie as ``(batch, heads_kv, capacity, head_dim)``, and attention reads them there without a copy.
-    Sequences may have different lengths: the keys of sequence b are its first ``lengths[b]``.
+    The arrays are ``(batch, heads_kv, capacity, head_dim)``, and attention reads them without a copy. When
+    they are full, the capacity doubles, so that appending a token takes O(1), amortised. Sequences may have
+    different lengths: sequence b has the first ``lengths[b]`` keys.
 
     Parameters
     ----------
     capacity : int, default 0
-        Tokens a sequence to make room for with the first append. More is made when it is needed.
+        Tokens of each sequence that the first append makes room for.
     dtype : dtype, optional
-        How keys and values are kept; default as they come. "float16" or "bfloat16" halves the memory that a
+        dtype of the arrays; default that of the first keys. "float16" or "bfloat16" halves the memory that a
         step of float32 queries reads.
 
     Examples
@@ -83,13 +85,11 @@ class KVCache:
     3
     """
 
-    __slots__ = ("_capacity", "_dtype", "_k", "_length", "_lengths", "_v")
-
     def __init__(self, capacity: int = 0, dtype: DTypeLike | None = None):
         self._capacity = integer("KVCache", "capacity", capacity, 0, MOST_SIZE)
         self._length = 0
         self._dtype = None if dtype is None else float_dtype("KVCache", dtype)
-        self._lengths: Ints | None = None  # where they differ
+        self._lengths: Ints | None = None  # None where all sequences have self._length tokens
         self._k: Array | None = None
         self._v: Array | None = None
 
@@ -99,7 +99,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens a sequence that there is room for."""
+        """Tokens of each sequence that there is room for."""
         return self._capacity
 
     @property
@@ -116,51 +116,52 @@ class KVCache:
 
     @property
     def batch(self) -> int | None:
-        """Number of sequences; None as long as nothing was appended."""
+        """Number of sequences; None before the first append."""
         return None if self._k is None else len(self._k)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that are held."""
+        """Bytes of memory of the arrays."""
         return 0 if self._k is None or self._v is None else self._k.nbytes + self._v.nbytes
 
     @property
     def offset(self) -> Ints | int:
-        """Position of the next token: one number, or one a sequence, (batch,)."""
+        """Position of the next token: one number, or one for each sequence, (batch,)."""
         return self._length if self._lengths is None else self._lengths
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> Cached:
-        """Append the keys and values of the next tokens; O(tokens), amortised.
+        """Append the keys and values of the next tokens, in O(tokens) time, amortised.
 
         Parameters
         ----------
         k : array_like, (batch, heads_kv, tokens, head_dim)
         v : array_like, (batch, heads_kv, tokens, head_dim_v)
-            k's dtype.
+            In k's dtype.
         lengths : array_like of int, (batch,), optional
-            How many of the tokens count in each sequence, from the first: prompts padded at their ends.
+            How many of the tokens count in each sequence; the tokens behind them are padding. Default: all.
 
         Returns
         -------
         Cached
-            ``(k, v, kv_lengths, q_offset)``: all keys and values so far, as views, and what tells
+            ``(k, v, kv_lengths, q_offset)``: views of all keys and values so far, and the arguments that tell
             `attention` where they end and where the new tokens stand.
 
         Raises
         ------
         TypeError, ValueError
-            If they do not fit those that are there; nothing was changed.
+            If k and v do not fit those in the cache; nothing was changed.
         """
-        new_k: Array = k if is_ready(k, 4) else float_array(_APPEND, "k", k)  # type: ignore[assignment]
-        new_v: Array = v if is_ready(v, 4) else float_array(_APPEND, "v", v)  # type: ignore[assignment]
+        new_k = k if is_ready(k, 4) else float_array(_APPEND, "k", k)
+        new_v = v if is_ready(v, 4) else float_array(_APPEND, "v", v)
         counts = self._require_fit(new_k, new_v, lengths)
         slots = self._extend(new_k.shape, new_v.shape, new_k.dtype, counts)
         return Cached(*slots.put(new_k, new_v), slots.ends, slots.starts)
 
     def _extend(self, shape_k: Shape, shape_v: Shape, dtype: np.dtype[Any], counts: Ints | None) -> Slots:
-        """Count new tokens, of which the first counts (batch,) are none of padding, and make room for them.
+        """Make room for new tokens and count them; the caller writes them next.
 
-        The shapes are theirs, (batch, heads_kv, tokens, head_dim), and fit. They are to be written, next.
+        The shapes (batch, heads_kv, tokens, head_dim) of the new keys and values are known to fit. The first
+        counts (batch,) tokens of each sequence are not padding; None counts all.
         """
         batch, _, tokens, _ = shape_k
         before = self.offset
@@ -178,21 +179,13 @@ class KVCache:
         return Slots(self._k, self._v, before, ends, self._length)
 
     def _end_at(self, ends: Ints) -> None:
-        """Take over how many tokens each sequence has, (batch,)."""
-        ends.flags.writeable = False  # a caller gets to see it
+        """Set the number of tokens of each sequence, (batch,)."""
+        ends.flags.writeable = False  # callers see this array
         self._length = int(ends.max(initial=0))
         self._lengths = None if (ends == self._length).all() else ends
 
-    def mark(self) -> Any:
-        """What is there now, for `restore`."""
-        return self._k, self._v, self._capacity, self._length, self._lengths
-
-    def restore(self, mark: Any) -> None:
-        """Forget what was appended since `mark`."""
-        self._k, self._v, self._capacity, self._length, self._lengths = mark
-
     def truncate(self, length: int) -> None:
-        """Forget all tokens from position `length` on: to take back what a model only guessed."""
+        """Forget all tokens from position `length` on, such as tokens that a model only guessed."""
         length = integer("KVCache.truncate", "length", length, 0, self._length)
         if self._lengths is None:
             self._length = length
@@ -200,9 +193,9 @@ class KVCache:
             self._end_at(np.minimum(self._lengths, length))
 
     def select(self, sequences: ArrayLike) -> None:
-        """Keep the sequences of these indices, in this order: to drop those that ended, or to follow beams.
+        """Keep the sequences of these indices, in this order: to drop finished ones, or to follow beams.
 
-        O(memory held): everything is copied. An index may occur several times.
+        An index may occur several times. All keys and values are copied.
         """
         index = self._index("KVCache.select", sequences)
         assert self._k is not None
@@ -212,7 +205,7 @@ class KVCache:
             self._end_at(self._lengths[index])
 
     def _index(self, func: str, sequences: ArrayLike) -> Ints:
-        """`sequences`, checked; raises if nothing is there to be selected."""
+        """Check `sequences`; raise if the cache is empty."""
         if self._k is None:
             raise ValueError(f"{func}(): the cache is empty; expected one that has been filled")
         index = as_array(func, "sequences", sequences)
@@ -222,7 +215,7 @@ class KVCache:
         return index
 
     def _require_fit(self, k: Array, v: Array, lengths: ArrayLike | None) -> Ints | None:
-        """Raise unless k and v continue what is there; lengths, checked."""
+        """Raise unless k and v fit those in the cache; return `lengths`, checked."""
         if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
             raise ValueError(
                 f"{_APPEND}(): k and v have shapes {k.shape} and {v.shape}; expected"
@@ -245,33 +238,29 @@ class KVCache:
         return np.broadcast_to(counts, (batch,))
 
     def _grow(self, shape_k: Shape, shape_v: Shape, dtype: np.dtype[Any], room: int) -> None:
-        """Make room for at least `room` tokens: twice what there was."""
+        """Make room for at least `room` tokens, and for twice as many as before."""
         wanted = self._capacity if self._k is None else 2 * self._capacity
         capacity = max(room, wanted, _LEAST_CAPACITY)
         dtype = self._dtype or dtype.newbyteorder("=")
-        # All that can fail first: without memory, what was there stays.
-        self._k, self._v = (
-            self._moved(old, (*shape[:2], capacity, shape[3]), dtype)
-            for old, shape in ((self._k, shape_k), (self._v, shape_v))
-        )
-        self._capacity = capacity
-
-    def _moved(self, old: Array | None, shape: Shape, dtype: np.dtype[Any]) -> Array:
-        new: Array = np.empty(shape, dtype)
-        if old is not None:
-            new[:, :, : self._length] = old[:, :, : self._length]
-        return new
+        arrays = []
+        for old, shape in ((self._k, shape_k), (self._v, shape_v)):
+            array: Array = np.empty((*shape[:2], capacity, shape[3]), dtype)
+            if old is not None:
+                array[:, :, : self._length] = old[:, :, : self._length]
+            arrays.append(array)
+        # Nothing has changed so far: if there was no memory, the cache is as it was.
+        (self._k, self._v), self._capacity = arrays, capacity
 
 
 @dataclass(eq=False)
 class DecoderCache:
     """What one decoder layer keeps from step to step: its own tokens, and the memory's keys and values.
 
-    Select sequences here, not in `tokens` alone, or each goes on over the memory of another.
+    Select sequences here: selecting in `tokens` alone would pair sequences with the memory of others.
     """
 
     tokens: KVCache
-    memory: Any = None  # what `keys_values` are of; None also after `select`
+    memory: Any = None  # the array that `keys_values` were computed from; None after `select`
     keys_values: tuple[Array, Array] | None = None  # (batch, heads_kv, len_memory, head_dim) each
     key_padding_mask: Array | None = None  # of the memory, (batch, len_memory)
 
@@ -280,15 +269,6 @@ class DecoderCache:
             kind = type(self.tokens).__name__
             raise TypeError(f"DecoderCache(): tokens is of type {kind}; expected a KVCache")
 
-    def mark(self) -> Any:
-        """What is there now, for `restore`."""
-        return self.tokens.mark(), self.memory, self.keys_values, self.key_padding_mask
-
-    def restore(self, mark: Any) -> None:
-        """Forget what came since `mark`."""
-        tokens, self.memory, self.keys_values, self.key_padding_mask = mark
-        self.tokens.restore(tokens)
-
     def truncate(self, length: int) -> None:
         """Forget all tokens from position `length` on; the memory stays."""
         self.tokens.truncate(length)
@@ -296,7 +276,7 @@ class DecoderCache:
     def select(self, sequences: ArrayLike) -> None:
         """Keep these sequences, as `KVCache.select` does, with their part of the memory and its mask.
 
-        Later calls have to leave the memory and its mask out: those that the caller holds have another order.
+        Later calls must leave out the memory and its mask: the caller's arrays have the old order.
         """
         index = self.tokens._index("DecoderCache.select", sequences)
         with restored_on_error((self,)):
@@ -312,16 +292,16 @@ OneCache = TypeVar("OneCache", KVCache, DecoderCache)
 
 
 class Caches(list[OneCache]):
-    """One cache a layer, of a stack's `new_cache`: a list that truncates and selects in all of them."""
+    """A list of caches, one for each layer, that truncates and selects in all; `new_cache` makes it."""
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from position `length` on: to take back what a model only guessed."""
+        """Forget all tokens from position `length` on, in all layers."""
         with restored_on_error(self):
             for cache in self:
                 cache.truncate(length)
 
     def select(self, sequences: ArrayLike) -> None:
-        """Keep the sequences of these indices, in this order: see `KVCache.select`."""
+        """Keep the sequences of these indices, in this order, in all layers; see `KVCache.select`."""
         with restored_on_error(self):
             for cache in self:
                 cache.select(sequences)
@@ -329,12 +309,14 @@ class Caches(list[OneCache]):
 
 @contextmanager
 def restored_on_error(caches: Sequence[KVCache | DecoderCache | None]) -> Iterator[None]:
-    """A context that leaves `caches` as they were if it ends in an error."""
-    held = [cache for cache in caches if cache is not None]
-    marks = [cache.mark() for cache in held]
+    """Context manager that restores `caches` if its block raises."""
+    held: list[Any] = [cache for cache in caches if cache is not None]
+    held += [cache.tokens for cache in held if isinstance(cache, DecoderCache)]
+    # References are enough: a cache writes to its arrays only behind the tokens that it counts.
+    states = [dict(vars(cache)) for cache in held]
     try:
         yield
     except BaseException:
-        for cache, mark in zip(held, marks, strict=True):
-            cache.restore(mark)
+        for cache, state in zip(held, states, strict=True):
+            vars(cache).update(state)
         raise

@@ -1,9 +1,9 @@
 """The operations between attention calls: linear maps, norms, activations, softmax, embeddings.
 
-Each is one compiled kernel, on as many threads as it pays for, with a twin in NumPy that runs where nothing
-was compiled. All take float32, float64, float16 and bfloat16, compute in float32 (float64 for float64),
-return x's dtype, and accept any leading dimensions. Copied are a last axis that is not contiguous, and
-leading dimensions that one stride cannot walk through.
+Each is one compiled kernel, on as many threads as the work is worth, with a twin in NumPy that runs without
+compiled kernels. All take float32, float64, float16 and bfloat16, compute in float32 (float64 for float64),
+return x's dtype, and accept any leading dimensions. An input is copied if its last axis is not contiguous, or
+if no single stride reaches all its rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class _NormOptions(TypedDict, total=False):
-    """Keyword arguments of the norms, but for `return_sum`."""
+    """Keyword arguments of the norms, except `return_sum`."""
 
     eps: float
     residual: ArrayLike | None
@@ -69,21 +69,21 @@ def linear(
     Parameters
     ----------
     x : array_like, (..., in_features)
-        float32, float16 or bfloat16; or float64, for a weight in float64.
+        float32, float16 or bfloat16; float64 for a weight in float64.
     weight : PackedLinear
-        From `pack`. A weight in bfloat16 meets an x rounded to bfloat16 where the CPU has a dot product of
-        such pairs, else it is widened; one in int8 is widened, and scaled at the end.
+        From `pack`. For a bfloat16 weight, x is rounded to bfloat16 if the CPU has a dot product of bfloat16
+        pairs, else the weight is widened. An int8 weight is widened, and the result scaled.
     bias : array_like, (out_features,) or, gated, (2, out_features), optional
     activation : str, optional
         A name that `Activation` lists, for instance "relu"; see `activate`.
     residual : array_like, (..., out_features), optional
-        Added last; x's dtype. It may be `out` itself.
+        Added last; in x's dtype. It may be `out` itself.
     out : ndarray, (..., out_features), optional
-        Where the result goes: x's dtype, last axis contiguous, rows at one distance.
+        Array for the result: in x's dtype, with a contiguous last axis and rows at equal distances.
     num_threads : int, optional
-        Default ``get_num_threads()``. Any number gives the same bits.
+        Default ``get_num_threads()``. The number does not change the result.
     backend : {"compiled", "numpy"}, optional
-        Run this implementation and no other.
+        The implementation to run; there is no fallback.
 
     Returns
     -------
@@ -97,8 +97,8 @@ def linear(
 
     Notes
     -----
-    ``2 * rows * in_features * out_features`` FLOP, twice that if gated. A row's bits do not depend on the
-    other rows. One accumulator sums at most 256 products.
+    ``2 * rows * in_features * out_features`` FLOP, twice that if gated. A row of the result does not depend
+    on the other rows, to the bit. One accumulator sums at most 256 products.
     """
     args, result = linear_args("linear", x, weight, bias, activation, residual, out, num_threads, backend)
     dispatch.run(args, backend)
@@ -143,11 +143,11 @@ def layer_norm(
     weight, bias : array_like, (features,), optional
     eps : float, default 1e-5
     residual : array_like, (..., features), optional
-        Added to x first; x's shape and dtype.
+        Added to x first; in x's shape and dtype.
     return_sum : bool, default False
         Return ``(out, x + residual)``.
     out : ndarray, (..., features), optional
-        Where the result goes; x's dtype, apart from the inputs.
+        Array for the result, in x's dtype; it shares no memory with an input.
     num_threads, backend : optional
         As in `linear`.
 
@@ -215,8 +215,9 @@ def softmax(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> Array:
-    """Softmax over the last axis of x (..., n); a row of nothing but -inf gives 0, NaN spreads over its row.
+    """Softmax over the last axis of x (..., n).
 
+    A row whose every element is -inf gives 0; a NaN makes its whole row NaN.
     Parameters, results and errors as in `layer_norm`.
     """
     args, result = elementwise_args("softmax", x, None, None, out, num_threads, backend)
@@ -233,7 +234,7 @@ def activate(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> Array:
-    """``activation(x)``, or ``activation(x) * up``: the gated forms, where they are not fused into `linear`.
+    """``activation(x)``, or ``activation(x) * up`` for a gated form that is not fused into `linear`.
 
     Parameters
     ----------
@@ -262,9 +263,9 @@ def activate(
 
 
 def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> Array:
-    """Rows of `table` (n_rows, features) at `ids`, integers (...): an array (..., features).
+    """Rows of `table` (n_rows, features) at the integers `ids` (...): an array (..., features).
 
-    NumPy's own gather: it copies whole rows and is bound by memory.
+    NumPy gathers them: it copies whole rows, so memory bandwidth is the limit.
 
     Raises
     ------
@@ -276,7 +277,7 @@ def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> 
         raise ValueError(f"embedding(): table has shape {rows.shape}; expected (n_rows, features)")
     index = as_array("embedding", "ids", ids)
     if not index.size:
-        index = np.zeros(index.shape, np.int64)  # an empty list is one of floats
+        index = np.zeros(index.shape, np.int64)  # NumPy makes floats of an empty list
     if index.dtype.kind not in "iu":
         raise TypeError(f"embedding(): ids has dtype {index.dtype}; expected integers")
     if index.size and ((wrong := index.min()) < 0 or (wrong := index.max()) >= len(rows)):
@@ -289,5 +290,5 @@ def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> 
         require_result("embedding", out, shape, dtype, "table", inputs)
     found = out if rows.dtype.isnative else np.empty(shape, rows.dtype)
     for block in blocks(index.shape, rows.shape[1]):
-        np.take(rows, index[block], axis=0, out=found[block], mode="clip")  # "raise" would copy once more
+        np.take(rows, index[block], axis=0, out=found[block], mode="clip")  # mode "raise" would copy twice
     return out if found is out else copied(found, out)

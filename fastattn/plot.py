@@ -1,4 +1,4 @@
-"""Pictures of attention with matplotlib, the extra ``[plot]``: weights, masks, entropies."""
+"""Pictures of attention: weights, masks, entropies. They need matplotlib, the extra ``[plot]``."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_map", "entropy", "mask"]
 
-# Blocks along the longer side of a mask's picture, where nobody says how large one is.
+# Blocks along the longer side of a mask's picture, by default.
 _BLOCKS = 128
 
 
 def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: Any = None) -> Any:
-    """Draw the weights of attention: queries downwards, keys to the right, the darker the more.
+    """Draw the weights of attention: queries downwards, keys to the right; larger weights are darker.
 
     Parameters
     ----------
     weights : array_like, (len_q, len_k) or (heads, len_q, len_k)
-        Such as `attention_weights` returns; three axes make a grid of heads.
+        As `attention_weights` returns them; heads are drawn side by side.
     tokens : sequence of str, optional
-        What stands at the keys, and where there are as many, at the queries.
+        Labels of the keys, and of the queries if there are as many.
     ax : Axes, optional
-        Where to draw; for heads a sequence of so many. By default in a new figure.
+        Where to draw: one Axes, or one for each head. Default: a new figure.
 
     Returns
     -------
@@ -43,7 +43,7 @@ def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: A
     Raises
     ------
     ImportError
-        Without matplotlib.
+        If matplotlib is not installed.
     TypeError, ValueError
         If an argument does not fit.
 
@@ -83,19 +83,19 @@ def mask(
     block: int | None = None,
     q_offset: int | None = None,
 ) -> Any:
-    """Draw what a mask lets through, block by block: queries downwards, keys to the right.
+    """Draw which keys a mask allows, block by block: queries downwards, keys to the right.
 
     Parameters
     ----------
     mask : Mask or array_like of bool, (len_q, len_k)
-        Of `fastattn.masks`, or True where a query attends a key.
+        A mask of `fastattn.masks`, or an array that is True where a query attends a key.
     len_q, len_k : int
-        Of the scores; by default ``len_k = len_q``.
+        Numbers of queries and of keys; by default ``len_k = len_q``.
     ax : Axes, optional
-        Where to draw; by default in a new figure.
+        Where to draw; default a new figure.
     block : int, optional
-        Queries and keys of a block, which is the darker the more of its pairs are attended. By default so
-        many that the picture has at most 128 blocks a side.
+        Queries and keys of a block. A block is darker the more of its pairs are attended. By default the
+        picture has at most 128 blocks on a side.
     q_offset : int, optional
         Position of the first query, as in `attention`.
 
@@ -106,13 +106,13 @@ def mask(
     Raises
     ------
     ImportError
-        Without matplotlib.
+        If matplotlib is not installed.
     TypeError, ValueError
         If an argument does not fit.
 
     Notes
     -----
-    O(len_q * len_k) time and, a byte each, memory.
+    O(len_q * len_k) time, and one byte of memory for each pair.
     """
     func = "mask"
     len_q = integer(func, "len_q", len_q, 1, MOST_SIZE)
@@ -132,11 +132,10 @@ def mask(
             )
     size = -(-max(len_q, len_k) // _BLOCKS) if block is None else integer(func, "block", block, 1, MOST_SIZE)
     ax = _axes(func, ax, 1)[0]
-    # Blocks at the end are as large as the others in the picture, and cut off at the last query and key.
+    # The last blocks are drawn as large as the others, and cut off at the last query and key.
     extent = (0, -(-len_k // size) * size, -(-len_q // size) * size, 0)
     _image(ax, _shares(attend, size), "Blues", vmin=0, vmax=1, extent=extent)
-    ax.set_xlim(0, len_k)
-    ax.set_ylim(len_q, 0)
+    ax.set(xlim=(0, len_k), ylim=(len_q, 0))
     return ax
 
 
@@ -146,19 +145,19 @@ def entropy(entropies: ArrayLike, ax: Any = None) -> Any:
     Parameters
     ----------
     entropies : array_like, (layers, heads)
-        Means over the queries of ``-sum(p * log(p))``, say.
+        For example means over the queries of ``-sum(p * log(p))``.
     ax : Axes, optional
-        Where to draw; by default in a new figure.
+        Where to draw; default a new figure.
 
     Returns
     -------
     Axes
-        With a colour bar beside it.
+        A colour bar is beside it.
 
     Raises
     ------
     ImportError
-        Without matplotlib.
+        If matplotlib is not installed.
     TypeError, ValueError
         If an argument does not fit.
     """
@@ -166,14 +165,13 @@ def entropy(entropies: ArrayLike, ax: Any = None) -> Any:
     array = _numbers(func, "entropies", entropies, (2,), "(layers, heads)")
     ax = _axes(func, ax, 1)[0]
     image = _image(ax, array, "viridis")
-    ax.set_xlabel("head")
-    ax.set_ylabel("layer")
+    ax.set(xlabel="head", ylabel="layer")
     ax.figure.colorbar(image, ax=ax, label="entropy")
     return ax
 
 
 def _numbers(func: str, name: str, x: ArrayLike, n_dims: tuple[int, ...], dims: str) -> Array:
-    """`x` as real numbers with one of so many axes, none of them empty."""
+    """`x` as real numbers; the number of its axes is one of `n_dims`, and none of them is empty."""
     array = as_array(func, name, x)
     if array.dtype.name != "bfloat16" and array.dtype.kind not in "fiu":
         raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected real numbers")
@@ -183,7 +181,7 @@ def _numbers(func: str, name: str, x: ArrayLike, n_dims: tuple[int, ...], dims: 
 
 
 def _shares(attend: Array, block: int) -> Array:
-    """Of the pairs in each block of `attend`, those that are True."""
+    """Share of each block of `attend` that is True."""
     rows, columns = (np.arange(0, n, block) for n in attend.shape)
     counts = np.add.reduceat(np.add.reduceat(attend, rows, axis=0, dtype=np.int64), columns, axis=1)
     heights, widths = (np.diff(x, append=n) for x, n in zip((rows, columns), attend.shape, strict=True))
@@ -192,7 +190,7 @@ def _shares(attend: Array, block: int) -> Array:
 
 
 def _axes(func: str, ax: Any, n: int) -> Array:
-    """`ax`, or n new ones in a grid, as an array (n,)."""
+    """`ax`, or n new Axes in a grid, as an array (n,)."""
     try:
         from matplotlib import pyplot
     except ImportError as missing:

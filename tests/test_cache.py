@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn.cache import DecoderCache, KVCache
+from fastattn.cache import DecoderCache, KVCache, restored_on_error
 
 RNG = np.random.default_rng(0)
 
@@ -145,17 +145,21 @@ def test_select_forgets_the_longest():
     np.testing.assert_array_equal(got.k[:, :, :2], k[[2, 1], :, :2])
 
 
-def test_restore_takes_back_everything():
+def fail_behind(*steps):
+    for step in steps:
+        step()
+    raise MemoryError
+
+
+def test_restored_on_error():
     cache = KVCache(capacity=3)
-    mark = cache.mark()
-    cache.append(*tokens(5))
-    cache.restore(mark)
+    with pytest.raises(MemoryError), restored_on_error((cache, None)):
+        fail_behind(lambda: cache.append(*tokens(5)))
     assert (cache.length, cache.capacity, cache.nbytes, cache.batch) == (0, 3, 0, None)
     cache.append(*tokens(2, heads=1, dtype=np.float64))  # of another shape and type
-    mark, kept = cache.mark(), cache.append(*tokens(0, heads=1, dtype=np.float64))
-    cache.append(*tokens(30, heads=1, dtype=np.float64))
-    cache.select([1])
-    cache.restore(mark)
+    kept = cache.append(*tokens(0, heads=1, dtype=np.float64))
+    with pytest.raises(MemoryError), restored_on_error([DecoderCache(cache)]):
+        fail_behind(lambda: cache.append(*tokens(30, heads=1, dtype=np.float64)), lambda: cache.select([1]))
     np.testing.assert_array_equal(cache.append(*tokens(0, heads=1, dtype=np.float64)).v, kept.v)
 
 

@@ -2,7 +2,8 @@
 
     python tools/measure.py {peak,strided,padding,decode,linear,layer,step} [--isa ISA] [--dtype float32]
 
-Best of many, by the thread's own CPU time, each beside its limit or its counterpart in the same seconds.
+Each time is the shortest of many, in CPU time of the thread. The limit or the counterpart that it is compared
+with is measured in the same seconds.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def best(*calls: Callable[[], object], seconds: float = 2.0) -> list[float]:
 
 
 def peak(dtype: str) -> None:
-    """FLOP/s as a share of what multiply-adds from registers reach."""
+    """FLOP/s as a share of the peak, which multiply-adds of registers reach."""
     for shape in ((1, 12, 128, 64), (8, 12, 128, 32), (1, 12, 512, 64), (1, 1, 2048, 64), (1, 1, 2048, 128)):
         b, h, length, d = shape
         q = normal(shape, dtype)
@@ -85,7 +86,7 @@ def padding(dtype: str) -> None:
 
 
 def decode(dtype: str) -> None:
-    """Bytes of k and v a second, as a share of what reading memory reaches."""
+    """Bytes of k and v per second, as a share of the read bandwidth."""
     shapes = ((1, 32, 32, 4096, 128), (8, 12, 12, 1024, 64), (1, 32, 8, 4096, 128))
     for b, heads, heads_kv, length, d in shapes:
         q = normal((b, heads, 1, d), dtype)
@@ -95,14 +96,14 @@ def decode(dtype: str) -> None:
         limit = max(limit, _core.read_bandwidth(1))
         share = 2 * k.nbytes / seconds / limit
         print((b, f"{heads}/{heads_kv}", length, d), f"{share:.0%} of {limit / 1e9:.1f} GB/s")
-    for length in (256, 1 << 15, 1 << 20):  # the last 256 keys of ever more
+    for length in (256, 1 << 15, 1 << 20):  # the last 256 keys of longer and longer caches
         q, k = normal((1, 8, 1, 64), dtype), normal((1, 8, length, 64), dtype)
         (seconds,) = best(lambda q=q, k=k: fastattn.attention(q, k, k, window=(255, 0), num_threads=1))
         print((1, 8, length, 64), f"window of 256: {1e6 * seconds:.0f} us")
 
 
 def linear(dtype: str) -> None:
-    """`ops.linear` as a share of the peak, its weights where the last call left them, and from far away."""
+    """`ops.linear` as a share of the peak, with weights from the caches (near) and from memory (far)."""
     shapes = ((128, 384, 1536), (1024, 768, 768), (1024, 768, 3072), (2048, 2048, 2048), (16, 384, 1536))
     for rows, k, n in shapes:
         x, out = normal((rows, k), dtype), np.empty((rows, n), normal((1,), dtype).dtype)
@@ -120,7 +121,7 @@ def linear(dtype: str) -> None:
 
 
 def timed(program: Any, inside: list[float]) -> Any:
-    """A compiled program that adds to `inside` what each of its calls takes."""
+    """A compiled program that appends the time of each call to `inside`."""
 
     def run(*arguments: Any) -> None:
         start = time.perf_counter()
@@ -131,7 +132,7 @@ def timed(program: Any, inside: list[float]) -> Any:
 
 
 def layer(dtype: str) -> None:
-    """What an encoder layer takes outside its kernels, between other layers: six in turn, as in a model."""
+    """Time of an encoder layer outside its kernels; six layers run in turn, as in a model."""
     rngs = (np.random.default_rng(i) for i in range(6))
     layers = [TransformerEncoderLayer(384, 12, 1536, "gelu", rng=rng) for rng in rngs]
     for batch, length in ((1, 16), (1, 128), (32, 128)):
@@ -154,10 +155,13 @@ def layer(dtype: str) -> None:
 
 
 def step(dtype: str) -> None:
-    """What one cached step of a decoder takes, in turns with float32 and int8 weights, and of it Python."""
+    """Time of one cached step of a decoder, and how much of it is Python, with float32 and int8 weights."""
     small = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8}
     kinds = ("float32", "int8")
-    for layers, vocab, changes in ((8, 8000, small), (4, 32000, {})):  # and a quarter of Llama 3.2 1B
+    for layers, vocab, changes in (
+        (8, 8000, small),
+        (4, 32000, {}),
+    ):  # the second is a quarter of Llama 3.2 1B
         config = model_files.LLAMA | changes | {"num_hidden_layers": layers, "vocab_size": vocab}
         with tempfile.TemporaryDirectory() as folder:
             made = model_files.write(Path(folder, "llama"), config, model_files.llama_shapes(config))
@@ -173,7 +177,7 @@ def step(dtype: str) -> None:
         end = time.perf_counter() + 5
         while time.perf_counter() < end:
             for kind, tokens in zip(kinds, generated, strict=True):
-                for _ in range(10):  # threads of the last one come to rest
+                for _ in range(10):  # until the threads of the other model rest
                     inside.clear()
                     start = time.perf_counter()
                     next(tokens)

@@ -1,10 +1,10 @@
-"""Derive the coefficients of src/softmax.inc.h and src/activation.inc.h; print them with their errors.
+"""Derive the coefficients in src/softmax.inc.h and src/activation.inc.h; print them with their errors.
 
     python tools/polynomials.py
 
-Each is the interpolant at the Chebyshev nodes of its interval, solved in 60 digits, rounded to the lane type:
-within a factor of two of the minimax polynomial of its degree, here far below one unit in the last place.
-Needs mpmath.
+Each polynomial interpolates its function at the Chebyshev nodes of an interval. It is solved in 60 digits and
+rounded to the lane type. Its error is within a factor of two of that of the minimax polynomial of its degree,
+here far below one unit in the last place. Needs mpmath.
 """
 
 import mpmath as mp

@@ -1,14 +1,14 @@
-"""Masks as key segments: every structural mask is a range of keys for each query row, or a list of ranges.
+"""Structural masks as ranges of keys: each query row attends one range, or a sorted list of ranges.
 
-A range is a pair (begin, end) of int64 arrays that broadcast to (*batch, heads, len_q), either of them None
-where that side is open: row i attends the keys begin[i] <= j < end[i]. Ranges intersect, so masks combine, in
-O(rows). What is no single range in each row is a list of them; lists are combined by one sweep over their
-begins and ends, in the time of sorting these. What the kernels make of it, tile by tile, is in
-`scores.inc.h` and its twin in `_reference/attention.py`.
+A range is a pair (begin, end) of int64 arrays that broadcast to (*batch, heads, len_q): row i attends the
+keys begin[i] <= j < end[i]. begin or end is None where that side is open. Masks of one range combine by
+intersection, in O(rows). Lists of ranges combine by a sweep over their begins and ends, in the time of
+sorting them. The kernels read ranges and lists tile by tile, as their twin `_reference/attention.py` does.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     Range = tuple[Ints | None, Ints | None]
 
-# Wider than any sequence, and small enough that positions, below 2**53, can be added to it in int64.
+# Larger than any sequence, and small enough that adding a position, which is below 2**53, fits in int64.
 UNBOUNDED = 2**60
 
 
 def positions(q_offset: Ints, len_q: int) -> Ints:
-    """Position of every query row; q_offset is (*batch,), the result (*batch, 1, len_q)."""
+    """Positions of the query rows, (*batch, 1, len_q), where the first is q_offset (*batch,)."""
     return q_offset[..., None, None] + np.arange(len_q)
 
 
@@ -47,7 +47,7 @@ def lengths(kv_lengths: Ints) -> Range:
 
 
 def intersect(ranges: Iterable[Range], len_k: int) -> Range:
-    """Range of the keys in all `ranges`, clipped to [0, len_k]; with two axes, (heads, len_q), or more."""
+    """Intersection of `ranges`, clipped to [0, len_k]; its arrays have at least two axes, (heads, len_q)."""
     begins, ends = [], []
     for begin, end in ranges:
         begins += [] if begin is None else [begin]
@@ -56,43 +56,42 @@ def intersect(ranges: Iterable[Range], len_k: int) -> Range:
 
 
 def _joined(innermost: np.ufunc, bounds: list[Ints], len_k: int) -> Ints | None:
-    """The innermost of `bounds`, clipped; None if there are none."""
+    """The innermost of `bounds`, clipped to [0, len_k]; None if `bounds` is empty."""
     if not bounds:
         return None
-    bound = bounds[0]
-    for other in bounds[1:]:
-        bound = innermost(bound, other)
-    bound = np.minimum(np.maximum(bound, 0), len_k)  # np.clip takes four times as long on short rows
+    bound = np.minimum(
+        np.maximum(reduce(innermost, bounds), 0), len_k
+    )  # np.clip takes four times as long on short rows
     return bound if bound.ndim >= 2 else bound.reshape(1, -1)
 
 
 class RangeLists(NamedTuple):
-    """Lists of ranges, and which of them each query row has: n is ``ranges[offsets[n] : offsets[n + 1]]``."""
+    """Lists of ranges, and the list of each query row. List n is ``ranges[offsets[n] : offsets[n + 1]]``."""
 
-    number: Ints  # (*batch, heads, len_q), ndim >= 2, axes of length 1 broadcast: which list the row has
+    number: Ints  # number of each row's list; broadcasts to (*batch, heads, len_q), with ndim >= 2
     offsets: Ints  # (lists + 1,)
-    ranges: Ints  # (n, 2), begin and end: of a list not empty, sorted, none touching the next
+    ranges: Ints  # (n, 2), begins and ends: in each list sorted, not empty, and not touching
 
     @property
     def first(self) -> Ints:
-        """Index of each row's first range."""
+        """Index of the first range of each row."""
         return self.offsets[self.number]
 
     @property
     def last(self) -> Ints:
-        """That behind its last one."""
+        """Index behind the last range of each row."""
         return self.offsets[self.number + 1]
 
 
 def places(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """What lies in ranges first[r] .. last[r] - 1 of all r, both (m,): the r of each, and its place."""
+    """All numbers first[r] .. last[r] - 1 of all r, both (m,): the r of each, and the number itself."""
     counts = last - first
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) + (last - np.cumsum(counts))[row]
 
 
 class Resolved(NamedTuple):
-    """What a mask is for a given shape: the keys within [begin, end) that are in the row's list, too."""
+    """A mask for a given shape: a row attends the keys in [begin, end) that are also in its list."""
 
     begin: Ints | None = None
     end: Ints | None = None
@@ -100,14 +99,14 @@ class Resolved(NamedTuple):
 
 
 def union(number: Ints, n_lists: int, owner: Array, begin: Array, end: Array, len_k: int) -> RangeLists:
-    """Lists made of any ranges: [begin, end) belongs to list `owner`; all three broadcast."""
+    """Make lists of any ranges: [begin, end) belongs to list `owner`; the three arrays broadcast."""
     owner, begin, end = (x.ravel() for x in np.broadcast_arrays(owner, begin, end))
     return _sweep(number, n_lists, [(owner, begin, end, 1)], 1, len_k)
 
 
 def of_sorted(number: Ints, counts: Ints, begin: Ints, end: Ints, len_k: int) -> RangeLists:
-    """Lists of ranges that are in order already, counts (lists,) of each, none empty, within the keys."""
-    if (begin[1:] == end[:-1]).any():  # those that touch, or seem to at the border of two lists, are joined
+    """Make lists of ranges that are sorted, not empty and within the keys; list n has counts[n] of them."""
+    if (begin[1:] == end[:-1]).any():  # ranges may touch, unless they belong to two lists: join them
         return union(number, len(counts), np.repeat(np.arange(len(counts)), counts), begin, end, len_k)
     ranges = np.empty((len(begin), 2), np.int64)
     ranges[:, 0], ranges[:, 1] = begin, end
@@ -117,8 +116,11 @@ def of_sorted(number: Ints, counts: Ints, begin: Ints, end: Ints, len_k: int) ->
 def _sweep(
     number: Ints, n_lists: int, parts: Sequence[tuple[Ints, Ints, Ints, int]], least: int, len_k: int
 ) -> RangeLists:
-    """Lists of the keys that lie in at least `least` ranges; a part is (owner, begin, end, weight)."""
-    # A key of a list is one number, owner * step + key: begins add the range's weight, ends take it away.
+    """Lists of the keys that lie in ranges of total weight `least` or more.
+
+    A part is (owner, begin, end, weight): its ranges [begin, end) belong to the lists `owner`.
+    """
+    # A key of a list is the number owner * step + key. A begin adds the range's weight, an end subtracts it.
     step = len_k + 1
     events, changes = [], []
     for owner, begin, end, weight in parts:
@@ -129,7 +131,7 @@ def _sweep(
     event, change = np.concatenate(events), np.concatenate(changes)
     order = np.argsort(event, kind="stable")
     event, inside = event[order], np.cumsum(change[order]) >= least
-    last = np.append(event[1:] != event[:-1], True)[: len(event)]  # what all events at one key amount to
+    last = np.append(event[1:] != event[:-1], True)[: len(event)]  # the sum behind all events at one key
     event, inside = event[last], inside[last]
     before = np.concatenate([[False], inside])[: len(inside)]
     begins, ends = event[inside & ~before], event[~inside & before]
@@ -137,28 +139,36 @@ def _sweep(
     return RangeLists(number, offsets, np.stack([begins % step, ends % step], axis=-1))
 
 
+def closed(begin: Ints | None, end: Ints | None, len_k: int) -> tuple[Ints, Ints]:
+    """`begin` and `end`, with the first and the last key in place of an open side."""
+    return (
+        np.zeros((1, 1), np.int64) if begin is None else begin,
+        np.full((1, 1), len_k) if end is None else end,
+    )
+
+
 def as_lists(x: Resolved, len_q: int, len_k: int) -> RangeLists:
-    """The same as lists alone."""
+    """Turn `x` into lists alone."""
     if x.lists is not None and x.begin is None and x.end is None:
         return x.lists
-    begin = np.zeros((1, 1), np.int64) if x.begin is None else x.begin
-    end = np.full((1, 1), len_k) if x.end is None else x.end
-    shapes = [begin.shape, end.shape, (1, len_q)]
-    if x.lists is not None:
-        shapes.append(x.lists.number.shape)
-    shape = np.broadcast_shapes(*shapes)
+    begin, end = closed(x.begin, x.end, len_k)
+    numbers = np.zeros((1, 1), np.int64) if x.lists is None else x.lists.number
+    shape = np.broadcast_shapes(begin.shape, end.shape, (1, len_q), numbers.shape)
     begin, end = (np.broadcast_to(y, shape).ravel() for y in (begin, end))
     index = np.arange(len(begin)).reshape(shape)
     if x.lists is None:
         return union(index, len(begin), np.arange(len(begin)), begin, end, len_k)
-    numbers = np.broadcast_to(x.lists.number, shape).ravel()
+    numbers = np.broadcast_to(numbers, shape).ravel()
     owner, place = places(x.lists.offsets[numbers], x.lists.offsets[numbers + 1])
     low, high = x.lists.ranges[place].T
     return union(index, len(begin), owner, np.maximum(low, begin[owner]), np.minimum(high, end[owner]), len_k)
 
 
 def combined(operands: Sequence[RangeLists], weights: Sequence[int], least: int, len_k: int) -> RangeLists:
-    """Lists of the keys at which the operands' weights sum up to `least` or more; shared as theirs are."""
+    """Lists of the keys where the weights of the operands that hold them sum to `least` or more.
+
+    Rows whose lists are the same in all operands share one list.
+    """
     shape = np.broadcast_shapes(*(x.number.shape for x in operands))
     code = np.zeros(shape, np.int64)
     for x in operands:
@@ -173,7 +183,7 @@ def combined(operands: Sequence[RangeLists], weights: Sequence[int], least: int,
 
 
 def simplified(lists: RangeLists) -> Resolved:
-    """The same as one range in each row, where that is enough."""
+    """Turn lists into one range for each row, if no list has more."""
     counts = np.diff(lists.offsets)
     if (counts > 1).any():
         return Resolved(lists=lists)
@@ -183,7 +193,7 @@ def simplified(lists: RangeLists) -> Resolved:
 
 
 def as_array(x: Resolved, shape: Shape) -> Bools:
-    """Who attends whom, (*batch, heads, len_q, len_k)."""
+    """Turn `x` into a dense array (*batch, heads, len_q, len_k), True where a row attends a key."""
     *rows, len_k = shape
     if 0 in shape:
         return np.zeros(shape, np.bool_)

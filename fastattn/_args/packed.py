@@ -1,18 +1,17 @@
 """Weights of a linear map, packed once into the panels that the kernels read.
 
-A panel holds `PANEL_BYTES` of each row of the transposed weight: 32 output features of float32, 16 of
-float64, 32 pairs (two input features) of bfloat16. It is what the micro-kernel of every instruction set walks
-through from front to back, so the layout is one for all of them.
+A panel holds `PANEL_BYTES` of each row of the transposed weight: 32 output features in float32, 16 in
+float64, 32 pairs of input features in bfloat16. The micro-kernels of all instruction sets read a panel from
+front to back, so that they share one layout.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.blocks import BLOCK, copied
+from fastattn._args.blocks import BLOCK, aligned_empty, copied
 from fastattn._args.values import choice, flag, float_array, integer
 
 if TYPE_CHECKING:
@@ -20,12 +19,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array, Shape
+    from fastattn._args.types import Array
 
 PANEL_BYTES = 128
-_ALIGNMENT = 64
-# Numbers of a weight that are packed at a time, which stay in the second-level cache; of each output feature
-# at most so many, an even number.
+# `pack` works on blocks of this many numbers, which stay in the second-level cache, and with at most this
+# many (an even number) of each output feature.
 _BLOCK, _BLOCK_FEATURES = 1 << 17, 1 << 12
 _ALL = slice(None)
 WEIGHT_DTYPES = ("float32", "float64", "bfloat16", "int8")
@@ -34,7 +32,7 @@ WEIGHT_DTYPES = ("float32", "float64", "bfloat16", "int8")
 class PackedLinear:
     """The weight of a linear map, or of a gated pair of them, ready for `fastattn.ops.linear`.
 
-    Made by `pack`; read-only. It is the only copy that a layer keeps: `unpack` gives the weight back.
+    Made by `pack`; read-only. A layer keeps no other copy of the weight; `unpack` returns the weight.
 
     Attributes
     ----------
@@ -47,7 +45,7 @@ class PackedLinear:
         ``(n_panels, in_features, columns)``; for bfloat16 ``(n_panels, ceil(in_features / 2), columns, 2)``
         of its bits. Panels of a gated pair alternate: gate, up, gate, up.
     scales : ndarray, (n_panels, columns), or None
-        For int8: what each output feature is multiplied by.
+        For int8: the factor of each output feature.
     """
 
     __slots__ = ("dtype", "gated", "in_features", "out_features", "panels", "scales")
@@ -79,7 +77,7 @@ class PackedLinear:
         raise AttributeError(f"PackedLinear is read-only: pack() another instead of setting {name}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made anew from a pickle or a copy: aligned and read-only."""
+        """Pickle and copy through `_restored`, which aligns the panels again."""
         features = self.in_features, self.out_features
         return _restored, (*features, self.gated, self.dtype, self.panels, self.scales)
 
@@ -94,7 +92,7 @@ class PackedLinear:
 
     @np.errstate(all="ignore")
     def floats(self, which: slice = _ALL) -> Array:
-        """Some of the panels, (panels, in_features, columns), as floating numbers."""
+        """Panels `which`, (panels, in_features, columns), as floating numbers."""
         panels = self.panels[which]
         if self.scales is not None:
             return np.asarray(panels * self.scales[which, None, :])
@@ -107,7 +105,7 @@ class PackedLinear:
     def unpack(self) -> Array:
         """The weight, (out_features, in_features), or (2, out_features, in_features): gate and up.
 
-        In float64 if it is stored so, else in float32, which holds the other types exactly.
+        In float64 if it is stored in float64, else in float32, which holds the other types exactly.
         """
         n_maps, width, k = 1 + self.gated, columns(self.dtype), self.in_features
         weight = np.empty(
@@ -126,7 +124,7 @@ class PackedLinear:
 def _require_sizes(
     in_features: Any, out_features: Any, gated: Any, dtype: Any, panels: Any, scales: Any
 ) -> None:
-    """Raise unless these are the panels and scales of such a map: kernels read them without another look."""
+    """Raise unless panels and scales have the sizes of such a map: the kernels do not check them again."""
     func = "PackedLinear"
     choice(func, "dtype", dtype, WEIGHT_DTYPES)
     k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
@@ -152,33 +150,33 @@ def _require_sizes(
 def _restored(
     in_features: int, out_features: int, gated: bool, dtype: str, panels: Array, scales: Array | None
 ) -> PackedLinear:
-    panels = copied(panels, _aligned_empty(panels.shape, panels.dtype))
+    panels = copied(panels, aligned_empty(panels.shape, panels.dtype))
     return PackedLinear(in_features, out_features, gated, dtype, panels, scales)
 
 
 def columns(dtype: str) -> int:
-    """Output features of a panel; int8 is widened to float32 on the way to the kernel."""
+    """Output features of a panel; int8 has as many as float32, to which the kernel widens it."""
     return PANEL_BYTES // (8 if dtype == "float64" else 4)
 
 
-@np.errstate(over="ignore")  # what float64 holds and float32 does not is infinite
+@np.errstate(over="ignore")  # a float64 too large for float32 becomes infinite
 def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None = None) -> PackedLinear:
-    """Pack the weight of a linear map for `linear`, once; O(weight) time and memory.
+    """Pack the weight of a linear map, once, for `linear`, in O(weight) time and memory.
 
     Parameters
     ----------
     weight : array_like, (out_features, in_features)
         As torch's ``Linear.weight``: float32, float64, float16 or bfloat16.
     gate : array_like, (out_features, in_features), optional
-        Makes a gated pair, ``activation(x @ gate.T) * (x @ weight.T)``, computed in one pass.
+        Makes a gated pair: `linear` computes ``activation(x @ gate.T) * (x @ weight.T)`` in one pass.
     dtype : {"float32", "float64", "bfloat16", "int8"}, optional
-        How it is stored; by default weight's own dtype (float32 for float16). bfloat16 is rounded to nearest
+        How the weight is stored; default its own dtype (float32 for float16). bfloat16 is rounded to nearest
         even; int8 is symmetric, with one scale for each output feature, ``max(abs(row)) / 127``.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, or has values that are not finite once they are stored so.
+        If an argument does not fit, or has values that are not finite in `dtype`.
     """
     maps = [_weight("weight", weight)]
     if gate is not None:
@@ -203,7 +201,7 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
     lane = np.float64 if dtype == "float64" else np.float32
     scales = _scales(maps, count * width) if dtype == "int8" else None
     shape = (count * len(maps), steps, width)
-    panels = _aligned_empty((*shape, unit) if unit > 1 else shape, _STORED[dtype])
+    panels = aligned_empty((*shape, unit) if unit > 1 else shape, _STORED[dtype])
     by_map = panels.reshape(count, len(maps), steps, width, unit)
     for i, array in enumerate(maps):
         for panel, feature, block in _blocks(array, width, unit, lane):
@@ -222,16 +220,16 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
 _STORED = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "int8": np.int8}
 
 
-# The least number that each type but float64 rounds to infinity; int8 is scaled in float32.
+# The smallest number that each type rounds to infinity. int8 is scaled in float32; float64 needs no entry.
 _BEYOND = {"float32": 2.0**128 - 2.0**103, "int8": 2.0**128 - 2.0**103, "bfloat16": 2.0**128 - 2.0**119}
 
 
 def is_finite(x: Array, stored: str, or_none: bool = False) -> bool:
-    """Whether all of floating `x` is finite once it is `stored`, one of WEIGHT_DTYPES; `or_none` allows -inf.
+    """Whether floating `x` is finite once it is `stored`, one of WEIGHT_DTYPES; `or_none` also allows -inf.
 
-    By its bits: as signed integers those of positive numbers are in the order of the numbers, with infinity
-    and then NaN behind them, and as unsigned integers those of negative ones. So two maxima tell, which take
-    no memory, and of 16-bit types a tenth of the time that comparing the numbers takes.
+    It compares bits. Read as signed integers, positive numbers keep their order, with infinity and then NaN
+    behind them; read as unsigned integers, negative numbers do. So two maxima answer the question, without
+    memory. For 16-bit types this takes a tenth of the time of comparing the numbers.
     """
     signed, unsigned = (np.dtype(f"{kind}{x.itemsize}").newbyteorder(x.dtype.byteorder) for kind in "iu")
     beyond = _BEYOND.get(stored, np.inf)
@@ -251,9 +249,10 @@ def _weight(name: str, x: Any) -> Array:
 
 
 def _blocks(array: Array, width: int, unit: int, lane: Any) -> Iterator[tuple[int, int, Array]]:
-    """The weight in blocks (panels, width, features) of `lane`, filled up with 0 to whole panels and units.
+    """Cut the weight into blocks (panels, width, features) of dtype `lane`, each padded with 0.
 
-    Each with its first panel and its first feature.
+    Yields the first panel and the first feature of each block with it. The padding completes the last panel,
+    and the last `unit` of features.
     """
     out_features, in_features = array.shape
     depth = min(_BLOCK_FEATURES, max(unit, in_features))
@@ -268,7 +267,7 @@ def _blocks(array: Array, width: int, unit: int, lane: Any) -> Iterator[tuple[in
 
 
 def _scales(maps: list[Array], n: int) -> Array:
-    """By what each output feature is multiplied, (maps, n): 0 where there is none."""
+    """The scale of each output feature for int8, (maps, n); 0 in the padding."""
     largest = np.zeros((len(maps), n), np.float32)
     for i, array in enumerate(maps):
         for panel, _, block in _blocks(array, columns("int8"), 1, np.float32):
@@ -280,28 +279,19 @@ def _scales(maps: list[Array], n: int) -> Array:
 
 
 def _quantised(block: Array, scales: Array) -> Array:
-    """block (panels, width, features) in units of scales (panels, width)."""
-    # Of a row of denormal numbers the scale is too coarse, and the quotient may be above 127.
+    """Divide block (panels, width, features) by scales (panels, width), and round to integers."""
+    # Clip: the scale of a row of denormal numbers is coarse, so that a quotient may exceed 127.
     quotient = np.rint(block / np.where(scales == 0, 1, scales)[..., None])
     return np.clip(quotient, -127, 127, out=quotient)
 
 
-def _aligned_empty(shape: Shape, dtype: Any) -> Array:
-    """An array in C order whose data begin at a cache line."""
-    n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(n_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    result: Array = memory[start : start + n_bytes].view(dtype).reshape(shape)
-    return result
-
-
 def to_bfloat16_bits(x: Array) -> Array:
-    """The bits of float32 `x` rounded to bfloat16, to nearest even; NaN stays NaN."""
+    """Round float32 `x` to bfloat16, to nearest even, and return its bits; NaN stays NaN."""
     bits = x.view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)
 
 
 def from_bfloat16_bits(bits: Array) -> Array:
-    """Float32 of the same values."""
+    """The values of bfloat16 `bits`, in float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -1,4 +1,4 @@
-"""What `stats=` asks for: its names, checked, and the arrays that the kernels fill."""
+"""The argument ``stats=``: its names, checked, and the arrays that the kernels fill."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Shape
 
-NAMES = ("row_max", "entropy", "topk:k", "key_sums", "mean_weights")
+NAMES = ("row_max", "entropy", "top_k:k", "key_sums", "mean_weights")
 
 
 class TopK(NamedTuple):
     """The largest weights of each row, best first, and the keys that have them."""
 
-    weights: NDArray[Any]  # (..., heads_q, len_q, k), 0 where fewer keys have a weight
-    keys: NDArray[np.int64]  # the same shape, -1 there
+    weights: NDArray[Any]  # (..., heads_q, len_q, k); 0 behind the last key that the row attends
+    keys: NDArray[np.int64]  # the same shape; -1 there
 
 
 class Statistics(TypedDict, total=False):
-    """What `attention` returns for `stats`: the entries that were asked for."""
+    """What `attention` returns for `stats`: it has the entries that were asked for."""
 
     row_max: NDArray[Any]
     entropy: NDArray[Any]
-    topk: TopK
+    top_k: TopK
     key_sums: NDArray[Any]
     mean_weights: NDArray[Any]
 
@@ -38,7 +38,10 @@ class Statistics(TypedDict, total=False):
 def statistics_args(
     func: str, stats: Any, heads: Shape, len_q: int, len_k: int, lane: np.dtype[Any], one_head: bool
 ) -> tuple[StatisticsArgs, Statistics]:
-    """Check the names in `stats`; `heads` is (*batch_shape, heads_q). Arrays, and as a caller sees them."""
+    """Check the names in `stats`, and make the arrays: for the kernels, and as the caller sees them.
+
+    `heads` is (*batch_shape, heads_q).
+    """
     if isinstance(stats, str) or not isinstance(stats, Sequence):
         raise TypeError(f"{func}(): stats is {short(stats)}; expected a tuple of {', '.join(NAMES)}")
     args, result = StatisticsArgs(), Statistics()
@@ -46,42 +49,38 @@ def statistics_args(
     def seen(x: Array) -> Array:
         return x[0] if one_head else x
 
+    shapes = {"row_max": (*heads, len_q), "entropy": (*heads, len_q), "key_sums": (*heads, len_k)}
     for text in stats:
         name, k = _name(func, text)
         if name in result:
             raise ValueError(f"{func}(): stats has {name} twice, in {tuple(stats)!r}; expected it once")
-        if name == "topk":
+        if name == "top_k":
             weights, keys = np.zeros((*heads, len_q, k), lane), np.full((*heads, len_q, k), -1, np.int64)
             args.top_weights, args.top_keys = weights[..., :len_k], keys[..., :len_k]
-            result["topk"] = TopK(seen(weights), seen(keys))
-        elif name == "row_max":
-            args.row_max = np.empty((*heads, len_q), lane)
-            result["row_max"] = seen(args.row_max)
-        elif name == "entropy":
-            args.entropy = np.empty((*heads, len_q), lane)
-            result["entropy"] = seen(args.entropy)
-        elif name == "key_sums":
-            args.key_sums = np.zeros((*heads, len_k), lane)
-            result["key_sums"] = seen(args.key_sums)
-        else:
+            result["top_k"] = TopK(seen(weights), seen(keys))
+        elif name == "mean_weights":
             args.mean_weights = np.zeros((*heads[:-1], 1, len_q, len_k), lane)
             result["mean_weights"] = args.mean_weights[..., 0, :, :]
+        else:
+            array = np.zeros(shapes[name], lane)
+            setattr(args, name, array)
+            result[name] = seen(array)  # type: ignore[literal-required]
     if args.second_pass:
         args.norm = np.empty((*heads, len_q, 2), lane)
     return args, result
 
 
 def _name(func: str, text: Any) -> tuple[str, int]:
-    """The statistic's name, and the k of topk."""
+    """Check one entry of `stats`; return its name, and k for "top_k:k"."""
     if not isinstance(text, str):
         raise TypeError(f"{func}(): stats has an entry {short(text)}; expected one of {', '.join(NAMES)}")
     name, colon, number = text.partition(":")
-    if name == "topk" and number.isdecimal() and len(number) < 10 and int(number) > 0:
+    if name == "top_k" and number.isdecimal() and len(number) < 10 and int(number) > 0:
         return name, int(number)
-    if name == "topk":
+    if name == "top_k":
         raise ValueError(
-            f"{func}(): stats has an entry {text[:40]!r}; expected topk:k with k from 1 to 999999999, as"
-            f" topk:8"
+            f"{func}(): stats has an entry {text[:40]!r}; expected top_k:k with k from 1 to 999999999, as"
+            f" top_k:8"
         )
     if colon or name not in NAMES:
         raise ValueError(f"{func}(): stats has an entry {short(text)}; expected one of {', '.join(NAMES)}")

@@ -1,14 +1,14 @@
-"""One value from a caller at a time: returned in the form that the kernels take, or an error.
+"""Checks of single values: each function returns a value in the form that the kernels take, or raises.
 
-Every function takes the name of the public function and that of the argument first, for its messages. How
-values fit together is `attention.py`'s business.
+The first two arguments, `func` and `name`, are the public function and its argument, for error messages. How
+values fit together is checked in `attention.py`.
 """
 
 from __future__ import annotations
 
 import operator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -20,31 +20,30 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Ints, Shape
 
-# Bits of ndarray.flags.num, one look at which is a tenth of the time of looking at each.
+# Bits of ndarray.flags.num: reading it once takes a tenth of the time of reading the flags one by one.
 _CONTIGUOUS, _OWNS_DATA, _ALIGNED, _WRITEABLE = 0x1, 0x4, 0x100, 0x400
 _READABLE, _WRITABLE = _CONTIGUOUS | _ALIGNED, _CONTIGUOUS | _ALIGNED | _WRITEABLE
-# Candidate solutions to try for an element that two interleaved views share, before they are taken to
-# overlap. Views of one array with a place for each element are told apart in far fewer.
+# Limit of np.shares_memory: so many candidates are tried for an element that two interleaved views share.
+# Views of one array that do not overlap need far fewer.
 _OVERLAP_WORK: Any = 10_000
 
-# More than any memory holds: beyond, a size is a mistake, and NumPy would not say whose.
-MAX_POSITION = 2**53  # integers beyond are not exact in float64, in which distances may be taken
-MOST_SIZE = 2**48
+MAX_POSITION = 2**53  # larger integers are not exact in float64, in which distances may be computed
+MOST_SIZE = 2**48  # no memory holds more; NumPy would reject a larger size without naming the argument
 
-# What float() takes, and is no number.
+# Types that float() accepts although they are not numbers.
 _NO_NUMBERS = (bool, np.bool_, str, bytes)
 
 # Smallest and largest normal number of the lane types.
 _LIMITS = {dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)) for dtype in (FLOAT32, FLOAT64)}
 
-# Native floating types met so far; bfloat16, which NumPy does not know, joins with its first array.
+# Floating types in native byte order. bfloat16, which NumPy does not know, is added with its first array.
 _native = {np.dtype(t) for t in (np.float32, np.float64, np.float16)}
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether `dtype` is float32, float64, float16 or bfloat16, in any byte order."""
-    # By type, as neither kind nor size tells: float8_e5m2 has kind "f", and longdouble may have 8 bytes.
-    # bfloat16 is told by its name, so that ml_dtypes need not be imported.
+    # Kind and size do not decide: float8_e5m2 has kind "f", and longdouble may have 8 bytes. bfloat16 is
+    # recognised by its name, so that ml_dtypes need not be imported.
     return dtype.type in (np.float32, np.float64, np.float16) or (
         dtype.name == "bfloat16" and dtype.itemsize == 2
     )
@@ -54,7 +53,7 @@ def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
     """`dtype` as one of the four floating types, in native byte order."""
     if isinstance(dtype, str) and dtype == "bfloat16":
         try:
-            import ml_dtypes  # noqa: F401 - teaches NumPy the name
+            import ml_dtypes  # noqa: F401 - registers the name with NumPy
         except ImportError as missing:
             raise ImportError(
                 f"{func}(): dtype 'bfloat16' needs the ml_dtypes package: pip install ml_dtypes"
@@ -73,7 +72,7 @@ def as_array(func: str, name: str, x: Any) -> Array:
     """`x` as a plain ndarray of any dtype but object."""
     if is_masked(x):
         raise TypeError(
-            f"{func}(): {name} is a masked array; expected a plain one (which keys count is what mask= says)"
+            f"{func}(): {name} is a masked array; expected a plain one (mask= says which keys count)"
         )
     try:
         array = np.asarray(x)
@@ -102,9 +101,9 @@ def is_masked(x: Any) -> bool:
 
 
 def _holds_masked(x: list[Any] | tuple[Any, ...], depth: int) -> bool:
-    """Whether the list has masked arrays, in itself or in lists up to `depth` deep; deeper are numbers.
+    """Whether the list, or a list nested in it up to `depth` deep, holds masked arrays.
 
-    It is the types of all elements that are looked at: plain lists pay a tenth of their conversion.
+    It looks at the types of all elements, which takes a tenth of the time of converting the list.
     """
     level: list[Any] = [x]
     for _ in range(depth):
@@ -132,7 +131,7 @@ def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
 
 
 def real_array(func: str, name: str, x: Any) -> Array:
-    """`x`, real numbers that are converted to another type in any case: integers do, too, but no bools."""
+    """`x` as an array of real numbers, which the caller converts: floats or integers, but no bools."""
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu" and not is_float(array.dtype):
         raise TypeError(
@@ -143,9 +142,9 @@ def real_array(func: str, name: str, x: Any) -> Array:
 
 
 def readable(array: Array, name: str, copies: list[str], last_axis: str = "") -> Array:
-    """`array`, or a copy where the kernels cannot read it in place; `copies` then gets the reason.
+    """`array`, or a copy if the kernels cannot read it in place; the reason is appended to `copies`.
 
-    With `last_axis`, the name of that axis, it has to be contiguous.
+    If `last_axis` names the last axis, it has to be contiguous.
     """
     reasons = []
     if not array.dtype.isnative:
@@ -160,10 +159,10 @@ def readable(array: Array, name: str, copies: list[str], last_axis: str = "") ->
     return copied(array, np.empty(array.shape, array.dtype.newbyteorder("=")))
 
 
-def is_ready(x: Any, least_dims: int) -> bool:
+def is_ready(x: Any, least_dims: int) -> TypeGuard[Array]:
     """Whether `x` is a floating array that is native, aligned, and contiguous along its last axis.
 
-    Nearly everything is; of what is not, `float_array` and `readable` make one, or say why not.
+    This is a quick test, which most arrays pass. `float_array` and `readable` convert the others, or raise.
     """
     if type(x) is not np.ndarray or x.dtype not in _native or x.ndim < least_dims:
         return False
@@ -174,26 +173,25 @@ def is_ready(x: Any, least_dims: int) -> bool:
 def operand(func: str, name: str, x: Any, copies: list[str]) -> Array:
     """`x` as q, k or v: a floating array that is native, aligned, and contiguous along the head dimension."""
     if is_ready(x, 2):
-        ready: Array = x
-        return ready
+        return x
     return readable(float_array(func, name, x, least_dims=2), name, copies, "the head dimension")
 
 
 def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any], copies: list[str]) -> Array:
-    """`x`, a number for each query head, as `dtype`; broadcasts to `shape`, (*batch, heads_q)."""
+    """`x`, one number for each query head, as `dtype`; it broadcasts to `shape`, (*batch, heads_q)."""
     array = real_array(func, name, x)
     require_broadcast(func, name, array.shape, shape, "(..., heads_q)")
     if array.dtype != dtype:
         copies.append(f"{name} converted: {array.dtype} to {dtype}")
-    with np.errstate(over="ignore"):  # what float64 holds and float32 does not is infinite
+    with np.errstate(over="ignore"):  # a float64 too large for float32 becomes infinite
         return np.array(array, dtype, ndmin=1)
 
 
 def integers(
     func: str, name: str, x: Any, shape: Shape, dims: str, low: int = -(2**62), high: int = 2**62
 ) -> Ints:
-    """`x`, integers from `low` to `high`, as int64; broadcasts to `shape`, which is called `dims`."""
-    if type(x) is int and low <= x <= high:  # the usual case, in a tenth of the time
+    """`x`, integers from `low` to `high`, as int64; it broadcasts to `shape`, which messages call `dims`."""
+    if type(x) is int and low <= x <= high:  # the usual case: this takes a tenth of the time
         return np.array(x, np.int64)
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu":
@@ -205,7 +203,7 @@ def integers(
 
 
 def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> int:
-    """`x` as an int of at least `low` and at most `high`; a bool is not one."""
+    """`x` as an int from `low` to `high`; a bool is not accepted."""
     try:
         if isinstance(x, (bool, np.bool_)):
             raise TypeError
@@ -220,7 +218,7 @@ def integer(func: str, name: str, x: Any, low: int, high: int | None = None) -> 
 
 
 def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = False) -> float:
-    """`x` as a float that is finite in `dtype`, and above 0 there if it has to be `positive`."""
+    """`x` as a float that is finite in `dtype`, and if `positive`, above 0 in `dtype`."""
     try:
         if type(x) is not float and (isinstance(x, _NO_NUMBERS) or is_masked(x) or np.ndim(x)):
             raise TypeError
@@ -230,7 +228,7 @@ def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = 
     except Exception:  # an object's own __array__ and __float__ may raise anything
         raise TypeError(f"{func}(): {name} is {short(x)}; expected a real number") from None
     least, most = _LIMITS[dtype]
-    if not abs(value) <= most:  # NaN is not
+    if not abs(value) <= most:  # NaN fails this test
         raise ValueError(f"{func}(): {name} is {value}; expected a number that is finite in {dtype}")
     if positive and value < least:
         raise ValueError(f"{func}(): {name} is {value}; expected a number above 0")
@@ -238,7 +236,7 @@ def number(func: str, name: str, x: Any, dtype: np.dtype[Any], positive: bool = 
 
 
 def flag(func: str, name: str, x: Any) -> bool:
-    """`x` as a bool; nothing else is one, or a mask would be taken for True."""
+    """`x` as a bool; other types are not accepted, so that a mask never counts as True."""
     if not isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{func}(): {name} is {short(x)}; expected True or False")
     return bool(x)
@@ -264,8 +262,8 @@ def generator(func: str, name: str, x: Any) -> np.random.Generator:
 
 
 def iterated(func: str, name: str, x: Any, expected: str) -> Iterator[Any]:
-    """What `x` holds, one after the other: `expected` says what that is."""
-    try:  # an array of no dimensions passes for an Iterable
+    """An iterator over `x`; `expected` describes `x` in messages."""
+    try:  # isinstance(x, Iterable) would accept an array of no dimensions
         return iter(x)
     except TypeError:
         kind = type(x).__name__
@@ -273,7 +271,7 @@ def iterated(func: str, name: str, x: Any, expected: str) -> Iterator[Any]:
 
 
 def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: str, hint: str = "") -> None:
-    """Raise unless an array of `shape` broadcasts to `target`, which is called `dims`."""
+    """Raise unless an array of `shape` broadcasts to `target`, which messages call `dims`."""
     if len(shape) > len(target) or any(
         n not in (1, m) for n, m in zip(reversed(shape), reversed(target), strict=False)
     ):
@@ -290,11 +288,11 @@ def require_result(
     inputs: Iterable[tuple[str, Any, Any]],
     called: str = "out",
 ) -> None:
-    """Raise unless a result of `shape` and `dtype`, which is that of `like`, can be written to `out`.
+    """Raise unless `out` can take a result of `shape` and `dtype`, the dtype of the argument `like`.
 
-    `called` is the argument's name. `inputs` are read meanwhile, so no memory may be theirs: each is a name,
-    what the caller gave, and the array made of it. Of what is no array but shares its memory, a memoryview
-    or a tensor, the latter tells.
+    `called` is the name of the argument `out`. It may share no memory with `inputs`, which are read while it
+    is written. Each input is its name, what the caller passed, and the array made of that. The array shows
+    which memory a memoryview or a tensor has.
     """
     flags = out.flags.num if type(out) is np.ndarray else 0
     if flags & _WRITABLE != _WRITABLE or out.dtype != dtype or out.shape != shape:
@@ -302,7 +300,7 @@ def require_result(
     owns = flags & _OWNS_DATA
     for name, given, array in inputs:
         memory = given if isinstance(given, np.ndarray) else array
-        # Two arrays with memory of their own are told apart in a tenth of the time.
+        # Two arrays that own their memory share none: this test takes a tenth of the time.
         if memory is None or (memory.flags.num & owns and memory is not out):
             continue
         if _share_memory(out, memory):
@@ -314,7 +312,7 @@ def require_result(
 def _require_writable(
     func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str, called: str
 ) -> None:
-    """Raise unless `out` is an array of `shape` and `dtype` with a place to write each element to."""
+    """Raise unless `out` is a writable array of `shape` and `dtype` whose elements do not overlap."""
     if not isinstance(out, np.ndarray) or is_masked(out):
         raise TypeError(f"{func}(): {called} is of type {type(out).__name__}; expected an ndarray")
     if out.dtype != dtype:
@@ -342,7 +340,7 @@ def _require_writable(
 
 
 def _overlaps_itself(array: Array) -> bool:
-    """Whether elements of `array` may lie on each other: a stride is less than what the smaller ones span."""
+    """Whether elements of `array` may overlap: a stride is less than the span of all smaller strides."""
     span = array.itemsize
     axes = [(abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1]
     for stride, n in sorted(axes):
@@ -353,7 +351,7 @@ def _overlaps_itself(array: Array) -> bool:
 
 
 def _share_memory(a: Array, b: Array) -> bool:
-    """Whether `a` and `b` share an element; where that is too hard to tell, they are taken to."""
+    """Whether `a` and `b` share an element; True if that takes too long to decide."""
     try:
         return np.shares_memory(a, b, max_work=_OVERLAP_WORK)
     except np.exceptions.TooHardError:
@@ -361,10 +359,10 @@ def _share_memory(a: Array, b: Array) -> bool:
 
 
 def short(x: Any) -> str:
-    """`x` for a message: its value, or if that is long, its type."""
+    """`x` as messages show it: its value, or if that is long, its type."""
     if isinstance(x, np.ndarray):
         return f"an array of shape {x.shape} and dtype {x.dtype}"
-    if isinstance(x, int) and x.bit_length() > 128:  # Python shows no integers of thousands of digits
+    if isinstance(x, int) and x.bit_length() > 128:  # Python refuses to print thousands of digits
         return f"an integer of {x.bit_length()} bits"
     text = repr(x)
     return text if len(text) <= 40 and "\n" not in text else f"of type {type(x).__name__}"

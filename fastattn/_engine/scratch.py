@@ -1,4 +1,4 @@
-"""Memory of what only lives inside one call of a layer or a model."""
+"""Memory for temporary arrays of layers and models, kept from call to call."""
 
 from __future__ import annotations
 
@@ -6,31 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.blocks import aligned_empty
+
 if TYPE_CHECKING:
     from fastattn._args.types import Array
 
-# By its use: pages that the system hands out anew cost a layer at
-# (32, 128) tokens 5% of its time. A use is taken out while it lasts, so that threads do not share it; small
-# arrays, which the allocator keeps itself, and those above the limit are not worth keeping.
+# Kept memory, by its use. Without it, the system hands out new pages in each call, which costs an encoder
+# layer 5% of its time at (32, 128) tokens. `scratch` takes memory out, so that two threads never share it.
+# NumPy's allocator keeps small arrays itself; large ones would hold too much memory.
 _LEAST_KEPT, _MOST_KEPT = 1 << 18, 1 << 26
-_ALIGNMENT = 64
 _kept: dict[str, Array] = {}
 
 
 def scratch(use: str, rows: int, columns: int, dtype: np.dtype[Any]) -> Array:
-    """An array (rows, columns) of anything, to be given back to `keep`, or not."""
+    """An uninitialised array (rows, columns), which the caller may give back to `keep`."""
     n_bytes = rows * columns * dtype.itemsize
     if not _LEAST_KEPT <= n_bytes <= _MOST_KEPT:
         return np.empty((rows, columns), dtype)
     memory = _kept.pop(use, None)
-    if memory is None or len(memory) < n_bytes + _ALIGNMENT:
-        memory = np.empty(n_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    array: Array = memory[start : start + n_bytes].view(dtype).reshape(rows, columns)
-    return array
+    return aligned_empty((rows, columns), dtype, memory)
 
 
 def keep(use: str, array: Array) -> None:
-    """Keep the memory of `array`, of `scratch`, for the next one; nobody reads it any more."""
+    """Keep the memory of `array`, which came from `scratch`, for the next call; nobody reads it any more."""
     if array.base is not None:
         _kept[use] = array.base

@@ -1,7 +1,7 @@
-"""Which implementation runs, on which instruction set, with how many threads; all of it can be asked and set.
+"""The settings of this process: implementation, instruction set, number of threads.
 
-The environment is read once, when this module is imported: FASTATTN_BACKEND, FASTATTN_ISA,
-FASTATTN_NUM_THREADS.
+The environment variables FASTATTN_BACKEND, FASTATTN_ISA and FASTATTN_NUM_THREADS are read once, when this
+module is imported.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,9 +32,9 @@ except ImportError as error:
     _WHY_NOT_COMPILED = str(error)
 
 BACKENDS = ("compiled", "numpy")
-MAX_THREADS = 4096  # more than any machine has; beyond, a number is a mistake
-# Where the system refuses to create a thread, OpenMP ends the process: so no more than the CPUs can use, and
-# 64 on any machine, on which a call with many threads can then be tried.
+MAX_THREADS = 4096  # no machine has more; a larger number is a mistake
+# OpenMP ends the process if the system refuses to create a thread, so no more threads are used than there are
+# CPUs. 64 are allowed on every machine, so that calls with many threads can be tested anywhere.
 _MOST_USED = max(64, os.cpu_count() or 1)
 
 
@@ -42,7 +43,7 @@ class FallbackWarning(RuntimeWarning):
 
 
 class Report(dict[str, Any]):
-    """A dict that prints as a table, one entry a line."""
+    """A dict that prints as a table, with one entry in each line."""
 
     def __repr__(self) -> str:
         width = max(map(len, self), default=0)
@@ -59,26 +60,25 @@ def _printed(value: Any) -> str:
 
 @dataclass(slots=True)
 class _Settings:
-    """What is in force in this process."""
+    """The present settings of this process."""
 
     backend: str
-    asked_by: str  # what asked for this backend; if anything did, there is nothing to warn of
+    asked_by: str  # what asked for this backend, or ""; then running on NumPy deserves a warning
     num_threads: int
-    threads_from: str
+    threads_from: str  # what set the number of threads
 
 
 def available_cpus() -> int:
-    """CPUs that this process may run on."""
+    """Number of CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _cgroup_quota(root: str = "/") -> int | None:
-    """CPUs' worth of time that the process's cgroups (v2 or v1) allow, rounded up; None without a quota."""
+    """Number of CPUs that the process's cgroups (v1 or v2) allow it, rounded up; None without a quota."""
     try:
-        with open(os.path.join(root, "proc/self/cgroup")) as file:
-            lines = file.read().splitlines()
+        lines = Path(root, "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
     quotas = []
@@ -90,34 +90,31 @@ def _cgroup_quota(root: str = "/") -> int | None:
             mount, names = "sys/fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         else:
             continue
-        # Every ancestor's quota counts. In a container the path may be the host's: then only the mount itself
-        # is there.
-        levels = [level for level in path.split("/") if level]
-        quotas += [_read_quota(os.path.join(root, mount, *levels[:n]), names) for n in range(len(levels) + 1)]
+        # The quotas of all ancestors count. In a container, the path may be the host's; then only the mount
+        # itself exists.
+        levels = path.strip("/").split("/")
+        quotas += [_read_quota(Path(root, mount, *levels[:n]), names) for n in range(len(levels) + 1)]
     return min((ceil(quota) for quota in quotas if quota), default=None)
 
 
-def _read_quota(folder: str, names: list[str]) -> float | None:
-    """CPUs that the files `names` of one cgroup allow: a quota of time, and the period it is for."""
+def _read_quota(folder: Path, names: list[str]) -> float | None:
+    """Number of CPUs that one cgroup allows; its files `names` hold a quota of time and the period for it."""
     try:
-        words = []
-        for name in names:
-            with open(os.path.join(folder, name)) as file:
-                words += file.read().split()
-        quota, period = map(int, words)
-    except (OSError, ValueError):  # no such file, or "max" for no quota
+        quota, period = (int(word) for name in names for word in (folder / name).read_text().split())
+    except (OSError, ValueError):  # no such file, or the quota is "max"
         return None
     return quota / period if quota > 0 and period > 0 else None
 
 
 def _default_threads() -> tuple[int, str]:
-    """How many threads by default, and what says so."""
+    """Default number of threads, and what sets it."""
     name = "FASTATTN_NUM_THREADS"
     if value := os.environ.get(name):
         if not value.isdecimal() or not 1 <= int(value) <= MAX_THREADS:
             raise ValueError(f"{name} is {value!r}; expected an integer, 1 to {MAX_THREADS}")
         return min(int(value), _MOST_USED), name
-    name = "OMP_NUM_THREADS"  # a list, maybe: one number a nesting level; what OpenMP would ignore is ignored
+    # This may be a list, with a number for each nesting level. Invalid values are ignored, as OpenMP does.
+    name = "OMP_NUM_THREADS"
     value = os.environ.get(name, "").split(",")[0].strip()
     if value.isdecimal() and 1 <= int(value) <= MAX_THREADS:
         return min(int(value), _MOST_USED), name
@@ -126,13 +123,13 @@ def _default_threads() -> tuple[int, str]:
 
 
 def _from_environment() -> _Settings:
-    """What the environment asks for; where that cannot be had, an error and never something else."""
+    """Settings that the environment asks for; raise if one of them is not available."""
     backend, isa = os.environ.get("FASTATTN_BACKEND"), os.environ.get("FASTATTN_ISA")
     if backend and backend not in BACKENDS:
         raise ValueError(f"FASTATTN_BACKEND is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if backend == "compiled" and core is None:
         raise ImportError(f"FASTATTN_BACKEND is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
-    if isa and (backend != "numpy" or core is not None):  # on NumPy, too: a call may ask for the kernels
+    if isa and (backend != "numpy" or core is not None):  # also with "numpy": a call may ask for "compiled"
         if isa not in available_isas():
             available = ", ".join(available_isas()) or f"none ({_WHY_NOT_COMPILED})"
             raise ValueError(f"FASTATTN_ISA is {isa!r}; available here: {available}")
@@ -142,44 +139,48 @@ def _from_environment() -> _Settings:
 
 
 def available_isas() -> tuple[str, ...]:
-    """Names of the compiled instruction sets that this CPU runs, best first; none if nothing was compiled."""
+    """Names of the compiled instruction sets that this CPU supports, best first; () without the extension."""
     return () if core is None else core.available_isas()
 
 
 def get_num_threads() -> int:
-    """Threads that a call uses unless it says otherwise with ``num_threads=``."""
+    """Return the number of threads of calls without ``num_threads=``."""
     return 1 if _forked else _settings.num_threads
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Set the threads that a call uses unless it says otherwise, for the whole process.
+    """Set the number of threads of calls without ``num_threads=``, for the whole process.
 
-    A forked process keeps its one thread: OpenMP would hang there with more. No more are used than the
-    machine has CPUs, or 64 if it has fewer: where a thread cannot be created, OpenMP ends the process.
+    Larger numbers than the machine has CPUs, or than 64 if it has fewer, silently count as that limit: OpenMP
+    ends the process if it cannot create a thread. A forked process always uses one thread, as OpenMP would
+    hang there with more.
 
     Raises
     ------
     TypeError, ValueError
         If `num_threads` is not an integer from 1 to 4096.
     """
-    asked = integer("set_num_threads", "num_threads", num_threads, 1, MAX_THREADS)
-    _settings.num_threads = min(asked, _MOST_USED)
+    _settings.num_threads = _usable("set_num_threads", num_threads)
     _settings.threads_from = "set_num_threads()"
 
 
 def threads(func: str, num_threads: int) -> int:
-    """`num_threads`, checked, as far as they are of use; 1 in a forked process."""
-    checked = integer(func, "num_threads", num_threads, 1, MAX_THREADS)
-    return 1 if _forked else min(checked, _MOST_USED)
+    """`num_threads`, checked, up to the limit of `set_num_threads`; 1 in a forked process."""
+    checked = _usable(func, num_threads)
+    return 1 if _forked else checked
+
+
+def _usable(func: str, num_threads: int) -> int:
+    return min(integer(func, "num_threads", num_threads, 1, MAX_THREADS), _MOST_USED)
 
 
 def default_backend() -> str:
-    """What runs unless a call says otherwise: "compiled" or "numpy"."""
+    """Return what calls without ``backend=`` run: "compiled" or "numpy"."""
     return _settings.backend
 
 
 def require_backend(func: str, backend: str) -> None:
-    """Raise unless `backend` can be had: one that is asked for never falls back."""
+    """Raise unless `backend` is available: an explicit request never falls back."""
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(
             f"{func}(): backend is {short(backend)}; expected one of {', '.join(BACKENDS)}, or None"
@@ -192,10 +193,7 @@ def require_backend(func: str, backend: str) -> None:
 def forced(
     isa: str | None = None, num_threads: int | None = None, backend: str | None = None
 ) -> Iterator[None]:
-    """Force an instruction set, a thread count, a backend inside a ``with`` block; for tests and benches.
-
-    The settings are the process's: its other threads see them, too.
-    """
+    """Force settings inside a ``with`` block, for tests and benchmarks; every thread sees them."""
     global _settings
     if backend is not None:
         require_backend("forced", backend)
@@ -203,9 +201,7 @@ def forced(
         raise ValueError(f"forced(): isa is {isa!r}; available here: {', '.join(available_isas()) or 'none'}")
     settings = replace(_settings)
     if num_threads is not None:
-        asked = integer("forced", "num_threads", num_threads, 1, MAX_THREADS)
-        settings.num_threads = min(asked, _MOST_USED)
-        settings.threads_from = "forced()"
+        settings.num_threads, settings.threads_from = _usable("forced", num_threads), "forced()"
     if backend is not None:
         settings.backend, settings.asked_by = backend, "forced()"
     before, _settings = _settings, settings
@@ -221,7 +217,10 @@ def forced(
 
 
 def warn_of_fallback() -> None:
-    """Warn, once in a process, on the line that called the public function; not where NumPy was asked for."""
+    """Warn once that calls run on NumPy, unless something asked for that.
+
+    The warning points at the line that called the public function.
+    """
     global _warned
     if _warned or _settings.asked_by:
         return
@@ -232,14 +231,14 @@ def warn_of_fallback() -> None:
     warnings.warn(
         f"fastattn runs on NumPy, several times slower: there are no compiled kernels ({_WHY_NOT_COMPILED})."
         f" Install it again where there is a C compiler (FASTATTN_REQUIRE_EXT=1 makes pip say what fails), or"
-        f" set FASTATTN_BACKEND=numpy to stay with NumPy and hear no more of this.",
+        f" set FASTATTN_BACKEND=numpy to use NumPy without this warning.",
         FallbackWarning,
         stacklevel=level,
     )
 
 
 def why_numpy(backend: str | None = None) -> str | None:
-    """Why a call with `backend` runs on NumPy; None if it does not."""
+    """Return why a call with `backend` runs on NumPy; None if it does not."""
     if backend == "numpy":
         return "asked for by backend='numpy'"
     if (backend or _settings.backend) == "compiled":
@@ -250,14 +249,14 @@ def why_numpy(backend: str | None = None) -> str | None:
 
 
 def show_config() -> Report:
-    """Say what this installation is and what a call would use.
+    """Report what is installed and what a call would use.
 
     Returns
     -------
     Report
         A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
         if it is compiled), ``isa`` in use (None on NumPy), ``isas_available`` on this CPU, ``isas_compiled``,
-        ``openmp``, ``num_threads`` and ``num_threads_from`` (which variable or limit says so), ``compiler``,
+        ``openmp``, ``num_threads`` and ``num_threads_from`` (which variable or limit sets it), ``compiler``,
         and the versions of NumPy and Python.
     """
     compiled = core is not None
@@ -278,7 +277,7 @@ def show_config() -> Report:
 
 
 def _after_fork_in_child() -> None:
-    """libgomp's threads do not survive a fork: the child would wait for them for ever."""
+    """Make the child use one thread: OpenMP's threads do not survive a fork, and it would wait for them."""
     global _forked
     _forked = True
 
@@ -289,7 +288,7 @@ try:
     _settings = _from_environment()
 except (ImportError, ValueError) as error:
     if sys.argv[:1] == ["-m"] and "fastattn" in sys.orig_argv:
-        # `python -m fastattn` gets here before there is a __main__ that could say it.
+        # `python -m fastattn` imports the package first, so no code of __main__ can report the error.
         print(f"fastattn: {error}", file=sys.stderr)
         sys.exit(2)
     raise

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastattn._args.attention import attention_args, partial_states
+from fastattn._args.options import AttentionOptions, Backend, WeightsOptions, require_options
 from fastattn._engine import dispatch, settings
 from fastattn._engine.tiles import count_tiles
 from fastattn._reference import attention as reference
@@ -17,25 +18,6 @@ if TYPE_CHECKING:
 
     from fastattn._args.statistics import Statistics
     from fastattn.masks import Mask
-
-
-class AttentionOptions(TypedDict, total=False):
-    """Keyword arguments of `attention`, but for `return_lse` and `stats`."""
-
-    mask: ArrayLike | Mask | None
-    bias: ArrayLike | None
-    causal: bool
-    window: tuple[int | None, int | None] | None
-    scale: float | None
-    softcap: float | None
-    alibi_slopes: ArrayLike | None
-    sinks: ArrayLike | None
-    kv_lengths: ArrayLike | None
-    q_offset: ArrayLike | None
-    row_ranges: tuple[ArrayLike, ArrayLike] | None
-    out: NDArray[Any] | None
-    num_threads: int | None
-    backend: Literal["compiled", "numpy"] | None
 
 
 @overload
@@ -108,7 +90,7 @@ def attention(
     return_lse: bool = False,
     stats: Sequence[str] | None = None,
     num_threads: int | None = None,
-    backend: Literal["compiled", "numpy"] | None = None,
+    backend: Backend | None = None,
 ) -> Any:
     """Exact scaled dot-product attention, ``softmax(scale * q @ k.T) @ v``, fused.
 
@@ -164,7 +146,7 @@ def attention(
         Return ``(out, lse)``, lse the natural logarithm of each row's softmax denominator, sink included.
     stats : sequence of str, optional
         Statistics of the probabilities p, by name, returned last, without ever holding p: ``"row_max"``, each
-        row's largest score; ``"entropy"``, ``-sum p log p`` over its keys, in nats; ``"topk:8"``, its 8 (or
+        row's largest score; ``"entropy"``, ``-sum p log p`` over its keys, in nats; ``"top_k:8"``, its 8 (or
         any number) largest probabilities and their keys; ``"key_sums"``, of each key the sum of p over all
         queries; ``"mean_weights"``, the mean of p over heads, which takes ``len_q * len_k`` numbers.
     num_threads : int, optional
@@ -181,7 +163,7 @@ def attention(
     lse : ndarray, (..., heads_q, len_q)
         Only with `return_lse`; float32, or float64 for float64.
     stats : dict
-        Only with `stats`; in the dtype of lse: ``row_max`` and ``entropy`` (..., heads_q, len_q), ``topk`` a
+        Only with `stats`; in the dtype of lse: ``row_max`` and ``entropy`` (..., heads_q, len_q), ``top_k`` a
         pair (weights, keys), (..., heads_q, len_q, k) each, best first, of equal ones the first key,
         ``key_sums`` (..., heads_q, len_k), ``mean_weights`` (..., len_q, len_k).
 
@@ -207,8 +189,8 @@ def attention(
     and values that a query does not attend, NaN and Inf included, never reaches its result; NaN that it
     attends does.
 
-    Of `stats`, ``row_max``, ``entropy`` and ``topk`` come with the result; the others compute the scores once
-    more. ``topk`` keeps a sorted list a row, which a key enters in O(k): it is meant for tens of keys; of
+    Of `stats`, ``row_max``, ``entropy`` and ``top_k`` come with the result; the others compute the scores
+    again. ``top_k`` keeps a sorted list a row, which a key enters in O(k): it is meant for tens of keys; of
     hundreds `attention_weights` and ``np.argpartition`` are faster. A sink takes its share of the
     probabilities and has no entry: not in the entropy, no key. Fewer keys than k give weights of 0 and keys
     of -1; a query that attends nothing has row_max -inf and entropy 0, one whose lse is NaN has NaN.
@@ -241,18 +223,7 @@ def attention(
 def attention_weights(
     q: ArrayLike,
     k: ArrayLike,
-    *,
-    mask: ArrayLike | Mask | None = None,
-    bias: ArrayLike | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    kv_lengths: ArrayLike | None = None,
-    q_offset: ArrayLike | None = None,
-    row_ranges: tuple[ArrayLike, ArrayLike] | None = None,
+    **options: Unpack[WeightsOptions],
 ) -> NDArray[Any]:
     """Compute the probabilities that `attention` averages the values with, for looking at them.
 
@@ -270,10 +241,8 @@ def attention_weights(
     TypeError, ValueError
         As `attention`.
     """
-    args = attention_args(
-        "attention_weights", q, k, k, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks,
-        kv_lengths, q_offset, row_ranges,
-    )  # fmt: skip
+    require_options("attention_weights", options, WeightsOptions)
+    args = attention_args("attention_weights", q, k, k, **options)
     probs = reference.weights(args)
     return probs[0] if args.result.ndim == 2 else probs
 
@@ -353,10 +322,7 @@ def explain(
     -----
     Tiles are counted from row ranges, the mask and the -inf of the bias, in one pass over these two.
     """
-    for name in options:
-        if name not in AttentionOptions.__annotations__:
-            taken = ", ".join(AttentionOptions.__annotations__)
-            raise TypeError(f"explain(): {name} is not an argument; expected one of attention's {taken}")
+    require_options("explain", options, AttentionOptions)
     args = attention_args("explain", q, k, v, return_lse=return_lse, stats=stats, **options)
     backend = options.get("backend")
     plan = dispatch.plan(args, backend)

@@ -114,8 +114,7 @@ class neighborhood(Mask):
 
     def __post_init__(self) -> None:
         values = neighborhood_sizes("neighborhood", self.shape, self.kernel, self.dilation, self.causal)
-        for name, value in zip(("shape", "kernel", "dilation", "causal"), values, strict=True):
-            self._set(**{name: value})
+        self._set(**dict(zip(("shape", "kernel", "dilation", "causal"), values, strict=True)))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         shape.keys_are("shape of neighborhood()", self.shape)

@@ -10,7 +10,7 @@ import fastattn
 from fastattn import masks
 from fastattn._bench.cases import DTYPES, Shape, combine
 
-ALL = ("row_max", "entropy", "topk:5", "key_sums", "mean_weights")
+ALL = ("row_max", "entropy", "top_k:5", "key_sums", "mean_weights")
 
 # Few rows per KV head (the dot kernel) and many; one split or part of the keys and several; groups that
 # divide a tile's rows and that do not; tails of everything.
@@ -47,7 +47,7 @@ def measured(q, k, v, dtype, **arguments):
     return {
         "row_max": scores.max(-1, initial=-np.inf),
         "entropy": -terms.sum(-1),
-        "topk": -np.sort(-probs, -1),
+        "top_k": -np.sort(-probs, -1),
         "key_sums": probs.sum(-2),
         "mean_weights": probs.mean(-3),
     }, probs
@@ -61,12 +61,12 @@ def check(stats, q, k, v, k_top=5, **arguments):
         arguments["mask"] = dense(arguments["mask"], q, k, *where)
     ref, probs = measured(q, k, v, np.longdouble if work == np.float64 else np.float64, **arguments)
     plain, _ = measured(q, k, v, work, **arguments)
-    weights, keys = stats["topk"]
-    ref["topk"], plain["topk"] = (
-        np.pad(x["topk"], [(0, 0)] * 3 + [(0, k_top)])[..., :k_top] for x in (ref, plain)
+    weights, keys = stats["top_k"]
+    ref["top_k"], plain["top_k"] = (
+        np.pad(x["top_k"], [(0, 0)] * 3 + [(0, k_top)])[..., :k_top] for x in (ref, plain)
     )
     for name, wanted in ref.items():
-        got = weights if name == "topk" else stats[name]
+        got = weights if name == "top_k" else stats[name]
         assert got.dtype == work
         finite = np.isfinite(wanted)
         error = abs(np.where(finite, plain[name], 0) - np.where(finite, wanted, 0)).max(initial=0)
@@ -75,12 +75,12 @@ def check(stats, q, k, v, k_top=5, **arguments):
     # The keys: distinct, of those weights, in that order; none where there is no weight.
     assert keys.dtype == np.int64
     assert (np.diff(weights, axis=-1) <= 0).all()
-    assert ((keys >= 0) == (ref["topk"] > 0)).all()
+    assert ((keys >= 0) == (ref["top_k"] > 0)).all()
     ordered = np.sort(keys, -1)
     assert ((np.diff(ordered, axis=-1) > 0) | (ordered[..., 1:] < 0)).all()
     if probs.shape[-1]:
         at_keys = np.where(keys < 0, 0, np.take_along_axis(probs, np.maximum(keys, 0), -1))
-        error = abs(plain["topk"] - ref["topk"]).max(initial=0)
+        error = abs(plain["top_k"] - ref["top_k"]).max(initial=0)
         assert_close(weights, at_keys, np.full(keys.shape, 2 * error + 8 * eps(work)))
 
 
@@ -143,7 +143,7 @@ def test_lengths_of_0_and_1(len_q, len_k, implementation):
     check(stats, q, k, v)
     if len_q and not len_k:
         assert (stats["row_max"] == -np.inf).all()
-        assert (stats["topk"].keys == -1).all()
+        assert (stats["top_k"].keys == -1).all()
 
 
 @pytest.mark.parametrize("len_q", [2, 50])
@@ -163,11 +163,11 @@ def test_rows_without_keys_and_nan(len_q, implementation):
     assert np.isnan(lse[:, :, 1]).all()
     assert (stats["row_max"][:, :, 0] == -np.inf).all()
     assert (stats["entropy"][:, :, 0] == 0).all()
-    assert (stats["topk"].weights[:, :, 0] == 0).all()
-    assert (stats["topk"].keys[:, :, :2] == -1).all()
+    assert (stats["top_k"].weights[:, :, 0] == 0).all()
+    assert (stats["top_k"].keys[:, :, :2] == -1).all()
     assert np.isnan(stats["row_max"][:, :, 1]).all()
     assert np.isnan(stats["entropy"][:, :, 1]).all()
-    assert np.isnan(stats["topk"].weights[:, :, 1]).all()
+    assert np.isnan(stats["top_k"].weights[:, :, 1]).all()
     attended = mask & (np.arange(90) < 77)
     assert (np.isnan(stats["key_sums"]) == attended).all()
     assert (stats["key_sums"][..., ~attended] == 0).all()
@@ -189,11 +189,11 @@ def test_scores_of_minus_infinity(len_q, implementation):
         _, sunk = fastattn.attention(q, k, k, stats=ALL, sinks=np.zeros(1, np.float32))
     assert np.isnan(stats["row_max"]).all()
     assert np.isnan(stats["entropy"]).all()
-    assert (stats["topk"].keys == -1).all()
+    assert (stats["top_k"].keys == -1).all()
     assert np.isnan(stats["key_sums"]).all()
     assert (sunk["row_max"] == -np.inf).all()
     assert (sunk["entropy"] == 0).all()
-    assert (sunk["topk"].keys == -1).all()
+    assert (sunk["top_k"].keys == -1).all()
     assert (sunk["key_sums"] == 0).all()
 
 
@@ -212,7 +212,7 @@ def test_large_scores(largest, len_q, implementation):
     np.testing.assert_allclose(stats["entropy"], entropy, rtol=1e-5)
     np.testing.assert_allclose(stats["key_sums"], probs.sum(-2), rtol=1e-5)
     np.testing.assert_allclose(stats["mean_weights"], probs[0], rtol=1e-5)
-    np.testing.assert_allclose(stats["topk"].weights[..., :4], probs[..., order], rtol=1e-5)
+    np.testing.assert_allclose(stats["top_k"].weights[..., :4], probs[..., order], rtol=1e-5)
 
 
 def test_a_sink_that_outweighs_every_key(implementation):
@@ -233,12 +233,12 @@ def test_top_of_equal_scores_is_the_first(len_q, len_k, implementation):
     q = np.ones((1, 2, len_q, 1), np.float32)
     k = rng.integers(0, 3, (1, 2, len_k, 1)).astype(np.float32)
     for k_top in (1, 8, 100):
-        _, stats = fastattn.attention(q, k, k, scale=1.0, stats=[f"topk:{k_top}"])
+        _, stats = fastattn.attention(q, k, k, scale=1.0, stats=[f"top_k:{k_top}"])
         order = np.argsort(-k[0, :, :, 0], axis=-1, kind="stable")[:, None, :k_top]
         keys = np.full((1, 2, len_q, k_top), -1)
         keys[..., : order.shape[-1]] = order
-        np.testing.assert_array_equal(stats["topk"].keys, keys)
-        assert ((stats["topk"].weights > 0) == (keys >= 0)).all()
+        np.testing.assert_array_equal(stats["top_k"].keys, keys)
+        assert ((stats["top_k"].weights > 0) == (keys >= 0)).all()
 
 
 @pytest.mark.parametrize("len_q", [1, 40])
@@ -246,8 +246,8 @@ def test_top_of_growing_scores(len_q, implementation):
     """Every key enters the list, and no two parts of the keys share one."""
     q, k = np.ones((1, 1, len_q, 1), np.float32), np.linspace(0, 9, 9000, dtype=np.float32)
     k = k.reshape(1, 1, -1, 1)
-    _, stats = fastattn.attention(q, k, k, scale=1.0, stats=["topk:3"])
-    assert (stats["topk"].keys == [8999, 8998, 8997]).all()
+    _, stats = fastattn.attention(q, k, k, scale=1.0, stats=["top_k:3"])
+    assert (stats["top_k"].keys == [8999, 8998, 8997]).all()
 
 
 @pytest.mark.parametrize(
@@ -258,11 +258,11 @@ def test_top_of_growing_scores(len_q, implementation):
         ((3,), TypeError, r"stats has an entry 3; expected one of"),
         (("max",), ValueError, r"stats has an entry 'max'; expected one of row_max"),
         (("entropy:2",), ValueError, r"'entropy:2'"),
-        (("topk",), ValueError, r"'topk'; expected topk:k with k from 1 to 999999999, as topk:8"),
-        (("topk:0",), ValueError, r"'topk:0'"),
-        (("topk:-1",), ValueError, r"'topk:-1'"),
-        (("topk:" + "9" * 5000,), ValueError, r"stats has an entry 'topk:9{35}'; expected"),
-        (("topk:2", "topk:3"), ValueError, r"stats has topk twice"),
+        (("top_k",), ValueError, r"'top_k'; expected top_k:k with k from 1 to 999999999, as top_k:8"),
+        (("top_k:0",), ValueError, r"'top_k:0'"),
+        (("top_k:-1",), ValueError, r"'top_k:-1'"),
+        (("top_k:" + "9" * 5000,), ValueError, r"stats has an entry 'top_k:9{34}'; expected"),
+        (("top_k:2", "top_k:3"), ValueError, r"stats has top_k twice"),
     ],
 )
 def test_errors(stats, error, message):

@@ -170,7 +170,11 @@ RECIPES += [mask] * 3
 def mask_to_array(d):
     s = Scores.draw(d)
     more = d.some(
-        0.4, len_k=lambda: s.len_k, batch_shape=lambda: s.batch, heads=lambda: s.heads_q, q_offset=lambda: 2
+        0.4,
+        len_k=lambda: s.len_k,
+        batch_shape=lambda: s.batch,
+        num_heads=lambda: s.heads_q,
+        q_offset=lambda: 2,
     )
     return Call(MASKS[d.choose("causal", "window", "chunked", "global_tokens")](d, s).to_array, {
         "len_q": s.len_q, **more})  # fmt: skip

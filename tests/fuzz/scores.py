@@ -99,7 +99,7 @@ def out(d, s):
 
 
 def stats(d, s):
-    names = ("row_max", "entropy", f"topk:{d.size()}", "key_sums", "mean_weights")
+    names = ("row_max", "entropy", f"top_k:{d.size()}", "key_sums", "mean_weights")
     return tuple(name for name in names if d.chance(0.5))
 
 

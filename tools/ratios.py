@@ -1,0 +1,134 @@
+"""Measure what calls cost relative to plain attention on the same arrays: medians of interleaved rounds.
+
+    python tools/ratios.py variants [NAME ...]   calls of the bench's suite "variants" (default: all)
+    python tools/ratios.py statistics            stats= and sigmoid_attention
+    python tools/ratios.py structures            masks of the bench, beside their share of all pairs
+    python tools/ratios.py neighborhood          13 x 13 on 64 x 64, and others
+
+Options: --length, --heads (of 64 dimensions, float32), --isa.
+"""
+
+import argparse
+import time
+from statistics import median
+
+import numpy as np
+
+import fastattn
+from fastattn import functional, masks
+from fastattn._args.key_ranges import as_lists
+from fastattn._bench.cases import STRUCTURES, make_inputs, shape_of
+from fastattn._bench.suites.variants.calls import CALLS
+from fastattn._bench.suites.variants.problem import VariantProblem
+from fastattn._engine import settings
+
+ROUNDS = 9
+# The most that changes of the scores alone may cost.
+TARGETS = {"alibi": 1.15, "softcap": 1.15, "sinks": 1.15, "t5_bias": 1.15, "dense_bias": 1.25}
+STATISTICS = ("row_max", "entropy", "top_k:8", "key_sums", "mean_weights")
+
+
+def seconds(call):
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def ratio(call, plain):
+    """Median over rounds of the time of `call` divided by that of `plain`, right before it."""
+    seconds(plain), seconds(call)
+    rounds = [(seconds(plain), seconds(call)) for _ in range(ROUNDS)]
+    return median(mine / whole for whole, mine in rounds)
+
+
+def row(name, took, *more):
+    print(f"  {name:<48}{took:8.4f}", *more, flush=True)
+
+
+def arrays(shape):
+    return make_inputs(shape, "float32", np.random.default_rng(0))
+
+
+def variants(shape, names):
+    plain = VariantProblem(shape, "plain", "float32", 0).call()
+    for name in names or CALLS:
+        took = ratio(VariantProblem(shape, name, "float32", 0).call(), plain)
+        target = TARGETS.get(name, np.inf)
+        row(
+            name,
+            took,
+            f"at most {target}: {'kept' if took <= target else 'missed'}" if name in TARGETS else "",
+        )
+
+
+def statistics(shape):
+    q, k, v = arrays(shape)
+    asked = {name: (name,) for name in STATISTICS} | {"row_max, entropy": STATISTICS[:2]}
+    calls = {name: lambda s=s: fastattn.attention(q, k, v, stats=s) for name, s in asked.items()}
+    calls["sigmoid_attention"] = lambda: functional.sigmoid_attention(q, k, v)
+    for name, call in calls.items():
+        row(name, ratio(call, lambda: fastattn.attention(q, k, v)))
+
+
+def share(mask):
+    """Share of all pairs that a compiled mask attends."""
+    shape = mask.shape
+    lists = as_lists(mask.resolved, shape.len_q, shape.len_k)
+    sizes = np.append(0, np.cumsum(np.diff(lists.ranges).ravel()))
+    rows = sizes[lists.last] - sizes[lists.first]
+    return np.broadcast_to(rows, (shape.heads, shape.len_q)).mean() / shape.len_k
+
+
+def structures(shape):
+    q, k, v = arrays(shape)
+    out, rng = np.empty_like(q), np.random.default_rng(0)
+    chosen = {name: make(shape, rng) for name, make in STRUCTURES.items()}
+    chosen |= {"window of 512": masks.window(511), "causal": masks.causal()}
+    print("f is the share of pairs; the aim is at most 1.15 f + 5%")
+    for name, mask in chosen.items():
+        start = time.perf_counter()
+        compiled = masks.compile(mask, (1, shape.heads_q, shape.len_q, shape.len_k))
+        compiling = time.perf_counter() - start
+        took = ratio(
+            lambda mask=compiled: fastattn.attention(q, k, v, mask=mask, out=out),
+            lambda: fastattn.attention(q, k, v, out=out),
+        )
+        f = share(compiled)
+        kept = "kept" if took <= 1.15 * f + 0.05 else "missed"
+        row(name, took, f"f {f:.4f}, {took / f:5.2f} of f, {kept}; compiled in {1e3 * compiling:.1f} ms")
+
+
+def neighborhood(shape):
+    for grid, kernel, dilation in (
+        ((64, 64), (13, 13), 1), ((64, 64), (7, 7), 1), ((64, 64), (7, 7), 4), ((4096,), (169,), 1),
+        ((16, 16, 16), (5, 5, 5), 1),
+    ):  # fmt: skip
+        places = int(np.prod(grid))
+        flat = arrays(shape_of(1, shape.heads_q, places, places, 64))
+        q, k, v = (x.reshape(1, shape.heads_q, *grid, 64) for x in flat)
+        took = ratio(
+            lambda q=q, k=k, v=v, kernel=kernel, dilation=dilation: functional.neighborhood_attention(
+                q, k, v, kernel=kernel, dilation=dilation
+            ),
+            lambda flat=flat: fastattn.attention(*flat),
+        )
+        f = np.prod(kernel) / places
+        row(f"grid {grid}, kernel {kernel}, dilation {dilation}", took, f"f {f:.4f}, {took / f:5.2f} of f")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    measures = {f.__name__: f for f in (variants, statistics, structures, neighborhood)}
+    parser.add_argument("what", choices=measures)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of variants")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--isa", choices=fastattn.available_isas())
+    options = parser.parse_args()
+    shape = shape_of(1, options.heads, options.length, options.length, 64)
+    with settings.forced(isa=options.isa):
+        measures[options.what](shape, *([options.names] if options.what == "variants" else []))
+
+
+if __name__ == "__main__":
+    main()
