@@ -15,8 +15,9 @@ import numpy as np
 from fastattn._args.blocks import blocks, copied
 from fastattn._args.ops import elementwise_args, linear_args, norm_args
 from fastattn._args.packed import PackedLinear, pack
+from fastattn._args.results import require_result
 from fastattn._args.types import Activation
-from fastattn._args.values import as_array, float_array, require_result
+from fastattn._args.values import as_array, float_array
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
