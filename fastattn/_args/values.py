@@ -185,15 +185,22 @@ def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any]
 
 
 def integers(
-    func: str, name: str, x: Any, shape: Shape, dims: str, low: int = -(2**62), high: int = 2**62
+    func: str,
+    name: str,
+    x: Any,
+    shape: Shape | None = None,
+    dims: str = "",
+    low: int = -(2**62),
+    high: int = 2**62,
 ) -> Ints:
-    """`x`, integers from `low` to `high`, as int64; it broadcasts to `shape`, which messages call `dims`."""
+    """`x`, integers from `low` to `high`, as int64; it broadcasts to `shape`, if given, called `dims`."""
     if type(x) is int and low <= x <= high:  # the usual case: this takes a tenth of the time
         return np.array(x, np.int64)
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
-    require_broadcast(func, name, array.shape, shape, dims)
+    if shape is not None:
+        require_broadcast(func, name, array.shape, shape, dims)
     if array.size and not (low <= (least := array.min()) and (most := array.max()) <= high):
         raise ValueError(f"{func}(): {name} has {most if low <= least else least}; expected {low} to {high}")
     return np.array(array, np.int64)

@@ -43,10 +43,6 @@ class ScoreShape:
         """Position of each query row, (*batch, 1, len_q)."""
         return key_ranges.positions(self.offset, self.len_q)
 
-    def per_sequence(self, name: str, x: Any) -> Ints:
-        """`x`, one int for each sequence, checked, as an array (*batch, 1, 1)."""
-        return integers(self.func, name, x, self.batch_shape, "the batch dimensions")[..., None, None]
-
     def per_item(self, name: str, x: Ints, n: int) -> None:
         """Raise unless `x` is (n,) or (*batch, n)."""
         if x.shape[-1:] != (n,):
