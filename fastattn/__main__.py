@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--seconds", type=_positive, default=60, metavar="N", help="about how long, without --full (60)")
     option("--suite", choices=SUITES, default="attention", help="what is timed (attention)")
     option("--dtype", type=_dtype, help=f"{', '.join(BENCH_DTYPES)}: of inputs or of weights (by suite)")
-    option("--only", default="", metavar="TEXT", help="rows whose title or name holds it (all)")
+    option("--only", default="", metavar="TEXT", help="of all rows those whose title or name contains it")
     option("--threads", type=_threads, metavar="N", help="of every engine (as many as fastattn uses)")
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")

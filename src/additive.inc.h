@@ -1,20 +1,24 @@
 /* The scores of additive attention (Bahdanau et al. 2015), s = sum over d of w_d tanh(q_d + k_d), queries on the lanes.
  *
- * With Q = e^2q and K = e^2k, tanh(q + k) = (QK - 1) / (QK + 1): two exponentials a row instead of one for every pair,
- * and of two dimensions the quotients are added over a common denominator: one division for both. That is five times as
- * fast, where queries and keys are small enough that nothing overflows, and exact to a rounding of 1. Of small tangents
- * alone QK - 1 would have few digits; for them there is a polynomial, which costs no more. */
-#define ADDITIVE_DEPTH 64 /* dimensions that are summed before they are added: less is rounded away; even */
-#define ADDITIVE_MOST 8   /* Q K <= e^32: of two denominators the product is below 1e28 */
+ * With Q = e^2q and K = e^2k, tanh(q + k) = (QK - 1) / (QK + 1). So each query and each key needs exponentials once, and not
+ * each pair; and the quotients of two dimensions are added over a common denominator, with one division. That is five times
+ * as fast, and exact to a rounding of 1, if queries and keys are so small that nothing overflows. If all of them are very
+ * small, QK - 1 would have few digits: then a polynomial is used, which costs no more.
+ *
+ * Requires  tile.inc.h, softmax.inc.h, ranges.inc.h.
+ * Literals  nv: 1 or NV. small: 1 if no |q + k| is beyond TANH_SMALL.
+ * Exports   additive_scratch, additive_begin, block_additive. */
+#define ADDITIVE_DEPTH 64 /* dimensions that are summed before they are added: less is rounded away; an even number */
+#define ADDITIVE_MOST 8   /* of |q| and |k|: Q K <= e^32, and the product of two denominators is below 1e28 */
 
 typedef struct {
     lane *weight; /* (head_dim, BLOCK_Q): w of every lane's head */
     lane *exp_q;  /* (head_dim, BLOCK_Q) */
     lane *exp_k;  /* (head_dim), of one key */
-    lane largest; /* of the queries, in size; Inf if one is NaN */
+    lane largest; /* |q|; Inf if one is NaN */
 } additive_scratch;
 
-/* dst (n) = e^(2 src); returns the largest of src in size, Inf if one is NaN. Whole vectors are written. */
+/* dst (n) = e^(2 src); returns the largest |src|, Inf if one is NaN. Whole vectors are written. */
 INLINE lane exp_twice(const char *src, int64_t n, lane *dst)
 {
     v_t largest = v_splat(0);
@@ -27,7 +31,7 @@ INLINE lane exp_twice(const char *src, int64_t n, lane *dst)
     return v_max_lanes(largest);
 }
 
-/* Adds to s (nv), of one key: weight, qt (depth, nv), k (depth); `small`: no q + k is beyond TANH_SMALL */
+/* s (nv) += the score of one key: weight and qt are (depth, nv), k is (depth). */
 INLINE void additive_by_tanh(int nv, int small, const char *k, const lane *qt, const lane *weight, int64_t depth,
                              lane *s)
 {
@@ -44,7 +48,7 @@ INLINE void additive_by_tanh(int nv, int small, const char *k, const lane *qt, c
     UNROLL_FOR(int u = 0; u < nv; u++) v_store(s + u * LANES, v_load(s + u * LANES) + acc[u]);
 }
 
-/* The same by exponentials: q (depth, nv), k (depth). */
+/* The same by exponentials: q (depth, nv) and k (depth) hold Q and K. */
 INLINE void additive_by_exp(int nv, const lane *k, const lane *q, const lane *weight, int64_t depth, lane *s)
 {
     const v_t one = v_splat(1);
@@ -55,8 +59,8 @@ INLINE void additive_by_exp(int nv, const lane *k, const lane *q, const lane *we
         UNROLL_FOR(int u = 0; u < nv; u++) {
             const int64_t i = d * BLOCK_Q + u * LANES;
             const v_t x = v_load(q + i) * v_splat(k[d]), y = v_load(q + i + BLOCK_Q) * v_splat(k[d + 1]);
-            const v_t a = (x - one) * v_load(weight + i), b = (y - one) * v_load(weight + i + BLOCK_Q);
-            acc[u] += v_fma(a, y + one, b * (x + one)) / ((x + one) * (y + one));
+            const v_t wx = (x - one) * v_load(weight + i), wy = (y - one) * v_load(weight + i + BLOCK_Q);
+            acc[u] += v_fma(wx, y + one, wy * (x + one)) / ((x + one) * (y + one));
         }
     if (d < depth)
         UNROLL_FOR(int u = 0; u < nv; u++) {
@@ -66,7 +70,7 @@ INLINE void additive_by_exp(int nv, const lane *k, const lane *q, const lane *we
     UNROLL_FOR(int u = 0; u < nv; u++) v_store(s + u * LANES, v_load(s + u * LANES) + acc[u]);
 }
 
-/* Readies the task's rows, of which qt holds the queries. */
+/* Prepares the weights and exponentials of the task's rows, whose queries are qt. */
 INLINE void additive_begin(const fa_rowwise_args *call, const row_block *rows, const lane *qt,
                            additive_scratch *scratch)
 {
@@ -79,21 +83,23 @@ INLINE void additive_begin(const fa_rowwise_args *call, const row_block *rows, c
     scratch->largest = exp_twice((const char *)qt, depth * BLOCK_Q, scratch->exp_q);
 }
 
-/* s (n, nv) of n keys. Every key goes its own way: what stands in a hidden one changes no bit of another. */
-INLINE void block_additive(int nv, const char *k, int64_t k_row, int64_t n, const lane *qt, int64_t depth,
-                           const additive_scratch *scratch, lane *s)
+/* p->out (n, nv) = scores of n keys p->x and the queries p->y. Every key goes its own way: what stands in a hidden one
+ * changes no bit of another. */
+INLINE void block_additive(int nv, int64_t n, const outer_product *p, const additive_scratch *scratch)
 {
-    for (int64_t j = 0; j < n; j++, k += k_row, s += BLOCK_Q) {
-        const lane q_largest = scratch->largest, k_largest = exp_twice(k, depth, scratch->exp_k);
+    for (int64_t j = 0; j < n; j++) {
+        const char *k = p->x + j * p->x_row;
+        lane *s = p->out + j * BLOCK_Q;
+        const lane q_largest = scratch->largest, k_largest = exp_twice(k, p->depth, scratch->exp_k);
         for (int u = 0; u < nv; u++) v_store(s + u * LANES, v_splat(0));
-        for (int64_t d = 0; d < depth; d += ADDITIVE_DEPTH) {
-            const int64_t n = smaller(depth - d, ADDITIVE_DEPTH), row = d * BLOCK_Q;
+        for (int64_t d = 0; d < p->depth; d += ADDITIVE_DEPTH) {
+            const int64_t depth = smaller(p->depth - d, ADDITIVE_DEPTH), row = d * BLOCK_Q;
             const char *key = k + d * (int64_t)sizeof(lane);
-            if (q_largest + k_largest <= TANH_SMALL)
-                additive_by_tanh(nv, 1, key, qt + row, scratch->weight + row, n, s);
+            const lane *weight = scratch->weight + row;
+            if (q_largest + k_largest <= TANH_SMALL) additive_by_tanh(nv, 1, key, p->y + row, weight, depth, s);
             else if (q_largest <= ADDITIVE_MOST && k_largest <= ADDITIVE_MOST)
-                additive_by_exp(nv, scratch->exp_k + d, scratch->exp_q + row, scratch->weight + row, n, s);
-            else additive_by_tanh(nv, 0, key, qt + row, scratch->weight + row, n, s);
+                additive_by_exp(nv, scratch->exp_k + d, scratch->exp_q + row, weight, depth, s);
+            else additive_by_tanh(nv, 0, key, p->y + row, weight, depth, s);
         }
     }
 }

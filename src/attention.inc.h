@@ -3,121 +3,108 @@
  *     Q^T = transpose(scale * Q)                       rows of one KV head: (query, head in group) pairs
  *     for each block of keys, and each tile of rows that attends some of it:
  *         S^T = K Q^T                                  K read in place, one scalar broadcast at a time
- *         S^T = modifiers and masks of S^T             scores.inc.h; nothing where the block is full
+ *         S^T = modifiers and masks of S^T             modifiers.inc.h; nothing where the block is full
  *         P^T, m, l, alpha = online softmax of S^T     softmax.inc.h
  *         O^T = alpha O^T + V^T P^T                    V read in place
  *     O = transpose(O^T) / l
  *
  * FlashAttention-2 (Dao 2023) turned on its side: lanes are queries, so softmax needs no horizontal reduction.
  *
- * Keys and values are copied once per block, and shared by the tiles, where that pays: 16-bit ones are widened (or the
- * values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered:
- * strides of (batch, length, heads, head_dim) arrays fall on the same cache sets (docs/notes/attention-kernel.md). */
+ * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened (or
+ * values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered, since
+ * strides of (batch, length, heads, head_dim) arrays fall on the same cache sets (docs/notes/attention-kernel.md).
+ *
+ * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
+ * Literals  dot: 1 where products are of bfloat16 pairs, only if V_BF16_DOT. nv: 1 for a tile of at most LANES rows, or NV.
+ * Exports   tile_begin, tile_attend, tile_end_part, tile_end. */
 
-/* A probability of 0 does not shield a NaN or Inf in V. So a tile in which some row does not attend some key takes the
- * values without the rows that are not finite, and adds those afterwards where they are attended: add_bad_values. */
-INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int dot, const tile_scratch *scratch,
-                                key_block *block)
+/* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
+INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)
 {
-    const char *v = at(&a->v, rows->b, rows->h_kv, block->first, 0);
-    const int64_t width = a->head_dim_v;
+    key_block *block = &scratch->block;
+    bad_rows *bad = &block->bad;
+    const int64_t width = a->head_dim_v, bytes = width * (int64_t)sizeof(lane);
     if (block->checked) return;
     block->checked = 1;
-    for (int64_t j = 0; j < block->n; j++) {
-        const char *row = v + j * a->v.row;
-        const int finite = a->v.dtype == FA_BF16  ? row_finite(FA_BF16, row, width)
-                           : a->v.dtype == FA_F16 ? row_finite(FA_F16, row, width)
-                                                  : row_finite(LANE_DTYPE, row, width);
-        if (!finite) block->bad[block->n_bad++] = j;
+#define FIND(dtype)                                                                                                    \
+    find_bad_rows(dtype, at(&a->v, rows->b, rows->h_kv, block->first, 0), a->v.row, block->n, width, bad)
+    WITH_DTYPE(a->v.dtype, FIND);
+#undef FIND
+    if (!bad->n) return;
+    if (!dot) {
+        copy_good_rows(bad, block->v, block->v_row, block->n, bytes, (char *)scratch->clean);
+        return;
     }
-    if (!block->n_bad) return;
-    for (int64_t j = 0; j < (dot ? (block->n + 1) / 2 : block->n); j++)
-        memcpy(scratch->clean + j * width, block->v + j * block->v_row, width * sizeof(lane));
-    for (int64_t i = 0; i < block->n_bad; i++) {
-        const int64_t j = block->bad[i];
-        if (!dot) memset(scratch->clean + j * width, 0, width * sizeof(lane));
-        else /* one half of every pair */
-            for (int64_t d = 0; d < width; d++) memset((char *)(scratch->clean + j / 2 * width + d) + j % 2 * 2, 0, 2);
+    memcpy(scratch->clean, block->v, ceil_div(block->n, 2) * bytes);
+    for (int64_t i = 0; i < bad->n; i++) { /* one half of every pair */
+        char *pairs = (char *)scratch->clean + bad->row[i] / 2 * bytes + bad->row[i] % 2 * 2;
+        for (int64_t d = 0; d < width; d++) memset(pairs + d * (int64_t)sizeof(lane), 0, 2);
     }
 }
 
-/* ot += p v for the rows of V that were taken out, in the lanes that attend them: masks in w->add, in order. `skip`
- * rows of the block come before the tile's first key. */
-INLINE void add_bad_values(const fa_attention_args *a, int nv, const tile_state *tile, int64_t skip, int64_t n,
-                           const tile_scratch *scratch, const key_block *block)
+/* Second pass: scores become probabilities, which are added up. Where a row's factor is NaN, so are the probabilities of the
+ * keys that it attends, and of no others. (Inlined, it ends in an internal error of gcc 12 on the doubles of `generic`.) */
+__attribute__((noinline)) static void weigh_tile(const fa_attention_args *a, int nv, const tile_state *tile,
+                                                 const score_tile *scores, lane *by_row)
 {
-    for (int64_t i = 0; i < block->n_bad; i++) {
-        const int64_t j = block->bad[i] - skip;
-        if (j < 0 || j >= n) continue;
-        for (int64_t d = 0; d < a->head_dim_v; d++) {
-            const char *element = at(&a->v, tile->rows.b, tile->rows.h_kv, block->first + block->bad[i], d);
-            const v_t value = v_splat(load_element(a->v.dtype, element));
-            for (int u = 0; u < nv; u++) {
-                lane *out = tile->ot + d * BLOCK_Q + u * LANES;
-                const v_t p = v_load(scratch->s + j * BLOCK_Q + u * LANES);
-                const vi_t attends = (vi_t)v_load(scratch->add + j * BLOCK_Q + u * LANES);
-                v_store(out, v_select(attends, v_fma(p, value, v_load(out)), v_load(out)));
-            }
-        }
-    }
-}
-
-/* Second pass: s (n keys, nv vectors of queries) becomes probabilities, and those are added up. A factor of NaN is of
- * the keys that the row attends; `hides`: those may not be all. */
-static void weigh_tile(const fa_attention_args *a, const modifiers *mods, int nv, int hides, const tile_state *tile,
-                       int64_t j0, int64_t n, const tile_scratch *scratch)
-{
+    const int64_t n = scores->n, j0 = scores->j0;
     vi_t undefined = {0};
     for (int u = 0; u < nv; u++) {
         const v_t base = v_load(tile->row_max + u * LANES), factor = v_load(tile->row_sum + u * LANES);
-        const vi_t weighs = factor != 0; /* no row, or one without keys: q = 0 times a NaN that nobody attends is NaN */
+        const vi_t weighs = factor != 0; /* else there is no row, or no key: q = 0 times NaN in K is NaN */
         undefined |= factor != factor;
         for (int64_t j = 0; j < n; j++) {
-            lane *at = scratch->s + j * BLOCK_Q + u * LANES;
+            lane *at = scores->s + j * BLOCK_Q + u * LANES;
             v_store(at, (v_t)((vi_t)(v_exp_prob(v_load(at) - base) * factor) & weighs));
         }
     }
-    if (hides && v_any(undefined)) {
-        note_attending(nv, mods, n, scratch);
+    if (hides(scores->kind) && v_any(undefined)) {
+        note_attending(nv, scores);
         for (int64_t j = 0; j < n; j++)
             for (int64_t at = j * BLOCK_Q; at < j * BLOCK_Q + nv * LANES; at += LANES)
-                v_store(scratch->s + at, (v_t)((vi_t)v_load(scratch->s + at) & (vi_t)v_load(scratch->add + at)));
+                v_store(scores->s + at, v_select((vi_t)v_load(scores->add + at), v_load(scores->s + at), v_splat(0)));
     }
     const int one_head = tile->rows.group == 1;
-    if (a->key_sums.data && one_head) add_lanes_to_key_sums(a, &tile->rows, nv, scratch->s, j0, n);
-    if (a->mean_weights.data || !one_head) transpose(scratch->s, BLOCK_Q, n, tile->rows.n, scratch->by_row, BLOCK_K);
-    if (a->key_sums.data && !one_head) add_rows_to_key_sums(a, &tile->rows, scratch->by_row, j0, n);
-    if (a->mean_weights.data) add_rows_to_mean(a, &tile->rows, scratch->by_row, j0, n);
+    if (a->key_sums.data && one_head) add_lanes_to_key_sums(a, &tile->rows, nv, scores->s, j0, n);
+    if (a->mean_weights.data || !one_head) transpose(scores->s, BLOCK_Q, n, tile->rows.n, by_row, BLOCK_K);
+    if (a->key_sums.data && !one_head) add_rows_to_key_sums(a, &tile->rows, by_row, j0, n);
+    if (a->mean_weights.data) add_rows_to_mean(a, &tile->rows, by_row, j0, n);
 }
 
-/* One tile against keys [skip, skip + n) of the block. */
-INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv, int dot, tile_state *tile,
-                       int64_t skip, int64_t n, const tile_scratch *scratch, key_block *block, const bias_ahead *ahead)
+/* Probabilities (n, nv) as pairs of bfloat16, those of keys 2j and 2j + 1. */
+INLINE void pair_probs(int nv, const lane *probs, int64_t n, lane *pairs)
 {
-    row_block *rows = &tile->rows;
-    const int64_t j0 = block->first + skip, depth = dot ? (a->head_dim + 1) / 2 : a->head_dim;
-    const int out_of_range = rows->full_first > j0 || rows->full_last < j0 + n;
-    const block_kind kind = mods->additive ? load_additive(a, mods, tile, nv, j0, n, scratch) : BLOCK_FULL;
-    const int hides = out_of_range || kind == BLOCK_EDGE;
+    for (int64_t j = 0; j < n; j += 2)
+        UNROLL_FOR(int u = 0; u < nv; u++) {
+            const v_t p0 = v_load(probs + j * BLOCK_Q + u * LANES);
+            const v_t p1 = j + 1 < n ? v_load(probs + (j + 1) * BLOCK_Q + u * LANES) : v_splat(0);
+            v_store(pairs + j / 2 * BLOCK_Q + u * LANES, v_pack_bf16(p0, p1));
+        }
+}
 
-    if (kind == BLOCK_EMPTY) return;
-    if (!block->k) load_block(a, rows, dot, scratch, block);
-    const outer_product scores = {.x = block->k + skip * block->k_row,
-                                  .x_row = block->k_row,
-                                  .y = tile->qt,
-                                  .depth = depth,
-                                  .factor = mods->q_factor,
-                                  .out = scratch->s};
-    block_outer(nv, dot, n, &scores, ahead);
-
-    modify_tile(a, mods, nv, kind, out_of_range, tile, j0, n, scratch);
+/* One tile against a run of keys of the block. */
+INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv, int dot, tile_state *tile,
+                       key_run run, tile_scratch *scratch)
+{
+    key_block *block = &scratch->block;
+    const row_block *rows = &tile->rows;
+    const int64_t j0 = run.j0, n = run.n, skip = j0 - block->first;
+    const block_kind kind = load_additive(a, tile, nv, run, scratch);
+    const score_tile scores = {rows, &tile->lanes, j0, n, kind, scratch->s, scratch->add};
+    if (kind & BLOCK_EMPTY) return;
+    if (!block->k) load_block(a, rows, dot, scratch);
+    outer_product product = {.y = tile->qt, .factor = mods->q_factor, .out = scratch->s};
+    product.x = block->k + skip * block->k_row, product.x_row = block->k_row;
+    product.depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
+    block_outer(nv, dot, n, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
+    modify_tile(a, nv, mods, &scores);
     if (a->second_pass) {
-        weigh_tile(a, mods, nv, hides, tile, j0, n, scratch);
+        weigh_tile(a, nv, tile, &scores, scratch->by_row);
         return;
     }
-    if (hides) take_out_bad_values(a, rows, dot, scratch, block);
-    const int bad = hides && block->n_bad;
-    if (bad) note_attending(nv, mods, n, scratch);
+    if (hides(kind)) take_out_bad_values(a, rows, dot, scratch);
+    const int bad = hides(kind) && block->bad.n;
+    if (bad) note_attending(nv, &scores);
 
     if (a->n_top) {
         tile->top_first = j0 / PART_K * PART_K;
@@ -128,39 +115,29 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     else if (tile->row_log)
         moved = softmax_update(nv, scratch->s, n, tile->row_max, tile->row_sum, tile->row_log, scratch->alpha);
     else moved = softmax_update(nv, scratch->s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
-    note_rows(nv, mods, hides, bad, n, scratch, tile->row_max);
-    const lane *probs = scratch->s;
-    if (dot) {
-        for (int64_t j = 0; j < n; j += 2)
-            UNROLL_FOR(int u = 0; u < nv; u++) {
-                const v_t p0 = v_load(scratch->s + j * BLOCK_Q + u * LANES);
-                const v_t p1 = j + 1 < n ? v_load(scratch->s + (j + 1) * BLOCK_Q + u * LANES) : v_splat(0);
-                v_store(scratch->pairs + j / 2 * BLOCK_Q + u * LANES, v_pack_bf16(p0, p1));
-            }
-        probs = scratch->pairs;
-    }
-    const int64_t v_row = bad ? a->head_dim_v * (int64_t)sizeof(lane) : block->v_row;
-    const value_product values = {.v = (bad ? (const char *)scratch->clean : block->v) +
-                                       (dot ? skip / 2 : skip) * v_row,
-                                  .v_row = v_row,
-                                  .n = dot ? (n + 1) / 2 : n,
-                                  .head_dim_v = a->head_dim_v,
-                                  .probs = probs,
-                                  .alpha = scratch->alpha,
-                                  .mode = tile->fresh ? ACC_ZERO
-                                          : moved     ? ACC_SCALE
-                                                      : ACC_KEEP,
-                                  .out = tile->ot};
+    note_rows(nv, &scores, bad, tile->row_max);
+    if (dot) pair_probs(nv, scratch->s, n, scratch->pairs);
+    value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v};
+    values.v_row = bad ? a->head_dim_v * (int64_t)sizeof(lane) : block->v_row;
+    values.v = (bad ? (const char *)scratch->clean : block->v) + (dot ? skip / 2 : skip) * values.v_row;
+    values.n = dot ? ceil_div(n, 2) : n;
+    values.probs = dot ? scratch->pairs : scratch->s;
+    values.mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
     block_values(nv, dot, &values);
-    if (bad) add_bad_values(a, nv, tile, skip, n, scratch, block);
     tile->fresh = 0;
+    for (int64_t i = 0; bad && i < block->bad.n; i++) {
+        const int64_t key = block->first + block->bad.row[i], at_key = (key - j0) * BLOCK_Q;
+        if (j0 <= key && key < j0 + n)
+            add_bad_value(a, nv, 1, at(&a->v, rows->b, rows->h_kv, key, 0), scratch->s + at_key, scratch->add + at_key,
+                          tile->ot);
+    }
 }
 
 /* The empty state of a tile. */
 INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
 {
     for (int64_t r = 0; r < BLOCK_Q; r++) {
-        tile->row_max[r] = a->sigmoid ? 0 : -INFINITY; /* nothing to rescale: partials have one maximum */
+        tile->row_max[r] = a->sigmoid ? 0 : -INFINITY; /* nothing to rescale: all partials have one maximum */
         tile->row_sum[r] = 0;
         if (tile->row_log) tile->row_log[r] = 0;
     }
@@ -168,7 +145,7 @@ INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
     tile->fresh = 1;
 }
 
-/* Ends a part, if the tile has met keys since the last one, or none at all. */
+/* Ends a part: if the tile has met keys since the last one, or if this is the first. */
 static void tile_end_part(const fa_attention_args *a, const tile_scratch *scratch, tile_state *tile)
 {
     const partial *part = tile->parts ? &scratch->part : &tile->total;
@@ -198,27 +175,15 @@ static void tile_end(const fa_attention_args *a, const tile_scratch *scratch, ti
     if (tile->parts > 1) partial_end_merging(&tile->total, tile->rows.n);
 }
 
-/* Pairs of keys begin and, but for the last key of all, end at even places; the one too many is masked. */
-INLINE void whole_pairs(row_block *rows, int64_t key_end)
-{
-    rows->first -= rows->first % 2;
-    rows->last += rows->last % 2 && rows->last < key_end;
-}
-
-/* Ranges, queries and the empty state of a tile. */
+/* Ranges, queries and the empty state of a tile, of which tile->rows names the rows. */
 INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int dot, int64_t key_begin, int64_t key_end,
                        tile_state *tile)
 {
     row_block *rows = &tile->rows;
-    row_block_ranges(a, rows, key_begin, key_end);
-    if (a->ranges) row_block_open_lists(a, rows);
-    if (dot) whole_pairs(rows, key_end);
+    ranges_begin(a, rows, key_begin, key_end);
     load_queries(a, rows, dot, mods->q_factor, tile->qt);
     if (a->bias.data) note_bias_rows(a, tile);
-    for (int64_t r = 0; r < BLOCK_Q; r++) tile->slope[r] = 0;
-    if (mods->alibi) {
-        EACH_ROW(rows, r, id) tile->slope[r] = *(const lane_u *)at(&a->alibi_slopes, rows->b, id.head, 0, 0);
-    }
+    load_slopes(a, mods, rows, tile->lanes.slope);
     tile->parts = 0;
     tile_reset(a, tile);
     if (!a->second_pass) return;
@@ -226,82 +191,54 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
     load_row_norm(a, rows, tile->row_max, tile->row_sum);
 }
 
-/* With lists: what the tiles attend of the block [grid, *last), and in *first, *last what all of them together do.
- * Returns the next block that one of them attends. */
-INLINE int64_t enter_block(tile_scratch *scratch, int tiles, int dot, int64_t grid, int64_t block_end, int64_t key_end,
-                           int64_t *first, int64_t *last)
+/* The rows that load_bias reads after tile i, if the bias is read in place: of this block, or of the next one. */
+INLINE bias_ahead bias_after(const tile_scratch *scratch, int i, const key_walk *walk)
 {
-    int64_t next = INT64_MAX;
-    *first = block_end;
-    *last = grid;
-    for (int i = 0; i < tiles; i++) {
-        row_block *rows = &scratch->tiles[i].rows;
-        row_block_enter(rows, grid, block_end);
-        if (dot) whole_pairs(rows, key_end);
-        *first = rows->first < *first ? rows->first : *first;
-        *last = rows->last > *last ? rows->last : *last;
-        next = rows->next < next ? rows->next : next;
-    }
-    return next < key_end ? next / BLOCK_K * BLOCK_K : key_end;
-}
-
-/* What load_bias reads after tile i of the block `grid`: of that block, or of the next. */
-INLINE bias_ahead bias_after(const tile_scratch *scratch, int tiles, int i, int64_t grid, int64_t next, int64_t last)
-{
+    const int64_t tiles = walk->n_blocks, first = i + 1 < tiles ? walk->grid : walk->next, lanes = sizeof(lane);
     const tile_state *tile = scratch->tiles + (i + 1) % tiles;
-    const int64_t first = i + 1 < tiles ? grid : next, lanes = sizeof(lane);
-    return (bias_ahead){tile->bias, tile->rows.n, first * lanes, smaller(first + BLOCK_K, last) * lanes};
+    return (bias_ahead){tile->bias, tile->rows.n, first * lanes, smaller(first + BLOCK_K, walk->last) * lanes};
 }
 
-/* The states of the tiles of `rows` over keys [key_begin, key_end), left in w->tiles: for tile_end. */
+/* The states of the tiles of rows `all` over keys [key_begin, key_end), left in scratch->tiles: for tile_end. */
 INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block *all, int64_t key_begin,
                            int64_t key_end, tile_scratch *scratch)
 {
-    modifiers mods = modifiers_of(a, dot);
-    const int tiles = (int)((all->n + BLOCK_Q - 1) / BLOCK_Q);
-    int64_t first = key_end, last = key_begin;
+    const modifiers mods = modifiers_of(a, dot);
+    const int tiles = (int)ceil_div(all->n, BLOCK_Q);
     for (int i = 0; i < tiles; i++) {
         row_block *rows = &scratch->tiles[i].rows;
-        rows->b = all->b, rows->h_kv = all->h_kv, rows->group = all->group, rows->row0 = all->row0, rows->several = 0;
-        rows->row0 += i * BLOCK_Q;
-        rows->n = all->n - i * BLOCK_Q < BLOCK_Q ? all->n - i * BLOCK_Q : BLOCK_Q;
+        rows->b = all->b, rows->h_kv = all->h_kv, rows->group = all->group;
+        rows->row0 = all->row0 + i * BLOCK_Q;
+        rows->n = smaller(all->n - i * BLOCK_Q, BLOCK_Q);
         tile_begin(a, &mods, dot, key_begin, key_end, scratch->tiles + i);
-        first = rows->first < first ? rows->first : first;
-        last = rows->last > last ? rows->last : last;
     }
-    int64_t part = first / PART_K;
-    for (int64_t grid = first / BLOCK_K * BLOCK_K, next; grid < last; grid = next) {
-        int64_t block_end = grid + BLOCK_K < last ? grid + BLOCK_K : last;
-        key_block block = {.first = grid > first ? grid : first};
-        next = a->ranges ? enter_block(scratch, tiles, dot, grid, block_end, key_end, &block.first, &block_end)
-                         : grid + BLOCK_K;
-        if (grid / PART_K != part) {
+    key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->ranges != NULL, dot, key_end);
+    for (int64_t part = walk.first / PART_K; walk_next(&walk); part = walk.grid / PART_K) {
+        if (walk.grid / PART_K != part) {
             if (given_up(a->watch)) return;
             for (int i = 0; i < tiles; i++)
                 if (!scratch->tiles[i].fresh) tile_end_part(a, scratch, scratch->tiles + i);
         }
-        part = grid / PART_K;
-        block.n = block_end - block.first;
+        key_block *block = &scratch->block;
+        block->first = walk.begin, block->n = walk.end - walk.begin;
+        block->k = NULL, block->checked = 0;
         for (int i = 0; i < tiles; i++) {
             tile_state *tile = scratch->tiles + i;
-            int64_t j0 = tile->rows.first > block.first ? tile->rows.first : block.first;
-            int64_t n = (tile->rows.last < block_end ? tile->rows.last : block_end) - j0;
-            if (n <= 0) continue;
-            const block_kind kind = mask_kind(a, &tile->rows, dot ? 2 : 1, &j0, &n);
-            if (kind == BLOCK_EMPTY) continue;
-            mods.additive = additive_parts(a, &tile->rows, kind);
-            prefetch_block(a, all, next, last, i, tiles);
-            const bias_ahead bias = bias_after(scratch, tiles, i, grid, next, last);
-            const bias_ahead *ahead = mods.additive == ADD_BIAS && bias_of_lanes(a) ? &bias : NULL;
-            if (tile->rows.n <= LANES) tile_block(a, &mods, 1, dot, tile, j0 - block.first, n, scratch, &block, ahead);
-            else tile_block(a, &mods, NV, dot, tile, j0 - block.first, n, scratch, &block, ahead);
+            const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);
+            const key_run run = masked_run(a, &tile->rows, dot ? 2 : 1, j0, end - j0);
+            if (run.mask == BLOCK_EMPTY) continue;
+            prefetch_block(a, all, walk.next, walk.last, i, tiles);
+            const int in_place = bias_in_place(a, &tile->rows, run.mask);
+            scratch->ahead = in_place ? bias_after(scratch, i, &walk) : (bias_ahead){NULL, 0, 0, 0};
+            if (tile->rows.n <= LANES) tile_block(a, &mods, 1, dot, tile, run, scratch);
+            else tile_block(a, &mods, NV, dot, tile, run, scratch);
         }
     }
 }
 
-static void tile_attend(const fa_attention_args *a, const row_block *all, int64_t key_begin, int64_t key_end,
+static void tile_attend(const fa_attention_args *a, const row_block *rows, int64_t key_begin, int64_t key_end,
                         tile_scratch *scratch)
 {
-    if (V_BF16_DOT && a->q.dtype == FA_BF16) tile_attend_as(a, 1, all, key_begin, key_end, scratch);
-    else tile_attend_as(a, 0, all, key_begin, key_end, scratch);
+    if (V_BF16_DOT && a->q.dtype == FA_BF16) tile_attend_as(a, 1, rows, key_begin, key_end, scratch);
+    else tile_attend_as(a, 0, rows, key_begin, key_end, scratch);
 }

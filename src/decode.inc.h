@@ -3,20 +3,23 @@
  *
  *     for each block of keys that some row attends:
  *         s (rows, keys) = dot products of whole vectors, summed LANES at a time     16-bit keys are widened on the way
- *         s = modifiers and masks of s                                              scores.inc.h, keys on the lanes
+ *         s = modifiers and masks of s                                              modifiers.inc.h, keys on the lanes
  *         p, m, l = online softmax of s, row by row
  *         acc (rows, head_dim_v) = alpha acc + p V
- */
+ *
+ * Requires  modifiers.inc.h, partial.inc.h, nonfinite.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
+ * Literals  dtype: of K and V. nr, rows at a time: 1, 2 or 4. nd, vectors of head_dim_v at a time: 1 or DOT_CHUNK.
+ * Exports   DOT_ROWS, dot_scratch, dot_attend. */
 
 /* Rows per KV head up to which this kernel is used; above, the tile kernel. */
 #define DOT_ROWS 8
-#define DOT_CHUNK 4 /* vectors of head_dim_v at a time: 4 rows x 4 vectors of accumulators fit 32 registers */
+#define DOT_CHUNK 4 /* 4 rows x 4 vectors of accumulators fit 32 registers */
 
 /* A thread's scratch. */
 typedef struct {
     lane *q;             /* (DOT_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
     lane *s, *add;       /* (DOT_ROWS, BLOCK_K) */
-    lane *v;             /* (BLOCK_K, head_dim_v): values with rows taken out, in V's dtype */
+    lane *v;             /* (BLOCK_K, head_dim_v): values without those that are not finite, in V's dtype */
     lane *base, *factor; /* (DOT_ROWS): the rows' norm, in the second pass */
     int64_t *range;      /* (4, DOT_ROWS) */
     range_list *lists;   /* (DOT_ROWS) */
@@ -24,7 +27,7 @@ typedef struct {
 } dot_scratch;
 
 /* Returns the bytes used. */
-static int64_t take_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch)
+static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch)
 {
     scratch->depth = round_up(a->head_dim, LANES);
     CUT(from, scratch->q, DOT_ROWS * scratch->depth);
@@ -38,71 +41,93 @@ static int64_t take_dot_scratch(arena *from, const fa_attention_args *a, dot_scr
     return from->used;
 }
 
-/* s (rows, keys) = q (rows, depth) k (keys, head_dim)^T, with rows * keys == LANES: one vector of sums. */
-INLINE void dot_tile(fa_dtype dtype, int nr, const char *k, int64_t k_row, int64_t head_dim, const lane *q,
-                     int64_t depth, lane *s)
+/* Rows of `bytes` that are fetched meanwhile, as many as are being read. Scores and values take turns, so that the hardware's
+ * own prefetching starts anew at every turn: while one is computed, the other is fetched. */
+typedef struct {
+    const char *data; /* NULL: nothing */
+    int64_t row, bytes;
+} fetch_ahead;
+
+/* s (rows, n) = q (rows, depth) k (n, head_dim)^T */
+typedef struct {
+    const char *k;
+    int64_t k_row, n, head_dim, depth;
+    const lane *q;
+    fetch_ahead next; /* beside the first rows */
+    lane *s;          /* (rows, BLOCK_K) */
+} dot_product;
+
+/* Of rows from r0 on and LANES / nr keys from j0 on: one vector of sums. */
+INLINE void dot_tile(fa_dtype dtype, int nr, const dot_product *p, int64_t r0, int64_t j0)
 {
     const int keys = LANES / nr;
-    const int64_t size = dtype_size(dtype), whole = head_dim / LANES * LANES;
+    const int64_t size = dtype_size(dtype), depth = p->depth, whole = p->head_dim / LANES * LANES;
+    const char *k = p->k + j0 * p->k_row;
+    const lane *q = p->q + r0 * depth;
     v_t acc[LANES];
     UNROLL_FOR(int i = 0; i < LANES; i++) acc[i] = v_splat(0);
     for (int64_t d = 0; d < whole; d += LANES)
         UNROLL_FOR(int j = 0; j < keys; j++) {
-            const v_t key = v_load_as(dtype, k + j * k_row + d * size);
+            const v_t key = v_load_as(dtype, k + j * p->k_row + d * size);
             UNROLL_FOR(int r = 0; r < nr; r++)
                 acc[r * keys + j] = v_fma(key, v_load(q + r * depth + d), acc[r * keys + j]);
         }
-    if (whole < head_dim)
+    if (whole < p->head_dim)
         for (int j = 0; j < keys; j++) {
-            const v_t key = v_load_as_n(dtype, k + j * k_row + whole * size, head_dim - whole);
+            const v_t key = v_load_as_n(dtype, k + j * p->k_row + whole * size, p->head_dim - whole);
             for (int r = 0; r < nr; r++)
                 acc[r * keys + j] = v_fma(key, v_load(q + r * depth + whole), acc[r * keys + j]);
         }
     const v_t sums = v_sum_each(acc);
     lane each[LANES];
     v_store(each, sums);
-    UNROLL_FOR(int r = 0; r < nr; r++) memcpy(s + r * BLOCK_K, each + r * keys, keys * sizeof(lane));
+    UNROLL_FOR(int r = 0; r < nr; r++) memcpy(p->s + (r0 + r) * BLOCK_K + j0, each + r * keys, keys * sizeof(lane));
 }
 
-/* What to fetch meanwhile: rows of `size` bytes, as many as are being read. Scores and values take turns, so that the
- * hardware's own prefetching starts anew at every turn: while one is computed, the other is fetched. */
-typedef struct {
-    const char *data; /* NULL: nothing */
-    int64_t row, size;
-} fetch_ahead;
-
-/* s (rows, n) for 1, 2 or 4 rows; keys past the last whole tile one by one. */
-INLINE void dot_scores(fa_dtype dtype, int nr, const char *k, int64_t k_row, int64_t n, int64_t head_dim, const lane *q,
-                       int64_t depth, fetch_ahead next, lane *s)
+/* Of rows from r0 on. Keys past the last whole tile go one by one. */
+INLINE void dot_scores(fa_dtype dtype, int nr, const dot_product *p, int64_t r0)
 {
-    const int keys = LANES / nr;
+    const int keys = LANES / nr, fetch = r0 == 0 && p->next.data;
     int64_t j = 0;
-    for (; j + keys <= n; j += keys) {
-        if (next.data) prefetch_rows(next.data + j * next.row, next.row, keys, next.size);
-        dot_tile(dtype, nr, k + j * k_row, k_row, head_dim, q, depth, s + j);
+    for (; j + keys <= p->n; j += keys) {
+        if (fetch) prefetch_rows(p->next.data + j * p->next.row, p->next.row, keys, p->next.bytes);
+        dot_tile(dtype, nr, p, r0, j);
     }
-    for (; j < n; j++)
-        for (int r = 0; r < nr; r++) {
+    for (; j < p->n; j++)
+        for (int64_t r = r0; r < r0 + nr; r++) {
+            const char *k = p->k + j * p->k_row;
+            const lane *q = p->q + r * p->depth;
             v_t acc = v_splat(0);
             int64_t d = 0;
-            for (; d + LANES <= head_dim; d += LANES)
-                acc = v_fma(v_load_as(dtype, k + j * k_row + d * dtype_size(dtype)), v_load(q + r * depth + d), acc);
-            if (d < head_dim)
-                acc = v_fma(v_load_as_n(dtype, k + j * k_row + d * dtype_size(dtype), head_dim - d),
-                            v_load(q + r * depth + d), acc);
-            s[r * BLOCK_K + j] = v_sum(acc);
+            for (; d + LANES <= p->head_dim; d += LANES)
+                acc = v_fma(v_load_as(dtype, k + d * dtype_size(dtype)), v_load(q + d), acc);
+            if (d < p->head_dim)
+                acc = v_fma(v_load_as_n(dtype, k + d * dtype_size(dtype), p->head_dim - d), v_load(q + d), acc);
+            p->s[r * BLOCK_K + j] = v_sum(acc);
         }
 }
 
-/* acc (rows, nd vectors) = alpha acc + p (rows, n) v (n, nd vectors); `last`: lanes of the last vector, 0 = all */
-INLINE void dot_values(fa_dtype dtype, int nr, int nd, int64_t last, const char *v, int64_t v_row, int64_t n,
-                       const lane *probs, const lane *alpha, fetch_ahead next, lane *acc, int64_t acc_row)
+/* acc (rows, head_dim_v) = alpha acc + probs (rows, n) v (n, head_dim_v) */
+typedef struct {
+    const char *v;
+    int64_t v_row, n, head_dim_v;
+    const lane *probs, *alpha; /* (rows, BLOCK_K), (rows) */
+    fetch_ahead next;          /* beside the first rows and columns */
+    lane *acc;
+    int64_t acc_row;
+} dot_weighting;
+
+/* Of rows from r0 on: nd vectors from d on. `last`: lanes of the last vector, 0 = all. */
+INLINE void dot_values(fa_dtype dtype, int nr, int nd, const dot_weighting *p, int64_t r0, int64_t d, int64_t last)
 {
+    const int fetch = r0 == 0 && d == 0 && p->next.data;
+    const char *v = p->v + d * dtype_size(dtype);
+    const lane *probs = p->probs + r0 * BLOCK_K;
     v_t sum[4][DOT_CHUNK];
     UNROLL_FOR(int r = 0; r < nr; r++)
-        UNROLL_FOR(int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as tile_pv adds */
-    for (int64_t j = 0; j < n; j++, v += v_row) {
-        if (next.data) prefetch_rows(next.data + j * next.row, next.row, 1, next.size);
+        UNROLL_FOR(int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as tile_values adds */
+    for (int64_t j = 0; j < p->n; j++, v += p->v_row) {
+        if (fetch) prefetch_rows(p->next.data + j * p->next.row, p->next.row, 1, p->next.bytes);
         UNROLL_FOR(int c = 0; c < nd; c++) {
             const char *from = v + c * LANES * dtype_size(dtype);
             const v_t value = last && c == nd - 1 ? v_load_as_n(dtype, from, last) : v_load_as(dtype, from);
@@ -111,27 +136,22 @@ INLINE void dot_values(fa_dtype dtype, int nr, int nd, int64_t last, const char 
     }
     UNROLL_FOR(int r = 0; r < nr; r++)
         UNROLL_FOR(int c = 0; c < nd; c++) {
-            lane *to = acc + r * acc_row + c * LANES;
-            v_store(to, v_fma(v_load(to), v_splat(alpha[r]), sum[r][c]));
+            lane *to = p->acc + (r0 + r) * p->acc_row + d + c * LANES;
+            v_store(to, v_fma(v_load(to), v_splat(p->alpha[r0 + r]), sum[r][c]));
         }
 }
 
-/* acc (rows, head_dim_v) = alpha acc + p (rows, n) v (n, head_dim_v) */
-INLINE void dot_accumulate(fa_dtype dtype, int nr, const char *v, int64_t v_row, int64_t n, int64_t head_dim_v,
-                           const lane *probs, const lane *alpha, fetch_ahead next, lane *acc, int64_t acc_row)
+INLINE void dot_accumulate(fa_dtype dtype, int nr, const dot_weighting *p, int64_t r0)
 {
-    const int64_t size = dtype_size(dtype);
+    const int64_t width = p->head_dim_v;
     int64_t d = 0;
-    for (; d + DOT_CHUNK * LANES <= head_dim_v; d += DOT_CHUNK * LANES, next.data = NULL)
-        dot_values(dtype, nr, DOT_CHUNK, 0, v + d * size, v_row, n, probs, alpha, next, acc + d, acc_row);
-    for (; d + LANES <= head_dim_v; d += LANES, next.data = NULL)
-        dot_values(dtype, nr, 1, 0, v + d * size, v_row, n, probs, alpha, next, acc + d, acc_row);
-    if (d < head_dim_v)
-        dot_values(dtype, nr, 1, head_dim_v - d, v + d * size, v_row, n, probs, alpha, next, acc + d, acc_row);
+    for (; d + DOT_CHUNK * LANES <= width; d += DOT_CHUNK * LANES) dot_values(dtype, nr, DOT_CHUNK, p, r0, d, 0);
+    for (; d + LANES <= width; d += LANES) dot_values(dtype, nr, 1, p, r0, d, 0);
+    if (d < width) dot_values(dtype, nr, 1, p, r0, d, width - d);
 }
 
-/* One row's online softmax over s (n): probabilities in place; returns alpha = exp(m - m'). The vectors that hold s are
- * whole: what lies past n becomes 0. row_log, if not NULL, as in softmax_update. */
+/* One row's online softmax over s (n): probabilities in place; returns alpha = exp(m - m'). Whole vectors hold s, in which
+ * what lies past n becomes 0. row_log, if not NULL, as in softmax_update. */
 INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log)
 {
     v_t max = v_splat(*row_max), sum = v_splat(0), log = v_splat(0);
@@ -139,10 +159,10 @@ INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *
     for (int64_t j = 0; j < n; j += LANES) max = v_max(max, v_load(s + j));
     const lane new_max = v_max_lanes(max), base = new_max == -(lane)INFINITY ? 0 : new_max;
     for (int64_t j = 0; j < n; j += LANES) {
-        const v_t x = v_load(s + j) - v_splat(base), p = v_exp_prob(x);
-        sum += p;
-        if (row_log) log = v_fma(p, v_log_weight(x), log);
-        v_store(s + j, p);
+        const v_t x = v_load(s + j) - v_splat(base), prob = v_exp_prob(x);
+        sum += prob;
+        if (row_log) log = v_fma(prob, v_log_weight(x), log);
+        v_store(s + j, prob);
     }
     const lane alpha = lane_exp(*row_max - base);
     if (row_log) {
@@ -154,131 +174,98 @@ INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *
     return alpha;
 }
 
-/* Modifiers and masks of s (rows, n), keys [j0, j0 + n); w->add is there. */
-INLINE void modify_rows(const fa_attention_args *a, const modifiers *mods, int out_of_range, const row_block *rows,
-                        int64_t j0, int64_t n, const dot_scratch *scratch)
+/* Second pass, as weigh_tile. */
+static void weigh_rows(const fa_attention_args *a, const score_tile *scores, const dot_scratch *scratch)
 {
-    if (!modifies(mods, out_of_range)) return;
-    v_t lane_index;
-    for (int i = 0; i < LANES; i++) lane_index[i] = i;
-    EACH_ROW(rows, r, id) {
-        lane slope = 0, distance = 0;
-        if (mods->alibi) {
-            slope = *(const lane_u *)at(&a->alibi_slopes, rows->b, id.head, 0, 0);
-            distance = (lane)(load_int(at(&a->q_position, rows->b, 0, 0, 0)) + id.query - j0);
-        }
-        const v_t begin = v_splat((lane)(rows->begin[r] - j0)), end = v_splat((lane)(rows->end[r] - j0));
-        for (int64_t j = 0; j < n; j += LANES) {
-            const v_t key = lane_index + v_splat((lane)j);
-            lane *s = scratch->s + r * BLOCK_K + j;
-            v_store(s, v_modify(mods, out_of_range, 1, v_load(s), v_load(scratch->add + r * BLOCK_K + j),
-                                v_splat(slope), v_abs(v_splat(distance) - key), (begin <= key) & (key < end)));
-        }
-    }
-}
-
-/* Whether row r attends key j0 + j, of a block whose additive tile is there. */
-INLINE int row_attends(const modifiers *mods, const row_block *rows, int64_t r, int64_t j0, int64_t j,
-                       const dot_scratch *scratch)
-{
-    const int hidden = mods->additive && scratch->add[r * BLOCK_K + j] == -(lane)INFINITY;
-    return rows->begin[r] <= j0 + j && j0 + j < rows->end[r] && !hidden;
-}
-
-/* Second pass, as in weigh_tile. */
-static void weigh_rows(const fa_attention_args *a, const modifiers *mods, int hides, const row_block *rows, int64_t j0,
-                       int64_t n, const dot_scratch *scratch)
-{
+    const row_block *rows = scores->rows;
+    const int64_t n = scores->n;
     for (int64_t r = 0; r < rows->n; r++) {
-        lane *s = scratch->s + r * BLOCK_K;
+        lane *s = scores->s + r * BLOCK_K;
         const lane base = scratch->base[r], factor = scratch->factor[r];
         for (int64_t j = 0; j < n; j += LANES)
             v_store(s + j, v_exp_prob(v_load(s + j) - v_splat(base)) * v_splat(factor));
-        for (int64_t j = 0; hides && factor != factor && j < n; j++)
-            if (!row_attends(mods, rows, r, j0, j, scratch)) s[j] = 0;
+        for (int64_t j = 0; hides(scores->kind) && factor != factor && j < n; j++)
+            if (!row_attends(scores, r, j)) s[j] = 0;
     }
-    if (a->key_sums.data) add_rows_to_key_sums(a, rows, scratch->s, j0, n);
-    if (a->mean_weights.data) add_rows_to_mean(a, rows, scratch->s, j0, n);
+    if (a->key_sums.data) add_rows_to_key_sums(a, rows, scores->s, scores->j0, n);
+    if (a->mean_weights.data) add_rows_to_mean(a, rows, scores->s, scores->j0, n);
 }
 
-/* One block: keys [j0, j0 + n). */
+/* Four rows at a time, then two, then one. */
+#define EACH_ROWS(rows, r, call)                                                                                       \
+    do {                                                                                                               \
+        int64_t r = 0;                                                                                                 \
+        for (; LANES >= 4 && r + 4 <= (rows)->n; r += 4) call(4);                                                      \
+        for (; r + 2 <= (rows)->n; r += 2) call(2);                                                                    \
+        for (; r < (rows)->n; r++) call(1);                                                                            \
+    } while (0)
+
+/* A run of keys, one block at most. */
 INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifiers *mods, const row_block *rows,
-                      int64_t j0, int64_t n, const dot_scratch *scratch, const partial *part)
+                      key_run run, const dot_scratch *scratch, const partial *part)
 {
-    const char *next = j0 + 2 * n <= a->len_k ? at(&a->k, rows->b, rows->h_kv, j0 + n, 0) : NULL;
-    const char *k = at(&a->k, rows->b, rows->h_kv, j0, 0), *v = at(&a->v, rows->b, rows->h_kv, j0, 0), *values = v;
-    const int64_t depth = scratch->depth, width = a->head_dim_v, size = dtype_size(dtype);
-    int64_t v_row = a->v.row, bad[BLOCK_K], n_bad = 0, r = 0;
-    uint8_t attends[BLOCK_K][DOT_ROWS];
-    lane alpha[DOT_ROWS];
-    const int out_of_range = rows->full_first > j0 || rows->full_last < j0 + n;
-    const block_kind kind = mods->additive ? additive_rows(a, rows, j0, n, scratch->add) : BLOCK_FULL;
-    if (kind == BLOCK_EMPTY) return;
+    const int64_t j0 = run.j0, n = run.n, width = a->head_dim_v, size = dtype_size(dtype);
+    const char *v = at(&a->v, rows->b, rows->h_kv, j0, 0);
+    block_kind kind = range_kind(rows, j0, n);
+    if (adds(a, rows, run.mask)) kind |= BLOCK_ADDS | additive_rows(a, rows, j0, n, scratch->add);
+    if (kind & BLOCK_EMPTY) return;
+    const score_tile scores = {rows, NULL, j0, n, kind, scratch->s, scratch->add};
 
-#define EACH_ROWS(call) /* four rows at a time, then two, then one */                                                  \
-    for (r = 0; LANES >= 4 && r + 4 <= rows->n; r += 4) call(4);                                                       \
-    for (; r + 2 <= rows->n; r += 2) call(2);                                                                          \
-    for (; r < rows->n; r++) call(1);
-#define SCORES(nr)                                                                                                     \
-    dot_scores(dtype, nr, k, a->k.row, n, a->head_dim, scratch->q + r * depth, depth,                                  \
-               (fetch_ahead){r || a->second_pass ? NULL : v, v_row, width * size}, scratch->s + r * BLOCK_K)
-    EACH_ROWS(SCORES)
+    dot_product product = {.k = at(&a->k, rows->b, rows->h_kv, j0, 0), .k_row = a->k.row, .n = n, .q = scratch->q};
+    product.head_dim = a->head_dim, product.depth = scratch->depth, product.s = scratch->s;
+    product.next = (fetch_ahead){a->second_pass ? NULL : v, a->v.row, width * size};
+#define SCORES(nr) dot_scores(dtype, nr, &product, r)
+    EACH_ROWS(rows, r, SCORES);
 #undef SCORES
-
-        /* A probability of 0 does not shield a NaN or Inf in V: take such rows out, add them where attended. */
-        modify_rows(a, mods, out_of_range, rows, j0, n, scratch);
+    modify_rows(a, mods, &scores);
     if (a->second_pass) {
-        weigh_rows(a, mods, out_of_range || kind == BLOCK_EDGE, rows, j0, n, scratch);
+        weigh_rows(a, &scores, scratch);
         return;
     }
-    if (out_of_range || kind == BLOCK_EDGE) {
-        for (int64_t j = 0; j < n; j++)
-            if (!row_finite(dtype, v + j * v_row, width)) {
-                for (r = 0; r < rows->n; r++) attends[n_bad][r] = row_attends(mods, rows, r, j0, j, scratch);
-                bad[n_bad++] = j;
-            }
-        if (n_bad) {
-            values = (const char *)scratch->v;
-            v_row = width * size;
-            for (int64_t j = 0; j < n; j++) memcpy((char *)scratch->v + j * v_row, v + j * a->v.row, v_row);
-            for (int64_t i = 0; i < n_bad; i++) memset((char *)scratch->v + bad[i] * v_row, 0, v_row);
-        }
-    }
-    for (r = 0; r < rows->n; r++) {
+    bad_rows bad;
+    bad.n = 0; /* an initialiser would clear all of it, which shows in the time of a block */
+    uint8_t attends[BLOCK_K][DOT_ROWS];
+    if (hides(kind)) find_bad_rows(dtype, v, a->v.row, n, width, &bad);
+    if (bad.n) copy_good_rows(&bad, v, a->v.row, n, width * size, (char *)scratch->v);
+    for (int64_t i = 0; i < bad.n; i++)
+        for (int64_t r = 0; r < rows->n; r++) attends[i][r] = row_attends(&scores, r, bad.row[i]);
+
+    lane alpha[DOT_ROWS];
+    for (int64_t r = 0; r < rows->n; r++) {
         lane *s = scratch->s + r * BLOCK_K, *row_log = part->row_log ? part->row_log + r : NULL;
         if (a->n_top) top_insert_row(a->n_top, s, n, j0, row_top(a, part, r));
         alpha[r] = 1;
         if (a->sigmoid) dot_sigmoid(s, n, (lane)a->sigmoid_bias);
         else alpha[r] = dot_softmax(s, n, part->row_max + r, part->row_sum + r, row_log);
         for (int64_t j = 0; j < n && part->row_max[r] == -(lane)INFINITY; j++)
-            if (row_attends(mods, rows, r, j0, j, scratch)) part->row_max[r] = -LANE_MAX;
+            if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in note_rows */
     }
-#define VALUES(nr)                                                                                                     \
-    dot_accumulate(dtype, nr, values, v_row, n, width, scratch->s + r * BLOCK_K, alpha + r,                            \
-                   (fetch_ahead){r ? NULL : next, a->k.row, a->head_dim * size}, part->acc + r * part->acc_row,        \
-                   part->acc_row)
-    EACH_ROWS(VALUES)
+    const char *next = j0 + 2 * n <= a->len_k ? at(&a->k, rows->b, rows->h_kv, j0 + n, 0) : NULL;
+    dot_weighting values = {.v = bad.n ? (const char *)scratch->v : v, .v_row = bad.n ? width * size : a->v.row};
+    values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
+    values.acc = part->acc, values.acc_row = part->acc_row;
+    values.next = (fetch_ahead){next, a->k.row, a->head_dim * size};
+#define VALUES(nr) dot_accumulate(dtype, nr, &values, r)
+    EACH_ROWS(rows, r, VALUES);
 #undef VALUES
-#undef EACH_ROWS
-        for (int64_t i = 0; i < n_bad; i++)
-            for (r = 0; r < rows->n; r++)
-                for (int64_t d = 0; d < width && attends[i][r]; d++)
-                    part->acc[r * part->acc_row + d] += scratch->s[r * BLOCK_K + bad[i]] *
-                                                        load_element(dtype, v + bad[i] * a->v.row + d * size);
+    for (int64_t i = 0; i < bad.n; i++)
+        for (int64_t r = 0; r < rows->n; r++)
+            for (int64_t d = 0; d < width && attends[i][r]; d++)
+                part->acc[r * part->acc_row + d] += scratch->s[r * BLOCK_K + bad.row[i]] *
+                                                    load_element(dtype, v + bad.row[i] * a->v.row + d * size);
 }
 
 /* The state of the KV head's rows over keys [key_begin, key_end), as a partial. */
 INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block *rows, int64_t key_begin,
                           int64_t key_end, const dot_scratch *scratch, const partial *part)
 {
-    modifiers mods = modifiers_of(a, 0);
+    const modifiers mods = modifiers_of(a, 0);
     rows->begin = scratch->range;
     rows->end = scratch->range + DOT_ROWS;
     rows->lists = scratch->lists;
     rows->pair_begin = scratch->range + 2 * DOT_ROWS;
     rows->pair_end = scratch->range + 3 * DOT_ROWS;
-    row_block_ranges(a, rows, key_begin, key_end);
-    if (a->ranges) row_block_open_lists(a, rows);
+    ranges_begin(a, rows, key_begin, key_end);
     if (a->second_pass) load_row_norm(a, rows, scratch->base, scratch->factor);
     EACH_ROW(rows, r, id) {
         lane *q = scratch->q + r * scratch->depth;
@@ -291,31 +278,16 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
         for (int64_t i = 0; i < a->n_top; i++) row_top(a, part, r).score[i] = -INFINITY;
         for (int64_t d = 0; d < part->acc_row; d++) part->acc[r * part->acc_row + d] = 0;
     }
-    const int64_t last = rows->last;
-    for (int64_t block = rows->first / BLOCK_K * BLOCK_K, next; block < last; block = next) {
-        const int64_t block_end = block + BLOCK_K < last ? block + BLOCK_K : last;
-        if (a->ranges) row_block_enter(rows, block, block_end);
-        next = a->ranges ? rows->next / BLOCK_K * BLOCK_K : block + BLOCK_K;
-        int64_t j0 = block > rows->first ? block : rows->first;
-        int64_t n = (block_end < rows->last ? block_end : rows->last) - j0;
-        if (n <= 0) continue;
-        const block_kind kind = mask_kind(a, rows, 1, &j0, &n);
-        if (kind == BLOCK_EMPTY) continue;
-        mods.additive = additive_parts(a, rows, kind);
-        dot_block(a, dtype, &mods, rows, j0, n, scratch, part);
+    for (key_walk walk = walk_begin(rows, 1, 0, a->ranges != NULL, 0, key_end); walk_next(&walk);) {
+        const key_run run = masked_run(a, rows, 1, walk.begin, walk.end - walk.begin);
+        if (run.mask != BLOCK_EMPTY) dot_block(a, dtype, &mods, rows, run, scratch, part);
     }
 }
 
 static void dot_attend(const fa_attention_args *a, row_block *rows, int64_t key_begin, int64_t key_end,
                        const dot_scratch *scratch, const partial *part)
 {
-    switch (a->k.dtype) {
-#if LANE_BITS == 64
-    default: dot_attend_as(a, FA_F64, rows, key_begin, key_end, scratch, part);
-#else
-    case FA_F16: dot_attend_as(a, FA_F16, rows, key_begin, key_end, scratch, part); break;
-    case FA_BF16: dot_attend_as(a, FA_BF16, rows, key_begin, key_end, scratch, part); break;
-    default: dot_attend_as(a, FA_F32, rows, key_begin, key_end, scratch, part);
-#endif
-    }
+#define ATTEND(dtype) dot_attend_as(a, dtype, rows, key_begin, key_end, scratch, part)
+    WITH_DTYPE(a->k.dtype, ATTEND);
+#undef ATTEND
 }

@@ -29,8 +29,8 @@
 #include "sigmoid.inc.h"
 #include "statistics.inc.h"
 #include "partial.inc.h"
+#include "nonfinite.inc.h"
 #include "operands.inc.h"
-#include "modify.inc.h"
 #include "attention.inc.h"
 #include "decode.inc.h"
 #include "tasks.inc.h"
@@ -42,13 +42,13 @@
 #include "rope.inc.h"
 
 /* Linear attention. */
+#include "recurrent_task.inc.h"
 #include "recurrent_chunk.inc.h"
 #include "recurrent_step.inc.h"
 #include "recurrent.inc.h"
 
 /* Attention with other normalisers and other scores. */
 #include "additive.inc.h"
-#include "keys.inc.h"
 #include "normalisers.inc.h"
 #include "talking.inc.h"
 #include "rowwise.inc.h"

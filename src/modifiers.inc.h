@@ -1,15 +1,22 @@
-/* What is done to scores: the constants of a call, and the formula. */
+/* What is done to scores before softmax. Every modifier has its constants in `modifiers`, its formula in v_modify, and, if
+ * rows differ, its values in `row_lanes` and modify_rows: to add one, change these and the arguments in fastattn.h.
+ *
+ *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
+ *
+ * Requires  masks.inc.h, softmax.inc.h.
+ * Literals  nv: 1 or NV.
+ * Exports   modifiers, score_tile, row_lanes, modify_tile (queries on the lanes: the tile kernels), modify_rows (keys on the
+ *           lanes: the dot kernel), note_attending, note_rows, row_attends. */
 
-/* Which modifiers a call has, and their constants. */
+/* The modifiers of a call, and their constants. */
 typedef struct {
     lane q_factor, s_factor; /* of q and of the product: scale, divided by a softcap */
     lane softcap;            /* or 0 */
-    int additive;            /* what the additive tile is made of, a matter of the block */
     int alibi;
 } modifiers;
 
-/* A factor above 1 is one of the product, for q times it may overflow where the product does not. `dot`: the kernel
- * applies q_factor to the product in any case. */
+/* A factor above 1 multiplies the product: q times it might overflow where the product does not. `dot`: the kernel applies
+ * q_factor to the product in any case. */
 static modifiers modifiers_of(const fa_attention_args *a, int dot)
 {
     const double exact = a->softcap != 0 ? a->scale / a->softcap : a->scale;
@@ -23,25 +30,155 @@ static modifiers modifiers_of(const fa_attention_args *a, int dot)
     };
 }
 
+/* Values of a tile's rows, one a lane: (BLOCK_Q) each. */
+typedef struct {
+    lane *slope;                  /* ALiBi's, 0 without */
+    lane *position, *begin, *end; /* of the query, and its range, relative to j0, where they are small and exact. Lanes
+                                     without a row repeat the last row. */
+} row_lanes;
+
+/* Scores of keys [j0, j0 + n), before and after modifiers: s and, with BLOCK_ADDS, the additive tile. The tile kernels
+ * store both as (n, BLOCK_Q), the dot kernel as (rows, BLOCK_K). */
+typedef struct {
+    const row_block *rows;
+    const row_lanes *lanes; /* of the tile kernels */
+    int64_t j0, n;
+    block_kind kind;
+    lane *s, *add;
+} score_tile;
+
 /* Whether v_modify does anything. */
-INLINE int modifies(const modifiers *mods, int edge)
+INLINE int modifies(const modifiers *mods, block_kind kind)
 {
-    return edge || mods->additive || mods->alibi || mods->softcap != 0 || mods->s_factor != 1;
+    return kind != BLOCK_FULL || mods->alibi || mods->softcap != 0 || mods->s_factor != 1;
 }
 
-/* One vector of scores: `add` from the additive tile, in which `hides` says that there may be -inf, distance = |position of
- * query - key|, `inside` the lanes within their rows' ranges, at an `edge`. A finite bias never becomes a mask: a sum that
- * overflows is clamped, if it was no -inf before. */
-INLINE v_t v_modify(const modifiers *mods, int edge, int hides, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
+/* One vector of scores: `add` comes from the additive tile, distance = |position of query - key|, `inside` are the lanes
+ * within their rows' ranges. A finite bias never becomes a mask: a sum that overflows is clamped, unless the score was -inf
+ * before. */
+INLINE v_t v_modify(const modifiers *mods, block_kind kind, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
 {
     const v_t hidden = v_splat(-INFINITY);
+    const int adds = kind & BLOCK_ADDS;
     if (mods->s_factor != 1) s *= v_splat(mods->s_factor);
     if (mods->softcap != 0) s = v_softcap(s, v_splat(mods->softcap));
-    const v_t least = mods->additive ? v_min(v_splat(-LANE_MAX), s) : s;
-    if (mods->additive) s += add;
+    const v_t least = adds ? v_min(v_splat(-LANE_MAX), s) : s;
+    if (adds) s += add;
     if (mods->alibi) s = v_fma(-slope, distance, s);
-    if (mods->additive) s = v_max(least, s);
-    if (mods->additive && hides) s = v_select(add == hidden, hidden, s);
-    if (edge) s = v_select(inside, s, hidden);
+    if (adds) s = v_max(least, s);
+    if (kind & BLOCK_MASKED) s = v_select(add == hidden, hidden, s);
+    if (kind & BLOCK_EDGE) s = v_select(inside, s, hidden);
     return s;
+}
+
+INLINE void modify_tile_as(int nv, const modifiers *mods, block_kind kind, const score_tile *scores)
+{
+    for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES) {
+        const v_t begin = v_load(scores->lanes->begin + lanes), end = v_load(scores->lanes->end + lanes);
+        const v_t slope = v_load(scores->lanes->slope + lanes), position = v_load(scores->lanes->position + lanes);
+        for (int64_t j = 0; j < scores->n; j++) {
+            lane *s = scores->s + j * BLOCK_Q + lanes;
+            const v_t key = v_splat((lane)j);
+            const v_t distance = mods->alibi ? v_abs(position - key) : key;
+            const v_t add = kind & BLOCK_ADDS ? v_load(scores->add + j * BLOCK_Q + lanes) : key;
+            v_store(s, v_modify(mods, kind, v_load(s), add, slope, distance, (begin <= key) & (key < end)));
+        }
+    }
+}
+
+/* The slopes of a tile's rows. */
+INLINE void load_slopes(const fa_attention_args *a, const modifiers *mods, const row_block *rows, lane *slope)
+{
+    memset(slope, 0, BLOCK_Q * sizeof(lane));
+    if (!mods->alibi) return;
+    EACH_ROW(rows, r, id) slope[r] = *(const lane_u *)at(&a->alibi_slopes, rows->b, id.head, 0, 0);
+}
+
+/* Modifiers and masks of a tile. One modifier alone, with nothing hidden, has a loop of its own: those are usual. */
+INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mods, const score_tile *scores)
+{
+    const row_block *rows = scores->rows;
+    const row_lanes *lanes = scores->lanes;
+    const block_kind kind = scores->kind;
+    const modifiers none = {.q_factor = 1, .s_factor = 1};
+    const modifiers cap = {.q_factor = 1, .s_factor = 1, .softcap = mods->softcap};
+    const modifiers alibi = {.q_factor = 1, .s_factor = 1, .alibi = 1};
+    if (!modifies(mods, kind)) return;
+    const int64_t position = mods->alibi ? load_int(at(&a->q_position, rows->b, 0, 0, 0)) : 0;
+    for (int64_t r = 0; r < BLOCK_Q; r++) {
+        const int64_t row = smaller(r, rows->n - 1);
+        lanes->begin[r] = (lane)(rows->begin[row] - scores->j0);
+        lanes->end[r] = (lane)(rows->end[row] - scores->j0);
+        if (mods->alibi) lanes->position[r] = (lane)(position + (rows->row0 + row) / rows->group - scores->j0);
+    }
+    const int one = mods->s_factor == 1, caps = mods->softcap != 0;
+    if (one && caps && !mods->alibi && kind == BLOCK_FULL) modify_tile_as(nv, &cap, BLOCK_FULL, scores);
+    else if (one && !caps && !mods->alibi && kind == BLOCK_ADDS) modify_tile_as(nv, &none, BLOCK_ADDS, scores);
+    else if (one && !caps && mods->alibi && kind == BLOCK_FULL) modify_tile_as(nv, &alibi, BLOCK_FULL, scores);
+    else modify_tile_as(nv, mods, kind, scores);
+}
+
+/* Turns the additive tile, free by now, into masks: which lanes attend which key. The scores do not tell it: one of -inf
+ * may have been computed. */
+INLINE void note_attending(int nv, const score_tile *scores)
+{
+    for (int64_t j = 0; j < scores->n; j++)
+        for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES) {
+            lane *add = scores->add + j * BLOCK_Q + lanes;
+            const v_t key = v_splat((lane)j);
+            const vi_t inside = (v_load(scores->lanes->begin + lanes) <= key) &
+                                (key < v_load(scores->lanes->end + lanes));
+            const vi_t hidden = scores->kind & BLOCK_ADDS ? v_load(add) == v_splat(-INFINITY) : inside ^ inside;
+            v_store(add, (v_t)(inside & ~hidden));
+        }
+}
+
+/* A row that attends keys, and has met no score but -inf, must be told from a row that attends nothing: its maximum becomes
+ * -LANE_MAX. `noted`: note_attending has run. */
+INLINE void note_rows(int nv, const score_tile *scores, int noted, lane *row_max)
+{
+    const int some_hidden = hides(scores->kind);
+    vi_t some = {0};
+    for (int u = 0; u < nv; u++) some |= v_load(row_max + u * LANES) == v_splat(-INFINITY);
+    if (!v_any(some)) return;
+    if (some_hidden && !noted) note_attending(nv, scores);
+    for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES) {
+        vi_t attends = {0};
+        for (int64_t j = 0; some_hidden && j < scores->n; j++)
+            attends |= (vi_t)v_load(scores->add + j * BLOCK_Q + lanes);
+        for (int i = 0; i < LANES; i++)
+            if (row_max[lanes + i] == -(lane)INFINITY && (!some_hidden || attends[i])) row_max[lanes + i] = -LANE_MAX;
+    }
+}
+
+/* Modifiers and masks of the dot kernel's scores. */
+INLINE void modify_rows(const fa_attention_args *a, const modifiers *mods, const score_tile *scores)
+{
+    const row_block *rows = scores->rows;
+    if (!modifies(mods, scores->kind)) return;
+    v_t lane_index;
+    for (int i = 0; i < LANES; i++) lane_index[i] = i;
+    EACH_ROW(rows, r, id) {
+        lane slope = 0, distance = 0;
+        if (mods->alibi) {
+            slope = *(const lane_u *)at(&a->alibi_slopes, rows->b, id.head, 0, 0);
+            distance = (lane)(load_int(at(&a->q_position, rows->b, 0, 0, 0)) + id.query - scores->j0);
+        }
+        const v_t begin = v_splat((lane)(rows->begin[r] - scores->j0));
+        const v_t end = v_splat((lane)(rows->end[r] - scores->j0));
+        for (int64_t j = 0; j < scores->n; j += LANES) {
+            const v_t key = lane_index + v_splat((lane)j), add = v_load(scores->add + r * BLOCK_K + j);
+            lane *s = scores->s + r * BLOCK_K + j;
+            v_store(s, v_modify(mods, scores->kind, v_load(s), add, v_splat(slope), v_abs(v_splat(distance) - key),
+                                (begin <= key) & (key < end)));
+        }
+    }
+}
+
+/* Whether row r of the dot kernel attends key j0 + j. */
+INLINE int row_attends(const score_tile *scores, int64_t r, int64_t j)
+{
+    const int64_t key = scores->j0 + j;
+    const int hidden = scores->kind & BLOCK_ADDS && scores->add[r * BLOCK_K + j] == -(lane)INFINITY;
+    return scores->rows->begin[r] <= key && key < scores->rows->end[r] && !hidden;
 }

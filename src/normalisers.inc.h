@@ -14,20 +14,13 @@ INLINE lane support_width(fa_rowwise_kind kind)
     return kind == FA_SPARSEMAX ? 1 : kind == FA_ENTMAX15 ? 2 : (lane)INFINITY;
 }
 
-/* What a row's scores are compared with: its largest, or 0 if there is none. */
-INLINE v_t row_base(const lane *row_max)
-{
-    const v_t max = v_load(row_max);
-    return v_select(max == v_splat(-INFINITY), v_splat(0), max);
-}
-
 /* Of n keys from `first` on keeps those within `width` of some row's largest, and those with a NaN, and forgets all
  * behind them. */
 INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane width, const lane *row_max)
 {
     int64_t to = first;
     v_t base[NV_MAX];
-    UNROLL_FOR(int u = 0; u < nv; u++) base[u] = row_base(row_max + u * LANES);
+    UNROLL_FOR(int u = 0; u < nv; u++) base[u] = v_base(v_load(row_max + u * LANES));
     for (int64_t j = first; j < first + n; j++) {
         vi_t some = {0};
         UNROLL_FOR(int u = 0; u < nv; u++) {
@@ -45,13 +38,16 @@ INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane 
 INLINE void relate_to_max(int nv, kept_scores *kept, lane factor, const lane *row_max)
 {
     v_t base[NV_MAX];
-    UNROLL_FOR(int u = 0; u < nv; u++) base[u] = row_base(row_max + u * LANES);
+    UNROLL_FOR(int u = 0; u < nv; u++) base[u] = v_base(v_load(row_max + u * LANES));
     for (int64_t j = 0; j < kept->n; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) {
             lane *s = kept->s + j * BLOCK_Q + u * LANES;
             v_store(s, (v_load(s) - base[u]) * v_splat(factor));
         }
 }
+
+/* Keys between the questions whether to give up. */
+#define ROWWISE_ASKS (8 * BLOCK_K)
 
 /* Whether to end between two passes over the kept keys; of few keys a pass takes less time than asking. */
 INLINE int passes_end(const fa_watch *watch, const kept_scores *kept) { return kept->n > PART_K && given_up(watch); }

@@ -1,43 +1,38 @@
-/* Partial results over some of the keys: their layout, their merge in order, and the last step of every row.
+/* Partial results, over some of the keys: their layout, their merge in order, and the last step of every row.
  *
- * A partial of R rows is row_max (R), row_sum (R), acc (R, acc_row): the unnormalised state of the online softmax, the
- * associative form of Rabe & Staats 2021. row_max is -inf where the row has met no key that it attends; -LANE_MAX where
- * it has, and every score was -inf: the sum is 0 in both, the result 0 and NaN. acc_row is head_dim_v rounded up to
- * whole vectors. Behind it lies as much for what the sums of several partials lost to rounding: the error of a result
- * does not grow with their number. Then comes, where it is asked for, what statistics are made of: row_log (R),
- * softmax.inc.h, and the rows' top lists. */
+ * A partial of R rows is row_max (R), row_sum (R), acc (R, acc_row): the state of the online softmax before normalisation,
+ * the associative form of Rabe & Staats 2021. row_max is -inf where the row has met no key that it attends, and -LANE_MAX
+ * where it has, and every score was -inf. The sum is 0 in both cases; the result is 0 in the first and NaN in the second.
+ * acc_row is head_dim_v rounded up to whole vectors. Behind these lies as much memory again, `low`, for what sums of several
+ * partials lose to rounding: so the error of a result does not grow with their number. The last fields are there if
+ * statistics are asked for.
+ *
+ * Requires  ranges.inc.h, softmax.inc.h, statistics.inc.h.
+ * Exports   partial, partial_at, partial_from, row_top, partial_begin_merging, partial_merge, partial_end_merging,
+ *           partial_copy, partial_finish. */
 typedef struct {
     lane *row_max, *row_sum, *acc;
-    int64_t acc_row, low; /* lost of x[i] is x[i + low], x being row_sum or acc */
-    lane *row_log;        /* or NULL */
+    int64_t acc_row, low; /* what x[i] has lost is x[i + low], x being row_sum or acc */
+    lane *row_log;        /* (R), softmax.inc.h; or NULL */
     top_list top;         /* of row 0; those of the others follow */
 } partial;
 
-/* Half the lanes of a partial; rows are rounded up to whole vectors too. */
-static int64_t partial_half(int64_t n_rows, int64_t head_dim_v)
-{
-    return round_up((2 + round_up(head_dim_v, LANES)) * round_up(n_rows, LANES), 64 / sizeof(lane));
-}
-
-/* Lays out a partial of `rows` rows; returns the bytes it takes, also for memory == NULL. */
+/* Lays out a partial of `n_rows` rows in `part`, if that is not NULL; returns the bytes it takes, also of no memory. */
 static int64_t partial_at(const fa_attention_args *a, int64_t n_rows, void *memory, partial *part)
 {
-    const int64_t padded = round_up(n_rows, LANES), half = partial_half(n_rows, a->head_dim_v);
-    const int64_t unit = 64 / sizeof(lane), entries = n_rows * a->n_top;
-    const int64_t log_lanes = a->entropy.data ? round_up(padded, unit) : 0;
-    if (memory) {
-        lane *next = memory, *log = next + 2 * half, *score = log + log_lanes;
-        *part = (partial){
-            .row_max = next,
-            .row_sum = next + padded,
-            .acc = next + 2 * padded,
-            .acc_row = round_up(a->head_dim_v, LANES),
-            .low = half,
-            .row_log = log_lanes ? log : NULL,
-            .top = {score, (int64_t *)(score + round_up(entries, unit))},
-        };
-    }
-    return (2 * half + log_lanes + round_up(entries, unit)) * (int64_t)sizeof(lane) + round_up(8 * entries, 64);
+    arena from = {.memory = memory};
+    partial p = {.acc_row = round_up(a->head_dim_v, LANES)};
+    n_rows = round_up(n_rows, LANES);
+    CUT(&from, p.row_max, n_rows);
+    CUT(&from, p.row_sum, n_rows);
+    CUT(&from, p.acc, n_rows * p.acc_row);
+    p.low = from.used / (int64_t)sizeof(lane);
+    cut(&from, from.used);
+    if (a->entropy.data) CUT(&from, p.row_log, n_rows);
+    CUT(&from, p.top.score, n_rows * a->n_top);
+    CUT(&from, p.top.key, n_rows * a->n_top);
+    if (part) *part = p;
+    return from.used;
 }
 
 /* The row's list. */
@@ -46,26 +41,24 @@ INLINE top_list row_top(const fa_attention_args *a, const partial *part, int64_t
     return (top_list){part->top.score + r * a->n_top, part->top.key + r * a->n_top};
 }
 
-/* The part of it from row r on. */
+/* The partial from row r on. */
 INLINE partial partial_from(const fa_attention_args *a, const partial *part, int64_t r)
 {
     partial rest = *part;
-    rest.row_max += r;
-    rest.row_sum += r;
-    rest.acc += r * part->acc_row;
-    rest.row_log = part->row_log ? part->row_log + r : NULL;
+    rest.row_max += r, rest.row_sum += r, rest.acc += r * part->acc_row;
+    if (part->row_log) rest.row_log += r;
     rest.top = row_top(a, part, r);
     return rest;
 }
 
-/* Nothing is lost yet: to be called between the first partial and the second. */
+/* Nothing is lost yet: called between the first partial and the second. */
 static void partial_begin_merging(const partial *part)
 {
     memset(part->row_max + part->low, 0, part->low * sizeof(lane));
 }
 
-/* sum = sum * scale + x, and low = low * scale + what that addition rounds away (Knuth's two-sum; none where the sum is
- * Inf or NaN). */
+/* sum = sum * scale + x, and low = low * scale + what that addition rounds away: Knuth's two-sum. Nothing where the sum is
+ * Inf or NaN. */
 INLINE void add_exactly(lane *sum, lane *low, v_t scale, v_t x)
 {
     const v_t old = v_load(sum) * scale, new = old + x, added = new - old;
@@ -81,7 +74,7 @@ static void partial_merge(const fa_attention_args *a, const partial *into, const
     for (int64_t r0 = 0; r0 < n_rows; r0 += LANES) {
         const v_t max_a = v_load(into->row_max + r0), max_b = v_load(from->row_max + r0);
         const v_t max = v_select(max_a > max_b, max_a, max_b); /* NaN on either side is in the sums already */
-        const v_t base = v_select(max == v_splat(-INFINITY), v_splat(0), max);
+        const v_t base = v_base(max);
         const v_t scale_a = v_exp(max_a - base), scale_b = v_exp(max_b - base);
         lane *sum = into->row_sum + r0;
         if (into->row_log) {

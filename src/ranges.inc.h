@@ -1,26 +1,35 @@
-/* Which keys the rows of a task attend: a range of keys for each, or a list of ranges. */
+/* Which keys the rows of a task attend, as far as ranges say it: one half-open range of keys for each row, or a list of
+ * such ranges. Every structural mask (causal, window, padding, documents ...) arrives in this form.
+ *
+ * Requires  basics.inc.h, tile.inc.h (BLOCK_K).
+ * Exports   row_block, EACH_ROW, row_range, attends_some, rows_share, block_kind, range_kind, key_walk.
+ *
+ * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some row
+ * attends. With lists, what lies between two ranges costs nothing; and within a block a row has one range again, unless
+ * several ranges of its list lie in it (`several`): then the additive tile hides what is between them, masks.inc.h. */
 
 /* A row of a KV head: its rows are (query, head in group) pairs, query-major. */
 typedef struct {
     int64_t query, head;
 } row_id;
 
-/* A row's list: its pairs up to `stop`, of which the row attends what lies in [low, high). `pair` is the first that is
- * not over at the end of the block, `shown` that at its beginning. */
+/* A row's list: the pairs (begin, end) up to `stop`, of which the row attends what lies in [low, high). `pair` is the first
+ * one that reaches past the block, `shown` the first one that reaches past the block's first key. */
 typedef struct {
     const int64_t *pair, *stop, *shown;
     int64_t low, high;
 } range_list;
 
-/* A task's rows, and once row_block_ranges has run, their ranges with the union [first, last) and the intersection
- * [full_first, full_last) of those; with lists, once row_block_enter has run, of what they attend of one block. */
+/* Some rows of a KV head, and what they attend: of all keys of the task, once ranges_begin has run; with lists, of one
+ * block of the grid, once ranges_enter has. */
 typedef struct {
     int64_t b, h_kv, group, row0, n;
-    int64_t *begin, *end; /* one a row */
-    int64_t first, last, full_first, full_last;
-    range_list *lists;              /* one a row */
-    int64_t *pair_begin, *pair_end; /* what a row attends of list.pair; INT64_MAX if there is none any more */
-    int one_list;                   /* all rows have the same */
+    int64_t *begin, *end;           /* of each row */
+    int64_t first, last;            /* the union of their ranges */
+    int64_t full_first, full_last;  /* the intersection */
+    range_list *lists;              /* of each row */
+    int64_t *pair_begin, *pair_end; /* what a row attends of list.pair; INT64_MAX where there is no further pair */
+    int one_list;                   /* all rows have the same list */
     int several;                    /* some row has several ranges in the block */
     int64_t next;                   /* the next key that some row attends, from the block's end on */
 } row_block;
@@ -36,49 +45,35 @@ INLINE row_id next_row(const row_block *rows, row_id id)
     return last_of_group ? (row_id){id.query + 1, rows->h_kv * rows->group} : (row_id){id.query, id.head + 1};
 }
 
-/* for each row r of t, `id` being its row_id */
+/* for each row r of rows, `id` being its row_id */
 #define EACH_ROW(rows, r, id)                                                                                          \
     row_id id = first_row(rows);                                                                                       \
     for (int64_t r = 0; r < (rows)->n; r++, id = next_row(rows, id))
 
-/* The keys that a row attends, half-open. */
+/* Whether every row has the same row of x. */
+INLINE int rows_share(const row_block *rows, const fa_array *x)
+{
+    return !x->data || (x->row == 0 && (x->head == 0 || rows->group == 1));
+}
+
+/* The keys that a row attends, half-open: of its list, those that lie in this range. */
 INLINE void row_range(const fa_attention_args *a, const row_block *rows, row_id id, int64_t *begin, int64_t *end)
 {
     *begin = a->row_begin.data ? load_int(at(&a->row_begin, rows->b, id.head, id.query, 0)) : 0;
     *end = a->row_end.data ? load_int(at(&a->row_end, rows->b, id.head, id.query, 0)) : a->len_k;
 }
 
-/* Restricts the block to keys [key_begin, key_end), a split or everything. */
-static void row_block_ranges(const fa_attention_args *a, row_block *rows, int64_t key_begin, int64_t key_end)
+/* A row's list from the first pair on that ends behind `key`, found by bisection, and clipped to [low, high). */
+INLINE range_list row_list(const fa_attention_args *a, const row_block *rows, row_id id, int64_t low, int64_t high)
 {
-    rows->first = rows->full_last = key_end;
-    rows->last = rows->full_first = key_begin;
-    EACH_ROW(rows, r, id) {
-        int64_t begin, end;
-        row_range(a, rows, id, &begin, &end);
-        begin = begin > key_begin ? begin : key_begin;
-        end = end < key_end ? end : key_end;
-        if (begin >= end) begin = end = key_begin; /* attends nothing: no block is full, the union does not grow */
-        else {
-            rows->first = begin < rows->first ? begin : rows->first;
-            rows->last = end > rows->last ? end : rows->last;
-        }
-        rows->full_first = begin > rows->full_first ? begin : rows->full_first;
-        rows->full_last = end < rows->full_last ? end : rows->full_last;
-        rows->begin[r] = begin;
-        rows->end[r] = end;
-    }
-}
-
-/* The first pair of [pairs, stop) that ends behind key. */
-INLINE const int64_t *first_pair(const int64_t *pairs, const int64_t *stop, int64_t key)
-{
-    for (int64_t n = (stop - pairs) / 2; n > 0;) {
+    const int64_t *pair = a->ranges + 2 * load_int(at(&a->range_first, rows->b, id.head, id.query, 0));
+    const int64_t *stop = a->ranges + 2 * load_int(at(&a->range_last, rows->b, id.head, id.query, 0));
+    for (int64_t n = (stop - pair) / 2; n > 0;) {
         const int64_t half = n / 2;
-        if (pairs[2 * half + 1] <= key) pairs += 2 * (half + 1), n -= half + 1;
+        if (pair[2 * half + 1] <= low) pair += 2 * (half + 1), n -= half + 1;
         else n = half;
     }
-    return pairs;
+    return (range_list){pair, stop, pair, low, high};
 }
 
 /* What the row attends of list->pair. */
@@ -90,27 +85,54 @@ INLINE void read_pair(const range_list *list, int64_t *begin, int64_t *end)
     *end = smaller(list->pair[1], list->high);
 }
 
-/* Opens the lists of the rows, whose ranges are there; t->first becomes the first key that one attends. */
-static void row_block_open_lists(const fa_attention_args *a, row_block *rows)
+/* Whether some row may attend some of keys [begin, end). */
+static int attends_some(const fa_attention_args *a, const row_block *rows, int64_t begin, int64_t end)
 {
-    rows->one_list = 1;
-    rows->next = INT64_MAX;
+    if (!a->row_begin.data && !a->row_end.data && !a->ranges) return 1;
     EACH_ROW(rows, r, id) {
-        range_list *list = rows->lists + r;
-        const int64_t *first = a->ranges + 2 * load_int(at(&a->range_first, rows->b, id.head, id.query, 0));
-        const int64_t *stop = a->ranges + 2 * load_int(at(&a->range_last, rows->b, id.head, id.query, 0));
-        first = first_pair(first, stop, rows->begin[r]);
-        *list = (range_list){first, stop, first, rows->begin[r], rows->end[r]};
-        read_pair(list, rows->pair_begin + r, rows->pair_end + r);
-        rows->next = smaller(rows->next, rows->pair_begin[r]);
-        rows->one_list &= memcmp(list, rows->lists, sizeof *list) == 0;
+        int64_t first, last;
+        row_range(a, rows, id, &first, &last);
+        first = larger(first, begin), last = smaller(last, end);
+        if (first >= last) continue;
+        if (!a->ranges) return 1;
+        const range_list list = row_list(a, rows, id, first, last);
+        if (list.pair < list.stop && list.pair[0] < last) return 1;
     }
-    rows->first = smaller(rows->next, rows->last);
+    return 0;
 }
 
-/* With lists: what the rows attend of keys [j0, j1), one block. Blocks come in order, and none is left out of which some
- * row attends some key. */
-static void row_block_enter(row_block *rows, int64_t j0, int64_t j1)
+/* Reads the ranges and lists of the rows, clipped to keys [key_begin, key_end): a split, or all of them. */
+static void ranges_begin(const fa_attention_args *a, row_block *rows, int64_t key_begin, int64_t key_end)
+{
+    rows->first = rows->full_last = key_end;
+    rows->last = rows->full_first = key_begin;
+    rows->several = 0, rows->one_list = 1, rows->next = INT64_MAX;
+    EACH_ROW(rows, r, id) {
+        int64_t begin, end;
+        row_range(a, rows, id, &begin, &end);
+        begin = larger(begin, key_begin);
+        end = smaller(end, key_end);
+        if (begin >= end) begin = end = key_begin; /* attends nothing: no block is full, the union does not grow */
+        else {
+            rows->first = smaller(rows->first, begin);
+            rows->last = larger(rows->last, end);
+        }
+        rows->full_first = larger(rows->full_first, begin);
+        rows->full_last = smaller(rows->full_last, end);
+        rows->begin[r] = begin;
+        rows->end[r] = end;
+        if (!a->ranges) continue;
+        rows->lists[r] = row_list(a, rows, id, begin, end);
+        read_pair(rows->lists + r, rows->pair_begin + r, rows->pair_end + r);
+        rows->next = smaller(rows->next, rows->pair_begin[r]);
+        rows->one_list &= memcmp(rows->lists + r, rows->lists, sizeof(range_list)) == 0;
+    }
+    if (a->ranges) rows->first = smaller(rows->next, rows->last);
+}
+
+/* With lists: what the rows attend of keys [j0, j1), one block of the grid. Blocks are entered in order, and every block
+ * must be entered of which some row attends some key. */
+static void ranges_enter(row_block *rows, int64_t j0, int64_t j1)
 {
     int64_t *restrict begin = rows->begin, *restrict end = rows->end;
     int64_t *restrict pair_begin = rows->pair_begin, *restrict pair_end = rows->pair_end;
@@ -136,7 +158,7 @@ static void row_block_enter(row_block *rows, int64_t j0, int64_t j1)
     }
     for (int64_t r = 0; r < n_rows; r++) {
         const int some = begin[r] < end[r];
-        begin[r] = some ? begin[r] : j0; /* as in row_block_ranges */
+        begin[r] = some ? begin[r] : j0; /* as in ranges_begin */
         end[r] = some ? end[r] : j0;
         first = smaller(first, some ? begin[r] : j1);
         last = larger(last, end[r]);
@@ -149,8 +171,81 @@ static void row_block_enter(row_block *rows, int64_t j0, int64_t j1)
     rows->next = next;
 }
 
-/* Whether every row of the block has the same row of x. */
-INLINE int rows_share(const row_block *rows, const fa_array *x)
+/* What a block of keys is to the rows of a tile: a sum of the bits between EMPTY and FULL. */
+typedef enum {
+    BLOCK_FULL = 0,   /* every row attends every key, and nothing is added to the scores */
+    BLOCK_EDGE = 1,   /* some row's range ends within the block: keys are compared with the ranges */
+    BLOCK_MASKED = 2, /* some element of the additive tile is -inf, which hides a key */
+    BLOCK_ADDS = 4,   /* there is an additive tile */
+    BLOCK_EMPTY = 8,  /* no row attends any key: the block is skipped */
+} block_kind;
+
+/* Whether some row does not attend some key. */
+INLINE int hides(block_kind kind) { return (kind & (BLOCK_EDGE | BLOCK_MASKED)) != 0; }
+
+/* What keys [j0, j0 + n) are to the rows' ranges. */
+INLINE block_kind range_kind(const row_block *rows, int64_t j0, int64_t n)
 {
-    return !x->data || (x->row == 0 && (x->head == 0 || rows->group == 1));
+    return rows->full_first > j0 || rows->full_last < j0 + n ? BLOCK_EDGE : BLOCK_FULL;
+}
+
+/* A walk over the blocks of the grid of which some of several row blocks attend some key:
+ *
+ *     for (key_walk walk = walk_begin(...); walk_next(&walk);) ...
+ *
+ * At each step the row blocks attend at most keys [begin, end). With lists, their ranges are those of the step. */
+typedef struct {
+    row_block *rows; /* the first, and the others `stride` bytes apart */
+    int64_t n_blocks, stride;
+    int lists, pairs;
+    int64_t key_end, first, last; /* of all row blocks */
+    int64_t grid, next;           /* first keys of this block of the grid and of the next one */
+    int64_t begin, end;
+} key_walk;
+
+INLINE row_block *walk_rows(const key_walk *walk, int64_t i)
+{
+    return (row_block *)((char *)walk->rows + i * walk->stride);
+}
+
+/* With `pairs`, keys come in pairs: ranges begin and, but for the last key of all, end at even places. The key too many is
+ * masked. */
+INLINE void walk_unite(key_walk *walk, int64_t *first, int64_t *last)
+{
+    for (int64_t i = 0; i < walk->n_blocks; i++) {
+        row_block *rows = walk_rows(walk, i);
+        if (walk->pairs) {
+            rows->first -= rows->first % 2;
+            rows->last += rows->last % 2 && rows->last < walk->key_end;
+        }
+        *first = smaller(*first, rows->first);
+        *last = larger(*last, rows->last);
+    }
+}
+
+INLINE key_walk walk_begin(row_block *rows, int64_t n_blocks, int64_t stride, int lists, int pairs, int64_t key_end)
+{
+    key_walk walk = {.rows = rows, .n_blocks = n_blocks, .stride = stride, .lists = lists, .pairs = pairs};
+    walk.first = walk.key_end = key_end;
+    walk_unite(&walk, &walk.first, &walk.last);
+    walk.next = walk.first / BLOCK_K * BLOCK_K;
+    return walk;
+}
+
+static int walk_next(key_walk *walk)
+{
+    const int64_t grid = walk->grid = walk->next, stop = smaller(grid + BLOCK_K, walk->last);
+    int64_t next = INT64_MAX;
+    if (grid >= walk->last) return 0;
+    walk->begin = walk->lists ? stop : larger(grid, walk->first);
+    walk->end = walk->lists ? grid : stop;
+    walk->next = grid + BLOCK_K;
+    if (!walk->lists) return 1;
+    for (int64_t i = 0; i < walk->n_blocks; i++) {
+        ranges_enter(walk_rows(walk, i), grid, stop);
+        next = smaller(next, walk_rows(walk, i)->next);
+    }
+    walk_unite(walk, &walk->begin, &walk->end);
+    walk->next = next < walk->key_end ? next / BLOCK_K * BLOCK_K : walk->key_end;
+    return 1;
 }

@@ -1,10 +1,14 @@
-/* Sigmoid attention (Ramapuram et al. 2024): p = 1 / (1 + exp(-(s + bias))) in place of the online softmax. Rows do not
- * compete, so there is no maximum, no sum, nothing to rescale. A masked key, -inf, gives 0; NaN stays NaN. */
+/* Sigmoid attention (Ramapuram et al. 2024): p = 1 / (1 + exp(-(s + bias))) takes the place of the online softmax. The keys
+ * of a row do not compete, so there is no maximum, no sum, nothing to rescale. A masked key, -inf, gives 0; NaN stays NaN.
+ *
+ * Requires  softmax.inc.h (v_exp_prob), tile.inc.h.
+ * Literals  nv: 1 or NV.
+ * Exports   sigmoid_update (queries on the lanes), dot_sigmoid (keys on the lanes). */
 
-/* Above this the sigmoid is 1 in float64, too, and the product of two denominators is finite in float32. */
+/* Above this the sigmoid is 1 even in float64, and the product of two denominators is still finite in float32. */
 #define SIGMOID_MAX 43
 
-/* x, y become their sigmoids, e / (1 + e): a division, of which a step would wait for two, is one for both. */
+/* x and y become their sigmoids, e / (1 + e). Both share one division, since a step would wait for each. */
 INLINE void v_sigmoid_pair(v_t *x, v_t *y)
 {
     const v_t most = v_splat(SIGMOID_MAX), e = v_exp_prob(v_min(most, *x)), f = v_exp_prob(v_min(most, *y));
@@ -13,7 +17,7 @@ INLINE void v_sigmoid_pair(v_t *x, v_t *y)
     *y = f * (d * inverse);
 }
 
-/* s (n, nv vectors) becomes probabilities; keys in pairs, a last one with a masked one. */
+/* s (n, nv vectors) becomes probabilities. Keys go in pairs, an odd last one with a masked key. */
 INLINE void sigmoid_update(int nv, lane *s, int64_t n, lane bias)
 {
     for (int64_t j = 0; j < n; j += 2)
@@ -27,7 +31,7 @@ INLINE void sigmoid_update(int nv, lane *s, int64_t n, lane bias)
         }
 }
 
-/* s (n) of one row, in pairs of vectors: it holds BLOCK_K. */
+/* The same for s (n) of one row, in pairs of vectors: s holds BLOCK_K. */
 INLINE void dot_sigmoid(lane *s, int64_t n, lane bias)
 {
     _Static_assert(BLOCK_K % (2 * LANES) == 0, "a block is whole pairs of vectors");

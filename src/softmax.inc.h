@@ -1,4 +1,9 @@
-/* exp and tanh on vectors, and the online softmax down the keys of a tile. */
+/* exp and tanh on vectors, and the online softmax down the keys of a tile.
+ *
+ * Requires  tile.inc.h (BLOCK_Q).
+ * Literals  nv: 1 or NV. row_log: NULL or not.
+ * Exports   v_exp, v_exp_prob, lane_exp, v_abs, v_tanh, v_tanh_small, v_softcap, v_log_weight, v_horner, v_base,
+ *           softmax_update. */
 
 #define LOG2_E 1.44269504088896340736
 #define LN_2 0.69314718055994530942
@@ -42,7 +47,7 @@ INLINE v_t v_horner(const lane *poly, int n, v_t x)
     return sum;
 }
 
-/* e^x from the normal range up to a little above x = 0: exactly 1 at 0, NaN at NaN.
+/* e^x for x from where e^x is a normal number up to a little above 0: exactly 1 at 0, NaN at NaN.
  *
  * x log2(e) = n + f with n an integer and |f| <= 1/2; n + EXP_BIAS stands in the low bits of x log2(e) + EXP_ROUND +
  * EXP_BIAS, and shifted to the exponent's place it is 2^n. The last step is a multiplication and no integer addition,
@@ -59,7 +64,7 @@ INLINE v_t v_exp_normal(v_t x)
     return p * (v_t)((vw_t)n << MANTISSA_BITS);
 }
 
-/* That, and exactly 0 below the normal range, at -inf too. */
+/* e^x, and exactly 0 below the normal range, at -inf too. */
 INLINE v_t v_exp(v_t x) { return v_exp_normal(v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x)); }
 
 /* e^x as a probability relative to the largest: exactly 0 below 2^(27 - EXP_BIAS), 2^-100 in float32. Of less, products
@@ -75,7 +80,7 @@ INLINE lane lane_exp(lane x) { return v_exp(v_splat(x))[0]; }
 
 INLINE v_t v_abs(v_t x) { return v_max(-x, x); }
 
-/* tanh up to TANH_SMALL: an odd polynomial. */
+/* tanh(x) for |x| <= TANH_SMALL: an odd polynomial. */
 #define TANH_SMALL ((lane)0.625)
 INLINE v_t v_tanh_small(v_t x)
 {
@@ -83,7 +88,7 @@ INLINE v_t v_tanh_small(v_t x)
     return v_fma(v_horner(tanh_poly, COUNT(tanh_poly), z) * z, x, x);
 }
 
-/* Beyond it (1 - e) / (1 + e) with e = exp(-2 |x|). */
+/* tanh(x): beyond TANH_SMALL it is (1 - e) / (1 + e) with e = exp(-2 |x|). */
 INLINE v_t v_tanh(v_t x)
 {
     v_t e = v_exp(v_abs(x) * -2), large = (1 - e) / (1 + e);
@@ -103,8 +108,11 @@ INLINE v_t v_softcap(v_t x, v_t cap)
 #endif
 }
 
-/* x where exp(x) > 0, and a finite number below, -inf included: the two multiply to 0 there. */
+/* x, but where exp(x) is 0 a finite number: so that p log p is 0 there and not 0 times -inf. */
 INLINE v_t v_log_weight(v_t x) { return v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x); }
+
+/* What scores are compared with: the largest of a row, or 0 if the row has met no key. */
+INLINE v_t v_base(v_t max) { return v_select(max == v_splat(-INFINITY), v_splat(0), max); }
 
 /* Online softmax (Milakov & Gimelshein 2018): s (n, nv vectors) becomes probabilities relative to the running maxima,
  *
@@ -113,7 +121,7 @@ INLINE v_t v_log_weight(v_t x) { return v_max(v_splat((lane)(-EXP_BIAS * LN_2)),
  * row_max (m) and row_sum (l) are updated; alpha receives exp(m - m'), by which the accumulators must be scaled.
  * Returns whether some alpha differs from 1. Where m' is -inf (no key yet) 0 stands for it, and every p_j is 0.
  *
- * row_log, if not NULL, is sum_j p_j (s_j - m), of which the entropy is made: it is updated, too. */
+ * row_log, if not NULL, is sum_j p_j (s_j - m), from which the entropy is made: it is updated, too. */
 INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log, lane *alpha)
 {
     v_t max[NV], base[NV], sum[NV], log[NV];
@@ -122,7 +130,7 @@ INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_s
     for (int64_t j = 0; j < n; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) max[u] = v_max(max[u], v_load(s + j * BLOCK_Q + u * LANES));
     UNROLL_FOR(int u = 0; u < nv; u++) {
-        base[u] = v_select(max[u] == v_splat(-INFINITY), v_splat(0), max[u]);
+        base[u] = v_base(max[u]);
         v_t a = v_exp_prob(v_load(row_max + u * LANES) - base[u]);
         if (row_log) {
             const v_t old = v_load(row_log + u * LANES), step = v_log_weight(v_load(row_max + u * LANES) - base[u]);
@@ -135,10 +143,10 @@ INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_s
     }
     for (int64_t j = 0; j < n; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) {
-            const v_t x = v_load(s + j * BLOCK_Q + u * LANES) - base[u], p = v_exp_prob(x);
-            sum[u] += p;
-            if (row_log) log[u] = v_fma(p, v_log_weight(x), log[u]);
-            v_store(s + j * BLOCK_Q + u * LANES, p);
+            const v_t x = v_load(s + j * BLOCK_Q + u * LANES) - base[u], prob = v_exp_prob(x);
+            sum[u] += prob;
+            if (row_log) log[u] = v_fma(prob, v_log_weight(x), log[u]);
+            v_store(s + j * BLOCK_Q + u * LANES, prob);
         }
     UNROLL_FOR(int u = 0; u < nv; u++) {
         v_store(row_sum + u * LANES, v_fma(v_load(row_sum + u * LANES), v_load(alpha + u * LANES), sum[u]));

@@ -1,15 +1,20 @@
-/* What a call may return beside its output without ever holding the scores of all keys: statistics of rows, which the
- * walk over the keys carries along, and sums over rows, for which a second pass computes the probabilities once more.
+/* What a call may return beside its output, without ever holding the scores of all keys: statistics of rows, which the walk
+ * over the keys carries along, and sums over rows, for which a second pass computes the probabilities once more.
  *
  *     row_max    max_j s_j
  *     entropy    -sum_j p_j log p_j = log l - (sum_j e_j (s_j - m)) / l    e_j = exp(s_j - m), l their sum
  *     top        the largest p_j and their keys, kept as scores until l is known
  *     key_sums   sum_i p_ij, and mean_weights, sum_h p_hij / heads_q: in the second pass
  *
- * A sink is part of l and of nothing else. A row whose l is NaN has NaN statistics, one that attends nothing has none:
- * row_max -inf, the rest 0, keys -1. */
+ * A sink is part of l and of nothing else. A row whose l is NaN has NaN statistics. A row that attends nothing has row_max
+ * -inf, keys -1, and 0 for the rest.
+ *
+ * Requires  ranges.inc.h, softmax.inc.h.
+ * Literals  nv: 1 or NV.
+ * Exports   top_list and how scores enter it; has_row_statistics, write_statistics; of the second pass, load_row_norm,
+ *           add_lanes_to_key_sums, add_rows_to_key_sums, add_rows_to_mean. */
 
-/* A row's best scores, best first, of equal ones the first key, -inf where there are none; and their keys. */
+/* A row's best scores, best first, and their keys. Of equal scores the first key comes first; -inf: no further key. */
 typedef struct {
     lane *score;
     int64_t *key;
@@ -27,14 +32,14 @@ INLINE void top_insert(int64_t n_top, top_list top, lane score, int64_t key)
     top.key[i] = key;
 }
 
-/* `from` is of later keys. */
+/* Adds a list of later keys. */
 static void top_merge(int64_t n_top, top_list into, top_list from)
 {
     for (int64_t i = 0; i < n_top && from.score[i] > into.score[n_top - 1]; i++)
         top_insert(n_top, into, from.score[i], from.key[i]);
 }
 
-/* Scores s (n) of the row, keys first .. first + n - 1; the vectors that hold s are whole. */
+/* Adds scores s (n) of one row, of keys from `first` on. Whole vectors hold s. */
 static void top_insert_row(int64_t n_top, const lane *s, int64_t n, int64_t first, top_list top)
 {
     for (int64_t j = 0; j < n; j += LANES) {
@@ -43,8 +48,8 @@ static void top_insert_row(int64_t n_top, const lane *s, int64_t n, int64_t firs
     }
 }
 
-/* Scores s (n, nv vectors) of keys first .. first + n - 1, queries on the lanes; score, key (n_top) of pitch BLOCK_Q.
- * Where a lane's score belongs, the rest of its list moves down by one. */
+/* Adds scores s (n, nv), queries on the lanes, of keys from `first` on, to score and key (n_top, BLOCK_Q). From where a
+ * lane's score belongs on, its list moves down by one. */
 static void top_insert_tile(int nv, int64_t n_top, const lane *s, int64_t n, ilane first, lane *score, ilane *key)
 {
     for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES)
@@ -65,8 +70,8 @@ static void top_insert_tile(int nv, int64_t n_top, const lane *s, int64_t n, ila
         }
 }
 
-/* What is known of a row in the end: of its keys the maximum, the sum and row_log; how much that sum is scaled down for
- * the base, the maximum with the sink; and the denominator. */
+/* What is known of a row in the end: the maximum, the sum and row_log of its keys; `base`, the maximum with the sink; by how
+ * much the sum is scaled down for it; and `sum`, the denominator. */
 typedef struct {
     lane keys_max, keys_sum, keys_log, scale, base, sum;
 } row_sums;
@@ -81,7 +86,7 @@ INLINE void store_lane(const fa_array *x, int64_t b, row_id id, int64_t j, lane 
     memcpy(at(x, b, id.head, id.query, j), &value, sizeof value);
 }
 
-/* -sum_j p_j log p_j; both terms have one sign. */
+/* -sum_j p_j log p_j, from two terms of one sign: no digits cancel. */
 static lane row_entropy(const row_sums *row)
 {
     const lane sum = row->scale * row->keys_sum;
@@ -110,7 +115,7 @@ static void write_statistics(const fa_attention_args *a, int64_t b, row_id id, c
     }
 }
 
-/* Second pass. What norm says of the block's rows. */
+/* Second pass: what norm says of the rows. */
 static void load_row_norm(const fa_attention_args *a, const row_block *rows, lane *base, lane *factor)
 {
     EACH_ROW(rows, r, id) {
@@ -119,7 +124,7 @@ static void load_row_norm(const fa_attention_args *a, const row_block *rows, lan
     }
 }
 
-/* Adds to key_sums, over keys from j0 on, p (n keys, nv vectors of rows of one head). */
+/* Adds probs (n keys, nv vectors of rows of one head) to key_sums, from key j0 on. */
 static void add_lanes_to_key_sums(const fa_attention_args *a, const row_block *rows, int nv, const lane *probs,
                                   int64_t j0, int64_t n)
 {
@@ -135,7 +140,7 @@ static void add_lanes_to_key_sums(const fa_attention_args *a, const row_block *r
     }
 }
 
-/* Adds to key_sums p (rows of t, n keys), rows BLOCK_K apart. */
+/* Adds probs (rows, n keys), rows BLOCK_K apart, to key_sums. */
 static void add_rows_to_key_sums(const fa_attention_args *a, const row_block *rows, const lane *probs, int64_t j0,
                                  int64_t n)
 {
@@ -151,7 +156,7 @@ static void add_rows_to_key_sums(const fa_attention_args *a, const row_block *ro
     }
 }
 
-/* Adds to mean_weights the same. */
+/* The same to mean_weights. */
 static void add_rows_to_mean(const fa_attention_args *a, const row_block *rows, const lane *probs, int64_t j0,
                              int64_t n)
 {

@@ -20,17 +20,17 @@ typedef struct {
     lane *pre, *post;     /* (heads_q, heads_q), transposed: row g holds what goes into g */
 } talking_scratch;
 
-static int64_t take_talking_scratch(arena *from, const fa_rowwise_args *call, talking_scratch *scratch)
+static int64_t cut_talking_scratch(arena *from, const fa_rowwise_args *call, talking_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
     const int64_t heads = a->heads_q;
-    take_tile_scratch(from, a, 0, &scratch->tile);
+    cut_tile_scratch(from, a, 0, &scratch->tile);
     CUT(from, scratch->heads, heads);
     CUT(from, scratch->scores, heads * HEAD_PITCH);
     CUT(from, scratch->mixed, heads * HEAD_PITCH);
     CUT(from, scratch->pre, heads * heads);
     CUT(from, scratch->post, heads * heads);
-    for (int64_t h = 0; h < heads; h++) take_tile(from, a, scratch->heads ? scratch->heads + h : &(tile_state){0});
+    for (int64_t h = 0; h < heads; h++) cut_tile(from, a, scratch->heads ? scratch->heads + h : &(tile_state){0});
     void *total = cut(from, partial_at(a, BLOCK_Q, NULL, NULL)); /* one for all heads, which finish in turn */
     for (int64_t h = 0; total && h < heads; h++) partial_at(a, BLOCK_Q, total, &scratch->heads[h].total);
     return from->used;
@@ -53,45 +53,39 @@ INLINE void mix_heads(int nv, int64_t heads, const lane *mix, const lane *from, 
     }
 }
 
-/* Mixed scores (heads, n, nv) of the keys from j0 on, in w->mixed, with modifiers and masks. Returns whether some row of
- * some head does not attend some of them. */
-INLINE int talking_scores(const fa_rowwise_args *call, int nv, modifiers *mods, int64_t j0, int64_t n,
-                          talking_scratch *scratch, int note)
+/* Mixed scores (heads, n, nv) of the keys from j0 on, in scratch->mixed, with modifiers and masks. Returns whether some row
+ * of some head does not attend some of them. `first`: in the first pass, adds them to maxima and sums. */
+INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *mods, int64_t j0, int64_t n,
+                          talking_scratch *scratch, int first)
 {
     const fa_attention_args *a = &call->attention;
     const int64_t heads = a->heads_q, group = heads / a->heads_kv;
     int some_hidden = 0;
     for (int64_t h = 0; h < heads; h++) {
         const row_block kv = {.b = scratch->heads[h].rows.b, .h_kv = h / group};
-        int64_t k_row;
-        const char *k = keys_at(a, &kv, j0, n, scratch->tile.k, &k_row);
-        lane *s = (call->pre ? scratch->scores : scratch->mixed) + h * HEAD_PITCH;
-        block_outer(nv, 0, n,
-                    &(outer_product){.x = k, .x_row = k_row, .y = scratch->heads[h].qt, .depth = a->head_dim, .out = s},
-                    NULL);
+        outer_product product = {.y = scratch->heads[h].qt, .depth = a->head_dim};
+        product.x = rows_as_lanes(&a->k, &kv, j0, n, a->head_dim, scratch->tile.k, &product.x_row);
+        product.out = (call->pre ? scratch->scores : scratch->mixed) + h * HEAD_PITCH;
+        block_outer(nv, 0, n, &product, NULL);
     }
     if (call->pre) mix_heads(nv, heads, scratch->pre, scratch->scores, n, scratch->mixed);
     for (int64_t g = 0; g < heads; g++) {
         tile_state *tile = scratch->heads + g;
-        row_block *rows = &tile->rows;
-        const int touched = rows->first < j0 + n &&
-                            j0 < rows->last; /* else its rows' ranges may be those of another block */
-        mods->additive = additive_parts(a, rows, a->mask.data ? BLOCK_EDGE : BLOCK_FULL);
-        block_kind kind = touched ? BLOCK_FULL : BLOCK_EMPTY;
-        if (touched && mods->additive) kind = load_additive(a, mods, tile, nv, j0, n, &scratch->tile);
-        const int out_of_range = rows->full_first > j0 || rows->full_last < j0 + n;
-        const int hides = out_of_range || kind != BLOCK_FULL;
-        lane *s = scratch->mixed + g * HEAD_PITCH;
-        some_hidden |= hides;
-        if (kind == BLOCK_EMPTY) {
-            for (int64_t i = 0; i < n * BLOCK_Q; i++) s[i] = -(lane)INFINITY;
+        const int touched = tile->rows.first < j0 + n &&
+                            j0 < tile->rows.last; /* else its ranges may be of another block */
+        const key_run run = {j0, n, !touched ? BLOCK_EMPTY : a->mask.data ? BLOCK_MASKED : BLOCK_FULL};
+        const block_kind kind = load_additive(a, tile, nv, run, &scratch->tile);
+        const score_tile scores = {&tile->rows,      &tile->lanes, j0, n, kind, scratch->mixed + g * HEAD_PITCH,
+                                   scratch->tile.add};
+        some_hidden |= kind & BLOCK_EMPTY || hides(kind);
+        if (kind & BLOCK_EMPTY) {
+            for (int64_t i = 0; i < n * BLOCK_Q; i++) scores.s[i] = -(lane)INFINITY;
             continue;
         }
-        scratch->tile.s = s;
-        modify_tile(a, mods, nv, kind, out_of_range, tile, j0, n, &scratch->tile);
-        if (!note) continue;
-        softmax_update(nv, s, n, tile->row_max, tile->row_sum, NULL, scratch->tile.alpha);
-        note_rows(nv, mods, hides, 0, n, &scratch->tile, tile->row_max);
+        modify_tile(a, nv, mods, &scores);
+        if (!first) continue;
+        softmax_update(nv, scores.s, n, tile->row_max, tile->row_sum, NULL, scratch->tile.alpha);
+        note_rows(nv, &scores, 0, tile->row_max);
     }
     return some_hidden;
 }
@@ -100,7 +94,7 @@ INLINE int talking_scores(const fa_rowwise_args *call, int nv, modifiers *mods, 
 INLINE void talking_probs(int nv, const tile_state *tile, int64_t n, lane *s)
 {
     for (int u = 0; u < nv; u++) {
-        const v_t base = row_base(tile->row_max + u * LANES), factor = v_load(tile->row_sum + u * LANES);
+        const v_t base = v_base(v_load(tile->row_max + u * LANES)), factor = v_load(tile->row_sum + u * LANES);
         for (int64_t j = 0; j < n; j++) {
             lane *x = s + j * BLOCK_Q + u * LANES;
             const v_t score = v_load(x);
@@ -118,7 +112,7 @@ INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int6
     const int64_t heads = a->heads_q, group = heads / a->heads_kv, width = a->head_dim_v;
     lane *probs = call->post ? scratch->scores : scratch->mixed;
     int64_t key[BLOCK_K];
-    key_block block;
+    bad_rows bad;
     for (int64_t j = 0; j < n; j++) key[j] = j0 + j;
     if (hidden) { /* which lanes attend a key: of each head, `scores` being free, or where heads mix, of some head */
         for (int64_t j = 0; j < n * BLOCK_Q; j += LANES) {
@@ -136,56 +130,38 @@ INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int6
     for (int64_t f = 0; f < heads; f++) {
         tile_state *tile = scratch->heads + f;
         const row_block kv = {.b = tile->rows.b, .h_kv = f / group};
-        const char *v = at(&a->v, kv.b, kv.h_kv, j0, 0);
-        int64_t v_row = a->v.row;
-        block.n_bad = 0;
+        value_product values = {.v = at(&a->v, kv.b, kv.h_kv, j0, 0), .v_row = a->v.row, .n = n, .out = tile->ot};
+        bad.n = 0;
         if (hidden || dtype_size(a->v.dtype) != sizeof(lane) || !is_dense(&a->v, width)) {
-            gather_values(a, &kv, key, n, scratch->tile.v, &block);
-            v = (const char *)scratch->tile.v, v_row = width * (int64_t)sizeof(lane);
+            gather_values(a, &kv, key, n, scratch->tile.v, &bad);
+            values.v = (const char *)scratch->tile.v, values.v_row = width * (int64_t)sizeof(lane);
         }
-        const value_product values = {.v = v,
-                                      .v_row = v_row,
-                                      .n = n,
-                                      .head_dim_v = width,
-                                      .probs = probs + f * HEAD_PITCH,
-                                      .mode = tile->fresh ? ACC_ZERO : ACC_KEEP,
-                                      .out = tile->ot};
+        values.head_dim_v = width, values.probs = probs + f * HEAD_PITCH;
+        values.mode = tile->fresh ? ACC_ZERO : ACC_KEEP;
         block_values(nv, 0, &values);
         tile->fresh = 0;
         const lane *attends = call->post ? scratch->tile.add : scratch->scores + f * HEAD_PITCH;
-        for (int64_t i = 0; i < block.n_bad; i++)
-            add_value(a, &kv, nv, j0 + block.bad[i], probs + f * HEAD_PITCH + block.bad[i] * BLOCK_Q,
-                      hidden ? attends + block.bad[i] * BLOCK_Q : NULL, tile->ot);
+        for (int64_t i = 0; i < bad.n; i++) {
+            const int64_t row = bad.row[i] * BLOCK_Q;
+            add_bad_value(a, nv, 0, at(&a->v, kv.b, kv.h_kv, j0 + bad.row[i], 0), values.probs + row,
+                          hidden ? attends + row : NULL, tile->ot);
+        }
     }
 }
 
-INLINE void talking_block(const fa_rowwise_args *call, int nv, modifiers *mods, talking_scratch *scratch)
+INLINE void talking_block(const fa_rowwise_args *call, int nv, const modifiers *mods, talking_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
     const int64_t heads = a->heads_q;
     for (int pass = 0; pass < 2; pass++) {
-        int64_t first = a->len_k, last = 0;
-        for (int64_t h = 0; h < heads; h++) {
-            row_block *rows = &scratch->heads[h].rows;
-            row_block_ranges(a, rows, 0, a->len_k);
-            if (a->ranges) row_block_open_lists(a, rows);
-            first = smaller(first, rows->first), last = larger(last, rows->last);
-        }
-        for (int64_t grid = first / BLOCK_K * BLOCK_K; grid < last; grid += BLOCK_K) {
-            const int64_t block_end = smaller(grid + BLOCK_K, last);
-            int64_t j0 = larger(grid, first), end = block_end;
-            if (a->ranges) {
-                j0 = block_end, end = grid;
-                for (int64_t h = 0; h < heads; h++) {
-                    row_block *rows = &scratch->heads[h].rows;
-                    row_block_enter(rows, grid, block_end);
-                    j0 = smaller(j0, rows->first), end = larger(end, rows->last);
-                }
-            }
-            if (j0 >= end) continue;
-            if (grid && grid % ROWWISE_ASKS == 0 && given_up(a->watch)) return;
-            const int hidden = talking_scores(call, nv, mods, j0, end - j0, scratch, pass == 0);
-            if (pass) talking_values(call, nv, hidden, j0, end - j0, scratch);
+        for (int64_t h = 0; h < heads; h++) ranges_begin(a, &scratch->heads[h].rows, 0, a->len_k);
+        key_walk walk = walk_begin(&scratch->heads->rows, heads, sizeof(tile_state), a->ranges != NULL, 0, a->len_k);
+        while (walk_next(&walk)) {
+            const int64_t j0 = walk.begin, n = walk.end - walk.begin;
+            if (n <= 0) continue;
+            if (walk.grid && walk.grid % ROWWISE_ASKS == 0 && given_up(a->watch)) return;
+            const int hidden = talking_scores(call, nv, mods, j0, n, scratch, pass == 0);
+            if (pass) talking_values(call, nv, hidden, j0, n, scratch);
         }
         for (int64_t g = 0; pass == 0 && g < heads; g++)
             for (int64_t i = 0; i < BLOCK_Q; i++) {
@@ -200,9 +176,9 @@ static void talking_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
 {
     const fa_attention_args *a = &call->attention;
     const int64_t heads = a->heads_q, blocks = plan->n_tasks / a->batch, row0 = (blocks - 1 - task % blocks) * BLOCK_Q;
-    modifiers mods = modifiers_of(a, 0);
+    const modifiers mods = modifiers_of(a, 0);
     talking_scratch scratch;
-    take_talking_scratch(&(arena){.memory = memory}, call, &scratch);
+    cut_talking_scratch(&(arena){.memory = memory}, call, &scratch);
     for (int64_t g = 0; g < heads; g++)
         for (int64_t h = 0; h < heads; h++) {
             if (call->pre) scratch.pre[g * heads + h] = ((const lane *)call->pre)[h * heads + g];
@@ -210,7 +186,7 @@ static void talking_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
         }
     for (int64_t h = 0; h < heads; h++) {
         row_block *rows = &scratch.heads[h].rows;
-        rows->b = task / blocks, rows->h_kv = h, rows->group = 1, rows->row0 = row0, rows->several = 0;
+        rows->b = task / blocks, rows->h_kv = h, rows->group = 1, rows->row0 = row0;
         rows->n = smaller(BLOCK_Q, a->len_q - row0);
         tile_begin(a, &mods, 0, 0, a->len_k, scratch.heads + h);
     }

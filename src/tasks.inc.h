@@ -1,37 +1,38 @@
-/* A call of attention: its plan, and its tasks. */
+/* A call of attention: how it is cut into tasks, and the tasks. What fa_plan promises in fastattn.h is kept here.
+ *
+ * Requires  attention.inc.h, decode.inc.h.
+ * Exports   attention_plan, attention_run, attention_splits, attention_run_split, attention_merge. */
 
 /* Keys of a split: enough work to be worth a task (tens of microseconds), few enough to occupy many cores. */
 #define SPLIT_K 512
 _Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");
 
-/* Tasks per thread below which a task has fewer tiles: the last one to finish must not keep the other threads waiting.
- * Of 4 and 24, tried on 2 cores, 24 is 30% ahead at (1, 12, 128, 64), 4% at (1, 12, 512, 64), level from there on. */
+/* Where a thread would get fewer tasks than this, a task has fewer tiles: the last one to finish must not keep the other
+ * threads waiting. Of 4 and 24, tried on 2 cores, 24 is 30% ahead at (1, 12, 128, 64), 4% at (1, 12, 512, 64), and level
+ * from there on. */
 #define TASKS_PER_THREAD 24
 
-/* Partials at the head of a thread's scratch: the one that is made, and the states that it is merged into. One state
- * serves all tiles of a task in turn where none is needed before the tile's end. */
+/* How many partials stand at the head of a thread's scratch: the one that is being made, and the states that it is merged
+ * into. One state serves all tiles of a task in turn, if no tile needs one before its end. */
 static int64_t n_partials(const fa_attention_args *a, const fa_plan *plan)
 {
     return 1 + (!plan->split_k && a->len_k > PART_K ? plan->tiles : 1);
 }
 
-/* Row blocks [block, block + blocks) of the KV head. */
-static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t block, int64_t blocks)
+/* The query rows of a KV head. */
+INLINE int64_t rows_per_head(const fa_attention_args *a) { return a->heads_q / a->heads_kv * a->len_q; }
+
+/* Of these rows `tiles` blocks of block_q, from block `tile` on. */
+static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t tile, int64_t tiles)
 {
-    const int64_t group = a->heads_q / a->heads_kv, n_rows = group * a->len_q, row0 = block * plan->block_q;
-    const int64_t most = blocks * plan->block_q;
-    return (row_block){
-        .b = head / a->heads_kv,
-        .h_kv = head % a->heads_kv,
-        .group = group,
-        .row0 = row0,
-        .n = n_rows - row0 < most ? n_rows - row0 : most,
-    };
+    row_block rows = {.b = head / a->heads_kv, .h_kv = head % a->heads_kv, .group = a->heads_q / a->heads_kv};
+    rows.row0 = tile * plan->block_q;
+    rows.n = smaller(rows_per_head(a) - rows.row0, tiles * plan->block_q);
+    return rows;
 }
 
-/* Whether the rows, all of a KV head's, take the kernel of few rows. A sequence with no more keys than queries is one
- * that attends itself; beside longer ones it is padded to many rows. So it takes the tile kernel in any company, and has
- * the same bits. */
+/* Whether the rows, all of a KV head's, take the dot kernel. A sequence with no more keys than queries attends itself, and
+ * beside longer ones it is padded to many rows. So it takes the tile kernel in any company, and has the same bits. */
 static int takes_dot(const fa_attention_args *a, const fa_plan *plan, const row_block *rows)
 {
     if (plan->kind != FA_DOT || !a->row_end.data) return plan->kind == FA_DOT;
@@ -43,21 +44,21 @@ static int takes_dot(const fa_attention_args *a, const fa_plan *plan, const row_
     return 0;
 }
 
-/* Scratch of the kernels behind the partials. */
+/* Scratch of the kernels, behind the partials. */
 static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *plan)
 {
     tile_scratch tile;
     dot_scratch dot;
-    const int64_t for_tile = take_tile_scratch(&(arena){.memory = NULL}, a, plan->tiles, &tile);
-    return plan->kind == FA_DOT ? larger(for_tile, take_dot_scratch(&(arena){.memory = NULL}, a, &dot)) : for_tile;
+    const int64_t for_tile = cut_tile_scratch(&(arena){.memory = NULL}, a, plan->tiles, &tile);
+    return plan->kind == FA_DOT ? larger(for_tile, cut_dot_scratch(&(arena){.memory = NULL}, a, &dot)) : for_tile;
 }
 
-/* The second pass: keys of a task. Fewer where there would be few tasks; below 128, preparing queries would show. */
+/* The second pass: a task is a run of keys. The run is shorter where there would be few tasks, but not below 128 keys, where
+ * preparing the queries would show. */
 static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *plan)
 {
-    const int64_t blocks = ceil_div(a->heads_q / a->heads_kv * a->len_q, plan->block_q);
     const int64_t owners = a->batch * (a->mean_weights.data ? 1 : a->heads_kv);
-    plan->tiles = plan->kind == FA_DOT ? 1 : (int)smaller(blocks, TILES);
+    plan->tiles = plan->kind == FA_DOT ? 1 : (int)smaller(ceil_div(rows_per_head(a), plan->block_q), TILES);
     plan->split_k = 0;
     plan->n_splits = 1;
     plan->run_k = 16 * BLOCK_K;
@@ -69,16 +70,16 @@ static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *p
 
 static void attention_plan(const fa_attention_args *a, int threads, fa_plan *plan)
 {
-    const int64_t n_rows = a->heads_q / a->heads_kv * a->len_q, heads = a->batch * a->heads_kv;
+    const int64_t n_rows = rows_per_head(a), heads = a->batch * a->heads_kv;
     plan->kind = n_rows <= DOT_ROWS && a->len_k > a->len_q ? FA_DOT : FA_TILE;
     plan->block_q = plan->kind == FA_DOT ? DOT_ROWS : BLOCK_Q;
     plan->block_k = BLOCK_K;
     plan->bf16_dot = V_BF16_DOT && plan->kind == FA_TILE && a->q.dtype == FA_BF16;
     plan->split_k = n_rows <= plan->block_q ? SPLIT_K : 0;
     plan->n_splits = plan->split_k && a->len_k ? ceil_div(a->len_k, SPLIT_K) : 1;
-    const int64_t blocks = ceil_div(n_rows, plan->block_q), share = heads * blocks / (threads * TASKS_PER_THREAD);
-    plan->tiles = share < 1 || blocks <= 1 ? 1 : share < TILES ? (int)share : TILES;
-    plan->n_tasks = heads * ceil_div(blocks, plan->tiles);
+    const int64_t tiles = ceil_div(n_rows, plan->block_q), share = heads * tiles / (threads * TASKS_PER_THREAD);
+    plan->tiles = tiles <= 1 ? 1 : (int)larger(1, smaller(share, TILES));
+    plan->n_tasks = heads * ceil_div(tiles, plan->tiles);
     plan->run_k = 0;
     plan->partial_bytes = partial_at(a, plan->block_q, NULL, NULL);
     plan->scratch_bytes = n_partials(a, plan) * plan->partial_bytes + kernel_scratch(a, plan);
@@ -86,7 +87,8 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     if (a->second_pass) plan_second_pass(a, threads, plan);
 }
 
-/* Splits [*first, *last) of the KV head hold all keys that its rows may attend; at least one, to write the result. */
+/* Splits [*first, *last) of the KV head hold all keys that its rows may attend. There is at least one, which writes the
+ * result. */
 static void attention_splits(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t *first,
                              int64_t *last)
 {
@@ -103,7 +105,8 @@ static void attention_splits(const fa_attention_args *a, const fa_plan *plan, in
     *last = begin < end ? ceil_div(end, plan->split_k) : 1;
 }
 
-/* Adds the partial of `split` to the KV head's state; they come in order: the first replaces, the last finishes. */
+/* Adds the partial of `split` to the KV head's state. Splits come in order: the first replaces the state, the last one
+ * finishes it. */
 static void attention_merge(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t split, void *state,
                             const void *split_partial)
 {
@@ -121,18 +124,18 @@ static void attention_merge(const fa_attention_args *a, const fa_plan *plan, int
     partial_finish(a, &rows, &into);
 }
 
-/* All rows t of a KV head against keys [begin, end), by the kernel that they take; `into` is NULL in the second pass. */
+/* All rows of a KV head against keys [begin, end), by the kernel that they take; `into` is NULL in the second pass. */
 static void attend_rows(const fa_attention_args *a, const fa_plan *plan, row_block *rows, int64_t begin, int64_t end,
                         void *memory, const partial *into)
 {
     if (takes_dot(a, plan, rows)) {
         dot_scratch scratch;
-        take_dot_scratch(&(arena){.memory = memory}, a, &scratch);
+        cut_dot_scratch(&(arena){.memory = memory}, a, &scratch);
         dot_attend(a, rows, begin, end, &scratch, into);
         return;
     }
     tile_scratch scratch;
-    take_tile_scratch(&(arena){.memory = memory}, a, 1, &scratch);
+    cut_tile_scratch(&(arena){.memory = memory}, a, 1, &scratch);
     for (int64_t r = 0; r < rows->n; r += BLOCK_Q) { /* DOT_ROWS may be several tiles */
         row_block tile = *rows;
         tile.row0 += r;
@@ -153,33 +156,15 @@ static void attention_run_split(const fa_attention_args *a, const fa_plan *plan,
     attend_rows(a, plan, &rows, begin, smaller(begin + plan->split_k, a->len_k), memory, &into);
 }
 
-/* Whether some row of t may attend some of keys [begin, end): the walk over the keys begins with its queries. */
-static int attends_some(const fa_attention_args *a, const row_block *rows, int64_t begin, int64_t end)
-{
-    if (!a->row_begin.data && !a->row_end.data && !a->ranges) return 1;
-    EACH_ROW(rows, r, id) {
-        int64_t first, last;
-        row_range(a, rows, id, &first, &last);
-        first = larger(first, begin), last = smaller(last, end);
-        if (first >= last) continue;
-        if (!a->ranges) return 1;
-        const int64_t *pairs = a->ranges + 2 * load_int(at(&a->range_first, rows->b, id.head, id.query, 0));
-        const int64_t *stop = a->ranges + 2 * load_int(at(&a->range_last, rows->b, id.head, id.query, 0));
-        pairs = first_pair(pairs, stop, first);
-        if (pairs < stop && pairs[0] < last) return 1;
-    }
-    return 0;
-}
-
-/* The second pass: some row blocks after the other, of all heads where their mean is asked for. */
+/* The second pass: all rows against the task's keys, a few tiles after the other, and all heads if their mean is asked for. */
 static void run_second_pass(const fa_attention_args *a, const fa_plan *plan, int64_t task, void *memory)
 {
-    const int64_t runs = ceil_div(a->len_k, plan->run_k), n_rows = a->heads_q / a->heads_kv * a->len_q;
+    const int64_t runs = ceil_div(a->len_k, plan->run_k), heads = a->mean_weights.data ? a->heads_kv : 1;
     const int64_t begin = task % runs * plan->run_k, end = smaller(begin + plan->run_k, a->len_k);
-    const int64_t heads = a->mean_weights.data ? a->heads_kv : 1, head0 = task / runs * heads;
-    for (int64_t block = 0; block * plan->block_q < n_rows; block += plan->tiles)
+    const int64_t head0 = task / runs * heads;
+    for (int64_t tile = 0; tile * plan->block_q < rows_per_head(a); tile += plan->tiles)
         for (int64_t head = head0; head < head0 + heads; head++) {
-            row_block rows = rows_of(a, plan, head, block, plan->tiles);
+            row_block rows = rows_of(a, plan, head, tile, plan->tiles);
             if (!attends_some(a, &rows, begin, end)) continue;
             if (given_up(a->watch)) return;
             if (plan->kind == FA_DOT) {
@@ -187,7 +172,7 @@ static void run_second_pass(const fa_attention_args *a, const fa_plan *plan, int
                 continue;
             }
             tile_scratch scratch;
-            take_tile_scratch(&(arena){.memory = memory}, a, plan->tiles, &scratch);
+            cut_tile_scratch(&(arena){.memory = memory}, a, plan->tiles, &scratch);
             tile_attend(a, &rows, begin, end, &scratch);
         }
 }
@@ -199,26 +184,25 @@ static void attention_run(const fa_attention_args *a, const fa_plan *plan, int64
         run_second_pass(a, plan, task, memory);
         return;
     }
-    char *next = memory, *state = next + plan->partial_bytes, *rest = next + n_partials(a, plan) * plan->partial_bytes;
+    char *made = memory, *state = made + plan->partial_bytes, *rest = made + n_partials(a, plan) * plan->partial_bytes;
     if (plan->split_k) {
         int64_t first, last;
         attention_splits(a, plan, task, &first, &last);
         for (int64_t split = first; split < last; split++) {
             if (split > first && split * SPLIT_K % PART_K == 0 && given_up(a->watch)) return;
-            attention_run_split(a, plan, task, split, next, rest);
-            attention_merge(a, plan, task, split, state, next);
+            attention_run_split(a, plan, task, split, made, rest);
+            attention_merge(a, plan, task, split, state, made);
         }
         return;
     }
-    const int64_t tasks = plan->n_tasks / (a->batch * a->heads_kv), block = (tasks - 1 - task % tasks) * plan->tiles;
-    const row_block rows = rows_of(a, plan, task / tasks, block, plan->tiles);
+    const int64_t tasks = plan->n_tasks / (a->batch * a->heads_kv), tile = (tasks - 1 - task % tasks) * plan->tiles;
+    const row_block rows = rows_of(a, plan, task / tasks, tile, plan->tiles);
     tile_scratch scratch;
-    take_tile_scratch(&(arena){.memory = rest}, a, plan->tiles, &scratch);
-    partial_at(a, plan->block_q, next, &scratch.part);
-    for (int i = 0; i < plan->tiles; i++) {
-        char *total = state + (a->len_k > PART_K ? i : 0) * plan->partial_bytes;
-        partial_at(a, plan->block_q, total, &scratch.tiles[i].total);
-    }
+    cut_tile_scratch(&(arena){.memory = rest}, a, plan->tiles, &scratch);
+    partial_at(a, plan->block_q, made, &scratch.part);
+    for (int i = 0; i < plan->tiles; i++)
+        partial_at(a, plan->block_q, state + (a->len_k > PART_K ? i : 0) * plan->partial_bytes,
+                   &scratch.tiles[i].total);
     tile_attend(a, &rows, 0, a->len_k, &scratch);
     for (int i = 0; i * plan->block_q < rows.n; i++) {
         tile_end(a, &scratch, scratch.tiles + i);

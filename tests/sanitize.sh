@@ -83,7 +83,7 @@ threads() {
 case ${1-memory} in
 memory)
     memory generic 10000 tests/engine/test_core.py tests/layers tests/masks/test_definitions.py \
-        tests/functional/test_{calls,decode,errors,inputs,linear,merge_states,options,talking_heads}.py \
+        tests/functional/test_{calls,decode,errors,inputs,merge_states,options,recurrent,talking_heads}.py \
         tests/models/test_{files,program,results,text}.py tests/positions/test_rotary.py tests/test_{cache,ops}.py
     ;;
 all) memory "" 100000 tests ;;

@@ -102,14 +102,14 @@ INTEGERS = {
         X, X, X, window=1, dilation=n
     ),
     r"strided_attention\(\): stride ": lambda n: functional.strided_attention(X, X, X, stride=n),
-    r"topk_attention\(\): k_keys ": lambda n: functional.topk_attention(X, X, X, k_keys=n),
-    r"lsh_attention\(\): n_buckets ": lambda n: functional.lsh_attention(X, X, n_buckets=n),
-    r"lsh_attention\(\): n_rounds ": lambda n: functional.lsh_attention(X, X, n_buckets=2, n_rounds=n),
-    r"lsh_attention\(\): chunk ": lambda n: functional.lsh_attention(X, X, n_buckets=2, chunk=n),
+    r"top_k_attention\(\): top_k ": lambda n: functional.top_k_attention(X, X, X, top_k=n),
+    r"lsh_attention\(\): num_buckets ": lambda n: functional.lsh_attention(X, X, num_buckets=n),
+    r"lsh_attention\(\): num_rounds ": lambda n: functional.lsh_attention(X, X, num_buckets=2, num_rounds=n),
+    r"lsh_attention\(\): chunk ": lambda n: functional.lsh_attention(X, X, num_buckets=2, chunk=n),
     r"neighborhood_attention\(\): kernel": lambda n: functional.neighborhood_attention(X, X, X, kernel=(n,)),
     r"embedding\(\): ids ": lambda n: ops.embedding(n, ROWS),
     r"favor\(\): head_dim ": lambda n: feature_maps.favor(n, 4),
-    r"favor\(\): n_features ": lambda n: feature_maps.favor(4, n),
+    r"favor\(\): num_features ": lambda n: feature_maps.favor(4, n),
     r"rope_frequencies\(\): rotary_dim ": positions.rope_frequencies,
     r"rope_frequencies\(\): seq_len ": lambda n: positions.rope_frequencies(8, seq_len=n),
     r"sinusoidal\(\): length ": lambda n: positions.sinusoidal(n, 4),
@@ -142,7 +142,7 @@ INTEGERS = {
     ),
 }
 # What is only compared may be of any size.
-UNBOUNDED = ("window", "stride", "dilation", "k_keys", "chunk", "seq_len")
+UNBOUNDED = ("window", "stride", "dilation", "top_k", "chunk", "seq_len")
 
 
 @pytest.mark.parametrize("start", INTEGERS)

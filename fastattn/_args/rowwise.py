@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.options import NoSoftmaxOptions, require_options
 from fastattn._args.types import RowwiseArgs, lane_dtype
 from fastattn._args.values import float_array, integer, require_broadcast
 
@@ -14,33 +15,34 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, AttentionArgs
 
 
-def rowwise_args(func: str, kind: str, q: Any, k: Any, v: Any, options: dict[str, Any]) -> RowwiseArgs:
-    """Check what every kind has; `options` are those of `attention`."""
+def rowwise_args(func: str, kind: str, q: Any, k: Any, v: Any, options: NoSoftmaxOptions) -> RowwiseArgs:
+    """Check what every kind has."""
+    require_options(func, options, NoSoftmaxOptions)
     return RowwiseArgs(attention_args(func, q, k, v, **options), kind)
 
 
-def top_k_args(func: str, q: Any, k: Any, v: Any, k_keys: Any, options: dict[str, Any]) -> RowwiseArgs:
-    """Check those of `topk_attention`; more keys than there are is all of them."""
+def top_k_args(func: str, q: Any, k: Any, v: Any, top_k: Any, options: NoSoftmaxOptions) -> RowwiseArgs:
+    """Check those of `top_k_attention`; more keys than there are is all of them."""
     args = rowwise_args(func, "top_k", q, k, v, options)
-    args.k_keys = min(integer(func, "k_keys", k_keys, 1), max(1, args.attention.len_k))
+    args.top_k = min(integer(func, "top_k", top_k, 1), max(1, args.attention.len_k))
     return args
 
 
-def additive_args(func: str, q: Any, k: Any, v: Any, w: Any, options: dict[str, Any]) -> RowwiseArgs:
+def additive_args(func: str, q: Any, k: Any, v: Any, weight: Any, options: NoSoftmaxOptions) -> RowwiseArgs:
     """Check those of `additive_attention`."""
     if options.get("scale") is None:
         options["scale"] = 1.0
     args = rowwise_args(func, "additive", q, k, v, options)
     a = args.attention
-    array = float_array(func, "w", w)
-    require_broadcast(func, "w", array.shape, (a.heads_q, a.head_dim), "(heads_q, head_dim)", "")
+    array = float_array(func, "weight", weight)
+    require_broadcast(func, "weight", array.shape, (a.heads_q, a.head_dim), "(heads_q, head_dim)", "")
     lanes = array.astype(lane_dtype(a.q.dtype))
     args.weight = np.ascontiguousarray(np.broadcast_to(lanes, (a.heads_q, a.head_dim)))
     return args
 
 
 def talking_args(
-    func: str, q: Any, k: Any, v: Any, pre: Any, post: Any, options: dict[str, Any]
+    func: str, q: Any, k: Any, v: Any, pre: Any, post: Any, options: NoSoftmaxOptions
 ) -> RowwiseArgs:
     """Check those of `talking_heads_attention`."""
     args = rowwise_args(func, "talking_heads", q, k, v, options)

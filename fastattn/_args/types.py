@@ -117,7 +117,7 @@ class RowwiseArgs:
 
     attention: AttentionArgs
     kind: str  # "sparsemax", "entmax15", "top_k", "additive", "talking_heads"
-    k_keys: int = 0  # of "top_k"
+    top_k: int = 0  # of "top_k"
     weight: Array | None = None  # (heads_q, head_dim), of "additive"
     pre: Array | None = None  # (heads_q, heads_q), of "talking_heads"
     post: Array | None = None

@@ -7,42 +7,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.options import require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, head_values, integer, require_broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
+    from fastattn._args.options import ComputeOptions, PlaceOptions
     from fastattn._args.types import Array, AttentionArgs, Ints, Shape
-
-# Keyword arguments of `attention` that any variant hands on, unless it says otherwise.
-OPTIONS = (
-    "mask", "bias", "causal", "window", "scale", "softcap", "alibi_slopes", "sinks", "kv_lengths", "q_offset",
-    "row_ranges", "out", "return_lse", "num_threads", "backend",
-)  # fmt: skip
-
-Options = dict[str, Any]
 
 
 def variant_args(
-    func: str, q: Any, k: Any, v: Any, options: Options, refused: Collection[str] = ()
+    func: str, q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, return_lse: bool
 ) -> AttentionArgs:
-    """The arguments of the `attention` that `func` runs, of whose options it takes all but the refused."""
-    require_options(func, options, refused)
-    return attention_args(func, q, k, v, **options)
+    """The arguments of the `attention` that `func` runs, which takes the options `taken`."""
+    require_options(func, options, taken)
+    return attention_args(func, q, k, v, return_lse=return_lse, **options)
 
 
-def require_options(func: str, options: Options, refused: Collection[str] = ()) -> None:
-    """Raise unless all of `options` are attention's, and none is refused."""
-    for name in options:
-        if name not in OPTIONS or name in refused:
-            taken = ", ".join(x for x in OPTIONS if x not in refused)
-            raise TypeError(f"{func}(): {name} is not an argument; expected one of attention's {taken}")
-
-
-def how(options: Options) -> Options:
+def how(options: ComputeOptions) -> ComputeOptions:
     """Those options that say how to compute, for operations beside attention."""
-    return {name: options[name] for name in ("num_threads", "backend") if name in options}
+    return {"num_threads": options.get("num_threads"), "backend": options.get("backend")}
 
 
 def per_head(func: str, name: str, x: Any, args: AttentionArgs) -> Array:
@@ -61,7 +45,7 @@ def with_shape(
     return np.asarray(array, lane)
 
 
-def offsets(args: AttentionArgs, options: Options) -> Ints:
+def offsets(args: AttentionArgs, options: PlaceOptions) -> Ints:
     """Position of each sequence's first query; broadcasts to the batch dimensions. `options` are checked."""
     given = options.get("q_offset")
     if given is not None:
@@ -70,7 +54,7 @@ def offsets(args: AttentionArgs, options: Options) -> Ints:
     return np.asarray((args.len_k if lengths is None else np.asarray(lengths, np.int64)) - args.len_q)
 
 
-def one_offset(func: str, args: AttentionArgs, options: Options) -> int:
+def one_offset(func: str, args: AttentionArgs, options: PlaceOptions) -> int:
     """Position of the first query, the same in all sequences."""
     if options.get("q_offset") is not None:
         return integer(func, "q_offset", options["q_offset"], -(2**53), 2**53)

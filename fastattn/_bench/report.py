@@ -99,12 +99,12 @@ def _head(report: Json) -> Iterator[str]:
 
 
 def _table(report: Json) -> Iterator[str]:
-    """For every row how many times faster the subject is, then its time, its rate, its share of the limit."""
+    """A line for each row: ratios, then the time of the subject, its speed, its share of the limit."""
     width = 3 + max(max(len(row["section"]), 2 + len(row["shape"]["name"])) for row in report["rows"])
     shown = columns(report)
     yield ""
     yield f"How many times as fast as each of the others {_name(report)} is, then its own time and speed."
-    yield f"Rows are {report['shapes']}."
+    yield f"The numbers are {report['shapes']}."
     section = ""
     for row in report["rows"]:
         if row["section"] != section:
@@ -181,7 +181,8 @@ def _speeds(report: Json) -> Iterator[str]:
             for name, answer in row["engines"].items()
             if "seconds" in answer
         ]
-        yield f"{shape['name']}, {row['dtype']}, {shape['makes']}/s: {', '.join(speeds)}"
+        made = f"{shape['name']}, {row['dtype']}, {shape['makes']}/s: {', '.join(speeds)}"
+        yield from textwrap.wrap(made, WIDTH)
 
 
 def _errors(report: Json) -> Iterator[str]:
@@ -193,7 +194,7 @@ def _errors(report: Json) -> Iterator[str]:
                 if row["dtype"] == dtype and "error" in answer:
                     errors[name] = max(errors.get(name, 0.0), answer["error"])
         listed = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
-        yield f"The largest errors against float64 in {dtype}: {listed or '-'}"
+        yield from textwrap.wrap(f"The largest errors against float64 in {dtype}: {listed or '-'}", WIDTH)
 
 
 def _reasons(report: Json) -> Iterator[str]:
@@ -207,10 +208,10 @@ def _reasons(report: Json) -> Iterator[str]:
                     where = f"{row['section'].split(',')[0]} {row['shape']['name']}"
                     reasons.setdefault(f"{name} {kind}: {answer[kind]}", []).append(where)
     if report["left_out"]:
-        yield f"Left out, since the time was over: {'; '.join(report['left_out'])}"
+        yield from textwrap.wrap(f"Left out, since the time was over: {'; '.join(report['left_out'])}", WIDTH)
     for reason, places in reasons.items():
         more = f" and {len(places) - 2} more" if len(places) > 2 else ""
-        yield f"{reason} ({'; '.join(places[:2])}{more})"
+        yield from textwrap.wrap(f"{reason} ({'; '.join(places[:2])}{more})", WIDTH)
 
 
 def _fresh(report: Json) -> Iterator[str]:
@@ -272,7 +273,7 @@ def _compared(rows: list[dict[str, float]]) -> Iterator[str]:
     best = [min(ratios) for ratios in libraries if ratios]
     if best:
         slower = sum(ratio < 1 for ratio in best)
-        but = f" (but slower in {slower} of {len(best)} rows)" * (slower > 0)
+        but = f" (slower in {slower} of {len(best)} rows)" * (slower > 0)
         yield f"{median(best):.1f} times as fast as the fastest other library{but}"
 
 

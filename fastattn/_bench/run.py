@@ -67,7 +67,7 @@ def run(
         if engine.installed() and (full or name != "fallback" or not fastattn.available_isas())
     ]
     with TemporaryDirectory() as folder:
-        request = Request(dtype, full, seed, Path(folder))
+        request = Request(dtype, full or only != "", seed, Path(folder))
         sections = chosen(SUITES[suite].plan(request), only)
         with started(suite, engines, threads) as workers:
             measured = measure(workers, sections, effort, Path(folder))

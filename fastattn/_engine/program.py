@@ -1,14 +1,17 @@
-"""A model's operations one after another over the same rows, told once and run in one call.
+"""Programs: a model's operations one after another over the same rows, described once and run in one call.
 
-Between two kernels Python is short, but what it touches has left the caches: checking and passing the
-arguments of one costs 20 to 80 microseconds there, a quarter of the time of a small model. A program holds
-what does not change from call to call, and is only told which arrays the rows lie in.
+The Python code between two kernels is short, but it has left the caches by the time it runs. Checking and
+passing the arguments of one kernel then costs 20 to 80 microseconds, a quarter of a small model's time. A
+program keeps what is the same in every call, so that a call only says where the rows are.
+
+A new kind of step is a class here, a class in ``core/program.pxi`` and a case in ``tests/test_core.py``.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -17,92 +20,123 @@ from fastattn._engine import dispatch, settings
 from fastattn._engine.scratch import keep, scratch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Activation, Array
     from fastattn.cache import Slots
+
+    Buffers = Mapping[str, Array]
+
+# The caller's two buffers: where a program reads its rows, and where it writes its result.
+X, OUT = "x", "out"
 
 
 class Sequences(NamedTuple):
     """What the rows of a call are: `batch` sequences of one length, end to end."""
 
     batch: int
-    # Begin and end of the keys that a query attends, broadcast to (batch, 1, length); a step says which.
+    # First and last key (exclusive) of each query, broadcast to (batch, 1, length); a step picks one.
     ranges: tuple[Range, ...] = ((None, None),)
     rotation: tuple[Array, Array] | None = None  # cos and sin, ([batch,] 1, length, pairs), lane type
-    slots: Slots | None = None  # of a cache, where keys and values go; those in it are attended, too
+    slots: Slots | None = None  # where the cache takes new keys and values; older ones are attended, too
 
 
-class LinearStep(NamedTuple):
-    """`ops.linear` from buffer x into buffer out, neither of which is the other."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One kernel: it reads buffer `x` and writes buffer `out`."""
 
-    x: int
-    out: int
+    op: ClassVar[str]  # its name in ``core/program.pxi``
+
+    x: str
+    out: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The buffers that it reads."""
+        return (self.x,)
+
+    @property
+    def columns(self) -> int:
+        """How many features of `out` it writes."""
+        raise NotImplementedError
+
+    def run(self, buffers: Buffers, call: Sequences) -> None:
+        """Compute it with the kernel's NumPy twin."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearStep(Step):
+    """`ops.linear`; `out` must not be `x`."""
+
+    op = "linear"
+
     weight: PackedLinear
-    bias: Array | None  # of the lane type, contiguous, as the norm's parameters
+    bias: Array | None  # of the lane type and contiguous, like a norm's parameters
     activation: Activation | None = None
-    residual: int | None = None
-    op: Literal["linear"] = "linear"
+    residual: str | None = None  # a buffer; it may be `out`
 
-    def run(self, buffers: list[Array], call: Sequences) -> None:
-        residual = None if self.residual is None else buffers[self.residual]
-        args = LinearArgs(
-            buffers[self.x], self.weight, self.bias, self.activation, residual, buffers[self.out], 1
-        )
-        dispatch.run(args, None)
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.x,) if self.residual is None else (self.x, self.residual)
 
+    @property
+    def columns(self) -> int:
+        return self.weight.out_features
 
-class NormStep(NamedTuple):
-    """`ops.layer_norm` or `ops.rms_norm`."""
-
-    x: int
-    out: int
-    kind: str
-    weight: Array
-    bias: Array | None
-    eps: float
-    op: Literal["norm"] = "norm"
-
-    def run(self, buffers: list[Array], call: Sequences) -> None:
+    def run(self, buffers: Buffers, call: Sequences) -> None:
         x, out = buffers[self.x], buffers[self.out]
-        args = RowsArgs(self.kind, x, out, 1, weight=self.weight, bias=self.bias, eps=self.eps)
-        dispatch.run(args, None)
+        residual = None if self.residual is None else buffers[self.residual]
+        dispatch.run(LinearArgs(x, self.weight, self.bias, self.activation, residual, out, 1))
 
 
-class HeadNormStep(NamedTuple):
-    """`ops.rms_norm` of each of the first heads in the rows of buffer x, in place."""
+@dataclass(frozen=True, slots=True, eq=False)
+class NormStep(Step):
+    """`ops.layer_norm` or `ops.rms_norm`, of whole rows or, in place, of each of the first heads of a row."""
 
-    x: int
-    weight: Array  # (heads, head_dim), of the lane type, contiguous
+    op = "norm"
+
+    kind: str
+    weight: Array  # (features,), or (heads, head_dim)
+    bias: Array | None  # (features,)
     eps: float
-    op: Literal["head_norm"] = "head_norm"
 
-    def run(self, buffers: list[Array], call: Sequences) -> None:
-        heads, head_dim = self.weight.shape
-        for h in range(heads):
-            x = buffers[self.x][:, h * head_dim : (h + 1) * head_dim]
-            args = RowsArgs("rms_norm", x, x, 1, weight=self.weight[h], eps=self.eps)
-            dispatch.run(args, None)
+    @property
+    def columns(self) -> int:
+        return self.weight.size
+
+    def run(self, buffers: Buffers, call: Sequences) -> None:
+        begin = 0
+        for weight in np.atleast_2d(self.weight):
+            part = slice(begin, begin := begin + len(weight))
+            x, out = buffers[self.x][:, part], buffers[self.out][:, part]
+            dispatch.run(RowsArgs(self.kind, x, out, 1, weight=weight, bias=self.bias, eps=self.eps))
 
 
-class AttendStep(NamedTuple):
-    """`attention` of the queries, keys and values that stand side by side in the rows of buffer x.
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendStep(Step):
+    """`attention` of the queries, keys and values that stand side by side in the rows of `x`.
 
-    Where the call has a rotation, `apply_rope` turns queries and keys first: in place, but for keys that go
+    If the call has a rotation, `apply_rope` turns queries and keys first: in place, except for keys that go
     to a cache, which are turned on their way.
     """
 
-    x: int
-    out: int
+    op = "attend"
+
     heads: int
     heads_kv: int
     head_dim: int
     scale: float
-    layer: int = 0  # the cache has `heads_kv` heads for each
-    ranges: int = 0  # which of the call's
-    op: Literal["attend"] = "attend"
+    layer: int = 0  # a cache holds `heads_kv` heads for each layer, in order
+    ranges: int = 0  # index into the call's `ranges`
 
-    def run(self, buffers: list[Array], call: Sequences) -> None:
+    @property
+    def columns(self) -> int:
+        return self.heads * self.head_dim
+
+    def run(self, buffers: Buffers, call: Sequences) -> None:
         def heads(array: Array) -> Array:
             batch = call.batch
             return array.reshape(batch, len(array) // batch, -1, self.head_dim).transpose(0, 2, 1, 3)
@@ -110,51 +144,45 @@ class AttendStep(NamedTuple):
         together, end = heads(buffers[self.x]), self.heads + self.heads_kv
         qk, v = together[:, :end], together[:, end:]
         if call.rotation is not None:
-            dispatch.run(RopeArgs(qk, qk, *call.rotation, False, 1), None)
+            dispatch.run(RopeArgs(qk, qk, *call.rotation, False, 1))
         q, k = qk[:, : self.heads], qk[:, self.heads :]
         if call.slots is not None:
             k, v = call.slots.put(k, v, self.layer * self.heads_kv)
         args = plain_args(q, k, v, heads(buffers[self.out]), 1)
         args.scale = self.scale
         args.row_begin, args.row_end = call.ranges[self.ranges]
-        dispatch.run(args, None)
-
-
-Step = LinearStep | NormStep | HeadNormStep | AttendStep
-
-
-X, OUT = 0, 1  # the buffers of every program; its own follow
+        dispatch.run(args)
 
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """Steps over buffers that are (batch * length, columns) each and known by their numbers.
+    """Steps over named buffers of shape (batch * length, columns); `build` makes one.
 
-    `X` and `OUT` are the caller's. The others lie in memory that lives as long as a call, at `places`,
-    (begin, columns) in features of a row: what is not needed at one time may lie at one place.
+    `X` and `OUT` are the caller's arrays. The other buffers live in scratch memory during a call.
     """
 
-    use: str  # of the memory: see `scratch.py`
+    use: str  # which scratch memory: see `scratch.py`
     steps: tuple[Step, ...]
-    places: tuple[tuple[int, int], ...]
+    places: dict[str, tuple[int, int]]  # begin and width of each scratch buffer, in features of a row
     columns: int  # of OUT
     _compiled: Any = field(default=None, init=False, repr=False)
 
     def run(self, x: Array, call: Sequences) -> Array:
-        """OUT, of x's dtype."""
+        """OUT, a new array of x's dtype."""
         n = len(x)
         out = np.empty((n, self.columns), x.dtype)
         if not out.size:
             return out
-        memory = scratch(self.use, n, max(begin + width for begin, width in self.places), x.dtype)
+        ends = (begin + width for begin, width in self.places.values())
+        memory = scratch(self.use, n, max(ends, default=0), x.dtype)
         if settings.default_backend() == "compiled":
             if self._compiled is None:
                 self._compiled = settings.core.Program(self.steps, self.places)
             self._compiled.run(x, out, memory, call, settings.get_num_threads())
         else:
-            flat = memory.reshape(-1)
-            places = (flat[n * begin : n * (begin + width)].reshape(n, width) for begin, width in self.places)
-            buffers = [x, out, *places]
+            flat, buffers = memory.reshape(-1), {X: x, OUT: out}
+            for name, (begin, width) in self.places.items():
+                buffers[name] = flat[n * begin : n * (begin + width)].reshape(n, width)
             for step in self.steps:
                 step.run(buffers, call)
         keep(self.use, memory)
@@ -162,3 +190,36 @@ class Program:
 
     def __reduce__(self) -> Any:
         return Program, (self.use, self.steps, self.places, self.columns)
+
+
+def build(use: str, steps: Sequence[Step]) -> Program:
+    """A program of `steps`, whose scratch buffers share memory where they are not needed at the same time.
+
+    A buffer is as wide as the widest result that a step writes to it. It is needed from a step that writes it
+    to the last step that reads this result. `X` is scratch memory, too, if a step writes it.
+    """
+    widths: dict[str, int] = {}
+    for step in steps:
+        widths[step.out] = max(step.columns, widths.get(step.out, 0))
+    columns = widths.pop(OUT, 0)
+    widths.pop(X, None)
+
+    needed = {OUT}  # after the step that is looked at, from the last one to the first
+    neighbours: defaultdict[str, set[str]] = defaultdict(set)  # buffers that are needed at the same time
+    for step in reversed(steps):
+        together = needed.union((step.out,), step.reads)
+        for name in together:
+            neighbours[name] |= together
+        needed = needed.difference((step.out,)).union(step.reads)
+    if steps and (unwritten := needed - {X}):
+        raise ValueError(f"fastattn: steps read {', '.join(sorted(unwritten))} before anything is there")
+
+    places: dict[str, tuple[int, int]] = {}
+    for name in sorted(widths, key=lambda name: -widths[name]):  # each at the first gap that is wide enough
+        begin = 0
+        for other, width in sorted(place for n, place in places.items() if n in neighbours[name]):
+            if begin + widths[name] <= other:
+                break
+            begin = max(begin, other + width)
+        places[name] = begin, widths[name]
+    return Program(use, tuple(steps), places, columns)

@@ -74,7 +74,7 @@ def _attend(task: Task, args: RowwiseArgs) -> Array:
         return np.zeros((*task.q.shape[:2], task.v.shape[-1]), task.q.dtype)
     scores = task.scores(keys, allowed)
     if args.kind == "top_k":
-        scores = _largest(scores, args.k_keys)
+        scores = _largest(scores, args.top_k)
     row_max = scores.max(axis=-1, keepdims=True)
     if args.kind in ("sparsemax", "entmax15"):  # a probability of 0 hides a value as a mask does
         probs = _entmax(scores - np.where(row_max == -np.inf, 0, row_max), squared=args.kind == "entmax15")

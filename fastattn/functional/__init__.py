@@ -5,7 +5,7 @@ function here. docs/variants.md is the table of all variants.
 """
 
 from fastattn.functional import feature_maps
-from fastattn.functional._approximate import linformer_attention, lsh_attention, nystrom_attention
+from fastattn.functional._approximate import linformer_attention, nystrom_attention
 from fastattn.functional._flex import flex_attention
 from fastattn.functional._gates import forgetting_attention, gated_attention
 from fastattn.functional._heads import (
@@ -15,9 +15,10 @@ from fastattn.functional._heads import (
     qk_norm_attention,
 )
 from fastattn.functional._latent import latent_attention
+from fastattn.functional._lsh import lsh_attention
 from fastattn.functional._memory import memory_attention
 from fastattn.functional._neighborhood import neighborhood_attention
-from fastattn.functional._normalisers import entmax15_attention, sparsemax_attention, topk_attention
+from fastattn.functional._normalisers import entmax15_attention, sparsemax_attention, top_k_attention
 from fastattn.functional._recurrent import linear_attention
 from fastattn.functional._recurrent_rules import delta_net, gated_delta_net, gated_linear_attention, retention
 from fastattn.functional._relative import disentangled_attention, shaw_attention, transformer_xl_attention
@@ -56,6 +57,6 @@ __all__ = [
     "sparsemax_attention",
     "strided_attention",
     "talking_heads_attention",
-    "topk_attention",
+    "top_k_attention",
     "transformer_xl_attention",
 ]

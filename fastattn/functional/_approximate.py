@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.approximate import linformer_args, lsh_args, nystrom_args
+from fastattn._args.attention import attention_args
 from fastattn._args.types import lane_dtype
+from fastattn._args.values import float_array, integer
 from fastattn.functional._attention import attention, attention_weights
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-    from fastattn._args.types import Array, Ints
-
-    Backend = Literal["compiled", "numpy"]
-
-__all__ = ["linformer_attention", "lsh_attention", "nystrom_attention"]
+    from fastattn._args.options import Backend, InnerOptions
+    from fastattn._args.types import Array
 
 
 def linformer_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    e: ArrayLike,
-    f: ArrayLike | None = None,
+    key_projection: ArrayLike,
+    value_projection: ArrayLike | None = None,
     *,
     scale: float | None = None,
     out: NDArray[Any] | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> NDArray[Any]:
-    """``softmax(scale * q @ (e @ k).T) @ (f @ v)``: keys and values projected to a fixed number [1]_.
+    """``softmax(scale * q @ (E @ k).T) @ (F @ v)``: keys and values projected to a fixed number [1]_.
 
     Parameters
     ----------
     q, k, v, scale, out, num_threads, backend
         As in `attention`.
-    e, f : array_like, (n, len_k) or (..., heads_kv, n, len_k)
-        The learned projections, one for all heads or one for each; f is e if left out. Any of the four
-        dtypes.
+    key_projection, value_projection : array_like, (n, len_k) or (..., heads_kv, n, len_k)
+        The learned projections E and F, one for all heads or one for each; F is E if left out. Any of the
+        four dtypes.
 
     Returns
     -------
@@ -69,9 +67,46 @@ def linformer_attention(
     >>> fastattn.functional.linformer_attention(x, x, x, np.full((16, 100), 0.01)).shape
     (1, 2, 100, 8)
     """
-    args = linformer_args("linformer_attention", q, k, v, e, f, scale, out, num_threads, backend)
-    keys, values = _projected(args.e, args.k), _projected(args.f, args.v)
+    func = "linformer_attention"
+    attention_args(func, q, k, v, scale=scale, out=out, num_threads=num_threads, backend=backend)
+    keys, values = float_array(func, "k", k), float_array(func, "v", v)
+    first = second = _projection(func, "key_projection", key_projection, "k", keys)
+    if value_projection is None:
+        _require_leading(func, "key_projection", first, "v", values)
+    else:
+        second = _projection(func, "value_projection", value_projection, "v", values)
+        if first.shape[-2] != second.shape[-2]:
+            raise ValueError(
+                f"{func}(): value_projection has shape {second.shape}; expected (..., n, len_k) with"
+                f" key_projection's n = {first.shape[-2]}"
+            )
+    keys, values = _projected(first, keys), _projected(second, values)
     return attention(q, keys, values, scale=scale, out=out, num_threads=num_threads, backend=backend)
+
+
+def _projection(func: str, name: str, x: Any, of: str, other: Array) -> Array:
+    """`x` as a matrix (n, length) for each head of `other`, which is called `of`."""
+    matrix, length = float_array(func, name, x), other.shape[-2]
+    if matrix.ndim < 2 or matrix.shape[-1] != length or matrix.shape[-2] < 1:
+        raise ValueError(
+            f"{func}(): {name} has shape {matrix.shape}; expected (..., n, {length}), as many columns as"
+            f" {of} has rows, shape {other.shape}"
+        )
+    _require_leading(func, name, matrix, of, other)
+    return matrix
+
+
+def _require_leading(func: str, name: str, matrix: Array, of: str, other: Array) -> None:
+    """Raise unless there is one matrix, or one for each head of `other`, which is called `of`."""
+    try:
+        fits = np.broadcast_shapes(matrix.shape[:-2], other.shape[:-2]) == other.shape[:-2]
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{func}(): {name} has shape {matrix.shape}; expected (n, len_k), or leading axes that broadcast"
+            f" to {of}'s, shape {other.shape}"
+        )
 
 
 @np.errstate(all="ignore")
@@ -87,25 +122,25 @@ def nystrom_attention(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    n_landmarks: int = 64,
-    n_iterations: int = 6,
+    num_landmarks: int = 64,
+    num_iterations: int = 6,
     scale: float | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> NDArray[Any]:
     """Nyström's method on the matrix of probabilities, as in the Nyströmformer [1]_.
 
-    With landmarks Q', K', the means of `n_landmarks` segments of queries and keys:
+    With landmarks Q', K', the means of `num_landmarks` segments of queries and keys:
     ``softmax(Q K'^T) @ pinv(softmax(Q' K'^T)) @ softmax(Q' K^T) @ V``.
 
     Parameters
     ----------
     q, k, v, num_threads, backend
         As in `attention`; q and k have as many heads.
-    n_landmarks : int, default 64
+    num_landmarks : int, default 64
         Segments differ in length by one at most. Where there are no more queries or keys than landmarks, the
         result is that of `attention`.
-    n_iterations : int, default 6
+    num_iterations : int, default 6
         Of the pseudo-inverse, each of the fourth order; it begins with the transposed matrix, divided by its
         head's largest sum of a column.
     scale : float, optional
@@ -123,7 +158,8 @@ def nystrom_attention(
 
     Notes
     -----
-    O((len_q + len_k) * n_landmarks * (head_dim + head_dim_v) + n_iterations * n_landmarks ** 3) a head. The
+    O((len_q + len_k) * num_landmarks * (head_dim + head_dim_v) + num_iterations * num_landmarks ** 3) a head.
+    The
     depthwise convolution of the values, which the model adds, is not in it.
 
     References
@@ -135,23 +171,30 @@ def nystrom_attention(
     --------
     >>> import fastattn, numpy as np
     >>> x = np.ones((1, 2, 300, 8), np.float32)
-    >>> fastattn.functional.nystrom_attention(x, x, x, n_landmarks=32).shape
+    >>> fastattn.functional.nystrom_attention(x, x, x, num_landmarks=32).shape
     (1, 2, 300, 8)
     """
-    args = nystrom_args("nystrom_attention", q, k, v, n_landmarks, n_iterations, scale, num_threads, backend)
-    options: Any = {"scale": args.scale, "num_threads": args.num_threads, "backend": backend}
-    if args.n_landmarks >= min(args.len_q, args.len_k):
-        exact: Array = attention(q, k, v, **options)
-        return exact
-    q_mean, k_mean = _segment_means(args.q, args.n_landmarks), _segment_means(args.k, args.n_landmarks)
-    inverse = _pseudo_inverse(attention_weights(q_mean, k_mean, scale=args.scale), n_iterations)
-    q, k, v = (x.astype(q_mean.dtype, copy=False) for x in (args.q, args.k, args.v))
+    func = "nystrom_attention"
+    args = attention_args(func, q, k, v, scale=scale, num_threads=num_threads, backend=backend)
+    if args.heads_q != args.heads_kv:
+        raise ValueError(
+            f"{func}(): q has {args.heads_q} heads and k {args.heads_kv}; expected the same number of both"
+        )
+    integer(func, "num_iterations", num_iterations, 0)
+    n = integer(func, "num_landmarks", num_landmarks, 1)
+    options: InnerOptions = {"scale": args.scale, "num_threads": args.num_threads, "backend": backend}
+    if n >= min(args.len_q, args.len_k):
+        return attention(q, k, v, **options)
+    q, k, v = (float_array(func, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    q_mean, k_mean, dtype = _segment_means(q, n), _segment_means(k, n), q.dtype
+    inverse = _pseudo_inverse(attention_weights(q_mean, k_mean, scale=args.scale), num_iterations)
+    q, k, v = (x.astype(q_mean.dtype, copy=False) for x in (q, k, v))
     values = attention(q_mean, k, v, **options)
     with np.errstate(all="ignore"):
         values = inverse @ values
     result: Array = attention(q, k_mean, values, **options)
     with np.errstate(all="ignore"):
-        return result.astype(args.q.dtype, copy=False)
+        return result.astype(dtype, copy=False)
 
 
 @np.errstate(all="ignore")
@@ -164,166 +207,12 @@ def _segment_means(x: Array, n: int) -> Array:
 
 
 @np.errstate(all="ignore")
-def _pseudo_inverse(a: Array, n_iterations: int) -> Array:
+def _pseudo_inverse(a: Array, num_iterations: int) -> Array:
     """Razavi et al. 2014: x = x (13 I - a x (15 I - a x (7 I - a x))) / 4, of matrices (..., n, n)."""
     one = np.eye(a.shape[-1], dtype=a.dtype)
     x = a.swapaxes(-1, -2) / a.sum(axis=-2).max(axis=-1)[..., None, None]
-    for _ in range(n_iterations):
+    for _ in range(num_iterations):
         ax = a @ x
         x = x @ (13 * one - ax @ (15 * one - ax @ (7 * one - ax))) / 4
     result: Array = x
     return result
-
-
-def lsh_attention(
-    qk: ArrayLike,
-    v: ArrayLike,
-    *,
-    n_buckets: int,
-    chunk: int = 64,
-    n_rounds: int = 1,
-    seed: int = 0,
-    rotations: ArrayLike | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
-) -> NDArray[Any]:
-    """The Reformer's attention [1]_: each query attends keys that are hashed near to it.
-
-    Keys are the queries, normalised. In each round tokens are hashed, ``argmax([x R, -x R])`` with a random
-    R, sorted by hash and position and cut into chunks; a token attends its chunk and the one before, which
-    for a round's first chunk is the last one of the round before. It attends itself only where there is
-    nothing else. Rounds are joined by their log-sum-exps.
-
-    Parameters
-    ----------
-    qk : array_like, (..., heads, len, head_dim)
-        Queries, and keys before their normalisation.
-    v : array_like, (..., heads, len, head_dim_v)
-        qk's dtype.
-    n_buckets : int
-        Even, at least 2.
-    chunk : int, default 64
-        Tokens of a chunk; at most all there are.
-    n_rounds : int, default 1
-        Independent hashes.
-    seed : int, default 0
-        Of the rotations R, which are standard normal.
-    rotations : array_like, (heads, n_rounds, head_dim, n_buckets // 2), optional
-        R itself; `seed` is not looked at.
-    causal : bool, default False
-        A token attends none that comes after it.
-    scale : float, optional
-        Default ``1 / sqrt(head_dim)``, of queries with keys whose root mean square is 1.
-    num_threads, backend
-        As in `attention`.
-
-    Returns
-    -------
-    out : ndarray, (..., heads, len, head_dim_v)
-        In qk's dtype.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
-
-    Notes
-    -----
-    O(n_rounds * len * (chunk * (head_dim + head_dim_v) + n_buckets * head_dim)) a head, and a bias of
-    2 * chunk numbers for every token and round. As in the authors' code and transformers', a pair that meets
-    in several rounds counts in each.
-
-    References
-    ----------
-    .. [1] N. Kitaev, Ł. Kaiser and A. Levskaya, "Reformer: The Efficient Transformer", 2020,
-       arXiv:2001.04451.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> x = np.random.default_rng(0).standard_normal((2, 300, 16), np.float32)
-    >>> fastattn.functional.lsh_attention(x, x, n_buckets=8, chunk=32, causal=True).shape
-    (2, 300, 16)
-    """
-    args = lsh_args(
-        "lsh_attention",
-        qk,
-        v,
-        n_buckets,
-        chunk,
-        n_rounds,
-        seed,
-        rotations,
-        causal,
-        scale,
-        num_threads,
-        backend,
-    )
-    q, values = args.q, args.v
-    length, chunk = q.shape[-2], args.chunk
-    if not q.size or not values.size:
-        return np.zeros((*q.shape[:-1], values.shape[-1]), args.dtype)
-    k = _normalised(q)
-    order = np.stack([_hash_order(q, args.rotations[:, r], chunk) for r in range(args.n_rounds)], axis=-2)
-    out, lse = _attend_chunks(q, k, values, order, chunk, args)
-    back = np.argsort(order, axis=-1)[..., :length]
-    out = np.take_along_axis(out, back[..., None], axis=-2)
-    lse = np.take_along_axis(lse, back, axis=-1)
-    return _joined(out, lse).astype(args.dtype, copy=False)
-
-
-@np.errstate(all="ignore")
-def _normalised(x: Array) -> Array:
-    """x (..., d) of a root mean square of 1."""
-    result: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(1e-6))
-    return result
-
-
-@np.errstate(all="ignore")
-def _joined(out: Array, lse: Array) -> Array:
-    """Results (..., rounds, length, d) of all rounds."""
-    # Normalised here: the lse of a token that has only itself is large, and so is its rounding.
-    weights = np.exp(lse - lse.max(axis=-2, keepdims=True))[..., None]
-    joined: Array = (weights * out).sum(axis=-3) / weights.sum(axis=-3)
-    return joined
-
-
-@np.errstate(all="ignore")
-def _hash_order(x: Array, rotations: Array, chunk: int) -> Ints:
-    """Tokens of x (..., heads, length, d) by hash and position, and behind them what fills the last chunk."""
-    length = x.shape[-2]
-    rotated = x @ rotations
-    buckets = np.argmax(np.concatenate([rotated, -rotated], axis=-1), axis=-1)
-    order = np.argsort(buckets, axis=-1, kind="stable")
-    n_more = -length % chunk
-    more = np.broadcast_to(np.arange(length, length + n_more), (*order.shape[:-1], n_more))
-    return np.concatenate([order, more], axis=-1)
-
-
-_ITSELF = -1e5  # a token's bias towards itself: of weight where it has nothing else
-
-
-def _attend_chunks(q: Array, k: Array, v: Array, order: Ints, chunk: int, args: Any) -> tuple[Array, Array]:
-    """Results (..., heads, rounds, padded length, d) and their lses, in the order of the hashes."""
-    length = q.shape[-2]
-
-    def cut(x: Array) -> Array:
-        """x (..., heads, rounds, padded length, d) as (..., heads, chunks of all rounds, chunk, d)."""
-        return x.reshape(*x.shape[:-3], -1, chunk, x.shape[-1])
-
-    def with_previous(x: Array) -> Array:
-        return np.concatenate([np.roll(x, 1, axis=-3), x], axis=-2) if x.shape[-3] > 1 else x
-
-    place = cut(order[..., None])
-    i, j = place, with_previous(place).swapaxes(-1, -2)
-    hidden = (j > i) | (j >= length) if args.causal else j >= length
-    bias = np.where(hidden & (i != j), -np.inf, np.where(i == j, _ITSELF, 0)).astype(q.dtype)
-    real = np.minimum(order, length - 1)[..., None]
-    q, k, v = (cut(np.take_along_axis(x[..., None, :, :], real, axis=-2)) for x in (q, k, v))
-    out, lse = attention(
-        q, with_previous(k), with_previous(v), bias=bias, scale=args.scale, return_lse=True,
-        num_threads=args.num_threads, backend=args.backend,
-    )  # fmt: skip
-    return out.reshape(*order.shape, -1), lse.reshape(order.shape)

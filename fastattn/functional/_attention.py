@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastattn._args.attention import attention_args, partial_states
+from fastattn._args.options import AttentionOptions, Backend, WeightsOptions, require_options
 from fastattn._engine import dispatch, settings
 from fastattn._engine.tiles import count_tiles
 from fastattn._reference import attention as reference
@@ -17,25 +18,6 @@ if TYPE_CHECKING:
 
     from fastattn._args.statistics import Statistics
     from fastattn.masks import Mask
-
-
-class AttentionOptions(TypedDict, total=False):
-    """Keyword arguments of `attention`, but for `return_lse` and `stats`."""
-
-    mask: ArrayLike | Mask | None
-    bias: ArrayLike | None
-    causal: bool
-    window: tuple[int | None, int | None] | None
-    scale: float | None
-    softcap: float | None
-    alibi_slopes: ArrayLike | None
-    sinks: ArrayLike | None
-    kv_lengths: ArrayLike | None
-    q_offset: ArrayLike | None
-    row_ranges: tuple[ArrayLike, ArrayLike] | None
-    out: NDArray[Any] | None
-    num_threads: int | None
-    backend: Literal["compiled", "numpy"] | None
 
 
 @overload
@@ -108,7 +90,7 @@ def attention(
     return_lse: bool = False,
     stats: Sequence[str] | None = None,
     num_threads: int | None = None,
-    backend: Literal["compiled", "numpy"] | None = None,
+    backend: Backend | None = None,
 ) -> Any:
     """Exact scaled dot-product attention, ``softmax(scale * q @ k.T) @ v``, fused.
 
@@ -241,18 +223,7 @@ def attention(
 def attention_weights(
     q: ArrayLike,
     k: ArrayLike,
-    *,
-    mask: ArrayLike | Mask | None = None,
-    bias: ArrayLike | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    kv_lengths: ArrayLike | None = None,
-    q_offset: ArrayLike | None = None,
-    row_ranges: tuple[ArrayLike, ArrayLike] | None = None,
+    **options: Unpack[WeightsOptions],
 ) -> NDArray[Any]:
     """Compute the probabilities that `attention` averages the values with, for looking at them.
 
@@ -270,10 +241,8 @@ def attention_weights(
     TypeError, ValueError
         As `attention`.
     """
-    args = attention_args(
-        "attention_weights", q, k, k, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks,
-        kv_lengths, q_offset, row_ranges,
-    )  # fmt: skip
+    require_options("attention_weights", options, WeightsOptions)
+    args = attention_args("attention_weights", q, k, k, **options)
     probs = reference.weights(args)
     return probs[0] if args.result.ndim == 2 else probs
 
@@ -353,10 +322,7 @@ def explain(
     -----
     Tiles are counted from row ranges, the mask and the -inf of the bias, in one pass over these two.
     """
-    for name in options:
-        if name not in AttentionOptions.__annotations__:
-            taken = ", ".join(AttentionOptions.__annotations__)
-            raise TypeError(f"explain(): {name} is not an argument; expected one of attention's {taken}")
+    require_options("explain", options, AttentionOptions)
     args = attention_args("explain", q, k, v, return_lse=return_lse, stats=stats, **options)
     backend = options.get("backend")
     plan = dispatch.plan(args, backend)

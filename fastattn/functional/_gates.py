@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.attention import attention_args
+from fastattn._args.options import AttentionOptions, ForgettingOptions, require_options
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import float_array, real_array, require_broadcast
-from fastattn._args.variants import how, offsets, require_options, variant_args, with_shape
+from fastattn._args.variants import how, offsets, variant_args, with_shape
 from fastattn._engine import dispatch
 from fastattn.functional._pieces import add_bias, rows_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
+
+    from fastattn._args.types import Array
 
 # Query rows that share a point of reference for the sums of `forgetting_attention`.
 _ROWS = 512
 
 
-def gated_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, gate: ArrayLike, **options: Any) -> Any:
+@overload
+def gated_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    gate: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Array: ...
+@overload
+def gated_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    gate: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...
+def gated_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    gate: ArrayLike,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Any:
     """Gated attention: ``attention(q, k, v) * sigmoid(gate)`` [1]_.
 
     Parameters
@@ -30,8 +62,10 @@ def gated_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, gate: ArrayLike, *
         As in `attention`.
     gate : array_like, (..., heads_q, len_q, head_dim_v) or (..., heads_q, len_q, 1)
         Logits, of the layer's input; the second form is one gate a head. q's dtype.
+    return_lse : bool, default False
+        As in `attention`.
     **options
-        Keyword arguments of `attention`, and its results.
+        Keyword arguments of `attention`, but stats.
 
     Raises
     ------
@@ -47,7 +81,7 @@ def gated_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, gate: ArrayLike, *
     .. [1] Z. Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
     """
     func = "gated_attention"
-    args = variant_args(func, q, k, v, options)
+    args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
     logits = float_array(func, "gate", gate)
     if logits.dtype.newbyteorder("=") != args.q.dtype:
         raise TypeError(f"{func}(): gate has dtype {logits.dtype}; expected q's, {args.q.dtype}")
@@ -60,8 +94,34 @@ def gated_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, gate: ArrayLike, *
     return args.result
 
 
+@overload
 def forgetting_attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, log_forget: ArrayLike, **options: Any
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    log_forget: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ForgettingOptions],
+) -> Array: ...
+@overload
+def forgetting_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    log_forget: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ForgettingOptions],
+) -> tuple[Array, Array]: ...
+def forgetting_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    log_forget: ArrayLike,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[ForgettingOptions],
 ) -> Any:
     """Attention of the Forgetting Transformer: ``softmax(scale * q_i k_j + sum of log f_t, j < t <= i) @ v``.
 
@@ -72,8 +132,10 @@ def forgetting_attention(
     log_forget : array_like, (..., heads_q, len_k)
         Logarithms of the forget gates, ``log_sigmoid(x W)``: finite, 0 or less. Of all keys, those of a cache
         included.
+    return_lse : bool, default False
+        As in `attention`.
     **options
-        Keyword arguments of `attention` but causal and sinks, and its results.
+        Keyword arguments of `attention`, but causal, sinks and stats.
 
     Raises
     ------
@@ -93,8 +155,8 @@ def forgetting_attention(
        arXiv:2503.02130.
     """
     func = "forgetting_attention"
-    require_options(func, options, ("causal", "sinks"))
-    args = attention_args(func, q, k, v, causal=True, **options)
+    require_options(func, options, ForgettingOptions)
+    args = attention_args(func, q, k, v, causal=True, return_lse=return_lse, **options)
     shape = (*args.batch_shape, args.heads_q, args.len_k)
     given = real_array(func, "log_forget", log_forget).astype(FLOAT64)
     given = with_shape(func, "log_forget", given, shape, "(..., heads_q, len_k)", 1, FLOAT64)

@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.attention import attention_args
 from fastattn._args.ops import epsilon, vector
+from fastattn._args.options import AttentionOptions, CosineOptions, InnerOptions, require_options
 from fastattn._args.types import FLOAT64, lane_dtype
 from fastattn._args.values import choice, float_array, number, operand
-from fastattn._args.variants import how, per_head, require_options, variant_args
+from fastattn._args.variants import how, per_head, variant_args
 from fastattn._engine import dispatch
+from fastattn.functional._pieces import run
 
 # What may normalise queries and keys: functions of `ops`.
-NORMS = ("rms_norm", "layer_norm")
+Norm = Literal["rms_norm", "layer_norm"]
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
     from fastattn._args.types import Array
 
 
+@overload
+def cosine_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    scale: ArrayLike = 1.0,
+    eps: float = 1e-12,
+    return_lse: Literal[False] = False,
+    **options: Unpack[CosineOptions],
+) -> Array: ...
+@overload
+def cosine_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    scale: ArrayLike = 1.0,
+    eps: float = 1e-12,
+    return_lse: Literal[True],
+    **options: Unpack[CosineOptions],
+) -> tuple[Array, Array]: ...
 @np.errstate(all="ignore")  # as in the kernels
 def cosine_attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, scale: ArrayLike = 1.0, eps: float = 1e-12, **options: Any
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    scale: ArrayLike = 1.0,
+    eps: float = 1e-12,
+    return_lse: bool = False,
+    **options: Unpack[CosineOptions],
 ) -> Any:
     """Cosine attention, ``softmax(scale * cos(q_i, k_j) + bias) @ v``, as in Swin v2 [1]_ and QKNorm [2]_.
 
@@ -37,8 +69,10 @@ def cosine_attention(
         Swin v2's ``exp(min(logit_scale, log(100)))``, one a head; QKNorm's g.
     eps : float, default 1e-12
         Lengths are ``sqrt(sum(x**2) + eps**2)``.
+    return_lse : bool, default False
+        As in `attention`.
     **options
-        All other keyword arguments of `attention`, and its results.
+        All other keyword arguments of `attention`, but stats.
 
     Raises
     ------
@@ -55,7 +89,7 @@ def cosine_attention(
     .. [2] A. Henry et al., "Query-Key Normalization for Transformers", 2020, arXiv:2010.04245.
     """
     func = "cosine_attention"
-    args = variant_args(func, q, k, v, options, ("scale",))
+    args = variant_args(func, q, k, v, options, CosineOptions, return_lse)
     factor = per_head(func, "scale", scale, args)
     small = number(func, "eps", eps, FLOAT64, positive=True) ** 2 / args.head_dim
     if small > float(np.finfo(lane_dtype(args.q.dtype)).max):
@@ -68,10 +102,10 @@ def cosine_attention(
         args.scale = float(factor.ravel()[0])
     else:
         args.q = np.ascontiguousarray(args.q * factor[..., None, None], args.q.dtype)
-    dispatch.run(args, options.get("backend"))
-    return args.result
+    return run(args, options)
 
 
+@overload
 def qk_norm_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -79,9 +113,35 @@ def qk_norm_attention(
     q_weight: ArrayLike | None = None,
     k_weight: ArrayLike | None = None,
     *,
-    norm: str = "rms_norm",
+    norm: Norm = "rms_norm",
     eps: float = 1e-6,
-    **options: Any,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Array: ...
+@overload
+def qk_norm_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    q_weight: ArrayLike | None = None,
+    k_weight: ArrayLike | None = None,
+    *,
+    norm: Norm = "rms_norm",
+    eps: float = 1e-6,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...
+def qk_norm_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    q_weight: ArrayLike | None = None,
+    k_weight: ArrayLike | None = None,
+    *,
+    norm: Norm = "rms_norm",
+    eps: float = 1e-6,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Attention of normalised queries and keys, each head's on its own: ``attention(norm(q), norm(k), v)``.
 
@@ -94,9 +154,11 @@ def qk_norm_attention(
     norm : {"rms_norm", "layer_norm"}
         RMSNorm as in Qwen3 and OLMo 2, LayerNorm as in ViT-22B [1]_.
     eps : float, default 1e-6
+    return_lse : bool, default False
+        As in `attention`.
     **options
-        Keyword arguments of `attention`, and its results. Rotary positions come between norm and attention:
-        there `ops.rms_norm` and `positions.apply_rope` do the same.
+        Keyword arguments of `attention`, but stats. Rotary positions come between norm and attention: there
+        `ops.rms_norm` and `positions.apply_rope` do the same.
 
     Raises
     ------
@@ -112,8 +174,8 @@ def qk_norm_attention(
     .. [1] M. Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023, arXiv:2302.05442.
     """
     func = "qk_norm_attention"
-    args = variant_args(func, q, k, v, options)
-    choice(func, "norm", norm, NORMS)
+    args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
+    choice(func, "norm", norm, get_args(Norm))
     lane = lane_dtype(args.q.dtype)
     weights = [
         vector(func, name, x, (args.head_dim,), lane)
@@ -125,12 +187,39 @@ def qk_norm_attention(
         normalise(x, weight, eps=small, **how(options))
         for x, weight in zip((args.q, args.k), weights, strict=True)
     )
-    dispatch.run(args, options.get("backend"))
-    return args.result
+    return run(args, options)
 
 
+@overload
+def general_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    weight: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Array: ...
+@overload
+def general_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    weight: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...
 @np.errstate(all="ignore")  # as in the kernels
-def general_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLike, **options: Any) -> Any:
+def general_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    weight: ArrayLike,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Any:
     """Luong's general attention, ``softmax(q_i^T W k_j) @ v``; his dot product is ``attention(scale=1.0)``.
 
     Parameters
@@ -140,8 +229,10 @@ def general_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLik
         As in `attention`.
     weight : array_like, (query_dim, head_dim) or (heads_q, query_dim, head_dim)
         W.
+    return_lse : bool, default False
+        As in `attention`.
     **options
-        Keyword arguments of `attention`, whose scale is 1 here by default, and its results.
+        Keyword arguments of `attention`, but stats; scale is 1 by default.
 
     Raises
     ------
@@ -159,7 +250,7 @@ def general_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLik
        Translation", 2015, arXiv:1508.04025.
     """
     func = "general_attention"
-    require_options(func, options)
+    require_options(func, options, AttentionOptions)
     queries = operand(func, "q", q, [])
     matrix = float_array(func, "weight", weight)
     keys = operand(func, "k", k, [])
@@ -176,9 +267,7 @@ def general_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, weight: ArrayLik
     projected = (queries.astype(lane, copy=False) @ matrix.astype(lane)).astype(queries.dtype, copy=False)
     if options.get("scale") is None:
         options["scale"] = 1.0
-    args = attention_args(func, projected, keys, v, **options)
-    dispatch.run(args, options.get("backend"))
-    return args.result
+    return run(attention_args(func, projected, keys, v, return_lse=return_lse, **options), options)
 
 
 @np.errstate(all="ignore")  # as in the kernels
@@ -191,7 +280,7 @@ def differential_attention(
     lambda_init: float | None = None,
     norm_weight: ArrayLike | None = None,
     eps: float = 1e-5,
-    **options: Any,
+    **options: Unpack[InnerOptions],
 ) -> Array:
     """Differential attention, ``(softmax(q1 @ k1.T) - lambda * softmax(q2 @ k2.T)) @ v`` [1]_.
 
@@ -213,7 +302,7 @@ def differential_attention(
     eps : float, default 1e-5
         Likewise.
     **options
-        Keyword arguments of `attention`, but out and return_lse, for both softmaxes.
+        Keyword arguments of `attention`, but out, return_lse and stats, for both softmaxes.
 
     Returns
     -------
@@ -235,7 +324,7 @@ def differential_attention(
     .. [1] T. Ye et al., "Differential Transformer", 2024, arXiv:2410.05258.
     """
     func = "differential_attention"
-    require_options(func, options, ("out", "return_lse"))
+    require_options(func, options, InnerOptions)
     queries, keys = operand(func, "q", q, []), operand(func, "k", k, [])
     values = float_array(func, "v", v, least_dims=2)
     for name, x in (("q", queries), ("k", keys)):

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.options import InnerOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, float_array, operand
-from fastattn._args.variants import require_options
 from fastattn._engine import dispatch
+from fastattn.functional._pieces import run
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
     from fastattn._args.types import Array
 
 
+@overload
+def latent_attention(
+    q: ArrayLike,
+    cache: ArrayLike,
+    key_weight: ArrayLike,
+    value_weight: ArrayLike,
+    *,
+    absorbed: bool | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[InnerOptions],
+) -> Array: ...
+@overload
+def latent_attention(
+    q: ArrayLike,
+    cache: ArrayLike,
+    key_weight: ArrayLike,
+    value_weight: ArrayLike,
+    *,
+    absorbed: bool | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[InnerOptions],
+) -> tuple[Array, Array]: ...
 @np.errstate(all="ignore")  # as in the kernels
 def latent_attention(
     q: ArrayLike,
@@ -26,7 +50,8 @@ def latent_attention(
     value_weight: ArrayLike,
     *,
     absorbed: bool | None = None,
-    **options: Any,
+    return_lse: bool = False,
+    **options: Unpack[InnerOptions],
 ) -> Any:
     """Multi-head latent attention of DeepSeek-V2 and V3, over the compressed cache [1]_.
 
@@ -47,8 +72,10 @@ def latent_attention(
         True: W goes into the queries and U into the result, and all heads attend to the cache itself, of
         which nothing is copied. False: keys and values of all heads are made first. The same numbers up to
         rounding; by default what takes fewer operations for these dimensions and that many queries.
+    return_lse : bool, default False
+        As in `attention`.
     **options
-        Keyword arguments of `attention` but out, and its results. Scale is by default
+        Keyword arguments of `attention`, but out and stats. Scale is by default
         ``1 / sqrt(nope_dim + rope_dim)``.
 
     Returns
@@ -65,9 +92,9 @@ def latent_attention(
 
     Notes
     -----
-    Absorbed, a pair of query and key costs ``2 * rank + rope_dim`` multiply-adds a head, and not ``nope_dim +
-    rope_dim + value_dim``, which is less; but a key costs nothing, and not ``rank * (nope_dim + value_dim)``
-    a head. A step of decoding reads the cache once for all heads.
+    Absorbed, a pair of a query and a key costs ``2 * rank + rope_dim`` multiply-adds a head. Otherwise it
+    costs ``nope_dim + rope_dim + value_dim``, which is less, but every key costs ``rank * (nope_dim +
+    value_dim)`` a head first. Absorbed, a step of decoding reads the cache once for all heads.
 
     References
     ----------
@@ -75,7 +102,7 @@ def latent_attention(
        2024, arXiv:2405.04434, section 2.1.
     """
     func = "latent_attention"
-    require_options(func, options, ("out",))
+    require_options(func, options, InnerOptions)
     queries = operand(func, "q", q, [])
     tokens = operand(func, "cache", cache, [])
     if not (tokens.dtype == queries.dtype or (queries.dtype == np.float32 and tokens.dtype.itemsize == 2)):
@@ -122,7 +149,7 @@ def latent_attention(
         longer = np.empty((*queries.shape[:-1], rank + rope_dim), dtype)
         longer[..., :rank] = queries[..., :nope_dim].astype(lane, copy=False) @ of_keys
         longer[..., rank:] = queries[..., nope_dim:]
-        args = attention_args(func, longer, shared, shared[..., :rank], **options)
+        args = attention_args(func, longer, shared, shared[..., :rank], return_lse=return_lse, **options)
         dispatch.run(args, options.get("backend"))
         out = (args.out.astype(lane, copy=False) @ of_values.swapaxes(-1, -2)).astype(dtype, copy=False)
         return out if args.lse is None else (out, args.lse)
@@ -131,6 +158,4 @@ def latent_attention(
     k[..., nope_dim:] = shared[..., rank:]
     k[..., :nope_dim] = latent @ of_keys.swapaxes(-1, -2)
     v = (latent @ of_values.swapaxes(-1, -2)).astype(tokens.dtype, copy=False)
-    args = attention_args(func, queries, k, v, **options)
-    dispatch.run(args, options.get("backend"))
-    return args.result
+    return run(attention_args(func, queries, k, v, return_lse=return_lse, **options), options)

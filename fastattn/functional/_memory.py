@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.options import AttentionOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import operand, require_broadcast
 from fastattn._args.variants import per_head, variant_args
@@ -15,8 +16,12 @@ from fastattn.functional._pieces import apart, join
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
+
+    from fastattn._args.types import Array
 
 
+@overload
 def memory_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -25,7 +30,31 @@ def memory_attention(
     memory_v: ArrayLike,
     *,
     gate: ArrayLike | None = None,
-    **options: Any,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Array: ...
+@overload
+def memory_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    memory_k: ArrayLike,
+    memory_v: ArrayLike,
+    *,
+    gate: ArrayLike | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...
+def memory_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    memory_k: ArrayLike,
+    memory_v: ArrayLike,
+    *,
+    gate: ArrayLike | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Attention to the keys of the sequence and to those of a memory, which every query attends.
 
@@ -41,9 +70,11 @@ def memory_attention(
     gate : float or array_like, (..., heads_q), optional
         Memorizing Transformers: a softmax over either, mixed as ``g * memory + (1 - g) * local`` with
         ``g = sigmoid(gate)``. Without, one softmax over all keys.
+    return_lse : bool, default False
+        As in `attention`; not with `gate`.
     **options
-        Keyword arguments of `attention` for the sequence's own keys, and its results; scale and softcap hold
-        for both. With `gate`, not return_lse.
+        Keyword arguments of `attention`, but stats, for the sequence's own keys; scale and softcap hold for
+        both.
 
     Raises
     ------
@@ -61,10 +92,11 @@ def memory_attention(
     .. [2] Y. Wu et al., "Memorizing Transformers", 2022, arXiv:2203.08913.
     """
     func = "memory_attention"
-    refused = () if gate is None else ("return_lse",)
-    args = variant_args(func, q, k, v, options, refused)
+    args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
+    if gate is not None and return_lse:
+        raise ValueError(f"{func}(): return_lse is True; expected False with gate: there are two softmaxes")
     shared = ("scale", "softcap", "num_threads", "backend")
-    there = {name: options[name] for name in shared if name in options}
+    there: Any = {name: x for name, x in options.items() if name in shared}
     keys, values = operand(func, "memory_k", memory_k, []), operand(func, "memory_v", memory_v, [])
     if keys.dtype != values.dtype or not (
         keys.dtype == args.q.dtype or (args.q.dtype == np.float32 and keys.dtype.itemsize == 2)

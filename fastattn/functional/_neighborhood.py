@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
+    from fastattn._args.options import Backend
     from fastattn._args.types import Array, Shape
 
 # Rows of the grid whose queries make up a tile: with 4, the 32 queries of a tile lie in 4 rows and 8 columns,
@@ -41,7 +42,7 @@ def neighborhood_attention(
     sinks: ArrayLike | None = None,
     return_lse: bool = False,
     num_threads: int | None = None,
-    backend: Literal["compiled", "numpy"] | None = None,
+    backend: Backend | None = None,
 ) -> Any:
     """Attention of every place of a grid to those around it, as NATTEN defines it.
 

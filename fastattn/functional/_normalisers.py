@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from fastattn._args.rowwise import rowwise_args, top_k_args
-from fastattn._engine import dispatch
+from fastattn.functional._pieces import run_rowwise
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
-    from fastattn.masks import Mask
-
-    Backend = Literal["compiled", "numpy"]
+    from fastattn._args.options import NoSoftmaxOptions
+    from fastattn._args.types import Array
 
 
 def sparsemax_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    *,
-    mask: ArrayLike | Mask | None = None,
-    bias: ArrayLike | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    kv_lengths: ArrayLike | None = None,
-    q_offset: ArrayLike | None = None,
-    out: NDArray[Any] | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
-) -> NDArray[Any]:
+    **options: Unpack[NoSoftmaxOptions],
+) -> Array:
     """``sparsemax(scale * q @ k.T) @ v``: each row of scores projected onto the probabilities.
 
     ``sparsemax(s) = max(s - tau, 0)``, with the tau that makes them sum to 1 [1]_: exact, and exactly 0 for
@@ -40,10 +28,10 @@ def sparsemax_attention(
 
     Parameters
     ----------
-    q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, kv_lengths, q_offset
+    q, k, v : array_like
         As in `attention`. Grouped heads, too.
-    out, num_threads, backend
-        As in `attention`.
+    **options
+        Keyword arguments of `attention`, but sinks, return_lse and stats.
 
     Returns
     -------
@@ -74,45 +62,25 @@ def sparsemax_attention(
     >>> fastattn.functional.sparsemax_attention(q, k, np.eye(3), scale=1.0)
     array([[0.25, 0.75, 0.  ]])
     """
-    options = {
-        "mask": mask, "bias": bias, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
-        "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths, "q_offset": q_offset, "out": out,
-        "num_threads": num_threads, "backend": backend,
-    }  # fmt: skip
-    args = rowwise_args("sparsemax_attention", "sparsemax", q, k, v, options)
-    dispatch.run(args, backend)
-    result: NDArray[Any] = args.attention.result
-    return result
+    return run_rowwise(rowwise_args("sparsemax_attention", "sparsemax", q, k, v, options), options)
 
 
 def entmax15_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    *,
-    mask: ArrayLike | Mask | None = None,
-    bias: ArrayLike | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    kv_lengths: ArrayLike | None = None,
-    q_offset: ArrayLike | None = None,
-    out: NDArray[Any] | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
-) -> NDArray[Any]:
+    **options: Unpack[NoSoftmaxOptions],
+) -> Array:
     """``entmax15(scale * q @ k.T) @ v``: between softmax (alpha = 1) and sparsemax (alpha = 2).
 
     ``entmax15(s) = max(s / 2 - tau, 0) ** 2``, with the tau that makes them sum to 1 [1]_.
 
     Parameters
     ----------
-    q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, kv_lengths, q_offset
+    q, k, v : array_like
         As in `attention`. Grouped heads, too.
-    out, num_threads, backend
-        As in `attention`.
+    **options
+        Keyword arguments of `attention`, but sinks, return_lse and stats.
 
     Returns
     -------
@@ -140,47 +108,28 @@ def entmax15_attention(
     >>> fastattn.functional.entmax15_attention(x, x, x, causal=True).shape
     (1, 2, 5, 8)
     """
-    options = {
-        "mask": mask, "bias": bias, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
-        "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths, "q_offset": q_offset, "out": out,
-        "num_threads": num_threads, "backend": backend,
-    }  # fmt: skip
-    args = rowwise_args("entmax15_attention", "entmax15", q, k, v, options)
-    dispatch.run(args, backend)
-    result: NDArray[Any] = args.attention.result
-    return result
+    return run_rowwise(rowwise_args("entmax15_attention", "entmax15", q, k, v, options), options)
 
 
-def topk_attention(
+def top_k_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     *,
-    k_keys: int,
-    mask: ArrayLike | Mask | None = None,
-    bias: ArrayLike | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    kv_lengths: ArrayLike | None = None,
-    q_offset: ArrayLike | None = None,
-    out: NDArray[Any] | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
-) -> NDArray[Any]:
-    """Softmax over the `k_keys` largest scores of each query, ``softmax(top_k(scale * q @ k.T)) @ v``.
+    top_k: int,
+    **options: Unpack[NoSoftmaxOptions],
+) -> Array:
+    """Softmax over the `top_k` largest scores of each query, ``softmax(top_k(scale * q @ k.T)) @ v``.
 
     Parameters
     ----------
-    q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, kv_lengths, q_offset
+    q, k, v : array_like
         As in `attention`. Grouped heads, too.
-    out, num_threads, backend
-        As in `attention`.
-    k_keys : int
+    top_k : int
         At least 1. Of the keys that a query may attend, those with the largest scores: exactly so many, or
         all if there are fewer. Of equal scores the keys with the lowest index.
+    **options
+        Keyword arguments of `attention`, but sinks, return_lse and stats.
 
     Returns
     -------
@@ -207,15 +156,7 @@ def topk_attention(
     --------
     >>> import fastattn, numpy as np
     >>> q, k = np.array([[1.0]]), np.array([[0.0], [9.0], [9.0], [-3.0]])
-    >>> fastattn.functional.topk_attention(q, k, np.eye(4), k_keys=2)
+    >>> fastattn.functional.top_k_attention(q, k, np.eye(4), top_k=2)
     array([[0. , 0.5, 0.5, 0. ]])
     """
-    options = {
-        "mask": mask, "bias": bias, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
-        "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths, "q_offset": q_offset, "out": out,
-        "num_threads": num_threads, "backend": backend,
-    }  # fmt: skip
-    args = top_k_args("topk_attention", q, k, v, k_keys, options)
-    dispatch.run(args, backend)
-    result: NDArray[Any] = args.attention.result
-    return result
+    return run_rowwise(top_k_args("top_k_attention", q, k, v, top_k, options), options)

@@ -16,7 +16,8 @@ from fastattn._reference import attention as reference
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fastattn._args.types import Array, AttentionArgs, Ints
+    from fastattn._args.options import ComputeOptions
+    from fastattn._args.types import Array, AttentionArgs, Ints, RecurrentArgs, RowwiseArgs
 
 # Scores of one head that get a bias at a time, in `attend_by_rows`, and at least so many query rows: by
 # lengths alone, so that a row's bits do not depend on the batch.
@@ -29,6 +30,19 @@ _TRAILING = {
     **dict.fromkeys(("alibi_slopes", "sinks"), 1),
     "q_position": 0,
 }
+
+
+def run(args: AttentionArgs | RecurrentArgs, options: ComputeOptions) -> Any:
+    """Compute `args` on the backend that `options` name, if they do; what the caller gets."""
+    dispatch.run(args, options.get("backend"))
+    return args.result
+
+
+def run_rowwise(args: RowwiseArgs, options: ComputeOptions) -> Array:
+    """The same of attention that needs a whole row of scores at a time."""
+    dispatch.run(args, options.get("backend"))
+    result: Array = args.attention.result
+    return result
 
 
 def rows_of(args: AttentionArgs, rows: slice) -> AttentionArgs:

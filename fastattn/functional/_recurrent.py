@@ -10,9 +10,9 @@ from fastattn._engine import dispatch
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
+    from fastattn._args.options import Backend
     from fastattn._args.types import Array
 
-    Backend = Literal["compiled", "numpy"]
     Rule = Literal["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
     State = Array | tuple[Array, Array]
 

@@ -6,25 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.options import DecayOptions, DeltaOptions, require_options
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.values import flag, float_array, real_array, short
-from fastattn._engine import dispatch
+from fastattn.functional._pieces import run
 from fastattn.functional.feature_maps import unit
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
+    from fastattn._args.options import ComputeOptions
     from fastattn._args.types import Array
-
-# Keyword arguments of `linear_attention` that all of them take.
-_OPTIONS = (
-    "causal", "scale", "normalize", "eps", "state", "return_state", "out_state", "out", "num_threads",
-    "backend",
-)  # fmt: skip
 
 
 def retention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, gamma: ArrayLike | None = None, **options: Any
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, gamma: ArrayLike | None = None, **options: Unpack[DecayOptions]
 ) -> Any:
     """Retention (RetNet, Sun et al. 2023, arXiv:2307.08621): ``S_t = gamma S_{t-1} + k_t v_t^T``.
 
@@ -49,11 +46,11 @@ def retention(
         if decays.shape not in ((), (1,), (heads,)):
             raise ValueError(f"retention(): gamma has shape {decays.shape}; expected (heads,) = {(heads,)}")
         log_gamma = np.log(decays)
-    return _run("retention", q, k, v, options, rule="decay", log_decay=log_gamma.reshape(-1))
+    return _run("retention", q, k, v, options, DecayOptions, rule="decay", log_decay=log_gamma.reshape(-1))
 
 
 def gated_linear_attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, log_decay: ArrayLike, **options: Any
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, log_decay: ArrayLike, **options: Unpack[DecayOptions]
 ) -> Any:
     """GLA (Yang et al. 2024, arXiv:2312.06635): ``S_t = diag(a_t) S_{t-1} + k_t v_t^T``.
 
@@ -66,11 +63,17 @@ def gated_linear_attention(
     **options
         As in `retention`.
     """
-    return _run("gated_linear_attention", q, k, v, options, rule="gated", log_decay=log_decay)
+    return _run("gated_linear_attention", q, k, v, options, DecayOptions, rule="gated", log_decay=log_decay)
 
 
 def delta_net(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, beta: ArrayLike, *, unit_keys: bool = True, **options: Any
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    beta: ArrayLike,
+    *,
+    unit_keys: bool = True,
+    **options: Unpack[DeltaOptions],
 ) -> Any:
     """DeltaNet (Yang et al. 2024, arXiv:2406.06484): ``S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T``.
 
@@ -85,7 +88,7 @@ def delta_net(
         As in `retention`, but normalize and eps.
     """
     q, k = _unit("delta_net", q, k, unit_keys)
-    return _run("delta_net", q, k, v, options, rule="delta", beta=beta)
+    return _run("delta_net", q, k, v, options, DeltaOptions, rule="delta", beta=beta)
 
 
 def gated_delta_net(
@@ -96,7 +99,7 @@ def gated_delta_net(
     beta: ArrayLike,
     *,
     unit_keys: bool = True,
-    **options: Any,
+    **options: Unpack[DeltaOptions],
 ) -> Any:
     """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next: the delta rule on a_t S_{t-1}.
 
@@ -109,7 +112,9 @@ def gated_delta_net(
         As in `delta_net`.
     """
     q, k = _unit("gated_delta_net", q, k, unit_keys)
-    return _run("gated_delta_net", q, k, v, options, rule="gated_delta", log_decay=log_decay, beta=beta)
+    return _run(
+        "gated_delta_net", q, k, v, options, DeltaOptions, rule="gated_delta", log_decay=log_decay, beta=beta
+    )
 
 
 def _unit(func: str, q: ArrayLike, k: ArrayLike, wanted: bool) -> tuple[ArrayLike | Array, ArrayLike | Array]:
@@ -119,12 +124,7 @@ def _unit(func: str, q: ArrayLike, k: ArrayLike, wanted: bool) -> tuple[ArrayLik
     return unit(float_array(func, "q", q, 1)), unit(float_array(func, "k", k, 1))
 
 
-def _run(func: str, q: Any, k: Any, v: Any, options: dict[str, Any], **fixed: Any) -> Any:
-    """`linear_attention` with what is `fixed`, for messages of `func`."""
-    taken = _OPTIONS if fixed["rule"] in ("decay", "gated") else [x for x in _OPTIONS if x != "eps"]
-    for name in options:
-        if name not in taken:
-            raise TypeError(f"{func}(): {name} is not an argument; expected one of {', '.join(taken)}")
-    args = recurrent_args(func, q, k, v, **fixed, **options)
-    dispatch.run(args, options.get("backend"))
-    return args.result
+def _run(func: str, q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, **fixed: Any) -> Any:
+    """`linear_attention` with what is `fixed`, for messages of `func`, which takes the options `taken`."""
+    require_options(func, options, taken)
+    return run(recurrent_args(func, q, k, v, **fixed, **options), options)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from fastattn._args.options import RelativeOptions, ShawOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, integer
 from fastattn._args.variants import one_offset, variant_args, with_shape
@@ -26,6 +27,7 @@ from fastattn.functional._pieces import (
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
     from fastattn._args.types import Array, AttentionArgs, Ints
 
@@ -33,13 +35,37 @@ if TYPE_CHECKING:
 _NEAR_ROWS = 128
 
 
+@overload
 def shaw_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     key_table: ArrayLike,
     value_table: ArrayLike | None = None,
-    **options: Any,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ShawOptions],
+) -> Array: ...
+@overload
+def shaw_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    key_table: ArrayLike,
+    value_table: ArrayLike | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[ShawOptions],
+) -> tuple[Array, Array]: ...
+def shaw_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    key_table: ArrayLike,
+    value_table: ArrayLike | None = None,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[ShawOptions],
 ) -> Any:
     """Attention with Shaw's relative positions: to ``k_j + a_r``, of ``v_j + b_r``, r the clipped ``j - i``.
 
@@ -51,9 +77,10 @@ def shaw_attention(
         a: of the distances -clip to clip of a key from the query, in this order; clip is at least 1.
     value_table : array_like, (2 * clip + 1, head_dim_v), optional
         b; 0 if left out.
+    return_lse : bool, default False
+        As in `attention`.
     **options
-        Keyword arguments of `attention` but softcap and alibi_slopes, with one q_offset for all, and its
-        results.
+        Keyword arguments of `attention`, but softcap, alibi_slopes and stats, with one q_offset for all.
 
     Raises
     ------
@@ -73,7 +100,7 @@ def shaw_attention(
        arXiv:1803.02155.
     """
     func = "shaw_attention"
-    args = variant_args(func, q, k, v, options, ("softcap", "alibi_slopes"))
+    args = variant_args(func, q, k, v, options, ShawOptions, return_lse)
     lane, backend = lane_dtype(args.q.dtype), options.get("backend")
     n = len(float_array(func, "key_table", key_table, least_dims=1))
     if n < 3 or n % 2 == 0:
@@ -131,6 +158,7 @@ def _attend_near(
             part.out += (band_of(probs, n) @ of_values).astype(part.out.dtype)
 
 
+@overload
 def transformer_xl_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -138,7 +166,32 @@ def transformer_xl_attention(
     relative_keys: ArrayLike,
     content_bias: ArrayLike | None = None,
     position_bias: ArrayLike | None = None,
-    **options: Any,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RelativeOptions],
+) -> Array: ...
+@overload
+def transformer_xl_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    relative_keys: ArrayLike,
+    content_bias: ArrayLike | None = None,
+    position_bias: ArrayLike | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RelativeOptions],
+) -> tuple[Array, Array]: ...
+def transformer_xl_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    relative_keys: ArrayLike,
+    content_bias: ArrayLike | None = None,
+    position_bias: ArrayLike | None = None,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[RelativeOptions],
 ) -> Any:
     """Transformer-XL's attention: scores ``scale * ((q_i + u) . k_j + (q_i + w) . r_d)``, ``d = i - j`` [1]_.
 
@@ -152,8 +205,10 @@ def transformer_xl_attention(
         len_k of them, as in the paper.
     content_bias, position_bias : array_like, (heads_q, head_dim), optional
         u and w (the paper's v); 0 if left out.
+    return_lse : bool, default False
+        As in `attention`.
     **options
-        Keyword arguments of `attention` but softcap, with one q_offset for all, and its results.
+        Keyword arguments of `attention`, but softcap and stats, with one q_offset for all.
 
     Raises
     ------
@@ -172,7 +227,7 @@ def transformer_xl_attention(
        arXiv:1901.02860.
     """
     func = "transformer_xl_attention"
-    args = variant_args(func, q, k, v, options, ("softcap",))
+    args = variant_args(func, q, k, v, options, RelativeOptions, return_lse)
     lane, heads = lane_dtype(args.q.dtype), (args.heads_q, args.head_dim)
     offset = one_offset(func, args, options)
     dims = "(..., heads_q, n, head_dim)"
@@ -207,6 +262,7 @@ def transformer_xl_attention(
     return args.result
 
 
+@overload
 def disentangled_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -215,7 +271,31 @@ def disentangled_attention(
     position_queries: ArrayLike | None = None,
     *,
     max_distance: int | None = None,
-    **options: Any,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RelativeOptions],
+) -> Array: ...
+@overload
+def disentangled_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    position_keys: ArrayLike | None = None,
+    position_queries: ArrayLike | None = None,
+    *,
+    max_distance: int | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[RelativeOptions],
+) -> tuple[Array, Array]: ...
+def disentangled_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    position_keys: ArrayLike | None = None,
+    position_queries: ArrayLike | None = None,
+    *,
+    max_distance: int | None = None,
+    return_lse: bool = False,
+    **options: Unpack[RelativeOptions],
 ) -> Any:
     """DeBERTa's attention: scores ``scale * (q_i . k_j + q_i . kr_b + k_j . qr_b)``, b of i - j [1]_.
 
@@ -230,9 +310,11 @@ def disentangled_attention(
         With it distances beyond ``span // 2`` share buckets, logarithmically up to this one, as in version 2
         (``max_relative_positions``, where span is ``position_buckets``). Without, distance d is in bucket
         ``clip(d + span, 0, 2 * span - 1)``.
+    return_lse : bool, default False
+        As in `attention`.
     **options
-        Keyword arguments of `attention` but softcap, with one q_offset for all, and its results. Scale is by
-        default ``1 / sqrt(head_dim * terms)``, of 2 or 3 terms.
+        Keyword arguments of `attention`, but softcap and stats, with one q_offset for all.
+        Scale is by default ``1 / sqrt(head_dim * terms)``, of 2 or 3 terms.
 
     Raises
     ------
@@ -251,7 +333,7 @@ def disentangled_attention(
        arXiv:2006.03654.
     """
     func = "disentangled_attention"
-    args = variant_args(func, q, k, v, options, ("softcap",))
+    args = variant_args(func, q, k, v, options, RelativeOptions, return_lse)
     lane, offset = lane_dtype(args.q.dtype), one_offset(func, args, options)
     tables = {"position_keys": position_keys, "position_queries": position_queries}
     given = {name: float_array(func, name, x, 2) for name, x in tables.items() if x is not None}

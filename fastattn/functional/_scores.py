@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.options import LocationOptions, require_options
 from fastattn._args.rowwise import additive_args
 from fastattn._args.values import float_array
-from fastattn._engine import dispatch
+from fastattn.functional._pieces import run, run_rowwise
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
-    from fastattn.masks import Mask
-
-    Backend = Literal["compiled", "numpy"]
+    from fastattn._args.options import NoSoftmaxOptions
+    from fastattn._args.types import Array
 
 
 def additive_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    w: ArrayLike,
-    *,
-    mask: ArrayLike | Mask | None = None,
-    bias: ArrayLike | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    kv_lengths: ArrayLike | None = None,
-    q_offset: ArrayLike | None = None,
-    out: NDArray[Any] | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
-) -> NDArray[Any]:
-    """``softmax(scores) @ v`` with ``scores[i, j] = w . tanh(q[i] + k[j])``, Bahdanau's attention [1]_.
+    weight: ArrayLike,
+    **options: Unpack[NoSoftmaxOptions],
+) -> Array:
+    """``softmax(scores) @ v`` with ``scores[i, j] = weight . tanh(q[i] + k[j])``, Bahdanau's attention [1]_.
 
     Parameters
     ----------
@@ -46,12 +35,11 @@ def additive_attention(
         Projected: W s and U h of the paper, a bias of theirs included.
     v : array_like, (..., heads_kv, len_k, head_dim_v)
         The states themselves, in the paper.
-    w : array_like, (head_dim,) or (heads_q, head_dim)
+    weight : array_like, (head_dim,) or (heads_q, head_dim)
         Any of the four dtypes.
-    mask, bias, causal, window, softcap, alibi_slopes, kv_lengths, q_offset, out, num_threads, backend
-        As in `attention`. Grouped heads, too.
-    scale : float, optional
-        A factor of the scores, 1 if left out.
+    **options
+        Keyword arguments of `attention`, but sinks, return_lse and stats. Scale, a factor of the scores, is 1
+        by default. Grouped heads, too.
 
     Returns
     -------
@@ -80,30 +68,23 @@ def additive_attention(
     >>> fastattn.functional.additive_attention(q, k, v, np.ones(8)).shape
     (2, 1, 6)
     """
-    options = {
-        "mask": mask, "bias": bias, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
-        "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths, "q_offset": q_offset, "out": out,
-        "num_threads": num_threads, "backend": backend,
-    }  # fmt: skip
-    args = additive_args("additive_attention", q, k, v, w, options)
-    dispatch.run(args, backend)
-    result: NDArray[Any] = args.attention.result
-    return result
+    return run_rowwise(additive_args("additive_attention", q, k, v, weight, options), options)
 
 
+@overload
+def location_attention(
+    logits: ArrayLike, v: ArrayLike, *, return_lse: Literal[False] = False, **options: Unpack[LocationOptions]
+) -> Array: ...
+@overload
+def location_attention(
+    logits: ArrayLike, v: ArrayLike, *, return_lse: Literal[True], **options: Unpack[LocationOptions]
+) -> tuple[Array, Array]: ...
 def location_attention(
     logits: ArrayLike,
     v: ArrayLike,
     *,
-    mask: ArrayLike | Mask | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    kv_lengths: ArrayLike | None = None,
-    q_offset: ArrayLike | None = None,
-    out: NDArray[Any] | None = None,
     return_lse: bool = False,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
+    **options: Unpack[LocationOptions],
 ) -> Any:
     """``softmax(logits) @ v``: attention whose scores are given, as in Luong's location form [1]_.
 
@@ -115,8 +96,11 @@ def location_attention(
         float32 or v's dtype; -inf masks. 2-D logits are those of all heads.
     v : array_like, (..., heads_kv, len_k, head_dim_v)
         float32, float64, float16 or bfloat16.
-    mask, causal, window, kv_lengths, q_offset, out, return_lse, num_threads, backend
-        As in `attention`, and so is what is returned. Grouped heads, too.
+    return_lse : bool, default False
+        As in `attention`.
+    **options
+        mask, causal, window, kv_lengths, q_offset, row_ranges, out, num_threads and backend of `attention`.
+        Grouped heads, too.
 
     Returns
     -------
@@ -148,6 +132,7 @@ def location_attention(
     array([[2.]])
     """
     func = "location_attention"
+    require_options(func, options, LocationOptions)
     scores = float_array(func, "logits", logits, least_dims=2)
     values = float_array(func, "v", v, least_dims=2)
     if scores.shape[-1] != values.shape[-2]:
@@ -175,10 +160,5 @@ def location_attention(
         ) from None
     q = np.zeros((*scores.shape[:-1], 1), dtype)
     k = np.broadcast_to(np.zeros(1, dtype), (*values.shape[:-1], 1))
-    args = attention_args(
-        func, q, k, values, mask=mask, bias=scores, causal=causal, window=window, scale=1.0,
-        kv_lengths=kv_lengths, q_offset=q_offset, out=out, return_lse=return_lse, num_threads=num_threads,
-        backend=backend,
-    )  # fmt: skip
-    dispatch.run(args, backend)
-    return args.result
+    args = attention_args(func, q, k, values, bias=scores, scale=1.0, return_lse=return_lse, **options)
+    return run(args, options)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from math import log
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from fastattn._args.attention import attention_args
+from fastattn._args.options import NoSoftmaxOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import number
-from fastattn._engine import dispatch
+from fastattn.functional._pieces import run
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
-    from fastattn.masks import Mask
+    from fastattn._args.types import Array
 
 
 def sigmoid_attention(
@@ -22,20 +24,8 @@ def sigmoid_attention(
     v: ArrayLike,
     *,
     sigmoid_bias: float | None = None,
-    mask: ArrayLike | Mask | None = None,
-    bias: ArrayLike | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    kv_lengths: ArrayLike | None = None,
-    q_offset: ArrayLike | None = None,
-    row_ranges: tuple[ArrayLike, ArrayLike] | None = None,
-    out: NDArray[Any] | None = None,
-    num_threads: int | None = None,
-    backend: Literal["compiled", "numpy"] | None = None,
-) -> NDArray[Any]:
+    **options: Unpack[NoSoftmaxOptions],
+) -> Array:
     """Sigmoid attention, ``sigmoid(scale * q @ k.T + sigmoid_bias) @ v``, fused.
 
     Each weight is between 0 and 1 whatever the others are; a row's weights need not sum to anything. So there
@@ -44,14 +34,14 @@ def sigmoid_attention(
 
     Parameters
     ----------
-    q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, kv_lengths, q_offset, row_ranges
-        As in `attention`; what is masked has the weight 0. A bias of each head goes to `bias`, as
-        ``bias[:, None, None]``.
+    q, k, v : array_like
+        As in `attention`.
     sigmoid_bias : float, optional
         Added to every score, after everything else; default ``-log(len_k)``, as the paper has it, by which
         the weights of a row start out summing to about 1. It is that of the array k, whatever masks hide.
-    out, num_threads, backend
-        As in `attention`.
+    **options
+        Keyword arguments of `attention`, but sinks, return_lse and stats. What is masked has the weight 0. A
+        bias of each head goes to bias, as ``bias[:, None, None]``.
 
     Returns
     -------
@@ -81,14 +71,11 @@ def sigmoid_attention(
     array([0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8])
     """
     func = "sigmoid_attention"
-    args = attention_args(
-        func, q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, None, kv_lengths, q_offset,
-        row_ranges, out, False, num_threads, backend,
-    )  # fmt: skip
+    require_options(func, options, NoSoftmaxOptions)
+    args = attention_args(func, q, k, v, **options)
     if sigmoid_bias is None:
         args.sigmoid_bias = -log(max(1, args.len_k))
     else:
         args.sigmoid_bias = number(func, "sigmoid_bias", sigmoid_bias, lane_dtype(args.q.dtype))
-    dispatch.run(args, backend)
-    result: NDArray[Any] = args.result
+    result: Array = run(args, options)
     return result

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.options import StridedOptions, require_options
 from fastattn._args.values import integer
-from fastattn._args.variants import require_options
 from fastattn._engine import dispatch
 from fastattn.functional._pieces import apart, join
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
-    from fastattn._args.types import AttentionArgs
-
-# Options of attention that know nothing of positions.
-_REFUSED = ("mask", "bias", "causal", "window", "alibi_slopes", "kv_lengths", "q_offset", "row_ranges")
+    from fastattn._args.types import Array, AttentionArgs
 
 
+@overload
 def dilated_window_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -29,7 +28,31 @@ def dilated_window_attention(
     window: int,
     dilation: int,
     causal: bool = False,
-    **options: Any,
+    return_lse: Literal[False] = False,
+    **options: Unpack[StridedOptions],
+) -> Array: ...
+@overload
+def dilated_window_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    window: int,
+    dilation: int,
+    causal: bool = False,
+    return_lse: Literal[True],
+    **options: Unpack[StridedOptions],
+) -> tuple[Array, Array]: ...
+def dilated_window_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    window: int,
+    dilation: int,
+    causal: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[StridedOptions],
 ) -> Any:
     """Longformer's dilated sliding window: keys with ``abs(i - j) <= window * dilation``, every dilation-th.
 
@@ -45,8 +68,10 @@ def dilated_window_attention(
         Their distance.
     causal : bool, default False
         Only keys up to the query's own.
+    return_lse : bool, default False
+        As in `attention`.
     **options
-        scale, softcap, sinks, out, return_lse, num_threads and backend of `attention`, and its results.
+        scale, softcap, sinks, out, num_threads and backend of `attention`.
 
     Raises
     ------
@@ -64,13 +89,41 @@ def dilated_window_attention(
        arXiv:2004.05150.
     """
     func = "dilated_window_attention"
-    args = _self_args(func, q, k, v, options)
+    args = _self_args(func, q, k, v, options, return_lse)
     window, step = integer(func, "window", window, 0), integer(func, "dilation", dilation, 1)
     _attend_interleaved(args, func, step, options, causal=causal, window=(window, window))
     return args.result
 
 
-def strided_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, stride: int, **options: Any) -> Any:
+@overload
+def strided_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    stride: int,
+    return_lse: Literal[False] = False,
+    **options: Unpack[StridedOptions],
+) -> Array: ...
+@overload
+def strided_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    stride: int,
+    return_lse: Literal[True],
+    **options: Unpack[StridedOptions],
+) -> tuple[Array, Array]: ...
+def strided_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    stride: int,
+    return_lse: bool = False,
+    **options: Unpack[StridedOptions],
+) -> Any:
     """The strided pattern of Sparse Transformers: the last ``stride`` keys, and every stride-th before.
 
     What ``attention(mask=masks.strided(stride))`` gives, at the cost of the keys attended. Causal.
@@ -81,8 +134,10 @@ def strided_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, stride: int, 
         As in `attention`; k as long as q.
     stride : int
         Query i attends keys j <= i with ``i - j <= stride`` or ``i - j`` a multiple of it.
+    return_lse : bool, default False
+        As in `attention`.
     **options
-        scale, softcap, sinks, out, return_lse, num_threads and backend of `attention`, and its results.
+        scale, softcap, sinks, out, num_threads and backend of `attention`.
 
     Raises
     ------
@@ -99,7 +154,7 @@ def strided_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, stride: int, 
     .. [1] R. Child et al., "Generating Long Sequences with Sparse Transformers", 2019, arXiv:1904.10509.
     """
     func = "strided_attention"
-    args = _self_args(func, q, k, v, options)
+    args = _self_args(func, q, k, v, options, return_lse)
     step = integer(func, "stride", stride, 1)
     near = apart(attention_args(func, q, k, v, **options, window=(step, 0)))
     far = apart(args)
@@ -111,26 +166,26 @@ def strided_attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, *, stride: int, 
     return args.result
 
 
-def _self_args(func: str, q: Any, k: Any, v: Any, options: dict[str, Any]) -> AttentionArgs:
+def _self_args(func: str, q: Any, k: Any, v: Any, options: StridedOptions, return_lse: bool) -> AttentionArgs:
     """The arguments of attention of a sequence to itself."""
-    require_options(func, options, _REFUSED)
-    args = attention_args(func, q, k, v, **options)
+    require_options(func, options, StridedOptions)
+    args = attention_args(func, q, k, v, return_lse=return_lse, **options)
     if args.len_q != args.len_k:
         raise ValueError(f"{func}(): k has a length of {args.len_k}; expected q's, {args.len_q}")
     return args
 
 
 def _attend_interleaved(
-    args: AttentionArgs, func: str, step: int, options: dict[str, Any], row_ranges: Any = None, **more: Any
+    args: AttentionArgs, func: str, step: int, options: StridedOptions, row_ranges: Any = None, **more: Any
 ) -> None:
     """Attend within each of the `step` sequences of every step-th token, into the results of `args`."""
-    options = {name: x for name, x in options.items() if name not in ("out", "return_lse")}
+    rest: Any = {name: x for name, x in options.items() if name != "out"}
     for first in range(min(step, args.len_q)):
         every: Any = (..., slice(first, None, step), slice(None))
         q, k, v, out = (x[every] for x in (args.q, args.k, args.v, args.out))
         if row_ranges is not None:
             more["row_ranges"] = tuple(x[: q.shape[-2]] for x in row_ranges)
-        part = attention_args(func, q, k, v, out=out, return_lse=args.lse is not None, **options, **more)
+        part = attention_args(func, q, k, v, out=out, return_lse=args.lse is not None, **rest, **more)
         dispatch.run(part, options.get("backend"))
         if args.lse is not None:
             args.lse[..., first::step] = part.lse

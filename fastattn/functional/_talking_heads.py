@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from fastattn._args.rowwise import talking_args
-from fastattn._engine import dispatch
+from fastattn.functional._pieces import run_rowwise
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
-    from fastattn.masks import Mask
+    from fastattn._args.options import NoSoftmaxOptions
+    from fastattn._args.types import Array
 
 
 def talking_heads_attention(
@@ -19,20 +21,8 @@ def talking_heads_attention(
     v: ArrayLike,
     pre: ArrayLike | None = None,
     post: ArrayLike | None = None,
-    *,
-    mask: ArrayLike | Mask | None = None,
-    bias: ArrayLike | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    kv_lengths: ArrayLike | None = None,
-    q_offset: ArrayLike | None = None,
-    out: NDArray[Any] | None = None,
-    num_threads: int | None = None,
-    backend: Literal["compiled", "numpy"] | None = None,
-) -> NDArray[Any]:
+    **options: Unpack[NoSoftmaxOptions],
+) -> Array:
     """Attention whose scores are mixed across heads before the softmax, and probabilities after it [1]_.
 
     With ``S[h] = scale * q[h] @ k[h].T``: ``M[g] = sum_h pre[h, g] S[h]``, ``P[g] = softmax(M[g])``,
@@ -40,12 +30,13 @@ def talking_heads_attention(
 
     Parameters
     ----------
-    q, k, v, scale, out, num_threads, backend
+    q, k, v : array_like
         As in `attention`. Grouped heads, too: heads are those of q.
     pre, post : array_like, (heads_q, heads_q), optional
         What head h gives to head g is ``[h, g]``; left out, heads do not mix there. Any of the four dtypes.
-    mask, bias, causal, window, softcap, alibi_slopes, kv_lengths, q_offset
-        As in `attention`, of the mixed scores.
+    **options
+        Keyword arguments of `attention`, but sinks, return_lse and stats. Masks, bias, softcap and ALiBi are
+        of the mixed scores.
 
     Returns
     -------
@@ -76,12 +67,4 @@ def talking_heads_attention(
     >>> fastattn.functional.talking_heads_attention(x, x, x, mix, mix, causal=True).shape
     (1, 2, 5, 8)
     """
-    options = {
-        "mask": mask, "bias": bias, "causal": causal, "window": window, "scale": scale, "softcap": softcap,
-        "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths, "q_offset": q_offset, "out": out,
-        "num_threads": num_threads, "backend": backend,
-    }  # fmt: skip
-    args = talking_args("talking_heads_attention", q, k, v, pre, post, options)
-    dispatch.run(args, backend)
-    result: NDArray[Any] = args.attention.result
-    return result
+    return run_rowwise(talking_args("talking_heads_attention", q, k, v, pre, post, options), options)

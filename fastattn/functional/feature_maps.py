@@ -11,7 +11,7 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.ops import epsilon
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import float_array, integer, real_array, require_broadcast
+from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -65,11 +65,11 @@ def unit(x: ArrayLike, *, eps: float = 1e-6) -> Array:
 class Favor:
     """Positive random features whose products estimate exp(q . k / sqrt(head_dim)): of `favor`."""
 
-    projection: Array  # (n_features, head_dim), float64
+    projection: Array  # (num_features, head_dim), float64
 
     @np.errstate(all="ignore")
     def queries(self, q: ArrayLike) -> Array:
-        """Features (..., length, n_features) of q (..., length, head_dim), in its dtype.
+        """Features (..., length, num_features) of q (..., length, head_dim), in its dtype.
 
         Each query's features are divided by the largest of them, which `normalize` takes out again.
         """
@@ -84,7 +84,7 @@ class Favor:
 
     @np.errstate(all="ignore")
     def keys(self, k: ArrayLike, shift: ArrayLike | None = None) -> Array:
-        """Features (..., length, n_features) of k (..., length, head_dim), in its dtype.
+        """Features (..., length, num_features) of k (..., length, head_dim), in its dtype.
 
         They are divided by exp(shift), by default that of these keys' `shift`, so that none overflows. One
         and the same factor for all keys of a head cancels where results are normalised. Keys that come in
@@ -112,20 +112,20 @@ class Favor:
         return exponents, array.dtype.newbyteorder("=")
 
     def _features(self, exponents: Array, dtype: np.dtype[Any]) -> Array:
-        """Return exp(exponents) / sqrt(n_features)."""
+        """Return exp(exponents) / sqrt(num_features)."""
         features: Array = np.exp(exponents) / math.sqrt(len(self.projection))
         return features.astype(dtype)
 
 
-def favor(head_dim: int, n_features: int, seed: int | np.random.Generator | None = None) -> Favor:
+def favor(head_dim: int, num_features: int, rng: np.random.Generator | int | None = None) -> Favor:
     """Performer's positive orthogonal random features, FAVOR+ [1]_.
 
     Parameters
     ----------
     head_dim : int
-    n_features : int
+    num_features : int
         More of them estimate better; ``head_dim * log(head_dim)`` is the paper's order of magnitude.
-    seed : int or numpy.random.Generator, optional
+    rng : Generator, int or None, optional
         Where the directions come from: the same for queries and keys, and in every call of a model.
 
     Returns
@@ -142,22 +142,20 @@ def favor(head_dim: int, n_features: int, seed: int | np.random.Generator | None
 
     Notes
     -----
-    ``phi(x) = exp(w . y - |y|^2 / 2) / sqrt(n_features)`` with ``y = x / head_dim^(1/4)``. The directions w
+    ``phi(x) = exp(w . y - |y|^2 / 2) / sqrt(num_features)`` with ``y = x / head_dim^(1/4)``. The directions w
     are orthogonal in blocks of head_dim, of the lengths that independent normal vectors have. Mapping costs
-    ``2 * len * head_dim * n_features`` FLOP, by NumPy.
+    ``2 * len * head_dim * num_features`` FLOP, by NumPy.
 
     References
     ----------
     .. [1] K. Choromanski et al., "Rethinking Attention with Performers", 2021, arXiv:2009.14794.
     """
     head_dim = integer("favor", "head_dim", head_dim, 1, _MOST_FEATURES)
-    n_features = integer("favor", "n_features", n_features, 1, _MOST_FEATURES)
-    if seed is not None and not isinstance(seed, np.random.Generator):
-        seed = integer("favor", "seed", seed, 0)
-    rng = np.random.default_rng(seed)
+    num_features = integer("favor", "num_features", num_features, 1, _MOST_FEATURES)
+    rng = generator("favor", "rng", rng)
     blocks = []
-    for _ in range(math.ceil(n_features / head_dim)):
+    for _ in range(math.ceil(num_features / head_dim)):
         directions, signs = np.linalg.qr(rng.standard_normal((head_dim, head_dim)))
         blocks.append((directions * np.sign(np.diag(signs))).T)  # uniform over rotations
-    lengths = np.linalg.norm(rng.standard_normal((n_features, head_dim)), axis=1, keepdims=True)
-    return Favor(np.concatenate(blocks)[:n_features] * lengths)
+    lengths = np.linalg.norm(rng.standard_normal((num_features, head_dim)), axis=1, keepdims=True)
+    return Favor(np.concatenate(blocks)[:num_features] * lengths)

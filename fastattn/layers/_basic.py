@@ -1,4 +1,4 @@
-"""The layers between attention calls: linear maps, norms and the feed-forward; each is one or two calls."""
+"""The layers between attention calls: linear maps, norms and the feed-forward. Each is one or two kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 NORMS = ("layer_norm", "rms_norm")
 
-# What a feed-forward's activation does to its first map, and whether that then multiplies another.
+# For each activation of a feed-forward: what `ops.linear` calls it, and whether its result multiplies a
+# second map of the input (a gated feed-forward).
 ACTIVATIONS: dict[str, tuple[ops.Activation, bool]] = {
     **{name: (name, False) for name in PLAIN},
     "glu": ("sigmoid", True),
@@ -47,7 +48,7 @@ class Linear(Layer):
     weights_dtype : {"float32", "float64", "bfloat16", "int8"}
         How the weight is stored.
     rng : numpy.random.Generator, optional
-        Draws the parameters, as torch does; without it they are missing until `load_state_dict`.
+        Draws the parameters as torch does. Without it, they are missing until `load_state_dict`.
     """
 
     in_features: int
@@ -59,7 +60,8 @@ class Linear(Layer):
     packed_weight: ops.PackedLinear = field(init=False, repr=False)
     bias_vector: Array | None = field(init=False, default=None, repr=False)
 
-    _zero_bias = False  # torch begins an attention's out_proj so
+    _vectors = (("bias", "bias_vector"),)
+    _zero_bias = False  # torch draws the bias of an attention's out_proj as zeros
 
     def _place(self) -> str:
         return f"a Linear({self.in_features}, {self.out_features})"
@@ -84,29 +86,55 @@ class Linear(Layer):
         )
 
     def _parameters(self) -> dict[str, Parameter]:
-        bound = self.in_features**-0.5
-        parameters = {"weight": Parameter((self.out_features, self.in_features), uniform(bound))}
+        draw = uniform(self.in_features**-0.5)
+        parameters = {"weight": Parameter((self.out_features, self.in_features), draw)}
         if self.bias:
-            draw = zeros if self._zero_bias else uniform(bound)
-            parameters["bias"] = Parameter((self.out_features,), draw)
+            parameters["bias"] = Parameter((self.out_features,), zeros if self._zero_bias else draw)
         return parameters
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
-        bias = arrays.get("bias")
-        return {
-            "packed_weight": ops.pack(arrays["weight"], dtype=weights_dtype),
-            "bias_vector": None if bias is None else bias.astype(lane_of(weights_dtype)),
-        }
+        packed = ops.pack(arrays["weight"], dtype=weights_dtype)
+        return {"packed_weight": packed, **super()._pack(arrays, weights_dtype)}
 
     def _unpack(self) -> dict[str, Array]:
-        arrays = {"weight": self.packed_weight.unpack()}
-        if self.bias_vector is not None:
-            arrays["bias"] = self.bias_vector.copy()
-        return arrays
+        return {"weight": self.packed_weight.unpack(), **super()._unpack()}
+
+
+class _Norm(Layer):
+    """What `LayerNorm` and `RMSNorm` share."""
+
+    features: int
+    eps: float
+    bias = False
+    weight_vector: Array
+    bias_vector: Array | None = None
+
+    _kind: str  # its function in `ops`
+    _vectors = (("weight", "weight_vector"), ("bias", "bias_vector"))
+
+    def _place(self) -> str:
+        return f"a norm of {self.features} features"
+
+    def __post_init__(self, rng: np.random.Generator | None) -> None:
+        func = type(self).__name__
+        flag(func, "bias", self.bias)
+        self.features = integer(func, "features", self.features, 1, MOST_SIZE)
+        epsilon(func, "eps", self.eps, FLOAT32)
+        self._set_up(np.random.default_rng(0))  # the parameters are ones and zeros: nothing is drawn
+
+    def _of_rows(self, x: Array, out: Array | None = None) -> Array:
+        """The norm of rows that have been checked; `out` may be `x` itself."""
+        return _calls.norm(self._kind, x, self.weight_vector, self.bias_vector, self.eps, out)
+
+    def _parameters(self) -> dict[str, Parameter]:
+        parameters = {"weight": Parameter((self.features,), ones)}
+        if self.bias:
+            parameters["bias"] = Parameter((self.features,), zeros)
+        return parameters
 
 
 @dataclass(eq=False)
-class LayerNorm(Layer):
+class LayerNorm(_Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias``: torch's ``nn.LayerNorm`` over the last axis.
 
     Parameters
@@ -131,46 +159,15 @@ class LayerNorm(Layer):
 
     _kind = "layer_norm"
 
-    def _place(self) -> str:
-        return f"a norm of {self.features} features"
-
-    def __post_init__(self, rng: np.random.Generator | None) -> None:
-        flag("LayerNorm", "bias", self.bias)
-        _check_norm(self)
-
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
         """The normalised ``x + residual``: x is (..., features)."""
         return ops.layer_norm(
             x, self.weight_vector, self.bias_vector, eps=self.eps, residual=residual, out=out
         )
 
-    def _of_rows(self, x: Array, out: Array | None = None) -> Array:
-        """The call, for rows that have been checked."""
-        return _calls.norm(self._kind, x, self.weight_vector, self.bias_vector, self.eps, out)
-
-    def _parameters(self) -> dict[str, Parameter]:
-        parameters = {"weight": Parameter((self.features,), ones)}
-        if self.bias:
-            parameters["bias"] = Parameter((self.features,), zeros)
-        return parameters
-
-    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
-        lane = lane_of(weights_dtype)
-        bias = arrays.get("bias")
-        return {
-            "weight_vector": arrays["weight"].astype(lane),
-            "bias_vector": None if bias is None else bias.astype(lane),
-        }
-
-    def _unpack(self) -> dict[str, Array]:
-        arrays = {"weight": self.weight_vector.copy()}
-        if self.bias_vector is not None:
-            arrays["bias"] = self.bias_vector.copy()
-        return arrays
-
 
 @dataclass(eq=False)
-class RMSNorm(Layer):
+class RMSNorm(_Norm):
     """``x / sqrt(mean(x**2) + eps) * weight``: torch's ``nn.RMSNorm`` over the last axis.
 
     The parameters are those of `LayerNorm`, without a bias. eps is 1e-6 by default, as in most models;
@@ -186,36 +183,9 @@ class RMSNorm(Layer):
 
     _kind = "rms_norm"
 
-    def _place(self) -> str:
-        return f"a norm of {self.features} features"
-
-    def __post_init__(self, rng: np.random.Generator | None) -> None:
-        _check_norm(self)
-
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
         """The normalised ``x + residual``: x is (..., features)."""
         return ops.rms_norm(x, self.weight_vector, eps=self.eps, residual=residual, out=out)
-
-    def _of_rows(self, x: Array, out: Array | None = None) -> Array:
-        """The call, for rows that have been checked."""
-        return _calls.norm(self._kind, x, self.weight_vector, None, self.eps, out)
-
-    def _parameters(self) -> dict[str, Parameter]:
-        return {"weight": Parameter((self.features,), ones)}
-
-    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
-        return {"weight_vector": arrays["weight"].astype(lane_of(weights_dtype))}
-
-    def _unpack(self) -> dict[str, Array]:
-        return {"weight": self.weight_vector.copy()}
-
-
-def _check_norm(layer: LayerNorm | RMSNorm) -> None:
-    """What both norms check; their parameters are there from the first, as ones and zeros."""
-    func = type(layer).__name__
-    layer.features = integer(func, "features", layer.features, 1, MOST_SIZE)
-    epsilon(func, "eps", layer.eps, FLOAT32)
-    layer._set_up(np.random.default_rng(0))  # draws nothing
 
 
 def make_norm(
@@ -245,7 +215,7 @@ class FeedForward(Layer):
     Notes
     -----
     Parameters are ``linear1.*`` and ``linear2.*`` as in torch's layers, and ``linear_gate.*``, which torch
-    has not. The gate, its product and the biases are part of the first map's pass.
+    does not have. One kernel computes the first map, its gate and their product.
     """
 
     d_model: int
@@ -269,6 +239,8 @@ class FeedForward(Layer):
         choice("FeedForward", "activation", self.activation, ACTIVATIONS)
         flag("FeedForward", "bias", self.bias)
         self._function, self._gated = ACTIVATIONS[self.activation]
+        # The maps in `weight1` and `bias1`: the gate comes first.
+        self._inner = ("linear_gate", "linear1") if self._gated else ("linear1",)
         self._set_up(rng)
 
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
@@ -280,7 +252,7 @@ class FeedForward(Layer):
         return ops.linear(hidden, self.weight2, self.bias2, residual=residual, out=out)
 
     def _of_rows(self, x: Array, residual: Array | None, out: Array | None) -> Array:
-        """The call, for rows that have been checked."""
+        """The feed-forward of rows that have been checked."""
         hidden = scratch("hidden", len(x), self.dim_feedforward, x.dtype)
         _calls.linear(x, self.weight1, self.bias1, self._function, None, hidden)
         out = _calls.linear(hidden, self.weight2, self.bias2, None, residual, out)
@@ -301,16 +273,14 @@ class FeedForward(Layer):
         return parameters
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
-        lane = lane_of(weights_dtype)
         bias1 = bias2 = None
         if self.bias:
-            bias1, bias2 = arrays["linear1.bias"].astype(lane), arrays["linear2.bias"].astype(lane)
-            if self._gated:
-                bias1 = np.stack([arrays["linear_gate.bias"].astype(lane), bias1])
+            lane = lane_of(weights_dtype)
+            inner = [arrays[f"{name}.bias"].astype(lane) for name in self._inner]
+            bias1, bias2 = np.stack(inner) if self._gated else inner[0], arrays["linear2.bias"].astype(lane)
+        gate = arrays.get("linear_gate.weight")
         return {
-            "weight1": ops.pack(
-                arrays["linear1.weight"], gate=arrays.get("linear_gate.weight"), dtype=weights_dtype
-            ),
+            "weight1": ops.pack(arrays["linear1.weight"], gate=gate, dtype=weights_dtype),
             "weight2": ops.pack(arrays["linear2.weight"], dtype=weights_dtype),
             "bias1": bias1,
             "bias2": bias2,
@@ -319,8 +289,7 @@ class FeedForward(Layer):
     def _unpack(self) -> dict[str, Array]:
         weight1: Any = self.weight1.unpack()
         arrays = {"linear2.weight": self.weight2.unpack()}
-        names = ("linear_gate", "linear1") if self._gated else ("linear1",)
-        for i, name in enumerate(names):
+        for i, name in enumerate(self._inner):
             arrays[f"{name}.weight"] = weight1[i] if self._gated else weight1
             if self.bias1 is not None:
                 arrays[f"{name}.bias"] = (self.bias1[i] if self._gated else self.bias1).copy()

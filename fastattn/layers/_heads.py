@@ -94,6 +94,9 @@ class AttentionParameters(Layer):
     k_norm: Array | None = field(init=False, default=None, repr=False)
     sink_logits: Array | None = field(init=False, default=None, repr=False)
 
+    _parts = ("out_proj",)
+    _vectors = (("q_norm.weight", "q_norm"), ("k_norm.weight", "k_norm"), ("sinks", "sink_logits"))
+
     def _place(self) -> str:
         widths = self.embed_dim, self.kdim or self.embed_dim, self.vdim or self.embed_dim
         return "a MultiHeadAttention of queries, keys and values of {}, {} and {} features".format(*widths)
@@ -167,9 +170,6 @@ class AttentionParameters(Layer):
         if self.all_maps is not None:
             self.__dict__.update(_parts(self.all_maps))
 
-    def _children(self) -> dict[str, Layer]:
-        return {"out_proj.": self.out_proj}
-
     def _parameters(self) -> dict[str, Parameter]:
         width, width_kv, head_dim = self._width, self._width_kv, self._head_dim
         parameters: dict[str, Parameter] = {}
@@ -216,13 +216,10 @@ class AttentionParameters(Layer):
             parts = [stack(weights[run], biases[run], weights_dtype) for run in runs]
             fields = {"all_maps": None, "key_value_maps": None}
             fields["query_maps"], fields["key_map"], fields["value_map"] = parts
-        names = {"q_norm": "q_norm.weight", "k_norm": "k_norm.weight", "sink_logits": "sinks"}
-        for field_name, name in names.items():
-            fields[field_name] = arrays[name].astype(lane) if name in arrays else None
         for name in ("bias_k", "bias_v"):
-            there = name in arrays
-            fields[name] = arrays[name].astype(lane).reshape(self._heads_kv, -1) if there else None
-        return fields
+            bias = arrays.get(name)
+            fields[name] = None if bias is None else bias.astype(lane).reshape(self._heads_kv, -1)
+        return {**fields, **super()._pack(arrays, weights_dtype)}
 
     def _unpack(self) -> dict[str, Array]:
         weights = [w for maps in (self.query_maps, self.key_map, self.value_map) for w in maps.weights()]
@@ -238,9 +235,7 @@ class AttentionParameters(Layer):
             arrays |= {f"{name}_proj_weight": w for name, w in zip("qkv", weights, strict=True)}
         if self.bias:
             arrays["in_proj_bias"] = np.concatenate(biases)
-        more = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "sinks": self.sink_logits}
-        arrays |= {name: x.copy() for name, x in more.items() if x is not None}
         for name, x in (("bias_k", self.bias_k), ("bias_v", self.bias_v)):
             if x is not None:
                 arrays[name] = x.reshape(1, 1, -1).copy()
-        return arrays
+        return {**arrays, **super()._unpack()}

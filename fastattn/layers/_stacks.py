@@ -256,6 +256,8 @@ class Transformer(Layer):
     encoder: TransformerEncoder = field(init=False, repr=False)
     decoder: TransformerDecoder = field(init=False, repr=False)
 
+    _parts = ("encoder", "decoder")
+
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         for name in ("num_encoder_layers", "num_decoder_layers"):
             setattr(self, name, integer("Transformer", name, getattr(self, name), 1))
@@ -320,6 +322,3 @@ class Transformer(Layer):
             tgt_is_causal=tgt_is_causal,
             memory_is_causal=memory_is_causal,
         )
-
-    def _children(self) -> dict[str, Layer]:
-        return {"encoder.": self.encoder, "decoder.": self.decoder}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -88,23 +88,29 @@ class Layer:
     """
 
     weights_dtype: str
-    _built = False  # from the end of construction on, fields cannot be set
+    _built = False  # True from the end of construction on: fields cannot be set any more
+    # Names of parameters that are kept as they are, in the lane type, and the fields that hold them.
+    _vectors: ClassVar[tuple[tuple[str, str], ...]] = ()
+    _parts: ClassVar[tuple[str, ...]] = ()  # fields that hold other layers
 
     def _parameters(self) -> dict[str, Parameter]:
         """What this layer itself holds, in torch's order."""
         return {}
 
     def _children(self) -> dict[str, Layer]:
-        """Its parts, by the prefix of their names."""
-        return {}
+        """Its parts, by the prefix of their parameters' names."""
+        return {f"{name}.": getattr(self, name) for name in self._parts}
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
-        """The fields that hold the own parameters `arrays`."""
-        return {}
+        """The fields that hold the own parameters `arrays`; here those of `_vectors`."""
+        lane = lane_of(weights_dtype)
+        held = ((field, arrays.get(name)) for name, field in self._vectors)
+        return {field: None if array is None else array.astype(lane) for field, array in held}
 
     def _unpack(self) -> dict[str, Array]:
-        """The own parameters; what `_pack` takes."""
-        return {}
+        """The own parameters, as `_pack` takes them; here those of `_vectors`."""
+        held = ((name, getattr(self, field)) for name, field in self._vectors)
+        return {name: array.copy() for name, array in held if array is not None}
 
     def __getattr__(self, name: str) -> Any:
         """Reached only by a name that is not set: a field that waits for parameters, or none at all."""

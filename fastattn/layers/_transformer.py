@@ -1,26 +1,27 @@
-"""One layer of an encoder and one of a decoder (Vaswani et al. 2017); `_stacks.py` puts them together."""
+"""One layer of an encoder and one of a decoder (Vaswani et al. 2017). `_stacks.py` puts them together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.ops import rows
 from fastattn._args.values import as_array, flag, short
-from fastattn._engine.program import Sequences
+from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
-from fastattn.layers import _calls
+from fastattn.layers import _block, _calls
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import FeedForward, LayerNorm, RMSNorm, make_norm
 from fastattn.layers._heads import HeadOptions
-from fastattn.layers._plain import PlainEncoder, plain_encoder
 from fastattn.layers._scores import Names
-from fastattn.layers._state import Layer
+from fastattn.layers._state import Layer, last_change
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array
@@ -32,33 +33,16 @@ _TGT = Names("TransformerDecoderLayer", "tgt", "tgt_mask", "tgt_key_padding_mask
 _MEMORY = Names("TransformerDecoderLayer", "tgt", "memory_mask", "memory_key_padding_mask")
 
 
+class _Plain(NamedTuple):
+    """An encoder layer's program, for calls without masks or cache."""
+
+    made_at: object  # the last change to any layer by then: after another one, it is made anew
+    program: Program | None  # None: the layer's attention has options that programs do not have
+
+
 @dataclass(eq=False)
-class TransformerEncoderLayer(Layer):
-    """Self-attention, then feed-forward, each with a residual and a norm: torch's layer, batch first.
-
-    Parameters
-    ----------
-    d_model, nhead : int
-        Width, and heads.
-    dim_feedforward : int, default 2048
-    activation : str, default "relu"
-        One of `FeedForward`, gated ones included.
-    norm_first : bool, default False
-        Normalise what goes into attention and feed-forward, and not, as in the paper, each sum behind them.
-    norm : {"layer_norm", "rms_norm"}
-    layer_norm_eps : float, default 1e-5
-    bias : bool, default True
-        Of all projections and of LayerNorm.
-    attention : dict, optional
-        Options of `MultiHeadAttention`: num_kv_heads, rope, qk_norm, window and so on.
-    weights_dtype, rng
-        As in `MultiHeadAttention`.
-
-    Notes
-    -----
-    The parameters are those of torch: ``self_attn.*``, ``linear1.*``, ``linear2.*``, ``norm1.*``,
-    ``norm2.*``.
-    """
+class _TransformerLayer(Layer):
+    """What both layers share: options, attention to itself, feed-forward and two norms."""
 
     d_model: int
     nhead: int
@@ -76,14 +60,92 @@ class TransformerEncoderLayer(Layer):
     feed_forward: FeedForward = field(init=False, repr=False)
     norm1: Norm = field(init=False, repr=False)
     norm2: Norm = field(init=False, repr=False)
-    _plain: PlainEncoder | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self, rng: np.random.Generator | None) -> None:
-        _require_flags(self)
-        self.self_attn = _attention(self, "attention", rng)
-        self.feed_forward = _feed_forward(self, rng)
-        self.norm1, self.norm2 = _norm(self), _norm(self)
+        for name in ("norm_first", "bias"):
+            flag(type(self).__name__, name, getattr(self, name))
+        for name in self._parts:  # in the order in which they draw their parameters
+            setattr(self, name, self._made(name, rng))
         self._set_up(None)
+
+    def _made(self, name: str, rng: np.random.Generator | None) -> Layer:
+        """The part `name`, new."""
+        dtype = self.weights_dtype
+        if name == "feed_forward":
+            sizes = (self.d_model, self.dim_feedforward, self.activation, self.bias)
+            return FeedForward(*sizes, weights_dtype=dtype, rng=rng)
+        if name.startswith("norm"):
+            func, eps = type(self).__name__, self.layer_norm_eps
+            return make_norm(func, self.norm, self.d_model, eps, self.bias, dtype)
+        return self._attention("attention" if name == "self_attn" else "cross_attention", rng)
+
+    def _attention(self, name: str, rng: np.random.Generator | None) -> MultiHeadAttention:
+        """Attention with the options in the field `name`."""
+        func, options, known = type(self).__name__, getattr(self, name), HeadOptions.__annotations__
+        more = {} if options is None else options
+        if not isinstance(more, Mapping):
+            raise TypeError(f"{func}(): {name} is {short(more)}; expected a dict of {', '.join(known)}")
+        if unknown := [key for key in more if key not in known]:
+            raise TypeError(f"{func}(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
+        return MultiHeadAttention(
+            self.d_model, self.nhead, bias=self.bias, weights_dtype=self.weights_dtype, rng=rng, **more
+        )
+
+    def _input(self, name: str, x: ArrayLike) -> tuple[Array, Array]:
+        """`x`, the argument `name`, checked: as it is, and (batch, length, d_model)."""
+        func = type(self).__name__
+        array = _calls.checked(func, name, x, self.d_model, self.weights_dtype)
+        return array, _calls.batch_first(func, name, array)
+
+    def _add(self, norm: Norm, x: Array, part: Callable[[Array, Array], Array]) -> Array:
+        """Rows x plus what `part` makes of them, with the norm; part(rows, residual) adds the residual."""
+        if self.norm_first:
+            return part(norm._of_rows(x), x)
+        total = part(x, x)
+        return norm._of_rows(total, total)
+
+    def _add_feed_forward(self, norm: Norm, x: Array) -> Array:
+        """The same for the feed-forward; it may overwrite the rows x."""
+        out = x if self.norm_first else None
+        return self._add(norm, x, lambda y, residual: self.feed_forward._of_rows(y, residual, out))
+
+    def _children(self) -> dict[str, Layer]:
+        # A feed-forward's parameters have no prefix: torch's layers hold its maps themselves.
+        return {"" if name == "feed_forward" else f"{name}.": getattr(self, name) for name in self._parts}
+
+
+@dataclass(eq=False)
+class TransformerEncoderLayer(_TransformerLayer):
+    """Self-attention, then feed-forward, each with a residual and a norm: torch's layer, batch first.
+
+    Parameters
+    ----------
+    d_model, nhead : int
+        Width, and heads.
+    dim_feedforward : int, default 2048
+    activation : str, default "relu"
+        One of `FeedForward`, gated ones included.
+    norm_first : bool, default False
+        Normalise the input of attention and of the feed-forward. By default, as in the paper, the norm comes
+        after the sum with the residual.
+    norm : {"layer_norm", "rms_norm"}
+    layer_norm_eps : float, default 1e-5
+    bias : bool, default True
+        Of all projections and of LayerNorm.
+    attention : dict, optional
+        Options of `MultiHeadAttention`: num_kv_heads, rope, qk_norm, window and so on.
+    weights_dtype, rng
+        As in `MultiHeadAttention`.
+
+    Notes
+    -----
+    The parameters are those of torch: ``self_attn.*``, ``linear1.*``, ``linear2.*``, ``norm1.*``,
+    ``norm2.*``.
+    """
+
+    _plain: _Plain | None = field(init=False, default=None, repr=False)
+
+    _parts = ("self_attn", "feed_forward", "norm1", "norm2")
 
     def __call__(
         self,
@@ -102,44 +164,71 @@ class TransformerEncoderLayer(Layer):
         func = type(self).__name__
         _calls.require_cache(func, cache, KVCache)
         self._require_parts()
-        array = _calls.checked(func, "src", src, self.d_model, self.weights_dtype)
-        batched = _calls.batch_first(func, "src", array)
+        array, batched = self._input("src", src)
         if batched is not array:
             src_key_padding_mask = _calls.one_batch(func, "src_key_padding_mask", src_key_padding_mask)
         batch, length, _ = batched.shape
         x = rows(batched)
         options = (src_mask, src_key_padding_mask, cache, lengths)
         if is_causal is False and all(option is None for option in options):
-            plain = self.__dict__["_plain"] = plain_encoder(self, self._plain)
-            if plain.program is not None:
-                return plain.program.run(x, Sequences(batch)).reshape(array.shape)
-        normed = self.norm1._of_rows(x) if self.norm_first else x
-        total, _ = self.self_attn._attend(
-            normed,
-            batch,
-            length,
-            residual=x,
-            key_padding_mask=src_key_padding_mask,
-            attn_mask=src_mask,
-            is_causal=is_causal,
-            cache=cache,
-            lengths=lengths,
-            names=_SRC,
-        )
-        if self.norm_first:
-            out = self.feed_forward._of_rows(self.norm2._of_rows(total), total, total)
-        else:
-            x = self.norm1._of_rows(total)
-            out = self.norm2._of_rows(self.feed_forward._of_rows(x, x, total), x)
-        return out.reshape(array.shape)
+            program = self._plain_program()
+            if program is not None:
+                return program.run(x, Sequences(batch)).reshape(array.shape)
 
-    def _children(self) -> dict[str, Layer]:
-        parts: dict[str, Layer] = {"self_attn.": self.self_attn, "": self.feed_forward}
-        return {**parts, "norm1.": self.norm1, "norm2.": self.norm2}
+        def attend(y: Array, residual: Array) -> Array:
+            out, _ = self.self_attn._attend(
+                y,
+                batch,
+                length,
+                residual=residual,
+                key_padding_mask=src_key_padding_mask,
+                attn_mask=src_mask,
+                is_causal=is_causal,
+                cache=cache,
+                lengths=lengths,
+                names=_SRC,
+            )
+            return out
+
+        x = self._add(self.norm1, x, attend)
+        return self._add_feed_forward(self.norm2, x).reshape(array.shape)
+
+    def _plain_program(self) -> Program | None:
+        """All kernels of a call without masks and cache; None if attention has options."""
+        change, plain = last_change(), self._plain
+        if plain is None or plain.made_at is not change:
+            block = self._block()
+            program = None if block is None else build("layer", block.steps(X, OUT))
+            plain = self.__dict__["_plain"] = _Plain(change, program)
+        return plain.program
+
+    def _block(self) -> _block.Block | None:
+        heads, forward = self.self_attn, self.feed_forward
+        maps, out = heads.all_maps, heads.out_proj
+        if maps is None or not heads.is_plain():
+            return None
+        norms = [
+            _block.Norm(norm._kind, norm.weight_vector, norm.bias_vector, norm.eps)
+            for norm in (self.norm1, self.norm2)
+        ]
+        return _block.Block(
+            norm_first=self.norm_first,
+            attention_norm=norms[0],
+            qkv=_block.Projection(maps.weight, maps.bias),
+            heads=heads.num_heads,
+            heads_kv=heads._heads_kv,
+            head_dim=heads._head_dim,
+            scale=heads._head_dim**-0.5,
+            attended=_block.Projection(out.packed_weight, out.bias_vector),
+            inner_norm=norms[1],
+            inner=_block.Projection(forward.weight1, forward.bias1),
+            activation=forward._function,
+            outer=_block.Projection(forward.weight2, forward.bias2),
+        )
 
 
 @dataclass(eq=False)
-class TransformerDecoderLayer(Layer):
+class TransformerDecoderLayer(_TransformerLayer):
     """Masked self-attention, then attention over the encoder's memory, then feed-forward.
 
     Parameters
@@ -155,33 +244,11 @@ class TransformerDecoderLayer(Layer):
     ``linear2.*``, ``norm1.*``, ``norm2.*``, ``norm3.*``.
     """
 
-    d_model: int
-    nhead: int
-    dim_feedforward: int = 2048
-    activation: str = "relu"
-    _: KW_ONLY
-    norm_first: bool = False
-    norm: str = "layer_norm"
-    layer_norm_eps: float = 1e-5
-    bias: bool = True
-    attention: HeadOptions | None = None
-    cross_attention: HeadOptions | None = None
-    weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
-    self_attn: MultiHeadAttention = field(init=False, repr=False)
+    cross_attention: HeadOptions | None = field(default=None, kw_only=True)
     multihead_attn: MultiHeadAttention = field(init=False, repr=False)
-    feed_forward: FeedForward = field(init=False, repr=False)
-    norm1: Norm = field(init=False, repr=False)
-    norm2: Norm = field(init=False, repr=False)
     norm3: Norm = field(init=False, repr=False)
 
-    def __post_init__(self, rng: np.random.Generator | None) -> None:
-        _require_flags(self)
-        self.self_attn = _attention(self, "attention", rng)
-        self.multihead_attn = _attention(self, "cross_attention", rng)
-        self.feed_forward = _feed_forward(self, rng)
-        self.norm1, self.norm2, self.norm3 = _norm(self), _norm(self), _norm(self)
-        self._set_up(None)
+    _parts = ("self_attn", "multihead_attn", "feed_forward", "norm1", "norm2", "norm3")
 
     def __call__(
         self,
@@ -206,16 +273,15 @@ class TransformerDecoderLayer(Layer):
         memory_mask, memory_key_padding_mask, memory_is_causal
             Of the attention over the memory. With a cache, tgt stands behind the tokens in it here, too.
         cache : DecoderCache, optional
-            From step to step: tgt's keys are appended, and the memory's kept from the first call on, with its
-            key padding mask; later ones may leave both out, and must not bring others.
+            From step to step: it appends tgt's keys. The first call also puts the memory's keys and its key
+            padding mask there; later calls may leave both out, and must not bring others.
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """
         func = type(self).__name__
         _calls.require_cache(func, cache, DecoderCache)
         self._require_parts()
-        array = _calls.checked(func, "tgt", tgt, self.d_model, self.weights_dtype)
-        batched = _calls.batch_first(func, "tgt", array)
+        array, batched = self._input("tgt", tgt)
         if batched is not array:
             tgt_key_padding_mask = _calls.one_batch(func, "tgt_key_padding_mask", tgt_key_padding_mask)
             memory_key_padding_mask = _calls.one_batch(
@@ -230,39 +296,41 @@ class TransformerDecoderLayer(Layer):
                 self._keep(memory, memory_key_padding_mask, batch, cache)
                 keys_values, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
             position = 0 if cache is None else cache.tokens.offset  # before tgt is appended
-            x = rows(batched)
-            first, (self_norm, cross_norm, last_norm) = self.norm_first, (self.norm1, self.norm2, self.norm3)
-            total, _ = self.self_attn._attend(
-                self_norm._of_rows(x) if first else x,
-                batch,
-                length,
-                residual=x,
-                key_padding_mask=tgt_key_padding_mask,
-                attn_mask=tgt_mask,
-                is_causal=cache is not None if tgt_is_causal is None else tgt_is_causal,
-                cache=None if cache is None else cache.tokens,
-                lengths=lengths,
-                names=_TGT,
-            )
-            x = total if first else self_norm._of_rows(total)
-            total, _ = self.multihead_attn._attend(
-                cross_norm._of_rows(x) if first else x,
-                batch,
-                length,
-                over,
-                residual=x,
-                key_padding_mask=memory_key_padding_mask,
-                attn_mask=memory_mask,
-                is_causal=memory_is_causal,
-                keys_values=keys_values,
-                q_offset=position,
-                names=_MEMORY,
-            )
-            if first:
-                out = self.feed_forward._of_rows(last_norm._of_rows(total), total, total)
-            else:
-                x = cross_norm._of_rows(total, x)
-                out = last_norm._of_rows(self.feed_forward._of_rows(x, x, total), x)
+
+            def attend(y: Array, residual: Array) -> Array:
+                out, _ = self.self_attn._attend(
+                    y,
+                    batch,
+                    length,
+                    residual=residual,
+                    key_padding_mask=tgt_key_padding_mask,
+                    attn_mask=tgt_mask,
+                    is_causal=cache is not None if tgt_is_causal is None else tgt_is_causal,
+                    cache=None if cache is None else cache.tokens,
+                    lengths=lengths,
+                    names=_TGT,
+                )
+                return out
+
+            def attend_memory(y: Array, residual: Array) -> Array:
+                out, _ = self.multihead_attn._attend(
+                    y,
+                    batch,
+                    length,
+                    over,
+                    residual=residual,
+                    key_padding_mask=memory_key_padding_mask,
+                    attn_mask=memory_mask,
+                    is_causal=memory_is_causal,
+                    keys_values=keys_values,
+                    q_offset=position,
+                    names=_MEMORY,
+                )
+                return out
+
+            x = self._add(self.norm1, rows(batched), attend)
+            x = self._add(self.norm2, x, attend_memory)
+            out = self._add_feed_forward(self.norm3, x)
         return out.reshape(array.shape)
 
     def _memory(self, memory: ArrayLike | None, batch: int) -> Array:
@@ -280,7 +348,7 @@ class TransformerDecoderLayer(Layer):
         return array
 
     def _keep(self, memory: ArrayLike | None, padding: Any, batch: int, cache: DecoderCache) -> None:
-        """Put keys and values of the memory and its mask into `cache`, or see that they are those in it."""
+        """Put the memory's keys, values and mask into `cache`, or check that they are those in it."""
         func = type(self).__name__
         padding = None if padding is None else as_array(func, "memory_key_padding_mask", padding)
         if cache.keys_values is None:
@@ -301,46 +369,3 @@ class TransformerDecoderLayer(Layer):
                 f"{func}(): tgt has a batch of {batch}; expected {in_cache}, that of the memory in the cache"
                 f" (DecoderCache.select() selects in both)"
             )
-
-    def _children(self) -> dict[str, Layer]:
-        parts: dict[str, Layer] = {"self_attn.": self.self_attn, "multihead_attn.": self.multihead_attn}
-        parts[""] = self.feed_forward
-        return {**parts, "norm1.": self.norm1, "norm2.": self.norm2, "norm3.": self.norm3}
-
-
-def _require_flags(layer: TransformerEncoderLayer | TransformerDecoderLayer) -> None:
-    for name in ("norm_first", "bias"):
-        flag(type(layer).__name__, name, getattr(layer, name))
-
-
-def _attention(
-    layer: TransformerEncoderLayer | TransformerDecoderLayer, name: str, rng: np.random.Generator | None
-) -> MultiHeadAttention:
-    """Attention with the options in the field `name`."""
-    func, options, known = type(layer).__name__, getattr(layer, name), HeadOptions.__annotations__
-    more = {} if options is None else options
-    if not isinstance(more, Mapping):
-        raise TypeError(f"{func}(): {name} is {short(more)}; expected a dict of {', '.join(known)}")
-    if unknown := [key for key in more if key not in known]:
-        raise TypeError(f"{func}(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
-    return MultiHeadAttention(
-        layer.d_model, layer.nhead, bias=layer.bias, weights_dtype=layer.weights_dtype, rng=rng, **more
-    )
-
-
-def _feed_forward(
-    layer: TransformerEncoderLayer | TransformerDecoderLayer, rng: np.random.Generator | None
-) -> FeedForward:
-    return FeedForward(
-        layer.d_model,
-        layer.dim_feedforward,
-        layer.activation,
-        layer.bias,
-        weights_dtype=layer.weights_dtype,
-        rng=rng,
-    )
-
-
-def _norm(layer: TransformerEncoderLayer | TransformerDecoderLayer) -> Norm:
-    func = type(layer).__name__
-    return make_norm(func, layer.norm, layer.d_model, layer.layer_norm_eps, layer.bias, layer.weights_dtype)

@@ -3,8 +3,8 @@
 `load` reads a folder; see docs/models.md.
 """
 
-from fastattn.models._bert import Bert
 from fastattn.models._decoder import Decoder
+from fastattn.models._encoder import Bert
 from fastattn.models._files import ModelError
 from fastattn.models._load import MODEL_TYPES, load
 

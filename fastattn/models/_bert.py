@@ -1,4 +1,4 @@
-"""The BERT family: encoders whose layers normalise after each of their two halves (Devlin et al. 2018).
+"""BERT (Devlin et al. 2018) and its relatives: the names of their tensors, and what their config.json says.
 
 BERT and MiniLM; RoBERTa, XLM-RoBERTa and CamemBERT, whose positions begin behind the padding token's id.
 """
@@ -6,264 +6,61 @@ BERT and MiniLM; RoBERTa, XLM-RoBERTa and CamemBERT, whose positions begin behin
 from __future__ import annotations
 
 import re
-from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from fastattn import ops
-from fastattn._args.types import lane_dtype
-from fastattn._args.values import integer, short
-from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Program, Sequences, X
-from fastattn.models import _padding
-from fastattn.models._activations import ACTIVATIONS
+from fastattn.layers._block import model_program
+from fastattn.models._blocks import ACTIVATIONS, BlockNames, BlockReader
+from fastattn.models._encoder import Bert
 from fastattn.models._files import ModelError
 from fastattn.models._pooling import Pooling
 from fastattn.models._sentences import Sentences
-from fastattn.models._text import Text, strings
-from fastattn.models._weights import joined
+from fastattn.models._text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Ints, Shape
-    from fastattn._engine.program import Step
+    from fastattn._args.types import Shape
     from fastattn.models._files import Config, Tensors
     from fastattn.models._weights import Precision
 
-# Position ids are counted, not learned, and old files hold them.
-_BUFFERS = re.compile(r"^embeddings\.(position|token_type)_ids$")
-_NORM = ("weight", "bias")
-_OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")  # as TensorFlow, and so bert-base-uncased, calls them
-_NEW = {"gamma": "weight", "beta": "bias"}
-
-# Buffers of the program behind X, which sums before a norm replace, and OUT: queries with keys and values,
-# what attention makes of them, and the inner features of the feed-forward.
-_QKV, _CONTEXT, _INNER = range(2, 5)
-
-
-# Texts that `embed` sorts by length at a time. Of 2^13 there is up to 1% more padding than of all of them, of
-# 2^12 up to 2%. Their ids and vectors take 20 MB.
-_WINDOW_TEXTS, _WINDOW_TOKENS = 1 << 13, 1 << 20
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Bert:
-    """An encoder of the BERT family; call it for hidden states, or `embed` texts with it."""
-
-    model_type: str
-    hidden_size: int
-    heads: int
-    max_length: int  # tokens of a sequence
-    tokens: Array  # (vocab_size, hidden_size), as in the file
-    token_types: Array  # (types, hidden_size), as what follows in the type of the computation
-    positions: Array  # (max_length, hidden_size), the first token type's vector added
-    depth: int  # layers
-    program: Program
-    precision: Precision
-    pooling: Pooling
-    sentences: Sentences
-    text: Text
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids that there are."""
-        return len(self.tokens)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """What is computed in."""
-        return self.precision.dtype
-
-    @property
-    def weights_dtype(self) -> str:
-        """How the weights of linear maps are kept."""
-        return self.precision.weights
-
-    def __repr__(self) -> str:
-        return f"<{self.model_type}: {self.depth} layers of {self.hidden_size}, {self.precision}>"
-
-    def __call__(
-        self, ids: ArrayLike, attention_mask: ArrayLike | None = None, token_type_ids: ArrayLike | None = None
-    ) -> Array:
-        """Hidden states of the last layer.
-
-        Parameters
-        ----------
-        ids : array_like of int, (batch, length) or (length,)
-        attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
-            Which tokens count. Padding may stand on either side; positions are counted from the first token
-            that counts.
-        token_type_ids : array_like of int, (batch, length), optional
-            0 for all by default.
-
-        Returns
-        -------
-        ndarray, (batch, length, hidden_size)
-            In the model's dtype; one sequence (length,) is a batch of one. What stands where a token does not
-            count has no meaning.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument does not fit; nothing was computed.
-        """
-        name = self.model_type
-        tokens = _padding.token_ids(name, ids, self.vocab_size)
-        _padding.require_length(name, tokens.shape[1], self.max_length)
-        mask = _padding.attended(name, attention_mask, tokens)
-        types = None
-        if token_type_ids is not None:
-            types = _padding.token_ids(name, token_type_ids, len(self.token_types), "token_type_ids")
-            if types.shape != tokens.shape:
-                raise ValueError(f"{name}(): token_type_ids has shape {types.shape}; expected {tokens.shape}")
-        if mask is None:
-            return self._forward(tokens, None, types)
-        lengths, order = _padding.align(mask)
-        types = None if types is None else _padding.reorder(types, order)
-        return _padding.restore(self._forward(_padding.reorder(tokens, order), lengths, types), order)
-
-    def _forward(self, ids: Ints, lengths: Ints | None, types: Ints | None) -> Array:
-        """ids is (batch, length), of which the first lengths (batch,) count; (batch, length, hidden_size)."""
-        batch, length = ids.shape
-        dtype, hidden = self.dtype, self.hidden_size
-        n = batch * length
-        x = ops.embedding(ids, self.tokens).astype(dtype, copy=False)
-        x += self.positions[:length]
-        if types is not None:
-            x += (self.token_types - self.token_types[0])[types]
-        ranges = (None, None if lengths is None else lengths[:, None, None])
-        call = Sequences(batch, (ranges,))
-        return self.program.run(x.reshape(n, hidden), call).reshape(batch, length, hidden)
-
-    def embed(
-        self,
-        texts: Iterable[str],
-        *,
-        batch_size: int = 32,
-        pooling: str | None = None,
-        normalize: bool | None = None,
-        progress: Callable[[int], object] | None = None,
-    ) -> Array:
-        """One vector for each text.
-
-        Parameters
-        ----------
-        texts : iterable of str
-            What is longer than the model's longest sequence is cut. White space around a text is not read;
-            where the folder says so, texts become lower case, or a prompt is put before each.
-        batch_size : int, default 32
-            Texts at a time; those of similar length go together, so that there is little padding.
-        pooling : {"mean", "cls", "max"}, optional
-            What becomes of a text's hidden states; by default what the model's folder says, else "mean".
-        normalize : bool, optional
-            Whether to scale the vectors to length 1; by default what the model's folder says, else not.
-        progress : callable, optional
-            Called with the number of texts of each batch when it is done.
-
-        Returns
-        -------
-        ndarray, (len(texts), hidden_size)
-            float32, or float64 for a model in float64.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument does not fit.
-        ModelError
-            If the folder has no tokenizer.json, or a malformed one.
-
-        See Also
-        --------
-        embed_stream : the same for more texts than vectors fit into memory.
-
-        Notes
-        -----
-        Beyond the result, memory is that of thousands of texts and of a batch, however many texts there are.
-        """
-        windows = deque(self._embed_stream("embed", texts, batch_size, pooling, normalize, progress))
-        vectors = np.empty((sum(map(len, windows)), self.hidden_size), lane_dtype(self.dtype))
-        done = 0
-        while windows:  # of which each is gone before the next one is copied
-            window = windows.popleft()
-            vectors[done : done + len(window)] = window
-            done += len(window)
-        return vectors
-
-    def embed_stream(
-        self,
-        texts: Iterable[str],
-        *,
-        batch_size: int = 32,
-        pooling: str | None = None,
-        normalize: bool | None = None,
-        progress: Callable[[int], object] | None = None,
-    ) -> Iterator[Array]:
-        """Vectors of the texts in order, as `embed` makes them, an array (n, hidden_size) at a time.
-
-        Parameters and errors are those of `embed`. Texts are read as they are needed, thousands at a time: of
-        these, those of similar length go together.
-        """
-        return self._embed_stream("embed_stream", texts, batch_size, pooling, normalize, progress)
-
-    def _embed_stream(
-        self,
-        func: str,
-        texts: Iterable[str],
-        batch_size: int,
-        pooling: str | None,
-        normalize: bool | None,
-        progress: Callable[[int], object] | None,
-    ) -> Iterator[Array]:
-        lines = strings(func, "texts", texts)
-        batch_size = integer(func, "batch_size", batch_size, 1)
-        pool = self.pooling.changed(func, pooling, normalize)
-        if progress is not None and not callable(progress):
-            raise TypeError(f"{func}(): progress is {short(progress)}; expected a function")
-        encoded = self.text.encoded(self.sentences(text) for text in lines)
-
-        def vectors_of(window: list[Ints]) -> Array:
-            vectors = np.empty((len(window), self.hidden_size), lane_dtype(self.dtype))
-            order = sorted(range(len(window)), key=lambda i: -len(window[i]))
-            for start in range(0, len(order), batch_size):
-                chosen = order[start : start + batch_size]
-                ids, mask = _padding.pad([window[i] for i in chosen])
-                vectors[chosen] = pool(self(ids, mask), mask)
-                if progress is not None:
-                    progress(len(chosen))
-            return vectors
-
-        return map(vectors_of, _windows(encoded, batch_size))
-
-
-def _windows(encoded: Iterable[list[int]], batch_size: int) -> Iterator[list[Ints]]:
-    """Whole batches of what is `encoded`, as many together as sorting by length is worth."""
-    window: list[Ints] = []
-    tokens = 0
-    for ids in encoded:
-        window.append(np.array(ids, np.int64))
-        tokens += len(ids)
-        enough = len(window) >= _WINDOW_TEXTS or tokens >= _WINDOW_TOKENS
-        if enough and len(window) % batch_size == 0:
-            yield window
-            window, tokens = [], 0
-    if window:
-        yield window
+_TOKENS = "embeddings.word_embeddings.weight"
+_POSITIONS = "embeddings.position_embeddings.weight"
+_TYPES = "embeddings.token_type_embeddings.weight"
+_FIRST_NORM = "embeddings.LayerNorm"
+_NAMES = BlockNames(
+    prefix="encoder.layer.{}.",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    attended="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    inner="intermediate.dense",
+    outer="output.dense",
+    inner_norm="output.LayerNorm",
+)
+_IGNORED = re.compile(r"^embeddings\.(position|token_type)_ids$")  # 0, 1, 2, ...; old files hold them
+_OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")  # names of TensorFlow, and so of bert-base-uncased
+_NEW_NORM = {"gamma": "weight", "beta": "bias"}
 
 
 def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) -> Bert:
     """The model that the folder's files describe."""
-    hidden, inner = config.size("hidden_size"), config.size("intermediate_size")
-    heads, depth = config.size("num_attention_heads"), tensors.depth(config, "num_hidden_layers")
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     vocab, types = config.size("vocab_size"), config.size("type_vocab_size", 2)
     table = config.size("max_position_embeddings")
     model_type = config.text("model_type")
-    config.divided("hidden_size", "num_attention_heads")
+    blocks = BlockReader(
+        names=_NAMES,
+        depth=tensors.depth(config, "num_hidden_layers"),
+        hidden=hidden,
+        inner=config.size("intermediate_size"),
+        heads=heads,
+        heads_kv=heads,
+        head_dim=config.divided("hidden_size", "num_attention_heads"),
+        norm_first=False,
+        norm="layer_norm",
+        eps=config.number("layer_norm_eps", 1e-12),
+        activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
+        biased=frozenset(_NAMES.maps),
+    )
     config.refuse(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     first = 0 if model_type == "bert" else config.size("pad_token_id", 1, low=0) + 1
     if first >= table:
@@ -272,69 +69,34 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
             f" {table - 1}, as positions begin behind it"
         )
 
-    square, across, back = (hidden, hidden), (inner, hidden), (hidden, inner)
-    shapes: dict[str, Shape] = {
-        "embeddings.word_embeddings.weight": (vocab, hidden),
-        "embeddings.position_embeddings.weight": (table, hidden),
-        "embeddings.token_type_embeddings.weight": (types, hidden),
-        **{f"embeddings.LayerNorm.{part}": (hidden,) for part in _NORM},
-    }
-    for i in range(depth):
-        layer = f"encoder.layer.{i}"
-        for name, (rows, columns) in (
-            ("attention.self.query", square),
-            ("attention.self.key", square),
-            ("attention.self.value", square),
-            ("attention.output.dense", square),
-            ("intermediate.dense", across),
-            ("output.dense", back),
-        ):
-            shapes[f"{layer}.{name}.weight"] = (rows, columns)
-            shapes[f"{layer}.{name}.bias"] = (rows,)
-        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            shapes.update({f"{layer}.{name}.{part}": (hidden,) for part in _NORM})
     tensors.drop_prefix("bert.", "roberta.")
-    tensors.rename(lambda name: _OLD_NORM.sub(lambda found: f"LayerNorm.{_NEW[found[1]]}", name))
-    tensors.expect(shapes, own=("embeddings.", "encoder."), ignored=_BUFFERS)
+    tensors.rename(lambda name: _OLD_NORM.sub(lambda found: f"LayerNorm.{_NEW_NORM[found[1]]}", name))
+    shapes: dict[str, Shape] = {
+        _TOKENS: (vocab, hidden),
+        _POSITIONS: (table, hidden),
+        _TYPES: (types, hidden),
+        **blocks.norm_shapes(_FIRST_NORM),
+        **blocks.shapes(),
+    }
+    tensors.expect(shapes, own=("embeddings.", "encoder."), ignored=_IGNORED)
 
-    def norm(name: str) -> tuple[Array, Array]:
-        weight, bias = (precision.vector(tensors[f"{name}.{part}"]) for part in _NORM)
-        return weight, bias
-
-    def linear(*names: str) -> tuple[PackedLinear, Array]:
-        weight = joined(*(tensors[f"{name}.weight"] for name in names))
-        return precision.pack(weight), precision.vector(*(tensors[f"{name}.bias"] for name in names))
-
-    activation = config.choice("hidden_act", ACTIVATIONS, "gelu")
-    eps = config.number("layer_norm_eps", 1e-12)
-    steps: list[Step] = [NormStep(X, OUT, "layer_norm", *norm("embeddings.LayerNorm"), eps)]
-    for i in range(depth):
-        name = f"encoder.layer.{i}"
-        qkv = linear(*(f"{name}.attention.self.{part}" for part in ("query", "key", "value")))
-        steps += [
-            LinearStep(OUT, _QKV, *qkv),
-            AttendStep(_QKV, _CONTEXT, heads, heads, hidden // heads, (hidden // heads) ** -0.5),
-            LinearStep(_CONTEXT, X, *linear(f"{name}.attention.output.dense"), residual=OUT),
-            NormStep(X, OUT, "layer_norm", *norm(f"{name}.attention.output.LayerNorm"), eps),
-            LinearStep(OUT, _INNER, *linear(f"{name}.intermediate.dense"), activation),
-            LinearStep(_INNER, X, *linear(f"{name}.output.dense"), residual=OUT),
-            NormStep(X, OUT, "layer_norm", *norm(f"{name}.output.LayerNorm"), eps),
-        ]
-
-    token_types = precision.vector(tensors["embeddings.token_type_embeddings.weight"])
-    positions = precision.vector(tensors["embeddings.position_embeddings.weight"])[first:] + token_types[0]
+    first_norm = blocks.read_norm(tensors, precision, _FIRST_NORM)
+    program, _ = model_program(blocks.read(tensors, precision), first_norm)
+    token_types = precision.vector(tensors[_TYPES])
+    positions = precision.vector(tensors[_POSITIONS])[first:] + token_types[0]
     return Bert(
         model_type=model_type,
         hidden_size=hidden,
         heads=heads,
+        depth=blocks.depth,
+        vocab_size=vocab,
+        program=program,
+        precision=precision,
+        text=Text(folder, len(positions)),
         max_length=len(positions),
-        tokens=tensors["embeddings.word_embeddings.weight"],
+        tokens=tensors[_TOKENS],
         token_types=token_types.astype(precision.dtype),
         positions=positions.astype(precision.dtype),
-        depth=depth,
-        program=Program("model", tuple(steps), ((0, 3 * hidden), (3 * hidden, hidden), (0, inner)), hidden),
-        precision=precision,
         pooling=Pooling.of(folder),
         sentences=Sentences.of(folder),
-        text=Text(folder, len(positions)),
     )

@@ -1,76 +1,61 @@
-"""Decoders that normalise before each half of a layer: GPT-2, Llama and their like, and generation with them.
-
-`_gpt2.py` and `_llama.py` build them: they know the names of the tensors.
-"""
+"""Language models: decoders that generate text. `_gpt2.py`, `_llama.py` and their like build them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, integer, integers, short
-from fastattn._engine.program import Sequences
+from fastattn._engine.program import OUT, LinearStep, NormStep, Program, Sequences, X, build
 from fastattn.cache import KVCache
+from fastattn.layers._block import model_program
 from fastattn.models import _padding
+from fastattn.models._files import stop_ids
+from fastattn.models._model import Model
 from fastattn.models._sampling import Sampler
+from fastattn.models._text import Text
 from fastattn.models._weights import token_rows
-from fastattn.positions import rope_tables
+from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    import re
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import ArrayLike
 
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Ints
-    from fastattn._engine.program import Program
-    from fastattn.models._decoder_layers import Window
-    from fastattn.models._text import Text
+    from fastattn._args.types import Array, Ints, Shape
+    from fastattn.layers._block import Window
+    from fastattn.models._blocks import BlockNames, BlockReader
+    from fastattn.models._files import Config, Tensors
     from fastattn.models._weights import Precision
-    from fastattn.positions import RopeFrequencies
 
-# Tokens to make room for in the cache before they are there; it doubles when they are more.
+# Frequencies of rotary positions; some scalings depend on `seq_len`, the length of the longest sequence.
+Frequencies = RopeFrequencies | Callable[..., RopeFrequencies]
+
+# The cache has room for so many new tokens at first; it doubles when it is full.
 _ROOM = 256
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Decoder:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Decoder(Model):
     """A language model; call it for the logits of all tokens, or `generate` with it."""
 
-    model_type: str
-    hidden_size: int
-    heads: int
     heads_kv: int
     head_dim: int
-    vocab_size: int
-    max_length: int | None  # tokens of a sequence, where a table of positions ends
+    max_length: int | None  # tokens of a sequence; None without a table of positions
     tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
     positions: Array | None  # (max_length, hidden_size)
-    rope: Callable[[int], RopeFrequencies] | None  # of the length of the sequence
-    depth: int  # layers
-    program: Program  # of the layers
-    windows: tuple[Window, ...]  # that its steps know by number
+    frequencies: Frequencies | None
+    windows: tuple[Window, ...]  # of which each attention has one: see `model_program`
     logits: Program
     stop: tuple[int, ...]  # ids that end a text
-    precision: Precision
-    text: Text
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """What is computed in."""
-        return self.precision.dtype
-
-    @property
-    def weights_dtype(self) -> str:
-        """How the weights of linear maps are kept."""
-        return self.precision.weights
-
-    def __repr__(self) -> str:
-        return f"<{self.model_type}: {self.depth} layers of {self.hidden_size}, {self.precision}>"
 
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
         """Logits of the token after each token.
@@ -97,7 +82,7 @@ class Decoder:
         mask = _padding.attended(self.model_type, attention_mask, tokens)
         batch, length = tokens.shape
         _padding.require_length(self.model_type, length, self.max_length)
-        lengths, order = (None, None) if mask is None else _padding.align(mask)
+        lengths, order = _padding.align(mask)
         longest = length if lengths is None else int(lengths.max(initial=0))
         hidden = self._hidden(_padding.reorder(tokens, order), np.arange(length), longest, lengths)
         logits = self.logits.run(hidden, Sequences(batch))
@@ -125,8 +110,10 @@ class Decoder:
         if not self.depth:
             return x
         rotation = None
-        if self.rope is not None:
-            cos, sin = rope_tables(positions, self.rope(longest), lane_dtype(self.dtype))
+        if (frequencies := self.frequencies) is not None:
+            if not isinstance(frequencies, RopeFrequencies):
+                frequencies = frequencies(seq_len=longest)
+            cos, sin = rope_tables(positions, frequencies, lane_dtype(self.dtype))
             rotation = cos[..., None, :, :], sin[..., None, :, :]
         if cache is None:
             return self.program.run(x, Sequences(batch, self._ranges(0, length, lengths, length), rotation))
@@ -268,3 +255,75 @@ def _is_row(x: Any) -> bool:
         return np.ndim(x) == 1
     except ValueError:
         return False
+
+
+class DecoderNames(NamedTuple):
+    """What a family calls a decoder's tensors, without ".weight" and ".bias". The output is "lm_head"."""
+
+    prefix: str  # of all tensors but the output's; some files leave it out
+    tokens: str
+    block: BlockNames
+    norm: str  # behind the last block
+    ignored: re.Pattern[str]  # tensors that were not learned, in old files
+    positions: str | None = None
+
+
+def read_decoder(
+    config: Config,
+    tensors: Tensors,
+    precision: Precision,
+    folder: Path,
+    names: DecoderNames,
+    blocks: BlockReader,
+    *,
+    scales: Sequence[float] | None = None,
+    windows: Sequence[Window] | None = None,
+    max_length: int | None = None,
+    frequencies: Frequencies | None = None,
+    tied: bool,
+) -> Decoder:
+    """The decoder of `blocks`; `scales` and `windows` are those of `BlockReader.read`.
+
+    Positions are a table of `max_length`, or rotary with `frequencies`. In a tied model the tokens' vectors
+    are the weight of the output layer, too.
+    """
+    vocab = config.size("vocab_size")
+    tensors.drop_prefix(names.prefix)
+    tokens, output = f"{names.tokens}.weight", "lm_head.weight"
+    positions = None if names.positions is None else f"{names.positions}.weight"
+    shapes: dict[str, Shape] = {tokens: (vocab, blocks.hidden), **blocks.norm_shapes(names.norm)}
+    if positions is not None and max_length is not None:
+        shapes[positions] = (max_length, blocks.hidden)
+    if not tied:
+        shapes[output] = (vocab, blocks.hidden)
+    own = [name for name in (names.tokens, names.positions, names.norm) if name is not None]
+    tensors.expect(
+        {**shapes, **blocks.shapes()},
+        own=(names.block.prefix.partition("{")[0], *(f"{name}." for name in own)),
+        ignored=names.ignored,
+    )
+
+    program, all_windows = model_program(blocks.read(tensors, precision, scales, windows))
+    weight = precision.pack(tensors[tokens if tied else output])
+    norm = blocks.read_norm(tensors, precision, names.norm)
+    logits = build("model", [NormStep(X, "normed", *norm), LinearStep("normed", OUT, weight, None)])
+    table = None if positions is None else precision.vector(tensors[positions]).astype(precision.dtype)
+    return Decoder(
+        model_type=config.text("model_type"),
+        hidden_size=blocks.hidden,
+        heads=blocks.heads,
+        depth=blocks.depth,
+        vocab_size=vocab,
+        program=program,
+        precision=precision,
+        text=Text(folder, max_length),
+        heads_kv=blocks.heads_kv,
+        head_dim=blocks.head_dim,
+        max_length=max_length,
+        tokens=weight if tied else tensors[tokens],
+        positions=table,
+        frequencies=frequencies,
+        windows=all_windows,
+        logits=logits,
+        stop=stop_ids(config, folder),
+    )

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike
 
-    from fastattn.models._bert import Bert
     from fastattn.models._decoder import Decoder
+    from fastattn.models._encoder import Bert
 
 # `model_type` of config.json
 _BUILDERS: dict[str, Callable[[Config, Tensors, Precision, Path], Bert | Decoder]] = {

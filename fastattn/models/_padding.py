@@ -50,12 +50,15 @@ def attended(func: str, mask: ArrayLike | None, ids: Ints) -> Bools | None:
     return None if bools.all() else bools
 
 
-def align(mask: Bools) -> tuple[Ints, Ints | None]:
-    """How many tokens of each sequence count, (batch,), and the order that puts them before the others.
+def align(mask: Bools | None) -> tuple[Ints | None, Ints | None]:
+    """How many tokens of each sequence count, (batch,), and the order that puts these before the others.
 
-    The order is (batch, length), for `reorder`; None if they are there. So padding on the left, or between
-    tokens, becomes padding on the right, which is the only one that models know.
+    The order, (batch, length), is for `reorder`. So padding on the left or between tokens becomes padding on
+    the right, which is the only one that models know. Without a mask both are None; the order is None, too,
+    if nothing has to move.
     """
+    if mask is None:
+        return None, None
     lengths: Ints = mask.sum(axis=1)
     if np.array_equal(mask, np.arange(mask.shape[1]) < lengths[:, None]):
         return lengths, None

@@ -56,6 +56,8 @@ class Precision:
 
 def joined(*parts: Array) -> Array:
     """Arrays end to end; where they are of two 16-bit types, in float32, which holds both."""
+    if len(parts) == 1:
+        return parts[0]
     if len({part.dtype for part in parts}) > 1:
         parts = tuple(part.astype(np.float32) for part in parts)
     return np.concatenate(parts)

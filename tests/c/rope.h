@@ -78,8 +78,10 @@ static const char *check_rope(int isa, const fa_kernels *kernels)
             for (int64_t i = rows - 1; i >= 0; i--) kernels->rope_run(call, i, i + 1, memset(scratch, 0x55, size));
     }
     FOR(b, a->batch)
-    FOR(h, a->heads) FOR(i, a->length) FOR(d, a->head_dim) if (!wrong)
-        wrong = differs("out", &calls[0].out, &calls[1].out, b, h, i, d, expect_rope(b, h, i, d));
+    FOR(h, a->heads)
+    FOR(i, a->length)
+    FOR(d, a->head_dim)
+    if (!wrong) wrong = differs("out", &calls[0].out, &calls[1].out, b, h, i, d, expect_rope(b, h, i, d));
     if (wrong || only_rows(&calls[1].out, a->batch, a->heads, a->length, a->head_dim)) return wrong;
     return BETWEEN_ROWS;
 }

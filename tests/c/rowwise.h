@@ -131,8 +131,8 @@ static void expect_mixed(const fa_rowwise_args *r, const operands *x, expected *
     const fa_attention_args *a = &r->attention;
     score *s = calloc((size_t)(2 * a->heads_q * a->len_k) + 1, sizeof *s);
     FOR(b, a->batch)
-    FOR(i, a->len_q) expect_mixed_row(r, x, b, i, s, s + a->heads_q * a->len_k,
-                                      want + b * a->heads_q * a->len_q * (a->head_dim_v + 1));
+    FOR(i, a->len_q)
+    expect_mixed_row(r, x, b, i, s, s + a->heads_q * a->len_k, want + b * a->heads_q * a->len_q * (a->head_dim_v + 1));
     free(s);
 }
 

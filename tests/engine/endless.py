@@ -13,7 +13,7 @@ from implementations import forced
 
 import fastattn
 from fastattn import functional, ops
-from fastattn._engine.program import OUT, LinearStep, Program, Sequences, X
+from fastattn._engine.program import OUT, LinearStep, Sequences, X, build
 
 
 def repeated(*shape, dtype=np.float32):
@@ -39,7 +39,7 @@ def decode():
 
 def topk():
     q, k = repeated(100_000, 4, 256, 64), repeated(100_000, 4, 2048, 64)
-    return lambda: functional.topk_attention(q, k, k[..., :1], k_keys=3)
+    return lambda: functional.top_k_attention(q, k, k[..., :1], top_k=3)
 
 
 def additive():
@@ -79,8 +79,8 @@ def linear():
 def program():
     """One step of a model."""
     x, weight = repeated(1 << 24, 1 << 13), ops.pack(np.ones((64, 1 << 13), np.float32))
-    steps = (LinearStep(X, OUT, weight, None),)
-    return lambda: Program("endless", steps, ((0, 1),), 64).run(x, Sequences(1))
+    steps = [LinearStep(X, OUT, weight, None)]
+    return lambda: build("endless", steps).run(x, Sequences(1))
 
 
 def rows():

@@ -9,7 +9,7 @@ from implementations import COMPILED, NOTHING_COMPILED
 from fastattn import ops
 from fastattn._args.types import ACTIVATIONS, LinearArgs, RopeArgs, RowsArgs, plain_args
 from fastattn._engine import settings
-from fastattn._engine.program import OUT, AttendStep, HeadNormStep, LinearStep, NormStep, Sequences, X
+from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Sequences, X, build
 from fastattn._reference import ops as twins
 from fastattn.cache import Slots
 
@@ -24,13 +24,13 @@ def weight(n, k, dtype="float32"):
     return ops.pack(ones(n, k), dtype=dtype)
 
 
-# Buffers of 8, 24 and 16 features behind X and OUT, of 8 each.
-PLACES = ((0, 8), (8, 24), (32, 16))
+# X and OUT have 8 features.
+PLACES = {"narrow": (0, 8), "qkv": (8, 24), "wide": (32, 16)}
 GOOD = {
-    "linear": LinearStep(X, OUT, weight(8, 8), ones(8), residual=2),
+    "linear": LinearStep(X, OUT, weight(8, 8), ones(8), residual="narrow"),
     "norm": NormStep(X, OUT, "layer_norm", ones(8), ones(8), 1e-5),
-    "head_norm": HeadNormStep(3, ones(6, 4), 1e-5),
-    "attend": AttendStep(3, OUT, 2, 2, 4, 0.5),
+    "head_norm": NormStep("qkv", "qkv", "rms_norm", ones(6, 4), None, 1e-5),
+    "attend": AttendStep("qkv", OUT, 2, 2, 4, 0.5),
 }
 
 
@@ -48,30 +48,31 @@ def test_a_program_that_fits(core, step):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("linear", {"x": 3}),
-        ("linear", {"out": 3}),
-        ("linear", {"residual": 4}),
+        ("linear", {"x": "qkv"}),
+        ("linear", {"out": "qkv"}),
+        ("linear", {"residual": "wide"}),
         ("linear", {"weight": weight(8, 9)}),
         ("linear", {"weight": weight(40, 8)}),
         ("linear", {"bias": ones(7)}),
         ("linear", {"bias": ones(16)[::2]}),
         ("linear", {"bias": ones(8, dtype=np.float64)}),
-        ("linear", {"x": 5}),
-        ("linear", {"out": -1}),
-        ("linear", {"residual": 5}),
+        ("linear", {"x": "none"}),
+        ("linear", {"out": "none"}),
+        ("linear", {"residual": "none"}),
         ("linear", {"weight": weight(8, 8, "float64")}),
-        ("norm", {"x": 3}),
-        ("norm", {"out": 3}),
+        ("norm", {"x": "qkv"}),
+        ("norm", {"out": "qkv"}),
         ("norm", {"weight": ones(3)}),
         ("norm", {"bias": ones(3)}),
         ("norm", {"weight": ones(8, dtype=np.float64)}),
         ("norm", {"weight": ones(8, dtype=np.float16)}),
-        ("norm", {"x": 99}),
+        ("norm", {"x": "none"}),
         ("head_norm", {"weight": ones(7, 4)}),
         ("head_norm", {"weight": ones(6, 8)[:, ::2]}),
-        ("head_norm", {"x": 99}),
-        ("attend", {"x": 4}),
-        ("attend", {"out": -2}),
+        ("head_norm", {"x": "none"}),
+        ("head_norm", {"out": "wide"}),
+        ("attend", {"x": "wide"}),
+        ("attend", {"out": "none"}),
         ("attend", {"heads": 8, "heads_kv": 4}),
         ("attend", {"head_dim": 16}),
         ("attend", {"heads": 3}),
@@ -82,15 +83,15 @@ def test_a_program_that_fits(core, step):
 )
 def test_steps_that_do_not_fit(core, name, changes):
     with pytest.raises(ValueError, match="fastattn: "):
-        run(core, [GOOD[name]._replace(**changes)])
+        run(core, [dataclasses.replace(GOOD[name], **changes)])
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"places": ((0, 8),) * 7}, "7 places; expected at most 6"),
-        ({"places": ((-8, 8), (8, 24), (32, 16))}, "a place at"),
-        ({"places": ((0, 8), (8, 24), (32, 1 << 40))}, "bytes of memory are too few"),
+        ({"places": {str(i): (0, 8) for i in range(7)}}, "7 places; expected at most 6"),
+        ({"places": PLACES | {"narrow": (-8, 8)}}, "a place at"),
+        ({"places": PLACES | {"wide": (32, 1 << 40)}}, "bytes of memory are too few"),
         ({"memory": ones(6, 47)}, "bytes of memory are too few"),
         ({"call": Sequences(0)}, "6 rows of 0 sequences"),
         ({"call": Sequences(4)}, "6 rows of 4 sequences"),
@@ -135,6 +136,24 @@ def test_sequences_that_do_not_fit(core, call):
     run(core, [GOOD["attend"]], call=Sequences(2, slots=slots()))
     with pytest.raises(ValueError, match="fastattn: "):
         run(core, [GOOD["attend"]], call=call)
+
+
+def test_buffers_share_memory_when_they_are_not_needed_together(core):
+    norm = ("layer_norm", ones(8), ones(8), 1e-5)
+    steps = [
+        LinearStep(X, "a", weight(24, 8), None),
+        LinearStep("a", "b", weight(8, 24), None),
+        NormStep("b", OUT, *norm),
+        LinearStep(OUT, "c", weight(16, 8), None),
+        LinearStep("c", "d", weight(8, 16), None, residual="b"),
+        LinearStep("d", "a", weight(24, 8), None),  # what was there is not needed any more
+        LinearStep("a", OUT, weight(8, 24), None, residual="d"),
+    ]
+    program = build("test", steps)
+    assert program.columns == 8
+    assert program.places == {"a": (0, 24), "c": (0, 16), "b": (24, 8), "d": (32, 8)}
+    with pytest.raises(ValueError, match="steps read b before anything is there"):
+        build("test", steps[2:])
 
 
 LINEAR = LinearArgs(ones(3, 40), weight(50, 40), ones(50), None, ones(3, 50), ones(3, 50), 1)

@@ -33,7 +33,7 @@ def test_linformer(implementation, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nystrom(implementation, dtype):
     q, k, v = (normal(2, 3, 96, d, seed=d, dtype=dtype) for d in (16, 16, 9))
-    got = functional.nystrom_attention(q, k, v, n_landmarks=12, scale=0.5)
+    got = functional.nystrom_attention(q, k, v, num_landmarks=12, scale=0.5)
     assert got.dtype == q.dtype
     ref = nystrom(*doubles(q, k, v), 12, 6, 0.5)
     np.testing.assert_allclose(got.astype(np.float64), ref, atol=tolerance(dtype) * abs(ref).max())
@@ -41,14 +41,14 @@ def test_nystrom(implementation, dtype):
 
 def test_nystrom_of_other_lengths(implementation):
     q, k, v = normal(3, 101, 16), normal(3, 77, 16), normal(3, 77, 8)
-    assert np.isfinite(functional.nystrom_attention(q, k, v, n_landmarks=10)).all()
+    assert np.isfinite(functional.nystrom_attention(q, k, v, num_landmarks=10)).all()
     exact = fastattn.attention(q, k, v)
     for n in (77, 100):
-        np.testing.assert_array_equal(functional.nystrom_attention(q, k, v, n_landmarks=n), exact)
+        np.testing.assert_array_equal(functional.nystrom_attention(q, k, v, num_landmarks=n), exact)
     # Ten queries, and ten keys, each many times: the estimate is exact, where the inverse converges.
     q, k = (np.repeat(4 * np.eye(10), n, axis=0) for n in (7, 5))
     v = normal(50, 8, dtype="float64")
-    got = functional.nystrom_attention(q, k, v, n_landmarks=10, n_iterations=12, scale=1.0)
+    got = functional.nystrom_attention(q, k, v, num_landmarks=10, num_iterations=12, scale=1.0)
     np.testing.assert_allclose(got, fastattn.attention(q, k, v, scale=1.0), atol=1e-10)
 
 
@@ -58,7 +58,7 @@ def test_nystrom_of_other_lengths(implementation):
 def test_reformer(implementation, n, chunk, causal, rounds):
     qk, v, rotations = normal(2, 2, n, 12), normal(2, 2, n, 7), normal(2, rounds, 12, 3)
     got = functional.lsh_attention(
-        qk, v, n_buckets=6, chunk=chunk, n_rounds=rounds, rotations=rotations, causal=causal, scale=0.7
+        qk, v, num_buckets=6, chunk=chunk, num_rounds=rounds, rotations=rotations, causal=causal, scale=0.7
     )
     for b, h in np.ndindex(2, 2):
         ref = reformer(*doubles(qk[b, h], v[b, h], rotations[h]), chunk, causal, 0.7)
@@ -70,14 +70,14 @@ def test_reformer_finds_what_is_near():
     qk, v = normal(2, 50, 16), normal(2, 50, 7)
     k = qk / np.sqrt((qk * qk).mean(-1, keepdims=True) + np.float32(1e-6))
     others = fastattn.attention(qk, k, v, mask=~np.eye(50, dtype=bool))
-    np.testing.assert_allclose(functional.lsh_attention(qk, v, n_buckets=2, chunk=50), others, atol=1e-5)
-    first, again, other = (functional.lsh_attention(qk, v, n_buckets=8, chunk=8, seed=s) for s in (1, 1, 2))
+    np.testing.assert_allclose(functional.lsh_attention(qk, v, num_buckets=2, chunk=50), others, atol=1e-5)
+    first, again, other = (functional.lsh_attention(qk, v, num_buckets=8, chunk=8, rng=s) for s in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
     qk, v = qk.astype(np.float16), v.astype(np.float16)
-    half = functional.lsh_attention(qk, v, n_buckets=8, chunk=8, seed=1)
+    half = functional.lsh_attention(qk, v, num_buckets=8, chunk=8, rng=1)
     assert half.dtype == np.float16
-    none = functional.lsh_attention(qk[:, :0], v[:, :0], n_buckets=8)
+    none = functional.lsh_attention(qk[:, :0], v[:, :0], num_buckets=8)
     assert (none.shape, none.dtype) == ((2, 0, 7), np.float16)
 
 
@@ -86,7 +86,7 @@ def test_a_chunk_longer_than_the_sequence(implementation):
     qk, v = normal(2, 11, 16), normal(2, 11, 7)
     for rounds in (1, 3):
         got, ref = (
-            functional.lsh_attention(qk, v, n_buckets=4, chunk=chunk, n_rounds=rounds)
+            functional.lsh_attention(qk, v, num_buckets=4, chunk=chunk, num_rounds=rounds)
             for chunk in (10**13, 11)
         )
         np.testing.assert_array_equal(got, ref)
@@ -97,43 +97,45 @@ def test_what_is_not_finite_warns_of_nothing(bad, implementation):
     """As in the kernels; warnings are errors here."""
     x = normal(2, 200, 16)
     x[0, 7] = bad
-    functional.lsh_attention(x, x, n_buckets=4, chunk=16)
-    functional.nystrom_attention(x, x, x, n_landmarks=8)
+    functional.lsh_attention(x, x, num_buckets=4, chunk=16)
+    functional.nystrom_attention(x, x, x, num_landmarks=8)
     functional.linformer_attention(x, x, x, np.ones((5, 200)))
     half = np.clip(20000 * x, -6e4, 6e4).astype(np.float16)
     functional.linformer_attention(half, half, half, np.ones((5, 200)))
-    functional.nystrom_attention(half, half, half, n_landmarks=8)
+    functional.nystrom_attention(half, half, half, num_landmarks=8)
 
 
 def test_errors():
     q = np.ones((2, 50, 4), np.float32)
-    with pytest.raises(ValueError, match=r"linformer_attention\(\): e has shape \(5, 9\)"):
+    with pytest.raises(ValueError, match=r"linformer_attention\(\): key_projection has shape \(5, 9\)"):
         functional.linformer_attention(q, q, q, np.ones((5, 9)))
-    with pytest.raises(ValueError, match=r"linformer_attention\(\): f has shape \(3, 5, 50\)"):
+    with pytest.raises(ValueError, match=r"linformer_.*: value_projection has shape \(3, 5, 50\)"):
         functional.linformer_attention(q, q, q, np.ones((5, 50)), np.ones((3, 5, 50)))
     with pytest.raises(
-        ValueError, match=r"linformer_attention\(\): e has shape \(4, 2, 5, 50\); expected \(n, len_k\)"
+        ValueError,
+        match=r"linformer_attention\(\): key_projection has shape \(4, 2, 5, 50\); expected \(n, len_k\)",
     ):
         functional.linformer_attention(q, q, q, np.ones((4, 2, 5, 50)))
     with pytest.raises(
-        ValueError, match=r"linformer_attention\(\): f has shape \(4, 50\); expected .* e's n = 5"
+        ValueError,
+        match=r"linformer_attention\(\): value_projection has shape \(4, 50\); expected .* key_projection's n = 5",
     ):
         functional.linformer_attention(q, q, q, np.ones((5, 50)), np.ones((4, 50)))
     with pytest.raises(TypeError, match=r"linformer_attention\(\): scale is 'a'"):
         functional.linformer_attention(q, q, q, np.ones((5, 50)), scale="a")
     with pytest.raises(TypeError, match=r"linformer_attention\(\): out has dtype float64"):
         functional.linformer_attention(q, q, q, np.ones((5, 50)), out=np.ones((2, 50, 4)))
-    with pytest.raises(ValueError, match=r"nystrom_attention\(\): n_landmarks is 0"):
-        functional.nystrom_attention(q, q, q, n_landmarks=0)
+    with pytest.raises(ValueError, match=r"nystrom_attention\(\): num_landmarks is 0"):
+        functional.nystrom_attention(q, q, q, num_landmarks=0)
     with pytest.raises(ValueError, match=r"nystrom_attention\(\): q has 2 heads and k 1"):
         functional.nystrom_attention(q, q[:1], q[:1])
-    with pytest.raises(ValueError, match=r"lsh_attention\(\): n_buckets is 3; expected an even number"):
-        functional.lsh_attention(q, q, n_buckets=3)
+    with pytest.raises(ValueError, match=r"lsh_attention\(\): num_buckets is 3; expected an even number"):
+        functional.lsh_attention(q, q, num_buckets=3)
     with pytest.raises(ValueError, match=r"lsh_attention\(\): rotations has shape \(2,\)"):
-        functional.lsh_attention(q, q, n_buckets=2, rotations=np.ones(2))
+        functional.lsh_attention(q, q, num_buckets=2, rotations=np.ones(2))
     with pytest.raises(ValueError, match=r"lsh_attention\(\): qk has shape"):
-        functional.lsh_attention(q[None], np.stack([q, q]), n_buckets=2)
+        functional.lsh_attention(q[None], np.stack([q, q]), num_buckets=2)
     with pytest.raises(ValueError, match=r"lsh_attention\(\): qk has shape"):
-        functional.lsh_attention(q, q[:1], n_buckets=2)
+        functional.lsh_attention(q, q[:1], num_buckets=2)
     with pytest.raises(TypeError, match=r"lsh_attention\(\): v has dtype float64; expected qk's"):
-        functional.lsh_attention(q.astype(np.float32), q.astype(np.float64), n_buckets=2)
+        functional.lsh_attention(q.astype(np.float32), q.astype(np.float64), num_buckets=2)

@@ -117,7 +117,7 @@ def _options_calls():
         "sigmoid": v.sigmoid_attention,
         "sparsemax": v.sparsemax_attention,
         "entmax15": v.entmax15_attention,
-        "topk": lambda *x, **o: v.topk_attention(*x, k_keys=3, **o),
+        "topk": lambda *x, **o: v.top_k_attention(*x, top_k=3, **o),
         "additive": lambda *x, **o: v.additive_attention(*x, w, **o),
         "talking_heads": lambda *x, **o: v.talking_heads_attention(*x, mix, mix, **o),
         "shaw": lambda *x, **o: v.shaw_attention(*x, tables[0, :9], tables[1, :9], **o),

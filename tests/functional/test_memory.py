@@ -169,8 +169,8 @@ CACHE, W, U = normal(2, 6, 24), normal(4, 8, 16), normal(4, 12, 16)
         (lambda: functional.memory_attention(Q, K, V, K, V, gate=[1.0] * 3), ValueError, "gate has shape"),
         (
             lambda: functional.memory_attention(Q, K, V, K, V, gate=1, return_lse=True),
-            TypeError,
-            "return_lse is not an argument",
+            ValueError,
+            "return_lse is True; expected False with gate",
         ),
         (
             lambda: functional.dilated_window_attention(

@@ -279,7 +279,7 @@ def test_probabilities_below_2_to_that_power_are_0(dtype, bits, len_q, isa):
             outs = [
                 fastattn.attention(q + 1, k, v, scale=1.0),
                 functional.talking_heads_attention(q + 1, k, v, mix, mix, scale=1.0),
-                functional.topk_attention(q + 1, k, v, k_keys=2, scale=1.0),
+                functional.top_k_attention(q + 1, k, v, top_k=2, scale=1.0),
                 # tangents of 1, -1 and -1
                 functional.additive_attention(q, np.sign(k + 1) * 30, v, np.ones(1), scale=below / 2),
                 functional.sigmoid_attention(q, k, v, sigmoid_bias=-below),

@@ -135,9 +135,9 @@ def test_given_scores_of_one_head():
 
 def test_errors():
     q = np.ones((2, 5, 4), np.float32)
-    with pytest.raises(ValueError, match=r"additive_attention\(\): w has shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"additive_attention\(\): weight has shape \(3,\)"):
         additive_attention(q, q, q, np.ones(3))
-    with pytest.raises(TypeError, match=r"additive_attention\(\): w has dtype int64"):
+    with pytest.raises(TypeError, match=r"additive_attention\(\): weight has dtype int64"):
         additive_attention(q, q, q, np.ones(4, int))
     with pytest.raises(ValueError, match=r"location_attention\(\): logits has shape \(2, 5, 4\) and v"):
         location_attention(q, q)

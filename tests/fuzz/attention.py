@@ -107,10 +107,10 @@ def sparse(d):
     function = d.choose(
         functional.sparsemax_attention,
         functional.entmax15_attention,
-        functional.topk_attention,
+        functional.top_k_attention,
     )
-    top = function is functional.topk_attention
-    arguments = {**s.qkv(d), **({"k_keys": d.size()} if top else {}), **more}
+    top = function is functional.top_k_attention
+    arguments = {**s.qkv(d), **({"top_k": d.size()} if top else {}), **more}
     return Call(function, arguments, attended, tolerance=np.inf if top else 1.0)
 
 
@@ -127,7 +127,7 @@ def additive_attention(d):
     s = Scores.draw(d)
     more = options(d, s, "sinks", "row_ranges", "return_lse", "stats")
     w = d.floats(*d.choose((s.head_dim,), (s.heads_q, s.head_dim)))
-    return Call(functional.additive_attention, {**s.qkv(d), "w": w, **more}, attended)
+    return Call(functional.additive_attention, {**s.qkv(d), "weight": w, **more}, attended)
 
 
 @recipe
@@ -156,16 +156,18 @@ def neighborhood_attention(d):
 def linformer_attention(d):
     s, n = Scores.draw(d), d.size()
     e, f = (d.floats(*d.choose((n, s.len_k), (s.heads_kv, n, s.len_k))) for _ in range(2))
-    more = {**options(d, s, only=("scale", "out", "num_threads")), **d.some(0.5, f=lambda: f)}
+    more = {**options(d, s, only=("scale", "out", "num_threads")), **d.some(0.5, value_projection=lambda: f)}
     if s.one_head:
-        e, more = d.floats(n, s.len_k), {name: x for name, x in more.items() if name != "f"}
-    return Call(functional.linformer_attention, {**s.qkv(d), "e": e, **more}, attended, tolerance=np.inf)
+        e, more = d.floats(n, s.len_k), {name: x for name, x in more.items() if name != "value_projection"}
+    return Call(
+        functional.linformer_attention, {**s.qkv(d), "key_projection": e, **more}, attended, tolerance=np.inf
+    )
 
 
 @recipe
 def nystrom_attention(d):
     s = Scores.draw(d, grouped=False)
-    more = d.some(0.4, n_landmarks=d.size, n_iterations=lambda: d.size(0), scale=lambda: 0.3)
+    more = d.some(0.4, num_landmarks=d.size, num_iterations=lambda: d.size(0), scale=lambda: 0.3)
     return Call(functional.nystrom_attention, {**s.qkv(d), **more}, tolerance=np.inf)
 
 
@@ -173,14 +175,15 @@ def nystrom_attention(d):
 def lsh_attention(d):
     s = Scores.draw(d, grouped=False, equal=True)._replace(one_head=False)
     qk, v = d.floats(*s.shape[:-1], s.head_dim), d.floats(*s.shape[:-1], s.head_dim_v)
-    n_buckets, n_rounds = 2 * d.size(1, 4), d.size(1, 3)
+    num_buckets, num_rounds = 2 * d.size(1, 4), d.size(1, 3)
     more = d.some(
-        0.4, chunk=d.size, n_rounds=lambda: n_rounds, seed=lambda: 3, causal=lambda: True, scale=lambda: 0.3,
-        rotations=lambda: d.floats(s.heads_q, n_rounds, s.head_dim, n_buckets // 2)
+        0.4, chunk=d.size, num_rounds=lambda: num_rounds, rng=lambda: 3, causal=lambda: True,
+        scale=lambda: 0.3,
+        rotations=lambda: d.floats(s.heads_q, num_rounds, s.head_dim, num_buckets // 2)
     )  # fmt: skip
     if "rotations" in more:
-        more["n_rounds"] = n_rounds
-    arguments = {"qk": qk, "v": v, "n_buckets": n_buckets, **more}
+        more["num_rounds"] = num_rounds
+    arguments = {"qk": qk, "v": v, "num_buckets": num_buckets, **more}
     return Call(
         functional.lsh_attention,
         arguments,

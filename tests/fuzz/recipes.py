@@ -9,9 +9,9 @@ from judge import Case, Like
 
 FUNCTIONS = ("score_mod", "predicate", "progress")  # what these raise is theirs
 LOOPS = {
-    "n_iterations": 100,
-    "n_rounds": 20,
-    "n_features": 1000,
+    "num_iterations": 100,
+    "num_rounds": 20,
+    "num_features": 1000,
 }  # as many as the caller asks for: more would only take long
 
 

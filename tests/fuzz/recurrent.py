@@ -92,7 +92,7 @@ def feature_map(d):
     dim = d.size()
     x = d.floats(*d.batch(), d.length(), dim)
     phi = Favor(d.rng.standard_normal((d.size(), dim)))
-    seed = d.some(0.5, seed=lambda: d.choose(3, np.random.default_rng(3)))
+    seed = d.some(0.5, rng=lambda: d.choose(3, np.random.default_rng(3)))
     shift = d.some(0.5, shift=lambda: d.choose(0, 1.0, np.zeros((1, 1))))
     return d.choose(
         Call(feature_maps.elu, {"x": x}, same("x")),
@@ -100,5 +100,5 @@ def feature_map(d):
         Call(phi.queries, {"q": x}),
         Call(phi.keys, {"k": x, **shift}),
         Call(phi.shift, {"k": x}),
-        Call(feature_maps.favor, {"head_dim": d.size(), "n_features": d.size(), **seed}),
+        Call(feature_maps.favor, {"head_dim": d.size(), "num_features": d.size(), **seed}),
     )

@@ -188,7 +188,7 @@ def test_an_encoder_layer_is_seven_kernels(monkeypatch):
     ran = []
     run = dispatch.run
 
-    def noted(args, backend):
+    def noted(args, backend=None):
         ran.append(args.copies if args.kernel == "attention" else args.kernel)
         run(args, backend)
 

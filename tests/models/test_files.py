@@ -311,7 +311,7 @@ def test_models_are_there_without_an_import(python):
 import sys, fastattn
 assert "fastattn.models" not in sys.modules
 assert "models" in dir(fastattn)
-print(fastattn.models._load.__name__)
+print(fastattn.models.load.__name__)
 try:
     fastattn.nothing
 except AttributeError as error:

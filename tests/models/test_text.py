@@ -13,7 +13,7 @@ from tiny_models import CONFIGS
 from tiny_tokenizers import TEXTS, WORDS, write_byte_tokenizer, write_tokenizer
 
 from fastattn import models
-from fastattn.models import ModelError, bert
+from fastattn.models import ModelError
 from fastattn.models import _text as tokenizing
 from fastattn.models._pooling import Pooling
 
@@ -240,7 +240,7 @@ def test_threads_may_tokenize_at_once(encoder):
 def test_embed_reads_texts_as_it_needs_them(watched, monkeypatch):
     model, tokenizer = watched
     monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
-    monkeypatch.setattr(bert, "_WINDOW_TEXTS", 8)
+    monkeypatch.setattr(_bert, "_WINDOW_TEXTS", 8)
     texts = [f"{TEXTS[n % 5]} {TEXTS[n % 3]}" for n in range(100)]
     taken = []
     stream = model.embed_stream((taken.append(line) or line for line in texts), batch_size=4)
@@ -262,8 +262,8 @@ def test_windows_end_with_whole_batches(encoder, monkeypatch):
         (10**6, 20, 2, [4, 4, 4, 1]),
         (1, 1, 9, [9, 4]),
     ]:
-        monkeypatch.setattr(bert, "_WINDOW_TEXTS", texts)
-        monkeypatch.setattr(bert, "_WINDOW_TOKENS", tokens)
+        monkeypatch.setattr(_bert, "_WINDOW_TEXTS", texts)
+        monkeypatch.setattr(_bert, "_WINDOW_TOKENS", tokens)
         stream = model.embed_stream(["the cat on the mat"] * 13, batch_size=batch_size)
         assert [len(vectors) for vectors in stream] == sizes
 
@@ -273,7 +273,7 @@ def test_vectors_stay_in_order_across_windows(encoder, monkeypatch):
     model = models.load(encoder)
     texts = [TEXTS[n] for n in np.random.default_rng(0).integers(0, 5, 50)]
     expected = model.embed(texts, batch_size=1)
-    monkeypatch.setattr(bert, "_WINDOW_TEXTS", 7)
+    monkeypatch.setattr(_bert, "_WINDOW_TEXTS", 7)
     np.testing.assert_array_equal(model.embed(texts, batch_size=1), expected)
     np.testing.assert_array_equal(np.concatenate(list(model.embed_stream(texts, batch_size=1))), expected)
     np.testing.assert_allclose(model.embed(texts, batch_size=4), expected, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,6 @@
 """Variants of attention by the formulas of their papers, dense, in float64.
 
-`FORMULAS` has one for each call of `variant_problem.CALLS`. It draws the same arrays, in the same order.
+`FORMULAS` has one for each of `CALLS` in the bench of variants. It draws the same arrays, in the same order.
 """
 
 from itertools import pairwise
@@ -236,8 +236,8 @@ def _induced(x):
 
 
 def _reformer(x):
-    v, n_rounds = repeated(x.v, x.q), 2
-    rotations = np.random.default_rng(0).standard_normal((x.shape.heads_q, n_rounds, x.shape.head_dim, 32))
+    v, num_rounds = repeated(x.v, x.q), 2
+    rotations = np.random.default_rng(0).standard_normal((x.shape.heads_q, num_rounds, x.shape.head_dim, 32))
     out = np.empty((*x.q.shape[:-1], x.shape.dim_v))
     for b, h in np.ndindex(*x.q.shape[:2]):
         out[b, h] = reformer(x.q[b, h], v[b, h], rotations[h], 64, False, x.shape.head_dim**-0.5)

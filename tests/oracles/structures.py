@@ -33,7 +33,7 @@ def attends(mask, i, j):
         case masks.window(left=left, right=right):
             left, right = (np.inf if side is None else side for side in (left, right))
             return (i - left <= j) & (j <= i + right)
-        case masks.first_keys(n=n):  # prefix, lengths, sink_tokens
+        case masks.first_keys(n=n):
             return (j < np.asarray(n)[..., None, None, None]) & (i == i)
         case masks.chunked(size=size):
             return i // size == j // size

@@ -39,7 +39,7 @@ def test_nystromformer(landmarks):
     module.init_option = "exact"  # of each head; the other is the largest of the batch
     x = torch.randn(2, 96, 64)
     q, k, v = (split(linear(x), 4) for linear in (module.query, module.key, module.value))
-    got = functional.nystrom_attention(q, k, v, n_landmarks=landmarks)
+    got = functional.nystrom_attention(q, k, v, num_landmarks=landmarks)
     np.testing.assert_allclose(got, split(module(x)[0], 4), atol=2e-5 * abs(got).max())
 
 
@@ -58,7 +58,7 @@ def test_reformer(causal, rounds):
     torch.manual_seed(3)
     rotations = torch.randn(4, 16, rounds, 4).numpy().swapaxes(1, 2)
     got = functional.lsh_attention(
-        qk, v, n_buckets=8, chunk=16, n_rounds=rounds, rotations=rotations, causal=causal
+        qk, v, num_buckets=8, chunk=16, num_rounds=rounds, rotations=rotations, causal=causal
     )
     # What is alone in its chunk weighs rounds by lses of -1e5, which float32 rounds to 0.008.
     alone = 16 if causal else 0

@@ -26,7 +26,7 @@ def rowwise(args):
     cdef int lane
     memset(&r, 0, sizeof(r))
     r.kind = _ROWWISE[args.kind]
-    r.k_keys = args.k_keys
+    r.k_keys = args.top_k
     tables = _set_args(&r.attention, args.attention, True)
     lane = _lane_type(r.attention.q.dtype)
     if args.weight is not None:

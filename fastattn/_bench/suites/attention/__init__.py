@@ -1,4 +1,4 @@
-"""The suite "attention": attention."""
+"""The suite "attention": softmax and sigmoid attention, with masks and grouped heads."""
 
 from __future__ import annotations
 

@@ -13,16 +13,21 @@ from fastattn._bench.suites.attention.problem import SIGMOID, AttentionProblem
 from fastattn._bench.ways import Unsupported, Way, refuse_dense
 
 
-def refuse_variant(problem: AttentionProblem) -> None:
-    """Refuse structural masks, which most engines take as an array only: torch stands for them all."""
+def refuse_sigmoid(problem: AttentionProblem) -> None:
     if problem.variant == SIGMOID:
         raise Unsupported("has no sigmoid attention")
+
+
+def refuse_variant(problem: AttentionProblem) -> None:
+    """Refuse structural masks, which most engines take as an array only: torch stands for them all."""
+    refuse_sigmoid(problem)
     if problem.variant in STRUCTURES:
         raise Unsupported("is not given structural masks")
 
 
 def torch_sdpa(problem: AttentionProblem, threads: int) -> Way | dict[str, Way]:
     """torch.nn.functional.scaled_dot_product_attention on (B, H, L, D) tensors sharing the arrays' memory."""
+    refuse_sigmoid(problem)
     torch = runtimes.torch_inference(threads)
     sdpa = torch.nn.functional.scaled_dot_product_attention
 

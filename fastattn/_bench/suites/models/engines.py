@@ -22,7 +22,7 @@ def _own(problem: ModelProblem, backend: str) -> Way:
     """The model as a user loads it."""
     size = problem.weights * WEIGHT_BYTES[problem.dtype]
     if backend == "numpy" and size > FALLBACK_BYTES:
-        raise Unsupported("is measured on a smaller model, without --full")
+        raise Unsupported("would take the memory that the peers need")
     refuse_above_memory(size, "holds its weights")
     model: Any = models.load(problem.folder(), weights_dtype=problem.dtype)
     ids = problem.ids()

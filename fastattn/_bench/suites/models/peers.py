@@ -90,7 +90,7 @@ def _encoder_alone(problem: ModelProblem) -> Any:
     class Encoder(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.model = _transformers(problem, attn_implementation="eager")
+            self.model = _transformers(problem, attn_implementation="eager", dtype=torch.float32)
 
         def forward(self, ids: Any, mask: Any = None) -> Any:
             return self.model(input_ids=ids, attention_mask=mask).last_hidden_state

@@ -18,7 +18,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     SOFTMAX: fastattn.attention,
     "sparsemax": functional.sparsemax_attention,
     "entmax15": functional.entmax15_attention,
-    "top_k": functional.topk_attention,
+    "top_k": functional.top_k_attention,
     "talking_heads": functional.talking_heads_attention,
     "additive": functional.additive_attention,
 }
@@ -28,7 +28,7 @@ def _own(problem: NormaliserProblem, backend: str) -> Way:
     q, k, v = problem.arrays()
     options: dict[str, Any] = {"out": np.empty_like(q)}
     if problem.variant == "top_k":
-        options["k_keys"] = K_KEYS
+        options["top_k"] = K_KEYS
     function, matrices = FUNCTIONS[problem.variant], problem.matrices()
     return Way(lambda: function(q, k, v, *matrices, **options))
 

@@ -61,12 +61,13 @@ class NormaliserProblem(CallProblem):
         return rows.ravel(), out.reshape(-1, s.head_dim)
 
     @property
-    def unit(self) -> str:
-        return "flops"
-
-    @property
     def work(self) -> float:
-        """Operations of the two products and of mixing the heads; additive scores count as a product."""
+        """Operations of the two products and of mixing heads, or for one query row the bytes of k and v.
+
+        Additive scores count as a product.
+        """
+        if self.shape.decode:
+            return self.shape.kv_bytes(self.dtype)
         mixing = 4.0 * self.shape.heads_q * self.shape.scores if self.variant == "talking_heads" else 0.0
         return self.shape.flops + mixing
 

@@ -12,6 +12,6 @@ SUITE = Suite(
     plan,
     VariantProblem,
     DTYPES,
-    "variants of batch, heads, len_q, len_k, head_dim in the section's title",
+    "batch, heads, len_q, len_k, head_dim, and variants of attention below them",
     "about five minutes",
 )

@@ -110,7 +110,7 @@ def _nystrom(x: Inputs) -> Call:
 
 def _reformer(x: Inputs) -> Call:
     v = _each_head(x)[1]
-    return lambda: functional.lsh_attention(x.q, v, n_buckets=64, n_rounds=2)
+    return lambda: functional.lsh_attention(x.q, v, num_buckets=64, num_rounds=2)
 
 
 def _statistics(x: Inputs) -> Call:

@@ -1,0 +1,151 @@
+"""The keyword arguments of `attention`, and which of them each other function takes: said once, here.
+
+A function says ``**options: Unpack[...]`` of one of these dictionaries: type checkers read it, and at run
+time `require_options` refuses every other name. Defaults are those of `attention_args`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array
+    from fastattn.masks import Mask
+
+Backend = Literal["compiled", "numpy"]
+
+
+class ComputeOptions(TypedDict, total=False):
+    """How to compute."""
+
+    num_threads: int | None
+    backend: Backend | None
+
+
+class OutOption(TypedDict, total=False):
+    """Where the result goes."""
+
+    out: Array | None
+
+
+class PlaceOptions(TypedDict, total=False):
+    """Which keys a query attends."""
+
+    mask: ArrayLike | Mask | None
+    window: tuple[int | None, int | None] | None
+    kv_lengths: ArrayLike | None
+    q_offset: ArrayLike | None
+    row_ranges: tuple[ArrayLike, ArrayLike] | None
+
+
+class KeyOptions(PlaceOptions, total=False):
+    """And what is added to their scores."""
+
+    bias: ArrayLike | None
+
+
+class CausalOption(TypedDict, total=False):
+    """See `attention`, as for all that follow."""
+
+    causal: bool
+
+
+class ScaleOption(TypedDict, total=False):
+    """The factor of the products."""
+
+    scale: float | None
+
+
+class SoftcapOption(TypedDict, total=False):
+    """The bound of the scores."""
+
+    softcap: float | None
+
+
+class AlibiOption(TypedDict, total=False):
+    """The slopes of the distances."""
+
+    alibi_slopes: ArrayLike | None
+
+
+class SinksOption(TypedDict, total=False):
+    """What else enters the softmax's denominator."""
+
+    sinks: ArrayLike | None
+
+
+class ScoreOptions(KeyOptions, CausalOption, ScaleOption, SoftcapOption, AlibiOption):
+    """All that makes scores."""
+
+
+class WeightsOptions(ScoreOptions, SinksOption):
+    """All that makes probabilities."""
+
+
+class InnerOptions(WeightsOptions, ComputeOptions):
+    """Those of an attention inside of another function, which returns something else."""
+
+
+class AttentionOptions(InnerOptions, OutOption):
+    """All of `attention`, but for `return_lse` and `stats`, on which the type of its result depends."""
+
+
+class NoSoftmaxOptions(ScoreOptions, OutOption, ComputeOptions):
+    """Where there is no softmax, there are no sinks."""
+
+
+class CosineOptions(
+    KeyOptions, CausalOption, SoftcapOption, AlibiOption, SinksOption, OutOption, ComputeOptions
+):
+    """Those of `cosine_attention`, whose scale is its own."""
+
+
+class ForgettingOptions(KeyOptions, ScaleOption, SoftcapOption, AlibiOption, OutOption, ComputeOptions):
+    """Those of `forgetting_attention`, which is causal."""
+
+
+class ShawOptions(KeyOptions, CausalOption, ScaleOption, SinksOption, OutOption, ComputeOptions):
+    """Those of `shaw_attention`, which takes keys apart by their distance."""
+
+
+class RelativeOptions(ShawOptions, AlibiOption):
+    """Those of the relative positions that are a bias, to which a soft cap would not apply."""
+
+
+class StridedOptions(ScaleOption, SoftcapOption, SinksOption, OutOption, ComputeOptions):
+    """Those that know nothing of positions."""
+
+
+class LocationOptions(PlaceOptions, CausalOption, OutOption, ComputeOptions):
+    """Those of `location_attention`, whose scores are given."""
+
+
+class DeltaOptions(ScaleOption, OutOption, ComputeOptions, total=False):
+    """Of `linear_attention`, those of the named delta rules."""
+
+    state: Array | None
+    return_state: bool
+    out_state: Array | None
+
+
+class DecayOptions(ScaleOption, OutOption, ComputeOptions, total=False):
+    """Of `linear_attention`, those of the named rules that can be normalised: then states are pairs."""
+
+    normalize: bool
+    eps: float
+    state: Array | tuple[Array, Array] | None
+    return_state: bool
+    out_state: Array | tuple[Array, Array] | None
+
+
+def require_options(func: str, options: Mapping[str, Any], taken: type) -> None:
+    """Raise unless `taken`, one of the classes above, has all `options`."""
+    for name in options:
+        if name not in taken.__annotations__:
+            raise TypeError(
+                f"{func}(): {name} is not an argument; expected one of {', '.join(taken.__annotations__)}"
+            )

@@ -1,0 +1,100 @@
+"""The block that encoders and decoders consist of, layers and models alike, as steps of a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Program, X, build
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Activation, Array
+    from fastattn._engine.program import Step
+
+    Window = tuple[int, int] | None
+
+
+class Norm(NamedTuple):
+    """The parameters of a norm."""
+
+    kind: str  # "layer_norm" or "rms_norm"
+    weight: Array
+    bias: Array | None
+    eps: float
+
+
+class Projection(NamedTuple):
+    """The parameters of a linear map."""
+
+    weight: PackedLinear
+    bias: Array | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Attention to itself and a feed-forward, each with a norm and a residual.
+
+    With `norm_first`, ``y = x + attend(norm(x))`` and then ``y + feed_forward(norm(y))``. Without it, as in
+    the first paper, ``y = norm(x + attend(x))`` and then ``norm(y + feed_forward(y))``.
+    """
+
+    norm_first: bool
+    attention_norm: Norm
+    qkv: Projection  # to queries, keys and values, side by side
+    heads: int
+    heads_kv: int
+    head_dim: int
+    scale: float
+    attended: Projection  # what follows attention
+    inner_norm: Norm
+    inner: Projection  # a gated pair where the activation multiplies
+    activation: Activation
+    outer: Projection
+    head_norm: Norm | None = None  # of each query and key head: its weight is (heads + heads_kv, head_dim)
+    window: Window = None  # keys before and after a query that it attends; None: all
+
+    def steps(self, x: str, out: str, total: str = "total", layer: int = 0, ranges: int = 0) -> list[Step]:
+        """Steps from buffer `x` to `out`, which may be the same buffer.
+
+        Sums that wait for a norm go to `total`. `layer` and `ranges` are those of `AttendStep`.
+        """
+        steps: list[Step] = []
+        if self.norm_first:
+            steps.append(NormStep(x, "normed", *self.attention_norm))
+        steps.append(LinearStep("normed" if self.norm_first else x, "qkv", *self.qkv))
+        if self.head_norm is not None:
+            steps.append(NormStep("qkv", "qkv", *self.head_norm))
+        heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
+        steps.append(AttendStep("qkv", "context", *heads, layer, ranges))
+        if self.norm_first:
+            return [
+                *steps,
+                LinearStep("context", out, *self.attended, residual=x),
+                NormStep(out, "normed", *self.inner_norm),
+                LinearStep("normed", "inner", *self.inner, self.activation),
+                LinearStep("inner", out, *self.outer, residual=out),
+            ]
+        return [
+            *steps,
+            LinearStep("context", total, *self.attended, residual=x),
+            NormStep(total, out, *self.attention_norm),
+            LinearStep(out, "inner", *self.inner, self.activation),
+            LinearStep("inner", total, *self.outer, residual=out),
+            NormStep(total, out, *self.inner_norm),
+        ]
+
+
+def model_program(blocks: Sequence[Block], first: Norm | None = None) -> tuple[Program, tuple[Window, ...]]:
+    """A model's blocks one after another, behind the norm `first`; and their windows.
+
+    A call gives the ranges of each window, in this order. The program may overwrite its input.
+    """
+    windows = tuple(dict.fromkeys(block.window for block in blocks))
+    steps: list[Step] = [] if first is None else [NormStep(X, OUT, *first)]
+    for i, block in enumerate(blocks):
+        x, total = (X, "total") if not steps else (OUT, X)
+        steps += block.steps(x, OUT, total, i, windows.index(block.window))
+    return build("model", steps), windows

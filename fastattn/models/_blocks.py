@@ -1,0 +1,155 @@
+"""From the tensors of a file to the blocks of a model: a family says how the tensors are called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastattn._args.types import ACTIVATIONS as OURS
+from fastattn._args.types import Activation
+from fastattn.layers._block import Block, Norm, Projection
+from fastattn.models._weights import joined
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Shape
+    from fastattn.layers._block import Window
+    from fastattn.models._files import Tensors
+    from fastattn.models._weights import Precision
+
+# What config.json calls activations, and what `fastattn.ops` calls them.
+ACTIVATIONS: dict[str, Activation] = {
+    **{name: name for name in OURS},
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "swish": "silu",
+}
+
+
+class BlockNames(NamedTuple):
+    """What a family calls the tensors of one block, without ".weight" and ".bias"; see `Block`."""
+
+    prefix: str  # of block i: prefix.format(i)
+    attention_norm: str
+    qkv: tuple[str, ...]  # one map for all, or one each for queries, keys and values
+    attended: str
+    inner_norm: str
+    inner: str
+    outer: str
+    gate: str | None = None  # multiplies `inner`
+    head_norms: tuple[str, str] | None = None  # of query heads and of key heads
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """All linear maps."""
+        gate = () if self.gate is None else (self.gate,)
+        return (*self.qkv, self.attended, *gate, self.inner, self.outer)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReader:
+    """Sizes and options of a model's blocks; it knows their tensors' shapes and reads them."""
+
+    names: BlockNames
+    depth: int  # blocks
+    hidden: int
+    inner: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    norm_first: bool
+    norm: str  # "layer_norm", which has a bias, or "rms_norm"
+    eps: float
+    activation: Activation
+    biased: frozenset[str]  # the maps that have a bias
+    transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor of every block, by its name."""
+        names, q, kv = self.names, self.heads * self.head_dim, self.heads_kv * self.head_dim
+        rows = dict(zip(names.qkv, (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,), strict=True))
+        maps = {name: (size, self.hidden) for name, size in rows.items()}
+        maps[names.attended] = (self.hidden, q)
+        maps |= {name: (self.inner, self.hidden) for name in (names.gate, names.inner) if name is not None}
+        maps[names.outer] = (self.hidden, self.inner)
+        shapes: dict[str, Shape] = {}
+        for name, shape in maps.items():
+            shapes[f"{name}.weight"] = shape[::-1] if self.transposed else shape
+            if name in self.biased:
+                shapes[f"{name}.bias"] = shape[:1]
+        shapes |= {f"{name}.weight": (self.head_dim,) for name in names.head_norms or ()}
+        shapes |= self.norm_shapes(names.attention_norm) | self.norm_shapes(names.inner_norm)
+        prefixes = [names.prefix.format(i) for i in range(self.depth)]
+        return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
+
+    def norm_shapes(self, name: str) -> dict[str, Shape]:
+        """The tensors of the norm `name`, which may stand outside of the blocks."""
+        parts = ("weight", "bias") if self.norm == "layer_norm" else ("weight",)
+        return {f"{name}.{part}": (self.hidden,) for part in parts}
+
+    def read_norm(self, tensors: Tensors, precision: Precision, name: str) -> Norm:
+        """The norm `name`."""
+        weight, *bias = (precision.vector(tensors[part]) for part in self.norm_shapes(name))
+        return Norm(self.norm, weight, bias[0] if bias else None, self.eps)
+
+    def read(
+        self,
+        tensors: Tensors,
+        precision: Precision,
+        scales: Sequence[float] | None = None,
+        windows: Sequence[Window] | None = None,
+    ) -> list[Block]:
+        """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, and its window."""
+        scales = scales or [self.head_dim**-0.5] * self.depth
+        windows = windows or [None] * self.depth
+        return [
+            self._block(tensors, precision, self.names.prefix.format(i), scale, window)
+            for i, (scale, window) in enumerate(zip(scales, windows, strict=True))
+        ]
+
+    def _block(
+        self, tensors: Tensors, precision: Precision, prefix: str, scale: float, window: Window
+    ) -> Block:
+        names = self.names
+
+        def weight(*parts: str) -> Array:
+            whole = joined(*(tensors[f"{prefix}{part}.weight"] for part in parts))
+            return whole.T if self.transposed else whole
+
+        def bias(*parts: str) -> Array | None:
+            if parts[0] not in self.biased:
+                return None
+            return precision.vector(*(tensors[f"{prefix}{part}.bias"] for part in parts))
+
+        def linear(*parts: str) -> Projection:
+            return Projection(precision.pack(weight(*parts)), bias(*parts))
+
+        def gated(gate: str, up: str) -> Projection:
+            both = bias(gate, up)
+            packed: PackedLinear = precision.pack(weight(up), gate=weight(gate))
+            return Projection(packed, None if both is None else both.reshape(2, -1))
+
+        head_norm = None
+        if names.head_norms is not None:
+            q_norm, k_norm = (tensors[f"{prefix}{name}.weight"] for name in names.head_norms)
+            norms = precision.vector(*[q_norm] * self.heads, *[k_norm] * self.heads_kv)
+            head_norm = Norm("rms_norm", norms.reshape(-1, self.head_dim), None, self.eps)
+        return Block(
+            norm_first=self.norm_first,
+            attention_norm=self.read_norm(tensors, precision, prefix + names.attention_norm),
+            qkv=linear(*names.qkv),
+            heads=self.heads,
+            heads_kv=self.heads_kv,
+            head_dim=self.head_dim,
+            scale=scale,
+            attended=linear(names.attended),
+            inner_norm=self.read_norm(tensors, precision, prefix + names.inner_norm),
+            inner=linear(names.inner) if names.gate is None else gated(names.gate, names.inner),
+            activation=self.activation,
+            outer=linear(names.outer),
+            head_norm=head_norm,
+            window=window,
+        )

@@ -1,0 +1,53 @@
+/* Rows of V that are not finite. A probability of 0 does not shield them, since 0 times NaN or Inf is NaN. So where some
+ * query does not attend some key, a kernel takes them out (0 stands in their place) and adds them at the end to those rows
+ * that attend them.
+ *
+ * Requires  convert.inc.h, tile.inc.h.
+ * Literals  dtype: of V. nv: 1 or NV. fused: how a product is added.
+ * Exports   bad_rows, find_bad_rows, copy_good_rows, gather_values, add_bad_value. */
+typedef struct {
+    int64_t row[BLOCK_K], n;
+} bad_rows;
+
+/* Which of n rows of V are not finite. */
+INLINE void find_bad_rows(fa_dtype dtype, const char *v, int64_t v_row, int64_t n, int64_t width, bad_rows *bad)
+{
+    bad->n = 0;
+    for (int64_t j = 0; j < n; j++)
+        if (!row_finite(dtype, v + j * v_row, width)) bad->row[bad->n++] = j;
+}
+
+/* A copy of n rows of `bytes`, side by side, with 0 in place of the bad ones. */
+INLINE void copy_good_rows(const bad_rows *bad, const char *v, int64_t v_row, int64_t n, int64_t bytes, char *to)
+{
+    for (int64_t j = 0; j < n; j++) memcpy(to + j * bytes, v + j * v_row, bytes);
+    for (int64_t i = 0; i < bad->n; i++) memset(to + bad->row[i] * bytes, 0, bytes);
+}
+
+/* The same as lanes, for any n keys of the KV head that `rows` names. */
+INLINE void gather_values(const fa_attention_args *a, const row_block *rows, const int64_t *key, int64_t n, lane *to,
+                          bad_rows *bad)
+{
+    const int64_t bytes = a->head_dim_v * (int64_t)sizeof(lane);
+    for (int64_t j = 0; j < n; j++)
+        load_row(a->v.dtype, at(&a->v, rows->b, rows->h_kv, key[j], 0), a->head_dim_v, 1, to + j * a->head_dim_v);
+    find_bad_rows(LANE_DTYPE, (const char *)to, bytes, n, a->head_dim_v, bad);
+    for (int64_t i = 0; i < bad->n; i++) memset(to + bad->row[i] * a->head_dim_v, 0, bytes);
+}
+
+/* ot (head_dim_v, nv) += probs (nv) times a row of V that was taken out, in the lanes of the mask `attends`, or in all of
+ * them if that is NULL. Kernels round the sum once (`fused`), or the product and the sum. */
+INLINE void add_bad_value(const fa_attention_args *a, int nv, int fused, const char *v, const lane *probs,
+                          const lane *attends, lane *ot)
+{
+    for (int64_t d = 0; d < a->head_dim_v; d++, v += dtype_size(a->v.dtype)) {
+        const v_t value = v_splat(load_element(a->v.dtype, v));
+        for (int u = 0; u < nv; u++) {
+            lane *to = ot + d * BLOCK_Q + u * LANES;
+            const v_t prob = v_load(probs + u * LANES), old = v_load(to);
+            const vi_t takes = attends ? (vi_t)v_load(attends + u * LANES) : ~(vi_t){0};
+            v_store(to, fused ? v_select(takes, v_fma(prob, value, old), old)
+                              : old + v_select(takes, prob * value, v_splat(0)));
+        }
+    }
+}

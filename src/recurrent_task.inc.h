@@ -1,0 +1,93 @@
+/* Linear attention with a carried state: what its two kernels share.
+ *
+ * A state S is a matrix (head_dim, head_dim_v). Token t changes it, then reads it:
+ *
+ *     S_t = A_t S_{t-1} + k_t u_t^T,   out_t = S_t^T q_t
+ *     A_t = 1, a_t or diag(a_t)                        log_decay: none; scalar: one number a token; vector: a number for
+ *                                                      every dimension (`gated`)
+ *     u_t = v_t, or b_t (v_t - (A_t S_{t-1})^T k_t)    beta: none, or the delta rule
+ *
+ * The lanes are columns of S, which do not depend on one another. A task is one state, or some panels of its columns; the
+ * bits of a column do not depend on which.
+ *
+ * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_exp), linear.inc.h (PANEL).
+ * Exports   recurrent_task, query_group, recurrent_task_of, panel_width, query_at, out_at, value_at, state_at, load_norm, store_norm,
+ *           v_flush, decay_at. */
+
+/* Panels [first, first + panels) of the state of batch item b, head h. */
+typedef struct {
+    int64_t b, h, first, panels;
+    int64_t head_k, head_v; /* the heads of k and v that write to the state */
+    int64_t group;          /* how many heads of q read it */
+} recurrent_task;
+
+INLINE int64_t query_group(const fa_recurrent_args *a) { return a->heads_q > a->heads ? a->heads_q / a->heads : 1; }
+
+static recurrent_task recurrent_task_of(const fa_recurrent_args *a, const fa_recurrent_plan *plan, int64_t number)
+{
+    const int64_t panels = ceil_div(a->head_dim_v, PANEL), parts = ceil_div(panels, plan->panels);
+    const int64_t state = number / parts, h = state % a->heads, first = number % parts * plan->panels;
+    return (recurrent_task){
+        .b = state / a->heads,
+        .h = h,
+        .first = first,
+        .panels = smaller(panels - first, plan->panels),
+        .head_k = h / (a->heads / a->heads_k),
+        .head_v = h / (a->heads / a->heads_v),
+        .group = query_group(a),
+    };
+}
+
+/* Columns that panel `panel` of the task has: the state's last one may have fewer than PANEL. */
+INLINE int64_t panel_width(const fa_recurrent_args *a, const recurrent_task *task, int64_t panel)
+{
+    return smaller(a->head_dim_v - (task->first + panel) * PANEL, PANEL);
+}
+
+/* Token i of the g-th head of q that reads the state. Several states may share a head of q. */
+INLINE const char *query_at(const fa_recurrent_args *a, const recurrent_task *task, int64_t g, int64_t i)
+{
+    const int64_t h = a->heads_q > a->heads ? task->h * task->group + g : task->h / (a->heads / a->heads_q);
+    return at(&a->q, task->b, h, i, 0);
+}
+
+/* The task's columns of token i: of its result for that head of q, and of its value. */
+INLINE char *out_at(const fa_recurrent_args *a, const recurrent_task *task, int64_t g, int64_t i)
+{
+    return at(&a->out, task->b, task->h * task->group + g, i, 0) + task->first * PANEL * dtype_size(a->out.dtype);
+}
+
+INLINE const char *value_at(const fa_recurrent_args *a, const recurrent_task *task, int64_t i)
+{
+    return at(&a->v, task->b, task->head_v, i, 0) + task->first * PANEL * dtype_size(a->v.dtype);
+}
+
+/* The task's columns of the state before or after the call; NULL if it is not given. */
+INLINE char *state_at(const recurrent_task *task, const fa_array *state)
+{
+    return state->data ? at(state, task->b, task->h, 0, 0) + task->first * FA_PANEL_BYTES : NULL;
+}
+
+/* The sum of the keys to and from scratch. All tasks of a state compute it; the one of its first columns writes it. */
+static void load_norm(const fa_recurrent_args *a, const recurrent_task *task, lane *norm)
+{
+    memset(norm, 0, round_up(a->head_dim, LANES) * sizeof(lane));
+    if (a->norm.data) memcpy(norm, at(&a->norm, task->b, task->h, 0, 0), a->head_dim * sizeof(lane));
+}
+
+static void store_norm(const fa_recurrent_args *a, const recurrent_task *task, const lane *norm)
+{
+    if (a->norm_out.data && task->first == 0)
+        memcpy(at(&a->norm_out, task->b, task->h, 0, 0), norm, a->head_dim * sizeof(lane));
+}
+
+/* 0 for numbers below the normal range. Arithmetic on them takes a hundred times as long, and a state that decays would
+ * stay among them for ever. NaN stays NaN. */
+INLINE v_t v_flush(v_t x) { return v_select(v_abs(x) < v_splat(LANE_MIN), v_splat(0), x); }
+
+/* A token's decays of dimensions d, d + 1, ..., from its row of log_decay. A scalar decay is that of all of them. */
+INLINE v_t decay_at(const fa_recurrent_args *a, const char *log_decay, int64_t d)
+{
+    if (!a->gated) return v_exp(v_splat(*(const lane_u *)log_decay));
+    return v_exp(v_load_part(log_decay + d * (int64_t)sizeof(lane), a->head_dim - d));
+}
