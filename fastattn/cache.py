@@ -261,7 +261,7 @@ class DecoderCache:
     tokens: KVCache
     memory: Any = None  # the array that `keys_values` were computed from; None after `select`
     keys_values: tuple[Array, Array] | None = None  # (batch, heads_kv, len_memory, head_dim) each
-    key_padding_mask: Array | None = None  # of the memory, (batch, len_memory)
+    key_padding_mask: Array | None = None  # of the memory, (batch, len_memory); True hides, as in torch
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, KVCache):
