@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from fastattn._args import key_ranges
+from fastattn._args.results import require_result
 from fastattn._args.statistics import statistics_args
 from fastattn._args.types import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
 from fastattn._args.values import (
@@ -25,7 +26,6 @@ from fastattn._args.values import (
     operand,
     readable,
     require_broadcast,
-    require_result,
     short,
 )
 from fastattn._engine.settings import get_num_threads, require_backend, threads
