@@ -132,7 +132,7 @@ def test_the_glossary_names_what_there_is():
 
 
 def test_options_are_those_of_attention():
-    """One definition: the signature that users read has its names, and all defaults are those of the check."""
+    """One definition: users read its names, and all defaults are those of the check."""
     checked = inspect.signature(fastattn._args.attention.attention_args).parameters
     seen = inspect.signature(fastattn.attention).parameters
     options = set(fastattn._args.options.AttentionOptions.__annotations__)
@@ -152,7 +152,7 @@ def test_public_signatures_are_typed():
                 assert all(p.annotation.startswith("Unpack[") for p in options), name
 
 
-# How many files of the product, and definitions that tests compare with, a change takes at most.
+# How many files a change takes at most: of the product, and definitions that tests compare with.
 RECIPES = {
     "a mask": 6, "a score modifier": 10, "an activation": 3, "a dtype": 8, "an instruction set": 3, "a layer": 4,
     "an operation": 6, "a model family": 4, "a variant": 5, "a program step": 3,
