@@ -129,8 +129,8 @@ static void load_decays(const fa_recurrent_args *a, const recurrent_task *task, 
     }
 }
 
-/* carry * rows: what is asked of the state that was before the chunk. It stands in `to`, which may be `rows`; without
- * decays the rows are returned as they are. */
+/* Returns carry * rows, which are multiplied with the state that was before the chunk. They stand in `to`, which may be
+ * `rows`. Without decays it returns the rows themselves. */
 static const lane *carry_rows(const fa_recurrent_args *a, const chunk_scratch *scratch, const lane *rows, int64_t n,
                               lane *to)
 {
