@@ -179,8 +179,8 @@ static void vector_scores(const chunk_scratch *scratch, const lane *x, int64_t n
         }
 }
 
-/* scores (n, n) = factor_i (x k^T o between) for j < i + inclusive, else 0, whatever the product is there, NaN
- * included. `factor` may be NULL. */
+/* scores (n, n) = factor_i x_i k_j between (i, j) for j < i + inclusive. The others are 0, even where x_i k_j is NaN.
+ * `factor` may be NULL. */
 static void decayed_scores(const fa_recurrent_args *a, chunk_scratch *scratch, const lane *x, int64_t n,
                            const lane *factor, int inclusive, lane *scores)
 {
