@@ -19,11 +19,8 @@ static const struct {
 };
 
 int fa_isa_count(void) { return sizeof isas / sizeof isas[0]; }
-
 const char *fa_isa_name(int isa) { return isas[isa].name; }
-
 int fa_isa_available(int isa) { return isas[isa].available(); }
-
 const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane) { return lane == FA_F64 ? isas[isa].f64 : isas[isa].f32; }
 
 #define FA_ACTIVATION(constant, name, formula) [constant] = #name,
