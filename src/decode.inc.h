@@ -203,13 +203,13 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
                       key_run run, const dot_scratch *scratch, const partial *part)
 {
     const int64_t j0 = run.j0, n = run.n, width = a->head_dim_v, size = dtype_size(dtype);
-    const char *v = at(&a->v, rows->b, rows->h_kv, j0, 0);
+    const char *v = at_key(&a->v, rows, j0);
     block_kind kind = range_kind(rows, j0, n);
     if (adds(a, rows, run.mask)) kind |= BLOCK_ADDS | additive_rows(a, rows, j0, n, scratch->add);
     if (kind & BLOCK_EMPTY) return;
     const score_tile scores = {rows, NULL, j0, n, kind, scratch->s, scratch->add};
 
-    dot_product product = {.k = at(&a->k, rows->b, rows->h_kv, j0, 0), .k_row = a->k.row, .n = n, .q = scratch->q};
+    dot_product product = {.k = at_key(&a->k, rows, j0), .k_row = a->k.row, .n = n, .q = scratch->q};
     product.head_dim = a->head_dim, product.depth = scratch->depth, product.s = scratch->s;
     product.next = (fetch_ahead){a->stats.second_pass ? NULL : v, a->v.row, width * size};
 #define SCORES(nr) dot_scores(dtype, nr, &product, r)
@@ -238,7 +238,7 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
         for (int64_t j = 0; j < n && part->row_max[r] == -(lane)INFINITY; j++)
             if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in note_rows */
     }
-    const char *next = j0 + 2 * n <= a->len_k ? at(&a->k, rows->b, rows->h_kv, j0 + n, 0) : NULL;
+    const char *next = j0 + 2 * n <= a->len_k ? at_key(&a->k, rows, j0 + n) : NULL;
     dot_weighting values = {.v = bad.n ? (const char *)scratch->v : v, .v_row = bad.n ? width * size : a->v.row};
     values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
     values.acc = part->acc, values.acc_row = part->acc_row;
@@ -268,7 +268,7 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
     EACH_ROW(rows, r, id) {
         lane *q = scratch->q + r * scratch->depth;
         for (int64_t d = a->head_dim; d < scratch->depth; d++) q[d] = 0;
-        load_row(a->q.dtype, at(&a->q, rows->b, id.head, id.query, 0), a->head_dim, mods.q_factor, q);
+        load_row(a->q.dtype, at_row(&a->q, rows, id), a->head_dim, mods.q_factor, q);
         if (a->stats.second_pass) continue;
         part->row_max[r] = a->sigmoid ? 0 : -INFINITY;
         part->row_sum[r] = 0;
