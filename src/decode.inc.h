@@ -21,21 +21,18 @@ typedef struct {
     lane *s, *add;       /* (DOT_ROWS, BLOCK_K) */
     lane *v;             /* (BLOCK_K, head_dim_v): values without those that are not finite, in V's dtype */
     lane *base, *factor; /* (DOT_ROWS): the rows' norm, in the second pass */
-    int64_t *range;      /* (4, DOT_ROWS) */
-    range_list *lists;   /* (DOT_ROWS) */
     int64_t depth;
 } dot_scratch;
 
 /* Returns the bytes used. */
-static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch)
+static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch, row_block *rows)
 {
     scratch->depth = round_up(a->head_dim, LANES);
     CUT_LANES(from, DOT_ROWS * scratch->depth, &scratch->q);
     CUT_LANES(from, DOT_ROWS * BLOCK_K, &scratch->s, &scratch->add);
     CUT_LANES(from, BLOCK_K * a->head_dim_v, &scratch->v);
     CUT_LANES(from, DOT_ROWS, &scratch->base, &scratch->factor);
-    CUT(from, scratch->range, 4 * DOT_ROWS);
-    CUT(from, scratch->lists, DOT_ROWS);
+    cut_rows(from, DOT_ROWS, rows);
     return from->used;
 }
 
@@ -258,11 +255,6 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
                           int64_t key_end, const dot_scratch *scratch, const partial *part)
 {
     const modifiers mods = modifiers_of(a, 0);
-    rows->begin = scratch->range;
-    rows->end = scratch->range + DOT_ROWS;
-    rows->lists = scratch->lists;
-    rows->pair_begin = scratch->range + 2 * DOT_ROWS;
-    rows->pair_end = scratch->range + 3 * DOT_ROWS;
     ranges_begin(a, rows, key_begin, key_end);
     if (a->stats.second_pass) load_row_norm(a, rows, scratch->base, scratch->factor);
     EACH_ROW(rows, r, id) {

@@ -51,7 +51,6 @@ typedef struct {
 
 static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
 {
-    row_block *rows = &tile->rows;
     row_lanes *lanes = &tile->lanes;
     CUT(from, tile->qt, a->head_dim * BLOCK_Q);
     CUT(from, tile->ot, a->head_dim_v * BLOCK_Q);
@@ -62,11 +61,7 @@ static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
     CUT(from, tile->bias, BLOCK_Q);
     CUT(from, tile->top_score, a->stats.n_top * BLOCK_Q);
     CUT(from, tile->top_key, a->stats.n_top * BLOCK_Q);
-    CUT(from, rows->begin, BLOCK_Q);
-    CUT(from, rows->end, BLOCK_Q);
-    CUT(from, rows->lists, BLOCK_Q);
-    CUT(from, rows->pair_begin, BLOCK_Q);
-    CUT(from, rows->pair_end, BLOCK_Q);
+    cut_rows(from, BLOCK_Q, &tile->rows);
 }
 
 /* Returns the bytes used. */
@@ -142,10 +137,7 @@ INLINE void load_bias_square(const char *const *bias, int64_t first, int64_t wid
 {
     const vi_t hidden = (vi_t)v_splat(-INFINITY);
     v_t square[LANES];
-    UNROLL_FOR(int i = 0; i < LANES; i++) {
-        const char *row = bias[i] + first * (int64_t)sizeof(lane);
-        square[i] = width == LANES ? v_load(row) : v_load_n(row, width);
-    }
+    UNROLL_FOR(int i = 0; i < LANES; i++) square[i] = v_load_part(bias[i] + first * (int64_t)sizeof(lane), width);
     v_transpose(square);
     UNROLL_FOR(int i = 0; i < LANES; i++) {
         if (i >= width) break;

@@ -61,6 +61,16 @@ INLINE char *at_key(const fa_array *x, const row_block *rows, int64_t key)
     row_id id = first_row(rows);                                                                                       \
     for (int64_t r = 0; r < (rows)->n; r++, id = next_row(rows, id))
 
+/* Cuts what a block of up to n rows has for each row. */
+INLINE void cut_rows(arena *from, int64_t n, row_block *rows)
+{
+    CUT(from, rows->begin, n);
+    CUT(from, rows->end, n);
+    CUT(from, rows->lists, n);
+    CUT(from, rows->pair_begin, n);
+    CUT(from, rows->pair_end, n);
+}
+
 /* Whether every row has the same row of x. */
 INLINE int rows_share(const row_block *rows, const fa_array *x)
 {
