@@ -150,7 +150,7 @@ typedef struct {
     int interleaved;
 } fa_rope_args;
 
-/* Linear attention: out_t = scale S_t^T q_t with S_t = A_t S_{t-1} + k_t u_t^T, as recurrent_chunk.inc.h says. There
+/* Linear attention: out_t = scale S_t^T q_t with S_t = A_t S_{t-1} + k_t u_t^T, as recurrent_task.inc.h says. There
  * are `heads` states; heads_k and heads_v divide them; heads_q does, or is a multiple. Not causal, and then without
  * decay and beta: every q reads the last state, and lengths may differ. */
 typedef struct {
@@ -216,8 +216,8 @@ typedef struct {
 /* dispatch.c. The ISAs that were compiled in, best first, index 0 .. fa_isa_count() - 1. */
 int fa_isa_count(void);
 const char *fa_isa_name(int isa);
-int fa_isa_available(int isa);                            /* this CPU (and system) runs it */
-const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane); /* FA_F32 or FA_F64 lanes */
-const char *fa_activation_name(fa_activation activation); /* "" for FA_NONE */
+int fa_isa_available(int isa);                                  /* this CPU (and system) runs it */
+const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane);       /* FA_F32 or FA_F64 lanes */
+extern const char *const fa_activation_names[FA_N_ACTIVATIONS]; /* that of FA_NONE is NULL */
 
 #endif

@@ -42,6 +42,7 @@
 
 /* Linear attention. */
 #include "recurrent_task.inc.h"
+#include "recurrent_decay.inc.h"
 #include "recurrent_chunk.inc.h"
 #include "recurrent_step.inc.h"
 #include "recurrent.inc.h"

@@ -122,4 +122,4 @@ cdef extern from "fastattn.h" nogil:
     const char *fa_isa_name(int)
     int fa_isa_available(int)
     const fa_kernels *fa_isa_kernels(int, fa_dtype)
-    const char *fa_activation_name(fa_activation)
+    const char *fa_activation_names[]
