@@ -120,7 +120,7 @@ INLINE void dot_values(fa_dtype dtype, int nr, int nd, const dot_weighting *p, i
     const lane *probs = p->probs + r0 * BLOCK_K;
     v_t sum[4][DOT_CHUNK];
     UNROLL_FOR(int r = 0; r < nr; r++)
-        UNROLL_FOR(int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as tile_values adds */
+        UNROLL_FOR(int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as in tile_values */
     for (int64_t j = 0; j < p->n; j++, v += p->v_row) {
         if (fetch) prefetch_rows(p->next.data + j * p->next.row, p->next.row, 1, p->next.bytes);
         UNROLL_FOR(int c = 0; c < nd; c++) {
