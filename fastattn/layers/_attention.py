@@ -171,11 +171,6 @@ class MultiHeadAttention(AttentionParameters):
             In query's dtype. A query that may attend nothing gets out_proj's bias, where torch gives NaN.
         weights : ndarray, (B, L, S) or (B, num_heads, L, S)
             With `need_weights`. The keys of add_bias_kv and add_zero_attn come last.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument does not fit, or there are no parameters yet.
         """
         self._require_parts()
         if need_weights is not False:

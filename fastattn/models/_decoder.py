@@ -68,11 +68,6 @@ class Decoder(_model.Model):
         ndarray, (batch, length, vocab_size)
             In the model's dtype; one sequence (length,) is a batch of one. Where a token does not count, the
             result has no meaning.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument does not fit.
         """
         tokens, mask = self._tokens(ids, attention_mask, self.max_length)
         batch, length = tokens.shape
