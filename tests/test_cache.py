@@ -1,4 +1,4 @@
-"""The cache of keys and values by itself; layers/test_cache.py tests it with layers."""
+"""The cache of keys and values by itself. layers/test_cache.py tests it with layers."""
 
 import ml_dtypes
 import numpy as np
@@ -34,7 +34,7 @@ def test_appended_tokens_follow_each_other(capacity):
 
 
 def test_a_token_costs_amortised_constant_time():
-    """The memory moves as often as it doubles, and what is returned is a view of it."""
+    """The cache returns views of its memory, which moves only when it doubles."""
     cache = KVCache()
     places = []
     for _ in range(1000):
@@ -63,7 +63,7 @@ def test_attention_reads_it_in_place():
 
 
 def test_sequences_of_different_lengths():
-    """Prompts padded at their ends: what follows overwrites the padding, sequence by sequence."""
+    """Prompts are padded at their ends. In each sequence the next tokens overwrite the padding."""
     cache = KVCache()
     prompt, step, more = tokens(4), tokens(1), tokens(3)
     k, v, kv_lengths, q_offset = cache.append(*prompt, lengths=[4, 2])
@@ -134,7 +134,7 @@ def test_select_reorders_sequences():
 
 
 def test_select_forgets_the_longest():
-    """What is left is as long as the longest of what is left."""
+    """After a selection the cache is as long as the longest sequence that it kept."""
     cache = KVCache()
     k, v = tokens(4, batch=3)
     cache.append(k, v, lengths=[4, 2, 2])
@@ -164,7 +164,7 @@ def test_restored_on_error():
 
 
 def test_what_it_holds_cannot_be_set():
-    """Kernels are told where tokens go by these numbers."""
+    """Kernels take from these numbers where tokens go."""
     cache = KVCache()
     ends = cache.append(*tokens(2), lengths=[1, 2]).kv_lengths
     for name in ("length", "capacity", "lengths", "batch", "offset"):

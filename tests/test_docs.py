@@ -30,7 +30,7 @@ EXAMPLES = examples()
 
 
 def run(name):
-    """The names that the example defines; a traceback shows its lines in the page."""
+    """Run an example and return the names that it defines. A traceback shows the page's lines."""
     names = {"__name__": name}
     exec(compile(EXAMPLES[name], ROOT / name.split(":")[0], "exec"), names)
     return names
@@ -38,7 +38,7 @@ def run(name):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The folder that examples run in; docs/models.md finds tiny models there, by the names that it loads."""
+    """Examples run in this folder. The examples of docs/models.md find tiny models in it."""
     tiny.write(tmp_path / "all-MiniLM-L6-v2", "bert")
     write_tokenizer(tmp_path / "all-MiniLM-L6-v2")
     config = {**tiny.CONFIGS["qwen3"], "vocab_size": 256}
@@ -58,7 +58,7 @@ def test_every_page_with_examples_is_there():
 
 
 def test_steps_with_prompts_of_different_lengths_are_the_full_pass():
-    """The results of the last example of docs/layers.md, too: a whole Transformer with padding."""
+    """The last example of docs/layers.md: a whole Transformer with padding, and its results."""
     names = run([name for name in EXAMPLES if name.startswith("docs/layers.md")][-1])
     model, embed, lengths = names["model"], names["embed"], names["prompt_lengths"]
     for b, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Values that no argument takes: errors name function and argument, and none is another library's."""
+"""Values that no argument takes: our own errors, which name the function and the argument."""
 
 import re
 
@@ -31,7 +31,7 @@ NO_FLAGS = [np.ones((2, 2)), np.zeros(0), np.array([True]), ["x"], 1, 2**70, mas
 
 
 def message_of(call, value):
-    """What the error of the call says; None if there is none."""
+    """The message of the error that `call` raises, or None if it raises none."""
     try:
         call(value)
     except (TypeError, ValueError) as error:
@@ -40,7 +40,7 @@ def message_of(call, value):
 
 
 def raises(start, call, value):
-    """Whether the call fails; if so, with an error of one short line that begins with `start`."""
+    """Whether the call fails. An error must be one short line that begins with `start`."""
     message = message_of(call, value)
     if message is None:
         return False
@@ -169,7 +169,7 @@ def test_what_is_neither_true_nor_false(start):
 
 
 class Broken:
-    """An object whose array cannot be had."""
+    """An object that fails when NumPy asks it for its array."""
 
     def __array__(self, dtype=None, copy=None):
         raise KeyError("no such thing")
@@ -202,7 +202,7 @@ def test_options_of_layers():
 
 
 def test_sizes_of_numpy_are_integers():
-    """Sums and products of them do not wrap round."""
+    """Sums and products of large integers do not wrap round."""
     layer = layers.MultiHeadAttention(np.uint8(200), np.int8(4), rng=np.random.default_rng(0))
     assert layer.parameters()["in_proj_weight"].shape == (600, 200)
     wide = layers.FeedForward(np.uint8(16), np.uint8(20), rng=np.random.default_rng(0))

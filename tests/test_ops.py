@@ -9,6 +9,7 @@ from implementations import forced
 
 from fastattn import ops
 from fastattn._args.packed import WEIGHT_DTYPES
+from fastattn._args.types import ACTIVATIONS as NAMES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
@@ -39,7 +40,7 @@ def normal(rng, *shape, dtype=np.float32):
 
 
 def close(actual, expected, bound, dtype):
-    """Within `bound`, absolute, float64 (or an array of it), and one rounding to dtype; and not all zero."""
+    """`got` is off by at most `bound`, absolute, and one rounding to its dtype, and is not all zero."""
     assert actual.dtype == dtype
     assert actual.shape == expected.shape
     error = np.abs(actual.astype(np.float64) - expected)
@@ -86,7 +87,7 @@ def test_linear_with_narrow_weights(implementation, shape, dtype, weight_dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [None, *NAMES])
 def test_linear_epilogue(implementation, activation, gated, dtype):
     rng = np.random.default_rng(1)
     x, weight, gate = (
@@ -109,7 +110,7 @@ def test_linear_epilogue(implementation, activation, gated, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name])
+@pytest.mark.parametrize("activation", NAMES)
 def test_activate(implementation, activation, dtype):
     x = np.linspace(-9, 9, 1003).astype(dtype).reshape(17, 59)
     with np.errstate(under="ignore"):
@@ -188,7 +189,7 @@ def test_any_strides_and_leading_dimensions(implementation):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_rows_of_many_blocks(dtype, implementation):
-    """A row is computed a block at a time, so that Ctrl-C need not wait for its end."""
+    """Long rows are computed a block at a time, so that Ctrl-C need not wait for their end."""
     rng = np.random.default_rng(0)
     x, residual = rng.standard_normal((2, 2, 600_011)).astype(dtype)
     weight, bias = rng.standard_normal((2, 600_011)).astype("float64" if dtype == "float64" else "float32")
@@ -214,7 +215,7 @@ def test_weights_that_float32_cannot_hold():
 
 
 def unaligned(x):
-    """The same numbers, one byte off their natural places."""
+    """The same numbers in memory that begins one byte off alignment."""
     memory = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
     memory[...] = x
     return memory
@@ -259,7 +260,7 @@ def test_empty(implementation):
 
 @pytest.mark.parametrize("n", [65, 66, 68, 1001])  # rows that end between vectors and cache lines
 def test_threads_keep_their_rows_apart(implementation, n):
-    """Enough rows for a parallel region, of widths at which the threads' scratch has to be rounded up."""
+    """There are rows for several threads, whose scratch has to be rounded up at these widths."""
     rng = np.random.default_rng(n)
     x, up = normal(rng, 2**20 // n, n), normal(rng, 2**20 // n, n)
     whole = ops.activate(x, "silu", up=up, num_threads=1)
@@ -320,7 +321,7 @@ def test_embedding():
 
 @pytest.mark.parametrize("largest", [1, 63, 64, 100, 185, 190, 191, 300, 1000])
 def test_int8_of_denormal_rows(largest):
-    """Where the scale is a denormal number itself, what does not fit is cut off; no sign changes."""
+    """Where the scale is itself denormal, what does not fit is cut off, and no sign changes."""
     unit = float(np.finfo(np.float32).smallest_subnormal)
     weight = unit * np.array([[largest, -largest, largest // 2, 0]], np.float32)
     back = ops.pack(weight, dtype="int8").unpack()

@@ -1,4 +1,4 @@
-"""Calls of seconds to years: `python endless.py IMPLEMENTATION THREADS CALL`, for a test to interrupt.
+"""Calls that take seconds to years, for a test to interrupt: `python endless.py IMPLEMENTATION THREADS CALL`.
 
 Most arrays are one block, seen as very many by strides of 0.
 """
@@ -26,13 +26,13 @@ def attention():
 
 
 def keys():
-    """One task, if there is one thread: a few tiles of rows."""
+    """With one thread it is one task of a few tiles of rows."""
     q, k = repeated(1, 1, 256, 128), repeated(1, 1, 1 << 36, 128)
     return lambda: fastattn.attention(q, k, k)
 
 
 def decode():
-    """One task, if there is one thread."""
+    """With one thread it is one task."""
     q, k = repeated(1, 1, 8, 64), repeated(1, 1, 1 << 36, 64)
     return lambda: fastattn.attention(q, k, k)
 
@@ -43,13 +43,13 @@ def topk():
 
 
 def additive():
-    """One task."""
+    """It is one task."""
     q, k, weight = repeated(1, 1, 32, 1024), repeated(1, 1, 1 << 20, 1024), np.ones((1, 1024), np.float32)
     return lambda: functional.additive_attention(q, k, k[..., :1], weight)
 
 
 def talking():
-    """One task."""
+    """It is one task."""
     q, k, mix = repeated(1, 8, 32, 64), repeated(1, 8, 1 << 36, 64), np.ones((8, 8), np.float32)
     return lambda: functional.talking_heads_attention(q, k, k, pre=mix, post=mix)
 
@@ -60,13 +60,13 @@ def recurrent():
 
 
 def state():
-    """One task: a state cannot be cut."""
+    """It is one task, since a state cannot be cut."""
     q = repeated(1, 1, 1 << 26, 256)
     return lambda: functional.linear_attention(q, q, q[..., :1], rule="linear")
 
 
 def last_state():
-    """One task: queries that are not causal."""
+    """It is one task of queries that are not causal."""
     q, k = repeated(1, 1, 1 << 28, 256), repeated(1, 1, 1, 256)
     return lambda: functional.linear_attention(q, k, k[..., :1], rule="linear", causal=False)
 
@@ -77,7 +77,7 @@ def linear():
 
 
 def program():
-    """One step of a model."""
+    """It is one step of a model."""
     x, weight = repeated(1 << 24, 1 << 13), ops.pack(np.ones((64, 1 << 13), np.float32))
     steps = [LinearStep(X, OUT, weight, None)]
     return lambda: build("endless", steps).run(x, Sequences(1))
@@ -94,7 +94,7 @@ def pack():
 
 
 def tokenize():
-    """One text."""
+    """It is one text."""
     from tiny_tokenizers import write_tokenizer
 
     from fastattn.models._text import Text

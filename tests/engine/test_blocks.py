@@ -1,4 +1,4 @@
-"""Large arrays, a block at a time in NumPy: the bits of the whole, and no temporaries of its size."""
+"""NumPy handles large arrays a block at a time: with the same bits, and without temporaries of their size."""
 
 import tracemalloc
 
@@ -18,7 +18,7 @@ BLOCK = 50
 
 @pytest.fixture
 def small(monkeypatch):
-    """A function that makes all blocks small from now on."""
+    """A function that makes all later blocks small."""
 
     def make():
         monkeypatch.setattr(blocks, "BLOCK", BLOCK)
@@ -109,7 +109,7 @@ def test_the_bits_are_those_of_the_whole(results, small):
 
 
 def extra(call):
-    """Bytes of NumPy's, beyond what `call` returns, that there were at one time."""
+    """The most bytes that NumPy held at one time during `call`, beyond those of its result."""
     tracemalloc.start()
     try:
         result = call()

@@ -1,4 +1,4 @@
-"""What fastattn says of itself, show_config, explain, available_isas, and what the environment changes."""
+"""What show_config, explain and available_isas say, and how the environment changes it."""
 
 import re
 import subprocess
@@ -83,7 +83,7 @@ def test_explain(implementation):
 
 
 def test_explain_counts_tiles(implementation):
-    """skipped + full + edge is all, whatever masks; and what is masked is skipped."""
+    """For any mask skipped, full and edge tiles are all tiles, and what is masked is skipped."""
     mask = np.zeros((200, 500), bool)
     mask[:, :1] = True
     for arguments in (
@@ -111,7 +111,7 @@ def test_explain_counts_tiles(implementation):
 @pytest.mark.parametrize("heads_q", [1, 3, 5, 8, 40, 71])
 @pytest.mark.parametrize("by_head", [False, True])
 def test_explain_counts_every_tile(by_head, heads_q, implementation):
-    """Blocks of block_q rows, (query, head in group) pairs, also where they cut through a query's heads."""
+    """Blocks count (query, head in group) pairs, also where they cut through the heads of a query."""
     rng = np.random.default_rng(heads_q)
     q, k = np.zeros((1, heads_q, 33, 16), np.float32), np.zeros((1, 1, 300, 16), np.float32)
     begin = rng.integers(0, 200, (heads_q if by_head else 1, 33))
@@ -154,7 +154,7 @@ def test_explain_backend():
 
 @each_isa
 def test_short_queries_have_a_kernel_of_their_own(isa):
-    """The kernel follows from rows per KV head, and whether keys outnumber them, not from threads."""
+    """The rows of a KV head, and whether it has more keys, decide the kernel. Threads do not."""
 
     def plan(shape, **arguments):
         arrays = make_inputs(shape, "float32", np.random.default_rng(0))
@@ -245,7 +245,7 @@ NOT_COMPILED = "import sys; sys.modules['fastattn._engine.core._core'] = None\n"
 
 
 def test_the_fallback_warns_once(python):
-    """And points at the caller's line."""
+    """The warning points at the caller's line."""
     run = python(NOT_COMPILED + COMPUTE.format(""), **DEFAULT)
     assert run.stdout == "numpy ['FallbackWarning'] <string>\n", run.stderr
 
@@ -270,7 +270,7 @@ def test_what_asked_for_the_fallback_is_said(python):
 
 @pytest.mark.parametrize("name", ["FASTATTN_BACKEND", "FASTATTN_ISA", "FASTATTN_NUM_THREADS"])
 def test_a_wrong_environment_is_a_line_on_the_command_line(name):
-    """No traceback: whoever types `python -m fastattn info` did not write the code that it would show."""
+    """There is no traceback: who types `python -m fastattn info` did not write the code in it."""
     environment = child_environment(**{**DEFAULT, name: "wrong"})
     command = [sys.executable, "-m", "fastattn", "info"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -298,7 +298,7 @@ def test_the_fallback_that_was_asked_for_does_not_warn(python):
 
 
 def test_without_the_extension(python):
-    """Nothing but speed is missing: everything says why, and how to get it."""
+    """Only speed is missing, and everything says why it is and how to get it."""
     code = (
         NOT_COMPILED
         + """
@@ -335,7 +335,7 @@ print("good")
 
 
 def test_importing_is_light(python):
-    """NumPy is the only thing that comes with it."""
+    """An import brings in NumPy and no other package."""
     code = """
 import sys
 import numpy

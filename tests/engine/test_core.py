@@ -1,4 +1,4 @@
-"""The compiled layer by itself: no size that it is told leads C beyond an array."""
+"""The compiled layer by itself: no size that it is given leads C beyond an array."""
 
 import dataclasses
 
@@ -238,5 +238,5 @@ def test_attention_that_does_not_fit(core, changes):
 
 
 def test_one_list_of_activations(core):
-    """The names in C, in Python, and of the twins in NumPy."""
+    """C, Python and the twins in NumPy have the same names."""
     assert core.activations() == ACTIVATIONS == tuple(twins.ACTIVATIONS)

@@ -60,7 +60,7 @@ def test_long_sequences(implementation, variant):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_long_caches(implementation):
-    """A million keys in 16 bits, and none of them is widened in one piece."""
+    """A million keys in 16 bits are not widened in one piece."""
     assert extra_memory(implementation, 1, 1_000_000, "plain", 2) < 16e6
 
 

@@ -70,7 +70,7 @@ def test_an_error_in_one_thread_is_that_thread_s_own(implementation):
 
 
 def test_the_gil_is_released(implementation):
-    """Another thread sees a result that is half there: it ran while attention() was computing."""
+    """Another thread sees half of a result, so it ran while attention() was computing."""
     n = 64
     q = np.ones((n, 1, 512, 64), np.float32)
     out = np.empty(q.shape, np.float32)
@@ -166,7 +166,7 @@ SOON = 2.0  # seconds, of which 0.1 are what it takes, and the rest for a machin
     ],
 )
 def test_ctrl_c(implementation, num_threads, call):
-    """Every kind of call ends soon, in the middle of a task and of a step, and what follows is as before."""
+    """Ctrl-C ends every kind of call soon, within a task and within a step, and later calls work."""
     script = Path(__file__).with_name("endless.py")
     command = [sys.executable, "-W", "ignore", script, implementation, str(num_threads), call]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -267,7 +267,7 @@ def test_cgroup_quotas(tmp_path):
 
 
 def test_no_more_threads_than_are_of_use():
-    """OpenMP ends the process where the system refuses to create one: thousands are not asked for."""
+    """No call asks for thousands of threads: where the system refuses one, OpenMP ends the process."""
     q = np.ones((3, 4), np.float32)
     most = max(64, os.cpu_count() or 1)
     assert fastattn.explain(q, q, q, num_threads=64)["num_threads"] == 64

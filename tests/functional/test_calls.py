@@ -22,7 +22,7 @@ TOLERANCES = {"float32": 2e-5, "float64": 1e-13, "float16": 6e-3, "bfloat16": 5e
 
 
 def inputs(dtype, wanted):
-    """What a call is made of: numbers that `dtype` holds, as arrays of the type `wanted`."""
+    """The arrays of a call, whose numbers fit `dtype`, in the type `wanted`."""
     held, wanted = as_dtype(dtype), as_dtype(wanted)
     rng = np.random.default_rng(1)
 
@@ -83,7 +83,7 @@ def test_every_parameter_is_documented(module, name):
     "name", [name for name in CALLS if not name.startswith(("latent", "induced", "reformer"))]
 )
 def test_batch_dimensions_broadcast(name, implementation):
-    """One sequence of queries for all keys gives what as many copies of it give."""
+    """One sequence of queries for all keys gives the same as copies of it do."""
     q, k, v = make_inputs(SHAPE, "float32", np.random.default_rng(0))
 
     def call(q):
@@ -167,7 +167,7 @@ def test_what_is_hidden_does_not_reach_the_result(name, how, implementation):
 
 @pytest.mark.parametrize("name", [name for name in WITH_OPTIONS if name != "shaw"])
 def test_a_query_of_what_is_not_finite_is_its_own_row_s_matter(name, implementation):
-    """And warns of nothing, as in the kernels: warnings are errors here."""
+    """It does not warn either, as the kernels do not: here warnings are errors."""
     rng = np.random.default_rng(5)
     q, k, v = (rng.standard_normal((1, heads, n, 16), np.float32) for heads, n in ((4, 9), (2, 40), (2, 40)))
     expected = WITH_OPTIONS[name](q, k, v)

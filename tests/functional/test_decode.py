@@ -36,7 +36,7 @@ def test_groups_and_rows(group, len_q, dtype, implementation):
 @pytest.mark.parametrize("len_k", [511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049, 4097, 9000])
 @pytest.mark.parametrize("group", [1, 8, 32])
 def test_long_caches(group, len_k, implementation):
-    """Around every place where a long cache may be split."""
+    """Lengths around every place where a long cache may be split."""
     check_case(shape_of(group, len_k=len_k, batch=1), ("plain",), "float32")
 
 

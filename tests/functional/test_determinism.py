@@ -48,7 +48,7 @@ def test_threads(shape, variant, implementation):
                                                 *(("mask", dtype) for dtype in DTYPES)])  # fmt: skip
 @every_shape
 def test_threads_with_garbage_behind_masks(shape, variant, dtype, implementation):
-    """Tiles in which some rows attend a NaN take care of it wherever the work was cut."""
+    """Wherever work is cut, tiles in which some rows attend a NaN give the same bits."""
     q, k, v, arguments = call(shape, variant, dtype)
     v[:, :, 5::97, ::3] = np.nan
     v[:, :, 50::101, 1::3] = np.inf
@@ -98,7 +98,7 @@ def test_a_batch_of_one_is_a_row_of_the_batch(shape, variant, implementation):
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_shape
 def test_neighbours_do_not_matter(shape, dtype, implementation):
-    """Whatever the other sequences hold, and however long they are."""
+    """A sequence gives the same bits whatever the other sequences hold, and however long they are."""
     shape = shape._replace(batch=3)
     q, k, v, _ = call(shape, "plain", dtype)
     lengths = np.array([shape.len_k // 3, shape.len_k, 0])
@@ -112,7 +112,7 @@ def test_neighbours_do_not_matter(shape, dtype, implementation):
 @every_shape
 @each_isa
 def test_padding_does_not_matter(isa, shape):
-    """Keys beyond kv_lengths might as well not be there: blocks and splits begin at the same places."""
+    """Keys beyond kv_lengths do not matter: blocks and splits begin at the same places without them."""
     q, k, v, _ = call(shape, "plain")
     with forced(isa):
         for length in (1, 64, 333, 1000, 1699, 4096, 5000):
@@ -124,7 +124,7 @@ def test_padding_does_not_matter(isa, shape):
 @pytest.mark.parametrize(("heads_q", "heads_kv", "head_dim"), [(4, 4, 16), (4, 2, 40), (8, 1, 64)])
 @each_isa
 def test_a_padded_sequence_that_attends_itself(isa, heads_q, heads_kv, head_dim, dtype):
-    """Padding adds queries, too; however many there are, a short sequence's have the bits they have alone."""
+    """Padding adds queries, too. A short sequence's queries have the bits that they have alone."""
     rng = np.random.default_rng(0)
     with forced(isa):
         for length, own in [(2, 1), (5, 4), (8, 1), (8, 7), (9, 8), (12, 4), (40, 2), (40, 33), (70, 8)]:
@@ -139,7 +139,7 @@ def test_a_padded_sequence_that_attends_itself(isa, heads_q, heads_kv, head_dim,
 
 @each_isa
 def test_a_window_at_the_end_of_countless_keys(isa, python):
-    """What no row attends costs nothing, not even a look: all these keys are one row in memory."""
+    """Keys that no row attends are never read, and cost nothing. All these keys are one row in memory."""
     code = """
 import numpy as np, fastattn
 k = np.ones((1, 2, 1, 16), np.float32)
@@ -154,7 +154,7 @@ for num_threads in (1, 3):
 
 @every_shape
 def test_heads_and_rows_alone(shape, implementation):
-    """A head computed alone is the head computed with the others, with each group whole."""
+    """A group of heads computed alone has the bits that it has among the others."""
     q, k, v, _ = call(shape, "plain")
     out, lse = attention(q, k, v)
     group = shape.heads_q // shape.heads_kv

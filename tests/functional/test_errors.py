@@ -11,7 +11,7 @@ from fastattn import ops
 
 
 class Bad(NamedTuple):
-    """A call that must fail: its error, what the message says, and the arguments that are not good ones."""
+    """A call that must fail: the error, a pattern for its message, and the wrong arguments."""
 
     error: type
     message: str
@@ -27,14 +27,14 @@ def floats(*shape, dtype=np.float32):
 
 
 class Tensor:
-    """As one of torch in bfloat16."""
+    """An array whose conversion fails, as that of a torch tensor in bfloat16 does."""
 
     def __array__(self, dtype=None, copy=None):
         raise TypeError("Got unsupported ScalarType BFloat16")
 
 
 class Broken:
-    """Of a class that cannot say what number it is."""
+    """An integer by its class, which fails when it is asked for its value."""
 
     def __array__(self, dtype=None, copy=None):
         raise RuntimeError("nothing there")

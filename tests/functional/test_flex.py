@@ -1,4 +1,4 @@
-"""flex_attention: a function of the scores, against the definition with the same as a bias."""
+"""flex_attention with a function of the scores, against the definition with an equal bias."""
 
 import numpy as np
 import pytest

@@ -25,7 +25,7 @@ def inputs(dtype="float32", shape=SHAPE):
 
 
 def strided(array):
-    """The same numbers, every other element of a larger array, axis by axis."""
+    """The same numbers as every other element of a larger array, along each axis."""
     memory = np.full([2 * n for n in array.shape], 99, array.dtype)
     view = memory[tuple(slice(None, None, 2) for _ in array.shape)]
     view[...] = array
@@ -150,7 +150,7 @@ def test_batches_that_broadcast(implementation):
 
 
 def test_what_is_not_copied():
-    """A (B, L, H, D) array transposed is read in place; what is copied is said."""
+    """A transposed (B, L, H, D) array is read in place. explain says what is copied."""
     q, k, v = make_inputs(SHAPE, "float32", np.random.default_rng(0), layout="blhd")
     assert fastattn.explain(q, k, v)["copies"] == ()
     for layout, reason in [(strided, "not contiguous"), (unaligned, "not aligned"), (foreign, "byte order")]:
@@ -179,7 +179,7 @@ def test_anything_that_becomes_an_array(implementation):
 
 
 def outs(like):
-    """Arrays that a result like `like` may be written to, and for each the memory that it lies in."""
+    """Arrays that may take a result like `like`, each with the memory that it is a view of."""
     batch, heads, length, dim = like.shape
     yield (memory := np.full(like.shape, 7, like.dtype)), memory
     memory = np.full((batch, heads, length + 2, dim + 6), 7, like.dtype)
@@ -212,7 +212,7 @@ def test_out_of_two_dimensions(implementation):
 
 
 def test_out_beside_q_in_one_memory(implementation):
-    """Interleaved with an input, but nowhere the same: allowed."""
+    """A result may lie between the elements of an input if no byte is shared."""
     memory = np.zeros((2, 4, 21, 48), np.float32)
     q, k, v = inputs()
     memory[..., :24] = q
@@ -258,7 +258,7 @@ def test_mixed_dtypes(dtype, kv_dtype, implementation):
 @every_dtype
 @pytest.mark.parametrize("q_dtype", ["float32", "float64"])
 def test_values_of_heads_may_have_any_dtype(q_dtype, dtype, implementation):
-    """They are few: converted, they count as the same numbers in q's dtype would."""
+    """Values of heads in other dtypes act as the same numbers in q's dtype would."""
     q, k, v = inputs(q_dtype)
     values = np.array([0.25, 0.5, 1, -2])
     for name in ("alibi_slopes", "sinks"):
@@ -293,7 +293,7 @@ def test_integers_do_where_numbers_are_converted_anyway(name, implementation):
 
 
 class Tensor:
-    """What other libraries' arrays look like: the memory is shared through a protocol."""
+    """Arrays of other libraries share their memory through a protocol."""
 
     def __init__(self, array):
         self.array = array
@@ -332,7 +332,7 @@ def test_out_shares_memory_through_a_protocol(wrap, implementation):
 
 
 def test_out_of_operations():
-    """Its type is that of the array that decides, and its rows lie at one distance."""
+    """The result has the type of the array that decides it, and its rows lie at one distance."""
     x = np.ones((2, 3, 4), np.float32)
     with pytest.raises(TypeError, match=r"softmax.*out has dtype float64; expected x's, float32"):
         ops.softmax(x, out=np.empty((2, 3, 4)))

@@ -32,7 +32,7 @@ def inputs(shape, dtype="float32", seed=0):
 
 
 def ways_to_hide(hidden, shape):
-    """Every way to say that nobody attends the keys `hidden`, a suffix of the keys."""
+    """Every way to say that no query attends `hidden`, the last keys."""
     visible = int(np.flatnonzero(hidden)[0])
     last = {"q_offset": visible - shape.len_q}  # the last query stands at the last visible key
     return {
@@ -71,7 +71,7 @@ def test_garbage_between_attended_keys_never_shows(shape, hidden_share, dtype, i
 @pytest.mark.parametrize("with_mask", [False, True], ids=["bias", "bias_and_mask"])
 @every_case
 def test_garbage_in_tiles_that_a_bias_hides_never_shows(shape, with_mask, dtype, implementation):
-    """Tiles of -inf alone are skipped, those beside them are not; a mask may hide what the bias leaves."""
+    """Tiles of nothing but -inf are skipped, others are not. A mask may hide what the bias leaves."""
     q, k, v = inputs(shape, dtype)
     hidden = np.random.default_rng(0).random(-(-shape.len_k // 16)).repeat(16)[: shape.len_k] < 0.5
     hidden[64:320] = True
@@ -103,7 +103,7 @@ def test_garbage_beyond_the_causal_edge_shows_to_later_rows_only(garbage, dtype,
 
 @every_case
 def test_garbage_for_some_rows_only(shape, dtype, implementation):
-    """Lanes of one tile attend different keys: whoever does not attend a NaN does not see it."""
+    """Lanes of one tile attend different keys: a row that does not attend a NaN does not see it."""
     q, k, v = inputs(shape._replace(len_q=max(shape.len_q, 2)), dtype)
     mask = np.random.default_rng(5).random((*q.shape[:-1], shape.len_k)) < 0.8
     bad = [3, 64, 130]
@@ -201,7 +201,7 @@ def test_rows_of_which_some_attend_nothing(shape, dtype, implementation):
 @pytest.mark.parametrize("bias_dtype", ["float32", "q's"])
 @every_case
 def test_the_smallest_finite_bias_is_not_a_mask(shape, dtype, bias_dtype, implementation):
-    """As Hugging Face pads: finfo.min is added. A row of nothing else is what the plain computation gives."""
+    """Hugging Face pads by adding finfo.min. A row of nothing else equals the plain computation."""
     q, k, v = inputs(shape._replace(len_q=3), dtype)
     bias_dtype = np.dtype(np.float32) if bias_dtype == "float32" else q.dtype
     bias = np.zeros((3, shape.len_k), bias_dtype)
@@ -217,7 +217,7 @@ def test_the_smallest_finite_bias_is_not_a_mask(shape, dtype, bias_dtype, implem
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @every_shape
 def test_a_finite_bias_never_becomes_a_mask(shape, dtype, implementation):
-    """Not even where its sum with a score, and so lse, is beyond the largest number: the result is a mean."""
+    """The smallest finite bias masks nothing, even if its sum with a score overflows: a mean comes out."""
     q, k, v = inputs(shape, dtype)
     bias_dtype = np.float64 if dtype == "float64" else np.float32
     q[...], k[...] = 1, -(float(np.finfo(bias_dtype).max) / 1e3 / shape.head_dim)
@@ -302,7 +302,7 @@ def test_an_attended_infinity(dtype, implementation):
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 @every_case
 def test_a_score_of_minus_infinity_is_no_mask(shape, dtype, masked, implementation):
-    """It is a probability of 0, which does not shield a NaN in V that is attended."""
+    """A score of -inf is a probability of 0, which does not shield an attended NaN in V."""
     q, k, v = inputs(shape._replace(len_q=3), dtype)
     q[..., 0], k[..., 0] = 1, 0
     k[:, :, 7, 0] = k[:, :, 21, 0] = -np.inf
@@ -316,7 +316,7 @@ def test_a_score_of_minus_infinity_is_no_mask(shape, dtype, masked, implementati
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 @every_case
 def test_scores_of_nothing_but_minus_infinity(shape, dtype, masked, implementation):
-    """Such a row attends, so it is NaN by the softmax's definition, not 0."""
+    """A row whose scores are all -inf attends keys, so it is NaN by the definition of softmax."""
     q, k, v = inputs(shape._replace(len_q=3), dtype)
     q[..., 0], k[..., 0] = 1, 0
     k[:, 0, :, 0] = -np.inf
@@ -331,7 +331,7 @@ def test_scores_of_nothing_but_minus_infinity(shape, dtype, masked, implementati
 @pytest.mark.parametrize(("shape", "dtype"), [*CASES, (DECODE._replace(len_k=4500, len_q=40), "float32")],
                          ids=lambda x: getattr(x, "name", x))  # fmt: skip
 def test_rows_without_keys_beside_rows_without_finite_scores(shape, dtype, way, with_sinks, implementation):
-    """0 for those, NaN for these, wherever among blocks, splits and parts their only key lies."""
+    """Rows without keys give 0, and rows whose scores are all -inf NaN, wherever their only key lies."""
     shape = shape._replace(len_q=max(shape.len_q, 8))
     q, k, v = inputs(shape, dtype)
     q[..., 0], k[..., 0] = 1, 0

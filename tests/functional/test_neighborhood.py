@@ -24,7 +24,7 @@ CASES = [
 
 
 def inputs(grid, dtype, rng, batch=(2,), heads=(4, 2), dims=(12, 9)):
-    """q, k, v on the grid, k and v as views with the heads last."""
+    """q, k and v on the grid. k and v are views of arrays with the heads last."""
     q = rng.standard_normal((*batch, heads[0], *grid, dims[0])).astype(as_dtype(dtype))
     k, v = (rng.standard_normal((*batch, *grid, heads[1], dim)).astype(as_dtype(dtype)) for dim in dims)
     return q, np.moveaxis(k, -2, len(batch)), np.moveaxis(v, -2, len(batch))

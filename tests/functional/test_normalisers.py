@@ -59,7 +59,7 @@ def test_sizes(implementation, kind, size, dtype):
 @pytest.mark.parametrize("spread", [0, 1e-3, 1, 30, 1e4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_uniform_to_one(implementation, kind, spread):
-    """All keys in the support, and one of them; thousands of them."""
+    """The support is all of thousands of keys, one of them, or in between."""
     for dtype in ("float32", "float64"):
         q, k, v, _ = inputs(dtype, len_q=9, len_k=3000, batch=1, heads=(1, 1), spread=spread, seed=2)
         hold(kind, q, k, v)
@@ -84,7 +84,7 @@ def test_how_many(implementation, top_k):
 
 @pytest.mark.parametrize("top_k", [1, 3, 10, 70])
 def test_of_equal_scores_the_first(implementation, top_k):
-    """Exactly k of them: integers, of which many are equal, the sign of zero included."""
+    """Exactly k keys count where many scores are equal integers, zeros of both signs among them."""
     rng = np.random.default_rng(4)
     q, k = (rng.integers(-1, 2, (2, n, 2)).astype(np.float32) for n in (40, 130))
     q = np.where(q == 0, np.float32(-0.0), q)
@@ -120,7 +120,7 @@ def test_nothing_to_attend(implementation, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_hidden_never_shows(implementation, kind):
-    """Neither masked keys and values, nor the values of keys whose probability is 0."""
+    """Garbage never shows, in masked keys and values and in values whose probability is 0."""
     rng = np.random.default_rng(5)
     q, k, v, _ = inputs("float32")
     mask = rng.random((37, 150)) < 0.7
@@ -152,7 +152,7 @@ def test_nan_stays_in_its_rows(implementation, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits(implementation, kind):
-    """For any number of threads and batch neighbours."""
+    """Bits do not depend on the number of threads or on the rest of the batch."""
     q, k, v, _ = inputs("float32", len_q=150, heads=(6, 3))
     ref = run(kind, q, k, v, causal=True, num_threads=1)
     for threads in (2, 5):

@@ -33,7 +33,7 @@ def inputs(shape, dtype):
 
 
 def with_scores(scores, shape, dtype):
-    """q, k, v of which key j has the score scores[j] with every query, exactly, where scale is 1."""
+    """q, k, v: with a scale of 1 every query has exactly the score scores[j] with key j."""
     q, k, v = inputs(shape, dtype)
     q[...] = k[...] = 0
     q[..., 0] = 1
@@ -45,7 +45,7 @@ def with_scores(scores, shape, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @every_shape
 def test_logits_of_ten_thousand(shape, dtype, implementation):
-    """Keys so near each other that they compete in spite of it: rounding shows in every row."""
+    """Keys are so near each other that they compete all the same: rounding shows in every row."""
     q, k, v = inputs(shape._replace(batch=3), dtype)
     k[...] = k[..., :1, :] + k * k.dtype.type(3e-4)
     scale = 1e4 / float(abs(q[:, :: shape.heads_q // shape.heads_kv] @ k.swapaxes(-1, -2)).max())
@@ -120,7 +120,7 @@ LONG = [
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", LONG, ids=lambda shape: f"{shape.name}-{shape.len_k}")
 def test_values_of_one_sign(shape, dtype, implementation):
-    """Sums over the keys grow with them, and so would rounding at each; with a mean of 0 neither shows."""
+    """Sums over keys grow with their number, and so would rounding. A mean of 0 would hide both."""
     for seed, low in enumerate((0, 0.9, -1)):
         q, k, v = spread_inputs(shape, dtype, np.random.default_rng(seed))
         v[...] = np.random.default_rng(seed).uniform(low, low + 1, v.shape)
@@ -130,7 +130,7 @@ def test_values_of_one_sign(shape, dtype, implementation):
 
 @pytest.mark.parametrize("len_q", [1, 16, 33])
 def test_the_mean_of_a_million_values(len_q, implementation):
-    """In one accumulator, where 1 is less than a unit in the last place, a sum of ones ends at 2^24."""
+    """In one float32 accumulator a sum of ones would stop at 2^24."""
     n = 2**20 + 5
     q, k, v = (np.zeros((rows, 1), np.float32) for rows in (len_q, n, n))
     v[:, 0] = np.random.default_rng(0).random(n)
@@ -141,7 +141,7 @@ def test_the_mean_of_a_million_values(len_q, implementation):
 
 @pytest.mark.parametrize("len_k", [4095, 4097, 9000])
 def test_many_keys_in_parts(len_k, implementation):
-    """Ranges begin and end in different parts of the keys, some values are infinite, the maximum moves."""
+    """Ranges begin and end in different parts of the keys, values are infinite, and the maximum moves."""
     shape = Shape("", batch=1, heads_q=2, heads_kv=1, len_q=70, len_k=len_k, head_dim=8)
     rng = np.random.default_rng(len_k)
     q, k, v = spread_inputs(shape, "float32", rng)
@@ -226,7 +226,7 @@ def test_denormal_queries_and_keys(shape, dtype, implementation):
 
 
 def test_denormals_of_the_caller_survive(implementation):
-    """-ffast-math would flush them to zero in the whole process."""
+    """Denormals survive: -ffast-math would flush them to zero in the whole process."""
     tiny = np.full(1000, 1e-40, np.float32)
     fastattn.attention(*(np.ones((4, 200, 64), np.float32) for _ in range(3)))
     assert (tiny * np.float32(0.5) != 0).all()
@@ -270,7 +270,7 @@ def test_softcap_of_any_size(implementation):
 @pytest.mark.parametrize("len_q", [1, 40])
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 100), ("float64", 996)])
 def test_probabilities_below_2_to_that_power_are_0(dtype, bits, len_q, isa):
-    """In every kernel: products of less with values would be denormal, for which x86 is very slow."""
+    """Every kernel drops tiny probabilities: their products would be denormal, and x86 is slow with those."""
     q, k, v = np.zeros((1, 2, len_q, 1), dtype), np.zeros((1, 2, 3, 1), dtype), np.zeros((1, 2, 3, 1), dtype)
     v[:, :, 1], mix = 1, np.eye(2)
     for below, is_0 in ((bits * np.log(2) - 0.1, False), (bits * np.log(2) + 0.1, True)):
@@ -288,6 +288,6 @@ def test_probabilities_below_2_to_that_power_are_0(dtype, bits, len_q, isa):
 
 
 def test_dtypes_are_rounded_once():
-    """The 16-bit types of this suite are what they are taken for."""
+    """The 16-bit types have the precision that the bounds assume."""
     assert as_dtype("bfloat16").itemsize == as_dtype("float16").itemsize == 2
     assert ml_dtypes.finfo(as_dtype("bfloat16")).eps == 2**-7

@@ -64,7 +64,7 @@ def test_splitting_keys_and_merging_gives_the_whole(call, cuts, implementation):
 
 
 def part_of(arguments, begin, end, len_q, len_k):
-    """The arguments for the keys from `begin` to `end` alone: what is said of keys moves by `begin`."""
+    """The arguments for the keys from `begin` to `end` alone: what counts keys moves by `begin`."""
     lengths = arguments.get("kv_lengths", len_k)
     part = {**arguments, "q_offset": arguments.get("q_offset", lengths - len_q) - begin}
     for name in {"mask", "bias"} & arguments.keys():

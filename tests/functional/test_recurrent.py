@@ -43,7 +43,7 @@ def recurrence(q, k, v, rule, log_decay=None, beta=None, scale=1.0, normalize=Fa
 
 
 def problem(rule, heads, n, head_dim, head_dim_v, dtype=np.float32, seed=0, strong=False):
-    """q, k, v and what the rule needs besides; keys of length 1 where the delta rule must stay stable."""
+    """q, k, v and what else the rule needs. Keys have length 1 where the delta rule needs it to be stable."""
     rng = np.random.default_rng(seed)
     heads_q, heads_k, heads_v = heads if isinstance(heads, tuple) else (heads,) * 3
     states = max(heads_k, heads_v)
@@ -64,7 +64,7 @@ def problem(rule, heads, n, head_dim, head_dim_v, dtype=np.float32, seed=0, stro
 
 
 def close(actual, expected, dtype, factor=64):
-    """Within `factor` roundings of the accumulator, relative to a row's largest, and one of the dtype."""
+    """`got` may be off by `factor` roundings of its row's largest, as accumulated, and one of its dtype."""
     assert actual.shape == expected.shape
     if not expected.size:
         return

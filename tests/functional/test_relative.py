@@ -46,7 +46,7 @@ def test_shaw(lengths, dtype, implementation):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_and_values_in_any_strides(dtype, implementation):
-    """What tables are added to is read by its rows, however the sums lie."""
+    """Keys and values may have any strides: the bits do not change."""
     q, k, v = qkv(9, 9, dtype)
     tables, relative, u = (normal(5, 16) / 2, normal(5, 12)), normal(17, 16), normal(4, 16)
     shaw_plain = functional.shaw_attention(q, k, v, *tables)

@@ -53,7 +53,7 @@ def test_sizes(implementation, size):
 
 
 def test_large_and_small(implementation):
-    """Where tanh is 1, and where it is x."""
+    """Large and small arguments of tanh, where it is 1 and where it is x."""
     for spread in (1e-4, 1e4):
         q, k, v, _ = inputs("float32", spread=spread)
         hold(q, k * np.float32(spread), v, weight())
@@ -64,7 +64,7 @@ def test_large_and_small(implementation):
 
 @pytest.mark.parametrize("spread", [1e-4, 1e-3, 0.05])
 def test_small_tangents_of_large_weight(implementation, spread):
-    """Scores of about 1, of which e^2q e^2k - 1 would have lost most digits."""
+    """Scores of about 1 from small tangents, of which e^2q e^2k - 1 would lose most digits."""
     for dtype in ("float32", "float64"):
         q, k, v, _ = inputs(dtype, spread=spread)
         k *= k.dtype.type(spread)

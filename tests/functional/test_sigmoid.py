@@ -26,7 +26,7 @@ WITHOUT_SINKS = [name for name, make in VARIANTS.items() if "sinks" not in make(
 
 @np.errstate(all="ignore")
 def by_definition(q, k, v, sigmoid_bias, dtype, **arguments):
-    """Of float64 or wider: the reference; below, scores, weights and output are rounded to the dtype."""
+    """The reference in float64 or wider. In a narrower dtype scores, weights and output are rounded to it."""
     scores, attend = naive.masked_scores(q, k, **arguments, dtype=dtype)
     weights = 1 / (1 + np.exp(-(scores + scores.dtype.type(sigmoid_bias))))
     weights = weights.astype(dtype).astype(scores.dtype)
@@ -35,7 +35,7 @@ def by_definition(q, k, v, sigmoid_bias, dtype, **arguments):
 
 
 def check(got, q, k, v, sigmoid_bias, **arguments):
-    """max|out - ref| <= 2 max|plain - ref| + 4 eps max|v| sum of weights."""
+    """The bound: max|out - ref| <= 2 max|plain - ref| + 4 eps max|v| sum of weights."""
     if isinstance(arguments.get("mask"), masks.Mask):
         where = (arguments.get(name) for name in ("kv_lengths", "q_offset"))
         arguments["mask"] = dense(arguments["mask"], q, k, *where)
@@ -83,7 +83,7 @@ def test_structures(name, structure, implementation):
 
 
 def test_large_scores(implementation):
-    """Weights of exactly 0 and 1, no overflow in between."""
+    """Huge scores give weights of exactly 0 and 1, and nothing overflows."""
     q = np.array([[[[1e3], [-1e3], [3e38], [-3e38], [0.0]]]], np.float32)
     k = np.array([[[[1.0], [3e38], [0.5], [0.0]]]], np.float32)
     with np.errstate(all="ignore"):
@@ -110,7 +110,7 @@ def test_garbage_behind_masks(dtype, len_q, implementation):
 
 
 def test_nan_where_attended(implementation):
-    """In keys and values, of the rows that attend them alone."""
+    """NaN in keys and values shows in the rows that attend them, and in no others."""
     q, k, v = spread_inputs(Shape("", 1, 2, 2, 60, 60, 8), "float32", np.random.default_rng(1))
     k[:, :, 40] = np.nan
     v[:, :, 30] = np.nan

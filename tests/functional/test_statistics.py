@@ -148,7 +148,7 @@ def test_lengths_of_0_and_1(len_q, len_k, implementation):
 
 @pytest.mark.parametrize("len_q", [2, 50])
 def test_rows_without_keys_and_nan(len_q, implementation):
-    """Row 0 attends nothing, row 1 meets a NaN of its own; what is behind the mask is never met."""
+    """Row 0 attends nothing and row 1 attends a NaN. What is masked never shows."""
     rng = np.random.default_rng(1)
     q, k, v = spread_inputs(Shape("", 1, 2, 2, len_q, 90, 8), "float32", rng)
     mask = np.arange(90) % 3 > 0
@@ -181,7 +181,7 @@ def test_rows_without_keys_and_nan(len_q, implementation):
 
 @pytest.mark.parametrize("len_q", [1, 40])
 def test_scores_of_minus_infinity(len_q, implementation):
-    """By computation, which is no mask: NaN, and with a sink no weight."""
+    """Computed scores of -inf are no mask: they give NaN, and with a sink a weight of 0."""
     q = np.full((1, 1, len_q, 4), 1e30, np.float32)
     k = np.full((1, 1, 9, 4), -1e30, np.float32)
     with np.errstate(all="ignore"):
@@ -200,7 +200,7 @@ def test_scores_of_minus_infinity(len_q, implementation):
 @pytest.mark.parametrize("len_q", [1, 40])
 @pytest.mark.parametrize("largest", [1e4, 1e6, 1e8])
 def test_large_scores(largest, len_q, implementation):
-    """Of which an lse has no digits left: 2 of 1e8 have the lse 1e8 in float32, and each the weight 1/2."""
+    """Two scores of 1e8 have a weight of 1/2 each, though their lse in float32 has no digits for it."""
     q = np.full((1, 1, len_q, 1), largest, np.float32)
     k = np.array([1, 0.5, 1, 1 - 2**-24], np.float32).reshape(1, 1, 4, 1)
     _, stats = fastattn.attention(q, k, k, scale=1.0, stats=ALL)
@@ -228,7 +228,7 @@ def test_a_sink_that_outweighs_every_key(implementation):
 @pytest.mark.parametrize("len_q", [1, 9, 40])
 @pytest.mark.parametrize("len_k", [7, 64, 700, 9000])
 def test_top_of_equal_scores_is_the_first(len_q, len_k, implementation):
-    """Scores are 0, 1 or 2 exactly, in any order; and all k of them where there are fewer keys."""
+    """Scores are exactly 0, 1 or 2, in any order. Where there are fewer keys than k, all are listed."""
     rng = np.random.default_rng(len_k)
     q = np.ones((1, 2, len_q, 1), np.float32)
     k = rng.integers(0, 3, (1, 2, len_k, 1)).astype(np.float32)
@@ -243,7 +243,7 @@ def test_top_of_equal_scores_is_the_first(len_q, len_k, implementation):
 
 @pytest.mark.parametrize("len_q", [1, 40])
 def test_top_of_growing_scores(len_q, implementation):
-    """Every key enters the list, which no two parts of the keys have in common."""
+    """Every key enters the list, and no two parts of the keys share one."""
     q, k = np.ones((1, 1, len_q, 1), np.float32), np.linspace(0, 9, 9000, dtype=np.float32)
     k = k.reshape(1, 1, -1, 1)
     _, stats = fastattn.attention(q, k, k, scale=1.0, stats=["top_k:3"])

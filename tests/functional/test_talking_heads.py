@@ -87,7 +87,7 @@ def test_a_mask_of_each_head(implementation):
 
 
 def test_a_structural_mask_of_each_head(implementation):
-    """Of every block of keys some head attends none: before its first range, between two, after the last."""
+    """In every block of keys some head attends nothing: before its ranges, between or after them."""
     q, k, v, _ = inputs("float32", len_q=40, len_k=400)
     bitmap = np.zeros((4, 1, 7), bool)
     for head, blocks in enumerate(([0, 3], [1, 4, 6], [2, 3], [5])):
@@ -144,7 +144,7 @@ def test_layouts_dtypes_and_bits(implementation):
 
 
 def test_a_result_over_the_mixing(implementation):
-    """The matrices may lie where the result goes: they are read before."""
+    """The matrices may lie in the memory of the result: they are read first."""
     q, k, v, _ = inputs("float32", batch=3)
     pre, post = (x.astype(np.float32) for x in mixing(4))
     ref, out = talking_heads_attention(q, k, v, pre, post), np.empty((3, 4, 37, 20), np.float32)

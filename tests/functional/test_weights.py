@@ -60,7 +60,7 @@ def test_they_are_what_attention_averages_with():
 
 
 def test_scores_computed_as_minus_infinity_are_no_mask():
-    """They give NaN, as in attention, where a query attends; what is masked stays 0."""
+    """As in attention, attended keys of NaN give NaN, and what is masked stays 0."""
     q, k = np.full((2, 2), -1e30, np.float32), np.full((3, 2), 1e30, np.float32)
     mask = np.array([[True, True, False], [False, False, False]])
     probs = fastattn.attention_weights(q, k, mask=mask)

@@ -42,14 +42,14 @@ CASES = {"calls": 10_000, "files": 1_000, "faults": 30}
 
 
 def made(kind, seed, case):
-    """What draws the case, each time the same one, and the instruction set that it runs on."""
+    """A function that draws the case, always the same one, and the instruction set that it runs on."""
     isas = fastattn.available_isas()
     isa = isas[case % len(isas)] if isas else None
     return lambda: KINDS[kind](Draw(np.random.default_rng([seed, case]))), isa
 
 
 def one(kind, seed, case):
-    """Carry out one case here, and tell of it."""
+    """Carry out one case in this process and print what happens."""
     draw, isa = made(kind, seed, case)
     drawn = draw()
     print(f"{drawn.names[0]}, on {isa}: {judge.described(drawn.arguments)}", flush=True)

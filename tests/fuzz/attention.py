@@ -1,4 +1,4 @@
-"""Recipes for `attention` and the functions that are like it."""
+"""Recipes for `attention` and for functions with its arguments."""
 
 import numpy as np
 from judge import Like
@@ -20,7 +20,7 @@ def rows_of(a, q="q", k="k", v="v"):
 
 
 def attended(a, dim=None):
-    """What attention returns for the arguments `a`."""
+    """What attention should return for the arguments `a`."""
     rows, dtype = rows_of(a), native(a["q"])
     found = [Like((*rows, np.asarray(a["v"]).shape[-1] if dim is None else dim), dtype)]
     lane, heads = lane_dtype(dtype), rows[:-1]

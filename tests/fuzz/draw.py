@@ -9,7 +9,7 @@ from fastattn._bench.cases import DTYPES, as_dtype
 
 
 class Draw:
-    """What one case draws, all from one generator; `dtype` is that of the case's arrays."""
+    """All random choices of one case, from one generator. `dtype` is that of its arrays."""
 
     def __init__(self, rng):
         self.rng = rng
@@ -22,11 +22,11 @@ class Draw:
         return values[self.rng.integers(len(values))]
 
     def some(self, p, **values):
-        """Each of `values`, functions without arguments, called with probability p."""
+        """Call each of `values`, functions without arguments, with probability p."""
         return {name: make() for name, make in values.items() if self.chance(p)}
 
     def size(self, low=1, high=9):
-        """Mostly small; at times at the edge of a vector or a tile."""
+        """A length: mostly small, sometimes at the edge of a vector or a tile."""
         if self.chance(0.12):
             return self.choose(15, 16, 17, 31, 33, 64, 65, 130)
         return int(self.rng.integers(low, high + 1))
@@ -42,7 +42,7 @@ class Draw:
         return self.laid_out(x)
 
     def integers(self, low, high, *shape):
-        """From `low` to below `high`, of any integer type."""
+        """Integers from `low` to below `high`, of any integer type."""
         x = self.rng.integers(low, max(high, low + 1), shape)
         return x.astype(self.choose("i8", "i8", "i4", "i2", "u1" if low >= 0 else "i8"))
 
@@ -89,7 +89,7 @@ class Draw:
         return x
 
     def wrong(self, value):
-        """Something else in the place of `value`, which may by chance still be right."""
+        """A wrong value in place of `value`, which may by chance still be right."""
         if isinstance(value, memoryview):
             value = np.asarray(value)
         if isinstance(value, np.ndarray) and self.chance(0.75):
@@ -167,7 +167,7 @@ class Draw:
         return self.laid_out(x.copy())
 
     def spotted(self, x):
-        """A copy with a few other numbers in it."""
+        """A copy in which a few numbers are different."""
         x = np.array(x)
         if x.dtype.kind in "fV":
             least = ml_dtypes.finfo(x.dtype)
@@ -191,11 +191,11 @@ class Draw:
 
 
 class Subclass(np.ndarray):
-    """Of ndarray."""
+    """A subclass of ndarray."""
 
 
 class Nothing:
-    """No array, no number."""
+    """An object that is neither an array nor a number."""
 
     def __repr__(self):
         return "NOTHING"
@@ -205,7 +205,7 @@ NOTHING = Nothing()
 
 
 class Breaking(Nothing):
-    """As a tensor that cannot become an array."""
+    """An object like a tensor that cannot become an array."""
 
     def __array__(self, dtype=None, copy=None):
         raise RuntimeError("no array of it")

@@ -1,4 +1,4 @@
-"""Cases with a fault each: whether the others are found is known by these."""
+"""Cases with one fault each. They show that the fuzzer finds faults."""
 
 import ctypes
 import time
@@ -37,7 +37,7 @@ def return_nan():
 
 
 def return_other_numbers():
-    """On every backend."""
+    """The numbers differ on every backend."""
     return np.random.default_rng().standard_normal(2)
 
 

@@ -51,7 +51,7 @@ def folder():
 
 @cache
 def whole(kind):
-    """The files of a model but its tensors, by name, without anything wrong."""
+    """The correct files of a model by name, without its tensors."""
     with TemporaryDirectory() as path:
         tiny_models.write(Path(path), kind)
         write_tokenizer(Path(path))
@@ -100,7 +100,7 @@ def draw(d):
 
 
 def write(files):
-    """The folder, with nothing else in it."""
+    """Fill the folder with these files and nothing else."""
     path = folder()
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
@@ -114,7 +114,7 @@ def write(files):
 
 
 def used(options):
-    """Load the model, which never wants more than the memory of its files, and make some use of it."""
+    """Load the model and call it. It may not take more memory than its files explain."""
     try:
         model = models.load(folder(), **options)
     except MemoryError as error:

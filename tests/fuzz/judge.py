@@ -101,7 +101,7 @@ def _clean(case: Case, error: BaseException) -> bool:
 
 
 def _different(case: Case, first: Outcome, second: Outcome) -> str | None:
-    """In what another backend's outcome, the second, differs."""
+    """How the second outcome, of another backend, differs."""
     if MemoryError in (type(first.error), type(second.error)):
         return None
     if message(first.error) != message(second.error):

@@ -169,7 +169,7 @@ def inputs(d, layer):
 
 
 def result(layer, arguments):
-    """Of a call: x's shape, but of Linear."""
+    """The result of a call: x's shape, except for Linear."""
     x = arguments[next(name for name in ("x", "query", "tgt", "src") if name in arguments)]
     shape = np.shape(x)
     if isinstance(layer, layers.Linear):
@@ -213,7 +213,7 @@ def abuse(d, layer):
 
 
 def changed(d, layer, p):
-    """What is done to `layer` with probability `p`, in words, and whether it was behind its back."""
+    """Change `layer` with probability `p`. Says what was done, and whether the layer could not see it."""
     if not d.chance(p):
         return [], False
     if d.chance(0.3):
@@ -222,7 +222,7 @@ def changed(d, layer, p):
 
 
 def other(d, value):
-    """Something in the place of a field's value."""
+    """A value to put in place of a field's."""
     if isinstance(value, layers.Layer):
         return make(d, d.choose(type(value).__name__, type(value).__name__, "LayerNorm", "FeedForward"))
     if isinstance(value, list):  # of layers
@@ -264,14 +264,14 @@ RECIPES += [layer] * 9
 
 @recipe
 def layer_made(d):
-    """A layer is made, maybe of what does not fit, and called."""
+    """Build a layer, perhaps of values that do not fit, and call it."""
     cls, fields = MAKERS[d.choose(*MAKERS)](d)
     return Call(cls, {**fields, **made_of(d)}, names=(cls.__name__, *NAMES))
 
 
 @recipe
 def layer_saved(d):
-    """The state of a layer, maybe of a changed one, goes to another."""
+    """Load the state of a layer, perhaps of a changed one, into another."""
     it = make(d)
     other, state = copy.deepcopy(make(d) if d.chance(0.2) else it), {}
     changes, abused = changed(d, it, 0.3)
@@ -289,7 +289,7 @@ def layer_saved(d):
 
 @recipe
 def with_cache(d):
-    """Tokens come one after another; what is in the cache is right, what comes last may not be."""
+    """Give a layer token after token. Its cache is right, and the last token may be wrong."""
     kind = d.choose(
         "MultiHeadAttention", "TransformerEncoderLayer", "TransformerEncoder", "TransformerDecoder"
     )
@@ -318,7 +318,7 @@ RECIPES += [with_cache] * 3
 
 @recipe
 def kv_cache(d):
-    """A cache, filled by some appends; then one more call of any of its methods."""
+    """Fill a cache by some appends, then call any of its methods."""
     batch, heads_kv, dim, dim_v = d.size(0, 3), d.size(1, 3), d.size(), d.size()
     cache = layers.KVCache(d.size(0), d.choose(None, None, "float16", d.dtype))
 
@@ -341,7 +341,7 @@ def kv_cache(d):
 
 @recipe
 def sets(d):
-    """Functions of `variants` that take layers."""
+    """Set attention and other functions that take layers."""
     first, second = (make(d, "TransformerEncoderLayer") for _ in range(2))
     changes, abused = changed(d, first, 0.3)
     batch, n, m = d.size(1, 3), d.size(), d.size()

@@ -11,9 +11,7 @@ from scores import MASKS, Scores, any_mask, grid, lengths
 import fastattn
 from fastattn import masks, ops, plot, positions
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
-from fastattn._args.types import lane_dtype
-
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "sigmoid")
+from fastattn._args.types import ACTIVATIONS, lane_dtype
 
 
 def how(d):
@@ -68,7 +66,7 @@ def pack(d):
 
 @recipe
 def unpacked(d):
-    """What a packed weight, maybe a false one, gives back."""
+    """Unpack a packed weight, perhaps a false one."""
     weight = ops.pack(
         d.floats(d.size(), d.size(), dtype=np.float32), dtype=d.choose("float32", "bfloat16", "int8")
     )
@@ -146,7 +144,7 @@ MADE = {
 
 @recipe
 def mask(d):
-    """A mask made, shown, resolved as an array, and used."""
+    """Build a mask, show it, turn it into an array, and use it."""
     s = Scores.draw(d)
     kind = d.choose(*MADE)
     arguments = MADE[kind](d, s)
@@ -259,7 +257,7 @@ def apply_rope(d):
 
 @recipe
 def settings(d):
-    """What is set or shown for the process; pictures, which take long, now and then."""
+    """Settings of the process, and now and then pictures, which take long."""
 
     def set_num_threads(num_threads):
         before = fastattn.get_num_threads()
@@ -280,7 +278,7 @@ def settings(d):
 
 
 def drawn(function):
-    """A function of `plot` whose picture nobody keeps."""
+    """A function of `plot` whose picture is closed at once."""
 
     @wraps(function)
     def draw(*args, **options):

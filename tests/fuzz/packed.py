@@ -1,4 +1,4 @@
-"""Packed weights that are not what they say, and arrays that change after something was made of them."""
+"""Packed weights with false fields, and arrays that change after something was made of them."""
 
 from contextlib import suppress
 

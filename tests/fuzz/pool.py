@@ -1,4 +1,4 @@
-"""Cases in processes of their own: one that dies or hangs is a finding, and the others go on."""
+"""Run cases in child processes. A case that dies or hangs is a finding, and the others go on."""
 
 import contextlib
 import faulthandler
@@ -16,7 +16,7 @@ MEMORY = 4 << 30  # bytes of addresses that a process gets; a case that wants mo
 
 
 def run(arguments: list[str], cases: int, jobs: int) -> Iterator[tuple[int, str]]:
-    """Number and problem of each of `cases` cases that has one; `arguments` are the child's."""
+    """Run `cases` cases and yield the number and problem of each bad one. Children get `arguments`."""
     found: list[tuple[int, str]] = []
     shares = [range(n, cases, jobs) for n in range(jobs)]
     slots = [threading.Thread(target=_slot, args=(arguments, share, found)) for share in shares]
@@ -28,7 +28,7 @@ def run(arguments: list[str], cases: int, jobs: int) -> Iterator[tuple[int, str]
 
 
 def _slot(arguments: list[str], cases: range, found: list[tuple[int, str]]) -> None:
-    """Carry out `cases` in one child after another, each as long as it lives."""
+    """Carry out `cases` in a child, and in the next one when it dies."""
     while cases:
         case = cases[0]
         with tempfile.TemporaryFile("w+") as said:
@@ -48,7 +48,7 @@ def _slot(arguments: list[str], cases: range, found: list[tuple[int, str]]) -> N
 
 
 def child(cases: range, problem: Callable[[int], str | None], seconds: float) -> None:
-    """In a child: say which case begins, and what was wrong with it; end if one takes longer."""
+    """In a child: say which case begins and what was wrong with it. Exit if a case takes too long."""
     faulthandler.enable()
     if sys.platform == "linux" and "LD_PRELOAD" not in os.environ:  # sanitizers reserve terabytes
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

@@ -1,4 +1,4 @@
-"""What a recipe for calls is, and how its arguments are spoiled."""
+"""Recipes for calls, and how to spoil their arguments."""
 
 import inspect
 from types import FunctionType
@@ -16,7 +16,7 @@ LOOPS = {
 
 
 class Call(NamedTuple):
-    """A function, and arguments that are right. `result` says of any arguments what they should give."""
+    """A function and right arguments. `result` says what it should return for any arguments."""
 
     function: Any
     arguments: dict
@@ -36,7 +36,7 @@ def recipe(function):
 
 
 def draw(d):
-    """A case: some recipe's call, most often with one or two of its arguments spoiled."""
+    """Draw a case: a recipe's call, most often with one or two wrong arguments."""
     call = d.choose(*RECIPES)(d)
     arguments = dict(call.arguments)
     if d.chance(0.55):
@@ -56,7 +56,7 @@ def any_message(error):
 
 
 def spoil(d, function, arguments):
-    """Change one argument: to something wrong, or one that was not given, or one there is not."""
+    """Give one argument a wrong value, or give one that was left out or does not exist."""
     parameters = inspect.signature(function).parameters.values()
     optional = [p.name for p in parameters if p.default is not p.empty]
     if optional and d.chance(0.2):
@@ -75,7 +75,7 @@ def spoil(d, function, arguments):
 
 
 def carried_out(function, arguments):
-    """Call it, positional parameters by their place."""
+    """Call the function with its positional parameters by position."""
     parameters = inspect.signature(function).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     places = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]

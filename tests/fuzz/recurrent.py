@@ -12,7 +12,7 @@ from fastattn.functional.feature_maps import Favor
 
 
 def tokens(d):
-    """q, k and v of equal lengths, and what rules take besides: decays, and how strongly they write."""
+    """q, k and v of equal lengths, and what else rules take: decays and the strength of writing."""
     s = Scores.draw(d, equal=True)._replace(one_head=False)
     shape = (*s.batch, s.heads_q, s.len_k)
     arrays = {
@@ -58,7 +58,7 @@ RECIPES += [linear_attention] * 2
 
 
 def attended(a, finite):
-    """What the arguments `a` should give, numbers if `finite`."""
+    """The result that the arguments `a` should give, of finite numbers if `finite`."""
     q, k, v = (np.asarray(a[name]) for name in "qkv")
     states = max(k.shape[-3], v.shape[-3])
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])

@@ -1,4 +1,4 @@
-"""What attention is drawn from: shapes of scores, and each option of `attention`, right for them."""
+"""Shapes of scores, and for each option of `attention` values that fit them."""
 
 from typing import NamedTuple
 

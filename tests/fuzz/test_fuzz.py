@@ -24,7 +24,7 @@ def test_nothing_is_wrong(kind, some, many, pytestconfig):
 
 
 def test_each_fault_is_found():
-    """By its number, also where the process dies of it; cases after it are carried out all the same."""
+    """The fuzzer names each fault by its number, also where the process dies, and carries on."""
     run = fuzz("--kind", "faults", "--cases", 40, "--seconds", 1)
     assert run.returncode == 1, run.stdout + run.stderr
     for found in (

@@ -1,4 +1,4 @@
-"""Recipes for `fastattn.variants`, but those of layers."""
+"""Recipes for variants of attention that take no layers."""
 
 import numpy as np
 from attention import attended

@@ -55,7 +55,7 @@ def close(actual, expected):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("options", CROSS.values(), ids=CROSS)
 def test_cached_steps_over_a_memory_with_positions(options, causal, implementation):
-    """Queries over the memory stand where they stand among themselves, the memory's keys from 0 on."""
+    """Queries over the memory have their positions in the target, and keys of the memory count from 0."""
     model = decoder(cross_attention=options)
     full = model(X, MEMORY, tgt_is_causal=True, memory_is_causal=causal)
     for chunks in ((1,) * LENGTH, (4, 1, 6)):
@@ -150,7 +150,7 @@ def test_one_sequence_without_its_batch_axis():
 
 
 def test_a_failed_first_call_leaves_nothing():
-    """Not the shape, not the dtype, not the memory: what comes next is again the first."""
+    """A failed first call leaves no shape, dtype or memory in the cache. The next call is its first."""
     layer, cache = attention_layer({}), KVCache(capacity=4)
     with pytest.raises(ValueError, match="key_padding_mask has shape"):
         layer(X, cache=cache, key_padding_mask=np.zeros((BATCH, 5), np.bool_))
@@ -188,7 +188,7 @@ def test_without_memory_for_more_tokens_nothing_is_lost(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"rope": CROSS["rope"]["rope"]}])
 def test_a_token_without_its_length(options):
-    """(batch, width) is a sequence of that many tokens, which are not as many sequences as the cache has."""
+    """An array (n, width) is one sequence of n tokens, while the cache has n sequences."""
     layer, cache = attention_layer(options), KVCache()
     layer(X, cache=cache, lengths=[5, 2, 4])
     with pytest.raises(ValueError, match=r"query has shape \(1, 3, 64\); expected \(3, length, 64\)"):

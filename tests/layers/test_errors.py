@@ -158,7 +158,7 @@ TRIANGLE = np.triu(np.full((LENGTH, LENGTH), -np.inf), 1)
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ">f8"], ids=str)
 @pytest.mark.parametrize("x", [X, X.astype(np.float16), X.astype(np.float64)], ids=lambda x: str(x.dtype))
 def test_float_masks_of_any_type(x, dtype, implementation):
-    """np.full gives float64, whatever the layer computes in."""
+    """A float64 array such as np.full returns is taken, whatever the layer computes in."""
     layer = attention_layer({}, "float64" if x.dtype == np.float64 else "float32")
     expected = layer(x, is_causal=True)
     np.testing.assert_allclose(layer(x, attn_mask=TRIANGLE.astype(dtype)), expected, rtol=0, atol=2e-3)
@@ -178,7 +178,7 @@ def test_values_as_long_as_keys(options, implementation):
 
 
 def test_a_finite_mask_stays_finite():
-    """Keys that all have the least number are all attended alike; -inf would hide them."""
+    """If all keys have the smallest number, all are attended alike. With -inf they would be hidden."""
     layer = attention_layer({})
     least, wide = np.finfo(np.float32).min, np.finfo(np.float64).min
     expected = layer(X, attn_mask=np.full((LENGTH, LENGTH), least))
@@ -322,7 +322,7 @@ def test_files_of_other_kinds(tmp_path):
 
 
 class Bfloat16Tensor:
-    """As far as NumPy gets with a torch tensor in bfloat16."""
+    """An array whose conversion fails, as that of a torch tensor in bfloat16 does."""
 
     def __array__(self, dtype=None, copy=None):
         raise TypeError("Got unsupported ScalarType BFloat16")

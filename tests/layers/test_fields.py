@@ -128,7 +128,7 @@ def test_parts_that_do_not_fit(kind, name, value):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_parts_that_fit(norm_first, implementation):
-    """Their own sizes and options hold, whatever the layer was built with."""
+    """New parts keep their own sizes and options, whatever the layer was built with."""
     layer, x = encoder(norm_first=norm_first), inputs()
     layer(x)
     replaced = TransformerEncoderLayer(
@@ -166,7 +166,7 @@ def test_a_layer_of_a_stack_and_its_norm(implementation):
     "field", ["norm1.weight_vector", "feed_forward.bias1", "self_attn.out_proj.bias_vector"]
 )
 def test_arrays_that_shrink_in_place(isa, field, options):
-    """NumPy lets an array that is in use be resized, if one insists."""
+    """NumPy can be made to resize an array that is in use."""
     layer, x = encoder(), inputs()
     with forced(isa):
         layer(x, **options)

@@ -89,7 +89,7 @@ def test_cached_steps_are_the_full_pass(options, chunks, implementation):
 
 @every_feature
 def test_cached_steps_of_prompts_of_different_lengths(options, implementation):
-    """Each sequence goes on behind its own prompt, whatever stood in the padding: NaN, here."""
+    """Each sequence goes on behind its own prompt. The padding held NaN, which never shows."""
     layer = attention_layer(options)
     x = draw(BATCH, LENGTH, WIDTH)
     full = layer(x, is_causal=True)
@@ -110,7 +110,7 @@ def test_cached_steps_of_prompts_of_different_lengths(options, implementation):
 
 
 def test_left_padded_prompts_over_a_cache(implementation):
-    """The other way: padding in front, hidden by a key_padding_mask as long as the cache."""
+    """Padding in front is hidden by a key_padding_mask as long as the cache."""
     layer = attention_layer({})
     x = draw(1, 6, WIDTH)
     full = layer(x, is_causal=True)
@@ -207,7 +207,7 @@ def test_an_encoder_layer_is_seven_kernels(monkeypatch):
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_plain_layer_is_the_layer(dtype, norm_first, norm, implementation):
-    """Without masks all kernels run in one call: the same as with one that hides nothing."""
+    """Without masks all kernels run in one call, with the result of a mask that hides nothing."""
     x = draw(BATCH, LENGTH, WIDTH).astype(dtype)
     for heads in ({}, {"num_kv_heads": 2}, {"head_dim": 24}):
         options = {"norm_first": norm_first, "norm": norm, "attention": heads, "weights_dtype": dtype}
@@ -248,7 +248,7 @@ def every_layer(dtype="float32"):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int8"])
 @pytest.mark.parametrize("which", range(9))
 def test_a_state_dict_goes_round(which, dtype):
-    """What is saved is what was loaded, to the rounding of the stored type, and loads again to the same."""
+    """A saved state is the loaded one, up to the rounding of the stored type, and loads to the same."""
     layer, other = every_layer(dtype)[which], every_layer(dtype)[which]
     lane = np.float64 if dtype == "float64" else np.float32
     state = {
@@ -364,7 +364,7 @@ def test_a_file_that_is_not_sound(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("which", range(9))
 def test_a_generator_draws_the_same_again(which):
-    """Same seed, same parameters; without a generator, none, and a call that says so."""
+    """The same seed gives the same parameters. Without a generator there are none, and a call says so."""
     layer = every_layer()[which]
     kind = type(layer)
     names = layer.__dataclass_fields__
@@ -396,7 +396,7 @@ def test_same_bits_for_any_threads_and_batch(options, implementation):
 
 
 def test_results_outlive_the_next_call(implementation):
-    """Memory is kept from call to call, but never that of a result, a cache or projected keys."""
+    """Layers keep memory from call to call, but never that of a result, a cache or projected keys."""
     layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 256, attention={"output_gate": True}))
     x, other = draw(8, 200, WIDTH), draw(8, 200, WIDTH, seed=1)
     cache = KVCache()
@@ -426,7 +426,7 @@ def test_several_python_threads_at_once():
 
 
 def test_the_example_of_another_arrangement(implementation):
-    """pre_norm_encoder.py, against the same in float64; what is padded changes nothing."""
+    """The example pre_norm_encoder.py equals its formula in float64, and padding changes nothing."""
     layers, feed_forward = pre_norm_encoder.build(2, WIDTH, HEADS, 96, np.random.default_rng(0))
     x = draw(BATCH, LENGTH, WIDTH)
     padding = np.arange(LENGTH) >= np.array([LENGTH, 6, 1])[:, None]
@@ -553,7 +553,7 @@ def test_a_padded_sequence_has_the_bits_that_it_has_alone(isa, options):
 
 
 def test_an_error_leaves_caches_as_they_were():
-    """Also where a later layer of a stack raises, when earlier ones have appended."""
+    """Also in a stack, where earlier layers have appended before a later one raises."""
     layer = attention_layer({})
     cache = KVCache()
     layer(X, cache=cache)

@@ -164,7 +164,7 @@ def test_axial(shape, axis):
     ("shape", "window", "shift"), [((8, 12), 4, 0), ((8, 12), 4, 2), ((8, 6), (4, 3), (1, 2))]
 )
 def test_swin(shape, window, shift):
-    """As the paper's code does it: roll, cut into windows, mask what the roll brought together."""
+    """The paper's code rolls, cuts into windows, and masks what the roll brought together."""
     windows, shifts = (x if isinstance(x, tuple) else (x, x) for x in (window, shift))
 
     def slices(n, w, s):
@@ -248,7 +248,7 @@ dense_masks = st.integers(0, 2**20).flatmap(
 
 @given(dense_masks, dense_masks, dense_masks)
 def test_algebra(a, b, c):
-    """&, | and ~ are those of the arrays."""
+    """The operators &, | and ~ do what they do for arrays."""
     x, y, z = map(masks.dense, (a, b, c))
     for mask, want in (
         (x & y, a & b), (x | y, a | b), (~x, ~a), (~(x & y) | z, ~(a & b) | c), (x & y & z, a & b & c),
@@ -377,7 +377,7 @@ def test_dilated_outside_the_keys(size, offset):
 
 @pytest.mark.parametrize("size", [10**12, 2**63, 2**48])
 def test_sizes_beyond_every_sequence(size):
-    """In no more memory than the keys take, and no overflow."""
+    """Huge sizes take no more memory than the keys do, and nothing overflows."""
     lower = np.tri(6, dtype=bool)
     for mask in (masks.strided(size), masks.fixed(size), masks.chunked(size) & masks.causal()):
         np.testing.assert_array_equal(mask.to_array(6), lower)

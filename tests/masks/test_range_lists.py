@@ -20,7 +20,7 @@ SHAPES = {
 
 
 def pattern(kind, shape, rng):
-    """Who attends whom, (1 or heads, len_q, len_k)."""
+    """An array (1 or heads, len_q, len_k) that says who attends whom."""
     heads, len_q, len_k = shape.heads_q, shape.len_q, shape.len_k
     if kind == "runs":  # of any length, with gaps of any length
         steps = np.minimum(rng.geometric(0.1, (heads, len_q, 1 + len_k // 2)) * rng.integers(1, 30), len_k)
@@ -83,7 +83,7 @@ def test_with_other_options(name, more, implementation):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_is_hidden_never_shows(name, kind, dtype, implementation):
-    """NaN and Inf in keys and values that nobody attends, and in values that some rows do not."""
+    """NaN and Inf in keys and values that nobody attends, and in values that some rows do not attend."""
     shape, rng = SHAPES[name], np.random.default_rng([KINDS.index(kind), 3])
     shape = shape._replace(heads_kv=shape.heads_q)
     q, k, v = make_inputs(shape, dtype, rng)
@@ -116,7 +116,7 @@ def test_threads_and_neighbours_change_no_bit(name, implementation):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_range_a_row_is_the_same_computation(dtype, implementation):
-    """A mask that has one range in each row gives the bits of the same ranges said otherwise."""
+    """A mask with one range in each row gives the bits of the same ranges in other words."""
     rng = np.random.default_rng(5)
     q, k, v = make_inputs(SHAPES["self"], dtype, rng)
     want = fastattn.attention(q, k, v, causal=True, window=(40, 0))
@@ -151,7 +151,7 @@ def test_explain_counts_as_of_the_array(name, kind, causal, implementation):
 
 
 def test_lists_take_no_memory_of_the_scores():
-    """A mask of a million queries and keys; a hundred ranges."""
+    """A mask of a million queries and keys takes only the memory of its ranges."""
     n = 2**20
     mask = masks.window(3) | masks.first_keys(2)
     begin = masks.compile(mask, (1, n, n)).resolved.lists

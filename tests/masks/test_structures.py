@@ -39,7 +39,7 @@ def test_with_other_options(name, other, implementation):
 
 
 def test_padding_needs_positions():
-    """As with causal: a structure counts from positions, and padded queries have no default one."""
+    """A structure counts from positions, and padded queries have no default position, as with causal."""
     rng = np.random.default_rng(2)
     q, k, v = spread_inputs(SELF, "float32", rng)
     with pytest.raises(ValueError, match="q_offset=0"):

@@ -35,7 +35,7 @@ def writer(tmp_path_factory):
 
 
 def environment():
-    """Of a child that does not warn of the fallback where nothing was compiled."""
+    """The environment of a child that does not warn of the fallback where nothing was compiled."""
     return child_environment() if COMPILED else child_environment(FASTATTN_BACKEND="numpy")
 
 
@@ -78,7 +78,7 @@ def test_the_command_embed(encoder, tmp_path):
 
 
 def test_the_command_embed_writes_while_it_reads(encoder):
-    """More lines come when the first vectors are there: neither lines nor vectors are kept."""
+    """The writer sends more lines when it has the first vectors: neither lines nor vectors are kept."""
     command = [sys.executable, "-W", "error", "-m", "fastattn", "embed", "--model", str(encoder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     lines = [f"{TEXTS[3]} {TEXTS[n % 5]}\n".encode() for n in range(12_000)]

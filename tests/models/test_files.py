@@ -27,7 +27,7 @@ def test_tensors_in_several_files(kind, tmp_path):
 
 
 def test_an_index_that_was_left_over(tmp_path):
-    """The one file is what counts, as in transformers."""
+    """As in transformers, the one file counts, and not the index."""
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     tiny.write(tmp_path, "bert")
     models.load(tmp_path)
@@ -61,7 +61,7 @@ def test_names_with_and_without_the_base_models_prefix(kind, prefix, tmp_path):
 
 
 def test_norms_by_their_old_names(tmp_path):
-    """As in bert-base-uncased."""
+    """bert-base-uncased has them."""
     weights = tiny.write(tmp_path, "bert")
     expected = models.load(tmp_path)(IDS)
     old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -84,7 +84,7 @@ def test_two_tensors_of_one_name(tmp_path):
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "qwen2"])
 def test_tensors_in_both_16_bit_types(kind, tmp_path):
-    """Those that become one weight are widened."""
+    """Tensors that become one weight are widened to a common type."""
     types = (np.float16, ml_dtypes.bfloat16, np.float32)
     drawn = tiny.tensors(kind, CONFIGS[kind])
     mixed = {name: x.astype(types[i % 3]) for i, (name, x) in enumerate(drawn.items())}
@@ -202,7 +202,7 @@ def test_files_of_weights_that_are_missing(tmp_path):
 
 
 def test_a_truncated_file(tmp_path):
-    """At every length of its header, and within the tensors."""
+    """The file is cut at every length of its header, and within the tensors."""
     tiny.write(tmp_path, "bert")
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()

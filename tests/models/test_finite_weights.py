@@ -20,7 +20,7 @@ NUMBERS = [0.0, 5e-324, 1e-40, 1.0, *LARGE, 1e300, np.inf, np.nan]
 
 @np.errstate(over="ignore")
 def as_stored(x, stored):
-    """What the numbers become, in float64."""
+    """What becomes of the numbers x when they are stored, in float64."""
     lane = x.astype(np.float64 if stored == "float64" else np.float32)
     return (lane.astype(BF16) if stored == "bfloat16" else lane).astype(np.float64)
 
@@ -66,7 +66,7 @@ OPTIONS = {"add_bias_kv": True, "qk_norm": True, "output_gate": True, "sinks": T
 
 @pytest.mark.parametrize("stored", WEIGHT_DTYPES)
 def test_load_state_dict(stored):
-    """Every parameter, of every layer in it; all that are wrong in one message, and nothing was changed."""
+    """Every parameter of every layer: one message lists all that are wrong, and nothing changes."""
     layer = TransformerDecoderLayer(8, 2, 12, attention=OPTIONS, rng=np.random.default_rng(0))
     before = layer.state_dict()
     for name in before:
@@ -86,7 +86,7 @@ def test_load_state_dict(stored):
 
 
 def test_sinks_may_be_none(implementation):
-    """A logit of -inf is no sink; that of no other parameter is anything."""
+    """A sink of -inf has no weight. In other parameters -inf is refused."""
     layer = MultiHeadAttention(8, 2, sinks=True, rng=np.random.default_rng(0))
     plain = MultiHeadAttention(8, 2)
     state = layer.state_dict()
@@ -101,7 +101,7 @@ def test_sinks_may_be_none(implementation):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_models(kind, dtype, tmp_path):
-    """Each of the tensors that a model takes, in every type that files have."""
+    """Each tensor of a model, in every type that files have."""
     weights = {name: x.astype(dtype) for name, x in tiny.tensors(kind, CONFIGS[kind]).items()}
     rng = np.random.default_rng(0)
     for name in weights:

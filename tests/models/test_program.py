@@ -49,7 +49,7 @@ def some_ids(*shape):
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_bits_do_not_depend_on_threads(kind, tmp_path, implementation, logits_of):
-    """Of so many tokens that every step has work for several of them."""
+    """There are so many tokens that every step has work for several threads."""
     model, ids = loaded(tmp_path, kind), some_ids(120, 30)
     results = []
     for threads in (1, 2, 5):

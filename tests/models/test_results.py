@@ -44,7 +44,7 @@ def test_results_are_those_of_plain_numpy(kind, tmp_path, implementation):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, implementation, monkeypatch):
-    """Memory within a call is kept for the next one if it is large."""
+    """A model keeps the memory of a call for the next one if it is large."""
     model = loaded(tmp_path, kind)
     ids = some_ids(2, 11)
     mask = np.arange(11) < np.array([[11], [4]])
@@ -57,7 +57,7 @@ def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, impleme
 @pytest.mark.parametrize(("weights_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.06)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
-    """The error of results is of the size of the weights' rounding, and there is one."""
+    """Results differ by about the rounding of the weights, and they do differ."""
     ids = some_ids(3, 11)
     exact = loaded(tmp_path, kind)(ids)
     error = models.load(tmp_path, weights_dtype=weights_dtype)(ids) - exact
@@ -97,7 +97,7 @@ def test_a_padded_sequence_is_as_alone(kind, where, tmp_path, implementation):
 @pytest.mark.parametrize("kind", KINDS)
 @each_isa
 def test_a_sequence_has_the_same_bits_in_any_company(isa, kind, options, tmp_path):
-    """Also where padding makes many queries of few, which other kernels are for."""
+    """Padding may turn few queries into many, for which there are other kernels."""
     model = loaded(tmp_path, kind, **options)
     with forced(isa):
         for length in (5, 8, 9, 20):
@@ -110,7 +110,7 @@ def test_a_sequence_has_the_same_bits_in_any_company(isa, kind, options, tmp_pat
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_padding_does_not_lengthen_a_sequence(kind, tmp_path):
-    """Frequencies that depend on the longest sequence depend on what counts of it."""
+    """Frequencies that depend on the longest sequence do not count its padding."""
     scaling = {"rope_type": kind, "factor": 4.0}
     if kind == "longrope":
         scaling |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [4.0, 6.0, 8.0]}
@@ -245,7 +245,7 @@ def test_sequences_end_at_stop_tokens(tmp_path):
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
 def test_sequences_that_have_ended_are_computed_no_more(kind, options, tmp_path, monkeypatch):
-    """And the others go on as they were, with frequencies that depend on the longest, too."""
+    """The other sequences go on as before, also where frequencies depend on the longest one."""
     monkeypatch.setattr(decoder, "Sampler", Recorded)
     monkeypatch.setattr(Recorded, "seen", [])
     changes = {"max_position_embeddings": 8} if kind == "llama" else {}
@@ -273,7 +273,7 @@ def test_generation_takes_memory_for_the_tokens_there_are(tmp_path):
 
 
 def test_generation_streams(tmp_path, monkeypatch):
-    """A token is there before the next is computed."""
+    """The caller gets a token before the next one is computed."""
     monkeypatch.setattr(decoder, "Sampler", Recorded)
     monkeypatch.setattr(Recorded, "seen", [])
     steps = loaded(tmp_path, "llama").generate([1, 2], 1000, stop=())

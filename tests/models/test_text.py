@@ -13,7 +13,7 @@ from tiny_models import CONFIGS
 from tiny_tokenizers import TEXTS, WORDS, write_byte_tokenizer, write_tokenizer
 
 from fastattn import models
-from fastattn.models import ModelError
+from fastattn.models import ModelError, _encoder
 from fastattn.models import _text as tokenizing
 from fastattn.models._sentences import Pooling
 
@@ -204,7 +204,7 @@ def watched(encoder):
 
 
 def test_texts_are_tokenized_some_at_a_time(watched, monkeypatch):
-    """What a tokenizer knows of a text is many times as large as the text."""
+    """Encodings are dropped early: they are many times as large as the text."""
     model, tokenizer = watched
     monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
     texts = [" ".join(TEXTS[:n]) for n in (1, 5, 0, 2, 3) * 20]
@@ -240,7 +240,7 @@ def test_threads_may_tokenize_at_once(encoder):
 def test_embed_reads_texts_as_it_needs_them(watched, monkeypatch):
     model, tokenizer = watched
     monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
-    monkeypatch.setattr(_bert, "_WINDOW_TEXTS", 8)
+    monkeypatch.setattr(_encoder, "_WINDOW_TEXTS", 8)
     texts = [f"{TEXTS[n % 5]} {TEXTS[n % 3]}" for n in range(100)]
     taken = []
     stream = model.embed_stream((taken.append(line) or line for line in texts), batch_size=4)
@@ -262,18 +262,18 @@ def test_windows_end_with_whole_batches(encoder, monkeypatch):
         (10**6, 20, 2, [4, 4, 4, 1]),
         (1, 1, 9, [9, 4]),
     ]:
-        monkeypatch.setattr(_bert, "_WINDOW_TEXTS", texts)
-        monkeypatch.setattr(_bert, "_WINDOW_TOKENS", tokens)
+        monkeypatch.setattr(_encoder, "_WINDOW_TEXTS", texts)
+        monkeypatch.setattr(_encoder, "_WINDOW_TOKENS", tokens)
         stream = model.embed_stream(["the cat on the mat"] * 13, batch_size=batch_size)
         assert [len(vectors) for vectors in stream] == sizes
 
 
 def test_vectors_stay_in_order_across_windows(encoder, monkeypatch):
-    """And are the same where a batch is one text."""
+    """The vectors are the same where a batch is one text."""
     model = models.load(encoder)
     texts = [TEXTS[n] for n in np.random.default_rng(0).integers(0, 5, 50)]
     expected = model.embed(texts, batch_size=1)
-    monkeypatch.setattr(_bert, "_WINDOW_TEXTS", 7)
+    monkeypatch.setattr(_encoder, "_WINDOW_TEXTS", 7)
     np.testing.assert_array_equal(model.embed(texts, batch_size=1), expected)
     np.testing.assert_array_equal(np.concatenate(list(model.embed_stream(texts, batch_size=1))), expected)
     np.testing.assert_allclose(model.embed(texts, batch_size=4), expected, rtol=1e-5, atol=1e-5)
@@ -321,7 +321,7 @@ def test_tokenizers_that_are_none(encoder):
 
 @pytest.mark.parametrize("text", ["plain", "Grüße an 日本 und 😀!", " two  spaces ", "\n\n"])
 def test_text_is_streamed_in_whole_characters(text, writer):
-    """One token a byte: nothing comes before the last byte of a character, and then it comes at once."""
+    """With one token a byte, a character comes with its last byte, and nothing before."""
     model = models.load(writer)
     prompt, ids = model.text.encode(["Once ", text])
     assert len(ids) == len(text.encode())
@@ -349,7 +349,7 @@ def test_bytes_that_are_no_text_do_not_hold_back_what_follows(writer):
 
 
 def test_streams_of_any_bytes_are_their_text(tmp_path):
-    """Valid characters, cut ones and stray bytes in any order, in tokens of one byte and of several."""
+    """Valid characters, cut ones and stray bytes, in any order and in tokens of one or more bytes."""
     tiny.write(tmp_path, "gpt2")
     tokenizer = write_byte_tokenizer(tmp_path, ["Ã ©", "ð Ł", "ĺ Ģ", "a ð", "© ð"])
     rng = np.random.default_rng(0)
@@ -365,7 +365,7 @@ def test_streams_of_any_bytes_are_their_text(tmp_path):
 
 
 class Broken:
-    """Of a class that cannot say what number it is."""
+    """An integer by its class, which fails when it is asked for its value."""
 
     def __array__(self, dtype=None, copy=None):
         raise RuntimeError("nothing there")

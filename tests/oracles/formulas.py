@@ -24,7 +24,7 @@ def behind(len_q, len_k, offset=None):
 
 
 def repeated(x, q):
-    """The heads of x (..., heads_kv, n, d), each as often as query heads share it."""
+    """x (..., heads_kv, n, d) with each head repeated for the query heads that share it."""
     return np.repeat(x, q.shape[-3] // x.shape[-3], -3)
 
 
@@ -115,7 +115,7 @@ def latent(q, cache, w, u, **options):
 
 
 def memory(q, k, v, memory_k, memory_v):
-    """Keys and values (heads_kv, n, d) beside those of the sequence."""
+    """Attention over the sequence and over stored keys and values (heads_kv, n, d)."""
     kept = [np.broadcast_to(x, (len(q), *x.shape)) for x in (memory_k, memory_v)]
     return naive.attention(q, *(np.concatenate(pair, -2) for pair in zip(kept, (k, v), strict=True)))[0]
 
@@ -143,7 +143,7 @@ def nystrom(q, k, v, n, iterations, scale):
 
 
 def reformer(q, v, rotations, chunk, causal, scale):
-    """Kitaev et al. 2020 for one head, token by token: how often it meets each key in each round."""
+    """Kitaev et al. 2020 for one head, token by token. `times` counts how often a token meets each key."""
     n, chunks, rounds = len(q), -(-len(q) // chunk), len(rotations)
     k = rms(q)
     at = np.zeros((rounds, n), int)  # the chunk of each token, counted over all rounds
@@ -174,7 +174,7 @@ def feed_forward(x, parameters):
 
 
 def projected_attention(x, y, heads, parameters, hidden):
-    """Of sets (batch, n, d); `hidden` (batch, m) says which elements of y do not count."""
+    """x (batch, n, d) attends y (batch, m, d), but for the elements that `hidden` (batch, m) marks."""
     weights = np.split(parameters["self_attn.in_proj_weight"], 3)
     biases = np.split(parameters["self_attn.in_proj_bias"], 3)
     q, k, v = (

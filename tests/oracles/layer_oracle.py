@@ -39,7 +39,7 @@ def draw(*shape, seed=0, dtype=np.float32):
 
 
 def randomized(layer, seed=0):
-    """`layer` with every parameter random, those too that begin as zeros or ones."""
+    """`layer` with random parameters, also where they begin as zeros or ones."""
     rng = np.random.default_rng(seed)
     layer.load_state_dict(
         {name: rng.standard_normal(p.shape) / p.shape[-1] ** 0.5 for name, p in layer.parameters().items()}

@@ -11,7 +11,7 @@ from fastattn.models import ModelError
 
 
 def write_parts(folder, kind, n_parts=3):
-    """A model's folder with its tensors in several files; returns the index."""
+    """Write a model's folder with its tensors in several files, and return the index."""
     weights = tiny.write(folder, kind)
     (folder / "model.safetensors").unlink()
     places = {}
@@ -26,7 +26,7 @@ def write_parts(folder, kind, n_parts=3):
 
 
 def change_config(folder, **changes):
-    """Change values of config.json; None takes one out."""
+    """Change values of config.json. None removes a value."""
     path = folder / "config.json"
     values = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))

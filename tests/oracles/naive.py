@@ -1,4 +1,4 @@
-"""The oracle: attention by its definition, dense, from the public arguments, nothing taken from fastattn."""
+"""The oracle: dense attention by its definition, from public arguments. It imports nothing of fastattn."""
 
 import numpy as np
 

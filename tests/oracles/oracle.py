@@ -1,4 +1,4 @@
-"""What attention must return, and how near: naive.py in a wider type, and the contract's error bound."""
+"""What attention must return: the result of naive.py in a wider type, and the contract's error bound."""
 
 import hashlib
 import pickle
@@ -46,7 +46,7 @@ _expected = {}  # by what the call consists of: implementations are held against
 
 
 def expect(*arrays, **arguments):
-    """`compute` the reference for one call, or remember it from another implementation's test."""
+    """The reference for one call. It is computed once for all implementations."""
     if isinstance(arguments.get("mask"), Mask):
         q, k = arrays[:2]
         where = (arguments.get(name) for name in ("kv_lengths", "q_offset"))
@@ -104,7 +104,7 @@ def assert_close(got, ref, tolerance):
 
 
 def assert_telling(expected):
-    """Fail a comparison that could not fail: mostly zeros, mostly NaN, or a bound as wide as the values."""
+    """Raise if a comparison could not fail: mostly zeros, mostly NaN, or a bound as wide as the values."""
     out = expected.out
     if out.size:
         assert np.count_nonzero(out) >= out.size / 2, "the expected output is mostly zeros"
@@ -114,7 +114,7 @@ def assert_telling(expected):
 
 
 def check(got, expected, telling=True):
-    """`got` is what attention(..., return_lse=True) returned; `telling=False` allows an output of zeros."""
+    """Hold `got`, from attention(..., return_lse=True), to `expected`. `telling=False` allows zeros."""
     if telling:
         assert_telling(expected)
     out, lse = got
@@ -154,7 +154,7 @@ def poison(array, hidden, rng):
 
 
 def assert_same_bits(got, expected):
-    """Equal to the last bit, of NaN and -0.0 as well; both are (out, lse)."""
+    """Two lists of arrays are equal to the last bit, also in NaN and -0.0."""
     for a, b in zip(got, expected, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert a.tobytes() == b.tobytes(), f"{np.count_nonzero(a != b)} of {a.size} elements differ"

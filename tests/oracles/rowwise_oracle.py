@@ -34,7 +34,7 @@ def entmax15(s):
 
 
 def top_k(k):
-    """Gupta et al. 2021: softmax of the k largest; of equal ones the first."""
+    """Gupta et al. 2021: softmax of the k largest scores. Of equal ones the first count."""
 
     def normalise(s):
         chosen = np.argsort(-s, kind="stable")[:k]
@@ -94,7 +94,7 @@ def weigh(probs, v, attend):
 
 
 def rowwise(normalise, q, k, v, dtype=np.float64, product=None, sparse=True, **arguments):
-    """normalise(scores) @ v, and the largest score; `sparse`: a probability of 0 hides the value."""
+    """normalise(scores) @ v, and the largest score. If `sparse`, a probability of 0 hides the value."""
     s, attend = scores(q, k, dtype, product, **arguments)
     probs = np.zeros_like(s)
     for row in np.ndindex(s.shape[:-1]):
@@ -131,7 +131,7 @@ def wider(dtype):
 def inputs(
     dtype, variant="plain", seed=0, batch=2, heads=(4, 2), len_q=37, len_k=150, dims=(24, 20), spread=3, **how
 ):
-    """q, k, v, arguments: spread scores, so that sparse normalisers have some to leave out."""
+    """q, k, v and arguments. Scores are spread, so that sparse normalisers leave some out."""
     rng = np.random.default_rng(seed)
     shape = Shape("", batch, *heads, len_q, len_k, *dims)
     q, k, v = make_inputs(shape, np.dtype(dtype).name, rng, **how)

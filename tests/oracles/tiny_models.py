@@ -1,4 +1,4 @@
-"""Tiny models with random weights: their folders, written with safetensors, and their results in plain NumPy.
+"""Tiny models with random weights: their folders in safetensors, and their results in plain NumPy.
 
 Float64, dense, one sequence at a time: it imports nothing of fastattn. Tensors have the names and shapes of
 Hugging Face's files.
@@ -96,7 +96,7 @@ def _both(name, n):
 
 
 def tensors(kind, config, seed=0):
-    """Random tensors: norms' weights around 1, all else around 0."""
+    """Random tensors: weights of norms lie around 1, all others around 0."""
     rng = np.random.default_rng(seed)
     drawn = {}
     for name, shape in shapes(kind, config).items():
@@ -106,7 +106,7 @@ def tensors(kind, config, seed=0):
 
 
 def write(folder, kind, weights=None, **changes):
-    """A model's folder; returns its tensors. `changes` are values of config.json."""
+    """Write a model's folder and return its tensors. `changes` are values of config.json."""
     config = {**CONFIGS[kind], **changes}
     weights = tensors(kind, config) if weights is None else weights
     folder.mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ def write_tokenizer(folder):
 
 
 def write_byte_tokenizer(folder, merges=()):
-    """One token a byte, 256 of them, and one for each merge of two, "a b": as GPT-2's."""
+    """256 tokens of one byte, and one for each merge of two, "a b", as in GPT-2."""
     pairs = [tuple(merge.split()) for merge in merges]
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in pairs)]
     tokenizer = Tokenizer(tokenizer_models.BPE({token: i for i, token in enumerate(tokens)}, pairs))

@@ -1,4 +1,4 @@
-"""Comparisons with torch and transformers, collected where both are installed: the extra [parity]."""
+"""Comparisons with torch and transformers. They run where both are installed: the extra [parity]."""
 
 import importlib.util
 

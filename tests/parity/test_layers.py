@@ -165,7 +165,7 @@ def test_self_attention(options, mask, dtype, implementation):
 @pytest.mark.parametrize("options", ["plain", "bias_kv", "zero_attn"])
 @pytest.mark.parametrize("lengths", [(LEN_Q, LEN_Q), (LEN_Q, LEN_K), (LEN_K, LEN_Q)])
 def test_is_causal(lengths, options, dtype, implementation):
-    """Counted from the first key, as in torch; whether the mask itself is given, too, makes no difference."""
+    """Causal counts from the first key, as in torch, with and without the mask itself."""
     ours, theirs = attention_pair(MODULES[options], dtype)
     rng = np.random.default_rng(2)
     query, key = (draw(rng, BATCH, n, WIDTH, dtype=dtype) for n in lengths)
@@ -198,7 +198,7 @@ def test_any_head_dim(width, heads, implementation):
 
 
 def test_rows_without_any_key_are_out_projs_bias(implementation):
-    """Where torch has NaN; all other rows are equal."""
+    """Rows are 0 where torch has NaN. All others are equal."""
     ours, theirs = attention_pair({}, "float32")
     x = draw(np.random.default_rng(5), BATCH, LEN_Q, WIDTH)
     hidden = np.zeros((LEN_Q, LEN_Q), np.bool_)
@@ -334,7 +334,7 @@ def test_stacks(last_norm, norm_first, dtype, implementation):
 @every_dtype
 @pytest.mark.parametrize("options", [{}, {"norm_first": True, "activation": "gelu", "bias": False}])
 def test_transformer(options, dtype, implementation):
-    """Masks and padding of both sides at once; then the same, token by token over the caches."""
+    """Masks and padding of both sides at once, and then token by token over the caches."""
     module = nn.Transformer(WIDTH, HEADS, 2, 2, 64, batch_first=True, **options)
     module = randomized(module, dtype)
     ours = load(Transformer(WIDTH, HEADS, 2, 2, 64, weights_dtype=dtype, **options), module)
@@ -369,7 +369,7 @@ def test_transformer(options, dtype, implementation):
 
 @pytest.mark.parametrize("layer", ["linear", "attention", "separate", "encoder", "transformer"])
 def test_random_weights_are_spread_as_torchs(layer):
-    """Of each parameter, the deviation and the range, to a tenth, are those that torch draws."""
+    """Each parameter has the deviation and the range of torch's, to a tenth."""
     rng = np.random.default_rng(12)
     ours, theirs = {
         "linear": (lambda: Linear(64, 96, rng=rng), lambda: nn.Linear(64, 96)),

@@ -121,7 +121,7 @@ def scaled(name):
 
 
 def randomised(model, seed=0):
-    """Every parameter drawn anew: biases and norms start as zeros and ones, which hides what is left out."""
+    """Draw every parameter anew: biases and norms begin as zeros and ones, which would hide an omission."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -223,7 +223,7 @@ def test_rope_scaling(name, length, tmp_path):
 
 
 def test_the_scalings_differ(tmp_path):
-    """Or the test above would hold whatever is read from config.json."""
+    """Otherwise the test above would pass whatever is read from config.json."""
     ids = some_ids((1, 40))
     results = [models.load(saved(randomised(scaled(name)), tmp_path / name))(ids) for name in SCALINGS]
     for i, one in enumerate(results):
@@ -298,7 +298,7 @@ def test_greedy_generation(name, tmp_path, implementation):
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name != "longrope"])
 def test_greedy_generation_with_rope_scaling(name, tmp_path):
-    """From within the trained length to beyond it; one prompt: a batch's longest sways dynamic ones."""
+    """One prompt grows beyond the trained length. In a batch the longest would decide dynamic scalings."""
     ids = some_ids((1, 12))
     model, expected = told_apart(lambda: scaled(name), ids, np.ones_like(ids), 16)
     got = models.load(saved(model, tmp_path))

@@ -51,7 +51,7 @@ def test_alibi_slopes_as_the_authors_code_has_them(num_heads):
 
 
 def bucket(relative, num_buckets, max_distance, bidirectional):
-    """The definition, in integers: no logarithm that could be rounded."""
+    """The definition in integers, without a logarithm that could be rounded."""
     result, distance = 0, max(-relative, 0)
     if bidirectional:
         num_buckets //= 2
