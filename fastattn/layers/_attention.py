@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -22,26 +22,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Ints
+    from fastattn.layers._heads import CallOptions, KeysValues
     from fastattn.layers._projections import Stack
-
-    KeysValues = tuple[Array, Array]
-
 
 _NOTHING = nullcontext()
 _NAMES = Names(FUNC, "query", "attn_mask", "key_padding_mask")
-
-
-class CallOptions(TypedDict, total=False):
-    """Keyword arguments of a `MultiHeadAttention`'s call, but for `need_weights`."""
-
-    key_padding_mask: ArrayLike | None
-    attn_mask: ArrayLike | None
-    average_attn_weights: bool
-    is_causal: bool
-    residual: ArrayLike | None
-    cache: KVCache | None
-    lengths: ArrayLike | None
-    keys_values: KeysValues | None
 
 
 @dataclass(eq=False)

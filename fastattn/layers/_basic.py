@@ -14,7 +14,7 @@ from fastattn._args.types import ACTIVATIONS as PLAIN
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._engine.scratch import keep, scratch
-from fastattn.layers import _calls
+from fastattn.layers import _block, _calls
 from fastattn.layers._state import Layer, Parameter, lane_of, ones, uniform, zeros
 
 if TYPE_CHECKING:
@@ -132,6 +132,9 @@ class _Norm(Layer):
     def _of_rows(self, x: Array, out: Array | None = None) -> Array:
         """The norm of rows that have been checked; `out` may be `x` itself."""
         return _calls.norm(self._kind, x, self.weight_vector, self.bias_vector, self.eps, out)
+
+    def _of_block(self) -> _block.Norm:
+        return _block.Norm(self._kind, self.weight_vector, self.bias_vector, self.eps)
 
     def _parameters(self) -> dict[str, Parameter]:
         parameters = {"weight": Parameter((self.features,), ones)}
