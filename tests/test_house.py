@@ -1,4 +1,4 @@
-"""The order of the package: who may import whom, which name each thing has, and that its plan names real files."""
+"""The order of the package: who may import whom, one name for one thing, a plan that names real files."""
 
 import ast
 import importlib
@@ -15,7 +15,9 @@ from fastattn import functional, layers, masks, models, ops, plot, positions
 
 PACKAGE = Path(fastattn.__file__).parent
 PLAN = Path(__file__).parents[1].joinpath("docs/architecture.md").read_text(encoding="utf-8")
-MODULES = sorted(m.name for m in pkgutil.walk_packages([str(PACKAGE)], "fastattn.") if "__main__" not in m.name)
+MODULES = sorted(
+    m.name for m in pkgutil.walk_packages([str(PACKAGE)], "fastattn.") if "__main__" not in m.name
+)
 PUBLIC = (fastattn, functional, functional.feature_maps, layers, masks, models, ops, plot, positions)
 
 
@@ -97,8 +99,8 @@ def signatures():
         for name in module.__all__:
             x = getattr(module, name)
             inner = vars(x).items() if inspect.isclass(x) else ()
-            functions = [(name, x), *((f"{name}.{n}", f) for n, f in inner if n == "__call__" or n[0] != "_")]
-            for where, function in functions:
+            methods = [(f"{name}.{n}", f) for n, f in inner if n == "__call__" or n[0] != "_"]
+            for where, function in [(name, x), *methods]:
                 if callable(function) and not inspect.ismodule(function):
                     try:
                         parameters = inspect.signature(function).parameters
@@ -110,12 +112,16 @@ def signatures():
 def glossary():
     """{name of an argument: names that it must not have} of the plan's table."""
     rows = re.findall(r"^\| (`.*?) \| .*? \| (.*?) \|$", section("Names of arguments"), re.MULTILINE)
-    return {name: re.findall(r"`(\w+)`", never) for names, never in rows for name in re.findall(r"`(\w+)`", names)}
+    return {
+        name: re.findall(r"`(\w+)`", never) for names, never in rows for name in re.findall(r"`(\w+)`", names)
+    }
 
 
 def test_one_name_for_one_thing():
     forbidden = {name for names in glossary().values() for name in names}
-    wrong = [f"{where}({name}=)" for where, name in signatures() if name in forbidden or name.startswith("n_")]
+    wrong = [
+        f"{where}({name}=)" for where, name in signatures() if name in forbidden or name.startswith("n_")
+    ]
     assert wrong == []
     assert len(forbidden) > 10
 
@@ -142,7 +148,8 @@ def test_public_signatures_are_typed():
             if inspect.isfunction(function := getattr(module, name)):
                 parameters = inspect.signature(function).parameters.values()
                 assert all(p.annotation is not p.empty for p in parameters), name
-                assert not any("Any" == p.annotation for p in parameters), name
+                options = [p for p in parameters if p.kind == p.VAR_KEYWORD]
+                assert all(p.annotation.startswith("Unpack[") for p in options), name
 
 
 # How many files a change takes at most.
