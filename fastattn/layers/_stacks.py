@@ -208,7 +208,7 @@ class Transformer(Layer):
 
     Parameters
     ----------
-    d_model, nhead : int, default 512 and 8
+    d_model, num_heads : int, default 512 and 8
     num_encoder_layers, num_decoder_layers : int, default 6
     dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype
         As in `TransformerEncoderLayer`.
@@ -219,7 +219,7 @@ class Transformer(Layer):
     """
 
     d_model: int = 512
-    nhead: int = 8
+    num_heads: int = 8
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
     dim_feedforward: int = 2048

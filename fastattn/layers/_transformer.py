@@ -47,7 +47,7 @@ class _TransformerLayer(Layer):
     """What both layers share: options, attention to itself, feed-forward and two norms."""
 
     d_model: int
-    nhead: int
+    num_heads: int
     dim_feedforward: int = 2048
     activation: str = "relu"
     _: KW_ONLY
@@ -90,7 +90,7 @@ class _TransformerLayer(Layer):
         if unknown := [key for key in more if key not in known]:
             raise TypeError(f"{func}(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
         return MultiHeadAttention(
-            self.d_model, self.nhead, bias=self.bias, weights_dtype=self.weights_dtype, rng=rng, **more
+            self.d_model, self.num_heads, bias=self.bias, weights_dtype=self.weights_dtype, rng=rng, **more
         )
 
     def _input(self, name: str, x: ArrayLike) -> tuple[Array, Array]:
@@ -124,7 +124,7 @@ class TransformerEncoderLayer(_TransformerLayer):
 
     Parameters
     ----------
-    d_model, nhead : int
+    d_model, num_heads : int
         Width, and heads.
     dim_feedforward : int, default 2048
     activation : str, default "relu"
@@ -225,7 +225,8 @@ class TransformerDecoderLayer(_TransformerLayer):
 
     Parameters
     ----------
-    d_model, nhead, dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype, rng
+    d_model, num_heads, dim_feedforward, activation
+    norm_first, norm, layer_norm_eps, bias, weights_dtype, rng
         As in `TransformerEncoderLayer`.
     attention, cross_attention : dict, optional
         Options of `MultiHeadAttention` for the attention to itself, and for that over the memory.
