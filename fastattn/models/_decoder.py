@@ -232,7 +232,8 @@ class Decoder(_model.Model):
             if kept.size < len(running):
                 running, tokens, lengths = running[kept], tokens[kept], lengths[kept]
                 sampler.select(kept)
-                cache.select(kept)
+                if self.depth:  # without layers, nothing is in the cache
+                    cache.select(kept)
             hidden = self._hidden(tokens[:, None], lengths[:, None], longest + step, None, cache)
             lengths = lengths + 1
 

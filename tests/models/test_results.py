@@ -388,6 +388,8 @@ def test_wrong_arguments_of_an_encoder(tmp_path):
         model([[5]], token_type_ids=[[2]])
     with pytest.raises(ValueError, match=r"token_type_ids has shape \(1, 2\); expected \(1, 1\)"):
         model([[5]], token_type_ids=[[0, 1]])
+    with pytest.raises(ValueError, match=r"ids has sequences of different lengths.*pass an attention_mask"):
+        model([[5, 6], [7]])
 
 
 def test_models_say_what_they_are(tmp_path):
