@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -22,26 +22,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Ints
+    from fastattn.layers._heads import CallOptions, KeysValues
     from fastattn.layers._projections import Stack
-
-    KeysValues = tuple[Array, Array]
-
 
 _NOTHING = nullcontext()
 _NAMES = Names(FUNC, "query", "attn_mask", "key_padding_mask")
-
-
-class CallOptions(TypedDict, total=False):
-    """Keyword arguments of a `MultiHeadAttention`'s call, but for `need_weights`."""
-
-    key_padding_mask: ArrayLike | None
-    attn_mask: ArrayLike | None
-    average_attn_weights: bool
-    is_causal: bool
-    residual: ArrayLike | None
-    cache: KVCache | None
-    lengths: ArrayLike | None
-    keys_values: KeysValues | None
 
 
 @dataclass(eq=False)
@@ -171,11 +156,6 @@ class MultiHeadAttention(AttentionParameters):
             In query's dtype. A query that may attend nothing gets out_proj's bias, where torch gives NaN.
         weights : ndarray, (B, L, S) or (B, num_heads, L, S)
             With `need_weights`. The keys of add_bias_kv and add_zero_attn come last.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument does not fit, or there are no parameters yet.
         """
         self._require_parts()
         if need_weights is not False:

@@ -13,9 +13,10 @@ from fastattn._args.ops import rows
 from fastattn._args.values import as_array, flag, short
 from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
-from fastattn.layers import _block, _calls
+from fastattn.layers import _calls
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import FeedForward, LayerNorm, RMSNorm, make_norm
+from fastattn.layers._block import Block, Projection
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._scores import Names
 from fastattn.layers._state import Layer, last_change
@@ -46,7 +47,7 @@ class _TransformerLayer(Layer):
     """What both layers share: options, attention to itself, feed-forward and two norms."""
 
     d_model: int
-    nhead: int
+    num_heads: int
     dim_feedforward: int = 2048
     activation: str = "relu"
     _: KW_ONLY
@@ -89,7 +90,7 @@ class _TransformerLayer(Layer):
         if unknown := [key for key in more if key not in known]:
             raise TypeError(f"{func}(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
         return MultiHeadAttention(
-            self.d_model, self.nhead, bias=self.bias, weights_dtype=self.weights_dtype, rng=rng, **more
+            self.d_model, self.num_heads, bias=self.bias, weights_dtype=self.weights_dtype, rng=rng, **more
         )
 
     def _input(self, name: str, x: ArrayLike) -> tuple[Array, Array]:
@@ -119,9 +120,11 @@ class _TransformerLayer(Layer):
 class TransformerEncoderLayer(_TransformerLayer):
     """Self-attention, then feed-forward, each with a residual and a norm: torch's layer, batch first.
 
+    Its state has torch's names: ``self_attn.*``, ``linear1.*``, ``linear2.*``, ``norm1.*``, ``norm2.*``.
+
     Parameters
     ----------
-    d_model, nhead : int
+    d_model, num_heads : int
         Width, and heads.
     dim_feedforward : int, default 2048
     activation : str, default "relu"
@@ -137,11 +140,6 @@ class TransformerEncoderLayer(_TransformerLayer):
         Options of `MultiHeadAttention`: num_kv_heads, rope, qk_norm, window and so on.
     weights_dtype, rng
         As in `MultiHeadAttention`.
-
-    Notes
-    -----
-    The parameters are those of torch: ``self_attn.*``, ``linear1.*``, ``linear2.*``, ``norm1.*``,
-    ``norm2.*``.
     """
 
     _plain: _Plain | None = field(init=False, default=None, repr=False)
@@ -198,28 +196,24 @@ class TransformerEncoderLayer(_TransformerLayer):
             plain = self.__dict__["_plain"] = _Plain(change, program)
         return plain.program
 
-    def _block(self) -> _block.Block | None:
+    def _block(self) -> Block | None:
         heads, forward = self.self_attn, self.feed_forward
         maps, out = heads.all_maps, heads.out_proj
         if maps is None or not heads.is_plain():
             return None
-        norms = [
-            _block.Norm(norm._kind, norm.weight_vector, norm.bias_vector, norm.eps)
-            for norm in (self.norm1, self.norm2)
-        ]
-        return _block.Block(
+        return Block(
             norm_first=self.norm_first,
-            attention_norm=norms[0],
-            qkv=_block.Projection(maps.weight, maps.bias),
+            attention_norm=self.norm1._of_block(),
+            qkv=Projection(maps.weight, maps.bias),
             heads=heads.num_heads,
             heads_kv=heads._heads_kv,
             head_dim=heads._head_dim,
             scale=heads._head_dim**-0.5,
-            attended=_block.Projection(out.packed_weight, out.bias_vector),
-            inner_norm=norms[1],
-            inner=_block.Projection(forward.weight1, forward.bias1),
+            attended=Projection(out.packed_weight, out.bias_vector),
+            inner_norm=self.norm2._of_block(),
+            inner=Projection(forward.weight1, forward.bias1),
             activation=forward._function,
-            outer=_block.Projection(forward.weight2, forward.bias2),
+            outer=Projection(forward.weight2, forward.bias2),
         )
 
 
@@ -227,17 +221,15 @@ class TransformerEncoderLayer(_TransformerLayer):
 class TransformerDecoderLayer(_TransformerLayer):
     """Masked self-attention, then attention over the encoder's memory, then feed-forward.
 
+    Its state has the names of `TransformerEncoderLayer`, and ``multihead_attn.*`` and ``norm3.*``.
+
     Parameters
     ----------
-    d_model, nhead, dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype, rng
+    d_model, num_heads, dim_feedforward, activation
+    norm_first, norm, layer_norm_eps, bias, weights_dtype, rng
         As in `TransformerEncoderLayer`.
     attention, cross_attention : dict, optional
         Options of `MultiHeadAttention` for the attention to itself, and for that over the memory.
-
-    Notes
-    -----
-    The parameters are those of torch: ``self_attn.*``, ``multihead_attn.*`` (over the memory), ``linear1.*``,
-    ``linear2.*``, ``norm1.*``, ``norm2.*``, ``norm3.*``.
     """
 
     cross_attention: HeadOptions | None = field(default=None, kw_only=True)
@@ -269,8 +261,8 @@ class TransformerDecoderLayer(_TransformerLayer):
         memory_mask, memory_key_padding_mask, memory_is_causal
             Of the attention over the memory. With a cache, tgt stands behind the tokens in it here, too.
         cache : DecoderCache, optional
-            From step to step: it appends tgt's keys. The first call also puts the memory's keys and its key
-            padding mask there; later calls may leave both out, and must not bring others.
+            Takes tgt's keys. The first call also puts the memory's keys and its key padding mask there; later
+            calls may leave both out, and must not bring others.
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """

@@ -82,7 +82,7 @@ def build(source: Source) -> Bert:
     return Bert(
         model_type=model_type,
         hidden_size=hidden,
-        heads=heads,
+        num_heads=heads,
         depth=blocks.depth,
         vocab_size=vocab,
         program=program,

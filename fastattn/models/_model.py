@@ -28,7 +28,7 @@ class Model:
 
     model_type: str  # as in config.json
     hidden_size: int
-    heads: int
+    num_heads: int
     depth: int  # layers
     vocab_size: int
     program: Program  # of the layers

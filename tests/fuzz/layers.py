@@ -67,7 +67,7 @@ def encoder_layer(d):
     )  # fmt: skip
     return layers.TransformerEncoderLayer, {
         "d_model": width,
-        "nhead": nhead,
+        "num_heads": nhead,
         "dim_feedforward": d.size(),
         **more,
     }
@@ -75,7 +75,7 @@ def encoder_layer(d):
 
 def decoder_layer(d):
     _, fields = encoder_layer(d)
-    head_dim = fields["d_model"] // fields["nhead"]
+    head_dim = fields["d_model"] // fields["num_heads"]
     return layers.TransformerDecoderLayer, {
         **fields,
         **d.some(0.2, cross_attention=lambda: heads(d, head_dim)),
