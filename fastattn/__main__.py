@@ -15,7 +15,7 @@ from fastattn import _cli_models
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.suites import SUITES
 from fastattn._engine.settings import available_cpus
-from fastattn.models._pooling import MODES as POOLING
+from fastattn.models._sentences import MODES as POOLING
 from fastattn.models._weights import DTYPES as MODEL_DTYPES
 from fastattn.models._weights import WEIGHT_DTYPES
 

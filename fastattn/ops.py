@@ -15,8 +15,9 @@ import numpy as np
 from fastattn._args.blocks import blocks, copied
 from fastattn._args.ops import elementwise_args, linear_args, norm_args
 from fastattn._args.packed import PackedLinear, pack
+from fastattn._args.results import require_result
 from fastattn._args.types import Activation
-from fastattn._args.values import as_array, float_array, require_result
+from fastattn._args.values import as_array, float_array, integers
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
@@ -275,18 +276,15 @@ def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> 
     rows = float_array("embedding", "table", table)
     if rows.ndim != 2:
         raise ValueError(f"embedding(): table has shape {rows.shape}; expected (n_rows, features)")
-    index = as_array("embedding", "ids", ids)
-    if not index.size:
-        index = np.zeros(index.shape, np.int64)  # NumPy makes floats of an empty list
-    if index.dtype.kind not in "iu":
-        raise TypeError(f"embedding(): ids has dtype {index.dtype}; expected integers")
-    if index.size and ((wrong := index.min()) < 0 or (wrong := index.max()) >= len(rows)):
-        raise ValueError(f"embedding(): ids has {wrong}; expected 0 to {len(rows) - 1}")
+    given = as_array("embedding", "ids", ids)
+    if not given.size:
+        given = np.zeros(given.shape, np.int64)  # NumPy makes floats of an empty list
+    index = integers("embedding", "ids", given, low=0, high=len(rows) - 1)
     shape, dtype = (*index.shape, rows.shape[1]), rows.dtype.newbyteorder("=")
     if out is None:
         out = np.empty(shape, dtype)
     else:
-        inputs = [("table", table, rows), ("ids", ids, index)]
+        inputs = [("table", table, rows), ("ids", ids, given)]
         require_result("embedding", out, shape, dtype, "table", inputs)
     found = out if rows.dtype.isnative else np.empty(shape, rows.dtype)
     for block in blocks(index.shape, rows.shape[1]):

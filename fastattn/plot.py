@@ -59,8 +59,8 @@ def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: A
     labels = None
     if tokens is not None:
         labels = [str(token) for token in iterated(func, "tokens", tokens, f"{len_k} strings, one a key")]
-    if labels is not None and len(labels) != len_k:
-        raise ValueError(f"{func}(): tokens has length {len(labels)}; expected {len_k}, one a key")
+        if len(labels) != len_k:
+            raise ValueError(f"{func}(): tokens has length {len(labels)}; expected {len_k}, one a key")
     maps = array if array.ndim == 3 else array[None]
     axes = _axes(func, ax, len(maps))
     for head, (this, of_head) in enumerate(zip(axes, maps, strict=True)):

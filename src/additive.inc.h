@@ -1,9 +1,9 @@
 /* The scores of additive attention (Bahdanau et al. 2015), s = sum over d of w_d tanh(q_d + k_d), queries on the lanes.
  *
- * With Q = e^2q and K = e^2k, tanh(q + k) = (QK - 1) / (QK + 1). So each query and each key needs exponentials once, and not
- * each pair; and the quotients of two dimensions are added over a common denominator, with one division. That is five times
- * as fast, and exact to a rounding of 1, if queries and keys are so small that nothing overflows. If all of them are very
- * small, QK - 1 would have few digits: then a polynomial is used, which costs no more.
+ * With Q = e^2q and K = e^2k, tanh(q + k) = (QK - 1) / (QK + 1). So each query and each key needs exponentials once,
+ * and not each pair; and the quotients of two dimensions are added over a common denominator, with one division. That
+ * is five times as fast, and exact to a rounding of 1, if queries and keys are so small that nothing overflows. If all
+ * of them are very small, QK - 1 would have few digits: then a polynomial is used, which costs no more.
  *
  * Requires  tile.inc.h, softmax.inc.h, ranges.inc.h.
  * Literals  nv: 1 or NV. small: 1 if no |q + k| is beyond TANH_SMALL.

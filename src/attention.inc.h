@@ -10,13 +10,14 @@
  *
  * FlashAttention-2 (Dao 2023) turned on its side: lanes are queries, so softmax needs no horizontal reduction.
  *
- * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened (or
- * values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered, since
- * strides of (batch, length, heads, head_dim) arrays fall on the same cache sets (docs/notes/attention-kernel.md).
+ * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened
+ * (or values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered,
+ * since strides of (batch, length, heads, head_dim) arrays fall on the same cache sets
+ * (docs/notes/attention-kernel.md).
  *
  * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
- * Literals  dot: 1 where products are of bfloat16 pairs, only if V_BF16_DOT. nv: 1 for a tile of at most LANES rows, or NV.
- * Exports   tile_begin, tile_attend, tile_end_part, tile_end. */
+ * Literals  dot: 1 where products are of bfloat16 pairs, only if V_BF16_DOT. nv: 1 for at most LANES rows, or NV.
+ * Exports   tile_begin, tile_attend, tile_end_part, tile_end, add_values. */
 
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
 INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)
@@ -42,8 +43,9 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
     }
 }
 
-/* Second pass: scores become probabilities, which are added up. Where a row's factor is NaN, so are the probabilities of the
- * keys that it attends, and of no others. (Inlined, it ends in an internal error of gcc 12 on the doubles of `generic`.) */
+/* Second pass: scores become probabilities, which are added up. Where a row's factor is NaN, so are the probabilities
+ * of the keys that it attends, and of no others. Inlined, it breaks gcc 12 on the doubles of
+ * `generic`. */
 __attribute__((noinline)) static void weigh_tile(const fa_attention_args *a, int nv, const tile_state *tile,
                                                  const score_tile *scores, lane *by_row)
 {
@@ -65,10 +67,10 @@ __attribute__((noinline)) static void weigh_tile(const fa_attention_args *a, int
                 v_store(scores->s + at, v_select((vi_t)v_load(scores->add + at), v_load(scores->s + at), v_splat(0)));
     }
     const int one_head = tile->rows.group == 1;
-    if (a->key_sums.data && one_head) add_lanes_to_key_sums(a, &tile->rows, nv, scores->s, j0, n);
-    if (a->mean_weights.data || !one_head) transpose(scores->s, BLOCK_Q, n, tile->rows.n, by_row, BLOCK_K);
-    if (a->key_sums.data && !one_head) add_rows_to_key_sums(a, &tile->rows, by_row, j0, n);
-    if (a->mean_weights.data) add_rows_to_mean(a, &tile->rows, by_row, j0, n);
+    if (a->stats.key_sums.data && one_head) add_lanes_to_key_sums(a, &tile->rows, nv, scores->s, j0, n);
+    if (a->stats.mean_weights.data || !one_head) transpose(scores->s, BLOCK_Q, n, tile->rows.n, by_row, BLOCK_K);
+    if (a->stats.key_sums.data && !one_head) add_rows_to_key_sums(a, &tile->rows, by_row, j0, n);
+    if (a->stats.mean_weights.data) add_rows_to_mean(a, &tile->rows, by_row, j0, n);
 }
 
 /* Probabilities (n, nv) as pairs of bfloat16, those of keys 2j and 2j + 1. */
@@ -98,7 +100,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     product.depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
     block_outer(nv, dot, n, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
     modify_tile(a, nv, mods, &scores);
-    if (a->second_pass) {
+    if (a->stats.second_pass) {
         weigh_tile(a, nv, tile, &scores, scratch->by_row);
         return;
     }
@@ -106,9 +108,10 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     const int bad = hides(kind) && block->bad.n;
     if (bad) note_attending(nv, &scores);
 
-    if (a->n_top) {
+    if (a->stats.n_top) {
         tile->top_first = j0 / PART_K * PART_K;
-        top_insert_tile(nv, a->n_top, scratch->s, n, (ilane)(j0 - tile->top_first), tile->top_score, tile->top_key);
+        top_insert_tile(nv, a->stats.n_top, scratch->s, n, (ilane)(j0 - tile->top_first), tile->top_score,
+                        tile->top_key);
     }
     int moved = 0;
     if (a->sigmoid) sigmoid_update(nv, scratch->s, n, (lane)a->sigmoid_bias);
@@ -133,6 +136,16 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     }
 }
 
+/* ot += the values of n keys, weighted: for kernels that need no factor for what came before. */
+INLINE void add_values(const fa_attention_args *a, int nv, tile_state *tile, const char *v, int64_t v_row, int64_t n,
+                       const lane *probs)
+{
+    value_product values = {.v = v, .v_row = v_row, .n = n, .head_dim_v = a->head_dim_v, .probs = probs};
+    values.mode = tile->fresh ? ACC_ZERO : ACC_KEEP, values.out = tile->ot;
+    block_values(nv, 0, &values);
+    tile->fresh = 0;
+}
+
 /* The empty state of a tile. */
 INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
 {
@@ -141,7 +154,7 @@ INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
         tile->row_sum[r] = 0;
         if (tile->row_log) tile->row_log[r] = 0;
     }
-    for (int64_t i = 0; i < a->n_top * BLOCK_Q; i++) tile->top_score[i] = -INFINITY;
+    for (int64_t i = 0; i < a->stats.n_top * BLOCK_Q; i++) tile->top_score[i] = -INFINITY;
     tile->fresh = 1;
 }
 
@@ -156,7 +169,7 @@ static void tile_end_part(const fa_attention_args *a, const tile_scratch *scratc
     memcpy(part->row_max, tile->row_max, n_rows * sizeof(lane));
     memcpy(part->row_sum, tile->row_sum, n_rows * sizeof(lane));
     if (tile->row_log) memcpy(part->row_log, tile->row_log, n_rows * sizeof(lane));
-    for (int64_t i = 0; i < a->n_top; i++)
+    for (int64_t i = 0; i < a->stats.n_top; i++)
         for (int64_t r = 0; r < n_rows; r++) {
             const top_list top = row_top(a, part, r);
             top.score[i] = tile->top_score[i * BLOCK_Q + r];
@@ -182,11 +195,11 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
     row_block *rows = &tile->rows;
     ranges_begin(a, rows, key_begin, key_end);
     load_queries(a, rows, dot, mods->q_factor, tile->qt);
-    if (a->bias.data) note_bias_rows(a, tile);
+    if (a->mods.bias.data) note_bias_rows(a, tile);
     load_slopes(a, mods, rows, tile->lanes.slope);
     tile->parts = 0;
     tile_reset(a, tile);
-    if (!a->second_pass) return;
+    if (!a->stats.second_pass) return;
     memset(tile->row_sum, 0, BLOCK_Q * sizeof(lane));
     load_row_norm(a, rows, tile->row_max, tile->row_sum);
 }
@@ -212,7 +225,7 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
         rows->n = smaller(all->n - i * BLOCK_Q, BLOCK_Q);
         tile_begin(a, &mods, dot, key_begin, key_end, scratch->tiles + i);
     }
-    key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->ranges != NULL, dot, key_end);
+    key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->masks.ranges != NULL, dot, key_end);
     for (int64_t part = walk.first / PART_K; walk_next(&walk); part = walk.grid / PART_K) {
         if (walk.grid / PART_K != part) {
             if (given_up(a->watch)) return;

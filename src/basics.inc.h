@@ -3,11 +3,8 @@
  * Requires  fastattn.h, simd.h. */
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 INLINE int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 INLINE int64_t load_int(const char *from)
@@ -31,8 +28,8 @@ INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
         else call(LANE_DTYPE);                                                                                         \
     } while (0)
 
-/* Memory that is cut into arrays, each at a cache line. From NULL nothing is cut, but `used` is counted all the same: so a
- * plan learns how much a kernel needs. */
+/* Memory that is cut into arrays, each at a cache line. From NULL nothing is cut, but `used` is counted all the same:
+ * so a plan learns how much a kernel needs. */
 typedef struct {
     char *memory;
     int64_t used;
@@ -48,5 +45,13 @@ INLINE void *cut(arena *from, int64_t bytes)
 /* array = n elements of its type */
 #define CUT(from, array, n) ((array) = cut(from, (n) * (int64_t)sizeof *(array)))
 
-/* Whether a task is to end where it is. It asks about every millisecond, since the answer may take a look at the clock. */
+/* Several arrays of n lanes; their addresses are given. */
+#define CUT_LANES(from, n, ...)                                                                                        \
+    do {                                                                                                               \
+        lane **const each[] = {__VA_ARGS__};                                                                           \
+        for (size_t i = 0; i < sizeof each / sizeof each[0]; i++) CUT(from, *each[i], n);                              \
+    } while (0)
+
+/* Whether a task is to end where it is. It asks about every millisecond, since the answer may take a look at the
+ * clock. */
 INLINE int given_up(const fa_watch *watch) { return watch && watch->gives_up(watch->caller); }

@@ -8,7 +8,8 @@
 
 INLINE int64_t dtype_size(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2; }
 
-/* The next vector of a row of which n lanes are left: all LANES of it, or the first n, and then the other lanes are 0. */
+/* The next vector of a row that has n lanes left. If they are fewer than LANES, the other lanes are 0, or not
+ * written. */
 INLINE v_t v_load_part(const void *from, int64_t n) { return n < LANES ? v_load_n(from, n) : v_load(from); }
 
 INLINE void v_store_part(void *to, v_t x, int64_t n)
@@ -53,9 +54,11 @@ INLINE void load_row_as(fa_dtype dtype, const char *src, int64_t n, lane factor,
 
 static void load_row(fa_dtype dtype, const char *src, int64_t n, lane factor, lane *dst)
 {
-#define LOAD(dtype) load_row_as(dtype, src, n, factor, dst)
-    WITH_DTYPE(dtype, LOAD);
-#undef LOAD
+    switch (dtype) {
+    case FA_F16: load_row_as(FA_F16, src, n, factor, dst); break;
+    case FA_BF16: load_row_as(FA_BF16, src, n, factor, dst); break;
+    default: load_row_as(LANE_DTYPE, src, n, factor, dst);
+    }
 }
 
 /* dst (n) += src (n) */
@@ -84,18 +87,19 @@ static lane load_element(fa_dtype dtype, const char *from)
 static void store_row(fa_dtype dtype, const lane *src, int64_t n, lane factor, char *dst)
 {
     for (int64_t j = 0; j < n; j += LANES) {
-        const v_t x = v_load_part(src + j, n - j) * v_splat(factor);
+        const int64_t count = smaller(n - j, LANES);
+        const v_t x = v_load_part(src + j, count) * v_splat(factor);
 #if LANE_BITS == 32
         if (dtype == FA_F16 || dtype == FA_BF16) {
             uint16_t part[LANES];
             if (dtype == FA_F16) v_store_f16(part, x);
             else v_store_bf16(part, x);
-            memcpy(dst + j * 2, part, smaller(n - j, LANES) * sizeof part[0]);
+            memcpy(dst + j * 2, part, count * sizeof part[0]);
             continue;
         }
 #endif
         (void)dtype;
-        v_store_part(dst + j * sizeof(lane), x, n - j);
+        v_store_part(dst + j * sizeof(lane), x, count);
     }
 }
 

@@ -30,19 +30,17 @@ typedef struct {
 static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch)
 {
     scratch->depth = round_up(a->head_dim, LANES);
-    CUT(from, scratch->q, DOT_ROWS * scratch->depth);
-    CUT(from, scratch->s, DOT_ROWS * BLOCK_K);
-    CUT(from, scratch->add, DOT_ROWS * BLOCK_K);
-    CUT(from, scratch->v, BLOCK_K * a->head_dim_v);
-    CUT(from, scratch->base, DOT_ROWS);
-    CUT(from, scratch->factor, DOT_ROWS);
+    CUT_LANES(from, DOT_ROWS * scratch->depth, &scratch->q);
+    CUT_LANES(from, DOT_ROWS * BLOCK_K, &scratch->s, &scratch->add);
+    CUT_LANES(from, BLOCK_K * a->head_dim_v, &scratch->v);
+    CUT_LANES(from, DOT_ROWS, &scratch->base, &scratch->factor);
     CUT(from, scratch->range, 4 * DOT_ROWS);
     CUT(from, scratch->lists, DOT_ROWS);
     return from->used;
 }
 
-/* Rows of `bytes` that are fetched meanwhile, as many as are being read. Scores and values take turns, so that the hardware's
- * own prefetching starts anew at every turn: while one is computed, the other is fetched. */
+/* Rows of `bytes` that are fetched meanwhile, as many as are being read. Scores and values take turns, so that the
+ * hardware's own prefetching starts anew at every turn: while one is computed, the other is fetched. */
 typedef struct {
     const char *data; /* NULL: nothing */
     int64_t row, bytes;
@@ -150,8 +148,8 @@ INLINE void dot_accumulate(fa_dtype dtype, int nr, const dot_weighting *p, int64
     if (d < width) dot_values(dtype, nr, 1, p, r0, d, width - d);
 }
 
-/* One row's online softmax over s (n): probabilities in place; returns alpha = exp(m - m'). Whole vectors hold s, in which
- * what lies past n becomes 0. row_log, if not NULL, as in softmax_update. */
+/* One row's online softmax over s (n): probabilities in place; returns alpha = exp(m - m'). Whole vectors hold s, in
+ * which what lies past n becomes 0. row_log, if not NULL, as in softmax_update. */
 INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log)
 {
     v_t max = v_splat(*row_max), sum = v_splat(0), log = v_splat(0);
@@ -187,8 +185,8 @@ static void weigh_rows(const fa_attention_args *a, const score_tile *scores, con
         for (int64_t j = 0; hides(scores->kind) && factor != factor && j < n; j++)
             if (!row_attends(scores, r, j)) s[j] = 0;
     }
-    if (a->key_sums.data) add_rows_to_key_sums(a, rows, scores->s, scores->j0, n);
-    if (a->mean_weights.data) add_rows_to_mean(a, rows, scores->s, scores->j0, n);
+    if (a->stats.key_sums.data) add_rows_to_key_sums(a, rows, scores->s, scores->j0, n);
+    if (a->stats.mean_weights.data) add_rows_to_mean(a, rows, scores->s, scores->j0, n);
 }
 
 /* Four rows at a time, then two, then one. */
@@ -213,12 +211,12 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
 
     dot_product product = {.k = at(&a->k, rows->b, rows->h_kv, j0, 0), .k_row = a->k.row, .n = n, .q = scratch->q};
     product.head_dim = a->head_dim, product.depth = scratch->depth, product.s = scratch->s;
-    product.next = (fetch_ahead){a->second_pass ? NULL : v, a->v.row, width * size};
+    product.next = (fetch_ahead){a->stats.second_pass ? NULL : v, a->v.row, width * size};
 #define SCORES(nr) dot_scores(dtype, nr, &product, r)
     EACH_ROWS(rows, r, SCORES);
 #undef SCORES
     modify_rows(a, mods, &scores);
-    if (a->second_pass) {
+    if (a->stats.second_pass) {
         weigh_rows(a, &scores, scratch);
         return;
     }
@@ -233,7 +231,7 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     lane alpha[DOT_ROWS];
     for (int64_t r = 0; r < rows->n; r++) {
         lane *s = scratch->s + r * BLOCK_K, *row_log = part->row_log ? part->row_log + r : NULL;
-        if (a->n_top) top_insert_row(a->n_top, s, n, j0, row_top(a, part, r));
+        if (a->stats.n_top) top_insert_row(a->stats.n_top, s, n, j0, row_top(a, part, r));
         alpha[r] = 1;
         if (a->sigmoid) dot_sigmoid(s, n, (lane)a->sigmoid_bias);
         else alpha[r] = dot_softmax(s, n, part->row_max + r, part->row_sum + r, row_log);
@@ -266,19 +264,19 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
     rows->pair_begin = scratch->range + 2 * DOT_ROWS;
     rows->pair_end = scratch->range + 3 * DOT_ROWS;
     ranges_begin(a, rows, key_begin, key_end);
-    if (a->second_pass) load_row_norm(a, rows, scratch->base, scratch->factor);
+    if (a->stats.second_pass) load_row_norm(a, rows, scratch->base, scratch->factor);
     EACH_ROW(rows, r, id) {
         lane *q = scratch->q + r * scratch->depth;
         for (int64_t d = a->head_dim; d < scratch->depth; d++) q[d] = 0;
         load_row(a->q.dtype, at(&a->q, rows->b, id.head, id.query, 0), a->head_dim, mods.q_factor, q);
-        if (a->second_pass) continue;
+        if (a->stats.second_pass) continue;
         part->row_max[r] = a->sigmoid ? 0 : -INFINITY;
         part->row_sum[r] = 0;
         if (part->row_log) part->row_log[r] = 0;
-        for (int64_t i = 0; i < a->n_top; i++) row_top(a, part, r).score[i] = -INFINITY;
+        for (int64_t i = 0; i < a->stats.n_top; i++) row_top(a, part, r).score[i] = -INFINITY;
         for (int64_t d = 0; d < part->acc_row; d++) part->acc[r * part->acc_row + d] = 0;
     }
-    for (key_walk walk = walk_begin(rows, 1, 0, a->ranges != NULL, 0, key_end); walk_next(&walk);) {
+    for (key_walk walk = walk_begin(rows, 1, 0, a->masks.ranges != NULL, 0, key_end); walk_next(&walk);) {
         const key_run run = masked_run(a, rows, 1, walk.begin, walk.end - walk.begin);
         if (run.mask != BLOCK_EMPTY) dot_block(a, dtype, &mods, rows, run, scratch, part);
     }

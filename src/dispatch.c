@@ -19,19 +19,11 @@ static const struct {
 };
 
 int fa_isa_count(void) { return sizeof isas / sizeof isas[0]; }
-
 const char *fa_isa_name(int isa) { return isas[isa].name; }
-
 int fa_isa_available(int isa) { return isas[isa].available(); }
-
 const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane) { return lane == FA_F64 ? isas[isa].f64 : isas[isa].f32; }
 
-const char *fa_activation_name(fa_activation activation)
-{
-    switch (activation) {
-#define FA_ACTIVATION(constant, name, formula)                                                                         \
-    case constant: return #name;
+#define FA_ACTIVATION(constant, name, formula) [constant] = #name,
+const char *const fa_activation_names[] = {
 #include "activations.inc"
-    default: return "";
-    }
-}
+};

@@ -1,8 +1,9 @@
-/* The C interface of fastattn: argument struct, plan, kernel table. Nothing here allocates, threads or calls Python.
+/* The C interface of fastattn: arguments, plans, the table of kernels. Nothing here allocates, starts threads or calls
+ * Python.
  *
  * A caller fills fa_attention_args, asks kernels->plan() what to run, gives every thread plan.scratch_bytes of 64-byte
  * aligned memory, and runs tasks 0 .. plan.n_tasks - 1 in any order on any threads. The bits of the result do not
- * depend on who runs what: see fa_plan. */
+ * depend on which thread runs what: see fa_plan. */
 #ifndef FASTATTN_H
 #define FASTATTN_H
 
@@ -10,9 +11,9 @@
 
 typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8 } fa_dtype; /* int8: packed weights only */
 
-/* A task that may last long asks in between whether to give up: then nobody reads the results of the call. */
+/* A task that may last long asks now and then whether to give up. If so, nobody reads the results of the call. */
 typedef struct {
-    int (*gives_up)(void *caller); /* nonzero: yes; in any thread, again and again */
+    int (*gives_up)(void *caller); /* nonzero: yes; called in any thread, again and again */
     void *caller;
 } fa_watch;
 
@@ -24,26 +25,42 @@ typedef struct {
     fa_dtype dtype; /* of q, k, v, out, bias; the others have the one type said below */
 } fa_array;
 
+/* Which keys a row attends: those that all of these allow. Arrays are (batch, heads_q, len_q), int64, and optional. */
 typedef struct {
-    fa_array q, k, v, out;       /* (batch, heads, length, head_dim), the last axis contiguous */
-    fa_array lse;                /* (batch, heads_q, len_q), lane type; optional, as all that follow */
-    fa_array mask, bias;         /* (batch, heads_q, len_q, len_k); mask is uint8, nonzero attends */
-    fa_array row_begin, row_end; /* (batch, heads_q, len_q), int64: row i attends keys begin <= j < end */
-    fa_array range_first,
-        range_last;        /* (batch, heads_q, len_q), int64: and of those, the keys in ranges first .. last - 1 */
+    fa_array mask;                    /* (batch, heads_q, len_q, len_k), uint8: nonzero attends */
+    fa_array row_begin, row_end;      /* row i attends keys begin <= j < end */
+    fa_array range_first, range_last; /* and of those, the keys in ranges first .. last - 1 */
     const int64_t *ranges; /* pairs (begin, end), or NULL: in a row's list not empty, sorted, none touching the next */
-    fa_array alibi_slopes, sinks;   /* (batch, heads_q), lane type */
-    fa_array q_position;            /* (batch), int64: position of query row 0, for ALiBi */
-    fa_array row_max, entropy;      /* (batch, heads_q, len_q), lane type: of each row's scores and probabilities */
-    fa_array top_weights, top_keys; /* (batch, heads_q, len_q, n_top), lane type, int64: the largest probabilities */
-    fa_array norm; /* (batch, heads_q, len_q, 2), lane type: a probability is exp(score - norm[0]) * norm[1] */
-    fa_array key_sums, mean_weights; /* (batch, heads_q, len_k), (batch, 1, len_q, len_k), lane type: second pass */
-    int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
+} fa_masks;
+
+/* What is done to scores, in this order. */
+typedef struct {
     double scale, softcap; /* softcap 0: none */
-    int64_t n_top;         /* at most len_k */
-    int sigmoid;           /* sigmoid(score + sigmoid_bias) in place of the softmax: without lse, sinks, statistics */
-    double sigmoid_bias;
+    fa_array bias;         /* (batch, heads_q, len_q, len_k), of any dtype; optional, as those that follow */
+    fa_array alibi_slopes; /* (batch, heads_q), lane type */
+    fa_array q_position;   /* (batch), int64: position of query row 0, for ALiBi */
+} fa_modifiers;
+
+/* What is returned beside the output: (batch, heads_q, len_q), lane type; optional. */
+typedef struct {
+    fa_array row_max, entropy;       /* of each row's scores, and of its probabilities */
+    fa_array top_weights, top_keys;  /* (..., n_top), lane type and int64: the largest probabilities */
+    fa_array norm;                   /* (..., 2): a probability is exp(score - norm[0]) * norm[1] */
+    fa_array key_sums, mean_weights; /* (batch, heads_q, len_k), (batch, 1, len_q, len_k): from the second pass */
+    int64_t n_top;                   /* at most len_k */
     int second_pass; /* reads norm, which the first has written, and adds to key_sums and mean_weights, nothing else */
+} fa_statistics;
+
+typedef struct {
+    fa_array q, k, v, out; /* (batch, heads, length, head_dim), the last axis contiguous */
+    fa_array lse;          /* (batch, heads_q, len_q), lane type; optional */
+    fa_array sinks;        /* (batch, heads_q), lane type; optional */
+    int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
+    fa_masks masks;
+    fa_modifiers mods;
+    fa_statistics stats;
+    int sigmoid; /* sigmoid(score + sigmoid_bias) in place of the softmax: without lse, sinks, statistics */
+    double sigmoid_bias;
     const fa_watch *watch; /* optional */
 } fa_attention_args;
 
@@ -52,29 +69,30 @@ typedef enum {
     FA_DOT   /* head_dim on the lanes, for few rows per KV head: decode.inc.h */
 } fa_kernel_kind;
 
-/* How a call is cut into tasks: a function of (ISA, dtypes, shape of q, head_dim) alone, never of batch or thread count,
- * so that a row's bits depend on neither. FA_DOT is for those KV heads only that attend more keys than there are queries.
+/* How a call is cut into tasks: a function of (ISA, dtypes, shape of q, head_dim) alone, never of batch or thread
+ * count, so that a row's bits depend on neither. FA_DOT applies only to KV heads that attend more keys than there are
+ * queries.
  *
- * The rows of one KV head are its group * len_q (query, head in group) pairs, query-major. Where they fill more than
- * one row block (split_k == 0), a task is a few row blocks against all their keys: run(). Otherwise a KV head is one row
- * block, and its keys are cut at multiples of split_k: each split becomes a partial (row maxima, sums, accumulators),
- * and the partials are merged in order, either by one thread, run(), or with run_split() on any threads and then
- * merge(), for those splits of each head, one after the other, that splits() names. Both do the same arithmetic in the
- * same order. A split of keys that no row attends costs nothing.
+ * The rows of one KV head are its group * len_q (query, head in group) pairs, query-major. If they fill more than one
+ * row block (split_k == 0), a task is a few row blocks against all their keys: run(). If not, the keys of the KV head
+ * are cut at multiples of split_k. Each split becomes a partial (row maxima, sums, accumulators), and the partials are
+ * merged in order. Either one thread does it all, run(); or any threads call run_split(), for the splits of each head
+ * that splits() names, and merge() is called for one after the other. Both do the same arithmetic in the same order. A
+ * split whose keys no row attends costs nothing.
  *
- * A task of the second pass is all rows against a run of keys, in order: what it adds to is nobody else's. */
+ * A task of the second pass is all rows, in order, against a run of keys. No other task adds to what it adds to. */
 typedef struct {
     fa_kernel_kind kind;
     int block_q, block_k;  /* rows and keys of a tile */
-    int tiles;             /* tiles of a task: a matter of scheduling, the only one that depends on batch and threads */
+    int tiles;             /* row blocks of a task: scheduling, which alone depends on batch and threads */
     int bf16_dot;          /* the bfloat16 dot-product instruction runs */
     int64_t n_tasks;       /* for run() */
     int64_t split_k;       /* 0: run() only */
     int64_t n_splits;      /* ceil(len_k / split_k), at least 1 */
-    int64_t run_k;         /* keys of a task of the second pass: a matter of scheduling */
+    int64_t run_k;         /* keys of a task of the second pass: scheduling */
     int64_t scratch_bytes; /* per thread */
     int64_t partial_bytes; /* per (KV head, split), a multiple of 64 */
-    double flops;          /* of the whole call if nothing is masked: to judge whether threads pay */
+    double flops;          /* of the whole call, as if nothing were masked: to judge whether threads pay */
 } fa_plan;
 
 /* The layers' kernels. Strides of rows are in bytes; a row is contiguous. */
@@ -132,7 +150,7 @@ typedef struct {
     int interleaved;
 } fa_rope_args;
 
-/* Linear attention: out_t = scale S_t^T q_t with S_t = A_t S_{t-1} + k_t u_t^T, as recurrent_chunk.inc.h says. There
+/* Linear attention: out_t = scale S_t^T q_t with S_t = A_t S_{t-1} + k_t u_t^T, as recurrent_task.inc.h says. There
  * are `heads` states; heads_k and heads_v divide them; heads_q does, or is a multiple. Not causal, and then without
  * decay and beta: every q reads the last state, and lengths may differ. */
 typedef struct {
@@ -198,8 +216,8 @@ typedef struct {
 /* dispatch.c. The ISAs that were compiled in, best first, index 0 .. fa_isa_count() - 1. */
 int fa_isa_count(void);
 const char *fa_isa_name(int isa);
-int fa_isa_available(int isa);                            /* this CPU (and system) runs it */
-const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane); /* FA_F32 or FA_F64 lanes */
-const char *fa_activation_name(fa_activation activation); /* "" for FA_NONE */
+int fa_isa_available(int isa);                                  /* this CPU (and system) runs it */
+const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane);       /* FA_F32 or FA_F64 lanes */
+extern const char *const fa_activation_names[FA_N_ACTIVATIONS]; /* that of FA_NONE is NULL */
 
 #endif

@@ -1,16 +1,13 @@
-/* What differs between instruction sets besides intrinsics: one block of constants for each. simd.h includes this
- * file; no other file asks which instruction set it is compiled for.
+/* What differs between instruction sets besides intrinsics. simd.h includes this; no other file asks which one it is.
  *
- *     V_BYTES          bytes of a vector
- *     V_REGISTERS      vector registers: what every tile below must fit (_Static_assert where it is used)
- *     TILE x NV        accumulators of the attention tile, which takes TILE * NV + NV + 1 registers. Tried beside them:
- *                      AVX-512: 8x3, 12x2, 4x4, 4x6 and 2x8 are behind from 128 keys up. AVX2: 6x2 is 3% behind, with 8
- *                      loads for 12 multiply-adds and not 7; 8x2 spills. NEON multiplies by an element of a register, and
- *                      its vectors hold only four queries. Without fused multiply-adds (generic) a product takes one
- *                      register more.
+ *     V_BYTES, V_REGISTERS      bytes of a vector; vector registers, which every tile below must fit
+ *     TILE x NV                 accumulators of the attention tile, of TILE * NV + NV + 1 registers. AVX-512: 8x3,
+ *                               12x2, 4x4, 4x6 and 2x8 are behind from 128 keys up. AVX2: 6x2 is 3% behind, with 8
+ *                               loads for 12 multiply-adds and not 7; 8x2 spills. NEON: a vector holds but four queries.
+ *                               generic: without fused multiply-adds a product takes one register more
  *     LINEAR_ROWS x LINEAR_NV   the same of the layers' matrix product
- *     STEP_NV          vectors of a state's columns that a step of linear attention holds, twice
- *     FMA_CHAINS       independent multiply-adds that hide their latency, for the measurement of the peak */
+ *     STEP_NV                   vectors of a state's columns that a step of linear attention holds, twice
+ *     FMA_CHAINS                independent multiply-adds that hide their latency: the measurement of the peak */
 #if defined FA_GENERIC
 #define V_BYTES 16
 #define V_REGISTERS 16

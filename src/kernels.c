@@ -1,19 +1,18 @@
 /* The kernels of one instruction set and one lane type: a table of contents, and the table that is exported.
  *
  * Compiled for every line of isa.inc, with its flags and -DFA_ISA_NAME=<isa>, once with float lanes and once, with
- * -DFA_LANE_F64, with double lanes. Everything is static but the exported table. A file uses only what stands above
- * it here.
+ * -DFA_LANE_F64, with double lanes. Everything is static but that table. A file uses only what stands above it here.
  *
- * One name means one thing in all files:
+ * One name means one thing in all files of attention:
  *
- *     a          the arguments of the call          plan      how the call is cut into tasks
- *     rows       the query rows of a task or tile   r, id     a row's number among them; its query and head
- *     mods       modifiers of scores                kind      what a block of keys is to a tile (block_kind)
- *     tile       rows with their state              scratch   a thread's memory
- *     block      a block of keys and values         part      a result over some of the keys
- *     scores, probs    (keys, BLOCK_Q): a tile before softmax and after; add: what is added to scores
- *     b h i j d  batch, head, query, key, dimension j0, n     the first key of a block, and how many there are
- *     u, nv      a vector of a tile's lanes; their number: 1 or NV */
+ *     a           the arguments of the call            plan     how the call is cut into tasks
+ *     rows        the query rows of a task or tile     r, id    a row's number among them; its query and head
+ *     mods        modifiers of scores                  kind     what a block of keys is to a tile (block_kind)
+ *     tile        rows with their state                scratch  a thread's memory
+ *     block, run  a block of keys; some keys of it     part     a result over some of the keys
+ *     s, probs    scores; probabilities                add      what is added to scores
+ *     b h i j d   batch, head, query, key, dimension   j0, n    the first key of a block; how many there are
+ *     u, nv       a vector of a tile's row; how many   p        the product that a micro-kernel computes */
 #include "fastattn.h"
 
 #include "simd.h"
@@ -43,6 +42,7 @@
 
 /* Linear attention. */
 #include "recurrent_task.inc.h"
+#include "recurrent_decay.inc.h"
 #include "recurrent_chunk.inc.h"
 #include "recurrent_step.inc.h"
 #include "recurrent.inc.h"

@@ -9,8 +9,8 @@
  *   for each panel (gated: each pair of panels), each row
  *     out = activation(acc scale + bias) [up] + residual
  *
- * The lanes are output features; x is broadcast, one value at a time, or one pair for the dot product. The bits of a row
- * depend on that row alone, whatever the tasks.
+ * The lanes are output features; x is broadcast, one value at a time, or one pair for the dot product. The bits of a
+ * row depend on that row alone, whatever the tasks.
  *
  * Requires  basics.inc.h, convert.inc.h, tile.inc.h (tile_outer), activation.inc.h.
  * Literals  columns: a multiple of GROUP; dot: 1 only if V_BF16_DOT; triangular: 0 or 1; weight, of narrow kernels:
@@ -23,8 +23,8 @@
 _Static_assert(LINEAR_ROWS *LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
 _Static_assert(LINEAR_ROWS <= TILE_MAX && PANEL % GROUP == 0, "passes fill a panel");
 
-/* Input features of a block: a part of a panel is then 32 KB. With 128 it would leave room in the first-level cache, but
- * accumulators would move twice as often: 1 to 3% slower. */
+/* Input features of a block: a part of a panel is then 32 KB. With 128 it would leave room in the first-level cache,
+ * but accumulators would move twice as often: 1 to 3% slower. */
 #define LINEAR_DEPTH 256
 _Static_assert(LINEAR_DEPTH <= MAX_DEPTH, "one accumulator sums no more products");
 
@@ -66,9 +66,9 @@ INLINE int is_narrow(const fa_linear_args *a) { return LANE_BITS == 32 && a->wei
 /* Bytes of a panel's row, which is one input feature, or two where weights are pairs of bfloat16. */
 INLINE int64_t panel_row(fa_dtype weight) { return weight == FA_I8 ? PANEL : FA_PANEL_BYTES; }
 
-/* Whether x is read where it is. It must be lanes, and its rows must not meet in one set of the first-level cache. Nor
- * may an odd k leave half a pair: what follows in memory is another row's, or nobody's. Copying costs 2 to 13% of the
- * time, with few rows up to 40%. */
+/* Whether x is read where it is. It must be lanes, and its rows must not meet in one set of the first-level cache. And
+ * pairs of weights would read one element too many of a row with an odd k. Copying costs 2 to 13% of the time, with few
+ * rows up to 40%. */
 INLINE int x_in_place(const fa_linear_args *a)
 {
     return a->dtype == LANE_DTYPE && !linear_dot(a) && a->x_row % 4096 && !(a->weight == FA_BF16 && a->k % 2);
@@ -89,12 +89,12 @@ static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *pl
     plan->flops = 2.0 * maps * a->m * a->n * a->k;
 }
 
-/* One pass: rows [first, first + n) of a product, GROUP columns. */
-INLINE void multiply_pass(int dot, int fetch, int64_t first, int64_t n, const outer_product *p)
+/* One pass: n rows of a product, GROUP columns. */
+INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
 {
 #define ROWS(rows)                                                                                                     \
     case rows:                                                                                                         \
-        if (rows <= LINEAR_ROWS) tile_outer(rows, LINEAR_NV, dot, fetch, p, first);                                    \
+        if (rows <= LINEAR_ROWS) tile_outer(rows, LINEAR_NV, dot, fetch, p, 0);                                        \
         break;
     switch (n) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
@@ -102,32 +102,36 @@ INLINE void multiply_pass(int dot, int fetch, int64_t first, int64_t n, const ou
 #undef ROWS
 }
 
-/* All rows of a product, and `columns`. `triangular`: p->depth is that of no row, and row r needs r + 1 more; a pass
- * reads y as far as its last row needs it.
+/* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, and a pass reads as
+ * many as its last row needs.
  *
- * In one or two passes each line of y is met once or twice, and the arithmetic takes no longer than memory does to bring
- * it. Asking for a line or two of p->ahead, if not NULL, at every step then gains 15 to 50% where weights come from far
- * away. With more passes it gains less than it costs where they do not. */
+ * With one or two passes, the arithmetic takes no longer than memory takes to bring y. Fetching a line or two of
+ * `ahead`, if it is not NULL, at every step then gains 15 to 50% where weights come from far away. With more passes it
+ * costs more where weights are near than it gains where they are far. */
 INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, const outer_product *whole)
 {
     const int64_t n_passes = ceil_div(rows, LINEAR_ROWS);
     const int64_t fetch = whole->ahead ? FA_PANEL_BYTES / 64 * GROUP / PANEL / n_passes : 0; /* lines a step */
-    outer_product p = *whole;
+    const char *ahead = whole->ahead;
     for (int64_t r = 0, passes = n_passes; passes; passes--) {
         const int64_t n = ceil_div(rows - r, passes); /* even passes: a last one of one row wastes most */
-        if (triangular) p.depth = whole->depth + r + n;
-        for (int64_t c = 0; c < columns; c += GROUP, p.ahead += fetch * p.depth * 64) {
-            p.y = whole->y + c, p.out = whole->out + c;
-            if (fetch == 2) multiply_pass(dot, 2, r, n, &p);
-            else if (fetch == 1) multiply_pass(dot, 1, r, n, &p);
-            else multiply_pass(dot, 0, r, n, &p);
+        for (int64_t c = 0; c < columns; c += GROUP) {
+            outer_product p = *whole;
+            p.x += r * p.x_row, p.y += c, p.out += r * p.pitch + c;
+            p.depth += triangular ? r + n : 0;
+            p.ahead = ahead;
+            if (fetch == 2) multiply_pass(dot, 2, n, &p);
+            else if (fetch == 1) multiply_pass(dot, 1, n, &p);
+            else multiply_pass(dot, 0, n, &p);
+            ahead += fetch * p.depth * 64;
         }
         r += n;
     }
 }
 
-/* One pass of `rows` <= NARROW_ROWS rows and GROUP columns, from c on, of which y is int8 or pairs of bfloat16, and depth
- * counts features. It has the bits of multiply_pass, and asks for as many lines of `ahead` as y has. */
+/* One pass of at most NARROW_ROWS rows, and GROUP columns from c on. p->y is int8 or pairs of bfloat16, and p->depth
+ * counts features. The results have the same bits as those of multiply_pass. It fetches as many lines of `ahead` as y
+ * has. */
 INLINE void narrow_pass(int rows, fa_dtype weight, int64_t c, const outer_product *p)
 {
     const int64_t step = panel_row(weight);
@@ -166,7 +170,8 @@ INLINE void multiply_narrow(fa_dtype weight, int64_t rows, const outer_product *
         }
 }
 
-/* to (depth, PANEL), lanes, from a panel's part, int8 or pairs of bfloat16; of an odd depth the last pair is whole. */
+/* Widens a panel's part, int8 or pairs of bfloat16, to lanes: to (depth, PANEL). With an odd depth it writes a row
+ * more, the second half of the last pair. */
 static void widen_part(fa_dtype weight, const char *part, int64_t depth, lane *to)
 {
     for (int64_t c = 0; weight == FA_I8 && c < depth * PANEL; c += LANES) v_store(to + c, v_load_i8(part + c));
@@ -179,7 +184,7 @@ static void widen_part(fa_dtype weight, const char *part, int64_t depth, lane *t
         }
 }
 
-/* The product of a block of x with a panel's part p.y, by the kernel for its weights and rows. */
+/* Multiplies a block of x with a panel's part, p.y, by the kernel for these weights and this number of rows. */
 INLINE void multiply_part(const fa_linear_args *a, int64_t rows, outer_product p, lane *wide)
 {
     if (is_narrow(a) && rows <= NARROW_ROWS) {
@@ -195,8 +200,8 @@ INLINE void multiply_part(const fa_linear_args *a, int64_t rows, outer_product p
     else multiply(PANEL, 0, 0, rows, &p);
 }
 
-/* Copies `features` of some rows of x as lanes, or as pairs for the dot product. Behind an odd number stands a 0, since
- * weights may be pairs. */
+/* Copies `features` elements of each row as lanes, or as pairs for the dot product. Weights may be pairs, too: behind
+ * an odd number of elements stands a 0. */
 static void copy_x(const fa_linear_args *a, const char *from, int64_t rows, int64_t features, char *to)
 {
     for (int64_t r = 0; r < rows; r++, from += a->x_row, to += X_ROW) {
@@ -237,7 +242,7 @@ INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int6
     store_row(a->dtype, acc, n, 1, out);
 }
 
-/* What is left to do for `count` panels. It goes row by row, so that out is written in long runs. */
+/* Finishes `count` panels. It goes row by row, so that out is written in long runs. */
 INLINE void finish_rows(const fa_linear_args *a, fa_activation activation, int64_t panel, int64_t count, int64_t row,
                         int64_t rows, lane *acc)
 {

@@ -1,12 +1,12 @@
-/* What is done to scores before softmax. Every modifier has its constants in `modifiers`, its formula in v_modify, and, if
- * rows differ, its values in `row_lanes` and modify_rows: to add one, change these and the arguments in fastattn.h.
+/* What is done to scores before softmax. Every modifier has its constants in `modifiers`, its formula in v_modify, and,
+ * if rows differ, its values in `row_lanes` and modify_rows: to add one, change these and the arguments in fastattn.h.
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
  * Requires  masks.inc.h, softmax.inc.h.
  * Literals  nv: 1 or NV.
- * Exports   modifiers, score_tile, row_lanes, modify_tile (queries on the lanes: the tile kernels), modify_rows (keys on the
- *           lanes: the dot kernel), note_attending, note_rows, row_attends. */
+ * Exports   modifiers, score_tile, row_lanes, modify_tile (queries on the lanes: the tile kernels), modify_rows (keys
+ *           on the lanes: the dot kernel), note_attending, note_rows, row_attends. */
 
 /* The modifiers of a call, and their constants. */
 typedef struct {
@@ -15,18 +15,18 @@ typedef struct {
     int alibi;
 } modifiers;
 
-/* A factor above 1 multiplies the product: q times it might overflow where the product does not. `dot`: the kernel applies
- * q_factor to the product in any case. */
+/* A factor above 1 multiplies the product: q times it might overflow where the product does not. `dot`: the kernel
+ * applies q_factor to the product in any case. */
 static modifiers modifiers_of(const fa_attention_args *a, int dot)
 {
-    const double exact = a->softcap != 0 ? a->scale / a->softcap : a->scale;
+    const double exact = a->mods.softcap != 0 ? a->mods.scale / a->mods.softcap : a->mods.scale;
     const lane factor = (lane)fmax(-LANE_MAX, fmin(LANE_MAX, exact)); /* no Inf: that times 0 is NaN */
     const int fold = dot || (-1 <= factor && factor <= 1);
     return (modifiers){
         .q_factor = fold ? factor : 1,
         .s_factor = fold ? 1 : factor,
-        .softcap = (lane)a->softcap,
-        .alibi = a->alibi_slopes.data != NULL,
+        .softcap = (lane)a->mods.softcap,
+        .alibi = a->mods.alibi_slopes.data != NULL,
     };
 }
 
@@ -53,9 +53,9 @@ INLINE int modifies(const modifiers *mods, block_kind kind)
     return kind != BLOCK_FULL || mods->alibi || mods->softcap != 0 || mods->s_factor != 1;
 }
 
-/* One vector of scores: `add` comes from the additive tile, distance = |position of query - key|, `inside` are the lanes
- * within their rows' ranges. A finite bias never becomes a mask: a sum that overflows is clamped, unless the score was -inf
- * before. */
+/* One vector of scores: `add` comes from the additive tile, distance = |position of query - key|, `inside` are the
+ * lanes within their rows' ranges. A finite bias never becomes a mask: a sum that overflows is clamped, unless the
+ * score was -inf before. */
 INLINE v_t v_modify(const modifiers *mods, block_kind kind, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
 {
     const v_t hidden = v_splat(-INFINITY);
@@ -91,7 +91,7 @@ INLINE void load_slopes(const fa_attention_args *a, const modifiers *mods, const
 {
     memset(slope, 0, BLOCK_Q * sizeof(lane));
     if (!mods->alibi) return;
-    EACH_ROW(rows, r, id) slope[r] = *(const lane_u *)at(&a->alibi_slopes, rows->b, id.head, 0, 0);
+    EACH_ROW(rows, r, id) slope[r] = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
 }
 
 /* Modifiers and masks of a tile. One modifier alone, with nothing hidden, has a loop of its own: those are usual. */
@@ -104,7 +104,7 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
     const modifiers cap = {.q_factor = 1, .s_factor = 1, .softcap = mods->softcap};
     const modifiers alibi = {.q_factor = 1, .s_factor = 1, .alibi = 1};
     if (!modifies(mods, kind)) return;
-    const int64_t position = mods->alibi ? load_int(at(&a->q_position, rows->b, 0, 0, 0)) : 0;
+    const int64_t position = mods->alibi ? load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) : 0;
     for (int64_t r = 0; r < BLOCK_Q; r++) {
         const int64_t row = smaller(r, rows->n - 1);
         lanes->begin[r] = (lane)(rows->begin[row] - scores->j0);
@@ -118,8 +118,8 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
     else modify_tile_as(nv, mods, kind, scores);
 }
 
-/* Turns the additive tile, free by now, into masks: which lanes attend which key. The scores do not tell it: one of -inf
- * may have been computed. */
+/* Turns the additive tile, free by now, into masks: which lanes attend which key. The scores do not tell it: one of
+ * -inf may have been computed. */
 INLINE void note_attending(int nv, const score_tile *scores)
 {
     for (int64_t j = 0; j < scores->n; j++)
@@ -133,8 +133,8 @@ INLINE void note_attending(int nv, const score_tile *scores)
         }
 }
 
-/* A row that attends keys, and has met no score but -inf, must be told from a row that attends nothing: its maximum becomes
- * -LANE_MAX. `noted`: note_attending has run. */
+/* A row that attends keys, and has met no score but -inf, must be told from a row that attends nothing: its maximum
+ * becomes -LANE_MAX. `noted`: note_attending has run. */
 INLINE void note_rows(int nv, const score_tile *scores, int noted, lane *row_max)
 {
     const int some_hidden = hides(scores->kind);
@@ -161,8 +161,8 @@ INLINE void modify_rows(const fa_attention_args *a, const modifiers *mods, const
     EACH_ROW(rows, r, id) {
         lane slope = 0, distance = 0;
         if (mods->alibi) {
-            slope = *(const lane_u *)at(&a->alibi_slopes, rows->b, id.head, 0, 0);
-            distance = (lane)(load_int(at(&a->q_position, rows->b, 0, 0, 0)) + id.query - scores->j0);
+            slope = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
+            distance = (lane)(load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) + id.query - scores->j0);
         }
         const v_t begin = v_splat((lane)(rows->begin[r] - scores->j0));
         const v_t end = v_splat((lane)(rows->end[r] - scores->j0));

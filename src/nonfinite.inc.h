@@ -1,6 +1,6 @@
-/* Rows of V that are not finite. A probability of 0 does not shield them, since 0 times NaN or Inf is NaN. So where some
- * query does not attend some key, a kernel takes them out (0 stands in their place) and adds them at the end to those rows
- * that attend them.
+/* Rows of V that are not finite. A probability of 0 does not shield them, since 0 times NaN or Inf is NaN. So where
+ * some query does not attend some key, a kernel takes them out (0 stands in their place) and adds them at the end to
+ * those rows that attend them.
  *
  * Requires  convert.inc.h, tile.inc.h.
  * Literals  dtype: of V. nv: 1 or NV. fused: how a product is added.
@@ -35,8 +35,8 @@ INLINE void gather_values(const fa_attention_args *a, const row_block *rows, con
     for (int64_t i = 0; i < bad->n; i++) memset(to + bad->row[i] * a->head_dim_v, 0, bytes);
 }
 
-/* ot (head_dim_v, nv) += probs (nv) times a row of V that was taken out, in the lanes of the mask `attends`, or in all of
- * them if that is NULL. Kernels round the sum once (`fused`), or the product and the sum. */
+/* ot (head_dim_v, nv) += probs (nv) times a row of V that was taken out, in the lanes of the mask `attends`, or in all
+ * of them if that is NULL. Kernels round the sum once (`fused`), or the product and the sum. */
 INLINE void add_bad_value(const fa_attention_args *a, int nv, int fused, const char *v, const lane *probs,
                           const lane *attends, lane *ot)
 {

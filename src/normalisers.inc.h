@@ -1,21 +1,25 @@
 /* From scores to probabilities where a row needs all of its scores: sparsemax, entmax-1.5, the k largest, softmax.
- * Queries stand on the lanes, so that every step is one for all of a tile's rows, and nothing is sorted. */
+ * Queries are on the lanes, so every step is taken for all rows of a tile at once, and nothing is sorted.
+ *
+ * Requires  tile.inc.h, softmax.inc.h, operands.inc.h (PART_K).
+ * Literals  nv: 1 or NV. squared: 1 for entmax-1.5. above: 0, 1.
+ * Exports   kept_scores, keep_near, find_threshold, normalise, selects, ROWWISE_ASKS. */
 
-/* Keys that may matter to some row of a tile, in order, and their scores: s (n, BLOCK_Q). */
+/* The keys that may matter to some row of a tile, in order, and their scores s (n, BLOCK_Q). */
 typedef struct {
     lane *s;
     int64_t *key, n;
     vi_t live[NV_MAX]; /* lanes that hold a row */
 } kept_scores;
 
-/* Keys this far below a row's largest have probability 0. entmax-1.5 halves scores first. */
+/* A score this far below the row's largest has probability 0. entmax-1.5 halves scores first. */
 INLINE lane support_width(fa_rowwise_kind kind)
 {
     return kind == FA_SPARSEMAX ? 1 : kind == FA_ENTMAX15 ? 2 : (lane)INFINITY;
 }
 
-/* Of n keys from `first` on keeps those within `width` of some row's largest, and those with a NaN, and forgets all
- * behind them. */
+/* Looks at n kept keys from `first` on. Those stay whose score is NaN or within `width` of some row's largest; the
+ * others, and all keys behind the n, are dropped. */
 INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane width, const lane *row_max)
 {
     int64_t to = first;
@@ -34,7 +38,7 @@ INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane 
     kept->n = to;
 }
 
-/* Scores become factor * (score - the row's largest). */
+/* Scores become factor * (score - row_max). */
 INLINE void relate_to_max(int nv, kept_scores *kept, lane factor, const lane *row_max)
 {
     v_t base[NV_MAX];
@@ -49,12 +53,13 @@ INLINE void relate_to_max(int nv, kept_scores *kept, lane factor, const lane *ro
 /* Keys between the questions whether to give up. */
 #define ROWWISE_ASKS (8 * BLOCK_K)
 
-/* Whether to end between two passes over the kept keys; of few keys a pass takes less time than asking. */
+/* Whether to give up between two passes over the kept keys; a pass over few keys takes less time than asking. */
 INLINE int passes_end(const fa_watch *watch, const kept_scores *kept) { return kept->n > PART_K && given_up(watch); }
 
-/* Raises tau from -1 to where the sum of max(z - tau, 0), or of its square, is 1, by Newton's method: at -1 it is 1 or
- * more. The sum is convex and falls, so tau only rises; it rises by a rounding at least until it rises for no row. Keys below tau
- * are dropped on the way. For sparsemax these are the steps of Michelot (1986): exact once the support is. */
+/* Finds tau, for which the sum of max(z - tau, 0), or of its square, is 1, by Newton's method from tau = -1, where the
+ * sum is 1 or more. The sum is convex and falls with tau, so tau only rises; the loop ends when it rises for no row.
+ * Keys below tau are dropped on the way. For sparsemax these are the steps of Michelot (1986), exact once the support
+ * is found. */
 INLINE void newton(const fa_watch *watch, int nv, int squared, kept_scores *kept, v_t *tau)
 {
     vi_t rises;
@@ -89,31 +94,31 @@ INLINE void newton(const fa_watch *watch, int nv, int squared, kept_scores *kept
     } while (v_any(rises) && !passes_end(watch, kept));
 }
 
-/* The bits of lanes as integers of the same order, and back. */
+/* The bits of lanes as integers in the same order; applied once more, back. */
 INLINE vi_t ordered(vi_t bits) { return bits ^ (vi_t)((vw_t)(bits >> (LANE_BITS - 1)) >> 1); }
 
-/* How many scores of each lane are at least t, or above it. */
-INLINE void count_from(int nv, const kept_scores *kept, int above, const v_t *t, vi_t *count)
+/* How many scores of each lane are at least `limit`, or with `above` greater. */
+INLINE void count_from(int nv, const kept_scores *kept, int above, const v_t *limit, vi_t *count)
 {
     UNROLL_FOR(int u = 0; u < nv; u++) count[u] = (vi_t){0};
     for (int64_t j = 0; j < kept->n; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t s = v_load(kept->s + j * BLOCK_Q + u * LANES);
-            count[u] -= above ? s > t[u] : s >= t[u]; /* true is -1 */
+            count[u] -= above ? s > limit[u] : s >= limit[u]; /* true is -1 */
         }
 }
 
-/* Leaves each lane its k largest scores, of equal ones the first; the others become -inf. NaN stays.
+/* Leaves each lane its k largest scores, the first of equal ones; the others become -inf. NaN stays.
  *
- * The k-th largest by bisection of what lies between, as integers: at most as many passes as a lane has bits, and none
- * for a lane of which exactly k are found. */
+ * The k-th largest score is found by bisection of the bits, as integers: in at most as many passes as a lane has bits.
+ * A lane is done when exactly k of its scores are found. */
 INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64_t k, const lane *row_max)
 {
     const vi_t wanted = (vi_t){0} + (ilane)smaller(k, kept->n);
     vi_t low[NV_MAX], high[NV_MAX], count[NV_MAX], open = {0};
-    v_t t[NV_MAX];
-    UNROLL_FOR(int u = 0; u < nv; u++) t[u] = v_splat(-INFINITY);
-    count_from(nv, kept, 1, t, count);
+    v_t limit[NV_MAX];
+    UNROLL_FOR(int u = 0; u < nv; u++) limit[u] = v_splat(-INFINITY);
+    count_from(nv, kept, 1, limit, count);
     UNROLL_FOR(int u = 0; u < nv; u++) {
         const vi_t most = ordered((vi_t)v_load(row_max + u * LANES)) + 1;
         low[u] = ordered((vi_t)v_splat(-LANE_MAX));
@@ -125,9 +130,9 @@ INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64
         open = (vi_t){0};
         UNROLL_FOR(int u = 0; u < nv; u++) {
             middle[u] = (low[u] & high[u]) + ((low[u] ^ high[u]) >> 1); /* rounded down, without overflow */
-            t[u] = (v_t)ordered(middle[u]);
+            limit[u] = (v_t)ordered(middle[u]);
         }
-        count_from(nv, kept, 0, t, count);
+        count_from(nv, kept, 0, limit, count);
         UNROLL_FOR(int u = 0; u < nv; u++) {
             const vi_t inside = middle[u] > low[u], enough = count[u] >= wanted;
             low[u] = (vi_t)v_select(inside & enough, (v_t)middle[u], (v_t)low[u]);
@@ -135,14 +140,14 @@ INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64
             open |= inside & (count[u] != wanted);
         }
     } while (v_any(open) && !passes_end(watch, kept));
-    UNROLL_FOR(int u = 0; u < nv; u++) t[u] = (v_t)ordered(low[u]);
-    count_from(nv, kept, 1, t, count);
+    UNROLL_FOR(int u = 0; u < nv; u++) limit[u] = (v_t)ordered(low[u]);
+    count_from(nv, kept, 1, limit, count);
     int64_t to = 0;
     for (int64_t j = 0; j < kept->n; j++) {
         vi_t some = {0};
         UNROLL_FOR(int u = 0; u < nv; u++) {
             const v_t s = v_load(kept->s + j * BLOCK_Q + u * LANES);
-            const vi_t equal = (s == t[u]) & (count[u] < wanted), takes = (s > t[u]) | equal | (s != s);
+            const vi_t equal = (s == limit[u]) & (count[u] < wanted), takes = (s > limit[u]) | equal | (s != s);
             count[u] -= equal;
             some |= kept->live[u] & takes;
             v_store(kept->s + to * BLOCK_Q + u * LANES, v_select(takes, s, v_splat(-INFINITY)));
@@ -153,7 +158,7 @@ INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64
     kept->n = to;
 }
 
-/* All scores are there: leaves those that matter, relative to the largest, and the thresholds. */
+/* All scores are there. Drops those that do not matter, makes the others relative to the largest, and finds tau. */
 INLINE void find_threshold(const fa_rowwise_args *call, int nv, const lane *row_max, kept_scores *kept, v_t *tau)
 {
     const fa_rowwise_kind kind = call->kind;
@@ -166,7 +171,7 @@ INLINE void find_threshold(const fa_rowwise_args *call, int nv, const lane *row_
     if (kind == FA_ENTMAX15) newton(watch, nv, 1, kept, tau);
 }
 
-/* p (n, nv) of z (n, nv); their sums are added to row_sum. */
+/* probs (n, nv) of the relative scores z (n, nv); row_sum += their sums. */
 INLINE void normalise(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, const v_t *tau, lane *probs,
                       lane *row_sum)
 {
@@ -184,8 +189,8 @@ INLINE void normalise(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, co
     UNROLL_FOR(int u = 0; u < nv; u++) v_store(row_sum + u * LANES, v_load(row_sum + u * LANES) + sum[u]);
 }
 
-/* The lanes that attend a key with score z and probability p. */
-INLINE vi_t selects(fa_rowwise_kind kind, v_t z, v_t p)
+/* The lanes that attend a key with relative score z and probability `prob`. */
+INLINE vi_t selects(fa_rowwise_kind kind, v_t z, v_t prob)
 {
-    return kind == FA_SPARSEMAX || kind == FA_ENTMAX15 ? p != v_splat(0) : z != v_splat(-INFINITY);
+    return kind == FA_SPARSEMAX || kind == FA_ENTMAX15 ? prob != v_splat(0) : z != v_splat(-INFINITY);
 }

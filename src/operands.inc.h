@@ -7,8 +7,8 @@
 
 #define TILES 8 /* most tiles of a task */
 
-/* After so many keys, at multiples of it, a tile's state becomes a partial and is merged into that of the keys before. So
- * one accumulator adds up at most 64 blocks; 64 blocks of 64 keys are the fewest additions in a row. */
+/* After so many keys, at multiples of it, a tile's state becomes a partial and is merged into that of the keys before.
+ * So one accumulator adds up at most 64 blocks; 64 blocks of 64 keys are the fewest additions in a row. */
 #define PART_K (64 * BLOCK_K)
 
 /* One tile: its rows and their state. */
@@ -51,37 +51,32 @@ typedef struct {
 
 static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
 {
+    row_block *rows = &tile->rows;
+    row_lanes *lanes = &tile->lanes;
     CUT(from, tile->qt, a->head_dim * BLOCK_Q);
     CUT(from, tile->ot, a->head_dim_v * BLOCK_Q);
-    CUT(from, tile->row_max, BLOCK_Q);
-    CUT(from, tile->row_sum, BLOCK_Q);
-    CUT(from, tile->row_log, a->entropy.data ? BLOCK_Q : 0);
-    CUT(from, tile->lanes.slope, BLOCK_Q);
-    CUT(from, tile->lanes.position, BLOCK_Q);
-    CUT(from, tile->lanes.begin, BLOCK_Q);
-    CUT(from, tile->lanes.end, BLOCK_Q);
+    CUT_LANES(from, BLOCK_Q, &tile->row_max, &tile->row_sum, &lanes->slope, &lanes->position, &lanes->begin,
+              &lanes->end);
+    tile->row_log = NULL;
+    if (a->stats.entropy.data) CUT(from, tile->row_log, BLOCK_Q);
     CUT(from, tile->bias, BLOCK_Q);
-    CUT(from, tile->top_score, a->n_top * BLOCK_Q);
-    CUT(from, tile->top_key, a->n_top * BLOCK_Q);
-    CUT(from, tile->rows.begin, BLOCK_Q);
-    CUT(from, tile->rows.end, BLOCK_Q);
-    CUT(from, tile->rows.lists, BLOCK_Q);
-    CUT(from, tile->rows.pair_begin, BLOCK_Q);
-    CUT(from, tile->rows.pair_end, BLOCK_Q);
-    if (!a->entropy.data) tile->row_log = NULL;
+    CUT(from, tile->top_score, a->stats.n_top * BLOCK_Q);
+    CUT(from, tile->top_key, a->stats.n_top * BLOCK_Q);
+    CUT(from, rows->begin, BLOCK_Q);
+    CUT(from, rows->end, BLOCK_Q);
+    CUT(from, rows->lists, BLOCK_Q);
+    CUT(from, rows->pair_begin, BLOCK_Q);
+    CUT(from, rows->pair_end, BLOCK_Q);
 }
 
 /* Returns the bytes used. */
 static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int tiles, tile_scratch *scratch)
 {
-    CUT(from, scratch->s, BLOCK_K * BLOCK_Q);
-    CUT(from, scratch->add, BLOCK_K * BLOCK_Q);
-    CUT(from, scratch->pairs, BLOCK_K / 2 * BLOCK_Q);
-    CUT(from, scratch->by_row, BLOCK_Q * BLOCK_K);
-    CUT(from, scratch->k, BLOCK_K * round_up(a->head_dim, LANES));
-    CUT(from, scratch->v, BLOCK_K * round_up(a->head_dim_v, LANES));
-    CUT(from, scratch->clean, BLOCK_K * round_up(a->head_dim_v, LANES));
-    CUT(from, scratch->alpha, BLOCK_Q);
+    CUT_LANES(from, BLOCK_K * BLOCK_Q, &scratch->s, &scratch->add, &scratch->by_row);
+    CUT_LANES(from, BLOCK_K / 2 * BLOCK_Q, &scratch->pairs);
+    CUT_LANES(from, BLOCK_K * round_up(a->head_dim, LANES), &scratch->k);
+    CUT_LANES(from, BLOCK_K * round_up(a->head_dim_v, LANES), &scratch->v, &scratch->clean);
+    CUT_LANES(from, BLOCK_Q, &scratch->alpha);
     for (int i = 0; i < tiles; i++) cut_tile(from, a, scratch->tiles + i);
     return from->used;
 }
@@ -130,15 +125,15 @@ static void load_queries(const fa_attention_args *a, const row_block *rows, int 
 /* Whether the additive tile is the bias alone, whose rows lie in memory as lanes do. */
 INLINE int bias_in_place(const fa_attention_args *a, const row_block *rows, block_kind mask)
 {
-    const int of_lanes = a->bias.dtype == LANE_DTYPE && a->bias.col == sizeof(lane);
-    return a->bias.data && of_lanes && mask == BLOCK_FULL && !rows->several;
+    const int of_lanes = a->mods.bias.dtype == LANE_DTYPE && a->mods.bias.col == sizeof(lane);
+    return a->mods.bias.data && of_lanes && mask == BLOCK_FULL && !rows->several;
 }
 
 /* Notes where the bias of each row begins. Lanes without a row hide what the last row hides. */
 INLINE void note_bias_rows(const fa_attention_args *a, tile_state *tile)
 {
     const row_block *rows = &tile->rows;
-    EACH_ROW(rows, r, id) tile->bias[r] = at(&a->bias, rows->b, id.head, id.query, 0);
+    EACH_ROW(rows, r, id) tile->bias[r] = at(&a->mods.bias, rows->b, id.head, id.query, 0);
     for (int64_t r = rows->n; r < BLOCK_Q; r++) tile->bias[r] = tile->bias[rows->n - 1];
 }
 
@@ -174,8 +169,8 @@ INLINE block_kind load_bias(const tile_state *tile, int nv, int64_t j0, int64_t 
     return !v_any(some != 0) ? BLOCK_EMPTY : v_any(low == v_splat(-INFINITY)) ? BLOCK_MASKED : BLOCK_FULL;
 }
 
-/* What a run of keys is to the tile. Writes the additive tile, (n, BLOCK_Q), if there is anything to add and some row attends
- * some key. Where mask and bias do not depend on the query, one row serves all. */
+/* What a run of keys is to the tile. Writes the additive tile, (n, BLOCK_Q), if there is anything to add and some row
+ * attends some key. Where mask and bias do not depend on the query, one row serves all. */
 INLINE block_kind load_additive(const fa_attention_args *a, const tile_state *tile, int nv, key_run run,
                                 const tile_scratch *scratch)
 {
@@ -183,7 +178,8 @@ INLINE block_kind load_additive(const fa_attention_args *a, const tile_state *ti
     const int64_t j0 = run.j0, n = run.n;
     const block_kind range = range_kind(rows, j0, n);
     if (run.mask == BLOCK_EMPTY || !adds(a, rows, run.mask)) return run.mask | range;
-    const int shared = rows_share(rows, &a->mask) && rows_share(rows, &a->bias) && (!rows->several || rows->one_list);
+    const int shared = rows_share(rows, &a->masks.mask) && rows_share(rows, &a->mods.bias) &&
+                       (!rows->several || rows->one_list);
     block_kind kind;
     if (shared) {
         const range_list *list = rows->several ? rows->lists : NULL;
@@ -243,7 +239,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     const int64_t first = block->first, n = block->n, width = a->head_dim, width_v = a->head_dim_v;
     if (!dot) {
         block->k = rows_as_lanes(&a->k, rows, first, n, width, scratch->k, &block->k_row);
-        if (a->second_pass) return;
+        if (a->stats.second_pass) return;
         block->v = rows_as_lanes(&a->v, rows, first, n, width_v, scratch->v, &block->v_row);
         return;
     }
@@ -257,13 +253,13 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
             memcpy(row, from + j * a->k.row, width * 2);
         }
     }
-    if (a->second_pass) return;
+    if (a->stats.second_pass) return;
     block->v = (const char *)scratch->v, block->v_row = width_v * (int64_t)sizeof(lane);
     pair_values(at(&a->v, rows->b, rows->h_kv, first, 0), a->v.row, n, width_v, scratch->v);
 }
 
-/* Asks for part `i` of `parts` of the block of keys and values from `first` on, where rows do not lie side by side: there
- * the hardware's prefetching finds nothing to follow. */
+/* Asks for part `i` of `parts` of the block of keys and values from `first` on, where rows do not lie side by side:
+ * there the hardware's prefetching finds nothing to follow. */
 INLINE void prefetch_block(const fa_attention_args *a, const row_block *rows, int64_t first, int64_t last, int i,
                            int parts)
 {
@@ -271,6 +267,6 @@ INLINE void prefetch_block(const fa_attention_args *a, const row_block *rows, in
     if (n <= 0) return;
     if (!is_dense(&a->k, a->head_dim))
         prefetch_rows(at(&a->k, rows->b, rows->h_kv, j0, 0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));
-    if (!is_dense(&a->v, a->head_dim_v) && !a->second_pass)
+    if (!is_dense(&a->v, a->head_dim_v) && !a->stats.second_pass)
         prefetch_rows(at(&a->v, rows->b, rows->h_kv, j0, 0), a->v.row, n, a->head_dim_v * dtype_size(a->v.dtype));
 }

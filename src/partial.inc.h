@@ -1,11 +1,11 @@
 /* Partial results, over some of the keys: their layout, their merge in order, and the last step of every row.
  *
- * A partial of R rows is row_max (R), row_sum (R), acc (R, acc_row): the state of the online softmax before normalisation,
- * the associative form of Rabe & Staats 2021. row_max is -inf where the row has met no key that it attends, and -LANE_MAX
- * where it has, and every score was -inf. The sum is 0 in both cases; the result is 0 in the first and NaN in the second.
- * acc_row is head_dim_v rounded up to whole vectors. Behind these lies as much memory again, `low`, for what sums of several
- * partials lose to rounding: so the error of a result does not grow with their number. The last fields are there if
- * statistics are asked for.
+ * A partial of R rows is row_max (R), row_sum (R), acc (R, acc_row): the state of the online softmax before
+ * normalisation, the associative form of Rabe & Staats 2021. row_max is -inf where the row has met no key that it
+ * attends, and -LANE_MAX where it has, and every score was -inf. The sum is 0 in both cases; the result is 0 in the
+ * first and NaN in the second. acc_row is head_dim_v rounded up to whole vectors. Behind these lies as much memory
+ * again, `low`, for what sums of several partials lose to rounding: so the error of a result does not grow with their
+ * number. The last fields are there if statistics are asked for.
  *
  * Requires  ranges.inc.h, softmax.inc.h, statistics.inc.h.
  * Exports   partial, partial_at, partial_from, row_top, partial_begin_merging, partial_merge, partial_end_merging,
@@ -21,24 +21,24 @@ typedef struct {
 static int64_t partial_at(const fa_attention_args *a, int64_t n_rows, void *memory, partial *part)
 {
     arena from = {.memory = memory};
-    partial p = {.acc_row = round_up(a->head_dim_v, LANES)};
+    partial made = {.acc_row = round_up(a->head_dim_v, LANES)};
     n_rows = round_up(n_rows, LANES);
-    CUT(&from, p.row_max, n_rows);
-    CUT(&from, p.row_sum, n_rows);
-    CUT(&from, p.acc, n_rows * p.acc_row);
-    p.low = from.used / (int64_t)sizeof(lane);
+    CUT(&from, made.row_max, n_rows);
+    CUT(&from, made.row_sum, n_rows);
+    CUT(&from, made.acc, n_rows * made.acc_row);
+    made.low = from.used / (int64_t)sizeof(lane);
     cut(&from, from.used);
-    if (a->entropy.data) CUT(&from, p.row_log, n_rows);
-    CUT(&from, p.top.score, n_rows * a->n_top);
-    CUT(&from, p.top.key, n_rows * a->n_top);
-    if (part) *part = p;
+    if (a->stats.entropy.data) CUT(&from, made.row_log, n_rows);
+    CUT(&from, made.top.score, n_rows * a->stats.n_top);
+    CUT(&from, made.top.key, n_rows * a->stats.n_top);
+    if (part) *part = made;
     return from.used;
 }
 
 /* The row's list. */
 INLINE top_list row_top(const fa_attention_args *a, const partial *part, int64_t r)
 {
-    return (top_list){part->top.score + r * a->n_top, part->top.key + r * a->n_top};
+    return (top_list){part->top.score + r * a->stats.n_top, part->top.key + r * a->stats.n_top};
 }
 
 /* The partial from row r on. */
@@ -57,8 +57,8 @@ static void partial_begin_merging(const partial *part)
     memset(part->row_max + part->low, 0, part->low * sizeof(lane));
 }
 
-/* sum = sum * scale + x, and low = low * scale + what that addition rounds away: Knuth's two-sum. Nothing where the sum is
- * Inf or NaN. */
+/* sum = sum * scale + x, and low = low * scale + what that addition rounds away: Knuth's two-sum. Nothing where the sum
+ * is Inf or NaN. */
 INLINE void add_exactly(lane *sum, lane *low, v_t scale, v_t x)
 {
     const v_t old = v_load(sum) * scale, new = old + x, added = new - old;
@@ -70,7 +70,8 @@ INLINE void add_exactly(lane *sum, lane *low, v_t scale, v_t x)
 /* into = into + from, over disjoint keys. A partial of no keys changes nothing. */
 static void partial_merge(const fa_attention_args *a, const partial *into, const partial *from, int64_t n_rows)
 {
-    for (int64_t r = 0; a->n_top && r < n_rows; r++) top_merge(a->n_top, row_top(a, into, r), row_top(a, from, r));
+    for (int64_t r = 0; a->stats.n_top && r < n_rows; r++)
+        top_merge(a->stats.n_top, row_top(a, into, r), row_top(a, from, r));
     for (int64_t r0 = 0; r0 < n_rows; r0 += LANES) {
         const v_t max_a = v_load(into->row_max + r0), max_b = v_load(from->row_max + r0);
         const v_t max = v_select(max_a > max_b, max_a, max_b); /* NaN on either side is in the sums already */
@@ -108,7 +109,7 @@ static void partial_end_merging(const partial *part, int64_t n_rows)
 /* into = from, which is the first. */
 static void partial_copy(const fa_attention_args *a, const partial *into, const partial *from, int64_t n_rows)
 {
-    const int64_t entries = n_rows * a->n_top;
+    const int64_t entries = n_rows * a->stats.n_top;
     memcpy(into->row_max, from->row_max, into->low * sizeof(lane));
     if (into->row_log) memcpy(into->row_log, from->row_log, n_rows * sizeof(lane));
     if (!entries) return;

@@ -4,17 +4,18 @@
  * Requires  basics.inc.h, tile.inc.h (BLOCK_K).
  * Exports   row_block, EACH_ROW, row_range, attends_some, rows_share, block_kind, range_kind, key_walk.
  *
- * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some row
- * attends. With lists, what lies between two ranges costs nothing; and within a block a row has one range again, unless
- * several ranges of its list lie in it (`several`): then the additive tile hides what is between them, masks.inc.h. */
+ * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some
+ * row attends. With lists, what lies between two ranges costs nothing; and within a block a row has one range again,
+ * unless several ranges of its list lie in it (`several`): then the additive tile hides what is between them,
+ * masks.inc.h. */
 
 /* A row of a KV head: its rows are (query, head in group) pairs, query-major. */
 typedef struct {
     int64_t query, head;
 } row_id;
 
-/* A row's list: the pairs (begin, end) up to `stop`, of which the row attends what lies in [low, high). `pair` is the first
- * one that reaches past the block, `shown` the first one that reaches past the block's first key. */
+/* A row's list: the pairs (begin, end) up to `stop`, of which the row attends what lies in [low, high). `pair` is the
+ * first one that reaches past the block, `shown` the first one that reaches past the block's first key. */
 typedef struct {
     const int64_t *pair, *stop, *shown;
     int64_t low, high;
@@ -59,15 +60,15 @@ INLINE int rows_share(const row_block *rows, const fa_array *x)
 /* The keys that a row attends, half-open: of its list, those that lie in this range. */
 INLINE void row_range(const fa_attention_args *a, const row_block *rows, row_id id, int64_t *begin, int64_t *end)
 {
-    *begin = a->row_begin.data ? load_int(at(&a->row_begin, rows->b, id.head, id.query, 0)) : 0;
-    *end = a->row_end.data ? load_int(at(&a->row_end, rows->b, id.head, id.query, 0)) : a->len_k;
+    *begin = a->masks.row_begin.data ? load_int(at(&a->masks.row_begin, rows->b, id.head, id.query, 0)) : 0;
+    *end = a->masks.row_end.data ? load_int(at(&a->masks.row_end, rows->b, id.head, id.query, 0)) : a->len_k;
 }
 
 /* A row's list from the first pair on that ends behind `key`, found by bisection, and clipped to [low, high). */
 INLINE range_list row_list(const fa_attention_args *a, const row_block *rows, row_id id, int64_t low, int64_t high)
 {
-    const int64_t *pair = a->ranges + 2 * load_int(at(&a->range_first, rows->b, id.head, id.query, 0));
-    const int64_t *stop = a->ranges + 2 * load_int(at(&a->range_last, rows->b, id.head, id.query, 0));
+    const int64_t *pair = a->masks.ranges + 2 * load_int(at(&a->masks.range_first, rows->b, id.head, id.query, 0));
+    const int64_t *stop = a->masks.ranges + 2 * load_int(at(&a->masks.range_last, rows->b, id.head, id.query, 0));
     for (int64_t n = (stop - pair) / 2; n > 0;) {
         const int64_t half = n / 2;
         if (pair[2 * half + 1] <= low) pair += 2 * (half + 1), n -= half + 1;
@@ -88,13 +89,13 @@ INLINE void read_pair(const range_list *list, int64_t *begin, int64_t *end)
 /* Whether some row may attend some of keys [begin, end). */
 static int attends_some(const fa_attention_args *a, const row_block *rows, int64_t begin, int64_t end)
 {
-    if (!a->row_begin.data && !a->row_end.data && !a->ranges) return 1;
+    if (!a->masks.row_begin.data && !a->masks.row_end.data && !a->masks.ranges) return 1;
     EACH_ROW(rows, r, id) {
         int64_t first, last;
         row_range(a, rows, id, &first, &last);
         first = larger(first, begin), last = smaller(last, end);
         if (first >= last) continue;
-        if (!a->ranges) return 1;
+        if (!a->masks.ranges) return 1;
         const range_list list = row_list(a, rows, id, first, last);
         if (list.pair < list.stop && list.pair[0] < last) return 1;
     }
@@ -121,17 +122,17 @@ static void ranges_begin(const fa_attention_args *a, row_block *rows, int64_t ke
         rows->full_last = smaller(rows->full_last, end);
         rows->begin[r] = begin;
         rows->end[r] = end;
-        if (!a->ranges) continue;
+        if (!a->masks.ranges) continue;
         rows->lists[r] = row_list(a, rows, id, begin, end);
         read_pair(rows->lists + r, rows->pair_begin + r, rows->pair_end + r);
         rows->next = smaller(rows->next, rows->pair_begin[r]);
         rows->one_list &= memcmp(rows->lists + r, rows->lists, sizeof(range_list)) == 0;
     }
-    if (a->ranges) rows->first = smaller(rows->next, rows->last);
+    if (a->masks.ranges) rows->first = smaller(rows->next, rows->last);
 }
 
-/* With lists: what the rows attend of keys [j0, j1), one block of the grid. Blocks are entered in order, and every block
- * must be entered of which some row attends some key. */
+/* With lists: what the rows attend of keys [j0, j1), one block of the grid. Blocks are entered in order, and every
+ * block must be entered of which some row attends some key. */
 static void ranges_enter(row_block *rows, int64_t j0, int64_t j1)
 {
     int64_t *restrict begin = rows->begin, *restrict end = rows->end;
@@ -208,8 +209,8 @@ INLINE row_block *walk_rows(const key_walk *walk, int64_t i)
     return (row_block *)((char *)walk->rows + i * walk->stride);
 }
 
-/* With `pairs`, keys come in pairs: ranges begin and, but for the last key of all, end at even places. The key too many is
- * masked. */
+/* With `pairs`, keys come in pairs: ranges begin and, but for the last key of all, end at even places. The key too many
+ * is masked. */
 INLINE void walk_unite(key_walk *walk, int64_t *first, int64_t *last)
 {
     for (int64_t i = 0; i < walk->n_blocks; i++) {
@@ -232,20 +233,26 @@ INLINE key_walk walk_begin(row_block *rows, int64_t n_blocks, int64_t stride, in
     return walk;
 }
 
-static int walk_next(key_walk *walk)
+/* With lists: what the row blocks attend of keys [grid, stop). */
+static void walk_enter(key_walk *walk, int64_t stop)
 {
-    const int64_t grid = walk->grid = walk->next, stop = smaller(grid + BLOCK_K, walk->last);
     int64_t next = INT64_MAX;
-    if (grid >= walk->last) return 0;
-    walk->begin = walk->lists ? stop : larger(grid, walk->first);
-    walk->end = walk->lists ? grid : stop;
-    walk->next = grid + BLOCK_K;
-    if (!walk->lists) return 1;
+    walk->begin = stop, walk->end = walk->grid;
     for (int64_t i = 0; i < walk->n_blocks; i++) {
-        ranges_enter(walk_rows(walk, i), grid, stop);
+        ranges_enter(walk_rows(walk, i), walk->grid, stop);
         next = smaller(next, walk_rows(walk, i)->next);
     }
     walk_unite(walk, &walk->begin, &walk->end);
     walk->next = next < walk->key_end ? next / BLOCK_K * BLOCK_K : walk->key_end;
+}
+
+INLINE int walk_next(key_walk *walk)
+{
+    walk->grid = walk->next;
+    if (walk->grid >= walk->last) return 0;
+    walk->begin = larger(walk->grid, walk->first);
+    walk->end = smaller(walk->grid + BLOCK_K, walk->last);
+    walk->next = walk->grid + BLOCK_K;
+    if (walk->lists) walk_enter(walk, walk->end);
     return 1;
 }

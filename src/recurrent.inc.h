@@ -24,7 +24,7 @@ static void recurrent_run(const fa_recurrent_args *a, const fa_recurrent_plan *p
     }
     chunk_scratch scratch;
     take_chunk_scratch(&from, a, plan->panels, &scratch);
-    load_state(a, &task, &scratch);
+    load_state(a, &task, scratch.state);
     load_norm(a, &task, scratch.norm);
     const int64_t chunk = a->gated ? GATED_CHUNK : CHUNK;
     const int64_t work = task.group * chunk * a->head_dim * (task.panels * PANEL + chunk);
@@ -36,12 +36,12 @@ static void recurrent_run(const fa_recurrent_args *a, const fa_recurrent_plan *p
     }
     if (!a->causal)
         EACH_CHUNK(a->len_q, first, n) read_chunk(a, &task, first, n, &scratch);
-    store_state(a, &task, &scratch);
+    store_state(a, &task, scratch.state);
     store_norm(a, &task, scratch.norm);
 }
 
-/* A task has as many panels of a state's columns as make the slowest thread end first. Fewer panels make more tasks, which
- * fill the threads better; but every task computes the scores again. */
+/* A task has as many panels of a state's columns as make the slowest thread end first. Fewer panels make more tasks,
+ * which fill the threads better; but every task computes the scores again. */
 static void recurrent_plan(const fa_recurrent_args *a, int threads, fa_recurrent_plan *plan)
 {
     const int64_t panels = ceil_div(a->head_dim_v, PANEL), states = a->batch * a->heads;

@@ -6,8 +6,8 @@
  * in place in state_out, a few vectors of columns after the other.
  *
  * Requires  recurrent_task.inc.h.
- * Literals  nv, vectors of columns at a time: 1 or STEP_NV, which leaves the results and u in registers. n, columns of a
- *           vector: LANES, or fewer, and then nv is 1.
+ * Literals  nv, vectors of columns at a time: 1 or STEP_NV; u and the results stay in registers. n, columns of a vector:
+ *           LANES; or fewer, with nv = 1.
  * Exports   STEPS, step_scratch, take_step_scratch, recurrent_steps. */
 
 #define STEPS 4 /* calls of up to so many tokens go this way */
@@ -61,7 +61,7 @@ INLINE void step_write(const step_scratch *step, int nv, int64_t n, int64_t offs
     }
 }
 
-/* out of columns [column, column + nv n). `write`: the token also writes to the state; else another head of q has let it. */
+/* out of columns [column, column + nv n). With `write` the token writes to the state first: once for all heads of q. */
 INLINE void step_columns(const step_scratch *step, int nv, int64_t n, int64_t column, int write)
 {
     const int64_t offset = column * (int64_t)sizeof(lane);
@@ -80,10 +80,10 @@ INLINE void step_columns(const step_scratch *step, int nv, int64_t n, int64_t co
 
 static void recurrent_steps(const fa_recurrent_args *a, const recurrent_task *task, step_scratch *step)
 {
-    const int64_t head_dim = a->head_dim, all = a->head_dim_v - task->first * PANEL;
-    const int64_t columns = smaller(all, task->panels * PANEL);
-    step->from = state_at(task, &a->state), step->from_row = a->state.row;
-    step->to = state_at(task, &a->state_out), step->to_row = a->state_out.row;
+    const int64_t head_dim = a->head_dim, columns = smaller(a->head_dim_v - task->column, task->panels * PANEL);
+    step->from = a->state.data ? at(&a->state, task->b, task->h, 0, task->column) : NULL;
+    step->to = at(&a->state_out, task->b, task->h, 0, task->column);
+    step->from_row = a->state.row, step->to_row = a->state_out.row;
     step->head_dim = head_dim;
     load_norm(a, task, step->norm);
     for (int64_t i = 0; i < a->len_q; i++, step->from = step->to, step->from_row = step->to_row) {
@@ -91,7 +91,7 @@ static void recurrent_steps(const fa_recurrent_args *a, const recurrent_task *ta
         for (int64_t d = 0; d < head_dim; d += LANES)
             v_store(step->gate + d, log_decay ? decay_at(a, log_decay, d) : v_splat(1));
         load_row(a->k.dtype, at(&a->k, task->b, task->head_k, i, 0), head_dim, 1, step->k);
-        load_row(a->v.dtype, value_at(a, task, i), columns, 1, step->v);
+        load_row(a->v.dtype, at(&a->v, task->b, task->head_v, i, task->column), columns, 1, step->v);
         for (int64_t d = 0; d < head_dim; d++) step->faded_k[d] = step->gate[d] * step->k[d];
         for (int64_t d = 0; a->norm_out.data && d < head_dim; d++)
             step->norm[d] = step->gate[d] * step->norm[d] + step->k[d];
@@ -99,12 +99,13 @@ static void recurrent_steps(const fa_recurrent_args *a, const recurrent_task *ta
         for (int64_t g = 0; g < task->group; g++) {
             int64_t c = 0;
             lane divisor = (lane)a->eps;
-            load_row(a->q.dtype, query_at(a, task, g, i), head_dim, (lane)a->scale, step->q);
+            load_row(a->q.dtype, at(&a->q, task->b, task->head_q + g, i, 0), head_dim, (lane)a->scale, step->q);
             for (; c + STEP_NV * LANES <= columns; c += STEP_NV * LANES) step_columns(step, STEP_NV, LANES, c, g == 0);
             for (; c + LANES <= columns; c += LANES) step_columns(step, 1, LANES, c, g == 0);
             if (c < columns) step_columns(step, 1, columns - c, c, g == 0);
             for (int64_t d = 0; a->norm_out.data && d < head_dim; d++) divisor += step->q[d] * step->norm[d];
-            store_row(a->out.dtype, step->out, columns, a->norm_out.data ? 1 / divisor : 1, out_at(a, task, g, i));
+            store_row(a->out.dtype, step->out, columns, a->norm_out.data ? 1 / divisor : 1,
+                      at(&a->out, task->b, task->h * task->group + g, i, task->column));
         }
     }
     store_norm(a, task, step->norm);

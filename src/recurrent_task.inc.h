@@ -3,24 +3,25 @@
  * A state S is a matrix (head_dim, head_dim_v). Token t changes it, then reads it:
  *
  *     S_t = A_t S_{t-1} + k_t u_t^T,   out_t = S_t^T q_t
- *     A_t = 1, a_t or diag(a_t)                        log_decay: none; scalar: one number a token; vector: a number for
- *                                                      every dimension (`gated`)
+ *     A_t = 1, a_t or diag(a_t)                        log_decay: none; scalar: one number a token; vector (`gated`):
+ *                                                      one for every dimension
  *     u_t = v_t, or b_t (v_t - (A_t S_{t-1})^T k_t)    beta: none, or the delta rule
  *
- * The lanes are columns of S, which do not depend on one another. A task is one state, or some panels of its columns; the
- * bits of a column do not depend on which.
+ * The lanes are columns of S, which do not depend on one another. A task is one state, or some panels of its columns;
+ * the bits of a column do not depend on which.
  *
  * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_exp), linear.inc.h (PANEL).
- * Exports   recurrent_task, query_group, recurrent_task_of, panel_width, query_at, out_at, value_at, state_at, load_norm, store_norm,
- *           v_flush, decay_at. */
+ * Exports   recurrent_task, recurrent_task_of, query_group, panel_width, load_state, store_state, load_norm,
+ *           store_norm, v_flush, decay_at. */
 
-/* Panels [first, first + panels) of the state of batch item b, head h. */
+/* `panels` panels of columns, from `column` on, of the state of batch item b, head h. */
 typedef struct {
-    int64_t b, h, first, panels;
+    int64_t b, h, column, panels;
     int64_t head_k, head_v; /* the heads of k and v that write to the state */
-    int64_t group;          /* how many heads of q read it */
+    int64_t head_q, group;  /* and of q that read it: head_q is the first of `group` */
 } recurrent_task;
 
+/* Heads of q that read one state. Where states are more than heads of q, several of them share one. */
 INLINE int64_t query_group(const fa_recurrent_args *a) { return a->heads_q > a->heads ? a->heads_q / a->heads : 1; }
 
 static recurrent_task recurrent_task_of(const fa_recurrent_args *a, const fa_recurrent_plan *plan, int64_t number)
@@ -30,42 +31,37 @@ static recurrent_task recurrent_task_of(const fa_recurrent_args *a, const fa_rec
     return (recurrent_task){
         .b = state / a->heads,
         .h = h,
-        .first = first,
+        .column = first * PANEL,
         .panels = smaller(panels - first, plan->panels),
         .head_k = h / (a->heads / a->heads_k),
         .head_v = h / (a->heads / a->heads_v),
+        .head_q = a->heads_q > a->heads ? h * query_group(a) : h / (a->heads / a->heads_q),
         .group = query_group(a),
     };
 }
 
-/* Columns that panel `panel` of the task has: the state's last one may have fewer than PANEL. */
-INLINE int64_t panel_width(const fa_recurrent_args *a, const recurrent_task *task, int64_t panel)
+/* Columns from `column` on that are in one panel: of a state's last panel, some may be missing. */
+INLINE int64_t panel_width(const fa_recurrent_args *a, int64_t column)
 {
-    return smaller(a->head_dim_v - (task->first + panel) * PANEL, PANEL);
+    return smaller(a->head_dim_v - column, PANEL);
 }
 
-/* Token i of the g-th head of q that reads the state. Several states may share a head of q. */
-INLINE const char *query_at(const fa_recurrent_args *a, const recurrent_task *task, int64_t g, int64_t i)
+/* The task's columns of the state to and from scratch, (panels, head_dim, PANEL). */
+static void load_state(const fa_recurrent_args *a, const recurrent_task *task, lane *state)
 {
-    const int64_t h = a->heads_q > a->heads ? task->h * task->group + g : task->h / (a->heads / a->heads_q);
-    return at(&a->q, task->b, h, i, 0);
+    for (int64_t panel = 0, column = task->column; panel < task->panels; panel++, column += PANEL)
+        for (int64_t d = 0; d < a->head_dim; d++, state += PANEL) {
+            memset(state, 0, FA_PANEL_BYTES);
+            if (a->state.data)
+                memcpy(state, at(&a->state, task->b, task->h, d, column), panel_width(a, column) * sizeof(lane));
+        }
 }
 
-/* The task's columns of token i: of its result for that head of q, and of its value. */
-INLINE char *out_at(const fa_recurrent_args *a, const recurrent_task *task, int64_t g, int64_t i)
+static void store_state(const fa_recurrent_args *a, const recurrent_task *task, const lane *state)
 {
-    return at(&a->out, task->b, task->h * task->group + g, i, 0) + task->first * PANEL * dtype_size(a->out.dtype);
-}
-
-INLINE const char *value_at(const fa_recurrent_args *a, const recurrent_task *task, int64_t i)
-{
-    return at(&a->v, task->b, task->head_v, i, 0) + task->first * PANEL * dtype_size(a->v.dtype);
-}
-
-/* The task's columns of the state before or after the call; NULL if it is not given. */
-INLINE char *state_at(const recurrent_task *task, const fa_array *state)
-{
-    return state->data ? at(state, task->b, task->h, 0, 0) + task->first * FA_PANEL_BYTES : NULL;
+    for (int64_t panel = 0, column = task->column; panel < task->panels; panel++, column += PANEL)
+        for (int64_t d = 0; d < a->head_dim; d++, state += PANEL)
+            memcpy(at(&a->state_out, task->b, task->h, d, column), state, panel_width(a, column) * sizeof(lane));
 }
 
 /* The sum of the keys to and from scratch. All tasks of a state compute it; the one of its first columns writes it. */
@@ -77,7 +73,7 @@ static void load_norm(const fa_recurrent_args *a, const recurrent_task *task, la
 
 static void store_norm(const fa_recurrent_args *a, const recurrent_task *task, const lane *norm)
 {
-    if (a->norm_out.data && task->first == 0)
+    if (a->norm_out.data && task->column == 0)
         memcpy(at(&a->norm_out, task->b, task->h, 0, 0), norm, a->head_dim * sizeof(lane));
 }
 

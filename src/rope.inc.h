@@ -18,10 +18,10 @@ INLINE void rotate_row(const fa_rope_args *a, const lane_u *cos, const lane_u *s
     }
     for (int64_t j = 0; j < pairs; j += LANES) {
         const int64_t n = pairs - j;
-        const v_t c = v_load_part(cos + j, n), s = v_load_part(sin + j, n);
+        const v_t cosine = v_load_part(cos + j, n), sine = v_load_part(sin + j, n);
         const v_t first = v_load_part(x + j, n), second = v_load_part(x + pairs + j, n);
-        v_store_part(x + j, first * c - second * s, n);
-        v_store_part(x + pairs + j, second * c + first * s, n);
+        v_store_part(x + j, first * cosine - second * sine, n);
+        v_store_part(x + pairs + j, second * cosine + first * sine, n);
     }
 }
 
@@ -31,10 +31,12 @@ static void rope_run(const fa_rope_args *a, int64_t begin, int64_t end, void *ro
     for (int64_t r = begin; r < end; r++) {
         const int64_t b = r / a->length, i = r % a->length;
         const lane_u *cos = (const lane_u *)at(&a->cos, b, 0, i, 0), *sin = (const lane_u *)at(&a->sin, b, 0, i, 0);
-        for (int64_t h = 0; h < a->heads; h++) {
-            load_row(a->x.dtype, at(&a->x, b, h, i, 0), a->head_dim, 1, row);
+        const char *x = at(&a->x, b, 0, i, 0);
+        char *out = at(&a->out, b, 0, i, 0);
+        for (int64_t h = 0; h < a->heads; h++, x += a->x.head, out += a->out.head) {
+            load_row(a->x.dtype, x, a->head_dim, 1, row);
             rotate_row(a, cos, sin, row);
-            store_row(a->x.dtype, row, a->head_dim, 1, at(&a->out, b, h, i, 0));
+            store_row(a->x.dtype, row, a->head_dim, 1, out);
         }
     }
 }

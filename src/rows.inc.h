@@ -9,30 +9,32 @@
 #define ROW_ASKS (1 << 18)
 _Static_assert(ROW_ASKS % (4 * LANES) == 0, "a block is a whole number of row_sum_of's rounds");
 
-/* Elements [begin, end) of n, for one block after the other, until the call is given up: nobody reads its results then. */
+/* Walks over n elements in blocks [begin, end). The walk ends early if the call is given up: nobody reads the
+ * results. */
 #define EACH_BLOCK(watch, n, begin, end)                                                                               \
     for (int64_t begin = 0, end = smaller(n, ROW_ASKS); begin < (n) && !(begin && given_up(watch));                    \
          begin = end, end = smaller(n, end + ROW_ASKS))
 
 typedef enum { SUM, SUM_SQUARES } sum_kind;
 
-/* The sum of x - center, or of its squares, over a row. It has four accumulators: each addition to one would have to
- * wait for the last. */
+/* sum + (x - center), or + its square. */
+INLINE v_t v_add_to(sum_kind kind, v_t sum, v_t x, lane center)
+{
+    const v_t y = x - v_splat(center);
+    return kind == SUM ? sum + y : v_fma(y, y, sum);
+}
+
+/* The sum of x - center, or of its squares, over a row. There are four accumulators, since an addition waits for the
+ * one before it to the same accumulator. */
 INLINE lane row_sum_of(const fa_watch *watch, sum_kind kind, const lane *x, int64_t n, lane center)
 {
     v_t sum[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};
     int64_t j = 0;
-#define ADD(sum, from)                                                                                                 \
-    do {                                                                                                               \
-        const v_t y = v_load(from) - v_splat(center);                                                                  \
-        sum = kind == SUM ? sum + y : v_fma(y, y, sum);                                                                \
-    } while (0)
     EACH_BLOCK(watch, n, begin, end)
         for (; j + 4 * LANES <= end; j += 4 * LANES)
-            UNROLL_FOR(int u = 0; u < 4; u++) ADD(sum[u], x + j + u * LANES);
+            UNROLL_FOR(int u = 0; u < 4; u++) sum[u] = v_add_to(kind, sum[u], v_load(x + j + u * LANES), center);
     if (n - j >= 4 * LANES) return 0; /* given up */
-    for (; j + LANES <= n; j += LANES) ADD(sum[0], x + j);
-#undef ADD
+    for (; j + LANES <= n; j += LANES) sum[0] = v_add_to(kind, sum[0], v_load(x + j), center);
     lane total = v_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
     for (; j < n; j++) total += kind == SUM ? x[j] - center : (x[j] - center) * (x[j] - center);
     return total;

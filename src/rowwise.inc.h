@@ -1,5 +1,5 @@
-/* Attention that needs all scores of a row at a time, because its normaliser does: sparsemax, entmax-1.5, the k largest.
- * And additive attention, whose score is no product. One task is a tile of query rows against all their keys:
+/* Attention that needs all scores of a row at a time, because its normaliser does: sparsemax, entmax-1.5, the k
+ * largest. And additive attention, whose score is no product. One task is a tile of query rows against all their keys:
  *
  *     for each block of keys that some row attends:
  *         S^T = scores, modifiers and masks            modifiers.inc.h; queries on the lanes
@@ -10,8 +10,8 @@
  *         O^T = O^T + V^T P^T                          V gathered: rows that no query looks at are not read
  *     O = transpose(O^T) / sum of P
  *
- * The scores that are kept are the only memory that grows with the number of keys. A probability of 0 hides a key as a mask
- * does: what stands in its value reaches nothing.
+ * The scores that are kept are the only memory that grows with the number of keys. A probability of 0 hides a key as a
+ * mask does: what stands in its value reaches nothing.
  *
  * Requires  attention.inc.h, additive.inc.h, normalisers.inc.h, talking.inc.h.
  * Literals  nv: 1 or NV.
@@ -30,9 +30,8 @@ static int64_t cut_row_scratch(arena *from, const fa_rowwise_args *call, row_scr
     const int64_t n_keys = a->len_k + BLOCK_K; /* a block is scored whole */
     cut_tile_scratch(from, a, 1, &scratch->tile);
     if (call->kind == FA_ADDITIVE) {
-        CUT(from, scratch->additive.weight, a->head_dim * BLOCK_Q);
-        CUT(from, scratch->additive.exp_q, a->head_dim * BLOCK_Q);
-        CUT(from, scratch->additive.exp_k, round_up(a->head_dim, LANES));
+        CUT_LANES(from, a->head_dim * BLOCK_Q, &scratch->additive.weight, &scratch->additive.exp_q);
+        CUT_LANES(from, round_up(a->head_dim, LANES), &scratch->additive.exp_k);
     }
     CUT(from, scratch->kept.s, n_keys * BLOCK_Q);
     CUT(from, scratch->kept.key, n_keys);
@@ -80,11 +79,7 @@ INLINE void weigh_values(const fa_rowwise_args *call, int nv, const v_t *tau, ro
         lane *probs = scratch->tile.s, *attends = scratch->tile.alpha;
         normalise(call->kind, nv, z, n, tau, probs, tile->row_sum);
         gather_values(a, &tile->rows, key, n, scratch->tile.v, &bad);
-        value_product values = {.v = (const char *)scratch->tile.v, .n = n, .probs = probs, .out = tile->ot};
-        values.v_row = a->head_dim_v * (int64_t)sizeof(lane), values.head_dim_v = a->head_dim_v;
-        values.mode = tile->fresh ? ACC_ZERO : ACC_KEEP;
-        block_values(nv, 0, &values);
-        tile->fresh = 0;
+        add_values(a, nv, tile, (const char *)scratch->tile.v, a->head_dim_v * (int64_t)sizeof(lane), n, probs);
         for (int64_t i = 0; i < bad.n; i++) {
             const int64_t row = bad.row[i] * BLOCK_Q;
             for (int u = 0; u < nv * LANES; u += LANES)
@@ -99,7 +94,7 @@ INLINE void rowwise_tile(const fa_rowwise_args *call, int nv, const modifiers *m
 {
     const fa_attention_args *a = &call->attention;
     tile_state *tile = scratch->tile.tiles;
-    key_walk walk = walk_begin(&tile->rows, 1, 0, a->ranges != NULL, 0, a->len_k);
+    key_walk walk = walk_begin(&tile->rows, 1, 0, a->masks.ranges != NULL, 0, a->len_k);
     while (walk_next(&walk)) {
         const key_run run = masked_run(a, &tile->rows, 1, walk.begin, walk.end - walk.begin);
         score_run(call, nv, mods, run, scratch);

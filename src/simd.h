@@ -7,8 +7,8 @@
  *
  *   v_load v_store          any alignment            v_load_n v_store_n    the first n lanes; the others read as 0
  *   v_splat                 every lane               v_fma(a, b, c)       a * b + c; fused but on `generic`
- *   v_max(bound, x)         x where x is NaN, as v_min            v_select(m, a, b)     a where m, else b
- *   v_any(m)                some lane set            v_transpose(r)       LANES registers, in place
+ *   v_max(bound, x)         x where x is NaN, as v_min            v_select(mask, a, b)  a where mask, else b
+ *   v_any(mask)             some lane set            v_transpose(r)       LANES registers, in place
  *   v_recip(x)              1 / x within a unit in the last place, x neither tiny nor huge
  *   v_sum v_max_lanes       over the lanes           v_sum_each(r)        of LANES registers, one a lane
  *   v_load_i8               LANES bytes, signed, converted
@@ -69,22 +69,16 @@ typedef v_t vu_t __attribute__((aligned(1), may_alias));
 typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere in memory */
 
 /* The intrinsic of this width and lane type: MM(fmadd) is _mm512_fmadd_ps with AVX-512 and float lanes. */
-#define CAT3_(a, b, c) a##b##c
-#define CAT3(a, b, c) CAT3_(a, b, c)
-#if V_BYTES == 64
-#define MM_PREFIX _mm512_
+#if V_BYTES == 64 && LANE_BITS == 64
+#define MM(op) _mm512_##op##_pd
+#elif V_BYTES == 64
+#define MM(op) _mm512_##op##_ps
+#elif LANE_BITS == 64
+#define MM(op) _mm256_##op##_pd
 #else
-#define MM_PREFIX _mm256_
+#define MM(op) _mm256_##op##_ps
 #endif
-#ifdef FA_LANE_F64
-#define MM(op) CAT3(MM_PREFIX, op, _pd)
-#else
-#define MM(op) CAT3(MM_PREFIX, op, _ps)
-#endif
-
-#if V_BYTES == 64
-#define MM_MASK(n) ((1u << (n)) - 1) /* the first n lanes */
-#endif
+#define MM_MASK(n) ((1u << (n)) - 1) /* AVX-512: the first n lanes */
 
 /* (a[0], b[0], a[1], b[1], ...) of the lower halves, and of the upper. */
 #if defined __clang__ || __GNUC__ >= 12
@@ -111,7 +105,6 @@ typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere i
 #define UNROLL_2_FOR _Pragma("GCC unroll 2") for /* 5% where four instructions issue a cycle: 29 a step, 16 of them FMA */
 
 INLINE v_t v_load(const void *p) { return *(const vu_t *)p; }
-
 INLINE void v_store(void *p, v_t a) { *(vu_t *)p = a; }
 
 INLINE v_t v_load_n(const void *p, int64_t n)
@@ -149,7 +142,7 @@ INLINE v_t v_fma(v_t a, v_t b, v_t c)
 #endif
 }
 
-INLINE v_t v_select(vi_t m, v_t a, v_t b) { return (v_t)((m & (vi_t)a) | (~m & (vi_t)b)); }
+INLINE v_t v_select(vi_t mask, v_t a, v_t b) { return (v_t)((mask & (vi_t)a) | (~mask & (vi_t)b)); }
 
 INLINE v_t v_max(v_t bound, v_t x)
 {
@@ -169,8 +162,8 @@ INLINE v_t v_min(v_t bound, v_t x)
 #endif
 }
 
-/* An estimate of 14 bits and a Newton step where a division takes as long as sixteen multiplications: 512 bits of float32
- * on Intel. */
+/* An estimate of 14 bits and a Newton step where a division takes as long as sixteen multiplications: 512 bits of
+ * float32 on Intel. */
 INLINE v_t v_recip(v_t x)
 {
 #if V_BYTES == 64 && LANE_BITS == 32
@@ -181,17 +174,17 @@ INLINE v_t v_recip(v_t x)
 #endif
 }
 
-INLINE int v_any(vi_t m)
+INLINE int v_any(vi_t mask)
 {
 #if V_BYTES == 64 && LANE_BITS == 64
-    return _mm512_movepi64_mask((__m512i)m) != 0;
+    return _mm512_movepi64_mask((__m512i)mask) != 0;
 #elif V_BYTES == 64
-    return _mm512_movepi32_mask((__m512i)m) != 0;
+    return _mm512_movepi32_mask((__m512i)mask) != 0;
 #elif defined V_X86
-    return !_mm256_testz_si256((__m256i)m, (__m256i)m);
+    return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
 #else
     uint64_t half[2];
-    memcpy(half, &m, sizeof half);
+    memcpy(half, &mask, sizeof half);
     return (half[0] | half[1]) != 0;
 #endif
 }
@@ -199,13 +192,13 @@ INLINE int v_any(vi_t m)
 /* log2(LANES) rounds of zipping register i with register i + LANES / 2. */
 INLINE void v_transpose(v_t r[LANES])
 {
-    v_t t[LANES];
+    v_t zipped[LANES];
     UNROLL_FOR(int width = 1; width < LANES; width *= 2) {
         UNROLL_FOR(int i = 0; i < LANES / 2; i++) {
-            t[2 * i] = V_ZIP_LOW(r[i], r[i + LANES / 2]);
-            t[2 * i + 1] = V_ZIP_HIGH(r[i], r[i + LANES / 2]);
+            zipped[2 * i] = V_ZIP_LOW(r[i], r[i + LANES / 2]);
+            zipped[2 * i + 1] = V_ZIP_HIGH(r[i], r[i + LANES / 2]);
         }
-        UNROLL_FOR(int i = 0; i < LANES; i++) r[i] = t[i];
+        UNROLL_FOR(int i = 0; i < LANES; i++) r[i] = zipped[i];
     }
 }
 
@@ -341,13 +334,9 @@ INLINE void v_unpair_bf16(v_t pairs, v_t *low, v_t *high)
 }
 #else  /* double lanes: there are no 16-bit elements; that one text may name them, and V_BF16_DOT is 0 */
 INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c) { return v_fma(a, b, c); }
-
 INLINE v_t v_pack_bf16(v_t low, v_t high) { return low + high; }
-
 INLINE v_t v_pair_bf16(const void *p, const void *q) { return v_load(p) + v_load(q); }
-
 INLINE v_t v_load_i8(const void *p) { return v_load(p); }
-
 INLINE void v_unpair_bf16(v_t pairs, v_t *low, v_t *high) { *low = *high = pairs; }
 #endif /* LANE_BITS == 32 */
 

@@ -68,8 +68,8 @@ INLINE v_t v_exp_normal(v_t x)
 INLINE v_t v_exp(v_t x) { return v_exp_normal(v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x)); }
 
 /* e^x as a probability relative to the largest: exactly 0 below 2^(27 - EXP_BIAS), 2^-100 in float32. Of less, products
- * with values would be denormal, for which x86 traps into microcode: nine times slower where scores are large. The clamp
- * is there for that, too: e^x itself would be denormal first. */
+ * with values would be denormal, for which x86 traps into microcode: nine times slower where scores are large. The
+ * clamp is there for that, too: e^x itself would be denormal first. */
 INLINE v_t v_exp_prob(v_t x)
 {
     const v_t least = v_splat((lane)((27 - EXP_BIAS) * LN_2));
@@ -77,7 +77,6 @@ INLINE v_t v_exp_prob(v_t x)
 }
 
 INLINE lane lane_exp(lane x) { return v_exp(v_splat(x))[0]; }
-
 INLINE v_t v_abs(v_t x) { return v_max(-x, x); }
 
 /* tanh(x) for |x| <= TANH_SMALL: an odd polynomial. */

@@ -1,13 +1,13 @@
-/* What a call may return beside its output, without ever holding the scores of all keys: statistics of rows, which the walk
- * over the keys carries along, and sums over rows, for which a second pass computes the probabilities once more.
+/* What a call may return beside its output, without ever holding the scores of all keys: statistics of rows, which the
+ * walk over the keys carries along, and sums over rows, for which a second pass computes the probabilities once more.
  *
  *     row_max    max_j s_j
  *     entropy    -sum_j p_j log p_j = log l - (sum_j e_j (s_j - m)) / l    e_j = exp(s_j - m), l their sum
  *     top        the largest p_j and their keys, kept as scores until l is known
  *     key_sums   sum_i p_ij, and mean_weights, sum_h p_hij / heads_q: in the second pass
  *
- * A sink is part of l and of nothing else. A row whose l is NaN has NaN statistics. A row that attends nothing has row_max
- * -inf, keys -1, and 0 for the rest.
+ * A sink is part of l and of nothing else. A row whose l is NaN has NaN statistics. A row that attends nothing has
+ * row_max -inf, keys -1, and 0 for the rest.
  *
  * Requires  ranges.inc.h, softmax.inc.h.
  * Literals  nv: 1 or NV.
@@ -70,15 +70,15 @@ static void top_insert_tile(int nv, int64_t n_top, const lane *s, int64_t n, ila
         }
 }
 
-/* What is known of a row in the end: the maximum, the sum and row_log of its keys; `base`, the maximum with the sink; by how
- * much the sum is scaled down for it; and `sum`, the denominator. */
+/* What is known of a row in the end: the maximum, the sum and row_log of its keys; `base`, the maximum with the sink;
+ * by how much the sum is scaled down for it; and `sum`, the denominator. */
 typedef struct {
     lane keys_max, keys_sum, keys_log, scale, base, sum;
 } row_sums;
 
 INLINE int has_row_statistics(const fa_attention_args *a)
 {
-    return a->norm.data || a->row_max.data || a->entropy.data || a->n_top;
+    return a->stats.norm.data || a->stats.row_max.data || a->stats.entropy.data || a->stats.n_top;
 }
 
 INLINE void store_lane(const fa_array *x, int64_t b, row_id id, int64_t j, lane value)
@@ -100,18 +100,18 @@ static void write_statistics(const fa_attention_args *a, int64_t b, row_id id, c
     const int defined = row->sum == row->sum, some = row->keys_sum != 0;
     const lane base = some ? row->base : 0, factor = row->sum == 0 ? 0 : 1 / row->sum;
     const lane max = some ? row->keys_max : -(lane)INFINITY, undefined = (lane)NAN;
-    if (a->norm.data) {
-        store_lane(&a->norm, b, id, 0, base);
-        store_lane(&a->norm, b, id, 1, factor);
+    if (a->stats.norm.data) {
+        store_lane(&a->stats.norm, b, id, 0, base);
+        store_lane(&a->stats.norm, b, id, 1, factor);
     }
-    if (a->row_max.data) store_lane(&a->row_max, b, id, 0, defined ? max : undefined);
-    if (a->entropy.data) store_lane(&a->entropy, b, id, 0, defined ? row_entropy(row) : undefined);
-    for (int64_t i = 0; i < a->n_top; i++) {
+    if (a->stats.row_max.data) store_lane(&a->stats.row_max, b, id, 0, defined ? max : undefined);
+    if (a->stats.entropy.data) store_lane(&a->stats.entropy, b, id, 0, defined ? row_entropy(row) : undefined);
+    for (int64_t i = 0; i < a->stats.n_top; i++) {
         const int listed = defined && top.score[i] != -(lane)INFINITY;
         const int64_t key = listed ? top.key[i] : -1;
         const lane weight = listed ? lane_exp(top.score[i] - base) * factor : 0;
-        store_lane(&a->top_weights, b, id, i, defined ? weight : undefined);
-        memcpy(at(&a->top_keys, b, id.head, id.query, i), &key, sizeof key);
+        store_lane(&a->stats.top_weights, b, id, i, defined ? weight : undefined);
+        memcpy(at(&a->stats.top_keys, b, id.head, id.query, i), &key, sizeof key);
     }
 }
 
@@ -119,8 +119,8 @@ static void write_statistics(const fa_attention_args *a, int64_t b, row_id id, c
 static void load_row_norm(const fa_attention_args *a, const row_block *rows, lane *base, lane *factor)
 {
     EACH_ROW(rows, r, id) {
-        memcpy(base + r, at(&a->norm, rows->b, id.head, id.query, 0), sizeof(lane));
-        memcpy(factor + r, at(&a->norm, rows->b, id.head, id.query, 1), sizeof(lane));
+        memcpy(base + r, at(&a->stats.norm, rows->b, id.head, id.query, 0), sizeof(lane));
+        memcpy(factor + r, at(&a->stats.norm, rows->b, id.head, id.query, 1), sizeof(lane));
     }
 }
 
@@ -128,7 +128,7 @@ static void load_row_norm(const fa_attention_args *a, const row_block *rows, lan
 static void add_lanes_to_key_sums(const fa_attention_args *a, const row_block *rows, int nv, const lane *probs,
                                   int64_t j0, int64_t n)
 {
-    lane *sums = (lane *)at(&a->key_sums, rows->b, first_row(rows).head, j0, 0);
+    lane *sums = (lane *)at(&a->stats.key_sums, rows->b, first_row(rows).head, j0, 0);
     for (int64_t j = 0; j < n; j += LANES) {
         const int64_t width = smaller(n - j, LANES);
         v_t of_key[LANES];
@@ -146,7 +146,7 @@ static void add_rows_to_key_sums(const fa_attention_args *a, const row_block *ro
 {
     row_id id = first_row(rows);
     for (int64_t first = 0; first < smaller(rows->group, rows->n); first++, id = next_row(rows, id)) {
-        lane *sums = (lane *)at(&a->key_sums, rows->b, id.head, j0, 0);
+        lane *sums = (lane *)at(&a->stats.key_sums, rows->b, id.head, j0, 0);
         for (int64_t j = 0; j < n; j += LANES) {
             const int64_t width = smaller(n - j, LANES);
             v_t sum = v_splat(0);
@@ -162,7 +162,7 @@ static void add_rows_to_mean(const fa_attention_args *a, const row_block *rows, 
 {
     const v_t share = v_splat(1 / (lane)a->heads_q);
     EACH_ROW(rows, r, id) {
-        lane *mean = (lane *)at(&a->mean_weights, rows->b, 0, id.query, j0);
+        lane *mean = (lane *)at(&a->stats.mean_weights, rows->b, 0, id.query, j0);
         for (int64_t j = 0; j < n; j += LANES) {
             const int64_t width = smaller(n - j, LANES);
             v_store_n(mean + j, v_fma(v_load(probs + r * BLOCK_K + j), share, v_load_n(mean + j, width)), width);

@@ -1,5 +1,5 @@
-/* Talking heads (Shazeer et al. 2020): heads mix before the softmax and after it. One task is a block of query rows, of all
- * heads, against all their keys, twice: the second time their softmax's denominators are known.
+/* Talking heads (Shazeer et al. 2020): heads are mixed before the softmax and after it. One task is a block of query
+ * rows, of all heads, against all their keys, in two passes. The second knows the denominators of the softmax.
  *
  *     for each block of keys:                          for each block of keys:
  *         S_h = K_h Q_h^T          every head h            S_h, M_g as before
@@ -7,16 +7,20 @@
  *         max_g, sum_g = online softmax of M_g             W_f = sum_g post_gf P_g
  *                                                          O_f = O_f + V_f^T W_f
  *
- * Modifiers and masks are those of the mixed scores. Memory is heads x block, whatever the number of keys. */
+ * Modifiers and masks are applied to the mixed scores M_g. The scratch is heads x block, whatever the number of keys.
+ *
+ * Requires  attention.inc.h, normalisers.inc.h (ROWWISE_ASKS).
+ * Literals  nv: 1 or NV.
+ * Exports   talking_scratch, cut_talking_scratch, talking_run. */
 
-/* Lanes between the blocks of two heads: no power of 2, for those fall on the same sets of the cache. */
+/* Lanes from a head's block to the next head's: no power of 2, since those fall on the same sets of the cache. */
 #define HEAD_PITCH ((BLOCK_K + 1) * BLOCK_Q)
 
-/* A thread's scratch; what is one a head has the pitch HEAD_PITCH, qt and ot those of their sizes. */
+/* A thread's scratch. */
 typedef struct {
-    tile_scratch tile;    /* tile.s points into `mixed` while a head's scores are modified */
+    tile_scratch tile;
     tile_state *heads;    /* (heads_q): rows, queries, results, maxima and sums */
-    lane *scores, *mixed; /* (heads_q, BLOCK_K, BLOCK_Q) */
+    lane *scores, *mixed; /* (heads_q, BLOCK_K, BLOCK_Q), HEAD_PITCH from head to head */
     lane *pre, *post;     /* (heads_q, heads_q), transposed: row g holds what goes into g */
 } talking_scratch;
 
@@ -26,10 +30,8 @@ static int64_t cut_talking_scratch(arena *from, const fa_rowwise_args *call, tal
     const int64_t heads = a->heads_q;
     cut_tile_scratch(from, a, 0, &scratch->tile);
     CUT(from, scratch->heads, heads);
-    CUT(from, scratch->scores, heads * HEAD_PITCH);
-    CUT(from, scratch->mixed, heads * HEAD_PITCH);
-    CUT(from, scratch->pre, heads * heads);
-    CUT(from, scratch->post, heads * heads);
+    CUT_LANES(from, heads * HEAD_PITCH, &scratch->scores, &scratch->mixed);
+    CUT_LANES(from, heads * heads, &scratch->pre, &scratch->post);
     for (int64_t h = 0; h < heads; h++) cut_tile(from, a, scratch->heads ? scratch->heads + h : &(tile_state){0});
     void *total = cut(from, partial_at(a, BLOCK_Q, NULL, NULL)); /* one for all heads, which finish in turn */
     for (int64_t h = 0; total && h < heads; h++) partial_at(a, BLOCK_Q, total, &scratch->heads[h].total);
@@ -53,8 +55,8 @@ INLINE void mix_heads(int nv, int64_t heads, const lane *mix, const lane *from, 
     }
 }
 
-/* Mixed scores (heads, n, nv) of the keys from j0 on, in scratch->mixed, with modifiers and masks. Returns whether some row
- * of some head does not attend some of them. `first`: in the first pass, adds them to maxima and sums. */
+/* Mixed scores (heads, n, nv) of the keys from j0 on, in scratch->mixed, with modifiers and masks. Returns whether some
+ * row of some head does not attend some of them. `first`: in the first pass, adds them to maxima and sums. */
 INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *mods, int64_t j0, int64_t n,
                           talking_scratch *scratch, int first)
 {
@@ -71,12 +73,12 @@ INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *
     if (call->pre) mix_heads(nv, heads, scratch->pre, scratch->scores, n, scratch->mixed);
     for (int64_t g = 0; g < heads; g++) {
         tile_state *tile = scratch->heads + g;
-        const int touched = tile->rows.first < j0 + n &&
-                            j0 < tile->rows.last; /* else its ranges may be of another block */
-        const key_run run = {j0, n, !touched ? BLOCK_EMPTY : a->mask.data ? BLOCK_MASKED : BLOCK_FULL};
+        /* Where a tile attends nothing of the block, its ranges may be those of another block. */
+        const int touched = tile->rows.first < j0 + n && j0 < tile->rows.last;
+        const key_run run = {j0, n, !touched ? BLOCK_EMPTY : a->masks.mask.data ? BLOCK_MASKED : BLOCK_FULL};
         const block_kind kind = load_additive(a, tile, nv, run, &scratch->tile);
-        const score_tile scores = {&tile->rows,      &tile->lanes, j0, n, kind, scratch->mixed + g * HEAD_PITCH,
-                                   scratch->tile.add};
+        lane *s = scratch->mixed + g * HEAD_PITCH;
+        const score_tile scores = {&tile->rows, &tile->lanes, j0, n, kind, s, scratch->tile.add};
         some_hidden |= kind & BLOCK_EMPTY || hides(kind);
         if (kind & BLOCK_EMPTY) {
             for (int64_t i = 0; i < n * BLOCK_Q; i++) scores.s[i] = -(lane)INFINITY;
@@ -104,7 +106,8 @@ INLINE void talking_probs(int nv, const tile_state *tile, int64_t n, lane *s)
     }
 }
 
-/* Adds what the values from j0 on are weighted with: w->mixed are the mixed scores, of which -inf hides. */
+/* ot of every head += the values from j0 on, weighted; scratch->mixed holds the mixed scores, in which -inf hides a
+ * key. */
 INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int64_t j0, int64_t n,
                            talking_scratch *scratch)
 {
@@ -130,20 +133,18 @@ INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int6
     for (int64_t f = 0; f < heads; f++) {
         tile_state *tile = scratch->heads + f;
         const row_block kv = {.b = tile->rows.b, .h_kv = f / group};
-        value_product values = {.v = at(&a->v, kv.b, kv.h_kv, j0, 0), .v_row = a->v.row, .n = n, .out = tile->ot};
+        const char *v = at(&a->v, kv.b, kv.h_kv, j0, 0);
+        int64_t v_row = a->v.row;
         bad.n = 0;
         if (hidden || dtype_size(a->v.dtype) != sizeof(lane) || !is_dense(&a->v, width)) {
             gather_values(a, &kv, key, n, scratch->tile.v, &bad);
-            values.v = (const char *)scratch->tile.v, values.v_row = width * (int64_t)sizeof(lane);
+            v = (const char *)scratch->tile.v, v_row = width * (int64_t)sizeof(lane);
         }
-        values.head_dim_v = width, values.probs = probs + f * HEAD_PITCH;
-        values.mode = tile->fresh ? ACC_ZERO : ACC_KEEP;
-        block_values(nv, 0, &values);
-        tile->fresh = 0;
+        add_values(a, nv, tile, v, v_row, n, probs + f * HEAD_PITCH);
         const lane *attends = call->post ? scratch->tile.add : scratch->scores + f * HEAD_PITCH;
         for (int64_t i = 0; i < bad.n; i++) {
             const int64_t row = bad.row[i] * BLOCK_Q;
-            add_bad_value(a, nv, 0, at(&a->v, kv.b, kv.h_kv, j0 + bad.row[i], 0), values.probs + row,
+            add_bad_value(a, nv, 0, at(&a->v, kv.b, kv.h_kv, j0 + bad.row[i], 0), probs + f * HEAD_PITCH + row,
                           hidden ? attends + row : NULL, tile->ot);
         }
     }
@@ -155,7 +156,8 @@ INLINE void talking_block(const fa_rowwise_args *call, int nv, const modifiers *
     const int64_t heads = a->heads_q;
     for (int pass = 0; pass < 2; pass++) {
         for (int64_t h = 0; h < heads; h++) ranges_begin(a, &scratch->heads[h].rows, 0, a->len_k);
-        key_walk walk = walk_begin(&scratch->heads->rows, heads, sizeof(tile_state), a->ranges != NULL, 0, a->len_k);
+        key_walk walk = walk_begin(&scratch->heads->rows, heads, sizeof(tile_state), a->masks.ranges != NULL, 0,
+                                   a->len_k);
         while (walk_next(&walk)) {
             const int64_t j0 = walk.begin, n = walk.end - walk.begin;
             if (n <= 0) continue;

@@ -7,13 +7,13 @@
 #define SPLIT_K 512
 _Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");
 
-/* Where a thread would get fewer tasks than this, a task has fewer tiles: the last one to finish must not keep the other
- * threads waiting. Of 4 and 24, tried on 2 cores, 24 is 30% ahead at (1, 12, 128, 64), 4% at (1, 12, 512, 64), and level
- * from there on. */
+/* Where a thread would get fewer tasks than this, a task has fewer tiles: the last one to finish must not keep the
+ * other threads waiting. Of 4 and 24, tried on 2 cores, 24 is 30% ahead at (1, 12, 128, 64), 4% at (1, 12, 512, 64),
+ * and level from there on. */
 #define TASKS_PER_THREAD 24
 
-/* How many partials stand at the head of a thread's scratch: the one that is being made, and the states that it is merged
- * into. One state serves all tiles of a task in turn, if no tile needs one before its end. */
+/* How many partials stand at the head of a thread's scratch: the one that is being made, and the states that it is
+ * merged into. One state serves all tiles of a task in turn, if no tile needs one before its end. */
 static int64_t n_partials(const fa_attention_args *a, const fa_plan *plan)
 {
     return 1 + (!plan->split_k && a->len_k > PART_K ? plan->tiles : 1);
@@ -31,11 +31,12 @@ static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_
     return rows;
 }
 
-/* Whether the rows, all of a KV head's, take the dot kernel. A sequence with no more keys than queries attends itself, and
- * beside longer ones it is padded to many rows. So it takes the tile kernel in any company, and has the same bits. */
+/* Whether the rows, all of a KV head's, take the dot kernel. A sequence with no more keys than queries attends itself,
+ * and beside longer ones it is padded to many rows. So it takes the tile kernel in any company, and has the same
+ * bits. */
 static int takes_dot(const fa_attention_args *a, const fa_plan *plan, const row_block *rows)
 {
-    if (plan->kind != FA_DOT || !a->row_end.data) return plan->kind == FA_DOT;
+    if (plan->kind != FA_DOT || !a->masks.row_end.data) return plan->kind == FA_DOT;
     EACH_ROW(rows, r, id) {
         int64_t begin, end;
         row_range(a, rows, id, &begin, &end);
@@ -53,11 +54,11 @@ static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *plan)
     return plan->kind == FA_DOT ? larger(for_tile, cut_dot_scratch(&(arena){.memory = NULL}, a, &dot)) : for_tile;
 }
 
-/* The second pass: a task is a run of keys. The run is shorter where there would be few tasks, but not below 128 keys, where
- * preparing the queries would show. */
+/* The second pass: a task is a run of keys. The run is shorter where there would be few tasks, but not below 128 keys,
+ * where preparing the queries would show. */
 static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *plan)
 {
-    const int64_t owners = a->batch * (a->mean_weights.data ? 1 : a->heads_kv);
+    const int64_t owners = a->batch * (a->stats.mean_weights.data ? 1 : a->heads_kv);
     plan->tiles = plan->kind == FA_DOT ? 1 : (int)smaller(ceil_div(rows_per_head(a), plan->block_q), TILES);
     plan->split_k = 0;
     plan->n_splits = 1;
@@ -84,7 +85,7 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->partial_bytes = partial_at(a, plan->block_q, NULL, NULL);
     plan->scratch_bytes = n_partials(a, plan) * plan->partial_bytes + kernel_scratch(a, plan);
     plan->flops = 2.0 * a->batch * a->heads_q * a->len_q * a->len_k * (a->head_dim + a->head_dim_v);
-    if (a->second_pass) plan_second_pass(a, threads, plan);
+    if (a->stats.second_pass) plan_second_pass(a, threads, plan);
 }
 
 /* Splits [*first, *last) of the KV head hold all keys that its rows may attend. There is at least one, which writes the
@@ -156,10 +157,11 @@ static void attention_run_split(const fa_attention_args *a, const fa_plan *plan,
     attend_rows(a, plan, &rows, begin, smaller(begin + plan->split_k, a->len_k), memory, &into);
 }
 
-/* The second pass: all rows against the task's keys, a few tiles after the other, and all heads if their mean is asked for. */
+/* The second pass: all rows against the task's keys, a few tiles after the other, and all heads if their mean is asked
+ * for. */
 static void run_second_pass(const fa_attention_args *a, const fa_plan *plan, int64_t task, void *memory)
 {
-    const int64_t runs = ceil_div(a->len_k, plan->run_k), heads = a->mean_weights.data ? a->heads_kv : 1;
+    const int64_t runs = ceil_div(a->len_k, plan->run_k), heads = a->stats.mean_weights.data ? a->heads_kv : 1;
     const int64_t begin = task % runs * plan->run_k, end = smaller(begin + plan->run_k, a->len_k);
     const int64_t head0 = task / runs * heads;
     for (int64_t tile = 0; tile * plan->block_q < rows_per_head(a); tile += plan->tiles)
@@ -180,7 +182,7 @@ static void run_second_pass(const fa_attention_args *a, const fa_plan *plan, int
 /* The whole of a task. Within a KV head the last rows come first: under a causal mask they have the most keys. */
 static void attention_run(const fa_attention_args *a, const fa_plan *plan, int64_t task, void *memory)
 {
-    if (a->second_pass) {
+    if (a->stats.second_pass) {
         run_second_pass(a, plan, task, memory);
         return;
     }

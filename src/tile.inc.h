@@ -5,13 +5,8 @@
  *           dot: 1 where operands are pairs of bfloat16, only if V_BF16_DOT. fetch: lines asked for a step, 0 .. 2.
  * Exports   BLOCK_Q, BLOCK_K, outer_product, tile_outer, block_outer, value_product, block_values, transpose.
  *
- * In attention the lanes are queries, and all tiles are stored transposed, one row of BLOCK_Q lanes for each key or
- * dimension:
- *
- *                  u = 0         u = 1            NV vectors of LANES queries: BLOCK_Q lanes, the pitch of all rows
- *     key 0      [ s s s s ... ][ s s s s ... ]
- *     key 1      [ s s s s ... ][ s s s s ... ]   TILE of these rows are in registers at a time
- *     ... */
+ * In attention the lanes are queries. All tiles are stored transposed: for each key, or each dimension, a row of BLOCK_Q
+ * lanes (docs/architecture.md draws it). */
 _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile */
@@ -19,8 +14,8 @@ _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 #define TILE_MAX 12          /* rows and vectors of any tile: the arrays below lie in registers */
 #define NV_MAX 4
 
-/* One accumulator sums at most this many products. Rounding grows with their number, and at 1024 it would be twice that of
- * a BLAS, which has several accumulators. */
+/* One accumulator sums at most this many products. Rounding grows with their number, and at 1024 it would be twice that
+ * of a BLAS, which has several accumulators. */
 #define MAX_DEPTH 256
 
 /* c + a b, on lanes or on pairs of bfloat16. */
@@ -109,8 +104,8 @@ typedef struct {
     lane *out;
 } value_product;
 
-/* Rows d .. d + nd - 1 of out. The product is summed from 0 and then added: values of one sign, summed onto all that came
- * before, would be rounded at the size of the whole at every key. */
+/* Rows d .. d + nd - 1 of out. The product is summed from 0 and then added: values of one sign, summed onto all that
+ * came before, would be rounded at the size of the whole at every key. */
 INLINE void tile_values(int nd, int nv, int dot, int64_t d, const value_product *p)
 {
     v_t acc[TILE][NV];

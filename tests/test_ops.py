@@ -9,6 +9,7 @@ from implementations import forced
 
 from fastattn import ops
 from fastattn._args.packed import WEIGHT_DTYPES
+from fastattn._args.types import ACTIVATIONS as NAMES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
@@ -86,7 +87,7 @@ def test_linear_with_narrow_weights(implementation, shape, dtype, weight_dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [None, *NAMES])
 def test_linear_epilogue(implementation, activation, gated, dtype):
     rng = np.random.default_rng(1)
     x, weight, gate = (
@@ -109,7 +110,7 @@ def test_linear_epilogue(implementation, activation, gated, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name])
+@pytest.mark.parametrize("activation", NAMES)
 def test_activate(implementation, activation, dtype):
     x = np.linspace(-9, 9, 1003).astype(dtype).reshape(17, 59)
     with np.errstate(under="ignore"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from fastattn._args import key_ranges
+from fastattn._args.results import require_result
 from fastattn._args.statistics import statistics_args
 from fastattn._args.types import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
 from fastattn._args.values import (
@@ -25,7 +26,6 @@ from fastattn._args.values import (
     operand,
     readable,
     require_broadcast,
-    require_result,
     short,
 )
 from fastattn._engine.settings import get_num_threads, require_backend, threads
@@ -300,7 +300,12 @@ def _window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
         raise TypeError(
             f"{func}(): window is {short(window)}; expected a pair (left, right) of integers or None"
         )
-    left, right = (None if n is None else integer(func, f"window[{i}]", n, 0) for i, n in enumerate(window))
+    try:
+        left, right = (
+            None if n is None else integer(func, f"window[{i}]", n, 0) for i, n in enumerate(window)
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}, or None for no bound") from None
     return left, right
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.packed import PackedLinear
+from fastattn._args.results import require_result
 from fastattn._args.types import ACTIVATIONS, FLOAT64, LinearArgs, RowsArgs, lane_dtype
-from fastattn._args.values import choice, flag, float_array, is_ready, number, readable, require_result
+from fastattn._args.values import choice, flag, float_array, is_ready, number, readable
 from fastattn._engine.settings import get_num_threads, require_backend, threads
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastattn._args.results import require_result
 from fastattn._args.types import FLOAT32, RecurrentArgs, lane_dtype
 from fastattn._args.values import (
     choice,
@@ -16,7 +17,6 @@ from fastattn._args.values import (
     readable,
     real_array,
     require_broadcast,
-    require_result,
 )
 from fastattn._engine.settings import get_num_threads, require_backend, threads
 

@@ -16,16 +16,13 @@ from fastattn._args.blocks import copied
 from fastattn._args.types import FLOAT32, FLOAT64
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterator
 
     from fastattn._args.types import Array, Ints, Shape
 
 # Bits of ndarray.flags.num: reading it once takes a tenth of the time of reading the flags one by one.
-_CONTIGUOUS, _OWNS_DATA, _ALIGNED, _WRITEABLE = 0x1, 0x4, 0x100, 0x400
-_READABLE, _WRITABLE = _CONTIGUOUS | _ALIGNED, _CONTIGUOUS | _ALIGNED | _WRITEABLE
-# Limit of np.shares_memory: so many candidates are tried for an element that two interleaved views share.
-# Views of one array that do not overlap need far fewer.
-_OVERLAP_WORK: Any = 10_000
+CONTIGUOUS, OWNS_DATA, ALIGNED, WRITEABLE = 0x1, 0x4, 0x100, 0x400
+_READABLE = CONTIGUOUS | ALIGNED
 
 MAX_POSITION = 2**53  # larger integers are not exact in float64, in which distances may be computed
 MOST_SIZE = 2**48  # no memory holds more; NumPy would reject a larger size without naming the argument
@@ -167,7 +164,7 @@ def is_ready(x: Any, least_dims: int) -> TypeGuard[Array]:
     if type(x) is not np.ndarray or x.dtype not in _native or x.ndim < least_dims:
         return False
     flags = x.flags.num & _READABLE
-    return flags == _READABLE or (flags == _ALIGNED and x.strides[-1] == x.itemsize)
+    return flags == _READABLE or (flags == ALIGNED and x.strides[-1] == x.itemsize)
 
 
 def operand(func: str, name: str, x: Any, copies: list[str]) -> Array:
@@ -188,15 +185,22 @@ def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any]
 
 
 def integers(
-    func: str, name: str, x: Any, shape: Shape, dims: str, low: int = -(2**62), high: int = 2**62
+    func: str,
+    name: str,
+    x: Any,
+    shape: Shape | None = None,
+    dims: str = "",
+    low: int = -(2**62),
+    high: int = 2**62,
 ) -> Ints:
-    """`x`, integers from `low` to `high`, as int64; it broadcasts to `shape`, which messages call `dims`."""
+    """`x`, integers from `low` to `high`, as int64; it broadcasts to `shape`, if given, called `dims`."""
     if type(x) is int and low <= x <= high:  # the usual case: this takes a tenth of the time
         return np.array(x, np.int64)
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
-    require_broadcast(func, name, array.shape, shape, dims)
+    if shape is not None:
+        require_broadcast(func, name, array.shape, shape, dims)
     if array.size and not (low <= (least := array.min()) and (most := array.max()) <= high):
         raise ValueError(f"{func}(): {name} has {most if low <= least else least}; expected {low} to {high}")
     return np.array(array, np.int64)
@@ -277,85 +281,6 @@ def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: s
     ):
         expected = f"one that fits {dims} = {target}{hint}"
         raise ValueError(f"{func}(): {name} has shape {shape}; expected {expected}")
-
-
-def require_result(
-    func: str,
-    out: Any,
-    shape: Shape,
-    dtype: np.dtype[Any],
-    like: str,
-    inputs: Iterable[tuple[str, Any, Any]],
-    called: str = "out",
-) -> None:
-    """Raise unless `out` can take a result of `shape` and `dtype`, the dtype of the argument `like`.
-
-    `called` is the name of the argument `out`. It may share no memory with `inputs`, which are read while it
-    is written. Each input is its name, what the caller passed, and the array made of that. The array shows
-    which memory a memoryview or a tensor has.
-    """
-    flags = out.flags.num if type(out) is np.ndarray else 0
-    if flags & _WRITABLE != _WRITABLE or out.dtype != dtype or out.shape != shape:
-        _require_writable(func, out, shape, dtype, like, called)
-    owns = flags & _OWNS_DATA
-    for name, given, array in inputs:
-        memory = given if isinstance(given, np.ndarray) else array
-        # Two arrays that own their memory share none: this test takes a tenth of the time.
-        if memory is None or (memory.flags.num & owns and memory is not out):
-            continue
-        if _share_memory(out, memory):
-            raise ValueError(
-                f"{func}(): {called} shares memory with {name}; expected it apart from all inputs"
-            )
-
-
-def _require_writable(
-    func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str, called: str
-) -> None:
-    """Raise unless `out` is a writable array of `shape` and `dtype` whose elements do not overlap."""
-    if not isinstance(out, np.ndarray) or is_masked(out):
-        raise TypeError(f"{func}(): {called} is of type {type(out).__name__}; expected an ndarray")
-    if out.dtype != dtype:
-        order = "" if out.dtype.isnative else " in native byte order"
-        raise TypeError(f"{func}(): {called} has dtype {out.dtype}; expected {like}'s, {dtype}{order}")
-    if out.shape != shape:
-        raise ValueError(f"{func}(): {called} has shape {out.shape}; expected {shape}")
-    if not out.flags.writeable:
-        raise ValueError(f"{func}(): {called} is read-only; expected a writable array")
-    if not out.flags.aligned:
-        raise ValueError(
-            f"{func}(): {called} has elements not aligned to their size; expected an aligned array"
-        )
-    if not out.size:
-        return
-    if shape[-1] > 1 and out.strides[-1] != out.itemsize:
-        raise ValueError(
-            f"{func}(): {called} has strides {out.strides}; expected its last axis to be contiguous"
-        )
-    if _overlaps_itself(out):
-        raise ValueError(
-            f"{func}(): {called} has strides {out.strides} for shape {shape}; expected no two elements to"
-            f" overlap"
-        )
-
-
-def _overlaps_itself(array: Array) -> bool:
-    """Whether elements of `array` may overlap: a stride is less than the span of all smaller strides."""
-    span = array.itemsize
-    axes = [(abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1]
-    for stride, n in sorted(axes):
-        if stride < span:
-            return True
-        span += stride * (n - 1)
-    return False
-
-
-def _share_memory(a: Array, b: Array) -> bool:
-    """Whether `a` and `b` share an element; True if that takes too long to decide."""
-    try:
-        return np.shares_memory(a, b, max_work=_OVERLAP_WORK)
-    except np.exceptions.TooHardError:
-        return True
 
 
 def short(x: Any) -> str:

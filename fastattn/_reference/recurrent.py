@@ -40,18 +40,9 @@ def _only(items: Any, args: RecurrentArgs) -> RecurrentArgs:
     results = {"out": args.out[items], "state_out": args.state_out[items]}
     if args.norm_out is not None:
         results["norm_out"] = args.norm_out[items]
-    return replace(
-        args,
-        batch_shape=results["out"].shape[:-3],
-        q=some(args.q, 3),
-        k=some(args.k, 3),
-        v=some(args.v, 3),
-        log_decay=some(args.log_decay, 3 if args.gated else 2),
-        beta=some(args.beta, 2),
-        state=some(args.state, 3),
-        norm=some(args.norm, 2),
-        **results,
-    )
+    cores = {"q": 3, "k": 3, "v": 3, "log_decay": 2 + args.gated, "beta": 2, "state": 3, "norm": 2}
+    inputs = {name: some(getattr(args, name), core) for name, core in cores.items()}
+    return replace(args, batch_shape=results["out"].shape[:-3], **inputs, **results)
 
 
 def _chunks(args: RecurrentArgs, step: int) -> None:

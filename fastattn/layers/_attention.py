@@ -48,8 +48,8 @@ class CallOptions(TypedDict, total=False):
 class MultiHeadAttention(AttentionParameters):
     """Attention between projections: ``out_proj(attention(q_proj(query), k_proj(key), v_proj(value)))``.
 
-    The names, options and parameters of torch's ``nn.MultiheadAttention``, batch first; further below, what
-    later models have added. Everything combines.
+    It has the names, options and parameters of torch's ``nn.MultiheadAttention``, batch first, and from
+    num_kv_heads on what later models have added. All options combine.
 
     Parameters
     ----------
@@ -77,21 +77,18 @@ class MultiHeadAttention(AttentionParameters):
     sinks : bool, default False
         A logit a query head, a parameter, that enters the softmax's denominator only.
     window, softcap, scale, alibi_slopes : optional
-        Of `fastattn.attention`; query i stands at key i, or behind the keys of the cache.
+        Of `fastattn.attention`. Query i stands at key i, behind the keys of a cache.
     weights_dtype : {"float32", "float64", "bfloat16", "int8"}
         How the projections' weights are stored; "float64" for float64 input, the others for all others.
     rng : numpy.random.Generator, optional
-        Draws the parameters, as torch does; without it they are missing until `load_state_dict`.
+        Draws the parameters as torch does. Without it, they are missing until `load_state_dict`.
 
     Notes
     -----
-    Parameters: ``in_proj_weight`` (queries, keys, values, one below the other; with kdim or vdim
-    ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight``), ``in_proj_bias``, ``out_proj.weight``,
-    ``out_proj.bias``, ``bias_k``, ``bias_v`` as in torch; ``q_norm.weight``, ``k_norm.weight``,
-    ``gate_proj.weight``, ``gate_proj.bias`` and ``sinks``.
-
-    All projections of one input are one `linear`; heads are strided views, which `attention` reads and
-    writes.
+    The parameters are as in torch: ``in_proj_weight`` (queries, keys, values, one below the other; with kdim
+    or vdim ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight``), ``in_proj_bias``, ``out_proj.weight``,
+    ``out_proj.bias``, ``bias_k``, ``bias_v``; and ``q_norm.weight``, ``k_norm.weight``, ``gate_proj.weight``,
+    ``gate_proj.bias`` and ``sinks``. All projections of one input are one `linear`.
 
     Examples
     --------
@@ -150,31 +147,30 @@ class MultiHeadAttention(AttentionParameters):
             Bool: **True hides a key**, as in torch, the opposite of `fastattn.attention`'s mask. Float: added
             to the key's scores. With a cache, S counts its keys, too.
         need_weights : bool, default False
-            Return ``(out, weights)``; the output comes from the fused kernel all the same. torch's default
-            is True.
+            Return ``(out, weights)``; torch's default is True. The fused kernel still computes the output.
         attn_mask : array_like, (L, S), (B * num_heads, L, S) or (B, num_heads, L, S), optional
-            Bool: **True hides**. Float, of any type: added to the scores. Axes of length 1 of the last form
+            Bool: **True hides**. Float, of any type: added to the scores. In the last form, axes of length 1
             broadcast.
         average_attn_weights : bool, default True
-            Weights as their mean over the heads, (B, L, S), instead of (B, num_heads, L, S).
+            Return the mean of the heads' weights, (B, L, S), instead of (B, num_heads, L, S).
         is_causal : bool, default False
-            Query i attends the keys up to key i (behind those of the cache), and what masks leave of them.
+            Query i attends the keys up to key i, behind those of the cache, unless a mask hides them.
         residual : array_like, (B, L, embed_dim), optional
-            Added to the output in out_proj's pass.
+            Added to the output, by the same kernel as out_proj.
         cache : KVCache, optional
             Append the keys and values, and attend to all that it then holds.
         lengths : array_like of int, (B,), optional
             With `cache`: how many of this call's tokens count in each sequence, from the first.
         keys_values : (ndarray, ndarray), optional
-            Of `project_keys_values`, instead of key and value: (B, num_kv_heads, S, head_dim) both, in
-            query's dtype (or, for float32, both in a 16-bit one).
+            Of `project_keys_values`, instead of key and value. Both are (B, num_kv_heads, S, head_dim) in
+            query's dtype, or for float32 both in a 16-bit one.
 
         Returns
         -------
         out : ndarray, (B, L, embed_dim)
             In query's dtype. A query that may attend nothing gets out_proj's bias, where torch gives NaN.
         weights : ndarray, (B, L, S) or (B, num_heads, L, S)
-            Only with `need_weights`; computed in NumPy. The keys of add_bias_kv and add_zero_attn come last.
+            With `need_weights`. The keys of add_bias_kv and add_zero_attn come last.
 
         Raises
         ------
@@ -226,13 +222,10 @@ class MultiHeadAttention(AttentionParameters):
         return out, weights if x.ndim == 3 else weights[0]
 
     def project_keys_values(self, key: ArrayLike, value: ArrayLike | None = None) -> KeysValues:
-        """Keys and values of a memory, (B, heads_kv, S, head_dim), once for many calls: see `keys_values`.
-
-        Contiguous, so that nothing else stays in memory. Raises as a call does.
-        """
+        """Keys and values of a memory, (B, heads_kv, S, head_dim), once for many calls: see `keys_values`."""
         k, v = self._keys_values(key, None if value is key else value, None)
         k = self._placed(k, self.k_norm, 0)
-        return np.ascontiguousarray(k), np.ascontiguousarray(v)
+        return np.ascontiguousarray(k), np.ascontiguousarray(v)  # views would keep the whole product alive
 
     def _attend(
         self,
@@ -253,10 +246,10 @@ class MultiHeadAttention(AttentionParameters):
         q_offset: Ints | int = 0,
         names: Names = _NAMES,
     ) -> tuple[Array, Any]:
-        """(out, weights of each head or None) of a call; x, residual and out are (batch * length, embed_dim).
+        """A call's output, and the weights of each head or None; x, residual and out are rows of embed_dim.
 
-        Key is None where it is the query, value where it is key. Without a cache, the first query stands at
-        `q_offset`, the first of keys_values at 0.
+        `key` is None if it is the query, `value` if it is the key. Without a cache, the first query stands at
+        `q_offset`, and the first of `keys_values` at 0.
         """
         if lengths is not None and cache is None:
             raise ValueError(
@@ -277,7 +270,7 @@ class MultiHeadAttention(AttentionParameters):
             options["sinks"] = self.sink_logits
 
         maps = self.query_maps
-        first = len(maps.sizes) - 1  # behind the gate
+        first = len(maps.sizes) - 1  # the queries' map: with a gate, that comes before it
         if self.all_maps is not None and key is None and value is None and keys_values is None:
             maps = self.all_maps
         product = scratch("product", len(x), maps.weight.out_features, x.dtype)
@@ -298,7 +291,7 @@ class MultiHeadAttention(AttentionParameters):
                 k, v, kv_lengths, q_offset = cache.append(k, v, lengths)
                 if kv_lengths is not None:
                     options["kv_lengths"] = kv_lengths
-                # One token behind all others sees them all, and nothing has to say so.
+                # A token behind all others attends to all of them without `causal`.
                 is_causal = is_causal and (length > 1 or kv_lengths is not None)
             if is_causal or self._positional or self._extra:
                 options["causal"], options["q_offset"] = is_causal, q_offset
@@ -348,21 +341,17 @@ class MultiHeadAttention(AttentionParameters):
         return array
 
     def _heads(self, product: Array, batch: int, length: int, maps: Stack, first: int) -> list[Array]:
-        """The maps from `first` on of product (B * L, features), as views (B, heads, L, head_dim)."""
-        width, head_dim = product.shape[1], self._head_dim
-        places = zip(maps.begins[first:], maps.sizes[first:], strict=True)
-        if maps.unit % head_dim == 0:
-            heads = product.reshape(batch, length, width // head_dim, head_dim).transpose(0, 2, 1, 3)
-            return [heads[:, begin // head_dim : (begin + size) // head_dim] for begin, size in places]
-        whole = product.reshape(batch, length, width)
-        parts = [whole[..., begin : begin + size] for begin, size in places]
+        """What the maps from `first` on made in product (B * L, features): views (B, heads, L, head_dim)."""
+        head_dim = self._head_dim
         return [
-            part.reshape(batch, length, part.shape[2] // head_dim, head_dim).transpose(0, 2, 1, 3)
-            for part in parts
+            product[:, begin : begin + size]
+            .reshape(batch, length, size // head_dim, head_dim)
+            .transpose(0, 2, 1, 3)
+            for begin, size in zip(maps.begins[first:], maps.sizes[first:], strict=True)
         ]
 
     def _placed(self, x: Array, norm: Array | None, offset: Any) -> Array:
-        """Queries or keys x (B, heads, L, head_dim), normalised and rotated where that is on."""
+        """Queries or keys x (B, heads, L, head_dim), normalised and rotated if the layer does so."""
         if norm is not None:
             y = x.transpose(0, 2, 1, 3)
             z = _calls.norm("rms_norm", rows(y), norm, None, self.qk_norm_eps)
@@ -372,6 +361,6 @@ class MultiHeadAttention(AttentionParameters):
         return x
 
     def _extra_keys(self) -> list[tuple[Any, Any]]:
-        """Keys and values that every query attends, (heads_kv, head_dim) each."""
+        """Additional keys and values that every query attends, (heads_kv, head_dim) each."""
         extra: list[tuple[Any, Any]] = [] if self.bias_k is None else [(self.bias_k, self.bias_v)]
         return [*extra, (0, 0)] if self.add_zero_attn else extra

@@ -1,7 +1,7 @@
-"""The kernels without the checks of `ops` and `attention`: for arrays that a layer has checked or made.
+"""Kernels without the checks of `ops` and `attention`, for arrays that a layer has checked or made.
 
-Checking every one of them again would cost a small layer more than its arithmetic does. All rows are (m, n),
-with a contiguous last axis; weights, biases and rows are of one lane type.
+In a small layer, checking each array again would take longer than the arithmetic. All rows are (m, n), with a
+contiguous last axis. Weights, biases and rows are of one lane type.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def checked(func: str, name: str, x: Any, features: int, weights_dtype: str) -> Array:
-    """`x` as (..., features), to be read by kernels whose weights are stored as `weights_dtype`."""
+    """`x` as an array (..., features), for kernels whose weights are stored as `weights_dtype`."""
     array = data(func, name, x)
     if array.shape[-1] != features:
         raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., {features})")
@@ -41,7 +41,7 @@ def require_cache(func: str, cache: Any, kind: type) -> None:
 
 
 def keys_values(func: str, given: Any, batch: int, heads_kv: int, head_dim: int, q: np.dtype[Any]) -> Any:
-    """Keys and values that a caller kept, checked: (batch, heads_kv, length, head_dim) for queries of q."""
+    """A caller's keys and values, checked: (batch, heads_kv, length, head_dim), for queries of dtype q."""
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         kind = type(given).__name__
         raise TypeError(f"{func}(): keys_values is of type {kind}; expected a pair (k, v) of arrays")
@@ -109,15 +109,15 @@ def gate(x: Array, up: Array) -> Array:
 def attention(
     func: str, q: Array, k: Array, v: Array, out: Array, options: dict[str, Any], made_here: bool
 ) -> None:
-    """`fastattn.attention` into `out`, a new array of the result's shape and dtype in any strides.
+    """`fastattn.attention` into `out`, a new array of the result's shape and dtype, with any strides.
 
-    q, k and v have four axes; `made_here` says that they are heads that a layer has projected.
+    q, k and v have four axes. `made_here`: they are a layer's own projections, not a caller's arrays.
     """
     if options or not made_here or not k.dtype == v.dtype == q.dtype or v.shape[2] != k.shape[2]:
         args = attention_args(func, q, k, v, **options)
         if args.out.shape != out.shape:
             raise ValueError(f"{func}(): attention gives shape {args.out.shape}; expected {out.shape}")
         args.out = out
-    else:  # nothing is left to check, which would be a third of a small layer's Python
+    else:  # nothing to check, which saves a third of a small layer's Python
         args = plain_args(q, k, v, out, settings.get_num_threads())
     dispatch.run(args, None)

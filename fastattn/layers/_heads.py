@@ -1,4 +1,4 @@
-"""What multi-head attention holds: its options, its projections and their parameters."""
+"""What a multi-head attention holds: its options, its projections and their parameters."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _PARTS = ("query_maps", "key_value_maps", "key_map", "value_map")
 
 
 def _parts(maps: Stack) -> Fields:
-    """Those fields that are views of all maps of one input, in their order: (gate,) query, key, value."""
+    """The fields that are views of `maps`, whose order is (gate,) query, key, value."""
     n = len(maps.sizes)
     runs = ((0, n - 2), (n - 2, n), (n - 2, n - 1), (n - 1, n))
     return {name: maps.part(*run) for name, run in zip(_PARTS, runs, strict=True)}
 
 
 class HeadOptions(TypedDict, total=False):
-    """Fields of `MultiHeadAttention` that the layers around it pass on."""
+    """Fields of `MultiHeadAttention` that Transformer layers pass on to it."""
 
     kdim: int | None
     vdim: int | None
@@ -82,7 +82,7 @@ class AttentionParameters(Layer):
     weights_dtype: str = "float32"
     rng: InitVar[np.random.Generator | None] = None
     out_proj: Linear = field(init=False, repr=False)
-    # Maps of the query: (gate,) q; of key and value, where torch stacks them; of all three, in this order.
+    # The maps of the query, (gate,) q; of key and value, if torch stacks them; of all three, in this order.
     query_maps: Stack = field(init=False, repr=False)
     key_value_maps: Stack | None = field(init=False, default=None, repr=False)
     all_maps: Stack | None = field(init=False, default=None, repr=False)
@@ -134,7 +134,7 @@ class AttentionParameters(Layer):
         self.out_proj._set_up(rng)
 
     def _require_options(self) -> None:
-        """Raise unless what every call will pass on to attention and to the rotation is right."""
+        """Raise unless the options of attention and the rotation are right."""
         shape = (1, self.num_heads, 0, self._head_dim)
         nothing = np.empty(shape, lane_of(self.weights_dtype))
         attention_args(FUNC, nothing, nothing, nothing, **self._options)
@@ -150,7 +150,7 @@ class AttentionParameters(Layer):
             )
 
     def is_plain(self) -> bool:
-        """Whether it is attention without any option, over queries, keys and values that lie side by side."""
+        """Whether a program can compute it: without options, with queries, keys and values side by side."""
         more = self._options or self._extra or self.output_gate or self.sinks or self.qk_norm or self.rope
         if more or self.all_maps is None:
             return False
@@ -158,7 +158,7 @@ class AttentionParameters(Layer):
         return all(begin == sum(sizes[:i]) for i, begin in enumerate(begins))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields without the views of `all_maps`, so that a pickle holds the weights once, too."""
+        """The fields without the views of `all_maps`: a pickle would hold the weights twice."""
         state = self.__dict__.copy()
         if self.all_maps is not None:
             for name in _PARTS:

@@ -1,11 +1,10 @@
-"""Linear maps of one input, stacked in one packed weight: one pass for all, or for any run of them.
+"""Linear maps of one input, stacked in one packed weight: one `linear` for all, or for some neighbours.
 
-Each map begins at a panel of its own, so that a run of them is a slice of the panels and never a copy.
+Each map begins at a panel of its own, so that neighbours are a slice of the panels and not a copy.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,7 +25,6 @@ class Stack(NamedTuple):
     bias: Array | None
     begins: tuple[int, ...]
     sizes: tuple[int, ...]
-    unit: int  # every map, and the whole product, begins and ends at a multiple of it
 
     def part(self, first: int, last: int) -> Stack:
         """The maps from `first` up to `last`, in the same memory."""
@@ -38,8 +36,7 @@ class Stack(NamedTuple):
         features = weight.in_features, end - begin
         packed = PackedLinear(*features, False, weight.dtype, weight.panels[panels], scales)
         bias = None if self.bias is None else self.bias[begin:end]
-        begins = [b - begin for b in self.begins[first:last]]
-        return _stacked(packed, bias, begins, self.sizes[first:last])
+        return Stack(packed, bias, tuple(b - begin for b in self.begins[first:last]), self.sizes[first:last])
 
     def weights(self) -> list[Array]:
         """The weight of each map, unpacked."""
@@ -47,14 +44,14 @@ class Stack(NamedTuple):
         return [whole[b : b + n].copy() for b, n in zip(self.begins, self.sizes, strict=True)]
 
     def biases(self) -> list[Array]:
-        """The bias of each map; none if there are none."""
+        """The bias of each map; an empty list without biases."""
         if self.bias is None:
             return []
         return [self.bias[b : b + n].copy() for b, n in zip(self.begins, self.sizes, strict=True)]
 
 
 def stack(weights: Sequence[Array], biases: Sequence[Array], dtype: str) -> Stack:
-    """Stack maps of `weights`, (out_features, in_features) each, and of `biases`, if there are any."""
+    """Stack the maps of `weights`, (out_features, in_features) each, and `biases`, which may be empty."""
     width = columns(dtype)
     begins, end = [], 0
     for weight in weights:
@@ -68,8 +65,4 @@ def stack(weights: Sequence[Array], biases: Sequence[Array], dtype: str) -> Stac
         if bias is not None:
             bias[begin : begin + len(weight)] = biases[i]
     sizes = tuple(len(weight) for weight in weights)
-    return _stacked(ops.pack(whole, dtype=dtype), bias, begins, sizes)
-
-
-def _stacked(weight: PackedLinear, bias: Array | None, begins: list[int], sizes: tuple[int, ...]) -> Stack:
-    return Stack(weight, bias, tuple(begins), sizes, math.gcd(*begins, *sizes, weight.out_features))
+    return Stack(ops.pack(whole, dtype=dtype), bias, tuple(begins), sizes)

@@ -1,4 +1,4 @@
-"""What an attention layer's masks say to `fastattn.attention`: torch's arguments in its."""
+"""From an attention layer's masks, as torch has them, to options of `fastattn.attention`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Names(NamedTuple):
-    """What messages call a layer and those of its arguments that `MultiHeadAttention` works on."""
+    """What messages call a layer, and the arguments that it passes on to `MultiHeadAttention`."""
 
     func: str
     query: str
@@ -32,9 +32,9 @@ def add_masks(
     shape: Shape,
     dtype: np.dtype[Any],
 ) -> None:
-    """Put masks in torch's sense (bool: True hides; float: added) into `options`.
+    """Put masks as in torch (bool: True hides; float: added) into `options`.
 
-    Shape is (B, H, L, S). Floats of any type become what scores of `dtype` are computed in.
+    `shape` is (B, H, L, S). Floats of any type are converted to the lane type of `dtype`.
     """
     func = names.func
     hidden: list[Array] = []
@@ -60,7 +60,7 @@ def add_masks(
 
 
 def _as_lane(x: Array, lane: np.dtype[Any]) -> Array:
-    """Floats `x` in a lane type, where what is finite stays finite: only -inf hides."""
+    """Floats `x` in a lane type. What is finite stays finite, because -inf hides."""
     if x.dtype.newbyteorder("=") != FLOAT64 or lane == FLOAT64:
         return x.astype(lane, copy=False)
     most = np.finfo(lane).max
@@ -68,7 +68,7 @@ def _as_lane(x: Array, lane: np.dtype[Any]) -> Array:
 
 
 def _mask_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
-    """(L, S), (B * H, L, S) or what broadcasts to (B, H, L, S), with four axes."""
+    """A mask (L, S), (B * H, L, S), or one that broadcasts to (B, H, L, S), with four axes."""
     batch, heads, len_q, len_k = shape
     if mask.ndim == 2 and mask.shape == (len_q, len_k):
         return mask[None, None]
@@ -83,7 +83,7 @@ def _mask_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
 
 
 def _padding_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
-    """(B, S) with four axes."""
+    """A mask (B, S) with four axes."""
     if mask.shape != (shape[0], shape[3]):
         expected = f"(batch, len_k) = {(shape[0], shape[3])}"
         raise ValueError(f"{func}(): {name} has shape {mask.shape}; expected {expected}")
@@ -93,9 +93,9 @@ def _padding_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
 def add_extra_keys(
     options: Options, len_q: int, k: Array, v: Array, extra: list[tuple[Any, Any]]
 ) -> tuple[Array, Array]:
-    """k and v (B, H, S, D) with more keys at their end that every query attends; `options` follow.
+    """k and v (B, H, S, D) with `extra` keys and values behind them; `options` are changed to match.
 
-    What counts positions would hide them, so that becomes a dense mask and a dense bias.
+    Options that count positions would hide the extra keys. They become a dense mask and a dense bias.
     """
     len_k = k.shape[2]
     shape = (*k.shape[:2], len_k + len(extra), k.shape[3])
@@ -133,7 +133,7 @@ def add_extra_keys(
 
 
 def _wider(x: Array, len_k: int, extra: int, value: Any) -> Array:
-    """`x` over len_k keys (or one for all), and `value` for `extra` more."""
+    """`x`, for len_k keys or one for all, with `value` for `extra` more."""
     result: Array = np.full((*x.shape[:-1], len_k + extra), value, x.dtype)
     result[..., :len_k] = x
     return result

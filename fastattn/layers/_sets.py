@@ -1,4 +1,4 @@
-"""Attention between a set and a few vectors: Set Transformer's blocks and Perceiver, of layers that exist."""
+"""Attention between a set and a few vectors: the blocks of Set Transformer and Perceiver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastattn.layers._transformer import TransformerEncoderLayer
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array, Shape
+    from fastattn._args.types import Array
 
 
 def set_attention(
@@ -22,17 +22,16 @@ def set_attention(
 ) -> Array:
     """Set Transformer's MAB: ``H = norm1(x + attend(x, y, y))``, then ``norm2(H + feed_forward(H))`` [1]_.
 
-    What `layer` is to x alone, MAB(x, x), with keys and values from another set.
+    This is `layer`, but its keys and values come from another set: MAB(x, x) is ``layer(x)``.
 
     Parameters
     ----------
     layer : TransformerEncoderLayer
-        Whose parts it takes; with norm_first it normalises x before attention (y comes as it is), as in
-        Perceiver.
+        With norm_first, it normalises x before attention, and not y, as in Perceiver.
     x : array_like, (..., n, d_model)
         The set whose elements are updated; its batch dimensions broadcast against y's.
     y : array_like, (..., m, d_model)
-        The set that is looked at.
+        The set that is attended to.
     key_padding_mask : array_like of bool, (batch, m), optional
         True hides an element of y.
 
@@ -45,10 +44,6 @@ def set_attention(
     ------
     TypeError, ValueError
         If an argument does not fit, or the layer has no parameters yet.
-
-    Notes
-    -----
-    O(n * m * d_model), beside the layer's products.
 
     References
     ----------
@@ -71,26 +66,13 @@ def induced_set_attention(
     Parameters
     ----------
     first, second : TransformerEncoderLayer
-        The inner MAB and the outer one: `set_attention`.
+        The inner MAB and the outer one: `set_attention`, whose errors these are, too.
     inducing : array_like, (m, d_model)
         Inducing points.
     x : array_like, (..., n, d_model)
-        The set.
+        The set, and the shape of the result.
     key_padding_mask : array_like of bool, (batch, n), optional
-        True hides an element of x, from the others; its own result stands there all the same.
-
-    Returns
-    -------
-    ndarray, (..., n, d_model)
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `set_attention`.
-
-    Notes
-    -----
-    O(n * m * d_model). Lee et al. 2019, arXiv:1810.00825.
+        True hides an element of x from the others. The result still has a vector for it.
     """
     func = "induced_set_attention"
     _require_layer(func, "second", second)
@@ -106,12 +88,12 @@ def pooling_by_attention(
     feed_forward: FeedForward | None = None,
     key_padding_mask: ArrayLike | None = None,
 ) -> Array:
-    """Set Transformer's PMA: ``MAB(seeds, feed_forward(x))``, a set of k vectors from one of any size.
+    """Set Transformer's PMA: ``MAB(seeds, feed_forward(x))``, k vectors (..., k, d_model) from a set.
 
     Parameters
     ----------
     layer : TransformerEncoderLayer
-        The MAB: `set_attention`.
+        The MAB: `set_attention`, whose errors these are, too.
     seeds : array_like, (k, d_model)
         Seed vectors.
     x : array_like, (..., n, d_model)
@@ -120,19 +102,6 @@ def pooling_by_attention(
         The paper's rFF; the authors' code has none.
     key_padding_mask : array_like of bool, (batch, n), optional
         True hides an element.
-
-    Returns
-    -------
-    ndarray, (..., k, d_model)
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `set_attention`.
-
-    Notes
-    -----
-    O(n * k * d_model). Lee et al. 2019, arXiv:1810.00825.
     """
     func = "pooling_by_attention"
     if feed_forward is not None:
@@ -156,30 +125,21 @@ def perceiver(
     Parameters
     ----------
     cross : TransformerEncoderLayer
-        Of the attention to the input: `set_attention`; its ``self_attn`` sees x as it is, so a norm of the
-        input comes before.
+        Of the attention to the input: `set_attention`, whose errors these are, too. It takes x as it is; a
+        norm of the input comes before.
     latent : TransformerEncoder or TransformerEncoderLayer, optional
         Of the latents' attention to themselves.
     latents : array_like, (m, d_model) or (batch, m, d_model)
-        Learned ones, or what the block before has returned.
+        Learned ones, or the result of the block before.
     x : array_like, (..., n, d_model)
         The input.
     key_padding_mask : array_like of bool, (batch, n), optional
-        True hides a place of the input.
+        True hides an element of the input.
 
     Returns
     -------
     ndarray, (..., m, d_model)
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `set_attention`.
-
-    Notes
-    -----
-    O(m * n + m**2) scores instead of n**2. Outputs are read by one more `set_attention`, of output queries to
-    the latents (Perceiver IO).
+        Perceiver IO reads it by one more `set_attention`, of output queries to the latents.
 
     References
     ----------
@@ -198,18 +158,17 @@ def _set_attention(
     layer: TransformerEncoderLayer,
     x: ArrayLike,
     y: ArrayLike,
-    key_padding_mask: Any,
+    mask: Any,
     names: tuple[str, str, str] = ("layer", "x", "y"),
 ) -> Array:
     """`set_attention`, for messages of `func`, in which layer, x and y have `names`."""
     _require_layer(func, names[0], layer)
     ours, theirs = float_array(func, names[1], x), float_array(func, names[2], y)
+    width = layer.d_model
     for name, array in zip(names[1:], (ours, theirs), strict=True):
-        if array.ndim not in (2, 3) or array.shape[-1] != layer.d_model:
-            raise ValueError(
-                f"{func}(): {name} has shape {array.shape}; expected (n, {layer.d_model}) or (batch, n,"
-                f" {layer.d_model})"
-            )
+        if array.ndim not in (2, 3) or array.shape[-1] != width:
+            expected = f"(n, {width}) or (batch, n, {width})"
+            raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {expected}")
     if ours.shape[:-2] != theirs.shape[:-2]:  # the same inducing points, seeds or latents for all sets
         try:
             batch = np.broadcast_shapes(ours.shape[:-2], theirs.shape[:-2])
@@ -219,27 +178,22 @@ def _set_attention(
                 f" {theirs.shape[:-2]}; expected ones that broadcast"
             ) from None
         ours, theirs = (np.broadcast_to(a, (*batch, *a.shape[-2:])) for a in (ours, theirs))
-    if key_padding_mask is not None:
-        key_padding_mask = _padding(func, key_padding_mask, theirs.shape[:-1])
+    if mask is not None:  # checked here: the layer would name itself in its messages
+        mask, shape = as_array(func, "key_padding_mask", mask), theirs.shape[:-1]
+        if mask.shape != shape:
+            name = "(batch, length)" if len(shape) > 1 else "(length,)"
+            raise ValueError(f"{func}(): key_padding_mask has shape {mask.shape}; expected {name} = {shape}")
+        if mask.dtype != np.bool_ and not is_float(mask.dtype):
+            raise TypeError(
+                f"{func}(): key_padding_mask has dtype {mask.dtype}; expected bool (True hides) or floats to"
+                f" add"
+            )
     queries = layer.norm1(ours) if layer.norm_first else ours
-    total = layer.self_attn(queries, theirs, residual=ours, key_padding_mask=key_padding_mask)
+    total = layer.self_attn(queries, theirs, residual=ours, key_padding_mask=mask)
     if layer.norm_first:
         return layer.feed_forward(layer.norm2(total), residual=total)
     total = layer.norm1(total)
     return layer.norm2(layer.feed_forward(total, residual=total))
-
-
-def _padding(func: str, mask: Any, shape: Shape) -> Array:
-    """The key_padding_mask of `func`, for a set of `shape`; the layer would name itself in its messages."""
-    array = as_array(func, "key_padding_mask", mask)
-    name = "(batch, length)" if len(shape) > 1 else "(length,)"
-    if array.shape != shape:
-        raise ValueError(f"{func}(): key_padding_mask has shape {array.shape}; expected {name} = {shape}")
-    if array.dtype != np.bool_ and not is_float(array.dtype):
-        raise TypeError(
-            f"{func}(): key_padding_mask has dtype {array.dtype}; expected bool (True hides) or floats to add"
-        )
-    return array
 
 
 def _require_layer(func: str, name: str, layer: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers._basic import LayerNorm, RMSNorm, make_norm
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._state import Layer, xavier_uniform
-from fastattn.layers._transformer import TransformerDecoderLayer, TransformerEncoderLayer
+from fastattn.layers._transformer import TransformerDecoderLayer, TransformerEncoderLayer, _TransformerLayer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Stack(Layer):
-    """Layers one after another, and a norm behind them, maybe."""
+    """Layers one after another, and an optional norm behind them."""
 
     layers: Sequence[Any]
     norm: Norm | None
@@ -40,7 +40,7 @@ class _Stack(Layer):
         self._set_up(None)
 
     def _replace(self, name: str, value: Any) -> None:
-        """Set the layers, or the norm: there may be none."""
+        """Set the layers or the norm, which may be None, unlike the parts of other layers."""
         if name not in ("layers", "norm"):
             super()._replace(name, value)
             return
@@ -53,7 +53,7 @@ class _Stack(Layer):
             raise
 
     def _require_layers(self) -> None:
-        """Raise unless layers and norm fit together; the list of layers is the caller's to change."""
+        """Raise unless layers and norm fit together. The caller may have changed the list of layers."""
         func, kind = type(self).__name__, self._kind.__name__
         if not isinstance(self.layers, list):
             expected = f"a sequence of layers, each its own: [{kind}(...) for _ in range(6)]"
@@ -110,8 +110,7 @@ class TransformerEncoder(_Stack):
     Parameters
     ----------
     layers : sequence of TransformerEncoderLayer
-        torch takes one and copies it; here each is its own:
-        ``[TransformerEncoderLayer(...) for _ in range(6)]``.
+        Each its own, where torch copies one: ``[TransformerEncoderLayer(...) for _ in range(6)]``.
     norm : LayerNorm or RMSNorm, optional
         Applied to the result; pre-norm layers want one.
 
@@ -134,26 +133,13 @@ class TransformerEncoder(_Stack):
         cache: Sequence[KVCache] | None = None,
         lengths: ArrayLike | None = None,
     ) -> Array:
-        """The stack's result for src, (B, L, d_model) or (L, d_model); in bool masks True hides.
+        """The stack's result for src, (B, L, d_model) or (L, d_model).
 
-        Parameters
-        ----------
-        mask, src_key_padding_mask, is_causal
-            As attn_mask, key_padding_mask and is_causal of `MultiHeadAttention`.
-        cache : sequence of KVCache, optional
-            Of `new_cache`: the tokens are appended, and attend to all that it then holds.
-        lengths : array_like of int, (B,), optional
-            With `cache`: how many of these tokens count in each sequence.
+        Arguments are those of `MultiHeadAttention`, `mask` its attn_mask: True hides in a bool mask. `cache`
+        is of `new_cache`.
         """
-        return self._run(
-            "src",
-            src,
-            cache,
-            src_mask=mask,
-            src_key_padding_mask=src_key_padding_mask,
-            is_causal=is_causal,
-            lengths=lengths,
-        )
+        options = {"src_key_padding_mask": src_key_padding_mask, "is_causal": is_causal, "lengths": lengths}
+        return self._run("src", src, cache, src_mask=mask, **options)
 
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[KVCache]:
         """Empty caches, one a layer: see `KVCache`."""
@@ -193,10 +179,9 @@ class TransformerDecoder(_Stack):
         cache: Sequence[DecoderCache] | None = None,
         lengths: ArrayLike | None = None,
     ) -> Array:
-        """The stack's result for tgt, (B, L, d_model), over memory; arguments of `TransformerDecoderLayer`.
+        """The stack's result for tgt, (B, L, d_model), over memory.
 
-        `cache` is of `new_cache`; from the second call with it on, `memory` and its key padding mask may be
-        left out.
+        Arguments are those of `TransformerDecoderLayer`; `cache` is of `new_cache`.
         """
         return self._run(
             "tgt",
@@ -215,6 +200,10 @@ class TransformerDecoder(_Stack):
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:
         """Empty caches, one a layer: see `KVCache` and `DecoderCache`."""
         return Caches(DecoderCache(KVCache(capacity, dtype)) for _ in self.layers)
+
+
+# Fields of `Transformer` that it hands to all of its layers.
+_SHARED = [field.name for field in fields(_TransformerLayer) if field.init]
 
 
 @dataclass(eq=False)
@@ -261,18 +250,10 @@ class Transformer(Layer):
     def __post_init__(self, rng: np.random.Generator | None) -> None:
         for name in ("num_encoder_layers", "num_decoder_layers"):
             setattr(self, name, integer("Transformer", name, getattr(self, name), 1))
-        shape = (self.d_model, self.nhead, self.dim_feedforward, self.activation)
-        options: dict[str, Any] = {
-            "norm_first": self.norm_first,
-            "norm": self.norm,
-            "layer_norm_eps": self.layer_norm_eps,
-            "bias": self.bias,
-            "attention": self.attention,
-            "weights_dtype": self.weights_dtype,
-        }
-        encoder = [TransformerEncoderLayer(*shape, **options) for _ in range(self.num_encoder_layers)]
-        options["cross_attention"] = self.cross_attention
-        decoder = [TransformerDecoderLayer(*shape, **options) for _ in range(self.num_decoder_layers)]
+        shared: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
+        encoder = [TransformerEncoderLayer(**shared) for _ in range(self.num_encoder_layers)]
+        shared["cross_attention"] = self.cross_attention
+        decoder = [TransformerDecoderLayer(**shared) for _ in range(self.num_decoder_layers)]
         self.encoder = TransformerEncoder(encoder, self._last_norm())
         self.decoder = TransformerDecoder(decoder, self._last_norm())
         self._set_up(rng)
@@ -306,7 +287,7 @@ class Transformer(Layer):
     ) -> Array:
         """Encode src (B, S, d_model), decode tgt (B, T, d_model) over it: (B, T, d_model).
 
-        In bool masks True hides. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. Step by
+        True hides in a bool mask. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. Step by
         step: ``memory = model.encoder(src)`` once, then ``model.decoder(tgt, memory, cache=...)``.
         """
         memory = self.encoder(

@@ -1,11 +1,11 @@
-"""Parameters by name: what every layer shares. Layers are dataclasses of arrays; this loads and saves them.
+"""What every layer shares: its parameters by name, which can be loaded and saved.
 
-A layer says what it holds (`_parameters`), of what other layers it consists (`_children`), how named arrays
-become its fields (`_pack`) and how its fields become named arrays again (`_unpack`). Loading packs everything
-first and assigns last, so that an error changes nothing.
+A layer says which parameters it holds (`_parameters`), which other layers it consists of (`_children`), how
+named arrays become its fields (`_pack`) and how its fields become named arrays again (`_unpack`). Loading
+packs everything first and assigns last, so that an error changes nothing.
 
-What a layer has checked of itself stays true: its fields cannot be set. Only a part can be replaced, by
-another that fits; and after any change to any layer, a layer looks at its parts once more before it computes.
+A layer checks its fields once, so they cannot be set afterwards. Only a part can be replaced, by another that
+fits. After a change to any layer, every layer checks its parts once more before it computes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Parameter(NamedTuple):
 
     shape: Shape
     draw: Draw  # its random initialisation
-    or_none: bool = False  # where -inf says that there is none; all else is finite
+    or_none: bool = False  # it may hold -inf, which means "none"; all others are finite
 
 
 def zeros(rng: np.random.Generator, shape: Shape) -> Array:
@@ -68,12 +68,12 @@ def lane_of(weights_dtype: str) -> np.dtype[Any]:
     return np.dtype(np.float64 if weights_dtype == "float64" else np.float32)
 
 
-# Another object after each change to any layer: what was found before a change is known by it.
+# A new object after each change to any layer.
 _last_change = object()
 
 
 def last_change() -> object:
-    """What is another object after each change to any layer."""
+    """The last change to any layer: what was derived at another one may be out of date."""
     return _last_change
 
 
@@ -113,7 +113,7 @@ class Layer:
         return {name: array.copy() for name, array in held if array is not None}
 
     def __getattr__(self, name: str) -> Any:
-        """Reached only by a name that is not set: a field that waits for parameters, or none at all."""
+        """Raise: `name` is a field that waits for parameters, or no attribute at all."""
         if name in type(self).__dict__.get("__dataclass_fields__", ()):
             raise ParametersMissing(
                 f"{type(self).__name__} has no parameters yet; load_state_dict() them, or build it with"
@@ -122,7 +122,7 @@ class Layer:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _place(self) -> str:
-        """What this layer is to those around it: another can stand in its place that is the same to them."""
+        """What this layer looks like from outside; a layer that looks the same can replace it."""
         return f"a {type(self).__name__}"
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -135,7 +135,7 @@ class Layer:
         raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted")
 
     def _replace(self, name: str, value: Any) -> None:
-        """Set the part `name` to `value`, if that fits there; no other field can be set."""
+        """Set the part `name` to `value`, if that fits. No other field can be set."""
         there = self.__dict__.get(name)
         if not isinstance(there, Layer):
             raise AttributeError(
@@ -156,7 +156,7 @@ class Layer:
         _last_change = object()
 
     def _require_parts(self) -> None:
-        """Raise unless all parts compute in this layer's type; looks only after some layer has changed."""
+        """Raise unless all parts compute in this layer's type. It looks only after a change to a layer."""
         change = _last_change
         if self.__dict__.get("_checked_at") is change:
             return
@@ -174,7 +174,7 @@ class Layer:
         choice(type(self).__name__, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
 
     def _set_up(self, rng: np.random.Generator | None) -> None:
-        """Draw the parameters, or mark them as missing; the last step of construction."""
+        """Draw the parameters, or leave them out without `rng`. This is the last step of construction."""
         self.__dict__["_built"] = True
         name = type(self).__name__
         self._require_weights_dtype()
@@ -196,7 +196,7 @@ class Layer:
             yield from child._walk(prefix + name)
 
     def parameters(self) -> dict[str, Parameter]:
-        """Shape and random initialisation of all parameters by name, those of the parts included."""
+        """Shape and random initialisation of all parameters by name, with those of the parts."""
         return {
             prefix + name: parameter
             for prefix, layer in self._walk()
@@ -223,30 +223,30 @@ class Layer:
         prefix: str = "",
         weights_dtype: str | None = None,
     ) -> None:
-        """Take over all parameters, by the names of torch's modules; the weights are packed.
+        """Take over all parameters, by the names of torch's modules, and pack the weights.
 
         Parameters
         ----------
         state : mapping of str to array_like, or path
             Arrays of any floating type: ``np.load("x.npz")``, or a torch module's ``state_dict()``. Or a
-            safetensors file, which is read through the safetensors package.
+            safetensors file, which the safetensors package reads.
         prefix : str, default ""
-            Read only names that begin with it, and without it: a layer out of a whole model.
+            Read only names that begin with it, and drop it: for one layer of a whole model.
         weights_dtype : {"float32", "float64", "bfloat16", "int8"}, optional
             Store the weights so from now on; default as the layer does.
 
         Raises
         ------
         TypeError, ValueError
-            If names are missing or not known, or arrays do not fit: all of them in one message. Nothing was
-            changed.
+            If names are missing or not known, or arrays do not fit: all of them in one message. The layer is
+            as before.
         FileNotFoundError
-            If `state` is a path, and nothing is there.
+            If `state` is a path, and no file is there.
 
         Notes
         -----
-        NaN and infinities are refused, and so is what would become infinite in the type that it is stored
-        in. Only ``sinks``, logits, may hold -inf: no sink for that head.
+        NaN and infinities are refused, and so are numbers that are infinite in the type they are stored in.
+        Only ``sinks``, which are logits, may hold -inf: no sink for that head.
         """
         func = f"{type(self).__name__}.load_state_dict"
         if weights_dtype is not None:
@@ -255,7 +255,7 @@ class Layer:
             raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
             if isinstance(state, (str, os.PathLike)):
-                state = stack.enter_context(_SafetensorsFile(func, state))
+                state = _opened(func, os.fsdecode(state), stack)
             elif not isinstance(state, Mapping):
                 kind = type(state).__name__
                 raise TypeError(
@@ -263,105 +263,69 @@ class Layer:
                     f" of a safetensors file"
                 )
             walked = list(self._walk())  # once: another thread may replace a part meanwhile
-            arrays = self._checked(func, walked, state, prefix, weights_dtype)
+            dtypes = [weights_dtype or layer.weights_dtype for _, layer in walked]
+            known = {
+                path + name: (parameter, dtype)
+                for (path, layer), dtype in zip(walked, dtypes, strict=True)
+                for name, parameter in layer._parameters().items()
+            }
+            arrays = _checked(func, known, state, prefix)
             packed = []
-            for path, layer in walked:
+            for (path, layer), dtype in zip(walked, dtypes, strict=True):
                 own = {name: arrays[path + name] for name in layer._parameters()}
-                dtype = weights_dtype or layer.weights_dtype
                 packed.append((layer, layer._pack(own, dtype), dtype))
         for layer, fields, dtype in packed:
             layer._assign(fields, dtype)
 
-    @staticmethod
-    def _checked(
-        func: str,
-        walked: list[tuple[str, Layer]],
-        state: Mapping[str, Any],
-        prefix: str,
-        weights_dtype: str | None,
-    ) -> dict[str, Array]:
-        """The arrays of `state` that begin with `prefix`, without it, or one error with all that is wrong."""
-        if wrong := [name for name in state if not isinstance(name, str)]:
-            raise TypeError(f"{func}(): state has the key {wrong[0]!r}; expected names of parameters")
-        expected = {path + name: p for path, layer in walked for name, p in layer._parameters().items()}
-        stored = {
-            path + name: _stored(parameter, weights_dtype or layer.weights_dtype)
-            for path, layer in walked
-            for name, parameter in layer._parameters().items()
-        }
-        given = {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}
-        missing = (name for name in expected if name not in given)
-        problems = [f"missing: {prefix}{name} {expected[name].shape}" for name in missing]
-        problems += [f"not known: {full}" for name, full in given.items() if name not in expected]
-        arrays: dict[str, Array] = {}
-        for name, parameter in expected.items():
-            if name not in given:
-                continue
-            full = given[name]
-            try:
-                array = as_array(func, full, state[full])
-            except (TypeError, ValueError) as error:
-                problems.append(str(error).removeprefix(f"{func}(): "))
-                continue
-            if not is_float(array.dtype):
-                problems.append(f"{full}: dtype {array.dtype}, expected a floating type")
-            elif array.shape != parameter.shape:
-                problems.append(f"{full}: shape {array.shape}, expected {parameter.shape}")
-            elif not is_finite(array, stored[name], parameter.or_none):
-                problems.append(f"{full}: values that are not finite as {stored[name]}, expected finite ones")
-            else:
-                arrays[name] = array
-        if problems:
-            raise ValueError("\n  ".join([f"{func}(): nothing was loaded:", *problems]))
-        return arrays
+
+def _checked(
+    func: str, known: Mapping[str, tuple[Parameter, str]], state: Mapping[str, Any], prefix: str
+) -> dict[str, Array]:
+    """The arrays of `state` whose names begin with `prefix`, without it, or one error with all that is wrong.
+
+    `known` has each parameter and the dtype of its layer's weights.
+    """
+    if wrong := [name for name in state if not isinstance(name, str)]:
+        raise TypeError(f"{func}(): state has the key {wrong[0]!r}; expected names of parameters")
+    given = {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}
+    missing = (name for name in known if name not in given)
+    problems = [f"missing: {prefix}{name} {known[name][0].shape}" for name in missing]
+    problems += [f"not known: {full}" for name, full in given.items() if name not in known]
+    arrays: dict[str, Array] = {}
+    for name, (parameter, weights_dtype) in known.items():
+        if name not in given:
+            continue
+        full = given[name]
+        # Matrices are stored as the layer's weights are, everything else as the kernels' lanes.
+        stored = weights_dtype if len(parameter.shape) == 2 else lane_of(weights_dtype).name
+        try:
+            array = as_array(func, full, state[full])
+        except (TypeError, ValueError) as error:
+            problems.append(str(error).removeprefix(f"{func}(): "))
+            continue
+        if not is_float(array.dtype):
+            problems.append(f"{full}: dtype {array.dtype}, expected a floating type")
+        elif array.shape != parameter.shape:
+            problems.append(f"{full}: shape {array.shape}, expected {parameter.shape}")
+        elif not is_finite(array, stored, parameter.or_none):
+            problems.append(f"{full}: values that are not finite as {stored}, expected finite ones")
+        else:
+            arrays[name] = array
+    if problems:
+        raise ValueError("\n  ".join([f"{func}(): nothing was loaded:", *problems]))
+    return arrays
 
 
-def _stored(parameter: Parameter, weights_dtype: str) -> str:
-    """What a parameter is stored as: matrices as the layer's weights are, all else as what they meet."""
-    return weights_dtype if len(parameter.shape) == 2 else lane_of(weights_dtype).name
-
-
-# What else parameters come in, and what makes a mapping of it.
+# Other files of parameters, and what makes a mapping of them.
 _READERS = {".npz": "np.load({!r})"}
 _READERS |= dict.fromkeys((".pt", ".pth", ".bin"), "torch.load({!r}, weights_only=True)")
 
 
-class _SafetensorsFile(Mapping[str, Any]):
-    """The tensors of a safetensors file, each read when it is asked for; a context."""
+class _Tensors(Mapping[str, Any]):
+    """The tensors of an open safetensors file. Each is read when it is asked for."""
 
-    def __init__(self, func: str, path: str | os.PathLike[str]):
-        file = os.fspath(path)
-        if os.path.isdir(file):
-            raise ValueError(f"{func}(): {file} is a folder; expected a safetensors file")
-        if reader := _READERS.get(os.path.splitext(file)[1]):
-            raise ValueError(
-                f"{func}(): {file} is not a safetensors file; expected one, or what {reader.format(file)}"
-                f" returns"
-            )
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise ImportError(
-                f"{func}(): reading {file} needs the safetensors package: pip install safetensors"
-            ) from error
-        with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
-            import ml_dtypes  # noqa: F401
-        try:
-            self._file: Any = safe_open(file, framework="numpy")
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{func}(): {file} is missing; expected a safetensors file") from None
-        except SafetensorError as error:
-            raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error
-        except UnicodeEncodeError:  # the library takes no bytes of other encodings
-            raise ValueError(f"{func}(): state is the path {file!r}; expected one in UTF-8") from None
-        self._names: list[str] = list(self._file.keys())  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> _SafetensorsFile:
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.__exit__(*error)
+    def __init__(self, file: Any):
+        self._file, self._names = file, list(file.keys())
 
     def __getitem__(self, name: str) -> Any:
         return self._file.get_tensor(name)
@@ -371,3 +335,31 @@ class _SafetensorsFile(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _opened(func: str, file: str, stack: ExitStack) -> _Tensors:
+    """The tensors of the safetensors file `file`, which `stack` closes."""
+    reader = _READERS.get(os.path.splitext(file)[1])
+    or_read = f", or what {reader.format(file)} returns" if reader else ""
+    try:
+        file.encode()
+    except UnicodeEncodeError:  # the library takes no bytes of other encodings
+        raise ValueError(f"{func}(): state is the path {file!r}; expected one in UTF-8") from None
+    if os.path.isdir(file):
+        raise ValueError(f"{func}(): {file} is a folder; expected a safetensors file")
+    if not os.path.exists(file):
+        raise FileNotFoundError(f"{func}(): {file} is missing; expected a safetensors file{or_read}")
+    if reader:
+        raise ValueError(f"{func}(): {file} is not a safetensors file; expected one{or_read}")
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            f"{func}(): reading {file} needs the safetensors package: pip install safetensors"
+        ) from error
+    with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
+        import ml_dtypes  # noqa: F401
+    try:
+        return _Tensors(stack.enter_context(safe_open(file, framework="numpy")))
+    except SafetensorError as error:
+        raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error

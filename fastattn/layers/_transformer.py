@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -97,17 +98,17 @@ class _TransformerLayer(Layer):
         array = _calls.checked(func, name, x, self.d_model, self.weights_dtype)
         return array, _calls.batch_first(func, name, array)
 
-    def _add(self, norm: Norm, x: Array, part: Callable[[Array, Array], Array]) -> Array:
-        """Rows x plus what `part` makes of them, with the norm; part(rows, residual) adds the residual."""
+    def _add(self, norm: Norm, x: Array, part: Callable[..., tuple[Array, Any]]) -> Array:
+        """Rows x plus what `part`, like `MultiHeadAttention._attend`, makes of them; and the norm."""
         if self.norm_first:
-            return part(norm._of_rows(x), x)
-        total = part(x, x)
+            return part(norm._of_rows(x), residual=x)[0]
+        total, _ = part(x, residual=x)
         return norm._of_rows(total, total)
 
     def _add_feed_forward(self, norm: Norm, x: Array) -> Array:
-        """The same for the feed-forward; it may overwrite the rows x."""
+        """The same for the feed-forward. It may overwrite the rows x."""
         out = x if self.norm_first else None
-        return self._add(norm, x, lambda y, residual: self.feed_forward._of_rows(y, residual, out))
+        return self._add(norm, x, lambda y, residual: (self.feed_forward._of_rows(y, residual, out), None))
 
     def _children(self) -> dict[str, Layer]:
         # A feed-forward's parameters have no prefix: torch's layers hold its maps themselves.
@@ -174,22 +175,17 @@ class TransformerEncoderLayer(_TransformerLayer):
             program = self._plain_program()
             if program is not None:
                 return program.run(x, Sequences(batch)).reshape(array.shape)
-
-        def attend(y: Array, residual: Array) -> Array:
-            out, _ = self.self_attn._attend(
-                y,
-                batch,
-                length,
-                residual=residual,
-                key_padding_mask=src_key_padding_mask,
-                attn_mask=src_mask,
-                is_causal=is_causal,
-                cache=cache,
-                lengths=lengths,
-                names=_SRC,
-            )
-            return out
-
+        attend = partial(
+            self.self_attn._attend,
+            batch=batch,
+            length=length,
+            key_padding_mask=src_key_padding_mask,
+            attn_mask=src_mask,
+            is_causal=is_causal,
+            cache=cache,
+            lengths=lengths,
+            names=_SRC,
+        )
         x = self._add(self.norm1, x, attend)
         return self._add_feed_forward(self.norm2, x).reshape(array.shape)
 
@@ -296,38 +292,29 @@ class TransformerDecoderLayer(_TransformerLayer):
                 self._keep(memory, memory_key_padding_mask, batch, cache)
                 keys_values, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
             position = 0 if cache is None else cache.tokens.offset  # before tgt is appended
-
-            def attend(y: Array, residual: Array) -> Array:
-                out, _ = self.self_attn._attend(
-                    y,
-                    batch,
-                    length,
-                    residual=residual,
-                    key_padding_mask=tgt_key_padding_mask,
-                    attn_mask=tgt_mask,
-                    is_causal=cache is not None if tgt_is_causal is None else tgt_is_causal,
-                    cache=None if cache is None else cache.tokens,
-                    lengths=lengths,
-                    names=_TGT,
-                )
-                return out
-
-            def attend_memory(y: Array, residual: Array) -> Array:
-                out, _ = self.multihead_attn._attend(
-                    y,
-                    batch,
-                    length,
-                    over,
-                    residual=residual,
-                    key_padding_mask=memory_key_padding_mask,
-                    attn_mask=memory_mask,
-                    is_causal=memory_is_causal,
-                    keys_values=keys_values,
-                    q_offset=position,
-                    names=_MEMORY,
-                )
-                return out
-
+            attend = partial(
+                self.self_attn._attend,
+                batch=batch,
+                length=length,
+                key_padding_mask=tgt_key_padding_mask,
+                attn_mask=tgt_mask,
+                is_causal=cache is not None if tgt_is_causal is None else tgt_is_causal,
+                cache=None if cache is None else cache.tokens,
+                lengths=lengths,
+                names=_TGT,
+            )
+            attend_memory = partial(
+                self.multihead_attn._attend,
+                batch=batch,
+                length=length,
+                key=over,
+                key_padding_mask=memory_key_padding_mask,
+                attn_mask=memory_mask,
+                is_causal=memory_is_causal,
+                keys_values=keys_values,
+                q_offset=position,
+                names=_MEMORY,
+            )
             x = self._add(self.norm1, rows(batched), attend)
             x = self._add(self.norm2, x, attend_memory)
             out = self._add_feed_forward(self.norm3, x)

@@ -10,9 +10,8 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.key_ranges import Resolved
-from fastattn._args.values import MOST_SIZE, as_array, generator, integer, require_broadcast, short
+from fastattn._args.values import MOST_SIZE, as_array, generator, integer, integers, require_broadcast, short
 from fastattn.masks._mask import Mask, ScoreShape, runs_of
-from fastattn.masks._sequence import checked_integers
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -99,7 +98,7 @@ class global_tokens(Mask):
     index: ArrayLike
 
     def __post_init__(self) -> None:
-        self._set(index=checked_integers("global_tokens", "index", self.index).ravel())
+        self._set(index=integers("global_tokens", "index", self.index, low=0).ravel())
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         chosen: Any = self.index

@@ -9,19 +9,14 @@ import re
 from typing import TYPE_CHECKING
 
 from fastattn.layers._block import model_program
-from fastattn.models._blocks import ACTIVATIONS, BlockNames, BlockReader
+from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._encoder import Bert
 from fastattn.models._files import ModelError
-from fastattn.models._pooling import Pooling
-from fastattn.models._sentences import Sentences
+from fastattn.models._sentences import Pooling, Sentences
 from fastattn.models._text import Text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fastattn._args.types import Shape
-    from fastattn.models._files import Config, Tensors
-    from fastattn.models._weights import Precision
 
 _TOKENS = "embeddings.word_embeddings.weight"
 _POSITIONS = "embeddings.position_embeddings.weight"
@@ -35,31 +30,32 @@ _NAMES = BlockNames(
     inner="intermediate.dense",
     outer="output.dense",
     inner_norm="output.LayerNorm",
+    norm_first=False,
 )
 _IGNORED = re.compile(r"^embeddings\.(position|token_type)_ids$")  # 0, 1, 2, ...; old files hold them
 _OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")  # names of TensorFlow, and so of bert-base-uncased
 _NEW_NORM = {"gamma": "weight", "beta": "bias"}
 
 
-def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) -> Bert:
+def build(source: Source) -> Bert:
     """The model that the folder's files describe."""
+    folder, config, tensors, precision = source
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     vocab, types = config.size("vocab_size"), config.size("type_vocab_size", 2)
     table = config.size("max_position_embeddings")
-    model_type = config.text("model_type")
-    blocks = BlockReader(
-        names=_NAMES,
+    model_type = config.get("model_type", str)
+    blocks = Blocks(
+        source,
+        _NAMES,
         depth=tensors.depth(config, "num_hidden_layers"),
         hidden=hidden,
         inner=config.size("intermediate_size"),
         heads=heads,
         heads_kv=heads,
         head_dim=config.divided("hidden_size", "num_attention_heads"),
-        norm_first=False,
-        norm="layer_norm",
         eps=config.number("layer_norm_eps", 1e-12),
         activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
-        biased=frozenset(_NAMES.maps),
+        biased=_NAMES.maps,
     )
     config.refuse(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     first = 0 if model_type == "bert" else config.size("pad_token_id", 1, low=0) + 1
@@ -80,10 +76,9 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
     }
     tensors.expect(shapes, own=("embeddings.", "encoder."), ignored=_IGNORED)
 
-    first_norm = blocks.read_norm(tensors, precision, _FIRST_NORM)
-    program, _ = model_program(blocks.read(tensors, precision), first_norm)
-    token_types = precision.vector(tensors[_TYPES])
-    positions = precision.vector(tensors[_POSITIONS])[first:] + token_types[0]
+    program, _ = model_program(blocks.read(), blocks.norm(_FIRST_NORM))
+    token_types = source.vector(_TYPES)
+    positions = source.vector(_POSITIONS)[first:] + token_types[0]
     return Bert(
         model_type=model_type,
         hidden_size=hidden,

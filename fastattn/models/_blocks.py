@@ -12,11 +12,11 @@ from fastattn.models._weights import joined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-    from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
     from fastattn.layers._block import Window
-    from fastattn.models._files import Tensors
+    from fastattn.models._files import Config, Tensors
     from fastattn.models._weights import Precision
 
 # What config.json calls activations, and what `fastattn.ops` calls them.
@@ -27,6 +27,19 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "swish": "silu",
 }
+
+
+class Source(NamedTuple):
+    """A model's files, and how its weights are to be kept."""
+
+    folder: Path
+    config: Config
+    tensors: Tensors
+    precision: Precision
+
+    def vector(self, *names: str) -> Array:
+        """The tensors `names`, end to end, in the type that the kernels compute in."""
+        return self.precision.vector(*(self.tensors[name] for name in names))
 
 
 class BlockNames(NamedTuple):
@@ -41,43 +54,43 @@ class BlockNames(NamedTuple):
     outer: str
     gate: str | None = None  # multiplies `inner`
     head_norms: tuple[str, str] | None = None  # of query heads and of key heads
+    norm: str = "layer_norm"  # which has a bias; or "rms_norm"
+    norm_first: bool = True
+    transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
 
     @property
-    def maps(self) -> tuple[str, ...]:
+    def maps(self) -> frozenset[str]:
         """All linear maps."""
-        gate = () if self.gate is None else (self.gate,)
-        return (*self.qkv, self.attended, *gate, self.inner, self.outer)
+        maps = (*self.qkv, self.attended, self.inner, self.outer, self.gate)
+        return frozenset(name for name in maps if name is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockReader:
-    """Sizes and options of a model's blocks; it knows their tensors' shapes and reads them."""
+class Blocks:
+    """The blocks in a model's files: their sizes, the shapes of their tensors, and the blocks themselves."""
 
+    source: Source
     names: BlockNames
-    depth: int  # blocks
+    depth: int  # how many
     hidden: int
     inner: int
     heads: int
     heads_kv: int
     head_dim: int
-    norm_first: bool
-    norm: str  # "layer_norm", which has a bias, or "rms_norm"
     eps: float
     activation: Activation
     biased: frozenset[str]  # the maps that have a bias
-    transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
 
     def shapes(self) -> dict[str, Shape]:
         """The shape of every tensor of every block, by its name."""
         names, q, kv = self.names, self.heads * self.head_dim, self.heads_kv * self.head_dim
-        rows = dict(zip(names.qkv, (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,), strict=True))
-        maps = {name: (size, self.hidden) for name, size in rows.items()}
-        maps[names.attended] = (self.hidden, q)
+        rows = zip(names.qkv, (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,), strict=True)
+        maps = {name: (size, self.hidden) for name, size in rows}
         maps |= {name: (self.inner, self.hidden) for name in (names.gate, names.inner) if name is not None}
-        maps[names.outer] = (self.hidden, self.inner)
+        maps |= {names.attended: (self.hidden, q), names.outer: (self.hidden, self.inner)}
         shapes: dict[str, Shape] = {}
         for name, shape in maps.items():
-            shapes[f"{name}.weight"] = shape[::-1] if self.transposed else shape
+            shapes[f"{name}.weight"] = shape[::-1] if names.transposed else shape
             if name in self.biased:
                 shapes[f"{name}.bias"] = shape[:1]
         shapes |= {f"{name}.weight": (self.head_dim,) for name in names.head_norms or ()}
@@ -87,69 +100,65 @@ class BlockReader:
 
     def norm_shapes(self, name: str) -> dict[str, Shape]:
         """The tensors of the norm `name`, which may stand outside of the blocks."""
-        parts = ("weight", "bias") if self.norm == "layer_norm" else ("weight",)
+        parts = ("weight", "bias") if self.names.norm == "layer_norm" else ("weight",)
         return {f"{name}.{part}": (self.hidden,) for part in parts}
 
-    def read_norm(self, tensors: Tensors, precision: Precision, name: str) -> Norm:
+    def norm(self, name: str) -> Norm:
         """The norm `name`."""
-        weight, *bias = (precision.vector(tensors[part]) for part in self.norm_shapes(name))
-        return Norm(self.norm, weight, bias[0] if bias else None, self.eps)
+        weight, *bias = (self.source.vector(part) for part in self.norm_shapes(name))
+        return Norm(self.names.norm, weight, bias[0] if bias else None, self.eps)
 
     def read(
-        self,
-        tensors: Tensors,
-        precision: Precision,
-        scales: Sequence[float] | None = None,
-        windows: Sequence[Window] | None = None,
+        self, scales: Sequence[float] | None = None, windows: Sequence[Window] | None = None
     ) -> list[Block]:
         """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, and its window."""
         scales = scales or [self.head_dim**-0.5] * self.depth
         windows = windows or [None] * self.depth
-        return [
-            self._block(tensors, precision, self.names.prefix.format(i), scale, window)
-            for i, (scale, window) in enumerate(zip(scales, windows, strict=True))
-        ]
+        return [self._block(i, scales[i], windows[i]) for i in range(self.depth)]
 
-    def _block(
-        self, tensors: Tensors, precision: Precision, prefix: str, scale: float, window: Window
-    ) -> Block:
-        names = self.names
+    def _block(self, i: int, scale: float, window: Window) -> Block:
+        names, source = self.names, self.source
+        prefix, pack = names.prefix.format(i), source.precision.pack
 
         def weight(*parts: str) -> Array:
-            whole = joined(*(tensors[f"{prefix}{part}.weight"] for part in parts))
-            return whole.T if self.transposed else whole
+            whole = joined(*(source.tensors[f"{prefix}{part}.weight"] for part in parts))
+            return whole.T if names.transposed else whole
 
         def bias(*parts: str) -> Array | None:
             if parts[0] not in self.biased:
                 return None
-            return precision.vector(*(tensors[f"{prefix}{part}.bias"] for part in parts))
+            return source.vector(*(f"{prefix}{part}.bias" for part in parts))
 
         def linear(*parts: str) -> Projection:
-            return Projection(precision.pack(weight(*parts)), bias(*parts))
+            return Projection(pack(weight(*parts)), bias(*parts))
 
-        def gated(gate: str, up: str) -> Projection:
-            both = bias(gate, up)
-            packed: PackedLinear = precision.pack(weight(up), gate=weight(gate))
+        def inner() -> Projection:
+            if names.gate is None:
+                return linear(names.inner)
+            both = bias(names.gate, names.inner)
+            packed = pack(weight(names.inner), gate=weight(names.gate))
             return Projection(packed, None if both is None else both.reshape(2, -1))
 
-        head_norm = None
-        if names.head_norms is not None:
-            q_norm, k_norm = (tensors[f"{prefix}{name}.weight"] for name in names.head_norms)
-            norms = precision.vector(*[q_norm] * self.heads, *[k_norm] * self.heads_kv)
-            head_norm = Norm("rms_norm", norms.reshape(-1, self.head_dim), None, self.eps)
+        def head_norm() -> Norm | None:
+            if names.head_norms is None:
+                return None
+            q_norm, k_norm = (f"{prefix}{name}.weight" for name in names.head_norms)
+            weights = source.vector(*[q_norm] * self.heads, *[k_norm] * self.heads_kv)
+            return Norm("rms_norm", weights.reshape(-1, self.head_dim), None, self.eps)
+
         return Block(
-            norm_first=self.norm_first,
-            attention_norm=self.read_norm(tensors, precision, prefix + names.attention_norm),
+            norm_first=names.norm_first,
+            attention_norm=self.norm(prefix + names.attention_norm),
             qkv=linear(*names.qkv),
             heads=self.heads,
             heads_kv=self.heads_kv,
             head_dim=self.head_dim,
             scale=scale,
             attended=linear(names.attended),
-            inner_norm=self.read_norm(tensors, precision, prefix + names.inner_norm),
-            inner=linear(names.inner) if names.gate is None else gated(names.gate, names.inner),
+            inner_norm=self.norm(prefix + names.inner_norm),
+            inner=inner(),
             activation=self.activation,
             outer=linear(names.outer),
-            head_norm=head_norm,
+            head_norm=head_norm(),
             window=window,
         )

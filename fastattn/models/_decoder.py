@@ -14,9 +14,8 @@ from fastattn._args.values import as_array, integer, integers, short
 from fastattn._engine.program import OUT, LinearStep, NormStep, Program, Sequences, X, build
 from fastattn.cache import KVCache
 from fastattn.layers._block import model_program
-from fastattn.models import _padding
+from fastattn.models import _model
 from fastattn.models._files import stop_ids
-from fastattn.models._model import Model
 from fastattn.models._sampling import Sampler
 from fastattn.models._text import Text
 from fastattn.models._weights import token_rows
@@ -25,16 +24,13 @@ from fastattn.positions import RopeFrequencies, rope_tables
 if TYPE_CHECKING:
     import re
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from numpy.typing import ArrayLike
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints, Shape
     from fastattn.layers._block import Window
-    from fastattn.models._blocks import BlockNames, BlockReader
-    from fastattn.models._files import Config, Tensors
-    from fastattn.models._weights import Precision
+    from fastattn.models._blocks import BlockNames, Blocks
 
 # Frequencies of rotary positions; some scalings depend on `seq_len`, the length of the longest sequence.
 Frequencies = RopeFrequencies | Callable[..., RopeFrequencies]
@@ -44,7 +40,7 @@ _ROOM = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Decoder(Model):
+class Decoder(_model.Model):
     """A language model; call it for the logits of all tokens, or `generate` with it."""
 
     heads_kv: int
@@ -64,29 +60,27 @@ class Decoder(Model):
         ----------
         ids : array_like of int, (batch, length) or (length,)
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
-            Which tokens count. Padding may stand on either side; positions are counted from the first token
-            that counts.
+            Which tokens count. Padding may be on either side: positions are counted from the first token that
+            counts.
 
         Returns
         -------
         ndarray, (batch, length, vocab_size)
-            In the model's dtype; one sequence (length,) is a batch of one. What stands where a token does not
-            count has no meaning.
+            In the model's dtype; one sequence (length,) is a batch of one. Where a token does not count, the
+            result has no meaning.
 
         Raises
         ------
         TypeError, ValueError
-            If an argument does not fit; nothing was computed.
+            If an argument does not fit.
         """
-        tokens = _padding.token_ids(self.model_type, ids, self.vocab_size)
-        mask = _padding.attended(self.model_type, attention_mask, tokens)
+        tokens, mask = self._tokens(ids, attention_mask, self.max_length)
         batch, length = tokens.shape
-        _padding.require_length(self.model_type, length, self.max_length)
-        lengths, order = _padding.align(mask)
+        lengths, order = _model.align(mask)
         longest = length if lengths is None else int(lengths.max(initial=0))
-        hidden = self._hidden(_padding.reorder(tokens, order), np.arange(length), longest, lengths)
+        hidden = self._hidden(_model.reorder(tokens, order), np.arange(length), longest, lengths)
         logits = self.logits.run(hidden, Sequences(batch))
-        return _padding.restore(logits.reshape(batch, length, self.vocab_size), order)
+        return _model.restore(logits.reshape(batch, length, self.vocab_size), order)
 
     def _hidden(
         self,
@@ -98,9 +92,9 @@ class Decoder(Model):
     ) -> Array:
         """Hidden states (batch * length, hidden_size) of ids (batch, length), before the last norm.
 
-        positions is (length,) or (batch, length); the first lengths (batch,) of the ids count. With a cache,
-        of all layers' heads, they follow on what is there. The longest sequence has `longest` tokens by then,
-        padding left out: some scalings of rotary positions depend on it.
+        `positions` is (length,) or (batch, length). The first `lengths` (batch,) ids of a sequence count. A
+        cache holds the heads of all layers, and the ids come behind the tokens in it. `longest` is the length
+        of the longest sequence then, without padding: some scalings of rotary positions depend on it.
         """
         batch, length = ids.shape
         x = token_rows(self.tokens, ids.reshape(-1), self.dtype)
@@ -125,9 +119,9 @@ class Decoder(Model):
     def _ranges(
         self, starts: Ints | int, length: int, ends: Ints | None, len_k: int
     ) -> tuple[key_ranges.Range, ...]:
-        """For each of the windows, which of len_k keys the queries at starts ... starts + length - 1 attend.
+        """For each window, which of `len_k` keys the queries at `starts` to `starts + length - 1` attend.
 
-        Of each sequence the first ends (batch,) keys count; None for all.
+        Of each sequence, the first `ends` (batch,) keys count; None: all.
         """
         position = key_ranges.positions(np.asarray(starts), length)
         shared = [] if ends is None else [key_ranges.lengths(ends)]
@@ -150,27 +144,27 @@ class Decoder(Model):
         seed: int | None = None,
         stop: int | Sequence[int] | None = None,
     ) -> Iterator[Any]:
-        """Continue sequences, a token at a time, each as soon as it is known.
+        """Continue sequences, a token at a time, and yield each token as soon as it is known.
 
         Parameters
         ----------
         ids : array_like of int, (length,) or (batch, length), or a list of lists of different lengths
             The prompts: at least one token in each.
         max_new_tokens : int, default 128
-            Where every sequence ends, if it has not before. Where the model has a table of positions (GPT-2),
-            they have to fit into it behind the longest prompt.
+            Where every sequence ends, if it has not before. In a model with a table of positions (GPT-2), the
+            longest prompt and these must fit into it.
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
-            Which tokens of an array `ids` count; the others, wherever they stand, are left out.
+            Which tokens of an array `ids` count. The others are left out, wherever they are.
         temperature : float, default 0.0
-            What logits are divided by before a token is drawn; at 0 it is not drawn: the best is taken.
+            What logits are divided by before a token is drawn. At 0 the best token is taken.
         top_k : int, optional
             Draw from the `top_k` best tokens only, and those that equal the last of them. This, `top_p` and
             `seed` need a temperature above 0.
         top_p : float, optional
-            Draw from the fewest best tokens only whose probabilities reach `top_p`; after `top_k`.
+            After `top_k`, draw only from the fewest best tokens whose probabilities reach `top_p`.
         seed : int, optional
-            For the same tokens in every run. Each sequence draws from a random generator of its own, whatever
-            other sequences there are.
+            For the same tokens in every run. Each sequence has a random generator of its own, whatever other
+            sequences there are.
         stop : int or sequence of int, optional
             Ids that end a sequence; by default the `eos_token_id` of the model's folder, none with ``()``.
 
@@ -178,8 +172,8 @@ class Decoder(Model):
         ------
         int, or ndarray of int64, (batch,)
             The next token of a single prompt (length,), or of each prompt. An id of `stop` is still yielded;
-            after it, -1 stands for its sequence until the others have ended, too. ``text.stream`` makes text
-            of the one, ``text.decode`` of what has been collected of the other.
+            after it, -1 stands for its sequence until the others have ended, too. ``text.stream`` turns the
+            former into text, ``text.decode`` what has been collected of the latter.
 
         Raises
         ------
@@ -188,10 +182,9 @@ class Decoder(Model):
 
         Notes
         -----
-        A step costs one pass over the weights and over the keys so far, of the sequences that have not ended.
-        Only the logits of last tokens are computed. Keys and values take ``2 * layers * heads_kv * head_dim``
-        numbers for each token of the longest prompt and behind it, for each sequence; at first there is room
-        for 256 new ones, and the room doubles when it is full.
+        A step reads the weights and the keys so far once, for the sequences that have not ended. Keys and
+        values take ``2 * layers * heads_kv * head_dim`` numbers a token, for each sequence as many tokens as
+        the longest one has. At first there is room for 256 new tokens; the room doubles when it is full.
         """
         single, prompts = self._prompts(ids, attention_mask)
         n_new = integer("generate", "max_new_tokens", max_new_tokens, 0)
@@ -208,13 +201,13 @@ class Decoder(Model):
 
     def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
         """Whether `ids` is one sequence, and the sequences without what does not count."""
-        rows = list(ids) if isinstance(ids, (list, tuple)) and attention_mask is None else []
+        rows = ids if isinstance(ids, (list, tuple)) and attention_mask is None else ()
         if rows and all(_is_row(row) for row in rows):
-            prompts = [_padding.token_ids("generate", row, self.vocab_size)[0] for row in rows]
+            prompts = [_model.token_ids("generate", row, self.vocab_size)[0] for row in rows]
             single = False
         else:
-            tokens = _padding.token_ids("generate", ids, self.vocab_size)
-            mask = _padding.attended("generate", attention_mask, tokens)
+            tokens = _model.token_ids("generate", ids, self.vocab_size)
+            mask = _model.attended("generate", attention_mask, tokens)
             prompts = list(tokens) if mask is None else [row[m] for row, m in zip(tokens, mask, strict=True)]
             single = np.ndim(ids) == 1
         if any(len(prompt) == 0 for prompt in prompts):
@@ -226,7 +219,7 @@ class Decoder(Model):
     ) -> Iterator[Ints]:
         if not prompts or max_new_tokens == 0:
             return
-        ids, mask = _padding.pad(prompts)
+        ids, mask = _model.pad(prompts)
         lengths = mask.sum(axis=1)
         batch, longest = ids.shape
         cache = KVCache(longest + min(max_new_tokens - 1, _ROOM))
@@ -235,7 +228,7 @@ class Decoder(Model):
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         for step in range(1, max_new_tokens + 1):
             tokens = sampler(self.logits.run(hidden, Sequences(len(hidden))))
-            yielded = np.full(batch, _padding.NO_TOKEN)
+            yielded = np.full(batch, _model.NO_TOKEN)
             yielded[running] = tokens
             yield yielded
             kept = np.flatnonzero((tokens[:, None] != stop).all(axis=1))  # np.isin takes three times as long
@@ -269,12 +262,8 @@ class DecoderNames(NamedTuple):
 
 
 def read_decoder(
-    config: Config,
-    tensors: Tensors,
-    precision: Precision,
-    folder: Path,
     names: DecoderNames,
-    blocks: BlockReader,
+    blocks: Blocks,
     *,
     scales: Sequence[float] | None = None,
     windows: Sequence[Window] | None = None,
@@ -282,11 +271,13 @@ def read_decoder(
     frequencies: Frequencies | None = None,
     tied: bool,
 ) -> Decoder:
-    """The decoder of `blocks`; `scales` and `windows` are those of `BlockReader.read`.
+    """The decoder of `blocks`; `scales` and `windows` are those of `Blocks.read`.
 
     Positions are a table of `max_length`, or rotary with `frequencies`. In a tied model the tokens' vectors
     are the weight of the output layer, too.
     """
+    source = blocks.source
+    folder, config, tensors, precision = source
     vocab = config.size("vocab_size")
     tensors.drop_prefix(names.prefix)
     tokens, output = f"{names.tokens}.weight", "lm_head.weight"
@@ -303,13 +294,13 @@ def read_decoder(
         ignored=names.ignored,
     )
 
-    program, all_windows = model_program(blocks.read(tensors, precision, scales, windows))
+    program, all_windows = model_program(blocks.read(scales, windows))
     weight = precision.pack(tensors[tokens if tied else output])
-    norm = blocks.read_norm(tensors, precision, names.norm)
-    logits = build("model", [NormStep(X, "normed", *norm), LinearStep("normed", OUT, weight, None)])
-    table = None if positions is None else precision.vector(tensors[positions]).astype(precision.dtype)
+    norm = NormStep(X, "normed", *blocks.norm(names.norm))
+    logits = build("model", [norm, LinearStep("normed", OUT, weight, None)])
+    table = None if positions is None else source.vector(positions).astype(precision.dtype)
     return Decoder(
-        model_type=config.text("model_type"),
+        model_type=config.get("model_type", str),
         hidden_size=blocks.hidden,
         heads=blocks.heads,
         depth=blocks.depth,

@@ -12,8 +12,7 @@ from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer, short
 from fastattn._engine.program import Sequences
-from fastattn.models import _padding
-from fastattn.models._model import Model
+from fastattn.models import _model
 from fastattn.models._text import strings
 
 if TYPE_CHECKING:
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Ints
-    from fastattn.models._pooling import Pooling
-    from fastattn.models._sentences import Sentences
+    from fastattn.models._sentences import Pooling, Sentences
 
 # Texts, and their tokens, that `embed` sorts by length at a time. With 2^13 texts there is up to 1% more
 # padding than if all were sorted, with 2^12 up to 2%. Their ids and vectors take 20 MB.
@@ -31,7 +29,7 @@ _WINDOW_TEXTS, _WINDOW_TOKENS = 1 << 13, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Bert(Model):
+class Bert(_model.Model):
     """An encoder of the BERT family: call it for hidden states, or `embed` texts with it."""
 
     max_length: int  # tokens of a sequence
@@ -50,47 +48,38 @@ class Bert(Model):
         ----------
         ids : array_like of int, (batch, length) or (length,)
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
-            Which tokens count. Padding may stand on either side; positions are counted from the first token
-            that counts.
+            Which tokens count. Padding may be on either side: positions are counted from the first token that
+            counts.
         token_type_ids : array_like of int, (batch, length), optional
             0 for all by default.
 
         Returns
         -------
         ndarray, (batch, length, hidden_size)
-            In the model's dtype; one sequence (length,) is a batch of one. What stands where a token does not
-            count has no meaning.
+            In the model's dtype; one sequence (length,) is a batch of one. Where a token does not count, the
+            result has no meaning.
 
         Raises
         ------
         TypeError, ValueError
-            If an argument does not fit; nothing was computed.
+            If an argument does not fit.
         """
-        name = self.model_type
-        tokens = _padding.token_ids(name, ids, self.vocab_size)
-        _padding.require_length(name, tokens.shape[1], self.max_length)
-        mask = _padding.attended(name, attention_mask, tokens)
-        types = None
+        name, types = self.model_type, None
+        tokens, mask = self._tokens(ids, attention_mask, self.max_length)
         if token_type_ids is not None:
-            types = _padding.token_ids(name, token_type_ids, len(self.token_types), "token_type_ids")
+            types = _model.token_ids(name, token_type_ids, len(self.token_types), "token_type_ids")
             if types.shape != tokens.shape:
                 raise ValueError(f"{name}(): token_type_ids has shape {types.shape}; expected {tokens.shape}")
-        lengths, order = _padding.align(mask)
-        types = None if types is None else _padding.reorder(types, order)
-        return _padding.restore(self._forward(_padding.reorder(tokens, order), lengths, types), order)
-
-    def _forward(self, ids: Ints, lengths: Ints | None, types: Ints | None) -> Array:
-        """ids is (batch, length), of which the first lengths (batch,) count; (batch, length, hidden_size)."""
-        batch, length = ids.shape
-        dtype, hidden = self.dtype, self.hidden_size
-        n = batch * length
-        x = ops.embedding(ids, self.tokens).astype(dtype, copy=False)
+        lengths, order = _model.align(mask)
+        tokens = _model.reorder(tokens, order)
+        batch, length = tokens.shape
+        x = ops.embedding(tokens, self.tokens).astype(self.dtype, copy=False)
         x += self.positions[:length]
         if types is not None:
-            x += (self.token_types - self.token_types[0])[types]
+            x += (self.token_types - self.token_types[0])[_model.reorder(types, order)]
         ranges = (None, None if lengths is None else lengths[:, None, None])
-        call = Sequences(batch, (ranges,))
-        return self.program.run(x.reshape(n, hidden), call).reshape(batch, length, hidden)
+        out = self.program.run(x.reshape(batch * length, self.hidden_size), Sequences(batch, (ranges,)))
+        return _model.restore(out.reshape(batch, length, self.hidden_size), order)
 
     def embed(
         self,
@@ -106,16 +95,16 @@ class Bert(Model):
         Parameters
         ----------
         texts : iterable of str
-            What is longer than the model's longest sequence is cut. White space around a text is not read;
-            where the folder says so, texts become lower case, or a prompt is put before each.
+            Texts beyond the model's longest sequence are cut; white space around a text is dropped. Where the
+            folder says so, texts become lower case or get a prompt.
         batch_size : int, default 32
-            Texts at a time; those of similar length go together, so that there is little padding.
+            Texts at a time. Those of similar length go together, so that there is little padding.
         pooling : {"mean", "cls", "max"}, optional
-            What becomes of a text's hidden states; by default what the model's folder says, else "mean".
+            How a text's hidden states become one vector; by default as the folder says, or else "mean".
         normalize : bool, optional
-            Whether to scale the vectors to length 1; by default what the model's folder says, else not.
+            Whether to scale vectors to length 1; by default as the folder says, or else not.
         progress : callable, optional
-            Called with the number of texts of each batch when it is done.
+            Called after each batch with the number of its texts.
 
         Returns
         -------
@@ -132,15 +121,11 @@ class Bert(Model):
         See Also
         --------
         embed_stream : the same for more texts than vectors fit into memory.
-
-        Notes
-        -----
-        Beyond the result, memory is that of thousands of texts and of a batch, however many texts there are.
         """
-        windows = deque(self._embed_stream("embed", texts, batch_size, pooling, normalize, progress))
+        windows = deque(self._vectors("embed", texts, batch_size, pooling, normalize, progress))
         vectors = np.empty((sum(map(len, windows)), self.hidden_size), lane_dtype(self.dtype))
         done = 0
-        while windows:  # of which each is gone before the next one is copied
+        while windows:  # each is freed before the next one is copied
             window = windows.popleft()
             vectors[done : done + len(window)] = window
             done += len(window)
@@ -157,12 +142,12 @@ class Bert(Model):
     ) -> Iterator[Array]:
         """Vectors of the texts in order, as `embed` makes them, an array (n, hidden_size) at a time.
 
-        Parameters and errors are those of `embed`. Texts are read as they are needed, thousands at a time: of
-        these, those of similar length go together.
+        Parameters and errors are those of `embed`. Thousands of texts are read at a time, when they are
+        needed; of these, those of similar length go together.
         """
-        return self._embed_stream("embed_stream", texts, batch_size, pooling, normalize, progress)
+        return self._vectors("embed_stream", texts, batch_size, pooling, normalize, progress)
 
-    def _embed_stream(
+    def _vectors(
         self,
         func: str,
         texts: Iterable[str],
@@ -171,6 +156,7 @@ class Bert(Model):
         normalize: bool | None,
         progress: Callable[[int], object] | None,
     ) -> Iterator[Array]:
+        """`embed_stream`, for messages of `func`."""
         lines = strings(func, "texts", texts)
         batch_size = integer(func, "batch_size", batch_size, 1)
         pool = self.pooling.changed(func, pooling, normalize)
@@ -183,7 +169,7 @@ class Bert(Model):
             order = sorted(range(len(window)), key=lambda i: -len(window[i]))
             for start in range(0, len(order), batch_size):
                 chosen = order[start : start + batch_size]
-                ids, mask = _padding.pad([window[i] for i in chosen])
+                ids, mask = _model.pad([window[i] for i in chosen])
                 vectors[chosen] = pool(self(ids, mask), mask)
                 if progress is not None:
                     progress(len(chosen))
@@ -193,7 +179,7 @@ class Bert(Model):
 
 
 def _windows(encoded: Iterable[list[int]], batch_size: int) -> Iterator[list[Ints]]:
-    """Whole batches of what is `encoded`, as many together as sorting by length is worth."""
+    """The ids of the texts that `embed` sorts by length together: whole batches."""
     window: list[Ints] = []
     tokens = 0
     for ids in encoded:

@@ -1,4 +1,4 @@
-"""A model's folder: config.json and safetensors files, read with errors that say what is wrong where."""
+"""A model's folder: config.json and safetensors files. Errors say what is wrong, and in which file."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _FLOATS = ("F32", "F16", "BF16")  # as safetensors calls them
 _SHOWN = 6  # names that an error lists
 _MOST = 2**62  # of an integer in config.json: sums and products with a float still hold it
 _REQUIRED: Any = object()
+_EXPECTED = {bool: "true or false", str: "a string", dict: "a table"}
 
 
 class ModelError(ValueError):
@@ -34,11 +35,11 @@ class ModelError(ValueError):
 
 
 def require(package: str) -> ModuleType:
-    """The package of that name, imported; where it is missing, an error that says how to install it."""
+    """The imported package; an error says how to install a missing one."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(f"models need {package}: pip install 'fastattn[models]' ({error})") from error
+        raise ImportError(f"models need {package}: pip install {package} ({error})") from error
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
@@ -57,12 +58,12 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def is_name(x: Any) -> bool:
-    """Whether `x` names a file or a folder, in no other folder; what no message could show is no name."""
+    """Whether `x` is a name without a folder's, of characters that a message can show."""
     return isinstance(x, str) and Path(x).name == x != ".." and x.isprintable()
 
 
 def lfs_hint(path: Path) -> str:
-    """What to do about a file that git-lfs has not fetched; empty for any other."""
+    """How to fetch a file that is only a pointer of git-lfs; empty for any other file."""
     with path.open("rb") as file:
         is_pointer = file.read(40).startswith(b"version https://git-lfs")
     return f"{path} is a git-lfs pointer, not the file: `git lfs pull` fetches it" if is_pointer else ""
@@ -71,11 +72,16 @@ def lfs_hint(path: Path) -> str:
 class Config:
     """Values of config.json, each checked when it is asked for.
 
-    What is missing, or null, is its default, or an error where there is none.
+    A value that is missing or null is the default; without a default, that is an error.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any]):
         self.path, self.values = path, values
+
+    @classmethod
+    def of(cls, path: Path) -> Config:
+        """The values of a file that need not be there."""
+        return cls(path, read_json(path) if path.is_file() else {})
 
     def _value(self, name: str, kind: Any, expected: str, default: Any) -> Any:
         value = self.values.get(name)
@@ -85,6 +91,11 @@ class Config:
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ModelError(f"{self.path}: {name!r} is {short(value)}; expected {expected}")
+        return value
+
+    def get(self, name: str, kind: type[_T], default: _T = _REQUIRED) -> _T:
+        """A value of type `kind`: bool, str or dict."""
+        value: _T = self._value(name, kind, _EXPECTED[kind], default)
         return value
 
     def size(self, name: str, default: int = _REQUIRED, low: int = 1) -> int:
@@ -115,30 +126,12 @@ class Config:
             raise ModelError(f"{self.path}: {name!r} is {short(shown)}; expected a number above 0")
         return number
 
-    def flag(self, name: str, default: bool) -> bool:
-        """True or False."""
-        value: bool = self._value(name, bool, "true or false", default)
-        return value
-
-    def text(self, name: str, default: str = _REQUIRED) -> str:
-        """A string."""
-        value: str = self._value(name, str, "a string", default)
-        return value
-
     def choice(self, name: str, table: Mapping[str, _T], default: str = _REQUIRED) -> _T:
         """What `table` has for the value."""
-        value = self.text(name, default)
+        value = self.get(name, str, default)
         if value not in table:
             raise ModelError(f"{self.path}: {name!r} is {short(value)}; expected one of {', '.join(table)}")
         return table[value]
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """One id or a list of them; none if it is missing."""
-        value = self._value(name, (int, list), "an id or a list of ids", [])
-        ids = value if isinstance(value, list) else [value]
-        if not all(type(i) is int and abs(i) <= _MOST for i in ids):
-            raise ModelError(f"{self.path}: {name!r} is {short(value)}; expected an id or a list of ids")
-        return tuple(ids)
 
     def words(self, name: str, allowed: Sequence[str], count: int) -> list[str] | None:
         """A list of `count` words, each one of `allowed`; None if it is missing."""
@@ -146,11 +139,6 @@ class Config:
         values: list[str] | None = self._value(name, list, expected, None)
         if values is not None and (len(values) != count or any(value not in allowed for value in values)):
             raise ModelError(f"{self.path}: {name!r} is {short(values)}; expected {expected}")
-        return values
-
-    def table(self, name: str) -> dict[str, Any]:
-        """A table of values; empty if it is missing."""
-        values: dict[str, Any] = self._value(name, dict, "a table", {})
         return values
 
     def divided(self, name: str, by: str) -> int:
@@ -170,21 +158,27 @@ class Config:
 
 def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
     """Ids that end a text: `eos_token_id` of generation_config.json, or if that has none, of config.json."""
-    path = folder / "generation_config.json"
-    said = Config(path, read_json(path)).token_ids("eos_token_id") if path.is_file() else ()
-    return said or config.token_ids("eos_token_id")
+    name, expected = "eos_token_id", "an id or a list of ids"
+    for source in (Config.of(folder / "generation_config.json"), config):
+        value = source._value(name, (int, list), expected, [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and abs(i) <= _MOST for i in ids):
+            raise ModelError(f"{source.path}: {name!r} is {short(value)}; expected {expected}")
+        if ids:
+            return tuple(ids)
+    return ()
 
 
 class Tensors:
     """The tensors of a model's safetensors files by name, read one at a time; a context manager.
 
-    Those with values that are not finite as `stored`, how weights are kept, are refused.
+    `stored` is the type that weights are kept in. A tensor that is not finite in it is refused.
     """
 
     def __init__(self, folder: Path, stored: str):
         self._stored, self._prefix = stored, ""
         self._open = ExitStack()
-        # The one file first, as transformers has it: an index beside it may be left over.
+        # A single file comes first, as in transformers: an index beside it may be left over.
         is_indexed = not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file()
         self.path = folder / (INDEX if is_indexed else WEIGHTS)
         try:
@@ -202,7 +196,7 @@ class Tensors:
     def _file(self, path: Path) -> Any:
         safetensors = require("safetensors")
         try:
-            path.open("rb").close()  # to say why: for safe_open, what cannot be opened is missing
+            path.open("rb").close()  # safe_open calls every file that it cannot open missing
             return self._open.enter_context(safetensors.safe_open(path, framework="np"))
         except FileNotFoundError:
             raise ModelError(f"{path} is missing") from None
@@ -242,7 +236,7 @@ class Tensors:
         return {name: (files[file], name) for name, file in places.items()}
 
     def rename(self, new: Callable[[str], str]) -> None:
-        """Know each tensor by another name from now on."""
+        """Give each tensor another name."""
         renamed: dict[str, Tensor] = {}
         for name, held in self._tensors.items():
             other = renamed.setdefault(new(name), held)
@@ -252,15 +246,15 @@ class Tensors:
         self._tensors = renamed
 
     def drop_prefix(self, *prefixes: str) -> None:
-        """Drop the first of `prefixes` that a name begins with from all names that have it."""
+        """Drop a prefix from all names that have it: the first of `prefixes` that any name has."""
         found = (prefix for prefix in prefixes if any(name.startswith(prefix) for name in self._tensors))
         self._prefix = next(found, "")
         self.rename(lambda name: name.removeprefix(self._prefix))
 
     def depth(self, config: Config, key: str) -> int:
-        """How many layers the configuration has under `key`; each is several tensors.
+        """How many layers config.json has under `key`; each is several tensors.
 
-        More than there are tensors are refused before names are made for them, which could fill the memory.
+        More layers than tensors are refused at once: making names for all of them could fill the memory.
         """
         depth = config.size(key, low=0)
         if depth > len(self._tensors):
@@ -269,10 +263,10 @@ class Tensors:
         return depth
 
     def expect(self, shapes: Mapping[str, Shape], own: tuple[str, ...], ignored: re.Pattern[str]) -> None:
-        """Raise one error on all that is missing, of another shape, or not floating.
+        """Raise one error with all tensors that are missing, of another shape, or not floating.
 
-        A name that begins with one of `own` and is not asked for is wrong, too: what it holds would be left
-        out of the computation. Those that `ignored` finds hold nothing that has been learned.
+        A name that begins with one of `own` but is not in `shapes` is an error, too, as the computation would
+        leave it out; unless `ignored` matches, whose tensors were not learned.
         """
         wrong = []
         for name, shape in shapes.items():

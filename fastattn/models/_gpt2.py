@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-from fastattn.models._blocks import ACTIVATIONS, BlockNames, BlockReader
+from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._decoder import Decoder, DecoderNames, read_decoder
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from fastattn.models._files import Config, Tensors
-    from fastattn.models._weights import Precision
 
 _NAMES = DecoderNames(
     prefix="transformer.",
@@ -26,41 +19,37 @@ _NAMES = DecoderNames(
         inner_norm="ln_2",
         inner="mlp.c_fc",
         outer="mlp.c_proj",
+        transposed=True,
     ),
     norm="ln_f",
     ignored=re.compile(r"\.attn\.(bias|masked_bias)$"),  # the causal mask, in old files
 )
 
 
-def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) -> Decoder:
+def build(source: Source) -> Decoder:
     """The model that the folder's files describe."""
+    config = source.config
     hidden, heads = config.size("n_embd"), config.size("n_head")
-    blocks = BlockReader(
-        names=_NAMES.block,
-        depth=tensors.depth(config, "n_layer"),
+    blocks = Blocks(
+        source,
+        _NAMES.block,
+        depth=source.tensors.depth(config, "n_layer"),
         hidden=hidden,
         inner=config.optional_size("n_inner") or 4 * hidden,
         heads=heads,
         heads_kv=heads,
         head_dim=config.divided("n_embd", "n_head"),
-        norm_first=True,
-        norm="layer_norm",
         eps=config.number("layer_norm_epsilon", 1e-5),
         activation=config.choice("activation_function", ACTIVATIONS, "gelu_new"),
-        biased=frozenset(_NAMES.block.maps),
-        transposed=True,
+        biased=_NAMES.block.maps,
     )
     config.refuse(add_cross_attention=False)
-    scale = blocks.head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
-    by_depth = config.flag("scale_attn_by_inverse_layer_idx", False)
+    scale = blocks.head_dim**-0.5 if config.get("scale_attn_weights", bool, True) else 1.0
+    by_depth = config.get("scale_attn_by_inverse_layer_idx", bool, False)
     return read_decoder(
-        config,
-        tensors,
-        precision,
-        folder,
         _NAMES,
         blocks,
         scales=[scale / (i + 1) if by_depth else scale for i in range(blocks.depth)],
         max_length=config.size("n_positions"),
-        tied=config.flag("tie_word_embeddings", True),
+        tied=config.get("tie_word_embeddings", bool, True),
     )

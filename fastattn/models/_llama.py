@@ -10,18 +10,15 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastattn.models._blocks import ACTIVATIONS, BlockNames, BlockReader
+from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._decoder import Decoder, DecoderNames, read_decoder
 from fastattn.models._files import ModelError
 from fastattn.positions import rope_frequencies
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fastattn.layers._block import Window
     from fastattn.models._decoder import Frequencies
-    from fastattn.models._files import Config, Tensors
-    from fastattn.models._weights import Precision
+    from fastattn.models._files import Config
 
 _NAMES = DecoderNames(
     prefix="model.",
@@ -35,6 +32,7 @@ _NAMES = DecoderNames(
         inner="mlp.up_proj",
         gate="mlp.gate_proj",
         outer="mlp.down_proj",
+        norm="rms_norm",
     ),
     norm="norm",
     ignored=re.compile(r"\.rotary_emb\.inv_freq$"),  # config.json gives them; old files hold them
@@ -42,9 +40,10 @@ _NAMES = DecoderNames(
 _QWEN3 = _NAMES._replace(block=_NAMES.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
 
 
-def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) -> Decoder:
+def build(source: Source) -> Decoder:
     """The model that the folder's files describe."""
-    model_type = config.text("model_type")
+    config = source.config
+    model_type = config.get("model_type", str)
     names = _QWEN3 if model_type == "qwen3" else _NAMES
     heads = config.size("num_attention_heads")
     heads_kv = config.optional_size("num_key_value_heads") or (8 if model_type == "mistral" else heads)
@@ -53,30 +52,25 @@ def build(config: Config, tensors: Tensors, precision: Precision, folder: Path) 
     head_dim = config.optional_size("head_dim") or (
         128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
     )
-    blocks = BlockReader(
-        names=names.block,
-        depth=tensors.depth(config, "num_hidden_layers"),
+    blocks = Blocks(
+        source,
+        names.block,
+        depth=source.tensors.depth(config, "num_hidden_layers"),
         hidden=config.size("hidden_size"),
         inner=config.size("intermediate_size"),
         heads=heads,
         heads_kv=heads_kv,
         head_dim=head_dim,
-        norm_first=True,
-        norm="rms_norm",
         eps=config.number("rms_norm_eps", 1e-6),
         activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
         biased=_biased(config, model_type, names.block),
     )
     return read_decoder(
-        config,
-        tensors,
-        precision,
-        folder,
         names,
         blocks,
         windows=_windows(config, model_type, blocks.depth),
         frequencies=_frequencies(config, head_dim),
-        tied=config.flag("tie_word_embeddings", False),
+        tied=config.get("tie_word_embeddings", bool, False),
     )
 
 
@@ -85,9 +79,9 @@ def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str
     if model_type == "qwen2":
         return frozenset(names.qkv)
     biased: list[str | None] = []
-    if model_type in ("llama", "qwen3") and config.flag("attention_bias", False):
+    if model_type in ("llama", "qwen3") and config.get("attention_bias", bool, False):
         biased += [*names.qkv, names.attended]
-    if model_type == "llama" and config.flag("mlp_bias", False):
+    if model_type == "llama" and config.get("mlp_bias", bool, False):
         biased += [names.gate, names.inner, names.outer]
     return frozenset(name for name in biased if name is not None)
 
@@ -100,7 +94,7 @@ def _windows(config: Config, model_type: str, depth: int) -> list[Window]:
     if model_type == "mistral":
         slides = [True] * depth
     else:
-        if not config.flag("use_sliding_window", False):
+        if not config.get("use_sliding_window", bool, False):
             width = None
         kinds = config.words("layer_types", ("full_attention", "sliding_attention"), depth)
         if kinds is None:
@@ -117,7 +111,7 @@ def _frequencies(config: Config, head_dim: int) -> Frequencies:
     `rope_parameters` describes them; older files have `rope_theta` and, if there is one, `rope_scaling`.
     """
     longest = config.optional_size("max_position_embeddings")
-    scaling = {**config.table("rope_scaling"), **config.table("rope_parameters")}
+    scaling = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})}
     scaling.setdefault("rope_theta", config.number("rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in ("yarn", "llama3", "longrope"):  # the trained length may be beside it, or the same

@@ -1,4 +1,4 @@
-"""From a folder to a model."""
+"""From a folder to a model: `_BUILDERS` has the families."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattn.models import _bert, _gpt2, _llama
+from fastattn.models._blocks import Source
 from fastattn.models._files import Config, ModelError, Tensors, read_json
 from fastattn.models._weights import Precision
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from fastattn.models._encoder import Bert
 
 # `model_type` of config.json
-_BUILDERS: dict[str, Callable[[Config, Tensors, Precision, Path], Bert | Decoder]] = {
+_BUILDERS: dict[str, Callable[[Source], Bert | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
     "gpt2": _gpt2.build,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama.build),
@@ -33,35 +34,34 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
 ) -> Bert | Decoder:
-    """Load a model: config.json, and model.safetensors or its parts that model.safetensors.index.json lists.
+    """Load a model: config.json, and model.safetensors or the parts that its index lists.
 
     Parameters
     ----------
     folder : path
-        As Hugging Face's save_pretrained writes it, with tensors in float32, float16 or bfloat16. Pooling and
-        normalisation are read from a sentence-transformers folder's modules.json, where there is one.
+        As Hugging Face's save_pretrained writes it, with tensors in float32, float16 or bfloat16. The
+        modules.json of a sentence-transformers folder says how `Bert.embed` pools and normalises.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
-        What is computed in, between layers and in the cache of keys and values; a NumPy type does, too.
+        The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : {"float32", "bfloat16", "int8"}, optional
-        How the weights of linear maps are kept; by default in `dtype` (float64 can be kept in that only).
-        Generation reads all of them for each token: where memory limits it, half or a quarter of the bytes
+        How the weights of linear maps are kept; by default in `dtype`, and in float64 only with that one.
+        Generation reads all weights for each token: where memory is the limit, half or a quarter of the bytes
         is two or four times the speed.
 
     Returns
     -------
     Bert or Decoder
-        By the `model_type` in config.json: bert, roberta, xlm-roberta, camembert; gpt2, llama, mistral,
-        qwen2, qwen3.
+        By the `model_type` in config.json, one of `MODEL_TYPES`.
 
     Raises
     ------
     ModelError
-        If the files do not make up such a model, or hold weights that are not finite: the message names the
-        file, what is there and what was expected. It is a ValueError.
+        A ValueError: the files are not such a model, or hold weights that are not finite. The message names
+        the file, what is there and what was expected.
     TypeError, ValueError
         If an argument does not fit.
     ImportError
-        If a library is missing: ``pip install 'fastattn[models]'``.
+        If a package is missing; the message names it.
 
     Examples
     --------
@@ -73,10 +73,10 @@ def load(
     if not isinstance(folder, (str, os.PathLike)):
         raise TypeError(f"load(): folder is of type {type(folder).__name__}; expected a path")
     path = Path(folder)
-    if not os.path.isdir(path):  # which a name too long for the system is not, either
+    if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         raise ModelError(f"{path} is no folder; expected one with config.json and model.safetensors")
     config = Config(path / "config.json", read_json(path / "config.json"))
-    model_type = config.text("model_type")
+    model_type = config.get("model_type", str)
     if model_type not in _BUILDERS:
         raise ModelError(
             f"{config.path}: 'model_type' is {model_type!r}; expected one of {', '.join(MODEL_TYPES)}"
@@ -84,4 +84,4 @@ def load(
     if config.values.get("quantization_config") is not None:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with Tensors(path, precision.weights) as tensors:
-        return _BUILDERS[model_type](config, tensors, precision, path)
+        return _BUILDERS[model_type](Source(path, config, tensors, precision))

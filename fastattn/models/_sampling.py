@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Sampler:
     """Chooses a token for each sequence; every sequence draws from a random generator of its own.
 
-    In this order: divide by `temperature`, keep the `top_k` best (and what equals the last of them), of those
-    the fewest whose probabilities reach `top_p`. A temperature of 0 takes the best.
+    It divides the logits by `temperature`, keeps the `top_k` best tokens and those that equal the last of
+    them, and of these the fewest whose probabilities reach `top_p`. A temperature of 0 takes the best token.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Sampler:
         self.generators = [np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(batch)]
 
     def __call__(self, logits: Array) -> Ints:
-        """logits is (batch, vocab_size); result (batch,)."""
+        """The next tokens (batch,) for logits (batch, vocab_size)."""
         logits = logits.astype(lane_dtype(logits.dtype), copy=False)
         best: Ints = np.argmax(logits, axis=1)  # NaN if there is one
         best_logits = logits[np.arange(len(best)), best]
@@ -63,7 +63,7 @@ class Sampler:
         return np.array([self._drawn(*row) for row in zip(logits, self.generators, strict=True)], np.int64)
 
     def select(self, sequences: Ints) -> None:
-        """Keep the generators of these sequences, in this order, for `__call__` with their logits."""
+        """Keep only these sequences, in this order."""
         self.generators = [self.generators[i] for i in sequences]
 
     def _drawn(self, logits: Array, generator: np.random.Generator) -> int:
@@ -73,7 +73,7 @@ class Sampler:
         return int(tokens[min(int(chosen), len(tokens) - 1)])
 
     def candidates(self, logits: Array) -> tuple[Ints, Array]:
-        """Tokens that may be drawn, likeliest first, and their probabilities; logits is (vocab_size,)."""
+        """The tokens that may be drawn for logits (vocab_size,), and their probabilities."""
         tokens = np.arange(len(logits))
         if self.top_k is not None and self.top_k < len(logits):
             tokens = np.flatnonzero(logits >= np.partition(logits, -self.top_k)[-self.top_k])

@@ -1,41 +1,117 @@
-"""What a sentence-transformers folder does with a text before it is cut into tokens."""
+"""What a sentence-transformers folder says: what comes before the tokenizer, and behind the last layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastattn.models._files import Config, ModelError, read_json
+import numpy as np
+
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import choice, flag
+from fastattn.functional._attention import attention
+from fastattn.models._files import Config, ModelError, is_name, read_json
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from fastattn._args.types import Array, Bools
+
+MODES = ("mean", "cls", "max")
+_FLAGS = {  # the keys of most files, each with true or false
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Sentences:
-    """Texts as sentence-transformers hands them to the tokenizer: in this order prompt, strip, lower."""
+    """How a text is prepared for the tokenizer: put the prompt before it, strip it, make it lower case."""
 
     prompt: str = ""
     lower: bool = False
 
     @classmethod
     def of(cls, folder: Path) -> Sentences:
-        """What the folder's two files say; the defaults where there are none."""
-        lower = _config(folder / "sentence_bert_config.json").flag("do_lower_case", False)
-        config = _config(folder / "config_sentence_transformers.json")
+        """As the folder's two files say; the defaults where there are none."""
+        lower = Config.of(folder / "sentence_bert_config.json").get("do_lower_case", bool, False)
+        config = Config.of(folder / "config_sentence_transformers.json")
         name: Any = config.values.get("default_prompt_name")
         if name is None:
             return cls(lower=lower)
-        prompt = config.table("prompts").get(name) if isinstance(name, str) else None
+        prompt = config.get("prompts", dict, {}).get(name) if isinstance(name, str) else None
         if not isinstance(prompt, str):
             raise ModelError(f"{config.path}: 'default_prompt_name' is {name!r}; expected one of 'prompts'")
         return cls(prompt, lower)
 
     def __call__(self, text: str) -> str:
-        """The text as the tokenizer gets it."""
+        """The text for the tokenizer."""
         stripped = (self.prompt + text).strip()
         return stripped.lower() if self.lower else stripped
 
 
-def _config(path: Path) -> Config:
-    return Config(path, read_json(path) if path.is_file() else {})
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How hidden states become a vector: the mode, and whether it is scaled to length 1."""
+
+    mode: str = "mean"
+    normalize: bool = False
+
+    @classmethod
+    def of(cls, folder: Path) -> Pooling:
+        """As modules.json and the pooling's own config.json say; the defaults where there are none."""
+        path = folder / "modules.json"
+        if not path.is_file():
+            return cls()
+        mode, normalize = "mean", False
+        for module in read_json(path, list):
+            kind = str(module.get("type") if isinstance(module, dict) else module).rpartition(".")[2]
+            if kind == "Pooling":
+                name = module.get("path")
+                if not is_name(name):
+                    raise ModelError(f"{path}: 'path' of Pooling is {name!r}; expected a folder beside it")
+                mode = _mode(folder / name / "config.json", bool(Sentences.of(folder).prompt))
+            elif kind == "Normalize":
+                normalize = True
+            elif kind != "Transformer":
+                raise ModelError(f"{path} has a module {kind!r}; expected Transformer, Pooling, Normalize")
+        return cls(mode, normalize)
+
+    def changed(self, func: str, mode: str | None, normalize: bool | None) -> Pooling:
+        """The same with another mode or normalisation, where they are not None."""
+        return Pooling(
+            self.mode if mode is None else choice(func, "pooling", mode, MODES),
+            self.normalize if normalize is None else flag(func, "normalize", normalize),
+        )
+
+    def __call__(self, hidden: Array, mask: Bools) -> Array:
+        """The vectors (batch, features) of hidden (batch, length, features) where mask (batch, length) is."""
+        batch, length, _ = hidden.shape
+        if self.mode == "cls":
+            pooled: Array = hidden[np.arange(batch), mask.argmax(axis=1)] if length else hidden.sum(axis=1)
+        elif self.mode == "max":
+            pooled = hidden.max(axis=1, where=mask[..., None], initial=-np.inf)
+        else:  # with equal scores, attention is the mean of what is attended; it runs on our threads
+            score = np.zeros((batch, 1, 1, 1), hidden.dtype)
+            keys = np.broadcast_to(score, (batch, 1, length, 1))
+            pooled = attention(score, keys, hidden[:, None], mask=mask[:, None, None])[:, 0, 0]
+        pooled = pooled.astype(lane_dtype(pooled.dtype), copy=False)
+        if self.normalize:
+            norm = np.sqrt(np.square(pooled).sum(axis=1, keepdims=True))
+            pooled = pooled / np.maximum(norm, 1e-12)
+        return pooled
+
+
+def _mode(path: Path, has_prompt: bool) -> str:
+    """The mode that a pooling's config.json says."""
+    values = read_json(path)
+    if has_prompt and values.get("include_prompt") is False:
+        raise ModelError(
+            f"{path}: 'include_prompt' is False; only True is supported where there is a default prompt"
+        )
+    set_flags = [name for name in values if name.startswith("pooling_mode_") and values[name] is True]
+    said = [values.get("pooling_mode"), *(_FLAGS.get(name, name) for name in set_flags)]
+    modes: list[str] = list(dict.fromkeys(str(mode) for mode in said if mode is not None))
+    if len(modes) != 1 or modes[0] not in MODES:
+        raise ModelError(f"{path} says {' and '.join(modes) or 'nothing'}; expected one of {MODES}")
+    return modes[0]

@@ -10,8 +10,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import as_array, integer, iterated, short
-from fastattn.models._files import Config, ModelError, lfs_hint, read_json, require
-from fastattn.models._padding import NO_TOKEN
+from fastattn.models._files import Config, ModelError, lfs_hint, require
+from fastattn.models._model import NO_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,8 +23,8 @@ _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
 _MOST_BYTES = 4  # of a character in UTF-8
 
-# Characters that go to the tokenizer at a time, or one text: work for all its threads, and memory for what it
-# tells of their tokens. It looks for no signals; but few, which take milliseconds, are not worth a thread.
+# Characters that go to the tokenizer at a time: enough work for all its threads, in bounded memory. It
+# ignores signals, so it runs in a thread of its own, but for short batches, which take milliseconds.
 _BATCH_CHARACTERS, _SHORT = 1 << 19, 1 << 13
 _SECONDS_BETWEEN_SIGNALS = 0.05
 
@@ -56,9 +56,8 @@ class Text:
 
     @cached_property
     def limit(self) -> int | None:
-        """Tokens of a text that are used: what sentence_bert_config.json says, or else the model's limit."""
-        path = self.folder / "sentence_bert_config.json"
-        asked = Config(path, read_json(path)).optional_size("max_seq_length") if path.is_file() else None
+        """The most tokens of a text: as sentence_bert_config.json says, within the model's limit."""
+        asked = Config.of(self.folder / "sentence_bert_config.json").optional_size("max_seq_length")
         return min((n for n in (asked, self.max_length) if n is not None), default=None)
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
@@ -66,14 +65,14 @@ class Text:
         return list(self.encoded(strings("encode", "texts", texts)))
 
     def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """Ids of each text, as `encode` has them; `texts` are read as they are needed, some ahead."""
+        """Ids of each text, as `encode` has them; `texts` are read when they are needed, a batch ahead."""
         encode_batch = self.tokenizer.encode_batch  # which releases the GIL, and `encode` does not
 
         def ids(batch: list[str]) -> list[list[int]]:
             long = sum(map(len, batch)) > _SHORT
             try:
                 encodings = _interruptible(encode_batch, batch) if long else encode_batch(batch)
-            except Exception as error:  # as above: of a word that is not known, and nothing stands for it
+            except Exception as error:  # as above: a word is unknown, and the tokenizer has no id for such
                 path = self.folder / "tokenizer.json"
                 raise ModelError(
                     f"{path} cannot encode a text: {error}; expected a tokenizer for any"
@@ -83,7 +82,7 @@ class Text:
         return chain.from_iterable(map(ids, _batches(texts)))
 
     def decode(self, sequences: Iterable[Sequence[int] | Ints]) -> list[str]:
-        """The text of each sequence of ids, special tokens left out, and the -1 that `generate` ends with."""
+        """The text of each sequence of ids, without special tokens and the -1 that `generate` ends with."""
         func, name, rows = "decode", "sequences", []
         for ids in iterated(func, name, sequences, "sequences of ids, as [ids]"):
             if as_array(func, name, ids).ndim != 1:
@@ -93,27 +92,27 @@ class Text:
         return decoded
 
     def stream(self, prompt: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
-        """Text of `ids`, which follow on `prompt`: piece by piece, each when its characters are whole.
+        """Text of one sequence's `ids`, which follow `prompt`: pieces, as soon as their characters are whole.
 
-        Of one sequence; -1, which `generate` yields for those of a batch that have ended, is left out.
+        It leaves out -1, which `generate` yields for a sequence of a batch that has ended.
         """
 
         def text(first: int, last: int | None = None) -> str:
             decoded: str = self.tokenizer.decode(tokens[first:last], skip_special_tokens=True)
             return decoded
 
-        # Whether a token begins with a space can depend on what is before it. So a piece is what its tokens
-        # add to the text of the piece before.
+        # Whether a token begins with a space can depend on the token before. So a piece is what tokens add
+        # to the text of the piece before.
         tokens = list(_ids("stream", "prompt", prompt))
         first, done = max(0, len(tokens) - _CONTEXT), len(tokens)
         for token in _ids("stream", "ids", ids):
             tokens.append(token)
             before, whole, end = text(first, done), text(first), len(tokens)
-            if whole.endswith(_NO_CHARACTER):  # bytes that are no character yet, or never will be
+            if whole.endswith(_NO_CHARACTER):  # bytes that are not a character yet, or never will be
                 if end - done < _MOST_BYTES:
                     continue
-                # One that may yet be whole begins in the last tokens. What stood before them, and still does
-                # with something after it, will not change any more.
+                # A character that is not whole yet begins in the last tokens. Cut where the text before them
+                # stays the same with something after it: that will not change any more.
                 cuts = ((cut, text(first, cut)) for cut in range(end - 1, end - _MOST_BYTES, -1))
                 end, whole = next(
                     ((cut, part) for cut, part in cuts if len(part) < len(whole) and whole.startswith(part)),
@@ -127,9 +126,9 @@ class Text:
 
 
 def strings(func: str, name: str, texts: Any) -> Iterable[str]:
-    """`texts`, the argument `name`: an iterable of strings that is not one itself.
+    """`texts`, the argument `name`: an iterable of strings that is not a string itself.
 
-    Those of a sequence are checked now, those of another iterable, which can be read once, when they come.
+    A sequence is checked now; another iterable, which can be read only once, text by text.
     """
     if isinstance(texts, (str, bytes)):
         raise TypeError(f"{func}(): {name} is of type {type(texts).__name__}; expected several, as [text]")
@@ -150,7 +149,7 @@ def strings(func: str, name: str, texts: Any) -> Iterable[str]:
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """The texts, `_BATCH_CHARACTERS` at a time; what is longer, one at a time."""
+    """The texts in batches of up to `_BATCH_CHARACTERS`; a longer text is a batch of its own."""
     batch: list[str] = []
     characters = 0
     for text in texts:
@@ -164,7 +163,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _interruptible(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` in a thread that is left to itself when this one gets a signal that ends the wait."""
+    """`function(*args)` in another thread, which is abandoned if a signal ends the wait for it."""
     outcome: list[Any] = []
     failure: list[BaseException] = []
 
@@ -184,7 +183,7 @@ def _interruptible(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _ids(func: str, name: str, ids: Iterable[int] | Ints) -> Iterator[int]:
-    """The ids of one sequence, each as soon as it is there, without what stands behind its end."""
+    """The ids of one sequence, each as soon as it is there, without `NO_TOKEN`."""
     for token in iterated(func, name, ids, "ids of one sequence"):
         if isinstance(token, (list, tuple)) or getattr(token, "ndim", 0) != 0:
             raise TypeError(

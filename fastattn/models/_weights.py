@@ -1,4 +1,4 @@
-"""What models keep of their tensors: packed linear maps, vectors, tables of token vectors."""
+"""How models keep their tensors: packed linear maps, vectors, tables of token vectors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """In what a model computes between its layers, and how it keeps their weights."""
+    """The type that a model computes in between its layers, and how it keeps their weights."""
 
     dtype: np.dtype[Any]
     weights: str
@@ -50,12 +50,12 @@ class Precision:
         return ops.pack(weight, gate=gate, dtype=self.weights)
 
     def vector(self, *parts: Array) -> Array:
-        """Biases or a norm's weights, end to end, in the type that the kernels compute in."""
+        """Biases or weights of norms, end to end, in the type that the kernels compute in."""
         return joined(*parts).astype(lane_dtype(self.dtype))
 
 
 def joined(*parts: Array) -> Array:
-    """Arrays end to end; where they are of two 16-bit types, in float32, which holds both."""
+    """Arrays end to end. Arrays of different types become float32, which holds both 16-bit types."""
     if len(parts) == 1:
         return parts[0]
     if len({part.dtype for part in parts}) > 1:
@@ -64,7 +64,7 @@ def joined(*parts: Array) -> Array:
 
 
 def _name(dtype: Any) -> str:
-    """float32 for "float32", np.float32 and the like; empty for what is no type."""
+    """The name of a dtype, such as "float32" for np.float32; empty for what is no dtype."""
     if isinstance(dtype, str):
         return dtype
     try:
@@ -74,9 +74,9 @@ def _name(dtype: Any) -> str:
 
 
 def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> Array:
-    """The vectors of tokens `ids` (n,), (n, features) in `dtype`, from a table or from a packed output layer.
+    """The vectors (n, features), in `dtype`, of tokens `ids` (n,).
 
-    Where a model ties its output layer to its embedding, the packed weight is the only copy of both.
+    `table` is the packed weight of the output layer where a model uses it for its tokens, too.
     """
     if isinstance(table, np.ndarray):
         return ops.embedding(ids, table).astype(dtype, copy=False)

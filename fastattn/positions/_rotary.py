@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.results import require_result
 from fastattn._args.types import RopeArgs, lane_dtype
 from fastattn._args.values import (
     as_array,
@@ -18,7 +19,6 @@ from fastattn._args.values import (
     float_dtype,
     readable,
     require_broadcast,
-    require_result,
 )
 from fastattn._engine import dispatch, settings
 from fastattn.positions._rotary_scaling import RopeFrequencies

@@ -98,9 +98,9 @@ static const char *check_attention(int isa, const fa_kernels *kernels)
         if (p.scratch_bytes % 64 || p.partial_bytes % 64) return UNALIGNED;
         run_attention(kernels, call, &p, (int)again);
         counts[isa].tiles += p.tiles > 1;
-        if (!call->norm.data) continue;
+        if (!call->stats.norm.data) continue;
         fa_plan second;
-        call->second_pass = 1;
+        call->stats.second_pass = 1;
         kernels->plan(call, again ? 64 : 1, &second);
         if (second.scratch_bytes % 64) return UNALIGNED;
         run_attention(kernels, call, &second, (int)again);

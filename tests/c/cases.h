@@ -145,22 +145,23 @@ static void describe(const test_case *c)
 static void new_ranges(int options, fa_attention_args *a)
 {
     const int layout = options & RANGES ? 0 : ONE_HEAD;
-    if (options & (WINDOW | RANGES)) a->row_begin = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
-    if (options & (CAUSAL | WINDOW | RANGES)) a->row_end = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
-    if (options & ALIBI) a->q_position = new_array(8, a->batch, 1, 1, 1, 0);
+    if (options & (WINDOW | RANGES)) a->masks.row_begin = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
+    if (options & (CAUSAL | WINDOW | RANGES))
+        a->masks.row_end = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
+    if (options & ALIBI) a->mods.q_position = new_array(8, a->batch, 1, 1, 1, 0);
     FOR(b, a->batch)
     {
         const int64_t anywhere = below(a->len_k + a->len_q) - a->len_q, left = below(a->len_k), right = below(9);
         const int64_t first = below(3) ? a->len_k - a->len_q : anywhere;
-        if (a->q_position.data) set_int(&a->q_position, b, 0, 0, first);
+        if (a->mods.q_position.data) set_int(&a->mods.q_position, b, 0, 0, first);
         FOR(h, a->heads_q) FOR(i, a->len_q)
         {
             int64_t begin = 0, end = a->len_k;
             if (options & RANGES) begin = below(a->len_k), end -= below(a->len_k + 1); /* some are empty */
             if (options & WINDOW) begin = larger(begin, first + i - left), end = smaller(end, first + i + right + 1);
             if (options & CAUSAL) end = smaller(end, first + i + 1);
-            if (a->row_begin.data) set_int(&a->row_begin, b, h, i, smaller(larger(begin, 0), a->len_k));
-            if (a->row_end.data) set_int(&a->row_end, b, h, i, larger(end, 0));
+            if (a->masks.row_begin.data) set_int(&a->masks.row_begin, b, h, i, smaller(larger(begin, 0), a->len_k));
+            if (a->masks.row_end.data) set_int(&a->masks.row_end, b, h, i, larger(end, 0));
         }
     }
 }
@@ -172,9 +173,9 @@ static void new_lists(fa_attention_args *a)
     const int layout = below(2) ? ONE_HEAD : 0;
     int64_t n = 0, first = 0;
     int64_t *pairs = (int64_t *)allocate((size_t)(a->batch * a->heads_q * a->len_q * MOST + 1) * 2 * sizeof *pairs);
-    a->ranges = pairs;
-    a->range_first = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
-    a->range_last = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
+    a->masks.ranges = pairs;
+    a->masks.range_first = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
+    a->masks.range_last = new_array(8, a->batch, a->heads_q, a->len_q, 1, layout);
     FOR(b, a->batch) FOR(h, a->heads_q) FOR(i, a->len_q)
     {
         if (i == 0 || below(4)) {
@@ -187,27 +188,27 @@ static void new_lists(fa_attention_args *a)
             }
             if (below(8) == 0) n = first;
         }
-        set_int(&a->range_first, b, h, i, first);
-        set_int(&a->range_last, b, h, i, n);
+        set_int(&a->masks.range_first, b, h, i, first);
+        set_int(&a->masks.range_last, b, h, i, n);
     }
 }
 
 /* Whether key j is in the row's list, if there is one. */
 static int in_list(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, int64_t j)
 {
-    int64_t n = a->ranges ? get_int(&a->range_first, b, h, i) : 0;
-    if (!a->ranges) return 1;
-    for (; n < get_int(&a->range_last, b, h, i); n++)
-        if (a->ranges[2 * n] <= j && j < a->ranges[2 * n + 1]) return 1;
+    int64_t n = a->masks.ranges ? get_int(&a->masks.range_first, b, h, i) : 0;
+    if (!a->masks.ranges) return 1;
+    for (; n < get_int(&a->masks.range_last, b, h, i); n++)
+        if (a->masks.ranges[2 * n] <= j && j < a->masks.ranges[2 * n + 1]) return 1;
     return 0;
 }
 
 static int attends(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, int64_t j)
 {
-    return in_list(a, b, h, i, j) && !(a->row_begin.data && j < get_int(&a->row_begin, b, h, i)) &&
-           !(a->row_end.data && j >= get_int(&a->row_end, b, h, i)) &&
-           !(a->mask.data && *at(&a->mask, b, h, i, j) == 0) &&
-           !(a->bias.data && get(&a->bias, b, h, i, j) == -INFINITY);
+    return in_list(a, b, h, i, j) && !(a->masks.row_begin.data && j < get_int(&a->masks.row_begin, b, h, i)) &&
+           !(a->masks.row_end.data && j >= get_int(&a->masks.row_end, b, h, i)) &&
+           !(a->masks.mask.data && *at(&a->masks.mask, b, h, i, j) == 0) &&
+           !(a->mods.bias.data && get(&a->mods.bias, b, h, i, j) == -INFINITY);
 }
 
 /* NaN, which must show where it is attended and nowhere else; Inf, too, in keys that nobody attends. */
@@ -244,11 +245,11 @@ static fa_attention_args new_inputs(const test_case *c)
                               .len_k = s->len_k,
                               .head_dim = s->head_dim,
                               .head_dim_v = s->head_dim_v,
-                              .scale = 6 / sqrt(s->head_dim),
-                              .softcap = c->options & SOFTCAP ? 3 : 0},
+                              .mods.scale = 6 / sqrt(s->head_dim),
+                              .mods.softcap = c->options & SOFTCAP ? 3 : 0},
                       *a = &args;
     if (c->options & SIGMOID) a->sigmoid = 1, a->sigmoid_bias = uniform(-3, 0);
-    if (c->statistics & TOP) a->n_top = smaller(s->len_k, 1 + below(9));
+    if (c->statistics & TOP) a->stats.n_top = smaller(s->len_k, 1 + below(9));
     a->q = new_floats(c->q, a->batch, a->heads_q, a->len_q, a->head_dim, random ? (int)below(8) : 0);
     a->k = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, a->head_dim, random ? (int)below(8) | share : 0);
     a->v = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, a->head_dim_v, random ? (int)below(8) | share : 0);
@@ -259,23 +260,23 @@ static fa_attention_args new_inputs(const test_case *c)
     if (c->options & LISTS) new_lists(a);
     if (c->options & (MASK | PADDING)) { /* every fourth block of 64 keys is hidden, another one is not */
         const int layout = c->options & MASK ? (int)below(64) & (STEP | ONE_BATCH | ONE_HEAD) : ONE_HEAD | ONE_ROW;
-        a->mask = new_array(1, a->batch, a->heads_q, a->len_q, a->len_k, layout);
+        a->masks.mask = new_array(1, a->batch, a->heads_q, a->len_q, a->len_k, layout);
         EACH(a->heads_q, a->len_q, a->len_k)
-        *at(&a->mask, b, h, i, j) = (j + 64) / 64 % 4 == 3 ? 0 : (j + 64) / 64 % 4 == 0 || below(4) != 0;
+        *at(&a->masks.mask, b, h, i, j) = (j + 64) / 64 % 4 == 3 ? 0 : (j + 64) / 64 % 4 == 0 || below(4) != 0;
     }
     if (c->options & (BIAS | KEY_BIAS)) { /* with -inf, and some rows of nothing but the lowest number */
         const int layout = c->options & BIAS ? (int)below(64) & (STEP | ONE_BATCH | ONE_HEAD) : ONE_ROW;
         const fa_dtype dtype = below(2) ? FA_F32 : c->q;
         const double lowest = dtype == FA_F64 ? -DBL_MAX : dtype == FA_F32 ? -FLT_MAX : -1;
-        a->bias = new_floats(dtype, a->batch, a->heads_q, a->len_q, a->len_k, layout);
+        a->mods.bias = new_floats(dtype, a->batch, a->heads_q, a->len_q, a->len_k, layout);
         EACH(a->heads_q, a->len_q, a->len_k)
-        set(&a->bias, b, h, i, j, below(8) == 0 ? -INFINITY : i % 8 == 5 ? lowest : uniform(-2, 2));
+        set(&a->mods.bias, b, h, i, j, below(8) == 0 ? -INFINITY : i % 8 == 5 ? lowest : uniform(-2, 2));
     }
-    if (c->options & ALIBI) a->alibi_slopes = new_floats(lane, a->batch, a->heads_q, 1, 1, random ? ODD : 0);
+    if (c->options & ALIBI) a->mods.alibi_slopes = new_floats(lane, a->batch, a->heads_q, 1, 1, random ? ODD : 0);
     if (c->options & SINKS) a->sinks = new_floats(lane, a->batch, a->heads_q, 1, 1, ONE_BATCH | (random ? ODD : 0));
     FOR(b, a->batch) FOR(h, a->heads_q)
     {
-        if (a->alibi_slopes.data) set(&a->alibi_slopes, b, h, 0, 0, uniform(0, 0.1));
+        if (a->mods.alibi_slopes.data) set(&a->mods.alibi_slopes, b, h, 0, 0, uniform(0, 0.1));
         if (a->sinks.data) set(&a->sinks, b, h, 0, 0, h % 3 == 2 ? -INFINITY : uniform(-2, 4));
     }
     spoil(c->options, a);

@@ -15,7 +15,8 @@ enum { LINEAR_CASES = COUNT(linear_m) * COUNT(linear_k) * COUNT(linear_n) * COUN
 static near activated(fa_activation activation, near z, double eps)
 {
     const double x = z.value, cubic = 0.79788456080286535588 * (x + 0.044715 * x * x * x);
-    /* No slope is above 1.13. 1 + erf and 1 + tanh are off by units of 1; the exponential, in proportion to x. */
+    /* No activation's slope is above 1.13. 1 + erf and 1 + tanh err by units in the last place of 1, the exponential in
+     * proportion to x. */
     const double error = 1.13 * z.error + 2 * eps * (1 + fabs(x));
     switch (activation) {
     case FA_RELU: return (near){isnan(x) ? x : fmax(x, 0), z.error};
@@ -44,7 +45,7 @@ typedef struct {
     fa_linear_args args;
     fa_array x, bias, residual;
     double *w;     /* (maps, n, k), with scales */
-    near *want[2]; /* of lanes, of the bfloat16 dot product; once they are asked for */
+    near *want[2]; /* with lanes, and with the bfloat16 dot product; computed when first needed */
 } linear_case;
 
 /* Packs random weights as fastattn/_args/packed.py does. */
@@ -105,8 +106,8 @@ static linear_case linear_case_of(int number)
     return c;
 }
 
-/* x w^T + bias; `dot`: from x rounded to bfloat16. A result may be off by a few units, more with the length of sums, in
- * the last place of the absolute sum of its terms. */
+/* x w^T + bias. A result may err by a few units in the last place of the sum of its terms' absolute values; by more of
+ * them, the longer the sum is. */
 static near expect_linear(const linear_case *c, const double *x, int64_t map, int64_t j)
 {
     const fa_linear_args *a = &c->args;
@@ -120,6 +121,7 @@ static near expect_linear(const linear_case *c, const double *x, int64_t map, in
     return (near){sum, eps_of(lane_of(a->dtype)) * (2 + sqrt((double)smaller(a->k, 256))) * terms};
 }
 
+/* All results. `dot`: x is rounded to bfloat16 first, as the dot product takes it. */
 static near *expect_linears(const linear_case *c, int dot)
 {
     const fa_linear_args *a = &c->args;
@@ -145,7 +147,7 @@ static near *expect_linears(const linear_case *c, int dot)
     return all;
 }
 
-/* Rows [begin, end), all tasks. */
+/* Runs all tasks of rows [begin, end). Returns whether the size of a scratch keeps the next one aligned. */
 static int run_linear(const fa_kernels *kernels, fa_linear_args a, int64_t begin, int64_t end, int again)
 {
     const int mark = n_mappings;
@@ -162,7 +164,7 @@ static int run_linear(const fa_kernels *kernels, fa_linear_args a, int64_t begin
 
 static linear_case linear_now;
 
-/* Whether the bfloat16 dot product runs: the plan of an attention call tells. */
+/* Whether the bfloat16 dot product runs. The plan of an attention call tells. */
 static int has_dot(int isa)
 {
     const fa_attention_args a = {.q.dtype = FA_BF16,
@@ -181,7 +183,7 @@ static int has_dot(int isa)
     return p.bf16_dot;
 }
 
-/* Twice: the second time in two parts of the rows, since a row's bits depend on the row alone. */
+/* Computes twice, the second time a third of the rows and then the others: a row's bits depend on the row alone. */
 static const char *check_linear(int isa, const fa_kernels *kernels)
 {
     fa_linear_args a = linear_now.args;

@@ -7,30 +7,31 @@
 
 enum { MOST_DIM = 129 };
 
-/* A call but for what it writes, and what that must be. */
+/* The inputs of a call, and what its results must be. */
 typedef struct {
     fa_recurrent_args args;
     int normalised;
-    near *out, *state, *norm; /* (batch, out heads, len_q, head_dim_v), (batch, heads, head_dim, head_dim_v) and without
-                                 the last */
+    near *out;   /* (batch, out heads, len_q, head_dim_v) */
+    near *state; /* (batch, heads, head_dim, head_dim_v) */
+    near *norm;  /* (batch, heads, head_dim) */
 } recurrent_case;
 
-/* S, with its mass, the sum of what was added to it in absolute value, of which rounding takes its share; the sum of
- * the keys; and rows of the token. */
+/* A state in double precision. Its errors are in proportion to its mass, the sum of the absolute values of all that was
+ * added to it. */
 typedef struct {
-    double *s, *mass; /* (head_dim, head_dim_v) */
-    double z[MOST_DIM], k[MOST_DIM], q[MOST_DIM];
+    double *s, *mass;                             /* (head_dim, head_dim_v) */
+    double z[MOST_DIM], k[MOST_DIM], q[MOST_DIM]; /* the sum of the keys; the token's key and query */
 } recurrence;
 
 static int64_t out_heads(const fa_recurrent_args *a) { return larger(a->heads, a->heads_q); }
 
-/* Roundings of all that came up to token t. */
+/* The relative error that all roundings up to token t may add up to. */
 static double rounding_of(const fa_recurrent_args *a, int64_t t)
 {
     return eps_of(lane_of(a->q.dtype)) * (4 + 2 * sqrt((double)(t + a->head_dim)));
 }
 
-/* What is lost where numbers become too small. */
+/* The error of numbers that become too small: they are replaced by 0. */
 static double flushed(const fa_recurrent_args *a) { return 1000 * (double)(a->head_dim + 1) * FLT_MIN; }
 
 /* S_t = A_t S_{t-1} + k_t u_t^T */
@@ -58,8 +59,8 @@ static void one_token(const fa_recurrent_args *a, int64_t b, int64_t h, int64_t 
     }
 }
 
-/* out_t = S_t^T q_t, of the head of out `to`, which reads head `from` of q. The delta rule spreads an error over all
- * dimensions, and makes it no larger; otherwise it stays in its own. */
+/* out_t = S_t^T q_t, of head `to` of out, which reads head `from` of q. The delta rule spreads an error over all
+ * dimensions without making it larger. With the other rules an error stays in its dimension. */
 static void one_answer(const recurrent_case *x, int64_t b, int64_t from, int64_t to, int64_t t, recurrence *r)
 {
     const fa_recurrent_args *a = &x->args;
@@ -100,7 +101,7 @@ static void all_answers(const recurrent_case *x, int64_t b, int64_t h, int64_t t
     FOR(g, group) one_answer(x, b, group > 1 ? h * group + g : h / (a->heads / a->heads_q), h * group + g, t, r);
 }
 
-/* All that state h of batch item b has to do with. */
+/* Computes all results of state h of batch item b. */
 static void expect_state(const recurrent_case *x, int64_t b, int64_t h)
 {
     const fa_recurrent_args *a = &x->args;

@@ -1,20 +1,20 @@
-/* The kernels of linear attention: every rule, in one call and in two with the state carried between them. */
+/* Tests of linear attention: every rule, in one call, and in two calls with the state carried from one to the other. */
 #ifndef RECURRENT_H
 #define RECURRENT_H
 
 #include "family.h"
 #include "recurrence.h"
 
-/* Tokens about the ends of steps, of both kinds of chunks, and of their parts; dimensions about those of vectors, of
- * panels and of the blocks of a row. */
+/* Numbers of tokens near the ends of steps, of both kinds of chunks, and of their parts. Dimensions near the ends of
+ * vectors, of panels and of the blocks of a row. */
 static const int64_t recurrent_lens[] = {0, 1, 2, 4, 5, 15, 16, 17, 31, 32, 33, 40, 65, 97};
 static const int64_t recurrent_dims[] = {1, 3, 8, 17, 33, 64, MOST_DIM};
 static const int64_t recurrent_dims_v[] = {1, 5, 16, 31, 33, 70, 130};
 
-/* States, heads of q, k and v: one of the latter two may serve several states, as one of q, or several one state. */
+/* Numbers of states, and of heads of q, k, v. A head may serve several states, and several heads of q may read one. */
 static const int64_t recurrent_heads[][4] = {{1, 1, 1, 1}, {2, 4, 2, 1}, {2, 2, 1, 2}, {3, 1, 3, 1}, {4, 2, 2, 4}};
 
-/* A rule is a kind of decay, none, of a token, of every dimension; the last three have the delta rule. */
+/* Rules: without decay, with scalar ones, with vector ones; and the same three with the delta rule. */
 enum { N_RULES = 6, RECURRENT_CASES = N_RULES * COUNT(recurrent_lens) * COUNT(dtypes) };
 
 static recurrent_case recurrent_now;
@@ -22,7 +22,7 @@ static int recurrent_layout, recurrent_spoiled;
 
 #define PICK(list) (list)[below(COUNT(list))]
 
-/* An input (batch, heads, length, cols) of numbers that have the right sign or any. */
+/* An input (batch, heads, length, cols) of random numbers from `low` to 1. */
 static fa_array new_tokens(fa_dtype dtype, int64_t heads, int64_t length, int64_t cols, double low, int layout)
 {
     const fa_recurrent_args *a = &recurrent_now.args;
@@ -31,7 +31,7 @@ static fa_array new_tokens(fa_dtype dtype, int64_t heads, int64_t length, int64_
     return x;
 }
 
-/* log_decay: weak, strong, or with tokens that forget everything. */
+/* log_decay: weak decays, strong ones, or some tokens that forget everything. */
 static void new_decays(fa_recurrent_args *a)
 {
     const int kind = (int)below(3), share = below(4) ? 0 : ONE_HEAD, gap = (int)below(8) & GAP;
@@ -44,7 +44,7 @@ static void new_decays(fa_recurrent_args *a)
     }
 }
 
-/* The delta rule forgets at most what it knows of a key where that is not longer than 1. */
+/* Makes keys as long as 1. With longer ones, the delta rule would subtract more than the state knows of a key. */
 static void shorten_keys(fa_recurrent_args *a)
 {
     EACH(a->heads_k, a->len_k, 1)
@@ -56,7 +56,7 @@ static void shorten_keys(fa_recurrent_args *a)
     }
 }
 
-/* NaN in one place: must show from its token on, and nowhere before. A decay is never NaN. */
+/* Puts NaN in one place. It must show from its token on, and nowhere before. A decay is never NaN. */
 static void spoil_tokens(fa_recurrent_args *a)
 {
     const int64_t what = below(a->beta.data ? 4 : 3), length = what ? a->len_k : a->len_q;
@@ -86,7 +86,7 @@ static void make_recurrent(int number)
     a->scale = 1 / sqrt((double)a->head_dim);
     a->causal = rule || below(3);
     if (!a->causal) a->len_q = PICK(recurrent_lens);
-    recurrent_now.normalised = !delta && low == 0; /* what divides is no difference */
+    recurrent_now.normalised = !delta && low == 0; /* the divisor is a sum of positive terms */
     recurrent_layout = (int)below(8);
     a->q = new_tokens(dtype, a->heads_q, a->len_q, a->head_dim, (double)low, (int)below(8));
     a->k = new_tokens(kv, a->heads_k, a->len_k, a->head_dim, (double)low, (int)below(8));
@@ -110,7 +110,8 @@ static void copy(const fa_array *from, const fa_array *to, int64_t batch, int64_
     FOR(b, batch) FOR(h, heads) FOR(i, rows) FOR(j, cols) set(to, b, h, i, j, get(from, b, h, i, j));
 }
 
-/* Tokens [begin, end) of a call; all of them if it is not causal. */
+/* Runs all tasks of tokens [begin, end) of a call, or of all tokens if it is not causal. Returns whether the size of a
+ * scratch keeps the next one aligned. */
 static int run_recurrent(const fa_kernels *kernels, fa_recurrent_args a, int64_t begin, int64_t end, int again)
 {
     const int mark = n_mappings;
@@ -127,7 +128,7 @@ static int run_recurrent(const fa_kernels *kernels, fa_recurrent_args a, int64_t
     return p.scratch_bytes % 64 == 0;
 }
 
-/* Where a call writes; `in_place`: the state, if there is one. */
+/* The call with new arrays for its results. With `in_place` it writes the state where it reads it. */
 static fa_recurrent_args new_results(int in_place)
 {
     fa_recurrent_args a = recurrent_now.args;
@@ -156,8 +157,8 @@ static const char *wrong_results(const fa_recurrent_args *a, const fa_recurrent_
     return wrong;
 }
 
-/* Twice with the same bits: the second time in other tasks, the last one first, with the state in place. And once in
- * two calls, where the state is carried on. */
+/* Computes twice, the second time in other tasks, the last one first, and with the state in place: the bits stay. Then
+ * once more in two calls, with the state carried from one to the other. */
 static const char *check_recurrent(int isa, const fa_kernels *kernels)
 {
     fa_recurrent_args calls[3];

@@ -31,18 +31,18 @@ static score product_of(int64_t depth, const double *q, const double *k)
 static score modified(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, int64_t j, score s)
 {
     if (!attends(a, b, h, i, j)) return (score){-INFINITY, -1};
-    s.value *= a->scale;
-    s.size *= a->scale;
-    if (a->softcap != 0) s.value = a->softcap * tanh(s.value / a->softcap);
-    if (a->bias.data) {
-        const double bias = get(&a->bias, b, h, i, j);
+    s.value *= a->mods.scale;
+    s.size *= a->mods.scale;
+    if (a->mods.softcap != 0) s.value = a->mods.softcap * tanh(s.value / a->mods.softcap);
+    if (a->mods.bias.data) {
+        const double bias = get(&a->mods.bias, b, h, i, j);
         s.value += bias;
         s.size += bias < -1e30 ? 0 : fabs(bias); /* there all scores become the same, exactly */
     }
-    if (a->alibi_slopes.data) {
-        const double distance = fabs((double)(get_int(&a->q_position, b, 0, 0) + i - j));
-        s.value -= get(&a->alibi_slopes, b, h, 0, 0) * distance;
-        s.size += get(&a->alibi_slopes, b, h, 0, 0) * distance;
+    if (a->mods.alibi_slopes.data) {
+        const double distance = fabs((double)(get_int(&a->mods.q_position, b, 0, 0) + i - j));
+        s.value -= get(&a->mods.alibi_slopes, b, h, 0, 0) * distance;
+        s.size += get(&a->mods.alibi_slopes, b, h, 0, 0) * distance;
     }
     return s;
 }

@@ -54,7 +54,7 @@ static near expect_rope(int64_t b, int64_t h, int64_t i, int64_t d)
     return stored((near){x * c + turned * s, error}, a->x.dtype);
 }
 
-/* Twice: the second time row by row, backwards. */
+/* Computes twice, the second time row by row, the last one first. */
 static const char *check_rope(int isa, const fa_kernels *kernels)
 {
     const fa_rope_args *a = &rope_now.args;

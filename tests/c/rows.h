@@ -50,7 +50,7 @@ static rows_case rows_case_of(int number)
     return c;
 }
 
-/* Row i: n of total, n of out. */
+/* What row i of total (n) and of out (n) must be. */
 static void expect_rows(const rows_case *c, int64_t i, near *total, near *out)
 {
     const fa_rows_args *a = &c->args;
@@ -77,7 +77,7 @@ static void expect_rows(const rows_case *c, int64_t i, near *total, near *out)
         } else if (a->kind == FA_ACTIVATE) {
             y = activated(a->activation, y, eps);
             if (a->up) y = product(y, (near){get(&c->up, 0, 0, i, j), 0}, eps);
-        } else { /* the mean is off by some units of the largest, and so is what the variance sums */
+        } else { /* the mean errs by some units in the last place of the largest, and so do the variance's terms */
             y.value = (y.value - mean) * factor;
             y.error = n == 1 && a->kind == FA_LAYER_NORM ? 0 : eps * steps * (largest * factor + fabs(y.value));
             if (a->weight) y = product(y, (near){get(&c->weight, 0, 0, 0, j), 0}, eps);
@@ -90,7 +90,7 @@ static void expect_rows(const rows_case *c, int64_t i, near *total, near *out)
 
 static rows_case rows_now;
 
-/* Twice: the second time row by row, backwards, without total. */
+/* Computes twice, the second time row by row, the last one first, and without total. */
 static const char *check_rows(int isa, const fa_kernels *kernels)
 {
     fa_rows_args a = rows_now.args;

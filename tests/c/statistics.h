@@ -30,7 +30,7 @@ static void add(near *sum, near x)
 static void expect_top(const fa_attention_args *a, const softmax_row *r, const score *s, expected_top *top)
 {
     const double eps = eps_of(lane_of(a->q.dtype));
-    FOR(n, a->n_top)
+    FOR(n, a->stats.n_top)
     {
         const expected_top *last = n ? top + n - 1 : NULL;
         int64_t best = -1;
@@ -60,7 +60,8 @@ static expected_statistics expect_statistics(const fa_attention_args *a, const o
     const double eps = eps_of(lane_of(a->q.dtype)), sums = eps * (2 + sqrt((double)(a->len_q * a->heads_q)));
     const double units = a->q.dtype == FA_F64 ? 4 : 2; /* this here is no more exact than float64 */
     expected_statistics e = {nears(rows), nears(rows), nears(a->batch * a->heads_q * keys),
-                             nears(a->batch * a->len_q * keys), calloc((size_t)(rows * a->n_top) + 1, sizeof *e.top)};
+                             nears(a->batch * a->len_q * keys),
+                             calloc((size_t)(rows * a->stats.n_top) + 1, sizeof *e.top)};
     score *s = calloc((size_t)keys + 1, sizeof *s);
     int64_t row = 0;
     FOR(b, a->batch) FOR(h, a->heads_q) FOR(i, a->len_q)
@@ -84,7 +85,7 @@ static expected_statistics expect_statistics(const fa_attention_args *a, const o
         if (isnan(r.sum)) max.value = entropy.value = NAN;
         e.row_max[row] = max;
         e.entropy[row] = entropy;
-        expect_top(a, &r, s, e.top + row++ * a->n_top);
+        expect_top(a, &r, s, e.top + row++ * a->stats.n_top);
     }
     FOR(i, a->batch * a->heads_q * keys) e.key_sums[i].error += sums * e.key_sums[i].value + FLT_MIN;
     FOR(i, a->batch * a->len_q * keys) e.mean_weights[i].error += sums * e.mean_weights[i].value + FLT_MIN;
@@ -101,21 +102,22 @@ static void drop_statistics(expected_statistics *e)
 static void new_statistics(const test_case *c, fa_attention_args *a)
 {
     const fa_dtype lane = lane_of(c->q);
-    if (c->statistics & ROW_MAX) a->row_max = new_floats(lane, a->batch, a->heads_q, a->len_q, 1, 0);
-    if (c->statistics & ENTROPY) a->entropy = new_floats(lane, a->batch, a->heads_q, a->len_q, 1, 0);
+    if (c->statistics & ROW_MAX) a->stats.row_max = new_floats(lane, a->batch, a->heads_q, a->len_q, 1, 0);
+    if (c->statistics & ENTROPY) a->stats.entropy = new_floats(lane, a->batch, a->heads_q, a->len_q, 1, 0);
     if (c->statistics & TOP) {
-        a->top_weights = new_floats(lane, a->batch, a->heads_q, a->len_q, a->n_top, 0);
-        a->top_keys = new_array(8, a->batch, a->heads_q, a->len_q, a->n_top, 0);
+        a->stats.top_weights = new_floats(lane, a->batch, a->heads_q, a->len_q, a->stats.n_top, 0);
+        a->stats.top_keys = new_array(8, a->batch, a->heads_q, a->len_q, a->stats.n_top, 0);
     }
     if (c->statistics & KEY_SUMS) {
-        a->key_sums = new_floats(lane, a->batch, a->heads_q, a->len_k, 1, 0);
-        EACH(a->heads_q, a->len_k, 1) set(&a->key_sums, b, h, i, j, 0);
+        a->stats.key_sums = new_floats(lane, a->batch, a->heads_q, a->len_k, 1, 0);
+        EACH(a->heads_q, a->len_k, 1) set(&a->stats.key_sums, b, h, i, j, 0);
     }
     if (c->statistics & MEAN_WEIGHTS) {
-        a->mean_weights = new_floats(lane, a->batch, 1, a->len_q, a->len_k, 0);
-        EACH(1, a->len_q, a->len_k) set(&a->mean_weights, b, h, i, j, 0);
+        a->stats.mean_weights = new_floats(lane, a->batch, 1, a->len_q, a->len_k, 0);
+        EACH(1, a->len_q, a->len_k) set(&a->stats.mean_weights, b, h, i, j, 0);
     }
-    if (c->statistics & (KEY_SUMS | MEAN_WEIGHTS)) a->norm = new_floats(lane, a->batch, a->heads_q, a->len_q, 2, 0);
+    if (c->statistics & (KEY_SUMS | MEAN_WEIGHTS))
+        a->stats.norm = new_floats(lane, a->batch, a->heads_q, a->len_q, 2, 0);
 }
 
 /* The list of row (b, h, i): where rounding may change the order, any key of such a weight, and none twice. */
@@ -124,16 +126,18 @@ static const char *wrong_top(const fa_attention_args calls[2], const operands *x
 {
     const fa_attention_args *a = calls;
     const double *q = query_of(a, x, b, h, i), *k = x->k + first_key(a, b, h) * a->head_dim;
-    FOR(n, a->n_top)
+    FOR(n, a->stats.n_top)
     {
         int64_t keys[2];
-        FOR(again, 2) memcpy(keys + again, at(&calls[again].top_keys, b, h, i, n), sizeof keys[0]);
-        const char *wrong = differs("top_weights", &a->top_weights, &calls[1].top_weights, b, h, i, n, top[n].weight);
+        FOR(again, 2) memcpy(keys + again, at(&calls[again].stats.top_keys, b, h, i, n), sizeof keys[0]);
+        const char *wrong = differs("top_weights", &a->stats.top_weights, &calls[1].stats.top_weights, b, h, i, n,
+                                    top[n].weight);
         if (wrong) return wrong;
         if (keys[0] != keys[1]) return "another key in the list the second time";
         if (keys[0] == top[n].key) continue;
         if (top[n].exact || keys[0] < 0 || keys[0] >= a->len_k) return "a wrong key in the list";
-        FOR(m, n) if (memcmp(at(&a->top_keys, b, h, i, m), keys, sizeof keys[0]) == 0) return "a key twice in the list";
+        FOR(m, n)
+        if (memcmp(at(&a->stats.top_keys, b, h, i, m), keys, sizeof keys[0]) == 0) return "a key twice in the list";
         const score got = modified(a, b, h, i, keys[0], product_of(a->head_dim, q, k + keys[0] * a->head_dim));
         const score want = modified(a, b, h, i, top[n].key, product_of(a->head_dim, q, k + top[n].key * a->head_dim));
         const double margin = 8 * eps_of(lane_of(a->q.dtype)) * (got.size + want.size + 1);
@@ -151,16 +155,19 @@ static const char *wrong_statistics(const fa_attention_args calls[2], const oper
     FOR(b, a->batch) FOR(h, a->heads_q) FOR(i, a->len_q)
     {
         const near max = e->row_max[row], entropy = e->entropy[row];
-        if (!wrong && a->row_max.data) wrong = differs("row_max", &a->row_max, &other->row_max, b, h, i, 0, max);
-        if (!wrong && a->entropy.data) wrong = differs("entropy", &a->entropy, &other->entropy, b, h, i, 0, entropy);
-        if (!wrong && a->n_top) wrong = wrong_top(calls, x, b, h, i, e->top + row * a->n_top);
+        if (!wrong && a->stats.row_max.data)
+            wrong = differs("row_max", &a->stats.row_max, &other->stats.row_max, b, h, i, 0, max);
+        if (!wrong && a->stats.entropy.data)
+            wrong = differs("entropy", &a->stats.entropy, &other->stats.entropy, b, h, i, 0, entropy);
+        if (!wrong && a->stats.n_top) wrong = wrong_top(calls, x, b, h, i, e->top + row * a->stats.n_top);
         row++;
     }
-    if (a->key_sums.data && !wrong) EACH(a->heads_q, a->len_k, 1)
-    if (!wrong) wrong = differs("key_sums", &a->key_sums, &other->key_sums, b, h, i, j, e->key_sums[sum++]);
-    if (a->mean_weights.data && !wrong) EACH(1, a->len_q, a->len_k)
+    if (a->stats.key_sums.data && !wrong) EACH(a->heads_q, a->len_k, 1)
+    if (!wrong) wrong = differs("key_sums", &a->stats.key_sums, &other->stats.key_sums, b, h, i, j, e->key_sums[sum++]);
+    if (a->stats.mean_weights.data && !wrong) EACH(1, a->len_q, a->len_k)
     if (!wrong)
-        wrong = differs("mean_weights", &a->mean_weights, &other->mean_weights, b, h, i, j, e->mean_weights[mean++]);
+        wrong = differs("mean_weights", &a->stats.mean_weights, &other->stats.mean_weights, b, h, i, j,
+                        e->mean_weights[mean++]);
     return wrong;
 }
 

@@ -11,9 +11,7 @@ from scores import MASKS, Scores, any_mask, grid, lengths
 import fastattn
 from fastattn import masks, ops, plot, positions
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
-from fastattn._args.types import lane_dtype
-
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "sigmoid")
+from fastattn._args.types import ACTIVATIONS, lane_dtype
 
 
 def how(d):

@@ -307,8 +307,13 @@ def test_files_of_other_kinds(tmp_path):
         ValueError, match=r"x.npz is not a safetensors file; expected one, or what np.load\('.*x.npz'\)"
     ):
         other.load_state_dict(tmp_path / "x.npz")
-    with pytest.raises(ValueError, match=r"what torch.load\('x.pt', weights_only=True\) returns"):
+    with pytest.raises(FileNotFoundError, match=r"x.pt is missing; expected .*, or what torch.load\('x.pt'"):
         other.load_state_dict("x.pt")
+    (tmp_path / "x.bin").touch()
+    with pytest.raises(
+        ValueError, match=r"not a safetensors file; expected one, or what torch.load\('.*x.bin'"
+    ):
+        other.load_state_dict(tmp_path / "x.bin")
     with pytest.raises(ValueError, match="is a folder; expected a safetensors file"):
         other.load_state_dict(tmp_path)
     with np.load(tmp_path / "x.npz") as state:

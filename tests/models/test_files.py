@@ -288,7 +288,7 @@ def test_libraries_that_are_missing(package, tmp_path, monkeypatch):
     weights = tiny.tensors("bert", CONFIGS["bert"])
     tiny.write(tmp_path, "bert", {name: x.astype(ml_dtypes.bfloat16) for name, x in weights.items()})
     monkeypatch.setitem(sys.modules, package, None)
-    refused(tmp_path, f"models need {package}: pip install 'fastattn[models]'", error=ImportError)
+    refused(tmp_path, f"models need {package}: pip install {package}", error=ImportError)
 
 
 def test_float32_models_do_not_need_ml_dtypes(tmp_path, monkeypatch):

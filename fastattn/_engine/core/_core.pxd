@@ -17,17 +17,24 @@ cdef extern from "fastattn.h" nogil:
         const int64_t *batch
         int64_t head, row, col
         fa_dtype dtype
-    ctypedef struct fa_attention_args:
-        fa_array q, k, v, out, lse, mask, bias, row_begin, row_end, alibi_slopes, sinks, q_position
-        fa_array row_max, entropy, top_weights, top_keys, norm, key_sums, mean_weights
-        fa_array range_first, range_last
+    ctypedef struct fa_masks:
+        fa_array mask, row_begin, row_end, range_first, range_last
         const int64_t *ranges
-        int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
+    ctypedef struct fa_modifiers:
         double scale, softcap
+        fa_array bias, alibi_slopes, q_position
+    ctypedef struct fa_statistics:
+        fa_array row_max, entropy, top_weights, top_keys, norm, key_sums, mean_weights
         int64_t n_top
+        int second_pass
+    ctypedef struct fa_attention_args:
+        fa_array q, k, v, out, lse, sinks
+        int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
+        fa_masks masks
+        fa_modifiers mods
+        fa_statistics stats
         int sigmoid
         double sigmoid_bias
-        int second_pass
         const fa_watch *watch
     ctypedef struct fa_plan:
         fa_kernel_kind kind
@@ -115,4 +122,4 @@ cdef extern from "fastattn.h" nogil:
     const char *fa_isa_name(int)
     int fa_isa_available(int)
     const fa_kernels *fa_isa_kernels(int, fa_dtype)
-    const char *fa_activation_name(fa_activation)
+    const char *fa_activation_names[]

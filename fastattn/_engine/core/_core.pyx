@@ -223,7 +223,7 @@ cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     a.heads_q, a.heads_kv = args.heads_q, args.heads_kv
     a.len_q, a.len_k = args.len_q, args.len_k
     a.head_dim, a.head_dim_v = args.head_dim, args.head_dim_v
-    a.scale, a.softcap = args.scale, args.softcap
+    a.mods.scale, a.mods.softcap = args.scale, args.softcap
     tables.set_rows(&a.q, "q", args.q, a.heads_q, a.len_q, a.head_dim)
     tables.set_rows(&a.k, "k", args.k, a.heads_kv, a.len_k, a.head_dim)
     tables.set_rows(&a.v, "v", args.v, a.heads_kv, a.len_k, a.head_dim_v)
@@ -234,23 +234,23 @@ cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     if args.lse is not None:
         tables.set(&a.lse, "lse", args.lse, lane, 2, a.heads_q, a.len_q)
     if args.mask is not None:
-        tables.set(&a.mask, "mask", args.mask, cnp.NPY_BOOL, 3, a.heads_q, a.len_q, a.len_k)
+        tables.set(&a.masks.mask, "mask", args.mask, cnp.NPY_BOOL, 3, a.heads_q, a.len_q, a.len_k)
     if args.bias is not None:
-        a.bias.dtype = _dtype(args.bias)
-        tables.set(&a.bias, "bias", args.bias, cnp.PyArray_TYPE(args.bias), 3, a.heads_q, a.len_q, a.len_k)
+        a.mods.bias.dtype = _dtype(args.bias)
+        tables.set(&a.mods.bias, "bias", args.bias, cnp.PyArray_TYPE(args.bias), 3, a.heads_q, a.len_q, a.len_k)
     if args.row_begin is not None:
-        tables.set(&a.row_begin, "row_begin", args.row_begin, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
+        tables.set(&a.masks.row_begin, "row_begin", args.row_begin, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
     if args.row_end is not None:
-        tables.set(&a.row_end, "row_end", args.row_end, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
+        tables.set(&a.masks.row_end, "row_end", args.row_end, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
     if args.alibi_slopes is not None:
-        tables.set(&a.alibi_slopes, "alibi_slopes", args.alibi_slopes, lane, 1, a.heads_q)
-        tables.set(&a.q_position, "q_position", np.asarray(args.q_position), cnp.NPY_INT64, 0)
+        tables.set(&a.mods.alibi_slopes, "alibi_slopes", args.alibi_slopes, lane, 1, a.heads_q)
+        tables.set(&a.mods.q_position, "q_position", np.asarray(args.q_position), cnp.NPY_INT64, 0)
     if args.sinks is not None:
         tables.set(&a.sinks, "sinks", args.sinks, lane, 1, a.heads_q)
     if args.ranges is not None:
-        tables.set(&a.range_first, "range_first", args.range_first, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
-        tables.set(&a.range_last, "range_last", args.range_last, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
-        a.ranges = <const int64_t *>_data("ranges", args.ranges, args.ranges.size, cnp.NPY_INT64)
+        tables.set(&a.masks.range_first, "range_first", args.range_first, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
+        tables.set(&a.masks.range_last, "range_last", args.range_last, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
+        a.masks.ranges = <const int64_t *>_data("ranges", args.ranges, args.ranges.size, cnp.NPY_INT64)
     if args.sigmoid_bias is not None:
         a.sigmoid, a.sigmoid_bias = True, args.sigmoid_bias
     if args.statistics is not None:
@@ -260,19 +260,19 @@ cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
 
 cdef void _set_statistics(fa_attention_args *a, s, int lane, _Tables tables) except *:
     if s.row_max is not None:
-        tables.set(&a.row_max, "row_max", s.row_max, lane, 2, a.heads_q, a.len_q)
+        tables.set(&a.stats.row_max, "row_max", s.row_max, lane, 2, a.heads_q, a.len_q)
     if s.entropy is not None:
-        tables.set(&a.entropy, "entropy", s.entropy, lane, 2, a.heads_q, a.len_q)
+        tables.set(&a.stats.entropy, "entropy", s.entropy, lane, 2, a.heads_q, a.len_q)
     if s.top_weights is not None:
-        a.n_top = s.top_keys.shape[s.top_keys.ndim - 1]
-        tables.set(&a.top_weights, "top_weights", s.top_weights, lane, 3, a.heads_q, a.len_q, a.n_top)
-        tables.set(&a.top_keys, "top_keys", s.top_keys, cnp.NPY_INT64, 3, a.heads_q, a.len_q, a.n_top)
+        a.stats.n_top = s.top_keys.shape[s.top_keys.ndim - 1]
+        tables.set(&a.stats.top_weights, "top_weights", s.top_weights, lane, 3, a.heads_q, a.len_q, a.stats.n_top)
+        tables.set(&a.stats.top_keys, "top_keys", s.top_keys, cnp.NPY_INT64, 3, a.heads_q, a.len_q, a.stats.n_top)
     if s.key_sums is not None:
-        tables.set(&a.key_sums, "key_sums", s.key_sums, lane, 2, a.heads_q, a.len_k)
+        tables.set(&a.stats.key_sums, "key_sums", s.key_sums, lane, 2, a.heads_q, a.len_k)
     if s.mean_weights is not None:
-        tables.set(&a.mean_weights, "mean_weights", s.mean_weights, lane, 3, 1, a.len_q, a.len_k)
+        tables.set(&a.stats.mean_weights, "mean_weights", s.mean_weights, lane, 3, 1, a.len_q, a.len_k)
     if s.norm is not None:
-        tables.set(&a.norm, "norm", s.norm, lane, 3, a.heads_q, a.len_q, 2)
+        tables.set(&a.stats.norm, "norm", s.norm, lane, 3, a.heads_q, a.len_q, 2)
 
 
 # What the tasks of attention share.
@@ -346,8 +346,8 @@ def attention(args):
     cdef _Tables _tables = _set_args(&a, args, True)  # which must outlive the kernels
     cdef int threads = args.num_threads if FA_OPENMP else 1
     _run_attention(&a, threads)
-    if a.norm.data != NULL:
-        a.second_pass = True
+    if a.stats.norm.data != NULL:
+        a.stats.second_pass = True
         _run_attention(&a, threads)
 
 

@@ -4,7 +4,7 @@
 cdef int64_t PARALLEL_ELEMENTS = 1 << 16
 cdef int64_t TASK_ELEMENTS = 1 << 14
 
-cdef dict _ACTIVATIONS = {fa_activation_name(<fa_activation>i).decode(): i for i in range(1, FA_N_ACTIVATIONS)}
+cdef dict _ACTIVATIONS = {fa_activation_names[i].decode(): i for i in range(1, FA_N_ACTIVATIONS)}
 _ACTIVATIONS[None] = FA_NONE
 cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8}
 cdef dict _STORED = {FA_F32: cnp.NPY_FLOAT, FA_F64: cnp.NPY_DOUBLE, FA_BF16: cnp.NPY_UINT16, FA_I8: cnp.NPY_INT8}

@@ -128,7 +128,7 @@ cdef class _AttendStep(_Step):
     cdef int ranges
 
     cdef void _set(self, step, buffers) except *:
-        self.args.heads_q, self.args.heads_kv, self.args.scale = step.heads, step.heads_kv, step.scale
+        self.args.heads_q, self.args.heads_kv, self.args.mods.scale = step.heads, step.heads_kv, step.scale
         self.args.head_dim = self.args.head_dim_v = step.head_dim
         self.first_kv, self.ranges = step.layer * step.heads_kv, step.ranges
         if step.heads_kv <= 0 or step.heads % step.heads_kv or step.head_dim <= 0 or step.layer < 0:
@@ -162,9 +162,9 @@ cdef class _AttendStep(_Step):
             _move_heads(c, &a.q, a.heads_q + a.heads_kv, a.head_dim, c.pairs, &a.q)
         begin, end = call.ranges[self.ranges]
         if begin is not None:
-            tables.set(&a.row_begin, "row_begin", begin, cnp.NPY_INT64, 2, 1, c.length)
+            tables.set(&a.masks.row_begin, "row_begin", begin, cnp.NPY_INT64, 2, 1, c.length)
         if end is not None:
-            tables.set(&a.row_end, "row_end", end, cnp.NPY_INT64, 2, 1, c.length)
+            tables.set(&a.masks.row_end, "row_end", end, cnp.NPY_INT64, 2, 1, c.length)
         _run_attention(&a, c.threads)
 
     cdef void _append(self, Call *c, fa_attention_args *a) except *:
