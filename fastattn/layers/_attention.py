@@ -322,13 +322,14 @@ class MultiHeadAttention(AttentionParameters):
 
     def _heads(self, product: Array, batch: int, length: int, maps: Stack, first: int) -> list[Array]:
         """What the maps from `first` on made in product (B * L, features): views (B, heads, L, head_dim)."""
-        head_dim = self._head_dim
-        return [
-            product[:, begin : begin + size]
-            .reshape(batch, length, size // head_dim, head_dim)
-            .transpose(0, 2, 1, 3)
-            for begin, size in zip(maps.begins[first:], maps.sizes[first:], strict=True)
-        ]
+        width, head_dim = product.shape[1], self._head_dim
+        places = zip(maps.begins[first:], maps.sizes[first:], strict=True)
+        if maps.unit % head_dim == 0:  # views of one view, which are made faster
+            heads = product.reshape(batch, length, width // head_dim, head_dim).transpose(0, 2, 1, 3)
+            return [heads[:, begin // head_dim : (begin + size) // head_dim] for begin, size in places]
+        parts = [product[:, begin : begin + size] for begin, size in places]
+        shapes = [(batch, length, part.shape[1] // head_dim, head_dim) for part in parts]
+        return [part.reshape(s).transpose(0, 2, 1, 3) for part, s in zip(parts, shapes, strict=True)]
 
     def _placed(self, x: Array, norm: Array | None, offset: Any) -> Array:
         """Queries or keys x (B, heads, L, head_dim), normalised and rotated if the layer does so."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,8 +21,6 @@ from fastattn.layers._scores import Names
 from fastattn.layers._state import Layer, last_change
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array
@@ -95,21 +92,22 @@ class _TransformerLayer(Layer):
 
     def _input(self, name: str, x: ArrayLike) -> tuple[Array, Array]:
         """`x`, the argument `name`, checked: as it is, and (batch, length, d_model)."""
-        func = type(self).__name__
-        array = _calls.checked(func, name, x, self.d_model, self.weights_dtype)
-        return array, _calls.batch_first(func, name, array)
+        array = _calls.checked(type(self).__name__, name, x, self.d_model, self.weights_dtype)
+        return array, _calls.batch_first(type(self).__name__, name, array)
 
-    def _add(self, norm: Norm, x: Array, part: Callable[..., tuple[Array, Any]]) -> Array:
-        """Rows x plus what `part`, like `MultiHeadAttention._attend`, makes of them; and the norm."""
+    def _add_attention(self, norm: Norm, x: Array, attention: MultiHeadAttention, **options: Any) -> Array:
+        """Rows x plus attention of them, with the norm; `options` are those of `_attend`."""
         if self.norm_first:
-            return part(norm._of_rows(x), residual=x)[0]
-        total, _ = part(x, residual=x)
+            return attention._attend(norm._of_rows(x), residual=x, **options)[0]
+        total, _ = attention._attend(x, residual=x, **options)
         return norm._of_rows(total, total)
 
     def _add_feed_forward(self, norm: Norm, x: Array) -> Array:
         """The same for the feed-forward. It may overwrite the rows x."""
-        out = x if self.norm_first else None
-        return self._add(norm, x, lambda y, residual: (self.feed_forward._of_rows(y, residual, out), None))
+        if self.norm_first:
+            return self.feed_forward._of_rows(norm._of_rows(x), x, x)
+        total = self.feed_forward._of_rows(x, x, None)
+        return norm._of_rows(total, total)
 
     def _children(self) -> dict[str, Layer]:
         # A feed-forward's parameters have no prefix: torch's layers hold its maps themselves.
@@ -173,8 +171,10 @@ class TransformerEncoderLayer(_TransformerLayer):
             program = self._plain_program()
             if program is not None:
                 return program.run(x, Sequences(batch)).reshape(array.shape)
-        attend = partial(
-            self.self_attn._attend,
+        x = self._add_attention(
+            self.norm1,
+            x,
+            self.self_attn,
             batch=batch,
             length=length,
             key_padding_mask=src_key_padding_mask,
@@ -184,7 +184,6 @@ class TransformerEncoderLayer(_TransformerLayer):
             lengths=lengths,
             names=_SRC,
         )
-        x = self._add(self.norm1, x, attend)
         return self._add_feed_forward(self.norm2, x).reshape(array.shape)
 
     def _plain_program(self) -> Program | None:
@@ -221,13 +220,11 @@ class TransformerEncoderLayer(_TransformerLayer):
 class TransformerDecoderLayer(_TransformerLayer):
     """Masked self-attention, then attention over the encoder's memory, then feed-forward.
 
-    Its state has the names of `TransformerEncoderLayer`, and ``multihead_attn.*`` and ``norm3.*``.
+    Its options and the names in its state are those of `TransformerEncoderLayer`, and in the state also
+    ``multihead_attn.*`` and ``norm3.*``.
 
     Parameters
     ----------
-    d_model, num_heads, dim_feedforward, activation
-    norm_first, norm, layer_norm_eps, bias, weights_dtype, rng
-        As in `TransformerEncoderLayer`.
     attention, cross_attention : dict, optional
         Options of `MultiHeadAttention` for the attention to itself, and for that over the memory.
     """
@@ -284,8 +281,10 @@ class TransformerDecoderLayer(_TransformerLayer):
                 self._keep(memory, memory_key_padding_mask, batch, cache)
                 keys_values, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
             position = 0 if cache is None else cache.tokens.offset  # before tgt is appended
-            attend = partial(
-                self.self_attn._attend,
+            x = self._add_attention(
+                self.norm1,
+                rows(batched),
+                self.self_attn,
                 batch=batch,
                 length=length,
                 key_padding_mask=tgt_key_padding_mask,
@@ -295,8 +294,10 @@ class TransformerDecoderLayer(_TransformerLayer):
                 lengths=lengths,
                 names=_TGT,
             )
-            attend_memory = partial(
-                self.multihead_attn._attend,
+            x = self._add_attention(
+                self.norm2,
+                x,
+                self.multihead_attn,
                 batch=batch,
                 length=length,
                 key=over,
@@ -307,8 +308,6 @@ class TransformerDecoderLayer(_TransformerLayer):
                 q_offset=position,
                 names=_MEMORY,
             )
-            x = self._add(self.norm1, rows(batched), attend)
-            x = self._add(self.norm2, x, attend_memory)
             out = self._add_feed_forward(self.norm3, x)
         return out.reshape(array.shape)
 

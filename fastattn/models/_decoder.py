@@ -239,7 +239,7 @@ class Decoder(_model.Model):
 
 
 def _is_row(x: Any) -> bool:
-    """Whether `x` is one sequence; of lists of different lengths NumPy does not say."""
+    """Whether `x` is one sequence; `np.ndim` raises for lists of different lengths."""
     try:
         return np.ndim(x) == 1
     except ValueError:
