@@ -219,7 +219,7 @@ class Layer:
 
     def load_state_dict(
         self,
-        state: Mapping[str, Any] | str | os.PathLike[str],
+        state_dict: Mapping[str, Any] | str | os.PathLike[str],
         *,
         prefix: str = "",
         weights_dtype: str | None = None,
@@ -228,7 +228,7 @@ class Layer:
 
         Parameters
         ----------
-        state : mapping of str to array_like, or path
+        state_dict : mapping of str to array_like, or path
             Arrays of any floating type: ``np.load("x.npz")``, or a torch module's ``state_dict()``. Or a
             safetensors file, which the safetensors package reads.
         prefix : str, default ""
@@ -242,7 +242,7 @@ class Layer:
             If names are missing or not known, or arrays do not fit: all of them in one message. The layer is
             as before.
         FileNotFoundError
-            If `state` is a path, and no file is there.
+            If `state_dict` is a path, and no file is there.
 
         Notes
         -----
@@ -255,13 +255,13 @@ class Layer:
         if not isinstance(prefix, str):
             raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
-            if isinstance(state, (str, os.PathLike)):
-                state = opened(func, os.fsdecode(state), stack)
-            elif not isinstance(state, Mapping):
-                kind = type(state).__name__
+            if isinstance(state_dict, (str, os.PathLike)):
+                state_dict = opened(func, os.fsdecode(state_dict), stack)
+            elif not isinstance(state_dict, Mapping):
+                kind = type(state_dict).__name__
                 raise TypeError(
-                    f"{func}(): state is of type {kind}; expected a mapping of names to arrays, or the path"
-                    f" of a safetensors file"
+                    f"{func}(): state_dict is of type {kind}; expected a mapping of names to arrays, or the"
+                    f" path of a safetensors file"
                 )
             walked = list(self._walk())  # once: another thread may replace a part meanwhile
             dtypes = [weights_dtype or layer.weights_dtype for _, layer in walked]
@@ -270,7 +270,7 @@ class Layer:
                 for (path, layer), dtype in zip(walked, dtypes, strict=True)
                 for name, parameter in layer._parameters().items()
             }
-            arrays = _checked(func, known, state, prefix)
+            arrays = _checked(func, known, state_dict, prefix)
             packed = []
             for (path, layer), dtype in zip(walked, dtypes, strict=True):
                 own = {name: arrays[path + name] for name in layer._parameters()}
@@ -280,15 +280,15 @@ class Layer:
 
 
 def _checked(
-    func: str, known: Mapping[str, tuple[Parameter, str]], state: Mapping[str, Any], prefix: str
+    func: str, known: Mapping[str, tuple[Parameter, str]], state_dict: Mapping[str, Any], prefix: str
 ) -> dict[str, Array]:
-    """The arrays of `state` whose names begin with `prefix`, without it, or one error with all that is wrong.
+    """The arrays of `state_dict` whose names begin with `prefix`, without it, or one error with all faults.
 
     `known` has each parameter and the dtype of its layer's weights.
     """
-    if wrong := [name for name in state if not isinstance(name, str)]:
-        raise TypeError(f"{func}(): state has the key {wrong[0]!r}; expected names of parameters")
-    given = {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}
+    if wrong := [name for name in state_dict if not isinstance(name, str)]:
+        raise TypeError(f"{func}(): state_dict has the key {wrong[0]!r}; expected names of parameters")
+    given = {name.removeprefix(prefix): name for name in state_dict if name.startswith(prefix)}
     missing = (name for name in known if name not in given)
     problems = [f"missing: {prefix}{name} {known[name][0].shape}" for name in missing]
     problems += [f"not known: {full}" for name, full in given.items() if name not in known]
@@ -300,7 +300,7 @@ def _checked(
         # Matrices are stored as the layer's weights are, everything else as the kernels' lanes.
         stored = weights_dtype if len(parameter.shape) == 2 else lane_of(weights_dtype).name
         try:
-            array = as_array(func, full, state[full])
+            array = as_array(func, full, state_dict[full])
         except (TypeError, ValueError) as error:
             problems.append(str(error).removeprefix(f"{func}(): "))
             continue

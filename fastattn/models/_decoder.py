@@ -17,7 +17,7 @@ from fastattn.layers._block import model_program
 from fastattn.models import _model
 from fastattn.models._files import stop_ids
 from fastattn.models._sampling import Sampler
-from fastattn.models._text import Text
+from fastattn.models._text import NO_TOKEN, Text
 from fastattn.models._weights import token_rows
 from fastattn.positions import RopeFrequencies, rope_tables
 
@@ -96,7 +96,7 @@ class Decoder(_model.Model):
         if self.positions is not None:
             rows = x.reshape(batch, length, self.hidden_size)
             rows += self.positions[positions]
-        if not self.depth:
+        if not self.num_layers:
             return x
         rotation = None
         if (frequencies := self.frequencies) is not None:
@@ -106,7 +106,7 @@ class Decoder(_model.Model):
             rotation = cos[..., None, :, :], sin[..., None, :, :]
         if cache is None:
             return self.program.run(x, Sequences(batch, self._ranges(0, length, lengths, length), rotation))
-        keys = (batch, self.depth * self.num_kv_heads, length, self.head_dim)
+        keys = (batch, self.num_layers * self.num_kv_heads, length, self.head_dim)
         slots = cache._extend(keys, keys, self.dtype, lengths)
         ranges = self._ranges(slots.starts, length, slots.ends, slots.length)
         return self.program.run(x, Sequences(batch, ranges, rotation, slots))
@@ -178,7 +178,7 @@ class Decoder(_model.Model):
         Notes
         -----
         A step reads the weights and the keys so far once, for the sequences that have not ended. Keys and
-        values take ``2 * depth * num_kv_heads * head_dim`` numbers a token, for as many tokens a sequence as
+        values take ``2 * num_layers * num_kv_heads * head_dim`` numbers a token, as many tokens a sequence as
         the longest has. At first there is room for 256 new tokens; the room doubles when it is full.
         """
         single, prompts = self._prompts(ids, attention_mask)
@@ -223,7 +223,7 @@ class Decoder(_model.Model):
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         for step in range(1, max_new_tokens + 1):
             tokens = sampler(self.logits.run(hidden, Sequences(len(hidden))))
-            yielded = np.full(batch, _model.NO_TOKEN)
+            yielded = np.full(batch, NO_TOKEN)
             yielded[running] = tokens
             yield yielded
             kept = np.flatnonzero((tokens[:, None] != stop).all(axis=1))  # np.isin takes three times as long
@@ -232,7 +232,7 @@ class Decoder(_model.Model):
             if kept.size < len(running):
                 running, tokens, lengths = running[kept], tokens[kept], lengths[kept]
                 sampler.select(kept)
-                if self.depth:  # without layers, nothing is in the cache
+                if self.num_layers:  # without layers, nothing is in the cache
                     cache.select(kept)
             hidden = self._hidden(tokens[:, None], lengths[:, None], longest + step, None, cache)
             lengths = lengths + 1
@@ -299,7 +299,7 @@ def read_decoder(
         model_type=config.get("model_type", str),
         hidden_size=blocks.hidden,
         num_heads=blocks.heads,
-        depth=blocks.depth,
+        num_layers=blocks.num_layers,
         vocab_size=vocab,
         program=program,
         precision=precision,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import as_array, integer, iterated, short
 from fastattn.models._files import Config, ModelError, lfs_hint, require
-from fastattn.models._model import NO_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
+NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
 _MOST_BYTES = 4  # of a character in UTF-8
 
 # Characters that go to the tokenizer at a time: enough work for all its threads, in bounded memory. It

@@ -275,7 +275,7 @@ def test_any_strides_and_byte_order(implementation):
         (lambda m: TransformerEncoderLayer(64, 4, norm="batch"), ValueError, "norm is 'batch'"),
         (lambda m: TransformerEncoder([]), ValueError, "layers is empty"),
         (lambda m: m.load_state_dict({}, weights_dtype="int4"), ValueError, "weights_dtype is 'int4'"),
-        (lambda m: m.load_state_dict([1]), TypeError, "state is of type list"),
+        (lambda m: m.load_state_dict([1]), TypeError, "state_dict is of type list"),
         (lambda m: m.no_such_thing, AttributeError, "no_such_thing"),
     ],
 )
