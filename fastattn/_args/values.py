@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from fastattn._args.blocks import copied
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.types import FLOAT32, FLOAT64
 
 if TYPE_CHECKING:
@@ -71,9 +72,8 @@ def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
 def as_array(func: str, name: str, x: Any) -> Array:
     """`x` as a plain ndarray of any dtype but object."""
     if is_masked(x):
-        raise TypeError(
-            f"{func}(): {name} is a masked array; expected a plain one (mask= says which keys count)"
-        )
+        expected = "a plain one (mask= says which keys count)"
+        raise TypeError(f"{func}(): {name} is a masked array; expected {expected}")
     try:
         array = np.asarray(x)
     except MemoryError:
@@ -117,16 +117,12 @@ def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
     """`x` as an array of one of the four floating types, in any strides and byte order."""
     array = as_array(func, name, x)
     if not is_float(array.dtype):
-        raise TypeError(
-            f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16 or bfloat16"
-        )
+        raise wrong_dtype(func, name, array, "float32, float64, float16 or bfloat16")
     if array.dtype.isnative:
         _native.add(array.dtype)
     if array.ndim < least_dims:
-        raise ValueError(
-            f"{func}(): {name} has shape {array.shape}; expected (..., heads, length, head_dim), or"
-            f" (length, head_dim) for one head"
-        )
+        expected = "(..., heads, length, head_dim), or (length, head_dim) for one head"
+        raise wrong_shape(func, name, array, expected)
     return array
 
 
@@ -134,10 +130,7 @@ def real_array(func: str, name: str, x: Any) -> Array:
     """`x` as an array of real numbers, which the caller converts: floats or integers, but no bools."""
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu" and not is_float(array.dtype):
-        raise TypeError(
-            f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16, bfloat16 or"
-            f" integers"
-        )
+        raise wrong_dtype(func, name, array, "float32, float64, float16, bfloat16 or integers")
     return array
 
 
@@ -195,7 +188,7 @@ def integers(
         return np.array(x, np.int64)
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
+        raise wrong_dtype(func, name, array, "integers")
     require_broadcast(func, name, array.shape, shape, dims)
     if array.size and not (low <= (least := array.min()) and (most := array.max()) <= high):
         raise ValueError(f"{func}(): {name} has {most if low <= least else least}; expected {low} to {high}")
@@ -255,9 +248,8 @@ def generator(func: str, name: str, x: Any) -> np.random.Generator:
         try:
             x = integer(func, name, x, 0)
         except TypeError:
-            raise TypeError(
-                f"{func}(): {name} is {short(x)}; expected a numpy.random.Generator, an integer or None"
-            ) from None
+            expected = "a numpy.random.Generator, an integer or None"
+            raise TypeError(f"{func}(): {name} is {short(x)}; expected {expected}") from None
     return np.random.default_rng(x)
 
 
@@ -266,8 +258,7 @@ def iterated(func: str, name: str, x: Any, expected: str) -> Iterator[Any]:
     try:  # isinstance(x, Iterable) would accept an array of no dimensions
         return iter(x)
     except TypeError:
-        kind = type(x).__name__
-        raise TypeError(f"{func}(): {name} is of type {kind}; expected {expected}") from None
+        raise wrong_type(func, name, x, expected) from None
 
 
 def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: str, hint: str = "") -> None:
@@ -277,6 +268,30 @@ def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: s
     ):
         expected = f"one that fits {dims} = {target}{hint}"
         raise ValueError(f"{func}(): {name} has shape {shape}; expected {expected}")
+
+
+def require_dtypes(func: str, **arrays: Array) -> None:
+    """Raise unless all have one dtype, or the first is float32 and the others are all of one 16-bit type."""
+    first, *others = (x.dtype for x in arrays.values())
+    cached = first == FLOAT32 and others[0].itemsize == 2
+    if any(dtype != others[0] for dtype in others) or not (first == others[0] or cached):
+        came = f"{_listed(arrays)} have dtypes {_listed([first, *others])}"
+        cache = f"float32 for {next(iter(arrays))} with float16 or bfloat16 for all others"
+        raise TypeError(f"{func}(): {came}; expected the same for all, or {cache}")
+
+
+def broadcast_batch(func: str, **shapes: Shape) -> Shape:
+    """The batch dimensions that those of the named arrays broadcast to."""
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        came = f"{_listed(shapes)} have batch dimensions {_listed(shapes.values())}"
+        raise ValueError(f"{func}(): {came}; expected ones that broadcast to each other") from None
+
+
+def _listed(items: Iterable[Any]) -> str:
+    *most, last = map(str, items)
+    return f"{', '.join(most)} and {last}"
 
 
 def require_result(
@@ -304,9 +319,8 @@ def require_result(
         if memory is None or (memory.flags.num & owns and memory is not out):
             continue
         if _share_memory(out, memory):
-            raise ValueError(
-                f"{func}(): {called} shares memory with {name}; expected it apart from all inputs"
-            )
+            expected = "it apart from all inputs"
+            raise ValueError(f"{func}(): {called} shares memory with {name}; expected {expected}")
 
 
 def _require_writable(
@@ -314,29 +328,23 @@ def _require_writable(
 ) -> None:
     """Raise unless `out` is a writable array of `shape` and `dtype` whose elements do not overlap."""
     if not isinstance(out, np.ndarray) or is_masked(out):
-        raise TypeError(f"{func}(): {called} is of type {type(out).__name__}; expected an ndarray")
+        raise wrong_type(func, called, out, "an ndarray")
     if out.dtype != dtype:
         order = "" if out.dtype.isnative else " in native byte order"
-        raise TypeError(f"{func}(): {called} has dtype {out.dtype}; expected {like}'s, {dtype}{order}")
+        raise wrong_dtype(func, called, out, f"{like}'s, {dtype}{order}")
     if out.shape != shape:
-        raise ValueError(f"{func}(): {called} has shape {out.shape}; expected {shape}")
+        raise wrong_shape(func, called, out, shape)
+    fault = ""
     if not out.flags.writeable:
-        raise ValueError(f"{func}(): {called} is read-only; expected a writable array")
-    if not out.flags.aligned:
-        raise ValueError(
-            f"{func}(): {called} has elements not aligned to their size; expected an aligned array"
-        )
-    if not out.size:
-        return
-    if shape[-1] > 1 and out.strides[-1] != out.itemsize:
-        raise ValueError(
-            f"{func}(): {called} has strides {out.strides}; expected its last axis to be contiguous"
-        )
-    if _overlaps_itself(out):
-        raise ValueError(
-            f"{func}(): {called} has strides {out.strides} for shape {shape}; expected no two elements to"
-            f" overlap"
-        )
+        fault = "is read-only; expected a writable array"
+    elif not out.flags.aligned:
+        fault = "has elements not aligned to their size; expected an aligned array"
+    elif out.size and shape[-1] > 1 and out.strides[-1] != out.itemsize:
+        fault = f"has strides {out.strides}; expected its last axis to be contiguous"
+    elif out.size and _overlaps_itself(out):
+        fault = f"has strides {out.strides} for shape {shape}; expected no two elements to overlap"
+    if fault:
+        raise ValueError(f"{func}(): {called} {fault}")
 
 
 def _overlaps_itself(array: Array) -> bool:
