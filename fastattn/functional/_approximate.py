@@ -8,14 +8,14 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import float_array, integer
+from fastattn._args.values import MOST_SIZE, flag, float_array, generator, integer
 from fastattn.functional._attention import attention, attention_weights
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from fastattn._args.options import Backend, InnerOptions
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Ints
 
 
 def linformer_attention(
@@ -216,3 +216,171 @@ def _pseudo_inverse(a: Array, num_iterations: int) -> Array:
         x = x @ (13 * one - ax @ (15 * one - ax @ (7 * one - ax))) / 4
     result: Array = x
     return result
+
+
+def lsh_attention(
+    qk: ArrayLike,
+    v: ArrayLike,
+    *,
+    num_buckets: int,
+    chunk: int = 64,
+    num_rounds: int = 1,
+    rng: np.random.Generator | int | None = 0,
+    rotations: ArrayLike | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> NDArray[Any]:
+    """The Reformer's attention [1]_: each query attends keys that are hashed near to it.
+
+    Keys are the queries, normalised. In each round tokens are hashed, ``argmax([x R, -x R])`` with a random
+    R, sorted by hash and position and cut into chunks; a token attends its chunk and the one before, which
+    for a round's first chunk is the last one of the round before. It attends itself only where there is
+    nothing else. Rounds are joined by their log-sum-exps.
+
+    Parameters
+    ----------
+    qk : array_like, (..., heads, len, head_dim)
+        Queries, and keys before their normalisation.
+    v : array_like, (..., heads, len, head_dim_v)
+        qk's dtype.
+    num_buckets : int
+        Even, at least 2.
+    chunk : int, default 64
+        Tokens of a chunk; at most all there are.
+    num_rounds : int, default 1
+        Independent hashes.
+    rng : Generator, int or None, default 0
+        Draws the rotations R, which are standard normal: a generator, its seed, or None for an unknown one.
+    rotations : array_like, (heads, num_rounds, head_dim, num_buckets // 2), optional
+        R itself; `rng` is not looked at.
+    causal : bool, default False
+        A token attends none that comes after it.
+    scale : float, optional
+        Default ``1 / sqrt(head_dim)``, of queries with keys whose root mean square is 1.
+    num_threads, backend
+        As in `attention`.
+
+    Returns
+    -------
+    out : ndarray, (..., heads, len, head_dim_v)
+        In qk's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    O(num_rounds * len * (chunk * (head_dim + head_dim_v) + num_buckets * head_dim)) a head, and a bias of
+    2 * chunk numbers for every token and round. As in the authors' code and transformers', a pair that meets
+    in several rounds counts in each.
+
+    References
+    ----------
+    .. [1] N. Kitaev, Ł. Kaiser and A. Levskaya, "Reformer: The Efficient Transformer", 2020,
+       arXiv:2001.04451.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> x = np.random.default_rng(0).standard_normal((2, 300, 16), np.float32)
+    >>> fastattn.functional.lsh_attention(x, x, num_buckets=8, chunk=32, causal=True).shape
+    (2, 300, 16)
+    """
+    func = "lsh_attention"
+    queries, values = float_array(func, "qk", qk, least_dims=3), float_array(func, "v", v, least_dims=3)
+    if queries.shape[:-1] != values.shape[:-1]:
+        raise ValueError(
+            f"{func}(): qk has shape {queries.shape} and v {values.shape}; expected the same but for the last"
+            f" axis"
+        )
+    if queries.dtype != values.dtype:
+        raise TypeError(f"{func}(): v has dtype {values.dtype}; expected qk's, {queries.dtype}")
+    args = attention_args(
+        func, queries, queries, values, scale=scale, num_threads=num_threads, backend=backend
+    )
+    n = integer(func, "num_buckets", num_buckets, 2, MOST_SIZE)
+    if n % 2:
+        raise ValueError(f"{func}(): num_buckets is {n}; expected an even number")
+    num_rounds = integer(func, "num_rounds", num_rounds, 1, MOST_SIZE)
+    lane, length = lane_dtype(queries.dtype), queries.shape[-2]
+    shape = (args.heads_q, num_rounds, args.head_dim, n // 2)
+    if rotations is None:
+        r = generator(func, "rng", rng).standard_normal(shape).astype(lane)
+    else:
+        r = float_array(func, "rotations", rotations).astype(lane)
+        if r.shape != shape:
+            raise ValueError(
+                f"{func}(): rotations has shape {r.shape}; expected {shape},"
+                f" (heads, num_rounds, head_dim, num_buckets // 2)"
+            )
+    chunk = min(integer(func, "chunk", chunk, 1), max(1, length))  # a longer one would only be padded
+    causal = flag(func, "causal", causal)
+    options: Any = {"scale": args.scale, "num_threads": args.num_threads, "backend": backend}
+    q, values = queries.astype(lane), values.astype(lane)
+    if not q.size or not values.size:
+        return np.zeros(args.out.shape, args.out.dtype)
+    k = _normalised(q)
+    order = np.stack([_hash_order(q, r[:, i], chunk) for i in range(num_rounds)], axis=-2)
+    out, lse = _attend_chunks(q, k, values, order, chunk, causal, options)
+    back = np.argsort(order, axis=-1)[..., :length]
+    out = np.take_along_axis(out, back[..., None], axis=-2)
+    lse = np.take_along_axis(lse, back, axis=-1)
+    return _joined(out, lse).astype(args.out.dtype, copy=False)
+
+
+@np.errstate(all="ignore")
+def _normalised(x: Array) -> Array:
+    """x (..., d) of a root mean square of 1."""
+    result: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(1e-6))
+    return result
+
+
+@np.errstate(all="ignore")
+def _joined(out: Array, lse: Array) -> Array:
+    """Results (..., rounds, length, d) of all rounds."""
+    # Normalised here: the lse of a token that has only itself is large, and so is its rounding.
+    weights = np.exp(lse - lse.max(axis=-2, keepdims=True))[..., None]
+    joined: Array = (weights * out).sum(axis=-3) / weights.sum(axis=-3)
+    return joined
+
+
+@np.errstate(all="ignore")
+def _hash_order(x: Array, rotations: Array, chunk: int) -> Ints:
+    """Tokens of x (..., heads, length, d) by hash and position, and behind them what fills the last chunk."""
+    length = x.shape[-2]
+    rotated = x @ rotations
+    buckets = np.argmax(np.concatenate([rotated, -rotated], axis=-1), axis=-1)
+    order = np.argsort(buckets, axis=-1, kind="stable")
+    n_more = -length % chunk
+    more = np.broadcast_to(np.arange(length, length + n_more), (*order.shape[:-1], n_more))
+    return np.concatenate([order, more], axis=-1)
+
+
+_ITSELF = -1e5  # a token's bias towards itself: of weight where it has nothing else
+
+
+def _attend_chunks(
+    q: Array, k: Array, v: Array, order: Ints, chunk: int, causal: bool, options: Any
+) -> tuple[Array, Array]:
+    """Results (..., heads, rounds, padded length, d) and their lses, in the order of the hashes."""
+    length = q.shape[-2]
+
+    def cut(x: Array) -> Array:
+        """x (..., heads, rounds, padded length, d) as (..., heads, chunks of all rounds, chunk, d)."""
+        return x.reshape(*x.shape[:-3], -1, chunk, x.shape[-1])
+
+    def with_previous(x: Array) -> Array:
+        return np.concatenate([np.roll(x, 1, axis=-3), x], axis=-2) if x.shape[-3] > 1 else x
+
+    place = cut(order[..., None])
+    i, j = place, with_previous(place).swapaxes(-1, -2)
+    hidden = (j > i) | (j >= length) if causal else j >= length
+    bias = np.where(hidden & (i != j), -np.inf, np.where(i == j, _ITSELF, 0)).astype(q.dtype)
+    real = np.minimum(order, length - 1)[..., None]
+    q, k, v = (cut(np.take_along_axis(x[..., None, :, :], real, axis=-2)) for x in (q, k, v))
+    out, lse = attention(q, with_previous(k), with_previous(v), bias=bias, return_lse=True, **options)
+    return out.reshape(*order.shape, -1), lse.reshape(order.shape)

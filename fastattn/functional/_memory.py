@@ -1,4 +1,4 @@
-"""Attention over keys from elsewhere, beside those of the sequence."""
+"""Attention over keys that are kept elsewhere: in a memory, or compressed to one short vector a token."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn._args.attention import attention_args
-from fastattn._args.options import AttentionOptions
+from fastattn._args.options import AttentionOptions, InnerOptions, require_options
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import operand, require_broadcast
+from fastattn._args.values import flag, float_array, operand, require_broadcast
 from fastattn._args.variants import per_head, variant_args
 from fastattn._engine import dispatch
-from fastattn.functional._pieces import apart, join
+from fastattn.functional._pieces import apart, join, run
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -126,3 +126,144 @@ def memory_attention(
     else:
         args.out[...] = weight * memory.out + (1 - weight) * local.out
     return args.result
+
+
+@overload
+def latent_attention(
+    q: ArrayLike,
+    cache: ArrayLike,
+    key_weight: ArrayLike,
+    value_weight: ArrayLike,
+    *,
+    absorbed: bool | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[InnerOptions],
+) -> Array: ...
+@overload
+def latent_attention(
+    q: ArrayLike,
+    cache: ArrayLike,
+    key_weight: ArrayLike,
+    value_weight: ArrayLike,
+    *,
+    absorbed: bool | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[InnerOptions],
+) -> tuple[Array, Array]: ...
+@np.errstate(all="ignore")  # as in the kernels
+def latent_attention(
+    q: ArrayLike,
+    cache: ArrayLike,
+    key_weight: ArrayLike,
+    value_weight: ArrayLike,
+    *,
+    absorbed: bool | None = None,
+    return_lse: bool = False,
+    **options: Unpack[InnerOptions],
+) -> Any:
+    """Multi-head latent attention of DeepSeek-V2 and V3, over the compressed cache [1]_.
+
+    ``k_jh = [W_h c_j, r_j]`` and ``v_jh = U_h c_j``: c_j is the latent vector of token j, r_j its key with
+    rotary position, which all heads share.
+
+    Parameters
+    ----------
+    q : array_like, (..., heads, len_q, nope_dim + rope_dim)
+        Queries, the part with rotary position last, and rotated.
+    cache : array_like, (..., len_k, rank + rope_dim)
+        ``[c_j, r_j]`` of each token: c after its norm, r rotated. This is all that decoding keeps.
+    key_weight : array_like, (heads, nope_dim, rank)
+        W; with `value_weight` the rows of each head of ``kv_b_proj.weight``, first these, then those.
+    value_weight : array_like, (heads, value_dim, rank)
+        U.
+    absorbed : bool, optional
+        True: W goes into the queries and U into the result, and all heads attend to the cache itself, of
+        which nothing is copied. False: keys and values of all heads are made first. The same numbers up to
+        rounding; by default what takes fewer operations for these dimensions and that many queries.
+    return_lse : bool, default False
+        As in `attention`.
+    **options
+        Keyword arguments of `attention`, but out and stats. Scale is by default
+        ``1 / sqrt(nope_dim + rope_dim)``.
+
+    Returns
+    -------
+    out : ndarray, (..., heads, len_q, value_dim)
+        In q's dtype.
+    lse : ndarray, (..., heads, len_q)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit.
+
+    Notes
+    -----
+    Absorbed, a pair of a query and a key costs ``2 * rank + rope_dim`` multiply-adds a head. Otherwise it
+    costs ``nope_dim + rope_dim + value_dim``, which is less, but every key costs ``rank * (nope_dim +
+    value_dim)`` a head first. Absorbed, a step of decoding reads the cache once for all heads.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
+       2024, arXiv:2405.04434, section 2.1.
+    """
+    func = "latent_attention"
+    require_options(func, options, InnerOptions)
+    queries = operand(func, "q", q, [])
+    tokens = operand(func, "cache", cache, [])
+    if not (tokens.dtype == queries.dtype or (queries.dtype == np.float32 and tokens.dtype.itemsize == 2)):
+        raise TypeError(
+            f"{func}(): cache has dtype {tokens.dtype}; expected q's, {queries.dtype}, or if that is float32,"
+            f" float16 or bfloat16"
+        )
+    of_keys = float_array(func, "key_weight", key_weight)
+    of_values = float_array(func, "value_weight", value_weight)
+    if queries.ndim < 3:
+        raise ValueError(
+            f"{func}(): q has shape {queries.shape}; expected (..., heads, len_q, nope_dim + rope_dim)"
+        )
+    heads, len_q, dim = queries.shape[-3:]
+    for name, x in (("key_weight", of_keys), ("value_weight", of_values)):
+        if x.ndim != 3 or x.shape[0] != heads or x.shape[-1] != of_keys.shape[-1]:
+            raise ValueError(
+                f"{func}(): {name} has shape {x.shape}; expected (heads, dim, rank), q's {heads} heads and"
+                f" one rank for both"
+            )
+    _, nope_dim, rank = of_keys.shape
+    value_dim, rope_dim = of_values.shape[1], dim - nope_dim
+    if rope_dim < 0 or tokens.shape[-1] != rank + rope_dim:
+        raise ValueError(
+            f"{func}(): cache has shape {tokens.shape}; expected (..., len_k, rank + rope_dim), {rank} and"
+            f" {rope_dim} of weights and q"
+        )
+    try:
+        np.broadcast_shapes(queries.shape[:-3], tokens.shape[:-2])
+    except ValueError:
+        raise ValueError(
+            f"{func}(): cache has shape {tokens.shape}; expected batch dimensions that broadcast with q's,"
+            f" shape {queries.shape}"
+        ) from None
+    if absorbed is None:
+        absorbed = len_q * (2 * rank - nope_dim - value_dim) <= rank * (nope_dim + value_dim)
+    absorbed = flag(func, "absorbed", absorbed)
+    dtype, lane = queries.dtype, lane_dtype(queries.dtype)
+    if options.get("scale") is None:
+        options["scale"] = dim**-0.5
+    of_keys, of_values = of_keys.astype(lane, copy=False), of_values.astype(lane, copy=False)
+    shared = tokens[..., None, :, :]
+    if absorbed:
+        longer = np.empty((*queries.shape[:-1], rank + rope_dim), dtype)
+        longer[..., :rank] = queries[..., :nope_dim].astype(lane, copy=False) @ of_keys
+        longer[..., rank:] = queries[..., nope_dim:]
+        args = attention_args(func, longer, shared, shared[..., :rank], return_lse=return_lse, **options)
+        dispatch.run(args, options.get("backend"))
+        out = (args.out.astype(lane, copy=False) @ of_values.swapaxes(-1, -2)).astype(dtype, copy=False)
+        return out if args.lse is None else (out, args.lse)
+    latent = shared[..., :rank].astype(lane, copy=False)
+    k: Array = np.empty((*tokens.shape[:-2], heads, tokens.shape[-2], dim), tokens.dtype)
+    k[..., nope_dim:] = shared[..., rank:]
+    k[..., :nope_dim] = latent @ of_keys.swapaxes(-1, -2)
+    v = (latent @ of_values.swapaxes(-1, -2)).astype(tokens.dtype, copy=False)
+    return run(attention_args(func, queries, k, v, return_lse=return_lse, **options), options)
