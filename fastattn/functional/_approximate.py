@@ -30,7 +30,7 @@ def linformer_attention(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> NDArray[Any]:
-    """``softmax(scale * q @ (E @ k).T) @ (F @ v)``: keys and values projected to a fixed number [1]_.
+    """``softmax(scale * q @ (E @ k).T) @ (F @ v)``: keys and values projected to a fixed number.
 
     Parameters
     ----------
@@ -54,11 +54,8 @@ def linformer_attention(
     -----
     O(n * (len_k + len_q) * (head_dim + head_dim_v)) a head; the projections are NumPy's products, in float32
     (float64 for float64), and rounded to k's dtype. Not causal: every projected key has seen all keys.
-
-    References
-    ----------
-    .. [1] S. Wang, B. Z. Li, M. Khabsa, H. Fang and H. Ma, "Linformer: Self-Attention with Linear
-       Complexity", 2020, arXiv:2006.04768.
+    Source: S. Wang, B. Z. Li, M. Khabsa, H. Fang and H. Ma, "Linformer: Self-Attention with Linear
+    Complexity", 2020, arXiv:2006.04768.
 
     Examples
     --------
@@ -128,7 +125,7 @@ def nystrom_attention(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> NDArray[Any]:
-    """Nyström's method on the matrix of probabilities, as in the Nyströmformer [1]_.
+    """Nyström's method on the matrix of probabilities, as in the Nyströmformer.
 
     With landmarks Q', K', the means of `num_landmarks` segments of queries and keys:
     ``softmax(Q K'^T) @ pinv(softmax(Q' K'^T)) @ softmax(Q' K^T) @ V``.
@@ -159,13 +156,8 @@ def nystrom_attention(
     Notes
     -----
     O((len_q + len_k) * num_landmarks * (head_dim + head_dim_v) + num_iterations * num_landmarks ** 3) a head.
-    The
-    depthwise convolution of the values, which the model adds, is not in it.
-
-    References
-    ----------
-    .. [1] Y. Xiong et al., "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention", 2021,
-       arXiv:2102.03902.
+    The depthwise convolution of the values, which the model adds, is not in it. Source: Y. Xiong et al.,
+    "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention", 2021, arXiv:2102.03902.
 
     Examples
     --------
@@ -232,7 +224,7 @@ def lsh_attention(
     num_threads: int | None = None,
     backend: Backend | None = None,
 ) -> NDArray[Any]:
-    """The Reformer's attention [1]_: each query attends keys that are hashed near to it.
+    """The Reformer's attention: each query attends keys that are hashed near to it.
 
     Keys are the queries, normalised. In each round tokens are hashed, ``argmax([x R, -x R])`` with a random
     R, sorted by hash and position and cut into chunks; a token attends its chunk and the one before, which
@@ -274,14 +266,10 @@ def lsh_attention(
 
     Notes
     -----
-    O(num_rounds * len * (chunk * (head_dim + head_dim_v) + num_buckets * head_dim)) a head, and a bias of
-    2 * chunk numbers for every token and round. As in the authors' code and transformers', a pair that meets
-    in several rounds counts in each.
-
-    References
-    ----------
-    .. [1] N. Kitaev, Ł. Kaiser and A. Levskaya, "Reformer: The Efficient Transformer", 2020,
-       arXiv:2001.04451.
+    O(num_rounds * len * (chunk * (head_dim + head_dim_v) + num_buckets * head_dim)) a head, and a bias of 2 *
+    chunk numbers for every token and round. As in the authors' code and transformers', a pair that meets in
+    several rounds counts in each. Source: N. Kitaev, Ł. Kaiser and A. Levskaya, "Reformer: The Efficient
+    Transformer", 2020, arXiv:2001.04451.
 
     Examples
     --------

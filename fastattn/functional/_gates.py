@@ -54,16 +54,14 @@ def gated_attention(
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
-    """Gated attention: ``attention(q, k, v) * sigmoid(gate)`` [1]_.
+    """Gated attention: ``attention(q, k, v) * sigmoid(gate)``.
 
     Parameters
     ----------
-    q, k, v : array_like
+    q, k, v, return_lse
         As in `attention`.
     gate : array_like, (..., heads_q, len_q, head_dim_v) or (..., heads_q, len_q, 1)
         Logits, of the layer's input; the second form is one gate a head. q's dtype.
-    return_lse : bool, default False
-        As in `attention`.
     **options
         Keyword arguments of `attention`, but stats.
 
@@ -75,10 +73,7 @@ def gated_attention(
     Notes
     -----
     `attention`, and one pass over the result. `layers.MultiHeadAttention` has it as ``output_gate=True``.
-
-    References
-    ----------
-    .. [1] Z. Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
+    Source: Z. Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
     """
     func = "gated_attention"
     args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
@@ -127,13 +122,11 @@ def forgetting_attention(
 
     Parameters
     ----------
-    q, k, v : array_like
+    q, k, v, return_lse
         As in `attention`, which is causal here.
     log_forget : array_like, (..., heads_q, len_k)
         Logarithms of the forget gates, ``log_sigmoid(x W)``: finite, 0 or less. Of all keys, those of a cache
         included.
-    return_lse : bool, default False
-        As in `attention`.
     **options
         Keyword arguments of `attention`, but causal, sinks and stats.
 
@@ -147,12 +140,8 @@ def forgetting_attention(
     The bias is a difference of two sums from the first key on, c_i - c_j, and c_i, the same for all keys,
     changes lse alone. So it is a bias of keys, O(len_k), and nothing of the size of the scores. Sums are
     taken in float64, and relative to one of the middle of 512 queries: what rounding to float32 adds to a
-    score that counts is about ``256 * max(-log_forget)`` times 6e-8, whatever the length.
-
-    References
-    ----------
-    .. [1] Z. Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025,
-       arXiv:2503.02130.
+    score that counts is about ``256 * max(-log_forget)`` times 6e-8, whatever the length. Source: Z. Lin et
+    al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025, arXiv:2503.02130.
     """
     func = "forgetting_attention"
     require_options(func, options, ForgettingOptions)

@@ -63,14 +63,12 @@ def cosine_attention(
 
     Parameters
     ----------
-    q, k, v : array_like
+    q, k, v, return_lse
         As in `attention`.
     scale : float or array_like, (..., heads_q), default 1
         Swin v2's ``exp(min(logit_scale, log(100)))``, one a head; QKNorm's g.
     eps : float, default 1e-12
         Lengths are ``sqrt(sum(x**2) + eps**2)``.
-    return_lse : bool, default False
-        As in `attention`.
     **options
         All other keyword arguments of `attention`, but stats.
 
@@ -147,15 +145,13 @@ def qk_norm_attention(
 
     Parameters
     ----------
-    q, k, v : array_like
+    q, k, v, return_lse
         As in `attention`.
     q_weight, k_weight : array_like, (head_dim,), optional
         The norms' weights.
     norm : {"rms_norm", "layer_norm"}
-        RMSNorm as in Qwen3 and OLMo 2, LayerNorm as in ViT-22B [1]_.
+        RMSNorm as in Qwen3 and OLMo 2, LayerNorm as in ViT-22B.
     eps : float, default 1e-6
-    return_lse : bool, default False
-        As in `attention`.
     **options
         Keyword arguments of `attention`, but stats. Rotary positions come between norm and attention: there
         `ops.rms_norm` and `positions.apply_rope` do the same.
@@ -167,11 +163,8 @@ def qk_norm_attention(
 
     Notes
     -----
-    `attention`, and one pass over q and k.
-
-    References
-    ----------
-    .. [1] M. Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023, arXiv:2302.05442.
+    `attention`, and one pass over q and k. Source: M. Dehghani et al., "Scaling Vision Transformers to 22
+    Billion Parameters", 2023, arXiv:2302.05442.
     """
     func = "qk_norm_attention"
     args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
@@ -242,12 +235,8 @@ def general_attention(
     Notes
     -----
     `attention`, and ``q @ W`` in NumPy: O(len_q * query_dim * head_dim) a head. His third form, "concat", is
-    additive attention, and his "location" has no keys.
-
-    References
-    ----------
-    .. [1] M.-T. Luong, H. Pham, C. D. Manning, "Effective Approaches to Attention-based Neural Machine
-       Translation", 2015, arXiv:1508.04025.
+    additive attention, and his "location" has no keys. Source: M.-T. Luong, H. Pham, C. D. Manning,
+    "Effective Approaches to Attention-based Neural Machine Translation", 2015, arXiv:1508.04025.
     """
     func = "general_attention"
     require_options(func, options, AttentionOptions)
@@ -282,7 +271,7 @@ def differential_attention(
     eps: float = 1e-5,
     **options: Unpack[InnerOptions],
 ) -> Array:
-    """Differential attention, ``(softmax(q1 @ k1.T) - lambda * softmax(q2 @ k2.T)) @ v`` [1]_.
+    """Differential attention, ``(softmax(q1 @ k1.T) - lambda * softmax(q2 @ k2.T)) @ v``.
 
     Parameters
     ----------
@@ -318,10 +307,7 @@ def differential_attention(
     -----
     Two calls of `attention` on strided views, and one pass over the result. In 16 bits both results are
     rounded before they are subtracted.
-
-    References
-    ----------
-    .. [1] T. Ye et al., "Differential Transformer", 2024, arXiv:2410.05258.
+    Source: T. Ye et al., "Differential Transformer", 2024, arXiv:2410.05258.
     """
     func = "differential_attention"
     require_options(func, options, InnerOptions)

@@ -161,7 +161,7 @@ def latent_attention(
     return_lse: bool = False,
     **options: Unpack[InnerOptions],
 ) -> Any:
-    """Multi-head latent attention of DeepSeek-V2 and V3, over the compressed cache [1]_.
+    """Multi-head latent attention of DeepSeek-V2 and V3, over the compressed cache.
 
     ``k_jh = [W_h c_j, r_j]`` and ``v_jh = U_h c_j``: c_j is the latent vector of token j, r_j its key with
     rotary position, which all heads share.
@@ -203,11 +203,8 @@ def latent_attention(
     Absorbed, a pair of a query and a key costs ``2 * rank + rope_dim`` multiply-adds a head. Otherwise it
     costs ``nope_dim + rope_dim + value_dim``, which is less, but every key costs ``rank * (nope_dim +
     value_dim)`` a head first. Absorbed, a step of decoding reads the cache once for all heads.
-
-    References
-    ----------
-    .. [1] DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
-       2024, arXiv:2405.04434, section 2.1.
+    Source: DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
+    2024, arXiv:2405.04434, section 2.1.
     """
     func = "latent_attention"
     require_options(func, options, InnerOptions)

@@ -27,7 +27,7 @@ def sparsemax_attention(
 ) -> Array:
     """``sparsemax(scale * q @ k.T) @ v``: each row of scores projected onto the probabilities.
 
-    ``sparsemax(s) = max(s - tau, 0)``, with the tau that makes them sum to 1 [1]_: exact, and exactly 0 for
+    ``sparsemax(s) = max(s - tau, 0)``, with the tau that makes them sum to 1: exact, and exactly 0 for
     keys whose scores lie 1 or more below the largest.
 
     Parameters
@@ -53,11 +53,8 @@ def sparsemax_attention(
     them weight. tau by Newton's method, a few passes over the keys that may still matter. Memory O(threads *
     len_k) for scores, at most 32 float32 rows of len_k a thread. What stands in the value of a key with
     probability 0, NaN and Inf included, never reaches the result; a query that may attend nothing gets 0.
-
-    References
-    ----------
-    .. [1] A. F. T. Martins and R. F. Astudillo, "From Softmax to Sparsemax: A Sparse Model of Attention and
-       Multi-Label Classification", 2016, arXiv:1602.02068.
+    Source: A. F. T. Martins and R. F. Astudillo, "From Softmax to Sparsemax: A Sparse Model of Attention and
+    Multi-Label Classification", 2016, arXiv:1602.02068.
 
     Examples
     --------
@@ -77,7 +74,7 @@ def entmax15_attention(
 ) -> Array:
     """``entmax15(scale * q @ k.T) @ v``: between softmax (alpha = 1) and sparsemax (alpha = 2).
 
-    ``entmax15(s) = max(s / 2 - tau, 0) ** 2``, with the tau that makes them sum to 1 [1]_.
+    ``entmax15(s) = max(s / 2 - tau, 0) ** 2``, with the tau that makes them sum to 1.
 
     Parameters
     ----------
@@ -98,12 +95,8 @@ def entmax15_attention(
 
     Notes
     -----
-    As `sparsemax_attention`; keys 2 or more below the largest score have probability 0.
-
-    References
-    ----------
-    .. [1] B. Peters, V. Niculae and A. F. T. Martins, "Sparse Sequence-to-Sequence Models", 2019,
-       arXiv:1905.05702.
+    As `sparsemax_attention`; keys 2 or more below the largest score have probability 0. Source: B. Peters, V.
+    Niculae and A. F. T. Martins, "Sparse Sequence-to-Sequence Models", 2019, arXiv:1905.05702.
 
     Examples
     --------
@@ -147,14 +140,11 @@ def top_k_attention(
 
     Notes
     -----
-    The selection [1]_ is by bisection of the k-th largest score, up to 32 passes over the scores (64 in
+    The selection is by bisection of the k-th largest score, up to 32 passes over the scores (64 in
     float64), typically half of them. Time and memory otherwise as of `sparsemax_attention`. The values of
     keys that are not selected never reach the result; a score of NaN makes its row NaN.
-
-    References
-    ----------
-    .. [1] A. Gupta, G. Dar, S. Goodman, D. Ciprut and J. Berant, "Memory-efficient Transformers via Top-k
-       Attention", 2021, arXiv:2106.06899.
+    Source: A. Gupta, G. Dar, S. Goodman, D. Ciprut and J. Berant, "Memory-efficient Transformers via Top-k
+    Attention", 2021, arXiv:2106.06899.
 
     Examples
     --------

@@ -27,7 +27,7 @@ def additive_attention(
     weight: ArrayLike,
     **options: Unpack[NoSoftmaxOptions],
 ) -> Array:
-    """``softmax(scores) @ v`` with ``scores[i, j] = weight . tanh(q[i] + k[j])``, Bahdanau's attention [1]_.
+    """``softmax(scores) @ v`` with ``scores[i, j] = weight . tanh(q[i] + k[j])``, Bahdanau's attention.
 
     Parameters
     ----------
@@ -54,12 +54,8 @@ def additive_attention(
     Notes
     -----
     len_q * len_k * head_dim hyperbolic tangents a head, none of which is stored; memory O(threads * len_k)
-    for scores. Masked as in `attention`.
-
-    References
-    ----------
-    .. [1] D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine Translation by Jointly Learning to Align and
-       Translate", 2015, arXiv:1409.0473.
+    for scores. Masked as in `attention`. Source: D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine
+    Translation by Jointly Learning to Align and Translate", 2015, arXiv:1409.0473.
 
     Examples
     --------
@@ -172,7 +168,7 @@ def talking_heads_attention(
     post: ArrayLike | None = None,
     **options: Unpack[NoSoftmaxOptions],
 ) -> Array:
-    """Attention whose scores are mixed across heads before the softmax, and probabilities after it [1]_.
+    """Attention whose scores are mixed across heads before the softmax, and probabilities after it.
 
     With ``S[h] = scale * q[h] @ k[h].T``: ``M[g] = sum_h pre[h, g] S[h]``, ``P[g] = softmax(M[g])``,
     ``out[f] = sum_g post[g, f] P[g] @ v[f]``.
@@ -202,12 +198,8 @@ def talking_heads_attention(
     ``4 * heads * head_dim + 2 * heads * head_dim_v + 6 * heads**2`` FLOP a query and key: scores are computed
     and mixed twice, so that memory is O(threads * heads), whatever the lengths. A key that no mixed head lets
     a query attend never reaches that query's results; one that some head does reaches all with which that
-    head mixes. A query that may attend nothing in a head gets no share from it.
-
-    References
-    ----------
-    .. [1] N. Shazeer, Z. Lan, Y. Cheng, N. Ding and L. Hou, "Talking-Heads Attention", 2020,
-       arXiv:2003.02436.
+    head mixes. A query that may attend nothing in a head gets no share from it. Source: N. Shazeer, Z. Lan,
+    Y. Cheng, N. Ding and L. Hou, "Talking-Heads Attention", 2020, arXiv:2003.02436.
 
     Examples
     --------

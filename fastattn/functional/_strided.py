@@ -60,7 +60,7 @@ def dilated_window_attention(
 
     Parameters
     ----------
-    q, k, v : array_like
+    q, k, v, return_lse
         As in `attention`; k as long as q.
     window : int
         How many keys are attended to either side.
@@ -68,8 +68,6 @@ def dilated_window_attention(
         Their distance.
     causal : bool, default False
         Only keys up to the query's own.
-    return_lse : bool, default False
-        As in `attention`.
     **options
         scale, softcap, sinks, out, num_threads and backend of `attention`.
 
@@ -81,12 +79,8 @@ def dilated_window_attention(
     Notes
     -----
     Keys at multiples of the distance are another sequence, ``k[..., r::dilation, :]``, in which the window
-    has no gaps: as many calls of `attention` on views, O(len_q * window * head_dim) a head together.
-
-    References
-    ----------
-    .. [1] I. Beltagy, M. E. Peters, A. Cohan, "Longformer: The Long-Document Transformer", 2020,
-       arXiv:2004.05150.
+    has no gaps: as many calls of `attention` on views, O(len_q * window * head_dim) a head together. Source:
+    I. Beltagy, M. E. Peters, A. Cohan, "Longformer: The Long-Document Transformer", 2020, arXiv:2004.05150.
     """
     func = "dilated_window_attention"
     args = _self_args(func, q, k, v, options, return_lse)
@@ -130,12 +124,10 @@ def strided_attention(
 
     Parameters
     ----------
-    q, k, v : array_like
+    q, k, v, return_lse
         As in `attention`; k as long as q.
     stride : int
         Query i attends keys j <= i with ``i - j <= stride`` or ``i - j`` a multiple of it.
-    return_lse : bool, default False
-        As in `attention`.
     **options
         scale, softcap, sinks, out, num_threads and backend of `attention`.
 
@@ -148,10 +140,7 @@ def strided_attention(
     -----
     A window, and what is further away, of ``stride`` interleaved sequences, on views: two results that are
     joined by their lse. O(len_q * (stride + len_k / stride) * head_dim) a head.
-
-    References
-    ----------
-    .. [1] R. Child et al., "Generating Long Sequences with Sparse Transformers", 2019, arXiv:1904.10509.
+    Source: R. Child et al., "Generating Long Sequences with Sparse Transformers", 2019, arXiv:1904.10509.
     """
     func = "strided_attention"
     args = _self_args(func, q, k, v, options, return_lse)

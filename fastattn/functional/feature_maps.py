@@ -118,7 +118,7 @@ class Favor:
 
 
 def favor(head_dim: int, num_features: int, rng: np.random.Generator | int | None = None) -> Favor:
-    """Performer's positive orthogonal random features, FAVOR+ [1]_.
+    """Performer's positive orthogonal random features, FAVOR+.
 
     Parameters
     ----------
@@ -145,10 +145,7 @@ def favor(head_dim: int, num_features: int, rng: np.random.Generator | int | Non
     ``phi(x) = exp(w . y - |y|^2 / 2) / sqrt(num_features)`` with ``y = x / head_dim^(1/4)``. The directions w
     are orthogonal in blocks of head_dim, of the lengths that independent normal vectors have. Mapping costs
     ``2 * len * head_dim * num_features`` FLOP, by NumPy.
-
-    References
-    ----------
-    .. [1] K. Choromanski et al., "Rethinking Attention with Performers", 2021, arXiv:2009.14794.
+    Source: K. Choromanski et al., "Rethinking Attention with Performers", 2021, arXiv:2009.14794.
     """
     head_dim = integer("favor", "head_dim", head_dim, 1, _MOST_FEATURES)
     num_features = integer("favor", "num_features", num_features, 1, _MOST_FEATURES)
