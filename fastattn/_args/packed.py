@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.blocks import BLOCK, aligned_empty, copied
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.values import choice, flag, float_array, integer
 
 if TYPE_CHECKING:
@@ -138,13 +139,13 @@ def _require_sizes(
         raise ValueError(f"{func}(): scales are given; expected None for {dtype}, only int8 has any")
     for name, array, shape, kind in expected:
         if type(array) is not np.ndarray:
-            raise TypeError(f"{func}(): {name} is of type {type(array).__name__}; expected an array")
+            raise wrong_type(func, name, array, "an array")
         flags = array.flags
         if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
-            raise ValueError(
-                f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
-                f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
+            expected = (
+                f"{shape}, {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
             )
+            raise wrong_shape(func, f"{name}, of dtype {array.dtype},", array, expected)
 
 
 def _restored(
@@ -182,19 +183,18 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
     if gate is not None:
         maps.insert(0, _weight("gate", gate))
         if maps[0].shape != maps[1].shape:
-            raise ValueError(f"pack(): gate has shape {maps[0].shape}; expected weight's, {maps[1].shape}")
+            raise wrong_shape("pack", "gate", maps[0], f"weight's, {maps[1].shape}")
         if dtype is None and maps[0].dtype != maps[1].dtype:
-            raise TypeError(
-                f"pack(): gate has dtype {maps[0].dtype}; expected weight's, {maps[1].dtype}, or dtype="
-                f" given, which says how both are stored"
-            )
+            expected = f"weight's, {maps[1].dtype}, or dtype= given, which says how both are stored"
+            raise wrong_dtype("pack", "gate", maps[0], expected)
     if dtype is None:
         dtype = {"float64": "float64", "bfloat16": "bfloat16"}.get(maps[-1].dtype.name, "float32")
     choice("pack", "dtype", dtype, WEIGHT_DTYPES)
     for name, array in zip(("weight", "gate"), reversed(maps), strict=False):
         if not is_finite(array, dtype):
-            what = f"values that are not finite as {dtype}"
-            raise ValueError(f"pack(): {name} has {what}; expected finite ones")
+            raise ValueError(
+                f"pack(): {name} has values that are not finite as {dtype}; expected finite ones"
+            )
     out_features, in_features = maps[0].shape
     width, unit = columns(dtype), 2 if dtype == "bfloat16" else 1
     count, steps = -(-out_features // width), -(-in_features // unit)
@@ -244,7 +244,7 @@ def _weight(name: str, x: Any) -> Array:
     """`x` as a 2-D floating array."""
     array = float_array("pack", name, x)
     if array.ndim != 2:
-        raise ValueError(f"pack(): {name} has shape {array.shape}; expected (out_features, in_features)")
+        raise wrong_shape("pack", name, array, "(out_features, in_features)")
     return array
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import wrong_shape
+from fastattn._args.ops import vector
 from fastattn._args.options import NoSoftmaxOptions, require_options
 from fastattn._args.types import RowwiseArgs, lane_dtype
 from fastattn._args.values import float_array, head_values, integer, require_broadcast
@@ -41,7 +43,7 @@ def with_shape(
     array = float_array(func, name, x)
     require_broadcast(func, name, array.shape, shape, dims)
     if array.shape[-n_last:] != shape[-n_last:]:
-        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {dims} = {shape}")
+        raise wrong_shape(func, name, array, f"{dims} = {shape}")
     return np.asarray(array, lane)
 
 
@@ -59,10 +61,8 @@ def one_offset(func: str, args: AttentionArgs, options: PlaceOptions) -> int:
     if options.get("q_offset") is not None:
         return integer(func, "q_offset", options["q_offset"], -(2**53), 2**53)
     if options.get("kv_lengths") is not None:
-        raise ValueError(
-            f"{func}(): kv_lengths is given without q_offset; expected both: one position of the first query"
-            f" for all sequences"
-        )
+        expected = "both: one position of the first query for all sequences"
+        raise ValueError(f"{func}(): kv_lengths is given without q_offset; expected {expected}")
     return args.len_k - args.len_q
 
 
@@ -85,10 +85,10 @@ def additive_args(func: str, q: Any, k: Any, v: Any, weight: Any, options: NoSof
         options["scale"] = 1.0
     args = rowwise_args(func, "additive", q, k, v, options)
     a = args.attention
-    array = float_array(func, "weight", weight)
-    require_broadcast(func, "weight", array.shape, (a.heads_q, a.head_dim), "(heads_q, head_dim)", "")
+    array, shape = float_array(func, "weight", weight), (a.heads_q, a.head_dim)
+    require_broadcast(func, "weight", array.shape, shape, "(heads_q, head_dim)")
     lanes = array.astype(lane_dtype(a.q.dtype))
-    args.weight = np.ascontiguousarray(np.broadcast_to(lanes, (a.heads_q, a.head_dim)))
+    args.weight = np.ascontiguousarray(np.broadcast_to(lanes, shape))
     return args
 
 
@@ -97,17 +97,8 @@ def talking_args(
 ) -> RowwiseArgs:
     """Check those of `talking_heads_attention`."""
     args = rowwise_args(func, "talking_heads", q, k, v, options)
-    args.pre = _mixing(func, "pre", pre, args.attention)
-    args.post = _mixing(func, "post", post, args.attention)
+    lane, shape = lane_dtype(args.out.dtype), (args.attention.heads_q,) * 2
+    # Copies: the result may share their memory.
+    args.pre = None if pre is None else np.array(vector(func, "pre", pre, shape, lane))
+    args.post = None if post is None else np.array(vector(func, "post", post, shape, lane))
     return args
-
-
-def _mixing(func: str, name: str, x: Any, a: AttentionArgs) -> Array | None:
-    if x is None:
-        return None
-    array = float_array(func, name, x)
-    if array.shape != (a.heads_q, a.heads_q):
-        raise ValueError(
-            f"{func}(): {name} has shape {array.shape}; expected {(a.heads_q, a.heads_q)}, (heads_q, heads_q)"
-        )
-    return np.array(array, lane_dtype(a.q.dtype), order="C")  # a copy: the result may share its memory

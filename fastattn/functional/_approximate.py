@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import MOST_SIZE, flag, float_array, generator, integer
 from fastattn.functional._attention import attention, attention_weights
@@ -73,10 +74,8 @@ def linformer_attention(
     else:
         second = _projection(func, "value_projection", value_projection, "v", values)
         if first.shape[-2] != second.shape[-2]:
-            raise ValueError(
-                f"{func}(): value_projection has shape {second.shape}; expected (..., n, len_k) with"
-                f" key_projection's n = {first.shape[-2]}"
-            )
+            expected = f"(..., n, len_k) with key_projection's n = {first.shape[-2]}"
+            raise wrong_shape(func, "value_projection", second, expected)
     keys, values = _projected(first, keys), _projected(second, values)
     return attention(q, keys, values, scale=scale, out=out, num_threads=num_threads, backend=backend)
 
@@ -85,10 +84,8 @@ def _projection(func: str, name: str, x: Any, of: str, other: Array) -> Array:
     """`x` as a matrix (n, length) for each head of `other`, which is called `of`."""
     matrix, length = float_array(func, name, x), other.shape[-2]
     if matrix.ndim < 2 or matrix.shape[-1] != length or matrix.shape[-2] < 1:
-        raise ValueError(
-            f"{func}(): {name} has shape {matrix.shape}; expected (..., n, {length}), as many columns as"
-            f" {of} has rows, shape {other.shape}"
-        )
+        expected = f"(..., n, {length}), as many columns as {of} has rows, shape {other.shape}"
+        raise wrong_shape(func, name, matrix, expected)
     _require_leading(func, name, matrix, of, other)
     return matrix
 
@@ -100,18 +97,15 @@ def _require_leading(func: str, name: str, matrix: Array, of: str, other: Array)
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(
-            f"{func}(): {name} has shape {matrix.shape}; expected (n, len_k), or leading axes that broadcast"
-            f" to {of}'s, shape {other.shape}"
-        )
+        expected = f"(n, len_k), or leading axes that broadcast to {of}'s, shape {other.shape}"
+        raise wrong_shape(func, name, matrix, expected)
 
 
 @np.errstate(all="ignore")
 def _projected(matrix: Array, x: Array) -> Array:
     """matrix (n, length) @ x (..., length, d), in x's dtype."""
     lane = lane_dtype(x.dtype)
-    result: Array = (matrix.astype(lane) @ x.astype(lane)).astype(x.dtype)
-    return result
+    return np.asarray(matrix.astype(lane) @ x.astype(lane), x.dtype)
 
 
 def nystrom_attention(
@@ -169,9 +163,8 @@ def nystrom_attention(
     func = "nystrom_attention"
     args = attention_args(func, q, k, v, scale=scale, num_threads=num_threads, backend=backend)
     if args.heads_q != args.heads_kv:
-        raise ValueError(
-            f"{func}(): q has {args.heads_q} heads and k {args.heads_kv}; expected the same number of both"
-        )
+        came = f"q has {args.heads_q} heads and k {args.heads_kv}"
+        raise ValueError(f"{func}(): {came}; expected the same number of both")
     integer(func, "num_iterations", num_iterations, 0)
     n = integer(func, "num_landmarks", num_landmarks, 1)
     options: InnerOptions = {"scale": args.scale, "num_threads": args.num_threads, "backend": backend}
@@ -184,9 +177,9 @@ def nystrom_attention(
     values = attention(q_mean, k, v, **options)
     with np.errstate(all="ignore"):
         values = inverse @ values
-    result: Array = attention(q, k_mean, values, **options)
+    result = attention(q, k_mean, values, **options)
     with np.errstate(all="ignore"):
-        return result.astype(dtype, copy=False)
+        return np.asarray(result, dtype)
 
 
 @np.errstate(all="ignore")
@@ -194,20 +187,18 @@ def _segment_means(x: Array, n: int) -> Array:
     """x (..., length, d) to (..., n, d), in the dtype in which it is accumulated."""
     edges = np.arange(n + 1) * x.shape[-2] // n
     x = x.astype(np.promote_types(x.dtype, np.float32) if x.dtype.itemsize > 2 else np.float32, copy=False)
-    means: Array = np.add.reduceat(x, edges[:-1], axis=-2) / np.diff(edges)[:, None].astype(x.dtype)
-    return means
+    return np.asarray(np.add.reduceat(x, edges[:-1], axis=-2) / np.diff(edges)[:, None].astype(x.dtype))
 
 
 @np.errstate(all="ignore")
 def _pseudo_inverse(a: Array, num_iterations: int) -> Array:
     """Razavi et al. 2014: x = x (13 I - a x (15 I - a x (7 I - a x))) / 4, of matrices (..., n, n)."""
     one = np.eye(a.shape[-1], dtype=a.dtype)
-    x = a.swapaxes(-1, -2) / a.sum(axis=-2).max(axis=-1)[..., None, None]
+    x: Array = a.swapaxes(-1, -2) / a.sum(axis=-2).max(axis=-1)[..., None, None]
     for _ in range(num_iterations):
         ax = a @ x
         x = x @ (13 * one - ax @ (15 * one - ax @ (7 * one - ax))) / 4
-    result: Array = x
-    return result
+    return x
 
 
 def lsh_attention(
@@ -281,12 +272,10 @@ def lsh_attention(
     func = "lsh_attention"
     queries, values = float_array(func, "qk", qk, least_dims=3), float_array(func, "v", v, least_dims=3)
     if queries.shape[:-1] != values.shape[:-1]:
-        raise ValueError(
-            f"{func}(): qk has shape {queries.shape} and v {values.shape}; expected the same but for the last"
-            f" axis"
-        )
+        came = f"qk has shape {queries.shape} and v {values.shape}"
+        raise ValueError(f"{func}(): {came}; expected the same but for the last axis")
     if queries.dtype != values.dtype:
-        raise TypeError(f"{func}(): v has dtype {values.dtype}; expected qk's, {queries.dtype}")
+        raise wrong_dtype(func, "v", values, f"qk's, {queries.dtype}")
     args = attention_args(
         func, queries, queries, values, scale=scale, num_threads=num_threads, backend=backend
     )
@@ -301,10 +290,8 @@ def lsh_attention(
     else:
         r = float_array(func, "rotations", rotations).astype(lane)
         if r.shape != shape:
-            raise ValueError(
-                f"{func}(): rotations has shape {r.shape}; expected {shape},"
-                f" (heads, num_rounds, head_dim, num_buckets // 2)"
-            )
+            dims = "(heads, num_rounds, head_dim, num_buckets // 2)"
+            raise wrong_shape(func, "rotations", r, f"{shape}, {dims}")
     chunk = min(integer(func, "chunk", chunk, 1), max(1, length))  # a longer one would only be padded
     causal = flag(func, "causal", causal)
     options: Any = {"scale": args.scale, "num_threads": args.num_threads, "backend": backend}
@@ -323,8 +310,7 @@ def lsh_attention(
 @np.errstate(all="ignore")
 def _normalised(x: Array) -> Array:
     """x (..., d) of a root mean square of 1."""
-    result: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(1e-6))
-    return result
+    return np.asarray(x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(1e-6)))
 
 
 @np.errstate(all="ignore")
@@ -332,8 +318,7 @@ def _joined(out: Array, lse: Array) -> Array:
     """Results (..., rounds, length, d) of all rounds."""
     # Normalised here: the lse of a token that has only itself is large, and so is its rounding.
     weights = np.exp(lse - lse.max(axis=-2, keepdims=True))[..., None]
-    joined: Array = (weights * out).sum(axis=-3) / weights.sum(axis=-3)
-    return joined
+    return np.asarray((weights * out).sum(axis=-3) / weights.sum(axis=-3))
 
 
 @np.errstate(all="ignore")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import wrong_type
 from fastattn._engine import dispatch
 from fastattn._reference import attention as reference
 
@@ -73,7 +74,7 @@ def flex_attention(
     """
     func = "flex_attention"
     if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"{func}(): score_mod is of type {type(score_mod).__name__}; expected a function")
+        raise wrong_type(func, "score_mod", score_mod, "a function")
     args = attention_args(func, q, k, v, mask, scale=scale, q_offset=q_offset, return_lse=return_lse)
     if score_mod is None:
         dispatch.run(args, None)

@@ -8,6 +8,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import wrong_dtype
 from fastattn._args.options import AttentionOptions, ForgettingOptions, require_options
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import float_array, real_array, require_broadcast
@@ -79,10 +80,9 @@ def gated_attention(
     args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
     logits = float_array(func, "gate", gate)
     if logits.dtype.newbyteorder("=") != args.q.dtype:
-        raise TypeError(f"{func}(): gate has dtype {logits.dtype}; expected q's, {args.q.dtype}")
-    require_broadcast(
-        func, "gate", logits.shape, args.out.shape, "(..., heads_q, len_q, head_dim_v), or 1 for the last,"
-    )
+        raise wrong_dtype(func, "gate", logits, f"q's, {args.q.dtype}")
+    dims = "(..., heads_q, len_q, head_dim_v), or 1 for the last,"
+    require_broadcast(func, "gate", logits.shape, args.out.shape, dims)
     share = ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
     dispatch.run(args, options.get("backend"))
     np.multiply(args.out, share, out=args.out)

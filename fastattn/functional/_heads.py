@@ -8,6 +8,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import epsilon, vector
 from fastattn._args.options import AttentionOptions, CosineOptions, InnerOptions, require_options
 from fastattn._args.types import FLOAT64, lane_dtype
@@ -170,16 +171,12 @@ def qk_norm_attention(
     args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
     choice(func, "norm", norm, get_args(Norm))
     lane = lane_dtype(args.q.dtype)
-    weights = [
-        vector(func, name, x, (args.head_dim,), lane)
-        for name, x in (("q_weight", q_weight), ("k_weight", k_weight))
-    ]
+    of_queries = vector(func, "q_weight", q_weight, (args.head_dim,), lane)
+    of_keys = vector(func, "k_weight", k_weight, (args.head_dim,), lane)
     small = epsilon(func, "eps", eps, lane)
     normalise: Any = getattr(ops, norm)
-    args.q, args.k = (
-        normalise(x, weight, eps=small, **how(options))
-        for x, weight in zip((args.q, args.k), weights, strict=True)
-    )
+    args.q = normalise(args.q, of_queries, eps=small, **how(options))
+    args.k = normalise(args.k, of_keys, eps=small, **how(options))
     return run(args, options)
 
 
@@ -246,10 +243,8 @@ def general_attention(
     heads = queries.shape[-3] if queries.ndim > 2 else 1
     shape = (queries.shape[-1], keys.shape[-1])
     if matrix.shape not in (shape, (heads, *shape)):
-        raise ValueError(
-            f"{func}(): weight has shape {matrix.shape}; expected (query_dim, head_dim) = {shape}, or one of"
-            f" those a head, {(heads, *shape)}"
-        )
+        expected = f"(query_dim, head_dim) = {shape}, or one of those a head, {(heads, *shape)}"
+        raise wrong_shape(func, "weight", matrix, expected)
     lane = lane_dtype(queries.dtype)
     if queries.ndim == 2:
         matrix = matrix.reshape(shape)
@@ -315,15 +310,10 @@ def differential_attention(
     values = float_array(func, "v", v, least_dims=2)
     for name, x in (("q", queries), ("k", keys)):
         if x.ndim < 3 or x.shape[-3] % 2:
-            raise ValueError(
-                f"{func}(): {name} has shape {x.shape}; expected (..., 2 * heads, length, head_dim)"
-            )
+            raise wrong_shape(func, name, x, "(..., 2 * heads, length, head_dim)")
     heads = keys.shape[-3] // 2
     if (values.shape[-3] if values.ndim > 2 else 1) != heads:
-        raise ValueError(
-            f"{func}(): v has shape {values.shape}; expected {heads} heads, half as many as k has,"
-            f" shape {keys.shape}"
-        )
+        raise wrong_shape(func, "v", values, f"{heads} heads, half as many as k has, shape {keys.shape}")
     first, second = (
         attention_args(func, queries[..., n::2, :, :], keys[..., n::2, :, :], v, **options) for n in (0, 1)
     )

@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import wrong_shape
 from fastattn._args.options import AttentionOptions, InnerOptions, require_options
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import flag, float_array, operand, require_broadcast
+from fastattn._args.values import (
+    broadcast_batch,
+    flag,
+    float_array,
+    operand,
+    require_broadcast,
+    require_dtypes,
+)
 from fastattn._args.variants import per_head, variant_args
 from fastattn._engine import dispatch
 from fastattn.functional._pieces import apart, join, run
@@ -98,19 +106,13 @@ def memory_attention(
     shared = ("scale", "softcap", "num_threads", "backend")
     there: Any = {name: x for name, x in options.items() if name in shared}
     keys, values = operand(func, "memory_k", memory_k, []), operand(func, "memory_v", memory_v, [])
-    if keys.dtype != values.dtype or not (
-        keys.dtype == args.q.dtype or (args.q.dtype == np.float32 and keys.dtype.itemsize == 2)
-    ):
-        raise TypeError(
-            f"{func}(): memory_k and memory_v have dtypes {keys.dtype} and {values.dtype}; expected q's,"
-            f" {args.q.dtype}, or if that is float32, float16 or bfloat16 for both"
-        )
+    require_dtypes(func, q=args.q, memory_k=keys, memory_v=values)
     of_heads, dims = (args.heads_kv, keys.shape[-2]), "(..., heads_kv, len_m, head_dim)"
     for name, x, dim in (("memory_k", keys, args.head_dim), ("memory_v", values, args.head_dim_v)):
         expected = (*args.batch_shape, *of_heads, dim)
         require_broadcast(func, name, x.shape, expected, dims)
         if (x.shape if x.ndim > 2 else (1, *x.shape))[-3:] != expected[-3:]:
-            raise ValueError(f"{func}(): {name} has shape {x.shape}; expected {dims} = {expected}")
+            raise wrong_shape(func, name, x, f"{dims} = {expected}")
     keys, values = (x.reshape((1,) * (3 - x.ndim) + x.shape) for x in (keys, values))
     queries = np.broadcast_to(args.q, (*args.batch_shape, *args.q.shape[-3:]))
     local, memory = apart(args), apart(attention_args(func, queries, keys, values, **there))
@@ -210,38 +212,22 @@ def latent_attention(
     require_options(func, options, InnerOptions)
     queries = operand(func, "q", q, [])
     tokens = operand(func, "cache", cache, [])
-    if not (tokens.dtype == queries.dtype or (queries.dtype == np.float32 and tokens.dtype.itemsize == 2)):
-        raise TypeError(
-            f"{func}(): cache has dtype {tokens.dtype}; expected q's, {queries.dtype}, or if that is float32,"
-            f" float16 or bfloat16"
-        )
+    require_dtypes(func, q=queries, cache=tokens)
     of_keys = float_array(func, "key_weight", key_weight)
     of_values = float_array(func, "value_weight", value_weight)
     if queries.ndim < 3:
-        raise ValueError(
-            f"{func}(): q has shape {queries.shape}; expected (..., heads, len_q, nope_dim + rope_dim)"
-        )
+        raise wrong_shape(func, "q", queries, "(..., heads, len_q, nope_dim + rope_dim)")
     heads, len_q, dim = queries.shape[-3:]
     for name, x in (("key_weight", of_keys), ("value_weight", of_values)):
         if x.ndim != 3 or x.shape[0] != heads or x.shape[-1] != of_keys.shape[-1]:
-            raise ValueError(
-                f"{func}(): {name} has shape {x.shape}; expected (heads, dim, rank), q's {heads} heads and"
-                f" one rank for both"
-            )
+            expected = f"(heads, dim, rank), q's {heads} heads and one rank for both"
+            raise wrong_shape(func, name, x, expected)
     _, nope_dim, rank = of_keys.shape
     value_dim, rope_dim = of_values.shape[1], dim - nope_dim
     if rope_dim < 0 or tokens.shape[-1] != rank + rope_dim:
-        raise ValueError(
-            f"{func}(): cache has shape {tokens.shape}; expected (..., len_k, rank + rope_dim), {rank} and"
-            f" {rope_dim} of weights and q"
-        )
-    try:
-        np.broadcast_shapes(queries.shape[:-3], tokens.shape[:-2])
-    except ValueError:
-        raise ValueError(
-            f"{func}(): cache has shape {tokens.shape}; expected batch dimensions that broadcast with q's,"
-            f" shape {queries.shape}"
-        ) from None
+        expected = f"(..., len_k, rank + rope_dim), {rank} and {rope_dim} of weights and q"
+        raise wrong_shape(func, "cache", tokens, expected)
+    broadcast_batch(func, q=queries.shape[:-3], cache=tokens.shape[:-2])
     if absorbed is None:
         absorbed = len_q * (2 * rank - nope_dim - value_dim) <= rank * (nope_dim + value_dim)
     absorbed = flag(func, "absorbed", absorbed)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import wrong_shape
 from fastattn._args.key_ranges import Resolved
 from fastattn._args.values import operand
 from fastattn._engine import dispatch
@@ -106,10 +107,9 @@ def neighborhood_attention(
     grid = arrays[0].shape[-1 - n : -1]
     for name, x in zip("qkv", arrays, strict=True):
         if x.ndim < n + 2 or x.shape[-1 - n : -1] != grid:
-            raise ValueError(
-                f"{func}(): {name} has shape {x.shape}; expected (..., heads, *spatial, head_dim) with {n}"
-                f" spatial axes, as kernel has, and q's grid, {grid}"
-            )
+            dims = "(..., heads, *spatial, head_dim)"
+            expected = f"{dims} with {n} spatial axes, as kernel has, and q's grid, {grid}"
+            raise wrong_shape(func, name, x, expected)
     if 0 in grid:
         shape = arrays[0].shape
         raise ValueError(f"{func}(): q has shape {shape}, of a grid {grid}; expected at least one place")

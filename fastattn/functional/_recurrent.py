@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from fastattn._args.errors import wrong_shape
 from fastattn._args.options import DecayOptions, DeltaOptions, require_options
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.values import flag, float_array, real_array, short
@@ -95,10 +96,8 @@ def linear_attention(
         Where that state goes (a pair with `normalize`); it may be `state` itself, and implies `return_state`.
     out : ndarray, (..., max(heads_q, heads), len, head_dim_v), optional
         Where the result goes: q's dtype, last axis contiguous.
-    num_threads : int, optional
-        Default ``get_num_threads()``. Any number gives the same bits.
-    backend : {"compiled", "numpy"}, optional
-        Run this implementation and no other.
+    num_threads, backend
+        As in `attention`.
 
     Returns
     -------
@@ -179,7 +178,7 @@ def retention(
         if not ((decays > 0) & (decays <= 1)).all():  # NaN is neither
             raise ValueError(f"retention(): gamma is {short(gamma)}; expected numbers above 0 and at most 1")
         if decays.shape not in ((), (1,), (heads,)):
-            raise ValueError(f"retention(): gamma has shape {decays.shape}; expected (heads,) = {(heads,)}")
+            raise wrong_shape("retention", "gamma", decays, f"(heads,) = {(heads,)}")
         log_gamma = np.log(decays)
     return _run("retention", q, k, v, options, DecayOptions, rule="decay", log_decay=log_gamma.reshape(-1))
 

@@ -328,9 +328,8 @@ def disentangled_attention(
     found = {name: with_shape(func, name, x, shape, dims, 3, lane) for name, x in given.items()}
     if max_distance is not None:
         if n < 4:
-            raise ValueError(
-                f"{func}(): max_distance is given, and {next(iter(given))} has {n} rows; expected 4 or more"
-            )
+            came = f"max_distance is given, and {next(iter(given))} has {n} rows"
+            raise ValueError(f"{func}(): {came}; expected 4 or more")
         max_distance = integer(func, "max_distance", max_distance, n // 4 + 2, 2**53)
     if options.get("scale") is None:
         args.scale = (args.head_dim * (1 + len(found))) ** -0.5

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import wrong_dtype
 from fastattn._args.options import LocationOptions, require_options
-from fastattn._args.values import float_array
+from fastattn._args.values import broadcast_batch, float_array
 from fastattn._args.variants import additive_args, talking_args
 from fastattn.functional._pieces import run, run_rowwise
 
@@ -132,28 +133,19 @@ def location_attention(
     scores = float_array(func, "logits", logits, least_dims=2)
     values = float_array(func, "v", v, least_dims=2)
     if scores.shape[-1] != values.shape[-2]:
-        raise ValueError(
-            f"{func}(): logits has shape {scores.shape} and v {values.shape}; expected (..., heads, len_q,"
-            f" len_k) and (..., heads, len_k, head_dim_v)"
-        )
+        came = f"logits has shape {scores.shape} and v {values.shape}"
+        expected = "(..., heads, len_q, len_k) and (..., heads, len_k, head_dim_v)"
+        raise ValueError(f"{func}(): {came}; expected {expected}")
     dtype, given = (x.dtype.newbyteorder("=") for x in (values, scores))
     if given not in (np.float32, dtype):
-        raise TypeError(f"{func}(): logits has dtype {given}; expected float32 or v's, {dtype}")
+        raise wrong_dtype(func, "logits", scores, f"float32 or v's, {dtype}")
     if scores.ndim == 2 and values.ndim > 2:
         scores = np.broadcast_to(scores, (values.shape[-3], *scores.shape))
     heads, heads_kv = (x.shape[-3] if x.ndim > 2 else 1 for x in (scores, values))
     if not heads or not heads_kv or heads % heads_kv:
-        raise ValueError(
-            f"{func}(): logits has {heads} heads, shape {scores.shape}; expected a multiple of v's"
-            f" {heads_kv}, shape {values.shape}"
-        )
-    try:
-        np.broadcast_shapes(scores.shape[:-3], values.shape[:-3])
-    except ValueError:
-        raise ValueError(
-            f"{func}(): logits has shape {scores.shape} and v {values.shape}; expected batch dimensions that"
-            f" broadcast to each other"
-        ) from None
+        expected = f"a multiple of v's {heads_kv}, shape {values.shape}"
+        raise ValueError(f"{func}(): logits has {heads} heads, shape {scores.shape}; expected {expected}")
+    broadcast_batch(func, logits=scores.shape[:-3], v=values.shape[:-3])
     q = np.zeros((*scores.shape[:-1], 1), dtype)
     k = np.broadcast_to(np.zeros(1, dtype), (*values.shape[:-1], 1))
     args = attention_args(func, q, k, values, bias=scores, scale=1.0, return_lse=return_lse, **options)
