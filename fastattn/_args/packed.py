@@ -142,10 +142,10 @@ def _require_sizes(
             raise wrong_type(func, name, array, "an array")
         flags = array.flags
         if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
-            expected = (
-                f"{shape}, {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
+            raise ValueError(
+                f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
+                f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
             )
-            raise wrong_shape(func, f"{name}, of dtype {array.dtype},", array, expected)
 
 
 def _restored(

@@ -57,13 +57,6 @@ def linformer_attention(
     (float64 for float64), and rounded to k's dtype. Not causal: every projected key has seen all keys.
     Source: S. Wang, B. Z. Li, M. Khabsa, H. Fang and H. Ma, "Linformer: Self-Attention with Linear
     Complexity", 2020, arXiv:2006.04768.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> x = np.ones((1, 2, 100, 8), np.float32)
-    >>> fastattn.functional.linformer_attention(x, x, x, np.full((16, 100), 0.01)).shape
-    (1, 2, 100, 8)
     """
     func = "linformer_attention"
     attention_args(func, q, k, v, scale=scale, out=out, num_threads=num_threads, backend=backend)
@@ -152,13 +145,6 @@ def nystrom_attention(
     O((len_q + len_k) * num_landmarks * (head_dim + head_dim_v) + num_iterations * num_landmarks ** 3) a head.
     The depthwise convolution of the values, which the model adds, is not in it. Source: Y. Xiong et al.,
     "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention", 2021, arXiv:2102.03902.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> x = np.ones((1, 2, 300, 8), np.float32)
-    >>> fastattn.functional.nystrom_attention(x, x, x, num_landmarks=32).shape
-    (1, 2, 300, 8)
     """
     func = "nystrom_attention"
     args = attention_args(func, q, k, v, scale=scale, num_threads=num_threads, backend=backend)
@@ -261,13 +247,6 @@ def lsh_attention(
     chunk numbers for every token and round. As in the authors' code and transformers', a pair that meets in
     several rounds counts in each. Source: N. Kitaev, Ł. Kaiser and A. Levskaya, "Reformer: The Efficient
     Transformer", 2020, arXiv:2001.04451.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> x = np.random.default_rng(0).standard_normal((2, 300, 16), np.float32)
-    >>> fastattn.functional.lsh_attention(x, x, num_buckets=8, chunk=32, causal=True).shape
-    (2, 300, 16)
     """
     func = "lsh_attention"
     queries, values = float_array(func, "qk", qk, least_dims=3), float_array(func, "v", v, least_dims=3)

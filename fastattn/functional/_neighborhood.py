@@ -90,13 +90,6 @@ def neighborhood_attention(
     ----------
     .. [1] A. Hassani et al., "Neighborhood Attention Transformer", 2023, arXiv:2204.07143.
     .. [2] A. Hassani, H. Shi, "Dilated Neighborhood Attention Transformer", 2022, arXiv:2209.15001.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> x = np.ones((2, 4, 16, 16, 32), np.float32)
-    >>> fastattn.functional.neighborhood_attention(x, x, x, kernel=(7, 7)).shape
-    (2, 4, 16, 16, 32)
     """
     func = "neighborhood_attention"
     n = len(kernel) if isinstance(kernel, (tuple, list)) else 1

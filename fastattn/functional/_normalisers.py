@@ -97,13 +97,6 @@ def entmax15_attention(
     -----
     As `sparsemax_attention`; keys 2 or more below the largest score have probability 0. Source: B. Peters, V.
     Niculae and A. F. T. Martins, "Sparse Sequence-to-Sequence Models", 2019, arXiv:1905.05702.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> x = np.ones((1, 2, 5, 8), np.float32)
-    >>> fastattn.functional.entmax15_attention(x, x, x, causal=True).shape
-    (1, 2, 5, 8)
     """
     return run_rowwise(rowwise_args("entmax15_attention", "entmax15", q, k, v, options), options)
 

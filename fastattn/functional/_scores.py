@@ -57,13 +57,6 @@ def additive_attention(
     len_q * len_k * head_dim hyperbolic tangents a head, none of which is stored; memory O(threads * len_k)
     for scores. Masked as in `attention`. Source: D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine
     Translation by Jointly Learning to Align and Translate", 2015, arXiv:1409.0473.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> q, k, v = np.ones((2, 1, 8)), np.ones((2, 5, 8)), np.ones((2, 5, 6))
-    >>> fastattn.functional.additive_attention(q, k, v, np.ones(8)).shape
-    (2, 1, 6)
     """
     return run_rowwise(additive_args("additive_attention", q, k, v, weight, options), options)
 
@@ -192,12 +185,5 @@ def talking_heads_attention(
     a query attend never reaches that query's results; one that some head does reaches all with which that
     head mixes. A query that may attend nothing in a head gets no share from it. Source: N. Shazeer, Z. Lan,
     Y. Cheng, N. Ding and L. Hou, "Talking-Heads Attention", 2020, arXiv:2003.02436.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> x, mix = np.ones((1, 2, 5, 8), np.float32), np.full((2, 2), 0.5)
-    >>> fastattn.functional.talking_heads_attention(x, x, x, mix, mix, causal=True).shape
-    (1, 2, 5, 8)
     """
     return run_rowwise(talking_args("talking_heads_attention", q, k, v, pre, post, options), options)
