@@ -6,7 +6,6 @@ function here. docs/variants.md is the table of all variants.
 
 from fastattn.functional import feature_maps
 from fastattn.functional._approximate import linformer_attention, lsh_attention, nystrom_attention
-from fastattn.functional._flex import flex_attention
 from fastattn.functional._gates import forgetting_attention, gated_attention
 from fastattn.functional._heads import (
     cosine_attention,
@@ -15,13 +14,13 @@ from fastattn.functional._heads import (
     qk_norm_attention,
 )
 from fastattn.functional._memory import latent_attention, memory_attention
-from fastattn.functional._neighborhood import neighborhood_attention
 from fastattn.functional._normalisers import (
     entmax15_attention,
     sigmoid_attention,
     sparsemax_attention,
     top_k_attention,
 )
+from fastattn.functional._patterns import dilated_window_attention, neighborhood_attention, strided_attention
 from fastattn.functional._recurrent import (
     delta_net,
     gated_delta_net,
@@ -31,7 +30,7 @@ from fastattn.functional._recurrent import (
 )
 from fastattn.functional._relative import disentangled_attention, shaw_attention, transformer_xl_attention
 from fastattn.functional._scores import additive_attention, location_attention, talking_heads_attention
-from fastattn.functional._strided import dilated_window_attention, strided_attention
+from fastattn.functional._torch import flex_attention
 
 __all__ = [
     "additive_attention",
