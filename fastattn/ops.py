@@ -79,10 +79,8 @@ def linear(
         Added last; in x's dtype. It may be `out` itself.
     out : ndarray, (..., out_features), optional
         Array for the result: in x's dtype, with a contiguous last axis and rows at equal distances.
-    num_threads : int, optional
-        Default ``get_num_threads()``. The number does not change the result.
-    backend : {"compiled", "numpy"}, optional
-        The implementation to run; there is no fallback.
+    num_threads, backend : optional
+        As in `fastattn.attention`.
 
     Returns
     -------

@@ -13,7 +13,7 @@ import numpy as np
 from fastattn._args import key_ranges
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.statistics import statistics_args
-from fastattn._args.types import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
+from fastattn._args.types import FLOAT32, AttentionArgs, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
     as_array,
@@ -108,9 +108,9 @@ def attention_args(
     if isinstance(mask, Mask):
         structure, mask = mask, None
     if mask is not None:
-        _add_mask(args, func, "mask", mask)
+        add_mask(args, func, "mask", mask)
     if bias is not None:
-        _add_bias(args, func, "bias", bias, copies, " (a bool array goes to mask=)")
+        add_bias(args, func, "bias", bias, copies, " (a bool array goes to mask=)")
     if alibi_slopes is not None:
         args.alibi_slopes = head_values(
             func, "alibi_slopes", alibi_slopes, (*batch_shape, heads_q), lane, copies
@@ -170,7 +170,8 @@ def _raise_shapes(func: str, q: Shape, k: Shape, v: Shape) -> NoReturn:
     raise ValueError(f"{func}(): q has {q[-3]} heads, shape {q}; expected {expected}")
 
 
-def _add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> None:
+def add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> None:
+    """Check `mask`, the argument `name`, and add it to `args`."""
     if callable(mask):
         called = getattr(mask, "__name__", "a function")
         expected = "a bool array or a mask, such as masks.causal() or masks.compile(function, shape)"
@@ -182,9 +183,10 @@ def _add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> Non
     args.mask = _for_scores(args, func, name, array)
 
 
-def _add_bias(
+def add_bias(
     args: AttentionArgs, func: str, name: str, bias: ArrayLike, copies: list[str], or_bool: str
 ) -> None:
+    """Likewise `bias`; the message to one who passes bools or integers ends with `or_bool`."""
     array = as_array(func, name, bias)
     native = array.dtype.newbyteorder("=") if array.dtype.kind == "f" else array.dtype
     if native not in (FLOAT32, args.q.dtype):
@@ -278,44 +280,6 @@ def _both_ends(func: str, row_ranges: Any, shape: Shape) -> key_ranges.Range:
         raise wrong_type(func, "row_ranges", row_ranges, "(begin, end)")
     begin, end = (integers(func, f"row_ranges[{i}]", x, shape, _ROWS) for i, x in enumerate(row_ranges))
     return begin, end
-
-
-def sdpa_args(
-    func: str,
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    attn_mask: ArrayLike | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> AttentionArgs:
-    """Check and normalise torch's arguments: heads broadcast unless they are grouped, causal is top-left."""
-    if number(func, "dropout_p", dropout_p, FLOAT64) != 0:
-        expected = "0.0: dropout is for training, this for inference"
-        raise ValueError(f"{func}(): dropout_p is {dropout_p}; expected {expected}")
-    if flag(func, "is_causal", is_causal) and attn_mask is not None:
-        raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
-    names = {"query": query, "key": key, "value": value}
-    q, k, v = (float_array(func, name, x, least_dims=2) for name, x in names.items())
-    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
-    # One key head for all query heads is a group, and as such not repeated.
-    if not flag(func, "enable_gqa", enable_gqa) and not heads[1] == heads[2] in (1, heads[0]):
-        if any(n not in (1, max(heads)) for n in heads):
-            raise ValueError(
-                f"{func}(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected"
-                f" as many of each, or enable_gqa=True for groups of query heads that share a key head"
-            )
-        q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
-    args = attention_args(func, q, k, v, causal=is_causal, q_offset=0 if is_causal else None, scale=scale)
-    if attn_mask is not None:
-        array = as_array(func, "attn_mask", attn_mask)
-        if array.dtype == np.bool_:
-            _add_mask(args, func, "attn_mask", array)
-        else:
-            _add_bias(args, func, "attn_mask", array, [], " or bool")
-    return args
 
 
 def partial_states(func: str, outs: Any, lses: Any) -> tuple[list[Array], list[Array], Array, Array]:

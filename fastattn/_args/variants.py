@@ -8,7 +8,6 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
-from fastattn._args.ops import vector
 from fastattn._args.options import NoSoftmaxOptions, require_options
 from fastattn._args.types import RowwiseArgs, lane_dtype
 from fastattn._args.values import float_array, head_values, integer, require_broadcast
@@ -19,11 +18,18 @@ if TYPE_CHECKING:
 
 
 def variant_args(
-    func: str, q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, return_lse: bool
+    func: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    options: ComputeOptions,
+    taken: type,
+    return_lse: bool = False,
+    **fixed: Any,
 ) -> AttentionArgs:
-    """The arguments of the `attention` that `func` runs, which takes the options `taken`."""
+    """The arguments of the `attention` that `func` runs: it takes the options `taken`, some are `fixed`."""
     require_options(func, options, taken)
-    return attention_args(func, q, k, v, return_lse=return_lse, **options)
+    return attention_args(func, q, k, v, return_lse=return_lse, **fixed, **options)
 
 
 def how(options: ComputeOptions) -> ComputeOptions:
@@ -67,38 +73,5 @@ def one_offset(func: str, args: AttentionArgs, options: PlaceOptions) -> int:
 
 
 def rowwise_args(func: str, kind: str, q: Any, k: Any, v: Any, options: NoSoftmaxOptions) -> RowwiseArgs:
-    """Check what every kind has."""
-    require_options(func, options, NoSoftmaxOptions)
-    return RowwiseArgs(attention_args(func, q, k, v, **options), kind)
-
-
-def top_k_args(func: str, q: Any, k: Any, v: Any, top_k: Any, options: NoSoftmaxOptions) -> RowwiseArgs:
-    """Check those of `top_k_attention`; more keys than there are is all of them."""
-    args = rowwise_args(func, "top_k", q, k, v, options)
-    args.top_k = min(integer(func, "top_k", top_k, 1), max(1, args.attention.len_k))
-    return args
-
-
-def additive_args(func: str, q: Any, k: Any, v: Any, weight: Any, options: NoSoftmaxOptions) -> RowwiseArgs:
-    """Check those of `additive_attention`."""
-    if options.get("scale") is None:
-        options["scale"] = 1.0
-    args = rowwise_args(func, "additive", q, k, v, options)
-    a = args.attention
-    array, shape = float_array(func, "weight", weight), (a.heads_q, a.head_dim)
-    require_broadcast(func, "weight", array.shape, shape, "(heads_q, head_dim)")
-    lanes = array.astype(lane_dtype(a.q.dtype))
-    args.weight = np.ascontiguousarray(np.broadcast_to(lanes, shape))
-    return args
-
-
-def talking_args(
-    func: str, q: Any, k: Any, v: Any, pre: Any, post: Any, options: NoSoftmaxOptions
-) -> RowwiseArgs:
-    """Check those of `talking_heads_attention`."""
-    args = rowwise_args(func, "talking_heads", q, k, v, options)
-    lane, shape = lane_dtype(args.out.dtype), (args.attention.heads_q,) * 2
-    # Copies: the result may share their memory.
-    args.pre = None if pre is None else np.array(vector(func, "pre", pre, shape, lane))
-    args.post = None if post is None else np.array(vector(func, "post", post, shape, lane))
-    return args
+    """The arguments of attention that needs a whole row of scores at a time; not those of some kinds only."""
+    return RowwiseArgs(variant_args(func, q, k, v, options, NoSoftmaxOptions), kind)

@@ -119,7 +119,7 @@ def nystrom_attention(
 
     Parameters
     ----------
-    q, k, v, num_threads, backend
+    q, k, v, scale, num_threads, backend
         As in `attention`; q and k have as many heads.
     num_landmarks : int, default 64
         Segments differ in length by one at most. Where there are no more queries or keys than landmarks, the
@@ -127,8 +127,6 @@ def nystrom_attention(
     num_iterations : int, default 6
         Of the pseudo-inverse, each of the fourth order; it begins with the transposed matrix, divided by its
         head's largest sum of a column.
-    scale : float, optional
-        Default ``1 / sqrt(head_dim)``.
 
     Returns
     -------

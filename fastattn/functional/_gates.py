@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_dtype
-from fastattn._args.options import AttentionOptions, ForgettingOptions, require_options
+from fastattn._args.options import AttentionOptions, ForgettingOptions
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import float_array, real_array, require_broadcast
 from fastattn._args.variants import how, offsets, variant_args, with_shape
@@ -144,8 +143,7 @@ def forgetting_attention(
     al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025, arXiv:2503.02130.
     """
     func = "forgetting_attention"
-    require_options(func, options, ForgettingOptions)
-    args = attention_args(func, q, k, v, causal=True, return_lse=return_lse, **options)
+    args = variant_args(func, q, k, v, options, ForgettingOptions, return_lse, causal=True)
     shape = (*args.batch_shape, args.heads_q, args.len_k)
     given = real_array(func, "log_forget", log_forget).astype(FLOAT64)
     given = with_shape(func, "log_forget", given, shape, "(..., heads_q, len_k)", 1, FLOAT64)

@@ -60,7 +60,7 @@ def cosine_attention(
     return_lse: bool = False,
     **options: Unpack[CosineOptions],
 ) -> Any:
-    """Cosine attention, ``softmax(scale * cos(q_i, k_j) + bias) @ v``, as in Swin v2 [1]_ and QKNorm [2]_.
+    """Cosine attention, ``softmax(scale * cos(q_i, k_j) + bias) @ v``, as in Swin v2 and QKNorm.
 
     Parameters
     ----------
@@ -80,12 +80,9 @@ def cosine_attention(
 
     Notes
     -----
-    `attention`, and one pass over q and k. Scores are bounded by scale.
-
-    References
-    ----------
-    .. [1] Z. Liu et al., "Swin Transformer V2", 2022, arXiv:2111.09883.
-    .. [2] A. Henry et al., "Query-Key Normalization for Transformers", 2020, arXiv:2010.04245.
+    `attention`, and one pass over q and k. Scores are bounded by scale. Sources: Z. Liu et al., "Swin
+    Transformer V2", 2022, arXiv:2111.09883; A. Henry et al., "Query-Key Normalization for Transformers",
+    2020, arXiv:2010.04245.
     """
     func = "cosine_attention"
     args = variant_args(func, q, k, v, options, CosineOptions, return_lse)
@@ -282,9 +279,7 @@ def differential_attention(
         With it each head's result goes through RMSNorm and is multiplied by ``1 - lambda_init``; the paper's
         is ``0.8 - 0.6 * exp(-0.3 * layer)``, layers counted from 0.
     norm_weight : array_like, (head_dim_v,), optional
-        That norm's.
-    eps : float, default 1e-5
-        Likewise.
+        That norm's weight, as `eps` is its.
     **options
         Keyword arguments of `attention`, but out, return_lse and stats, for both softmaxes.
 

@@ -71,8 +71,8 @@ def memory_attention(
     q, k, v : array_like
         As in `attention`.
     memory_k : array_like, (..., heads_kv, len_m, head_dim)
-        Keys of the memory: learned ones (persistent memory [1]_, prefix tuning), or such as were kept or
-        retrieved (Memorizing Transformers [2]_).
+        Keys of the memory: learned ones (persistent memory, prefix tuning), or such as were kept or
+        retrieved (Memorizing Transformers).
     memory_v : array_like, (..., heads_kv, len_m, head_dim_v)
         Its values.
     gate : float or array_like, (..., heads_q), optional
@@ -92,12 +92,9 @@ def memory_attention(
     Notes
     -----
     Two calls of `attention` whose results are joined by their lse: keys are not copied together, and
-    positions count the sequence's keys alone. One memory serves the whole batch by broadcasting.
-
-    References
-    ----------
-    .. [1] S. Sukhbaatar et al., "Augmenting Self-attention with Persistent Memory", 2019, arXiv:1907.01470.
-    .. [2] Y. Wu et al., "Memorizing Transformers", 2022, arXiv:2203.08913.
+    positions count the sequence's keys alone. One memory serves the whole batch by broadcasting. Sources: S.
+    Sukhbaatar et al., "Augmenting Self-attention with Persistent Memory", 2019, arXiv:1907.01470; Y. Wu et
+    al., "Memorizing Transformers", 2022, arXiv:2203.08913.
     """
     func = "memory_attention"
     args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)

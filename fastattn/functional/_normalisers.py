@@ -5,11 +5,10 @@ from __future__ import annotations
 from math import log
 from typing import TYPE_CHECKING
 
-from fastattn._args.attention import attention_args
-from fastattn._args.options import NoSoftmaxOptions, require_options
+from fastattn._args.options import NoSoftmaxOptions
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import number
-from fastattn._args.variants import rowwise_args, top_k_args
+from fastattn._args.values import integer, number
+from fastattn._args.variants import rowwise_args, variant_args
 from fastattn.functional._pieces import run, run_rowwise
 
 if TYPE_CHECKING:
@@ -146,7 +145,10 @@ def top_k_attention(
     >>> fastattn.functional.top_k_attention(q, k, np.eye(4), top_k=2)
     array([[0. , 0.5, 0.5, 0. ]])
     """
-    return run_rowwise(top_k_args("top_k_attention", q, k, v, top_k, options), options)
+    args = rowwise_args("top_k_attention", "top_k", q, k, v, options)
+    # More keys than there are is all of them.
+    args.top_k = min(integer("top_k_attention", "top_k", top_k, 1), max(1, args.attention.len_k))
+    return run_rowwise(args, options)
 
 
 def sigmoid_attention(
@@ -188,10 +190,7 @@ def sigmoid_attention(
     -----
     Time and memory are those of `attention`, whose kernels run it, with the same rules: a query that attends
     nothing gets 0, what it does not attend never reaches its result, and the same input gives the same bits.
-
-    References
-    ----------
-    J. Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention", 2024,
+    Source: J. Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention", 2024,
     arXiv:2409.04431.
 
     Examples
@@ -202,8 +201,7 @@ def sigmoid_attention(
     array([0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8])
     """
     func = "sigmoid_attention"
-    require_options(func, options, NoSoftmaxOptions)
-    args = attention_args(func, q, k, v, **options)
+    args = variant_args(func, q, k, v, options, NoSoftmaxOptions)
     if sigmoid_bias is None:
         args.sigmoid_bias = -log(max(1, args.len_k))
     else:

@@ -11,8 +11,9 @@ import numpy as np
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.key_ranges import Resolved
-from fastattn._args.options import StridedOptions, require_options
+from fastattn._args.options import StridedOptions
 from fastattn._args.values import integer, operand
+from fastattn._args.variants import variant_args
 from fastattn._engine import dispatch
 from fastattn.functional._pieces import apart, join
 from fastattn.masks import Mask, neighborhood
@@ -167,8 +168,7 @@ def strided_attention(
 
 def _self_args(func: str, q: Any, k: Any, v: Any, options: StridedOptions, return_lse: bool) -> AttentionArgs:
     """The arguments of attention of a sequence to itself."""
-    require_options(func, options, StridedOptions)
-    args = attention_args(func, q, k, v, return_lse=return_lse, **options)
+    args = variant_args(func, q, k, v, options, StridedOptions, return_lse)
     if args.len_q != args.len_k:
         raise ValueError(f"{func}(): k has a length of {args.len_k}; expected q's, {args.len_q}")
     return args
@@ -249,12 +249,9 @@ def neighborhood_attention(
     -----
     Time is O(places * kernel places * head_dim) a head, more for small kernels: a tile attends what any of
     its queries does. No array is copied but keys and values where they are dilated. The ranges of
-    keys take 16 bytes times the kernel's places along all axes but the last, a place.
-
-    References
-    ----------
-    .. [1] A. Hassani et al., "Neighborhood Attention Transformer", 2023, arXiv:2204.07143.
-    .. [2] A. Hassani, H. Shi, "Dilated Neighborhood Attention Transformer", 2022, arXiv:2209.15001.
+    keys take 16 bytes times the kernel's places along all axes but the last, a place. Sources: A. Hassani et
+    al., "Neighborhood Attention Transformer", 2023, arXiv:2204.07143; A. Hassani, H. Shi, "Dilated
+    Neighborhood Attention Transformer", 2022, arXiv:2209.15001.
     """
     func = "neighborhood_attention"
     n = len(kernel) if isinstance(kernel, (tuple, list)) else 1
@@ -272,12 +269,7 @@ def neighborhood_attention(
         shape = arrays[0].shape
         raise ValueError(f"{func}(): q has shape {shape}, of a grid {grid}; expected at least one place")
     mask = neighborhood(*neighborhood_sizes(func, grid, kernel, dilation, causal))
-    options: dict[str, Any] = {
-        "scale": scale,
-        "softcap": softcap,
-        "num_threads": num_threads,
-        "backend": backend,
-    }
+    options: Any = {"scale": scale, "softcap": softcap, "num_threads": num_threads, "backend": backend}
     # How the rest fits together can be seen from one row of the grid.
     row: Any = (..., *(0,) * (n - 1), slice(None), slice(None))
     q_row, k_row, v_row = (x[row] for x in arrays)

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_dtype
-from fastattn._args.options import LocationOptions, require_options
-from fastattn._args.values import broadcast_batch, float_array
-from fastattn._args.variants import additive_args, talking_args
+from fastattn._args.ops import vector
+from fastattn._args.options import LocationOptions
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import broadcast_batch, float_array, require_broadcast
+from fastattn._args.variants import rowwise_args, variant_args
 from fastattn.functional._pieces import run, run_rowwise
 
 if TYPE_CHECKING:
@@ -58,7 +59,15 @@ def additive_attention(
     for scores. Masked as in `attention`. Source: D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine
     Translation by Jointly Learning to Align and Translate", 2015, arXiv:1409.0473.
     """
-    return run_rowwise(additive_args("additive_attention", q, k, v, weight, options), options)
+    func = "additive_attention"
+    if options.get("scale") is None:
+        options["scale"] = 1.0
+    args = rowwise_args(func, "additive", q, k, v, options)
+    given, shape = float_array(func, "weight", weight), (args.attention.heads_q, args.attention.head_dim)
+    require_broadcast(func, "weight", given.shape, shape, "(heads_q, head_dim)")
+    lanes = given.astype(lane_dtype(args.out.dtype))
+    args.weight = np.ascontiguousarray(np.broadcast_to(lanes, shape))
+    return run_rowwise(args, options)
 
 
 @overload
@@ -76,9 +85,9 @@ def location_attention(
     return_lse: bool = False,
     **options: Unpack[LocationOptions],
 ) -> Any:
-    """``softmax(logits) @ v``: attention whose scores are given, as in Luong's location form [1]_.
+    """``softmax(logits) @ v``: attention whose scores are given, as in Luong's location form.
 
-    There ``logits = q @ W.T``, of the query alone; Synthesizers [2]_ and MLP mixers with softmax have others.
+    There ``logits = q @ W.T``, of the query alone; Synthesizers and MLP mixers with softmax have others.
 
     Parameters
     ----------
@@ -106,14 +115,10 @@ def location_attention(
 
     Notes
     -----
-    The kernels of `attention`, with logits for a bias; O(len_q * len_k * head_dim_v) a head.
-
-    References
-    ----------
-    .. [1] M.-T. Luong, H. Pham and C. D. Manning, "Effective Approaches to Attention-based Neural Machine
-       Translation", 2015, arXiv:1508.04025.
-    .. [2] Y. Tay et al., "Synthesizer: Rethinking Self-Attention in Transformer Models", 2020,
-       arXiv:2005.00743.
+    The kernels of `attention`, with logits for a bias; O(len_q * len_k * head_dim_v) a head. Sources: M.-T.
+    Luong, H. Pham and C. D. Manning, "Effective Approaches to Attention-based Neural Machine Translation",
+    2015, arXiv:1508.04025; Y. Tay et al., "Synthesizer: Rethinking Self-Attention in Transformer Models",
+    2020, arXiv:2005.00743.
 
     Examples
     --------
@@ -122,7 +127,6 @@ def location_attention(
     array([[2.]])
     """
     func = "location_attention"
-    require_options(func, options, LocationOptions)
     scores = float_array(func, "logits", logits, least_dims=2)
     values = float_array(func, "v", v, least_dims=2)
     if scores.shape[-1] != values.shape[-2]:
@@ -141,8 +145,8 @@ def location_attention(
     broadcast_batch(func, logits=scores.shape[:-3], v=values.shape[:-3])
     q = np.zeros((*scores.shape[:-1], 1), dtype)
     k = np.broadcast_to(np.zeros(1, dtype), (*values.shape[:-1], 1))
-    args = attention_args(func, q, k, values, bias=scores, scale=1.0, return_lse=return_lse, **options)
-    return run(args, options)
+    fixed: Any = {"bias": scores, "scale": 1.0}
+    return run(variant_args(func, q, k, values, options, LocationOptions, return_lse, **fixed), options)
 
 
 def talking_heads_attention(
@@ -186,4 +190,10 @@ def talking_heads_attention(
     head mixes. A query that may attend nothing in a head gets no share from it. Source: N. Shazeer, Z. Lan,
     Y. Cheng, N. Ding and L. Hou, "Talking-Heads Attention", 2020, arXiv:2003.02436.
     """
-    return run_rowwise(talking_args("talking_heads_attention", q, k, v, pre, post, options), options)
+    func = "talking_heads_attention"
+    args = rowwise_args(func, "talking_heads", q, k, v, options)
+    lane, shape = lane_dtype(args.out.dtype), (args.attention.heads_q,) * 2
+    # Copies: the result may share their memory.
+    args.pre = None if pre is None else np.array(vector(func, "pre", pre, shape, lane))
+    args.post = None if post is None else np.array(vector(func, "post", post, shape, lane))
+    return run_rowwise(args, options)

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.attention import attention_args, sdpa_args
+from fastattn._args.attention import add_bias, add_mask, attention_args
 from fastattn._args.errors import wrong_type
+from fastattn._args.types import FLOAT64
+from fastattn._args.values import as_array, flag, float_array, number
 from fastattn._engine import dispatch
 from fastattn._reference import attention as reference
 
@@ -34,12 +36,8 @@ def scaled_dot_product_attention(
 
     Parameters
     ----------
-    query : array_like, (..., heads, len_q, head_dim)
-        Queries; float32, float64, float16 or bfloat16. All leading dimensions broadcast, heads included.
-    key : array_like, (..., heads, len_k, head_dim)
-        Keys.
-    value : array_like, (..., heads, len_k, head_dim_v)
-        Values.
+    query, key, value : array_like
+        q, k and v of `attention`. All leading dimensions broadcast, heads included.
     attn_mask : array_like, optional
         Broadcasts to ``(..., heads, len_q, len_k)``. Bool: True where a query attends. Float: added to the
         scores.
@@ -48,8 +46,8 @@ def scaled_dot_product_attention(
     is_causal : bool, default False
         Query i attends the keys up to key i: counted from the first key (top-left), where `attention` by
         default counts from the last. Not together with `attn_mask`.
-    scale : float, optional
-        Default ``1 / sqrt(head_dim)``.
+    scale
+        As in `attention`.
     enable_gqa : bool, default False
         Allow fewer key and value heads than query heads: query's number a multiple of key's. Key and value
         have the same number, as torch's documentation asks; its code also takes two different ones.
@@ -71,12 +69,32 @@ def scaled_dot_product_attention(
     attend nothing gets 0 and not NaN; NaN and Inf in masked keys and values have no effect; of a float mask,
     -inf masks.
     """
-    args = sdpa_args(
-        "scaled_dot_product_attention", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    )
+    func = "scaled_dot_product_attention"
+    if number(func, "dropout_p", dropout_p, FLOAT64) != 0:
+        expected = "0.0: dropout is for training, this for inference"
+        raise ValueError(f"{func}(): dropout_p is {dropout_p}; expected {expected}")
+    if flag(func, "is_causal", is_causal) and attn_mask is not None:
+        raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
+    names = {"query": query, "key": key, "value": value}
+    q, k, v = (float_array(func, name, x, least_dims=2) for name, x in names.items())
+    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
+    # One key head for all query heads is a group, and as such not repeated.
+    if not flag(func, "enable_gqa", enable_gqa) and not heads[1] == heads[2] in (1, heads[0]):
+        if any(n not in (1, max(heads)) for n in heads):
+            raise ValueError(
+                f"{func}(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected"
+                f" as many of each, or enable_gqa=True for groups of query heads that share a key head"
+            )
+        q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
+    args = attention_args(func, q, k, v, causal=is_causal, q_offset=0 if is_causal else None, scale=scale)
+    if attn_mask is not None:
+        array = as_array(func, "attn_mask", attn_mask)
+        if array.dtype == np.bool_:
+            add_mask(args, func, "attn_mask", array)
+        else:
+            add_bias(args, func, "attn_mask", array, [], " or bool")
     dispatch.run(args, None)
-    result: NDArray[Any] = args.result
-    return result
+    return args.result  # type: ignore[no-any-return]
 
 
 def flex_attention(
@@ -140,5 +158,4 @@ def flex_attention(
     elif args.out.size:
         args.q_position = np.asarray(args.len_k - args.len_q if q_offset is None else q_offset)
         reference.attention(args, score_mod)
-    result: NDArray[Any] | tuple[NDArray[Any], NDArray[Any]] = args.result
-    return result
+    return args.result  # type: ignore[no-any-return]
