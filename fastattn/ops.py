@@ -18,7 +18,7 @@ from fastattn._args.ops import linear_args, rows_args
 from fastattn._args.options import ComputeOptions, OutOption
 from fastattn._args.packed import PackedLinear, pack
 from fastattn._args.types import Activation
-from fastattn._args.values import as_array, float_array, require_result
+from fastattn._args.values import as_array, float_array, result_array
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
@@ -280,11 +280,8 @@ def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> 
     if index.size and ((wrong := index.min()) < 0 or (wrong := index.max()) >= len(rows)):
         raise ValueError(f"embedding(): ids has {wrong}; expected 0 to {len(rows) - 1}")
     shape, dtype = (*index.shape, rows.shape[1]), rows.dtype.newbyteorder("=")
-    if out is None:
-        out = np.empty(shape, dtype)
-    else:
-        inputs = [("table", table, rows), ("ids", ids, index)]
-        require_result("embedding", out, shape, dtype, "table", inputs)
+    inputs = [("table", table, rows), ("ids", ids, index)]
+    out = result_array("embedding", out, shape, dtype, "table", inputs)
     found = out if rows.dtype.isnative else np.empty(shape, rows.dtype)
     for block in blocks(index.shape, rows.shape[1]):
         np.take(rows, index[block], axis=0, out=found[block], mode="clip")  # mode "raise" would copy twice

@@ -28,7 +28,7 @@ from fastattn._args.values import (
     readable,
     require_broadcast,
     require_dtypes,
-    require_result,
+    result_array,
     short,
 )
 from fastattn._engine.settings import require_backend, threads
@@ -136,7 +136,7 @@ def attention_args(
         inputs = [("q", q, q_array), ("k", k, k_array), ("v", v, v_array)]
         inputs += [("mask", mask, args.mask), ("bias", bias, args.bias), ("sinks", sinks, args.sinks)]
         inputs += [("alibi_slopes", alibi_slopes, args.alibi_slopes)]
-        require_result(func, out, (*rows, head_dim_v), dtype, "q", inputs)
+        result_array(func, out, (*rows, head_dim_v), dtype, "q", inputs)
     args.out, args.lse, args.result = out[None] if one_head else out, None, out
     if with_lse:
         lse = np.empty(rows, lane)

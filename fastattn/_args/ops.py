@@ -10,7 +10,7 @@ import numpy as np
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.packed import PackedLinear
 from fastattn._args.types import ACTIVATIONS, FLOAT64, LinearArgs, RowsArgs, lane_dtype
-from fastattn._args.values import choice, flag, float_array, is_ready, number, readable, require_result
+from fastattn._args.values import choice, flag, float_array, is_ready, number, readable, result_array
 from fastattn._engine.settings import require_backend, threads
 
 if TYPE_CHECKING:
@@ -71,12 +71,9 @@ def result(
     func: str, out: Any, shape: Shape, dtype: np.dtype[Any], inputs: Iterable[tuple[str, Any, Any]]
 ) -> Array:
     """A new array for the result, of x's dtype, or `out` if it will do."""
-    if out is None:
-        return np.empty(shape, dtype)
-    require_result(func, out, shape, dtype, "x", inputs)
-    if out.ndim > 2 and not out.flags.c_contiguous and not np.may_share_memory(rows(out), out):
-        raise ValueError(f"{func}(): out has strides {out.strides}; expected rows at one distance")
-    array: Array = out
+    array = result_array(func, out, shape, dtype, "x", inputs)
+    if array.ndim > 2 and not array.flags.c_contiguous and not np.may_share_memory(rows(array), array):
+        raise ValueError(f"{func}(): out has strides {array.strides}; expected rows at one distance")
     return array
 
 

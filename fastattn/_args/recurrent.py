@@ -20,7 +20,7 @@ from fastattn._args.values import (
     real_array,
     require_broadcast,
     require_dtypes,
-    require_result,
+    result_array,
 )
 from fastattn._engine.settings import require_backend, threads
 
@@ -74,7 +74,8 @@ def recurrent_args(
             raise wrong_shape(func, name, x, expected)
     q_array, k_array, v_array = arrays
     dtype, lane = q_array.dtype, lane_dtype(q_array.dtype)
-    require_dtypes(func, q=q_array, k=k_array, v=v_array)
+    if not (k_array.dtype is dtype and v_array.dtype is dtype):
+        require_dtypes(func, q=q_array, k=k_array, v=v_array)
     heads_q, len_q, head_dim = q_array.shape[-3:]
     heads_k, len_k, _ = k_array.shape[-3:]
     heads_v, len_v, head_dim_v = v_array.shape[-3:]
@@ -123,27 +124,19 @@ def recurrent_args(
     inputs: list[tuple[str, Any, Any]] = list(zip("qkv", (q, k, v), arrays, strict=True))
     inputs += [("log_decay", log_decay, decays), ("beta", beta, strengths)]
     out_shape = (*batch_shape, max(heads_q, heads), len_q, head_dim_v)
-    if out is None:
-        out = np.empty(out_shape, dtype)
-    else:
-        others = [*inputs, ("state", states[0], before), ("state[1]", states[1], norm)]
-        require_result(func, out, out_shape, dtype, "q", others)
+    others = [*inputs, ("state", states[0], before), ("state[1]", states[1], norm)]
+    out = result_array(func, out, out_shape, dtype, "q", others)
     inputs.append(("out", out, out))
     after, after_norm = _pair(func, "out_state", out_state, normalize)
-    if after is None:
-        after = np.empty(shape, lane)
-    else:
-        others = [*inputs, ("state[1]", states[1], norm)]
-        if not _same(after, before):
-            others.append(("state", states[0], before))
-        require_result(func, after, shape, lane, "the state", others, "out_state")
+    others = [*inputs, ("state[1]", states[1], norm)]
+    if not _same(after, before):
+        others.append(("state", states[0], before))
+    after = result_array(func, after, shape, lane, "the state", others, "out_state")
     if normalize:
-        if after_norm is None:
-            after_norm = np.empty(shape[:-1], lane)
-        else:
-            others = [*inputs, ("state", states[0], before), ("out_state[0]", after, after)]
-            require_result(func, after_norm, shape[:-1], lane, "the state", others, "out_state[1]")
-            norm = None if norm is None else norm.copy()  # it may be after_norm, which one task writes
+        others = [*inputs, ("state", states[0], before), ("out_state[0]", after, after)]
+        if after_norm is not None and norm is not None:
+            norm = norm.copy()  # it may be after_norm, which one task writes
+        after_norm = result_array(func, after_norm, shape[:-1], lane, "the state", others, "out_state[1]")
     new = (after, after_norm) if normalize else after
     return RecurrentArgs(
         batch_shape, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v, q_array, k_array,

@@ -294,7 +294,7 @@ def _listed(items: Iterable[Any]) -> str:
     return f"{', '.join(most)} and {last}"
 
 
-def require_result(
+def result_array(
     func: str,
     out: Any,
     shape: Shape,
@@ -302,13 +302,15 @@ def require_result(
     like: str,
     inputs: Iterable[tuple[str, Any, Any]],
     called: str = "out",
-) -> None:
-    """Raise unless `out` can take a result of `shape` and `dtype`, the dtype of the argument `like`.
+) -> Array:
+    """`out`, checked for a result of `shape` and `dtype`, that of the argument `like`; None is a new array.
 
     `called` is the name of the argument `out`. It may share no memory with `inputs`, which are read while it
     is written. Each input is its name, what the caller passed, and the array made of that. The array shows
     which memory a memoryview or a tensor has.
     """
+    if out is None:
+        return np.empty(shape, dtype)
     flags = out.flags.num if type(out) is np.ndarray else 0
     if flags & _WRITABLE != _WRITABLE or out.dtype != dtype or out.shape != shape:
         _require_writable(func, out, shape, dtype, like, called)
@@ -321,6 +323,8 @@ def require_result(
         if _share_memory(out, memory):
             expected = "it apart from all inputs"
             raise ValueError(f"{func}(): {called} shares memory with {name}; expected {expected}")
+    result: Array = out
+    return result
 
 
 def _require_writable(

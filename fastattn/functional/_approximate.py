@@ -9,7 +9,7 @@ import numpy as np
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import MOST_SIZE, flag, float_array, generator, integer
+from fastattn._args.values import MOST_SIZE, flag, float_array, generator, integer, require_broadcast
 from fastattn.functional._attention import attention, attention_weights
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ def linformer_attention(
     keys, values = float_array(func, "k", k), float_array(func, "v", v)
     first = second = _projection(func, "key_projection", key_projection, "k", keys)
     if value_projection is None:
-        _require_leading(func, "key_projection", first, "v", values)
+        _projection(func, "key_projection", first, "v", values)
     else:
         second = _projection(func, "value_projection", value_projection, "v", values)
-        if first.shape[-2] != second.shape[-2]:
-            expected = f"(..., n, len_k) with key_projection's n = {first.shape[-2]}"
-            raise wrong_shape(func, "value_projection", second, expected)
+    if first.shape[-2] != second.shape[-2]:
+        expected = f"(..., n, len_k) with key_projection's n = {first.shape[-2]}"
+        raise wrong_shape(func, "value_projection", second, expected)
     keys, values = _projected(first, keys), _projected(second, values)
     return attention(q, keys, values, scale=scale, out=out, num_threads=num_threads, backend=backend)
 
@@ -79,19 +79,9 @@ def _projection(func: str, name: str, x: Any, of: str, other: Array) -> Array:
     if matrix.ndim < 2 or matrix.shape[-1] != length or matrix.shape[-2] < 1:
         expected = f"(..., n, {length}), as many columns as {of} has rows, shape {other.shape}"
         raise wrong_shape(func, name, matrix, expected)
-    _require_leading(func, name, matrix, of, other)
+    dims = f"(..., n, {length}) with {of}'s leading axes"
+    require_broadcast(func, name, matrix.shape, (*other.shape[:-2], *matrix.shape[-2:]), dims)
     return matrix
-
-
-def _require_leading(func: str, name: str, matrix: Array, of: str, other: Array) -> None:
-    """Raise unless there is one matrix, or one for each head of `other`, which is called `of`."""
-    try:
-        fits = np.broadcast_shapes(matrix.shape[:-2], other.shape[:-2]) == other.shape[:-2]
-    except ValueError:
-        fits = False
-    if not fits:
-        expected = f"(n, len_k), or leading axes that broadcast to {of}'s, shape {other.shape}"
-        raise wrong_shape(func, name, matrix, expected)
 
 
 @np.errstate(all="ignore")

@@ -18,7 +18,7 @@ from fastattn._args.values import (
     float_dtype,
     readable,
     require_broadcast,
-    require_result,
+    result_array,
 )
 from fastattn._engine import dispatch, settings
 from fastattn.positions._rotary_scaling import RopeFrequencies
@@ -146,7 +146,7 @@ def apply_rope(
         inputs = [("cos", cos, cos), ("sin", sin, sin)]
         if not _is_same(out, array):
             inputs.append(("x", array, array))
-        require_result("apply_rope", out, array.shape, dtype, "x", inputs)
+        result_array("apply_rope", out, array.shape, dtype, "x", inputs)
     if out.size == 0:
         return out
     lane = lane_dtype(dtype)
