@@ -66,13 +66,32 @@ class PackedLinear:
         panels: Array,
         scales: Array | None,
     ):
-        _require_sizes(in_features, out_features, gated, dtype, panels, scales)
+        # The kernels do not check these sizes again.
+        func = "PackedLinear"
+        choice(func, "dtype", dtype, WEIGHT_DTYPES)
+        k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
+        n_maps, width = 1 + flag(func, "gated", gated), columns(dtype)
+        count = n_maps * -(-n // width)
+        stored = (count, (k + 1) // 2, width, 2) if dtype == "bfloat16" else (count, k, width)
+        expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, _STORED[dtype])]
+        if dtype == "int8":
+            expected.append(("scales", scales, (count, width), np.float32))
+        elif scales is not None:
+            raise ValueError(f"{func}(): scales are given; expected None for {dtype}, only int8 has any")
+        for name, array, shape, kind in expected:
+            if type(array) is not np.ndarray:
+                raise wrong_type(func, name, array, "an array")
+            flags = array.flags
+            if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
+                raise ValueError(
+                    f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
+                    f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
+                )
         fields = (dtype, bool(gated), int(in_features), int(out_features), panels, scales)
         for name, value in zip(self.__slots__, fields, strict=True):
             object.__setattr__(self, name, value)
-        for array in (panels, scales):
-            if array is not None:
-                array.flags.writeable = False
+        for _, array, _, _ in expected:
+            array.flags.writeable = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"PackedLinear is read-only: pack() another instead of setting {name}")
@@ -122,37 +141,9 @@ class PackedLinear:
         return weight if self.gated else weight[0]
 
 
-def _require_sizes(
-    in_features: Any, out_features: Any, gated: Any, dtype: Any, panels: Any, scales: Any
-) -> None:
-    """Raise unless panels and scales have the sizes of such a map: the kernels do not check them again."""
-    func = "PackedLinear"
-    choice(func, "dtype", dtype, WEIGHT_DTYPES)
-    k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
-    n_maps, width = 1 + flag(func, "gated", gated), columns(dtype)
-    count = n_maps * -(-n // width)
-    stored = (count, (k + 1) // 2, width, 2) if dtype == "bfloat16" else (count, k, width)
-    expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, _STORED[dtype])]
-    if dtype == "int8":
-        expected.append(("scales", scales, (count, width), np.float32))
-    elif scales is not None:
-        raise ValueError(f"{func}(): scales are given; expected None for {dtype}, only int8 has any")
-    for name, array, shape, kind in expected:
-        if type(array) is not np.ndarray:
-            raise wrong_type(func, name, array, "an array")
-        flags = array.flags
-        if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
-            raise ValueError(
-                f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
-                f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
-            )
-
-
-def _restored(
-    in_features: int, out_features: int, gated: bool, dtype: str, panels: Array, scales: Array | None
-) -> PackedLinear:
-    panels = copied(panels, aligned_empty(panels.shape, panels.dtype))
-    return PackedLinear(in_features, out_features, gated, dtype, panels, scales)
+def _restored(*fields: Any) -> PackedLinear:
+    *sizes, panels, scales = fields
+    return PackedLinear(*sizes, copied(panels, aligned_empty(panels.shape, panels.dtype)), scales)
 
 
 def columns(dtype: str) -> int:

@@ -30,7 +30,6 @@ _TRAILING = {
     **dict.fromkeys(("alibi_slopes", "sinks"), 1),
     "q_position": 0,
 }
-_RESULTS = ("out", "lse")
 
 
 def run(args: AttentionArgs | RecurrentArgs, options: ComputeOptions) -> Any:
@@ -84,7 +83,7 @@ def item_of(args: AttentionArgs, b: tuple[int, ...]) -> AttentionArgs:
         x = getattr(args, name)
         if x is None or x.ndim == n:
             continue
-        if name in _RESULTS:  # to be written
+        if name in ("out", "lse"):  # to be written
             setattr(part, name, x[b])
         else:
             setattr(part, name, np.broadcast_to(x, (*args.batch_shape, *x.shape[x.ndim - n :]))[b])
