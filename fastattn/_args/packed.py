@@ -143,7 +143,8 @@ class PackedLinear:
 
 def _restored(*fields: Any) -> PackedLinear:
     *sizes, panels, scales = fields
-    return PackedLinear(*sizes, copied(panels, aligned_empty(panels.shape, panels.dtype)), scales)
+    aligned = copied(panels, aligned_empty(panels.shape, panels.dtype))
+    return PackedLinear(*[*sizes, aligned, scales])
 
 
 def columns(dtype: str) -> int:
