@@ -36,7 +36,7 @@ def linformer_attention(
     Parameters
     ----------
     q, k, v, scale, out, num_threads, backend
-        As in `attention`.
+        As in `attention`, like the errors.
     key_projection, value_projection : array_like, (n, len_k) or (..., heads_kv, n, len_k)
         The learned projections E and F, one for all heads or one for each; F is E if left out. Any of the
         four dtypes.
@@ -45,11 +45,6 @@ def linformer_attention(
     -------
     out : ndarray, (..., heads_q, len_q, head_dim_v)
         In q's dtype.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
@@ -110,7 +105,7 @@ def nystrom_attention(
     Parameters
     ----------
     q, k, v, scale, num_threads, backend
-        As in `attention`; q and k have as many heads.
+        As in `attention`, like the errors; q and k have as many heads.
     num_landmarks : int, default 64
         Segments differ in length by one at most. Where there are no more queries or keys than landmarks, the
         result is that of `attention`.
@@ -122,11 +117,6 @@ def nystrom_attention(
     -------
     out : ndarray, (..., heads, len_q, head_dim_v)
         In q's dtype.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----

@@ -59,16 +59,11 @@ def gated_attention(
     Parameters
     ----------
     q, k, v, return_lse
-        As in `attention`.
+        As in `attention`, like the results and errors.
     gate : array_like, (..., heads_q, len_q, head_dim_v) or (..., heads_q, len_q, 1)
         Logits, of the layer's input; the second form is one gate a head. q's dtype.
     **options
         Keyword arguments of `attention`, but stats.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----

@@ -65,18 +65,13 @@ def cosine_attention(
     Parameters
     ----------
     q, k, v, return_lse
-        As in `attention`.
+        As in `attention`, like the results and errors.
     scale : float or array_like, (..., heads_q), default 1
         Swin v2's ``exp(min(logit_scale, log(100)))``, one a head; QKNorm's g.
     eps : float, default 1e-12
         Lengths are ``sqrt(sum(x**2) + eps**2)``.
     **options
         All other keyword arguments of `attention`, but stats.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
@@ -144,7 +139,7 @@ def qk_norm_attention(
     Parameters
     ----------
     q, k, v, return_lse
-        As in `attention`.
+        As in `attention`, like the results and errors.
     q_weight, k_weight : array_like, (head_dim,), optional
         The norms' weights.
     norm : {"rms_norm", "layer_norm"}
@@ -153,11 +148,6 @@ def qk_norm_attention(
     **options
         Keyword arguments of `attention`, but stats. Rotary positions come between norm and attention: there
         `ops.rms_norm` and `positions.apply_rope` do the same.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
@@ -213,18 +203,13 @@ def general_attention(
     ----------
     q : array_like, (..., heads_q, len_q, query_dim)
     k, v : array_like
-        As in `attention`.
+        As in `attention`, like the results and errors.
     weight : array_like, (query_dim, head_dim) or (heads_q, query_dim, head_dim)
         W.
     return_lse : bool, default False
         As in `attention`.
     **options
         Keyword arguments of `attention`, but stats; scale is 1 by default.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit.
 
     Notes
     -----

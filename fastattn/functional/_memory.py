@@ -69,7 +69,7 @@ def memory_attention(
     Parameters
     ----------
     q, k, v : array_like
-        As in `attention`.
+        As in `attention`, like the results and errors.
     memory_k : array_like, (..., heads_kv, len_m, head_dim)
         Keys of the memory: learned ones (persistent memory, prefix tuning), or such as were kept or
         retrieved (Memorizing Transformers).
@@ -83,11 +83,6 @@ def memory_attention(
     **options
         Keyword arguments of `attention`, but stats, for the sequence's own keys; scale and softcap hold for
         both.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----

@@ -32,19 +32,9 @@ def sparsemax_attention(
     Parameters
     ----------
     q, k, v : array_like
-        As in `attention`. Grouped heads, too.
+        As in `attention`, like the result and the errors. Grouped heads, too.
     **options
         Keyword arguments of `attention`, but sinks, return_lse and stats.
-
-    Returns
-    -------
-    out : ndarray, (..., heads_q, len_q, head_dim_v)
-        In q's dtype; 2-D if q, k and v all are.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
@@ -78,19 +68,9 @@ def entmax15_attention(
     Parameters
     ----------
     q, k, v : array_like
-        As in `attention`. Grouped heads, too.
+        As in `attention`, like the result and the errors. Grouped heads, too.
     **options
         Keyword arguments of `attention`, but sinks, return_lse and stats.
-
-    Returns
-    -------
-    out : ndarray, (..., heads_q, len_q, head_dim_v)
-        In q's dtype; 2-D if q, k and v all are.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
@@ -113,22 +93,12 @@ def top_k_attention(
     Parameters
     ----------
     q, k, v : array_like
-        As in `attention`. Grouped heads, too.
+        As in `attention`, like the result and the errors. Grouped heads, too.
     top_k : int
         At least 1. Of the keys that a query may attend, those with the largest scores: exactly so many, or
         all if there are fewer. Of equal scores the keys with the lowest index.
     **options
         Keyword arguments of `attention`, but sinks, return_lse and stats.
-
-    Returns
-    -------
-    out : ndarray, (..., heads_q, len_q, head_dim_v)
-        In q's dtype; 2-D if q, k and v all are.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----

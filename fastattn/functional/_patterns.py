@@ -72,7 +72,7 @@ def dilated_window_attention(
     Parameters
     ----------
     q, k, v, return_lse
-        As in `attention`; k as long as q.
+        As in `attention`, like the results and errors; k as long as q.
     window : int
         How many keys are attended to either side.
     dilation : int
@@ -81,11 +81,6 @@ def dilated_window_attention(
         Only keys up to the query's own.
     **options
         scale, softcap, sinks, out, num_threads and backend of `attention`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
@@ -136,16 +131,11 @@ def strided_attention(
     Parameters
     ----------
     q, k, v, return_lse
-        As in `attention`; k as long as q.
+        As in `attention`, like the results and errors; k as long as q.
     stride : int
         Query i attends keys j <= i with ``i - j <= stride`` or ``i - j`` a multiple of it.
     **options
         scale, softcap, sinks, out, num_threads and backend of `attention`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----

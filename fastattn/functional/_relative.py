@@ -72,18 +72,13 @@ def shaw_attention(
     Parameters
     ----------
     q, k, v, return_lse
-        As in `attention`.
+        As in `attention`, like the results and errors.
     key_table : array_like, (2 * clip + 1, head_dim)
         a: of the distances -clip to clip of a key from the query, in this order; clip is at least 1.
     value_table : array_like, (2 * clip + 1, head_dim_v), optional
         b; 0 if left out.
     **options
         Keyword arguments of `attention`, but softcap, alibi_slopes and stats, with one q_offset for all.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
@@ -192,7 +187,7 @@ def transformer_xl_attention(
     Parameters
     ----------
     q, k, v, return_lse
-        As in `attention`; k and v with the memory of the segment before in front.
+        As in `attention`, like the results and errors; k and v begin with the memory of the segment before.
     relative_keys : array_like, (n, head_dim) or (..., heads_q, n, head_dim)
         r: projected vectors of the distances ``q_offset + len_q - 1`` (the last query from the first key)
         downwards, of all there are, ``len_q + len_k - 1``. With causal those down to 0 are enough, by default
@@ -201,11 +196,6 @@ def transformer_xl_attention(
         u and w (the paper's v); 0 if left out.
     **options
         Keyword arguments of `attention`, but softcap and stats, with one q_offset for all.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
@@ -290,7 +280,7 @@ def disentangled_attention(
     Parameters
     ----------
     q, k, v, return_lse
-        As in `attention`.
+        As in `attention`, like the results and errors.
     position_keys, position_queries : array_like, (heads_q, 2 * span, head_dim)
         kr (content to position) and qr (position to content): the projected embeddings of relative
         positions, by their bucket b. At least one of both.
@@ -301,11 +291,6 @@ def disentangled_attention(
     **options
         Keyword arguments of `attention`, but softcap and stats, with one q_offset for all.
         Scale is by default ``1 / sqrt(head_dim * terms)``, of 2 or 3 terms.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----

@@ -165,22 +165,12 @@ def talking_heads_attention(
     Parameters
     ----------
     q, k, v : array_like
-        As in `attention`. Grouped heads, too: heads are those of q.
+        As in `attention`, like the result and the errors. Grouped heads, too: heads are those of q.
     pre, post : array_like, (heads_q, heads_q), optional
         What head h gives to head g is ``[h, g]``; left out, heads do not mix there. Any of the four dtypes.
     **options
         Keyword arguments of `attention`, but sinks, return_lse and stats. Masks, bias, softcap and ALiBi are
         of the mixed scores.
-
-    Returns
-    -------
-    out : ndarray, (..., heads_q, len_q, head_dim_v)
-        In q's dtype; 2-D if q, k and v all are.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
