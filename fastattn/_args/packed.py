@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.blocks import BLOCK, aligned_empty, copied
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.values import choice, flag, float_array, integer
 
 if TYPE_CHECKING:
@@ -65,13 +66,32 @@ class PackedLinear:
         panels: Array,
         scales: Array | None,
     ):
-        _require_sizes(in_features, out_features, gated, dtype, panels, scales)
+        # The kernels do not check these sizes again.
+        func = "PackedLinear"
+        choice(func, "dtype", dtype, WEIGHT_DTYPES)
+        k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
+        n_maps, width = 1 + flag(func, "gated", gated), columns(dtype)
+        count = n_maps * -(-n // width)
+        stored = (count, (k + 1) // 2, width, 2) if dtype == "bfloat16" else (count, k, width)
+        expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, _STORED[dtype])]
+        if dtype == "int8":
+            expected.append(("scales", scales, (count, width), np.float32))
+        elif scales is not None:
+            raise ValueError(f"{func}(): scales are given; expected None for {dtype}, only int8 has any")
+        for name, array, shape, kind in expected:
+            if type(array) is not np.ndarray:
+                raise wrong_type(func, name, array, "an array")
+            flags = array.flags
+            if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
+                raise ValueError(
+                    f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
+                    f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
+                )
         fields = (dtype, bool(gated), int(in_features), int(out_features), panels, scales)
         for name, value in zip(self.__slots__, fields, strict=True):
             object.__setattr__(self, name, value)
-        for array in (panels, scales):
-            if array is not None:
-                array.flags.writeable = False
+        for _, array, _, _ in expected:
+            array.flags.writeable = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"PackedLinear is read-only: pack() another instead of setting {name}")
@@ -121,37 +141,10 @@ class PackedLinear:
         return weight if self.gated else weight[0]
 
 
-def _require_sizes(
-    in_features: Any, out_features: Any, gated: Any, dtype: Any, panels: Any, scales: Any
-) -> None:
-    """Raise unless panels and scales have the sizes of such a map: the kernels do not check them again."""
-    func = "PackedLinear"
-    choice(func, "dtype", dtype, WEIGHT_DTYPES)
-    k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
-    n_maps, width = 1 + flag(func, "gated", gated), columns(dtype)
-    count = n_maps * -(-n // width)
-    stored = (count, (k + 1) // 2, width, 2) if dtype == "bfloat16" else (count, k, width)
-    expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, _STORED[dtype])]
-    if dtype == "int8":
-        expected.append(("scales", scales, (count, width), np.float32))
-    elif scales is not None:
-        raise ValueError(f"{func}(): scales are given; expected None for {dtype}, only int8 has any")
-    for name, array, shape, kind in expected:
-        if type(array) is not np.ndarray:
-            raise TypeError(f"{func}(): {name} is of type {type(array).__name__}; expected an array")
-        flags = array.flags
-        if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
-            raise ValueError(
-                f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
-                f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
-            )
-
-
-def _restored(
-    in_features: int, out_features: int, gated: bool, dtype: str, panels: Array, scales: Array | None
-) -> PackedLinear:
-    panels = copied(panels, aligned_empty(panels.shape, panels.dtype))
-    return PackedLinear(in_features, out_features, gated, dtype, panels, scales)
+def _restored(*fields: Any) -> PackedLinear:
+    *sizes, panels, scales = fields
+    aligned = copied(panels, aligned_empty(panels.shape, panels.dtype))
+    return PackedLinear(*[*sizes, aligned, scales])
 
 
 def columns(dtype: str) -> int:
@@ -182,19 +175,18 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
     if gate is not None:
         maps.insert(0, _weight("gate", gate))
         if maps[0].shape != maps[1].shape:
-            raise ValueError(f"pack(): gate has shape {maps[0].shape}; expected weight's, {maps[1].shape}")
+            raise wrong_shape("pack", "gate", maps[0], f"weight's, {maps[1].shape}")
         if dtype is None and maps[0].dtype != maps[1].dtype:
-            raise TypeError(
-                f"pack(): gate has dtype {maps[0].dtype}; expected weight's, {maps[1].dtype}, or dtype="
-                f" given, which says how both are stored"
-            )
+            expected = f"weight's, {maps[1].dtype}, or dtype= given, which says how both are stored"
+            raise wrong_dtype("pack", "gate", maps[0], expected)
     if dtype is None:
         dtype = {"float64": "float64", "bfloat16": "bfloat16"}.get(maps[-1].dtype.name, "float32")
     choice("pack", "dtype", dtype, WEIGHT_DTYPES)
     for name, array in zip(("weight", "gate"), reversed(maps), strict=False):
         if not is_finite(array, dtype):
-            what = f"values that are not finite as {dtype}"
-            raise ValueError(f"pack(): {name} has {what}; expected finite ones")
+            raise ValueError(
+                f"pack(): {name} has values that are not finite as {dtype}; expected finite ones"
+            )
     out_features, in_features = maps[0].shape
     width, unit = columns(dtype), 2 if dtype == "bfloat16" else 1
     count, steps = -(-out_features // width), -(-in_features // unit)
@@ -244,7 +236,7 @@ def _weight(name: str, x: Any) -> Array:
     """`x` as a 2-D floating array."""
     array = float_array("pack", name, x)
     if array.ndim != 2:
-        raise ValueError(f"pack(): {name} has shape {array.shape}; expected (out_features, in_features)")
+        raise wrong_shape("pack", name, array, "(out_features, in_features)")
     return array
 
 

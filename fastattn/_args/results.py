@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.values import ALIGNED, CONTIGUOUS, OWNS_DATA, WRITEABLE, is_masked
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _WRITABLE = CONTIGUOUS | ALIGNED | WRITEABLE
 _OVERLAP_WORK: Any = 10_000
 
 
-def require_result(
+def result_array(
     func: str,
     out: Any,
     shape: Shape,
@@ -27,13 +28,15 @@ def require_result(
     like: str,
     inputs: Iterable[tuple[str, Any, Any]],
     called: str = "out",
-) -> None:
-    """Raise unless `out` can take a result of `shape` and `dtype`, the dtype of the argument `like`.
+) -> Array:
+    """`out`, checked for a result of `shape` and `dtype`, that of the argument `like`; None is a new array.
 
     `called` is the name of the argument `out`. It may share no memory with `inputs`, which are read while it
     is written. Each input is its name, what the caller passed, and the array made of that. The array shows
     which memory a memoryview or a tensor has.
     """
+    if out is None:
+        return np.empty(shape, dtype)
     flags = out.flags.num if type(out) is np.ndarray else 0
     if flags & _WRITABLE != _WRITABLE or out.dtype != dtype or out.shape != shape:
         _require_writable(func, out, shape, dtype, like, called)
@@ -44,9 +47,10 @@ def require_result(
         if memory is None or (memory.flags.num & owns and memory is not out):
             continue
         if _share_memory(out, memory):
-            raise ValueError(
-                f"{func}(): {called} shares memory with {name}; expected it apart from all inputs"
-            )
+            expected = "it apart from all inputs"
+            raise ValueError(f"{func}(): {called} shares memory with {name}; expected {expected}")
+    result: Array = out
+    return result
 
 
 def _require_writable(
@@ -54,29 +58,23 @@ def _require_writable(
 ) -> None:
     """Raise unless `out` is a writable array of `shape` and `dtype` whose elements do not overlap."""
     if not isinstance(out, np.ndarray) or is_masked(out):
-        raise TypeError(f"{func}(): {called} is of type {type(out).__name__}; expected an ndarray")
+        raise wrong_type(func, called, out, "an ndarray")
     if out.dtype != dtype:
         order = "" if out.dtype.isnative else " in native byte order"
-        raise TypeError(f"{func}(): {called} has dtype {out.dtype}; expected {like}'s, {dtype}{order}")
+        raise wrong_dtype(func, called, out, f"{like}'s, {dtype}{order}")
     if out.shape != shape:
-        raise ValueError(f"{func}(): {called} has shape {out.shape}; expected {shape}")
+        raise wrong_shape(func, called, out, shape)
+    fault = ""
     if not out.flags.writeable:
-        raise ValueError(f"{func}(): {called} is read-only; expected a writable array")
-    if not out.flags.aligned:
-        raise ValueError(
-            f"{func}(): {called} has elements not aligned to their size; expected an aligned array"
-        )
-    if not out.size:
-        return
-    if shape[-1] > 1 and out.strides[-1] != out.itemsize:
-        raise ValueError(
-            f"{func}(): {called} has strides {out.strides}; expected its last axis to be contiguous"
-        )
-    if _overlaps_itself(out):
-        raise ValueError(
-            f"{func}(): {called} has strides {out.strides} for shape {shape}; expected no two elements to"
-            f" overlap"
-        )
+        fault = "is read-only; expected a writable array"
+    elif not out.flags.aligned:
+        fault = "has elements not aligned to their size; expected an aligned array"
+    elif out.size and shape[-1] > 1 and out.strides[-1] != out.itemsize:
+        fault = f"has strides {out.strides}; expected its last axis to be contiguous"
+    elif out.size and _overlaps_itself(out):
+        fault = f"has strides {out.strides} for shape {shape}; expected no two elements to overlap"
+    if fault:
+        raise ValueError(f"{func}(): {called} {fault}")
 
 
 def _overlaps_itself(array: Array) -> bool:

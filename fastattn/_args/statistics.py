@@ -78,10 +78,8 @@ def _name(func: str, text: Any) -> tuple[str, int]:
     if name == "top_k" and number.isdecimal() and len(number) < 10 and int(number) > 0:
         return name, int(number)
     if name == "top_k":
-        raise ValueError(
-            f"{func}(): stats has an entry {text[:40]!r}; expected top_k:k with k from 1 to 999999999, as"
-            f" top_k:8"
-        )
+        expected = "top_k:k with k from 1 to 999999999, as top_k:8"
+        raise ValueError(f"{func}(): stats has an entry {text[:40]!r}; expected {expected}")
     if colon or name not in NAMES:
         raise ValueError(f"{func}(): stats has an entry {short(text)}; expected one of {', '.join(NAMES)}")
     return name, 0

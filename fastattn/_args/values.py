@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from fastattn._args.blocks import copied
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.types import FLOAT32, FLOAT64
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from fastattn._args.types import Array, Ints, Shape
 
@@ -68,9 +69,8 @@ def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
 def as_array(func: str, name: str, x: Any) -> Array:
     """`x` as a plain ndarray of any dtype but object."""
     if is_masked(x):
-        raise TypeError(
-            f"{func}(): {name} is a masked array; expected a plain one (mask= says which keys count)"
-        )
+        expected = "a plain one (mask= says which keys count)"
+        raise TypeError(f"{func}(): {name} is a masked array; expected {expected}")
     try:
         array = np.asarray(x)
     except MemoryError:
@@ -114,16 +114,12 @@ def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
     """`x` as an array of one of the four floating types, in any strides and byte order."""
     array = as_array(func, name, x)
     if not is_float(array.dtype):
-        raise TypeError(
-            f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16 or bfloat16"
-        )
+        raise wrong_dtype(func, name, array, "float32, float64, float16 or bfloat16")
     if array.dtype.isnative:
         _native.add(array.dtype)
     if array.ndim < least_dims:
-        raise ValueError(
-            f"{func}(): {name} has shape {array.shape}; expected (..., heads, length, head_dim), or"
-            f" (length, head_dim) for one head"
-        )
+        expected = "(..., heads, length, head_dim), or (length, head_dim) for one head"
+        raise wrong_shape(func, name, array, expected)
     return array
 
 
@@ -131,10 +127,7 @@ def real_array(func: str, name: str, x: Any) -> Array:
     """`x` as an array of real numbers, which the caller converts: floats or integers, but no bools."""
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu" and not is_float(array.dtype):
-        raise TypeError(
-            f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16, bfloat16 or"
-            f" integers"
-        )
+        raise wrong_dtype(func, name, array, "float32, float64, float16, bfloat16 or integers")
     return array
 
 
@@ -198,7 +191,7 @@ def integers(
         return np.array(x, np.int64)
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
+        raise wrong_dtype(func, name, array, "integers")
     if shape is not None:
         require_broadcast(func, name, array.shape, shape, dims)
     if array.size and not (low <= (least := array.min()) and (most := array.max()) <= high):
@@ -259,9 +252,8 @@ def generator(func: str, name: str, x: Any) -> np.random.Generator:
         try:
             x = integer(func, name, x, 0)
         except TypeError:
-            raise TypeError(
-                f"{func}(): {name} is {short(x)}; expected a numpy.random.Generator, an integer or None"
-            ) from None
+            expected = "a numpy.random.Generator, an integer or None"
+            raise TypeError(f"{func}(): {name} is {short(x)}; expected {expected}") from None
     return np.random.default_rng(x)
 
 
@@ -270,8 +262,7 @@ def iterated(func: str, name: str, x: Any, expected: str) -> Iterator[Any]:
     try:  # isinstance(x, Iterable) would accept an array of no dimensions
         return iter(x)
     except TypeError:
-        kind = type(x).__name__
-        raise TypeError(f"{func}(): {name} is of type {kind}; expected {expected}") from None
+        raise wrong_type(func, name, x, expected) from None
 
 
 def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: str, hint: str = "") -> None:
@@ -281,6 +272,30 @@ def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: s
     ):
         expected = f"one that fits {dims} = {target}{hint}"
         raise ValueError(f"{func}(): {name} has shape {shape}; expected {expected}")
+
+
+def require_dtypes(func: str, **arrays: Array) -> None:
+    """Raise unless all have one dtype, or the first is float32 and the others are all of one 16-bit type."""
+    first, *others = (x.dtype for x in arrays.values())
+    cached = first == FLOAT32 and others[0].itemsize == 2
+    if any(dtype != others[0] for dtype in others) or not (first == others[0] or cached):
+        came = f"{_listed(arrays)} have dtypes {_listed([first, *others])}"
+        cache = f"float32 for {next(iter(arrays))} with float16 or bfloat16 for all others"
+        raise TypeError(f"{func}(): {came}; expected the same for all, or {cache}")
+
+
+def broadcast_batch(func: str, **shapes: Shape) -> Shape:
+    """The batch dimensions that those of the named arrays broadcast to."""
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        came = f"{_listed(shapes)} have batch dimensions {_listed(shapes.values())}"
+        raise ValueError(f"{func}(): {came}; expected ones that broadcast to each other") from None
+
+
+def _listed(items: Iterable[Any]) -> str:
+    *most, last = map(str, items)
+    return f"{', '.join(most)} and {last}"
 
 
 def short(x: Any) -> str:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.results import require_result
 from fastattn._args.types import RopeArgs, lane_dtype
 from fastattn._args.values import (
     as_array,
@@ -146,7 +145,7 @@ def apply_rope(
         inputs = [("cos", cos, cos), ("sin", sin, sin)]
         if not _is_same(out, array):
             inputs.append(("x", array, array))
-        require_result("apply_rope", out, array.shape, dtype, "x", inputs)
+        result_array("apply_rope", out, array.shape, dtype, "x", inputs)
     if out.size == 0:
         return out
     lane = lane_dtype(dtype)
