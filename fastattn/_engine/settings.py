@@ -140,7 +140,7 @@ def _from_environment() -> _Settings:
 
 def available_isas() -> tuple[str, ...]:
     """Names of the compiled instruction sets that this CPU supports, best first; () without the extension."""
-    return () if core is None else core.available_isas()
+    return () if core is None else core.AVAILABLE_ISAS
 
 
 def get_num_threads() -> int:
@@ -266,11 +266,11 @@ def show_config() -> Report:
         why_numpy=why_numpy(),
         isa=core.get_isa() if _settings.backend == "compiled" else None,
         isas_available=available_isas(),
-        isas_compiled=core.compiled_isas() if compiled else (),
-        openmp=compiled and core.openmp(),
+        isas_compiled=core.COMPILED_ISAS if compiled else (),
+        openmp=compiled and core.OPENMP,
         num_threads=get_num_threads(),
         num_threads_from="forked process" if _forked else _settings.threads_from,
-        compiler=core.compiler() if compiled else None,
+        compiler=core.COMPILER if compiled else None,
         numpy=np.__version__,
         python=sys.version.split()[0],
     )
