@@ -217,10 +217,8 @@ class KVCache:
     def _require_fit(self, k: Array, v: Array, lengths: ArrayLike | None) -> Ints | None:
         """Raise unless k and v fit those in the cache; return `lengths`, checked."""
         if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
-            raise ValueError(
-                f"{_APPEND}(): k and v have shapes {k.shape} and {v.shape}; expected"
-                f" (batch, heads_kv, tokens, head_dim) for both"
-            )
+            expected = "(batch, heads_kv, tokens, head_dim) for both"
+            raise ValueError(f"{_APPEND}(): k and v have shapes {k.shape} and {v.shape}; expected {expected}")
         if k.dtype.newbyteorder("=") != v.dtype.newbyteorder("="):
             raise TypeError(f"{_APPEND}(): v has dtype {v.dtype}; expected k's, {k.dtype}")
         for name, x, there in (("k", k, self._k), ("v", v, self._v)):

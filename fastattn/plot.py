@@ -59,8 +59,8 @@ def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: A
     labels = None
     if tokens is not None:
         labels = [str(token) for token in iterated(func, "tokens", tokens, f"{len_k} strings, one a key")]
-    if labels is not None and len(labels) != len_k:
-        raise ValueError(f"{func}(): tokens has length {len(labels)}; expected {len_k}, one a key")
+        if len(labels) != len_k:
+            raise ValueError(f"{func}(): tokens has length {len(labels)}; expected {len_k}, one a key")
     maps = array if array.ndim == 3 else array[None]
     axes = _axes(func, ax, len(maps))
     for head, (this, of_head) in enumerate(zip(axes, maps, strict=True)):
@@ -127,9 +127,8 @@ def mask(
         if attend.dtype != np.bool_:
             raise TypeError(f"{func}(): mask has dtype {attend.dtype}; expected bool or a mask")
         if attend.shape != (len_q, len_k):
-            raise ValueError(
-                f"{func}(): mask has shape {attend.shape}; expected (len_q, len_k) = {(len_q, len_k)}"
-            )
+            expected = f"(len_q, len_k) = {(len_q, len_k)}"
+            raise ValueError(f"{func}(): mask has shape {attend.shape}; expected {expected}")
     size = -(-max(len_q, len_k) // _BLOCKS) if block is None else integer(func, "block", block, 1, MOST_SIZE)
     ax = _axes(func, ax, 1)[0]
     # The last blocks are drawn as large as the others, and cut off at the last query and key.
@@ -194,9 +193,8 @@ def _axes(func: str, ax: Any, n: int) -> Array:
     try:
         from matplotlib import pyplot
     except ImportError as missing:
-        raise ImportError(
-            f"fastattn.plot.{func}() needs matplotlib: pip install 'fastattn[plot]'"
-        ) from missing
+        needs = f"fastattn.plot.{func}() needs matplotlib: pip install 'fastattn[plot]'"
+        raise ImportError(needs) from missing
     if ax is not None:
         axes = np.ravel(np.asarray(ax, object))
         if len(axes) != n or not all(hasattr(each, "imshow") for each in axes):

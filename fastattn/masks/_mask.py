@@ -62,8 +62,12 @@ class ScoreShape:
         """Raise unless the number of keys is the number of places of `grid`."""
         if (places := math.prod(grid)) != self.len_k:
             raise ValueError(
-                f"{self.func}(): {name} has {places} places, shape {grid}; expected {self.len_k}, one a key"
+                f"{self.func}(): {name} has {places} places, {grid}; expected {self.len_k}, one a key"
             )
+
+    def lists(self, mask: Mask) -> RangeLists:
+        """The keys that `mask` allows, as lists alone."""
+        return key_ranges.as_lists(mask.resolve(self), self.len_q, self.len_k)
 
     def by_position(self, outside: int) -> Ints:
         """Position of each query row, (*batch, 1, len_q); `outside` where no key has that position."""
@@ -171,10 +175,8 @@ def _mask(operator: str, x: Any) -> Mask:
     if isinstance(x, Mask):
         return x
     what = f"the class {x.__name__}" if isinstance(x, type) else short(x)
-    raise TypeError(
-        f"{operator}: an operand is {what}; expected masks, such as masks.causal(), on both sides"
-        f" (masks.dense(array) makes a mask of a bool array)"
-    )
+    expected = "masks, such as masks.causal() or masks.dense(array), on both sides"
+    raise TypeError(f"{operator}: an operand is {what}; expected {expected}")
 
 
 def _shown(x: Any) -> str:
@@ -210,9 +212,7 @@ class _Either(_Pair):
     operator = "|"
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        lists = [
-            key_ranges.as_lists(x.resolve(shape), shape.len_q, shape.len_k) for x in (self.left, self.right)
-        ]
+        lists = [shape.lists(x) for x in (self.left, self.right)]
         return key_ranges.simplified(key_ranges.combined(lists, (1, 1), 1, shape.len_k))
 
 
@@ -221,9 +221,10 @@ class _Not(Mask):
     mask: Mask
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        lists = key_ranges.as_lists(self.mask.resolve(shape), shape.len_q, shape.len_k)
         every = key_ranges.as_lists(Resolved(), 1, shape.len_k)
-        return key_ranges.simplified(key_ranges.combined([every, lists], (1, -1), 1, shape.len_k))
+        return key_ranges.simplified(
+            key_ranges.combined([every, shape.lists(self.mask)], (1, -1), 1, shape.len_k)
+        )
 
     def __repr__(self) -> str:
         return f"~{self.mask!r}"
@@ -239,10 +240,8 @@ class _Compiled(Mask):
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         if self.shape.scores != shape.scores:
-            raise ValueError(
-                f"{shape.func}(): mask was compiled for {self.shape.scores}, (..., heads_q, len_q, len_k);"
-                f" expected one for {shape.scores}"
-            )
+            given, expected = f"{self.shape.scores}, (..., heads_q, len_q, len_k)", f"one for {shape.scores}"
+            raise ValueError(f"{shape.func}(): mask was compiled for {given}; expected {expected}")
         if (self.shape.offset != shape.offset).any():
             raise ValueError(f"{shape.func}(): mask was compiled for another q_offset; expected one for this")
         return self.resolved
@@ -317,9 +316,7 @@ def _of_predicate(function: Callable[..., ArrayLike], shape: ScoreShape) -> Rang
     i, j = shape.position[..., None], np.arange(shape.len_k)
 
     def called(i: Ints) -> Bools:
-        found = as_array("compile", "what mask returns", function(b, h, i, j))
-        if found.dtype != np.bool_:
-            raise TypeError(f"compile(): mask returns dtype {found.dtype}; expected bool")
+        found = bools("compile", "what mask returns", function(b, h, i, j))
         target = (*shape.batch_shape, shape.heads, i.shape[-2], shape.len_k)
         require_broadcast("compile", "what mask returns", found.shape, target, "(..., heads_q, len_q, len_k)")
         return found if found.ndim > 2 else found[(None,) * (3 - found.ndim)]
@@ -336,6 +333,14 @@ def _of_predicate(function: Callable[..., ArrayLike], shape: ScoreShape) -> Rang
         parts.append(np.stack([rows.ravel()[row], begin, end]))
     owner, begin, end = np.concatenate(parts, axis=1)
     return key_ranges.union(numbers, numbers.size, owner, begin, end, shape.len_k)
+
+
+def bools(func: str, name: str, x: ArrayLike) -> Bools:
+    """`x` as an array of bool."""
+    array = as_array(func, name, x)
+    if array.dtype != np.bool_:
+        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected bool")
+    return array
 
 
 def runs_of(array: Bools) -> tuple[Ints, Ints, Ints]:
@@ -368,3 +373,16 @@ def of_groups(query: Ints, key: Ints, len_k: int) -> RangeLists:
     number = np.arange(0, n_lists, each).reshape(*shape, 1, 1) + np.where(query < 0, n_groups, query)
     end = np.where(group < 0, begin, end)
     return key_ranges.union(number, n_lists, sequence * each + group, begin, end, len_k)
+
+
+def sizes(
+    func: str, name: str, x: Any, n: int | None = None, low: int = 1, high: int | None = MOST_SIZE
+) -> Shape:
+    """`x` as `n` integers of at least `low`; a single integer stands for all axes."""
+    if isinstance(x, (tuple, list)):
+        found = tuple(integer(func, f"{name}[{axis}]", size, low, high) for axis, size in enumerate(x))
+    else:
+        found = (integer(func, name, x, low, high),) * (n or 1)
+    if not found or len(found) != (n or len(found)):
+        raise ValueError(f"{func}(): {name} is {short(x)}; expected {n or 'some'} integers, one an axis")
+    return found

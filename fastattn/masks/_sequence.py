@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.key_ranges import RangeLists, Resolved
-from fastattn._args.values import as_array
+from fastattn._args.values import as_array, integers
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
 
 if TYPE_CHECKING:
@@ -208,8 +208,7 @@ class fixed(Mask):
 
 def _causal_union(shape: ScoreShape, near: Mask, far: RangeLists) -> Resolved:
     """Keys of `near` or `far` up to the query's own."""
-    lists = key_ranges.as_lists(near.resolve(shape), shape.len_q, shape.len_k)
-    lists = key_ranges.combined([lists, far], (1, 1), 1, shape.len_k)
+    lists = key_ranges.combined([shape.lists(near), far], (1, 1), 1, shape.len_k)
     return Resolved(*key_ranges.causal(shape.position), lists)
 
 
@@ -247,7 +246,7 @@ class tree(Mask):
             raise ValueError(f"tree(): parents has shape {parents.shape}; expected (..., nodes)")
         if (parents >= np.arange(parents.shape[-1])).any():
             raise ValueError(
-                "tree(): parents has a node whose parent comes after it; expected an earlier node, or -1"
+                "tree(): parents has a node that comes before its parent; expected it after, or -1"
             )
         self._set(parents=parents)
 
@@ -255,9 +254,8 @@ class tree(Mask):
         parents: Any = self.parents
         nodes = parents.shape[-1]
         if nodes > shape.len_k:
-            raise ValueError(
-                f"{shape.func}(): parents of tree() has {nodes} nodes; expected at most len_k, {shape.len_k}"
-            )
+            expected = f"at most len_k, {shape.len_k}"
+            raise ValueError(f"{shape.func}(): parents of tree() has {nodes} nodes; expected {expected}")
         shape.per_item("parents of tree()", parents, nodes)
         flat = parents.reshape(-1, nodes)
         trees, start = np.arange(len(flat))[:, None], shape.len_k - nodes
@@ -281,8 +279,4 @@ class tree(Mask):
 def checked_integers(func: str, name: str, x: Any, low: int = 0) -> Array:
     """`x` as an int64 array of any shape, whose elements are at least `low`."""
     array = as_array(func, name, x)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
-    if array.size and (array.min() < low or array.max() > 2**62):
-        raise ValueError(f"{func}(): {name} has {array.min()} to {array.max()}; expected {low} to {2**62}")
-    return array.astype(np.int64)
+    return integers(func, name, array, array.shape, "", low)

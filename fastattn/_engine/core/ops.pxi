@@ -71,7 +71,8 @@ def linear(args):
 
 
 cdef void _rows_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.rows_run(<const fa_rows_args *>loop.args, task * loop.step, min(loop.n, (task + 1) * loop.step), scratch)
+    cdef int64_t begin = task * loop.step
+    loop.kernels.rows_run(<const fa_rows_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
 cdef int _run_rows(fa_rows_args *a, int threads) except -1:
@@ -100,7 +101,8 @@ def rows(args):
 
 
 cdef void _rope_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.rope_run(<const fa_rope_args *>loop.args, task * loop.step, min(loop.n, (task + 1) * loop.step), scratch)
+    cdef int64_t begin = task * loop.step
+    loop.kernels.rope_run(<const fa_rope_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
 cdef int _run_rope(fa_rope_args *a, int threads) except -1:

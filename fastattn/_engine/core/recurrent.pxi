@@ -6,7 +6,8 @@ cdef enum:
 
 
 cdef void _recurrent_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.recurrent_run(<const fa_recurrent_args *>loop.args, <const fa_recurrent_plan *>loop.plan, task, scratch)
+    cdef const fa_recurrent_plan *plan = <const fa_recurrent_plan *>loop.plan
+    loop.kernels.recurrent_run(<const fa_recurrent_args *>loop.args, plan, task, scratch)
 
 
 def recurrent(args):
