@@ -42,7 +42,7 @@ cdef extern from "fastattn.h" nogil:
         int64_t n_tasks, split_k, n_splits, scratch_bytes, partial_bytes
         double flops
     ctypedef enum fa_activation:
-        FA_NONE, FA_N_ACTIVATIONS
+        FA_N_ACTIVATIONS
     ctypedef struct fa_linear_args:
         const char *x
         const char *residual

@@ -50,9 +50,6 @@ cdef extern from *:
     int fa_flag(const int *) noexcept nogil
     void fa_set_flag(int *) noexcept nogil
 
-# Operands of attention that have a batch table.
-cdef enum:
-    N_ARRAYS = 21
 # Work for which a parallel region (5 microseconds) pays: FLOP of the tile kernel, and of the dot kernel, whose FLOP
 # wait for memory and take ten times as long. docs/notes/threads.md has the measurement.
 cdef double PARALLEL_TILE = 1e6
@@ -83,7 +80,7 @@ def set_isa(name):
 
 cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     """Fill `a`; returns the batch tables it points into, empty unless `filled`."""
-    cdef _Tables tables = _Tables(args.batch_shape, N_ARRAYS, filled)
+    cdef _Tables tables = _Tables(args.batch_shape, 21, filled)
     cdef object s = args.statistics
     cdef int lane
     memset(a, 0, sizeof(fa_attention_args))

@@ -1,16 +1,12 @@
 # The layers' operations: a part of _core.pyx, which includes it.
 
-cdef dict _ACTIVATIONS = {fa_activation_names[i].decode(): i for i in range(1, FA_N_ACTIVATIONS)}
-_ACTIVATIONS[None] = FA_NONE
+# The names, in the order of src/activations.inc, and their numbers.
+ACTIVATIONS = tuple([fa_activation_names[i].decode() for i in range(1, FA_N_ACTIVATIONS)])
+cdef dict _ACTIVATIONS = {name: i for i, name in enumerate((None, *ACTIVATIONS))}
 cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8}
 cdef dict _STORED = {FA_F32: cnp.NPY_FLOAT, FA_F64: cnp.NPY_DOUBLE, FA_BF16: cnp.NPY_UINT16, FA_I8: cnp.NPY_INT8}
 cdef dict _KINDS = {"layer_norm": FA_LAYER_NORM, "rms_norm": FA_RMS_NORM, "softmax": FA_SOFTMAX,
                     "activate": FA_ACTIVATE}
-
-
-def activations():
-    """Names of the activations, in the order of src/activations.inc."""
-    return tuple([name for name in _ACTIVATIONS if name])
 
 
 cdef char *_rows(name, cnp.ndarray array, int64_t m, int64_t n, fa_dtype dtype, int64_t *row) except? NULL:

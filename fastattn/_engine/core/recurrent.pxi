@@ -1,10 +1,5 @@
 # Linear attention: a part of _core.pyx, which includes it.
 
-# Operands with a batch table.
-cdef enum:
-    N_RECURRENT = 10
-
-
 cdef void _recurrent_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef const fa_recurrent_plan *plan = <const fa_recurrent_plan *>loop.plan
     loop.kernels.recurrent_run(<const fa_recurrent_args *>loop.args, plan, task, scratch)
@@ -16,7 +11,7 @@ def recurrent(args):
     cdef fa_recurrent_plan plan
     cdef Loop loop
     cdef int threads = args.num_threads if FA_OPENMP else 1
-    cdef _Tables tables = _Tables(args.batch_shape, N_RECURRENT)
+    cdef _Tables tables = _Tables(args.batch_shape, 10)
     cdef int lane
     memset(&a, 0, sizeof(a))
     a.batch = tables.batch
