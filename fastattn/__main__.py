@@ -69,7 +69,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fastattn", description="FlashAttention for CPUs.")
-    natural, positive = _whole(0), _whole(1)
+    natural, positive, threads = _whole(0), _whole(1), _whole(1, available_cpus())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(function: Callable[[argparse.Namespace], int]) -> Callable[..., argparse.Action]:
@@ -90,12 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--suite", choices=SUITES, default="attention", help="what is timed (attention)")
     option("--dtype", type=_dtype, help=f"{', '.join(BENCH_DTYPES)}: of inputs or of weights (by suite)")
     option("--only", default="", metavar="TEXT", help="of all rows those whose title or name contains it")
-    option(
-        "--threads",
-        type=_whole(1, available_cpus()),
-        metavar="N",
-        help="of every engine (as many as fastattn uses)",
-    )
+    option("--threads", type=threads, metavar="N", help="of every engine (as many as fastattn uses)")
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
     option("--seed", type=natural, metavar="N", help="of inputs and fresh shapes (a new one)")
@@ -127,12 +122,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """What reads an integer from `least` to `most`."""
+def _whole(least: int, cpus: int | None = None) -> Callable[[str], int]:
+    """What reads an integer of at least `least`.
+
+    Threads are at most `cpus`: with more of them, engines would wait for their own threads.
+    """
+    expected = f"{least} to {cpus}, the CPUs of this process" if cpus else f"an integer of at least {least}"
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
-            expected = f"an integer of at least {least}" if most is None else f"{least} to {most}"
+        if not text.isdecimal() or int(text) < least or (cpus is not None and int(text) > cpus):
             raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
         return int(text)
 
