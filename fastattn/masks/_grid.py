@@ -9,8 +9,8 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.key_ranges import Resolved
-from fastattn._args.values import flag, integer, short
-from fastattn.masks._mask import Mask, ScoreShape, of_groups, sizes
+from fastattn._args.values import MOST_SIZE, flag, integer, short
+from fastattn.masks._mask import Mask, ScoreShape, of_groups
 
 if TYPE_CHECKING:
     from fastattn._args.types import Bools, Ints, Shape
@@ -152,10 +152,9 @@ def neighborhood_sizes(
     if len(axes) != n:
         raise ValueError(f"{func}(): causal is {short(causal)}; expected {n}, one an axis")
     if any(size * step > places for places, size, step in zip(shape, kernel, dilation, strict=True)):
+        given = f"kernel {kernel} with dilation {dilation}"
         expected = f"their product to be at most {shape} along each axis"
-        raise ValueError(
-            f"{func}(): kernel {kernel} with dilation {dilation} exceeds the grid; expected {expected}"
-        )
+        raise ValueError(f"{func}(): {given} exceeds the grid; expected {expected}")
     return shape, kernel, dilation, tuple(flag(func, "causal", x) for x in axes)
 
 
@@ -174,3 +173,16 @@ def _groups(shape: ScoreShape, groups: Ints) -> Resolved:
     key = np.unique(groups, return_inverse=True)[1].ravel()
     query = np.append(key, -1)[shape.by_position(-1)]
     return key_ranges.simplified(of_groups(query, key, shape.len_k))
+
+
+def sizes(
+    func: str, name: str, x: Any, n: int | None = None, low: int = 1, high: int | None = MOST_SIZE
+) -> Shape:
+    """`x` as `n` integers of at least `low`; a single integer stands for all axes."""
+    if isinstance(x, (tuple, list)):
+        found = tuple(integer(func, f"{name}[{axis}]", size, low, high) for axis, size in enumerate(x))
+    else:
+        found = (integer(func, name, x, low, high),) * (n or 1)
+    if not found or len(found) != (n or len(found)):
+        raise ValueError(f"{func}(): {name} is {short(x)}; expected {n or 'some'} integers, one an axis")
+    return found

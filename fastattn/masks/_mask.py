@@ -61,9 +61,8 @@ class ScoreShape:
     def keys_are(self, name: str, grid: Shape) -> None:
         """Raise unless the number of keys is the number of places of `grid`."""
         if (places := math.prod(grid)) != self.len_k:
-            raise ValueError(
-                f"{self.func}(): {name} has {places} places, {grid}; expected {self.len_k}, one a key"
-            )
+            expected = f"{self.len_k}, one a key"
+            raise ValueError(f"{self.func}(): {name} has {places} places, {grid}; expected {expected}")
 
     def lists(self, mask: Mask) -> RangeLists:
         """The keys that `mask` allows, as lists alone."""
@@ -222,9 +221,8 @@ class _Not(Mask):
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         every = key_ranges.as_lists(Resolved(), 1, shape.len_k)
-        return key_ranges.simplified(
-            key_ranges.combined([every, shape.lists(self.mask)], (1, -1), 1, shape.len_k)
-        )
+        lists = [every, shape.lists(self.mask)]
+        return key_ranges.simplified(key_ranges.combined(lists, (1, -1), 1, shape.len_k))
 
     def __repr__(self) -> str:
         return f"~{self.mask!r}"
@@ -373,16 +371,3 @@ def of_groups(query: Ints, key: Ints, len_k: int) -> RangeLists:
     number = np.arange(0, n_lists, each).reshape(*shape, 1, 1) + np.where(query < 0, n_groups, query)
     end = np.where(group < 0, begin, end)
     return key_ranges.union(number, n_lists, sequence * each + group, begin, end, len_k)
-
-
-def sizes(
-    func: str, name: str, x: Any, n: int | None = None, low: int = 1, high: int | None = MOST_SIZE
-) -> Shape:
-    """`x` as `n` integers of at least `low`; a single integer stands for all axes."""
-    if isinstance(x, (tuple, list)):
-        found = tuple(integer(func, f"{name}[{axis}]", size, low, high) for axis, size in enumerate(x))
-    else:
-        found = (integer(func, name, x, low, high),) * (n or 1)
-    if not found or len(found) != (n or len(found)):
-        raise ValueError(f"{func}(): {name} is {short(x)}; expected {n or 'some'} integers, one an axis")
-    return found

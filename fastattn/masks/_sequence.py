@@ -245,9 +245,8 @@ class tree(Mask):
         if parents.ndim == 0 or parents.shape[-1] == 0:
             raise ValueError(f"tree(): parents has shape {parents.shape}; expected (..., nodes)")
         if (parents >= np.arange(parents.shape[-1])).any():
-            raise ValueError(
-                "tree(): parents has a node that comes before its parent; expected it after, or -1"
-            )
+            expected = "an earlier node, or -1"
+            raise ValueError(f"tree(): parents has a node whose parent comes after it; expected {expected}")
         self._set(parents=parents)
 
     def resolve(self, shape: ScoreShape) -> Resolved:

@@ -11,7 +11,8 @@ import numpy as np
 from fastattn._args import key_ranges
 from fastattn._args.key_ranges import Resolved
 from fastattn._args.values import MOST_SIZE, generator, require_broadcast
-from fastattn.masks._mask import Mask, ScoreShape, bools, runs_of, sizes
+from fastattn.masks._grid import sizes
+from fastattn.masks._mask import Mask, ScoreShape, bools, runs_of
 from fastattn.masks._sequence import checked_integers
 
 if TYPE_CHECKING:
@@ -62,9 +63,8 @@ class block_sparse(Mask):
     def __post_init__(self) -> None:
         bitmap = bools("block_sparse", "bitmap", self.bitmap).copy()
         if bitmap.ndim < 2:
-            raise ValueError(
-                f"block_sparse(): bitmap has shape {bitmap.shape}; expected (..., blocks_q, blocks_k)"
-            )
+            expected = "(..., blocks_q, blocks_k)"
+            raise ValueError(f"block_sparse(): bitmap has shape {bitmap.shape}; expected {expected}")
         self._set(bitmap=bitmap, block=sizes("block_sparse", "block", self.block, 2, high=None))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
