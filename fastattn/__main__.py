@@ -69,6 +69,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fastattn", description="FlashAttention for CPUs.")
+    natural, positive, threads = _whole(0), _whole(1), _whole(1, available_cpus())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(function: Callable[[argparse.Namespace], int]) -> Callable[..., argparse.Action]:
@@ -80,19 +81,19 @@ def _parser() -> argparse.ArgumentParser:
     command(_info)
 
     option = command(_selftest)
-    option("--cases", type=_positive, default=300, metavar="N", help="how many random calls (300)")
-    option("--seed", type=_natural, default=0, metavar="N", help="which calls (0)")
+    option("--cases", type=positive, default=300, metavar="N", help="how many random calls (300)")
+    option("--seed", type=natural, default=0, metavar="N", help="which calls (0)")
 
     option = command(_bench)
     option("--full", action="store_true", help="all shapes, more rounds, and the fallback, too")
-    option("--seconds", type=_positive, default=60, metavar="N", help="about how long, without --full (60)")
+    option("--seconds", type=positive, default=60, metavar="N", help="about how long, without --full (60)")
     option("--suite", choices=SUITES, default="attention", help="what is timed (attention)")
     option("--dtype", type=_dtype, help=f"{', '.join(BENCH_DTYPES)}: of inputs or of weights (by suite)")
     option("--only", default="", metavar="TEXT", help="of all rows those whose title or name contains it")
-    option("--threads", type=_threads, metavar="N", help="of every engine (as many as fastattn uses)")
+    option("--threads", type=threads, metavar="N", help="of every engine (as many as fastattn uses)")
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
-    option("--seed", type=_natural, metavar="N", help="of inputs and fresh shapes (a new one)")
+    option("--seed", type=natural, metavar="N", help="of inputs and fresh shapes (a new one)")
 
     def model_options(option: Callable[..., argparse.Action]) -> None:
         option(
@@ -105,40 +106,35 @@ def _parser() -> argparse.ArgumentParser:
     model_options(option)
     option("file", type=Path, nargs="?", metavar="FILE", help="lines of text (the standard input)")
     option("--output", type=_vectors, metavar="FILE", help=".npy or .jsonl (JSON lines, printed)")
-    option("--batch-size", type=_positive, default=32, metavar="N", help="lines at a time (32)")
+    option("--batch-size", type=positive, default=32, metavar="N", help="lines at a time (32)")
     option("--pooling", choices=POOLING, help="of a line's tokens (as the model's folder says, or mean)")
     option("--normalize", action="store_true", help="to length 1, even if the model's folder does not say so")
 
     option = command(_cli_models.generate)
     model_options(option)
     option("prompt", metavar="PROMPT", help="the text to continue")
-    option("--max-new-tokens", type=_natural, default=128, metavar="N", help="where to end at last (128)")
+    option("--max-new-tokens", type=natural, default=128, metavar="N", help="where to end at last (128)")
     option("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token (0)")
     needs = "(needs --temperature)"
-    option("--top-k", type=_positive, metavar="K", help=f"draw from the K best tokens {needs}")
+    option("--top-k", type=positive, metavar="K", help=f"draw from the K best tokens {needs}")
     option("--top-p", type=float, metavar="P", help=f"draw from the best that have probability P {needs}")
-    option("--seed", type=_natural, metavar="N", help=f"of the draws, else a new one {needs}")
+    option("--seed", type=natural, metavar="N", help=f"of the draws, else a new one {needs}")
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return int(text)
+def _whole(least: int, cpus: int | None = None) -> Callable[[str], int]:
+    """What reads an integer of at least `least`.
 
+    Threads are at most `cpus`: with more of them, engines would wait for their own threads.
+    """
+    expected = f"{least} to {cpus}, the CPUs of this process" if cpus else f"an integer of at least {least}"
 
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text!r}")
-    return int(text)
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least or (cpus is not None and int(text) > cpus):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return int(text)
 
-
-def _threads(text: str) -> int:
-    """At most the number of CPUs: with more threads, engines would wait for their own threads."""
-    cpus = available_cpus()
-    if not text.isdecimal() or not 1 <= int(text) <= cpus:
-        raise argparse.ArgumentTypeError(f"expected 1 to {cpus}, the CPUs of this process, got {text!r}")
-    return int(text)
+    return read
 
 
 def _dtype(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from functools import wraps
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
@@ -17,39 +18,35 @@ if TYPE_CHECKING:
     from typing import BinaryIO, TextIO
 
     from fastattn._args.types import Array
-    from fastattn.models import Bert, Decoder
 
 SUFFIXES = (".npy", ".jsonl")
 
 
-def embed(options: argparse.Namespace) -> int:
+def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
+    """A command that returns an exit status; what is wrong with files or arguments is one line."""
+
+    @wraps(work)
+    def command(options: argparse.Namespace) -> int:
+        try:
+            work(options)
+        except BrokenPipeError:  # whoever read has read enough
+            sys.stdout = None
+        except (ImportError, OSError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        return 0
+
+    return command
+
+
+@_said
+def embed(options: argparse.Namespace) -> None:
     """Turn lines of text into vectors with an encoder (BERT, RoBERTa, MiniLM)."""
-    return _said(lambda: _embed(options))
-
-
-def generate(options: argparse.Namespace) -> int:
-    """Continue a text with a decoder (GPT-2, Llama, Mistral, Qwen2, Qwen3)."""
-    return _said(lambda: _generate(options))
-
-
-def _said(work: Callable[[], None]) -> int:
-    """The exit status of `work`; what is wrong with its files or arguments is a line, not a traceback."""
-    try:
-        work()
-    except BrokenPipeError:  # whoever read has read enough
-        sys.stdout = None
-    except (ImportError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _embed(options: argparse.Namespace) -> None:
-    from fastattn.models import Bert
+    from fastattn.models import Bert, load
     from fastattn.models._files import require
 
     progress_bar = require("tqdm").tqdm
-    model = _load(options)
+    model = load(options.model, dtype=options.dtype, weights_dtype=options.weights_dtype)
     if not isinstance(model, Bert):
         raise ValueError(f"{options.model} holds a {model.model_type}; expected a model of the BERT family")
     with _opened(options.file) as file:
@@ -71,10 +68,12 @@ def _embed(options: argparse.Namespace) -> None:
                     _write_lines(vectors, output)
 
 
-def _generate(options: argparse.Namespace) -> None:
-    from fastattn.models import Decoder
+@_said
+def generate(options: argparse.Namespace) -> None:
+    """Continue a text with a decoder (GPT-2, Llama, Mistral, Qwen2, Qwen3)."""
+    from fastattn.models import Decoder, load
 
-    model = _load(options)
+    model = load(options.model, dtype=options.dtype, weights_dtype=options.weights_dtype)
     if not isinstance(model, Decoder):
         raise ValueError(f"{options.model} holds a {model.model_type}; expected a decoder, as gpt2 or llama")
     (prompt,) = model.text.encode([options.prompt])
@@ -93,12 +92,6 @@ def _generate(options: argparse.Namespace) -> None:
     for piece in model.text.stream(prompt, tokens):
         print(piece, end="", flush=True)
     print()
-
-
-def _load(options: argparse.Namespace) -> Bert | Decoder:
-    from fastattn.models import load
-
-    return load(options.model, dtype=options.dtype, weights_dtype=options.weights_dtype)
 
 
 def _opened(path: Path | None) -> AbstractContextManager[BinaryIO]:

@@ -90,11 +90,10 @@ class KVCache:
         self._length = 0
         self._dtype = None if dtype is None else float_dtype("KVCache", dtype)
         self._lengths: Ints | None = None  # None where all sequences have self._length tokens
-        self._k: Array | None = None
-        self._v: Array | None = None
+        self._held: tuple[Array, ...] = ()  # keys and values; empty before the first append
 
     def __repr__(self) -> str:
-        shape = "empty" if self._k is None else f"{self._k.shape} in {self._k.dtype}"
+        shape = f"{self._held[0].shape} in {self._held[0].dtype}" if self._held else "empty"
         return f"<KVCache: {self._length} of {self._capacity} tokens, {shape}>"
 
     @property
@@ -112,17 +111,17 @@ class KVCache:
         """Tokens of each sequence, (batch,)."""
         if self._lengths is not None:
             return self._lengths.copy()
-        return np.full(0 if self._k is None else len(self._k), self._length, np.int64)
+        return np.full(self.batch or 0, self._length, np.int64)
 
     @property
     def batch(self) -> int | None:
         """Number of sequences; None before the first append."""
-        return None if self._k is None else len(self._k)
+        return len(self._held[0]) if self._held else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory of the arrays."""
-        return 0 if self._k is None or self._v is None else self._k.nbytes + self._v.nbytes
+        return sum(x.nbytes for x in self._held)
 
     @property
     def offset(self) -> Ints | int:
@@ -166,17 +165,16 @@ class KVCache:
         batch, _, tokens, _ = shape_k
         before = self.offset
         room = self._length + tokens
-        if self._k is None or room > self._capacity:
+        if not self._held or room > self._capacity:
             self._grow(shape_k, shape_v, dtype, room)
-        assert self._k is not None
-        assert self._v is not None
         ends = None
         if counts is None and self._lengths is None:
             self._length = room
         else:
             ends = before + (np.full(batch, tokens) if counts is None else counts)
             self._end_at(ends)
-        return Slots(self._k, self._v, before, ends, self._length)
+        held_k, held_v = self._held
+        return Slots(held_k, held_v, before, ends, self._length)
 
     def _end_at(self, ends: Ints) -> None:
         """Set the number of tokens of each sequence, (batch,)."""
@@ -198,17 +196,15 @@ class KVCache:
         An index may occur several times. All keys and values are copied.
         """
         index = self._index("KVCache.select", sequences)
-        assert self._k is not None
-        assert self._v is not None
-        self._k, self._v = self._k[index], self._v[index]
+        self._held = tuple(x[index] for x in self._held)
         if self._lengths is not None:
             self._end_at(self._lengths[index])
 
     def _index(self, func: str, sequences: ArrayLike) -> Ints:
         """Check `sequences`; raise if the cache is empty."""
-        if self._k is None:
+        if not self._held:
             raise ValueError(f"{func}(): the cache is empty; expected one that has been filled")
-        index = integers(func, "sequences", sequences, low=0, high=len(self._k) - 1)
+        index = integers(func, "sequences", sequences, low=0, high=len(self._held[0]) - 1)
         if index.ndim != 1:
             raise ValueError(f"{func}(): sequences has shape {index.shape}; expected (n,)")
         return index
@@ -216,15 +212,11 @@ class KVCache:
     def _require_fit(self, k: Array, v: Array, lengths: ArrayLike | None) -> Ints | None:
         """Raise unless k and v fit those in the cache; return `lengths`, checked."""
         if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
-            raise ValueError(
-                f"{_APPEND}(): k and v have shapes {k.shape} and {v.shape}; expected"
-                f" (batch, heads_kv, tokens, head_dim) for both"
-            )
+            expected = "(batch, heads_kv, tokens, head_dim) for both"
+            raise ValueError(f"{_APPEND}(): k and v have shapes {k.shape} and {v.shape}; expected {expected}")
         if k.dtype.newbyteorder("=") != v.dtype.newbyteorder("="):
             raise TypeError(f"{_APPEND}(): v has dtype {v.dtype}; expected k's, {k.dtype}")
-        for name, x, there in (("k", k, self._k), ("v", v, self._v)):
-            if there is None:
-                continue
+        for name, x, there in zip("kv", (k, v), self._held, strict=False):
             if x.shape[:2] != there.shape[:2] or x.shape[3] != there.shape[3]:
                 expected = f"({there.shape[0]}, {there.shape[1]}, tokens, {there.shape[3]})"
                 raise ValueError(f"{_APPEND}(): {name} has shape {x.shape}; expected {expected} as before")
@@ -238,17 +230,14 @@ class KVCache:
 
     def _grow(self, shape_k: Shape, shape_v: Shape, dtype: np.dtype[Any], room: int) -> None:
         """Make room for at least `room` tokens, and for twice as many as before."""
-        wanted = self._capacity if self._k is None else 2 * self._capacity
+        wanted = 2 * self._capacity if self._held else self._capacity
         capacity = max(room, wanted, _LEAST_CAPACITY)
         dtype = self._dtype or dtype.newbyteorder("=")
-        arrays = []
-        for old, shape in ((self._k, shape_k), (self._v, shape_v)):
-            array: Array = np.empty((*shape[:2], capacity, shape[3]), dtype)
-            if old is not None:
-                array[:, :, : self._length] = old[:, :, : self._length]
-            arrays.append(array)
+        arrays = tuple(np.empty((*shape[:2], capacity, shape[3]), dtype) for shape in (shape_k, shape_v))
+        for array, old in zip(arrays, self._held, strict=False):
+            array[:, :, : self._length] = old[:, :, : self._length]
         # Nothing has changed so far: if there was no memory, the cache is as it was.
-        (self._k, self._v), self._capacity = arrays, capacity
+        self._held, self._capacity = arrays, capacity
 
 
 @dataclass(eq=False)

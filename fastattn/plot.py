@@ -127,9 +127,8 @@ def mask(
         if attend.dtype != np.bool_:
             raise TypeError(f"{func}(): mask has dtype {attend.dtype}; expected bool or a mask")
         if attend.shape != (len_q, len_k):
-            raise ValueError(
-                f"{func}(): mask has shape {attend.shape}; expected (len_q, len_k) = {(len_q, len_k)}"
-            )
+            expected = f"(len_q, len_k) = {(len_q, len_k)}"
+            raise ValueError(f"{func}(): mask has shape {attend.shape}; expected {expected}")
     size = -(-max(len_q, len_k) // _BLOCKS) if block is None else integer(func, "block", block, 1, MOST_SIZE)
     ax = _axes(func, ax, 1)[0]
     # The last blocks are drawn as large as the others, and cut off at the last query and key.
@@ -194,9 +193,8 @@ def _axes(func: str, ax: Any, n: int) -> Array:
     try:
         from matplotlib import pyplot
     except ImportError as missing:
-        raise ImportError(
-            f"fastattn.plot.{func}() needs matplotlib: pip install 'fastattn[plot]'"
-        ) from missing
+        needs = f"fastattn.plot.{func}() needs matplotlib: pip install 'fastattn[plot]'"
+        raise ImportError(needs) from missing
     if ax is not None:
         axes = np.ravel(np.asarray(ax, object))
         if len(axes) != n or not all(hasattr(each, "imshow") for each in axes):

@@ -130,17 +130,22 @@ def _from_environment() -> _Settings:
     if backend == "compiled" and core is None:
         raise ImportError(f"FASTATTN_BACKEND is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
     if isa and (backend != "numpy" or core is not None):  # also with "numpy": a call may ask for "compiled"
-        if isa not in available_isas():
-            available = ", ".join(available_isas()) or f"none ({_WHY_NOT_COMPILED})"
-            raise ValueError(f"FASTATTN_ISA is {isa!r}; available here: {available}")
-        core.set_isa(isa)
+        _use_isa("FASTATTN_ISA", isa)
     default = "numpy" if core is None else "compiled"
     return _Settings(backend or default, "FASTATTN_BACKEND" if backend else "", *_default_threads())
 
 
+def _use_isa(what: str, isa: str) -> None:
+    """Use the instruction set `isa`, for which `what` asks."""
+    if isa not in available_isas():
+        available = ", ".join(available_isas()) or f"none ({_WHY_NOT_COMPILED})"
+        raise ValueError(f"{what} is {isa!r}; available here: {available}")
+    core.set_isa(isa)
+
+
 def available_isas() -> tuple[str, ...]:
     """Names of the compiled instruction sets that this CPU supports, best first; () without the extension."""
-    return () if core is None else core.available_isas()
+    return () if core is None else core.AVAILABLE_ISAS
 
 
 def get_num_threads() -> int:
@@ -184,9 +189,8 @@ def require_backend(func: str, backend: str | None) -> None:
     if backend is None:
         return
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(
-            f"{func}(): backend is {short(backend)}; expected one of {', '.join(BACKENDS)}, or None"
-        )
+        expected = f"one of {', '.join(BACKENDS)}, or None"
+        raise ValueError(f"{func}(): backend is {short(backend)}; expected {expected}")
     if backend == "compiled" and core is None:
         raise ValueError(f"{func}(): backend is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
 
@@ -197,24 +201,21 @@ def forced(
 ) -> Iterator[None]:
     """Force settings inside a ``with`` block, for tests and benchmarks; every thread sees them."""
     global _settings
+    before, isa_before = _settings, core and core.get_isa()
+    settings = replace(_settings)
     if backend is not None:
         require_backend("forced", backend)
-    if isa is not None and isa not in available_isas():
-        raise ValueError(f"forced(): isa is {isa!r}; available here: {', '.join(available_isas()) or 'none'}")
-    settings = replace(_settings)
+        settings.backend, settings.asked_by = backend, "forced()"
     if num_threads is not None:
         settings.num_threads, settings.threads_from = _usable("forced", num_threads), "forced()"
-    if backend is not None:
-        settings.backend, settings.asked_by = backend, "forced()"
-    before, _settings = _settings, settings
-    isa_before = isa and core.get_isa()
+    if isa is not None:
+        _use_isa("forced(): isa", isa)
     try:
-        if isa:
-            core.set_isa(isa)
+        _settings = settings
         yield
     finally:
         _settings = before
-        if isa_before:
+        if isa is not None:
             core.set_isa(isa_before)
 
 
@@ -261,18 +262,17 @@ def show_config() -> Report:
         ``openmp``, ``num_threads`` and ``num_threads_from`` (which variable or limit sets it), ``compiler``,
         and the versions of NumPy and Python.
     """
-    compiled = core is not None
     return Report(
         version=__version__,
         backend=_settings.backend,
         why_numpy=why_numpy(),
         isa=core.get_isa() if _settings.backend == "compiled" else None,
         isas_available=available_isas(),
-        isas_compiled=core.compiled_isas() if compiled else (),
-        openmp=compiled and core.openmp(),
+        isas_compiled=core.COMPILED_ISAS if core else (),
+        openmp=bool(core and core.OPENMP),
         num_threads=get_num_threads(),
         num_threads_from="forked process" if _forked else _settings.threads_from,
-        compiler=core.compiler() if compiled else None,
+        compiler=core.COMPILER if core else None,
         numpy=np.__version__,
         python=sys.version.split()[0],
     )

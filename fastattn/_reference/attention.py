@@ -46,7 +46,7 @@ def block_sizes(args: AttentionArgs) -> tuple[int, int]:
 def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
     """Fill args.out, and args.lse and args.statistics if they are there; see flex_attention for score_mod."""
     block_q, block_k = block_sizes(args)
-    for task in tasks(args, block_q, Task, score_mod):
+    for task in tasks(Call(args, score_mod), block_q, Task):
         if args.sigmoid_bias is not None:
             args.out[task.where] = task.attend_by_sigmoid(block_k, args.sigmoid_bias)
             continue
@@ -65,7 +65,7 @@ def weights(args: AttentionArgs) -> Array:
     if not result.size:
         return result
     group = args.heads_q // args.heads_kv
-    for task in tasks(args, max(1, TILE_SCORES // (group * max(1, args.len_k))), Task):
+    for task in tasks(Call(args), max(1, TILE_SCORES // (group * max(1, args.len_k))), Task):
         keys = task.keys()
         allowed = task.allowed(keys)
         if allowed is not False:
@@ -93,12 +93,10 @@ class Call:
     """What the tasks of a call share; its arrays are broadcast to all batch dimensions and heads."""
 
     def __init__(self, args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
-        self.scale, self.softcap, self.len_k = args.scale, args.softcap, args.len_k
-        self.group = args.heads_q // args.heads_kv
-        self.dtype, self.batch_shape = lane_dtype(args.q.dtype), args.batch_shape
+        self.args, self.score_mod = args, score_mod
+        self.group, self.dtype = args.heads_q // args.heads_kv, lane_dtype(args.q.dtype)
         self.ranged = args.row_begin is not None or args.row_end is not None
-        self.ranges: Any = args.ranges
-        self.score_mod = score_mod
+        rows = args.heads_q, args.len_q
 
         def broadcast(x: Any, *shape: int) -> Any:
             return None if x is None else np.broadcast_to(x, (*args.batch_shape, *shape))
@@ -140,7 +138,7 @@ class Task:
     def keys(self) -> slice:
         """The keys from the first that some row may attend to the last; keys outside are never read."""
         if not self.call.ranged:
-            return slice(0, self.call.len_k)
+            return slice(0, self.call.args.len_k)
         some = self.begin < self.end
         if not some.any():
             return slice(0, 0)
@@ -152,7 +150,7 @@ class Task:
         if self.call.ranged and ((self.begin > keys.start).any() or (self.end < keys.stop).any()):
             j = np.arange(keys.start, keys.stop)
             allowed = (self.begin[..., None] <= j) & (j < self.end[..., None])
-        if self.call.ranges is not None:
+        if self.call.args.ranges is not None:
             allowed = allowed & self.listed(keys)
         if self.mask is not None and not (mask := self.mask[..., keys]).all():
             allowed = allowed & mask
@@ -164,7 +162,7 @@ class Task:
         """Which of `keys` are in the rows' lists of ranges, (group, rows, keys)."""
         first, last = self.first.ravel(), self.last.ravel()
         row, place = places(first, last)
-        begin, end = self.call.ranges[place].T
+        begin, end = self.call.args.ranges[place].T  # type: ignore[index]
         some = (begin < keys.stop) & (keys.start < end)
         row, begin, end = row[some], np.maximum(begin[some], keys.start), np.minimum(end[some], keys.stop)
         inside = np.zeros((len(first), keys.stop - keys.start + 1), np.int8)
@@ -189,9 +187,9 @@ class Task:
 
     def scores(self, keys: slice, allowed: Any) -> Array:
         """Scores (group, rows, keys), modified in this order: scale, softcap, bias, ALiBi, masks."""
-        dtype, softcap = self.call.dtype, self.call.softcap
+        dtype, softcap = self.call.dtype, self.call.args.softcap
         scores = self.products(keys)
-        scores *= self.call.scale  # scaling q instead would add its rounding to that of the product
+        scores *= self.call.args.scale  # scaling q instead would add its rounding to that of the product
         if softcap:
             scores /= softcap
             np.tanh(scores, out=scores)
@@ -213,7 +211,7 @@ class Task:
     def modified(self, scores: Array, keys: slice) -> Array:
         """Return what `score_mod` makes of scores (group, rows, keys)."""
         call = self.call
-        b = int(np.ravel_multi_index(self.batch, call.batch_shape)) if self.batch else 0
+        b = int(np.ravel_multi_index(self.batch, call.args.batch_shape)) if self.batch else 0
         h = self.h_kv * call.group + np.arange(call.group)[:, None, None]
         found = call.score_mod(scores, b, h, self.position, np.arange(keys.start, keys.stop))  # type: ignore[misc]
         func, name = "flex_attention", "what score_mod returns"
@@ -290,14 +288,9 @@ class Task:
 OneTask = TypeVar("OneTask", bound=Task)
 
 
-def tasks(
-    args: AttentionArgs,
-    block_q: int,
-    kind: type[OneTask],
-    score_mod: Callable[..., Array] | None = None,
-) -> Iterator[OneTask]:
+def tasks(call: Call, block_q: int, kind: type[OneTask]) -> Iterator[OneTask]:
     """One task a batch item, KV head and block of queries; no product or sum crosses two of them."""
-    call = Call(args, score_mod)
+    args = call.args
     for b in np.ndindex(args.batch_shape):
         for h in range(args.heads_kv):
             for i in range(0, args.len_q, block_q):

@@ -60,7 +60,7 @@ def _one_head(args: RowwiseArgs) -> Iterator[tuple[Any, Array]]:
     a = args.attention
     group = a.heads_q // a.heads_kv
     step = max(1, TILE_SCORES // (group * max(1, a.len_k)))
-    for task in tasks(a, step, Task if args.weight is None else _Additive):
+    for task in tasks(Call(a), step, Task if args.weight is None else _Additive):
         if isinstance(task, _Additive):
             task.weight = args.weight[task.h_kv * group : (task.h_kv + 1) * group]  # type: ignore[index]
         yield task.where, _attend(task, args)

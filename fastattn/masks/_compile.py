@@ -10,8 +10,8 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.key_ranges import RangeLists, Resolved
-from fastattn._args.values import as_array, require_broadcast
-from fastattn.masks._mask import Mask, ScoreShape, runs_of, score_shape, shown
+from fastattn._args.values import require_broadcast
+from fastattn.masks._mask import Mask, ScoreShape, bools, runs_of, score_shape, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,9 +102,7 @@ def _of_predicate(function: Callable[..., ArrayLike], shape: ScoreShape) -> Rang
     i, j = shape.position[..., None], np.arange(shape.len_k)
 
     def called(i: Ints) -> Bools:
-        found = as_array("compile", "what mask returns", function(b, h, i, j))
-        if found.dtype != np.bool_:
-            raise TypeError(f"compile(): mask returns dtype {found.dtype}; expected bool")
+        found = bools("compile", "what mask returns", function(b, h, i, j))
         target = (*shape.batch_shape, shape.heads, i.shape[-2], shape.len_k)
         require_broadcast("compile", "what mask returns", found.shape, target, "(..., heads_q, len_q, len_k)")
         return found if found.ndim > 2 else found[(None,) * (3 - found.ndim)]

@@ -34,7 +34,7 @@ class axial(Mask):
     axis: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        shape = _sizes("axial", "shape", self.shape)
+        shape = sizes("axial", "shape", self.shape)
         axes, n = self.axis if isinstance(self.axis, (tuple, list)) else (self.axis,), len(shape)
         self._set(shape=shape, axis=tuple(integer("axial", "axis", axis, -n, n - 1) % n for axis in axes))
 
@@ -68,9 +68,9 @@ class swin(Mask):
     shift: int | Shape = 0
 
     def __post_init__(self) -> None:
-        shape = _sizes("swin", "shape", self.shape)
-        window = _sizes("swin", "window", self.window, len(shape))
-        shift = _sizes("swin", "shift", self.shift, len(shape), low=0)
+        shape = sizes("swin", "shape", self.shape)
+        window = sizes("swin", "window", self.window, len(shape))
+        shift = sizes("swin", "shift", self.shift, len(shape), low=0)
         if any(s >= w for s, w in zip(shift, window, strict=True)):
             raise ValueError(f"swin(): shift is {shift}; expected less than the window, {window}")
         self._set(shape=shape, window=window, shift=shift)
@@ -145,17 +145,16 @@ def neighborhood_sizes(
     func: str, shape: Any, kernel: Any, dilation: Any, causal: Any
 ) -> tuple[Shape, Shape, Shape, tuple[bool, ...]]:
     """The fields of `neighborhood`, checked, with a value for each axis; error messages name `func`."""
-    shape = _sizes(func, "shape", shape)
+    shape = sizes(func, "shape", shape)
     n = len(shape)
-    kernel, dilation = _sizes(func, "kernel", kernel, n), _sizes(func, "dilation", dilation, n)
+    kernel, dilation = sizes(func, "kernel", kernel, n), sizes(func, "dilation", dilation, n)
     axes = causal if isinstance(causal, (tuple, list)) else (causal,) * n
     if len(axes) != n:
         raise ValueError(f"{func}(): causal is {short(causal)}; expected {n}, one an axis")
     if any(size * step > places for places, size, step in zip(shape, kernel, dilation, strict=True)):
-        raise ValueError(
-            f"{func}(): kernel {kernel} with dilation {dilation} exceeds the grid; expected their product to"
-            f" be at most {shape} along each axis"
-        )
+        given = f"kernel {kernel} with dilation {dilation}"
+        expected = f"their product to be at most {shape} along each axis"
+        raise ValueError(f"{func}(): {given} exceeds the grid; expected {expected}")
     return shape, kernel, dilation, tuple(flag(func, "causal", x) for x in axes)
 
 
@@ -176,12 +175,14 @@ def _groups(shape: ScoreShape, groups: Ints) -> Resolved:
     return key_ranges.simplified(of_groups(query, key, shape.len_k))
 
 
-def _sizes(func: str, name: str, x: Any, n: int | None = None, low: int = 1) -> Shape:
+def sizes(
+    func: str, name: str, x: Any, n: int | None = None, low: int = 1, high: int | None = MOST_SIZE
+) -> Shape:
     """`x` as `n` integers of at least `low`; a single integer stands for all axes."""
     if isinstance(x, (tuple, list)):
-        sizes = tuple(integer(func, f"{name}[{axis}]", size, low, MOST_SIZE) for axis, size in enumerate(x))
+        found = tuple(integer(func, f"{name}[{axis}]", size, low, high) for axis, size in enumerate(x))
     else:
-        sizes = (integer(func, name, x, low, MOST_SIZE),) * (n or 1)
-    if not sizes or len(sizes) != (n or len(sizes)):
+        found = (integer(func, name, x, low, high),) * (n or 1)
+    if not found or len(found) != (n or len(found)):
         raise ValueError(f"{func}(): {name} is {short(x)}; expected {n or 'some'} integers, one an axis")
-    return sizes
+    return found

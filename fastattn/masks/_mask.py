@@ -14,7 +14,7 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.key_ranges import RangeLists, Resolved
-from fastattn._args.values import MOST_SIZE, integer, integers, require_broadcast, short
+from fastattn._args.values import MOST_SIZE, as_array, integer, integers, require_broadcast, short
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -52,9 +52,12 @@ class ScoreShape:
     def keys_are(self, name: str, grid: Shape) -> None:
         """Raise unless the number of keys is the number of places of `grid`."""
         if (places := math.prod(grid)) != self.len_k:
-            raise ValueError(
-                f"{self.func}(): {name} has {places} places, shape {grid}; expected {self.len_k}, one a key"
-            )
+            expected = f"{self.len_k}, one a key"
+            raise ValueError(f"{self.func}(): {name} has {places} places, {grid}; expected {expected}")
+
+    def lists(self, mask: Mask) -> RangeLists:
+        """The keys that `mask` allows, as lists alone."""
+        return key_ranges.as_lists(mask.resolve(self), self.len_q, self.len_k)
 
     def by_position(self, outside: int) -> Ints:
         """Position of each query row, (*batch, 1, len_q); `outside` where no key has that position."""
@@ -162,10 +165,8 @@ def _mask(operator: str, x: Any) -> Mask:
     if isinstance(x, Mask):
         return x
     what = f"the class {x.__name__}" if isinstance(x, type) else short(x)
-    raise TypeError(
-        f"{operator}: an operand is {what}; expected masks, such as masks.causal(), on both sides"
-        f" (masks.dense(array) makes a mask of a bool array)"
-    )
+    expected = "masks, such as masks.causal() or masks.dense(array), on both sides"
+    raise TypeError(f"{operator}: an operand is {what}; expected {expected}")
 
 
 def shown(x: Any) -> str:
@@ -201,9 +202,7 @@ class _Either(_Pair):
     operator = "|"
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        lists = [
-            key_ranges.as_lists(x.resolve(shape), shape.len_q, shape.len_k) for x in (self.left, self.right)
-        ]
+        lists = [shape.lists(x) for x in (self.left, self.right)]
         return key_ranges.simplified(key_ranges.combined(lists, (1, 1), 1, shape.len_k))
 
 
@@ -212,9 +211,9 @@ class _Not(Mask):
     mask: Mask
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        lists = key_ranges.as_lists(self.mask.resolve(shape), shape.len_q, shape.len_k)
         every = key_ranges.as_lists(Resolved(), 1, shape.len_k)
-        return key_ranges.simplified(key_ranges.combined([every, lists], (1, -1), 1, shape.len_k))
+        lists = [every, shape.lists(self.mask)]
+        return key_ranges.simplified(key_ranges.combined(lists, (1, -1), 1, shape.len_k))
 
     def __repr__(self) -> str:
         return f"~{self.mask!r}"
@@ -228,6 +227,14 @@ def score_shape(func: str, shape: Shape, q_offset: ArrayLike | None) -> ScoreSha
     offset: Any = len_k - len_q if q_offset is None else q_offset
     offset = integers(func, "q_offset", offset, tuple(batch), "the batch dimensions")
     return ScoreShape(func, tuple(batch), heads, len_q, len_k, offset)
+
+
+def bools(func: str, name: str, x: ArrayLike) -> Bools:
+    """`x` as an array of bool."""
+    array: Bools = as_array(func, name, x)
+    if array.dtype != np.bool_:
+        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected bool")
+    return array
 
 
 def runs_of(array: Bools) -> tuple[Ints, Ints, Ints]:

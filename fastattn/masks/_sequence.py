@@ -207,8 +207,7 @@ class fixed(Mask):
 
 def _causal_union(shape: ScoreShape, near: Mask, far: RangeLists) -> Resolved:
     """Keys of `near` or `far` up to the query's own."""
-    lists = key_ranges.as_lists(near.resolve(shape), shape.len_q, shape.len_k)
-    lists = key_ranges.combined([lists, far], (1, 1), 1, shape.len_k)
+    lists = key_ranges.combined([shape.lists(near), far], (1, 1), 1, shape.len_k)
     return Resolved(*key_ranges.causal(shape.position), lists)
 
 
@@ -245,18 +244,16 @@ class tree(Mask):
         if parents.ndim == 0 or parents.shape[-1] == 0:
             raise ValueError(f"tree(): parents has shape {parents.shape}; expected (..., nodes)")
         if (parents >= np.arange(parents.shape[-1])).any():
-            raise ValueError(
-                "tree(): parents has a node whose parent comes after it; expected an earlier node, or -1"
-            )
+            expected = "an earlier node, or -1"
+            raise ValueError(f"tree(): parents has a node whose parent comes after it; expected {expected}")
         self._set(parents=parents)
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         parents: Any = self.parents
         nodes = parents.shape[-1]
         if nodes > shape.len_k:
-            raise ValueError(
-                f"{shape.func}(): parents of tree() has {nodes} nodes; expected at most len_k, {shape.len_k}"
-            )
+            expected = f"at most len_k, {shape.len_k}"
+            raise ValueError(f"{shape.func}(): parents of tree() has {nodes} nodes; expected {expected}")
         shape.per_item("parents of tree()", parents, nodes)
         flat = parents.reshape(-1, nodes)
         trees, start = np.arange(len(flat))[:, None], shape.len_k - nodes

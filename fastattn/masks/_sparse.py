@@ -10,8 +10,9 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.key_ranges import Resolved
-from fastattn._args.values import MOST_SIZE, as_array, generator, integer, integers, require_broadcast, short
-from fastattn.masks._mask import Mask, ScoreShape, runs_of
+from fastattn._args.values import MOST_SIZE, generator, integers, require_broadcast
+from fastattn.masks._grid import sizes
+from fastattn.masks._mask import Mask, ScoreShape, bools, runs_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -29,13 +30,12 @@ class dense(Mask):
     array: ArrayLike
 
     def __post_init__(self) -> None:
-        self._set(array=_bools("dense", "array", self.array))
+        self._set(array=bools("dense", "array", self.array).copy())  # the caller may write to his own
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         array: Any = self.array
-        require_broadcast(
-            shape.func, "array of dense()", array.shape, shape.scores, "(..., heads_q, len_q, len_k)"
-        )
+        dims = "(..., heads_q, len_q, len_k)"
+        require_broadcast(shape.func, "array of dense()", array.shape, shape.scores, dims)
         array = array.reshape((1,) * (3 - array.ndim) + array.shape)
         rows = array.shape[:-1]
         runs = runs_of(np.broadcast_to(array, (*rows, shape.len_k)))
@@ -60,24 +60,19 @@ class block_sparse(Mask):
     block: int | tuple[int, int]
 
     def __post_init__(self) -> None:
-        bitmap = _bools("block_sparse", "bitmap", self.bitmap)
+        bitmap = bools("block_sparse", "bitmap", self.bitmap).copy()
         if bitmap.ndim < 2:
-            raise ValueError(
-                f"block_sparse(): bitmap has shape {bitmap.shape}; expected (..., blocks_q, blocks_k)"
-            )
-        block = self.block if isinstance(self.block, (tuple, list)) else (self.block, self.block)
-        if len(block) != 2:
-            raise ValueError(f"block_sparse(): block is {short(self.block)}; expected one integer or two")
-        self._set(bitmap=bitmap, block=tuple(integer("block_sparse", "block", n, 1) for n in block))
+            expected = "(..., blocks_q, blocks_k)"
+            raise ValueError(f"block_sparse(): bitmap has shape {bitmap.shape}; expected {expected}")
+        self._set(bitmap=bitmap, block=sizes("block_sparse", "block", self.block, 2, high=None))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         bitmap: Any = self.bitmap
         block_q, block_k = self.block  # type: ignore[misc]
         *lead, blocks_q, blocks_k = bitmap.shape
         target = (*shape.batch_shape, shape.heads, blocks_q, blocks_k)
-        require_broadcast(
-            shape.func, "bitmap of block_sparse()", bitmap.shape, target, "(..., heads_q, blocks_q, blocks_k)"
-        )
+        dims = "(..., heads_q, blocks_q, blocks_k)"
+        require_broadcast(shape.func, "bitmap of block_sparse()", bitmap.shape, target, dims)
         owner, begin, end = runs_of(bitmap)
         block = shape.position // min(block_q, key_ranges.UNBOUNDED)
         block_k = min(block_k, max(1, shape.len_k))
@@ -157,10 +152,3 @@ class bigbird(Mask):
             others = np.flatnonzero(~row)
             row[rng.permutation(others)[: self.random]] = True
         return bitmap
-
-
-def _bools(func: str, name: str, x: ArrayLike) -> Bools:
-    array = as_array(func, name, x)
-    if array.dtype != np.bool_:
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected bool")
-    return array.copy()  # so that a later write of the caller does not change the mask

@@ -3,11 +3,9 @@
 Learned positions are rows of a table: ``ops.embedding(positions, table)``.
 """
 
-from fastattn.positions._alibi import alibi_slopes
+from fastattn.positions._added import alibi_slopes, sinusoidal, t5_bias, t5_buckets
 from fastattn.positions._rotary import apply_rope, rope_tables
 from fastattn.positions._rotary_scaling import RopeFrequencies, rope_frequencies
-from fastattn.positions._sinusoidal import sinusoidal
-from fastattn.positions._t5 import t5_bias, t5_buckets
 
 __all__ = [
     "RopeFrequencies",

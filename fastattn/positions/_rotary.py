@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.results import result_array
 from fastattn._args.types import RopeArgs, lane_dtype
 from fastattn._args.values import (
     as_array,
@@ -126,15 +127,15 @@ def apply_rope(
         raise ValueError(f"apply_rope(): sin has shape {sin.shape}; expected {cos.shape} as cos")
     length, head_dim = array.shape[-2:]
     if cos.shape[-2] != length:
-        raise ValueError(
-            f"apply_rope(): cos has shape {cos.shape}, length {cos.shape[-2]}; expected length {length} as in"
-            f" x, shape {array.shape}"
+        found, expected = (
+            f"{cos.shape}, length {cos.shape[-2]}",
+            f"length {length} as in x, shape {array.shape}",
         )
+        raise ValueError(f"apply_rope(): cos has shape {found}; expected {expected}")
     if 2 * cos.shape[-1] > head_dim:
-        raise ValueError(
-            f"apply_rope(): cos has shape {cos.shape}, which rotates {2 * cos.shape[-1]} dimensions; expected"
-            f" at most the {head_dim} of x, shape {array.shape}"
-        )
+        found = f"{cos.shape}, which rotates {2 * cos.shape[-1]} dimensions"
+        expected = f"at most the {head_dim} of x, shape {array.shape}"
+        raise ValueError(f"apply_rope(): cos has shape {found}; expected {expected}")
     rows = (*array.shape[:-3], *cos.shape[-2:])
     require_broadcast("apply_rope", "cos", cos.shape, rows, "(..., length, rotary_dim / 2)")
     interleaved = flag("apply_rope", "interleaved", interleaved)

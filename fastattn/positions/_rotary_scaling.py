@@ -45,9 +45,8 @@ class _Rope(NamedTuple):
         """Return the field `name`; raise if the caller left it out, as the type `scaling` depends on it."""
         value: int | None = getattr(self, name)
         if value is None:
-            raise ValueError(
-                f"{_FUNC}(): {name} is None; expected an integer, on which type {scaling} depends"
-            )
+            expected = f"an integer, on which type {scaling} depends"
+            raise ValueError(f"{_FUNC}(): {name} is None; expected {expected}")
         return value
 
     def stretch(self, original: int, scaling: str) -> float:
@@ -169,10 +168,8 @@ def _base(base: Any, rope_theta: Any, scaled: bool) -> float:
     if len(set(given.values())) > 1:
         raise ValueError(f"{_FUNC}(): base is {base} and scaling['rope_theta'] {rope_theta}; expected one")
     if scaled and not given:
-        raise ValueError(
-            f"{_FUNC}(): base is None and scaling has no rope_theta; expected one of them:"
-            f" base=config['rope_theta'], or 10000.0 for a config that has none"
-        )
+        expected = "one of them: base=config['rope_theta'], or 10000.0 for a config that has none"
+        raise ValueError(f"{_FUNC}(): base is None and scaling has no rope_theta; expected {expected}")
     return next(iter(given.values()), 10000.0)
 
 
@@ -181,15 +178,12 @@ def _options(name: str, given: dict[str, Any], half: int) -> dict[str, Any]:
     _, *parameters = inspect.signature(_SCALINGS[name]).parameters.values()
     known = [p.name for p in parameters]
     needed = [p.name for p in parameters if p.default is p.empty]
+    has = f"{_FUNC}(): scaling of type {name} has"
     if missing := [key for key in needed if key not in given]:
-        raise ValueError(
-            f"{_FUNC}(): scaling of type {name} has no {', '.join(missing)}; expected {', '.join(needed)}"
-        )
-    if unknown := [key for key in given if key not in (*known, "partial_rotary_factor")]:
-        raise ValueError(
-            f"{_FUNC}(): scaling of type {name} has {', '.join(map(str, unknown))}, which it does not use;"
-            f" expected {', '.join(known) or 'nothing else'} (leave out what does not change frequencies)"
-        )
+        raise ValueError(f"{has} no {', '.join(missing)}; expected {', '.join(needed)}")
+    if unknown := [str(key) for key in given if key not in (*known, "partial_rotary_factor")]:
+        expected = f"{', '.join(known) or 'nothing else'} (leave out what does not change frequencies)"
+        raise ValueError(f"{has} {', '.join(unknown)}, which it does not use; expected {expected}")
     return {key: _value(key, x, half) for key, x in given.items() if key in known}
 
 
@@ -311,9 +305,8 @@ def _longrope(
 
 def _require_above(name: str, value: float, low_name: str, low: float) -> None:
     if not value > low:
-        raise ValueError(
-            f"{_FUNC}(): scaling[{name!r}] is {value}; expected more than {low}, scaling[{low_name!r}]"
-        )
+        expected = f"more than {low}, scaling[{low_name!r}]"
+        raise ValueError(f"{_FUNC}(): scaling[{name!r}] is {value}; expected {expected}")
 
 
 _SCALINGS: dict[str, Callable[..., RopeFrequencies]] = {

@@ -239,4 +239,4 @@ def test_attention_that_does_not_fit(core, changes):
 
 def test_one_list_of_activations(core):
     """C, Python and the twins in NumPy have the same names."""
-    assert core.activations() == ACTIVATIONS == tuple(twins.ACTIVATIONS)
+    assert core.ACTIVATIONS == ACTIVATIONS == tuple(twins.ACTIVATIONS)

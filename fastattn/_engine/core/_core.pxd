@@ -42,7 +42,7 @@ cdef extern from "fastattn.h" nogil:
         int64_t n_tasks, split_k, n_splits, scratch_bytes, partial_bytes
         double flops
     ctypedef enum fa_activation:
-        FA_NONE, FA_N_ACTIVATIONS
+        FA_N_ACTIVATIONS
     ctypedef struct fa_linear_args:
         const char *x
         const char *residual
@@ -56,8 +56,7 @@ cdef extern from "fastattn.h" nogil:
         fa_activation activation
         const fa_watch *watch
     ctypedef struct fa_linear_plan:
-        int rows, panels
-        int64_t panel_tasks, n_tasks, scratch_bytes
+        int64_t n_tasks, scratch_bytes
         double flops
     ctypedef enum fa_rows_kind:
         FA_LAYER_NORM, FA_RMS_NORM, FA_SOFTMAX, FA_ACTIVATE
@@ -86,7 +85,7 @@ cdef extern from "fastattn.h" nogil:
         double scale, eps
         const fa_watch *watch
     ctypedef struct fa_recurrent_plan:
-        int panels, steps
+        int steps
         int64_t n_tasks, scratch_bytes
         double flops
     ctypedef enum fa_rowwise_kind:

@@ -1,24 +1,18 @@
 # The layers' operations: a part of _core.pyx, which includes it.
 
-# Elements for which a parallel region pays, and those of a task: a row operation spends about a nanosecond on four.
-cdef int64_t PARALLEL_ELEMENTS = 1 << 16
-cdef int64_t TASK_ELEMENTS = 1 << 14
-
-cdef dict _ACTIVATIONS = {fa_activation_names[i].decode(): i for i in range(1, FA_N_ACTIVATIONS)}
-_ACTIVATIONS[None] = FA_NONE
+# The names, in the order of src/activations.inc, and their numbers.
+ACTIVATIONS = tuple([fa_activation_names[i].decode() for i in range(1, FA_N_ACTIVATIONS)])
+cdef dict _ACTIVATIONS = {name: i for i, name in enumerate((None, *ACTIVATIONS))}
 cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8}
 cdef dict _STORED = {FA_F32: cnp.NPY_FLOAT, FA_F64: cnp.NPY_DOUBLE, FA_BF16: cnp.NPY_UINT16, FA_I8: cnp.NPY_INT8}
 cdef dict _KINDS = {"layer_norm": FA_LAYER_NORM, "rms_norm": FA_RMS_NORM, "softmax": FA_SOFTMAX,
                     "activate": FA_ACTIVATE}
 
 
-def activations():
-    """Names of the activations, in the order of src/activations.inc."""
-    return tuple([name for name in _ACTIVATIONS if name])
-
-
 cdef char *_rows(name, cnp.ndarray array, int64_t m, int64_t n, fa_dtype dtype, int64_t *row) except? NULL:
-    """The data of an array (m, n) whose rows are contiguous, and their distance."""
+    """The data of an array (m, n) whose rows are contiguous, and their distance; NULL for None."""
+    if array is None:
+        return NULL
     if (cnp.PyArray_NDIM(array) != 2 or cnp.PyArray_DIMS(array)[0] != m or cnp.PyArray_DIMS(array)[1] != n
             or (n > 1 and cnp.PyArray_STRIDES(array)[1] != cnp.PyArray_ITEMSIZE(array))
             or not cnp.PyArray_ISBEHAVED_RO(array) or _dtype(array) != dtype):
@@ -45,31 +39,20 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, fa_dtype dtyp
                                                                              else a.k), _STORED[a.weight])
     if a.weight == FA_I8:
         a.scales = _data("scales", weight.scales, count * width, lane)
-    if bias is not None:
-        a.bias = _data("bias", bias, n_maps * a.n, lane)
+    a.bias = _data("bias", bias, n_maps * a.n, lane)
 
 
-# What the tasks of a linear map share.
-cdef struct LinearCall:
-    const fa_kernels *kernels
-    const fa_linear_args *args
-    fa_linear_plan plan
-
-
-cdef void _linear_task(void *context, int64_t task, void *scratch) noexcept nogil:
-    cdef LinearCall *c = <LinearCall *>context
-    c.kernels.linear_run(c.args, &c.plan, task, scratch)
+cdef void _linear_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    loop.kernels.linear_run(<const fa_linear_args *>loop.args, <const fa_linear_plan *>loop.plan, task, scratch)
 
 
 cdef int _run_linear(fa_linear_args *a, int threads) except -1:
     cdef Loop loop
-    cdef LinearCall c
+    cdef fa_linear_plan plan
     a.watch = &loop.watch
-    c.kernels, c.args = fa_isa_kernels(_isa, a.dtype), a
-    c.kernels.linear_plan(a, threads, &c.plan)
-    if c.plan.flops < PARALLEL_TILE:
-        threads = 1
-    return _run(&loop, _linear_task, &c, c.plan.n_tasks, threads, c.plan.scratch_bytes)
+    loop.kernels, loop.args, loop.plan = fa_isa_kernels(_isa, a.dtype), a, &plan
+    loop.kernels.linear_plan(a, threads, &plan)
+    return _run(&loop, _linear_task, plan.n_tasks, threads if plan.flops >= PARALLEL_TILE else 1, plan.scratch_bytes)
 
 
 def linear(args):
@@ -79,31 +62,20 @@ def linear(args):
     a.m = len(args.out)
     a.x = _rows("x", args.x, a.m, a.k, a.dtype, &a.x_row)
     a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
-    if args.residual is not None:
-        a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
+    a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
     _run_linear(&a, args.num_threads if FA_OPENMP else 1)
 
 
-# What the tasks of an operation on rows share: a task is `step` of them.
-cdef struct RowsCall:
-    const fa_kernels *kernels
-    const fa_rows_args *args
-    int64_t step
-
-
-cdef void _rows_task(void *context, int64_t task, void *scratch) noexcept nogil:
-    cdef RowsCall *c = <RowsCall *>context
-    c.kernels.rows_run(c.args, task * c.step, min(c.args.m, task * c.step + c.step), scratch)
+cdef void _rows_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    cdef int64_t begin = task * loop.step
+    loop.kernels.rows_run(<const fa_rows_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
 cdef int _run_rows(fa_rows_args *a, int threads) except -1:
     cdef Loop loop
-    cdef RowsCall c
     a.watch = &loop.watch
-    c.kernels, c.args, c.step = fa_isa_kernels(_isa, a.dtype), a, max(1, TASK_ELEMENTS // max(1, a.n))
-    if a.m * a.n < PARALLEL_ELEMENTS:
-        threads = 1
-    return _run(&loop, _rows_task, &c, (a.m + c.step - 1) // c.step, threads, c.kernels.rows_scratch_bytes(a.n))
+    loop.kernels, loop.args = fa_isa_kernels(_isa, a.dtype), a
+    return _run_rows_of(&loop, _rows_task, a.m, a.n, threads, loop.kernels.rows_scratch_bytes(a.n))
 
 
 def rows(args):
@@ -116,40 +88,25 @@ def rows(args):
     a.m, a.n, a.eps = args.out.shape[0], args.out.shape[1], args.eps
     a.x = _rows("x", args.x, a.m, a.n, a.dtype, &a.x_row)
     a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
-    if args.residual is not None:
-        a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
-    if args.total is not None:
-        a.total = _rows("total", args.total, a.m, a.n, a.dtype, &a.total_row)
-    if args.up is not None:
-        a.up = _rows("up", args.up, a.m, a.n, a.dtype, &a.up_row)
-    if args.weight is not None:
-        a.weight = _data("weight", args.weight, a.n, _lane_type(a.dtype))
-    if args.bias is not None:
-        a.bias = _data("bias", args.bias, a.n, _lane_type(a.dtype))
+    a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
+    a.total = _rows("total", args.total, a.m, a.n, a.dtype, &a.total_row)
+    a.up = _rows("up", args.up, a.m, a.n, a.dtype, &a.up_row)
+    a.weight = _data("weight", args.weight, a.n, _lane_type(a.dtype))
+    a.bias = _data("bias", args.bias, a.n, _lane_type(a.dtype))
     _run_rows(&a, args.num_threads if FA_OPENMP else 1)
 
 
-# What the tasks of a rotation share: a task is `step` of its n rows, each of all heads.
-cdef struct RopeCall:
-    const fa_kernels *kernels
-    const fa_rope_args *args
-    int64_t n, step
-
-
-cdef void _rope_task(void *context, int64_t task, void *scratch) noexcept nogil:
-    cdef RopeCall *c = <RopeCall *>context
-    c.kernels.rope_run(c.args, task * c.step, min(c.n, task * c.step + c.step), scratch)
+cdef void _rope_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    cdef int64_t begin = task * loop.step
+    loop.kernels.rope_run(<const fa_rope_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
 
 
 cdef int _run_rope(fa_rope_args *a, int threads) except -1:
+    """A row is that of all heads."""
     cdef Loop loop
-    cdef RopeCall c
-    cdef int64_t elements = a.heads * a.head_dim
-    c.kernels, c.args = fa_isa_kernels(_isa, a.x.dtype), a
-    c.n, c.step = a.batch * a.length, max(1, TASK_ELEMENTS // max(1, elements))
-    if c.n * elements < PARALLEL_ELEMENTS:
-        threads = 1
-    return _run(&loop, _rope_task, &c, (c.n + c.step - 1) // c.step, threads, a.head_dim * sizeof(double) + 64)
+    loop.kernels, loop.args = fa_isa_kernels(_isa, a.x.dtype), a
+    return _run_rows_of(&loop, _rope_task, a.batch * a.length, a.heads * a.head_dim, threads,
+                        a.head_dim * sizeof(double) + 64)
 
 
 def rope(args):

@@ -1,29 +1,17 @@
 # Linear attention: a part of _core.pyx, which includes it.
 
-# Operands with a batch table.
-cdef enum:
-    N_RECURRENT = 10
-
-
-# What the tasks share.
-cdef struct RecurrentCall:
-    const fa_kernels *kernels
-    const fa_recurrent_args *args
-    fa_recurrent_plan plan
-
-
-cdef void _recurrent_task(void *context, int64_t task, void *scratch) noexcept nogil:
-    cdef RecurrentCall *c = <RecurrentCall *>context
-    c.kernels.recurrent_run(c.args, &c.plan, task, scratch)
+cdef void _recurrent_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    cdef const fa_recurrent_plan *plan = <const fa_recurrent_plan *>loop.plan
+    loop.kernels.recurrent_run(<const fa_recurrent_args *>loop.args, plan, task, scratch)
 
 
 def recurrent(args):
     """Compute `args.out` and the states, of a RecurrentArgs."""
     cdef fa_recurrent_args a
-    cdef RecurrentCall c
+    cdef fa_recurrent_plan plan
     cdef Loop loop
     cdef int threads = args.num_threads if FA_OPENMP else 1
-    cdef _Tables tables = _Tables(args.batch_shape, N_RECURRENT)
+    cdef _Tables tables = _Tables(args.batch_shape, 10)
     cdef int lane
     memset(&a, 0, sizeof(a))
     a.batch = tables.batch
@@ -38,22 +26,17 @@ def recurrent(args):
     lane = _lane_type(a.q.dtype)
     a.log_decay.dtype = a.beta.dtype = _dtype(args.state_out)
     tables.set(&a.state_out, "state_out", args.state_out, lane, 3, a.heads, a.head_dim, a.head_dim_v, True)
-    if args.state is not None:
-        tables.set(&a.state, "state", args.state, lane, 3, a.heads, a.head_dim, a.head_dim_v, True)
-    if args.log_decay is not None:
-        if args.gated:
-            tables.set(&a.log_decay, "log_decay", args.log_decay, lane, 3, a.heads, a.len_k, a.head_dim, True)
-        else:
-            tables.set(&a.log_decay, "log_decay", args.log_decay, lane, 2, a.heads, a.len_k)
-    if args.beta is not None:
-        tables.set(&a.beta, "beta", args.beta, lane, 2, a.heads, a.len_k)
-    if args.norm_out is not None:
-        tables.set(&a.norm_out, "norm_out", args.norm_out, lane, 2, a.heads, a.head_dim, 1, True)
-    if args.norm is not None:
-        tables.set(&a.norm, "norm", args.norm, lane, 2, a.heads, a.head_dim, 1, True)
+    tables.set(&a.state, "state", args.state, lane, 3, a.heads, a.head_dim, a.head_dim_v, True)
+    if args.gated:
+        tables.set(&a.log_decay, "log_decay", args.log_decay, lane, 3, a.heads, a.len_k, a.head_dim, True)
+    else:
+        tables.set(&a.log_decay, "log_decay", args.log_decay, lane, 2, a.heads, a.len_k)
+    tables.set(&a.beta, "beta", args.beta, lane, 2, a.heads, a.len_k)
+    tables.set(&a.norm_out, "norm_out", args.norm_out, lane, 2, a.heads, a.head_dim, 1, True)
+    tables.set(&a.norm, "norm", args.norm, lane, 2, a.heads, a.head_dim, 1, True)
     a.watch = &loop.watch
-    c.kernels, c.args = fa_isa_kernels(_isa, a.q.dtype), &a
-    c.kernels.recurrent_plan(&a, threads, &c.plan)
-    if c.plan.flops < (PARALLEL_DOT if c.plan.steps else PARALLEL_TILE):
+    loop.kernels, loop.args, loop.plan = fa_isa_kernels(_isa, a.q.dtype), &a, &plan
+    loop.kernels.recurrent_plan(&a, threads, &plan)
+    if plan.flops < (PARALLEL_DOT if plan.steps else PARALLEL_TILE):
         threads = 1
-    _run(&loop, _recurrent_task, &c, c.plan.n_tasks, threads, c.plan.scratch_bytes)
+    _run(&loop, _recurrent_task, plan.n_tasks, threads, plan.scratch_bytes)

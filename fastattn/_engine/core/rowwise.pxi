@@ -4,40 +4,26 @@ cdef dict _ROWWISE = {"sparsemax": FA_SPARSEMAX, "entmax15": FA_ENTMAX15, "top_k
                       "additive": FA_ADDITIVE, "talking_heads": FA_TALKING_HEADS}
 
 
-# What the tasks share.
-cdef struct RowwiseCall:
-    const fa_kernels *kernels
-    const fa_rowwise_args *args
-    fa_rowwise_plan plan
-
-
-cdef void _rowwise_task(void *context, int64_t task, void *scratch) noexcept nogil:
-    cdef RowwiseCall *c = <RowwiseCall *>context
-    c.kernels.rowwise_run(c.args, &c.plan, task, scratch)
+cdef void _rowwise_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    loop.kernels.rowwise_run(<const fa_rowwise_args *>loop.args, <const fa_rowwise_plan *>loop.plan, task, scratch)
 
 
 def rowwise(args):
     """Compute `args.attention.out`, of a RowwiseArgs."""
     cdef fa_rowwise_args r
-    cdef RowwiseCall c
+    cdef fa_rowwise_plan plan
     cdef Loop loop
     cdef int threads = args.attention.num_threads if FA_OPENMP else 1
-    cdef _Tables tables
     cdef int lane
     memset(&r, 0, sizeof(r))
-    r.kind = _ROWWISE[args.kind]
-    r.k_keys = args.top_k
-    tables = _set_args(&r.attention, args.attention, True)
+    cdef _Tables _tables = _set_args(&r.attention, args.attention, True)  # which must outlive the kernels
+    cdef int64_t heads = r.attention.heads_q
+    r.kind, r.k_keys = _ROWWISE[args.kind], args.top_k
     lane = _lane_type(r.attention.q.dtype)
-    if args.weight is not None:
-        r.weight = _data("weight", args.weight, r.attention.heads_q * r.attention.head_dim, lane)
-    if args.pre is not None:
-        r.pre = _data("pre", args.pre, r.attention.heads_q * r.attention.heads_q, lane)
-    if args.post is not None:
-        r.post = _data("post", args.post, r.attention.heads_q * r.attention.heads_q, lane)
+    r.weight = _data("weight", args.weight, heads * r.attention.head_dim, lane)
+    r.pre = _data("pre", args.pre, heads * heads, lane)
+    r.post = _data("post", args.post, heads * heads, lane)
     r.attention.watch = &loop.watch
-    c.kernels, c.args = fa_isa_kernels(_isa, r.attention.q.dtype), &r
-    c.kernels.rowwise_plan(&r, &c.plan)
-    if c.plan.flops < PARALLEL_TILE:
-        threads = 1
-    _run(&loop, _rowwise_task, &c, c.plan.n_tasks, threads, c.plan.scratch_bytes)
+    loop.kernels, loop.args, loop.plan = fa_isa_kernels(_isa, r.attention.q.dtype), &r, &plan
+    loop.kernels.rowwise_plan(&r, &plan)
+    _run(&loop, _rowwise_task, plan.n_tasks, threads if plan.flops >= PARALLEL_TILE else 1, plan.scratch_bytes)

@@ -1,14 +1,21 @@
 # The one way in which tasks run, whatever their kernel: a part of _core.pyx, which includes it.
 
 cdef double SECONDS_BETWEEN_SIGNALS = 0.05
+# Elements for which a parallel region pays, and those of a task: a row operation spends about a nanosecond on four.
+cdef int64_t PARALLEL_ELEMENTS = 1 << 16
+cdef int64_t TASK_ELEMENTS = 1 << 14
 
-# One task: `context` is the call's, and all its tasks have it; `scratch` is the thread's.
-ctypedef void (*run_task)(void *context, int64_t task, void *scratch) noexcept nogil
+# One task of a loop; `scratch` is the thread's.
+cdef struct Loop
+ctypedef void (*run_task)(Loop *loop, int64_t task, void *scratch) noexcept nogil
 
-# What the threads of a call share.
+# What the threads of a call share. The caller sets `kernels`, `args` and where there is one `plan`.
 cdef struct Loop:
+    const fa_kernels *kernels
+    const void *args  # what the kernel calls by these names
+    const void *plan
+    int64_t n, step  # of a loop over n rows: a task is `step` of them
     run_task run
-    void *context
     fa_watch watch  # for tasks that may last long: `_gives_up` of this loop
     void *memory
     char *scratch  # scratch_bytes for each thread
@@ -39,11 +46,11 @@ cdef int _gives_up(void *context) noexcept nogil:
     return fa_flag(&loop.stop)
 
 
-cdef int _start(Loop *loop, run_task run, void *context, int64_t n_tasks, int threads, int64_t scratch_bytes,
+cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t scratch_bytes,
                 int64_t shared_bytes) except -1:
     """Ready a loop of at most `n_tasks` at a time; MemoryError is the last thing that can go wrong before it."""
     cdef int64_t n_bytes
-    loop.run, loop.context = run, context
+    loop.run = run
     loop.watch.gives_up, loop.watch.caller = _gives_up, loop
     loop.threads = max(1, min(threads, n_tasks))
     loop.stop, loop.looked, loop.caller = False, 0, PyThread_get_thread_ident()
@@ -59,7 +66,7 @@ cdef int _start(Loop *loop, run_task run, void *context, int64_t n_tasks, int th
 
 cdef void _task(Loop *loop, int64_t task, int thread) noexcept nogil:
     if not _gives_up(loop):
-        loop.run(loop.context, task, loop.scratch + thread * loop.scratch_bytes)
+        loop.run(loop, task, loop.scratch + thread * loop.scratch_bytes)
 
 
 cdef void _tasks(Loop *loop, int64_t n) noexcept nogil:
@@ -69,7 +76,7 @@ cdef void _tasks(Loop *loop, int64_t n) noexcept nogil:
         for task in range(n):
             if task and _gives_up(loop):
                 break
-            loop.run(loop.context, task, loop.scratch)
+            loop.run(loop, task, loop.scratch)
     else:
         for task in prange(n, num_threads=loop.threads, schedule="dynamic"):
             _task(loop, task, threadid())
@@ -81,10 +88,17 @@ cdef int _end(Loop *loop) except -1:
     return -1 if loop.stop else 0
 
 
-cdef int _run(Loop *loop, run_task run, void *context, int64_t n_tasks, int threads,
-              int64_t scratch_bytes) except -1:
+cdef int _run(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t scratch_bytes) except -1:
     """All of the above: `n_tasks` tasks on as many threads."""
-    _start(loop, run, context, n_tasks, threads, scratch_bytes, 0)
+    _start(loop, run, n_tasks, threads, scratch_bytes, 0)
     with nogil:
         _tasks(loop, n_tasks)
     return _end(loop)
+
+
+cdef int _run_rows_of(Loop *loop, run_task run, int64_t n, int64_t width, int threads, int64_t scratch_bytes) except -1:
+    """Run a loop over n rows of `width` elements."""
+    loop.n, loop.step = n, max(1, TASK_ELEMENTS // max(1, width))
+    if n * width < PARALLEL_ELEMENTS:
+        threads = 1
+    return _run(loop, run, (n + loop.step - 1) // loop.step, threads, scratch_bytes)

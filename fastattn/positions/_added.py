@@ -1,4 +1,4 @@
-"""T5's relative positions: each distance has a bucket, and each bucket has a bias for each head."""
+"""Positions that are added: sinusoidal vectors to inputs, ALiBi's slopes and T5's biases to scores."""
 
 from __future__ import annotations
 
@@ -8,12 +8,89 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fastattn._args.values import MAX_POSITION, MOST_SIZE, flag, float_array, integer
+from fastattn._args.types import FLOAT64
+from fastattn._args.values import MAX_POSITION, MOST_SIZE, flag, float_array, float_dtype, integer, number
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike, DTypeLike, NDArray
 
     from fastattn._args.types import Array, Ints
+
+
+def sinusoidal(
+    length: int, d_model: int, *, offset: int = 0, dtype: DTypeLike = np.float32, base: float = 10000.0
+) -> NDArray[Any]:
+    """Sinusoidal position vectors, which are added to the inputs [1]_.
+
+    Parameters
+    ----------
+    length : int
+        Number of positions.
+    d_model : int
+        Length of a vector; if it is odd, the last cosine is left out.
+    offset : int, default 0
+        The first position.
+    dtype : dtype, default float32
+        dtype of the result, which is computed in float64.
+    base : float, default 10000
+        Sets the frequencies ``w_k = base ** (-2 k / d_model)``.
+
+    Returns
+    -------
+    ndarray, (length, d_model)
+        ``x[t, 2k] = sin((offset + t) w_k)`` and ``x[t, 2k + 1] = cos((offset + t) w_k)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    References
+    ----------
+    .. [1] A. Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762, section 3.5.
+    """
+    length = integer("sinusoidal", "length", length, 0, MOST_SIZE)
+    d_model = integer("sinusoidal", "d_model", d_model, 1, MOST_SIZE)
+    offset = integer("sinusoidal", "offset", offset, -MAX_POSITION, MAX_POSITION)
+    dtype = float_dtype("sinusoidal", dtype)
+    base = number("sinusoidal", "base", base, FLOAT64, positive=True)
+    angles = np.arange(offset, offset + length)[:, None] * base ** -(np.arange(0, d_model, 2) / d_model)
+    vectors = np.empty((length, d_model), dtype)
+    vectors[:, 0::2] = np.sin(angles)
+    vectors[:, 1::2] = np.cos(angles[:, : d_model // 2])
+    return vectors
+
+
+def alibi_slopes(num_heads: int) -> NDArray[np.float32]:
+    """Slopes of ALiBi for ``attention(alibi_slopes=...)``: one a head, from steep to flat.
+
+    Parameters
+    ----------
+    num_heads : int
+        Number of query heads.
+
+    Returns
+    -------
+    ndarray of float32, (num_heads,)
+        For n heads, a power of two, ``2 ** (-8 i / n)`` with i from 1 to n. For another number: the slopes of
+        the next lower power of two n, then every second slope of 2 n, as in the authors' code [1]_, BLOOM
+        and MPT.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `num_heads` is not a positive integer.
+
+    References
+    ----------
+    .. [1] O. Press, N. A. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases Enables
+       Input Length Extrapolation", 2022, arXiv:2108.12409, section 3.
+    """
+    num_heads = integer("alibi_slopes", "num_heads", num_heads, 1, MOST_SIZE)
+    n = 1 << (num_heads.bit_length() - 1)
+    exponents = np.concatenate([np.arange(1, n + 1) / n, np.arange(1, 2 * (num_heads - n), 2) / (2 * n)])
+    slopes: NDArray[np.float32] = np.exp2(-8 * exponents).astype(np.float32)
+    return slopes
 
 
 def t5_buckets(
@@ -122,11 +199,9 @@ def _t5_diagonals(
     len_q = integer(func, "len_q", len_q, 0, MOST_SIZE)
     len_k = integer(func, "len_k", len_k, 0, MOST_SIZE)
     both = flag(func, "bidirectional", bidirectional)
-    if num_buckets < (4 if both else 2):
-        raise ValueError(
-            f"{func}(): num_buckets is {num_buckets}; expected at least {4 if both else 2}"
-            f" with bidirectional={both}"
-        )
+    if num_buckets < (least := 4 if both else 2):
+        expected = f"at least {least} with bidirectional={both}"
+        raise ValueError(f"{func}(): num_buckets is {num_buckets}; expected {expected}")
     n = num_buckets // 2 if both else num_buckets
     exact = n // 2
     max_distance = integer(func, "max_distance", max_distance, exact + 1, MAX_POSITION)

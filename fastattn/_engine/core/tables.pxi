@@ -1,0 +1,119 @@
+# Checks of arrays, and batch tables: a part of _core.pyx, which includes it.
+
+cdef int _bfloat16 = -1  # its type number, which NumPy gives when ml_dtypes is imported
+
+
+cdef fa_dtype _dtype(cnp.ndarray array) except *:
+    global _bfloat16
+    cdef int type_num = cnp.PyArray_TYPE(array)
+    if type_num == cnp.NPY_FLOAT:
+        return FA_F32
+    if type_num == cnp.NPY_DOUBLE:
+        return FA_F64
+    if type_num == cnp.NPY_FLOAT16:
+        return FA_F16
+    if type_num != _bfloat16:
+        if array.dtype.name != "bfloat16":
+            raise TypeError(f"no kernel reads {array.dtype}")
+        _bfloat16 = type_num
+    return FA_BF16
+
+
+cdef int _lane_type(fa_dtype dtype) noexcept:
+    """NumPy's number of the lane type: what numbers of `dtype` are accumulated in, and their parameters are of."""
+    return cnp.NPY_DOUBLE if dtype == FA_F64 else cnp.NPY_FLOAT
+
+
+cdef object _misfit(name, array, expected):
+    """The error that ends a call before C reads beyond an array.
+
+    Callers have checked what users pass; this is about arrays that were changed behind their backs.
+    """
+    return ValueError(f"fastattn: {name} has shape {array.shape}, strides {array.strides} and dtype {array.dtype};"
+                      f" expected {expected}")
+
+
+cdef void *_data(name, cnp.ndarray array, int64_t size, int type_num) except? NULL:
+    """The data of an array of `size` elements of a type, side by side; NULL for None."""
+    if array is None:
+        return NULL
+    if not (cnp.PyArray_SIZE(array) == size and cnp.PyArray_EquivTypenums(cnp.PyArray_TYPE(array), type_num)
+            and cnp.PyArray_ISCARRAY_RO(array)):
+        raise _misfit(name, array, f"{size} elements of {cnp.PyArray_DescrFromType(type_num)}, side by side")
+    return cnp.PyArray_DATA(array)
+
+
+cdef class _Tables:
+    """Memory for the batch tables of one call's operands: the byte offset of every batch item in each."""
+
+    cdef int64_t *memory
+    cdef int64_t batch, items  # of the batch, and of a table
+    cdef int n, used
+    cdef tuple shape  # of the batch
+
+    def __cinit__(self, tuple shape, int n, bint filled=True):
+        """Room for n tables; empty ones unless `filled`, for who looks at shapes and types only."""
+        self.shape, self.n, self.batch = shape, n, 1
+        for size in shape:
+            self.batch *= size
+        self.items = self.batch if filled else 0
+        if self.items < INT64_MAX // (n * <int64_t>sizeof(int64_t)) - 1:
+            self.memory = <int64_t *>PyMem_RawMalloc(n * (self.items + 1) * sizeof(int64_t))
+        if self.memory == NULL:
+            raise MemoryError(f"fastattn: no memory for the tables of {self.batch} batch items")
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.memory)
+
+    cdef int64_t *next(self) except NULL:
+        """The next table."""
+        if self.used == self.n:
+            raise IndexError(f"fastattn: there is room for {self.n} batch tables")
+        self.used += 1
+        return self.memory + (self.used - 1) * self.items
+
+    cdef void set(self, fa_array *x, name, cnp.ndarray array, int type_num, int core, int64_t n0=1, int64_t n1=1,
+                  int64_t n2=1, bint contiguous=False) except *:
+        """Point `x` at `array`, whose last `core` axes are the first of (head, row, col), of n0, n1 and n2 elements.
+
+        The axes before those are the batch's; axes of length 1 broadcast. `contiguous`: the last one has to be.
+        None is an option that is off: `x` stays as it is.
+        """
+        if array is None:
+            return
+        cdef int own = cnp.PyArray_NDIM(array) - core, i, n_batch = len(self.shape)
+        cdef cnp.npy_intp *shape = cnp.PyArray_DIMS(array)
+        cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(array)
+        cdef int64_t b, rest, size, offset
+        cdef int64_t *counts = [n0, n1, n2]
+        cdef int64_t *step = [0, 0, 0]
+        cdef bint fits = 0 <= own <= n_batch and cnp.PyArray_ISBEHAVED_RO(array)
+        fits = fits and cnp.PyArray_EquivTypenums(cnp.PyArray_TYPE(array), type_num)
+        for i in range(core if fits else 0):
+            fits = fits and (shape[own + i] == counts[i] or shape[own + i] == 1)
+            step[i] = strides[own + i] if shape[own + i] != 1 else 0
+        if contiguous and fits and counts[core - 1] > 1 and cnp.PyArray_SIZE(array):
+            fits = step[core - 1] == cnp.PyArray_ITEMSIZE(array)
+        for i in range(own if fits else 0):
+            size = self.shape[n_batch - own + i]
+            fits = fits and (shape[i] == size or shape[i] == 1)
+        if not fits:
+            how = ", the last axis contiguous" if contiguous else ""
+            raise _misfit(name, array, f"what broadcasts to {(*self.shape, *(n0, n1, n2)[:core])}{how}")
+        x.data = <char *>cnp.PyArray_DATA(array)
+        x.batch = self.next()
+        x.head, x.row, x.col = step[0], step[1], step[2]
+        for b in range(self.items):
+            rest, offset = b, 0
+            for i in range(own):  # from the last batch axis to the first
+                size = self.shape[n_batch - 1 - i]
+                if shape[own - 1 - i] != 1:
+                    offset += rest % size * strides[own - 1 - i]
+                rest //= size
+            (<int64_t *>x.batch)[b] = offset
+
+    cdef void set_rows(self, fa_array *x, name, cnp.ndarray array, int64_t heads, int64_t length,
+                       int64_t width) except *:
+        """That for an operand (..., heads, length, width) whose rows are contiguous, of any type that kernels read."""
+        x.dtype = _dtype(array)
+        self.set(x, name, array, cnp.PyArray_TYPE(array), 3, heads, length, width, True)
