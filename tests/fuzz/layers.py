@@ -280,7 +280,7 @@ def layer_saved(d):
     with suppress(TypeError, ValueError, AttributeError, LookupError):
         state = it.state_dict()
     arguments = {
-        "state": state,
+        "state_dict": state,
         **d.some(0.3, prefix=lambda: "", weights_dtype=lambda: d.choose(*WEIGHT_DTYPES)),
     }
     names = (f"{type(other).__name__}.load_state_dict", *NAMES)
