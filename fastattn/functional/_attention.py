@@ -227,7 +227,7 @@ def attention_weights(
 ) -> NDArray[Any]:
     """Compute the probabilities that `attention` averages the values with, for looking at them.
 
-    The parameters are those of `attention`. The result takes O(len_q * len_k) memory a head, which
+    The parameters and errors are those of `attention`. The result takes O(len_q * len_k) memory a head, which
     `attention` does not, and is computed in NumPy.
 
     Returns
@@ -235,11 +235,6 @@ def attention_weights(
     ndarray, (..., heads_q, len_q, len_k)
         In q's dtype. Rows sum to 1; with a sink to less, and to 0 where a query may attend nothing. 2-D if q
         and k are.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `attention`.
     """
     require_options("attention_weights", options, WeightsOptions)
     args = attention_args("attention_weights", q, k, k, **options)
@@ -300,7 +295,7 @@ def explain(
 ) -> settings.Report:
     """Say how `attention` would run on these arguments, without running it.
 
-    The parameters are those of `attention`.
+    The parameters and errors are those of `attention`.
 
     Returns
     -------
@@ -312,11 +307,6 @@ def explain(
         touched, ``tiles_full`` need no test and ``tiles_edge`` do; ``second_pass``, whether statistics need
         the scores once more; ``copies``, what is copied first and why; ``conversions``, what is converted or
         gathered by the kernel, a block at a time; ``num_threads``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `attention`.
 
     Notes
     -----

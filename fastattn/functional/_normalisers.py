@@ -138,23 +138,13 @@ def sigmoid_attention(
     Parameters
     ----------
     q, k, v : array_like
-        As in `attention`.
+        As in `attention`, like the result and the errors.
     sigmoid_bias : float, optional
         Added to every score, after everything else; default ``-log(len_k)``, as the paper has it, by which
         the weights of a row start out summing to about 1. It is that of the array k, whatever masks hide.
     **options
         Keyword arguments of `attention`, but sinks, return_lse and stats. What is masked has the weight 0. A
         bias of each head goes to bias, as ``bias[:, None, None]``.
-
-    Returns
-    -------
-    ndarray, (..., heads_q, len_q, head_dim_v)
-        In q's dtype; 2-D if q, k and v all are.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `attention`, and if `sigmoid_bias` is no finite number.
 
     Notes
     -----

@@ -41,17 +41,7 @@ def additive_attention(
         Any of the four dtypes.
     **options
         Keyword arguments of `attention`, but sinks, return_lse and stats. Scale, a factor of the scores, is 1
-        by default. Grouped heads, too.
-
-    Returns
-    -------
-    out : ndarray, (..., heads_q, len_q, head_dim_v)
-        In q's dtype; 2-D if q, k and v all are.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        by default. Grouped heads, too. Result and errors are those of `attention`.
 
     Notes
     -----
