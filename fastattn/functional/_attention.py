@@ -181,7 +181,7 @@ def attention(
     Notes
     -----
     Time is O(len_q * len_k * (head_dim + head_dim_v)) a head, less what masks skip. Memory beyond inputs and
-    output is O(threads) for the scores, one tile at a time [1]_, [2]_, and 168 bytes a batch item;
+    output is O(threads) for the scores, one tile at a time, and 168 bytes a batch item;
     causal, window, lengths and row ranges take up to 48 bytes a query row, of each head where they differ by
     head; a structural mask 16 bytes a range. Products are accumulated in float32 (float64 for float64).
 
@@ -199,11 +199,9 @@ def attention(
     batch. Padding of up to 8 query rows a key head, to more, or of their keys, hidden by a mask alone, may
     change the last bits, but where a sequence attends itself.
 
-    References
-    ----------
-    .. [1] M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867.
-    .. [2] T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, "FlashAttention: Fast and Memory-Efficient Exact
-       Attention with IO-Awareness", 2022, arXiv:2205.14135.
+    Sources: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867;
+    T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, "FlashAttention: Fast and Memory-Efficient Exact Attention
+    with IO-Awareness", 2022, arXiv:2205.14135.
 
     Examples
     --------

@@ -11,7 +11,7 @@ import numpy as np
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.key_ranges import Resolved
-from fastattn._args.options import StridedOptions
+from fastattn._args.options import Backend, StridedOptions
 from fastattn._args.values import integer, operand
 from fastattn._args.variants import variant_args
 from fastattn._engine import dispatch
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import Backend
     from fastattn._args.types import Array, AttentionArgs, Shape
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastattn._args.errors import wrong_shape
-from fastattn._args.options import DecayOptions, DeltaOptions, require_options
+from fastattn._args.options import Backend, ComputeOptions, DecayOptions, DeltaOptions, require_options
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.values import flag, float_array, real_array, short
 from fastattn._engine import dispatch
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import Backend, ComputeOptions
     from fastattn._args.types import Array
 
     Rule = Literal["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args.errors import wrong_dtype
 from fastattn._args.ops import vector
-from fastattn._args.options import LocationOptions
+from fastattn._args.options import LocationOptions, NoSoftmaxOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import broadcast_batch, float_array, require_broadcast
 from fastattn._args.variants import rowwise_args, variant_args
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import NoSoftmaxOptions
     from fastattn._args.types import Array
 
 
