@@ -67,10 +67,8 @@ def entmax15_attention(
 
     Parameters
     ----------
-    q, k, v : array_like
-        As in `attention`, like the result and the errors. Grouped heads, too.
-    **options
-        Keyword arguments of `attention`, but sinks, return_lse and stats.
+    q, k, v, **options
+        As in `sparsemax_attention`, like the result and the errors.
 
     Notes
     -----
@@ -92,13 +90,11 @@ def top_k_attention(
 
     Parameters
     ----------
-    q, k, v : array_like
-        As in `attention`, like the result and the errors. Grouped heads, too.
+    q, k, v, **options
+        As in `sparsemax_attention`, like the result and the errors.
     top_k : int
         At least 1. Of the keys that a query may attend, those with the largest scores: exactly so many, or
         all if there are fewer. Of equal scores the keys with the lowest index.
-    **options
-        Keyword arguments of `attention`, but sinks, return_lse and stats.
 
     Notes
     -----

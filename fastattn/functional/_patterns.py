@@ -129,12 +129,10 @@ def strided_attention(
 
     Parameters
     ----------
-    q, k, v, return_lse
-        As in `attention`, like the results and errors; k as long as q.
+    q, k, v, return_lse, **options
+        As in `dilated_window_attention`, like the results and errors.
     stride : int
         Query i attends keys j <= i with ``i - j <= stride`` or ``i - j`` a multiple of it.
-    **options
-        scale, softcap, sinks, out, num_threads and backend of `attention`.
 
     Notes
     -----
