@@ -206,10 +206,8 @@ def neighborhood_attention(
     ----------
     q : array_like, (..., heads_q, *spatial, head_dim)
         Queries; as many spatial axes as `kernel` has numbers.
-    k : array_like, (..., heads_kv, *spatial, head_dim)
-        Keys, on the same grid.
-    v : array_like, (..., heads_kv, *spatial, head_dim_v)
-        Values.
+    k, v : array_like, (..., heads_kv, *spatial, head_dim) and (..., heads_kv, *spatial, head_dim_v)
+        Keys and values, on the same grid.
     kernel : int or tuple of int
         Places attended along each axis; an int is one axis. ``kernel * dilation`` is at most its length. At
         the borders the window moves inwards: as many keys everywhere.

@@ -93,10 +93,8 @@ def linear_attention(
         Return ``(out, state)``: with it, a later call goes on where this one ended.
     out_state : ndarray, optional
         Where that state goes (a pair with `normalize`); it may be `state` itself, and implies `return_state`.
-    out : ndarray, (..., max(heads_q, heads), len, head_dim_v), optional
-        Where the result goes: q's dtype, last axis contiguous.
-    num_threads, backend
-        As in `attention`.
+    out, num_threads, backend
+        As in `attention`; out has the shape of the result below.
 
     Returns
     -------
