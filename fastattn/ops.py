@@ -15,7 +15,7 @@ import numpy as np
 from fastattn._args.blocks import blocks, copied
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import linear_args, rows_args
-from fastattn._args.options import ComputeOptions, OutOption
+from fastattn._args.options import Backend, ComputeOptions, OutOption
 from fastattn._args.packed import PackedLinear, pack
 from fastattn._args.results import result_array
 from fastattn._args.types import Activation
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import Backend
     from fastattn._args.types import Array
 
 __all__ = [
@@ -243,17 +242,7 @@ def activate(
     up : array_like, (..., n), optional
         x's shape and dtype.
     out, num_threads, backend : optional
-        As in `layer_norm`.
-
-    Returns
-    -------
-    out : ndarray, (..., n)
-        In x's dtype.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        As in `layer_norm`, like the result and the errors.
     """
     args, result, _ = rows_args("activate", x, out, num_threads, backend, up=up, activation=activation)
     dispatch.run(args, backend)

@@ -14,12 +14,6 @@ from fastattn.functional._heads import (
     qk_norm_attention,
 )
 from fastattn.functional._memory import latent_attention, memory_attention
-from fastattn.functional._normalisers import (
-    entmax15_attention,
-    sigmoid_attention,
-    sparsemax_attention,
-    top_k_attention,
-)
 from fastattn.functional._patterns import dilated_window_attention, neighborhood_attention, strided_attention
 from fastattn.functional._recurrent import (
     delta_net,
@@ -29,7 +23,15 @@ from fastattn.functional._recurrent import (
     retention,
 )
 from fastattn.functional._relative import disentangled_attention, shaw_attention, transformer_xl_attention
-from fastattn.functional._scores import additive_attention, location_attention, talking_heads_attention
+from fastattn.functional._scores import (
+    additive_attention,
+    entmax15_attention,
+    location_attention,
+    sigmoid_attention,
+    sparsemax_attention,
+    talking_heads_attention,
+    top_k_attention,
+)
 from fastattn.functional._torch import flex_attention
 
 __all__ = [

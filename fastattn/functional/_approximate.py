@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints
 
 
+@np.errstate(all="ignore")  # as in the kernels
 def linformer_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -79,13 +80,13 @@ def _projection(func: str, name: str, x: Any, of: str, other: Array) -> Array:
     return matrix
 
 
-@np.errstate(all="ignore")
 def _projected(matrix: Array, x: Array) -> Array:
     """matrix (n, length) @ x (..., length, d), in x's dtype."""
     lane = lane_dtype(x.dtype)
     return np.asarray(matrix.astype(lane) @ x.astype(lane), x.dtype)
 
 
+@np.errstate(all="ignore")  # as in the kernels
 def nystrom_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -139,14 +140,9 @@ def nystrom_attention(
     inverse = _pseudo_inverse(attention_weights(q_mean, k_mean, scale=args.scale), num_iterations)
     q, k, v = (x.astype(q_mean.dtype, copy=False) for x in (q, k, v))
     values = attention(q_mean, k, v, **options)
-    with np.errstate(all="ignore"):
-        values = inverse @ values
-    result = attention(q, k_mean, values, **options)
-    with np.errstate(all="ignore"):
-        return np.asarray(result, dtype)
+    return np.asarray(attention(q, k_mean, inverse @ values, **options), dtype)
 
 
-@np.errstate(all="ignore")
 def _segment_means(x: Array, n: int) -> Array:
     """x (..., length, d) to (..., n, d), in the dtype in which it is accumulated."""
     edges = np.arange(n + 1) * x.shape[-2] // n
@@ -154,7 +150,6 @@ def _segment_means(x: Array, n: int) -> Array:
     return np.asarray(np.add.reduceat(x, edges[:-1], axis=-2) / np.diff(edges)[:, None].astype(x.dtype))
 
 
-@np.errstate(all="ignore")
 def _pseudo_inverse(a: Array, num_iterations: int) -> Array:
     """Razavi et al. 2014: x = x (13 I - a x (15 I - a x (7 I - a x))) / 4, of matrices (..., n, n)."""
     one = np.eye(a.shape[-1], dtype=a.dtype)
@@ -165,6 +160,7 @@ def _pseudo_inverse(a: Array, num_iterations: int) -> Array:
     return x
 
 
+@np.errstate(all="ignore")  # as in the kernels
 def lsh_attention(
     qk: ArrayLike,
     v: ArrayLike,
@@ -255,30 +251,17 @@ def lsh_attention(
     q, values = queries.astype(lane), values.astype(lane)
     if not q.size or not values.size:
         return np.zeros(args.out.shape, args.out.dtype)
-    k = _normalised(q)
+    k = q / np.sqrt(np.mean(q * q, axis=-1, keepdims=True) + lane.type(1e-6))
     order = np.stack([_hash_order(q, r[:, i], chunk) for i in range(num_rounds)], axis=-2)
     out, lse = _attend_chunks(q, k, values, order, chunk, causal, options)
     back = np.argsort(order, axis=-1)[..., :length]
     out = np.take_along_axis(out, back[..., None], axis=-2)
     lse = np.take_along_axis(lse, back, axis=-1)
-    return _joined(out, lse).astype(args.out.dtype, copy=False)
-
-
-@np.errstate(all="ignore")
-def _normalised(x: Array) -> Array:
-    """x (..., d) of a root mean square of 1."""
-    return np.asarray(x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(1e-6)))
-
-
-@np.errstate(all="ignore")
-def _joined(out: Array, lse: Array) -> Array:
-    """Results (..., rounds, length, d) of all rounds."""
-    # Normalised here: the lse of a token that has only itself is large, and so is its rounding.
+    # Rounds are joined here: the lse of a token that has only itself is large, and so is its rounding.
     weights = np.exp(lse - lse.max(axis=-2, keepdims=True))[..., None]
-    return np.asarray((weights * out).sum(axis=-3) / weights.sum(axis=-3))
+    return np.asarray((weights * out).sum(axis=-3) / weights.sum(axis=-3), args.out.dtype)
 
 
-@np.errstate(all="ignore")
 def _hash_order(x: Array, rotations: Array, chunk: int) -> Ints:
     """Tokens of x (..., heads, length, d) by hash and position, and behind them what fills the last chunk."""
     length = x.shape[-2]

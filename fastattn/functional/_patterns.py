@@ -11,7 +11,7 @@ import numpy as np
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.key_ranges import Resolved
-from fastattn._args.options import StridedOptions
+from fastattn._args.options import Backend, StridedOptions
 from fastattn._args.values import integer, operand
 from fastattn._args.variants import variant_args
 from fastattn._engine import dispatch
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import Backend
     from fastattn._args.types import Array, AttentionArgs, Shape
 
 
@@ -130,12 +129,10 @@ def strided_attention(
 
     Parameters
     ----------
-    q, k, v, return_lse
-        As in `attention`, like the results and errors; k as long as q.
+    q, k, v, return_lse, **options
+        As in `dilated_window_attention`, like the results and errors.
     stride : int
         Query i attends keys j <= i with ``i - j <= stride`` or ``i - j`` a multiple of it.
-    **options
-        scale, softcap, sinks, out, num_threads and backend of `attention`.
 
     Notes
     -----
@@ -209,10 +206,8 @@ def neighborhood_attention(
     ----------
     q : array_like, (..., heads_q, *spatial, head_dim)
         Queries; as many spatial axes as `kernel` has numbers.
-    k : array_like, (..., heads_kv, *spatial, head_dim)
-        Keys, on the same grid.
-    v : array_like, (..., heads_kv, *spatial, head_dim_v)
-        Values.
+    k, v : array_like, (..., heads_kv, *spatial, head_dim) and (..., heads_kv, *spatial, head_dim_v)
+        Keys and values, on the same grid.
     kernel : int or tuple of int
         Places attended along each axis; an int is one axis. ``kernel * dilation`` is at most its length. At
         the borders the window moves inwards: as many keys everywhere.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastattn._args.errors import wrong_shape
-from fastattn._args.options import DecayOptions, DeltaOptions, require_options
+from fastattn._args.options import Backend, ComputeOptions, DecayOptions, DeltaOptions, require_options
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.values import flag, float_array, real_array, short
 from fastattn._engine import dispatch
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import Backend, ComputeOptions
     from fastattn._args.types import Array
 
     Rule = Literal["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
@@ -94,10 +93,8 @@ def linear_attention(
         Return ``(out, state)``: with it, a later call goes on where this one ended.
     out_state : ndarray, optional
         Where that state goes (a pair with `normalize`); it may be `state` itself, and implies `return_state`.
-    out : ndarray, (..., max(heads_q, heads), len, head_dim_v), optional
-        Where the result goes: q's dtype, last axis contiguous.
-    num_threads, backend
-        As in `attention`.
+    out, num_threads, backend
+        As in `attention`; out has the shape of the result below.
 
     Returns
     -------

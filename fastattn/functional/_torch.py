@@ -117,19 +117,12 @@ def flex_attention(
     Parameters
     ----------
     q, k, v, mask, scale, q_offset, return_lse
-        As in `attention`.
+        As in `attention`, like the results.
     score_mod : callable, optional
         ``f(scores, b, h, i, j) -> scores``, called on blocks: scores (group, rows, keys) after scaling, in
         float32 (float64 for float64); b an int, the sequence, counted over all batch dimensions; and integer
         arrays that broadcast to the scores: h, query heads; i, positions of queries; j, keys. Its result
         broadcasts to the scores; -inf in it masks. Without it this is `attention`.
-
-    Returns
-    -------
-    out : ndarray, (..., heads_q, len_q, head_dim_v)
-        In q's dtype.
-    lse : ndarray, (..., heads_q, len_q)
-        Only with `return_lse`.
 
     Raises
     ------

@@ -27,16 +27,6 @@ _MOST_FEATURES = 1 << 24  # the square of which NumPy can still count
 def elu(x: ArrayLike) -> Array:
     """``elu(x) + 1`` (Katharopoulos et al. 2020): x + 1 above 0, else exp(x); x's shape and dtype.
 
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from fastattn.functional import feature_maps
-    >>> from fastattn.functional import linear_attention
-    >>> q = k = v = np.ones((8, 100, 64), np.float32)
-    >>> phi = feature_maps.elu
-    >>> linear_attention(phi(q), phi(k), v, rule="linear", normalize=True).shape
-    (8, 100, 64)
-
     Raises
     ------
     TypeError
