@@ -1,8 +1,4 @@
-"""The base class of masks, their operators, and `compile`.
-
-A mask does not know how many queries and keys there are. `Mask.resolve` is told the shape of the scores and
-returns the keys that each query row attends, as ranges (`fastattn._args.key_ranges`).
-"""
+"""The base class of masks, their operators, and `compile`; the ranges are those of `_args/key_ranges.py`."""
 
 from __future__ import annotations
 
