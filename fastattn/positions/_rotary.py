@@ -144,7 +144,8 @@ def apply_rope(
         out = np.empty(array.shape, dtype)
     else:
         inputs = [("cos", cos, cos), ("sin", sin, sin)]
-        if not _is_same(out, array):
+        in_place = isinstance(out, np.ndarray) and out.__array_interface__ == array.__array_interface__
+        if not in_place:
             inputs.append(("x", array, array))
         result_array("apply_rope", out, array.shape, dtype, "x", inputs)
     if out.size == 0:
@@ -157,10 +158,3 @@ def apply_rope(
     args = RopeArgs(source, result, cos, sin, interleaved, settings.get_num_threads())
     dispatch.run(args, None)
     return out
-
-
-def _is_same(out: Any, x: Array) -> bool:
-    """Whether `out` is the same view of the same memory as `x`."""
-    if not isinstance(out, np.ndarray) or out.dtype != x.dtype or out.shape != x.shape:
-        return False
-    return bool(out.strides == x.strides and out.ctypes.data == x.ctypes.data)

@@ -64,11 +64,6 @@ cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t 
     return 0
 
 
-cdef void _task(Loop *loop, int64_t task, int thread) noexcept nogil:
-    if not _gives_up(loop):
-        loop.run(loop, task, loop.scratch + thread * loop.scratch_bytes)
-
-
 cdef void _tasks(Loop *loop, int64_t n) noexcept nogil:
     """Run tasks 0 .. n - 1, in any order."""
     cdef int64_t task
@@ -79,7 +74,8 @@ cdef void _tasks(Loop *loop, int64_t n) noexcept nogil:
             loop.run(loop, task, loop.scratch)
     else:
         for task in prange(n, num_threads=loop.threads, schedule="dynamic"):
-            _task(loop, task, threadid())
+            if not _gives_up(loop):
+                loop.run(loop, task, loop.scratch + threadid() * loop.scratch_bytes)
 
 
 cdef int _end(Loop *loop) except -1:
