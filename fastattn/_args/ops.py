@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.packed import PackedLinear
+from fastattn._args.packed import LinearArgs, PackedLinear
 from fastattn._args.results import result_array
-from fastattn._args.types import ACTIVATIONS, FLOAT64, LinearArgs, RowsArgs, lane_dtype
+from fastattn._args.types import ACTIVATIONS, FLOAT64, RowsArgs, lane_dtype
 from fastattn._args.values import choice, flag, float_array, is_ready, number, readable
 from fastattn._engine.settings import require_backend, threads
 

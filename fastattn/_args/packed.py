@@ -7,7 +7,8 @@ front to back, so that they share one layout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Activation, Array
 
 PANEL_BYTES = 128
 # `pack` works on blocks of this many numbers, which stay in the second-level cache, and with at most this
@@ -150,6 +151,21 @@ def _restored(*fields: Any) -> PackedLinear:
 def columns(dtype: str) -> int:
     """Output features of a panel; int8 has as many as float32, to which the kernel widens it."""
     return PANEL_BYTES // (8 if dtype == "float64" else 4)
+
+
+@dataclass(slots=True, eq=False)
+class LinearArgs:
+    """out (m, n) = activation(x (m, k) weight^T + bias) + residual; for a gated weight see `ops.linear`."""
+
+    kernel: ClassVar[str] = "linear"
+
+    x: Array  # last axis contiguous, as of all that follow; float32, float64, float16 or bfloat16
+    weight: PackedLinear
+    bias: Array | None  # (n), or (2, n) if gated: lane dtype
+    activation: Activation | None
+    residual: Array | None  # (m, n), x's dtype
+    out: Array  # (m, n), x's dtype
+    num_threads: int
 
 
 @np.errstate(over="ignore")  # a float64 too large for float32 becomes infinite

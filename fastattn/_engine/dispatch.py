@@ -11,7 +11,8 @@ from fastattn._reference import ops, recurrent, rowwise
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastattn._args.types import AttentionArgs, LinearArgs, RecurrentArgs, RopeArgs, RowsArgs, RowwiseArgs
+    from fastattn._args.packed import LinearArgs
+    from fastattn._args.types import AttentionArgs, RecurrentArgs, RopeArgs, RowsArgs, RowwiseArgs
 
     AnyArgs = AttentionArgs | LinearArgs | RecurrentArgs | RopeArgs | RowsArgs | RowwiseArgs
 

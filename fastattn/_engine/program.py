@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fastattn._args.types import LinearArgs, RopeArgs, RowsArgs, plain_args
+from fastattn._args.packed import LinearArgs
+from fastattn._args.types import RopeArgs, RowsArgs, plain_args
 from fastattn._engine import dispatch, settings
 from fastattn._engine.scratch import keep, scratch
 
