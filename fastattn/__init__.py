@@ -16,7 +16,7 @@ from fastattn._engine.settings import (
 )
 from fastattn._version import __version__
 from fastattn.functional._attention import attention, attention_weights, explain, merge_states
-from fastattn.functional._sdpa import scaled_dot_product_attention
+from fastattn.functional._torch import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from fastattn import models

@@ -85,7 +85,7 @@ def generate(options: argparse.Namespace) -> None:
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
-        seed=options.seed,
+        rng=options.seed,
     )
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model writes characters that a terminal may not show

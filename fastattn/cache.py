@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fastattn._args.values import MOST_SIZE, as_array, float_array, float_dtype, integer, integers, is_ready
+from fastattn._args.values import MOST_SIZE, float_array, float_dtype, integer, integers, is_ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -204,8 +204,7 @@ class KVCache:
         """Check `sequences`; raise if the cache is empty."""
         if not self._held:
             raise ValueError(f"{func}(): the cache is empty; expected one that has been filled")
-        index = as_array(func, "sequences", sequences)
-        index = integers(func, "sequences", index, index.shape, "", 0, len(self._held[0]) - 1)
+        index = integers(func, "sequences", sequences, low=0, high=len(self._held[0]) - 1)
         if index.ndim != 1:
             raise ValueError(f"{func}(): sequences has shape {index.shape}; expected (n,)")
         return index
@@ -251,7 +250,7 @@ class DecoderCache:
     tokens: KVCache
     memory: Any = None  # the array that `keys_values` were computed from; None after `select`
     keys_values: tuple[Array, Array] | None = None  # (batch, heads_kv, len_memory, head_dim) each
-    key_padding_mask: Array | None = None  # of the memory, (batch, len_memory)
+    key_padding_mask: Array | None = None  # of the memory, (batch, len_memory); True hides, as in torch
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, KVCache):

@@ -8,23 +8,25 @@ if no single stride reaches all its rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn._args.blocks import blocks, copied
-from fastattn._args.ops import elementwise_args, linear_args, norm_args
+from fastattn._args.errors import wrong_shape
+from fastattn._args.ops import linear_args, rows_args
+from fastattn._args.options import Backend, ComputeOptions, OutOption
 from fastattn._args.packed import PackedLinear, pack
+from fastattn._args.results import result_array
 from fastattn._args.types import Activation
-from fastattn._args.values import as_array, float_array, require_result
+from fastattn._args.values import as_array, float_array, integers
 from fastattn._engine import dispatch
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    Backend = Literal["compiled", "numpy"]
-    Array = NDArray[Any]
+    from fastattn._args.types import Array
 
 __all__ = [
     "Activation",
@@ -39,14 +41,11 @@ __all__ = [
 ]
 
 
-class _NormOptions(TypedDict, total=False):
+class _NormOptions(OutOption, ComputeOptions, total=False):
     """Keyword arguments of the norms, except `return_sum`."""
 
     eps: float
     residual: ArrayLike | None
-    out: Array | None
-    num_threads: int | None
-    backend: Backend | None
 
 
 def linear(
@@ -80,10 +79,8 @@ def linear(
         Added last; in x's dtype. It may be `out` itself.
     out : ndarray, (..., out_features), optional
         Array for the result: in x's dtype, with a contiguous last axis and rows at equal distances.
-    num_threads : int, optional
-        Default ``get_num_threads()``. The number does not change the result.
-    backend : {"compiled", "numpy"}, optional
-        The implementation to run; there is no fallback.
+    num_threads, backend : optional
+        As in `fastattn.attention`.
 
     Returns
     -------
@@ -163,11 +160,11 @@ def layer_norm(
     TypeError, ValueError
         If an argument does not fit; nothing was computed.
     """
-    args, result = norm_args(
-        "layer_norm", x, weight, bias, eps, residual, return_sum, out, num_threads, backend
+    args, result, total = rows_args(
+        "layer_norm", x, out, num_threads, backend, weight, bias, eps, residual, return_sum
     )
     dispatch.run(args, backend)
-    return result
+    return result if total is None else (result, total)
 
 
 @overload
@@ -201,11 +198,11 @@ def rms_norm(
 
     Parameters, results and errors as in `layer_norm`.
     """
-    args, result = norm_args(
-        "rms_norm", x, weight, None, eps, residual, return_sum, out, num_threads, backend
+    args, result, total = rows_args(
+        "rms_norm", x, out, num_threads, backend, weight, None, eps, residual, return_sum
     )
     dispatch.run(args, backend)
-    return result
+    return result if total is None else (result, total)
 
 
 def softmax(
@@ -220,7 +217,7 @@ def softmax(
     A row whose every element is -inf gives 0; a NaN makes its whole row NaN.
     Parameters, results and errors as in `layer_norm`.
     """
-    args, result = elementwise_args("softmax", x, None, None, out, num_threads, backend)
+    args, result, _ = rows_args("softmax", x, out, num_threads, backend)
     dispatch.run(args, backend)
     return result
 
@@ -245,19 +242,9 @@ def activate(
     up : array_like, (..., n), optional
         x's shape and dtype.
     out, num_threads, backend : optional
-        As in `layer_norm`.
-
-    Returns
-    -------
-    out : ndarray, (..., n)
-        In x's dtype.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        As in `layer_norm`, like the result and the errors.
     """
-    args, result = elementwise_args("activate", x, activation, up, out, num_threads, backend)
+    args, result, _ = rows_args("activate", x, out, num_threads, backend, up=up, activation=activation)
     dispatch.run(args, backend)
     return result
 
@@ -274,20 +261,14 @@ def embedding(ids: ArrayLike, table: ArrayLike, *, out: Array | None = None) -> 
     """
     rows = float_array("embedding", "table", table)
     if rows.ndim != 2:
-        raise ValueError(f"embedding(): table has shape {rows.shape}; expected (n_rows, features)")
-    index = as_array("embedding", "ids", ids)
-    if not index.size:
-        index = np.zeros(index.shape, np.int64)  # NumPy makes floats of an empty list
-    if index.dtype.kind not in "iu":
-        raise TypeError(f"embedding(): ids has dtype {index.dtype}; expected integers")
-    if index.size and ((wrong := index.min()) < 0 or (wrong := index.max()) >= len(rows)):
-        raise ValueError(f"embedding(): ids has {wrong}; expected 0 to {len(rows) - 1}")
+        raise wrong_shape("embedding", "table", rows, "(n_rows, features)")
+    given = as_array("embedding", "ids", ids)
+    if not given.size:
+        given = np.zeros(given.shape, np.int64)  # NumPy makes floats of an empty list
+    index = integers("embedding", "ids", given, low=0, high=len(rows) - 1)
     shape, dtype = (*index.shape, rows.shape[1]), rows.dtype.newbyteorder("=")
-    if out is None:
-        out = np.empty(shape, dtype)
-    else:
-        inputs = [("table", table, rows), ("ids", ids, index)]
-        require_result("embedding", out, shape, dtype, "table", inputs)
+    inputs = [("table", table, rows), ("ids", ids, given)]
+    out = result_array("embedding", out, shape, dtype, "table", inputs)
     found = out if rows.dtype.isnative else np.empty(shape, rows.dtype)
     for block in blocks(index.shape, rows.shape[1]):
         np.take(rows, index[block], axis=0, out=found[block], mode="clip")  # mode "raise" would copy twice

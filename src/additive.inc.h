@@ -24,7 +24,7 @@ INLINE lane exp_twice(const char *src, int64_t n, lane *dst)
     v_t largest = v_splat(0);
     for (int64_t i = 0; i < n; i += LANES) {
         const char *from = src + i * (int64_t)sizeof(lane);
-        const v_t x = n - i < LANES ? v_load_n(from, n - i) : v_load(from);
+        const v_t x = v_load_part(from, n - i);
         largest = v_max(v_select(x == x, v_abs(x), v_splat(INFINITY)), largest);
         v_store(dst + i, v_exp(2 * x));
     }

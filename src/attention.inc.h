@@ -27,8 +27,7 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
     const int64_t width = a->head_dim_v, bytes = width * (int64_t)sizeof(lane);
     if (block->checked) return;
     block->checked = 1;
-#define FIND(dtype)                                                                                                    \
-    find_bad_rows(dtype, at(&a->v, rows->b, rows->h_kv, block->first, 0), a->v.row, block->n, width, bad)
+#define FIND(dtype) find_bad_rows(dtype, at_key(&a->v, rows, block->first), a->v.row, block->n, width, bad)
     WITH_DTYPE(a->v.dtype, FIND);
 #undef FIND
     if (!bad->n) return;
@@ -129,10 +128,9 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     block_values(nv, dot, &values);
     tile->fresh = 0;
     for (int64_t i = 0; bad && i < block->bad.n; i++) {
-        const int64_t key = block->first + block->bad.row[i], at_key = (key - j0) * BLOCK_Q;
+        const int64_t key = block->first + block->bad.row[i], row = (key - j0) * BLOCK_Q;
         if (j0 <= key && key < j0 + n)
-            add_bad_value(a, nv, 1, at(&a->v, rows->b, rows->h_kv, key, 0), scratch->s + at_key, scratch->add + at_key,
-                          tile->ot);
+            add_bad_value(a, nv, 1, at_key(&a->v, rows, key), scratch->s + row, scratch->add + row, tile->ot);
     }
 }
 

@@ -21,21 +21,18 @@ typedef struct {
     lane *s, *add;       /* (DOT_ROWS, BLOCK_K) */
     lane *v;             /* (BLOCK_K, head_dim_v): values without those that are not finite, in V's dtype */
     lane *base, *factor; /* (DOT_ROWS): the rows' norm, in the second pass */
-    int64_t *range;      /* (4, DOT_ROWS) */
-    range_list *lists;   /* (DOT_ROWS) */
     int64_t depth;
 } dot_scratch;
 
 /* Returns the bytes used. */
-static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch)
+static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch, row_block *rows)
 {
     scratch->depth = round_up(a->head_dim, LANES);
     CUT_LANES(from, DOT_ROWS * scratch->depth, &scratch->q);
     CUT_LANES(from, DOT_ROWS * BLOCK_K, &scratch->s, &scratch->add);
     CUT_LANES(from, BLOCK_K * a->head_dim_v, &scratch->v);
     CUT_LANES(from, DOT_ROWS, &scratch->base, &scratch->factor);
-    CUT(from, scratch->range, 4 * DOT_ROWS);
-    CUT(from, scratch->lists, DOT_ROWS);
+    cut_rows(from, DOT_ROWS, rows);
     return from->used;
 }
 
@@ -123,7 +120,7 @@ INLINE void dot_values(fa_dtype dtype, int nr, int nd, const dot_weighting *p, i
     const lane *probs = p->probs + r0 * BLOCK_K;
     v_t sum[4][DOT_CHUNK];
     UNROLL_FOR(int r = 0; r < nr; r++)
-        UNROLL_FOR(int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as tile_values adds */
+        UNROLL_FOR(int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as in tile_values */
     for (int64_t j = 0; j < p->n; j++, v += p->v_row) {
         if (fetch) prefetch_rows(p->next.data + j * p->next.row, p->next.row, 1, p->next.bytes);
         UNROLL_FOR(int c = 0; c < nd; c++) {
@@ -203,13 +200,13 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
                       key_run run, const dot_scratch *scratch, const partial *part)
 {
     const int64_t j0 = run.j0, n = run.n, width = a->head_dim_v, size = dtype_size(dtype);
-    const char *v = at(&a->v, rows->b, rows->h_kv, j0, 0);
+    const char *v = at_key(&a->v, rows, j0);
     block_kind kind = range_kind(rows, j0, n);
     if (adds(a, rows, run.mask)) kind |= BLOCK_ADDS | additive_rows(a, rows, j0, n, scratch->add);
     if (kind & BLOCK_EMPTY) return;
     const score_tile scores = {rows, NULL, j0, n, kind, scratch->s, scratch->add};
 
-    dot_product product = {.k = at(&a->k, rows->b, rows->h_kv, j0, 0), .k_row = a->k.row, .n = n, .q = scratch->q};
+    dot_product product = {.k = at_key(&a->k, rows, j0), .k_row = a->k.row, .n = n, .q = scratch->q};
     product.head_dim = a->head_dim, product.depth = scratch->depth, product.s = scratch->s;
     product.next = (fetch_ahead){a->stats.second_pass ? NULL : v, a->v.row, width * size};
 #define SCORES(nr) dot_scores(dtype, nr, &product, r)
@@ -238,7 +235,7 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
         for (int64_t j = 0; j < n && part->row_max[r] == -(lane)INFINITY; j++)
             if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in note_rows */
     }
-    const char *next = j0 + 2 * n <= a->len_k ? at(&a->k, rows->b, rows->h_kv, j0 + n, 0) : NULL;
+    const char *next = j0 + 2 * n <= a->len_k ? at_key(&a->k, rows, j0 + n) : NULL;
     dot_weighting values = {.v = bad.n ? (const char *)scratch->v : v, .v_row = bad.n ? width * size : a->v.row};
     values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
     values.acc = part->acc, values.acc_row = part->acc_row;
@@ -258,17 +255,12 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
                           int64_t key_end, const dot_scratch *scratch, const partial *part)
 {
     const modifiers mods = modifiers_of(a, 0);
-    rows->begin = scratch->range;
-    rows->end = scratch->range + DOT_ROWS;
-    rows->lists = scratch->lists;
-    rows->pair_begin = scratch->range + 2 * DOT_ROWS;
-    rows->pair_end = scratch->range + 3 * DOT_ROWS;
     ranges_begin(a, rows, key_begin, key_end);
     if (a->stats.second_pass) load_row_norm(a, rows, scratch->base, scratch->factor);
     EACH_ROW(rows, r, id) {
         lane *q = scratch->q + r * scratch->depth;
         for (int64_t d = a->head_dim; d < scratch->depth; d++) q[d] = 0;
-        load_row(a->q.dtype, at(&a->q, rows->b, id.head, id.query, 0), a->head_dim, mods.q_factor, q);
+        load_row(a->q.dtype, at_row(&a->q, rows, id), a->head_dim, mods.q_factor, q);
         if (a->stats.second_pass) continue;
         part->row_max[r] = a->sigmoid ? 0 : -INFINITY;
         part->row_sum[r] = 0;

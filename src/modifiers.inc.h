@@ -1,5 +1,6 @@
-/* What is done to scores before softmax. Every modifier has its constants in `modifiers`, its formula in v_modify, and,
- * if rows differ, its values in `row_lanes` and modify_rows: to add one, change these and the arguments in fastattn.h.
+/* What is done to scores before softmax. Every modifier has its constants in `modifiers` and same_modifiers,
+ * its formula in v_modify, and, if rows differ, its values in `row_lanes` and modify_rows. To add one, change these and
+ * the arguments in fastattn.h.
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
@@ -14,6 +15,12 @@ typedef struct {
     lane softcap;            /* or 0 */
     int alibi;
 } modifiers;
+
+/* Whether they do the same to a product. */
+INLINE int same_modifiers(const modifiers *x, const modifiers *y)
+{
+    return x->s_factor == y->s_factor && x->softcap == y->softcap && x->alibi == y->alibi;
+}
 
 /* A factor above 1 multiplies the product: q times it might overflow where the product does not. `dot`: the kernel
  * applies q_factor to the product in any case. */
@@ -50,7 +57,7 @@ typedef struct {
 /* Whether v_modify does anything. */
 INLINE int modifies(const modifiers *mods, block_kind kind)
 {
-    return kind != BLOCK_FULL || mods->alibi || mods->softcap != 0 || mods->s_factor != 1;
+    return kind != BLOCK_FULL || !same_modifiers(mods, &(modifiers){.s_factor = 1});
 }
 
 /* One vector of scores: `add` comes from the additive tile, distance = |position of query - key|, `inside` are the
@@ -100,9 +107,8 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
     const row_block *rows = scores->rows;
     const row_lanes *lanes = scores->lanes;
     const block_kind kind = scores->kind;
-    const modifiers none = {.q_factor = 1, .s_factor = 1};
-    const modifiers cap = {.q_factor = 1, .s_factor = 1, .softcap = mods->softcap};
-    const modifiers alibi = {.q_factor = 1, .s_factor = 1, .alibi = 1};
+    const modifiers none = {.s_factor = 1}, cap = {.s_factor = 1, .softcap = mods->softcap};
+    const modifiers alibi = {.s_factor = 1, .alibi = 1};
     if (!modifies(mods, kind)) return;
     const int64_t position = mods->alibi ? load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) : 0;
     for (int64_t r = 0; r < BLOCK_Q; r++) {
@@ -111,10 +117,9 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
         lanes->end[r] = (lane)(rows->end[row] - scores->j0);
         if (mods->alibi) lanes->position[r] = (lane)(position + (rows->row0 + row) / rows->group - scores->j0);
     }
-    const int one = mods->s_factor == 1, caps = mods->softcap != 0;
-    if (one && caps && !mods->alibi && kind == BLOCK_FULL) modify_tile_as(nv, &cap, BLOCK_FULL, scores);
-    else if (one && !caps && !mods->alibi && kind == BLOCK_ADDS) modify_tile_as(nv, &none, BLOCK_ADDS, scores);
-    else if (one && !caps && mods->alibi && kind == BLOCK_FULL) modify_tile_as(nv, &alibi, BLOCK_FULL, scores);
+    if (kind == BLOCK_FULL && same_modifiers(mods, &cap)) modify_tile_as(nv, &cap, BLOCK_FULL, scores);
+    else if (kind == BLOCK_FULL && same_modifiers(mods, &alibi)) modify_tile_as(nv, &alibi, BLOCK_FULL, scores);
+    else if (kind == BLOCK_ADDS && same_modifiers(mods, &none)) modify_tile_as(nv, &none, BLOCK_ADDS, scores);
     else modify_tile_as(nv, mods, kind, scores);
 }
 

@@ -30,7 +30,7 @@ INLINE void gather_values(const fa_attention_args *a, const row_block *rows, con
 {
     const int64_t bytes = a->head_dim_v * (int64_t)sizeof(lane);
     for (int64_t j = 0; j < n; j++)
-        load_row(a->v.dtype, at(&a->v, rows->b, rows->h_kv, key[j], 0), a->head_dim_v, 1, to + j * a->head_dim_v);
+        load_row(a->v.dtype, at_key(&a->v, rows, key[j]), a->head_dim_v, 1, to + j * a->head_dim_v);
     find_bad_rows(LANE_DTYPE, (const char *)to, bytes, n, a->head_dim_v, bad);
     for (int64_t i = 0; i < bad->n; i++) memset(to + bad->row[i] * a->head_dim_v, 0, bytes);
 }

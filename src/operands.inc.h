@@ -51,7 +51,6 @@ typedef struct {
 
 static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
 {
-    row_block *rows = &tile->rows;
     row_lanes *lanes = &tile->lanes;
     CUT(from, tile->qt, a->head_dim * BLOCK_Q);
     CUT(from, tile->ot, a->head_dim_v * BLOCK_Q);
@@ -62,11 +61,7 @@ static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
     CUT(from, tile->bias, BLOCK_Q);
     CUT(from, tile->top_score, a->stats.n_top * BLOCK_Q);
     CUT(from, tile->top_key, a->stats.n_top * BLOCK_Q);
-    CUT(from, rows->begin, BLOCK_Q);
-    CUT(from, rows->end, BLOCK_Q);
-    CUT(from, rows->lists, BLOCK_Q);
-    CUT(from, rows->pair_begin, BLOCK_Q);
-    CUT(from, rows->pair_end, BLOCK_Q);
+    cut_rows(from, BLOCK_Q, &tile->rows);
 }
 
 /* Returns the bytes used. */
@@ -99,7 +94,7 @@ INLINE void load_queries_as(fa_dtype dtype, const fa_attention_args *a, const ro
 {
     const int64_t depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
     const char *q_row[BLOCK_Q] = {NULL};
-    EACH_ROW(rows, r, id) q_row[r] = at(&a->q, rows->b, id.head, id.query, 0);
+    EACH_ROW(rows, r, id) q_row[r] = at_row(&a->q, rows, id);
     for (int64_t r = 0; r < BLOCK_Q; r += LANES)
         for (int64_t d = 0; d < depth; d += LANES) {
             const int64_t n = depth - d;
@@ -133,7 +128,7 @@ INLINE int bias_in_place(const fa_attention_args *a, const row_block *rows, bloc
 INLINE void note_bias_rows(const fa_attention_args *a, tile_state *tile)
 {
     const row_block *rows = &tile->rows;
-    EACH_ROW(rows, r, id) tile->bias[r] = at(&a->mods.bias, rows->b, id.head, id.query, 0);
+    EACH_ROW(rows, r, id) tile->bias[r] = at_row(&a->mods.bias, rows, id);
     for (int64_t r = rows->n; r < BLOCK_Q; r++) tile->bias[r] = tile->bias[rows->n - 1];
 }
 
@@ -142,10 +137,7 @@ INLINE void load_bias_square(const char *const *bias, int64_t first, int64_t wid
 {
     const vi_t hidden = (vi_t)v_splat(-INFINITY);
     v_t square[LANES];
-    UNROLL_FOR(int i = 0; i < LANES; i++) {
-        const char *row = bias[i] + first * (int64_t)sizeof(lane);
-        square[i] = width == LANES ? v_load(row) : v_load_n(row, width);
-    }
+    UNROLL_FOR(int i = 0; i < LANES; i++) square[i] = v_load_part(bias[i] + first * (int64_t)sizeof(lane), width);
     v_transpose(square);
     UNROLL_FOR(int i = 0; i < LANES; i++) {
         if (i >= width) break;
@@ -206,7 +198,7 @@ INLINE int is_dense(const fa_array *x, int64_t width) { return x->row == width *
 INLINE const char *rows_as_lanes(const fa_array *x, const row_block *rows, int64_t first, int64_t n, int64_t width,
                                  lane *copy, int64_t *row_bytes)
 {
-    const char *from = at(x, rows->b, rows->h_kv, first, 0);
+    const char *from = at_key(x, rows, first);
     *row_bytes = x->row;
     if (dtype_size(x->dtype) == sizeof(lane) && is_dense(x, width)) return from;
     *row_bytes = width * (int64_t)sizeof(lane);
@@ -243,7 +235,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
         block->v = rows_as_lanes(&a->v, rows, first, n, width_v, scratch->v, &block->v_row);
         return;
     }
-    block->k = at(&a->k, rows->b, rows->h_kv, first, 0), block->k_row = a->k.row;
+    block->k = at_key(&a->k, rows, first), block->k_row = a->k.row;
     if (width % 2 || !is_dense(&a->k, width)) { /* with an odd head_dim, the last pair must not be read past its row */
         const char *from = block->k;
         block->k = (const char *)scratch->k, block->k_row = round_up(width, 2) * 2;
@@ -255,7 +247,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     }
     if (a->stats.second_pass) return;
     block->v = (const char *)scratch->v, block->v_row = width_v * (int64_t)sizeof(lane);
-    pair_values(at(&a->v, rows->b, rows->h_kv, first, 0), a->v.row, n, width_v, scratch->v);
+    pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, scratch->v);
 }
 
 /* Asks for part `i` of `parts` of the block of keys and values from `first` on, where rows do not lie side by side:
@@ -266,7 +258,7 @@ INLINE void prefetch_block(const fa_attention_args *a, const row_block *rows, in
     const int64_t j0 = first + i * BLOCK_K / parts, n = smaller(first + (i + 1) * BLOCK_K / parts, last) - j0;
     if (n <= 0) return;
     if (!is_dense(&a->k, a->head_dim))
-        prefetch_rows(at(&a->k, rows->b, rows->h_kv, j0, 0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));
+        prefetch_rows(at_key(&a->k, rows, j0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));
     if (!is_dense(&a->v, a->head_dim_v) && !a->stats.second_pass)
-        prefetch_rows(at(&a->v, rows->b, rows->h_kv, j0, 0), a->v.row, n, a->head_dim_v * dtype_size(a->v.dtype));
+        prefetch_rows(at_key(&a->v, rows, j0), a->v.row, n, a->head_dim_v * dtype_size(a->v.dtype));
 }

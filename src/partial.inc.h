@@ -123,7 +123,7 @@ static void partial_finish(const fa_attention_args *a, const row_block *rows, co
     EACH_ROW(rows, r, id) {
         lane max = part->row_max[r], sum = part->row_sum[r], *acc = part->acc + r * part->acc_row, sink = -INFINITY;
         if (a->sigmoid) {
-            store_row(a->out.dtype, acc, a->head_dim_v, 1, at(&a->out, rows->b, id.head, id.query, 0));
+            store_row(a->out.dtype, acc, a->head_dim_v, 1, at_row(&a->out, rows, id));
             continue;
         }
         if (a->sinks.data) memcpy(&sink, at(&a->sinks, rows->b, id.head, 0, 0), sizeof sink);
@@ -136,10 +136,10 @@ static void partial_finish(const fa_attention_args *a, const row_block *rows, co
         }
         if (sum == 0 && max != -INFINITY) sum = NAN; /* it attends keys, and their every score is -inf */
         const lane factor = sum == 0 ? 0 : scale / sum;
-        store_row(a->out.dtype, acc, a->head_dim_v, factor, at(&a->out, rows->b, id.head, id.query, 0));
+        store_row(a->out.dtype, acc, a->head_dim_v, factor, at_row(&a->out, rows, id));
         if (a->lse.data) {
             const lane lse = sum == 0 ? -(lane)INFINITY : (lane)(max + log((double)sum));
-            memcpy(at(&a->lse, rows->b, id.head, id.query, 0), &lse, sizeof lse);
+            memcpy(at_row(&a->lse, rows, id), &lse, sizeof lse);
         }
         if (has_row_statistics(a)) {
             const row_sums row = {

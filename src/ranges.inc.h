@@ -46,10 +46,30 @@ INLINE row_id next_row(const row_block *rows, row_id id)
     return last_of_group ? (row_id){id.query + 1, rows->h_kv * rows->group} : (row_id){id.query, id.head + 1};
 }
 
+/* Where row `id` of x, (batch, heads_q, len_q, ...), is; where row `key` of k or v is. */
+INLINE char *at_row(const fa_array *x, const row_block *rows, row_id id)
+{
+    return at(x, rows->b, id.head, id.query, 0);
+}
+INLINE char *at_key(const fa_array *x, const row_block *rows, int64_t key)
+{
+    return at(x, rows->b, rows->h_kv, key, 0);
+}
+
 /* for each row r of rows, `id` being its row_id */
 #define EACH_ROW(rows, r, id)                                                                                          \
     row_id id = first_row(rows);                                                                                       \
     for (int64_t r = 0; r < (rows)->n; r++, id = next_row(rows, id))
+
+/* Cuts what a block of up to n rows has for each row. */
+INLINE void cut_rows(arena *from, int64_t n, row_block *rows)
+{
+    CUT(from, rows->begin, n);
+    CUT(from, rows->end, n);
+    CUT(from, rows->lists, n);
+    CUT(from, rows->pair_begin, n);
+    CUT(from, rows->pair_end, n);
+}
 
 /* Whether every row has the same row of x. */
 INLINE int rows_share(const row_block *rows, const fa_array *x)
@@ -60,15 +80,15 @@ INLINE int rows_share(const row_block *rows, const fa_array *x)
 /* The keys that a row attends, half-open: of its list, those that lie in this range. */
 INLINE void row_range(const fa_attention_args *a, const row_block *rows, row_id id, int64_t *begin, int64_t *end)
 {
-    *begin = a->masks.row_begin.data ? load_int(at(&a->masks.row_begin, rows->b, id.head, id.query, 0)) : 0;
-    *end = a->masks.row_end.data ? load_int(at(&a->masks.row_end, rows->b, id.head, id.query, 0)) : a->len_k;
+    *begin = a->masks.row_begin.data ? load_int(at_row(&a->masks.row_begin, rows, id)) : 0;
+    *end = a->masks.row_end.data ? load_int(at_row(&a->masks.row_end, rows, id)) : a->len_k;
 }
 
-/* A row's list from the first pair on that ends behind `key`, found by bisection, and clipped to [low, high). */
+/* A row's list from the first pair on that ends behind `low`, found by bisection, and clipped to [low, high). */
 INLINE range_list row_list(const fa_attention_args *a, const row_block *rows, row_id id, int64_t low, int64_t high)
 {
-    const int64_t *pair = a->masks.ranges + 2 * load_int(at(&a->masks.range_first, rows->b, id.head, id.query, 0));
-    const int64_t *stop = a->masks.ranges + 2 * load_int(at(&a->masks.range_last, rows->b, id.head, id.query, 0));
+    const int64_t *pair = a->masks.ranges + 2 * load_int(at_row(&a->masks.range_first, rows, id));
+    const int64_t *stop = a->masks.ranges + 2 * load_int(at_row(&a->masks.range_last, rows, id));
     for (int64_t n = (stop - pair) / 2; n > 0;) {
         const int64_t half = n / 2;
         if (pair[2 * half + 1] <= low) pair += 2 * (half + 1), n -= half + 1;

@@ -12,7 +12,7 @@
  * Requires  recurrent_decay.inc.h, linear.inc.h (multiply).
  * Exports   write_chunk, read_chunk, update_state. */
 
-#define SOLVE_ROWS 8 /* rows solved one by one; they reach the rows behind them by a product */
+#define SOLVE_ROWS 8 /* rows solved one by one; what earlier rows add to them is a matrix product */
 
 /* acc (rows, PANEL) = or += x (rows, depth) y (depth, PANEL). See multiply(). */
 static void panel_product(int more, int triangular, const lane *x, int64_t rows, const lane *y, int64_t depth,
@@ -48,7 +48,7 @@ static void solve(const lane *writes, int64_t n, lane *u)
     }
 }
 
-/* u, which is v, becomes what the delta rule writes. */
+/* u holds v, and becomes what the delta rule writes: (1 - writes)^-1 b (v - carry k S). */
 static void apply_delta_rule(const fa_recurrent_args *a, const recurrent_task *task, int64_t first, int64_t n,
                              chunk_scratch *scratch)
 {
@@ -110,7 +110,7 @@ static void read_chunk(const fa_recurrent_args *a, const recurrent_task *task, i
             const int64_t column = task->column + panel * PANEL;
             const lane *u = scratch->u + panel * CHUNK * PANEL;
             char *out = at(&a->out, task->b, task->h * task->group + g, first, column);
-            /* If a u is not finite, rows go one by one: a score of 0 would not keep it from rows before its own. */
+            /* A score of 0 does not shield a row from a later u that is not finite: rows then go one by one. */
             const int64_t rows = a->causal && row_finite(LANE_DTYPE, (const char *)u, n * PANEL) ? n : 1;
             for (int64_t i = 0; a->causal && i < n; i += rows)
                 panel_product(0, 1, scratch->scores + i * R_LANES, rows, u, i, scratch->out + i * PANEL);

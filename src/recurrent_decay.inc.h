@@ -129,8 +129,8 @@ static void load_decays(const fa_recurrent_args *a, const recurrent_task *task, 
     }
 }
 
-/* carry * rows: what is asked of the state that was before the chunk. It stands in `to`, which may be `rows`; without
- * decays the rows are returned as they are. */
+/* Returns carry * rows, which are multiplied with the state that was before the chunk. They stand in `to`, which may be
+ * `rows`. Without decays it returns the rows themselves. */
 static const lane *carry_rows(const fa_recurrent_args *a, const chunk_scratch *scratch, const lane *rows, int64_t n,
                               lane *to)
 {
@@ -179,8 +179,8 @@ static void vector_scores(const chunk_scratch *scratch, const lane *x, int64_t n
         }
 }
 
-/* scores (n, n) = factor_i (x k^T o between) for j < i + inclusive, else 0, whatever the product is there, NaN
- * included. `factor` may be NULL. */
+/* scores (n, n) = factor_i x_i k_j between (i, j) for j < i + inclusive. The others are 0, even where x_i k_j is NaN.
+ * `factor` may be NULL. */
 static void decayed_scores(const fa_recurrent_args *a, chunk_scratch *scratch, const lane *x, int64_t n,
                            const lane *factor, int inclusive, lane *scores)
 {

@@ -84,8 +84,7 @@ INLINE void weigh_values(const fa_rowwise_args *call, int nv, const v_t *tau, ro
             const int64_t row = bad.row[i] * BLOCK_Q;
             for (int u = 0; u < nv * LANES; u += LANES)
                 v_store(attends + u, (v_t)selects(call->kind, v_load(z + row + u), v_load(probs + row + u)));
-            const char *v = at(&a->v, tile->rows.b, tile->rows.h_kv, key[bad.row[i]], 0);
-            add_bad_value(a, nv, 0, v, probs + row, attends, tile->ot);
+            add_bad_value(a, nv, 0, at_key(&a->v, &tile->rows, key[bad.row[i]]), probs + row, attends, tile->ot);
         }
     }
 }

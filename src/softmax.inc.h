@@ -138,7 +138,7 @@ INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_s
         moved |= a != v_splat(1);
         v_store(alpha + u * LANES, a);
         v_store(row_max + u * LANES, max[u]);
-        log[u] = sum[u] = v_splat(0); /* added at the end, as tile_pv adds */
+        log[u] = sum[u] = v_splat(0); /* added at the end, as in tile_values */
     }
     for (int64_t j = 0; j < n; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) {

@@ -119,7 +119,7 @@ static void write_statistics(const fa_attention_args *a, int64_t b, row_id id, c
 static void load_row_norm(const fa_attention_args *a, const row_block *rows, lane *base, lane *factor)
 {
     EACH_ROW(rows, r, id) {
-        memcpy(base + r, at(&a->stats.norm, rows->b, id.head, id.query, 0), sizeof(lane));
+        memcpy(base + r, at_row(&a->stats.norm, rows, id), sizeof(lane));
         memcpy(factor + r, at(&a->stats.norm, rows->b, id.head, id.query, 1), sizeof(lane));
     }
 }

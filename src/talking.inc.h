@@ -133,7 +133,7 @@ INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int6
     for (int64_t f = 0; f < heads; f++) {
         tile_state *tile = scratch->heads + f;
         const row_block kv = {.b = tile->rows.b, .h_kv = f / group};
-        const char *v = at(&a->v, kv.b, kv.h_kv, j0, 0);
+        const char *v = at_key(&a->v, &kv, j0);
         int64_t v_row = a->v.row;
         bad.n = 0;
         if (hidden || dtype_size(a->v.dtype) != sizeof(lane) || !is_dense(&a->v, width)) {
@@ -144,7 +144,7 @@ INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int6
         const lane *attends = call->post ? scratch->tile.add : scratch->scores + f * HEAD_PITCH;
         for (int64_t i = 0; i < bad.n; i++) {
             const int64_t row = bad.row[i] * BLOCK_Q;
-            add_bad_value(a, nv, 0, at(&a->v, kv.b, kv.h_kv, j0 + bad.row[i], 0), probs + f * HEAD_PITCH + row,
+            add_bad_value(a, nv, 0, at_key(&a->v, &kv, j0 + bad.row[i]), probs + f * HEAD_PITCH + row,
                           hidden ? attends + row : NULL, tile->ot);
         }
     }

@@ -50,8 +50,10 @@ static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *plan)
 {
     tile_scratch tile;
     dot_scratch dot;
+    row_block rows;
     const int64_t for_tile = cut_tile_scratch(&(arena){.memory = NULL}, a, plan->tiles, &tile);
-    return plan->kind == FA_DOT ? larger(for_tile, cut_dot_scratch(&(arena){.memory = NULL}, a, &dot)) : for_tile;
+    if (plan->kind != FA_DOT) return for_tile;
+    return larger(for_tile, cut_dot_scratch(&(arena){.memory = NULL}, a, &dot, &rows));
 }
 
 /* The second pass: a task is a run of keys. The run is shorter where there would be few tasks, but not below 128 keys,
@@ -131,7 +133,7 @@ static void attend_rows(const fa_attention_args *a, const fa_plan *plan, row_blo
 {
     if (takes_dot(a, plan, rows)) {
         dot_scratch scratch;
-        cut_dot_scratch(&(arena){.memory = memory}, a, &scratch);
+        cut_dot_scratch(&(arena){.memory = memory}, a, &scratch, rows);
         dot_attend(a, rows, begin, end, &scratch, into);
         return;
     }

@@ -1,6 +1,6 @@
 /* The matrix micro-kernels: outer products whose accumulators, TILE x NV vectors, stay in registers.
  *
- * Requires  simd.h, basics.inc.h.
+ * Requires  simd.h, basics.inc.h, convert.inc.h.
  * Literals  nv, vectors of a row: 1 or NV in attention, LINEAR_NV in layers. nx, rows at a time: 1 .. TILE_MAX.
  *           dot: 1 where operands are pairs of bfloat16, only if V_BF16_DOT. fetch: lines asked for a step, 0 .. 2.
  * Exports   BLOCK_Q, BLOCK_K, outer_product, tile_outer, block_outer, value_product, block_values, transpose.
@@ -147,9 +147,7 @@ static void transpose(const lane *src, int64_t src_row, int64_t rows, int64_t co
             v_t square[LANES];
             const int64_t width = smaller(cols - c, LANES);
             for (int i = 0; i < LANES; i++)
-                square[i] = r + i >= rows    ? v_splat(0)
-                            : width == LANES ? v_load(src + (r + i) * src_row + c)
-                                             : v_load_n(src + (r + i) * src_row + c, width);
+                square[i] = r + i < rows ? v_load_part(src + (r + i) * src_row + c, width) : v_splat(0);
             v_transpose(square);
             for (int i = 0; i < width; i++) v_store(dst + (c + i) * dst_row + r, square[i]);
         }

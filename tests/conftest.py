@@ -16,6 +16,7 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import numpy as np
 from implementations import COMPILED, IMPLEMENTATIONS, child_environment, forced
 
 # An implementation stays in force for all examples of a property; timing says nothing on a shared machine.
@@ -83,6 +84,13 @@ def implementation(request):
     """The name of the instruction set in force, or "numpy"."""
     with forced(request.param):
         yield request.param
+
+
+@pytest.fixture(autouse=True)
+def same_draws(request):
+    """A module's `RNG` begins anew for each test: its numbers do not depend on the tests before it."""
+    if hasattr(request.module, "RNG"):
+        request.module.RNG.bit_generator.state = np.random.default_rng(1).bit_generator.state
 
 
 @pytest.fixture

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from fastattn._args import key_ranges
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.results import result_array
 from fastattn._args.statistics import statistics_args
-from fastattn._args.types import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
+from fastattn._args.types import FLOAT32, AttentionArgs, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
     as_array,
+    broadcast_batch,
     flag,
     float_array,
     head_values,
@@ -25,10 +28,10 @@ from fastattn._args.values import (
     operand,
     readable,
     require_broadcast,
-    require_result,
+    require_dtypes,
     short,
 )
-from fastattn._engine.settings import get_num_threads, require_backend, threads
+from fastattn._engine.settings import require_backend, threads
 from fastattn.masks import Mask
 from fastattn.masks._mask import ScoreShape
 
@@ -76,7 +79,7 @@ def attention_args(
     args.v = v_array = operand(func, "v", v, copies)
     dtype = q_array.dtype
     if not (k_array.dtype is dtype and v_array.dtype is dtype):
-        _require_dtypes_fit(func, dtype, k_array.dtype, v_array.dtype)
+        require_dtypes(func, q=q_array, k=k_array, v=v_array)
     lane = lane_dtype(dtype)
 
     q_shape, k_shape, v_shape = q_array.shape, k_array.shape, v_array.shape
@@ -94,7 +97,7 @@ def attention_args(
         _raise_shapes(func, q_shape, k_shape, v_shape)
     batch_shape = q_shape[:-3]
     if k_shape[:-3] != batch_shape or v_shape[:-3] != batch_shape:
-        batch_shape = _broadcast_batch(func, q_shape, k_shape, v_shape)
+        batch_shape = broadcast_batch(func, q=batch_shape, k=k_shape[:-3], v=v_shape[:-3])
     args.batch_shape, args.heads_q, args.heads_kv = batch_shape, heads_q, heads_kv
     args.len_q, args.len_k, args.head_dim, args.head_dim_v = len_q, len_k, head_dim, head_dim_v
 
@@ -104,15 +107,23 @@ def attention_args(
     structure = None
     if isinstance(mask, Mask):
         structure, mask = mask, None
-    if not (mask is None and bias is None and alibi_slopes is None and sinks is None):
-        _add_arrays(args, func, mask, bias, alibi_slopes, sinks, copies)
+    if mask is not None:
+        add_mask(args, func, "mask", mask)
+    if bias is not None:
+        add_bias(args, func, "bias", bias, copies, " (a bool array goes to mask=)")
+    if alibi_slopes is not None:
+        args.alibi_slopes = head_values(
+            func, "alibi_slopes", alibi_slopes, (*batch_shape, heads_q), lane, copies
+        )
+    if sinks is not None:
+        args.sinks = head_values(func, "sinks", sinks, (*batch_shape, heads_q), lane, copies)
     args.row_begin = args.row_end = args.q_position = None
     args.ranges = args.range_first = args.range_last = None
     args.sigmoid_bias = args.statistics = None
     ranges_given = not (window is None and kv_lengths is None and q_offset is None and row_ranges is None)
     if causal is not False or ranges_given or alibi_slopes is not None or structure is not None:
         _add_ranges(args, func, causal, window, kv_lengths, q_offset, row_ranges, structure)
-    args.num_threads = get_num_threads() if num_threads is None else threads(func, num_threads)
+    args.num_threads = threads(func, num_threads)
     if backend is not None:
         require_backend(func, backend)
     with_lse = return_lse is not False and flag(func, "return_lse", return_lse)
@@ -125,7 +136,7 @@ def attention_args(
         inputs = [("q", q, q_array), ("k", k, k_array), ("v", v, v_array)]
         inputs += [("mask", mask, args.mask), ("bias", bias, args.bias), ("sinks", sinks, args.sinks)]
         inputs += [("alibi_slopes", alibi_slopes, args.alibi_slopes)]
-        require_result(func, out, (*rows, head_dim_v), dtype, "q", inputs)
+        result_array(func, out, (*rows, head_dim_v), dtype, "q", inputs)
     args.out, args.lse, args.result = out[None] if one_head else out, None, out
     if with_lse:
         lse = np.empty(rows, lane)
@@ -136,15 +147,6 @@ def attention_args(
         args.result = (*args.result, found) if with_lse else (out, found)
     args.copies = tuple(copies)
     return args
-
-
-def _require_dtypes_fit(func: str, q: np.dtype[Any], k: np.dtype[Any], v: np.dtype[Any]) -> None:
-    """Raise unless all are the same, or k and v are a 16-bit cache for float32 queries."""
-    if not (q == k == v or (q == FLOAT32 and k == v and k.itemsize == 2)):
-        raise TypeError(
-            f"{func}(): q, k and v have dtypes {q}, {k} and {v}; expected the same for all, or float32 for q"
-            f" with float16 or bfloat16 for both k and v"
-        )
 
 
 def _raise_shapes(func: str, q: Shape, k: Shape, v: Shape) -> NoReturn:
@@ -160,72 +162,37 @@ def _raise_shapes(func: str, q: Shape, k: Shape, v: Shape) -> NoReturn:
         ("v", v, -2, length, "k", k),
     ):
         if shape[axis] != wanted[axis]:
+            expected = f"{what.format(wanted[axis])}, as {other} has, shape {wanted}"
             raise ValueError(
-                f"{func}(): {name} has {what.format(shape[axis])}, shape {shape}; expected"
-                f" {what.format(wanted[axis])}, as {other} has, shape {wanted}"
+                f"{func}(): {name} has {what.format(shape[axis])}, shape {shape}; expected {expected}"
             )
-    raise ValueError(
-        f"{func}(): q has {q[-3]} heads, shape {q}; expected a multiple of k's {k[-3]} heads, shape {k}"
-    )
+    expected = f"a multiple of k's {k[-3]} heads, shape {k}"
+    raise ValueError(f"{func}(): q has {q[-3]} heads, shape {q}; expected {expected}")
 
 
-def _broadcast_batch(func: str, q: Shape, k: Shape, v: Shape) -> Shape:
-    """Batch dimensions of the result."""
-    try:
-        return np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
-    except ValueError:
-        raise ValueError(
-            f"{func}(): q, k and v have batch dimensions {q[:-3]}, {k[:-3]} and {v[:-3]} in their shapes"
-            f" {q}, {k} and {v}; expected ones that broadcast to each other"
-        ) from None
-
-
-def _add_arrays(
-    args: AttentionArgs,
-    func: str,
-    mask: ArrayLike | None,
-    bias: ArrayLike | None,
-    alibi_slopes: ArrayLike | None,
-    sinks: ArrayLike | None,
-    copies: list[str],
-) -> None:
-    """Check what has a value for each score, or for each head."""
-    lane, shape = lane_dtype(args.q.dtype), (*args.batch_shape, args.heads_q)
-    if mask is not None:
-        _add_mask(args, func, "mask", mask)
-    if bias is not None:
-        _add_bias(args, func, "bias", bias, copies, " (a bool array goes to mask=)")
-    if alibi_slopes is not None:
-        args.alibi_slopes = head_values(func, "alibi_slopes", alibi_slopes, shape, lane, copies)
-    if sinks is not None:
-        args.sinks = head_values(func, "sinks", sinks, shape, lane, copies)
-
-
-def _add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> None:
+def add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> None:
+    """Check `mask`, the argument `name`, and add it to `args`."""
     if callable(mask):
         called = getattr(mask, "__name__", "a function")
-        raise TypeError(
-            f"{func}(): {name} is {called}, not called; expected a bool array or a mask, such as"
-            f" masks.causal() or masks.compile(function, shape)"
-        )
+        expected = "a bool array or a mask, such as masks.causal() or masks.compile(function, shape)"
+        raise TypeError(f"{func}(): {name} is {called}, not called; expected {expected}")
     array = as_array(func, name, mask)
     if array.dtype != np.bool_:
-        raise TypeError(
-            f"{func}(): {name} has dtype {array.dtype}; expected bool, True where a query attends (numbers to"
-            f" add to the scores go to bias=)"
-        )
+        expected = "bool, True where a query attends (numbers to add to the scores go to bias=)"
+        raise wrong_dtype(func, name, array, expected)
     args.mask = _for_scores(args, func, name, array)
 
 
-def _add_bias(
+def add_bias(
     args: AttentionArgs, func: str, name: str, bias: ArrayLike, copies: list[str], or_bool: str
 ) -> None:
+    """Likewise `bias`; the message to one who passes bools or integers ends with `or_bool`."""
     array = as_array(func, name, bias)
     native = array.dtype.newbyteorder("=") if array.dtype.kind == "f" else array.dtype
     if native not in (FLOAT32, args.q.dtype):
         expected = " or ".join(dict.fromkeys((str(FLOAT32), str(args.q.dtype))))
         hint = or_bool if array.dtype.kind in "biu" else ""
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected {expected}{hint}")
+        raise wrong_dtype(func, name, array, expected + hint)
     args.bias = readable(_for_scores(args, func, name, array), name, copies)
 
 
@@ -297,9 +264,8 @@ def _window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(
-            f"{func}(): window is {short(window)}; expected a pair (left, right) of integers or None"
-        )
+        expected = "a pair (left, right) of integers or None"
+        raise TypeError(f"{func}(): window is {short(window)}; expected {expected}")
     try:
         left, right = (
             None if n is None else integer(func, f"window[{i}]", n, 0) for i, n in enumerate(window)
@@ -311,59 +277,19 @@ def _window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
 
 def _both_ends(func: str, row_ranges: Any, shape: Shape) -> key_ranges.Range:
     if not isinstance(row_ranges, (tuple, list)) or len(row_ranges) != 2:
-        raise TypeError(f"{func}(): row_ranges is of type {type(row_ranges).__name__}; expected (begin, end)")
+        raise wrong_type(func, "row_ranges", row_ranges, "(begin, end)")
     begin, end = (integers(func, f"row_ranges[{i}]", x, shape, _ROWS) for i, x in enumerate(row_ranges))
     return begin, end
-
-
-def sdpa_args(
-    func: str,
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    attn_mask: ArrayLike | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> AttentionArgs:
-    """Check and normalise torch's arguments: heads broadcast unless they are grouped, causal is top-left."""
-    if number(func, "dropout_p", dropout_p, FLOAT64) != 0:
-        raise ValueError(
-            f"{func}(): dropout_p is {dropout_p}; expected 0.0: dropout is for training, this for inference"
-        )
-    if flag(func, "is_causal", is_causal) and attn_mask is not None:
-        raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
-    names = {"query": query, "key": key, "value": value}
-    q, k, v = (float_array(func, name, x, least_dims=2) for name, x in names.items())
-    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
-    # One key head for all query heads is a group, and as such not repeated.
-    if not flag(func, "enable_gqa", enable_gqa) and not heads[1] == heads[2] in (1, heads[0]):
-        if any(n not in (1, max(heads)) for n in heads):
-            raise ValueError(
-                f"{func}(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected"
-                f" as many of each, or enable_gqa=True for groups of query heads that share a key head"
-            )
-        q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
-    args = attention_args(func, q, k, v, causal=is_causal, q_offset=0 if is_causal else None, scale=scale)
-    if attn_mask is not None:
-        array = as_array(func, "attn_mask", attn_mask)
-        if array.dtype == np.bool_:
-            _add_mask(args, func, "attn_mask", array)
-        else:
-            _add_bias(args, func, "attn_mask", array, [], " or bool")
-    return args
 
 
 def partial_states(func: str, outs: Any, lses: Any) -> tuple[list[Array], list[Array], Array, Array]:
     """Partial results and their lses, all of one shape and dtype, and where the merged ones go."""
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (tuple, list)) and not (isinstance(parts, np.ndarray) and parts.ndim):
-            raise TypeError(f"{func}(): {name} is of type {type(parts).__name__}; expected a list of arrays")
+            raise wrong_type(func, name, parts, "a list of arrays")
     if len(outs) != len(lses) or len(outs) == 0:
-        raise ValueError(
-            f"{func}(): outs has length {len(outs)} and lses {len(lses)}; expected the same, and at least 1"
-        )
+        came = f"outs has length {len(outs)} and lses {len(lses)}"
+        raise ValueError(f"{func}(): {came}; expected the same, and at least 1")
     copies: list[str] = []
     out_parts = [operand(func, f"outs[{i}]", x, copies) for i, x in enumerate(outs)]
     dtype, shape = out_parts[0].dtype, out_parts[0].shape
@@ -371,9 +297,9 @@ def partial_states(func: str, outs: Any, lses: Any) -> tuple[list[Array], list[A
     lse_parts = [float_array(func, f"lses[{i}]", x).astype(lane) for i, x in enumerate(lses)]
     for i, (out, lse) in enumerate(zip(out_parts, lse_parts, strict=True)):
         if out.dtype != dtype:
-            raise TypeError(f"{func}(): outs[{i}] has dtype {out.dtype}; expected {dtype} as outs[0]")
+            raise wrong_dtype(func, f"outs[{i}]", out, f"{dtype} as outs[0]")
         if out.shape != shape:
-            raise ValueError(f"{func}(): outs[{i}] has shape {out.shape}; expected {shape} as outs[0]")
+            raise wrong_shape(func, f"outs[{i}]", out, f"{shape} as outs[0]")
         if lse.shape != shape[:-1]:
-            raise ValueError(f"{func}(): lses[{i}] has shape {lse.shape}; expected {shape[:-1]}, one a row")
+            raise wrong_shape(func, f"lses[{i}]", lse, f"{shape[:-1]}, one a row")
     return out_parts, lse_parts, np.empty(shape, dtype), np.empty(shape[:-1], lane)

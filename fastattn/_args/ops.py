@@ -7,25 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.packed import PackedLinear
-from fastattn._args.types import ACTIVATIONS, FLOAT64, LinearArgs, RowsArgs, lane_dtype
-from fastattn._args.values import choice, flag, float_array, is_ready, number, readable, require_result
-from fastattn._engine.settings import get_num_threads, require_backend, threads
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.packed import LinearArgs, PackedLinear
+from fastattn._args.results import result_array
+from fastattn._args.types import ACTIVATIONS, FLOAT64, RowsArgs, lane_dtype
+from fastattn._args.values import choice, flag, float_array, is_ready, number, readable
+from fastattn._engine.settings import require_backend, threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastattn._args.types import Activation, Array
+    from fastattn._args.types import Activation, Array, Shape
 
 
 def data(func: str, name: str, x: Any) -> Array:
     """`x` as a floating array of at least one dimension that the kernels can read."""
     if is_ready(x, 1):
-        ready: Array = x
-        return ready
+        return x
     array = float_array(func, name, x)
     if array.ndim == 0:
-        raise ValueError(f"{func}(): {name} has shape (); expected (..., features)")
+        raise wrong_shape(func, name, array, "(..., features)")
     return readable(array, name, [], "the last axis")
 
 
@@ -34,28 +35,28 @@ def rows(array: Array) -> Array:
     return array if array.ndim == 2 else array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
-def like(func: str, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of: str) -> Array | None:
-    """`x` as an array of `shape` and `dtype`, which are those of `of`; None stays None."""
+def like(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any], of: str = "") -> Array | None:
+    """`x` as an array of `shape` and `dtype`, which may be those of an argument `of`; None stays None."""
     if x is None:
         return None
     result = data(func, name, x)
+    whose = f"{of}'s, " if of else ""
     if result.dtype != dtype:
-        raise TypeError(f"{func}(): {name} has dtype {result.dtype}; expected {of}'s, {dtype}")
+        raise wrong_dtype(func, name, result, f"{whose}{dtype}")
     if result.shape != shape:
-        raise ValueError(f"{func}(): {name} has shape {result.shape}; expected {of}'s, {shape}")
+        raise wrong_shape(func, name, result, f"{whose}{shape}")
     return result
 
 
-def vector(func: str, name: str, x: Any, shape: tuple[int, ...], lane: np.dtype[Any]) -> Array | None:
+def vector(func: str, name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array | None:
     """`x`, parameters of exactly `shape`, as `lane`, a lane type; None stays None."""
     if x is None:
         return None
     if is_ready(x, 1) and x.dtype is lane and x.shape == shape and x.flags.c_contiguous:
-        ready: Array = x
-        return ready
+        return x
     array = float_array(func, name, x)
     if array.shape != shape:
-        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {shape}")
+        raise wrong_shape(func, name, array, shape)
     return np.require(array, lane, ("C", "ALIGNED"))
 
 
@@ -68,19 +69,12 @@ def epsilon(func: str, name: str, x: Any, lane: np.dtype[Any]) -> float:
 
 
 def result(
-    func: str,
-    out: Any,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    inputs: Iterable[tuple[str, Any, Any]],
+    func: str, out: Any, shape: Shape, dtype: np.dtype[Any], inputs: Iterable[tuple[str, Any, Any]]
 ) -> Array:
     """A new array for the result, of x's dtype, or `out` if it will do."""
-    if out is None:
-        return np.empty(shape, dtype)
-    require_result(func, out, shape, dtype, "x", inputs)
-    if out.ndim > 2 and not out.flags.c_contiguous and not np.may_share_memory(rows(out), out):
-        raise ValueError(f"{func}(): out has strides {out.strides}; expected rows at one distance")
-    array: Array = out
+    array = result_array(func, out, shape, dtype, "x", inputs)
+    if array.ndim > 2 and not array.flags.c_contiguous and not np.may_share_memory(rows(array), array):
+        raise ValueError(f"{func}(): out has strides {array.strides}; expected rows at one distance")
     return array
 
 
@@ -96,23 +90,17 @@ def linear_args(
     backend: str | None,
 ) -> tuple[LinearArgs, Array]:
     """Check the arguments of `ops.linear`; also returns the result in the caller's shape."""
-    if backend is not None:
-        require_backend(func, backend)
+    require_backend(func, backend)
     if not isinstance(weight, PackedLinear):
-        raise TypeError(f"{func}(): weight is of type {type(weight).__name__}; expected what pack() returns")
+        raise wrong_type(func, "weight", weight, "what pack() returns")
     array = data(func, "x", x)
     dtype = array.dtype
     lane = lane_dtype(dtype)
     if (weight.dtype == "float64") != (lane is FLOAT64):
-        raise TypeError(
-            f"{func}(): x has dtype {dtype}; expected"
-            f" {'float64' if weight.dtype == 'float64' else 'float32, float16 or bfloat16'} for a weight in"
-            f" {weight.dtype}"
-        )
+        expected = "float64" if weight.dtype == "float64" else "float32, float16 or bfloat16"
+        raise wrong_dtype(func, "x", array, f"{expected} for a weight in {weight.dtype}")
     if array.shape[-1] != weight.in_features:
-        raise ValueError(
-            f"{func}(): x has shape {array.shape}; expected (..., {weight.in_features}) for this weight"
-        )
+        raise wrong_shape(func, "x", array, f"(..., {weight.in_features}) for this weight")
     if activation is not None:
         choice(func, "activation", activation, ACTIVATIONS)
     n = weight.out_features
@@ -130,79 +118,51 @@ def linear_args(
         activation,
         None if residual_array is None else rows(residual_array),
         rows(full),
-        get_num_threads() if num_threads is None else threads(func, num_threads),
+        threads(func, num_threads),
     )
     return args, full
 
 
-def norm_args(
+def rows_args(
     func: str,
     x: Any,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    residual: Any,
-    return_sum: bool,
     out: Any,
     num_threads: int | None,
     backend: str | None,
-) -> tuple[RowsArgs, Any]:
-    """Check the arguments of the norms; also returns what the caller gets."""
-    if backend is not None:
-        require_backend(func, backend)
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 0.0,
+    residual: Any = None,
+    return_sum: bool = False,
+    up: Any = None,
+    activation: Activation | None = None,
+) -> tuple[RowsArgs, Array, Array | None]:
+    """Check the arguments of the norms, `softmax` and `activate`; also returns the results in x's shape."""
+    require_backend(func, backend)
     array = data(func, "x", x)
-    shape, dtype = array.shape, array.dtype
+    shape, dtype, lane = array.shape, array.dtype, lane_dtype(array.dtype)
+    if func == "activate":
+        choice(func, "activation", activation, ACTIVATIONS)
     residual_array = like(func, "residual", residual, shape, dtype, "x")
-    lane, features = lane_dtype(dtype), shape[-1:]
-    weight_array = vector(func, "weight", weight, features, lane)
-    bias_array = vector(func, "bias", bias, features, lane)
+    up_array = like(func, "up", up, shape, dtype, "x")
+    weight_array = vector(func, "weight", weight, shape[-1:], lane)
+    bias_array = vector(func, "bias", bias, shape[-1:], lane)
     eps = epsilon(func, "eps", eps, lane)
-    inputs = (
-        ("x", x, array),
-        ("residual", residual, residual_array),
-        ("weight", weight, weight_array),
-        ("bias", bias, bias_array),
-    )
+    inputs = [("x", x, array), ("residual", residual, residual_array), ("up", up, up_array)]
+    inputs += [("weight", weight, weight_array), ("bias", bias, bias_array)]
     full = result(func, out, shape, dtype, inputs)
     total = np.empty(shape, dtype) if flag(func, "return_sum", return_sum) else None
     args = RowsArgs(
         func,
         rows(array),
         rows(full),
-        get_num_threads() if num_threads is None else threads(func, num_threads),
+        threads(func, num_threads),
         None if residual_array is None else rows(residual_array),
         None if total is None else rows(total),
-        None,
+        None if up_array is None else rows(up_array),
         weight_array,
         bias_array,
         eps,
+        activation,
     )
-    return args, full if total is None else (full, total)
-
-
-def elementwise_args(
-    func: str,
-    x: Any,
-    activation: Activation | None,
-    up: Any,
-    out: Any,
-    num_threads: int | None,
-    backend: str | None,
-) -> tuple[RowsArgs, Array]:
-    """Check the arguments of `softmax` and `activate`; also returns the result in the caller's shape."""
-    if backend is not None:
-        require_backend(func, backend)
-    array = data(func, "x", x)
-    if func == "activate":
-        choice(func, "activation", activation, ACTIVATIONS)
-    up_array = like(func, "up", up, array.shape, array.dtype, "x")
-    full = result(func, out, array.shape, array.dtype, (("x", x, array), ("up", up, up_array)))
-    args = RowsArgs(
-        func,
-        rows(array),
-        rows(full),
-        get_num_threads() if num_threads is None else threads(func, num_threads),
-        up=None if up_array is None else rows(up_array),
-        activation=activation,
-    )
-    return args, full
+    return args, full, total

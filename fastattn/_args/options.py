@@ -146,6 +146,5 @@ def require_options(func: str, options: Mapping[str, Any], taken: type) -> None:
     """Raise unless `taken`, one of the classes above, has all `options`."""
     for name in options:
         if name not in taken.__annotations__:
-            raise TypeError(
-                f"{func}(): {name} is not an argument; expected one of {', '.join(taken.__annotations__)}"
-            )
+            expected = ", ".join(taken.__annotations__)
+            raise TypeError(f"{func}(): {name} is not an argument; expected one of {expected}")

@@ -7,11 +7,13 @@ front to back, so that they share one layout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from fastattn._args.blocks import BLOCK, aligned_empty, copied
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.values import choice, flag, float_array, integer
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Activation, Array
 
 PANEL_BYTES = 128
 # `pack` works on blocks of this many numbers, which stay in the second-level cache, and with at most this
@@ -65,13 +67,32 @@ class PackedLinear:
         panels: Array,
         scales: Array | None,
     ):
-        _require_sizes(in_features, out_features, gated, dtype, panels, scales)
+        # The kernels do not check these sizes again.
+        func = "PackedLinear"
+        choice(func, "dtype", dtype, WEIGHT_DTYPES)
+        k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
+        n_maps, width = 1 + flag(func, "gated", gated), columns(dtype)
+        count = n_maps * -(-n // width)
+        stored = (count, (k + 1) // 2, width, 2) if dtype == "bfloat16" else (count, k, width)
+        expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, _STORED[dtype])]
+        if dtype == "int8":
+            expected.append(("scales", scales, (count, width), np.float32))
+        elif scales is not None:
+            raise ValueError(f"{func}(): scales are given; expected None for {dtype}, only int8 has any")
+        for name, array, shape, kind in expected:
+            if type(array) is not np.ndarray:
+                raise wrong_type(func, name, array, "an array")
+            flags = array.flags
+            if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
+                raise ValueError(
+                    f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
+                    f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
+                )
         fields = (dtype, bool(gated), int(in_features), int(out_features), panels, scales)
         for name, value in zip(self.__slots__, fields, strict=True):
             object.__setattr__(self, name, value)
-        for array in (panels, scales):
-            if array is not None:
-                array.flags.writeable = False
+        for _, array, _, _ in expected:
+            array.flags.writeable = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"PackedLinear is read-only: pack() another instead of setting {name}")
@@ -121,42 +142,30 @@ class PackedLinear:
         return weight if self.gated else weight[0]
 
 
-def _require_sizes(
-    in_features: Any, out_features: Any, gated: Any, dtype: Any, panels: Any, scales: Any
-) -> None:
-    """Raise unless panels and scales have the sizes of such a map: the kernels do not check them again."""
-    func = "PackedLinear"
-    choice(func, "dtype", dtype, WEIGHT_DTYPES)
-    k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
-    n_maps, width = 1 + flag(func, "gated", gated), columns(dtype)
-    count = n_maps * -(-n // width)
-    stored = (count, (k + 1) // 2, width, 2) if dtype == "bfloat16" else (count, k, width)
-    expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, _STORED[dtype])]
-    if dtype == "int8":
-        expected.append(("scales", scales, (count, width), np.float32))
-    elif scales is not None:
-        raise ValueError(f"{func}(): scales are given; expected None for {dtype}, only int8 has any")
-    for name, array, shape, kind in expected:
-        if type(array) is not np.ndarray:
-            raise TypeError(f"{func}(): {name} is of type {type(array).__name__}; expected an array")
-        flags = array.flags
-        if array.shape != shape or array.dtype != kind or not (flags.c_contiguous and flags.aligned):
-            raise ValueError(
-                f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
-                f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
-            )
-
-
-def _restored(
-    in_features: int, out_features: int, gated: bool, dtype: str, panels: Array, scales: Array | None
-) -> PackedLinear:
-    panels = copied(panels, aligned_empty(panels.shape, panels.dtype))
-    return PackedLinear(in_features, out_features, gated, dtype, panels, scales)
+def _restored(*fields: Any) -> PackedLinear:
+    *sizes, panels, scales = fields
+    aligned = copied(panels, aligned_empty(panels.shape, panels.dtype))
+    return PackedLinear(*[*sizes, aligned, scales])
 
 
 def columns(dtype: str) -> int:
     """Output features of a panel; int8 has as many as float32, to which the kernel widens it."""
     return PANEL_BYTES // (8 if dtype == "float64" else 4)
+
+
+@dataclass(slots=True, eq=False)
+class LinearArgs:
+    """out (m, n) = activation(x (m, k) weight^T + bias) + residual; for a gated weight see `ops.linear`."""
+
+    kernel: ClassVar[str] = "linear"
+
+    x: Array  # last axis contiguous, as of all that follow; float32, float64, float16 or bfloat16
+    weight: PackedLinear
+    bias: Array | None  # (n), or (2, n) if gated: lane dtype
+    activation: Activation | None
+    residual: Array | None  # (m, n), x's dtype
+    out: Array  # (m, n), x's dtype
+    num_threads: int
 
 
 @np.errstate(over="ignore")  # a float64 too large for float32 becomes infinite
@@ -182,19 +191,18 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
     if gate is not None:
         maps.insert(0, _weight("gate", gate))
         if maps[0].shape != maps[1].shape:
-            raise ValueError(f"pack(): gate has shape {maps[0].shape}; expected weight's, {maps[1].shape}")
+            raise wrong_shape("pack", "gate", maps[0], f"weight's, {maps[1].shape}")
         if dtype is None and maps[0].dtype != maps[1].dtype:
-            raise TypeError(
-                f"pack(): gate has dtype {maps[0].dtype}; expected weight's, {maps[1].dtype}, or dtype="
-                f" given, which says how both are stored"
-            )
+            expected = f"weight's, {maps[1].dtype}, or dtype= given, which says how both are stored"
+            raise wrong_dtype("pack", "gate", maps[0], expected)
     if dtype is None:
         dtype = {"float64": "float64", "bfloat16": "bfloat16"}.get(maps[-1].dtype.name, "float32")
     choice("pack", "dtype", dtype, WEIGHT_DTYPES)
     for name, array in zip(("weight", "gate"), reversed(maps), strict=False):
         if not is_finite(array, dtype):
-            what = f"values that are not finite as {dtype}"
-            raise ValueError(f"pack(): {name} has {what}; expected finite ones")
+            raise ValueError(
+                f"pack(): {name} has values that are not finite as {dtype}; expected finite ones"
+            )
     out_features, in_features = maps[0].shape
     width, unit = columns(dtype), 2 if dtype == "bfloat16" else 1
     count, steps = -(-out_features // width), -(-in_features // unit)
@@ -244,7 +252,7 @@ def _weight(name: str, x: Any) -> Array:
     """`x` as a 2-D floating array."""
     array = float_array("pack", name, x)
     if array.ndim != 2:
-        raise ValueError(f"pack(): {name} has shape {array.shape}; expected (out_features, in_features)")
+        raise wrong_shape("pack", name, array, "(out_features, in_features)")
     return array
 
 

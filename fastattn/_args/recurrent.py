@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args.types import FLOAT32, RecurrentArgs, lane_dtype
+from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.ops import epsilon, like
+from fastattn._args.results import result_array
+from fastattn._args.types import RecurrentArgs, lane_dtype
 from fastattn._args.values import (
+    broadcast_batch,
     choice,
     flag,
     is_ready,
@@ -16,9 +20,9 @@ from fastattn._args.values import (
     readable,
     real_array,
     require_broadcast,
-    require_result,
+    require_dtypes,
 )
-from fastattn._engine.settings import get_num_threads, require_backend, threads
+from fastattn._engine.settings import require_backend, threads
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
@@ -66,13 +70,12 @@ def recurrent_args(
     arrays = [operand(func, name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]
     for name, x in zip("qkv", arrays, strict=True):
         if x.ndim < 3 or 0 in (x.shape[-3], x.shape[-1]):
-            raise ValueError(
-                f"{func}(): {name} has shape {x.shape}; expected (..., heads, length, head_dim), at least one"
-                f" head and one dimension"
-            )
+            expected = "(..., heads, length, head_dim), at least one head and one dimension"
+            raise wrong_shape(func, name, x, expected)
     q_array, k_array, v_array = arrays
     dtype, lane = q_array.dtype, lane_dtype(q_array.dtype)
-    _require_dtypes(func, dtype, k_array.dtype, v_array.dtype)
+    if not (k_array.dtype is dtype and v_array.dtype is dtype):
+        require_dtypes(func, q=q_array, k=k_array, v=v_array)
     heads_q, len_q, head_dim = q_array.shape[-3:]
     heads_k, len_k, _ = k_array.shape[-3:]
     heads_v, len_v, head_dim_v = v_array.shape[-3:]
@@ -91,7 +94,7 @@ def recurrent_args(
         )
     batch_shape = q_array.shape[:-3]
     if not (batch_shape == k_array.shape[:-3] == v_array.shape[:-3]):
-        batch_shape = _broadcast_batch(func, *(x.shape[:-3] for x in arrays))
+        batch_shape = broadcast_batch(func, q=batch_shape, k=k_array.shape[:-3], v=v_array.shape[:-3])
     if not causal and rule != "linear":
         raise ValueError(f"{func}(): causal is False; expected True with rule {rule!r}")
     if normalize and delta:
@@ -109,77 +112,46 @@ def recurrent_args(
         strengths = np.ones((1, 1), lane) if beta is None else _tokens(func, "beta", beta, token_shape, lane)
     default = 1.0 if normalize else head_dim**-0.5
     factor = default if scale is None else number(func, "scale", scale, lane)
-    epsilon = number(func, "eps", eps, lane)
-    if epsilon < 0:
-        raise ValueError(f"{func}(): eps is {eps}; expected 0 or more")
-    if backend is not None:
-        require_backend(func, backend)
-    n_threads = get_num_threads() if num_threads is None else threads(func, num_threads)
+    eps = epsilon(func, "eps", eps, lane)
+    require_backend(func, backend)
+    n_threads = threads(func, num_threads)
     with_state = flag(func, "return_state", return_state) or out_state is not None
 
     shape = (*batch_shape, heads, head_dim, head_dim_v)
     states = _pair(func, "state", state, normalize)
-    before = _state(func, "state", states[0], shape, lane)
-    norm = _state(func, "state[1]", states[1], shape[:-1], lane)
+    before = like(func, "state", states[0], shape, lane)
+    norm = like(func, "state[1]", states[1], shape[:-1], lane)
     inputs: list[tuple[str, Any, Any]] = list(zip("qkv", (q, k, v), arrays, strict=True))
     inputs += [("log_decay", log_decay, decays), ("beta", beta, strengths)]
     out_shape = (*batch_shape, max(heads_q, heads), len_q, head_dim_v)
-    if out is None:
-        out = np.empty(out_shape, dtype)
-    else:
-        others = [*inputs, ("state", states[0], before), ("state[1]", states[1], norm)]
-        require_result(func, out, out_shape, dtype, "q", others)
+    others = [*inputs, ("state", states[0], before), ("state[1]", states[1], norm)]
+    out = result_array(func, out, out_shape, dtype, "q", others)
     inputs.append(("out", out, out))
     after, after_norm = _pair(func, "out_state", out_state, normalize)
-    if after is None:
-        after = np.empty(shape, lane)
-    else:
-        others = [*inputs, ("state[1]", states[1], norm)]
-        if not _same(after, before):
-            others.append(("state", states[0], before))
-        require_result(func, after, shape, lane, "the state", others, "out_state")
+    others = [*inputs, ("state[1]", states[1], norm)]
+    if not _same(after, before):
+        others.append(("state", states[0], before))
+    after = result_array(func, after, shape, lane, "the state", others, "out_state")
     if normalize:
-        if after_norm is None:
-            after_norm = np.empty(shape[:-1], lane)
-        else:
-            others = [*inputs, ("state", states[0], before), ("out_state[0]", after, after)]
-            require_result(func, after_norm, shape[:-1], lane, "the state", others, "out_state[1]")
-            norm = None if norm is None else norm.copy()  # it may be after_norm, which one task writes
+        others = [*inputs, ("state", states[0], before), ("out_state[0]", after, after)]
+        if after_norm is not None and norm is not None:
+            norm = norm.copy()  # it may be after_norm, which one task writes
+        after_norm = result_array(func, after_norm, shape[:-1], lane, "the state", others, "out_state[1]")
     new = (after, after_norm) if normalize else after
     return RecurrentArgs(
         batch_shape, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v, q_array, k_array,
         v_array, out, decays, strengths, before, after, norm, after_norm, decay == "vector", causal, factor,
-        epsilon, n_threads, (out, new) if with_state else out,
+        eps, n_threads, (out, new) if with_state else out,
     )  # fmt: skip
-
-
-def _require_dtypes(func: str, q: np.dtype[Any], k: np.dtype[Any], v: np.dtype[Any]) -> None:
-    """Raise unless all are the same, or k and v are 16-bit for float32 queries, as in attention."""
-    if not (q == k == v or (q == FLOAT32 and k == v and k.itemsize == 2)):
-        raise TypeError(
-            f"{func}(): q, k and v have dtypes {q}, {k} and {v}; expected the same for all, or float32 for q"
-            f" with float16 or bfloat16 for both k and v"
-        )
-
-
-def _broadcast_batch(func: str, q: Shape, k: Shape, v: Shape) -> Shape:
-    """The batch dimensions of all three broadcast."""
-    try:
-        return np.broadcast_shapes(q, k, v)
-    except ValueError:
-        raise ValueError(
-            f"{func}(): q, k and v have batch dimensions {q}, {k} and {v}; expected ones that broadcast"
-        ) from None
 
 
 def _tokens(func: str, name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array:
     """`x`, numbers for every token, as `lane`; broadcasts to `shape`, (..., heads, length)."""
     if is_ready(x, 2) and x.dtype is lane and x.shape == shape:  # the usual case, in a tenth of the time
-        ready: Array = x
-        return ready
+        return x
     array = real_array(func, name, x)
     if array.ndim < 2:
-        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., heads, length)")
+        raise wrong_shape(func, name, array, "(..., heads, length)")
     require_broadcast(func, name, array.shape, shape, "(..., heads, length)")
     return readable(np.asarray(array, lane), name, [])
 
@@ -189,14 +161,11 @@ def _decays(func: str, x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any])
     if x is None:
         return None
     array = x if type(x) is np.ndarray and x.dtype is lane else real_array(func, "log_decay", x)
+    dims = "(..., heads, length, head_dim)"
     if head_dim:
         if array.ndim < 3 or array.shape[-1] != head_dim:
-            expected = (*shape[-2:], head_dim)
-            raise ValueError(f"{func}(): log_decay has shape {array.shape}; expected (..., heads, length,"
-                             f" head_dim), as {expected}")  # fmt: skip
-        require_broadcast(
-            func, "log_decay", array.shape, (*shape, head_dim), "(..., heads, length, head_dim)"
-        )
+            raise wrong_shape(func, "log_decay", array, f"{dims}, as {(*shape[-2:], head_dim)}")
+        require_broadcast(func, "log_decay", array.shape, (*shape, head_dim), dims)
     elif array.ndim == 1:
         require_broadcast(func, "log_decay", array.shape, shape[-2:-1], "(heads,) or (..., heads, length)")
         array = array[:, None]
@@ -213,23 +182,8 @@ def _pair(func: str, name: str, x: Any, normalize: bool) -> tuple[Any, Any]:
     if x is None or not normalize:
         return x, None
     if not isinstance(x, tuple) or len(x) != 2:
-        raise TypeError(
-            f"{func}(): {name} is of type {type(x).__name__}; expected a pair (state, sum of keys), as"
-            f" normalize is True"
-        )
+        raise wrong_type(func, name, x, "a pair (state, sum of keys), as normalize is True")
     return x
-
-
-def _state(func: str, name: str, x: Any, shape: Shape, lane: np.dtype[Any]) -> Array | None:
-    """`x` as a state of `shape` and `lane`, the last axis contiguous; None stays None."""
-    if x is None:
-        return None
-    array = operand(func, name, x, [])
-    if array.dtype != lane:
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected {lane}")
-    if array.shape != shape:
-        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {shape}")
-    return array
 
 
 def _same(a: Any, b: Array | None) -> bool:

@@ -13,7 +13,7 @@ from fastattn._args.values import short
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fastattn._args.types import Array, Shape
+    from fastattn._args.types import Shape
 
 NAMES = ("row_max", "entropy", "top_k:k", "key_sums", "mean_weights")
 
@@ -46,9 +46,7 @@ def statistics_args(
         raise TypeError(f"{func}(): stats is {short(stats)}; expected a tuple of {', '.join(NAMES)}")
     args, result = StatisticsArgs(), Statistics()
 
-    def seen(x: Array) -> Array:
-        return x[0] if one_head else x
-
+    seen: Any = 0 if one_head else ...
     shapes = {"row_max": (*heads, len_q), "entropy": (*heads, len_q), "key_sums": (*heads, len_k)}
     for text in stats:
         name, k = _name(func, text)
@@ -57,14 +55,14 @@ def statistics_args(
         if name == "top_k":
             weights, keys = np.zeros((*heads, len_q, k), lane), np.full((*heads, len_q, k), -1, np.int64)
             args.top_weights, args.top_keys = weights[..., :len_k], keys[..., :len_k]
-            result["top_k"] = TopK(seen(weights), seen(keys))
+            result["top_k"] = TopK(weights[seen], keys[seen])
         elif name == "mean_weights":
             args.mean_weights = np.zeros((*heads[:-1], 1, len_q, len_k), lane)
             result["mean_weights"] = args.mean_weights[..., 0, :, :]
         else:
             array = np.zeros(shapes[name], lane)
             setattr(args, name, array)
-            result[name] = seen(array)  # type: ignore[literal-required]
+            result[name] = array[seen]  # type: ignore[literal-required]
     if args.second_pass:
         args.norm = np.empty((*heads, len_q, 2), lane)
     return args, result
@@ -78,10 +76,8 @@ def _name(func: str, text: Any) -> tuple[str, int]:
     if name == "top_k" and number.isdecimal() and len(number) < 10 and int(number) > 0:
         return name, int(number)
     if name == "top_k":
-        raise ValueError(
-            f"{func}(): stats has an entry {text[:40]!r}; expected top_k:k with k from 1 to 999999999, as"
-            f" top_k:8"
-        )
+        expected = "top_k:k with k from 1 to 999999999, as top_k:8"
+        raise ValueError(f"{func}(): stats has an entry {text[:40]!r}; expected {expected}")
     if colon or name not in NAMES:
         raise ValueError(f"{func}(): stats has an entry {short(text)}; expected one of {', '.join(NAMES)}")
     return name, 0

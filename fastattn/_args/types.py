@@ -10,8 +10,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fastattn._args.packed import PackedLinear
-
     Array = NDArray[Any]
     Bools = NDArray[np.bool_]
     Ints = NDArray[np.int64]
@@ -168,21 +166,6 @@ class RecurrentArgs:
     eps: float
     num_threads: int
     result: Any  # what the caller gets
-
-
-@dataclass(slots=True, eq=False)
-class LinearArgs:
-    """out (m, n) = activation(x (m, k) weight^T + bias) + residual; for a gated weight see `ops.linear`."""
-
-    kernel: ClassVar[str] = "linear"
-
-    x: Array  # last axis contiguous, as of all that follow; float32, float64, float16 or bfloat16
-    weight: PackedLinear
-    bias: Array | None  # (n), or (2, n) if gated: lane dtype
-    activation: Activation | None
-    residual: Array | None  # (m, n), x's dtype
-    out: Array  # (m, n), x's dtype
-    num_threads: int
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from fastattn._args.blocks import copied
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.types import FLOAT32, FLOAT64
 
 if TYPE_CHECKING:
@@ -21,11 +22,8 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints, Shape
 
 # Bits of ndarray.flags.num: reading it once takes a tenth of the time of reading the flags one by one.
-_CONTIGUOUS, _OWNS_DATA, _ALIGNED, _WRITEABLE = 0x1, 0x4, 0x100, 0x400
-_READABLE, _WRITABLE = _CONTIGUOUS | _ALIGNED, _CONTIGUOUS | _ALIGNED | _WRITEABLE
-# Limit of np.shares_memory: so many candidates are tried for an element that two interleaved views share.
-# Views of one array that do not overlap need far fewer.
-_OVERLAP_WORK: Any = 10_000
+CONTIGUOUS, OWNS_DATA, ALIGNED, WRITEABLE = 0x1, 0x4, 0x100, 0x400
+_READABLE = CONTIGUOUS | ALIGNED
 
 MAX_POSITION = 2**53  # larger integers are not exact in float64, in which distances may be computed
 MOST_SIZE = 2**48  # no memory holds more; NumPy would reject a larger size without naming the argument
@@ -71,9 +69,8 @@ def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
 def as_array(func: str, name: str, x: Any) -> Array:
     """`x` as a plain ndarray of any dtype but object."""
     if is_masked(x):
-        raise TypeError(
-            f"{func}(): {name} is a masked array; expected a plain one (mask= says which keys count)"
-        )
+        expected = "a plain one (mask= says which keys count)"
+        raise TypeError(f"{func}(): {name} is a masked array; expected {expected}")
     try:
         array = np.asarray(x)
     except MemoryError:
@@ -117,16 +114,12 @@ def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
     """`x` as an array of one of the four floating types, in any strides and byte order."""
     array = as_array(func, name, x)
     if not is_float(array.dtype):
-        raise TypeError(
-            f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16 or bfloat16"
-        )
+        raise wrong_dtype(func, name, array, "float32, float64, float16 or bfloat16")
     if array.dtype.isnative:
         _native.add(array.dtype)
     if array.ndim < least_dims:
-        raise ValueError(
-            f"{func}(): {name} has shape {array.shape}; expected (..., heads, length, head_dim), or"
-            f" (length, head_dim) for one head"
-        )
+        expected = "(..., heads, length, head_dim), or (length, head_dim) for one head"
+        raise wrong_shape(func, name, array, expected)
     return array
 
 
@@ -134,10 +127,7 @@ def real_array(func: str, name: str, x: Any) -> Array:
     """`x` as an array of real numbers, which the caller converts: floats or integers, but no bools."""
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu" and not is_float(array.dtype):
-        raise TypeError(
-            f"{func}(): {name} has dtype {array.dtype}; expected float32, float64, float16, bfloat16 or"
-            f" integers"
-        )
+        raise wrong_dtype(func, name, array, "float32, float64, float16, bfloat16 or integers")
     return array
 
 
@@ -167,7 +157,7 @@ def is_ready(x: Any, least_dims: int) -> TypeGuard[Array]:
     if type(x) is not np.ndarray or x.dtype not in _native or x.ndim < least_dims:
         return False
     flags = x.flags.num & _READABLE
-    return flags == _READABLE or (flags == _ALIGNED and x.strides[-1] == x.itemsize)
+    return flags == _READABLE or (flags == ALIGNED and x.strides[-1] == x.itemsize)
 
 
 def operand(func: str, name: str, x: Any, copies: list[str]) -> Array:
@@ -188,15 +178,22 @@ def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any]
 
 
 def integers(
-    func: str, name: str, x: Any, shape: Shape, dims: str, low: int = -(2**62), high: int = 2**62
+    func: str,
+    name: str,
+    x: Any,
+    shape: Shape | None = None,
+    dims: str = "",
+    low: int = -(2**62),
+    high: int = 2**62,
 ) -> Ints:
-    """`x`, integers from `low` to `high`, as int64; it broadcasts to `shape`, which messages call `dims`."""
+    """`x`, integers from `low` to `high`, as int64; it broadcasts to `shape`, if given, called `dims`."""
     if type(x) is int and low <= x <= high:  # the usual case: this takes a tenth of the time
         return np.array(x, np.int64)
     array = as_array(func, name, x)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
-    require_broadcast(func, name, array.shape, shape, dims)
+        raise wrong_dtype(func, name, array, "integers")
+    if shape is not None:
+        require_broadcast(func, name, array.shape, shape, dims)
     if array.size and not (low <= (least := array.min()) and (most := array.max()) <= high):
         raise ValueError(f"{func}(): {name} has {most if low <= least else least}; expected {low} to {high}")
     return np.array(array, np.int64)
@@ -255,9 +252,8 @@ def generator(func: str, name: str, x: Any) -> np.random.Generator:
         try:
             x = integer(func, name, x, 0)
         except TypeError:
-            raise TypeError(
-                f"{func}(): {name} is {short(x)}; expected a numpy.random.Generator, an integer or None"
-            ) from None
+            expected = "a numpy.random.Generator, an integer or None"
+            raise TypeError(f"{func}(): {name} is {short(x)}; expected {expected}") from None
     return np.random.default_rng(x)
 
 
@@ -266,8 +262,7 @@ def iterated(func: str, name: str, x: Any, expected: str) -> Iterator[Any]:
     try:  # isinstance(x, Iterable) would accept an array of no dimensions
         return iter(x)
     except TypeError:
-        kind = type(x).__name__
-        raise TypeError(f"{func}(): {name} is of type {kind}; expected {expected}") from None
+        raise wrong_type(func, name, x, expected) from None
 
 
 def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: str, hint: str = "") -> None:
@@ -279,83 +274,28 @@ def require_broadcast(func: str, name: str, shape: Shape, target: Shape, dims: s
         raise ValueError(f"{func}(): {name} has shape {shape}; expected {expected}")
 
 
-def require_result(
-    func: str,
-    out: Any,
-    shape: Shape,
-    dtype: np.dtype[Any],
-    like: str,
-    inputs: Iterable[tuple[str, Any, Any]],
-    called: str = "out",
-) -> None:
-    """Raise unless `out` can take a result of `shape` and `dtype`, the dtype of the argument `like`.
-
-    `called` is the name of the argument `out`. It may share no memory with `inputs`, which are read while it
-    is written. Each input is its name, what the caller passed, and the array made of that. The array shows
-    which memory a memoryview or a tensor has.
-    """
-    flags = out.flags.num if type(out) is np.ndarray else 0
-    if flags & _WRITABLE != _WRITABLE or out.dtype != dtype or out.shape != shape:
-        _require_writable(func, out, shape, dtype, like, called)
-    owns = flags & _OWNS_DATA
-    for name, given, array in inputs:
-        memory = given if isinstance(given, np.ndarray) else array
-        # Two arrays that own their memory share none: this test takes a tenth of the time.
-        if memory is None or (memory.flags.num & owns and memory is not out):
-            continue
-        if _share_memory(out, memory):
-            raise ValueError(
-                f"{func}(): {called} shares memory with {name}; expected it apart from all inputs"
-            )
+def require_dtypes(func: str, **arrays: Array) -> None:
+    """Raise unless all have one dtype, or the first is float32 and the others are all of one 16-bit type."""
+    first, *others = (x.dtype for x in arrays.values())
+    cached = first == FLOAT32 and others[0].itemsize == 2
+    if any(dtype != others[0] for dtype in others) or not (first == others[0] or cached):
+        came = f"{_listed(arrays)} have dtypes {_listed([first, *others])}"
+        cache = f"float32 for {next(iter(arrays))} with float16 or bfloat16 for all others"
+        raise TypeError(f"{func}(): {came}; expected the same for all, or {cache}")
 
 
-def _require_writable(
-    func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str, called: str
-) -> None:
-    """Raise unless `out` is a writable array of `shape` and `dtype` whose elements do not overlap."""
-    if not isinstance(out, np.ndarray) or is_masked(out):
-        raise TypeError(f"{func}(): {called} is of type {type(out).__name__}; expected an ndarray")
-    if out.dtype != dtype:
-        order = "" if out.dtype.isnative else " in native byte order"
-        raise TypeError(f"{func}(): {called} has dtype {out.dtype}; expected {like}'s, {dtype}{order}")
-    if out.shape != shape:
-        raise ValueError(f"{func}(): {called} has shape {out.shape}; expected {shape}")
-    if not out.flags.writeable:
-        raise ValueError(f"{func}(): {called} is read-only; expected a writable array")
-    if not out.flags.aligned:
-        raise ValueError(
-            f"{func}(): {called} has elements not aligned to their size; expected an aligned array"
-        )
-    if not out.size:
-        return
-    if shape[-1] > 1 and out.strides[-1] != out.itemsize:
-        raise ValueError(
-            f"{func}(): {called} has strides {out.strides}; expected its last axis to be contiguous"
-        )
-    if _overlaps_itself(out):
-        raise ValueError(
-            f"{func}(): {called} has strides {out.strides} for shape {shape}; expected no two elements to"
-            f" overlap"
-        )
-
-
-def _overlaps_itself(array: Array) -> bool:
-    """Whether elements of `array` may overlap: a stride is less than the span of all smaller strides."""
-    span = array.itemsize
-    axes = [(abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1]
-    for stride, n in sorted(axes):
-        if stride < span:
-            return True
-        span += stride * (n - 1)
-    return False
-
-
-def _share_memory(a: Array, b: Array) -> bool:
-    """Whether `a` and `b` share an element; True if that takes too long to decide."""
+def broadcast_batch(func: str, **shapes: Shape) -> Shape:
+    """The batch dimensions that those of the named arrays broadcast to."""
     try:
-        return np.shares_memory(a, b, max_work=_OVERLAP_WORK)
-    except np.exceptions.TooHardError:
-        return True
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        came = f"{_listed(shapes)} have batch dimensions {_listed(shapes.values())}"
+        raise ValueError(f"{func}(): {came}; expected ones that broadcast to each other") from None
+
+
+def _listed(items: Iterable[Any]) -> str:
+    *most, last = map(str, items)
+    return f"{', '.join(most)} and {last}"
 
 
 def short(x: Any) -> str:

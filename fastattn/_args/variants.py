@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.attention import attention_args
-from fastattn._args.options import require_options
-from fastattn._args.types import lane_dtype
+from fastattn._args.errors import wrong_shape
+from fastattn._args.options import NoSoftmaxOptions, require_options
+from fastattn._args.types import RowwiseArgs, lane_dtype
 from fastattn._args.values import float_array, head_values, integer, require_broadcast
 
 if TYPE_CHECKING:
@@ -17,11 +18,18 @@ if TYPE_CHECKING:
 
 
 def variant_args(
-    func: str, q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, return_lse: bool
+    func: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    options: ComputeOptions,
+    taken: type,
+    return_lse: bool = False,
+    **fixed: Any,
 ) -> AttentionArgs:
-    """The arguments of the `attention` that `func` runs, which takes the options `taken`."""
+    """The arguments of the `attention` that `func` runs: it takes the options `taken`, some are `fixed`."""
     require_options(func, options, taken)
-    return attention_args(func, q, k, v, return_lse=return_lse, **options)
+    return attention_args(func, q, k, v, return_lse=return_lse, **fixed, **options)
 
 
 def how(options: ComputeOptions) -> ComputeOptions:
@@ -41,7 +49,7 @@ def with_shape(
     array = float_array(func, name, x)
     require_broadcast(func, name, array.shape, shape, dims)
     if array.shape[-n_last:] != shape[-n_last:]:
-        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {dims} = {shape}")
+        raise wrong_shape(func, name, array, f"{dims} = {shape}")
     return np.asarray(array, lane)
 
 
@@ -59,8 +67,11 @@ def one_offset(func: str, args: AttentionArgs, options: PlaceOptions) -> int:
     if options.get("q_offset") is not None:
         return integer(func, "q_offset", options["q_offset"], -(2**53), 2**53)
     if options.get("kv_lengths") is not None:
-        raise ValueError(
-            f"{func}(): kv_lengths is given without q_offset; expected both: one position of the first query"
-            f" for all sequences"
-        )
+        expected = "both: one position of the first query for all sequences"
+        raise ValueError(f"{func}(): kv_lengths is given without q_offset; expected {expected}")
     return args.len_k - args.len_q
+
+
+def rowwise_args(func: str, kind: str, q: Any, k: Any, v: Any, options: NoSoftmaxOptions) -> RowwiseArgs:
+    """The arguments of attention that needs a whole row of scores at a time; not those of some kinds only."""
+    return RowwiseArgs(variant_args(func, q, k, v, options, NoSoftmaxOptions), kind)

@@ -1,4 +1,4 @@
-"""From a checked argument object to what computes it: the compiled kernels, or their NumPy twins."""
+"""Run a checked argument object: on the compiled kernels, or on their NumPy twins."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from fastattn._reference import ops, recurrent, rowwise
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastattn._args.types import AttentionArgs, LinearArgs, RecurrentArgs, RopeArgs, RowsArgs, RowwiseArgs
+    from fastattn._args.packed import LinearArgs
+    from fastattn._args.types import AttentionArgs, RecurrentArgs, RopeArgs, RowsArgs, RowwiseArgs
 
     AnyArgs = AttentionArgs | LinearArgs | RecurrentArgs | RopeArgs | RowsArgs | RowwiseArgs
 
-# Both implementations know a kernel by one name, which is that of its arguments, too.
+# The name of a kernel, which its arguments have as `kernel`, is the same in both implementations.
 _TWINS: dict[str, Callable[[Any], None]] = {
     "attention": reference.attention,
     "linear": ops.linear,
@@ -28,8 +29,8 @@ _TWINS: dict[str, Callable[[Any], None]] = {
 
 def run(args: AnyArgs, backend: str | None = None) -> None:
     """Compute `args` on `backend`, a checked name, or on the default one."""
-    # Without a row there may still be more batch items than anything could loop over. Recurrences also write
-    # their state.
+    # An empty result may still have more batch items than a loop could visit. A recurrence has to write its
+    # state even so.
     if not args.out.size and args.kernel != "recurrent":
         return
     if (backend or settings.default_backend()) == "compiled":
@@ -41,7 +42,7 @@ def run(args: AnyArgs, backend: str | None = None) -> None:
 
 
 def plan(args: AttentionArgs, backend: str | None) -> dict[str, Any]:
-    """What would run on `args`: kernel, ISA, rows (of all heads of a group) and keys of a tile."""
+    """Return what would run on `args`: kernel, ISA, and rows (of all heads of a group) and keys of a tile."""
     if (backend or settings.default_backend()) == "compiled":
         plan = settings.core.plan(args)
     else:
@@ -52,7 +53,7 @@ def plan(args: AttentionArgs, backend: str | None) -> dict[str, Any]:
 
 
 def _conversions(args: AttentionArgs, plan: dict[str, Any]) -> Iterator[str]:
-    """What is converted or gathered on the way, a block at a time, by the plan that is to run."""
+    """Say what `plan` converts or gathers, block by block, while it runs."""
     dotted = plan.get("bf16_dot", False)
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
         if x.itemsize == 2 and not dotted:

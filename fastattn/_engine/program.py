@@ -4,7 +4,7 @@ The Python code between two kernels is short, but it has left the caches by the 
 passing the arguments of one kernel then costs 20 to 80 microseconds, a quarter of a small model's time. A
 program keeps what is the same in every call, so that a call only says where the rows are.
 
-A new kind of step is a class here, a class in ``core/program.pxi`` and a case in ``tests/test_core.py``.
+A new kind of step is a class here and one in ``core/program.pxi``; docs/architecture.md has the recipe.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fastattn._args.types import LinearArgs, RopeArgs, RowsArgs, plain_args
+from fastattn._args.packed import LinearArgs
+from fastattn._args.types import RopeArgs, RowsArgs, plain_args
 from fastattn._engine import dispatch, settings
 from fastattn._engine.scratch import keep, scratch
 

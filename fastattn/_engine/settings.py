@@ -169,9 +169,9 @@ def set_num_threads(num_threads: int) -> None:
     _settings.threads_from = "set_num_threads()"
 
 
-def threads(func: str, num_threads: int) -> int:
-    """`num_threads`, checked, up to the limit of `set_num_threads`; 1 in a forked process."""
-    checked = _usable(func, num_threads)
+def threads(func: str, num_threads: int | None) -> int:
+    """`num_threads`, checked, up to the limit of `set_num_threads`; None is the default; 1 if forked."""
+    checked = _settings.num_threads if num_threads is None else _usable(func, num_threads)
     return 1 if _forked else checked
 
 
@@ -184,8 +184,10 @@ def default_backend() -> str:
     return _settings.backend
 
 
-def require_backend(func: str, backend: str) -> None:
-    """Raise unless `backend` is available: an explicit request never falls back."""
+def require_backend(func: str, backend: str | None) -> None:
+    """Raise unless `backend` is available or None: an explicit request never falls back."""
+    if backend is None:
+        return
     if not isinstance(backend, str) or backend not in BACKENDS:
         expected = f"one of {', '.join(BACKENDS)}, or None"
         raise ValueError(f"{func}(): backend is {short(backend)}; expected {expected}")

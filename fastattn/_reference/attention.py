@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from fastattn._args.blocks import blocks
-from fastattn._args.key_ranges import places
+from fastattn._args.key_ranges import closed, places
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, require_broadcast
 from fastattn._reference.statistics import collect
@@ -90,7 +90,7 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: 
 
 
 class Call:
-    """The arrays of a call, broadcast to all batch dimensions and heads, so that a task can index them."""
+    """What the tasks of a call share; its arrays are broadcast to all batch dimensions and heads."""
 
     def __init__(self, args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
         self.args, self.score_mod = args, score_mod
@@ -101,13 +101,13 @@ class Call:
         def broadcast(x: Any, *shape: int) -> Any:
             return None if x is None else np.broadcast_to(x, (*args.batch_shape, *shape))
 
+        heads, rows = args.heads_q, (args.heads_q, args.len_q)
+        of_rows = (*closed(args.row_begin, args.row_end, args.len_k), args.range_first, args.range_last)
         self.q, self.k, self.v = (broadcast(x, *x.shape[-3:]) for x in (args.q, args.k, args.v))
+        self.begin, self.end, self.first, self.last = (broadcast(x, *rows) for x in of_rows)
         self.mask, self.bias = (broadcast(x, *rows, args.len_k) for x in (args.mask, args.bias))
-        self.row_begin = broadcast(0 if args.row_begin is None else args.row_begin, *rows)
-        self.row_end = broadcast(args.len_k if args.row_end is None else args.row_end, *rows)
-        self.lists = [broadcast(x, *rows) for x in (args.range_first, args.range_last)]
-        self.slopes = broadcast(args.alibi_slopes, args.heads_q)
-        self.sinks = broadcast(-np.inf if args.sinks is None else args.sinks, args.heads_q)
+        self.slopes = broadcast(args.alibi_slopes, heads)
+        self.sinks = broadcast(-np.inf if args.sinks is None else args.sinks, heads)
         self.position = broadcast(args.q_position)
 
 
@@ -121,11 +121,13 @@ class Task:
         self.where: Any = (*heads, rows)
         self.q = np.ascontiguousarray(call.q[self.where], dtype=call.dtype)
         self.k, self.v = call.k[(*b, h)], call.v[(*b, h)]
-        self.begin, self.end = call.row_begin[self.where], call.row_end[self.where]
-        if call.args.ranges is not None:
-            self.lists = [x[self.where] for x in call.lists]
-        self.mask = None if call.mask is None else call.mask[self.where]
-        self.bias = None if call.bias is None else call.bias[self.where]
+
+        def of_rows(x: Any) -> Any:
+            return None if x is None else x[self.where]
+
+        self.begin, self.end = of_rows(call.begin), of_rows(call.end)
+        self.first, self.last = of_rows(call.first), of_rows(call.last)
+        self.mask, self.bias = of_rows(call.mask), of_rows(call.bias)
         self.sinks = np.empty(self.q.shape[:2], call.dtype)  # -inf, which weighs nothing, without sinks
         self.sinks[:] = call.sinks[heads][:, None]
         if call.position is not None:
@@ -158,7 +160,7 @@ class Task:
 
     def listed(self, keys: slice) -> Array:
         """Which of `keys` are in the rows' lists of ranges, (group, rows, keys)."""
-        first, last = (x.ravel() for x in self.lists)
+        first, last = self.first.ravel(), self.last.ravel()
         row, place = places(first, last)
         begin, end = self.call.args.ranges[place].T  # type: ignore[index]
         some = (begin < keys.stop) & (keys.start < end)

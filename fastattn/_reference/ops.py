@@ -15,7 +15,8 @@ from fastattn._reference.attention import exp_below
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastattn._args.types import Activation, Array, LinearArgs, RopeArgs, RowsArgs
+    from fastattn._args.packed import LinearArgs
+    from fastattn._args.types import Activation, Array, RopeArgs, RowsArgs
 
 # `linear` computes blocks of this many rows and panels, 4 MB of float32 results. A block has fewer panels
 # where it would take more multiplications than this, so that Ctrl-C never waits long.

@@ -33,14 +33,16 @@ def recurrent(args: RecurrentArgs) -> None:
 
 def _only(items: Any, args: RecurrentArgs) -> RecurrentArgs:
     """The same call, for some batch items."""
-    cores = {"q": 3, "k": 3, "v": 3, "out": 3, "state_out": 3, "log_decay": 3 if args.gated else 2}
-    cores |= {"beta": 2, "state": 3, "norm": 2, "norm_out": 2}
-    arrays = {}
-    for name, core in cores.items():
-        if (x := getattr(args, name)) is not None:
-            whole = (*args.batch_shape, *x.shape[-core:])
-            arrays[name] = (x if x.shape == whole else np.broadcast_to(x, whole))[items]
-    return replace(args, batch_shape=arrays["out"].shape[:-3], **arrays)
+
+    def some(x: Array | None, core: int) -> Any:
+        return None if x is None else np.broadcast_to(x, (*args.batch_shape, *x.shape[-core:]))[items]
+
+    results = {"out": args.out[items], "state_out": args.state_out[items]}
+    if args.norm_out is not None:
+        results["norm_out"] = args.norm_out[items]
+    cores = {"q": 3, "k": 3, "v": 3, "log_decay": 2 + args.gated, "beta": 2, "state": 3, "norm": 2}
+    inputs = {name: some(getattr(args, name), core) for name, core in cores.items()}
+    return replace(args, batch_shape=results["out"].shape[:-3], **inputs, **results)
 
 
 def _chunks(args: RecurrentArgs, step: int) -> None:

@@ -5,8 +5,7 @@ function here. docs/variants.md is the table of all variants.
 """
 
 from fastattn.functional import feature_maps
-from fastattn.functional._approximate import linformer_attention, nystrom_attention
-from fastattn.functional._flex import flex_attention
+from fastattn.functional._approximate import linformer_attention, lsh_attention, nystrom_attention
 from fastattn.functional._gates import forgetting_attention, gated_attention
 from fastattn.functional._heads import (
     cosine_attention,
@@ -14,18 +13,26 @@ from fastattn.functional._heads import (
     general_attention,
     qk_norm_attention,
 )
-from fastattn.functional._latent import latent_attention
-from fastattn.functional._lsh import lsh_attention
-from fastattn.functional._memory import memory_attention
-from fastattn.functional._neighborhood import neighborhood_attention
-from fastattn.functional._normalisers import entmax15_attention, sparsemax_attention, top_k_attention
-from fastattn.functional._recurrent import linear_attention
-from fastattn.functional._recurrent_rules import delta_net, gated_delta_net, gated_linear_attention, retention
+from fastattn.functional._memory import latent_attention, memory_attention
+from fastattn.functional._patterns import dilated_window_attention, neighborhood_attention, strided_attention
+from fastattn.functional._recurrent import (
+    delta_net,
+    gated_delta_net,
+    gated_linear_attention,
+    linear_attention,
+    retention,
+)
 from fastattn.functional._relative import disentangled_attention, shaw_attention, transformer_xl_attention
-from fastattn.functional._scores import additive_attention, location_attention
-from fastattn.functional._sigmoid import sigmoid_attention
-from fastattn.functional._strided import dilated_window_attention, strided_attention
-from fastattn.functional._talking_heads import talking_heads_attention
+from fastattn.functional._scores import (
+    additive_attention,
+    entmax15_attention,
+    location_attention,
+    sigmoid_attention,
+    sparsemax_attention,
+    talking_heads_attention,
+    top_k_attention,
+)
+from fastattn.functional._torch import flex_attention
 
 __all__ = [
     "additive_attention",

@@ -181,7 +181,7 @@ def attention(
     Notes
     -----
     Time is O(len_q * len_k * (head_dim + head_dim_v)) a head, less what masks skip. Memory beyond inputs and
-    output is O(threads) for the scores, one tile at a time [1]_, [2]_, and 168 bytes a batch item;
+    output is O(threads) for the scores, one tile at a time, and 168 bytes a batch item;
     causal, window, lengths and row ranges take up to 48 bytes a query row, of each head where they differ by
     head; a structural mask 16 bytes a range. Products are accumulated in float32 (float64 for float64).
 
@@ -199,11 +199,9 @@ def attention(
     batch. Padding of up to 8 query rows a key head, to more, or of their keys, hidden by a mask alone, may
     change the last bits, but where a sequence attends itself.
 
-    References
-    ----------
-    .. [1] M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867.
-    .. [2] T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, "FlashAttention: Fast and Memory-Efficient Exact
-       Attention with IO-Awareness", 2022, arXiv:2205.14135.
+    Sources: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867;
+    T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, "FlashAttention: Fast and Memory-Efficient Exact Attention
+    with IO-Awareness", 2022, arXiv:2205.14135.
 
     Examples
     --------
@@ -227,7 +225,7 @@ def attention_weights(
 ) -> NDArray[Any]:
     """Compute the probabilities that `attention` averages the values with, for looking at them.
 
-    The parameters are those of `attention`. The result takes O(len_q * len_k) memory a head, which
+    The parameters and errors are those of `attention`. The result takes O(len_q * len_k) memory a head, which
     `attention` does not, and is computed in NumPy.
 
     Returns
@@ -235,11 +233,6 @@ def attention_weights(
     ndarray, (..., heads_q, len_q, len_k)
         In q's dtype. Rows sum to 1; with a sink to less, and to 0 where a query may attend nothing. 2-D if q
         and k are.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `attention`.
     """
     require_options("attention_weights", options, WeightsOptions)
     args = attention_args("attention_weights", q, k, k, **options)
@@ -300,7 +293,7 @@ def explain(
 ) -> settings.Report:
     """Say how `attention` would run on these arguments, without running it.
 
-    The parameters are those of `attention`.
+    The parameters and errors are those of `attention`.
 
     Returns
     -------
@@ -312,11 +305,6 @@ def explain(
         touched, ``tiles_full`` need no test and ``tiles_edge`` do; ``second_pass``, whether statistics need
         the scores once more; ``copies``, what is copied first and why; ``conversions``, what is converted or
         gathered by the kernel, a block at a time; ``num_threads``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `attention`.
 
     Notes
     -----

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.attention import attention_args
-from fastattn._args.options import AttentionOptions, ForgettingOptions, require_options
+from fastattn._args.errors import wrong_dtype
+from fastattn._args.options import AttentionOptions, ForgettingOptions
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import float_array, real_array, require_broadcast
 from fastattn._args.variants import how, offsets, variant_args, with_shape
@@ -54,40 +54,29 @@ def gated_attention(
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
-    """Gated attention: ``attention(q, k, v) * sigmoid(gate)`` [1]_.
+    """Gated attention: ``attention(q, k, v) * sigmoid(gate)``.
 
     Parameters
     ----------
-    q, k, v : array_like
-        As in `attention`.
+    q, k, v, return_lse
+        As in `attention`, like the results and errors.
     gate : array_like, (..., heads_q, len_q, head_dim_v) or (..., heads_q, len_q, 1)
         Logits, of the layer's input; the second form is one gate a head. q's dtype.
-    return_lse : bool, default False
-        As in `attention`.
     **options
         Keyword arguments of `attention`, but stats.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
     `attention`, and one pass over the result. `layers.MultiHeadAttention` has it as ``output_gate=True``.
-
-    References
-    ----------
-    .. [1] Z. Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
+    Source: Z. Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
     """
     func = "gated_attention"
     args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
     logits = float_array(func, "gate", gate)
     if logits.dtype.newbyteorder("=") != args.q.dtype:
-        raise TypeError(f"{func}(): gate has dtype {logits.dtype}; expected q's, {args.q.dtype}")
-    require_broadcast(
-        func, "gate", logits.shape, args.out.shape, "(..., heads_q, len_q, head_dim_v), or 1 for the last,"
-    )
+        raise wrong_dtype(func, "gate", logits, f"q's, {args.q.dtype}")
+    dims = "(..., heads_q, len_q, head_dim_v), or 1 for the last,"
+    require_broadcast(func, "gate", logits.shape, args.out.shape, dims)
     share = ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
     dispatch.run(args, options.get("backend"))
     np.multiply(args.out, share, out=args.out)
@@ -127,13 +116,11 @@ def forgetting_attention(
 
     Parameters
     ----------
-    q, k, v : array_like
+    q, k, v, return_lse
         As in `attention`, which is causal here.
     log_forget : array_like, (..., heads_q, len_k)
         Logarithms of the forget gates, ``log_sigmoid(x W)``: finite, 0 or less. Of all keys, those of a cache
         included.
-    return_lse : bool, default False
-        As in `attention`.
     **options
         Keyword arguments of `attention`, but causal, sinks and stats.
 
@@ -147,16 +134,11 @@ def forgetting_attention(
     The bias is a difference of two sums from the first key on, c_i - c_j, and c_i, the same for all keys,
     changes lse alone. So it is a bias of keys, O(len_k), and nothing of the size of the scores. Sums are
     taken in float64, and relative to one of the middle of 512 queries: what rounding to float32 adds to a
-    score that counts is about ``256 * max(-log_forget)`` times 6e-8, whatever the length.
-
-    References
-    ----------
-    .. [1] Z. Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025,
-       arXiv:2503.02130.
+    score that counts is about ``256 * max(-log_forget)`` times 6e-8, whatever the length. Source: Z. Lin et
+    al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025, arXiv:2503.02130.
     """
     func = "forgetting_attention"
-    require_options(func, options, ForgettingOptions)
-    args = attention_args(func, q, k, v, causal=True, return_lse=return_lse, **options)
+    args = variant_args(func, q, k, v, options, ForgettingOptions, return_lse, causal=True)
     shape = (*args.batch_shape, args.heads_q, args.len_k)
     given = real_array(func, "log_forget", log_forget).astype(FLOAT64)
     given = with_shape(func, "log_forget", given, shape, "(..., heads_q, len_k)", 1, FLOAT64)

@@ -8,6 +8,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import epsilon, vector
 from fastattn._args.options import AttentionOptions, CosineOptions, InnerOptions, require_options
 from fastattn._args.types import FLOAT64, lane_dtype
@@ -59,34 +60,24 @@ def cosine_attention(
     return_lse: bool = False,
     **options: Unpack[CosineOptions],
 ) -> Any:
-    """Cosine attention, ``softmax(scale * cos(q_i, k_j) + bias) @ v``, as in Swin v2 [1]_ and QKNorm [2]_.
+    """Cosine attention, ``softmax(scale * cos(q_i, k_j) + bias) @ v``, as in Swin v2 and QKNorm.
 
     Parameters
     ----------
-    q, k, v : array_like
-        As in `attention`.
+    q, k, v, return_lse
+        As in `attention`, like the results and errors.
     scale : float or array_like, (..., heads_q), default 1
         Swin v2's ``exp(min(logit_scale, log(100)))``, one a head; QKNorm's g.
     eps : float, default 1e-12
         Lengths are ``sqrt(sum(x**2) + eps**2)``.
-    return_lse : bool, default False
-        As in `attention`.
     **options
         All other keyword arguments of `attention`, but stats.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
-
     Notes
     -----
-    `attention`, and one pass over q and k. Scores are bounded by scale.
-
-    References
-    ----------
-    .. [1] Z. Liu et al., "Swin Transformer V2", 2022, arXiv:2111.09883.
-    .. [2] A. Henry et al., "Query-Key Normalization for Transformers", 2020, arXiv:2010.04245.
+    `attention`, and one pass over q and k. Scores are bounded by scale. Sources: Z. Liu et al., "Swin
+    Transformer V2", 2022, arXiv:2111.09883; A. Henry et al., "Query-Key Normalization for Transformers",
+    2020, arXiv:2010.04245.
     """
     func = "cosine_attention"
     args = variant_args(func, q, k, v, options, CosineOptions, return_lse)
@@ -147,46 +138,32 @@ def qk_norm_attention(
 
     Parameters
     ----------
-    q, k, v : array_like
-        As in `attention`.
+    q, k, v, return_lse
+        As in `attention`, like the results and errors.
     q_weight, k_weight : array_like, (head_dim,), optional
         The norms' weights.
     norm : {"rms_norm", "layer_norm"}
-        RMSNorm as in Qwen3 and OLMo 2, LayerNorm as in ViT-22B [1]_.
+        RMSNorm as in Qwen3 and OLMo 2, LayerNorm as in ViT-22B.
     eps : float, default 1e-6
-    return_lse : bool, default False
-        As in `attention`.
     **options
         Keyword arguments of `attention`, but stats. Rotary positions come between norm and attention: there
         `ops.rms_norm` and `positions.apply_rope` do the same.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
-
     Notes
     -----
-    `attention`, and one pass over q and k.
-
-    References
-    ----------
-    .. [1] M. Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023, arXiv:2302.05442.
+    `attention`, and one pass over q and k. Source: M. Dehghani et al., "Scaling Vision Transformers to 22
+    Billion Parameters", 2023, arXiv:2302.05442.
     """
     func = "qk_norm_attention"
     args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
     choice(func, "norm", norm, get_args(Norm))
     lane = lane_dtype(args.q.dtype)
-    weights = [
-        vector(func, name, x, (args.head_dim,), lane)
-        for name, x in (("q_weight", q_weight), ("k_weight", k_weight))
-    ]
+    of_queries = vector(func, "q_weight", q_weight, (args.head_dim,), lane)
+    of_keys = vector(func, "k_weight", k_weight, (args.head_dim,), lane)
     small = epsilon(func, "eps", eps, lane)
     normalise: Any = getattr(ops, norm)
-    args.q, args.k = (
-        normalise(x, weight, eps=small, **how(options))
-        for x, weight in zip((args.q, args.k), weights, strict=True)
-    )
+    args.q = normalise(args.q, of_queries, eps=small, **how(options))
+    args.k = normalise(args.k, of_keys, eps=small, **how(options))
     return run(args, options)
 
 
@@ -226,7 +203,7 @@ def general_attention(
     ----------
     q : array_like, (..., heads_q, len_q, query_dim)
     k, v : array_like
-        As in `attention`.
+        As in `attention`, like the results and errors.
     weight : array_like, (query_dim, head_dim) or (heads_q, query_dim, head_dim)
         W.
     return_lse : bool, default False
@@ -234,20 +211,11 @@ def general_attention(
     **options
         Keyword arguments of `attention`, but stats; scale is 1 by default.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit.
-
     Notes
     -----
     `attention`, and ``q @ W`` in NumPy: O(len_q * query_dim * head_dim) a head. His third form, "concat", is
-    additive attention, and his "location" has no keys.
-
-    References
-    ----------
-    .. [1] M.-T. Luong, H. Pham, C. D. Manning, "Effective Approaches to Attention-based Neural Machine
-       Translation", 2015, arXiv:1508.04025.
+    additive attention, and his "location" has no keys. Source: M.-T. Luong, H. Pham, C. D. Manning,
+    "Effective Approaches to Attention-based Neural Machine Translation", 2015, arXiv:1508.04025.
     """
     func = "general_attention"
     require_options(func, options, AttentionOptions)
@@ -257,10 +225,8 @@ def general_attention(
     heads = queries.shape[-3] if queries.ndim > 2 else 1
     shape = (queries.shape[-1], keys.shape[-1])
     if matrix.shape not in (shape, (heads, *shape)):
-        raise ValueError(
-            f"{func}(): weight has shape {matrix.shape}; expected (query_dim, head_dim) = {shape}, or one of"
-            f" those a head, {(heads, *shape)}"
-        )
+        expected = f"(query_dim, head_dim) = {shape}, or one of those a head, {(heads, *shape)}"
+        raise wrong_shape(func, "weight", matrix, expected)
     lane = lane_dtype(queries.dtype)
     if queries.ndim == 2:
         matrix = matrix.reshape(shape)
@@ -282,7 +248,7 @@ def differential_attention(
     eps: float = 1e-5,
     **options: Unpack[InnerOptions],
 ) -> Array:
-    """Differential attention, ``(softmax(q1 @ k1.T) - lambda * softmax(q2 @ k2.T)) @ v`` [1]_.
+    """Differential attention, ``(softmax(q1 @ k1.T) - lambda * softmax(q2 @ k2.T)) @ v``.
 
     Parameters
     ----------
@@ -298,9 +264,7 @@ def differential_attention(
         With it each head's result goes through RMSNorm and is multiplied by ``1 - lambda_init``; the paper's
         is ``0.8 - 0.6 * exp(-0.3 * layer)``, layers counted from 0.
     norm_weight : array_like, (head_dim_v,), optional
-        That norm's.
-    eps : float, default 1e-5
-        Likewise.
+        That norm's weight, as `eps` is its.
     **options
         Keyword arguments of `attention`, but out, return_lse and stats, for both softmaxes.
 
@@ -318,10 +282,7 @@ def differential_attention(
     -----
     Two calls of `attention` on strided views, and one pass over the result. In 16 bits both results are
     rounded before they are subtracted.
-
-    References
-    ----------
-    .. [1] T. Ye et al., "Differential Transformer", 2024, arXiv:2410.05258.
+    Source: T. Ye et al., "Differential Transformer", 2024, arXiv:2410.05258.
     """
     func = "differential_attention"
     require_options(func, options, InnerOptions)
@@ -329,15 +290,10 @@ def differential_attention(
     values = float_array(func, "v", v, least_dims=2)
     for name, x in (("q", queries), ("k", keys)):
         if x.ndim < 3 or x.shape[-3] % 2:
-            raise ValueError(
-                f"{func}(): {name} has shape {x.shape}; expected (..., 2 * heads, length, head_dim)"
-            )
+            raise wrong_shape(func, name, x, "(..., 2 * heads, length, head_dim)")
     heads = keys.shape[-3] // 2
     if (values.shape[-3] if values.ndim > 2 else 1) != heads:
-        raise ValueError(
-            f"{func}(): v has shape {values.shape}; expected {heads} heads, half as many as k has,"
-            f" shape {keys.shape}"
-        )
+        raise wrong_shape(func, "v", values, f"{heads} heads, half as many as k has, shape {keys.shape}")
     first, second = (
         attention_args(func, queries[..., n::2, :, :], keys[..., n::2, :, :], v, **options) for n in (0, 1)
     )

@@ -48,16 +48,11 @@ def run_rowwise(args: RowwiseArgs, options: ComputeOptions) -> Array:
 def rows_of(args: AttentionArgs, rows: slice) -> AttentionArgs:
     """The call of some query rows; its results are views of the whole one's."""
     part = copy(args)
-    part.q, part.out, part.len_q = args.q[..., rows, :], args.out[..., rows, :], rows.stop - rows.start
-    part.lse = None if args.lse is None else args.lse[..., rows]
-    for name in ("mask", "bias"):
+    part.len_q = rows.stop - rows.start
+    for name, n in _TRAILING.items():
         x = getattr(args, name)
-        if x is not None and x.shape[-2] > 1:
-            setattr(part, name, x[..., rows, :])
-    for name in ("row_begin", "row_end", "range_first", "range_last"):
-        x = getattr(args, name)
-        if x is not None and x.shape[-1] > 1:
-            setattr(part, name, x[..., rows])
+        if name not in ("k", "v") and n > 1 and x is not None and x.shape[1 - n] > 1:
+            setattr(part, name, x[..., rows, :] if n == 3 else x[..., rows])
     if args.q_position is not None:
         part.q_position = args.q_position + rows.start
     return part

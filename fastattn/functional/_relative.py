@@ -71,33 +71,22 @@ def shaw_attention(
 
     Parameters
     ----------
-    q, k, v : array_like
-        As in `attention`.
+    q, k, v, return_lse
+        As in `attention`, like the results and errors.
     key_table : array_like, (2 * clip + 1, head_dim)
         a: of the distances -clip to clip of a key from the query, in this order; clip is at least 1.
     value_table : array_like, (2 * clip + 1, head_dim_v), optional
         b; 0 if left out.
-    return_lse : bool, default False
-        As in `attention`.
     **options
         Keyword arguments of `attention`, but softcap, alibi_slopes and stats, with one q_offset for all.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
-
     Notes
     -----
-    As in [1]_. Keys at a distance of clip and more have one row of the tables on either side: they are
-    attended with that added to them, and what is between with a bias, of 128 queries at a time; three results
-    that are joined by their lse. Beside `attention`'s cost O(len_q * (128 + clip) * head_dim) a head in
-    NumPy, a copy of k and v for either side, and no array of len_q x len_k.
-
-    References
-    ----------
-    .. [1] P. Shaw, J. Uszkoreit, A. Vaswani, "Self-Attention with Relative Position Representations", 2018,
-       arXiv:1803.02155.
+    Keys at a distance of clip and more have one row of the tables on either side: they are attended with that
+    added to them, and what is between with a bias, of 128 queries at a time; three results that are joined by
+    their lse. Beside `attention`'s cost O(len_q * (128 + clip) * head_dim) a head in NumPy, a copy of k and v
+    for either side, and no array of len_q x len_k. Source: P. Shaw, J. Uszkoreit, A. Vaswani, "Self-Attention
+    with Relative Position Representations", 2018, arXiv:1803.02155.
     """
     func = "shaw_attention"
     args = variant_args(func, q, k, v, options, ShawOptions, return_lse)
@@ -193,38 +182,27 @@ def transformer_xl_attention(
     return_lse: bool = False,
     **options: Unpack[RelativeOptions],
 ) -> Any:
-    """Transformer-XL's attention: scores ``scale * ((q_i + u) . k_j + (q_i + w) . r_d)``, ``d = i - j`` [1]_.
+    """Transformer-XL's attention: scores ``scale * ((q_i + u) . k_j + (q_i + w) . r_d)``, ``d = i - j``.
 
     Parameters
     ----------
-    q, k, v : array_like
-        As in `attention`; k and v with the memory of the segment before in front.
+    q, k, v, return_lse
+        As in `attention`, like the results and errors; k and v begin with the memory of the segment before.
     relative_keys : array_like, (n, head_dim) or (..., heads_q, n, head_dim)
         r: projected vectors of the distances ``q_offset + len_q - 1`` (the last query from the first key)
         downwards, of all there are, ``len_q + len_k - 1``. With causal those down to 0 are enough, by default
         len_k of them, as in the paper.
     content_bias, position_bias : array_like, (heads_q, head_dim), optional
         u and w (the paper's v); 0 if left out.
-    return_lse : bool, default False
-        As in `attention`.
     **options
         Keyword arguments of `attention`, but softcap and stats, with one q_offset for all.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
 
     Notes
     -----
     The relative shift is a view with another stride, and the term of positions is made for a run of queries
     at a time, about 2**18 scores a head. Time is that of a dense bias and of ``q @ relative_keys.T`` in
-    NumPy, O(len_q * (len_q + len_k) * head_dim) a head.
-
-    References
-    ----------
-    .. [1] Z. Dai et al., "Transformer-XL: Attentive Language Models beyond a Fixed-Length Context", 2019,
-       arXiv:1901.02860.
+    NumPy, O(len_q * (len_q + len_k) * head_dim) a head. Source: Z. Dai et al., "Transformer-XL: Attentive
+    Language Models beyond a Fixed-Length Context", 2019, arXiv:1901.02860.
     """
     func = "transformer_xl_attention"
     args = variant_args(func, q, k, v, options, RelativeOptions, return_lse)
@@ -297,12 +275,12 @@ def disentangled_attention(
     return_lse: bool = False,
     **options: Unpack[RelativeOptions],
 ) -> Any:
-    """DeBERTa's attention: scores ``scale * (q_i . k_j + q_i . kr_b + k_j . qr_b)``, b of i - j [1]_.
+    """DeBERTa's attention: scores ``scale * (q_i . k_j + q_i . kr_b + k_j . qr_b)``, b of i - j.
 
     Parameters
     ----------
-    q, k, v : array_like
-        As in `attention`.
+    q, k, v, return_lse
+        As in `attention`, like the results and errors.
     position_keys, position_queries : array_like, (heads_q, 2 * span, head_dim)
         kr (content to position) and qr (position to content): the projected embeddings of relative
         positions, by their bucket b. At least one of both.
@@ -310,27 +288,16 @@ def disentangled_attention(
         With it distances beyond ``span // 2`` share buckets, logarithmically up to this one, as in version 2
         (``max_relative_positions``, where span is ``position_buckets``). Without, distance d is in bucket
         ``clip(d + span, 0, 2 * span - 1)``.
-    return_lse : bool, default False
-        As in `attention`.
     **options
         Keyword arguments of `attention`, but softcap and stats, with one q_offset for all.
         Scale is by default ``1 / sqrt(head_dim * terms)``, of 2 or 3 terms.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
-
     Notes
     -----
     Both terms depend on content and position: they are gathered into a bias for a run of queries at a time,
-    about 2**18 scores a head. Time is that of a dense bias, of two gathers of len_q * len_k numbers a
-    head, and of the products with the tables.
-
-    References
-    ----------
-    .. [1] P. He et al., "DeBERTa: Decoding-enhanced BERT with Disentangled Attention", 2020,
-       arXiv:2006.03654.
+    about 2**18 scores a head. Time is that of a dense bias, of two gathers of len_q * len_k numbers a head,
+    and of the products with the tables. Source: P. He et al., "DeBERTa: Decoding-enhanced BERT with
+    Disentangled Attention", 2020, arXiv:2006.03654.
     """
     func = "disentangled_attention"
     args = variant_args(func, q, k, v, options, RelativeOptions, return_lse)
@@ -346,9 +313,8 @@ def disentangled_attention(
     found = {name: with_shape(func, name, x, shape, dims, 3, lane) for name, x in given.items()}
     if max_distance is not None:
         if n < 4:
-            raise ValueError(
-                f"{func}(): max_distance is given, and {next(iter(given))} has {n} rows; expected 4 or more"
-            )
+            came = f"max_distance is given, and {next(iter(given))} has {n} rows"
+            raise ValueError(f"{func}(): {came}; expected 4 or more")
         max_distance = integer(func, "max_distance", max_distance, n // 4 + 2, 2**53)
     if options.get("scale") is None:
         args.scale = (args.head_dim * (1 + len(found))) ** -0.5

@@ -1,22 +1,24 @@
-"""Attention whose scores are no products of queries and keys: additive, and given by the query alone."""
+"""Attention with other scores than scaled products, or with another normaliser than softmax."""
 
 from __future__ import annotations
 
+from math import log
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from fastattn._args.attention import attention_args
-from fastattn._args.options import LocationOptions, require_options
-from fastattn._args.rowwise import additive_args
-from fastattn._args.values import float_array
+from fastattn._args.errors import wrong_dtype
+from fastattn._args.ops import vector
+from fastattn._args.options import LocationOptions, NoSoftmaxOptions
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import broadcast_batch, float_array, integer, number, require_broadcast
+from fastattn._args.variants import rowwise_args, variant_args
 from fastattn.functional._pieces import run, run_rowwise
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import NoSoftmaxOptions
     from fastattn._args.types import Array
 
 
@@ -27,7 +29,7 @@ def additive_attention(
     weight: ArrayLike,
     **options: Unpack[NoSoftmaxOptions],
 ) -> Array:
-    """``softmax(scores) @ v`` with ``scores[i, j] = weight . tanh(q[i] + k[j])``, Bahdanau's attention [1]_.
+    """``softmax(scores) @ v`` with ``scores[i, j] = weight . tanh(q[i] + k[j])``, Bahdanau's attention.
 
     Parameters
     ----------
@@ -39,36 +41,23 @@ def additive_attention(
         Any of the four dtypes.
     **options
         Keyword arguments of `attention`, but sinks, return_lse and stats. Scale, a factor of the scores, is 1
-        by default. Grouped heads, too.
-
-    Returns
-    -------
-    out : ndarray, (..., heads_q, len_q, head_dim_v)
-        In q's dtype; 2-D if q, k and v all are.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit; nothing was computed.
+        by default. Grouped heads, too. Result and errors are those of `attention`.
 
     Notes
     -----
     len_q * len_k * head_dim hyperbolic tangents a head, none of which is stored; memory O(threads * len_k)
-    for scores. Masked as in `attention`.
-
-    References
-    ----------
-    .. [1] D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine Translation by Jointly Learning to Align and
-       Translate", 2015, arXiv:1409.0473.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> q, k, v = np.ones((2, 1, 8)), np.ones((2, 5, 8)), np.ones((2, 5, 6))
-    >>> fastattn.functional.additive_attention(q, k, v, np.ones(8)).shape
-    (2, 1, 6)
+    for scores. Masked as in `attention`. Source: D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine
+    Translation by Jointly Learning to Align and Translate", 2015, arXiv:1409.0473.
     """
-    return run_rowwise(additive_args("additive_attention", q, k, v, weight, options), options)
+    func = "additive_attention"
+    if options.get("scale") is None:
+        options["scale"] = 1.0
+    args = rowwise_args(func, "additive", q, k, v, options)
+    given, shape = float_array(func, "weight", weight), (args.attention.heads_q, args.attention.head_dim)
+    require_broadcast(func, "weight", given.shape, shape, "(heads_q, head_dim)")
+    lanes = given.astype(lane_dtype(args.out.dtype))
+    args.weight = np.ascontiguousarray(np.broadcast_to(lanes, shape))
+    return run_rowwise(args, options)
 
 
 @overload
@@ -86,9 +75,9 @@ def location_attention(
     return_lse: bool = False,
     **options: Unpack[LocationOptions],
 ) -> Any:
-    """``softmax(logits) @ v``: attention whose scores are given, as in Luong's location form [1]_.
+    """``softmax(logits) @ v``: attention whose scores are given, as in Luong's location form.
 
-    There ``logits = q @ W.T``, of the query alone; Synthesizers [2]_ and MLP mixers with softmax have others.
+    There ``logits = q @ W.T``, of the query alone; Synthesizers and MLP mixers with softmax have others.
 
     Parameters
     ----------
@@ -116,14 +105,10 @@ def location_attention(
 
     Notes
     -----
-    The kernels of `attention`, with logits for a bias; O(len_q * len_k * head_dim_v) a head.
-
-    References
-    ----------
-    .. [1] M.-T. Luong, H. Pham and C. D. Manning, "Effective Approaches to Attention-based Neural Machine
-       Translation", 2015, arXiv:1508.04025.
-    .. [2] Y. Tay et al., "Synthesizer: Rethinking Self-Attention in Transformer Models", 2020,
-       arXiv:2005.00743.
+    The kernels of `attention`, with logits for a bias; O(len_q * len_k * head_dim_v) a head. Sources: M.-T.
+    Luong, H. Pham and C. D. Manning, "Effective Approaches to Attention-based Neural Machine Translation",
+    2015, arXiv:1508.04025; Y. Tay et al., "Synthesizer: Rethinking Self-Attention in Transformer Models",
+    2020, arXiv:2005.00743.
 
     Examples
     --------
@@ -132,33 +117,211 @@ def location_attention(
     array([[2.]])
     """
     func = "location_attention"
-    require_options(func, options, LocationOptions)
     scores = float_array(func, "logits", logits, least_dims=2)
     values = float_array(func, "v", v, least_dims=2)
     if scores.shape[-1] != values.shape[-2]:
-        raise ValueError(
-            f"{func}(): logits has shape {scores.shape} and v {values.shape}; expected (..., heads, len_q,"
-            f" len_k) and (..., heads, len_k, head_dim_v)"
-        )
+        came = f"logits has shape {scores.shape} and v {values.shape}"
+        expected = "(..., heads, len_q, len_k) and (..., heads, len_k, head_dim_v)"
+        raise ValueError(f"{func}(): {came}; expected {expected}")
     dtype, given = (x.dtype.newbyteorder("=") for x in (values, scores))
     if given not in (np.float32, dtype):
-        raise TypeError(f"{func}(): logits has dtype {given}; expected float32 or v's, {dtype}")
+        raise wrong_dtype(func, "logits", scores, f"float32 or v's, {dtype}")
     if scores.ndim == 2 and values.ndim > 2:
         scores = np.broadcast_to(scores, (values.shape[-3], *scores.shape))
     heads, heads_kv = (x.shape[-3] if x.ndim > 2 else 1 for x in (scores, values))
     if not heads or not heads_kv or heads % heads_kv:
-        raise ValueError(
-            f"{func}(): logits has {heads} heads, shape {scores.shape}; expected a multiple of v's"
-            f" {heads_kv}, shape {values.shape}"
-        )
-    try:
-        np.broadcast_shapes(scores.shape[:-3], values.shape[:-3])
-    except ValueError:
-        raise ValueError(
-            f"{func}(): logits has shape {scores.shape} and v {values.shape}; expected batch dimensions that"
-            f" broadcast to each other"
-        ) from None
+        expected = f"a multiple of v's {heads_kv}, shape {values.shape}"
+        raise ValueError(f"{func}(): logits has {heads} heads, shape {scores.shape}; expected {expected}")
+    broadcast_batch(func, logits=scores.shape[:-3], v=values.shape[:-3])
     q = np.zeros((*scores.shape[:-1], 1), dtype)
     k = np.broadcast_to(np.zeros(1, dtype), (*values.shape[:-1], 1))
-    args = attention_args(func, q, k, values, bias=scores, scale=1.0, return_lse=return_lse, **options)
-    return run(args, options)
+    fixed: Any = {"bias": scores, "scale": 1.0}
+    return run(variant_args(func, q, k, values, options, LocationOptions, return_lse, **fixed), options)
+
+
+def talking_heads_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    pre: ArrayLike | None = None,
+    post: ArrayLike | None = None,
+    **options: Unpack[NoSoftmaxOptions],
+) -> Array:
+    """Attention whose scores are mixed across heads before the softmax, and probabilities after it.
+
+    With ``S[h] = scale * q[h] @ k[h].T``: ``M[g] = sum_h pre[h, g] S[h]``, ``P[g] = softmax(M[g])``,
+    ``out[f] = sum_g post[g, f] P[g] @ v[f]``.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `attention`, like the result and the errors. Grouped heads, too: heads are those of q.
+    pre, post : array_like, (heads_q, heads_q), optional
+        What head h gives to head g is ``[h, g]``; left out, heads do not mix there. Any of the four dtypes.
+    **options
+        Keyword arguments of `attention`, but sinks, return_lse and stats. Masks, bias, softcap and ALiBi are
+        of the mixed scores.
+
+    Notes
+    -----
+    ``4 * heads * head_dim + 2 * heads * head_dim_v + 6 * heads**2`` FLOP a query and key: scores are computed
+    and mixed twice, so that memory is O(threads * heads), whatever the lengths. A key that no mixed head lets
+    a query attend never reaches that query's results; one that some head does reaches all with which that
+    head mixes. A query that may attend nothing in a head gets no share from it. Source: N. Shazeer, Z. Lan,
+    Y. Cheng, N. Ding and L. Hou, "Talking-Heads Attention", 2020, arXiv:2003.02436.
+    """
+    func = "talking_heads_attention"
+    args = rowwise_args(func, "talking_heads", q, k, v, options)
+    lane, shape = lane_dtype(args.out.dtype), (args.attention.heads_q,) * 2
+    # Copies: the result may share their memory.
+    args.pre = None if pre is None else np.array(vector(func, "pre", pre, shape, lane))
+    args.post = None if post is None else np.array(vector(func, "post", post, shape, lane))
+    return run_rowwise(args, options)
+
+
+def sparsemax_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    **options: Unpack[NoSoftmaxOptions],
+) -> Array:
+    """``sparsemax(scale * q @ k.T) @ v``: each row of scores projected onto the probabilities.
+
+    ``sparsemax(s) = max(s - tau, 0)``, with the tau that makes them sum to 1: exact, and exactly 0 for
+    keys whose scores lie 1 or more below the largest.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `attention`, like the result and the errors. Grouped heads, too.
+    **options
+        Keyword arguments of `attention`, but sinks, return_lse and stats.
+
+    Notes
+    -----
+    O(len_q * len_k * head_dim) a head for the scores; values are read only where some query of a tile gives
+    them weight. tau by Newton's method, a few passes over the keys that may still matter. Memory O(threads *
+    len_k) for scores, at most 32 float32 rows of len_k a thread. What stands in the value of a key with
+    probability 0, NaN and Inf included, never reaches the result; a query that may attend nothing gets 0.
+    Source: A. F. T. Martins and R. F. Astudillo, "From Softmax to Sparsemax: A Sparse Model of Attention and
+    Multi-Label Classification", 2016, arXiv:1602.02068.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> q, k = np.array([[2.0]]), np.array([[0.0], [0.25], [-3.0]])
+    >>> fastattn.functional.sparsemax_attention(q, k, np.eye(3), scale=1.0)
+    array([[0.25, 0.75, 0.  ]])
+    """
+    return run_rowwise(rowwise_args("sparsemax_attention", "sparsemax", q, k, v, options), options)
+
+
+def entmax15_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    **options: Unpack[NoSoftmaxOptions],
+) -> Array:
+    """``entmax15(scale * q @ k.T) @ v``: between softmax (alpha = 1) and sparsemax (alpha = 2).
+
+    ``entmax15(s) = max(s / 2 - tau, 0) ** 2``, with the tau that makes them sum to 1.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As in `sparsemax_attention`, like the result and the errors.
+
+    Notes
+    -----
+    As `sparsemax_attention`; keys 2 or more below the largest score have probability 0. Source: B. Peters, V.
+    Niculae and A. F. T. Martins, "Sparse Sequence-to-Sequence Models", 2019, arXiv:1905.05702.
+    """
+    return run_rowwise(rowwise_args("entmax15_attention", "entmax15", q, k, v, options), options)
+
+
+def top_k_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    top_k: int,
+    **options: Unpack[NoSoftmaxOptions],
+) -> Array:
+    """Softmax over the `top_k` largest scores of each query, ``softmax(top_k(scale * q @ k.T)) @ v``.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As in `sparsemax_attention`, like the result and the errors.
+    top_k : int
+        At least 1. Of the keys that a query may attend, those with the largest scores: exactly so many, or
+        all if there are fewer. Of equal scores the keys with the lowest index.
+
+    Notes
+    -----
+    The selection is by bisection of the k-th largest score, up to 32 passes over the scores (64 in
+    float64), typically half of them. Time and memory otherwise as of `sparsemax_attention`. The values of
+    keys that are not selected never reach the result; a score of NaN makes its row NaN.
+    Source: A. Gupta, G. Dar, S. Goodman, D. Ciprut and J. Berant, "Memory-efficient Transformers via Top-k
+    Attention", 2021, arXiv:2106.06899.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> q, k = np.array([[1.0]]), np.array([[0.0], [9.0], [9.0], [-3.0]])
+    >>> fastattn.functional.top_k_attention(q, k, np.eye(4), top_k=2)
+    array([[0. , 0.5, 0.5, 0. ]])
+    """
+    args = rowwise_args("top_k_attention", "top_k", q, k, v, options)
+    # More keys than there are is all of them.
+    args.top_k = min(integer("top_k_attention", "top_k", top_k, 1), max(1, args.attention.len_k))
+    return run_rowwise(args, options)
+
+
+def sigmoid_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    sigmoid_bias: float | None = None,
+    **options: Unpack[NoSoftmaxOptions],
+) -> Array:
+    """Sigmoid attention, ``sigmoid(scale * q @ k.T + sigmoid_bias) @ v``, fused.
+
+    Each weight is between 0 and 1 whatever the others are; a row's weights need not sum to anything. So there
+    is no denominator: no lse, no sinks, and results over disjoint keys simply add up (of calls with the same
+    `sigmoid_bias`).
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `attention`, like the result and the errors.
+    sigmoid_bias : float, optional
+        Added to every score, after everything else; default ``-log(len_k)``, as the paper has it, by which
+        the weights of a row start out summing to about 1. It is that of the array k, whatever masks hide.
+    **options
+        Keyword arguments of `attention`, but sinks, return_lse and stats. What is masked has the weight 0. A
+        bias of each head goes to bias, as ``bias[:, None, None]``.
+
+    Notes
+    -----
+    Time and memory are those of `attention`, whose kernels run it, with the same rules: a query that attends
+    nothing gets 0, what it does not attend never reaches its result, and the same input gives the same bits.
+    Source: J. Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention", 2024,
+    arXiv:2409.04431.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> x = np.zeros((1, 2, 4, 8))
+    >>> fastattn.functional.sigmoid_attention(x, x, x + 1)[0, 0, 0]  # four weights of 1 / (1 + 4)
+    array([0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8])
+    """
+    func = "sigmoid_attention"
+    args = variant_args(func, q, k, v, options, NoSoftmaxOptions)
+    if sigmoid_bias is None:
+        args.sigmoid_bias = -log(max(1, args.len_k))
+    else:
+        args.sigmoid_bias = number(func, "sigmoid_bias", sigmoid_bias, lane_dtype(args.q.dtype))
+    result: Array = run(args, options)
+    return result

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
+from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import epsilon
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast
@@ -26,16 +27,6 @@ _MOST_FEATURES = 1 << 24  # the square of which NumPy can still count
 def elu(x: ArrayLike) -> Array:
     """``elu(x) + 1`` (Katharopoulos et al. 2020): x + 1 above 0, else exp(x); x's shape and dtype.
 
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from fastattn.functional import feature_maps
-    >>> from fastattn.functional import linear_attention
-    >>> q = k = v = np.ones((8, 100, 64), np.float32)
-    >>> phi = feature_maps.elu
-    >>> linear_attention(phi(q), phi(k), v, rule="linear", normalize=True).shape
-    (8, 100, 64)
-
     Raises
     ------
     TypeError
@@ -43,8 +34,8 @@ def elu(x: ArrayLike) -> Array:
     """
     array = float_array("elu", "x", x)
     wide = array.astype(lane_dtype(array.dtype), copy=False)
-    result: Array = np.where(wide > 0, wide + 1, np.exp(np.minimum(wide, 0)))
-    return result.astype(array.dtype.newbyteorder("="), copy=False)
+    result = np.where(wide > 0, wide + 1, np.exp(np.minimum(wide, 0)))
+    return np.asarray(result, array.dtype.newbyteorder("="))
 
 
 def unit(x: ArrayLike, *, eps: float = 1e-6) -> Array:
@@ -79,8 +70,7 @@ class Favor:
     @np.errstate(all="ignore")
     def shift(self, k: ArrayLike) -> Array:
         """The largest exponent of the keys of each head, (..., 1, 1), for k (..., length, head_dim)."""
-        result: Array = self._exponents("shift", "k", k)[0].max(axis=(-1, -2), keepdims=True, initial=-np.inf)
-        return result
+        return np.asarray(self._exponents("shift", "k", k)[0].max((-1, -2), keepdims=True, initial=-np.inf))
 
     @np.errstate(all="ignore")
     def keys(self, k: ArrayLike, shift: ArrayLike | None = None) -> Array:
@@ -105,7 +95,7 @@ class Favor:
         array = float_array(func, name, x, least_dims=2)
         head_dim = self.projection.shape[1]
         if array.shape[-1] != head_dim:
-            raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., length, {head_dim})")
+            raise wrong_shape(func, name, array, f"(..., length, {head_dim})")
         lane = lane_dtype(array.dtype)
         y = array.astype(lane) * lane.type(array.shape[-1] ** -0.25)
         exponents: Array = y @ self.projection.T.astype(lane) - 0.5 * np.square(y).sum(-1, keepdims=True)
@@ -113,12 +103,11 @@ class Favor:
 
     def _features(self, exponents: Array, dtype: np.dtype[Any]) -> Array:
         """Return exp(exponents) / sqrt(num_features)."""
-        features: Array = np.exp(exponents) / math.sqrt(len(self.projection))
-        return features.astype(dtype)
+        return np.asarray(np.exp(exponents) / math.sqrt(len(self.projection)), dtype)
 
 
 def favor(head_dim: int, num_features: int, rng: np.random.Generator | int | None = None) -> Favor:
-    """Performer's positive orthogonal random features, FAVOR+ [1]_.
+    """Performer's positive orthogonal random features, FAVOR+.
 
     Parameters
     ----------
@@ -145,10 +134,7 @@ def favor(head_dim: int, num_features: int, rng: np.random.Generator | int | Non
     ``phi(x) = exp(w . y - |y|^2 / 2) / sqrt(num_features)`` with ``y = x / head_dim^(1/4)``. The directions w
     are orthogonal in blocks of head_dim, of the lengths that independent normal vectors have. Mapping costs
     ``2 * len * head_dim * num_features`` FLOP, by NumPy.
-
-    References
-    ----------
-    .. [1] K. Choromanski et al., "Rethinking Attention with Performers", 2021, arXiv:2009.14794.
+    Source: K. Choromanski et al., "Rethinking Attention with Performers", 2021, arXiv:2009.14794.
     """
     head_dim = integer("favor", "head_dim", head_dim, 1, _MOST_FEATURES)
     num_features = integer("favor", "num_features", num_features, 1, _MOST_FEATURES)

@@ -1,4 +1,8 @@
-"""Transformer layers: fields over pure functions, with torch's names and parameters, batch first."""
+"""Transformer layers in NumPy, with torch's names and parameters, batch first.
+
+A layer checks its arguments and its parameters. A TypeError or a ValueError names the layer, the argument,
+what came and what was expected; without parameters, it says how to load some.
+"""
 
 from fastattn.cache import Caches, DecoderCache, KVCache
 from fastattn.layers._attention import MultiHeadAttention

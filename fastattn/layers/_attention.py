@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -22,26 +22,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Ints
+    from fastattn.layers._heads import CallOptions, KeysValues
     from fastattn.layers._projections import Stack
-
-    KeysValues = tuple[Array, Array]
-
 
 _NOTHING = nullcontext()
 _NAMES = Names(FUNC, "query", "attn_mask", "key_padding_mask")
-
-
-class CallOptions(TypedDict, total=False):
-    """Keyword arguments of a `MultiHeadAttention`'s call, but for `need_weights`."""
-
-    key_padding_mask: ArrayLike | None
-    attn_mask: ArrayLike | None
-    average_attn_weights: bool
-    is_causal: bool
-    residual: ArrayLike | None
-    cache: KVCache | None
-    lengths: ArrayLike | None
-    keys_values: KeysValues | None
 
 
 @dataclass(eq=False)
@@ -171,11 +156,6 @@ class MultiHeadAttention(AttentionParameters):
             In query's dtype. A query that may attend nothing gets out_proj's bias, where torch gives NaN.
         weights : ndarray, (B, L, S) or (B, num_heads, L, S)
             With `need_weights`. The keys of add_bias_kv and add_zero_attn come last.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument does not fit, or there are no parameters yet.
         """
         self._require_parts()
         if need_weights is not False:
@@ -342,13 +322,14 @@ class MultiHeadAttention(AttentionParameters):
 
     def _heads(self, product: Array, batch: int, length: int, maps: Stack, first: int) -> list[Array]:
         """What the maps from `first` on made in product (B * L, features): views (B, heads, L, head_dim)."""
-        head_dim = self._head_dim
-        return [
-            product[:, begin : begin + size]
-            .reshape(batch, length, size // head_dim, head_dim)
-            .transpose(0, 2, 1, 3)
-            for begin, size in zip(maps.begins[first:], maps.sizes[first:], strict=True)
-        ]
+        width, head_dim = product.shape[1], self._head_dim
+        places = zip(maps.begins[first:], maps.sizes[first:], strict=True)
+        if maps.unit % head_dim == 0:  # views of one view, which are made faster
+            heads = product.reshape(batch, length, width // head_dim, head_dim).transpose(0, 2, 1, 3)
+            return [heads[:, begin // head_dim : (begin + size) // head_dim] for begin, size in places]
+        parts = [product[:, begin : begin + size] for begin, size in places]
+        shapes = [(batch, length, part.shape[1] // head_dim, head_dim) for part in parts]
+        return [part.reshape(s).transpose(0, 2, 1, 3) for part, s in zip(parts, shapes, strict=True)]
 
     def _placed(self, x: Array, norm: Array | None, offset: Any) -> Array:
         """Queries or keys x (B, heads, L, head_dim), normalised and rotated if the layer does so."""

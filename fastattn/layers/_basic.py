@@ -14,7 +14,7 @@ from fastattn._args.types import ACTIVATIONS as PLAIN
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._engine.scratch import keep, scratch
-from fastattn.layers import _calls
+from fastattn.layers import _block, _calls
 from fastattn.layers._state import Layer, Parameter, lane_of, ones, uniform, zeros
 
 if TYPE_CHECKING:
@@ -122,9 +122,19 @@ class _Norm(Layer):
         epsilon(func, "eps", self.eps, FLOAT32)
         self._set_up(np.random.default_rng(0))  # the parameters are ones and zeros: nothing is drawn
 
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
+        """The normalised ``x + residual``: x is (..., features)."""
+        if self._kind == "rms_norm":
+            return ops.rms_norm(x, self.weight_vector, eps=self.eps, residual=residual, out=out)
+        weight, bias = self.weight_vector, self.bias_vector
+        return ops.layer_norm(x, weight, bias, eps=self.eps, residual=residual, out=out)
+
     def _of_rows(self, x: Array, out: Array | None = None) -> Array:
         """The norm of rows that have been checked; `out` may be `x` itself."""
         return _calls.norm(self._kind, x, self.weight_vector, self.bias_vector, self.eps, out)
+
+    def _of_block(self) -> _block.Norm:
+        return _block.Norm(self._kind, self.weight_vector, self.bias_vector, self.eps)
 
     def _parameters(self) -> dict[str, Parameter]:
         parameters = {"weight": Parameter((self.features,), ones)}
@@ -159,12 +169,6 @@ class LayerNorm(_Norm):
 
     _kind = "layer_norm"
 
-    def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
-        """The normalised ``x + residual``: x is (..., features)."""
-        return ops.layer_norm(
-            x, self.weight_vector, self.bias_vector, eps=self.eps, residual=residual, out=out
-        )
-
 
 @dataclass(eq=False)
 class RMSNorm(_Norm):
@@ -182,10 +186,6 @@ class RMSNorm(_Norm):
     weight_vector: Array = field(init=False, repr=False)
 
     _kind = "rms_norm"
-
-    def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, out: Array | None = None) -> Array:
-        """The normalised ``x + residual``: x is (..., features)."""
-        return ops.rms_norm(x, self.weight_vector, eps=self.eps, residual=residual, out=out)
 
 
 def make_norm(

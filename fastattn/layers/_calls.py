@@ -12,7 +12,8 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.ops import data
-from fastattn._args.types import FLOAT32, FLOAT64, LinearArgs, RowsArgs, plain_args
+from fastattn._args.packed import LinearArgs
+from fastattn._args.types import FLOAT32, FLOAT64, RowsArgs, plain_args
 from fastattn._args.values import as_array, float_array
 from fastattn._engine import dispatch, settings
 

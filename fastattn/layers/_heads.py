@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array
+    from fastattn.cache import KVCache
     from fastattn.layers._state import Fields
+
+    KeysValues = tuple[Array, Array]
 
 FUNC = "MultiHeadAttention"  # as messages call it
 
@@ -54,6 +57,19 @@ class HeadOptions(TypedDict, total=False):
     alibi_slopes: ArrayLike | None
     add_bias_kv: bool
     add_zero_attn: bool
+
+
+class CallOptions(TypedDict, total=False):
+    """Keyword arguments of a `MultiHeadAttention`'s call, but for `need_weights`."""
+
+    key_padding_mask: ArrayLike | None
+    attn_mask: ArrayLike | None
+    average_attn_weights: bool
+    is_causal: bool
+    residual: ArrayLike | None
+    cache: KVCache | None
+    lengths: ArrayLike | None
+    keys_values: KeysValues | None
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ Each map begins at a panel of its own, so that neighbours are a slice of the pan
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ class Stack(NamedTuple):
     bias: Array | None
     begins: tuple[int, ...]
     sizes: tuple[int, ...]
+    unit: int  # every map, and the whole product, begins and ends at a multiple of it
 
     def part(self, first: int, last: int) -> Stack:
         """The maps from `first` up to `last`, in the same memory."""
@@ -36,7 +38,8 @@ class Stack(NamedTuple):
         features = weight.in_features, end - begin
         packed = PackedLinear(*features, False, weight.dtype, weight.panels[panels], scales)
         bias = None if self.bias is None else self.bias[begin:end]
-        return Stack(packed, bias, tuple(b - begin for b in self.begins[first:last]), self.sizes[first:last])
+        begins = [b - begin for b in self.begins[first:last]]
+        return _stacked(packed, bias, begins, self.sizes[first:last])
 
     def weights(self) -> list[Array]:
         """The weight of each map, unpacked."""
@@ -65,4 +68,8 @@ def stack(weights: Sequence[Array], biases: Sequence[Array], dtype: str) -> Stac
         if bias is not None:
             bias[begin : begin + len(weight)] = biases[i]
     sizes = tuple(len(weight) for weight in weights)
-    return Stack(ops.pack(whole, dtype=dtype), bias, tuple(begins), sizes)
+    return _stacked(ops.pack(whole, dtype=dtype), bias, begins, sizes)
+
+
+def _stacked(weight: PackedLinear, bias: Array | None, begins: list[int], sizes: tuple[int, ...]) -> Stack:
+    return Stack(weight, bias, tuple(begins), sizes, math.gcd(*begins, *sizes, weight.out_features))

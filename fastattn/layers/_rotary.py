@@ -1,4 +1,4 @@
-"""Rotary positions for attention layers: tables that all layers of a model share, made once."""
+"""Rotary positions for attention layers: one set of tables for all layers of a model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ class Rope:
     frequencies : RopeFrequencies
         Of `fastattn.positions.rope_frequencies`.
     interleaved : bool, default False
-        Which dimensions are a pair; see `fastattn.positions.apply_rope`.
-
-    Raises
-    ------
-    TypeError
-        If `frequencies` are something else.
+        Which dimensions form a pair: see `fastattn.positions.apply_rope`.
     """
 
     def __init__(self, frequencies: RopeFrequencies, interleaved: bool = False):
@@ -39,7 +34,7 @@ class Rope:
                 f"Rope(): frequencies is of type {kind}; expected what rope_frequencies(head_dim) returns"
             )
         self.frequencies, self.interleaved = frequencies, flag("Rope", "interleaved", interleaved)
-        # For positions 0, 1, ...; grown by doubling.
+        # By lane type, for positions 0, 1, ...; their length doubles when it is too small.
         self._tables: dict[np.dtype[Any], tuple[Array, Array]] = {}
 
     def __repr__(self) -> str:
@@ -60,6 +55,6 @@ class Rope:
         return cos[positions], sin[positions]
 
     def rotate(self, x: Array, offset: Ints | int) -> None:
-        """Rotate x (batch, heads, length, head_dim) in place; its first token stands at `offset`."""
+        """Rotate x (batch, heads, length, head_dim) in place. Its first token stands at `offset`."""
         cos, sin = self.tables(offset, x.shape[-2], x.dtype)
         apply_rope(x, cos, sin, interleaved=self.interleaved, out=x)

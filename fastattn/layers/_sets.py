@@ -40,11 +40,6 @@ def set_attention(
     ndarray, (batch, n, d_model)
         Or (n, d_model) if neither has batch dimensions.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit, or the layer has no parameters yet.
-
     References
     ----------
     .. [1] J. Lee et al., "Set Transformer: A Framework for Attention-based Permutation-Invariant Neural
@@ -66,7 +61,7 @@ def induced_set_attention(
     Parameters
     ----------
     first, second : TransformerEncoderLayer
-        The inner MAB and the outer one: `set_attention`, whose errors these are, too.
+        The inner MAB and the outer one: `set_attention`.
     inducing : array_like, (m, d_model)
         Inducing points.
     x : array_like, (..., n, d_model)
@@ -93,7 +88,7 @@ def pooling_by_attention(
     Parameters
     ----------
     layer : TransformerEncoderLayer
-        The MAB: `set_attention`, whose errors these are, too.
+        The MAB: `set_attention`.
     seeds : array_like, (k, d_model)
         Seed vectors.
     x : array_like, (..., n, d_model)
@@ -125,8 +120,8 @@ def perceiver(
     Parameters
     ----------
     cross : TransformerEncoderLayer
-        Of the attention to the input: `set_attention`, whose errors these are, too. It takes x as it is; a
-        norm of the input comes before.
+        Of the attention to the input: `set_attention`. It takes x as it is; a norm of the input comes
+        before.
     latent : TransformerEncoder or TransformerEncoderLayer, optional
         Of the latents' attention to themselves.
     latents : array_like, (m, d_model) or (batch, m, d_model)

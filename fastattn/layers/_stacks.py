@@ -107,16 +107,14 @@ class _Stack(Layer):
 class TransformerEncoder(_Stack):
     """Encoder layers one after another; with `is_causal` and a cache, the stack of a decoder-only model.
 
+    Its state has torch's names: ``layers.0.*``, ``layers.1.*``, ..., ``norm.*``.
+
     Parameters
     ----------
     layers : sequence of TransformerEncoderLayer
         Each its own, where torch copies one: ``[TransformerEncoderLayer(...) for _ in range(6)]``.
     norm : LayerNorm or RMSNorm, optional
         Applied to the result; pre-norm layers want one.
-
-    Notes
-    -----
-    The parameters are those of torch: ``layers.0.*``, ``layers.1.*``, ..., ``norm.*``.
     """
 
     layers: Sequence[TransformerEncoderLayer]
@@ -148,17 +146,13 @@ class TransformerEncoder(_Stack):
 
 @dataclass(eq=False)
 class TransformerDecoder(_Stack):
-    """Decoder layers one after another, all over the same memory.
+    """Decoder layers one after another, all over the same memory; its state is like `TransformerEncoder`'s.
 
     Parameters
     ----------
     layers : sequence of TransformerDecoderLayer
     norm : LayerNorm or RMSNorm, optional
         Applied to the result; pre-norm layers want one.
-
-    Notes
-    -----
-    The parameters are those of torch: ``layers.0.*``, ``layers.1.*``, ..., ``norm.*``.
     """
 
     layers: Sequence[TransformerDecoderLayer]
@@ -210,9 +204,11 @@ _SHARED = [field.name for field in fields(_TransformerLayer) if field.init]
 class Transformer(Layer):
     """An encoder, and a decoder over its result: torch's ``nn.Transformer``, batch first.
 
+    Its state has torch's names: ``encoder.*``, ``decoder.*``. Embeddings and positions are the caller's.
+
     Parameters
     ----------
-    d_model, nhead : int, default 512 and 8
+    d_model, num_heads : int, default 512 and 8
     num_encoder_layers, num_decoder_layers : int, default 6
     dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype
         As in `TransformerEncoderLayer`.
@@ -220,15 +216,10 @@ class Transformer(Layer):
         Options of `MultiHeadAttention` for the attention to itself, on both sides, and over the memory.
     rng : numpy.random.Generator, optional
         Draws the parameters, all matrices from Xavier's uniform distribution, as torch does here.
-
-    Notes
-    -----
-    The parameters are those of torch: ``encoder.*`` and ``decoder.*``. Embeddings and positions are the
-    caller's.
     """
 
     d_model: int = 512
-    nhead: int = 8
+    num_heads: int = 8
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
     dim_feedforward: int = 2048

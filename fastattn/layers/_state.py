@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from fastattn._args.packed import WEIGHT_DTYPES, is_finite
 from fastattn._args.values import as_array, choice, is_float, short
+from fastattn.layers._files import opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -218,7 +219,7 @@ class Layer:
 
     def load_state_dict(
         self,
-        state: Mapping[str, Any] | str | os.PathLike[str],
+        state_dict: Mapping[str, Any] | str | os.PathLike[str],
         *,
         prefix: str = "",
         weights_dtype: str | None = None,
@@ -227,7 +228,7 @@ class Layer:
 
         Parameters
         ----------
-        state : mapping of str to array_like, or path
+        state_dict : mapping of str to array_like, or path
             Arrays of any floating type: ``np.load("x.npz")``, or a torch module's ``state_dict()``. Or a
             safetensors file, which the safetensors package reads.
         prefix : str, default ""
@@ -241,7 +242,7 @@ class Layer:
             If names are missing or not known, or arrays do not fit: all of them in one message. The layer is
             as before.
         FileNotFoundError
-            If `state` is a path, and no file is there.
+            If `state_dict` is a path, and no file is there.
 
         Notes
         -----
@@ -254,13 +255,13 @@ class Layer:
         if not isinstance(prefix, str):
             raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
-            if isinstance(state, (str, os.PathLike)):
-                state = _opened(func, os.fsdecode(state), stack)
-            elif not isinstance(state, Mapping):
-                kind = type(state).__name__
+            if isinstance(state_dict, (str, os.PathLike)):
+                state_dict = opened(func, os.fsdecode(state_dict), stack)
+            elif not isinstance(state_dict, Mapping):
+                kind = type(state_dict).__name__
                 raise TypeError(
-                    f"{func}(): state is of type {kind}; expected a mapping of names to arrays, or the path"
-                    f" of a safetensors file"
+                    f"{func}(): state_dict is of type {kind}; expected a mapping of names to arrays, or the"
+                    f" path of a safetensors file"
                 )
             walked = list(self._walk())  # once: another thread may replace a part meanwhile
             dtypes = [weights_dtype or layer.weights_dtype for _, layer in walked]
@@ -269,7 +270,7 @@ class Layer:
                 for (path, layer), dtype in zip(walked, dtypes, strict=True)
                 for name, parameter in layer._parameters().items()
             }
-            arrays = _checked(func, known, state, prefix)
+            arrays = _checked(func, known, state_dict, prefix)
             packed = []
             for (path, layer), dtype in zip(walked, dtypes, strict=True):
                 own = {name: arrays[path + name] for name in layer._parameters()}
@@ -279,15 +280,15 @@ class Layer:
 
 
 def _checked(
-    func: str, known: Mapping[str, tuple[Parameter, str]], state: Mapping[str, Any], prefix: str
+    func: str, known: Mapping[str, tuple[Parameter, str]], state_dict: Mapping[str, Any], prefix: str
 ) -> dict[str, Array]:
-    """The arrays of `state` whose names begin with `prefix`, without it, or one error with all that is wrong.
+    """The arrays of `state_dict` whose names begin with `prefix`, without it, or one error with all faults.
 
     `known` has each parameter and the dtype of its layer's weights.
     """
-    if wrong := [name for name in state if not isinstance(name, str)]:
-        raise TypeError(f"{func}(): state has the key {wrong[0]!r}; expected names of parameters")
-    given = {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}
+    if wrong := [name for name in state_dict if not isinstance(name, str)]:
+        raise TypeError(f"{func}(): state_dict has the key {wrong[0]!r}; expected names of parameters")
+    given = {name.removeprefix(prefix): name for name in state_dict if name.startswith(prefix)}
     missing = (name for name in known if name not in given)
     problems = [f"missing: {prefix}{name} {known[name][0].shape}" for name in missing]
     problems += [f"not known: {full}" for name, full in given.items() if name not in known]
@@ -299,7 +300,7 @@ def _checked(
         # Matrices are stored as the layer's weights are, everything else as the kernels' lanes.
         stored = weights_dtype if len(parameter.shape) == 2 else lane_of(weights_dtype).name
         try:
-            array = as_array(func, full, state[full])
+            array = as_array(func, full, state_dict[full])
         except (TypeError, ValueError) as error:
             problems.append(str(error).removeprefix(f"{func}(): "))
             continue
@@ -314,52 +315,3 @@ def _checked(
     if problems:
         raise ValueError("\n  ".join([f"{func}(): nothing was loaded:", *problems]))
     return arrays
-
-
-# Other files of parameters, and what makes a mapping of them.
-_READERS = {".npz": "np.load({!r})"}
-_READERS |= dict.fromkeys((".pt", ".pth", ".bin"), "torch.load({!r}, weights_only=True)")
-
-
-class _Tensors(Mapping[str, Any]):
-    """The tensors of an open safetensors file. Each is read when it is asked for."""
-
-    def __init__(self, file: Any):
-        self._file, self._names = file, list(file.keys())
-
-    def __getitem__(self, name: str) -> Any:
-        return self._file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _opened(func: str, file: str, stack: ExitStack) -> _Tensors:
-    """The tensors of the safetensors file `file`, which `stack` closes."""
-    reader = _READERS.get(os.path.splitext(file)[1])
-    or_read = f", or what {reader.format(file)} returns" if reader else ""
-    try:
-        file.encode()
-    except UnicodeEncodeError:  # the library takes no bytes of other encodings
-        raise ValueError(f"{func}(): state is the path {file!r}; expected one in UTF-8") from None
-    if os.path.isdir(file):
-        raise ValueError(f"{func}(): {file} is a folder; expected a safetensors file")
-    if not os.path.exists(file):
-        raise FileNotFoundError(f"{func}(): {file} is missing; expected a safetensors file{or_read}")
-    if reader:
-        raise ValueError(f"{func}(): {file} is not a safetensors file; expected one{or_read}")
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError(
-            f"{func}(): reading {file} needs the safetensors package: pip install safetensors"
-        ) from error
-    with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
-        import ml_dtypes  # noqa: F401
-    try:
-        return _Tensors(stack.enter_context(safe_open(file, framework="numpy")))
-    except SafetensorError as error:
-        raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,16 +12,15 @@ from fastattn._args.ops import rows
 from fastattn._args.values import as_array, flag, short
 from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
-from fastattn.layers import _block, _calls
+from fastattn.layers import _calls
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import FeedForward, LayerNorm, RMSNorm, make_norm
+from fastattn.layers._block import Block, Projection
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._scores import Names
 from fastattn.layers._state import Layer, last_change
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array
@@ -46,7 +44,7 @@ class _TransformerLayer(Layer):
     """What both layers share: options, attention to itself, feed-forward and two norms."""
 
     d_model: int
-    nhead: int
+    num_heads: int
     dim_feedforward: int = 2048
     activation: str = "relu"
     _: KW_ONLY
@@ -89,26 +87,27 @@ class _TransformerLayer(Layer):
         if unknown := [key for key in more if key not in known]:
             raise TypeError(f"{func}(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
         return MultiHeadAttention(
-            self.d_model, self.nhead, bias=self.bias, weights_dtype=self.weights_dtype, rng=rng, **more
+            self.d_model, self.num_heads, bias=self.bias, weights_dtype=self.weights_dtype, rng=rng, **more
         )
 
     def _input(self, name: str, x: ArrayLike) -> tuple[Array, Array]:
         """`x`, the argument `name`, checked: as it is, and (batch, length, d_model)."""
-        func = type(self).__name__
-        array = _calls.checked(func, name, x, self.d_model, self.weights_dtype)
-        return array, _calls.batch_first(func, name, array)
+        array = _calls.checked(type(self).__name__, name, x, self.d_model, self.weights_dtype)
+        return array, _calls.batch_first(type(self).__name__, name, array)
 
-    def _add(self, norm: Norm, x: Array, part: Callable[..., tuple[Array, Any]]) -> Array:
-        """Rows x plus what `part`, like `MultiHeadAttention._attend`, makes of them; and the norm."""
+    def _add_attention(self, norm: Norm, x: Array, attention: MultiHeadAttention, **options: Any) -> Array:
+        """Rows x plus attention of them, with the norm; `options` are those of `_attend`."""
         if self.norm_first:
-            return part(norm._of_rows(x), residual=x)[0]
-        total, _ = part(x, residual=x)
+            return attention._attend(norm._of_rows(x), residual=x, **options)[0]
+        total, _ = attention._attend(x, residual=x, **options)
         return norm._of_rows(total, total)
 
     def _add_feed_forward(self, norm: Norm, x: Array) -> Array:
         """The same for the feed-forward. It may overwrite the rows x."""
-        out = x if self.norm_first else None
-        return self._add(norm, x, lambda y, residual: (self.feed_forward._of_rows(y, residual, out), None))
+        if self.norm_first:
+            return self.feed_forward._of_rows(norm._of_rows(x), x, x)
+        total = self.feed_forward._of_rows(x, x, None)
+        return norm._of_rows(total, total)
 
     def _children(self) -> dict[str, Layer]:
         # A feed-forward's parameters have no prefix: torch's layers hold its maps themselves.
@@ -119,9 +118,11 @@ class _TransformerLayer(Layer):
 class TransformerEncoderLayer(_TransformerLayer):
     """Self-attention, then feed-forward, each with a residual and a norm: torch's layer, batch first.
 
+    Its state has torch's names: ``self_attn.*``, ``linear1.*``, ``linear2.*``, ``norm1.*``, ``norm2.*``.
+
     Parameters
     ----------
-    d_model, nhead : int
+    d_model, num_heads : int
         Width, and heads.
     dim_feedforward : int, default 2048
     activation : str, default "relu"
@@ -137,11 +138,6 @@ class TransformerEncoderLayer(_TransformerLayer):
         Options of `MultiHeadAttention`: num_kv_heads, rope, qk_norm, window and so on.
     weights_dtype, rng
         As in `MultiHeadAttention`.
-
-    Notes
-    -----
-    The parameters are those of torch: ``self_attn.*``, ``linear1.*``, ``linear2.*``, ``norm1.*``,
-    ``norm2.*``.
     """
 
     _plain: _Plain | None = field(init=False, default=None, repr=False)
@@ -175,8 +171,10 @@ class TransformerEncoderLayer(_TransformerLayer):
             program = self._plain_program()
             if program is not None:
                 return program.run(x, Sequences(batch)).reshape(array.shape)
-        attend = partial(
-            self.self_attn._attend,
+        x = self._add_attention(
+            self.norm1,
+            x,
+            self.self_attn,
             batch=batch,
             length=length,
             key_padding_mask=src_key_padding_mask,
@@ -186,7 +184,6 @@ class TransformerEncoderLayer(_TransformerLayer):
             lengths=lengths,
             names=_SRC,
         )
-        x = self._add(self.norm1, x, attend)
         return self._add_feed_forward(self.norm2, x).reshape(array.shape)
 
     def _plain_program(self) -> Program | None:
@@ -198,28 +195,24 @@ class TransformerEncoderLayer(_TransformerLayer):
             plain = self.__dict__["_plain"] = _Plain(change, program)
         return plain.program
 
-    def _block(self) -> _block.Block | None:
+    def _block(self) -> Block | None:
         heads, forward = self.self_attn, self.feed_forward
         maps, out = heads.all_maps, heads.out_proj
         if maps is None or not heads.is_plain():
             return None
-        norms = [
-            _block.Norm(norm._kind, norm.weight_vector, norm.bias_vector, norm.eps)
-            for norm in (self.norm1, self.norm2)
-        ]
-        return _block.Block(
+        return Block(
             norm_first=self.norm_first,
-            attention_norm=norms[0],
-            qkv=_block.Projection(maps.weight, maps.bias),
+            attention_norm=self.norm1._of_block(),
+            qkv=Projection(maps.weight, maps.bias),
             heads=heads.num_heads,
             heads_kv=heads._heads_kv,
             head_dim=heads._head_dim,
             scale=heads._head_dim**-0.5,
-            attended=_block.Projection(out.packed_weight, out.bias_vector),
-            inner_norm=norms[1],
-            inner=_block.Projection(forward.weight1, forward.bias1),
+            attended=Projection(out.packed_weight, out.bias_vector),
+            inner_norm=self.norm2._of_block(),
+            inner=Projection(forward.weight1, forward.bias1),
             activation=forward._function,
-            outer=_block.Projection(forward.weight2, forward.bias2),
+            outer=Projection(forward.weight2, forward.bias2),
         )
 
 
@@ -227,17 +220,13 @@ class TransformerEncoderLayer(_TransformerLayer):
 class TransformerDecoderLayer(_TransformerLayer):
     """Masked self-attention, then attention over the encoder's memory, then feed-forward.
 
+    Its options and the names in its state are those of `TransformerEncoderLayer`, and in the state also
+    ``multihead_attn.*`` and ``norm3.*``.
+
     Parameters
     ----------
-    d_model, nhead, dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype, rng
-        As in `TransformerEncoderLayer`.
     attention, cross_attention : dict, optional
         Options of `MultiHeadAttention` for the attention to itself, and for that over the memory.
-
-    Notes
-    -----
-    The parameters are those of torch: ``self_attn.*``, ``multihead_attn.*`` (over the memory), ``linear1.*``,
-    ``linear2.*``, ``norm1.*``, ``norm2.*``, ``norm3.*``.
     """
 
     cross_attention: HeadOptions | None = field(default=None, kw_only=True)
@@ -269,8 +258,8 @@ class TransformerDecoderLayer(_TransformerLayer):
         memory_mask, memory_key_padding_mask, memory_is_causal
             Of the attention over the memory. With a cache, tgt stands behind the tokens in it here, too.
         cache : DecoderCache, optional
-            From step to step: it appends tgt's keys. The first call also puts the memory's keys and its key
-            padding mask there; later calls may leave both out, and must not bring others.
+            Takes tgt's keys. The first call also puts the memory's keys and its key padding mask there; later
+            calls may leave both out, and must not bring others.
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """
@@ -292,8 +281,10 @@ class TransformerDecoderLayer(_TransformerLayer):
                 self._keep(memory, memory_key_padding_mask, batch, cache)
                 keys_values, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
             position = 0 if cache is None else cache.tokens.offset  # before tgt is appended
-            attend = partial(
-                self.self_attn._attend,
+            x = self._add_attention(
+                self.norm1,
+                rows(batched),
+                self.self_attn,
                 batch=batch,
                 length=length,
                 key_padding_mask=tgt_key_padding_mask,
@@ -303,8 +294,10 @@ class TransformerDecoderLayer(_TransformerLayer):
                 lengths=lengths,
                 names=_TGT,
             )
-            attend_memory = partial(
-                self.multihead_attn._attend,
+            x = self._add_attention(
+                self.norm2,
+                x,
+                self.multihead_attn,
                 batch=batch,
                 length=length,
                 key=over,
@@ -315,8 +308,6 @@ class TransformerDecoderLayer(_TransformerLayer):
                 q_offset=position,
                 names=_MEMORY,
             )
-            x = self._add(self.norm1, rows(batched), attend)
-            x = self._add(self.norm2, x, attend_memory)
             out = self._add_feed_forward(self.norm3, x)
         return out.reshape(array.shape)
 

@@ -6,8 +6,9 @@ keys that some query attends, so the cost is that of these blocks. `compile` mak
 and resolves a mask once for many calls; ``to_array`` shows a mask.
 """
 
+from fastattn.masks._compile import compile
 from fastattn.masks._grid import axial, neighborhood, swin
-from fastattn.masks._mask import Mask, compile
+from fastattn.masks._mask import Mask
 from fastattn.masks._sequence import (
     all_keys,
     causal,

@@ -1,4 +1,8 @@
-"""The base class of masks, their operators, and `compile`; the ranges are those of `_args/key_ranges.py`."""
+"""The base class of masks, and their operators.
+
+A mask does not know how many queries and keys there are. `Mask.resolve` is told the shape of the scores and
+returns the keys that each query row attends, as ranges (`fastattn._args.key_ranges`).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,9 @@ from fastattn._args.key_ranges import RangeLists, Resolved
 from fastattn._args.values import MOST_SIZE, as_array, integer, integers, require_broadcast, short
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Bools, Ints, Shape
-
-# `compile` evaluates a predicate on blocks of at most this many scores.
-_BLOCK_SCORES = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +42,6 @@ class ScoreShape:
     def position(self) -> Ints:
         """Position of each query row, (*batch, 1, len_q)."""
         return key_ranges.positions(self.offset, self.len_q)
-
-    def per_sequence(self, name: str, x: Any) -> Ints:
-        """`x`, one int for each sequence, checked, as an array (*batch, 1, 1)."""
-        return integers(self.func, name, x, self.batch_shape, "the batch dimensions")[..., None, None]
 
     def per_item(self, name: str, x: Ints, n: int) -> None:
         """Raise unless `x` is (n,) or (*batch, n)."""
@@ -114,7 +109,7 @@ class Mask:
         raise TypeError("a mask is neither true nor false; combine masks with &, | and ~, not and, or, not")
 
     def __repr__(self) -> str:
-        values = ", ".join(_shown(getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
+        values = ", ".join(shown(getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
         return f"{type(self).__name__}({values})"
 
     def to_array(
@@ -174,7 +169,7 @@ def _mask(operator: str, x: Any) -> Mask:
     raise TypeError(f"{operator}: an operand is {what}; expected {expected}")
 
 
-def _shown(x: Any) -> str:
+def shown(x: Any) -> str:
     """`x` as `repr` of a mask shows it: long arrays by their dtype and shape."""
     if isinstance(x, np.ndarray):
         return f"<{x.dtype} {'x'.join(map(str, x.shape))}>" if x.size > 8 else repr(x.tolist())
@@ -224,75 +219,6 @@ class _Not(Mask):
         return f"~{self.mask!r}"
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class _Compiled(Mask):
-    """A mask that has been resolved for one shape."""
-
-    source: Any  # the mask or predicate that `compile` was given
-    shape: ScoreShape
-    resolved: Resolved
-
-    def resolve(self, shape: ScoreShape) -> Resolved:
-        if self.shape.scores != shape.scores:
-            given, expected = f"{self.shape.scores}, (..., heads_q, len_q, len_k)", f"one for {shape.scores}"
-            raise ValueError(f"{shape.func}(): mask was compiled for {given}; expected {expected}")
-        if (self.shape.offset != shape.offset).any():
-            raise ValueError(f"{shape.func}(): mask was compiled for another q_offset; expected one for this")
-        return self.resolved
-
-    def __repr__(self) -> str:
-        return f"compile({_shown(self.source)}, {self.shape.scores})"
-
-
-def compile(
-    mask: Mask | Callable[[Ints, Ints, Ints, Ints], ArrayLike],
-    shape: Shape,
-    *,
-    q_offset: ArrayLike | None = None,
-) -> Mask:
-    """Resolve a mask or a predicate once, for many calls with scores of one shape.
-
-    Parameters
-    ----------
-    mask : Mask or callable
-        A mask, or a function ``f(b, h, i, j)`` that returns a bool array, True where the query attends the
-        key. Its arguments are integer arrays that broadcast against each other: the number of the sequence
-        over all batch dimensions, the query head, the position of the query, the index of the key. It is
-        called on blocks of at most about a million scores.
-    shape : tuple of int
-        Shape of the scores, (..., heads_q, len_q, len_k); heads_q is 1 for 2-D arrays.
-    q_offset : int or array_like of int, optional
-        Position of the first query, as in `attention`; default ``len_k - len_q``.
-
-    Returns
-    -------
-    Mask
-        It holds the ranges, and fits only this shape and this offset.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `mask` is neither a mask nor a function, or the function returns anything but a bool array that
-        broadcasts to the scores.
-
-    Notes
-    -----
-    A predicate takes O(scores) time, less where it does not depend on b or h, and memory for one block and
-    the ranges.
-
-    Examples
-    --------
-    >>> from fastattn import masks
-    >>> mask = masks.compile(lambda b, h, i, j: (i >= j) & (i - j < 4), (1, 8, 64, 64))
-    """
-    scores = score_shape("compile", shape, q_offset)
-    if isinstance(mask, Mask):
-        return _Compiled(mask, scores, mask.resolve(scores))
-    if not callable(mask):
-        raise TypeError(f"compile(): mask is of type {type(mask).__name__}; expected a mask or a function")
-    return _Compiled(mask, scores, key_ranges.simplified(_of_predicate(mask, scores)))
-
-
 def score_shape(func: str, shape: Shape, q_offset: ArrayLike | None) -> ScoreShape:
     """Check `shape`, (..., heads, len_q, len_k), and `q_offset`, for error messages of `func`."""
     if not isinstance(shape, (tuple, list)) or len(shape) < 3:
@@ -303,35 +229,9 @@ def score_shape(func: str, shape: Shape, q_offset: ArrayLike | None) -> ScoreSha
     return ScoreShape(func, tuple(batch), heads, len_q, len_k, offset)
 
 
-def _of_predicate(function: Callable[..., ArrayLike], shape: ScoreShape) -> RangeLists:
-    """Lists of the keys for which `function` returns True."""
-    b = np.arange(math.prod(shape.batch_shape)).reshape(*shape.batch_shape, 1, 1, 1)
-    h = np.arange(shape.heads)[:, None, None]
-    i, j = shape.position[..., None], np.arange(shape.len_k)
-
-    def called(i: Ints) -> Bools:
-        found = bools("compile", "what mask returns", function(b, h, i, j))
-        target = (*shape.batch_shape, shape.heads, i.shape[-2], shape.len_k)
-        require_broadcast("compile", "what mask returns", found.shape, target, "(..., heads_q, len_q, len_k)")
-        return found if found.ndim > 2 else found[(None,) * (3 - found.ndim)]
-
-    # An axis has length 1 here where the predicate does not depend on the sequence, or on the head.
-    lead = called(i[..., :1, :]).shape[:-2]
-    block = max(1, _BLOCK_SCORES // max(1, math.prod(lead) * shape.len_k))
-    numbers = np.arange(math.prod(lead) * shape.len_q).reshape(*lead, shape.len_q)
-    parts = [np.zeros((3, 0), np.int64)]
-    for first in range(0, shape.len_q, block):
-        rows = numbers[..., first : first + block]
-        found = called(i[..., first : first + block, :])
-        row, begin, end = runs_of(np.broadcast_to(found, (*rows.shape, shape.len_k)))
-        parts.append(np.stack([rows.ravel()[row], begin, end]))
-    owner, begin, end = np.concatenate(parts, axis=1)
-    return key_ranges.union(numbers, numbers.size, owner, begin, end, shape.len_k)
-
-
 def bools(func: str, name: str, x: ArrayLike) -> Bools:
     """`x` as an array of bool."""
-    array = as_array(func, name, x)
+    array: Bools = as_array(func, name, x)
     if array.dtype != np.bool_:
         raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected bool")
     return array

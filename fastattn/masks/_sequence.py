@@ -9,13 +9,11 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.key_ranges import RangeLists, Resolved
-from fastattn._args.values import as_array, integers
+from fastattn._args.values import integers
 from fastattn.masks._mask import Mask, ScoreShape, of_groups
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -73,10 +71,11 @@ class first_keys(Mask):
     n: ArrayLike
 
     def __post_init__(self) -> None:
-        self._set(n=checked_integers("first_keys", "n", self.n))
+        self._set(n=integers("first_keys", "n", self.n, low=0))
 
     def resolve(self, shape: ScoreShape) -> Resolved:
-        return Resolved(None, shape.per_sequence("n of first_keys()", self.n))
+        n = integers(shape.func, "n of first_keys()", self.n, shape.batch_shape, "the batch dimensions")
+        return Resolved(*key_ranges.lengths(n))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -114,7 +113,7 @@ class documents(Mask):
     def __post_init__(self) -> None:
         given = ("ids",) if self.query_ids is None else ("ids", "query_ids")
         for name in given:
-            array = checked_integers("documents", name, getattr(self, name), low=-(2**62))
+            array = integers("documents", name, getattr(self, name))
             if array.ndim == 0:
                 raise ValueError(f"documents(): {name} has shape (); expected (..., length)")
             self._set(**{name: array})
@@ -241,7 +240,7 @@ class tree(Mask):
     parents: ArrayLike
 
     def __post_init__(self) -> None:
-        parents = checked_integers("tree", "parents", self.parents, low=-1)
+        parents = integers("tree", "parents", self.parents, low=-1)
         if parents.ndim == 0 or parents.shape[-1] == 0:
             raise ValueError(f"tree(): parents has shape {parents.shape}; expected (..., nodes)")
         if (parents >= np.arange(parents.shape[-1])).any():
@@ -273,9 +272,3 @@ class tree(Mask):
         chosen = first + np.clip(position - start, 0, nodes - 1)
         lists = key_ranges.union(chosen, flat.size, owners, begins, ends, shape.len_k)
         return Resolved(*key_ranges.causal(position), lists)
-
-
-def checked_integers(func: str, name: str, x: Any, low: int = 0) -> Array:
-    """`x` as an int64 array of any shape, whose elements are at least `low`."""
-    array = as_array(func, name, x)
-    return integers(func, name, array, array.shape, "", low)

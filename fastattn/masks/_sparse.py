@@ -10,10 +10,9 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.key_ranges import Resolved
-from fastattn._args.values import MOST_SIZE, generator, require_broadcast
+from fastattn._args.values import MOST_SIZE, generator, integers, require_broadcast
 from fastattn.masks._grid import sizes
 from fastattn.masks._mask import Mask, ScoreShape, bools, runs_of
-from fastattn.masks._sequence import checked_integers
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -94,7 +93,7 @@ class global_tokens(Mask):
     index: ArrayLike
 
     def __post_init__(self) -> None:
-        self._set(index=checked_integers("global_tokens", "index", self.index).ravel())
+        self._set(index=integers("global_tokens", "index", self.index, low=0).ravel())
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         chosen: Any = self.index

@@ -1,6 +1,6 @@
 """Models in NumPy on fastattn's kernels: the BERT family, GPT-2, Llama, Mistral, Qwen2 and Qwen3.
 
-`load` reads a folder; see docs/models.md.
+`load` reads a folder; see docs/models.md. A TypeError or a ValueError names the argument that does not fit.
 """
 
 from fastattn.models._decoder import Decoder

@@ -47,7 +47,7 @@ def build(source: Source) -> Bert:
     blocks = Blocks(
         source,
         _NAMES,
-        depth=tensors.depth(config, "num_hidden_layers"),
+        num_layers=tensors.depth(config, "num_hidden_layers"),
         hidden=hidden,
         inner=config.size("intermediate_size"),
         heads=heads,
@@ -82,8 +82,8 @@ def build(source: Source) -> Bert:
     return Bert(
         model_type=model_type,
         hidden_size=hidden,
-        heads=heads,
-        depth=blocks.depth,
+        num_heads=heads,
+        num_layers=blocks.num_layers,
         vocab_size=vocab,
         program=program,
         precision=precision,

@@ -71,7 +71,7 @@ class Blocks:
 
     source: Source
     names: BlockNames
-    depth: int  # how many
+    num_layers: int  # how many
     hidden: int
     inner: int
     heads: int
@@ -95,7 +95,7 @@ class Blocks:
                 shapes[f"{name}.bias"] = shape[:1]
         shapes |= {f"{name}.weight": (self.head_dim,) for name in names.head_norms or ()}
         shapes |= self.norm_shapes(names.attention_norm) | self.norm_shapes(names.inner_norm)
-        prefixes = [names.prefix.format(i) for i in range(self.depth)]
+        prefixes = [names.prefix.format(i) for i in range(self.num_layers)]
         return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
 
     def norm_shapes(self, name: str) -> dict[str, Shape]:
@@ -112,9 +112,9 @@ class Blocks:
         self, scales: Sequence[float] | None = None, windows: Sequence[Window] | None = None
     ) -> list[Block]:
         """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, and its window."""
-        scales = scales or [self.head_dim**-0.5] * self.depth
-        windows = windows or [None] * self.depth
-        return [self._block(i, scales[i], windows[i]) for i in range(self.depth)]
+        scales = scales or [self.head_dim**-0.5] * self.num_layers
+        windows = windows or [None] * self.num_layers
+        return [self._block(i, scales[i], windows[i]) for i in range(self.num_layers)]
 
     def _block(self, i: int, scale: float, window: Window) -> Block:
         names, source = self.names, self.source

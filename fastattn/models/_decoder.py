@@ -17,7 +17,7 @@ from fastattn.layers._block import model_program
 from fastattn.models import _model
 from fastattn.models._files import stop_ids
 from fastattn.models._sampling import Sampler
-from fastattn.models._text import Text
+from fastattn.models._text import NO_TOKEN, Text
 from fastattn.models._weights import token_rows
 from fastattn.positions import RopeFrequencies, rope_tables
 
@@ -43,7 +43,7 @@ _ROOM = 256
 class Decoder(_model.Model):
     """A language model; call it for the logits of all tokens, or `generate` with it."""
 
-    heads_kv: int
+    num_kv_heads: int
     head_dim: int
     max_length: int | None  # tokens of a sequence; None without a table of positions
     tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
@@ -68,11 +68,6 @@ class Decoder(_model.Model):
         ndarray, (batch, length, vocab_size)
             In the model's dtype; one sequence (length,) is a batch of one. Where a token does not count, the
             result has no meaning.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument does not fit.
         """
         tokens, mask = self._tokens(ids, attention_mask, self.max_length)
         batch, length = tokens.shape
@@ -101,7 +96,7 @@ class Decoder(_model.Model):
         if self.positions is not None:
             rows = x.reshape(batch, length, self.hidden_size)
             rows += self.positions[positions]
-        if not self.depth:
+        if not self.num_layers:
             return x
         rotation = None
         if (frequencies := self.frequencies) is not None:
@@ -111,7 +106,7 @@ class Decoder(_model.Model):
             rotation = cos[..., None, :, :], sin[..., None, :, :]
         if cache is None:
             return self.program.run(x, Sequences(batch, self._ranges(0, length, lengths, length), rotation))
-        keys = (batch, self.depth * self.heads_kv, length, self.head_dim)
+        keys = (batch, self.num_layers * self.num_kv_heads, length, self.head_dim)
         slots = cache._extend(keys, keys, self.dtype, lengths)
         ranges = self._ranges(slots.starts, length, slots.ends, slots.length)
         return self.program.run(x, Sequences(batch, ranges, rotation, slots))
@@ -141,7 +136,7 @@ class Decoder(_model.Model):
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        seed: int | None = None,
+        rng: np.random.Generator | int | None = None,
         stop: int | Sequence[int] | None = None,
     ) -> Iterator[Any]:
         """Continue sequences, a token at a time, and yield each token as soon as it is known.
@@ -159,12 +154,12 @@ class Decoder(_model.Model):
             What logits are divided by before a token is drawn. At 0 the best token is taken.
         top_k : int, optional
             Draw from the `top_k` best tokens only, and those that equal the last of them. This, `top_p` and
-            `seed` need a temperature above 0.
+            `rng` need a temperature above 0.
         top_p : float, optional
             After `top_k`, draw only from the fewest best tokens whose probabilities reach `top_p`.
-        seed : int, optional
-            For the same tokens in every run. Each sequence has a random generator of its own, whatever other
-            sequences there are.
+        rng : numpy.random.Generator or int, optional
+            What draws, or its seed, for the same tokens in every run. Each sequence has a generator of its
+            own, whatever other sequences there are.
         stop : int or sequence of int, optional
             Ids that end a sequence; by default the `eos_token_id` of the model's folder, none with ``()``.
 
@@ -183,8 +178,8 @@ class Decoder(_model.Model):
         Notes
         -----
         A step reads the weights and the keys so far once, for the sequences that have not ended. Keys and
-        values take ``2 * layers * heads_kv * head_dim`` numbers a token, for each sequence as many tokens as
-        the longest one has. At first there is room for 256 new tokens; the room doubles when it is full.
+        values take ``2 * num_layers * num_kv_heads * head_dim`` numbers a token, as many tokens a sequence as
+        the longest has. At first there is room for 256 new tokens; the room doubles when it is full.
         """
         single, prompts = self._prompts(ids, attention_mask)
         n_new = integer("generate", "max_new_tokens", max_new_tokens, 0)
@@ -192,7 +187,7 @@ class Decoder(_model.Model):
         if self.max_length is not None and longest + n_new > self.max_length:
             asked = f"max_new_tokens is {short(n_new)} behind a prompt of {longest} tokens"
             raise ValueError(f"generate(): {asked}; expected at most {self.max_length} together")
-        sampler = Sampler("generate", len(prompts), temperature, top_k, top_p, seed)
+        sampler = Sampler("generate", len(prompts), temperature, top_k, top_p, rng)
         ends = np.atleast_1d(self.stop if stop is None else as_array("generate", "stop", stop))
         ends = ends if ends.size else np.zeros(0, np.int64)
         ends = integers("generate", "stop", ends, (ends.size,), "(n,)")
@@ -228,7 +223,7 @@ class Decoder(_model.Model):
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         for step in range(1, max_new_tokens + 1):
             tokens = sampler(self.logits.run(hidden, Sequences(len(hidden))))
-            yielded = np.full(batch, _model.NO_TOKEN)
+            yielded = np.full(batch, NO_TOKEN)
             yielded[running] = tokens
             yield yielded
             kept = np.flatnonzero((tokens[:, None] != stop).all(axis=1))  # np.isin takes three times as long
@@ -237,13 +232,14 @@ class Decoder(_model.Model):
             if kept.size < len(running):
                 running, tokens, lengths = running[kept], tokens[kept], lengths[kept]
                 sampler.select(kept)
-                cache.select(kept)
+                if self.num_layers:  # without layers, nothing is in the cache
+                    cache.select(kept)
             hidden = self._hidden(tokens[:, None], lengths[:, None], longest + step, None, cache)
             lengths = lengths + 1
 
 
 def _is_row(x: Any) -> bool:
-    """Whether `x` is one sequence; of lists of different lengths NumPy does not say."""
+    """Whether `x` is one sequence; `np.ndim` raises for lists of different lengths."""
     try:
         return np.ndim(x) == 1
     except ValueError:
@@ -302,13 +298,13 @@ def read_decoder(
     return Decoder(
         model_type=config.get("model_type", str),
         hidden_size=blocks.hidden,
-        heads=blocks.heads,
-        depth=blocks.depth,
+        num_heads=blocks.heads,
+        num_layers=blocks.num_layers,
         vocab_size=vocab,
         program=program,
         precision=precision,
         text=Text(folder, max_length),
-        heads_kv=blocks.heads_kv,
+        num_kv_heads=blocks.heads_kv,
         head_dim=blocks.head_dim,
         max_length=max_length,
         tokens=weight if tied else tensors[tokens],

@@ -58,11 +58,6 @@ class Bert(_model.Model):
         ndarray, (batch, length, hidden_size)
             In the model's dtype; one sequence (length,) is a batch of one. Where a token does not count, the
             result has no meaning.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument does not fit.
         """
         name, types = self.model_type, None
         tokens, mask = self._tokens(ids, attention_mask, self.max_length)

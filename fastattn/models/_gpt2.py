@@ -33,7 +33,7 @@ def build(source: Source) -> Decoder:
     blocks = Blocks(
         source,
         _NAMES.block,
-        depth=source.tensors.depth(config, "n_layer"),
+        num_layers=source.tensors.depth(config, "n_layer"),
         hidden=hidden,
         inner=config.optional_size("n_inner") or 4 * hidden,
         heads=heads,
@@ -49,7 +49,7 @@ def build(source: Source) -> Decoder:
     return read_decoder(
         _NAMES,
         blocks,
-        scales=[scale / (i + 1) if by_depth else scale for i in range(blocks.depth)],
+        scales=[scale / (i + 1) if by_depth else scale for i in range(blocks.num_layers)],
         max_length=config.size("n_positions"),
         tied=config.get("tie_word_embeddings", bool, True),
     )

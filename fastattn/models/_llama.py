@@ -55,7 +55,7 @@ def build(source: Source) -> Decoder:
     blocks = Blocks(
         source,
         names.block,
-        depth=source.tensors.depth(config, "num_hidden_layers"),
+        num_layers=source.tensors.depth(config, "num_hidden_layers"),
         hidden=config.size("hidden_size"),
         inner=config.size("intermediate_size"),
         heads=heads,
@@ -68,7 +68,7 @@ def build(source: Source) -> Decoder:
     return read_decoder(
         names,
         blocks,
-        windows=_windows(config, model_type, blocks.depth),
+        windows=_windows(config, model_type, blocks.num_layers),
         frequencies=_frequencies(config, head_dim),
         tied=config.get("tie_word_embeddings", bool, False),
     )
@@ -86,20 +86,20 @@ def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str
     return frozenset(name for name in biased if name is not None)
 
 
-def _windows(config: Config, model_type: str, depth: int) -> list[Window]:
+def _windows(config: Config, model_type: str, num_layers: int) -> list[Window]:
     """Each layer's window: a token and the `sliding_window - 1` before it; None for all tokens."""
     if model_type == "llama":
-        return [None] * depth
+        return [None] * num_layers
     width = config.optional_size("sliding_window", 4096)
     if model_type == "mistral":
-        slides = [True] * depth
+        slides = [True] * num_layers
     else:
         if not config.get("use_sliding_window", bool, False):
             width = None
-        kinds = config.words("layer_types", ("full_attention", "sliding_attention"), depth)
+        kinds = config.words("layer_types", ("full_attention", "sliding_attention"), num_layers)
         if kinds is None:
             first = config.size("max_window_layers", 28, low=0)
-            slides = [i >= first for i in range(depth)]
+            slides = [i >= first for i in range(num_layers)]
         else:
             slides = [kind == "sliding_attention" for kind in kinds]
     return [(width - 1, 0) if width is not None and sliding else None for sliding in slides]

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fastattn.models._text import Text
     from fastattn.models._weights import Precision
 
-NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
@@ -28,8 +26,8 @@ class Model:
 
     model_type: str  # as in config.json
     hidden_size: int
-    heads: int
-    depth: int  # layers
+    num_heads: int
+    num_layers: int  # layers
     vocab_size: int
     program: Program  # of the layers
     precision: Precision
@@ -46,7 +44,7 @@ class Model:
         return self.precision.weights
 
     def __repr__(self) -> str:
-        return f"<{self.model_type}: {self.depth} layers of {self.hidden_size}, {self.precision}>"
+        return f"<{self.model_type}: {self.num_layers} layers of {self.hidden_size}, {self.precision}>"
 
     def _tokens(
         self, ids: ArrayLike, mask: ArrayLike | None, longest: int | None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import integer, number, short
+from fastattn._args.values import generator, integer, number, short
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints
@@ -27,7 +27,7 @@ class Sampler:
         temperature: float,
         top_k: int | None,
         top_p: float | None,
-        seed: int | None,
+        rng: np.random.Generator | int | None,
     ):
         float64 = np.dtype(np.float64)
         self.temperature = number(func, "temperature", temperature, float64)
@@ -37,17 +37,16 @@ class Sampler:
         self.top_p = 1.0 if top_p is None else number(func, "top_p", top_p, float64)
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"{func}(): top_p is {top_p}; expected 0 to 1")
-        if seed is not None:
-            seed = integer(func, "seed", seed, 0)
+        source = generator(func, "rng", rng)
         if self.temperature == 0:
-            for name, value in (("top_k", top_k), ("top_p", top_p), ("seed", seed)):
+            for name, value in (("top_k", top_k), ("top_p", top_p), ("rng", rng)):
                 if value is not None:
                     raise ValueError(
                         f"{func}(): {name} is {short(value)} and temperature 0, which draws nothing; expected"
                         f" a temperature above 0"
                     )
         self.func = func
-        self.generators = [np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(batch)]
+        self.generators = source.spawn(batch)
 
     def __call__(self, logits: Array) -> Ints:
         """The next tokens (batch,) for logits (batch, vocab_size)."""

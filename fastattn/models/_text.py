@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import as_array, integer, iterated, short
 from fastattn.models._files import Config, ModelError, lfs_hint, require
-from fastattn.models._model import NO_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,10 +20,11 @@ if TYPE_CHECKING:
 
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
+NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
 _MOST_BYTES = 4  # of a character in UTF-8
 
 # Characters that go to the tokenizer at a time: enough work for all its threads, in bounded memory. It
-# ignores signals, so it runs in a thread of its own, but for short batches, which take milliseconds.
+# ignores signals, so it runs in a thread of its own, except for short batches, which take milliseconds.
 _BATCH_CHARACTERS, _SHORT = 1 << 19, 1 << 13
 _SECONDS_BETWEEN_SIGNALS = 0.05
 
@@ -92,7 +92,7 @@ class Text:
         return decoded
 
     def stream(self, prompt: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
-        """Text of one sequence's `ids`, which follow `prompt`: pieces, as soon as their characters are whole.
+        """Text of one sequence's `ids`, which follow `prompt`: a piece as soon as its characters are whole.
 
         It leaves out -1, which `generate` yields for a sequence of a batch that has ended.
         """
@@ -101,8 +101,8 @@ class Text:
             decoded: str = self.tokenizer.decode(tokens[first:last], skip_special_tokens=True)
             return decoded
 
-        # Whether a token begins with a space can depend on the token before. So a piece is what tokens add
-        # to the text of the piece before.
+        # Whether a token begins with a space can depend on the token before. So a piece is what its tokens
+        # add to the text of the piece before.
         tokens = list(_ids("stream", "prompt", prompt))
         first, done = max(0, len(tokens) - _CONTEXT), len(tokens)
         for token in _ids("stream", "ids", ids):

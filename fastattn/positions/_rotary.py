@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.results import result_array
 from fastattn._args.types import RopeArgs, lane_dtype
 from fastattn._args.values import (
     as_array,
@@ -18,7 +19,6 @@ from fastattn._args.values import (
     float_dtype,
     readable,
     require_broadcast,
-    require_result,
 )
 from fastattn._engine import dispatch, settings
 from fastattn.positions._rotary_scaling import RopeFrequencies
@@ -147,7 +147,7 @@ def apply_rope(
         in_place = isinstance(out, np.ndarray) and out.__array_interface__ == array.__array_interface__
         if not in_place:
             inputs.append(("x", array, array))
-        require_result("apply_rope", out, array.shape, dtype, "x", inputs)
+        result_array("apply_rope", out, array.shape, dtype, "x", inputs)
     if out.size == 0:
         return out
     lane = lane_dtype(dtype)

@@ -1,5 +1,5 @@
-/* The attention kernels. A call runs twice and must give the same bits: the second time in another order, planned for
- * more threads, in splits if there are any, and with other garbage in the scratch memory. */
+/* The attention kernels. Every call runs twice and must give the same bits. The second time tasks run in another order,
+ * planned for more threads, in splits if there are any, and with other garbage in the scratch memory. */
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
@@ -41,7 +41,7 @@ static fa_dtype attention_dtype(void) { return attention_case.c.q; }
 
 static void describe_attention(void) { describe(&attention_case.c); }
 
-/* All tasks, the first time or `again`. */
+/* Runs all tasks, for the first time or `again`. */
 static void run_attention(const fa_kernels *kernels, const fa_attention_args *a, const fa_plan *p, int again)
 {
     const int mark = n_mappings;
@@ -63,8 +63,8 @@ static void run_attention(const fa_kernels *kernels, const fa_attention_args *a,
     release(mark);
 }
 
-/* What is wrong with out and lse of a call that ran twice, or NULL; `blur` of 1: probabilities were rounded. Takes the
- * second out away. */
+/* What is wrong with out and lse of a call that ran twice, or NULL. `blur` is 1 if the kernel rounds probabilities. The
+ * memory of the second out is given back. */
 static const char *wrong_out(const fa_attention_args calls[2], const expected *e, double blur)
 {
     const fa_attention_args *a = calls;
@@ -122,7 +122,7 @@ static const family attention_family = {
     "attention", N_CASES, make_attention, attention_dtype, check_attention, describe_attention, drop_attention,
 };
 
-/* What ran, and whether the comparisons said something; returns whether they did. */
+/* Prints what ran. Returns whether enough of the compared numbers were neither 0 nor NaN. */
 static int report_attention(const char *only_isa)
 {
     int told = 1;

@@ -23,8 +23,8 @@ typedef struct {
     int batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
 } shape;
 
-/* Each option alone on the first two, several at a time on the others: few rows per KV head and many, one row block and
- * several, one split of the keys and several. */
+/* The first two shapes get each option alone, the others several at a time. There are few rows per KV head and many,
+ * one row block and several, one split of the keys and several. */
 static const shape shapes[] = {
     {2, 4, 2, 21, 140, 12, 10}, {2, 6, 2, 1, 560, 8, 12},   {1, 2, 1, 0, 5, 8, 8},
     {1, 2, 1, 3, 0, 8, 8},      {1, 2, 1, 20, 0, 8, 8},     {1, 1, 1, 1, 1, 1, 1},
@@ -35,11 +35,11 @@ static const shape shapes[] = {
     {1, 2, 1, 8, 1030, 17, 32}, {1, 1, 1, 32, 520, 5, 48},  {2, 2, 2, 1, 1100, 20, 40},
     {1, 8, 1, 1, 1025, 80, 40}, {1, 3, 1, 2, 513, 128, 15}, {1, 1, 1, 5, 600, 31, 129},
     {1, 7, 1, 1, 577, 96, 80},  {2, 1, 1, 3, 1024, 129, 1}, {1, 1, 1, 40, 100, 128, 128},
-    {13, 2, 2, 70, 90, 5, 4},   /* enough tiles for several a task */
-    {6, 2, 1, 100, 4200, 2, 3}, /* so, and keys for several parts */
+    {13, 2, 2, 70, 90, 5, 4},   /* so many tiles that a task has several */
+    {6, 2, 1, 100, 4200, 2, 3}, /* the same, with keys for several parts */
 };
 
-/* Of q and out, and of k and v. */
+/* The dtype of q and out, and that of k and v. */
 static const fa_dtype dtypes[][2] = {{FA_F32, FA_F32},   {FA_F64, FA_F64}, {FA_F16, FA_F16},
                                      {FA_BF16, FA_BF16}, {FA_F32, FA_F16}, {FA_F32, FA_BF16}};
 
@@ -74,7 +74,7 @@ static const int alone[] = {0,
                             NO_LSE,
                             LAYOUT};
 
-/* Behind those, with other options: of every shape two with lists of ranges, one with sigmoids, two with statistics. */
+/* Behind those come, for every shape, two cases with lists of ranges, one with sigmoids, two with statistics. */
 enum { PER_SHAPE = 3, ALONE = 2 * COUNT(alone), TOGETHER = PER_SHAPE * (COUNT(shapes) - 2) };
 enum { LISTED = 2 * COUNT(shapes), SIGMOIDS = COUNT(shapes), STATED = 2 * COUNT(shapes) };
 enum { N_CASES = (ALONE + TOGETHER + LISTED + SIGMOIDS + STATED) * COUNT(dtypes) };
@@ -88,7 +88,7 @@ typedef struct {
     fa_dtype q, kv;
 } test_case;
 
-/* Shape `i`, but the one with most scores with fewer rows: for what takes more time. */
+/* Shape `i`, for cases that take more time: the one with most scores gets fewer rows. */
 static shape small_shape(int i)
 {
     shape s = shapes[i % COUNT(shapes)];
@@ -96,7 +96,7 @@ static shape small_shape(int i)
     return s;
 }
 
-/* Any of those before LISTS. */
+/* Any options before LISTS. */
 static int random_options(void)
 {
     const int options = (int)(random_bits() & random_bits()) & (LISTS - 1);
@@ -211,7 +211,7 @@ static int attends(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, 
            !(a->mods.bias.data && get(&a->mods.bias, b, h, i, j) == -INFINITY);
 }
 
-/* NaN, which must show where it is attended and nowhere else; Inf, too, in keys that nobody attends. */
+/* Puts in NaN, which must show in the rows that attend it and in no other; and Inf in keys that no row attends. */
 static void spoil(int options, const fa_attention_args *a)
 {
     const int64_t group = a->heads_q / a->heads_kv;
@@ -232,7 +232,7 @@ static void spoil(int options, const fa_attention_args *a)
     }
 }
 
-/* The call of a case but for out and lse. */
+/* The arguments of a case, without out and lse. */
 static fa_attention_args new_inputs(const test_case *c)
 {
     const shape *s = &c->s;

@@ -1,4 +1,4 @@
-/* What a number must be, and whether it is. */
+/* What a number must be, and whether it is that. */
 #ifndef COMPARE_H
 #define COMPARE_H
 
@@ -6,7 +6,7 @@
 
 #include <float.h>
 
-/* A number, and how far from it another may lie; INFINITY: anywhere, and it may be NaN. */
+/* A number, and how far off it another may be. INFINITY: any number will do, and NaN. */
 typedef struct {
     double value, error;
 } near;
@@ -16,7 +16,7 @@ static double eps_of(fa_dtype dtype)
     return dtype == FA_F64 ? DBL_EPSILON : dtype == FA_F32 ? FLT_EPSILON : dtype == FA_F16 ? 0x1p-10 : 0x1p-7;
 }
 
-/* A copy of an element in `dtype`, of what was accumulated in its lane type. */
+/* x, accumulated in the lane type, as an element of `dtype` stores it. */
 static near stored(near x, fa_dtype dtype)
 {
     x.error += eps_of(dtype) / 2 * (fabs(x.value) + x.error) + (dtype == FA_F16 ? 0x1p-25 : FLT_MIN);

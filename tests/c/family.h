@@ -11,13 +11,13 @@ typedef struct {
     const char *name;
     int n_cases;
     void (*make)(int number);
-    fa_dtype (*dtype)(void);                                  /* of the case: kernels of its lanes run */
+    fa_dtype (*dtype)(void);                                  /* of the case: says with which lanes it runs */
     const char *(*check)(int isa, const fa_kernels *kernels); /* what is wrong, or NULL */
     void (*describe)(void);
     void (*drop)(void); /* what is not mapped */
 } family;
 
-/* What is running, for crashed(). */
+/* The case that is running, which crashed() names. */
 static const family *running;
 static const char *running_isa;
 static int running_case;

@@ -4,7 +4,7 @@
 
 #include "reference.h"
 
-/* How sure it is that a key has a probability, which decides whether its value reaches the result. */
+/* Whether a key has a probability, and so whether its value reaches the result: no, perhaps or surely. */
 typedef enum { SURELY_NOT, PERHAPS, SURELY } support;
 
 static int descending(const void *a, const void *b)
@@ -13,7 +13,7 @@ static int descending(const void *a, const void *b)
     return (x < y) - (x > y);
 }
 
-/* The scores that are attended, from the largest on, less that; returns how many. */
+/* The scores that are attended, in falling order, relative to the largest; returns how many. */
 static int64_t sorted_scores(const fa_attention_args *a, const score *s, double *sorted)
 {
     int64_t n = 0;
@@ -36,7 +36,7 @@ static double sparsemax_threshold(const double *z, int64_t n)
     return tau;
 }
 
-/* That of halved scores: Peters, Niculae and Martins 2019, algorithm 2. */
+/* The threshold of halved scores for entmax-1.5: Peters, Niculae and Martins 2019, algorithm 2. */
 static double entmax15_threshold(const double *z, int64_t n)
 {
     double sum = 0, squares = 0, tau = -1;
@@ -51,8 +51,8 @@ static double entmax15_threshold(const double *z, int64_t n)
     return tau;
 }
 
-/* The probabilities p (len_k) of a row, and which keys have one. A threshold is off by no more than scores are, and
- * near one an error of a score moves a probability of 0. */
+/* The probabilities p (len_k) of a row, and which keys have one. A threshold is off by no more than scores are. Near
+ * the threshold, an error of a score may make a probability of 0 positive. */
 static void sparse_probabilities(const fa_attention_args *a, int squared, const score *s, near *p, support *has)
 {
     const double eps = eps_of(lane_of(a->q.dtype));
@@ -72,8 +72,8 @@ static void sparse_probabilities(const fa_attention_args *a, int squared, const 
     free(sorted);
 }
 
-/* Whether key j is among the k best of the row, of equal ones the first; perhaps, where rounding may decide. `least` is
- * the k-th best score. */
+/* Whether key j is among the k best of the row, of which the first of equal ones count; `perhaps` where rounding may
+ * decide. `least` is the k-th best score. */
 static support among_best(const fa_attention_args *a, int64_t k, double least, const score *s, int64_t j)
 {
     const double eps = eps_of(lane_of(a->q.dtype)), from_least = s[j].value - least;
@@ -90,8 +90,8 @@ static support among_best(const fa_attention_args *a, int64_t k, double least, c
     return before >= k ? SURELY_NOT : before + perhaps < k ? SURELY : PERHAPS;
 }
 
-/* The same of the k largest. Of those that are only perhaps among them, which are as good as equal, each has the
- * probability of one that is, or 0. */
+/* The same for the k largest. Keys that are only perhaps among them have nearly equal scores; each of them has that
+ * probability, or 0. */
 static void best_probabilities(const fa_attention_args *a, int64_t k, const score *s, near *p, support *has)
 {
     softmax_row r = {.max = -INFINITY};
@@ -118,7 +118,7 @@ static void best_probabilities(const fa_attention_args *a, int64_t k, const scor
     }
 }
 
-/* out (head_dim_v) of a row: what stands in a value without a probability reaches nothing. */
+/* out (head_dim_v) of a row. The values of keys without a probability do not reach it. */
 static void weigh_supported(const fa_attention_args *a, const near *p, const support *has, const double *v,
                             expected *out)
 {

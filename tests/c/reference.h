@@ -5,13 +5,13 @@
 #include "cases.h"
 #include "compare.h"
 
-/* What an element must be, and how far from it it may lie; `blur`, the mean of |v|: where the kernel rounds
- * probabilities, to 8 bits, it moves by up to 2^-8 of that. */
+/* What an element must be, and how far off it may be. `blur` is the mean of |v|: if the kernel rounds probabilities to
+ * 8 bits, the element may be off by another 2^-8 of that. */
 typedef struct {
     double value, tolerance, blur;
 } expected;
 
-/* A score, and the absolute sum of its terms: it may be off by some units in the last place of that. */
+/* A score, and the sum of its terms' absolute values, of which the score may be off by some units in the last place. */
 typedef struct {
     double value, size; /* size -1: not attended */
 } score;
@@ -27,7 +27,7 @@ static score product_of(int64_t depth, const double *q, const double *k)
     return s;
 }
 
-/* What key j of row (b, h, i) has after all modifiers, `s` being the product. */
+/* The score of key j in row (b, h, i) after all modifiers; `s` is the product. */
 static score modified(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, int64_t j, score s)
 {
     if (!attends(a, b, h, i, j)) return (score){-INFINITY, -1};
@@ -54,8 +54,8 @@ static void score_row(const fa_attention_args *a, int64_t b, int64_t h, int64_t 
     FOR(j, a->len_k) s[j] = modified(a, b, h, i, j, product_of(a->head_dim, q, k + j * a->head_dim));
 }
 
-/* Of a row's softmax: the maximum, the sum of exp(score - max), both with the sink; and the mean of the sizes. To first
- * order errors of scores reach the result in proportion to the probabilities. */
+/* The softmax of a row: the maximum and the sum of exp(score - max), both with the sink, and the mean of the scores'
+ * sizes, weighted with the probabilities: so, to first order, the errors of the scores reach the result. */
 typedef struct {
     double max, sum, size;
 } softmax_row;
@@ -78,10 +78,10 @@ static softmax_row softmax_of(const fa_attention_args *a, int64_t b, int64_t h, 
     return r;
 }
 
-/* Roundings of a sum over keys. */
+/* How often a sum over the keys is rounded. */
 static double steps_of(const fa_attention_args *a) { return 4 + sqrt((double)a->len_k); }
 
-/* Below it a probability, relative to the largest, is 0: v_exp_prob. */
+/* A probability below this, relative to the largest, is 0: v_exp_prob. */
 static double cut_of(fa_dtype q) { return q == FA_F64 ? 0x1p-996 : 0x1p-100; }
 
 /* The probability of a key that the row attends. */
@@ -111,7 +111,7 @@ static void weigh(const fa_attention_args *a, near p, const double *v, expected 
     }
 }
 
-/* What q's dtype makes of the sum. */
+/* The sum, rounded to q's dtype. */
 static void round_out(const fa_attention_args *a, expected *out)
 {
     FOR(d, a->head_dim_v) out[d].tolerance += eps_of(a->q.dtype) / 2 * fabs(out[d].value) + tiny_of(a->q.dtype);

@@ -4,7 +4,7 @@
 
 #include "reference.h"
 
-/* The i-th largest weight of a row. `exact`: no other score is so near that rounding may change the order; equal ones
+/* The i-th largest weight of a row. `exact`: no other score is so near that rounding may change the order. Equal scores
  * come in the order of their keys. */
 typedef struct {
     int64_t key; /* -1: there are no more */
@@ -58,7 +58,7 @@ static expected_statistics expect_statistics(const fa_attention_args *a, const o
 {
     const int64_t rows = a->batch * a->heads_q * a->len_q, keys = a->len_k;
     const double eps = eps_of(lane_of(a->q.dtype)), sums = eps * (2 + sqrt((double)(a->len_q * a->heads_q)));
-    const double units = a->q.dtype == FA_F64 ? 4 : 2; /* this here is no more exact than float64 */
+    const double units = a->q.dtype == FA_F64 ? 4 : 2; /* this reference is itself computed in float64 */
     expected_statistics e = {nears(rows), nears(rows), nears(a->batch * a->heads_q * keys),
                              nears(a->batch * a->len_q * keys),
                              calloc((size_t)(rows * a->stats.n_top) + 1, sizeof *e.top)};
@@ -98,7 +98,7 @@ static void drop_statistics(expected_statistics *e)
     free(e->row_max), free(e->entropy), free(e->key_sums), free(e->mean_weights), free(e->top);
 }
 
-/* Where they go; what is added to is 0. */
+/* Memory for the statistics; those that kernels add to are 0. */
 static void new_statistics(const test_case *c, fa_attention_args *a)
 {
     const fa_dtype lane = lane_of(c->q);
@@ -120,7 +120,8 @@ static void new_statistics(const test_case *c, fa_attention_args *a)
         a->stats.norm = new_floats(lane, a->batch, a->heads_q, a->len_q, 2, 0);
 }
 
-/* The list of row (b, h, i): where rounding may change the order, any key of such a weight, and none twice. */
+/* Checks the list of row (b, h, i). Where rounding may change the order, any key of that weight will do, but none
+ * twice. */
 static const char *wrong_top(const fa_attention_args calls[2], const operands *x, int64_t b, int64_t h, int64_t i,
                              const expected_top *top)
 {

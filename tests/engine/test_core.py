@@ -7,7 +7,8 @@ import pytest
 from implementations import COMPILED, NOTHING_COMPILED
 
 from fastattn import ops
-from fastattn._args.types import ACTIVATIONS, LinearArgs, RopeArgs, RowsArgs, plain_args
+from fastattn._args.packed import LinearArgs
+from fastattn._args.types import ACTIVATIONS, RopeArgs, RowsArgs, plain_args
 from fastattn._engine import settings
 from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Sequences, X, build
 from fastattn._reference import ops as twins

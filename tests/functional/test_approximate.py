@@ -113,7 +113,7 @@ def test_errors():
         functional.linformer_attention(q, q, q, np.ones((5, 50)), np.ones((3, 5, 50)))
     with pytest.raises(
         ValueError,
-        match=r"linformer_attention\(\): key_projection has shape \(4, 2, 5, 50\); expected \(n, len_k\)",
+        match=r"linformer_attention\(\): key_projection has shape \(4, 2, 5, 50\); expected one that fits",
     ):
         functional.linformer_attention(q, q, q, np.ones((4, 2, 5, 50)))
     with pytest.raises(

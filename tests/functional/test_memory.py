@@ -161,7 +161,7 @@ CACHE, W, U = normal(2, 6, 24), normal(4, 8, 16), normal(4, 12, 16)
         (
             lambda: functional.latent_attention(Q, np.stack([CACHE[0]] * 5), W, U),
             ValueError,
-            r"^latent_attention\(\): cache has shape .*; expected batch dimensions",
+            r"^latent_attention\(\): q and cache have batch dimensions .*; expected ones that broadcast",
         ),
         (lambda: functional.latent_attention(Q[0, 0], CACHE, W, U), ValueError, r"q has shape \(6, 16\)"),
         (lambda: functional.memory_attention(Q, K, V, K[..., :3], V), ValueError, "memory_k has shape"),
@@ -224,8 +224,8 @@ def test_memory_of_queries_that_broadcast(heads, gate, implementation):
 
 def test_dtypes_are_named():
     q, k, v = qkv(3, 4, dim_v=16)
-    with pytest.raises(TypeError, match=r"^memory_attention\(\): memory_k and memory_v have dtypes float64"):
+    with pytest.raises(TypeError, match=r"^memory_attention\(\): q, memory_k and memory_v have dtypes"):
         functional.memory_attention(q, k, v, np.ones(k.shape), v)
     weight = np.ones((4, 8, 8), np.float32)
-    with pytest.raises(TypeError, match=r"^latent_attention\(\): cache has dtype float64"):
+    with pytest.raises(TypeError, match=r"^latent_attention\(\): q and cache have dtypes"):
         functional.latent_attention(q, np.ones((2, 5, 16)), weight, weight)

@@ -152,6 +152,6 @@ def test_errors():
     ):
         location_attention(np.ones((3, 5, 5), np.float32), q)
     with pytest.raises(
-        ValueError, match=r"logits has shape \(3, 2, 5, 5\) and v \(4, 2, 5, 4\); expected batch"
+        ValueError, match=r"logits and v have batch dimensions \(3,\) and \(4,\); expected ones"
     ):
         location_attention(np.ones((3, 2, 5, 5), np.float32), np.ones((4, 2, 5, 4), np.float32))

@@ -125,7 +125,7 @@ def used(options):
     if isinstance(model, models.Bert):
         return model.embed(["the cat", ""])
     ids = model.text.encode(["the cat", "a dog on the mat"])
-    new = list(islice(model.generate([[1, 2], [3]], 3, temperature=0.5, top_k=3, seed=1), 3))
+    new = list(islice(model.generate([[1, 2], [3]], 3, temperature=0.5, top_k=3, rng=1), 3))
     return model.text.decode([*ids, *np.transpose(new)])
 
 

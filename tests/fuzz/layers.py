@@ -67,7 +67,7 @@ def encoder_layer(d):
     )  # fmt: skip
     return layers.TransformerEncoderLayer, {
         "d_model": width,
-        "nhead": nhead,
+        "num_heads": nhead,
         "dim_feedforward": d.size(),
         **more,
     }
@@ -75,7 +75,7 @@ def encoder_layer(d):
 
 def decoder_layer(d):
     _, fields = encoder_layer(d)
-    head_dim = fields["d_model"] // fields["nhead"]
+    head_dim = fields["d_model"] // fields["num_heads"]
     return layers.TransformerDecoderLayer, {
         **fields,
         **d.some(0.2, cross_attention=lambda: heads(d, head_dim)),
@@ -280,7 +280,7 @@ def layer_saved(d):
     with suppress(TypeError, ValueError, AttributeError, LookupError):
         state = it.state_dict()
     arguments = {
-        "state": state,
+        "state_dict": state,
         **d.some(0.3, prefix=lambda: "", weights_dtype=lambda: d.choose(*WEIGHT_DTYPES)),
     }
     names = (f"{type(other).__name__}.load_state_dict", *NAMES)

@@ -58,7 +58,7 @@ RECIPES += [model] * 2
 @recipe
 def generate(d):
     it = model_of(d, tiny_models.DECODERS)
-    drawn = d.some(0.5, top_k=d.size, top_p=lambda: 0.8, seed=lambda: 3)
+    drawn = d.some(0.5, top_k=d.size, top_p=lambda: 0.8, rng=lambda: 3)
     more = {"temperature": 0.7, **drawn} if drawn else {}
     more |= d.some(0.3, stop=lambda: d.choose(3, [3, 4], ()))
     prompts = d.choose(tokens(d)["ids"], [[1, 2, 3], [4]], [1, 2])

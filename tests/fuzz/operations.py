@@ -203,7 +203,8 @@ def position(d):
     return d.choose(
         Call(positions.sinusoidal, length,
              lambda a: [Like((a["length"], a["d_model"]), a.get("dtype", np.float32))]),
-        Call(positions.alibi_slopes, {"n_heads": d.size()}, lambda a: [Like((a["n_heads"],), np.float32)]),
+        Call(positions.alibi_slopes, {"num_heads": d.size()},
+             lambda a: [Like((a["num_heads"],), np.float32)]),
         Call(positions.t5_buckets, {**pair, **more, **d.some(0.4, num_buckets=lambda: d.size(4))},
              lambda a: [Like((a["len_q"], a["len_k"]), np.int64)]),
         Call(positions.t5_bias, {"table": d.floats(d.size(4), d.size()), **pair, **more},

@@ -289,7 +289,7 @@ def test_loading_what_is_no_state():
     layer = TransformerEncoderLayer(36, 4, 40)
     state = randomized(layer).state_dict()
     with pytest.raises(
-        TypeError, match=r"load_state_dict\(\): state has the key 1; expected names of parameters"
+        TypeError, match=r"load_state_dict\(\): state_dict has the key 1; expected names of parameters"
     ):
         layer.load_state_dict({**state, 1: state["norm1.bias"]})
     masked = {**state, "norm1.bias": np.ma.masked_array(state["norm1.bias"])}

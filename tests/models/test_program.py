@@ -95,3 +95,5 @@ def test_a_model_without_layers(tmp_path, implementation):
     model = models.load(tmp_path)
     np.testing.assert_allclose(model(ids), expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert len(list(model.generate(ids[0], 3, stop=()))) == 3
+    best = next(model.generate(ids, 1))
+    assert len(list(model.generate(ids, 3, stop=best[0]))) > 1 or best[0] == best[1]

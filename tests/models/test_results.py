@@ -243,7 +243,7 @@ def test_sequences_end_at_stop_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "rng": 3}])
 def test_sequences_that_have_ended_are_computed_no_more(kind, options, tmp_path, monkeypatch):
     """The other sequences go on as before, also where frequencies depend on the longest one."""
     monkeypatch.setattr(decoder, "Sampler", Recorded)
@@ -290,7 +290,7 @@ def test_draws_follow_the_seed(options, tmp_path):
     prompts = [[1, 2, 3], [4], [5, 6]]
 
     def run(seed, prompts=prompts):
-        return np.stack(list(model.generate(prompts, 12, seed=seed, stop=(), **options)), axis=1)
+        return np.stack(list(model.generate(prompts, 12, rng=seed, stop=(), **options)), axis=1)
 
     np.testing.assert_array_equal(run(7), run(7))
     assert (run(7) != run(8)).any()
@@ -303,7 +303,7 @@ def test_draws_have_the_probabilities():
     logits = np.log([0.5, 0.2, 0.15, 0.1, 0.04, 0.01]).astype(np.float32)
 
     def shares(**options):
-        options = {"temperature": 1.0, "top_k": None, "top_p": None, "seed": 3, **options}
+        options = {"temperature": 1.0, "top_k": None, "top_p": None, "rng": 3, **options}
         drawn = Sampler("generate", 5_000, **options)(np.tile(logits, (5_000, 1)))
         return np.bincount(drawn, minlength=6) / 5_000
 
@@ -316,7 +316,7 @@ def test_draws_have_the_probabilities():
     np.testing.assert_allclose(shares(temperature=1e-300), [1, 0, 0, 0, 0, 0])
     squares = np.exp(2 * logits) / np.exp(2 * logits).sum()
     np.testing.assert_allclose(shares(temperature=0.5), squares, atol=within)
-    np.testing.assert_allclose(shares(temperature=0.0, seed=None), [1, 0, 0, 0, 0, 0])
+    np.testing.assert_allclose(shares(temperature=0.0, rng=None), [1, 0, 0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -332,7 +332,7 @@ def test_logits_that_are_no_numbers_are_an_error(temperature):
 def test_infinite_logits_are_drawn(options):
     options = {"top_k": None, "top_p": None, **options}
     logits = np.tile(np.array([0.0, np.inf, -np.inf, np.inf, 5.0], np.float32), (200, 1))
-    drawn = Sampler("generate", 200, 1.0, seed=0, **options)(logits)
+    drawn = Sampler("generate", 200, 1.0, rng=0, **options)(logits)
     assert set(drawn.tolist()) == {1, 3}
 
 
@@ -355,10 +355,10 @@ WRONG_CALLS = [
     ({"temperature": "hot"}, TypeError, r"temperature is 'hot'"),
     ({"top_k": 5}, ValueError, r"top_k is 5 and temperature 0.*expected a temperature above 0"),
     ({"top_p": 0.9, "temperature": 0}, ValueError, r"top_p is 0.9 and temperature 0"),
-    ({"seed": 1}, ValueError, r"seed is 1 and temperature 0"),
+    ({"rng": 1}, ValueError, r"rng is 1 and temperature 0"),
     ({"top_k": 0}, ValueError, r"top_k is 0; expected at least 1"),
     ({"top_p": 1.5}, ValueError, r"top_p is 1.5; expected 0 to 1"),
-    ({"seed": -3}, ValueError, r"seed is -3; expected at least 0"),
+    ({"rng": -3}, ValueError, r"rng is -3; expected at least 0"),
     ({"stop": 1.5}, TypeError, r"stop has dtype float64; expected integers"),
     ({"stop": [[3, 4]]}, ValueError, r"stop has shape \(1, 2\); expected one that fits \(n,\)"),
 ]
@@ -388,6 +388,8 @@ def test_wrong_arguments_of_an_encoder(tmp_path):
         model([[5]], token_type_ids=[[2]])
     with pytest.raises(ValueError, match=r"token_type_ids has shape \(1, 2\); expected \(1, 1\)"):
         model([[5]], token_type_ids=[[0, 1]])
+    with pytest.raises(ValueError, match=r"ids has sequences of different lengths.*pass an attention_mask"):
+        model([[5, 6], [7]])
 
 
 def test_models_say_what_they_are(tmp_path):

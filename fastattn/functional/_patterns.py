@@ -1,17 +1,21 @@
-"""Neighborhood attention on a grid of queries and keys, at a cost that grows with the neighborhood."""
+"""Patterns of keys, at the cost of the keys: dilated windows, strides, neighborhoods on a grid."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import wrong_shape
 from fastattn._args.key_ranges import Resolved
-from fastattn._args.values import operand
+from fastattn._args.options import Backend, StridedOptions
+from fastattn._args.values import integer, operand
+from fastattn._args.variants import variant_args
 from fastattn._engine import dispatch
+from fastattn.functional._pieces import apart, join
 from fastattn.masks import Mask, neighborhood
 from fastattn.masks._grid import neighborhood_sizes
 from fastattn.masks._mask import ScoreShape
@@ -20,9 +24,158 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
-    from fastattn._args.options import Backend
-    from fastattn._args.types import Array, Shape
+    from fastattn._args.types import Array, AttentionArgs, Shape
+
+
+@overload
+def dilated_window_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    window: int,
+    dilation: int,
+    causal: bool = False,
+    return_lse: Literal[False] = False,
+    **options: Unpack[StridedOptions],
+) -> Array: ...
+@overload
+def dilated_window_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    window: int,
+    dilation: int,
+    causal: bool = False,
+    return_lse: Literal[True],
+    **options: Unpack[StridedOptions],
+) -> tuple[Array, Array]: ...
+def dilated_window_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    window: int,
+    dilation: int,
+    causal: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[StridedOptions],
+) -> Any:
+    """Longformer's dilated sliding window: keys with ``abs(i - j) <= window * dilation``, every dilation-th.
+
+    What ``attention(mask=masks.dilated(window, dilation))`` gives, at the cost of the keys attended.
+
+    Parameters
+    ----------
+    q, k, v, return_lse
+        As in `attention`, like the results and errors; k as long as q.
+    window : int
+        How many keys are attended to either side.
+    dilation : int
+        Their distance.
+    causal : bool, default False
+        Only keys up to the query's own.
+    **options
+        scale, softcap, sinks, out, num_threads and backend of `attention`.
+
+    Notes
+    -----
+    Keys at multiples of the distance are another sequence, ``k[..., r::dilation, :]``, in which the window
+    has no gaps: as many calls of `attention` on views, O(len_q * window * head_dim) a head together. Source:
+    I. Beltagy, M. E. Peters, A. Cohan, "Longformer: The Long-Document Transformer", 2020, arXiv:2004.05150.
+    """
+    func = "dilated_window_attention"
+    args = _self_args(func, q, k, v, options, return_lse)
+    window, step = integer(func, "window", window, 0), integer(func, "dilation", dilation, 1)
+    _attend_interleaved(args, func, step, options, causal=causal, window=(window, window))
+    return args.result
+
+
+@overload
+def strided_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    stride: int,
+    return_lse: Literal[False] = False,
+    **options: Unpack[StridedOptions],
+) -> Array: ...
+@overload
+def strided_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    stride: int,
+    return_lse: Literal[True],
+    **options: Unpack[StridedOptions],
+) -> tuple[Array, Array]: ...
+def strided_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    stride: int,
+    return_lse: bool = False,
+    **options: Unpack[StridedOptions],
+) -> Any:
+    """The strided pattern of Sparse Transformers: the last ``stride`` keys, and every stride-th before.
+
+    What ``attention(mask=masks.strided(stride))`` gives, at the cost of the keys attended. Causal.
+
+    Parameters
+    ----------
+    q, k, v, return_lse, **options
+        As in `dilated_window_attention`, like the results and errors.
+    stride : int
+        Query i attends keys j <= i with ``i - j <= stride`` or ``i - j`` a multiple of it.
+
+    Notes
+    -----
+    A window, and what is further away, of ``stride`` interleaved sequences, on views: two results that are
+    joined by their lse. O(len_q * (stride + len_k / stride) * head_dim) a head.
+    Source: R. Child et al., "Generating Long Sequences with Sparse Transformers", 2019, arXiv:1904.10509.
+    """
+    func = "strided_attention"
+    args = _self_args(func, q, k, v, options, return_lse)
+    step = integer(func, "stride", stride, 1)
+    near = apart(attention_args(func, q, k, v, **options, window=(step, 0)))
+    far = apart(args)
+    dispatch.run(near, options.get("backend"))
+    # Those at a distance of 0 and of one step are in the window.
+    row = np.arange(-(-args.len_q // step))
+    _attend_interleaved(far, func, step, {**options, "sinks": None}, row_ranges=(row * 0, row - 1))
+    join((near, far), args)
+    return args.result
+
+
+def _self_args(func: str, q: Any, k: Any, v: Any, options: StridedOptions, return_lse: bool) -> AttentionArgs:
+    """The arguments of attention of a sequence to itself."""
+    args = variant_args(func, q, k, v, options, StridedOptions, return_lse)
+    if args.len_q != args.len_k:
+        raise ValueError(f"{func}(): k has a length of {args.len_k}; expected q's, {args.len_q}")
+    return args
+
+
+def _attend_interleaved(
+    args: AttentionArgs, func: str, step: int, options: StridedOptions, row_ranges: Any = None, **more: Any
+) -> None:
+    """Attend within each of the `step` sequences of every step-th token, into the results of `args`."""
+    rest: Any = {name: x for name, x in options.items() if name != "out"}
+    for first in range(min(step, args.len_q)):
+        every: Any = (..., slice(first, None, step), slice(None))
+        q, k, v, out = (x[every] for x in (args.q, args.k, args.v, args.out))
+        if row_ranges is not None:
+            more["row_ranges"] = tuple(x[: q.shape[-2]] for x in row_ranges)
+        part = attention_args(func, q, k, v, out=out, return_lse=args.lse is not None, **rest, **more)
+        dispatch.run(part, options.get("backend"))
+        if args.lse is not None:
+            args.lse[..., first::step] = part.lse
+
 
 # Rows of the grid whose queries make up a tile: with 4, the 32 queries of a tile lie in 4 rows and 8 columns,
 # and what they attend together is least. Of 2, 4, 6 and 8 the fastest: docs/notes/masks.md.
@@ -53,10 +206,8 @@ def neighborhood_attention(
     ----------
     q : array_like, (..., heads_q, *spatial, head_dim)
         Queries; as many spatial axes as `kernel` has numbers.
-    k : array_like, (..., heads_kv, *spatial, head_dim)
-        Keys, on the same grid.
-    v : array_like, (..., heads_kv, *spatial, head_dim_v)
-        Values.
+    k, v : array_like, (..., heads_kv, *spatial, head_dim) and (..., heads_kv, *spatial, head_dim_v)
+        Keys and values, on the same grid.
     kernel : int or tuple of int
         Places attended along each axis; an int is one axis. ``kernel * dilation`` is at most its length. At
         the borders the window moves inwards: as many keys everywhere.
@@ -83,19 +234,9 @@ def neighborhood_attention(
     -----
     Time is O(places * kernel places * head_dim) a head, more for small kernels: a tile attends what any of
     its queries does. No array is copied but keys and values where they are dilated. The ranges of
-    keys take 16 bytes times the kernel's places along all axes but the last, a place.
-
-    References
-    ----------
-    .. [1] A. Hassani et al., "Neighborhood Attention Transformer", 2023, arXiv:2204.07143.
-    .. [2] A. Hassani, H. Shi, "Dilated Neighborhood Attention Transformer", 2022, arXiv:2209.15001.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> x = np.ones((2, 4, 16, 16, 32), np.float32)
-    >>> fastattn.functional.neighborhood_attention(x, x, x, kernel=(7, 7)).shape
-    (2, 4, 16, 16, 32)
+    keys take 16 bytes times the kernel's places along all axes but the last, a place. Sources: A. Hassani et
+    al., "Neighborhood Attention Transformer", 2023, arXiv:2204.07143; A. Hassani, H. Shi, "Dilated
+    Neighborhood Attention Transformer", 2022, arXiv:2209.15001.
     """
     func = "neighborhood_attention"
     n = len(kernel) if isinstance(kernel, (tuple, list)) else 1
@@ -106,20 +247,14 @@ def neighborhood_attention(
     grid = arrays[0].shape[-1 - n : -1]
     for name, x in zip("qkv", arrays, strict=True):
         if x.ndim < n + 2 or x.shape[-1 - n : -1] != grid:
-            raise ValueError(
-                f"{func}(): {name} has shape {x.shape}; expected (..., heads, *spatial, head_dim) with {n}"
-                f" spatial axes, as kernel has, and q's grid, {grid}"
-            )
+            dims = "(..., heads, *spatial, head_dim)"
+            expected = f"{dims} with {n} spatial axes, as kernel has, and q's grid, {grid}"
+            raise wrong_shape(func, name, x, expected)
     if 0 in grid:
         shape = arrays[0].shape
         raise ValueError(f"{func}(): q has shape {shape}, of a grid {grid}; expected at least one place")
     mask = neighborhood(*neighborhood_sizes(func, grid, kernel, dilation, causal))
-    options: dict[str, Any] = {
-        "scale": scale,
-        "softcap": softcap,
-        "num_threads": num_threads,
-        "backend": backend,
-    }
+    options: Any = {"scale": scale, "softcap": softcap, "num_threads": num_threads, "backend": backend}
     # How the rest fits together can be seen from one row of the grid.
     row: Any = (..., *(0,) * (n - 1), slice(None), slice(None))
     q_row, k_row, v_row = (x[row] for x in arrays)

@@ -1,0 +1,154 @@
+"""Attention as torch calls it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.attention import add_bias, add_mask, attention_args
+from fastattn._args.errors import wrong_type
+from fastattn._args.types import FLOAT64
+from fastattn._args.values import as_array, flag, float_array, number
+from fastattn._engine import dispatch
+from fastattn._reference import attention as reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from fastattn._args.types import Array, Ints
+    from fastattn.masks import Mask
+
+
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> NDArray[Any]:
+    """`attention` with the name, arguments and semantics of torch's function, on NumPy arrays.
+
+    Parameters
+    ----------
+    query, key, value : array_like
+        q, k and v of `attention`. All leading dimensions broadcast, heads included.
+    attn_mask : array_like, optional
+        Broadcasts to ``(..., heads, len_q, len_k)``. Bool: True where a query attends. Float: added to the
+        scores.
+    dropout_p : float, default 0.0
+        Only 0.0: this is inference.
+    is_causal : bool, default False
+        Query i attends the keys up to key i: counted from the first key (top-left), where `attention` by
+        default counts from the last. Not together with `attn_mask`.
+    scale
+        As in `attention`.
+    enable_gqa : bool, default False
+        Allow fewer key and value heads than query heads: query's number a multiple of key's. Key and value
+        have the same number, as torch's documentation asks; its code also takes two different ones.
+
+    Returns
+    -------
+    ndarray, (..., heads, len_q, head_dim_v)
+        In query's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, or `dropout_p` is not 0. Messages on how query, key and value fit
+        together call them q, k and v.
+
+    Notes
+    -----
+    Where torch leaves things open, or does otherwise, the contract of `attention` holds: a query that may
+    attend nothing gets 0 and not NaN; NaN and Inf in masked keys and values have no effect; of a float mask,
+    -inf masks.
+    """
+    func = "scaled_dot_product_attention"
+    if number(func, "dropout_p", dropout_p, FLOAT64) != 0:
+        expected = "0.0: dropout is for training, this for inference"
+        raise ValueError(f"{func}(): dropout_p is {dropout_p}; expected {expected}")
+    if flag(func, "is_causal", is_causal) and attn_mask is not None:
+        raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
+    names = {"query": query, "key": key, "value": value}
+    q, k, v = (float_array(func, name, x, least_dims=2) for name, x in names.items())
+    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
+    # One key head for all query heads is a group, and as such not repeated.
+    if not flag(func, "enable_gqa", enable_gqa) and not heads[1] == heads[2] in (1, heads[0]):
+        if any(n not in (1, max(heads)) for n in heads):
+            raise ValueError(
+                f"{func}(): query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads; expected"
+                f" as many of each, or enable_gqa=True for groups of query heads that share a key head"
+            )
+        q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
+    args = attention_args(func, q, k, v, causal=is_causal, q_offset=0 if is_causal else None, scale=scale)
+    if attn_mask is not None:
+        array = as_array(func, "attn_mask", attn_mask)
+        if array.dtype == np.bool_:
+            add_mask(args, func, "attn_mask", array)
+        else:
+            add_bias(args, func, "attn_mask", array, [], " or bool")
+    dispatch.run(args, None)
+    return args.result  # type: ignore[no-any-return]
+
+
+def flex_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    score_mod: Callable[[Array, int, Ints, Ints, Ints], Array] | None = None,
+    mask: ArrayLike | Mask | None = None,
+    scale: float | None = None,
+    q_offset: ArrayLike | None = None,
+    return_lse: bool = False,
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]:
+    """Attention whose scores pass through a function of yours: for trying out what has no kernel.
+
+    **Slow**: with `score_mod` it runs on NumPy, always, several times slower than `attention`, whose options
+    (bias, softcap, ALiBi) cover the usual functions. Who attends whom belongs into `mask`, which may be
+    ``masks.compile(predicate, shape)``: that runs in the kernels, and what it hides is not computed.
+
+    Parameters
+    ----------
+    q, k, v, mask, scale, q_offset, return_lse
+        As in `attention`, like the results.
+    score_mod : callable, optional
+        ``f(scores, b, h, i, j) -> scores``, called on blocks: scores (group, rows, keys) after scaling, in
+        float32 (float64 for float64); b an int, the sequence, counted over all batch dimensions; and integer
+        arrays that broadcast to the scores: h, query heads; i, positions of queries; j, keys. Its result
+        broadcasts to the scores; -inf in it masks. Without it this is `attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention`, and if `score_mod` is no function, or returns no floating numbers that broadcast.
+
+    Notes
+    -----
+    O(len_q * len_k * (head_dim + head_dim_v)) a head, less the blocks that `mask` hides; memory O(block). The
+    name and the signature of the function are those of torch's ``flex_attention``.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> x = np.ones((1, 2, 5, 8), np.float32)
+    >>> near = lambda s, b, h, i, j: s - 0.1 * abs(i - j)
+    >>> fastattn.functional.flex_attention(x, x, x, score_mod=near).shape
+    (1, 2, 5, 8)
+    """
+    func = "flex_attention"
+    if score_mod is not None and not callable(score_mod):
+        raise wrong_type(func, "score_mod", score_mod, "a function")
+    args = attention_args(func, q, k, v, mask, scale=scale, q_offset=q_offset, return_lse=return_lse)
+    if score_mod is None:
+        dispatch.run(args, None)
+    elif args.out.size:
+        args.q_position = np.asarray(args.len_k - args.len_q if q_offset is None else q_offset)
+        reference.attention(args, score_mod)
+    return args.result  # type: ignore[no-any-return]

@@ -1,0 +1,60 @@
+"""Parameters from a safetensors file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import ExitStack
+
+# Other files of parameters, and what makes a mapping of them.
+_READERS = {".npz": "np.load({!r})"}
+_READERS |= dict.fromkeys((".pt", ".pth", ".bin"), "torch.load({!r}, weights_only=True)")
+
+
+class _Tensors(Mapping[str, Any]):
+    """The tensors of an open safetensors file. Each is read when it is asked for."""
+
+    def __init__(self, file: Any):
+        self._file, self._names = file, list(file.keys())
+
+    def __getitem__(self, name: str) -> Any:
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def opened(func: str, file: str, stack: ExitStack) -> _Tensors:
+    """The tensors of the safetensors file `file`, which `stack` closes."""
+    reader = _READERS.get(os.path.splitext(file)[1])
+    or_read = f", or what {reader.format(file)} returns" if reader else ""
+    try:
+        file.encode()
+    except UnicodeEncodeError:  # the library takes no bytes of other encodings
+        raise ValueError(f"{func}(): state is the path {file!r}; expected one in UTF-8") from None
+    if os.path.isdir(file):
+        raise ValueError(f"{func}(): {file} is a folder; expected a safetensors file")
+    if not os.path.exists(file):
+        raise FileNotFoundError(f"{func}(): {file} is missing; expected a safetensors file{or_read}")
+    if reader:
+        raise ValueError(f"{func}(): {file} is not a safetensors file; expected one{or_read}")
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            f"{func}(): reading {file} needs the safetensors package: pip install safetensors"
+        ) from error
+    with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
+        import ml_dtypes  # noqa: F401
+    try:
+        return _Tensors(stack.enter_context(safe_open(file, framework="numpy")))
+    except SafetensorError as error:
+        raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error

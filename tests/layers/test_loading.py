@@ -1,0 +1,183 @@
+"""State dicts, safetensors files and generators: how layers get their parameters, and what is refused."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from layer_oracle import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    WIDTH,
+    draw,
+    randomized,
+)
+from safetensors.numpy import save_file
+
+import fastattn
+from fastattn.layers import (
+    FeedForward,
+    LayerNorm,
+    Linear,
+    MultiHeadAttention,
+    RMSNorm,
+    Transformer,
+    TransformerEncoderLayer,
+)
+
+
+def every_layer(dtype="float32"):
+    heads = {"num_kv_heads": 2, "qk_norm": True, "output_gate": True, "sinks": True, "add_bias_kv": True}
+    return [
+        Linear(20, 33, weights_dtype=dtype),
+        LayerNorm(20, weights_dtype=dtype),
+        RMSNorm(20, weights_dtype=dtype),
+        FeedForward(20, 45, weights_dtype=dtype),
+        FeedForward(20, 45, "swiglu", bias=False, weights_dtype=dtype),
+        MultiHeadAttention(36, 4, weights_dtype=dtype, **heads),
+        MultiHeadAttention(36, 4, kdim=20, vdim=7, bias=False, weights_dtype=dtype),
+        TransformerEncoderLayer(36, 4, 40, "geglu", norm="rms_norm", weights_dtype=dtype, attention=heads),
+        Transformer(36, 4, 1, 2, 40, weights_dtype=dtype),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int8"])
+@pytest.mark.parametrize("which", range(9))
+def test_a_state_dict_goes_round(which, dtype):
+    """A saved state is the loaded one, up to the rounding of the stored type, and loads to the same."""
+    layer, other = every_layer(dtype)[which], every_layer(dtype)[which]
+    lane = np.float64 if dtype == "float64" else np.float32
+    state = {
+        name: draw(*p.shape, seed=i, dtype=lane) for i, (name, p) in enumerate(layer.parameters().items())
+    }
+    layer.load_state_dict(state)
+    saved = layer.state_dict()
+    assert list(saved) == list(state)
+    for name, x in state.items():
+        assert saved[name].dtype == lane
+        assert saved[name].shape == x.shape
+        bound = {"bfloat16": 2**-8, "int8": 0.5001 / 127}.get(dtype, 0) * abs(x).max(axis=-1, keepdims=True)
+        assert (abs(saved[name] - x) <= bound).all(), name
+        saved[name].fill(0)  # a copy: the layer keeps its own
+    other.load_state_dict(layer.state_dict())
+    for name, x in layer.state_dict().items():
+        np.testing.assert_allclose(other.state_dict()[name], x, rtol=1e-6 if dtype == "int8" else 0)
+        assert x.any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_weights_of_few_bits_are_those_weights(dtype, implementation):
+    """A layer of rounded weights computes what a float32 layer of the same values does."""
+    layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 96, weights_dtype=dtype))
+    same = TransformerEncoderLayer(WIDTH, HEADS, 96)
+    same.load_state_dict(layer.state_dict())
+    x = draw(BATCH, LENGTH, WIDTH)
+    # With a dot product of bfloat16 pairs, what a weight meets is rounded to bfloat16, too.
+    bound = 0.05 if dtype == "bfloat16" else 1e-4
+    np.testing.assert_allclose(layer(x), same(x), rtol=0, atol=bound)
+    assert layer.self_attn.all_maps.weight.nbytes < same.self_attn.all_maps.weight.nbytes * 0.6
+
+
+def test_weights_dtype_of_a_load_is_for_all_parts():
+    layer = TransformerEncoderLayer(WIDTH, HEADS, 96)
+    state = randomized(layer).state_dict()
+    layer.load_state_dict(state, weights_dtype="float64")
+    x = draw(BATCH, LENGTH, WIDTH, dtype=np.float64)
+    assert layer(x).dtype == np.float64
+    with pytest.raises(TypeError, match="src has dtype float32; expected float64, for weights in float64"):
+        layer(x.astype(np.float32))
+    layer.load_state_dict(state, weights_dtype="int8")
+    assert layer.feed_forward.weight1.dtype == layer.self_attn.out_proj.packed_weight.dtype == "int8"
+
+
+def test_weights_are_read_only_panels():
+    layer = randomized(MultiHeadAttention(36, 4))
+    for packed in (layer.all_maps.weight, layer.query_maps.weight, layer.out_proj.packed_weight):
+        with pytest.raises(ValueError, match="read-only"):
+            packed.panels[...] = 0
+    # Parts of it are slices, not copies: projections of 36 outputs begin at panels of their own.
+    for part in (layer.query_maps, layer.key_map, layer.value_map, layer.key_value_maps):
+        assert np.shares_memory(part.weight.panels, layer.all_maps.weight.panels)
+
+
+def test_one_error_lists_all_and_changes_nothing():
+    layer = randomized(TransformerEncoderLayer(36, 4, 40))
+    before = layer.state_dict()
+    state = {name: x + 1 for name, x in before.items()}
+    del state["linear1.bias"], state["norm2.weight"]
+    state |= {
+        "self_attn.in_proj_weight": np.zeros((36, 108)),
+        "linear2.weight": np.zeros((36, 40), np.int64),
+        "linear2.bias": np.array(["a"] * 36),
+        "norm3.weight": np.ones(36),
+    }
+    with pytest.raises(ValueError, match="nothing was loaded") as error:
+        layer.load_state_dict(state)
+    assert str(error.value).splitlines() == [
+        "TransformerEncoderLayer.load_state_dict(): nothing was loaded:",
+        "  missing: linear1.bias (40,)",
+        "  missing: norm2.weight (36,)",
+        "  not known: norm3.weight",
+        "  self_attn.in_proj_weight: shape (36, 108), expected (108, 36)",
+        "  linear2.weight: dtype int64, expected a floating type",
+        "  linear2.bias: dtype <U1, expected a floating type",
+    ]
+    for name, x in layer.state_dict().items():
+        np.testing.assert_array_equal(x, before[name])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, ml_dtypes.bfloat16])
+def test_a_safetensors_file(dtype, tmp_path):
+    layer = randomized(TransformerEncoderLayer(36, 4, 40))
+    state = {name: x.astype(dtype) for name, x in layer.state_dict().items()}
+    save_file(
+        {f"model.{name}": x for name, x in state.items()} | {"head": np.ones(3)}, tmp_path / "x.safetensors"
+    )
+    other = TransformerEncoderLayer(36, 4, 40)
+    other.load_state_dict(tmp_path / "x.safetensors", prefix="model.")
+    for name, x in other.state_dict().items():
+        np.testing.assert_array_equal(x, state[name].astype(np.float32))
+    with pytest.raises(ValueError, match=r"(?s)missing: norm1.weight \(36,\).*not known: head"):
+        other.load_state_dict(str(tmp_path / "x.safetensors"))
+
+
+def test_a_file_that_is_not_sound(tmp_path, monkeypatch):
+    layer = Linear(3, 4)
+    path = tmp_path / "x.safetensors"
+    save_file({"weight": np.ones((4, 3), np.float32), "bias": np.ones(4, np.float32)}, path)
+    for size in (0, 5, 40, path.stat().st_size - 1):
+        (tmp_path / "short").write_bytes(path.read_bytes()[:size])
+        with pytest.raises(ValueError, match="is not a sound safetensors file"):
+            layer.load_state_dict(tmp_path / "short")
+    with pytest.raises(FileNotFoundError, match=r"load_state_dict\(\): .* is missing"):
+        layer.load_state_dict(tmp_path / "none")
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        layer.load_state_dict(path)
+    with pytest.raises(ValueError, match="Linear has no parameters yet"):
+        layer(np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize("which", range(9))
+def test_a_generator_draws_the_same_again(which):
+    """The same seed gives the same parameters. Without a generator there are none, and a call says so."""
+    layer = every_layer()[which]
+    kind = type(layer)
+    names = layer.__dataclass_fields__
+    options = {n: getattr(layer, n) for n in names if names[n].init and n not in ("rng", "_")}
+    one, two, other = (kind(**options, rng=np.random.default_rng(seed)).state_dict() for seed in (1, 1, 2))
+    for name, x in one.items():
+        np.testing.assert_array_equal(two[name], x)
+        if "weight" in name and x.ndim == 2:
+            assert (other[name] != x).mean() > 0.9
+            assert np.isfinite(x).all()
+    if kind not in (LayerNorm, RMSNorm):
+        for what in (layer.state_dict, lambda: layer(np.ones((1, 2, 36), np.float32), np.ones((1, 2, 36)))):
+            with pytest.raises((ValueError, TypeError), match=r"has no parameters yet|positional"):
+                what()
+
+
+def test_documented_names():
+    for layer in every_layer():
+        assert type(layer).__doc__
+        assert repr(layer).startswith(type(layer).__name__)
+    assert fastattn.layers is not None

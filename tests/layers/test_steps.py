@@ -1,0 +1,155 @@
+"""Layers token by token over caches: the same as in one call, whatever came before."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from layer_oracle import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    WIDTH,
+    X,
+    attention_layer,
+    draw,
+    every_feature,
+    every_stack,
+    randomized,
+)
+
+from fastattn.cache import KVCache
+from fastattn.layers import (
+    LayerNorm,
+    Transformer,
+    TransformerDecoder,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+
+@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (4, 1, 1, 5), (LENGTH,)])
+@every_feature
+def test_cached_steps_are_the_full_pass(options, chunks, implementation):
+    layer = attention_layer(options)
+    x = draw(BATCH, LENGTH, WIDTH)
+    full = layer(x, is_causal=True)
+    cache = KVCache()
+    ends = np.cumsum(chunks)
+    steps = [
+        layer(x[:, end - n : end], is_causal=True, cache=cache) for n, end in zip(chunks, ends, strict=True)
+    ]
+    np.testing.assert_allclose(np.concatenate(steps, axis=1), full, rtol=0, atol=1e-5)
+    assert cache.length == LENGTH
+
+
+@every_feature
+def test_cached_steps_of_prompts_of_different_lengths(options, implementation):
+    """Each sequence goes on behind its own prompt. The padding held NaN, which never shows."""
+    layer = attention_layer(options)
+    x = draw(BATCH, LENGTH, WIDTH)
+    full = layer(x, is_causal=True)
+    prompts = [5, 2, 4]
+    padded = x[:, :5].copy()
+    for b, n in enumerate(prompts):
+        padded[b, n:] = np.nan
+    cache = KVCache(capacity=7)
+    with np.errstate(all="ignore"):
+        out = layer(padded, is_causal=True, cache=cache, lengths=prompts)
+    for b, n in enumerate(prompts):
+        np.testing.assert_allclose(out[b, :n], full[b, :n], rtol=0, atol=1e-5)
+    for step in range(LENGTH - max(prompts)):
+        token = np.stack([x[b, n + step] for b, n in enumerate(prompts)])[:, None]
+        out = layer(token, is_causal=True, cache=cache)
+        for b, n in enumerate(prompts):
+            np.testing.assert_allclose(out[b, 0], full[b, n + step], rtol=0, atol=1e-5)
+
+
+def test_left_padded_prompts_over_a_cache(implementation):
+    """Padding in front is hidden by a key_padding_mask as long as the cache."""
+    layer = attention_layer({})
+    x = draw(1, 6, WIDTH)
+    full = layer(x, is_causal=True)
+    padded = np.concatenate([np.full((1, 3, WIDTH), 7, np.float32), x], axis=1)
+    hidden = np.arange(9)[None] < 3
+    cache = KVCache()
+    outs = [layer(padded[:, :7], is_causal=True, cache=cache, key_padding_mask=hidden[:, :7])]
+    outs += [layer(padded[:, i : i + 1], cache=cache, key_padding_mask=hidden[:, : i + 1]) for i in (7, 8)]
+    np.testing.assert_allclose(np.concatenate(outs, axis=1)[:, 3:], full, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_a_16_bit_cache(dtype, implementation):
+    layer = attention_layer({"num_kv_heads": 2})
+    x = draw(BATCH, LENGTH, WIDTH)
+    full = layer(x, is_causal=True)
+    cache = KVCache(dtype=dtype)
+    steps = [layer(x[:, i : i + 1], is_causal=True, cache=cache) for i in range(LENGTH)]
+    error = abs(np.concatenate(steps, axis=1) - full).max()
+    assert 0 < error < 4 * float(ml_dtypes.finfo(dtype).eps) * abs(full).max()
+
+
+@every_stack
+def test_a_decoder_only_stack_step_by_step(options, implementation):
+    layers = [TransformerEncoderLayer(WIDTH, HEADS, 96, **options) for _ in range(3)]
+    stack = randomized(TransformerEncoder(layers, LayerNorm(WIDTH)))
+    x = draw(BATCH, LENGTH, WIDTH)
+    full = stack(x, is_causal=True)
+    cache = stack.new_cache(capacity=4)
+    prompts = [5, 2, 4]
+    out = stack(x[:, :5], is_causal=True, cache=cache, lengths=prompts)
+    for b, n in enumerate(prompts):
+        np.testing.assert_allclose(out[b, :n], full[b, :n], rtol=0, atol=1e-5)
+    for step in range(5):
+        token = np.stack([x[b, n + step] for b, n in enumerate(prompts)])[:, None]
+        out = stack(token, is_causal=True, cache=cache)
+        for b, n in enumerate(prompts):
+            np.testing.assert_allclose(out[b, 0], full[b, n + step], rtol=0, atol=1e-5)
+
+
+@every_stack
+def test_a_decoder_over_memory_step_by_step(options, implementation):
+    model = randomized(Transformer(WIDTH, HEADS, 2, 2, 96, **options))
+    src, tgt = draw(BATCH, 8, WIDTH), draw(BATCH, LENGTH, WIDTH, seed=1)
+    padding = np.arange(8) >= np.array([8, 5, 1])[:, None]
+    full = model(src, tgt, tgt_is_causal=True, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+    memory = model.encoder(src, src_key_padding_mask=padding)
+    cache = model.decoder.new_cache()
+    steps = []
+    for i in range(LENGTH):
+        first = memory if i == 0 else None
+        steps.append(model.decoder(tgt[:, i : i + 1], first, memory_key_padding_mask=padding, cache=cache))
+    np.testing.assert_allclose(np.concatenate(steps, axis=1), full, rtol=0, atol=1e-5)
+
+
+def test_an_error_leaves_caches_as_they_were():
+    """Also in a stack, where earlier layers have appended before a later one raises."""
+    layer = attention_layer({})
+    cache = KVCache()
+    layer(X, cache=cache)
+    with pytest.raises(ValueError, match="key_padding_mask has shape"):
+        layer(X, cache=cache, key_padding_mask=np.zeros((BATCH, LENGTH), np.bool_))
+    assert cache.length == LENGTH
+
+    model = randomized(Transformer(WIDTH, HEADS, 1, 2, 96))
+    caches = model.decoder.new_cache()
+    with pytest.raises(ValueError, match="memory is None; expected an array"):
+        model.decoder(X, cache=caches)
+    model.decoder(X, X, cache=caches)
+    norm = model.decoder.layers[1].norm3
+    norm.load_state_dict(norm.state_dict(), weights_dtype="float64")
+    with pytest.raises(TypeError, match="its part norm3"):
+        model.decoder(X, cache=caches)
+    with pytest.raises(ValueError, match="memory is not that of the first call"):
+        model.decoder(X, X.copy(), cache=caches)
+    with pytest.raises(ValueError, match="cache is for 1 layers; expected 2"):
+        model.decoder(X, cache=caches[:1])
+    assert [one.tokens.length for one in caches] == [LENGTH, LENGTH]
+    with pytest.raises(ValueError, match="memory is None"):
+        TransformerDecoder(model.decoder.layers)(X)
+
+
+def test_a_cache_of_another_model_is_refused():
+    one, other = attention_layer({}), attention_layer({"num_kv_heads": 2})
+    cache = KVCache()
+    one(X, cache=cache)
+    with pytest.raises(ValueError, match=r"KVCache.append\(\): k has shape"):
+        other(X, cache=cache)
