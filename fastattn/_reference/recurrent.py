@@ -63,7 +63,7 @@ def _chunks(args: RecurrentArgs, step: int) -> None:
         # (..., i, 1 or head_dim) is a_0 ... a_i.
         decayed, carry = _decays(args, tokens, k.shape[-2], lane)
         if args.beta is not None:
-            beta = _at(args.beta, tokens)
+            beta = _at(args.beta[..., None], tokens)
             writes = -beta * np.tril(_scores(k, k, decayed), -1)
             u = beta * (u - (carry * k) @ state)
             for row in range(1, k.shape[-2]):
@@ -112,8 +112,8 @@ def _store(args: RecurrentArgs, tokens: slice, out: Array) -> None:
 
 
 def _at(x: Array, tokens: slice) -> Array:
-    """Tokens of x (..., heads, length or 1) as (..., heads, n or 1, 1)."""
-    return (x if x.shape[-1] == 1 else x[..., tokens])[..., None]
+    """Tokens of x (..., heads, length or 1, dim)."""
+    return x if x.shape[-2] == 1 else x[..., tokens, :]
 
 
 def _decays(args: RecurrentArgs, tokens: slice, n: int, lane: np.dtype[np.float64]) -> tuple[Array, Array]:
@@ -123,11 +123,7 @@ def _decays(args: RecurrentArgs, tokens: slice, n: int, lane: np.dtype[np.float6
     """
     if args.log_decay is None:
         return np.ones((n, n, 1), lane), np.ones((n, 1), lane)
-    if not args.gated:
-        logs = _at(args.log_decay, tokens)
-    else:
-        logs = args.log_decay if args.log_decay.shape[-2] == 1 else args.log_decay[..., tokens, :]
-    gate = np.exp(logs)
+    gate = np.exp(_at(args.log_decay if args.gated else args.log_decay[..., None], tokens))
     gate = np.broadcast_to(gate, (*gate.shape[:-2], n, gate.shape[-1]))
     decayed = np.zeros((*gate.shape[:-1], n, gate.shape[-1]), lane)
     for i in range(n):
