@@ -55,7 +55,7 @@ def test_public_functions_are_typed_and_every_parameter_is_documented(name):
     parameters = inspect.signature(function).parameters
     assert set(function.__annotations__) == {*parameters, "return"}
     documented = inspect.getdoc(function)
-    if "The parameters are those of `attention`." not in documented:
+    if "The parameters and errors are those of `attention`." not in documented:
         assert [p for p in parameters if not re.search(rf"\b{p}\b", documented)] == []
 
 

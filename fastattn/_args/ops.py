@@ -90,7 +90,8 @@ def linear_args(
     backend: str | None,
 ) -> tuple[LinearArgs, Array]:
     """Check the arguments of `ops.linear`; also returns the result in the caller's shape."""
-    require_backend(func, backend)
+    if backend is not None:
+        require_backend(func, backend)
     if not isinstance(weight, PackedLinear):
         raise wrong_type(func, "weight", weight, "what pack() returns")
     array = data(func, "x", x)
@@ -138,16 +139,18 @@ def rows_args(
     activation: Activation | None = None,
 ) -> tuple[RowsArgs, Array, Array | None]:
     """Check the arguments of the norms, `softmax` and `activate`; also returns the results in x's shape."""
-    require_backend(func, backend)
+    if backend is not None:
+        require_backend(func, backend)
     array = data(func, "x", x)
     shape, dtype, lane = array.shape, array.dtype, lane_dtype(array.dtype)
     if func == "activate":
         choice(func, "activation", activation, ACTIVATIONS)
-    residual_array = like(func, "residual", residual, shape, dtype, "x")
-    up_array = like(func, "up", up, shape, dtype, "x")
+    residual_array = None if residual is None else like(func, "residual", residual, shape, dtype, "x")
+    up_array = None if up is None else like(func, "up", up, shape, dtype, "x")
     weight_array = vector(func, "weight", weight, shape[-1:], lane)
     bias_array = vector(func, "bias", bias, shape[-1:], lane)
-    eps = epsilon(func, "eps", eps, lane)
+    if func in ("layer_norm", "rms_norm"):
+        eps = epsilon(func, "eps", eps, lane)
     inputs = [("x", x, array), ("residual", residual, residual_array), ("up", up, up_array)]
     inputs += [("weight", weight, weight_array), ("bias", bias, bias_array)]
     full = result(func, out, shape, dtype, inputs)

@@ -22,7 +22,7 @@ _OVERLAP_WORK: Any = 10_000
 
 def result_array(
     func: str,
-    out: Any,
+    out: Array | None,
     shape: Shape,
     dtype: np.dtype[Any],
     like: str,
@@ -49,8 +49,7 @@ def result_array(
         if _share_memory(out, memory):
             expected = "it apart from all inputs"
             raise ValueError(f"{func}(): {called} shares memory with {name}; expected {expected}")
-    result: Array = out
-    return result
+    return out
 
 
 def _require_writable(

@@ -251,7 +251,7 @@ def lsh_attention(
     q, values = queries.astype(lane), values.astype(lane)
     if not q.size or not values.size:
         return np.zeros(args.out.shape, args.out.dtype)
-    k = q / np.sqrt(np.mean(q * q, axis=-1, keepdims=True) + lane.type(1e-6))
+    k = q / np.sqrt(np.mean(q * q, axis=-1, keepdims=True) + lane.type(1e-6))  # of a root mean square of 1
     order = np.stack([_hash_order(q, r[:, i], chunk) for i in range(num_rounds)], axis=-2)
     out, lse = _attend_chunks(q, k, values, order, chunk, causal, options)
     back = np.argsort(order, axis=-1)[..., :length]

@@ -36,8 +36,8 @@ def scaled_dot_product_attention(
 
     Parameters
     ----------
-    query, key, value : array_like
-        q, k and v of `attention`. All leading dimensions broadcast, heads included.
+    query, key, value, scale
+        q, k, v and scale of `attention`. All leading dimensions broadcast, heads included.
     attn_mask : array_like, optional
         Broadcasts to ``(..., heads, len_q, len_k)``. Bool: True where a query attends. Float: added to the
         scores.
@@ -46,8 +46,6 @@ def scaled_dot_product_attention(
     is_causal : bool, default False
         Query i attends the keys up to key i: counted from the first key (top-left), where `attention` by
         default counts from the last. Not together with `attn_mask`.
-    scale
-        As in `attention`.
     enable_gqa : bool, default False
         Allow fewer key and value heads than query heads: query's number a multiple of key's. Key and value
         have the same number, as torch's documentation asks; its code also takes two different ones.
