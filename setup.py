@@ -14,6 +14,7 @@ import itertools
 import os
 import platform
 import re
+import shlex
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,7 +94,9 @@ class BuildExt(build_ext):
             try:
                 objects = self.compiler.compile([str(source)], folder, extra_postargs=[*flags, "-Werror"])
                 if link_flags is not None:
-                    self.compiler.link_executable(objects, "probe", folder, extra_postargs=link_flags)
+                    # distutils gives LDFLAGS to shared libraries alone; they may say where OpenMP is.
+                    given = shlex.split(os.environ.get("LDFLAGS", ""))
+                    self.compiler.link_executable(objects, "probe", folder, extra_postargs=given + link_flags)
             except (CompileError, LinkError):
                 return False
         return True

@@ -1,13 +1,13 @@
 """The order of the package: who may import whom, one name for one thing, a plan that names real files."""
 
 import ast
-import importlib
 import inspect
-import pkgutil
 import re
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fastattn
@@ -15,9 +15,9 @@ from fastattn import functional, layers, masks, models, ops, plot, positions
 
 PACKAGE = Path(fastattn.__file__).parent
 PLAN = Path(__file__).parents[1].joinpath("docs/architecture.md").read_text(encoding="utf-8")
-MODULES = sorted(
-    m.name for m in pkgutil.walk_packages([str(PACKAGE)], "fastattn.") if "__main__" not in m.name
-)
+FILES = [path for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyx")]
+NAMES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in FILES}
+MODULES = sorted(name.removesuffix(".__init__") for name in NAMES if not name.endswith("__main__"))
 PUBLIC = (fastattn, functional, functional.feature_maps, layers, masks, models, ops, plot, positions)
 
 
@@ -46,10 +46,14 @@ def floor_of(module):
 
 def imports(module):
     """(other module, whether it is imported when `module` is), of all its imports within the package."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+    path = source(module)
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":  # Cython
+        yield from (
+            (name, True) for name in re.findall(r"^\s*(?:from|import) (fastattn[\w.]*)", text, re.MULTILINE)
+        )
         return
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    tree = ast.parse(text)
     later = {
         id(node)
         for outer in ast.walk(tree)
@@ -59,17 +63,28 @@ def imports(module):
         for node in ast.walk(outer)
     }  # fmt: skip
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "fastattn":
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports by a relative name"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield (inner if inner in MODULES else node.module), id(node) not in later
+                if inner.partition(".")[0] == "fastattn":
+                    yield (inner if inner in MODULES else node.module), id(node) not in later
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.partition(".")[0] == "fastattn":
-                    yield alias.name, id(node) not in later
+            names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "fastattn"]
+            yield from ((name, id(node) not in later) for name in names)
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            named = [a.value for a in node.args if isinstance(a, ast.Constant) and "fastattn" in str(a.value)]
+            yield from ((name, id(node) not in later) for name in named)
 
 
-ABOVE_ALL = ("fastattn._bench", "fastattn.__main__", "fastattn._cli_models")
+def source(module):
+    """Where the text of `module` is."""
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    files = (path / "__init__.py", path.with_suffix(".py"), path.with_suffix(".pyx"))
+    return next(file for file in files if file.exists())
+
+
+ABOVE_ALL = ("fastattn._bench", "fastattn._cli_models")
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -77,7 +92,9 @@ def test_imports_go_down(module):
     """Imports for type checkers, too: a floor knows nothing of those above it."""
     if module.startswith(ABOVE_ALL):
         return
-    wrong = [other for other, _ in imports(module) if floor_of(other) > floor_of(module)]
+    own = floor_of(module)
+    lazy = [("fastattn", "fastattn.models")]  # imported when it is first used
+    wrong = [o for o, _ in imports(module) if floor_of(o) > own and (module, o) not in lazy]
     assert wrong == []
 
 
@@ -86,11 +103,16 @@ def test_no_circle_of_imports():
     list(TopologicalSorter(graph).static_order())  # raises a CycleError that names the circle
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_s_name_is_not_that_of_a_function(module):
+def test_a_module_s_name_is_not_that_of_a_function():
     """So that `import fastattn.x as x` always gives a module."""
-    parent, _, name = module.rpartition(".")
-    assert inspect.ismodule(getattr(importlib.import_module(parent), name, importlib.import_module(module)))
+    public = {f"{module.__name__}.{name}" for module in PUBLIC for name in module.__all__}
+    functions = {name for name in public if not inspect.ismodule(find(name))}
+    assert functions & set(MODULES) == set()
+
+
+def find(name):
+    parent, _, last = name.rpartition(".")
+    return vars(sys.modules[parent]).get(last) or getattr(sys.modules[parent], last)
 
 
 def signatures():
@@ -140,16 +162,91 @@ def test_options_are_those_of_attention():
     assert set(checked) == {"func", *seen}
     for name in (*options, "return_lse", "stats"):
         assert seen[name].default == checked[name].default
+    types = fastattn._args.options.AttentionOptions.__annotations__
+    plain = {name: getattr(types[name], "__forward_arg__", types[name]) for name in options}
+    assert {name: seen[name].annotation.replace("NDArray[Any]", "Array") for name in options} == plain
 
 
 def test_public_signatures_are_typed():
+    """Of `Any`, only what matplotlib draws on; of options, only a dictionary of `_args/options.py`."""
     for module in PUBLIC:
         for name in module.__all__:
-            if inspect.isfunction(function := getattr(module, name)):
-                parameters = inspect.signature(function).parameters.values()
-                assert all(p.annotation is not p.empty for p in parameters), name
-                options = [p for p in parameters if p.kind == p.VAR_KEYWORD]
-                assert all(p.annotation.startswith("Unpack[") for p in options), name
+            function = getattr(module, name)
+            if not inspect.isfunction(function) or module is plot:
+                continue
+            signature = inspect.signature(function)
+            for parameter in signature.parameters.values():
+                assert parameter.annotation not in (parameter.empty, "Any"), (name, parameter)
+                if parameter.kind == parameter.VAR_KEYWORD:
+                    (options,) = re.findall(r"^Unpack\[(\w+)\]$", parameter.annotation)
+                    assert hasattr(fastattn._args.options, options), name
+            overloaded = "@overload\ndef " + name + "(" in source(function.__module__).read_text(
+                encoding="utf-8"
+            )
+            assert overloaded or signature.return_annotation not in (signature.empty, "Any"), name
+
+
+# Options of attention that a function does not take, besides return_lse and stats.
+NONE = frozenset()
+NO_PLACES = {"mask", "causal", "window", "kv_lengths", "q_offset", "row_ranges", "bias", "alibi_slopes"}
+APPROXIMATE = NO_PLACES | {"softcap", "sinks"}
+RULE = NO_PLACES | {"softcap", "sinks"}
+REFUSED = {
+    "additive_attention": {"sinks"},
+    "attention_weights": {"out", "num_threads", "backend"},
+    "cosine_attention": {"scale"},
+    "delta_net": RULE,
+    "differential_attention": {"out"},
+    "dilated_window_attention": NO_PLACES,
+    "disentangled_attention": {"softcap"},
+    "entmax15_attention": {"sinks"},
+    "explain": NONE,
+    "forgetting_attention": {"causal", "sinks"},
+    "gated_attention": NONE,
+    "gated_delta_net": RULE,
+    "gated_linear_attention": RULE,
+    "general_attention": NONE,
+    "latent_attention": {"out"},
+    "linformer_attention": APPROXIMATE,
+    "location_attention": {"bias", "scale", "softcap", "alibi_slopes", "sinks"},
+    "lsh_attention": APPROXIMATE | {"out"},
+    "memory_attention": NONE,
+    "neighborhood_attention": NO_PLACES | {"out"},
+    "nystrom_attention": APPROXIMATE | {"out"},
+    "qk_norm_attention": NONE,
+    "retention": RULE,
+    "shaw_attention": {"softcap", "alibi_slopes"},
+    "sigmoid_attention": {"sinks"},
+    "sparsemax_attention": {"sinks"},
+    "strided_attention": NO_PLACES,
+    "talking_heads_attention": {"sinks"},
+    "top_k_attention": {"sinks"},
+    "transformer_xl_attention": {"softcap"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_function_refuses_the_options_that_it_does_not_take(name):
+    function = getattr(fastattn, name, None) or getattr(functional, name)
+    parameters = inspect.signature(function).parameters
+    options = re.findall(r"\w+", parameters["options"].annotation)[1]
+    taken = set(getattr(fastattn._args.options, options).__annotations__)
+    everything = set(fastattn._args.options.AttentionOptions.__annotations__)
+    assert everything - taken == REFUSED[name]
+    x = np.ones((1, 2, 4, 8), np.float32)
+    needed = {n: x for n, p in parameters.items() if p.default is p.empty and n != "options"}
+    needed |= {
+        n: 1 for n in needed if n in ("top_k", "window", "dilation", "stride", "num_buckets", "kernel")
+    }
+    for option in REFUSED[name] - set(parameters):
+        with pytest.raises(TypeError, match=rf"^{name}\(\): {option} is not an argument"):
+            function(**needed, **{option: None})
+
+
+def test_there_is_no_other_function_with_options():
+    functions = {name for name in functional.__all__ if inspect.isfunction(getattr(functional, name))}
+    with_options = {n for n in functions if "options" in inspect.signature(getattr(functional, n)).parameters}
+    assert with_options == set(REFUSED) - {"attention_weights", "explain"}
 
 
 # How many files a change takes at most: of the product, and definitions that tests compare with.

@@ -43,7 +43,7 @@ class PlaceOptions(TypedDict, total=False):
 
 
 class KeyOptions(PlaceOptions, total=False):
-    """And what is added to their scores."""
+    """Options of places, and the bias."""
 
     bias: ArrayLike | None
 
@@ -114,6 +114,18 @@ class ShawOptions(KeyOptions, CausalOption, ScaleOption, SinksOption, OutOption,
 
 class RelativeOptions(ShawOptions, AlibiOption):
     """Those of the relative positions that are a bias, to which a soft cap would not apply."""
+
+
+class ScaledOptions(ScaleOption, ComputeOptions):
+    """Those of the approximations, which return something else than the attention inside of them."""
+
+
+class LinformerOptions(ScaledOptions, OutOption):
+    """Those of `linformer_attention`."""
+
+
+class NeighborhoodOptions(ScaledOptions, SoftcapOption, SinksOption):
+    """Those of `neighborhood_attention`, whose results are made a strip of the grid at a time."""
 
 
 class StridedOptions(ScaleOption, SoftcapOption, SinksOption, OutOption, ComputeOptions):

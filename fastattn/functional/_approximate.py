@@ -8,14 +8,15 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.options import LinformerOptions, ScaledOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import MOST_SIZE, flag, float_array, generator, integer, require_broadcast
 from fastattn.functional._attention import attention, attention_weights
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
-    from fastattn._args.options import Backend, InnerOptions
     from fastattn._args.types import Array, Ints
 
 
@@ -26,21 +27,19 @@ def linformer_attention(
     v: ArrayLike,
     key_projection: ArrayLike,
     value_projection: ArrayLike | None = None,
-    *,
-    scale: float | None = None,
-    out: NDArray[Any] | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
-) -> NDArray[Any]:
+    **options: Unpack[LinformerOptions],
+) -> Array:
     """``softmax(scale * q @ (E @ k).T) @ (F @ v)``: keys and values projected to a fixed number.
 
     Parameters
     ----------
-    q, k, v, scale, out, num_threads, backend
+    q, k, v : array_like
         As in `attention`, like the errors.
     key_projection, value_projection : array_like, (n, len_k) or (..., heads_kv, n, len_k)
         The learned projections E and F, one for all heads or one for each; F is E if left out. Any of the
         four dtypes.
+    **options
+        scale, out, num_threads and backend of `attention`.
 
     Returns
     -------
@@ -55,7 +54,8 @@ def linformer_attention(
     Complexity", 2020, arXiv:2006.04768.
     """
     func = "linformer_attention"
-    attention_args(func, q, k, v, scale=scale, out=out, num_threads=num_threads, backend=backend)
+    require_options(func, options, LinformerOptions)
+    attention_args(func, q, k, v, **options)
     keys, values = float_array(func, "k", k), float_array(func, "v", v)
     first = second = _projection(func, "key_projection", key_projection, "k", keys)
     if value_projection is None:
@@ -66,7 +66,7 @@ def linformer_attention(
         expected = f"(..., n, len_k) with key_projection's n = {first.shape[-2]}"
         raise wrong_shape(func, "value_projection", second, expected)
     keys, values = _projected(first, keys), _projected(second, values)
-    return attention(q, keys, values, scale=scale, out=out, num_threads=num_threads, backend=backend)
+    return attention(q, keys, values, **options)
 
 
 def _projection(func: str, name: str, x: Any, of: str, other: Array) -> Array:
@@ -94,10 +94,8 @@ def nystrom_attention(
     *,
     num_landmarks: int = 64,
     num_iterations: int = 6,
-    scale: float | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
-) -> NDArray[Any]:
+    **options: Unpack[ScaledOptions],
+) -> Array:
     """Nyström's method on the matrix of probabilities, as in the Nyströmformer.
 
     With landmarks Q', K', the means of `num_landmarks` segments of queries and keys:
@@ -105,7 +103,7 @@ def nystrom_attention(
 
     Parameters
     ----------
-    q, k, v, scale, num_threads, backend
+    q, k, v : array_like
         As in `attention`, like the errors; q and k have as many heads.
     num_landmarks : int, default 64
         Segments differ in length by one at most. Where there are no more queries or keys than landmarks, the
@@ -113,6 +111,8 @@ def nystrom_attention(
     num_iterations : int, default 6
         Of the pseudo-inverse, each of the fourth order; it begins with the transposed matrix, divided by its
         head's largest sum of a column.
+    **options
+        scale, num_threads and backend of `attention`.
 
     Returns
     -------
@@ -126,13 +126,14 @@ def nystrom_attention(
     "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention", 2021, arXiv:2102.03902.
     """
     func = "nystrom_attention"
-    args = attention_args(func, q, k, v, scale=scale, num_threads=num_threads, backend=backend)
+    require_options(func, options, ScaledOptions)
+    args = attention_args(func, q, k, v, **options)
     if args.heads_q != args.heads_kv:
         came = f"q has {args.heads_q} heads and k {args.heads_kv}"
         raise ValueError(f"{func}(): {came}; expected the same number of both")
     integer(func, "num_iterations", num_iterations, 0)
     n = integer(func, "num_landmarks", num_landmarks, 1)
-    options: InnerOptions = {"scale": args.scale, "num_threads": args.num_threads, "backend": backend}
+    options["scale"] = args.scale
     if n >= min(args.len_q, args.len_k):
         return attention(q, k, v, **options)
     q, k, v = (float_array(func, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -171,10 +172,8 @@ def lsh_attention(
     rng: np.random.Generator | int | None = 0,
     rotations: ArrayLike | None = None,
     causal: bool = False,
-    scale: float | None = None,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
-) -> NDArray[Any]:
+    **options: Unpack[ScaledOptions],
+) -> Array:
     """The Reformer's attention: each query attends keys that are hashed near to it.
 
     Keys are the queries, normalised. In each round tokens are hashed, ``argmax([x R, -x R])`` with a random
@@ -200,10 +199,6 @@ def lsh_attention(
         R itself; `rng` is not looked at.
     causal : bool, default False
         A token attends none that comes after it.
-    scale : float, optional
-        Default ``1 / sqrt(head_dim)``, of queries with keys whose root mean square is 1.
-    num_threads, backend
-        As in `attention`.
 
     Returns
     -------
@@ -223,15 +218,14 @@ def lsh_attention(
     Transformer", 2020, arXiv:2001.04451.
     """
     func = "lsh_attention"
+    require_options(func, options, ScaledOptions)
     queries, values = float_array(func, "qk", qk, least_dims=3), float_array(func, "v", v, least_dims=3)
     if queries.shape[:-1] != values.shape[:-1]:
         came = f"qk has shape {queries.shape} and v {values.shape}"
         raise ValueError(f"{func}(): {came}; expected the same but for the last axis")
     if queries.dtype != values.dtype:
         raise wrong_dtype(func, "v", values, f"qk's, {queries.dtype}")
-    args = attention_args(
-        func, queries, queries, values, scale=scale, num_threads=num_threads, backend=backend
-    )
+    args = attention_args(func, queries, queries, values, **options)
     n = integer(func, "num_buckets", num_buckets, 2, MOST_SIZE)
     if n % 2:
         raise ValueError(f"{func}(): num_buckets is {n}; expected an even number")
@@ -247,7 +241,7 @@ def lsh_attention(
             raise wrong_shape(func, "rotations", r, f"{shape}, {dims}")
     chunk = min(integer(func, "chunk", chunk, 1), max(1, length))  # a longer one would only be padded
     causal = flag(func, "causal", causal)
-    options: Any = {"scale": args.scale, "num_threads": args.num_threads, "backend": backend}
+    options["scale"] = args.scale
     q, values = queries.astype(lane), values.astype(lane)
     if not q.size or not values.size:
         return np.zeros(args.out.shape, args.out.dtype)

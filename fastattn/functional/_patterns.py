@@ -11,11 +11,11 @@ import numpy as np
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.key_ranges import Resolved
-from fastattn._args.options import Backend, StridedOptions
+from fastattn._args.options import NeighborhoodOptions, StridedOptions, require_options
 from fastattn._args.values import integer, operand
 from fastattn._args.variants import variant_args
 from fastattn._engine import dispatch
-from fastattn.functional._pieces import apart, join
+from fastattn.functional._pieces import apart, join, run
 from fastattn.masks import Mask, neighborhood
 from fastattn.masks._grid import neighborhood_sizes
 from fastattn.masks._mask import ScoreShape
@@ -182,6 +182,7 @@ def _attend_interleaved(
 _STRIP = 4
 
 
+@overload
 def neighborhood_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -190,12 +191,31 @@ def neighborhood_attention(
     kernel: int | Shape,
     dilation: int | Shape = 1,
     causal: bool | tuple[bool, ...] = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[NeighborhoodOptions],
+) -> Array: ...
+@overload
+def neighborhood_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    kernel: int | Shape,
+    dilation: int | Shape = 1,
+    causal: bool | tuple[bool, ...] = False,
+    return_lse: Literal[True],
+    **options: Unpack[NeighborhoodOptions],
+) -> tuple[Array, Array]: ...
+def neighborhood_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    kernel: int | Shape,
+    dilation: int | Shape = 1,
+    causal: bool | tuple[bool, ...] = False,
     return_lse: bool = False,
-    num_threads: int | None = None,
-    backend: Backend | None = None,
+    **options: Unpack[NeighborhoodOptions],
 ) -> Any:
     """Attention of every place of a grid to those around it, as NATTEN defines it.
 
@@ -215,8 +235,10 @@ def neighborhood_attention(
         Distance of neighbours along each axis.
     causal : bool or tuple of bool, default False
         Along such an axis only places up to the query's own, fewer at the border.
-    scale, softcap, sinks, return_lse, num_threads, backend
-        As in `attention`; sinks are (..., heads_q).
+    return_lse : bool, default False
+        As in `attention`.
+    **options
+        scale, softcap, sinks (..., heads_q), num_threads and backend of `attention`.
 
     Returns
     -------
@@ -239,6 +261,7 @@ def neighborhood_attention(
     Neighborhood Attention Transformer", 2022, arXiv:2209.15001.
     """
     func = "neighborhood_attention"
+    require_options(func, options, NeighborhoodOptions)
     n = len(kernel) if isinstance(kernel, (tuple, list)) else 1
     if not n:
         raise ValueError(f"{func}(): kernel is {kernel}; expected an integer, or one for each spatial axis")
@@ -254,25 +277,24 @@ def neighborhood_attention(
         shape = arrays[0].shape
         raise ValueError(f"{func}(): q has shape {shape}, of a grid {grid}; expected at least one place")
     mask = neighborhood(*neighborhood_sizes(func, grid, kernel, dilation, causal))
-    options: Any = {"scale": scale, "softcap": softcap, "num_threads": num_threads, "backend": backend}
     # How the rest fits together can be seen from one row of the grid.
     row: Any = (..., *(0,) * (n - 1), slice(None), slice(None))
     q_row, k_row, v_row = (x[row] for x in arrays)
-    args = attention_args(func, q_row, k_row, v_row, sinks=sinks, return_lse=return_lse, **options)
+    args = attention_args(func, q_row, k_row, v_row, return_lse=return_lse, **options)
     heads = (*args.batch_shape, args.heads_q)
     out = np.empty((*heads, *grid, args.head_dim_v), arrays[0].dtype)
     lse = None if args.lse is None else np.empty((*heads, *grid), args.lse.dtype)
     groups = (args.heads_kv, args.heads_q // args.heads_kv)
     if args.sinks is not None:
-        sinks = np.broadcast_to(args.sinks, heads).reshape(*args.batch_shape, *groups, *(1,) * max(2, n))
+        sinks = np.broadcast_to(args.sinks, heads)
+        options["sinks"] = sinks.reshape(*args.batch_shape, *groups, *(1,) * max(2, n))
     for part in _parts(mask):
         q_part, out_part = (part.queries(x, groups, 1) for x in (arrays[0], out))
         k_part, v_part = (part.keys(x) for x in arrays[1:])
         args = attention_args(
-            func, q_part, k_part, v_part, part,
-            sinks=sinks, out=out_part, return_lse=lse is not None, **options,
-        )  # fmt: skip
-        dispatch.run(args, backend)
+            func, q_part, k_part, v_part, part, out=out_part, return_lse=lse is not None, **options
+        )
+        run(args, options)
         if lse is not None:
             part.queries(lse, groups, 0)[...] = args.lse
     return out if lse is None else (out, lse)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     Rule = Literal["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
     State = Array | tuple[Array, Array]
+    Result = Array | tuple[Array, State]  # the state where it is asked for
 
 
 def linear_attention(
@@ -42,7 +43,7 @@ def linear_attention(
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
-) -> Any:
+) -> Result:
     r"""``out_t = scale * S_t.T @ q_t``, where every token writes to the state S (head_dim, head_dim_v).
 
     ============= ================================================================== =====================
@@ -148,12 +149,13 @@ def linear_attention(
         return_state, out_state, out, num_threads, backend,
     )  # fmt: skip
     dispatch.run(args, backend)
-    return args.result
+    result: Result = args.result
+    return result
 
 
 def retention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, gamma: ArrayLike | None = None, **options: Unpack[DecayOptions]
-) -> Any:
+) -> Result:
     """Retention (RetNet, Sun et al. 2023, arXiv:2307.08621): ``S_t = gamma S_{t-1} + k_t v_t^T``.
 
     Parameters
@@ -182,7 +184,7 @@ def retention(
 
 def gated_linear_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, log_decay: ArrayLike, **options: Unpack[DecayOptions]
-) -> Any:
+) -> Result:
     """GLA (Yang et al. 2024, arXiv:2312.06635): ``S_t = diag(a_t) S_{t-1} + k_t v_t^T``.
 
     Parameters
@@ -205,7 +207,7 @@ def delta_net(
     *,
     unit_keys: bool = True,
     **options: Unpack[DeltaOptions],
-) -> Any:
+) -> Result:
     """DeltaNet (Yang et al. 2024, arXiv:2406.06484): ``S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T``.
 
     Parameters
@@ -231,7 +233,7 @@ def gated_delta_net(
     *,
     unit_keys: bool = True,
     **options: Unpack[DeltaOptions],
-) -> Any:
+) -> Result:
     """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next: the delta rule on a_t S_{t-1}.
 
     Parameters
@@ -255,7 +257,8 @@ def _unit(func: str, q: ArrayLike, k: ArrayLike, wanted: bool) -> tuple[ArrayLik
     return unit(float_array(func, "q", q, 1)), unit(float_array(func, "k", k, 1))
 
 
-def _run(func: str, q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, **fixed: Any) -> Any:
+def _run(func: str, q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, **fixed: Any) -> Result:
     """`linear_attention` with what is `fixed`, for messages of `func`, which takes the options `taken`."""
     require_options(func, options, taken)
-    return run(recurrent_args(func, q, k, v, **fixed, **options), options)
+    result: Result = run(recurrent_args(func, q, k, v, **fixed, **options), options)
+    return result

@@ -78,9 +78,13 @@ def set_isa(name):
     _isa = COMPILED_ISAS.index(name)
 
 
+cdef enum:
+    N_ARRAYS = 21  # batch tables of a call: operands, what masks and modifiers need, results, statistics
+
+
 cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     """Fill `a`; returns the batch tables it points into, empty unless `filled`."""
-    cdef _Tables tables = _Tables(args.batch_shape, 21, filled)
+    cdef _Tables tables = _Tables(args.batch_shape, N_ARRAYS, filled)
     cdef object s = args.statistics
     cdef int lane
     memset(a, 0, sizeof(fa_attention_args))
