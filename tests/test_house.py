@@ -235,9 +235,8 @@ def test_every_function_refuses_the_options_that_it_does_not_take(name):
     assert everything - taken == REFUSED[name]
     x = np.ones((1, 2, 4, 8), np.float32)
     needed = {n: x for n, p in parameters.items() if p.default is p.empty and n != "options"}
-    needed |= {
-        n: 1 for n in needed if n in ("top_k", "window", "dilation", "stride", "num_buckets", "kernel")
-    }
+    numbers = ("top_k", "window", "dilation", "stride", "num_buckets", "kernel")
+    needed |= {n: x[..., :4] if n == "logits" else 1 for n in needed if n in (*numbers, "logits")}
     for option in REFUSED[name] - set(parameters):
         with pytest.raises(TypeError, match=rf"^{name}\(\): {option} is not an argument"):
             function(**needed, **{option: None})

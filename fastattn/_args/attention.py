@@ -1,4 +1,4 @@
-"""From what a caller passed to one normalised argument object; the only place where user input raises.
+"""From what a caller passed to attention to one normalised argument object, or an error.
 
 `values.py` looks at one value at a time, this file at how they fit together: shapes, dtypes, positions. All
 of it happens before anything is computed.
@@ -70,7 +70,7 @@ def attention_args(
 ) -> AttentionArgs:
     """Check and normalise the arguments of `func`, for its messages; see `fastattn.attention`.
 
-    On tiny arrays this is most of a call: what is not given costs a comparison.
+    On tiny arrays this is most of a call: an option that is not given costs one comparison.
     """
     args = AttentionArgs()
     copies: list[str] = []

@@ -14,10 +14,10 @@ def wrong_shape(func: str, name: str, x: Array, expected: object) -> ValueError:
 
 
 def wrong_dtype(func: str, name: str, x: Array, expected: str) -> TypeError:
-    """Likewise its dtype."""
+    """The dtype of the array `x` is not `expected`."""
     return TypeError(f"{func}(): {name} has dtype {x.dtype}; expected {expected}")
 
 
 def wrong_type(func: str, name: str, x: Any, expected: str) -> TypeError:
-    """Likewise the type of `x`."""
+    """The type of `x` is not `expected`."""
     return TypeError(f"{func}(): {name} is of type {type(x).__name__}; expected {expected}")

@@ -33,7 +33,7 @@ def variant_args(
 
 
 def how(options: ComputeOptions) -> ComputeOptions:
-    """Those options that say how to compute, for operations beside attention."""
+    """`num_threads` and `backend` of `options`, for other operations of the same call."""
     return {"num_threads": options.get("num_threads"), "backend": options.get("backend")}
 
 
@@ -45,7 +45,7 @@ def per_head(func: str, name: str, x: Any, args: AttentionArgs) -> Array:
 def with_shape(
     func: str, name: str, x: Any, shape: Shape, dims: str, n_last: int, lane: np.dtype[Any]
 ) -> Array:
-    """`x` in `lane`; broadcasts to `shape`, called `dims`, but has its last axes, `n_last` of them."""
+    """`x` in `lane`: its last `n_last` axes are those of `shape`, called `dims`, and the others broadcast."""
     array = float_array(func, name, x)
     require_broadcast(func, name, array.shape, shape, dims)
     if array.shape[-n_last:] != shape[-n_last:]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Scores of a tile: 1 MB in float32, which stays in the second-level cache between the passes over it.
 TILE_SCORES = 2**18
 _BLOCK_ROWS = 512
-# Some BLAS libraries sum over all keys of a block in order. With 8192 keys the error exceeded the bound.
+# Some BLAS libraries sum over all keys of a block in order. With 8192 keys, errors exceeded the tests' bound.
 _MAX_BLOCK_K = 4096
 
 
@@ -289,7 +289,7 @@ OneTask = TypeVar("OneTask", bound=Task)
 
 
 def tasks(call: Call, block_q: int, kind: type[OneTask]) -> Iterator[OneTask]:
-    """One task a batch item, KV head and block of queries; no product or sum crosses two of them."""
+    """One task a batch item, KV head and block of queries; tasks share no arithmetic."""
     args = call.args
     for b in np.ndindex(args.batch_shape):
         for h in range(args.heads_kv):

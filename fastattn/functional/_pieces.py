@@ -1,4 +1,4 @@
-"""A checked call cut into pieces, and pieces put together: so a bias need never be there as a whole."""
+"""Cut a checked call into pieces and join their results: no piece holds a whole bias, len_q x len_k."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fastattn._args.options import ComputeOptions
     from fastattn._args.types import Array, AttentionArgs, Ints, RecurrentArgs, RowwiseArgs
 
-# Scores of one head that get a bias at a time, in `attend_by_rows`, and at least so many query rows: by
-# lengths alone, so that a row's bits do not depend on the batch.
+# The pieces of `attend_by_rows`: this many scores of one head, and at least this many query rows. Only
+# lengths decide, so that a row's bits do not depend on the batch.
 _PIECE_SCORES, _LEAST_ROWS = 2**18, 32
 
 # Axes behind the batch dimensions.
@@ -33,13 +33,13 @@ _TRAILING = {
 
 
 def run(args: AttentionArgs | RecurrentArgs, options: ComputeOptions) -> Any:
-    """Compute `args` on the backend that `options` name, if they do; what the caller gets."""
+    """Run `args`, on the backend of `options` if there is one, and return the result."""
     dispatch.run(args, options.get("backend"))
     return args.result
 
 
 def run_rowwise(args: RowwiseArgs, options: ComputeOptions) -> Array:
-    """The same of attention that needs a whole row of scores at a time."""
+    """Run arguments of attention that needs a whole row of scores at a time, and return the result."""
     dispatch.run(args, options.get("backend"))
     result: Array = args.attention.result
     return result
@@ -59,7 +59,7 @@ def rows_of(args: AttentionArgs, rows: slice) -> AttentionArgs:
 
 
 def keys_of(args: AttentionArgs, keys: slice) -> AttentionArgs:
-    """The same call over some of the keys, which are counted from 0 then; not for ALiBi."""
+    """The same call over some of the keys, counted from 0. Not for ALiBi: q_position stays as it is."""
     part = copy(args)
     part.k, part.v, part.len_k = args.k[..., keys, :], args.v[..., keys, :], keys.stop - keys.start
     for name in ("mask", "bias"):
@@ -136,7 +136,7 @@ def attend_by_rows(
         for first in range(0, args.len_q, n_rows):
             rows = slice(first, min(first + n_rows, args.len_q))
             part = rows_of(item, rows)
-            with np.errstate(all="ignore"):  # of keys that are hidden, too, whatever stands in them
+            with np.errstate(all="ignore"):  # the bias of hidden keys, too, which may hold NaN
                 bias = bias_of(b, rows)
             add_bias(part, bias)
             dispatch.run(part, backend)
@@ -146,8 +146,8 @@ def attend_by_rows(
 def add_bias(args: AttentionArgs, computed: Array) -> None:
     """Add a bias that was computed to the one that the caller gave.
 
-    It is the caller's -inf that hides a key, and nothing else: a computed -inf, or a sum that is rounded to
-    it, does not, and a computed NaN, of what stands in a hidden key, does not bring that back.
+    Only the caller's -inf hides a key. A computed -inf is raised to the lowest finite number, and a computed
+    NaN at a hidden key is ignored.
     """
     lane = lane_dtype(args.q.dtype)
     bias, least = computed.astype(lane, copy=False), np.finfo(lane).min
@@ -161,8 +161,8 @@ def add_bias(args: AttentionArgs, computed: Array) -> None:
 def by_distance(x: Array, n_keys: int) -> Array:
     """View (..., rows, n_keys) of x (..., rows, rows + n_keys - 1): row i without its first rows - 1 - i.
 
-    Columns of x are distances, from the last row's to key 0 down to the first row's to the last key: the
-    relative shift, without moving anything.
+    Columns of x are distances, from the largest (the last query and key 0) down to the smallest (the first
+    query and the last key). Nothing is copied.
     """
     *lead, row, column = x.strides
     n_rows = x.shape[-2]
@@ -183,5 +183,5 @@ def sum_in(dtype: np.dtype[Any], *terms: Array) -> Array:
     total = terms[0].astype(lane, copy=False)
     for term in terms[1:]:
         total = total + term.astype(lane, copy=False)
-    # Sums take over the order of axes of what is summed; kernels read rows that are contiguous.
+    # A sum of NumPy's has the memory order of its terms; kernels need contiguous rows.
     return np.ascontiguousarray(total, dtype)

@@ -136,7 +136,7 @@ def _attend_near(
         add_bias(part, columns[..., inside])
         dispatch.run(part, backend)
         if of_values is not None:
-            # Weights are what the unit vectors give as values: of the near keys a matrix that is small.
+            # With the identity matrix for values, the results are the probabilities of the near keys.
             weights = apart(part)
             width = part.len_k
             weights.v = np.broadcast_to(np.eye(width, dtype=part.v.dtype), (part.heads_kv, width, width))
@@ -189,9 +189,9 @@ def transformer_xl_attention(
     q, k, v, return_lse
         As in `attention`, like the results and errors; k and v begin with the memory of the segment before.
     relative_keys : array_like, (n, head_dim) or (..., heads_q, n, head_dim)
-        r: projected vectors of the distances ``q_offset + len_q - 1`` (the last query from the first key)
-        downwards, of all there are, ``len_q + len_k - 1``. With causal those down to 0 are enough, by default
-        len_k of them, as in the paper.
+        r: projected vectors, one for each distance, in falling order from ``q_offset + len_q - 1``, that of
+        the last query and the first key: ``len_q + len_k - 1`` of them. With causal those down to distance 0
+        are enough, by default len_k of them, as in the paper.
     content_bias, position_bias : array_like, (heads_q, head_dim), optional
         u and w (the paper's v); 0 if left out.
     **options
@@ -230,7 +230,7 @@ def transformer_xl_attention(
     def bias_of(b: tuple[int, ...], rows: slice) -> Array:
         n_rows = rows.stop - rows.start
         columns = np.zeros((args.heads_q, n_rows, n_rows + args.len_k - 1), lane)
-        first = args.len_q - rows.stop  # row of the table of column 0
+        first = args.len_q - rows.stop  # the table's row for column 0
         table = relative[b][:, first : first + columns.shape[-1]]
         shifted = (queries[b][:, rows].astype(lane) + w) * lane.type(args.scale)
         np.matmul(shifted, table.swapaxes(-1, -2), out=columns[..., : table.shape[-2]])
@@ -318,7 +318,7 @@ def disentangled_attention(
         max_distance = integer(func, "max_distance", max_distance, n // 4 + 2, 2**53)
     if options.get("scale") is None:
         args.scale = (args.head_dim * (1 + len(found))) ** -0.5
-    # Of the distances, from the last query's to key 0 down to the first one's to the last key.
+    # Distances in falling order: first that of the last query and key 0.
     distances = np.arange(offset + args.len_q - 1, offset - args.len_k, -1)
     buckets = _deberta_buckets(distances, n // 2, max_distance)
     queries, keys = (np.broadcast_to(x, (*args.batch_shape, *x.shape[-3:])) for x in (args.q, args.k))

@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
     names = {"query": query, "key": key, "value": value}
     q, k, v = (float_array(func, name, x, least_dims=2) for name, x in names.items())
     heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
-    # One key head for all query heads is a group, and as such not repeated.
+    # One key head serves all query heads as one group: nothing is copied.
     if not flag(func, "enable_gqa", enable_gqa) and not heads[1] == heads[2] in (1, heads[0]):
         if any(n not in (1, max(heads)) for n in heads):
             raise ValueError(

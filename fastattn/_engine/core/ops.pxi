@@ -102,7 +102,7 @@ cdef void _rope_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
 
 
 cdef int _run_rope(fa_rope_args *a, int threads) except -1:
-    """A row is that of all heads."""
+    """One row holds all heads."""
     cdef Loop loop
     loop.kernels, loop.args = fa_isa_kernels(_isa, a.x.dtype), a
     return _run_rows_of(&loop, _rope_task, a.batch * a.length, a.heads * a.head_dim, threads,

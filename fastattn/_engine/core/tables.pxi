@@ -52,7 +52,7 @@ cdef class _Tables:
     cdef tuple shape  # of the batch
 
     def __cinit__(self, tuple shape, int n, bint filled=True):
-        """Room for n tables; empty ones unless `filled`, for who looks at shapes and types only."""
+        """Room for n tables; they stay empty unless `filled`: some callers need only shapes and types."""
         self.shape, self.n, self.batch = shape, n, 1
         for size in shape:
             self.batch *= size
@@ -114,6 +114,6 @@ cdef class _Tables:
 
     cdef void set_rows(self, fa_array *x, name, cnp.ndarray array, int64_t heads, int64_t length,
                        int64_t width) except *:
-        """That for an operand (..., heads, length, width) whose rows are contiguous, of any type that kernels read."""
+        """Like `set`, for an operand (..., heads, length, width) whose rows are contiguous, of any type that kernels read."""
         x.dtype = _dtype(array)
         self.set(x, name, array, cnp.PyArray_TYPE(array), 3, heads, length, width, True)
