@@ -199,6 +199,9 @@ def lsh_attention(
         R itself; `rng` is not looked at.
     causal : bool, default False
         A token attends none that comes after it.
+    **options
+        scale, num_threads and backend of `attention`. Scale multiplies products of queries with keys whose root
+        mean square is 1.
 
     Returns
     -------
