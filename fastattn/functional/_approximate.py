@@ -200,8 +200,8 @@ def lsh_attention(
     causal : bool, default False
         A token attends none that comes after it.
     **options
-        scale, num_threads and backend of `attention`. Scale multiplies products of queries with keys whose root
-        mean square is 1.
+        scale, num_threads and backend of `attention`. Scale multiplies products of queries with keys whose
+        root mean square is 1.
 
     Returns
     -------
