@@ -243,7 +243,7 @@ def _medians(report: Json, rows: list[Json]) -> dict[str, float]:
 def _missing(report: Json) -> Iterator[str]:
     if report["missing"]:
         yield ""
-        yield f"To compare with more libraries: pip install {' '.join(report['missing'])} (see bench/README.md)"
+        yield f"To compare with more libraries (bench/README.md): pip install {' '.join(report['missing'])}"
 
 
 def _summary(report: Json) -> Iterator[str]:
