@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import rows
 from fastattn._args.values import as_array, flag, short
 from fastattn._engine.program import OUT, Program, Sequences, X, build
@@ -30,6 +31,23 @@ if TYPE_CHECKING:
 _SRC = Names("TransformerEncoderLayer", "src", "src_mask", "src_key_padding_mask")
 _TGT = Names("TransformerDecoderLayer", "tgt", "tgt_mask", "tgt_key_padding_mask")
 _MEMORY = Names("TransformerDecoderLayer", "tgt", "memory_mask", "memory_key_padding_mask")
+
+
+class OverMemoryOptions(TypedDict, total=False):
+    """Options of a decoder's call that `TransformerDecoderLayer` documents."""
+
+    tgt_mask: ArrayLike | None
+    memory_mask: ArrayLike | None
+    tgt_key_padding_mask: ArrayLike | None
+    memory_key_padding_mask: ArrayLike | None
+    tgt_is_causal: bool | None
+    memory_is_causal: bool
+
+
+class DecoderOptions(OverMemoryOptions, total=False):
+    """The same, and what belongs to a cache."""
+
+    lengths: ArrayLike | None
 
 
 class _Plain(NamedTuple):
@@ -268,10 +286,9 @@ class TransformerDecoderLayer(_TransformerLayer):
         self._require_parts()
         array, batched = self._input("tgt", tgt)
         if batched is not array:
-            tgt_key_padding_mask = _calls.one_batch(func, "tgt_key_padding_mask", tgt_key_padding_mask)
-            memory_key_padding_mask = _calls.one_batch(
-                func, "memory_key_padding_mask", memory_key_padding_mask
-            )
+            tgt_key_padding_mask = _calls.one_batch(func, _TGT.key_padding_mask, tgt_key_padding_mask)
+            name = _MEMORY.key_padding_mask
+            memory_key_padding_mask = _calls.one_batch(func, name, memory_key_padding_mask)
         batch, length, _ = batched.shape
         over = keys_values = None
         with restored_on_error((cache,)):
@@ -320,9 +337,7 @@ class TransformerDecoderLayer(_TransformerLayer):
         array = _calls.checked(func, "memory", memory, width, self.weights_dtype)
         array = _calls.batch_first(func, "memory", array)
         if len(array) != batch:
-            raise ValueError(
-                f"{func}(): memory has shape {array.shape}; expected ({batch}, length, {width}), tgt's batch"
-            )
+            raise wrong_shape(func, "memory", array, f"({batch}, length, {width}), tgt's batch")
         return array
 
     def _keep(self, memory: ArrayLike | None, padding: Any, batch: int, cache: DecoderCache) -> None:
@@ -343,7 +358,5 @@ class TransformerDecoderLayer(_TransformerLayer):
                 raise ValueError(f"{func}(): memory_key_padding_mask is not {kept}")
         in_cache = len(cache.keys_values[0])
         if in_cache != batch:
-            raise ValueError(
-                f"{func}(): tgt has a batch of {batch}; expected {in_cache}, that of the memory in the cache"
-                f" (DecoderCache.select() selects in both)"
-            )
+            expected = f"{in_cache}, that of the memory in the cache (DecoderCache.select() selects in both)"
+            raise ValueError(f"{func}(): tgt has a batch of {batch}; expected {expected}")
