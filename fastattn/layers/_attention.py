@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import like, rows
 from fastattn._args.values import flag
 from fastattn._engine.scratch import keep, scratch
@@ -175,9 +176,8 @@ class MultiHeadAttention(AttentionParameters):
         batch, length, _ = batched.shape
         if keys_values is not None:
             if not (key is None and value is None and cache is None):
-                raise ValueError(
-                    f"{FUNC}(): keys_values is given with key, value or cache; expected it alone"
-                )
+                came = "keys_values is given with key, value or cache"
+                raise ValueError(f"{FUNC}(): {came}; expected it alone")
             heads_kv, head_dim = self._heads_kv, self._head_dim
             keys_values = _calls.keys_values(FUNC, keys_values, batch, heads_kv, head_dim, x.dtype)
         out, weights = self._attend(
@@ -232,18 +232,16 @@ class MultiHeadAttention(AttentionParameters):
         `q_offset`, and the first of `keys_values` at 0.
         """
         if lengths is not None and cache is None:
-            raise ValueError(
-                f"{names.func}(): lengths is given without cache; expected both, or a key_padding_mask"
-            )
+            expected = "both, or a key_padding_mask"
+            raise ValueError(f"{names.func}(): lengths is given without cache; expected {expected}")
         if is_causal is not False:
             is_causal = flag(names.func, "is_causal", is_causal)
         if cache is not None:
             _calls.require_cache(names.func, cache, KVCache)
             if cache.batch not in (None, batch):
-                raise ValueError(
-                    f"{names.func}(): {names.query} has shape {(batch, length, self.embed_dim)}; expected"
-                    f" ({cache.batch}, length, {self.embed_dim}), the batch in the cache"
-                )
+                expected = f"({cache.batch}, length, {self.embed_dim}), the batch in the cache"
+                query = x.reshape(batch, length, self.embed_dim)
+                raise wrong_shape(names.func, names.query, query, expected)
             q_offset = cache.offset
         options = self._options.copy()
         if self.sink_logits is not None:
@@ -303,9 +301,7 @@ class MultiHeadAttention(AttentionParameters):
         value = self._input("value", key if value is None else value, self.vdim, len(key))
         length = key.shape[1]
         if value.shape[1] != length:
-            raise ValueError(
-                f"{FUNC}(): value has shape {value.shape}; expected a length of {length}, as key has"
-            )
+            raise wrong_shape(FUNC, "value", value, f"a length of {length}, as key has")
         k = _calls.linear(rows(key), self.key_map.weight, self.key_map.bias)
         v = _calls.linear(rows(value), self.value_map.weight, self.value_map.bias)
         (k,) = self._heads(k, len(key), length, self.key_map, 0)
@@ -317,7 +313,7 @@ class MultiHeadAttention(AttentionParameters):
         array = _calls.checked(FUNC, name, x, features or self.embed_dim, self.weights_dtype)
         if array.ndim != 3 or batch not in (None, len(array)):
             expected = f"({'batch' if batch is None else batch}, length, {array.shape[-1]})"
-            raise ValueError(f"{FUNC}(): {name} has shape {array.shape}; expected {expected}")
+            raise wrong_shape(FUNC, name, array, expected)
         return array
 
     def _heads(self, product: Array, batch: int, length: int, maps: Stack, first: int) -> list[Array]:

@@ -12,6 +12,7 @@ from fastattn._args.attention import attention_args
 from fastattn._args.ops import epsilon
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, flag, integer
+from fastattn.layers import _calls
 from fastattn.layers._basic import Linear
 from fastattn.layers._projections import Stack, stack
 from fastattn.layers._rotary import Rope
@@ -128,14 +129,11 @@ class AttentionParameters(Layer):
         self._require_weights_dtype()
         heads, heads_kv = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % heads_kv:
-            raise ValueError(
-                f"{FUNC}(): num_heads is {heads}; expected a multiple of num_kv_heads, {heads_kv}"
-            )
+            expected = f"a multiple of num_kv_heads, {heads_kv}"
+            raise ValueError(f"{FUNC}(): num_heads is {heads}; expected {expected}")
         if self.head_dim is None and self.embed_dim % heads:
-            raise ValueError(
-                f"{FUNC}(): embed_dim is {self.embed_dim}; expected a multiple of num_heads, {heads}, or"
-                f" head_dim="
-            )
+            expected = f"a multiple of num_heads, {heads}, or head_dim="
+            raise ValueError(f"{FUNC}(): embed_dim is {self.embed_dim}; expected {expected}")
         self._heads_kv, self._head_dim = heads_kv, self.head_dim or self.embed_dim // heads
         self._width, self._width_kv = heads * self._head_dim, heads_kv * self._head_dim
         self._stacked = (self.kdim or self.embed_dim) == (self.vdim or self.embed_dim) == self.embed_dim
@@ -156,14 +154,11 @@ class AttentionParameters(Layer):
         attention_args(FUNC, nothing, nothing, nothing, **self._options)
         if self.rope is None:
             return
-        if not isinstance(self.rope, Rope):
-            kind = type(self.rope).__name__
-            raise TypeError(f"{FUNC}(): rope is of type {kind}; expected a Rope, Rope(frequencies)")
+        _calls.require(FUNC, "rope", self.rope, Rope, "a Rope, Rope(frequencies)")
         rotated = 2 * len(self.rope.frequencies.inv_freq)
         if rotated > self._head_dim:
-            raise ValueError(
-                f"{FUNC}(): rope rotates {rotated} dimensions; expected at most head_dim, {self._head_dim}"
-            )
+            expected = f"at most head_dim, {self._head_dim}"
+            raise ValueError(f"{FUNC}(): rope rotates {rotated} dimensions; expected {expected}")
 
     def is_plain(self) -> bool:
         """Whether a program can compute it: without options, with queries, keys and values side by side."""
@@ -228,18 +223,19 @@ class AttentionParameters(Layer):
             maps = stack(weights, biases, weights_dtype)
             fields = {"all_maps": maps, **_parts(maps)}
         else:
-            runs = (slice(0, n - 2), slice(n - 2, n - 1), slice(n - 1, n))
-            parts = [stack(weights[run], biases[run], weights_dtype) for run in runs]
             fields = {"all_maps": None, "key_value_maps": None}
-            fields["query_maps"], fields["key_map"], fields["value_map"] = parts
+            runs = {"query_maps": slice(n - 2), "key_map": slice(n - 2, n - 1), "value_map": slice(n - 1, n)}
+            for name, run in runs.items():
+                fields[name] = stack(weights[run], biases[run], weights_dtype)
         for name in ("bias_k", "bias_v"):
             bias = arrays.get(name)
             fields[name] = None if bias is None else bias.astype(lane).reshape(self._heads_kv, -1)
         return {**fields, **super()._pack(arrays, weights_dtype)}
 
     def _unpack(self) -> dict[str, Array]:
-        weights = [w for maps in (self.query_maps, self.key_map, self.value_map) for w in maps.weights()]
-        biases = [b for maps in (self.query_maps, self.key_map, self.value_map) for b in maps.biases()]
+        stacks = (self.query_maps, self.key_map, self.value_map)
+        weights = [weight for maps in stacks for weight in maps.weights()]
+        biases = [bias for maps in stacks for bias in maps.biases()]
         arrays: dict[str, Array] = {}
         if self.output_gate:
             arrays["gate_proj.weight"] = weights.pop(0)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from fastattn._args.errors import wrong_type
 from fastattn._args.packed import WEIGHT_DTYPES, is_finite
 from fastattn._args.values import as_array, choice, is_float, short
 from fastattn.layers._files import opened
@@ -144,10 +145,8 @@ class Layer:
                 f" another size or option makes another layer"
             )
         if not isinstance(value, Layer) or value._place() != there._place():
-            raise ValueError(
-                f"{type(self).__name__}.{name} is set to"
-                f" {value._place() if isinstance(value, Layer) else short(value)}; expected {there._place()}"
-            )
+            came = value._place() if isinstance(value, Layer) else short(value)
+            raise ValueError(f"{type(self).__name__}.{name} is set to {came}; expected {there._place()}")
         self._change({name: value})
 
     def _change(self, fields: Fields) -> None:
@@ -161,13 +160,12 @@ class Layer:
         change = _last_change
         if self.__dict__.get("_checked_at") is change:
             return
+        lane = lane_of(self.weights_dtype)
         for prefix, part in self._walk():
-            if lane_of(part.weights_dtype) != lane_of(self.weights_dtype):
-                raise TypeError(
-                    f"{type(self).__name__}(): its part {prefix}{type(part).__name__} has weights in"
-                    f" {part.weights_dtype}; expected ones that compute in {lane_of(self.weights_dtype)}, as"
-                    f" the layer's own in {self.weights_dtype} do"
-                )
+            if lane_of(part.weights_dtype) != lane:
+                came = f"its part {prefix}{type(part).__name__} has weights in {part.weights_dtype}"
+                expected = f"ones that compute in {lane}, as the layer's own in {self.weights_dtype} do"
+                raise TypeError(f"{type(self).__name__}(): {came}; expected {expected}")
         self.__dict__["_checked_at"] = change
 
     def _require_weights_dtype(self) -> None:
@@ -177,13 +175,11 @@ class Layer:
     def _set_up(self, rng: np.random.Generator | None) -> None:
         """Draw the parameters, or leave them out without `rng`. This is the last step of construction."""
         self.__dict__["_built"] = True
-        name = type(self).__name__
         self._require_weights_dtype()
         if rng is None:
             return
         if not isinstance(rng, np.random.Generator):
-            kind = type(rng).__name__
-            raise TypeError(f"{name}(): rng is of type {kind}; expected a numpy.random.Generator")
+            raise wrong_type(type(self).__name__, "rng", rng, "a numpy.random.Generator")
         arrays = {key: p.draw(rng, p.shape) for key, p in self._parameters().items()}
         self._assign(self._pack(arrays, self.weights_dtype), self.weights_dtype)
 
@@ -258,21 +254,18 @@ class Layer:
             if isinstance(state_dict, (str, os.PathLike)):
                 state_dict = opened(func, os.fsdecode(state_dict), stack)
             elif not isinstance(state_dict, Mapping):
-                kind = type(state_dict).__name__
-                raise TypeError(
-                    f"{func}(): state_dict is of type {kind}; expected a mapping of names to arrays, or the"
-                    f" path of a safetensors file"
-                )
-            walked = list(self._walk())  # once: another thread may replace a part meanwhile
-            dtypes = [weights_dtype or layer.weights_dtype for _, layer in walked]
+                expected = "a mapping of names to arrays, or the path of a safetensors file"
+                raise wrong_type(func, "state_dict", state_dict, expected)
+            # Walk once: another thread may replace a part meanwhile.
+            walked = [(path, layer, weights_dtype or layer.weights_dtype) for path, layer in self._walk()]
             known = {
                 path + name: (parameter, dtype)
-                for (path, layer), dtype in zip(walked, dtypes, strict=True)
+                for path, layer, dtype in walked
                 for name, parameter in layer._parameters().items()
             }
             arrays = _checked(func, known, state_dict, prefix)
             packed = []
-            for (path, layer), dtype in zip(walked, dtypes, strict=True):
+            for path, layer, dtype in walked:
                 own = {name: arrays[path + name] for name in layer._parameters()}
                 packed.append((layer, layer._pack(own, dtype), dtype))
         for layer, fields, dtype in packed:
