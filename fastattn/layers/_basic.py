@@ -15,7 +15,7 @@ from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._engine.scratch import keep, scratch
 from fastattn.layers import _block, _calls
-from fastattn.layers._state import Layer, Parameter, lane_of, ones, uniform, zeros
+from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -89,7 +89,7 @@ class Linear(Layer):
         draw = uniform(self.in_features**-0.5)
         parameters = {"weight": Parameter((self.out_features, self.in_features), draw)}
         if self.bias:
-            parameters["bias"] = Parameter((self.out_features,), zeros if self._zero_bias else draw)
+            parameters["bias"] = Parameter((self.out_features,), constant(0.0) if self._zero_bias else draw)
         return parameters
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
@@ -100,16 +100,20 @@ class Linear(Layer):
         return {"weight": self.packed_weight.unpack(), **super()._unpack()}
 
 
+@dataclass(eq=False)
 class _Norm(Layer):
     """What `LayerNorm` and `RMSNorm` share."""
 
     features: int
-    eps: float
-    bias = False
-    weight_vector: Array
-    bias_vector: Array | None = None
+    eps: float = 1e-5
+    _: KW_ONLY
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | None] = None
+    weight_vector: Array = field(init=False, repr=False)
+    bias_vector: Array | None = field(init=False, default=None, repr=False)
 
-    _kind: str  # its function in `ops`
+    bias = False
+    _kind = ""  # its function in `ops`
     _vectors = (("weight", "weight_vector"), ("bias", "bias_vector"))
 
     def _place(self) -> str:
@@ -137,9 +141,9 @@ class _Norm(Layer):
         return _block.Norm(self._kind, self.weight_vector, self.bias_vector, self.eps)
 
     def _parameters(self) -> dict[str, Parameter]:
-        parameters = {"weight": Parameter((self.features,), ones)}
+        parameters = {"weight": Parameter((self.features,), constant(1.0))}
         if self.bias:
-            parameters["bias"] = Parameter((self.features,), zeros)
+            parameters["bias"] = Parameter((self.features,), constant(0.0))
         return parameters
 
 
@@ -158,14 +162,7 @@ class LayerNorm(_Norm):
         Ignored: the parameters begin as ones and zeros.
     """
 
-    features: int
-    eps: float = 1e-5
     bias: bool = True
-    _: KW_ONLY
-    weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
-    weight_vector: Array = field(init=False, repr=False)
-    bias_vector: Array | None = field(init=False, default=None, repr=False)
 
     _kind = "layer_norm"
 
@@ -178,12 +175,7 @@ class RMSNorm(_Norm):
     torch's default is the type's machine epsilon.
     """
 
-    features: int
     eps: float = 1e-6
-    _: KW_ONLY
-    weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
-    weight_vector: Array = field(init=False, repr=False)
 
     _kind = "rms_norm"
 

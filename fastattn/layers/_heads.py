@@ -16,7 +16,7 @@ from fastattn.layers import _calls
 from fastattn.layers._basic import Linear
 from fastattn.layers._projections import Stack, stack
 from fastattn.layers._rotary import Rope
-from fastattn.layers._state import Layer, Parameter, lane_of, normal, ones, xavier_uniform, zeros
+from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal, xavier_uniform
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -191,19 +191,19 @@ class AttentionParameters(Layer):
             parameters["k_proj_weight"] = Parameter((width_kv, self.kdim or self.embed_dim), xavier_uniform)
             parameters["v_proj_weight"] = Parameter((width_kv, self.vdim or self.embed_dim), xavier_uniform)
         if self.bias:
-            parameters["in_proj_bias"] = Parameter((width + 2 * width_kv,), zeros)
+            parameters["in_proj_bias"] = Parameter((width + 2 * width_kv,), constant(0.0))
         if self.add_bias_kv:
             parameters["bias_k"] = Parameter((1, 1, width_kv), normal(width_kv**-0.5))
             parameters["bias_v"] = Parameter((1, 1, width_kv), normal(width_kv**-0.5))
         if self.qk_norm:
-            parameters["q_norm.weight"] = Parameter((head_dim,), ones)
-            parameters["k_norm.weight"] = Parameter((head_dim,), ones)
+            parameters["q_norm.weight"] = Parameter((head_dim,), constant(1.0))
+            parameters["k_norm.weight"] = Parameter((head_dim,), constant(1.0))
         if self.output_gate:
             parameters["gate_proj.weight"] = Parameter((width, self.embed_dim), xavier_uniform)
             if self.bias:
-                parameters["gate_proj.bias"] = Parameter((width,), zeros)
+                parameters["gate_proj.bias"] = Parameter((width,), constant(0.0))
         if self.sinks:
-            parameters["sinks"] = Parameter((self.num_heads,), zeros, or_none=True)
+            parameters["sinks"] = Parameter((self.num_heads,), constant(0.0), or_none=True)
         return parameters
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:

@@ -23,7 +23,7 @@ from fastattn._args.values import as_array, choice, is_float, short
 from fastattn.layers._files import opened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from fastattn._args.types import Array, Shape
 
@@ -39,14 +39,9 @@ class Parameter(NamedTuple):
     or_none: bool = False  # it may hold -inf, which means "none"; all others are finite
 
 
-def zeros(rng: np.random.Generator, shape: Shape) -> Array:
-    """Zeros; nothing is drawn."""
-    return np.zeros(shape)
-
-
-def ones(rng: np.random.Generator, shape: Shape) -> Array:
-    """Ones; nothing is drawn."""
-    return np.ones(shape)
+def constant(value: float) -> Draw:
+    """One value everywhere; nothing is drawn."""
+    return lambda rng, shape: np.full(shape, value)
 
 
 def uniform(bound: float) -> Draw:
@@ -252,10 +247,13 @@ class Layer:
             raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
             if isinstance(state_dict, (str, os.PathLike)):
-                state_dict = opened(func, os.fsdecode(state_dict), stack)
+                file = opened(func, os.fsdecode(state_dict), stack)
+                names, read = file.keys(), file.get_tensor
             elif not isinstance(state_dict, Mapping):
                 expected = "a mapping of names to arrays, or the path of a safetensors file"
                 raise wrong_type(func, "state_dict", state_dict, expected)
+            else:
+                names, read = state_dict.keys(), state_dict.__getitem__
             # Walk once: another thread may replace a part meanwhile.
             walked = [(path, layer, weights_dtype or layer.weights_dtype) for path, layer in self._walk()]
             known = {
@@ -263,7 +261,7 @@ class Layer:
                 for path, layer, dtype in walked
                 for name, parameter in layer._parameters().items()
             }
-            arrays = _checked(func, known, state_dict, prefix)
+            arrays = _checked(func, known, names, read, prefix)
             packed = []
             for path, layer, dtype in walked:
                 own = {name: arrays[path + name] for name in layer._parameters()}
@@ -273,15 +271,19 @@ class Layer:
 
 
 def _checked(
-    func: str, known: Mapping[str, tuple[Parameter, str]], state_dict: Mapping[str, Any], prefix: str
+    func: str,
+    known: Mapping[str, tuple[Parameter, str]],
+    names: Collection[Any],
+    read: Callable[[str], Any],
+    prefix: str,
 ) -> dict[str, Array]:
-    """The arrays of `state_dict` whose names begin with `prefix`, without it, or one error with all faults.
+    """The arrays whose `names` begin with `prefix`, without it, or one error with all faults.
 
-    `known` has each parameter and the dtype of its layer's weights.
+    `known` has each parameter and the dtype of its layer's weights. `read` has the array of a name.
     """
-    if wrong := [name for name in state_dict if not isinstance(name, str)]:
+    if wrong := [name for name in names if not isinstance(name, str)]:
         raise TypeError(f"{func}(): state_dict has the key {wrong[0]!r}; expected names of parameters")
-    given = {name.removeprefix(prefix): name for name in state_dict if name.startswith(prefix)}
+    given = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     missing = (name for name in known if name not in given)
     problems = [f"missing: {prefix}{name} {known[name][0].shape}" for name in missing]
     problems += [f"not known: {full}" for name, full in given.items() if name not in known]
@@ -293,7 +295,7 @@ def _checked(
         # Matrices are stored as the layer's weights are, everything else as the kernels' lanes.
         stored = weights_dtype if len(parameter.shape) == 2 else lane_of(weights_dtype).name
         try:
-            array = as_array(func, full, state_dict[full])
+            array = as_array(func, full, read(full))
         except (TypeError, ValueError) as error:
             problems.append(str(error).removeprefix(f"{func}(): "))
             continue

@@ -58,16 +58,13 @@ class Decoder(_model.Model):
 
         Parameters
         ----------
-        ids : array_like of int, (batch, length) or (length,)
-        attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
-            Which tokens count. Padding may be on either side: positions are counted from the first token that
-            counts.
+        ids, attention_mask
+            As in a call of `Bert`.
 
         Returns
         -------
         ndarray, (batch, length, vocab_size)
-            In the model's dtype; one sequence (length,) is a batch of one. Where a token does not count, the
-            result has no meaning.
+            In the model's dtype, as from `Bert`.
         """
         tokens, mask = self._tokens(ids, attention_mask, self.max_length)
         batch, length = tokens.shape

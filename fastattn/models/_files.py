@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -75,13 +77,10 @@ class Config:
     A value that is missing or null is the default; without a default, that is an error.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, Any]):
-        self.path, self.values = path, values
-
-    @classmethod
-    def of(cls, path: Path) -> Config:
-        """The values of a file that need not be there."""
-        return cls(path, read_json(path) if path.is_file() else {})
+    def __init__(self, path: Path, optional: bool = False):
+        """Read the file `path`, which may be missing if it is `optional`."""
+        self.path: Path = path
+        self.values: dict[str, Any] = {} if optional and not path.is_file() else read_json(path)
 
     def _value(self, name: str, kind: Any, expected: str, default: Any) -> Any:
         value = self.values.get(name)
@@ -117,14 +116,10 @@ class Config:
     def number(self, name: str, default: float = _REQUIRED) -> float:
         """A number above 0."""
         value: float = self._value(name, (int, float), "a number above 0", default)
-        try:
-            number = float(value)
-        except OverflowError:  # an integer of hundreds of digits
-            number = float("inf")
-        if not 0 < number < float("inf"):
-            shown = value if number < float("inf") else number
+        if not 0 < value <= sys.float_info.max:
+            shown = math.inf if value > 0 else value  # not an integer of hundreds of digits
             raise ModelError(f"{self.path}: {name!r} is {short(shown)}; expected a number above 0")
-        return number
+        return float(value)
 
     def choice(self, name: str, table: Mapping[str, _T], default: str = _REQUIRED) -> _T:
         """What `table` has for the value."""
@@ -159,7 +154,7 @@ class Config:
 def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
     """Ids that end a text: `eos_token_id` of generation_config.json, or if that has none, of config.json."""
     name, expected = "eos_token_id", "an id or a list of ids"
-    for source in (Config.of(folder / "generation_config.json"), config):
+    for source in (Config(folder / "generation_config.json", optional=True), config):
         value = source._value(name, (int, list), expected, [])
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and abs(i) <= _MOST for i in ids):

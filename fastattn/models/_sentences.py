@@ -34,8 +34,8 @@ class Sentences:
     @classmethod
     def of(cls, folder: Path) -> Sentences:
         """As the folder's two files say; the defaults where there are none."""
-        lower = Config.of(folder / "sentence_bert_config.json").get("do_lower_case", bool, False)
-        config = Config.of(folder / "config_sentence_transformers.json")
+        lower = Config(folder / "sentence_bert_config.json", optional=True).get("do_lower_case", bool, False)
+        config = Config(folder / "config_sentence_transformers.json", optional=True)
         name: Any = config.values.get("default_prompt_name")
         if name is None:
             return cls(lower=lower)
