@@ -234,8 +234,8 @@ class AttentionParameters(Layer):
 
     def _unpack(self) -> dict[str, Array]:
         stacks = (self.query_maps, self.key_map, self.value_map)
-        weights = [weight for maps in stacks for weight in maps.weights()]
-        biases = [bias for maps in stacks for bias in maps.biases()]
+        weights = [weight for maps in stacks for weight in maps.apart(maps.weight.unpack())]
+        biases = [bias for maps in stacks for bias in maps.apart(maps.bias)]
         arrays: dict[str, Array] = {}
         if self.output_gate:
             arrays["gate_proj.weight"] = weights.pop(0)

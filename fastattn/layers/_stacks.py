@@ -13,7 +13,7 @@ from fastattn._args.options import require_options
 from fastattn._args.values import float_array, integer, iterated
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _calls
-from fastattn.layers._basic import LayerNorm, RMSNorm, _Norm, make_norm
+from fastattn.layers._basic import LayerNorm, RMSNorm, _Norm
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
@@ -232,8 +232,8 @@ class Transformer(Layer):
         encoder = [TransformerEncoderLayer(**shared) for _ in range(self.num_encoder_layers)]
         shared["cross_attention"] = self.cross_attention
         decoder = [TransformerDecoderLayer(**shared) for _ in range(self.num_decoder_layers)]
-        self.encoder = TransformerEncoder(encoder, self._last_norm())
-        self.decoder = TransformerDecoder(decoder, self._last_norm())
+        self.encoder = TransformerEncoder(encoder, encoder[0]._new_norm())
+        self.decoder = TransformerDecoder(decoder, decoder[0]._new_norm())
         self._set_up(rng)
 
     def _set_up(self, rng: np.random.Generator | None) -> None:
@@ -242,11 +242,6 @@ class Transformer(Layer):
             parameters = self.parameters().items()
             draws = {name: xavier_uniform if len(p.shape) == 2 else p.draw for name, p in parameters}
             self.load_state_dict({name: draws[name](rng, p.shape) for name, p in parameters})
-
-    def _last_norm(self) -> Norm:
-        return make_norm(
-            "Transformer", self.norm, self.d_model, self.layer_norm_eps, self.bias, self.weights_dtype
-        )
 
     def __call__(
         self,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import rows
-from fastattn._args.values import as_array, flag, short
+from fastattn._args.values import as_array, choice, flag, short
 from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _calls
 from fastattn.layers._attention import MultiHeadAttention
-from fastattn.layers._basic import FeedForward, LayerNorm, RMSNorm, make_norm
+from fastattn.layers._basic import FeedForward, LayerNorm, RMSNorm
 from fastattn.layers._block import Block, Projection
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._scores import Names
@@ -48,13 +48,6 @@ class DecoderOptions(OverMemoryOptions, total=False):
     """The same, and what belongs to a cache."""
 
     lengths: ArrayLike | None
-
-
-class _Plain(NamedTuple):
-    """An encoder layer's program, for calls without masks or cache."""
-
-    made_at: object  # the last change to any layer by then: after another one, it is made anew
-    program: Program | None  # None: the layer's attention has options that programs do not have
 
 
 @dataclass(eq=False)
@@ -92,9 +85,15 @@ class _TransformerLayer(Layer):
             sizes = (self.d_model, self.dim_feedforward, self.activation, self.bias)
             return FeedForward(*sizes, weights_dtype=dtype, rng=rng)
         if name.startswith("norm"):
-            func, eps = type(self).__name__, self.layer_norm_eps
-            return make_norm(func, self.norm, self.d_model, eps, self.bias, dtype)
+            return self._new_norm()
         return self._attention("attention" if name == "self_attn" else "cross_attention", rng)
+
+    def _new_norm(self) -> Norm:
+        """A norm of the kind that the field `norm` names."""
+        dtype = self.weights_dtype
+        if choice(type(self).__name__, "norm", self.norm, ("layer_norm", "rms_norm")) == "rms_norm":
+            return RMSNorm(self.d_model, self.layer_norm_eps, weights_dtype=dtype)
+        return LayerNorm(self.d_model, self.layer_norm_eps, self.bias, weights_dtype=dtype)
 
     def _attention(self, name: str, rng: np.random.Generator | None) -> MultiHeadAttention:
         """Attention with the options in the field `name`."""
@@ -108,8 +107,10 @@ class _TransformerLayer(Layer):
             self.d_model, self.num_heads, bias=self.bias, weights_dtype=self.weights_dtype, rng=rng, **more
         )
 
-    def _input(self, name: str, x: ArrayLike) -> tuple[Array, Array]:
-        """`x`, the argument `name`, checked: as it is, and (batch, length, d_model)."""
+    def _input(self, name: str, x: ArrayLike, cache: Any, kind: type) -> tuple[Array, Array]:
+        """`x`, the argument `name`, as it is, and (batch, length, d_model); `cache` is None or of `kind`."""
+        _calls.require_cache(type(self).__name__, cache, kind)
+        self._require_parts()
         array = _calls.checked(type(self).__name__, name, x, self.d_model, self.weights_dtype)
         return array, _calls.batch_first(type(self).__name__, name, array)
 
@@ -158,7 +159,9 @@ class TransformerEncoderLayer(_TransformerLayer):
         As in `MultiHeadAttention`.
     """
 
-    _plain: _Plain | None = field(init=False, default=None, repr=False)
+    # The program of calls without masks or cache, behind the last change to any layer when it was made: after
+    # another change it is made anew. It is None if the attention has options that programs do not have.
+    _plain: tuple[object, Program | None] = field(init=False, default=(None, None), repr=False)
 
     _parts = ("self_attn", "feed_forward", "norm1", "norm2")
 
@@ -176,18 +179,20 @@ class TransformerEncoderLayer(_TransformerLayer):
 
         In bool masks True hides. With `is_causal` and a `cache` this is the layer of a decoder-only model.
         """
-        func = type(self).__name__
-        _calls.require_cache(func, cache, KVCache)
-        self._require_parts()
-        array, batched = self._input("src", src)
+        array, batched = self._input("src", src, cache, KVCache)
         if batched is not array:
-            src_key_padding_mask = _calls.one_batch(func, "src_key_padding_mask", src_key_padding_mask)
+            src_key_padding_mask = _calls.one_batch(_SRC.func, _SRC.key_padding_mask, src_key_padding_mask)
         batch, length, _ = batched.shape
         x = rows(batched)
         options = (src_mask, src_key_padding_mask, cache, lengths)
         if is_causal is False and all(option is None for option in options):
-            program = self._plain_program()
-            if program is not None:
+            if self._plain[0] is not (change := last_change()):
+                block = self._block()
+                self.__dict__["_plain"] = (
+                    change,
+                    None if block is None else build("layer", block.steps(X, OUT)),
+                )
+            if (program := self._plain[1]) is not None:
                 return program.run(x, Sequences(batch)).reshape(array.shape)
         x = self._add_attention(
             self.norm1,
@@ -203,15 +208,6 @@ class TransformerEncoderLayer(_TransformerLayer):
             names=_SRC,
         )
         return self._add_feed_forward(self.norm2, x).reshape(array.shape)
-
-    def _plain_program(self) -> Program | None:
-        """All kernels of a call without masks and cache; None if attention has options."""
-        change, plain = last_change(), self._plain
-        if plain is None or plain.made_at is not change:
-            block = self._block()
-            program = None if block is None else build("layer", block.steps(X, OUT))
-            plain = self.__dict__["_plain"] = _Plain(change, program)
-        return plain.program
 
     def _block(self) -> Block | None:
         heads, forward = self.self_attn, self.feed_forward
@@ -281,14 +277,11 @@ class TransformerDecoderLayer(_TransformerLayer):
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """
-        func = type(self).__name__
-        _calls.require_cache(func, cache, DecoderCache)
-        self._require_parts()
-        array, batched = self._input("tgt", tgt)
+        array, batched = self._input("tgt", tgt, cache, DecoderCache)
         if batched is not array:
-            tgt_key_padding_mask = _calls.one_batch(func, _TGT.key_padding_mask, tgt_key_padding_mask)
-            name = _MEMORY.key_padding_mask
-            memory_key_padding_mask = _calls.one_batch(func, name, memory_key_padding_mask)
+            func, tgt_name, memory_name = _TGT.func, _TGT.key_padding_mask, _MEMORY.key_padding_mask
+            tgt_key_padding_mask = _calls.one_batch(func, tgt_name, tgt_key_padding_mask)
+            memory_key_padding_mask = _calls.one_batch(func, memory_name, memory_key_padding_mask)
         batch, length, _ = batched.shape
         over = keys_values = None
         with restored_on_error((cache,)):

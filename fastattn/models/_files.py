@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +15,7 @@ from fastattn._args.values import short
 if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import ExitStack
     from types import ModuleType
 
     from fastattn._args.types import Array, Shape
@@ -165,28 +165,17 @@ def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
 
 
 class Tensors:
-    """The tensors of a model's safetensors files by name, read one at a time; a context manager.
+    """The tensors of a model's safetensors files by name, read one at a time, until `stack` closes them.
 
     `stored` is the type that weights are kept in. A tensor that is not finite in it is refused.
     """
 
-    def __init__(self, folder: Path, stored: str):
-        self._stored, self._prefix = stored, ""
-        self._open = ExitStack()
+    def __init__(self, folder: Path, stored: str, stack: ExitStack):
+        self._stored, self._open, self._prefix = stored, stack, ""
         # A single file comes first, as in transformers: an index beside it may be left over.
         is_indexed = not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file()
         self.path = folder / (INDEX if is_indexed else WEIGHTS)
-        try:
-            self._tensors = self._indexed(folder) if is_indexed else self._single(folder)
-        except BaseException:
-            self._open.close()
-            raise
-
-    def __enter__(self) -> Tensors:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.close()
+        self._tensors = self._indexed(folder) if is_indexed else self._single(folder)
 
     def _file(self, path: Path) -> Any:
         safetensors = require("safetensors")
@@ -205,12 +194,11 @@ class Tensors:
         if not self.path.is_file():
             kinds = (".bin", ".safetensors", ".gguf")
             found = sorted(path.name for path in folder.iterdir() if path.suffix in kinds)
-            how = "; transformers converts: from_pretrained(), save_pretrained(..., safe_serialization=True)"
-            raise ModelError(
-                f"{self.path} is missing, and so is {INDEX}; there is"
-                f" {', '.join(found[:_SHOWN]) or 'no other file of weights'}"
-                f"{how if any(name.endswith('.bin') for name in found) else ''}"
-            )
+            there = ", ".join(found[:_SHOWN]) or "no other file of weights"
+            if any(name.endswith(".bin") for name in found):
+                how = "from_pretrained(), save_pretrained(..., safe_serialization=True)"
+                there += f"; transformers converts: {how}"
+            raise ModelError(f"{self.path} is missing, and so is {INDEX}; there is {there}")
         file = self._file(self.path)
         return {name: (file, name) for name in file.keys()}  # noqa: SIM118  (no mapping)
 

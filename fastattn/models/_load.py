@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,5 +84,6 @@ def load(
         raise ModelError(f"{config.path}: 'model_type' is {model_type!r}; expected {expected}")
     if config.values.get("quantization_config") is not None:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
-    with Tensors(path, precision.weights) as tensors:
+    with ExitStack() as stack:
+        tensors = Tensors(path, precision.weights, stack)
         return _BUILDERS[model_type](Source(path, config, tensors, precision))
