@@ -219,7 +219,7 @@ class MultiHeadAttention(AttentionParameters):
         if is_causal is not False:
             is_causal = flag(names.func, "is_causal", is_causal)
         if cache is not None:
-            _calls.require_cache(names.func, cache, KVCache)
+            _calls.require(names.func, "cache", cache, KVCache, "a KVCache")
             if cache.batch not in (None, batch):
                 expected = f"({cache.batch}, length, {self.embed_dim}), the batch in the cache"
                 query = x.reshape(batch, length, self.embed_dim)

@@ -39,11 +39,6 @@ def require(func: str, name: str, x: Any, kind: Any, expected: str) -> None:
         raise wrong_type(func, name, x, expected)
 
 
-def require_cache(func: str, cache: Any, kind: type) -> None:
-    """Raise unless `cache` is None or of `kind`."""
-    require(func, "cache", cache, (kind, type(None)), f"a {kind.__name__}")
-
-
 def keys_values(func: str, given: Any, batch: int, heads_kv: int, head_dim: int, q: np.dtype[Any]) -> Any:
     """A caller's keys and values, checked: (batch, heads_kv, length, head_dim), for queries of dtype q."""
     if not isinstance(given, (tuple, list)) or len(given) != 2:

@@ -163,23 +163,16 @@ class Layer:
                 raise TypeError(f"{type(self).__name__}(): {came}; expected {expected}")
         self.__dict__["_checked_at"] = change
 
-    def _require_weights_dtype(self) -> None:
-        """Raise unless the field is one that weights can be stored as."""
-        choice(type(self).__name__, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
-
     def _set_up(self, rng: np.random.Generator | None) -> None:
         """Draw the parameters, or leave them out without `rng`. This is the last step of construction."""
         self.__dict__["_built"] = True
-        self._require_weights_dtype()
+        choice(type(self).__name__, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
         if rng is None:
             return
         if not isinstance(rng, np.random.Generator):
             raise wrong_type(type(self).__name__, "rng", rng, "a numpy.random.Generator")
         arrays = {key: p.draw(rng, p.shape) for key, p in self._parameters().items()}
-        self._assign(self._pack(arrays, self.weights_dtype), self.weights_dtype)
-
-    def _assign(self, fields: Fields, weights_dtype: str) -> None:
-        self._change({"weights_dtype": weights_dtype, **fields})
+        self._change(self._pack(arrays, self.weights_dtype))
 
     def _walk(self, prefix: str = "") -> Iterator[tuple[str, Layer]]:
         """The layer and all below it, with the prefixes of their names."""
@@ -265,9 +258,9 @@ class Layer:
             packed = []
             for path, layer, dtype in walked:
                 own = {name: arrays[path + name] for name in layer._parameters()}
-                packed.append((layer, layer._pack(own, dtype), dtype))
-        for layer, fields, dtype in packed:
-            layer._assign(fields, dtype)
+                packed.append((layer, {"weights_dtype": dtype, **layer._pack(own, dtype)}))
+        for layer, fields in packed:
+            layer._change(fields)
 
 
 def _checked(

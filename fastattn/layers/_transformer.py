@@ -10,6 +10,7 @@ import numpy as np
 
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import rows
+from fastattn._args.options import require_options
 from fastattn._args.values import as_array, choice, flag, short
 from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
@@ -23,6 +24,7 @@ from fastattn.layers._state import Layer, last_change
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
     from fastattn._args.types import Array
 
@@ -109,7 +111,7 @@ class _TransformerLayer(Layer):
 
     def _input(self, name: str, x: ArrayLike, cache: Any, kind: type) -> tuple[Array, Array]:
         """`x`, the argument `name`, as it is, and (batch, length, d_model); `cache` is None or of `kind`."""
-        _calls.require_cache(type(self).__name__, cache, kind)
+        _calls.require(type(self).__name__, "cache", cache, (kind, type(None)), f"a {kind.__name__}")
         self._require_parts()
         array = _calls.checked(type(self).__name__, name, x, self.d_model, self.weights_dtype)
         return array, _calls.batch_first(type(self).__name__, name, array)
@@ -254,14 +256,8 @@ class TransformerDecoderLayer(_TransformerLayer):
         tgt: ArrayLike,
         memory: ArrayLike | None = None,
         *,
-        tgt_mask: ArrayLike | None = None,
-        memory_mask: ArrayLike | None = None,
-        tgt_key_padding_mask: ArrayLike | None = None,
-        memory_key_padding_mask: ArrayLike | None = None,
-        tgt_is_causal: bool | None = None,
-        memory_is_causal: bool = False,
         cache: DecoderCache | None = None,
-        lengths: ArrayLike | None = None,
+        **options: Unpack[DecoderOptions],
     ) -> Array:
         """The layer of tgt, (B, L, d_model), over memory, (B, S, d_model); both may lack the batch axis.
 
@@ -277,19 +273,22 @@ class TransformerDecoderLayer(_TransformerLayer):
         lengths : array_like of int, (B,), optional
             With `cache`: how many of these tokens count in each sequence.
         """
+        func = type(self).__name__
+        require_options(func, options, DecoderOptions)
         array, batched = self._input("tgt", tgt, cache, DecoderCache)
+        padding, memory_padding = options.get("tgt_key_padding_mask"), options.get("memory_key_padding_mask")
         if batched is not array:
-            func, tgt_name, memory_name = _TGT.func, _TGT.key_padding_mask, _MEMORY.key_padding_mask
-            tgt_key_padding_mask = _calls.one_batch(func, tgt_name, tgt_key_padding_mask)
-            memory_key_padding_mask = _calls.one_batch(func, memory_name, memory_key_padding_mask)
+            padding = _calls.one_batch(func, _TGT.key_padding_mask, padding)
+            memory_padding = _calls.one_batch(func, _MEMORY.key_padding_mask, memory_padding)
         batch, length, _ = batched.shape
+        is_causal = options.get("tgt_is_causal")
         over = keys_values = None
         with restored_on_error((cache,)):
             if cache is None:
                 over = self._memory(memory, batch)
             else:
-                self._keep(memory, memory_key_padding_mask, batch, cache)
-                keys_values, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
+                self._keep(memory, memory_padding, batch, cache)
+                keys_values, memory_padding = cache.keys_values, cache.key_padding_mask
             position = 0 if cache is None else cache.tokens.offset  # before tgt is appended
             x = self._add_attention(
                 self.norm1,
@@ -297,11 +296,11 @@ class TransformerDecoderLayer(_TransformerLayer):
                 self.self_attn,
                 batch=batch,
                 length=length,
-                key_padding_mask=tgt_key_padding_mask,
-                attn_mask=tgt_mask,
-                is_causal=cache is not None if tgt_is_causal is None else tgt_is_causal,
+                key_padding_mask=padding,
+                attn_mask=options.get("tgt_mask"),
+                is_causal=cache is not None if is_causal is None else is_causal,
                 cache=None if cache is None else cache.tokens,
-                lengths=lengths,
+                lengths=options.get("lengths"),
                 names=_TGT,
             )
             x = self._add_attention(
@@ -311,9 +310,9 @@ class TransformerDecoderLayer(_TransformerLayer):
                 batch=batch,
                 length=length,
                 key=over,
-                key_padding_mask=memory_key_padding_mask,
-                attn_mask=memory_mask,
-                is_causal=memory_is_causal,
+                key_padding_mask=memory_padding,
+                attn_mask=options.get("memory_mask"),
+                is_causal=options.get("memory_is_causal", False),
                 keys_values=keys_values,
                 q_offset=position,
                 names=_MEMORY,
