@@ -140,26 +140,20 @@ class AttentionParameters(Layer):
         self._stacked = (self.kdim or self.embed_dim) == (self.vdim or self.embed_dim) == self.embed_dim
         names = ("window", "softcap", "scale", "alibi_slopes")
         self._options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        self._require_options()
+        nothing = np.empty((1, heads, 0, self._head_dim), lane_of(self.weights_dtype))
+        attention_args(FUNC, nothing, nothing, nothing, **self._options)
+        if self.rope is not None:
+            _calls.require(FUNC, "rope", self.rope, Rope, "a Rope, Rope(frequencies)")
+            rotated = 2 * len(self.rope.frequencies.inv_freq)
+            if rotated > self._head_dim:
+                expected = f"at most head_dim, {self._head_dim}"
+                raise ValueError(f"{FUNC}(): rope rotates {rotated} dimensions; expected {expected}")
         self._extra = self.add_bias_kv or self.add_zero_attn
         self._positional = self.window is not None or self.alibi_slopes is not None
         self.out_proj = Linear(self._width, self.embed_dim, self.bias, weights_dtype=self.weights_dtype)
         self.out_proj._zero_bias = True
         self._set_up(rng)
         self.out_proj._set_up(rng)
-
-    def _require_options(self) -> None:
-        """Raise unless the options of attention and the rotation are right."""
-        shape = (1, self.num_heads, 0, self._head_dim)
-        nothing = np.empty(shape, lane_of(self.weights_dtype))
-        attention_args(FUNC, nothing, nothing, nothing, **self._options)
-        if self.rope is None:
-            return
-        _calls.require(FUNC, "rope", self.rope, Rope, "a Rope, Rope(frequencies)")
-        rotated = 2 * len(self.rope.frequencies.inv_freq)
-        if rotated > self._head_dim:
-            expected = f"at most head_dim, {self._head_dim}"
-            raise ValueError(f"{FUNC}(): rope rotates {rotated} dimensions; expected {expected}")
 
     def is_plain(self) -> bool:
         """Whether a program can compute it: without options, with queries, keys and values side by side."""
@@ -194,11 +188,9 @@ class AttentionParameters(Layer):
         if self.bias:
             parameters["in_proj_bias"] = Parameter((width + 2 * width_kv,), constant(0.0))
         if self.add_bias_kv:
-            parameters["bias_k"] = Parameter((1, 1, width_kv), normal(width_kv**-0.5))
-            parameters["bias_v"] = Parameter((1, 1, width_kv), normal(width_kv**-0.5))
+            parameters |= {f"bias_{x}": Parameter((1, 1, width_kv), normal(width_kv**-0.5)) for x in "kv"}
         if self.qk_norm:
-            parameters["q_norm.weight"] = Parameter((head_dim,), constant(1.0))
-            parameters["k_norm.weight"] = Parameter((head_dim,), constant(1.0))
+            parameters |= {f"{x}_norm.weight": Parameter((head_dim,), constant(1.0)) for x in "qk"}
         if self.output_gate:
             parameters["gate_proj.weight"] = Parameter((width, self.embed_dim), xavier_uniform)
             if self.bias:

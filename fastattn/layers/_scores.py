@@ -29,12 +29,7 @@ class Names(NamedTuple):
 
 
 def add_masks(
-    options: Options,
-    names: Names,
-    attn_mask: Any,
-    key_padding_mask: Any,
-    shape: Shape,
-    dtype: np.dtype[Any],
+    options: Options, names: Names, attn_mask: Any, key_padding_mask: Any, shape: Shape, dtype: np.dtype[Any]
 ) -> None:
     """Put masks as in torch (bool: True hides; float: added) into `options`.
 
@@ -55,7 +50,7 @@ def add_masks(
         else:
             raise wrong_dtype(func, name, array, MASK_DTYPES)
     if hidden:
-        options["mask"] = ~hidden[0] if len(hidden) == 1 else ~(hidden[0] | hidden[1])
+        options["mask"] = ~reduce(np.logical_or, hidden)
     if added:
         bias = added[0] if len(added) == 1 else added[0].astype(FLOAT64) + added[1].astype(FLOAT64)
         options["bias"] = _as_lane(bias, lane_dtype(dtype))

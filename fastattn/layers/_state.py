@@ -65,13 +65,8 @@ def lane_of(weights_dtype: str) -> np.dtype[Any]:
     return np.dtype(np.float64 if weights_dtype == "float64" else np.float32)
 
 
-# A new object after each change to any layer.
-_last_change = object()
-
-
-def last_change() -> object:
-    """The last change to any layer: what was derived at another one may be out of date."""
-    return _last_change
+# The last change to any layer, a new object each: what was derived at another one may be out of date.
+last_change = object()
 
 
 class ParametersMissing(AttributeError, ValueError):
@@ -146,13 +141,13 @@ class Layer:
 
     def _change(self, fields: Fields) -> None:
         """Set `fields`, which fit."""
-        global _last_change
+        global last_change
         self.__dict__.update(fields)
-        _last_change = object()
+        last_change = object()
 
     def _require_parts(self) -> None:
         """Raise unless all parts compute in this layer's type. It looks only after a change to a layer."""
-        change = _last_change
+        change = last_change
         if self.__dict__.get("_checked_at") is change:
             return
         lane = lane_of(self.weights_dtype)

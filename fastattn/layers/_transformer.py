@@ -14,13 +14,13 @@ from fastattn._args.options import require_options
 from fastattn._args.values import as_array, choice, flag, short
 from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
-from fastattn.layers import _calls
+from fastattn.layers import _calls, _state
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import FeedForward, LayerNorm, RMSNorm
 from fastattn.layers._block import Block, Projection
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._scores import Names
-from fastattn.layers._state import Layer, last_change
+from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -188,7 +188,7 @@ class TransformerEncoderLayer(_TransformerLayer):
         x = rows(batched)
         options = (src_mask, src_key_padding_mask, cache, lengths)
         if is_causal is False and all(option is None for option in options):
-            if self._plain[0] is not (change := last_change()):
+            if self._plain[0] is not (change := _state.last_change):
                 block = self._block()
                 self.__dict__["_plain"] = (
                     change,

@@ -72,13 +72,11 @@ class Bert(_model.Model):
             result has no meaning.
         """
         name, types = self.model_type, None
-        tokens, mask = self._tokens(ids, attention_mask, self.max_length)
+        tokens, lengths, order = self._tokens(ids, attention_mask, self.max_length)
         if token_type_ids is not None:
             types = _model.token_ids(name, token_type_ids, len(self.token_types), "token_type_ids")
             if types.shape != tokens.shape:
                 raise wrong_shape(name, "token_type_ids", types, tokens.shape)
-        lengths, order = _model.align(mask)
-        tokens = _model.reorder(tokens, order)
         batch, length = tokens.shape
         x = ops.embedding(tokens, self.tokens).astype(self.dtype, copy=False)
         x += self.positions[:length]

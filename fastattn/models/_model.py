@@ -49,13 +49,14 @@ class Model:
 
     def _tokens(
         self, ids: ArrayLike, mask: ArrayLike | None, longest: int | None
-    ) -> tuple[Ints, Bools | None]:
-        """The arguments of a call, checked: ids (batch, length), and the mask of those that count."""
+    ) -> tuple[Ints, Ints | None, Ints | None]:
+        """The ids (batch, length) of a call, checked, in the order of `align`; and what that returns."""
         tokens = token_ids(self.model_type, ids, self.vocab_size)
         if longest is not None and tokens.shape[1] > longest:
             came = f"{tokens.shape[1]} tokens in a sequence"
             raise ValueError(f"{self.model_type}(): {came}; expected at most {longest}")
-        return tokens, attended(self.model_type, mask, tokens)
+        lengths, order = align(attended(self.model_type, mask, tokens))
+        return reorder(tokens, order), lengths, order
 
 
 def token_ids(func: str, ids: ArrayLike, vocab_size: int, name: str = "ids") -> Ints:
