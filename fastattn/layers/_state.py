@@ -107,10 +107,8 @@ class Layer:
     def __getattr__(self, name: str) -> Any:
         """Raise: `name` is a field that waits for parameters, or no attribute at all."""
         if name in type(self).__dict__.get("__dataclass_fields__", ()):
-            raise ParametersMissing(
-                f"{type(self).__name__} has no parameters yet; load_state_dict() them, or build it with"
-                f" rng=numpy.random.default_rng()"
-            )
+            how = "load_state_dict() them, or build it with rng=numpy.random.default_rng()"
+            raise ParametersMissing(f"{type(self).__name__} has no parameters yet; {how}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _place(self) -> str:
@@ -130,10 +128,8 @@ class Layer:
         """Set the part `name` to `value`, if that fits. No other field can be set."""
         there = self.__dict__.get(name)
         if not isinstance(there, Layer):
-            raise AttributeError(
-                f"{type(self).__name__}.{name} cannot be set: parameters change by load_state_dict(), and"
-                f" another size or option makes another layer"
-            )
+            why = "parameters change by load_state_dict(), and another size or option makes another layer"
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be set: {why}")
         if not isinstance(value, Layer) or value._place() != there._place():
             came = value._place() if isinstance(value, Layer) else short(value)
             raise ValueError(f"{type(self).__name__}.{name} is set to {came}; expected {there._place()}")

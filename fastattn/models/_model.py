@@ -89,14 +89,12 @@ def _rectangular(func: str, name: str, x: Any) -> Array:
     try:
         return as_array(func, name, x)
     except TypeError:
-        if not isinstance(x, (list, tuple)):
+        rows = x if isinstance(x, (list, tuple)) else ()
+        if len({len(row) if hasattr(row, "__len__") else -1 for row in rows}) < 2:
             raise
-        if len({len(row) if hasattr(row, "__len__") else -1 for row in x}) < 2:
-            raise
+        came = f"{name} has sequences of different lengths"
         expected = "one length: pad them, and pass an attention_mask that is 0 at the padding"
-        raise ValueError(
-            f"{func}(): {name} has sequences of different lengths; expected {expected}"
-        ) from None
+        raise ValueError(f"{func}(): {came}; expected {expected}") from None
 
 
 def align(mask: Bools | None) -> tuple[Ints | None, Ints | None]:
