@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import like, rows
+from fastattn._args.options import require_options
 from fastattn._args.values import flag
 from fastattn._engine.scratch import keep, scratch
 from fastattn.cache import KVCache, restored_on_error
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _calls
-from fastattn.layers._heads import FUNC, AttentionParameters
+from fastattn.layers._heads import FUNC, AttentionParameters, CallOptions
 from fastattn.layers._scores import Names, add_extra_keys, add_masks
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Ints
-    from fastattn.layers._heads import CallOptions, KeysValues
+    from fastattn.layers._heads import KeysValues
     from fastattn.layers._projections import Stack
 
 _NOTHING = nullcontext()
@@ -110,15 +112,8 @@ class MultiHeadAttention(AttentionParameters):
         key: ArrayLike | None = None,
         value: ArrayLike | None = None,
         *,
-        key_padding_mask: ArrayLike | None = None,
         need_weights: bool = False,
-        attn_mask: ArrayLike | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-        residual: ArrayLike | None = None,
-        cache: KVCache | None = None,
-        lengths: ArrayLike | None = None,
-        keys_values: KeysValues | None = None,
+        **options: Any,
     ) -> Any:
         """Attend from query (B, L, embed_dim) to key (B, S, kdim) and value (B, S, vdim).
 
@@ -158,12 +153,11 @@ class MultiHeadAttention(AttentionParameters):
             With `need_weights`. The keys of add_bias_kv and add_zero_attn come last.
         """
         self._require_parts()
-        if need_weights is not False:
-            need_weights = flag(FUNC, "need_weights", need_weights)
-        average = average_attn_weights is True or flag(FUNC, "average_attn_weights", average_attn_weights)
+        require_options(FUNC, options, CallOptions)
+        need_weights = flag(FUNC, "need_weights", need_weights)
+        average = flag(FUNC, "average_attn_weights", options.pop("average_attn_weights", True))
         x = _calls.checked(FUNC, "query", query, self.embed_dim, self.weights_dtype)
-        if residual is not None:
-            residual = like(FUNC, "residual", residual, x.shape, x.dtype, "query")
+        residual = like(FUNC, "residual", options.pop("residual", None), x.shape, x.dtype, "query")
         if value is key or (key is None and value is query):
             value = None
         if key is query:
@@ -171,30 +165,18 @@ class MultiHeadAttention(AttentionParameters):
         batched = _calls.batch_first(FUNC, "query", x)
         if batched is not x:
             key, value = _calls.one_batch(FUNC, "key", key), _calls.one_batch(FUNC, "value", value)
-            key_padding_mask = _calls.one_batch(FUNC, "key_padding_mask", key_padding_mask)
+            name = "key_padding_mask"
+            options[name] = _calls.one_batch(FUNC, name, options.get(name))
         batch, length, _ = batched.shape
-        if keys_values is not None:
-            if not (key is None and value is None and cache is None):
-                raise ValueError(
-                    f"{FUNC}(): keys_values is given with key, value or cache; expected it alone"
-                )
+        if (given := options.get("keys_values")) is not None:
+            if not (key is None and value is None and options.get("cache") is None):
+                came = "keys_values is given with key, value or cache"
+                raise ValueError(f"{FUNC}(): {came}; expected it alone")
             heads_kv, head_dim = self._heads_kv, self._head_dim
-            keys_values = _calls.keys_values(FUNC, keys_values, batch, heads_kv, head_dim, x.dtype)
-        out, weights = self._attend(
-            rows(x),
-            batch,
-            length,
-            key,
-            value,
-            None if residual is None else rows(residual),
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            cache=cache,
-            lengths=lengths,
-            keys_values=keys_values,
-            need_weights=need_weights,
-        )
+            options["keys_values"] = _calls.keys_values(FUNC, given, batch, heads_kv, head_dim, x.dtype)
+        added = None if residual is None else rows(residual)
+        options["need_weights"] = need_weights
+        out, weights = self._attend(rows(x), batch, length, key, value, added, **options)
         out = out.reshape(x.shape)
         if not need_weights:
             return out
@@ -232,18 +214,16 @@ class MultiHeadAttention(AttentionParameters):
         `q_offset`, and the first of `keys_values` at 0.
         """
         if lengths is not None and cache is None:
-            raise ValueError(
-                f"{names.func}(): lengths is given without cache; expected both, or a key_padding_mask"
-            )
+            expected = "both, or a key_padding_mask"
+            raise ValueError(f"{names.func}(): lengths is given without cache; expected {expected}")
         if is_causal is not False:
             is_causal = flag(names.func, "is_causal", is_causal)
         if cache is not None:
-            _calls.require_cache(names.func, cache, KVCache)
+            _calls.require(names.func, "cache", cache, KVCache, "a KVCache")
             if cache.batch not in (None, batch):
-                raise ValueError(
-                    f"{names.func}(): {names.query} has shape {(batch, length, self.embed_dim)}; expected"
-                    f" ({cache.batch}, length, {self.embed_dim}), the batch in the cache"
-                )
+                expected = f"({cache.batch}, length, {self.embed_dim}), the batch in the cache"
+                query = x.reshape(batch, length, self.embed_dim)
+                raise wrong_shape(names.func, names.query, query, expected)
             q_offset = cache.offset
         options = self._options.copy()
         if self.sink_logits is not None:
@@ -303,9 +283,7 @@ class MultiHeadAttention(AttentionParameters):
         value = self._input("value", key if value is None else value, self.vdim, len(key))
         length = key.shape[1]
         if value.shape[1] != length:
-            raise ValueError(
-                f"{FUNC}(): value has shape {value.shape}; expected a length of {length}, as key has"
-            )
+            raise wrong_shape(FUNC, "value", value, f"a length of {length}, as key has")
         k = _calls.linear(rows(key), self.key_map.weight, self.key_map.bias)
         v = _calls.linear(rows(value), self.value_map.weight, self.value_map.bias)
         (k,) = self._heads(k, len(key), length, self.key_map, 0)
@@ -317,7 +295,7 @@ class MultiHeadAttention(AttentionParameters):
         array = _calls.checked(FUNC, name, x, features or self.embed_dim, self.weights_dtype)
         if array.ndim != 3 or batch not in (None, len(array)):
             expected = f"({'batch' if batch is None else batch}, length, {array.shape[-1]})"
-            raise ValueError(f"{FUNC}(): {name} has shape {array.shape}; expected {expected}")
+            raise wrong_shape(FUNC, name, array, expected)
         return array
 
     def _heads(self, product: Array, batch: int, length: int, maps: Stack, first: int) -> list[Array]:

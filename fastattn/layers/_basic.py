@@ -15,15 +15,13 @@ from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._engine.scratch import keep, scratch
 from fastattn.layers import _block, _calls
-from fastattn.layers._state import Layer, Parameter, lane_of, ones, uniform, zeros
+from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array
     from fastattn.layers._state import Fields
-
-NORMS = ("layer_norm", "rms_norm")
 
 # For each activation of a feed-forward: what `ops.linear` calls it, and whether its result multiplies a
 # second map of the input (a gated feed-forward).
@@ -45,10 +43,8 @@ class Linear(Layer):
     ----------
     in_features, out_features : int
     bias : bool, default True
-    weights_dtype : {"float32", "float64", "bfloat16", "int8"}
-        How the weight is stored.
-    rng : numpy.random.Generator, optional
-        Draws the parameters as torch does. Without it, they are missing until `load_state_dict`.
+    weights_dtype, rng
+        As in `MultiHeadAttention`.
     """
 
     in_features: int
@@ -89,7 +85,7 @@ class Linear(Layer):
         draw = uniform(self.in_features**-0.5)
         parameters = {"weight": Parameter((self.out_features, self.in_features), draw)}
         if self.bias:
-            parameters["bias"] = Parameter((self.out_features,), zeros if self._zero_bias else draw)
+            parameters["bias"] = Parameter((self.out_features,), constant(0.0) if self._zero_bias else draw)
         return parameters
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
@@ -100,16 +96,20 @@ class Linear(Layer):
         return {"weight": self.packed_weight.unpack(), **super()._unpack()}
 
 
+@dataclass(eq=False)
 class _Norm(Layer):
     """What `LayerNorm` and `RMSNorm` share."""
 
     features: int
-    eps: float
-    bias = False
-    weight_vector: Array
-    bias_vector: Array | None = None
+    eps: float = 1e-5
+    _: KW_ONLY
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | None] = None
+    weight_vector: Array = field(init=False, repr=False)
+    bias_vector: Array | None = field(init=False, default=None, repr=False)
 
-    _kind: str  # its function in `ops`
+    bias = False
+    _kind = ""  # its function in `ops`
     _vectors = (("weight", "weight_vector"), ("bias", "bias_vector"))
 
     def _place(self) -> str:
@@ -137,9 +137,9 @@ class _Norm(Layer):
         return _block.Norm(self._kind, self.weight_vector, self.bias_vector, self.eps)
 
     def _parameters(self) -> dict[str, Parameter]:
-        parameters = {"weight": Parameter((self.features,), ones)}
+        parameters = {"weight": Parameter((self.features,), constant(1.0))}
         if self.bias:
-            parameters["bias"] = Parameter((self.features,), zeros)
+            parameters["bias"] = Parameter((self.features,), constant(0.0))
         return parameters
 
 
@@ -158,14 +158,7 @@ class LayerNorm(_Norm):
         Ignored: the parameters begin as ones and zeros.
     """
 
-    features: int
-    eps: float = 1e-5
     bias: bool = True
-    _: KW_ONLY
-    weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
-    weight_vector: Array = field(init=False, repr=False)
-    bias_vector: Array | None = field(init=False, default=None, repr=False)
 
     _kind = "layer_norm"
 
@@ -178,23 +171,9 @@ class RMSNorm(_Norm):
     torch's default is the type's machine epsilon.
     """
 
-    features: int
     eps: float = 1e-6
-    _: KW_ONLY
-    weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
-    weight_vector: Array = field(init=False, repr=False)
 
     _kind = "rms_norm"
-
-
-def make_norm(
-    func: str, norm: str, features: int, eps: float, bias: bool, weights_dtype: str
-) -> LayerNorm | RMSNorm:
-    """The norm called `norm`."""
-    if choice(func, "norm", norm, NORMS) == "layer_norm":
-        return LayerNorm(features, eps, bias, weights_dtype=weights_dtype)
-    return RMSNorm(features, eps, weights_dtype=weights_dtype)
 
 
 @dataclass(eq=False)
@@ -210,7 +189,7 @@ class FeedForward(Layer):
         "geglu_tanh", "swiglu".
     bias : bool, default True
     weights_dtype, rng
-        As in `Linear`.
+        As in `MultiHeadAttention`.
 
     Notes
     -----
@@ -229,6 +208,8 @@ class FeedForward(Layer):
     weight2: ops.PackedLinear = field(init=False, repr=False)
     bias1: Array | None = field(init=False, default=None, repr=False)  # gated: (2, dim_feedforward)
     bias2: Array | None = field(init=False, default=None, repr=False)
+
+    _vectors = (("linear2.bias", "bias2"),)
 
     def _place(self) -> str:
         return f"a FeedForward with d_model {self.d_model}"
@@ -273,26 +254,23 @@ class FeedForward(Layer):
         return parameters
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
-        bias1 = bias2 = None
+        bias1 = None
         if self.bias:
-            lane = lane_of(weights_dtype)
-            inner = [arrays[f"{name}.bias"].astype(lane) for name in self._inner]
-            bias1, bias2 = np.stack(inner) if self._gated else inner[0], arrays["linear2.bias"].astype(lane)
+            inner = [arrays[f"{name}.bias"].astype(lane_of(weights_dtype)) for name in self._inner]
+            bias1 = np.stack(inner) if self._gated else inner[0]
         gate = arrays.get("linear_gate.weight")
         return {
             "weight1": ops.pack(arrays["linear1.weight"], gate=gate, dtype=weights_dtype),
             "weight2": ops.pack(arrays["linear2.weight"], dtype=weights_dtype),
             "bias1": bias1,
-            "bias2": bias2,
+            **super()._pack(arrays, weights_dtype),
         }
 
     def _unpack(self) -> dict[str, Array]:
         weight1: Any = self.weight1.unpack()
-        arrays = {"linear2.weight": self.weight2.unpack()}
+        arrays = {"linear2.weight": self.weight2.unpack(), **super()._unpack()}
         for i, name in enumerate(self._inner):
             arrays[f"{name}.weight"] = weight1[i] if self._gated else weight1
             if self.bias1 is not None:
                 arrays[f"{name}.bias"] = (self.bias1[i] if self._gated else self.bias1).copy()
-        if self.bias2 is not None:
-            arrays["linear2.bias"] = self.bias2.copy()
         return arrays

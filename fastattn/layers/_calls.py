@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import data
 from fastattn._args.packed import LinearArgs
 from fastattn._args.types import FLOAT32, FLOAT64, RowsArgs, plain_args
@@ -26,33 +27,28 @@ def checked(func: str, name: str, x: Any, features: int, weights_dtype: str) -> 
     """`x` as an array (..., features), for kernels whose weights are stored as `weights_dtype`."""
     array = data(func, name, x)
     if array.shape[-1] != features:
-        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (..., {features})")
+        raise wrong_shape(func, name, array, f"(..., {features})")
     if (array.dtype == FLOAT64) != (weights_dtype == "float64"):
         expected = "float64" if weights_dtype == "float64" else "float32, float16 or bfloat16"
-        raise TypeError(
-            f"{func}(): {name} has dtype {array.dtype}; expected {expected}, for weights in {weights_dtype}"
-        )
+        raise wrong_dtype(func, name, array, f"{expected}, for weights in {weights_dtype}")
     return array
 
 
-def require_cache(func: str, cache: Any, kind: type) -> None:
-    """Raise unless `cache` is None or of `kind`."""
-    if cache is not None and not isinstance(cache, kind):
-        raise TypeError(f"{func}(): cache is of type {type(cache).__name__}; expected a {kind.__name__}")
+def require(func: str, name: str, x: Any, kind: Any, expected: str) -> None:
+    """Raise unless `x`, the argument `name`, is of `kind`, a type or several; messages say `expected`."""
+    if not isinstance(x, kind):
+        raise wrong_type(func, name, x, expected)
 
 
 def keys_values(func: str, given: Any, batch: int, heads_kv: int, head_dim: int, q: np.dtype[Any]) -> Any:
     """A caller's keys and values, checked: (batch, heads_kv, length, head_dim), for queries of dtype q."""
     if not isinstance(given, (tuple, list)) or len(given) != 2:
-        kind = type(given).__name__
-        raise TypeError(f"{func}(): keys_values is of type {kind}; expected a pair (k, v) of arrays")
+        raise wrong_type(func, "keys_values", given, "a pair (k, v) of arrays")
     k, v = (float_array(func, f"keys_values[{i}]", x) for i, x in enumerate(given))
     shape = (batch, heads_kv, k.shape[2] if k.ndim == 4 else -1, head_dim)
     if not k.shape == v.shape == shape:
-        raise ValueError(
-            f"{func}(): keys_values have shapes {k.shape} and {v.shape}; expected ({batch}, {heads_kv},"
-            f" length, {head_dim}) for both"
-        )
+        expected = f"({batch}, {heads_kv}, length, {head_dim}) for both"
+        raise ValueError(f"{func}(): keys_values have shapes {k.shape} and {v.shape}; expected {expected}")
     if k.dtype != v.dtype or (k.dtype != q and not (q == FLOAT32 and k.dtype.itemsize == 2)):
         raise TypeError(f"{func}(): keys_values have dtypes {k.dtype} and {v.dtype}; expected {q}, query's")
     return k, v
@@ -64,7 +60,7 @@ def batch_first(func: str, name: str, x: Array) -> Array:
         return x
     if x.ndim == 2:
         return x[None]
-    raise ValueError(f"{func}(): {name} has shape {x.shape}; expected (batch, length, {x.shape[-1]})")
+    raise wrong_shape(func, name, x, f"(batch, length, {x.shape[-1]})")
 
 
 def one_batch(func: str, name: str, x: Any) -> Any:

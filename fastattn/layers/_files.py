@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import ExitStack
 
 # Other files of parameters, and what makes a mapping of them.
@@ -16,24 +14,8 @@ _READERS = {".npz": "np.load({!r})"}
 _READERS |= dict.fromkeys((".pt", ".pth", ".bin"), "torch.load({!r}, weights_only=True)")
 
 
-class _Tensors(Mapping[str, Any]):
-    """The tensors of an open safetensors file. Each is read when it is asked for."""
-
-    def __init__(self, file: Any):
-        self._file, self._names = file, list(file.keys())
-
-    def __getitem__(self, name: str) -> Any:
-        return self._file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def opened(func: str, file: str, stack: ExitStack) -> _Tensors:
-    """The tensors of the safetensors file `file`, which `stack` closes."""
+def opened(func: str, file: str, stack: ExitStack) -> Any:
+    """The safetensors file `file`, open, which `stack` closes. It reads a tensor when asked for it."""
     reader = _READERS.get(os.path.splitext(file)[1])
     or_read = f", or what {reader.format(file)} returns" if reader else ""
     try:
@@ -49,12 +31,11 @@ def opened(func: str, file: str, stack: ExitStack) -> _Tensors:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ImportError(
-            f"{func}(): reading {file} needs the safetensors package: pip install safetensors"
-        ) from error
+        needed = "the safetensors package: pip install safetensors"
+        raise ImportError(f"{func}(): reading {file} needs {needed}") from error
     with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
         import ml_dtypes  # noqa: F401
     try:
-        return _Tensors(stack.enter_context(safe_open(file, framework="numpy")))
+        return stack.enter_context(safe_open(file, framework="numpy"))
     except SafetensorError as error:
         raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error

@@ -10,12 +10,14 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.ops import epsilon
+from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._args.types import FLOAT32
-from fastattn._args.values import MOST_SIZE, flag, integer
+from fastattn._args.values import MOST_SIZE, choice, flag, integer
+from fastattn.layers import _calls
 from fastattn.layers._basic import Linear
 from fastattn.layers._projections import Stack, stack
 from fastattn.layers._rotary import Rope
-from fastattn.layers._state import Layer, Parameter, lane_of, normal, ones, xavier_uniform, zeros
+from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal, xavier_uniform
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -125,45 +127,33 @@ class AttentionParameters(Layer):
         for name in ("bias", "add_bias_kv", "add_zero_attn", "qk_norm", "output_gate", "sinks"):
             flag(FUNC, name, getattr(self, name))
         epsilon(FUNC, "qk_norm_eps", self.qk_norm_eps, FLOAT32)
-        self._require_weights_dtype()
+        choice(FUNC, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
         heads, heads_kv = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % heads_kv:
-            raise ValueError(
-                f"{FUNC}(): num_heads is {heads}; expected a multiple of num_kv_heads, {heads_kv}"
-            )
+            expected = f"a multiple of num_kv_heads, {heads_kv}"
+            raise ValueError(f"{FUNC}(): num_heads is {heads}; expected {expected}")
         if self.head_dim is None and self.embed_dim % heads:
-            raise ValueError(
-                f"{FUNC}(): embed_dim is {self.embed_dim}; expected a multiple of num_heads, {heads}, or"
-                f" head_dim="
-            )
+            expected = f"a multiple of num_heads, {heads}, or head_dim="
+            raise ValueError(f"{FUNC}(): embed_dim is {self.embed_dim}; expected {expected}")
         self._heads_kv, self._head_dim = heads_kv, self.head_dim or self.embed_dim // heads
         self._width, self._width_kv = heads * self._head_dim, heads_kv * self._head_dim
         self._stacked = (self.kdim or self.embed_dim) == (self.vdim or self.embed_dim) == self.embed_dim
         names = ("window", "softcap", "scale", "alibi_slopes")
         self._options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        self._require_options()
+        nothing = np.empty((1, heads, 0, self._head_dim), lane_of(self.weights_dtype))
+        attention_args(FUNC, nothing, nothing, nothing, **self._options)
+        if self.rope is not None:
+            _calls.require(FUNC, "rope", self.rope, Rope, "a Rope, Rope(frequencies)")
+            rotated = 2 * len(self.rope.frequencies.inv_freq)
+            if rotated > self._head_dim:
+                expected = f"at most head_dim, {self._head_dim}"
+                raise ValueError(f"{FUNC}(): rope rotates {rotated} dimensions; expected {expected}")
         self._extra = self.add_bias_kv or self.add_zero_attn
         self._positional = self.window is not None or self.alibi_slopes is not None
         self.out_proj = Linear(self._width, self.embed_dim, self.bias, weights_dtype=self.weights_dtype)
         self.out_proj._zero_bias = True
         self._set_up(rng)
         self.out_proj._set_up(rng)
-
-    def _require_options(self) -> None:
-        """Raise unless the options of attention and the rotation are right."""
-        shape = (1, self.num_heads, 0, self._head_dim)
-        nothing = np.empty(shape, lane_of(self.weights_dtype))
-        attention_args(FUNC, nothing, nothing, nothing, **self._options)
-        if self.rope is None:
-            return
-        if not isinstance(self.rope, Rope):
-            kind = type(self.rope).__name__
-            raise TypeError(f"{FUNC}(): rope is of type {kind}; expected a Rope, Rope(frequencies)")
-        rotated = 2 * len(self.rope.frequencies.inv_freq)
-        if rotated > self._head_dim:
-            raise ValueError(
-                f"{FUNC}(): rope rotates {rotated} dimensions; expected at most head_dim, {self._head_dim}"
-            )
 
     def is_plain(self) -> bool:
         """Whether a program can compute it: without options, with queries, keys and values side by side."""
@@ -196,19 +186,17 @@ class AttentionParameters(Layer):
             parameters["k_proj_weight"] = Parameter((width_kv, self.kdim or self.embed_dim), xavier_uniform)
             parameters["v_proj_weight"] = Parameter((width_kv, self.vdim or self.embed_dim), xavier_uniform)
         if self.bias:
-            parameters["in_proj_bias"] = Parameter((width + 2 * width_kv,), zeros)
+            parameters["in_proj_bias"] = Parameter((width + 2 * width_kv,), constant(0.0))
         if self.add_bias_kv:
-            parameters["bias_k"] = Parameter((1, 1, width_kv), normal(width_kv**-0.5))
-            parameters["bias_v"] = Parameter((1, 1, width_kv), normal(width_kv**-0.5))
+            parameters |= {f"bias_{x}": Parameter((1, 1, width_kv), normal(width_kv**-0.5)) for x in "kv"}
         if self.qk_norm:
-            parameters["q_norm.weight"] = Parameter((head_dim,), ones)
-            parameters["k_norm.weight"] = Parameter((head_dim,), ones)
+            parameters |= {f"{x}_norm.weight": Parameter((head_dim,), constant(1.0)) for x in "qk"}
         if self.output_gate:
             parameters["gate_proj.weight"] = Parameter((width, self.embed_dim), xavier_uniform)
             if self.bias:
-                parameters["gate_proj.bias"] = Parameter((width,), zeros)
+                parameters["gate_proj.bias"] = Parameter((width,), constant(0.0))
         if self.sinks:
-            parameters["sinks"] = Parameter((self.num_heads,), zeros, or_none=True)
+            parameters["sinks"] = Parameter((self.num_heads,), constant(0.0), or_none=True)
         return parameters
 
     def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
@@ -228,18 +216,19 @@ class AttentionParameters(Layer):
             maps = stack(weights, biases, weights_dtype)
             fields = {"all_maps": maps, **_parts(maps)}
         else:
-            runs = (slice(0, n - 2), slice(n - 2, n - 1), slice(n - 1, n))
-            parts = [stack(weights[run], biases[run], weights_dtype) for run in runs]
             fields = {"all_maps": None, "key_value_maps": None}
-            fields["query_maps"], fields["key_map"], fields["value_map"] = parts
+            runs = {"query_maps": slice(n - 2), "key_map": slice(n - 2, n - 1), "value_map": slice(n - 1, n)}
+            for name, run in runs.items():
+                fields[name] = stack(weights[run], biases[run], weights_dtype)
         for name in ("bias_k", "bias_v"):
             bias = arrays.get(name)
             fields[name] = None if bias is None else bias.astype(lane).reshape(self._heads_kv, -1)
         return {**fields, **super()._pack(arrays, weights_dtype)}
 
     def _unpack(self) -> dict[str, Array]:
-        weights = [w for maps in (self.query_maps, self.key_map, self.value_map) for w in maps.weights()]
-        biases = [b for maps in (self.query_maps, self.key_map, self.value_map) for b in maps.biases()]
+        stacks = (self.query_maps, self.key_map, self.value_map)
+        weights = [weight for maps in stacks for weight in maps.apart(maps.weight.unpack())]
+        biases = [bias for maps in stacks for bias in maps.apart(maps.bias)]
         arrays: dict[str, Array] = {}
         if self.output_gate:
             arrays["gate_proj.weight"] = weights.pop(0)

@@ -41,16 +41,11 @@ class Stack(NamedTuple):
         begins = [b - begin for b in self.begins[first:last]]
         return _stacked(packed, bias, begins, self.sizes[first:last])
 
-    def weights(self) -> list[Array]:
-        """The weight of each map, unpacked."""
-        whole = self.weight.unpack()
-        return [whole[b : b + n].copy() for b, n in zip(self.begins, self.sizes, strict=True)]
-
-    def biases(self) -> list[Array]:
-        """The bias of each map; an empty list without biases."""
-        if self.bias is None:
+    def apart(self, whole: Array | None) -> list[Array]:
+        """Each map's own part of the unpacked weight or of the bias; an empty list without biases."""
+        if whole is None:
             return []
-        return [self.bias[b : b + n].copy() for b, n in zip(self.begins, self.sizes, strict=True)]
+        return [whole[b : b + n].copy() for b, n in zip(self.begins, self.sizes, strict=True)]
 
 
 def stack(weights: Sequence[Array], biases: Sequence[Array], dtype: str) -> Stack:

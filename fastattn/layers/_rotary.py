@@ -8,6 +8,7 @@ import numpy as np
 
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag
+from fastattn.layers import _calls
 from fastattn.positions import RopeFrequencies, apply_rope, rope_tables
 
 if TYPE_CHECKING:
@@ -28,11 +29,8 @@ class Rope:
     """
 
     def __init__(self, frequencies: RopeFrequencies, interleaved: bool = False):
-        if not isinstance(frequencies, RopeFrequencies):
-            kind = type(frequencies).__name__
-            raise TypeError(
-                f"Rope(): frequencies is of type {kind}; expected what rope_frequencies(head_dim) returns"
-            )
+        expected = "what rope_frequencies(head_dim) returns"
+        _calls.require("Rope", "frequencies", frequencies, RopeFrequencies, expected)
         self.frequencies, self.interleaved = frequencies, flag("Rope", "interleaved", interleaved)
         # By lane type, for positions 0, 1, ...; their length doubles when it is too small.
         self._tables: dict[np.dtype[Any], tuple[Array, Array]] = {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.types import FLOAT64, lane_dtype
 from fastattn._args.values import as_array, is_float
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
 
     Options = dict[str, Any]
+
+MASK_DTYPES = "bool (True hides) or floats to add"
 
 
 class Names(NamedTuple):
@@ -25,12 +29,7 @@ class Names(NamedTuple):
 
 
 def add_masks(
-    options: Options,
-    names: Names,
-    attn_mask: Any,
-    key_padding_mask: Any,
-    shape: Shape,
-    dtype: np.dtype[Any],
+    options: Options, names: Names, attn_mask: Any, key_padding_mask: Any, shape: Shape, dtype: np.dtype[Any]
 ) -> None:
     """Put masks as in torch (bool: True hides; float: added) into `options`.
 
@@ -49,11 +48,9 @@ def add_masks(
         elif is_float(array.dtype):
             added.append(array)
         else:
-            raise TypeError(
-                f"{func}(): {name} has dtype {array.dtype}; expected bool (True hides) or floats to add"
-            )
+            raise wrong_dtype(func, name, array, MASK_DTYPES)
     if hidden:
-        options["mask"] = ~hidden[0] if len(hidden) == 1 else ~(hidden[0] | hidden[1])
+        options["mask"] = ~reduce(np.logical_or, hidden)
     if added:
         bias = added[0] if len(added) == 1 else added[0].astype(FLOAT64) + added[1].astype(FLOAT64)
         options["bias"] = _as_lane(bias, lane_dtype(dtype))
@@ -76,17 +73,15 @@ def _mask_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
         return mask.reshape(shape)
     if mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, shape, strict=True)):
         return mask
-    raise ValueError(
-        f"{func}(): {name} has shape {mask.shape}; expected (len_q, len_k) = {shape[2:]}, (batch * heads,"
-        f" len_q, len_k) = {(batch * heads, len_q, len_k)}, or four axes that broadcast to {shape}"
-    )
+    stacked = f"(batch * heads, len_q, len_k) = {(batch * heads, len_q, len_k)}"
+    expected = f"(len_q, len_k) = {shape[2:]}, {stacked}, or four axes that broadcast to {shape}"
+    raise wrong_shape(func, name, mask, expected)
 
 
 def _padding_4d(func: str, name: str, mask: Array, shape: Shape) -> Array:
     """A mask (B, S) with four axes."""
     if mask.shape != (shape[0], shape[3]):
-        expected = f"(batch, len_k) = {(shape[0], shape[3])}"
-        raise ValueError(f"{func}(): {name} has shape {mask.shape}; expected {expected}")
+        raise wrong_shape(func, name, mask, f"(batch, len_k) = {(shape[0], shape[3])}")
     return mask[:, None, None, :]
 
 
@@ -122,13 +117,9 @@ def add_extra_keys(
         slopes = np.asarray(options.pop("alibi_slopes"))[..., None, None]
         biases.append((-slopes * abs(position - key_index)).astype(lane_dtype(k.dtype)))
     if masks:
-        mask = masks[0]
-        for other in masks[1:]:
-            mask = mask & other
-        options["mask"] = _wider(mask, len_k, len(extra), True)
+        options["mask"] = _wider(reduce(np.logical_and, masks), len_k, len(extra), True)
     if biases:
-        bias = biases[0] if len(biases) == 1 else biases[0] + biases[1]
-        options["bias"] = _wider(bias, len_k, len(extra), 0)
+        options["bias"] = _wider(reduce(np.add, biases), len_k, len(extra), 0)
     return new_k, new_v
 
 

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.values import as_array, float_array, is_float
+from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.values import as_array, broadcast_batch, float_array, is_float
+from fastattn.layers import _calls
 from fastattn.layers._basic import FeedForward
+from fastattn.layers._scores import MASK_DTYPES
 from fastattn.layers._stacks import TransformerEncoder
 from fastattn.layers._transformer import TransformerEncoderLayer
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array
+
+_LAYER = "a TransformerEncoderLayer"
 
 
 def set_attention(
@@ -70,7 +75,7 @@ def induced_set_attention(
         True hides an element of x from the others. The result still has a vector for it.
     """
     func = "induced_set_attention"
-    _require_layer(func, "second", second)
+    _calls.require(func, "second", second, TransformerEncoderLayer, _LAYER)
     summary = _set_attention(func, first, inducing, x, key_padding_mask, ("first", "inducing", "x"))
     return _set_attention(func, second, x, summary, None, ("second", "x", "the summary of first"))
 
@@ -87,22 +92,16 @@ def pooling_by_attention(
 
     Parameters
     ----------
-    layer : TransformerEncoderLayer
-        The MAB: `set_attention`.
+    layer, x, key_padding_mask
+        The MAB, the set, and what hides its elements: as in `set_attention`.
     seeds : array_like, (k, d_model)
         Seed vectors.
-    x : array_like, (..., n, d_model)
-        The set.
     feed_forward : FeedForward, optional
         The paper's rFF; the authors' code has none.
-    key_padding_mask : array_like of bool, (batch, n), optional
-        True hides an element.
     """
     func = "pooling_by_attention"
     if feed_forward is not None:
-        if not isinstance(feed_forward, FeedForward):
-            kind = type(feed_forward).__name__
-            raise TypeError(f"{func}(): feed_forward is of type {kind}; expected a FeedForward")
+        _calls.require(func, "feed_forward", feed_forward, FeedForward, "a FeedForward")
         x = feed_forward(x)
     return _set_attention(func, layer, seeds, x, key_padding_mask, ("layer", "seeds", "x"))
 
@@ -126,10 +125,8 @@ def perceiver(
         Of the latents' attention to themselves.
     latents : array_like, (m, d_model) or (batch, m, d_model)
         Learned ones, or the result of the block before.
-    x : array_like, (..., n, d_model)
-        The input.
-    key_padding_mask : array_like of bool, (batch, n), optional
-        True hides an element of the input.
+    x, key_padding_mask
+        The input, and what hides its elements: as in `set_attention`.
 
     Returns
     -------
@@ -141,9 +138,8 @@ def perceiver(
     .. [1] A. Jaegle et al., "Perceiver: General Perception with Iterative Attention", 2021, arXiv:2103.03206.
     """
     func = "perceiver"
-    if latent is not None and not isinstance(latent, (TransformerEncoder, TransformerEncoderLayer)):
-        kind = type(latent).__name__
-        raise TypeError(f"{func}(): latent is of type {kind}; expected an encoder, a layer of one, or None")
+    kinds = (TransformerEncoder, TransformerEncoderLayer, type(None))
+    _calls.require(func, "latent", latent, kinds, "an encoder, a layer of one, or None")
     out = _set_attention(func, cross, latents, x, key_padding_mask, ("cross", "latents", "x"))
     return out if latent is None else latent(out)
 
@@ -157,41 +153,25 @@ def _set_attention(
     names: tuple[str, str, str] = ("layer", "x", "y"),
 ) -> Array:
     """`set_attention`, for messages of `func`, in which layer, x and y have `names`."""
-    _require_layer(func, names[0], layer)
+    _calls.require(func, names[0], layer, TransformerEncoderLayer, _LAYER)
     ours, theirs = float_array(func, names[1], x), float_array(func, names[2], y)
     width = layer.d_model
     for name, array in zip(names[1:], (ours, theirs), strict=True):
         if array.ndim not in (2, 3) or array.shape[-1] != width:
-            expected = f"(n, {width}) or (batch, n, {width})"
-            raise ValueError(f"{func}(): {name} has shape {array.shape}; expected {expected}")
+            raise wrong_shape(func, name, array, f"(n, {width}) or (batch, n, {width})")
     if ours.shape[:-2] != theirs.shape[:-2]:  # the same inducing points, seeds or latents for all sets
-        try:
-            batch = np.broadcast_shapes(ours.shape[:-2], theirs.shape[:-2])
-        except ValueError:
-            raise ValueError(
-                f"{func}(): {names[1]} and {names[2]} have batch dimensions {ours.shape[:-2]} and"
-                f" {theirs.shape[:-2]}; expected ones that broadcast"
-            ) from None
+        batch = broadcast_batch(func, **{names[1]: ours.shape[:-2], names[2]: theirs.shape[:-2]})
         ours, theirs = (np.broadcast_to(a, (*batch, *a.shape[-2:])) for a in (ours, theirs))
     if mask is not None:  # checked here: the layer would name itself in its messages
         mask, shape = as_array(func, "key_padding_mask", mask), theirs.shape[:-1]
         if mask.shape != shape:
             name = "(batch, length)" if len(shape) > 1 else "(length,)"
-            raise ValueError(f"{func}(): key_padding_mask has shape {mask.shape}; expected {name} = {shape}")
+            raise wrong_shape(func, "key_padding_mask", mask, f"{name} = {shape}")
         if mask.dtype != np.bool_ and not is_float(mask.dtype):
-            raise TypeError(
-                f"{func}(): key_padding_mask has dtype {mask.dtype}; expected bool (True hides) or floats to"
-                f" add"
-            )
+            raise wrong_dtype(func, "key_padding_mask", mask, MASK_DTYPES)
     queries = layer.norm1(ours) if layer.norm_first else ours
     total = layer.self_attn(queries, theirs, residual=ours, key_padding_mask=mask)
     if layer.norm_first:
         return layer.feed_forward(layer.norm2(total), residual=total)
     total = layer.norm1(total)
     return layer.norm2(layer.feed_forward(total, residual=total))
-
-
-def _require_layer(func: str, name: str, layer: Any) -> None:
-    if not isinstance(layer, TransformerEncoderLayer):
-        kind = type(layer).__name__
-        raise TypeError(f"{func}(): {name} is of type {kind}; expected a TransformerEncoderLayer")

@@ -8,15 +8,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from fastattn._args.errors import wrong_type
+from fastattn._args.options import require_options
 from fastattn._args.values import float_array, integer, iterated
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
-from fastattn.layers._basic import LayerNorm, RMSNorm, make_norm
+from fastattn.layers import _calls
+from fastattn.layers._basic import LayerNorm, RMSNorm, _Norm
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._state import Layer, xavier_uniform
-from fastattn.layers._transformer import TransformerDecoderLayer, TransformerEncoderLayer, _TransformerLayer
+from fastattn.layers._transformer import (
+    DecoderOptions,
+    OverMemoryOptions,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    _TransformerLayer,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
+    from typing_extensions import Unpack
 
     from fastattn._args.types import Array
 
@@ -61,13 +71,10 @@ class _Stack(Layer):
         if not self.layers:
             raise ValueError(f"{func}(): layers is empty; expected at least one layer")
         for i, layer in enumerate(self.layers):
-            if not isinstance(layer, self._kind):
-                raise TypeError(f"{func}(): layers[{i}] is of type {type(layer).__name__}; expected {kind}")
+            _calls.require(func, f"layers[{i}]", layer, self._kind, kind)
         widths = {f"layers[{i}].d_model": layer.d_model for i, layer in enumerate(self.layers)}
         if self.norm is not None:
-            if not isinstance(self.norm, (LayerNorm, RMSNorm)):
-                what = type(self.norm).__name__
-                raise TypeError(f"{func}(): norm is of type {what}; expected a LayerNorm, an RMSNorm or None")
+            _calls.require(func, "norm", self.norm, _Norm, "a LayerNorm, an RMSNorm or None")
             widths["norm.features"] = self.norm.features
         width = self.layers[0].d_model
         for name, other in widths.items():
@@ -94,12 +101,10 @@ class _Stack(Layer):
             return [None] * len(self.layers)
         func, n, kind = type(self).__name__, len(self.layers), self._cache_kind.__name__
         if not isinstance(cache, (list, tuple)) or not all(isinstance(x, self._cache_kind) for x in cache):
-            what = type(cache).__name__
-            raise TypeError(f"{func}(): cache is of type {what}; expected a list of {kind}, of new_cache()")
+            raise wrong_type(func, "cache", cache, f"a list of {kind}, of new_cache()")
         if len(cache) != n:
-            raise ValueError(
-                f"{func}(): cache is for {len(cache)} layers; expected {n}, as new_cache() makes it"
-            )
+            expected = f"{n}, as new_cache() makes it"
+            raise ValueError(f"{func}(): cache is for {len(cache)} layers; expected {expected}")
         return cache
 
 
@@ -152,7 +157,6 @@ class TransformerDecoder(_Stack):
     ----------
     layers : sequence of TransformerDecoderLayer
     norm : LayerNorm or RMSNorm, optional
-        Applied to the result; pre-norm layers want one.
     """
 
     layers: Sequence[TransformerDecoderLayer]
@@ -164,32 +168,15 @@ class TransformerDecoder(_Stack):
         tgt: ArrayLike,
         memory: ArrayLike | None = None,
         *,
-        tgt_mask: ArrayLike | None = None,
-        memory_mask: ArrayLike | None = None,
-        tgt_key_padding_mask: ArrayLike | None = None,
-        memory_key_padding_mask: ArrayLike | None = None,
-        tgt_is_causal: bool | None = None,
-        memory_is_causal: bool = False,
         cache: Sequence[DecoderCache] | None = None,
-        lengths: ArrayLike | None = None,
+        **options: Unpack[DecoderOptions],
     ) -> Array:
         """The stack's result for tgt, (B, L, d_model), over memory.
 
         Arguments are those of `TransformerDecoderLayer`; `cache` is of `new_cache`.
         """
-        return self._run(
-            "tgt",
-            tgt,
-            cache,
-            memory=memory,
-            tgt_mask=tgt_mask,
-            memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            tgt_is_causal=tgt_is_causal,
-            memory_is_causal=memory_is_causal,
-            lengths=lengths,
-        )
+        require_options("TransformerDecoder", options, DecoderOptions)
+        return self._run("tgt", tgt, cache, memory=memory, **options)
 
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:
         """Empty caches, one a layer: see `KVCache` and `DecoderCache`."""
@@ -245,8 +232,8 @@ class Transformer(Layer):
         encoder = [TransformerEncoderLayer(**shared) for _ in range(self.num_encoder_layers)]
         shared["cross_attention"] = self.cross_attention
         decoder = [TransformerDecoderLayer(**shared) for _ in range(self.num_decoder_layers)]
-        self.encoder = TransformerEncoder(encoder, self._last_norm())
-        self.decoder = TransformerDecoder(decoder, self._last_norm())
+        self.encoder = TransformerEncoder(encoder, encoder[0]._new_norm())
+        self.decoder = TransformerDecoder(decoder, decoder[0]._new_norm())
         self._set_up(rng)
 
     def _set_up(self, rng: np.random.Generator | None) -> None:
@@ -256,41 +243,24 @@ class Transformer(Layer):
             draws = {name: xavier_uniform if len(p.shape) == 2 else p.draw for name, p in parameters}
             self.load_state_dict({name: draws[name](rng, p.shape) for name, p in parameters})
 
-    def _last_norm(self) -> Norm:
-        return make_norm(
-            "Transformer", self.norm, self.d_model, self.layer_norm_eps, self.bias, self.weights_dtype
-        )
-
     def __call__(
         self,
         src: ArrayLike,
         tgt: ArrayLike,
         *,
         src_mask: ArrayLike | None = None,
-        tgt_mask: ArrayLike | None = None,
-        memory_mask: ArrayLike | None = None,
         src_key_padding_mask: ArrayLike | None = None,
-        tgt_key_padding_mask: ArrayLike | None = None,
-        memory_key_padding_mask: ArrayLike | None = None,
         src_is_causal: bool = False,
-        tgt_is_causal: bool = False,
-        memory_is_causal: bool = False,
+        **options: Unpack[OverMemoryOptions],
     ) -> Array:
         """Encode src (B, S, d_model), decode tgt (B, T, d_model) over it: (B, T, d_model).
 
-        True hides in a bool mask. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. Step by
-        step: ``memory = model.encoder(src)`` once, then ``model.decoder(tgt, memory, cache=...)``.
+        Arguments are those of `MultiHeadAttention` and of `TransformerDecoderLayer`. True hides in a bool
+        mask. The decoder is causal if `tgt_mask` or `tgt_is_causal` says so. Step by step:
+        ``memory = model.encoder(src)`` once, then ``model.decoder(tgt, memory, cache=...)``.
         """
+        require_options("Transformer", options, OverMemoryOptions)
         memory = self.encoder(
             src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
         )
-        return self.decoder(
-            tgt,
-            memory,
-            tgt_mask=tgt_mask,
-            memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            tgt_is_causal=tgt_is_causal,
-            memory_is_causal=memory_is_causal,
-        )
+        return self.decoder(tgt, memory, **options)

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from fastattn._args.errors import wrong_type
 from fastattn._args.packed import WEIGHT_DTYPES, is_finite
 from fastattn._args.values import as_array, choice, is_float, short
 from fastattn.layers._files import opened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from fastattn._args.types import Array, Shape
 
@@ -38,14 +39,9 @@ class Parameter(NamedTuple):
     or_none: bool = False  # it may hold -inf, which means "none"; all others are finite
 
 
-def zeros(rng: np.random.Generator, shape: Shape) -> Array:
-    """Zeros; nothing is drawn."""
-    return np.zeros(shape)
-
-
-def ones(rng: np.random.Generator, shape: Shape) -> Array:
-    """Ones; nothing is drawn."""
-    return np.ones(shape)
+def constant(value: float) -> Draw:
+    """One value everywhere; nothing is drawn."""
+    return lambda rng, shape: np.full(shape, value)
 
 
 def uniform(bound: float) -> Draw:
@@ -69,13 +65,8 @@ def lane_of(weights_dtype: str) -> np.dtype[Any]:
     return np.dtype(np.float64 if weights_dtype == "float64" else np.float32)
 
 
-# A new object after each change to any layer.
-_last_change = object()
-
-
-def last_change() -> object:
-    """The last change to any layer: what was derived at another one may be out of date."""
-    return _last_change
+# The last change to any layer, a new object each: what was derived at another one may be out of date.
+last_change = object()
 
 
 class ParametersMissing(AttributeError, ValueError):
@@ -116,10 +107,8 @@ class Layer:
     def __getattr__(self, name: str) -> Any:
         """Raise: `name` is a field that waits for parameters, or no attribute at all."""
         if name in type(self).__dict__.get("__dataclass_fields__", ()):
-            raise ParametersMissing(
-                f"{type(self).__name__} has no parameters yet; load_state_dict() them, or build it with"
-                f" rng=numpy.random.default_rng()"
-            )
+            how = "load_state_dict() them, or build it with rng=numpy.random.default_rng()"
+            raise ParametersMissing(f"{type(self).__name__} has no parameters yet; {how}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _place(self) -> str:
@@ -139,56 +128,42 @@ class Layer:
         """Set the part `name` to `value`, if that fits. No other field can be set."""
         there = self.__dict__.get(name)
         if not isinstance(there, Layer):
-            raise AttributeError(
-                f"{type(self).__name__}.{name} cannot be set: parameters change by load_state_dict(), and"
-                f" another size or option makes another layer"
-            )
+            why = "parameters change by load_state_dict(), and another size or option makes another layer"
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be set: {why}")
         if not isinstance(value, Layer) or value._place() != there._place():
-            raise ValueError(
-                f"{type(self).__name__}.{name} is set to"
-                f" {value._place() if isinstance(value, Layer) else short(value)}; expected {there._place()}"
-            )
+            came = value._place() if isinstance(value, Layer) else short(value)
+            raise ValueError(f"{type(self).__name__}.{name} is set to {came}; expected {there._place()}")
         self._change({name: value})
 
     def _change(self, fields: Fields) -> None:
         """Set `fields`, which fit."""
-        global _last_change
+        global last_change
         self.__dict__.update(fields)
-        _last_change = object()
+        last_change = object()
 
     def _require_parts(self) -> None:
         """Raise unless all parts compute in this layer's type. It looks only after a change to a layer."""
-        change = _last_change
+        change = last_change
         if self.__dict__.get("_checked_at") is change:
             return
+        lane = lane_of(self.weights_dtype)
         for prefix, part in self._walk():
-            if lane_of(part.weights_dtype) != lane_of(self.weights_dtype):
-                raise TypeError(
-                    f"{type(self).__name__}(): its part {prefix}{type(part).__name__} has weights in"
-                    f" {part.weights_dtype}; expected ones that compute in {lane_of(self.weights_dtype)}, as"
-                    f" the layer's own in {self.weights_dtype} do"
-                )
+            if lane_of(part.weights_dtype) != lane:
+                came = f"its part {prefix}{type(part).__name__} has weights in {part.weights_dtype}"
+                expected = f"ones that compute in {lane}, as the layer's own in {self.weights_dtype} do"
+                raise TypeError(f"{type(self).__name__}(): {came}; expected {expected}")
         self.__dict__["_checked_at"] = change
-
-    def _require_weights_dtype(self) -> None:
-        """Raise unless the field is one that weights can be stored as."""
-        choice(type(self).__name__, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
 
     def _set_up(self, rng: np.random.Generator | None) -> None:
         """Draw the parameters, or leave them out without `rng`. This is the last step of construction."""
         self.__dict__["_built"] = True
-        name = type(self).__name__
-        self._require_weights_dtype()
+        choice(type(self).__name__, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
         if rng is None:
             return
         if not isinstance(rng, np.random.Generator):
-            kind = type(rng).__name__
-            raise TypeError(f"{name}(): rng is of type {kind}; expected a numpy.random.Generator")
+            raise wrong_type(type(self).__name__, "rng", rng, "a numpy.random.Generator")
         arrays = {key: p.draw(rng, p.shape) for key, p in self._parameters().items()}
-        self._assign(self._pack(arrays, self.weights_dtype), self.weights_dtype)
-
-    def _assign(self, fields: Fields, weights_dtype: str) -> None:
-        self._change({"weights_dtype": weights_dtype, **fields})
+        self._change(self._pack(arrays, self.weights_dtype))
 
     def _walk(self, prefix: str = "") -> Iterator[tuple[str, Layer]]:
         """The layer and all below it, with the prefixes of their names."""
@@ -256,39 +231,43 @@ class Layer:
             raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
             if isinstance(state_dict, (str, os.PathLike)):
-                state_dict = opened(func, os.fsdecode(state_dict), stack)
+                file = opened(func, os.fsdecode(state_dict), stack)
+                names, read = file.keys(), file.get_tensor
             elif not isinstance(state_dict, Mapping):
-                kind = type(state_dict).__name__
-                raise TypeError(
-                    f"{func}(): state_dict is of type {kind}; expected a mapping of names to arrays, or the"
-                    f" path of a safetensors file"
-                )
-            walked = list(self._walk())  # once: another thread may replace a part meanwhile
-            dtypes = [weights_dtype or layer.weights_dtype for _, layer in walked]
+                expected = "a mapping of names to arrays, or the path of a safetensors file"
+                raise wrong_type(func, "state_dict", state_dict, expected)
+            else:
+                names, read = state_dict.keys(), state_dict.__getitem__
+            # Walk once: another thread may replace a part meanwhile.
+            walked = [(path, layer, weights_dtype or layer.weights_dtype) for path, layer in self._walk()]
             known = {
                 path + name: (parameter, dtype)
-                for (path, layer), dtype in zip(walked, dtypes, strict=True)
+                for path, layer, dtype in walked
                 for name, parameter in layer._parameters().items()
             }
-            arrays = _checked(func, known, state_dict, prefix)
+            arrays = _checked(func, known, names, read, prefix)
             packed = []
-            for (path, layer), dtype in zip(walked, dtypes, strict=True):
+            for path, layer, dtype in walked:
                 own = {name: arrays[path + name] for name in layer._parameters()}
-                packed.append((layer, layer._pack(own, dtype), dtype))
-        for layer, fields, dtype in packed:
-            layer._assign(fields, dtype)
+                packed.append((layer, {"weights_dtype": dtype, **layer._pack(own, dtype)}))
+        for layer, fields in packed:
+            layer._change(fields)
 
 
 def _checked(
-    func: str, known: Mapping[str, tuple[Parameter, str]], state_dict: Mapping[str, Any], prefix: str
+    func: str,
+    known: Mapping[str, tuple[Parameter, str]],
+    names: Collection[Any],
+    read: Callable[[str], Any],
+    prefix: str,
 ) -> dict[str, Array]:
-    """The arrays of `state_dict` whose names begin with `prefix`, without it, or one error with all faults.
+    """The arrays whose `names` begin with `prefix`, without it, or one error with all faults.
 
-    `known` has each parameter and the dtype of its layer's weights.
+    `known` has each parameter and the dtype of its layer's weights. `read` has the array of a name.
     """
-    if wrong := [name for name in state_dict if not isinstance(name, str)]:
+    if wrong := [name for name in names if not isinstance(name, str)]:
         raise TypeError(f"{func}(): state_dict has the key {wrong[0]!r}; expected names of parameters")
-    given = {name.removeprefix(prefix): name for name in state_dict if name.startswith(prefix)}
+    given = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     missing = (name for name in known if name not in given)
     problems = [f"missing: {prefix}{name} {known[name][0].shape}" for name in missing]
     problems += [f"not known: {full}" for name, full in given.items() if name not in known]
@@ -300,7 +279,7 @@ def _checked(
         # Matrices are stored as the layer's weights are, everything else as the kernels' lanes.
         stored = weights_dtype if len(parameter.shape) == 2 else lane_of(weights_dtype).name
         try:
-            array = as_array(func, full, state_dict[full])
+            array = as_array(func, full, read(full))
         except (TypeError, ValueError) as error:
             problems.append(str(error).removeprefix(f"{func}(): "))
             continue

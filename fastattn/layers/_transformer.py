@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
+from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import rows
-from fastattn._args.values import as_array, flag, short
+from fastattn._args.options import require_options
+from fastattn._args.values import as_array, choice, flag, short
 from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
-from fastattn.layers import _calls
+from fastattn.layers import _calls, _state
 from fastattn.layers._attention import MultiHeadAttention
-from fastattn.layers._basic import FeedForward, LayerNorm, RMSNorm, make_norm
+from fastattn.layers._basic import FeedForward, LayerNorm, RMSNorm
 from fastattn.layers._block import Block, Projection
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._scores import Names
-from fastattn.layers._state import Layer, last_change
+from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
     from fastattn._args.types import Array
 
@@ -32,11 +35,21 @@ _TGT = Names("TransformerDecoderLayer", "tgt", "tgt_mask", "tgt_key_padding_mask
 _MEMORY = Names("TransformerDecoderLayer", "tgt", "memory_mask", "memory_key_padding_mask")
 
 
-class _Plain(NamedTuple):
-    """An encoder layer's program, for calls without masks or cache."""
+class OverMemoryOptions(TypedDict, total=False):
+    """Options of a decoder's call that `TransformerDecoderLayer` documents."""
 
-    made_at: object  # the last change to any layer by then: after another one, it is made anew
-    program: Program | None  # None: the layer's attention has options that programs do not have
+    tgt_mask: ArrayLike | None
+    memory_mask: ArrayLike | None
+    tgt_key_padding_mask: ArrayLike | None
+    memory_key_padding_mask: ArrayLike | None
+    tgt_is_causal: bool | None
+    memory_is_causal: bool
+
+
+class DecoderOptions(OverMemoryOptions, total=False):
+    """The same, and what belongs to a cache."""
+
+    lengths: ArrayLike | None
 
 
 @dataclass(eq=False)
@@ -74,9 +87,15 @@ class _TransformerLayer(Layer):
             sizes = (self.d_model, self.dim_feedforward, self.activation, self.bias)
             return FeedForward(*sizes, weights_dtype=dtype, rng=rng)
         if name.startswith("norm"):
-            func, eps = type(self).__name__, self.layer_norm_eps
-            return make_norm(func, self.norm, self.d_model, eps, self.bias, dtype)
+            return self._new_norm()
         return self._attention("attention" if name == "self_attn" else "cross_attention", rng)
+
+    def _new_norm(self) -> Norm:
+        """A norm of the kind that the field `norm` names."""
+        dtype = self.weights_dtype
+        if choice(type(self).__name__, "norm", self.norm, ("layer_norm", "rms_norm")) == "rms_norm":
+            return RMSNorm(self.d_model, self.layer_norm_eps, weights_dtype=dtype)
+        return LayerNorm(self.d_model, self.layer_norm_eps, self.bias, weights_dtype=dtype)
 
     def _attention(self, name: str, rng: np.random.Generator | None) -> MultiHeadAttention:
         """Attention with the options in the field `name`."""
@@ -90,8 +109,10 @@ class _TransformerLayer(Layer):
             self.d_model, self.num_heads, bias=self.bias, weights_dtype=self.weights_dtype, rng=rng, **more
         )
 
-    def _input(self, name: str, x: ArrayLike) -> tuple[Array, Array]:
-        """`x`, the argument `name`, checked: as it is, and (batch, length, d_model)."""
+    def _input(self, name: str, x: ArrayLike, cache: Any, kind: type) -> tuple[Array, Array]:
+        """`x`, the argument `name`, as it is, and (batch, length, d_model); `cache` is None or of `kind`."""
+        _calls.require(type(self).__name__, "cache", cache, (kind, type(None)), f"a {kind.__name__}")
+        self._require_parts()
         array = _calls.checked(type(self).__name__, name, x, self.d_model, self.weights_dtype)
         return array, _calls.batch_first(type(self).__name__, name, array)
 
@@ -140,7 +161,9 @@ class TransformerEncoderLayer(_TransformerLayer):
         As in `MultiHeadAttention`.
     """
 
-    _plain: _Plain | None = field(init=False, default=None, repr=False)
+    # The program of calls without masks or cache, behind the last change to any layer when it was made: after
+    # another change it is made anew. It is None if the attention has options that programs do not have.
+    _plain: tuple[object, Program | None] = field(init=False, default=(None, None), repr=False)
 
     _parts = ("self_attn", "feed_forward", "norm1", "norm2")
 
@@ -158,18 +181,20 @@ class TransformerEncoderLayer(_TransformerLayer):
 
         In bool masks True hides. With `is_causal` and a `cache` this is the layer of a decoder-only model.
         """
-        func = type(self).__name__
-        _calls.require_cache(func, cache, KVCache)
-        self._require_parts()
-        array, batched = self._input("src", src)
+        array, batched = self._input("src", src, cache, KVCache)
         if batched is not array:
-            src_key_padding_mask = _calls.one_batch(func, "src_key_padding_mask", src_key_padding_mask)
+            src_key_padding_mask = _calls.one_batch(_SRC.func, _SRC.key_padding_mask, src_key_padding_mask)
         batch, length, _ = batched.shape
         x = rows(batched)
         options = (src_mask, src_key_padding_mask, cache, lengths)
         if is_causal is False and all(option is None for option in options):
-            program = self._plain_program()
-            if program is not None:
+            if self._plain[0] is not (change := _state.last_change):
+                block = self._block()
+                self.__dict__["_plain"] = (
+                    change,
+                    None if block is None else build("layer", block.steps(X, OUT)),
+                )
+            if (program := self._plain[1]) is not None:
                 return program.run(x, Sequences(batch)).reshape(array.shape)
         x = self._add_attention(
             self.norm1,
@@ -185,15 +210,6 @@ class TransformerEncoderLayer(_TransformerLayer):
             names=_SRC,
         )
         return self._add_feed_forward(self.norm2, x).reshape(array.shape)
-
-    def _plain_program(self) -> Program | None:
-        """All kernels of a call without masks and cache; None if attention has options."""
-        change, plain = last_change(), self._plain
-        if plain is None or plain.made_at is not change:
-            block = self._block()
-            program = None if block is None else build("layer", block.steps(X, OUT))
-            plain = self.__dict__["_plain"] = _Plain(change, program)
-        return plain.program
 
     def _block(self) -> Block | None:
         heads, forward = self.self_attn, self.feed_forward
@@ -240,14 +256,8 @@ class TransformerDecoderLayer(_TransformerLayer):
         tgt: ArrayLike,
         memory: ArrayLike | None = None,
         *,
-        tgt_mask: ArrayLike | None = None,
-        memory_mask: ArrayLike | None = None,
-        tgt_key_padding_mask: ArrayLike | None = None,
-        memory_key_padding_mask: ArrayLike | None = None,
-        tgt_is_causal: bool | None = None,
-        memory_is_causal: bool = False,
         cache: DecoderCache | None = None,
-        lengths: ArrayLike | None = None,
+        **options: Unpack[DecoderOptions],
     ) -> Array:
         """The layer of tgt, (B, L, d_model), over memory, (B, S, d_model); both may lack the batch axis.
 
@@ -264,22 +274,21 @@ class TransformerDecoderLayer(_TransformerLayer):
             With `cache`: how many of these tokens count in each sequence.
         """
         func = type(self).__name__
-        _calls.require_cache(func, cache, DecoderCache)
-        self._require_parts()
-        array, batched = self._input("tgt", tgt)
+        require_options(func, options, DecoderOptions)
+        array, batched = self._input("tgt", tgt, cache, DecoderCache)
+        padding, memory_padding = options.get("tgt_key_padding_mask"), options.get("memory_key_padding_mask")
         if batched is not array:
-            tgt_key_padding_mask = _calls.one_batch(func, "tgt_key_padding_mask", tgt_key_padding_mask)
-            memory_key_padding_mask = _calls.one_batch(
-                func, "memory_key_padding_mask", memory_key_padding_mask
-            )
+            padding = _calls.one_batch(func, _TGT.key_padding_mask, padding)
+            memory_padding = _calls.one_batch(func, _MEMORY.key_padding_mask, memory_padding)
         batch, length, _ = batched.shape
+        is_causal = options.get("tgt_is_causal")
         over = keys_values = None
         with restored_on_error((cache,)):
             if cache is None:
                 over = self._memory(memory, batch)
             else:
-                self._keep(memory, memory_key_padding_mask, batch, cache)
-                keys_values, memory_key_padding_mask = cache.keys_values, cache.key_padding_mask
+                self._keep(memory, memory_padding, batch, cache)
+                keys_values, memory_padding = cache.keys_values, cache.key_padding_mask
             position = 0 if cache is None else cache.tokens.offset  # before tgt is appended
             x = self._add_attention(
                 self.norm1,
@@ -287,11 +296,11 @@ class TransformerDecoderLayer(_TransformerLayer):
                 self.self_attn,
                 batch=batch,
                 length=length,
-                key_padding_mask=tgt_key_padding_mask,
-                attn_mask=tgt_mask,
-                is_causal=cache is not None if tgt_is_causal is None else tgt_is_causal,
+                key_padding_mask=padding,
+                attn_mask=options.get("tgt_mask"),
+                is_causal=cache is not None if is_causal is None else is_causal,
                 cache=None if cache is None else cache.tokens,
-                lengths=lengths,
+                lengths=options.get("lengths"),
                 names=_TGT,
             )
             x = self._add_attention(
@@ -301,9 +310,9 @@ class TransformerDecoderLayer(_TransformerLayer):
                 batch=batch,
                 length=length,
                 key=over,
-                key_padding_mask=memory_key_padding_mask,
-                attn_mask=memory_mask,
-                is_causal=memory_is_causal,
+                key_padding_mask=memory_padding,
+                attn_mask=options.get("memory_mask"),
+                is_causal=options.get("memory_is_causal", False),
                 keys_values=keys_values,
                 q_offset=position,
                 names=_MEMORY,
@@ -320,9 +329,7 @@ class TransformerDecoderLayer(_TransformerLayer):
         array = _calls.checked(func, "memory", memory, width, self.weights_dtype)
         array = _calls.batch_first(func, "memory", array)
         if len(array) != batch:
-            raise ValueError(
-                f"{func}(): memory has shape {array.shape}; expected ({batch}, length, {width}), tgt's batch"
-            )
+            raise wrong_shape(func, "memory", array, f"({batch}, length, {width}), tgt's batch")
         return array
 
     def _keep(self, memory: ArrayLike | None, padding: Any, batch: int, cache: DecoderCache) -> None:
@@ -343,7 +350,5 @@ class TransformerDecoderLayer(_TransformerLayer):
                 raise ValueError(f"{func}(): memory_key_padding_mask is not {kept}")
         in_cache = len(cache.keys_values[0])
         if in_cache != batch:
-            raise ValueError(
-                f"{func}(): tgt has a batch of {batch}; expected {in_cache}, that of the memory in the cache"
-                f" (DecoderCache.select() selects in both)"
-            )
+            expected = f"{in_cache}, that of the memory in the cache (DecoderCache.select() selects in both)"
+            raise ValueError(f"{func}(): tgt has a batch of {batch}; expected {expected}")

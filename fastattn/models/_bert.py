@@ -60,10 +60,8 @@ def build(source: Source) -> Bert:
     config.refuse(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     first = 0 if model_type == "bert" else config.size("pad_token_id", 1, low=0) + 1
     if first >= table:
-        raise ModelError(
-            f"{config.path}: 'pad_token_id' is {first - 1}; expected less than 'max_position_embeddings' - 1,"
-            f" {table - 1}, as positions begin behind it"
-        )
+        expected = f"'max_position_embeddings' - 1, {table - 1}, as positions begin behind it"
+        raise ModelError(f"{config.path}: 'pad_token_id' is {first - 1}; expected less than {expected}")
 
     tensors.drop_prefix("bert.", "roberta.")
     tensors.rename(lambda name: _OLD_NORM.sub(lambda found: f"LayerNorm.{_NEW_NORM[found[1]]}", name))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastattn._args.types import ACTIVATIONS as OURS
-from fastattn._args.types import Activation
+from fastattn._args.types import Activation, lane_dtype
 from fastattn.layers._block import Block, Norm, Projection
 from fastattn.models._weights import joined
 
@@ -39,7 +39,8 @@ class Source(NamedTuple):
 
     def vector(self, *names: str) -> Array:
         """The tensors `names`, end to end, in the type that the kernels compute in."""
-        return self.precision.vector(*(self.tensors[name] for name in names))
+        whole = joined(*(self.tensors[name] for name in names))
+        return whole.astype(lane_dtype(self.precision.dtype))
 
 
 class BlockNames(NamedTuple):

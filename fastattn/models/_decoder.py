@@ -58,32 +58,23 @@ class Decoder(_model.Model):
 
         Parameters
         ----------
-        ids : array_like of int, (batch, length) or (length,)
-        attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
-            Which tokens count. Padding may be on either side: positions are counted from the first token that
-            counts.
+        ids, attention_mask
+            As in a call of `Bert`.
 
         Returns
         -------
         ndarray, (batch, length, vocab_size)
-            In the model's dtype; one sequence (length,) is a batch of one. Where a token does not count, the
-            result has no meaning.
+            In the model's dtype, as from `Bert`.
         """
-        tokens, mask = self._tokens(ids, attention_mask, self.max_length)
+        tokens, lengths, order = self._tokens(ids, attention_mask, self.max_length)
         batch, length = tokens.shape
-        lengths, order = _model.align(mask)
         longest = length if lengths is None else int(lengths.max(initial=0))
-        hidden = self._hidden(_model.reorder(tokens, order), np.arange(length), longest, lengths)
+        hidden = self._hidden(tokens, np.arange(length), longest, lengths)
         logits = self.logits.run(hidden, Sequences(batch))
         return _model.restore(logits.reshape(batch, length, self.vocab_size), order)
 
     def _hidden(
-        self,
-        ids: Ints,
-        positions: Ints,
-        longest: int,
-        lengths: Ints | None,
-        cache: KVCache | None = None,
+        self, ids: Ints, positions: Ints, longest: int, lengths: Ints | None, cache: KVCache | None = None
     ) -> Array:
         """Hidden states (batch * length, hidden_size) of ids (batch, length), before the last norm.
 
@@ -122,10 +113,8 @@ class Decoder(_model.Model):
         shared = [] if ends is None else [key_ranges.lengths(ends)]
         if length > 1:  # a token alone, the last of its sequence, sees all keys
             shared.append(key_ranges.causal(position))
-        windows = (
-            [] if window is None else [key_ranges.window(position, *window)] for window in self.windows
-        )
-        return tuple(key_ranges.intersect(shared + window, len_k) for window in windows)
+        sliding = ([key_ranges.window(position, *w)] if w is not None else [] for w in self.windows)
+        return tuple(key_ranges.intersect(shared + window, len_k) for window in sliding)
 
     def generate(
         self,

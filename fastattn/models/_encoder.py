@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from fastattn import ops
+from fastattn._args.errors import wrong_shape
+from fastattn._args.options import require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer, short
 from fastattn._engine.program import Sequences
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Ints
     from fastattn.models._sentences import Pooling, Sentences
@@ -26,6 +29,15 @@ if TYPE_CHECKING:
 # Texts, and their tokens, that `embed` sorts by length at a time. With 2^13 texts there is up to 1% more
 # padding than if all were sorted, with 2^12 up to 2%. Their ids and vectors take 20 MB.
 _WINDOW_TEXTS, _WINDOW_TOKENS = 1 << 13, 1 << 20
+
+
+class EmbedOptions(TypedDict, total=False):
+    """Keyword arguments of `Bert.embed`, which documents them."""
+
+    batch_size: int
+    pooling: str | None
+    normalize: bool | None
+    progress: Callable[[int], object] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -60,13 +72,11 @@ class Bert(_model.Model):
             result has no meaning.
         """
         name, types = self.model_type, None
-        tokens, mask = self._tokens(ids, attention_mask, self.max_length)
+        tokens, lengths, order = self._tokens(ids, attention_mask, self.max_length)
         if token_type_ids is not None:
             types = _model.token_ids(name, token_type_ids, len(self.token_types), "token_type_ids")
             if types.shape != tokens.shape:
-                raise ValueError(f"{name}(): token_type_ids has shape {types.shape}; expected {tokens.shape}")
-        lengths, order = _model.align(mask)
-        tokens = _model.reorder(tokens, order)
+                raise wrong_shape(name, "token_type_ids", types, tokens.shape)
         batch, length = tokens.shape
         x = ops.embedding(tokens, self.tokens).astype(self.dtype, copy=False)
         x += self.positions[:length]
@@ -76,15 +86,7 @@ class Bert(_model.Model):
         out = self.program.run(x.reshape(batch * length, self.hidden_size), Sequences(batch, (ranges,)))
         return _model.restore(out.reshape(batch, length, self.hidden_size), order)
 
-    def embed(
-        self,
-        texts: Iterable[str],
-        *,
-        batch_size: int = 32,
-        pooling: str | None = None,
-        normalize: bool | None = None,
-        progress: Callable[[int], object] | None = None,
-    ) -> Array:
+    def embed(self, texts: Iterable[str], **options: Unpack[EmbedOptions]) -> Array:
         """One vector for each text.
 
         Parameters
@@ -117,7 +119,7 @@ class Bert(_model.Model):
         --------
         embed_stream : the same for more texts than vectors fit into memory.
         """
-        windows = deque(self._vectors("embed", texts, batch_size, pooling, normalize, progress))
+        windows = deque(self._vectors("embed", texts, **options))
         vectors = np.empty((sum(map(len, windows)), self.hidden_size), lane_dtype(self.dtype))
         done = 0
         while windows:  # each is freed before the next one is copied
@@ -126,35 +128,21 @@ class Bert(_model.Model):
             done += len(window)
         return vectors
 
-    def embed_stream(
-        self,
-        texts: Iterable[str],
-        *,
-        batch_size: int = 32,
-        pooling: str | None = None,
-        normalize: bool | None = None,
-        progress: Callable[[int], object] | None = None,
-    ) -> Iterator[Array]:
+    def embed_stream(self, texts: Iterable[str], **options: Unpack[EmbedOptions]) -> Iterator[Array]:
         """Vectors of the texts in order, as `embed` makes them, an array (n, hidden_size) at a time.
 
         Parameters and errors are those of `embed`. Thousands of texts are read at a time, when they are
         needed; of these, those of similar length go together.
         """
-        return self._vectors("embed_stream", texts, batch_size, pooling, normalize, progress)
+        return self._vectors("embed_stream", texts, **options)
 
-    def _vectors(
-        self,
-        func: str,
-        texts: Iterable[str],
-        batch_size: int,
-        pooling: str | None,
-        normalize: bool | None,
-        progress: Callable[[int], object] | None,
-    ) -> Iterator[Array]:
+    def _vectors(self, func: str, texts: Iterable[str], **options: Unpack[EmbedOptions]) -> Iterator[Array]:
         """`embed_stream`, for messages of `func`."""
+        require_options(func, options, EmbedOptions)
         lines = strings(func, "texts", texts)
-        batch_size = integer(func, "batch_size", batch_size, 1)
-        pool = self.pooling.changed(func, pooling, normalize)
+        batch_size = integer(func, "batch_size", options.get("batch_size", 32), 1)
+        pool = self.pooling.changed(func, options.get("pooling"), options.get("normalize"))
+        progress = options.get("progress")
         if progress is not None and not callable(progress):
             raise TypeError(f"{func}(): progress is {short(progress)}; expected a function")
         encoded = self.text.encoded(self.sentences(text) for text in lines)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from contextlib import ExitStack
+import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +15,7 @@ from fastattn._args.values import short
 if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import ExitStack
     from types import ModuleType
 
     from fastattn._args.types import Array, Shape
@@ -75,13 +77,10 @@ class Config:
     A value that is missing or null is the default; without a default, that is an error.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, Any]):
-        self.path, self.values = path, values
-
-    @classmethod
-    def of(cls, path: Path) -> Config:
-        """The values of a file that need not be there."""
-        return cls(path, read_json(path) if path.is_file() else {})
+    def __init__(self, path: Path, optional: bool = False):
+        """Read the file `path`, which may be missing if it is `optional`."""
+        self.path: Path = path
+        self.values: dict[str, Any] = {} if optional and not path.is_file() else read_json(path)
 
     def _value(self, name: str, kind: Any, expected: str, default: Any) -> Any:
         value = self.values.get(name)
@@ -117,14 +116,10 @@ class Config:
     def number(self, name: str, default: float = _REQUIRED) -> float:
         """A number above 0."""
         value: float = self._value(name, (int, float), "a number above 0", default)
-        try:
-            number = float(value)
-        except OverflowError:  # an integer of hundreds of digits
-            number = float("inf")
-        if not 0 < number < float("inf"):
-            shown = value if number < float("inf") else number
+        if not 0 < value <= sys.float_info.max:
+            shown = math.inf if value > 0 else value  # not an integer of hundreds of digits
             raise ModelError(f"{self.path}: {name!r} is {short(shown)}; expected a number above 0")
-        return number
+        return float(value)
 
     def choice(self, name: str, table: Mapping[str, _T], default: str = _REQUIRED) -> _T:
         """What `table` has for the value."""
@@ -159,7 +154,7 @@ class Config:
 def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
     """Ids that end a text: `eos_token_id` of generation_config.json, or if that has none, of config.json."""
     name, expected = "eos_token_id", "an id or a list of ids"
-    for source in (Config.of(folder / "generation_config.json"), config):
+    for source in (Config(folder / "generation_config.json", optional=True), config):
         value = source._value(name, (int, list), expected, [])
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and abs(i) <= _MOST for i in ids):
@@ -170,28 +165,17 @@ def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
 
 
 class Tensors:
-    """The tensors of a model's safetensors files by name, read one at a time; a context manager.
+    """The tensors of a model's safetensors files by name, read one at a time, until `stack` closes them.
 
     `stored` is the type that weights are kept in. A tensor that is not finite in it is refused.
     """
 
-    def __init__(self, folder: Path, stored: str):
-        self._stored, self._prefix = stored, ""
-        self._open = ExitStack()
+    def __init__(self, folder: Path, stored: str, stack: ExitStack):
+        self._stored, self._open, self._prefix = stored, stack, ""
         # A single file comes first, as in transformers: an index beside it may be left over.
         is_indexed = not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file()
         self.path = folder / (INDEX if is_indexed else WEIGHTS)
-        try:
-            self._tensors = self._indexed(folder) if is_indexed else self._single(folder)
-        except BaseException:
-            self._open.close()
-            raise
-
-    def __enter__(self) -> Tensors:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.close()
+        self._tensors = self._indexed(folder) if is_indexed else self._single(folder)
 
     def _file(self, path: Path) -> Any:
         safetensors = require("safetensors")
@@ -210,12 +194,11 @@ class Tensors:
         if not self.path.is_file():
             kinds = (".bin", ".safetensors", ".gguf")
             found = sorted(path.name for path in folder.iterdir() if path.suffix in kinds)
-            how = "; transformers converts: from_pretrained(), save_pretrained(..., safe_serialization=True)"
-            raise ModelError(
-                f"{self.path} is missing, and so is {INDEX}; there is"
-                f" {', '.join(found[:_SHOWN]) or 'no other file of weights'}"
-                f"{how if any(name.endswith('.bin') for name in found) else ''}"
-            )
+            there = ", ".join(found[:_SHOWN]) or "no other file of weights"
+            if any(name.endswith(".bin") for name in found):
+                how = "from_pretrained(), save_pretrained(..., safe_serialization=True)"
+                there += f"; transformers converts: {how}"
+            raise ModelError(f"{self.path} is missing, and so is {INDEX}; there is {there}")
         file = self._file(self.path)
         return {name: (file, name) for name in file.keys()}  # noqa: SIM118  (no mapping)
 

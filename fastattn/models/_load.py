@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastattn._args.errors import wrong_type
 from fastattn.models import _bert, _gpt2, _llama
 from fastattn.models._blocks import Source
-from fastattn.models._files import Config, ModelError, Tensors, read_json
+from fastattn.models._files import Config, ModelError, Tensors
 from fastattn.models._weights import Precision
 
 if TYPE_CHECKING:
@@ -71,17 +73,17 @@ def load(
     """
     precision = Precision.of("load", dtype, weights_dtype)
     if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"load(): folder is of type {type(folder).__name__}; expected a path")
+        raise wrong_type("load", "folder", folder, "a path")
     path = Path(folder)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         raise ModelError(f"{path} is no folder; expected one with config.json and model.safetensors")
-    config = Config(path / "config.json", read_json(path / "config.json"))
+    config = Config(path / "config.json")
     model_type = config.get("model_type", str)
     if model_type not in _BUILDERS:
-        raise ModelError(
-            f"{config.path}: 'model_type' is {model_type!r}; expected one of {', '.join(MODEL_TYPES)}"
-        )
+        expected = f"one of {', '.join(MODEL_TYPES)}"
+        raise ModelError(f"{config.path}: 'model_type' is {model_type!r}; expected {expected}")
     if config.values.get("quantization_config") is not None:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
-    with Tensors(path, precision.weights) as tensors:
+    with ExitStack() as stack:
+        tensors = Tensors(path, precision.weights, stack)
         return _BUILDERS[model_type](Source(path, config, tensors, precision))

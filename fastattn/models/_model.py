@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.values import as_array
+from fastattn._args.errors import wrong_shape
+from fastattn._args.values import as_array, integers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,14 +49,14 @@ class Model:
 
     def _tokens(
         self, ids: ArrayLike, mask: ArrayLike | None, longest: int | None
-    ) -> tuple[Ints, Bools | None]:
-        """The arguments of a call, checked: ids (batch, length), and the mask of those that count."""
+    ) -> tuple[Ints, Ints | None, Ints | None]:
+        """The ids (batch, length) of a call, checked, in the order of `align`; and what that returns."""
         tokens = token_ids(self.model_type, ids, self.vocab_size)
         if longest is not None and tokens.shape[1] > longest:
-            raise ValueError(
-                f"{self.model_type}(): {tokens.shape[1]} tokens in a sequence; expected at most {longest}"
-            )
-        return tokens, attended(self.model_type, mask, tokens)
+            came = f"{tokens.shape[1]} tokens in a sequence"
+            raise ValueError(f"{self.model_type}(): {came}; expected at most {longest}")
+        lengths, order = align(attended(self.model_type, mask, tokens))
+        return reorder(tokens, order), lengths, order
 
 
 def token_ids(func: str, ids: ArrayLike, vocab_size: int, name: str = "ids") -> Ints:
@@ -65,16 +66,9 @@ def token_ids(func: str, ids: ArrayLike, vocab_size: int, name: str = "ids") -> 
         raise TypeError(f"{func}(): {name} is text; expected ids, as text.encode([...]) makes them")
     if array.size == 0:
         array = np.zeros(array.shape, np.int64)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{func}(): {name} has dtype {array.dtype}; expected integers")
     if array.ndim not in (1, 2):
-        raise ValueError(f"{func}(): {name} has shape {array.shape}; expected (batch, length) or (length,)")
-    if array.size:
-        least, most = array.min(), array.max()
-        if least < 0 or most >= vocab_size:
-            wrong = least if least < 0 else most
-            raise ValueError(f"{func}(): {name} has {wrong}; expected 0 to {vocab_size - 1}")
-    return np.atleast_2d(array).astype(np.int64, copy=False)
+        raise wrong_shape(func, name, array, "(batch, length) or (length,)")
+    return np.atleast_2d(integers(func, name, array, low=0, high=vocab_size - 1))
 
 
 def attended(func: str, mask: ArrayLike | None, ids: Ints) -> Bools | None:
@@ -86,7 +80,7 @@ def attended(func: str, mask: ArrayLike | None, ids: Ints) -> Bools | None:
         raise TypeError(f"{func}(): attention_mask is of {array.dtype}; expected bool, or integers 0 and 1")
     bools: Bools = np.atleast_2d(array).astype(np.bool_, copy=False)
     if bools.shape != ids.shape:
-        raise ValueError(f"{func}(): attention_mask has shape {bools.shape}; expected ids', {ids.shape}")
+        raise wrong_shape(func, "attention_mask", bools, f"ids', {ids.shape}")
     return None if bools.all() else bools
 
 
@@ -95,15 +89,12 @@ def _rectangular(func: str, name: str, x: Any) -> Array:
     try:
         return as_array(func, name, x)
     except TypeError:
-        if (
-            isinstance(x, (list, tuple))
-            and len({len(row) if hasattr(row, "__len__") else -1 for row in x}) > 1
-        ):
-            raise ValueError(
-                f"{func}(): {name} has sequences of different lengths; expected one length: pad them, and"
-                f" pass an attention_mask that is 0 at the padding"
-            ) from None
-        raise
+        rows = x if isinstance(x, (list, tuple)) else ()
+        if len({len(row) if hasattr(row, "__len__") else -1 for row in rows}) < 2:
+            raise
+        came = f"{name} has sequences of different lengths"
+        expected = "one length: pad them, and pass an attention_mask that is 0 at the padding"
+        raise ValueError(f"{func}(): {came}; expected {expected}") from None
 
 
 def align(mask: Bools | None) -> tuple[Ints | None, Ints | None]:

@@ -41,10 +41,8 @@ class Sampler:
         if self.temperature == 0:
             for name, value in (("top_k", top_k), ("top_p", top_p), ("rng", rng)):
                 if value is not None:
-                    raise ValueError(
-                        f"{func}(): {name} is {short(value)} and temperature 0, which draws nothing; expected"
-                        f" a temperature above 0"
-                    )
+                    came = f"{name} is {short(value)} and temperature 0, which draws nothing"
+                    raise ValueError(f"{func}(): {came}; expected a temperature above 0")
         self.func = func
         self.generators = source.spawn(batch)
 

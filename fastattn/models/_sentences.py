@@ -34,8 +34,8 @@ class Sentences:
     @classmethod
     def of(cls, folder: Path) -> Sentences:
         """As the folder's two files say; the defaults where there are none."""
-        lower = Config.of(folder / "sentence_bert_config.json").get("do_lower_case", bool, False)
-        config = Config.of(folder / "config_sentence_transformers.json")
+        lower = Config(folder / "sentence_bert_config.json", optional=True).get("do_lower_case", bool, False)
+        config = Config(folder / "config_sentence_transformers.json", optional=True)
         name: Any = config.values.get("default_prompt_name")
         if name is None:
             return cls(lower=lower)
@@ -106,9 +106,8 @@ def _mode(path: Path, has_prompt: bool) -> str:
     """The mode that a pooling's config.json says."""
     values = read_json(path)
     if has_prompt and values.get("include_prompt") is False:
-        raise ModelError(
-            f"{path}: 'include_prompt' is False; only True is supported where there is a default prompt"
-        )
+        only = "only True is supported where there is a default prompt"
+        raise ModelError(f"{path}: 'include_prompt' is False; {only}")
     set_flags = [name for name in values if name.startswith("pooling_mode_") and values[name] is True]
     said = [values.get("pooling_mode"), *(_FLAGS.get(name, name) for name in set_flags)]
     modes: list[str] = list(dict.fromkeys(str(mode) for mode in said if mode is not None))

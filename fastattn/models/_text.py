@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from fastattn._args.errors import wrong_type
 from fastattn._args.values import as_array, integer, iterated, short
 from fastattn.models._files import Config, ModelError, lfs_hint, require
 
@@ -57,7 +59,9 @@ class Text:
     @cached_property
     def limit(self) -> int | None:
         """The most tokens of a text: as sentence_bert_config.json says, within the model's limit."""
-        asked = Config.of(self.folder / "sentence_bert_config.json").optional_size("max_seq_length")
+        asked = Config(self.folder / "sentence_bert_config.json", optional=True).optional_size(
+            "max_seq_length"
+        )
         return min((n for n in (asked, self.max_length) if n is not None), default=None)
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
@@ -73,10 +77,8 @@ class Text:
             try:
                 encodings = _interruptible(encode_batch, batch) if long else encode_batch(batch)
             except Exception as error:  # as above: a word is unknown, and the tokenizer has no id for such
-                path = self.folder / "tokenizer.json"
-                raise ModelError(
-                    f"{path} cannot encode a text: {error}; expected a tokenizer for any"
-                ) from error
+                came = f"{self.folder / 'tokenizer.json'} cannot encode a text: {error}"
+                raise ModelError(f"{came}; expected a tokenizer for any") from error
             return [encoding.ids for encoding in encodings]
 
         return chain.from_iterable(map(ids, _batches(texts)))
@@ -131,7 +133,7 @@ def strings(func: str, name: str, texts: Any) -> Iterable[str]:
     A sequence is checked now; another iterable, which can be read only once, text by text.
     """
     if isinstance(texts, (str, bytes)):
-        raise TypeError(f"{func}(): {name} is of type {type(texts).__name__}; expected several, as [text]")
+        raise wrong_type(func, name, texts, "several, as [text]")
     given = iterated(func, name, texts, "several, as [text]")
 
     def checked() -> Iterator[str]:
@@ -164,32 +166,26 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def _interruptible(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` in another thread, which is abandoned if a signal ends the wait for it."""
-    outcome: list[Any] = []
-    failure: list[BaseException] = []
+    outcome: Future[Any] = Future()
 
     def work() -> None:
         try:
-            outcome.append(function(*args))
+            outcome.set_result(function(*args))
         except BaseException as error:
-            failure.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_SECONDS_BETWEEN_SIGNALS)
-    if failure:
-        raise failure[0]
-    return outcome[0]
+    threading.Thread(target=work, daemon=True).start()
+    while not outcome.done():
+        wait((outcome,), _SECONDS_BETWEEN_SIGNALS)
+    return outcome.result()
 
 
 def _ids(func: str, name: str, ids: Iterable[int] | Ints) -> Iterator[int]:
     """The ids of one sequence, each as soon as it is there, without `NO_TOKEN`."""
     for token in iterated(func, name, ids, "ids of one sequence"):
         if isinstance(token, (list, tuple)) or getattr(token, "ndim", 0) != 0:
-            raise TypeError(
-                f"{func}(): {name} has {short(token)}; expected ids of one sequence (`decode` takes a"
-                f" batch's)"
-            )
+            expected = "ids of one sequence (`decode` takes a batch's)"
+            raise TypeError(f"{func}(): {name} has {short(token)}; expected {expected}")
         token = integer(func, name, token, NO_TOKEN, 2**32 - 1)
         if token != NO_TOKEN:
             yield token

@@ -9,7 +9,6 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.packed import from_bfloat16_bits
-from fastattn._args.types import lane_dtype
 from fastattn._args.values import short
 from fastattn.models._files import require
 
@@ -48,10 +47,6 @@ class Precision:
     def pack(self, weight: Array, gate: Array | None = None) -> PackedLinear:
         """The weight of a linear map (out, in), or of a gated pair, as `ops.linear` takes it."""
         return ops.pack(weight, gate=gate, dtype=self.weights)
-
-    def vector(self, *parts: Array) -> Array:
-        """Biases or weights of norms, end to end, in the type that the kernels compute in."""
-        return joined(*parts).astype(lane_dtype(self.dtype))
 
 
 def joined(*parts: Array) -> Array:

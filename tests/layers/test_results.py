@@ -98,7 +98,7 @@ def test_an_encoder_layer_is_seven_kernels(monkeypatch):
     layer(x, src_key_padding_mask=nothing)
     assert ran == ["linear", (), "linear", "rows", "linear", "linear", "rows"]
     layer(x)
-    assert [step.op for step in layer._plain.program.steps] == [
+    assert [step.op for step in layer._plain[1].steps] == [
         "linear", "attend", "linear", "norm", "linear", "linear", "norm",
     ]  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_a_plain_layer_is_the_layer(dtype, norm_first, norm, implementation):
         layer = TransformerEncoderLayer(WIDTH, HEADS, 96, "geglu", rng=np.random.default_rng(0), **options)
         masked = layer(x, src_mask=np.zeros((LENGTH, LENGTH), bool))
         np.testing.assert_allclose(layer(x), masked, rtol=0, atol=1e-5 if dtype == "float32" else 1e-13)
-        assert (layer._plain.program is not None) == (heads != {"head_dim": 24} or layer.self_attn.is_plain())
+        assert (layer._plain[1] is not None) == (heads != {"head_dim": 24} or layer.self_attn.is_plain())
         np.testing.assert_array_equal(layer(x[:, ::-1])[:, ::-1], layer(x[:, ::-1].copy())[:, ::-1])
 
 
