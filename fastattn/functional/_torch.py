@@ -115,7 +115,7 @@ def flex_attention(
     Parameters
     ----------
     q, k, v, mask, scale, q_offset, return_lse
-        As in `attention`, like the results.
+        As in `attention`, like the results: in a mask True attends.
     score_mod : callable, optional
         ``f(scores, b, h, i, j) -> scores``, called on blocks: scores (group, rows, keys) after scaling, in
         float32 (float64 for float64); b an int, the sequence, counted over all batch dimensions; and integer

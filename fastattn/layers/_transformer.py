@@ -264,7 +264,8 @@ class TransformerDecoderLayer(_TransformerLayer):
         Parameters
         ----------
         tgt_mask, tgt_key_padding_mask, tgt_is_causal
-            Of the attention to itself, as in `MultiHeadAttention`; by default causal only with a cache.
+            Of the attention to itself, as in `MultiHeadAttention`: True hides, as in torch, the opposite of
+            `attention`. By default causal only with a cache.
         memory_mask, memory_key_padding_mask, memory_is_causal
             Of the attention over the memory. With a cache, tgt stands behind the tokens in it here, too.
         cache : DecoderCache, optional

@@ -138,7 +138,7 @@ class Decoder(_model.Model):
             Where every sequence ends, if it has not before. In a model with a table of positions (GPT-2), the
             longest prompt and these must fit into it.
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
-            Which tokens of an array `ids` count. The others are left out, wherever they are.
+            True or 1: which tokens of an array `ids` count. The others are left out, wherever they are.
         temperature : float, default 0.0
             What logits are divided by before a token is drawn. At 0 the best token is taken.
         top_k : int, optional

@@ -60,8 +60,8 @@ class Bert(_model.Model):
         ----------
         ids : array_like of int, (batch, length) or (length,)
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
-            Which tokens count. Padding may be on either side: positions are counted from the first token that
-            counts.
+            True or 1: which tokens count. Padding may be on either side: positions are counted from the first
+            token that counts.
         token_type_ids : array_like of int, (batch, length), optional
             0 for all by default.
 

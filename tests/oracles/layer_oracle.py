@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fastattn.layers import MultiHeadAttention, Rope
-from fastattn.positions import apply_rope, rope_frequencies, rope_tables
+from fastattn.positions import rope_frequencies
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 11, 64, 4
 SLOPES = 2.0 ** -np.arange(1, HEADS + 1)
@@ -118,5 +118,12 @@ def rms(x, weight, eps):
 
 
 def rotated(x, rope):
-    cos, sin = rope_tables(np.arange(x.shape[2]), rope.frequencies, np.float64)
-    return apply_rope(x, cos, sin, interleaved=rope.interleaved)
+    """x (batch, heads, length, head_dim): each pair of dimensions, as a complex number, is turned."""
+    angles = np.arange(x.shape[2])[:, None] * np.asarray(rope.frequencies.inv_freq, float)
+    turn, pairs = np.exp(1j * angles) * rope.frequencies.attention_factor, angles.shape[1]
+    out = np.array(x, float)
+    halves = ((slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)), (slice(0, pairs), slice(pairs, 2 * pairs)))
+    first, second = halves[0 if rope.interleaved else 1]
+    turned = (out[..., first] + 1j * out[..., second]) * turn
+    out[..., first], out[..., second] = turned.real, turned.imag
+    return out
