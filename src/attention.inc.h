@@ -27,9 +27,8 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
     const int64_t width = a->head_dim_v, bytes = width * (int64_t)sizeof(lane);
     if (block->checked) return;
     block->checked = 1;
-#define FIND(dtype) find_bad_rows(dtype, at_key(&a->v, rows, block->first), a->v.row, block->n, width, bad)
-    WITH_DTYPE(a->v.dtype, FIND);
-#undef FIND
+    const char *v = at_key(&a->v, rows, block->first);
+    WITH_DTYPE(a->v.dtype, dtype, find_bad_rows(dtype, v, a->v.row, block->n, width, bad));
     if (!bad->n) return;
     if (!dot) {
         copy_good_rows(bad, block->v, block->v_row, block->n, bytes, (char *)scratch->clean);
@@ -55,15 +54,15 @@ __attribute__((noinline)) static void weigh_tile(const fa_attention_args *a, int
         const vi_t weighs = factor != 0; /* else there is no row, or no key: q = 0 times NaN in K is NaN */
         undefined |= factor != factor;
         for (int64_t j = 0; j < n; j++) {
-            lane *at = scores->s + j * BLOCK_Q + u * LANES;
-            v_store(at, (v_t)((vi_t)(v_exp_prob(v_load(at) - base) * factor) & weighs));
+            lane *s = scores->s + j * BLOCK_Q + u * LANES;
+            v_store(s, (v_t)((vi_t)(v_exp_prob(v_load(s) - base) * factor) & weighs));
         }
     }
     if (hides(scores->kind) && v_any(undefined)) {
-        note_attending(nv, scores);
+        mark_attending(nv, scores);
         for (int64_t j = 0; j < n; j++)
-            for (int64_t at = j * BLOCK_Q; at < j * BLOCK_Q + nv * LANES; at += LANES)
-                v_store(scores->s + at, v_select((vi_t)v_load(scores->add + at), v_load(scores->s + at), v_splat(0)));
+            for (int64_t i = j * BLOCK_Q; i < j * BLOCK_Q + nv * LANES; i += LANES)
+                v_store(scores->s + i, v_select((vi_t)v_load(scores->add + i), v_load(scores->s + i), v_splat(0)));
     }
     const int one_head = tile->rows.group == 1;
     if (a->stats.key_sums.data && one_head) add_lanes_to_key_sums(a, &tile->rows, nv, scores->s, j0, n);
@@ -105,7 +104,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     }
     if (hides(kind)) take_out_bad_values(a, rows, dot, scratch);
     const int bad = hides(kind) && block->bad.n;
-    if (bad) note_attending(nv, &scores);
+    if (bad) mark_attending(nv, &scores);
 
     if (a->stats.n_top) {
         tile->top_first = j0 / PART_K * PART_K;
@@ -117,7 +116,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     else if (tile->row_log)
         moved = softmax_update(nv, scratch->s, n, tile->row_max, tile->row_sum, tile->row_log, scratch->alpha);
     else moved = softmax_update(nv, scratch->s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
-    note_rows(nv, &scores, bad, tile->row_max);
+    mark_rows(nv, &scores, bad, tile->row_max);
     if (dot) pair_probs(nv, scratch->s, n, scratch->pairs);
     value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v};
     values.v_row = bad ? a->head_dim_v * (int64_t)sizeof(lane) : block->v_row;

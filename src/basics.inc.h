@@ -20,12 +20,17 @@ INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
     return x->data + x->batch[b] + h * x->head + i * x->row + j * x->col;
 }
 
-/* call(dtype) with a literal that a kernel may read: switches on it fold away. */
-#define WITH_DTYPE(dtype, call)                                                                                        \
+/* The call that follows, in which `name` is the dtype as a literal: a kernel's switches on it fold away. */
+#define WITH_LITERAL(name, value, ...)                                                                                 \
+    {                                                                                                                  \
+        const int name = value;                                                                                        \
+        __VA_ARGS__;                                                                                                   \
+    }
+#define WITH_DTYPE(dtype, name, ...)                                                                                   \
     do {                                                                                                               \
-        if (LANE_BITS == 32 && (dtype) == FA_F16) call(FA_F16);                                                        \
-        else if (LANE_BITS == 32 && (dtype) == FA_BF16) call(FA_BF16);                                                 \
-        else call(LANE_DTYPE);                                                                                         \
+        if (LANE_BITS == 32 && (dtype) == FA_F16) WITH_LITERAL(name, FA_F16, __VA_ARGS__)                              \
+        else if (LANE_BITS == 32 && (dtype) == FA_BF16) WITH_LITERAL(name, FA_BF16, __VA_ARGS__)                       \
+        else WITH_LITERAL(name, LANE_DTYPE, __VA_ARGS__)                                                               \
     } while (0)
 
 /* Memory that is cut into arrays, each at a cache line. From NULL nothing is cut, but `used` is counted all the same:

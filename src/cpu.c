@@ -1,6 +1,4 @@
 /* What this CPU runs: one fa_cpu_has_<isa>() for every line of isa.inc. */
-#include "cpu.h"
-
 #if defined __x86_64__
 #include <cpuid.h>
 

@@ -2,9 +2,9 @@
  * -DFA_COMPILED="X(avx512) X(avx2) X(generic)", best first. */
 #include "fastattn.h"
 
-#include "cpu.h"
-
-#define X(isa) extern const fa_kernels fa_kernels_##isa##_f32, fa_kernels_##isa##_f64;
+#define X(isa)                                                                                                         \
+    int fa_cpu_has_##isa(void);                                                                                        \
+    extern const fa_kernels fa_kernels_##isa##_f32, fa_kernels_##isa##_f64;
 FA_COMPILED
 #undef X
 

@@ -99,7 +99,6 @@ INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
     switch (n) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
     }
-#undef ROWS
 }
 
 /* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, and a pass reads as

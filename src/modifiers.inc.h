@@ -7,7 +7,7 @@
  * Requires  masks.inc.h, softmax.inc.h.
  * Literals  nv: 1 or NV.
  * Exports   modifiers, score_tile, row_lanes, modify_tile (queries on the lanes: the tile kernels), modify_rows (keys
- *           on the lanes: the dot kernel), note_attending, note_rows, row_attends. */
+ *           on the lanes: the dot kernel), mark_attending, mark_rows, row_attends. */
 
 /* The modifiers of a call, and their constants. */
 typedef struct {
@@ -107,7 +107,7 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
     const row_block *rows = scores->rows;
     const row_lanes *lanes = scores->lanes;
     const block_kind kind = scores->kind;
-    const modifiers none = {.s_factor = 1}, cap = {.s_factor = 1, .softcap = mods->softcap};
+    const modifiers unscaled = {.s_factor = 1}, cap = {.s_factor = 1, .softcap = mods->softcap};
     const modifiers alibi = {.s_factor = 1, .alibi = 1};
     if (!modifies(mods, kind)) return;
     const int64_t position = mods->alibi ? load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) : 0;
@@ -119,13 +119,13 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
     }
     if (kind == BLOCK_FULL && same_modifiers(mods, &cap)) modify_tile_as(nv, &cap, BLOCK_FULL, scores);
     else if (kind == BLOCK_FULL && same_modifiers(mods, &alibi)) modify_tile_as(nv, &alibi, BLOCK_FULL, scores);
-    else if (kind == BLOCK_ADDS && same_modifiers(mods, &none)) modify_tile_as(nv, &none, BLOCK_ADDS, scores);
+    else if (kind == BLOCK_ADDS && same_modifiers(mods, &unscaled)) modify_tile_as(nv, &unscaled, BLOCK_ADDS, scores);
     else modify_tile_as(nv, mods, kind, scores);
 }
 
 /* Turns the additive tile, free by now, into masks: which lanes attend which key. The scores do not tell it: one of
  * -inf may have been computed. */
-INLINE void note_attending(int nv, const score_tile *scores)
+INLINE void mark_attending(int nv, const score_tile *scores)
 {
     for (int64_t j = 0; j < scores->n; j++)
         for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES) {
@@ -139,14 +139,14 @@ INLINE void note_attending(int nv, const score_tile *scores)
 }
 
 /* A row that attends keys, and has met no score but -inf, must be told from a row that attends nothing: its maximum
- * becomes -LANE_MAX. `noted`: note_attending has run. */
-INLINE void note_rows(int nv, const score_tile *scores, int noted, lane *row_max)
+ * becomes -LANE_MAX. `marked`: mark_attending has run. */
+INLINE void mark_rows(int nv, const score_tile *scores, int marked, lane *row_max)
 {
     const int some_hidden = hides(scores->kind);
     vi_t some = {0};
     for (int u = 0; u < nv; u++) some |= v_load(row_max + u * LANES) == v_splat(-INFINITY);
     if (!v_any(some)) return;
-    if (some_hidden && !noted) note_attending(nv, scores);
+    if (some_hidden && !marked) mark_attending(nv, scores);
     for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES) {
         vi_t attends = {0};
         for (int64_t j = 0; some_hidden && j < scores->n; j++)

@@ -111,10 +111,8 @@ INLINE void load_queries_as(fa_dtype dtype, const fa_attention_args *a, const ro
 
 static void load_queries(const fa_attention_args *a, const row_block *rows, int dot, lane factor, lane *qt)
 {
-#define LOAD(dtype) load_queries_as(dtype, a, rows, 0, factor, qt)
     if (dot) load_queries_as(FA_BF16, a, rows, 1, factor, qt);
-    else WITH_DTYPE(a->q.dtype, LOAD);
-#undef LOAD
+    else WITH_DTYPE(a->q.dtype, dtype, load_queries_as(dtype, a, rows, 0, factor, qt));
 }
 
 /* Whether the additive tile is the bias alone, whose rows lie in memory as lanes do. */

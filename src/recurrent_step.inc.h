@@ -25,13 +25,8 @@ typedef struct {
 static int64_t take_step_scratch(arena *from, const fa_recurrent_args *a, int64_t panels, step_scratch *step)
 {
     const int64_t dims = round_up(a->head_dim, LANES);
-    CUT(from, step->gate, dims);
-    CUT(from, step->k, dims);
-    CUT(from, step->q, dims);
-    CUT(from, step->norm, dims);
-    CUT(from, step->faded_k, dims);
-    CUT(from, step->v, panels * PANEL);
-    CUT(from, step->out, panels * PANEL);
+    CUT_LANES(from, dims, &step->gate, &step->k, &step->q, &step->norm, &step->faded_k);
+    CUT_LANES(from, panels * PANEL, &step->v, &step->out);
     return from->used;
 }
 

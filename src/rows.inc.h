@@ -93,10 +93,10 @@ static void rows_run(const fa_rows_args *a, int64_t begin, int64_t end, void *sc
     for (int64_t r = begin; r < end; r++) {
         if (padded != n) v_store(x + padded - LANES, v_splat(a->kind == FA_SOFTMAX ? -INFINITY : 0));
         EACH_BLOCK(a->watch, n, j, stop) {
-            const int64_t at = j * size, count = stop - j;
-            load_row(a->dtype, a->x + r * a->x_row + at, count, 1, x + j);
-            if (a->residual) add_row(a->dtype, a->residual + r * a->residual_row + at, count, x + j);
-            if (a->total) store_row(a->dtype, x + j, count, 1, a->total + r * a->total_row + at);
+            const int64_t offset = j * size, count = stop - j;
+            load_row(a->dtype, a->x + r * a->x_row + offset, count, 1, x + j);
+            if (a->residual) add_row(a->dtype, a->residual + r * a->residual_row + offset, count, x + j);
+            if (a->total) store_row(a->dtype, x + j, count, 1, a->total + r * a->total_row + offset);
         }
         switch (a->kind) {
         case FA_SOFTMAX: softmax_row(a->watch, x, n); break;

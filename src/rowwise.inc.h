@@ -62,7 +62,7 @@ INLINE void score_run(const fa_rowwise_args *call, int nv, const modifiers *mods
             v_store(max, v_max(v_load(max), v_load(s + j * BLOCK_Q + u * LANES)));
         }
     }
-    note_rows(nv, &scores, 0, tile->row_max);
+    mark_rows(nv, &scores, 0, tile->row_max);
     keep_near(nv, kept, kept->n, run.n, support_width(call->kind), tile->row_max);
 }
 

@@ -23,12 +23,12 @@ INLINE void sigmoid_update(int nv, lane *s, int64_t n, lane bias)
 {
     for (int64_t j = 0; j < n; j += 2)
         UNROLL_FOR(int u = 0; u < nv; u++) {
-            lane *at = s + j * BLOCK_Q + u * LANES;
-            v_t x = v_load(at) + v_splat(bias), y = v_splat(-INFINITY);
-            if (j + 1 < n) y = v_load(at + BLOCK_Q) + v_splat(bias);
+            lane *to = s + j * BLOCK_Q + u * LANES;
+            v_t x = v_load(to) + v_splat(bias), y = v_splat(-INFINITY);
+            if (j + 1 < n) y = v_load(to + BLOCK_Q) + v_splat(bias);
             v_sigmoid_pair(&x, &y);
-            v_store(at, x);
-            if (j + 1 < n) v_store(at + BLOCK_Q, y);
+            v_store(to, x);
+            if (j + 1 < n) v_store(to + BLOCK_Q, y);
         }
 }
 

@@ -70,7 +70,7 @@ INLINE void prefetch_bias(const bias_ahead *bias, int64_t j)
 {
     const int64_t stop = (j + TILE) * bias->n_rows / BLOCK_K;
     for (int64_t r = j * bias->n_rows / BLOCK_K; r < stop; r++)
-        for (int64_t at = bias->begin; at < bias->end; at += 64) __builtin_prefetch(bias->rows[r] + at, 0, 2);
+        for (int64_t byte = bias->begin; byte < bias->end; byte += 64) __builtin_prefetch(bias->rows[r] + byte, 0, 2);
 }
 
 /* All n rows of a product with pitch BLOCK_Q. Meanwhile `bias`, if not NULL, is fetched. */
