@@ -16,7 +16,7 @@
  * (docs/notes/attention-kernel.md).
  *
  * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
- * Literals  dot: 1 where products are of bfloat16 pairs, only if V_BF16_DOT. nv: 1 for at most LANES rows, or NV.
+ * Literals  dot: 1 where products are of bfloat16 pairs, only if V_BF16_DOT.
  * Exports   tile_begin, tile_attend, tile_end_part, tile_end, add_values. */
 
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
@@ -42,8 +42,7 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
 }
 
 /* Second pass: scores become probabilities, which are added up. Where a row's factor is NaN, so are the probabilities
- * of the keys that it attends, and of no others. Inlined, it breaks gcc 12 on the doubles of
- * `generic`. */
+ * of the keys that it attends, and of no others. Inlined, it breaks gcc 12 on the doubles of `generic`. */
 __attribute__((noinline)) static void weigh_tile(const fa_attention_args *a, int nv, const tile_state *tile,
                                                  const score_tile *scores, lane *by_row)
 {
@@ -143,7 +142,6 @@ INLINE void add_values(const fa_attention_args *a, int nv, tile_state *tile, con
     tile->fresh = 0;
 }
 
-/* The empty state of a tile. */
 INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
 {
     for (int64_t r = 0; r < BLOCK_Q; r++) {
@@ -192,8 +190,13 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
     row_block *rows = &tile->rows;
     ranges_begin(a, rows, key_begin, key_end);
     load_queries(a, rows, dot, mods->q_factor, tile->qt);
-    if (a->mods.bias.data) note_bias_rows(a, tile);
-    load_slopes(a, mods, rows, tile->lanes.slope);
+    memset(tile->lanes.slope, 0, BLOCK_Q * sizeof(lane));
+    EACH_ROW(rows, r, id) {
+        if (a->mods.bias.data) tile->bias[r] = at_row(&a->mods.bias, rows, id);
+        if (mods->alibi) tile->lanes.slope[r] = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
+    }
+    for (int64_t r = rows->n; a->mods.bias.data && r < BLOCK_Q; r++)
+        tile->bias[r] = tile->bias[rows->n - 1]; /* a lane without a row hides what the last row hides */
     tile->parts = 0;
     tile_reset(a, tile);
     if (!a->stats.second_pass) return;

@@ -34,7 +34,7 @@ INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
     } while (0)
 
 /* Memory that is cut into arrays, each at a cache line. From NULL nothing is cut, but `used` is counted all the same:
- * so a plan learns how much a kernel needs. */
+ * so a plan learns how much a kernel needs. Functions that cut a kernel's scratch return the bytes used. */
 typedef struct {
     char *memory;
     int64_t used;
@@ -57,6 +57,5 @@ INLINE void *cut(arena *from, int64_t bytes)
         for (size_t i = 0; i < sizeof each / sizeof each[0]; i++) CUT(from, *each[i], n);                              \
     } while (0)
 
-/* Whether a task is to end where it is. It asks about every millisecond, since the answer may take a look at the
- * clock. */
+/* Whether a task is to end where it is. It asks about every millisecond: the answer may take a look at the clock. */
 INLINE int given_up(const fa_watch *watch) { return watch && watch->gives_up(watch->caller); }

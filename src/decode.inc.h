@@ -15,7 +15,6 @@
 #define DOT_ROWS 8
 #define DOT_CHUNK 4 /* 4 rows x 4 vectors of accumulators fit 32 registers */
 
-/* A thread's scratch. */
 typedef struct {
     lane *q;             /* (DOT_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
     lane *s, *add;       /* (DOT_ROWS, BLOCK_K) */
@@ -24,7 +23,6 @@ typedef struct {
     int64_t depth;
 } dot_scratch;
 
-/* Returns the bytes used. */
 static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch, row_block *rows)
 {
     scratch->depth = round_up(a->head_dim, LANES);

@@ -12,7 +12,8 @@
  *     block, run  a block of keys; some keys of it     part     a result over some of the keys
  *     s, probs    scores; probabilities                add      what is added to scores
  *     b h i j d   batch, head, query, key, dimension   j0, n    the first key of a block; how many there are
- *     u, nv       a vector of a tile's row; how many   p        the product that a micro-kernel computes */
+ *     u           a vector of a tile's row             p        the product that a micro-kernel computes
+ *     nv          how many; a literal: 1 for at most LANES rows, or NV */
 #include "fastattn.h"
 
 #include "simd.h"

@@ -13,8 +13,7 @@
  * row depend on that row alone, whatever the tasks.
  *
  * Requires  basics.inc.h, convert.inc.h, tile.inc.h (tile_outer), activation.inc.h.
- * Literals  columns: a multiple of GROUP; dot: 1 only if V_BF16_DOT; triangular: 0 or 1; weight, of narrow kernels:
- *           FA_I8 or FA_BF16; activation: any.
+ * Literals  columns: a multiple of GROUP; dot: 1 only if V_BF16_DOT; triangular; weight: FA_I8, FA_BF16; activation.
  * Exports   PANEL, GROUP, multiply: linear attention has such products, too; linear_plan, linear_run. */
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
 
@@ -28,13 +27,11 @@ _Static_assert(LINEAR_ROWS <= TILE_MAX && PANEL % GROUP == 0, "passes fill a pan
 #define LINEAR_DEPTH 256
 _Static_assert(LINEAR_DEPTH <= MAX_DEPTH, "one accumulator sums no more products");
 
-/* Bytes from row to row of x's copy: a line more than the row has. Rows a multiple of 4 KB apart would meet in the same
- * sets of the first-level cache. */
+/* Bytes from row to row of x's copy: a line more than it has. Rows 4 KB apart would meet in one set of the cache. */
 #define X_ROW (LINEAR_DEPTH * (int64_t)sizeof(lane) + 64)
 
-/* Rows and panels of a task at most. The accumulators (128 rows, 16 panels) are 256 KB in float32 and stay in the
- * second-level cache. The fewer the rows, the more often a panel comes from further away; but with 192 rows, 4096 rows
- * of 384 features are 5% slower. */
+/* Rows and panels of a task at most. The accumulators, 256 KB in float32, stay in the second-level cache. The fewer the
+ * rows, the more often a panel comes from further away; but with 192, 4096 rows of 384 features are 5% slower. */
 #define LINEAR_TASK_ROWS 128
 #define LINEAR_TASK_PANELS 16
 #define LINEAR_TASKS_PER_THREAD 6
@@ -66,9 +63,8 @@ INLINE int is_narrow(const fa_linear_args *a) { return LANE_BITS == 32 && a->wei
 /* Bytes of a panel's row, which is one input feature, or two where weights are pairs of bfloat16. */
 INLINE int64_t panel_row(fa_dtype weight) { return weight == FA_I8 ? PANEL : FA_PANEL_BYTES; }
 
-/* Whether x is read where it is. It must be lanes, and its rows must not meet in one set of the first-level cache. And
- * pairs of weights would read one element too many of a row with an odd k. Copying costs 2 to 13% of the time, with few
- * rows up to 40%. */
+/* Whether x is read where it is: if it is lanes, and its rows do not meet in one set of the first-level cache. Pairs of
+ * weights would read past a row with an odd k. Copying costs 2 to 13% of the time, with few rows up to 40%. */
 INLINE int x_in_place(const fa_linear_args *a)
 {
     return a->dtype == LANE_DTYPE && !linear_dot(a) && a->x_row % 4096 && !(a->weight == FA_BF16 && a->k % 2);
@@ -76,7 +72,6 @@ INLINE int x_in_place(const fa_linear_args *a)
 
 static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *plan)
 {
-    linear_scratch scratch;
     const int maps = 1 + a->gated;
     const int64_t panels = maps * ceil_div(a->n, PANEL), row_blocks = larger(1, ceil_div(a->m, LINEAR_TASK_ROWS));
     const int64_t share = panels * row_blocks / (threads * LINEAR_TASKS_PER_THREAD);
@@ -85,7 +80,7 @@ static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *pl
     plan->panel_tasks = ceil_div(panels, most);
     plan->panels = plan->panel_tasks ? (int)round_up(ceil_div(panels, plan->panel_tasks), maps) : maps;
     plan->n_tasks = plan->rows ? ceil_div(a->m, plan->rows) * plan->panel_tasks : 0;
-    plan->scratch_bytes = take_linear_scratch(&(arena){0}, plan, &scratch);
+    plan->scratch_bytes = take_linear_scratch(&(arena){0}, plan, &(linear_scratch){0});
     plan->flops = 2.0 * maps * a->m * a->n * a->k;
 }
 
@@ -128,9 +123,8 @@ INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, con
     }
 }
 
-/* One pass of at most NARROW_ROWS rows, and GROUP columns from c on. p->y is int8 or pairs of bfloat16, and p->depth
- * counts features. The results have the same bits as those of multiply_pass. It fetches as many lines of `ahead` as y
- * has. */
+/* One pass of at most NARROW_ROWS rows, and GROUP columns from c on, with the bits of multiply_pass. p->y is int8 or
+ * pairs of bfloat16, and p->depth counts features. It fetches as many lines of `ahead` as y has. */
 INLINE void narrow_pass(int rows, fa_dtype weight, int64_t c, const outer_product *p)
 {
     const int64_t step = panel_row(weight);
@@ -169,8 +163,7 @@ INLINE void multiply_narrow(fa_dtype weight, int64_t rows, const outer_product *
         }
 }
 
-/* Widens a panel's part, int8 or pairs of bfloat16, to lanes: to (depth, PANEL). With an odd depth it writes a row
- * more, the second half of the last pair. */
+/* to (depth, PANEL) = a panel's part, int8 or pairs of bfloat16: with an odd depth a row more, of the last pair. */
 static void widen_part(fa_dtype weight, const char *part, int64_t depth, lane *to)
 {
     for (int64_t c = 0; weight == FA_I8 && c < depth * PANEL; c += LANES) v_store(to + c, v_load_i8(part + c));
@@ -199,8 +192,7 @@ INLINE void multiply_part(const fa_linear_args *a, int64_t rows, outer_product p
     else multiply(PANEL, 0, 0, rows, &p);
 }
 
-/* Copies `features` elements of each row as lanes, or as pairs for the dot product. Weights may be pairs, too: behind
- * an odd number of elements stands a 0. */
+/* Copies `features` elements of each row as lanes, or as pairs for the dot product. If odd, a 0 ends the last pair. */
 static void copy_x(const fa_linear_args *a, const char *from, int64_t rows, int64_t features, char *to)
 {
     for (int64_t r = 0; r < rows; r++, from += a->x_row, to += X_ROW) {

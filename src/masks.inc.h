@@ -2,8 +2,7 @@
  * dense mask, the bias itself, or a gap between the ranges of a row's list hides a key.
  *
  * Requires  ranges.inc.h, convert.inc.h.
- * Exports   key_run, masked_run, adds, additive_row, additive_rows. These write rows of keys, BLOCK_K lanes apart; the
- *           tile kernel transposes them, operands.inc.h. */
+ * Exports   key_run, masked_run, adds; additive_row, additive_rows: rows of keys, BLOCK_K lanes apart. */
 
 /* Keys [j0, j0 + n) of a block, and what a dense mask makes of them: FULL, MASKED or EMPTY. */
 typedef struct {
@@ -13,8 +12,9 @@ typedef struct {
 
 /* What a dense mask leaves of n keys from j0 on. Where all rows share the mask, as they share a padding mask, the keys
  * are trimmed to those attended, at multiples of `step` from the even j0: often that leaves a full block. */
-static key_run trimmed_run(const fa_attention_args *a, const row_block *rows, int step, int64_t j0, int64_t n)
+static key_run masked_run(const fa_attention_args *a, const row_block *rows, int step, int64_t j0, int64_t n)
 {
+    if (n <= 0 || !a->masks.mask.data) return (key_run){j0, n, n > 0 ? BLOCK_FULL : BLOCK_EMPTY};
     const int64_t col = a->masks.mask.col;
     int some = 0, all = 1;
     if (rows_share(rows, &a->masks.mask)) {
@@ -40,12 +40,6 @@ static key_run trimmed_run(const fa_attention_args *a, const row_block *rows, in
         if ((some && !all) || rows_share(rows, &a->masks.mask)) break;
     }
     return (key_run){j0, n, !some ? BLOCK_EMPTY : all ? BLOCK_FULL : BLOCK_MASKED};
-}
-
-INLINE key_run masked_run(const fa_attention_args *a, const row_block *rows, int step, int64_t j0, int64_t n)
-{
-    if (n > 0 && a->masks.mask.data) return trimmed_run(a, rows, step, j0, n);
-    return (key_run){j0, n, n > 0 ? BLOCK_FULL : BLOCK_EMPTY};
 }
 
 /* Whether these keys need an additive tile. */
@@ -83,7 +77,6 @@ static block_kind additive_row(const fa_attention_args *a, const row_block *rows
     return !v_any(any) ? BLOCK_EMPTY : v_any(none) ? BLOCK_MASKED : BLOCK_FULL;
 }
 
-/* That for all rows. */
 static block_kind additive_rows(const fa_attention_args *a, const row_block *rows, int64_t j0, int64_t n, lane *add)
 {
     block_kind kind = BLOCK_EMPTY;

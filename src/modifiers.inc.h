@@ -5,18 +5,15 @@
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
  * Requires  masks.inc.h, softmax.inc.h.
- * Literals  nv: 1 or NV.
- * Exports   modifiers, score_tile, row_lanes, modify_tile (queries on the lanes: the tile kernels), modify_rows (keys
- *           on the lanes: the dot kernel), mark_attending, mark_rows, row_attends. */
+ * Exports   modifiers, score_tile, row_lanes; modify_tile, mark_attending, mark_rows: queries on the lanes, for tile
+ *           kernels; modify_rows, row_attends: keys on the lanes, for the dot kernel. */
 
-/* The modifiers of a call, and their constants. */
 typedef struct {
     lane q_factor, s_factor; /* of q and of the product: scale, divided by a softcap */
     lane softcap;            /* or 0 */
     int alibi;
 } modifiers;
 
-/* Whether they do the same to a product. */
 INLINE int same_modifiers(const modifiers *x, const modifiers *y)
 {
     return x->s_factor == y->s_factor && x->softcap == y->softcap && x->alibi == y->alibi;
@@ -37,11 +34,10 @@ static modifiers modifiers_of(const fa_attention_args *a, int dot)
     };
 }
 
-/* Values of a tile's rows, one a lane: (BLOCK_Q) each. */
+/* Values of a tile's rows, one a lane: (BLOCK_Q) each. Lanes without a row repeat the last row. */
 typedef struct {
     lane *slope;                  /* ALiBi's, 0 without */
-    lane *position, *begin, *end; /* of the query, and its range, relative to j0, where they are small and exact. Lanes
-                                     without a row repeat the last row. */
+    lane *position, *begin, *end; /* of the query, and its range, relative to j0, where they are small and exact */
 } row_lanes;
 
 /* Scores of keys [j0, j0 + n), before and after modifiers: s and, with BLOCK_ADDS, the additive tile. The tile kernels
@@ -60,9 +56,8 @@ INLINE int modifies(const modifiers *mods, block_kind kind)
     return kind != BLOCK_FULL || !same_modifiers(mods, &(modifiers){.s_factor = 1});
 }
 
-/* One vector of scores: `add` comes from the additive tile, distance = |position of query - key|, `inside` are the
- * lanes within their rows' ranges. A finite bias never becomes a mask: a sum that overflows is clamped, unless the
- * score was -inf before. */
+/* One vector of scores: `add` is of the additive tile, distance = |position of query - key|, `inside` the lanes within
+ * their rows' ranges. A finite bias never masks: a sum that overflows is clamped, unless the score was -inf before. */
 INLINE v_t v_modify(const modifiers *mods, block_kind kind, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
 {
     const v_t hidden = v_splat(-INFINITY);
@@ -93,14 +88,6 @@ INLINE void modify_tile_as(int nv, const modifiers *mods, block_kind kind, const
     }
 }
 
-/* The slopes of a tile's rows. */
-INLINE void load_slopes(const fa_attention_args *a, const modifiers *mods, const row_block *rows, lane *slope)
-{
-    memset(slope, 0, BLOCK_Q * sizeof(lane));
-    if (!mods->alibi) return;
-    EACH_ROW(rows, r, id) slope[r] = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
-}
-
 /* Modifiers and masks of a tile. One modifier alone, with nothing hidden, has a loop of its own: those are usual. */
 INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mods, const score_tile *scores)
 {
@@ -123,8 +110,7 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
     else modify_tile_as(nv, mods, kind, scores);
 }
 
-/* Turns the additive tile, free by now, into masks: which lanes attend which key. The scores do not tell it: one of
- * -inf may have been computed. */
+/* Turns the additive tile, free by now, into masks: which lanes attend which key. A score of -inf may be computed. */
 INLINE void mark_attending(int nv, const score_tile *scores)
 {
     for (int64_t j = 0; j < scores->n; j++)
@@ -156,7 +142,6 @@ INLINE void mark_rows(int nv, const score_tile *scores, int marked, lane *row_ma
     }
 }
 
-/* Modifiers and masks of the dot kernel's scores. */
 INLINE void modify_rows(const fa_attention_args *a, const modifiers *mods, const score_tile *scores)
 {
     const row_block *rows = scores->rows;

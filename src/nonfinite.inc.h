@@ -3,7 +3,7 @@
  * those rows that attend them.
  *
  * Requires  convert.inc.h, tile.inc.h.
- * Literals  dtype: of V. nv: 1 or NV. fused: how a product is added.
+ * Literals  dtype: of V. fused: how a product is added.
  * Exports   bad_rows, find_bad_rows, copy_good_rows, gather_values, add_bad_value. */
 typedef struct {
     int64_t row[BLOCK_K], n;

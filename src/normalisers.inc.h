@@ -2,7 +2,7 @@
  * Queries are on the lanes, so every step is taken for all rows of a tile at once, and nothing is sorted.
  *
  * Requires  tile.inc.h, softmax.inc.h, operands.inc.h (PART_K).
- * Literals  nv: 1 or NV. squared: 1 for entmax-1.5. above: 0, 1.
+ * Literals  squared: 1 for entmax-1.5. above: 0, 1.
  * Exports   kept_scores, keep_near, find_threshold, normalise, selects, ROWWISE_ASKS. */
 
 /* The keys that may matter to some row of a tile, in order, and their scores s (n, BLOCK_Q). */
@@ -57,9 +57,8 @@ INLINE void relate_to_max(int nv, kept_scores *kept, lane factor, const lane *ro
 INLINE int passes_end(const fa_watch *watch, const kept_scores *kept) { return kept->n > PART_K && given_up(watch); }
 
 /* Finds tau, for which the sum of max(z - tau, 0), or of its square, is 1, by Newton's method from tau = -1, where the
- * sum is 1 or more. The sum is convex and falls with tau, so tau only rises; the loop ends when it rises for no row.
- * Keys below tau are dropped on the way. For sparsemax these are the steps of Michelot (1986), exact once the support
- * is found. */
+ * sum is 1 or more. The sum is convex and falls with tau: tau only rises, until it rises for no row. Keys below tau are
+ * dropped on the way. For sparsemax these are the steps of Michelot (1986), exact once the support is found. */
 INLINE void newton(const fa_watch *watch, int nv, int squared, kept_scores *kept, v_t *tau)
 {
     vi_t rises;

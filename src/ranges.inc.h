@@ -5,9 +5,8 @@
  * Exports   row_block, EACH_ROW, row_range, attends_some, rows_share, block_kind, range_kind, key_walk.
  *
  * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some
- * row attends. With lists, what lies between two ranges costs nothing; and within a block a row has one range again,
- * unless several ranges of its list lie in it (`several`): then the additive tile hides what is between them,
- * masks.inc.h. */
+ * row attends. With lists, what lies between two ranges costs nothing; within a block a row has one range again, unless
+ * several of its list lie in it (`several`): then the additive tile hides what is between them, masks.inc.h. */
 
 /* A row of a KV head: its rows are (query, head in group) pairs, query-major. */
 typedef struct {
@@ -61,7 +60,6 @@ INLINE char *at_key(const fa_array *x, const row_block *rows, int64_t key)
     row_id id = first_row(rows);                                                                                       \
     for (int64_t r = 0; r < (rows)->n; r++, id = next_row(rows, id))
 
-/* Cuts what a block of up to n rows has for each row. */
 INLINE void cut_rows(arena *from, int64_t n, row_block *rows)
 {
     CUT(from, rows->begin, n);
@@ -229,8 +227,7 @@ INLINE row_block *walk_rows(const key_walk *walk, int64_t i)
     return (row_block *)((char *)walk->rows + i * walk->stride);
 }
 
-/* With `pairs`, keys come in pairs: ranges begin and, but for the last key of all, end at even places. The key too many
- * is masked. */
+/* With `pairs`, ranges begin and, but for the last key of all, end at even places. A key too many is masked. */
 INLINE void walk_unite(key_walk *walk, int64_t *first, int64_t *last)
 {
     for (int64_t i = 0; i < walk->n_blocks; i++) {

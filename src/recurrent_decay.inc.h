@@ -12,17 +12,17 @@
  * by the decays, one token after the other: vector_scores().
  *
  * Requires  recurrent_task.inc.h, linear.inc.h (multiply), tile.inc.h (transpose).
- * Exports   CHUNK, GATED_CHUNK, CHUNK_LANES, CHUNK_DEPTH, CHUNK_BLOCK, chunk_scratch, take_chunk_scratch, product_of, load_keys,
- *           load_rows, load_decays, carry_rows, decayed_scores, fade_keys, decay_over. */
+ * Exports   chunk_scratch, take_chunk_scratch, product_of, transpose_keys, load_rows, load_decays, carry_rows,
+ *           decayed_scores, fade_keys, decay_over; CHUNK and other sizes. */
 
 /* Tokens of a chunk. On AVX-512, 64 is 3 to 15% slower, 128 another 10 to 25%: the scores grow with it. Chunks with
  * vector decays are shorter yet (32 is 3 to 13% slower), since their scores are no matrix product. */
 #define CHUNK 32
 #define GATED_CHUNK 16
 
-/* Rows of q, keys and scores are CHUNK_LANES apart. That is a constant, so that one register addresses all rows of a pass.
- * And it is an odd number of lines, so that rows do not meet in the same sets of the cache. Longer rows are cut into
- * blocks of CHUNK_DEPTH dimensions, which are CHUNK_BLOCK lanes apart. */
+/* Rows of q, keys and scores are CHUNK_LANES apart: a constant, so that one register addresses all rows of a pass, and
+ * an odd number of lines, so that rows do not meet in the same sets of the cache. Longer rows are cut into blocks of
+ * CHUNK_DEPTH dimensions, which are CHUNK_BLOCK lanes apart. */
 #define CHUNK_DEPTH 128
 #define CHUNK_LANES (CHUNK_DEPTH + 64 / (int64_t)sizeof(lane))
 #define CHUNK_ROW (CHUNK_LANES * (int64_t)sizeof(lane))
@@ -168,8 +168,7 @@ static void vector_scores(const chunk_scratch *scratch, const lane *x, int64_t n
         }
 }
 
-/* scores (n, n) = factor_i x_i k_j between (i, j) for j < i + inclusive. The others are 0, even where x_i k_j is NaN.
- * `factor` may be NULL. */
+/* scores (n, n) = factor_i x_i k_j between (i, j) for j < i + inclusive; else 0, even of NaN. `factor` may be NULL. */
 static void decayed_scores(const fa_recurrent_args *a, chunk_scratch *scratch, const lane *x, int64_t n,
                            const lane *factor, int inclusive, lane *scores)
 {

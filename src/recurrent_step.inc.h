@@ -6,8 +6,7 @@
  * in place in state_out, a few vectors of columns after the other.
  *
  * Requires  recurrent_task.inc.h.
- * Literals  nv, vectors of columns at a time: 1 or STEP_NV; u and the results stay in registers. n, columns of a vector:
- *           LANES; or fewer, with nv = 1.
+ * Literals  nv, vectors of columns, held in registers: 1 or STEP_NV. n, columns of each: LANES, or fewer with nv = 1.
  * Exports   STEPS, step_scratch, take_step_scratch, recurrent_steps. */
 
 #define STEPS 4 /* calls of up to so many tokens go this way */

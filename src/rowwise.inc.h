@@ -14,10 +14,9 @@
  * mask does: what stands in its value reaches nothing.
  *
  * Requires  attention.inc.h, additive.inc.h, normalisers.inc.h, talking.inc.h.
- * Literals  nv: 1 or NV.
  * Exports   rowwise_plan, rowwise_run. */
 
-/* A thread's scratch: tile.s holds probabilities of a block, tile.v their values. */
+/* Here tile.s holds probabilities of a block, tile.v their values. */
 typedef struct {
     tile_scratch tile;
     additive_scratch additive;
@@ -138,15 +137,13 @@ static void rowwise_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
 static void rowwise_plan(const fa_rowwise_args *call, fa_rowwise_plan *plan)
 {
     const fa_attention_args *a = &call->attention;
-    row_scratch scratch;
-    talking_scratch talking;
     const double per_score = call->kind == FA_ADDITIVE ? 32.0 * a->head_dim : 2.0 * (a->head_dim + a->head_dim_v);
     plan->flops = per_score * a->batch * a->heads_q * a->len_q * a->len_k;
     if (call->kind == FA_TALKING_HEADS) {
         plan->n_tasks = a->batch * ceil_div(a->len_q, BLOCK_Q);
-        plan->scratch_bytes = cut_talking_scratch(&(arena){.memory = NULL}, call, &talking);
+        plan->scratch_bytes = cut_talking_scratch(&(arena){0}, call, &(talking_scratch){0});
     } else {
         plan->n_tasks = a->batch * a->heads_kv * ceil_div(a->heads_q / a->heads_kv * a->len_q, BLOCK_Q);
-        plan->scratch_bytes = cut_row_scratch(&(arena){.memory = NULL}, call, &scratch);
+        plan->scratch_bytes = cut_row_scratch(&(arena){0}, call, &(row_scratch){0});
     }
 }

@@ -3,7 +3,6 @@
  * stays NaN.
  *
  * Requires  softmax.inc.h (v_exp_prob), tile.inc.h.
- * Literals  nv: 1 or NV.
  * Exports   sigmoid_update (queries on the lanes), dot_sigmoid (keys on the lanes). */
 
 /* Above this the sigmoid is 1 even in float64, and the product of two denominators is still finite in float32. */

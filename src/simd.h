@@ -162,8 +162,7 @@ INLINE v_t v_min(v_t bound, v_t x)
 #endif
 }
 
-/* An estimate of 14 bits and a Newton step where a division takes as long as sixteen multiplications: 512 bits of
- * float32 on Intel. */
+/* An estimate of 14 bits and a Newton step where a division takes sixteen multiplications: 512 bits on Intel. */
 INLINE v_t v_recip(v_t x)
 {
 #if V_BYTES == 64 && LANE_BITS == 32

@@ -10,13 +10,11 @@
  * Modifiers and masks are applied to the mixed scores M_g. The scratch is heads x block, whatever the number of keys.
  *
  * Requires  attention.inc.h, normalisers.inc.h (ROWWISE_ASKS).
- * Literals  nv: 1 or NV.
  * Exports   talking_scratch, cut_talking_scratch, talking_run. */
 
 /* Lanes from a head's block to the next head's: no power of 2, since those fall on the same sets of the cache. */
 #define HEAD_PITCH ((BLOCK_K + 1) * BLOCK_Q)
 
-/* A thread's scratch. */
 typedef struct {
     tile_scratch tile;
     tile_state *heads;    /* (heads_q): rows, queries, results, maxima and sums */
@@ -106,8 +104,7 @@ INLINE void talking_probs(int nv, const tile_state *tile, int64_t n, lane *s)
     }
 }
 
-/* ot of every head += the values from j0 on, weighted; scratch->mixed holds the mixed scores, in which -inf hides a
- * key. */
+/* ot of every head += the values from j0 on, weighted; in scratch->mixed, the mixed scores, -inf hides a key. */
 INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int64_t j0, int64_t n,
                            talking_scratch *scratch)
 {

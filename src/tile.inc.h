@@ -138,8 +138,7 @@ INLINE void block_values(int nv, int dot, const value_product *p)
     for (; d < p->head_dim_v; d++) tile_values(1, nv, dot, d, p);
 }
 
-/* dst (cols, rows) = src (rows, cols) transposed. Whole vectors are written: rows of dst hold a multiple of LANES, and
- * what lies past `rows` becomes 0. */
+/* dst (cols, rows) = src (rows, cols) transposed. Whole vectors are written: what lies past `rows` becomes 0. */
 static void transpose(const lane *src, int64_t src_row, int64_t rows, int64_t cols, lane *dst, int64_t dst_row)
 {
     for (int64_t r = 0; r < rows; r += LANES)
