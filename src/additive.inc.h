@@ -18,7 +18,7 @@ typedef struct {
     lane largest; /* |q|; Inf if one is NaN */
 } additive_scratch;
 
-/* dst (n) = e^(2 src); returns the largest |src|, Inf if one is NaN. Whole vectors are written. */
+/* dst (n), whole vectors, = e^(2 src); returns the largest |src|, Inf if one is NaN. */
 INLINE lane exp_twice(const char *src, int64_t n, lane *dst)
 {
     v_t largest = v_splat(0);

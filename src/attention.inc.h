@@ -11,12 +11,10 @@
  * FlashAttention-2 (Dao 2023) turned on its side: lanes are queries, so softmax needs no horizontal reduction.
  *
  * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened
- * (or values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered,
- * since strides of (batch, length, heads, head_dim) arrays fall on the same cache sets
- * (docs/notes/attention-kernel.md).
+ * (or values interleaved in pairs, for the bfloat16 dot product). Rows that do not lie side by side are gathered, since
+ * their strides fall on the same cache sets (docs/notes/attention-kernel.md).
  *
  * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
- * Literals  dot: 1 where products are of bfloat16 pairs, only if V_BF16_DOT.
  * Exports   tile_begin, tile_attend, tile_end_part, tile_end, add_values. */
 
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
@@ -132,7 +130,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     }
 }
 
-/* ot += the values of n keys, weighted: for kernels that need no factor for what came before. */
+/* ot += the values of n keys, weighted, without a factor for what came before. */
 INLINE void add_values(const fa_attention_args *a, int nv, tile_state *tile, const char *v, int64_t v_row, int64_t n,
                        const lane *probs)
 {

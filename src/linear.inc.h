@@ -202,8 +202,7 @@ static void copy_x(const fa_linear_args *a, const char *from, int64_t rows, int6
     }
 }
 
-/* out = activation(acc scale + bias) [(up scale + bias)] + residual: one row of the output features of one panel. If
- * gated, acc has the row of the gate, and `up` that of the panel that follows. */
+/* out = activation(acc scale + bias) [(up scale + bias)] + residual: one row of a panel, gated: of gate and up. */
 INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int64_t row, int64_t panel, lane *acc,
                          const lane *up)
 {
@@ -233,7 +232,7 @@ INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int6
     store_row(a->dtype, acc, n, 1, out);
 }
 
-/* Finishes `count` panels. It goes row by row, so that out is written in long runs. */
+/* Goes row by row, so that out is written in long runs. */
 INLINE void finish_rows(const fa_linear_args *a, fa_activation activation, int64_t panel, int64_t count, int64_t row,
                         int64_t rows, lane *acc)
 {

@@ -1,8 +1,8 @@
-/* What the tile kernels work on: a thread's scratch, the state of its tiles, and the operands as the micro-kernels read
- * them: queries transposed, the additive tile, blocks of keys and values in place or copied.
+/* What tile kernels work on: scratch, the state of tiles, and the operands as micro-kernels read them: queries
+ * transposed, the additive tile, blocks of keys and values in place or copied.
  *
  * Requires  modifiers.inc.h, partial.inc.h, nonfinite.inc.h.
- * Literals  dot: 1 where products are of bfloat16 pairs. dtype: of q.
+ * Literals  dtype: of q.
  * Exports   tile_state, tile_scratch and how they are cut from memory; load_queries, load_additive, load_block ... */
 
 #define TILES 8 /* most tiles of a task */
@@ -233,8 +233,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, scratch->v);
 }
 
-/* Asks for part `i` of `parts` of the block of keys and values from `first` on, where rows do not lie side by side:
- * there the hardware's prefetching finds nothing to follow. */
+/* Asks for part `i` of `parts` of the block from `first` on, if rows do not lie side by side: the hardware does not. */
 INLINE void prefetch_block(const fa_attention_args *a, const row_block *rows, int64_t first, int64_t last, int i,
                            int parts)
 {

@@ -13,8 +13,8 @@ typedef struct {
     int64_t query, head;
 } row_id;
 
-/* A row's list: the pairs (begin, end) up to `stop`, of which the row attends what lies in [low, high). `pair` is the
- * first one that reaches past the block, `shown` the first one that reaches past the block's first key. */
+/* A row's list: pairs (begin, end) up to `stop`, of which it attends what lies in [low, high). `pair` is the first one
+ * that reaches past the block, `shown` the first one that reaches past the block's first key. */
 typedef struct {
     const int64_t *pair, *stop, *shown;
     int64_t low, high;
@@ -149,8 +149,7 @@ static void ranges_begin(const fa_attention_args *a, row_block *rows, int64_t ke
     if (a->masks.ranges) rows->first = smaller(rows->next, rows->last);
 }
 
-/* With lists: what the rows attend of keys [j0, j1), one block of the grid. Blocks are entered in order, and every
- * block must be entered of which some row attends some key. */
+/* With lists: what the rows attend of keys [j0, j1), a block of the grid. All that some row attends come in order. */
 static void ranges_enter(row_block *rows, int64_t j0, int64_t j1)
 {
     int64_t *restrict begin = rows->begin, *restrict end = rows->end;
@@ -208,11 +207,8 @@ INLINE block_kind range_kind(const row_block *rows, int64_t j0, int64_t n)
     return rows->full_first > j0 || rows->full_last < j0 + n ? BLOCK_EDGE : BLOCK_FULL;
 }
 
-/* A walk over the blocks of the grid of which some of several row blocks attend some key:
- *
- *     for (key_walk walk = walk_begin(...); walk_next(&walk);) ...
- *
- * At each step the row blocks attend at most keys [begin, end). With lists, their ranges are those of the step. */
+/* A walk over the blocks of the grid of which some of several row blocks attend some key: walk_begin, then walk_next
+ * until it is 0. At each step they attend at most keys [begin, end). With lists, their ranges are those of the step. */
 typedef struct {
     row_block *rows; /* the first, and the others `stride` bytes apart */
     int64_t n_blocks, stride;

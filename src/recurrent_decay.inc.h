@@ -118,8 +118,8 @@ static void load_decays(const fa_recurrent_args *a, const recurrent_task *task, 
     }
 }
 
-/* Returns carry * rows, which are multiplied with the state that was before the chunk. They stand in `to`, which may be
- * `rows`. Without decays it returns the rows themselves. */
+/* Returns carry * rows, for products with the state before the chunk, in `to`, which may be `rows`. Without decays it
+ * returns the rows themselves. */
 static const lane *carry_rows(const fa_recurrent_args *a, const chunk_scratch *scratch, const lane *rows, int64_t n,
                               lane *to)
 {
@@ -189,8 +189,7 @@ static void decayed_scores(const fa_recurrent_args *a, chunk_scratch *scratch, c
         }
 }
 
-/* Gives every key in keys_t the decays between its token and the chunk's end. vector_scores() has done so already:
- * calls with decays are causal, and so it runs for every chunk. */
+/* Gives every key in keys_t the decays from its token to the chunk's end; vector_scores(), with decays, has done so. */
 static void fade_keys(const fa_recurrent_args *a, int64_t n, chunk_scratch *scratch)
 {
     if (!a->log_decay.data || a->gated) return;

@@ -2,7 +2,7 @@
  *
  * A state S is a matrix (head_dim, head_dim_v). Token t changes it, then reads it:
  *
- *     S_t = A_t S_{t-1} + k_t u_t^T,   out_t = S_t^T q_t
+ *     S_t = A_t S_{t-1} + k_t u_t^T,   out_t = scale S_t^T q_t
  *     A_t = 1, a_t or diag(a_t)                        log_decay: none; scalar: one number a token; vector (`gated`):
  *                                                      one for every dimension
  *     u_t = v_t, or b_t (v_t - (A_t S_{t-1})^T k_t)    beta: none, or the delta rule

@@ -10,8 +10,7 @@
  *         O^T = O^T + V^T P^T                          V gathered: rows that no query looks at are not read
  *     O = transpose(O^T) / sum of P
  *
- * The scores that are kept are the only memory that grows with the number of keys. A probability of 0 hides a key as a
- * mask does: what stands in its value reaches nothing.
+ * Only the kept scores grow with the number of keys. A probability of 0 hides a key and its value as a mask does.
  *
  * Requires  attention.inc.h, additive.inc.h, normalisers.inc.h, talking.inc.h.
  * Exports   rowwise_plan, rowwise_run. */

@@ -44,6 +44,7 @@ typedef uint64_t wlane;
 #define LANE_MAX 1.7976931348623157e308
 #define LANE_SQRT sqrt
 #define LANE_DTYPE FA_F64
+#define LANE_NAME f64
 #else
 typedef float lane;
 typedef int32_t ilane;
@@ -53,6 +54,7 @@ typedef uint32_t wlane;
 #define LANE_MAX 3.40282346638528859812e38f
 #define LANE_SQRT sqrtf
 #define LANE_DTYPE FA_F32
+#define LANE_NAME f32
 #endif
 
 #if LANE_BITS == 32 && (defined __AVX512BF16__ || defined FA_EMULATE_BF16_DOT)

@@ -84,7 +84,7 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     if (a->stats.second_pass) plan_second_pass(a, threads, plan);
 }
 
-/* Splits [*first, *last) of the KV head, at least one, hold all keys that its rows may attend. */
+/* Splits [*first, *last) of the KV head, at least one, hold all keys that its rows may attend; others cost nothing. */
 static void attention_splits(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t *first,
                              int64_t *last)
 {

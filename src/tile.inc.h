@@ -1,12 +1,11 @@
 /* The matrix micro-kernels: outer products whose accumulators, TILE x NV vectors, stay in registers.
  *
  * Requires  simd.h, basics.inc.h, convert.inc.h.
- * Literals  nv, vectors of a row: 1 or NV in attention, LINEAR_NV in layers. nx, rows at a time: 1 .. TILE_MAX.
- *           dot: 1 where operands are pairs of bfloat16, only if V_BF16_DOT. fetch: lines asked for a step, 0 .. 2.
+ * Literals  nv: LINEAR_NV in layers. nx, rows at a time: 1 .. TILE_MAX. fetch: lines asked for a step, 0 .. 2.
  * Exports   BLOCK_Q, BLOCK_K, outer_product, tile_outer, block_outer, value_product, block_values, transpose.
  *
- * In attention the lanes are queries. All tiles are stored transposed: for each key, or each dimension, a row of BLOCK_Q
- * lanes (docs/architecture.md draws it). */
+ * In attention the lanes are queries. All tiles are stored transposed (docs/architecture.md draws it): for each key, or
+ * each dimension, a row of BLOCK_Q lanes. */
 _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile */
@@ -14,8 +13,7 @@ _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 #define TILE_MAX 12          /* rows and vectors of any tile: the arrays below lie in registers */
 #define NV_MAX 4
 
-/* One accumulator sums at most this many products. Rounding grows with their number, and at 1024 it would be twice that
- * of a BLAS, which has several accumulators. */
+/* Products that one accumulator sums. With 1024, rounding would be twice that of a BLAS, which has several of them. */
 #define MAX_DEPTH 256
 
 /* c + a b, on lanes or on pairs of bfloat16. */
