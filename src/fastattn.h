@@ -138,10 +138,9 @@ typedef struct {
     const fa_watch *watch; /* optional */
 } fa_rows_args;
 
-/* out = x rotated by positions: (batch, heads, length, head_dim); cos, sin (batch, 1, length, pairs), lanes. The first
- * 2 pairs dimensions are rotated, the others copied; out may be x. */
+/* out (batch, heads, length, head_dim), which may be x: the first 2 pairs dimensions are rotated, others copied. */
 typedef struct {
-    fa_array x, out, cos, sin;
+    fa_array x, out, cos, sin; /* cos, sin: (batch, 1, length, pairs), lanes */
     int64_t batch, heads, length, head_dim, pairs;
     int interleaved;
 } fa_rope_args;

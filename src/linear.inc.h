@@ -22,8 +22,7 @@
 _Static_assert(LINEAR_ROWS *LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
 _Static_assert(LINEAR_ROWS <= TILE_MAX && PANEL % GROUP == 0, "passes fill a panel");
 
-/* Input features of a block: a part of a panel is then 32 KB. With 128 it would leave room in the first-level cache,
- * but accumulators would move twice as often: 1 to 3% slower. */
+/* Input features of a block: 32 KB of a panel. With 128, accumulators move twice as often: 1 to 3% slower. */
 #define LINEAR_DEPTH 256
 _Static_assert(LINEAR_DEPTH <= MAX_DEPTH, "one accumulator sums no more products");
 

@@ -19,8 +19,7 @@ INLINE int same_modifiers(const modifiers *x, const modifiers *y)
     return x->s_factor == y->s_factor && x->softcap == y->softcap && x->alibi == y->alibi;
 }
 
-/* A factor above 1 multiplies the product: q times it might overflow where the product does not. `dot`: the kernel
- * applies q_factor to the product in any case. */
+/* A factor above 1 multiplies the product, as with `dot` any: q times it might overflow where the product does not. */
 static modifiers modifiers_of(const fa_attention_args *a, int dot)
 {
     const double exact = a->mods.softcap != 0 ? a->mods.scale / a->mods.softcap : a->mods.scale;

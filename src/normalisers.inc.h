@@ -18,8 +18,7 @@ INLINE lane support_width(fa_rowwise_kind kind)
     return kind == FA_SPARSEMAX ? 1 : kind == FA_ENTMAX15 ? 2 : (lane)INFINITY;
 }
 
-/* Looks at n kept keys from `first` on. Those stay whose score is NaN or within `width` of some row's largest; the
- * others, and all keys behind the n, are dropped. */
+/* Of n kept keys from `first`, the last ones, those stay whose score is NaN or within `width` of some row's largest. */
 INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane width, const lane *row_max)
 {
     int64_t to = first;
@@ -107,10 +106,8 @@ INLINE void count_from(int nv, const kept_scores *kept, int above, const v_t *li
         }
 }
 
-/* Leaves each lane its k largest scores, the first of equal ones; the others become -inf. NaN stays.
- *
- * The k-th largest score is found by bisection of the bits, as integers: in at most as many passes as a lane has bits.
- * A lane is done when exactly k of its scores are found. */
+/* Leaves each lane its k largest scores, the first of equal ones; the others become -inf. NaN stays. The k-th is found
+ * by bisection of the bits, as integers: in at most as many passes as a lane has, or until exactly k are found. */
 INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64_t k, const lane *row_max)
 {
     const vi_t wanted = (vi_t){0} + (ilane)smaller(k, kept->n);

@@ -20,8 +20,7 @@ typedef struct {
     int64_t low, high;
 } range_list;
 
-/* Some rows of a KV head, and what they attend: of all keys of the task, once ranges_begin has run; with lists, of one
- * block of the grid, once ranges_enter has. */
+/* Rows of a KV head, and what they attend: of all keys of the task (ranges_begin), or of a block (ranges_enter). */
 typedef struct {
     int64_t b, h_kv, group, row0, n;
     int64_t *begin, *end;           /* of each row */

@@ -14,11 +14,10 @@
 
 #define SOLVE_ROWS 8 /* rows solved one by one; what earlier rows add to them is a matrix product */
 
-/* acc (rows, PANEL) = or += x (rows, depth) y (depth, PANEL). See multiply(). */
-static void panel_product(int more, int triangular, const lane *x, int64_t rows, const lane *y, int64_t depth,
-                          lane *acc)
+/* to (rows, PANEL) = or += x (rows, depth) y (depth, PANEL). See multiply(). */
+static void panel_product(int more, int triangular, const lane *x, int64_t rows, const lane *y, int64_t depth, lane *to)
 {
-    const outer_product product = product_of(more, x, y, PANEL, depth, acc);
+    const outer_product product = product_of(more, x, y, PANEL, depth, to);
     multiply(PANEL, 0, triangular, rows, &product);
 }
 

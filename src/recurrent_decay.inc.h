@@ -118,8 +118,7 @@ static void load_decays(const fa_recurrent_args *a, const recurrent_task *task, 
     }
 }
 
-/* Returns carry * rows, for products with the state before the chunk, in `to`, which may be `rows`. Without decays it
- * returns the rows themselves. */
+/* Returns carry * rows, for products with the state before the chunk: in `to`, or without decays `rows` itself. */
 static const lane *carry_rows(const fa_recurrent_args *a, const chunk_scratch *scratch, const lane *rows, int64_t n,
                               lane *to)
 {
@@ -147,10 +146,9 @@ static void plain_scores(const chunk_scratch *scratch, const lane *x, int64_t n,
 
 /* The same, times vector decays. Before row i, keys_t is multiplied by the decays of token i, so that every key has
  * those between its own token and i. In the end keys_t is what fade_keys() is to make of it. */
-static void vector_scores(const chunk_scratch *scratch, const lane *x, int64_t n, int64_t head_dim, lane *keys_t,
-                          lane *scores)
+static void vector_scores(const chunk_scratch *scratch, const lane *x, int64_t n, int64_t head_dim, lane *scores)
 {
-    transpose_keys(scratch->keys, n, head_dim, keys_t);
+    transpose_keys(scratch->keys, n, head_dim, scratch->keys_t);
     for (int64_t i = 0; i < n; i++)
         for (int64_t j = 0; j <= i; j += LANES) {
             const vi_t before = lane_numbers(j) < (ilane)i;
@@ -159,7 +157,7 @@ static void vector_scores(const chunk_scratch *scratch, const lane *x, int64_t n
             for (int64_t d = 0; d < head_dim; d += 4)
                 UNROLL_FOR(int64_t e = 0; e < 4; e++) {
                     if (d + e >= head_dim) break;
-                    lane *keys = keys_t + (d + e) * CHUNK_LANES + j;
+                    lane *keys = scratch->keys_t + (d + e) * CHUNK_LANES + j;
                     const v_t faded = v_load(keys) * v_select(before, v_splat(gate[d + e]), v_splat(1));
                     v_store(keys, faded);
                     sum[e] = v_fma(v_splat(x[element_at(i, d + e)]), faded, sum[e]);
@@ -173,7 +171,7 @@ static void decayed_scores(const fa_recurrent_args *a, chunk_scratch *scratch, c
                            const lane *factor, int inclusive, lane *scores)
 {
     const lane *between = a->log_decay.data && !a->gated ? scratch->between : NULL;
-    if (a->gated) vector_scores(scratch, x, n, a->head_dim, scratch->keys_t, scores);
+    if (a->gated) vector_scores(scratch, x, n, a->head_dim, scores);
     else plain_scores(scratch, x, n, a->head_dim, scores);
     for (int64_t i = 0; i < n; i++)
         for (int64_t j = 0; j < n; j += LANES) {

@@ -76,8 +76,7 @@ static void store_norm(const fa_recurrent_args *a, const recurrent_task *task, c
         memcpy(at(&a->norm_out, task->b, task->h, 0, 0), norm, a->head_dim * sizeof(lane));
 }
 
-/* 0 for numbers below the normal range. Arithmetic on them takes a hundred times as long, and a state that decays would
- * stay among them for ever. NaN stays NaN. */
+/* 0 for numbers below the normal range, where a decaying state stays and arithmetic takes a hundred times as long. */
 INLINE v_t v_flush(v_t x) { return v_select(v_abs(x) < v_splat(LANE_MIN), v_splat(0), x); }
 
 /* A token's decays of dimensions d, d + 1, ..., from its row of log_decay. A scalar decay is that of all of them. */

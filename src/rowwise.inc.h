@@ -117,8 +117,7 @@ static void rowwise_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
     tile_state *tile = scratch.tile.tiles;
     row_block *rows = &tile->rows;
     rows->b = head / a->heads_kv, rows->h_kv = head % a->heads_kv, rows->group = group;
-    rows->row0 = row0;
-    rows->n = smaller(BLOCK_Q, n_rows - row0);
+    rows->row0 = row0, rows->n = smaller(BLOCK_Q, n_rows - row0);
     if (call->kind == FA_ADDITIVE)
         mods.s_factor *= mods.q_factor, mods.q_factor = 1; /* the query stands within the tanh */
     tile_begin(a, &mods, 0, 0, a->len_k, tile);

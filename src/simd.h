@@ -1,5 +1,4 @@
-/* The vector type and its operations: the only file with intrinsics. What else depends on the instruction set stands in
- * isa_constants.h.
+/* The vector type and its operations: the only file with intrinsics.
  *
  * One lane type a compilation: FA_LANE_F64 makes it double, else float. v_t is a native register of LANES lanes, vi_t
  * the signed integers of the same width; + - * / < & work on both (GNU vector extensions). A comparison gives a vi_t
@@ -14,8 +13,7 @@
  *   v_load_i8               LANES bytes, signed, converted
  *   v_load_f16 v_load_bf16  LANES 16-bit values, widened           v_store_f16 v_store_bf16   rounded to nearest even
  *   v_dot_bf16(a, b, c)     c + a.lo * b.lo + a.hi * b.hi, lanes of a, b being pairs of bfloat16
- *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory
- */
+ *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory */
 #ifndef FASTATTN_SIMD_H
 #define FASTATTN_SIMD_H
 
@@ -298,7 +296,6 @@ INLINE void v_store_f16(void *p, v_t a)
 }
 
 /* The bfloat16 dot product: an instruction, or its meaning spelled out, for tests of the code around it. */
-
 INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c)
 {
 #if defined __AVX512BF16__

@@ -46,8 +46,7 @@ static void top_insert_row(int64_t n_top, const lane *s, int64_t n, int64_t firs
     }
 }
 
-/* Adds scores s (n, nv), queries on the lanes, of keys from `first` on, to score and key (n_top, BLOCK_Q). From where a
- * lane's score belongs on, its list moves down by one. */
+/* Adds scores s (n, nv) of keys from `first` on to score and key (n_top, BLOCK_Q): a list moves down from there. */
 static void top_insert_tile(int nv, int64_t n_top, const lane *s, int64_t n, ilane first, lane *score, ilane *key)
 {
     for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES)

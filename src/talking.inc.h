@@ -39,12 +39,8 @@ static int64_t cut_talking_scratch(arena *from, const fa_rowwise_args *call, tal
 /* to_g (n, nv) = sum over h of mix_gh from_h (n, nv) */
 INLINE void mix_heads(int nv, int64_t heads, const lane *mix, const lane *from, int64_t n, lane *to)
 {
-    outer_product p = {.x = (const char *)mix,
-                       .x_row = heads * (int64_t)sizeof(lane),
-                       .y = from,
-                       .pitch = HEAD_PITCH,
-                       .depth = heads,
-                       .out = to};
+    outer_product p = {.y = from, .pitch = HEAD_PITCH, .depth = heads, .out = to};
+    p.x = (const char *)mix, p.x_row = heads * (int64_t)sizeof(lane);
     for (int64_t j = 0; j < n; j++, p.y += BLOCK_Q, p.out += BLOCK_Q) {
         int64_t g = 0;
         for (; g + TILE <= heads; g += TILE) tile_outer(TILE, nv, 0, 0, &p, g);
@@ -114,16 +110,15 @@ INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int6
     int64_t key[BLOCK_K];
     bad_rows bad;
     for (int64_t j = 0; j < n; j++) key[j] = j0 + j;
-    if (hidden) { /* which lanes attend a key: of each head, `scores` being free, or where heads mix, of some head */
-        for (int64_t j = 0; j < n * BLOCK_Q; j += LANES) {
-            vi_t some = {0};
-            for (int64_t g = 0; g < heads; g++) {
-                const vi_t attends = v_load(scratch->mixed + g * HEAD_PITCH + j) != v_splat(-INFINITY);
-                if (!call->post) v_store(scratch->scores + g * HEAD_PITCH + j, (v_t)attends);
-                some |= attends;
-            }
-            v_store(scratch->tile.add + j, (v_t)some);
+    /* Which lanes attend a key: of each head, `scores` being free, or where heads mix, of some head. */
+    for (int64_t j = 0; hidden && j < n * BLOCK_Q; j += LANES) {
+        vi_t some = {0};
+        for (int64_t g = 0; g < heads; g++) {
+            const vi_t attends = v_load(scratch->mixed + g * HEAD_PITCH + j) != v_splat(-INFINITY);
+            if (!call->post) v_store(scratch->scores + g * HEAD_PITCH + j, (v_t)attends);
+            some |= attends;
         }
+        v_store(scratch->tile.add + j, (v_t)some);
     }
     for (int64_t g = 0; g < heads; g++) talking_probs(nv, scratch->heads + g, n, scratch->mixed + g * HEAD_PITCH);
     if (call->post) mix_heads(nv, heads, scratch->post, scratch->mixed, n, scratch->scores);

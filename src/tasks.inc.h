@@ -50,8 +50,7 @@ static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *plan)
     return larger(for_tile, cut_dot_scratch(&(arena){0}, a, &(dot_scratch){0}, &(row_block){0}));
 }
 
-/* The second pass: a task is a run of keys. The run is shorter where there would be few tasks, but not below 128 keys,
- * where preparing the queries would show. */
+/* A task is a run of keys: shorter where tasks would be few, but not below 128, where preparing queries would show. */
 static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *plan)
 {
     const int64_t owners = a->batch * (a->stats.mean_weights.data ? 1 : a->heads_kv);
