@@ -35,10 +35,8 @@ _Static_assert(LINEAR_DEPTH <= MAX_DEPTH, "one accumulator sums no more products
 #define LINEAR_TASK_PANELS 16
 #define LINEAR_TASKS_PER_THREAD 6
 
+#define NARROW_ROWS 4  /* rows up to which narrow weights are widened in registers: memory would cost more */
 #define LINEAR_ASKS 16 /* blocks of input features between two calls of given_up() */
-
-/* Up to this many rows, narrow weights are widened in registers: memory to widen them in would cost more. */
-#define NARROW_ROWS 4
 
 typedef struct {
     char *x;    /* (rows, LINEAR_DEPTH): lanes or pairs of bfloat16, rows X_ROW apart */

@@ -49,11 +49,7 @@ INLINE void relate_to_max(int nv, kept_scores *kept, lane factor, const lane *ro
         }
 }
 
-/* Keys between the questions whether to give up. */
-#define ROWWISE_ASKS (8 * BLOCK_K)
-
-/* Whether to give up between two passes over the kept keys; a pass over few keys takes less time than asking. */
-INLINE int passes_end(const fa_watch *watch, const kept_scores *kept) { return kept->n > PART_K && given_up(watch); }
+#define ROWWISE_ASKS (8 * BLOCK_K) /* keys between two calls of given_up(); passes over up to PART_K are too short */
 
 /* Finds tau, for which the sum of max(z - tau, 0), or of its square, is 1, by Newton's method from tau = -1, where the
  * sum is 1 or more. The sum is convex and falls with tau: tau only rises, until it rises for no row. Keys below tau are
@@ -89,7 +85,7 @@ INLINE void newton(const fa_watch *watch, int nv, int squared, kept_scores *kept
             rises |= next > tau[u]; /* false for NaN, and for a row without keys: -1 / 0 */
             tau[u] = v_select(next > tau[u], next, tau[u]);
         }
-    } while (v_any(rises) && !passes_end(watch, kept));
+    } while (v_any(rises) && !(kept->n > PART_K && given_up(watch)));
 }
 
 /* The bits of lanes as integers in the same order; applied once more, back. */
@@ -135,7 +131,7 @@ INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64
             high[u] = (vi_t)v_select(inside & (count[u] <= wanted), (v_t)middle[u], (v_t)high[u]);
             open |= inside & (count[u] != wanted);
         }
-    } while (v_any(open) && !passes_end(watch, kept));
+    } while (v_any(open) && !(kept->n > PART_K && given_up(watch)));
     UNROLL_FOR(int u = 0; u < nv; u++) limit[u] = (v_t)ordered(low[u]);
     count_from(nv, kept, 1, limit, count);
     int64_t to = 0;

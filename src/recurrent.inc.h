@@ -3,8 +3,7 @@
  * Requires  recurrent_chunk.inc.h, recurrent_step.inc.h.
  * Exports   recurrent_plan, recurrent_run. */
 
-/* Multiplications between two calls of given_up(): no more than milliseconds. */
-#define RECURRENT_ASKS (1 << 24)
+#define RECURRENT_ASKS (1 << 24) /* multiplications between two calls of given_up(): no more than milliseconds */
 
 /* Tokens [first, first + n) of each chunk, until the call is given up; reads `a`, `chunk`, `between_asks` around it. */
 #define EACH_CHUNK(len, first, n)                                                                                      \

@@ -5,8 +5,7 @@
  * Literals  squares of row_sum_of, activation of activate_row: any.
  * Exports   rows_scratch_bytes, rows_run. */
 
-/* Elements of a row between two calls of given_up(): a fraction of a millisecond. */
-#define ROW_ASKS (1 << 18)
+#define ROW_ASKS (1 << 18) /* elements of a row between two calls of given_up(): a fraction of a millisecond */
 _Static_assert(ROW_ASKS % (4 * LANES) == 0, "a block is a whole number of row_sum_of's rounds");
 
 /* Walks over n elements in blocks [begin, end), and ends early if the call is given up: nobody reads the results. */

@@ -5,8 +5,7 @@
  * Requires  softmax.inc.h (v_exp_prob), tile.inc.h.
  * Exports   sigmoid_update (queries on the lanes), dot_sigmoid (keys on the lanes). */
 
-/* Above this the sigmoid is 1 even in float64, and the product of two denominators is still finite in float32. */
-#define SIGMOID_MAX 43
+#define SIGMOID_MAX 43 /* from here on 1, even in float64; two denominators' product is still finite in float32 */
 
 /* x and y become their sigmoids, e / (1 + e). Both share one division, since a step would wait for each. */
 INLINE void v_sigmoid_pair(v_t *x, v_t *y)

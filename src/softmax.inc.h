@@ -76,8 +76,7 @@ INLINE v_t v_exp_prob(v_t x)
 INLINE lane lane_exp(lane x) { return v_exp(v_splat(x))[0]; }
 INLINE v_t v_abs(v_t x) { return v_max(-x, x); }
 
-/* tanh(x) for |x| <= TANH_SMALL: an odd polynomial. */
-#define TANH_SMALL ((lane)0.625)
+#define TANH_SMALL ((lane)0.625) /* up to here tanh is an odd polynomial */
 INLINE v_t v_tanh_small(v_t x)
 {
     const v_t z = x * x;

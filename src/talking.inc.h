@@ -12,8 +12,7 @@
  * Requires  attention.inc.h, normalisers.inc.h (ROWWISE_ASKS).
  * Exports   talking_scratch, cut_talking_scratch, talking_run. */
 
-/* Lanes from a head's block to the next head's: no power of 2, since those fall on the same sets of the cache. */
-#define HEAD_PITCH ((BLOCK_K + 1) * BLOCK_Q)
+#define HEAD_PITCH ((BLOCK_K + 1) * BLOCK_Q) /* lanes from head to head: powers of 2 meet in the same cache sets */
 
 typedef struct {
     tile_scratch tile;

@@ -3,8 +3,7 @@
  * Requires  attention.inc.h, decode.inc.h.
  * Exports   attention_plan, attention_run, attention_splits, attention_run_split, attention_merge. */
 
-/* Keys of a split: enough work to be worth a task (tens of microseconds), few enough to occupy many cores. */
-#define SPLIT_K 512
+#define SPLIT_K 512 /* keys of a split: enough to be worth a task (tens of microseconds), few enough for many cores */
 _Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");
 
 /* Where a thread would get fewer tasks than this, a task has fewer tiles: the last one must not keep threads waiting.
