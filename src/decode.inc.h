@@ -142,8 +142,7 @@ INLINE void dot_accumulate(fa_dtype dtype, int nr, const dot_weighting *p, int64
     if (d < width) dot_values(dtype, nr, 1, p, r0, d, width - d);
 }
 
-/* One row's online softmax over s (n): probabilities in place; returns alpha = exp(m - m'). Whole vectors hold s, in
- * which what lies past n becomes 0. row_log, if not NULL, as in softmax_update. */
+/* One row's online softmax over s (n), as softmax_update; returns alpha. In whole vectors, what is past n becomes 0. */
 INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log)
 {
     v_t max = v_splat(*row_max), sum = v_splat(0), log = v_splat(0);

@@ -1,5 +1,4 @@
-/* The list of compiled instruction sets. The build says which lines of isa.inc it compiled, as
- * -DFA_COMPILED="X(avx512) X(avx2) X(generic)", best first. */
+/* The compiled instruction sets, best first: the build defines FA_COMPILED, such as "X(avx512) X(avx2) X(generic)". */
 #include "fastattn.h"
 
 #define X(isa)                                                                                                         \

@@ -166,8 +166,7 @@ typedef struct {
     double flops;
 } fa_recurrent_plan;
 
-/* Attention with another normaliser than softmax over all keys, or another score than a product: rowwise.inc.h and
- * talking.inc.h. Of `attention` neither lse nor sinks. Matrices are lanes, C-contiguous. */
+/* Other normalisers and scores: rowwise.inc.h, talking.inc.h. Neither lse nor sinks. Matrices: lanes, C-contiguous. */
 typedef enum { FA_SPARSEMAX, FA_ENTMAX15, FA_TOP_K, FA_ADDITIVE, FA_TALKING_HEADS } fa_rowwise_kind;
 
 typedef struct {

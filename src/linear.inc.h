@@ -93,12 +93,10 @@ INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
     }
 }
 
-/* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, and a pass reads as
- * many as its last row needs.
+/* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read.
  *
- * With one or two passes, the arithmetic takes no longer than memory takes to bring y. Fetching a line or two of
- * `ahead`, if it is not NULL, at every step then gains 15 to 50% where weights come from far away. With more passes it
- * costs more where weights are near than it gains where they are far. */
+ * With one or two passes, arithmetic takes no longer than memory takes to bring y. Fetching a line or two of `ahead`, if
+ * not NULL, at a step gains 15 to 50% of far weights; with more passes it costs more of near ones than it gains. */
 INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, const outer_product *whole)
 {
     const int64_t n_passes = ceil_div(rows, LINEAR_ROWS);

@@ -1,6 +1,5 @@
-/* What is done to scores before softmax. Every modifier has its constants in `modifiers` and same_modifiers,
- * its formula in v_modify, and, if rows differ, its values in `row_lanes` and modify_rows. To add one, change these and
- * the arguments in fastattn.h.
+/* What is done to scores before softmax. A modifier has constants in `modifiers` and same_modifiers, a formula in
+ * v_modify, and, if rows differ, values in `row_lanes` and modify_rows. docs/architecture.md says how to add one.
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *

@@ -148,8 +148,7 @@ INLINE block_kind load_bias(const tile_state *tile, int nv, int64_t j0, int64_t 
     return !v_any(some != 0) ? BLOCK_EMPTY : v_any(low == v_splat(-INFINITY)) ? BLOCK_MASKED : BLOCK_FULL;
 }
 
-/* What a run of keys is to the tile. Writes the additive tile, (n, BLOCK_Q), if there is anything to add and some row
- * attends some key. Where mask and bias do not depend on the query, one row serves all. */
+/* What a run of keys is to the tile; writes the additive tile, if there is one. One row may serve all (`shared`). */
 INLINE block_kind load_additive(const fa_attention_args *a, const tile_state *tile, int nv, key_run run,
                                 const tile_scratch *scratch)
 {

@@ -7,13 +7,11 @@
  *
  * All are products of decays, never quotients: they are at most 1, and a decay of 0 does no harm.
  *
- * Scalar and vector decays are told apart here and nowhere else. With scalar decays, the scores are the matrix product
- * x k^T times `between`. Vector decays differ from term to term of a score's sum. So the keys themselves are multiplied
- * by the decays, one token after the other: vector_scores().
+ * Scalar and vector decays are told apart here alone. With scalar decays, scores are the matrix product x k^T times
+ * `between`. Vector decays differ from term to term of a score's sum: vector_scores() multiplies the keys themselves.
  *
  * Requires  recurrent_task.inc.h, linear.inc.h (multiply), tile.inc.h (transpose).
- * Exports   chunk_scratch, take_chunk_scratch, product_of, transpose_keys, load_rows, load_decays, carry_rows,
- *           decayed_scores, fade_keys, decay_over; CHUNK and other sizes. */
+ * Exports   CHUNK and other sizes, the chunk's scratch, product_of, and what loads, carries, fades, scores. */
 
 /* Tokens of a chunk. On AVX-512, 64 is 3 to 15% slower, 128 another 10 to 25%: the scores grow with it. Chunks with
  * vector decays are shorter yet (32 is 3 to 13% slower), since their scores are no matrix product. */
@@ -21,8 +19,7 @@
 #define GATED_CHUNK 16
 
 /* Rows of q, keys and scores are CHUNK_LANES apart: a constant, so that one register addresses all rows of a pass, and
- * an odd number of lines, so that rows do not meet in the same sets of the cache. Longer rows are cut into blocks of
- * CHUNK_DEPTH dimensions, which are CHUNK_BLOCK lanes apart. */
+ * odd in lines, so that they meet in no set of the cache. Longer rows are blocks of CHUNK_DEPTH, CHUNK_BLOCK apart. */
 #define CHUNK_DEPTH 128
 #define CHUNK_LANES (CHUNK_DEPTH + 64 / (int64_t)sizeof(lane))
 #define CHUNK_ROW (CHUNK_LANES * (int64_t)sizeof(lane))

@@ -1,11 +1,9 @@
-/* The matrix micro-kernels: outer products whose accumulators, TILE x NV vectors, stay in registers.
+/* The matrix micro-kernels: outer products whose accumulators, TILE x NV vectors, stay in registers. In attention the
+ * lanes are queries: for each key, or dimension, a tile has a row of BLOCK_Q lanes (docs/architecture.md draws it).
  *
  * Requires  simd.h, basics.inc.h, convert.inc.h.
  * Literals  nv: LINEAR_NV in layers. nx, rows at a time: 1 .. TILE_MAX. fetch: lines asked for a step, 0 .. 2.
- * Exports   BLOCK_Q, BLOCK_K, outer_product, tile_outer, block_outer, value_product, block_values, transpose.
- *
- * In attention the lanes are queries. All tiles are stored transposed (docs/architecture.md draws it): for each key, or
- * each dimension, a row of BLOCK_Q lanes. */
+ * Exports   BLOCK_Q, BLOCK_K, outer_product, tile_outer, block_outer, value_product, block_values, transpose. */
 _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile */
