@@ -95,7 +95,7 @@ INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
 
 /* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read.
  *
- * With one or two passes, arithmetic takes no longer than memory takes to bring y. Fetching a line or two of `ahead`, if
+ * In one or two passes, arithmetic takes no longer than memory takes to bring y. Fetching a line or two of `ahead`, if
  * not NULL, at a step gains 15 to 50% of far weights; with more passes it costs more of near ones than it gains. */
 INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, const outer_product *whole)
 {
