@@ -9,8 +9,7 @@
  *   for each panel (gated: each pair of panels), each row
  *     out = activation(acc scale + bias) [up] + residual
  *
- * The lanes are output features; x is broadcast, one value at a time, or one pair for the dot product. The bits of a
- * row depend on that row alone, whatever the tasks.
+ * The lanes are output features; x is broadcast, a value or a pair at a time. A row's bits depend on that row alone.
  *
  * Requires  basics.inc.h, convert.inc.h, tile.inc.h (tile_outer), activation.inc.h.
  * Literals  columns: a multiple of GROUP; dot: 1 only if V_BF16_DOT; triangular; weight: FA_I8, FA_BF16; activation.

@@ -38,8 +38,7 @@ typedef struct {
     lane *position, *begin, *end; /* of the query, and its range, relative to j0, where they are small and exact */
 } row_lanes;
 
-/* Scores of keys [j0, j0 + n), before and after modifiers: s and, with BLOCK_ADDS, the additive tile. The tile kernels
- * store both as (n, BLOCK_Q), the dot kernel as (rows, BLOCK_K). */
+/* Scores of keys [j0, j0 + n) and, with BLOCK_ADDS, the additive tile: (n, BLOCK_Q), or (rows, BLOCK_K) for dots. */
 typedef struct {
     const row_block *rows;
     const row_lanes *lanes; /* of the tile kernels */
@@ -122,8 +121,7 @@ INLINE void mark_attending(int nv, const score_tile *scores)
         }
 }
 
-/* A row that attends keys, and has met no score but -inf, must be told from a row that attends nothing: its maximum
- * becomes -LANE_MAX. `marked`: mark_attending has run. */
+/* Where a row attends keys, all with scores of -inf, its maximum becomes -LANE_MAX. `marked`: mark_attending ran. */
 INLINE void mark_rows(int nv, const score_tile *scores, int marked, lane *row_max)
 {
     const int some_hidden = hides(scores->kind);

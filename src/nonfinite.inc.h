@@ -1,6 +1,5 @@
-/* Rows of V that are not finite. A probability of 0 does not shield them, since 0 times NaN or Inf is NaN. So where
- * some query does not attend some key, a kernel takes them out (0 stands in their place) and adds them at the end to
- * those rows that attend them.
+/* Rows of V that are not finite. A probability of 0 is no shield: 0 times NaN or Inf is NaN. So where some query does not
+ * attend some key, 0 takes their place, and they are added at the end to those rows that attend them.
  *
  * Requires  convert.inc.h, tile.inc.h.
  * Literals  dtype: of V. fused: how a product is added.

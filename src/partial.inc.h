@@ -4,8 +4,7 @@
  * normalisation, the associative form of Rabe & Staats 2021. row_max is -inf where the row has met no key that it
  * attends, and -LANE_MAX where it has, and every score was -inf. The sum is 0 in both cases; the result is 0 in the
  * first and NaN in the second. acc_row is head_dim_v rounded up to whole vectors. Behind these lies as much memory
- * again, `low`, for what sums of several partials lose to rounding: so the error of a result does not grow with their
- * number. The last fields are there if statistics are asked for.
+ * again, `low`, for what sums lose to rounding: so errors do not grow with the number of partials. Then statistics.
  *
  * Requires  ranges.inc.h, softmax.inc.h, statistics.inc.h.
  * Exports   partial, row_top, partial_at, _from, _begin_merging, _merge, _end_merging, _finish. */

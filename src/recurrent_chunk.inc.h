@@ -1,5 +1,4 @@
-/* Linear attention, a chunk of tokens at a time. With carry, between and scores of recurrent_decay.inc.h, for each
- * chunk:
+/* Linear attention, chunk by chunk of tokens. With carry, between and scores of recurrent_decay.inc.h, for each chunk:
  *
  *     writes = -b (scores of x = k)                 strictly lower triangular; of the delta rule
  *     u = v, or (1 - writes)^-1 b (v - carry k S)   delta rule: forward substitution, no inverse

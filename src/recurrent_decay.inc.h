@@ -145,7 +145,8 @@ static void plain_scores(const chunk_scratch *scratch, const lane *x, int64_t n,
  * those between its own token and i. In the end keys_t is what fade_keys() is to make of it. */
 static void vector_scores(const chunk_scratch *scratch, const lane *x, int64_t n, int64_t head_dim, lane *scores)
 {
-    transpose_keys(scratch->keys, n, head_dim, scratch->keys_t);
+    lane *keys_t = scratch->keys_t;
+    transpose_keys(scratch->keys, n, head_dim, keys_t);
     for (int64_t i = 0; i < n; i++)
         for (int64_t j = 0; j <= i; j += LANES) {
             const vi_t before = lane_numbers(j) < (ilane)i;
@@ -154,7 +155,7 @@ static void vector_scores(const chunk_scratch *scratch, const lane *x, int64_t n
             for (int64_t d = 0; d < head_dim; d += 4)
                 UNROLL_FOR(int64_t e = 0; e < 4; e++) {
                     if (d + e >= head_dim) break;
-                    lane *keys = scratch->keys_t + (d + e) * CHUNK_LANES + j;
+                    lane *keys = keys_t + (d + e) * CHUNK_LANES + j;
                     const v_t faded = v_load(keys) * v_select(before, v_splat(gate[d + e]), v_splat(1));
                     v_store(keys, faded);
                     sum[e] = v_fma(v_splat(x[element_at(i, d + e)]), faded, sum[e]);

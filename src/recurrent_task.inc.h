@@ -7,8 +7,7 @@
  *                                                      one for every dimension
  *     u_t = v_t, or b_t (v_t - (A_t S_{t-1})^T k_t)    beta: none, or the delta rule
  *
- * The lanes are columns of S, which do not depend on one another. A task is one state, or some panels of its columns;
- * the bits of a column do not depend on which.
+ * The lanes are columns of S, independent of one another, and of which task, a state or some panels of it, has them.
  *
  * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_exp), linear.inc.h (PANEL).
  * Exports   recurrent_task, query_group, panel_width, states and norms loaded and stored, v_flush, decay_at. */

@@ -1,6 +1,5 @@
-/* Sigmoid attention (Ramapuram et al. 2024): p = 1 / (1 + exp(-(s + bias))) takes the place of the online softmax. The
- * keys of a row do not compete, so there is no maximum, no sum, nothing to rescale. A masked key, -inf, gives 0; NaN
- * stays NaN.
+/* Sigmoid attention (Ramapuram et al. 2024): p = 1 / (1 + exp(-(s + bias))) takes the place of the online softmax. It
+ * has no maximum, no sum, nothing to rescale: keys do not compete. A masked key, -inf, gives 0; NaN stays NaN.
  *
  * Requires  softmax.inc.h (v_exp_prob), tile.inc.h.
  * Exports   sigmoid_update (queries on the lanes), dot_sigmoid (keys on the lanes). */

@@ -6,8 +6,7 @@
  *     top        the largest p_j and their keys, kept as scores until l is known
  *     key_sums   sum_i p_ij, and mean_weights, sum_h p_hij / heads_q: in the second pass
  *
- * A sink is part of l and of nothing else. A row whose l is NaN has NaN statistics. A row that attends nothing has
- * row_max -inf, keys -1, and 0 for the rest.
+ * A sink is part of l alone. If l is NaN, so are statistics. A row without keys has row_max -inf, keys -1, else 0.
  *
  * Requires  ranges.inc.h, softmax.inc.h.
  * Exports   top_list and how scores enter it; write_statistics; of the second pass load_row_norm, add_..._to_... */
