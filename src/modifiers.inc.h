@@ -38,7 +38,7 @@ typedef struct {
     lane *position, *begin, *end; /* of the query, and its range, relative to j0, where they are small and exact */
 } row_lanes;
 
-/* Scores of keys [j0, j0 + n) and, with BLOCK_ADDS, the additive tile: (n, BLOCK_Q), or (rows, BLOCK_K) for dots. */
+/* Scores of keys [j0, j0 + n); with BLOCK_ADDS the additive tile. (n, BLOCK_Q); in the dot kernel (rows, BLOCK_K). */
 typedef struct {
     const row_block *rows;
     const row_lanes *lanes; /* of the tile kernels */

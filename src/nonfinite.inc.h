@@ -1,4 +1,4 @@
-/* Rows of V that are not finite. A probability of 0 is no shield: 0 times NaN or Inf is NaN. So where some query does not
+/* Rows of V that are not finite. A probability of 0 is no shield: 0 times NaN or Inf is NaN. Where some query does not
  * attend some key, 0 takes their place, and they are added at the end to those rows that attend them.
  *
  * Requires  convert.inc.h, tile.inc.h.
