@@ -11,7 +11,8 @@ INLINE v_t v_erf(v_t x)
     return x;
 }
 #else
-/* erf(x) = x p(x^2) / q(x^2) up to ERF_MAX, then 1. tools/polynomials.py: relative error 1.2e-8, a fifth of an ulp. */
+/* erf(x) = x p(x^2) / q(x^2) for |x| <= ERF_MAX; beyond, erf is 1 in float32. tools/polynomials.py derives the
+ * coefficients. Their relative error is 1.2e-8, a fifth of a unit in the last place. */
 #define ERF_MAX 3.92f
 static const lane erf_p[] = {1.1283791670955800784f,    0.18672083781244049809f,    0.054063374949626611632f,
                              0.0038494093117275616969f, 0.00036069318080387912003f, 4.1593717566060191427e-6f,

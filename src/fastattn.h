@@ -138,7 +138,7 @@ typedef struct {
     const fa_watch *watch; /* optional */
 } fa_rows_args;
 
-/* out (batch, heads, length, head_dim), which may be x: the first 2 pairs dimensions are rotated, others copied. */
+/* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. */
 typedef struct {
     fa_array x, out, cos, sin; /* cos, sin: (batch, 1, length, pairs), lanes */
     int64_t batch, heads, length, head_dim, pairs;
@@ -166,7 +166,8 @@ typedef struct {
     double flops;
 } fa_recurrent_plan;
 
-/* Other normalisers and scores: rowwise.inc.h, talking.inc.h. Neither lse nor sinks. Matrices: lanes, C-contiguous. */
+/* Attention with another normaliser than softmax over all keys, or another score than a product: rowwise.inc.h and
+ * talking.inc.h. Of `attention` neither lse nor sinks. Matrices are lanes, C-contiguous. */
 typedef enum { FA_SPARSEMAX, FA_ENTMAX15, FA_TOP_K, FA_ADDITIVE, FA_TALKING_HEADS } fa_rowwise_kind;
 
 typedef struct {

@@ -21,11 +21,13 @@
 _Static_assert(LINEAR_ROWS *LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
 _Static_assert(LINEAR_ROWS <= TILE_MAX && PANEL % GROUP == 0, "passes fill a panel");
 
-/* Input features of a block: 32 KB of a panel. With 128, accumulators move twice as often: 1 to 3% slower. */
+/* Input features of a block: a part of a panel is then 32 KB. With 128 it would leave room in the first-level cache,
+ * but accumulators would move twice as often: 1 to 3% slower. */
 #define LINEAR_DEPTH 256
 _Static_assert(LINEAR_DEPTH <= MAX_DEPTH, "one accumulator sums no more products");
 
-/* Bytes from row to row of x's copy: a line more than it has. Rows 4 KB apart would meet in one set of the cache. */
+/* Bytes from row to row of x's copy: a line more than the row has. Rows a multiple of 4 KB apart would meet in the same
+ * sets of the first-level cache. */
 #define X_ROW (LINEAR_DEPTH * (int64_t)sizeof(lane) + 64)
 
 /* Rows and panels of a task at most. The accumulators, 256 KB in float32, stay in the second-level cache. The fewer the
@@ -94,8 +96,9 @@ INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
 
 /* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read.
  *
- * In one or two passes, arithmetic takes no longer than memory takes to bring y. Fetching a line or two of `ahead`, if
- * not NULL, at a step gains 15 to 50% of far weights; with more passes it costs more of near ones than it gains. */
+ * With one or two passes, the arithmetic takes no longer than memory takes to bring y. Fetching a line or two of
+ * `ahead`, if it is not NULL, at every step then gains 15 to 50% where weights come from far away. With more passes it
+ * costs more where weights are near than it gains where they are far. */
 INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, const outer_product *whole)
 {
     const int64_t n_passes = ceil_div(rows, LINEAR_ROWS);
@@ -186,7 +189,8 @@ INLINE void multiply_part(const fa_linear_args *a, int64_t rows, outer_product p
     else multiply(PANEL, 0, 0, rows, &p);
 }
 
-/* Copies `features` elements of each row as lanes, or as pairs for the dot product. If odd, a 0 ends the last pair. */
+/* Copies `features` elements of each row as lanes, or as pairs for the dot product. Weights may be pairs, too: behind
+ * an odd number of elements stands a 0. */
 static void copy_x(const fa_linear_args *a, const char *from, int64_t rows, int64_t features, char *to)
 {
     for (int64_t r = 0; r < rows; r++, from += a->x_row, to += X_ROW) {
@@ -196,7 +200,8 @@ static void copy_x(const fa_linear_args *a, const char *from, int64_t rows, int6
     }
 }
 
-/* out = activation(acc scale + bias) [(up scale + bias)] + residual: one row of a panel, gated: of gate and up. */
+/* out = activation(acc scale + bias) [(up scale + bias)] + residual: one row of the output features of one panel. If
+ * gated, acc has the row of the gate, and `up` that of the panel that follows. */
 INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int64_t row, int64_t panel, lane *acc,
                          const lane *up)
 {

@@ -48,7 +48,8 @@ INLINE int adds(const fa_attention_args *a, const row_block *rows, block_kind ma
     return a->mods.bias.data || mask == BLOCK_MASKED || rows->several;
 }
 
-/* add (n) = what is added to the row's scores; says what it hides. `list`: of several ranges in the block, or NULL. */
+/* add (n) = what is added to the row's scores; says whether it hides no key, some (MASKED) or all (EMPTY). `list` is
+ * the row's, where it may have several ranges in the block, or NULL. */
 static block_kind additive_row(const fa_attention_args *a, const row_block *rows, row_id id, const range_list *list,
                                int64_t j0, int64_t n, lane *add)
 {

@@ -18,7 +18,8 @@ INLINE int same_modifiers(const modifiers *x, const modifiers *y)
     return x->s_factor == y->s_factor && x->softcap == y->softcap && x->alibi == y->alibi;
 }
 
-/* A factor above 1 multiplies the product, as with `dot` any: q times it might overflow where the product does not. */
+/* A factor above 1 multiplies the product: q times it might overflow where the product does not. `dot`: the kernel
+ * applies q_factor to the product in any case. */
 static modifiers modifiers_of(const fa_attention_args *a, int dot)
 {
     const double exact = a->mods.softcap != 0 ? a->mods.scale / a->mods.softcap : a->mods.scale;
@@ -32,13 +33,14 @@ static modifiers modifiers_of(const fa_attention_args *a, int dot)
     };
 }
 
-/* Values of a tile's rows, one a lane: (BLOCK_Q) each. Lanes without a row repeat the last row. */
+/* Values of a tile's rows, one a lane: (BLOCK_Q) each. Lanes without a row have slope 0, and else the last row's. */
 typedef struct {
     lane *slope;                  /* ALiBi's, 0 without */
     lane *position, *begin, *end; /* of the query, and its range, relative to j0, where they are small and exact */
 } row_lanes;
 
-/* Scores of keys [j0, j0 + n); with BLOCK_ADDS the additive tile. (n, BLOCK_Q); in the dot kernel (rows, BLOCK_K). */
+/* Scores of keys [j0, j0 + n), before and after modifiers: s and, with BLOCK_ADDS, the additive tile. The tile kernels
+ * store both as (n, BLOCK_Q), the dot kernel as (rows, BLOCK_K). */
 typedef struct {
     const row_block *rows;
     const row_lanes *lanes; /* of the tile kernels */
@@ -107,7 +109,8 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
     else modify_tile_as(nv, mods, kind, scores);
 }
 
-/* Turns the additive tile, free by now, into masks: which lanes attend which key. A score of -inf may be computed. */
+/* Turns the additive tile, free by now, into masks: which lanes attend which key. The scores do not tell it: one of
+ * -inf may have been computed. */
 INLINE void mark_attending(int nv, const score_tile *scores)
 {
     for (int64_t j = 0; j < scores->n; j++)
@@ -121,7 +124,8 @@ INLINE void mark_attending(int nv, const score_tile *scores)
         }
 }
 
-/* Where a row attends keys, all with scores of -inf, its maximum becomes -LANE_MAX. `marked`: mark_attending ran. */
+/* A row that attends keys, and has met no score but -inf, must be told from a row that attends nothing: its maximum
+ * becomes -LANE_MAX. `marked`: mark_attending has run. */
 INLINE void mark_rows(int nv, const score_tile *scores, int marked, lane *row_max)
 {
     const int some_hidden = hides(scores->kind);

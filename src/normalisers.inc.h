@@ -18,7 +18,8 @@ INLINE lane support_width(fa_rowwise_kind kind)
     return kind == FA_SPARSEMAX ? 1 : kind == FA_ENTMAX15 ? 2 : (lane)INFINITY;
 }
 
-/* Of n kept keys from `first`, the last ones, those stay whose score is NaN or within `width` of some row's largest. */
+/* Looks at n kept keys from `first` on. Those stay whose score is NaN or within `width` of some row's largest; the
+ * others, and all keys behind the n, are dropped. */
 INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane width, const lane *row_max)
 {
     int64_t to = first;

@@ -148,7 +148,8 @@ INLINE block_kind load_bias(const tile_state *tile, int nv, int64_t j0, int64_t 
     return !v_any(some != 0) ? BLOCK_EMPTY : v_any(low == v_splat(-INFINITY)) ? BLOCK_MASKED : BLOCK_FULL;
 }
 
-/* What a run of keys is to the tile; writes the additive tile, if there is one. One row may serve all (`shared`). */
+/* What a run of keys is to the tile. Writes the additive tile, (n, BLOCK_Q), if there is anything to add and some row
+ * attends some key. Where mask and bias do not depend on the query, one row serves all. */
 INLINE block_kind load_additive(const fa_attention_args *a, const tile_state *tile, int nv, key_run run,
                                 const tile_scratch *scratch)
 {
@@ -232,7 +233,8 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, scratch->v);
 }
 
-/* Asks for part `i` of `parts` of the block from `first` on, if rows do not lie side by side: the hardware does not. */
+/* Asks for part `i` of `parts` of the block of keys and values from `first` on, where rows do not lie side by side:
+ * there the hardware's prefetching finds nothing to follow. */
 INLINE void prefetch_block(const fa_attention_args *a, const row_block *rows, int64_t first, int64_t last, int i,
                            int parts)
 {

@@ -4,7 +4,8 @@
  * normalisation, the associative form of Rabe & Staats 2021. row_max is -inf where the row has met no key that it
  * attends, and -LANE_MAX where it has, and every score was -inf. The sum is 0 in both cases; the result is 0 in the
  * first and NaN in the second. acc_row is head_dim_v rounded up to whole vectors. Behind these lies as much memory
- * again, `low`, for what sums lose to rounding: so errors do not grow with the number of partials. Then statistics.
+ * again, `low`, for what sums of several partials lose to rounding: so the error of a result does not grow with their
+ * number. The last fields are there if statistics are asked for.
  *
  * Requires  ranges.inc.h, softmax.inc.h, statistics.inc.h.
  * Exports   partial, row_top, partial_at, _from, _begin_merging, _merge, _end_merging, _finish. */
@@ -53,7 +54,8 @@ static void partial_begin_merging(const partial *part)
     memset(part->row_max + part->low, 0, part->low * sizeof(lane));
 }
 
-/* sum = sum * scale + x; low = low * scale + what that addition rounds away, Knuth's two-sum: 0 of Inf and NaN. */
+/* sum = sum * scale + x, and low = low * scale + what that addition rounds away: Knuth's two-sum. Nothing where the sum
+ * is Inf or NaN. */
 INLINE void add_exactly(lane *sum, lane *low, v_t scale, v_t x)
 {
     const v_t old = v_load(sum) * scale, new = old + x, added = new - old;

@@ -148,7 +148,8 @@ static void ranges_begin(const fa_attention_args *a, row_block *rows, int64_t ke
     if (a->masks.ranges) rows->first = smaller(rows->next, rows->last);
 }
 
-/* With lists: what the rows attend of keys [j0, j1), a block of the grid. All that some row attends come in order. */
+/* With lists: what the rows attend of keys [j0, j1), one block of the grid. Blocks are entered in order, and every
+ * block must be entered of which some row attends some key. */
 static void ranges_enter(row_block *rows, int64_t j0, int64_t j1)
 {
     int64_t *restrict begin = rows->begin, *restrict end = rows->end;

@@ -5,7 +5,8 @@
 
 #define RECURRENT_ASKS (1 << 24) /* multiplications between two calls of given_up(): no more than milliseconds */
 
-/* Tokens [first, first + n) of each chunk, until the call is given up; reads `a`, `chunk`, `between_asks` around it. */
+/* Tokens [first, first + n), for one chunk of a->k or a->q after the other, until the call is given up. It reads `a`,
+ * `chunk` and `between_asks` from where it stands. */
 #define EACH_CHUNK(len, first, n)                                                                                      \
     for (int64_t first = 0, n;                                                                                         \
          n = smaller(len - first, chunk), first < len && !(first && first % between_asks == 0 && given_up(a->watch));  \

@@ -19,7 +19,8 @@
 #define GATED_CHUNK 16
 
 /* Rows of q, keys and scores are CHUNK_LANES apart: a constant, so that one register addresses all rows of a pass, and
- * odd in lines, so that they meet in no set of the cache. Longer rows are blocks of CHUNK_DEPTH, CHUNK_BLOCK apart. */
+ * an odd number of lines, so that rows do not meet in the same sets of the cache. Longer rows are cut into blocks of
+ * CHUNK_DEPTH dimensions, which are CHUNK_BLOCK lanes apart. */
 #define CHUNK_DEPTH 128
 #define CHUNK_LANES (CHUNK_DEPTH + 64 / (int64_t)sizeof(lane))
 #define CHUNK_ROW (CHUNK_LANES * (int64_t)sizeof(lane))
@@ -164,7 +165,8 @@ static void vector_scores(const chunk_scratch *scratch, const lane *x, int64_t n
         }
 }
 
-/* scores (n, n) = factor_i x_i k_j between (i, j) for j < i + inclusive; else 0, even of NaN. `factor` may be NULL. */
+/* scores (n, n) = factor_i x_i k_j between (i, j) for j < i + inclusive. The others are 0, even where x_i k_j is NaN.
+ * `factor` may be NULL. */
 static void decayed_scores(const fa_recurrent_args *a, chunk_scratch *scratch, const lane *x, int64_t n,
                            const lane *factor, int inclusive, lane *scores)
 {
@@ -185,7 +187,8 @@ static void decayed_scores(const fa_recurrent_args *a, chunk_scratch *scratch, c
         }
 }
 
-/* Gives every key in keys_t the decays from its token to the chunk's end; vector_scores(), with decays, has done so. */
+/* Gives every key in keys_t the decays between its token and the chunk's end. vector_scores() has done so already:
+ * calls with decays are causal, and so it runs for every chunk. */
 static void fade_keys(const fa_recurrent_args *a, int64_t n, chunk_scratch *scratch)
 {
     if (!a->log_decay.data || a->gated) return;

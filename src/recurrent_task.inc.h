@@ -7,7 +7,8 @@
  *                                                      one for every dimension
  *     u_t = v_t, or b_t (v_t - (A_t S_{t-1})^T k_t)    beta: none, or the delta rule
  *
- * The lanes are columns of S, independent of one another, and of which task, a state or some panels of it, has them.
+ * The lanes are columns of S, which do not depend on one another. A task is one state, or some panels of its columns;
+ * the bits of a column do not depend on which.
  *
  * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_exp), linear.inc.h (PANEL).
  * Exports   recurrent_task, query_group, panel_width, states and norms loaded and stored, v_flush, decay_at. */
@@ -75,7 +76,8 @@ static void store_norm(const fa_recurrent_args *a, const recurrent_task *task, c
         memcpy(at(&a->norm_out, task->b, task->h, 0, 0), norm, a->head_dim * sizeof(lane));
 }
 
-/* 0 for numbers below the normal range, where a decaying state stays and arithmetic takes a hundred times as long. */
+/* 0 for numbers below the normal range. Arithmetic on them takes a hundred times as long, and a state that decays would
+ * stay among them for ever. NaN stays NaN. */
 INLINE v_t v_flush(v_t x) { return v_select(v_abs(x) < v_splat(LANE_MIN), v_splat(0), x); }
 
 /* A token's decays of dimensions d, d + 1, ..., from its row of log_decay. A scalar decay is that of all of them. */

@@ -66,7 +66,8 @@ INLINE v_t v_exp_normal(v_t x)
 INLINE v_t v_exp(v_t x) { return v_exp_normal(v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x)); }
 
 /* e^x as a probability relative to the largest: exactly 0 below 2^(27 - EXP_BIAS), 2^-100 in float32. Of less, products
- * with values, or before the clamp e^x itself, would be denormal: nine times slower, x86 traps into microcode. */
+ * with values would be denormal, for which x86 traps into microcode: nine times slower where scores are large. The
+ * clamp is there for that, too: e^x itself would be denormal first. */
 INLINE v_t v_exp_prob(v_t x)
 {
     const v_t least = v_splat((lane)((27 - EXP_BIAS) * LN_2));

@@ -6,7 +6,8 @@
  *     top        the largest p_j and their keys, kept as scores until l is known
  *     key_sums   sum_i p_ij, and mean_weights, sum_h p_hij / heads_q: in the second pass
  *
- * A sink is part of l alone. If l is NaN, so are statistics. A row without keys has row_max -inf, keys -1, else 0.
+ * A sink is part of l and of nothing else. A row whose l is NaN has NaN statistics. A row that attends nothing has
+ * row_max -inf, keys -1, and 0 for the rest.
  *
  * Requires  ranges.inc.h, softmax.inc.h.
  * Exports   top_list and how scores enter it; write_statistics; of the second pass load_row_norm, add_..._to_... */
@@ -45,7 +46,8 @@ static void top_insert_row(int64_t n_top, const lane *s, int64_t n, int64_t firs
     }
 }
 
-/* Adds scores s (n, nv) of keys from `first` on to score and key (n_top, BLOCK_Q): a list moves down from there. */
+/* Adds scores s (n, nv), queries on the lanes, of keys from `first` on, to score and key (n_top, BLOCK_Q). From where a
+ * lane's score belongs on, its list moves down by one. */
 static void top_insert_tile(int nv, int64_t n_top, const lane *s, int64_t n, ilane first, lane *score, ilane *key)
 {
     for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES)

@@ -7,7 +7,7 @@
 _Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");
 
 /* Where a thread would get fewer tasks than this, a task has fewer tiles: the last one must not keep threads waiting.
- * Than 4, on 2 cores, 24 is 30% faster at (1, 12, 128, 64), 4% at (1, 12, 512, 64), and level from there on. */
+ * On 2 cores, 24 is 30% faster than 4 at (1, 12, 128, 64), 4% at (1, 12, 512, 64), and level from there on. */
 #define TASKS_PER_THREAD 24
 
 /* How many partials stand at the head of a thread's scratch: the one that is being made, and the states that it is
@@ -153,7 +153,8 @@ static void attention_run_split(const fa_attention_args *a, const fa_plan *plan,
     attend_rows(a, plan, &rows, begin, smaller(begin + plan->split_k, a->len_k), memory, &into);
 }
 
-/* The second pass: all rows, a few tiles after the other, and all heads, for their mean, against the task's keys. */
+/* The second pass: all rows against the task's keys, a few tiles after the other, and all heads if their mean is asked
+ * for. */
 static void run_second_pass(const fa_attention_args *a, const fa_plan *plan, int64_t task, void *memory)
 {
     const int64_t runs = ceil_div(a->len_k, plan->run_k), heads = a->stats.mean_weights.data ? a->heads_kv : 1;

@@ -11,7 +11,7 @@ _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 #define TILE_MAX 12          /* rows and vectors of any tile: the arrays below lie in registers */
 #define NV_MAX 4
 
-/* Products that one accumulator sums. With 1024, rounding would be twice that of a BLAS, which has several of them. */
+/* Most products that one accumulator sums. With 1024, rounding would be twice that of a BLAS, which has several. */
 #define MAX_DEPTH 256
 
 /* c + a b, on lanes or on pairs of bfloat16. */
