@@ -243,8 +243,8 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
 }
 
 /* The state of the KV head's rows over keys [key_begin, key_end), as a partial. */
-INLINE void dot_attend(const fa_attention_args *a, fa_dtype dtype, row_block *rows, int64_t key_begin, int64_t key_end,
-                       const dot_scratch *scratch, const partial *part)
+INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block *rows, int64_t key_begin,
+                          int64_t key_end, const dot_scratch *scratch, const partial *part)
 {
     const modifiers mods = modifiers_of(a, 0);
     ranges_begin(a, rows, key_begin, key_end);
@@ -264,4 +264,10 @@ INLINE void dot_attend(const fa_attention_args *a, fa_dtype dtype, row_block *ro
         const key_run run = masked_run(a, rows, 1, walk.begin, walk.end - walk.begin);
         if (run.mask != BLOCK_EMPTY) dot_block(a, dtype, &mods, rows, run, scratch, part);
     }
+}
+
+static void dot_attend(const fa_attention_args *a, row_block *rows, int64_t key_begin, int64_t key_end,
+                       const dot_scratch *scratch, const partial *part)
+{
+    WITH_DTYPE(a->k.dtype, dtype, dot_attend_as(a, dtype, rows, key_begin, key_end, scratch, part));
 }

@@ -128,7 +128,7 @@ static void attend_rows(const fa_attention_args *a, const fa_plan *plan, row_blo
     if (takes_dot(a, plan, rows)) {
         dot_scratch scratch;
         cut_dot_scratch(&(arena){.memory = memory}, a, &scratch, rows);
-        WITH_DTYPE(a->k.dtype, dtype, dot_attend(a, dtype, rows, begin, end, &scratch, into));
+        dot_attend(a, rows, begin, end, &scratch, into);
         return;
     }
     tile_scratch scratch;
