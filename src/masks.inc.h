@@ -12,9 +12,8 @@ typedef struct {
 
 /* What a dense mask leaves of n keys from j0 on. Where all rows share the mask, as they share a padding mask, the keys
  * are trimmed to those attended, at multiples of `step` from the even j0: often that leaves a full block. */
-static key_run masked_run(const fa_attention_args *a, const row_block *rows, int step, int64_t j0, int64_t n)
+static key_run trimmed_run(const fa_attention_args *a, const row_block *rows, int step, int64_t j0, int64_t n)
 {
-    if (n <= 0 || !a->masks.mask.data) return (key_run){j0, n, n > 0 ? BLOCK_FULL : BLOCK_EMPTY};
     const int64_t col = a->masks.mask.col;
     int some = 0, all = 1;
     if (rows_share(rows, &a->masks.mask)) {
@@ -40,6 +39,12 @@ static key_run masked_run(const fa_attention_args *a, const row_block *rows, int
         if ((some && !all) || rows_share(rows, &a->masks.mask)) break;
     }
     return (key_run){j0, n, !some ? BLOCK_EMPTY : all ? BLOCK_FULL : BLOCK_MASKED};
+}
+
+INLINE key_run masked_run(const fa_attention_args *a, const row_block *rows, int step, int64_t j0, int64_t n)
+{
+    if (n > 0 && a->masks.mask.data) return trimmed_run(a, rows, step, j0, n);
+    return (key_run){j0, n, n > 0 ? BLOCK_FULL : BLOCK_EMPTY};
 }
 
 /* Whether these keys need an additive tile. */
