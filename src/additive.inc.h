@@ -6,7 +6,7 @@
  * of them are very small, QK - 1 would have few digits: then a polynomial is used, which costs no more.
  *
  * Requires  tile.inc.h, softmax.inc.h, ranges.inc.h.
- * Literals  nv: 1 or NV. small: 1 if no |q + k| is beyond TANH_SMALL.
+ * Literals  small: 1 if no |q + k| is beyond TANH_SMALL.
  * Exports   additive_scratch, additive_begin, block_additive. */
 #define ADDITIVE_DEPTH 64 /* dimensions that are summed before they are added: less is rounded away; an even number */
 #define ADDITIVE_MOST 8   /* of |q| and |k|: Q K <= e^32, and the product of two denominators is below 1e28 */
@@ -18,7 +18,7 @@ typedef struct {
     lane largest; /* |q|; Inf if one is NaN */
 } additive_scratch;
 
-/* dst (n) = e^(2 src); returns the largest |src|, Inf if one is NaN. Whole vectors are written. */
+/* dst (n), whole vectors, = e^(2 src); returns the largest |src|, Inf if one is NaN. */
 INLINE lane exp_twice(const char *src, int64_t n, lane *dst)
 {
     v_t largest = v_splat(0);
@@ -83,8 +83,7 @@ INLINE void additive_begin(const fa_rowwise_args *call, const row_block *rows, c
     scratch->largest = exp_twice((const char *)qt, depth * BLOCK_Q, scratch->exp_q);
 }
 
-/* p->out (n, nv) = scores of n keys p->x and the queries p->y. Every key goes its own way: what stands in a hidden one
- * changes no bit of another. */
+/* p->out (n, nv) = scores of n keys p->x and the queries p->y. What is in a hidden key changes no bit of another. */
 INLINE void block_additive(int nv, int64_t n, const outer_product *p, const additive_scratch *scratch)
 {
     for (int64_t j = 0; j < n; j++) {

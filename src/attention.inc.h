@@ -11,12 +11,10 @@
  * FlashAttention-2 (Dao 2023) turned on its side: lanes are queries, so softmax needs no horizontal reduction.
  *
  * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened
- * (or values interleaved in pairs, for the bfloat16 dot product), and rows that do not lie side by side are gathered,
- * since strides of (batch, length, heads, head_dim) arrays fall on the same cache sets
- * (docs/notes/attention-kernel.md).
+ * (or values interleaved in pairs, for the bfloat16 dot product). Rows that do not lie side by side are gathered, since
+ * their strides fall on the same cache sets (docs/notes/attention-kernel.md).
  *
  * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
- * Literals  dot: 1 where products are of bfloat16 pairs, only if V_BF16_DOT. nv: 1 for at most LANES rows, or NV.
  * Exports   tile_begin, tile_attend, tile_end_part, tile_end, add_values. */
 
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
@@ -27,9 +25,8 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
     const int64_t width = a->head_dim_v, bytes = width * (int64_t)sizeof(lane);
     if (block->checked) return;
     block->checked = 1;
-#define FIND(dtype) find_bad_rows(dtype, at_key(&a->v, rows, block->first), a->v.row, block->n, width, bad)
-    WITH_DTYPE(a->v.dtype, FIND);
-#undef FIND
+    const char *v = at_key(&a->v, rows, block->first);
+    WITH_DTYPE(a->v.dtype, dtype, find_bad_rows(dtype, v, a->v.row, block->n, width, bad));
     if (!bad->n) return;
     if (!dot) {
         copy_good_rows(bad, block->v, block->v_row, block->n, bytes, (char *)scratch->clean);
@@ -43,8 +40,7 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
 }
 
 /* Second pass: scores become probabilities, which are added up. Where a row's factor is NaN, so are the probabilities
- * of the keys that it attends, and of no others. Inlined, it breaks gcc 12 on the doubles of
- * `generic`. */
+ * of the keys that it attends, and of no others. Inlined, it breaks gcc 12 on the doubles of `generic`. */
 __attribute__((noinline)) static void weigh_tile(const fa_attention_args *a, int nv, const tile_state *tile,
                                                  const score_tile *scores, lane *by_row)
 {
@@ -55,15 +51,15 @@ __attribute__((noinline)) static void weigh_tile(const fa_attention_args *a, int
         const vi_t weighs = factor != 0; /* else there is no row, or no key: q = 0 times NaN in K is NaN */
         undefined |= factor != factor;
         for (int64_t j = 0; j < n; j++) {
-            lane *at = scores->s + j * BLOCK_Q + u * LANES;
-            v_store(at, (v_t)((vi_t)(v_exp_prob(v_load(at) - base) * factor) & weighs));
+            lane *s = scores->s + j * BLOCK_Q + u * LANES;
+            v_store(s, (v_t)((vi_t)(v_exp_prob(v_load(s) - base) * factor) & weighs));
         }
     }
     if (hides(scores->kind) && v_any(undefined)) {
-        note_attending(nv, scores);
+        mark_attending(nv, scores);
         for (int64_t j = 0; j < n; j++)
-            for (int64_t at = j * BLOCK_Q; at < j * BLOCK_Q + nv * LANES; at += LANES)
-                v_store(scores->s + at, v_select((vi_t)v_load(scores->add + at), v_load(scores->s + at), v_splat(0)));
+            for (int64_t i = j * BLOCK_Q; i < j * BLOCK_Q + nv * LANES; i += LANES)
+                v_store(scores->s + i, v_select((vi_t)v_load(scores->add + i), v_load(scores->s + i), v_splat(0)));
     }
     const int one_head = tile->rows.group == 1;
     if (a->stats.key_sums.data && one_head) add_lanes_to_key_sums(a, &tile->rows, nv, scores->s, j0, n);
@@ -105,7 +101,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     }
     if (hides(kind)) take_out_bad_values(a, rows, dot, scratch);
     const int bad = hides(kind) && block->bad.n;
-    if (bad) note_attending(nv, &scores);
+    if (bad) mark_attending(nv, &scores);
 
     if (a->stats.n_top) {
         tile->top_first = j0 / PART_K * PART_K;
@@ -117,7 +113,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     else if (tile->row_log)
         moved = softmax_update(nv, scratch->s, n, tile->row_max, tile->row_sum, tile->row_log, scratch->alpha);
     else moved = softmax_update(nv, scratch->s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
-    note_rows(nv, &scores, bad, tile->row_max);
+    mark_rows(nv, &scores, bad, tile->row_max);
     if (dot) pair_probs(nv, scratch->s, n, scratch->pairs);
     value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v};
     values.v_row = bad ? a->head_dim_v * (int64_t)sizeof(lane) : block->v_row;
@@ -134,7 +130,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     }
 }
 
-/* ot += the values of n keys, weighted: for kernels that need no factor for what came before. */
+/* ot += the values of n keys, weighted, without a factor for what came before. */
 INLINE void add_values(const fa_attention_args *a, int nv, tile_state *tile, const char *v, int64_t v_row, int64_t n,
                        const lane *probs)
 {
@@ -144,7 +140,6 @@ INLINE void add_values(const fa_attention_args *a, int nv, tile_state *tile, con
     tile->fresh = 0;
 }
 
-/* The empty state of a tile. */
 INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
 {
     for (int64_t r = 0; r < BLOCK_Q; r++) {
@@ -193,8 +188,13 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
     row_block *rows = &tile->rows;
     ranges_begin(a, rows, key_begin, key_end);
     load_queries(a, rows, dot, mods->q_factor, tile->qt);
-    if (a->mods.bias.data) note_bias_rows(a, tile);
-    load_slopes(a, mods, rows, tile->lanes.slope);
+    memset(tile->lanes.slope, 0, BLOCK_Q * sizeof(lane));
+    EACH_ROW(rows, r, id) {
+        if (a->mods.bias.data) tile->bias[r] = at_row(&a->mods.bias, rows, id);
+        if (mods->alibi) tile->lanes.slope[r] = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
+    }
+    for (int64_t r = rows->n; a->mods.bias.data && r < BLOCK_Q; r++)
+        tile->bias[r] = tile->bias[rows->n - 1]; /* a lane without a row hides what the last row hides */
     tile->parts = 0;
     tile_reset(a, tile);
     if (!a->stats.second_pass) return;

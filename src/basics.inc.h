@@ -20,16 +20,21 @@ INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
     return x->data + x->batch[b] + h * x->head + i * x->row + j * x->col;
 }
 
-/* call(dtype) with a literal that a kernel may read: switches on it fold away. */
-#define WITH_DTYPE(dtype, call)                                                                                        \
+/* The call that follows, in which `name` is the dtype as a literal: a kernel's switches on it fold away. */
+#define WITH_LITERAL(name, value, ...)                                                                                 \
+    {                                                                                                                  \
+        const int name = value;                                                                                        \
+        __VA_ARGS__;                                                                                                   \
+    }
+#define WITH_DTYPE(dtype, name, ...)                                                                                   \
     do {                                                                                                               \
-        if (LANE_BITS == 32 && (dtype) == FA_F16) call(FA_F16);                                                        \
-        else if (LANE_BITS == 32 && (dtype) == FA_BF16) call(FA_BF16);                                                 \
-        else call(LANE_DTYPE);                                                                                         \
+        if (LANE_BITS == 32 && (dtype) == FA_F16) WITH_LITERAL(name, FA_F16, __VA_ARGS__)                              \
+        else if (LANE_BITS == 32 && (dtype) == FA_BF16) WITH_LITERAL(name, FA_BF16, __VA_ARGS__)                       \
+        else WITH_LITERAL(name, LANE_DTYPE, __VA_ARGS__)                                                               \
     } while (0)
 
 /* Memory that is cut into arrays, each at a cache line. From NULL nothing is cut, but `used` is counted all the same:
- * so a plan learns how much a kernel needs. */
+ * so a plan learns how much a kernel needs. Functions that cut a kernel's scratch return the bytes used. */
 typedef struct {
     char *memory;
     int64_t used;
@@ -52,6 +57,5 @@ INLINE void *cut(arena *from, int64_t bytes)
         for (size_t i = 0; i < sizeof each / sizeof each[0]; i++) CUT(from, *each[i], n);                              \
     } while (0)
 
-/* Whether a task is to end where it is. It asks about every millisecond, since the answer may take a look at the
- * clock. */
+/* Whether a task is to end where it is. It asks about every millisecond: the answer may take a look at the clock. */
 INLINE int given_up(const fa_watch *watch) { return watch && watch->gives_up(watch->caller); }

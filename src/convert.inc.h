@@ -1,15 +1,12 @@
 /* Rows of any dtype to and from lanes.
  *
  * Requires  fastattn.h, simd.h, basics.inc.h.
- * Literals  dtype, in INLINE functions: the lane type or, with float lanes, FA_F16 or FA_BF16. Other functions take it
- *           at run time; load_element also takes FA_F32 beside double lanes.
- * Exports   dtype_size, v_load_part, v_store_part, v_load_as, v_load_as_n, load_row, add_row, store_row, round_row,
- *           load_element, row_finite, prefetch_rows. */
+ * Literals  dtype, in INLINE functions alone: the lane type or, with float lanes, FA_F16 or FA_BF16.
+ * Exports   dtype_size, v_load_part, v_store_part, v_load_as, v_load_as_n, load_element, and what ends in _row(s). */
 
 INLINE int64_t dtype_size(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2; }
 
-/* The next vector of a row that has n lanes left. If they are fewer than LANES, the other lanes are 0, or not
- * written. */
+/* The next vector of a row that has n lanes left. Of fewer than LANES, the other lanes are 0, or not written. */
 INLINE v_t v_load_part(const void *from, int64_t n) { return n < LANES ? v_load_n(from, n) : v_load(from); }
 
 INLINE void v_store_part(void *to, v_t x, int64_t n)
@@ -18,7 +15,6 @@ INLINE void v_store_part(void *to, v_t x, int64_t n)
     else v_store(to, x);
 }
 
-/* LANES elements of `dtype`. */
 INLINE v_t v_load_as(fa_dtype dtype, const void *from)
 {
 #if LANE_BITS == 32
@@ -116,7 +112,6 @@ static void round_row(fa_dtype dtype, const char *src, int64_t n, char *dst)
     if (n % 2) memcpy(dst + n * 2, &zero, sizeof zero);
 }
 
-/* Whether all n elements are finite. */
 INLINE int row_finite(fa_dtype dtype, const char *src, int64_t n)
 {
     v_t sum = v_splat(0); /* x * 0 is NaN where x is infinite or NaN, and so is every sum with it */

@@ -1,20 +1,14 @@
 /* What this CPU runs: one fa_cpu_has_<isa>() for every line of isa.inc. */
-#include "cpu.h"
-
 #if defined __x86_64__
 #include <cpuid.h>
-
-static int has_f16c(void) /* older clangs do not know it by name */
-{
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
 
 /* libgcc and compiler-rt ask CPUID, and XGETBV for what the system saves at a context switch. */
 int fa_cpu_has_avx2(void)
 {
+    unsigned a, b, c, d; /* older clangs do not know F16C by name */
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
+           (c & bit_F16C);
 }
 
 int fa_cpu_has_avx512(void)

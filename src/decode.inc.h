@@ -11,11 +11,9 @@
  * Literals  dtype: of K and V. nr, rows at a time: 1, 2 or 4. nd, vectors of head_dim_v at a time: 1 or DOT_CHUNK.
  * Exports   DOT_ROWS, dot_scratch, dot_attend. */
 
-/* Rows per KV head up to which this kernel is used; above, the tile kernel. */
-#define DOT_ROWS 8
+#define DOT_ROWS 8  /* rows per KV head up to which this kernel is used; above, the tile kernel */
 #define DOT_CHUNK 4 /* 4 rows x 4 vectors of accumulators fit 32 registers */
 
-/* A thread's scratch. */
 typedef struct {
     lane *q;             /* (DOT_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
     lane *s, *add;       /* (DOT_ROWS, BLOCK_K) */
@@ -24,7 +22,6 @@ typedef struct {
     int64_t depth;
 } dot_scratch;
 
-/* Returns the bytes used. */
 static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch, row_block *rows)
 {
     scratch->depth = round_up(a->head_dim, LANES);
@@ -145,8 +142,7 @@ INLINE void dot_accumulate(fa_dtype dtype, int nr, const dot_weighting *p, int64
     if (d < width) dot_values(dtype, nr, 1, p, r0, d, width - d);
 }
 
-/* One row's online softmax over s (n): probabilities in place; returns alpha = exp(m - m'). Whole vectors hold s, in
- * which what lies past n becomes 0. row_log, if not NULL, as in softmax_update. */
+/* One row's online softmax over s (n), as softmax_update; returns alpha. In whole vectors, what is past n becomes 0. */
 INLINE lane dot_softmax(lane *s, int64_t n, lane *row_max, lane *row_sum, lane *row_log)
 {
     v_t max = v_splat(*row_max), sum = v_splat(0), log = v_splat(0);
@@ -186,13 +182,13 @@ static void weigh_rows(const fa_attention_args *a, const score_tile *scores, con
     if (a->stats.mean_weights.data) add_rows_to_mean(a, rows, scores->s, scores->j0, n);
 }
 
-/* Four rows at a time, then two, then one. */
-#define EACH_ROWS(rows, r, call)                                                                                       \
+/* The call that follows for four rows at a time, then two, then one: `nr` from row r on. */
+#define EACH_ROWS(rows, r, nr, ...)                                                                                    \
     do {                                                                                                               \
         int64_t r = 0;                                                                                                 \
-        for (; LANES >= 4 && r + 4 <= (rows)->n; r += 4) call(4);                                                      \
-        for (; r + 2 <= (rows)->n; r += 2) call(2);                                                                    \
-        for (; r < (rows)->n; r++) call(1);                                                                            \
+        for (; LANES >= 4 && r + 4 <= (rows)->n; r += 4) WITH_LITERAL(nr, 4, __VA_ARGS__)                              \
+        for (; r + 2 <= (rows)->n; r += 2) WITH_LITERAL(nr, 2, __VA_ARGS__)                                            \
+        for (; r < (rows)->n; r++) WITH_LITERAL(nr, 1, __VA_ARGS__)                                                    \
     } while (0)
 
 /* A run of keys, one block at most. */
@@ -209,9 +205,7 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     dot_product product = {.k = at_key(&a->k, rows, j0), .k_row = a->k.row, .n = n, .q = scratch->q};
     product.head_dim = a->head_dim, product.depth = scratch->depth, product.s = scratch->s;
     product.next = (fetch_ahead){a->stats.second_pass ? NULL : v, a->v.row, width * size};
-#define SCORES(nr) dot_scores(dtype, nr, &product, r)
-    EACH_ROWS(rows, r, SCORES);
-#undef SCORES
+    EACH_ROWS(rows, r, nr, dot_scores(dtype, nr, &product, r));
     modify_rows(a, mods, &scores);
     if (a->stats.second_pass) {
         weigh_rows(a, &scores, scratch);
@@ -233,16 +227,14 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
         if (a->sigmoid) dot_sigmoid(s, n, (lane)a->sigmoid_bias);
         else alpha[r] = dot_softmax(s, n, part->row_max + r, part->row_sum + r, row_log);
         for (int64_t j = 0; j < n && part->row_max[r] == -(lane)INFINITY; j++)
-            if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in note_rows */
+            if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in mark_rows */
     }
     const char *next = j0 + 2 * n <= a->len_k ? at_key(&a->k, rows, j0 + n) : NULL;
     dot_weighting values = {.v = bad.n ? (const char *)scratch->v : v, .v_row = bad.n ? width * size : a->v.row};
     values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
     values.acc = part->acc, values.acc_row = part->acc_row;
     values.next = (fetch_ahead){next, a->k.row, a->head_dim * size};
-#define VALUES(nr) dot_accumulate(dtype, nr, &values, r)
-    EACH_ROWS(rows, r, VALUES);
-#undef VALUES
+    EACH_ROWS(rows, r, nr, dot_accumulate(dtype, nr, &values, r));
     for (int64_t i = 0; i < bad.n; i++)
         for (int64_t r = 0; r < rows->n; r++)
             for (int64_t d = 0; d < width && attends[i][r]; d++)
@@ -277,7 +269,5 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
 static void dot_attend(const fa_attention_args *a, row_block *rows, int64_t key_begin, int64_t key_end,
                        const dot_scratch *scratch, const partial *part)
 {
-#define ATTEND(dtype) dot_attend_as(a, dtype, rows, key_begin, key_end, scratch, part)
-    WITH_DTYPE(a->k.dtype, ATTEND);
-#undef ATTEND
+    WITH_DTYPE(a->k.dtype, dtype, dot_attend_as(a, dtype, rows, key_begin, key_end, scratch, part));
 }

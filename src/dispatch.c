@@ -1,10 +1,9 @@
-/* The list of compiled instruction sets. The build says which lines of isa.inc it compiled, as
- * -DFA_COMPILED="X(avx512) X(avx2) X(generic)", best first. */
+/* The compiled instruction sets, best first: the build defines FA_COMPILED, such as "X(avx512) X(avx2) X(generic)". */
 #include "fastattn.h"
 
-#include "cpu.h"
-
-#define X(isa) extern const fa_kernels fa_kernels_##isa##_f32, fa_kernels_##isa##_f64;
+#define X(isa)                                                                                                         \
+    int fa_cpu_has_##isa(void);                                                                                        \
+    extern const fa_kernels fa_kernels_##isa##_f32, fa_kernels_##isa##_f64;
 FA_COMPILED
 #undef X
 

@@ -1,9 +1,7 @@
-/* The C interface of fastattn: arguments, plans, the table of kernels. Nothing here allocates, starts threads or calls
- * Python.
+/* The C interface: arguments, plans, the table of kernels. Nothing allocates, starts threads or calls Python.
  *
  * A caller fills fa_attention_args, asks kernels->plan() what to run, gives every thread plan.scratch_bytes of 64-byte
- * aligned memory, and runs tasks 0 .. plan.n_tasks - 1 in any order on any threads. The bits of the result do not
- * depend on which thread runs what: see fa_plan. */
+ * aligned memory, and runs tasks 0 .. plan.n_tasks - 1 in any order on any threads: the bits do not depend on it. */
 #ifndef FASTATTN_H
 #define FASTATTN_H
 
@@ -70,15 +68,13 @@ typedef enum {
 } fa_kernel_kind;
 
 /* How a call is cut into tasks: a function of (ISA, dtypes, shape of q, head_dim) alone, never of batch or thread
- * count, so that a row's bits depend on neither. FA_DOT applies only to KV heads that attend more keys than there are
- * queries.
+ * count, so that a row's bits depend on neither. FA_DOT is for KV heads that attend more keys than there are queries.
  *
  * The rows of one KV head are its group * len_q (query, head in group) pairs, query-major. If they fill more than one
  * row block (split_k == 0), a task is a few row blocks against all their keys: run(). If not, the keys of the KV head
  * are cut at multiples of split_k. Each split becomes a partial (row maxima, sums, accumulators), and the partials are
  * merged in order. Either one thread does it all, run(); or any threads call run_split(), for the splits of each head
- * that splits() names, and merge() is called for one after the other. Both do the same arithmetic in the same order. A
- * split whose keys no row attends costs nothing.
+ * that splits() names, and merge() is called for one after the other: the same arithmetic in the same order.
  *
  * A task of the second pass is all rows, in order, against a run of keys. No other task adds to what it adds to. */
 typedef struct {
@@ -142,17 +138,15 @@ typedef struct {
     const fa_watch *watch; /* optional */
 } fa_rows_args;
 
-/* out = x rotated by positions: (batch, heads, length, head_dim); cos, sin (batch, 1, length, pairs), lanes. The first
- * 2 pairs dimensions are rotated, the others copied; out may be x. */
+/* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. */
 typedef struct {
-    fa_array x, out, cos, sin;
+    fa_array x, out, cos, sin; /* cos, sin: (batch, 1, length, pairs), lanes */
     int64_t batch, heads, length, head_dim, pairs;
     int interleaved;
 } fa_rope_args;
 
-/* Linear attention: out_t = scale S_t^T q_t with S_t = A_t S_{t-1} + k_t u_t^T, as recurrent_task.inc.h says. There
- * are `heads` states; heads_k and heads_v divide them; heads_q does, or is a multiple. Not causal, and then without
- * decay and beta: every q reads the last state, and lengths may differ. */
+/* Linear attention, as recurrent_task.inc.h says. There are `heads` states; heads_k and heads_v divide them; heads_q
+ * does, or is a multiple. Not causal, without decay and beta: every q reads the last state, and lengths may differ. */
 typedef struct {
     fa_array q, k, v, out;     /* (batch, heads of each, length, head_dim); out has those of q, at least `heads` */
     fa_array log_decay;        /* lanes, at most 0: (batch, heads, length), gated (..., head_dim); optional */
@@ -207,8 +201,7 @@ typedef struct {
     void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t task, void *scratch);
     void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *);
     void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t task, void *scratch);
-    /* Machine measurements: FLOP done by `rounds` rounds of independent multiply-adds (bf16: of the dot product, or 0
-     * where there is none); and a sum that reads n bytes once. */
+    /* Measurements of the machine: peak.inc.h. */
     double (*fma_rounds)(int64_t rounds, int bf16);
     double (*read_bytes)(const char *data, int64_t n);
 } fa_kernels;

@@ -6,8 +6,7 @@
  *                               loads for 12 multiply-adds and not 7; 8x2 spills. NEON: a vector holds but four queries.
  *                               generic: without fused multiply-adds a product takes one register more
  *     LINEAR_ROWS x LINEAR_NV   the same of the layers' matrix product
- *     STEP_NV                   vectors of a state's columns that a step of linear attention holds, twice
- *     FMA_CHAINS                independent multiply-adds that hide their latency: the measurement of the peak */
+ *     STEP_NV                   vectors of a state's columns that a step of linear attention holds, twice */
 #if defined FA_GENERIC
 #define V_BYTES 16
 #define V_REGISTERS 16
@@ -15,8 +14,6 @@
 #define NV 2
 #define LINEAR_ROWS 6
 #define LINEAR_NV 2
-#define STEP_NV 4
-#define FMA_CHAINS 12
 #elif defined __AVX512F__
 #define V_BYTES 64
 #define V_REGISTERS 32
@@ -24,8 +21,6 @@
 #define NV 2
 #define LINEAR_ROWS 12
 #define LINEAR_NV 2
-#define STEP_NV 8
-#define FMA_CHAINS 16
 #elif defined __AVX2__
 #define V_BYTES 32
 #define V_REGISTERS 16
@@ -33,8 +28,6 @@
 #define NV 3
 #define LINEAR_ROWS 6
 #define LINEAR_NV 2
-#define STEP_NV 4
-#define FMA_CHAINS 12
 #elif defined __aarch64__
 #define V_BYTES 16
 #define V_REGISTERS 32
@@ -42,6 +35,5 @@
 #define NV 4
 #define LINEAR_ROWS 6
 #define LINEAR_NV 4
-#define STEP_NV 8
-#define FMA_CHAINS 12
 #endif
+#define STEP_NV (V_REGISTERS / 4)

@@ -12,7 +12,9 @@
  *     block, run  a block of keys; some keys of it     part     a result over some of the keys
  *     s, probs    scores; probabilities                add      what is added to scores
  *     b h i j d   batch, head, query, key, dimension   j0, n    the first key of a block; how many there are
- *     u, nv       a vector of a tile's row; how many   p        the product that a micro-kernel computes */
+ *     u           a vector of a tile's row             p        the product that a micro-kernel computes
+ *     nv          how many; a literal: 1 for at most LANES rows, or NV
+ *     dot         a literal: 1 where products are of bfloat16 pairs, only if V_BF16_DOT */
 #include "fastattn.h"
 
 #include "simd.h"
@@ -56,12 +58,7 @@
 
 #define TABLE_(isa, lane) fa_kernels_##isa##_##lane
 #define TABLE(isa, lane) TABLE_(isa, lane)
-#ifdef FA_LANE_F64
-#define TABLE_NAME TABLE(FA_ISA_NAME, f64)
-#else
-#define TABLE_NAME TABLE(FA_ISA_NAME, f32)
-#endif
-const fa_kernels TABLE_NAME = {
+const fa_kernels TABLE(FA_ISA_NAME, LANE_NAME) = {
     .plan = attention_plan,
     .run = attention_run,
     .splits = attention_splits,

@@ -9,12 +9,10 @@
  *   for each panel (gated: each pair of panels), each row
  *     out = activation(acc scale + bias) [up] + residual
  *
- * The lanes are output features; x is broadcast, one value at a time, or one pair for the dot product. The bits of a
- * row depend on that row alone, whatever the tasks.
+ * The lanes are output features; x is broadcast, a value or a pair at a time. A row's bits depend on that row alone.
  *
  * Requires  basics.inc.h, convert.inc.h, tile.inc.h (tile_outer), activation.inc.h.
- * Literals  columns: a multiple of GROUP; dot: 1 only if V_BF16_DOT; triangular: 0 or 1; weight, of narrow kernels:
- *           FA_I8 or FA_BF16; activation: any.
+ * Literals  columns: a multiple of GROUP; dot: 1 only if V_BF16_DOT; triangular; weight: FA_I8, FA_BF16; activation.
  * Exports   PANEL, GROUP, multiply: linear attention has such products, too; linear_plan, linear_run. */
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
 
@@ -32,17 +30,14 @@ _Static_assert(LINEAR_DEPTH <= MAX_DEPTH, "one accumulator sums no more products
  * sets of the first-level cache. */
 #define X_ROW (LINEAR_DEPTH * (int64_t)sizeof(lane) + 64)
 
-/* Rows and panels of a task at most. The accumulators (128 rows, 16 panels) are 256 KB in float32 and stay in the
- * second-level cache. The fewer the rows, the more often a panel comes from further away; but with 192 rows, 4096 rows
- * of 384 features are 5% slower. */
+/* Rows and panels of a task at most. The accumulators, 256 KB in float32, stay in the second-level cache. The fewer the
+ * rows, the more often a panel comes from further away; but with 192, 4096 rows of 384 features are 5% slower. */
 #define LINEAR_TASK_ROWS 128
 #define LINEAR_TASK_PANELS 16
 #define LINEAR_TASKS_PER_THREAD 6
 
+#define NARROW_ROWS 4  /* rows up to which narrow weights are widened in registers: memory would cost more */
 #define LINEAR_ASKS 16 /* blocks of input features between two calls of given_up() */
-
-/* Up to this many rows, narrow weights are widened in registers: memory to widen them in would cost more. */
-#define NARROW_ROWS 4
 
 typedef struct {
     char *x;    /* (rows, LINEAR_DEPTH): lanes or pairs of bfloat16, rows X_ROW apart */
@@ -66,9 +61,8 @@ INLINE int is_narrow(const fa_linear_args *a) { return LANE_BITS == 32 && a->wei
 /* Bytes of a panel's row, which is one input feature, or two where weights are pairs of bfloat16. */
 INLINE int64_t panel_row(fa_dtype weight) { return weight == FA_I8 ? PANEL : FA_PANEL_BYTES; }
 
-/* Whether x is read where it is. It must be lanes, and its rows must not meet in one set of the first-level cache. And
- * pairs of weights would read one element too many of a row with an odd k. Copying costs 2 to 13% of the time, with few
- * rows up to 40%. */
+/* Whether x is read where it is: if it is lanes, and its rows do not meet in one set of the first-level cache. Pairs of
+ * weights would read past a row with an odd k. Copying costs 2 to 13% of the time, with few rows up to 40%. */
 INLINE int x_in_place(const fa_linear_args *a)
 {
     return a->dtype == LANE_DTYPE && !linear_dot(a) && a->x_row % 4096 && !(a->weight == FA_BF16 && a->k % 2);
@@ -76,7 +70,6 @@ INLINE int x_in_place(const fa_linear_args *a)
 
 static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *plan)
 {
-    linear_scratch scratch;
     const int maps = 1 + a->gated;
     const int64_t panels = maps * ceil_div(a->n, PANEL), row_blocks = larger(1, ceil_div(a->m, LINEAR_TASK_ROWS));
     const int64_t share = panels * row_blocks / (threads * LINEAR_TASKS_PER_THREAD);
@@ -85,7 +78,7 @@ static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *pl
     plan->panel_tasks = ceil_div(panels, most);
     plan->panels = plan->panel_tasks ? (int)round_up(ceil_div(panels, plan->panel_tasks), maps) : maps;
     plan->n_tasks = plan->rows ? ceil_div(a->m, plan->rows) * plan->panel_tasks : 0;
-    plan->scratch_bytes = take_linear_scratch(&(arena){0}, plan, &scratch);
+    plan->scratch_bytes = take_linear_scratch(&(arena){0}, plan, &(linear_scratch){0});
     plan->flops = 2.0 * maps * a->m * a->n * a->k;
 }
 
@@ -99,11 +92,9 @@ INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
     switch (n) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
     }
-#undef ROWS
 }
 
-/* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, and a pass reads as
- * many as its last row needs.
+/* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read.
  *
  * With one or two passes, the arithmetic takes no longer than memory takes to bring y. Fetching a line or two of
  * `ahead`, if it is not NULL, at every step then gains 15 to 50% where weights come from far away. With more passes it
@@ -129,9 +120,8 @@ INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, con
     }
 }
 
-/* One pass of at most NARROW_ROWS rows, and GROUP columns from c on. p->y is int8 or pairs of bfloat16, and p->depth
- * counts features. The results have the same bits as those of multiply_pass. It fetches as many lines of `ahead` as y
- * has. */
+/* One pass of at most NARROW_ROWS rows, and GROUP columns from c on, with the bits of multiply_pass. p->y is int8 or
+ * pairs of bfloat16, and p->depth counts features. It fetches as many lines of `ahead` as y has. */
 INLINE void narrow_pass(int rows, fa_dtype weight, int64_t c, const outer_product *p)
 {
     const int64_t step = panel_row(weight);
@@ -170,8 +160,7 @@ INLINE void multiply_narrow(fa_dtype weight, int64_t rows, const outer_product *
         }
 }
 
-/* Widens a panel's part, int8 or pairs of bfloat16, to lanes: to (depth, PANEL). With an odd depth it writes a row
- * more, the second half of the last pair. */
+/* to (depth, PANEL) = a panel's part, int8 or pairs of bfloat16: with an odd depth a row more, of the last pair. */
 static void widen_part(fa_dtype weight, const char *part, int64_t depth, lane *to)
 {
     for (int64_t c = 0; weight == FA_I8 && c < depth * PANEL; c += LANES) v_store(to + c, v_load_i8(part + c));
@@ -242,7 +231,7 @@ INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int6
     store_row(a->dtype, acc, n, 1, out);
 }
 
-/* Finishes `count` panels. It goes row by row, so that out is written in long runs. */
+/* Goes row by row, so that out is written in long runs. */
 INLINE void finish_rows(const fa_linear_args *a, fa_activation activation, int64_t panel, int64_t count, int64_t row,
                         int64_t rows, lane *acc)
 {

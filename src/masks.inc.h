@@ -2,8 +2,7 @@
  * dense mask, the bias itself, or a gap between the ranges of a row's list hides a key.
  *
  * Requires  ranges.inc.h, convert.inc.h.
- * Exports   key_run, masked_run, adds, additive_row, additive_rows. These write rows of keys, BLOCK_K lanes apart; the
- *           tile kernel transposes them, operands.inc.h. */
+ * Exports   key_run, masked_run, adds; additive_row, additive_rows: rows of keys, BLOCK_K lanes apart. */
 
 /* Keys [j0, j0 + n) of a block, and what a dense mask makes of them: FULL, MASKED or EMPTY. */
 typedef struct {
@@ -83,7 +82,6 @@ static block_kind additive_row(const fa_attention_args *a, const row_block *rows
     return !v_any(any) ? BLOCK_EMPTY : v_any(none) ? BLOCK_MASKED : BLOCK_FULL;
 }
 
-/* That for all rows. */
 static block_kind additive_rows(const fa_attention_args *a, const row_block *rows, int64_t j0, int64_t n, lane *add)
 {
     block_kind kind = BLOCK_EMPTY;

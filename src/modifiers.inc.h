@@ -1,22 +1,18 @@
-/* What is done to scores before softmax. Every modifier has its constants in `modifiers` and same_modifiers,
- * its formula in v_modify, and, if rows differ, its values in `row_lanes` and modify_rows. To add one, change these and
- * the arguments in fastattn.h.
+/* What is done to scores before softmax. A modifier has constants in `modifiers` and same_modifiers, a formula in
+ * v_modify, and, if rows differ, values in `row_lanes` and modify_rows. docs/architecture.md says how to add one.
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
  * Requires  masks.inc.h, softmax.inc.h.
- * Literals  nv: 1 or NV.
- * Exports   modifiers, score_tile, row_lanes, modify_tile (queries on the lanes: the tile kernels), modify_rows (keys
- *           on the lanes: the dot kernel), note_attending, note_rows, row_attends. */
+ * Exports   modifiers, score_tile, row_lanes; modify_tile, mark_attending, mark_rows: queries on the lanes, for tile
+ *           kernels; modify_rows, row_attends: keys on the lanes, for the dot kernel. */
 
-/* The modifiers of a call, and their constants. */
 typedef struct {
     lane q_factor, s_factor; /* of q and of the product: scale, divided by a softcap */
     lane softcap;            /* or 0 */
     int alibi;
 } modifiers;
 
-/* Whether they do the same to a product. */
 INLINE int same_modifiers(const modifiers *x, const modifiers *y)
 {
     return x->s_factor == y->s_factor && x->softcap == y->softcap && x->alibi == y->alibi;
@@ -37,11 +33,10 @@ static modifiers modifiers_of(const fa_attention_args *a, int dot)
     };
 }
 
-/* Values of a tile's rows, one a lane: (BLOCK_Q) each. */
+/* Values of a tile's rows, one a lane: (BLOCK_Q) each. Lanes without a row have slope 0, and else the last row's. */
 typedef struct {
     lane *slope;                  /* ALiBi's, 0 without */
-    lane *position, *begin, *end; /* of the query, and its range, relative to j0, where they are small and exact. Lanes
-                                     without a row repeat the last row. */
+    lane *position, *begin, *end; /* of the query, and its range, relative to j0, where they are small and exact */
 } row_lanes;
 
 /* Scores of keys [j0, j0 + n), before and after modifiers: s and, with BLOCK_ADDS, the additive tile. The tile kernels
@@ -60,9 +55,8 @@ INLINE int modifies(const modifiers *mods, block_kind kind)
     return kind != BLOCK_FULL || !same_modifiers(mods, &(modifiers){.s_factor = 1});
 }
 
-/* One vector of scores: `add` comes from the additive tile, distance = |position of query - key|, `inside` are the
- * lanes within their rows' ranges. A finite bias never becomes a mask: a sum that overflows is clamped, unless the
- * score was -inf before. */
+/* One vector of scores: `add` is of the additive tile, distance = |position of query - key|, `inside` the lanes within
+ * their rows' ranges. A finite bias never masks: a sum that overflows is clamped, unless the score was -inf before. */
 INLINE v_t v_modify(const modifiers *mods, block_kind kind, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
 {
     const v_t hidden = v_splat(-INFINITY);
@@ -93,21 +87,13 @@ INLINE void modify_tile_as(int nv, const modifiers *mods, block_kind kind, const
     }
 }
 
-/* The slopes of a tile's rows. */
-INLINE void load_slopes(const fa_attention_args *a, const modifiers *mods, const row_block *rows, lane *slope)
-{
-    memset(slope, 0, BLOCK_Q * sizeof(lane));
-    if (!mods->alibi) return;
-    EACH_ROW(rows, r, id) slope[r] = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
-}
-
 /* Modifiers and masks of a tile. One modifier alone, with nothing hidden, has a loop of its own: those are usual. */
 INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mods, const score_tile *scores)
 {
     const row_block *rows = scores->rows;
     const row_lanes *lanes = scores->lanes;
     const block_kind kind = scores->kind;
-    const modifiers none = {.s_factor = 1}, cap = {.s_factor = 1, .softcap = mods->softcap};
+    const modifiers unscaled = {.s_factor = 1}, cap = {.s_factor = 1, .softcap = mods->softcap};
     const modifiers alibi = {.s_factor = 1, .alibi = 1};
     if (!modifies(mods, kind)) return;
     const int64_t position = mods->alibi ? load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) : 0;
@@ -119,13 +105,13 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
     }
     if (kind == BLOCK_FULL && same_modifiers(mods, &cap)) modify_tile_as(nv, &cap, BLOCK_FULL, scores);
     else if (kind == BLOCK_FULL && same_modifiers(mods, &alibi)) modify_tile_as(nv, &alibi, BLOCK_FULL, scores);
-    else if (kind == BLOCK_ADDS && same_modifiers(mods, &none)) modify_tile_as(nv, &none, BLOCK_ADDS, scores);
+    else if (kind == BLOCK_ADDS && same_modifiers(mods, &unscaled)) modify_tile_as(nv, &unscaled, BLOCK_ADDS, scores);
     else modify_tile_as(nv, mods, kind, scores);
 }
 
 /* Turns the additive tile, free by now, into masks: which lanes attend which key. The scores do not tell it: one of
  * -inf may have been computed. */
-INLINE void note_attending(int nv, const score_tile *scores)
+INLINE void mark_attending(int nv, const score_tile *scores)
 {
     for (int64_t j = 0; j < scores->n; j++)
         for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES) {
@@ -139,14 +125,14 @@ INLINE void note_attending(int nv, const score_tile *scores)
 }
 
 /* A row that attends keys, and has met no score but -inf, must be told from a row that attends nothing: its maximum
- * becomes -LANE_MAX. `noted`: note_attending has run. */
-INLINE void note_rows(int nv, const score_tile *scores, int noted, lane *row_max)
+ * becomes -LANE_MAX. `marked`: mark_attending has run. */
+INLINE void mark_rows(int nv, const score_tile *scores, int marked, lane *row_max)
 {
     const int some_hidden = hides(scores->kind);
     vi_t some = {0};
     for (int u = 0; u < nv; u++) some |= v_load(row_max + u * LANES) == v_splat(-INFINITY);
     if (!v_any(some)) return;
-    if (some_hidden && !noted) note_attending(nv, scores);
+    if (some_hidden && !marked) mark_attending(nv, scores);
     for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES) {
         vi_t attends = {0};
         for (int64_t j = 0; some_hidden && j < scores->n; j++)
@@ -156,7 +142,6 @@ INLINE void note_rows(int nv, const score_tile *scores, int noted, lane *row_max
     }
 }
 
-/* Modifiers and masks of the dot kernel's scores. */
 INLINE void modify_rows(const fa_attention_args *a, const modifiers *mods, const score_tile *scores)
 {
     const row_block *rows = scores->rows;

@@ -1,9 +1,8 @@
-/* Rows of V that are not finite. A probability of 0 does not shield them, since 0 times NaN or Inf is NaN. So where
- * some query does not attend some key, a kernel takes them out (0 stands in their place) and adds them at the end to
- * those rows that attend them.
+/* Rows of V that are not finite. A probability of 0 is no shield: 0 times NaN or Inf is NaN. Where some query does not
+ * attend some key, 0 takes their place, and they are added at the end to those rows that attend them.
  *
  * Requires  convert.inc.h, tile.inc.h.
- * Literals  dtype: of V. nv: 1 or NV. fused: how a product is added.
+ * Literals  dtype: of V. fused: how a product is added.
  * Exports   bad_rows, find_bad_rows, copy_good_rows, gather_values, add_bad_value. */
 typedef struct {
     int64_t row[BLOCK_K], n;

@@ -2,7 +2,7 @@
  * Queries are on the lanes, so every step is taken for all rows of a tile at once, and nothing is sorted.
  *
  * Requires  tile.inc.h, softmax.inc.h, operands.inc.h (PART_K).
- * Literals  nv: 1 or NV. squared: 1 for entmax-1.5. above: 0, 1.
+ * Literals  squared: 1 for entmax-1.5. above: 0, 1.
  * Exports   kept_scores, keep_near, find_threshold, normalise, selects, ROWWISE_ASKS. */
 
 /* The keys that may matter to some row of a tile, in order, and their scores s (n, BLOCK_Q). */
@@ -50,16 +50,11 @@ INLINE void relate_to_max(int nv, kept_scores *kept, lane factor, const lane *ro
         }
 }
 
-/* Keys between the questions whether to give up. */
-#define ROWWISE_ASKS (8 * BLOCK_K)
-
-/* Whether to give up between two passes over the kept keys; a pass over few keys takes less time than asking. */
-INLINE int passes_end(const fa_watch *watch, const kept_scores *kept) { return kept->n > PART_K && given_up(watch); }
+#define ROWWISE_ASKS (8 * BLOCK_K) /* keys between two calls of given_up(); passes over up to PART_K are too short */
 
 /* Finds tau, for which the sum of max(z - tau, 0), or of its square, is 1, by Newton's method from tau = -1, where the
- * sum is 1 or more. The sum is convex and falls with tau, so tau only rises; the loop ends when it rises for no row.
- * Keys below tau are dropped on the way. For sparsemax these are the steps of Michelot (1986), exact once the support
- * is found. */
+ * sum is 1 or more. The sum is convex and falls with tau: tau only rises, until it rises for no row. Keys below tau are
+ * dropped on the way. For sparsemax these are the steps of Michelot (1986), exact once the support is found. */
 INLINE void newton(const fa_watch *watch, int nv, int squared, kept_scores *kept, v_t *tau)
 {
     vi_t rises;
@@ -91,7 +86,7 @@ INLINE void newton(const fa_watch *watch, int nv, int squared, kept_scores *kept
             rises |= next > tau[u]; /* false for NaN, and for a row without keys: -1 / 0 */
             tau[u] = v_select(next > tau[u], next, tau[u]);
         }
-    } while (v_any(rises) && !passes_end(watch, kept));
+    } while (v_any(rises) && !(kept->n > PART_K && given_up(watch)));
 }
 
 /* The bits of lanes as integers in the same order; applied once more, back. */
@@ -108,10 +103,8 @@ INLINE void count_from(int nv, const kept_scores *kept, int above, const v_t *li
         }
 }
 
-/* Leaves each lane its k largest scores, the first of equal ones; the others become -inf. NaN stays.
- *
- * The k-th largest score is found by bisection of the bits, as integers: in at most as many passes as a lane has bits.
- * A lane is done when exactly k of its scores are found. */
+/* Leaves each lane its k largest scores, the first of equal ones; the others become -inf. NaN stays. The k-th is found
+ * by bisection of the bits, as integers: in at most as many passes as a lane has, or until exactly k are found. */
 INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64_t k, const lane *row_max)
 {
     const vi_t wanted = (vi_t){0} + (ilane)smaller(k, kept->n);
@@ -139,7 +132,7 @@ INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64
             high[u] = (vi_t)v_select(inside & (count[u] <= wanted), (v_t)middle[u], (v_t)high[u]);
             open |= inside & (count[u] != wanted);
         }
-    } while (v_any(open) && !passes_end(watch, kept));
+    } while (v_any(open) && !(kept->n > PART_K && given_up(watch)));
     UNROLL_FOR(int u = 0; u < nv; u++) limit[u] = (v_t)ordered(low[u]);
     count_from(nv, kept, 1, limit, count);
     int64_t to = 0;

@@ -1,8 +1,8 @@
-/* What the tile kernels work on: a thread's scratch, the state of its tiles, and the operands as the micro-kernels read
- * them: queries transposed, the additive tile, blocks of keys and values in place or copied.
+/* What tile kernels work on: scratch, the state of tiles, and the operands as micro-kernels read them: queries
+ * transposed, the additive tile, blocks of keys and values in place or copied.
  *
  * Requires  modifiers.inc.h, partial.inc.h, nonfinite.inc.h.
- * Literals  dot: 1 where products are of bfloat16 pairs. nv: 1 or NV. dtype: of q.
+ * Literals  dtype: of q.
  * Exports   tile_state, tile_scratch and how they are cut from memory; load_queries, load_additive, load_block ... */
 
 #define TILES 8 /* most tiles of a task */
@@ -11,7 +11,6 @@
  * So one accumulator adds up at most 64 blocks; 64 blocks of 64 keys are the fewest additions in a row. */
 #define PART_K (64 * BLOCK_K)
 
-/* One tile: its rows and their state. */
 typedef struct {
     row_block rows;
     row_lanes lanes;
@@ -36,7 +35,6 @@ typedef struct {
     bad_rows bad;
 } key_block;
 
-/* A thread's scratch. */
 typedef struct {
     tile_state tiles[TILES];
     key_block block;
@@ -64,7 +62,6 @@ static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
     cut_rows(from, BLOCK_Q, &tile->rows);
 }
 
-/* Returns the bytes used. */
 static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int tiles, tile_scratch *scratch)
 {
     CUT_LANES(from, BLOCK_K * BLOCK_Q, &scratch->s, &scratch->add, &scratch->by_row);
@@ -111,10 +108,8 @@ INLINE void load_queries_as(fa_dtype dtype, const fa_attention_args *a, const ro
 
 static void load_queries(const fa_attention_args *a, const row_block *rows, int dot, lane factor, lane *qt)
 {
-#define LOAD(dtype) load_queries_as(dtype, a, rows, 0, factor, qt)
     if (dot) load_queries_as(FA_BF16, a, rows, 1, factor, qt);
-    else WITH_DTYPE(a->q.dtype, LOAD);
-#undef LOAD
+    else WITH_DTYPE(a->q.dtype, dtype, load_queries_as(dtype, a, rows, 0, factor, qt));
 }
 
 /* Whether the additive tile is the bias alone, whose rows lie in memory as lanes do. */
@@ -122,14 +117,6 @@ INLINE int bias_in_place(const fa_attention_args *a, const row_block *rows, bloc
 {
     const int of_lanes = a->mods.bias.dtype == LANE_DTYPE && a->mods.bias.col == sizeof(lane);
     return a->mods.bias.data && of_lanes && mask == BLOCK_FULL && !rows->several;
-}
-
-/* Notes where the bias of each row begins. Lanes without a row hide what the last row hides. */
-INLINE void note_bias_rows(const fa_attention_args *a, tile_state *tile)
-{
-    const row_block *rows = &tile->rows;
-    EACH_ROW(rows, r, id) tile->bias[r] = at_row(&a->mods.bias, rows, id);
-    for (int64_t r = rows->n; r < BLOCK_Q; r++) tile->bias[r] = tile->bias[rows->n - 1];
 }
 
 /* Part of load_bias: `width` keys of LANES rows. */
@@ -172,19 +159,16 @@ INLINE block_kind load_additive(const fa_attention_args *a, const tile_state *ti
     if (run.mask == BLOCK_EMPTY || !adds(a, rows, run.mask)) return run.mask | range;
     const int shared = rows_share(rows, &a->masks.mask) && rows_share(rows, &a->mods.bias) &&
                        (!rows->several || rows->one_list);
-    block_kind kind;
+    const int in_place = !shared && bias_in_place(a, rows, run.mask);
+    const range_list *list = rows->several ? rows->lists : NULL;
+    const block_kind kind = shared     ? additive_row(a, rows, first_row(rows), list, j0, n, scratch->by_row)
+                            : in_place ? load_bias(tile, nv, j0, n, scratch->add)
+                                       : additive_rows(a, rows, j0, n, scratch->by_row);
+    if (kind == BLOCK_EMPTY) return kind;
     if (shared) {
-        const range_list *list = rows->several ? rows->lists : NULL;
-        kind = additive_row(a, rows, first_row(rows), list, j0, n, scratch->by_row);
-        if (kind == BLOCK_EMPTY) return kind;
         for (int64_t j = 0; j < n; j++)
             for (int u = 0; u < NV; u++) v_store(scratch->add + j * BLOCK_Q + u * LANES, v_splat(scratch->by_row[j]));
-    } else if (bias_in_place(a, rows, run.mask)) {
-        kind = load_bias(tile, nv, j0, n, scratch->add);
-        if (kind == BLOCK_EMPTY) return kind;
-    } else {
-        kind = additive_rows(a, rows, j0, n, scratch->by_row);
-        if (kind == BLOCK_EMPTY) return kind;
+    } else if (!in_place) {
         transpose(scratch->by_row, BLOCK_K, rows->n, n, scratch->add, BLOCK_Q);
         for (int64_t r = round_up(rows->n, LANES); r < BLOCK_Q; r += LANES)
             for (int64_t j = 0; j < n; j++) v_store(scratch->add + j * BLOCK_Q + r, v_splat(0));
@@ -224,7 +208,6 @@ INLINE void pair_values(const char *v, int64_t v_row, int64_t n, int64_t width, 
     }
 }
 
-/* The block's keys and values, in place or copied to scratch. */
 INLINE void load_block(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)
 {
     key_block *block = &scratch->block;

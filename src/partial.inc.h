@@ -8,8 +8,7 @@
  * number. The last fields are there if statistics are asked for.
  *
  * Requires  ranges.inc.h, softmax.inc.h, statistics.inc.h.
- * Exports   partial, partial_at, partial_from, row_top, partial_begin_merging, partial_merge, partial_end_merging,
- *           partial_copy, partial_finish. */
+ * Exports   partial, row_top, partial_at, _from, _begin_merging, _merge, _end_merging, _finish. */
 typedef struct {
     lane *row_max, *row_sum, *acc;
     int64_t acc_row, low; /* what x[i] has lost is x[i + low], x being row_sum or acc */
@@ -35,13 +34,11 @@ static int64_t partial_at(const fa_attention_args *a, int64_t n_rows, void *memo
     return from.used;
 }
 
-/* The row's list. */
 INLINE top_list row_top(const fa_attention_args *a, const partial *part, int64_t r)
 {
     return (top_list){part->top.score + r * a->stats.n_top, part->top.key + r * a->stats.n_top};
 }
 
-/* The partial from row r on. */
 INLINE partial partial_from(const fa_attention_args *a, const partial *part, int64_t r)
 {
     partial rest = *part;
@@ -106,17 +103,6 @@ static void partial_end_merging(const partial *part, int64_t n_rows)
     }
 }
 
-/* into = from, which is the first. */
-static void partial_copy(const fa_attention_args *a, const partial *into, const partial *from, int64_t n_rows)
-{
-    const int64_t entries = n_rows * a->stats.n_top;
-    memcpy(into->row_max, from->row_max, into->low * sizeof(lane));
-    if (into->row_log) memcpy(into->row_log, from->row_log, n_rows * sizeof(lane));
-    if (!entries) return;
-    memcpy(into->top.score, from->top.score, entries * sizeof(lane));
-    memcpy(into->top.key, from->top.key, entries * sizeof(int64_t));
-}
-
 /* Sinks, normalisation, conversion: writes out, lse and statistics of the block's rows. */
 static void partial_finish(const fa_attention_args *a, const row_block *rows, const partial *part)
 {
@@ -141,7 +127,7 @@ static void partial_finish(const fa_attention_args *a, const row_block *rows, co
             const lane lse = sum == 0 ? -(lane)INFINITY : (lane)(max + log((double)sum));
             memcpy(at_row(&a->lse, rows, id), &lse, sizeof lse);
         }
-        if (has_row_statistics(a)) {
+        if (a->stats.norm.data || a->stats.row_max.data || a->stats.entropy.data || a->stats.n_top) {
             const row_sums row = {
                 part->row_max[r], part->row_sum[r], part->row_log ? part->row_log[r] : 0, scale, max, sum};
             write_statistics(a, rows->b, id, &row, row_top(a, part, r));

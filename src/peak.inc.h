@@ -4,8 +4,8 @@
  * Exports   fma_rounds, read_bytes. */
 
 /* FLOP that `rounds` rounds of multiply-adds take; with bf16, of the dot product, or 0 where there is none. A processor
- * issues two multiply-adds a cycle and needs four cycles for each: FMA_CHAINS independent
- * ones, more than 8, hide that. */
+ * issues two multiply-adds a cycle and needs four cycles for each: more than 8 independent ones hide that. */
+#define FMA_CHAINS (V_BYTES == 64 ? 16 : 12)
 static double fma_rounds(int64_t rounds, int bf16)
 {
     if (bf16 && !V_BF16_DOT) return 0;
@@ -24,8 +24,8 @@ static double read_bytes(const char *data, int64_t n)
 {
     v_t sum[8];
     UNROLL_FOR(int i = 0; i < 8; i++) sum[i] = v_splat(0);
-    for (int64_t at = 0; at + 8 * V_BYTES <= n; at += 8 * V_BYTES)
-        UNROLL_FOR(int i = 0; i < 8; i++) sum[i] += v_load(data + at + i * V_BYTES);
+    for (int64_t i0 = 0; i0 + 8 * V_BYTES <= n; i0 += 8 * V_BYTES)
+        UNROLL_FOR(int i = 0; i < 8; i++) sum[i] += v_load(data + i0 + i * V_BYTES);
     UNROLL_FOR(int i = 1; i < 8; i++) sum[0] += sum[i];
     return v_sum(sum[0]);
 }

@@ -5,24 +5,22 @@
  * Exports   row_block, EACH_ROW, row_range, attends_some, rows_share, block_kind, range_kind, key_walk.
  *
  * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some
- * row attends. With lists, what lies between two ranges costs nothing; and within a block a row has one range again,
- * unless several ranges of its list lie in it (`several`): then the additive tile hides what is between them,
- * masks.inc.h. */
+ * row attends. With lists, what lies between two ranges costs nothing; within a block a row has one range again, unless
+ * several of its list lie in it (`several`): then the additive tile hides what is between them, masks.inc.h. */
 
 /* A row of a KV head: its rows are (query, head in group) pairs, query-major. */
 typedef struct {
     int64_t query, head;
 } row_id;
 
-/* A row's list: the pairs (begin, end) up to `stop`, of which the row attends what lies in [low, high). `pair` is the
- * first one that reaches past the block, `shown` the first one that reaches past the block's first key. */
+/* A row's list: pairs (begin, end) up to `stop`, of which it attends what lies in [low, high). `pair` is the first one
+ * that reaches past the block, `shown` the first one that reaches past the block's first key. */
 typedef struct {
     const int64_t *pair, *stop, *shown;
     int64_t low, high;
 } range_list;
 
-/* Some rows of a KV head, and what they attend: of all keys of the task, once ranges_begin has run; with lists, of one
- * block of the grid, once ranges_enter has. */
+/* Rows of a KV head, and what they attend: of all keys of the task (ranges_begin), or of a block (ranges_enter). */
 typedef struct {
     int64_t b, h_kv, group, row0, n;
     int64_t *begin, *end;           /* of each row */
@@ -61,7 +59,6 @@ INLINE char *at_key(const fa_array *x, const row_block *rows, int64_t key)
     row_id id = first_row(rows);                                                                                       \
     for (int64_t r = 0; r < (rows)->n; r++, id = next_row(rows, id))
 
-/* Cuts what a block of up to n rows has for each row. */
 INLINE void cut_rows(arena *from, int64_t n, row_block *rows)
 {
     CUT(from, rows->begin, n);
@@ -210,11 +207,8 @@ INLINE block_kind range_kind(const row_block *rows, int64_t j0, int64_t n)
     return rows->full_first > j0 || rows->full_last < j0 + n ? BLOCK_EDGE : BLOCK_FULL;
 }
 
-/* A walk over the blocks of the grid of which some of several row blocks attend some key:
- *
- *     for (key_walk walk = walk_begin(...); walk_next(&walk);) ...
- *
- * At each step the row blocks attend at most keys [begin, end). With lists, their ranges are those of the step. */
+/* A walk over the blocks of the grid of which some of several row blocks attend some key: walk_begin, then walk_next
+ * until it is 0. At each step they attend at most keys [begin, end). With lists, their ranges are those of the step. */
 typedef struct {
     row_block *rows; /* the first, and the others `stride` bytes apart */
     int64_t n_blocks, stride;
@@ -229,8 +223,7 @@ INLINE row_block *walk_rows(const key_walk *walk, int64_t i)
     return (row_block *)((char *)walk->rows + i * walk->stride);
 }
 
-/* With `pairs`, keys come in pairs: ranges begin and, but for the last key of all, end at even places. The key too many
- * is masked. */
+/* With `pairs`, ranges begin and, but for the last key of all, end at even places. A key too many is masked. */
 INLINE void walk_unite(key_walk *walk, int64_t *first, int64_t *last)
 {
     for (int64_t i = 0; i < walk->n_blocks; i++) {

@@ -3,10 +3,10 @@
  * Requires  recurrent_chunk.inc.h, recurrent_step.inc.h.
  * Exports   recurrent_plan, recurrent_run. */
 
-/* Multiplications between two calls of given_up(): no more than milliseconds. */
-#define RECURRENT_ASKS (1 << 24)
+#define RECURRENT_ASKS (1 << 24) /* multiplications between two calls of given_up(): no more than milliseconds */
 
-/* Tokens [first, first + n), for one chunk of a->k or a->q after the other, until the call is given up. */
+/* Tokens [first, first + n), for one chunk of a->k or a->q after the other, until the call is given up. It reads `a`,
+ * `chunk` and `between_asks` from where it stands. */
 #define EACH_CHUNK(len, first, n)                                                                                      \
     for (int64_t first = 0, n;                                                                                         \
          n = smaller(len - first, chunk), first < len && !(first && first % between_asks == 0 && given_up(a->watch));  \
@@ -40,7 +40,7 @@ static void recurrent_run(const fa_recurrent_args *a, const fa_recurrent_plan *p
     store_norm(a, &task, scratch.norm);
 }
 
-/* A task has as many panels of a state's columns as make the slowest thread end first. Fewer panels make more tasks,
+/* A task has as many panels of a state's columns as make the slowest thread end earliest. Fewer panels make more tasks,
  * which fill the threads better; but every task computes the scores again. */
 static void recurrent_plan(const fa_recurrent_args *a, int threads, fa_recurrent_plan *plan)
 {

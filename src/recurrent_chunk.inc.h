@@ -1,5 +1,4 @@
-/* Linear attention, a chunk of tokens at a time. With carry, between and scores of recurrent_decay.inc.h, for each
- * chunk:
+/* Linear attention, chunk by chunk of tokens. With carry, between and scores of recurrent_decay.inc.h, for each chunk:
  *
  *     writes = -b (scores of x = k)                 strictly lower triangular; of the delta rule
  *     u = v, or (1 - writes)^-1 b (v - carry k S)   delta rule: forward substitution, no inverse
@@ -14,19 +13,18 @@
 
 #define SOLVE_ROWS 8 /* rows solved one by one; what earlier rows add to them is a matrix product */
 
-/* acc (rows, PANEL) = or += x (rows, depth) y (depth, PANEL). See multiply(). */
-static void panel_product(int more, int triangular, const lane *x, int64_t rows, const lane *y, int64_t depth,
-                          lane *acc)
+/* to (rows, PANEL) = or += x (rows, depth) y (depth, PANEL). See multiply(). */
+static void panel_product(int more, int triangular, const lane *x, int64_t rows, const lane *y, int64_t depth, lane *to)
 {
-    const outer_product product = product_of(more, x, y, PANEL, depth, acc);
+    const outer_product product = product_of(more, x, y, PANEL, depth, to);
     multiply(PANEL, 0, triangular, rows, &product);
 }
 
 /* acc (rows, PANEL) = or += x (rows, head_dim) y (head_dim, PANEL), x being in blocks of dimensions. */
 static void deep_product(int more, const lane *x, int64_t rows, const lane *y, int64_t head_dim, lane *acc)
 {
-    for (int64_t d = 0; d < head_dim; d += R_DEPTH, x += R_BLOCK)
-        panel_product(more || d, 0, x, rows, y + d * PANEL, smaller(head_dim - d, R_DEPTH), acc);
+    for (int64_t d = 0; d < head_dim; d += CHUNK_DEPTH, x += CHUNK_BLOCK)
+        panel_product(more || d, 0, x, rows, y + d * PANEL, smaller(head_dim - d, CHUNK_DEPTH), acc);
 }
 
 /* u (n, PANEL) = (1 - writes)^-1 u */
@@ -34,12 +32,12 @@ static void solve(const lane *writes, int64_t n, lane *u)
 {
     for (int64_t r = 0; r < n; r += SOLVE_ROWS) {
         const int64_t end = smaller(n, r + SOLVE_ROWS);
-        if (r) panel_product(1, 0, writes + r * R_LANES, end - r, u, r, u + r * PANEL);
+        if (r) panel_product(1, 0, writes + r * CHUNK_LANES, end - r, u, r, u + r * PANEL);
         for (int64_t i = r + 1; i < end; i++) {
             v_t sum[PANEL / LANES];
             UNROLL_FOR(int c = 0; c < PANEL / LANES; c++) sum[c] = v_load(u + i * PANEL + c * LANES);
             for (int64_t j = r; j < i; j++) {
-                const v_t factor = v_splat(writes[i * R_LANES + j]);
+                const v_t factor = v_splat(writes[i * CHUNK_LANES + j]);
                 UNROLL_FOR(int c = 0; c < PANEL / LANES; c++)
                     sum[c] = v_fma(factor, v_load(u + j * PANEL + c * LANES), sum[c]);
             }
@@ -69,7 +67,8 @@ static void apply_delta_rule(const fa_recurrent_args *a, const recurrent_task *t
 static void write_chunk(const fa_recurrent_args *a, const recurrent_task *task, int64_t first, int64_t n,
                         chunk_scratch *scratch)
 {
-    load_keys(a, task, first, n, scratch);
+    load_rows(&a->k, at(&a->k, task->b, task->head_k, first, 0), n, a->head_dim, 1, scratch->keys);
+    if (!a->gated) transpose_keys(scratch->keys, n, a->head_dim, scratch->keys_t); /* else vector_scores() does */
     if (a->log_decay.data) load_decays(a, task, first, n, scratch);
     for (int64_t panel = 0; panel < task->panels; panel++) {
         const int64_t column = task->column + panel * PANEL, width = panel_width(a, column);
@@ -88,7 +87,7 @@ static void load_divisors(const fa_recurrent_args *a, int64_t n, chunk_scratch *
 {
     for (int64_t i = 0; i < n; i++) {
         v_t sum = v_splat(0);
-        for (int64_t j = 0; a->causal && j <= i; j += LANES) sum += v_load(scratch->scores + i * R_LANES + j);
+        for (int64_t j = 0; a->causal && j <= i; j += LANES) sum += v_load(scratch->scores + i * CHUNK_LANES + j);
         for (int64_t d = 0; d < a->head_dim; d += LANES) {
             const v_t q = v_load_part(scratch->q + element_at(i, d), a->head_dim - d);
             sum = v_fma(q, v_load(scratch->norm + d), sum);
@@ -113,7 +112,7 @@ static void read_chunk(const fa_recurrent_args *a, const recurrent_task *task, i
             /* A score of 0 does not shield a row from a later u that is not finite: rows then go one by one. */
             const int64_t rows = a->causal && row_finite(LANE_DTYPE, (const char *)u, n * PANEL) ? n : 1;
             for (int64_t i = 0; a->causal && i < n; i += rows)
-                panel_product(0, 1, scratch->scores + i * R_LANES, rows, u, i, scratch->out + i * PANEL);
+                panel_product(0, 1, scratch->scores + i * CHUNK_LANES, rows, u, i, scratch->out + i * PANEL);
             deep_product(a->causal, scratch->q, n, scratch->state + panel * a->head_dim * PANEL, a->head_dim,
                          scratch->out);
             for (int64_t i = 0; i < n; i++, out += a->out.row)
@@ -138,7 +137,7 @@ static void update_state(const fa_recurrent_args *a, const recurrent_task *task,
     }
     for (int64_t d = 0; a->norm_out.data && d < a->head_dim; d++) {
         v_t sum = v_splat(0);
-        for (int64_t j = 0; j < n; j += LANES) sum += v_load_part(scratch->keys_t + d * R_LANES + j, n - j);
+        for (int64_t j = 0; j < n; j += LANES) sum += v_load_part(scratch->keys_t + d * CHUNK_LANES + j, n - j);
         scratch->norm[d] = scratch->norm[d] * decay_over(a, scratch, n, d) + v_sum(sum);
     }
 }

@@ -6,8 +6,7 @@
  * in place in state_out, a few vectors of columns after the other.
  *
  * Requires  recurrent_task.inc.h.
- * Literals  nv, vectors of columns at a time: 1 or STEP_NV; u and the results stay in registers. n, columns of a vector:
- *           LANES; or fewer, with nv = 1.
+ * Literals  nv, vectors of columns, held in registers: 1 or STEP_NV. n, columns of each: LANES, or fewer with nv = 1.
  * Exports   STEPS, step_scratch, take_step_scratch, recurrent_steps. */
 
 #define STEPS 4 /* calls of up to so many tokens go this way */
@@ -25,13 +24,8 @@ typedef struct {
 static int64_t take_step_scratch(arena *from, const fa_recurrent_args *a, int64_t panels, step_scratch *step)
 {
     const int64_t dims = round_up(a->head_dim, LANES);
-    CUT(from, step->gate, dims);
-    CUT(from, step->k, dims);
-    CUT(from, step->q, dims);
-    CUT(from, step->norm, dims);
-    CUT(from, step->faded_k, dims);
-    CUT(from, step->v, panels * PANEL);
-    CUT(from, step->out, panels * PANEL);
+    CUT_LANES(from, dims, &step->gate, &step->k, &step->q, &step->norm, &step->faded_k);
+    CUT_LANES(from, panels * PANEL, &step->v, &step->out);
     return from->used;
 }
 

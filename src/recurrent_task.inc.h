@@ -2,7 +2,7 @@
  *
  * A state S is a matrix (head_dim, head_dim_v). Token t changes it, then reads it:
  *
- *     S_t = A_t S_{t-1} + k_t u_t^T,   out_t = S_t^T q_t
+ *     S_t = A_t S_{t-1} + k_t u_t^T,   out_t = scale S_t^T q_t
  *     A_t = 1, a_t or diag(a_t)                        log_decay: none; scalar: one number a token; vector (`gated`):
  *                                                      one for every dimension
  *     u_t = v_t, or b_t (v_t - (A_t S_{t-1})^T k_t)    beta: none, or the delta rule
@@ -11,8 +11,7 @@
  * the bits of a column do not depend on which.
  *
  * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_exp), linear.inc.h (PANEL).
- * Exports   recurrent_task, recurrent_task_of, query_group, panel_width, load_state, store_state, load_norm,
- *           store_norm, v_flush, decay_at. */
+ * Exports   recurrent_task, query_group, panel_width, states and norms loaded and stored, v_flush, decay_at. */
 
 /* `panels` panels of columns, from `column` on, of the state of batch item b, head h. */
 typedef struct {

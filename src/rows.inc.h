@@ -2,41 +2,36 @@
  * first-level cache for the passes over it, and is written once.
  *
  * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_exp), activation.inc.h.
- * Literals  kind of row_sum_of, activation of activate_row: any.
+ * Literals  squares of row_sum_of, activation of activate_row: any.
  * Exports   rows_scratch_bytes, rows_run. */
 
-/* Elements of a row between two calls of given_up(): a fraction of a millisecond. */
-#define ROW_ASKS (1 << 18)
+#define ROW_ASKS (1 << 18) /* elements of a row between two calls of given_up(): a fraction of a millisecond */
 _Static_assert(ROW_ASKS % (4 * LANES) == 0, "a block is a whole number of row_sum_of's rounds");
 
-/* Walks over n elements in blocks [begin, end). The walk ends early if the call is given up: nobody reads the
- * results. */
+/* Walks over n elements in blocks [begin, end), and ends early if the call is given up: nobody reads the results. */
 #define EACH_BLOCK(watch, n, begin, end)                                                                               \
     for (int64_t begin = 0, end = smaller(n, ROW_ASKS); begin < (n) && !(begin && given_up(watch));                    \
          begin = end, end = smaller(n, end + ROW_ASKS))
 
-typedef enum { SUM, SUM_SQUARES } sum_kind;
-
 /* sum + (x - center), or + its square. */
-INLINE v_t v_add_to(sum_kind kind, v_t sum, v_t x, lane center)
+INLINE v_t v_add_to(int squares, v_t sum, v_t x, lane center)
 {
     const v_t y = x - v_splat(center);
-    return kind == SUM ? sum + y : v_fma(y, y, sum);
+    return squares ? v_fma(y, y, sum) : sum + y;
 }
 
-/* The sum of x - center, or of its squares, over a row. There are four accumulators, since an addition waits for the
- * one before it to the same accumulator. */
-INLINE lane row_sum_of(const fa_watch *watch, sum_kind kind, const lane *x, int64_t n, lane center)
+/* The sum of x - center, or of its squares, over a row. An addition waits for the one before: four accumulators. */
+INLINE lane row_sum_of(const fa_watch *watch, int squares, const lane *x, int64_t n, lane center)
 {
     v_t sum[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};
     int64_t j = 0;
     EACH_BLOCK(watch, n, begin, end)
         for (; j + 4 * LANES <= end; j += 4 * LANES)
-            UNROLL_FOR(int u = 0; u < 4; u++) sum[u] = v_add_to(kind, sum[u], v_load(x + j + u * LANES), center);
+            UNROLL_FOR(int u = 0; u < 4; u++) sum[u] = v_add_to(squares, sum[u], v_load(x + j + u * LANES), center);
     if (n - j >= 4 * LANES) return 0; /* given up */
-    for (; j + LANES <= n; j += LANES) sum[0] = v_add_to(kind, sum[0], v_load(x + j), center);
+    for (; j + LANES <= n; j += LANES) sum[0] = v_add_to(squares, sum[0], v_load(x + j), center);
     lane total = v_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-    for (; j < n; j++) total += kind == SUM ? x[j] - center : (x[j] - center) * (x[j] - center);
+    for (; j < n; j++) total += squares ? (x[j] - center) * (x[j] - center) : x[j] - center;
     return total;
 }
 
@@ -45,8 +40,8 @@ INLINE void norm_row(const fa_rows_args *a, lane *x)
 {
     const lane *weight = (const lane *)a->weight, *bias = (const lane *)a->bias;
     const int64_t n = a->n;
-    const lane mean = a->kind == FA_LAYER_NORM ? row_sum_of(a->watch, SUM, x, n, 0) / (lane)n : 0;
-    const lane factor = 1 / LANE_SQRT(row_sum_of(a->watch, SUM_SQUARES, x, n, mean) / (lane)n + (lane)a->eps);
+    const lane mean = a->kind == FA_LAYER_NORM ? row_sum_of(a->watch, 0, x, n, 0) / (lane)n : 0;
+    const lane factor = 1 / LANE_SQRT(row_sum_of(a->watch, 1, x, n, mean) / (lane)n + (lane)a->eps);
     EACH_BLOCK(a->watch, n, begin, end)
         for (int64_t j = begin; j < end; j += LANES) {
             v_t y = (v_load_part(x + j, n - j) - v_splat(mean)) * v_splat(factor);
@@ -93,10 +88,10 @@ static void rows_run(const fa_rows_args *a, int64_t begin, int64_t end, void *sc
     for (int64_t r = begin; r < end; r++) {
         if (padded != n) v_store(x + padded - LANES, v_splat(a->kind == FA_SOFTMAX ? -INFINITY : 0));
         EACH_BLOCK(a->watch, n, j, stop) {
-            const int64_t at = j * size, count = stop - j;
-            load_row(a->dtype, a->x + r * a->x_row + at, count, 1, x + j);
-            if (a->residual) add_row(a->dtype, a->residual + r * a->residual_row + at, count, x + j);
-            if (a->total) store_row(a->dtype, x + j, count, 1, a->total + r * a->total_row + at);
+            const int64_t offset = j * size, count = stop - j;
+            load_row(a->dtype, a->x + r * a->x_row + offset, count, 1, x + j);
+            if (a->residual) add_row(a->dtype, a->residual + r * a->residual_row + offset, count, x + j);
+            if (a->total) store_row(a->dtype, x + j, count, 1, a->total + r * a->total_row + offset);
         }
         switch (a->kind) {
         case FA_SOFTMAX: softmax_row(a->watch, x, n); break;

@@ -10,14 +10,12 @@
  *         O^T = O^T + V^T P^T                          V gathered: rows that no query looks at are not read
  *     O = transpose(O^T) / sum of P
  *
- * The scores that are kept are the only memory that grows with the number of keys. A probability of 0 hides a key as a
- * mask does: what stands in its value reaches nothing.
+ * Only the kept scores grow with the number of keys. A probability of 0 hides a key and its value as a mask does.
  *
  * Requires  attention.inc.h, additive.inc.h, normalisers.inc.h, talking.inc.h.
- * Literals  nv: 1 or NV.
  * Exports   rowwise_plan, rowwise_run. */
 
-/* A thread's scratch: tile.s holds probabilities of a block, tile.v their values. */
+/* Here tile.s holds probabilities of a block, tile.v their values. */
 typedef struct {
     tile_scratch tile;
     additive_scratch additive;
@@ -62,7 +60,7 @@ INLINE void score_run(const fa_rowwise_args *call, int nv, const modifiers *mods
             v_store(max, v_max(v_load(max), v_load(s + j * BLOCK_Q + u * LANES)));
         }
     }
-    note_rows(nv, &scores, 0, tile->row_max);
+    mark_rows(nv, &scores, 0, tile->row_max);
     keep_near(nv, kept, kept->n, run.n, support_width(call->kind), tile->row_max);
 }
 
@@ -119,8 +117,7 @@ static void rowwise_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
     tile_state *tile = scratch.tile.tiles;
     row_block *rows = &tile->rows;
     rows->b = head / a->heads_kv, rows->h_kv = head % a->heads_kv, rows->group = group;
-    rows->row0 = row0;
-    rows->n = smaller(BLOCK_Q, n_rows - row0);
+    rows->row0 = row0, rows->n = smaller(BLOCK_Q, n_rows - row0);
     if (call->kind == FA_ADDITIVE)
         mods.s_factor *= mods.q_factor, mods.q_factor = 1; /* the query stands within the tanh */
     tile_begin(a, &mods, 0, 0, a->len_k, tile);
@@ -138,15 +135,13 @@ static void rowwise_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
 static void rowwise_plan(const fa_rowwise_args *call, fa_rowwise_plan *plan)
 {
     const fa_attention_args *a = &call->attention;
-    row_scratch scratch;
-    talking_scratch talking;
     const double per_score = call->kind == FA_ADDITIVE ? 32.0 * a->head_dim : 2.0 * (a->head_dim + a->head_dim_v);
     plan->flops = per_score * a->batch * a->heads_q * a->len_q * a->len_k;
     if (call->kind == FA_TALKING_HEADS) {
         plan->n_tasks = a->batch * ceil_div(a->len_q, BLOCK_Q);
-        plan->scratch_bytes = cut_talking_scratch(&(arena){.memory = NULL}, call, &talking);
+        plan->scratch_bytes = cut_talking_scratch(&(arena){0}, call, &(talking_scratch){0});
     } else {
         plan->n_tasks = a->batch * a->heads_kv * ceil_div(a->heads_q / a->heads_kv * a->len_q, BLOCK_Q);
-        plan->scratch_bytes = cut_row_scratch(&(arena){.memory = NULL}, call, &scratch);
+        plan->scratch_bytes = cut_row_scratch(&(arena){0}, call, &(row_scratch){0});
     }
 }

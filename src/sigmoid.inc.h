@@ -1,13 +1,10 @@
-/* Sigmoid attention (Ramapuram et al. 2024): p = 1 / (1 + exp(-(s + bias))) takes the place of the online softmax. The
- * keys of a row do not compete, so there is no maximum, no sum, nothing to rescale. A masked key, -inf, gives 0; NaN
- * stays NaN.
+/* Sigmoid attention (Ramapuram et al. 2024): p = 1 / (1 + exp(-(s + bias))) takes the place of the online softmax. It
+ * has no maximum, no sum, nothing to rescale: keys do not compete. A masked key, -inf, gives 0; NaN stays NaN.
  *
  * Requires  softmax.inc.h (v_exp_prob), tile.inc.h.
- * Literals  nv: 1 or NV.
  * Exports   sigmoid_update (queries on the lanes), dot_sigmoid (keys on the lanes). */
 
-/* Above this the sigmoid is 1 even in float64, and the product of two denominators is still finite in float32. */
-#define SIGMOID_MAX 43
+#define SIGMOID_MAX 43 /* from here on 1, even in float64; two denominators' product is still finite in float32 */
 
 /* x and y become their sigmoids, e / (1 + e). Both share one division, since a step would wait for each. */
 INLINE void v_sigmoid_pair(v_t *x, v_t *y)
@@ -23,12 +20,12 @@ INLINE void sigmoid_update(int nv, lane *s, int64_t n, lane bias)
 {
     for (int64_t j = 0; j < n; j += 2)
         UNROLL_FOR(int u = 0; u < nv; u++) {
-            lane *at = s + j * BLOCK_Q + u * LANES;
-            v_t x = v_load(at) + v_splat(bias), y = v_splat(-INFINITY);
-            if (j + 1 < n) y = v_load(at + BLOCK_Q) + v_splat(bias);
+            lane *to = s + j * BLOCK_Q + u * LANES;
+            v_t x = v_load(to) + v_splat(bias), y = v_splat(-INFINITY);
+            if (j + 1 < n) y = v_load(to + BLOCK_Q) + v_splat(bias);
             v_sigmoid_pair(&x, &y);
-            v_store(at, x);
-            if (j + 1 < n) v_store(at + BLOCK_Q, y);
+            v_store(to, x);
+            if (j + 1 < n) v_store(to + BLOCK_Q, y);
         }
 }
 

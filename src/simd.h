@@ -1,5 +1,4 @@
-/* The vector type and its operations: the only file with intrinsics. What else depends on the instruction set stands in
- * isa_constants.h.
+/* The vector type and its operations: the only file with intrinsics.
  *
  * One lane type a compilation: FA_LANE_F64 makes it double, else float. v_t is a native register of LANES lanes, vi_t
  * the signed integers of the same width; + - * / < & work on both (GNU vector extensions). A comparison gives a vi_t
@@ -14,8 +13,7 @@
  *   v_load_i8               LANES bytes, signed, converted
  *   v_load_f16 v_load_bf16  LANES 16-bit values, widened           v_store_f16 v_store_bf16   rounded to nearest even
  *   v_dot_bf16(a, b, c)     c + a.lo * b.lo + a.hi * b.hi, lanes of a, b being pairs of bfloat16
- *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory
- */
+ *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory */
 #ifndef FASTATTN_SIMD_H
 #define FASTATTN_SIMD_H
 
@@ -44,6 +42,7 @@ typedef uint64_t wlane;
 #define LANE_MAX 1.7976931348623157e308
 #define LANE_SQRT sqrt
 #define LANE_DTYPE FA_F64
+#define LANE_NAME f64
 #else
 typedef float lane;
 typedef int32_t ilane;
@@ -53,6 +52,7 @@ typedef uint32_t wlane;
 #define LANE_MAX 3.40282346638528859812e38f
 #define LANE_SQRT sqrtf
 #define LANE_DTYPE FA_F32
+#define LANE_NAME f32
 #endif
 
 #if LANE_BITS == 32 && (defined __AVX512BF16__ || defined FA_EMULATE_BF16_DOT)
@@ -162,8 +162,7 @@ INLINE v_t v_min(v_t bound, v_t x)
 #endif
 }
 
-/* An estimate of 14 bits and a Newton step where a division takes as long as sixteen multiplications: 512 bits of
- * float32 on Intel. */
+/* An estimate of 14 bits and a Newton step where a division takes sixteen multiplications: 512 bits on Intel. */
 INLINE v_t v_recip(v_t x)
 {
 #if V_BYTES == 64 && LANE_BITS == 32
@@ -297,7 +296,6 @@ INLINE void v_store_f16(void *p, v_t a)
 }
 
 /* The bfloat16 dot product: an instruction, or its meaning spelled out, for tests of the code around it. */
-
 INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c)
 {
 #if defined __AVX512BF16__

@@ -1,9 +1,8 @@
 /* exp and tanh on vectors, and the online softmax down the keys of a tile.
  *
  * Requires  tile.inc.h (BLOCK_Q).
- * Literals  nv: 1 or NV. row_log: NULL or not.
- * Exports   v_exp, v_exp_prob, lane_exp, v_abs, v_tanh, v_tanh_small, v_softcap, v_log_weight, v_horner, v_base,
- *           softmax_update. */
+ * Literals  row_log: NULL or not.
+ * Exports   v_exp, v_exp_prob, lane_exp, v_abs, v_tanh, v_tanh_small, v_softcap, v_horner, v_base, softmax_update. */
 
 #define LOG2_E 1.44269504088896340736
 #define LN_2 0.69314718055994530942
@@ -53,9 +52,8 @@ INLINE v_t v_horner(const lane *poly, int n, v_t x)
  * EXP_BIAS, and shifted to the exponent's place it is 2^n. The last step is a multiplication and no integer addition,
  * for then a NaN cannot turn into a number, and n = -EXP_BIAS gives 0.
  *
- * Scores stay in natural units: log2(e) enters by the two multiply-adds, at no cost, after the row's maximum has been
- * subtracted. Folded into the scale, as is usual, it costs digits where scores are large, and a bias near the largest
- * number overflows. */
+ * Scores stay in natural units: log2(e) enters by the two multiply-adds, at no cost, after the row's maximum is
+ * subtracted. In the scale it would cost digits of large scores, and a bias near the largest number would overflow. */
 INLINE v_t v_exp_normal(v_t x)
 {
     const v_t magic = v_splat(EXP_ROUND + EXP_BIAS), log2_e = v_splat((lane)LOG2_E);
@@ -79,8 +77,7 @@ INLINE v_t v_exp_prob(v_t x)
 INLINE lane lane_exp(lane x) { return v_exp(v_splat(x))[0]; }
 INLINE v_t v_abs(v_t x) { return v_max(-x, x); }
 
-/* tanh(x) for |x| <= TANH_SMALL: an odd polynomial. */
-#define TANH_SMALL ((lane)0.625)
+#define TANH_SMALL ((lane)0.625) /* up to here tanh is an odd polynomial */
 INLINE v_t v_tanh_small(v_t x)
 {
     const v_t z = x * x;

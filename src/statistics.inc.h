@@ -10,9 +10,7 @@
  * row_max -inf, keys -1, and 0 for the rest.
  *
  * Requires  ranges.inc.h, softmax.inc.h.
- * Literals  nv: 1 or NV.
- * Exports   top_list and how scores enter it; has_row_statistics, write_statistics; of the second pass, load_row_norm,
- *           add_lanes_to_key_sums, add_rows_to_key_sums, add_rows_to_mean. */
+ * Exports   top_list and how scores enter it; write_statistics; of the second pass load_row_norm, add_..._to_... */
 
 /* A row's best scores, best first, and their keys. Of equal scores the first key comes first; -inf: no further key. */
 typedef struct {
@@ -75,11 +73,6 @@ static void top_insert_tile(int nv, int64_t n_top, const lane *s, int64_t n, ila
 typedef struct {
     lane keys_max, keys_sum, keys_log, scale, base, sum;
 } row_sums;
-
-INLINE int has_row_statistics(const fa_attention_args *a)
-{
-    return a->stats.norm.data || a->stats.row_max.data || a->stats.entropy.data || a->stats.n_top;
-}
 
 INLINE void store_lane(const fa_array *x, int64_t b, row_id id, int64_t j, lane value)
 {
@@ -156,7 +149,6 @@ static void add_rows_to_key_sums(const fa_attention_args *a, const row_block *ro
     }
 }
 
-/* The same to mean_weights. */
 static void add_rows_to_mean(const fa_attention_args *a, const row_block *rows, const lane *probs, int64_t j0,
                              int64_t n)
 {

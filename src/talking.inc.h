@@ -10,13 +10,10 @@
  * Modifiers and masks are applied to the mixed scores M_g. The scratch is heads x block, whatever the number of keys.
  *
  * Requires  attention.inc.h, normalisers.inc.h (ROWWISE_ASKS).
- * Literals  nv: 1 or NV.
  * Exports   talking_scratch, cut_talking_scratch, talking_run. */
 
-/* Lanes from a head's block to the next head's: no power of 2, since those fall on the same sets of the cache. */
-#define HEAD_PITCH ((BLOCK_K + 1) * BLOCK_Q)
+#define HEAD_PITCH ((BLOCK_K + 1) * BLOCK_Q) /* lanes from head to head: powers of 2 meet in the same cache sets */
 
-/* A thread's scratch. */
 typedef struct {
     tile_scratch tile;
     tile_state *heads;    /* (heads_q): rows, queries, results, maxima and sums */
@@ -41,12 +38,8 @@ static int64_t cut_talking_scratch(arena *from, const fa_rowwise_args *call, tal
 /* to_g (n, nv) = sum over h of mix_gh from_h (n, nv) */
 INLINE void mix_heads(int nv, int64_t heads, const lane *mix, const lane *from, int64_t n, lane *to)
 {
-    outer_product p = {.x = (const char *)mix,
-                       .x_row = heads * (int64_t)sizeof(lane),
-                       .y = from,
-                       .pitch = HEAD_PITCH,
-                       .depth = heads,
-                       .out = to};
+    outer_product p = {.y = from, .pitch = HEAD_PITCH, .depth = heads, .out = to};
+    p.x = (const char *)mix, p.x_row = heads * (int64_t)sizeof(lane);
     for (int64_t j = 0; j < n; j++, p.y += BLOCK_Q, p.out += BLOCK_Q) {
         int64_t g = 0;
         for (; g + TILE <= heads; g += TILE) tile_outer(TILE, nv, 0, 0, &p, g);
@@ -87,7 +80,7 @@ INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *
         modify_tile(a, nv, mods, &scores);
         if (!first) continue;
         softmax_update(nv, scores.s, n, tile->row_max, tile->row_sum, NULL, scratch->tile.alpha);
-        note_rows(nv, &scores, 0, tile->row_max);
+        mark_rows(nv, &scores, 0, tile->row_max);
     }
     return some_hidden;
 }
@@ -106,8 +99,7 @@ INLINE void talking_probs(int nv, const tile_state *tile, int64_t n, lane *s)
     }
 }
 
-/* ot of every head += the values from j0 on, weighted; scratch->mixed holds the mixed scores, in which -inf hides a
- * key. */
+/* ot of every head += the values from j0 on, weighted; in scratch->mixed, the mixed scores, -inf hides a key. */
 INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int64_t j0, int64_t n,
                            talking_scratch *scratch)
 {
@@ -117,16 +109,15 @@ INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int6
     int64_t key[BLOCK_K];
     bad_rows bad;
     for (int64_t j = 0; j < n; j++) key[j] = j0 + j;
-    if (hidden) { /* which lanes attend a key: of each head, `scores` being free, or where heads mix, of some head */
-        for (int64_t j = 0; j < n * BLOCK_Q; j += LANES) {
-            vi_t some = {0};
-            for (int64_t g = 0; g < heads; g++) {
-                const vi_t attends = v_load(scratch->mixed + g * HEAD_PITCH + j) != v_splat(-INFINITY);
-                if (!call->post) v_store(scratch->scores + g * HEAD_PITCH + j, (v_t)attends);
-                some |= attends;
-            }
-            v_store(scratch->tile.add + j, (v_t)some);
+    /* Which lanes attend a key: of each head, `scores` being free, or where heads mix, of some head. */
+    for (int64_t j = 0; hidden && j < n * BLOCK_Q; j += LANES) {
+        vi_t some = {0};
+        for (int64_t g = 0; g < heads; g++) {
+            const vi_t attends = v_load(scratch->mixed + g * HEAD_PITCH + j) != v_splat(-INFINITY);
+            if (!call->post) v_store(scratch->scores + g * HEAD_PITCH + j, (v_t)attends);
+            some |= attends;
         }
+        v_store(scratch->tile.add + j, (v_t)some);
     }
     for (int64_t g = 0; g < heads; g++) talking_probs(nv, scratch->heads + g, n, scratch->mixed + g * HEAD_PITCH);
     if (call->post) mix_heads(nv, heads, scratch->post, scratch->mixed, n, scratch->scores);

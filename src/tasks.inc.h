@@ -3,13 +3,11 @@
  * Requires  attention.inc.h, decode.inc.h.
  * Exports   attention_plan, attention_run, attention_splits, attention_run_split, attention_merge. */
 
-/* Keys of a split: enough work to be worth a task (tens of microseconds), few enough to occupy many cores. */
-#define SPLIT_K 512
+#define SPLIT_K 512 /* keys of a split: enough to be worth a task (tens of microseconds), few enough for many cores */
 _Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");
 
-/* Where a thread would get fewer tasks than this, a task has fewer tiles: the last one to finish must not keep the
- * other threads waiting. Of 4 and 24, tried on 2 cores, 24 is 30% ahead at (1, 12, 128, 64), 4% at (1, 12, 512, 64),
- * and level from there on. */
+/* Where a thread would get fewer tasks than this, a task has fewer tiles: the last one must not keep threads waiting.
+ * On 2 cores, 24 is 30% faster than 4 at (1, 12, 128, 64), 4% at (1, 12, 512, 64), and level from there on. */
 #define TASKS_PER_THREAD 24
 
 /* How many partials stand at the head of a thread's scratch: the one that is being made, and the states that it is
@@ -19,7 +17,6 @@ static int64_t n_partials(const fa_attention_args *a, const fa_plan *plan)
     return 1 + (!plan->split_k && a->len_k > PART_K ? plan->tiles : 1);
 }
 
-/* The query rows of a KV head. */
 INLINE int64_t rows_per_head(const fa_attention_args *a) { return a->heads_q / a->heads_kv * a->len_q; }
 
 /* Of these rows `tiles` blocks of block_q, from block `tile` on. */
@@ -31,9 +28,8 @@ static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_
     return rows;
 }
 
-/* Whether the rows, all of a KV head's, take the dot kernel. A sequence with no more keys than queries attends itself,
- * and beside longer ones it is padded to many rows. So it takes the tile kernel in any company, and has the same
- * bits. */
+/* Whether all rows of a KV head take the dot kernel. A sequence with no more keys than queries attends itself, and is
+ * padded to many rows beside longer ones: for the same bits it takes the tile kernel in any company. */
 static int takes_dot(const fa_attention_args *a, const fa_plan *plan, const row_block *rows)
 {
     if (plan->kind != FA_DOT || !a->masks.row_end.data) return plan->kind == FA_DOT;
@@ -48,16 +44,12 @@ static int takes_dot(const fa_attention_args *a, const fa_plan *plan, const row_
 /* Scratch of the kernels, behind the partials. */
 static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *plan)
 {
-    tile_scratch tile;
-    dot_scratch dot;
-    row_block rows;
-    const int64_t for_tile = cut_tile_scratch(&(arena){.memory = NULL}, a, plan->tiles, &tile);
+    const int64_t for_tile = cut_tile_scratch(&(arena){0}, a, plan->tiles, &(tile_scratch){0});
     if (plan->kind != FA_DOT) return for_tile;
-    return larger(for_tile, cut_dot_scratch(&(arena){.memory = NULL}, a, &dot, &rows));
+    return larger(for_tile, cut_dot_scratch(&(arena){0}, a, &(dot_scratch){0}, &(row_block){0}));
 }
 
-/* The second pass: a task is a run of keys. The run is shorter where there would be few tasks, but not below 128 keys,
- * where preparing the queries would show. */
+/* A task is a run of keys: shorter where tasks would be few, but not below 128, where preparing queries would show. */
 static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *plan)
 {
     const int64_t owners = a->batch * (a->stats.mean_weights.data ? 1 : a->heads_kv);
@@ -90,8 +82,7 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     if (a->stats.second_pass) plan_second_pass(a, threads, plan);
 }
 
-/* Splits [*first, *last) of the KV head hold all keys that its rows may attend. There is at least one, which writes the
- * result. */
+/* Splits [*first, *last) of the KV head, at least one, hold all keys that its rows may attend; others cost nothing. */
 static void attention_splits(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t *first,
                              int64_t *last)
 {
@@ -108,8 +99,7 @@ static void attention_splits(const fa_attention_args *a, const fa_plan *plan, in
     *last = begin < end ? ceil_div(end, plan->split_k) : 1;
 }
 
-/* Adds the partial of `split` to the KV head's state. Splits come in order: the first replaces the state, the last one
- * finishes it. */
+/* Adds the partial of `split` to the KV head's state. In order: the first replaces the state, the last finishes it. */
 static void attention_merge(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t split, void *state,
                             const void *split_partial)
 {
@@ -119,7 +109,11 @@ static void attention_merge(const fa_attention_args *a, const fa_plan *plan, int
     attention_splits(a, plan, head, &first, &last);
     partial_at(a, plan->block_q, state, &into);
     partial_at(a, plan->block_q, (void *)split_partial, &from);
-    if (split == first) partial_copy(a, &into, &from, rows.n);
+    if (split == first) { /* all but what sums have lost */
+        const int64_t sums = into.low * (int64_t)sizeof(lane), rest = plan->partial_bytes - 2 * sums;
+        memcpy(state, split_partial, sums);
+        memcpy((char *)state + 2 * sums, (const char *)split_partial + 2 * sums, rest);
+    }
     if (split == first + 1) partial_begin_merging(&into);
     if (split > first) partial_merge(a, &into, &from, rows.n);
     if (split < last - 1) return;

@@ -1,12 +1,9 @@
-/* The matrix micro-kernels: outer products whose accumulators, TILE x NV vectors, stay in registers.
+/* The matrix micro-kernels: outer products whose accumulators, TILE x NV vectors, stay in registers. In attention the
+ * lanes are queries: for each key, or dimension, a tile has a row of BLOCK_Q lanes (docs/architecture.md draws it).
  *
  * Requires  simd.h, basics.inc.h, convert.inc.h.
- * Literals  nv, vectors of a row: 1 or NV in attention, LINEAR_NV in layers. nx, rows at a time: 1 .. TILE_MAX.
- *           dot: 1 where operands are pairs of bfloat16, only if V_BF16_DOT. fetch: lines asked for a step, 0 .. 2.
- * Exports   BLOCK_Q, BLOCK_K, outer_product, tile_outer, block_outer, value_product, block_values, transpose.
- *
- * In attention the lanes are queries. All tiles are stored transposed: for each key, or each dimension, a row of BLOCK_Q
- * lanes (docs/architecture.md draws it). */
+ * Literals  nv: LINEAR_NV in layers. nx, rows at a time: 1 .. TILE_MAX. fetch: lines asked for a step, 0 .. 2.
+ * Exports   BLOCK_Q, BLOCK_K, outer_product, tile_outer, block_outer, value_product, block_values, transpose. */
 _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile */
@@ -14,8 +11,7 @@ _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 #define TILE_MAX 12          /* rows and vectors of any tile: the arrays below lie in registers */
 #define NV_MAX 4
 
-/* One accumulator sums at most this many products. Rounding grows with their number, and at 1024 it would be twice that
- * of a BLAS, which has several accumulators. */
+/* Most products that one accumulator sums. With 1024, rounding would be twice that of a BLAS, which has several. */
 #define MAX_DEPTH 256
 
 /* c + a b, on lanes or on pairs of bfloat16. */
@@ -70,7 +66,7 @@ INLINE void prefetch_bias(const bias_ahead *bias, int64_t j)
 {
     const int64_t stop = (j + TILE) * bias->n_rows / BLOCK_K;
     for (int64_t r = j * bias->n_rows / BLOCK_K; r < stop; r++)
-        for (int64_t at = bias->begin; at < bias->end; at += 64) __builtin_prefetch(bias->rows[r] + at, 0, 2);
+        for (int64_t byte = bias->begin; byte < bias->end; byte += 64) __builtin_prefetch(bias->rows[r] + byte, 0, 2);
 }
 
 /* All n rows of a product with pitch BLOCK_Q. Meanwhile `bias`, if not NULL, is fetched. */
@@ -138,8 +134,7 @@ INLINE void block_values(int nv, int dot, const value_product *p)
     for (; d < p->head_dim_v; d++) tile_values(1, nv, dot, d, p);
 }
 
-/* dst (cols, rows) = src (rows, cols) transposed. Whole vectors are written: rows of dst hold a multiple of LANES, and
- * what lies past `rows` becomes 0. */
+/* dst (cols, rows) = src (rows, cols) transposed. Whole vectors are written: what lies past `rows` becomes 0. */
 static void transpose(const lane *src, int64_t src_row, int64_t rows, int64_t cols, lane *dst, int64_t dst_row)
 {
     for (int64_t r = 0; r < rows; r += LANES)
