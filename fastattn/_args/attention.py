@@ -107,16 +107,17 @@ def attention_args(
     structure = None
     if isinstance(mask, Mask):
         structure, mask = mask, None
-    if mask is not None:
-        add_mask(args, func, "mask", mask)
-    if bias is not None:
-        add_bias(args, func, "bias", bias, copies, " (a bool array goes to mask=)")
-    if alibi_slopes is not None:
-        args.alibi_slopes = head_values(
-            func, "alibi_slopes", alibi_slopes, (*batch_shape, heads_q), lane, copies
-        )
-    if sinks is not None:
-        args.sinks = head_values(func, "sinks", sinks, (*batch_shape, heads_q), lane, copies)
+    if not (mask is None and bias is None and alibi_slopes is None and sinks is None):
+        if mask is not None:
+            add_mask(args, func, "mask", mask)
+        if bias is not None:
+            add_bias(args, func, "bias", bias, copies, " (a bool array goes to mask=)")
+        if alibi_slopes is not None:
+            args.alibi_slopes = head_values(
+                func, "alibi_slopes", alibi_slopes, (*batch_shape, heads_q), lane, copies
+            )
+        if sinks is not None:
+            args.sinks = head_values(func, "sinks", sinks, (*batch_shape, heads_q), lane, copies)
     args.row_begin = args.row_end = args.q_position = None
     args.ranges = args.range_first = args.range_last = None
     args.sigmoid_bias = args.statistics = None

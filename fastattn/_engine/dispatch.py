@@ -25,6 +25,7 @@ _TWINS: dict[str, Callable[[Any], None]] = {
     "rows": ops.rows,
     "rowwise": rowwise.rowwise,
 }
+_COMPILED = {name: getattr(settings.core, name) for name in _TWINS} if settings.core else {}
 
 
 def run(args: AnyArgs, backend: str | None = None) -> None:
@@ -33,8 +34,8 @@ def run(args: AnyArgs, backend: str | None = None) -> None:
     # state even so.
     if not args.out.size and args.kernel != "recurrent":
         return
-    if (backend or settings.default_backend()) == "compiled":
-        getattr(settings.core, args.kernel)(args)
+    if (backend or settings.current.backend) == "compiled":
+        _COMPILED[args.kernel](args)
         return
     if backend is None:
         settings.warn_of_fallback()

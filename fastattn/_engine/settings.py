@@ -150,7 +150,7 @@ def available_isas() -> tuple[str, ...]:
 
 def get_num_threads() -> int:
     """Return the number of threads of calls without ``num_threads=``."""
-    return 1 if _forked else _settings.num_threads
+    return 1 if _forked else current.num_threads
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -165,13 +165,13 @@ def set_num_threads(num_threads: int) -> None:
     TypeError, ValueError
         If `num_threads` is not an integer from 1 to 4096.
     """
-    _settings.num_threads = _usable("set_num_threads", num_threads)
-    _settings.threads_from = "set_num_threads()"
+    current.num_threads = _usable("set_num_threads", num_threads)
+    current.threads_from = "set_num_threads()"
 
 
 def threads(func: str, num_threads: int | None) -> int:
     """`num_threads`, checked, up to the limit of `set_num_threads`; None is the default; 1 if forked."""
-    checked = _settings.num_threads if num_threads is None else _usable(func, num_threads)
+    checked = current.num_threads if num_threads is None else _usable(func, num_threads)
     return 1 if _forked else checked
 
 
@@ -181,7 +181,7 @@ def _usable(func: str, num_threads: int) -> int:
 
 def default_backend() -> str:
     """Return what calls without ``backend=`` run: "compiled" or "numpy"."""
-    return _settings.backend
+    return current.backend
 
 
 def require_backend(func: str, backend: str | None) -> None:
@@ -200,9 +200,9 @@ def forced(
     isa: str | None = None, num_threads: int | None = None, backend: str | None = None
 ) -> Iterator[None]:
     """Force settings inside a ``with`` block, for tests and benchmarks; every thread sees them."""
-    global _settings
-    before, isa_before = _settings, core and core.get_isa()
-    settings = replace(_settings)
+    global current
+    before, isa_before = current, core and core.get_isa()
+    settings = replace(current)
     if backend is not None:
         require_backend("forced", backend)
         settings.backend, settings.asked_by = backend, "forced()"
@@ -211,10 +211,10 @@ def forced(
     if isa is not None:
         _use_isa("forced(): isa", isa)
     try:
-        _settings = settings
+        current = settings
         yield
     finally:
-        _settings = before
+        current = before
         if isa is not None:
             core.set_isa(isa_before)
 
@@ -225,7 +225,7 @@ def warn_of_fallback() -> None:
     The warning points at the line that called the public function.
     """
     global _warned
-    if _warned or _settings.asked_by:
+    if _warned or current.asked_by:
         return
     _warned = True
     frame, level = sys._getframe(1), 2
@@ -244,10 +244,10 @@ def why_numpy(backend: str | None = None) -> str | None:
     """Return why a call with `backend` runs on NumPy; None if it does not."""
     if backend == "numpy":
         return "asked for by backend='numpy'"
-    if (backend or _settings.backend) == "compiled":
+    if (backend or current.backend) == "compiled":
         return None
-    if _settings.asked_by:
-        return f"asked for by {_settings.asked_by}"
+    if current.asked_by:
+        return f"asked for by {current.asked_by}"
     return f"there are no compiled kernels: {_WHY_NOT_COMPILED}"
 
 
@@ -264,14 +264,14 @@ def show_config() -> Report:
     """
     return Report(
         version=__version__,
-        backend=_settings.backend,
+        backend=current.backend,
         why_numpy=why_numpy(),
-        isa=core.get_isa() if _settings.backend == "compiled" else None,
+        isa=core.get_isa() if current.backend == "compiled" else None,
         isas_available=available_isas(),
         isas_compiled=core.COMPILED_ISAS if core else (),
         openmp=bool(core and core.OPENMP),
         num_threads=get_num_threads(),
-        num_threads_from="forked process" if _forked else _settings.threads_from,
+        num_threads_from="forked process" if _forked else current.threads_from,
         compiler=core.COMPILER if core else None,
         numpy=np.__version__,
         python=sys.version.split()[0],
@@ -287,7 +287,7 @@ def _after_fork_in_child() -> None:
 _forked = False
 _warned = False
 try:
-    _settings = _from_environment()
+    current = _from_environment()
 except (ImportError, ValueError) as error:
     if sys.argv[:1] == ["-m"] and "fastattn" in sys.orig_argv:
         # `python -m fastattn` imports the package first, so no code of __main__ can report the error.
