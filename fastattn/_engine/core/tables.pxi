@@ -114,6 +114,6 @@ cdef class _Tables:
 
     cdef void set_rows(self, fa_array *x, name, cnp.ndarray array, int64_t heads, int64_t length,
                        int64_t width) except *:
-        """Like `set`, for an operand (..., heads, length, width) whose rows are contiguous, of any type that kernels read."""
+        """Like `set`, for an operand (..., heads, length, width) of any type that kernels read, its rows contiguous."""
         x.dtype = _dtype(array)
         self.set(x, name, array, cnp.PyArray_TYPE(array), 3, heads, length, width, True)

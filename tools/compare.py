@@ -1,0 +1,121 @@
+"""Two builds of fastattn, interleaved: how long each takes for the same calls, as a ratio.
+
+    python tools/compare.py OLD_PYTHON NEW_PYTHON [--rounds 9] [--only decode]
+
+Each build is what its interpreter imports, in a process of its own. Only functions that both have are called.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from statistics import median
+
+
+def calls():
+    """The calls by name, as functions without arguments."""
+    import ml_dtypes
+    import numpy as np
+
+    import fastattn
+    from fastattn import layers, ops
+
+    rng = np.random.default_rng(0)
+
+    def draw(*shape, dtype=np.float32):
+        return rng.standard_normal(shape, np.float32).astype(dtype)
+
+    def attention(batch, heads_q, heads_kv, len_q, len_k, head_dim, dtype=np.float32, **options):
+        q = draw(batch, heads_q, len_q, head_dim, dtype=dtype)
+        k, v = (draw(batch, heads_kv, len_k, head_dim, dtype=dtype) for _ in range(2))
+        return lambda: fastattn.attention(q, k, v, **options)
+
+    def linear(rows, features_in, features_out, dtype):
+        x, weight = draw(rows, features_in), ops.pack(draw(features_out, features_in), dtype=dtype)
+        return lambda: ops.linear(x, weight, activation="gelu")
+
+    ones, rows = np.ones(768, np.float32), draw(512, 768)
+    encoder = layers.TransformerEncoderLayer(384, 12, 1536, "gelu", rng=np.random.default_rng(0))
+    small, large = draw(1, 16, 384), draw(8, 128, 384)
+    slopes, bias, mask = 0.5 ** np.arange(8), draw(8, 1024, 1024), rng.random((1024, 1024)) < 0.7
+    return {
+        "tiny": attention(1, 1, 1, 8, 8, 16),
+        "tiny, causal": attention(1, 1, 1, 8, 8, 16, causal=True),
+        "128": attention(1, 12, 12, 128, 128, 64),
+        "512": attention(1, 12, 12, 512, 512, 64),
+        "2048": attention(1, 8, 8, 2048, 2048, 64),
+        "512, causal": attention(1, 12, 12, 512, 512, 64, causal=True),
+        "grouped": attention(1, 32, 8, 512, 512, 64),
+        "decode": attention(1, 32, 32, 1, 4096, 128),
+        "decode, grouped": attention(1, 32, 8, 1, 4096, 128),
+        "bfloat16": attention(1, 8, 8, 2048, 2048, 64, dtype=ml_dtypes.bfloat16),
+        "softcap": attention(1, 8, 8, 1024, 1024, 64, softcap=20.0),
+        "alibi": attention(1, 8, 8, 1024, 1024, 64, alibi_slopes=slopes),
+        "bias": attention(1, 8, 8, 1024, 1024, 64, bias=bias),
+        "mask": attention(1, 8, 8, 1024, 1024, 64, mask=mask),
+        "linear, 1 row": linear(1, 2048, 2048, "float32"),
+        "linear, 1 row, int8": linear(1, 2048, 2048, "int8"),
+        "linear, 512 rows": linear(512, 1024, 1024, "float32"),
+        "layer_norm": lambda: ops.layer_norm(rows, ones, ones),
+        "softmax": lambda: ops.softmax(rows),
+        "encoder layer, 16": lambda: encoder(small),
+        "encoder layer, 8 x 128": lambda: encoder(large),
+    }
+
+
+def serve():
+    """Answer each name that comes in with the shortest of five times, in seconds."""
+    functions = calls()
+    print(json.dumps(list(functions)), flush=True)
+    for line in sys.stdin:
+        function = functions[json.loads(line)]
+        function()
+        start = time.perf_counter()
+        function()
+        count = max(1, int(0.01 / max(time.perf_counter() - start, 1e-7)))
+        best = float("inf")
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(count):
+                function()
+            best = min(best, (time.perf_counter() - start) / count)
+        print(json.dumps(best), flush=True)
+
+
+class Build:
+    """The process of one interpreter."""
+
+    def __init__(self, python):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen([python, __file__, "--serve"], text=True, **pipes)
+        self.names = json.loads(self.process.stdout.readline())
+
+    def seconds(self, name):
+        self.process.stdin.write(json.dumps(name) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    old, new = Build(options.old), Build(options.new)
+    print(f"{'':24} {'old':>12} {'new':>12} {'shortest':>9} {'median':>7}   (new / old)")
+    for name in old.names:
+        if options.only in name:
+            pairs = [(old.seconds(name), new.seconds(name)) for _ in range(options.rounds)]
+            olds, news = zip(*pairs, strict=True)
+            ratio = median(b / a for a, b in pairs)
+            shortest = min(news) / min(olds)
+            print(
+                f"{name:24} {min(olds) * 1e6:9.1f} us {min(news) * 1e6:9.1f} us {shortest:9.3f} {ratio:7.3f}"
+            )
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["--serve"] else main()
