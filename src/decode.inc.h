@@ -182,13 +182,13 @@ static void weigh_rows(const fa_attention_args *a, const score_tile *scores, con
     if (a->stats.mean_weights.data) add_rows_to_mean(a, rows, scores->s, scores->j0, n);
 }
 
-/* The call that follows for four rows at a time, then two, then one: `nr` from row r on. */
-#define EACH_ROWS(rows, r, nr, ...)                                                                                    \
+/* call(nr), for four rows at a time, then two, then one, from row r on. A macro each, so that nr is a literal. */
+#define EACH_ROWS(rows, r, call)                                                                                       \
     do {                                                                                                               \
         int64_t r = 0;                                                                                                 \
-        for (; LANES >= 4 && r + 4 <= (rows)->n; r += 4) WITH_LITERAL(nr, 4, __VA_ARGS__)                              \
-        for (; r + 2 <= (rows)->n; r += 2) WITH_LITERAL(nr, 2, __VA_ARGS__)                                            \
-        for (; r < (rows)->n; r++) WITH_LITERAL(nr, 1, __VA_ARGS__)                                                    \
+        for (; LANES >= 4 && r + 4 <= (rows)->n; r += 4) call(4);                                                      \
+        for (; r + 2 <= (rows)->n; r += 2) call(2);                                                                    \
+        for (; r < (rows)->n; r++) call(1);                                                                            \
     } while (0)
 
 /* A run of keys, one block at most. */
@@ -205,7 +205,9 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     dot_product product = {.k = at_key(&a->k, rows, j0), .k_row = a->k.row, .n = n, .q = scratch->q};
     product.head_dim = a->head_dim, product.depth = scratch->depth, product.s = scratch->s;
     product.next = (fetch_ahead){a->stats.second_pass ? NULL : v, a->v.row, width * size};
-    EACH_ROWS(rows, r, nr, dot_scores(dtype, nr, &product, r));
+#define SCORES(nr) dot_scores(dtype, nr, &product, r)
+    EACH_ROWS(rows, r, SCORES);
+#undef SCORES
     modify_rows(a, mods, &scores);
     if (a->stats.second_pass) {
         weigh_rows(a, &scores, scratch);
@@ -234,7 +236,9 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
     values.acc = part->acc, values.acc_row = part->acc_row;
     values.next = (fetch_ahead){next, a->k.row, a->head_dim * size};
-    EACH_ROWS(rows, r, nr, dot_accumulate(dtype, nr, &values, r));
+#define VALUES(nr) dot_accumulate(dtype, nr, &values, r)
+    EACH_ROWS(rows, r, VALUES);
+#undef VALUES
     for (int64_t i = 0; i < bad.n; i++)
         for (int64_t r = 0; r < rows->n; r++)
             for (int64_t d = 0; d < width && attends[i][r]; d++)
