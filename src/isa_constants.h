@@ -1,4 +1,5 @@
-/* What differs between instruction sets besides intrinsics. simd.h includes this; no other file asks which one it is.
+/* What differs between instruction sets besides intrinsics. simd.h includes this; but for cpu.c, no other file asks which
+ * one it is.
  *
  *     V_BYTES, V_REGISTERS      bytes of a vector; vector registers, which every tile below must fit
  *     TILE x NV                 accumulators of the attention tile, of TILE * NV + NV + 1 registers. AVX-512: 8x3,

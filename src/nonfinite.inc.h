@@ -1,7 +1,7 @@
 /* Rows of V that are not finite. A probability of 0 is no shield: 0 times NaN or Inf is NaN. Where some query does not
  * attend some key, 0 takes their place, and they are added at the end to those rows that attend them.
  *
- * Requires  convert.inc.h, tile.inc.h.
+ * Requires  convert.inc.h, ranges.inc.h (row_block, at_key).
  * Literals  dtype: of V. fused: how a product is added.
  * Exports   bad_rows, find_bad_rows, copy_good_rows, gather_values, add_bad_value. */
 typedef struct {

@@ -3,7 +3,7 @@
  *
  * Requires  tile.inc.h, softmax.inc.h, operands.inc.h (PART_K).
  * Literals  squared: 1 for entmax-1.5. above: 0, 1.
- * Exports   kept_scores, keep_near, find_threshold, normalise, selects, ROWWISE_ASKS. */
+ * Exports   kept_scores, keep_near, find_threshold, support_width, normalise, selects, ROWWISE_ASKS. */
 
 /* The keys that may matter to some row of a tile, in order, and their scores s (n, BLOCK_Q). */
 typedef struct {

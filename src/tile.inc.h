@@ -3,7 +3,8 @@
  *
  * Requires  simd.h, basics.inc.h, convert.inc.h.
  * Literals  nv: LINEAR_NV in layers. nx, rows at a time: 1 .. TILE_MAX. fetch: lines asked for a step, 0 .. 2.
- * Exports   BLOCK_Q, BLOCK_K, outer_product, tile_outer, block_outer, value_product, block_values, transpose. */
+ * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_MAX, TILE_MAX, ACC_...; outer_product, tile_outer, block_outer,
+ *           value_product, block_values, bias_ahead, transpose. */
 _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile */
