@@ -23,7 +23,7 @@ from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import ArrayLike
 
@@ -253,13 +253,13 @@ def read_decoder(
     scales: Sequence[float] | None = None,
     windows: Sequence[Window] | None = None,
     max_length: int | None = None,
-    frequencies: Frequencies | None = None,
+    frequencies: Callable[[], Frequencies] | None = None,
     tied: bool,
 ) -> Decoder:
     """The decoder of `blocks`; `scales` and `windows` are those of `Blocks.read`.
 
-    Positions are a table of `max_length`, or rotary with `frequencies`. In a tied model the tokens' vectors
-    are the weight of the output layer, too.
+    Positions are a table of `max_length`, or rotary with what `frequencies` returns. In a tied model the
+    tokens' vectors are the weight of the output layer, too.
     """
     source = blocks.source
     folder, config, tensors, precision = source
@@ -278,6 +278,7 @@ def read_decoder(
         own=(names.block.prefix.partition("{")[0], *(f"{name}." for name in own)),
         ignored=names.ignored,
     )
+    rotary = None if frequencies is None else frequencies()  # of a size that tensors confirm
 
     program, all_windows = model_program(blocks.read(scales, windows))
     weight = precision.pack(tensors[tokens if tied else output])
@@ -298,7 +299,7 @@ def read_decoder(
         max_length=max_length,
         tokens=weight if tied else tensors[tokens],
         positions=table,
-        frequencies=frequencies,
+        frequencies=rotary,
         windows=all_windows,
         logits=logits,
         stop=stop_ids(config, folder),

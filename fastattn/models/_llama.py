@@ -69,7 +69,7 @@ def build(source: Source) -> Decoder:
         names,
         blocks,
         windows=_windows(config, model_type, blocks.num_layers),
-        frequencies=_frequencies(config, head_dim),
+        frequencies=partial(_frequencies, config, head_dim),
         tied=config.get("tie_word_embeddings", bool, False),
     )
 

@@ -5,6 +5,7 @@ import tiny_models as tiny
 from model_folders import change_config, refused
 
 from fastattn import models
+from fastattn.models import _llama
 
 
 def test_folders_that_are_none(tmp_path):
@@ -91,3 +92,15 @@ def test_wrong_values_in_a_config(kind, changes, message, tmp_path):
     if kind == "llama" and "head_dim" in changes:  # tensors that fit the wrong value
         tiny.write(tmp_path, kind, **changes)
     refused(tmp_path, str(tmp_path / "config.json"), message)
+
+
+def test_no_size_is_believed_before_the_tensors_have_it(tmp_path, monkeypatch):
+    """Rotary frequencies of a head_dim of 2**31 would take gigabytes."""
+
+    def never(*arguments, **options):
+        raise AssertionError("frequencies of a size that no tensor has")
+
+    tiny.write(tmp_path, "qwen3")
+    change_config(tmp_path, head_dim=2**31)
+    monkeypatch.setattr(_llama, "rope_frequencies", never)
+    refused(tmp_path, "does not fit config.json")
