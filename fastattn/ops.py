@@ -55,6 +55,7 @@ def linear(
     *,
     activation: Activation | None = None,
     residual: ArrayLike | None = None,
+    activations: Literal["int8"] | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
@@ -71,12 +72,18 @@ def linear(
         float32, float16 or bfloat16; float64 for a weight in float64.
     weight : PackedLinear
         From `pack`. For a bfloat16 weight, x is rounded to bfloat16 if the CPU has a dot product of bfloat16
-        pairs, else the weight is widened. An int8 weight is widened, and the result scaled.
+        pairs, else the weight is widened. Weights in int8 and in 4 bits are widened to float32, unless
+        `activations` says otherwise.
     bias : array_like, (out_features,) or, gated, (2, out_features), optional
     activation : str, optional
         A name that `Activation` lists, for instance "relu"; see `activate`.
     residual : array_like, (..., out_features), optional
         Added last; in x's dtype. It may be `out` itself.
+    activations : {"int8"}, optional
+        Round each row of x to int8 and multiply integers: for weights in int8 and 4 bits, several times as
+        fast where rows are many. A row has one scale, ``max(abs(row)) / 127``; each of its elements errs by
+        half of it at most. So one large element costs all others of its row their precision. NF4's numbers
+        are rounded to multiples of 1 / 127, too. A row that holds NaN or infinity gives NaN.
     out : ndarray, (..., out_features), optional
         Array for the result: in x's dtype, with a contiguous last axis and rows at equal distances.
     num_threads, backend : optional
@@ -97,7 +104,9 @@ def linear(
     ``2 * rows * in_features * out_features`` FLOP, twice that if gated. A row of the result does not depend
     on the other rows, to the bit. One accumulator sums at most 256 products.
     """
-    args, result = linear_args("linear", x, weight, bias, activation, residual, out, num_threads, backend)
+    args, result = linear_args(
+        "linear", x, weight, bias, activation, residual, activations, out, num_threads, backend
+    )
     dispatch.run(args, backend)
     return result
 

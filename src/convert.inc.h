@@ -39,6 +39,28 @@ INLINE v_t v_load_as_n(fa_dtype dtype, const void *from, int64_t n)
     return v_load_n(from, n);
 }
 
+/* The next vector of a row that has n elements left. */
+INLINE v_t v_load_as_part(fa_dtype dtype, const void *from, int64_t n)
+{
+    return n < LANES ? v_load_as_n(dtype, from, n) : v_load_as(dtype, from);
+}
+
+INLINE void v_store_as_part(fa_dtype dtype, void *to, v_t x, int64_t n)
+{
+#if LANE_BITS == 32
+    if (dtype == FA_F16 || dtype == FA_BF16) {
+        uint16_t part[LANES];
+        char *whole = n < LANES ? (char *)part : to;
+        if (dtype == FA_F16) v_store_f16(whole, x);
+        else v_store_bf16(whole, x);
+        if (n < LANES) memcpy(to, part, n * sizeof part[0]);
+        return;
+    }
+#endif
+    (void)dtype;
+    v_store_part(to, x, n);
+}
+
 /* dst (n) = factor * src (n), both contiguous. */
 INLINE void load_row_as(fa_dtype dtype, const char *src, int64_t n, lane factor, lane *dst)
 {
@@ -61,8 +83,7 @@ static void load_row(fa_dtype dtype, const char *src, int64_t n, lane factor, la
 static void add_row(fa_dtype dtype, const char *src, int64_t n, lane *dst)
 {
     for (int64_t j = 0; j < n; j += LANES) {
-        const char *from = src + j * dtype_size(dtype);
-        const v_t x = n - j < LANES ? v_load_as_n(dtype, from, n - j) : v_load_as(dtype, from);
+        const v_t x = v_load_as_part(dtype, src + j * dtype_size(dtype), n - j);
         v_store_part(dst + j, v_load_part(dst + j, n - j) + x, n - j);
     }
 }
@@ -82,34 +103,30 @@ static lane load_element(fa_dtype dtype, const char *from)
 /* dst (n), of `dtype`, = factor * src (n) */
 static void store_row(fa_dtype dtype, const lane *src, int64_t n, lane factor, char *dst)
 {
-    for (int64_t j = 0; j < n; j += LANES) {
-        const int64_t count = smaller(n - j, LANES);
-        const v_t x = v_load_part(src + j, count) * v_splat(factor);
-#if LANE_BITS == 32
-        if (dtype == FA_F16 || dtype == FA_BF16) {
-            uint16_t part[LANES];
-            if (dtype == FA_F16) v_store_f16(part, x);
-            else v_store_bf16(part, x);
-            memcpy(dst + j * 2, part, count * sizeof part[0]);
-            continue;
-        }
-#endif
-        (void)dtype;
-        v_store_part(dst + j * sizeof(lane), x, count);
-    }
+    for (int64_t j = 0; j < n; j += LANES)
+        v_store_as_part(dtype, dst + j * dtype_size(dtype), v_load_part(src + j, n - j) * v_splat(factor), n - j);
 }
 
-/* dst (n), bfloat16, = src (n). The dot product takes pairs: behind an odd n stands a 0. */
+/* dst (n), bfloat16, = src (n). The dot product takes pairs: behind an odd n stands a 0. Its instruction takes denormal
+ * numbers for 0, and so may this. */
+INLINE void round_row_as(fa_dtype dtype, const char *src, int64_t n, char *dst)
+{
+    const int64_t size = dtype_size(dtype);
+    int64_t j = 0;
+    for (; j + 2 * LANES <= n; j += 2 * LANES)
+        v_store_pairs_bf16(dst + j * 2, v_load_as(dtype, src + j * size), v_load_as(dtype, src + (j + LANES) * size));
+    for (; j < n; j += LANES)
+        v_store_as_part(FA_BF16, dst + j * 2, v_load_as_part(dtype, src + j * size, n - j), n - j);
+    if (n % 2) memset(dst + n * 2, 0, 2);
+}
+
 static void round_row(fa_dtype dtype, const char *src, int64_t n, char *dst)
 {
-    const uint16_t zero = 0;
-    lane part[4 * LANES];
-    for (int64_t j = 0; j < n; j += 4 * LANES) {
-        const int64_t count = smaller(n - j, 4 * LANES);
-        load_row(dtype, src + j * dtype_size(dtype), count, 1, part);
-        store_row(FA_BF16, part, count, 1, dst + j * 2);
+    switch (dtype) {
+    case FA_F16: round_row_as(FA_F16, src, n, dst); break;
+    case FA_BF16: memcpy(dst, src, n * 2), memset(dst + n * 2, 0, n % 2 * 2); break;
+    default: round_row_as(LANE_DTYPE, src, n, dst);
     }
-    if (n % 2) memcpy(dst + n * 2, &zero, sizeof zero);
 }
 
 INLINE int row_finite(fa_dtype dtype, const char *src, int64_t n)

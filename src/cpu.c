@@ -17,7 +17,10 @@ int fa_cpu_has_avx512(void)
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-int fa_cpu_has_avx512bf16(void) { return fa_cpu_has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+int fa_cpu_has_avx512bf16(void)
+{
+    return fa_cpu_has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 #endif
 
 #if defined __aarch64__

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8 } fa_dtype; /* int8: packed weights only */
+typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4 } fa_dtype; /* the last two: packed weights only */
 
 /* A task that may last long asks now and then whether to give up. If so, nobody reads the results of the call. */
 typedef struct {
@@ -100,25 +100,31 @@ typedef enum {
     FA_N_ACTIVATIONS
 } fa_activation;
 
-#define FA_PANEL_BYTES 128 /* of lanes (bfloat16: of pairs) that a panel holds of each input feature */
+#define FA_PANEL_BYTES 128 /* that a panel holds of each input feature: of two in bfloat16, 4 in int8, 8 in 4 bits */
 
 /* out (m, n) = activation(x (m, k) w^T + bias) + residual; gated: activation(gate) * up + residual. */
 typedef struct {
     const char *x, *residual;
     char *out;
     const char *panels; /* n_panels x k x columns, as _args/packed.py says; gated: gate, up, gate, ... */
-    const void *scales; /* lanes, (n_panels, columns); int8 only */
+    const void *scales; /* int8: lanes, (n_panels, columns); 4 bits: float16, (n_panels, blocks, columns) */
+    const void *table;  /* 16 lanes: what a weight of 4 bits means; times its scale it is the weight */
+    const int8_t *codes; /* the same as int8, times `unit` */
+    double unit;
     const void *bias;   /* lanes, (n), gated (2, n); optional, as residual */
     int64_t x_row, residual_row, out_row, m, n, k;
     fa_dtype dtype, weight; /* of x, residual, out; of the panels */
-    int gated;
+    int gated, x_int8; /* x_int8: x is rounded to int8, each row with a scale; weights are int8 or of 4 bits */
     fa_activation activation;
     const fa_watch *watch; /* optional */
 } fa_linear_args;
 
-/* A task is some rows against some panels: a matter of scheduling alone. */
+/* A task is some rows against some panels: a matter of scheduling alone. Input features are taken in `blocks` of
+ * `features`. The first 8 bytes of a thread's scratch must be 0 before its first task: a task leaves there which rows
+ * of x it has made ready. */
 typedef struct {
-    int rows, panels;
+    int rows, panels, widen;
+    int64_t blocks, features;
     int64_t panel_tasks, n_tasks, scratch_bytes;
     double flops;
 } fa_linear_plan;

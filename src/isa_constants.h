@@ -7,6 +7,7 @@
  *                               loads for 12 multiply-adds and not 7; 8x2 spills. NEON: a vector holds but four queries.
  *                               generic: without fused multiply-adds a product takes one register more
  *     LINEAR_ROWS x LINEAR_NV   the same of the layers' matrix product
+ *     V_I8_OFFSET               128 where the dot product of bytes takes one side unsigned (see v_dot_i8), or 0
  *     STEP_NV                   vectors of a state's columns that a step of linear attention holds, twice */
 #if defined FA_GENERIC
 #define V_BYTES 16
@@ -38,3 +39,8 @@
 #define LINEAR_NV 4
 #endif
 #define STEP_NV (V_REGISTERS / 4)
+#if defined __AVX512VNNI__ || defined __AVXVNNI__
+#define V_I8_OFFSET 128
+#else
+#define V_I8_OFFSET 0
+#endif

@@ -38,6 +38,8 @@
 
 /* Layers. */
 #include "activation.inc.h"
+#include "linear_pass.inc.h"
+#include "linear_input.inc.h"
 #include "linear.inc.h"
 #include "rows.inc.h"
 #include "rope.inc.h"

@@ -10,7 +10,7 @@
  * Scalar and vector decays are told apart here alone. With scalar decays, scores are the matrix product x k^T times
  * `between`. Vector decays differ from term to term of a score's sum: vector_scores() multiplies the keys themselves.
  *
- * Requires  recurrent_task.inc.h, linear.inc.h (multiply), tile.inc.h (transpose).
+ * Requires  recurrent_task.inc.h, linear_pass.inc.h (multiply), tile.inc.h (transpose).
  * Exports   CHUNK and other sizes, the chunk's scratch, product_of, and what loads, carries, fades, scores. */
 
 /* Tokens of a chunk. On AVX-512, 64 is 3 to 15% slower, 128 another 10 to 25%: the scores grow with it. Chunks with
@@ -138,7 +138,7 @@ static void plain_scores(const chunk_scratch *scratch, const lane *x, int64_t n,
             const int64_t depth = smaller(head_dim - d, CHUNK_DEPTH);
             const outer_product product = product_of(d > 0, x + c * CHUNK_LANES, keys_t, CHUNK_LANES, depth,
                                                      scores + c * CHUNK_LANES + c);
-            multiply(GROUP, 0, 0, n - c, &product);
+            multiply(GROUP, 0, n - c, &product);
         }
 }
 

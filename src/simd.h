@@ -10,10 +10,14 @@
  *   v_any(mask)             some lane set            v_transpose(r)       LANES registers, in place
  *   v_recip(x)              1 / x within a unit in the last place, x neither tiny nor huge
  *   v_sum v_max_lanes       over the lanes           v_sum_each(r)        of LANES registers, one a lane
- *   v_load_i8               LANES bytes, signed, converted
  *   v_load_f16 v_load_bf16  LANES 16-bit values, widened           v_store_f16 v_store_bf16   rounded to nearest even
  *   v_dot_bf16(a, b, c)     c + a.lo * b.lo + a.hi * b.hi, lanes of a, b being pairs of bfloat16
- *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory */
+ *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory
+ *   v_store_pairs_bf16      2 LANES numbers, rounded, in order; a denormal number may become 0
+ *   v_dot_i8(a, b, c)       c + the products of four signed bytes in each lane of a and b + V_I8_OFFSET times those of
+ *                           b: some instructions take a as unsigned
+ *   v_lookup(table, i)      table[i % 16], lanes     v_lookup_i8          the same of bytes, i < 16
+ *   v_store_i8_part         the lowest bytes of the first n lanes */
 #ifndef FASTATTN_SIMD_H
 #define FASTATTN_SIMD_H
 
@@ -232,16 +236,68 @@ typedef vb_t vbu_t __attribute__((aligned(1), may_alias));
 typedef uint16_t vh_t __attribute__((vector_size(V_BYTES / 2)));
 typedef vh_t vhu_t __attribute__((aligned(1), may_alias));
 
-INLINE v_t v_load_i8(const void *p)
+INLINE void v_store_i8_part(void *to, vi_t a, int64_t n)
+{
+    const vb_t bytes = __builtin_convertvector(a, vb_t);
+    if (n < LANES) memcpy(to, &bytes, n);
+    else *(vbu_t *)to = bytes;
+}
+
+INLINE v_t v_lookup(const lane table[16], vi_t index)
 {
 #if V_BYTES == 64
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
+    return _mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
 #elif defined V_X86
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)));
-#else /* by way of 16 bits: where types grow fourfold, gcc goes lane by lane */
-    typedef int16_t half_t __attribute__((vector_size(V_BYTES / 2)));
-    const half_t half = __builtin_convertvector(*(const vbu_t *)p, half_t);
-    return __builtin_convertvector(__builtin_convertvector(half, vi_t), v_t);
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)index);
+    return _mm256_blendv_ps(low, high, (__m256)(index << 28)); /* by the sign bit, where bit 3 is now */
+#else
+    v_t x;
+    UNROLL_FOR(int i = 0; i < LANES; i++) x[i] = table[index[i] & 15];
+    return x;
+#endif
+}
+
+INLINE vi_t v_lookup_i8(const int8_t table[16], vi_t index)
+{
+#if V_BYTES == 64
+    return (vi_t)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), (__m512i)index);
+#elif defined V_X86
+    return (vi_t)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table)), (__m256i)index);
+#elif defined V_NEON
+    return vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s32(index)));
+#else
+    int8_t bytes[V_BYTES];
+    memcpy(bytes, &index, sizeof bytes);
+    for (int i = 0; i < V_BYTES; i++) bytes[i] = table[bytes[i]];
+    memcpy(&index, bytes, sizeof bytes);
+    return index;
+#endif
+}
+
+INLINE vi_t v_dot_i8(vi_t a, vi_t b, vi_t c)
+{
+#if defined __AVX512VNNI__
+    return (vi_t)_mm512_dpbusd_epi32((__m512i)c, (__m512i)(a ^ (ilane)0x80808080), (__m512i)b);
+#elif V_BYTES == 64 /* |a| b with a's signs: two such products fit 16 bits, as long as no b is -128 */
+    const __m512i signed_b = _mm512_mask_sub_epi8((__m512i)b, _mm512_movepi8_mask((__m512i)a), _mm512_setzero_si512(),
+                                                  (__m512i)b);
+    const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)a), signed_b);
+    return c + (vi_t)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined __AVXVNNI__
+    return (vi_t)_mm256_dpbusd_avx_epi32((__m256i)c, (__m256i)(a ^ (ilane)0x80808080), (__m256i)b);
+#elif defined V_X86
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)a), _mm256_sign_epi8((__m256i)b, (__m256i)a));
+    return c + (vi_t)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined __ARM_FEATURE_DOTPROD
+    return vdotq_s32(c, vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b));
+#elif defined V_NEON
+    const int8x16_t x = vreinterpretq_s8_s32(a), y = vreinterpretq_s8_s32(b);
+    const int16x8_t low = vmull_s8(vget_low_s8(x), vget_low_s8(y)), high = vmull_high_s8(x, y);
+    return vaddq_s32(c, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+#else
+    UNROLL_FOR(int f = 0; f < 4; f++) c += (a << (24 - 8 * f) >> 24) * (b << (24 - 8 * f) >> 24);
+    return c;
 #endif
 }
 
@@ -318,24 +374,28 @@ INLINE v_t v_pack_bf16(v_t low, v_t high)
 #endif
 }
 
+INLINE void v_store_pairs_bf16(void *to, v_t a, v_t b)
+{
+#if defined __AVX512BF16__
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+#else
+    v_store_bf16(to, a);
+    v_store_bf16((char *)to + V_BYTES / 2, b);
+#endif
+}
+
 /* Pairs (p[i], q[i]) of two rows of bfloat16. */
 INLINE v_t v_pair_bf16(const void *p, const void *q)
 {
     vw_t low = __builtin_convertvector(*(const vhu_t *)p, vw_t);
     return (v_t)(low | __builtin_convertvector(*(const vhu_t *)q, vw_t) << 16);
 }
-/* The first and second of each pair, widened. */
-INLINE void v_unpair_bf16(v_t pairs, v_t *low, v_t *high)
-{
-    *low = (v_t)((vw_t)pairs << 16);
-    *high = (v_t)((vw_t)pairs & ((vw_t){0} + 0xffff0000u));
-}
 #else  /* double lanes: there are no 16-bit elements; that one text may name them, and V_BF16_DOT is 0 */
 INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c) { return v_fma(a, b, c); }
 INLINE v_t v_pack_bf16(v_t low, v_t high) { return low + high; }
 INLINE v_t v_pair_bf16(const void *p, const void *q) { return v_load(p) + v_load(q); }
-INLINE v_t v_load_i8(const void *p) { return v_load(p); }
-INLINE void v_unpair_bf16(v_t pairs, v_t *low, v_t *high) { *low = *high = pairs; }
+INLINE v_t v_load_f16(const void *p) { return v_load(p); }
+INLINE void v_store_pairs_bf16(void *to, v_t a, v_t b) { v_store(to, a + b); }
 #endif /* LANE_BITS == 32 */
 
 #endif

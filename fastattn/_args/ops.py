@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.packed import LinearArgs, PackedLinear
+from fastattn._args.packed import TABLES, LinearArgs, PackedLinear
 from fastattn._args.results import result_array
 from fastattn._args.types import ACTIVATIONS, FLOAT64, RowsArgs, lane_dtype
 from fastattn._args.values import choice, flag, float_array, is_ready, number, readable
@@ -85,6 +85,7 @@ def linear_args(
     bias: Any,
     activation: Activation | None,
     residual: Any,
+    activations: Literal["int8"] | None,
     out: Any,
     num_threads: int | None,
     backend: str | None,
@@ -104,6 +105,8 @@ def linear_args(
         raise wrong_shape(func, "x", array, f"(..., {weight.in_features}) for this weight")
     if activation is not None:
         choice(func, "activation", activation, ACTIVATIONS)
+    if activations is not None:
+        integer_activations(func, activations, weight)
     n = weight.out_features
     shape = (*array.shape[:-1], n)
     bias_array = vector(func, "bias", bias, (2, n) if weight.gated else (n,), lane)
@@ -120,8 +123,25 @@ def linear_args(
         None if residual_array is None else rows(residual_array),
         rows(full),
         threads(func, num_threads),
+        activations,
     )
     return args, full
+
+
+_MOST_BYTES = (2**31 - 1) // 127**2  # products of two bytes whose sum surely fits 32 bits
+
+
+def integer_activations(func: str, activations: str, weight: PackedLinear) -> None:
+    """Raise unless a product with `weight` can round its input to `activations`, a name."""
+    choice(func, "activations", activations, ("int8",))
+    if weight.dtype not in ("int8", *TABLES):
+        kinds = ", ".join(("int8", *TABLES))
+        raise ValueError(f"{func}(): activations is int8 and the weight is in {weight.dtype}; expected one of {kinds}")
+    if weight.in_features > _MOST_BYTES:
+        raise ValueError(
+            f"{func}(): the weight has {weight.in_features} input features; expected at most {_MOST_BYTES} for"
+            " activations in int8, whose sums have 32 bits"
+        )
 
 
 def rows_args(

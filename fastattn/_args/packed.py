@@ -1,14 +1,14 @@
 """Weights of a linear map, packed once into the panels that the kernels read.
 
-A panel holds `PANEL_BYTES` of each row of the transposed weight: 32 output features in float32, 16 in
-float64, 32 pairs of input features in bfloat16. The micro-kernels of all instruction sets read a panel from
-front to back, so that they share one layout.
+A panel holds `PANEL_BYTES` of each step through the input features: 32 output features (16 in float64), each
+with one input feature, or with as many as fit four bytes: 2 in bfloat16, 4 in int8, 8 in 4 bits. The
+micro-kernels of all instruction sets read a panel from front to back, so that they share one layout.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,49 @@ PANEL_BYTES = 128
 # many (an even number) of each output feature.
 _BLOCK, _BLOCK_FEATURES = 1 << 17, 1 << 12
 _ALL = slice(None)
-WEIGHT_DTYPES = ("float32", "float64", "bfloat16", "int8")
+BLOCK_4BIT = 32  # input features that share a scale, for each output feature, in the types of 4 bits
+
+
+class Stored(NamedTuple):
+    """How weights of one type lie in a panel."""
+
+    dtype: type[np.generic]
+    features: int  # input features of a step
+    shape: tuple[int, ...] = ()  # of what a step holds of each output feature
+
+
+# int4 is what GGUF calls Q4_0. NF4's numbers are quantiles of the normal distribution (Dettmers et al. 2023,
+# arXiv:2305.14314), such that 0 is one of them.
+STORED = {
+    "float32": Stored(np.float32, 1),
+    "float64": Stored(np.float64, 1),
+    "bfloat16": Stored(np.uint16, 2, (2,)),
+    "int8": Stored(np.int8, 4, (4,)),
+    "int4": Stored(np.uint8, 8, (4,)),
+    "nf4": Stored(np.uint8, 8, (4,)),
+}
+WEIGHT_DTYPES = tuple(STORED)
+
+
+class Table(NamedTuple):
+    """What the sixteen codes of a type of 4 bits mean, times the scale of their block."""
+
+    values: Array  # (16,), float32, ascending
+    codes: Array  # (16,), the same as int8 ...
+    unit: float  # ... times this
+    zero: int  # the code of 0
+
+
+_NF4 = (
+    "-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635"
+    " -0.18477343022823334 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725"
+    " 0.24611230194568634 0.33791524171829224 0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0"
+)
+_INT4_VALUES, _NF4_VALUES = np.arange(-8, 8, dtype=np.float32), np.array(_NF4.split(), np.float32)
+TABLES = {
+    "int4": Table(_INT4_VALUES, _INT4_VALUES.astype(np.int8), 1.0, 8),
+    "nf4": Table(_NF4_VALUES, np.rint(_NF4_VALUES * 127).astype(np.int8), 1 / 127, 7),
+}
 
 
 class PackedLinear:
@@ -40,14 +82,17 @@ class PackedLinear:
     ----------
     in_features, out_features : int
     dtype : str
-        How the weight is stored: "float32", "float64", "bfloat16" or "int8".
+        How the weight is stored: a name of `WEIGHT_DTYPES`.
     gated : bool
         Whether there are two maps, ``activation(gate(x)) * up(x)``.
     panels : ndarray
         ``(n_panels, in_features, columns)``; for bfloat16 ``(n_panels, ceil(in_features / 2), columns, 2)``
-        of its bits. Panels of a gated pair alternate: gate, up, gate, up.
-    scales : ndarray, (n_panels, columns), or None
-        For int8: the factor of each output feature.
+        of its bits; for int8 ``(n_panels, ceil(in_features / 4), columns, 4)``; in 4 bits ``(n_panels,
+        4 * ceil(in_features / 32), columns, 4)`` of bytes, each with one of four features in its lower half
+        and one of the next four in its upper half. Panels of a gated pair alternate: gate, up, gate, up.
+    scales : ndarray or None
+        For int8 ``(n_panels, columns)``, float32: the factor of each output feature. In 4 bits ``(n_panels,
+        ceil(in_features / 32), columns)``, float16: that of 32 input features.
     """
 
     __slots__ = ("dtype", "gated", "in_features", "out_features", "panels", "scales")
@@ -73,12 +118,14 @@ class PackedLinear:
         k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
         n_maps, width = 1 + flag(func, "gated", gated), columns(dtype)
         count = n_maps * -(-n // width)
-        stored = (count, (k + 1) // 2, width, 2) if dtype == "bfloat16" else (count, k, width)
-        expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, _STORED[dtype])]
-        if dtype == "int8":
+        stored = (count, steps(k, dtype), width, *STORED[dtype].shape)
+        expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, STORED[dtype].dtype)]
+        if dtype in TABLES:
+            expected.append(("scales", scales, (count, -(-k // BLOCK_4BIT), width), np.float16))
+        elif dtype == "int8":
             expected.append(("scales", scales, (count, width), np.float32))
         elif scales is not None:
-            raise ValueError(f"{func}(): scales are given; expected None for {dtype}, only int8 has any")
+            raise ValueError(f"{func}(): scales are given; expected None for {dtype}, which has none")
         for name, array, shape, kind in expected:
             if type(array) is not np.ndarray:
                 raise wrong_type(func, name, array, "an array")
@@ -111,17 +158,27 @@ class PackedLinear:
         """Bytes of memory that the weights take."""
         return int(self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes))
 
-    @np.errstate(all="ignore")
     def floats(self, which: slice = _ALL) -> Array:
         """Panels `which`, (panels, in_features, columns), as floating numbers."""
-        panels = self.panels[which]
-        if self.scales is not None:
-            return np.asarray(panels * self.scales[which, None, :])
+        return self._floats(self.panels[which], None if self.scales is None else self.scales[which])
+
+    def rows(self, features: Array) -> Array:
+        """Weights of output features (n,), (n, in_features), as floating numbers; not of a gated pair."""
+        panel, column = np.divmod(features, columns(self.dtype))
+        scales = None if self.scales is None else self.scales[panel, ..., column][..., None]
+        return self._floats(self.panels[panel, :, column][:, :, None], scales)[..., 0]
+
+    @np.errstate(all="ignore")
+    def _floats(self, panels: Array, scales: Array | None) -> Array:
+        values = features_apart(panels, self.dtype)[:, : self.in_features]
         if self.dtype == "bfloat16":
-            count, pairs, width, _ = panels.shape
-            rows = panels.swapaxes(2, 3).reshape(count, 2 * pairs, width)
-            return from_bfloat16_bits(rows[:, : self.in_features])
-        return panels
+            return from_bfloat16_bits(values)
+        if scales is None:
+            return values
+        if table := TABLES.get(self.dtype):
+            each = np.repeat(scales.astype(np.float32), BLOCK_4BIT, axis=1)
+            return np.asarray(table.values[values] * each[:, : self.in_features])
+        return np.asarray(values * scales[:, None])
 
     def unpack(self) -> Array:
         """The weight, (out_features, in_features), or (2, out_features, in_features): gate and up.
@@ -149,8 +206,28 @@ def _restored(*fields: Any) -> PackedLinear:
 
 
 def columns(dtype: str) -> int:
-    """Output features of a panel; int8 has as many as float32, to which the kernel widens it."""
+    """Output features of a panel."""
     return PANEL_BYTES // (8 if dtype == "float64" else 4)
+
+
+def steps(in_features: int, dtype: str) -> int:
+    """Steps of a panel through that many input features; whole blocks, in 4 bits."""
+    if dtype in TABLES:
+        return -(-in_features // BLOCK_4BIT) * (BLOCK_4BIT // STORED[dtype].features)
+    return -(-in_features // STORED[dtype].features)
+
+
+def features_apart(panels: Array, dtype: str) -> Array:
+    """What panels (..., steps, columns[, stored]) hold of each input feature, (..., features, columns).
+
+    Features that only complete the last step or block are there, too.
+    """
+    if STORED[dtype].shape == ():
+        return panels
+    if dtype in TABLES:
+        panels = np.concatenate((panels & 15, panels >> 4), axis=-1)
+    rows = panels.swapaxes(-1, -2)
+    return rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +243,7 @@ class LinearArgs:
     residual: Array | None  # (m, n), x's dtype
     out: Array  # (m, n), x's dtype
     num_threads: int
+    activations: Literal["int8"] | None = None  # how x is rounded before it is multiplied
 
 
 @np.errstate(over="ignore")  # a float64 too large for float32 becomes infinite
@@ -178,9 +256,14 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
         As torch's ``Linear.weight``: float32, float64, float16 or bfloat16.
     gate : array_like, (out_features, in_features), optional
         Makes a gated pair: `linear` computes ``activation(x @ gate.T) * (x @ weight.T)`` in one pass.
-    dtype : {"float32", "float64", "bfloat16", "int8"}, optional
+    dtype : {"float32", "float64", "bfloat16", "int8", "int4", "nf4"}, optional
         How the weight is stored; default its own dtype (float32 for float16). bfloat16 is rounded to nearest
-        even; int8 is symmetric, with one scale for each output feature, ``max(abs(row)) / 127``.
+        even; int8 is symmetric, with one scale for each output feature, ``max(abs(row)) / 127``. The types of
+        4 bits have a scale, float16, for every 32 input features of an output feature. int4 divides them by
+        an eighth of the one of largest magnitude, negated, so that they become -8 to 7 (GGUF's Q4_0); an
+        element errs by half a scale, and by a whole one at the opposite end. NF4 divides them by their
+        largest magnitude and takes the nearest of sixteen quantiles of the normal distribution (Dettmers et
+        al. 2023); it errs by up to 0.15 scales.
 
     Raises
     ------
@@ -204,32 +287,38 @@ def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None 
                 f"pack(): {name} has values that are not finite as {dtype}; expected finite ones"
             )
     out_features, in_features = maps[0].shape
-    width, unit = columns(dtype), 2 if dtype == "bfloat16" else 1
-    count, steps = -(-out_features // width), -(-in_features // unit)
+    width, unit = columns(dtype), BLOCK_4BIT if dtype in TABLES else STORED[dtype].features
+    count, n_steps = -(-out_features // width), steps(in_features, dtype)
     lane = np.float64 if dtype == "float64" else np.float32
-    scales = _scales(maps, count * width) if dtype == "int8" else None
-    shape = (count * len(maps), steps, width)
-    panels = aligned_empty((*shape, unit) if unit > 1 else shape, _STORED[dtype])
-    by_map = panels.reshape(count, len(maps), steps, width, unit)
+    panels = aligned_empty((count * len(maps), n_steps, width, *STORED[dtype].shape), STORED[dtype].dtype)
+    by_map = panels.reshape(count, len(maps), *panels.shape[1:])
+    scales: Any = None
+    if dtype == "int8":
+        scales = _scales(maps, count * width)
+    elif dtype in TABLES:
+        scales = np.empty((count, len(maps), -(-in_features // BLOCK_4BIT), width), np.float16)
     for i, array in enumerate(maps):
         for panel, feature, block in _blocks(array, width, unit, lane):
-            if scales is not None:
-                block = _quantised(block, scales[i].reshape(count, width)[panel : panel + len(block)])
+            here, step = slice(panel, panel + len(block)), feature // STORED[dtype].features
+            if dtype == "int8":
+                block = _quantised(block, scales[i].reshape(count, width)[here]).astype(np.int8)
             elif dtype == "bfloat16":
                 block = to_bfloat16_bits(block)
-            values = block.reshape(len(block), width, -1, unit).swapaxes(1, 2)
-            step = feature // unit
-            by_map[panel : panel + len(block), i, step : step + values.shape[1]] = values
-    if scales is not None:
+            elif dtype in TABLES:
+                part = slice(feature // BLOCK_4BIT, (feature + block.shape[-1]) // BLOCK_4BIT)
+                block, scales[here, i, part] = _coded(block, dtype)
+            values = block.reshape(len(block), width, -1, *STORED[dtype].shape).swapaxes(1, 2)
+            by_map[here, i, step : step + values.shape[1]] = values
+    if dtype == "int8":
         scales = scales.reshape(len(maps), count, width).swapaxes(0, 1).reshape(len(panels), width)
+    elif dtype in TABLES:
+        scales = scales.reshape(len(panels), *scales.shape[2:])
     return PackedLinear(in_features, out_features, gate is not None, dtype, panels, scales)
-
-
-_STORED = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "int8": np.int8}
 
 
 # The smallest number that each type rounds to infinity. int8 is scaled in float32; float64 needs no entry.
 _BEYOND = {"float32": 2.0**128 - 2.0**103, "int8": 2.0**128 - 2.0**103, "bfloat16": 2.0**128 - 2.0**119}
+_BEYOND |= {"int4": 8 * 65520.0, "nf4": 65520.0}  # whose scales are float16
 
 
 def is_finite(x: Array, stored: str, or_none: bool = False) -> bool:
@@ -291,6 +380,20 @@ def _quantised(block: Array, scales: Array) -> Array:
     # Clip: the scale of a row of denormal numbers is coarse, so that a quotient may exceed 127.
     quotient = np.rint(block / np.where(scales == 0, 1, scales)[..., None])
     return np.clip(quotient, -127, 127, out=quotient)
+
+
+def _coded(block: Array, dtype: str) -> tuple[Array, Array]:
+    """Two codes a byte, and scales (panels, blocks, width), of a block (panels, width, features)."""
+    table = TABLES[dtype]
+    x = block.reshape(*block.shape[:2], -1, BLOCK_4BIT)
+    largest = np.take_along_axis(x, np.abs(x).argmax(axis=-1)[..., None], axis=-1)
+    scales = (largest / -8 if dtype == "int4" else np.abs(largest)).astype(np.float16)
+    divisor = scales.astype(np.float32)
+    with np.errstate(over="ignore"):
+        scaled = np.where(divisor == 0, 0, x / np.where(divisor == 0, 1, divisor))
+    middles = (table.values[1:] + table.values[:-1]) / 2
+    codes = np.searchsorted(middles, scaled).astype(np.uint8).reshape(*block.shape[:2], -1, 8)
+    return codes[..., :4] | codes[..., 4:] << 4, scales[..., 0].swapaxes(1, 2)
 
 
 def to_bfloat16_bits(x: Array) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -78,6 +78,7 @@ class LinearStep(Step):
     bias: Array | None  # of the lane type and contiguous, like a norm's parameters
     activation: Activation | None = None
     residual: str | None = None  # a buffer; it may be `out`
+    activations: Literal["int8"] | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -90,7 +91,7 @@ class LinearStep(Step):
     def run(self, buffers: Buffers, call: Sequences) -> None:
         x, out = buffers[self.x], buffers[self.out]
         residual = None if self.residual is None else buffers[self.residual]
-        dispatch.run(LinearArgs(x, self.weight, self.bias, self.activation, residual, out, 1))
+        dispatch.run(LinearArgs(x, self.weight, self.bias, self.activation, residual, out, 1, self.activations))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastattn._args.blocks import blocks
-from fastattn._args.packed import columns
+from fastattn._args.packed import BLOCK_4BIT, TABLES, columns, features_apart
 from fastattn._args.types import lane_dtype
 from fastattn._reference.attention import exp_below
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastattn._args.packed import LinearArgs
+    from fastattn._args.packed import LinearArgs, PackedLinear
     from fastattn._args.types import Activation, Array, RopeArgs, RowsArgs
 
 # `linear` computes blocks of this many rows and panels, 4 MB of float32 results. A block has fewer panels
@@ -62,11 +62,16 @@ def linear(args: LinearArgs) -> None:
     for row in range(0, len(out), _BLOCK_ROWS):
         rows = slice(row, row + _BLOCK_ROWS)
         x = args.x[rows].astype(lane, copy=False)
+        rounded = quantised_rows(x) if args.activations == "int8" else None
         for first in range(0, len(weight.panels), step):
-            panels = weight.floats(slice(first, first + step))
-            count, _, width = panels.shape
-            products = np.matmul(x, panels).reshape(count // n_maps, n_maps, len(x), width)
-            maps = products.transpose(1, 2, 0, 3).reshape(n_maps, len(x), -1)
+            which = slice(first, first + step)
+            if rounded is None:
+                products = np.matmul(x, weight.floats(which))
+            else:
+                products = _integer_products(*rounded, weight, which)
+            count, _, width = products.shape
+            maps = products.reshape(count // n_maps, n_maps, len(x), width)
+            maps = maps.transpose(1, 2, 0, 3).reshape(n_maps, len(x), -1)
             start = first // n_maps * width
             features = slice(start, min(start + maps.shape[-1], weight.out_features))
             maps = maps[..., : features.stop - start]
@@ -78,6 +83,36 @@ def linear(args: LinearArgs) -> None:
             if args.residual is not None:
                 result = result + args.residual[rows, features].astype(lane, copy=False)
             out[rows, features] = result
+
+
+# Below it, 127 / max |x| could overflow.
+_LEAST_MAX = np.float32(2.0**-100)
+
+
+def quantised_rows(x: Array) -> tuple[Array, Array]:
+    """Rows x as integers (m, k), float32, and scales (m, 1): max |x| / 127; NaN for a row that is not finite."""
+    largest = np.maximum(np.abs(x).max(axis=-1, initial=0, keepdims=True), _LEAST_MAX)
+    finite = np.isfinite(largest)
+    largest = np.where(finite, largest, np.float32(1))
+    integers = np.rint(np.where(finite, x, np.float32(0)) * (np.float32(127) / largest))
+    return integers, np.where(finite, largest / np.float32(127), np.float32(np.nan))
+
+
+def _integer_products(x: Array, x_scales: Array, weight: PackedLinear, which: slice) -> Array:
+    """Products (panels, m, columns) of integers x with int8 or 4-bit panels."""
+    codes = features_apart(weight.panels[which], weight.dtype)[:, : weight.in_features]
+    assert weight.scales is not None
+    scales = weight.scales[which].astype(np.float32)
+    if weight.dtype == "int8":  # float64 holds the sums exactly
+        sums = np.matmul(x.astype(np.float64), codes.astype(np.float64)).astype(np.float32)
+        return np.asarray(sums * x_scales * scales[:, None])
+    table = TABLES[weight.dtype]
+    total = np.zeros((len(codes), len(x), codes.shape[-1]), np.float32)
+    for block in range(scales.shape[1]):
+        part = slice(block * BLOCK_4BIT, (block + 1) * BLOCK_4BIT)
+        sums = np.matmul(x[:, part], table.codes[codes[:, part]].astype(np.float32))
+        total += sums * scales[:, block, None]
+    return total * (x_scales * np.float32(table.unit))
 
 
 @np.errstate(all="ignore")

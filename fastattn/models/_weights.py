@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.packed import from_bfloat16_bits
 from fastattn._args.values import short
 from fastattn.models._files import require
 
@@ -75,10 +74,4 @@ def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> 
     """
     if isinstance(table, np.ndarray):
         return ops.embedding(ids, table).astype(dtype, copy=False)
-    panel, column = np.divmod(ids, table.panels.shape[2])
-    rows = table.panels[panel, :, column]
-    if table.dtype == "bfloat16":
-        rows = from_bfloat16_bits(rows.reshape(len(ids), 2 * rows.shape[1])[:, : table.in_features])
-    elif table.scales is not None:
-        rows = rows * table.scales[panel, column][:, None]
-    return rows.astype(dtype, copy=False)
+    return table.rows(ids).astype(dtype, copy=False)

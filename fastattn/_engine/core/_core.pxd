@@ -1,12 +1,12 @@
 """The C interface, src/fastattn.h."""
 
-from libc.stdint cimport int64_t
+from libc.stdint cimport int8_t, int64_t
 
 cdef extern from "fastattn.h" nogil:
     enum:
         FA_PANEL_BYTES
     ctypedef enum fa_dtype:
-        FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8
+        FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4
     ctypedef enum fa_kernel_kind:
         FA_TILE, FA_DOT
     ctypedef struct fa_watch:
@@ -49,10 +49,13 @@ cdef extern from "fastattn.h" nogil:
         char *out
         const char *panels
         const void *scales
+        const void *table
+        const int8_t *codes
+        double unit
         const void *bias
         int64_t x_row, residual_row, out_row, m, n, k
         fa_dtype dtype, weight
-        int gated
+        int gated, x_int8
         fa_activation activation
         const fa_watch *watch
     ctypedef struct fa_linear_plan:

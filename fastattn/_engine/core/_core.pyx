@@ -7,12 +7,15 @@ No semantics here, and the only OpenMP of the package. The bits of a result do n
 cimport numpy as cnp
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from cython.parallel cimport prange, threadid
-from libc.stdint cimport INT64_MAX, int64_t, uintptr_t
+from libc.stdint cimport INT64_MAX, int8_t, int64_t, uintptr_t
 from libc.string cimport memset
 
+import math
 import time
 
 import numpy as np
+
+from fastattn._args.packed import BLOCK_4BIT, STORED, TABLES, steps
 
 cnp.import_array()
 

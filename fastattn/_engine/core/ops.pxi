@@ -3,8 +3,8 @@
 # The names, in the order of src/activations.inc, and their numbers.
 ACTIVATIONS = tuple([fa_activation_names[i].decode() for i in range(1, FA_N_ACTIVATIONS)])
 cdef dict _ACTIVATIONS = {name: i for i, name in enumerate((None, *ACTIVATIONS))}
-cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8}
-cdef dict _STORED = {FA_F32: cnp.NPY_FLOAT, FA_F64: cnp.NPY_DOUBLE, FA_BF16: cnp.NPY_UINT16, FA_I8: cnp.NPY_INT8}
+cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8, "int4": FA_I4,
+                      "nf4": FA_I4}
 cdef dict _KINDS = {"layer_norm": FA_LAYER_NORM, "rms_norm": FA_RMS_NORM, "softmax": FA_SOFTMAX,
                     "activate": FA_ACTIVATE}
 
@@ -21,7 +21,7 @@ cdef char *_rows(name, cnp.ndarray array, int64_t m, int64_t n, fa_dtype dtype, 
     return <char *>cnp.PyArray_DATA(array)
 
 
-cdef void _set_linear(fa_linear_args *a, weight, bias, activation, fa_dtype dtype) except *:
+cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, fa_dtype dtype) except *:
     """All of `a` but what its rows are."""
     cdef int64_t width, count
     cdef int n_maps = 2 if weight.gated else 1, lane = _lane_type(dtype)
@@ -31,14 +31,27 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, fa_dtype dtyp
     a.weight = _WEIGHTS[weight.dtype]
     a.gated = weight.gated
     a.activation = _ACTIVATIONS[activation]
+    a.x_int8 = activations == "int8"
+    a.unit = 1
     if (a.weight == FA_F64) != (dtype == FA_F64):
         raise ValueError(f"fastattn: a weight in {weight.dtype} meets rows or a bias of another type")
+    if a.x_int8 and not (a.weight == FA_I8 or a.weight == FA_I4):
+        raise ValueError(f"fastattn: int8 activations meet a weight in {weight.dtype}")
     width = FA_PANEL_BYTES // (8 if dtype == FA_F64 else 4)
     count = n_maps * ((a.n + width - 1) // width)
-    a.panels = <const char *>_data("panels", weight.panels, count * width * (2 * ((a.k + 1) // 2) if a.weight == FA_BF16
-                                                                             else a.k), _STORED[a.weight])
+    stored = STORED[weight.dtype]
+    a.panels = <const char *>_data("panels", weight.panels,
+                                   count * width * steps(a.k, weight.dtype) * math.prod(stored.shape),
+                                   np.dtype(stored.dtype).num)
     if a.weight == FA_I8:
         a.scales = _data("scales", weight.scales, count * width, lane)
+    elif a.weight == FA_I4:
+        a.scales = _data("scales", weight.scales, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
+                         cnp.NPY_FLOAT16)
+        table = TABLES[weight.dtype]
+        a.table = _data("values", table.values, 16, cnp.NPY_FLOAT)
+        a.codes = <const int8_t *>_data("codes", table.codes, 16, cnp.NPY_INT8)
+        a.unit = table.unit
     a.bias = _data("bias", bias, n_maps * a.n, lane)
 
 
@@ -58,7 +71,7 @@ cdef int _run_linear(fa_linear_args *a, int threads) except -1:
 def linear(args):
     """Compute `args.out`, of a LinearArgs."""
     cdef fa_linear_args a
-    _set_linear(&a, args.weight, args.bias, args.activation, _dtype(args.x))
+    _set_linear(&a, args.weight, args.bias, args.activation, args.activations, _dtype(args.x))
     a.m = len(args.out)
     a.x = _rows("x", args.x, a.m, a.k, a.dtype, &a.x_row)
     a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)

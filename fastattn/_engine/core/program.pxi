@@ -69,7 +69,8 @@ cdef class _LinearStep(_Step):
     cdef void _set(self, step, buffers) except *:
         self.doubles = step.weight.dtype == "float64"
         self.residual = -1 if step.residual is None else self._buffer(step.residual, buffers)
-        _set_linear(&self.args, step.weight, step.bias, step.activation, FA_F64 if self.doubles else FA_F32)
+        _set_linear(&self.args, step.weight, step.bias, step.activation, step.activations,
+                    FA_F64 if self.doubles else FA_F32)
         self._keep((step.weight.panels, step.weight.scales, step.bias))
 
     cdef void run(self, Call *c, call) except *:

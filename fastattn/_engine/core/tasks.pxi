@@ -50,6 +50,7 @@ cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t 
                 int64_t shared_bytes) except -1:
     """Ready a loop of at most `n_tasks` at a time; MemoryError is the last thing that can go wrong before it."""
     cdef int64_t n_bytes
+    cdef int thread
     loop.run = run
     loop.watch.gives_up, loop.watch.caller = _gives_up, loop
     loop.threads = max(1, min(threads, n_tasks))
@@ -61,6 +62,9 @@ cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t 
         raise MemoryError(f"fastattn: no memory for {n_bytes} bytes of scratch")
     loop.scratch = <char *>loop.memory + (-<uintptr_t>loop.memory) % 64
     loop.shared = loop.scratch + loop.threads * loop.scratch_bytes
+    if loop.scratch_bytes:
+        for thread in range(loop.threads):  # see fa_linear_plan
+            (<int64_t *>(loop.scratch + thread * loop.scratch_bytes))[0] = 0
     return 0
 
 

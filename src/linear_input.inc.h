@@ -1,0 +1,132 @@
+/* What a product with packed weights reads of x: rows where they lie, or a thread's copy of a task's rows, as lanes, as
+ * pairs of bfloat16 for the dot product, or as int8 with a scale a row.
+ *
+ * An int8 row is x / scale, rounded to nearest even, scale = max |x| / 127. So each element errs by scale / 2 at most.
+ * A row that holds Inf or NaN has a scale of NaN, and so has its result.
+ *
+ * Requires  basics.inc.h, convert.inc.h, linear_pass.inc.h.
+ * Exports   linear_scratch, take_linear_scratch, linear_input, ready_input. */
+
+#define LINEAR_WIDE 1024 /* features of a part of a panel that is widened to memory: 128 KB */
+#define LEAST_MAX 0x1p-100f /* below it, 127 / max |x| could overflow */
+
+/* A thread's memory. It outlives a task: the next one, if it has the same rows, finds x ready. */
+typedef struct {
+    int64_t *block;  /* the block of rows that x holds, counted from 1: 0 is none */
+    char *x;         /* (rows, features) as linear_input says */
+    lane *scales;    /* (rows): of int8 x */
+    int32_t *sums;   /* (rows, blocks): of int8 x, times V_I8_OFFSET */
+    lane *wide;      /* (maps, LINEAR_WIDE, PANEL): parts of panels, widened */
+    lane *acc;       /* (panels, rows, PANEL) of a task; of a pass, if it goes through all features at once */
+} linear_scratch;
+
+typedef struct {
+    const char *x;
+    int64_t x_row; /* bytes */
+} linear_input;
+
+INLINE int64_t features_padded(const fa_linear_args *a)
+{
+    return round_up(a->k, a->weight == FA_I4 ? BLOCK_4BIT : features_per_step(a->weight));
+}
+
+/* Whether x is read where it is: if it is what the product takes, and its rows do not meet in one set of the first-level
+ * cache. Weights may be of more features than x has. Copying costs 2 to 13% of the time, with few rows up to 40%. */
+INLINE int x_in_place(const fa_linear_args *a)
+{
+    const int pairs = multiplication_of(a) == BY_PAIRS;
+    return !a->x_int8 && a->dtype == (pairs ? FA_BF16 : LANE_DTYPE) && a->x_row % 4096 && a->k == features_padded(a);
+}
+
+/* Bytes of a feature of x, as the product reads it. */
+INLINE int64_t x_size(const fa_linear_args *a)
+{
+    return a->x_int8 ? 1 : multiplication_of(a) == BY_PAIRS ? 2 : (int64_t)sizeof(lane);
+}
+
+/* Bytes from row to row of x's copy. Rows a multiple of 4 KB apart would meet in the same sets of the first-level cache. */
+INLINE int64_t copied_row(const fa_linear_args *a)
+{
+    const int64_t row = round_up(features_padded(a) * x_size(a), 64);
+    return row % 4096 ? row : row + 64;
+}
+
+/* Rows of a pass at most. */
+INLINE int64_t pass_rows(const fa_linear_args *a) { return multiplication_of(a) == BY_BLOCKS ? BLOCK_ROWS : LINEAR_ROWS; }
+
+INLINE int64_t sums_of_row(const fa_linear_args *a) { return a->weight == FA_I4 ? features_padded(a) / BLOCK_4BIT : 1; }
+
+static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const fa_linear_plan *plan,
+                                   linear_scratch *scratch)
+{
+    const int64_t kept = plan->blocks == 1 ? smaller(plan->rows, LINEAR_ROWS) * (1 + a->gated)
+                                           : (int64_t)plan->panels * plan->rows;
+    CUT(from, scratch->block, 1);
+    CUT(from, scratch->x, x_in_place(a) ? 0 : plan->rows * copied_row(a));
+    CUT(from, scratch->scales, a->x_int8 ? plan->rows : 0);
+    CUT(from, scratch->sums, a->x_int8 ? plan->rows * sums_of_row(a) : 0);
+    CUT(from, scratch->wide, plan->widen ? (1 + a->gated) * LINEAR_WIDE * PANEL : 0);
+    CUT(from, scratch->acc, kept * PANEL);
+    return from->used;
+}
+
+#if LANE_BITS == 32
+/* to (features_padded) = from (k) / scale, in int8, and its sums. Returns the scale, times the unit of the codes. */
+INLINE lane quantise_row(const fa_linear_args *a, const char *from, char *to, int32_t *sums)
+{
+    const int64_t size = dtype_size(a->dtype), padded = features_padded(a);
+    const int64_t each = a->weight == FA_I4 ? BLOCK_4BIT : padded;
+    vi_t most = {0};
+    for (int64_t d = 0; d < a->k; d += LANES) {
+        const vi_t bits = (vi_t)v_abs(v_load_as_part(a->dtype, from + d * size, a->k - d)); /* in the order of |x| */
+        most = (vi_t)v_select(bits > most, (v_t)bits, (v_t)most);
+    }
+    ilane largest = 0;
+    UNROLL_FOR(int i = 0; i < LANES; i++) largest = largest > most[i] ? largest : most[i];
+    lane max;
+    memcpy(&max, &largest, sizeof max);
+    const int finite = max <= LANE_MAX;
+    max = finite ? max < LEAST_MAX ? LEAST_MAX : max : 1;
+    const v_t factor = v_splat(127 / max), magic = v_splat(0x1.8p23f); /* adding it rounds, into the lowest bits */
+    for (int64_t d = 0; d < a->k; d += LANES) {
+        const v_t x = v_load_as_part(a->dtype, from + d * size, a->k - d);
+        v_store_i8_part(to + d, (vi_t)((finite ? x : v_splat(0)) * factor + magic), a->k - d);
+    }
+    memset(to + a->k, 0, padded - a->k);
+    for (int64_t d = 0; V_I8_OFFSET && d < padded; d += each) {
+        int32_t sum = 0;
+        for (int64_t i = d; i < d + each; i++) sum += (int8_t)to[i];
+        *sums++ = sum * V_I8_OFFSET;
+    }
+    return finite ? max / 127 * (lane)a->unit : NAN;
+}
+#else
+INLINE lane quantise_row(const fa_linear_args *a, const char *from, char *to, int32_t *sums)
+{
+    return (void)a, (void)from, (void)to, (void)sums, NAN;
+}
+#endif
+
+/* The rows of x from `row` on. `block` is their number among the blocks of the plan. */
+static linear_input ready_input(const fa_linear_args *a, int64_t block, int64_t row, int64_t rows,
+                                const linear_scratch *scratch)
+{
+    const char *from = a->x + row * a->x_row;
+    if (x_in_place(a)) return (linear_input){from, a->x_row};
+    const linear_input ready = {scratch->x, copied_row(a)};
+    const int64_t size = ready.x_row, features = features_padded(a);
+    if (*scratch->block == block + 1) return ready;
+    char *to = scratch->x;
+    for (int64_t r = 0; r < rows; r++, from += a->x_row, to += size) {
+        if (a->x_int8) {
+            scratch->scales[r] = quantise_row(a, from, to, scratch->sums + r * sums_of_row(a));
+        } else if (multiplication_of(a) == BY_PAIRS) {
+            round_row(a->dtype, from, a->k, to);
+        } else {
+            load_row(a->dtype, from, a->k, 1, (lane *)to);
+            for (int64_t d = a->k; d < features; d++) ((lane *)to)[d] = 0;
+        }
+    }
+    *scratch->block = block + 1;
+    return ready;
+}

@@ -1,0 +1,249 @@
+/* The micro-kernels of products with packed weights: rows of x times one panel, whose columns are the lanes.
+ *
+ * A panel holds FA_PANEL_BYTES of weights for each step: one input feature of PANEL columns or, side by side in a lane,
+ * a pair of them in bfloat16, four in int8, eight in 4 bits. x is broadcast, as many features at a time.
+ *
+ *   weights          x          product
+ *   lanes            lanes      multiply-adds                                           tile_outer
+ *   bfloat16         pairs      the dot product of pairs, where there is one            tile_outer
+ *   bfloat16, int8,  lanes      multiply-adds; weights are widened in registers         wide_pass
+ *   4 bits
+ *   int8             int8       the dot product of four, in integers                    bytes_pass
+ *   4 bits           int8       the same; each block of BLOCK_4BIT features is scaled   blocks_pass
+ *
+ * Requires  basics.inc.h, convert.inc.h, tile.inc.h (tile_outer).
+ * Literals  columns: a multiple of GROUP; dot: 1 only if V_BF16_DOT; triangular; weight; rows: 1 .. LINEAR_ROWS.
+ * Exports   PANEL, GROUP, multiply: linear attention has such products, too; BLOCK_4BIT, features_per_step,
+ *           multiplication, packed_product, multiply_packed. */
+#define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
+
+/* A pass has LINEAR_ROWS x LINEAR_NV accumulators, and needs LINEAR_NV vectors and a broadcast beside them. */
+#define GROUP (LINEAR_NV * LANES) /* columns of a pass */
+_Static_assert(LINEAR_ROWS *LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
+_Static_assert(LINEAR_ROWS <= TILE_MAX && PANEL % GROUP == 0, "passes fill a panel");
+
+#define BLOCK_4BIT 32 /* input features that share a scale, for each column, if weights have 4 bits */
+#define BLOCK_ROWS (LINEAR_ROWS / 2) /* rows of blocks_pass, which has two accumulators for each result */
+
+/* Input features of a panel's step. */
+INLINE int64_t features_per_step(fa_dtype weight)
+{
+    return weight == FA_I4 ? 8 : weight == FA_I8 ? 4 : weight == FA_BF16 ? 2 : 1;
+}
+
+/* pass(rows, ...) with `rows`, at most `limit`, as a literal. */
+#define ROWS_CASE(rows, limit, pass, ...)                                                                              \
+    case rows:                                                                                                         \
+        if (rows <= limit) pass(rows, __VA_ARGS__);                                                                    \
+        break;
+#define WITH_ROWS(rows, ...)                                                                                           \
+    switch (rows) {                                                                                                    \
+        ROWS_CASE(1, __VA_ARGS__) ROWS_CASE(2, __VA_ARGS__) ROWS_CASE(3, __VA_ARGS__) ROWS_CASE(4, __VA_ARGS__)        \
+        ROWS_CASE(5, __VA_ARGS__) ROWS_CASE(6, __VA_ARGS__) ROWS_CASE(7, __VA_ARGS__) ROWS_CASE(8, __VA_ARGS__)        \
+        ROWS_CASE(9, __VA_ARGS__) ROWS_CASE(10, __VA_ARGS__) ROWS_CASE(11, __VA_ARGS__) ROWS_CASE(12, __VA_ARGS__)     \
+    }
+
+/* One pass: n rows of a product, GROUP columns. */
+INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
+{
+    WITH_ROWS(n, LINEAR_ROWS, tile_outer, LINEAR_NV, dot, fetch, p, 0)
+}
+
+/* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read. */
+INLINE void multiply(int64_t columns, int triangular, int64_t rows, const outer_product *whole)
+{
+    for (int64_t r = 0, passes = ceil_div(rows, LINEAR_ROWS); passes; passes--) {
+        const int64_t n = ceil_div(rows - r, passes); /* even passes: a last one of one row wastes most */
+        for (int64_t c = 0; c < columns; c += GROUP) {
+            outer_product p = *whole;
+            p.x += r * p.x_row, p.y += c, p.out += r * p.pitch + c;
+            p.depth += triangular ? r + n : 0;
+            multiply_pass(0, 0, n, &p);
+        }
+        r += n;
+    }
+}
+
+/* out (rows, PANEL) = x (rows, features) times a part of a panel. */
+typedef struct {
+    const fa_linear_args *a;
+    const char *x;         /* lanes, pairs of bfloat16 or int8, 0 up to a whole step; of 4 bits, to a whole block */
+    int64_t x_row;         /* bytes */
+    const int32_t *sums;   /* of int8 x, times V_I8_OFFSET: of each row and, of 4 bits, of each of its blocks */
+    int64_t sums_row;
+    const char *part, *scales; /* scales: float16, (blocks, PANEL); 4 bits only */
+    int64_t features;
+    int more;  /* out += the product */
+    int ahead; /* whether to ask for weights that stand PART_AHEAD behind those that are read */
+    lane *out; /* int8 by int8: integers of the same width */
+} packed_product;
+
+/* Weights that are read once come from memory, and the hardware's own prefetching stops at every page. */
+#define PART_AHEAD (1 << 15)
+#define STEP_LINES (FA_PANEL_BYTES / 64 * GROUP / PANEL) /* of a step, that one group of columns asks for */
+
+/* Feature f of each step, widened; of 4 bits, scaled. A byte of 4 bits each holds one of features 0 .. 3 and, above, one
+ * of 4 .. 7: so that both halves are four bytes for the integer dot product. */
+INLINE v_t v_widen(fa_dtype weight, int f, v_t step, const lane *table, v_t scale)
+{
+#if LANE_BITS == 32
+    const vi_t bits = (vi_t)step;
+    if (weight == FA_BF16) return (v_t)(f ? bits & (ilane)0xffff0000 : bits << 16);
+    if (weight == FA_I8) return __builtin_convertvector(bits << (24 - 8 * f) >> 24, v_t);
+    if (weight == FA_I4) return v_lookup(table, (vi_t)((vw_t)bits >> (f < 4 ? 8 * f : 8 * f - 28))) * scale;
+#endif
+    (void)weight, (void)f, (void)table, (void)scale;
+    return step;
+}
+
+/* One pass of x in lanes: `rows` rows, GROUP columns from c on. Weights are widened in registers, feature by feature;
+ * the bits are those of multiply_pass on widened ones. */
+INLINE void wide_pass(int rows, fa_dtype weight, int64_t c, const packed_product *p)
+{
+    const char *part = p->part + c * (int64_t)sizeof(lane);
+    const lane *table = p->a->table;
+    v_t sum[TILE_MAX][LINEAR_NV], step[LINEAR_NV], wide[LINEAR_NV], scale[LINEAR_NV];
+    UNROLL_FOR(int r = 0; r < rows; r++)
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_splat(0);
+    UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) scale[u] = v_splat(0);
+    for (int64_t d = 0; d < p->features; d += features_per_step(weight), part += FA_PANEL_BYTES) {
+        if (p->ahead)
+            UNROLL_FOR(int i = 0; i < STEP_LINES; i++) __builtin_prefetch(part + PART_AHEAD + i * 64, 0, 2);
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) step[u] = v_load(part + u * V_BYTES);
+        if (weight == FA_I4 && d % BLOCK_4BIT == 0)
+            UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
+                scale[u] = v_load_f16(p->scales + (d / BLOCK_4BIT * PANEL + c + u * LANES) * 2);
+        UNROLL_FOR(int f = 0; f < features_per_step(weight); f++) {
+            const char *x = p->x + (d + f) * (int64_t)sizeof(lane);
+            UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) wide[u] = v_widen(weight, f, step[u], table, scale[u]);
+            UNROLL_FOR(int r = 0; r < rows; r++) {
+                const v_t element = v_splat(*(const lane_u *)(x + r * p->x_row));
+                UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_fma(element, wide[u], sum[r][u]);
+            }
+        }
+    }
+    UNROLL_FOR(int r = 0; r < rows; r++)
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
+            lane *to = p->out + r * PANEL + c + u * LANES;
+            v_store(to, p->more ? v_load(to) + sum[r][u] : sum[r][u]);
+        }
+}
+
+#if LANE_BITS == 32
+typedef int32_t four_u __attribute__((aligned(1), may_alias)); /* four int8 anywhere in memory */
+
+/* Where the integer sums of a row begin: see v_dot_i8. */
+INLINE vi_t first_sum(const packed_product *p, int r, int64_t block)
+{
+    return (vi_t){0} - (V_I8_OFFSET ? p->sums[r * p->sums_row + block] : 0);
+}
+
+/* One pass of int8 by int8, in integers. */
+INLINE void bytes_pass(int rows, int64_t c, const packed_product *p)
+{
+    const char *part = p->part + c * (int64_t)sizeof(lane), *x = p->x;
+    vi_t sum[TILE_MAX][LINEAR_NV], step[LINEAR_NV];
+    UNROLL_FOR(int r = 0; r < rows; r++)
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
+            const lane *from = p->out + r * PANEL + c + u * LANES;
+            sum[r][u] = p->more ? (vi_t)v_load(from) : first_sum(p, r, 0);
+        }
+    for (int64_t d = 0; d < p->features; d += 4, part += FA_PANEL_BYTES, x += 4) {
+        if (p->ahead)
+            UNROLL_FOR(int i = 0; i < STEP_LINES; i++) __builtin_prefetch(part + PART_AHEAD + i * 64, 0, 2);
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) step[u] = (vi_t)v_load(part + u * V_BYTES);
+        UNROLL_FOR(int r = 0; r < rows; r++) {
+            const vi_t four = (vi_t){0} + *(const four_u *)(x + r * p->x_row);
+            UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_dot_i8(step[u], four, sum[r][u]);
+        }
+    }
+    UNROLL_FOR(int r = 0; r < rows; r++)
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) v_store(p->out + r * PANEL + c + u * LANES, (v_t)sum[r][u]);
+}
+
+/* One pass of 4 bits by int8: a block's products are summed in integers, scaled, and added in lanes. */
+INLINE void blocks_pass(int rows, int64_t c, const packed_product *p)
+{
+    const char *part = p->part + c * (int64_t)sizeof(lane), *x = p->x;
+    const vi_t nibbles = (vi_t){0} + 0x0f0f0f0f;
+    v_t total[BLOCK_ROWS][LINEAR_NV];
+    vi_t sum[BLOCK_ROWS][LINEAR_NV];
+    UNROLL_FOR(int r = 0; r < rows; r++)
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
+            total[r][u] = p->more ? v_load(p->out + r * PANEL + c + u * LANES) : v_splat(0);
+        }
+    for (int64_t block = 0; block < p->features / BLOCK_4BIT; block++) {
+        UNROLL_FOR(int r = 0; r < rows; r++)
+            UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = first_sum(p, r, block);
+        for (int s = 0; s < BLOCK_4BIT / 8; s++, part += FA_PANEL_BYTES, x += 8) {
+            if (p->ahead)
+                UNROLL_FOR(int i = 0; i < STEP_LINES; i++) __builtin_prefetch(part + PART_AHEAD + i * 64, 0, 2);
+            UNROLL_FOR(int half = 0; half < 2; half++) {
+                vi_t codes[LINEAR_NV];
+                UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
+                    const vi_t bits = (vi_t)v_load(part + u * V_BYTES);
+                    codes[u] = v_lookup_i8(p->a->codes, (half ? bits >> 4 : bits) & nibbles);
+                }
+                UNROLL_FOR(int r = 0; r < rows; r++) {
+                    const vi_t four = (vi_t){0} + *(const four_u *)(x + half * 4 + r * p->x_row);
+                    UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_dot_i8(codes[u], four, sum[r][u]);
+                }
+            }
+        }
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
+            const v_t scale = v_load_f16(p->scales + (block * PANEL + c + u * LANES) * 2);
+            UNROLL_FOR(int r = 0; r < rows; r++)
+                total[r][u] = v_fma(__builtin_convertvector(sum[r][u], v_t), scale, total[r][u]);
+        }
+    }
+    UNROLL_FOR(int r = 0; r < rows; r++)
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) v_store(p->out + r * PANEL + c + u * LANES, total[r][u]);
+}
+#endif
+
+/* How a call multiplies. */
+typedef enum { BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS } multiplication;
+
+INLINE multiplication multiplication_of(const fa_linear_args *a)
+{
+    if (a->x_int8) return a->weight == FA_I4 ? BY_BLOCKS : BY_BYTES;
+    if (LANE_BITS == 64 || a->weight == FA_F32) return BY_LANES;
+    return V_BF16_DOT && a->weight == FA_BF16 ? BY_PAIRS : BY_WIDENING;
+}
+
+/* One pass over GROUP columns from c on. `features` are at most what one accumulator sums. */
+INLINE void packed_pass(multiplication how, int64_t rows, int64_t c, const packed_product *p)
+{
+    const outer_product plain = {
+        .x = p->x,
+        .x_row = p->x_row,
+        .y = (const lane *)p->part + c,
+        .pitch = PANEL,
+        .depth = how == BY_PAIRS ? (p->features + 1) / 2 : p->features,
+        .factor = 1,
+        .more = p->more,
+        .ahead = p->part + PART_AHEAD + c * (int64_t)sizeof(lane),
+        .out = p->out + c,
+    };
+    const int ahead = p->ahead ? STEP_LINES : 0;
+    switch (how) {
+    case BY_LANES:
+        if (ahead) multiply_pass(0, STEP_LINES, rows, &plain);
+        else multiply_pass(0, 0, rows, &plain);
+        return;
+    case BY_PAIRS:
+        if (ahead) multiply_pass(V_BF16_DOT, STEP_LINES, rows, &plain);
+        else multiply_pass(V_BF16_DOT, 0, rows, &plain);
+        return;
+#if LANE_BITS == 32
+    case BY_WIDENING:
+        if (p->a->weight == FA_BF16) WITH_ROWS(rows, LINEAR_ROWS, wide_pass, FA_BF16, c, p)
+        else if (p->a->weight == FA_I8) WITH_ROWS(rows, LINEAR_ROWS, wide_pass, FA_I8, c, p)
+        else WITH_ROWS(rows, LINEAR_ROWS, wide_pass, FA_I4, c, p)
+        return;
+    case BY_BYTES: WITH_ROWS(rows, LINEAR_ROWS, bytes_pass, c, p) return;
+    case BY_BLOCKS: WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, c, p) return;
+#endif
+    default: return;
+    }
+}
