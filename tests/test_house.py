@@ -1,6 +1,7 @@
 """The order of the package: who may import whom, one name for one thing, a plan that names real files."""
 
 import ast
+import importlib
 import inspect
 import re
 import sys
@@ -108,6 +109,14 @@ def test_a_module_s_name_is_not_that_of_a_function():
     public = {f"{module.__name__}.{name}" for module in PUBLIC for name in module.__all__}
     functions = {name for name in public if not inspect.ismodule(find(name))}
     assert functions & set(MODULES) == set()
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if "._" not in name])
+def test_completion_shows_what_is_public(name):
+    """And no import of the module. Names with an underscore are hidden from it anyway."""
+    module = importlib.import_module(name)
+    shown, public = ({n for n in names if n[0] != "_"} for names in (dir(module), module.__all__))
+    assert shown == public
 
 
 def find(name):
