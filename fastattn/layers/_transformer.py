@@ -67,17 +67,18 @@ class _TransformerLayer(Layer):
     bias: bool = True
     attention: HeadOptions | None = None
     weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
+    rng: InitVar[np.random.Generator | int | None] = None
     self_attn: MultiHeadAttention = field(init=False, repr=False)
     feed_forward: FeedForward = field(init=False, repr=False)
     norm1: Norm = field(init=False, repr=False)
     norm2: Norm = field(init=False, repr=False)
 
-    def __post_init__(self, rng: np.random.Generator | None) -> None:
+    def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("norm_first", "bias"):
             flag(type(self).__name__, name, getattr(self, name))
+        source = self._source(rng)
         for name in self._parts:  # in the order in which they draw their parameters
-            setattr(self, name, self._made(name, rng))
+            setattr(self, name, self._made(name, source))
         self._set_up(None)
 
     def _made(self, name: str, rng: np.random.Generator | None) -> Layer:
