@@ -168,7 +168,7 @@ def test_options_are_those_of_attention():
     seen = inspect.signature(fastattn.attention).parameters
     options = set(fastattn._args.options.AttentionOptions.__annotations__)
     assert set(seen) == {"q", "k", "v", "return_lse", "stats", *options}
-    assert set(checked) == {"func", *seen}
+    assert set(checked) == {"func", "names", *seen}
     for name in (*options, "return_lse", "stats"):
         assert seen[name].default == checked[name].default
     types = fastattn._args.options.AttentionOptions.__annotations__
