@@ -13,15 +13,15 @@ from fastattn._args.options import require_options
 from fastattn._args.values import float_array, integer, iterated
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _calls
-from fastattn.layers._basic import LayerNorm, RMSNorm, _Norm
+from fastattn.layers._basic import _Norm
 from fastattn.layers._heads import HeadOptions
+from fastattn.layers._residual import TransformerLayer, require_fields
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
     DecoderOptions,
     OverMemoryOptions,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
-    _TransformerLayer,
 )
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array
-
-    Norm = LayerNorm | RMSNorm
+    from fastattn.layers._residual import Norm
 
 
 class _Stack(Layer):
@@ -184,7 +183,7 @@ class TransformerDecoder(_Stack):
 
 
 # Fields of `Transformer` that it hands to all of its layers.
-_SHARED = [field.name for field in fields(_TransformerLayer) if field.init]
+_SHARED = [field.name for field in fields(TransformerLayer) if field.init]
 
 
 @dataclass(eq=False)
@@ -226,6 +225,7 @@ class Transformer(Layer):
     _parts = ("encoder", "decoder")
 
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
+        require_fields(self)
         for name in ("num_encoder_layers", "num_decoder_layers"):
             setattr(self, name, integer("Transformer", name, getattr(self, name), 1))
         shared: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
