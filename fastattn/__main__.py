@@ -140,8 +140,8 @@ def _whole(least: int, cpus: int | None = None) -> Callable[[str], int]:
 def _dtype(text: str) -> str:
     if text not in BENCH_DTYPES:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(BENCH_DTYPES)}, got {text!r}")
-    if text == "bfloat16" and util.find_spec("ml_dtypes") is None:
-        raise argparse.ArgumentTypeError("bfloat16 needs ml_dtypes: pip install 'fastattn[bench]'")
+    if text == "bfloat16":
+        _require("ml_dtypes", text)
     return text
 
 
@@ -165,9 +165,14 @@ def _vectors(text: str) -> Path:
 def _picture(text: str) -> Path:
     if not text.endswith(".png"):
         raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
-    if util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("drawing needs matplotlib: pip install 'fastattn[bench]'")
+    _require("matplotlib", "drawing")
     return _file(text)
+
+
+def _require(package: str, what: str) -> None:
+    """Raise unless `package` is there, which `what` needs."""
+    if util.find_spec(package) is None:
+        raise argparse.ArgumentTypeError(f"{what} needs {package}: pip install 'fastattn[bench]'")
 
 
 def main() -> int:

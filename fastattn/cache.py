@@ -17,8 +17,14 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, Ints, Shape
 
+__all__ = ["Cached", "Caches", "DecoderCache", "KVCache"]
+
 _LEAST_CAPACITY = 16
 _APPEND = "KVCache.append"
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class Cached(NamedTuple):

@@ -41,6 +41,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class _NormOptions(OutOption, ComputeOptions, total=False):
     """Keyword arguments of the norms, except `return_sum`."""
 

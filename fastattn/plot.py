@@ -24,6 +24,10 @@ __all__ = ["attention_map", "entropy", "mask"]
 _BLOCKS = 128
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: Any = None) -> Any:
     """Draw the weights of attention: queries downwards, keys to the right; larger weights are darker.
 

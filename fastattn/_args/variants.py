@@ -13,7 +13,7 @@ from fastattn._args.types import RowwiseArgs, lane_dtype
 from fastattn._args.values import float_array, head_values, integer, require_broadcast
 
 if TYPE_CHECKING:
-    from fastattn._args.options import ComputeOptions, PlaceOptions
+    from fastattn._args.options import ComputeOptions, PlaceOptions, ShawOptions
     from fastattn._args.types import Array, AttentionArgs, Ints, Shape
 
 
@@ -62,14 +62,18 @@ def offsets(args: AttentionArgs, options: PlaceOptions) -> Ints:
     return np.asarray((args.len_k if lengths is None else np.asarray(lengths, np.int64)) - args.len_q)
 
 
-def one_offset(func: str, args: AttentionArgs, options: PlaceOptions) -> int:
-    """Position of the first query, the same in all sequences."""
+def relative_args(
+    func: str, q: Any, k: Any, v: Any, options: ShawOptions, taken: type, return_lse: bool
+) -> tuple[AttentionArgs, np.dtype[Any], int]:
+    """Those of `variant_args`, their lane type, and the first query's position, the same in all sequences."""
+    args = variant_args(func, q, k, v, options, taken, return_lse)
+    lane = lane_dtype(args.q.dtype)
     if options.get("q_offset") is not None:
-        return integer(func, "q_offset", options["q_offset"], -(2**53), 2**53)
+        return args, lane, integer(func, "q_offset", options["q_offset"], -(2**53), 2**53)
     if options.get("kv_lengths") is not None:
         expected = "both: one position of the first query for all sequences"
         raise ValueError(f"{func}(): kv_lengths is given without q_offset; expected {expected}")
-    return args.len_k - args.len_q
+    return args, lane, args.len_k - args.len_q
 
 
 def rowwise_args(func: str, kind: str, q: Any, k: Any, v: Any, options: NoSoftmaxOptions) -> RowwiseArgs:

@@ -14,7 +14,8 @@ from fastattn.functional._heads import (
     qk_norm_attention,
 )
 from fastattn.functional._memory import latent_attention, memory_attention
-from fastattn.functional._patterns import dilated_window_attention, neighborhood_attention, strided_attention
+from fastattn.functional._neighborhood import neighborhood_attention
+from fastattn.functional._patterns import dilated_window_attention, strided_attention
 from fastattn.functional._recurrent import (
     delta_net,
     gated_delta_net,

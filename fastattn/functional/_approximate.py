@@ -228,7 +228,7 @@ def lsh_attention(
         raise ValueError(f"{func}(): {came}; expected the same but for the last axis")
     if queries.dtype != values.dtype:
         raise wrong_dtype(func, "v", values, f"qk's, {queries.dtype}")
-    args = attention_args(func, queries, queries, values, **options)
+    args = attention_args(func, queries, queries, values, names=("qk", "qk", "v"), **options)
     n = integer(func, "num_buckets", num_buckets, 2, MOST_SIZE)
     if n % 2:
         raise ValueError(f"{func}(): num_buckets is {n}; expected an even number")

@@ -235,7 +235,7 @@ def attention_weights(
         and k are.
     """
     require_options("attention_weights", options, WeightsOptions)
-    args = attention_args("attention_weights", q, k, k, **options)
+    args = attention_args("attention_weights", q, k, k, names=("q", "k", "k"), **options)
     probs = reference.weights(args)
     return probs[0] if args.result.ndim == 2 else probs
 

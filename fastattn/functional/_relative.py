@@ -9,8 +9,7 @@ import numpy as np
 from fastattn._args.options import RelativeOptions, ShawOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, integer
-from fastattn._args.variants import one_offset, variant_args, with_shape
-from fastattn._engine import dispatch
+from fastattn._args.variants import relative_args, with_shape
 from fastattn.functional._pieces import (
     add_bias,
     apart,
@@ -22,6 +21,7 @@ from fastattn.functional._pieces import (
     keys_of,
     narrowed,
     rows_of,
+    run,
     sum_in,
 )
 
@@ -89,8 +89,7 @@ def shaw_attention(
     with Relative Position Representations", 2018, arXiv:1803.02155.
     """
     func = "shaw_attention"
-    args = variant_args(func, q, k, v, options, ShawOptions, return_lse)
-    lane, backend = lane_dtype(args.q.dtype), options.get("backend")
+    args, lane, offset = relative_args(func, q, k, v, options, ShawOptions, return_lse)
     n = len(float_array(func, "key_table", key_table, least_dims=1))
     if n < 3 or n % 2 == 0:
         raise ValueError(f"{func}(): key_table has {n} rows; expected an odd number, 3 or more")
@@ -100,11 +99,10 @@ def shaw_attention(
         shape = (n, args.head_dim_v)
         of_values = with_shape(func, "value_table", value_table, shape, "(2 clip + 1, head_dim_v)", 2, lane)
     clip = n // 2
-    offset = one_offset(func, args, options)
     position = offset + np.arange(args.len_q)[None]
 
     near = narrowed(args, position - clip + 1, position + clip)
-    _attend_near(near, offset, of_keys[1:-1], None if of_values is None else of_values[1:-1], backend)
+    _attend_near(near, offset, of_keys[1:-1], None if of_values is None else of_values[1:-1], options)
     parts = [near]
     for row, begin, end in ((0, None, position - clip + 1), (-1, position + clip, None)):
         part = narrowed(args, begin, end)
@@ -112,14 +110,14 @@ def shaw_attention(
             part.sinks = None  # of the parts, the near one carries them
             part.k = sum_in(args.k.dtype, args.k, of_keys[row])
             part.v = args.v if of_values is None else sum_in(args.v.dtype, args.v, of_values[row])
-            dispatch.run(part, backend)
+            run(part, options)
             parts.append(part)
     join(parts, args)
     return args.result
 
 
 def _attend_near(
-    near: AttentionArgs, offset: int, of_keys: Array, of_values: Array | None, backend: str | None
+    near: AttentionArgs, offset: int, of_keys: Array, of_values: Array | None, options: ShawOptions
 ) -> None:
     """Attend to keys at the distances of the tables' rows: as many to either side."""
     n, lane = len(of_keys), lane_dtype(near.q.dtype)
@@ -134,14 +132,14 @@ def _attend_near(
         columns = np.zeros((*part.q.shape[:-1], n_rows + n - 1), lane)
         band_of(columns, n)[...] = part.q.astype(lane) * lane.type(part.scale) @ of_keys.T
         add_bias(part, columns[..., inside])
-        dispatch.run(part, backend)
+        run(part, options)
         if of_values is not None:
             # With the identity matrix for values, the results are the probabilities of the near keys.
             weights = apart(part)
             width = part.len_k
             weights.v = np.broadcast_to(np.eye(width, dtype=part.v.dtype), (part.heads_kv, width, width))
             weights.head_dim_v, weights.out = width, np.empty((*part.out.shape[:-1], width), part.out.dtype)
-            dispatch.run(weights, backend)
+            run(weights, options)
             probs = np.zeros((*part.out.shape[:-1], n_rows + n - 1), lane)
             probs[..., inside] = weights.out
             part.out += (band_of(probs, n) @ of_values).astype(part.out.dtype)
@@ -205,22 +203,18 @@ def transformer_xl_attention(
     Language Models beyond a Fixed-Length Context", 2019, arXiv:1901.02860.
     """
     func = "transformer_xl_attention"
-    args = variant_args(func, q, k, v, options, RelativeOptions, return_lse)
-    lane, heads = lane_dtype(args.q.dtype), (args.heads_q, args.head_dim)
-    offset = one_offset(func, args, options)
-    dims = "(..., heads_q, n, head_dim)"
+    args, lane, offset = relative_args(func, q, k, v, options, RelativeOptions, return_lse)
     n = float_array(func, "relative_keys", relative_keys, least_dims=2).shape[-2]
     shape = (*args.batch_shape, args.heads_q, n, args.head_dim)
-    relative = with_shape(func, "relative_keys", relative_keys, shape, dims, 2, lane)
+    relative = with_shape(func, "relative_keys", relative_keys, shape, "(..., heads_q, n, head_dim)", 2, lane)
     needed = args.len_q + args.len_k - 1
     if options.get("causal"):  # distances below 0 are of no key that is attended
         needed = min(needed, args.len_q + offset)
     if n < needed and args.len_q and args.len_k:
         raise ValueError(f"{func}(): relative_keys has {n} rows; expected {needed}, one a distance")
+    none = np.zeros((args.heads_q, args.head_dim), lane)
     u, w = (
-        np.zeros((args.heads_q, 1, 1), lane)
-        if x is None
-        else with_shape(func, name, x, heads, "(heads_q, head_dim)", 2, lane)[:, None]
+        with_shape(func, name, none if x is None else x, none.shape, "(heads_q, head_dim)", 2, lane)[:, None]
         for name, x in (("content_bias", content_bias), ("position_bias", position_bias))
     )
     relative = np.broadcast_to(relative, shape)
@@ -300,21 +294,19 @@ def disentangled_attention(
     Disentangled Attention", 2020, arXiv:2006.03654.
     """
     func = "disentangled_attention"
-    args = variant_args(func, q, k, v, options, RelativeOptions, return_lse)
-    lane, offset = lane_dtype(args.q.dtype), one_offset(func, args, options)
+    args, lane, offset = relative_args(func, q, k, v, options, RelativeOptions, return_lse)
     tables = {"position_keys": position_keys, "position_queries": position_queries}
     given = {name: float_array(func, name, x, 2) for name, x in tables.items() if x is not None}
     if not given:
         raise ValueError(f"{func}(): position_keys and position_queries are None; expected at least one")
-    n = next(iter(given.values())).shape[-2]
+    name, n = next((name, x.shape[-2]) for name, x in given.items())
     if n < 2 or n % 2:
-        raise ValueError(f"{func}(): {next(iter(given))} has {n} rows; expected 2 * span, 2 or more")
+        raise ValueError(f"{func}(): {name} has {n} rows; expected 2 * span, 2 or more")
     shape, dims = (args.heads_q, n, args.head_dim), "(heads_q, 2 span, head_dim)"
     found = {name: with_shape(func, name, x, shape, dims, 3, lane) for name, x in given.items()}
     if max_distance is not None:
         if n < 4:
-            came = f"max_distance is given, and {next(iter(given))} has {n} rows"
-            raise ValueError(f"{func}(): {came}; expected 4 or more")
+            raise ValueError(f"{func}(): max_distance is given, and {name} has {n} rows; expected 4 or more")
         max_distance = integer(func, "max_distance", max_distance, n // 4 + 2, 2**53)
     if options.get("scale") is None:
         args.scale = (args.head_dim * (1 + len(found))) ** -0.5

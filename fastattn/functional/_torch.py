@@ -58,8 +58,7 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, or `dropout_p` is not 0. Messages on how query, key and value fit
-        together call them q, k and v.
+        If an argument does not fit, or `dropout_p` is not 0.
 
     Notes
     -----
@@ -73,8 +72,9 @@ def scaled_dot_product_attention(
         raise ValueError(f"{func}(): dropout_p is {dropout_p}; expected {expected}")
     if flag(func, "is_causal", is_causal) and attn_mask is not None:
         raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
-    names = {"query": query, "key": key, "value": value}
-    q, k, v = (float_array(func, name, x, least_dims=2) for name, x in names.items())
+    names = ("query", "key", "value")
+    given = zip(names, (query, key, value), strict=True)
+    q, k, v = (float_array(func, name, x, least_dims=2) for name, x in given)
     heads = [x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v)]
     # One key head serves all query heads as one group: nothing is copied.
     if not flag(func, "enable_gqa", enable_gqa) and not heads[1] == heads[2] in (1, heads[0]):
@@ -84,7 +84,8 @@ def scaled_dot_product_attention(
                 f" as many of each, or enable_gqa=True for groups of query heads that share a key head"
             )
         q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
-    args = attention_args(func, q, k, v, causal=is_causal, q_offset=0 if is_causal else None, scale=scale)
+    q_offset = 0 if is_causal else None
+    args = attention_args(func, q, k, v, causal=is_causal, q_offset=q_offset, scale=scale, names=names)
     if attn_mask is not None:
         array = as_array(func, "attn_mask", attn_mask)
         if array.dtype == np.bool_:

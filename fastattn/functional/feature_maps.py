@@ -24,6 +24,10 @@ __all__ = ["Favor", "elu", "favor", "unit"]
 _MOST_FEATURES = 1 << 24  # the square of which NumPy can still count
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def elu(x: ArrayLike) -> Array:
     """``elu(x) + 1`` (Katharopoulos et al. 2020): x + 1 above 0, else exp(x); x's shape and dtype.
 

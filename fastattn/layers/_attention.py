@@ -67,8 +67,9 @@ class MultiHeadAttention(AttentionParameters):
         Of `fastattn.attention`. Query i stands at key i, behind the keys of a cache.
     weights_dtype : {"float32", "float64", "bfloat16", "int8"}
         How the projections' weights are stored; "float64" for float64 input, the others for all others.
-    rng : numpy.random.Generator, optional
-        Draws the parameters as torch does. Without it, they are missing until `load_state_dict`.
+    rng : Generator or int, optional
+        Draws the parameters as torch does: a generator, or the seed of a new one, with which layers of one
+        shape are alike. Without it, they are missing until `load_state_dict`.
 
     Notes
     -----

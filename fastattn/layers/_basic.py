@@ -52,7 +52,7 @@ class Linear(Layer):
     bias: bool = True
     _: KW_ONLY
     weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
+    rng: InitVar[np.random.Generator | int | None] = None
     packed_weight: ops.PackedLinear = field(init=False, repr=False)
     bias_vector: Array | None = field(init=False, default=None, repr=False)
 
@@ -62,7 +62,7 @@ class Linear(Layer):
     def _place(self) -> str:
         return f"a Linear({self.in_features}, {self.out_features})"
 
-    def __post_init__(self, rng: np.random.Generator | None) -> None:
+    def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("in_features", "out_features"):
             setattr(self, name, integer("Linear", name, getattr(self, name), 1, MOST_SIZE))
         flag("Linear", "bias", self.bias)
@@ -104,7 +104,7 @@ class _Norm(Layer):
     eps: float = 1e-5
     _: KW_ONLY
     weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
+    rng: InitVar[np.random.Generator | int | None] = None
     weight_vector: Array = field(init=False, repr=False)
     bias_vector: Array | None = field(init=False, default=None, repr=False)
 
@@ -115,7 +115,7 @@ class _Norm(Layer):
     def _place(self) -> str:
         return f"a norm of {self.features} features"
 
-    def __post_init__(self, rng: np.random.Generator | None) -> None:
+    def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         func = type(self).__name__
         flag(func, "bias", self.bias)
         self.features = integer(func, "features", self.features, 1, MOST_SIZE)
@@ -154,7 +154,7 @@ class LayerNorm(_Norm):
     bias : bool, default True
     weights_dtype : str
         "float64" keeps the parameters in float64; anything else in float32.
-    rng : numpy.random.Generator, optional
+    rng : Generator or int, optional
         Ignored: the parameters begin as ones and zeros.
     """
 
@@ -203,7 +203,7 @@ class FeedForward(Layer):
     bias: bool = True
     _: KW_ONLY
     weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
+    rng: InitVar[np.random.Generator | int | None] = None
     weight1: ops.PackedLinear = field(init=False, repr=False)  # gated: both maps
     weight2: ops.PackedLinear = field(init=False, repr=False)
     bias1: Array | None = field(init=False, default=None, repr=False)  # gated: (2, dim_feedforward)
@@ -214,7 +214,7 @@ class FeedForward(Layer):
     def _place(self) -> str:
         return f"a FeedForward with d_model {self.d_model}"
 
-    def __post_init__(self, rng: np.random.Generator | None) -> None:
+    def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("d_model", "dim_feedforward"):
             setattr(self, name, integer("FeedForward", name, getattr(self, name), 1, MOST_SIZE))
         choice("FeedForward", "activation", self.activation, ACTIVATIONS)

@@ -111,7 +111,7 @@ def attention(
     q, k and v have four axes. `made_here`: they are a layer's own projections, not a caller's arrays.
     """
     if options or not made_here or not k.dtype == v.dtype == q.dtype or v.shape[2] != k.shape[2]:
-        args = attention_args(func, q, k, v, **options)
+        args = attention_args(func, q, k, v, names=("query", "key", "value"), **options)
         if args.out.shape != out.shape:
             raise ValueError(f"{func}(): attention gives shape {args.out.shape}; expected {out.shape}")
         args.out = out

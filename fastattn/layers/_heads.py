@@ -98,7 +98,7 @@ class AttentionParameters(Layer):
     scale: float | None = None
     alibi_slopes: ArrayLike | None = None
     weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
+    rng: InitVar[np.random.Generator | int | None] = None
     out_proj: Linear = field(init=False, repr=False)
     # The maps of the query, (gate,) q; of key and value, if torch stacks them; of all three, in this order.
     query_maps: Stack = field(init=False, repr=False)
@@ -119,7 +119,7 @@ class AttentionParameters(Layer):
         widths = self.embed_dim, self.kdim or self.embed_dim, self.vdim or self.embed_dim
         return "a MultiHeadAttention of queries, keys and values of {}, {} and {} features".format(*widths)
 
-    def __post_init__(self, rng: np.random.Generator | None) -> None:
+    def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim"):
             value = getattr(self, name)
             if value is not None or name in ("embed_dim", "num_heads"):
@@ -152,8 +152,9 @@ class AttentionParameters(Layer):
         self._positional = self.window is not None or self.alibi_slopes is not None
         self.out_proj = Linear(self._width, self.embed_dim, self.bias, weights_dtype=self.weights_dtype)
         self.out_proj._zero_bias = True
-        self._set_up(rng)
-        self.out_proj._set_up(rng)
+        source = self._source(rng)
+        self._set_up(source)
+        self.out_proj._set_up(source)
 
     def is_plain(self) -> bool:
         """Whether a program can compute it: without options, with queries, keys and values side by side."""

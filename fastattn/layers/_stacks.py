@@ -13,15 +13,15 @@ from fastattn._args.options import require_options
 from fastattn._args.values import float_array, integer, iterated
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _calls
-from fastattn.layers._basic import LayerNorm, RMSNorm, _Norm
+from fastattn.layers._basic import _Norm
 from fastattn.layers._heads import HeadOptions
+from fastattn.layers._residual import TransformerLayer, require_fields
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
     DecoderOptions,
     OverMemoryOptions,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
-    _TransformerLayer,
 )
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array
-
-    Norm = LayerNorm | RMSNorm
+    from fastattn.layers._residual import Norm
 
 
 class _Stack(Layer):
@@ -184,7 +183,7 @@ class TransformerDecoder(_Stack):
 
 
 # Fields of `Transformer` that it hands to all of its layers.
-_SHARED = [field.name for field in fields(_TransformerLayer) if field.init]
+_SHARED = [field.name for field in fields(TransformerLayer) if field.init]
 
 
 @dataclass(eq=False)
@@ -201,7 +200,7 @@ class Transformer(Layer):
         As in `TransformerEncoderLayer`.
     attention, cross_attention : dict, optional
         Options of `MultiHeadAttention` for the attention to itself, on both sides, and over the memory.
-    rng : numpy.random.Generator, optional
+    rng : Generator or int, optional
         Draws the parameters, all matrices from Xavier's uniform distribution, as torch does here.
     """
 
@@ -219,13 +218,14 @@ class Transformer(Layer):
     attention: HeadOptions | None = None
     cross_attention: HeadOptions | None = None
     weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
+    rng: InitVar[np.random.Generator | int | None] = None
     encoder: TransformerEncoder = field(init=False, repr=False)
     decoder: TransformerDecoder = field(init=False, repr=False)
 
     _parts = ("encoder", "decoder")
 
-    def __post_init__(self, rng: np.random.Generator | None) -> None:
+    def __post_init__(self, rng: np.random.Generator | int | None) -> None:
+        require_fields(self)
         for name in ("num_encoder_layers", "num_decoder_layers"):
             setattr(self, name, integer("Transformer", name, getattr(self, name), 1))
         shared: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
@@ -234,14 +234,12 @@ class Transformer(Layer):
         decoder = [TransformerDecoderLayer(**shared) for _ in range(self.num_decoder_layers)]
         self.encoder = TransformerEncoder(encoder, encoder[0]._new_norm())
         self.decoder = TransformerDecoder(decoder, decoder[0]._new_norm())
-        self._set_up(rng)
-
-    def _set_up(self, rng: np.random.Generator | None) -> None:
-        super()._set_up(rng)
-        if rng is not None:
+        self._set_up(None)
+        source = self._source(rng)
+        if source is not None:
             parameters = self.parameters().items()
             draws = {name: xavier_uniform if len(p.shape) == 2 else p.draw for name, p in parameters}
-            self.load_state_dict({name: draws[name](rng, p.shape) for name, p in parameters})
+            self.load_state_dict({name: draws[name](source, p.shape) for name, p in parameters})
 
     def __call__(
         self,

@@ -19,7 +19,7 @@ import numpy as np
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.packed import WEIGHT_DTYPES, is_finite
-from fastattn._args.values import as_array, choice, is_float, short
+from fastattn._args.values import as_array, choice, generator, is_float, short
 from fastattn.layers._files import opened
 
 if TYPE_CHECKING:
@@ -154,16 +154,18 @@ class Layer:
                 raise TypeError(f"{type(self).__name__}(): {came}; expected {expected}")
         self.__dict__["_checked_at"] = change
 
-    def _set_up(self, rng: np.random.Generator | None) -> None:
+    def _set_up(self, rng: np.random.Generator | int | None) -> None:
         """Draw the parameters, or leave them out without `rng`. This is the last step of construction."""
         self.__dict__["_built"] = True
         choice(type(self).__name__, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
-        if rng is None:
-            return
-        if not isinstance(rng, np.random.Generator):
-            raise wrong_type(type(self).__name__, "rng", rng, "a numpy.random.Generator")
-        arrays = {key: p.draw(rng, p.shape) for key, p in self._parameters().items()}
-        self._change(self._pack(arrays, self.weights_dtype))
+        source = self._source(rng)
+        if source is not None:
+            arrays = {key: p.draw(source, p.shape) for key, p in self._parameters().items()}
+            self._change(self._pack(arrays, self.weights_dtype))
+
+    def _source(self, rng: np.random.Generator | int | None) -> np.random.Generator | None:
+        """Where parameters are drawn from: `rng`, or a generator of this seed, made once for all parts."""
+        return None if rng is None else generator(type(self).__name__, "rng", rng)
 
     def _walk(self, prefix: str = "") -> Iterator[tuple[str, Layer]]:
         """The layer and all below it, with the prefixes of their names."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -11,24 +10,22 @@ import numpy as np
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import rows
 from fastattn._args.options import require_options
-from fastattn._args.values import as_array, choice, flag, short
+from fastattn._args.values import as_array
 from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _calls, _state
 from fastattn.layers._attention import MultiHeadAttention
-from fastattn.layers._basic import FeedForward, LayerNorm, RMSNorm
 from fastattn.layers._block import Block, Projection
 from fastattn.layers._heads import HeadOptions
+from fastattn.layers._residual import TransformerLayer
 from fastattn.layers._scores import Names
-from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array
-
-    Norm = LayerNorm | RMSNorm
+    from fastattn.layers._residual import Norm
 
 _SRC = Names("TransformerEncoderLayer", "src", "src_mask", "src_key_padding_mask")
 _TGT = Names("TransformerDecoderLayer", "tgt", "tgt_mask", "tgt_key_padding_mask")
@@ -53,90 +50,7 @@ class DecoderOptions(OverMemoryOptions, total=False):
 
 
 @dataclass(eq=False)
-class _TransformerLayer(Layer):
-    """What both layers share: options, attention to itself, feed-forward and two norms."""
-
-    d_model: int
-    num_heads: int
-    dim_feedforward: int = 2048
-    activation: str = "relu"
-    _: KW_ONLY
-    norm_first: bool = False
-    norm: str = "layer_norm"
-    layer_norm_eps: float = 1e-5
-    bias: bool = True
-    attention: HeadOptions | None = None
-    weights_dtype: str = "float32"
-    rng: InitVar[np.random.Generator | None] = None
-    self_attn: MultiHeadAttention = field(init=False, repr=False)
-    feed_forward: FeedForward = field(init=False, repr=False)
-    norm1: Norm = field(init=False, repr=False)
-    norm2: Norm = field(init=False, repr=False)
-
-    def __post_init__(self, rng: np.random.Generator | None) -> None:
-        for name in ("norm_first", "bias"):
-            flag(type(self).__name__, name, getattr(self, name))
-        for name in self._parts:  # in the order in which they draw their parameters
-            setattr(self, name, self._made(name, rng))
-        self._set_up(None)
-
-    def _made(self, name: str, rng: np.random.Generator | None) -> Layer:
-        """The part `name`, new."""
-        dtype = self.weights_dtype
-        if name == "feed_forward":
-            sizes = (self.d_model, self.dim_feedforward, self.activation, self.bias)
-            return FeedForward(*sizes, weights_dtype=dtype, rng=rng)
-        if name.startswith("norm"):
-            return self._new_norm()
-        return self._attention("attention" if name == "self_attn" else "cross_attention", rng)
-
-    def _new_norm(self) -> Norm:
-        """A norm of the kind that the field `norm` names."""
-        dtype = self.weights_dtype
-        if choice(type(self).__name__, "norm", self.norm, ("layer_norm", "rms_norm")) == "rms_norm":
-            return RMSNorm(self.d_model, self.layer_norm_eps, weights_dtype=dtype)
-        return LayerNorm(self.d_model, self.layer_norm_eps, self.bias, weights_dtype=dtype)
-
-    def _attention(self, name: str, rng: np.random.Generator | None) -> MultiHeadAttention:
-        """Attention with the options in the field `name`."""
-        func, options, known = type(self).__name__, getattr(self, name), HeadOptions.__annotations__
-        more = {} if options is None else options
-        if not isinstance(more, Mapping):
-            raise TypeError(f"{func}(): {name} is {short(more)}; expected a dict of {', '.join(known)}")
-        if unknown := [key for key in more if key not in known]:
-            raise TypeError(f"{func}(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
-        return MultiHeadAttention(
-            self.d_model, self.num_heads, bias=self.bias, weights_dtype=self.weights_dtype, rng=rng, **more
-        )
-
-    def _input(self, name: str, x: ArrayLike, cache: Any, kind: type) -> tuple[Array, Array]:
-        """`x`, the argument `name`, as it is, and (batch, length, d_model); `cache` is None or of `kind`."""
-        _calls.require(type(self).__name__, "cache", cache, (kind, type(None)), f"a {kind.__name__}")
-        self._require_parts()
-        array = _calls.checked(type(self).__name__, name, x, self.d_model, self.weights_dtype)
-        return array, _calls.batch_first(type(self).__name__, name, array)
-
-    def _add_attention(self, norm: Norm, x: Array, attention: MultiHeadAttention, **options: Any) -> Array:
-        """Rows x plus attention of them, with the norm; `options` are those of `_attend`."""
-        if self.norm_first:
-            return attention._attend(norm._of_rows(x), residual=x, **options)[0]
-        total, _ = attention._attend(x, residual=x, **options)
-        return norm._of_rows(total, total)
-
-    def _add_feed_forward(self, norm: Norm, x: Array) -> Array:
-        """The same for the feed-forward. It may overwrite the rows x."""
-        if self.norm_first:
-            return self.feed_forward._of_rows(norm._of_rows(x), x, x)
-        total = self.feed_forward._of_rows(x, x, None)
-        return norm._of_rows(total, total)
-
-    def _children(self) -> dict[str, Layer]:
-        # A feed-forward's parameters have no prefix: torch's layers hold its maps themselves.
-        return {"" if name == "feed_forward" else f"{name}.": getattr(self, name) for name in self._parts}
-
-
-@dataclass(eq=False)
-class TransformerEncoderLayer(_TransformerLayer):
+class TransformerEncoderLayer(TransformerLayer):
     """Self-attention, then feed-forward, each with a residual and a norm: torch's layer, batch first.
 
     Its state has torch's names: ``self_attn.*``, ``linear1.*``, ``linear2.*``, ``norm1.*``, ``norm2.*``.
@@ -233,7 +147,7 @@ class TransformerEncoderLayer(_TransformerLayer):
 
 
 @dataclass(eq=False)
-class TransformerDecoderLayer(_TransformerLayer):
+class TransformerDecoderLayer(TransformerLayer):
     """Masked self-attention, then attention over the encoder's memory, then feed-forward.
 
     Its options and the names in its state are those of `TransformerEncoderLayer`, and in the state also

@@ -137,5 +137,7 @@ def test_errors():
         functional.lsh_attention(q[None], np.stack([q, q]), num_buckets=2)
     with pytest.raises(ValueError, match=r"lsh_attention\(\): qk has shape"):
         functional.lsh_attention(q, q[:1], num_buckets=2)
+    with pytest.raises(ValueError, match=r"lsh_attention\(\): qk has a head_dim of 0, shape \(2, 50, 0\)"):
+        functional.lsh_attention(q[..., :0], q, num_buckets=2)
     with pytest.raises(TypeError, match=r"lsh_attention\(\): v has dtype float64; expected qk's"):
         functional.lsh_attention(q.astype(np.float32), q.astype(np.float64), num_buckets=2)

@@ -185,9 +185,17 @@ def test_attention(call, function):
 
 # It has no values, and nothing that says how to compute.
 NOT_FOR_WEIGHTS = {"k", "v", "out", "num_threads", "return_lse", "backend"}
+WEIGHTS = [
+    call
+    for call in BAD_CALLS
+    if not NOT_FOR_WEIGHTS & call.arguments.keys() and not call.message.startswith("q, k and v")
+] + [
+    bad(TypeError, "q and k have dtypes float32 and float64", k=Q.astype(float)),
+    bad(ValueError, r"q and k have batch dimensions \(3,\) and \(2,\)", q=floats(3, 4, 5, 8)),
+]
 
 
-@messages([call for call in BAD_CALLS if not NOT_FOR_WEIGHTS & call.arguments.keys()])
+@messages(WEIGHTS)
 def test_attention_weights(call):
     with pytest.raises(call.error, match=rf"^attention_weights\(\): {call.message}"):
         fastattn.attention_weights(**{"q": Q, "k": Q, **call.arguments})
@@ -240,8 +248,14 @@ SDPA = [
     bad(ValueError, r"attn_mask has shape \(2, 5\); .* attn_mask\[:, None, None, :\]\)$",
         attn_mask=floats(2, 5)),
     bad(ValueError, "scale is nan", scale=np.nan),
-    bad(ValueError, "k has a head_dim of 7, shape .* expected a head_dim of 8", key=floats(2, 4, 5, 7)),
-    bad(TypeError, "q, k and v have dtypes float32, float64 and float32", key=Q.astype(float)),
+    bad(ValueError, "key has a head_dim of 7, shape .* expected a head_dim of 8, as query has",
+        key=floats(2, 4, 5, 7)),
+    bad(ValueError, "value has a length of 6, .* expected a length of 5, as key has",
+        value=floats(2, 4, 6, 8)),
+    bad(ValueError, "query has 3 heads, .* expected a multiple of key's 4 heads",
+        query=floats(2, 3, 5, 8), enable_gqa=True),
+    bad(ValueError, "query, key and value have batch dimensions", key=floats(3, 4, 5, 8)),
+    bad(TypeError, "query, key and value have dtypes float32, float64 and float32", key=Q.astype(float)),
 ]  # fmt: skip
 
 

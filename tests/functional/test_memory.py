@@ -1,11 +1,11 @@
-"""Latent attention, memories, and patterns of single keys, against their formulas in float64."""
+"""Latent attention and memories, against their formulas in float64."""
 
 import naive
 import numpy as np
 import pytest
 from formulas import doubles, latent, sigmoid
 
-from fastattn import functional, masks
+from fastattn import functional
 from fastattn._bench.cases import as_dtype
 
 RNG = np.random.default_rng(0)
@@ -87,58 +87,6 @@ def test_memory(lengths, dtype, implementation):
     close(mixed, share * memory + (1 - share) * local, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [0, 1, 5, 67, 200])
-def test_dilated_window(length, dtype, implementation):
-    q, k, v = qkv(length, length, dtype)
-    i, j = np.arange(length)[:, None], np.arange(length)
-    for window, dilation in ((0, 1), (3, 4), (2, 64), (100, 3)):
-        mask = (abs(i - j) <= window * dilation) & ((i - j) % dilation == 0)
-        for causal in (False, True):
-            expected, lse, *_ = naive.attention(*doubles(q, k, v), mask=mask, causal=causal)
-            out, got = functional.dilated_window_attention(
-                q, k, v, window=window, dilation=dilation, causal=causal, return_lse=True
-            )
-            close(out, expected, dtype)
-            np.testing.assert_allclose(got, lse, atol=DTYPES[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [0, 1, 5, 67, 200])
-def test_strided(length, dtype, implementation):
-    q, k, v = qkv(length, length, dtype)
-    sinks = normal(4)
-    i, j = np.arange(length)[:, None], np.arange(length)
-    for stride in (1, 7, 64, 300):
-        mask = (j <= i) & ((i - j <= stride) | ((i - j) % stride == 0))
-        expected, lse, *_ = naive.attention(*doubles(q, k, v), mask=mask, sinks=sinks)
-        out, got = functional.strided_attention(q, k, v, stride=stride, sinks=sinks, return_lse=True)
-        close(out, expected, dtype)
-        np.testing.assert_allclose(got, lse, atol=DTYPES[dtype])
-
-
-def test_patterns_are_those_of_masks():
-    i, j = np.arange(50)[:, None], np.arange(50)
-    dilated = (abs(i - j) <= 12) & ((i - j) % 4 == 0)
-    np.testing.assert_array_equal(masks.dilated(3, 4).to_array(50), dilated)
-    strided = (j <= i) & ((i - j <= 7) | ((i - j) % 7 == 0))
-    np.testing.assert_array_equal(masks.strided(7).to_array(50), strided)
-
-
-def test_patterns_write_where_they_are_told(implementation):
-    q, k, v = (x.swapaxes(1, 2) for x in (normal(2, 90, 4, 16), normal(2, 90, 2, 16), normal(2, 90, 2, 12)))
-    out = np.empty((2, 90, 4, 12), np.float32).swapaxes(1, 2)
-    got = functional.dilated_window_attention(q, k, v, window=3, dilation=4, out=out)
-    assert got is out
-    np.testing.assert_array_equal(
-        out, functional.dilated_window_attention(q.copy(), k, v, window=3, dilation=4)
-    )
-    assert functional.strided_attention(q, k, v, stride=4, out=out) is out
-    np.testing.assert_array_equal(out, functional.strided_attention(q, k, v, stride=4))
-    one = functional.strided_attention(q[0, 0], k[0, 0], v[0, 0], stride=4)
-    np.testing.assert_allclose(one, out[0, 0], atol=1e-6)
-
-
 Q, K, V = qkv(6, 6)
 CACHE, W, U = normal(2, 6, 24), normal(4, 8, 16), normal(4, 12, 16)
 
@@ -171,29 +119,6 @@ CACHE, W, U = normal(2, 6, 24), normal(4, 8, 16), normal(4, 12, 16)
             lambda: functional.memory_attention(Q, K, V, K, V, gate=1, return_lse=True),
             ValueError,
             "return_lse is True; expected False with gate",
-        ),
-        (
-            lambda: functional.dilated_window_attention(
-                Q, K[..., :5, :], V[..., :5, :], window=1, dilation=2
-            ),
-            ValueError,
-            "k has a length of 5; expected q's, 6",
-        ),
-        (
-            lambda: functional.dilated_window_attention(Q, K, V, window=-1, dilation=2),
-            ValueError,
-            "window is -1",
-        ),
-        (
-            lambda: functional.dilated_window_attention(Q, K, V, window=1, dilation=0),
-            ValueError,
-            "dilation is 0",
-        ),
-        (lambda: functional.strided_attention(Q, K, V, stride=2, causal=True), TypeError, "causal is not an"),
-        (
-            lambda: functional.strided_attention(Q, K, V, stride=1.5),
-            TypeError,
-            "stride is 1.5; expected an int",
         ),
     ],
 )

@@ -270,7 +270,7 @@ def test_any_strides_and_byte_order(implementation):
         ),
         (lambda m: MultiHeadAttention(64, 0), ValueError, "num_heads is 0"),
         (lambda m: MultiHeadAttention(64, 4, weights_dtype="int4"), ValueError, "weights_dtype is 'int4'"),
-        (lambda m: MultiHeadAttention(64, 4, rng=3), TypeError, "rng is of type int"),
+        (lambda m: MultiHeadAttention(64, 4, rng="3"), TypeError, "rng is '3'; expected a numpy.random"),
         (lambda m: FeedForward(64, 100, "tanh"), ValueError, "activation is 'tanh'; expected one of relu"),
         (lambda m: TransformerEncoderLayer(64, 4, norm="batch"), ValueError, "norm is 'batch'"),
         (lambda m: TransformerEncoder([]), ValueError, "layers is empty"),
