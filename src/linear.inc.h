@@ -140,7 +140,7 @@ static void finish_pass(const fa_linear_args *a, int64_t row, int64_t rows, int6
 /* The product with panel number `panel`, from a feature on that begins a block. */
 INLINE packed_product of_panel(packed_product p, int64_t panel, int64_t feature)
 {
-    const int64_t each = features_per_step(p.a->weight), steps = ceil_div(p.a->k, each);
+    const int64_t each = features_per_step(p.a->weight), steps = features_padded(p.a) / each;
     p.part = p.a->panels + (panel * steps + feature / each) * FA_PANEL_BYTES;
     if (p.a->weight == FA_I4)
         p.scales = (const char *)p.a->scales +
