@@ -15,7 +15,6 @@
 
 /* Steps of a block: of a panel 128 KB, and of x for 128 rows 512 KB, which the second-level cache holds together. */
 #define LINEAR_STEPS 1024
-#define LINEAR_SUM 256 /* steps that one accumulator sums at most */
 
 /* Rows and panels of a task at most. The fewer the rows, the more often a panel comes from further away. */
 #define LINEAR_TASK_ROWS 128
@@ -65,18 +64,21 @@ static void multiply_packed(int64_t rows, const packed_product *whole, const lan
 {
     const fa_dtype weight = wide ? FA_F32 : whole->a->weight;
     const multiplication how = wide ? BY_LANES : multiplication_of(whole->a);
-    const int64_t each = features_per_step(weight);
-    const int64_t most = how == BY_BYTES || how == BY_BLOCKS ? whole->features : LINEAR_SUM * (how == BY_PAIRS ? 2 : 1);
+    const int64_t each = features_per_step(weight), in_integers = how == BY_BYTES || how == BY_BLOCKS;
+    const int64_t most = in_integers ? whole->features : LINEAR_SUM * (how == BY_PAIRS ? 2 : 1);
+    packed_product p = *whole;
     int64_t d = 0;
     do { /* without features, out becomes 0 */
-        packed_product p = *whole;
-        p.x += d * x_size(p.a);
-        p.part = wide ? (const char *)(wide + d * PANEL) : p.part + d / each * FA_PANEL_BYTES;
-        if (weight == FA_I4) p.scales += d / BLOCK_4BIT * PANEL * 2;
-        p.features = smaller(p.features - d, most);
-        p.more |= d > 0;
+        const int64_t left = whole->features - d;
+        p.runs = how == BY_WIDENING && left >= wide_runs(rows) * most ? wide_runs(rows) : 1;
+        p.features = smaller(left, most);
+        p.x = whole->x + d * x_size(p.a);
+        p.part = wide ? (const char *)(wide + d * PANEL) : whole->part + d / each * FA_PANEL_BYTES;
+        if (weight == FA_I4) p.scales = whole->scales + d / BLOCK_4BIT * PANEL * 2;
+        p.more = whole->more || d;
         for (int64_t c = 0; c < PANEL; c += GROUP) packed_pass(how, rows, c, &p);
-    } while ((d += most) < whole->features);
+        d += p.runs * most;
+    } while (d < whole->features);
 }
 
 /* Where a row's results of one panel come from. */
