@@ -178,7 +178,7 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
                 lane *up = acc + (in_blocks ? rows * PANEL : tile);
                 p.x = x.x + r * x.x_row + d * x_size(a);
                 p.sums = scratch.sums + r * p.sums_row + d / BLOCK_4BIT;
-                p.ahead = r == 0 && n_passes <= 2;
+                p.ahead = r == 0;
                 for (int map = 0; map < maps; map++) {
                     p.out = map ? up : acc;
                     p = of_panel(p, i + map, d);
