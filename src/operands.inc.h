@@ -3,7 +3,8 @@
  *
  * Requires  modifiers.inc.h, partial.inc.h, nonfinite.inc.h.
  * Literals  dtype: of q.
- * Exports   tile_state, tile_scratch and how they are cut from memory; load_queries, load_additive, load_block ... */
+ * Exports   TILES, PART_K; tile_state, cut_tile; key_block, tile_scratch, cut_tile_scratch; load_queries;
+ *           load_additive, bias_in_place; load_block, is_dense, rows_as_lanes, prefetch_block. */
 
 #define TILES 8 /* most tiles of a task */
 

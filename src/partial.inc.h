@@ -8,7 +8,8 @@
  * number. The last fields are there if statistics are asked for.
  *
  * Requires  ranges.inc.h, softmax.inc.h, statistics.inc.h.
- * Exports   partial, row_top, partial_at, _from, _begin_merging, _merge, _end_merging, _finish. */
+ * Exports   partial, partial_at, partial_from, row_top; partial_begin_merging, partial_merge, partial_end_merging;
+ *           partial_finish. */
 typedef struct {
     lane *row_max, *row_sum, *acc;
     int64_t acc_row, low; /* what x[i] has lost is x[i + low], x being row_sum or acc */

@@ -10,7 +10,8 @@
  * row_max -inf, keys -1, and 0 for the rest.
  *
  * Requires  ranges.inc.h, softmax.inc.h.
- * Exports   top_list and how scores enter it; write_statistics; of the second pass load_row_norm, add_..._to_... */
+ * Exports   top_list, top_insert_row, top_insert_tile, top_merge; row_sums, write_statistics; load_row_norm,
+ *           add_lanes_to_key_sums, add_rows_to_key_sums, add_rows_to_mean (of the second pass). */
 
 /* A row's best scores, best first, and their keys. Of equal scores the first key comes first; -inf: no further key. */
 typedef struct {
