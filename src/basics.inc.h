@@ -21,7 +21,8 @@ INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
     return x->data + x->batch[b] + h * x->head + i * x->row + j * x->col;
 }
 
-/* The call that follows, in which `name` is the dtype as a literal: a kernel's switches on it fold away. */
+/* WITH_DTYPE(dtype, name, call): the call, in which `name` is dtype as a literal. So a kernel's switches on it fold
+ * away. */
 #define WITH_LITERAL(name, value, ...)                                                                                 \
     {                                                                                                                  \
         const int name = value;                                                                                        \

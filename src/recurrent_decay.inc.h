@@ -144,7 +144,7 @@ static void plain_scores(const chunk_scratch *scratch, const lane *x, int64_t n,
 }
 
 /* The same, times vector decays. Before row i, keys_t is multiplied by the decays of token i, so that every key has
- * those between its own token and i. In the end keys_t is what fade_keys() is to make of it. */
+ * those between its own token and i. In the end keys_t is as fade_keys() must leave it. */
 static void vector_scores(const chunk_scratch *scratch, const lane *x, int64_t n, int64_t head_dim, lane *scores)
 {
     lane *keys_t = scratch->keys_t;
