@@ -266,10 +266,8 @@ def test_recipes_name_files_that_exist(recipe):
 
 
 SOURCES = Path(__file__).parents[1] / "src"
-TEXTS = {
-    path.name: path.read_text(encoding="utf-8")
-    for path in [*SOURCES.glob("*.inc*"), *SOURCES.glob("kernels.c")]
-}
+C_FILES = [*SOURCES.glob("*.inc*"), *SOURCES.glob("kernels.c")]
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in C_FILES}
 CODE = {name: re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL) for name, text in TEXTS.items()}
 HEADED = sorted(name for name in TEXTS if name.endswith(".inc.h"))
 
