@@ -11,9 +11,10 @@
  *
  * The lanes are output features; x is broadcast, a value or a pair at a time. A row's bits depend on that row alone.
  *
- * Requires  basics.inc.h, convert.inc.h, tile.inc.h (tile_outer), activation.inc.h.
- * Literals  columns: a multiple of GROUP; dot: 1 only if V_BF16_DOT; triangular; weight: FA_I8, FA_BF16; activation.
- * Exports   PANEL, GROUP, multiply: linear attention has such products, too; linear_plan, linear_run. */
+ * Requires  basics.inc.h, convert.inc.h, tile.inc.h, activation.inc.h.
+ * Literals  columns: a multiple of GROUP. dot: 1 only if V_BF16_DOT. triangular: 0, 1. weight: FA_I8, FA_BF16. rows of
+ *           narrow_pass: 1 .. NARROW_ROWS. activation: any fa_activation.
+ * Exports   PANEL, GROUP, multiply (linear attention has such products, too); linear_plan, linear_run. */
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
 
 /* A pass has LINEAR_ROWS x LINEAR_NV accumulators, and needs LINEAR_NV vectors and a broadcast beside them. */
