@@ -50,8 +50,7 @@ static void widen_part(const packed_product *p, lane *to)
     for (int64_t d = 0; d < p->features; d += each)
         for (int64_t c = 0; c < PANEL; c += LANES) {
             const v_t step = v_load(p->part + d / each * FA_PANEL_BYTES + c * (int64_t)sizeof(lane));
-            const v_t scale =
-                weight == FA_I4 ? v_load_f16(p->scales + (d / BLOCK_4BIT * PANEL + c) * 2) : v_splat(0);
+            const v_t scale = weight == FA_I4 ? v_load_f16(p->scales + (d / BLOCK_4BIT * PANEL + c) * 2) : v_splat(0);
             for (int f = 0; f < each; f++) {
                 const v_t wide = v_widen(weight, f, step, p->a->table, scale);
                 v_store(to + (d + f) * PANEL + c, wide);
@@ -88,7 +87,8 @@ typedef struct {
 } panel_sums;
 
 /* The product's vector at column c of a panel, scaled and with its bias. */
-INLINE v_t v_scaled(const fa_linear_args *a, const lane *acc, lane factor, const lane *scale, const lane *bias, int64_t n)
+INLINE v_t v_scaled(const fa_linear_args *a, const lane *acc, lane factor, const lane *scale, const lane *bias,
+                    int64_t n)
 {
     v_t y = v_load(acc);
 #if LANE_BITS == 32
@@ -140,7 +140,7 @@ static void finish_pass(const fa_linear_args *a, int64_t row, int64_t rows, int6
 }
 
 /* The product with panel number `panel`, from a feature on that begins a block. */
-INLINE packed_product of_panel(packed_product p, int64_t panel, int64_t feature)
+INLINE packed_product at_panel(packed_product p, int64_t panel, int64_t feature)
 {
     const int64_t each = features_per_step(p.a->weight), steps = features_padded(p.a) / each;
     p.part = p.a->panels + (panel * steps + feature / each) * FA_PANEL_BYTES;
@@ -169,7 +169,7 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
             lane *wide[] = {NULL, NULL};
             for (int map = 0; map < maps && plan->widen; map++) {
                 wide[map] = scratch.wide + map * LINEAR_WIDE * PANEL;
-                p = of_panel(p, i + map, d);
+                p = at_panel(p, i + map, d);
                 widen_part(&p, wide[map]);
             }
             for (int64_t r = 0, passes = n_passes; passes; passes--) {
@@ -181,7 +181,7 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
                 p.ahead = r == 0;
                 for (int map = 0; map < maps; map++) {
                     p.out = map ? up : acc;
-                    p = of_panel(p, i + map, d);
+                    p = at_panel(p, i + map, d);
                     multiply_packed(n, &p, wide[map]);
                 }
                 if (last) finish_pass(a, row + r, n, i, acc, up, scratch.scales + r);

@@ -11,10 +11,13 @@
  *   int8             int8       the dot product of four, in integers                    bytes_pass
  *   4 bits           int8       the same; each block of BLOCK_4BIT features is scaled   blocks_pass
  *
- * Requires  basics.inc.h, convert.inc.h, tile.inc.h (tile_outer).
- * Literals  columns: a multiple of GROUP; dot: 1 only if V_BF16_DOT; triangular; weight; rows: 1 .. LINEAR_ROWS.
- * Exports   PANEL, GROUP, multiply: linear attention has such products, too; BLOCK_4BIT, features_per_step,
- *           multiplication, packed_product, multiply_packed. */
+ * Requires  basics.inc.h, convert.inc.h, tile.inc.h.
+ * Literals  columns: a multiple of GROUP. dot: 1 only if V_BF16_DOT. fetch: 0 or STEP_LINES. triangular: 0, 1. weight:
+ *           FA_BF16, FA_I8, FA_I4. rows: 1 .. LINEAR_ROWS, of blocks_pass BLOCK_ROWS. runs: 1, 2 with two rows at most,
+ *           WIDE_RUNS with one.
+ * Exports   PANEL, GROUP, multiply (linear attention has such products, too); BLOCK_4BIT, BLOCK_ROWS, LINEAR_SUM;
+ *           BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS, multiplication, multiplication_of, features_per_step;
+ *           packed_product, packed_pass, wide_runs, v_widen. */
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
 
 /* A pass has LINEAR_ROWS x LINEAR_NV accumulators, and needs LINEAR_NV vectors and a broadcast beside them. */
@@ -22,7 +25,7 @@
 _Static_assert(LINEAR_ROWS *LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
 _Static_assert(LINEAR_ROWS <= TILE_MAX && PANEL % GROUP == 0, "passes fill a panel");
 
-#define BLOCK_4BIT 32 /* input features that share a scale, for each column, if weights have 4 bits */
+#define BLOCK_4BIT 32                /* input features that share a scale, for each column, if weights have 4 bits */
 #define BLOCK_ROWS (LINEAR_ROWS / 2) /* rows of blocks_pass, which has two accumulators for each result */
 
 /* Input features of a panel's step. */
@@ -38,16 +41,15 @@ INLINE int64_t features_per_step(fa_dtype weight)
         break;
 #define WITH_ROWS(rows, ...)                                                                                           \
     switch (rows) {                                                                                                    \
-        ROWS_CASE(1, __VA_ARGS__) ROWS_CASE(2, __VA_ARGS__) ROWS_CASE(3, __VA_ARGS__) ROWS_CASE(4, __VA_ARGS__)        \
-        ROWS_CASE(5, __VA_ARGS__) ROWS_CASE(6, __VA_ARGS__) ROWS_CASE(7, __VA_ARGS__) ROWS_CASE(8, __VA_ARGS__)        \
-        ROWS_CASE(9, __VA_ARGS__) ROWS_CASE(10, __VA_ARGS__) ROWS_CASE(11, __VA_ARGS__) ROWS_CASE(12, __VA_ARGS__)     \
+        ROWS_CASE(1, __VA_ARGS__)                                                                                      \
+        ROWS_CASE(2, __VA_ARGS__) ROWS_CASE(3, __VA_ARGS__) ROWS_CASE(4, __VA_ARGS__) ROWS_CASE(5, __VA_ARGS__)        \
+            ROWS_CASE(6, __VA_ARGS__) ROWS_CASE(7, __VA_ARGS__) ROWS_CASE(8, __VA_ARGS__) ROWS_CASE(9, __VA_ARGS__)    \
+                ROWS_CASE(10, __VA_ARGS__) ROWS_CASE(11, __VA_ARGS__) ROWS_CASE(12, __VA_ARGS__)                       \
     }
 
 /* One pass: n rows of a product, GROUP columns. */
-INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
-{
-    WITH_ROWS(n, LINEAR_ROWS, tile_outer, LINEAR_NV, dot, fetch, p, 0)
-}
+INLINE void multiply_pass(int dot, int fetch, int64_t n,
+                          const outer_product *p){WITH_ROWS(n, LINEAR_ROWS, tile_outer, LINEAR_NV, dot, fetch, p, 0)}
 
 /* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read. */
 INLINE void multiply(int64_t columns, int triangular, int64_t rows, const outer_product *whole)
@@ -67,9 +69,9 @@ INLINE void multiply(int64_t columns, int triangular, int64_t rows, const outer_
 /* out (rows, PANEL) = x (rows, features) times a part of a panel. */
 typedef struct {
     const fa_linear_args *a;
-    const char *x;         /* lanes, pairs of bfloat16 or int8, 0 up to a whole step; of 4 bits, to a whole block */
-    int64_t x_row;         /* bytes */
-    const int32_t *sums;   /* of int8 x, times V_I8_OFFSET: of each row and, of 4 bits, of each of its blocks */
+    const char *x;       /* lanes, pairs of bfloat16 or int8, 0 up to a whole step; of 4 bits, to a whole block */
+    int64_t x_row;       /* bytes */
+    const int32_t *sums; /* of int8 x, times V_I8_OFFSET: of each row and, of 4 bits, of each of its blocks */
     int64_t sums_row;
     const char *part, *scales; /* scales: float16, (blocks, PANEL); 4 bits only */
     int64_t features;
@@ -82,8 +84,8 @@ typedef struct {
 /* Weights that are read once come from memory, and the hardware's own prefetching stops at every page. */
 #define PART_AHEAD (1 << 15)
 #define SCALES_AHEAD (PART_AHEAD / (BLOCK_4BIT / 8 * FA_PANEL_BYTES) * PANEL * 2)
-#define LINEAR_SUM 256 /* steps, or features widened, that one accumulator sums at most */
-#define WIDE_RUNS 4    /* runs of LINEAR_SUM features that one row is multiplied with at once */
+#define LINEAR_SUM MAX_DEPTH /* steps, or features widened, that one accumulator sums at most */
+#define WIDE_RUNS 4          /* runs of LINEAR_SUM features that one row is multiplied with at once */
 #define STEP_LINES (FA_PANEL_BYTES / 64 * GROUP / PANEL) /* of a step, that one group of columns asks for */
 
 /* Feature f of each step, widened; of 4 bits, scaled. A byte of 4 bits each holds one of features 0 .. 3 and, above, one

@@ -55,7 +55,8 @@ static void new_weights(linear_case *c)
     const int maps = 1 + a->gated;
     const int64_t width = a->weight == FA_F64 ? 16 : 32, panels = maps * ((a->n + width - 1) / width);
     const int64_t each = a->weight == FA_I4 ? 8 : a->weight == FA_I8 ? 4 : a->weight == FA_BF16 ? 2 : 1;
-    const int64_t whole = a->weight == FA_I4 ? 32 : each, depth = (a->k + whole - 1) / whole * whole, blocks = depth / 32;
+    const int64_t whole = a->weight == FA_I4 ? 32 : each, depth = (a->k + whole - 1) / whole * whole,
+                  blocks = depth / 32;
     const double most = 3 / sqrt((double)a->k);
     char *packed = allocate((size_t)(panels * depth / each * 128));
     float *scales = a->weight == FA_I8 ? (float *)allocate((size_t)(panels * width) * sizeof *scales) : NULL;
