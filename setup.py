@@ -41,7 +41,9 @@ def instruction_sets():
     machine = platform.machine().lower().replace("arm64", "aarch64").replace("amd64", "x86_64")
     line = r'^FA_ISA\((\w+), (\w+), "(.*)", (\w+)\)$'
     lines = re.findall(line, (SRC / "isa.inc").read_text(), re.MULTILINE)
-    return [(name, flags.split(), doubles) for name, arch, flags, doubles in lines if arch in (machine, "any")]
+    return [
+        (name, flags.split(), doubles) for name, arch, flags, doubles in lines if arch in (machine, "any")
+    ]
 
 
 class BuildExt(build_ext):
