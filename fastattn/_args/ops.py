@@ -141,8 +141,8 @@ def integer_activations(func: str, activations: str, weight: PackedLinear) -> No
         )
     if weight.in_features > _MOST_BYTES:
         raise ValueError(
-            f"{func}(): the weight has {weight.in_features} input features; expected at most {_MOST_BYTES} for"
-            " activations in int8, whose sums have 32 bits"
+            f"{func}(): the weight has {weight.in_features} input features; expected at most {_MOST_BYTES}"
+            " for activations in int8, whose sums have 32 bits"
         )
 
 
