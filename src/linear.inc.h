@@ -75,12 +75,14 @@ static void multiply_packed(int64_t rows, const packed_product *whole, const lan
         p.part = wide ? (const char *)(wide + d * PANEL) : whole->part + d / each * FA_PANEL_BYTES;
         if (weight == FA_I4) p.scales = whole->scales + d / BLOCK_4BIT * PANEL * 2;
         p.more = whole->more || d;
-        for (int64_t r = 0, passes = ceil_div(rows, pass_rows(p.a)); passes; passes--) {
+        const int64_t n_passes = ceil_div(rows, pass_rows(p.a));
+        p.lines = n_passes <= 2 ? STEP_LINES / (int)n_passes : 0;
+        for (int64_t r = 0, passes = n_passes; passes; passes--) {
             const int64_t n = ceil_div(rows - r, passes); /* even passes: a last one of one row wastes most */
             p.x = whole->x + r * p.x_row + d * x_size(p.a);
             p.sums = whole->sums + r * p.sums_row + d / BLOCK_4BIT;
-            p.ahead = r == 0;
             p.out = whole->out + r * PANEL;
+            p.ahead = PART_AHEAD + (r ? ceil_div(p.features, each) * p.lines * 64 : 0);
             for (int64_t c = 0; c < PANEL; c += GROUP) packed_pass(how, n, c, &p);
             r += n;
         }
