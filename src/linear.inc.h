@@ -1,11 +1,12 @@
 /* The layers' matrix product, out (m, n) = activation(x (m, k) w^T + bias) + residual, over packed panels of w:
  *
  *   copy the rows of x, if they cannot be read in place     linear_input.inc.h; a thread's next tasks find them ready
- *   for each block of input features                        most often there is one
- *     for each panel of the task, or gated pair of them     a block's part of it stays in the second-level cache
- *       for each LINEAR_ROWS rows of the task
- *         acc (rows, PANEL) += x (rows, block) part (block, PANEL)    linear_pass.inc.h
- *         after the last block: out = activation(acc scale + bias) [up] + residual, from the first-level cache
+ *   for each block of input features                        most often there is one; x's stays in the second-level cache
+ *     for each panel of the task, or gated pair of them
+ *       for each piece of the block                           the panel's stays in the first-level cache
+ *         for each LINEAR_ROWS rows of the task
+ *           acc (rows, PANEL) += x (rows, piece) panel (piece, PANEL)    linear_pass.inc.h
+ *       after the last block: out = activation(acc scale + bias) [up] + residual, while acc is in the caches
  *
  * The lanes are output features; x is broadcast. A row's bits depend on that row alone.
  *
@@ -149,16 +150,13 @@ static void finish_panels(const fa_linear_args *a, int64_t row, int64_t rows, in
     }
 }
 
-/* The product with panel number `panel`, from a feature on that begins a block. */
-INLINE packed_product at_panel(int64_t panel, int64_t feature, const packed_product *product)
+/* Points p to a part of panel number `panel`, from a feature on that begins a block. */
+static void find_part(packed_product *p, int64_t panel, int64_t feature)
 {
-    packed_product p = *product;
-    const int64_t each = features_per_step(p.a->weight), steps = features_padded(p.a) / each;
-    p.part = p.a->panels + (panel * steps + feature / each) * FA_PANEL_BYTES;
-    if (p.a->weight == FA_I4)
-        p.scales = (const char *)p.a->scales +
-                   (panel * ceil_div(p.a->k, BLOCK_4BIT) + feature / BLOCK_4BIT) * PANEL * 2;
-    return p;
+    const int64_t each = features_per_step(p->a->weight), features = features_padded(p->a);
+    p->part = p->a->panels + (panel * features + feature) / each * FA_PANEL_BYTES;
+    if (p->a->weight == FA_I4)
+        p->scales = (const char *)p->a->scales + (panel * features + feature) / BLOCK_4BIT * PANEL * 2;
 }
 
 static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int64_t task, void *memory)
@@ -173,6 +171,9 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
     int64_t done = 0; /* products of each column, since it last asked */
     for (int64_t b = 0; b < plan->blocks; b++) {
         const int64_t d = b * plan->features;
+        packed_product p = {.a = a, .x_row = x.x_row, .sums_row = sums_of_row(a), .more = b > 0};
+        p.x = x.x + d * x_size(a), p.sums = scratch.sums + d / BLOCK_4BIT;
+        p.features = smaller(features - d, plan->features);
         for (int64_t i = panel; i < end; i += maps) {
             lane *acc = scratch.acc + (plan->blocks > 1 ? (i - panel) * rows * PANEL : 0), *up = acc + rows * PANEL;
             if ((done += rows * plan->features) > LINEAR_ASKS) {
@@ -180,17 +181,8 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
                 done = 0;
             }
             for (int map = 0; map < maps; map++) {
-                const packed_product p = at_panel(i + map, d,
-                                                  &(packed_product){
-                                                      .a = a,
-                                                      .x = x.x + d * x_size(a),
-                                                      .x_row = x.x_row,
-                                                      .sums = scratch.sums + d / BLOCK_4BIT,
-                                                      .sums_row = sums_of_row(a),
-                                                      .features = smaller(features - d, plan->features),
-                                                      .more = b > 0,
-                                                      .out = map ? up : acc,
-                                                  });
+                find_part(&p, i + map, d);
+                p.out = map ? up : acc;
                 if (plan->widen) widen_part(&p, scratch.wide);
                 multiply_packed(rows, &p, plan->widen ? scratch.wide : NULL);
             }
