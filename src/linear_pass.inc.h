@@ -38,19 +38,30 @@ INLINE int64_t features_per_step(fa_dtype weight)
 #define ROWS_CASE(rows, limit, pass, ...)                                                                              \
     case rows:                                                                                                         \
         if (rows <= limit) pass(rows, __VA_ARGS__);                                                                    \
-        break;
+        break
 #define WITH_ROWS(rows, ...)                                                                                           \
-    switch (rows) {                                                                                                    \
-        ROWS_CASE(1, __VA_ARGS__)                                                                                      \
-        ROWS_CASE(2, __VA_ARGS__)                                                                                      \
-        ROWS_CASE(3, __VA_ARGS__) ROWS_CASE(4, __VA_ARGS__) ROWS_CASE(5, __VA_ARGS__) ROWS_CASE(6, __VA_ARGS__)        \
-            ROWS_CASE(7, __VA_ARGS__) ROWS_CASE(8, __VA_ARGS__) ROWS_CASE(9, __VA_ARGS__) ROWS_CASE(10, __VA_ARGS__)   \
-                ROWS_CASE(11, __VA_ARGS__) ROWS_CASE(12, __VA_ARGS__)                                                  \
-    }
+    do {                                                                                                               \
+        switch (rows) {                                                                                                \
+            ROWS_CASE(1, __VA_ARGS__);                                                                                 \
+            ROWS_CASE(2, __VA_ARGS__);                                                                                 \
+            ROWS_CASE(3, __VA_ARGS__);                                                                                 \
+            ROWS_CASE(4, __VA_ARGS__);                                                                                 \
+            ROWS_CASE(5, __VA_ARGS__);                                                                                 \
+            ROWS_CASE(6, __VA_ARGS__);                                                                                 \
+            ROWS_CASE(7, __VA_ARGS__);                                                                                 \
+            ROWS_CASE(8, __VA_ARGS__);                                                                                 \
+            ROWS_CASE(9, __VA_ARGS__);                                                                                 \
+            ROWS_CASE(10, __VA_ARGS__);                                                                                \
+            ROWS_CASE(11, __VA_ARGS__);                                                                                \
+            ROWS_CASE(12, __VA_ARGS__);                                                                                \
+        }                                                                                                              \
+    } while (0)
 
 /* One pass: n rows of a product, GROUP columns. */
-INLINE void multiply_pass(int dot, int fetch, int64_t n,
-                          const outer_product *p){WITH_ROWS(n, LINEAR_ROWS, tile_outer, LINEAR_NV, dot, fetch, p, 0)}
+INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
+{
+    WITH_ROWS(n, LINEAR_ROWS, tile_outer, LINEAR_NV, dot, fetch, p, 0);
+}
 
 /* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read. */
 INLINE void multiply(int64_t columns, int triangular, int64_t rows, const outer_product *whole)
@@ -165,7 +176,7 @@ INLINE void wide_passes(int64_t rows, fa_dtype weight, int64_t c, const packed_p
 {
     if (p->runs == WIDE_RUNS) wide_pass(1, WIDE_RUNS, weight, c, p);
     else if (p->runs > 1) wide_pass(2, WIDE_RUNS / 2, weight, c, p);
-    else WITH_ROWS(rows, LINEAR_ROWS, wide_pass, 1, weight, c, p)
+    else WITH_ROWS(rows, LINEAR_ROWS, wide_pass, 1, weight, c, p);
 }
 
 #if LANE_BITS == 32
@@ -282,8 +293,8 @@ INLINE void packed_pass(multiplication how, int64_t rows, int64_t c, const packe
         else if (p->a->weight == FA_I8) wide_passes(rows, FA_I8, c, p);
         else wide_passes(rows, FA_I4, c, p);
         return;
-    case BY_BYTES: WITH_ROWS(rows, LINEAR_ROWS, bytes_pass, c, p) return;
-    case BY_BLOCKS: WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, c, p) return;
+    case BY_BYTES: WITH_ROWS(rows, LINEAR_ROWS, bytes_pass, c, p); return;
+    case BY_BLOCKS: WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, c, p); return;
 #endif
     default: return;
     }
