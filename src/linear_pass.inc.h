@@ -15,7 +15,8 @@
  * Literals  columns: a multiple of GROUP. dot: 1 only if V_BF16_DOT. fetch: 0 .. STEP_LINES. triangular: 0, 1. weight:
  *           FA_BF16, FA_I8, FA_I4. rows: 1 .. LINEAR_ROWS, of blocks_pass BLOCK_ROWS. runs: 1, 2 with two rows at most,
  *           WIDE_RUNS with one.
- * Exports   PANEL, GROUP, multiply (linear attention has such products, too); BLOCK_4BIT, BLOCK_ROWS, LINEAR_SUM;
+ * Exports   PANEL, GROUP, multiply (linear attention has such products, too); BLOCK_4BIT, BLOCK_ROWS, LINEAR_SUM, PART_AHEAD,
+ *           STEP_LINES;
  *           BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS, multiplication, multiplication_of, features_per_step;
  *           packed_product, packed_pass, wide_runs, v_widen. */
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
@@ -283,13 +284,14 @@ INLINE void packed_pass(multiplication how, int64_t rows, int64_t c, const packe
         else multiply_pass(0, 0, rows, &plain);
         return;
     case BY_PAIRS:
+        if (!V_BF16_DOT) return;
         if (fetch == 2) multiply_pass(V_BF16_DOT, 2, rows, &plain);
         else if (fetch == 1) multiply_pass(V_BF16_DOT, 1, rows, &plain);
         else multiply_pass(V_BF16_DOT, 0, rows, &plain);
         return;
 #if LANE_BITS == 32
     case BY_WIDENING:
-        if (p->a->weight == FA_BF16) wide_passes(rows, FA_BF16, c, p);
+        if (!V_BF16_DOT && p->a->weight == FA_BF16) wide_passes(rows, FA_BF16, c, p);
         else if (p->a->weight == FA_I8) wide_passes(rows, FA_I8, c, p);
         else wide_passes(rows, FA_I4, c, p);
         return;
