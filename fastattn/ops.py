@@ -18,7 +18,7 @@ from fastattn._args.ops import linear_args, rows_args
 from fastattn._args.options import Backend, ComputeOptions, OutOption
 from fastattn._args.packed import PackedLinear, pack
 from fastattn._args.results import result_array
-from fastattn._args.types import Activation
+from fastattn._args.types import Activation, Rounding
 from fastattn._args.values import as_array, float_array, integers
 from fastattn._engine import dispatch
 
@@ -59,7 +59,7 @@ def linear(
     *,
     activation: Activation | None = None,
     residual: ArrayLike | None = None,
-    activations: Literal["int8"] | None = None,
+    activations: Rounding | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,

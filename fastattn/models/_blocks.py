@@ -119,7 +119,7 @@ class Blocks:
 
     def _block(self, i: int, scale: float, window: Window) -> Block:
         names, source = self.names, self.source
-        prefix, pack = names.prefix.format(i), source.precision.pack
+        prefix, precision = names.prefix.format(i), source.precision
 
         def weight(*parts: str) -> Array:
             whole = joined(*(source.tensors[f"{prefix}{part}.weight"] for part in parts))
@@ -131,14 +131,15 @@ class Blocks:
             return source.vector(*(f"{prefix}{part}.bias" for part in parts))
 
         def linear(*parts: str) -> Projection:
-            return Projection(pack(weight(*parts)), bias(*parts))
+            return Projection(precision.pack(weight(*parts)), bias(*parts), precision.activations)
 
         def inner() -> Projection:
             if names.gate is None:
                 return linear(names.inner)
             both = bias(names.gate, names.inner)
-            packed = pack(weight(names.inner), gate=weight(names.gate))
-            return Projection(packed, None if both is None else both.reshape(2, -1))
+            packed = precision.pack(weight(names.inner), gate=weight(names.gate))
+            biases = None if both is None else both.reshape(2, -1)
+            return Projection(packed, biases, precision.activations)
 
         def head_norm() -> Norm | None:
             if names.head_norms is None:
