@@ -54,7 +54,9 @@ def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, impleme
     np.testing.assert_array_equal(model(ids, mask)[mask], small[1])
 
 
-@pytest.mark.parametrize(("weights_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.06)])
+@pytest.mark.parametrize(
+    ("weights_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.06), ("int4", 0.5), ("nf4", 0.5)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
     """Results differ by about the rounding of the weights, and they do differ."""
@@ -133,7 +135,7 @@ def test_one_sequence_is_a_batch_of_one(tmp_path):
 def test_nothing_is_a_batch_too(kind, tmp_path):
     model = loaded(tmp_path, kind)
     width = model.hidden_size if kind in ENCODERS else VOCAB
-    for weights_dtype in ("float32", "bfloat16", "int8"):
+    for weights_dtype in ("float32", "bfloat16", "int8", "int4", "nf4"):
         model = models.load(tmp_path, weights_dtype=weights_dtype)
         assert model(np.zeros((0, 5), np.int64)).shape == (0, 5, width)
         assert model(np.zeros((2, 0), complex)).shape == (2, 0, width)
