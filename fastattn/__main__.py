@@ -20,7 +20,7 @@ from fastattn.models._sentences import MODES as POOLING
 from fastattn.models._weights import DTYPES as MODEL_DTYPES
 from fastattn.models._weights import WEIGHT_DTYPES
 
-BENCH_DTYPES = (*DTYPES, "int8")
+BENCH_DTYPES = (*DTYPES, "int8", "int4")
 
 
 def _info(options: argparse.Namespace) -> int:
