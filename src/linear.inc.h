@@ -15,7 +15,6 @@
 
 /* Steps of a block: of a panel 128 KB, and of x for 128 rows 512 KB, which the second-level cache holds together. */
 #define LINEAR_STEPS 1024
-#define LINEAR_SUM 256 /* steps that one accumulator sums at most */
 
 /* Rows and panels of a task at most. The fewer the rows, the more often a panel comes from further away. */
 #define LINEAR_TASK_ROWS 128
@@ -51,8 +50,7 @@ static void widen_part(const packed_product *p, lane *to)
     for (int64_t d = 0; d < p->features; d += each)
         for (int64_t c = 0; c < PANEL; c += LANES) {
             const v_t step = v_load(p->part + d / each * FA_PANEL_BYTES + c * (int64_t)sizeof(lane));
-            const v_t scale =
-                weight == FA_I4 ? v_load_f16(p->scales + (d / BLOCK_4BIT * PANEL + c) * 2) : v_splat(0);
+            const v_t scale = weight == FA_I4 ? v_load_f16(p->scales + (d / BLOCK_4BIT * PANEL + c) * 2) : v_splat(0);
             for (int f = 0; f < each; f++) {
                 const v_t wide = v_widen(weight, f, step, p->a->table, scale);
                 v_store(to + (d + f) * PANEL + c, wide);
@@ -65,18 +63,21 @@ static void multiply_packed(int64_t rows, const packed_product *whole, const lan
 {
     const fa_dtype weight = wide ? FA_F32 : whole->a->weight;
     const multiplication how = wide ? BY_LANES : multiplication_of(whole->a);
-    const int64_t each = features_per_step(weight);
-    const int64_t most = how == BY_BYTES || how == BY_BLOCKS ? whole->features : LINEAR_SUM * (how == BY_PAIRS ? 2 : 1);
+    const int64_t each = features_per_step(weight), in_integers = how == BY_BYTES || how == BY_BLOCKS;
+    const int64_t most = in_integers ? whole->features : LINEAR_SUM * (how == BY_PAIRS ? 2 : 1);
+    packed_product p = *whole;
     int64_t d = 0;
     do { /* without features, out becomes 0 */
-        packed_product p = *whole;
-        p.x += d * x_size(p.a);
-        p.part = wide ? (const char *)(wide + d * PANEL) : p.part + d / each * FA_PANEL_BYTES;
-        if (weight == FA_I4) p.scales += d / BLOCK_4BIT * PANEL * 2;
-        p.features = smaller(p.features - d, most);
-        p.more |= d > 0;
+        const int64_t left = whole->features - d;
+        p.runs = how == BY_WIDENING && left >= wide_runs(rows) * most ? wide_runs(rows) : 1;
+        p.features = smaller(left, most);
+        p.x = whole->x + d * x_size(p.a);
+        p.part = wide ? (const char *)(wide + d * PANEL) : whole->part + d / each * FA_PANEL_BYTES;
+        if (weight == FA_I4) p.scales = whole->scales + d / BLOCK_4BIT * PANEL * 2;
+        p.more = whole->more || d;
         for (int64_t c = 0; c < PANEL; c += GROUP) packed_pass(how, rows, c, &p);
-    } while ((d += most) < whole->features);
+        d += p.runs * most;
+    } while (d < whole->features);
 }
 
 /* Where a row's results of one panel come from. */
@@ -86,7 +87,8 @@ typedef struct {
 } panel_sums;
 
 /* The product's vector at column c of a panel, scaled and with its bias. */
-INLINE v_t v_scaled(const fa_linear_args *a, const lane *acc, lane factor, const lane *scale, const lane *bias, int64_t n)
+INLINE v_t v_scaled(const fa_linear_args *a, const lane *acc, lane factor, const lane *scale, const lane *bias,
+                    int64_t n)
 {
     v_t y = v_load(acc);
 #if LANE_BITS == 32
@@ -138,7 +140,7 @@ static void finish_pass(const fa_linear_args *a, int64_t row, int64_t rows, int6
 }
 
 /* The product with panel number `panel`, from a feature on that begins a block. */
-INLINE packed_product of_panel(packed_product p, int64_t panel, int64_t feature)
+INLINE packed_product at_panel(packed_product p, int64_t panel, int64_t feature)
 {
     const int64_t each = features_per_step(p.a->weight), steps = features_padded(p.a) / each;
     p.part = p.a->panels + (panel * steps + feature / each) * FA_PANEL_BYTES;
@@ -167,7 +169,7 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
             lane *wide[] = {NULL, NULL};
             for (int map = 0; map < maps && plan->widen; map++) {
                 wide[map] = scratch.wide + map * LINEAR_WIDE * PANEL;
-                p = of_panel(p, i + map, d);
+                p = at_panel(p, i + map, d);
                 widen_part(&p, wide[map]);
             }
             for (int64_t r = 0, passes = n_passes; passes; passes--) {
@@ -176,10 +178,10 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
                 lane *up = acc + (in_blocks ? rows * PANEL : tile);
                 p.x = x.x + r * x.x_row + d * x_size(a);
                 p.sums = scratch.sums + r * p.sums_row + d / BLOCK_4BIT;
-                p.ahead = r == 0 && n_passes <= 2;
+                p.ahead = r == 0;
                 for (int map = 0; map < maps; map++) {
                     p.out = map ? up : acc;
-                    p = of_panel(p, i + map, d);
+                    p = at_panel(p, i + map, d);
                     multiply_packed(n, &p, wide[map]);
                 }
                 if (last) finish_pass(a, row + r, n, i, acc, up, scratch.scales + r);

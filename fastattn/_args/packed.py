@@ -8,7 +8,7 @@ micro-kernels of all instruction sets read a panel from front to back, so that t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Activation, Array, Rounding
+    from fastattn._args.types import Activation, Array
 
 PANEL_BYTES = 128
 # `pack` works on blocks of this many numbers, which stay in the second-level cache, and with at most this
@@ -243,7 +243,7 @@ class LinearArgs:
     residual: Array | None  # (m, n), x's dtype
     out: Array  # (m, n), x's dtype
     num_threads: int
-    activations: Rounding | None = None  # what x is rounded to before it is multiplied
+    activations: Literal["int8"] | None = None  # how x is rounded before it is multiplied
 
 
 @np.errstate(over="ignore")  # a float64 too large for float32 becomes infinite
