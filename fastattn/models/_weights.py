@@ -50,7 +50,6 @@ class Precision:
 
     def pack(self, weight: Array, gate: Array | None = None) -> PackedLinear:
         """The weight of a linear map (out, in), or of a gated pair, as `ops.linear` takes it."""
-        integer_activations("load", self.activations, self.weights, weight.shape[1])
         return ops.pack(weight, gate=gate, dtype=self.weights)
 
 
