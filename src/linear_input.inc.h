@@ -63,14 +63,13 @@ INLINE int64_t sums_of_row(const fa_linear_args *a) { return a->weight == FA_I4 
 static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const fa_linear_plan *plan,
                                    linear_scratch *scratch)
 {
-    const int64_t kept = plan->blocks == 1 ? smaller(plan->rows, LINEAR_ROWS) * (1 + a->gated)
-                                           : (int64_t)plan->panels * plan->rows;
+    const int64_t kept = plan->blocks == 1 ? 1 + a->gated : plan->panels;
     CUT(from, scratch->block, 1);
     CUT(from, scratch->x, x_in_place(a) ? 0 : plan->rows * copied_row(a));
     CUT(from, scratch->scales, a->x_int8 ? plan->rows : 0);
     CUT(from, scratch->sums, a->x_int8 ? plan->rows * sums_of_row(a) : 0);
-    CUT(from, scratch->wide, plan->widen ? (1 + a->gated) * LINEAR_WIDE * PANEL : 0);
-    CUT(from, scratch->acc, kept * PANEL);
+    CUT(from, scratch->wide, plan->widen ? LINEAR_WIDE * PANEL : 0);
+    CUT(from, scratch->acc, kept * plan->rows * PANEL);
     return from->used;
 }
 
