@@ -105,8 +105,8 @@ INLINE v_t v_scaled(const fa_linear_args *a, const lane *acc, lane factor, const
 #if LANE_BITS == 32
     if (multiplication_of(a) == BY_BYTES) y = __builtin_convertvector((vi_t)y, v_t);
 #endif
-    if (a->x_int8) y = y * v_splat(factor);
     if (scale) y = y * v_load(scale);
+    if (a->x_int8) y = y * v_splat(factor); /* last: of large x, the sum times it could overflow */
     return bias ? y + v_load_part(bias, n) : y;
 }
 

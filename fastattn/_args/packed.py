@@ -227,7 +227,7 @@ def features_apart(panels: Array, dtype: str) -> Array:
     if dtype in TABLES:
         panels = np.concatenate((panels & 15, panels >> 4), axis=-1)
     rows = panels.swapaxes(-1, -2)
-    return rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])
+    return rows.reshape(*rows.shape[:-3], rows.shape[-3] * rows.shape[-2], rows.shape[-1])
 
 
 @dataclass(slots=True, eq=False)

@@ -105,7 +105,7 @@ def _integer_products(x: Array, x_scales: Array, weight: PackedLinear, which: sl
     scales = weight.scales[which].astype(np.float32)
     if weight.dtype == "int8":  # float64 holds the sums exactly
         sums = np.matmul(x.astype(np.float64), codes.astype(np.float64)).astype(np.float32)
-        return np.asarray(sums * x_scales * scales[:, None])
+        return np.asarray(sums * scales[:, None] * x_scales)
     table = TABLES[weight.dtype]
     total = np.zeros((len(codes), len(x), codes.shape[-1]), np.float32)
     for block in range(scales.shape[1]):
