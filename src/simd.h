@@ -17,7 +17,7 @@
  *   v_dot_i8(a, b, c)       c + the products of four signed bytes in each lane of a and b + V_I8_OFFSET times those of
  *                           b: some instructions take a as unsigned
  *   v_lookup(table, i)      table[i % 16], lanes     v_lookup_i8          the same of bytes, i < 16
- *   v_store_i8_part         the lowest bytes of the first n lanes */
+ *   v_store_i8_part         the lowest bytes of the first n lanes   v_max_each   the largest of the lanes, as v_sum_each */
 #ifndef FASTATTN_SIMD_H
 #define FASTATTN_SIMD_H
 
@@ -389,6 +389,16 @@ INLINE v_t v_pair_bf16(const void *p, const void *q)
 {
     vw_t low = __builtin_convertvector(*(const vhu_t *)p, vw_t);
     return (v_t)(low | __builtin_convertvector(*(const vhu_t *)q, vw_t) << 16);
+}
+
+/* Lane i of the result is the largest of the lanes of r[i]. Destroys r. */
+INLINE v_t v_max_each(v_t r[LANES])
+{
+    UNROLL_FOR(int n = LANES / 2; n; n /= 2) {
+        UNROLL_FOR(int i = 0; i < LANES / 2; i++)
+            if (i < n) r[i] = v_max(V_ZIP_LOW(r[i], r[i + n]), V_ZIP_HIGH(r[i], r[i + n]));
+    }
+    return r[0];
 }
 #else  /* double lanes: there are no 16-bit elements; that one text may name them, and V_BF16_DOT is 0 */
 INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c) { return v_fma(a, b, c); }
