@@ -96,8 +96,7 @@ static void load_source(fa_dtype dtype, const char *from, int64_t n, lane *to)
 /* The largest of `most` and of the bits of |x|, x (n): they are in the order of the numbers, then Inf, then NaN. */
 INLINE vi_t v_most_bits(vi_t most, v_t x)
 {
-    const vi_t bits = (vi_t)v_abs(x);
-    return (vi_t)v_select(bits > most, (v_t)bits, (v_t)most);
+    return v_max_i(most, (vi_t)x & (ilane)(~(wlane)0 >> 1)); /* not v_abs: it leaves a NaN its sign */
 }
 
 static vi_t most_bits(vi_t most, const char *x, int64_t n)
@@ -149,7 +148,7 @@ static void pack_bytes(const lane *x, int64_t n, lane scale, char *to)
     const v_t divisor = v_splat(scale == 0 ? 1 : scale), most = v_splat(127), magic = v_splat(0x1.8p23f);
     for (int64_t j = 0; j < n; j += LANES) { /* adding `magic` rounds, into the lowest bits */
         const v_t quotient = v_min(most, v_max(-most, v_load(x + j) / divisor));
-        v_store_i8_part(to + j, (vi_t)(quotient + magic), LANES);
+        v_store_i8(to + j, (vi_t)(quotient + magic));
     }
 }
 
@@ -199,7 +198,7 @@ static void pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n, 
     for (int64_t b = 0; b < n / BLOCK_4BIT; b++) {
         const v_t divisor = v_splat(s->divisors[b]);
         UNROLL_FOR(int64_t j = b * BLOCK_4BIT; j < (b + 1) * BLOCK_4BIT; j += LANES)
-            v_store_i8_part(s->codes + j, v_code(a->middles, v_load(s->x + j) / divisor), LANES);
+            v_store_i8(s->codes + j, v_code(a->middles, v_load(s->x + j) / divisor));
         scales[b * PANEL] = s->scales[b];
     }
     for (int64_t j = 0; j < n / 8; j++) {
@@ -282,11 +281,11 @@ static void transpose_words(const char *const *from, int64_t n, char *to)
             if (count == LANES) {
                 UNROLL_FOR(int i = 0; i < LANES; i++) words[i] = v_load(from[c + i] + j * (int64_t)sizeof(lane));
                 v_transpose(words);
-                UNROLL_FOR(int i = 0; i < LANES; i++) v_store(column + i * FA_PANEL_BYTES, words[i]);
+                UNROLL_FOR(int i = 0; i < LANES; i++) v_stream(column + i * FA_PANEL_BYTES, words[i]);
             } else {
                 for (int i = 0; i < LANES; i++) words[i] = v_load_n(from[c + i] + j * (int64_t)sizeof(lane), count);
                 v_transpose(words);
-                for (int i = 0; i < count; i++) v_store(column + i * FA_PANEL_BYTES, words[i]);
+                for (int i = 0; i < count; i++) v_stream(column + i * FA_PANEL_BYTES, words[i]);
             }
         }
 }
@@ -349,4 +348,5 @@ static void pack_run(const fa_pack_args *a, int64_t begin, int64_t end, void *me
             transpose_words(from, round_up(n, unit) / each, a->panels + (panel * steps + d / each) * FA_PANEL_BYTES);
         }
     }
+    v_stream_end();
 }
