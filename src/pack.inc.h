@@ -201,10 +201,9 @@ static void pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n, 
             v_store_i8(s->codes + j, v_code(a->middles, v_load(s->x + j) / divisor));
         scales[b * PANEL] = s->scales[b];
     }
-    for (int64_t j = 0; j < n / 8; j++) {
-        const uint64_t eight = ((const eight_u *)s->codes)[j];
-        ((four_u *)to)[j] = (uint32_t)eight | (uint32_t)(eight >> 32) << 4;
-    }
+    const eight_u *restrict eights = (const eight_u *)s->codes;
+    four_u *restrict words = (four_u *)to;
+    for (int64_t j = 0; j < n / 8; j++) words[j] = (uint32_t)(eights[j] | eights[j] >> 28);
 }
 #endif
 
