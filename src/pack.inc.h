@@ -93,12 +93,12 @@ static void load_source(fa_dtype dtype, const char *from, int64_t n, lane *to)
     else load_row(dtype, from, n, 1, to);
 }
 
-/* The largest of `most` and of the bits of |x|, x (n): they are in the order of the numbers, then Inf, then NaN. */
-INLINE vi_t v_most_bits(vi_t most, v_t x)
-{
-    return v_max_i(most, (vi_t)x & (ilane)(~(wlane)0 >> 1)); /* not v_abs: it leaves a NaN its sign */
-}
+/* The bits of |x|: they are in the order of the numbers, then Inf, then NaN. v_abs leaves NaN and 0 their signs. */
+INLINE vi_t v_magnitude_bits(v_t x) { return (vi_t)x & (ilane)(~(wlane)0 >> 1); }
 
+INLINE vi_t v_most_bits(vi_t most, v_t x) { return v_max_i(most, v_magnitude_bits(x)); }
+
+/* The largest of `most` and of the bits of |x|, x (n). */
 static vi_t most_bits(vi_t most, const char *x, int64_t n)
 {
     vi_t other = most;
@@ -165,7 +165,7 @@ INLINE v_t v_block_scales(const fa_pack_args *a, const lane *x)
         }
     }
     const v_t high = v_max_each(up), low = v_max_each(down);
-    if (a->extreme == 0) return v_abs(v_max(high, low));
+    if (a->extreme == 0) return (v_t)v_magnitude_bits(v_max(high, low));
     v_t largest = v_select(high > low, high, -low);
     if (v_any(high == low))
         for (int b = 0; b < LANES; b++)

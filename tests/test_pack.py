@@ -1,11 +1,17 @@
 """Packing: the kernel gives the bits of its NumPy twin, and reads rows however they lie."""
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from fastattn import ops
+from fastattn import models, ops
+from fastattn._args.pack import blocks_args
 from fastattn._args.packed import WEIGHT_DTYPES
+from fastattn._bench.suites.models import files as model_files
+from fastattn._engine import dispatch
+from fastattn.layers._projections import stack
 
 BF16 = ml_dtypes.bfloat16
 SOURCES = [np.float32, np.float64, np.float16, BF16]
@@ -58,3 +64,96 @@ def test_bits_are_those_of_the_twin(dtype, source, shape, implementation):
     assert gated.panels[1::2].tobytes() == expected.panels.tobytes()
     for threads in (1, 2, 5):
         assert_same(ops.pack(x, dtype=dtype, num_threads=threads), expected)
+
+
+@pytest.mark.parametrize("unit", [1, 32])
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_blocks_of_rows_are_one_weight(dtype, unit, implementation):
+    """Of several types, and as if they had been copied together, with rows of 0 up to the next unit."""
+    parts = [weights((n, 100), source, n) for n, source in zip((40, 7, 33, 16), SOURCES, strict=True)]
+    args = blocks_args([[("x", part) for part in parts]], dtype, 2, unit)
+    dispatch.run(args)
+    whole = np.zeros((args.out_features, 100))
+    for block in args.blocks:
+        assert block.first % unit == 0
+        whole[block.first :][: len(block.array)] = block.array
+    assert_same(args.packed(), ops.pack(whole, dtype=dtype, backend="numpy"))
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("source", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_a_number_that_is_not_finite_is_found_anywhere(dtype, source, value, implementation):
+    rng = np.random.default_rng(3)
+    for shape in ((1, 1), (33, 31), (40, 2050)):
+        for transposed in (False, True):
+            x = weights(shape, source)
+            x[rng.integers(shape[0]), rng.integers(shape[1])] = value
+            x = np.asfortranarray(x) if transposed else x
+            with pytest.raises(
+                ValueError, match=rf"pack\(\): weight has values that are not finite as {dtype}"
+            ):
+                ops.pack(x, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_what_becomes_infinite_is_refused(dtype, implementation):
+    """The first number that does, and the last that does not."""
+    beyond = {"float32": 2.0**128, "float64": np.inf, "bfloat16": 2.0**128 - 2.0**119, "int8": 2.0**128}
+    first = beyond.get(dtype, 65520.0 * (8 if dtype == "int4" else 1))
+    lane = np.float64 if dtype in ("float32", "float64", "int8") else np.float32
+    last = np.nextafter(lane(2.0**128 - 2.0**103 if first == 2.0**128 else first), lane(0))
+    for sign in (1, -1):
+        x = np.ones((3, 5), lane)
+        x[2, 3] = sign * last
+        packed = ops.pack(x, dtype=dtype)
+        assert dtype == "int8" or np.isfinite(packed.unpack()).all()  # 127 scales may be beyond float32
+        x[2, 3] = sign * first
+        with pytest.raises(ValueError, match="not finite"):
+            ops.pack(x, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_unpack_takes_rows_from_where_they_were_put(dtype):
+    x, gate = weights((70, 95), np.float32), weights((70, 95), np.float32, 1)
+    packed = ops.pack(x, gate=gate, dtype=dtype)
+    both = packed.unpack()
+    np.testing.assert_array_equal(both[0], ops.pack(gate, dtype=dtype).unpack())
+    np.testing.assert_array_equal(both[1], ops.pack(x, dtype=dtype).unpack())
+
+
+def peak_of(call):
+    """The result of a call, and how many bytes it held at its peak."""
+    tracemalloc.start()
+    try:
+        result = call()
+        return result, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+SLACK = 4 << 20  # the memory of threads, lists, imports
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+def test_packing_holds_no_copy(source):
+    """Neither of one weight nor of several that are stacked."""
+    x = np.ones((3000, 2000), source)
+    packed, peak = peak_of(lambda: ops.pack(x, dtype="int8"))
+    assert peak < packed.nbytes + SLACK
+    stacked, peak = peak_of(lambda: stack([x, x[:999]], [], "int8"))
+    assert peak < stacked.weight.nbytes + SLACK
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_loading_a_model_holds_what_is_packed(dtype, tmp_path):
+    """The tensors are read where the file is mapped: in bfloat16, 17 MB."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 2}
+    config = {**model_files.LLAMA, **sizes, "vocab_size": 5000}
+    folder = model_files.write(tmp_path / "llama", config, model_files.llama_shapes(config))
+    models.load(folder, weights_dtype=dtype)  # imports what it needs
+    model, peak = peak_of(lambda: models.load(folder, weights_dtype=dtype))
+    held = sum(np.prod(shape) for shape in model_files.llama_shapes(config).values())
+    held *= {"float32": 4, "bfloat16": 2, "int8": 1}[dtype]
+    assert model.num_layers == 2
+    assert held < peak < 1.05 * held + SLACK

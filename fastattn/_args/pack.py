@@ -13,6 +13,8 @@ from fastattn._args.values import choice, float_array
 from fastattn._engine.settings import require_backend, threads
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fastattn._args.types import Array
 
 
@@ -34,10 +36,26 @@ def pack_args(
     if dtype is None:
         dtype = {"float64": "float64", "bfloat16": "bfloat16"}.get(array.dtype.name, "float32")
     choice(func, "dtype", dtype, WEIGHT_DTYPES)
-    number = {"weight": len(maps) - 1, "gate": 0}
-    blocks = [RowBlock(name, native(x), 0, number[name]) for name, x in maps.items()]
-    out_features, in_features = array.shape
-    return PackArgs(blocks, in_features, out_features, len(maps), dtype, threads(func, num_threads))
+    named = [[(name, x)] for name, x in maps.items()]
+    return blocks_args(named, dtype, threads(func, num_threads))
+
+
+def blocks_args(
+    maps: Sequence[Sequence[tuple[str, Array]]], dtype: str, num_threads: int, unit: int = 1
+) -> PackArgs:
+    """Checked rows of a map, or of a gated pair: up, gate. They are never copied together.
+
+    A map's blocks of rows, each with a name for messages, follow one another. Each begins at a multiple of
+    `unit` output features.
+    """
+    blocks = []
+    for i, named in enumerate(maps):
+        end = 0
+        for name, array in named:
+            first = -(-end // unit) * unit
+            end = first + len(array)
+            blocks.append(RowBlock(name, _native(array), first, len(maps) - 1 - i))
+    return PackArgs(blocks, maps[0][0][1].shape[1], end, len(maps), dtype, num_threads)
 
 
 def _weight(func: str, name: str, x: Any) -> Array:
@@ -48,7 +66,7 @@ def _weight(func: str, name: str, x: Any) -> Array:
     return array
 
 
-def native(array: Array) -> Array:
+def _native(array: Array) -> Array:
     """`array`, or a copy in native byte order."""
     if array.dtype.isnative:
         return array

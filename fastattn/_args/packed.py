@@ -56,7 +56,7 @@ class Table(NamedTuple):
 
     @property
     def middles(self) -> Array:
-        """The number of the fifteen middles of neighbouring values that are less than x is x's code. (16,)."""
+        """Between neighbouring values (15,), and infinity: x has the code of how many are less than x."""
         return np.append((self.values[1:] + self.values[:-1]) / 2, np.float32(np.inf))
 
 
@@ -287,8 +287,16 @@ class PackArgs:
         """The smallest magnitude that is not finite in `dtype`."""
         return _BEYOND.get(self.dtype, np.inf)
 
+    def not_finite(self) -> str | None:
+        """The name of the first block that is not finite in `dtype`, if there is one."""
+        return next((block.name for block, bad in zip(self.blocks, self.bad, strict=True) if bad), None)
+
     def packed(self) -> PackedLinear:
-        """What was packed."""
+        """What was packed; an error if it is not finite."""
+        name = self.not_finite()
+        if name is not None:
+            what = f"values that are not finite as {self.dtype}"
+            raise ValueError(f"pack(): {name} has {what}; expected finite ones")
         sizes = self.in_features, self.out_features, self.maps == 2
         return PackedLinear(*sizes, self.dtype, self.out, self.scales)
 

@@ -1,4 +1,4 @@
-"""How models keep their tensors: packed linear maps, vectors, tables of token vectors."""
+"""How models keep their tensors: in which types, vectors, tables of token vectors."""
 
 from __future__ import annotations
 
@@ -42,10 +42,6 @@ class Precision:
     def __str__(self) -> str:
         kept = "" if self.weights == self.dtype.name else f", weights in {self.weights}"
         return f"{self.dtype}{kept}"
-
-    def pack(self, weight: Array, gate: Array | None = None) -> PackedLinear:
-        """The weight of a linear map (out, in), or of a gated pair, as `ops.linear` takes it."""
-        return ops.pack(weight, gate=gate, dtype=self.weights)
 
 
 def joined(*parts: Array) -> Array:
