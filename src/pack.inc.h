@@ -14,7 +14,7 @@
  * Requires  basics.inc.h, convert.inc.h, linear_pass.inc.h (PANEL, BLOCK_4BIT, features_per_step).
  * Exports   pack_scratch_bytes, pack_run. */
 
-#define PACK_WORDS 1024 /* of each row: PANEL rows of them stay in the second-level cache */
+#define PACK_WORDS 1024                 /* of each row: PANEL rows of them stay in the second-level cache */
 #define PACK_PITCH (PACK_WORDS + LANES) /* a power of two would put all rows into the same sets of a cache */
 #define PACK_GROUP (LANES * BLOCK_4BIT) /* features whose scales are found together */
 
@@ -60,7 +60,10 @@ static int64_t take_pack_scratch(arena *from, const fa_pack_args *a, pack_scratc
     return from->used;
 }
 
-static int64_t pack_scratch_bytes(const fa_pack_args *a) { return take_pack_scratch(&(arena){0}, a, &(pack_scratch){0}); }
+static int64_t pack_scratch_bytes(const fa_pack_args *a)
+{
+    return take_pack_scratch(&(arena){0}, a, &(pack_scratch){0});
+}
 
 #if LANE_BITS == 64
 /* The numbers of two bytes that convert.inc.h has for float lanes alone. */
@@ -231,8 +234,8 @@ static lane row_scale(const fa_pack_args *a, const pack_scratch *s, const pack_r
 #endif
 
 /* The words of n features of a row, side by side: where they are, or where they were written to. */
-static const char *row_words(const fa_pack_args *a, const pack_scratch *s, const pack_row *row, int64_t r, int64_t panel,
-                             int64_t first, int64_t n)
+static const char *row_words(const fa_pack_args *a, const pack_scratch *s, const pack_row *row, int64_t r,
+                             int64_t panel, int64_t first, int64_t n)
 {
     char *const to = (char *)(s->words + r * PACK_PITCH);
     const char *const source = row->data ? row->data + first * source_size(row->dtype) : NULL;

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from fastattn._args.blocks import BLOCK, aligned_empty, copied
+from fastattn._args.blocks import aligned_empty, copied
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import choice, flag, integer
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PANEL_BYTES = 128
 _ALL = slice(None)
+_UNPACKED = 1 << 18  # numbers that `unpack` takes at a time: they stay in the second-level cache
 BLOCK_4BIT = 32  # input features that share a scale, for each output feature, in the types of 4 bits
 
 
@@ -53,6 +54,14 @@ class Table(NamedTuple):
     unit: float  # ... times this
     zero: int  # the code of 0
     extreme: float  # what the element of largest magnitude becomes; 0: that magnitude becomes 1
+
+    @property
+    def pairs(self) -> Array:
+        """What two codes side by side mean, a byte each: (4096,), two values each."""
+        index = np.arange(1 << 12)
+        return np.stack((self.values[index & 15], self.values[index >> 8 & 15]), axis=-1).view(np.float64)[
+            :, 0
+        ]
 
     @property
     def middles(self) -> Array:
@@ -159,25 +168,37 @@ class PackedLinear:
 
     def floats(self, which: slice = _ALL) -> Array:
         """Panels `which`, (panels, in_features, columns), as floating numbers."""
+        return self._by_row(which).swapaxes(1, 2)
+
+    def _by_row(self, which: slice) -> Array:
         return self._floats(self.panels[which], None if self.scales is None else self.scales[which])
 
     def rows(self, features: Array) -> Array:
         """Weights of output features (n,), (n, in_features), as floating numbers; not of a gated pair."""
         panel, column = np.divmod(features, columns(self.dtype))
         scales = None if self.scales is None else self.scales[panel, ..., column][..., None]
-        return self._floats(self.panels[panel, :, column][:, :, None], scales)[..., 0]
+        return self._floats(self.panels[panel, :, column][:, :, None], scales)[:, 0]
 
     @np.errstate(all="ignore")
     def _floats(self, panels: Array, scales: Array | None) -> Array:
-        values = features_apart(panels, self.dtype)[:, : self.in_features]
+        """(panels, columns, in_features), row by row, of panels (panels, steps, columns[, stored])."""
+        n, n_steps, width, k = *panels.shape[:3], self.in_features
+        word = np.uint64 if self.dtype == "float64" else np.uint32  # what a step holds of a column
+        words: Array = (
+            np.ascontiguousarray(panels).view(word).reshape(n, n_steps, width).swapaxes(1, 2).copy()
+        )
+        values = words.view(STORED[self.dtype].dtype)
         if self.dtype == "bfloat16":
-            return from_bfloat16_bits(values)
+            return from_bfloat16_bits(values[..., :k])
         if scales is None:
             return values
-        if table := TABLES.get(self.dtype):
-            each = np.repeat(scales.astype(np.float32), BLOCK_4BIT, axis=1)
-            return np.asarray(table.values[values] * each[:, : self.in_features])
-        return np.asarray(values * scales[:, None])
+        if self.dtype == "int8":
+            return np.asarray(values[..., :k] * scales[..., None])
+        codes = np.stack((words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F), axis=-1)  # a byte for each feature
+        blocks = np.take(TABLES[self.dtype].pairs, codes.view(np.uint16)).view(np.float32)
+        blocks = blocks.reshape(n, width, scales.shape[1], BLOCK_4BIT)
+        blocks *= scales.astype(np.float32).swapaxes(1, 2)[..., None]
+        return blocks.reshape(n, width, 8 * n_steps)[..., :k]
 
     def unpack(self) -> Array:
         """The weight, (out_features, in_features), or (2, out_features, in_features): gate and up.
@@ -185,16 +206,15 @@ class PackedLinear:
         In float64 if it is stored in float64, else in float32, which holds the other types exactly.
         """
         n_maps, width, k = 1 + self.gated, columns(self.dtype), self.in_features
-        weight = np.empty(
-            (n_maps, self.out_features, k), np.float64 if self.dtype == "float64" else np.float32
-        )
-        step = max(1, BLOCK // max(1, width * k)) * n_maps
+        lane = np.float64 if self.dtype == "float64" else np.float32
+        weight = np.empty((n_maps, self.out_features, k), lane)
+        step = max(1, _UNPACKED // max(1, n_maps * width * k)) * n_maps
         for first in range(0, len(self.panels), step):
-            panels = self.floats(slice(first, first + step))
-            count = len(panels) // n_maps
-            maps = panels.reshape(count, n_maps, k, width).transpose(1, 0, 3, 2)
-            rows = weight[:, first // n_maps * width :][:, : count * width]
-            rows[...] = maps.reshape(n_maps, count * width, k)[:, : rows.shape[1]]
+            panels = self._by_row(slice(first, first + step))
+            for i in range(n_maps):
+                maps = panels[i::n_maps]
+                rows = weight[i, first // n_maps * width :][: len(maps) * width]
+                rows[...] = maps.reshape(len(maps) * width, k)[: len(rows)]
         return weight if self.gated else weight[0]
 
 
@@ -268,7 +288,8 @@ class PackArgs:
     num_threads: int
     out: Array = field(init=False)
     scales: Array | None = field(init=False)
-    bad: Array = field(init=False)  # of each block, whether it is not finite in `dtype`
+    beyond: float = field(init=False)  # the smallest magnitude that is not finite in `dtype`
+    bad: Array = field(init=False)  # of each block, whether it has such a magnitude, or NaN
 
     def __post_init__(self) -> None:
         """Make the arrays that the kernel fills."""
@@ -280,12 +301,7 @@ class PackArgs:
             self.scales = np.zeros((panels, width), np.float32)
         elif self.dtype in TABLES:
             self.scales = np.empty((panels, -(-self.in_features // BLOCK_4BIT), width), np.float16)
-        self.bad = np.zeros(len(self.blocks), bool)
-
-    @property
-    def beyond(self) -> float:
-        """The smallest magnitude that is not finite in `dtype`."""
-        return _BEYOND.get(self.dtype, np.inf)
+        self.beyond, self.bad = _BEYOND.get(self.dtype, np.inf), np.zeros(len(self.blocks), bool)
 
     def not_finite(self) -> str | None:
         """The name of the first block that is not finite in `dtype`, if there is one."""
