@@ -12,6 +12,7 @@ from pathlib import Path
 
 import fastattn
 from fastattn import _cli_models
+from fastattn._args.types import ROUNDINGS
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.suites import SUITES
 from fastattn._engine.settings import available_cpus
@@ -19,7 +20,7 @@ from fastattn.models._sentences import MODES as POOLING
 from fastattn.models._weights import DTYPES as MODEL_DTYPES
 from fastattn.models._weights import WEIGHT_DTYPES
 
-BENCH_DTYPES = (*DTYPES, "int8")
+BENCH_DTYPES = (*DTYPES, "int8", "int4")
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -101,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         option("--dtype", choices=MODEL_DTYPES, default="float32", help="what is computed in (float32)")
         option("--weights-dtype", choices=WEIGHT_DTYPES, help="how weights are kept in memory (as --dtype)")
+        text = "round the inputs of linear maps, for weights in int8, int4 or nf4 (they are not rounded)"
+        option("--activations", choices=ROUNDINGS, help=text)
 
     option = command(_cli_models.embed)
     model_options(option)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO, TextIO
 
     from fastattn._args.types import Array
+    from fastattn.models import Bert, Decoder
 
 SUFFIXES = (".npy", ".jsonl")
 
@@ -42,11 +43,11 @@ def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Name
 @_said
 def embed(options: argparse.Namespace) -> None:
     """Turn lines of text into vectors with an encoder (BERT, RoBERTa, MiniLM)."""
-    from fastattn.models import Bert, load
+    from fastattn.models import Bert
     from fastattn.models._files import require
 
     progress_bar = require("tqdm").tqdm
-    model = load(options.model, dtype=options.dtype, weights_dtype=options.weights_dtype)
+    model = _loaded(options)
     if not isinstance(model, Bert):
         raise ValueError(f"{options.model} holds a {model.model_type}; expected a model of the BERT family")
     with _opened(options.file) as file:
@@ -71,9 +72,9 @@ def embed(options: argparse.Namespace) -> None:
 @_said
 def generate(options: argparse.Namespace) -> None:
     """Continue a text with a decoder (GPT-2, Llama, Mistral, Qwen2, Qwen3)."""
-    from fastattn.models import Decoder, load
+    from fastattn.models import Decoder
 
-    model = load(options.model, dtype=options.dtype, weights_dtype=options.weights_dtype)
+    model = _loaded(options)
     if not isinstance(model, Decoder):
         raise ValueError(f"{options.model} holds a {model.model_type}; expected a decoder, as gpt2 or llama")
     (prompt,) = model.text.encode([options.prompt])
@@ -92,6 +93,14 @@ def generate(options: argparse.Namespace) -> None:
     for piece in model.text.stream(prompt, tokens):
         print(piece, end="", flush=True)
     print()
+
+
+def _loaded(options: argparse.Namespace) -> Bert | Decoder:
+    """The model that the options name, in the types that they name."""
+    from fastattn.models import load
+
+    how = {name: getattr(options, name) for name in ("dtype", "weights_dtype", "activations")}
+    return load(options.model, **how)
 
 
 def _opened(path: Path | None) -> AbstractContextManager[BinaryIO]:

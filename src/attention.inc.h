@@ -130,7 +130,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     }
 }
 
-/* ot += the values of n keys, weighted, without a factor for what came before. */
+/* ot += the weighted values of n keys. Nothing scales what was there before. */
 INLINE void add_values(const fa_attention_args *a, int nv, tile_state *tile, const char *v, int64_t v_row, int64_t n,
                        const lane *probs)
 {
@@ -151,7 +151,8 @@ INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
     tile->fresh = 1;
 }
 
-/* Ends a part: if the tile has met keys since the last one, or if this is the first. */
+/* Makes a part of what the tile has met since the last one, and merges it into `total`. A part of no keys is left out,
+ * unless it is the first: `total` must hold something. */
 static void tile_end_part(const fa_attention_args *a, const tile_scratch *scratch, tile_state *tile)
 {
     const partial *part = tile->parts ? &scratch->part : &tile->total;

@@ -2,13 +2,15 @@
  *
  * Requires  tile.inc.h (BLOCK_Q).
  * Literals  row_log: NULL or not.
- * Exports   v_exp, v_exp_prob, lane_exp, v_abs, v_tanh, v_tanh_small, v_softcap, v_horner, v_base, softmax_update. */
+ * Exports   v_exp, v_exp_prob, lane_exp; v_abs, v_tanh, v_tanh_small, TANH_SMALL, v_softcap; v_horner, COUNT; v_base,
+ *           v_log_weight, softmax_update. */
 
 #define LOG2_E 1.44269504088896340736
 #define LN_2 0.69314718055994530942
 
-/* Coefficients: tools/polynomials.py. The polynomials leave 5.1e-9 and 8.4e-18 for exp2, 1.7e-8 and 5.5e-20 for tanh,
- * 2.6e-8 for a soft cap's, relative: under half a unit in the last place, so that rounding dominates. */
+/* tools/polynomials.py derives the coefficients. Their relative errors, with float and double lanes, are 5.1e-9 and
+ * 8.4e-18 for exp2, 1.7e-8 and 5.5e-20 for tanh, and 2.6e-8 for the tanh of a soft cap, which only float lanes have.
+ * All are under half a unit in the last place, so that rounding dominates. */
 #ifdef FA_LANE_F64
 #define EXP_BIAS 1023
 #define EXP_ROUND 0x1.8p52 /* adding it rounds to an integer */
@@ -39,35 +41,35 @@ static const lane tanh_q[] = {1.f, 0.46755269890399695626f, 0.026061545675858619
 #define COUNT(array) (int)(sizeof(array) / sizeof(array)[0])
 
 /* poly[0] + poly[1] x + ... */
-INLINE v_t v_horner(const lane *poly, int n, v_t x)
+INLINE v_t v_horner(const lane *poly, int count, v_t x)
 {
-    v_t sum = v_splat(poly[n - 1]);
-    UNROLL_FOR(int i = n - 2; i >= 0; i--) sum = v_fma(sum, x, v_splat(poly[i]));
+    v_t sum = v_splat(poly[count - 1]);
+    UNROLL_FOR(int i = count - 2; i >= 0; i--) sum = v_fma(sum, x, v_splat(poly[i]));
     return sum;
 }
 
 /* e^x for x from where e^x is a normal number up to a little above 0: exactly 1 at 0, NaN at NaN.
  *
- * x log2(e) = n + f with n an integer and |f| <= 1/2; n + EXP_BIAS stands in the low bits of x log2(e) + EXP_ROUND +
- * EXP_BIAS, and shifted to the exponent's place it is 2^n. The last step is a multiplication and no integer addition,
- * for then a NaN cannot turn into a number, and n = -EXP_BIAS gives 0.
+ * x log2(e) = whole + rest, with an integer `whole` and |rest| <= 1/2. `rounded`, the sum of x log2(e), EXP_ROUND and
+ * EXP_BIAS, has whole + EXP_BIAS in its low bits; shifted to the exponent's place, they are 2^whole. This multiplies
+ * 2^rest: adding to its exponent could turn a NaN into a number, and would not give 0 where `whole` is -EXP_BIAS.
  *
  * Scores stay in natural units: log2(e) enters by the two multiply-adds, at no cost, after the row's maximum is
  * subtracted. In the scale it would cost digits of large scores, and a bias near the largest number would overflow. */
 INLINE v_t v_exp_normal(v_t x)
 {
     const v_t magic = v_splat(EXP_ROUND + EXP_BIAS), log2_e = v_splat((lane)LOG2_E);
-    v_t n = v_fma(x, log2_e, magic), f = v_fma(x, log2_e, magic - n);
-    v_t p = v_fma(v_horner(exp2_poly, COUNT(exp2_poly), f), f, v_splat(1));
-    return p * (v_t)((vw_t)n << MANTISSA_BITS);
+    v_t rounded = v_fma(x, log2_e, magic), rest = v_fma(x, log2_e, magic - rounded);
+    v_t power = v_fma(v_horner(exp2_poly, COUNT(exp2_poly), rest), rest, v_splat(1));
+    return power * (v_t)((vw_t)rounded << MANTISSA_BITS);
 }
 
 /* e^x, and exactly 0 below the normal range, at -inf too. */
 INLINE v_t v_exp(v_t x) { return v_exp_normal(v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x)); }
 
-/* e^x as a probability relative to the largest: exactly 0 below 2^(27 - EXP_BIAS), 2^-100 in float32. Of less, products
- * with values would be denormal, for which x86 traps into microcode: nine times slower where scores are large. The
- * clamp is there for that, too: e^x itself would be denormal first. */
+/* e^x as a probability relative to the largest: exactly 0 below 2^(27 - EXP_BIAS), which is 2^-100 in float32. The
+ * products of smaller ones with values would be denormal. For these x86 traps into microcode: nine times slower where
+ * scores are large. v_max is there for the same reason: else v_exp_normal itself would make denormal numbers. */
 INLINE v_t v_exp_prob(v_t x)
 {
     const v_t least = v_splat((lane)((27 - EXP_BIAS) * LN_2));
@@ -91,8 +93,8 @@ INLINE v_t v_tanh(v_t x)
     return v_select(v_abs(x) > TANH_SMALL, v_select(x < 0, -large, large), v_tanh_small(x));
 }
 
-/* cap tanh(x). In float32 tanh is x p(x^2) / q(x^2) here: half the instructions of v_tanh, and errors up to 3.1e-7,
- * relative (6e-8 root mean square), where that has 1.6e-7 (4e-8). */
+/* cap tanh(x). With float lanes, tanh is x tanh_p(x^2) / tanh_q(x^2) here, in half the instructions of v_tanh. Its
+ * relative error is up to 3.1e-7 (root mean square: 6e-8), that of v_tanh up to 1.6e-7 (4e-8). */
 INLINE v_t v_softcap(v_t x, v_t cap)
 {
 #ifdef FA_LANE_F64
@@ -104,7 +106,7 @@ INLINE v_t v_softcap(v_t x, v_t cap)
 #endif
 }
 
-/* x, but where exp(x) is 0 a finite number: so that p log p is 0 there and not 0 times -inf. */
+/* x, but a finite number where exp(x) is 0: there exp(x) times x must be 0, and not 0 times -inf. */
 INLINE v_t v_log_weight(v_t x) { return v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x); }
 
 /* What scores are compared with: the largest of a row, or 0 if the row has met no key. */
@@ -127,13 +129,13 @@ INLINE int softmax_update(int nv, lane *s, int64_t n, lane *row_max, lane *row_s
         UNROLL_FOR(int u = 0; u < nv; u++) max[u] = v_max(max[u], v_load(s + j * BLOCK_Q + u * LANES));
     UNROLL_FOR(int u = 0; u < nv; u++) {
         base[u] = v_base(max[u]);
-        v_t a = v_exp_prob(v_load(row_max + u * LANES) - base[u]);
+        v_t scale = v_exp_prob(v_load(row_max + u * LANES) - base[u]);
         if (row_log) {
             const v_t old = v_load(row_log + u * LANES), step = v_log_weight(v_load(row_max + u * LANES) - base[u]);
-            v_store(row_log + u * LANES, a * v_fma(v_load(row_sum + u * LANES), step, old));
+            v_store(row_log + u * LANES, scale * v_fma(v_load(row_sum + u * LANES), step, old));
         }
-        moved |= a != v_splat(1);
-        v_store(alpha + u * LANES, a);
+        moved |= scale != v_splat(1);
+        v_store(alpha + u * LANES, scale);
         v_store(row_max + u * LANES, max[u]);
         log[u] = sum[u] = v_splat(0); /* added at the end, as in tile_values */
     }

@@ -300,6 +300,8 @@ def test_packing_loses_nothing_but_what_rounds(shape, dtype):
         assert (np.abs(back - np.stack([gate, weight])) <= scales[..., None] * 0.501).all()
     elif dtype == "bfloat16":
         np.testing.assert_array_equal(back, np.stack([gate, weight]).astype(BF16).astype(np.float32))
+    elif dtype in ("int4", "nf4"):
+        assert back.dtype == np.float32  # test_ops_narrow.py has the rule
     else:
         np.testing.assert_array_equal(back, np.stack([gate, weight]))
     assert packed.nbytes >= packed.panels.nbytes
@@ -372,7 +374,7 @@ X, W = np.ones((2, 4), np.float32), ops.pack(np.ones((3, 4), np.float32))
             ValueError,
             r"gate has shape \(1, 4\); expected weight's, \(2, 4\)",
         ),
-        (lambda: ops.pack(X, dtype="int4"), ValueError, "dtype is 'int4'; expected one of float32"),
+        (lambda: ops.pack(X, dtype="int3"), ValueError, "dtype is 'int3'; expected one of float32"),
         (lambda: ops.layer_norm(X, np.ones(3)), ValueError, r"weight has shape \(3,\); expected \(4,\)"),
         (lambda: ops.layer_norm(X, eps=-1), ValueError, "eps is -1; expected 0 or more"),
         (lambda: ops.layer_norm(X, eps=None), TypeError, "eps is None; expected a real number"),

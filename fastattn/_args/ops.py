@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.packed import TABLES, LinearArgs, PackedLinear
 from fastattn._args.results import result_array
-from fastattn._args.types import ACTIVATIONS, FLOAT64, RowsArgs, lane_dtype
+from fastattn._args.types import ACTIVATIONS, FLOAT64, ROUNDINGS, RowsArgs, lane_dtype
 from fastattn._args.values import choice, flag, float_array, is_ready, number, readable
 from fastattn._engine.settings import require_backend, threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastattn._args.types import Activation, Array, Shape
+    from fastattn._args.types import Activation, Array, Rounding, Shape
 
 
 def data(func: str, name: str, x: Any) -> Array:
@@ -85,7 +85,7 @@ def linear_args(
     bias: Any,
     activation: Activation | None,
     residual: Any,
-    activations: Literal["int8"] | None,
+    activations: Rounding | None,
     out: Any,
     num_threads: int | None,
     backend: str | None,
@@ -106,7 +106,7 @@ def linear_args(
     if activation is not None:
         choice(func, "activation", activation, ACTIVATIONS)
     if activations is not None:
-        integer_activations(func, activations, weight)
+        integer_activations(func, activations, weight.dtype, weight.in_features)
     n = weight.out_features
     shape = (*array.shape[:-1], n)
     bias_array = vector(func, "bias", bias, (2, n) if weight.gated else (n,), lane)
@@ -131,15 +131,20 @@ def linear_args(
 _MOST_BYTES = (2**31 - 1) // 127**2  # products of two bytes whose sum surely fits 32 bits
 
 
-def integer_activations(func: str, activations: str, weight: PackedLinear) -> None:
-    """Raise unless a product with `weight` can round its input to `activations`, a name."""
-    choice(func, "activations", activations, ("int8",))
-    if weight.dtype not in ("int8", *TABLES):
-        kinds = ", ".join(("int8", *TABLES))
-        raise ValueError(f"{func}(): activations is int8 and the weight is in {weight.dtype}; expected one of {kinds}")
-    if weight.in_features > _MOST_BYTES:
+def integer_activations(func: str, activations: str | None, weights_dtype: str, in_features: int = 0) -> None:
+    """Raise unless products with weights in `weights_dtype` can round their inputs to `activations`."""
+    if activations is None:
+        return
+    choice(func, "activations", activations, ROUNDINGS)
+    kinds = ("int8", *TABLES)
+    if weights_dtype not in kinds:
+        expected = f"weights in {', '.join(kinds)}, or activations None"
         raise ValueError(
-            f"{func}(): the weight has {weight.in_features} input features; expected at most {_MOST_BYTES} for"
+            f"{func}(): activations is 'int8' for weights in {weights_dtype}; expected {expected}"
+        )
+    if in_features > _MOST_BYTES:
+        raise ValueError(
+            f"{func}(): the weight has {in_features} input features; expected at most {_MOST_BYTES} for"
             " activations in int8, whose sums have 32 bits"
         )
 

@@ -246,7 +246,7 @@ def features_apart(panels: Array, dtype: str) -> Array:
     if dtype in TABLES:
         panels = np.concatenate((panels & 15, panels >> 4), axis=-1)
     rows = panels.swapaxes(-1, -2)
-    return rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])
+    return rows.reshape(*rows.shape[:-3], rows.shape[-3] * rows.shape[-2], rows.shape[-1])
 
 
 @dataclass(slots=True, eq=False)
@@ -276,7 +276,7 @@ class RowBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PackArgs:
-    """Blocks of rows into the panels `out`. Output features of no block become 0."""
+    """Blocks of rows into the panels `out`, which it makes. Output features of no block become 0."""
 
     kernel: ClassVar[str] = "pack"
 
@@ -292,7 +292,6 @@ class PackArgs:
     bad: Array = field(init=False)  # of each block, whether it has such a magnitude, or NaN
 
     def __post_init__(self) -> None:
-        """Make the arrays that the kernel fills."""
         width, stored = columns(self.dtype), STORED[self.dtype]
         panels = -(-self.out_features // width) * self.maps
         shape = panels, steps(self.in_features, self.dtype), width, *stored.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -115,9 +116,14 @@ def openvino_precision(dtype: str) -> str:
 
 
 def openvino_call(
-    model: Any, precision: str, threads: int, tensors: Sequence[Any], owners: Sequence[Array]
+    model: Any,
+    precision: str,
+    threads: int,
+    tensors: Sequence[Any],
+    owners: Sequence[Array],
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[[], None]:
-    """A model set up for latency; the last of `tensors` is its output.
+    """A model set up for latency, with `more` settings; the last of `tensors` is its output.
 
     OpenVINO keeps pointers into the tensors, so the call itself holds them and the arrays that own them.
     """
@@ -128,6 +134,7 @@ def openvino_call(
         "INFERENCE_NUM_THREADS": threads,
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
+        **more,
     }
     request = openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
     for index, one in enumerate(tensors[:-1]):
@@ -140,8 +147,15 @@ def openvino_call(
     return call
 
 
-def openvino_way(model: bytes | str, dtype: str, threads: int, feeds: Mapping[str, Array], out: Array) -> Way:
-    """An ONNX model, or the path of one, whose inputs are `feeds` in their order."""
+def openvino_way(
+    model: bytes | str,
+    dtype: str,
+    threads: int,
+    feeds: Mapping[str, Array],
+    out: Array,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> Way:
+    """An ONNX model, or the path of one, whose inputs are `feeds` in their order; `more` are settings."""
     import openvino
 
     if dtype == "bfloat16" and openvino_precision(dtype) != "bf16":
@@ -151,5 +165,5 @@ def openvino_way(model: bytes | str, dtype: str, threads: int, feeds: Mapping[st
     graph.reshape(dict(zip(graph.inputs, shapes, strict=True)))
     arrays = [*feeds.values(), out]
     tensors = [openvino.Tensor(array, shared_memory=True) for array in arrays]
-    call = openvino_call(graph, openvino_precision(dtype), threads, tensors, arrays)
+    call = openvino_call(graph, openvino_precision(dtype), threads, tensors, arrays, more)
     return Way(call, lambda _: out)

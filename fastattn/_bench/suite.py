@@ -17,10 +17,10 @@ from fastattn._bench.ways import Way, enter_for_good
 from fastattn._engine import settings
 
 # The largest error of a right answer: several times what any engine shows on standard normal inputs.
-TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1e-1}
+TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1e-1, "int4": 1e-1}
 COMPILED = "fastattn._engine.core._core"  # the package that the engine of the kernels needs
 # Bytes of one weight, by the dtype in which layers and models keep their weights.
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 4.5 / 8}
 
 
 class AnyShape(Protocol):

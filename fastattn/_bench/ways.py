@@ -36,7 +36,7 @@ def refuse_dense(scores_bytes: int, copies: int = 2) -> None:
     refuse_above_memory(copies * scores_bytes, "holds every score at once")
 
 
-def refuse_above_memory(need: int, why: str) -> None:
+def refuse_above_memory(need: float, why: str) -> None:
     """Refuse a problem for which an engine needs more than half of the free memory."""
     if need > free_memory() / 2:
         raise Unsupported(f"{why}: {need / 1e9:.0f} GB")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array
+    from fastattn._args.types import Activation, Array, Rounding
     from fastattn.cache import Slots
 
     Buffers = Mapping[str, Array]
@@ -76,9 +76,9 @@ class LinearStep(Step):
 
     weight: PackedLinear
     bias: Array | None  # of the lane type and contiguous, like a norm's parameters
+    activations: Rounding | None = None
     activation: Activation | None = None
     residual: str | None = None  # a buffer; it may be `out`
-    activations: Literal["int8"] | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -91,7 +91,8 @@ class LinearStep(Step):
     def run(self, buffers: Buffers, call: Sequences) -> None:
         x, out = buffers[self.x], buffers[self.out]
         residual = None if self.residual is None else buffers[self.residual]
-        dispatch.run(LinearArgs(x, self.weight, self.bias, self.activation, residual, out, 1, self.activations))
+        parameters = self.weight, self.bias, self.activation
+        dispatch.run(LinearArgs(x, *parameters, residual, out, 1, self.activations))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -90,7 +90,7 @@ _LEAST_MAX = np.float32(2.0**-100)
 
 
 def quantised_rows(x: Array) -> tuple[Array, Array]:
-    """Rows x as integers (m, k), float32, and scales (m, 1): max |x| / 127; NaN for a row that is not finite."""
+    """Rows x as integers (m, k), float32, and scales (m, 1): max |x| / 127, or NaN if it is not finite."""
     largest = np.maximum(np.abs(x).max(axis=-1, initial=0, keepdims=True), _LEAST_MAX)
     finite = np.isfinite(largest)
     largest = np.where(finite, largest, np.float32(1))
@@ -105,7 +105,7 @@ def _integer_products(x: Array, x_scales: Array, weight: PackedLinear, which: sl
     scales = weight.scales[which].astype(np.float32)
     if weight.dtype == "int8":  # float64 holds the sums exactly
         sums = np.matmul(x.astype(np.float64), codes.astype(np.float64)).astype(np.float32)
-        return np.asarray(sums * x_scales * scales[:, None])
+        return np.asarray(sums * scales[:, None] * x_scales)
     table = TABLES[weight.dtype]
     total = np.zeros((len(codes), len(x), codes.shape[-1]), np.float32)
     for block in range(scales.shape[1]):

@@ -65,8 +65,11 @@ class MultiHeadAttention(AttentionParameters):
         A logit a query head, a parameter, that enters the softmax's denominator only.
     window, softcap, scale, alibi_slopes : optional
         Of `fastattn.attention`. Query i stands at key i, behind the keys of a cache.
-    weights_dtype : {"float32", "float64", "bfloat16", "int8"}
-        How the projections' weights are stored; "float64" for float64 input, the others for all others.
+    weights_dtype : {"float32", "float64", "bfloat16", "int8", "int4", "nf4"}
+        How the projections' weights are stored, as `fastattn.ops.pack` does; "float64" for float64 input, the
+        others for all others.
+    activations : {"int8"}, optional
+        Round the inputs of the projections, as `fastattn.ops.linear` does, for weights in int8, int4 or nf4.
     rng : Generator or int, optional
         Draws the parameters as torch does: a generator, or the seed of a new one, with which layers of one
         shape are alike. Without it, they are missing until `load_state_dict`.
@@ -235,7 +238,7 @@ class MultiHeadAttention(AttentionParameters):
         if self.all_maps is not None and key is None and value is None and keys_values is None:
             maps = self.all_maps
         product = scratch("product", len(x), maps.weight.out_features, x.dtype)
-        _calls.linear(x, maps.weight, maps.bias, None, None, product)
+        _calls.linear(x, self._projection(maps), None, None, product)
         q, *k_v = self._heads(product, batch, length, maps, first)
         if k_v:
             k, v = k_v
@@ -265,7 +268,7 @@ class MultiHeadAttention(AttentionParameters):
             by_head = mixed.reshape(batch, length, self.num_heads, self._head_dim).transpose(0, 2, 1, 3)
             _calls.attention(FUNC, q, k, v, by_head, options, made_here=keys_values is None)
         gated = _calls.gate(product[:, : self._width], mixed) if self.output_gate else mixed
-        out = _calls.linear(gated, self.out_proj.packed_weight, self.out_proj.bias_vector, None, residual)
+        out = _calls.linear(gated, self.out_proj._projection(), None, residual)
         weights = None
         if need_weights:
             weights = attention_weights(q, k.astype(q.dtype, copy=False), **options)
@@ -278,15 +281,15 @@ class MultiHeadAttention(AttentionParameters):
         key = self._input("key", key, self.kdim, batch)
         if value is None and self.key_value_maps is not None:
             maps = self.key_value_maps
-            product = _calls.linear(rows(key), maps.weight, maps.bias)
+            product = _calls.linear(rows(key), self._projection(maps))
             k, v = self._heads(product, len(key), key.shape[1], maps, 0)
             return k, v
         value = self._input("value", key if value is None else value, self.vdim, len(key))
         length = key.shape[1]
         if value.shape[1] != length:
             raise wrong_shape(FUNC, "value", value, f"a length of {length}, as key has")
-        k = _calls.linear(rows(key), self.key_map.weight, self.key_map.bias)
-        v = _calls.linear(rows(value), self.value_map.weight, self.value_map.bias)
+        k = _calls.linear(rows(key), self._projection(self.key_map))
+        v = _calls.linear(rows(value), self._projection(self.value_map))
         (k,) = self._heads(k, len(key), length, self.key_map, 0)
         (v,) = self._heads(v, len(key), length, self.value_map, 0)
         return k, v

@@ -14,13 +14,14 @@ from fastattn._args.types import ACTIVATIONS as PLAIN
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._engine.scratch import keep, scratch
-from fastattn.layers import _block, _calls
+from fastattn.layers import _calls
+from fastattn.layers._block import Norm, Projection
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Rounding
     from fastattn.layers._state import Fields
 
 # For each activation of a feed-forward: what `ops.linear` calls it, and whether its result multiplies a
@@ -43,7 +44,7 @@ class Linear(Layer):
     ----------
     in_features, out_features : int
     bias : bool, default True
-    weights_dtype, rng
+    weights_dtype, activations, rng
         As in `MultiHeadAttention`.
     """
 
@@ -52,6 +53,7 @@ class Linear(Layer):
     bias: bool = True
     _: KW_ONLY
     weights_dtype: str = "float32"
+    activations: Rounding | None = None
     rng: InitVar[np.random.Generator | int | None] = None
     packed_weight: ops.PackedLinear = field(init=False, repr=False)
     bias_vector: Array | None = field(init=False, default=None, repr=False)
@@ -78,8 +80,17 @@ class Linear(Layer):
     ) -> Array:
         """``activation(x @ weight.T + bias) + residual``: x is (..., in_features)."""
         return ops.linear(
-            x, self.packed_weight, self.bias_vector, activation=activation, residual=residual, out=out
+            x,
+            self.packed_weight,
+            self.bias_vector,
+            activation=activation,
+            residual=residual,
+            activations=self.activations,
+            out=out,
         )
+
+    def _projection(self) -> Projection:
+        return Projection(self.packed_weight, self.bias_vector, self.activations)
 
     def _parameters(self) -> dict[str, Parameter]:
         draw = uniform(self.in_features**-0.5)
@@ -133,8 +144,8 @@ class _Norm(Layer):
         """The norm of rows that have been checked; `out` may be `x` itself."""
         return _calls.norm(self._kind, x, self.weight_vector, self.bias_vector, self.eps, out)
 
-    def _of_block(self) -> _block.Norm:
-        return _block.Norm(self._kind, self.weight_vector, self.bias_vector, self.eps)
+    def _of_block(self) -> Norm:
+        return Norm(self._kind, self.weight_vector, self.bias_vector, self.eps)
 
     def _parameters(self) -> dict[str, Parameter]:
         parameters = {"weight": Parameter((self.features,), constant(1.0))}
@@ -188,7 +199,7 @@ class FeedForward(Layer):
         One of `fastattn.ops.activate`; or gated (Shazeer 2020): "glu" (sigmoid), "reglu", "geglu",
         "geglu_tanh", "swiglu".
     bias : bool, default True
-    weights_dtype, rng
+    weights_dtype, activations, rng
         As in `MultiHeadAttention`.
 
     Notes
@@ -203,6 +214,7 @@ class FeedForward(Layer):
     bias: bool = True
     _: KW_ONLY
     weights_dtype: str = "float32"
+    activations: Rounding | None = None
     rng: InitVar[np.random.Generator | int | None] = None
     weight1: ops.PackedLinear = field(init=False, repr=False)  # gated: both maps
     weight2: ops.PackedLinear = field(init=False, repr=False)
@@ -229,16 +241,23 @@ class FeedForward(Layer):
         array = _calls.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
         if residual is None and out is None:
             return self._of_rows(rows(array), None, None).reshape(array.shape)
-        hidden = ops.linear(array, self.weight1, self.bias1, activation=self._function)
-        return ops.linear(hidden, self.weight2, self.bias2, residual=residual, out=out)
+        rounded = self.activations
+        hidden = ops.linear(array, self.weight1, self.bias1, activation=self._function, activations=rounded)
+        return ops.linear(hidden, self.weight2, self.bias2, residual=residual, activations=rounded, out=out)
 
     def _of_rows(self, x: Array, residual: Array | None, out: Array | None) -> Array:
         """The feed-forward of rows that have been checked."""
         hidden = scratch("hidden", len(x), self.dim_feedforward, x.dtype)
-        _calls.linear(x, self.weight1, self.bias1, self._function, None, hidden)
-        out = _calls.linear(hidden, self.weight2, self.bias2, None, residual, out)
+        inner, outer = self._projections()
+        _calls.linear(x, inner, self._function, None, hidden)
+        out = _calls.linear(hidden, outer, None, residual, out)
         keep("hidden", hidden)
         return out
+
+    def _projections(self) -> tuple[Projection, Projection]:
+        """The map inside, or the gated pair, and the one outside."""
+        rounded = self.activations
+        return Projection(self.weight1, self.bias1, rounded), Projection(self.weight2, self.bias2, rounded)
 
     def _parameters(self) -> dict[str, Parameter]:
         wide, narrow = self.dim_feedforward, self.d_model

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array
+    from fastattn._args.types import Activation, Array, Rounding
     from fastattn._engine.program import Step
 
     Window = tuple[int, int] | None
@@ -31,6 +31,7 @@ class Projection(NamedTuple):
 
     weight: PackedLinear
     bias: Array | None
+    activations: Rounding | None = None  # what its input is rounded to
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,8 +19,8 @@ from fastattn._args.values import as_array, float_array
 from fastattn._engine import dispatch, settings
 
 if TYPE_CHECKING:
-    from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Activation, Array
+    from fastattn.layers._block import Projection
 
 
 def checked(func: str, name: str, x: Any, features: int, weights_dtype: str) -> Array:
@@ -70,16 +70,16 @@ def one_batch(func: str, name: str, x: Any) -> Any:
 
 def linear(
     x: Array,
-    weight: PackedLinear,
-    bias: Array | None,
+    by: Projection,
     activation: Activation | None = None,
     residual: Array | None = None,
     out: Array | None = None,
 ) -> Array:
     """`ops.linear` of rows."""
     if out is None:
-        out = np.empty((len(x), weight.out_features), x.dtype)
-    args = LinearArgs(x, weight, bias, activation, residual, out, settings.get_num_threads())
+        out = np.empty((len(x), by.weight.out_features), x.dtype)
+    threads = settings.get_num_threads()
+    args = LinearArgs(x, by.weight, by.bias, activation, residual, out, threads, by.activations)
     dispatch.run(args, None)
     return out
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from fastattn._args.attention import attention_args
-from fastattn._args.ops import epsilon
+from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn.layers import _calls
 from fastattn.layers._basic import Linear
+from fastattn.layers._block import Projection
 from fastattn.layers._projections import Stack, stack
 from fastattn.layers._rotary import Rope
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal, xavier_uniform
@@ -22,7 +23,7 @@ from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal, 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Rounding
     from fastattn.cache import KVCache
     from fastattn.layers._state import Fields
 
@@ -98,6 +99,7 @@ class AttentionParameters(Layer):
     scale: float | None = None
     alibi_slopes: ArrayLike | None = None
     weights_dtype: str = "float32"
+    activations: Rounding | None = None
     rng: InitVar[np.random.Generator | int | None] = None
     out_proj: Linear = field(init=False, repr=False)
     # The maps of the query, (gate,) q; of key and value, if torch stacks them; of all three, in this order.
@@ -128,6 +130,7 @@ class AttentionParameters(Layer):
             flag(FUNC, name, getattr(self, name))
         epsilon(FUNC, "qk_norm_eps", self.qk_norm_eps, FLOAT32)
         choice(FUNC, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
+        integer_activations(FUNC, self.activations, self.weights_dtype)
         heads, heads_kv = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % heads_kv:
             expected = f"a multiple of num_kv_heads, {heads_kv}"
@@ -150,7 +153,8 @@ class AttentionParameters(Layer):
                 raise ValueError(f"{FUNC}(): rope rotates {rotated} dimensions; expected {expected}")
         self._extra = self.add_bias_kv or self.add_zero_attn
         self._positional = self.window is not None or self.alibi_slopes is not None
-        self.out_proj = Linear(self._width, self.embed_dim, self.bias, weights_dtype=self.weights_dtype)
+        how: Any = {"weights_dtype": self.weights_dtype, "activations": self.activations}
+        self.out_proj = Linear(self._width, self.embed_dim, self.bias, **how)
         self.out_proj._zero_bias = True
         source = self._source(rng)
         self._set_up(source)
@@ -163,6 +167,9 @@ class AttentionParameters(Layer):
             return False
         begins, sizes = self.all_maps.begins, self.all_maps.sizes
         return all(begin == sum(sizes[:i]) for i, begin in enumerate(begins))
+
+    def _projection(self, maps: Stack) -> Projection:
+        return Projection(maps.weight, maps.bias, self.activations)
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields without the views of `all_maps`: a pickle would hold the weights twice."""

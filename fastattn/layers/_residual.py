@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.ops import epsilon
+from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import MOST_SIZE, choice, flag, integer, short
@@ -21,7 +21,7 @@ from fastattn.layers._state import Layer
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Rounding
 
     Norm = LayerNorm | RMSNorm
 
@@ -39,6 +39,7 @@ def require_fields(layer: Any) -> None:
     choice(func, "activation", layer.activation, ACTIVATIONS)
     choice(func, "norm", layer.norm, ("layer_norm", "rms_norm"))
     choice(func, "weights_dtype", layer.weights_dtype, WEIGHT_DTYPES)
+    integer_activations(func, layer.activations, layer.weights_dtype)
     epsilon(func, "layer_norm_eps", layer.layer_norm_eps, FLOAT32)
     known = HeadOptions.__annotations__
     for name in ("attention", "cross_attention"):
@@ -70,6 +71,7 @@ class TransformerLayer(Layer):
     bias: bool = True
     attention: HeadOptions | None = None
     weights_dtype: str = "float32"
+    activations: Rounding | None = None
     rng: InitVar[np.random.Generator | int | None] = None
     self_attn: MultiHeadAttention = field(init=False, repr=False)
     feed_forward: FeedForward = field(init=False, repr=False)
@@ -85,16 +87,13 @@ class TransformerLayer(Layer):
 
     def _made(self, name: str, rng: np.random.Generator | None) -> Layer:
         """The part `name`, new."""
-        dtype = self.weights_dtype
+        how: Any = {"weights_dtype": self.weights_dtype, "activations": self.activations, "rng": rng}
         if name == "feed_forward":
-            sizes = (self.d_model, self.dim_feedforward, self.activation, self.bias)
-            return FeedForward(*sizes, weights_dtype=dtype, rng=rng)
+            return FeedForward(self.d_model, self.dim_feedforward, self.activation, self.bias, **how)
         if name.startswith("norm"):
             return self._new_norm()
         options = getattr(self, "attention" if name == "self_attn" else "cross_attention") or {}
-        return MultiHeadAttention(
-            self.d_model, self.num_heads, bias=self.bias, weights_dtype=dtype, rng=rng, **options
-        )
+        return MultiHeadAttention(self.d_model, self.num_heads, bias=self.bias, **how, **options)
 
     def _new_norm(self) -> Norm:
         """A norm of the kind that the field `norm` names."""

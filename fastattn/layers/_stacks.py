@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Rounding
     from fastattn.layers._residual import Norm
 
 
@@ -196,7 +196,7 @@ class Transformer(Layer):
     ----------
     d_model, num_heads : int, default 512 and 8
     num_encoder_layers, num_decoder_layers : int, default 6
-    dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype
+    dim_feedforward, activation, norm_first, norm, layer_norm_eps, bias, weights_dtype, activations
         As in `TransformerEncoderLayer`.
     attention, cross_attention : dict, optional
         Options of `MultiHeadAttention` for the attention to itself, on both sides, and over the memory.
@@ -218,6 +218,7 @@ class Transformer(Layer):
     attention: HeadOptions | None = None
     cross_attention: HeadOptions | None = None
     weights_dtype: str = "float32"
+    activations: Rounding | None = None
     rng: InitVar[np.random.Generator | int | None] = None
     encoder: TransformerEncoder = field(init=False, repr=False)
     decoder: TransformerDecoder = field(init=False, repr=False)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from fastattn._args.errors import wrong_type
+from fastattn._args.ops import integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES, is_finite
 from fastattn._args.values import as_array, choice, generator, is_float, short
 from fastattn.layers._files import opened
@@ -25,7 +26,7 @@ from fastattn.layers._files import opened
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from fastattn._args.types import Array, Shape
+    from fastattn._args.types import Array, Rounding, Shape
 
     Fields = dict[str, Any]
     Draw = Callable[[np.random.Generator, Shape], Array]
@@ -80,6 +81,7 @@ class Layer:
     """
 
     weights_dtype: str
+    activations: Rounding | None = None  # what the inputs of its linear maps are rounded to
     _built = False  # True from the end of construction on: fields cannot be set any more
     # Names of parameters that are kept as they are, in the lane type, and the fields that hold them.
     _vectors: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -158,10 +160,16 @@ class Layer:
         """Draw the parameters, or leave them out without `rng`. This is the last step of construction."""
         self.__dict__["_built"] = True
         choice(type(self).__name__, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
+        self._require_rounding(type(self).__name__, self.weights_dtype)
         source = self._source(rng)
         if source is not None:
             arrays = {key: p.draw(source, p.shape) for key, p in self._parameters().items()}
             self._change(self._pack(arrays, self.weights_dtype))
+
+    def _require_rounding(self, func: str, weights_dtype: str) -> None:
+        """Raise unless `activations` fits weights that are stored as `weights_dtype`."""
+        widest = max((p.shape[1] for p in self._parameters().values() if len(p.shape) == 2), default=0)
+        integer_activations(func, self.activations, weights_dtype, widest)
 
     def _source(self, rng: np.random.Generator | int | None) -> np.random.Generator | None:
         """Where parameters are drawn from: `rng`, or a generator of this seed, made once for all parts."""
@@ -210,8 +218,9 @@ class Layer:
             safetensors file, which the safetensors package reads.
         prefix : str, default ""
             Read only names that begin with it, and drop it: for one layer of a whole model.
-        weights_dtype : {"float32", "float64", "bfloat16", "int8"}, optional
-            Store the weights so from now on; default as the layer does.
+        weights_dtype : {"float32", "float64", "bfloat16", "int8", "int4", "nf4"}, optional
+            Store the weights so from now on; default as the layer does. With ``activations="int8"``, a layer
+            takes the last three only.
 
         Raises
         ------
@@ -242,6 +251,8 @@ class Layer:
                 names, read = state_dict.keys(), state_dict.__getitem__
             # Walk once: another thread may replace a part meanwhile.
             walked = [(path, layer, weights_dtype or layer.weights_dtype) for path, layer in self._walk()]
+            for _, layer, dtype in walked:
+                layer._require_rounding(func, dtype)
             known = {
                 path + name: (parameter, dtype)
                 for path, layer, dtype in walked

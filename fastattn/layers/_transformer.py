@@ -15,7 +15,7 @@ from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _calls, _state
 from fastattn.layers._attention import MultiHeadAttention
-from fastattn.layers._block import Block, Projection
+from fastattn.layers._block import Block
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._residual import TransformerLayer
 from fastattn.layers._scores import Names
@@ -71,7 +71,7 @@ class TransformerEncoderLayer(TransformerLayer):
         Of all projections and of LayerNorm.
     attention : dict, optional
         Options of `MultiHeadAttention`: num_kv_heads, rope, qk_norm, window and so on.
-    weights_dtype, rng
+    weights_dtype, activations, rng
         As in `MultiHeadAttention`.
     """
 
@@ -127,22 +127,22 @@ class TransformerEncoderLayer(TransformerLayer):
 
     def _block(self) -> Block | None:
         heads, forward = self.self_attn, self.feed_forward
-        maps, out = heads.all_maps, heads.out_proj
-        if maps is None or not heads.is_plain():
+        if heads.all_maps is None or not heads.is_plain():
             return None
+        inner, outer = forward._projections()
         return Block(
             norm_first=self.norm_first,
             attention_norm=self.norm1._of_block(),
-            qkv=Projection(maps.weight, maps.bias),
+            qkv=heads._projection(heads.all_maps),
             heads=heads.num_heads,
             heads_kv=heads._heads_kv,
             head_dim=heads._head_dim,
             scale=heads._head_dim**-0.5,
-            attended=Projection(out.packed_weight, out.bias_vector),
+            attended=heads.out_proj._projection(),
             inner_norm=self.norm2._of_block(),
-            inner=Projection(forward.weight1, forward.bias1),
+            inner=inner,
             activation=forward._function,
-            outer=Projection(forward.weight2, forward.bias2),
+            outer=outer,
         )
 
 

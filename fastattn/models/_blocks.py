@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from fastattn._args.ops import integer_activations
 from fastattn._args.types import ACTIVATIONS as OURS
 from fastattn._args.types import Activation, lane_dtype
 from fastattn.layers._block import Block, Norm, Projection
@@ -114,13 +115,15 @@ class Blocks:
         self, scales: Sequence[float] | None = None, windows: Sequence[Window] | None = None
     ) -> list[Block]:
         """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, and its window."""
+        precision, widest = self.source.precision, max(self.hidden, self.inner, self.heads * self.head_dim)
+        integer_activations("load", precision.activations, precision.weights, widest)
         scales = scales or [self.head_dim**-0.5] * self.num_layers
         windows = windows or [None] * self.num_layers
         return [self._block(i, scales[i], windows[i]) for i in range(self.num_layers)]
 
     def _block(self, i: int, scale: float, window: Window) -> Block:
         names, source = self.names, self.source
-        prefix = names.prefix.format(i)
+        prefix, rounded = names.prefix.format(i), source.precision.activations
 
         def packed(*parts: str, gate: str | None = None) -> PackedLinear:
             maps = [[f"{prefix}{part}.weight" for part in parts]]
@@ -134,14 +137,14 @@ class Blocks:
             return source.vector(*(f"{prefix}{part}.bias" for part in parts))
 
         def linear(*parts: str) -> Projection:
-            return Projection(packed(*parts), bias(*parts))
+            return Projection(packed(*parts), bias(*parts), rounded)
 
         def inner() -> Projection:
             if names.gate is None:
                 return linear(names.inner)
             both = bias(names.gate, names.inner)
             pair = packed(names.inner, gate=names.gate)
-            return Projection(pair, None if both is None else both.reshape(2, -1))
+            return Projection(pair, None if both is None else both.reshape(2, -1), rounded)
 
         def head_norm() -> Norm | None:
             if names.head_norms is None:

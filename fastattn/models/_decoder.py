@@ -283,7 +283,7 @@ def read_decoder(
     program, all_windows = model_program(blocks.read(scales, windows))
     weight = tensors.pack([tokens if tied else output])
     norm = NormStep(X, "normed", *blocks.norm(names.norm))
-    logits = build("model", [norm, LinearStep("normed", OUT, weight, None)])
+    logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.activations)])
     table = None if positions is None else source.vector(positions).astype(precision.dtype)
     return Decoder(
         model_type=config.get("model_type", str),

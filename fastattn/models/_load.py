@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike
 
+    from fastattn._args.types import Rounding
     from fastattn.models._decoder import Decoder
     from fastattn.models._encoder import Bert
 
@@ -35,6 +36,7 @@ def load(
     *,
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
+    activations: Rounding | None = None,
 ) -> Bert | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists.
 
@@ -45,10 +47,13 @@ def load(
         modules.json of a sentence-transformers folder says how `Bert.embed` pools and normalises.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
-    weights_dtype : {"float32", "bfloat16", "int8"}, optional
-        How the weights of linear maps are kept; by default in `dtype`, and in float64 only with that one.
-        Generation reads all weights for each token: where memory is the limit, half or a quarter of the bytes
-        is two or four times the speed.
+    weights_dtype : {"float32", "bfloat16", "int8", "int4", "nf4"}, optional
+        How the weights of linear maps are kept, as `fastattn.ops.pack` does; by default in `dtype`, and in
+        float64 only with that one. Generation reads all weights for each token: where memory is the limit,
+        half or a quarter of the bytes is two or four times the speed.
+    activations : {"int8"}, optional
+        Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8, int4 or nf4,
+        faster where many tokens are computed at once. By default they are not rounded.
 
     Returns
     -------
@@ -71,7 +76,7 @@ def load(
     >>> model.embed(["A sentence.", "Another one."]).shape  # doctest: +SKIP
     (2, 384)
     """
-    precision = Precision.of("load", dtype, weights_dtype)
+    precision = Precision.of("load", dtype, weights_dtype, activations)
     if not isinstance(folder, (str, os.PathLike)):
         raise wrong_type("load", "folder", folder, "a path")
     path = Path(folder)

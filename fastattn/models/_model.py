@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array, Bools, Ints
+    from fastattn._args.types import Array, Bools, Ints, Rounding
     from fastattn._engine.program import Program
     from fastattn.models._text import Text
     from fastattn.models._weights import Precision
@@ -43,6 +43,11 @@ class Model:
     def weights_dtype(self) -> str:
         """How the weights of linear maps are kept."""
         return self.precision.weights
+
+    @property
+    def activations(self) -> Rounding | None:
+        """What the inputs of linear maps are rounded to."""
+        return self.precision.activations
 
     def __repr__(self) -> str:
         return f"<{self.model_type}: {self.num_layers} layers of {self.hidden_size}, {self.precision}>"

@@ -8,26 +8,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
+from fastattn._args.ops import integer_activations
 from fastattn._args.values import short
 from fastattn.models._files import require
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Ints
+    from fastattn._args.types import Array, Ints, Rounding
 
 DTYPES = ("float32", "float64", "bfloat16")
-WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
+WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "int4", "nf4")
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The type that a model computes in between its layers, and how it keeps their weights."""
+    """The type between a model's layers, how it keeps their weights, and what it rounds their inputs to."""
 
     dtype: np.dtype[Any]
     weights: str
+    activations: Rounding | None
 
     @classmethod
-    def of(cls, func: str, dtype: Any, weights_dtype: Any) -> Precision:
+    def of(cls, func: str, dtype: Any, weights_dtype: Any, activations: Any) -> Precision:
         """From the names or types that a caller gives."""
         name = _name(dtype)
         if name not in DTYPES:
@@ -37,11 +39,14 @@ class Precision:
         if weights not in fitting:
             expected = f"{' or '.join(fitting)} for dtype {name}"
             raise ValueError(f"{func}(): weights_dtype is {short(weights_dtype)}; expected {expected}")
-        return cls(np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name), weights)
+        integer_activations(func, activations, weights)
+        kind = np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name)
+        return cls(kind, weights, activations)
 
     def __str__(self) -> str:
         kept = "" if self.weights == self.dtype.name else f", weights in {self.weights}"
-        return f"{self.dtype}{kept}"
+        rounded = "" if self.activations is None else f", activations in {self.activations}"
+        return f"{self.dtype}{kept}{rounded}"
 
 
 def joined(*parts: Array) -> Array:

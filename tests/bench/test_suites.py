@@ -11,7 +11,7 @@ from fastattn._bench.cases import Shape
 from fastattn._bench.suite import Request, Section
 from fastattn._bench.suites import SUITES
 from fastattn._bench.suites.attention.problem import SIGMOID, AttentionProblem
-from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
+from fastattn._bench.suites.layers.problem import INT8_INPUTS, LayerProblem, LayerShape
 from fastattn._bench.suites.models import files
 from fastattn._bench.suites.models import problem as models_problem
 from fastattn._bench.suites.models.problem import ModelProblem
@@ -24,6 +24,7 @@ BOUNDS = {
     "float32": 2e-5,
     "bfloat16": 5e-2,
     "int8": 3e-1,
+    "int4": 3e-1,
 }  # several times what is seen; rounded inputs are O(1)
 
 TINY_LAYERS = [
@@ -84,6 +85,11 @@ def test_layers(bench):
             ("bfloat16", TINY_LAYERS[:2]),
             ("int8", TINY_LAYERS[-2:]),
         )
+    ]
+    maps = [LayerShape("linear", "linear", 1, 5, 64, 24), LayerShape("rows", "linear", 1, 20, 32, 24)]
+    sections += [
+        Request(seed=3).section(LayerProblem, "map", maps, dtype, ("plain", INT8_INPUTS))
+        for dtype in ("int8", "int4")
     ]
     check(bench("layers", sections), sections)
 

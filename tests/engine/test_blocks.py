@@ -22,7 +22,7 @@ def small(monkeypatch):
 
     def make():
         monkeypatch.setattr(blocks, "BLOCK", BLOCK)
-        for name, size in (("BLOCK", BLOCK), ("_BLOCK", 1), ("_BLOCK_FEATURES", 6)):
+        for name, size in (("BLOCK", BLOCK), ("_BLOCK", 1), ("_BLOCK_FEATURES", 32)):
             monkeypatch.setattr(packed, name, size)
 
     return make

@@ -61,6 +61,8 @@ def test_a_program_that_fits(core, step):
         ("linear", {"out": "none"}),
         ("linear", {"residual": "none"}),
         ("linear", {"weight": weight(8, 8, "float64")}),
+        ("linear", {"activations": "int8"}),
+        ("linear", {"weight": weight(8, 8, "bfloat16"), "activations": "int8"}),
         ("norm", {"x": "qkv"}),
         ("norm", {"out": "qkv"}),
         ("norm", {"weight": ones(3)}),

@@ -86,7 +86,9 @@ def draw(d):
     write(files)
     dtype = d.choose("float32", "float32", "float64", "bfloat16")
     options = (
-        {"dtype": dtype} if dtype == "float64" else {"dtype": dtype, "weights_dtype": d.choose(None, "int8")}
+        {"dtype": dtype}
+        if dtype == "float64"
+        else {"dtype": dtype, "weights_dtype": d.choose(None, "int8", "int4")}
     )
     names = (
         kind,

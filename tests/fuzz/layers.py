@@ -26,14 +26,18 @@ OPERATIONS = (
 )
 NAMES = (*layers.__all__, *OPERATIONS)
 TOLERANCE = (
-    30.0  # of several operations on weights in 8 bits, or in bfloat16 that some kernels multiply as such
+    30.0  # of several operations on weights in 8 or 4 bits, or in bfloat16 that some kernels multiply as such
 )
 
 
-def made_of(d):
-    """How weights are stored, and the generator that draws them."""
-    dtype = "float64" if d.dtype == np.float64 else d.choose("float32", "float32", "bfloat16", "int8")
-    return {"weights_dtype": dtype, "rng": np.random.default_rng(5)}
+def made_of(d, cls):
+    """How the weights of a layer are stored and multiplied, and the generator that draws them."""
+    narrow = ("bfloat16", "int8", "int4", "nf4")
+    dtype = "float64" if d.dtype == np.float64 else d.choose("float32", "float32", *narrow)
+    made = {"weights_dtype": dtype, "rng": np.random.default_rng(5)}
+    if dtype in narrow[1:] and "activations" in cls.__dataclass_fields__ and d.chance(0.5):
+        made["activations"] = "int8"
+    return made
 
 
 def heads(d, head_dim):
@@ -108,9 +112,9 @@ def make(d, kind=None):
     kind = kind or d.choose(*MAKERS, *often, "TransformerEncoder", "TransformerDecoder")
     if kind in MAKERS:
         cls, fields = MAKERS[kind](d)
-        return cls(**fields, **made_of(d))
+        return cls(**fields, **made_of(d, cls))
     cls, fields = (encoder_layer if kind == "TransformerEncoder" else decoder_layer)(d)
-    how = made_of(d)
+    how = made_of(d, cls)
     norm = layers.LayerNorm(fields["d_model"], weights_dtype=how["weights_dtype"]) if d.chance(0.5) else None
     return getattr(layers, kind)([cls(**fields, **how) for _ in range(d.choose(1, 2))], norm)
 
@@ -190,7 +194,8 @@ def change(d, layer):
     where = type(part).__name__
     if d.chance(0.2):
         dtype = d.choose(*WEIGHT_DTYPES)
-        part.load_state_dict(part.state_dict(), weights_dtype=dtype)
+        with suppress(ValueError):  # its activations do not fit such weights
+            part.load_state_dict(part.state_dict(), weights_dtype=dtype)
         return f"{where}.load_state_dict(weights_dtype={dtype})"
     name = d.choose(*(name for name in vars(part) if not name.startswith("_")))
     after = other(d, getattr(part, name))
@@ -266,7 +271,7 @@ RECIPES += [layer] * 9
 def layer_made(d):
     """Build a layer, perhaps of values that do not fit, and call it."""
     cls, fields = MAKERS[d.choose(*MAKERS)](d)
-    return Call(cls, {**fields, **made_of(d)}, names=(cls.__name__, *NAMES))
+    return Call(cls, {**fields, **made_of(d, cls)}, names=(cls.__name__, *NAMES))
 
 
 @recipe

@@ -15,11 +15,11 @@ from fastattn import models
 
 
 @cache
-def loaded(kind, dtype, weights_dtype):
+def loaded(kind, dtype, weights_dtype, activations=None):
     with TemporaryDirectory() as folder:
         tiny_models.write(Path(folder), kind)
         write_tokenizer(Path(folder))
-        model = models.load(folder, dtype=dtype, weights_dtype=weights_dtype)
+        model = models.load(folder, dtype=dtype, weights_dtype=weights_dtype, activations=activations)
         _ = model.text.tokenizer  # read while it is there
         _ = model.text.limit
     return model
@@ -27,7 +27,10 @@ def loaded(kind, dtype, weights_dtype):
 
 def model_of(d, kinds):
     dtype = d.choose("float32", "float32", "float64", "bfloat16")
-    return loaded(d.choose(*kinds), dtype, None if dtype == "float64" else d.choose(None, "int8", "bfloat16"))
+    choices = [(None, None)]
+    if dtype != "float64":
+        choices += [("bfloat16", None), ("int8", None), ("int8", "int8"), ("int4", "int8"), ("nf4", None)]
+    return loaded(d.choose(*kinds), dtype, *choices[d.rng.integers(len(choices))])
 
 
 def tokens(d):

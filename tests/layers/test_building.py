@@ -167,7 +167,12 @@ def test_options_of_attention(options):
         ({"norm_first": None}, "norm_first is None"),
         ({"layer_norm_eps": -1.0}, "layer_norm_eps is -1.0; expected 0 or more"),
         ({"bias": 1}, "bias is 1; expected True or False"),
-        ({"weights_dtype": "int4"}, "weights_dtype is 'int4'"),
+        ({"weights_dtype": "int3"}, "weights_dtype is 'int3'"),
+        ({"activations": "int4"}, "activations is 'int4'; expected one of int8"),
+        (
+            {"activations": "int8"},
+            "activations is 'int8' for weights in float32; expected weights in int8, int4",
+        ),
         ({"attention": {"nheads": 3}}, "attention has 'nheads'; expected .*window"),
         ({"attention": 3}, "attention is 3; expected a dict of .*window"),
         ({"rng": "x"}, "rng is 'x'"),

@@ -190,7 +190,11 @@ SIZES = {"in_features": 40, "out_features": 50, "gated": False, "dtype": "float3
         ({"in_features": 40.0}, TypeError, "in_features is 40.0; expected an integer"),
         ({"dtype": "float64"}, ValueError, "panels has shape"),
         ({"dtype": "bfloat16"}, ValueError, "panels has shape"),
-        ({"dtype": "int8", "panels": np.ones((2, 40, 32), np.int8)}, TypeError, "scales is of type NoneType"),
+        (
+            {"dtype": "int8", "panels": np.ones((2, 10, 32, 4), np.int8)},
+            TypeError,
+            "scales is of type NoneType",
+        ),
         ({"dtype": np.array(["int8", "int8"])}, ValueError, "dtype is an array"),
         ({"scales": np.ones((2, 32), np.float32)}, ValueError, "scales are given; expected None for float32"),
         ({"panels": np.ones((2, 40, 32))}, ValueError, "dtype float64; expected .*float32"),

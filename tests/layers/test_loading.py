@@ -40,7 +40,11 @@ def every_layer(dtype="float32"):
     ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int8"])
+# How much a number may change when it is stored, as a share of the largest of its row.
+ROUNDING = {"bfloat16": 2**-8, "int8": 0.5001 / 127, "int4": 1.001 / 8, "nf4": 0.153}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", *ROUNDING])
 @pytest.mark.parametrize("which", range(9))
 def test_a_state_dict_goes_round(which, dtype):
     """A saved state is the loaded one, up to the rounding of the stored type, and loads to the same."""
@@ -55,12 +59,12 @@ def test_a_state_dict_goes_round(which, dtype):
     for name, x in state.items():
         assert saved[name].dtype == lane
         assert saved[name].shape == x.shape
-        bound = {"bfloat16": 2**-8, "int8": 0.5001 / 127}.get(dtype, 0) * abs(x).max(axis=-1, keepdims=True)
+        bound = ROUNDING.get(dtype, 0) * abs(x).max(axis=-1, keepdims=True)
         assert (abs(saved[name] - x) <= bound).all(), name
         saved[name].fill(0)  # a copy: the layer keeps its own
     other.load_state_dict(layer.state_dict())
     for name, x in layer.state_dict().items():
-        np.testing.assert_allclose(other.state_dict()[name], x, rtol=1e-6 if dtype == "int8" else 0)
+        np.testing.assert_allclose(other.state_dict()[name], x, rtol=1e-6 if dtype in ROUNDING else 0)
         assert x.any()
 
 

@@ -92,9 +92,9 @@ def test_an_encoder_layer_is_seven_kernels(monkeypatch):
         ran.append(args.copies if args.kernel == "attention" else args.kernel)
         run(args, backend)
 
-    monkeypatch.setattr(dispatch, "run", noted)
     x, nothing = draw(BATCH, LENGTH, WIDTH), np.zeros((BATCH, LENGTH), bool)
     layer = TransformerEncoderLayer(WIDTH, HEADS, 96, "swiglu", rng=np.random.default_rng(0))
+    monkeypatch.setattr(dispatch, "run", noted)
     layer(x, src_key_padding_mask=nothing)
     assert ran == ["linear", (), "linear", "rows", "linear", "linear", "rows"]
     layer(x)
@@ -269,12 +269,12 @@ def test_any_strides_and_byte_order(implementation):
             "num_heads is 4; expected a multiple",
         ),
         (lambda m: MultiHeadAttention(64, 0), ValueError, "num_heads is 0"),
-        (lambda m: MultiHeadAttention(64, 4, weights_dtype="int4"), ValueError, "weights_dtype is 'int4'"),
+        (lambda m: MultiHeadAttention(64, 4, weights_dtype="int3"), ValueError, "weights_dtype is 'int3'"),
         (lambda m: MultiHeadAttention(64, 4, rng="3"), TypeError, "rng is '3'; expected a numpy.random"),
         (lambda m: FeedForward(64, 100, "tanh"), ValueError, "activation is 'tanh'; expected one of relu"),
         (lambda m: TransformerEncoderLayer(64, 4, norm="batch"), ValueError, "norm is 'batch'"),
         (lambda m: TransformerEncoder([]), ValueError, "layers is empty"),
-        (lambda m: m.load_state_dict({}, weights_dtype="int4"), ValueError, "weights_dtype is 'int4'"),
+        (lambda m: m.load_state_dict({}, weights_dtype="int3"), ValueError, "weights_dtype is 'int3'"),
         (lambda m: m.load_state_dict([1]), TypeError, "state_dict is of type list"),
         (lambda m: m.no_such_thing, AttributeError, "no_such_thing"),
     ],

@@ -72,6 +72,12 @@ def test_the_command_embed(encoder, tmp_path):
     model = models.load(encoder, weights_dtype="bfloat16")
     wanted = model.embed(TEXTS, pooling="cls", normalize=True, batch_size=2)
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted)
+    options = ["--weights-dtype", "int4", "--activations", "int8"]
+    run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", *options)
+    wanted = models.load(encoder, weights_dtype="int4", activations="int8").embed(TEXTS)
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted)
+    said = run("embed", "--model", encoder, lines, "--activations", "int8", status=1)
+    assert "activations is 'int8' for weights in float32" in said
     run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", "--dtype", "float64")
     assert np.load(tmp_path / "out.npy").dtype == np.float64
     assert run("embed", "--model", encoder, stdin="") == ""

@@ -14,7 +14,20 @@ from fastattn.models import ModelError
 BF16 = ml_dtypes.bfloat16
 TYPES = [np.float16, np.float32, np.float64, BF16, ">f2", ">f4", ">f8"]
 # Beside the largest of each type: what rounds to it, and what rounds to infinity.
-LARGE = [65504.0, 3.38e38, 3.3895e38, 3.396e38, 3.3962e38, 3.4028e38, 3.4028235677973362e38, 3.4028236e38]
+LARGE = [
+    65504.0,
+    65519.0,
+    65520.0,
+    524159.0,
+    524160.0,
+    3.38e38,
+    3.3895e38,
+    3.396e38,
+    3.3962e38,
+    3.4028e38,
+    3.4028235677973362e38,
+    3.4028236e38,
+]
 NUMBERS = [0.0, 5e-324, 1e-40, 1.0, *LARGE, 1e300, np.inf, np.nan]
 
 
@@ -22,6 +35,9 @@ NUMBERS = [0.0, 5e-324, 1e-40, 1.0, *LARGE, 1e300, np.inf, np.nan]
 def as_stored(x, stored):
     """What becomes of the numbers x when they are stored, in float64."""
     lane = x.astype(np.float64 if stored == "float64" else np.float32)
+    if stored in ("int4", "nf4"):  # by the scale of a block
+        scales = (lane / 8 if stored == "int4" else lane).astype(np.float16)
+        return np.where(np.isfinite(scales), lane, scales).astype(np.float64)
     return (lane.astype(BF16) if stored == "bfloat16" else lane).astype(np.float64)
 
 
@@ -54,7 +70,13 @@ def test_pack(dtype, stored, wrong):
 
 
 def test_what_becomes_infinite_is_not_packed():
-    for number, stored in ((1e300, "float32"), (1e300, "int8"), (3.4e38, "bfloat16")):
+    for number, stored in (
+        (1e300, "float32"),
+        (1e300, "int8"),
+        (3.4e38, "bfloat16"),
+        (1e5, "nf4"),
+        (1e6, "int4"),
+    ):
         with pytest.raises(ValueError, match=f"weight has values that are not finite as {stored}"):
             ops.pack([[1.0, number]], dtype=stored)
     np.testing.assert_array_equal(ops.pack([[1.0, 1e300]]).unpack(), [[1.0, 1e300]])
@@ -108,7 +130,7 @@ def test_models(kind, dtype, tmp_path):
         bad = weights[name].copy()
         bad.flat[rng.integers(bad.size)] = rng.choice([np.nan, np.inf, -np.inf])
         tiny.write(tmp_path, kind, {**weights, name: bad})
-        for options in ({}, {"weights_dtype": "bfloat16"}, {"weights_dtype": "int8"}, {"dtype": "float64"}):
+        for options in ({}, {"weights_dtype": "bfloat16"}, {"weights_dtype": "int4"}, {"dtype": "float64"}):
             with pytest.raises(ModelError, match="safetensors: ") as error:
                 models.load(tmp_path, **options)
             assert f"{name!r} has values that are not finite as" in str(error.value)

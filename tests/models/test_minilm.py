@@ -50,9 +50,21 @@ def test_padding_does_not_reach_a_sentence(model):
     np.testing.assert_allclose(alone, EXPECTED, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("weights", "cosine"), [("bfloat16", 0.9995), ("int8", 0.995)])
-def test_smaller_weights_stay_close(folder, weights, cosine):
-    got = models.load(folder, weights_dtype=weights).embed(example.SENTENCES)
+@pytest.mark.parametrize(
+    ("weights", "activations", "cosine"),
+    [
+        ("bfloat16", None, 0.9995),
+        ("int8", None, 0.995),
+        ("int8", "int8", 0.985),
+        ("int4", None, 0.9),
+        ("int4", "int8", 0.9),
+        ("nf4", None, 0.93),
+        ("nf4", "int8", 0.92),
+    ],
+)
+def test_smaller_weights_stay_close(folder, weights, activations, cosine):
+    model = models.load(folder, weights_dtype=weights, activations=activations)
+    got = model.embed(example.SENTENCES)
     unit = EXPECTED / np.linalg.norm(EXPECTED, axis=1, keepdims=True)
     assert cosine < (got * unit).sum(axis=1).min() < 1 - 1e-7
 

@@ -47,10 +47,14 @@ def some_ids(*shape):
     return np.random.default_rng(0).integers(0, VOCAB, shape)
 
 
+NARROW = {"weights_dtype": "int4", "activations": "int8"}
+
+
+@pytest.mark.parametrize("options", [{}, NARROW], ids=str)
 @pytest.mark.parametrize("kind", DECODERS)
-def test_bits_do_not_depend_on_threads(kind, tmp_path, implementation, logits_of):
+def test_bits_do_not_depend_on_threads(kind, options, tmp_path, implementation, logits_of):
     """There are so many tokens that every step has work for several threads."""
-    model, ids = loaded(tmp_path, kind), some_ids(120, 30)
+    model, ids = loaded(tmp_path, kind, **options), some_ids(120, 30)
     results = []
     for threads in (1, 2, 5):
         with forced(implementation, num_threads=threads):
@@ -61,9 +65,10 @@ def test_bits_do_not_depend_on_threads(kind, tmp_path, implementation, logits_of
 
 
 @each_isa
+@pytest.mark.parametrize("options", [{}, NARROW], ids=str)
 @pytest.mark.parametrize("kind", DECODERS)
-def test_bits_of_a_step_do_not_depend_on_the_batch(kind, isa, tmp_path, logits_of):
-    model, ids = loaded(tmp_path, kind), some_ids(3, 9)
+def test_bits_of_a_step_do_not_depend_on_the_batch(kind, options, isa, tmp_path, logits_of):
+    model, ids = loaded(tmp_path, kind, **options), some_ids(3, 9)
     with forced(isa):
         together = logits_of(model, ids)
         for b, row in enumerate(ids):

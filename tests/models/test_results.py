@@ -54,7 +54,9 @@ def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, impleme
     np.testing.assert_array_equal(model(ids, mask)[mask], small[1])
 
 
-@pytest.mark.parametrize(("weights_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.06)])
+@pytest.mark.parametrize(
+    ("weights_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.06), ("int4", 0.5), ("nf4", 0.5)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
     """Results differ by about the rounding of the weights, and they do differ."""
@@ -62,6 +64,26 @@ def test_smaller_weights(kind, weights_dtype, bound, tmp_path, implementation):
     exact = loaded(tmp_path, kind)(ids)
     error = models.load(tmp_path, weights_dtype=weights_dtype)(ids) - exact
     assert 1e-4 < np.sqrt(np.square(error).mean() / np.square(exact).mean()) < bound
+
+
+@pytest.mark.parametrize("weights_dtype", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_activations(kind, weights_dtype, tmp_path, implementation):
+    """They change results by about their rounding, in full passes and step by step."""
+    ids = some_ids(3, 11)
+    exact = loaded(tmp_path, kind, weights_dtype=weights_dtype)(ids)
+    for dtype in ("float32", "bfloat16"):
+        how = {"dtype": dtype, "weights_dtype": weights_dtype, "activations": "int8"}
+        model = models.load(tmp_path, **how)
+        error = model(ids).astype(np.float32) - exact
+        assert 1e-4 < np.sqrt(np.square(error).mean() / np.square(exact).mean()) < 0.1
+        again = pickle.loads(pickle.dumps(model))
+        np.testing.assert_array_equal(again(ids), model(ids))
+        if kind in DECODERS:
+            tokens = list(model.generate(ids[0], 4, stop=()))
+            full = model(np.append(ids[0], tokens[:-1]))[0, len(ids[0]) - 1 :]
+            best = full[np.arange(4), tokens].astype(np.float32)
+            assert (best >= full.max(axis=-1).astype(np.float32) - 0.5).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +114,17 @@ def test_a_padded_sequence_is_as_alone(kind, where, tmp_path, implementation):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dtype": "float64"}, {"dtype": "bfloat16"}, {"weights_dtype": "int8"}], ids=str
+    "options",
+    [
+        {},
+        {"dtype": "float64"},
+        {"dtype": "bfloat16"},
+        {"weights_dtype": "int8"},
+        {"weights_dtype": "int8", "activations": "int8"},
+        {"weights_dtype": "nf4"},
+        {"weights_dtype": "int4", "activations": "int8"},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", KINDS)
 @each_isa
@@ -133,7 +165,7 @@ def test_one_sequence_is_a_batch_of_one(tmp_path):
 def test_nothing_is_a_batch_too(kind, tmp_path):
     model = loaded(tmp_path, kind)
     width = model.hidden_size if kind in ENCODERS else VOCAB
-    for weights_dtype in ("float32", "bfloat16", "int8"):
+    for weights_dtype in ("float32", "bfloat16", "int8", "int4", "nf4"):
         model = models.load(tmp_path, weights_dtype=weights_dtype)
         assert model(np.zeros((0, 5), np.int64)).shape == (0, 5, width)
         assert model(np.zeros((2, 0), complex)).shape == (2, 0, width)
@@ -194,6 +226,7 @@ def test_generation_is_the_full_pass_step_by_step(kind, tmp_path, implementation
 @pytest.mark.parametrize(
     ("options", "bound"),
     [({"dtype": "float64"}, 1e-12), ({"weights_dtype": "int8"}, 1e-5), ({"weights_dtype": "bfloat16"}, 1e-5),
+     ({"weights_dtype": "int4"}, 1e-5),
      ({"dtype": "bfloat16"}, 0.1)],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2", "qwen3"])
@@ -398,7 +431,10 @@ def test_models_say_what_they_are(tmp_path):
     for kind in ("bert", "llama"):
         model = loaded(tmp_path, kind, weights_dtype="int8")
         assert repr(model) == f"<{kind}: 2 layers of 24, float32, weights in int8>"
-        assert (model.dtype, model.weights_dtype) == (np.float32, "int8")
+        assert (model.dtype, model.weights_dtype, model.activations) == (np.float32, "int8", None)
+    model = loaded(tmp_path, "gpt2", dtype="bfloat16", weights_dtype="nf4", activations="int8")
+    assert repr(model) == "<gpt2: 2 layers of 24, bfloat16, weights in nf4, activations in int8>"
+    assert (model.weights_dtype, model.activations) == ("nf4", "int8")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from fastattn import layers, ops
+from fastattn._args.types import Rounding
 from fastattn._bench import plain
 from fastattn._bench.cases import Array
 from fastattn._bench.suite import Engine, own_engines
 from fastattn._bench.suites.layers import peers
-from fastattn._bench.suites.layers.problem import LayerProblem, plain_layer
+from fastattn._bench.suites.layers.problem import INT8_INPUTS, LayerProblem, plain_layer
 from fastattn._bench.ways import Way
 from fastattn.cache import DecoderCache, KVCache
 from fastattn.positions import apply_rope
@@ -23,7 +24,8 @@ def _own(problem: LayerProblem, backend: str) -> Way:
     if kind == "linear":
         packed = ops.pack(weights["weight"], dtype=problem.dtype)
         result = np.empty((*x.shape[:-1], packed.out_features), x.dtype)
-        return Way(lambda: ops.linear(x, packed, out=result))
+        activations: Rounding | None = "int8" if problem.variant == INT8_INPUTS else None
+        return Way(lambda: ops.linear(x, packed, activations=activations, out=result))
     if kind in ("encoder", "decoder", "step"):
         return Way(_layer(problem, x, weights))
     out = np.empty_like(x)

@@ -12,7 +12,7 @@ import numpy as np
 
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
-from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
+from fastattn._bench.suites.layers.problem import INT8_INPUTS, LayerProblem, LayerShape, in_4_bits
 from fastattn._bench.ways import Unsupported
 
 
@@ -46,7 +46,7 @@ def of(problem: LayerProblem) -> tuple[bytes, dict[str, Array], Array]:
     graph, feeds, out, opset = _Graph(), {"x": x}, np.empty_like(x), 17
     if shape.kind == "linear":
         out = np.zeros((*x.shape[:-1], shape.inner), x.dtype)
-        _linear(graph, weights["weight"], problem.dtype)
+        _linear(graph, weights["weight"], problem)
     elif shape.kind == "layer_norm":
         _norm(graph, "x", weights, "", out="out")
     elif shape.kind == "gelu":
@@ -64,9 +64,25 @@ def of(problem: LayerProblem) -> tuple[bytes, dict[str, Array], Array]:
     return runtimes.onnx_model(graph.nodes, feeds, graph.constants, out, opset), feeds, out
 
 
-def _linear(graph: _Graph, weight: Array, dtype: str) -> None:
+def _linear(graph: _Graph, weight: Array, problem: LayerProblem) -> None:
     """The product with a constant weight; int8 has a scale for each output feature and is widened."""
-    if dtype == "int8":
+    if problem.dtype == "int4":
+        codes, scale = in_4_bits(weight)
+        codes = codes.astype(np.uint8)
+        graph.add(
+            "MatMulNBits",
+            "x",
+            codes[..., ::2] | codes[..., 1::2] << 4,
+            scale.reshape(-1),
+            out="out",
+            domain="com.microsoft",
+            K=weight.shape[1],
+            N=len(weight),
+            bits=4,
+            block_size=32,
+            accuracy_level=4 if problem.variant == INT8_INPUTS else 0,  # 4: by int8
+        )
+    elif problem.dtype == "int8":
         scale = np.abs(weight).max(1) / np.float32(127)
         quantised = np.rint(weight / scale[:, None]).astype(np.int8)
         weight_name = graph.add("DequantizeLinear", quantised.T, scale, np.zeros(len(scale), np.int8), axis=1)

@@ -7,14 +7,14 @@ from typing import Any
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
 from fastattn._bench.suites.layers import graph
-from fastattn._bench.suites.layers.problem import LayerProblem
+from fastattn._bench.suites.layers.problem import INT8_INPUTS, LayerProblem
 from fastattn._bench.ways import Unsupported, Way
 
 
 def torch_eager(problem: LayerProblem, threads: int) -> Way:
     """torch.nn; if the weights are bfloat16, so are the inputs."""
-    if problem.dtype == "int8":
-        raise Unsupported("has no product of float32 and int8")
+    if problem.dtype in ("int8", "int4"):
+        raise Unsupported(f"has no product of float32 and {problem.dtype}")
     torch = runtimes.torch_inference(threads)
     functional = torch.nn.functional
     shape, kind = problem.shape, problem.shape.kind
@@ -117,6 +117,8 @@ def onnxruntime_bert(problem: LayerProblem, threads: int) -> Way:
 
 
 def openvino(problem: LayerProblem, threads: int) -> Way:
-    """The same graph."""
+    """The same graph; where the inputs are to stay exact, OpenVINO is told not to round them."""
     model, feeds, out = _graph(problem)
-    return runtimes.openvino_way(model, problem.dtype, threads, feeds, out)
+    exact = problem.dtype in ("int8", "int4") and problem.variant != INT8_INPUTS
+    more = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if exact else {}
+    return runtimes.openvino_way(model, problem.dtype, threads, feeds, out, more)

@@ -12,6 +12,8 @@ from fastattn._bench.cases import Array
 from fastattn._bench.suite import WEIGHT_BYTES, Problem, Request, Section
 
 DTYPES = tuple(WEIGHT_BYTES)
+INT8_INPUTS = "int8 inputs"  # the variant of a linear map that may round its inputs
+FEW = 8  # rows of a linear map whose limit is the memory that its weights are read from
 
 
 class LayerShape(NamedTuple):
@@ -38,6 +40,10 @@ class LayerProblem(Problem[LayerShape]):
     """
 
     shape_type = LayerShape
+
+    @property
+    def name(self) -> str:
+        return self.shape.name + (f", {self.variant}" if self.variant == INT8_INPUTS else "")
 
     def x(self) -> Array:
         """The input, (B, L, width); of rope (B, H, L, width / H)."""
@@ -102,21 +108,23 @@ class LayerProblem(Problem[LayerShape]):
 
     @property
     def unit(self) -> str:
-        products = self.shape.kind in ("linear", "encoder", "decoder") and self.shape.rows > 1
+        products = self.shape.kind in ("encoder", "decoder") or (
+            self.shape.kind == "linear" and self.shape.rows > FEW
+        )
         return "flops" if products else "bytes"
 
     @property
     def work(self) -> float:
         """Operations of the matrix products.
 
-        Of one row and of a step it is the bytes of the weights, of one pass those that are read and written.
+        Of few rows and of a step it is the bytes of the weights, of one pass those that are read and written.
         """
         s = self.shape
         d, n = s.width, s.rows
         if s.kind in ("layer_norm", "gelu", "rope"):
             return 2 * 4.0 * n * d
         if s.kind == "linear":
-            return 2.0 * n * d * s.inner if n > 1 else float(d * s.inner * WEIGHT_BYTES[self.dtype])
+            return 2.0 * n * d * s.inner if n > FEW else float(d * s.inner * WEIGHT_BYTES[self.dtype])
         if s.kind == "encoder":
             return 2.0 * n * (4 * d * d + 2 * d * s.inner) + 4.0 * n * s.length * d
         if s.kind == "step":  # the keys and values of the memory are cached, too
@@ -144,13 +152,27 @@ def plain_layer(shape: LayerShape, x: Array, memory: Array, weights: plain.Weigh
 
 
 def rounded(weight: Array, dtype: str) -> Array:
-    """A weight (out, in) rounded to the values that `dtype` holds; int8 has one scale for each row."""
+    """A weight (out, in) rounded to the values that `dtype` holds.
+
+    int8 has one scale for each row, int4 one for each 32 numbers of it, whose largest becomes -8.
+    """
     if dtype == "bfloat16":
         return from_bfloat16_bits(to_bfloat16_bits(weight))
     if dtype == "int8":
         scale = np.abs(weight).max(1, keepdims=True) / np.float32(127)
         weight = np.rint(weight / scale) * scale
+    if dtype == "int4":
+        codes, scale = in_4_bits(weight)
+        weight = ((codes - 8) * scale).reshape(weight.shape)
     return weight
+
+
+def in_4_bits(weight: Array) -> tuple[Array, Array]:
+    """Codes 0 .. 15 (out, blocks, 32) and scales (out, blocks, 1), float32, of a weight (out, in)."""
+    blocks = weight.reshape(len(weight), -1, 32)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[..., None], axis=2)
+    scale = (largest / -8).astype(np.float16).astype(np.float32)
+    return np.clip(np.rint(blocks / scale), -8, 7) + np.float32(8), scale
 
 
 def linear(rows: int, width: int, inner: int) -> LayerShape:
@@ -169,6 +191,7 @@ def decoder(kind: str, batch: int, length: int, width: int, memory: int) -> Laye
 
 MATRICES = (linear(128, 384, 1536), linear(1024, 768, 768), linear(1024, 768, 3072), linear(2048, 2048, 2048))
 VECTORS = (linear(1, 2048, 2048), linear(1, 4096, 11008))
+EIGHT = (linear(8, 4096, 11008),)
 ENCODERS = (encoder(32, 128, 384), encoder(1, 16, 384), encoder(32, 128, 768), encoder(1, 16, 768))
 SMALL_ENCODERS = (encoder(8, 128, 384), ENCODERS[1])
 DECODERS = (decoder("decoder", 8, 128, 512, 128), decoder("step", 1, 128, 1024, 128))
@@ -185,7 +208,9 @@ def plan(request: Request) -> list[Section]:
     sections: list[Section] = []
 
     def section(title: str, shapes: Any, dtype: str) -> None:
-        sections.append(request.section(LayerProblem, title, shapes, dtype))
+        maps = title in ("linear", "one row", "eight rows") and dtype in ("int8", "int4")
+        variants = ("plain", INT8_INPUTS) if maps else ("plain",)
+        sections.append(request.section(LayerProblem, title, shapes, dtype, variants))
 
     for dtype in DTYPES if request.dtype is None else (request.dtype,):
         main = dtype == "float32"
@@ -193,6 +218,8 @@ def plan(request: Request) -> list[Section]:
         if main:
             section("layer", (*(ENCODERS if full else SMALL_ENCODERS), *DECODERS), dtype)
         section("one row", VECTORS if full else VECTORS[:1], dtype)
+        if full and not main:
+            section("eight rows", EIGHT, dtype)
         if main:
             section("one pass", PASSES if full else PASSES[::2], dtype)
     return sections

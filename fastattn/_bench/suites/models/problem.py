@@ -14,7 +14,7 @@ from fastattn._bench.cases import Array
 from fastattn._bench.suite import WEIGHT_BYTES, Problem, Request, Section
 from fastattn._bench.suites.models import files
 
-DTYPES = tuple(WEIGHT_BYTES)
+DTYPES = ("float32", "bfloat16", "int8")
 
 # The largest error of hidden states and logits of about 1, after all layers; their reference has weights that
 # were not rounded.

@@ -1,0 +1,381 @@
+"""Products with weights in int8 and in 4 bits, by floats and by int8: against float64, by the definition."""
+
+import copy
+import math
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+from implementations import forced
+
+from fastattn import ops
+from fastattn._args.packed import PackedLinear
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+KINDS = ["int8", "int4", "nf4"]
+# Sizes around the kernels' passes (6, 12, 96), steps (4, 8), blocks (32), panels (32) and depth (1024, 4096).
+SHAPES = [
+    (1, 1, 1),
+    (3, 5, 33),
+    (5, 31, 3),
+    (6, 64, 32),
+    (7, 65, 17),
+    (13, 257, 96),
+    (70, 1027, 40),
+    (97, 513, 40),
+    (2, 4100, 65),
+]
+_NF4 = (
+    "-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635"
+    " -0.18477343022833234 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725"
+    " 0.24611230194568634 0.33791524171829224 0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0"
+)
+NF4 = np.array(_NF4.split(), np.float32)
+
+
+def normal(rng, *shape, dtype=np.float32):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def with_outliers(x):
+    """`x` with one channel 50 times as large as the others."""
+    x = x.copy()
+    x[..., x.shape[-1] // 3] *= 50
+    return x
+
+
+def divided(x, scales):
+    return np.divide(x, scales, out=np.zeros_like(x), where=scales != 0)
+
+
+def stored(weight, kind):
+    """What becomes of a float32 weight (n, k), as `pack` documents it.
+
+    In float64: the numbers that are stored, those that multiply int8, and how far the latter may be off.
+    """
+    n, k = weight.shape
+    if kind == "int8":
+        scales = np.abs(weight).max(axis=1, initial=0, keepdims=True) / np.float32(127)
+        values = np.clip(np.rint(divided(weight, scales)), -127, 127) * scales.astype(float)
+        return values, values, np.broadcast_to(scales / 2, weight.shape).astype(float)
+    blocks = np.zeros((n, -(-k // 32), 32), np.float32)
+    blocks.reshape(n, blocks.shape[1] * 32)[:, :k] = weight
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[..., None], axis=2)
+    scales = (-largest / 8 if kind == "int4" else np.abs(largest)).astype(np.float16).astype(np.float32)
+    each = divided(blocks, scales)
+    if kind == "int4":
+        codes = np.clip(np.rint(each), -8, 7)
+        # The largest of a block is -8 scales; what is nearly as large on the other side becomes 7.
+        errors = np.where(each > 7, 1, 0.5) * np.abs(scales)
+        multiplied = codes
+    else:
+        codes = NF4[np.abs(each[..., None] - NF4).argmin(axis=-1)].astype(float)
+        errors = np.broadcast_to((0.152 + 0.5 / 127) * scales, blocks.shape)
+        multiplied = np.rint(codes * 127) / 127
+    results = (codes * scales.astype(float), multiplied * scales.astype(float), errors.astype(float))
+    return [x.reshape(n, blocks.shape[1] * 32)[:, :k] for x in results]
+
+
+def rounded(x):
+    """Rows of float64 x in int8, as `linear` documents it: the numbers, and the scale of each row.
+
+    Also where a number is so nearly in the middle of two that float32 may take either.
+    """
+    scales = np.maximum(np.abs(x).max(axis=-1, initial=0, keepdims=True), 2.0**-100) / 127
+    each = x / scales
+    near = np.abs(np.abs(each - np.floor(each)) - 0.5) < 1e-4
+    return np.rint(each) * scales, scales, near
+
+
+def products(x, weight, kind, activations):
+    """The product in float64 by definition, and how far float32 may be off."""
+    exact, multiplied, _ = stored(weight, kind)
+    x = x.astype(float)
+    slack = 2.0**-24 * (8 + 2 * math.sqrt(x.shape[1])) * (np.abs(x) @ np.abs(exact).T)
+    if activations is None:
+        return x @ exact.T, slack
+    values, scales, near = rounded(x)
+    return values @ multiplied.T, slack + (near * scales) @ np.abs(multiplied).T
+
+
+def close(actual, expected, allowed):
+    dtype = actual.dtype
+    allowed = allowed + np.abs(expected) * float(ml_dtypes.finfo(dtype).eps)
+    allowed = allowed + float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    error = np.abs(actual.astype(float) - expected)
+    assert (error <= allowed).all(), f"{(error / allowed).max():.3g} of the bound"
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float16), BF16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_by_definition(implementation, shape, dtype, kind, outliers, activations):
+    rows, k, n = shape
+    rng = np.random.default_rng(k)
+    x, weight = normal(rng, rows, k), normal(rng, n, k)
+    if outliers:
+        x, weight = with_outliers(x), with_outliers(weight)
+    x = x.astype(dtype)
+    got = ops.linear(x, ops.pack(weight, dtype=kind), activations=activations)
+    assert got.dtype == dtype
+    close(got, *products(x, weight, kind, activations))
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stated_bounds(implementation, kind, outliers):
+    """What the documentation of `linear` says of the unrounded product."""
+    rng = np.random.default_rng(0)
+    x, weight = normal(rng, 40, 300), normal(rng, 50, 300)
+    if outliers:
+        x, weight = with_outliers(x), with_outliers(weight)
+    _, _, errors = stored(weight, kind)
+    dx = np.abs(x).max(axis=1, keepdims=True) / 127
+    x, weight = x.astype(float), weight.astype(float)
+    slack = 2.0**-20 * (np.abs(x) @ np.abs(weight).T)
+    packed = ops.pack(weight, dtype=kind)
+    bound = np.abs(x) @ errors.T
+    close(ops.linear(x.astype(np.float32), packed), x @ weight.T, bound + slack)
+    bound = bound + (dx / 2) * (np.abs(weight) + errors).sum(axis=1)
+    close(ops.linear(x.astype(np.float32), packed, activations="int8"), x @ weight.T, bound + slack)
+
+
+def test_int8_by_int8_errs_little_more_than_int8_weights(implementation):
+    rng = np.random.default_rng(1)
+    x, weight = normal(rng, 128, 1024), normal(rng, 256, 1024)
+    exact, packed = x.astype(float) @ weight.astype(float).T, ops.pack(weight, dtype="int8")
+    alone, both = (
+        np.sqrt(np.square(ops.linear(x, packed, activations=rounding) - exact).mean())
+        for rounding in (None, "int8")
+    )
+    assert alone < both < 1.5 * alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 1), (33, 7), (40, 32), (3, 95), (65, 320), (0, 4), (3, 0)], ids=str)
+def test_what_pack_stores(shape, kind):
+    rng = np.random.default_rng(2)
+    for weight in (normal(rng, *shape), with_outliers(normal(rng, *shape)) if shape[1] else None):
+        if weight is None:
+            continue
+        gate = normal(rng, *shape)
+        gate[: len(gate) // 2] = 0  # such rows have a scale of 0
+        packed = ops.pack(weight, gate=gate, dtype=kind)
+        back = packed.unpack()
+        for actual, given in zip(back, (gate, weight), strict=True):
+            exact, _, errors = stored(given, kind)
+            np.testing.assert_allclose(actual, exact, rtol=2**-23, atol=0)
+            assert (np.abs(exact - given) <= errors * 1.001).all()  # a scale in float16 rounds, too
+
+
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+def test_pack_in_4_bits_of_tiny_and_large_numbers(kind):
+    for size in (1e-9, 1e-6, 1e-4, 6e4):
+        weight = size * np.random.default_rng(3).uniform(-1, 1, (5, 64)).astype(np.float32)
+        exact, _, _ = stored(weight, kind)
+        back = ops.pack(weight, dtype=kind).unpack()
+        np.testing.assert_allclose(back, exact, rtol=2**-23, atol=0)
+        assert (np.abs(back - weight) <= np.abs(weight).max()).all()
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float16), BF16], ids=str)
+def test_epilogue(implementation, dtype, gated, kind, activations):
+    rng = np.random.default_rng(4)
+    x, weight, gate = normal(rng, 14, 71, dtype=dtype), normal(rng, 45, 71), normal(rng, 45, 71)
+    bias, residual = normal(rng, 1 + gated, 45), normal(rng, 14, 45, dtype=dtype)
+    first, bound = products(x, gate if gated else weight, kind, activations)
+    first = first + bias[0]
+    expected = first * (0.5 + 0.5 * np.tanh(first / 2))  # silu, whose slope is below 1.1
+    bound = 1.1 * bound + 1e-6
+    if gated:
+        second, its_bound = products(x, weight, kind, activations)
+        second = second + bias[1]
+        bound = bound * (np.abs(second) + its_bound) + its_bound * np.abs(expected)
+        expected = expected * second
+    packed = ops.pack(weight, gate=gate if gated else None, dtype=kind)
+    options = {"activation": "silu", "activations": activations}
+    given = residual.copy()
+    got = ops.linear(x, packed, bias if gated else bias[0], residual=given, out=given, **options)
+    assert got is given
+    bound = bound + 2.0**-22 * (np.abs(expected) + np.abs(residual.astype(float)))
+    close(got, expected + residual.astype(float), bound)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_not_numbers(implementation, kind):
+    """Such a row is NaN, and the others keep their bits; so does a row of zeros, and one of denormals."""
+    rng = np.random.default_rng(5)
+    for n, rows in ((40, 9), (200, 100)):
+        x, packed = normal(rng, rows, 77), ops.pack(normal(rng, n, 77), dtype=kind)
+        clean = ops.linear(x, packed, activations="int8")
+        for wrong in (np.nan, np.inf, -np.inf):
+            bad = x.copy()
+            bad[2, 76], bad[5] = wrong, 0
+            got = ops.linear(bad, packed, activations="int8")
+            assert np.isnan(got[2]).all()
+            assert not got[5].any()
+            others = np.setdiff1d(np.arange(rows), [2, 5])
+            np.testing.assert_array_equal(got[others], clean[others])
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-37, 1e-31, 1e-29, 3e38])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiny_and_huge_rows(implementation, kind, size):
+    rng = np.random.default_rng(6)
+    with np.errstate(under="ignore"):
+        x = (size * rng.uniform(-1, 1, (5, 33))).astype(np.float32)
+    x[1] = normal(rng, 33)
+    weight = rng.uniform(-0.03, 0.03, (20, 33)).astype(np.float32)
+    got = ops.linear(x, ops.pack(weight, dtype=kind), activations="int8")
+    close(got, *products(x, weight, kind, "int8"))
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_depend_on_the_row_alone(implementation, kind, activations):
+    rng = np.random.default_rng(7)
+    x, packed = normal(rng, 300, 523), ops.pack(normal(rng, 200, 523), dtype=kind)
+    whole = ops.linear(x, packed, activations=activations, num_threads=1)
+    for threads in (2, 3):
+        again = ops.linear(x, packed, activations=activations, num_threads=threads)
+        np.testing.assert_array_equal(again, whole)
+    if implementation == "numpy" and activations is None:  # its BLAS chooses by shape; integers are exact
+        return
+    for rows in (slice(7, 8), slice(7, 11), slice(7, 12), slice(7, 20), slice(100, 180)):
+        np.testing.assert_array_equal(ops.linear(x[rows], packed, activations=activations), whole[rows])
+    x[:7], x[8:] = 1e3 * x[:7], np.nan
+    np.testing.assert_array_equal(ops.linear(x, packed, activations=activations)[7], whole[7])
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_strides_and_leading_dimensions(implementation, kind, activations):
+    rng = np.random.default_rng(8)
+    whole, packed = normal(rng, 4, 6, 82), ops.pack(normal(rng, 24, 41), dtype=kind)
+    for x in (whole[:, :, :41], whole[::-1, 1::2, 41:], whole[..., ::2], whole[0, 0, :41], whole[:0, :, :41]):
+        expected = ops.linear(np.ascontiguousarray(x), packed, activations=activations)
+        np.testing.assert_array_equal(ops.linear(x, packed, activations=activations), expected)
+        assert expected.shape == (*x.shape[:-1], 24)
+    wide, x = np.zeros((4, 6, 64), np.float32), whole[:, :, :41]
+    result = ops.linear(x, packed, activations=activations, out=wide[..., 8:32])
+    np.testing.assert_array_equal(result, ops.linear(x, packed, activations=activations))
+    assert np.shares_memory(result, wide)
+    assert not wide[..., :8].any()
+    assert not wide[..., 32:].any()
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty(implementation, kind, activations):
+    def product(x, weight, *bias):
+        return ops.linear(x, ops.pack(weight, dtype=kind), *bias, activations=activations)
+
+    ones = np.ones((3, 5), np.float32)
+    np.testing.assert_array_equal(product(ones[:2, :0], ones[:, :0], [1.0, 2, 3]), [[1, 2, 3]] * 2)
+    assert product(ones, ones[:0]).shape == (3, 0)
+    assert product(ones[:0], ones).shape == (0, 3)
+    assert product(ones[:0, :0], ones[:0, :0]).shape == (0, 0)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies(implementation, kind, gated):
+    rng = np.random.default_rng(9)
+    x, weight = normal(rng, 3, 70), normal(rng, 50, 70)
+    packed = ops.pack(weight, gate=weight[::-1] if gated else None, dtype=kind)
+    expected = ops.linear(x, packed, activations="int8")
+    for made in (copy.copy(packed), copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert repr(made) == repr(packed)
+        assert made.nbytes == packed.nbytes
+        assert not made.panels.flags.writeable
+        np.testing.assert_array_equal(made.unpack(), packed.unpack())
+        np.testing.assert_array_equal(ops.linear(x, made, activations="int8"), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory(kind):
+    """4 bits and a scale of 16 bits for 32 numbers; 8 bits and one of 32 bits for an output feature."""
+    packed = ops.pack(np.ones((64, 96), np.float32), dtype=kind)
+    assert packed.nbytes == 64 * 96 + 64 * 4 if kind == "int8" else 64 * 96 * 4.5 / 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_table(kind):
+    packed = ops.pack(normal(np.random.default_rng(10), 70, 50), dtype=kind)
+    ids = np.array([0, 69, 31, 32, 31])
+    np.testing.assert_array_equal(packed.rows(ids), packed.unpack()[ids])
+    assert packed.rows(ids[:0]).shape == (0, 50)
+
+
+X = np.ones((2, 4), np.float32)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_activations_need_narrow_weights(kind):
+    message = (
+        rf"^linear\(\): activations is 'int8' for weights in {kind}; expected weights in int8, int4, nf4"
+    )
+    with pytest.raises(ValueError, match=message):
+        ops.linear(X, ops.pack(np.ones((3, 4), np.float32), dtype=kind), activations="int8")
+
+
+@pytest.mark.parametrize("wrong", ["int4", "float32", "", 8, np.int8, ["int8"], np.array(["int8", "int8"])])
+def test_activations_that_are_not_known(wrong):
+    with pytest.raises((TypeError, ValueError), match=r"^linear\(\): activations is .*; expected"):
+        ops.linear(X, ops.pack(np.ones((3, 4), np.float32), dtype="int8"), activations=wrong)
+
+
+def test_more_features_than_integers_can_sum():
+    """Of bytes that are all 127, so many products fit 32 bits, and not one more."""
+    most = math.floor((2**31 - 1) / 127**2)
+    x = np.ones((1, most + 1), np.float32)
+    for kind in KINDS:
+        packed = ops.pack(x, dtype=kind)
+        with pytest.raises(
+            ValueError, match=f"weight has {most + 1} input features; expected at most {most}"
+        ):
+            ops.linear(x, packed, activations="int8")
+
+
+def test_the_most_features(implementation):
+    most = math.floor((2**31 - 1) / 127**2)
+    x = np.ones((2, most), np.float32) * np.array([[1], [-1]], np.float32)
+    for kind in ("int8", "nf4"):
+        got = ops.linear(x, ops.pack(x[:1], dtype=kind), activations="int8")
+        np.testing.assert_allclose(got, [[most], [-most]], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+def test_packed_weights_made_by_hand(kind):
+    packed = ops.pack(np.ones((50, 40), np.float32), dtype=kind)
+    sizes = {"in_features": 40, "out_features": 50, "gated": False, "dtype": kind}
+    made = PackedLinear(**sizes, panels=packed.panels, scales=packed.scales)
+    np.testing.assert_array_equal(made.unpack(), packed.unpack())
+    with pytest.raises(ValueError, match=r"panels has shape \(2, 8, 32, 4\).*expected \(2, 12, 32, 4\)"):
+        PackedLinear(**{**sizes, "in_features": 65}, panels=packed.panels, scales=packed.scales)
+    with pytest.raises(
+        ValueError, match=r"scales has shape \(2, 2, 32\) and dtype float32; expected .*float16"
+    ):
+        PackedLinear(**sizes, panels=packed.panels, scales=packed.scales.astype(np.float32))
+    with pytest.raises(TypeError, match="scales is of type NoneType"):
+        PackedLinear(**sizes, panels=packed.panels, scales=None)
+
+
+def test_all_implementations_have_the_same_integers():
+    """Only what comes behind the exact sums of integers differs, by its roundings."""
+    rng = np.random.default_rng(11)
+    x, packed = normal(rng, 30, 300), ops.pack(normal(rng, 60, 300), dtype="int8")
+    from implementations import IMPLEMENTATIONS
+
+    results = []
+    for implementation in IMPLEMENTATIONS:
+        with forced(implementation):
+            results.append(ops.linear(x, packed, activations="int8"))
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], rtol=1e-6, atol=1e-3)
