@@ -38,7 +38,7 @@ typedef struct {
 /* Bytes of an element; convert.inc.h knows of the lane type's and of 16-bit ones. */
 INLINE int64_t source_size(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2; }
 
-INLINE int in_place(const fa_pack_args *a, const fa_pack_rows *block)
+INLINE int side_by_side(const fa_pack_args *a, const fa_pack_rows *block)
 {
     return a->k <= 1 || block->col == source_size(block->dtype);
 }
@@ -50,7 +50,7 @@ static int64_t take_pack_scratch(arena *from, const fa_pack_args *a, pack_scratc
 {
     const int64_t most = round_up(smaller(a->k, pack_features(a)), PACK_GROUP), coded = a->weight == FA_I4;
     int gathers = 0;
-    for (int64_t i = 0; i < a->n_blocks; i++) gathers |= !in_place(a, &a->blocks[i]);
+    for (int64_t i = 0; i < a->n_blocks; i++) gathers |= !side_by_side(a, &a->blocks[i]);
     CUT(from, scratch->x, most);
     CUT(from, scratch->words, PANEL * PACK_PITCH);
     CUT(from, scratch->gathered, gathers * PANEL * a->k);
@@ -323,7 +323,7 @@ static void find_rows(const fa_pack_args *a, const pack_scratch *s, int map, int
         const int64_t begin = larger(block->begin, first), end = smaller(block->end, first + PANEL);
         if (block->map != map || begin >= end) continue;
         const char *data = block->data + (begin - block->begin) * block->row;
-        lane *gathered = in_place(a, block) ? NULL : s->gathered + (begin - first) * a->k;
+        lane *gathered = side_by_side(a, block) ? NULL : s->gathered + (begin - first) * a->k;
         if (gathered) gather_rows(a, block, data, end - begin, gathered);
         for (int64_t r = 0; r < end - begin; r++) {
             rows[begin - first + r] = (pack_row){data + r * block->row, block->dtype, i};
