@@ -142,8 +142,8 @@ typedef struct {
 typedef struct {
     const fa_pack_rows *blocks;
     unsigned char *bad; /* (n_blocks), 0: those that have a magnitude of `beyond` or more, or NaN, become 1 */
-    char *panels;
-    void *scales;        /* as fa_linear_args has them */
+    char *panels;        /* at a cache line */
+    void *scales;        /* both as fa_linear_args has them */
     const void *middles; /* 4 bits: sixteen lanes, the middles of the values of neighbouring codes, the last unused */
     double extreme;      /* 4 bits: what the element of largest magnitude becomes; 0: either sign's largest value, 1 */
     double beyond;

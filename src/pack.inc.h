@@ -35,12 +35,9 @@ typedef struct {
     int64_t block; /* number of its block of rows */
 } pack_row;
 
-/* Bytes of an element; convert.inc.h knows of the lane type's and of 16-bit ones. */
-INLINE int64_t source_size(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2; }
-
 INLINE int side_by_side(const fa_pack_args *a, const fa_pack_rows *block)
 {
-    return a->k <= 1 || block->col == source_size(block->dtype);
+    return a->k <= 1 || block->col == dtype_size(block->dtype);
 }
 
 /* Features of a row that are packed at a time: whole blocks. */
@@ -213,7 +210,7 @@ static void pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n, 
 /* s->x = n features of a row, and 0 up to a whole group. */
 INLINE void load_features(const pack_scratch *s, const pack_row *row, int64_t first, int64_t n)
 {
-    if (row->data) load_source(row->dtype, row->data + first * source_size(row->dtype), n, s->x);
+    if (row->data) load_source(row->dtype, row->data + first * dtype_size(row->dtype), n, s->x);
     else memset(s->x, 0, n * sizeof(lane));
     memset(s->x + n, 0, (round_up(n, PACK_GROUP) - n) * sizeof(lane));
 }
@@ -238,7 +235,7 @@ static const char *row_words(const fa_pack_args *a, const pack_scratch *s, const
                              int64_t panel, int64_t first, int64_t n)
 {
     char *const to = (char *)(s->words + r * PACK_PITCH);
-    const char *const source = row->data ? row->data + first * source_size(row->dtype) : NULL;
+    const char *const source = row->data ? row->data + first * dtype_size(row->dtype) : NULL;
     const vi_t none = {0};
     if (a->weight == LANE_DTYPE) {
         if (!source) return memset(to, 0, n * sizeof(lane));
@@ -296,7 +293,7 @@ static void transpose_words(const char *const *from, int64_t n, char *to)
  * rows at a time. */
 static void gather_rows(const fa_pack_args *a, const fa_pack_rows *block, const char *from, int64_t rows, lane *to)
 {
-    const int64_t k = a->k, col = block->col, size = source_size(block->dtype);
+    const int64_t k = a->k, col = block->col, size = dtype_size(block->dtype);
     const int tiles = block->row == size && size <= (int64_t)sizeof(lane) && (LANE_BITS == 32 || size == 8);
     for (int64_t d = 0; d < k; d += LANES) {
         const int64_t n = smaller(k - d, LANES);

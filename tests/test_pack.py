@@ -8,7 +8,7 @@ import pytest
 
 from fastattn import models, ops
 from fastattn._args.pack import blocks_args
-from fastattn._args.packed import WEIGHT_DTYPES
+from fastattn._args.packed import WEIGHT_DTYPES, RowBlock
 from fastattn._bench.suites.models import files as model_files
 from fastattn._engine import dispatch
 from fastattn.layers._projections import stack
@@ -157,3 +157,26 @@ def test_loading_a_model_holds_what_is_packed(dtype, tmp_path):
     held *= {"float32": 4, "bfloat16": 2, "int8": 1}[dtype]
     assert model.num_layers == 2
     assert held < peak < 1.05 * held + SLACK
+
+
+def test_the_kernel_reads_and_writes_no_further(isa):
+    """What was changed behind the checks' backs is refused before C sees it."""
+    for change in (
+        {"out_features": 3},
+        {"in_features": 9},
+        {"out": np.empty((1, 4, 32, 2), np.uint16)},
+        {"bad": np.zeros(2, bool)},
+        {"blocks": [RowBlock("x", np.ones((4, 8), np.float32), 1, 0)]},
+        {"blocks": [RowBlock("x", np.ones((4, 8), ">f4"), 0, 0)]},
+        {"blocks": [RowBlock("x", np.ones((4, 8), np.int32), 0, 0)]},
+    ):
+        args = blocks_args([[("x", np.ones((4, 8), np.float32))]], "float32", 1)
+        for name, value in change.items():
+            setattr(args, name, value)
+        with pytest.raises((ValueError, TypeError), match="fastattn: |no kernel reads"):
+            dispatch.run(args)
+    args = blocks_args([[("x", np.ones((4, 8), np.float32))]], "float32", 1)
+    args.out = np.empty(args.out.size + 16, np.float32)[1:][: args.out.size].reshape(args.out.shape)
+    if args.out.ctypes.data % 64:
+        with pytest.raises(ValueError, match="begin at a cache line"):
+            dispatch.run(args)

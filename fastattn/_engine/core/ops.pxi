@@ -115,6 +115,8 @@ def pack(args):
     count = a.maps * ((args.out_features + width - 1) // width)
     a.panels = <char *>_data("panels", args.out, count * width * steps(a.k, args.dtype) * math.prod(stored.shape),
                              np.dtype(stored.dtype).num)
+    if <uintptr_t>a.panels % 64:
+        raise _misfit("panels", args.out, "panels that begin at a cache line")
     a.bad = <unsigned char *>_data("bad", args.bad, a.n_blocks, cnp.NPY_BOOL)
     if a.weight == FA_I8:
         a.scales = _data("scales", args.scales, count * width, cnp.NPY_FLOAT)
