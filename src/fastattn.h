@@ -141,7 +141,7 @@ typedef struct {
 /* Weights of one map or two, k input features each, into panels, as _args/packed.py says. Rows in no block are 0. */
 typedef struct {
     const fa_pack_rows *blocks;
-    unsigned char *bad; /* (n_blocks), 0: those that have a magnitude of `beyond` or more, or NaN, become 1 */
+    unsigned char *bad;  /* (n_blocks), 0: those that have a magnitude of `beyond` or more, or NaN, become 1 */
     char *panels;        /* at a cache line */
     void *scales;        /* both as fa_linear_args has them */
     const void *middles; /* 4 bits: sixteen lanes, the middles of the values of neighbouring codes, the last unused */
