@@ -16,7 +16,8 @@ from fastattn._args.blocks import blocks, copied
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import linear_args, rows_args
 from fastattn._args.options import Backend, ComputeOptions, OutOption
-from fastattn._args.packed import PackedLinear, pack
+from fastattn._args.pack import pack_args
+from fastattn._args.packed import PackedLinear
 from fastattn._args.results import result_array
 from fastattn._args.types import Activation, Rounding
 from fastattn._args.values import as_array, float_array, integers
@@ -50,6 +51,43 @@ class _NormOptions(OutOption, ComputeOptions, total=False):
 
     eps: float
     residual: ArrayLike | None
+
+
+def pack(
+    weight: ArrayLike,
+    *,
+    gate: ArrayLike | None = None,
+    dtype: str | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> PackedLinear:
+    """Pack the weight of a linear map, once, for `linear`, in O(weight) time and memory.
+
+    Parameters
+    ----------
+    weight : array_like, (out_features, in_features)
+        As torch's ``Linear.weight``: float32, float64, float16 or bfloat16.
+    gate : array_like, (out_features, in_features), optional
+        Makes a gated pair: `linear` computes ``activation(x @ gate.T) * (x @ weight.T)`` in one pass.
+    dtype : {"float32", "float64", "bfloat16", "int8", "int4", "nf4"}, optional
+        How the weight is stored; default its own dtype (float32 for float16). bfloat16 is rounded to nearest
+        even; int8 is symmetric, with one scale for each output feature, ``max(abs(row)) / 127``. The types of
+        4 bits have a scale, float16, for every 32 input features of an output feature. int4 divides them by
+        an eighth of the one of largest magnitude, negated, so that they become -8 to 7 (GGUF's Q4_0); an
+        element errs by half a scale, and by a whole one at the opposite end. NF4 divides them by their
+        largest magnitude and takes the nearest of sixteen quantiles of the normal distribution (Dettmers et
+        al. 2023); it errs by up to 0.15 scales.
+    num_threads, backend
+        As of `linear`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, or has values that are not finite in `dtype`.
+    """
+    args = pack_args("pack", weight, gate, dtype, num_threads, backend)
+    dispatch.run(args, backend)
+    return args.packed()
 
 
 def linear(

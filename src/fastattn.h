@@ -129,6 +129,30 @@ typedef struct {
     double flops;
 } fa_linear_plan;
 
+/* Rows of one of the maps that are packed: their output features are begin .. end - 1 of the map's. */
+typedef struct {
+    const char *data; /* (end - begin, k) */
+    int64_t row, col; /* strides in bytes */
+    int64_t begin, end;
+    fa_dtype dtype; /* any floating one */
+    int map;        /* a gated pair's gate is map 0, the other 1 */
+} fa_pack_rows;
+
+/* Weights of one map or two, k input features each, into panels, as _args/packed.py says. Rows in no block are 0. */
+typedef struct {
+    const fa_pack_rows *blocks;
+    unsigned char *bad;  /* (n_blocks), 0: those that have a magnitude of `beyond` or more, or NaN, become 1 */
+    char *panels;        /* at a cache line */
+    void *scales;        /* both as fa_linear_args has them */
+    const void *middles; /* 4 bits: sixteen lanes, the middles of the values of neighbouring codes, the last unused */
+    double extreme;      /* 4 bits: what the element of largest magnitude becomes; 0: either sign's largest value, 1 */
+    double beyond;
+    int64_t n_blocks, k;
+    fa_dtype weight;
+    int maps;
+    const fa_watch *watch; /* optional */
+} fa_pack_args;
+
 /* out (m, n) = kind(x (m, n) + residual), row by row. */
 typedef enum { FA_LAYER_NORM, FA_RMS_NORM, FA_SOFTMAX, FA_ACTIVATE } fa_rows_kind;
 
@@ -200,6 +224,8 @@ typedef struct {
                   const void *partial);
     void (*linear_plan)(const fa_linear_args *, int threads, fa_linear_plan *);
     void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t task, void *scratch);
+    int64_t (*pack_scratch_bytes)(const fa_pack_args *);
+    void (*pack_run)(const fa_pack_args *, int64_t begin, int64_t end, void *scratch); /* panels of all maps */
     int64_t (*rows_scratch_bytes)(int64_t n);
     void (*rows_run)(const fa_rows_args *, int64_t begin, int64_t end, void *scratch);
     void (*rope_run)(const fa_rope_args *, int64_t begin, int64_t end, void *scratch); /* rows of batch * length */

@@ -43,6 +43,7 @@
 #include "linear_pass.inc.h"
 #include "linear_input.inc.h"
 #include "linear.inc.h"
+#include "pack.inc.h"
 #include "rows.inc.h"
 #include "rope.inc.h"
 
@@ -70,6 +71,8 @@ const fa_kernels TABLE(FA_ISA_NAME, LANE_NAME) = {
     .merge = attention_merge,
     .linear_plan = linear_plan,
     .linear_run = linear_run,
+    .pack_scratch_bytes = pack_scratch_bytes,
+    .pack_run = pack_run,
     .rows_scratch_bytes = rows_scratch_bytes,
     .rows_run = rows_run,
     .rope_run = rope_run,

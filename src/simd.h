@@ -17,7 +17,9 @@
  *   v_dot_i8(a, b, c)       c + the products of four signed bytes in each lane of a and b + V_I8_OFFSET times those of
  *                           b: some instructions take a as unsigned
  *   v_lookup(table, i)      table[i % 16], lanes     v_lookup_i8          the same of bytes, i < 16
- *   v_store_i8_part         the lowest bytes of the first n lanes */
+ *   v_store_i8_part         the lowest bytes of the first n lanes  v_store_i8           of all, without a memcpy
+ *   v_max_i                 of integers              v_max_each            the largest of the lanes, as v_sum_each
+ *   v_stream                a store, aligned, that leaves the caches alone; v_stream_end() orders it before later ones */
 #ifndef FASTATTN_SIMD_H
 #define FASTATTN_SIMD_H
 
@@ -128,6 +130,23 @@ INLINE void v_store_n(void *p, v_t a, int64_t n)
     MM(mask_storeu)(p, MM_MASK(n), a);
 #else
     memcpy(p, &a, n * sizeof(lane));
+#endif
+}
+
+/* Past the caches where a vector is a whole line: a line is not read before it is written. */
+INLINE void v_stream(void *p, v_t a)
+{
+#if V_BYTES == 64
+    MM(stream)(p, a);
+#else
+    v_store(p, a);
+#endif
+}
+
+INLINE void v_stream_end(void)
+{
+#if V_BYTES == 64
+    _mm_sfence();
 #endif
 }
 
@@ -398,11 +417,47 @@ INLINE v_t v_pair_bf16(const void *p, const void *q)
     vw_t low = __builtin_convertvector(*(const vhu_t *)p, vw_t);
     return (v_t)(low | __builtin_convertvector(*(const vhu_t *)q, vw_t) << 16);
 }
+
+/* The lowest byte of each lane. */
+INLINE void v_store_i8(void *to, vi_t a)
+{
+#if V_BYTES == 64
+    _mm_storeu_si128(to, _mm512_cvtepi32_epi8((__m512i)a));
+#elif defined V_X86
+    const __m256i lowest = _mm256_set1_epi32(0x0c080400), four = _mm256_shuffle_epi8((__m256i)a, lowest);
+    const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+    _mm_storel_epi64(to, both);
+#else
+    *(vbu_t *)to = __builtin_convertvector(a, vb_t);
+#endif
+}
+
+INLINE vi_t v_max_i(vi_t a, vi_t b)
+{
+#if V_BYTES == 64
+    return (vi_t)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined V_X86
+    return (vi_t)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    return (vi_t)v_select(a > b, (v_t)a, (v_t)b);
+#endif
+}
+
+/* Lane i of the result is the largest of the lanes of r[i]. Destroys r. */
+INLINE v_t v_max_each(v_t r[LANES])
+{
+    UNROLL_FOR(int n = LANES / 2; n; n /= 2) {
+        UNROLL_FOR(int i = 0; i < LANES / 2; i++)
+            if (i < n) r[i] = v_max(V_ZIP_LOW(r[i], r[i + n]), V_ZIP_HIGH(r[i], r[i + n]));
+    }
+    return r[0];
+}
 #else  /* double lanes: there are no 16-bit elements; that one text may name them, and V_BF16_DOT is 0 */
 INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c) { return v_fma(a, b, c); }
 INLINE v_t v_pack_bf16(v_t low, v_t high) { return low + high; }
 INLINE v_t v_pair_bf16(const void *p, const void *q) { return v_load(p) + v_load(q); }
 INLINE v_t v_load_f16(const void *p) { return v_load(p); }
+INLINE vi_t v_max_i(vi_t a, vi_t b) { return (vi_t)v_select(a > b, (v_t)a, (v_t)b); }
 INLINE void v_store_pairs_bf16(void *to, v_t a, v_t b) { v_store(to, a + b); }
 #endif /* LANE_BITS == 32 */
 

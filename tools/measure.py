@@ -1,9 +1,9 @@
 """Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
-    python tools/measure.py {peak,strided,padding,decode,linear,layer,step} [--isa ISA] [--dtype float32]
+    python tools/measure.py {peak,strided,padding,decode,linear,pack,load,layer,step} [--isa ISA] [--dtype D]
 
-Each time is the shortest of many, in CPU time of the thread. The limit or the counterpart that it is compared
-with is measured in the same seconds.
+Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each.
+The limit or the counterpart that it is compared with is measured in the same seconds.
 """
 
 import argparse
@@ -19,8 +19,10 @@ import numpy as np
 
 import fastattn
 from fastattn import models, ops
+from fastattn._args.pack import pack_args
+from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._bench.suites.models import files as model_files
-from fastattn._engine import settings
+from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
 from fastattn.layers import TransformerEncoderLayer
 
@@ -120,6 +122,56 @@ def linear(dtype: str) -> None:
         print((rows, k, n), "near {:.0%}, far {:.0%}".format(*shares), f"of {limit / 1e9:.0f} GFLOP/s")
 
 
+def pack(dtype: str) -> None:
+    """Packing rows of `dtype`, and unpacking: bytes read and written per second, beside those of a copy.
+
+    First into memory that is there, then into new memory, which the system fills with 0 before.
+    """
+    source = np.ones(1 << 26, np.uint8)
+    copy = source.copy()
+    for k, n in ((2048, 8192), (8192, 2048)):
+        rows = normal((n, k), dtype)
+        for kind in WEIGHT_DTYPES:
+            args = pack_args("pack", rows, None, kind, 1, None)
+            dispatch.run(args)
+            packed = args.packed()
+            args.out.flags.writeable = True
+            if args.scales is not None:
+                args.scales.flags.writeable = True
+            copied, *seconds = best(
+                lambda: np.copyto(copy, source),
+                lambda args=args: dispatch.run(args),
+                lambda rows=rows, kind=kind: ops.pack(rows, dtype=kind, num_threads=1),
+                packed.unpack,
+            )
+            limit = 2 * copy.nbytes / copied
+            n_bytes = [rows.nbytes + packed.nbytes] * 2 + [packed.nbytes + packed.unpack().nbytes]
+            shares = [limit * s / b for b, s in zip(n_bytes, seconds, strict=True)]
+            print((n, k), f"{dtype} to {kind}: {seconds[0] * 1e3:.1f} ms,", end=" ")
+            what = "{:.1f} times a copy at {:.0f} GB/s; into new memory {:.1f}; unpack {:.1f}"
+            print(what.format(shares[0], limit / 1e9, *shares[1:]))
+
+
+def load(dtype: str) -> None:
+    """Seconds of loading a Llama of 1.2e9 weights, beside those of reading its file and of new memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = model_files.llama(Path(folder), 16, 128256)
+        path = made / "model.safetensors"
+        for _ in range(3):
+            for kind in ("bfloat16", "int8"):
+                times = []
+                size = path.stat().st_size // (1 if kind == "bfloat16" else 2)
+                for call in (
+                    lambda: np.fromfile(path, np.uint8),
+                    lambda size=size: np.empty(size, np.uint8).fill(1),
+                    lambda kind=kind: models.load(made, dtype=dtype, weights_dtype=kind),
+                ):
+                    start = time.perf_counter()
+                    call()
+                    times.append(time.perf_counter() - start)
+                print(kind, "read {:.2f} s, new memory {:.2f} s, load {:.2f} s".format(*times))
+
+
 def timed(program: Any, inside: list[float]) -> Any:
     """A compiled program that appends the time of each call to `inside`."""
 
@@ -191,7 +243,7 @@ def step(dtype: str) -> None:
 
 def main() -> None:
     """Parse the command line and measure."""
-    measures = {f.__name__: f for f in (peak, strided, padding, decode, linear, layer, step)}
+    measures = {f.__name__: f for f in (peak, strided, padding, decode, linear, pack, load, layer, step)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=measures)
     parser.add_argument("--isa", choices=fastattn.available_isas())

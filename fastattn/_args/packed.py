@@ -7,27 +7,21 @@ micro-kernels of all instruction sets read a panel from front to back, so that t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from fastattn._args.blocks import BLOCK, aligned_empty, copied
-from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.values import choice, flag, float_array, integer
+from fastattn._args.blocks import aligned_empty, copied
+from fastattn._args.errors import wrong_type
+from fastattn._args.values import choice, flag, integer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import ArrayLike
-
     from fastattn._args.types import Activation, Array
 
 PANEL_BYTES = 128
-# `pack` works on blocks of this many numbers, which stay in the second-level cache, and with at most this
-# many (an even number) of each output feature.
-_BLOCK, _BLOCK_FEATURES = 1 << 17, 1 << 12
 _ALL = slice(None)
+_UNPACKED = 1 << 18  # numbers that `unpack` takes at a time: they stay in the second-level cache
 BLOCK_4BIT = 32  # input features that share a scale, for each output feature, in the types of 4 bits
 
 
@@ -59,6 +53,20 @@ class Table(NamedTuple):
     codes: Array  # (16,), the same as int8 ...
     unit: float  # ... times this
     zero: int  # the code of 0
+    extreme: float  # what the element of largest magnitude becomes; 0: that magnitude becomes 1
+
+    @property
+    def pairs(self) -> Array:
+        """What two codes side by side mean, a byte each: (4096,), two values each."""
+        index = np.arange(1 << 12)
+        return np.stack((self.values[index & 15], self.values[index >> 8 & 15]), axis=-1).view(np.float64)[
+            :, 0
+        ]
+
+    @property
+    def middles(self) -> Array:
+        """Between neighbouring values (15,), and infinity: x has the code of how many are less than x."""
+        return np.append((self.values[1:] + self.values[:-1]) / 2, np.float32(np.inf))
 
 
 _NF4 = (
@@ -68,8 +76,8 @@ _NF4 = (
 )
 _INT4_VALUES, _NF4_VALUES = np.arange(-8, 8, dtype=np.float32), np.array(_NF4.split(), np.float32)
 TABLES = {
-    "int4": Table(_INT4_VALUES, _INT4_VALUES.astype(np.int8), 1.0, 8),
-    "nf4": Table(_NF4_VALUES, np.rint(_NF4_VALUES * 127).astype(np.int8), 1 / 127, 7),
+    "int4": Table(_INT4_VALUES, _INT4_VALUES.astype(np.int8), 1.0, 8, -8.0),
+    "nf4": Table(_NF4_VALUES, np.rint(_NF4_VALUES * 127).astype(np.int8), 1 / 127, 7, 0.0),
 }
 
 
@@ -160,25 +168,37 @@ class PackedLinear:
 
     def floats(self, which: slice = _ALL) -> Array:
         """Panels `which`, (panels, in_features, columns), as floating numbers."""
+        return self._by_row(which).swapaxes(1, 2)
+
+    def _by_row(self, which: slice) -> Array:
         return self._floats(self.panels[which], None if self.scales is None else self.scales[which])
 
     def rows(self, features: Array) -> Array:
         """Weights of output features (n,), (n, in_features), as floating numbers; not of a gated pair."""
         panel, column = np.divmod(features, columns(self.dtype))
         scales = None if self.scales is None else self.scales[panel, ..., column][..., None]
-        return self._floats(self.panels[panel, :, column][:, :, None], scales)[..., 0]
+        return self._floats(self.panels[panel, :, column][:, :, None], scales)[:, 0]
 
     @np.errstate(all="ignore")
     def _floats(self, panels: Array, scales: Array | None) -> Array:
-        values = features_apart(panels, self.dtype)[:, : self.in_features]
+        """(panels, columns, in_features), row by row, of panels (panels, steps, columns[, stored])."""
+        n, n_steps, width, k = *panels.shape[:3], self.in_features
+        word = np.uint64 if self.dtype == "float64" else np.uint32  # what a step holds of a column
+        words: Array = (
+            np.ascontiguousarray(panels).view(word).reshape(n, n_steps, width).swapaxes(1, 2).copy()
+        )
+        values = words.view(STORED[self.dtype].dtype)
         if self.dtype == "bfloat16":
-            return from_bfloat16_bits(values)
+            return from_bfloat16_bits(values[..., :k])
         if scales is None:
             return values
-        if table := TABLES.get(self.dtype):
-            each = np.repeat(scales.astype(np.float32), BLOCK_4BIT, axis=1)
-            return np.asarray(table.values[values] * each[:, : self.in_features])
-        return np.asarray(values * scales[:, None])
+        if self.dtype == "int8":
+            return np.asarray(values[..., :k] * scales[..., None])
+        codes = np.stack((words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F), axis=-1)  # a byte for each feature
+        blocks = np.take(TABLES[self.dtype].pairs, codes.view(np.uint16)).view(np.float32)
+        blocks = blocks.reshape(n, width, scales.shape[1], BLOCK_4BIT)
+        blocks *= scales.astype(np.float32).swapaxes(1, 2)[..., None]
+        return blocks.reshape(n, width, 8 * n_steps)[..., :k]
 
     def unpack(self) -> Array:
         """The weight, (out_features, in_features), or (2, out_features, in_features): gate and up.
@@ -186,16 +206,15 @@ class PackedLinear:
         In float64 if it is stored in float64, else in float32, which holds the other types exactly.
         """
         n_maps, width, k = 1 + self.gated, columns(self.dtype), self.in_features
-        weight = np.empty(
-            (n_maps, self.out_features, k), np.float64 if self.dtype == "float64" else np.float32
-        )
-        step = max(1, BLOCK // max(1, width * k)) * n_maps
+        lane = np.float64 if self.dtype == "float64" else np.float32
+        weight = np.empty((n_maps, self.out_features, k), lane)
+        step = max(1, _UNPACKED // max(1, n_maps * width * k)) * n_maps
         for first in range(0, len(self.panels), step):
-            panels = self.floats(slice(first, first + step))
-            count = len(panels) // n_maps
-            maps = panels.reshape(count, n_maps, k, width).transpose(1, 0, 3, 2)
-            rows = weight[:, first // n_maps * width :][:, : count * width]
-            rows[...] = maps.reshape(n_maps, count * width, k)[:, : rows.shape[1]]
+            panels = self._by_row(slice(first, first + step))
+            for i in range(n_maps):
+                maps = panels[i::n_maps]
+                rows = weight[i, first // n_maps * width :][: len(maps) * width]
+                rows[...] = maps.reshape(len(maps) * width, k)[: len(rows)]
         return weight if self.gated else weight[0]
 
 
@@ -246,74 +265,55 @@ class LinearArgs:
     activations: Literal["int8"] | None = None  # how x is rounded before it is multiplied
 
 
-@np.errstate(over="ignore")  # a float64 too large for float32 becomes infinite
-def pack(weight: ArrayLike, *, gate: ArrayLike | None = None, dtype: str | None = None) -> PackedLinear:
-    """Pack the weight of a linear map, once, for `linear`, in O(weight) time and memory.
+class RowBlock(NamedTuple):
+    """Rows of a map that are packed."""
 
-    Parameters
-    ----------
-    weight : array_like, (out_features, in_features)
-        As torch's ``Linear.weight``: float32, float64, float16 or bfloat16.
-    gate : array_like, (out_features, in_features), optional
-        Makes a gated pair: `linear` computes ``activation(x @ gate.T) * (x @ weight.T)`` in one pass.
-    dtype : {"float32", "float64", "bfloat16", "int8", "int4", "nf4"}, optional
-        How the weight is stored; default its own dtype (float32 for float16). bfloat16 is rounded to nearest
-        even; int8 is symmetric, with one scale for each output feature, ``max(abs(row)) / 127``. The types of
-        4 bits have a scale, float16, for every 32 input features of an output feature. int4 divides them by
-        an eighth of the one of largest magnitude, negated, so that they become -8 to 7 (GGUF's Q4_0); an
-        element errs by half a scale, and by a whole one at the opposite end. NF4 divides them by their
-        largest magnitude and takes the nearest of sixteen quantiles of the normal distribution (Dettmers et
-        al. 2023); it errs by up to 0.15 scales.
+    name: str
+    array: Array  # (rows, in_features), of any floating type, native, in any strides
+    first: int  # the output feature that row 0 is
+    map: int  # of a gated pair, the gate's is 0
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit, or has values that are not finite in `dtype`.
-    """
-    maps = [_weight("weight", weight)]
-    if gate is not None:
-        maps.insert(0, _weight("gate", gate))
-        if maps[0].shape != maps[1].shape:
-            raise wrong_shape("pack", "gate", maps[0], f"weight's, {maps[1].shape}")
-        if dtype is None and maps[0].dtype != maps[1].dtype:
-            expected = f"weight's, {maps[1].dtype}, or dtype= given, which says how both are stored"
-            raise wrong_dtype("pack", "gate", maps[0], expected)
-    if dtype is None:
-        dtype = {"float64": "float64", "bfloat16": "bfloat16"}.get(maps[-1].dtype.name, "float32")
-    choice("pack", "dtype", dtype, WEIGHT_DTYPES)
-    for name, array in zip(("weight", "gate"), reversed(maps), strict=False):
-        if not is_finite(array, dtype):
-            raise ValueError(
-                f"pack(): {name} has values that are not finite as {dtype}; expected finite ones"
-            )
-    out_features, in_features = maps[0].shape
-    width, unit = columns(dtype), BLOCK_4BIT if dtype in TABLES else STORED[dtype].features
-    count, n_steps = -(-out_features // width), steps(in_features, dtype)
-    lane = np.float64 if dtype == "float64" else np.float32
-    panels = aligned_empty((count * len(maps), n_steps, width, *STORED[dtype].shape), STORED[dtype].dtype)
-    by_map = panels.reshape(count, len(maps), *panels.shape[1:])
-    scales: Any = None
-    if dtype == "int8":
-        scales = _scales(maps, count * width)
-    elif dtype in TABLES:
-        scales = np.empty((count, len(maps), -(-in_features // BLOCK_4BIT), width), np.float16)
-    for i, array in enumerate(maps):
-        for panel, feature, block in _blocks(array, width, unit, lane):
-            here, step = slice(panel, panel + len(block)), feature // STORED[dtype].features
-            if dtype == "int8":
-                block = _quantised(block, scales[i].reshape(count, width)[here]).astype(np.int8)
-            elif dtype == "bfloat16":
-                block = to_bfloat16_bits(block)
-            elif dtype in TABLES:
-                part = slice(feature // BLOCK_4BIT, (feature + block.shape[-1]) // BLOCK_4BIT)
-                block, scales[here, i, part] = _coded(block, dtype)
-            values = block.reshape(len(block), width, -1, *STORED[dtype].shape).swapaxes(1, 2)
-            by_map[here, i, step : step + values.shape[1]] = values
-    if dtype == "int8":
-        scales = scales.reshape(len(maps), count, width).swapaxes(0, 1).reshape(len(panels), width)
-    elif dtype in TABLES:
-        scales = scales.reshape(len(panels), *scales.shape[2:])
-    return PackedLinear(in_features, out_features, gate is not None, dtype, panels, scales)
+
+@dataclass(slots=True, eq=False)
+class PackArgs:
+    """Blocks of rows into the panels `out`, which it makes. Output features of no block become 0."""
+
+    kernel: ClassVar[str] = "pack"
+
+    blocks: list[RowBlock]
+    in_features: int
+    out_features: int
+    maps: int
+    dtype: str
+    num_threads: int
+    out: Array = field(init=False)
+    scales: Array | None = field(init=False)
+    beyond: float = field(init=False)  # the smallest magnitude that is not finite in `dtype`
+    bad: Array = field(init=False)  # of each block, whether it has such a magnitude, or NaN
+
+    def __post_init__(self) -> None:
+        width, stored = columns(self.dtype), STORED[self.dtype]
+        panels = -(-self.out_features // width) * self.maps
+        shape = panels, steps(self.in_features, self.dtype), width, *stored.shape
+        self.out, self.scales = aligned_empty(shape, stored.dtype), None
+        if self.dtype == "int8":
+            self.scales = np.zeros((panels, width), np.float32)
+        elif self.dtype in TABLES:
+            self.scales = np.empty((panels, -(-self.in_features // BLOCK_4BIT), width), np.float16)
+        self.beyond, self.bad = _BEYOND.get(self.dtype, np.inf), np.zeros(len(self.blocks), bool)
+
+    def not_finite(self) -> str | None:
+        """The name of the first block that is not finite in `dtype`, if there is one."""
+        return next((block.name for block, bad in zip(self.blocks, self.bad, strict=True) if bad), None)
+
+    def packed(self) -> PackedLinear:
+        """What was packed; an error if it is not finite."""
+        name = self.not_finite()
+        if name is not None:
+            what = f"values that are not finite as {self.dtype}"
+            raise ValueError(f"pack(): {name} has {what}; expected finite ones")
+        sizes = self.in_features, self.out_features, self.maps == 2
+        return PackedLinear(*sizes, self.dtype, self.out, self.scales)
 
 
 # The smallest number that each type rounds to infinity. int8 is scaled in float32; float64 needs no entry.
@@ -335,65 +335,6 @@ def is_finite(x: Array, stored: str, or_none: bool = False) -> bool:
     most, least = x.view(signed).max(initial=0), x.view(unsigned).max(initial=0)
     low = below.view(unsigned)[0]
     return bool(most < above.view(signed)[0] and (least <= low if or_none else least < low))
-
-
-def _weight(name: str, x: Any) -> Array:
-    """`x` as a 2-D floating array."""
-    array = float_array("pack", name, x)
-    if array.ndim != 2:
-        raise wrong_shape("pack", name, array, "(out_features, in_features)")
-    return array
-
-
-def _blocks(array: Array, width: int, unit: int, lane: Any) -> Iterator[tuple[int, int, Array]]:
-    """Cut the weight into blocks (panels, width, features) of dtype `lane`, each padded with 0.
-
-    Yields the first panel and the first feature of each block with it. The padding completes the last panel,
-    and the last `unit` of features.
-    """
-    out_features, in_features = array.shape
-    depth = min(_BLOCK_FEATURES, max(unit, in_features))
-    panels = max(1, _BLOCK // (width * depth))
-    for row in range(0, out_features, panels * width):
-        for feature in range(0, in_features, depth):
-            part = array[row : row + panels * width, feature : feature + depth]
-            rows, features = -(-len(part) // width) * width, -(-part.shape[1] // unit) * unit
-            block = np.zeros((rows, features), lane)
-            block[: len(part), : part.shape[1]] = part
-            yield row // width, feature, block.reshape(-1, width, features)
-
-
-def _scales(maps: list[Array], n: int) -> Array:
-    """The scale of each output feature for int8, (maps, n); 0 in the padding."""
-    largest = np.zeros((len(maps), n), np.float32)
-    for i, array in enumerate(maps):
-        for panel, _, block in _blocks(array, columns("int8"), 1, np.float32):
-            rows = largest[i, panel * columns("int8") :][: block.shape[0] * block.shape[1]]
-            np.maximum(rows, np.abs(block).max(axis=-1).ravel(), out=rows)
-    if not np.isfinite(largest).all():
-        raise ValueError("pack(): weight has values that are not finite; expected finite ones for int8")
-    return largest / np.float32(127)
-
-
-def _quantised(block: Array, scales: Array) -> Array:
-    """Divide block (panels, width, features) by scales (panels, width), and round to integers."""
-    # Clip: the scale of a row of denormal numbers is coarse, so that a quotient may exceed 127.
-    quotient = np.rint(block / np.where(scales == 0, 1, scales)[..., None])
-    return np.clip(quotient, -127, 127, out=quotient)
-
-
-def _coded(block: Array, dtype: str) -> tuple[Array, Array]:
-    """Two codes a byte, and scales (panels, blocks, width), of a block (panels, width, features)."""
-    table = TABLES[dtype]
-    x = block.reshape(*block.shape[:2], -1, BLOCK_4BIT)
-    largest = np.take_along_axis(x, np.abs(x).argmax(axis=-1)[..., None], axis=-1)
-    scales = (largest / -8 if dtype == "int4" else np.abs(largest)).astype(np.float16)
-    divisor = scales.astype(np.float32)
-    with np.errstate(over="ignore"):
-        scaled = np.where(divisor == 0, 0, x / np.where(divisor == 0, 1, divisor))
-    middles = (table.values[1:] + table.values[:-1]) / 2
-    codes = np.searchsorted(middles, scaled).astype(np.uint8).reshape(*block.shape[:2], -1, 8)
-    return codes[..., :4] | codes[..., 4:] << 4, scales[..., 0].swapaxes(1, 2)
 
 
 def to_bfloat16_bits(x: Array) -> Array:

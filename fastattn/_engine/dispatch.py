@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._engine import settings
 from fastattn._reference import attention as reference
-from fastattn._reference import ops, recurrent, rowwise
+from fastattn._reference import ops, pack, recurrent, rowwise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastattn._args.packed import LinearArgs
+    from fastattn._args.packed import LinearArgs, PackArgs
     from fastattn._args.types import AttentionArgs, RecurrentArgs, RopeArgs, RowsArgs, RowwiseArgs
 
-    AnyArgs = AttentionArgs | LinearArgs | RecurrentArgs | RopeArgs | RowsArgs | RowwiseArgs
+    AnyArgs = AttentionArgs | LinearArgs | PackArgs | RecurrentArgs | RopeArgs | RowsArgs | RowwiseArgs
 
 # The name of a kernel, which its arguments have as `kernel`, is the same in both implementations.
 _TWINS: dict[str, Callable[[Any], None]] = {
     "attention": reference.attention,
     "linear": ops.linear,
+    "pack": pack.pack,
     "recurrent": recurrent.recurrent,
     "rope": ops.rope,
     "rows": ops.rows,

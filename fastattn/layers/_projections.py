@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fastattn import ops
+from fastattn._args.pack import blocks_args
 from fastattn._args.packed import PackedLinear, columns
+from fastattn._engine import dispatch
+from fastattn._engine.settings import get_num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,20 +52,16 @@ class Stack(NamedTuple):
 
 def stack(weights: Sequence[Array], biases: Sequence[Array], dtype: str) -> Stack:
     """Stack the maps of `weights`, (out_features, in_features) each, and `biases`, which may be empty."""
-    width = columns(dtype)
-    begins, end = [], 0
-    for weight in weights:
-        begins.append(-(-end // width) * width)
-        end = begins[-1] + len(weight)
+    args = blocks_args([[("weight", weight) for weight in weights]], dtype, get_num_threads(), columns(dtype))
+    dispatch.run(args)
+    begins = [block.first for block in args.blocks]
     lane = np.float64 if dtype == "float64" else np.float32
-    whole = np.zeros((end, weights[0].shape[1]), lane)
-    bias = np.zeros(end, lane) if biases else None
-    for i, (begin, weight) in enumerate(zip(begins, weights, strict=True)):
-        whole[begin : begin + len(weight)] = weight
-        if bias is not None:
-            bias[begin : begin + len(weight)] = biases[i]
+    bias = np.zeros(args.out_features, lane) if biases else None
+    for begin, part in zip(begins, biases, strict=bool(biases)):
+        assert bias is not None
+        bias[begin : begin + len(part)] = part
     sizes = tuple(len(weight) for weight in weights)
-    return _stacked(ops.pack(whole, dtype=dtype), bias, begins, sizes)
+    return _stacked(args.packed(), bias, begins, sizes)
 
 
 def _stacked(weight: PackedLinear, bias: Array | None, begins: list[int], sizes: tuple[int, ...]) -> Stack:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
     from fastattn.layers._block import Window
     from fastattn.models._files import Config, Tensors
@@ -122,12 +123,13 @@ class Blocks:
 
     def _block(self, i: int, scale: float, window: Window) -> Block:
         names, source = self.names, self.source
-        prefix, pack = names.prefix.format(i), source.precision.pack
-        rounded = source.precision.activations
+        prefix, rounded = names.prefix.format(i), source.precision.activations
 
-        def weight(*parts: str) -> Array:
-            whole = joined(*(source.tensors[f"{prefix}{part}.weight"] for part in parts))
-            return whole.T if names.transposed else whole
+        def packed(*parts: str, gate: str | None = None) -> PackedLinear:
+            maps = [[f"{prefix}{part}.weight" for part in parts]]
+            if gate is not None:
+                maps.append([f"{prefix}{gate}.weight"])
+            return source.tensors.pack(*maps, transposed=names.transposed)
 
         def bias(*parts: str) -> Array | None:
             if parts[0] not in self.biased:
@@ -135,14 +137,14 @@ class Blocks:
             return source.vector(*(f"{prefix}{part}.bias" for part in parts))
 
         def linear(*parts: str) -> Projection:
-            return Projection(pack(weight(*parts)), bias(*parts), rounded)
+            return Projection(packed(*parts), bias(*parts), rounded)
 
         def inner() -> Projection:
             if names.gate is None:
                 return linear(names.inner)
             both = bias(names.gate, names.inner)
-            packed = pack(weight(names.inner), gate=weight(names.gate))
-            return Projection(packed, None if both is None else both.reshape(2, -1), rounded)
+            pair = packed(names.inner, gate=names.gate)
+            return Projection(pair, None if both is None else both.reshape(2, -1), rounded)
 
         def head_norm() -> Norm | None:
             if names.head_norms is None:

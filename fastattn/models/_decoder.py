@@ -281,7 +281,7 @@ def read_decoder(
     rotary = None if frequencies is None else frequencies()  # of a size that tensors confirm
 
     program, all_windows = model_program(blocks.read(scales, windows))
-    weight = precision.pack(tensors[tokens if tied else output])
+    weight = tensors.pack([tokens if tied else output])
     norm = NormStep(X, "normed", *blocks.norm(names.norm))
     logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.activations)])
     table = None if positions is None else source.vector(positions).astype(precision.dtype)

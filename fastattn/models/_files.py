@@ -9,8 +9,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
+from fastattn._args.pack import blocks_args
 from fastattn._args.packed import is_finite
 from fastattn._args.values import short
+from fastattn._engine import dispatch
+from fastattn._engine.settings import get_num_threads
 
 if TYPE_CHECKING:
     import re
@@ -18,14 +23,15 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
     from types import ModuleType
 
+    from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
 
-    Tensor = tuple[Any, str]  # an open safetensors file, and the tensor's name in it
+    Tensor = tuple["_File", str]  # and the tensor's name in it
 
 _T = TypeVar("_T")
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOATS = ("F32", "F16", "BF16")  # as safetensors calls them
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors calls them, and NumPy
 _SHOWN = 6  # names that an error lists
 _MOST = 2**62  # of an integer in config.json: sums and products with a float still hold it
 _REQUIRED: Any = object()
@@ -164,6 +170,25 @@ def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
     return ()
 
 
+class _File:
+    """An open safetensors file: what its library gives, and the tensors as they lie in the file.
+
+    Its library has checked the header. It copies a tensor that it reads.
+    """
+
+    def __init__(self, handle: Any, path: Path):
+        self.get_tensor, self.get_slice, self.keys = handle.get_tensor, handle.get_slice, handle.keys
+        self._bytes = np.asarray(np.memmap(path, np.uint8, "r"))
+        self._start = 8 + int.from_bytes(self._bytes[:8].tobytes(), "little")
+        self._header = json.loads(self._bytes[8 : self._start].tobytes())
+
+    def mapped(self, name: str) -> Array:
+        """A tensor of a floating type, in the file's memory; it may not be aligned."""
+        entry = self._header[name]
+        begin, end = (self._start + offset for offset in entry["data_offsets"])
+        return self._bytes[begin:end].view(_FLOATS[entry["dtype"]]).reshape(entry["shape"])
+
+
 class Tensors:
     """The tensors of a model's safetensors files by name, read one at a time, until `stack` closes them.
 
@@ -177,11 +202,11 @@ class Tensors:
         self.path = folder / (INDEX if is_indexed else WEIGHTS)
         self._tensors = self._indexed(folder) if is_indexed else self._single(folder)
 
-    def _file(self, path: Path) -> Any:
+    def _file(self, path: Path) -> _File:
         safetensors = require("safetensors")
         try:
             path.open("rb").close()  # safe_open calls every file that it cannot open missing
-            return self._open.enter_context(safetensors.safe_open(path, framework="np"))
+            return _File(self._open.enter_context(safetensors.safe_open(path, framework="np")), path)
         except FileNotFoundError:
             raise ModelError(f"{path} is missing") from None
         except OSError as error:
@@ -206,7 +231,7 @@ class Tensors:
         places = read_json(self.path).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
             raise ModelError(f"{self.path}: 'weight_map' is no table of file names")
-        files: dict[str, Any] = {}
+        files: dict[str, _File] = {}
         for file in sorted(set(places.values())):
             if not is_name(file):
                 raise ModelError(f"{self.path}: 'weight_map' has {short(file)}; expected a file beside it")
@@ -277,6 +302,25 @@ class Tensors:
         file, stored = self._tensors[name]
         array: Array = file.get_tensor(stored)
         if not is_finite(array, self._stored):
-            what = f"values that are not finite as {self._stored}"
-            raise ModelError(f"{self.path}: {stored!r} has {what}; expected finite ones")
+            raise self._not_finite(stored)
         return array
+
+    def pack(self, *maps: Sequence[str], transposed: bool = False) -> PackedLinear:
+        """The tensors of a linear map, one after another, or of a gated pair, up and gate, packed.
+
+        They are packed from the file's memory, and copied nowhere else. A `transposed` one is (in, out).
+        """
+        held = [[self._tensors[name] for name in names] for names in maps]
+        arrays = [[(stored, file.mapped(stored)) for file, stored in each] for each in held]
+        if transposed:
+            arrays = [[(stored, array.T) for stored, array in each] for each in arrays]
+        args = blocks_args(arrays, self._stored, get_num_threads())
+        dispatch.run(args)
+        wrong = args.not_finite()
+        if wrong is not None:
+            raise self._not_finite(wrong)
+        return args.packed()
+
+    def _not_finite(self, stored: str) -> ModelError:
+        what = f"values that are not finite as {self._stored}"
+        return ModelError(f"{self.path}: {stored!r} has {what}; expected finite ones")

@@ -1,4 +1,4 @@
-"""How models keep their tensors: packed linear maps, vectors, tables of token vectors."""
+"""How models keep their tensors: in which types, vectors, tables of token vectors."""
 
 from __future__ import annotations
 
@@ -47,10 +47,6 @@ class Precision:
         kept = "" if self.weights == self.dtype.name else f", weights in {self.weights}"
         rounded = "" if self.activations is None else f", activations in {self.activations}"
         return f"{self.dtype}{kept}{rounded}"
-
-    def pack(self, weight: Array, gate: Array | None = None) -> PackedLinear:
-        """The weight of a linear map (out, in), or of a gated pair, as `ops.linear` takes it."""
-        return ops.pack(weight, gate=gate, dtype=self.weights)
 
 
 def joined(*parts: Array) -> Array:

@@ -92,9 +92,9 @@ def test_an_encoder_layer_is_seven_kernels(monkeypatch):
         ran.append(args.copies if args.kernel == "attention" else args.kernel)
         run(args, backend)
 
-    monkeypatch.setattr(dispatch, "run", noted)
     x, nothing = draw(BATCH, LENGTH, WIDTH), np.zeros((BATCH, LENGTH), bool)
     layer = TransformerEncoderLayer(WIDTH, HEADS, 96, "swiglu", rng=np.random.default_rng(0))
+    monkeypatch.setattr(dispatch, "run", noted)
     layer(x, src_key_padding_mask=nothing)
     assert ran == ["linear", (), "linear", "rows", "linear", "linear", "rows"]
     layer(x)

@@ -61,6 +61,22 @@ cdef extern from "fastattn.h" nogil:
     ctypedef struct fa_linear_plan:
         int64_t n_tasks, scratch_bytes
         double flops
+    ctypedef struct fa_pack_rows:
+        const char *data
+        int64_t row, col, begin, end
+        fa_dtype dtype
+        int map
+    ctypedef struct fa_pack_args:
+        const fa_pack_rows *blocks
+        unsigned char *bad
+        char *panels
+        void *scales
+        const void *middles
+        double extreme, beyond
+        int64_t n_blocks, k
+        fa_dtype weight
+        int maps
+        const fa_watch *watch
     ctypedef enum fa_rows_kind:
         FA_LAYER_NORM, FA_RMS_NORM, FA_SOFTMAX, FA_ACTIVATE
     ctypedef struct fa_rows_args:
@@ -111,6 +127,8 @@ cdef extern from "fastattn.h" nogil:
         void (*merge)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, const void *) noexcept nogil
         void (*linear_plan)(const fa_linear_args *, int, fa_linear_plan *) noexcept nogil
         void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t, void *) noexcept nogil
+        int64_t (*pack_scratch_bytes)(const fa_pack_args *) noexcept nogil
+        void (*pack_run)(const fa_pack_args *, int64_t, int64_t, void *) noexcept nogil
         int64_t (*rows_scratch_bytes)(int64_t) noexcept nogil
         void (*rows_run)(const fa_rows_args *, int64_t, int64_t, void *) noexcept nogil
         void (*rope_run)(const fa_rope_args *, int64_t, int64_t, void *) noexcept nogil

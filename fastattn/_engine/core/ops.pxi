@@ -79,6 +79,58 @@ def linear(args):
     _run_linear(&a, args.num_threads if FA_OPENMP else 1)
 
 
+cdef void _pack_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    cdef int64_t begin = task * loop.step
+    loop.kernels.pack_run(<const fa_pack_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)
+
+
+cdef void _set_pack_rows(fa_pack_rows *to, block, int64_t n, int64_t k) except *:
+    cdef cnp.ndarray array = block.array
+    cdef int64_t begin = block.first
+    if (cnp.PyArray_NDIM(array) != 2 or cnp.PyArray_DIMS(array)[1] != k or begin < 0
+            or begin + cnp.PyArray_DIMS(array)[0] > n or not cnp.PyArray_ISNOTSWAPPED(array)):
+        raise _misfit(block.name, array, f"(at most {n - begin}, {k}), native")
+    to.data = <const char *>cnp.PyArray_DATA(array)
+    to.row, to.col = cnp.PyArray_STRIDES(array)[0], cnp.PyArray_STRIDES(array)[1]
+    to.begin, to.end = begin, begin + cnp.PyArray_DIMS(array)[0]
+    to.dtype, to.map = _dtype(array), block.map
+
+
+def pack(args):
+    """Fill `args.out`, `args.scales` and `args.bad`, of a PackArgs."""
+    cdef fa_pack_args a
+    cdef Loop loop
+    cdef int64_t i, count, width
+    cdef fa_dtype lane
+    blocks, stored = args.blocks, STORED[args.dtype]
+    memory = np.empty(len(blocks) * sizeof(fa_pack_rows), np.uint8)
+    cdef fa_pack_rows *rows = <fa_pack_rows *>cnp.PyArray_DATA(memory)
+    memset(&a, 0, sizeof(a))
+    a.blocks, a.n_blocks, a.k, a.maps = rows, len(blocks), args.in_features, args.maps
+    a.weight, a.beyond = _WEIGHTS[args.dtype], args.beyond
+    for i in range(a.n_blocks):
+        _set_pack_rows(&rows[i], blocks[i], args.out_features, a.k)
+    lane = FA_F64 if a.weight == FA_F64 else FA_F32
+    width = FA_PANEL_BYTES // (8 if lane == FA_F64 else 4)
+    count = a.maps * ((args.out_features + width - 1) // width)
+    a.panels = <char *>_data("panels", args.out, count * width * steps(a.k, args.dtype) * math.prod(stored.shape),
+                             np.dtype(stored.dtype).num)
+    if <uintptr_t>a.panels % 64:
+        raise _misfit("panels", args.out, "panels that begin at a cache line")
+    a.bad = <unsigned char *>_data("bad", args.bad, a.n_blocks, cnp.NPY_BOOL)
+    if a.weight == FA_I8:
+        a.scales = _data("scales", args.scales, count * width, cnp.NPY_FLOAT)
+    elif a.weight == FA_I4:
+        a.scales = _data("scales", args.scales, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
+                         cnp.NPY_FLOAT16)
+        table = TABLES[args.dtype]
+        a.middles, a.extreme = _data("middles", table.middles, 16, cnp.NPY_FLOAT), table.extreme
+    a.watch = &loop.watch
+    loop.kernels, loop.args = fa_isa_kernels(_isa, lane), &a
+    _run_rows_of(&loop, _pack_task, count, width * a.k, args.num_threads if FA_OPENMP else 1,
+                 loop.kernels.pack_scratch_bytes(&a))
+
+
 cdef void _rows_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef int64_t begin = task * loop.step
     loop.kernels.rows_run(<const fa_rows_args *>loop.args, begin, min(loop.n, begin + loop.step), scratch)

@@ -1,0 +1,95 @@
+"""Packing in NumPy: the readable twin of src/pack.inc.h."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.packed import BLOCK_4BIT, STORED, TABLES, columns, to_bfloat16_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastattn._args.packed import PackArgs
+    from fastattn._args.types import Array
+
+# Blocks of this many numbers stay in the second-level cache. They have at most so many, whole blocks of
+# 32, of each output feature.
+_BLOCK, _BLOCK_FEATURES = 1 << 17, 1 << 12
+
+
+@np.errstate(all="ignore")  # a float64 too large for float32 becomes infinite
+def pack(args: PackArgs) -> None:
+    """Fill args.out, args.scales and args.bad."""
+    stored, width, maps = STORED[args.dtype], columns(args.dtype), args.maps
+    by_map = args.out.reshape(-1, maps, *args.out.shape[1:])
+    scales: Any = None if args.scales is None else args.scales.reshape(-1, maps, *args.scales.shape[1:])
+    for i in range(maps):
+        largest = _largest(args, i) if args.dtype == "int8" else None
+        for panel, feature, block in _blocks(args, i):
+            here, step = slice(panel, panel + len(block)), feature // stored.features
+            if largest is not None:
+                scales[here, i] = scale = largest.reshape(-1, width)[here] / np.float32(127)
+                block = _quantised(block, scale).astype(np.int8)
+            elif args.dtype == "bfloat16":
+                block = to_bfloat16_bits(block)
+            elif args.dtype in TABLES:
+                part = slice(feature // BLOCK_4BIT, (feature + block.shape[-1]) // BLOCK_4BIT)
+                block, scales[here, i, part] = _coded(block, args.dtype)
+            values = block.reshape(len(block), width, -1, *stored.shape).swapaxes(1, 2)
+            by_map[here, i, step : step + values.shape[1]] = values
+
+
+def _blocks(args: PackArgs, map_: int) -> Iterator[tuple[int, int, Array]]:
+    """Cut a map into blocks (panels, width, features) in the lane type, each padded with 0.
+
+    Yields the first panel and the first feature of each block with it. The padding completes the last panel,
+    and the last features of a step, in 4 bits of a block. Rows that are not finite are marked.
+    """
+    width, unit = columns(args.dtype), BLOCK_4BIT if args.dtype in TABLES else STORED[args.dtype].features
+    lane = np.float64 if args.dtype == "float64" else np.float32
+    depth = min(_BLOCK_FEATURES, max(unit, args.in_features))
+    panels = max(1, _BLOCK // (width * depth))
+    beyond = lane(args.beyond)
+    for row in range(0, args.out_features, panels * width):
+        rows = min(panels * width, -(-(args.out_features - row) // width) * width)
+        for feature in range(0, args.in_features, depth):
+            count = min(depth, args.in_features - feature)
+            block = np.zeros((rows, -(-count // unit) * unit), lane)
+            for i, (_, array, first, its_map) in enumerate(args.blocks):
+                begin, end = max(row, first), min(row + rows, first + len(array))
+                if its_map == map_ and begin < end:
+                    part = block[begin - row : end - row, :count]
+                    part[...] = array[begin - first : end - first, feature : feature + count]
+                    args.bad[i] |= not (np.abs(part) < beyond).all()
+            yield row // width, feature, block.reshape(-1, width, block.shape[-1])
+
+
+def _largest(args: PackArgs, map_: int) -> Array:
+    """The largest magnitude of each output feature, up to a whole panel."""
+    width = columns(args.dtype)
+    largest = np.zeros(-(-args.out_features // width) * width, np.float32)
+    for panel, _, block in _blocks(args, map_):
+        rows = largest[panel * width :][: block.shape[0] * width]
+        np.maximum(rows, np.abs(block).max(axis=-1).ravel(), out=rows)
+    return largest
+
+
+def _quantised(block: Array, scales: Array) -> Array:
+    """Divide block (panels, width, features) by scales (panels, width), and round to integers."""
+    # Clip: the scale of a row of denormal numbers is coarse, so that a quotient may exceed 127.
+    quotient = np.rint(block / np.where(scales == 0, 1, scales)[..., None])
+    return np.clip(quotient, -127, 127, out=quotient)
+
+
+def _coded(block: Array, dtype: str) -> tuple[Array, Array]:
+    """Two codes a byte, and scales (panels, blocks, width), of a block (panels, width, features)."""
+    table = TABLES[dtype]
+    x = block.reshape(*block.shape[:2], -1, BLOCK_4BIT)
+    largest = np.take_along_axis(x, np.abs(x).argmax(axis=-1)[..., None], axis=-1)
+    scales = (largest / np.float32(table.extreme) if table.extreme else np.abs(largest)).astype(np.float16)
+    divisor = scales.astype(np.float32)
+    scaled = np.where(divisor == 0, 0, x / np.where(divisor == 0, 1, divisor))
+    codes = np.searchsorted(table.middles[:-1], scaled).astype(np.uint8).reshape(*block.shape[:2], -1, 8)
+    return codes[..., :4] | codes[..., 4:] << 4, scales[..., 0].swapaxes(1, 2)

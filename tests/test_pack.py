@@ -1,0 +1,184 @@
+"""Packing: the kernel gives the bits of its NumPy twin, and reads rows however they lie."""
+
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+from implementations import each_isa, forced
+
+from fastattn import models, ops
+from fastattn._args.pack import blocks_args
+from fastattn._args.packed import WEIGHT_DTYPES, RowBlock
+from fastattn._bench.suites.models import files as model_files
+from fastattn._engine import dispatch
+from fastattn.layers._projections import stack
+
+BF16 = ml_dtypes.bfloat16
+SOURCES = [np.float32, np.float64, np.float16, BF16]
+SHAPES = [(1, 1), (33, 7), (64, 64), (70, 95), (40, 1025), (3, 2050), (35, 8195), (5, 9000), (0, 4), (3, 0)]
+
+
+def weights(shape, source, seed=0):
+    """Numbers of all magnitudes, with ties, zeros and a row of denormal ones."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape)
+    x[::3] = np.rint(x[::3] * 4) / 4  # ties between magnitudes of either sign, and halfway to the next code
+    x[1::5] *= 2.0 ** rng.integers(-20, 4, x[1::5].shape)
+    x[2::7, : shape[1] // 2] = -0.0
+    x[4:5] *= 2.0**-145
+    return x.astype(source)
+
+
+def layouts(x):
+    """The same numbers in different strides."""
+    yield x
+    yield np.asfortranarray(x)
+    yield np.repeat(np.repeat(x, 2, axis=0), 3, axis=1)[::2, ::3]
+    yield np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1]
+    wide = np.zeros((x.shape[0], x.shape[1] + 5), x.dtype)
+    wide[:, 3:-2] = x
+    yield wide[:, 3:-2]
+    yield x.astype(x.dtype.newbyteorder())
+    unaligned = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    unaligned[...] = x
+    yield unaligned
+
+
+def assert_same(a, b):
+    np.testing.assert_array_equal(a.panels.view(np.uint8), b.panels.view(np.uint8))
+    assert (a.scales is None) == (b.scales is None)
+    if a.scales is not None:
+        np.testing.assert_array_equal(a.scales.view(np.uint8), b.scales.view(np.uint8))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_bits_are_those_of_the_twin(dtype, source, shape, implementation):
+    x, gate = weights(shape, source), weights(shape, source, 1)
+    expected = ops.pack(x, dtype=dtype, backend="numpy")
+    for array in layouts(x):
+        assert_same(ops.pack(array, dtype=dtype), expected)
+    gated = ops.pack(x, gate=gate, dtype=dtype)
+    assert_same(gated, ops.pack(x, gate=gate, dtype=dtype, backend="numpy"))
+    assert gated.panels[1::2].tobytes() == expected.panels.tobytes()
+    for threads in (1, 2, 5):
+        assert_same(ops.pack(x, dtype=dtype, num_threads=threads), expected)
+
+
+@pytest.mark.parametrize("unit", [1, 32])
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_blocks_of_rows_are_one_weight(dtype, unit, implementation):
+    """Of several types, and as if they had been copied together, with rows of 0 up to the next unit."""
+    parts = [weights((n, 100), source, n) for n, source in zip((40, 7, 33, 16), SOURCES, strict=True)]
+    args = blocks_args([[("x", part) for part in parts]], dtype, 2, unit)
+    dispatch.run(args)
+    whole = np.zeros((args.out_features, 100))
+    for block in args.blocks:
+        assert block.first % unit == 0
+        whole[block.first :][: len(block.array)] = block.array
+    assert_same(args.packed(), ops.pack(whole, dtype=dtype, backend="numpy"))
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("source", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_a_number_that_is_not_finite_is_found_anywhere(dtype, source, value, implementation):
+    rng = np.random.default_rng(3)
+    for shape in ((1, 1), (33, 31), (40, 2050)):
+        for transposed in (False, True):
+            x = weights(shape, source)
+            x[rng.integers(shape[0]), rng.integers(shape[1])] = value
+            x = np.asfortranarray(x) if transposed else x
+            with pytest.raises(
+                ValueError, match=rf"pack\(\): weight has values that are not finite as {dtype}"
+            ):
+                ops.pack(x, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_what_becomes_infinite_is_refused(dtype, implementation):
+    """The first number that does, and the last that does not."""
+    beyond = {"float32": 2.0**128, "float64": np.inf, "bfloat16": 2.0**128 - 2.0**119, "int8": 2.0**128}
+    first = beyond.get(dtype, 65520.0 * (8 if dtype == "int4" else 1))
+    lane = np.float64 if dtype in ("float32", "float64", "int8") else np.float32
+    last = np.nextafter(lane(2.0**128 - 2.0**103 if first == 2.0**128 else first), lane(0))
+    for sign in (1, -1):
+        x = np.ones((3, 5), lane)
+        x[2, 3] = sign * last
+        packed = ops.pack(x, dtype=dtype)
+        assert dtype == "int8" or np.isfinite(packed.unpack()).all()  # 127 scales may be beyond float32
+        x[2, 3] = sign * first
+        with pytest.raises(ValueError, match="not finite"):
+            ops.pack(x, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_unpack_takes_rows_from_where_they_were_put(dtype):
+    x, gate = weights((70, 95), np.float32), weights((70, 95), np.float32, 1)
+    packed = ops.pack(x, gate=gate, dtype=dtype)
+    both = packed.unpack()
+    np.testing.assert_array_equal(both[0], ops.pack(gate, dtype=dtype).unpack())
+    np.testing.assert_array_equal(both[1], ops.pack(x, dtype=dtype).unpack())
+
+
+def peak_of(call):
+    """The result of a call, and how many bytes it held at its peak."""
+    tracemalloc.start()
+    try:
+        result = call()
+        return result, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+SLACK = 4 << 20  # the memory of threads, lists, imports
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+def test_packing_holds_no_copy(source):
+    """Neither of one weight nor of several that are stacked."""
+    x = np.ones((3000, 2000), source)
+    packed, peak = peak_of(lambda: ops.pack(x, dtype="int8"))
+    assert peak < packed.nbytes + SLACK
+    stacked, peak = peak_of(lambda: stack([x, x[:999]], [], "int8"))
+    assert peak < stacked.weight.nbytes + SLACK
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_loading_a_model_holds_what_is_packed(dtype, tmp_path):
+    """The tensors are read where the file is mapped: in bfloat16, 17 MB."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 2}
+    config = {**model_files.LLAMA, **sizes, "vocab_size": 5000}
+    folder = model_files.write(tmp_path / "llama", config, model_files.llama_shapes(config))
+    models.load(folder, weights_dtype=dtype)  # imports what it needs
+    model, peak = peak_of(lambda: models.load(folder, weights_dtype=dtype))
+    held = sum(np.prod(shape) for shape in model_files.llama_shapes(config).values())
+    held *= {"float32": 4, "bfloat16": 2, "int8": 1}[dtype]
+    assert model.num_layers == 2
+    assert held < peak < 1.05 * held + SLACK
+
+
+@each_isa
+def test_the_kernel_reads_and_writes_no_further(isa):
+    """What was changed behind the checks' backs is refused before C sees it."""
+    for change in (
+        {"out_features": 3},
+        {"in_features": 9},
+        {"out": np.empty((1, 4, 32, 2), np.uint16)},
+        {"bad": np.zeros(2, bool)},
+        {"blocks": [RowBlock("x", np.ones((4, 8), np.float32), 1, 0)]},
+        {"blocks": [RowBlock("x", np.ones((4, 8), ">f4"), 0, 0)]},
+        {"blocks": [RowBlock("x", np.ones((4, 8), np.int32), 0, 0)]},
+    ):
+        args = blocks_args([[("x", np.ones((4, 8), np.float32))]], "float32", 1)
+        for name, value in change.items():
+            setattr(args, name, value)
+        with forced(isa), pytest.raises((ValueError, TypeError), match=r"fastattn: |no kernel reads"):
+            dispatch.run(args)
+    args = blocks_args([[("x", np.ones((4, 8), np.float32))]], "float32", 1)
+    args.out = np.empty(args.out.size + 16, np.float32)[1:][: args.out.size].reshape(args.out.shape)
+    if args.out.ctypes.data % 64:
+        with forced(isa), pytest.raises(ValueError, match="begin at a cache line"):
+            dispatch.run(args)
