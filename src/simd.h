@@ -17,7 +17,7 @@
  *   v_dot_i8(a, b, c)       c + the products of four signed bytes in each lane of a and b + V_I8_OFFSET times those of
  *                           b: some instructions take a as unsigned
  *   v_lookup(table, i)      table[i % 16], lanes     v_lookup_i8          the same of bytes, i < 16
- *   v_store_i8_part         the lowest bytes of the first n lanes  v_store_i8           of all, without a memcpy
+ *   v_store_i8              the lowest byte of each lane           v_store_i8_part      of the first n lanes
  *   v_max_i                 of integers              v_max_each            the largest of the lanes, as v_sum_each
  *   v_stream                a store, aligned, that leaves the caches alone; v_stream_end() orders it before later ones */
 #ifndef FASTATTN_SIMD_H
@@ -255,19 +255,24 @@ typedef vb_t vbu_t __attribute__((aligned(1), may_alias));
 typedef uint16_t vh_t __attribute__((vector_size(V_BYTES / 2)));
 typedef vh_t vhu_t __attribute__((aligned(1), may_alias));
 
-INLINE void v_store_i8_part(void *to, vi_t a, int64_t n)
+INLINE void v_store_i8(void *to, vi_t a)
 {
 #if V_BYTES == 64
-    vb_t bytes = (vb_t)_mm512_cvtepi32_epi8((__m512i)a);
-#elif defined V_X86 /* the lowest bytes of each half, then both halves' */
-    const __m256i lowest = _mm256_shuffle_epi8((__m256i)a, _mm256_set1_epi32(0x0c080400));
-    vb_t bytes = (vb_t)_mm256_extract_epi64(
-        _mm256_permutevar8x32_epi32(lowest, _mm256_setr_epi32(0, 4, 0, 0, 0, 0, 0, 0)), 0);
+    _mm_storeu_si128(to, _mm512_cvtepi32_epi8((__m512i)a));
+#elif defined V_X86
+    const __m256i lowest = _mm256_set1_epi32(0x0c080400), four = _mm256_shuffle_epi8((__m256i)a, lowest);
+    const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+    _mm_storel_epi64(to, both);
 #else
-    vb_t bytes = __builtin_convertvector(a, vb_t);
+    *(vbu_t *)to = __builtin_convertvector(a, vb_t);
 #endif
-    if (n < LANES) memcpy(to, &bytes, n);
-    else *(vbu_t *)to = bytes;
+}
+
+INLINE void v_store_i8_part(void *to, vi_t a, int64_t n)
+{
+    int8_t part[LANES];
+    v_store_i8(n < LANES ? (void *)part : to, a);
+    if (n < LANES) memcpy(to, part, n);
 }
 
 INLINE v_t v_lookup(const lane table[16], vi_t index)
@@ -416,20 +421,6 @@ INLINE v_t v_pair_bf16(const void *p, const void *q)
 {
     vw_t low = __builtin_convertvector(*(const vhu_t *)p, vw_t);
     return (v_t)(low | __builtin_convertvector(*(const vhu_t *)q, vw_t) << 16);
-}
-
-/* The lowest byte of each lane. */
-INLINE void v_store_i8(void *to, vi_t a)
-{
-#if V_BYTES == 64
-    _mm_storeu_si128(to, _mm512_cvtepi32_epi8((__m512i)a));
-#elif defined V_X86
-    const __m256i lowest = _mm256_set1_epi32(0x0c080400), four = _mm256_shuffle_epi8((__m256i)a, lowest);
-    const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
-    _mm_storel_epi64(to, both);
-#else
-    *(vbu_t *)to = __builtin_convertvector(a, vb_t);
-#endif
 }
 
 INLINE vi_t v_max_i(vi_t a, vi_t b)
