@@ -76,13 +76,12 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
 /* One vector of a query row, from lane d on, of which n lanes are left; with `dot` lanes are pairs of bfloat16. */
 INLINE v_t load_query(fa_dtype dtype, int dot, const char *q, int64_t d, int64_t n, int64_t head_dim)
 {
-    if (dot && n <= LANES) {
-        lane part[LANES] = {0};
-        memcpy(part, q + d * sizeof(lane), head_dim * 2 - d * sizeof(lane)); /* an odd last one is paired with 0 */
-        return v_load(part);
-    }
-    if (dot) return v_load(q + d * sizeof(lane));
-    return n < LANES ? v_load_as_n(dtype, q + d * dtype_size(dtype), n) : v_load_as(dtype, q + d * dtype_size(dtype));
+    if (!dot) return v_load_as_part(dtype, q + d * dtype_size(dtype), n);
+    const char *from = q + d * sizeof(lane);
+    if (n > LANES || head_dim % 2 == 0) return v_load_part(from, n);
+    lane part[LANES] = {0};
+    memcpy(part, from, head_dim * 2 - d * sizeof(lane)); /* an odd last one is paired with 0 */
+    return v_load(part);
 }
 
 /* qt (head_dim, BLOCK_Q) = transpose(factor * q), or with `dot` pairs, unscaled. Lanes without a row become 0. */
