@@ -192,10 +192,33 @@ INLINE int v_any(vi_t mask)
 #endif
 }
 
-/* log2(LANES) rounds of zipping register i with register i + LANES / 2. */
+/* log2(LANES) rounds of zipping register i with register i + LANES / 2. With 16 lanes, shuffles within 128 bits, and
+ * then of these, take less than half the time: 5 ns for 12. */
 INLINE void v_transpose(v_t r[LANES])
 {
     v_t zipped[LANES];
+#if LANES == 16
+    UNROLL_FOR(int i = 0; i < LANES; i += 2) {
+        zipped[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        zipped[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    UNROLL_FOR(int i = 0; i < LANES; i += 4)
+        UNROLL_FOR(int half = 0; half < 2; half++) {
+            const __m512d low = (__m512d)zipped[i + half], high = (__m512d)zipped[i + half + 2];
+            r[i + 2 * half] = (v_t)_mm512_unpacklo_pd(low, high);
+            r[i + 2 * half + 1] = (v_t)_mm512_unpackhi_pd(low, high);
+        }
+    UNROLL_FOR(int i = 0; i < 4; i++) { /* each of four rows of four 128-bit pieces: transposed once more */
+        const v_t even0 = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88), odd0 = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
+        const v_t even1 = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
+        const v_t odd1 = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
+        zipped[i] = _mm512_shuffle_f32x4(even0, even1, 0x88);
+        zipped[i + 4] = _mm512_shuffle_f32x4(odd0, odd1, 0x88);
+        zipped[i + 8] = _mm512_shuffle_f32x4(even0, even1, 0xdd);
+        zipped[i + 12] = _mm512_shuffle_f32x4(odd0, odd1, 0xdd);
+    }
+    UNROLL_FOR(int i = 0; i < LANES; i++) r[i] = zipped[i];
+#else
     UNROLL_FOR(int width = 1; width < LANES; width *= 2) {
         UNROLL_FOR(int i = 0; i < LANES / 2; i++) {
             zipped[2 * i] = V_ZIP_LOW(r[i], r[i + LANES / 2]);
@@ -203,6 +226,7 @@ INLINE void v_transpose(v_t r[LANES])
         }
         UNROLL_FOR(int i = 0; i < LANES; i++) r[i] = zipped[i];
     }
+#endif
 }
 
 /* Lane i of the result is the sum of the lanes of r[i]. Destroys r. */
