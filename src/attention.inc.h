@@ -15,7 +15,7 @@
  * their strides fall on the same cache sets (docs/notes/attention-kernel.md).
  *
  * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
- * Exports   tile_begin, tile_attend, tile_end_part, tile_end, add_values. */
+ * Exports   tile_begin, tile_attend, tile_end, tile_finish, add_values. */
 
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
 INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)
@@ -179,6 +179,20 @@ static void tile_end(const fa_attention_args *a, const tile_scratch *scratch, ti
 {
     tile_end_part(a, scratch, tile);
     if (tile->parts > 1) partial_end_merging(&tile->total, tile->rows.n);
+}
+
+/* All keys were met, and no other task has any of these rows: writes out, lse and statistics. Of one part, out is
+ * written from where the accumulators are. */
+static void tile_finish(const fa_attention_args *a, const tile_scratch *scratch, tile_state *tile)
+{
+    if (tile->parts || a->stats.n_top) {
+        tile_end(a, scratch, tile);
+        partial_finish(a, &tile->rows, &tile->total);
+        return;
+    }
+    const partial sums = {.row_max = tile->row_max, .row_sum = tile->row_sum, .row_log = tile->row_log};
+    if (tile->fresh) memset(tile->ot, 0, a->head_dim_v * BLOCK_Q * sizeof(lane));
+    transposed_finish(a, &tile->rows, &sums, tile->ot);
 }
 
 /* Ranges, queries and the empty state of a tile, of which tile->rows names the rows. */

@@ -30,8 +30,6 @@ static int64_t cut_talking_scratch(arena *from, const fa_rowwise_args *call, tal
     CUT_LANES(from, heads * HEAD_PITCH, &scratch->scores, &scratch->mixed);
     CUT_LANES(from, heads * heads, &scratch->pre, &scratch->post);
     for (int64_t h = 0; h < heads; h++) cut_tile(from, a, scratch->heads ? scratch->heads + h : &(tile_state){0});
-    void *total = cut(from, partial_at(a, BLOCK_Q, NULL, NULL)); /* one for all heads, which finish in turn */
-    for (int64_t h = 0; total && h < heads; h++) partial_at(a, BLOCK_Q, total, &scratch->heads[h].total);
     return from->used;
 }
 
@@ -160,7 +158,7 @@ INLINE void talking_block(const fa_rowwise_args *call, int nv, const modifiers *
             for (int64_t i = 0; i < BLOCK_Q; i++) {
                 lane *sum = scratch->heads[g].row_sum + i;
                 const int attends = scratch->heads[g].row_max[i] != -(lane)INFINITY;
-                *sum = *sum != 0 ? 1 / *sum : attends ? NAN : 0; /* as in partial_finish */
+                *sum = *sum != 0 ? 1 / *sum : attends ? NAN : 0; /* as in finish_sums */
             }
     }
 }
@@ -190,9 +188,5 @@ static void talking_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
         for (int64_t g = 0; call->post && g < heads; g++) one += 0 * scratch.heads[g].row_sum[i];
         for (int64_t h = 0; h < heads; h++) scratch.heads[h].row_sum[i] = one + 0 * scratch.heads[h].row_sum[i];
     }
-    for (int64_t h = 0; h < heads; h++) {
-        tile_state *tile = scratch.heads + h;
-        tile_end_part(a, &scratch.tile, tile);
-        partial_finish(a, &tile->rows, &tile->total);
-    }
+    for (int64_t h = 0; h < heads; h++) tile_finish(a, &scratch.tile, scratch.heads + h);
 }

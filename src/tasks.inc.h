@@ -202,8 +202,5 @@ static void attention_run(const fa_attention_args *a, const fa_plan *plan, int64
         partial_at(a, plan->block_q, state + (a->len_k > PART_K ? i : 0) * plan->partial_bytes,
                    &scratch.tiles[i].total);
     tile_attend(a, &rows, 0, a->len_k, &scratch);
-    for (int i = 0; i * plan->block_q < rows.n; i++) {
-        tile_end(a, &scratch, scratch.tiles + i);
-        partial_finish(a, &scratch.tiles[i].rows, &scratch.tiles[i].total);
-    }
+    for (int i = 0; i * plan->block_q < rows.n; i++) tile_finish(a, &scratch, scratch.tiles + i);
 }
