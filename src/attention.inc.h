@@ -111,8 +111,8 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     int moved = 0;
     if (a->sigmoid) sigmoid_update(nv, scratch->s, n, (lane)a->sigmoid_bias);
     else if (tile->row_log)
-        moved = softmax_update(nv, scratch->s, n, tile->row_max, tile->row_sum, tile->row_log, scratch->alpha);
-    else moved = softmax_update(nv, scratch->s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
+        moved = softmax_update(nv, dot, scratch->s, n, tile->row_max, tile->row_sum, tile->row_log, scratch->alpha);
+    else moved = softmax_update(nv, dot, scratch->s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
     mark_rows(nv, &scores, bad, tile->row_max);
     if (dot) pair_probs(nv, scratch->s, n, scratch->pairs);
     value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v};

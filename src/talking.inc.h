@@ -77,7 +77,7 @@ INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *
         }
         modify_tile(a, nv, mods, &scores);
         if (!first) continue;
-        softmax_update(nv, scores.s, n, tile->row_max, tile->row_sum, NULL, scratch->tile.alpha);
+        softmax_update(nv, 0, scores.s, n, tile->row_max, tile->row_sum, NULL, scratch->tile.alpha);
         mark_rows(nv, &scores, 0, tile->row_max);
     }
     return some_hidden;
