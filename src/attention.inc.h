@@ -203,7 +203,9 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
     ranges_begin(a, rows, key_begin, key_end);
     load_queries(a, rows, dot, mods->q_factor, tile->qt);
     memset(tile->lanes.slope, 0, BLOCK_Q * sizeof(lane));
+    const int by_row = a->mods.bias.data || mods->alibi;
     EACH_ROW(rows, r, id) {
+        if (!by_row) break;
         if (a->mods.bias.data) tile->bias[r] = at_row(&a->mods.bias, rows, id);
         if (mods->alibi) tile->lanes.slope[r] = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
     }

@@ -106,15 +106,15 @@ typedef enum {
 typedef struct {
     const char *x, *residual;
     char *out;
-    const char *panels; /* n_panels x k x columns, as _args/packed.py says; gated: gate, up, gate, ... */
-    const void *scales; /* int8: lanes, (n_panels, columns); 4 bits: float16, (n_panels, blocks, columns) */
-    const void *table;  /* 16 lanes: what a weight of 4 bits means; times its scale it is the weight */
+    const char *panels;  /* n_panels x k x columns, as _args/packed.py says; gated: gate, up, gate, ... */
+    const void *scales;  /* int8: lanes, (n_panels, columns); 4 bits: float16, (n_panels, blocks, columns) */
+    const void *table;   /* 16 lanes: what a weight of 4 bits means; times its scale it is the weight */
     const int8_t *codes; /* the same as int8, times `unit` */
     double unit;
-    const void *bias;   /* lanes, (n), gated (2, n); optional, as residual */
+    const void *bias; /* lanes, (n), gated (2, n); optional, as residual */
     int64_t x_row, residual_row, out_row, m, n, k;
     fa_dtype dtype, weight; /* of x, residual, out; of the panels */
-    int gated, x_int8; /* x_int8: x is rounded to int8, each row with a scale; weights are int8 or of 4 bits */
+    int gated, x_int8;      /* x_int8: x is rounded to int8, each row with a scale; weights are int8 or of 4 bits */
     fa_activation activation;
     const fa_watch *watch; /* optional */
 } fa_linear_args;

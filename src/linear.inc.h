@@ -51,8 +51,7 @@ static void widen_part(const packed_product *p, lane *to)
     for (int64_t d = 0; d < p->features; d += each)
         for (int64_t c = 0; c < PANEL; c += LANES) {
             const v_t step = v_load(p->part + d / each * FA_PANEL_BYTES + c * (int64_t)sizeof(lane));
-            const v_t scale =
-                weight == FA_I4 ? v_load_f16(p->scales + (d / BLOCK_4BIT * PANEL + c) * 2) : v_splat(0);
+            const v_t scale = weight == FA_I4 ? v_load_f16(p->scales + (d / BLOCK_4BIT * PANEL + c) * 2) : v_splat(0);
             for (int f = 0; f < each; f++) {
                 const v_t wide = v_widen(weight, f, step, p->a->table, scale);
                 v_store(to + (d + f) * PANEL + c, wide);
@@ -86,7 +85,8 @@ typedef struct {
 } panel_sums;
 
 /* The product's vector at column c of a panel, scaled and with its bias. */
-INLINE v_t v_scaled(const fa_linear_args *a, const lane *acc, lane factor, const lane *scale, const lane *bias, int64_t n)
+INLINE v_t v_scaled(const fa_linear_args *a, const lane *acc, lane factor, const lane *scale, const lane *bias,
+                    int64_t n)
 {
     v_t y = v_load(acc);
 #if LANE_BITS == 32

@@ -7,17 +7,17 @@
  * Requires  basics.inc.h, convert.inc.h, linear_pass.inc.h.
  * Exports   linear_scratch, take_linear_scratch, linear_input, ready_input. */
 
-#define LINEAR_WIDE 1024 /* features of a part of a panel that is widened to memory: 128 KB */
+#define LINEAR_WIDE 1024    /* features of a part of a panel that is widened to memory: 128 KB */
 #define LEAST_MAX 0x1p-100f /* below it, 127 / max |x| could overflow */
 
 /* A thread's memory. It outlives a task: the next one, if it has the same rows, finds x ready. */
 typedef struct {
-    int64_t *block;  /* the block of rows that x holds, counted from 1: 0 is none */
-    char *x;         /* (rows, features) as linear_input says */
-    lane *scales;    /* (rows): of int8 x */
-    int32_t *sums;   /* (rows, blocks): of int8 x, times V_I8_OFFSET */
-    lane *wide;      /* (maps, LINEAR_WIDE, PANEL): parts of panels, widened */
-    lane *acc;       /* (panels, rows, PANEL) of a task; of a pass, if it goes through all features at once */
+    int64_t *block; /* the block of rows that x holds, counted from 1: 0 is none */
+    char *x;        /* (rows, features) as linear_input says */
+    lane *scales;   /* (rows): of int8 x */
+    int32_t *sums;  /* (rows, blocks): of int8 x, times V_I8_OFFSET */
+    lane *wide;     /* (maps, LINEAR_WIDE, PANEL): parts of panels, widened */
+    lane *acc;      /* (panels, rows, PANEL) of a task; of a pass, if it goes through all features at once */
 } linear_scratch;
 
 typedef struct {
@@ -52,7 +52,10 @@ INLINE int64_t copied_row(const fa_linear_args *a)
 }
 
 /* Rows of a pass at most. */
-INLINE int64_t pass_rows(const fa_linear_args *a) { return multiplication_of(a) == BY_BLOCKS ? BLOCK_ROWS : LINEAR_ROWS; }
+INLINE int64_t pass_rows(const fa_linear_args *a)
+{
+    return multiplication_of(a) == BY_BLOCKS ? BLOCK_ROWS : LINEAR_ROWS;
+}
 
 INLINE int64_t sums_of_row(const fa_linear_args *a) { return a->weight == FA_I4 ? features_padded(a) / BLOCK_4BIT : 1; }
 

@@ -22,7 +22,7 @@
 _Static_assert(LINEAR_ROWS *LINEAR_NV + LINEAR_NV + 1 <= V_REGISTERS, "the tile spills");
 _Static_assert(LINEAR_ROWS <= TILE_MAX && PANEL % GROUP == 0, "passes fill a panel");
 
-#define BLOCK_4BIT 32 /* input features that share a scale, for each column, if weights have 4 bits */
+#define BLOCK_4BIT 32                /* input features that share a scale, for each column, if weights have 4 bits */
 #define BLOCK_ROWS (LINEAR_ROWS / 2) /* rows of blocks_pass, which has two accumulators for each result */
 
 /* Input features of a panel's step. */
@@ -38,16 +38,15 @@ INLINE int64_t features_per_step(fa_dtype weight)
         break;
 #define WITH_ROWS(rows, ...)                                                                                           \
     switch (rows) {                                                                                                    \
-        ROWS_CASE(1, __VA_ARGS__) ROWS_CASE(2, __VA_ARGS__) ROWS_CASE(3, __VA_ARGS__) ROWS_CASE(4, __VA_ARGS__)        \
-        ROWS_CASE(5, __VA_ARGS__) ROWS_CASE(6, __VA_ARGS__) ROWS_CASE(7, __VA_ARGS__) ROWS_CASE(8, __VA_ARGS__)        \
-        ROWS_CASE(9, __VA_ARGS__) ROWS_CASE(10, __VA_ARGS__) ROWS_CASE(11, __VA_ARGS__) ROWS_CASE(12, __VA_ARGS__)     \
+        ROWS_CASE(1, __VA_ARGS__)                                                                                      \
+        ROWS_CASE(2, __VA_ARGS__) ROWS_CASE(3, __VA_ARGS__) ROWS_CASE(4, __VA_ARGS__) ROWS_CASE(5, __VA_ARGS__)        \
+            ROWS_CASE(6, __VA_ARGS__) ROWS_CASE(7, __VA_ARGS__) ROWS_CASE(8, __VA_ARGS__) ROWS_CASE(9, __VA_ARGS__)    \
+                ROWS_CASE(10, __VA_ARGS__) ROWS_CASE(11, __VA_ARGS__) ROWS_CASE(12, __VA_ARGS__)                       \
     }
 
 /* One pass: n rows of a product, GROUP columns. */
-INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
-{
-    WITH_ROWS(n, LINEAR_ROWS, tile_outer, LINEAR_NV, dot, fetch, p, 0)
-}
+INLINE void multiply_pass(int dot, int fetch, int64_t n,
+                          const outer_product *p){WITH_ROWS(n, LINEAR_ROWS, tile_outer, LINEAR_NV, dot, fetch, p, 0)}
 
 /* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read. */
 INLINE void multiply(int64_t columns, int triangular, int64_t rows, const outer_product *whole)
@@ -67,9 +66,9 @@ INLINE void multiply(int64_t columns, int triangular, int64_t rows, const outer_
 /* out (rows, PANEL) = x (rows, features) times a part of a panel. */
 typedef struct {
     const fa_linear_args *a;
-    const char *x;         /* lanes, pairs of bfloat16 or int8, 0 up to a whole step; of 4 bits, to a whole block */
-    int64_t x_row;         /* bytes */
-    const int32_t *sums;   /* of int8 x, times V_I8_OFFSET: of each row and, of 4 bits, of each of its blocks */
+    const char *x;       /* lanes, pairs of bfloat16 or int8, 0 up to a whole step; of 4 bits, to a whole block */
+    int64_t x_row;       /* bytes */
+    const int32_t *sums; /* of int8 x, times V_I8_OFFSET: of each row and, of 4 bits, of each of its blocks */
     int64_t sums_row;
     const char *part, *scales; /* scales: float16, (blocks, PANEL); 4 bits only */
     int64_t features;

@@ -95,13 +95,16 @@ INLINE void load_queries_as(fa_dtype dtype, const fa_attention_args *a, const ro
         for (int64_t d = 0; d < depth; d += LANES) {
             const int64_t n = depth - d;
             v_t square[LANES];
-            for (int i = 0; i < LANES; i++) {
+            UNROLL_FOR(int i = 0; i < LANES; i++) {
                 const char *from = q_row[r + i];
                 const v_t q = from ? load_query(dtype, dot, from, d, n, a->head_dim) : v_splat(0);
                 square[i] = dot ? q : q * v_splat(factor);
             }
             v_transpose(square);
-            for (int i = 0; i < smaller(n, LANES); i++) v_store(qt + (d + i) * BLOCK_Q + r, square[i]);
+            UNROLL_FOR(int i = 0; i < LANES; i++) {
+                if (i >= n) break;
+                v_store(qt + (d + i) * BLOCK_Q + r, square[i]);
+            }
         }
 }
 

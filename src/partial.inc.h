@@ -169,11 +169,16 @@ INLINE void store_square(fa_dtype dtype, const lane *ot, int64_t d, int64_t head
     }
 }
 
-/* The same as partial_finish, of a tile whose accumulators are still transposed: ot (head_dim_v, BLOCK_Q). */
+/* The same as partial_finish, of a tile whose accumulators are still transposed: ot (head_dim_v, BLOCK_Q). All lines of
+ * out are asked for first. */
 INLINE void tile_finish_as(fa_dtype dtype, const fa_attention_args *a, const row_block *rows, const partial *part,
                            const lane *ot)
 {
     const int64_t step = dtype == FA_BF16 ? 2 * LANES : LANES;
+    EACH_ROW(rows, written, of) {
+        const char *to = at_row(&a->out, rows, of);
+        for (int64_t byte = 0; byte < a->head_dim_v * dtype_size(dtype); byte += 64) __builtin_prefetch(to + byte, 1);
+    }
     char *out[LANES];
     v_t factor = v_splat(0);
     EACH_ROW(rows, r, id) {
