@@ -10,8 +10,8 @@
  *
  * FlashAttention-2 (Dao 2023) turned on its side: lanes are queries, so softmax needs no horizontal reduction.
  *
- * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened
- * (or values interleaved in pairs, for the bfloat16 dot product). Rows that do not lie side by side are gathered, since
+ * The tiles of a task share copies of keys and values, made once a block where a copy pays, and tasks of a KV head those
+ * of all its blocks (tasks.inc.h says when): 16-bit elements are widened (or values interleaved in pairs, for the bfloat16 dot product). Rows that do not lie side by side are gathered, since
  * their strides fall on the same cache sets (docs/notes/attention-kernel.md).
  *
  * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
@@ -232,6 +232,7 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
 {
     const modifiers mods = modifiers_of(a, dot);
     const int tiles = (int)ceil_div(all->n, BLOCK_Q);
+    begin_head(a, all, &scratch->copy);
     for (int i = 0; i < tiles; i++) {
         row_block *rows = &scratch->tiles[i].rows;
         rows->b = all->b, rows->h_kv = all->h_kv, rows->group = all->group;
@@ -254,7 +255,7 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
             const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);
             const key_run run = masked_run(a, &tile->rows, dot ? 2 : 1, j0, end - j0);
             if (run.mask == BLOCK_EMPTY) continue;
-            prefetch_block(a, all, walk.next, walk.last, i, tiles);
+            prefetch_block(a, all, &scratch->copy, walk.next, walk.last, i, tiles);
             const int in_place = bias_in_place(a, &tile->rows, run.mask);
             scratch->ahead = in_place ? bias_after(scratch, i, &walk) : (bias_ahead){NULL, 0, 0, 0};
             if (tile->rows.n <= LANES) tile_block(a, &mods, 1, dot, tile, run, scratch);

@@ -35,9 +35,18 @@ typedef struct {
     bad_rows bad;
 } key_block;
 
+/* Keys and values of a whole KV head, as the tiles read them: blocks are copied when a task first meets them, and serve
+ * all tasks of the head that a thread takes. */
+typedef struct {
+    int64_t *head;   /* the first 8 bytes of a thread's scratch: the KV head, from 1 on, or 0 before the first task */
+    uint8_t *blocks; /* whether each is copied */
+    lane *k, *v;     /* (len_k, ...), whole blocks */
+} head_copy;
+
 typedef struct {
     tile_state tiles[TILES];
     key_block block;
+    head_copy copy;      /* without `head`, k and v below are copied into, for each task anew */
     bias_ahead ahead;    /* what is fetched meanwhile; no rows: nothing */
     lane *s, *add;       /* (BLOCK_K, BLOCK_Q): scores, then probabilities; the additive tile */
     lane *pairs;         /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16 */
@@ -69,8 +78,26 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim, LANES), &scratch->k);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim_v, LANES), &scratch->v, &scratch->clean);
     CUT_LANES(from, BLOCK_Q, &scratch->alpha);
+    scratch->copy.head = NULL;
     for (int i = 0; i < tiles; i++) cut_tile(from, a, scratch->tiles + i);
     return from->used;
+}
+
+static void cut_head_copy(arena *from, const fa_attention_args *a, head_copy *copy)
+{
+    const int64_t blocks = ceil_div(a->len_k, BLOCK_K), keys = blocks * BLOCK_K;
+    CUT(from, copy->blocks, blocks);
+    CUT(from, copy->k, keys * round_up(a->head_dim, LANES));
+    CUT(from, copy->v, keys * round_up(a->head_dim_v, LANES));
+}
+
+/* Before a task of the KV head of `rows`: forgets the copy of another one. */
+INLINE void begin_head(const fa_attention_args *a, const row_block *rows, const head_copy *copy)
+{
+    const int64_t head = 1 + rows->b * a->heads_kv + rows->h_kv;
+    if (!copy->head || *copy->head == head) return;
+    *copy->head = head;
+    memset(copy->blocks, 0, ceil_div(a->len_k, BLOCK_K));
 }
 
 /* One vector of a query row, from lane d on, of which n lanes are left; with `dot` lanes are pairs of bfloat16. */
@@ -180,15 +207,15 @@ INLINE block_kind load_additive(const fa_attention_args *a, const tile_state *ti
 
 INLINE int is_dense(const fa_array *x, int64_t width) { return x->row == width * dtype_size(x->dtype); }
 
-/* Rows [first, first + n) of k or v as lanes: in place, or widened and gathered in `copy`. */
+/* Rows [first, first + n) of k or v as lanes: in place, or widened and gathered in `copy`, unless they are `there`. */
 INLINE const char *rows_as_lanes(const fa_array *x, const row_block *rows, int64_t first, int64_t n, int64_t width,
-                                 lane *copy, int64_t *row_bytes)
+                                 int there, lane *copy, int64_t *row_bytes)
 {
     const char *from = at_key(x, rows, first);
     *row_bytes = x->row;
     if (dtype_size(x->dtype) == sizeof(lane) && is_dense(x, width)) return from;
     *row_bytes = width * (int64_t)sizeof(lane);
-    for (int64_t j = 0; j < n; j++) load_row(x->dtype, from + j * x->row, width, 1, copy + j * width);
+    for (int64_t j = 0; !there && j < n; j++) load_row(x->dtype, from + j * x->row, width, 1, copy + j * width);
     return (const char *)copy;
 }
 
@@ -210,36 +237,51 @@ INLINE void pair_values(const char *v, int64_t v_row, int64_t n, int64_t width, 
     }
 }
 
+/* The block's keys and values, copied where that is needed: a part of the head's copy is a whole block of the grid. */
 INLINE void load_block(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)
 {
     key_block *block = &scratch->block;
-    const int64_t first = block->first, n = block->n, width = a->head_dim, width_v = a->head_dim_v;
+    const int64_t width = a->head_dim, width_v = a->head_dim_v;
+    int64_t first = block->first, n = block->n;
+    lane *k = scratch->k, *v = scratch->v;
+    int there = 0;
+    if (scratch->copy.head) {
+        uint8_t *copied = scratch->copy.blocks + first / BLOCK_K;
+        first = first / BLOCK_K * BLOCK_K, n = smaller(BLOCK_K, a->len_k - first);
+        k = scratch->copy.k + first * round_up(width, LANES), v = scratch->copy.v + first * round_up(width_v, LANES);
+        there = *copied, *copied = 1;
+    }
+    const int64_t skip = block->first - first;
     if (!dot) {
-        block->k = rows_as_lanes(&a->k, rows, first, n, width, scratch->k, &block->k_row);
+        block->k = rows_as_lanes(&a->k, rows, first, n, width, there, k, &block->k_row);
+        block->k += skip * block->k_row;
         if (a->stats.second_pass) return;
-        block->v = rows_as_lanes(&a->v, rows, first, n, width_v, scratch->v, &block->v_row);
+        block->v = rows_as_lanes(&a->v, rows, first, n, width_v, there, v, &block->v_row);
+        block->v += skip * block->v_row;
         return;
     }
     block->k = at_key(&a->k, rows, first), block->k_row = a->k.row;
     if (width % 2 || !is_dense(&a->k, width)) { /* with an odd head_dim, the last pair must not be read past its row */
         const char *from = block->k;
-        block->k = (const char *)scratch->k, block->k_row = round_up(width, 2) * 2;
-        for (int64_t j = 0; j < n; j++) {
-            char *row = (char *)scratch->k + j * block->k_row;
+        block->k = (const char *)k, block->k_row = round_up(width, 2) * 2;
+        for (int64_t j = 0; !there && j < n; j++) {
+            char *row = (char *)k + j * block->k_row;
             memset(row + block->k_row - 2, 0, 2);
             memcpy(row, from + j * a->k.row, width * 2);
         }
     }
+    block->k += skip * block->k_row;
     if (a->stats.second_pass) return;
-    block->v = (const char *)scratch->v, block->v_row = width_v * (int64_t)sizeof(lane);
-    pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, scratch->v);
+    block->v_row = width_v * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 2 * block->v_row;
+    if (!there) pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, v);
 }
 
 /* Asks for part `i` of `parts` of the block of keys and values from `first` on, where rows do not lie side by side:
  * there the hardware's prefetching finds nothing to follow. */
-INLINE void prefetch_block(const fa_attention_args *a, const row_block *rows, int64_t first, int64_t last, int i,
-                           int parts)
+INLINE void prefetch_block(const fa_attention_args *a, const row_block *rows, const head_copy *copy, int64_t first,
+                           int64_t last, int i, int parts)
 {
+    if (first >= last || (copy->head && copy->blocks[first / BLOCK_K])) return;
     const int64_t j0 = first + i * BLOCK_K / parts, n = smaller(first + (i + 1) * BLOCK_K / parts, last) - j0;
     if (n <= 0) return;
     if (!is_dense(&a->k, a->head_dim))
