@@ -79,6 +79,15 @@ INLINE void pair_probs(int nv, const lane *probs, int64_t n, lane *pairs)
         }
 }
 
+/* How many of n keys from j0 on some row of the first NV_LOW vectors may attend: under a causal mask the diagonal cuts
+ * through a tile. With `dot`, whole pairs. */
+static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int dot)
+{
+    int64_t end = j0;
+    for (int64_t r = 0; r < smaller(rows->n, NV_LOW * LANES); r++) end = larger(end, rows->end[r]);
+    return smaller(n, dot ? round_up(end - j0, 2) : end - j0);
+}
+
 /* One tile against a run of keys of the block. */
 INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv, int dot, tile_state *tile,
                        key_run run, tile_scratch *scratch)
@@ -93,7 +102,13 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     outer_product product = {.y = tile->qt, .factor = mods->q_factor, .out = scratch->s};
     product.x = block->k + skip * block->k_row, product.x_row = block->k_row;
     product.depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
-    block_outer(nv, dot, n, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
+    const int64_t n_low = nv == NV && NV_LOW && kind & BLOCK_EDGE ? keys_of_low(rows, j0, n, dot) : n;
+    block_outer(nv, dot, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
+    if (nv == NV && n_low < n) { /* modify_tile hides the other scores */
+        product.x += n_low * product.x_row, product.y += NV_LOW * LANES;
+        product.out += n_low * BLOCK_Q + NV_LOW * LANES;
+        block_outer(NV - NV_LOW, dot, n - n_low, &product, NULL);
+    }
     modify_tile(a, nv, mods, &scores);
     if (a->stats.second_pass) {
         weigh_tile(a, nv, tile, &scores, scratch->by_row);
@@ -118,7 +133,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v};
     values.v_row = bad ? a->head_dim_v * (int64_t)sizeof(lane) : block->v_row;
     values.v = (bad ? (const char *)scratch->clean : block->v) + (dot ? skip / 2 : skip) * values.v_row;
-    values.n = dot ? ceil_div(n, 2) : n;
+    values.n = dot ? ceil_div(n, 2) : n, values.n_low = dot ? ceil_div(n_low, 2) : n_low;
     values.probs = dot ? scratch->pairs : scratch->s;
     values.mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
     block_values(nv, dot, &values);
@@ -134,7 +149,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
 INLINE void add_values(const fa_attention_args *a, int nv, tile_state *tile, const char *v, int64_t v_row, int64_t n,
                        const lane *probs)
 {
-    value_product values = {.v = v, .v_row = v_row, .n = n, .head_dim_v = a->head_dim_v, .probs = probs};
+    value_product values = {.v = v, .v_row = v_row, .n = n, .n_low = n, .head_dim_v = a->head_dim_v, .probs = probs};
     values.mode = tile->fresh ? ACC_ZERO : ACC_KEEP, values.out = tile->ot;
     block_values(nv, 0, &values);
     tile->fresh = 0;

@@ -126,6 +126,11 @@ static void ranges_begin(const fa_attention_args *a, row_block *rows, int64_t ke
     rows->first = rows->full_last = key_end;
     rows->last = rows->full_first = key_begin;
     rows->several = 0, rows->one_list = 1, rows->next = INT64_MAX;
+    if (!a->masks.row_begin.data && !a->masks.row_end.data && !a->masks.ranges && key_begin < key_end) {
+        for (int64_t r = 0; r < rows->n; r++) rows->begin[r] = key_begin, rows->end[r] = key_end;
+        rows->first = rows->full_first = key_begin, rows->last = rows->full_last = key_end;
+        return;
+    }
     EACH_ROW(rows, r, id) {
         int64_t begin, end;
         row_range(a, rows, id, &begin, &end);

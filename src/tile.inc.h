@@ -92,10 +92,14 @@ INLINE void block_outer(int nv, int dot, int64_t n, const outer_product *whole, 
 /* What becomes of the accumulators before a product is added. */
 typedef enum { ACC_ZERO, ACC_KEEP, ACC_SCALE } acc_mode;
 
-/* out (head_dim_v, nv) = mode(out) + v (n, head_dim_v)^T probs (n, nv); with `dot` n counts pairs of keys. */
+/* Of NV vectors, the first half ends at the key n_low of value_product. */
+#define NV_LOW (NV / 2)
+
+/* out (head_dim_v, nv) = mode(out) + v (n, head_dim_v)^T probs (n, nv); with `dot` n counts pairs of keys. From n_low on,
+ * probabilities of the first NV_LOW of NV vectors are 0 and not read. */
 typedef struct {
     const char *v;
-    int64_t v_row, n, head_dim_v;
+    int64_t v_row, n, n_low, head_dim_v;
     const lane *probs, *alpha; /* alpha (nv): the factor of ACC_SCALE */
     acc_mode mode;
     lane *out;
@@ -110,12 +114,16 @@ INLINE void tile_values(int nd, int nv, int dot, int64_t d, const value_product 
     const lane *probs = p->probs;
     UNROLL_FOR(int c = 0; c < nd; c++)
         UNROLL_FOR(int u = 0; u < nv; u++) acc[c][u] = v_splat(0);
-    UNROLL_2_FOR(int64_t j = 0; j < p->n; j++, v += p->v_row, probs += BLOCK_Q) {
-        v_t prob[NV];
-        UNROLL_FOR(int u = 0; u < nv; u++) prob[u] = v_load(probs + u * LANES);
-        UNROLL_FOR(int c = 0; c < nd; c++) {
-            v_t value = v_splat(*(const lane_u *)(v + c * sizeof(lane)));
-            UNROLL_FOR(int u = 0; u < nv; u++) acc[c][u] = v_madd(dot, value, prob[u], acc[c][u]);
+    UNROLL_FOR(int low = 0; low < 2; low++) {
+        const int first = low && nv == NV ? NV_LOW : 0;
+        const int64_t n = low ? p->n - p->n_low : p->n_low;
+        UNROLL_2_FOR(int64_t j = 0; j < n; j++, v += p->v_row, probs += BLOCK_Q) {
+            v_t prob[NV];
+            UNROLL_FOR(int u = first; u < nv; u++) prob[u] = v_load(probs + u * LANES);
+            UNROLL_FOR(int c = 0; c < nd; c++) {
+                v_t value = v_splat(*(const lane_u *)(v + c * sizeof(lane)));
+                UNROLL_FOR(int u = first; u < nv; u++) acc[c][u] = v_madd(dot, value, prob[u], acc[c][u]);
+            }
         }
     }
     UNROLL_FOR(int c = 0; c < nd; c++)
