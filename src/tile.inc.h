@@ -83,9 +83,20 @@ INLINE void block_outer(int nv, int dot, int64_t n, const outer_product *whole, 
             if (bias && !p.more) prefetch_bias(bias, j);
             tile_outer(TILE, nv, dot, 0, &p, j);
         }
-        for (; j + 4 <= n; j += 4) tile_outer(4, nv, dot, 0, &p, j);
-        for (; j + 2 <= n; j += 2) tile_outer(2, nv, dot, 0, &p, j);
-        for (; j < n; j++) tile_outer(1, nv, dot, 0, &p, j);
+        switch (n - j) { /* in one piece: each waits for its own sums */
+        case 0: break;
+        case 1: tile_outer(1, nv, dot, 0, &p, j); break;
+        case 2: tile_outer(2, nv, dot, 0, &p, j); break;
+        case 3: tile_outer(3, nv, dot, 0, &p, j); break;
+#if TILE > 4
+        case 4: tile_outer(4, nv, dot, 0, &p, j); break;
+        case 5: tile_outer(5, nv, dot, 0, &p, j); break;
+#endif
+#if TILE > 6
+        case 6: tile_outer(6, nv, dot, 0, &p, j); break;
+        case 7: tile_outer(7, nv, dot, 0, &p, j); break;
+#endif
+        }
     }
 }
 
