@@ -57,7 +57,7 @@ INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *
     for (int64_t h = 0; h < heads; h++) {
         const row_block kv = {.b = scratch->heads[h].rows.b, .h_kv = h / group};
         outer_product product = {.y = scratch->heads[h].qt, .depth = a->head_dim};
-        product.x = rows_as_lanes(&a->k, &kv, j0, n, a->head_dim, scratch->tile.k, &product.x_row);
+        product.x = rows_as_lanes(&a->k, &kv, j0, n, a->head_dim, 0, scratch->tile.k, &product.x_row);
         product.out = (call->pre ? scratch->scores : scratch->mixed) + h * HEAD_PITCH;
         block_outer(nv, 0, n, &product, NULL);
     }
