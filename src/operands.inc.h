@@ -222,10 +222,12 @@ INLINE const char *rows_as_lanes(const fa_array *x, const row_block *rows, int64
 /* Pairs of keys: rows 2j and 2j + 1 of v become one row of pairs; an odd last one is paired with 0. */
 INLINE void pair_values(const char *v, int64_t v_row, int64_t n, int64_t width, lane *to)
 {
-    static const uint16_t zeros[LANES];
+    static const uint16_t zeros[2 * LANES];
     for (int64_t j = 0; j < n; j += 2, to += width) {
         const char *row0 = v + j * v_row, *row1 = row0 + v_row;
         int64_t d = 0;
+        for (; d + 2 * LANES <= width; d += 2 * LANES)
+            v_store_paired_bf16(to + d, row0 + d * 2, j + 1 < n ? row1 + d * 2 : (const char *)zeros);
         for (; d + LANES <= width; d += LANES)
             v_store(to + d, v_pair_bf16(row0 + d * 2, j + 1 < n ? row1 + d * 2 : (const char *)zeros));
         if (d < width) {

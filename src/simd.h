@@ -13,6 +13,7 @@
  *   v_load_f16 v_load_bf16  LANES 16-bit values, widened           v_store_f16 v_store_bf16   rounded to nearest even
  *   v_dot_bf16(a, b, c)     c + a.lo * b.lo + a.hi * b.hi, lanes of a, b being pairs of bfloat16
  *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory
+ *   v_store_paired_bf16     2 LANES such pairs of two rows in memory, stored
  *   v_store_pairs_bf16      2 LANES numbers, rounded, in order; a denormal number may become 0
  *   v_dot_i8(a, b, c)       c + the products of four signed bytes in each lane of a and b + V_I8_OFFSET times those of
  *                           b: some instructions take a as unsigned
@@ -414,12 +415,28 @@ INLINE v_t v_pair_bf16(const void *p, const void *q)
     vw_t low = __builtin_convertvector(*(const vhu_t *)p, vw_t);
     return (v_t)(low | __builtin_convertvector(*(const vhu_t *)q, vw_t) << 16);
 }
+/* The same of 2 LANES elements of each row, stored one after the other. */
+INLINE void v_store_paired_bf16(void *to, const void *p, const void *q)
+{
+#if V_BYTES == 64
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i x = _mm512_loadu_si512(p), y = _mm512_loadu_si512(q);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, low, y));
+    _mm512_storeu_si512((char *)to + V_BYTES, _mm512_permutex2var_epi16(x, high, y));
+#else
+    v_store(to, v_pair_bf16(p, q));
+    v_store((char *)to + V_BYTES, v_pair_bf16((const char *)p + V_BYTES / 2, (const char *)q + V_BYTES / 2));
+#endif
+}
 #else  /* double lanes: there are no 16-bit elements; that one text may name them, and V_BF16_DOT is 0 */
 INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c) { return v_fma(a, b, c); }
 INLINE v_t v_pack_bf16(v_t low, v_t high) { return low + high; }
 INLINE v_t v_pair_bf16(const void *p, const void *q) { return v_load(p) + v_load(q); }
 INLINE v_t v_load_f16(const void *p) { return v_load(p); }
 INLINE void v_store_pairs_bf16(void *to, v_t a, v_t b) { v_store(to, a + b); }
+INLINE void v_store_paired_bf16(void *to, const void *p, const void *q) { v_store(to, v_load(p) + v_load(q)); }
 #endif /* LANE_BITS == 32 */
 
 #endif
