@@ -10,7 +10,6 @@ FASTATTN_ISAS=avx2,avx512      compile no other instruction sets but these, and 
 FASTATTN_SANITIZE=address,undefined  look for such errors at run time: tests/sanitize.sh
 """
 
-import itertools
 import os
 import platform
 import re
@@ -38,14 +37,12 @@ REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
 
 
 def instruction_sets():
-    """(name, flags) of the lines of isa.inc for this architecture, best first."""
+    """(name, flags, name of the set with its double kernels) of isa.inc for this architecture, best first."""
     machine = platform.machine().lower().replace("arm64", "aarch64").replace("amd64", "x86_64")
-    lines = re.findall(r'^FA_ISA\((\w+), (\w+), "(.*)"\)$', (SRC / "isa.inc").read_text(), re.MULTILINE)
-    wanted = os.environ.get("FASTATTN_ISAS", "").split(",")
+    line = r'^FA_ISA\((\w+), (\w+), "(.*)", (\w+)\)$'
+    lines = re.findall(line, (SRC / "isa.inc").read_text(), re.MULTILINE)
     return [
-        (name, flags.split())
-        for name, arch, flags in lines
-        if arch in (machine, "any") and (wanted == [""] or name in (*wanted, "generic"))
+        (name, flags.split(), doubles) for name, arch, flags, doubles in lines if arch in (machine, "any")
     ]
 
 
@@ -55,19 +52,24 @@ class BuildExt(build_ext):
     def build_extension(self, ext):
         """Compile the objects of src/ and hand them to the linker; then the Cython layer as usual."""
         werror = ["-Werror"] if os.environ.get("FASTATTN_WERROR") == "1" else []
-        isas = [(name, flags) for name, flags in instruction_sets() if self.takes(flags)]
+        flags_of = {name: flags for name, flags, _ in instruction_sets() if self.takes(flags)}
+        wanted = (os.environ.get("FASTATTN_ISAS") or ",".join(flags_of)).split(",")
+        known = [(name, doubles) for name, _, doubles in instruction_sets() if name in flags_of]
+        isas = [(name, doubles) for name, doubles in known if name in (*wanted, "generic")]
         if not isas:
             raise CompileError("no working C compiler (or none that takes GNU C flags)")
 
         def kernels(job):
-            (name, flags), lane = job
+            name, lane = job
+            flags = flags_of[name]
             macros = [("FA_ISA_NAME", name), (f"FA_LANE_{lane}", "1")]
             return self.compile("kernels.c", f"{name}-{lane}", [*FLAGS, *SANITIZED, *werror, *flags], macros)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # seconds of gcc each, a process of its own
-            for objects in pool.map(kernels, itertools.product(isas, ("F32", "F64"))):
+            jobs = [(name, "F32") for name, _ in isas] + [(name, "F64") for name in dict(map(reversed, isas))]
+            for objects in pool.map(kernels, jobs):
                 ext.extra_objects += objects
-        compiled = [("FA_COMPILED", " ".join(f"X({name})" for name, _ in isas))]
+        compiled = [("FA_COMPILED", " ".join(f"X({name},{doubles})" for name, doubles in isas))]
         for source in ("cpu.c", "dispatch.c"):
             ext.extra_objects += self.compile(source, "common", [*FLAGS, *SANITIZED, *werror], compiled)
         for compile_flags, link_flags in OPENMP:

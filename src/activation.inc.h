@@ -1,8 +1,8 @@
 /* Activations on vectors. NaN stays NaN.
  *
- * Requires  softmax.inc.h (v_exp, v_tanh, v_horner); includes activations.inc, the formulas.
+ * Requires  softmax.inc.h; includes activations.inc, the formulas.
  * Literals  activation: any fa_activation. With a literal in a loop, one formula is left of all.
- * Exports   v_activate. */
+ * Exports   v_activate; v_erf, v_sigmoid (of the formulas). */
 
 #ifdef FA_LANE_F64
 INLINE v_t v_erf(v_t x)

@@ -10,9 +10,10 @@
  *
  * FlashAttention-2 (Dao 2023) turned on its side: lanes are queries, so softmax needs no horizontal reduction.
  *
- * The tiles of a task share copies of keys and values, made once a block where a copy pays, and tasks of a KV head those
- * of all its blocks (tasks.inc.h says when): 16-bit elements are widened (or values interleaved in pairs, for the bfloat16 dot product). Rows that do not lie side by side are gathered, since
- * their strides fall on the same cache sets (docs/notes/attention-kernel.md).
+ * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened
+ * (or values interleaved in pairs, for the bfloat16 dot product). Rows that do not lie side by side are gathered, since
+ * their strides fall on the same cache sets (docs/notes/attention-kernel.md). The copies may serve several tasks of a KV
+ * head: keeps_copy in tasks.inc.h says when.
  *
  * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
  * Exports   tile_begin, tile_attend, tile_end, tile_finish, add_values. */
@@ -145,7 +146,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     }
 }
 
-/* ot += the values of n keys, weighted, without a factor for what came before. */
+/* ot += the weighted values of n keys. Nothing scales what was there before. */
 INLINE void add_values(const fa_attention_args *a, int nv, tile_state *tile, const char *v, int64_t v_row, int64_t n,
                        const lane *probs)
 {
@@ -166,7 +167,8 @@ INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
     tile->fresh = 1;
 }
 
-/* Ends a part: if the tile has met keys since the last one, or if this is the first. */
+/* Makes a part of what the tile has met since the last one, and merges it into `total`. A part of no keys is left out,
+ * unless it is the first: `total` must hold something. */
 static void tile_end_part(const fa_attention_args *a, const tile_scratch *scratch, tile_state *tile)
 {
     const partial *part = tile->parts ? &scratch->part : &tile->total;

@@ -1,7 +1,7 @@
 /* Small things that every file uses: integers, elements of strided arrays, scratch memory, when to give up.
  *
  * Requires  fastattn.h, simd.h.
- * Exports   sizes and ceilings, at, WITH_LITERAL, WITH_DTYPE, arena, cut, CUT, CUT_LANES, given_up. */
+ * Exports   smaller, larger, round_up, ceil_div; load_int, at; WITH_DTYPE; arena, cut, CUT, CUT_LANES; given_up. */
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -21,7 +21,8 @@ INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
     return x->data + x->batch[b] + h * x->head + i * x->row + j * x->col;
 }
 
-/* The call that follows, in which `name` is the dtype as a literal: a kernel's switches on it fold away. */
+/* WITH_DTYPE(dtype, name, call): the call, in which `name` is dtype as a literal. So a kernel's switches on it fold
+ * away. */
 #define WITH_LITERAL(name, value, ...)                                                                                 \
     {                                                                                                                  \
         const int name = value;                                                                                        \

@@ -17,13 +17,27 @@ int fa_cpu_has_avx512(void)
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-int fa_cpu_has_avx512bf16(void)
+int fa_cpu_has_avx512vnni(void) { return fa_cpu_has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+int fa_cpu_has_avx512bf16(void) { return fa_cpu_has_avx512vnni() && __builtin_cpu_supports("avx512bf16"); }
+
+int fa_cpu_has_avxvnni(void)
 {
-    return fa_cpu_has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    unsigned a, b, c, d;
+    return fa_cpu_has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1 << 4);
 }
 #endif
 
 #if defined __aarch64__
+#if defined __linux__
+#include <sys/auxv.h>
+int fa_cpu_has_neondot(void) { return (getauxval(AT_HWCAP) & 1 << 20) != 0; } /* HWCAP_ASIMDDP */
+#elif defined __APPLE__
+int fa_cpu_has_neondot(void) { return 1; } /* since the first of Apple's own */
+#else
+int fa_cpu_has_neondot(void) { return 0; }
+#endif
+
 int fa_cpu_has_neon(void) { return 1; /* part of the base architecture */ }
 #endif
 

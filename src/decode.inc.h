@@ -9,7 +9,7 @@
  *
  * Requires  modifiers.inc.h, partial.inc.h, nonfinite.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
  * Literals  dtype: of K and V. nr, rows at a time: 1, 2 or 4. nd, vectors of head_dim_v at a time: 1 or DOT_CHUNK.
- * Exports   DOT_ROWS, dot_scratch, dot_attend. */
+ * Exports   DOT_ROWS, dot_scratch, cut_dot_scratch, dot_attend. */
 
 #define DOT_ROWS 8  /* rows per KV head up to which this kernel is used; above, the tile kernel */
 #define DOT_CHUNK 4 /* 4 rows x 4 vectors of accumulators fit 32 registers */
@@ -33,8 +33,8 @@ static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scra
     return from->used;
 }
 
-/* Rows of `bytes` that are fetched meanwhile, as many as are being read. Scores and values take turns, so that the
- * hardware's own prefetching starts anew at every turn: while one is computed, the other is fetched. */
+/* Rows of `bytes` that are fetched meanwhile: one for each row that is read. Keys and values are read in turns, and the
+ * hardware's own prefetching would start anew at every turn. So while rows of one are used, the other is fetched. */
 typedef struct {
     const char *data; /* NULL: nothing */
     int64_t row, bytes;
@@ -49,7 +49,7 @@ typedef struct {
     lane *s;          /* (rows, BLOCK_K) */
 } dot_product;
 
-/* Of rows from r0 on and LANES / nr keys from j0 on: one vector of sums. */
+/* Scores of nr rows from r0 on and LANES / nr keys from j0 on: one vector of sums. */
 INLINE void dot_tile(fa_dtype dtype, int nr, const dot_product *p, int64_t r0, int64_t j0)
 {
     const int keys = LANES / nr;
@@ -76,7 +76,7 @@ INLINE void dot_tile(fa_dtype dtype, int nr, const dot_product *p, int64_t r0, i
     UNROLL_FOR(int r = 0; r < nr; r++) memcpy(p->s + (r0 + r) * BLOCK_K + j0, each + r * keys, keys * sizeof(lane));
 }
 
-/* Of rows from r0 on. Keys past the last whole tile go one by one. */
+/* All scores of nr rows from r0 on. Keys past the last whole tile go one by one. */
 INLINE void dot_scores(fa_dtype dtype, int nr, const dot_product *p, int64_t r0)
 {
     const int keys = LANES / nr, fetch = r0 == 0 && p->next.data;
@@ -109,7 +109,7 @@ typedef struct {
     int64_t acc_row;
 } dot_weighting;
 
-/* Of rows from r0 on: nd vectors from d on. `last`: lanes of the last vector, 0 = all. */
+/* acc of nr rows from r0 on: nd vectors from dimension d on. The last has `last` lanes, or all where that is 0. */
 INLINE void dot_values(fa_dtype dtype, int nr, int nd, const dot_weighting *p, int64_t r0, int64_t d, int64_t last)
 {
     const int fetch = r0 == 0 && d == 0 && p->next.data;
@@ -133,6 +133,7 @@ INLINE void dot_values(fa_dtype dtype, int nr, int nd, const dot_weighting *p, i
         }
 }
 
+/* All of acc of nr rows from r0 on. */
 INLINE void dot_accumulate(fa_dtype dtype, int nr, const dot_weighting *p, int64_t r0)
 {
     const int64_t width = p->head_dim_v;

@@ -1,9 +1,10 @@
-/* The compiled instruction sets, best first: the build defines FA_COMPILED, such as "X(avx512) X(avx2) X(generic)". */
+/* The compiled instruction sets, best first. The build defines FA_COMPILED, such as "X(avx512vnni, avx512) X(generic,
+ * generic)": names, and those of the sets whose double kernels they use. */
 #include "fastattn.h"
 
-#define X(isa)                                                                                                         \
+#define X(isa, doubles)                                                                                                \
     int fa_cpu_has_##isa(void);                                                                                        \
-    extern const fa_kernels fa_kernels_##isa##_f32, fa_kernels_##isa##_f64;
+    extern const fa_kernels fa_kernels_##isa##_f32, fa_kernels_##doubles##_f64;
 FA_COMPILED
 #undef X
 
@@ -12,7 +13,7 @@ static const struct {
     int (*available)(void);
     const fa_kernels *f32, *f64;
 } isas[] = {
-#define X(isa) {#isa, fa_cpu_has_##isa, &fa_kernels_##isa##_f32, &fa_kernels_##isa##_f64},
+#define X(isa, doubles) {#isa, fa_cpu_has_##isa, &fa_kernels_##isa##_f32, &fa_kernels_##doubles##_f64},
     FA_COMPILED
 #undef X
 };

@@ -170,7 +170,7 @@ typedef struct {
 
 /* A task is a state, or some panels of its columns: a matter of scheduling alone. */
 typedef struct {
-    int panels, steps; /* steps: token by token, for a function of the length */
+    int panels, steps; /* steps: token by token; len_q and `causal` alone decide it */
     int64_t n_tasks, scratch_bytes;
     double flops;
 } fa_recurrent_plan;

@@ -1,11 +1,11 @@
-/* What differs between instruction sets besides intrinsics. simd.h includes this; but for cpu.c, no other file asks which
- * one it is.
+/* What differs between instruction sets besides intrinsics. simd.h includes this; but for cpu.c, no other file asks
+ * which one it is.
  *
  *     V_BYTES, V_REGISTERS      bytes of a vector; vector registers, which every tile below must fit
  *     TILE x NV                 accumulators of the attention tile, of TILE * NV + NV + 1 registers. AVX-512: 8x3,
  *                               12x2, 4x4, 4x6 and 2x8 are behind from 128 keys up. AVX2: 6x2 is 3% behind, with 8
- *                               loads for 12 multiply-adds and not 7; 8x2 spills. NEON: a vector holds but four queries.
- *                               generic: without fused multiply-adds a product takes one register more
+ *                               loads for 12 multiply-adds and not 7; 8x2 spills. NEON: a vector holds but four
+ *                               queries. generic: without fused multiply-adds a product takes one register more
  *     LINEAR_ROWS x LINEAR_NV   the same of the layers' matrix product
  *     V_I8_OFFSET               128 where the dot product of bytes takes one side unsigned (see v_dot_i8), or 0
  *     STEP_NV                   vectors of a state's columns that a step of linear attention holds, twice */

@@ -2,6 +2,8 @@
  *
  * Compiled for every line of isa.inc, with its flags and -DFA_ISA_NAME=<isa>, once with float lanes and once, with
  * -DFA_LANE_F64, with double lanes. Everything is static but that table. A file uses only what stands above it here.
+ * Its head says which files it requires (and with them what those require), which parameters must be literals, and
+ * which names it exports: all that other files use.
  *
  * One name means one thing in all files of attention:
  *

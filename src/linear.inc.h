@@ -15,12 +15,12 @@
 
 /* Steps of a block: of a panel 128 KB, and of x for 128 rows 512 KB, which the second-level cache holds together. */
 #define LINEAR_STEPS 1024
-#define LINEAR_SUM 256 /* steps that one accumulator sums at most */
 
 /* Rows and panels of a task at most. The fewer the rows, the more often a panel comes from further away. */
 #define LINEAR_TASK_ROWS 128
 #define LINEAR_TASK_PANELS 16
 #define LINEAR_TASKS_PER_THREAD 6
+#define LINEAR_ASKS (1 << 20) /* products of each column between two calls of given_up(): a fraction of a millisecond */
 /* Rows up to which weights are widened in registers, at every pass. Beyond, a part of a panel is widened to memory for
  * all its passes. */
 #define NARROW_ROWS 64
@@ -59,23 +59,33 @@ static void widen_part(const packed_product *p, lane *to)
         }
 }
 
-/* out = one pass of all its columns; of a part widened to memory, if `wide` is not NULL. */
+/* out (rows, PANEL) = or += the product; of a part widened to memory, if `wide` is not NULL. Pieces of LINEAR_SUM steps,
+ * 32 KB, stay in the first-level cache for all passes. */
 static void multiply_packed(int64_t rows, const packed_product *whole, const lane *wide)
 {
     const fa_dtype weight = wide ? FA_F32 : whole->a->weight;
     const multiplication how = wide ? BY_LANES : multiplication_of(whole->a);
-    const int64_t each = features_per_step(weight);
-    const int64_t most = how == BY_BYTES || how == BY_BLOCKS ? whole->features : LINEAR_SUM * (how == BY_PAIRS ? 2 : 1);
+    const int64_t each = features_per_step(weight), most = LINEAR_SUM * (how == BY_WIDENING ? 1 : each);
+    packed_product p = *whole;
     int64_t d = 0;
     do { /* without features, out becomes 0 */
-        packed_product p = *whole;
-        p.x += d * x_size(p.a);
-        p.part = wide ? (const char *)(wide + d * PANEL) : p.part + d / each * FA_PANEL_BYTES;
-        if (weight == FA_I4) p.scales += d / BLOCK_4BIT * PANEL * 2;
-        p.features = smaller(p.features - d, most);
-        p.more |= d > 0;
-        for (int64_t c = 0; c < PANEL; c += GROUP) packed_pass(how, rows, c, &p);
-    } while ((d += most) < whole->features);
+        const int runs = wide_runs(rows), together = how == BY_WIDENING && whole->features - d >= runs * most;
+        p.runs = together ? runs : 1;
+        p.features = smaller(whole->features - d, most);
+        p.part = wide ? (const char *)(wide + d * PANEL) : whole->part + d / each * FA_PANEL_BYTES;
+        if (weight == FA_I4) p.scales = whole->scales + d / BLOCK_4BIT * PANEL * 2;
+        p.more = whole->more || d;
+        for (int64_t r = 0, passes = ceil_div(rows, pass_rows(p.a)); passes; passes--) {
+            const int64_t n = ceil_div(rows - r, passes); /* even passes: a last one of one row wastes most */
+            p.x = whole->x + r * p.x_row + d * x_size(p.a);
+            p.sums = whole->sums + r * p.sums_row + d / BLOCK_4BIT;
+            p.ahead = r == 0;
+            p.out = whole->out + r * PANEL;
+            for (int64_t c = 0; c < PANEL; c += GROUP) packed_pass(how, n, c, &p);
+            r += n;
+        }
+        d += p.runs * most;
+    } while (d < whole->features);
 }
 
 /* Where a row's results of one panel come from. */
@@ -126,8 +136,8 @@ INLINE void finish_rows(const fa_linear_args *a, fa_activation activation, int64
                      (panel_sums){acc + r * PANEL, up + r * PANEL, a->x_int8 ? factors[r] : 1});
 }
 
-static void finish_pass(const fa_linear_args *a, int64_t row, int64_t rows, int64_t panel, const lane *acc,
-                        const lane *up, const lane *factors)
+static void finish_panels(const fa_linear_args *a, int64_t row, int64_t rows, int64_t panel, const lane *acc,
+                          const lane *up, const lane *factors)
 {
     switch (a->activation) {
 #define FA_ACTIVATION(constant, name, formula)                                                                         \
@@ -138,8 +148,9 @@ static void finish_pass(const fa_linear_args *a, int64_t row, int64_t rows, int6
 }
 
 /* The product with panel number `panel`, from a feature on that begins a block. */
-INLINE packed_product of_panel(packed_product p, int64_t panel, int64_t feature)
+INLINE packed_product at_panel(int64_t panel, int64_t feature, const packed_product *product)
 {
+    packed_product p = *product;
     const int64_t each = features_per_step(p.a->weight), steps = features_padded(p.a) / each;
     p.part = p.a->panels + (panel * steps + feature / each) * FA_PANEL_BYTES;
     if (p.a->weight == FA_I4)
@@ -152,39 +163,36 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
 {
     linear_scratch scratch;
     take_linear_scratch(&(arena){.memory = memory}, a, plan, &scratch);
-    const int maps = 1 + a->gated, in_blocks = plan->blocks > 1;
+    const int maps = 1 + a->gated;
     const int64_t block = task / plan->panel_tasks, row = block * plan->rows, rows = smaller(a->m - row, plan->rows);
-    const int64_t panel = task % plan->panel_tasks * plan->panels;
+    const int64_t panel = task % plan->panel_tasks * plan->panels, features = features_padded(a);
     const int64_t end = smaller(maps * ceil_div(a->n, PANEL), panel + plan->panels);
-    const int64_t n_passes = ceil_div(rows, pass_rows(a)), tile = smaller(plan->rows, LINEAR_ROWS) * PANEL;
     const linear_input x = ready_input(a, block, row, rows, &scratch);
-    for (int64_t d = 0, first = 1; first || d < features_padded(a); d += plan->features, first = 0) {
-        const int last = d + plan->features >= features_padded(a);
-        packed_product p = {.a = a, .x_row = x.x_row, .sums_row = sums_of_row(a), .more = !first};
-        p.features = last ? features_padded(a) - d : plan->features;
+    int64_t done = 0; /* products of each column, since it last asked */
+    for (int64_t b = 0; b < plan->blocks; b++) {
+        const int64_t d = b * plan->features;
         for (int64_t i = panel; i < end; i += maps) {
-            if (i > panel && given_up(a->watch)) return;
-            lane *wide[] = {NULL, NULL};
-            for (int map = 0; map < maps && plan->widen; map++) {
-                wide[map] = scratch.wide + map * LINEAR_WIDE * PANEL;
-                p = of_panel(p, i + map, d);
-                widen_part(&p, wide[map]);
+            lane *acc = scratch.acc + (plan->blocks > 1 ? (i - panel) * rows * PANEL : 0), *up = acc + rows * PANEL;
+            if ((done += rows * plan->features) > LINEAR_ASKS) {
+                if (given_up(a->watch)) return;
+                done = 0;
             }
-            for (int64_t r = 0, passes = n_passes; passes; passes--) {
-                const int64_t n = ceil_div(rows - r, passes); /* even passes: a last one of one row wastes most */
-                lane *acc = scratch.acc + (in_blocks ? ((i - panel) * rows + r) * PANEL : 0);
-                lane *up = acc + (in_blocks ? rows * PANEL : tile);
-                p.x = x.x + r * x.x_row + d * x_size(a);
-                p.sums = scratch.sums + r * p.sums_row + d / BLOCK_4BIT;
-                p.ahead = r == 0 && n_passes <= 2;
-                for (int map = 0; map < maps; map++) {
-                    p.out = map ? up : acc;
-                    p = of_panel(p, i + map, d);
-                    multiply_packed(n, &p, wide[map]);
-                }
-                if (last) finish_pass(a, row + r, n, i, acc, up, scratch.scales + r);
-                r += n;
+            for (int map = 0; map < maps; map++) {
+                const packed_product p = at_panel(i + map, d,
+                                                  &(packed_product){
+                                                      .a = a,
+                                                      .x = x.x + d * x_size(a),
+                                                      .x_row = x.x_row,
+                                                      .sums = scratch.sums + d / BLOCK_4BIT,
+                                                      .sums_row = sums_of_row(a),
+                                                      .features = smaller(features - d, plan->features),
+                                                      .more = b > 0,
+                                                      .out = map ? up : acc,
+                                                  });
+                if (plan->widen) widen_part(&p, scratch.wide);
+                multiply_packed(rows, &p, plan->widen ? scratch.wide : NULL);
             }
+            if (b + 1 == plan->blocks) finish_panels(a, row, rows, i, acc, up, scratch.scales);
         }
     }
 }

@@ -4,8 +4,9 @@
  * An int8 row is x / scale, rounded to nearest even, scale = max |x| / 127. So each element errs by scale / 2 at most.
  * A row that holds Inf or NaN has a scale of NaN, and so has its result.
  *
- * Requires  basics.inc.h, convert.inc.h, linear_pass.inc.h.
- * Exports   linear_scratch, take_linear_scratch, linear_input, ready_input. */
+ * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_abs), linear_pass.inc.h.
+ * Exports   LINEAR_WIDE, linear_scratch, take_linear_scratch; linear_input, ready_input; features_padded, pass_rows,
+ *           sums_of_row, x_size. */
 
 #define LINEAR_WIDE 1024    /* features of a part of a panel that is widened to memory: 128 KB */
 #define LEAST_MAX 0x1p-100f /* below it, 127 / max |x| could overflow */
@@ -62,49 +63,71 @@ INLINE int64_t sums_of_row(const fa_linear_args *a) { return a->weight == FA_I4 
 static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const fa_linear_plan *plan,
                                    linear_scratch *scratch)
 {
-    const int64_t kept = plan->blocks == 1 ? smaller(plan->rows, LINEAR_ROWS) * (1 + a->gated)
-                                           : (int64_t)plan->panels * plan->rows;
+    const int64_t kept = plan->blocks == 1 ? 1 + a->gated : plan->panels;
     CUT(from, scratch->block, 1);
     CUT(from, scratch->x, x_in_place(a) ? 0 : plan->rows * copied_row(a));
     CUT(from, scratch->scales, a->x_int8 ? plan->rows : 0);
     CUT(from, scratch->sums, a->x_int8 ? plan->rows * sums_of_row(a) : 0);
-    CUT(from, scratch->wide, plan->widen ? (1 + a->gated) * LINEAR_WIDE * PANEL : 0);
-    CUT(from, scratch->acc, kept * PANEL);
+    CUT(from, scratch->wide, plan->widen ? LINEAR_WIDE * PANEL : 0);
+    CUT(from, scratch->acc, kept * plan->rows * PANEL);
     return from->used;
 }
 
 #if LANE_BITS == 32
-/* to (features_padded) = from (k) / scale, in int8, and its sums. Returns the scale, times the unit of the codes. */
-INLINE lane quantise_row(const fa_linear_args *a, const char *from, char *to, int32_t *sums)
+/* sums = V_I8_OFFSET times the sum of bytes (padded, up to whole vectors 0): of all, or of every block. */
+INLINE void sum_bytes(const fa_linear_args *a, const char *bytes, int64_t padded, int32_t *sums)
 {
-    const int64_t size = dtype_size(a->dtype), padded = features_padded(a);
-    const int64_t each = a->weight == FA_I4 ? BLOCK_4BIT : padded;
-    vi_t most = {0};
-    for (int64_t d = 0; d < a->k; d += LANES) {
-        const vi_t bits = (vi_t)v_abs(v_load_as_part(a->dtype, from + d * size, a->k - d)); /* in the order of |x| */
-        most = (vi_t)v_select(bits > most, (v_t)bits, (v_t)most);
+    vi_t all = {0};
+    for (int64_t d = 0; d < padded; d += V_BYTES) {
+        const vi_t here = (vi_t)v_load(bytes + d);
+        if (a->weight != FA_I4) {
+            all = v_dot_i8((vi_t){0}, here, all);
+            continue;
+        }
+        const vi_t fours = v_dot_i8((vi_t){0}, here, (vi_t){0});
+        for (int64_t b = 0; b < smaller(padded - d, V_BYTES) / BLOCK_4BIT; b++) {
+            int32_t sum = 0;
+            UNROLL_FOR(int i = 0; i < BLOCK_4BIT / 4; i++) sum += fours[b * (BLOCK_4BIT / 4) + i];
+            *sums++ = sum;
+        }
     }
-    ilane largest = 0;
-    UNROLL_FOR(int i = 0; i < LANES; i++) largest = largest > most[i] ? largest : most[i];
-    lane max;
-    memcpy(&max, &largest, sizeof max);
-    const int finite = max <= LANE_MAX;
-    max = finite ? max < LEAST_MAX ? LEAST_MAX : max : 1;
+    if (a->weight == FA_I4) return;
+    *sums = 0;
+    UNROLL_FOR(int i = 0; i < LANES; i++) *sums += all[i];
+}
+
+/* to (features_padded) = from (k) / scale, in int8, and its sums. Returns the scale, times the unit of the codes. */
+INLINE lane quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const char *from, char *to, int32_t *sums)
+{
+    const int64_t size = dtype_size(dtype);
+    v_t most = v_splat(0), zero = v_splat(0); /* zero becomes NaN where x is not finite */
+    for (int64_t d = 0; d < a->k; d += LANES) {
+        const v_t x = v_load_as_part(dtype, from + d * size, a->k - d);
+        most = v_max(v_abs(x), most);
+        zero = v_fma(x, v_splat(0), zero);
+    }
+    const int finite = !v_any(zero != zero);
+    const lane max = finite ? (lane)fmaxf(v_max_lanes(most), LEAST_MAX) : 1;
     const v_t factor = v_splat(127 / max), magic = v_splat(0x1.8p23f); /* adding it rounds, into the lowest bits */
     for (int64_t d = 0; d < a->k; d += LANES) {
-        const v_t x = v_load_as_part(a->dtype, from + d * size, a->k - d);
-        v_store_i8_part(to + d, (vi_t)((finite ? x : v_splat(0)) * factor + magic), a->k - d);
+        const v_t x = finite ? v_load_as_part(dtype, from + d * size, a->k - d) : v_splat(0);
+        v_store_i8_part(to + d, (vi_t)(x * factor + magic), a->k - d);
     }
-    memset(to + a->k, 0, padded - a->k);
-    for (int64_t d = 0; V_I8_OFFSET && d < padded; d += each) {
-        int32_t sum = 0;
-        for (int64_t i = d; i < d + each; i++) sum += (int8_t)to[i];
-        *sums++ = sum * V_I8_OFFSET;
-    }
+    memset(to + a->k, 0, round_up(a->k, 64) - a->k);
+    if (V_I8_OFFSET) sum_bytes(a, to, features_padded(a), sums);
     return finite ? max / 127 * (lane)a->unit : NAN;
 }
+
+static lane quantise_row(const fa_linear_args *a, const char *from, char *to, int32_t *sums)
+{
+    switch (a->dtype) {
+    case FA_F16: return quantise_row_as(FA_F16, a, from, to, sums);
+    case FA_BF16: return quantise_row_as(FA_BF16, a, from, to, sums);
+    default: return quantise_row_as(LANE_DTYPE, a, from, to, sums);
+    }
+}
 #else
-INLINE lane quantise_row(const fa_linear_args *a, const char *from, char *to, int32_t *sums)
+static lane quantise_row(const fa_linear_args *a, const char *from, char *to, int32_t *sums)
 {
     return (void)a, (void)from, (void)to, (void)sums, NAN;
 }

@@ -11,10 +11,13 @@
  *   int8             int8       the dot product of four, in integers                    bytes_pass
  *   4 bits           int8       the same; each block of BLOCK_4BIT features is scaled   blocks_pass
  *
- * Requires  basics.inc.h, convert.inc.h, tile.inc.h (tile_outer).
- * Literals  columns: a multiple of GROUP; dot: 1 only if V_BF16_DOT; triangular; weight; rows: 1 .. LINEAR_ROWS.
- * Exports   PANEL, GROUP, multiply: linear attention has such products, too; BLOCK_4BIT, features_per_step,
- *           multiplication, packed_product, multiply_packed. */
+ * Requires  basics.inc.h, convert.inc.h, tile.inc.h.
+ * Literals  columns: a multiple of GROUP. dot: 1 only if V_BF16_DOT. fetch: 0 or STEP_LINES. triangular: 0, 1. weight:
+ *           FA_BF16, FA_I8, FA_I4. rows: 1 .. LINEAR_ROWS, of blocks_pass BLOCK_ROWS. runs: 1, 2 with two rows at most,
+ *           WIDE_RUNS with one.
+ * Exports   PANEL, GROUP, multiply (linear attention has such products, too); BLOCK_4BIT, BLOCK_ROWS, LINEAR_SUM;
+ *           BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS, multiplication, multiplication_of, features_per_step;
+ *           packed_product, packed_pass, wide_runs, v_widen. */
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
 
 /* A pass has LINEAR_ROWS x LINEAR_NV accumulators, and needs LINEAR_NV vectors and a broadcast beside them. */
@@ -72,6 +75,7 @@ typedef struct {
     int64_t sums_row;
     const char *part, *scales; /* scales: float16, (blocks, PANEL); 4 bits only */
     int64_t features;
+    int runs;  /* of so many features, one behind the other: more than 1 only in wide_pass */
     int more;  /* out += the product */
     int ahead; /* whether to ask for weights that stand PART_AHEAD behind those that are read */
     lane *out; /* int8 by int8: integers of the same width */
@@ -79,6 +83,9 @@ typedef struct {
 
 /* Weights that are read once come from memory, and the hardware's own prefetching stops at every page. */
 #define PART_AHEAD (1 << 15)
+#define SCALES_AHEAD (PART_AHEAD / (BLOCK_4BIT / 8 * FA_PANEL_BYTES) * PANEL * 2)
+#define LINEAR_SUM MAX_DEPTH /* steps, or features widened, that one accumulator sums at most */
+#define WIDE_RUNS 4          /* runs of LINEAR_SUM features that one row is multiplied with at once */
 #define STEP_LINES (FA_PANEL_BYTES / 64 * GROUP / PANEL) /* of a step, that one group of columns asks for */
 
 /* Feature f of each step, widened; of 4 bits, scaled. A byte of 4 bits each holds one of features 0 .. 3 and, above, one
@@ -96,36 +103,58 @@ INLINE v_t v_widen(fa_dtype weight, int f, v_t step, const lane *table, v_t scal
 }
 
 /* One pass of x in lanes: `rows` rows, GROUP columns from c on. Weights are widened in registers, feature by feature;
- * the bits are those of multiply_pass on widened ones. */
-INLINE void wide_pass(int rows, fa_dtype weight, int64_t c, const packed_product *p)
+ * the bits are those of multiply_pass on widened ones.
+ *
+ * A multiply-add waits for the one before on its accumulator, four cycles. Few rows have too few of them to fill the
+ * time. They go through several runs of features at once, LINEAR_SUM each, whose sums are then added in order. */
+INLINE void wide_pass(int rows, int runs, fa_dtype weight, int64_t c, const packed_product *p)
 {
+    const int64_t each = features_per_step(weight), run_bytes = LINEAR_SUM / each * FA_PANEL_BYTES;
     const char *part = p->part + c * (int64_t)sizeof(lane);
-    const lane *table = p->a->table;
-    v_t sum[TILE_MAX][LINEAR_NV], step[LINEAR_NV], wide[LINEAR_NV], scale[LINEAR_NV];
-    UNROLL_FOR(int r = 0; r < rows; r++)
+    v_t sum[TILE_MAX][LINEAR_NV], scale[WIDE_RUNS][LINEAR_NV], wide[LINEAR_NV];
+    UNROLL_FOR(int r = 0; r < rows * runs; r++)
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_splat(0);
-    UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) scale[u] = v_splat(0);
-    for (int64_t d = 0; d < p->features; d += features_per_step(weight), part += FA_PANEL_BYTES) {
-        if (p->ahead)
-            UNROLL_FOR(int i = 0; i < STEP_LINES; i++) __builtin_prefetch(part + PART_AHEAD + i * 64, 0, 2);
-        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) step[u] = v_load(part + u * V_BYTES);
-        if (weight == FA_I4 && d % BLOCK_4BIT == 0)
-            UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
-                scale[u] = v_load_f16(p->scales + (d / BLOCK_4BIT * PANEL + c + u * LANES) * 2);
-        UNROLL_FOR(int f = 0; f < features_per_step(weight); f++) {
-            const char *x = p->x + (d + f) * (int64_t)sizeof(lane);
-            UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) wide[u] = v_widen(weight, f, step[u], table, scale[u]);
-            UNROLL_FOR(int r = 0; r < rows; r++) {
-                const v_t element = v_splat(*(const lane_u *)(x + r * p->x_row));
-                UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_fma(element, wide[u], sum[r][u]);
+    UNROLL_FOR(int run = 0; run < runs; run++)
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) scale[run][u] = v_splat(0);
+    for (int64_t d = 0; d < p->features; d += each, part += FA_PANEL_BYTES)
+        UNROLL_FOR(int run = 0; run < runs; run++) {
+            const char *step = part + run * run_bytes;
+            const int64_t feature = run * LINEAR_SUM + d;
+            if (p->ahead)
+                UNROLL_FOR(int i = 0; i < STEP_LINES; i++) __builtin_prefetch(step + PART_AHEAD + i * 64, 0, 2);
+            if (weight == FA_I4 && d % BLOCK_4BIT == 0) {
+                const char *scales = p->scales + (feature / BLOCK_4BIT * PANEL + c) * 2;
+                if (p->ahead) __builtin_prefetch(scales + SCALES_AHEAD, 0, 2);
+                UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) scale[run][u] = v_load_f16(scales + u * LANES * 2);
+            }
+            UNROLL_FOR(int f = 0; f < each; f++) {
+                const char *x = p->x + (feature + f) * (int64_t)sizeof(lane);
+                UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
+                    wide[u] = v_widen(weight, f, v_load(step + u * V_BYTES), p->a->table, scale[run][u]);
+                UNROLL_FOR(int r = 0; r < rows; r++) {
+                    const v_t element = v_splat(*(const lane_u *)(x + r * p->x_row));
+                    UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
+                        sum[r * runs + run][u] = v_fma(element, wide[u], sum[r * runs + run][u]);
+                }
             }
         }
-    }
     UNROLL_FOR(int r = 0; r < rows; r++)
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
             lane *to = p->out + r * PANEL + c + u * LANES;
-            v_store(to, p->more ? v_load(to) + sum[r][u] : sum[r][u]);
+            v_t total = p->more ? v_load(to) + sum[r * runs][u] : sum[r * runs][u];
+            UNROLL_FOR(int run = 1; run < runs; run++) total += sum[r * runs + run][u];
+            v_store(to, total);
         }
+}
+
+/* Runs of features that a pass of so many rows goes through at once, if there are as many. */
+INLINE int wide_runs(int64_t rows) { return rows == 1 ? WIDE_RUNS : rows == 2 ? WIDE_RUNS / 2 : 1; }
+
+INLINE void wide_passes(int64_t rows, fa_dtype weight, int64_t c, const packed_product *p)
+{
+    if (p->runs == WIDE_RUNS) wide_pass(1, WIDE_RUNS, weight, c, p);
+    else if (p->runs > 1) wide_pass(2, WIDE_RUNS / 2, weight, c, p);
+    else WITH_ROWS(rows, LINEAR_ROWS, wide_pass, 1, weight, c, p)
 }
 
 #if LANE_BITS == 32
@@ -189,8 +218,10 @@ INLINE void blocks_pass(int rows, int64_t c, const packed_product *p)
                 }
             }
         }
+        const char *scales = p->scales + (block * PANEL + c) * 2;
+        if (p->ahead) __builtin_prefetch(scales + SCALES_AHEAD, 0, 2);
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
-            const v_t scale = v_load_f16(p->scales + (block * PANEL + c + u * LANES) * 2);
+            const v_t scale = v_load_f16(scales + u * LANES * 2);
             UNROLL_FOR(int r = 0; r < rows; r++)
                 total[r][u] = v_fma(__builtin_convertvector(sum[r][u], v_t), scale, total[r][u]);
         }
@@ -236,9 +267,9 @@ INLINE void packed_pass(multiplication how, int64_t rows, int64_t c, const packe
         return;
 #if LANE_BITS == 32
     case BY_WIDENING:
-        if (p->a->weight == FA_BF16) WITH_ROWS(rows, LINEAR_ROWS, wide_pass, FA_BF16, c, p)
-        else if (p->a->weight == FA_I8) WITH_ROWS(rows, LINEAR_ROWS, wide_pass, FA_I8, c, p)
-        else WITH_ROWS(rows, LINEAR_ROWS, wide_pass, FA_I4, c, p)
+        if (p->a->weight == FA_BF16) wide_passes(rows, FA_BF16, c, p);
+        else if (p->a->weight == FA_I8) wide_passes(rows, FA_I8, c, p);
+        else wide_passes(rows, FA_I4, c, p);
         return;
     case BY_BYTES: WITH_ROWS(rows, LINEAR_ROWS, bytes_pass, c, p) return;
     case BY_BLOCKS: WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, c, p) return;

@@ -1,11 +1,12 @@
-/* What is done to scores before softmax. A modifier has constants in `modifiers` and same_modifiers, a formula in
- * v_modify, and, if rows differ, values in `row_lanes` and modify_rows. docs/architecture.md says how to add one.
+/* What is done to scores before softmax. A modifier has constants in `modifiers`, which modifiers_of and same_modifiers
+ * must know, and a formula in v_modify. If it has other values for other rows, `row_lanes` and modify_rows hold them.
+ * docs/architecture.md says how to add one.
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
  * Requires  masks.inc.h, softmax.inc.h.
- * Exports   modifiers, modifiers_of, score_tile, row_lanes; modify_tile, mark_attending, mark_rows: queries on the
- *           lanes, for tile kernels; modify_rows, row_attends: keys on the lanes, for the dot kernel. */
+ * Exports   modifiers, modifiers_of, score_tile, row_lanes; modify_tile, mark_attending, mark_rows (queries on the
+ *           lanes, for tile kernels); modify_rows, row_attends (keys on the lanes, for the dot kernel). */
 
 typedef struct {
     lane q_factor, s_factor; /* of q and of the product: scale, divided by a softcap */

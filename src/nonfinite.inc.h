@@ -2,7 +2,7 @@
  * attend some key, 0 takes their place, and they are added at the end to those rows that attend them.
  *
  * Requires  convert.inc.h, ranges.inc.h (row_block, at_key).
- * Literals  dtype: of V. fused: how a product is added.
+ * Literals  dtype: of V. fused: 1 if only a sum is rounded, 0 if its product is, too.
  * Exports   bad_rows, find_bad_rows, copy_good_rows, gather_values, add_bad_value. */
 typedef struct {
     int64_t row[BLOCK_K], n;

@@ -116,7 +116,7 @@ INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64
         const vi_t most = ordered((vi_t)v_load(row_max + u * LANES)) + 1;
         low[u] = ordered((vi_t)v_splat(-LANE_MAX));
         high[u] = (vi_t)v_select(kept->live[u] & (count[u] > wanted), (v_t)most,
-                                 (v_t)low[u]); /* of few all are taken */
+                                 (v_t)low[u]); /* not more than `wanted`: all are taken */
     }
     do {
         vi_t middle[NV_MAX];

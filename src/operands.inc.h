@@ -3,7 +3,8 @@
  *
  * Requires  modifiers.inc.h, partial.inc.h, nonfinite.inc.h.
  * Literals  dtype: of q.
- * Exports   tile_state, tile_scratch and how they are cut from memory; load_queries, load_additive, load_block ... */
+ * Exports   TILES, PART_K; tile_state, cut_tile; key_block, head_copy, cut_head_copy, begin_head;
+ *           tile_scratch, cut_tile_scratch; load_queries; load_additive, bias_in_place; load_block, is_dense, rows_as_lanes, prefetch_block. */
 
 #define TILES 8 /* most tiles of a task */
 
@@ -22,8 +23,8 @@ typedef struct {
     ilane *top_key;          /* (n_top, BLOCK_Q), counted from top_first, the first key of the part */
     int64_t top_first;
     int fresh;     /* no block yet: ot holds nothing */
-    partial total; /* of the parts that are done, */
-    int64_t parts; /* so many, of PART_K keys each */
+    partial total; /* the parts that are done, merged */
+    int64_t parts; /* their number; each is of at most PART_K keys */
 } tile_state;
 
 /* A block of keys and values, [first, first + n) of the sequence, as the tiles read it. */
@@ -46,14 +47,14 @@ typedef struct {
 typedef struct {
     tile_state tiles[TILES];
     key_block block;
-    head_copy copy;      /* without `head`, k and v below are copied into, for each task anew */
-    bias_ahead ahead;    /* what is fetched meanwhile; no rows: nothing */
+    head_copy copy;      /* without `head`, each task copies into k and v below anew */
+    bias_ahead ahead;    /* rows of a bias that are fetched meanwhile; NULL: none */
     lane *s, *add;       /* (BLOCK_K, BLOCK_Q): scores, then probabilities; the additive tile */
     lane *pairs;         /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16 */
     lane *by_row;        /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
     lane *k, *v, *clean; /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
     lane *alpha;         /* (BLOCK_Q) */
-    partial part;        /* where `total` must not yet be written */
+    partial part;        /* of a tile, until it is merged into `total`; the first one is made in `total` */
 } tile_scratch;
 
 static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)

@@ -8,16 +8,17 @@
  * number. The last fields are there if statistics are asked for.
  *
  * Requires  ranges.inc.h, softmax.inc.h, statistics.inc.h.
- * Exports   partial, row_top, partial_at, _from, _begin_merging, _merge, _end_merging, _finish;
- *           transposed_finish. */
+ * Exports   partial, partial_at, partial_from, row_top; partial_begin_merging, partial_merge, partial_end_merging;
+ *           partial_finish, transposed_finish. */
 typedef struct {
     lane *row_max, *row_sum, *acc;
-    int64_t acc_row, low; /* what x[i] has lost is x[i + low], x being row_sum or acc */
+    int64_t acc_row, low; /* x[i + low] is what x[i] has lost, where x is row_sum or acc */
     lane *row_log;        /* (R), softmax.inc.h; or NULL */
     top_list top;         /* of row 0; those of the others follow */
 } partial;
 
-/* Lays out a partial of `n_rows` rows in `part`, if that is not NULL; returns the bytes it takes, also of no memory. */
+/* Lays out a partial of `n_rows` rows in `memory`, and writes where its arrays are to `part`. Returns the bytes that it
+ * takes: to ask for these alone, pass NULL for both. */
 static int64_t partial_at(const fa_attention_args *a, int64_t n_rows, void *memory, partial *part)
 {
     arena from = {.memory = memory};
@@ -35,11 +36,13 @@ static int64_t partial_at(const fa_attention_args *a, int64_t n_rows, void *memo
     return from.used;
 }
 
+/* The largest scores of row r. */
 INLINE top_list row_top(const fa_attention_args *a, const partial *part, int64_t r)
 {
     return (top_list){part->top.score + r * a->stats.n_top, part->top.key + r * a->stats.n_top};
 }
 
+/* The same partial from row r on. */
 INLINE partial partial_from(const fa_attention_args *a, const partial *part, int64_t r)
 {
     partial rest = *part;

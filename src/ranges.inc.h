@@ -3,7 +3,8 @@
  *
  * Requires  basics.inc.h, tile.inc.h (BLOCK_K).
  * Exports   row_block, row_id, range_list, EACH_ROW, first_row, next_row, cut_rows; at_row, at_key; ranges_begin,
- *           row_range, attends_some, rows_share; block_kind (BLOCK_...), range_kind; key_walk, walk_begin, walk_next.
+ *           row_range, attends_some, rows_share; block_kind, BLOCK_FULL, BLOCK_EDGE, BLOCK_MASKED, BLOCK_ADDS,
+ *           BLOCK_EMPTY, hides, range_kind; key_walk, walk_begin, walk_next.
  *
  * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some
  * row attends. With lists, what lies between two ranges costs nothing; within a block a row has one range again, unless

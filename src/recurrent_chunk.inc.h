@@ -8,7 +8,7 @@
  * (Yang et al. 2024, arXiv:2312.06635, 2406.06484, 2412.06464.) Where a call is not causal, every chunk of k and v
  * comes first, and then q reads the last state: out = q S.
  *
- * Requires  recurrent_decay.inc.h, linear_pass.inc.h (multiply).
+ * Requires  recurrent_decay.inc.h, linear_pass.inc.h.
  * Exports   write_chunk, read_chunk, update_state. */
 
 #define SOLVE_ROWS 8 /* rows solved one by one; what earlier rows add to them is a matrix product */

@@ -10,8 +10,9 @@
  * Scalar and vector decays are told apart here alone. With scalar decays, scores are the matrix product x k^T times
  * `between`. Vector decays differ from term to term of a score's sum: vector_scores() multiplies the keys themselves.
  *
- * Requires  recurrent_task.inc.h, linear_pass.inc.h (multiply), tile.inc.h (transpose).
- * Exports   CHUNK and other sizes, the chunk's scratch, product_of, and what loads, carries, fades, scores. */
+ * Requires  recurrent_task.inc.h, linear_pass.inc.h, tile.inc.h.
+ * Exports   CHUNK, GATED_CHUNK, CHUNK_DEPTH, CHUNK_LANES, CHUNK_BLOCK; chunk_scratch, take_chunk_scratch; product_of,
+ *           element_at, load_rows, transpose_keys; load_decays, carry_rows, decayed_scores, fade_keys, decay_over. */
 
 /* Tokens of a chunk. On AVX-512, 64 is 3 to 15% slower, 128 another 10 to 25%: the scores grow with it. Chunks with
  * vector decays are shorter yet (32 is 3 to 13% slower), since their scores are no matrix product. */
@@ -143,7 +144,7 @@ static void plain_scores(const chunk_scratch *scratch, const lane *x, int64_t n,
 }
 
 /* The same, times vector decays. Before row i, keys_t is multiplied by the decays of token i, so that every key has
- * those between its own token and i. In the end keys_t is what fade_keys() is to make of it. */
+ * those between its own token and i. In the end keys_t is as fade_keys() must leave it. */
 static void vector_scores(const chunk_scratch *scratch, const lane *x, int64_t n, int64_t head_dim, lane *scores)
 {
     lane *keys_t = scratch->keys_t;

@@ -10,8 +10,9 @@
  * The lanes are columns of S, which do not depend on one another. A task is one state, or some panels of its columns;
  * the bits of a column do not depend on which.
  *
- * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_exp), linear.inc.h (PANEL).
- * Exports   recurrent_task, query_group, panel_width, states and norms loaded and stored, v_flush, decay_at. */
+ * Requires  basics.inc.h, convert.inc.h, softmax.inc.h, linear.inc.h (PANEL).
+ * Exports   recurrent_task, recurrent_task_of, query_group, panel_width; load_state, store_state, load_norm,
+ *           store_norm; v_flush, decay_at. */
 
 /* `panels` panels of columns, from `column` on, of the state of batch item b, head h. */
 typedef struct {

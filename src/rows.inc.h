@@ -2,7 +2,7 @@
  * first-level cache for the passes over it, and is written once.
  *
  * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_exp), activation.inc.h.
- * Literals  squares of row_sum_of, activation of activate_row: any.
+ * Literals  squares: 0, 1. activation: any fa_activation.
  * Exports   rows_scratch_bytes, rows_run. */
 
 #define ROW_ASKS (1 << 18) /* elements of a row between two calls of given_up(): a fraction of a millisecond */

@@ -6,13 +6,13 @@
 
 #define SIGMOID_MAX 43 /* from here on 1, even in float64; two denominators' product is still finite in float32 */
 
-/* x and y become their sigmoids, e / (1 + e). Both share one division, since a step would wait for each. */
+/* x and y become their sigmoids, e^x / (1 + e^x) and so for y. They share one division: the loop waits for each. */
 INLINE void v_sigmoid_pair(v_t *x, v_t *y)
 {
-    const v_t most = v_splat(SIGMOID_MAX), e = v_exp_prob(v_min(most, *x)), f = v_exp_prob(v_min(most, *y));
-    const v_t d = 1 + e, g = 1 + f, inverse = 1 / (d * g);
-    *x = e * (g * inverse);
-    *y = f * (d * inverse);
+    const v_t most = v_splat(SIGMOID_MAX), exp_x = v_exp_prob(v_min(most, *x)), exp_y = v_exp_prob(v_min(most, *y));
+    const v_t below_x = 1 + exp_x, below_y = 1 + exp_y, inverse = 1 / (below_x * below_y);
+    *x = exp_x * (below_y * inverse);
+    *y = exp_y * (below_x * inverse);
 }
 
 /* s (n, nv vectors) becomes probabilities. Keys go in pairs, an odd last one with a masked key. */

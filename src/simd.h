@@ -263,7 +263,15 @@ typedef vh_t vhu_t __attribute__((aligned(1), may_alias));
 
 INLINE void v_store_i8_part(void *to, vi_t a, int64_t n)
 {
-    const vb_t bytes = __builtin_convertvector(a, vb_t);
+#if V_BYTES == 64
+    vb_t bytes = (vb_t)_mm512_cvtepi32_epi8((__m512i)a);
+#elif defined V_X86 /* the lowest bytes of each half, then both halves' */
+    const __m256i lowest = _mm256_shuffle_epi8((__m256i)a, _mm256_set1_epi32(0x0c080400));
+    vb_t bytes = (vb_t)_mm256_extract_epi64(
+        _mm256_permutevar8x32_epi32(lowest, _mm256_setr_epi32(0, 4, 0, 0, 0, 0, 0, 0)), 0);
+#else
+    vb_t bytes = __builtin_convertvector(a, vb_t);
+#endif
     if (n < LANES) memcpy(to, &bytes, n);
     else *(vbu_t *)to = bytes;
 }

@@ -2,13 +2,15 @@
  *
  * Requires  tile.inc.h (BLOCK_Q).
  * Literals  row_log: NULL or not. dot.
- * Exports   v_exp, v_exp_prob, v_exp_short, lane_exp, v_abs, v_tanh, v_tanh_small, v_softcap, v_horner, v_base, softmax_update. */
+ * Exports   v_exp, v_exp_prob, lane_exp; v_abs, v_tanh, v_tanh_small, TANH_SMALL, v_softcap; v_horner,
+ *           COUNT; v_base, v_log_weight, softmax_update. */
 
 #define LOG2_E 1.44269504088896340736
 #define LN_2 0.69314718055994530942
 
-/* Coefficients: tools/polynomials.py. The polynomials leave 5.1e-9 and 8.4e-18 for exp2, 1.7e-8 and 5.5e-20 for tanh,
- * 2.6e-8 for a soft cap's, relative: under half a unit in the last place, so that rounding dominates. */
+/* tools/polynomials.py derives the coefficients. Their relative errors, with float and double lanes, are 5.1e-9 and
+ * 8.4e-18 for exp2, 1.7e-8 and 5.5e-20 for tanh, and 2.6e-8 for the tanh of a soft cap, which only float lanes have.
+ * All are under half a unit in the last place, so that rounding dominates. */
 #ifdef FA_LANE_F64
 #define EXP_BIAS 1023
 #define EXP_ROUND 0x1.8p52 /* adding it rounds to an integer */
@@ -44,45 +46,47 @@ static const lane tanh_q[] = {1.f, 0.46755269890399695626f, 0.026061545675858619
 #define COUNT(array) (int)(sizeof(array) / sizeof(array)[0])
 
 /* poly[0] + poly[1] x + ... */
-INLINE v_t v_horner(const lane *poly, int n, v_t x)
+INLINE v_t v_horner(const lane *poly, int count, v_t x)
 {
-    v_t sum = v_splat(poly[n - 1]);
-    UNROLL_FOR(int i = n - 2; i >= 0; i--) sum = v_fma(sum, x, v_splat(poly[i]));
+    v_t sum = v_splat(poly[count - 1]);
+    UNROLL_FOR(int i = count - 2; i >= 0; i--) sum = v_fma(sum, x, v_splat(poly[i]));
     return sum;
 }
 
 /* e^x for x from where e^x is a normal number up to a little above 0: exactly 1 at 0, NaN at NaN.
  *
- * x log2(e) = n + f with n an integer and |f| <= 1/2; n + EXP_BIAS stands in the low bits of x log2(e) + EXP_ROUND +
- * EXP_BIAS, and shifted to the exponent's place it is 2^n. The last step is a multiplication and no integer addition,
- * for then a NaN cannot turn into a number, and n = -EXP_BIAS gives 0.
+ * x log2(e) = whole + rest, with an integer `whole` and |rest| <= 1/2. `rounded`, the sum of x log2(e), EXP_ROUND and
+ * EXP_BIAS, has whole + EXP_BIAS in its low bits; shifted to the exponent's place, they are 2^whole. This multiplies
+ * 2^rest: adding to its exponent could turn a NaN into a number, and would not give 0 where `whole` is -EXP_BIAS.
  *
  * Scores stay in natural units: log2(e) enters by the two multiply-adds, at no cost, after the row's maximum is
  * subtracted. In the scale it would cost digits of large scores, and a bias near the largest number would overflow. */
 INLINE v_t v_exp_normal(v_t x)
 {
     const v_t magic = v_splat(EXP_ROUND + EXP_BIAS), log2_e = v_splat((lane)LOG2_E);
-    v_t n = v_fma(x, log2_e, magic), f = v_fma(x, log2_e, magic - n);
-    v_t p = v_fma(v_horner(exp2_poly, COUNT(exp2_poly), f), f, v_splat(1));
-    return p * (v_t)((vw_t)n << MANTISSA_BITS);
+    v_t rounded = v_fma(x, log2_e, magic), rest = v_fma(x, log2_e, magic - rounded);
+    v_t power = v_fma(v_horner(exp2_poly, COUNT(exp2_poly), rest), rest, v_splat(1));
+    return power * (v_t)((vw_t)rounded << MANTISSA_BITS);
 }
 
 /* e^x, and exactly 0 below the normal range, at -inf too. */
 INLINE v_t v_exp(v_t x) { return v_exp_normal(v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x)); }
 
-/* e^x as a probability relative to the largest: exactly 0 below 2^(27 - EXP_BIAS), 2^-100 in float32. Of less, products
- * with values would be denormal, for which x86 traps into microcode: nine times slower where scores are large. The
- * clamp is there for that, too: e^x itself would be denormal first. */
+/* e^x as a probability relative to the largest: exactly 0 below 2^(27 - EXP_BIAS), which is 2^-100 in float32. The
+ * products of smaller ones with values would be denormal. For these x86 traps into microcode: nine times slower where
+ * scores are large. v_max is there for the same reason: else v_exp_normal itself would make denormal numbers. */
 INLINE v_t v_exp_prob(v_t x)
 {
     const v_t least = v_splat((lane)((27 - EXP_BIAS) * LN_2));
     return v_select(x < least, v_splat(0), v_exp_normal(v_max(least, x)));
 }
 
-/* The same for probabilities that will be rounded to bfloat16, in half the multiplications; exactly 0 below the normal
- * range. x log2(e) = n / 16 + f / 16; 2^(n / 16) comes from a table, and 2^(f / 16) from a polynomial of degree 2. The
- * error is at most 8.6e-7, relative, and that of x log2(e) is at most 4e-6 where e^x is least. A polynomial of degree 3
- * alone is no faster and leaves 2e-4, too much for the sums, of which lse and statistics are made in float32. */
+/* The same for probabilities that will be rounded to bfloat16, in half the multiplications. x log2(e) is (n + f) / 16
+ * with an integer n and |f| <= 1/2; a table gives 2^(n / 16), and a polynomial of degree 2 gives 2^(f / 16). The
+ * relative error is at most 1e-6 near 0, where it matters, and 4.4e-6 anywhere: lse and statistics, sums of these
+ * numbers, keep the digits of float32. (A polynomial of degree 3 without a table is no faster, and leaves 2e-4.)
+ *
+ * Below 2^-127 it is exactly 0. There is no bound of 2^-100 here, since the dot product takes denormal numbers for 0. */
 INLINE v_t v_exp_short(v_t x)
 {
 #ifdef FA_LANE_F64
@@ -90,7 +94,8 @@ INLINE v_t v_exp_short(v_t x)
 #else
     const v_t magic = v_splat(EXP_ROUND + 16 * EXP_BIAS);
     const v_t y = v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x) * v_splat((lane)(16 * LOG2_E));
-    const v_t n = y + magic, f = y - (n - magic), p = v_fma(v_horner(exp2_short_poly, 2, f), f, v_splat(1));
+    const v_t n = y + magic, f = y - (n - magic);
+    const v_t p = v_fma(v_horner(exp2_short_poly, 2, f), f, v_splat(1));
     const vi_t power = (vi_t)((vw_t)n << (MANTISSA_BITS - 4) & 0x7f800000);
     return p * (v_t)(power + (vi_t)v_lookup((const lane *)exp2_sixteenths, (vi_t)n));
 #endif
@@ -113,8 +118,8 @@ INLINE v_t v_tanh(v_t x)
     return v_select(v_abs(x) > TANH_SMALL, v_select(x < 0, -large, large), v_tanh_small(x));
 }
 
-/* cap tanh(x). In float32 tanh is x p(x^2) / q(x^2) here: half the instructions of v_tanh, and errors up to 3.1e-7,
- * relative (6e-8 root mean square), where that has 1.6e-7 (4e-8). */
+/* cap tanh(x). With float lanes, tanh is x tanh_p(x^2) / tanh_q(x^2) here, in half the instructions of v_tanh. Its
+ * relative error is up to 3.1e-7 (root mean square: 6e-8), that of v_tanh up to 1.6e-7 (4e-8). */
 INLINE v_t v_softcap(v_t x, v_t cap)
 {
 #ifdef FA_LANE_F64
@@ -126,7 +131,7 @@ INLINE v_t v_softcap(v_t x, v_t cap)
 #endif
 }
 
-/* x, but where exp(x) is 0 a finite number: so that p log p is 0 there and not 0 times -inf. */
+/* x, but a finite number where exp(x) is 0: there exp(x) times x must be 0, and not 0 times -inf. */
 INLINE v_t v_log_weight(v_t x) { return v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x); }
 
 /* What scores are compared with: the largest of a row, or 0 if the row has met no key. */
@@ -156,13 +161,13 @@ INLINE int softmax_update(int nv, int dot, lane *s, int64_t n, lane *row_max, la
         if (done < n) max[u] = v_max(max[u], v_load(s + done * BLOCK_Q + u * LANES));
         max[u] = v_max(odd[u], max[u]);
         base[u] = v_base(max[u]);
-        v_t a = v_exp_prob(v_load(row_max + u * LANES) - base[u]);
+        v_t scale = v_exp_prob(v_load(row_max + u * LANES) - base[u]);
         if (row_log) {
             const v_t old = v_load(row_log + u * LANES), step = v_log_weight(v_load(row_max + u * LANES) - base[u]);
-            v_store(row_log + u * LANES, a * v_fma(v_load(row_sum + u * LANES), step, old));
+            v_store(row_log + u * LANES, scale * v_fma(v_load(row_sum + u * LANES), step, old));
         }
-        moved |= a != v_splat(1);
-        v_store(alpha + u * LANES, a);
+        moved |= scale != v_splat(1);
+        v_store(alpha + u * LANES, scale);
         v_store(row_max + u * LANES, max[u]);
         log[u] = sum[u] = v_splat(0); /* added at the end, as in tile_values */
     }

@@ -10,7 +10,8 @@
  * row_max -inf, keys -1, and 0 for the rest.
  *
  * Requires  ranges.inc.h, softmax.inc.h.
- * Exports   top_list and how scores enter it; write_statistics; of the second pass load_row_norm, add_..._to_... */
+ * Exports   top_list, top_insert_row, top_insert_tile, top_merge; row_sums, write_statistics; load_row_norm,
+ *           add_lanes_to_key_sums, add_rows_to_key_sums, add_rows_to_mean (of the second pass). */
 
 /* A row's best scores, best first, and their keys. Of equal scores the first key comes first; -inf: no further key. */
 typedef struct {
@@ -46,8 +47,8 @@ static void top_insert_row(int64_t n_top, const lane *s, int64_t n, int64_t firs
     }
 }
 
-/* Adds scores s (n, nv), queries on the lanes, of keys from `first` on, to score and key (n_top, BLOCK_Q). From where a
- * lane's score belongs on, its list moves down by one. */
+/* Adds scores s (n, nv), queries on the lanes, of keys from `first` on, to score and key (n_top, BLOCK_Q). A new score
+ * goes to its place in the list of its lane, and what is below that place moves down by one. */
 static void top_insert_tile(int nv, int64_t n_top, const lane *s, int64_t n, ilane first, lane *score, ilane *key)
 {
     for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES)
@@ -108,7 +109,7 @@ static void write_statistics(const fa_attention_args *a, int64_t b, row_id id, c
     }
 }
 
-/* Second pass: what norm says of the rows. */
+/* The second pass reads what the first has written to norm: base and factor of each row. */
 static void load_row_norm(const fa_attention_args *a, const row_block *rows, lane *base, lane *factor)
 {
     EACH_ROW(rows, r, id) {

@@ -2,9 +2,10 @@
  * lanes are queries: for each key, or dimension, a tile has a row of BLOCK_Q lanes (docs/architecture.md draws it).
  *
  * Requires  simd.h, basics.inc.h, convert.inc.h.
- * Literals  nv: LINEAR_NV in layers. nx, rows at a time: 1 .. TILE_MAX. fetch: lines asked for a step, 0 .. 2.
- * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_MAX, TILE_MAX, ACC_...; outer_product, tile_outer, block_outer,
- *           value_product, block_values, bias_ahead, transpose. */
+ * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. TILE_MAX. nd, the same of values: 1 .. TILE.
+ *           fetch, the cache lines that a step asks for: 0 .. 2.
+ * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; outer_product, tile_outer, bias_ahead, block_outer;
+ *           value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE, block_values; transpose. */
 _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile */

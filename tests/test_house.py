@@ -1,4 +1,4 @@
-"""The order of the package: who may import whom, one name for one thing, a plan that names real files."""
+"""The order of the package: who may import whom, one name for one thing; the plan and C heads are true."""
 
 import ast
 import importlib
@@ -272,3 +272,47 @@ def test_recipes_name_files_that_exist(recipe):
     if (root / "src").exists():  # not of an installed wheel
         files = re.findall(r"`((?:fastattn|src|tests|docs|tools)/[\w./]+\.\w+)`", text)
         assert [name for name in files if not (root / name).exists()] == []
+
+
+SOURCES = Path(__file__).parents[1] / "src"
+C_FILES = [*SOURCES.glob("*.inc*"), *SOURCES.glob("kernels.c")]
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in C_FILES}
+CODE = {name: re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL) for name, text in TEXTS.items()}
+HEADED = sorted(name for name in TEXTS if name.endswith(".inc.h"))
+
+
+def words(name):
+    return set(re.findall(r"\w+", CODE[name]))
+
+
+def defined(name):
+    """Macros that last, functions, tables, types and constants of a C file."""
+    function = r"(?:__attribute__\S+ )?(?:INLINE|static)\b[\w *]*?(\w+)[(\[]"
+    starts = (r"#define (\w+)", function, r"(?:typedef .*)?\} (\w+);")
+    names = {n for start in starts for n in re.findall(f"^{start}", CODE[name], re.MULTILINE)}
+    constants = re.findall(r"[A-Z]\w+", " ".join(re.findall(r"enum \{(.*?)\}", CODE[name], re.DOTALL)))
+    undefined = re.findall(r"^#undef (\w+)", "\n".join(CODE.values()), re.MULTILINE)
+    return names.union(constants).difference(undefined)
+
+
+def listed(name, title):
+    """What the head of a C file lists under a title; remarks stand in parentheses."""
+    head = re.match(r"/\*.*?\*/", TEXTS[name], re.DOTALL)[0]
+    entry = re.search(rf"^ \* {title}  (.*?)(?=^ \*(?: [A-Z]|$)|\*/)", head, re.DOTALL | re.MULTILINE)
+    assert entry, f"the head of {name} has no {title}"
+    return set(re.findall(r"[\w.]*\w", re.sub(r"\(.*?\)", "", entry[1], flags=re.DOTALL)))
+
+
+def required(name):
+    """The files that a file requires, and those that they require."""
+    direct = {other for other in listed(name, "Requires") if other.endswith(".inc.h")}
+    return direct.union(*map(required, direct))
+
+
+@pytest.mark.parametrize("name", HEADED)
+def test_heads_of_c_files_are_true(name):
+    """A file exports what others use, and requires all whose exports it uses."""
+    others = set().union(*(words(other) for other in CODE if other != name))
+    assert listed(name, "Exports") == defined(name) & others
+    used = {other: defined(other) & words(name) for other in HEADED if other != name}
+    assert {other for other in used if used[other]} <= required(name)

@@ -136,11 +136,13 @@ def integer_activations(func: str, activations: str, weight: PackedLinear) -> No
     choice(func, "activations", activations, ("int8",))
     if weight.dtype not in ("int8", *TABLES):
         kinds = ", ".join(("int8", *TABLES))
-        raise ValueError(f"{func}(): activations is int8 and the weight is in {weight.dtype}; expected one of {kinds}")
+        raise ValueError(
+            f"{func}(): activations is int8 and the weight is in {weight.dtype}; expected one of {kinds}"
+        )
     if weight.in_features > _MOST_BYTES:
         raise ValueError(
-            f"{func}(): the weight has {weight.in_features} input features; expected at most {_MOST_BYTES} for"
-            " activations in int8, whose sums have 32 bits"
+            f"{func}(): the weight has {weight.in_features} input features; expected at most {_MOST_BYTES}"
+            " for activations in int8, whose sums have 32 bits"
         )
 
 

@@ -91,7 +91,9 @@ class LinearStep(Step):
     def run(self, buffers: Buffers, call: Sequences) -> None:
         x, out = buffers[self.x], buffers[self.out]
         residual = None if self.residual is None else buffers[self.residual]
-        dispatch.run(LinearArgs(x, self.weight, self.bias, self.activation, residual, out, 1, self.activations))
+        dispatch.run(
+            LinearArgs(x, self.weight, self.bias, self.activation, residual, out, 1, self.activations)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -90,7 +90,7 @@ _LEAST_MAX = np.float32(2.0**-100)
 
 
 def quantised_rows(x: Array) -> tuple[Array, Array]:
-    """Rows x as integers (m, k), float32, and scales (m, 1): max |x| / 127; NaN for a row that is not finite."""
+    """Rows x as integers (m, k), float32, and scales (m, 1): max |x| / 127, or NaN if it is not finite."""
     largest = np.maximum(np.abs(x).max(axis=-1, initial=0, keepdims=True), _LEAST_MAX)
     finite = np.isfinite(largest)
     largest = np.where(finite, largest, np.float32(1))

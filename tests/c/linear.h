@@ -6,9 +6,9 @@
 #include "cases.h"
 #include "family.h"
 
-static const int64_t linear_m[] = {1, 3, 4, 5, 6, 7, 12, 13, 97}, linear_k[] = {1, 31, 33, 255, 257, 513};
+static const int64_t linear_m[] = {1, 2, 3, 4, 6, 7, 12, 13, 97}, linear_k[] = {1, 31, 33, 255, 513, 1100};
 static const int64_t linear_n[] = {1, 17, 32, 33, 70};
-static const fa_dtype linear_weights[] = {FA_F32, FA_BF16, FA_I8, FA_F64};
+static const fa_dtype linear_weights[] = {FA_F32, FA_BF16, FA_I8, FA_I4, FA_F64};
 static const fa_dtype floats[] = {FA_F32, FA_F16, FA_BF16, FA_F64};
 enum { LINEAR_CASES = COUNT(linear_m) * COUNT(linear_k) * COUNT(linear_n) * COUNT(linear_weights) };
 
@@ -48,34 +48,57 @@ typedef struct {
     near *want[2]; /* with lanes, and with the bfloat16 dot product; computed when first needed */
 } linear_case;
 
-/* Packs random weights as fastattn/_args/packed.py does. */
+/* Packs random weights as fastattn/_args/packed.py says. */
 static void new_weights(linear_case *c)
 {
     fa_linear_args *a = &c->args;
-    const int maps = 1 + a->gated, pairs = a->weight == FA_BF16;
-    const int64_t size = a->weight == FA_I8 ? 1 : bytes_of(a->weight), width = a->weight == FA_F64 ? 16 : 32;
-    const int64_t panels = maps * ((a->n + width - 1) / width), depth = pairs ? (a->k + 1) / 2 * 2 : a->k;
+    const int maps = 1 + a->gated;
+    const int64_t width = a->weight == FA_F64 ? 16 : 32, panels = maps * ((a->n + width - 1) / width);
+    const int64_t each = a->weight == FA_I4 ? 8 : a->weight == FA_I8 ? 4 : a->weight == FA_BF16 ? 2 : 1;
+    const int64_t whole = a->weight == FA_I4 ? 32 : each, depth = (a->k + whole - 1) / whole * whole,
+                  blocks = depth / 32;
     const double most = 3 / sqrt((double)a->k);
-    char *packed = allocate((size_t)(panels * depth * width * size));
+    char *packed = allocate((size_t)(panels * depth / each * 128));
     float *scales = a->weight == FA_I8 ? (float *)allocate((size_t)(panels * width) * sizeof *scales) : NULL;
+    const fa_array halves = {.data = a->weight == FA_I4 ? allocate((size_t)(panels * blocks * width * 2)) : NULL,
+                             .batch = (int64_t[]){0},
+                             .col = 2,
+                             .dtype = FA_F16};
     double *w = c->w = calloc((size_t)(maps * a->n * a->k), sizeof *w);
+    if (a->weight == FA_I4) {
+        float *table = (float *)allocate(16 * sizeof *table);
+        int8_t *codes = (int8_t *)allocate(16);
+        FOR(i, 16) table[i] = (float)uniform(-1, 1), codes[i] = (int8_t)(below(255) - 127);
+        a->table = table, a->codes = codes, a->unit = 1.0 / 127;
+    }
     FOR(map, maps) FOR(j, a->n)
     {
         const int64_t panel = j / width * maps + map, column = j % width;
         if (scales) scales[panel * width + column] = (float)(most / 127 * uniform(0.5, 1));
         FOR(d, depth)
         {
-            const int64_t pair = (panel * depth / 2 + d / 2) * width * 2 + column * 2 + d % 2;
-            const int64_t index = pairs ? pair : (panel * depth + d) * width + column;
-            fa_array to = {.data = packed + index * size, .batch = (int64_t[]){0}, .dtype = a->weight};
-            if (a->weight == FA_I8) *to.data = (char)(below(255) - 127);
-            else set(&to, 0, 0, 0, 0, d < a->k ? uniform(-most, most) : 0);
-            if (d == a->k) continue;
-            *w++ = scales ? (double)(int8_t)*to.data * scales[panel * width + column] : get(&to, 0, 0, 0, 0);
+            char *step = packed + ((panel * depth + d) / each * width + column) * (128 / width);
+            fa_array to = {.data = step + d % each * (128 / width / each), .batch = (int64_t[]){0}, .dtype = a->weight};
+            double value;
+            if (a->weight == FA_I4) {
+                const int64_t scale = (panel * blocks + d / 32) * width + column;
+                const int code = (int)below(16);
+                if (d % 32 == 0) set(&halves, 0, 0, 0, scale, most * uniform(0.5, 1));
+                step[d % 4] = (char)(d % 8 < 4 ? code : (step[d % 4] & 15) | code << 4);
+                value = get(&halves, 0, 0, 0, scale);
+                value *= a->x_int8 ? a->codes[code] * a->unit : (double)((const float *)a->table)[code];
+            } else if (a->weight == FA_I8) {
+                *to.data = (char)(below(255) - 127);
+                value = (double)(int8_t)*to.data * scales[panel * width + column];
+            } else {
+                set(&to, 0, 0, 0, 0, d < a->k ? uniform(-most, most) : 0);
+                value = get(&to, 0, 0, 0, 0);
+            }
+            if (d < a->k) *w++ = value;
         }
     }
     a->panels = packed;
-    a->scales = scales;
+    a->scales = scales ? (void *)scales : halves.data;
 }
 
 static linear_case linear_case_of(int number)
@@ -91,6 +114,8 @@ static linear_case linear_case_of(int number)
     a->dtype = a->weight == FA_F64 ? FA_F64 : floats[below(3)];
     a->activation = (fa_activation)below(FA_N_ACTIVATIONS);
     a->gated = (int)below(2);
+    a->x_int8 = (a->weight == FA_I8 || a->weight == FA_I4) && below(2);
+    a->unit = 1;
     c.x = random_floats(a->dtype, a->m, a->k, -1, 1);
     a->x = c.x.data, a->x_row = c.x.row;
     if (below(2)) {
@@ -121,6 +146,15 @@ static near expect_linear(const linear_case *c, const double *x, int64_t map, in
     return (near){sum, eps_of(lane_of(a->dtype)) * (2 + sqrt((double)smaller(a->k, 256))) * terms};
 }
 
+/* x, rounded to multiples of max |x| / 127, in the arithmetic of the kernels. */
+static void round_to_int8(double *x, int64_t k)
+{
+    float max = 0;
+    FOR(d, k) max = fmaxf(max, (float)fabs(x[d]));
+    const float factor = 127 / max;
+    FOR(d, k) x[d] = (double)rintf((float)x[d] * factor) * (double)(max / 127);
+}
+
 /* All results. `dot`: x is rounded to bfloat16 first, as the dot product takes it. */
 static near *expect_linears(const linear_case *c, int dot)
 {
@@ -135,6 +169,7 @@ static near *expect_linears(const linear_case *c, int dot)
             x[d] = get(&c->x, 0, 0, i, d);
             if (dot) x[d] = from_half(half_of(FA_BF16), to_half(half_of(FA_BF16), x[d]));
         }
+        if (a->x_int8) round_to_int8(x, a->k);
         FOR(j, a->n)
         {
             near y = activated(a->activation, expect_linear(c, x, 0, j), eps);
@@ -157,6 +192,7 @@ static int run_linear(const fa_kernels *kernels, fa_linear_args a, int64_t begin
     kernels->linear_plan(&a, again ? 64 : 1, &p);
     char *scratch = allocate((size_t)p.scratch_bytes);
     if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
+    memset(scratch, 0, 8);
     FOR(task, p.n_tasks) kernels->linear_run(&a, &p, again ? p.n_tasks - 1 - task : task, scratch);
     release(mark);
     return p.scratch_bytes % 64 == 0;
