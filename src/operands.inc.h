@@ -3,8 +3,9 @@
  *
  * Requires  modifiers.inc.h, partial.inc.h, nonfinite.inc.h.
  * Literals  dtype: of q.
- * Exports   TILES, PART_K; tile_state, cut_tile; key_block, head_copy, cut_head_copy, begin_head;
- *           tile_scratch, cut_tile_scratch; load_queries; load_additive, bias_in_place; load_block, is_dense, rows_as_lanes, prefetch_block. */
+ * Exports   TILES, PART_K; tile_state, cut_tile; head_copy, cut_head_copy, begin_head; key_block, tile_scratch,
+ *           cut_tile_scratch; load_queries; load_additive, bias_in_place; load_block, is_dense, rows_as_lanes,
+ *           prefetch_block. */
 
 #define TILES 8 /* most tiles of a task */
 
