@@ -86,7 +86,7 @@ def main():
     g = interpolate(lambda f: (sixteenth(f) - 1) / f if f else mp.log(2) / 16, -half, half, 1)
     error = worst(sixteenth, lambda f, g=g: 1 + f * mp.polyval(g[::-1], f), -half, half)
     show("exp2 of a sixteenth", g, error)
-    print("    " + ", ".join(f"{int(mp.nint((mp.power(2, mp.mpf(i) / 16) - 1) * 2**23)):#08x}" for i in range(16)))
+    print("    " + ", ".join(f"{int(mp.nint((sixteenth(i) - 1) * 2**23)):#08x}" for i in range(16)))
     bound = mp.mpf(5) / 8  # as in Cephes tanhf: beyond it, (1 - e) / (1 + e) loses no digits
     for name, degree in (("tanh float", 5), ("tanh double", 13)):
         h = interpolate(rest_of_tanh, mp.mpf(0), bound**2, degree - 1)
