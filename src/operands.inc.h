@@ -119,7 +119,8 @@ INLINE void load_queries_as(fa_dtype dtype, const fa_attention_args *a, const ro
 {
     const int64_t depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
     const char *q_row[BLOCK_Q] = {NULL};
-    EACH_ROW(rows, r, id) q_row[r] = at_row(&a->q, rows, id);
+    char *first = at_row(&a->q, rows, first_row(rows));
+    EACH_ROW(rows, r, id) q_row[r] = at_nth_row(&a->q, rows, first, r, id);
     for (int64_t r = 0; r < BLOCK_Q; r += LANES)
         for (int64_t d = 0; d < depth; d += LANES) {
             const int64_t n = depth - d;

@@ -178,15 +178,16 @@ INLINE void tile_finish_as(fa_dtype dtype, const fa_attention_args *a, const row
                            const lane *ot)
 {
     const int64_t step = dtype == FA_BF16 ? 2 * LANES : LANES;
+    char *first = at_row(&a->out, rows, first_row(rows));
     EACH_ROW(rows, written, of) {
-        const char *to = at_row(&a->out, rows, of);
+        const char *to = at_nth_row(&a->out, rows, first, written, of);
         for (int64_t byte = 0; byte < a->head_dim_v * dtype_size(dtype); byte += 64) __builtin_prefetch(to + byte, 1);
     }
     char *out[LANES];
     v_t factor = v_splat(0);
     EACH_ROW(rows, r, id) {
         if (r % LANES == 0) factor = finish_sums(a, rows, id, r, part);
-        out[r % LANES] = at_row(&a->out, rows, id);
+        out[r % LANES] = at_nth_row(&a->out, rows, first, r, id);
         if (r + 1 == rows->n && (r + 1) % LANES) out[(r + 1) % LANES] = NULL;
         if (r + 1 != rows->n && (r + 1) % LANES) continue;
         for (int64_t d = 0; d < a->head_dim_v; d += step)
