@@ -12,8 +12,8 @@
  *
  * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened
  * (or values interleaved in pairs, for the bfloat16 dot product). Rows that do not lie side by side are gathered, since
- * their strides fall on the same cache sets (docs/notes/attention-kernel.md). The copies may serve several tasks of a KV
- * head: keeps_copy in tasks.inc.h says when.
+ * their strides fall on the same cache sets (docs/notes/attention-kernel.md). The copies may serve several tasks of a
+ * KV head: keeps_copy in tasks.inc.h says when.
  *
  * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
  * Exports   tile_begin, tile_attend, tile_end, tile_finish, add_values. */

@@ -150,8 +150,8 @@ static void partial_finish(const fa_attention_args *a, const row_block *rows, co
     }
 }
 
-/* Rows of out, from dimension d on: ot (head_dim_v, BLOCK_Q) times `factor`, transposed. No row is at NULL. In bfloat16,
- * pairs of dimensions are transposed. */
+/* Rows of out, from dimension d on: ot (head_dim_v, BLOCK_Q) times `factor`, transposed. No row is at NULL. In
+ * bfloat16, pairs of dimensions are transposed. */
 INLINE void store_square(fa_dtype dtype, const lane *ot, int64_t d, int64_t head_dim_v, v_t factor, char *const *out)
 {
     const int pairs = dtype == FA_BF16, each = pairs ? 2 : 1;

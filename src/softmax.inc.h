@@ -86,7 +86,7 @@ INLINE v_t v_exp_prob(v_t x)
  * relative error is at most 1e-6 near 0, where it matters, and 4.4e-6 anywhere: lse and statistics, sums of these
  * numbers, keep the digits of float32. (A polynomial of degree 3 without a table is no faster, and leaves 2e-4.)
  *
- * Below 2^-127 it is exactly 0. There is no bound of 2^-100 here, since the dot product takes denormal numbers for 0. */
+ * Below 2^-127 it is exactly 0. There is no bound of 2^-100 here: the dot product takes denormal numbers for 0. */
 INLINE v_t v_exp_short(v_t x)
 {
 #ifdef FA_LANE_F64

@@ -107,8 +107,8 @@ typedef enum { ACC_ZERO, ACC_KEEP, ACC_SCALE } acc_mode;
 /* Of NV vectors, the first half ends at the key n_low of value_product. */
 #define NV_LOW (NV / 2)
 
-/* out (head_dim_v, nv) = mode(out) + v (n, head_dim_v)^T probs (n, nv); with `dot` n counts pairs of keys. From n_low on,
- * probabilities of the first NV_LOW of NV vectors are 0 and not read. */
+/* out (head_dim_v, nv) = mode(out) + v (n, head_dim_v)^T probs (n, nv); with `dot` n counts pairs of keys. From n_low
+ * on, probabilities of the first NV_LOW of NV vectors are 0 and not read. */
 typedef struct {
     const char *v;
     int64_t v_row, n, n_low, head_dim_v;
