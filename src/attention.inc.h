@@ -12,10 +12,11 @@
  *
  * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened
  * (or values interleaved in pairs, for the bfloat16 dot product). Rows that do not lie side by side are gathered, since
- * their strides fall on the same cache sets (docs/notes/attention-kernel.md).
+ * their strides fall on the same cache sets (docs/notes/attention-kernel.md). The copies may serve several tasks of a
+ * KV head: keeps_copy in tasks.inc.h says when.
  *
  * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
- * Exports   tile_begin, tile_attend, tile_end_part, tile_end, add_values. */
+ * Exports   tile_begin, tile_attend, tile_end, tile_finish, add_values. */
 
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
 INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)
@@ -79,6 +80,15 @@ INLINE void pair_probs(int nv, const lane *probs, int64_t n, lane *pairs)
         }
 }
 
+/* How many of n keys from j0 on some row of the first NV_LOW vectors may attend: under a causal mask the diagonal cuts
+ * through a tile. With `dot`, whole pairs. */
+static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int dot)
+{
+    int64_t end = j0;
+    for (int64_t r = 0; r < smaller(rows->n, NV_LOW * LANES); r++) end = larger(end, rows->end[r]);
+    return smaller(n, dot ? round_up(end - j0, 2) : end - j0);
+}
+
 /* One tile against a run of keys of the block. */
 INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv, int dot, tile_state *tile,
                        key_run run, tile_scratch *scratch)
@@ -93,7 +103,13 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     outer_product product = {.y = tile->qt, .factor = mods->q_factor, .out = scratch->s};
     product.x = block->k + skip * block->k_row, product.x_row = block->k_row;
     product.depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
-    block_outer(nv, dot, n, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
+    const int64_t n_low = nv == NV && NV_LOW && kind & BLOCK_EDGE ? keys_of_low(rows, j0, n, dot) : n;
+    block_outer(nv, dot, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
+    if (nv == NV && n_low < n) { /* modify_tile hides the other scores */
+        product.x += n_low * product.x_row, product.y += NV_LOW * LANES;
+        product.out += n_low * BLOCK_Q + NV_LOW * LANES;
+        block_outer(NV - NV_LOW, dot, n - n_low, &product, NULL);
+    }
     modify_tile(a, nv, mods, &scores);
     if (a->stats.second_pass) {
         weigh_tile(a, nv, tile, &scores, scratch->by_row);
@@ -111,14 +127,14 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     int moved = 0;
     if (a->sigmoid) sigmoid_update(nv, scratch->s, n, (lane)a->sigmoid_bias);
     else if (tile->row_log)
-        moved = softmax_update(nv, scratch->s, n, tile->row_max, tile->row_sum, tile->row_log, scratch->alpha);
-    else moved = softmax_update(nv, scratch->s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
+        moved = softmax_update(nv, dot, scratch->s, n, tile->row_max, tile->row_sum, tile->row_log, scratch->alpha);
+    else moved = softmax_update(nv, dot, scratch->s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
     mark_rows(nv, &scores, bad, tile->row_max);
     if (dot) pair_probs(nv, scratch->s, n, scratch->pairs);
     value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v};
     values.v_row = bad ? a->head_dim_v * (int64_t)sizeof(lane) : block->v_row;
     values.v = (bad ? (const char *)scratch->clean : block->v) + (dot ? skip / 2 : skip) * values.v_row;
-    values.n = dot ? ceil_div(n, 2) : n;
+    values.n = dot ? ceil_div(n, 2) : n, values.n_low = dot ? ceil_div(n_low, 2) : n_low;
     values.probs = dot ? scratch->pairs : scratch->s;
     values.mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
     block_values(nv, dot, &values);
@@ -134,7 +150,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
 INLINE void add_values(const fa_attention_args *a, int nv, tile_state *tile, const char *v, int64_t v_row, int64_t n,
                        const lane *probs)
 {
-    value_product values = {.v = v, .v_row = v_row, .n = n, .head_dim_v = a->head_dim_v, .probs = probs};
+    value_product values = {.v = v, .v_row = v_row, .n = n, .n_low = n, .head_dim_v = a->head_dim_v, .probs = probs};
     values.mode = tile->fresh ? ACC_ZERO : ACC_KEEP, values.out = tile->ot;
     block_values(nv, 0, &values);
     tile->fresh = 0;
@@ -182,6 +198,20 @@ static void tile_end(const fa_attention_args *a, const tile_scratch *scratch, ti
     if (tile->parts > 1) partial_end_merging(&tile->total, tile->rows.n);
 }
 
+/* All keys were met, and no other task has any of these rows: writes out, lse and statistics. Of one part, out is
+ * written from where the accumulators are. */
+static void tile_finish(const fa_attention_args *a, const tile_scratch *scratch, tile_state *tile)
+{
+    if (tile->parts || a->stats.n_top) {
+        tile_end(a, scratch, tile);
+        partial_finish(a, &tile->rows, &tile->total);
+        return;
+    }
+    const partial sums = {.row_max = tile->row_max, .row_sum = tile->row_sum, .row_log = tile->row_log};
+    if (tile->fresh) memset(tile->ot, 0, a->head_dim_v * BLOCK_Q * sizeof(lane));
+    transposed_finish(a, &tile->rows, &sums, tile->ot);
+}
+
 /* Ranges, queries and the empty state of a tile, of which tile->rows names the rows. */
 INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int dot, int64_t key_begin, int64_t key_end,
                        tile_state *tile)
@@ -190,7 +220,9 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int do
     ranges_begin(a, rows, key_begin, key_end);
     load_queries(a, rows, dot, mods->q_factor, tile->qt);
     memset(tile->lanes.slope, 0, BLOCK_Q * sizeof(lane));
+    const int by_row = a->mods.bias.data || mods->alibi;
     EACH_ROW(rows, r, id) {
+        if (!by_row) break;
         if (a->mods.bias.data) tile->bias[r] = at_row(&a->mods.bias, rows, id);
         if (mods->alibi) tile->lanes.slope[r] = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
     }
@@ -217,6 +249,7 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
 {
     const modifiers mods = modifiers_of(a, dot);
     const int tiles = (int)ceil_div(all->n, BLOCK_Q);
+    begin_head(a, all, &scratch->copy);
     for (int i = 0; i < tiles; i++) {
         row_block *rows = &scratch->tiles[i].rows;
         rows->b = all->b, rows->h_kv = all->h_kv, rows->group = all->group;
@@ -239,7 +272,7 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
             const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);
             const key_run run = masked_run(a, &tile->rows, dot ? 2 : 1, j0, end - j0);
             if (run.mask == BLOCK_EMPTY) continue;
-            prefetch_block(a, all, walk.next, walk.last, i, tiles);
+            prefetch_block(a, all, &scratch->copy, walk.next, walk.last, i, tiles);
             const int in_place = bias_in_place(a, &tile->rows, run.mask);
             scratch->ahead = in_place ? bias_after(scratch, i, &walk) : (bias_ahead){NULL, 0, 0, 0};
             if (tile->rows.n <= LANES) tile_block(a, &mods, 1, dot, tile, run, scratch);

@@ -76,6 +76,9 @@ typedef enum {
  * merged in order. Either one thread does it all, run(); or any threads call run_split(), for the splits of each head
  * that splits() names, and merge() is called for one after the other: the same arithmetic in the same order.
  *
+ * The first 8 bytes of a thread's scratch must be 0 before its first task: a task leaves there whose keys and values it
+ * has copied.
+ *
  * A task of the second pass is all rows, in order, against a run of keys. No other task adds to what it adds to. */
 typedef struct {
     fa_kernel_kind kind;

@@ -88,6 +88,21 @@ INLINE void modify_tile_as(int nv, const modifiers *mods, block_kind kind, const
     }
 }
 
+/* The ranges' ends alone, without modifiers: keys that every row attends are left as they are. */
+INLINE void hide_edges(int nv, const score_tile *scores)
+{
+    const int64_t full = larger(0, smaller(scores->n, scores->rows->full_first - scores->j0));
+    const int64_t last = larger(full, smaller(scores->n, scores->rows->full_last - scores->j0));
+    for (int64_t lanes = 0; lanes < nv * LANES; lanes += LANES) {
+        const v_t begin = v_load(scores->lanes->begin + lanes), end = v_load(scores->lanes->end + lanes);
+        for (int64_t j = full ? 0 : last; j < scores->n; j = j + 1 == full ? last : j + 1) {
+            lane *s = scores->s + j * BLOCK_Q + lanes;
+            const v_t key = v_splat((lane)j);
+            v_store(s, v_select((begin <= key) & (key < end), v_load(s), v_splat(-INFINITY)));
+        }
+    }
+}
+
 /* Modifiers and masks of a tile. One modifier alone, with nothing hidden, has a loop of its own: those are usual. */
 INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mods, const score_tile *scores)
 {
@@ -106,6 +121,7 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
     }
     if (kind == BLOCK_FULL && same_modifiers(mods, &cap)) modify_tile_as(nv, &cap, BLOCK_FULL, scores);
     else if (kind == BLOCK_FULL && same_modifiers(mods, &alibi)) modify_tile_as(nv, &alibi, BLOCK_FULL, scores);
+    else if (kind == BLOCK_EDGE && same_modifiers(mods, &unscaled)) hide_edges(nv, scores);
     else if (kind == BLOCK_ADDS && same_modifiers(mods, &unscaled)) modify_tile_as(nv, &unscaled, BLOCK_ADDS, scores);
     else modify_tile_as(nv, mods, kind, scores);
 }

@@ -3,8 +3,9 @@
  *
  * Requires  modifiers.inc.h, partial.inc.h, nonfinite.inc.h.
  * Literals  dtype: of q.
- * Exports   TILES, PART_K; tile_state, cut_tile; key_block, tile_scratch, cut_tile_scratch; load_queries;
- *           load_additive, bias_in_place; load_block, is_dense, rows_as_lanes, prefetch_block. */
+ * Exports   TILES, PART_K; tile_state, cut_tile; head_copy, cut_head_copy, begin_head; key_block, tile_scratch,
+ *           cut_tile_scratch; load_queries; load_additive, bias_in_place; load_block, is_dense, rows_as_lanes,
+ *           prefetch_block. */
 
 #define TILES 8 /* most tiles of a task */
 
@@ -36,9 +37,18 @@ typedef struct {
     bad_rows bad;
 } key_block;
 
+/* Keys and values of a whole KV head, as the tiles read them: blocks are copied when a task first meets them, and serve
+ * all tasks of the head that a thread takes. */
+typedef struct {
+    int64_t *head;   /* the first 8 bytes of a thread's scratch: the KV head, from 1 on, or 0 before the first task */
+    uint8_t *blocks; /* whether each is copied */
+    lane *k, *v;     /* (len_k, ...), whole blocks */
+} head_copy;
+
 typedef struct {
     tile_state tiles[TILES];
     key_block block;
+    head_copy copy;      /* without `head`, each task copies into k and v below anew */
     bias_ahead ahead;    /* rows of a bias that are fetched meanwhile; NULL: none */
     lane *s, *add;       /* (BLOCK_K, BLOCK_Q): scores, then probabilities; the additive tile */
     lane *pairs;         /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16 */
@@ -70,20 +80,37 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim, LANES), &scratch->k);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim_v, LANES), &scratch->v, &scratch->clean);
     CUT_LANES(from, BLOCK_Q, &scratch->alpha);
+    scratch->copy.head = NULL;
     for (int i = 0; i < tiles; i++) cut_tile(from, a, scratch->tiles + i);
     return from->used;
+}
+
+static void cut_head_copy(arena *from, const fa_attention_args *a, head_copy *copy)
+{
+    const int64_t blocks = ceil_div(a->len_k, BLOCK_K), keys = blocks * BLOCK_K;
+    CUT(from, copy->blocks, blocks);
+    CUT(from, copy->k, keys * round_up(a->head_dim, LANES));
+    CUT(from, copy->v, keys * round_up(a->head_dim_v, LANES));
+}
+
+/* Before a task of the KV head of `rows`: forgets the copy of another one. */
+INLINE void begin_head(const fa_attention_args *a, const row_block *rows, const head_copy *copy)
+{
+    const int64_t head = 1 + rows->b * a->heads_kv + rows->h_kv;
+    if (!copy->head || *copy->head == head) return;
+    *copy->head = head;
+    memset(copy->blocks, 0, ceil_div(a->len_k, BLOCK_K));
 }
 
 /* One vector of a query row, from lane d on, of which n lanes are left; with `dot` lanes are pairs of bfloat16. */
 INLINE v_t load_query(fa_dtype dtype, int dot, const char *q, int64_t d, int64_t n, int64_t head_dim)
 {
-    if (dot && n <= LANES) {
-        lane part[LANES] = {0};
-        memcpy(part, q + d * sizeof(lane), head_dim * 2 - d * sizeof(lane)); /* an odd last one is paired with 0 */
-        return v_load(part);
-    }
-    if (dot) return v_load(q + d * sizeof(lane));
-    return n < LANES ? v_load_as_n(dtype, q + d * dtype_size(dtype), n) : v_load_as(dtype, q + d * dtype_size(dtype));
+    if (!dot) return v_load_as_part(dtype, q + d * dtype_size(dtype), n);
+    const char *from = q + d * sizeof(lane);
+    if (n > LANES || head_dim % 2 == 0) return v_load_part(from, n);
+    lane part[LANES] = {0};
+    memcpy(part, from, head_dim * 2 - d * sizeof(lane)); /* an odd last one is paired with 0 */
+    return v_load(part);
 }
 
 /* qt (head_dim, BLOCK_Q) = transpose(factor * q), or with `dot` pairs, unscaled. Lanes without a row become 0. */
@@ -92,18 +119,22 @@ INLINE void load_queries_as(fa_dtype dtype, const fa_attention_args *a, const ro
 {
     const int64_t depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
     const char *q_row[BLOCK_Q] = {NULL};
-    EACH_ROW(rows, r, id) q_row[r] = at_row(&a->q, rows, id);
+    char *first = at_row(&a->q, rows, first_row(rows));
+    EACH_ROW(rows, r, id) q_row[r] = at_nth_row(&a->q, rows, first, r, id);
     for (int64_t r = 0; r < BLOCK_Q; r += LANES)
         for (int64_t d = 0; d < depth; d += LANES) {
             const int64_t n = depth - d;
             v_t square[LANES];
-            for (int i = 0; i < LANES; i++) {
+            UNROLL_FOR(int i = 0; i < LANES; i++) {
                 const char *from = q_row[r + i];
                 const v_t q = from ? load_query(dtype, dot, from, d, n, a->head_dim) : v_splat(0);
                 square[i] = dot ? q : q * v_splat(factor);
             }
             v_transpose(square);
-            for (int i = 0; i < smaller(n, LANES); i++) v_store(qt + (d + i) * BLOCK_Q + r, square[i]);
+            UNROLL_FOR(int i = 0; i < LANES; i++) {
+                if (i >= n) break;
+                v_store(qt + (d + i) * BLOCK_Q + r, square[i]);
+            }
         }
 }
 
@@ -179,25 +210,27 @@ INLINE block_kind load_additive(const fa_attention_args *a, const tile_state *ti
 
 INLINE int is_dense(const fa_array *x, int64_t width) { return x->row == width * dtype_size(x->dtype); }
 
-/* Rows [first, first + n) of k or v as lanes: in place, or widened and gathered in `copy`. */
+/* Rows [first, first + n) of k or v as lanes: in place, or widened and gathered in `copy`, unless they are `there`. */
 INLINE const char *rows_as_lanes(const fa_array *x, const row_block *rows, int64_t first, int64_t n, int64_t width,
-                                 lane *copy, int64_t *row_bytes)
+                                 int there, lane *copy, int64_t *row_bytes)
 {
     const char *from = at_key(x, rows, first);
     *row_bytes = x->row;
     if (dtype_size(x->dtype) == sizeof(lane) && is_dense(x, width)) return from;
     *row_bytes = width * (int64_t)sizeof(lane);
-    for (int64_t j = 0; j < n; j++) load_row(x->dtype, from + j * x->row, width, 1, copy + j * width);
+    for (int64_t j = 0; !there && j < n; j++) load_row(x->dtype, from + j * x->row, width, 1, copy + j * width);
     return (const char *)copy;
 }
 
 /* Pairs of keys: rows 2j and 2j + 1 of v become one row of pairs; an odd last one is paired with 0. */
 INLINE void pair_values(const char *v, int64_t v_row, int64_t n, int64_t width, lane *to)
 {
-    static const uint16_t zeros[LANES];
+    static const uint16_t zeros[2 * LANES];
     for (int64_t j = 0; j < n; j += 2, to += width) {
         const char *row0 = v + j * v_row, *row1 = row0 + v_row;
         int64_t d = 0;
+        for (; d + 2 * LANES <= width; d += 2 * LANES)
+            v_store_paired_bf16(to + d, row0 + d * 2, j + 1 < n ? row1 + d * 2 : (const char *)zeros);
         for (; d + LANES <= width; d += LANES)
             v_store(to + d, v_pair_bf16(row0 + d * 2, j + 1 < n ? row1 + d * 2 : (const char *)zeros));
         if (d < width) {
@@ -209,36 +242,51 @@ INLINE void pair_values(const char *v, int64_t v_row, int64_t n, int64_t width, 
     }
 }
 
+/* The block's keys and values, copied where that is needed: a part of the head's copy is a whole block of the grid. */
 INLINE void load_block(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)
 {
     key_block *block = &scratch->block;
-    const int64_t first = block->first, n = block->n, width = a->head_dim, width_v = a->head_dim_v;
+    const int64_t width = a->head_dim, width_v = a->head_dim_v;
+    int64_t first = block->first, n = block->n;
+    lane *k = scratch->k, *v = scratch->v;
+    int there = 0;
+    if (scratch->copy.head) {
+        uint8_t *copied = scratch->copy.blocks + first / BLOCK_K;
+        first = first / BLOCK_K * BLOCK_K, n = smaller(BLOCK_K, a->len_k - first);
+        k = scratch->copy.k + first * round_up(width, LANES), v = scratch->copy.v + first * round_up(width_v, LANES);
+        there = *copied, *copied = 1;
+    }
+    const int64_t skip = block->first - first;
     if (!dot) {
-        block->k = rows_as_lanes(&a->k, rows, first, n, width, scratch->k, &block->k_row);
+        block->k = rows_as_lanes(&a->k, rows, first, n, width, there, k, &block->k_row);
+        block->k += skip * block->k_row;
         if (a->stats.second_pass) return;
-        block->v = rows_as_lanes(&a->v, rows, first, n, width_v, scratch->v, &block->v_row);
+        block->v = rows_as_lanes(&a->v, rows, first, n, width_v, there, v, &block->v_row);
+        block->v += skip * block->v_row;
         return;
     }
     block->k = at_key(&a->k, rows, first), block->k_row = a->k.row;
     if (width % 2 || !is_dense(&a->k, width)) { /* with an odd head_dim, the last pair must not be read past its row */
         const char *from = block->k;
-        block->k = (const char *)scratch->k, block->k_row = round_up(width, 2) * 2;
-        for (int64_t j = 0; j < n; j++) {
-            char *row = (char *)scratch->k + j * block->k_row;
+        block->k = (const char *)k, block->k_row = round_up(width, 2) * 2;
+        for (int64_t j = 0; !there && j < n; j++) {
+            char *row = (char *)k + j * block->k_row;
             memset(row + block->k_row - 2, 0, 2);
             memcpy(row, from + j * a->k.row, width * 2);
         }
     }
+    block->k += skip * block->k_row;
     if (a->stats.second_pass) return;
-    block->v = (const char *)scratch->v, block->v_row = width_v * (int64_t)sizeof(lane);
-    pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, scratch->v);
+    block->v_row = width_v * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 2 * block->v_row;
+    if (!there) pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, v);
 }
 
 /* Asks for part `i` of `parts` of the block of keys and values from `first` on, where rows do not lie side by side:
  * there the hardware's prefetching finds nothing to follow. */
-INLINE void prefetch_block(const fa_attention_args *a, const row_block *rows, int64_t first, int64_t last, int i,
-                           int parts)
+INLINE void prefetch_block(const fa_attention_args *a, const row_block *rows, const head_copy *copy, int64_t first,
+                           int64_t last, int i, int parts)
 {
+    if (first >= last || (copy->head && copy->blocks[first / BLOCK_K])) return;
     const int64_t j0 = first + i * BLOCK_K / parts, n = smaller(first + (i + 1) * BLOCK_K / parts, last) - j0;
     if (n <= 0) return;
     if (!is_dense(&a->k, a->head_dim))

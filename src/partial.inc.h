@@ -9,7 +9,7 @@
  *
  * Requires  ranges.inc.h, softmax.inc.h, statistics.inc.h.
  * Exports   partial, partial_at, partial_from, row_top; partial_begin_merging, partial_merge, partial_end_merging;
- *           partial_finish. */
+ *           partial_finish, transposed_finish. */
 typedef struct {
     lane *row_max, *row_sum, *acc;
     int64_t acc_row, low; /* x[i + low] is what x[i] has lost, where x is row_sum or acc */
@@ -107,34 +107,95 @@ static void partial_end_merging(const partial *part, int64_t n_rows)
     }
 }
 
+/* What the accumulators of LANES rows are multiplied by at the end, from row r0 of the block on, which is `id`. Writes
+ * lse and statistics of these rows. */
+static v_t finish_sums(const fa_attention_args *a, const row_block *rows, row_id id, int64_t r0, const partial *part)
+{
+    v_t max = v_load(part->row_max + r0), sum = v_load(part->row_sum + r0), scale = v_splat(1);
+    if (a->sigmoid) return scale;
+    const int64_t n = smaller(rows->n - r0, LANES);
+    if (a->sinks.data) { /* enters the denominator only */
+        row_id of = id;
+        v_t sink = v_splat(-INFINITY);
+        for (int i = 0; i < n; i++, of = next_row(rows, of))
+            sink[i] = *(const lane_u *)at(&a->sinks, rows->b, of.head, 0, 0);
+        const vi_t counts = sink != v_splat(-INFINITY), none = max == v_splat(-INFINITY);
+        const v_t most = v_select(max > sink, max, sink);
+        scale = v_select(counts, v_select(none, v_splat(0), v_exp(max - most)), scale);
+        sum = v_select(counts, sum * scale + v_exp(sink - most), sum);
+        max = v_select(counts, most, max);
+    }
+    const vi_t attends = max != v_splat(-INFINITY); /* if so, and the sum is 0, its every score is -inf */
+    sum = v_select((sum == v_splat(0)) & attends, v_splat(NAN), sum);
+    const int counted = a->stats.norm.data || a->stats.row_max.data || a->stats.entropy.data || a->stats.n_top;
+    for (int i = 0; (a->lse.data || counted) && i < n; i++, id = next_row(rows, id)) {
+        const int64_t r = r0 + i;
+        const lane lse = sum[i] == 0 ? -(lane)INFINITY : (lane)(max[i] + log((double)sum[i]));
+        const row_sums row = {part->row_max[r], part->row_sum[r], part->row_log ? part->row_log[r] : 0,
+                              scale[i],         max[i],           sum[i]};
+        if (a->lse.data) memcpy(at_row(&a->lse, rows, id), &lse, sizeof lse);
+        if (counted) write_statistics(a, rows->b, id, &row, row_top(a, part, r));
+    }
+    return v_select(sum == v_splat(0), v_splat(0), scale / sum);
+}
+
 /* Sinks, normalisation, conversion: writes out, lse and statistics of the block's rows. */
 static void partial_finish(const fa_attention_args *a, const row_block *rows, const partial *part)
 {
+    v_t factor = v_splat(0);
     EACH_ROW(rows, r, id) {
-        lane max = part->row_max[r], sum = part->row_sum[r], *acc = part->acc + r * part->acc_row, sink = -INFINITY;
-        if (a->sigmoid) {
-            store_row(a->out.dtype, acc, a->head_dim_v, 1, at_row(&a->out, rows, id));
-            continue;
-        }
-        if (a->sinks.data) memcpy(&sink, at(&a->sinks, rows->b, id.head, 0, 0), sizeof sink);
-        lane scale = 1;
-        if (sink != -INFINITY) { /* enters the denominator only */
-            const lane most = max > sink ? max : sink;
-            scale = max == -INFINITY ? 0 : lane_exp(max - most);
-            sum = sum * scale + lane_exp(sink - most);
-            max = most;
-        }
-        if (sum == 0 && max != -INFINITY) sum = NAN; /* it attends keys, and their every score is -inf */
-        const lane factor = sum == 0 ? 0 : scale / sum;
-        store_row(a->out.dtype, acc, a->head_dim_v, factor, at_row(&a->out, rows, id));
-        if (a->lse.data) {
-            const lane lse = sum == 0 ? -(lane)INFINITY : (lane)(max + log((double)sum));
-            memcpy(at_row(&a->lse, rows, id), &lse, sizeof lse);
-        }
-        if (a->stats.norm.data || a->stats.row_max.data || a->stats.entropy.data || a->stats.n_top) {
-            const row_sums row = {
-                part->row_max[r], part->row_sum[r], part->row_log ? part->row_log[r] : 0, scale, max, sum};
-            write_statistics(a, rows->b, id, &row, row_top(a, part, r));
-        }
+        if (r % LANES == 0) factor = finish_sums(a, rows, id, r, part);
+        store_row(a->out.dtype, part->acc + r * part->acc_row, a->head_dim_v, factor[r % LANES],
+                  at_row(&a->out, rows, id));
     }
+}
+
+/* Rows of out, from dimension d on: ot (head_dim_v, BLOCK_Q) times `factor`, transposed. No row is at NULL. In
+ * bfloat16, pairs of dimensions are transposed. */
+INLINE void store_square(fa_dtype dtype, const lane *ot, int64_t d, int64_t head_dim_v, v_t factor, char *const *out)
+{
+    const int pairs = dtype == FA_BF16, each = pairs ? 2 : 1;
+    const int64_t rest = head_dim_v - d, n = smaller(ceil_div(rest, each), LANES);
+    v_t square[LANES];
+    UNROLL_FOR(int i = 0; i < LANES; i++) {
+        const lane *from = ot + (d + i * each) * BLOCK_Q;
+        square[i] = i < n ? v_load(from) * factor : v_splat(0);
+        if (pairs) square[i] = v_pack_bf16(square[i], i * 2 + 1 < rest ? v_load(from + BLOCK_Q) * factor : v_splat(0));
+    }
+    v_transpose(square);
+    UNROLL_FOR(int i = 0; i < LANES; i++) {
+        char *to = out[i] + d * dtype_size(dtype);
+        if (!out[i]) break;
+        if (pairs && rest < 2 * LANES && rest % 2) memcpy(to, square + i, rest * 2);
+        else if (pairs) v_store_part(to, square[i], n);
+        else v_store_as_part(dtype, to, square[i], n);
+    }
+}
+
+/* The same as partial_finish, of a tile whose accumulators are still transposed: ot (head_dim_v, BLOCK_Q). All lines of
+ * out are asked for first. */
+INLINE void tile_finish_as(fa_dtype dtype, const fa_attention_args *a, const row_block *rows, const partial *part,
+                           const lane *ot)
+{
+    const int64_t step = dtype == FA_BF16 ? 2 * LANES : LANES;
+    char *first = at_row(&a->out, rows, first_row(rows));
+    EACH_ROW(rows, written, of) {
+        const char *to = at_nth_row(&a->out, rows, first, written, of);
+        for (int64_t byte = 0; byte < a->head_dim_v * dtype_size(dtype); byte += 64) __builtin_prefetch(to + byte, 1);
+    }
+    char *out[LANES];
+    v_t factor = v_splat(0);
+    EACH_ROW(rows, r, id) {
+        if (r % LANES == 0) factor = finish_sums(a, rows, id, r, part);
+        out[r % LANES] = at_nth_row(&a->out, rows, first, r, id);
+        if (r + 1 == rows->n && (r + 1) % LANES) out[(r + 1) % LANES] = NULL;
+        if (r + 1 != rows->n && (r + 1) % LANES) continue;
+        for (int64_t d = 0; d < a->head_dim_v; d += step)
+            store_square(dtype, ot + r / LANES * LANES, d, a->head_dim_v, factor, out);
+    }
+}
+
+static void transposed_finish(const fa_attention_args *a, const row_block *rows, const partial *part, const lane *ot)
+{
+    WITH_DTYPE(a->out.dtype, dtype, tile_finish_as(dtype, a, rows, part, ot));
 }

@@ -2,9 +2,9 @@
  * such ranges. Every structural mask (causal, window, padding, documents ...) arrives in this form.
  *
  * Requires  basics.inc.h, tile.inc.h (BLOCK_K).
- * Exports   row_block, row_id, range_list, EACH_ROW, first_row, next_row, cut_rows; at_row, at_key; ranges_begin,
- *           row_range, attends_some, rows_share; block_kind, BLOCK_FULL, BLOCK_EDGE, BLOCK_MASKED, BLOCK_ADDS,
- *           BLOCK_EMPTY, hides, range_kind; key_walk, walk_begin, walk_next.
+ * Exports   row_block, row_id, range_list, EACH_ROW, first_row, next_row, cut_rows; at_row, at_nth_row, at_key;
+ *           ranges_begin, row_range, attends_some, rows_share; block_kind, BLOCK_FULL, BLOCK_EDGE, BLOCK_MASKED,
+ *           BLOCK_ADDS, BLOCK_EMPTY, hides, range_kind; key_walk, walk_begin, walk_next.
  *
  * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some
  * row attends. With lists, what lies between two ranges costs nothing; within a block a row has one range again, unless
@@ -54,6 +54,12 @@ INLINE char *at_row(const fa_array *x, const row_block *rows, row_id id)
 INLINE char *at_key(const fa_array *x, const row_block *rows, int64_t key)
 {
     return at(x, rows->b, rows->h_kv, key, 0);
+}
+
+/* The same for row r of a block, if `first` is where row 0 is: rows of one head lie equally far apart. */
+INLINE char *at_nth_row(const fa_array *x, const row_block *rows, char *first, int64_t r, row_id id)
+{
+    return rows->group == 1 ? first + r * x->row : at_row(x, rows, id);
 }
 
 /* for each row r of rows, `id` being its row_id */
@@ -127,9 +133,17 @@ static void ranges_begin(const fa_attention_args *a, row_block *rows, int64_t ke
     rows->first = rows->full_last = key_end;
     rows->last = rows->full_first = key_begin;
     rows->several = 0, rows->one_list = 1, rows->next = INT64_MAX;
+    if (!a->masks.row_begin.data && !a->masks.row_end.data && !a->masks.ranges && key_begin < key_end) {
+        for (int64_t r = 0; r < rows->n; r++) rows->begin[r] = key_begin, rows->end[r] = key_end;
+        rows->first = rows->full_first = key_begin, rows->last = rows->full_last = key_end;
+        return;
+    }
+    const fa_array *x = &a->masks.row_begin, *y = &a->masks.row_end;
+    char *begin0 = x->data ? at_row(x, rows, first_row(rows)) : NULL;
+    char *end0 = y->data ? at_row(y, rows, first_row(rows)) : NULL;
     EACH_ROW(rows, r, id) {
-        int64_t begin, end;
-        row_range(a, rows, id, &begin, &end);
+        int64_t begin = begin0 ? load_int(at_nth_row(x, rows, begin0, r, id)) : 0;
+        int64_t end = end0 ? load_int(at_nth_row(y, rows, end0, r, id)) : a->len_k;
         begin = larger(begin, key_begin);
         end = smaller(end, key_end);
         if (begin >= end) begin = end = key_begin; /* attends nothing: no block is full, the union does not grow */

@@ -33,8 +33,6 @@ static int64_t cut_row_scratch(arena *from, const fa_rowwise_args *call, row_scr
     }
     CUT(from, scratch->kept.s, n_keys * BLOCK_Q);
     CUT(from, scratch->kept.key, n_keys);
-    void *total = cut(from, partial_at(a, BLOCK_Q, NULL, NULL));
-    if (total) partial_at(a, BLOCK_Q, total, &scratch->tile.tiles[0].total);
     return from->used;
 }
 
@@ -49,7 +47,7 @@ INLINE void score_run(const fa_rowwise_args *call, int nv, const modifiers *mods
     const score_tile scores = {&tile->rows, &tile->lanes, run.j0, run.n, kind, s, scratch->tile.add};
     if (kind & BLOCK_EMPTY) return;
     outer_product product = {.y = tile->qt, .depth = a->head_dim, .out = s};
-    product.x = rows_as_lanes(&a->k, &tile->rows, run.j0, run.n, a->head_dim, scratch->tile.k, &product.x_row);
+    product.x = rows_as_lanes(&a->k, &tile->rows, run.j0, run.n, a->head_dim, 0, scratch->tile.k, &product.x_row);
     if (call->kind == FA_ADDITIVE) block_additive(nv, run.n, &product, &scratch->additive);
     else block_outer(nv, 0, run.n, &product, NULL);
     modify_tile(a, nv, mods, &scores);
@@ -128,8 +126,7 @@ static void rowwise_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
     scratch.kept.n = 0;
     if (rows->n <= LANES) rowwise_tile(call, 1, &mods, &scratch);
     else rowwise_tile(call, NV, &mods, &scratch);
-    tile_end_part(a, &scratch.tile, tile);
-    partial_finish(a, rows, &tile->total);
+    tile_finish(a, &scratch.tile, tile);
 }
 
 static void rowwise_plan(const fa_rowwise_args *call, fa_rowwise_plan *plan)

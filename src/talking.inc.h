@@ -30,8 +30,6 @@ static int64_t cut_talking_scratch(arena *from, const fa_rowwise_args *call, tal
     CUT_LANES(from, heads * HEAD_PITCH, &scratch->scores, &scratch->mixed);
     CUT_LANES(from, heads * heads, &scratch->pre, &scratch->post);
     for (int64_t h = 0; h < heads; h++) cut_tile(from, a, scratch->heads ? scratch->heads + h : &(tile_state){0});
-    void *total = cut(from, partial_at(a, BLOCK_Q, NULL, NULL)); /* one for all heads, which finish in turn */
-    for (int64_t h = 0; total && h < heads; h++) partial_at(a, BLOCK_Q, total, &scratch->heads[h].total);
     return from->used;
 }
 
@@ -59,7 +57,7 @@ INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *
     for (int64_t h = 0; h < heads; h++) {
         const row_block kv = {.b = scratch->heads[h].rows.b, .h_kv = h / group};
         outer_product product = {.y = scratch->heads[h].qt, .depth = a->head_dim};
-        product.x = rows_as_lanes(&a->k, &kv, j0, n, a->head_dim, scratch->tile.k, &product.x_row);
+        product.x = rows_as_lanes(&a->k, &kv, j0, n, a->head_dim, 0, scratch->tile.k, &product.x_row);
         product.out = (call->pre ? scratch->scores : scratch->mixed) + h * HEAD_PITCH;
         block_outer(nv, 0, n, &product, NULL);
     }
@@ -79,7 +77,7 @@ INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *
         }
         modify_tile(a, nv, mods, &scores);
         if (!first) continue;
-        softmax_update(nv, scores.s, n, tile->row_max, tile->row_sum, NULL, scratch->tile.alpha);
+        softmax_update(nv, 0, scores.s, n, tile->row_max, tile->row_sum, NULL, scratch->tile.alpha);
         mark_rows(nv, &scores, 0, tile->row_max);
     }
     return some_hidden;
@@ -160,7 +158,7 @@ INLINE void talking_block(const fa_rowwise_args *call, int nv, const modifiers *
             for (int64_t i = 0; i < BLOCK_Q; i++) {
                 lane *sum = scratch->heads[g].row_sum + i;
                 const int attends = scratch->heads[g].row_max[i] != -(lane)INFINITY;
-                *sum = *sum != 0 ? 1 / *sum : attends ? NAN : 0; /* as in partial_finish */
+                *sum = *sum != 0 ? 1 / *sum : attends ? NAN : 0; /* as in finish_sums */
             }
     }
 }
@@ -190,9 +188,5 @@ static void talking_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
         for (int64_t g = 0; call->post && g < heads; g++) one += 0 * scratch.heads[g].row_sum[i];
         for (int64_t h = 0; h < heads; h++) scratch.heads[h].row_sum[i] = one + 0 * scratch.heads[h].row_sum[i];
     }
-    for (int64_t h = 0; h < heads; h++) {
-        tile_state *tile = scratch.heads + h;
-        tile_end_part(a, &scratch.tile, tile);
-        partial_finish(a, &tile->rows, &tile->total);
-    }
+    for (int64_t h = 0; h < heads; h++) tile_finish(a, &scratch.tile, scratch.heads + h);
 }

@@ -19,6 +19,16 @@ static int64_t n_partials(const fa_attention_args *a, const fa_plan *plan)
 
 INLINE int64_t rows_per_head(const fa_attention_args *a) { return a->heads_q / a->heads_kv * a->len_q; }
 
+/* A thread keeps the copy of a KV head's keys and values from task to task, if the head has several tasks and the copy
+ * fits beside what else is in a second-level cache. */
+#define HEAD_COPY_BYTES (512 << 10)
+static int keeps_copy(const fa_attention_args *a, const fa_plan *plan)
+{
+    const int64_t bytes = a->len_k * (a->head_dim + a->head_dim_v) * (int64_t)sizeof(lane) / (plan->bf16_dot ? 2 : 1);
+    const int several = plan->n_tasks > a->batch * a->heads_kv;
+    return plan->kind == FA_TILE && !a->stats.second_pass && !plan->split_k && several && bytes <= HEAD_COPY_BYTES;
+}
+
 /* Of these rows `tiles` blocks of block_q, from block `tile` on. */
 static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t tile, int64_t tiles)
 {
@@ -78,6 +88,8 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->run_k = 0;
     plan->partial_bytes = partial_at(a, plan->block_q, NULL, NULL);
     plan->scratch_bytes = n_partials(a, plan) * plan->partial_bytes + kernel_scratch(a, plan);
+    arena copy = {.used = 64}; /* the first 8 bytes say whose it is */
+    if (keeps_copy(a, plan)) cut_head_copy(&copy, a, &(head_copy){0}), plan->scratch_bytes += copy.used;
     plan->flops = 2.0 * a->batch * a->heads_q * a->len_q * a->len_k * (a->head_dim + a->head_dim_v);
     if (a->stats.second_pass) plan_second_pass(a, threads, plan);
 }
@@ -182,7 +194,12 @@ static void attention_run(const fa_attention_args *a, const fa_plan *plan, int64
         run_second_pass(a, plan, task, memory);
         return;
     }
-    char *made = memory, *state = made + plan->partial_bytes, *rest = made + n_partials(a, plan) * plan->partial_bytes;
+    arena copied = {.memory = memory, .used = 64};
+    head_copy copy = {.head = memory};
+    if (keeps_copy(a, plan)) cut_head_copy(&copied, a, &copy);
+    else copied.used = 0, copy.head = NULL;
+    char *made = copied.memory + copied.used, *state = made + plan->partial_bytes;
+    char *rest = made + n_partials(a, plan) * plan->partial_bytes;
     if (plan->split_k) {
         int64_t first, last;
         attention_splits(a, plan, task, &first, &last);
@@ -197,13 +214,11 @@ static void attention_run(const fa_attention_args *a, const fa_plan *plan, int64
     const row_block rows = rows_of(a, plan, task / tasks, tile, plan->tiles);
     tile_scratch scratch;
     cut_tile_scratch(&(arena){.memory = rest}, a, plan->tiles, &scratch);
+    scratch.copy = copy;
     partial_at(a, plan->block_q, made, &scratch.part);
     for (int i = 0; i < plan->tiles; i++)
         partial_at(a, plan->block_q, state + (a->len_k > PART_K ? i : 0) * plan->partial_bytes,
                    &scratch.tiles[i].total);
     tile_attend(a, &rows, 0, a->len_k, &scratch);
-    for (int i = 0; i * plan->block_q < rows.n; i++) {
-        tile_end(a, &scratch, scratch.tiles + i);
-        partial_finish(a, &scratch.tiles[i].rows, &scratch.tiles[i].total);
-    }
+    for (int i = 0; i * plan->block_q < rows.n; i++) tile_finish(a, &scratch, scratch.tiles + i);
 }

@@ -4,7 +4,7 @@
  * Requires  simd.h, basics.inc.h, convert.inc.h.
  * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. TILE_MAX. nd, the same of values: 1 .. TILE.
  *           fetch, the cache lines that a step asks for: 0 .. 2.
- * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_MAX, TILE_MAX; outer_product, tile_outer, bias_ahead, block_outer;
+ * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; outer_product, tile_outer, bias_ahead, block_outer;
  *           value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE, block_values; transpose. */
 _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
@@ -84,19 +84,34 @@ INLINE void block_outer(int nv, int dot, int64_t n, const outer_product *whole, 
             if (bias && !p.more) prefetch_bias(bias, j);
             tile_outer(TILE, nv, dot, 0, &p, j);
         }
-        for (; j + 4 <= n; j += 4) tile_outer(4, nv, dot, 0, &p, j);
-        for (; j + 2 <= n; j += 2) tile_outer(2, nv, dot, 0, &p, j);
-        for (; j < n; j++) tile_outer(1, nv, dot, 0, &p, j);
+        switch (n - j) { /* in one piece: each waits for its own sums */
+        case 0: break;
+        case 1: tile_outer(1, nv, dot, 0, &p, j); break;
+        case 2: tile_outer(2, nv, dot, 0, &p, j); break;
+        case 3: tile_outer(3, nv, dot, 0, &p, j); break;
+#if TILE > 4
+        case 4: tile_outer(4, nv, dot, 0, &p, j); break;
+        case 5: tile_outer(5, nv, dot, 0, &p, j); break;
+#endif
+#if TILE > 6
+        case 6: tile_outer(6, nv, dot, 0, &p, j); break;
+        case 7: tile_outer(7, nv, dot, 0, &p, j); break;
+#endif
+        }
     }
 }
 
 /* What becomes of the accumulators before a product is added. */
 typedef enum { ACC_ZERO, ACC_KEEP, ACC_SCALE } acc_mode;
 
-/* out (head_dim_v, nv) = mode(out) + v (n, head_dim_v)^T probs (n, nv); with `dot` n counts pairs of keys. */
+/* Of NV vectors, the first half ends at the key n_low of value_product. */
+#define NV_LOW (NV / 2)
+
+/* out (head_dim_v, nv) = mode(out) + v (n, head_dim_v)^T probs (n, nv); with `dot` n counts pairs of keys. From n_low
+ * on, probabilities of the first NV_LOW of NV vectors are 0 and not read. */
 typedef struct {
     const char *v;
-    int64_t v_row, n, head_dim_v;
+    int64_t v_row, n, n_low, head_dim_v;
     const lane *probs, *alpha; /* alpha (nv): the factor of ACC_SCALE */
     acc_mode mode;
     lane *out;
@@ -111,12 +126,16 @@ INLINE void tile_values(int nd, int nv, int dot, int64_t d, const value_product 
     const lane *probs = p->probs;
     UNROLL_FOR(int c = 0; c < nd; c++)
         UNROLL_FOR(int u = 0; u < nv; u++) acc[c][u] = v_splat(0);
-    UNROLL_2_FOR(int64_t j = 0; j < p->n; j++, v += p->v_row, probs += BLOCK_Q) {
-        v_t prob[NV];
-        UNROLL_FOR(int u = 0; u < nv; u++) prob[u] = v_load(probs + u * LANES);
-        UNROLL_FOR(int c = 0; c < nd; c++) {
-            v_t value = v_splat(*(const lane_u *)(v + c * sizeof(lane)));
-            UNROLL_FOR(int u = 0; u < nv; u++) acc[c][u] = v_madd(dot, value, prob[u], acc[c][u]);
+    UNROLL_FOR(int low = 0; low < 2; low++) {
+        const int first = low && nv == NV ? NV_LOW : 0;
+        const int64_t n = low ? p->n - p->n_low : p->n_low;
+        UNROLL_2_FOR(int64_t j = 0; j < n; j++, v += p->v_row, probs += BLOCK_Q) {
+            v_t prob[NV];
+            UNROLL_FOR(int u = first; u < nv; u++) prob[u] = v_load(probs + u * LANES);
+            UNROLL_FOR(int c = 0; c < nd; c++) {
+                v_t value = v_splat(*(const lane_u *)(v + c * sizeof(lane)));
+                UNROLL_FOR(int u = first; u < nv; u++) acc[c][u] = v_madd(dot, value, prob[u], acc[c][u]);
+            }
         }
     }
     UNROLL_FOR(int c = 0; c < nd; c++)

@@ -51,16 +51,18 @@ def best(*calls: Callable[[], object], seconds: float = 2.0) -> list[float]:
 
 def peak(dtype: str) -> None:
     """FLOP/s as a share of the peak, which multiply-adds of registers reach."""
-    for shape in ((1, 12, 128, 64), (8, 12, 128, 32), (1, 12, 512, 64), (1, 1, 2048, 64), (1, 1, 2048, 128)):
-        b, h, length, d = shape
-        q = normal(shape, dtype)
-        for causal in (False, True):
+    square = ((1, 12, 128, 64), (8, 12, 128, 32), (1, 12, 512, 64), (1, 1, 2048, 64), (1, 1, 2048, 128))
+    odd = ((8, 12, 77, 64), (4, 12, 197, 64), (1, 8, 1500, 64))
+    for b, h, length, len_k, d in [*((b, h, n, n, d) for b, h, n, d in square + odd), (2, 8, 1024, 77, 40)]:
+        q, k = normal((b, h, length, d), dtype), normal((b, h, len_k, d), dtype)
+        for causal in (False, True)[: 1 + (length == len_k)]:
             limit = max(_core.fma_peak(dtype, 1) for _ in range(10))
-            (seconds,) = best(lambda q=q, c=causal: fastattn.attention(q, q, q, causal=c, num_threads=1))
+            (seconds,) = best(lambda q=q, k=k, c=causal: fastattn.attention(q, k, k, causal=c, num_threads=1))
             limit = max(limit, *(_core.fma_peak(dtype, 1) for _ in range(10)))
-            flops = 4 * b * h * length * length * d / (2 if causal else 1)
+            flops = 4 * b * h * length * len_k * d / (2 if causal else 1)
             name = "causal" if causal else "no mask"
-            print(shape, name, f"{flops / seconds / limit:.0%} of {limit / 1e9:.0f} GFLOP/s")
+            share = f"{flops / seconds / limit:.0%} of {limit / 1e9:.0f} GFLOP/s"
+            print((b, h, length, len_k, d), name, share)
 
 
 def strided(dtype: str) -> None:

@@ -47,6 +47,7 @@ static void run_attention(const fa_kernels *kernels, const fa_attention_args *a,
     const int mark = n_mappings;
     char *scratch = allocate((size_t)p->scratch_bytes);
     if (again) memset(scratch, 0x55, (size_t)p->scratch_bytes);
+    if (p->scratch_bytes) memset(scratch, 0, 8); /* no task has run */
     if (again && p->split_k) {
         char *state = allocate((size_t)p->partial_bytes);
         char *partials = allocate((size_t)(p->n_splits * p->partial_bytes));

@@ -1,0 +1,208 @@
+/* Elements narrower than float lanes: 16 bits, bytes, 4 bits. A part of simd.h, which includes it.
+ *
+ *   v_load_f16 v_load_bf16  LANES 16-bit values, widened           v_store_f16 v_store_bf16   rounded to nearest even
+ *   v_dot_bf16(a, b, c)     c + a.lo * b.lo + a.hi * b.hi, lanes of a, b being pairs of bfloat16
+ *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory
+ *   v_store_paired_bf16     2 LANES such pairs of two rows in memory, stored
+ *   v_store_pairs_bf16      2 LANES numbers, rounded, in order; a denormal number may become 0
+ *   v_dot_i8(a, b, c)       c + the products of four signed bytes in each lane of a and b + V_I8_OFFSET times those of
+ *                           b: some instructions take a as unsigned
+ *   v_lookup(table, i)      table[i % 16], lanes     v_lookup_i8          the same of bytes, i < 16
+ *   v_store_i8              the lowest byte of each lane           v_store_i8_part      of the first n lanes */
+#if LANE_BITS == 32
+typedef int8_t vb_t __attribute__((vector_size(LANES)));
+typedef vb_t vbu_t __attribute__((aligned(1), may_alias));
+typedef uint16_t vh_t __attribute__((vector_size(V_BYTES / 2)));
+typedef vh_t vhu_t __attribute__((aligned(1), may_alias));
+
+INLINE void v_store_i8(void *to, vi_t a)
+{
+#if V_BYTES == 64
+    _mm_storeu_si128(to, _mm512_cvtepi32_epi8((__m512i)a));
+#elif defined V_X86
+    const __m256i lowest = _mm256_set1_epi32(0x0c080400), four = _mm256_shuffle_epi8((__m256i)a, lowest);
+    const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+    _mm_storel_epi64(to, both);
+#else
+    *(vbu_t *)to = __builtin_convertvector(a, vb_t);
+#endif
+}
+
+INLINE void v_store_i8_part(void *to, vi_t a, int64_t n)
+{
+    int8_t part[LANES];
+    v_store_i8(n < LANES ? (void *)part : to, a);
+    if (n < LANES) memcpy(to, part, n);
+}
+
+INLINE v_t v_lookup(const lane table[16], vi_t index)
+{
+#if V_BYTES == 64
+    return _mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
+#elif defined V_X86
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)index);
+    return _mm256_blendv_ps(low, high, (__m256)(index << 28)); /* by the sign bit, where bit 3 is now */
+#else
+    v_t x;
+    UNROLL_FOR(int i = 0; i < LANES; i++) x[i] = table[index[i] & 15];
+    return x;
+#endif
+}
+
+INLINE vi_t v_lookup_i8(const int8_t table[16], vi_t index)
+{
+#if V_BYTES == 64
+    return (vi_t)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), (__m512i)index);
+#elif defined V_X86
+    return (vi_t)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table)), (__m256i)index);
+#elif defined V_NEON
+    return vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s32(index)));
+#else
+    int8_t bytes[V_BYTES];
+    memcpy(bytes, &index, sizeof bytes);
+    for (int i = 0; i < V_BYTES; i++) bytes[i] = table[bytes[i]];
+    memcpy(&index, bytes, sizeof bytes);
+    return index;
+#endif
+}
+
+INLINE vi_t v_dot_i8(vi_t a, vi_t b, vi_t c)
+{
+#if defined __AVX512VNNI__
+    return (vi_t)_mm512_dpbusd_epi32((__m512i)c, (__m512i)(a ^ (ilane)0x80808080), (__m512i)b);
+#elif V_BYTES == 64 /* |a| b with a's signs: two such products fit 16 bits, as long as no b is -128 */
+    const __m512i signed_b = _mm512_mask_sub_epi8((__m512i)b, _mm512_movepi8_mask((__m512i)a), _mm512_setzero_si512(),
+                                                  (__m512i)b);
+    const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)a), signed_b);
+    return c + (vi_t)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined __AVXVNNI__
+    return (vi_t)_mm256_dpbusd_avx_epi32((__m256i)c, (__m256i)(a ^ (ilane)0x80808080), (__m256i)b);
+#elif defined V_X86
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)a), _mm256_sign_epi8((__m256i)b, (__m256i)a));
+    return c + (vi_t)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined __ARM_FEATURE_DOTPROD
+    return vdotq_s32(c, vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b));
+#elif defined V_NEON
+    const int8x16_t x = vreinterpretq_s8_s32(a), y = vreinterpretq_s8_s32(b);
+    const int16x8_t low = vmull_s8(vget_low_s8(x), vget_low_s8(y)), high = vmull_high_s8(x, y);
+    return vaddq_s32(c, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+#else
+    UNROLL_FOR(int f = 0; f < 4; f++) c += (a << (24 - 8 * f) >> 24) * (b << (24 - 8 * f) >> 24);
+    return c;
+#endif
+}
+
+INLINE v_t v_load_bf16(const void *p) { return (v_t)(__builtin_convertvector(*(const vhu_t *)p, vw_t) << 16); }
+
+/* The upper 16 bits after rounding to nearest even; NaN stays NaN, made quiet. */
+INLINE vw_t v_round_bf16(v_t a)
+{
+    vw_t u = (vw_t)a, rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    return (vw_t)v_select(a != a, (v_t)(u >> 16 | 0x40), (v_t)rounded);
+}
+
+INLINE void v_store_bf16(void *p, v_t a) { *(vhu_t *)p = __builtin_convertvector(v_round_bf16(a), vh_t); }
+
+INLINE v_t v_load_f16(const void *p)
+{
+#if V_BYTES == 64
+    return _mm512_cvtph_ps(_mm256_loadu_si256(p));
+#elif defined V_X86
+    return _mm256_cvtph_ps(_mm_loadu_si128(p));
+#elif defined V_NEON
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#else
+    /* Shift exponent and mantissa into place and mend the bias, 127 - 15, by a multiplication, which normalises
+     * subnormals too; what then is 2^16 or more was Inf or NaN. */
+    vw_t h = __builtin_convertvector(*(const vhu_t *)p, vw_t), sign = (h & 0x8000) << 16;
+    v_t magnitude = (v_t)((h & 0x7fff) << 13) * 0x1p112f;
+    vw_t special = (vw_t)(magnitude >= 65536.0f) & 0x7f800000;
+    return (v_t)((vw_t)magnitude | special | sign);
+#endif
+}
+
+INLINE void v_store_f16(void *p, v_t a)
+{
+#if V_BYTES == 64
+    _mm256_storeu_si256(p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined V_X86
+    _mm_storeu_si128(p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined V_NEON
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a)));
+#else
+    vw_t u = (vw_t)a, sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
+    /* Normal: subtract the bias difference, 112 << 23, and round 13 bits away. Subnormal, below 2^-14: adding 0.5
+     * leaves the result's bits, rounded, at the bottom of the mantissa. Inf and overflow from 65520 up; NaN. */
+    vw_t normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    vw_t subnormal = (vw_t)((v_t)magnitude + 0.5f) - 0x3f000000;
+    v_t r = v_select((v_t)magnitude < 0x1p-14f, (v_t)subnormal, (v_t)normal);
+    r = v_select((v_t)magnitude >= 65520.0f, (v_t)((vw_t){0} + 0x7c00), r);
+    r = v_select(a != a, (v_t)((vw_t){0} + 0x7e00), r);
+    *(vhu_t *)p = __builtin_convertvector((vw_t)r | sign, vh_t);
+#endif
+}
+
+/* The bfloat16 dot product: an instruction, or its meaning spelled out, for tests of the code around it. */
+INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c)
+{
+#if defined __AVX512BF16__
+    return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+#else
+    const vw_t high = (vw_t){0} + 0xffff0000u;
+    c = v_fma((v_t)((vw_t)a << 16), (v_t)((vw_t)b << 16), c);
+    return v_fma((v_t)((vw_t)a & high), (v_t)((vw_t)b & high), c);
+#endif
+}
+
+INLINE v_t v_pack_bf16(v_t low, v_t high)
+{
+#if defined __AVX512BF16__
+    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                                6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (v_t)_mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+#else
+    return (v_t)(v_round_bf16(low) | v_round_bf16(high) << 16);
+#endif
+}
+
+INLINE void v_store_pairs_bf16(void *to, v_t a, v_t b)
+{
+#if defined __AVX512BF16__
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+#else
+    v_store_bf16(to, a);
+    v_store_bf16((char *)to + V_BYTES / 2, b);
+#endif
+}
+
+/* Pairs (p[i], q[i]) of two rows of bfloat16. */
+INLINE v_t v_pair_bf16(const void *p, const void *q)
+{
+    vw_t low = __builtin_convertvector(*(const vhu_t *)p, vw_t);
+    return (v_t)(low | __builtin_convertvector(*(const vhu_t *)q, vw_t) << 16);
+}
+
+/* The same of 2 LANES elements of each row, stored one after the other. */
+INLINE void v_store_paired_bf16(void *to, const void *p, const void *q)
+{
+#if V_BYTES == 64
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i x = _mm512_loadu_si512(p), y = _mm512_loadu_si512(q);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, low, y));
+    _mm512_storeu_si512((char *)to + V_BYTES, _mm512_permutex2var_epi16(x, high, y));
+#else
+    v_store(to, v_pair_bf16(p, q));
+    v_store((char *)to + V_BYTES, v_pair_bf16((const char *)p + V_BYTES / 2, (const char *)q + V_BYTES / 2));
+#endif
+}
+#else  /* double lanes: there are no 16-bit elements; that one text may name them, and V_BF16_DOT is 0 */
+INLINE v_t v_dot_bf16(v_t a, v_t b, v_t c) { return v_fma(a, b, c); }
+INLINE v_t v_pack_bf16(v_t low, v_t high) { return low + high; }
+INLINE v_t v_pair_bf16(const void *p, const void *q) { return v_load(p) + v_load(q); }
+INLINE v_t v_load_f16(const void *p) { return v_load(p); }
+INLINE void v_store_pairs_bf16(void *to, v_t a, v_t b) { v_store(to, a + b); }
+INLINE void v_store_paired_bf16(void *to, const void *p, const void *q) { v_store(to, v_load(p) + v_load(q)); }
+#endif /* LANE_BITS == 32 */
