@@ -60,6 +60,40 @@ static void widen_part(const packed_product *p, lane *to)
         }
 }
 
+/* out (rows, PANEL) = or += a product with `features` of lanes or pairs. */
+INLINE void multiply_plain(int dot, int64_t rows, const packed_product *p)
+{
+    const outer_product plain = {
+        .x = p->x,
+        .x_row = p->x_row,
+        .y = (const lane *)p->part,
+        .pitch = PANEL,
+        .depth = dot ? ceil_div(p->features, 2) : p->features,
+        .factor = 1,
+        .more = p->more,
+        .ahead = p->part + PART_AHEAD,
+        .out = p->out,
+    };
+    multiply(PANEL, dot, 0, rows, &plain);
+}
+
+/* The same with weights that are narrower: integers, or widened in registers. */
+INLINE void multiply_narrow(multiplication how, int64_t rows, const packed_product *whole)
+{
+    const int64_t n_passes = ceil_div(rows, pass_rows(whole->a));
+    packed_product p = *whole;
+    p.lines = lines_ahead(n_passes), p.ahead = PART_AHEAD;
+    for (int64_t r = 0, passes = n_passes; passes; passes--) {
+        const int64_t n = ceil_div(rows - r, passes);
+        p.x = whole->x + r * p.x_row;
+        p.sums = whole->sums + r * p.sums_row;
+        p.out = whole->out + r * PANEL;
+        for (int64_t c = 0; c < PANEL; c += GROUP) narrow_pass(how, n, c, &p);
+        p.ahead += ceil_div(p.features, features_per_step(p.a->weight)) * p.lines * 64;
+        r += n;
+    }
+}
+
 /* out (rows, PANEL) = or += the product; of a part widened to memory, if `wide` is not NULL. Pieces of LINEAR_SUM steps,
  * 32 KB, stay in the first-level cache for all passes. */
 static void multiply_packed(int64_t rows, const packed_product *whole, const lane *wide)
@@ -73,20 +107,13 @@ static void multiply_packed(int64_t rows, const packed_product *whole, const lan
         const int runs = wide_runs(rows), together = how == BY_WIDENING && whole->features - d >= runs * most;
         p.runs = together ? runs : 1;
         p.features = smaller(whole->features - d, most);
+        p.x = whole->x + d * x_size(p.a), p.sums = whole->sums + d / BLOCK_4BIT;
         p.part = wide ? (const char *)(wide + d * PANEL) : whole->part + d / each * FA_PANEL_BYTES;
         if (weight == FA_I4) p.scales = whole->scales + d / BLOCK_4BIT * PANEL * 2;
         p.more = whole->more || d;
-        const int64_t n_passes = ceil_div(rows, pass_rows(p.a));
-        p.lines = n_passes <= 2 ? STEP_LINES / (int)n_passes : 0;
-        for (int64_t r = 0, passes = n_passes; passes; passes--) {
-            const int64_t n = ceil_div(rows - r, passes); /* even passes: a last one of one row wastes most */
-            p.x = whole->x + r * p.x_row + d * x_size(p.a);
-            p.sums = whole->sums + r * p.sums_row + d / BLOCK_4BIT;
-            p.out = whole->out + r * PANEL;
-            p.ahead = PART_AHEAD + (r ? ceil_div(p.features, each) * p.lines * 64 : 0);
-            for (int64_t c = 0; c < PANEL; c += GROUP) packed_pass(how, n, c, &p);
-            r += n;
-        }
+        if (how == BY_LANES) multiply_plain(0, rows, &p);
+        else if (how == BY_PAIRS) multiply_plain(V_BF16_DOT, rows, &p);
+        else multiply_narrow(how, rows, &p);
         d += p.runs * most;
     } while (d < whole->features);
 }
@@ -110,10 +137,11 @@ INLINE v_t v_scaled(const fa_linear_args *a, const lane *acc, lane factor, const
     return bias ? y + v_load_part(bias, n) : y;
 }
 
-/* out = activation(acc scale + bias) [(up scale + bias)] + residual: one row of the output features of one panel. */
-INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int64_t row, int64_t panel, panel_sums sums)
+/* out = activation(acc scale + bias) [(up scale + bias)] + residual: one row of n output features of one panel. */
+INLINE void finish_panel_as(fa_dtype dtype, int64_t n, const fa_linear_args *a, fa_activation activation, int64_t row,
+                            int64_t panel, panel_sums sums)
 {
-    const int64_t first = panel / (1 + a->gated) * PANEL, n = smaller(a->n - first, PANEL), size = dtype_size(a->dtype);
+    const int64_t first = panel / (1 + a->gated) * PANEL, size = dtype_size(dtype);
     const lane *scale = a->weight == FA_I8 ? (const lane *)a->scales + panel * PANEL : NULL;
     const lane *bias = a->bias ? (const lane *)a->bias + first : NULL;
     const char *residual = a->residual ? a->residual + row * a->residual_row + first * size : NULL;
@@ -125,9 +153,18 @@ INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int6
         if (a->gated)
             y = y * v_scaled(a, sums.up + c, sums.factor, scale ? scale + PANEL + c : NULL,
                              bias ? bias + a->n + c : NULL, n - c);
-        if (residual) y = y + v_load_as_part(a->dtype, residual + c * size, n - c);
-        v_store_as_part(a->dtype, out + c * size, y, n - c);
+        if (residual) y = y + v_load_as_part(dtype, residual + c * size, n - c);
+        v_store_as_part(dtype, out + c * size, y, n - c);
     }
+}
+
+/* The same; whole panels of the common types have both as literals. */
+INLINE void finish_panel(const fa_linear_args *a, fa_activation activation, int64_t row, int64_t panel, panel_sums sums)
+{
+    const int64_t n = smaller(a->n - panel / (1 + a->gated) * PANEL, PANEL);
+    if (n == PANEL && a->dtype == LANE_DTYPE) finish_panel_as(LANE_DTYPE, PANEL, a, activation, row, panel, sums);
+    else if (n == PANEL && a->dtype == FA_BF16) finish_panel_as(FA_BF16, PANEL, a, activation, row, panel, sums);
+    else finish_panel_as(a->dtype, n, a, activation, row, panel, sums);
 }
 
 /* Rows of one panel, or of a gated pair: acc and up are (rows, PANEL). */

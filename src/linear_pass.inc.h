@@ -63,16 +63,33 @@ INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
     WITH_ROWS(n, LINEAR_ROWS, tile_outer, LINEAR_NV, dot, fetch, p, 0);
 }
 
-/* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read. */
-INLINE void multiply(int64_t columns, int triangular, int64_t rows, const outer_product *whole)
+/* With one or two passes, the arithmetic takes no longer than memory takes to bring the weights. Asking for a line or two
+ * of later ones at every step then gains 15 to 50% on a Cascade Lake where they come from far away. With more passes it
+ * costs more where weights are near than it gains where they are far. */
+#define PART_AHEAD (1 << 15)
+#define STEP_LINES (FA_PANEL_BYTES / 64) /* of a step */
+
+/* Lines to ask for at each step. */
+INLINE int lines_ahead(int64_t n_passes) { return n_passes <= 2 ? STEP_LINES / (int)larger(1, n_passes) : 0; }
+
+/* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read. Lines
+ * of `ahead`, if it is not NULL, are asked for beside the first GROUP columns. */
+INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, const outer_product *whole)
 {
-    for (int64_t r = 0, passes = ceil_div(rows, LINEAR_ROWS); passes; passes--) {
+    const int64_t n_passes = ceil_div(rows, LINEAR_ROWS);
+    const char *ahead = whole->ahead;
+    for (int64_t r = 0, passes = n_passes; passes; passes--) {
         const int64_t n = ceil_div(rows - r, passes); /* even passes: a last one of one row wastes most */
         for (int64_t c = 0; c < columns; c += GROUP) {
             outer_product p = *whole;
             p.x += r * p.x_row, p.y += c, p.out += r * p.pitch + c;
             p.depth += triangular ? r + n : 0;
-            multiply_pass(0, 0, n, &p);
+            p.ahead = ahead;
+            const int fetch = ahead && c == 0 ? lines_ahead(n_passes) : 0;
+            if (fetch == 2) multiply_pass(dot, 2, n, &p);
+            else if (fetch == 1) multiply_pass(dot, 1, n, &p);
+            else multiply_pass(dot, 0, n, &p);
+            ahead += fetch * p.depth * 64;
         }
         r += n;
     }
@@ -94,12 +111,7 @@ typedef struct {
     lane *out;     /* int8 by int8: integers of the same width */
 } packed_product;
 
-/* With one or two passes, the arithmetic takes no longer than memory takes to bring the weights. Asking for a line or two
- * of later ones at every step then gains 15 to 50% on a Cascade Lake where they come from far away. With more passes it
- * costs more where weights are near than it gains where they are far. */
-#define PART_AHEAD (1 << 15)
 #define SCALES_AHEAD (PART_AHEAD / (BLOCK_4BIT / 8 * FA_PANEL_BYTES) * PANEL * 2)
-#define STEP_LINES (FA_PANEL_BYTES / 64) /* of a step */
 
 /* Asks for lines at step number `step`, beside the first group of columns. */
 INLINE void fetch_step(const packed_product *p, int64_t c, int64_t step)
@@ -261,42 +273,19 @@ INLINE multiplication multiplication_of(const fa_linear_args *a)
     return V_BF16_DOT && a->weight == FA_BF16 ? BY_PAIRS : BY_WIDENING;
 }
 
-/* One pass over GROUP columns from c on. `features` are at most what one accumulator sums. */
-INLINE void packed_pass(multiplication how, int64_t rows, int64_t c, const packed_product *p)
-{
-    const outer_product plain = {
-        .x = p->x,
-        .x_row = p->x_row,
-        .y = (const lane *)p->part + c,
-        .pitch = PANEL,
-        .depth = how == BY_PAIRS ? (p->features + 1) / 2 : p->features,
-        .factor = 1,
-        .more = p->more,
-        .ahead = p->part + p->ahead,
-        .out = p->out + c,
-    };
-    const int fetch = c == 0 ? p->lines : 0;
-    switch (how) {
-    case BY_LANES:
-        if (fetch == 2) multiply_pass(0, 2, rows, &plain);
-        else if (fetch == 1) multiply_pass(0, 1, rows, &plain);
-        else multiply_pass(0, 0, rows, &plain);
-        return;
-    case BY_PAIRS:
-        if (!V_BF16_DOT) return;
-        if (fetch == 2) multiply_pass(V_BF16_DOT, 2, rows, &plain);
-        else if (fetch == 1) multiply_pass(V_BF16_DOT, 1, rows, &plain);
-        else multiply_pass(V_BF16_DOT, 0, rows, &plain);
-        return;
 #if LANE_BITS == 32
-    case BY_WIDENING:
-        if (!V_BF16_DOT && p->a->weight == FA_BF16) wide_passes(rows, FA_BF16, c, p);
-        else if (p->a->weight == FA_I8) wide_passes(rows, FA_I8, c, p);
-        else wide_passes(rows, FA_I4, c, p);
-        return;
-    case BY_BYTES: WITH_ROWS(rows, LINEAR_ROWS, bytes_pass, c, p); return;
-    case BY_BLOCKS: WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, c, p); return;
-#endif
-    default: return;
-    }
+/* One pass of weights that are not lanes, over GROUP columns from c on. `features` are at most what an accumulator sums. */
+INLINE void narrow_pass(multiplication how, int64_t rows, int64_t c, const packed_product *p)
+{
+    if (how == BY_BYTES) WITH_ROWS(rows, LINEAR_ROWS, bytes_pass, c, p);
+    else if (how == BY_BLOCKS) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, c, p);
+    else if (!V_BF16_DOT && p->a->weight == FA_BF16) wide_passes(rows, FA_BF16, c, p);
+    else if (p->a->weight == FA_I8) wide_passes(rows, FA_I8, c, p);
+    else wide_passes(rows, FA_I4, c, p);
 }
+#else
+INLINE void narrow_pass(multiplication how, int64_t rows, int64_t c, const packed_product *p)
+{
+    (void)how, (void)rows, (void)c, (void)p;
+}
+#endif

@@ -17,7 +17,7 @@
 static void panel_product(int more, int triangular, const lane *x, int64_t rows, const lane *y, int64_t depth, lane *to)
 {
     const outer_product product = product_of(more, x, y, PANEL, depth, to);
-    multiply(PANEL, triangular, rows, &product);
+    multiply(PANEL, 0, triangular, rows, &product);
 }
 
 /* acc (rows, PANEL) = or += x (rows, head_dim) y (head_dim, PANEL), x being in blocks of dimensions. */

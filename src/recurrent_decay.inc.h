@@ -139,7 +139,7 @@ static void plain_scores(const chunk_scratch *scratch, const lane *x, int64_t n,
             const int64_t depth = smaller(head_dim - d, CHUNK_DEPTH);
             const outer_product product = product_of(d > 0, x + c * CHUNK_LANES, keys_t, CHUNK_LANES, depth,
                                                      scores + c * CHUNK_LANES + c);
-            multiply(GROUP, 0, n - c, &product);
+            multiply(GROUP, 0, 0, n - c, &product);
         }
 }
 
