@@ -128,7 +128,8 @@ def linear_args(
     return args, full
 
 
-_MOST_BYTES = (2**31 - 1) // 127**2  # products of two bytes whose sum surely fits 32 bits
+# Products whose sum surely fits 32 bits: x is at least -127, a weight of someone else's panels -128.
+_MOST_BYTES = (2**31 - 1) // (127 * 128)
 
 
 def integer_activations(func: str, activations: str | None, weights_dtype: str, in_features: int = 0) -> None:
