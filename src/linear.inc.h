@@ -20,16 +20,24 @@
 /* Rows and panels of a task at most. The fewer the rows, the more often a panel comes from further away. */
 #define LINEAR_TASK_ROWS 128
 #define LINEAR_TASK_PANELS 16
+#define COPIED_BYTES (1 << 22) /* a thread's copy of x: 128 rows of 8192 lanes */
 #define LINEAR_TASKS_PER_THREAD 6
 #define LINEAR_ASKS (1 << 20) /* products of each column between two calls of given_up(): a fraction of a millisecond */
 /* Rows up to which weights are widened in registers, at every pass. Beyond, a part of a panel is widened to memory for
  * all its passes. */
 #define NARROW_ROWS 64
 
+/* Rows of a task at most: fewer where their copies would take more than COPIED_BYTES. */
+INLINE int64_t task_rows(const fa_linear_args *a)
+{
+    if (x_in_place(a)) return LINEAR_TASK_ROWS;
+    return larger(LINEAR_ROWS, smaller(LINEAR_TASK_ROWS, COPIED_BYTES / copied_row(a)));
+}
+
 static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *plan)
 {
     const int maps = 1 + a->gated;
-    const int64_t panels = maps * ceil_div(a->n, PANEL), row_blocks = larger(1, ceil_div(a->m, LINEAR_TASK_ROWS));
+    const int64_t panels = maps * ceil_div(a->n, PANEL), row_blocks = larger(1, ceil_div(a->m, task_rows(a)));
     const int64_t share = panels * row_blocks / (threads * LINEAR_TASKS_PER_THREAD);
     const int64_t most = larger(maps, smaller(share, LINEAR_TASK_PANELS) / maps * maps);
     plan->rows = (int)ceil_div(a->m, row_blocks);

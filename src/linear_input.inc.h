@@ -5,9 +5,11 @@
  * A row that holds Inf or NaN has a scale of NaN, and so has its result.
  *
  * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_abs), linear_pass.inc.h.
- * Exports   LINEAR_WIDE, linear_scratch, take_linear_scratch; linear_input, ready_input; features_padded, pass_rows,
- *           sums_of_row, x_size. */
+ * Exports   LINEAR_WIDE, linear_scratch, take_linear_scratch; linear_input, ready_input, x_in_place, copied_row;
+ *           features_padded, pass_rows, sums_of_row,
+ *           x_size. */
 
+#define WIDE_ROW (1 << 16)  /* features of a row whose copying takes long enough to ask before each */
 #define LINEAR_WIDE 1024    /* features of a part of a panel that is widened to memory: 128 KB */
 #define LEAST_MAX 0x1p-100f /* below it, 127 / max |x| could overflow */
 
@@ -17,8 +19,8 @@ typedef struct {
     char *x;        /* (rows, features) as linear_input says */
     lane *scales;   /* (rows): of int8 x */
     int32_t *sums;  /* (rows, blocks): of int8 x, times V_I8_OFFSET */
-    lane *wide;     /* (maps, LINEAR_WIDE, PANEL): parts of panels, widened */
-    lane *acc;      /* (panels, rows, PANEL) of a task; of a pass, if it goes through all features at once */
+    lane *wide;     /* (LINEAR_WIDE, PANEL): a part of a panel, widened */
+    lane *acc;      /* (panels, rows, PANEL) of a task; of a panel or pair, if all features are one block */
 } linear_scratch;
 
 typedef struct {
@@ -144,6 +146,7 @@ static linear_input ready_input(const fa_linear_args *a, int64_t block, int64_t 
     if (*scratch->block == block + 1) return ready;
     char *to = scratch->x;
     for (int64_t r = 0; r < rows; r++, from += a->x_row, to += size) {
+        if (features >= WIDE_ROW && given_up(a->watch)) break;
         if (a->x_int8) {
             scratch->scales[r] = quantise_row(a, from, to, scratch->sums + r * sums_of_row(a));
         } else if (multiplication_of(a) == BY_PAIRS) {

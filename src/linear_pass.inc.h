@@ -16,8 +16,8 @@
  *           FA_BF16, FA_I8, FA_I4. rows: 1 .. LINEAR_ROWS, of blocks_pass BLOCK_ROWS. runs: 1, 2 with two rows at most,
  *           WIDE_RUNS with one.
  * Exports   PANEL, GROUP, multiply (linear attention has such products, too); BLOCK_4BIT, BLOCK_ROWS, LINEAR_SUM,
- *           PART_AHEAD, STEP_LINES; BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS, multiplication,
- *           multiplication_of; features_per_step, packed_product, packed_pass, wide_runs, v_widen. */
+ *           PART_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS, multiplication,
+ *           multiplication_of; features_per_step, packed_product, narrow_pass, wide_runs, v_widen. */
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
 
 /* A pass has LINEAR_ROWS x LINEAR_NV accumulators, and needs LINEAR_NV vectors and a broadcast beside them. */
