@@ -6,8 +6,7 @@
  *
  * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_abs), linear_pass.inc.h.
  * Exports   LINEAR_WIDE, linear_scratch, take_linear_scratch; linear_input, ready_input, x_in_place, copied_row;
- *           features_padded, pass_rows, sums_of_row,
- *           x_size. */
+ *           features_padded, pass_rows, sums_of_row, x_size. */
 
 #define WIDE_ROW (1 << 16)  /* features of a row whose copying takes long enough to ask before each */
 #define LINEAR_WIDE 1024    /* features of a part of a panel that is widened to memory: 128 KB */
