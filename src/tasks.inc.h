@@ -19,14 +19,16 @@ static int64_t n_partials(const fa_attention_args *a, const fa_plan *plan)
 
 INLINE int64_t rows_per_head(const fa_attention_args *a) { return a->heads_q / a->heads_kv * a->len_q; }
 
-/* A thread keeps the copy of a KV head's keys and values from task to task, if the head has several tasks and the copy
- * fits beside what else is in a second-level cache. */
+/* A thread keeps the copy of a KV head's keys and values from task to task, if there is one (load_block), the head has
+ * several tasks, and the copy fits beside what else is in a second-level cache. */
 #define HEAD_COPY_BYTES (512 << 10)
 static int keeps_copy(const fa_attention_args *a, const fa_plan *plan)
 {
     const int64_t bytes = a->len_k * (a->head_dim + a->head_dim_v) * (int64_t)sizeof(lane) / (plan->bf16_dot ? 2 : 1);
     const int several = plan->n_tasks > a->batch * a->heads_kv;
-    return plan->kind == FA_TILE && !a->stats.second_pass && !plan->split_k && several && bytes <= HEAD_COPY_BYTES;
+    const int dense = is_dense(&a->k, a->head_dim) && is_dense(&a->v, a->head_dim_v);
+    if ((dense && a->k.dtype == LANE_DTYPE) || plan->kind != FA_TILE || a->stats.second_pass || plan->split_k) return 0;
+    return several && bytes <= HEAD_COPY_BYTES;
 }
 
 /* Of these rows `tiles` blocks of block_q, from block `tile` on. */

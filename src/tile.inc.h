@@ -37,8 +37,8 @@ INLINE void tile_outer(int nx, int nv, int dot, int fetch, const outer_product *
 {
     v_t acc[TILE_MAX][NV_MAX];
     const int64_t x_row = p->x_row;
-    const char
-        *x[TILE_MAX / 3]; /* every third row: an address has a register for it and one for x_row, once or twice */
+    /* Every third row: an address is such a register and x_row, once or twice. */
+    const char *x[TILE_MAX / 3];
     const lane *y = p->y;
     UNROLL_FOR(int j = 0; j < nx; j += 3) x[j / 3] = p->x + (first + j) * x_row;
     UNROLL_FOR(int j = 0; j < nx; j++)
