@@ -99,6 +99,7 @@ def linear(
     activation: Activation | None = None,
     residual: ArrayLike | None = None,
     activations: Rounding | None = None,
+    transposed: bool = False,
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
@@ -127,6 +128,11 @@ def linear(
         fast where rows are many. A row has one scale, ``max(abs(row)) / 127``; each of its elements errs by
         half of it at most. So one large element costs all others of its row their precision. NF4's numbers
         are rounded to multiples of 1 / 127, too. A row that holds NaN or infinity gives NaN.
+    transposed : bool, default False
+        Compute ``x @ weight`` in place of ``x @ weight.T``, from the same panels: the gradient of a linear
+        map's input. x is (..., out_features); bias, residual and result have in_features. With a gated weight
+        x is (..., 2, out_features), and the product ``x[..., 0, :] @ gate + x[..., 1, :] @ weight``. The
+        weight is widened exactly, whatever its dtype, and x is not rounded.
     out : ndarray, (..., out_features), optional
         Array for the result: in x's dtype, with a contiguous last axis and rows at equal distances.
     num_threads, backend : optional
@@ -155,7 +161,7 @@ def linear(
     Beside these, float32 rounds as it does in every product. Of int8 by int8, the sums are exact integers.
     """
     args, result = linear_args(
-        "linear", x, weight, bias, activation, residual, activations, out, num_threads, backend
+        "linear", x, weight, bias, activation, residual, activations, transposed, out, num_threads, backend
     )
     dispatch.run(args, backend)
     return result

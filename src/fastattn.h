@@ -105,7 +105,8 @@ typedef enum {
 
 #define FA_PANEL_BYTES 128 /* that a panel holds of each input feature: of two in bfloat16, 4 in int8, 8 in 4 bits */
 
-/* out (m, n) = activation(x (m, k) w^T + bias) + residual; gated: activation(gate) * up + residual. */
+/* out (m, n) = activation(x (m, k) w^T + bias) + residual; gated: activation(gate) * up + residual. Transposed: x w in
+ * place of x w^T, so that n counts what w has as input features, and x has the output features of one map or of two. */
 typedef struct {
     const char *x, *residual;
     char *out;
@@ -118,6 +119,7 @@ typedef struct {
     int64_t x_row, residual_row, out_row, m, n, k;
     fa_dtype dtype, weight; /* of x, residual, out; of the panels */
     int gated, x_int8;      /* x_int8: x is rounded to int8, each row with a scale; weights are int8 or of 4 bits */
+    int transposed;         /* the maps of w, 1 or 2; 0: not transposed. Then neither gated nor x_int8. */
     fa_activation activation;
     const fa_watch *watch; /* optional */
 } fa_linear_args;

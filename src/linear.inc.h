@@ -8,7 +8,8 @@
  *           acc (rows, PANEL) += x (rows, piece) panel (piece, PANEL)    linear_pass.inc.h
  *       after the last block: out = activation(acc scale + bias) [up] + residual, while acc is in the caches
  *
- * The lanes are output features; x is broadcast. A row's bits depend on that row alone.
+ * The lanes are output features; x is broadcast. A row's bits depend on that row alone. Transposed, a part of the panel
+ * that w^T would have is made of the same panels first, as one is widened.
  *
  * Requires  basics.inc.h, convert.inc.h, linear_pass.inc.h, linear_input.inc.h, activation.inc.h.
  * Literals  activation.
@@ -44,10 +45,11 @@ static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *pl
     plan->panel_tasks = ceil_div(panels, most);
     plan->panels = plan->panel_tasks ? (int)round_up(ceil_div(panels, plan->panel_tasks), maps) : maps;
     plan->n_tasks = plan->rows ? ceil_div(a->m, plan->rows) * plan->panel_tasks : 0;
-    plan->widen = multiplication_of(a) == BY_WIDENING && plan->rows > NARROW_ROWS;
+    plan->widen = a->transposed || (multiplication_of(a) == BY_WIDENING && plan->rows > NARROW_ROWS);
     const int64_t most_features = plan->widen ? LINEAR_WIDE : LINEAR_STEPS * features_per_step(a->weight);
-    plan->blocks = larger(1, ceil_div(a->k, most_features));
-    plan->features = round_up(ceil_div(a->k, plan->blocks), LINEAR_SUM);
+    const int64_t sources = larger(1, a->transposed), k = a->k / sources;
+    plan->blocks = sources * larger(1, ceil_div(k, most_features));
+    plan->features = round_up(ceil_div(k, plan->blocks / sources), LINEAR_SUM);
     plan->scratch_bytes = take_linear_scratch(&(arena){0}, a, plan, &(linear_scratch){0});
     plan->flops = 2.0 * maps * a->m * a->n * a->k;
 }
@@ -66,6 +68,48 @@ static void widen_part(const packed_product *p, lane *to)
                 v_store(to + (d + f) * PANEL + c, wide);
             }
         }
+}
+
+/* to (PANEL features, PANEL) = the transposed square of panel number `panel` of w from input feature `first` on. */
+INLINE void turn_square(fa_dtype weight, const fa_linear_args *a, int64_t panel, int64_t first, lane *to)
+{
+    const int64_t each = features_per_step(weight), features = panel_features(a, a->n);
+    const char *part = a->panels + (panel * features + first) / each * FA_PANEL_BYTES;
+    const char *scales = (const char *)a->scales + (panel * features + first) / BLOCK_4BIT * PANEL * 2;
+    const int64_t next = a->transposed * features / each * FA_PANEL_BYTES;
+    for (int64_t c = 0; c < PANEL; c += LANES) {
+        v_t scale = v_splat(0);
+        if (weight == FA_I4) scale = v_load_f16(scales + c * 2);
+        if (weight == FA_I8) scale = v_load((const lane *)a->scales + panel * PANEL + c);
+        for (int64_t d = 0; d < PANEL; d += LANES) {
+            v_t square[LANES];
+            UNROLL_FOR(int i = 0; i < LANES; i++) {
+                const char *step = part + (d + i) / each * FA_PANEL_BYTES + c * (int64_t)sizeof(lane);
+                square[i] = v_splat(0);
+                if ((d + i) % each == 0) __builtin_prefetch(step + next, 0, 2);
+                if (first + d + i >= features) continue;
+                square[i] = v_widen(weight, (int)((d + i) % each), v_load(step), a->table, scale);
+                if (weight == FA_I8) square[i] = square[i] * scale;
+            }
+            v_transpose(square);
+            UNROLL_FOR(int i = 0; i < LANES; i++) v_store(to + (c + i) * PANEL + d, square[i]);
+        }
+    }
+}
+
+/* to (features, PANEL) = a part of panel number `panel` of w^T: its input features are output features of w, from
+ * `first` of a map on. Where they end inside a panel, a few rows more. */
+static void turn_part(const fa_linear_args *a, int64_t panel, int map, int64_t first, int64_t features, lane *to)
+{
+    for (int64_t d = 0; d < features; d += PANEL, to += PANEL * PANEL) {
+        const int64_t from = (first + d) / PANEL * a->transposed + map, column = panel * PANEL;
+        switch (a->weight) {
+        case FA_BF16: turn_square(FA_BF16, a, from, column, to); break;
+        case FA_I8: turn_square(FA_I8, a, from, column, to); break;
+        case FA_I4: turn_square(FA_I4, a, from, column, to); break;
+        default: turn_square(LANE_DTYPE, a, from, column, to);
+        }
+    }
 }
 
 /* out (rows, PANEL) = or += a product with `features` of lanes or pairs. */
@@ -150,7 +194,7 @@ INLINE void finish_panel_as(fa_dtype dtype, int64_t n, const fa_linear_args *a, 
                             int64_t panel, panel_sums sums)
 {
     const int64_t first = panel / (1 + a->gated) * PANEL, size = dtype_size(dtype);
-    const lane *scale = a->weight == FA_I8 ? (const lane *)a->scales + panel * PANEL : NULL;
+    const lane *scale = a->weight == FA_I8 && !a->transposed ? (const lane *)a->scales + panel * PANEL : NULL;
     const lane *bias = a->bias ? (const lane *)a->bias + first : NULL;
     const char *residual = a->residual ? a->residual + row * a->residual_row + first * size : NULL;
     char *out = a->out + row * a->out_row + first * size;
@@ -210,14 +254,15 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
     take_linear_scratch(&(arena){.memory = memory}, a, plan, &scratch);
     const int maps = 1 + a->gated;
     const int64_t block = task / plan->panel_tasks, row = block * plan->rows, rows = smaller(a->m - row, plan->rows);
-    const int64_t panel = task % plan->panel_tasks * plan->panels, features = features_padded(a);
+    const int64_t panel = task % plan->panel_tasks * plan->panels;
+    const int64_t sources = larger(1, a->transposed), features = features_padded(a) / sources;
     const int64_t end = smaller(maps * ceil_div(a->n, PANEL), panel + plan->panels);
     const linear_input x = ready_input(a, block, row, rows, &scratch);
     int64_t done = 0; /* products of each column, since it last asked */
     for (int64_t b = 0; b < plan->blocks; b++) {
-        const int64_t d = b * plan->features;
+        const int64_t of_each = plan->blocks / sources, source = b / of_each, d = b % of_each * plan->features;
         packed_product p = {.a = a, .x_row = x.x_row, .sums_row = sums_of_row(a), .more = b > 0};
-        p.x = x.x + d * x_size(a), p.sums = scratch.sums + d / BLOCK_4BIT;
+        p.x = x.x + (source * features + d) * x_size(a), p.sums = scratch.sums + d / BLOCK_4BIT;
         p.features = smaller(features - d, plan->features);
         for (int64_t i = panel; i < end; i += maps) {
             lane *acc = scratch.acc + (plan->blocks > 1 ? (i - panel) * rows * PANEL : 0), *up = acc + rows * PANEL;
@@ -226,9 +271,10 @@ static void linear_run(const fa_linear_args *a, const fa_linear_plan *plan, int6
                 done = 0;
             }
             for (int map = 0; map < maps; map++) {
-                find_part(&p, i + map, d);
                 p.out = map ? up : acc;
-                if (plan->widen) widen_part(&p, scratch.wide);
+                if (!a->transposed) find_part(&p, i + map, d);
+                if (a->transposed) turn_part(a, i, (int)source, d, p.features, scratch.wide);
+                else if (plan->widen) widen_part(&p, scratch.wide);
                 multiply_packed(rows, &p, plan->widen ? scratch.wide : NULL);
             }
             if (b + 1 == plan->blocks) finish_panels(a, row, rows, i, acc, up, scratch.scales);

@@ -6,7 +6,7 @@
  *
  * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_abs), linear_pass.inc.h.
  * Exports   LINEAR_WIDE, linear_scratch, take_linear_scratch; linear_input, ready_input, x_in_place, copied_row;
- *           features_padded, pass_rows, sums_of_row, x_size. */
+ *           panel_features, features_padded, pass_rows, sums_of_row, x_size. */
 
 #define WIDE_ROW (1 << 16)  /* features of a row whose copying takes long enough to ask before each */
 #define LINEAR_WIDE 1024    /* features of a part of a panel that is widened to memory: 128 KB */
@@ -27,10 +27,14 @@ typedef struct {
     int64_t x_row; /* bytes */
 } linear_input;
 
-INLINE int64_t features_padded(const fa_linear_args *a)
+/* Input features of a panel, of which w has k. */
+INLINE int64_t panel_features(const fa_linear_args *a, int64_t k)
 {
-    return round_up(a->k, a->weight == FA_I4 ? BLOCK_4BIT : features_per_step(a->weight));
+    return round_up(k, a->weight == FA_I4 ? BLOCK_4BIT : features_per_step(a->weight));
 }
+
+/* Features of x that the product reads. */
+INLINE int64_t features_padded(const fa_linear_args *a) { return a->transposed ? a->k : panel_features(a, a->k); }
 
 /* Whether x is read where it is: if it is what the product takes, and its rows do not meet in one set of the first-level
  * cache. Weights may be of more features than x has. Copying costs 2 to 13% of the time, with few rows up to 40%. */

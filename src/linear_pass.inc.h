@@ -269,6 +269,7 @@ typedef enum { BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS } multiplica
 INLINE multiplication multiplication_of(const fa_linear_args *a)
 {
     if (a->x_int8) return a->weight == FA_I4 ? BY_BLOCKS : BY_BYTES;
+    if (a->transposed) return BY_WIDENING;
     if (LANE_BITS == 64 || a->weight == FA_F32) return BY_LANES;
     return V_BF16_DOT && a->weight == FA_BF16 ? BY_PAIRS : BY_WIDENING;
 }

@@ -1,6 +1,6 @@
 """Measure `ops.linear` in every type: many rows against the peak, few rows against the read bandwidth.
 
-    python tools/products.py {many,few} [--threads 2] [--isa ISA]
+    python tools/products.py {many,few} [--threads 2] [--isa ISA] [--transposed]
 
 Each time is the shortest of many. The limit is measured in the same seconds.
 """
@@ -47,12 +47,14 @@ def best(call, limit, seconds: float = 0.4) -> tuple[float, float]:
     return shortest, most
 
 
-def measure(kind: str, shape: tuple[int, int, int], threads: int, far: bool) -> tuple[float, int, float]:
+def measure(
+    kind: str, shape: tuple[int, int, int], threads: int, far: bool, transposed: bool
+) -> tuple[float, int, float]:
     """Seconds, bytes of weights, and the limit: of multiply-adds or, with weights from memory, of reading."""
     stored, dtype, activations, per_instruction = KINDS[kind]
     rows, k, n = shape
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((rows, k), dtype=np.float32)
+    x = rng.standard_normal((rows, n if transposed else k), dtype=np.float32)
     if dtype == "bfloat16":
         import ml_dtypes
 
@@ -63,16 +65,20 @@ def measure(kind: str, shape: tuple[int, int, int], threads: int, far: bool) -> 
         first,
         *(ops.pack(weight, dtype=stored) for _ in range((256 << 20) // first.nbytes if far else 0)),
     ]
-    turn, out = cycle(copies), np.empty((rows, n), x.dtype)
+    turn, out = cycle(copies), np.empty((rows, k if transposed else n), x.dtype)
 
     def call() -> None:
-        ops.linear(x, next(turn), out=out, activations=activations, num_threads=threads)
+        ops.linear(
+            x, next(turn), activations=activations, transposed=transposed, out=out, num_threads=threads
+        )
 
     def limit() -> float:
         if far:
             return float(_core.read_bandwidth(threads))
         return (
-            float(_core.fma_peak("bfloat16" if stored == "bfloat16" else "float32", threads))
+            float(
+                _core.fma_peak("bfloat16" if stored == "bfloat16" and not transposed else "float32", threads)
+            )
             * per_instruction
         )
 
@@ -88,13 +94,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa", choices=fastattn.available_isas())
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=tuple(KINDS))
+    parser.add_argument(
+        "--transposed", action="store_true", help="products with the weight, not its transpose"
+    )
     arguments = parser.parse_args()
     far = arguments.what == "few"
     with settings.forced(isa=arguments.isa):
         for kind in arguments.kinds:
             one_row = 0.0
             for shape in FEW if far else MANY:
-                seconds, n_bytes, limit = measure(kind, shape, arguments.threads, far)
+                seconds, n_bytes, limit = measure(kind, shape, arguments.threads, far, arguments.transposed)
                 one_row = one_row or seconds
                 if far:
                     share = f"{n_bytes / seconds / limit:.0%} of {limit / 1e9:.1f} GB/s"

@@ -86,6 +86,7 @@ def linear_args(
     activation: Activation | None,
     residual: Any,
     activations: Rounding | None,
+    transposed: bool,
     out: Any,
     num_threads: int | None,
     backend: str | None,
@@ -101,22 +102,31 @@ def linear_args(
     if (weight.dtype == "float64") != (lane is FLOAT64):
         expected = "float64" if weight.dtype == "float64" else "float32, float16 or bfloat16"
         raise wrong_dtype(func, "x", array, f"{expected} for a weight in {weight.dtype}")
-    if array.shape[-1] != weight.in_features:
-        raise wrong_shape(func, "x", array, f"(..., {weight.in_features}) for this weight")
+    k, n, gated = weight.in_features, weight.out_features, weight.gated
+    width: Shape = (k,)
+    if flag(func, "transposed", transposed):
+        width, n, gated = (2, n) if gated else (n,), k, False
+        if activations is not None:
+            raise ValueError(
+                f"{func}(): activations is {activations!r}; expected None for a transposed product"
+            )
+    if array.shape[array.ndim - len(width) :] != width:
+        expected = ", ".join(("...", *map(str, width)))
+        raise wrong_shape(func, "x", array, f"({expected}) for this weight")
     if activation is not None:
         choice(func, "activation", activation, ACTIVATIONS)
     if activations is not None:
         integer_activations(func, activations, weight.dtype, weight.in_features)
-    n = weight.out_features
-    shape = (*array.shape[:-1], n)
-    bias_array = vector(func, "bias", bias, (2, n) if weight.gated else (n,), lane)
+    leading = array.shape[: array.ndim - len(width)]
+    shape = (*leading, n)
+    bias_array = vector(func, "bias", bias, (2, n) if gated else (n,), lane)
     residual_array = like(func, "residual", residual, shape, dtype, "the result")
     inputs = [("x", x, array), ("bias", bias, bias_array)]
     if residual is not out:  # in place is allowed: it is read, then written
         inputs.append(("residual", residual, residual_array))
     full = result(func, out, shape, dtype, inputs)
     args = LinearArgs(
-        rows(array),
+        rows(array if len(width) == 1 else array.reshape(*leading, math.prod(width))),
         weight,
         bias_array,
         activation,
@@ -124,6 +134,7 @@ def linear_args(
         rows(full),
         threads(func, num_threads),
         activations,
+        transposed,
     )
     return args, full
 

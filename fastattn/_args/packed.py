@@ -168,9 +168,10 @@ class PackedLinear:
 
     def floats(self, which: slice = _ALL) -> Array:
         """Panels `which`, (panels, in_features, columns), as floating numbers."""
-        return self._by_row(which).swapaxes(1, 2)
+        return self.rows_of(which).swapaxes(1, 2)
 
-    def _by_row(self, which: slice) -> Array:
+    def rows_of(self, which: slice) -> Array:
+        """The same, row by row: (panels, columns, in_features)."""
         return self._floats(self.panels[which], None if self.scales is None else self.scales[which])
 
     def rows(self, features: Array) -> Array:
@@ -210,7 +211,7 @@ class PackedLinear:
         weight = np.empty((n_maps, self.out_features, k), lane)
         step = max(1, _UNPACKED // max(1, n_maps * width * k)) * n_maps
         for first in range(0, len(self.panels), step):
-            panels = self._by_row(slice(first, first + step))
+            panels = self.rows_of(slice(first, first + step))
             for i in range(n_maps):
                 maps = panels[i::n_maps]
                 rows = weight[i, first // n_maps * width :][: len(maps) * width]
@@ -251,7 +252,10 @@ def features_apart(panels: Array, dtype: str) -> Array:
 
 @dataclass(slots=True, eq=False)
 class LinearArgs:
-    """out (m, n) = activation(x (m, k) weight^T + bias) + residual; for a gated weight see `ops.linear`."""
+    """out (m, n) = activation(x (m, k) weight^T + bias) + residual; for a gated weight see `ops.linear`.
+
+    Transposed, x weight in place of x weight^T: the weight has n input features and k, or k / 2, output ones.
+    """
 
     kernel: ClassVar[str] = "linear"
 
@@ -263,6 +267,7 @@ class LinearArgs:
     out: Array  # (m, n), x's dtype
     num_threads: int
     activations: Literal["int8"] | None = None  # how x is rounded before it is multiplied
+    transposed: bool = False
 
 
 class RowBlock(NamedTuple):

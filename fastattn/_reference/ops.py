@@ -54,6 +54,8 @@ def activate(x: Array, name: Activation | None) -> Array:
 @np.errstate(all="ignore")
 def linear(args: LinearArgs) -> None:
     """Fill args.out."""
+    if args.transposed:
+        return _transposed(args)
     weight, out = args.weight, args.out
     n_maps = 1 + weight.gated
     lane = lane_dtype(out.dtype)
@@ -83,6 +85,33 @@ def linear(args: LinearArgs) -> None:
             if args.residual is not None:
                 result = result + args.residual[rows, features].astype(lane, copy=False)
             out[rows, features] = result
+
+
+def _transposed(args: LinearArgs) -> None:
+    """`linear` of x (m, maps * out_features) and the weight, not its transpose."""
+    weight, out = args.weight, args.out
+    n_maps, n, width = 1 + weight.gated, weight.out_features, columns(weight.dtype)
+    lane = lane_dtype(out.dtype)
+    step = n_maps * max(
+        1, _BLOCK_MULTIPLICATIONS // max(1, n_maps * _BLOCK_ROWS * weight.in_features * width)
+    )
+    for row in range(0, len(out), _BLOCK_ROWS):
+        rows = slice(row, row + _BLOCK_ROWS)
+        x = args.x[rows]
+        x = x.reshape(len(x), n_maps, n)
+        total = np.zeros((len(x), weight.in_features), lane)
+        for first in range(0, len(weight.panels), step):
+            panels = weight.rows_of(slice(first, first + step))
+            start = first // n_maps * width
+            for i in range(n_maps):
+                part = x[:, i, start : start + len(panels) // n_maps * width].astype(lane, copy=False)
+                total += part @ panels[i::n_maps].reshape(-1, weight.in_features)[: part.shape[1]]
+        if args.bias is not None:
+            total += args.bias
+        result = activate(total, args.activation)
+        if args.residual is not None:
+            result = result + args.residual[rows].astype(lane, copy=False)
+        out[rows] = result
 
 
 # Below it, 127 / max |x| could overflow.

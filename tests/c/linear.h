@@ -44,7 +44,7 @@ static fa_array random_floats(fa_dtype dtype, int64_t rows, int64_t cols, double
 typedef struct {
     fa_linear_args args;
     fa_array x, bias, residual;
-    double *w;     /* (maps, n, k), with scales */
+    double *w;     /* (maps, output features, input features), with scales */
     near *want[2]; /* with lanes, and with the bfloat16 dot product; computed when first needed */
 } linear_case;
 
@@ -116,6 +116,12 @@ static linear_case linear_case_of(int number)
     a->gated = (int)below(2);
     a->x_int8 = (a->weight == FA_I8 || a->weight == FA_I4) && below(2);
     a->unit = 1;
+    new_weights(&c);
+    if (!a->x_int8 && below(4) == 0) {
+        const int64_t features = a->k;
+        a->transposed = 1 + a->gated, a->gated = 0;
+        a->k = a->transposed * a->n, a->n = features;
+    }
     c.x = random_floats(a->dtype, a->m, a->k, -1, 1);
     a->x = c.x.data, a->x_row = c.x.row;
     if (below(2)) {
@@ -127,21 +133,22 @@ static linear_case linear_case_of(int number)
         c.residual = random_floats(a->dtype, a->m, a->n, -1, 1);
         a->residual = c.residual.data, a->residual_row = c.residual.row;
     }
-    new_weights(&c);
     return c;
 }
 
-/* x w^T + bias. A result may err by a few units in the last place of the sum of its terms' absolute values; by more of
+/* x w^T + bias, or x w + bias. A result may err by a few units in the last place of the sum of its terms' absolute values; by more of
  * them, the longer the sum is. */
 static near expect_linear(const linear_case *c, const double *x, int64_t map, int64_t j)
 {
     const fa_linear_args *a = &c->args;
-    const double *w = c->w + (map * a->n + j) * a->k, bias = a->bias ? get(&c->bias, 0, 0, map, j) : 0;
+    const double *w = c->w + (a->transposed ? j : (map * a->n + j) * a->k),
+                 bias = a->bias ? get(&c->bias, 0, 0, map, j) : 0;
     double sum = bias, terms = fabs(bias);
     FOR(d, a->k)
     {
-        sum += x[d] * w[d];
-        terms += fabs(x[d] * w[d]);
+        const double term = x[d] * w[a->transposed ? d * a->n : d];
+        sum += term;
+        terms += fabs(term);
     }
     return (near){sum, eps_of(lane_of(a->dtype)) * (2 + sqrt((double)smaller(a->k, 256))) * terms};
 }
@@ -223,7 +230,7 @@ static int has_dot(int isa)
 static const char *check_linear(int isa, const fa_kernels *kernels)
 {
     fa_linear_args a = linear_now.args;
-    const int dot = a.weight == FA_BF16 && has_dot(isa);
+    const int dot = a.weight == FA_BF16 && !a.transposed && has_dot(isa);
     fa_array out[2];
     int aligned = 1;
     if (!linear_now.want[dot]) linear_now.want[dot] = expect_linears(&linear_now, dot);
@@ -250,8 +257,9 @@ static fa_dtype linear_dtype(void) { return linear_now.args.dtype; }
 static void describe_linear(void)
 {
     const fa_linear_args *a = &linear_now.args;
-    printf("dtype %d, weight %d, (%d, %d, %d), gated %d, activation %d%s%s", a->dtype, a->weight, (int)a->m, (int)a->n,
-           (int)a->k, a->gated, a->activation, a->bias ? ", bias" : "", a->residual ? ", residual" : "");
+    printf("dtype %d, weight %d, (%d, %d, %d), gated %d, transposed %d, activation %d%s%s", a->dtype, a->weight,
+           (int)a->m, (int)a->n, (int)a->k, a->gated, a->transposed, a->activation, a->bias ? ", bias" : "",
+           a->residual ? ", residual" : "");
 }
 
 static void drop_linear(void) { free(linear_now.want[0]), free(linear_now.want[1]), free(linear_now.w); }

@@ -177,6 +177,8 @@ ROPE = RopeArgs(ones(2, 3, 8), ones(2, 3, 8), ones(1, 3, 4), ones(1, 3, 4), Fals
                 {"residual": ones(3, 50, dtype=np.float64)},
                 {"x": ones(3, 80)[:, ::2]},
                 {"weight": weight(50, 40, "float64")},
+                {"transposed": True},
+                {"transposed": True, "x": ones(3, 50), "out": ones(3, 40), "residual": None},
             )
         ),
         *(

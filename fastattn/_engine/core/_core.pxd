@@ -55,7 +55,7 @@ cdef extern from "fastattn.h" nogil:
         const void *bias
         int64_t x_row, residual_row, out_row, m, n, k
         fa_dtype dtype, weight
-        int gated, x_int8
+        int gated, x_int8, transposed
         fa_activation activation
         const fa_watch *watch
     ctypedef struct fa_linear_plan:

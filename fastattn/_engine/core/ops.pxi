@@ -21,7 +21,8 @@ cdef char *_rows(name, cnp.ndarray array, int64_t m, int64_t n, fa_dtype dtype, 
     return <char *>cnp.PyArray_DATA(array)
 
 
-cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, fa_dtype dtype) except *:
+cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, fa_dtype dtype,
+                      bint transposed=False) except *:
     """All of `a` but what its rows are."""
     cdef int64_t width, count
     cdef int n_maps = 2 if weight.gated else 1, lane = _lane_type(dtype)
@@ -52,7 +53,12 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
         a.table = _data("values", table.values, 16, cnp.NPY_FLOAT)
         a.codes = <const int8_t *>_data("codes", table.codes, 16, cnp.NPY_INT8)
         a.unit = table.unit
-    a.bias = _data("bias", bias, n_maps * a.n, lane)
+    if transposed:
+        if a.x_int8:
+            raise ValueError("fastattn: int8 activations meet a transposed weight")
+        a.transposed, a.gated = n_maps, False
+        a.n, a.k = a.k, n_maps * a.n
+    a.bias = _data("bias", bias, a.n * (1 + a.gated), lane)
 
 
 cdef void _linear_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
@@ -71,7 +77,8 @@ cdef int _run_linear(fa_linear_args *a, int threads) except -1:
 def linear(args):
     """Compute `args.out`, of a LinearArgs."""
     cdef fa_linear_args a
-    _set_linear(&a, args.weight, args.bias, args.activation, args.activations, _dtype(args.x))
+    _set_linear(&a, args.weight, args.bias, args.activation, args.activations, _dtype(args.x),
+                args.transposed)
     a.m = len(args.out)
     a.x = _rows("x", args.x, a.m, a.k, a.dtype, &a.x_row)
     a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
