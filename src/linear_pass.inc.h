@@ -9,6 +9,7 @@
  *   bfloat16, int8,  lanes      multiply-adds; weights are widened in registers         wide_pass
  *   4 bits
  *   int8             int8       the dot product of four, in integers                    bytes_pass
+ *                               eight of two rows and two columns, where there is one   squares_pass
  *   4 bits           int8       the same; each block of BLOCK_4BIT features is scaled   blocks_pass
  *
  * Requires  basics.inc.h, convert.inc.h, tile.inc.h.
@@ -222,6 +223,43 @@ INLINE void bytes_pass(int rows, int64_t c, const packed_product *p)
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) v_store(p->out + r * PANEL + c + u * LANES, (v_t)sum[r][u]);
 }
 
+#if V_I8_SQUARES
+/* The same, two rows and two columns at a time. With an odd number of rows the last is its own partner. */
+INLINE void squares_pass(int rows, int64_t c, const packed_product *p)
+{
+    typedef int64_t eight_u __attribute__((aligned(1), may_alias));
+    static const char none[FA_PANEL_BYTES]; /* for the second half of eight features, of which there are four */
+    const char *part = p->part + c * (int64_t)sizeof(lane), *x = p->x;
+    vi_t sum[TILE_MAX / 2][2 * LINEAR_NV];
+    UNROLL_FOR(int r = 0; r < rows; r += 2)
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
+            const lane *from = p->out + r * PANEL + c + u * LANES, *other = from + (r + 1 < rows ? PANEL : 0);
+            const vi_t first = p->more ? (vi_t)v_load(from) : (vi_t){0}, second = p->more ? (vi_t)v_load(other) : first;
+            UNROLL_FOR(int half = 0; half < 2; half++) sum[r / 2][2 * u + half] = v_halves(half, first, second);
+        }
+    for (int64_t d = 0; d < p->features; d += 8, part += 2 * FA_PANEL_BYTES, x += 8) {
+        const char *next = d + 4 < p->features ? part + FA_PANEL_BYTES : none;
+        vi_t both[TILE_MAX / 2];
+        fetch_step(p, c, d / 4), fetch_step(p, c, d / 4 + 1);
+        UNROLL_FOR(int r = 0; r < rows; r += 2) {
+            const char *row = x + r * p->x_row, *other = row + (r + 1 < rows ? p->x_row : 0);
+            both[r / 2] = (vi_t)(int64x2_t){*(const eight_u *)row, *(const eight_u *)other};
+        }
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
+            const vi_t first = (vi_t)v_load(part + u * V_BYTES), second = (vi_t)v_load(next + u * V_BYTES);
+            UNROLL_FOR(int half = 0; half < 2; half++) {
+                const vi_t columns = v_zipped(half, first, second);
+                UNROLL_FOR(int r = 0; r < rows; r += 2)
+                    sum[r / 2][2 * u + half] = v_square_i8(both[r / 2], columns, sum[r / 2][2 * u + half]);
+            }
+        }
+    }
+    UNROLL_FOR(int r = 0; r < rows; r++)
+        UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
+            v_store(p->out + r * PANEL + c + u * LANES, (v_t)v_halves(r % 2, sum[r / 2][2 * u], sum[r / 2][2 * u + 1]));
+}
+#endif
+
 /* One pass of 4 bits by int8: a block's products are summed in integers, scaled, and added in lanes. */
 INLINE void blocks_pass(int rows, int64_t c, const packed_product *p)
 {
@@ -278,7 +316,11 @@ INLINE multiplication multiplication_of(const fa_linear_args *a)
 /* One pass of weights that are not lanes, over GROUP columns from c on. `features` are at most what an accumulator sums. */
 INLINE void narrow_pass(multiplication how, int64_t rows, int64_t c, const packed_product *p)
 {
+#if V_I8_SQUARES
+    if (how == BY_BYTES) WITH_ROWS(rows, LINEAR_ROWS, squares_pass, c, p);
+#else
     if (how == BY_BYTES) WITH_ROWS(rows, LINEAR_ROWS, bytes_pass, c, p);
+#endif
     else if (how == BY_BLOCKS) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, c, p);
     else if (!V_BF16_DOT && p->a->weight == FA_BF16) wide_passes(rows, FA_BF16, c, p);
     else if (p->a->weight == FA_I8) wide_passes(rows, FA_I8, c, p);

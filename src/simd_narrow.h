@@ -7,6 +7,9 @@
  *   v_store_pairs_bf16      2 LANES numbers, rounded, in order; a denormal number may become 0
  *   v_dot_i8(a, b, c)       c + the products of four signed bytes in each lane of a and b + V_I8_OFFSET times those of
  *                           b: some instructions take a as unsigned
+ *   v_square_i8(a, b, c)    c + the products of rows a0, a1 with b0, b1, eight signed bytes each: lanes a0 b0, a0 b1,
+ *                           a1 b0, a1 b1; only if V_I8_SQUARES, as the two that follow
+ *   v_halves(i, a, b)       the lower (0) or upper (1) halves of a and b      v_zipped    the same, a's lanes and b's in turn
  *   v_lookup(table, i)      table[i % 16], lanes     v_lookup_i8          the same of bytes, i < 16
  *   v_store_i8              the lowest byte of each lane           v_store_i8_part      of the first n lanes */
 #if LANE_BITS == 32
@@ -92,6 +95,21 @@ INLINE vi_t v_dot_i8(vi_t a, vi_t b, vi_t c)
     return c;
 #endif
 }
+
+#if V_I8_SQUARES
+INLINE vi_t v_square_i8(vi_t a, vi_t b, vi_t c)
+{
+    return vmmlaq_s32(c, vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b));
+}
+
+INLINE vi_t v_halves(int upper, vi_t a, vi_t b)
+{
+    const int64x2_t x = vreinterpretq_s64_s32(a), y = vreinterpretq_s64_s32(b);
+    return vreinterpretq_s32_s64(upper ? vzip2q_s64(x, y) : vzip1q_s64(x, y));
+}
+
+INLINE vi_t v_zipped(int upper, vi_t a, vi_t b) { return upper ? vzip2q_s32(a, b) : vzip1q_s32(a, b); }
+#endif
 
 INLINE v_t v_load_bf16(const void *p) { return (v_t)(__builtin_convertvector(*(const vhu_t *)p, vw_t) << 16); }
 
