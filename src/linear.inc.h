@@ -134,9 +134,10 @@ INLINE void multiply_narrow(multiplication how, int64_t rows, const packed_produ
 {
     const int64_t n_passes = ceil_div(rows, pass_rows(whole->a));
     packed_product p = *whole;
-    p.lines = lines_ahead(n_passes), p.ahead = PART_AHEAD;
+    p.ahead = PART_AHEAD;
     for (int64_t r = 0, passes = n_passes; passes; passes--) {
         const int64_t n = ceil_div(rows - r, passes);
+        p.lines = lines_ahead(n_passes, n_passes - passes);
         p.x = whole->x + r * p.x_row;
         p.sums = whole->sums + r * p.sums_row;
         p.out = whole->out + r * PANEL;

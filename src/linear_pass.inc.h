@@ -71,7 +71,7 @@ INLINE void multiply_pass(int dot, int fetch, int64_t n, const outer_product *p)
 #define STEP_LINES (FA_PANEL_BYTES / 64) /* of a step */
 
 /* Lines to ask for at each step. */
-INLINE int lines_ahead(int64_t n_passes) { return n_passes <= 2 ? STEP_LINES / (int)larger(1, n_passes) : 0; }
+INLINE int lines_ahead(int64_t n_passes, int64_t pass) { return n_passes == 1 ? STEP_LINES : pass < STEP_LINES; }
 
 /* Multiplies all rows, pass by pass. With `triangular`, row r needs whole->depth + r + 1 rows of y, so many are read. Lines
  * of `ahead`, if it is not NULL, are asked for beside the first GROUP columns. */
@@ -86,7 +86,7 @@ INLINE void multiply(int64_t columns, int dot, int triangular, int64_t rows, con
             p.x += r * p.x_row, p.y += c, p.out += r * p.pitch + c;
             p.depth += triangular ? r + n : 0;
             p.ahead = ahead;
-            const int fetch = ahead && c == 0 ? lines_ahead(n_passes) : 0;
+            const int fetch = ahead && c == 0 ? lines_ahead(n_passes, n_passes - passes) : 0;
             if (fetch == 2) multiply_pass(dot, 2, n, &p);
             else if (fetch == 1) multiply_pass(dot, 1, n, &p);
             else multiply_pass(dot, 0, n, &p);
