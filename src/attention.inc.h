@@ -272,7 +272,8 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
             const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);
             const key_run run = masked_run(a, &tile->rows, dot ? 2 : 1, j0, end - j0);
             if (run.mask == BLOCK_EMPTY) continue;
-            prefetch_block(a, all, &scratch->copy, walk.next, walk.last, i, tiles);
+            if (walk.next < walk.last) prefetch_block(a, all, &scratch->copy, walk.next, walk.last, i, tiles);
+            else if (scratch->later.n) prefetch_task(a, &scratch->later, i, tiles);
             const int in_place = bias_in_place(a, &tile->rows, run.mask);
             scratch->ahead = in_place ? bias_after(scratch, i, &walk) : (bias_ahead){NULL, 0, 0, 0};
             if (tile->rows.n <= LANES) tile_block(a, &mods, 1, dot, tile, run, scratch);

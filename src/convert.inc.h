@@ -142,6 +142,7 @@ INLINE int row_finite(fa_dtype dtype, const char *src, int64_t n)
 /* Asks for the lines of n rows of `size` bytes, `row` bytes apart; they arrive in the second-level cache. */
 INLINE void prefetch_rows(const char *first, int64_t row, int64_t n, int64_t size)
 {
-    for (int64_t j = 0; j < n; j++)
-        for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(first + j * row + c, 0, 2);
+    for (int64_t j = 0; j < n; j++, first += row)
+        for (const char *line = first - (uintptr_t)first % 64; line < first + size; line += 64)
+            __builtin_prefetch(line, 0, 2);
 }

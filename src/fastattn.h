@@ -84,6 +84,7 @@ typedef struct {
     fa_kernel_kind kind;
     int block_q, block_k;  /* rows and keys of a tile */
     int tiles;             /* row blocks of a task: scheduling, which alone depends on batch and threads */
+    int ahead;             /* a task asks for what the task that is so much later reads; 0: for nothing */
     int bf16_dot;          /* the bfloat16 dot-product instruction runs */
     int64_t n_tasks;       /* for run() */
     int64_t split_k;       /* 0: run() only */

@@ -5,7 +5,7 @@
  * Literals  dtype: of q.
  * Exports   TILES, PART_K; tile_state, cut_tile; head_copy, cut_head_copy, begin_head; key_block, tile_scratch,
  *           cut_tile_scratch; load_queries; load_additive, bias_in_place; load_block, is_dense, rows_as_lanes,
- *           prefetch_block. */
+ *           prefetch_block, prefetch_task. */
 
 #define TILES 8 /* most tiles of a task */
 
@@ -55,6 +55,7 @@ typedef struct {
     lane *by_row;        /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
     lane *k, *v, *clean; /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
     lane *alpha;         /* (BLOCK_Q) */
+    row_block later;     /* rows of the task that this thread may take next, or none */
     partial part;        /* of a tile, until it is merged into `total`; the first one is made in `total` */
 } tile_scratch;
 
@@ -81,6 +82,7 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim_v, LANES), &scratch->v, &scratch->clean);
     CUT_LANES(from, BLOCK_Q, &scratch->alpha);
     scratch->copy.head = NULL;
+    scratch->later.n = 0;
     for (int i = 0; i < tiles; i++) cut_tile(from, a, scratch->tiles + i);
     return from->used;
 }
@@ -279,6 +281,18 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     if (a->stats.second_pass) return;
     block->v_row = width_v * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 2 * block->v_row;
     if (!there) pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, v);
+}
+
+/* Asks for part `i` of `parts` of what a task of `rows` reads first. Many sequences are each too short for the hardware's
+ * prefetching to find anything to follow. */
+INLINE void prefetch_task(const fa_attention_args *a, const row_block *rows, int i, int parts)
+{
+    row_block part = *rows;
+    const int64_t keys = smaller(a->len_k, BLOCK_K), j0 = i * keys / parts, n = (i + 1) * keys / parts - j0;
+    prefetch_rows(at_key(&a->k, rows, j0), a->k.row, n, a->head_dim * dtype_size(a->k.dtype));
+    prefetch_rows(at_key(&a->v, rows, j0), a->v.row, n, a->head_dim_v * dtype_size(a->v.dtype));
+    part.row0 += i * BLOCK_Q, part.n = smaller(part.n - i * BLOCK_Q, BLOCK_Q);
+    EACH_ROW(&part, r, id) prefetch_rows(at_row(&a->q, &part, id), 0, 1, a->head_dim * dtype_size(a->q.dtype));
 }
 
 /* Asks for part `i` of `parts` of the block of keys and values from `first` on, where rows do not lie side by side:
