@@ -149,7 +149,7 @@ typedef struct {
     const fa_pack_rows *blocks;
     unsigned char *bad;  /* (n_blocks), 0: those that have a magnitude of `beyond` or more, or NaN, become 1 */
     char *panels;        /* at a cache line */
-    void *scales;        /* both as fa_linear_args has them */
+    void *scales;        /* both as fa_linear_args has them; without features they are not written */
     const void *middles; /* 4 bits: sixteen lanes, the middles of the values of neighbouring codes, the last unused */
     double extreme;      /* 4 bits: what the element of largest magnitude becomes; 0: either sign's largest value, 1 */
     double beyond;

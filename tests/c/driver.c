@@ -4,13 +4,14 @@
  *     driver [isa [family [case]]]      all, or some; `all` is every instruction set; the exit status tells whether
  *                                       all passed */
 #include "attention.h"
+#include "pack.h"
 #include "recurrent.h"
 #include "rope.h"
 #include "rows.h"
 #include "rowwise.h"
 
-static const family *const families[] = {&attention_family, &rowwise_family, &recurrent_family,
-                                         &linear_family,    &rows_family,    &rope_family};
+static const family *const families[] = {&attention_family, &rowwise_family, &recurrent_family, &linear_family,
+                                         &pack_family,      &rows_family,    &rope_family};
 
 int main(int argc, char **argv)
 {
