@@ -82,8 +82,24 @@ class ScoreOptions(KeyOptions, CausalOption, ScaleOption, SoftcapOption, AlibiOp
     """All that makes scores."""
 
 
+class KeyScaleOption(TypedDict, total=False):
+    """What int8 keys are multiplied by."""
+
+    k_scale: ArrayLike | None
+
+
+class ValueScaleOption(TypedDict, total=False):
+    """And int8 values."""
+
+    v_scale: ArrayLike | None
+
+
 class WeightsOptions(ScoreOptions, SinksOption):
-    """All that makes probabilities."""
+    """All that makes probabilities, of keys that are not int8."""
+
+
+class AllWeightsOptions(WeightsOptions, KeyScaleOption):
+    """Those of `attention_weights`."""
 
 
 class InnerOptions(WeightsOptions, ComputeOptions):
@@ -91,11 +107,19 @@ class InnerOptions(WeightsOptions, ComputeOptions):
 
 
 class AttentionOptions(InnerOptions, OutOption):
+    """Those that functions pass on which make an attention of other arrays."""
+
+
+class AllOptions(AttentionOptions, KeyScaleOption, ValueScaleOption):
     """All of `attention`, but for `return_lse` and `stats`, on which the type of its result depends."""
 
 
 class NoSoftmaxOptions(ScoreOptions, OutOption, ComputeOptions):
     """Where there is no softmax, there are no sinks."""
+
+
+class SigmoidOptions(NoSoftmaxOptions, KeyScaleOption, ValueScaleOption):
+    """Those of `sigmoid_attention`, which the kernels of `attention` run."""
 
 
 class CosineOptions(

@@ -67,6 +67,10 @@ class AttentionArgs:
     q: Array
     k: Array
     v: Array
+    # Of k and v in int8, which stand for k * k_scale[..., None] and v * v_scale[..., None]: these broadcast to
+    # (*batch_shape, heads_kv, len_k), with ndim >= 2, in the lane dtype. Both or neither.
+    k_scale: Array | None
+    v_scale: Array | None
     out: Array  # (*batch_shape, heads_q, len_q, head_dim_v), q's dtype
     lse: Array | None  # (*batch_shape, heads_q, len_q), lane dtype
     scale: float
@@ -101,6 +105,7 @@ def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> At
     _, args.heads_kv, args.len_k, args.head_dim_v = v.shape
     args.batch_shape = (batch,)
     args.q, args.k, args.v, args.out, args.result = q, k, v, out, out
+    args.k_scale = args.v_scale = None
     args.scale, args.softcap = args.head_dim**-0.5, 0.0
     args.lse = args.mask = args.bias = args.alibi_slopes = args.sinks = None
     args.row_begin = args.row_end = args.q_position = None
