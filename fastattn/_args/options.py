@@ -94,23 +94,23 @@ class ValueScaleOption(TypedDict, total=False):
     v_scale: ArrayLike | None
 
 
-class WeightsOptions(ScoreOptions, SinksOption):
+class ProbOptions(ScoreOptions, SinksOption):
     """All that makes probabilities, of keys that are not int8."""
 
 
-class AllWeightsOptions(WeightsOptions, KeyScaleOption):
+class WeightsOptions(ProbOptions, KeyScaleOption):
     """Those of `attention_weights`."""
 
 
-class InnerOptions(WeightsOptions, ComputeOptions):
+class InnerOptions(ProbOptions, ComputeOptions):
     """Those of an attention inside of another function, which returns something else."""
 
 
-class AttentionOptions(InnerOptions, OutOption):
+class VariantOptions(InnerOptions, OutOption):
     """Those that functions pass on which make an attention of other arrays."""
 
 
-class AllOptions(AttentionOptions, KeyScaleOption, ValueScaleOption):
+class AttentionOptions(VariantOptions, KeyScaleOption, ValueScaleOption):
     """All of `attention`, but for `return_lse` and `stats`, on which the type of its result depends."""
 
 

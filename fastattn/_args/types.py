@@ -67,8 +67,8 @@ class AttentionArgs:
     q: Array
     k: Array
     v: Array
-    # Of k and v in int8, which stand for k * k_scale[..., None] and v * v_scale[..., None]: these broadcast to
-    # (*batch_shape, heads_kv, len_k), with ndim >= 2, in the lane dtype. Both or neither.
+    # Both or neither: then k and v are int8 and stand for k * k_scale[..., None] and v * v_scale[..., None].
+    # These broadcast to (*batch_shape, heads_kv, len_k), with ndim >= 2, in the lane dtype.
     k_scale: Array | None
     v_scale: Array | None
     out: Array  # (*batch_shape, heads_q, len_q, head_dim_v), q's dtype

@@ -175,7 +175,7 @@ class Task:
         inside[row, end - keys.start] -= 1
         return (np.cumsum(inside[:, :-1], axis=1, dtype=np.int8) > 0).reshape(*self.q.shape[:2], -1)
 
-    def lanes(self, x: Array, scale: Array | None, keys: slice) -> Array:
+    def lanes(self, x: Array, scale: Array | None, keys: slice) -> Any:
         """Keys or values x, (keys, head_dim), in the dtype that is computed in; int8 times its scales."""
         rows = np.ascontiguousarray(x[keys], dtype=self.call.dtype)
         return rows if scale is None else rows * scale[keys]

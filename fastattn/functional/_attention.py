@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastattn._args.attention import attention_args, partial_states
-from fastattn._args.options import AllOptions, AllWeightsOptions, Backend, require_options
+from fastattn._args.options import AttentionOptions, Backend, WeightsOptions, require_options
 from fastattn._engine import dispatch, settings
 from fastattn._engine.tiles import count_tiles
 from fastattn._reference import attention as reference
@@ -28,7 +28,7 @@ def attention(
     *,
     return_lse: Literal[False] = False,
     stats: None = None,
-    **options: Unpack[AllOptions],
+    **options: Unpack[AttentionOptions],
 ) -> NDArray[Any]: ...
 @overload
 def attention(
@@ -38,7 +38,7 @@ def attention(
     *,
     return_lse: Literal[True],
     stats: None = None,
-    **options: Unpack[AllOptions],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...
 @overload
 def attention(
@@ -48,7 +48,7 @@ def attention(
     *,
     return_lse: bool,
     stats: None = None,
-    **options: Unpack[AllOptions],
+    **options: Unpack[AttentionOptions],
 ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
 @overload
 def attention(
@@ -58,7 +58,7 @@ def attention(
     *,
     return_lse: Literal[False] = False,
     stats: Sequence[str],
-    **options: Unpack[AllOptions],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[NDArray[Any], Statistics]: ...
 @overload
 def attention(
@@ -68,7 +68,7 @@ def attention(
     *,
     return_lse: Literal[True],
     stats: Sequence[str],
-    **options: Unpack[AllOptions],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[NDArray[Any], NDArray[Any], Statistics]: ...
 def attention(
     q: ArrayLike,
@@ -223,7 +223,7 @@ def attention(
 def attention_weights(
     q: ArrayLike,
     k: ArrayLike,
-    **options: Unpack[AllWeightsOptions],
+    **options: Unpack[WeightsOptions],
 ) -> NDArray[Any]:
     """Compute the probabilities that `attention` averages the values with, for looking at them.
 
@@ -236,7 +236,7 @@ def attention_weights(
         In q's dtype. Rows sum to 1; with a sink to less, and to 0 where a query may attend nothing. 2-D if q
         and k are.
     """
-    require_options("attention_weights", options, AllWeightsOptions)
+    require_options("attention_weights", options, WeightsOptions)
     names, scale = ("q", "k", "k"), options.get("k_scale")
     args = attention_args("attention_weights", q, k, k, names=names, v_scale=scale, **options)
     probs = reference.weights(args)
@@ -292,7 +292,7 @@ def explain(
     *,
     return_lse: bool = False,
     stats: Sequence[str] | None = None,
-    **options: Unpack[AllOptions],
+    **options: Unpack[AttentionOptions],
 ) -> settings.Report:
     """Say how `attention` would run on these arguments, without running it.
 
@@ -313,7 +313,7 @@ def explain(
     -----
     Tiles are counted from row ranges, the mask and the -inf of the bias, in one pass over these two.
     """
-    require_options("explain", options, AllOptions)
+    require_options("explain", options, AttentionOptions)
     args = attention_args("explain", q, k, v, return_lse=return_lse, stats=stats, **options)
     backend = options.get("backend")
     plan = dispatch.plan(args, backend)
