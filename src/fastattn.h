@@ -172,9 +172,11 @@ typedef struct {
     const fa_watch *watch; /* optional */
 } fa_rows_args;
 
-/* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. */
+/* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. Or
+ * out is int8: then each row is rounded, and times its scale it is what it was, to scale / 2. */
 typedef struct {
     fa_array x, out, cos, sin; /* cos, sin: (batch, 1, length, pairs), lanes */
+    fa_array scale;            /* (batch, heads, length), lanes: of an out in FA_I8 */
     int64_t batch, heads, length, head_dim, pairs;
     int interleaved;
 } fa_rope_args;

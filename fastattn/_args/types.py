@@ -197,16 +197,20 @@ class RowsArgs:
 
 @dataclass(slots=True, eq=False)
 class RopeArgs:
-    """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype."""
+    """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype.
+
+    With `scale`, each row is then rounded to int8; see `fastattn.cache.KVCache`.
+    """
 
     kernel: ClassVar[str] = "rope"
 
     x: Array  # last axis contiguous, at least three dimensions, as of all
-    out: Array  # x's shape and dtype; may be x
+    out: Array  # x's shape and dtype; may be x. With `scale` int8
     cos: Array
     sin: Array
     interleaved: bool
     num_threads: int
+    scale: Array | None = None  # (..., heads, length), lane dtype: receives what the rows of out are times
 
 
 def lane_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

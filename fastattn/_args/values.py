@@ -47,8 +47,8 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     )
 
 
-def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
-    """`dtype` as one of the four floating types, in native byte order."""
+def float_dtype(func: str, dtype: Any, other: str = "") -> np.dtype[Any]:
+    """`dtype` as one of the four floating types, in native byte order; messages name another one, too."""
     if isinstance(dtype, str) and dtype == "bfloat16":
         try:
             import ml_dtypes  # noqa: F401 - registers the name with NumPy
@@ -62,7 +62,8 @@ def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
     except (TypeError, ValueError):
         result = None
     if result is None or not is_float(result):
-        raise TypeError(f"{func}(): dtype is {short(dtype)}; expected float32, float64, float16 or bfloat16")
+        expected = f"float32, float64, float16{other or ' or'} bfloat16"
+        raise TypeError(f"{func}(): dtype is {short(dtype)}; expected {expected}")
     return result
 
 

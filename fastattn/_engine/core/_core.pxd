@@ -94,7 +94,7 @@ cdef extern from "fastattn.h" nogil:
         double eps
         const fa_watch *watch
     ctypedef struct fa_rope_args:
-        fa_array x, out, cos, sin
+        fa_array x, out, cos, sin, scale
         int64_t batch, heads, length, head_dim, pairs
         int interleaved
     ctypedef struct fa_recurrent_args:
