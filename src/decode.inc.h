@@ -79,6 +79,16 @@ INLINE void dot_tile(fa_dtype dtype, int nr, const dot_product *p, int64_t r0, i
     UNROLL_FOR(int r = 0; r < nr; r++) memcpy(p->s + (r0 + r) * BLOCK_K + j0, each + r * keys, keys * sizeof(lane));
 }
 
+/* As v_sum_each adds the lanes: a key's score must not depend on how many keys stand behind it. */
+INLINE lane sum_as_each(v_t acc)
+{
+    lane x[LANES];
+    v_store(x, acc);
+    UNROLL_FOR(int n = LANES / 2; n; n /= 2)
+        UNROLL_FOR(int i = 0; i < n; i++) x[i] += x[i + n];
+    return x[0];
+}
+
 /* All scores of nr rows from r0 on. Keys past the last whole tile go one by one. */
 INLINE void dot_scores(fa_dtype dtype, int nr, const dot_product *p, int64_t r0)
 {
@@ -98,7 +108,7 @@ INLINE void dot_scores(fa_dtype dtype, int nr, const dot_product *p, int64_t r0)
                 acc = v_fma(v_load_as(dtype, k + d * dtype_size(dtype)), v_load(q + d), acc);
             if (d < p->head_dim)
                 acc = v_fma(v_load_as_n(dtype, k + d * dtype_size(dtype), p->head_dim - d), v_load(q + d), acc);
-            p->s[r * BLOCK_K + j] = v_sum(acc);
+            p->s[r * BLOCK_K + j] = sum_as_each(acc);
         }
 }
 

@@ -72,7 +72,7 @@ static softmax_row softmax_of(const fa_attention_args *a, int64_t b, int64_t h, 
         if (s[j].size == -1) continue;
         const double p = exp(s[j].value - r.max);
         r.sum += p;
-        r.size += p * s[j].size;
+        if (p != 0) r.size += p * s[j].size; /* of a score of -inf the size may be Inf */
     }
     if (r.sum != 0) r.size /= r.sum;
     return r;
@@ -88,7 +88,8 @@ static double cut_of(fa_dtype q) { return q == FA_F64 ? 0x1p-996 : 0x1p-100; }
 static near probability(const fa_attention_args *a, const softmax_row *r, score s)
 {
     const double p = r->sum == 0 ? 0 : exp(s.value - r->max) / r->sum, eps = eps_of(lane_of(a->q.dtype));
-    return (near){p, p * eps * (2 * (s.size + r->size) + steps_of(a)) + cut_of(a->q.dtype)};
+    const double error = p == 0 ? 0 : p * eps * (2 * (s.size + r->size) + steps_of(a));
+    return (near){p, error + cut_of(a->q.dtype)};
 }
 
 static near sigmoid_of(const fa_attention_args *a, score s)
@@ -142,11 +143,25 @@ typedef struct {
     double *q, *k, *v;
 } operands;
 
+/* Keys or values: int8 times its scale, rounded to lanes. */
+static double *keys_as_doubles(const fa_attention_args *a, const fa_array *x, const fa_array *scale, int64_t cols)
+{
+    double *all = doubles(a, x, a->heads_kv, a->len_k, cols), *next = all;
+    if (!scale->data) return all;
+    EACH(a->heads_kv, a->len_k, cols)
+    {
+        *next *= get(scale, b, h, i, 0);
+        if (scale->dtype == FA_F32) *next = (float)*next;
+        next++;
+    }
+    return all;
+}
+
 static operands operands_of(const fa_attention_args *a)
 {
     return (operands){doubles(a, &a->q, a->heads_q, a->len_q, a->head_dim),
-                      doubles(a, &a->k, a->heads_kv, a->len_k, a->head_dim),
-                      doubles(a, &a->v, a->heads_kv, a->len_k, a->head_dim_v)};
+                      keys_as_doubles(a, &a->k, &a->k_scale, a->head_dim),
+                      keys_as_doubles(a, &a->v, &a->v_scale, a->head_dim_v)};
 }
 
 static void drop_operands(operands *x) { free(x->q), free(x->k), free(x->v); }
