@@ -212,13 +212,13 @@ static int attends(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, 
            !(a->mods.bias.data && get(&a->mods.bias, b, h, i, j) == -INFINITY);
 }
 
-/* Element (b, h, key, d) of k or v becomes about `value`, from -1 to 1; if it is int8 and that is not finite, its key's
- * scale does. */
+/* Element (b, h, key, d) of k or v becomes about `value`, from -1 to 1. If it is int8 and that is not finite, its key's
+ * scale becomes NaN. (Inf times integers of one sign is a score of -Inf: talking heads take that for hidden.) */
 static void set_kv(const fa_array *x, const fa_array *scale, int64_t b, int64_t h, int64_t key, int64_t d, double value)
 {
     if (x->dtype != FA_I8) set(x, b, h, key, d, value);
     else if (isfinite(value)) set(x, b, h, key, d, rint(value * 128 - 0.5));
-    else set(scale, b, h, key, 0, value);
+    else set(scale, b, h, key, 0, NAN);
 }
 
 /* Of int8 keys or values. */

@@ -72,7 +72,7 @@ static softmax_row softmax_of(const fa_attention_args *a, int64_t b, int64_t h, 
         if (s[j].size == -1) continue;
         const double p = exp(s[j].value - r.max);
         r.sum += p;
-        if (p != 0) r.size += p * s[j].size; /* of a score of -inf the size may be Inf */
+        r.size += p * s[j].size;
     }
     if (r.sum != 0) r.size /= r.sum;
     return r;
@@ -88,8 +88,7 @@ static double cut_of(fa_dtype q) { return q == FA_F64 ? 0x1p-996 : 0x1p-100; }
 static near probability(const fa_attention_args *a, const softmax_row *r, score s)
 {
     const double p = r->sum == 0 ? 0 : exp(s.value - r->max) / r->sum, eps = eps_of(lane_of(a->q.dtype));
-    const double error = p == 0 ? 0 : p * eps * (2 * (s.size + r->size) + steps_of(a));
-    return (near){p, error + cut_of(a->q.dtype)};
+    return (near){p, p * eps * (2 * (s.size + r->size) + steps_of(a)) + cut_of(a->q.dtype)};
 }
 
 static near sigmoid_of(const fa_attention_args *a, score s)
