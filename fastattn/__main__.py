@@ -122,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--top-k", type=positive, metavar="K", help=f"draw from the K best tokens {needs}")
     option("--top-p", type=float, metavar="P", help=f"draw from the best that have probability P {needs}")
     option("--seed", type=natural, metavar="N", help=f"of the draws, else a new one {needs}")
+    option("--cache-dtype", choices=("int8",), help="how keys and values are kept (as --dtype)")
     return parser
 
 

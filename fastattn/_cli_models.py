@@ -87,6 +87,7 @@ def generate(options: argparse.Namespace) -> None:
         top_k=options.top_k,
         top_p=options.top_p,
         rng=options.seed,
+        cache_dtype=options.cache_dtype,
     )
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model writes characters that a terminal may not show

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fastattn._args.values import MOST_SIZE, float_array, float_dtype, integer, integers, is_ready
+from fastattn._args.types import RopeArgs, lane_dtype
+from fastattn._args.values import MOST_SIZE, float_array, float_dtype, integer, integers, is_ready, readable
+from fastattn._engine import dispatch, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,13 +29,30 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class Cached(NamedTuple):
-    """What `KVCache.append` returns: the arguments of `fastattn.attention` for the tokens just appended."""
-
+class _Cached(NamedTuple):
     k: Array  # (batch, heads_kv, len_k, head_dim), a view
     v: Array
     kv_lengths: Ints | None  # (batch,); None where all sequences have len_k keys
     q_offset: Ints | int  # position of the first new token
+
+
+class Cached(_Cached):
+    """What `KVCache.append` returns: the arguments of `fastattn.attention` for the tokens just appended.
+
+    A tuple ``(k, v, kv_lengths, q_offset)``. Of a cache in int8 it has attributes ``k_scale`` and
+    ``v_scale``, too, (batch, heads_kv, len_k); else they are None. ``attention(q, **cached._asdict())``
+    passes all that is there.
+    """
+
+    k_scale: Array | None = None
+    v_scale: Array | None = None
+
+    def _asdict(self) -> dict[str, Any]:
+        """All that is there, by the names of the arguments."""
+        named = super()._asdict()
+        if self.k_scale is not None:
+            named |= {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        return named
 
 
 class Slots(NamedTuple):
@@ -44,23 +63,52 @@ class Slots(NamedTuple):
     starts: Ints | int  # position of the first new token: one number, or one for each sequence, (batch,)
     ends: Ints | None  # length of each sequence with the new tokens, (batch,); None where all have `length`
     length: int  # of the longest sequence, with the new tokens
+    k_scale: Array | None = None  # (batch, heads_kv, capacity), of int8
+    v_scale: Array | None = None
 
     @np.errstate(over="ignore")  # a float32 too large for float16 becomes infinite
-    def put(self, k: Array, v: Array, first: int = 0) -> tuple[Array, Array]:
+    def put(self, k: Array, v: Array, first: int = 0) -> tuple[Array, ...]:
         """Write k and v (batch, heads, tokens, head_dim) to the heads from `first` on.
 
-        Returns views of all keys and of all values of these heads. Padding is written, too; the next tokens
-        overwrite it.
+        Returns views of all keys and of all values of these heads, and if they are int8, of their scales.
+        Padding is written, too; the next tokens overwrite it.
         """
         batch, heads, tokens, _ = k.shape
-        held = self.k[:, first : first + heads], self.v[:, first : first + heads]
-        for new, there in zip((k, v), held, strict=True):
+        arrays: tuple[Array, ...] = self.k, self.v
+        parts: tuple[Array, ...] = k, v
+        if self.k_scale is not None and self.v_scale is not None:
+            lane = self.k_scale.dtype
+            (k, k_scale), (v, v_scale) = _rounded(k, lane), _rounded(v, lane)
+            arrays, parts = (*arrays, self.k_scale, self.v_scale), (k, v, k_scale, v_scale)
+        held = tuple(x[:, first : first + heads] for x in arrays)
+        for new, there in zip(parts, held, strict=True):
             if isinstance(self.starts, int):
                 there[:, :, self.starts : self.starts + tokens] = new
             else:
                 place = self.starts[:, None] + np.arange(tokens)
                 there[np.arange(batch)[:, None], :, place] = new.swapaxes(1, 2)
-        return held[0][:, :, : self.length], held[1][:, :, : self.length]
+        return tuple(x[:, :, : self.length] for x in held)
+
+
+def _rounded(x: Array, lane: np.dtype[Any]) -> tuple[Array, Array]:
+    """`x` (batch, heads, tokens, head_dim) in int8, and the scales of its rows in `lane`."""
+    if lane_dtype(x.dtype) != lane:
+        x = x.astype(lane)
+    x = readable(x, "x", [], "the head dimension")
+    codes, scale = np.empty(x.shape, np.int8), np.empty(x.shape[:-1], lane)
+    nothing = np.empty((1, 1, 0), lane)  # no rotation
+    dispatch.run(RopeArgs(x, codes, nothing, nothing, False, settings.get_num_threads(), scale))
+    return codes, scale
+
+
+def _cache_dtype(dtype: Any) -> np.dtype[Any]:
+    """`dtype` as int8 or one of the four floating types."""
+    try:
+        if np.dtype(dtype) == np.int8:
+            return np.dtype(np.int8)
+    except (TypeError, ValueError):
+        pass
+    return float_dtype("KVCache", dtype, ", int8 or")
 
 
 class KVCache:
@@ -76,7 +124,7 @@ class KVCache:
         Tokens of each sequence that the first append makes room for.
     dtype : dtype, optional
         dtype of the arrays; default that of the first keys. "float16" or "bfloat16" halves the memory that a
-        step of float32 queries reads.
+        step of float32 queries reads, "int8" quarters it.
 
     Examples
     --------
@@ -89,14 +137,26 @@ class KVCache:
     ...     out = fastattn.attention(q, k, v, kv_lengths=kv_lengths, q_offset=q_offset, causal=True)
     >>> cache.length
     3
+    >>> cache = KVCache(dtype="int8")
+    >>> k, v = np.ones((1, 2, 1, 64), np.float32), np.ones((1, 2, 1, 64), np.float32)
+    >>> out = fastattn.attention(q.astype(np.float32), **cache.append(k, v)._asdict())
+    >>> cache.nbytes  # of 16 tokens: 2 heads of 2 * (64 + 4) bytes each
+    4352
+
+    Notes
+    -----
+    In "int8" each key and each value, of one token and head, is rounded to integers from -127 to 127 times a
+    scale of its own, its largest magnitude / 127: every element errs by at most half the scale. The Notes of
+    `fastattn.attention` say what that is of scores and results. A key or value that holds NaN or Inf becomes
+    NaN as a whole: its scale is NaN. Scales are float32, float64 for a cache that begins with float64.
     """
 
     def __init__(self, capacity: int = 0, dtype: DTypeLike | None = None):
         self._capacity = integer("KVCache", "capacity", capacity, 0, MOST_SIZE)
         self._length = 0
-        self._dtype = None if dtype is None else float_dtype("KVCache", dtype)
+        self._dtype = None if dtype is None else _cache_dtype(dtype)
         self._lengths: Ints | None = None  # None where all sequences have self._length tokens
-        self._held: tuple[Array, ...] = ()  # keys and values; empty before the first append
+        self._held: tuple[Array, ...] = ()  # keys and values, and their scales; empty before the first append
 
     def __repr__(self) -> str:
         shape = f"{self._held[0].shape} in {self._held[0].dtype}" if self._held else "empty"
@@ -149,7 +209,8 @@ class KVCache:
         -------
         Cached
             ``(k, v, kv_lengths, q_offset)``: views of all keys and values so far, and the arguments that tell
-            `attention` where they end and where the new tokens stand.
+            `attention` where they end and where the new tokens stand. Of a cache in int8, it has also
+            ``k_scale`` and ``v_scale``; ``**cached._asdict()`` passes everything.
 
         Raises
         ------
@@ -160,7 +221,11 @@ class KVCache:
         new_v = v if is_ready(v, 4) else float_array(_APPEND, "v", v)
         counts = self._require_fit(new_k, new_v, lengths)
         slots = self._extend(new_k.shape, new_v.shape, new_k.dtype, counts)
-        return Cached(*slots.put(new_k, new_v), slots.ends, slots.starts)
+        held_k, held_v, *scales = slots.put(new_k, new_v)
+        cached = Cached(held_k, held_v, slots.ends, slots.starts)
+        if scales:
+            cached.k_scale, cached.v_scale = scales
+        return cached
 
     def _extend(self, shape_k: Shape, shape_v: Shape, dtype: np.dtype[Any], counts: Ints | None) -> Slots:
         """Make room for new tokens and count them; the caller writes them next.
@@ -179,8 +244,8 @@ class KVCache:
         else:
             ends = before + (np.full(batch, tokens) if counts is None else counts)
             self._end_at(ends)
-        held_k, held_v = self._held
-        return Slots(held_k, held_v, before, ends, self._length)
+        held_k, held_v, *scales = self._held
+        return Slots(held_k, held_v, before, ends, self._length, *scales)
 
     def _end_at(self, ends: Ints) -> None:
         """Set the number of tokens of each sequence, (batch,)."""
@@ -238,8 +303,12 @@ class KVCache:
         """Make room for at least `room` tokens, and for twice as many as before."""
         wanted = 2 * self._capacity if self._held else self._capacity
         capacity = max(room, wanted, _LEAST_CAPACITY)
-        dtype = self._dtype or dtype.newbyteorder("=")
-        arrays = tuple(np.empty((*shape[:2], capacity, shape[3]), dtype) for shape in (shape_k, shape_v))
+        lane, dtype = lane_dtype(dtype.newbyteorder("=")), self._dtype or dtype.newbyteorder("=")
+        shapes = [(*shape[:2], capacity, shape[3]) for shape in (shape_k, shape_v)]
+        arrays = tuple(np.empty(shape, dtype) for shape in shapes)
+        if dtype == np.int8:
+            lane = self._held[2].dtype if self._held else lane
+            arrays += tuple(np.empty(shape[:3], lane) for shape in shapes)
         for array, old in zip(arrays, self._held, strict=False):
             array[:, :, : self._length] = old[:, :, : self._length]
         # Nothing has changed so far: if there was no memory, the cache is as it was.

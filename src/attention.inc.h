@@ -10,8 +10,8 @@
  *
  * FlashAttention-2 (Dao 2023) turned on its side: lanes are queries, so softmax needs no horizontal reduction.
  *
- * The tiles of a task share copies of keys and values, made once a block where a copy pays: 16-bit elements are widened
- * (or values interleaved in pairs, for the bfloat16 dot product). Rows that do not lie side by side are gathered, since
+ * The tiles of a task share copies of keys and values, made once a block where a copy pays: narrow elements are widened
+ * and scaled (or values interleaved in pairs, for the bfloat16 dot product). Rows that do not lie side by side are gathered, since
  * their strides fall on the same cache sets (docs/notes/attention-kernel.md). The copies may serve several tasks of a
  * KV head: keeps_copy in tasks.inc.h says when.
  *
@@ -26,8 +26,8 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
     const int64_t width = a->head_dim_v, bytes = width * (int64_t)sizeof(lane);
     if (block->checked) return;
     block->checked = 1;
-    const char *v = at_key(&a->v, rows, block->first);
-    WITH_DTYPE(a->v.dtype, dtype, find_bad_rows(dtype, v, a->v.row, block->n, width, bad));
+    if (dot) find_bad_rows(FA_BF16, at_key(&a->v, rows, block->first), a->v.row, block->n, width, bad);
+    else find_bad_rows(LANE_DTYPE, block->v, block->v_row, block->n, width, bad);
     if (!bad->n) return;
     if (!dot) {
         copy_good_rows(bad, block->v, block->v_row, block->n, bytes, (char *)scratch->clean);
@@ -142,7 +142,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     for (int64_t i = 0; bad && i < block->bad.n; i++) {
         const int64_t key = block->first + block->bad.row[i], row = (key - j0) * BLOCK_Q;
         if (j0 <= key && key < j0 + n)
-            add_bad_value(a, nv, 1, at_key(&a->v, rows, key), scratch->s + row, scratch->add + row, tile->ot);
+            add_bad_value(a, nv, 1, rows, key, scratch->s + row, scratch->add + row, tile->ot);
     }
 }
 
@@ -285,6 +285,6 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
 static void tile_attend(const fa_attention_args *a, const row_block *rows, int64_t key_begin, int64_t key_end,
                         tile_scratch *scratch)
 {
-    if (V_BF16_DOT && a->q.dtype == FA_BF16) tile_attend_as(a, 1, rows, key_begin, key_end, scratch);
+    if (dots_pairs(a)) tile_attend_as(a, 1, rows, key_begin, key_end, scratch);
     else tile_attend_as(a, 0, rows, key_begin, key_end, scratch);
 }

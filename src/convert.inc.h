@@ -1,11 +1,11 @@
 /* Rows of any dtype to and from lanes.
  *
  * Requires  fastattn.h, simd.h, basics.inc.h.
- * Literals  dtype, in INLINE functions alone: the lane type or, with float lanes, FA_F16 or FA_BF16.
+ * Literals  dtype, in INLINE functions alone: the lane type, FA_I8 or, with float lanes, FA_F16 or FA_BF16.
  * Exports   dtype_size; v_load_part, v_store_part, v_load_as, v_load_as_n, v_load_as_part, v_store_as_part;
  *           load_element, load_row, add_row, store_row, round_row, row_finite, prefetch_rows. */
 
-INLINE int64_t dtype_size(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2; }
+INLINE int64_t dtype_size(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : dtype == FA_I8 ? 1 : 2; }
 
 /* The next vector of a row that has n lanes left. Of fewer than LANES, the other lanes are 0, or not written. */
 INLINE v_t v_load_part(const void *from, int64_t n) { return n < LANES ? v_load_n(from, n) : v_load(from); }
@@ -22,8 +22,7 @@ INLINE v_t v_load_as(fa_dtype dtype, const void *from)
     if (dtype == FA_F16) return v_load_f16(from);
     if (dtype == FA_BF16) return v_load_bf16(from);
 #endif
-    (void)dtype;
-    return v_load(from);
+    return dtype == FA_I8 ? v_load_i8(from) : v_load(from);
 }
 
 /* The first n < LANES elements. Nothing behind them is read; the other lanes are 0. */
@@ -36,7 +35,11 @@ INLINE v_t v_load_as_n(fa_dtype dtype, const void *from, int64_t n)
         return v_load_as(dtype, part);
     }
 #endif
-    (void)dtype;
+    if (dtype == FA_I8) {
+        int8_t part[LANES] = {0};
+        memcpy(part, from, n);
+        return v_load_i8(part);
+    }
     return v_load_n(from, n);
 }
 
@@ -76,6 +79,7 @@ static void load_row(fa_dtype dtype, const char *src, int64_t n, lane factor, la
     switch (dtype) {
     case FA_F16: load_row_as(FA_F16, src, n, factor, dst); break;
     case FA_BF16: load_row_as(FA_BF16, src, n, factor, dst); break;
+    case FA_I8: load_row_as(FA_I8, src, n, factor, dst); break;
     default: load_row_as(LANE_DTYPE, src, n, factor, dst);
     }
 }

@@ -2,12 +2,13 @@
  * (accumulators) on the lanes. It reads K and V once, at the speed of the memory, and computes next to nothing.
  *
  *     for each block of keys that some row attends:
- *         s (rows, keys) = dot products of whole vectors, summed LANES at a time     16-bit keys are widened on the way
+ *         s (rows, keys) = dot products of whole vectors, summed LANES at a time     narrow keys are widened on the way
+ *         int8: s = s times the scales of the keys, and below, p V = (p times the scales of the values) V
  *         s = modifiers and masks of s                                              modifiers.inc.h, keys on the lanes
  *         p, m, l = online softmax of s, row by row
  *         acc (rows, head_dim_v) = alpha acc + p V
  *
- * Requires  modifiers.inc.h, partial.inc.h, nonfinite.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
+ * Requires  modifiers.inc.h, partial.inc.h, scales.inc.h, nonfinite.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
  * Literals  dtype: of K and V. nr, rows at a time: 1, 2 or 4. nd, vectors of head_dim_v at a time: 1 or DOT_CHUNK.
  * Exports   DOT_ROWS, dot_scratch, cut_dot_scratch, dot_attend. */
 
@@ -19,6 +20,7 @@ typedef struct {
     lane *s, *add;       /* (DOT_ROWS, BLOCK_K) */
     lane *v;             /* (BLOCK_K, head_dim_v): values without those that are not finite, in V's dtype */
     lane *base, *factor; /* (DOT_ROWS): the rows' norm, in the second pass */
+    lane *scale;         /* (BLOCK_K): of int8 keys, then of their values */
     int64_t depth;
 } dot_scratch;
 
@@ -29,6 +31,7 @@ static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scra
     CUT_LANES(from, DOT_ROWS * BLOCK_K, &scratch->s, &scratch->add);
     CUT_LANES(from, BLOCK_K * a->head_dim_v, &scratch->v);
     CUT_LANES(from, DOT_ROWS, &scratch->base, &scratch->factor);
+    CUT_LANES(from, BLOCK_K, &scratch->scale);
     cut_rows(from, DOT_ROWS, rows);
     return from->used;
 }
@@ -76,6 +79,16 @@ INLINE void dot_tile(fa_dtype dtype, int nr, const dot_product *p, int64_t r0, i
     UNROLL_FOR(int r = 0; r < nr; r++) memcpy(p->s + (r0 + r) * BLOCK_K + j0, each + r * keys, keys * sizeof(lane));
 }
 
+/* As v_sum_each adds the lanes: a key's score must not depend on how many keys stand behind it. */
+INLINE lane sum_as_each(v_t acc)
+{
+    lane x[LANES];
+    v_store(x, acc);
+    UNROLL_FOR(int n = LANES / 2; n; n /= 2)
+        UNROLL_FOR(int i = 0; i < n; i++) x[i] += x[i + n];
+    return x[0];
+}
+
 /* All scores of nr rows from r0 on. Keys past the last whole tile go one by one. */
 INLINE void dot_scores(fa_dtype dtype, int nr, const dot_product *p, int64_t r0)
 {
@@ -95,7 +108,7 @@ INLINE void dot_scores(fa_dtype dtype, int nr, const dot_product *p, int64_t r0)
                 acc = v_fma(v_load_as(dtype, k + d * dtype_size(dtype)), v_load(q + d), acc);
             if (d < p->head_dim)
                 acc = v_fma(v_load_as_n(dtype, k + d * dtype_size(dtype), p->head_dim - d), v_load(q + d), acc);
-            p->s[r * BLOCK_K + j] = v_sum(acc);
+            p->s[r * BLOCK_K + j] = sum_as_each(acc);
         }
 }
 
@@ -183,6 +196,49 @@ static void weigh_rows(const fa_attention_args *a, const score_tile *scores, con
     if (a->stats.mean_weights.data) add_rows_to_mean(a, rows, scores->s, scores->j0, n);
 }
 
+/* Scores of int8 keys, of which s holds the products with q / WIDEST_I8: so these do not overflow before those would. A
+ * key whose scaled elements may not be finite, or whose scale is not, is scored as it is defined. */
+static void scale_scores(const fa_attention_args *a, const row_block *rows, int64_t j0, int64_t n,
+                         const dot_scratch *scratch)
+{
+    const int all = load_scales(&a->k_scale, rows, j0, n, WIDEST_I8, 0, scratch->scale);
+    for (int64_t r = 0; r < rows->n; r++) {
+        lane *s = scratch->s + r * BLOCK_K;
+        for (int64_t j = 0; j < n; j += LANES) v_store(s + j, v_load(s + j) * v_load(scratch->scale + j));
+    }
+    for (int64_t j = 0; !all && j < n; j++) {
+        const int8_t *k = (const int8_t *)at_key(&a->k, rows, j0 + j);
+        const lane scale = scale_of(&a->k_scale, rows, j0 + j);
+        if (is_plain(scale, 0)) continue;
+        for (int64_t r = 0; r < rows->n; r++) {
+            lane sum = 0;
+            for (int64_t d = 0; d < a->head_dim; d++) sum += scratch->q[r * scratch->depth + d] * (k[d] * scale);
+            scratch->s[r * BLOCK_K + j] = sum * WIDEST_I8;
+        }
+    }
+}
+
+/* The keys of a block whose int8 values would not be finite, or too small to be exact, with their scales in the
+ * probabilities: they are added one by one. */
+#define LEAST_SCALE ((lane)0x1p-100)
+static void find_odd_scales(const fa_attention_args *a, const row_block *rows, int64_t j0, int64_t n,
+                            const dot_scratch *scratch, bad_rows *bad)
+{
+    bad->n = 0;
+    if (load_scales(&a->v_scale, rows, j0, n, 1, LEAST_SCALE, scratch->scale)) return;
+    for (int64_t j = 0; j < n; j++)
+        if (!is_plain(scratch->scale[j], LEAST_SCALE)) bad->row[bad->n++] = j, scratch->scale[j] = 0;
+}
+
+/* weights (rows, n) = probabilities times the scales of int8 values. */
+INLINE const lane *scaled_probs(const row_block *rows, int64_t n, const dot_scratch *scratch, lane *weights)
+{
+    for (int64_t r = 0; r < rows->n; r++)
+        for (int64_t j = 0; j < n; j += LANES)
+            v_store(weights + r * BLOCK_K + j, v_load(scratch->s + r * BLOCK_K + j) * v_load(scratch->scale + j));
+    return weights;
+}
+
 /* call(nr), for four rows at a time, then two, then one, from row r on. A macro each, so that nr is a literal. */
 #define EACH_ROWS(rows, r, call)                                                                                       \
     do {                                                                                                               \
@@ -209,6 +265,7 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
 #define SCORES(nr) dot_scores(dtype, nr, &product, r)
     EACH_ROWS(rows, r, SCORES);
 #undef SCORES
+    if (dtype == FA_I8) scale_scores(a, rows, j0, n, scratch);
     modify_rows(a, mods, &scores);
     if (a->stats.second_pass) {
         weigh_rows(a, &scores, scratch);
@@ -217,8 +274,10 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     bad_rows bad;
     bad.n = 0; /* an initialiser would clear all of it, which shows in the time of a block */
     uint8_t attends[BLOCK_K][DOT_ROWS];
-    if (hides(kind)) find_bad_rows(dtype, v, a->v.row, n, width, &bad);
-    if (bad.n) copy_good_rows(&bad, v, a->v.row, n, width * size, (char *)scratch->v);
+    if (dtype == FA_I8) find_odd_scales(a, rows, j0, n, scratch, &bad); /* the integers themselves are finite */
+    else if (hides(kind)) find_bad_rows(dtype, v, a->v.row, n, width, &bad);
+    const int copied = dtype != FA_I8 && bad.n;
+    if (copied) copy_good_rows(&bad, v, a->v.row, n, width * size, (char *)scratch->v);
     for (int64_t i = 0; i < bad.n; i++)
         for (int64_t r = 0; r < rows->n; r++) attends[i][r] = row_attends(&scores, r, bad.row[i]);
 
@@ -233,8 +292,9 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
             if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in mark_rows */
     }
     const char *next = j0 + 2 * n <= a->len_k ? at_key(&a->k, rows, j0 + n) : NULL;
-    dot_weighting values = {.v = bad.n ? (const char *)scratch->v : v, .v_row = bad.n ? width * size : a->v.row};
+    dot_weighting values = {.v = copied ? (const char *)scratch->v : v, .v_row = copied ? width * size : a->v.row};
     values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
+    if (dtype == FA_I8) values.probs = scaled_probs(rows, n, scratch, scratch->add); /* which is free by now */
     values.acc = part->acc, values.acc_row = part->acc_row;
     values.next = (fetch_ahead){next, a->k.row, a->head_dim * size};
 #define VALUES(nr) dot_accumulate(dtype, nr, &values, r)
@@ -244,7 +304,8 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
         for (int64_t r = 0; r < rows->n; r++)
             for (int64_t d = 0; d < width && attends[i][r]; d++)
                 part->acc[r * part->acc_row + d] += scratch->s[r * BLOCK_K + bad.row[i]] *
-                                                    load_element(dtype, v + bad.row[i] * a->v.row + d * size);
+                                                    (load_element(dtype, v + bad.row[i] * a->v.row + d * size) *
+                                                     scale_of(&a->v_scale, rows, j0 + bad.row[i]));
 }
 
 /* The state of the KV head's rows over keys [key_begin, key_end), as a partial. */
@@ -252,12 +313,13 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
                           int64_t key_end, const dot_scratch *scratch, const partial *part)
 {
     const modifiers mods = modifiers_of(a, 0);
+    const lane q_share = dtype == FA_I8 ? (lane)1 / WIDEST_I8 : 1; /* scale_scores */
     ranges_begin(a, rows, key_begin, key_end);
     if (a->stats.second_pass) load_row_norm(a, rows, scratch->base, scratch->factor);
     EACH_ROW(rows, r, id) {
         lane *q = scratch->q + r * scratch->depth;
         for (int64_t d = a->head_dim; d < scratch->depth; d++) q[d] = 0;
-        load_row(a->q.dtype, at_row(&a->q, rows, id), a->head_dim, mods.q_factor, q);
+        load_row(a->q.dtype, at_row(&a->q, rows, id), a->head_dim, mods.q_factor * q_share, q);
         if (a->stats.second_pass) continue;
         part->row_max[r] = a->sigmoid ? 0 : -INFINITY;
         part->row_sum[r] = 0;
@@ -274,5 +336,6 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
 static void dot_attend(const fa_attention_args *a, row_block *rows, int64_t key_begin, int64_t key_end,
                        const dot_scratch *scratch, const partial *part)
 {
-    WITH_DTYPE(a->k.dtype, dtype, dot_attend_as(a, dtype, rows, key_begin, key_end, scratch, part));
+    if (a->k.dtype == FA_I8) dot_attend_as(a, FA_I8, rows, key_begin, key_end, scratch, part);
+    else WITH_DTYPE(a->k.dtype, dtype, dot_attend_as(a, dtype, rows, key_begin, key_end, scratch, part));
 }

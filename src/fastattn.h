@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4 } fa_dtype; /* the last two: packed weights only */
+typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4 } fa_dtype; /* I4: packed weights only */
 
 /* A task that may last long asks now and then whether to give up. If so, nobody reads the results of the call. */
 typedef struct {
@@ -20,7 +20,7 @@ typedef struct {
     char *data;           /* NULL: not given */
     const int64_t *batch; /* byte offset of every batch item */
     int64_t head, row, col;
-    fa_dtype dtype; /* of q, k, v, out, bias; the others have the one type said below */
+    fa_dtype dtype; /* of q, k, v, out, bias; the others have the one type said below; FA_I8: of k and v alone */
 } fa_array;
 
 /* Which keys a row attends: those that all of these allow. Arrays are (batch, heads_q, len_q), int64, and optional. */
@@ -50,9 +50,10 @@ typedef struct {
 } fa_statistics;
 
 typedef struct {
-    fa_array q, k, v, out; /* (batch, heads, length, head_dim), the last axis contiguous */
-    fa_array lse;          /* (batch, heads_q, len_q), lane type; optional */
-    fa_array sinks;        /* (batch, heads_q), lane type; optional */
+    fa_array q, k, v, out;     /* (batch, heads, length, head_dim), the last axis contiguous */
+    fa_array k_scale, v_scale; /* (batch, heads_kv, len_k), lane type: what each row of k and v in FA_I8 is times */
+    fa_array lse;              /* (batch, heads_q, len_q), lane type; optional */
+    fa_array sinks;            /* (batch, heads_q), lane type; optional */
     int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
     fa_masks masks;
     fa_modifiers mods;
@@ -174,9 +175,11 @@ typedef struct {
     const fa_watch *watch; /* optional */
 } fa_rows_args;
 
-/* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. */
+/* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. Or
+ * out is int8: then each row is rounded, and times its scale it is what it was, to scale / 2. */
 typedef struct {
     fa_array x, out, cos, sin; /* cos, sin: (batch, 1, length, pairs), lanes */
+    fa_array scale;            /* (batch, heads, length), lanes: of an out in FA_I8 */
     int64_t batch, heads, length, head_dim, pairs;
     int interleaved;
 } fa_rope_args;

@@ -32,6 +32,7 @@
 #include "sigmoid.inc.h"
 #include "statistics.inc.h"
 #include "partial.inc.h"
+#include "scales.inc.h"
 #include "nonfinite.inc.h"
 #include "operands.inc.h"
 #include "attention.inc.h"

@@ -1,7 +1,7 @@
 /* Rows of V that are not finite. A probability of 0 is no shield: 0 times NaN or Inf is NaN. Where some query does not
  * attend some key, 0 takes their place, and they are added at the end to those rows that attend them.
  *
- * Requires  convert.inc.h, ranges.inc.h (row_block, at_key).
+ * Requires  convert.inc.h, scales.inc.h.
  * Literals  dtype: of V. fused: 1 if only a sum is rounded, 0 if its product is, too.
  * Exports   bad_rows, find_bad_rows, copy_good_rows, gather_values, add_bad_value. */
 typedef struct {
@@ -37,18 +37,21 @@ INLINE void gather_values(const fa_attention_args *a, const row_block *rows, con
 {
     const int64_t bytes = a->head_dim_v * (int64_t)sizeof(lane);
     for (int64_t j = 0; j < n; j++)
-        load_row(a->v.dtype, at_key(&a->v, rows, key[j]), a->head_dim_v, 1, to + j * a->head_dim_v);
+        load_row(a->v.dtype, at_key(&a->v, rows, key[j]), a->head_dim_v, scale_of(&a->v_scale, rows, key[j]),
+                 to + j * a->head_dim_v);
     find_bad_rows(LANE_DTYPE, (const char *)to, bytes, n, a->head_dim_v, bad);
     for (int64_t i = 0; i < bad->n; i++) memset(to + bad->row[i] * a->head_dim_v, 0, bytes);
 }
 
-/* ot (head_dim_v, nv) += probs (nv) times a row of V that was taken out, in the lanes of the mask `attends`, or in all
+/* ot (head_dim_v, nv) += probs (nv) times the value of a key that was taken out, in the lanes of the mask `attends`, or in all
  * of them if that is NULL. Kernels round the sum once (`fused`), or the product and the sum. */
-INLINE void add_bad_value(const fa_attention_args *a, int nv, int fused, const char *v, const lane *probs,
-                          const lane *attends, lane *ot)
+INLINE void add_bad_value(const fa_attention_args *a, int nv, int fused, const row_block *rows, int64_t key,
+                          const lane *probs, const lane *attends, lane *ot)
 {
+    const char *v = at_key(&a->v, rows, key);
+    const lane scale = scale_of(&a->v_scale, rows, key);
     for (int64_t d = 0; d < a->head_dim_v; d++, v += dtype_size(a->v.dtype)) {
-        const v_t value = v_splat(load_element(a->v.dtype, v));
+        const v_t value = v_splat(load_element(a->v.dtype, v) * scale);
         for (int u = 0; u < nv; u++) {
             lane *to = ot + d * BLOCK_Q + u * LANES;
             const v_t prob = v_load(probs + u * LANES), old = v_load(to);

@@ -1,11 +1,11 @@
 /* What tile kernels work on: scratch, the state of tiles, and the operands as micro-kernels read them: queries
  * transposed, the additive tile, blocks of keys and values in place or copied.
  *
- * Requires  modifiers.inc.h, partial.inc.h, nonfinite.inc.h.
+ * Requires  modifiers.inc.h, partial.inc.h, scales.inc.h, nonfinite.inc.h.
  * Literals  dtype: of q.
  * Exports   TILES, PART_K; tile_state, cut_tile; head_copy, cut_head_copy, begin_head; key_block, tile_scratch,
- *           cut_tile_scratch; load_queries; load_additive, bias_in_place; load_block, is_dense, rows_as_lanes,
- *           prefetch_block, prefetch_task. */
+ *           cut_tile_scratch; load_queries; load_additive, bias_in_place; dots_pairs; load_block, is_dense,
+ *           rows_as_lanes, prefetch_block, prefetch_task. */
 
 #define TILES 8 /* most tiles of a task */
 
@@ -210,17 +210,25 @@ INLINE block_kind load_additive(const fa_attention_args *a, const tile_state *ti
     return kind | range | BLOCK_ADDS;
 }
 
+/* Whether the tile kernel takes products of bfloat16 pairs. */
+INLINE int dots_pairs(const fa_attention_args *a)
+{
+    return V_BF16_DOT && a->q.dtype == FA_BF16 && a->k.dtype == FA_BF16;
+}
+
 INLINE int is_dense(const fa_array *x, int64_t width) { return x->row == width * dtype_size(x->dtype); }
 
-/* Rows [first, first + n) of k or v as lanes: in place, or widened and gathered in `copy`, unless they are `there`. */
-INLINE const char *rows_as_lanes(const fa_array *x, const row_block *rows, int64_t first, int64_t n, int64_t width,
-                                 int there, lane *copy, int64_t *row_bytes)
+/* Rows [first, first + n) of k or v as lanes: in place, or widened, scaled and gathered in `copy`, unless they are
+ * `there`. */
+INLINE const char *rows_as_lanes(const fa_array *x, const fa_array *scale, const row_block *rows, int64_t first,
+                                 int64_t n, int64_t width, int there, lane *copy, int64_t *row_bytes)
 {
     const char *from = at_key(x, rows, first);
     *row_bytes = x->row;
     if (dtype_size(x->dtype) == sizeof(lane) && is_dense(x, width)) return from;
     *row_bytes = width * (int64_t)sizeof(lane);
-    for (int64_t j = 0; !there && j < n; j++) load_row(x->dtype, from + j * x->row, width, 1, copy + j * width);
+    for (int64_t j = 0; !there && j < n; j++)
+        load_row(x->dtype, from + j * x->row, width, scale_of(scale, rows, first + j), copy + j * width);
     return (const char *)copy;
 }
 
@@ -260,10 +268,10 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     }
     const int64_t skip = block->first - first;
     if (!dot) {
-        block->k = rows_as_lanes(&a->k, rows, first, n, width, there, k, &block->k_row);
+        block->k = rows_as_lanes(&a->k, &a->k_scale, rows, first, n, width, there, k, &block->k_row);
         block->k += skip * block->k_row;
         if (a->stats.second_pass) return;
-        block->v = rows_as_lanes(&a->v, rows, first, n, width_v, there, v, &block->v_row);
+        block->v = rows_as_lanes(&a->v, &a->v_scale, rows, first, n, width_v, there, v, &block->v_row);
         block->v += skip * block->v_row;
         return;
     }

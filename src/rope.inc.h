@@ -1,7 +1,7 @@
 /* Rotary positions (Su et al. 2021): a pair (a, b) of dimensions becomes (a cos - b sin, b cos + a sin). The pairs are
  * neighbours where `interleaved`; else dimension j is paired with dimension j + pairs.
  *
- * Requires  convert.inc.h.
+ * Requires  convert.inc.h, softmax.inc.h (v_abs).
  * Exports   rope_run. */
 
 /* Rotates x (head_dim) in place; cos and sin are (pairs). */
@@ -25,6 +25,31 @@ INLINE void rotate_row(const fa_rope_args *a, const lane_u *cos, const lane_u *s
     }
 }
 
+/* to (n) = x / scale, rounded to nearest even, scale = max |x| / 127, and the x are lost. Returns the scale: at least a
+ * normal number, below which x / scale might exceed 127; or 0 for zeros; or NaN where some x is not finite. */
+static lane round_row_i8(lane *x, int64_t n, int8_t *to)
+{
+    const v_t magic = v_splat((lane)(LANE_BITS == 64 ? 0x1.8p52 : 0x1.8p23)); /* adding it rounds to integers */
+    v_t most = v_splat(0), zero = v_splat(0);                                 /* zero becomes NaN, as in row_finite */
+    for (int64_t d = 0; d < n; d += LANES) {
+        const v_t part = v_load_part(x + d, n - d);
+        most = v_max(v_abs(part), most);
+        zero += part * v_splat(0);
+    }
+    const lane max = v_max_lanes(most), least = max / 127 < LANE_MIN ? LANE_MIN : max / 127;
+    const lane scale = v_any(zero != zero) ? NAN : max == 0 ? 0 : least;
+    if (!(scale > 0)) {
+        memset(to, 0, n);
+        return scale;
+    }
+    for (int64_t d = 0; d < n; d += LANES) {
+        const v_t part = v_load_part(x + d, n - d);
+        v_store_part(x + d, (part / v_splat(scale) + magic) - magic, n - d);
+    }
+    for (int64_t d = 0; d < n; d++) to[d] = (int8_t)x[d];
+    return scale;
+}
+
 /* Rows [begin, end) of the batch * length rows, each of all heads. `row`, scratch, holds head_dim lanes. */
 static void rope_run(const fa_rope_args *a, int64_t begin, int64_t end, void *row)
 {
@@ -36,7 +61,9 @@ static void rope_run(const fa_rope_args *a, int64_t begin, int64_t end, void *ro
         for (int64_t h = 0; h < a->heads; h++, x += a->x.head, out += a->out.head) {
             load_row(a->x.dtype, x, a->head_dim, 1, row);
             rotate_row(a, cos, sin, row);
-            store_row(a->x.dtype, row, a->head_dim, 1, out);
+            if (a->out.dtype == FA_I8)
+                *(lane_u *)at(&a->scale, b, h, i, 0) = round_row_i8(row, a->head_dim, (int8_t *)out);
+            else store_row(a->x.dtype, row, a->head_dim, 1, out);
         }
     }
 }

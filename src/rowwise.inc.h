@@ -47,7 +47,8 @@ INLINE void score_run(const fa_rowwise_args *call, int nv, const modifiers *mods
     const score_tile scores = {&tile->rows, &tile->lanes, run.j0, run.n, kind, s, scratch->tile.add};
     if (kind & BLOCK_EMPTY) return;
     outer_product product = {.y = tile->qt, .depth = a->head_dim, .out = s};
-    product.x = rows_as_lanes(&a->k, &tile->rows, run.j0, run.n, a->head_dim, 0, scratch->tile.k, &product.x_row);
+    product.x = rows_as_lanes(&a->k, &a->k_scale, &tile->rows, run.j0, run.n, a->head_dim, 0, scratch->tile.k,
+                              &product.x_row);
     if (call->kind == FA_ADDITIVE) block_additive(nv, run.n, &product, &scratch->additive);
     else block_outer(nv, 0, run.n, &product, NULL);
     modify_tile(a, nv, mods, &scores);
@@ -80,7 +81,7 @@ INLINE void weigh_values(const fa_rowwise_args *call, int nv, const v_t *tau, ro
             const int64_t row = bad.row[i] * BLOCK_Q;
             for (int u = 0; u < nv * LANES; u += LANES)
                 v_store(attends + u, (v_t)selects(call->kind, v_load(z + row + u), v_load(probs + row + u)));
-            add_bad_value(a, nv, 0, at_key(&a->v, &tile->rows, key[bad.row[i]]), probs + row, attends, tile->ot);
+            add_bad_value(a, nv, 0, &tile->rows, key[bad.row[i]], probs + row, attends, tile->ot);
         }
     }
 }

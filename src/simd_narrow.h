@@ -1,5 +1,6 @@
 /* Elements narrower than float lanes: 16 bits, bytes, 4 bits. A part of simd.h, which includes it.
  *
+ *   v_load_i8               LANES signed bytes as lanes of either type
  *   v_load_f16 v_load_bf16  LANES 16-bit values, widened           v_store_f16 v_store_bf16   rounded to nearest even
  *   v_dot_bf16(a, b, c)     c + a.lo * b.lo + a.hi * b.hi, lanes of a, b being pairs of bfloat16
  *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory
@@ -12,9 +13,25 @@
  *   v_halves(i, a, b)       the lower (0) or upper (1) halves of a and b      v_zipped    the same, a's lanes and b's in turn
  *   v_lookup(table, i)      table[i % 16], lanes     v_lookup_i8          the same of bytes, i < 16
  *   v_store_i8              the lowest byte of each lane           v_store_i8_part      of the first n lanes */
-#if LANE_BITS == 32
 typedef int8_t vb_t __attribute__((vector_size(LANES)));
 typedef vb_t vbu_t __attribute__((aligned(1), may_alias));
+
+INLINE v_t v_load_i8(const void *p)
+{
+#if V_BYTES == 64 && LANE_BITS == 32
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
+#elif defined V_X86 && LANE_BITS == 32
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)));
+#elif defined V_NEON && LANE_BITS == 32
+    int32_t four;
+    memcpy(&four, p, sizeof four);
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
+#else
+    return __builtin_convertvector(*(const vbu_t *)p, v_t);
+#endif
+}
+
+#if LANE_BITS == 32
 typedef uint16_t vh_t __attribute__((vector_size(V_BYTES / 2)));
 typedef vh_t vhu_t __attribute__((aligned(1), may_alias));
 

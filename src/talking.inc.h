@@ -57,7 +57,7 @@ INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *
     for (int64_t h = 0; h < heads; h++) {
         const row_block kv = {.b = scratch->heads[h].rows.b, .h_kv = h / group};
         outer_product product = {.y = scratch->heads[h].qt, .depth = a->head_dim};
-        product.x = rows_as_lanes(&a->k, &kv, j0, n, a->head_dim, 0, scratch->tile.k, &product.x_row);
+        product.x = rows_as_lanes(&a->k, &a->k_scale, &kv, j0, n, a->head_dim, 0, scratch->tile.k, &product.x_row);
         product.out = (call->pre ? scratch->scores : scratch->mixed) + h * HEAD_PITCH;
         block_outer(nv, 0, n, &product, NULL);
     }
@@ -133,8 +133,8 @@ INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int6
         const lane *attends = call->post ? scratch->tile.add : scratch->scores + f * HEAD_PITCH;
         for (int64_t i = 0; i < bad.n; i++) {
             const int64_t row = bad.row[i] * BLOCK_Q;
-            add_bad_value(a, nv, 0, at_key(&a->v, &kv, j0 + bad.row[i]), probs + f * HEAD_PITCH + row,
-                          hidden ? attends + row : NULL, tile->ot);
+            add_bad_value(a, nv, 0, &kv, j0 + bad.row[i], probs + f * HEAD_PITCH + row, hidden ? attends + row : NULL,
+                          tile->ot);
         }
     }
 }

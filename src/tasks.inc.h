@@ -84,7 +84,7 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->kind = n_rows <= DOT_ROWS && a->len_k > a->len_q ? FA_DOT : FA_TILE;
     plan->block_q = plan->kind == FA_DOT ? DOT_ROWS : BLOCK_Q;
     plan->block_k = BLOCK_K;
-    plan->bf16_dot = V_BF16_DOT && plan->kind == FA_TILE && a->q.dtype == FA_BF16;
+    plan->bf16_dot = plan->kind == FA_TILE && dots_pairs(a);
     plan->split_k = n_rows <= plan->block_q ? SPLIT_K : 0;
     plan->n_splits = plan->split_k && a->len_k ? ceil_div(a->len_k, SPLIT_K) : 1;
     const int64_t tiles = ceil_div(n_rows, plan->block_q), share = heads * tiles / (threads * TASKS_PER_THREAD);

@@ -122,6 +122,84 @@ def test_truncate_forgets_the_last_tokens():
     assert got.kv_lengths is None
 
 
+@np.errstate(invalid="ignore")  # behind the last token stands anything
+def widened(got, name):
+    return getattr(got, name).astype(np.float64) * getattr(got, f"{name}_scale").astype(np.float64)[..., None]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+def test_a_cache_in_int8(dtype, implementation):
+    """Each element errs by half of its scale at most; the largest of each row does not err."""
+    cache = KVCache(dtype="int8")
+    ks, vs = [], []
+    for count in (5, 1, 0, 60):
+        k, v = tokens(count, head_dim=67, head_dim_v=16, dtype=dtype)
+        k[..., 3] *= k.dtype.type(50)
+        v[:, :, :1] = 0
+        ks.append(k)
+        vs.append(v)
+        got = cache.append(k, v)
+    assert got.k.dtype == got.v.dtype == np.int8
+    lane = np.float64 if dtype == np.float64 else np.float32
+    assert got.k_scale.dtype == got.v_scale.dtype == lane
+    assert got.k_scale.shape == got.v_scale.shape == (2, 3, 66)
+    for name, parts in (("k", ks), ("v", vs)):
+        x = np.concatenate(parts, axis=2).astype(np.float64)
+        largest = np.abs(x).max(axis=-1)
+        np.testing.assert_allclose(getattr(got, f"{name}_scale"), largest / 127, rtol=1e-6)
+        error = np.abs(widened(got, name) - x)
+        assert (error <= getattr(got, f"{name}_scale")[..., None] * 0.5001).all()
+        assert (error.max(axis=-1) > largest / 127 / 4)[largest > 0].all()
+        np.testing.assert_array_equal(np.abs(getattr(got, name)).max(axis=-1), 127 * (largest > 0))
+    assert got._asdict().keys() == {"k", "v", "kv_lengths", "q_offset", "k_scale", "v_scale"}
+    assert KVCache().append(k, v)._asdict().keys() == {"k", "v", "kv_lengths", "q_offset"}
+    assert cache.nbytes == 2 * 3 * cache.capacity * (67 + 16 + 2 * np.dtype(lane).itemsize)
+
+
+def test_rounding_to_int8_is_to_nearest_even(implementation):
+    k = np.array([127, 0.5, 1.5, -2.5, 126.5, -126.5, 3.49999, -0.0]).reshape(1, 1, 1, 8)
+    got = KVCache(dtype=np.int8).append(k, k.astype(">f8"))
+    np.testing.assert_array_equal(got.k.ravel(), [127, 0, 2, -2, 126, -126, 3, 0])
+    np.testing.assert_array_equal(got.v, got.k)
+    assert got.k_scale == got.v_scale == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_extremes_in_int8(dtype, implementation):
+    """What is not finite makes its row NaN, and no other one; the smallest numbers do not exceed 127."""
+    info = np.finfo(dtype)
+    k, _ = tokens(7, batch=1, heads=1, head_dim=20, dtype=dtype)
+    k[0, 0, 1, 3], k[0, 0, 2, 19], k[0, 0, 3, 0] = np.nan, np.inf, -np.inf
+    k[0, 0, 4], k[0, 0, 5] = info.smallest_subnormal * np.arange(171, 191), info.max
+    got = KVCache(dtype="int8").append(k, -k)
+    np.testing.assert_array_equal(np.isnan(got.k_scale[0, 0]), [0, 1, 1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(got.k[0, 0, 1:4], 0)
+    np.testing.assert_array_equal(got.v, -got.k)
+    k = k.astype(np.longdouble)[:, :, [0, 4, 5, 6]]
+    scale = got.k_scale[:, :, [0, 4, 5, 6], None].astype(np.longdouble)
+    assert (np.abs(got.k[:, :, [0, 4, 5, 6]] * scale - k) <= scale * 0.50005).all()
+
+
+def test_a_cache_in_int8_moves_and_selects_scales_with_their_rows(implementation):
+    cache, plain = KVCache(dtype="int8"), KVCache()
+    prompt, steps = tokens(9, batch=3), [tokens(2, batch=3) for _ in range(20)]
+    for one in (cache, plain):
+        one.append(*prompt, lengths=[9, 4, 7])
+        for step in steps[:10]:
+            one.append(*step, lengths=[2, 1, 0])
+        one.select([2, 0, 0])
+        one.truncate(20)
+        for step in steps[10:]:
+            got = one.append(*step, lengths=[1, 2, 2])
+        if one is cache:
+            rounded = got
+    np.testing.assert_array_equal(rounded.kv_lengths, got.kv_lengths)
+    for b, length in enumerate(got.kv_lengths):
+        for name in "kv":
+            x, y = widened(rounded, name)[b, :, :length], getattr(got, name)[b, :, :length]
+            assert (np.abs(x - y) <= getattr(rounded, f"{name}_scale")[b, :, :length, None] * 0.5001).all()
+
+
 def test_select_reorders_sequences():
     cache = KVCache()
     k, v = tokens(4, batch=3)
@@ -212,7 +290,7 @@ def test_lists_and_foreign_byte_order():
         (lambda c: c.select(0), ValueError, r"sequences has shape \(\)"),
         (lambda c: KVCache().select([0]), ValueError, "the cache is empty"),
         (lambda c: KVCache(-1), ValueError, "capacity is -1"),
-        (lambda c: KVCache(dtype=np.int8), TypeError, "dtype is .*int8"),
+        (lambda c: KVCache(dtype=np.int16), TypeError, "dtype is .*int16.*float16, int8 or bfloat16"),
         (lambda c: DecoderCache(True), TypeError, "tokens is of type bool; expected a KVCache"),
         (lambda c: KVCache(dtype="fp16"), TypeError, "dtype is 'fp16'; expected float32"),
         (

@@ -1,8 +1,10 @@
 """Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
-    python tools/measure.py {peak,strided,padding,decode,linear,pack,load,layer,step} [--isa ISA] [--dtype D]
+    python tools/measure.py {peak,strided,padding,decode,int8,linear,pack,load,layer,step} [--isa ISA]
+                            [--dtype D]
 
-Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each.
+Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
+those of `int8` medians.
 The limit or the counterpart that it is compared with is measured in the same seconds.
 """
 
@@ -10,6 +12,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +27,7 @@ from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._bench.suites.models import files as model_files
 from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
+from fastattn.cache import KVCache
 from fastattn.layers import TransformerEncoderLayer
 
 
@@ -104,6 +108,33 @@ def decode(dtype: str) -> None:
         q, k = normal((1, 8, 1, 64), dtype), normal((1, 8, length, 64), dtype)
         (seconds,) = best(lambda q=q, k=k: fastattn.attention(q, k, k, window=(255, 0), num_threads=1))
         print((1, 8, length, 64), f"window of 256: {1e6 * seconds:.0f} us")
+
+
+def int8(dtype: str) -> None:
+    """Keys and values in int8, in turns with bfloat16 and `dtype`, which queries have, too."""
+    decoding, grouped, square = (32, 32, 1, 8192, 128), (32, 8, 1, 4096, 128), (8, 8, 2048, 2048, 64)
+    for heads, heads_kv, len_q, len_k, d in (decoding, grouped, square):
+        q, k = normal((1, heads, len_q, d), dtype), normal((1, heads_kv, len_k, d), dtype)
+        cached = KVCache(dtype="int8").append(k, k)
+        held = {"int8": cached._asdict() | {"kv_lengths": None, "q_offset": None}}
+        for kind in ("bfloat16", dtype):
+            held[kind] = {name: normal(k.shape, kind) for name in "kv"}
+        for threads in sorted({1, fastattn.get_num_threads()}):
+            calls = {
+                kind: partial(fastattn.attention, q, **arrays, num_threads=threads)
+                for kind, arrays in held.items()
+            }
+            times: dict[str, list[float]] = {kind: [] for kind in calls}
+            end = time.perf_counter() + 5
+            while time.perf_counter() < end:
+                for kind, call in calls.items():
+                    start = time.perf_counter()
+                    call()
+                    times[kind].append(time.perf_counter() - start)
+            median = {kind: float(np.median(seconds)) for kind, seconds in times.items()}
+            for kind, seconds in median.items():
+                share = f"int8 takes {median['int8'] / seconds:.2f} of that"
+                print((heads, heads_kv, len_q, len_k, d), threads, f"{kind} {seconds * 1e3:.2f} ms, {share}")
 
 
 def linear(dtype: str) -> None:
@@ -245,7 +276,9 @@ def step(dtype: str) -> None:
 
 def main() -> None:
     """Parse the command line and measure."""
-    measures = {f.__name__: f for f in (peak, strided, padding, decode, linear, pack, load, layer, step)}
+    measures = {
+        f.__name__: f for f in (peak, strided, padding, decode, int8, linear, pack, load, layer, step)
+    }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=measures)
     parser.add_argument("--isa", choices=fastattn.available_isas())

@@ -22,8 +22,10 @@ from fastattn._args.values import (
     flag,
     float_array,
     head_values,
+    int8_operand,
     integer,
     integers,
+    key_scales,
     number,
     operand,
     readable,
@@ -68,6 +70,8 @@ def attention_args(
     backend: str | None = None,
     stats: Sequence[str] | None = None,
     names: tuple[str, str, str] = ("q", "k", "v"),
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
 ) -> AttentionArgs:
     """Check and normalise the arguments of `func`; see `fastattn.attention`.
 
@@ -77,12 +81,20 @@ def attention_args(
     args = AttentionArgs()
     copies: list[str] = []
     args.q = q_array = operand(func, names[0], q, copies)
-    args.k = k_array = operand(func, names[1], k, copies)
-    args.v = v_array = operand(func, names[2], v, copies)
     dtype = q_array.dtype
-    if not (k_array.dtype is dtype and v_array.dtype is dtype):
-        require_dtypes(func, **dict(zip(names, (q_array, k_array, v_array), strict=True)))
     lane = lane_dtype(dtype)
+    args.k_scale = args.v_scale = None
+    if k_scale is None and v_scale is None:
+        args.k = k_array = operand(func, names[1], k, copies)
+        args.v = v_array = operand(func, names[2], v, copies)
+        if not (k_array.dtype is dtype and v_array.dtype is dtype):
+            require_dtypes(func, **dict(zip(names, (q_array, k_array, v_array), strict=True)))
+    else:
+        _require_both(func, k_scale, v_scale)
+        args.k = k_array = int8_operand(func, names[1], "k_scale", k, copies)
+        args.v = v_array = int8_operand(func, names[2], "v_scale", v, copies)
+        args.k_scale = key_scales(func, "k_scale", k_scale, lane, copies)
+        args.v_scale = key_scales(func, "v_scale", v_scale, lane, copies)
 
     q_shape, k_shape, v_shape = q_array.shape, k_array.shape, v_array.shape
     one_head = False
@@ -103,6 +115,9 @@ def attention_args(
         batch_shape = broadcast_batch(func, **dict(zip(names, shapes, strict=True)))
     args.batch_shape, args.heads_q, args.heads_kv = batch_shape, heads_q, heads_kv
     args.len_q, args.len_k, args.head_dim, args.head_dim_v = len_q, len_k, head_dim, head_dim_v
+    if args.k_scale is not None and args.v_scale is not None:
+        args.k_scale = _for_keys(args, func, "k_scale", args.k_scale, one_head)
+        args.v_scale = _for_keys(args, func, "v_scale", args.v_scale, one_head)
 
     args.scale = head_dim**-0.5 if scale is None else number(func, "scale", scale, lane)
     args.softcap = 0.0 if softcap is None else number(func, "softcap", softcap, lane, positive=True)
@@ -140,6 +155,7 @@ def attention_args(
         inputs = [(names[0], q, q_array), (names[1], k, k_array), (names[2], v, v_array)]
         inputs += [("mask", mask, args.mask), ("bias", bias, args.bias), ("sinks", sinks, args.sinks)]
         inputs += [("alibi_slopes", alibi_slopes, args.alibi_slopes)]
+        inputs += [("k_scale", k_scale, args.k_scale), ("v_scale", v_scale, args.v_scale)]
         result_array(func, out, (*rows, head_dim_v), dtype, names[0], inputs)
     args.out, args.lse, args.result = out[None] if one_head else out, None, out
     if with_lse:
@@ -174,6 +190,19 @@ def _raise_shapes(func: str, names: tuple[str, str, str], shapes: tuple[Shape, S
     (name, shape), (other, wanted) = q, k
     expected = f"a multiple of {other}'s {wanted[-3]} heads, shape {wanted}"
     raise ValueError(f"{func}(): {name} has {shape[-3]} heads, shape {shape}; expected {expected}")
+
+
+def _require_both(func: str, k_scale: Any, v_scale: Any) -> None:
+    if k_scale is None or v_scale is None:
+        given, missing = ("v_scale", "k_scale") if k_scale is None else ("k_scale", "v_scale")
+        raise ValueError(f"{func}(): {given} is given without {missing}; expected both, or neither")
+
+
+def _for_keys(args: AttentionArgs, func: str, name: str, scale: Array, one_head: bool) -> Array:
+    """`scale`, which has to broadcast to the keys, with at least their axes (heads_kv, len_k)."""
+    shape = (args.len_k,) if one_head else (*args.batch_shape, args.heads_kv, args.len_k)
+    require_broadcast(func, name, scale.shape, shape, "(..., heads_kv, len_k)")
+    return scale if scale.ndim >= 2 else scale[(None,) * (2 - scale.ndim)]
 
 
 def add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> None:

@@ -82,20 +82,44 @@ class ScoreOptions(KeyOptions, CausalOption, ScaleOption, SoftcapOption, AlibiOp
     """All that makes scores."""
 
 
-class WeightsOptions(ScoreOptions, SinksOption):
-    """All that makes probabilities."""
+class KeyScaleOption(TypedDict, total=False):
+    """What int8 keys are multiplied by."""
+
+    k_scale: ArrayLike | None
 
 
-class InnerOptions(WeightsOptions, ComputeOptions):
+class ValueScaleOption(TypedDict, total=False):
+    """And int8 values."""
+
+    v_scale: ArrayLike | None
+
+
+class ProbOptions(ScoreOptions, SinksOption):
+    """All that makes probabilities, of keys that are not int8."""
+
+
+class WeightsOptions(ProbOptions, KeyScaleOption):
+    """Those of `attention_weights`."""
+
+
+class InnerOptions(ProbOptions, ComputeOptions):
     """Those of an attention inside of another function, which returns something else."""
 
 
-class AttentionOptions(InnerOptions, OutOption):
+class VariantOptions(InnerOptions, OutOption):
+    """Those that functions pass on which make an attention of other arrays."""
+
+
+class AttentionOptions(VariantOptions, KeyScaleOption, ValueScaleOption):
     """All of `attention`, but for `return_lse` and `stats`, on which the type of its result depends."""
 
 
 class NoSoftmaxOptions(ScoreOptions, OutOption, ComputeOptions):
     """Where there is no softmax, there are no sinks."""
+
+
+class SigmoidOptions(NoSoftmaxOptions, KeyScaleOption, ValueScaleOption):
+    """Those of `sigmoid_attention`, which the kernels of `attention` run."""
 
 
 class CosineOptions(

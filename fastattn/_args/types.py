@@ -67,6 +67,10 @@ class AttentionArgs:
     q: Array
     k: Array
     v: Array
+    # Both or neither: then k and v are int8 and stand for k * k_scale[..., None] and v * v_scale[..., None].
+    # These broadcast to (*batch_shape, heads_kv, len_k), with ndim >= 2, in the lane dtype.
+    k_scale: Array | None
+    v_scale: Array | None
     out: Array  # (*batch_shape, heads_q, len_q, head_dim_v), q's dtype
     lse: Array | None  # (*batch_shape, heads_q, len_q), lane dtype
     scale: float
@@ -101,6 +105,7 @@ def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> At
     _, args.heads_kv, args.len_k, args.head_dim_v = v.shape
     args.batch_shape = (batch,)
     args.q, args.k, args.v, args.out, args.result = q, k, v, out, out
+    args.k_scale = args.v_scale = None
     args.scale, args.softcap = args.head_dim**-0.5, 0.0
     args.lse = args.mask = args.bias = args.alibi_slopes = args.sinks = None
     args.row_begin = args.row_end = args.q_position = None
@@ -192,16 +197,20 @@ class RowsArgs:
 
 @dataclass(slots=True, eq=False)
 class RopeArgs:
-    """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype."""
+    """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype.
+
+    With `scale`, each row is then rounded to int8; see `fastattn.cache.KVCache`.
+    """
 
     kernel: ClassVar[str] = "rope"
 
     x: Array  # last axis contiguous, at least three dimensions, as of all
-    out: Array  # x's shape and dtype; may be x
+    out: Array  # x's shape and dtype; may be x. With `scale` int8
     cos: Array
     sin: Array
     interleaved: bool
     num_threads: int
+    scale: Array | None = None  # (..., heads, length), lane dtype: receives what the rows of out are times
 
 
 def lane_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -47,8 +47,8 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     )
 
 
-def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
-    """`dtype` as one of the four floating types, in native byte order."""
+def float_dtype(func: str, dtype: Any, other: str = "") -> np.dtype[Any]:
+    """`dtype` as one of the four floating types, in native byte order; messages name another one, too."""
     if isinstance(dtype, str) and dtype == "bfloat16":
         try:
             import ml_dtypes  # noqa: F401 - registers the name with NumPy
@@ -62,7 +62,8 @@ def float_dtype(func: str, dtype: Any) -> np.dtype[Any]:
     except (TypeError, ValueError):
         result = None
     if result is None or not is_float(result):
-        raise TypeError(f"{func}(): dtype is {short(dtype)}; expected float32, float64, float16 or bfloat16")
+        expected = f"float32, float64, float16{other or ' or'} bfloat16"
+        raise TypeError(f"{func}(): dtype is {short(dtype)}; expected {expected}")
     return result
 
 
@@ -114,9 +115,15 @@ def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
     """`x` as an array of one of the four floating types, in any strides and byte order."""
     array = as_array(func, name, x)
     if not is_float(array.dtype):
-        raise wrong_dtype(func, name, array, "float32, float64, float16 or bfloat16")
+        hint = " (attention takes int8 with k_scale and v_scale)" if array.dtype == np.int8 else ""
+        raise wrong_dtype(func, name, array, f"float32, float64, float16 or bfloat16{hint}")
     if array.dtype.isnative:
         _native.add(array.dtype)
+    return require_dims(func, name, array, least_dims)
+
+
+def require_dims(func: str, name: str, array: Array, least_dims: int) -> Array:
+    """Raise unless `array`, an operand of attention, has so many dimensions."""
     if array.ndim < least_dims:
         expected = "(..., heads, length, head_dim), or (length, head_dim) for one head"
         raise wrong_shape(func, name, array, expected)
@@ -165,6 +172,24 @@ def operand(func: str, name: str, x: Any, copies: list[str]) -> Array:
     if is_ready(x, 2):
         return x
     return readable(float_array(func, name, x, least_dims=2), name, copies, "the head dimension")
+
+
+def int8_operand(func: str, name: str, scale: str, x: Any, copies: list[str]) -> Array:
+    """`x` as k or v beside the argument `scale`: int8, contiguous along the head dimension."""
+    array = as_array(func, name, x)
+    if array.dtype != np.int8:
+        raise wrong_dtype(func, name, array, f"int8, as {scale} is given")
+    return readable(require_dims(func, name, array, 2), name, copies, "the head dimension")
+
+
+def key_scales(func: str, name: str, x: Any, dtype: np.dtype[Any], copies: list[str]) -> Array:
+    """`x`, floats, as `dtype`."""
+    array = float_array(func, name, x)
+    if array.dtype.newbyteorder("=") == dtype:
+        return readable(array, name, copies)
+    copies.append(f"{name} converted: {array.dtype} to {dtype}")
+    with np.errstate(over="ignore"):  # a float64 too large for float32 becomes infinite
+        return array.astype(dtype)
 
 
 def head_values(func: str, name: str, x: Any, shape: Shape, dtype: np.dtype[Any], copies: list[str]) -> Array:

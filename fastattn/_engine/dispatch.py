@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fastattn._args.types import lane_dtype
 from fastattn._engine import settings
 from fastattn._reference import attention as reference
 from fastattn._reference import ops, pack, recurrent, rowwise
@@ -58,7 +59,9 @@ def _conversions(args: AttentionArgs, plan: dict[str, Any]) -> Iterator[str]:
     """Say what `plan` converts or gathers, block by block, while it runs."""
     dotted = plan.get("bf16_dot", False)
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
-        if x.itemsize == 2 and not dotted:
+        if x.itemsize == 1:
+            yield f"{name} widened and scaled, block by block: int8 to {lane_dtype(args.q.dtype)}"
+        elif x.itemsize == 2 and not dotted:
             yield f"{name} widened, block by block: {x.dtype} to float32"
         elif name == "v" and dotted:
             yield "v interleaved, block by block: pairs of rows for the bfloat16 dot product"

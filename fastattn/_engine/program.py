@@ -149,9 +149,12 @@ class AttendStep(Step):
         if call.rotation is not None:
             dispatch.run(RopeArgs(qk, qk, *call.rotation, False, 1))
         q, k = qk[:, : self.heads], qk[:, self.heads :]
+        scales: list[Array] = []
         if call.slots is not None:
-            k, v = call.slots.put(k, v, self.layer * self.heads_kv)
+            k, v, *scales = call.slots.put(k, v, self.layer * self.heads_kv)
         args = plain_args(q, k, v, heads(buffers[self.out]), 1)
+        if scales:
+            args.k_scale, args.v_scale = scales
         args.scale = self.scale
         args.row_begin, args.row_end = call.ranges[self.ranges]
         dispatch.run(args)

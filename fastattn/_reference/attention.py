@@ -105,6 +105,9 @@ class Call:
         of_rows = (*closed(args.row_begin, args.row_end, args.len_k), args.range_first, args.range_last)
         self.q, self.k, self.v = (broadcast(x, *x.shape[-3:]) for x in (args.q, args.k, args.v))
         self.begin, self.end, self.first, self.last = (broadcast(x, *rows) for x in of_rows)
+        self.k_scale, self.v_scale = (
+            broadcast(x, args.heads_kv, args.len_k) for x in (args.k_scale, args.v_scale)
+        )
         self.mask, self.bias = (broadcast(x, *rows, args.len_k) for x in (args.mask, args.bias))
         self.slopes = broadcast(args.alibi_slopes, heads)
         self.sinks = broadcast(-np.inf if args.sinks is None else args.sinks, heads)
@@ -121,6 +124,8 @@ class Task:
         self.where: Any = (*heads, rows)
         self.q = np.ascontiguousarray(call.q[self.where], dtype=call.dtype)
         self.k, self.v = call.k[(*b, h)], call.v[(*b, h)]
+        scales = call.k_scale, call.v_scale
+        self.k_scale, self.v_scale = (None if x is None else x[(*b, h)][:, None] for x in scales)
 
         def of_rows(x: Any) -> Any:
             return None if x is None else x[self.where]
@@ -170,10 +175,15 @@ class Task:
         inside[row, end - keys.start] -= 1
         return (np.cumsum(inside[:, :-1], axis=1, dtype=np.int8) > 0).reshape(*self.q.shape[:2], -1)
 
+    def lanes(self, x: Array, scale: Array | None, keys: slice) -> Any:
+        """Keys or values x, (keys, head_dim), in the dtype that is computed in; int8 times its scales."""
+        rows = np.ascontiguousarray(x[keys], dtype=self.call.dtype)
+        return rows if scale is None else rows * scale[keys]
+
     def products(self, keys: slice) -> Array:
         """q @ k.T, (group, rows, keys)."""
         group, rows, head_dim = self.q.shape
-        k = np.ascontiguousarray(self.k[keys], dtype=self.call.dtype)
+        k = self.lanes(self.k, self.k_scale, keys)
         products: Array = (self.q.reshape(group * rows, head_dim) @ k.T).reshape(group, rows, len(k))
         return products
 
@@ -271,7 +281,7 @@ class Task:
     def weighted_values(self, probs: Array, keys: slice, allowed: Any) -> Array:
         """probs @ v, (group, rows, head_dim_v); no row touches a value that it does not attend."""
         group, rows, n_keys = probs.shape
-        v = np.ascontiguousarray(self.v[keys], dtype=probs.dtype)
+        v = self.lanes(self.v, self.v_scale, keys)
 
         def product(v: Array) -> Array:
             return np.asarray(probs.reshape(group * rows, n_keys) @ v).reshape(group, rows, v.shape[-1])

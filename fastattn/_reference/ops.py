@@ -187,8 +187,10 @@ def _softmax(x: Array) -> Array:
 
 @np.errstate(all="ignore")
 def rope(args: RopeArgs) -> None:
-    """Fill args.out."""
+    """Fill args.out, and args.scale if it is there."""
     x, out = args.x, args.out
+    if args.scale is not None:
+        out = np.empty(x.shape, args.scale.dtype)
     pairs = args.cos.shape[-1]
     cos, sin = (np.broadcast_to(table, (*x.shape[:-1], pairs)) for table in (args.cos, args.sin))
     first, second = slice(pairs), slice(pairs, 2 * pairs)
@@ -199,3 +201,14 @@ def rope(args: RopeArgs) -> None:
         out[rows][..., first] = a * cos[rows] - b * sin[rows]
         out[rows][..., second] = b * cos[rows] + a * sin[rows]
         out[rows][..., 2 * pairs :] = x[rows][..., 2 * pairs :]
+    if args.scale is not None:
+        _round_rows(out, args.out, args.scale)
+
+
+def _round_rows(x: Array, out: Array, scale: Array) -> None:
+    """out = x / scale in int8, scale = max |x| / 127: NaN for a row that is not finite."""
+    largest = np.abs(x).max(axis=-1)
+    # With a scale of fewer digits, x / scale might exceed 127.
+    scale[...] = np.where(largest > 0, np.maximum(largest / 127, np.finfo(scale.dtype).tiny), 0)
+    scale[~np.isfinite(largest)] = np.nan
+    out[...] = np.where(scale[..., None] > 0, np.rint(x / scale[..., None]), 0)

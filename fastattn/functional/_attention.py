@@ -86,6 +86,8 @@ def attention(
     kv_lengths: ArrayLike | None = None,
     q_offset: ArrayLike | None = None,
     row_ranges: tuple[ArrayLike, ArrayLike] | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     out: NDArray[Any] | None = None,
     return_lse: bool = False,
     stats: Sequence[str] | None = None,
@@ -108,7 +110,8 @@ def attention(
         Keys. ``heads_q`` must be a multiple of ``heads_kv``: each key head serves as many consecutive query
         heads (grouped-query attention). Leading dimensions broadcast.
     v : array_like, (..., heads_kv, len_k, head_dim_v)
-        Values. q, k and v have one dtype, or q is float32 and k and v are both float16 or both bfloat16.
+        Values. q, k and v have one dtype, or q is float32 and k and v are both float16 or both bfloat16, or
+        k and v are both int8, with `k_scale` and `v_scale`.
     mask : array_like of bool or masks.Mask, optional
         True where a query attends a key. Broadcasts to ``(..., heads_q, len_q, len_k)``: one row of keys a
         sequence is ``mask[:, None, None, :]``, padding also `kv_lengths`. Tiles in which nobody attends are
@@ -140,6 +143,10 @@ def attention(
     row_ranges : (array_like of int, array_like of int), optional
         ``(begin, end)``: query i attends keys ``begin[i] <= j < end[i]``. Both broadcast to
         ``(..., heads_q, len_q)`` and are clipped to ``[0, len_k]``; where end <= begin, the range is empty.
+    k_scale, v_scale : array_like, (..., heads_kv, len_k), optional
+        Both or neither: what each row of k and v, which are int8 then, is multiplied by. They stand for
+        ``k * k_scale[..., None]`` and ``v * v_scale[..., None]``, and broadcast. Any of the four dtypes, but
+        only float32 (float64 beside float64 queries) is read in place. `KVCache` makes them.
     out : ndarray, optional
         Where the result goes: its exact shape, q's dtype, last axis contiguous, no memory of an input.
     return_lse : bool, default False
@@ -189,6 +196,13 @@ def attention(
     and values that a query does not attend, NaN and Inf included, never reaches its result; NaN that it
     attends does.
 
+    int8 keys and values are widened a block of 64 at a time, or with few query rows in registers alone. The
+    error of the kernels is that of float32 on the widened arrays. Rounding k within ``k_scale / 2`` and v
+    within ``v_scale / 2`` adds to it, over the keys that a query attends: with ``e = scale *
+    abs(q).sum() * k_scale.max() / 2``, at most e to each score and to the lse, and to each element of the
+    result at most ``v_scale.max() / 2 + tanh(e / 2) * (v.max() - v.min())``, where v is that element of the
+    values. Softcap, biases, ALiBi and masks do not change that; a sink counts as a value of 0.
+
     Of `stats`, ``row_max``, ``entropy`` and ``top_k`` come with the result; the others compute the scores
     again. ``top_k`` keeps a sorted list a row, which a key enters in O(k): it is meant for tens of keys; of
     hundreds `attention_weights` and ``np.argpartition`` are faster. A sink takes its share of the
@@ -212,7 +226,7 @@ def attention(
     """
     args = attention_args(
         "attention", q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, kv_lengths,
-        q_offset, row_ranges, out, return_lse, num_threads, backend, stats,
+        q_offset, row_ranges, out, return_lse, num_threads, backend, stats, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     dispatch.run(args, backend)
     return args.result
@@ -235,7 +249,8 @@ def attention_weights(
         and k are.
     """
     require_options("attention_weights", options, WeightsOptions)
-    args = attention_args("attention_weights", q, k, k, names=("q", "k", "k"), **options)
+    names, scale = ("q", "k", "k"), options.get("k_scale")
+    args = attention_args("attention_weights", q, k, k, names=names, v_scale=scale, **options)
     probs = reference.weights(args)
     return probs[0] if args.result.ndim == 2 else probs
 

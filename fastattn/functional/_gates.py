@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import wrong_dtype
-from fastattn._args.options import AttentionOptions, ForgettingOptions
+from fastattn._args.options import ForgettingOptions, VariantOptions
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import float_array, real_array, require_broadcast
 from fastattn._args.variants import how, offsets, variant_args, with_shape
@@ -33,7 +33,7 @@ def gated_attention(
     gate: ArrayLike,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> Array: ...
 @overload
 def gated_attention(
@@ -43,7 +43,7 @@ def gated_attention(
     gate: ArrayLike,
     *,
     return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> tuple[Array, Array]: ...
 def gated_attention(
     q: ArrayLike,
@@ -52,7 +52,7 @@ def gated_attention(
     gate: ArrayLike,
     *,
     return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> Any:
     """Gated attention: ``attention(q, k, v) * sigmoid(gate)``.
 
@@ -71,7 +71,7 @@ def gated_attention(
     Source: Z. Qiu et al., "Gated Attention for Large Language Models", 2025, arXiv:2505.06708.
     """
     func = "gated_attention"
-    args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
+    args = variant_args(func, q, k, v, options, VariantOptions, return_lse)
     logits = float_array(func, "gate", gate)
     if logits.dtype.newbyteorder("=") != args.q.dtype:
         raise wrong_dtype(func, "gate", logits, f"q's, {args.q.dtype}")

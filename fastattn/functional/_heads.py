@@ -10,7 +10,7 @@ from fastattn import ops
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import epsilon, vector
-from fastattn._args.options import AttentionOptions, CosineOptions, InnerOptions, require_options
+from fastattn._args.options import CosineOptions, InnerOptions, VariantOptions, require_options
 from fastattn._args.types import FLOAT64, lane_dtype
 from fastattn._args.values import choice, float_array, number, operand
 from fastattn._args.variants import how, per_head, variant_args
@@ -107,7 +107,7 @@ def qk_norm_attention(
     norm: Norm = "rms_norm",
     eps: float = 1e-6,
     return_lse: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> Array: ...
 @overload
 def qk_norm_attention(
@@ -120,7 +120,7 @@ def qk_norm_attention(
     norm: Norm = "rms_norm",
     eps: float = 1e-6,
     return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> tuple[Array, Array]: ...
 def qk_norm_attention(
     q: ArrayLike,
@@ -132,7 +132,7 @@ def qk_norm_attention(
     norm: Norm = "rms_norm",
     eps: float = 1e-6,
     return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> Any:
     """Attention of normalised queries and keys, each head's on its own: ``attention(norm(q), norm(k), v)``.
 
@@ -155,7 +155,7 @@ def qk_norm_attention(
     Billion Parameters", 2023, arXiv:2302.05442.
     """
     func = "qk_norm_attention"
-    args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
+    args = variant_args(func, q, k, v, options, VariantOptions, return_lse)
     choice(func, "norm", norm, get_args(Norm))
     lane = lane_dtype(args.q.dtype)
     of_queries = vector(func, "q_weight", q_weight, (args.head_dim,), lane)
@@ -175,7 +175,7 @@ def general_attention(
     weight: ArrayLike,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> Array: ...
 @overload
 def general_attention(
@@ -185,7 +185,7 @@ def general_attention(
     weight: ArrayLike,
     *,
     return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> tuple[Array, Array]: ...
 @np.errstate(all="ignore")  # as in the kernels
 def general_attention(
@@ -195,7 +195,7 @@ def general_attention(
     weight: ArrayLike,
     *,
     return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> Any:
     """Luong's general attention, ``softmax(q_i^T W k_j) @ v``; his dot product is ``attention(scale=1.0)``.
 
@@ -218,7 +218,7 @@ def general_attention(
     "Effective Approaches to Attention-based Neural Machine Translation", 2015, arXiv:1508.04025.
     """
     func = "general_attention"
-    require_options(func, options, AttentionOptions)
+    require_options(func, options, VariantOptions)
     queries = operand(func, "q", q, [])
     matrix = float_array(func, "weight", weight)
     keys = operand(func, "k", k, [])

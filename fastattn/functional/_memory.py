@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
-from fastattn._args.options import AttentionOptions, InnerOptions, require_options
+from fastattn._args.options import InnerOptions, VariantOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import (
     broadcast_batch,
@@ -39,7 +39,7 @@ def memory_attention(
     *,
     gate: ArrayLike | None = None,
     return_lse: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> Array: ...
 @overload
 def memory_attention(
@@ -51,7 +51,7 @@ def memory_attention(
     *,
     gate: ArrayLike | None = None,
     return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> tuple[Array, Array]: ...
 def memory_attention(
     q: ArrayLike,
@@ -62,7 +62,7 @@ def memory_attention(
     *,
     gate: ArrayLike | None = None,
     return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[VariantOptions],
 ) -> Any:
     """Attention to the keys of the sequence and to those of a memory, which every query attends.
 
@@ -92,7 +92,7 @@ def memory_attention(
     al., "Memorizing Transformers", 2022, arXiv:2203.08913.
     """
     func = "memory_attention"
-    args = variant_args(func, q, k, v, options, AttentionOptions, return_lse)
+    args = variant_args(func, q, k, v, options, VariantOptions, return_lse)
     if gate is not None and return_lse:
         raise ValueError(f"{func}(): return_lse is True; expected False with gate: there are two softmaxes")
     shared = ("scale", "softcap", "num_threads", "backend")

@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn._args.errors import wrong_dtype
 from fastattn._args.ops import vector
-from fastattn._args.options import LocationOptions, NoSoftmaxOptions
+from fastattn._args.options import LocationOptions, NoSoftmaxOptions, SigmoidOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import broadcast_batch, float_array, integer, number, require_broadcast
 from fastattn._args.variants import rowwise_args, variant_args
@@ -284,7 +284,7 @@ def sigmoid_attention(
     v: ArrayLike,
     *,
     sigmoid_bias: float | None = None,
-    **options: Unpack[NoSoftmaxOptions],
+    **options: Unpack[SigmoidOptions],
 ) -> Array:
     """Sigmoid attention, ``sigmoid(scale * q @ k.T + sigmoid_bias) @ v``, fused.
 
@@ -318,7 +318,7 @@ def sigmoid_attention(
     array([0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8])
     """
     func = "sigmoid_attention"
-    args = variant_args(func, q, k, v, options, NoSoftmaxOptions)
+    args = variant_args(func, q, k, v, options, SigmoidOptions)
     if sigmoid_bias is None:
         args.sigmoid_bias = -log(max(1, args.len_k))
     else:

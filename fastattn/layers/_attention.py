@@ -252,7 +252,9 @@ class MultiHeadAttention(AttentionParameters):
             k = self._placed(k, self.k_norm, q_offset)
         with _NOTHING if cache is None else restored_on_error((cache,)):
             if cache is not None:
-                k, v, kv_lengths, q_offset = cache.append(k, v, lengths)
+                k, v, kv_lengths, q_offset = cached = cache.append(k, v, lengths)
+                if cached.k_scale is not None and cached.v_scale is not None:
+                    options["k_scale"], options["v_scale"] = cached.k_scale, cached.v_scale
                 if kv_lengths is not None:
                     options["kv_lengths"] = kv_lengths
                 # A token behind all others attends to all of them without `causal`.
@@ -263,6 +265,10 @@ class MultiHeadAttention(AttentionParameters):
                 shape = (batch, self.num_heads, length, k.shape[2])
                 add_masks(options, names, attn_mask, key_padding_mask, shape, q.dtype)
             if self._extra:
+                k, v = (  # extra keys are parameters: they join keys that are widened
+                    _calls.widened(x, options.pop(name, None), q.dtype)
+                    for name, x in (("k_scale", k), ("v_scale", v))
+                )
                 k, v = add_extra_keys(options, length, k, v, self._extra_keys())
             mixed = scratch("mixed", len(x), self._width, x.dtype)
             by_head = mixed.reshape(batch, length, self.num_heads, self._head_dim).transpose(0, 2, 1, 3)
@@ -271,6 +277,8 @@ class MultiHeadAttention(AttentionParameters):
         out = _calls.linear(gated, self.out_proj._projection(), None, residual)
         weights = None
         if need_weights:
+            k = _calls.widened(k, options.pop("k_scale", None), q.dtype)
+            options.pop("v_scale", None)
             weights = attention_weights(q, k.astype(q.dtype, copy=False), **options)
         keep("mixed", mixed)
         keep("product", product)

@@ -103,6 +103,11 @@ def gate(x: Array, up: Array) -> Array:
     return out
 
 
+def widened(x: Array, scale: Array | None, dtype: np.dtype[Any]) -> Array:
+    """Keys or values of a cache in int8 as `dtype`; those without scales as they are."""
+    return x if scale is None else (x * scale[..., None]).astype(dtype)
+
+
 def attention(
     func: str, q: Array, k: Array, v: Array, out: Array, options: dict[str, Any], made_here: bool
 ) -> None:

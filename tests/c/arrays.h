@@ -58,7 +58,7 @@ static void release(int n)
     }
 }
 
-static int64_t bytes_of(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2; }
+static int64_t bytes_of(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : dtype == FA_I8 ? 1 : 2; }
 
 /* What accumulates; lse, slopes and sinks have it. */
 static fa_dtype lane_of(fa_dtype q) { return q == FA_F64 ? FA_F64 : FA_F32; }
@@ -137,6 +137,7 @@ static double get(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
     uint16_t u;
     if (x->dtype == FA_F64) return memcpy(&d, p, sizeof d), d;
     if (x->dtype == FA_F32) return memcpy(&f, p, sizeof f), (double)f;
+    if (x->dtype == FA_I8) return *(const int8_t *)p;
     return memcpy(&u, p, sizeof u), from_half(half_of(x->dtype), u);
 }
 
@@ -145,6 +146,7 @@ static void set(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j, d
     char *p = at(x, b, h, i, j);
     if (x->dtype == FA_F64) memcpy(p, &value, sizeof value);
     else if (x->dtype == FA_F32) memcpy(p, &(float){(float)value}, sizeof(float));
+    else if (x->dtype == FA_I8) *(int8_t *)p = (int8_t)value;
     else memcpy(p, &(uint16_t){to_half(half_of(x->dtype), value)}, sizeof(uint16_t));
 }
 

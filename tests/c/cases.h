@@ -41,7 +41,8 @@ static const shape shapes[] = {
 
 /* The dtype of q and out, and that of k and v. */
 static const fa_dtype dtypes[][2] = {{FA_F32, FA_F32},   {FA_F64, FA_F64}, {FA_F16, FA_F16},
-                                     {FA_BF16, FA_BF16}, {FA_F32, FA_F16}, {FA_F32, FA_BF16}};
+                                     {FA_BF16, FA_BF16}, {FA_F32, FA_F16}, {FA_F32, FA_BF16},
+                                     {FA_F32, FA_I8},    {FA_F64, FA_I8},  {FA_BF16, FA_I8}};
 
 /* Several to a line, for which clang-format has no option. */
 /* clang-format off */
@@ -126,7 +127,7 @@ static test_case case_of(int number)
 
 static void describe(const test_case *c)
 {
-    static const char *const names[] = {"float32", "float64", "float16", "bfloat16"};
+    static const char *const names[] = {"float32", "float64", "float16", "bfloat16", "int8"};
     const shape *s = &c->s;
     printf("q %s, k and v %s, ", names[c->q], names[c->kv]);
     printf("batch %d, heads %d / %d, len %d x %d, head_dim %d, %d", s->batch, s->heads_q, s->heads_kv, s->len_q,
@@ -211,6 +212,23 @@ static int attends(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, 
            !(a->mods.bias.data && get(&a->mods.bias, b, h, i, j) == -INFINITY);
 }
 
+/* Element (b, h, key, d) of k or v becomes about `value`, from -1 to 1. If it is int8 and that is not finite, its key's
+ * scale becomes NaN. (Inf times integers of one sign is a score of -Inf: talking heads take that for hidden.) */
+static void set_kv(const fa_array *x, const fa_array *scale, int64_t b, int64_t h, int64_t key, int64_t d, double value)
+{
+    if (x->dtype != FA_I8) set(x, b, h, key, d, value);
+    else if (isfinite(value)) set(x, b, h, key, d, rint(value * 128 - 0.5));
+    else set(scale, b, h, key, 0, NAN);
+}
+
+/* Of int8 keys or values. */
+static fa_array new_scales(const fa_attention_args *a, fa_dtype lane, int layout)
+{
+    fa_array x = new_floats(lane, a->batch, a->heads_kv, a->len_k, 1, layout);
+    FOR(b, a->batch) FOR(h, a->heads_kv) FOR(key, a->len_k) set(&x, b, h, key, 0, uniform(0.002, 0.01));
+    return x;
+}
+
 /* Puts in NaN, which must show in the rows that attend it and in no other; and Inf in keys that no row attends. */
 static void spoil(int options, const fa_attention_args *a)
 {
@@ -219,15 +237,15 @@ static void spoil(int options, const fa_attention_args *a)
     {
         for (int n = 0; n < 4 && a->len_k > 0; n++) {
             const int64_t key = below(a->len_k), d = below(a->head_dim), d_v = below(a->head_dim_v);
-            if (options & NAN_KEYS && n == 0) set(&a->k, b, h, key, d, NAN);
-            if (options & NAN_VALUES) set(&a->v, b, h, key, d_v, NAN);
+            if (options & NAN_KEYS && n == 0) set_kv(&a->k, &a->k_scale, b, h, key, d, NAN);
+            if (options & NAN_VALUES) set_kv(&a->v, &a->v_scale, b, h, key, d_v, NAN);
         }
         FOR(key, options & NAN_HIDDEN ? a->len_k : 0)
         {
             int hidden = 1;
             FOR(g, group) FOR(i, a->len_q) hidden = hidden && !attends(a, b, h * group + g, i, key);
-            FOR(d, hidden * a->head_dim) set(&a->k, b, h, key, d, below(2) ? NAN : INFINITY);
-            FOR(d, hidden * a->head_dim_v) set(&a->v, b, h, key, d, below(2) ? NAN : -INFINITY);
+            FOR(d, hidden * a->head_dim) set_kv(&a->k, &a->k_scale, b, h, key, d, below(2) ? NAN : INFINITY);
+            FOR(d, hidden * a->head_dim_v) set_kv(&a->v, &a->v_scale, b, h, key, d, below(2) ? NAN : -INFINITY);
         }
     }
 }
@@ -253,9 +271,13 @@ static fa_attention_args new_inputs(const test_case *c)
     a->q = new_floats(c->q, a->batch, a->heads_q, a->len_q, a->head_dim, random ? (int)below(8) : 0);
     a->k = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, a->head_dim, random ? (int)below(8) | share : 0);
     a->v = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, a->head_dim_v, random ? (int)below(8) | share : 0);
+    if (c->kv == FA_I8) {
+        a->k_scale = new_scales(a, lane, random ? (int)below(8) | share | (below(2) ? ODD : 0) : 0);
+        a->v_scale = new_scales(a, lane, random ? (int)below(8) | share | (below(2) ? ODD : 0) : 0);
+    }
     EACH(a->heads_q, a->len_q, a->head_dim) set(&a->q, b, h, i, j, uniform(-1, 1));
-    EACH(a->heads_kv, a->len_k, a->head_dim) set(&a->k, b, h, i, j, uniform(-1, 1));
-    EACH(a->heads_kv, a->len_k, a->head_dim_v) set(&a->v, b, h, i, j, uniform(-1, 1));
+    EACH(a->heads_kv, a->len_k, a->head_dim) set_kv(&a->k, &a->k_scale, b, h, i, j, uniform(-1, 1));
+    EACH(a->heads_kv, a->len_k, a->head_dim_v) set_kv(&a->v, &a->v_scale, b, h, i, j, uniform(-1, 1));
     new_ranges(c->options, a);
     if (c->options & LISTS) new_lists(a);
     if (c->options & (MASK | PADDING)) { /* every fourth block of 64 keys is hidden, another one is not */

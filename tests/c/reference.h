@@ -142,11 +142,25 @@ typedef struct {
     double *q, *k, *v;
 } operands;
 
+/* Keys or values: int8 times its scale, rounded to lanes. */
+static double *keys_as_doubles(const fa_attention_args *a, const fa_array *x, const fa_array *scale, int64_t cols)
+{
+    double *all = doubles(a, x, a->heads_kv, a->len_k, cols), *next = all;
+    if (!scale->data) return all;
+    EACH(a->heads_kv, a->len_k, cols)
+    {
+        *next *= get(scale, b, h, i, 0);
+        if (scale->dtype == FA_F32) *next = (float)*next;
+        next++;
+    }
+    return all;
+}
+
 static operands operands_of(const fa_attention_args *a)
 {
     return (operands){doubles(a, &a->q, a->heads_q, a->len_q, a->head_dim),
-                      doubles(a, &a->k, a->heads_kv, a->len_k, a->head_dim),
-                      doubles(a, &a->v, a->heads_kv, a->len_k, a->head_dim_v)};
+                      keys_as_doubles(a, &a->k, &a->k_scale, a->head_dim),
+                      keys_as_doubles(a, &a->v, &a->v_scale, a->head_dim_v)};
 }
 
 static void drop_operands(operands *x) { free(x->q), free(x->k), free(x->v); }

@@ -49,6 +49,22 @@ RECIPES += [attention] * 5
 
 
 @recipe
+def int8_attention(d):
+    """Of int8 keys and values, whose scales may broadcast."""
+    s = Scores.draw(d)
+    arguments = {"q": s.q(d)}
+    for name, x in zip("kv", s.kv(d), strict=True):
+        arguments[name] = d.laid_out(d.rng.integers(-128, 128, x.shape).astype(np.int8))
+        shape = x.shape[:-1] if d.chance(0.7) else d.broadcast(*x.shape[:-1])
+        scale = d.rng.standard_normal(shape) * 0.01
+        scale = scale.astype(d.choose(lane_dtype(s.dtype), lane_dtype(s.dtype), np.float64))
+        arguments[f"{name}_scale"] = d.laid_out(scale)
+    function = d.choose(fastattn.attention, fastattn.attention, functional.sigmoid_attention)
+    left_out = ("stats",) if function is fastattn.attention else ("sinks", "return_lse", "stats")
+    return Call(function, {**arguments, **options(d, s, *left_out)}, attended)
+
+
+@recipe
 def explain(d):
     s = Scores.draw(d)
     return Call(fastattn.explain, {**s.qkv(d), **options(d, s)}, tolerance=np.inf)

@@ -186,6 +186,24 @@ def test_without_memory_for_more_tokens_nothing_is_lost(monkeypatch):
     np.testing.assert_array_equal(more.v, np.concatenate([v, X[:, None]], axis=2))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"rope": CROSS["rope"]["rope"]}, {"window": (4, 0)}, {"add_zero_attn": True}], ids=str
+)
+def test_a_cache_in_int8(options, implementation):
+    """Near the layer without rounding, with lengths of its own for each sequence, and with weights."""
+    layer = attention_layer(options)
+    results = []
+    for dtype in (None, "int8"):
+        cache, parts = KVCache(dtype=dtype), []
+        parts.append(layer(X[:, :4], cache=cache, lengths=[4, 2, 3], is_causal=True)[:, :2])
+        out, weights = layer(X[:, 4:6], cache=cache, is_causal=True, need_weights=True)
+        parts += [out, layer(X[:, 6:7], cache=cache, is_causal=True)]
+        results.append((np.concatenate(parts, axis=1), weights))
+    (out, weights), (rounded, rounded_weights) = results
+    assert 1e-5 < np.abs(rounded - out).max() < 0.02 * np.abs(out).max()
+    assert 1e-6 < np.abs(rounded_weights - weights).max() < 0.02
+
+
 @pytest.mark.parametrize("options", [{}, {"rope": CROSS["rope"]["rope"]}])
 def test_a_token_without_its_length(options):
     """An array (n, width) is one sequence of n tokens, while the cache has n sequences."""

@@ -29,10 +29,10 @@ def logits_of(monkeypatch):
     """The logits (steps, batch, vocab) of generating behind prompts: the best tokens, or those `told`."""
     monkeypatch.setattr(decoder, "Sampler", Recorded)
 
-    def run(model, prompts, steps=6, told=None):
+    def run(model, prompts, steps=6, told=None, **options):
         monkeypatch.setattr(Recorded, "seen", [])
         monkeypatch.setattr(Recorded, "told", told)
-        list(model.generate(prompts, steps, stop=()))
+        list(model.generate(prompts, steps, stop=(), **options))
         return np.stack(Recorded.seen)
 
     return run
@@ -92,6 +92,56 @@ def test_the_fallback_agrees(kind, dtype, tmp_path, logits_of):
     expected = expected.astype(np.float64)
     bound = {"float32": TOLERANCE, "float64": 1e-12, "bfloat16": 0.1}[dtype]  # there 2 to 3 digits a rounding
     np.testing.assert_allclose(got, expected, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_cache_in_int8(kind, dtype, tmp_path, implementation, logits_of):
+    """Its logits are near those of keys and values that are not rounded, and are not the same."""
+    model = loaded(tmp_path, kind, dtype=dtype)
+    prompts = [some_ids(n).tolist() for n in (1, 13, 6)]
+    expected = logits_of(model, prompts, 19)
+    told = expected.argmax(axis=-1)
+    expected = expected.astype(np.float64)
+    got = logits_of(model, prompts, 19, told=told, cache_dtype="int8").astype(np.float64)
+    error = np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))
+    assert 1e-3 < error < 0.04
+    again = logits_of(model, prompts, 19, told=told, cache_dtype="int8")
+    np.testing.assert_array_equal(got, again.astype(np.float64))
+
+
+@pytest.mark.skipif(not COMPILED, reason="compares the kernels with NumPy, and there are none")
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_cache_in_int8_is_the_same_in_the_fallback(kind, tmp_path, logits_of):
+    """In float64 nearly no element lies so near the middle of two integers that the two part."""
+    model = loaded(tmp_path, kind, dtype="float64")
+    prompts = [some_ids(n).tolist() for n in (1, 13, 6)]
+    with forced("numpy"):
+        expected = logits_of(model, prompts, 19, cache_dtype="int8")
+    got = logits_of(model, prompts, 19, told=expected.argmax(axis=-1), cache_dtype="int8")
+    np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-11)
+
+
+@each_isa
+@pytest.mark.parametrize("kind", DECODERS)
+def test_bits_of_a_cache_in_int8_depend_on_nothing_else(kind, isa, tmp_path, logits_of):
+    model, ids = loaded(tmp_path, kind), some_ids(3, 9)
+    with forced(isa, num_threads=1):
+        together = logits_of(model, ids, cache_dtype="int8")
+    with forced(isa, num_threads=3):
+        np.testing.assert_array_equal(logits_of(model, ids, cache_dtype="int8"), together)
+        for b, row in enumerate(ids):
+            alone = logits_of(model, row[None], cache_dtype="int8")
+            np.testing.assert_array_equal(together[:, b : b + 1], alone)
+
+
+def test_no_other_type_of_cache(tmp_path):
+    model = loaded(tmp_path, "gpt2")
+    for other in ("float16", "int4", 8):
+        with pytest.raises(
+            ValueError, match=rf"^generate\(\): cache_dtype is {other!r}; expected one of int8"
+        ):
+            model.generate([1, 2], cache_dtype=other)
 
 
 def test_a_model_without_layers(tmp_path, implementation):

@@ -28,7 +28,7 @@ cdef extern from "fastattn.h" nogil:
         int64_t n_top
         int second_pass
     ctypedef struct fa_attention_args:
-        fa_array q, k, v, out, lse, sinks
+        fa_array q, k, v, k_scale, v_scale, out, lse, sinks
         int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
         fa_masks masks
         fa_modifiers mods
@@ -94,7 +94,7 @@ cdef extern from "fastattn.h" nogil:
         double eps
         const fa_watch *watch
     ctypedef struct fa_rope_args:
-        fa_array x, out, cos, sin
+        fa_array x, out, cos, sin, scale
         int64_t batch, heads, length, head_dim, pairs
         int interleaved
     ctypedef struct fa_recurrent_args:

@@ -82,7 +82,7 @@ def set_isa(name):
 
 
 cdef enum:
-    N_ARRAYS = 21  # batch tables of a call: operands, what masks and modifiers need, results, statistics
+    N_ARRAYS = 23  # batch tables of a call: operands, what masks and modifiers need, results, statistics
 
 
 cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
@@ -97,12 +97,15 @@ cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     a.head_dim, a.head_dim_v = args.head_dim, args.head_dim_v
     a.mods.scale, a.mods.softcap = args.scale, args.softcap
     tables.set_rows(&a.q, "q", args.q, a.heads_q, a.len_q, a.head_dim)
-    tables.set_rows(&a.k, "k", args.k, a.heads_kv, a.len_k, a.head_dim)
-    tables.set_rows(&a.v, "v", args.v, a.heads_kv, a.len_k, a.head_dim_v)
+    tables.set_rows(&a.k, "k", args.k, a.heads_kv, a.len_k, a.head_dim, args.k_scale is not None)
+    tables.set_rows(&a.v, "v", args.v, a.heads_kv, a.len_k, a.head_dim_v, args.k_scale is not None)
     tables.set_rows(&a.out, "out", args.out, a.heads_q, a.len_q, a.head_dim_v)
-    if a.v.dtype != a.k.dtype or a.out.dtype != a.q.dtype or (a.q.dtype == FA_F64) != (a.k.dtype == FA_F64):
+    if (a.v.dtype != a.k.dtype or a.out.dtype != a.q.dtype or (args.k_scale is None) != (args.v_scale is None)
+            or (a.k.dtype != FA_I8 and (a.q.dtype == FA_F64) != (a.k.dtype == FA_F64))):
         raise _misfit("v", args.v, f"the types of k, {args.k.dtype}, and of q and out, {args.q.dtype}, to fit")
     lane = _lane_type(a.q.dtype)
+    tables.set(&a.k_scale, "k_scale", args.k_scale, lane, 2, a.heads_kv, a.len_k)
+    tables.set(&a.v_scale, "v_scale", args.v_scale, lane, 2, a.heads_kv, a.len_k)
     tables.set(&a.lse, "lse", args.lse, lane, 2, a.heads_q, a.len_q)
     tables.set(&a.masks.mask, "mask", args.mask, cnp.NPY_BOOL, 3, a.heads_q, a.len_q, a.len_k)
     tables.set(&a.masks.row_begin, "row_begin", args.row_begin, cnp.NPY_INT64, 2, a.heads_q, a.len_q)

@@ -186,7 +186,7 @@ def rope(args):
     cdef fa_rope_args a
     cdef cnp.ndarray x = args.x, cos = args.cos
     cdef int core = cnp.PyArray_NDIM(x) - 3, lane  # core: the first of the axes heads, length, head_dim
-    cdef _Tables tables = _Tables(args.x.shape[:core], 4)
+    cdef _Tables tables = _Tables(args.x.shape[:core], 5)
     memset(&a, 0, sizeof(a))
     a.batch = tables.batch
     a.heads, a.length, a.head_dim = x.shape[core], x.shape[core + 1], x.shape[core + 2]
@@ -195,10 +195,11 @@ def rope(args):
     if 2 * a.pairs > a.head_dim:
         raise _misfit("cos", cos, f"at most {a.head_dim // 2} pairs")
     tables.set_rows(&a.x, "x", x, a.heads, a.length, a.head_dim)
-    tables.set_rows(&a.out, "out", args.out, a.heads, a.length, a.head_dim)
-    if a.out.dtype != a.x.dtype:
+    tables.set_rows(&a.out, "out", args.out, a.heads, a.length, a.head_dim, args.scale is not None)
+    if a.out.dtype != a.x.dtype and args.scale is None:
         raise _misfit("out", args.out, f"x's type, {x.dtype}")
     lane = _lane_type(a.x.dtype)
+    tables.set(&a.scale, "scale", args.scale, lane, 2, a.heads, a.length)
     tables.set(&a.cos, "cos", cos, lane, 3, 1, a.length, a.pairs, True)
     tables.set(&a.sin, "sin", args.sin, lane, 3, 1, a.length, a.pairs, True)
     _run_rope(&a, args.num_threads if FA_OPENMP else 1)

@@ -3,7 +3,7 @@
 
 cdef enum:
     MAX_BUFFERS = 8  # x, out and the places in memory
-    N_TABLES = 7  # of a call's batch: rotation, cache, starts, and where new tokens go
+    N_TABLES = 11  # of a call's batch: rotation, cache, starts, and where new tokens go
 
 # (batch * length, columns); `row` bytes lie between the beginnings of two rows.
 cdef struct Buffer:
@@ -19,6 +19,7 @@ cdef struct Call:
     fa_array cos, sin  # with `pairs`: 0 where nothing is rotated
     int64_t pairs
     fa_array k, v, new_k, new_v  # a cache, and where new tokens go there; without a cache their data is NULL
+    fa_array k_scale, v_scale, new_k_scale, new_v_scale  # of a cache in int8
     int64_t len_k, heads_held, head_dim_held
 
 
@@ -170,33 +171,43 @@ cdef class _AttendStep(_Step):
 
     cdef void _append(self, Call *c, fa_attention_args *a) except *:
         """Rotate; move new keys and values to the cache; let `a` attend to all that it then holds."""
-        cdef fa_array new
+        cdef fa_array new_k, new_v, new_k_scale, new_v_scale
+        cdef bint int8 = c.k.dtype == FA_I8
+        cdef int64_t turned = a.heads_q + (a.heads_kv if int8 else 0)
         if self.first_kv + a.heads_kv > c.heads_held or a.head_dim != c.head_dim_held:
             raise ValueError(f"fastattn: {self.first_kv + a.heads_kv} heads of {a.head_dim}; the cache holds"
                              f" {c.heads_held} of {c.head_dim_held}")
-        if c.pairs:
-            _move_heads(c, &a.q, a.heads_q, a.head_dim, c.pairs, &a.q)
-        new = c.new_k
-        new.data += self.first_kv * new.head
-        _move_heads(c, &a.k, a.heads_kv, a.head_dim, c.pairs, &new)
-        new = c.new_v
-        new.data += self.first_kv * new.head
-        _move_heads(c, &a.v, a.heads_kv, a.head_dim, 0, &new)
-        a.len_k, a.k, a.v = c.len_k, c.k, c.v
-        a.k.dtype = a.v.dtype = c.dtype
-        a.k.data += self.first_kv * a.k.head
-        a.v.data += self.first_kv * a.v.head
+        if c.pairs:  # keys that will be int8, too: as KVCache.append does, which rounds keys of the call's type
+            _move_heads(c, &a.q, turned, a.head_dim, c.pairs, &a.q)
+        new_k, new_v = self._own(&c.new_k), self._own(&c.new_v)
+        new_k_scale, new_v_scale = self._own(&c.new_k_scale), self._own(&c.new_v_scale)
+        _move_heads(c, &a.k, a.heads_kv, a.head_dim, 0 if int8 else c.pairs, &new_k, &new_k_scale)
+        _move_heads(c, &a.v, a.heads_kv, a.head_dim, 0, &new_v, &new_v_scale)
+        a.len_k, a.k, a.v = c.len_k, self._own(&c.k), self._own(&c.v)
+        a.k_scale, a.v_scale = self._own(&c.k_scale), self._own(&c.v_scale)
+
+    cdef fa_array _own(self, const fa_array *held):
+        """The layer's heads of an array of the cache."""
+        cdef fa_array own = held[0]
+        if own.data != NULL:
+            own.data += self.first_kv * own.head
+        return own
 
 
 cdef dict _STEPS = {"linear": _LinearStep, "norm": _NormStep, "attend": _AttendStep}
 
 
-cdef void _move_heads(Call *c, fa_array *x, int64_t heads, int64_t head_dim, int64_t pairs, fa_array *out) except *:
-    """Copy new tokens' heads from x to out, which may be x, and rotate their first `pairs` pairs."""
+cdef void _move_heads(Call *c, fa_array *x, int64_t heads, int64_t head_dim, int64_t pairs, fa_array *out,
+                      fa_array *scale=NULL) except *:
+    """Copy new tokens' heads from x to out, which may be x, and rotate their first `pairs` pairs.
+
+    If out is int8, they are rounded, and `scale` receives their scales.
+    """
     cdef fa_rope_args r
     memset(&r, 0, sizeof(r))
     r.x, r.out = x[0], out[0]
-    r.x.dtype = r.out.dtype = c.dtype
+    if scale != NULL:
+        r.scale = scale[0]
     r.cos = r.sin = x[0]  # nothing is read from them without pairs
     if pairs:
         r.cos, r.sin = c.cos, c.sin
@@ -265,25 +276,36 @@ cdef void _set_sequences(Call *c, call, _Tables tables) except *:
     cdef int64_t b, at, capacity, lane = _lane_type(c.dtype)
     cdef int64_t *new_k
     cdef int64_t *new_v
+    cdef int64_t *new_k_scale
+    cdef int64_t *new_v_scale
+    cdef bint int8
     if call.rotation is not None:
         cos, sin = call.rotation
         c.pairs = cos.shape[cnp.PyArray_NDIM(cos) - 1]
         tables.set(&c.cos, "cos", cos, lane, 3, 1, c.length, c.pairs, True)
         tables.set(&c.sin, "sin", sin, lane, 3, 1, c.length, c.pairs, True)
     if call.slots is not None:
+        scales = call.slots.k_scale, call.slots.v_scale
         _, c.heads_held, capacity, c.head_dim_held = call.slots.k.shape
-        tables.set_rows(&c.k, "k", call.slots.k, c.heads_held, capacity, c.head_dim_held)
-        tables.set_rows(&c.v, "v", call.slots.v, c.heads_held, capacity, c.head_dim_held)
-        if c.k.dtype != c.dtype or c.v.dtype != c.dtype:
+        int8 = scales[0] is not None
+        tables.set_rows(&c.k, "k", call.slots.k, c.heads_held, capacity, c.head_dim_held, int8)
+        tables.set_rows(&c.v, "v", call.slots.v, c.heads_held, capacity, c.head_dim_held, int8)
+        tables.set(&c.k_scale, "k_scale", scales[0], lane, 2, c.heads_held, capacity)
+        tables.set(&c.v_scale, "v_scale", scales[1], lane, 2, c.heads_held, capacity)
+        if (int8 != (scales[1] is not None)) or not (int8 or (c.k.dtype == c.dtype and c.v.dtype == c.dtype)):
             raise ValueError("fastattn: the cache is of another type than the rows")
         tables.set(&start, "starts", np.asarray(call.slots.starts), cnp.NPY_INT64, 0)
         c.len_k = call.slots.length
-        c.new_k, c.new_v = c.k, c.v
-        new_k, new_v = tables.next(), tables.next()
+        c.new_k, c.new_v, c.new_k_scale, c.new_v_scale = c.k, c.v, c.k_scale, c.v_scale
+        new_k, new_v, new_k_scale, new_v_scale = tables.next(), tables.next(), tables.next(), tables.next()
         for b in range(c.batch):
             at = (<int64_t *>(start.data + start.batch[b]))[0]
             if at < 0 or at + c.length > capacity or c.len_k > capacity:
                 raise ValueError(f"fastattn: tokens {at} to {at + c.length} of a cache for {capacity}")
             new_k[b] = c.k.batch[b] + at * c.k.row
             new_v[b] = c.v.batch[b] + at * c.v.row
+            if int8:
+                new_k_scale[b] = c.k_scale.batch[b] + at * c.k_scale.row
+                new_v_scale[b] = c.v_scale.batch[b] + at * c.v_scale.row
         c.new_k.batch, c.new_v.batch = new_k, new_v
+        c.new_k_scale.batch, c.new_v_scale.batch = new_k_scale, new_v_scale

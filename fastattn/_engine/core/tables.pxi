@@ -113,7 +113,12 @@ cdef class _Tables:
             (<int64_t *>x.batch)[b] = offset
 
     cdef void set_rows(self, fa_array *x, name, cnp.ndarray array, int64_t heads, int64_t length,
-                       int64_t width) except *:
-        """Like `set`, for an operand (..., heads, length, width) of any type that kernels read, its rows contiguous."""
-        x.dtype = _dtype(array)
+                       int64_t width, bint scaled=False) except *:
+        """Like `set`, for an operand (..., heads, length, width) of any type that kernels read, its rows contiguous.
+
+        With `scaled`, that is int8.
+        """
+        if scaled and cnp.PyArray_TYPE(array) != cnp.NPY_INT8:
+            raise _misfit(name, array, "int8, which has scales")
+        x.dtype = FA_I8 if scaled else _dtype(array)
         self.set(x, name, array, cnp.PyArray_TYPE(array), 3, heads, length, width, True)

@@ -1,0 +1,41 @@
+/* int8 keys and values: row j of k stands for k_scale[j] times its integers, and v likewise. The tile kernels widen and
+ * scale rows in the copy that they make anyway. The dot kernel reads the bytes in place, and applies the scales of keys
+ * to their scores, and those of values to the probabilities.
+ *
+ * Requires  ranges.inc.h (row_block, at_key), convert.inc.h.
+ * Exports   WIDEST_I8, scale_of, is_plain, load_scales. */
+
+#define WIDEST_I8 128 /* no int8 is larger; a power of two, by which every number is divided exactly */
+
+/* Of row `key`; 1 if the array needs none. */
+INLINE lane scale_of(const fa_array *scale, const row_block *rows, int64_t key)
+{
+    return scale->data ? *(const lane_u *)at_key(scale, rows, key) : 1;
+}
+
+/* Whether x is 0, or its magnitude is from `least` to what times WIDEST_I8 is finite. */
+INLINE int is_plain(lane x, lane least)
+{
+    const lane size = x < 0 ? -x : x;
+    return x == 0 || (least <= size && size <= LANE_MAX / WIDEST_I8);
+}
+
+/* to (n), filled up with 0 to whole vectors, = factor times the scales of n keys from j0 on. Those of the next block
+ * are asked for. Returns whether all are plain, as is_plain says. */
+INLINE int load_scales(const fa_array *scale, const row_block *rows, int64_t j0, int64_t n, lane factor, lane least,
+                       lane *to)
+{
+    const char *from = at_key(scale, rows, j0);
+    vi_t odd = {0};
+    for (int64_t j = 0; j < n; j += LANES) {
+        v_t x = v_splat(0);
+        if (scale->row == sizeof(lane)) x = v_load_part(from + j * (int64_t)sizeof(lane), n - j);
+        else
+            for (int64_t i = 0; i < smaller(LANES, n - j); i++) x[i] = *(const lane_u *)(from + (j + i) * scale->row);
+        const v_t size = v_select(x < v_splat(0), -x, x);
+        odd |= ~((size >= v_splat(least)) & (size <= v_splat(LANE_MAX / WIDEST_I8))) & (x != v_splat(0));
+        v_store(to + j, x * v_splat(factor));
+    }
+    prefetch_rows(from + n * scale->row, scale->row * LANES, ceil_div(BLOCK_K, LANES), 64);
+    return !v_any(odd);
+}

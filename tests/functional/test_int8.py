@@ -1,0 +1,298 @@
+"""int8 keys and values: attention of k * k_scale and v * v_scale, and how far from what was rounded."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from implementations import each_isa
+from oracle import assert_close, assert_same_bits, assert_telling, check, expect, spread_inputs
+
+import fastattn
+from fastattn import functional
+from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, combine
+from fastattn.cache import KVCache
+
+# Both kernels, several blocks, splits and tasks; sizes that are no multiples of anything.
+SHAPES = [
+    Shape("tile", batch=2, heads_q=4, heads_kv=2, len_q=45, len_k=200, head_dim=40),
+    Shape("one_tile", batch=2, heads_q=3, heads_kv=1, len_q=5, len_k=131, head_dim=17),
+    Shape("dot", batch=2, heads_q=4, heads_kv=2, len_q=1, len_k=1100, head_dim=64),
+    Shape("grouped_dot", batch=1, heads_q=7, heads_kv=1, len_q=1, len_k=77, head_dim=33),
+    Shape("large_groups", batch=1, heads_q=32, heads_kv=2, len_q=1, len_k=300, head_dim=16),
+]
+DECODE, PREFILL = SHAPES[2], SHAPES[0]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def rounded(x):
+    """(codes, scales) of x (..., head_dim), as a cache in int8 makes them."""
+    lane = np.float64 if x.dtype == np.float64 else np.float32
+    scale = np.abs(x.astype(lane)).max(axis=-1) / lane(127)
+    codes = np.divide(x, scale[..., None], out=np.zeros(x.shape, lane), where=scale[..., None] > 0)
+    return np.rint(codes).astype(np.int8), scale
+
+
+def widened(codes, scale):
+    with np.errstate(all="ignore"):
+        return codes.astype(scale.dtype) * scale[..., None]
+
+
+def inputs(shape, dtype, seed=0):
+    """q, the arguments that are int8, and k and v as these mean them."""
+    q, k, v = spread_inputs(shape, dtype, np.random.default_rng(seed))
+    (k, k_scale), (v, v_scale) = rounded(k), rounded(v)
+    int8 = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+    return q, int8, widened(k, k_scale), widened(v, v_scale)
+
+
+def attention(q, int8, **arguments):
+    return fastattn.attention(q, **int8, **arguments, return_lse=True)
+
+
+@every_dtype
+@pytest.mark.parametrize("variant", [*VARIANTS, *STRUCTURES])
+@every_shape
+def test_the_definition(shape, variant, dtype, implementation):
+    rng = np.random.default_rng(1)
+    if variant in STRUCTURES:
+        arguments = {"mask": STRUCTURES[variant](shape, rng)}
+    else:
+        arguments = combine((variant,), shape, rng)
+    q, int8, k, v = inputs(shape, dtype)
+    check(attention(q, int8, **arguments), expect(q, k, v, **arguments), telling=variant == "plain")
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 15, 16, 17, 63, 65, 128, 260])
+@pytest.mark.parametrize("len_k", [1, 2, 63, 64, 65, 129, 513])
+@pytest.mark.parametrize("len_q", [1, 3, 33])
+def test_sizes(len_q, len_k, head_dim, implementation):
+    q, int8, k, v = inputs(Shape("", 1, 2, 1, len_q, len_k, head_dim), "float32")
+    v, int8["v"] = v[..., : head_dim // 2 + 1], int8["v"][..., : head_dim // 2 + 1]
+    check(attention(q, int8), expect(q, k, v), telling=False)
+
+
+@every_dtype
+@every_shape
+def test_any_layout(shape, dtype, implementation):
+    q, int8, k, v = inputs(shape, dtype)
+    plain = attention(q, int8)
+    for name, x in int8.items():
+        if x.ndim == 4:  # rows of one head apart, from the last to the first, with room between them
+            x = np.concatenate([x, x], axis=-1)[..., ::-1, : x.shape[-1]].transpose(0, 2, 1, 3)
+            int8[name] = np.ascontiguousarray(x)[:, ::-1].transpose(0, 2, 1, 3)
+        else:
+            int8[name] = np.ascontiguousarray(x.T[::-1].repeat(3, axis=0)[::3])[::-1].T
+    assert_same_bits(attention(q, int8), plain)
+    check(plain, expect(q, k, v))
+
+
+@every_shape
+def test_scales_broadcast(shape, implementation):
+    """One scale for each head, or for all keys of a batch."""
+    q, int8, _, _ = inputs(shape, "float32")
+    int8["k_scale"] = np.float32(0.01) * np.arange(1, shape.heads_kv + 1, dtype=np.float32)[:, None]
+    int8["v_scale"] = np.float32(0.02)
+    k = int8["k"] * int8["k_scale"][..., None]
+    check(attention(q, int8), expect(q, k, int8["v"] * np.float32(0.02)))
+
+
+def test_one_head(implementation):
+    q, int8, k, v = inputs(DECODE, "float32")
+    int8 = {name: x[0, 0] for name, x in int8.items()}
+    check(attention(q[0, 0], int8), expect(q[0, 0], k[0, 0], v[0, 0]))
+
+
+# Scales that no rounding makes, but that have a meaning.
+ODD = [np.nan, np.inf, -np.inf, 0, -0.01, 1e-45, 1e-38, 2e36, 3e38]
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@every_shape
+def test_odd_scales_where_hidden_never_show(shape, name, odd, implementation):
+    q, int8, k, v = inputs(shape, "float32")
+    hidden = np.random.default_rng(3).random((shape.len_q, shape.len_k)) < 0.3
+    hidden[:, [2, 64, 70]] = True
+    expected = expect(q, k, v, mask=~hidden)
+    int8[name][..., hidden.all(axis=0)] = odd
+    check(attention(q, int8, mask=~hidden), expected)
+    lengths = shape.len_k - 30
+    expected = expect(q, k, v, kv_lengths=lengths)
+    int8["k_scale"][..., lengths:] = int8["v_scale"][..., lengths:] = odd
+    int8[name] = np.where(hidden.all(axis=0), np.float32(0.01), int8[name])
+    k, v = (widened(int8[x], int8[f"{x}_scale"]) for x in "kv")
+    expected = expect(q, k, v, kv_lengths=lengths)
+    assert np.isfinite(expected.out).all()
+    check(attention(q, int8, kv_lengths=lengths), expected)
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("masked", [False, True])
+@every_shape
+def test_odd_scales_where_attended_mean_what_they_say(shape, masked, name, odd, implementation):
+    q, int8, _, _ = inputs(shape, "float32")
+    q *= np.float32(1e-3 if abs(odd) > 1 else 1)
+    int8[name][..., 5] = odd
+    k, v = (widened(int8[x], int8[f"{x}_scale"]) for x in "kv")
+    mask = np.random.default_rng(3).random((shape.heads_q, shape.len_q, shape.len_k)) < 0.8
+    arguments = {"mask": mask} if masked else {}
+    got, expected = attention(q, int8, **arguments), attention(q, {"k": k, "v": v}, **arguments)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6 * np.abs(y[np.isfinite(y)]).max(initial=0))
+
+
+def test_large_queries_do_not_overflow_before_scores_do(implementation):
+    """q @ k would, in integers; q @ (k * k_scale) does not."""
+    for shape in (DECODE, PREFILL):
+        q, int8, _, _ = inputs(shape, "float32")
+        q = (q / np.abs(q).max() * np.float32(2e37)).astype(np.float32)
+        int8["k_scale"] = int8["k_scale"] * np.float32(1e-37)
+        k, v = (widened(int8[x], int8[f"{x}_scale"]) for x in "kv")
+        check(attention(q, int8), expect(q, k, v))
+
+
+@every_shape
+def test_statistics(shape, implementation):
+    q, int8, k, v = inputs(shape, "float32")
+    names = ("row_max", "entropy", "top_k:5", "key_sums", "mean_weights")
+    _, got = fastattn.attention(q, **int8, stats=names)
+    _, expected = fastattn.attention(*(x.astype(np.float64) for x in (q, k, v)), stats=names)
+    np.testing.assert_array_equal(got["top_k"][1], expected["top_k"][1])
+    got["top_k"], expected["top_k"] = got["top_k"][0], expected["top_k"][0]
+    for name, x in expected.items():
+        np.testing.assert_allclose(got[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@every_shape
+def test_sigmoid_and_weights(shape, implementation):
+    q, int8, k, v = inputs(shape, "float32")
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    got = functional.sigmoid_attention(q, **int8, causal=True)
+    np.testing.assert_allclose(got, functional.sigmoid_attention(*wide, causal=True), rtol=1e-5, atol=1e-6)
+    got = fastattn.attention_weights(q, int8["k"], k_scale=int8["k_scale"])
+    np.testing.assert_allclose(got, fastattn.attention_weights(*wide[:2]), rtol=1e-5, atol=1e-6)
+
+
+@every_dtype
+@every_shape
+def test_bits_depend_on_nothing_else(shape, dtype, implementation):
+    q, int8, _, _ = inputs(shape, dtype)
+    together = attention(q, int8, num_threads=1)
+    for num_threads in (2, 5):
+        assert_same_bits(attention(q, int8, num_threads=num_threads), together)
+    for b in range(shape.batch):
+        alone = attention(q[b : b + 1], {name: x[b : b + 1] for name, x in int8.items()})
+        assert_same_bits(alone, tuple(x[b : b + 1] for x in together))
+
+
+def cached(k, v):
+    """k and v, of float32, as a cache in int8 gives them."""
+    return KVCache(dtype="int8").append(k, v)
+
+
+@pytest.mark.parametrize("outlier", [1, 50])
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=lambda shape: shape.name)
+def test_the_bound(shape, outlier, implementation):
+    """As the documentation states it, against attention of what was rounded."""
+    rng = np.random.default_rng(0)
+    q, k, v = (x.astype(np.float32) for x in spread_inputs(shape, "float32", rng))
+    k[..., 3] *= outlier
+    v[..., 5] *= outlier
+    got = cached(k, v)
+    out, lse = fastattn.attention(q, **got._asdict(), return_lse=True)
+    exact, exact_lse = fastattn.attention(*(x.astype(np.float64) for x in (q, k, v)), return_lse=True)
+    group = shape.heads_q // shape.heads_kv
+
+    def of_heads(x):
+        return x.repeat(group, axis=1)
+
+    largest = of_heads(got.k_scale.max(axis=-1, keepdims=True)).astype(np.float64)
+    score_error = shape.head_dim**-0.5 * np.abs(q).sum(axis=-1) * largest / 2
+    spread = of_heads(v.max(axis=2, keepdims=True) - v.min(axis=2, keepdims=True))
+    value_error = of_heads(got.v_scale.max(axis=-1))[..., None, None] / 2
+    bound = value_error + np.tanh(score_error / 2)[..., None] * spread
+    rounding = 1e-5 * outlier
+    assert_close(lse, exact_lse, score_error + rounding)
+    assert_close(out, exact, bound + rounding)
+    # Errors of roundings have no common sign: what is usual is far below the bound, if all else is right.
+    usual = 5 * shape.head_dim**-0.5 * np.linalg.norm(q, axis=-1) * largest / 12**0.5
+    assert (np.abs(lse - exact_lse) <= usual).all()
+
+
+def test_the_bound_is_reached(implementation):
+    """Every rounding errs by half of the scale, with the sign of the query."""
+    q = np.sign(np.random.default_rng(0).standard_normal((1, 1, 1, 64))).astype(np.float32)
+    q[..., 0] = 0
+    k = np.where(q > 0, np.float32(2.501), np.float32(-2.501))
+    k[..., 0] = 127
+    got = cached(k, k)
+    np.testing.assert_array_equal(got.k_scale, 1)
+    _, lse = fastattn.attention(q, **got._asdict(), return_lse=True)
+    _, exact = fastattn.attention(q, k, k, return_lse=True)
+    assert 0.99 * 63 / 8 / 2 < lse - exact < 63 / 8 / 2
+
+
+def test_explain():
+    q, int8, _, _ = inputs(DECODE, "float16")
+    found = fastattn.explain(q, **int8)
+    assert "k widened and scaled, block by block: int8 to float32" in found["conversions"]
+    assert "v widened and scaled, block by block: int8 to float32" in found["conversions"]
+    assert found["copies"] == ()
+    strange = {"k": int8["k"].astype("i1")[..., ::-1], "k_scale": int8["k_scale"].astype(">f8")}
+    copies = " ".join(fastattn.explain(q, **{**int8, **strange})["copies"])
+    assert "k copied: the head dimension not contiguous" in copies
+    assert "k_scale converted: >f8 to float32" in copies or "k_scale converted: float64 to float32" in copies
+
+
+@each_isa
+def test_queries_in_bfloat16_take_no_bfloat16_products(isa):
+    q, int8, _, _ = inputs(PREFILL, "bfloat16")
+    assert q.dtype == ml_dtypes.bfloat16
+    assert not fastattn.explain(q, **int8)["bf16_dot"]
+
+
+def test_inputs_stay_as_they_are(implementation):
+    q, int8, k, v = inputs(PREFILL, "float32")
+    for x in (q, *int8.values()):
+        x.flags.writeable = False
+    check(attention(q, int8), expect(q, k, v))
+    assert_telling(expect(q, k, v))
+
+
+Q, INT8, K, V = inputs(Shape("", 2, 4, 2, 3, 5, 8), "float32")
+F64 = Q.astype(np.float64)
+BAD = [
+    (TypeError, r"k has dtype int8; expected float32, .*attention takes int8 with k_scale and v_scale",
+     {"k_scale": None, "v_scale": None}),
+    (ValueError, "k_scale is given without v_scale; expected both, or neither", {"v_scale": None}),
+    (ValueError, "v_scale is given without k_scale; expected both, or neither", {"k_scale": None}),
+    (TypeError, "k has dtype float32; expected int8, as k_scale is given", {"k": K}),
+    (TypeError, "v has dtype float32; expected int8, as v_scale is given", {"v": V}),
+    (TypeError, "k has dtype uint8; expected int8", {"k": INT8["k"].astype(np.uint8)}),
+    (TypeError, "k_scale has dtype int64; expected float32", {"k_scale": np.ones((2, 2, 5), int)}),
+    (TypeError, "v_scale is a masked array", {"v_scale": np.ma.masked_array(INT8["v_scale"])}),
+    (ValueError, r"k_scale has shape \(2, 2, 4\); expected .*heads_kv, len_k\) = \(2, 2, 5\)",
+     {"k_scale": INT8["k_scale"][..., :4]}),
+    (ValueError, r"v_scale has shape \(2, 2, 5, 1\); expected one that fits",
+     {"v_scale": INT8["v_scale"][..., None]}),
+    (ValueError, r"k has shape \(8,\); expected", {"k": INT8["k"][0, 0, 0]}),
+    (ValueError, "v has a length of 4", {"v": INT8["v"][:, :, :4]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "changes"), BAD, ids=lambda x: "")
+def test_errors(error, message, changes):
+    with pytest.raises(error, match=rf"^attention\(\): {message}"):
+        fastattn.attention(Q, **{**INT8, **changes})
+
+
+def test_out_may_not_be_a_scale():
+    memory = np.ones((2, 4, 3, 8), np.float32)
+    with pytest.raises(ValueError, match="k_scale"):
+        fastattn.attention(Q, **{**INT8, "k_scale": memory[0, 0, 0, :5]}, out=memory)
+
+
+def test_other_functions_say_who_takes_int8():
+    with pytest.raises(TypeError, match="attention takes int8 with k_scale and v_scale"):
+        functional.gated_attention(Q, INT8["k"], INT8["v"], Q)
