@@ -5,6 +5,10 @@ cdef double SECONDS_BETWEEN_SIGNALS = 0.05
 cdef int64_t PARALLEL_ELEMENTS = 1 << 16
 cdef int64_t TASK_ELEMENTS = 1 << 14
 
+cdef extern from "trace.h" nogil:
+    double fa_now()
+    void fa_trace(int64_t task, int64_t thread, double begin)
+
 # One task of a loop; `scratch` is the thread's.
 cdef struct Loop
 ctypedef void (*run_task)(Loop *loop, int64_t task, void *scratch) noexcept nogil
@@ -68,18 +72,26 @@ cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t 
     return 0
 
 
+cdef inline void _run_task(Loop *loop, int64_t task, int thread) noexcept nogil:
+    cdef double begin = fa_now()
+    loop.run(loop, task, loop.scratch + thread * loop.scratch_bytes)
+    fa_trace(task, thread, begin)
+
+
 cdef void _tasks(Loop *loop, int64_t n) noexcept nogil:
     """Run tasks 0 .. n - 1, in any order."""
+    cdef double begin = fa_now()
     cdef int64_t task
     if loop.threads == 1:
         for task in range(n):
             if task and _gives_up(loop):
                 break
-            loop.run(loop, task, loop.scratch)
+            _run_task(loop, task, 0)
     else:
         for task in prange(n, num_threads=loop.threads, schedule="dynamic"):
             if not _gives_up(loop):
-                loop.run(loop, task, loop.scratch + threadid() * loop.scratch_bytes)
+                _run_task(loop, task, threadid())
+    fa_trace(-1, loop.threads, begin)
 
 
 cdef int _end(Loop *loop) except -1:
