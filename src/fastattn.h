@@ -84,6 +84,7 @@ typedef struct {
     fa_kernel_kind kind;
     int block_q, block_k;  /* rows and keys of a tile */
     int tiles;             /* row blocks of a task: scheduling, which alone depends on batch and threads */
+    int in_turn;           /* tasks go through the KV heads in turn: scheduling */
     int bf16_dot;          /* the bfloat16 dot-product instruction runs */
     int64_t n_tasks;       /* for run() */
     int64_t split_k;       /* 0: run() only */
