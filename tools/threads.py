@@ -1,15 +1,17 @@
 """Measure what threads gain, and where the rest of their time goes.
 
-    python tools/threads.py {clocks,region,pause,memory,speedup,schedules,tasks} [--threads N] [--only WORD] [--busy N]
+    python tools/threads.py {clocks,region,pause,memory,speedup,schedules,tasks} [--threads N] [--only WORD]
 
 `clocks` compares the multiply-adds of registers on 1 to N threads, `region` times empty parallel regions, `pause`
-times calls after pauses, `memory` compares results in new and in used memory. The others need a build that notes its tasks:
+times calls after pauses, `memory` compares results in new and in used memory. The others need a build that
+notes its tasks:
 
     FASTATTN_TRACE=1 FASTATTN_REQUIRE_EXT=1 pip install -e .
 
-`speedup` divides what N threads lose into its causes, `schedules` shares tasks out beforehand in place of a queue,
-`tasks` shows how long the tasks of a call take. `--busy N` starts programs beside it that compute without a pause. OMP_PROC_BIND and
-OMP_WAIT_POLICY have OpenMP's meaning. tools/threads_model.py tells from the same tasks what more cores would do.
+`speedup` divides what N threads lose into its causes, `schedules` shares tasks out beforehand in place of a
+queue, `tasks` shows how long the tasks of a call take. `--busy N` starts programs beside it that compute without
+a pause. OMP_PROC_BIND and OMP_WAIT_POLICY have OpenMP's meaning. tools/threads_model.py tells from the same
+tasks what more cores would do.
 """
 
 import argparse
@@ -127,7 +129,7 @@ class Runtime:
     def events(self) -> np.ndarray:
         """What was noted since the last time: (begin, end, task, thread)."""
         if not hasattr(self.library, "fa_events"):
-            sys.exit(f"{_core.__file__} notes no tasks: FASTATTN_TRACE=1 pip install -e . makes a build that does")
+            sys.exit("this build notes no tasks: FASTATTN_TRACE=1 pip install -e . makes one that does")
         count = ctypes.c_int64.in_dll(self.library, "fa_event_count")
         kinds = [("begin", "f8"), ("end", "f8"), ("task", "i8"), ("thread", "i8")]
         memory = (ctypes.c_char * (32 * count.value)).in_dll(self.library, "fa_events")
@@ -150,8 +152,9 @@ def loops_of(events: np.ndarray) -> list[Loop]:
     """Tasks belong to the loop that is noted after them."""
     found, first = [], 0
     for i in np.flatnonzero(events["task"] < 0):
-        tasks, whole = events[first:i], events[i]
-        found.append(Loop(whole["begin"], whole["end"], int(whole["thread"]), tasks[np.argsort(tasks["task"])]))
+        begin, end, _, threads = events[i]
+        tasks = events[first:i]
+        found.append(Loop(begin, end, int(threads), tasks[np.argsort(tasks["task"])]))
         first = i + 1
     return found
 
@@ -177,9 +180,9 @@ def runs_of(call: Call, threads: int, runtime: Runtime, seconds: float) -> list[
 
 
 def parts(run: Run) -> np.ndarray:
-    """Seconds of a call, which add up to it: outside of loops, starting, between tasks, idle at the end, in tasks.
+    """Seconds of a call: outside of loops, starting, between tasks, idle at the end, in tasks.
 
-    All but the first are means over threads.
+    They add up to its time. All but the first are means over threads.
     """
     found = np.zeros(5)
     found[0] = run.seconds
@@ -240,7 +243,7 @@ def schedules(calls: dict[str, Call], threads: int) -> None:
 
 
 def tasks(calls: dict[str, Call], threads: int) -> None:
-    """How long single tasks take, on one thread, cut for N: their spread, and the largest of the ideal time."""
+    """How long single tasks take on one thread, cut for N, and the longest as a part of a thread's time."""
     runtime = Runtime()
     print(f"{'':28} loop  tasks   mean us   least   most   largest over a thread's share")
     for name, call in calls.items():
@@ -249,10 +252,8 @@ def tasks(calls: dict[str, Call], threads: int) -> None:
         for i in range(len(runs[0].loops)):
             times = 1e6 * task_seconds(runs, i)
             share = times.max() / (times.sum() / threads)
-            print(
-                f"{name:28} {i:4} {len(times):6} {times.mean():9.1f} {times.min():7.1f} {times.max():7.1f}   {share:.3f}",
-                flush=True,
-            )
+            spread = f"{times.mean():9.1f} {times.min():7.1f} {times.max():7.1f}   {share:.3f}"
+            print(f"{name:28} {i:4} {len(times):6} {spread}", flush=True)
 
 
 def task_seconds(runs: list[Run], loop: int) -> np.ndarray:
@@ -270,8 +271,10 @@ def clocks(threads: int) -> None:
             for n, found in rates.items():
                 found.append(_core.fma_peak(dtype, n) / 1e9)
         for n, found in rates.items():
-            times = max(found) / max(rates[1]), np.median(found) / np.median(rates[1])
-            print(f"{dtype} {n} threads: {max(found):.0f} GFLOP/s, {times[0]:.2f} times one; medians {times[1]:.2f}")
+            best, middle = max(found) / max(rates[1]), np.median(found) / np.median(rates[1])
+            print(
+                f"{dtype} {n} threads: {max(found):.0f} GFLOP/s, {best:.2f} times one; medians {middle:.2f}"
+            )
 
 
 def timed(call: Callable[[], object], count: int, pause: float = 0) -> np.ndarray:
@@ -315,8 +318,8 @@ def pause(threads: int) -> None:
         timed(lambda n=n: call(n), 50)
         for seconds in (0, 0.001, 0.003, 0.01, 0.02, 0.1):
             times = timed(lambda n=n: call(n), 60, seconds)
-            least, middle, most = np.quantile(times, (0, 0.5, 0.9))
-            print(f"{n} threads, {1e3 * seconds:3.0f} ms: least {least:.0f}, median {middle:.0f}, nine of ten below {most:.0f}")
+            least, middle, most = (f"{x:.0f}" for x in np.quantile(times, (0, 0.5, 0.9)))
+            print(f"{n} threads, {1e3 * seconds:3.0f} ms: least {least}, median {middle}, nine of ten {most}")
 
 
 def memory(threads: int) -> None:

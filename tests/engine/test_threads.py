@@ -255,7 +255,7 @@ print(len(before), before == set(os.listdir("/proc/self/task")))
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux lists a process's threads")
 @pytest.mark.skipif(not fastattn.show_config()["openmp"], reason="without OpenMP there is one thread")
 def test_threads_stay_from_call_to_call(python):
-    """Also past calls with fewer tasks than threads: libgomp ends threads that a parallel region leaves out."""
+    """Also past calls with fewer tasks than threads: libgomp ends threads that a region leaves out."""
     count, same = python(KEPT, FASTATTN_BACKEND="compiled", OPENBLAS_NUM_THREADS=1).stdout.split()
     assert int(count) >= 6
     assert same == "True"
