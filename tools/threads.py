@@ -2,16 +2,16 @@
 
     python tools/threads.py {clocks,region,pause,memory,speedup,schedules,tasks} [--threads N] [--only WORD]
 
-`clocks` compares the multiply-adds of registers on 1 to N threads, `region` times empty parallel regions, `pause`
-times calls after pauses, `memory` compares results in new and in used memory. The others need a build that
-notes its tasks:
+`clocks` compares the multiply-adds of registers on 1 to N threads, `region` times empty parallel regions,
+`pause` times calls after pauses, `memory` compares results in new and in used memory. The others need a build
+that notes its tasks:
 
     FASTATTN_TRACE=1 FASTATTN_REQUIRE_EXT=1 pip install -e .
 
 `speedup` divides what N threads lose into its causes, `schedules` shares tasks out beforehand in place of a
-queue, `tasks` shows how long the tasks of a call take. `--busy N` starts programs beside it that compute without
-a pause. OMP_PROC_BIND and OMP_WAIT_POLICY have OpenMP's meaning. tools/threads_model.py tells from the same
-tasks what more cores would do.
+queue, `tasks` shows how long the tasks of a call take. `--busy N` starts programs beside it that compute
+without a pause. OMP_PROC_BIND and OMP_WAIT_POLICY have OpenMP's meaning. tools/threads_model.py tells from
+the same tasks what more cores would do.
 """
 
 import argparse

@@ -2,12 +2,13 @@
 
     python tools/threads_model.py {cores,order,cut,hybrid,memory} [--cores 2 8 16 ...] [--only WORD]
 
-For each number of cores the call is cut as for so many threads, and its tasks run on one thread of a build that
-notes them (see tools/threads.py). Then every core takes the next task when it is free. `cores` says how much
-longer that takes than if all cores ended together, and how many tasks there are. `order` compares the queue, the
-longest tasks first, and tasks shared out beforehand. `cut` says how much longer the tasks take together than cut
-for the first number. `hybrid` makes half of the cores slower (the queue, shared out). `memory` says how many times
-as fast as one core, without a limit and at 50, 200 and 400 GB/s. Caches are those of the machine at hand.
+For each number of cores the call is cut as for so many threads, and its tasks run on one thread of a build
+that notes them (see tools/threads.py). Then every core takes the next task when it is free. `cores` says how
+much longer that takes than if all cores ended together, and how many tasks there are. `order` compares the queue,
+the longest tasks first, and tasks shared out beforehand. `cut` says how much longer the tasks take together
+than cut for the first number. `hybrid` makes half of the cores slower (the queue, shared out). `memory` says
+how many times as fast as one core, without a limit and at 50, 200 and 400 GB/s. Caches are those of the
+machine at hand.
 """
 
 import argparse
@@ -25,8 +26,9 @@ Simulation = Callable[[np.ndarray, np.ndarray], float]
 SLOW = 0.55  # speed of a slow core of a hybrid processor
 GIGABYTES = {  # that a call reads and writes at least, if nothing is in a cache
     "attention 8 x 2048 x 64": 16.8e-3, "decode 32 x 4096 x 128": 134.2e-3,
-    "decode 32:8 x 4096 x 128": 33.6e-3, "decode 8 x 12 x 1024 x 64": 50.3e-3, "linear 128, 384, 1536": 3.3e-3, "linear 2048, 2048, 2048": 50.3e-3,
-    "linear 4096, 384, 1536": 33.8e-3, "linear 1, 2048, 8192": 67.1e-3, "norm 4096, 384": 12.6e-3,
+    "decode 32:8 x 4096 x 128": 33.6e-3, "decode 8 x 12 x 1024 x 64": 50.3e-3,
+    "linear 128, 384, 1536": 3.3e-3, "linear 2048, 2048, 2048": 50.3e-3, "linear 4096, 384, 1536": 33.8e-3,
+    "linear 1, 2048, 8192": 67.1e-3, "norm 4096, 384": 12.6e-3,
 }  # fmt: skip
 
 
