@@ -2,13 +2,13 @@
 
     python tools/threads_model.py {cores,order,cut,hybrid,memory} [--cores 2 8 16 ...] [--only WORD]
 
-For each number of cores the call is cut as for so many threads, and its tasks run on one thread of a build
-that notes them (see tools/threads.py). Then every core takes the next task when it is free. `cores` says how
-much longer that takes than if all cores ended together, and how many tasks there are. `order` compares the queue,
-the longest tasks first, and tasks shared out beforehand. `cut` says how much longer the tasks take together
-than cut for the first number. `hybrid` makes half of the cores slower (the queue, shared out). `memory` says
-how many times as fast as one core, without a limit and at 50, 200 and 400 GB/s. Caches are those of the
-machine at hand.
+For each number of cores the call is cut as for so many threads, and its tasks run on one thread of a
+build that notes them (see tools/threads.py). Then every core takes the next task when it is free.
+`cores` says how much longer that takes than if all cores ended together, and how many tasks there are.
+`order` compares the queue, the longest tasks first, and tasks shared out beforehand. `cut` says how much
+longer the tasks take together than cut for the first number. `hybrid` makes half of the cores slower
+(the queue, shared out). `memory` says how many times as fast as one core, without a limit and at 50, 200
+and 400 GB/s. Caches are those of the machine at hand.
 """
 
 import argparse
