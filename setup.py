@@ -7,6 +7,7 @@ FASTATTN_WERROR=1             warnings in src/ are errors
 FASTATTN_EMULATE_BF16_DOT=1   for tests: dot products of bfloat16 pairs on every instruction set, spelled out
                               where there is no instruction for them
 FASTATTN_ISAS=avx2,avx512      compile no other instruction sets but these, and generic
+FASTATTN_TRACE=1              note which thread runs which task when, for tools/threads.py
 FASTATTN_SANITIZE=address,undefined  look for such errors at run time: tests/sanitize.sh
 """
 
@@ -32,6 +33,7 @@ if os.environ.get("FASTATTN_EMULATE_BF16_DOT") == "1":
     FLAGS.append("-DFA_EMULATE_BF16_DOT")
 SANITIZE = os.environ.get("FASTATTN_SANITIZE", "")
 SANITIZED = ["-O1", "-g", f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all"] if SANITIZE else []
+TRACE = [("FA_TRACE", "1")] if os.environ.get("FASTATTN_TRACE") == "1" else []
 OPENMP = (["-fopenmp"], ["-fopenmp"]), (["-Xpreprocessor", "-fopenmp"], ["-lomp"])
 REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
 
@@ -113,7 +115,7 @@ def extensions():
         "fastattn._engine.core._core",
         ["fastattn/_engine/core/_core.pyx"],
         include_dirs=[str(SRC), numpy.get_include()],
-        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"), *TRACE],
         depends=[str(path) for path in SRC.iterdir()],
         extra_compile_args=["-g0", *SANITIZED],
         extra_link_args=SANITIZED,

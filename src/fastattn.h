@@ -86,6 +86,7 @@ typedef struct {
     int block_q, block_k;  /* rows and keys of a tile */
     int tiles;             /* row blocks of a task: scheduling, which alone depends on batch and threads */
     int ahead;             /* a task asks for what the task that is so much later reads; 0: for nothing */
+    int in_turn;           /* tasks go through the KV heads in turn: scheduling */
     int bf16_dot;          /* the bfloat16 dot-product instruction runs */
     int64_t n_tasks;       /* for run() */
     int64_t split_k;       /* 0: run() only */

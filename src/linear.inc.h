@@ -23,6 +23,9 @@
 #define LINEAR_TASK_PANELS 16
 #define COPIED_BYTES (1 << 22) /* a thread's copy of x: 128 rows of 8192 lanes */
 #define LINEAR_TASKS_PER_THREAD 6
+/* Where panels are too few for that, a task has fewer rows, but not fewer than two passes: a panel is read anew for
+ * each task. At (128, 384, 384), which has 12 panels, 8 cores would end 33% late (tools/threads_model.py). */
+#define LINEAR_LEAST_ROWS (2 * LINEAR_ROWS)
 #define LINEAR_ASKS (1 << 20) /* products of each column between two calls of given_up(): a fraction of a millisecond */
 /* Rows up to which weights are widened in registers, at every pass. Beyond, a part of a panel is widened to memory for
  * all its passes. */
@@ -38,7 +41,10 @@ INLINE int64_t task_rows(const fa_linear_args *a)
 static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *plan)
 {
     const int maps = 1 + a->gated;
-    const int64_t panels = maps * ceil_div(a->n, PANEL), row_blocks = larger(1, ceil_div(a->m, task_rows(a)));
+    const int64_t panels = maps * ceil_div(a->n, PANEL), most_blocks = a->m / LINEAR_LEAST_ROWS;
+    const int64_t wanted = threads > 1 ? ceil_div((int64_t)threads * LINEAR_TASKS_PER_THREAD * maps, larger(1, panels))
+                                       : 1;
+    const int64_t row_blocks = larger(larger(1, ceil_div(a->m, task_rows(a))), smaller(wanted, most_blocks));
     const int64_t share = panels * row_blocks / (threads * LINEAR_TASKS_PER_THREAD);
     const int64_t most = larger(maps, smaller(share, LINEAR_TASK_PANELS) / maps * maps);
     plan->rows = (int)ceil_div(a->m, row_blocks);

@@ -24,6 +24,9 @@ from fastattn._version import __version__
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Read before the extension loads OpenMP, which with OMP_PROC_BIND binds this thread to a single CPU.
+_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
 core: Any = None  # the compiled layer, fastattn/_engine/core/_core.pyx
 _WHY_NOT_COMPILED = ""
 try:
@@ -69,10 +72,8 @@ class _Settings:
 
 
 def available_cpus() -> int:
-    """Number of CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Number of CPUs that this process might run on when it imported this module."""
+    return _CPUS
 
 
 def _cgroup_quota(root: str = "/") -> int | None:

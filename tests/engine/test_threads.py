@@ -233,6 +233,32 @@ def test_threads_without_a_word_are_the_cpus_that_we_may_use(python):
     if hasattr(os, "sched_setaffinity"):
         one = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n" + THREADS
         assert python(one, FASTATTN_NUM_THREADS=None, OMP_NUM_THREADS=None).stdout == "1\n"
+    # With this, OpenMP binds the thread that loads it to one CPU.
+    bound = python(THREADS, FASTATTN_NUM_THREADS=None, OMP_NUM_THREADS=None, OMP_PROC_BIND="true")
+    assert bound.stdout == run.stdout
+
+
+KEPT = """
+import os, threading
+import numpy as np
+from fastattn import ops
+
+few, many = np.ones((5, 1 << 14), np.float32), np.ones((200, 1 << 14), np.float32)  # rows, which are tasks
+ops.activate(many, "relu", num_threads=6)
+before = set(os.listdir("/proc/self/task"))
+for x in (few, many, few[:1], few, many):
+    assert (ops.activate(x, "relu", num_threads=6) == 1).all()
+print(len(before), before == set(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux lists a process's threads")
+@pytest.mark.skipif(not fastattn.show_config()["openmp"], reason="without OpenMP there is one thread")
+def test_threads_stay_from_call_to_call(python):
+    """Also past calls with fewer tasks than threads: libgomp ends threads that a region leaves out."""
+    count, same = python(KEPT, FASTATTN_BACKEND="compiled", OPENBLAS_NUM_THREADS=1).stdout.split()
+    assert int(count) >= 6
+    assert same == "True"
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", "100000000"])

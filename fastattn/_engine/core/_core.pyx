@@ -6,7 +6,7 @@ No semantics here, and the only OpenMP of the package. The bits of a result do n
 
 cimport numpy as cnp
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
-from cython.parallel cimport prange, threadid
+from cython.parallel cimport parallel, prange, threadid
 from libc.stdint cimport INT64_MAX, int8_t, int64_t, uintptr_t
 from libc.string cimport memset
 

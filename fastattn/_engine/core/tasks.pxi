@@ -5,6 +5,11 @@ cdef double SECONDS_BETWEEN_SIGNALS = 0.05
 cdef int64_t PARALLEL_ELEMENTS = 1 << 16
 cdef int64_t TASK_ELEMENTS = 1 << 14
 
+cdef extern from "queue.h" nogil:
+    int64_t fa_next(int64_t *next, int64_t n, int64_t had, int thread, int threads)
+    double fa_now()
+    void fa_note(int64_t task, int64_t thread, double begin)
+
 # One task of a loop; `scratch` is the thread's.
 cdef struct Loop
 ctypedef void (*run_task)(Loop *loop, int64_t task, void *scratch) noexcept nogil
@@ -25,6 +30,9 @@ cdef struct Loop:
     int stop  # atomic
     unsigned long caller  # the thread that looks for signals
     double looked  # when it last did; 0: it has not yet looked at the clock
+    char apart[64]  # all threads write to `next`: what they read is not in its cache line
+    int64_t next  # atomic: the first task that nobody has taken
+    char too[56]
 
 
 cdef int _gives_up(void *context) noexcept nogil:
@@ -48,12 +56,15 @@ cdef int _gives_up(void *context) noexcept nogil:
 
 cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t scratch_bytes,
                 int64_t shared_bytes) except -1:
-    """Ready a loop of at most `n_tasks` at a time; MemoryError is the last thing that can go wrong before it."""
+    """Ready a loop of at most `n_tasks` at a time; MemoryError is the last thing that can go wrong before it.
+
+    Memory that no thread touches is never there: a thread without a task costs addresses alone.
+    """
     cdef int64_t n_bytes
-    cdef int thread
     loop.run = run
     loop.watch.gives_up, loop.watch.caller = _gives_up, loop
-    loop.threads = max(1, min(threads, n_tasks))
+    # All or one: libgomp ends the threads that a region leaves out, and making them anew takes 12 us each.
+    loop.threads = threads if n_tasks > 1 else 1
     loop.stop, loop.looked, loop.caller = False, 0, PyThread_get_thread_ident()
     loop.scratch_bytes = (scratch_bytes + 63) // 64 * 64  # each thread's begins at a cache line
     n_bytes = loop.threads * loop.scratch_bytes + shared_bytes
@@ -62,24 +73,37 @@ cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t 
         raise MemoryError(f"fastattn: no memory for {n_bytes} bytes of scratch")
     loop.scratch = <char *>loop.memory + (-<uintptr_t>loop.memory) % 64
     loop.shared = loop.scratch + loop.threads * loop.scratch_bytes
-    if loop.scratch_bytes:
-        for thread in range(loop.threads):  # see fa_linear_plan
-            (<int64_t *>(loop.scratch + thread * loop.scratch_bytes))[0] = 0
     return 0
 
 
+cdef void _take_tasks(Loop *loop, int64_t n, int thread) noexcept nogil:
+    """Run tasks until all n are taken."""
+    cdef char *scratch = loop.scratch + thread * loop.scratch_bytes
+    cdef int64_t had = 0, task = fa_next(&loop.next, n, had, thread, loop.threads)
+    cdef double begin
+    if task < n and loop.scratch_bytes:
+        (<int64_t *>scratch)[0] = 0  # see fa_linear_plan
+    while task < n and not (task and _gives_up(loop)):
+        begin = fa_now()
+        loop.run(loop, task, scratch)
+        fa_note(task, thread, begin)
+        had += 1
+        task = fa_next(&loop.next, n, had, thread, loop.threads)
+
+
 cdef void _tasks(Loop *loop, int64_t n) noexcept nogil:
-    """Run tasks 0 .. n - 1, in any order."""
-    cdef int64_t task
+    """Run tasks 0 .. n - 1. Each thread takes the next one; nobody waits for a thread before the end.
+
+    OpenMP's own loop would have all threads meet before the first task: Cython writes one that needs that.
+    """
+    cdef double begin = fa_now()
+    loop.next = 0
     if loop.threads == 1:
-        for task in range(n):
-            if task and _gives_up(loop):
-                break
-            loop.run(loop, task, loop.scratch)
+        _take_tasks(loop, n, 0)
     else:
-        for task in prange(n, num_threads=loop.threads, schedule="dynamic"):
-            if not _gives_up(loop):
-                loop.run(loop, task, loop.scratch + threadid() * loop.scratch_bytes)
+        with parallel(num_threads=loop.threads):
+            _take_tasks(loop, n, threadid())
+    fa_note(-1, loop.threads, begin)
 
 
 cdef int _end(Loop *loop) except -1:
