@@ -63,7 +63,7 @@ def figures(report: Json, row: Json) -> Figures | None:
     }
     ratios = {label: time / own for label, time in best.items()}
     peers = {label: ratio for label, ratio in ratios.items() if label not in OWN}
-    limit = report["limits"].get(row["dtype"], {}).get(row["unit"])
+    limit = report["limits"].get(row.get("limit", row["dtype"]), {}).get(row["unit"])
     rate = row["work"] / own
     return Figures(
         own,

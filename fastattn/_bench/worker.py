@@ -112,8 +112,8 @@ class Worker:
         """The most that the machine can do, as the extension measures it."""
         from fastattn._engine.settings import core
 
-        # Where the CPU has no instructions for products of a narrow type, these are computed in float32.
-        narrow = dtype in ("float16", "int8", "int4") or not core.fma_peak(dtype, self.threads)
+        # Where the CPU has no instruction for products of a narrow type, the limit is that of float32.
+        narrow = dtype == "float16" or not core.fma_peak(dtype, self.threads)
         bandwidth = core.read_bandwidth(self.threads)
         wall, cpu = time.perf_counter(), time.process_time()  # now that all threads are awake
         flops = core.fma_peak("float32" if narrow else dtype, self.threads)

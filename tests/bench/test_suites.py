@@ -8,10 +8,10 @@ import pytest
 from fastattn import __main__ as cli
 from fastattn._bench import report, run
 from fastattn._bench.cases import Shape
-from fastattn._bench.suite import Request, Section
+from fastattn._bench.suite import INT8_INPUTS, Request, Section
 from fastattn._bench.suites import SUITES
 from fastattn._bench.suites.attention.problem import SIGMOID, AttentionProblem
-from fastattn._bench.suites.layers.problem import INT8_INPUTS, LayerProblem, LayerShape
+from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
 from fastattn._bench.suites.models import files
 from fastattn._bench.suites.models import problem as models_problem
 from fastattn._bench.suites.models.problem import ModelProblem
@@ -91,7 +91,11 @@ def test_layers(bench):
         Request(seed=3).section(LayerProblem, "map", maps, dtype, ("plain", INT8_INPUTS))
         for dtype in ("int8", "int4")
     ]
-    check(bench("layers", sections), sections)
+    result = bench("layers", sections)
+    check(result, sections)
+    if "fastattn" in result["engines"]:
+        assert set(result["limits"]) == {"float32", "bfloat16", "int8"}
+        assert all(limit["flops"] > 0 for limit in result["limits"].values())
 
 
 def test_models(bench, monkeypatch, tmp_path):
@@ -205,6 +209,33 @@ def test_the_table_of_ratios():
     ]
     assert "ort-mha unsupported: no (no mask second)" in whole
     assert "unsupported" not in words
+
+
+@pytest.mark.parametrize(
+    ("dtype", "variant", "limit"),
+    [
+        ("float32", "plain", "float32"),
+        ("bfloat16", "plain", "bfloat16"),
+        ("int8", "plain", "float32"),
+        ("int8", INT8_INPUTS, "int8"),
+        ("int4", "plain", "float32"),
+        ("int4", INT8_INPUTS, "int8"),
+    ],
+)
+def test_the_limit_is_that_of_the_type_computed_in(dtype, variant, limit):
+    assert LayerProblem(TINY_LAYERS[0], variant, dtype, 3).limit == limit
+    result = made_up(answers(fastattn=1), answers(fastattn=1))
+    result["limits"] = {"float32": {"flops": 1e9}, "int8": {"flops": 4e9}, "bfloat16": {"flops": 2e9}}
+    row = result["rows"][0] | {"dtype": dtype, "limit": limit}
+    assert report.figures(result, row).of_limit == 1e9 / result["limits"][limit]["flops"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+def test_nine_products_in_each_type(dtype):
+    sections = SUITES["layers"].plan(Request(dtype, full=True))
+    (products,) = (section for section in sections if section.title == f"linear, {dtype}")
+    assert len({problem.shape for problem in products.problems}) == 9
+    assert len({problem.variant for problem in products.problems}) == 1 + dtype.startswith("int")
 
 
 def test_without_peers_no_other_library_is_spoken_of():
