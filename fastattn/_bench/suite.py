@@ -75,6 +75,10 @@ class Problem(ABC, Generic[ShapeT]):
             return "int8"
         return "float32" if self.dtype in ("int8", "int4") else self.dtype
 
+    def quality(self, got: Array, want: Array) -> dict[str, float]:
+        """What else to say of some rows of a result, beside its largest error."""
+        return {}
+
     @property
     @abstractmethod
     def unit(self) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 
+import numpy as np
 import pytest
 
 from fastattn import __main__ as cli
@@ -12,7 +13,7 @@ from fastattn._bench.suite import INT8_INPUTS, Request, Section
 from fastattn._bench.suites import SUITES
 from fastattn._bench.suites.attention.problem import SIGMOID, AttentionProblem
 from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
-from fastattn._bench.suites.models import files
+from fastattn._bench.suites.models import files, text
 from fastattn._bench.suites.models import problem as models_problem
 from fastattn._bench.suites.models.problem import ModelProblem
 from fastattn._bench.suites.normalisers.problem import VARIANTS as NORMALISERS
@@ -111,9 +112,44 @@ def test_models(bench, monkeypatch, tmp_path):
             ("int8", [decoder]),
         )
     ]
+    rounded = [
+        ModelProblem(encoder, variant, "int8", 3, scratch)
+        for variant in (INT8_INPUTS, models_problem.INT8_BFLOAT16)
+    ]
+    sections.append(Section("rounded", rounded))
     words = check(bench("models", sections), sections, missing={(decoder.name, "numpy")})
     assert "tokens/s" in words
     assert "sentences/s" in words
+    assert "The mean cosines with float64 in int8: " in words
+
+
+def test_cosines_are_of_rows():
+    problem = ModelProblem(models_problem.minilm(1, 2), INT8_INPUTS, "int8", 3)
+    want = np.array([[1.0, 0.0], [0.0, 2.0]])
+    assert problem.quality(3 * want, want) == {"cosine": 1.0}
+    assert problem.quality(want[:, ::-1], want) == {"cosine": 0.0}
+    assert problem.quality(np.array([[1.0, 0.0], [2.0, 0.0]]), want) == {"cosine": 0.5}
+
+
+def test_calibration_sees_other_text_than_what_is_compared(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    assert text.windows(tmp_path, 2, 5) is None
+    words = tokenizers.models.WordLevel(
+        {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "the": 3, "of": 4}, unk_token="[UNK]"
+    )
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    rows, later = text.windows(folder, 4, 102), text.windows(folder, 2, 102, 200)
+    assert (rows[:, 0] == 1).all()
+    assert (rows[:, -1] == 2).all()
+    assert {3, 4} & set(rows[:, 1:-1].flat)
+    assert (later == rows[2:]).all()
+    most = max(shape.batch * (shape.length - 2) for shape in models_problem.ENCODERS)
+    assert most <= text.COMPARED
 
 
 SMALL = Shape("small", batch=2, heads_q=2, heads_kv=2, len_q=40, len_k=40, head_dim=16)
