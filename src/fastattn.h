@@ -244,7 +244,7 @@ typedef struct {
     void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *);
     void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t task, void *scratch);
     /* Measurements of the machine: peak.inc.h. */
-    double (*fma_rounds)(int64_t rounds, int bf16);
+    double (*fma_rounds)(int64_t rounds, fa_dtype kind);
     double (*read_bytes)(const char *data, int64_t n);
 } fa_kernels;
 

@@ -8,6 +8,7 @@
  *                               queries. generic: without fused multiply-adds a product takes one register more
  *     LINEAR_ROWS x LINEAR_NV   the same of the layers' matrix product
  *     V_I8_OFFSET               128 where the dot product of bytes takes one side unsigned (see v_dot_i8), or 0
+ *     V_I8_DOT                  1 where one instruction multiplies and adds four bytes a lane
  *     V_I8_SQUARES              1 where an instruction multiplies two rows of eight bytes with two columns
  *     STEP_NV                   vectors of a state's columns that a step of linear attention holds, twice */
 #if defined FA_GENERIC
@@ -44,6 +45,11 @@
 #define V_I8_OFFSET 128
 #else
 #define V_I8_OFFSET 0
+#endif
+#if V_I8_OFFSET || (defined __ARM_FEATURE_DOTPROD && !defined FA_GENERIC)
+#define V_I8_DOT 1
+#else
+#define V_I8_DOT 0
 #endif
 #if defined __ARM_FEATURE_MATMUL_INT8 && !defined FA_GENERIC
 #define V_I8_SQUARES 1

@@ -3,11 +3,34 @@
  * Requires  simd.h.
  * Exports   fma_rounds, read_bytes. */
 
-/* FLOP that `rounds` rounds of multiply-adds take; with bf16, of the dot product, or 0 where there is none. A processor
- * issues two multiply-adds a cycle and needs four cycles for each: more than 8 independent ones hide that. */
+/* FLOP that `rounds` rounds of multiply-adds take; of FA_BF16 and FA_I8, of the instruction that multiplies and adds
+ * several in a lane, or 0 where there is none. A processor issues two multiply-adds a cycle and needs four cycles for
+ * each: more than 8 independent ones hide that. */
 #define FMA_CHAINS (V_BYTES == 64 ? 16 : 12)
-static double fma_rounds(int64_t rounds, int bf16)
+#if V_I8_SQUARES
+#define PEAK_DOT_I8 v_square_i8
+#else
+#define PEAK_DOT_I8 v_dot_i8
+#endif
+static double dot_i8_rounds(int64_t rounds)
 {
+#if V_I8_DOT && LANE_BITS == 32
+    vi_t acc[FMA_CHAINS], a = (vi_t){0} + 3, b = (vi_t){0} + 5;
+    UNROLL_FOR(int i = 0; i < FMA_CHAINS; i++) acc[i] = (vi_t){0} + i;
+    __asm__ volatile("" : "+m"(a), "+m"(b));
+    for (int64_t i = 0; i < rounds; i++)
+        UNROLL_FOR(int c = 0; c < FMA_CHAINS; c++) acc[c] = PEAK_DOT_I8(a, b, acc[c]);
+    UNROLL_FOR(int c = 0; c < FMA_CHAINS; c++) __asm__ volatile("" : "+m"(acc[c]));
+    return (double)rounds * FMA_CHAINS * LANES * (V_I8_SQUARES ? 16 : 8);
+#else
+    return 0 * (double)rounds;
+#endif
+}
+
+static double fma_rounds(int64_t rounds, fa_dtype kind)
+{
+    if (kind == FA_I8) return dot_i8_rounds(rounds);
+    const int bf16 = kind == FA_BF16;
     if (bf16 && !V_BF16_DOT) return 0;
     v_t acc[FMA_CHAINS], a = v_splat((lane)0.5), b = v_splat((lane)0.25);
     UNROLL_FOR(int i = 0; i < FMA_CHAINS; i++) acc[i] = v_splat((lane)i);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 Json = dict[str, Any]
@@ -63,7 +63,7 @@ def figures(report: Json, row: Json) -> Figures | None:
     }
     ratios = {label: time / own for label, time in best.items()}
     peers = {label: ratio for label, ratio in ratios.items() if label not in OWN}
-    limit = report["limits"].get(row["dtype"], {}).get(row["unit"])
+    limit = report["limits"].get(row.get("limit", row["dtype"]), {}).get(row["unit"])
     rate = row["work"] / own
     return Figures(
         own,
@@ -186,7 +186,7 @@ def _speeds(report: Json) -> Iterator[str]:
 
 
 def _errors(report: Json) -> Iterator[str]:
-    """The largest error of each engine."""
+    """The largest error of each engine, and of hidden states the mean cosine."""
     for dtype in dict.fromkeys(row["dtype"] for row in report["rows"]):
         errors: dict[str, float] = {}
         for row in report["rows"]:
@@ -195,6 +195,14 @@ def _errors(report: Json) -> Iterator[str]:
                     errors[name] = max(errors.get(name, 0.0), answer["error"])
         listed = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
         yield from textwrap.wrap(f"The largest errors against float64 in {dtype}: {listed or '-'}", WIDTH)
+        cosines: dict[str, list[float]] = {}
+        for row in report["rows"]:
+            for name, answer in row["engines"].items():
+                if row["dtype"] == dtype and "cosine" in answer:
+                    cosines.setdefault(name, []).append(answer["cosine"])
+        listed = ", ".join(f"{name} {mean(found):.5f}" for name, found in cosines.items())
+        if listed:
+            yield from textwrap.wrap(f"The mean cosines with float64 in {dtype}: {listed}", WIDTH)
 
 
 def _reasons(report: Json) -> Iterator[str]:

@@ -92,7 +92,7 @@ def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: 
     """All that only the workers can tell."""
     start = time.monotonic()
     problems = [(section.title, problem) for section in sections for problem in section.problems]
-    dtypes = list(dict.fromkeys(problem.dtype for _, problem in problems))
+    dtypes = list(dict.fromkeys(problem.limit for _, problem in problems))
     engines = {name: worker.ask("hello") for name, worker in workers.items()}
     limits = measure_limits(workers, dtypes)
     rows: list[Json] = []
@@ -109,6 +109,7 @@ def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: 
                 "shape": {**problem.shape._asdict(), "name": problem.name},
                 "variant": problem.variant,
                 "dtype": problem.dtype,
+                "limit": problem.limit,
                 "unit": problem.unit,
                 "work": problem.work,
                 "engines": compare(workers, problem, effort, folder, time.monotonic() + share),

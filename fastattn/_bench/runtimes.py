@@ -122,10 +122,13 @@ def openvino_call(
     tensors: Sequence[Any],
     owners: Sequence[Array],
     more: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    integers: bool = False,
 ) -> Callable[[], None]:
     """A model set up for latency, with `more` settings; the last of `tensors` is its output.
 
-    OpenVINO keeps pointers into the tensors, so the call itself holds them and the arrays that own them.
+    With `integers`, a linear map that is not computed in bytes is an error. OpenVINO keeps pointers into the
+    tensors, so the call itself holds them and the arrays that own them.
     """
     import openvino
 
@@ -136,7 +139,10 @@ def openvino_call(
         "NUM_STREAMS": 1,
         **more,
     }
-    request = openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
+    compiled = openvino.Core().compile_model(model, "CPU", settings)
+    if integers:
+        _demand_integers(compiled)
+    request = compiled.create_infer_request()
     for index, one in enumerate(tensors[:-1]):
         request.set_input_tensor(index, one)
     request.set_output_tensor(0, tensors[-1])
@@ -147,6 +153,17 @@ def openvino_call(
     return call
 
 
+def _demand_integers(compiled: Any) -> None:
+    """Refuse an OpenVINO model with linear maps that it does not compute in bytes."""
+    types = {
+        node.get_rt_info()["runtimePrecision"].value
+        for node in compiled.get_runtime_model().get_ordered_ops()
+        if node.get_rt_info()["layerType"].value == "FullyConnected"
+    }
+    if not types or types - {"i8", "u8"}:
+        raise Unsupported(f"computes linear maps in {', '.join(sorted(types))}, not in bytes")
+
+
 def openvino_way(
     model: bytes | str,
     dtype: str,
@@ -154,8 +171,10 @@ def openvino_way(
     feeds: Mapping[str, Array],
     out: Array,
     more: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    integers: bool = False,
 ) -> Way:
-    """An ONNX model, or the path of one, whose inputs are `feeds` in their order; `more` are settings."""
+    """A model or its path, whose inputs are `feeds` in their order; for the others see `openvino_call`."""
     import openvino
 
     if dtype == "bfloat16" and openvino_precision(dtype) != "bf16":
@@ -165,5 +184,5 @@ def openvino_way(
     graph.reshape(dict(zip(graph.inputs, shapes, strict=True)))
     arrays = [*feeds.values(), out]
     tensors = [openvino.Tensor(array, shared_memory=True) for array in arrays]
-    call = openvino_call(graph, openvino_precision(dtype), threads, tensors, arrays, more)
+    call = openvino_call(graph, openvino_precision(dtype), threads, tensors, arrays, more, integers=integers)
     return Way(call, lambda _: out)

@@ -18,6 +18,7 @@ from fastattn._engine import settings
 
 # The largest error of a right answer: several times what any engine shows on standard normal inputs.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1e-1, "int4": 1e-1}
+INT8_INPUTS = "int8 inputs"  # the variant of products that may round their inputs
 COMPILED = "fastattn._engine.core._core"  # the package that the engine of the kernels needs
 # Bytes of one weight, by the dtype in which layers and models keep their weights.
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 4.5 / 8}
@@ -66,6 +67,17 @@ class Problem(ABC, Generic[ShapeT]):
     def tolerance(self) -> float:
         """The largest error of a right answer."""
         return TOLERANCE[self.dtype]
+
+    @property
+    def limit(self) -> str:
+        """The type in which the products are computed: the limit of its multiply-adds holds."""
+        if self.variant == INT8_INPUTS:
+            return "int8"
+        return "float32" if self.dtype in ("int8", "int4") else self.dtype
+
+    def quality(self, got: Array, want: Array) -> dict[str, float]:
+        """What else to say of some rows of a result, beside its largest error."""
+        return {}
 
     @property
     @abstractmethod

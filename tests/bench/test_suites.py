@@ -3,16 +3,17 @@
 import json
 import os
 
+import numpy as np
 import pytest
 
 from fastattn import __main__ as cli
 from fastattn._bench import report, run
 from fastattn._bench.cases import Shape
-from fastattn._bench.suite import Request, Section
+from fastattn._bench.suite import INT8_INPUTS, Request, Section
 from fastattn._bench.suites import SUITES
 from fastattn._bench.suites.attention.problem import SIGMOID, AttentionProblem
-from fastattn._bench.suites.layers.problem import INT8_INPUTS, LayerProblem, LayerShape
-from fastattn._bench.suites.models import files
+from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
+from fastattn._bench.suites.models import files, text
 from fastattn._bench.suites.models import problem as models_problem
 from fastattn._bench.suites.models.problem import ModelProblem
 from fastattn._bench.suites.normalisers.problem import VARIANTS as NORMALISERS
@@ -91,7 +92,11 @@ def test_layers(bench):
         Request(seed=3).section(LayerProblem, "map", maps, dtype, ("plain", INT8_INPUTS))
         for dtype in ("int8", "int4")
     ]
-    check(bench("layers", sections), sections)
+    result = bench("layers", sections)
+    check(result, sections)
+    if "fastattn" in result["engines"]:
+        assert set(result["limits"]) == {"float32", "bfloat16", "int8"}
+        assert all(limit["flops"] > 0 for limit in result["limits"].values())
 
 
 def test_models(bench, monkeypatch, tmp_path):
@@ -107,9 +112,44 @@ def test_models(bench, monkeypatch, tmp_path):
             ("int8", [decoder]),
         )
     ]
+    rounded = [
+        ModelProblem(encoder, variant, "int8", 3, scratch)
+        for variant in (INT8_INPUTS, models_problem.INT8_BFLOAT16)
+    ]
+    sections.append(Section("rounded", rounded))
     words = check(bench("models", sections), sections, missing={(decoder.name, "numpy")})
     assert "tokens/s" in words
     assert "sentences/s" in words
+    assert "The mean cosines with float64 in int8: " in words
+
+
+def test_cosines_are_of_rows():
+    problem = ModelProblem(models_problem.minilm(1, 2), INT8_INPUTS, "int8", 3)
+    want = np.array([[1.0, 0.0], [0.0, 2.0]])
+    assert problem.quality(3 * want, want) == {"cosine": 1.0}
+    assert problem.quality(want[:, ::-1], want) == {"cosine": 0.0}
+    assert problem.quality(np.array([[1.0, 0.0], [2.0, 0.0]]), want) == {"cosine": 0.5}
+
+
+def test_calibration_sees_other_text_than_what_is_compared(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    assert text.windows(tmp_path, 2, 5) is None
+    words = tokenizers.models.WordLevel(
+        {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "the": 3, "of": 4}, unk_token="[UNK]"
+    )
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    rows, later = text.windows(folder, 4, 102), text.windows(folder, 2, 102, 200)
+    assert (rows[:, 0] == 1).all()
+    assert (rows[:, -1] == 2).all()
+    assert {3, 4} & set(rows[:, 1:-1].flat)
+    assert (later == rows[2:]).all()
+    most = max(shape.batch * (shape.length - 2) for shape in models_problem.ENCODERS)
+    assert most <= text.COMPARED
 
 
 SMALL = Shape("small", batch=2, heads_q=2, heads_kv=2, len_q=40, len_k=40, head_dim=16)
@@ -205,6 +245,33 @@ def test_the_table_of_ratios():
     ]
     assert "ort-mha unsupported: no (no mask second)" in whole
     assert "unsupported" not in words
+
+
+@pytest.mark.parametrize(
+    ("dtype", "variant", "limit"),
+    [
+        ("float32", "plain", "float32"),
+        ("bfloat16", "plain", "bfloat16"),
+        ("int8", "plain", "float32"),
+        ("int8", INT8_INPUTS, "int8"),
+        ("int4", "plain", "float32"),
+        ("int4", INT8_INPUTS, "int8"),
+    ],
+)
+def test_the_limit_is_that_of_the_type_computed_in(dtype, variant, limit):
+    assert LayerProblem(TINY_LAYERS[0], variant, dtype, 3).limit == limit
+    result = made_up(answers(fastattn=1), answers(fastattn=1))
+    result["limits"] = {"float32": {"flops": 1e9}, "int8": {"flops": 4e9}, "bfloat16": {"flops": 2e9}}
+    row = result["rows"][0] | {"dtype": dtype, "limit": limit}
+    assert report.figures(result, row).of_limit == 1e9 / result["limits"][limit]["flops"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+def test_nine_products_in_each_type(dtype):
+    sections = SUITES["layers"].plan(Request(dtype, full=True))
+    (products,) = (section for section in sections if section.title == f"linear, {dtype}")
+    assert len({problem.shape for problem in products.problems}) == 9
+    assert len({problem.variant for problem in products.problems}) == 1 + dtype.startswith("int")
 
 
 def test_without_peers_no_other_library_is_spoken_of():

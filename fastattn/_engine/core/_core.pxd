@@ -136,7 +136,7 @@ cdef extern from "fastattn.h" nogil:
         void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t, void *) noexcept nogil
         void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *) noexcept nogil
         void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t, void *) noexcept nogil
-        double (*fma_rounds)(int64_t, int) noexcept nogil
+        double (*fma_rounds)(int64_t, fa_dtype) noexcept nogil
         double (*read_bytes)(const char *, int64_t) noexcept nogil
     int fa_isa_count()
     const char *fa_isa_name(int)

@@ -229,17 +229,18 @@ def plan(args):
 def fma_peak(dtype, num_threads):
     """FLOP/s of independent multiply-adds from registers, of the ISA in use, the best of several runs.
 
-    `dtype` is "float32", "float64" or "bfloat16" (the dot-product instruction; 0.0 where there is none).
+    `dtype` is "float32", "float64", or "bfloat16" or "int8" (the dot-product instruction; 0.0 where there is none).
     """
     cdef const fa_kernels *kernels = fa_isa_kernels(_isa, FA_F64 if dtype == "float64" else FA_F32)
-    cdef int bf16 = dtype == "bfloat16", threads = num_threads, _i
+    cdef fa_dtype kind = {"bfloat16": FA_BF16, "int8": FA_I8}.get(dtype, FA_F32)
+    cdef int threads = num_threads, _i
     cdef int64_t rounds = 1 << 20
     cdef double flops, seconds, best = 0
     for _ in range(8):
         seconds = time.perf_counter()
         flops = 0
         for _i in prange(threads, nogil=True, num_threads=threads, schedule="static"):
-            flops += kernels.fma_rounds(rounds, bf16)
+            flops += kernels.fma_rounds(rounds, kind)
         best = max(best, flops / (time.perf_counter() - seconds))
     return best
 

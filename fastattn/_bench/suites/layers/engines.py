@@ -10,9 +10,9 @@ from fastattn import layers, ops
 from fastattn._args.types import Rounding
 from fastattn._bench import plain
 from fastattn._bench.cases import Array
-from fastattn._bench.suite import Engine, own_engines
+from fastattn._bench.suite import INT8_INPUTS, Engine, own_engines
 from fastattn._bench.suites.layers import peers
-from fastattn._bench.suites.layers.problem import INT8_INPUTS, LayerProblem, plain_layer
+from fastattn._bench.suites.layers.problem import LayerProblem, plain_layer
 from fastattn._bench.ways import Way
 from fastattn.cache import DecoderCache, KVCache
 from fastattn.positions import apply_rope

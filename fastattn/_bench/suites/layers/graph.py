@@ -12,7 +12,8 @@ import numpy as np
 
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
-from fastattn._bench.suites.layers.problem import INT8_INPUTS, LayerProblem, LayerShape, in_4_bits
+from fastattn._bench.suite import INT8_INPUTS
+from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape, in_4_bits
 from fastattn._bench.ways import Unsupported
 
 
@@ -23,12 +24,14 @@ class _Graph:
         self.nodes: list[Any] = []
         self.constants: dict[str, Array] = {}
 
-    def add(self, kind: str, *inputs: str | Array, out: str = "", **attributes: Any) -> str:
+    def add(self, kind: str, *inputs: str | Array, out: str = "", results: int = 1, **attributes: Any) -> str:
+        """A node. Of several `results`, the names are the one returned with a number behind it."""
         from onnx import helper
 
         out = out or f"{kind}_{len(self.nodes)}"
         names = [one if isinstance(one, str) else self._constant(one) for one in inputs]
-        self.nodes.append(helper.make_node(kind, names, [out], name=f"node_{out}", **attributes))
+        outs = [out] if results == 1 else [f"{out}{i}" for i in range(results)]
+        self.nodes.append(helper.make_node(kind, names, outs, name=f"node_{out}", **attributes))
         return out
 
     def _constant(self, array: Array) -> str:
@@ -40,13 +43,18 @@ class _Graph:
         return self.add("Add", bias, self.add("MatMul", x, weight.T))
 
 
-def of(problem: LayerProblem) -> tuple[bytes, dict[str, Array], Array]:
+# How a linear map of int8 weights rounds its inputs: as the runtime chooses, by the range of each call, or by
+# a range that is known before.
+FREE, DYNAMIC, STATIC = "weights", "dynamic", "static"
+
+
+def of(problem: LayerProblem, inputs: str = FREE) -> tuple[bytes, dict[str, Array], Array]:
     """The model, its inputs, and an array for its output."""
     shape, x, weights = problem.shape, problem.x(), problem.weights()
     graph, feeds, out, opset = _Graph(), {"x": x}, np.empty_like(x), 17
     if shape.kind == "linear":
         out = np.zeros((*x.shape[:-1], shape.inner), x.dtype)
-        _linear(graph, weights["weight"], problem)
+        _linear(graph, weights["weight"], problem, inputs)
     elif shape.kind == "layer_norm":
         _norm(graph, "x", weights, "", out="out")
     elif shape.kind == "gelu":
@@ -64,7 +72,7 @@ def of(problem: LayerProblem) -> tuple[bytes, dict[str, Array], Array]:
     return runtimes.onnx_model(graph.nodes, feeds, graph.constants, out, opset), feeds, out
 
 
-def _linear(graph: _Graph, weight: Array, problem: LayerProblem) -> None:
+def _linear(graph: _Graph, weight: Array, problem: LayerProblem, inputs: str) -> None:
     """The product with a constant weight; int8 has a scale for each output feature and is widened."""
     if problem.dtype == "int4":
         codes, scale = in_4_bits(weight)
@@ -85,8 +93,18 @@ def _linear(graph: _Graph, weight: Array, problem: LayerProblem) -> None:
     elif problem.dtype == "int8":
         scale = np.abs(weight).max(1) / np.float32(127)
         quantised = np.rint(weight / scale[:, None]).astype(np.int8)
-        weight_name = graph.add("DequantizeLinear", quantised.T, scale, np.zeros(len(scale), np.int8), axis=1)
-        graph.add("MatMul", "x", weight_name, out="out")
+        zeros = np.zeros(len(scale), np.int8)
+        if inputs == DYNAMIC:
+            x = graph.add("DynamicQuantizeLinear", "x", results=3)  # bytes, their scale, their zero
+            sums = graph.add("MatMulInteger", f"{x}0", quantised.T, f"{x}2", zeros)
+            graph.add("Mul", graph.add("Cast", sums, to=1), graph.add("Mul", f"{x}1", scale), out="out")
+            return
+        weight_name = graph.add("DequantizeLinear", quantised.T, scale, zeros, axis=1)
+        x = "x"
+        if inputs == STATIC:
+            scale_zero = np.array(2 * np.abs(problem.x()).max() / 255, np.float32), np.array(128, np.uint8)
+            x = graph.add("DequantizeLinear", graph.add("QuantizeLinear", "x", *scale_zero), *scale_zero)
+        graph.add("MatMul", x, weight_name, out="out")
     else:
         graph.add("MatMul", "x", weight.T, out="out")
 

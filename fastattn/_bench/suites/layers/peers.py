@@ -6,13 +6,16 @@ from typing import Any
 
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
+from fastattn._bench.suite import INT8_INPUTS
 from fastattn._bench.suites.layers import graph
-from fastattn._bench.suites.layers.problem import INT8_INPUTS, LayerProblem
+from fastattn._bench.suites.layers.problem import LayerProblem
 from fastattn._bench.ways import Unsupported, Way
 
 
 def torch_eager(problem: LayerProblem, threads: int) -> Way:
     """torch.nn; if the weights are bfloat16, so are the inputs."""
+    if problem.variant == INT8_INPUTS and problem.dtype == "int8":
+        return _torch_int8(problem, threads)
     if problem.dtype in ("int8", "int4"):
         raise Unsupported(f"has no product of float32 and {problem.dtype}")
     torch = runtimes.torch_inference(threads)
@@ -44,6 +47,16 @@ def torch_eager(problem: LayerProblem, threads: int) -> Way:
         return way(_torch_step(layer, x, memory))
     mask = torch.nn.Transformer.generate_square_subsequent_mask(shape.length)
     return way(lambda: layer(x, memory, tgt_mask=mask, tgt_is_causal=True))
+
+
+def _torch_int8(problem: LayerProblem, threads: int) -> Way:
+    """What `quantize_dynamic` makes of a linear map, with all 8 bits of the inputs."""
+    torch = runtimes.torch_inference(threads)
+    x, weight = torch.from_numpy(problem.x()), torch.from_numpy(problem.weights()["weight"])
+    scale, zeros = weight.abs().amax(1) / 127, torch.zeros(len(weight), dtype=torch.int64)
+    quantised = torch.quantize_per_channel(weight, scale, zeros, 0, torch.qint8)
+    packed = torch.ops.quantized.linear_prepack(quantised, None)
+    return Way(lambda: torch.ops.quantized.linear_dynamic(x, packed, False), runtimes.read_tensor)
 
 
 def _torch_rope(x: Any, cos: Any, sin: Any) -> Any:
@@ -95,30 +108,46 @@ def _torch_step(layer: Any, x: Any, memory: Any) -> Any:
     return step
 
 
-def _graph(problem: LayerProblem) -> tuple[bytes, dict[str, Array], Array]:
+def _graphs(problem: LayerProblem) -> dict[str, tuple[bytes, dict[str, Array], Array]]:
+    """The layer's graph; one for each way to round the inputs, where they may be rounded."""
     if problem.shape.kind in ("decoder", "step"):
         raise Unsupported("decoder layers are not built as a graph")
-    return graph.of(problem)
+    rounding = problem.dtype == "int8" and problem.variant == INT8_INPUTS
+    ways = (graph.FREE, graph.DYNAMIC, graph.STATIC) if rounding else (graph.FREE,)
+    return {way: graph.of(problem, way) for way in ways}
 
 
-def onnxruntime(problem: LayerProblem, threads: int) -> Way:
+def onnxruntime(problem: LayerProblem, threads: int) -> dict[str, Way]:
     """The graph, with the optimisations that a session makes by itself."""
-    model, feeds, out = _graph(problem)
-    return runtimes.onnxruntime_way(model, problem.dtype, threads, feeds, out)
+    return {
+        name: runtimes.onnxruntime_way(model, problem.dtype, threads, feeds, out)
+        for name, (model, feeds, out) in _graphs(problem).items()
+    }
 
 
 def onnxruntime_bert(problem: LayerProblem, threads: int) -> Way:
     """The encoder layer's graph, rewritten by onnxruntime.transformers."""
     if problem.shape.kind != "encoder" or problem.dtype != "float32":
         raise Unsupported("is for encoder layers in float32")
-    model, feeds, out = _graph(problem)
+    model, feeds, out = _graphs(problem)[graph.FREE]
     model = runtimes.bert_optimised(model, problem.shape.heads, problem.shape.width)
     return runtimes.onnxruntime_way(model, problem.dtype, threads, feeds, out)
 
 
-def openvino(problem: LayerProblem, threads: int) -> Way:
+def openvino(problem: LayerProblem, threads: int) -> dict[str, Way]:
     """The same graph; where the inputs are to stay exact, OpenVINO is told not to round them."""
-    model, feeds, out = _graph(problem)
     exact = problem.dtype in ("int8", "int4") and problem.variant != INT8_INPUTS
     more = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if exact else {}
-    return runtimes.openvino_way(model, problem.dtype, threads, feeds, out, more)
+    ways = {}
+    for name, (model, feeds, out) in _graphs(problem).items():
+        if name == graph.DYNAMIC:  # whose products it computes in float32
+            continue
+        integers = name == graph.STATIC
+        try:
+            ways[name] = runtimes.openvino_way(
+                model, problem.dtype, threads, feeds, out, more, integers=integers
+            )
+        except Unsupported:
+            if not integers:
+                raise
+    return ways

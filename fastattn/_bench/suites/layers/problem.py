@@ -9,10 +9,9 @@ import numpy as np
 from fastattn._args.packed import from_bfloat16_bits, to_bfloat16_bits
 from fastattn._bench import plain
 from fastattn._bench.cases import Array
-from fastattn._bench.suite import WEIGHT_BYTES, Problem, Request, Section
+from fastattn._bench.suite import INT8_INPUTS, WEIGHT_BYTES, Problem, Request, Section
 
 DTYPES = tuple(WEIGHT_BYTES)
-INT8_INPUTS = "int8 inputs"  # the variant of a linear map that may round its inputs
 FEW = 8  # rows of a linear map whose limit is the memory that its weights are read from
 
 
@@ -189,7 +188,18 @@ def decoder(kind: str, batch: int, length: int, width: int, memory: int) -> Laye
     return LayerShape(name, kind, batch, length, width, 4 * width, width // 64, memory)
 
 
-MATRICES = (linear(128, 384, 1536), linear(1024, 768, 768), linear(1024, 768, 3072), linear(2048, 2048, 2048))
+# Encoders 384 and 768 wide, a cube, then MiniLM's: many rows, and 128 of them.
+MATRICES = (
+    linear(128, 384, 1536),
+    linear(1024, 768, 768),
+    linear(1024, 768, 3072),
+    linear(2048, 2048, 2048),
+    linear(4096, 384, 384),
+    linear(4096, 384, 1536),
+    linear(4096, 1536, 384),
+    linear(128, 384, 384),
+    linear(128, 1536, 384),
+)
 VECTORS = (linear(1, 2048, 2048), linear(1, 4096, 11008))
 EIGHT = (linear(8, 4096, 11008),)
 ENCODERS = (encoder(32, 128, 384), encoder(1, 16, 384), encoder(32, 128, 768), encoder(1, 16, 768))

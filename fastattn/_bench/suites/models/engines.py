@@ -9,9 +9,9 @@ from typing import Any
 from fastattn import models
 from fastattn._bench import plain
 from fastattn._bench.cases import Array
-from fastattn._bench.suite import WEIGHT_BYTES, Engine, own_engines
+from fastattn._bench.suite import INT8_INPUTS, WEIGHT_BYTES, Engine, own_engines
 from fastattn._bench.suites.models import files, peers
-from fastattn._bench.suites.models.problem import ModelProblem
+from fastattn._bench.suites.models.problem import INT8_BFLOAT16, ModelProblem
 from fastattn._bench.ways import Unsupported, Way, refuse_above_memory
 
 STEPS = 256  # the keys and values then take a percent of the memory of the weights
@@ -24,7 +24,11 @@ def _own(problem: ModelProblem, backend: str) -> Way:
     if backend == "numpy" and size > FALLBACK_BYTES:
         raise Unsupported("would take the memory that the peers need")
     refuse_above_memory(size, "holds its weights")
-    model: Any = models.load(problem.folder(), weights_dtype=problem.dtype)
+    options: dict[str, Any] = {
+        INT8_INPUTS: {"activations": "int8"},
+        INT8_BFLOAT16: {"activations": "int8", "dtype": "bfloat16"},
+    }.get(problem.variant, {})
+    model: Any = models.load(problem.folder(), weights_dtype=problem.dtype, **options)
     ids = problem.ids()
     if problem.shape.kind == "minilm":
         return Way(lambda: model(ids))

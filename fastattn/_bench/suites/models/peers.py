@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from importlib import import_module
+from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,22 @@ import numpy as np
 
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
-from fastattn._bench.suite import WEIGHT_BYTES
-from fastattn._bench.suites.models.problem import ModelProblem
+from fastattn._bench.suite import INT8_INPUTS, WEIGHT_BYTES
+from fastattn._bench.suites.models import text
+from fastattn._bench.suites.models.problem import INT8_BFLOAT16, ModelProblem
 from fastattn._bench.ways import Unsupported, Way, refuse_above_memory
 
 
 def torch_eager(problem: ModelProblem, threads: int) -> Way:
     """BertModel, and LlamaForCausalLM with its cache."""
-    if problem.dtype == "int8":
-        raise Unsupported("has no product of float32 and int8")
+    if problem.dtype == "int8" and problem.variant != INT8_INPUTS:
+        raise Unsupported("has no product of this type and int8")
     torch = runtimes.torch_inference(threads)
     refuse_above_memory(problem.weights * WEIGHT_BYTES[problem.dtype], "holds its weights")
-    model = _transformers(problem, dtype=getattr(torch, problem.dtype))
+    if problem.dtype == "int8":
+        model = _torch_int8(_transformers(problem, dtype=torch.float32))
+    else:
+        model = _transformers(problem, dtype=getattr(torch, problem.dtype))
     ids = torch.from_numpy(problem.ids())
 
     if problem.shape.kind == "minilm":
@@ -36,6 +41,18 @@ def torch_eager(problem: ModelProblem, threads: int) -> Way:
         return model(input_ids=last, past_key_values=cache, use_cache=True).logits[:, -1]
 
     return Way(step, runtimes.read_tensor)
+
+
+def _torch_int8(model: Any) -> Any:
+    """All linear maps by int8, the range of the inputs found in each call."""
+    import torch
+    from torch.ao import quantization
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return quantization.quantize_dynamic(
+            model, {torch.nn.Linear: quantization.per_channel_dynamic_qconfig}, dtype=torch.qint8
+        )
 
 
 def _transformers(problem: ModelProblem, **options: Any) -> Any:
@@ -59,8 +76,6 @@ def _exported(problem: ModelProblem, *, masked: bool) -> str:
     """
     if problem.shape.kind != "minilm":
         raise Unsupported("is given no decoder with a cache")
-    if problem.dtype == "int8":
-        raise Unsupported("is given no graph in int8")
     path = Path(problem.scratch, f"minilm{'-masked' * masked}.onnx")
     if not path.exists():
         import torch
@@ -116,6 +131,8 @@ def onnxruntime_bert(problem: ModelProblem, threads: int) -> Way:
 
 
 def _onnxruntime(problem: ModelProblem, threads: int, *, optimise: bool) -> Way:
+    if problem.variant == INT8_BFLOAT16:
+        raise Unsupported("has no bfloat16 product on CPUs")
     model = _exported(problem, masked=optimise)
     if optimise:
         config = problem.config()
@@ -126,13 +143,62 @@ def _onnxruntime(problem: ModelProblem, threads: int, *, optimise: bool) -> Way:
             )
             path.write_bytes(fused)
         model = str(path)
+    if problem.dtype == "int8":
+        model = _onnxruntime_int8(model)
     feeds, out = _feeds(problem, masked=optimise)
     sizes = {"batch": problem.shape.batch, "length": problem.shape.length}
     return runtimes.onnxruntime_way(model, problem.dtype, threads, feeds, out, sizes=sizes)
 
 
+def _onnxruntime_int8(model: str) -> str:
+    """The path of a graph whose linear maps are by int8, the range of the inputs found in each call."""
+    path = Path(model).with_suffix(".int8.onnx")
+    if not path.exists():
+        import onnx
+        from onnxruntime import quantization
+
+        graph = onnx.load(model)
+        if all(opset.domain != "com.microsoft" for opset in graph.opset_import):  # which fused operators need
+            graph.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+        quantization.quantize_dynamic(
+            graph,
+            path,
+            weight_type=quantization.QuantType.QInt8,
+            per_channel=True,
+            extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
+        )
+    return str(path)
+
+
 def openvino(problem: ModelProblem, threads: int) -> Way:
-    """The exported graph, reshaped to the inputs."""
+    """The exported graph, reshaped to the inputs; in int8 with the ranges that a text of its own gives."""
     model = _exported(problem, masked=False)
     feeds, out = _feeds(problem, masked=False)
-    return runtimes.openvino_way(model, problem.dtype, threads, feeds, out)
+    if problem.dtype != "int8":
+        return runtimes.openvino_way(model, problem.dtype, threads, feeds, out)
+    rest = "bfloat16" if problem.variant == INT8_BFLOAT16 else "float32"
+    return runtimes.openvino_way(_calibrated(problem, model), rest, threads, feeds, out, integers=True)
+
+
+def _calibrated(problem: ModelProblem, model: str) -> str:
+    """The path of the graph after NNCF's quantisation, whose ranges are those of 128 pieces of text."""
+    if util.find_spec("nncf") is None:
+        raise Unsupported("needs NNCF to round its inputs: pip install nncf")
+    path = Path(model).with_suffix(".int8.xml")
+    if not path.exists():
+        import openvino
+
+        nncf = import_module("nncf")
+
+        pieces = text.windows(problem.folder(), 128, 128, text.COMPARED)
+        if pieces is None:  # as the ids of the problem
+            pieces = problem.rng(1).integers(0, problem.config()["vocab_size"], (128, 128))
+        nncf.set_log_level(logging.ERROR)
+        calibrated = nncf.quantize(
+            openvino.Core().read_model(model),
+            nncf.Dataset([piece[None] for piece in pieces]),
+            model_type=nncf.ModelType.TRANSFORMER,
+            subset_size=len(pieces),
+        )
+        openvino.save_model(calibrated, path, compress_to_fp16=False)
+    return str(path)

@@ -11,14 +11,16 @@ import numpy as np
 
 from fastattn._bench import plain
 from fastattn._bench.cases import Array
-from fastattn._bench.suite import WEIGHT_BYTES, Problem, Request, Section
-from fastattn._bench.suites.models import files
+from fastattn._bench.suite import INT8_INPUTS, WEIGHT_BYTES, Problem, Request, Section
+from fastattn._bench.suites.models import files, text
 
 DTYPES = ("float32", "bfloat16", "int8")
 
 # The largest error of hidden states and logits of about 1, after all layers; their reference has weights that
 # were not rounded.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-1, "int8": 5e-1}
+INT8_BFLOAT16 = "int8 inputs, rest in bfloat16"  # of the other rows with int8 inputs, the rest is in float32
+ROUNDED_TOLERANCE = 1.0  # of inputs in int8; their cosines say more
 PROMPT = 16  # tokens at a decoder's step, all but the last of them cached
 
 
@@ -42,6 +44,14 @@ class ModelProblem(Problem[ModelShape]):
 
     shape_type = ModelShape
 
+    @property
+    def name(self) -> str:
+        return self.shape.name + (f", {self.variant}" if self.variant != "plain" else "")
+
+    @property
+    def limit(self) -> str:
+        return "int8" if self.variant == INT8_BFLOAT16 else super().limit
+
     def folder(self) -> Path:
         """Where config.json and model.safetensors are; they are written if they do not exist."""
         if self.shape.kind == "minilm":
@@ -52,7 +62,11 @@ class ModelProblem(Problem[ModelShape]):
         return files.read_config(self.folder())
 
     def ids(self) -> Array:
-        """Token ids, (batch, length)."""
+        """Token ids, (batch, length): random ones, but of MiniLM a text where there is one."""
+        if self.shape.kind == "minilm":
+            found = text.windows(self.folder(), self.shape.batch, self.shape.length)
+            if found is not None:
+                return found
         return self.rng(0).integers(0, self.config()["vocab_size"], (self.shape.batch, self.shape.length))
 
     def reference(self) -> tuple[Array, Array]:
@@ -61,9 +75,16 @@ class ModelProblem(Problem[ModelShape]):
         total = self.shape.batch * len(want)
         return np.arange(total - len(want), total), want
 
+    def quality(self, got: Array, want: Array) -> dict[str, float]:
+        """Of hidden states the mean cosine of a token's vector and that in float64."""
+        if self.shape.kind != "minilm":
+            return {}
+        lengths = np.linalg.norm(got, axis=1) * np.linalg.norm(want, axis=1)
+        return {"cosine": float(((got * want).sum(axis=1) / lengths).mean())}
+
     @property
     def tolerance(self) -> float:
-        return TOLERANCE[self.dtype]
+        return TOLERANCE[self.dtype] if self.variant == "plain" else ROUNDED_TOLERANCE
 
     @property
     def weights(self) -> int:
@@ -116,23 +137,23 @@ SMALL_DECODER = llama(1, 8000)  # 77 million weights, which is still more than c
 
 def plan(request: Request) -> list[Section]:
     """Weights in every type or in `dtype`; unless `full`, fewer texts and a small decoder."""
-    sections = []
+    sections: list[Section] = []
 
     def section(title: str, shapes: Any, dtype: str) -> None:
-        made = request.section(ModelProblem, title, shapes, dtype)
+        rounded = title == hidden and dtype == "int8"
+        variants = (INT8_INPUTS, INT8_BFLOAT16) if rounded else ("plain",)
+        made = request.section(ModelProblem, title, shapes, dtype, variants)
         problems = [replace(problem, scratch=str(request.folder)) for problem in made.problems]
         sections.append(made._replace(problems=problems))
 
     dtypes = DTYPES if request.dtype is None else (request.dtype,)
     hidden = "hidden states" if files.has_minilm() else "hidden states (random)"
     if not request.full:  # reading, packing and checking a large decoder takes longest
-        if dtypes[0] != "int8":
-            section(hidden, ENCODERS[:2], dtypes[0])
+        section(hidden, ENCODERS[:2], dtypes[0])
         for dtype in dict.fromkeys((dtypes[0], dtypes[-1])):
             section("one step", [SMALL_DECODER], dtype)
         return sections
     for dtype in dtypes:
-        if dtype != "int8":
-            section(hidden, ENCODERS, dtype)
+        section(hidden, ENCODERS, dtype)
         section("one step", [DECODER], dtype)
     return sections
