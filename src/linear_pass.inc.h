@@ -164,6 +164,7 @@ INLINE void wide_pass(int rows, int runs, fa_dtype weight, int64_t c, const pack
             }
             UNROLL_FOR(int f = 0; f < each; f++) {
                 const char *x = p->x + (feature + f) * (int64_t)sizeof(lane);
+                HIDE(x);
                 UNROLL_FOR(int u = 0; u < LINEAR_NV; u++)
                     wide[u] = v_widen(weight, f, v_load(step + u * V_BYTES), p->a->table, scale[run][u]);
                 UNROLL_FOR(int r = 0; r < rows; r++) {
@@ -274,16 +275,18 @@ INLINE void blocks_pass(int rows, int64_t c, const packed_product *p)
     for (int64_t block = 0; block < p->features / BLOCK_4BIT; block++) {
         UNROLL_FOR(int r = 0; r < rows; r++)
             UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = first_sum(p, r, block);
-        for (int s = 0; s < BLOCK_4BIT / 8; s++, part += FA_PANEL_BYTES, x += 8) {
+        ROLLED_FOR(int s = 0; s < BLOCK_4BIT / 8; s++, part += FA_PANEL_BYTES, x += 8) {
             fetch_step(p, c, block * (BLOCK_4BIT / 8) + s);
             UNROLL_FOR(int half = 0; half < 2; half++) {
+                const char *half_x = x + half * 4;
                 vi_t codes[LINEAR_NV];
+                HIDE(half_x);
                 UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
                     const vi_t bits = (vi_t)v_load(part + u * V_BYTES);
                     codes[u] = v_lookup_i8(p->a->codes, (half ? bits >> 4 : bits) & nibbles);
                 }
                 UNROLL_FOR(int r = 0; r < rows; r++) {
-                    const vi_t four = (vi_t){0} + *(const four_u *)(x + half * 4 + r * p->x_row);
+                    const vi_t four = (vi_t){0} + *(const four_u *)(half_x + r * p->x_row);
                     UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) sum[r][u] = v_dot_i8(codes[u], four, sum[r][u]);
                 }
             }

@@ -36,16 +36,20 @@ typedef struct {
 INLINE void tile_outer(int nx, int nv, int dot, int fetch, const outer_product *p, int64_t first)
 {
     v_t acc[TILE_MAX][NV_MAX];
-    const int64_t x_row = p->x_row;
+    int64_t x_row = p->x_row;
     /* Every third row: an address is such a register and x_row, once or twice. */
     const char *x[TILE_MAX / 3];
     const lane *y = p->y;
-    UNROLL_FOR(int j = 0; j < nx; j += 3) x[j / 3] = p->x + (first + j) * x_row;
+    UNROLL_FOR(int j = 0; j < nx; j += 3) {
+        x[j / 3] = p->x + (first + j) * x_row;
+        HIDE(x[j / 3]);
+    }
     UNROLL_FOR(int j = 0; j < nx; j++)
         UNROLL_FOR(int u = 0; u < nv; u++) acc[j][u] = v_splat(0);
     UNROLL_2_FOR(int64_t d = 0; d < p->depth; d++, y += p->pitch) {
         UNROLL_FOR(int i = 0; i < fetch; i++) __builtin_prefetch(p->ahead + (d * fetch + i) * 64, 0, 2);
         v_t row[NV_MAX];
+        HIDE(x_row);
         UNROLL_FOR(int u = 0; u < nv; u++) row[u] = v_load(y + u * LANES);
         UNROLL_FOR(int j = 0; j < nx; j++) {
             v_t element = v_splat(*(const lane_u *)(x[j / 3] + j % 3 * x_row));

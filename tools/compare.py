@@ -1,6 +1,7 @@
 """Two builds of fastattn, interleaved: how long each takes for the same calls, as a ratio.
 
     python tools/compare.py OLD_PYTHON NEW_PYTHON [--rounds 9] [--only decode]
+    FASTATTN_NUM_THREADS=1 python tools/compare.py GCC_PYTHON CLANG_PYTHON --products
 
 Each build is what its interpreter imports, in a process of its own. Only functions that both have are called.
 """
@@ -10,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from statistics import median
 
 
@@ -64,9 +66,28 @@ def calls():
     }
 
 
-def serve():
+def products():
+    """The products of tools/products.py, most with many rows; weights of few rows stay in the caches here."""
+    import ml_dtypes
+    import numpy as np
+    from products import KINDS, MANY
+
+    from fastattn import ops
+
+    rng, found = np.random.default_rng(0), {}
+    for kind, (stored, dtype, activations, _) in KINDS.items():
+        for rows, features_in, features_out in (*MANY, *((rows, 384, 1536) for rows in (1, 4, 8, 16, 64))):
+            x = rng.standard_normal((rows, features_in), np.float32)
+            x = x.astype(ml_dtypes.bfloat16) if dtype == "bfloat16" else x
+            weight = ops.pack(rng.standard_normal((features_out, features_in), np.float32), dtype=stored)
+            call = partial(ops.linear, x, weight, out=np.empty((rows, features_out), x.dtype))
+            name = f"{kind}, {rows} {features_in} {features_out}"
+            found[name] = partial(call, activations=activations)
+    return found
+
+
+def serve(functions):
     """Answer each name that comes in with the shortest of five times, in seconds."""
-    functions = calls()
     print(json.dumps(list(functions)), flush=True)
     for line in sys.stdin:
         function = functions[json.loads(line)]
@@ -86,9 +107,9 @@ def serve():
 class Build:
     """The process of one interpreter."""
 
-    def __init__(self, python):
+    def __init__(self, python, what):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen([python, __file__, "--serve"], text=True, **pipes)
+        self.process = subprocess.Popen([python, __file__, "--serve", what], text=True, **pipes)
         self.names = json.loads(self.process.stdout.readline())
 
     def seconds(self, name):
@@ -103,9 +124,11 @@ def main():
     parser.add_argument("new")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="")
+    parser.add_argument("--products", action="store_true", help="linear in every type, many rows")
     options = parser.parse_args()
-    old, new = Build(options.old), Build(options.new)
-    print(f"{'':24} {'old':>12} {'new':>12} {'shortest':>9} {'median':>7}   (new / old)")
+    what = "products" if options.products else "calls"
+    old, new = Build(options.old, what), Build(options.new, what)
+    print(f"{'':32} {'old':>12} {'new':>12} {'shortest':>9} {'median':>7}   (new / old)")
     for name in old.names:
         if options.only in name:
             pairs = [(old.seconds(name), new.seconds(name)) for _ in range(options.rounds)]
@@ -113,9 +136,12 @@ def main():
             ratio = median(b / a for a, b in pairs)
             shortest = min(news) / min(olds)
             print(
-                f"{name:24} {min(olds) * 1e6:9.1f} us {min(news) * 1e6:9.1f} us {shortest:9.3f} {ratio:7.3f}"
+                f"{name:32} {min(olds) * 1e6:9.1f} us {min(news) * 1e6:9.1f} us {shortest:9.3f} {ratio:7.3f}"
             )
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["--serve"] else main()
+    if sys.argv[1:2] == ["--serve"]:
+        serve(products() if sys.argv[2] == "products" else calls())
+    else:
+        main()
