@@ -180,7 +180,17 @@ def test_copies_are_said():
 
 
 def test_available_isas_come_best_first():
-    order = ["avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "neoni8mm", "neondot", "neon", "generic"]
+    order = [
+        "avx512bf16",
+        "avx512vnni",
+        "avx512",
+        "avxvnni",
+        "avx2",
+        "neoni8mm",
+        "neondot",
+        "neon",
+        "generic",
+    ]
     isas = fastattn.available_isas()
     assert list(isas) == sorted(isas, key=order.index)
     assert all(isa in fastattn.show_config()["isas_compiled"] for isa in isas)
