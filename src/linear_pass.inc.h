@@ -265,7 +265,7 @@ INLINE void squares_pass(int rows, int64_t c, const packed_product *p)
 INLINE void blocks_pass(int rows, int64_t c, const packed_product *p)
 {
     const char *part = p->part + c * (int64_t)sizeof(lane), *x = p->x;
-    const vi_t nibbles = (vi_t){0} + 0x0f0f0f0f;
+    const vi_t nibbles = (vi_t){0} + 0x0f0f0f0f, table = v_table_i8(p->a->codes);
     v_t total[BLOCK_ROWS][LINEAR_NV];
     vi_t sum[BLOCK_ROWS][LINEAR_NV];
     UNROLL_FOR(int r = 0; r < rows; r++)
@@ -283,7 +283,7 @@ INLINE void blocks_pass(int rows, int64_t c, const packed_product *p)
                 HIDE(half_x);
                 UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
                     const vi_t bits = (vi_t)v_load(part + u * V_BYTES);
-                    codes[u] = v_lookup_i8(p->a->codes, (half ? bits >> 4 : bits) & nibbles);
+                    codes[u] = v_lookup_i8(table, (half ? bits >> 4 : bits) & nibbles);
                 }
                 UNROLL_FOR(int r = 0; r < rows; r++) {
                     const vi_t four = (vi_t){0} + *(const four_u *)(half_x + r * p->x_row);

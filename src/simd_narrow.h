@@ -11,7 +11,8 @@
  *   v_square_i8(a, b, c)    c + the products of rows a0, a1 with b0, b1, eight signed bytes each: lanes a0 b0, a0 b1,
  *                           a1 b0, a1 b1; only if V_I8_SQUARES, as the two that follow
  *   v_halves(i, a, b)       the lower (0) or upper (1) halves of a and b      v_zipped    the same, a's lanes and b's in turn
- *   v_lookup(table, i)      table[i % 16], lanes     v_lookup_i8          the same of bytes, i < 16
+ *   v_lookup(table, i)      table[i % 16], lanes     v_lookup_i8          the same of bytes, i < 16,
+ *                           in the table that v_table_i8 has loaded
  *   v_store_i8              the lowest byte of each lane           v_store_i8_part      of the first n lanes */
 typedef int8_t vb_t __attribute__((vector_size(LANES)));
 typedef vb_t vbu_t __attribute__((aligned(1), may_alias));
@@ -70,18 +71,29 @@ INLINE v_t v_lookup(const lane table[16], vi_t index)
 #endif
 }
 
-INLINE vi_t v_lookup_i8(const int8_t table[16], vi_t index)
+INLINE vi_t v_table_i8(const int8_t table[16])
 {
 #if V_BYTES == 64
-    return (vi_t)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), (__m512i)index);
+    return (vi_t)_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table));
 #elif defined V_X86
-    return (vi_t)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table)), (__m256i)index);
-#elif defined V_NEON
-    return vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s32(index)));
+    return (vi_t)_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));
 #else
-    int8_t bytes[V_BYTES];
-    memcpy(bytes, &index, sizeof bytes);
-    for (int i = 0; i < V_BYTES; i++) bytes[i] = table[bytes[i]];
+    return (vi_t)v_load(table);
+#endif
+}
+
+INLINE vi_t v_lookup_i8(vi_t table, vi_t index)
+{
+#if V_BYTES == 64
+    return (vi_t)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
+#elif defined V_X86
+    return (vi_t)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
+#elif defined V_NEON
+    return vreinterpretq_s32_s8(vqtbl1q_s8(vreinterpretq_s8_s32(table), vreinterpretq_u8_s32(index)));
+#else
+    int8_t bytes[V_BYTES], values[V_BYTES];
+    memcpy(bytes, &index, sizeof bytes), memcpy(values, &table, sizeof values);
+    for (int i = 0; i < V_BYTES; i++) bytes[i] = values[bytes[i]];
     memcpy(&index, bytes, sizeof bytes);
     return index;
 #endif
