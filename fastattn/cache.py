@@ -108,7 +108,7 @@ def _cache_dtype(dtype: Any) -> np.dtype[Any]:
             return np.dtype(np.int8)
     except (TypeError, ValueError):
         pass
-    return float_dtype("KVCache", dtype, ", int8 or")
+    return float_dtype("KVCache", dtype, " or int8")
 
 
 class KVCache:

@@ -290,7 +290,7 @@ def test_lists_and_foreign_byte_order():
         (lambda c: c.select(0), ValueError, r"sequences has shape \(\)"),
         (lambda c: KVCache().select([0]), ValueError, "the cache is empty"),
         (lambda c: KVCache(-1), ValueError, "capacity is -1"),
-        (lambda c: KVCache(dtype=np.int16), TypeError, "dtype is .*int16.*float16, int8 or bfloat16"),
+        (lambda c: KVCache(dtype=np.int16), TypeError, "dtype is .*int16.*float16, bfloat16 or int8"),
         (lambda c: DecoderCache(True), TypeError, "tokens is of type bool; expected a KVCache"),
         (lambda c: KVCache(dtype="fp16"), TypeError, "dtype is 'fp16'; expected float32"),
         (

@@ -48,7 +48,7 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def float_dtype(func: str, dtype: Any, other: str = "") -> np.dtype[Any]:
-    """`dtype` as one of the four floating types, in native byte order; messages name another one, too."""
+    """`dtype` as one of the four floating types, in native byte order; messages name the `other` one, too."""
     if isinstance(dtype, str) and dtype == "bfloat16":
         try:
             import ml_dtypes  # noqa: F401 - registers the name with NumPy
@@ -62,7 +62,7 @@ def float_dtype(func: str, dtype: Any, other: str = "") -> np.dtype[Any]:
     except (TypeError, ValueError):
         result = None
     if result is None or not is_float(result):
-        expected = f"float32, float64, float16{other or ' or'} bfloat16"
+        expected = f"float32, float64, float16{',' if other else ' or'} bfloat16{other}"
         raise TypeError(f"{func}(): dtype is {short(dtype)}; expected {expected}")
     return result
 

@@ -132,7 +132,7 @@ ENCODER, DECODER = TransformerEncoderLayer(64, 4), TransformerDecoderLayer(64, 4
         (
             lambda: KVCache(dtype="fp16"),
             TypeError,
-            "dtype is 'fp16'; expected float32, float64, float16 or bf",
+            "dtype is 'fp16'; expected float32, float64, float16, bfloat16 or int8",
         ),
     ],
 )
