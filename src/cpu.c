@@ -1,4 +1,28 @@
-/* What this CPU runs: one fa_cpu_has_<isa>() for every line of isa.inc. */
+/* What this CPU runs: one fa_cpu_has_<isa>() for every line of isa.inc; and its second-level cache. */
+#include "fastattn.h"
+
+#if defined __APPLE__
+#include <sys/sysctl.h>
+#else
+#include <unistd.h>
+#endif
+
+int64_t fa_level2_cache(void)
+{
+#if defined __APPLE__ /* performance cores share one; an Intel has the second name only */
+    int64_t bytes = 0;
+    size_t size = sizeof bytes;
+    if (sysctlbyname("hw.perflevel0.l2cachesize", &bytes, &size, NULL, 0) == 0 && bytes > 0) return bytes;
+    size = sizeof bytes;
+    return sysctlbyname("hw.l2cachesize", &bytes, &size, NULL, 0) == 0 && bytes > 0 ? bytes : 0;
+#elif defined _SC_LEVEL2_CACHE_SIZE
+    const long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return bytes > 0 ? bytes : 0;
+#else
+    return 0;
+#endif
+}
+
 #if defined __x86_64__
 #include <cpuid.h>
 
@@ -37,7 +61,6 @@ int fa_cpu_has_neoni8mm(void)
     return fa_cpu_has_neondot() && (getauxval(AT_HWCAP2) & 1 << 13) != 0;
 } /* HWCAP2_I8MM */
 #elif defined __APPLE__
-#include <sys/sysctl.h>
 int fa_cpu_has_neondot(void) { return 1; } /* since the first of Apple's own */
 
 int fa_cpu_has_neoni8mm(void) /* since the M2 */
