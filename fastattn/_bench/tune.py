@@ -1,9 +1,9 @@
 """``python -m fastattn tune``: which sizes of src/tuning.inc would suit this machine better.
 
 Each size is measured by itself, at half and double its default, on shapes drawn at random where it matters.
-All settings take turns, the default twice: how far its two minima differ is the noise. What wins by more than
-that, and by more than 2%, is measured once more against the default, on other shapes. Only if it wins there,
-too, would it be changed.
+All settings take turns, the default twice. The noise is how far the default's two minima differ, or twice the
+standard error of the mean over the shapes, whichever is larger. What wins by more than that, and by more than
+2%, is measured once more against the default, on other shapes. Only if it wins there, too, is it proposed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Call = Callable[[], Any]
 Draw = Callable[[np.random.Generator, int], Call]  # a call for which a size of this value matters
 
 WORTH = 0.02
-SHAPES = 3  # drawn for each size, in both measurements
+SHAPES = 8  # drawn for each size, in both measurements
 SHARE = 0.65  # of a size's time, for the first of them
 
 
@@ -67,7 +67,7 @@ def _copied_head(rng: np.random.Generator, value: int) -> Call:
     """Keys and values of a head of about `value` bytes, which do not lie side by side."""
     head_dim = _head_dim(rng)
     length = _between(rng, value / 2, value * 2) // (8 * head_dim)
-    return _attention(rng, 4, max(64, length), max(64, length), head_dim, turned=True)
+    return _attention(rng, 4, min(512, length), max(64, length), head_dim, turned=True)
 
 
 def _far(rng: np.random.Generator, value: int) -> Call:
@@ -149,16 +149,30 @@ NEED_THREADS = ("parallel_flops", "parallel_dot_flops", "parallel_elements", "ro
 
 
 @dataclass(slots=True)
+class Gain:
+    """The share of the default's time that a value saves, the mean of all shapes."""
+
+    mean: float
+    noise: float
+
+    def wins(self) -> bool:
+        """Whether it is worth a change."""
+        return self.mean > max(WORTH, self.noise)
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.1%} (noise {self.noise:.1%})"
+
+
+@dataclass(slots=True)
 class Result:
     """What was measured of one size."""
 
     name: str
     unit: str
     default: int
-    gains: dict[int, float]  # of each candidate: the share of the default's time that it saves
-    noise: float
+    gains: dict[int, Gain]  # of each candidate
     best: int  # the default, or what won twice
-    why: str  # it is not measured; or, of a candidate that won only once
+    why: str = ""  # it is not measured; or, of a candidate that won once, what the other measurement said
 
 
 def candidates(name: str) -> list[int]:
@@ -190,37 +204,37 @@ def _minima(name: str, values: list[int], call: Call, seconds: float) -> list[fl
     return best
 
 
-def _measure(
-    name: str, others: list[int], draw: Draw, rng: np.random.Generator, seconds: float
-) -> tuple[dict[int, float], float]:
-    """The gain of each of `others` over the default, the mean of all shapes; and the noise."""
+def _measure(name: str, others: list[int], rng: np.random.Generator, seconds: float) -> dict[int, Gain]:
+    """The gain of each of `others` over the default."""
     default = settings.core.SIZES[name][1]
-    logs = dict.fromkeys(others, 0.0)
-    noise = 0.0
-    for _ in range(SHAPES):
-        call = draw(rng, default)
+    noise = np.zeros(SHAPES)
+    gains = np.zeros((SHAPES, len(others)))
+    for i in range(SHAPES):
+        call = DRAWS[name](rng, default)
         first, *times, again = _minima(name, [default, *others, default], call, seconds / SHAPES)
-        noise = max(noise, abs(log(again / first)))
-        for value, seconds_of in zip(others, times, strict=True):
-            logs[value] += log(min(first, again) / seconds_of) / SHAPES
-    return {value: 1 - exp(-gain) for value, gain in logs.items()}, noise
+        noise[i] = abs(again - first) / first
+        gains[i] = 1 - np.array(times) / min(first, again)
+    error = 2 * gains.std(axis=0, ddof=1) / SHAPES**0.5
+    return {
+        value: Gain(float(gains[:, j].mean()), float(max(noise.mean(), error[j])))
+        for j, value in enumerate(others)
+    }
 
 
 def measure(name: str, seed: int, seconds: float) -> Result:
     """Measure one size for about so many seconds."""
     unit, default, _, _ = settings.core.SIZES[name]
     if name in NEED_THREADS and fastattn.get_num_threads() == 1:
-        return Result(name, unit, default, {}, 0.0, default, "there is one thread")
+        return Result(name, unit, default, {}, default, "there is one thread")
     rng = np.random.default_rng([seed, *name.encode()])
-    gains, noise = _measure(name, candidates(name), DRAWS[name], rng, SHARE * seconds)
-    best = max(gains, key=lambda value: gains[value])
-    if gains[best] <= max(WORTH, noise):
-        return Result(name, unit, default, gains, noise, default, "")
-    again, noise_again = _measure(name, [best], DRAWS[name], rng, (1 - SHARE) * seconds)
-    if again[best] <= max(WORTH, noise_again):
-        why = f"{best} gains {again[best]:.1%} on other shapes, noise {noise_again:.1%}"
-        return Result(name, unit, default, gains, noise, default, why)
-    return Result(name, unit, default, gains | again, max(noise, noise_again), best, "")
+    gains = _measure(name, candidates(name), rng, SHARE * seconds)
+    best = max(gains, key=lambda value: gains[value].mean)
+    if not gains[best].wins():
+        return Result(name, unit, default, gains, default)
+    again = _measure(name, [best], rng, (1 - SHARE) * seconds)[best]
+    if not again.wins():
+        return Result(name, unit, default, gains, default, f"on other shapes, {best}: {again}")
+    return Result(name, unit, default, gains | {best: again}, best)
 
 
 def run(seconds: float, seed: int) -> Iterator[Result]:
@@ -234,8 +248,8 @@ def run(seconds: float, seed: int) -> Iterator[Result]:
 def line(result: Result) -> str:
     """One size, as the command prints it."""
     found = f"change to {result.best}" if result.best != result.default else "keep"
-    gains = ", ".join(f"{value}: {gain:+.1%}" for value, gain in sorted(result.gains.items()))
-    parts = (found, f"{gains} (noise {result.noise:.1%})" if gains else "", result.why)
+    gains = ", ".join(f"{value}: {gain}" for value, gain in sorted(result.gains.items()))
+    parts = (found, gains, result.why)
     text = "; ".join(part for part in parts if part)
     return f"{result.name:<18} {result.default:>8} {result.unit:<14} {text}"
 

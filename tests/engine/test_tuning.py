@@ -62,7 +62,7 @@ CHANGED = USUAL.replace("24", "12", 1)
 def test_a_file_is_read(file, python):
     said = f"{file}: attention_tasks 12 (not 24)"
     assert ask(python, FASTATTN_TUNING=file) == (CHANGED, said, [])
-    file.write_text(file.read_text().replace(': 12', ': 24'))
+    file.write_text(file.read_text().replace(": 12", ": 24"))
     assert ask(python, FASTATTN_TUNING=file) == (USUAL, f"{file}: all are the defaults", [])
 
 
@@ -246,14 +246,19 @@ def test_what_is_measured_needs_two_wins(name, monkeypatch):
 
 
 @needs_kernels
-def test_what_is_within_the_noise_is_no_gain(monkeypatch):
-    times = {24: [1.0, 1.2], 12: [0.9, 0.9], 48: [1.0, 1.0]}
-    monkeypatch.setattr(
-        tune, "_minima", lambda name, values, call, seconds: [times[v].pop(0) for v in values] * 1
-    )
-    monkeypatch.setattr(tune, "SHAPES", 1)
+@pytest.mark.parametrize(
+    ("default_again", "gain", "noise"),
+    [([1.2] * 8, 0.1, 0.2), ([1.0] * 8, 0.01, 0.0), ([1.0] * 7 + [1.001], 0.025, 0.045)],
+)
+def test_what_is_no_gain(default_again, gain, noise, monkeypatch):
+    """Not beyond what the default's two minima differ; not beyond 2%; not the same on all shapes."""
+    spread = iter([0.06, -0.06] * 4 if gain == 0.025 else [0.0] * 8)
+    again = iter(default_again)
+    monkeypatch.setattr(tune, "_minima", lambda *_: [1.0, 1 - gain - next(spread), 1.0, next(again)])
     result = tune.measure("attention_tasks", 0, 1)
-    assert (result.best, round(result.noise, 2)) == (24, 0.18)
+    assert (result.best, result.why) == (24, "")
+    assert result.gains[12].mean == pytest.approx(gain)
+    assert result.gains[12].noise == pytest.approx(noise, abs=0.006)
 
 
 @needs_kernels
