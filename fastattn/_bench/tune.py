@@ -259,17 +259,18 @@ def line(result: Result) -> str:
 def main(seconds: float, seed: int | None, write: Path | None, reset: bool) -> int:
     """Measure, print, and write to `write`, of which ``Path()`` is the usual place; the exit status."""
     if settings.default_backend() != "compiled":
-        print("There is nothing to tune: no compiled kernels are in use.", file=sys.stderr)
-        return 2
+        return _refuse("There is nothing to tune: no compiled kernels are in use.")
     file = write if write and write != Path() else tuning.path() or tuning.usual_path()
     if reset:
         there = file.exists()
-        file.unlink(missing_ok=True)
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            return _refuse(f"cannot remove {file}: {error.strerror}")
         print(f"{file} was removed." if there else f"There is no {file}: the defaults hold.")
         return 0
-    if (
-        "OMP_PROC_BIND" not in os.environ
-    ):  # where all threads woke up on one core, times said nothing of sizes
+    # Where all threads wake up on one core, as they once did, times say nothing of sizes.
+    if "OMP_PROC_BIND" not in os.environ:
         command = [sys.executable, "-m", "fastattn", *sys.argv[1:]]
         return subprocess.run(command, env={**os.environ, "OMP_PROC_BIND": "true"}).returncode
     seed = secrets.randbelow(10**6) if seed is None else seed
@@ -289,7 +290,11 @@ def main(seconds: float, seed: int | None, write: Path | None, reset: bool) -> i
     try:
         tuning.write(file, changes)
     except OSError as error:
-        print(f"cannot write {file}: {error.strerror}", file=sys.stderr)
-        return 2
+        return _refuse(f"cannot write {file}: {error.strerror}")
     print(f"Written to {file}")
     return 0
+
+
+def _refuse(reason: str) -> int:
+    print(reason, file=sys.stderr)
+    return 2

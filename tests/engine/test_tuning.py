@@ -213,10 +213,14 @@ def test_the_command_writes_and_removes(tmp_path, python):
     assert not path.exists()
 
 
+@needs_kernels
 def test_the_command_refuses(tmp_path):
     run = command("--write", str(tmp_path))
     assert (run.returncode, run.stdout) == (2, "")
     assert f"cannot write {str(tmp_path)!r}: it is a folder" in run.stderr
+    run = command("--reset", FASTATTN_TUNING=tmp_path)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith(f"cannot remove {tmp_path}: ")
     run = command(FASTATTN_BACKEND="numpy")
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == "There is nothing to tune: no compiled kernels are in use.\n"
