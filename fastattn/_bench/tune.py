@@ -29,7 +29,7 @@ Call = Callable[[], Any]
 Draw = Callable[[np.random.Generator, int], Call]  # a call for which a size of this value matters
 
 WORTH = 0.02
-SHAPES = 8  # drawn for each size, in both measurements
+SHAPES = 8  # drawn for each size, in both measurements; two of them, whatever the time
 SHARE = 0.65  # of a size's time, for the first of them
 
 
@@ -198,7 +198,7 @@ def _minima(name: str, values: list[int], call: Call, seconds: float) -> list[fl
     once = min(_sample(name, values[0], call, 1) for _ in range(3))
     repeat, rounds = max(1, round(5e-4 / max(once, 1e-7))), 0
     best = [float("inf")] * len(values)
-    while rounds < len(values) or time.perf_counter() < end:
+    while not rounds or time.perf_counter() < end:
         for i in range(len(values)):
             j = (i + rounds) % len(values)
             best[j] = min(best[j], _sample(name, values[j], call, repeat))
@@ -209,17 +209,18 @@ def _minima(name: str, values: list[int], call: Call, seconds: float) -> list[fl
 def _measure(name: str, others: list[int], rng: np.random.Generator, seconds: float) -> dict[int, Gain]:
     """The gain of each of `others` over the default."""
     default = settings.core.SIZES[name][1]
-    noise = np.zeros(SHAPES)
-    gains = np.zeros((SHAPES, len(others)))
+    begin, noise, gains = time.perf_counter(), [], []
     for i in range(SHAPES):
+        left = begin + seconds - time.perf_counter()
+        if i >= 2 and left < 0:
+            break
         call = DRAWS[name](rng, default)
-        first, *times, again = _minima(name, [default, *others, default], call, seconds / SHAPES)
-        noise[i] = abs(again - first) / first
-        gains[i] = 1 - np.array(times) / min(first, again)
-    error = 2 * gains.std(axis=0, ddof=1) / SHAPES**0.5
+        first, *times, again = _minima(name, [default, *others, default], call, left / (SHAPES - i))
+        noise.append(abs(again - first) / first)
+        gains.append(1 - np.array(times) / min(first, again))
+    mean, error = np.mean(gains, axis=0), 2 * np.std(gains, axis=0, ddof=1) / len(gains) ** 0.5
     return {
-        value: Gain(float(gains[:, j].mean()), float(max(noise.mean(), error[j])))
-        for j, value in enumerate(others)
+        value: Gain(float(mean[j]), float(max(np.mean(noise), error[j]))) for j, value in enumerate(others)
     }
 
 

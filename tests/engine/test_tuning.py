@@ -243,7 +243,7 @@ def test_what_is_measured_needs_two_wins(name, monkeypatch):
     for steady, best in ((True, doubled), (False, default)):
         measured.clear()
         with forced(COMPILED[0], num_threads=2):
-            result = tune.measure(name, 0, 1)
+            result = tune.measure(name, 0, 100)
         assert (result.best, bool(result.why)) == (best, not steady)
         assert measured[-1] == [default, doubled, default]
         assert f"{doubled}: +10.0%" in tune.line(result)
@@ -259,7 +259,7 @@ def test_what_is_no_gain(default_again, gain, noise, monkeypatch):
     spread = iter([0.06, -0.06] * 4 if gain == 0.025 else [0.0] * 8)
     again = iter(default_again)
     monkeypatch.setattr(tune, "_minima", lambda *_: [1.0, 1 - gain - next(spread), 1.0, next(again)])
-    result = tune.measure("attention_tasks", 0, 1)
+    result = tune.measure("attention_tasks", 0, 100)
     assert (result.best, result.why) == (24, "")
     assert result.gains[12].mean == pytest.approx(gain)
     assert result.gains[12].noise == pytest.approx(noise, abs=0.006)
