@@ -3,25 +3,32 @@
 
 #if defined __APPLE__
 #include <sys/sysctl.h>
-#else
-#include <unistd.h>
-#endif
+
+static int64_t number(const char *name)
+{
+    int64_t n = 0; /* some are of 32 bits */
+    size_t size = sizeof n;
+    return sysctlbyname(name, &n, &size, NULL, 0) == 0 && n > 0 ? n : 0;
+}
 
 int64_t fa_level2_cache(void)
 {
-#if defined __APPLE__ /* performance cores share one; an Intel has the second name only */
-    int64_t bytes = 0;
-    size_t size = sizeof bytes;
-    if (sysctlbyname("hw.perflevel0.l2cachesize", &bytes, &size, NULL, 0) == 0 && bytes > 0) return bytes;
-    size = sizeof bytes;
-    return sysctlbyname("hw.l2cachesize", &bytes, &size, NULL, 0) == 0 && bytes > 0 ? bytes : 0;
-#elif defined _SC_LEVEL2_CACHE_SIZE
+    const int64_t shared = number("hw.perflevel0.l2cachesize"), cores = number("hw.perflevel0.cpusperl2");
+    return shared ? shared / (cores ? cores : 1) : number("hw.l2cachesize"); /* the latter of an Intel */
+}
+#else
+#include <unistd.h>
+
+int64_t fa_level2_cache(void)
+{
+#ifdef _SC_LEVEL2_CACHE_SIZE
     const long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
     return bytes > 0 ? bytes : 0;
 #else
     return 0;
 #endif
 }
+#endif
 
 #if defined __x86_64__
 #include <cpuid.h>

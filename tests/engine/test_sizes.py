@@ -97,6 +97,7 @@ def test_no_bit_depends_on_a_size(isa, size, calls, expected):
             assert bits(calls) == expected[isa, calls]
 
 
+@needs_kernels
 def test_sizes_cut_calls():
     """What they are for: of 10 blocks of rows, a task has as many as it may."""
     q, k, v = qkv(1, 1, 10 * 512, 64, 16)
@@ -112,3 +113,17 @@ def test_set_sizes_checks():
     with pytest.raises(ValueError, match="linear_tasks is 65; expected 1 to 64"):
         settings.core.set_sizes({"attention_tasks": 3, "linear_tasks": 65})
     assert settings.core.get_sizes() == before
+
+
+@needs_kernels
+def test_defaults_follow_from_the_second_level_cache():
+    """They lie within their ranges, whatever its size is; 0 is one that the system does not say."""
+    level2 = settings.core.LEVEL2_CACHE or 1 << 20
+    assert SIZES["head_copy_bytes"][1] == level2 // 2 or level2 > 1 << 27
+    assert SIZES["far_bytes"][1] == level2
+    assert SIZES["linear_copy_bytes"][1] == 4 * level2 or not 1 << 14 <= level2 <= 1 << 26
+    assert all(least <= default <= most for _, default, least, most in SIZES.values())
+    assert all(least < most for *_, least, most in SIZES.values())
+    expected = {"attention_tasks": 24, "attention_tiles": 8, "linear_rows": 128, "linear_panels": 16}
+    expected |= {"linear_tasks": 6, "narrow_rows": 64, "parallel_flops": 10**6, "parallel_dot_flops": 10**5}
+    assert {name: SIZES[name][1] for name in expected} == expected
