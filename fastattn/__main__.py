@@ -68,6 +68,13 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _tune(options: argparse.Namespace) -> int:
+    """Measure which sizes of tasks suit this machine; write them only if asked."""
+    from fastattn._bench import tune
+
+    return tune.main(options.seconds, options.seed, options.write, options.reset)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fastattn", description="FlashAttention for CPUs.")
     natural, positive, threads = _whole(0), _whole(1), _whole(1, available_cpus())
@@ -95,6 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
     option("--seed", type=natural, metavar="N", help="of inputs and fresh shapes (a new one)")
+
+    option = command(_tune)
+    option("--seconds", type=positive, default=60, metavar="N", help="about how long (60)")
+    option("--seed", type=natural, metavar="N", help="of the shapes that are drawn (a new one)")
+    text = "write the sizes to FILE (FASTATTN_TUNING, or fastattn/tuning.json in the user's configuration)"
+    option("--write", type=_config, nargs="?", const=Path(), metavar="FILE", help=text)
+    option("--reset", action="store_true", help="remove that file, and measure nothing")
 
     def model_options(option: Callable[..., argparse.Action]) -> None:
         option(
@@ -156,6 +170,13 @@ def _file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder")
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: its folder does not exist")
+    return path
+
+
+def _config(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder")
     return path
 
 

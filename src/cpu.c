@@ -1,4 +1,35 @@
-/* What this CPU runs: one fa_cpu_has_<isa>() for every line of isa.inc. */
+/* What this CPU runs: one fa_cpu_has_<isa>() for every line of isa.inc; and its second-level cache. */
+#include "fastattn.h"
+
+#if defined __APPLE__
+#include <sys/sysctl.h>
+
+static int64_t number(const char *name)
+{
+    int64_t n = 0; /* some are of 32 bits */
+    size_t size = sizeof n;
+    return sysctlbyname(name, &n, &size, NULL, 0) == 0 && n > 0 ? n : 0;
+}
+
+int64_t fa_level2_cache(void)
+{
+    const int64_t shared = number("hw.perflevel0.l2cachesize"), cores = number("hw.perflevel0.cpusperl2");
+    return shared ? shared / (cores ? cores : 1) : number("hw.l2cachesize"); /* the latter of an Intel */
+}
+#else
+#include <unistd.h>
+
+int64_t fa_level2_cache(void)
+{
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    const long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return bytes > 0 ? bytes : 0;
+#else
+    return 0;
+#endif
+}
+#endif
+
 #if defined __x86_64__
 #include <cpuid.h>
 
@@ -37,7 +68,6 @@ int fa_cpu_has_neoni8mm(void)
     return fa_cpu_has_neondot() && (getauxval(AT_HWCAP2) & 1 << 13) != 0;
 } /* HWCAP2_I8MM */
 #elif defined __APPLE__
-#include <sys/sysctl.h>
 int fa_cpu_has_neondot(void) { return 1; } /* since the first of Apple's own */
 
 int fa_cpu_has_neoni8mm(void) /* since the M2 */

@@ -7,6 +7,13 @@
 
 #include <stdint.h>
 
+/* Sizes that are a matter of time alone. Whoever changes one does it while no plan is made. */
+#define FA_SIZE(name, unit, by_default, least, most) int64_t name;
+typedef struct {
+#include "tuning.inc"
+} fa_tuning;
+#undef FA_SIZE
+
 typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4 } fa_dtype; /* I4: packed weights only */
 
 /* A task that may last long asks now and then whether to give up. If so, nobody reads the results of the call. */
@@ -86,6 +93,7 @@ typedef struct {
     int block_q, block_k;  /* rows and keys of a tile */
     int tiles;             /* row blocks of a task: scheduling, which alone depends on batch and threads */
     int ahead;             /* a task asks for what the task that is so much later reads; 0: for nothing */
+    int keep_copy;         /* a thread keeps the copy of a head's keys and values from task to task */
     int in_turn;           /* tasks go through the KV heads in turn: scheduling */
     int bf16_dot;          /* the bfloat16 dot-product instruction runs */
     int64_t n_tasks;       /* for run() */
@@ -247,6 +255,22 @@ typedef struct {
     double (*fma_rounds)(int64_t rounds, fa_dtype kind);
     double (*read_bytes)(const char *data, int64_t n);
 } fa_kernels;
+
+/* dispatch.c. What plans read; as for a second-level cache of 1 MB, until somebody sets it. */
+extern fa_tuning fa_tuned;
+
+typedef struct {
+    const char *name, *unit;
+    int64_t least, most;
+} fa_size;
+
+int fa_size_count(void);
+const fa_size *fa_size_at(int size);
+int64_t *fa_size_in(fa_tuning *tuning, int size);
+void fa_tune_for(int64_t level2); /* fa_tuned = the defaults for so many bytes of second-level cache; 0: 1 MB */
+
+/* cpu.c. Bytes of a core's second-level cache; 0: the system does not say. */
+int64_t fa_level2_cache(void);
 
 /* dispatch.c. The ISAs that were compiled in, best first, index 0 .. fa_isa_count() - 1. */
 int fa_isa_count(void);

@@ -18,40 +18,32 @@
 /* Steps of a block: of a panel 128 KB, and of x for 128 rows 512 KB, which the second-level cache holds together. */
 #define LINEAR_STEPS 1024
 
-/* Rows and panels of a task at most. The fewer the rows, the more often a panel comes from further away. */
-#define LINEAR_TASK_ROWS 128
-#define LINEAR_TASK_PANELS 16
-#define COPIED_BYTES (1 << 22) /* a thread's copy of x: 128 rows of 8192 lanes */
-#define LINEAR_TASKS_PER_THREAD 6
 /* Where panels are too few for that, a task has fewer rows, but not fewer than two passes: a panel is read anew for
  * each task. At (128, 384, 384), which has 12 panels, 8 cores would end 33% late (tools/threads_model.py). */
 #define LINEAR_LEAST_ROWS (2 * LINEAR_ROWS)
 #define LINEAR_ASKS (1 << 20) /* products of each column between two calls of given_up(): a fraction of a millisecond */
-/* Rows up to which weights are widened in registers, at every pass. Beyond, a part of a panel is widened to memory for
- * all its passes. */
-#define NARROW_ROWS 64
 
-/* Rows of a task at most: fewer where their copies would take more than COPIED_BYTES. */
+/* Rows of a task at most: fewer where their copies would take more than linear_copy_bytes. */
 INLINE int64_t task_rows(const fa_linear_args *a)
 {
-    if (x_in_place(a)) return LINEAR_TASK_ROWS;
-    return larger(LINEAR_ROWS, smaller(LINEAR_TASK_ROWS, COPIED_BYTES / copied_row(a)));
+    if (x_in_place(a)) return fa_tuned.linear_rows;
+    return larger(LINEAR_ROWS, smaller(fa_tuned.linear_rows, fa_tuned.linear_copy_bytes / copied_row(a)));
 }
 
 static void linear_plan(const fa_linear_args *a, int threads, fa_linear_plan *plan)
 {
     const int maps = 1 + a->gated;
     const int64_t panels = maps * ceil_div(a->n, PANEL), most_blocks = a->m / LINEAR_LEAST_ROWS;
-    const int64_t wanted = threads > 1 ? ceil_div((int64_t)threads * LINEAR_TASKS_PER_THREAD * maps, larger(1, panels))
-                                       : 1;
+    const int64_t least_tasks = threads * fa_tuned.linear_tasks;
+    const int64_t wanted = threads > 1 ? ceil_div(least_tasks * maps, larger(1, panels)) : 1;
     const int64_t row_blocks = larger(larger(1, ceil_div(a->m, task_rows(a))), smaller(wanted, most_blocks));
-    const int64_t share = panels * row_blocks / (threads * LINEAR_TASKS_PER_THREAD);
-    const int64_t most = larger(maps, smaller(share, LINEAR_TASK_PANELS) / maps * maps);
+    const int64_t share = panels * row_blocks / least_tasks;
+    const int64_t most = larger(maps, smaller(share, fa_tuned.linear_panels) / maps * maps);
     plan->rows = (int)ceil_div(a->m, row_blocks);
     plan->panel_tasks = ceil_div(panels, most);
     plan->panels = plan->panel_tasks ? (int)round_up(ceil_div(panels, plan->panel_tasks), maps) : maps;
     plan->n_tasks = plan->rows ? ceil_div(a->m, plan->rows) * plan->panel_tasks : 0;
-    plan->widen = a->transposed || (multiplication_of(a) == BY_WIDENING && plan->rows > NARROW_ROWS);
+    plan->widen = a->transposed || (multiplication_of(a) == BY_WIDENING && plan->rows > fa_tuned.narrow_rows);
     const int64_t most_features = plan->widen ? LINEAR_WIDE : LINEAR_STEPS * features_per_step(a->weight);
     const int64_t sources = larger(1, a->transposed), k = a->k / sources;
     plan->blocks = sources * larger(1, ceil_div(k, most_features));

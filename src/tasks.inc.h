@@ -6,13 +6,6 @@
 #define SPLIT_K 512 /* keys of a split: enough to be worth a task (tens of microseconds), few enough for many cores */
 _Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");
 
-/* Where a thread would get fewer tasks than this, a task has fewer tiles: the last one must not keep threads waiting.
- * On 2 cores, 24 is 30% faster than 4 at (1, 12, 128, 64), 4% at (1, 12, 512, 64), and level from there on. */
-#define TASKS_PER_THREAD 24
-
-/* Keys and values of so many bytes are not in a thread's second-level cache already. */
-#define FAR_BYTES (1 << 20)
-
 /* How many partials stand at the head of a thread's scratch: the one that is being made, and the states that it is
  * merged into. One state serves all tiles of a task in turn, if no tile needs one before its end. */
 static int64_t n_partials(const fa_attention_args *a, const fa_plan *plan)
@@ -24,14 +17,13 @@ INLINE int64_t rows_per_head(const fa_attention_args *a) { return a->heads_q / a
 
 /* A thread keeps the copy of a KV head's keys and values from task to task, if there is one (load_block), the head has
  * several tasks, and the copy fits beside what else is in a second-level cache. */
-#define HEAD_COPY_BYTES (512 << 10)
 static int keeps_copy(const fa_attention_args *a, const fa_plan *plan)
 {
     const int64_t bytes = a->len_k * (a->head_dim + a->head_dim_v) * (int64_t)sizeof(lane) / (plan->bf16_dot ? 2 : 1);
     const int several = plan->n_tasks > a->batch * a->heads_kv;
     const int dense = is_dense(&a->k, a->head_dim) && is_dense(&a->v, a->head_dim_v);
     if ((dense && a->k.dtype == LANE_DTYPE) || plan->kind != FA_TILE || a->stats.second_pass || plan->split_k) return 0;
-    return several && bytes <= HEAD_COPY_BYTES;
+    return several && bytes <= fa_tuned.head_copy_bytes;
 }
 
 /* Whether tasks go through the heads in turn, in place of one head after the other. Under a causal mask the last
@@ -40,7 +32,7 @@ static int keeps_copy(const fa_attention_args *a, const fa_plan *plan)
  * its caches. */
 static int in_turn(const fa_attention_args *a, const fa_plan *plan, int64_t tasks, int threads)
 {
-    return a->masks.row_end.data && tasks < 4 * threads && !plan->split_k && !keeps_copy(a, plan);
+    return a->masks.row_end.data && tasks < 4 * threads && !plan->split_k && !plan->keep_copy;
 }
 
 /* Of these rows `tiles` blocks of block_q, from block `tile` on. */
@@ -73,11 +65,13 @@ static int64_t kernel_scratch(const fa_attention_args *a, const fa_plan *plan)
     return larger(for_tile, cut_dot_scratch(&(arena){0}, a, &(dot_scratch){0}, &(row_block){0}));
 }
 
+INLINE int64_t most_tiles(void) { return smaller(fa_tuned.attention_tiles, TILES); }
+
 /* A task is a run of keys: shorter where tasks would be few, but not below 128, where preparing queries would show. */
 static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *plan)
 {
     const int64_t owners = a->batch * (a->stats.mean_weights.data ? 1 : a->heads_kv);
-    plan->tiles = plan->kind == FA_DOT ? 1 : (int)smaller(ceil_div(rows_per_head(a), plan->block_q), TILES);
+    plan->tiles = plan->kind == FA_DOT ? 1 : (int)smaller(ceil_div(rows_per_head(a), plan->block_q), most_tiles());
     plan->split_k = 0;
     plan->n_splits = 1;
     plan->run_k = 16 * BLOCK_K;
@@ -96,17 +90,18 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->bf16_dot = plan->kind == FA_TILE && dots_pairs(a);
     plan->split_k = n_rows <= plan->block_q ? SPLIT_K : 0;
     plan->n_splits = plan->split_k && a->len_k ? ceil_div(a->len_k, SPLIT_K) : 1;
-    const int64_t tiles = ceil_div(n_rows, plan->block_q), share = heads * tiles / (threads * TASKS_PER_THREAD);
-    plan->tiles = tiles <= 1 ? 1 : (int)larger(1, smaller(share, TILES));
+    const int64_t tiles = ceil_div(n_rows, plan->block_q), wanted = threads * fa_tuned.attention_tasks;
+    plan->tiles = tiles <= 1 ? 1 : (int)larger(1, smaller(heads * tiles / wanted, most_tiles()));
     const int64_t row_bytes = a->head_dim * dtype_size(a->k.dtype) + a->head_dim_v * dtype_size(a->v.dtype);
-    plan->ahead = heads * a->len_k * row_bytes > FAR_BYTES ? threads : 0;
+    plan->ahead = heads * a->len_k * row_bytes > fa_tuned.far_bytes ? threads : 0;
     plan->n_tasks = heads * ceil_div(tiles, plan->tiles);
     plan->run_k = 0;
+    plan->keep_copy = keeps_copy(a, plan);
     plan->in_turn = in_turn(a, plan, ceil_div(tiles, plan->tiles), threads);
     plan->partial_bytes = partial_at(a, plan->block_q, NULL, NULL);
     plan->scratch_bytes = n_partials(a, plan) * plan->partial_bytes + kernel_scratch(a, plan);
     arena copy = {.used = 64}; /* the first 8 bytes say whose it is */
-    if (keeps_copy(a, plan)) cut_head_copy(&copy, a, &(head_copy){0}), plan->scratch_bytes += copy.used;
+    if (plan->keep_copy) cut_head_copy(&copy, a, &(head_copy){0}), plan->scratch_bytes += copy.used;
     plan->flops = 2.0 * a->batch * a->heads_q * a->len_q * a->len_k * (a->head_dim + a->head_dim_v);
     if (a->stats.second_pass) plan_second_pass(a, threads, plan);
 }
@@ -221,7 +216,7 @@ static void attention_run(const fa_attention_args *a, const fa_plan *plan, int64
     }
     arena copied = {.memory = memory, .used = 64};
     head_copy copy = {.head = memory};
-    if (keeps_copy(a, plan)) cut_head_copy(&copied, a, &copy);
+    if (plan->keep_copy) cut_head_copy(&copied, a, &copy);
     else copied.used = 0, copy.head = NULL;
     char *made = copied.memory + copied.used, *state = made + plan->partial_bytes;
     char *rest = made + n_partials(a, plan) * plan->partial_bytes;

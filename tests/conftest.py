@@ -15,6 +15,8 @@ import pytest
 # threads that do not run, the tests took twice as long. NumPy and the extension read these when imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Tests of how calls are cut expect the default sizes.
+os.environ.setdefault("FASTATTN_TUNING", "off")
 
 import numpy as np
 from implementations import COMPILED, IMPLEMENTATIONS, child_environment, forced

@@ -1,7 +1,7 @@
 """The settings of this process: implementation, instruction set, number of threads.
 
 The environment variables FASTATTN_BACKEND, FASTATTN_ISA and FASTATTN_NUM_THREADS are read once, when this
-module is imported.
+module is imported. FASTATTN_TUNING, of tuning.py, is read when a compiled kernel is first needed.
 """
 
 from __future__ import annotations
@@ -221,24 +221,30 @@ def forced(
 
 
 def warn_of_fallback() -> None:
-    """Warn once that calls run on NumPy, unless something asked for that.
-
-    The warning points at the line that called the public function.
-    """
+    """Warn once that calls run on NumPy, unless something asked for that."""
     global _warned
     if _warned or current.asked_by:
         return
     _warned = True
-    frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fastattn":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
+    warn(
         f"fastattn runs on NumPy, several times slower: there are no compiled kernels ({_WHY_NOT_COMPILED})."
         f" Install it again where there is a C compiler (FASTATTN_REQUIRE_EXT=1 makes pip say what fails), or"
         f" set FASTATTN_BACKEND=numpy to use NumPy without this warning.",
         FallbackWarning,
-        stacklevel=level,
     )
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the line that called a public function."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fastattn":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _tuning() -> Any:
+    """The module of sizes, imported when they are first needed."""
+    return import_module("fastattn._engine.tuning")
 
 
 def why_numpy(backend: str | None = None) -> str | None:
@@ -260,8 +266,9 @@ def show_config() -> Report:
     Report
         A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
         if it is compiled), ``isa`` in use (None on NumPy), ``isas_available`` on this CPU, ``isas_compiled``,
-        ``openmp``, ``num_threads`` and ``num_threads_from`` (which variable or limit sets it), ``compiler``,
-        and the versions of NumPy and Python.
+        ``openmp``, ``num_threads`` and ``num_threads_from`` (which variable or limit sets it),
+        ``level2_cache`` (bytes of a core's, if the system says), ``tuning`` (sizes of tasks that are not the
+        defaults, and the file that says so), ``compiler``, and the versions of NumPy and Python.
     """
     return Report(
         version=__version__,
@@ -273,6 +280,8 @@ def show_config() -> Report:
         openmp=bool(core and core.OPENMP),
         num_threads=get_num_threads(),
         num_threads_from="forked process" if _forked else current.threads_from,
+        level2_cache=core.LEVEL2_CACHE or None if core else None,
+        tuning=_tuning().said() if current.backend == "compiled" else None,
         compiler=core.COMPILER if core else None,
         numpy=np.__version__,
         python=sys.version.split()[0],
@@ -295,5 +304,7 @@ except (ImportError, ValueError) as error:
         print(f"fastattn: {error}", file=sys.stderr)
         sys.exit(2)
     raise
+if core is not None:
+    core.on_first_use(lambda: _tuning().load())
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)

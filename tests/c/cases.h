@@ -4,6 +4,8 @@
 
 #include "arrays.h"
 
+#include <float.h>
+
 /* Random numbers: splitmix64. */
 static uint64_t seed;
 

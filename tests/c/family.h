@@ -2,6 +2,7 @@
 #ifndef FAMILY_H
 #define FAMILY_H
 
+#include "cases.h"
 #include "compare.h"
 
 #include <signal.h>
@@ -36,6 +37,22 @@ static void crashed(int signal)
     _exit(2);
 }
 
+/* Sizes of tasks: about half of the cases have the least or the most of some, as their number draws them. */
+static void draw_sizes(int number)
+{
+    const uint64_t before = seed;
+    seed = (uint64_t)number;
+    fa_tune_for(0);
+    const int defaults = below(2) == 0;
+    FOR(size, fa_size_count())
+    {
+        const fa_size *range = fa_size_at((int)size);
+        const int64_t drawn = below(4);
+        if (!defaults && drawn < 2) *fa_size_in(&fa_tuned, (int)size) = drawn ? range->most : range->least;
+    }
+    seed = before;
+}
+
 /* All cases on all instruction sets, or one; counts those that passed and those that did not. */
 static void run_family(const family *f, const char *only_isa, int only_case, int count[2])
 {
@@ -43,6 +60,7 @@ static void run_family(const family *f, const char *only_isa, int only_case, int
     for (running_case = 0; running_case < f->n_cases; running_case++) {
         if (only_case >= 0 && running_case != only_case) continue;
         running_isa = "no kernel";
+        draw_sizes(running_case);
         f->make(running_case);
         const int mark = n_mappings;
         protect();

@@ -138,6 +138,18 @@ cdef extern from "fastattn.h" nogil:
         void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t, void *) noexcept nogil
         double (*fma_rounds)(int64_t, fa_dtype) noexcept nogil
         double (*read_bytes)(const char *, int64_t) noexcept nogil
+    ctypedef struct fa_tuning:
+        int64_t parallel_flops, parallel_dot_flops, parallel_elements, row_task_elements
+    fa_tuning fa_tuned
+    ctypedef struct fa_size:
+        const char *name
+        const char *unit
+        int64_t least, most
+    int fa_size_count()
+    const fa_size *fa_size_at(int)
+    int64_t *fa_size_in(fa_tuning *, int)
+    void fa_tune_for(int64_t)
+    int64_t fa_level2_cache()
     int fa_isa_count()
     const char *fa_isa_name(int)
     int fa_isa_available(int)

@@ -53,10 +53,6 @@ cdef extern from *:
     int fa_flag(const int *) noexcept nogil
     void fa_set_flag(int *) noexcept nogil
 
-# Work for which a parallel region (5 microseconds) pays: FLOP of the tile kernel, and of the dot kernel, whose FLOP
-# wait for memory and take ten times as long. docs/notes/threads.md has the measurement.
-cdef double PARALLEL_TILE = 1e6
-cdef double PARALLEL_DOT = 1e5
 # Splits in flight per thread: the partials kept at a time are this many times the thread count.
 cdef int64_t WAVE = 8
 
@@ -79,6 +75,9 @@ def set_isa(name):
     if name not in AVAILABLE_ISAS:
         raise ValueError(f"isa {name!r} is not available; available here: {', '.join(AVAILABLE_ISAS)}")
     _isa = COMPILED_ISAS.index(name)
+
+
+include "tuning.pxi"
 
 
 cdef enum:
@@ -179,9 +178,9 @@ cdef int _run_attention(fa_attention_args *a, int threads) except -1:
     cdef Wave w
     cdef int64_t most = 0
     a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = fa_isa_kernels(_isa, a.q.dtype), a, &w.plan
+    loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), a, &w.plan
     loop.kernels.plan(a, threads, &w.plan)
-    if w.plan.flops < (PARALLEL_DOT if w.plan.kind == FA_DOT else PARALLEL_TILE):
+    if w.plan.flops < (fa_tuned.parallel_dot_flops if w.plan.kind == FA_DOT else fa_tuned.parallel_flops):
         threads = 1
     # With few KV heads their splits are the tasks; with many, a head is.
     if threads > 1 and w.plan.n_splits > 1 and w.plan.n_tasks < 4 * threads:
@@ -213,7 +212,7 @@ def plan(args):
     cdef fa_attention_args a
     cdef fa_plan p
     _set_args(&a, args, False)  # the plan looks at shapes and dtypes only
-    fa_isa_kernels(_isa, a.q.dtype).plan(&a, args.num_threads, &p)
+    _kernels(a.q.dtype).plan(&a, args.num_threads, &p)
     return {
         "kernel": "dot" if p.kind == FA_DOT else "tile",
         "isa": get_isa(),

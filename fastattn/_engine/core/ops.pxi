@@ -69,9 +69,10 @@ cdef int _run_linear(fa_linear_args *a, int threads) except -1:
     cdef Loop loop
     cdef fa_linear_plan plan
     a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = fa_isa_kernels(_isa, a.dtype), a, &plan
+    loop.kernels, loop.args, loop.plan = _kernels(a.dtype), a, &plan
     loop.kernels.linear_plan(a, threads, &plan)
-    return _run(&loop, _linear_task, plan.n_tasks, threads if plan.flops >= PARALLEL_TILE else 1, plan.scratch_bytes)
+    return _run(&loop, _linear_task, plan.n_tasks, threads if plan.flops >= fa_tuned.parallel_flops else 1,
+                plan.scratch_bytes)
 
 
 def linear(args):
@@ -133,7 +134,7 @@ def pack(args):
         table = TABLES[args.dtype]
         a.middles, a.extreme = _data("middles", table.middles, 16, cnp.NPY_FLOAT), table.extreme
     a.watch = &loop.watch
-    loop.kernels, loop.args = fa_isa_kernels(_isa, lane), &a
+    loop.kernels, loop.args = _kernels(lane), &a
     _run_rows_of(&loop, _pack_task, count, width * a.k, args.num_threads if FA_OPENMP else 1,
                  loop.kernels.pack_scratch_bytes(&a))
 
@@ -146,7 +147,7 @@ cdef void _rows_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
 cdef int _run_rows(fa_rows_args *a, int threads) except -1:
     cdef Loop loop
     a.watch = &loop.watch
-    loop.kernels, loop.args = fa_isa_kernels(_isa, a.dtype), a
+    loop.kernels, loop.args = _kernels(a.dtype), a
     return _run_rows_of(&loop, _rows_task, a.m, a.n, threads, loop.kernels.rows_scratch_bytes(a.n))
 
 
@@ -176,7 +177,7 @@ cdef void _rope_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
 cdef int _run_rope(fa_rope_args *a, int threads) except -1:
     """One row holds all heads."""
     cdef Loop loop
-    loop.kernels, loop.args = fa_isa_kernels(_isa, a.x.dtype), a
+    loop.kernels, loop.args = _kernels(a.x.dtype), a
     return _run_rows_of(&loop, _rope_task, a.batch * a.length, a.heads * a.head_dim, threads,
                         a.head_dim * sizeof(double) + 64)
 

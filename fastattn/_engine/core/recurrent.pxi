@@ -35,8 +35,8 @@ def recurrent(args):
     tables.set(&a.norm_out, "norm_out", args.norm_out, lane, 2, a.heads, a.head_dim, 1, True)
     tables.set(&a.norm, "norm", args.norm, lane, 2, a.heads, a.head_dim, 1, True)
     a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = fa_isa_kernels(_isa, a.q.dtype), &a, &plan
+    loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), &a, &plan
     loop.kernels.recurrent_plan(&a, threads, &plan)
-    if plan.flops < (PARALLEL_DOT if plan.steps else PARALLEL_TILE):
+    if plan.flops < (fa_tuned.parallel_dot_flops if plan.steps else fa_tuned.parallel_flops):
         threads = 1
     _run(&loop, _recurrent_task, plan.n_tasks, threads, plan.scratch_bytes)

@@ -24,6 +24,7 @@ def rowwise(args):
     r.pre = _data("pre", args.pre, heads * heads, lane)
     r.post = _data("post", args.post, heads * heads, lane)
     r.attention.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = fa_isa_kernels(_isa, r.attention.q.dtype), &r, &plan
+    loop.kernels, loop.args, loop.plan = _kernels(r.attention.q.dtype), &r, &plan
     loop.kernels.rowwise_plan(&r, &plan)
-    _run(&loop, _rowwise_task, plan.n_tasks, threads if plan.flops >= PARALLEL_TILE else 1, plan.scratch_bytes)
+    _run(&loop, _rowwise_task, plan.n_tasks, threads if plan.flops >= fa_tuned.parallel_flops else 1,
+         plan.scratch_bytes)

@@ -1,9 +1,6 @@
 # The one way in which tasks run, whatever their kernel: a part of _core.pyx, which includes it.
 
 cdef double SECONDS_BETWEEN_SIGNALS = 0.05
-# Elements for which a parallel region pays, and those of a task: a row operation spends about a nanosecond on four.
-cdef int64_t PARALLEL_ELEMENTS = 1 << 16
-cdef int64_t TASK_ELEMENTS = 1 << 14
 
 cdef extern from "queue.h" nogil:
     int64_t fa_next(int64_t *next, int64_t n, int64_t had, int thread, int threads)
@@ -122,7 +119,7 @@ cdef int _run(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t sc
 
 cdef int _run_rows_of(Loop *loop, run_task run, int64_t n, int64_t width, int threads, int64_t scratch_bytes) except -1:
     """Run a loop over n rows of `width` elements."""
-    loop.n, loop.step = n, max(1, TASK_ELEMENTS // max(1, width))
-    if n * width < PARALLEL_ELEMENTS:
+    loop.n, loop.step = n, max(1, fa_tuned.row_task_elements // max(1, width))
+    if n * width < fa_tuned.parallel_elements:
         threads = 1
     return _run(loop, run, (n + loop.step - 1) // loop.step, threads, scratch_bytes)
