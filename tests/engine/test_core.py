@@ -132,11 +132,16 @@ def slots(heads=2, capacity=8, head_dim=4, dtype=np.float32, **changes):
         Sequences(2, slots=slots(starts=np.array([0, 0, 0]))),
         Sequences(2, slots=slots(length=9)),
         Sequences(2, slots=slots(v=ones(2, 2, 8, 3))),
+        Sequences(2, slots=slots(k_scale=ones(2, 2, 8), v_scale=ones(2, 2, 8))),
+        Sequences(2, slots=slots(dtype=np.int8, k_scale=ones(2, 2, 8))),
+        Sequences(2, slots=slots(dtype=np.int8, k_scale=ones(2, 2, 7), v_scale=ones(2, 2, 8))),
     ],
-    ids=range(14),
+    ids=range(17),
 )
 def test_sequences_that_do_not_fit(core, call):
     run(core, [GOOD["attend"]], call=Sequences(2, slots=slots()))
+    scales = {"k_scale": ones(2, 2, 8), "v_scale": ones(2, 2, 8)}
+    run(core, [GOOD["attend"]], call=Sequences(2, slots=slots(dtype=np.int8, **scales)))
     with pytest.raises(ValueError, match="fastattn: "):
         run(core, [GOOD["attend"]], call=call)
 
@@ -200,6 +205,9 @@ ROPE = RopeArgs(ones(2, 3, 8), ones(2, 3, 8), ones(1, 3, 4), ones(1, 3, 4), Fals
                 {"cos": ones(1, 3, 5), "sin": ones(1, 3, 5)},
                 {"sin": ones(1, 2, 4)},
                 {"cos": ones(1, 3, 4, dtype=np.float64)},
+                {"out": ones(2, 3, 8), "scale": ones(2, 3)},
+                {"out": ones(2, 3, 8, dtype=np.int8), "scale": ones(3, 3)},
+                {"out": ones(2, 3, 8, dtype=np.int8), "scale": ones(2, 3, dtype=np.float64)},
             )
         ),
     ],
@@ -240,6 +248,34 @@ def test_attention_that_does_not_fit(core, changes):
     core.attention(args())
     with pytest.raises(ValueError, match=f"fastattn: {'|'.join(changes)} has shape"):
         core.attention(args(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"k": ones(2, 2, 7, 8)},
+        {"v": ones(2, 2, 7, 8)},
+        {"k_scale": ones(2, 2, 6)},
+        {"v_scale": ones(3, 7)},
+        {"v_scale": ones(2, 2, 7, dtype=np.float64)},
+        {"v_scale": None},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_int8_keys_that_do_not_fit(core, changes):
+    def args(**changes):
+        codes = ones(2, 2, 7, 8, dtype=np.int8)
+        made = plain_args(ones(2, 4, 5, 8), codes, codes, ones(2, 4, 5, 8), 1)
+        for name, value in {"k_scale": ones(2, 2, 7), "v_scale": ones(2, 2, 7), **changes}.items():
+            setattr(made, name, value)
+        return made
+
+    core.attention(args())
+    with pytest.raises(ValueError, match=r"fastattn: (v|k|k_scale|v_scale) has shape"):
+        core.attention(args(**changes))
+    without = args(k_scale=None, v_scale=None)
+    with pytest.raises(TypeError, match="no kernel reads int8"):
+        core.attention(without)
 
 
 def test_one_list_of_activations(core):

@@ -277,6 +277,20 @@ def test_explain():
     assert fastattn.explain(x, x, x, stats=["key_sums"])["second_pass"]
 
 
+@pytest.mark.parametrize("heads", [2, 6])
+def test_sums_of_few_rows_with_ranges_do_not_depend_on_threads(heads, implementation):
+    """Where a row's range ends within a block, how much of the block is looked at depends on the task."""
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        q, k, v = (
+            x.astype(np.float32) for x in spread_inputs(Shape("", 2, heads, 2, 1, 1100, 8), "float32", rng)
+        )
+        begin = rng.integers(0, 900, (heads, 1))
+        arguments = {"row_ranges": (begin, begin + rng.integers(1, 200, (heads, 1))), "stats": ("key_sums",)}
+        one, many = (fastattn.attention(q, k, v, **arguments, num_threads=n)[1]["key_sums"] for n in (1, 8))
+        np.testing.assert_array_equal(many, one)
+
+
 def test_nothing_asked_for():
     x = np.ones((1, 2, 3, 4), np.float32)
     assert fastattn.attention(x, x, x, stats=())[1] == {}
