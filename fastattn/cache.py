@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fastattn._args.types import RopeArgs, lane_dtype
-from fastattn._args.values import MOST_SIZE, float_array, float_dtype, integer, integers, is_ready, readable
-from fastattn._engine import dispatch, settings
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import MOST_SIZE, float_array, float_dtype, integer, integers, is_ready
+from fastattn._engine.slots import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,52 +53,6 @@ class Cached(_Cached):
         if self.k_scale is not None:
             named |= {"k_scale": self.k_scale, "v_scale": self.v_scale}
         return named
-
-
-class Slots(NamedTuple):
-    """The memory of a cache where the keys and values of new tokens go; the cache already counts them."""
-
-    k: Array  # (batch, heads_kv, capacity, head_dim)
-    v: Array
-    starts: Ints | int  # position of the first new token: one number, or one for each sequence, (batch,)
-    ends: Ints | None  # length of each sequence with the new tokens, (batch,); None where all have `length`
-    length: int  # of the longest sequence, with the new tokens
-    k_scale: Array | None = None  # (batch, heads_kv, capacity), of int8
-    v_scale: Array | None = None
-
-    @np.errstate(over="ignore")  # a float32 too large for float16 becomes infinite
-    def put(self, k: Array, v: Array, first: int = 0) -> tuple[Array, ...]:
-        """Write k and v (batch, heads, tokens, head_dim) to the heads from `first` on.
-
-        Returns views of all keys and of all values of these heads, and if they are int8, of their scales.
-        Padding is written, too; the next tokens overwrite it.
-        """
-        batch, heads, tokens, _ = k.shape
-        arrays: tuple[Array, ...] = self.k, self.v
-        parts: tuple[Array, ...] = k, v
-        if self.k_scale is not None and self.v_scale is not None:
-            lane = self.k_scale.dtype
-            (k, k_scale), (v, v_scale) = _rounded(k, lane), _rounded(v, lane)
-            arrays, parts = (*arrays, self.k_scale, self.v_scale), (k, v, k_scale, v_scale)
-        held = tuple(x[:, first : first + heads] for x in arrays)
-        for new, there in zip(parts, held, strict=True):
-            if isinstance(self.starts, int):
-                there[:, :, self.starts : self.starts + tokens] = new
-            else:
-                place = self.starts[:, None] + np.arange(tokens)
-                there[np.arange(batch)[:, None], :, place] = new.swapaxes(1, 2)
-        return tuple(x[:, :, : self.length] for x in held)
-
-
-def _rounded(x: Array, lane: np.dtype[Any]) -> tuple[Array, Array]:
-    """`x` (batch, heads, tokens, head_dim) in int8, and the scales of its rows in `lane`."""
-    if lane_dtype(x.dtype) != lane:
-        x = x.astype(lane)
-    x = readable(x, "x", [], "the head dimension")
-    codes, scale = np.empty(x.shape, np.int8), np.empty(x.shape[:-1], lane)
-    nothing = np.empty((1, 1, 0), lane)  # no rotation
-    dispatch.run(RopeArgs(x, codes, nothing, nothing, False, settings.get_num_threads(), scale))
-    return codes, scale
 
 
 def _cache_dtype(dtype: Any) -> np.dtype[Any]:

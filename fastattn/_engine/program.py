@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Activation, Array, Rounding
-    from fastattn.cache import Slots
+    from fastattn._engine.slots import Slots
 
     Buffers = Mapping[str, Array]
 
