@@ -174,8 +174,9 @@ class KVCache:
         new_k = k if is_ready(k, 4) else float_array(_APPEND, "k", k)
         new_v = v if is_ready(v, 4) else float_array(_APPEND, "v", v)
         counts = self._require_fit(new_k, new_v, lengths)
-        slots = self._extend(new_k.shape, new_v.shape, new_k.dtype, counts)
-        held_k, held_v, *scales = slots.put(new_k, new_v)
+        with restored_on_error((self,)):  # rounding to int8 may be interrupted
+            slots = self._extend(new_k.shape, new_v.shape, new_k.dtype, counts)
+            held_k, held_v, *scales = slots.put(new_k, new_v)
         cached = Cached(held_k, held_v, slots.ends, slots.starts)
         if scales:
             cached.k_scale, cached.v_scale = scales

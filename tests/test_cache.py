@@ -241,6 +241,28 @@ def test_restored_on_error():
     np.testing.assert_array_equal(cache.append(*tokens(0, heads=1, dtype=np.float64)).v, kept.v)
 
 
+@pytest.mark.parametrize("before", [0, 3])
+def test_an_interrupted_append_counts_nothing(before, monkeypatch):
+    cache, rng = KVCache(dtype="int8"), np.random.default_rng(0)
+    k = rng.standard_normal((1, 2, 3, 4)).astype(np.float32)
+    if before:
+        held = cache.append(k, k)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fastattn._engine.slots.dispatch.run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.append(k, k)
+    assert cache.length == before
+    again = cache.append(k, k)
+    assert again.k.shape[2] == before + 3
+    assert np.isfinite(again.k_scale).all()
+    if before:
+        np.testing.assert_array_equal(again.k[:, :, :before], held.k)
+
+
 def test_what_it_holds_cannot_be_set():
     """Kernels take from these numbers where tokens go."""
     cache = KVCache()

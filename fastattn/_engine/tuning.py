@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "FASTATTN_TUNING"
 FORMAT = 1
+MOST_BYTES = 1 << 16  # of a file; those that are written have a few hundred
 
 _said: str | None = None  # what `said` returns; None until the file was looked for
 
@@ -80,19 +81,30 @@ def _read() -> tuple[str, str]:
     if file is None:
         return f"defaults: {VARIABLE} is off", ""
     try:
-        sizes = _sizes_of(json.loads(file.read_text(encoding="utf-8")))
+        sizes = _sizes_of(json.loads(_content(file)))
     except _AnotherMachine as error:
         return f"defaults: {file} is ignored, {error}", ""
     except (OSError, ValueError, RecursionError) as error:
-        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
-        if missing and file == usual_path():
-            return "defaults", ""
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if isinstance(error, OSError) and file == usual_path():  # which nobody has asked for
+            missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+            return "defaults" if missing else f"defaults: {file}: {reason}", ""
         return f"defaults: {file}: {reason}", f"{file}: {reason}"
     settings.core.set_sizes(sizes)
     usual = defaults()
     changed = [f"{name} {value} (not {usual[name]})" for name, value in sizes.items() if value != usual[name]]
     return f"{file}: {', '.join(changed) or 'all are the defaults'}", ""
+
+
+def _content(file: Path) -> str:
+    """The text of a small regular file: a pipe would never end, or never begin."""
+    if file.exists() and not file.is_file():
+        raise ValueError("it is not a regular file")
+    with file.open(encoding="utf-8") as opened:
+        text = opened.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    return text
 
 
 def _sizes_of(content: Any) -> dict[str, int]:

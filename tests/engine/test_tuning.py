@@ -1,6 +1,7 @@
 """Files with sizes for a machine are read or refused; `python -m fastattn tune` measures and writes them."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -133,7 +134,8 @@ def test_a_wrong_entry_warns_and_nothing_changes(case, file, python):
         (b"[1]", "it holds a list; expected an object"),
         (b"\xff", "'utf-8' codec"),
         (b"{}", "it has no 'format'"),
-        (b"[" * 100_000, "maximum recursion"),
+        (b"[" * 50_000, "maximum recursion"),
+        (b" " * 100_000, "it has more than 65536 bytes"),
         (None, "No such file"),
     ],
 )
@@ -148,8 +150,22 @@ def test_what_is_no_file_of_sizes_warns(text, expected, tmp_path, python):
 
 
 @needs_kernels
-def test_a_folder_warns(tmp_path, python):
-    assert f"{tmp_path}: Is a directory" in ask(python, FASTATTN_TUNING=tmp_path)[2][0]
+def test_what_is_no_file_warns(tmp_path, python):
+    pipe = tmp_path / "pipe"  # nobody writes to it: to read it would never end
+    os.mkfifo(pipe)
+    for path in (tmp_path, pipe):
+        assert f"{path}: it is not a regular file" in ask(python, FASTATTN_TUNING=path)[2][0]
+
+
+@needs_kernels
+def test_the_usual_place_that_cannot_be_read_does_not_warn(tmp_path, python):
+    """As another user's home cannot; here, since root reads everything, a link to itself."""
+    path = tmp_path / "fastattn" / "tuning.json"
+    path.parent.mkdir()
+    path.symlink_to(path)
+    sizes, said, warned = ask(python, FASTATTN_TUNING=None, XDG_CONFIG_HOME=tmp_path)
+    assert (sizes, warned) == (USUAL, [])
+    assert said.startswith(f"defaults: {path}: ")
 
 
 @needs_kernels
