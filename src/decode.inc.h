@@ -196,8 +196,9 @@ static void weigh_rows(const fa_attention_args *a, const score_tile *scores, con
     if (a->stats.mean_weights.data) add_rows_to_mean(a, rows, scores->s, scores->j0, n);
 }
 
-/* Scores of int8 keys, of which s holds the products with q / WIDEST_I8: so these do not overflow before those would. A
- * key whose scaled elements may not be finite, or whose scale is not, is scored as it is defined. */
+/* Scores of int8 keys, of which s holds the products with q / WIDEST_I8: so these do not overflow before those would, if
+ * scales are at least 1 / WIDEST_I8. A key whose scaled elements may not be finite, or whose scale is not, is scored as
+ * it is defined. */
 static void scale_scores(const fa_attention_args *a, const row_block *rows, int64_t j0, int64_t n,
                          const dot_scratch *scratch)
 {

@@ -115,7 +115,13 @@ def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
     """`x` as an array of one of the four floating types, in any strides and byte order."""
     array = as_array(func, name, x)
     if not is_float(array.dtype):
-        hint = " (attention takes int8 with k_scale and v_scale)" if array.dtype == np.int8 else ""
+        hint = ""
+        if array.dtype == np.int8 and name in ("k", "v"):
+            rounds = func.startswith("KVCache")
+            hint = (
+                "KVCache(dtype='int8') rounds" if rounds else "attention takes int8 with k_scale and v_scale"
+            )
+            hint = f" ({hint})"
         raise wrong_dtype(func, name, array, f"float32, float64, float16 or bfloat16{hint}")
     if array.dtype.isnative:
         _native.add(array.dtype)

@@ -259,8 +259,6 @@ def line(result: Result) -> str:
 
 def main(seconds: float, seed: int | None, write: Path | None, reset: bool) -> int:
     """Measure, print, and write to `write`, of which ``Path()`` is the usual place; the exit status."""
-    if settings.default_backend() != "compiled":
-        return _refuse("There is nothing to tune: no compiled kernels are in use.")
     file = write if write and write != Path() else tuning.path() or tuning.usual_path()
     if reset:
         there = file.exists()
@@ -270,6 +268,17 @@ def main(seconds: float, seed: int | None, write: Path | None, reset: bool) -> i
             return _refuse(f"cannot remove {file}: {error.strerror}")
         print(f"{file} was removed." if there else f"There is no {file}: the defaults hold.")
         return 0
+    if settings.default_backend() != "compiled":
+        return _refuse("There is nothing to tune: no compiled kernels are in use.")
+    if write == Path() and tuning.path() is None:
+        return _refuse(f"{tuning.VARIABLE} is off, so that no file is read: unset it, or name a file")
+    if write is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return _refuse(f"cannot write {file}: {error.strerror}")
+        if not os.access(file.parent, os.W_OK):
+            return _refuse(f"cannot write {file}: its folder is read-only")
     # Where all threads wake up on one core, as they once did, times say nothing of sizes.
     if "OMP_PROC_BIND" not in os.environ:
         command = [sys.executable, "-m", "fastattn", *sys.argv[1:]]

@@ -86,6 +86,8 @@ def _read() -> tuple[str, str]:
         return f"defaults: {file} is ignored, {error}", ""
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"it is not JSON: {reason}"
         if isinstance(error, OSError) and file == usual_path():  # which nobody has asked for
             missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
             return "defaults" if missing else f"defaults: {file}: {reason}", ""

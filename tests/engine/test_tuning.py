@@ -130,7 +130,7 @@ def test_a_wrong_entry_warns_and_nothing_changes(case, file, python):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (b"{", "Expecting property name"),
+        (b"{", "it is not JSON: Expecting property name"),
         (b"[1]", "it holds a list; expected an object"),
         (b"\xff", "'utf-8' codec"),
         (b"{}", "it has no 'format'"),
@@ -237,6 +237,12 @@ def test_the_command_refuses(tmp_path):
     run = command("--reset", FASTATTN_TUNING=tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith(f"cannot remove {tmp_path}: ")
+    run = command("--write", "/proc/none/tuning.json")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("cannot write /proc/none/tuning.json: ")
+    run = command("--write", FASTATTN_TUNING="off")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("FASTATTN_TUNING is off")
     run = command(FASTATTN_BACKEND="numpy")
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == "There is nothing to tune: no compiled kernels are in use.\n"
