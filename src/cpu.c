@@ -63,19 +63,13 @@ int fa_cpu_has_avxvnni(void)
 #if defined __linux__
 #include <sys/auxv.h>
 int fa_cpu_has_neondot(void) { return (getauxval(AT_HWCAP) & 1 << 20) != 0; } /* HWCAP_ASIMDDP */
-int fa_cpu_has_neoni8mm(void)
-{
-    return fa_cpu_has_neondot() && (getauxval(AT_HWCAP2) & 1 << 13) != 0;
-} /* HWCAP2_I8MM */
+
+/* HWCAP2_I8MM */
+int fa_cpu_has_neoni8mm(void) { return fa_cpu_has_neondot() && (getauxval(AT_HWCAP2) & 1 << 13) != 0; }
 #elif defined __APPLE__
 int fa_cpu_has_neondot(void) { return 1; } /* since the first of Apple's own */
 
-int fa_cpu_has_neoni8mm(void) /* since the M2 */
-{
-    int has = 0;
-    size_t size = sizeof has;
-    return sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, NULL, 0) == 0 && has;
-}
+int fa_cpu_has_neoni8mm(void) { return number("hw.optional.arm.FEAT_I8MM") != 0; } /* since the M2 */
 #else
 int fa_cpu_has_neondot(void) { return 0; }
 int fa_cpu_has_neoni8mm(void) { return 0; }

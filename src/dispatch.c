@@ -1,5 +1,6 @@
-/* What all instruction sets share: the sizes of tuning.inc, and the list of compiled instruction sets, best first. The build defines FA_COMPILED, such as "X(avx512vnni, avx512) X(generic,
- * generic)": names, and those of the sets whose double kernels they use. */
+/* What all instruction sets share: the sizes of tuning.inc, and the list of compiled instruction sets, best first. The
+ * build defines FA_COMPILED, such as "X(avx512vnni, avx512) X(generic, generic)": names, and those of the sets whose
+ * double kernels they use. */
 #include "fastattn.h"
 
 #define X(isa, doubles)                                                                                                \

@@ -43,8 +43,8 @@ INLINE void gather_values(const fa_attention_args *a, const row_block *rows, con
     for (int64_t i = 0; i < bad->n; i++) memset(to + bad->row[i] * a->head_dim_v, 0, bytes);
 }
 
-/* ot (head_dim_v, nv) += probs (nv) times the value of a key that was taken out, in the lanes of the mask `attends`, or in all
- * of them if that is NULL. Kernels round the sum once (`fused`), or the product and the sum. */
+/* ot (head_dim_v, nv) += probs (nv) times the value of a key that was taken out, in the lanes of the mask `attends`, or
+ * in all of them if that is NULL. Kernels round the sum once (`fused`), or the product and the sum. */
 INLINE void add_bad_value(const fa_attention_args *a, int nv, int fused, const row_block *rows, int64_t key,
                           const lane *probs, const lane *attends, lane *ot)
 {

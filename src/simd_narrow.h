@@ -10,7 +10,8 @@
  *                           b: some instructions take a as unsigned
  *   v_square_i8(a, b, c)    c + the products of rows a0, a1 with b0, b1, eight signed bytes each: lanes a0 b0, a0 b1,
  *                           a1 b0, a1 b1; only if V_I8_SQUARES, as the two that follow
- *   v_halves(i, a, b)       the lower (0) or upper (1) halves of a and b      v_zipped    the same, a's lanes and b's in turn
+ *   v_halves(i, a, b)       the lower (0) or upper (1) halves of a and b
+ *   v_zipped(i, a, b)       the same, a's lanes and b's in turn
  *   v_lookup(table, i)      table[i % 16], lanes     v_lookup_i8          the same of bytes, i < 16,
  *                           in the table that v_table_i8 has loaded
  *   v_store_i8              the lowest byte of each lane           v_store_i8_part      of the first n lanes */

@@ -136,8 +136,8 @@ static linear_case linear_case_of(int number)
     return c;
 }
 
-/* x w^T + bias, or x w + bias. A result may err by a few units in the last place of the sum of its terms' absolute values; by more of
- * them, the longer the sum is. */
+/* x w^T + bias, or x w + bias. A result may err by a few units in the last place of the sum of its terms' absolute
+ * values; by more of them, the longer the sum is. */
 static near expect_linear(const linear_case *c, const double *x, int64_t map, int64_t j)
 {
     const fa_linear_args *a = &c->args;
