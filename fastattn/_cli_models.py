@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO, TextIO
 
     from fastattn._args.types import Array
-    from fastattn.models import Bert, Decoder
+    from fastattn.models import Encoder, Decoder
 
 SUFFIXES = (".npy", ".jsonl")
 
@@ -43,12 +43,12 @@ def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Name
 @_said
 def embed(options: argparse.Namespace) -> None:
     """Turn lines of text into vectors with an encoder (BERT, RoBERTa, MiniLM)."""
-    from fastattn.models import Bert
+    from fastattn.models import Encoder
     from fastattn.models._files import require
 
     progress_bar = require("tqdm").tqdm
     model = _loaded(options)
-    if not isinstance(model, Bert):
+    if not isinstance(model, Encoder):
         raise ValueError(f"{options.model} holds a {model.model_type}; expected a model of the BERT family")
     with _opened(options.file) as file:
         total, lines = _lines(file)
@@ -96,7 +96,7 @@ def generate(options: argparse.Namespace) -> None:
     print()
 
 
-def _loaded(options: argparse.Namespace) -> Bert | Decoder:
+def _loaded(options: argparse.Namespace) -> Encoder | Decoder:
     """The model that the options name, in the types that they name."""
     from fastattn.models import load
 

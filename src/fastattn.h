@@ -61,7 +61,8 @@ typedef struct {
     fa_array k_scale, v_scale; /* (batch, heads_kv, len_k), lane type: what each row of k and v in FA_I8 is times */
     fa_array lse;              /* (batch, heads_q, len_q), lane type; optional */
     fa_array sinks;            /* (batch, heads_q), lane type; optional */
-    int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
+    int64_t first, batch;      /* items first .. first + batch - 1 of what the arrays hold */
+    int64_t heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
     fa_masks masks;
     fa_modifiers mods;
     fa_statistics stats;

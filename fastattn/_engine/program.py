@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array, Rounding
+    from fastattn._args.types import Activation, Array, Ints, Rounding
     from fastattn._engine.slots import Slots
 
     Buffers = Mapping[str, Array]
@@ -35,13 +35,19 @@ X, OUT = "x", "out"
 
 
 class Sequences(NamedTuple):
-    """What the rows of a call are: `batch` sequences of one length, end to end."""
+    """What the rows of a call are: `batch` sequences end to end, of one length, or of those that `begins` says.
+
+    A ragged batch has its queries' own axes (1, rows) where one of equal lengths has (batch, 1, length).
+    """
 
     batch: int
     # First and last key (exclusive) of each query, broadcast to (batch, 1, length); a step picks one.
     ranges: tuple[Range, ...] = ((None, None),)
-    rotation: tuple[Array, Array] | None = None  # cos and sin, ([batch,] 1, length, pairs), lane type
+    rotations: tuple[tuple[Array, Array], ...] = ()  # cos and sin, ([batch,] 1, length, pairs), lane type
     slots: Slots | None = None  # where the cache takes new keys and values; older ones are attended, too
+    begins: Ints | None = None  # the first row of each sequence, and the end, (batch + 1,)
+    # Added to the score of query i and key j at j - i from the middle: (heads, 2 n - 1), lane type, contiguous.
+    biases: tuple[Array, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,8 +128,8 @@ class NormStep(Step):
 class AttendStep(Step):
     """`attention` of the queries, keys and values that stand side by side in the rows of `x`.
 
-    If the call has a rotation, `apply_rope` turns queries and keys first: in place, except for keys that go
-    to a cache, which are turned on their way.
+    With a rotation, `apply_rope` turns queries and keys first: in place, except for keys that go to a cache,
+    which are turned on their way.
     """
 
     op = "attend"
@@ -134,6 +140,8 @@ class AttendStep(Step):
     scale: float
     layer: int = 0  # a cache holds `heads_kv` heads for each layer, in order
     ranges: int = 0  # index into the call's `ranges`
+    rotation: int | None = None  # and into its `rotations`
+    bias: int | None = None  # and into its `biases`; not with a cache
 
     @property
     def columns(self) -> int:
@@ -141,13 +149,13 @@ class AttendStep(Step):
 
     def run(self, buffers: Buffers, call: Sequences) -> None:
         def heads(array: Array) -> Array:
-            batch = call.batch
+            batch = call.batch if call.begins is None else 1
             return array.reshape(batch, len(array) // batch, -1, self.head_dim).transpose(0, 2, 1, 3)
 
         together, end = heads(buffers[self.x]), self.heads + self.heads_kv
         qk, v = together[:, :end], together[:, end:]
-        if call.rotation is not None:
-            dispatch.run(RopeArgs(qk, qk, *call.rotation, False, 1))
+        if self.rotation is not None:
+            dispatch.run(RopeArgs(qk, qk, *call.rotations[self.rotation], False, 1))
         q, k = qk[:, : self.heads], qk[:, self.heads :]
         scales: list[Array] = []
         if call.slots is not None:
@@ -157,7 +165,23 @@ class AttendStep(Step):
             args.k_scale, args.v_scale = scales
         args.scale = self.scale
         args.row_begin, args.row_end = call.ranges[self.ranges]
+        if self.bias is not None:
+            args.bias = by_distance(call.biases[self.bias], args.len_q)
+        if call.begins is not None:
+            args.batch_shape, args.begins = (call.batch,), (call.begins, call.begins)
+            args.q, args.k, args.v, args.out = q[0], k[0], v[0], args.out[0]
         dispatch.run(args)
+
+
+def by_distance(table: Array, length: int) -> Array:
+    """The bias (heads, length, length) that `table` (heads, 2 n - 1) has for each query and key, as a view.
+
+    Where `length` is more than n, the view has only the scores of n tokens.
+    """
+    n = min(length, (table.shape[1] + 1) // 2)
+    row, col = table.strides
+    middle = table[:, (table.shape[1] - 1) // 2 :]
+    return np.lib.stride_tricks.as_strided(middle, (len(table), n, n), (row, -col, col), writeable=False)
 
 
 @dataclass(slots=True, eq=False)

@@ -56,6 +56,8 @@ class Block:
     outer: Projection
     head_norm: Norm | None = None  # of each query and key head: its weight is (heads + heads_kv, head_dim)
     window: Window = None  # keys before and after a query that it attends; None: all
+    rotation: int | None = None  # of queries and keys, as `bias` of scores: see `AttendStep`
+    bias: int | None = None
 
     def steps(self, x: str, out: str, total: str = "total", layer: int = 0, ranges: int = 0) -> list[Step]:
         """Steps from buffer `x` to `out`, which may be the same buffer.
@@ -69,7 +71,7 @@ class Block:
         if self.head_norm is not None:
             steps.append(NormStep("qkv", "qkv", *self.head_norm))
         heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
-        steps.append(AttendStep("qkv", "context", *heads, layer, ranges))
+        steps.append(AttendStep("qkv", "context", *heads, layer, ranges, self.rotation, self.bias))
         if self.norm_first:
             return [
                 *steps,

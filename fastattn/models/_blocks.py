@@ -112,16 +112,20 @@ class Blocks:
         return Norm(self.names.norm, weight, bias[0] if bias else None, self.eps)
 
     def read(
-        self, scales: Sequence[float] | None = None, windows: Sequence[Window] | None = None
+        self,
+        scales: Sequence[float] | None = None,
+        windows: Sequence[Window] | None = None,
+        rotations: Sequence[int | None] | None = None,
     ) -> list[Block]:
-        """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, and its window."""
+        """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, window and rotation."""
         precision, widest = self.source.precision, max(self.hidden, self.inner, self.heads * self.head_dim)
         integer_activations("load", precision.activations, precision.weights, widest)
         scales = scales or [self.head_dim**-0.5] * self.num_layers
         windows = windows or [None] * self.num_layers
-        return [self._block(i, scales[i], windows[i]) for i in range(self.num_layers)]
+        rotations = rotations or [None] * self.num_layers
+        return [self._block(i, scales[i], windows[i], rotations[i]) for i in range(self.num_layers)]
 
-    def _block(self, i: int, scale: float, window: Window) -> Block:
+    def _block(self, i: int, scale: float, window: Window, rotation: int | None) -> Block:
         names, source = self.names, self.source
         prefix, rounded = names.prefix.format(i), source.precision.activations
 
@@ -168,4 +172,5 @@ class Blocks:
             outer=linear(names.outer),
             head_norm=head_norm(),
             window=window,
+            rotation=rotation,
         )

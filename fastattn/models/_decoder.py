@@ -59,12 +59,12 @@ class Decoder(_model.Model):
         Parameters
         ----------
         ids, attention_mask
-            As in a call of `Bert`.
+            As in a call of `Encoder`.
 
         Returns
         -------
         ndarray, (batch, length, vocab_size)
-            In the model's dtype, as from `Bert`.
+            In the model's dtype, as from `Encoder`.
         """
         tokens, lengths, order = self._tokens(ids, attention_mask, self.max_length)
         batch, length = tokens.shape
@@ -89,18 +89,18 @@ class Decoder(_model.Model):
             rows += self.positions[positions]
         if not self.num_layers:
             return x
-        rotation = None
+        rotations: tuple[tuple[Array, Array], ...] = ()
         if (frequencies := self.frequencies) is not None:
             if not isinstance(frequencies, RopeFrequencies):
                 frequencies = frequencies(seq_len=longest)
             cos, sin = rope_tables(positions, frequencies, lane_dtype(self.dtype))
-            rotation = cos[..., None, :, :], sin[..., None, :, :]
+            rotations = ((cos[..., None, :, :], sin[..., None, :, :]),)
         if cache is None:
-            return self.program.run(x, Sequences(batch, self._ranges(0, length, lengths, length), rotation))
+            return self.program.run(x, Sequences(batch, self._ranges(0, length, lengths, length), rotations))
         keys = (batch, self.num_layers * self.num_kv_heads, length, self.head_dim)
         slots = cache._extend(keys, keys, self.dtype, lengths)
         ranges = self._ranges(slots.starts, length, slots.ends, slots.length)
-        return self.program.run(x, Sequences(batch, ranges, rotation, slots))
+        return self.program.run(x, Sequences(batch, ranges, rotations, slots))
 
     def _ranges(
         self, starts: Ints | int, length: int, ends: Ints | None, len_k: int
@@ -291,7 +291,8 @@ def read_decoder(
     )
     rotary = None if frequencies is None else frequencies()  # of a size that tensors confirm
 
-    program, all_windows = model_program(blocks.read(scales, windows))
+    rotations = None if rotary is None else [0] * blocks.num_layers
+    program, all_windows = model_program(blocks.read(scales, windows, rotations))
     weight = tensors.pack([tokens if tied else output])
     norm = NormStep(X, "normed", *blocks.norm(names.norm))
     logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.activations)])

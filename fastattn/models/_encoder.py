@@ -1,4 +1,4 @@
-"""Encoders of the BERT family; `_bert.py` builds them."""
+"""Models that make vectors of tokens and of texts; `_bert.py` and its like build them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastattn.models import _model
 from fastattn.models._text import strings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
@@ -32,7 +32,7 @@ _WINDOW_TEXTS, _WINDOW_TOKENS = 1 << 13, 1 << 20
 
 
 class EmbedOptions(TypedDict, total=False):
-    """Keyword arguments of `Bert.embed`, which documents them."""
+    """Keyword arguments of `Encoder.embed`, which documents them."""
 
     batch_size: int
     pooling: str | None
@@ -41,8 +41,8 @@ class EmbedOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Bert(_model.Model):
-    """An encoder of the BERT family: call it for hidden states, or `embed` texts with it."""
+class Encoder(_model.Model):
+    """An encoder: call it for hidden states, or `embed` texts with it."""
 
     max_length: int  # tokens of a sequence
     tokens: Array  # (vocab_size, hidden_size), as in the file
@@ -68,23 +68,50 @@ class Bert(_model.Model):
         Returns
         -------
         ndarray, (batch, length, hidden_size)
-            In the model's dtype; one sequence (length,) is a batch of one. Where a token does not count, the
-            result has no meaning.
+            In the model's dtype; one sequence (length,) is a batch of one. 0 where a token does not count.
         """
         name, types = self.model_type, None
-        tokens, lengths, order = self._tokens(ids, attention_mask, self.max_length)
+        tokens = _model.token_ids(name, ids, self.vocab_size)
+        mask = _model.attended(name, attention_mask, tokens)
         if token_type_ids is not None:
             types = _model.token_ids(name, token_type_ids, len(self.token_types), "token_type_ids")
             if types.shape != tokens.shape:
                 raise wrong_shape(name, "token_type_ids", types, tokens.shape)
         batch, length = tokens.shape
+        lengths = np.full(batch, length) if mask is None else mask.sum(axis=1)
+        longest = lengths.max(initial=0)
+        if longest > self.max_length:
+            came = f"{longest} tokens in a sequence"
+            raise ValueError(f"{name}(): {came}; expected at most {self.max_length}")
+        if mask is None:
+            rows = self._rows(tokens.ravel(), lengths, None if types is None else types.ravel())
+            return rows.reshape(batch, length, self.hidden_size)
+        out = np.zeros((batch, length, self.hidden_size), self.dtype)
+        out[mask] = self._rows(tokens[mask], lengths, None if types is None else types[mask])
+        return out
+
+    def hidden(self, sequences: Sequence[Ints]) -> tuple[Array, Ints]:
+        """Hidden states of sequences of checked ids (length,): those of all tokens end to end, and their begins.
+
+        A sequence's rows (tokens, hidden_size) have the same bits in any company.
+        """
+        lengths = np.array([len(ids) for ids in sequences], np.int64)
+        tokens = np.concatenate([*sequences, np.zeros(0, np.int64)])
+        return self._rows(tokens, lengths, None), np.append(0, np.cumsum(lengths))
+
+    def _rows(self, tokens: Ints, lengths: Ints, types: Ints | None) -> Array:
+        """Hidden states (tokens, hidden_size) of sequences of `lengths` end to end."""
+        batch, length = len(lengths), lengths.max(initial=0)
         x = ops.embedding(tokens, self.tokens).astype(self.dtype, copy=False)
-        x += self.positions[:length]
+        begins = None
+        if len(x) == batch * length:  # all of one length
+            x.reshape(batch, length, -1)[...] += self.positions[:length]
+        else:
+            begins = np.append(0, np.cumsum(lengths))
+            x += self.positions[np.arange(len(x)) - np.repeat(begins[:-1], lengths)]
         if types is not None:
-            x += (self.token_types - self.token_types[0])[_model.reorder(types, order)]
-        ranges = (None, None if lengths is None else lengths[:, None, None])
-        out = self.program.run(x.reshape(batch * length, self.hidden_size), Sequences(batch, (ranges,)))
-        return _model.restore(out.reshape(batch, length, self.hidden_size), order)
+            x += (self.token_types - self.token_types[0])[types]
+        return self.program.run(x, Sequences(batch, begins=begins))
 
     def embed(self, texts: Iterable[str], **options: Unpack[EmbedOptions]) -> Array:
         """One vector for each text.
@@ -152,8 +179,7 @@ class Bert(_model.Model):
             order = sorted(range(len(window)), key=lambda i: -len(window[i]))
             for start in range(0, len(order), batch_size):
                 chosen = order[start : start + batch_size]
-                ids, mask = _model.pad([window[i] for i in chosen])
-                vectors[chosen] = pool(self(ids, mask), mask)
+                vectors[chosen] = pool(*self.hidden([window[i] for i in chosen]))
                 if progress is not None:
                     progress(len(chosen))
             return vectors

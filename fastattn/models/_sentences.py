@@ -10,11 +10,11 @@ import numpy as np
 
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag
-from fastattn.functional._attention import attention
+from fastattn.functional._varlen import varlen_attention
 from fastattn.models._files import Config, ModelError, is_name, read_json
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Array, Bools
+    from fastattn._args.types import Array, Ints
 
 MODES = ("mean", "cls", "max")
 _FLAGS = {  # the keys of most files, each with true or false
@@ -84,17 +84,20 @@ class Pooling:
             self.normalize if normalize is None else flag(func, "normalize", normalize),
         )
 
-    def __call__(self, hidden: Array, mask: Bools) -> Array:
-        """The vectors (batch, features) of hidden (batch, length, features) where mask (batch, length) is."""
-        batch, length, _ = hidden.shape
-        if self.mode == "cls":
-            pooled: Array = hidden[np.arange(batch), mask.argmax(axis=1)] if length else hidden.sum(axis=1)
-        elif self.mode == "max":
-            pooled = hidden.max(axis=1, where=mask[..., None], initial=-np.inf)
-        else:  # with equal scores, attention is the mean of what is attended; it runs on our threads
-            score = np.zeros((batch, 1, 1, 1), hidden.dtype)
-            keys = np.broadcast_to(score, (batch, 1, length, 1))
-            pooled = attention(score, keys, hidden[:, None], mask=mask[:, None, None])[:, 0, 0]
+    def __call__(self, rows: Array, begins: Ints) -> Array:
+        """The vectors (sequences, features) of rows (tokens, features); sequence i is from begins[i] on."""
+        n, features = len(begins) - 1, rows.shape[1]
+        if self.mode == "mean":  # with equal scores, attention is the mean of what is attended; it runs on our threads
+            zeros = np.broadcast_to(np.zeros((1, 1, 1), rows.dtype), (max(n, len(rows)), 1, 1))
+            keys, values = zeros[: len(rows)], rows[:, None]
+            pooled: Array = varlen_attention(zeros[:n], keys, values, np.arange(n + 1), begins)[:, 0]
+        else:
+            pooled = np.zeros((n, features), rows.dtype)
+            some = begins[1:] > begins[:-1]
+            if self.mode == "cls":
+                pooled[some] = rows[begins[:-1][some]]
+            else:
+                pooled[some] = np.maximum.reduceat(rows, begins[:-1][some]) if some.any() else 0
         pooled = pooled.astype(lane_dtype(pooled.dtype), copy=False)
         if self.normalize:
             norm = np.sqrt(np.square(pooled).sum(axis=1, keepdims=True))

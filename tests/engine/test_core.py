@@ -31,7 +31,7 @@ GOOD = {
     "linear": LinearStep(X, OUT, weight(8, 8), ones(8), residual="narrow"),
     "norm": NormStep(X, OUT, "layer_norm", ones(8), ones(8), 1e-5),
     "head_norm": NormStep("qkv", "qkv", "rms_norm", ones(6, 4), None, 1e-5),
-    "attend": AttendStep("qkv", OUT, 2, 2, 4, 0.5),
+    "attend": AttendStep("qkv", OUT, 2, 2, 4, 0.5, rotation=0),
 }
 
 
@@ -120,9 +120,10 @@ def slots(heads=2, capacity=8, head_dim=4, dtype=np.float32, **changes):
     [
         Sequences(2, ((None, ones(2, 1, 2, dtype=np.int64)),)),
         Sequences(2, ((None, ones(2, 1, 1, dtype=np.int32)),)),
-        Sequences(2, rotation=(ones(1, 3, 3), ones(1, 3, 3))),
-        Sequences(2, rotation=(ones(1, 2, 2), ones(1, 2, 2))),
-        Sequences(2, rotation=(ones(1, 3, 2), ones(1, 3, 4)[..., ::2])),
+        Sequences(2, rotations=((ones(1, 3, 3), ones(1, 3, 3)),)),
+        Sequences(2, rotations=((ones(1, 2, 2), ones(1, 2, 2)),)),
+        Sequences(2, rotations=((ones(1, 3, 2), ones(1, 3, 4)[..., ::2]),)),
+        Sequences(2, rotations=()),
         Sequences(2, slots=slots(heads=1)),
         Sequences(2, slots=slots(capacity=7)),
         Sequences(2, slots=slots(head_dim=3)),

@@ -44,9 +44,9 @@ def tokens(d):
 def model(d):
     it = model_of(d, tiny_models.CONFIGS)
     arguments = tokens(d)
-    if isinstance(it, models.Bert):
+    if isinstance(it, models.Encoder):
         arguments |= d.some(0.2, token_type_ids=lambda: np.zeros_like(arguments["ids"]))
-    features = it.hidden_size if isinstance(it, models.Bert) else it.vocab_size
+    features = it.hidden_size if isinstance(it, models.Encoder) else it.vocab_size
 
     def result(a):  # what stands where a token does not count has no meaning
         return [Like((*np.atleast_2d(a["ids"]).shape, features), it.dtype, a.get("attention_mask") is None)]

@@ -29,7 +29,7 @@ cdef extern from "fastattn.h" nogil:
         int second_pass
     ctypedef struct fa_attention_args:
         fa_array q, k, v, k_scale, v_scale, out, lse, sinks
-        int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
+        int64_t first, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
         fa_masks masks
         fa_modifiers mods
         fa_statistics stats
