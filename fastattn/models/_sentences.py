@@ -87,10 +87,10 @@ class Pooling:
     def __call__(self, rows: Array, begins: Ints) -> Array:
         """The vectors (sequences, features) of rows (tokens, features); sequence i is from begins[i] on."""
         n, features = len(begins) - 1, rows.shape[1]
-        if self.mode == "mean":  # with equal scores, attention is the mean of what is attended; it runs on our threads
-            zeros = np.broadcast_to(np.zeros((1, 1, 1), rows.dtype), (max(n, len(rows)), 1, 1))
-            keys, values = zeros[: len(rows)], rows[:, None]
-            pooled: Array = varlen_attention(zeros[:n], keys, values, np.arange(n + 1), begins)[:, 0]
+        if self.mode == "mean":  # what attention with equal scores is; it runs on our threads
+            score = np.zeros((1, 1, 1), rows.dtype)
+            queries, keys = (np.broadcast_to(score, (m, 1, 1)) for m in (n, len(rows)))
+            pooled: Array = varlen_attention(queries, keys, rows[:, None], np.arange(n + 1), begins)[:, 0]
         else:
             pooled = np.zeros((n, features), rows.dtype)
             some = begins[1:] > begins[:-1]

@@ -178,6 +178,8 @@ cdef class _AttendStep(_Step):
         if end is not None:
             tables.set(&a.masks.row_end, "row_end", end, cnp.NPY_INT64, 2, 1, c.length)
         if self.bias >= 0:
+            if self.bias >= len(call.biases):
+                raise ValueError(f"fastattn: bias {self.bias} of {len(call.biases)}")
             self._add_bias(c, &a, call.biases[self.bias], tables)
         if sequences is not None:
             sequences.begin(&a.masks.row_begin, sequences.q)
