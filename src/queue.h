@@ -1,13 +1,14 @@
 /* The queue of a loop's tasks. In builds with FASTATTN_TRACE=1, tools/threads.py also reads which thread ran which
  * task when, and may give every thread its share of tasks beforehand. */
+#include <sched.h>
 #include <stdint.h>
+#include <time.h>
 
 #ifndef FA_TRACE
 #define fa_now() 0
 #define fa_note(task, thread, begin) ((void)(begin))
 enum { fa_static = 0 };
 #else
-#include <time.h>
 #define FA_EVENTS (1 << 18)
 
 typedef struct {
@@ -41,4 +42,26 @@ static inline int64_t fa_next(int64_t *next, int64_t n, int64_t had, int thread,
     if (!fa_static) return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
     const int64_t task = n * thread / threads + had;
     return task < n * (thread + 1) / threads ? task : n;
+}
+
+/* A thread has ended its `had` tasks; how many have ended. */
+static inline void fa_done(int64_t *done, int64_t had)
+{
+    __atomic_fetch_add(done, had, __ATOMIC_RELAXED);
+}
+
+static inline int64_t fa_count(const int64_t *done)
+{
+    return __atomic_load_n(done, __ATOMIC_RELAXED);
+}
+
+/* Between two looks at what others do. Who has waited for a millisecond sleeps, and so is late by a sixteenth of what
+ * it has waited at most; a shorter sleep than 60 us is none. */
+static void fa_rest(double waited)
+{
+    const double seconds = waited / 16 < 5e-3 ? waited / 16 : 5e-3;
+    if (seconds < 60e-6)
+        sched_yield();
+    else
+        nanosleep(&(struct timespec){0, (long)(seconds * 1e9)}, NULL);
 }

@@ -31,6 +31,17 @@ def keys():
     return lambda: fastattn.attention(q, k, k)
 
 
+def unequal():
+    """Three tasks: the calling thread has the first and the last, of milliseconds, another one the endless one."""
+    k = repeated(1, 1, 1 << 36, 128)
+    few = k[:, :, :1024]  # `explain` counts the tiles of all
+    block = fastattn.explain(repeated(1, 1, 256, 128), few, few)["block_q"]
+    q, begin, end = repeated(1, 1, 3 * block, 128), np.zeros(3 * block, np.int64), np.full(3 * block, 1 << 14)
+    end[block : 2 * block] = k.shape[2]
+    assert fastattn.explain(q, few, few, num_threads=2)["blocks_q_per_task"] == 1
+    return lambda: fastattn.attention(q, k, k, row_ranges=(begin, end))
+
+
 def decode():
     """With one thread it is one task."""
     q, k = repeated(1, 1, 8, 64), repeated(1, 1, 1 << 36, 64)

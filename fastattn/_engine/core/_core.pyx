@@ -156,7 +156,7 @@ cdef void _run_splits(Loop *loop, const fa_attention_args *a, Wave *w, int64_t m
     """All splits of all KV heads, `most` at a time: computed by anyone, merged in order."""
     cdef int64_t n_heads = w.plan.n_tasks, head = 0, count, i, split, last
     loop.kernels.splits(a, &w.plan, head, &split, &last)
-    while head < n_heads and not loop.stop:
+    while head < n_heads and not _gives_up(loop):
         count = 0
         while count < most and head < n_heads:
             w.items[2 * count], w.items[2 * count + 1] = head, split

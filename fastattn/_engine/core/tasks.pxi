@@ -4,6 +4,9 @@ cdef double SECONDS_BETWEEN_SIGNALS = 0.05
 
 cdef extern from "queue.h" nogil:
     int64_t fa_next(int64_t *next, int64_t n, int64_t had, int thread, int threads)
+    void fa_done(int64_t *done, int64_t had)
+    int64_t fa_count(const int64_t *done)
+    void fa_rest(double waited)
     double fa_now()
     void fa_note(int64_t task, int64_t thread, double begin)
 
@@ -28,8 +31,8 @@ cdef struct Loop:
     unsigned long caller  # the thread that looks for signals
     double looked  # when it last did; 0: it has not yet looked at the clock
     char apart[64]  # all threads write to `next`: what they read is not in its cache line
-    int64_t next  # atomic: the first task that nobody has taken
-    char too[56]
+    int64_t next, done  # atomic: the first task that nobody has taken, and how many have ended
+    char too[48]
 
 
 cdef int _gives_up(void *context) noexcept nogil:
@@ -86,6 +89,17 @@ cdef void _take_tasks(Loop *loop, int64_t n, int thread) noexcept nogil:
         fa_note(task, thread, begin)
         had += 1
         task = fa_next(&loop.next, n, had, thread, loop.threads)
+    fa_done(&loop.done, had)
+
+
+cdef void _await(Loop *loop, int64_t n) noexcept nogil:
+    """Look for signals until the other threads' tasks have ended: nobody else does, nor does OpenMP's barrier."""
+    cdef double begin
+    if fa_count(&loop.done) == n:
+        return
+    begin = fa_seconds()
+    while fa_count(&loop.done) < n and not _gives_up(loop):
+        fa_rest(fa_seconds() - begin)
 
 
 cdef void _tasks(Loop *loop, int64_t n) noexcept nogil:
@@ -94,12 +108,14 @@ cdef void _tasks(Loop *loop, int64_t n) noexcept nogil:
     OpenMP's own loop would have all threads meet before the first task: Cython writes one that needs that.
     """
     cdef double begin = fa_now()
-    loop.next = 0
+    loop.next = loop.done = 0
     if loop.threads == 1:
         _take_tasks(loop, n, 0)
     else:
         with parallel(num_threads=loop.threads):
             _take_tasks(loop, n, threadid())
+            if threadid() == 0:
+                _await(loop, n)
     fa_note(-1, loop.threads, begin)
 
 
