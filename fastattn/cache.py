@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from fastattn._args.dtypes import float_dtype
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import MOST_SIZE, float_array, float_dtype, integer, integers, is_ready
+from fastattn._args.values import MOST_SIZE, float_array, integer, integers, is_ready
 from fastattn._engine.slots import Slots
 
 if TYPE_CHECKING:
@@ -55,16 +56,6 @@ class Cached(_Cached):
         return named
 
 
-def _cache_dtype(dtype: Any) -> np.dtype[Any]:
-    """`dtype` as int8 or one of the four floating types."""
-    try:
-        if np.dtype(dtype) == np.int8:
-            return np.dtype(np.int8)
-    except (TypeError, ValueError):
-        pass
-    return float_dtype("KVCache", dtype, " or int8")
-
-
 class KVCache:
     """Keys and values of one attention layer, appended in place.
 
@@ -108,7 +99,7 @@ class KVCache:
     def __init__(self, capacity: int = 0, dtype: DTypeLike | None = None):
         self._capacity = integer("KVCache", "capacity", capacity, 0, MOST_SIZE)
         self._length = 0
-        self._dtype = None if dtype is None else _cache_dtype(dtype)
+        self._dtype = None if dtype is None else float_dtype("KVCache", dtype, or_int8=True)
         self._lengths: Ints | None = None  # None where all sequences have self._length tokens
         self._held: tuple[Array, ...] = ()  # keys and values, and their scales; empty before the first append
 

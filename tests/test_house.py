@@ -29,8 +29,8 @@ def section(title):
 
 def floors():
     """The plan's list of floors, from the ground up: the modules of each, a folder standing for all in it."""
-    lines = re.findall(r"^\d+\. (.*?): ", section("Floors"), re.MULTILINE)
-    return [re.findall(r"`([\w./]+)`", line) for line in lines]
+    lists = re.findall(r"^\d+\. (.*?): ", section("Floors"), re.MULTILINE | re.DOTALL)
+    return [re.findall(r"`([\w./]+)`", names) for names in lists]
 
 
 def floor_of(module):

@@ -47,26 +47,6 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     )
 
 
-def float_dtype(func: str, dtype: Any, other: str = "") -> np.dtype[Any]:
-    """`dtype` as one of the four floating types, in native byte order; messages name the `other` one, too."""
-    if isinstance(dtype, str) and dtype == "bfloat16":
-        try:
-            import ml_dtypes  # noqa: F401 - registers the name with NumPy
-        except ImportError as missing:
-            raise ImportError(
-                f"{func}(): dtype 'bfloat16' needs the ml_dtypes package: pip install ml_dtypes"
-            ) from missing
-    result: np.dtype[Any] | None
-    try:
-        result = np.dtype(dtype).newbyteorder("=")
-    except (TypeError, ValueError):
-        result = None
-    if result is None or not is_float(result):
-        expected = f"float32, float64, float16{',' if other else ' or'} bfloat16{other}"
-        raise TypeError(f"{func}(): dtype is {short(dtype)}; expected {expected}")
-    return result
-
-
 def as_array(func: str, name: str, x: Any) -> Array:
     """`x` as a plain ndarray of any dtype but object."""
     if is_masked(x):
@@ -270,10 +250,15 @@ def flag(func: str, name: str, x: Any) -> bool:
     return bool(x)
 
 
+def one_of(options: Collection[str]) -> str:
+    """`options` as messages list what is expected."""
+    return f"{'one of ' if len(options) > 1 else ''}{', '.join(options)}"
+
+
 def choice(func: str, name: str, x: Any, options: Collection[str]) -> str:
     """`x`, one of the strings in `options`."""
     if not isinstance(x, str) or x not in options:
-        raise ValueError(f"{func}(): {name} is {short(x)}; expected one of {', '.join(options)}")
+        raise ValueError(f"{func}(): {name} is {short(x)}; expected {one_of(options)}")
     return x
 
 
