@@ -135,6 +135,16 @@ ENCODER, DECODER = TransformerEncoderLayer(64, 4), TransformerDecoderLayer(64, 4
             TypeError,
             "dtype is 'fp16'; expected float32, float64, float16, bfloat16 or int8",
         ),
+        (
+            lambda: TransformerEncoder([ENCODER]).new_cache("int8"),
+            TypeError,
+            r"^TransformerEncoder.new_cache\(\): capacity is 'int8'; expected an integer",
+        ),
+        (
+            lambda: TransformerDecoder([DECODER]).new_cache(dtype="int4"),
+            TypeError,
+            r"^TransformerDecoder.new_cache\(\): dtype is 'int4'; expected .* or int8",
+        ),
     ],
 )
 def test_what_cannot_be_built(build, error, message):
