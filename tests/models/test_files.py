@@ -286,6 +286,13 @@ def test_types_that_are_not_known(tmp_path):
     refused(tmp_path, "expected float64 for dtype float64", error=ValueError, **options)
 
 
+def test_all_libraries_that_are_missing_are_named_at_once(tmp_path, monkeypatch):
+    tiny.write(tmp_path, "bert")
+    for package in ("tokenizers", "safetensors"):
+        monkeypatch.setitem(sys.modules, package, None)
+    refused(tmp_path, "need safetensors, tokenizers: pip install safetensors tokenizers ", error=ImportError)
+
+
 @pytest.mark.parametrize("package", ["safetensors", "ml_dtypes"])
 def test_libraries_that_are_missing(package, tmp_path, monkeypatch):
     weights = tiny.tensors("bert", CONFIGS["bert"])
