@@ -72,6 +72,8 @@ def _tune(options: argparse.Namespace) -> int:
     """Measure which sizes of tasks suit this machine; write them only if asked."""
     from fastattn._bench import tune
 
+    if options.reset and options.write is not None:
+        options.parser.error("--reset removes the file that --write writes: give one of them")
     return tune.main(options.seconds, options.seed, options.write, options.reset)
 
 

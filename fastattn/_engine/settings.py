@@ -180,6 +180,7 @@ def set_num_threads(num_threads: int) -> None:
     """
     current.num_threads = _usable("set_num_threads", num_threads)
     current.threads_from = "set_num_threads()"
+    _choose_sizes()
 
 
 def threads(func: str, num_threads: int | None) -> int:
@@ -225,11 +226,13 @@ def forced(
         _use_isa("forced(): isa", isa)
     try:
         current = settings
+        _choose_sizes()
         yield
     finally:
         current = before
         if isa is not None:
             core.set_isa(isa_before)
+        _choose_sizes()
 
 
 def warn_of_fallback() -> None:
@@ -257,6 +260,12 @@ def warn(message: str, category: type[Warning]) -> None:
 def _tuning() -> Any:
     """The module of sizes, imported when they are first needed."""
     return import_module("fastattn._engine.tuning")
+
+
+def _choose_sizes() -> None:
+    """Have the next compiled call look whether the file of sizes is of these settings."""
+    if core is not None:
+        core.before_next_plan(lambda: _tuning().load())
 
 
 def why_numpy(backend: str | None = None) -> str | None:
@@ -305,6 +314,7 @@ def _after_fork_in_child() -> None:
     """Make the child use one thread: OpenMP's threads do not survive a fork, and it would wait for them."""
     global _forked
     _forked = True
+    _choose_sizes()
 
 
 _forked = False
@@ -317,7 +327,6 @@ except (ImportError, ValueError) as error:
         print(f"fastattn: {error}", file=sys.stderr)
         sys.exit(2)
     raise
-if core is not None:
-    core.on_first_use(lambda: _tuning().load())
+_choose_sizes()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
