@@ -170,8 +170,8 @@ def set_num_threads(num_threads: int) -> None:
     """Set the number of threads of calls without ``num_threads=``, for the whole process.
 
     Larger numbers than the machine has CPUs, or than 64 if it has fewer, silently count as that limit: OpenMP
-    ends the process if it cannot create a thread. A forked process always uses one thread, as OpenMP would
-    hang there with more.
+    ends the process if the system refuses to create a thread (``ulimit -u``). A forked process always uses
+    one thread, as OpenMP would hang there with more.
 
     Raises
     ------
