@@ -158,7 +158,8 @@ def attention(
         queries; ``"mean_weights"``, the mean of p over heads, which takes ``len_q * len_k`` numbers.
     num_threads : int, optional
         Threads of this call; default ``get_num_threads()``. Any number gives the same bits. No more are used
-        than the machine has CPUs, or 64 if it has fewer.
+        than the machine has CPUs, or 64 if it has fewer. Where the system refuses to create so many
+        (``ulimit -u``), OpenMP ends the process.
     backend : {"compiled", "numpy"}, optional
         Run this implementation and no other. By default the compiled one, or where it is missing, NumPy,
         which is said once by a `FallbackWarning`.
