@@ -250,7 +250,10 @@ def _medians(report: Json, rows: list[Json]) -> dict[str, float]:
 def _missing(report: Json) -> Iterator[str]:
     if report["missing"]:
         yield ""
-        yield f"To compare with more libraries (bench/README.md): pip install {' '.join(report['missing'])}"
+        missing = ", ".join(report["missing"])  # not a command: the README alone says which versions
+        yield from textwrap.wrap(
+            f"Not installed: {missing}. bench/README.md says how to install them.", WIDTH
+        )
 
 
 def _summary(report: Json) -> Iterator[str]:
