@@ -32,7 +32,7 @@ def keys():
 
 
 def unequal():
-    """Three tasks: the calling thread has the first and the last, of milliseconds, another one the endless one."""
+    """Three tasks: the calling thread has the first and the last, short ones, another thread the long one."""
     k = repeated(1, 1, 1 << 36, 128)
     few = k[:, :, :1024]  # `explain` counts the tiles of all
     block = fastattn.explain(repeated(1, 1, 256, 128), few, few)["block_q"]
