@@ -15,7 +15,7 @@ from fastattn import _cli_models
 from fastattn._args.types import ROUNDINGS
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.suites import SUITES
-from fastattn._engine.settings import available_cpus
+from fastattn._engine.settings import CPUS
 from fastattn.models._sentences import MODES as POOLING
 from fastattn.models._weights import DTYPES as MODEL_DTYPES
 from fastattn.models._weights import WEIGHT_DTYPES
@@ -72,12 +72,14 @@ def _tune(options: argparse.Namespace) -> int:
     """Measure which sizes of tasks suit this machine; write them only if asked."""
     from fastattn._bench import tune
 
+    if options.reset and options.write is not None:
+        options.parser.error("--reset removes the file that --write writes: give one of them")
     return tune.main(options.seconds, options.seed, options.write, options.reset)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fastattn", description="FlashAttention for CPUs.")
-    natural, positive, threads = _whole(0), _whole(1), _whole(1, available_cpus())
+    natural, positive, threads = _whole(0), _whole(1), _whole(1, len(CPUS))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(function: Callable[[argparse.Namespace], int]) -> Callable[..., argparse.Action]:

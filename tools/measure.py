@@ -11,6 +11,7 @@ The limit or the counterpart that it is compared with is measured in the same se
 import argparse
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
@@ -186,7 +187,10 @@ def pack(dtype: str) -> None:
 
 
 def load(dtype: str) -> None:
-    """Seconds of loading a Llama of 1.2e9 weights, beside those of reading its file and of new memory."""
+    """Seconds of loading a Llama of 1.2e9 weights, beside those of reading its file and of new memory.
+
+    And how much memory it has at its peak, and after it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         made = model_files.llama(Path(folder), 16, 128256)
         path = made / "model.safetensors"
@@ -203,6 +207,12 @@ def load(dtype: str) -> None:
                     call()
                     times.append(time.perf_counter() - start)
                 print(kind, "read {:.2f} s, new memory {:.2f} s, load {:.2f} s".format(*times))
+        for kind in ("bfloat16", "int8"):
+            tracemalloc.start()
+            model = models.load(made, dtype=dtype, weights_dtype=kind)
+            stays, most = (n / 1e6 for n in tracemalloc.get_traced_memory())
+            tracemalloc.stop()
+            print(model, f"{stays:,.1f} MB, {most:,.1f} at its peak")
 
 
 def timed(program: Any, inside: list[float]) -> Any:

@@ -312,8 +312,10 @@ def window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
 
 
 def _both_ends(func: str, row_ranges: Any, shape: Shape) -> key_ranges.Range:
-    if not isinstance(row_ranges, (tuple, list)) or len(row_ranges) != 2:
+    if not isinstance(row_ranges, (tuple, list)):
         raise wrong_type(func, "row_ranges", row_ranges, "(begin, end)")
+    if len(row_ranges) != 2:
+        raise TypeError(f"{func}(): row_ranges has length {len(row_ranges)}; expected 2, (begin, end)")
     begin, end = (integers(func, f"row_ranges[{i}]", x, shape, _ROWS) for i, x in enumerate(row_ranges))
     return begin, end
 

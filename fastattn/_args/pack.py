@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.blocks import copied
+from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.packed import WEIGHT_DTYPES, PackArgs, RowBlock
-from fastattn._args.values import choice, float_array
+from fastattn._args.values import float_array
 from fastattn._engine.settings import require_backend, threads
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def pack_args(
-    func: str, weight: Any, gate: Any, dtype: str | None, num_threads: int | None, backend: str | None
+    func: str, weight: Any, gate: Any, dtype: Any, num_threads: int | None, backend: str | None
 ) -> PackArgs:
     """Check the arguments of `ops.pack`."""
     if backend is not None:
@@ -35,9 +36,9 @@ def pack_args(
             raise wrong_dtype(func, "gate", other, expected)
     if dtype is None:
         dtype = {"float64": "float64", "bfloat16": "bfloat16"}.get(array.dtype.name, "float32")
-    choice(func, "dtype", dtype, WEIGHT_DTYPES)
+    stored = dtype_choice(func, "dtype", dtype, WEIGHT_DTYPES)
     named = [[(name, x)] for name, x in maps.items()]
-    return blocks_args(named, dtype, threads(func, num_threads))
+    return blocks_args(named, stored, threads(func, num_threads))
 
 
 def blocks_args(

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from fastattn._args.blocks import aligned_empty, copied
+from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_type
-from fastattn._args.values import choice, flag, integer
+from fastattn._args.values import flag, integer
 
 if TYPE_CHECKING:
     from fastattn._args.types import Activation, Array
@@ -122,7 +123,7 @@ class PackedLinear:
     ):
         # The kernels do not check these sizes again.
         func = "PackedLinear"
-        choice(func, "dtype", dtype, WEIGHT_DTYPES)
+        dtype = dtype_choice(func, "dtype", dtype, WEIGHT_DTYPES)
         k, n = integer(func, "in_features", in_features, 0), integer(func, "out_features", out_features, 0)
         n_maps, width = 1 + flag(func, "gated", gated), columns(dtype)
         count = n_maps * -(-n // width)

@@ -31,6 +31,13 @@ MOST_SIZE = 2**48  # no memory holds more; NumPy would reject a larger size with
 # Types that float() accepts although they are not numbers.
 _NO_NUMBERS = (bool, np.bool_, str, bytes)
 
+# Who takes int8 keys and values, and with which scales; and what functions call keys and values.
+TAKE_INT8 = {
+    **dict.fromkeys(("attention", "explain", "sigmoid_attention"), "k_scale and v_scale"),
+    "attention_weights": "k_scale",
+}
+KEYS_VALUES = ("k", "v", "key", "value")
+
 # Smallest and largest normal number of the lane types.
 _LIMITS = {dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)) for dtype in (FLOAT32, FLOAT64)}
 
@@ -45,26 +52,6 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     return dtype.type in (np.float32, np.float64, np.float16) or (
         dtype.name == "bfloat16" and dtype.itemsize == 2
     )
-
-
-def float_dtype(func: str, dtype: Any, other: str = "") -> np.dtype[Any]:
-    """`dtype` as one of the four floating types, in native byte order; messages name the `other` one, too."""
-    if isinstance(dtype, str) and dtype == "bfloat16":
-        try:
-            import ml_dtypes  # noqa: F401 - registers the name with NumPy
-        except ImportError as missing:
-            raise ImportError(
-                f"{func}(): dtype 'bfloat16' needs the ml_dtypes package: pip install ml_dtypes"
-            ) from missing
-    result: np.dtype[Any] | None
-    try:
-        result = np.dtype(dtype).newbyteorder("=")
-    except (TypeError, ValueError):
-        result = None
-    if result is None or not is_float(result):
-        expected = f"float32, float64, float16{',' if other else ' or'} bfloat16{other}"
-        raise TypeError(f"{func}(): dtype is {short(dtype)}; expected {expected}")
-    return result
 
 
 def as_array(func: str, name: str, x: Any) -> Array:
@@ -115,17 +102,23 @@ def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
     """`x` as an array of one of the four floating types, in any strides and byte order."""
     array = as_array(func, name, x)
     if not is_float(array.dtype):
-        hint = ""
-        if array.dtype == np.int8 and name in ("k", "v"):
-            rounds = func.startswith("KVCache")
-            hint = (
-                "KVCache(dtype='int8') rounds" if rounds else "attention takes int8 with k_scale and v_scale"
-            )
-            hint = f" ({hint})"
-        raise wrong_dtype(func, name, array, f"float32, float64, float16 or bfloat16{hint}")
+        expected = f"float32, float64, float16 or bfloat16{_or_int8(func, name, array)}"
+        raise wrong_dtype(func, name, array, expected)
     if array.dtype.isnative:
         _native.add(array.dtype)
     return require_dims(func, name, array, least_dims)
+
+
+def _or_int8(func: str, name: str, array: Array) -> str:
+    """What messages say of int8 keys and values behind the other types."""
+    if name not in KEYS_VALUES:
+        return ""
+    if func in TAKE_INT8:
+        return f", or int8 with {TAKE_INT8[func]}"
+    if array.dtype != np.int8:
+        return ""
+    rounds = func.startswith("KVCache")
+    return f" ({'KVCache rounds to int8' if rounds else 'attention takes int8 with k_scale and v_scale'})"
 
 
 def require_dims(func: str, name: str, array: Array, least_dims: int) -> Array:
@@ -189,8 +182,8 @@ def int8_operand(func: str, name: str, scale: str, x: Any, copies: list[str]) ->
 
 
 def key_scales(func: str, name: str, x: Any, dtype: np.dtype[Any], copies: list[str]) -> Array:
-    """`x`, floats, as `dtype`."""
-    array = float_array(func, name, x)
+    """`x`, numbers, as `dtype`."""
+    array = real_array(func, name, x)
     if array.dtype.newbyteorder("=") == dtype:
         return readable(array, name, copies)
     copies.append(f"{name} converted: {array.dtype} to {dtype}")
@@ -270,10 +263,15 @@ def flag(func: str, name: str, x: Any) -> bool:
     return bool(x)
 
 
+def one_of(options: Collection[str]) -> str:
+    """`options` as messages list what is expected."""
+    return f"{'one of ' if len(options) > 1 else ''}{', '.join(options)}"
+
+
 def choice(func: str, name: str, x: Any, options: Collection[str]) -> str:
     """`x`, one of the strings in `options`."""
     if not isinstance(x, str) or x not in options:
-        raise ValueError(f"{func}(): {name} is {short(x)}; expected one of {', '.join(options)}")
+        raise ValueError(f"{func}(): {name} is {short(x)}; expected {one_of(options)}")
     return x
 
 
@@ -312,7 +310,8 @@ def require_dtypes(func: str, **arrays: Array) -> None:
     if any(dtype != others[0] for dtype in others) or not (first == others[0] or cached):
         came = f"{_listed(arrays)} have dtypes {_listed([first, *others])}"
         cache = f"float32 for {next(iter(arrays))} with float16 or bfloat16 for all others"
-        raise TypeError(f"{func}(): {came}; expected the same for all, or {cache}")
+        int8 = f", or int8 for all others with {TAKE_INT8[func]}" if func in TAKE_INT8 else ""
+        raise TypeError(f"{func}(): {came}; expected the same for all, or {cache}{int8}")
 
 
 def broadcast_batch(func: str, **shapes: Shape) -> Shape:

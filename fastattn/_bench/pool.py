@@ -10,7 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from fastattn._engine.settings import CPUS
 
 # Threads that spin while they wait for work would disturb the engine that is timed next. Those of a stopped
 # process cannot.
@@ -42,6 +46,23 @@ def _environment(threads: int) -> dict[str, str]:
     }
 
 
+@contextmanager
+def _on_cpus(count: int) -> Iterator[None]:
+    """Let this thread run on the first CPUs of this process: what it starts inherits them.
+
+    Under OMP_PROC_BIND, OpenMP has bound this thread to one CPU, and a worker would inherit that one alone.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, CPUS[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 class Crash(Exception):
     """The worker died or took too long."""
 
@@ -52,14 +73,15 @@ class WorkerProcess:
     def __init__(self, suite: str, engine: str, threads: int) -> None:
         self.arguments = (suite, engine, threads)
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fastattn._bench.worker", suite, engine, str(threads)],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            env=_environment(threads),
-        )
+        with _on_cpus(threads):  # some libraries start as many threads as the process has CPUs
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fastattn._bench.worker", suite, engine, str(threads)],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.log,
+                env=_environment(threads),
+            )
         self.selector = selectors.DefaultSelector()
         self.selector.register(self._pipe("stdout"), selectors.EVENT_READ)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from fastattn._bench.busy import QUIET_SHARE
+
 Json = dict[str, Any]
 
 # The columns of the table, and the engines behind each. Where one runtime has several, the fastest counts.
@@ -20,9 +22,6 @@ RUNTIMES = {
 OWN = ("fastattn", "fallback")
 WIDTH = 110
 
-# The least share of CPU time that busy threads get on a quiet machine. On two CPUs they got 0.89 to 0.99, and
-# 0.3 to 0.6 beside one other program that computed.
-QUIET_SHARE = 0.8
 # The least ratio of the medians of fresh and fixed shapes; below it, kernels were tuned to the fixed ones.
 FRESH_SHARE = 0.9
 
@@ -251,7 +250,10 @@ def _medians(report: Json, rows: list[Json]) -> dict[str, float]:
 def _missing(report: Json) -> Iterator[str]:
     if report["missing"]:
         yield ""
-        yield f"To compare with more libraries (bench/README.md): pip install {' '.join(report['missing'])}"
+        missing = ", ".join(report["missing"])  # not a command: the README alone says which versions
+        yield from textwrap.wrap(
+            f"Not installed: {missing}. bench/README.md says how to install them.", WIDTH
+        )
 
 
 def _summary(report: Json) -> Iterator[str]:

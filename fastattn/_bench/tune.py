@@ -4,6 +4,9 @@ Each size is measured by itself, at half and double its default, on shapes drawn
 All settings take turns, the default twice. The noise is how far the default's two minima differ, or twice the
 standard error of the mean over the shapes, whichever is larger. What wins by more than that, and by more than
 2%, is measured once more against the default, on other shapes. Only if it wins there, too, is it proposed.
+
+Before, between and after the sizes, threads compute without a pause. Where other programs take much of the
+CPU time, the result is not to be trusted: `main` says so, and writes nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
 
 import fastattn
 from fastattn import ops
+from fastattn._bench.busy import QUIET_SHARE, fma_peak
 from fastattn._engine import settings, tuning
 
 Call = Callable[[], Any]
@@ -242,10 +247,14 @@ def measure(name: str, seed: int, seconds: float) -> Result:
 
 def run(seconds: float, seed: int) -> Iterator[Result]:
     """Measure all sizes, each against the defaults of all others."""
-    tuning.load(read=False)
     with tuning.forced(**tuning.defaults()):
         for name in settings.core.SIZES:
             yield measure(name, seed, seconds / len(settings.core.SIZES))
+
+
+def cpu_share() -> float:
+    """The share of the CPU time that threads get which compute without a pause."""
+    return fma_peak("float32", fastattn.get_num_threads())[1]
 
 
 def line(result: Result) -> str:
@@ -280,20 +289,27 @@ def main(seconds: float, seed: int | None, write: Path | None, reset: bool) -> i
         if not os.access(file.parent, os.W_OK):
             return _refuse(f"cannot write {file}: its folder is read-only")
     # Where all threads wake up on one core, as they once did, times say nothing of sizes.
-    if "OMP_PROC_BIND" not in os.environ:
+    if not settings.BINDER:
         command = [sys.executable, "-m", "fastattn", *sys.argv[1:]]
         return subprocess.run(command, env={**os.environ, "OMP_PROC_BIND": "true"}).returncode
     seed = secrets.randbelow(10**6) if seed is None else seed
     machine = ", ".join(f"{name} {value}" for name, value in tuning.machine().items())
     print(f"About {seconds} seconds, seed {seed}. This machine: {machine}.")
     print("Beside each value: the share of the default's time that it saves.\n")
-    changes = {}
+    changes, shares = {}, [cpu_share()]
     for result in run(seconds, seed):
         print(line(result), flush=True)
+        shares.append(cpu_share())
         if result.best != result.default:
             changes[result.name] = result.best
     would = ", ".join(f"{name} to {value}" for name, value in changes.items())
     print(f"\nWould change: {would or 'nothing'}")
+    if (share := mean(shares)) < QUIET_SHARE:
+        print(
+            f"BUSY MACHINE: threads that computed without a pause got {share:.0%} of the CPU time.\n"
+            "Do not trust what is said above. Run this again when nothing else runs, or with fewer threads."
+        )
+        return 0 if write is None else _refuse(f"Nothing was written to {file}")
     if write is None:
         print(f"Nothing was written; --write writes to {file}")
         return 0

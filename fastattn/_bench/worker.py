@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from fastattn._bench.busy import fma_peak
 from fastattn._bench.cases import Array
 from fastattn._bench.suites import SUITES
 from fastattn._bench.ways import Unsupported, Way
+from fastattn._engine.settings import CPUS, core
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -117,15 +119,12 @@ class Worker:
 
     def limits(self, dtype: str) -> dict[str, Any]:
         """The most that the machine can do, as the extension measures it."""
-        from fastattn._engine.settings import core
-
         # Where the CPU has no instruction for products of a narrow type, the limit is that of float32.
         narrow = dtype == "float16" or not core.fma_peak(dtype, self.threads)
         bandwidth = core.read_bandwidth(self.threads)
-        wall, cpu = time.perf_counter(), time.process_time()  # now that all threads are awake
-        flops = core.fma_peak("float32" if narrow else dtype, self.threads)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        return {"flops": flops, "bytes": bandwidth, "cpu_share": cpu / (self.threads * wall)}
+        # Now that all threads are awake:
+        flops, share = fma_peak("float32" if narrow else dtype, self.threads)
+        return {"flops": flops, "bytes": bandwidth, "cpu_share": share}
 
 
 def main(suite: str, engine: str, threads: str) -> None:
@@ -133,8 +132,9 @@ def main(suite: str, engine: str, threads: str) -> None:
     os.dup2(2, 1)  # libraries print to standard error now, not between the replies
     if sys.platform == "linux":  # end with the bench: a stopped process would not notice that it is gone
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if hasattr(os, "sched_setaffinity"):  # some libraries start as many threads as the process has CPUs
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
+    if engine != "fastattn" and hasattr(os, "sched_setaffinity"):
+        # Fastattn's OpenMP may have bound this thread to one CPU. Another library's would count no other.
+        os.sched_setaffinity(0, CPUS)
     worker = Worker(suite, engine, int(threads))
     for line in sys.stdin:
         request = json.loads(line)

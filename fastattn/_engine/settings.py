@@ -24,8 +24,8 @@ from fastattn._version import __version__
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Read before the extension loads OpenMP, which with OMP_PROC_BIND binds this thread to a single CPU.
-_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# Read before the extension loads OpenMP, which may bind this thread to one of its places.
+_ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 core: Any = None  # the compiled layer, fastattn/_engine/core/_core.pyx
 _WHY_NOT_COMPILED = ""
@@ -33,6 +33,14 @@ try:
     core = import_module("fastattn._engine.core._core")
 except ImportError as error:
     _WHY_NOT_COMPILED = str(error)
+
+# The variable that asks OpenMP to bind threads to places, or "".
+_BINDERS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+BINDER = next(filter(os.environ.get, _BINDERS), "")
+_PLACES = core.place_cpus() if core and BINDER else set()
+# The CPUs that this process may use, all its threads together. OpenMP's threads never leave its places. Where
+# another library loaded OpenMP before and this thread is bound already, nothing else tells.
+CPUS = tuple(sorted(_PLACES or _ALLOWED))
 
 BACKENDS = ("compiled", "numpy")
 MAX_THREADS = 4096  # no machine has more; a larger number is a mistake
@@ -69,11 +77,6 @@ class _Settings:
     asked_by: str  # what asked for this backend, or ""; then running on NumPy deserves a warning
     num_threads: int
     threads_from: str  # what set the number of threads
-
-
-def available_cpus() -> int:
-    """Number of CPUs that this process might run on when it imported this module."""
-    return _CPUS
 
 
 def _cgroup_quota(root: str = "/") -> int | None:
@@ -119,8 +122,17 @@ def _default_threads() -> tuple[int, str]:
     value = os.environ.get(name, "").split(",")[0].strip()
     if value.isdecimal() and 1 <= int(value) <= MAX_THREADS:
         return min(int(value), _MOST_USED), name
-    cpus, quota = available_cpus(), _cgroup_quota()
-    return (cpus, "CPU affinity") if quota is None or cpus <= quota else (quota, "cgroup quota")
+    quota = _cgroup_quota()
+    return (len(CPUS), _cpus_from()) if quota is None or len(CPUS) <= quota else (quota, "cgroup quota")
+
+
+def _cpus_from() -> str:
+    """What says which CPUs there are."""
+    if _PLACES and _PLACES != _ALLOWED:
+        return BINDER
+    if BINDER and len(CPUS) == 1 < (os.cpu_count() or 1):
+        return f"CPU affinity, which OpenMP may have narrowed for {BINDER} before fastattn was imported"
+    return "CPU affinity"
 
 
 def _from_environment() -> _Settings:
@@ -158,8 +170,8 @@ def set_num_threads(num_threads: int) -> None:
     """Set the number of threads of calls without ``num_threads=``, for the whole process.
 
     Larger numbers than the machine has CPUs, or than 64 if it has fewer, silently count as that limit: OpenMP
-    ends the process if it cannot create a thread. A forked process always uses one thread, as OpenMP would
-    hang there with more.
+    ends the process if the system refuses to create a thread (``ulimit -u``). A forked process always uses
+    one thread, as OpenMP would hang there with more.
 
     Raises
     ------
@@ -168,6 +180,7 @@ def set_num_threads(num_threads: int) -> None:
     """
     current.num_threads = _usable("set_num_threads", num_threads)
     current.threads_from = "set_num_threads()"
+    _choose_sizes()
 
 
 def threads(func: str, num_threads: int | None) -> int:
@@ -213,11 +226,13 @@ def forced(
         _use_isa("forced(): isa", isa)
     try:
         current = settings
+        _choose_sizes()
         yield
     finally:
         current = before
         if isa is not None:
             core.set_isa(isa_before)
+        _choose_sizes()
 
 
 def warn_of_fallback() -> None:
@@ -247,6 +262,12 @@ def _tuning() -> Any:
     return import_module("fastattn._engine.tuning")
 
 
+def _choose_sizes() -> None:
+    """Have the next compiled call look whether the file of sizes is of these settings."""
+    if core is not None:
+        core.before_next_plan(lambda: _tuning().load())
+
+
 def why_numpy(backend: str | None = None) -> str | None:
     """Return why a call with `backend` runs on NumPy; None if it does not."""
     if backend == "numpy":
@@ -266,7 +287,8 @@ def show_config() -> Report:
     Report
         A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
         if it is compiled), ``isa`` in use (None on NumPy), ``isas_available`` on this CPU, ``isas_compiled``,
-        ``openmp``, ``num_threads`` and ``num_threads_from`` (which variable or limit sets it),
+        ``openmp``, ``num_threads`` and ``num_threads_from`` (which variable or limit sets it, and whether
+        OpenMP may have bound this process to one CPU before the package was imported),
         ``level2_cache`` (bytes of a core's, if the system says), ``tuning`` (sizes of tasks that are not the
         defaults, and the file that says so), ``compiler``, and the versions of NumPy and Python.
     """
@@ -292,6 +314,7 @@ def _after_fork_in_child() -> None:
     """Make the child use one thread: OpenMP's threads do not survive a fork, and it would wait for them."""
     global _forked
     _forked = True
+    _choose_sizes()
 
 
 _forked = False
@@ -304,7 +327,6 @@ except (ImportError, ValueError) as error:
         print(f"fastattn: {error}", file=sys.stderr)
         sys.exit(2)
     raise
-if core is not None:
-    core.on_first_use(lambda: _tuning().load())
+_choose_sizes()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -53,9 +53,9 @@ class Slots(NamedTuple):
 
 def _rounded(x: Array, lane: np.dtype[Any]) -> tuple[Array, Array]:
     """`x` (batch, heads, tokens, head_dim) in int8, and the scales of its rows in `lane`."""
+    x = readable(x, "x", [], "the head dimension")  # lane_dtype knows native types
     if lane_dtype(x.dtype) != lane:
         x = x.astype(lane)
-    x = readable(x, "x", [], "the head dimension")
     codes, scale = np.empty(x.shape, np.int8), np.empty(x.shape[:-1], lane)
     nothing = np.empty((1, 1, 0), lane)  # no rotation
     dispatch.run(RopeArgs(x, codes, nothing, nothing, False, settings.get_num_threads(), scale))

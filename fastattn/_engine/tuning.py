@@ -1,7 +1,7 @@
 """Sizes of tasks that suit this machine, src/tuning.inc: a small file, read before the first compiled call.
 
-``python -m fastattn tune`` measures and writes it. It says of what machine it is: elsewhere, it is ignored.
-No bit of a result depends on any size.
+``python -m fastattn tune`` measures and writes it, with the instruction set, cache and number of threads.
+While the process has others, the file is ignored. No bit of a result depends on any size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn._engine import settings
 
@@ -21,7 +21,20 @@ VARIABLE = "FASTATTN_TUNING"
 FORMAT = 1
 MOST_BYTES = 1 << 16  # of a file; those that are written have a few hundred
 
-_said: str | None = None  # what `said` returns; None until the file was looked for
+
+class _File(NamedTuple):
+    """What was found, once in a process."""
+
+    name: str
+    content: Any = None
+    wrong: str = ""  # why there is no content, of which a warning is due
+    said: str = ""  # what `said` says, where nothing is wrong and there is no content
+
+
+_file: _File | None = None  # None until it was looked for
+_said = "defaults"  # what `said` returns
+_warned = False
+_held = False  # inside `forced`
 
 
 class _AnotherMachine(Exception):
@@ -47,7 +60,7 @@ def machine() -> dict[str, Any]:
     return {
         "isa": settings.core.get_isa(),
         "level2_cache": settings.core.LEVEL2_CACHE,
-        "num_threads": settings.current.num_threads,
+        "num_threads": settings.get_num_threads(),
     }
 
 
@@ -56,49 +69,66 @@ def defaults() -> dict[str, int]:
     return {name: default for name, (_, default, _, _) in settings.core.SIZES.items()}
 
 
-def load(read: bool = True) -> None:
-    """Read the file, once in a process; without `read`, have it never read."""
-    global _said
-    if _said is not None:
+def load() -> None:
+    """Use the sizes of the file if it is of this machine as it is set now, and the defaults otherwise."""
+    global _file, _said, _warned
+    settings.core.before_next_plan(None)
+    if _held:
         return
-    settings.core.on_first_use(None)
-    _said = "defaults"  # also if a warning is raised as an error
-    if read:
-        _said, warning = _read()
-        if warning:
-            settings.warn(f"fastattn: {warning}; sizes are the defaults", RuntimeWarning)
+    if _file is None:
+        _file = _read()
+    sizes, _said, warning = _choice(_file)
+    settings.core.set_sizes(defaults() | sizes)
+    if warning and not _warned:
+        _warned = True
+        settings.warn(f"fastattn: {warning}; sizes are the defaults", RuntimeWarning)
 
 
 def said() -> str:
     """Which sizes are not the defaults, and where they come from."""
     load()
-    return _said or ""
+    return _said
 
 
-def _read() -> tuple[str, str]:
-    """Use what the file says. Returns what `said` says, and a warning or ""."""
-    file = path()
+def _read() -> _File:
+    """What is in the file, or why there is nothing."""
+    file, asked = path(), os.environ.get(VARIABLE)
     if file is None:
-        return f"defaults: {VARIABLE} is off", ""
+        return _File("", said=f"defaults: {VARIABLE} is off")
+    name = f"{VARIABLE}={file}" if asked else str(file)
     try:
-        sizes = _sizes_of(json.loads(_content(file)))
-    except _AnotherMachine as error:
-        return f"defaults: {file} is ignored, {error}", ""
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"it is not JSON: {reason}"
-        if isinstance(error, OSError) and file == usual_path():  # which nobody has asked for
+        return _File(name, content=json.loads(_text(file)))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if not asked:  # nobody has said that there is one
             missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
-            return "defaults" if missing else f"defaults: {file}: {reason}", ""
-        return f"defaults: {file}: {reason}", f"{file}: {reason}"
-    settings.core.set_sizes(sizes)
+            return _File(name, said="defaults" if missing else f"defaults: {name}: {reason}")
+    except json.JSONDecodeError as error:
+        reason = f"it is not JSON: {error}"
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+    return _File(name, wrong=reason)
+
+
+def _choice(file: _File) -> tuple[dict[str, int], str, str]:
+    """The sizes that `file` changes, what `said` says, and a warning or ""."""
+    if file.said:
+        return {}, file.said, ""
+    reason, sizes = file.wrong, {}
+    try:
+        sizes = {} if reason else _sizes_of(file.content)
+    except _AnotherMachine as error:
+        return {}, f"defaults: {file.name} is ignored, {error}", ""
+    except ValueError as error:
+        reason = str(error)
+    if reason:
+        return {}, f"defaults: {file.name}: {reason}", f"{file.name}: {reason}"
     usual = defaults()
     changed = [f"{name} {value} (not {usual[name]})" for name, value in sizes.items() if value != usual[name]]
-    return f"{file}: {', '.join(changed) or 'all are the defaults'}", ""
+    return sizes, f"{file.name}: {', '.join(changed) or 'all are the defaults'}", ""
 
 
-def _content(file: Path) -> str:
+def _text(file: Path) -> str:
     """The text of a small regular file: a pipe would never end, or never begin."""
     if file.exists() and not file.is_file():
         raise ValueError("it is not a regular file")
@@ -135,17 +165,23 @@ def write(file: Path, sizes: dict[str, int]) -> None:
     content = {"format": FORMAT, **machine(), "sizes": sizes}
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.{os.getpid()}")
-    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    new.replace(file)
+    try:
+        new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 @contextmanager
 def forced(**sizes: int) -> Iterator[None]:
     """Force sizes inside a ``with`` block, for tests and measurements; every thread sees them."""
-    load()
-    before = settings.core.get_sizes()
+    global _held
+    held, before = _held, settings.core.get_sizes()
     settings.core.set_sizes(sizes)
+    _held = True
     try:
         yield
     finally:
+        _held = held
         settings.core.set_sizes(before)
+        settings.core.before_next_plan(load)

@@ -145,8 +145,8 @@ def attention(
         ``(..., heads_q, len_q)`` and are clipped to ``[0, len_k]``; where end <= begin, the range is empty.
     k_scale, v_scale : array_like, (..., heads_kv, len_k), optional
         Both or neither: what each row of k and v, which are int8 then, is multiplied by. They stand for
-        ``k * k_scale[..., None]`` and ``v * v_scale[..., None]``, and broadcast. Any of the four dtypes, but
-        only float32 (float64 beside float64 queries) is read in place. `KVCache` makes them.
+        ``k * k_scale[..., None]`` and ``v * v_scale[..., None]``, and broadcast. Integers, or any of the four
+        dtypes, but only float32 (float64 beside float64 queries) is read in place. `KVCache` makes them.
     out : ndarray, optional
         Where the result goes: its exact shape, q's dtype, last axis contiguous, no memory of an input.
     return_lse : bool, default False
@@ -158,7 +158,8 @@ def attention(
         queries; ``"mean_weights"``, the mean of p over heads, which takes ``len_q * len_k`` numbers.
     num_threads : int, optional
         Threads of this call; default ``get_num_threads()``. Any number gives the same bits. No more are used
-        than the machine has CPUs, or 64 if it has fewer.
+        than the machine has CPUs, or 64 if it has fewer. Where the system refuses to create so many
+        (``ulimit -u``), OpenMP ends the process.
     backend : {"compiled", "numpy"}, optional
         Run this implementation and no other. By default the compiled one, or where it is missing, NumPy,
         which is said once by a `FallbackWarning`.
@@ -197,11 +198,12 @@ def attention(
     attends does.
 
     int8 keys and values are widened a block of 64 at a time, or with few query rows in registers alone. The
-    error of the kernels is that of float32 on the widened arrays. Rounding k within ``k_scale / 2`` and v
-    within ``v_scale / 2`` adds to it, over the keys that a query attends: with ``e = scale *
-    abs(q).sum() * k_scale.max() / 2``, at most e to each score and to the lse, and to each element of the
-    result at most ``v_scale.max() / 2 + tanh(e / 2) * (v.max() - v.min())``, where v is that element of the
-    values. Softcap, biases, ALiBi and masks do not change that; a sink counts as a value of 0.
+    error of the kernels is that of float32 on the widened arrays, and of rounding the result to q's dtype.
+    Rounding k within ``abs(k_scale) / 2`` and v within ``abs(v_scale) / 2`` adds to it, over the keys that a
+    query attends: with ``e = abs(scale) * abs(q).sum() * abs(k_scale).max() / 2``, at most e to each score
+    and to the lse, and to each element of the result at most ``abs(v_scale).max() / 2 + tanh(e / 2) *
+    (v.max() - v.min())``, where v is that element of the values. Softcap, biases, ALiBi and masks do not
+    change that; a sink counts as a value of 0.
 
     Of `stats`, ``row_max``, ``entropy`` and ``top_k`` come with the result; the others compute the scores
     again. ``top_k`` keeps a sorted list a row, which a key enters in O(k): it is meant for tens of keys; of

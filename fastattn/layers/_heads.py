@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from fastattn._args.attention import attention_args
+from fastattn._args.dtypes import dtype_choice
 from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._args.types import FLOAT32
-from fastattn._args.values import MOST_SIZE, choice, flag, integer
+from fastattn._args.values import MOST_SIZE, flag, integer
 from fastattn.layers import _calls
 from fastattn.layers._basic import Linear
 from fastattn.layers._block import Projection
@@ -129,7 +130,7 @@ class AttentionParameters(Layer):
         for name in ("bias", "add_bias_kv", "add_zero_attn", "qk_norm", "output_gate", "sinks"):
             flag(FUNC, name, getattr(self, name))
         epsilon(FUNC, "qk_norm_eps", self.qk_norm_eps, FLOAT32)
-        choice(FUNC, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
+        self.weights_dtype = dtype_choice(FUNC, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
         integer_activations(FUNC, self.activations, self.weights_dtype)
         heads, heads_kv = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % heads_kv:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.dtypes import dtype_choice
 from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._args.types import FLOAT32
@@ -38,7 +39,7 @@ def require_fields(layer: Any) -> None:
         flag(func, name, getattr(layer, name))
     choice(func, "activation", layer.activation, ACTIVATIONS)
     choice(func, "norm", layer.norm, ("layer_norm", "rms_norm"))
-    choice(func, "weights_dtype", layer.weights_dtype, WEIGHT_DTYPES)
+    layer.weights_dtype = dtype_choice(func, "weights_dtype", layer.weights_dtype, WEIGHT_DTYPES)
     integer_activations(func, layer.activations, layer.weights_dtype)
     epsilon(func, "layer_norm_eps", layer.layer_norm_eps, FLOAT32)
     known = HeadOptions.__annotations__

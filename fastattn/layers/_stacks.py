@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from fastattn._args.cache import cache_args
 from fastattn._args.errors import wrong_type
 from fastattn._args.options import require_options
 from fastattn._args.values import float_array, integer, iterated
@@ -145,7 +146,8 @@ class TransformerEncoder(_Stack):
 
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[KVCache]:
         """Empty caches, one a layer: see `KVCache`."""
-        return Caches(KVCache(capacity, dtype) for _ in self.layers)
+        room, kept = cache_args(f"{type(self).__name__}.new_cache", capacity, dtype)
+        return Caches(KVCache(room, kept) for _ in self.layers)
 
 
 @dataclass(eq=False)
@@ -179,7 +181,8 @@ class TransformerDecoder(_Stack):
 
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:
         """Empty caches, one a layer: see `KVCache` and `DecoderCache`."""
-        return Caches(DecoderCache(KVCache(capacity, dtype)) for _ in self.layers)
+        room, kept = cache_args(f"{type(self).__name__}.new_cache", capacity, dtype)
+        return Caches(DecoderCache(KVCache(room, kept)) for _ in self.layers)
 
 
 # Fields of `Transformer` that it hands to all of its layers.

@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES, is_finite
-from fastattn._args.values import as_array, choice, generator, is_float, short
+from fastattn._args.values import as_array, generator, is_float, short
 from fastattn.layers._files import opened
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+    from numpy.typing import DTypeLike
 
     from fastattn._args.types import Array, Rounding, Shape
 
@@ -158,9 +161,12 @@ class Layer:
 
     def _set_up(self, rng: np.random.Generator | int | None) -> None:
         """Draw the parameters, or leave them out without `rng`. This is the last step of construction."""
+        func = type(self).__name__
+        self.__dict__["weights_dtype"] = dtype_choice(
+            func, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES
+        )
         self.__dict__["_built"] = True
-        choice(type(self).__name__, "weights_dtype", self.weights_dtype, WEIGHT_DTYPES)
-        self._require_rounding(type(self).__name__, self.weights_dtype)
+        self._require_rounding(func, self.weights_dtype)
         source = self._source(rng)
         if source is not None:
             arrays = {key: p.draw(source, p.shape) for key, p in self._parameters().items()}
@@ -207,7 +213,7 @@ class Layer:
         state_dict: Mapping[str, Any] | str | os.PathLike[str],
         *,
         prefix: str = "",
-        weights_dtype: str | None = None,
+        weights_dtype: DTypeLike | None = None,
     ) -> None:
         """Take over all parameters, by the names of torch's modules, and pack the weights.
 
@@ -237,7 +243,7 @@ class Layer:
         """
         func = f"{type(self).__name__}.load_state_dict"
         if weights_dtype is not None:
-            choice(func, "weights_dtype", weights_dtype, WEIGHT_DTYPES)
+            weights_dtype = dtype_choice(func, "weights_dtype", weights_dtype, WEIGHT_DTYPES)
         if not isinstance(prefix, str):
             raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args import key_ranges
+from fastattn._args.dtypes import dtype_choice
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import as_array, choice, integer, integers, short
+from fastattn._args.values import as_array, integer, integers, short
 from fastattn._engine.program import OUT, LinearStep, NormStep, Program, Sequences, X, build
 from fastattn.cache import KVCache
 from fastattn.layers._block import model_program
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Iterator, Sequence
 
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, DTypeLike
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints, Shape
@@ -127,7 +128,7 @@ class Decoder(_model.Model):
         top_p: float | None = None,
         rng: np.random.Generator | int | None = None,
         stop: int | Sequence[int] | None = None,
-        cache_dtype: Literal["int8"] | None = None,
+        cache_dtype: DTypeLike | None = None,
     ) -> Iterator[Any]:
         """Continue sequences, a token at a time, and yield each token as soon as it is known.
 
@@ -176,7 +177,7 @@ class Decoder(_model.Model):
         """
         single, prompts = self._prompts(ids, attention_mask)
         if cache_dtype is not None:
-            choice("generate", "cache_dtype", cache_dtype, ("int8",))
+            cache_dtype = dtype_choice("generate", "cache_dtype", cache_dtype, ("int8",))
         n_new = integer("generate", "max_new_tokens", max_new_tokens, 0)
         longest = max(map(len, prompts), default=0)
         if self.max_length is not None and longest + n_new > self.max_length:
@@ -210,7 +211,7 @@ class Decoder(_model.Model):
         max_new_tokens: int,
         sampler: Sampler,
         stop: Ints,
-        cache_dtype: str | None,
+        cache_dtype: DTypeLike | None,
     ) -> Iterator[Ints]:
         if not prompts or max_new_tokens == 0:
             return

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+PACKAGES = ("safetensors", "tokenizers", "ml_dtypes", "tqdm")  # the extra "models" of pyproject.toml
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors calls them, and NumPy
 _SHOWN = 6  # names that an error lists
@@ -43,11 +45,13 @@ class ModelError(ValueError):
 
 
 def require(package: str) -> ModuleType:
-    """The imported package; an error says how to install a missing one."""
+    """The imported package; an error says how to install it, and what else of `PACKAGES` is missing."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(f"models need {package}: pip install {package} ({error})") from error
+        missing = [package] + [p for p in PACKAGES if p != package and find_spec(p) is None]
+        how = f"pip install {' '.join(missing)}"
+        raise ImportError(f"models need {', '.join(missing)}: {how} ({error})") from error
 
 
 def read_json(path: Path, kind: type = dict) -> Any:

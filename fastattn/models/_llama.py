@@ -48,7 +48,8 @@ def build(source: Source) -> Decoder:
     heads = config.size("num_attention_heads")
     heads_kv = config.optional_size("num_key_value_heads") or (8 if model_type == "mistral" else heads)
     if heads % heads_kv:
-        raise ModelError(f"{config.path}: {heads} query heads for {heads_kv} key heads; expected a multiple")
+        expected = f"a multiple of 'num_key_value_heads', {heads_kv}"
+        raise ModelError(f"{config.path}: 'num_attention_heads' is {heads}; expected {expected}")
     head_dim = config.optional_size("head_dim") or (
         128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
     )

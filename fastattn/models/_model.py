@@ -67,8 +67,8 @@ class Model:
 def token_ids(func: str, ids: ArrayLike, vocab_size: int, name: str = "ids") -> Ints:
     """`ids`, the argument `name`, as (batch, length); a single sequence is a batch of one."""
     array = _rectangular(func, name, ids)
-    if array.dtype.kind == "U":
-        raise TypeError(f"{func}(): {name} is text; expected ids, as text.encode([...]) makes them")
+    if array.dtype.kind in "US":
+        raise TypeError(f"{func}(): {name} is text; expected ids, as model.text.encode([text]) makes them")
     if array.size == 0:
         array = np.zeros(array.shape, np.int64)
     if array.ndim not in (1, 2):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
+from fastattn._args.dtypes import dtype_choice
 from fastattn._args.ops import integer_activations
-from fastattn._args.values import short
 from fastattn.models._files import require
 
 if TYPE_CHECKING:
@@ -31,14 +31,10 @@ class Precision:
     @classmethod
     def of(cls, func: str, dtype: Any, weights_dtype: Any, activations: Any) -> Precision:
         """From the names or types that a caller gives."""
-        name = _name(dtype)
-        if name not in DTYPES:
-            raise ValueError(f"{func}(): dtype is {short(dtype)}; expected one of {', '.join(DTYPES)}")
-        weights = name if weights_dtype is None else _name(weights_dtype)
+        name = dtype_choice(func, "dtype", dtype, DTYPES)
         fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES
-        if weights not in fitting:
-            expected = f"{' or '.join(fitting)} for dtype {name}"
-            raise ValueError(f"{func}(): weights_dtype is {short(weights_dtype)}; expected {expected}")
+        weights = name if weights_dtype is None else weights_dtype
+        weights = dtype_choice(func, "weights_dtype", weights, fitting, f" for dtype {name}")
         integer_activations(func, activations, weights)
         kind = np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name)
         return cls(kind, weights, activations)
@@ -56,16 +52,6 @@ def joined(*parts: Array) -> Array:
     if len({part.dtype for part in parts}) > 1:
         parts = tuple(part.astype(np.float32) for part in parts)
     return np.concatenate(parts)
-
-
-def _name(dtype: Any) -> str:
-    """The name of a dtype, such as "float32" for np.float32; empty for what is no dtype."""
-    if isinstance(dtype, str):
-        return dtype
-    try:
-        return "" if dtype is None else np.dtype(dtype).name  # NumPy takes None for float64
-    except (TypeError, ValueError):
-        return ""
 
 
 def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> Array:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from fastattn._args.dtypes import float_dtype
 from fastattn._args.types import FLOAT64
-from fastattn._args.values import MAX_POSITION, MOST_SIZE, flag, float_array, float_dtype, integer, number
+from fastattn._args.values import MAX_POSITION, MOST_SIZE, flag, float_array, integer, number
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray

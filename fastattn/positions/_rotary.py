@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.dtypes import float_dtype
 from fastattn._args.results import result_array
 from fastattn._args.types import RopeArgs, lane_dtype
-from fastattn._args.values import (
-    as_array,
-    flag,
-    float_array,
-    float_dtype,
-    readable,
-    require_broadcast,
-)
+from fastattn._args.values import as_array, flag, float_array, readable, require_broadcast
 from fastattn._engine import dispatch, settings
 from fastattn.positions._rotary_scaling import RopeFrequencies
 

@@ -212,33 +212,6 @@ def test_forced_is_undone_by_an_exception():
     assert dict(fastattn.show_config()) == before
 
 
-THREADS = "import fastattn; print(fastattn.get_num_threads())"
-
-
-@pytest.mark.parametrize(("environment", "expected"), [
-    ({"FASTATTN_NUM_THREADS": 3, "OMP_NUM_THREADS": None}, 3),
-    ({"FASTATTN_NUM_THREADS": None, "OMP_NUM_THREADS": 5}, 5),
-    ({"FASTATTN_NUM_THREADS": 3, "OMP_NUM_THREADS": 5}, 3),
-    ({"FASTATTN_NUM_THREADS": None, "OMP_NUM_THREADS": "4,2"}, 4),
-    ({"FASTATTN_NUM_THREADS": "", "OMP_NUM_THREADS": 7}, 7),
-])  # fmt: skip
-def test_the_environment_s_threads(environment, expected, python):
-    run = python(THREADS, **environment)
-    assert run.stdout == f"{expected}\n", run.stderr
-
-
-def test_threads_without_a_word_are_the_cpus_that_we_may_use(python):
-    run = python(THREADS, FASTATTN_NUM_THREADS=None, OMP_NUM_THREADS=None)
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert 1 <= int(run.stdout) <= cpus
-    if hasattr(os, "sched_setaffinity"):
-        one = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n" + THREADS
-        assert python(one, FASTATTN_NUM_THREADS=None, OMP_NUM_THREADS=None).stdout == "1\n"
-    # With this, OpenMP binds the thread that loads it to one CPU.
-    bound = python(THREADS, FASTATTN_NUM_THREADS=None, OMP_NUM_THREADS=None, OMP_PROC_BIND="true")
-    assert bound.stdout == run.stdout
-
-
 KEPT = """
 import os, threading
 import numpy as np
@@ -260,44 +233,3 @@ def test_threads_stay_from_call_to_call(python):
     count, same = python(KEPT, FASTATTN_BACKEND="compiled", OPENBLAS_NUM_THREADS=1).stdout.split()
     assert int(count) >= 6
     assert same == "True"
-
-
-@pytest.mark.parametrize("value", ["0", "-2", "many", "1.5", "100000000"])
-def test_a_wrong_number_of_threads_in_the_environment(value, python):
-    run = python("import fastattn", FASTATTN_NUM_THREADS=value)
-    assert run.returncode == 1
-    assert f"FASTATTN_NUM_THREADS is {value!r}; expected" in run.stderr
-
-
-def test_cgroup_quotas(tmp_path):
-    """The smallest quota of the group and its ancestors, in CPUs rounded up."""
-
-    def write(path, text):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-
-    assert settings._cgroup_quota(str(tmp_path)) is None
-    write("proc/self/cgroup", "0::/a/b\n")
-    assert settings._cgroup_quota(str(tmp_path)) is None
-    write("sys/fs/cgroup/a/b/cpu.max", "max 100000\n")
-    assert settings._cgroup_quota(str(tmp_path)) is None
-    write("sys/fs/cgroup/a/cpu.max", "250000 100000\n")
-    assert settings._cgroup_quota(str(tmp_path)) == 3
-    write("sys/fs/cgroup/a/b/cpu.max", "50000 100000\n")
-    assert settings._cgroup_quota(str(tmp_path)) == 1
-    write("proc/self/cgroup", "4:memory:/x\n3:cpu,cpuacct:/a\n")
-    write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n")
-    write("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n")
-    assert settings._cgroup_quota(str(tmp_path)) is None
-    write("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "400000\n")
-    assert settings._cgroup_quota(str(tmp_path)) == 4
-
-
-def test_no_more_threads_than_are_of_use():
-    """No call asks for thousands of threads: where the system refuses one, OpenMP ends the process."""
-    q = np.ones((3, 4), np.float32)
-    most = max(64, os.cpu_count() or 1)
-    assert fastattn.explain(q, q, q, num_threads=64)["num_threads"] == 64
-    assert fastattn.explain(q, q, q, num_threads=4096)["num_threads"] == min(most, 4096)
-    with settings.forced(num_threads=4096):
-        assert fastattn.get_num_threads() == fastattn.show_config()["num_threads"] == min(most, 4096)

@@ -2,14 +2,10 @@
 
 import json
 import os
-import re
-import subprocess
-import sys
 
 import pytest
-from implementations import COMPILED, child_environment, forced
+from implementations import COMPILED, forced
 
-from fastattn._bench import tune
 from fastattn._engine import settings, tuning
 
 SIZES = settings.core.SIZES if COMPILED else {}
@@ -22,6 +18,7 @@ from fastattn._engine import settings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     fastattn.attention(*numpy.ones((3, 1, 4, 8), "f"))
+    fastattn.set_num_threads(fastattn.get_num_threads())
     fastattn.attention(*numpy.ones((3, 1, 4, 8), "f"))
 print(*settings.core.get_sizes().values(), sep=" ", end="|")
 print(fastattn.show_config()["tuning"], *(f"{w.filename} {w.message}" for w in caught), sep="|")
@@ -61,10 +58,50 @@ CHANGED = USUAL.replace("24", "12", 1)
 
 @needs_kernels
 def test_a_file_is_read(file, python):
-    said = f"{file}: attention_tasks 12 (not 24)"
+    said = f"FASTATTN_TUNING={file}: attention_tasks 12 (not 24)"
     assert ask(python, FASTATTN_TUNING=file) == (CHANGED, said, [])
     file.write_text(file.read_text().replace(": 12", ": 24"))
-    assert ask(python, FASTATTN_TUNING=file) == (USUAL, f"{file}: all are the defaults", [])
+    assert ask(python, FASTATTN_TUNING=file)[:2] == (USUAL, f"FASTATTN_TUNING={file}: all are the defaults")
+
+
+TAKE_TURNS = """
+import os, numpy, fastattn
+from fastattn._engine import settings, tuning
+
+def tasks():
+    fastattn.attention(*numpy.ones((3, 1, 4, 8), "f"))
+    return settings.core.get_sizes()["attention_tasks"]
+
+def in_a_child():
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.write(write, f"{tasks()} {fastattn.show_config()['tuning'].partition(', ')[2]}".encode())
+        os._exit(0)
+    os.wait()
+    return os.read(read, 1000).decode()
+
+print(in_a_child(), end="|")
+with settings.forced(num_threads=1):
+    print(tasks(), end="|")
+    with tuning.forced(attention_tasks=5), settings.forced(num_threads=2):
+        print(tasks(), end="|")
+    print(tasks(), end="|")
+print(tasks(), end="|")
+fastattn.set_num_threads(3)
+print(tasks(), end="|")
+fastattn.set_num_threads(2)
+print(tasks(), in_a_child(), tasks(), sep="|")
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(os.name != "posix", reason="forks")
+def test_a_file_holds_while_the_process_has_its_number_of_threads(file, python):
+    """Whatever it had at the first call; and sizes that are forced stay."""
+    environment = {"FASTATTN_ISA": COMPILED[0], "FASTATTN_NUM_THREADS": 2, "FASTATTN_BACKEND": None}
+    run = python(TAKE_TURNS, FASTATTN_TUNING=file, **environment)
+    child = "24 its num_threads is 2 and not 1"
+    assert run.stdout.strip() == f"{child}|24|5|24|12|24|12|{child}|12", run.stderr
 
 
 @needs_kernels
@@ -93,7 +130,7 @@ def test_a_file_of_another_machine_is_ignored(name, value, file, python):
     changed(file, **{name: value})
     sizes, said, warned = ask(python, FASTATTN_TUNING=file)
     assert (sizes, warned) == (USUAL, [])
-    assert said.startswith(f"defaults: {file} is ignored, its {name} is {value!r} and not ")
+    assert said.startswith(f"defaults: FASTATTN_TUNING={file} is ignored, its {name} is {value!r} and not ")
 
 
 MOST = SIZES["attention_tiles"][-1] if SIZES else 0
@@ -117,13 +154,13 @@ WRONG = {
 @needs_kernels
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_entry_warns_and_nothing_changes(case, file, python):
-    """Once, at the caller's line, with the names of file and entry."""
+    """Once, at the caller's line, with the names of variable, file and entry."""
     value, expected = WRONG[case]
     changed(file, sizes=value)
     sizes, said, (warned,) = ask(python, FASTATTN_TUNING=file)
     assert sizes == USUAL
-    assert warned.startswith(f"<string> fastattn: {file}: {expected}")
-    assert said.startswith(f"defaults: {file}: {expected}")
+    assert warned.startswith(f"<string> fastattn: FASTATTN_TUNING={file}: {expected}")
+    assert said.startswith(f"defaults: FASTATTN_TUNING={file}: {expected}")
 
 
 @needs_kernels
@@ -158,6 +195,16 @@ def test_what_is_no_file_warns(tmp_path, python):
 
 
 @needs_kernels
+def test_a_wrong_file_in_the_usual_place_warns(tmp_path, python):
+    path = tmp_path / "fastattn" / "tuning.json"
+    path.parent.mkdir()
+    path.write_text("{}")
+    _, said, (warned,) = ask(python, FASTATTN_TUNING=None, XDG_CONFIG_HOME=tmp_path)
+    assert said == f"defaults: {path}: it has no 'format'"
+    assert f"fastattn: {path}: it has no 'format'; sizes are the defaults" in warned
+
+
+@needs_kernels
 def test_the_usual_place_that_cannot_be_read_does_not_warn(tmp_path, python):
     """As another user's home cannot; here, since root reads everything, a link to itself."""
     path = tmp_path / "fastattn" / "tuning.json"
@@ -180,7 +227,7 @@ for _ in range(2):
         print(warning, end="|")
 """
     first, second, _ = ask(python, code, FASTATTN_TUNING=tmp_path / "none")
-    assert first.startswith(f"fastattn: {tmp_path / 'none'}: No such file")
+    assert first.startswith(f"fastattn: FASTATTN_TUNING={tmp_path / 'none'}: No such file")
     assert second == "1.0"
 
 
@@ -189,107 +236,3 @@ def test_importing_reads_nothing(tmp_path, python):
         "import sys, fastattn; print('fastattn._engine.tuning' in sys.modules)", FASTATTN_TUNING=tmp_path
     )
     assert (run.stdout, run.stderr) == ("False\n", "")
-
-
-def command(*arguments, **environment):
-    environment = {"FASTATTN_BACKEND": None, "FASTATTN_NUM_THREADS": 2} | environment
-    return subprocess.run(
-        [sys.executable, "-m", "fastattn", "tune", *arguments],
-        env=child_environment(**environment), capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-
-
-@needs_kernels
-def test_the_command(tmp_path):
-    """It says something of each size, and writes only if asked to."""
-    path = tmp_path / "new" / "tuning.json"
-    run = command("--seconds", "1", "--seed", "3", FASTATTN_TUNING=path)
-    assert (run.returncode, run.stderr) == (0, "")
-    lines = run.stdout.splitlines()
-    assert [line.split()[0] for line in lines if line[:1].islower()] == list(SIZES)
-    assert all(re.search(r" (keep|change to \d+); ", line) for line in lines if line[:1].islower())
-    assert lines[-1] == f"Nothing was written; --write writes to {path}"
-    assert not path.exists()
-
-
-@needs_kernels
-def test_the_command_writes_and_removes(tmp_path, python):
-    path = tmp_path / "new" / "tuning.json"
-    run = command("--seconds", "1", "--write", str(path))
-    assert run.stdout.splitlines()[-1] == f"Written to {path}", run.stderr
-    sizes = json.loads(path.read_text())["sizes"]
-    would = ", ".join(f"{name} to {value}" for name, value in sizes.items()) or "nothing"
-    assert f"\nWould change: {would}\n" in run.stdout
-    found, said, warned = ask(python, FASTATTN_ISA=None, FASTATTN_TUNING=path)
-    expected = {name: default for name, (_, default, *_) in SIZES.items()} | sizes
-    assert (found, warned) == (" ".join(map(str, expected.values())), [])
-    assert said.startswith(f"{path}: ")
-    assert command("--reset", FASTATTN_TUNING=path).stdout == f"{path} was removed.\n"
-    assert command("--reset", FASTATTN_TUNING=path).stdout == f"There is no {path}: the defaults hold.\n"
-    assert not path.exists()
-
-
-@needs_kernels
-def test_the_command_refuses(tmp_path):
-    run = command("--write", str(tmp_path))
-    assert (run.returncode, run.stdout) == (2, "")
-    assert f"cannot write {str(tmp_path)!r}: it is a folder" in run.stderr
-    run = command("--reset", FASTATTN_TUNING=tmp_path)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith(f"cannot remove {tmp_path}: ")
-    run = command("--write", "/proc/none/tuning.json")
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith("cannot write /proc/none/tuning.json: ")
-    run = command("--write", FASTATTN_TUNING="off")
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith("FASTATTN_TUNING is off")
-    run = command(FASTATTN_BACKEND="numpy")
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr == "There is nothing to tune: no compiled kernels are in use.\n"
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", SIZES)
-def test_what_is_measured_needs_two_wins(name, monkeypatch):
-    """Times that say that doubling saves 10%, first always, then not in the second measurement."""
-    default = SIZES[name][1]
-    doubled = 2 * default if 2 * default in tune.candidates(name) else default // 2
-    measured = []
-
-    def minima(size, values, call, seconds):
-        measured.append(values)
-        wins = steady or len(measured) <= tune.SHAPES
-        return [0.9 if value == doubled and wins else 1.0 for value in values]
-
-    monkeypatch.setattr(tune, "_minima", minima)
-    for steady, best in ((True, doubled), (False, default)):
-        measured.clear()
-        with forced(COMPILED[0], num_threads=2):
-            result = tune.measure(name, 0, 100)
-        assert (result.best, bool(result.why)) == (best, not steady)
-        assert measured[-1] == [default, doubled, default]
-        assert f"{doubled}: +10.0%" in tune.line(result)
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("default_again", "gain", "noise"),
-    [([1.2] * 8, 0.1, 0.2), ([1.0] * 8, 0.01, 0.0), ([1.0] * 7 + [1.001], 0.025, 0.045)],
-)
-def test_what_is_no_gain(default_again, gain, noise, monkeypatch):
-    """Not beyond what the default's two minima differ; not beyond 2%; not the same on all shapes."""
-    spread = iter([0.06, -0.06] * 4 if gain == 0.025 else [0.0] * 8)
-    again = iter(default_again)
-    monkeypatch.setattr(tune, "_minima", lambda *_: [1.0, 1 - gain - next(spread), 1.0, next(again)])
-    result = tune.measure("attention_tasks", 0, 100)
-    assert (result.best, result.why) == (24, "")
-    assert result.gains[12].mean == pytest.approx(gain)
-    assert result.gains[12].noise == pytest.approx(noise, abs=0.006)
-
-
-@needs_kernels
-def test_every_size_is_measured():
-    assert list(tune.DRAWS) == list(SIZES)
-    assert set(tune.NEED_THREADS) < set(SIZES)
-    with forced(COMPILED[0], num_threads=1):
-        assert tune.measure("parallel_flops", 0, 1).why == "there is one thread"

@@ -140,6 +140,7 @@ BAD_CALLS = [
     bad(ValueError, "kv_lengths has 3.*q_offset=0", kv_lengths=[5, 3], alibi_slopes=floats(4)),
     bad(TypeError, r"row_ranges is of type ndarray; expected \(begin, end\)",
         row_ranges=np.zeros((2, 5), int)),
+    bad(TypeError, r"row_ranges has length 1; expected 2, \(begin, end\)", row_ranges=(0,)),
     bad(TypeError, r"row_ranges\[0\] has dtype float64; expected integers", row_ranges=(0.0, 5)),
     bad(ValueError, r"row_ranges\[1\] has shape \(6,\)", row_ranges=(0, np.arange(6))),
     bad(ValueError, "num_threads is 0; expected 1 to", num_threads=0),

@@ -96,6 +96,15 @@ def test_scales_broadcast(shape, implementation):
     check(attention(q, int8), expect(q, k, int8["v"] * np.float32(0.02)))
 
 
+@every_shape
+def test_scales_may_be_integers(shape, implementation):
+    q, int8, _, _ = inputs(shape, "float32")
+    ones, twos = (np.full(int8["k_scale"].shape, n, np.float32) for n in (1, 2))
+    expected = attention(q * np.float32(0.01), int8 | {"k_scale": ones, "v_scale": twos})
+    for scales in ({"k_scale": 1, "v_scale": 2}, {"k_scale": ones.astype(np.int8), "v_scale": twos.tolist()}):
+        assert_same_bits(attention(q * np.float32(0.01), int8 | scales), expected)
+
+
 def test_one_head(implementation):
     q, int8, k, v = inputs(DECODE, "float32")
     int8 = {name: x[0, 0] for name, x in int8.items()}
@@ -191,32 +200,38 @@ def cached(k, v):
     return KVCache(dtype="int8").append(k, v)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("outlier", [1, 50])
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=lambda shape: shape.name)
-def test_the_bound(shape, outlier, implementation):
-    """As the documentation states it, against attention of what was rounded."""
-    rng = np.random.default_rng(0)
-    q, k, v = (x.astype(np.float32) for x in spread_inputs(shape, "float32", rng))
+def test_the_bound(shape, outlier, dtype, sign, implementation):
+    """As the documentation states it, against attention of what was rounded; all scales may be negative."""
+    q, k, v = (x.astype(np.float32) for x in spread_inputs(shape, "float32", np.random.default_rng(0)))
+    q = q.astype(dtype)
     k[..., 3] *= outlier
     v[..., 5] *= outlier
     got = cached(k, v)
-    out, lse = fastattn.attention(q, **got._asdict(), return_lse=True)
-    exact, exact_lse = fastattn.attention(*(x.astype(np.float64) for x in (q, k, v)), return_lse=True)
+    got = got._replace(k=sign * got.k, k_scale=sign * got.k_scale, v=sign * got.v, v_scale=sign * got.v_scale)
+    scale = sign * shape.head_dim**-0.5
+    out, lse = fastattn.attention(q, **got._asdict(), scale=scale, return_lse=True)
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    exact, exact_lse = fastattn.attention(q, k, v, scale=scale, return_lse=True)
     group = shape.heads_q // shape.heads_kv
 
     def of_heads(x):
         return x.repeat(group, axis=1)
 
-    largest = of_heads(got.k_scale.max(axis=-1, keepdims=True)).astype(np.float64)
-    score_error = shape.head_dim**-0.5 * np.abs(q).sum(axis=-1) * largest / 2
+    largest = of_heads(np.abs(got.k_scale).max(axis=-1, keepdims=True)).astype(np.float64)
+    score_error = abs(scale) * np.abs(q).sum(axis=-1) * largest / 2
     spread = of_heads(v.max(axis=2, keepdims=True) - v.min(axis=2, keepdims=True))
-    value_error = of_heads(got.v_scale.max(axis=-1))[..., None, None] / 2
+    value_error = of_heads(np.abs(got.v_scale).max(axis=-1))[..., None, None] / 2
     bound = value_error + np.tanh(score_error / 2)[..., None] * spread
     rounding = 1e-5 * outlier
     assert_close(lse, exact_lse, score_error + rounding)
-    assert_close(out, exact, bound + rounding)
+    last_bit = 0 if dtype == "float32" else float(ml_dtypes.finfo(dtype).eps) / 2
+    assert_close(out, exact, bound + rounding + last_bit * (np.abs(exact) + bound))
     # Errors of roundings have no common sign: what is usual is far below the bound, if all else is right.
-    usual = 5 * shape.head_dim**-0.5 * np.linalg.norm(q, axis=-1) * largest / 12**0.5
+    usual = 5 * abs(scale) * np.linalg.norm(q, axis=-1) * largest / 12**0.5
     assert (np.abs(lse - exact_lse) <= usual).all()
 
 
@@ -231,6 +246,17 @@ def test_the_bound_is_reached(implementation):
     _, lse = fastattn.attention(q, **got._asdict(), return_lse=True)
     _, exact = fastattn.attention(q, k, k, return_lse=True)
     assert 0.99 * 63 / 8 / 2 < lse - exact < 63 / 8 / 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_results_of_16_bits_are_rounded_once_more(dtype, implementation):
+    """Of one key, the result is its value: the bound without the result's own rounding does not hold."""
+    v = np.random.default_rng(0).uniform(-1, 1, (1, 1, 1, 2000)).astype(np.float32)
+    got = cached(np.zeros((1, 1, 1, 8), np.float32), v)
+    out = fastattn.attention(np.ones((1, 1, 1, 8), dtype), **got._asdict()).astype(np.float64)
+    error, half = np.abs(out - v), got.v_scale[0, 0, 0] / 2
+    assert (error > 1.02 * half).any()
+    assert_close(out, v, half + float(ml_dtypes.finfo(dtype).eps) / 2 * (np.abs(v) + half) + 1e-6)
 
 
 def test_explain():
@@ -263,14 +289,18 @@ def test_inputs_stay_as_they_are(implementation):
 Q, INT8, K, V = inputs(Shape("", 2, 4, 2, 3, 5, 8), "float32")
 F64 = Q.astype(np.float64)
 BAD = [
-    (TypeError, r"k has dtype int8; expected float32, .*attention takes int8 with k_scale and v_scale",
+    (TypeError, r"k has dtype int8; expected float32, .* or bfloat16, or int8 with k_scale and v_scale$",
      {"k_scale": None, "v_scale": None}),
+    (TypeError, r"v has dtype int16; expected float32, .*, or int8 with k_scale and v_scale$",
+     {"k": K, "v": INT8["v"].astype(np.int16), "k_scale": None, "v_scale": None}),
+    (TypeError, r"q, k and v have dtypes .*, or int8 for all others with k_scale and v_scale$",
+     {"k": K.astype(np.float64), "v": V, "k_scale": None, "v_scale": None}),
     (ValueError, "k_scale is given without v_scale; expected both, or neither", {"v_scale": None}),
     (ValueError, "v_scale is given without k_scale; expected both, or neither", {"k_scale": None}),
     (TypeError, "k has dtype float32; expected int8, as k_scale is given", {"k": K}),
     (TypeError, "v has dtype float32; expected int8, as v_scale is given", {"v": V}),
     (TypeError, "k has dtype uint8; expected int8", {"k": INT8["k"].astype(np.uint8)}),
-    (TypeError, "k_scale has dtype int64; expected float32", {"k_scale": np.ones((2, 2, 5), int)}),
+    (TypeError, "k_scale has dtype bool; expected float32, .* or integers", {"k_scale": np.ones(5, bool)}),
     (TypeError, "v_scale is a masked array", {"v_scale": np.ma.masked_array(INT8["v_scale"])}),
     (ValueError, r"k_scale has shape \(2, 2, 4\); expected .*heads_kv, len_k\) = \(2, 2, 5\)",
      {"k_scale": INT8["k_scale"][..., :4]}),
@@ -296,3 +326,11 @@ def test_out_may_not_be_a_scale():
 def test_other_functions_say_who_takes_int8():
     with pytest.raises(TypeError, match="attention takes int8 with k_scale and v_scale"):
         functional.gated_attention(Q, INT8["k"], INT8["v"], Q)
+    with pytest.raises(TypeError, match=r"key has dtype int8; .* \(attention takes int8 with k_scale and"):
+        fastattn.scaled_dot_product_attention(Q, INT8["k"], INT8["v"], enable_gqa=True)
+    with pytest.raises(TypeError, match=r"k has dtype int8; .* or bfloat16, or int8 with k_scale$"):
+        fastattn.attention_weights(Q, INT8["k"])
+    with pytest.raises(TypeError, match=r"k has dtype int8; .*, or int8 with k_scale and v_scale$"):
+        functional.sigmoid_attention(Q, INT8["k"], INT8["v"])
+    with pytest.raises(TypeError, match=r"k has dtype int8; .* \(KVCache rounds to int8\)$"):
+        KVCache(dtype="int8").append(INT8["k"], INT8["v"])

@@ -70,7 +70,7 @@ def main():
     parser.add_argument("--cases", type=int, help="how many; default 10,000 calls, 1,000 folders")
     parser.add_argument("--case", type=int, help="carry out this one only, and tell what it is")
     parser.add_argument("--only", help="calls of this recipe only, a function of the files here")
-    parser.add_argument("--jobs", type=int, default=settings.available_cpus())
+    parser.add_argument("--jobs", type=int, default=len(settings.CPUS))
     parser.add_argument("--seconds", type=float, default=60, help="that a case may take; default 60")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()

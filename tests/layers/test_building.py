@@ -1,5 +1,6 @@
 """What layers refuse when they are built."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -134,11 +135,39 @@ ENCODER, DECODER = TransformerEncoderLayer(64, 4), TransformerDecoderLayer(64, 4
             TypeError,
             "dtype is 'fp16'; expected float32, float64, float16, bfloat16 or int8",
         ),
+        (
+            lambda: TransformerEncoder([ENCODER]).new_cache("int8"),
+            TypeError,
+            r"^TransformerEncoder.new_cache\(\): capacity is 'int8'; expected an integer",
+        ),
+        (
+            lambda: TransformerDecoder([DECODER]).new_cache(dtype="int4"),
+            TypeError,
+            r"^TransformerDecoder.new_cache\(\): dtype is 'int4'; expected .* or int8",
+        ),
     ],
 )
 def test_what_cannot_be_built(build, error, message):
     with pytest.raises(error, match=message):
         build()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.dtype("int8"), "i1", np.float64, ml_dtypes.bfloat16])
+def test_types_of_weights_may_be_those_of_numpy(dtype):
+    """They are kept by name."""
+    name = np.dtype(dtype).name
+    x = (
+        np.random.default_rng(0)
+        .standard_normal((1, 3, 64))
+        .astype("float64" if name == "float64" else "float32")
+    )
+    for kind in (TransformerEncoderLayer, MultiHeadAttention):
+        expected, layer = (kind(64, 4, weights_dtype=d, rng=0) for d in (name, dtype))
+        assert layer.weights_dtype == name
+        np.testing.assert_array_equal(layer(x), expected(x))
+    layer = MultiHeadAttention(64, 4, rng=0)
+    layer.load_state_dict(layer.state_dict(), weights_dtype=dtype)
+    assert layer.weights_dtype == name
 
 
 def test_stacks_of_what_can_be_iterated():
@@ -168,7 +197,7 @@ def test_options_of_attention(options):
         ({"layer_norm_eps": -1.0}, "layer_norm_eps is -1.0; expected 0 or more"),
         ({"bias": 1}, "bias is 1; expected True or False"),
         ({"weights_dtype": "int3"}, "weights_dtype is 'int3'"),
-        ({"activations": "int4"}, "activations is 'int4'; expected one of int8"),
+        ({"activations": "int4"}, "activations is 'int4'; expected int8"),
         (
             {"activations": "int8"},
             "activations is 'int8' for weights in float32; expected weights in int8, int4",

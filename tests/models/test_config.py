@@ -66,7 +66,11 @@ WRONG_VALUES = [
     ("gpt2", {"eos_token_id": "end"}, "'eos_token_id' is 'end'; expected an id or a list of ids"),
     ("gpt2", {"eos_token_id": 10**30}, "expected an id or a list of ids"),
     ("gpt2", {"eos_token_id": [1, "end"]}, "expected an id or a list of ids"),
-    ("llama", {"num_key_value_heads": 3}, "4 query heads for 3 key heads; expected a multiple"),
+    (
+        "llama",
+        {"num_key_value_heads": 3},
+        "'num_attention_heads' is 4; expected a multiple of 'num_key_value_heads', 3",
+    ),
     ("llama", {"rope_scaling": "linear"}, "'rope_scaling' is 'linear'; expected a table"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "scaling of type linear has no factor"),
     ("llama", {"rope_scaling": {"rope_type": "spiral"}}, "scaling has type 'spiral'"),

@@ -276,7 +276,7 @@ def test_types_that_are_not_known(tmp_path):
     tiny.write(tmp_path, "bert")
     refused(tmp_path, "load(): dtype is 'float8'; expected one of float32", error=ValueError, dtype="float8")
     refused(tmp_path, "weights_dtype is 'int3'; expected", error=ValueError, weights_dtype="int3")
-    refused(tmp_path, "activations is 'int4'; expected one of int8", error=ValueError, activations="int4")
+    refused(tmp_path, "activations is 'int4'; expected int8", error=ValueError, activations="int4")
     exact = "activations is 'int8' for weights in float32; expected weights in int8, int4, nf4"
     refused(tmp_path, exact, error=ValueError, activations="int8")
     refused(tmp_path, "dtype is None; expected one of float32", error=ValueError, dtype=None)
@@ -284,6 +284,13 @@ def test_types_that_are_not_known(tmp_path):
     refused(tmp_path, "dtype is [1]; expected one of float32", error=ValueError, dtype=[1])
     options = {"dtype": "float64", "weights_dtype": "int8"}
     refused(tmp_path, "expected float64 for dtype float64", error=ValueError, **options)
+
+
+def test_all_libraries_that_are_missing_are_named_at_once(tmp_path, monkeypatch):
+    tiny.write(tmp_path, "bert")
+    for package in ("tokenizers", "safetensors"):
+        monkeypatch.setitem(sys.modules, package, None)
+    refused(tmp_path, "need safetensors, tokenizers: pip install safetensors tokenizers ", error=ImportError)
 
 
 @pytest.mark.parametrize("package", ["safetensors", "ml_dtypes"])

@@ -27,9 +27,16 @@ cdef extern from "Python.h":
 cdef extern from *:
     """
     #ifdef _OPENMP
+    #include <omp.h>
     #define FA_OPENMP 1
+    static int fa_places(void) { return omp_get_num_places(); }
+    static int fa_place_size(int place) { return omp_get_place_num_procs(place); }
+    static void fa_place_cpus(int place, int *cpus) { omp_get_place_proc_ids(place, cpus); }
     #else
     #define FA_OPENMP 0
+    static int fa_places(void) { return 0; }
+    static int fa_place_size(int place) { (void)place; return 0; }
+    static void fa_place_cpus(int place, int *cpus) { (void)place, (void)cpus; }
     #endif
     #ifdef __clang__
     #define FA_COMPILER "clang " __clang_version__
@@ -48,6 +55,9 @@ cdef extern from *:
     static void fa_set_flag(int *flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
     """
     const int FA_OPENMP
+    int fa_places()
+    int fa_place_size(int)
+    void fa_place_cpus(int, int *)
     const char *FA_COMPILER
     double fa_seconds() noexcept nogil
     int fa_flag(const int *) noexcept nogil
@@ -59,6 +69,17 @@ OPENMP = bool(FA_OPENMP)  # without it everything runs on the calling thread
 COMPILER = FA_COMPILER.decode()  # its name and version
 
 cdef int _isa = COMPILED_ISAS.index(AVAILABLE_ISAS[0])
+
+
+def place_cpus():
+    """The CPUs of OpenMP's places, to which it binds its threads; none if it binds no thread."""
+    cdef int place
+    cpus = set()
+    for place in range(fa_places()):
+        ids = np.empty(fa_place_size(place), np.intc)
+        fa_place_cpus(place, <int *>cnp.PyArray_DATA(ids))
+        cpus.update(ids.tolist())
+    return cpus
 
 
 def get_isa():

@@ -7,7 +7,7 @@ fa_tune_for(LEVEL2_CACHE)
 SIZES = {fa_size_at(i).name.decode(): (fa_size_at(i).unit.decode(), fa_size_in(&fa_tuned, i)[0], fa_size_at(i).least,
                                        fa_size_at(i).most) for i in range(fa_size_count())}
 cdef list _SIZES = list(SIZES)
-cdef object _on_first_use = None
+cdef object _before_next_plan = None
 
 
 def get_sizes():
@@ -25,16 +25,16 @@ def set_sizes(sizes):
         fa_size_in(&fa_tuned, _SIZES.index(name))[0] = value
 
 
-def on_first_use(function):
-    """Call `function` before the first plan is made, and never again; None: call nothing."""
-    global _on_first_use
-    _on_first_use = function
+def before_next_plan(function):
+    """Call `function` once, before the next plan is made; None: call nothing."""
+    global _before_next_plan
+    _before_next_plan = function
 
 
 cdef const fa_kernels *_kernels(fa_dtype dtype) except NULL:
     """The kernels in use for numbers of `dtype`. Every plan begins here."""
-    global _on_first_use
-    if _on_first_use is not None:
-        function, _on_first_use = _on_first_use, None
+    global _before_next_plan
+    if _before_next_plan is not None:
+        function, _before_next_plan = _before_next_plan, None
         function()
     return fa_isa_kernels(_isa, dtype)
