@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO, TextIO
 
     from fastattn._args.types import Array
-    from fastattn.models import Encoder, Decoder
+    from fastattn.models import Decoder, Encoder
 
 SUFFIXES = (".npy", ".jsonl")
 

@@ -47,7 +47,10 @@ def lengths(kv_lengths: Ints) -> Range:
 
 
 def intersect(ranges: Iterable[Range], len_k: int | Ints) -> Range:
-    """Intersection of `ranges`, clipped to [0, len_k], which may differ by row; its arrays have at least two axes, (heads, len_q)."""
+    """Intersection of `ranges`, clipped to [0, len_k]; its arrays have at least two axes, (heads, len_q).
+
+    `len_k` may differ by row.
+    """
     begins, ends = [], []
     for begin, end in ranges:
         begins += [] if begin is None else [begin]

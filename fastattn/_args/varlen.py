@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ def _begins(func: str, name: str, x: Any, of: str, tokens: int) -> Ints:
 def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:
     """A call of its own for each sequence of a ragged one."""
     assert args.begins is not None
-    bounds = zip(*(zip(begins[:-1], begins[1:], strict=True) for begins in args.begins), strict=True)
+    bounds = zip(*(itertools.pairwise(begins) for begins in args.begins), strict=True)
     for i, ((q0, q1), (k0, k1)) in enumerate(bounds):
         part = copy(args)
         part.begins, part.batch_shape, part.len_q, part.len_k = None, (), int(q1 - q0), int(k1 - k0)

@@ -35,9 +35,9 @@ X, OUT = "x", "out"
 
 
 class Sequences(NamedTuple):
-    """What the rows of a call are: `batch` sequences end to end, of one length, or of those that `begins` says.
+    """What the rows of a call are: `batch` sequences end to end, of one length if there are no `begins`.
 
-    A ragged batch has its queries' own axes (1, rows) where one of equal lengths has (batch, 1, length).
+    With `begins`, arrays have (1, rows) for the axes (batch, 1, length).
     """
 
     batch: int
@@ -46,7 +46,7 @@ class Sequences(NamedTuple):
     rotations: tuple[tuple[Array, Array], ...] = ()  # cos and sin, ([batch,] 1, length, pairs), lane type
     slots: Slots | None = None  # where the cache takes new keys and values; older ones are attended, too
     begins: Ints | None = None  # the first row of each sequence, and the end, (batch + 1,)
-    # Added to the score of query i and key j at j - i from the middle: (heads, 2 n - 1), lane type, contiguous.
+    # Added to scores: for query i and key j what is at j - i from the middle of (heads, 2 n - 1), lane type.
     biases: tuple[Array, ...] = ()
 
 

@@ -59,8 +59,8 @@ def varlen_attention(
     v : array_like, (tokens_k, heads_kv, head_dim_v)
         Values.
     cu_seqlens_q : array_like of int, (sequences + 1,)
-        Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` (exclusive): the first is 0, the
-        last ``tokens_q``. A sequence may be empty.
+        Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` (exclusive): the first is 0,
+        the last ``tokens_q``. A sequence may be empty.
     cu_seqlens_k : array_like of int, (sequences + 1,)
         Likewise the keys and values that these queries attend.
     causal : bool, default False

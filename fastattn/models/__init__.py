@@ -8,4 +8,4 @@ from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
 from fastattn.models._load import MODEL_TYPES, load
 
-__all__ = ["MODEL_TYPES", "Encoder", "Decoder", "ModelError", "load"]
+__all__ = ["MODEL_TYPES", "Decoder", "Encoder", "ModelError", "load"]

@@ -91,7 +91,7 @@ class Encoder(_model.Model):
         return out
 
     def hidden(self, sequences: Sequence[Ints]) -> tuple[Array, Ints]:
-        """Hidden states of sequences of checked ids (length,): those of all tokens end to end, and their begins.
+        """Hidden states of sequences of checked ids (length,), end to end, and where each sequence begins.
 
         A sequence's rows (tokens, hidden_size) have the same bits in any company.
         """
@@ -105,7 +105,7 @@ class Encoder(_model.Model):
         x = ops.embedding(tokens, self.tokens).astype(self.dtype, copy=False)
         begins = None
         if len(x) == batch * length:  # all of one length
-            x.reshape(batch, length, -1)[...] += self.positions[:length]
+            x.reshape(batch, length, self.hidden_size)[...] += self.positions[:length]
         else:
             begins = np.append(0, np.cumsum(lengths))
             x += self.positions[np.arange(len(x)) - np.repeat(begins[:-1], lengths)]

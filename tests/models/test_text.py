@@ -73,17 +73,21 @@ def test_a_vector_has_the_same_bits_in_any_company(isa, mode, encoder):
             np.testing.assert_array_equal(together, alone)
 
 
-def test_pooling_of_left_padded_and_empty_texts(implementation):
-    hidden = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
-    mask = np.array([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]], bool)
-    hidden[~mask] = np.nan
-    got = Pooling("mean")(hidden, mask)
-    np.testing.assert_allclose(got[0], hidden[0, 2:].mean(axis=0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(got[1], hidden[1].mean(axis=0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(got[2], 0)
-    np.testing.assert_array_equal(Pooling("cls")(hidden, mask)[:2], [hidden[0, 2], hidden[1, 0]])
-    np.testing.assert_array_equal(Pooling("max")(hidden, mask)[0], hidden[0, 2:].max(axis=0))
-    assert np.isfinite(Pooling("mean", normalize=True)(hidden, mask)).all()
+def test_pooling_of_texts_of_any_length(implementation):
+    rows, begins = (
+        np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32),
+        np.array([0, 2, 2, 6, 6]),
+    )
+    expected = {
+        "mean": [rows[:2].mean(axis=0), 0 * rows[0], rows[2:].mean(axis=0), 0 * rows[0]],
+        "cls": [rows[0], 0 * rows[0], rows[2], 0 * rows[0]],
+        "max": [rows[:2].max(axis=0), 0 * rows[0], rows[2:].max(axis=0), 0 * rows[0]],
+    }
+    for mode, vectors in expected.items():
+        np.testing.assert_allclose(Pooling(mode)(rows, begins), vectors, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(Pooling(mode)(rows[:0], np.zeros(3, np.int64)), np.zeros((2, 5)))
+        assert Pooling(mode)(rows[:0], np.zeros(1, np.int64)).shape == (0, 5)
+    assert np.isfinite(Pooling("mean", normalize=True)(rows, begins)).all()
 
 
 @pytest.mark.parametrize(
