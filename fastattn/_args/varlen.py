@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +14,6 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, flag, head_values, integers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, AttentionArgs, Ints
@@ -55,8 +51,10 @@ def varlen_args(
         raise ValueError(f"{func}(): {came}; expected as many")
     causal = flag(func, "causal", causal)
     left, right = window_sides(func, window)
-    by_head = {name: x.swapaxes(0, 1) for name, x in arrays.items()}  # (heads, tokens, head_dim)
-    args = attention_args(func, **by_head, return_lse=return_lse, **options)
+    by_head: dict[str, Any] = {
+        name: x.swapaxes(0, 1) for name, x in arrays.items()
+    }  # (heads, tokens, head_dim)
+    args = attention_args(func, return_lse=return_lse, **by_head, **options)
 
     if out is not None:
         shape = (args.len_q, args.heads_q, args.head_dim_v)
@@ -100,25 +98,3 @@ def _begins(func: str, name: str, x: Any, of: str, tokens: int) -> Ints:
         came = f"{name} falls from {begins[i]} to {begins[i + 1]} at index {i + 1}"
         raise ValueError(f"{func}(): {came}; expected it not to fall: the begin of each sequence, in order")
     return begins
-
-
-def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:
-    """A call of its own for each sequence of a ragged one."""
-    assert args.begins is not None
-    bounds = zip(*(itertools.pairwise(begins) for begins in args.begins), strict=True)
-    for i, ((q0, q1), (k0, k1)) in enumerate(bounds):
-        part = copy(args)
-        part.begins, part.batch_shape, part.len_q, part.len_k = None, (), int(q1 - q0), int(k1 - k0)
-        part.q, part.out = args.q[:, q0:q1], args.out[:, q0:q1]
-        part.k, part.v = args.k[:, k0:k1], args.v[:, k0:k1]
-        part.k_scale = None if args.k_scale is None else args.k_scale[:, k0:k1]
-        part.v_scale = None if args.v_scale is None else args.v_scale[:, k0:k1]
-        part.bias = None if args.bias is None else args.bias[:, : part.len_q, : part.len_k]
-        part.lse = None if args.lse is None else args.lse[:, q0:q1]
-        part.row_begin = None if args.row_begin is None else args.row_begin[:, q0:q1]
-        part.row_end = None if args.row_end is None else args.row_end[:, q0:q1]
-        part.sinks = args.sinks[i] if args.sinks is not None and args.sinks.ndim == 2 else args.sinks
-        if args.alibi_slopes is not None and args.alibi_slopes.ndim == 2:
-            part.alibi_slopes = args.alibi_slopes[i if len(args.alibi_slopes) > 1 else 0]
-        part.q_position = None if args.q_position is None else args.q_position[i]
-        yield part

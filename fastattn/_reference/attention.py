@@ -17,7 +17,7 @@ from fastattn._args.blocks import blocks
 from fastattn._args.key_ranges import closed, places
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, require_broadcast
-from fastattn._args.varlen import sequences
+from fastattn._reference.sequences import sequences
 from fastattn._reference.statistics import collect
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fastattn.layers._block import model_program
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
+from fastattn.models._embeddings import Embeddings, Places
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
 from fastattn.models._sentences import Pooling, Sentences
@@ -74,7 +75,7 @@ def build(source: Source) -> Encoder:
     }
     tensors.expect(shapes, own=("embeddings.", "encoder."), ignored=_IGNORED)
 
-    program, _ = model_program(blocks.read(), blocks.norm(_FIRST_NORM))
+    program, windows = model_program(blocks.read(), blocks.norm(_FIRST_NORM))
     token_types = source.vector(_TYPES)
     positions = source.vector(_POSITIONS)[first:] + token_types[0]
     return Encoder(
@@ -87,9 +88,10 @@ def build(source: Source) -> Encoder:
         precision=precision,
         text=Text(folder, len(positions)),
         max_length=len(positions),
-        tokens=tensors[_TOKENS],
-        token_types=token_types.astype(precision.dtype),
-        positions=positions.astype(precision.dtype),
+        embeddings=Embeddings(
+            tensors[_TOKENS], token_types.astype(precision.dtype), positions.astype(precision.dtype)
+        ),
+        places=Places(windows),
         pooling=Pooling.of(folder),
         sentences=Sentences.of(folder),
     )

@@ -16,6 +16,7 @@ from fastattn._engine.program import OUT, LinearStep, NormStep, Program, Sequenc
 from fastattn.cache import KVCache
 from fastattn.layers._block import model_program
 from fastattn.models import _model
+from fastattn.models._embeddings import Frequencies
 from fastattn.models._files import stop_ids
 from fastattn.models._sampling import Sampler
 from fastattn.models._text import NO_TOKEN, Text
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints, Shape
     from fastattn.layers._block import Window
     from fastattn.models._blocks import BlockNames, Blocks
-
-# Frequencies of rotary positions; some scalings depend on `seq_len`, the length of the longest sequence.
-Frequencies = RopeFrequencies | Callable[..., RopeFrequencies]
 
 # The cache has room for so many new tokens at first; it doubles when it is full.
 _ROOM = 256

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
-from fastattn import ops
 from fastattn._args.errors import wrong_shape
 from fastattn._args.options import require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer, short
-from fastattn._engine.program import Sequences
 from fastattn.models import _model
 from fastattn.models._text import strings
 
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Ints
+    from fastattn.models._embeddings import Embeddings, Places
     from fastattn.models._sentences import Pooling, Sentences
 
 # Texts, and their tokens, that `embed` sorts by length at a time. With 2^13 texts there is up to 1% more
@@ -44,10 +43,9 @@ class EmbedOptions(TypedDict, total=False):
 class Encoder(_model.Model):
     """An encoder: call it for hidden states, or `embed` texts with it."""
 
-    max_length: int  # tokens of a sequence
-    tokens: Array  # (vocab_size, hidden_size), as in the file
-    token_types: Array  # (types, hidden_size), like `positions` in the type of the computation
-    positions: Array  # (max_length, hidden_size), the first token type's vector added
+    max_length: int | None  # tokens of a sequence
+    embeddings: Embeddings
+    places: Places
     pooling: Pooling
     sentences: Sentences
 
@@ -74,13 +72,14 @@ class Encoder(_model.Model):
         tokens = _model.token_ids(name, ids, self.vocab_size)
         mask = _model.attended(name, attention_mask, tokens)
         if token_type_ids is not None:
-            types = _model.token_ids(name, token_type_ids, len(self.token_types), "token_type_ids")
+            n_types = 1 if self.embeddings.types is None else len(self.embeddings.types)
+            types = _model.token_ids(name, token_type_ids, n_types, "token_type_ids")
             if types.shape != tokens.shape:
                 raise wrong_shape(name, "token_type_ids", types, tokens.shape)
         batch, length = tokens.shape
         lengths = np.full(batch, length) if mask is None else mask.sum(axis=1)
         longest = lengths.max(initial=0)
-        if longest > self.max_length:
+        if self.max_length is not None and longest > self.max_length:
             came = f"{longest} tokens in a sequence"
             raise ValueError(f"{name}(): {came}; expected at most {self.max_length}")
         if mask is None:
@@ -101,17 +100,8 @@ class Encoder(_model.Model):
 
     def _rows(self, tokens: Ints, lengths: Ints, types: Ints | None) -> Array:
         """Hidden states (tokens, hidden_size) of sequences of `lengths` end to end."""
-        batch, length = len(lengths), lengths.max(initial=0)
-        x = ops.embedding(tokens, self.tokens).astype(self.dtype, copy=False)
-        begins = None
-        if len(x) == batch * length:  # all of one length
-            x.reshape(batch, length, self.hidden_size)[...] += self.positions[:length]
-        else:
-            begins = np.append(0, np.cumsum(lengths))
-            x += self.positions[np.arange(len(x)) - np.repeat(begins[:-1], lengths)]
-        if types is not None:
-            x += (self.token_types - self.token_types[0])[types]
-        return self.program.run(x, Sequences(batch, begins=begins))
+        sequences, places = self.places(lengths, self.dtype)
+        return self.program.run(self.embeddings(tokens, places, types, self.dtype), sequences)
 
     def embed(self, texts: Iterable[str], **options: Unpack[EmbedOptions]) -> Array:
         """One vector for each text.

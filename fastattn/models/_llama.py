@@ -17,7 +17,7 @@ from fastattn.positions import rope_frequencies
 
 if TYPE_CHECKING:
     from fastattn.layers._block import Window
-    from fastattn.models._decoder import Frequencies
+    from fastattn.models._embeddings import Frequencies
     from fastattn.models._files import Config
 
 _NAMES = DecoderNames(
