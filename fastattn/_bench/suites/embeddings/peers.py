@@ -1,7 +1,7 @@
 """The peers of embeddings, each as its documentation says to make many vectors.
 
 All sort texts by length, so that a batch holds little padding. Of the batch sizes, and of the ways to use
-several threads, the fastest counts. Of 1 to 64 texts a batch, those that are tried here were the best for each.
+several threads, the fastest counts. The sizes that are tried were the best of 1 to 64 for each.
 """
 
 from __future__ import annotations
