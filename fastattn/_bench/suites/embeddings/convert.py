@@ -24,6 +24,7 @@ from fastattn._bench.suites.embeddings import texts
 from fastattn._bench.suites.embeddings.problem import TextProblem
 from fastattn._bench.suites.models import files, peers
 
+MODULE = "fastattn._bench.suites.embeddings.convert"  # __name__ is another where it is run
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 CALIBRATION = 300  # texts, as many as NNCF takes by default
 
@@ -36,7 +37,7 @@ def file(problem: TextProblem, name: str) -> Path:
         folder.with_suffix(".part").rename(folder)
     path = folder / name
     if not path.exists():
-        command = [sys.executable, "-m", __name__, name, json.dumps(problem.to_json())]
+        command = [sys.executable, "-m", MODULE, name, json.dumps(problem.to_json())]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{name}: {(done.stderr.strip() or '?').splitlines()[-1]}")
