@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib import import_module, util
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,17 +30,17 @@ def _sizes(problem: TextProblem, *sizes: int) -> tuple[int, ...]:
     return (1,) if problem.shape.order == ONE else sizes
 
 
-def _batches(problem: TextProblem, size: int) -> Iterator[tuple[list[int], list[list[int]]]]:
+def _batches(folder: Path, given: list[str], size: int) -> Iterator[tuple[list[int], list[list[int]]]]:
     """Which texts, and their ids; the longest come first, as in sentence-transformers."""
-    ids = texts.encode(problem.folder(), problem.texts())
+    ids = texts.encode(folder, given)
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
         yield chosen, [ids[i] for i in chosen]
 
 
-def _vectors(problem: TextProblem, size: int, streams: int, compute: Compute) -> Array:
-    """The vectors, `streams` batches at a time."""
+def _vectors(folder: Path, given: list[str], size: int, streams: int, compute: Compute) -> Array:
+    """The vectors of texts, `streams` batches at a time."""
     parts: dict[int, Array] = {}
 
     def one(batch: tuple[list[int], list[list[int]]]) -> None:
@@ -48,10 +49,10 @@ def _vectors(problem: TextProblem, size: int, streams: int, compute: Compute) ->
         parts.update(zip(chosen, texts.pooled(compute(ids, mask), mask), strict=True))
 
     if streams == 1:
-        for batch in _batches(problem, size):
+        for batch in _batches(folder, given, size):
             one(batch)
     else:
-        for _ in _pool(streams).map(one, _batches(problem, size)):
+        for _ in _pool(streams).map(one, _batches(folder, given, size)):
             pass
     return np.stack([parts[i] for i in range(len(parts))])
 
@@ -69,18 +70,19 @@ def _ways(
     A graph is what makes `Compute` for so many streams of so many threads each.
     """
     made: dict[str, Way] = {}
+    folder, given = problem.folder(), problem.texts()
     for name, graph in graphs.items():
         for streams in (1, threads) if threads > 1 and problem.shape.batch > 1 else (1,):
             loaded = cache(partial(graph, streams, threads // streams))
 
             def load(loaded: Any = loaded) -> None:
                 assert loaded()
-                assert texts.reader(problem.folder())
+                assert texts.reader(folder)
 
             for size in _sizes(problem, *sizes):
 
                 def call(size: int = size, streams: int = streams, loaded: Any = loaded) -> Array:
-                    return _vectors(problem, size, streams, loaded())
+                    return _vectors(folder, given, size, streams, loaded())
 
                 made[f"{name} {streams} x {threads // streams} threads, batches of {size}".strip()] = Way(
                     call, load=load
