@@ -13,8 +13,8 @@ from fastattn._bench.cases import Shape
 from fastattn._bench.suite import INT8_INPUTS, Request, Section
 from fastattn._bench.suites import SUITES
 from fastattn._bench.suites.attention.problem import SIGMOID, AttentionProblem
+from fastattn._bench.suites.embeddings import peers, texts
 from fastattn._bench.suites.embeddings import problem as embeddings_problem
-from fastattn._bench.suites.embeddings import texts
 from fastattn._bench.suites.embeddings.problem import TextProblem
 from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
 from fastattn._bench.suites.models import files, text
@@ -183,6 +183,25 @@ def test_a_mean_is_of_what_counts():
     assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
     hidden = np.array([[[3.0, 0], [3, 3], [3, 9]], [[0, 2], [9, 9], [9, 9]]])
     np.testing.assert_allclose(texts.pooled(hidden, mask), [[0.6, 0.8], [0, 1]])
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_peers_get_sorted_batches_and_give_back_the_order(monkeypatch, tmp_path, size, streams):
+    """Each text's vector is its own, whichever batch it was in."""
+    lengths = [3, 9, 1, 4, 4, 2, 7]
+    monkeypatch.setattr(texts, "encode", lambda _, given: [[int(text)] * int(text) for text in given])
+    seen = []
+
+    def compute(ids, mask):
+        assert ids.shape == mask.shape
+        seen.append(ids.shape)
+        return np.stack([ids, ids**0], axis=-1) * 1.0
+
+    got = peers._vectors(tmp_path, [str(n) for n in lengths], size, streams, compute)
+    np.testing.assert_allclose(got[:, 0] / got[:, 1], lengths)
+    if streams == 1:
+        assert [longest for _, longest in seen] == sorted(lengths, reverse=True)[::size]
 
 
 def test_cosines_are_of_rows():
