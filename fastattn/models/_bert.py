@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from fastattn.layers._block import model_program
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
-from fastattn.models._encoder import Bert
+from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
-from fastattn.models._sentences import Pooling, Sentences
+from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")  # names of TensorFlow, and 
 _NEW_NORM = {"gamma": "weight", "beta": "bias"}
 
 
-def build(source: Source) -> Bert:
+def build(source: Source) -> Encoder:
     """The model that the folder's files describe."""
     folder, config, tensors, precision = source
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
@@ -77,7 +77,7 @@ def build(source: Source) -> Bert:
     program, _ = model_program(blocks.read(), blocks.norm(_FIRST_NORM))
     token_types = source.vector(_TYPES)
     positions = source.vector(_POSITIONS)[first:] + token_types[0]
-    return Bert(
+    return Encoder(
         model_type=model_type,
         hidden_size=hidden,
         num_heads=heads,
@@ -90,6 +90,5 @@ def build(source: Source) -> Bert:
         tokens=tensors[_TOKENS],
         token_types=token_types.astype(precision.dtype),
         positions=positions.astype(precision.dtype),
-        pooling=Pooling.of(folder),
-        sentences=Sentences.of(folder),
+        sentences=Sentences.of(folder, hidden, precision.dtype),
     )

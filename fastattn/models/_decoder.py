@@ -59,12 +59,12 @@ class Decoder(_model.Model):
         Parameters
         ----------
         ids, attention_mask
-            As in a call of `Bert`.
+            As in a call of `Encoder`.
 
         Returns
         -------
         ndarray, (batch, length, vocab_size)
-            In the model's dtype, as from `Bert`.
+            In the model's dtype, as from `Encoder`.
         """
         tokens, lengths, order = self._tokens(ids, attention_mask, self.max_length)
         batch, length = tokens.shape

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Rounding
     from fastattn.models._decoder import Decoder
-    from fastattn.models._encoder import Bert
+    from fastattn.models._encoder import Encoder
 
 # `model_type` of config.json
-_BUILDERS: dict[str, Callable[[Source], Bert | Decoder]] = {
+_BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
     "gpt2": _gpt2.build,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama.build),
@@ -37,14 +37,14 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
-) -> Bert | Decoder:
+) -> Encoder | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists.
 
     Parameters
     ----------
     folder : path
         As Hugging Face's save_pretrained writes it, with tensors in float32, float16 or bfloat16. The
-        modules.json of a sentence-transformers folder says how `Bert.embed` pools and normalises.
+        modules.json of a sentence-transformers folder says how `Encoder.encode` makes vectors.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : {"float32", "bfloat16", "int8", "int4", "nf4"}, optional
@@ -57,7 +57,7 @@ def load(
 
     Returns
     -------
-    Bert or Decoder
+    Encoder or Decoder
         By the `model_type` in config.json, one of `MODEL_TYPES`.
 
     Raises
@@ -73,7 +73,7 @@ def load(
     Examples
     --------
     >>> model = fastattn.models.load("all-MiniLM-L6-v2")  # doctest: +SKIP
-    >>> model.embed(["A sentence.", "Another one."]).shape  # doctest: +SKIP
+    >>> model.encode(["A sentence.", "Another one."]).shape  # doctest: +SKIP
     (2, 384)
     """
     precision = Precision.of("load", dtype, weights_dtype, activations)

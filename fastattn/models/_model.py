@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """The base of `Bert` and `Decoder`."""
+    """The base of `Encoder` and `Decoder`."""
 
     model_type: str  # as in config.json
     hidden_size: int
