@@ -76,7 +76,7 @@ def layer(x: np.ndarray, length: int, weights: dict[str, ops.PackedLinear], room
     }
 
 
-def minilm(folder: str, kind: str) -> models.Bert:
+def minilm(folder: str, kind: str) -> models.Encoder:
     dtype, weights_dtype, activations = KINDS[kind]
     made = files.minilm(Path(folder))
     return models.load(made, dtype=dtype, weights_dtype=weights_dtype, activations=activations)
@@ -114,7 +114,7 @@ def operations(threads: int) -> None:
             print(f"{kind} {batch, length}: {sum(times.values()):.1f} ms: {', '.join(words)}", flush=True)
 
 
-def in_parts(model: models.Bert, tokens: np.ndarray, n: int) -> None:
+def in_parts(model: models.Encoder, tokens: np.ndarray, n: int) -> None:
     for i in range(0, len(tokens), n):
         model(tokens[i : i + n])
 
