@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     Names = tuple[str, ...]
 
-# Tokens that go through the layers at a time: enough rows for the products to run at their best.
-_CALL_TOKENS = 2048
+# Tokens that go through the layers at a time: few enough for their rows to stay in the caches, and enough for the
+# products. docs/notes/layers-and-models.md has the times by this number.
+_CALL_TOKENS = 768
 _QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prompts, the first one there is
 _RANGED = ("int8", "uint8")  # precisions of which a vector's depends on all others
 
@@ -151,7 +152,7 @@ class Embedder(_model.Model):
         prompt : str, optional
             What is put before each text; `prompt_name` does not count then.
         batch_size : int, optional
-            The most texts that go through the layers at a time. By default, and at most, as many as have 2048
+            The most texts that go through the layers at a time. By default, and at most, as many as have 768
             tokens. There is no padding, so it says how much memory a call takes and little else.
         show_progress_bar : bool, optional
             Whether to show one, by tqdm; by default not.
