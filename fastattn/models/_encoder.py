@@ -48,25 +48,16 @@ class Encoder(Embedder):
             In the model's dtype; one sequence (length,) is a batch of one. 0 where a token does not count.
         """
         name, types = self.model_type, None
-        tokens = _model.token_ids(name, ids, self.vocab_size)
-        mask = _model.attended(name, attention_mask, tokens)
+        tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
         if token_type_ids is not None:
             n_types = 1 if self.embeddings.types is None else len(self.embeddings.types)
             types = _model.token_ids(name, token_type_ids, n_types, "token_type_ids")
             if types.shape != tokens.shape:
                 raise wrong_shape(name, "token_type_ids", types, tokens.shape)
-        batch, length = tokens.shape
-        lengths = np.full(batch, length) if mask is None else mask.sum(axis=1)
-        longest = lengths.max(initial=0)
-        if self.max_length is not None and longest > self.max_length:
-            came = f"{longest} tokens in a sequence"
-            raise ValueError(f"{name}(): {came}; expected at most {self.max_length}")
-        if mask is None:
-            rows = self._rows(tokens.ravel(), lengths, None if types is None else types.ravel())
-            return rows.reshape(batch, length, self.hidden_size)
-        out = np.zeros((batch, length, self.hidden_size), self.dtype)
-        out[mask] = self._rows(tokens[mask], lengths, None if types is None else types[mask])
-        return out
+        counted = slice(None) if mask is None else mask
+        types = None if types is None else types[counted].reshape(-1)
+        rows = self._rows(tokens[counted].reshape(-1), lengths, types)
+        return _model.unpacked(rows, mask, (*tokens.shape, self.hidden_size))
 
     def hidden(self, sequences: Sequence[Ints], types: Sequence[Ints] | None = None) -> tuple[Array, Ints]:
         """Hidden states of sequences end to end; see `Embedder.hidden`."""

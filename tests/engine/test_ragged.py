@@ -7,6 +7,7 @@ from implementations import COMPILED, each_isa, forced
 from fastattn import ops
 from fastattn._args import key_ranges
 from fastattn._engine.program import OUT, AttendStep, LinearStep, Sequences, X, build
+from fastattn.cache import KVCache
 from fastattn.positions import rope_frequencies, rope_tables
 
 HEADS, HEADS_KV, HEAD_DIM, WIDTH = 4, 2, 8, 20
@@ -52,6 +53,34 @@ def test_a_sequence_has_the_same_bits_alone(isa, options):
                 if length:  # neither does it matter whether its begins are told
                     equal = steps.run(x[own], told(np.array([length]))._replace(begins=None))
                     np.testing.assert_array_equal(equal, alone)
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("options", [{}, {"rotation": 0, "ranges": 1}], ids=str)
+@each_isa
+def test_a_cache_takes_each_sequence_behind_its_own(isa, options, dtype):
+    """Twice: to an empty cache, and behind keys of different lengths."""
+    steps, lengths = program(options), LENGTHS[LENGTHS > 0]
+    caches = [KVCache(capacity=99, dtype=dtype) for _ in range(len(lengths) + 1)]
+    keys = (HEADS_KV, HEAD_DIM)
+    with forced(isa):
+        for seed in (5, 6):
+            x = np.random.default_rng(seed).standard_normal((lengths.sum(), WIDTH)).astype(np.float32)
+            together, longest = caches[0], int(lengths.max())
+            shape = (len(lengths), keys[0], longest, keys[1])
+            out = steps.run(
+                x, told(lengths)._replace(slots=together._extend(shape, shape, x.dtype, lengths), biases=())
+            )
+            for i, (length, end) in enumerate(zip(lengths.tolist(), np.cumsum(lengths), strict=True)):
+                own, shape = slice(end - length, end), (1, keys[0], length, keys[1])
+                slots = caches[i + 1]._extend(shape, shape, x.dtype, None)
+                alone = steps.run(
+                    x[own], told(np.array([length]))._replace(slots=slots, begins=None, biases=())
+                )
+                np.testing.assert_array_equal(out[own], alone)
+                for held, held_alone in zip(together._held, caches[i + 1]._held, strict=True):
+                    count = caches[i + 1].length
+                    np.testing.assert_array_equal(held[i, :, :count], held_alone[0, :, :count])
 
 
 @pytest.mark.parametrize("options", [{}, ATTEND], ids=str)
