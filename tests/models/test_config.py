@@ -5,7 +5,7 @@ import tiny_models as tiny
 from model_folders import change_config, refused
 
 from fastattn import models
-from fastattn.models import _llama
+from fastattn.models import _rope
 
 
 def test_folders_that_are_none(tmp_path):
@@ -61,6 +61,9 @@ WRONG_VALUES = [
     ("bert", {"hidden_act": "tanh"}, "'hidden_act' is 'tanh'; expected one of relu"),
     ("bert", {"position_embedding_type": "relative_key"}, "only 'absolute' is supported"),
     ("bert", {"is_decoder": True}, "'is_decoder' is True; only False is supported"),
+    ("modernbert", {"rope_parameters": {"full_attention": 3}}, "has full_attention: 3; expected a table"),
+    ("modernbert", {"global_rope_theta": -1}, "'global_rope_theta' is -1; expected a number above 0"),
+    ("modernbert", {"layer_types": ["sliding_attention"]}, "expected a list of 3 of full_attention, sliding"),
     ("gpt2", {"n_head": 7}, "'n_embd' is 24; expected a multiple of 'n_head', 7"),
     ("gpt2", {"scale_attn_weights": 1}, "'scale_attn_weights' is 1; expected true or false"),
     ("gpt2", {"eos_token_id": "end"}, "'eos_token_id' is 'end'; expected an id or a list of ids"),
@@ -106,5 +109,5 @@ def test_no_size_is_believed_before_the_tensors_have_it(tmp_path, monkeypatch):
 
     tiny.write(tmp_path, "qwen3")
     change_config(tmp_path, head_dim=2**31)
-    monkeypatch.setattr(_llama, "rope_frequencies", never)
+    monkeypatch.setattr(_rope, "rope_frequencies", never)
     refused(tmp_path, "does not fit config.json")

@@ -37,7 +37,13 @@ def roberta(name="Roberta", **changes):
 
 
 def counts_positions_from_ids(model):
-    return not isinstance(model, transformers.BertModel) and hasattr(model, "encoder")
+    return type(model).__name__ in ("RobertaModel", "XLMRobertaModel", "CamembertModel", "MPNetModel")
+
+
+def modernbert(**changes):
+    special = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+    config = transformers.ModernBertConfig(**SIZES, **special, local_attention=6, **changes)
+    return transformers.ModernBertModel(config)
 
 
 def gpt2(**changes):
@@ -68,6 +74,9 @@ ENCODERS = {
     "roberta-padding-id-3": lambda: roberta(pad_token_id=3),
     "xlm-roberta": lambda: roberta("XLMRoberta"),
     "camembert": lambda: roberta("Camembert"),
+    "modernbert": modernbert,
+    "modernbert-biased": lambda: modernbert(attention_bias=True, mlp_bias=True, norm_bias=True),
+    "modernbert-all-sliding": lambda: modernbert(layer_types=["sliding_attention"] * 3),
 }
 DECODERS = {
     "gpt2": gpt2,

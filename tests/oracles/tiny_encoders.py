@@ -1,0 +1,72 @@
+"""Families of encoders for `tiny_models`: configs, the shapes of their tensors, results in plain NumPy."""
+
+import numpy as np
+from tiny_numpy import attend, gelu, layer_norm, linear, rotated
+
+VOCAB = 60
+
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "max_position_embeddings": 32,
+}  # fmt: skip
+CONFIGS = {
+    "modernbert": {
+        **SIZES, "num_hidden_layers": 3, "global_attn_every_n_layers": 2, "local_attention": 4,
+        "global_rope_theta": 1000.0, "local_rope_theta": 100.0,
+    },
+}  # fmt: skip
+
+
+def shapes(kind, c):
+    """Shape of every tensor by its name."""
+    return _SHAPES[kind](c)
+
+
+def result(kind, c, t, ids):
+    """Hidden states (L, hidden); ids is (L,)."""
+    return _RESULTS[kind](c, t, ids)
+
+
+def both(name, n):
+    return {f"{name}.weight": (n,), f"{name}.bias": (n,)}
+
+
+def maps(layer, biased=True, **sizes):
+    """Linear maps: their names with "_" for a dot, and (n_in, n_out)."""
+    found = {}
+    for name, (n_in, n_out) in sizes.items():
+        found[f"{layer}{name}.weight"] = (n_out, n_in)
+        if biased:
+            found[f"{layer}{name}.bias"] = (n_out,)
+    return found
+
+
+def _modernbert_shapes(c):
+    h, inner = c["hidden_size"], c["intermediate_size"]
+    found = {"embeddings.tok_embeddings.weight": (VOCAB, h), "embeddings.norm.weight": (h,)}
+    for i in range(c["num_hidden_layers"]):
+        layer = f"layers.{i}."
+        found |= {f"{layer}attn.Wqkv.weight": (3 * h, h), f"{layer}attn.Wo.weight": (h, h)}
+        found |= {f"{layer}mlp.Wi.weight": (2 * inner, h), f"{layer}mlp.Wo.weight": (h, inner)}
+        found |= {f"{layer}{name}_norm.weight": (h,) for name in (("attn", "mlp") if i else ("mlp",))}
+    return {**found, "final_norm.weight": (h,)}
+
+
+def _modernbert(c, t, ids):
+    heads, n = c["num_attention_heads"], len(ids)
+    away = np.abs(np.arange(n)[:, None] - np.arange(n))
+    x = layer_norm(t["embeddings.tok_embeddings.weight"][ids], t, "embeddings.norm")
+    for i in range(c["num_hidden_layers"]):
+        layer, slides = f"layers.{i}.", i % c["global_attn_every_n_layers"]
+        theta = c["local_rope_theta" if slides else "global_rope_theta"]
+        y = layer_norm(x, t, f"{layer}attn_norm") if i else x
+        q, k, v = linear(y, t, f"{layer}attn.Wqkv").reshape(n, 3, heads, -1).transpose(1, 0, 2, 3)
+        allowed = away <= (c["local_attention"] // 2 if slides else n)
+        x = x + linear(attend(rotated(q, theta), rotated(k, theta), v, allowed), t, f"{layer}attn.Wo")
+        gate, up = np.split(linear(layer_norm(x, t, f"{layer}mlp_norm"), t, f"{layer}mlp.Wi"), 2, axis=1)
+        x = x + linear(gelu(gate) * up, t, f"{layer}mlp.Wo")
+    return layer_norm(x, t, "final_norm")
+
+
+_SHAPES = {"modernbert": _modernbert_shapes}
+_RESULTS = {"modernbert": _modernbert}
