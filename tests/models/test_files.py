@@ -51,6 +51,7 @@ def test_16_bit_tensors_are_those_numbers_in_float32(kind, dtype, tmp_path):
         ("bert", "bert."),
         ("roberta", "roberta."),
         ("modernbert", "model."),
+        ("distilbert", "distilbert."),
         ("gpt2", "transformer."),
         ("llama", None),
     ],

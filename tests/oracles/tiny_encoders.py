@@ -14,6 +14,10 @@ CONFIGS = {
         **SIZES, "num_hidden_layers": 3, "global_attn_every_n_layers": 2, "local_attention": 4,
         "global_rope_theta": 1000.0, "local_rope_theta": 100.0,
     },
+    "distilbert": {
+        "vocab_size": VOCAB, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 3,
+        "max_position_embeddings": 32,
+    },
 }  # fmt: skip
 
 
@@ -31,8 +35,8 @@ def both(name, n):
     return {f"{name}.weight": (n,), f"{name}.bias": (n,)}
 
 
-def maps(layer, biased=True, **sizes):
-    """Linear maps: their names with "_" for a dot, and (n_in, n_out)."""
+def maps(layer, sizes, biased=True):
+    """Linear maps, each name with (n_in, n_out)."""
     found = {}
     for name, (n_in, n_out) in sizes.items():
         found[f"{layer}{name}.weight"] = (n_out, n_in)
@@ -68,5 +72,30 @@ def _modernbert(c, t, ids):
     return layer_norm(x, t, "final_norm")
 
 
-_SHAPES = {"modernbert": _modernbert_shapes}
-_RESULTS = {"modernbert": _modernbert}
+def _distilbert_shapes(c):
+    h, inner = c["dim"], c["hidden_dim"]
+    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("embeddings.LayerNorm", h)}
+    found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], h)
+    for i in range(c["n_layers"]):
+        layer = f"transformer.layer.{i}."
+        found |= maps(f"{layer}attention.", dict.fromkeys(("q_lin", "k_lin", "v_lin", "out_lin"), (h, h)))
+        found |= maps(f"{layer}ffn.", {"lin1": (h, inner), "lin2": (inner, h)})
+        found |= both(f"{layer}sa_layer_norm", h) | both(f"{layer}output_layer_norm", h)
+    return found
+
+
+def _distilbert(c, t, ids):
+    n = len(ids)
+    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.position_embeddings.weight"][:n]
+    x = layer_norm(x, t, "embeddings.LayerNorm", 1e-12)
+    for layer in (f"transformer.layer.{i}." for i in range(c["n_layers"])):
+        q, k, v = (linear(x, t, f"{layer}attention.{p}_lin").reshape(n, c["n_heads"], -1) for p in "qkv")
+        x = x + linear(attend(q, k, v, np.ones((n, n))), t, f"{layer}attention.out_lin")
+        x = layer_norm(x, t, f"{layer}sa_layer_norm", 1e-12)
+        x = x + linear(gelu(linear(x, t, f"{layer}ffn.lin1")), t, f"{layer}ffn.lin2")
+        x = layer_norm(x, t, f"{layer}output_layer_norm", 1e-12)
+    return x
+
+
+_SHAPES = {"modernbert": _modernbert_shapes, "distilbert": _distilbert_shapes}
+_RESULTS = {"modernbert": _modernbert, "distilbert": _distilbert}

@@ -46,6 +46,11 @@ def modernbert(**changes):
     return transformers.ModernBertModel(config)
 
 
+def distilbert(**changes):
+    sizes = {"vocab_size": VOCAB, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6}
+    return transformers.DistilBertModel(transformers.DistilBertConfig(**sizes, **changes))
+
+
 def gpt2(**changes):
     sizes = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **NO_EOS, **changes))
@@ -74,6 +79,8 @@ ENCODERS = {
     "roberta-padding-id-3": lambda: roberta(pad_token_id=3),
     "xlm-roberta": lambda: roberta("XLMRoberta"),
     "camembert": lambda: roberta("Camembert"),
+    "distilbert": distilbert,
+    "distilbert-sinusoidal-relu": lambda: distilbert(sinusoidal_pos_embds=True, activation="relu"),
     "modernbert": modernbert,
     "modernbert-biased": lambda: modernbert(attention_bias=True, mlp_bias=True, norm_bias=True),
     "modernbert-all-sliding": lambda: modernbert(layer_types=["sliding_attention"] * 3),
