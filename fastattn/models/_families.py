@@ -12,9 +12,9 @@ from fastattn.models._sentences import Pooling, Sentences
 from fastattn.models._text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from fastattn._args.types import Shape
+    from fastattn._args.types import Array, Shape
     from fastattn.layers._block import Window
     from fastattn.models._blocks import BlockNames, Blocks
     from fastattn.models._embeddings import Frequencies
@@ -44,11 +44,14 @@ def read_encoder(
     windows: Sequence[Window] | None = None,
     rotations: Sequence[int] | None = None,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
+    biases: Callable[[], Callable[[int], tuple[Array, ...]]] | None = None,
+    others: Mapping[str, Shape] | None = None,
 ) -> Encoder:
     """The encoder of `blocks`; `windows` and `rotations` are those of `Blocks.read`.
 
     It has `types` token types. Positions are a table of `positions` rows, of which the `first` ones are
-    padding's, or rotary with what `frequencies` returns; texts are then cut at `longest`.
+    padding's, or rotary with what `frequencies` returns; texts are then cut at `longest`. `biases` makes
+    those of `Places`, of more tensors, whose shapes are `others`.
     """
     source = blocks.source
     folder, config, tensors, precision = source
@@ -62,7 +65,7 @@ def read_encoder(
     shapes: dict[str, Shape] = {f"{name}.weight": (n, blocks.hidden) for name, n in tables.items()}
     for norm in (names.first_norm, names.last_norm):
         shapes |= {} if norm is None else blocks.norm_shapes(norm)
-    shapes |= blocks.shapes()
+    shapes |= {**blocks.shapes(), **(others or {})}
     own = tuple({f"{name.partition('.')[0]}.": None for name in shapes})
     tensors.expect(shapes, own=own, ignored=names.ignored)
     rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
@@ -93,7 +96,7 @@ def read_encoder(
             None if kinds is None else kinds.astype(precision.dtype),
             None if places is None else places.astype(precision.dtype),
         ),
-        places=Places(all_windows, frequencies=rotary),
+        places=Places(all_windows, frequencies=rotary, biases=None if biases is None else biases()),
         pooling=Pooling.of(folder),
         sentences=Sentences.of(folder),
     )

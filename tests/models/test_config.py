@@ -65,6 +65,8 @@ WRONG_VALUES = [
     ("modernbert", {"global_rope_theta": -1}, "'global_rope_theta' is -1; expected a number above 0"),
     ("modernbert", {"layer_types": ["sliding_attention"]}, "expected a list of 3 of full_attention, sliding"),
     ("distilbert", {"n_heads": 5}, "'dim' is 24; expected a multiple of 'n_heads', 5"),
+    ("mpnet", {"max_position_embeddings": 2}, "'max_position_embeddings' is 2; expected more than 2"),
+    ("mpnet", {"relative_attention_num_buckets": 16}, "is 16; only 32 is supported"),
     ("gpt2", {"n_head": 7}, "'n_embd' is 24; expected a multiple of 'n_head', 7"),
     ("gpt2", {"scale_attn_weights": 1}, "'scale_attn_weights' is 1; expected true or false"),
     ("gpt2", {"eos_token_id": "end"}, "'eos_token_id' is 'end'; expected an id or a list of ids"),

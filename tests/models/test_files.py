@@ -52,6 +52,7 @@ def test_16_bit_tensors_are_those_numbers_in_float32(kind, dtype, tmp_path):
         ("roberta", "roberta."),
         ("modernbert", "model."),
         ("distilbert", "distilbert."),
+        ("mpnet", "mpnet."),
         ("gpt2", "transformer."),
         ("llama", None),
     ],

@@ -18,6 +18,7 @@ CONFIGS = {
         "vocab_size": VOCAB, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 3,
         "max_position_embeddings": 32,
     },
+    "mpnet": {**SIZES, "max_position_embeddings": 34, "layer_norm_eps": 1e-5},
 }  # fmt: skip
 
 
@@ -97,5 +98,35 @@ def _distilbert(c, t, ids):
     return x
 
 
-_SHAPES = {"modernbert": _modernbert_shapes, "distilbert": _distilbert_shapes}
-_RESULTS = {"modernbert": _modernbert, "distilbert": _distilbert}
+def _mpnet_shapes(c):
+    h, inner = c["hidden_size"], c["intermediate_size"]
+    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("embeddings.LayerNorm", h)}
+    found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], h)
+    found["encoder.relative_attention_bias.weight"] = (32, c["num_attention_heads"])
+    for i in range(c["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}."
+        found |= maps(f"{layer}attention.attn.", dict.fromkeys("qkvo", (h, h)))
+        found |= maps(layer, {"intermediate.dense": (h, inner), "output.dense": (inner, h)})
+        found |= both(f"{layer}attention.LayerNorm", h) | both(f"{layer}output.LayerNorm", h)
+    return found
+
+
+def _mpnet(c, t, ids):
+    n, heads = len(ids), c["num_attention_heads"]
+    away = np.arange(n) - np.arange(n)[:, None]  # a key's place behind its query
+    far = 8 + np.log2(np.maximum(np.abs(away), 8) / 8) / 4 * 8  # log(128 / 8) is 4
+    bucket = np.where(np.abs(away) < 8, np.abs(away), np.minimum(far, 15)).astype(int) + 16 * (away > 0)
+    bias = t["encoder.relative_attention_bias.weight"][bucket].transpose(2, 0, 1)
+    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.position_embeddings.weight"][2 : 2 + n]
+    x = layer_norm(x, t, "embeddings.LayerNorm")
+    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
+        q, k, v = (linear(x, t, f"{layer}attention.attn.{p}").reshape(n, heads, -1) for p in "qkv")
+        x = x + linear(attend(q, k, v, np.ones((n, n)), bias), t, f"{layer}attention.attn.o")
+        x = layer_norm(x, t, f"{layer}attention.LayerNorm")
+        x = x + linear(gelu(linear(x, t, f"{layer}intermediate.dense")), t, f"{layer}output.dense")
+        x = layer_norm(x, t, f"{layer}output.LayerNorm")
+    return x
+
+
+_SHAPES = {"modernbert": _modernbert_shapes, "distilbert": _distilbert_shapes, "mpnet": _mpnet_shapes}
+_RESULTS = {"modernbert": _modernbert, "distilbert": _distilbert, "mpnet": _mpnet}

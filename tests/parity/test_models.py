@@ -51,6 +51,11 @@ def distilbert(**changes):
     return transformers.DistilBertModel(transformers.DistilBertConfig(**sizes, **changes))
 
 
+def mpnet(**changes):
+    config = transformers.MPNetConfig(**{**SIZES, "max_position_embeddings": 200}, **changes)
+    return transformers.MPNetModel(config, add_pooling_layer=False)
+
+
 def gpt2(**changes):
     sizes = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **NO_EOS, **changes))
@@ -81,6 +86,8 @@ ENCODERS = {
     "camembert": lambda: roberta("Camembert"),
     "distilbert": distilbert,
     "distilbert-sinusoidal-relu": lambda: distilbert(sinusoidal_pos_embds=True, activation="relu"),
+    "mpnet": mpnet,
+    "mpnet-relu": lambda: mpnet(hidden_act="relu"),
     "modernbert": modernbert,
     "modernbert-biased": lambda: modernbert(attention_bias=True, mlp_bias=True, norm_bias=True),
     "modernbert-all-sliding": lambda: modernbert(layer_types=["sliding_attention"] * 3),
@@ -202,6 +209,12 @@ def test_padded_results(name, side, tmp_path):
     if counts_positions_from_ids(model):
         ids[mask == 0] = model.config.pad_token_id
     require_close(models.load(saved(model, tmp_path))(ids, mask), theirs(model, ids, mask), mask)
+
+
+def test_distances_past_the_last_bucket(tmp_path):
+    model = randomised(mpnet())
+    ids = some_ids((1, 190))
+    require_close(models.load(saved(model, tmp_path))(ids), theirs(model, ids))
 
 
 def test_float64(tmp_path):
