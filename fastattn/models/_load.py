@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattn._args.errors import wrong_type
-from fastattn.models import _bert, _distilbert, _gpt2, _llama, _modernbert, _mpnet
+from fastattn.models import _bert, _distilbert, _gpt2, _llama, _modernbert, _mpnet, _nomic
 from fastattn.models._blocks import Source
 from fastattn.models._files import Config, ModelError, Tensors
 from fastattn.models._weights import Precision
@@ -29,6 +29,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "gpt2": _gpt2.build,
     "modernbert": _modernbert.build,
     "mpnet": _mpnet.build,
+    "nomic_bert": _nomic.build,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama.build),
 }
 MODEL_TYPES = tuple(_BUILDERS)

@@ -67,6 +67,7 @@ WRONG_VALUES = [
     ("distilbert", {"n_heads": 5}, "'dim' is 24; expected a multiple of 'n_heads', 5"),
     ("mpnet", {"max_position_embeddings": 2}, "'max_position_embeddings' is 2; expected more than 2"),
     ("mpnet", {"relative_attention_num_buckets": 16}, "is 16; only 32 is supported"),
+    ("nomic_bert", {"head_dim": 4}, "'head_dim' is 4; only 8 is supported"),
     ("gpt2", {"n_head": 7}, "'n_embd' is 24; expected a multiple of 'n_head', 7"),
     ("gpt2", {"scale_attn_weights": 1}, "'scale_attn_weights' is 1; expected true or false"),
     ("gpt2", {"eos_token_id": "end"}, "'eos_token_id' is 'end'; expected an id or a list of ids"),

@@ -1,7 +1,7 @@
 """Families of encoders for `tiny_models`: configs, the shapes of their tensors, results in plain NumPy."""
 
 import numpy as np
-from tiny_numpy import attend, gelu, layer_norm, linear, rotated
+from tiny_numpy import attend, gelu, layer_norm, linear, rotated, silu
 
 VOCAB = 60
 
@@ -19,6 +19,9 @@ CONFIGS = {
         "max_position_embeddings": 32,
     },
     "mpnet": {**SIZES, "max_position_embeddings": 34, "layer_norm_eps": 1e-5},
+    "nomic_bert": {
+        **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 2, "rope_parameters": {"rope_theta": 100.0},
+    },
 }  # fmt: skip
 
 
@@ -128,5 +131,35 @@ def _mpnet(c, t, ids):
     return x
 
 
-_SHAPES = {"modernbert": _modernbert_shapes, "distilbert": _distilbert_shapes, "mpnet": _mpnet_shapes}
-_RESULTS = {"modernbert": _modernbert, "distilbert": _distilbert, "mpnet": _mpnet}
+def _nomic_shapes(c):
+    h, inner = c["hidden_size"], c["intermediate_size"]
+    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("emb_ln", h)}
+    found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
+    for i in range(c["num_hidden_layers"]):
+        layer = f"encoder.layers.{i}."
+        sizes = {"attn.Wqkv": (h, 3 * h), "attn.out_proj": (h, h)}
+        sizes |= {"mlp.fc11": (h, inner), "mlp.fc12": (h, inner), "mlp.fc2": (inner, h)}
+        found |= {**maps(layer, sizes, biased=False), **both(f"{layer}norm1", h), **both(f"{layer}norm2", h)}
+    return found
+
+
+def _nomic(c, t, ids):
+    n, heads, theta = len(ids), c["num_attention_heads"], c["rope_parameters"]["rope_theta"]
+    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
+    x = layer_norm(x, t, "emb_ln")
+    for layer in (f"encoder.layers.{i}." for i in range(c["num_hidden_layers"])):
+        q, k, v = linear(x, t, f"{layer}attn.Wqkv").reshape(n, 3, heads, -1).transpose(1, 0, 2, 3)
+        y = attend(rotated(q, theta), rotated(k, theta), v, np.ones((n, n)))
+        x = layer_norm(x + linear(y, t, f"{layer}attn.out_proj"), t, f"{layer}norm1")
+        y = linear(x, t, f"{layer}mlp.fc11") * silu(linear(x, t, f"{layer}mlp.fc12"))
+        x = layer_norm(x + linear(y, t, f"{layer}mlp.fc2"), t, f"{layer}norm2")
+    return x
+
+
+_SHAPES = {
+    "modernbert": _modernbert_shapes,
+    "distilbert": _distilbert_shapes,
+    "mpnet": _mpnet_shapes,
+    "nomic_bert": _nomic_shapes,
+}
+_RESULTS = {"modernbert": _modernbert, "distilbert": _distilbert, "mpnet": _mpnet, "nomic_bert": _nomic}
