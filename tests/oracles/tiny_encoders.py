@@ -22,6 +22,14 @@ CONFIGS = {
     "nomic_bert": {
         **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 2, "rope_parameters": {"rope_theta": 100.0},
     },
+    "new": {
+        **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "rope_theta": 20.0,
+        "rope_scaling": {"type": "ntk", "factor": 4.0},
+    },
+    "gte": {
+        **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 0,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+    },
 }  # fmt: skip
 
 
@@ -156,10 +164,53 @@ def _nomic(c, t, ids):
     return x
 
 
+def _gte_shapes(c):
+    h, inner = c["hidden_size"], c["intermediate_size"]
+    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("embeddings.LayerNorm", h)}
+    if c["type_vocab_size"]:
+        found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
+    for i in range(c["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}."
+        found |= maps(layer, {"attention.qkv_proj": (h, 3 * h), "attention.o_proj": (h, h)})
+        found |= maps(layer, {"mlp.up_gate_proj": (h, 2 * inner)}, biased=False)
+        found |= maps(layer, {"mlp.down_proj": (inner, h)})
+        found |= {**both(f"{layer}attn_ln", h), **both(f"{layer}mlp_ln", h)}
+    return found
+
+
+def _gte(c, t, ids):
+    n, heads = len(ids), c["num_attention_heads"]
+    x = t["embeddings.word_embeddings.weight"][ids]
+    theta, slower = c.get("rope_theta"), 1.0
+    if "rope_scaling" in c:
+        factor = c["rope_scaling"]["factor"]
+        theta, slower = theta * factor, factor ** (2 * heads / c["hidden_size"])
+        x = x + t["embeddings.token_type_embeddings.weight"][0]
+    else:
+        theta = c["rope_parameters"]["rope_theta"]
+    x = layer_norm(x, t, "embeddings.LayerNorm")
+    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
+        q, k, v = linear(x, t, f"{layer}attention.qkv_proj").reshape(n, 3, heads, -1).transpose(1, 0, 2, 3)
+        y = attend(rotated(q, theta, slower), rotated(k, theta, slower), v, np.ones((n, n)))
+        x = layer_norm(x + linear(y, t, f"{layer}attention.o_proj"), t, f"{layer}attn_ln")
+        up, gate = np.split(linear(x, t, f"{layer}mlp.up_gate_proj"), 2, axis=1)
+        x = layer_norm(x + linear(up * gelu(gate), t, f"{layer}mlp.down_proj"), t, f"{layer}mlp_ln")
+    return x
+
+
 _SHAPES = {
     "modernbert": _modernbert_shapes,
     "distilbert": _distilbert_shapes,
     "mpnet": _mpnet_shapes,
     "nomic_bert": _nomic_shapes,
+    "new": _gte_shapes,
+    "gte": _gte_shapes,
 }
-_RESULTS = {"modernbert": _modernbert, "distilbert": _distilbert, "mpnet": _mpnet, "nomic_bert": _nomic}
+_RESULTS = {
+    "modernbert": _modernbert,
+    "distilbert": _distilbert,
+    "mpnet": _mpnet,
+    "nomic_bert": _nomic,
+    "new": _gte,
+    "gte": _gte,
+}

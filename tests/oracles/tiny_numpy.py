@@ -31,10 +31,10 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def rotated(x, theta):
+def rotated(x, theta, slower=1.0):
     """x (L, heads, D), rotated by its position."""
     n, half = len(x), x.shape[-1] // 2
-    angles = np.outer(np.arange(n), theta ** -(np.arange(half) / half))
+    angles = np.outer(np.arange(n), theta ** -(np.arange(half) / half) / slower)
     cos, sin = (np.concatenate([f(angles)] * 2, axis=1)[:, None] for f in (np.cos, np.sin))
     return x * cos + np.concatenate([-x[..., half:], x[..., :half]], axis=-1) * sin
 

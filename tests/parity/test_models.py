@@ -60,6 +60,10 @@ def nomic(**changes):
     return transformers.NomicBertModel(transformers.NomicBertConfig(**SIZES, **changes))
 
 
+def gte(**changes):
+    return transformers.GteModel(transformers.GteConfig(**SIZES, **changes))
+
+
 def gpt2(**changes):
     sizes = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **NO_EOS, **changes))
@@ -94,6 +98,10 @@ ENCODERS = {
     "mpnet-relu": lambda: mpnet(hidden_act="relu"),
     "nomic": nomic,
     "nomic-gelu-theta": lambda: nomic(hidden_act="gelu", rope_parameters={"rope_theta": 50.0}),
+    "gte": gte,
+    "gte-no-types-relu-theta": lambda: gte(
+        type_vocab_size=0, hidden_act="relu", rope_parameters={"rope_theta": 50.0}
+    ),
     "modernbert": modernbert,
     "modernbert-biased": lambda: modernbert(attention_bias=True, mlp_bias=True, norm_bias=True),
     "modernbert-all-sliding": lambda: modernbert(layer_types=["sliding_attention"] * 3),
