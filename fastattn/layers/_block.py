@@ -94,16 +94,24 @@ class Block:
 
 
 def model_program(
-    blocks: Sequence[Block], first: Norm | None = None, last: Norm | None = None
+    blocks: Sequence[Block],
+    first: Norm | None = None,
+    last: Norm | None = None,
+    widened: Projection | None = None,
 ) -> tuple[Program, tuple[Window, ...]]:
     """A model's blocks one after another, between the norms `first` and `last`; and their windows.
 
-    A call gives the ranges of each window, in this order. The program may overwrite its input.
+    The map `widened` follows the first norm. A call gives the ranges of each window, in this order. The
+    program may overwrite its input.
     """
     windows = tuple(dict.fromkeys(block.window for block in blocks))
-    steps: list[Step] = [] if first is None else [NormStep(X, OUT, *first)]
+    steps: list[Step] = []
+    if first is not None:
+        steps.append(NormStep(X, OUT if widened is None else X, *first))
+    if widened is not None:
+        steps.append(LinearStep(X, OUT, *widened))
     for i, block in enumerate(blocks):
-        x, total = (X, "total") if not steps else (OUT, X)
+        x, total = (OUT if steps else X), (X if steps and widened is None else "total")
         steps += block.steps(x, OUT, total, i, windows.index(block.window))
     if last is not None:
         steps.append(NormStep(OUT if steps else X, OUT, *last))

@@ -111,16 +111,22 @@ class Blocks:
                 del every[name]
         return every
 
-    def norm_shapes(self, name: str) -> dict[str, Shape]:
-        """The tensors of the norm `name`, which may stand outside of the blocks."""
+    def norm_shapes(self, name: str, features: int | None = None) -> dict[str, Shape]:
+        """The tensors of the norm `name`, which may stand outside of the blocks, of other `features`."""
         biased = self.names.norm == "layer_norm" and self.names.norm_bias
         parts = ("weight", "bias") if biased else ("weight",)
-        return {f"{name}.{part}": (self.hidden,) for part in parts}
+        return {f"{name}.{part}": (features or self.hidden,) for part in parts}
 
     def norm(self, name: str) -> Norm:
         """The norm `name`."""
         weight, *bias = (self.source.vector(part) for part in self.norm_shapes(name))
         return Norm(self.names.norm, weight, bias[0] if bias else None, self.eps)
+
+    def map(self, name: str) -> Projection:
+        """The linear map `name`, with a bias, which stands outside of the blocks."""
+        source = self.source
+        weight = source.tensors.pack([f"{name}.weight"], transposed=self.names.transposed)
+        return Projection(weight, source.vector(f"{name}.bias"), source.precision.activations)
 
     def read(
         self,

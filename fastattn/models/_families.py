@@ -28,6 +28,7 @@ class EncoderNames(NamedTuple):
     first_norm: str  # before the first block
     positions: str | None = None
     types: str | None = None
+    widened: str | None = None  # a map from the tokens' vectors to the blocks' width
     last_norm: str | None = None  # behind the last block
     prefixes: tuple[str, ...] = ()  # of all tensors; some files leave it out
     ignored: re.Pattern[str] = re.compile(r"(?!)")  # tensors that were not learned, in old files
@@ -43,18 +44,24 @@ def read_encoder(
     longest: int | None = None,
     windows: Sequence[Window] | None = None,
     rotations: Sequence[int] | None = None,
+    features: int | None = None,
+    order: Sequence[int] | None = None,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
     biases: Callable[[], Callable[[int], tuple[Array, ...]]] | None = None,
     others: Mapping[str, Shape] | None = None,
 ) -> Encoder:
     """The encoder of `blocks`; `windows` and `rotations` are those of `Blocks.read`.
 
-    It has `types` token types. Positions are a table of `positions` rows, of which the `first` ones are
-    padding's, or rotary with what `frequencies` returns; texts are then cut at `longest`. `biases` makes
-    those of `Places`, of more tensors, whose shapes are `others`.
+    It has `types` token types, whose vectors have `features`; by default as many as the blocks. Blocks run in
+    `order`, in which they may be more than once.
+
+    Positions are a table of `positions` rows, of which the `first` ones are padding's, or rotary with what
+    `frequencies` returns; texts are then cut at `longest`. `biases` makes those of `Places`, of more tensors,
+    whose shapes are `others`.
     """
     source = blocks.source
     folder, config, tensors, precision = source
+    features = features or blocks.hidden
     vocab = config.size("vocab_size")
     tensors.drop_prefix(*names.prefixes)
     tables = {names.tokens: vocab}
@@ -62,18 +69,24 @@ def read_encoder(
         tables[names.positions] = positions
     if names.types is not None and types:
         tables[names.types] = types
-    shapes: dict[str, Shape] = {f"{name}.weight": (n, blocks.hidden) for name, n in tables.items()}
-    for norm in (names.first_norm, names.last_norm):
-        shapes |= {} if norm is None else blocks.norm_shapes(norm)
+    shapes: dict[str, Shape] = {f"{name}.weight": (n, features) for name, n in tables.items()}
+    shapes |= blocks.norm_shapes(names.first_norm, features)
+    if names.last_norm is not None:
+        shapes |= blocks.norm_shapes(names.last_norm)
+    if names.widened is not None:
+        shapes[f"{names.widened}.weight"] = blocks.hidden, features
+        shapes[f"{names.widened}.bias"] = (blocks.hidden,)
     shapes |= {**blocks.shapes(), **(others or {})}
     own = tuple({f"{name.partition('.')[0]}.": None for name in shapes})
     tensors.expect(shapes, own=own, ignored=names.ignored)
     rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
 
+    each = blocks.read(None, windows, rotations)
     program, all_windows = model_program(
-        blocks.read(None, windows, rotations),
+        each if order is None else [each[i] for i in order],
         blocks.norm(names.first_norm),
         None if names.last_norm is None else blocks.norm(names.last_norm),
+        None if names.widened is None else blocks.map(names.widened),
     )
     kinds = source.vector(f"{names.types}.weight") if names.types in tables else None
     places = None
@@ -85,7 +98,7 @@ def read_encoder(
         model_type=config.get("model_type", str),
         hidden_size=blocks.hidden,
         num_heads=blocks.heads,
-        num_layers=blocks.num_layers,
+        num_layers=blocks.num_layers if order is None else len(order),
         vocab_size=vocab,
         program=program,
         precision=precision,

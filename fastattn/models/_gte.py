@@ -77,8 +77,8 @@ def build(source: Source) -> Encoder:
 def _frequencies(config: Config, head_dim: int, theta: float) -> Frequencies:
     """As in `_rope`, but "ntk" is this family's own.
 
-    It multiplies the base by the factor, and divides all frequencies so that the lowest is the trained one over
-    the factor.
+    It multiplies the base by the factor, and divides all frequencies so that the lowest is the trained one
+    over the factor.
     """
     scaling = config.get("rope_scaling", dict, {})
     if kind(scaling) != "ntk":

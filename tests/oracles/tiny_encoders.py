@@ -1,7 +1,7 @@
 """Families of encoders for `tiny_models`: configs, the shapes of their tensors, results in plain NumPy."""
 
 import numpy as np
-from tiny_numpy import attend, gelu, layer_norm, linear, rotated, silu
+from tiny_numpy import attend, gelu, gelu_tanh, layer_norm, linear, rotated, silu
 
 VOCAB = 60
 
@@ -30,17 +30,20 @@ CONFIGS = {
         **SIZES, "layer_norm_eps": 1e-5, "type_vocab_size": 0,
         "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
     },
+    "albert": {
+        **SIZES, "layer_norm_eps": 1e-5, "embedding_size": 16, "num_hidden_groups": 2, "num_hidden_layers": 3,
+    },
 }  # fmt: skip
 
 
 def shapes(kind, c):
     """Shape of every tensor by its name."""
-    return _SHAPES[kind](c)
+    return _FAMILIES[kind][0](c)
 
 
 def result(kind, c, t, ids):
     """Hidden states (L, hidden); ids is (L,)."""
-    return _RESULTS[kind](c, t, ids)
+    return _FAMILIES[kind][1](c, t, ids)
 
 
 def both(name, n):
@@ -198,19 +201,44 @@ def _gte(c, t, ids):
     return x
 
 
-_SHAPES = {
-    "modernbert": _modernbert_shapes,
-    "distilbert": _distilbert_shapes,
-    "mpnet": _mpnet_shapes,
-    "nomic_bert": _nomic_shapes,
-    "new": _gte_shapes,
-    "gte": _gte_shapes,
-}
-_RESULTS = {
-    "modernbert": _modernbert,
-    "distilbert": _distilbert,
-    "mpnet": _mpnet,
-    "nomic_bert": _nomic,
-    "new": _gte,
-    "gte": _gte,
+def _albert_shapes(c):
+    h, e, inner = c["hidden_size"], c["embedding_size"], c["intermediate_size"]
+    found = {"embeddings.word_embeddings.weight": (VOCAB, e), **both("embeddings.LayerNorm", e)}
+    found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], e)
+    found["embeddings.token_type_embeddings.weight"] = (2, e)
+    found |= maps("encoder.", {"embedding_hidden_mapping_in": (e, h)})
+    for i in range(c["num_hidden_groups"]):
+        layer = f"encoder.albert_layer_groups.{i}.albert_layers.0."
+        found |= maps(f"{layer}attention.", dict.fromkeys(("query", "key", "value", "dense"), (h, h)))
+        found |= maps(layer, {"ffn": (h, inner), "ffn_output": (inner, h)})
+        found |= both(f"{layer}attention.LayerNorm", h) | both(f"{layer}full_layer_layer_norm", h)
+    return found
+
+
+def _albert(c, t, ids):
+    n, layers, groups = len(ids), c["num_hidden_layers"], c["num_hidden_groups"]
+    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.position_embeddings.weight"][:n]
+    x = layer_norm(x + t["embeddings.token_type_embeddings.weight"][0], t, "embeddings.LayerNorm")
+    x = linear(x, t, "encoder.embedding_hidden_mapping_in")
+    for i in range(layers):
+        layer = f"encoder.albert_layer_groups.{int(i / (layers / groups))}.albert_layers.0."
+        q, k, v = (
+            linear(x, t, f"{layer}attention.{part}").reshape(n, c["num_attention_heads"], -1)
+            for part in ("query", "key", "value")
+        )
+        x = x + linear(attend(q, k, v, np.ones((n, n))), t, f"{layer}attention.dense")
+        x = layer_norm(x, t, f"{layer}attention.LayerNorm")
+        x = x + linear(gelu_tanh(linear(x, t, f"{layer}ffn")), t, f"{layer}ffn_output")
+        x = layer_norm(x, t, f"{layer}full_layer_layer_norm")
+    return x
+
+
+_FAMILIES = {
+    "modernbert": (_modernbert_shapes, _modernbert),
+    "distilbert": (_distilbert_shapes, _distilbert),
+    "mpnet": (_mpnet_shapes, _mpnet),
+    "nomic_bert": (_nomic_shapes, _nomic),
+    "new": (_gte_shapes, _gte),
+    "gte": (_gte_shapes, _gte),
+    "albert": (_albert_shapes, _albert),
 }

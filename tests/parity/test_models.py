@@ -64,6 +64,11 @@ def gte(**changes):
     return transformers.GteModel(transformers.GteConfig(**SIZES, **changes))
 
 
+def albert(**changes):
+    config = transformers.AlbertConfig(**SIZES, embedding_size=20, **changes)
+    return transformers.AlbertModel(config, add_pooling_layer=False)
+
+
 def gpt2(**changes):
     sizes = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **NO_EOS, **changes))
@@ -102,6 +107,8 @@ ENCODERS = {
     "gte-no-types-relu-theta": lambda: gte(
         type_vocab_size=0, hidden_act="relu", rope_parameters={"rope_theta": 50.0}
     ),
+    "albert": albert,
+    "albert-two-groups-gelu": lambda: albert(num_hidden_groups=2, hidden_act="gelu"),
     "modernbert": modernbert,
     "modernbert-biased": lambda: modernbert(attention_bias=True, mlp_bias=True, norm_bias=True),
     "modernbert-all-sliding": lambda: modernbert(layer_types=["sliding_attention"] * 3),
