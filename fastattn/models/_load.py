@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattn._args.errors import wrong_type
-from fastattn.models import _albert, _bert, _distilbert, _gpt2, _gte, _llama, _modernbert, _mpnet, _nomic
+from fastattn.models import (
+    _albert,
+    _bert,
+    _deberta,
+    _distilbert,
+    _gpt2,
+    _gte,
+    _llama,
+    _modernbert,
+    _mpnet,
+    _nomic,
+)
 from fastattn.models._blocks import Source
 from fastattn.models._files import Config, ModelError, Tensors
 from fastattn.models._weights import Precision
@@ -26,6 +37,7 @@ if TYPE_CHECKING:
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
     "albert": _albert.build,
+    "deberta-v2": _deberta.build,
     "distilbert": _distilbert.build,
     "gpt2": _gpt2.build,
     **dict.fromkeys(("new", "gte"), _gte.build),

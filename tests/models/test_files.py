@@ -53,6 +53,7 @@ def test_16_bit_tensors_are_those_numbers_in_float32(kind, dtype, tmp_path):
         ("modernbert", "model."),
         ("distilbert", "distilbert."),
         ("mpnet", "mpnet."),
+        ("deberta-v2", "deberta."),
         ("albert", "albert."),
         ("new", "new."),
         ("nomic_bert", "bert."),

@@ -33,6 +33,11 @@ CONFIGS = {
     "albert": {
         **SIZES, "layer_norm_eps": 1e-5, "embedding_size": 16, "num_hidden_groups": 2, "num_hidden_layers": 3,
     },
+    "deberta-v2": {
+        **SIZES, "layer_norm_eps": 1e-5, "relative_attention": True, "position_buckets": 4,
+        "max_relative_positions": -1, "pos_att_type": "p2c|c2p", "share_att_key": True,
+        "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+    },
 }  # fmt: skip
 
 
@@ -233,6 +238,46 @@ def _albert(c, t, ids):
     return x
 
 
+def _deberta_shapes(c):
+    h, inner = c["hidden_size"], c["intermediate_size"]
+    found = {"embeddings.word_embeddings.weight": (VOCAB, h), **both("embeddings.LayerNorm", h)}
+    found |= {"encoder.rel_embeddings.weight": (2 * c["position_buckets"], h), **both("encoder.LayerNorm", h)}
+    for i in range(c["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}."
+        names = "self.query_proj", "self.key_proj", "self.value_proj", "output.dense"
+        found |= maps(f"{layer}attention.", dict.fromkeys(names, (h, h)))
+        found |= maps(layer, {"intermediate.dense": (h, inner), "output.dense": (inner, h)})
+        found |= both(f"{layer}attention.output.LayerNorm", h) | both(f"{layer}output.LayerNorm", h)
+    return found
+
+
+def _deberta(c, t, ids):
+    n, heads, span = len(ids), c["num_attention_heads"], c["position_buckets"]
+    away = np.arange(n)[:, None] - np.arange(n)
+    middle = span // 2
+    steps = np.log(np.maximum(np.abs(away), middle) / middle) / np.log(31 / middle) * (middle - 1)
+    bucket = np.where(np.abs(away) <= middle, away, np.sign(away) * (np.ceil(steps) + middle)).astype(int)
+    bucket = np.clip(bucket + span, 0, 2 * span - 1)
+    x = layer_norm(t["embeddings.word_embeddings.weight"][ids], t, "embeddings.LayerNorm")
+    places = layer_norm(t["encoder.rel_embeddings.weight"], t, "encoder.LayerNorm")
+    rows, columns = np.indices((n, n))
+    for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
+        parts = [f"{layer}attention.self.{part}_proj" for part in ("query", "key", "value")]
+        q, k, v = (linear(x, t, part).reshape(n, heads, -1) for part in parts)
+        kr, qr = (linear(places, t, part).reshape(2 * span, heads, -1) for part in (parts[1], parts[0]))
+        by_query = np.einsum("ihd,bhd->hib", q, kr)[:, rows, bucket]
+        by_key = np.einsum("jhd,bhd->hjb", k, qr)[:, columns, bucket]
+        d = q.shape[-1]
+        q = q / 3**0.5  # one scale for three terms
+        y = attend(q, k, v, np.ones((n, n)), (by_query + by_key) / (3 * d) ** 0.5)
+        x = layer_norm(
+            x + linear(y, t, f"{layer}attention.output.dense"), t, f"{layer}attention.output.LayerNorm"
+        )
+        x = x + linear(gelu(linear(x, t, f"{layer}intermediate.dense")), t, f"{layer}output.dense")
+        x = layer_norm(x, t, f"{layer}output.LayerNorm")
+    return x
+
+
 _FAMILIES = {
     "modernbert": (_modernbert_shapes, _modernbert),
     "distilbert": (_distilbert_shapes, _distilbert),
@@ -241,4 +286,5 @@ _FAMILIES = {
     "new": (_gte_shapes, _gte),
     "gte": (_gte_shapes, _gte),
     "albert": (_albert_shapes, _albert),
+    "deberta-v2": (_deberta_shapes, _deberta),
 }

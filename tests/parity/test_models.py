@@ -69,6 +69,14 @@ def albert(**changes):
     return transformers.AlbertModel(config, add_pooling_layer=False)
 
 
+def deberta(**changes):
+    third = {
+        "relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+    }  # fmt: skip
+    return transformers.DebertaV2Model(transformers.DebertaV2Config(**{**SIZES, **third, **changes}))
+
+
 def gpt2(**changes):
     sizes = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **NO_EOS, **changes))
@@ -109,6 +117,14 @@ ENCODERS = {
     ),
     "albert": albert,
     "albert-two-groups-gelu": lambda: albert(num_hidden_groups=2, hidden_act="gelu"),
+    "deberta-v3": deberta,
+    "deberta-own-maps-types-positions": lambda: deberta(
+        share_att_key=False, norm_rel_ebd="none", type_vocab_size=2, position_biased_input=True
+    ),
+    "deberta-one-kind-no-buckets": lambda: deberta(
+        pos_att_type="c2p", position_buckets=-1, max_relative_positions=9
+    ),
+    "deberta-other-kind": lambda: deberta(share_att_key=False, pos_att_type="p2c", max_relative_positions=20),
     "modernbert": modernbert,
     "modernbert-biased": lambda: modernbert(attention_bias=True, mlp_bias=True, norm_bias=True),
     "modernbert-all-sliding": lambda: modernbert(layer_types=["sliding_attention"] * 3),
