@@ -90,8 +90,10 @@ class Block:
         ]
 
 
-def model_program(blocks: Sequence[Block], first: Norm | None = None) -> tuple[Program, tuple[Window, ...]]:
-    """A model's blocks one after another, behind the norm `first`; and their windows.
+def model_program(
+    blocks: Sequence[Block], first: Norm | None = None, last: Norm | None = None
+) -> tuple[Program, tuple[Window, ...]]:
+    """A model's blocks one after another, between the norms `first` and `last`; and their windows.
 
     A call gives the ranges of each window, in this order. The program may overwrite its input.
     """
@@ -100,4 +102,6 @@ def model_program(blocks: Sequence[Block], first: Norm | None = None) -> tuple[P
     for i, block in enumerate(blocks):
         x, total = (X, "total") if not steps else (OUT, X)
         steps += block.steps(x, OUT, total, i, windows.index(block.window))
+    if last is not None:
+        steps.append(NormStep(OUT if steps else X, OUT, *last))
     return build("model", steps), windows

@@ -113,7 +113,7 @@ class Encoder(_model.Model):
             folder says so, texts become lower case or get a prompt.
         batch_size : int, default 32
             Texts at a time. Those of similar length go together, so that there is little padding.
-        pooling : {"mean", "cls", "max"}, optional
+        pooling : {"mean", "cls", "max", "lasttoken"}, optional
             How a text's hidden states become one vector; by default as the folder says, or else "mean".
         normalize : bool, optional
             Whether to scale vectors to length 1; by default as the folder says, or else not.

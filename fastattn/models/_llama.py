@@ -1,7 +1,8 @@
 """Llama, Mistral, Qwen2 and Qwen3: the names of their tensors, and what their config.json says.
 
 They differ in which maps have biases (Llama as configured; Qwen2 those of queries, keys and values), in a
-norm of each query and key head (Qwen3), and in which layers attend to a sliding window only.
+norm of each query and key head (Qwen3), and in which layers attend to a sliding window only. A folder with
+modules.json is an encoder (Qwen3-Embedding, E5-Mistral), and any other a decoder.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._decoder import Decoder, DecoderNames, read_decoder
 from fastattn.models._files import ModelError
+from fastattn.models._from_decoder import read_encoder
 from fastattn.positions import rope_frequencies
 
 if TYPE_CHECKING:
     from fastattn.layers._block import Window
     from fastattn.models._embeddings import Frequencies
+    from fastattn.models._encoder import Encoder
     from fastattn.models._files import Config
 
 _NAMES = DecoderNames(
@@ -40,7 +43,7 @@ _NAMES = DecoderNames(
 _QWEN3 = _NAMES._replace(block=_NAMES.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
 
 
-def build(source: Source) -> Decoder:
+def build(source: Source) -> Decoder | Encoder:
     """The model that the folder's files describe."""
     config = source.config
     model_type = config.get("model_type", str)
@@ -66,11 +69,17 @@ def build(source: Source) -> Decoder:
         activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
         biased=_biased(config, model_type, names.block),
     )
+    frequencies = partial(_frequencies, config, head_dim)
+    if (source.folder / "modules.json").is_file():
+        causal = config.get("is_causal", bool, True)
+        windows = _windows(config, model_type, blocks.num_layers, causal)
+        return read_encoder(names, blocks, windows=windows, frequencies=frequencies, causal=causal)
+    config.refuse(is_causal=True)
     return read_decoder(
         names,
         blocks,
         windows=_windows(config, model_type, blocks.num_layers),
-        frequencies=partial(_frequencies, config, head_dim),
+        frequencies=frequencies,
         tied=config.get("tie_word_embeddings", bool, False),
     )
 
@@ -87,8 +96,11 @@ def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str
     return frozenset(name for name in biased if name is not None)
 
 
-def _windows(config: Config, model_type: str, num_layers: int) -> list[Window]:
-    """Each layer's window: a token and the `sliding_window - 1` before it; None for all tokens."""
+def _windows(config: Config, model_type: str, num_layers: int, causal: bool = True) -> list[Window]:
+    """Each layer's window: a token and the `sliding_window - 1` before it; None for all tokens.
+
+    If the model is not causal, `sliding_window` tokens on either side, as in transformers.
+    """
     if model_type == "llama":
         return [None] * num_layers
     width = config.optional_size("sliding_window", 4096)
@@ -103,7 +115,10 @@ def _windows(config: Config, model_type: str, num_layers: int) -> list[Window]:
             slides = [i >= first for i in range(num_layers)]
         else:
             slides = [kind == "sliding_attention" for kind in kinds]
-    return [(width - 1, 0) if width is not None and sliding else None for sliding in slides]
+    if width is None:
+        return [None] * num_layers
+    window = (width - 1, 0) if causal else (width, width)
+    return [window if sliding else None for sliding in slides]
 
 
 def _frequencies(config: Config, head_dim: int) -> Frequencies:

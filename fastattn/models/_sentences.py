@@ -16,11 +16,12 @@ from fastattn.models._files import Config, ModelError, is_name, read_json
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints
 
-MODES = ("mean", "cls", "max")
+MODES = ("mean", "cls", "max", "lasttoken")
 _FLAGS = {  # the keys of most files, each with true or false
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "lasttoken",
 }
 
 
@@ -96,6 +97,8 @@ class Pooling:
             some = begins[1:] > begins[:-1]
             if self.mode == "cls":
                 pooled[some] = rows[begins[:-1][some]]
+            elif self.mode == "lasttoken":
+                pooled[some] = rows[begins[1:][some] - 1]
             else:
                 pooled[some] = np.maximum.reduceat(rows, begins[:-1][some]) if some.any() else 0
         pooled = pooled.astype(lane_dtype(pooled.dtype), copy=False)

@@ -47,7 +47,7 @@ def writer(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("mode", ["mean", "cls", "max"])
+@pytest.mark.parametrize("mode", ["mean", "cls", "max", "lasttoken"])
 def test_vectors_are_pooled_hidden_states(mode, encoder, implementation):
     model = models.load(encoder)
     got = model.embed(TEXTS, pooling=mode, batch_size=2)
@@ -56,8 +56,13 @@ def test_vectors_are_pooled_hidden_states(mode, encoder, implementation):
     for text, vector in zip(TEXTS, got, strict=True):
         ids = [1, *(WORDS.index(word) for word in text.split()), 2]
         hidden = model(ids)[0]
-        expected = {"mean": hidden.mean(axis=0), "cls": hidden[0], "max": hidden.max(axis=0)}[mode]
-        np.testing.assert_allclose(vector, expected, rtol=1e-5, atol=1e-5)
+        expected = {
+            "mean": hidden.mean(axis=0),
+            "cls": hidden[0],
+            "max": hidden.max(axis=0),
+            "lasttoken": hidden[-1],
+        }
+        np.testing.assert_allclose(vector, expected[mode], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "max"])
@@ -82,6 +87,7 @@ def test_pooling_of_texts_of_any_length(implementation):
         "mean": [rows[:2].mean(axis=0), 0 * rows[0], rows[2:].mean(axis=0), 0 * rows[0]],
         "cls": [rows[0], 0 * rows[0], rows[2], 0 * rows[0]],
         "max": [rows[:2].max(axis=0), 0 * rows[0], rows[2:].max(axis=0), 0 * rows[0]],
+        "lasttoken": [rows[1], 0 * rows[0], rows[5], 0 * rows[0]],
     }
     for mode, vectors in expected.items():
         np.testing.assert_allclose(Pooling(mode)(rows, begins), vectors, rtol=1e-5, atol=1e-6)
@@ -97,6 +103,7 @@ def test_pooling_of_texts_of_any_length(implementation):
         ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True, "include_prompt": True}, "cls"),
         ({"pooling_mode_max_tokens": True, "pooling_mode_lasttoken": False}, "max"),
         ({"pooling_mode": "cls", "embedding_dimension": 24}, "cls"),
+        ({"pooling_mode_lasttoken": True}, "lasttoken"),
     ],
 )
 @pytest.mark.parametrize("normalize", [False, True])
@@ -113,7 +120,7 @@ def test_the_folder_says_how_to_pool(config, mode, normalize, encoder):
     "config",
     [
         {},
-        {"pooling_mode_lasttoken": True},
+        {"pooling_mode_weightedmean_tokens": True},
         {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
         {"pooling_mode": "weightedmean"},
         {"pooling_mode": ["mean"]},

@@ -1,7 +1,7 @@
 """Tiny models with random weights: their folders in safetensors, and their results in plain NumPy.
 
 Float64, dense, one sequence at a time: it imports nothing of fastattn. Tensors have the names and shapes of
-Hugging Face's files.
+Hugging Face's files. A kind is a `model_type`, unless its config says another.
 """
 
 import json
@@ -38,8 +38,19 @@ CONFIGS = {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
     },
+    "qwen3-embedding": {
+        "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "tie_word_embeddings": True,
+    },
+    "e5-mistral": {
+        "model_type": "mistral", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4,
+    },
 }  # fmt: skip
-ENCODERS, DECODERS = ("bert", "roberta"), ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
+ENCODERS = ("bert", "roberta", *FROM_DECODERS)
 
 
 def shapes(kind, config):
@@ -57,7 +68,7 @@ def shapes(kind, config):
                 found |= {f"h.{i}.{name}.weight": (n_in, n_out), f"h.{i}.{name}.bias": (n_out,)}
         return found
     h, inner, layers = c["hidden_size"], c["intermediate_size"], range(c["num_hidden_layers"])
-    if kind in ENCODERS:
+    if kind in ("bert", "roberta"):
         found = _both("embeddings.LayerNorm", h)
         found["embeddings.word_embeddings.weight"] = (c["vocab_size"], h)
         found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], h)
@@ -73,10 +84,11 @@ def shapes(kind, config):
         return found
     head_dim = c.get("head_dim", h // c["num_attention_heads"])
     q, kv = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
-    found = {"model.embed_tokens.weight": (c["vocab_size"], h), "model.norm.weight": (h,)}
-    if not c.get("tie_word_embeddings"):
+    prefix, kind = _llama_names(kind, c)
+    found = {f"{prefix}embed_tokens.weight": (c["vocab_size"], h), f"{prefix}norm.weight": (h,)}
+    if prefix and not c.get("tie_word_embeddings"):
         found["lm_head.weight"] = (c["vocab_size"], h)
-    for layer in (f"model.layers.{i}." for i in layers):
+    for layer in (f"{prefix}layers.{i}." for i in layers):
         for name, n_in, n_out in (
             ("self_attn.q_proj", h, q), ("self_attn.k_proj", h, kv), ("self_attn.v_proj", h, kv),
             ("self_attn.o_proj", q, h), ("mlp.gate_proj", h, inner), ("mlp.up_proj", h, inner),
@@ -89,6 +101,11 @@ def shapes(kind, config):
         if kind == "qwen3":
             found |= {f"{layer}self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return found
+
+
+def _llama_names(kind, config):
+    """The prefix of all tensors but the output's, and the `model_type`."""
+    return "" if kind in FROM_DECODERS else "model.", config.get("model_type", kind)
 
 
 def _both(name, n):
@@ -112,7 +129,17 @@ def write(folder, kind, weights=None, **changes):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": kind, **config}))
     save_file(weights, folder / "model.safetensors")
+    if kind in FROM_DECODERS:
+        write_modules(folder, "lasttoken")
     return weights
+
+
+def write_modules(folder, pooling):
+    """The files with which sentence-transformers says how hidden states become a vector."""
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": pooling}))
 
 
 def layer_norm(x, t, name, eps=1e-5):
@@ -181,6 +208,7 @@ def _gpt2(kind, c, t, ids):
 
 def _llama(kind, c, t, ids):
     n, eps = len(ids), c.get("rms_norm_eps", 1e-6)
+    prefix, kind = _llama_names(kind, c)
     q_heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
     head_dim = c.get("head_dim", c["hidden_size"] // q_heads)
     angles = np.outer(np.arange(n), c.get("rope_theta", 10000.0) ** -(np.arange(0, head_dim, 2) / head_dim))
@@ -194,8 +222,8 @@ def _llama(kind, c, t, ids):
     def rotated(x):
         return x * cos + np.concatenate([-x[..., head_dim // 2 :], x[..., : head_dim // 2]], axis=-1) * sin
 
-    x = t["model.embed_tokens.weight"][ids]
-    for layer in (f"model.layers.{i}." for i in range(c["num_hidden_layers"])):
+    x = t[f"{prefix}embed_tokens.weight"][ids]
+    for layer in (f"{prefix}layers.{i}." for i in range(c["num_hidden_layers"])):
         y = rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
         q, k, v = (
             linear(y, f"{layer}self_attn.{part}_proj").reshape(n, heads, head_dim)
@@ -208,5 +236,7 @@ def _llama(kind, c, t, ids):
         y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
         gate = linear(y, f"{layer}mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj")
-    output = t.get("lm_head.weight", t["model.embed_tokens.weight"])
-    return rms_norm(x, t["model.norm.weight"], eps) @ output.T
+    x = rms_norm(x, t[f"{prefix}norm.weight"], eps)
+    if not prefix:
+        return x
+    return x @ t.get("lm_head.weight", t["model.embed_tokens.weight"]).T

@@ -1,5 +1,6 @@
 """Models against `transformers`: tiny ones with random weights, made, saved and loaded here; no download."""
 
+import json
 import os
 import warnings
 
@@ -61,6 +62,20 @@ def qwen3(**changes):
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, **NO_EOS, **changes))
 
 
+FROM_DECODERS = (
+    transformers.LlamaModel,
+    transformers.MistralModel,
+    transformers.Qwen2Model,
+    transformers.Qwen3Model,
+)
+MODULES = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+
+
+def from_decoder(make, **changes):
+    """A family's model without its output layer, which sentence-transformers' folders hold."""
+    return lambda: make(**changes).model
+
+
 ENCODERS = {
     "bert": bert,
     "bert-relu-one-layer": lambda: bert(hidden_act="relu"),
@@ -68,6 +83,12 @@ ENCODERS = {
     "roberta-padding-id-3": lambda: roberta(pad_token_id=3),
     "xlm-roberta": lambda: roberta("XLMRoberta"),
     "camembert": lambda: roberta("Camembert"),
+    "qwen3-embedding": from_decoder(qwen3, head_dim=16),
+    "e5-mistral": from_decoder(mistral, sliding_window=5),
+    "llama-not-causal": from_decoder(llama, is_causal=False),
+    "qwen2-not-causal-windows": from_decoder(
+        qwen2, is_causal=False, use_sliding_window=True, sliding_window=3, max_window_layers=1
+    ),
 }
 DECODERS = {
     "gpt2": gpt2,
@@ -135,6 +156,10 @@ def saved(model, folder, **options):
     with warnings.catch_warnings():  # what transformers has to say is not ours to mend
         warnings.simplefilter("ignore")
         model.save_pretrained(folder, **options)
+    if type(model) in FROM_DECODERS:
+        (folder / "modules.json").write_text(json.dumps(MODULES))
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
     return folder
 
 
@@ -242,7 +267,7 @@ def test_sharded(name, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama-grouped", "qwen3", "llama-one-key-head-tied-biased"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama-grouped", "qwen3", "qwen3-embedding"])
 def test_16_bit_files(name, dtype, tmp_path):
     """Computed in float32 from the rounded weights, as transformers does with dtype=torch.float32."""
     model = randomised({**ENCODERS, **DECODERS}[name]()).to(getattr(torch, dtype))

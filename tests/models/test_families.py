@@ -1,0 +1,49 @@
+"""What single families of encoders do, beside what all models do: see `test_results.py`."""
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from model_folders import refused
+from tiny_tokenizers import write_tokenizer
+
+from fastattn import models
+
+IDS = [[3, 1, 4, 1, 5, 9, 2, 6]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_decoder_with_modules_is_an_encoder(kind, tmp_path):
+    """Its output layer is left out; without it, the file holds the same model."""
+    weights = tiny.write(tmp_path, kind)
+    assert isinstance(models.load(tmp_path), models.Decoder)
+    tiny.write_modules(tmp_path, "lasttoken")
+    model = models.load(tmp_path)
+    assert isinstance(model, models.Encoder)
+    expected = model(IDS)
+    assert expected.shape == (1, 8, 24)
+    bare = {name.removeprefix("model."): x for name, x in weights.items() if name != "lm_head.weight"}
+    tiny.write(tmp_path, kind, bare)
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+
+
+def test_an_encoder_made_of_a_decoder_may_look_ahead(tmp_path):
+    """`is_causal` says so; a window is then to both sides. A decoder is causal, whatever its folder says."""
+    tiny.write(tmp_path, "e5-mistral")
+    results = []
+    for config in ({}, {"is_causal": False}, {"is_causal": False, "sliding_window": None}):
+        tiny.write(tmp_path, "e5-mistral", **config)
+        model = models.load(tmp_path)
+        alone = model(IDS[0][:3])
+        results.append(model(IDS))
+        assert (np.abs(results[-1][:, :3] - alone).max() < 1e-5) == (config == {})
+    assert np.abs(results[1] - results[2]).max() > 0.01
+    (tmp_path / "modules.json").unlink()
+    refused(tmp_path, "'is_causal' is False; only True is supported")
+
+
+def test_texts_of_an_encoder_are_cut_and_ids_are_not(tmp_path):
+    tiny.write(tmp_path, "qwen3-embedding", max_position_embeddings=6)
+    write_tokenizer(tmp_path)
+    model = models.load(tmp_path)
+    assert [len(ids) for ids in model.text.encode(["the cat sat on the mat the cat"])] == [6]
+    assert model(IDS).shape == (1, 8, 24)
