@@ -83,6 +83,7 @@ class Blocks:
     eps: float
     activation: Activation
     biased: frozenset[str]  # the maps that have a bias
+    bias: int | None = None  # of all blocks' scores: see `AttendStep`
 
     def shapes(self) -> dict[str, Shape]:
         """The shape of every tensor of every block, by its name."""
@@ -173,4 +174,5 @@ class Blocks:
             head_norm=head_norm(),
             window=window,
             rotation=rotation,
+            bias=self.bias,
         )

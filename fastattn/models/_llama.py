@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._decoder import Decoder, DecoderNames, read_decoder
+from fastattn.models._embeddings import Places
 from fastattn.models._files import ModelError
 from fastattn.models._from_decoder import read_encoder
 from fastattn.positions import rope_frequencies
@@ -72,8 +73,13 @@ def build(source: Source) -> Decoder | Encoder:
     frequencies = partial(_frequencies, config, head_dim)
     if (source.folder / "modules.json").is_file():
         causal = config.get("is_causal", bool, True)
-        windows = _windows(config, model_type, blocks.num_layers, causal)
-        return read_encoder(names, blocks, windows=windows, frequencies=frequencies, causal=causal)
+        return read_encoder(
+            names,
+            blocks,
+            lambda kinds: Places(kinds, causal, (frequencies(),)),
+            windows=_windows(config, model_type, blocks.num_layers, causal),
+            rotations=[0] * blocks.num_layers,
+        )
     config.refuse(is_causal=True)
     return read_decoder(
         names,

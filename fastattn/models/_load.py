@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattn._args.errors import wrong_type
-from fastattn.models import _bert, _gpt2, _llama
+from fastattn.models import _bert, _gpt2, _llama, _t5
 from fastattn.models._blocks import Source
 from fastattn.models._files import Config, ModelError, Tensors
 from fastattn.models._weights import Precision
@@ -27,6 +27,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
     "gpt2": _gpt2.build,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama.build),
+    **dict.fromkeys(("t5", "mt5"), _t5.build),
 }
 MODEL_TYPES = tuple(_BUILDERS)
 

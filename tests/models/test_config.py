@@ -29,7 +29,7 @@ def test_a_config_that_is_not_json(text, tmp_path):
         ("[]", "config.json holds a list; expected a dict"),
         ("{}", "config.json: 'model_type' is missing; expected a string"),
         ('{"model_type": 3}', "config.json: 'model_type' is 3; expected a string"),
-        ('{"model_type": "t5"}', "'model_type' is 't5'; expected one of bert, roberta, xlm-roberta, "),
+        ('{"model_type": "t4"}', "'model_type' is 't4'; expected one of bert, roberta, xlm-roberta, "),
         ('{"model_type": "llama", "quantization_config": {}}', "'quantization_config'"),
     ],
 )
@@ -84,6 +84,12 @@ WRONG_VALUES = [
     ("llama", {"head_dim": 7}, "rotary_dim is 7; expected an even number"),
     ("mistral", {"sliding_window": 0}, "'sliding_window' is 0; expected an integer of at least 1"),
     ("qwen2", {"layer_types": ["full_attention"]}, "expected a list of 2 of full_attention, sliding"),
+    ("t5", {"feed_forward_proj": "gated"}, "'feed_forward_proj' is 'gated'; expected one of relu, gelu"),
+    ("t5", {"d_kv": None}, "'d_kv' is missing; expected an integer of at least 1"),
+    ("t5", {"is_decoder": True}, "'is_decoder' is True; only False is supported"),
+    ("t5", {"num_layers": 10**9}, "'num_layers' is 1000000000; expected no more layers than the 19 tensors"),
+    ("t5", {"relative_attention_max_distance": 2}, "relative positions: t5_buckets(): max_distance is 2"),
+    ("t5", {"relative_attention_max_distance": HUGE}, "'relative_attention_max_distance' is above 2**62"),
     ("qwen2", {"layer_types": ["full_attention", "none"]}, "expected a list of 2 of full_attention"),
 ]
 

@@ -47,3 +47,43 @@ def test_texts_of_an_encoder_are_cut_and_ids_are_not(tmp_path):
     model = models.load(tmp_path)
     assert [len(ids) for ids in model.text.encode(["the cat sat on the mat the cat"])] == [6]
     assert model(IDS).shape == (1, 8, 24)
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5"])
+def test_t5_by_the_names_of_other_files(kind, tmp_path):
+    """A file may have the encoder's table of tokens alone, or both, or a decoder, too."""
+    weights = tiny.write(tmp_path, kind)
+    expected = models.load(tmp_path)(IDS)
+    table = weights.pop("shared.weight")
+    tiny.write(tmp_path, kind, {**weights, "encoder.embed_tokens.weight": table})
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+    more = {"encoder.embed_tokens.weight": table, "decoder.final_layer_norm.weight": np.ones(24, np.float32)}
+    tiny.write(tmp_path, kind, {**weights, "shared.weight": table, **more, "lm_head.weight": table})
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+    tiny.write(tmp_path, kind, weights)
+    refused(tmp_path, "'shared.weight' is missing")
+
+
+def test_t5_has_a_bias_for_each_distance(tmp_path):
+    """Without it, a model does not know the order of tokens."""
+    weights = tiny.write(tmp_path, "t5")
+    turned = [IDS[0][::-1]]
+    model = models.load(tmp_path)
+    assert np.abs(model(turned)[:, ::-1] - model(IDS)).max() > 0.01
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    tiny.write(tmp_path, "t5", {**weights, name: np.ones_like(weights[name])})
+    model = models.load(tmp_path)
+    np.testing.assert_allclose(model(turned)[:, ::-1], model(IDS), atol=1e-5)
+
+
+def test_the_feed_forward_of_t5(tmp_path):
+    """`feed_forward_proj` names the activation, and says whether it gates."""
+    weights = tiny.write(tmp_path, "mt5")
+    results = []
+    for named in ("gated-gelu", "gated-gelu_new", "gated-silu", "gated-relu"):
+        tiny.write(tmp_path, "mt5", weights, feed_forward_proj=named)
+        results.append(models.load(tmp_path)(IDS))
+    np.testing.assert_array_equal(results[0], results[1])
+    assert all(np.abs(results[0] - other).max() > 1e-3 for other in results[2:])
+    tiny.write(tmp_path, "mt5", weights, feed_forward_proj="relu")
+    refused(tmp_path, "'encoder.block.0.layer.1.DenseReluDense.wi.weight' is missing")

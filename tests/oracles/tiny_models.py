@@ -8,6 +8,7 @@ import json
 import math
 
 import numpy as np
+import tiny_t5
 from safetensors.numpy import save_file
 
 VOCAB = 60
@@ -47,15 +48,18 @@ CONFIGS = {
         "model_type": "mistral", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4,
     },
+    **tiny_t5.CONFIGS,
 }  # fmt: skip
 DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
-ENCODERS = ("bert", "roberta", *FROM_DECODERS)
+ENCODERS = ("bert", "roberta", *FROM_DECODERS, *tiny_t5.CONFIGS)
 
 
 def shapes(kind, config):
     """Shape of every tensor by its name."""
     c = config
+    if kind in tiny_t5.CONFIGS:
+        return tiny_t5.shapes(kind, c)
     if kind == "gpt2":
         h, inner = c["n_embd"], 4 * c["n_embd"]
         found = {"wte.weight": (c["vocab_size"], h), "wpe.weight": (c["n_positions"], h), **_both("ln_f", h)}
@@ -118,7 +122,8 @@ def tensors(kind, config, seed=0):
     drawn = {}
     for name, shape in shapes(kind, config).items():
         is_norm = name.endswith(".weight") and len(shape) == 1
-        drawn[name] = (is_norm + 0.3 * rng.standard_normal(shape)).astype(np.float32)
+        scale = 0.1 if name.endswith("SelfAttention.q.weight") else 0.3  # T5 does not scale its scores
+        drawn[name] = (is_norm + scale * rng.standard_normal(shape)).astype(np.float32)
     return drawn
 
 
@@ -162,7 +167,8 @@ def attend(q, k, v, allowed):
 def result(kind, config, t, ids):
     """Hidden states of an encoder, logits of a decoder; ids is (L,), the result (L, n)."""
     t = {name: x.astype(np.float64) for name, x in t.items()}
-    return {"bert": _bert, "roberta": _bert, "gpt2": _gpt2}.get(kind, _llama)(kind, config, t, np.array(ids))
+    own = {"bert": _bert, "roberta": _bert, "gpt2": _gpt2, **dict.fromkeys(tiny_t5.CONFIGS, tiny_t5.result)}
+    return own.get(kind, _llama)(kind, config, t, np.array(ids))
 
 
 def _bert(kind, c, t, ids):

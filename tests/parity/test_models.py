@@ -37,7 +37,8 @@ def roberta(name="Roberta", **changes):
     return getattr(transformers, f"{name}Model")(config, add_pooling_layer=False)
 
 
-def counts_positions_from_ids(model):
+def takes_no_positions(model):
+    """T5 has none, and RoBERTa counts them from ids."""
     return not isinstance(model, transformers.BertModel) and hasattr(model, "encoder")
 
 
@@ -60,6 +61,12 @@ def qwen2(**changes):
 
 def qwen3(**changes):
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, **NO_EOS, **changes))
+
+
+def t5(name="T5", **changes):
+    sizes = {"vocab_size": VOCAB, "d_model": 48, "d_kv": 10, "d_ff": 80, "num_layers": 3, "num_heads": 6}
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
+    return getattr(transformers, f"{name}EncoderModel")(config)
 
 
 FROM_DECODERS = (
@@ -89,6 +96,12 @@ ENCODERS = {
     "qwen2-not-causal-windows": from_decoder(
         qwen2, is_causal=False, use_sliding_window=True, sliding_window=3, max_window_layers=1
     ),
+    "t5": t5,
+    "t5-gated-few-buckets": lambda: t5(
+        feed_forward_proj="gated-gelu", relative_attention_num_buckets=8, relative_attention_max_distance=9
+    ),
+    "t5-gated-silu": lambda: t5(feed_forward_proj="gated-silu"),
+    "mt5": lambda: t5("MT5"),
 }
 DECODERS = {
     "gpt2": gpt2,
@@ -172,7 +185,7 @@ def theirs(model, ids, mask=None, **more):
     arguments = {"input_ids": torch.tensor(ids), **more}
     if mask is not None:
         arguments["attention_mask"] = torch.tensor(mask, dtype=torch.long)
-        if not counts_positions_from_ids(model):
+        if not takes_no_positions(model):
             arguments["position_ids"] = torch.tensor(np.maximum(np.cumsum(mask, axis=1) - 1, 0))
     with torch.no_grad():
         out = model(**arguments)
@@ -208,7 +221,7 @@ def test_results(name, tmp_path, implementation):
 def test_padded_results(name, side, tmp_path):
     model = randomised({**ENCODERS, **DECODERS}[name]())
     ids, mask = padded(side)
-    if counts_positions_from_ids(model):
+    if takes_no_positions(model):
         ids[mask == 0] = model.config.pad_token_id
     require_close(models.load(saved(model, tmp_path))(ids, mask), theirs(model, ids, mask), mask)
 
