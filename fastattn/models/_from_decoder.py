@@ -29,6 +29,7 @@ def read_encoder(
     windows: Sequence[Window] | None = None,
     rotations: Sequence[int | None] | None = None,
     others: Mapping[str, Shape] | None = None,
+    embedding_scale: float = 1.0,
 ) -> Encoder:
     """The encoder of `blocks`, whose hidden states are those behind the last norm.
 
@@ -53,7 +54,7 @@ def read_encoder(
         precision=precision,
         text=Text(folder, longest),
         max_length=None,
-        embeddings=Embeddings(tensors[tokens]),
+        embeddings=Embeddings(tensors[tokens], scale=embedding_scale),
         places=places(kinds),
         pooling=Pooling.of(folder),
         sentences=Sentences.of(folder),

@@ -16,11 +16,10 @@ from fastattn.models._decoder import Decoder, DecoderNames, read_decoder
 from fastattn.models._embeddings import Places
 from fastattn.models._files import ModelError
 from fastattn.models._from_decoder import read_encoder
-from fastattn.positions import rope_frequencies
+from fastattn.models._rope import frequencies
 
 if TYPE_CHECKING:
     from fastattn.layers._block import Window
-    from fastattn.models._embeddings import Frequencies
     from fastattn.models._encoder import Encoder
     from fastattn.models._files import Config
 
@@ -41,19 +40,15 @@ _NAMES = DecoderNames(
     norm="norm",
     ignored=re.compile(r"\.rotary_emb\.inv_freq$"),  # config.json gives them; old files hold them
 )
-_QWEN3 = _NAMES._replace(block=_NAMES.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
+QWEN3 = _NAMES._replace(block=_NAMES.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
 
 
 def build(source: Source) -> Decoder | Encoder:
     """The model that the folder's files describe."""
     config = source.config
     model_type = config.get("model_type", str)
-    names = _QWEN3 if model_type == "qwen3" else _NAMES
-    heads = config.size("num_attention_heads")
-    heads_kv = config.optional_size("num_key_value_heads") or (8 if model_type == "mistral" else heads)
-    if heads % heads_kv:
-        expected = f"a multiple of 'num_key_value_heads', {heads_kv}"
-        raise ModelError(f"{config.path}: 'num_attention_heads' is {heads}; expected {expected}")
+    names = QWEN3 if model_type == "qwen3" else _NAMES
+    heads, heads_kv = head_counts(config, 8 if model_type == "mistral" else None)
     head_dim = config.optional_size("head_dim") or (
         128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
     )
@@ -70,13 +65,13 @@ def build(source: Source) -> Decoder | Encoder:
         activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
         biased=_biased(config, model_type, names.block),
     )
-    frequencies = partial(_frequencies, config, head_dim)
+    rotary = partial(frequencies, config, head_dim)
     if (source.folder / "modules.json").is_file():
         causal = config.get("is_causal", bool, True)
         return read_encoder(
             names,
             blocks,
-            lambda kinds: Places(kinds, causal, (frequencies(),)),
+            lambda kinds: Places(kinds, causal, (rotary(),)),
             windows=_windows(config, model_type, blocks.num_layers, causal),
             rotations=[0] * blocks.num_layers,
         )
@@ -85,9 +80,19 @@ def build(source: Source) -> Decoder | Encoder:
         names,
         blocks,
         windows=_windows(config, model_type, blocks.num_layers),
-        frequencies=frequencies,
+        frequencies=rotary,
         tied=config.get("tie_word_embeddings", bool, False),
     )
+
+
+def head_counts(config: Config, usual: int | None = None) -> tuple[int, int]:
+    """How many heads queries have, and keys: without a number `usual` ones, or as many as queries."""
+    heads = config.size("num_attention_heads")
+    heads_kv = config.optional_size("num_key_value_heads") or usual or heads
+    if heads % heads_kv:
+        expected = f"a multiple of 'num_key_value_heads', {heads_kv}"
+        raise ModelError(f"{config.path}: 'num_attention_heads' is {heads}; expected {expected}")
+    return heads, heads_kv
 
 
 def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str]:
@@ -125,30 +130,3 @@ def _windows(config: Config, model_type: str, num_layers: int, causal: bool = Tr
         return [None] * num_layers
     window = (width - 1, 0) if causal else (width, width)
     return [window if sliding else None for sliding in slides]
-
-
-def _frequencies(config: Config, head_dim: int) -> Frequencies:
-    """The frequencies of rotary positions, or a function that has them for a sequence's length.
-
-    `rope_parameters` describes them; older files have `rope_theta` and, if there is one, `rope_scaling`.
-    """
-    longest = config.optional_size("max_position_embeddings")
-    scaling = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})}
-    scaling.setdefault("rope_theta", config.number("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in ("yarn", "llama3", "longrope"):  # the trained length may be beside it, or the same
-        trained = config.optional_size("original_max_position_embeddings")
-        if trained is not None:
-            scaling["original_max_position_embeddings"] = trained
-        elif longest is not None:
-            scaling.setdefault("original_max_position_embeddings", longest)
-    for factor in (config.values.get("partial_rotary_factor"), scaling.get("partial_rotary_factor")):
-        if factor not in (None, 1.0):
-            raise ModelError(f"{config.path}: 'partial_rotary_factor' is {factor!r}; only 1.0 is supported")
-
-    by_length = partial(rope_frequencies, head_dim, scaling=scaling, max_position_embeddings=longest)
-    try:
-        shortest = by_length(seq_len=0)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ModelError(f"{config.path}: rotary positions: {error}") from error
-    return by_length if kind in ("dynamic", "longrope") else shortest

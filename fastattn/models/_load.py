@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattn._args.errors import wrong_type
-from fastattn.models import _bert, _gpt2, _llama, _t5
+from fastattn.models import _bert, _gemma3, _gpt2, _llama, _t5
 from fastattn.models._blocks import Source
 from fastattn.models._files import Config, ModelError, Tensors
 from fastattn.models._weights import Precision
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # `model_type` of config.json
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
+    "gemma3_text": _gemma3.build,
     "gpt2": _gpt2.build,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama.build),
     **dict.fromkeys(("t5", "mt5"), _t5.build),

@@ -5,7 +5,7 @@ import tiny_models as tiny
 from model_folders import change_config, refused
 
 from fastattn import models
-from fastattn.models import _llama
+from fastattn.models import _rope
 
 
 def test_folders_that_are_none(tmp_path):
@@ -90,6 +90,14 @@ WRONG_VALUES = [
     ("t5", {"num_layers": 10**9}, "'num_layers' is 1000000000; expected no more layers than the 19 tensors"),
     ("t5", {"relative_attention_max_distance": 2}, "relative positions: t5_buckets(): max_distance is 2"),
     ("t5", {"relative_attention_max_distance": HUGE}, "'relative_attention_max_distance' is above 2**62"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "is 50.0; only None is supported"),
+    ("gemma3_text", {"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' is 0; expected a number above 0"),
+    ("gemma3_text", {"num_key_value_heads": 3}, "expected a multiple of 'num_key_value_heads', 3"),
+    ("gemma3_text", {"layer_types": ["full_attention"]}, "expected a list of 3 of full_attention, sliding"),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "expected a table for each of full_attention"),
+    ("gemma3_text", {"rope_parameters": {"full_attention": 1}}, "expected a table for each of full_attent"),
+    ("gemma3_text", {"rope_local_base_freq": -1}, "'rope_local_base_freq' is -1; expected a number above 0"),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear"}}, "scaling of type linear has no factor"),
     ("qwen2", {"layer_types": ["full_attention", "none"]}, "expected a list of 2 of full_attention"),
 ]
 
@@ -110,7 +118,8 @@ def test_no_size_is_believed_before_the_tensors_have_it(tmp_path, monkeypatch):
     def never(*arguments, **options):
         raise AssertionError("frequencies of a size that no tensor has")
 
-    tiny.write(tmp_path, "qwen3")
-    change_config(tmp_path, head_dim=2**31)
-    monkeypatch.setattr(_llama, "rope_frequencies", never)
-    refused(tmp_path, "does not fit config.json")
+    monkeypatch.setattr(_rope, "rope_frequencies", never)
+    for kind in ("qwen3", "qwen3-embedding", "gemma3_text"):
+        tiny.write(tmp_path, kind)
+        change_config(tmp_path, head_dim=2**31)
+        refused(tmp_path, "does not fit config.json")

@@ -87,3 +87,45 @@ def test_the_feed_forward_of_t5(tmp_path):
     assert all(np.abs(results[0] - other).max() > 1e-3 for other in results[2:])
     tiny.write(tmp_path, "mt5", weights, feed_forward_proj="relu")
     refused(tmp_path, "'encoder.block.0.layer.1.DenseReluDense.wi.weight' is missing")
+
+
+def test_gemma_that_is_causal_makes_vectors_only_where_modules_say_so(tmp_path):
+    tiny.write(tmp_path, "gemma3_text", use_bidirectional_attention=False)
+    refused(tmp_path, f"{tmp_path / 'modules.json'} is missing", "generates no text")
+    tiny.write_modules(tmp_path, "mean")
+    model = models.load(tmp_path)
+    np.testing.assert_allclose(model(IDS)[:, :5], model(IDS[0][:5]), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_gemma_with_windows(tmp_path):
+    """`layer_types` and the pattern of old files say the same; a window is half as wide to either side."""
+    results = []
+    for config in (
+        {},
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {"sliding_window": 4},  # as 5: two tokens to either side
+        {"sliding_window": 6},
+        {"sliding_window_pattern": 1},
+    ):
+        tiny.write(tmp_path, "gemma3_text", **config)
+        results.append(models.load(tmp_path)(IDS))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+    assert all(np.abs(results[0] - other).max() > 0.01 for other in results[3:])
+
+
+def test_old_and_new_ways_to_say_rope_in_gemma(tmp_path):
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    new = {"full_attention": {"rope_theta": 500.0, **scaling}, "sliding_attention": {"rope_theta": 50.0}}
+    results = []
+    for config in (
+        {"rope_scaling": scaling},
+        {"rope_theta": None, "rope_local_base_freq": None, "rope_parameters": new},
+        {"rope_local_base_freq": None, "rope_scaling": scaling},
+        {"rope_theta": None, "rope_scaling": scaling},
+        {},
+    ):
+        tiny.write(tmp_path, "gemma3_text", **config)
+        results.append(models.load(tmp_path)(IDS))
+    np.testing.assert_array_equal(results[0], results[1])
+    assert all(np.abs(results[0] - other).max() > 0.01 for other in results[2:])

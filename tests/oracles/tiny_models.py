@@ -8,6 +8,7 @@ import json
 import math
 
 import numpy as np
+import tiny_gemma
 import tiny_t5
 from safetensors.numpy import save_file
 
@@ -49,17 +50,19 @@ CONFIGS = {
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4,
     },
     **tiny_t5.CONFIGS,
+    **tiny_gemma.CONFIGS,
 }  # fmt: skip
 DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
-ENCODERS = ("bert", "roberta", *FROM_DECODERS, *tiny_t5.CONFIGS)
+_ELSEWHERE = {**dict.fromkeys(tiny_t5.CONFIGS, tiny_t5), **dict.fromkeys(tiny_gemma.CONFIGS, tiny_gemma)}
+ENCODERS = ("bert", "roberta", *FROM_DECODERS, *_ELSEWHERE)
 
 
 def shapes(kind, config):
     """Shape of every tensor by its name."""
     c = config
-    if kind in tiny_t5.CONFIGS:
-        return tiny_t5.shapes(kind, c)
+    if kind in _ELSEWHERE:
+        return _ELSEWHERE[kind].shapes(kind, c)
     if kind == "gpt2":
         h, inner = c["n_embd"], 4 * c["n_embd"]
         found = {"wte.weight": (c["vocab_size"], h), "wpe.weight": (c["n_positions"], h), **_both("ln_f", h)}
@@ -117,11 +120,11 @@ def _both(name, n):
 
 
 def tensors(kind, config, seed=0):
-    """Random tensors: weights of norms lie around 1, all others around 0."""
+    """Random tensors: weights of norms lie around 1 (in Gemma, which adds 1, around 0), others around 0."""
     rng = np.random.default_rng(seed)
     drawn = {}
     for name, shape in shapes(kind, config).items():
-        is_norm = name.endswith(".weight") and len(shape) == 1
+        is_norm = name.endswith(".weight") and len(shape) == 1 and kind not in tiny_gemma.CONFIGS
         scale = 0.1 if name.endswith("SelfAttention.q.weight") else 0.3  # T5 does not scale its scores
         drawn[name] = (is_norm + scale * rng.standard_normal(shape)).astype(np.float32)
     return drawn
@@ -167,7 +170,8 @@ def attend(q, k, v, allowed):
 def result(kind, config, t, ids):
     """Hidden states of an encoder, logits of a decoder; ids is (L,), the result (L, n)."""
     t = {name: x.astype(np.float64) for name, x in t.items()}
-    own = {"bert": _bert, "roberta": _bert, "gpt2": _gpt2, **dict.fromkeys(tiny_t5.CONFIGS, tiny_t5.result)}
+    own = {"bert": _bert, "roberta": _bert, "gpt2": _gpt2}
+    own |= {other: module.result for other, module in _ELSEWHERE.items()}
     return own.get(kind, _llama)(kind, config, t, np.array(ids))
 
 

@@ -69,7 +69,15 @@ def t5(name="T5", **changes):
     return getattr(transformers, f"{name}EncoderModel")(config)
 
 
+def gemma3(**changes):
+    """Three layers: two with windows, then one without. Norms multiply by 1 + weight."""
+    sizes = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "head_dim": 10}
+    config = transformers.Gemma3TextConfig(**{**GROUPED, "sliding_window": 6, **sizes, **NO_EOS, **changes})
+    return transformers.Gemma3TextModel(config)
+
+
 FROM_DECODERS = (
+    transformers.Gemma3TextModel,
     transformers.LlamaModel,
     transformers.MistralModel,
     transformers.Qwen2Model,
@@ -102,6 +110,19 @@ ENCODERS = {
     ),
     "t5-gated-silu": lambda: t5(feed_forward_proj="gated-silu"),
     "mt5": lambda: t5("MT5"),
+    "embedding-gemma": lambda: gemma3(use_bidirectional_attention=True),
+    "embedding-gemma-odd-window-scaled": lambda: gemma3(
+        use_bidirectional_attention=True,
+        sliding_window=5,
+        query_pre_attn_scalar=7,
+        attention_bias=True,
+        hidden_activation="silu",
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "gemma3-causal": gemma3,
 }
 DECODERS = {
     "gpt2": gpt2,
@@ -161,7 +182,8 @@ def randomised(model, seed=0):
         for name, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator) * 0.15
             is_norm = "norm" in name.lower() or ".ln_" in name
-            parameter.copy_(drawn + 1 if is_norm and name.endswith("weight") else drawn)
+            is_weight = name.endswith("weight") and not isinstance(model, transformers.Gemma3TextModel)
+            parameter.copy_(drawn + 1 if is_norm and is_weight else drawn)  # Gemma adds 1 itself
     return model.eval()
 
 
