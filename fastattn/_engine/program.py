@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from fastattn._engine import dispatch, settings
 from fastattn._engine.scratch import keep, scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
@@ -48,6 +49,20 @@ class Sequences(NamedTuple):
     begins: Ints | None = None  # the first row of each sequence, and the end, (batch + 1,)
     # Added to scores: for query i and key j what is at j - i from the middle of (heads, 2 n - 1), lane type.
     biases: tuple[Array, ...] = ()
+
+    def alone(self) -> Iterator[tuple[slice, Sequences]]:
+        """The rows of each sequence of a ragged batch, and what they are without the others."""
+        assert self.begins is not None
+        for i, (begin, end) in enumerate(pairwise(self.begins.tolist())):
+            rows = slice(begin, end)
+            ranges = tuple((_of_rows(first, rows), _of_rows(last, rows)) for first, last in self.ranges)
+            rotations = tuple((cos[:, rows], sin[:, rows]) for cos, sin in self.rotations)
+            slots = None if self.slots is None else self.slots.of_sequence(i, end - begin)
+            yield rows, Sequences(1, ranges, rotations, slots, biases=self.biases)
+
+
+def _of_rows(bound: Ints | None, rows: slice) -> Ints | None:
+    return None if bound is None else bound[..., rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,8 +185,14 @@ class AttendStep(Step):
         return self.heads * self.head_dim
 
     def run(self, buffers: Buffers, call: Sequences) -> None:
+        if call.begins is not None:
+            for rows, own in call.alone():
+                if rows.stop > rows.start:
+                    self.run({name: array[rows] for name, array in buffers.items()}, own)
+            return
+
         def heads(array: Array) -> Array:
-            batch = call.batch if call.begins is None else 1
+            batch = call.batch
             return array.reshape(batch, len(array) // batch, -1, self.head_dim).transpose(0, 2, 1, 3)
 
         together, end = heads(buffers[self.x]), self.heads + self.heads_kv
@@ -189,9 +210,6 @@ class AttendStep(Step):
         args.row_begin, args.row_end = call.ranges[self.ranges]
         if self.bias is not None:
             args.bias = by_distance(call.biases[self.bias], args.len_q)
-        if call.begins is not None:
-            args.batch_shape, args.begins = (call.batch,), (call.begins, call.begins)
-            args.q, args.k, args.v, args.out = q[0], k[0], v[0], args.out[0]
         dispatch.run(args)
 
 

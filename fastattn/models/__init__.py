@@ -7,5 +7,6 @@ from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
 from fastattn.models._load import MODEL_TYPES, load
+from fastattn.models._vectors import quantize_embeddings
 
-__all__ = ["MODEL_TYPES", "Decoder", "Encoder", "ModelError", "load"]
+__all__ = ["MODEL_TYPES", "Decoder", "Encoder", "ModelError", "load", "quantize_embeddings"]

@@ -13,7 +13,7 @@ from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._embeddings import Embeddings, Places
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
-from fastattn.models._sentences import Pooling, Sentences
+from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text
 
 if TYPE_CHECKING:
@@ -92,6 +92,5 @@ def build(source: Source) -> Encoder:
             tensors[_TOKENS], token_types.astype(precision.dtype), positions.astype(precision.dtype)
         ),
         places=Places(windows),
-        pooling=Pooling.of(folder),
-        sentences=Sentences.of(folder),
+        sentences=Sentences.of(folder, hidden, precision.dtype),
     )

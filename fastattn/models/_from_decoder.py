@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fastattn.layers._block import model_program
 from fastattn.models._embeddings import Embeddings
 from fastattn.models._encoder import Encoder
-from fastattn.models._sentences import Pooling, Sentences
+from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text
 
 if TYPE_CHECKING:
@@ -56,6 +56,5 @@ def read_encoder(
         max_length=None,
         embeddings=Embeddings(tensors[tokens], scale=embedding_scale),
         places=places(kinds),
-        pooling=Pooling.of(folder),
-        sentences=Sentences.of(folder),
+        sentences=Sentences.of(folder, blocks.hidden, precision.dtype),
     )

@@ -46,7 +46,7 @@ def load(
     ----------
     folder : path
         As Hugging Face's save_pretrained writes it, with tensors in float32, float16 or bfloat16. The
-        modules.json of a sentence-transformers folder says how `Encoder.embed` pools and normalises.
+        modules.json of a sentence-transformers folder says how `Encoder.encode` makes vectors.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : {"float32", "bfloat16", "int8", "int4", "nf4"}, optional
@@ -75,7 +75,7 @@ def load(
     Examples
     --------
     >>> model = fastattn.models.load("all-MiniLM-L6-v2")  # doctest: +SKIP
-    >>> model.embed(["A sentence.", "Another one."]).shape  # doctest: +SKIP
+    >>> model.encode(["A sentence.", "Another one."]).shape  # doctest: +SKIP
     (2, 384)
     """
     precision = Precision.of("load", dtype, weights_dtype, activations)

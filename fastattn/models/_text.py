@@ -40,7 +40,7 @@ class Text:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`."""
+        """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked."""
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{path} is missing; expected a tokenizer as the tokenizers library writes it")
@@ -50,19 +50,39 @@ class Text:
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(lfs_hint(path) or f"{path} is no tokenizer: {error}") from error
         tokenizer.no_padding()
+        if self._sentences.get("do_lower_case", bool, False):
+            normalizers, given = tokenizers.normalizers, tokenizer.normalizer
+            both = [normalizers.Lowercase(), *([] if given is None else [given])]
+            tokenizer.normalizer = normalizers.Sequence(both)
         if self.limit is None:
             tokenizer.no_truncation()
         else:
             tokenizer.enable_truncation(self.limit)
         return tokenizer
 
+    @property
+    def _sentences(self) -> Config:
+        return Config(self.folder / "sentence_bert_config.json", optional=True)
+
     @cached_property
     def limit(self) -> int | None:
-        """The most tokens of a text: as sentence_bert_config.json says, within the model's limit."""
-        asked = Config(self.folder / "sentence_bert_config.json", optional=True).optional_size(
-            "max_seq_length"
-        )
+        """The most tokens of a text, within the model's limit.
+
+        sentence_bert_config.json says it, or else, for models that have a limit, tokenizer_config.json.
+        """
+        asked = self._sentences.optional_size("max_seq_length")
+        if asked is None and self.max_length is not None:
+            config = Config(self.folder / "tokenizer_config.json", optional=True)
+            most = config.values.get("model_max_length")
+            if not (type(most) is int and most > self.max_length):  # without a limit, it is 10**30
+                asked = config.optional_size("model_max_length")
         return min((n for n in (asked, self.max_length) if n is not None), default=None)
+
+    def prompt_length(self, prompt: str) -> int:
+        """Tokens of `prompt` when a text follows: without a special token at its end."""
+        (ids,) = self.encode([prompt])
+        added = self.tokenizer.get_added_tokens_decoder()
+        return len(ids) - (bool(ids) and ids[-1] in added and added[ids[-1]].special)
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
         """Ids of each text, special tokens included, cut to `limit`."""
@@ -127,14 +147,14 @@ class Text:
             yield rest
 
 
-def strings(func: str, name: str, texts: Any) -> Iterable[str]:
+def strings(func: str, name: str, texts: Any, expected: str = "several, as [text]") -> Iterable[str]:
     """`texts`, the argument `name`: an iterable of strings that is not a string itself.
 
     A sequence is checked now; another iterable, which can be read only once, text by text.
     """
     if isinstance(texts, (str, bytes)):
-        raise wrong_type(func, name, texts, "several, as [text]")
-    given = iterated(func, name, texts, "several, as [text]")
+        raise wrong_type(func, name, texts, expected)
+    given = iterated(func, name, texts, expected)
 
     def checked() -> Iterator[str]:
         for text in given:

@@ -217,7 +217,7 @@ def test_a_file_that_git_lfs_has_not_fetched(tmp_path):
     tiny.write(tmp_path, "bert")
     (tmp_path / "tokenizer.json").write_text(pointer)
     with pytest.raises(ModelError, match=r"tokenizer.json is a git-lfs pointer"):
-        models.load(tmp_path).embed(["one"])
+        models.load(tmp_path).encode(["one"])
     (tmp_path / "model.safetensors").write_text(pointer)
     refused(tmp_path, "model.safetensors is a git-lfs pointer", "git lfs pull")
 

@@ -248,7 +248,9 @@ cdef class _AttendStep(_Step):
 
         If out is int8, they are rounded, and `scale` receives their scales.
         """
+        cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
         cdef fa_rope_args r
+        cdef int64_t b
         memset(&r, 0, sizeof(r))
         r.x, r.out = x[0], out[0]
         if scale != NULL:
@@ -256,9 +258,18 @@ cdef class _AttendStep(_Step):
         r.cos = r.sin = x[0]  # nothing is read from them without pairs
         if pairs:
             r.cos, r.sin = c.cos[self.rotation], c.sin[self.rotation]
-        r.batch = c.batch if c.sequences == NULL else 1
+        r.batch = c.batch if sequences is None else 1
         r.length, r.heads, r.head_dim, r.pairs = c.length, heads, self.args.head_dim, pairs
-        _run_rope(&r, c.threads)
+        if sequences is None or out == x:  # if in place, the rows of all are those of one
+            _run_rope(&r, c.threads)
+            return
+        for b in range(c.batch):
+            r.length = sequences.q[b + 1] - sequences.q[b]
+            _run_rope(&r, c.threads)
+            r.x.batch, r.out.batch, r.scale.batch = r.x.batch + 1, r.out.batch + 1, r.scale.batch + 1
+            if pairs:
+                r.cos.data += r.length * r.cos.row
+                r.sin.data += r.length * r.sin.row
 
 
 cdef dict _STEPS = {"linear": _LinearStep, "norm": _NormStep, "add": _AddStep, "attend": _AttendStep}
@@ -296,9 +307,12 @@ cdef class Program:
         c.dtype, c.size = _dtype(x), cnp.PyArray_ITEMSIZE(x)
         c.batch, c.m = call.batch, len(x)
         if call.begins is not None:
-            sequences = _Sequences(call.begins, call.begins, c.m, c.m)
-            if sequences.count != c.batch or call.slots is not None:
-                raise ValueError(f"fastattn: begins of {sequences.count} sequences for {c.batch}, or a cache")
+            begins = call.begins
+            if call.slots is not None:  # the keys of each: those in the cache, and the new ones
+                begins = np.append(0, np.cumsum(np.diff(begins) + call.slots.starts))
+            sequences = _Sequences(call.begins, begins, c.m, begins.max())
+            if sequences.count != c.batch:
+                raise ValueError(f"fastattn: begins of {sequences.count} sequences for {c.batch}")
             c.sequences, c.length = <void *>sequences, c.m
         elif c.batch <= 0 or c.m % c.batch:
             raise ValueError(f"fastattn: {c.m} rows of {c.batch} sequences of one length")
@@ -329,7 +343,8 @@ cdef void _set_sequences(Call *c, call, _Tables tables) except *:
     """Fill what `call` says: rotations, and places in the cache."""
     cdef cnp.ndarray cos, sin
     cdef fa_array start
-    cdef int64_t i, b, at, capacity, lane = _lane_type(c.dtype)
+    cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
+    cdef int64_t i, b, at, capacity, length = c.length, lane = _lane_type(c.dtype)
     cdef int64_t *new_k
     cdef int64_t *new_v
     cdef int64_t *new_k_scale
@@ -359,8 +374,10 @@ cdef void _set_sequences(Call *c, call, _Tables tables) except *:
         new_k, new_v, new_k_scale, new_v_scale = tables.next(), tables.next(), tables.next(), tables.next()
         for b in range(c.batch):
             at = (<int64_t *>(start.data + start.batch[b]))[0]
-            if at < 0 or at + c.length > capacity or c.len_k > capacity:
-                raise ValueError(f"fastattn: tokens {at} to {at + c.length} of a cache for {capacity}")
+            if sequences is not None:
+                length = sequences.q[b + 1] - sequences.q[b]
+            if at < 0 or at + length > capacity or c.len_k > capacity:
+                raise ValueError(f"fastattn: tokens {at} to {at + length} of a cache for {capacity}")
             new_k[b] = c.k.batch[b] + at * c.k.row
             new_v[b] = c.v.batch[b] + at * c.v.row
             if int8:

@@ -25,7 +25,7 @@ def _own(problem: TextProblem, backend: str) -> Way:
     def load() -> None:
         assert model().text.tokenizer
 
-    return Way(lambda: model().embed(chosen), load=load)
+    return Way(lambda: model().encode(chosen), load=load)
 
 
 def _numpy(problem: TextProblem, threads: int) -> Way:
