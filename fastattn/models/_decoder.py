@@ -259,12 +259,6 @@ class DecoderNames(NamedTuple):
     ignored: re.Pattern[str]  # tensors that were not learned, in old files
     positions: str | None = None
 
-    @property
-    def own(self) -> tuple[str, ...]:
-        """What names begin with, but the output's: see `Tensors.expect`."""
-        parts = [name for name in (self.tokens, self.positions, self.norm) if name is not None]
-        return self.block.prefix.partition("{")[0], *(f"{name}." for name in parts)
-
 
 def read_decoder(
     names: DecoderNames,
@@ -292,7 +286,12 @@ def read_decoder(
         shapes[positions] = (max_length, blocks.hidden)
     if not tied:
         shapes[output] = (vocab, blocks.hidden)
-    tensors.expect({**shapes, **blocks.shapes()}, own=names.own, ignored=names.ignored)
+    own = [name for name in (names.tokens, names.positions, names.norm) if name is not None]
+    tensors.expect(
+        {**shapes, **blocks.shapes()},
+        own=(names.block.prefix.partition("{")[0], *(f"{name}." for name in own)),
+        ignored=names.ignored,
+    )
     rotary = None if frequencies is None else frequencies()  # of a size that tensors confirm
 
     rotations = None if rotary is None else [0] * blocks.num_layers

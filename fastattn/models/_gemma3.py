@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS, Blocks, Source
-from fastattn.models._embeddings import Places
+from fastattn.models._families import read_encoder
 from fastattn.models._files import ModelError
-from fastattn.models._from_decoder import read_encoder
-from fastattn.models._llama import QWEN3, head_counts
+from fastattn.models._llama import QWEN3, encoder_names, head_counts
 from fastattn.models._rope import scaled
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from fastattn.models._encoder import Encoder
     from fastattn.models._files import Config
 
-_NAMES = QWEN3._replace(
+_NAMES = encoder_names(QWEN3)._replace(
     block=QWEN3.block._replace(
         inner_norm="pre_feedforward_layernorm",
         post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -65,11 +64,13 @@ def build(source: Source) -> Encoder:
     return read_encoder(
         _NAMES,
         blocks,
-        lambda windows: Places(windows, causal, _frequencies(config, blocks.head_dim)),
+        longest=config.optional_size("max_position_embeddings"),
         scales=[config.number("query_pre_attn_scalar", 256) ** -0.5] * blocks.num_layers,
         windows=[window if kind == _NEAR else None for kind in kinds],
         rotations=[list(_THETAS).index(kind) for kind in kinds],
-        embedding_scale=blocks.hidden**0.5,
+        causal=causal,
+        token_scale=blocks.hidden**0.5,
+        frequencies=lambda: _frequencies(config, blocks.head_dim),
     )
 
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._decoder import Decoder, DecoderNames, read_decoder
-from fastattn.models._embeddings import Places
+from fastattn.models._families import EncoderNames, read_encoder
 from fastattn.models._files import ModelError
-from fastattn.models._from_decoder import read_encoder
 from fastattn.models._rope import frequencies
 
 if TYPE_CHECKING:
@@ -69,11 +68,13 @@ def build(source: Source) -> Decoder | Encoder:
     if (source.folder / "modules.json").is_file():
         causal = config.get("is_causal", bool, True)
         return read_encoder(
-            names,
+            encoder_names(names),
             blocks,
-            lambda kinds: Places(kinds, causal, (rotary(),)),
+            longest=config.optional_size("max_position_embeddings"),
             windows=_windows(config, model_type, blocks.num_layers, causal),
             rotations=[0] * blocks.num_layers,
+            causal=causal,
+            frequencies=lambda: (rotary(),),
         )
     config.refuse(is_causal=True)
     return read_decoder(
@@ -82,6 +83,17 @@ def build(source: Source) -> Decoder | Encoder:
         windows=_windows(config, model_type, blocks.num_layers),
         frequencies=rotary,
         tied=config.get("tie_word_embeddings", bool, False),
+    )
+
+
+def encoder_names(names: DecoderNames) -> EncoderNames:
+    """The names of the same decoder's tensors as those of an encoder, without an output layer."""
+    return EncoderNames(
+        block=names.block,
+        tokens=names.tokens,
+        last_norm=names.norm,
+        prefixes=(names.prefix,),
+        ignored=names.ignored,
     )
 
 

@@ -8,7 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattn._args.errors import wrong_type
-from fastattn.models import _bert, _gemma3, _gpt2, _llama, _t5
+from fastattn.models import (
+    _albert,
+    _bert,
+    _deberta,
+    _distilbert,
+    _gemma3,
+    _gpt2,
+    _gte,
+    _llama,
+    _modernbert,
+    _mpnet,
+    _nomic,
+    _t5,
+)
 from fastattn.models._blocks import Source
 from fastattn.models._files import Config, ModelError, Tensors
 from fastattn.models._weights import Precision
@@ -26,7 +39,14 @@ if TYPE_CHECKING:
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
     "gemma3_text": _gemma3.build,
+    "albert": _albert.build,
+    "deberta-v2": _deberta.build,
+    "distilbert": _distilbert.build,
     "gpt2": _gpt2.build,
+    **dict.fromkeys(("new", "gte"), _gte.build),
+    "modernbert": _modernbert.build,
+    "mpnet": _mpnet.build,
+    "nomic_bert": _nomic.build,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama.build),
     **dict.fromkeys(("t5", "mt5"), _t5.build),
 }

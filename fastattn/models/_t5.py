@@ -11,17 +11,13 @@ from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._buckets import BucketBiases
-from fastattn.models._decoder import DecoderNames
-from fastattn.models._embeddings import Places
+from fastattn.models._families import EncoderNames, read_encoder
 from fastattn.models._files import ModelError
-from fastattn.models._from_decoder import read_encoder
 
 if TYPE_CHECKING:
-    from fastattn.layers._block import Window
     from fastattn.models._encoder import Encoder
 
-_NAMES = DecoderNames(
-    prefix="",
+_NAMES = EncoderNames(
     tokens="shared",
     block=BlockNames(
         prefix="encoder.block.{}.layer.",
@@ -33,10 +29,10 @@ _NAMES = DecoderNames(
         outer="1.DenseReluDense.wo",
         norm="rms_norm",
     ),
-    norm="encoder.final_layer_norm",
-    ignored=re.compile("(?!)"),
+    last_norm="encoder.final_layer_norm",
+    ignored=re.compile(r"^encoder\.embed_tokens\.weight$"),
 )
-_TOKENS = "encoder.embed_tokens"  # the same table, which some files have in place of the other
+_TOKENS = "encoder.embed_tokens"  # the same table, which some files have beside the other or in its place
 _GATED = _NAMES.block._replace(gate="1.DenseReluDense.wi_0", inner="1.DenseReluDense.wi_1")
 _BIASES = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 # What `feed_forward_proj` says: the activation, and whether it is that of a gate.
@@ -74,20 +70,19 @@ def build(source: Source) -> Encoder:
     n_buckets = config.size("relative_attention_num_buckets", 32)
     max_distance = config.size("relative_attention_max_distance", 128)
 
-    def places(windows: tuple[Window, ...]) -> Places:
-        if not blocks.num_layers:
-            return Places(windows)
-        biases = BucketBiases(source.vector(_BIASES), max_distance)
+    def biases() -> BucketBiases:
+        found = BucketBiases(source.vector(_BIASES), max_distance)
         try:
-            biases(1)
+            found(1)
         except (TypeError, ValueError) as error:
             raise ModelError(f"{config.path}: relative positions: {error}") from error
-        return Places(windows, biases=biases)
+        return found
 
+    layers = blocks.num_layers
     return read_encoder(
         names,
         blocks,
-        places,
-        scales=[1.0] * blocks.num_layers,
-        others={_BIASES: (n_buckets, heads)} if blocks.num_layers else None,
+        scales=[1.0] * layers,
+        biases=biases if layers else None,
+        others={_BIASES: (n_buckets, heads)} if layers else None,
     )
