@@ -87,5 +87,7 @@ def _frequencies(config: Config, kind: str, head_dim: int, longest: int) -> Freq
     if scaling is not None and not isinstance(scaling, dict):
         raise ModelError(f"{config.path}: 'rope_parameters' has {kind}: {scaling!r}; expected a table")
     old, default = _KINDS[kind]
+    if config.values.get(old, default) is None:  # null: that of the other kind
+        old, default = _KINDS["full_attention"]
     theta = config.number(old, default)
     return scaled(config, head_dim, {"rope_theta": theta, **(scaling or {})}, longest)

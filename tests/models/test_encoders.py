@@ -28,6 +28,24 @@ def written(folder, kind, weights, config):
     return models.load(folder)
 
 
+def test_the_thetas_of_modernbert(tmp_path):
+    """As newer and older files have them; null is that of full attention."""
+    config = CONFIGS["modernbert"]
+    weights = tiny.tensors("modernbert", config)
+    bare = {name: value for name, value in config.items() if not name.endswith("theta")}
+
+    def run(**changes):
+        return written(tmp_path, "modernbert", weights, {**bare, **changes})(IDS)
+
+    thetas = {"full_attention": {"rope_theta": 1000.0}, "sliding_attention": {"rope_theta": 100.0}}
+    expected = run(rope_parameters=thetas)
+    np.testing.assert_array_equal(run(global_rope_theta=1000, local_rope_theta=100), expected)
+    same = run(global_rope_theta=1000, local_rope_theta=1000)
+    np.testing.assert_array_equal(run(global_rope_theta=1000, local_rope_theta=None), same)
+    np.testing.assert_array_equal(run(), run(global_rope_theta=160_000, local_rope_theta=10_000))
+    assert min(np.abs(x - expected).max() for x in (same, run())) > 1e-3
+
+
 def test_nomic_with_the_keys_of_gpt2(tmp_path):
     """The inner size is rounded up to a multiple of 256."""
     new = {**CONFIGS["nomic_bert"], "intermediate_size": 256}
