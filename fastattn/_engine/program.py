@@ -140,6 +140,28 @@ class NormStep(Step):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AddStep(Step):
+    """``out = x + residual``: for what a norm stands in front of, as `LinearStep` adds its own result."""
+
+    op = "add"
+
+    residual: str  # a buffer; it may be `out`, as `x` may
+    features: int
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.x, self.residual
+
+    @property
+    def columns(self) -> int:
+        return self.features
+
+    def run(self, buffers: Buffers, call: Sequences) -> None:
+        x, out = buffers[self.x], buffers[self.out]
+        dispatch.run(RowsArgs("activate", x, out, 1, residual=buffers[self.residual]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttendStep(Step):
     """`attention` of the queries, keys and values that stand side by side in the rows of `x`.
 

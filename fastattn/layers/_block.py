@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Program, X, build
+from fastattn._engine.program import OUT, AddStep, AttendStep, LinearStep, NormStep, Program, X, build
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,8 @@ class Block:
     """Attention to itself and a feed-forward, each with a norm and a residual.
 
     With `norm_first`, ``y = x + attend(norm(x))`` and then ``y + feed_forward(norm(y))``. Without it, as in
-    the first paper, ``y = norm(x + attend(x))`` and then ``norm(y + feed_forward(y))``.
+    the first paper, ``y = norm(x + attend(x))`` and then ``norm(y + feed_forward(y))``. With `norm_first`
+    there may be two more norms, of what attention and the feed-forward give, before it is added.
     """
 
     norm_first: bool
@@ -58,6 +59,7 @@ class Block:
     window: Window = None  # keys before and after a query that it attends; None: all
     rotation: int | None = None  # of queries and keys, as `bias` of scores: see `AttendStep`
     bias: int | None = None
+    post_norms: tuple[Norm, Norm] | None = None
 
     def steps(self, x: str, out: str, total: str = "total", layer: int = 0, ranges: int = 0) -> list[Step]:
         """Steps from buffer `x` to `out`, which may be the same buffer.
@@ -75,12 +77,13 @@ class Block:
         heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
         steps.append(AttendStep("qkv", "context", *heads, layer, ranges, self.rotation, self.bias))
         if self.norm_first:
+            attention_post, inner_post = self.post_norms or (None, None)
             return [
                 *steps,
-                LinearStep("context", out, *self.attended, residual=x),
+                *_added("context", self.attended, attention_post, x, out),
                 NormStep(out, "normed", *self.inner_norm),
                 LinearStep("normed", "inner", *self.inner, self.activation),
-                LinearStep("inner", out, *self.outer, residual=out),
+                *_added("inner", self.outer, inner_post, out, out),
             ]
         assert self.attention_norm is not None
         return [
@@ -91,6 +94,17 @@ class Block:
             LinearStep("inner", total, *self.outer, residual=out),
             NormStep(total, out, *self.inner_norm),
         ]
+
+
+def _added(x: str, linear: Projection, norm: Norm | None, residual: str, out: str) -> list[Step]:
+    """Steps for ``out = residual + norm(linear(x))``, or without the norm."""
+    if norm is None:
+        return [LinearStep(x, out, *linear, residual=residual)]
+    return [
+        LinearStep(x, "normed", *linear),
+        NormStep("normed", "normed", *norm),
+        AddStep("normed", out, residual, norm.weight.size),
+    ]
 
 
 def model_program(

@@ -60,6 +60,8 @@ class BlockNames(NamedTuple):
     head_norms: tuple[str, str] | None = None  # of query heads and of key heads
     norm: str = "layer_norm"  # or "rms_norm"
     norm_bias: bool = True  # of a "layer_norm"
+    norm_offset: float = 0.0  # added to the weights of norms
+    post_norms: tuple[str, str] | None = None  # of what attention and the feed-forward give
     norm_first: bool = True
     first_norm: bool = True
     transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
@@ -103,7 +105,8 @@ class Blocks:
             if name in self.biased:
                 shapes[f"{name}.bias"] = shape[:1]
         shapes |= {f"{name}.weight": (self.head_dim,) for name in names.head_norms or ()}
-        shapes |= self.norm_shapes(names.attention_norm) | self.norm_shapes(names.inner_norm)
+        for name in (names.attention_norm, names.inner_norm, *(names.post_norms or ())):
+            shapes |= self.norm_shapes(name)
         prefixes = [names.prefix.format(i) for i in range(self.num_layers)]
         every = {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
         if prefixes and not names.first_norm:
@@ -120,6 +123,7 @@ class Blocks:
     def norm(self, name: str) -> Norm:
         """The norm `name`."""
         weight, *bias = (self.source.vector(part) for part in self.norm_shapes(name))
+        weight = weight + weight.dtype.type(self.names.norm_offset)
         return Norm(self.names.norm, weight, bias[0] if bias else None, self.eps)
 
     def map(self, name: str) -> Projection:
@@ -180,7 +184,14 @@ class Blocks:
                 return None
             q_norm, k_norm = (f"{prefix}{name}.weight" for name in names.head_norms)
             weights = source.vector(*[q_norm] * self.heads, *[k_norm] * self.heads_kv)
+            weights += weights.dtype.type(names.norm_offset)
             return Norm("rms_norm", weights.reshape(-1, self.head_dim), None, self.eps)
+
+        def post_norms() -> tuple[Norm, Norm] | None:
+            if names.post_norms is None:
+                return None
+            attention, inner = (self.norm(prefix + name) for name in names.post_norms)
+            return attention, inner
 
         return Block(
             norm_first=names.norm_first,
@@ -199,4 +210,5 @@ class Blocks:
             window=window,
             rotation=rotation,
             bias=self.bias,
+            post_norms=post_norms(),
         )

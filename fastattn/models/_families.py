@@ -25,7 +25,7 @@ class EncoderNames(NamedTuple):
 
     block: BlockNames
     tokens: str
-    first_norm: str  # before the first block
+    first_norm: str | None = None  # before the first block
     positions: str | None = None
     types: str | None = None
     widened: str | None = None  # a map from the tokens' vectors to the blocks' width
@@ -42,18 +42,21 @@ def read_encoder(
     positions: int = 0,
     first: int = 0,
     longest: int | None = None,
+    scales: Sequence[float] | None = None,
     windows: Sequence[Window] | None = None,
     rotations: Sequence[int] | None = None,
+    causal: bool = False,
+    token_scale: float = 1.0,
     features: int | None = None,
     order: Sequence[int] | None = None,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
     biases: Callable[[], Callable[[int], tuple[Array, ...]]] | None = None,
     others: Mapping[str, Shape] | None = None,
 ) -> Encoder:
-    """The encoder of `blocks`; `windows` and `rotations` are those of `Blocks.read`.
+    """The encoder of `blocks`; `scales`, `windows` and `rotations` are those of `Blocks.read`.
 
-    It has `types` token types, whose vectors have `features`; by default as many as the blocks. Blocks run in
-    `order`, in which they may be more than once.
+    It has `types` token types, whose vectors have `features`; by default as many as the blocks. Those of
+    tokens are times `token_scale`. Blocks run in `order`, in which they may be more than once.
 
     Positions are a table of `positions` rows, of which the `first` ones are padding's, or rotary with what
     `frequencies` returns; texts are then cut at `longest`. `biases` makes those of `Places`, of more tensors,
@@ -70,7 +73,8 @@ def read_encoder(
     if names.types is not None and types:
         tables[names.types] = types
     shapes: dict[str, Shape] = {f"{name}.weight": (n, features) for name, n in tables.items()}
-    shapes |= blocks.norm_shapes(names.first_norm, features)
+    if names.first_norm is not None:
+        shapes |= blocks.norm_shapes(names.first_norm, features)
     if names.last_norm is not None:
         shapes |= blocks.norm_shapes(names.last_norm)
     if names.widened is not None:
@@ -81,10 +85,10 @@ def read_encoder(
     tensors.expect(shapes, own=own, ignored=names.ignored)
     rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
 
-    each = blocks.read(None, windows, rotations)
+    each = blocks.read(scales, windows, rotations)
     program, all_windows = model_program(
         each if order is None else [each[i] for i in order],
-        blocks.norm(names.first_norm),
+        None if names.first_norm is None else blocks.norm(names.first_norm),
         None if names.last_norm is None else blocks.norm(names.last_norm),
         None if names.widened is None else blocks.map(names.widened),
     )
@@ -108,7 +112,8 @@ def read_encoder(
             tensors[f"{names.tokens}.weight"],
             None if kinds is None else kinds.astype(precision.dtype),
             None if places is None else places.astype(precision.dtype),
+            token_scale,
         ),
-        places=Places(all_windows, frequencies=rotary, biases=None if biases is None else biases()),
+        places=Places(all_windows, causal, rotary, biases=None if biases is None else biases()),
         sentences=Sentences.of(folder, blocks.hidden, precision.dtype),
     )

@@ -302,6 +302,9 @@ class Tensors:
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise ModelError(f"{self.path} does not fit config.json: {'; '.join(wrong[:_SHOWN])}{more}")
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
     def __getitem__(self, name: str) -> Array:
         file, stored = self._tensors[name]
         array: Array = file.get_tensor(stored)

@@ -13,12 +13,14 @@ from fastattn.models import (
     _bert,
     _deberta,
     _distilbert,
+    _gemma3,
     _gpt2,
     _gte,
     _llama,
     _modernbert,
     _mpnet,
     _nomic,
+    _t5,
 )
 from fastattn.models._blocks import Source
 from fastattn.models._files import Config, ModelError, Tensors
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 # `model_type` of config.json
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
+    "gemma3_text": _gemma3.build,
     "albert": _albert.build,
     "deberta-v2": _deberta.build,
     "distilbert": _distilbert.build,
@@ -45,6 +48,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "mpnet": _mpnet.build,
     "nomic_bert": _nomic.build,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama.build),
+    **dict.fromkeys(("t5", "mt5"), _t5.build),
 }
 MODEL_TYPES = tuple(_BUILDERS)
 

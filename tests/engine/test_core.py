@@ -10,7 +10,7 @@ from fastattn import ops
 from fastattn._args.packed import LinearArgs
 from fastattn._args.types import ACTIVATIONS, RopeArgs, RowsArgs, plain_args
 from fastattn._engine import settings
-from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Sequences, X, build
+from fastattn._engine.program import OUT, AddStep, AttendStep, LinearStep, NormStep, Sequences, X, build
 from fastattn._reference import ops as twins
 from fastattn.cache import Slots
 
@@ -31,6 +31,7 @@ GOOD = {
     "linear": LinearStep(X, OUT, weight(8, 8), ones(8), residual="narrow"),
     "norm": NormStep(X, OUT, "layer_norm", ones(8), ones(8), 1e-5),
     "head_norm": NormStep("qkv", "qkv", "rms_norm", ones(6, 4), None, 1e-5),
+    "add": AddStep(X, OUT, "narrow", 8),
     "attend": AttendStep("qkv", OUT, 2, 2, 4, 0.5),
 }
 
@@ -74,6 +75,11 @@ def test_a_program_that_fits(core, step):
         ("head_norm", {"weight": ones(6, 8)[:, ::2]}),
         ("head_norm", {"x": "none"}),
         ("head_norm", {"out": "wide"}),
+        ("add", {"x": "qkv"}),
+        ("add", {"out": "qkv"}),
+        ("add", {"residual": "wide"}),
+        ("add", {"residual": "none"}),
+        ("add", {"features": 4}),
         ("attend", {"x": "wide"}),
         ("attend", {"out": "none"}),
         ("attend", {"heads": 8, "heads_kv": 4}),

@@ -29,7 +29,7 @@ def test_a_config_that_is_not_json(text, tmp_path):
         ("[]", "config.json holds a list; expected a dict"),
         ("{}", "config.json: 'model_type' is missing; expected a string"),
         ('{"model_type": 3}', "config.json: 'model_type' is 3; expected a string"),
-        ('{"model_type": "t5"}', "'model_type' is 't5'; expected one of bert, roberta, xlm-roberta, "),
+        ('{"model_type": "t4"}', "'model_type' is 't4'; expected one of bert, roberta, xlm-roberta, "),
         ('{"model_type": "llama", "quantization_config": {}}', "'quantization_config'"),
     ],
 )
@@ -108,6 +108,20 @@ WRONG_VALUES = [
     ("llama", {"head_dim": 7}, "rotary_dim is 7; expected an even number"),
     ("mistral", {"sliding_window": 0}, "'sliding_window' is 0; expected an integer of at least 1"),
     ("qwen2", {"layer_types": ["full_attention"]}, "expected a list of 2 of full_attention, sliding"),
+    ("t5", {"feed_forward_proj": "gated"}, "'feed_forward_proj' is 'gated'; expected one of relu, gelu"),
+    ("t5", {"d_kv": None}, "'d_kv' is missing; expected an integer of at least 1"),
+    ("t5", {"is_decoder": True}, "'is_decoder' is True; only False is supported"),
+    ("t5", {"num_layers": 10**9}, "'num_layers' is 1000000000; expected no more layers than the 19 tensors"),
+    ("t5", {"relative_attention_max_distance": 2}, "relative positions: t5_buckets(): max_distance is 2"),
+    ("t5", {"relative_attention_max_distance": HUGE}, "'relative_attention_max_distance' is above 2**62"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "is 50.0; only None is supported"),
+    ("gemma3_text", {"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' is 0; expected a number above 0"),
+    ("gemma3_text", {"num_key_value_heads": 3}, "expected a multiple of 'num_key_value_heads', 3"),
+    ("gemma3_text", {"layer_types": ["full_attention"]}, "expected a list of 3 of full_attention, sliding"),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "expected a table for each of full_attention"),
+    ("gemma3_text", {"rope_parameters": {"full_attention": 1}}, "expected a table for each of full_attent"),
+    ("gemma3_text", {"rope_local_base_freq": -1}, "'rope_local_base_freq' is -1; expected a number above 0"),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear"}}, "scaling of type linear has no factor"),
     ("qwen2", {"layer_types": ["full_attention", "none"]}, "expected a list of 2 of full_attention"),
 ]
 
@@ -128,7 +142,8 @@ def test_no_size_is_believed_before_the_tensors_have_it(tmp_path, monkeypatch):
     def never(*arguments, **options):
         raise AssertionError("frequencies of a size that no tensor has")
 
-    tiny.write(tmp_path, "qwen3")
-    change_config(tmp_path, head_dim=2**31)
     monkeypatch.setattr(_rope, "rope_frequencies", never)
-    refused(tmp_path, "does not fit config.json")
+    for kind in ("qwen3", "qwen3-embedding", "gemma3_text"):
+        tiny.write(tmp_path, kind)
+        change_config(tmp_path, head_dim=2**31)
+        refused(tmp_path, "does not fit config.json")

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import tiny_models as tiny
+import tiny_numpy
 from implementations import each_isa, forced
 from model_folders import write_modules, write_settings
+from tiny_numpy import gelu, silu
 from tiny_tokenizers import TEXTS, WORDS, write_tokenizer
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
@@ -122,8 +124,8 @@ ACTIVATIONS = {
     "Tanh": np.tanh,
     "ReLU": lambda x: np.maximum(x, 0),
     "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "SiLU": lambda x: x / (1 + np.exp(-x)),
-    "GELU": lambda x: x * 0.5 * (1 + np.vectorize(tiny.math.erf)(x / np.sqrt(2))),
+    "SiLU": silu,
+    "GELU": gelu,
 }
 
 
@@ -166,7 +168,7 @@ def test_modules_in_a_row(folder, implementation):
     write_modules(folder, ("Dropout", {"dropout": 0.1}), first, second, ("Normalize", None))
     model = models.load(folder)
     x = np.tanh(plain @ dense_tensors["linear.weight"].T + dense_tensors["linear.bias"])
-    x = tiny.layer_norm(x, norm_tensors, "norm")
+    x = tiny_numpy.layer_norm(x, norm_tensors, "norm")
     np.testing.assert_allclose(model.encode(TEXTS), x / length(x), rtol=1e-4, atol=1e-5)
     wide = models.load(folder, dtype="float64").encode(TEXTS)
     assert wide.dtype == np.float64

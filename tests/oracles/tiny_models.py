@@ -1,13 +1,15 @@
 """Tiny models with random weights: their folders in safetensors, and their results in plain NumPy.
 
 Float64, dense, one sequence at a time: it imports nothing of fastattn. Tensors have the names and shapes of
-Hugging Face's files.
+Hugging Face's files. A kind is a `model_type`, unless its config says another.
 """
 
 import json
 
 import numpy as np
 import tiny_encoders
+import tiny_gemma
+import tiny_t5
 from safetensors.numpy import save_file
 from tiny_encoders import VOCAB, both
 from tiny_numpy import attend, gelu, gelu_tanh, layer_norm, linear, rms_norm, rotated, silu
@@ -38,19 +40,30 @@ CONFIGS = {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
     },
+    "qwen3-embedding": {
+        "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "tie_word_embeddings": True,
+    },
+    "e5-mistral": {
+        "model_type": "mistral", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4,
+    },
     **tiny_encoders.CONFIGS,
+    **tiny_t5.CONFIGS,
+    **tiny_gemma.CONFIGS,
 }  # fmt: skip
-ENCODERS, DECODERS = (
-    ("bert", "roberta", *tiny_encoders.CONFIGS),
-    ("gpt2", "llama", "mistral", "qwen2", "qwen3"),
-)
+DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
+_ELSEWHERE = {kind: module for module in (tiny_encoders, tiny_t5, tiny_gemma) for kind in module.CONFIGS}
+ENCODERS = ("bert", "roberta", *FROM_DECODERS, *_ELSEWHERE)
 
 
 def shapes(kind, config):
     """Shape of every tensor by its name."""
     c = config
-    if kind in tiny_encoders.CONFIGS:
-        return tiny_encoders.shapes(kind, c)
+    if kind in _ELSEWHERE:
+        return _ELSEWHERE[kind].shapes(kind, c)
     if kind == "gpt2":
         h, inner = c["n_embd"], 4 * c["n_embd"]
         found = {"wte.weight": (c["vocab_size"], h), "wpe.weight": (c["n_positions"], h), **both("ln_f", h)}
@@ -63,7 +76,7 @@ def shapes(kind, config):
                 found |= {f"h.{i}.{name}.weight": (n_in, n_out), f"h.{i}.{name}.bias": (n_out,)}
         return found
     h, inner, layers = c["hidden_size"], c["intermediate_size"], range(c["num_hidden_layers"])
-    if kind in ENCODERS:
+    if kind in ("bert", "roberta"):
         found = both("embeddings.LayerNorm", h)
         found["embeddings.word_embeddings.weight"] = (c["vocab_size"], h)
         found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], h)
@@ -79,10 +92,11 @@ def shapes(kind, config):
         return found
     head_dim = c.get("head_dim", h // c["num_attention_heads"])
     q, kv = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
-    found = {"model.embed_tokens.weight": (c["vocab_size"], h), "model.norm.weight": (h,)}
-    if not c.get("tie_word_embeddings"):
+    prefix, kind = _llama_names(kind, c)
+    found = {f"{prefix}embed_tokens.weight": (c["vocab_size"], h), f"{prefix}norm.weight": (h,)}
+    if prefix and not c.get("tie_word_embeddings"):
         found["lm_head.weight"] = (c["vocab_size"], h)
-    for layer in (f"model.layers.{i}." for i in layers):
+    for layer in (f"{prefix}layers.{i}." for i in layers):
         for name, n_in, n_out in (
             ("self_attn.q_proj", h, q), ("self_attn.k_proj", h, kv), ("self_attn.v_proj", h, kv),
             ("self_attn.o_proj", q, h), ("mlp.gate_proj", h, inner), ("mlp.up_proj", h, inner),
@@ -97,13 +111,19 @@ def shapes(kind, config):
     return found
 
 
+def _llama_names(kind, config):
+    """The prefix of all tensors but the output's, and the `model_type`."""
+    return "" if kind in FROM_DECODERS else "model.", config.get("model_type", kind)
+
+
 def tensors(kind, config, seed=0):
-    """Random tensors: weights of norms lie around 1, all others around 0."""
+    """Random tensors: weights of norms lie around 1 (in Gemma, which adds 1, around 0), others around 0."""
     rng = np.random.default_rng(seed)
     drawn = {}
     for name, shape in shapes(kind, config).items():
-        is_norm = name.endswith(".weight") and len(shape) == 1
-        drawn[name] = (is_norm + 0.3 * rng.standard_normal(shape)).astype(np.float32)
+        is_norm = name.endswith(".weight") and len(shape) == 1 and kind not in tiny_gemma.CONFIGS
+        scale = 0.1 if name.endswith("SelfAttention.q.weight") else 0.3  # T5 does not scale its scores
+        drawn[name] = (is_norm + scale * rng.standard_normal(shape)).astype(np.float32)
     return drawn
 
 
@@ -114,15 +134,25 @@ def write(folder, kind, weights=None, **changes):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": kind, **config}))
     save_file(weights, folder / "model.safetensors")
+    if kind in FROM_DECODERS:
+        write_modules(folder, "lasttoken")
     return weights
+
+
+def write_modules(folder, pooling):
+    """The files with which sentence-transformers says how hidden states become a vector."""
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": pooling}))
 
 
 def result(kind, config, t, ids):
     """Hidden states of an encoder, logits of a decoder; ids is (L,), the result (L, n)."""
     t = {name: x.astype(np.float64) for name, x in t.items()}
-    if kind in tiny_encoders.CONFIGS:
-        return tiny_encoders.result(kind, config, t, np.array(ids))
-    return {"bert": _bert, "roberta": _bert, "gpt2": _gpt2}.get(kind, _llama)(kind, config, t, np.array(ids))
+    own = {"bert": _bert, "roberta": _bert, "gpt2": _gpt2}
+    own |= {other: module.result for other, module in _ELSEWHERE.items()}
+    return own.get(kind, _llama)(kind, config, t, np.array(ids))
 
 
 def _bert(kind, c, t, ids):
@@ -163,14 +193,15 @@ def _gpt2(kind, c, t, ids):
 
 def _llama(kind, c, t, ids):
     n, eps = len(ids), c.get("rms_norm_eps", 1e-6)
+    prefix, kind = _llama_names(kind, c)
     q_heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
     head_dim = c.get("head_dim", c["hidden_size"] // q_heads)
     theta = c.get("rope_theta", 10000.0)
     back = np.arange(n)[:, None] - np.arange(n)
     allowed = (back >= 0) & (back < c.get("sliding_window", n))
 
-    x = t["model.embed_tokens.weight"][ids]
-    for layer in (f"model.layers.{i}." for i in range(c["num_hidden_layers"])):
+    x = t[f"{prefix}embed_tokens.weight"][ids]
+    for layer in (f"{prefix}layers.{i}." for i in range(c["num_hidden_layers"])):
         y = rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
         q, k, v = (
             linear(y, t, f"{layer}self_attn.{part}_proj").reshape(n, heads, head_dim)
@@ -185,5 +216,7 @@ def _llama(kind, c, t, ids):
         y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
         gate = silu(linear(y, t, f"{layer}mlp.gate_proj"))
         x = x + linear(gate * linear(y, t, f"{layer}mlp.up_proj"), t, f"{layer}mlp.down_proj")
-    output = t.get("lm_head.weight", t["model.embed_tokens.weight"])
-    return rms_norm(x, t["model.norm.weight"], eps) @ output.T
+    x = rms_norm(x, t[f"{prefix}norm.weight"], eps)
+    if not prefix:
+        return x
+    return x @ t.get("lm_head.weight", t["model.embed_tokens.weight"]).T

@@ -42,14 +42,18 @@ def randomised(module, seed=0):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """The folder of a tiny BERT and its tokenizer, as transformers writes it."""
-    folder = tmp_path_factory.mktemp("base")
+    config = transformers.BertConfig(**SIZES)
+    return written(transformers.BertModel(config, add_pooling_layer=False), tmp_path_factory.mktemp("base"))
+
+
+def written(model, folder):
+    """The folder of a model, drawn anew, and its tokenizer."""
     write_tokenizer(folder)
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.save_pretrained(folder)
-    config = transformers.BertConfig(**SIZES)
-    randomised(transformers.BertModel(config, add_pooling_layer=False)).save_pretrained(folder)
+    randomised(model).save_pretrained(folder)
     return folder
 
 
@@ -98,6 +102,48 @@ def test_modules(name, base, tmp_path, implementation):
     theirs, ours = both(base, tmp_path, *BEHIND[name]())
     require_close(ours.encode(TEXTS), theirs.encode(TEXTS))
     assert ours.get_sentence_embedding_dimension() == theirs.get_embedding_dimension()
+
+
+GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+T5_SIZES = {"vocab_size": 13, "d_model": 48, "d_kv": 8, "d_ff": 80, "num_layers": 2, "num_heads": 6}
+LINEAR = {"bias": False, "activation_function": torch.nn.Identity()}
+FAMILIES = {  # as their folders are: the model, how it pools, and what is behind that
+    "qwen3-embedding": (
+        lambda: transformers.Qwen3Model(transformers.Qwen3Config(**GROUPED)),
+        "lasttoken",
+        lambda: [modules.Normalize()],
+    ),
+    "e5-mistral": (
+        lambda: transformers.MistralModel(transformers.MistralConfig(**GROUPED)),
+        "lasttoken",
+        lambda: [modules.Normalize()],
+    ),
+    "sentence-t5": (
+        lambda: transformers.T5EncoderModel(transformers.T5Config(**T5_SIZES)),
+        "mean",
+        lambda: [modules.Dense(48, 48, **LINEAR), modules.Normalize()],
+    ),
+    "embedding-gemma": (
+        lambda: transformers.Gemma3TextModel(
+            transformers.Gemma3TextConfig(**GROUPED, use_bidirectional_attention=True, sliding_window=6)
+        ),
+        "mean",
+        lambda: [modules.Dense(48, 96, **LINEAR), modules.Dense(96, 48, **LINEAR), modules.Normalize()],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name, tmp_path, implementation):
+    make, pooling, behind = FAMILIES[name]
+    folder = tmp_path / "base"
+    folder.mkdir()
+    options = {"pooling": pooling, "prompts": PROMPTS}
+    theirs, ours = both(written(make(), folder), tmp_path / "model", *behind(), **options)
+    assert isinstance(ours, models.Encoder)
+    for prompt_name in (None, "query"):
+        how = {"prompt_name": prompt_name}
+        require_close(ours.encode(TEXTS, **how), theirs.encode(TEXTS, **how))
 
 
 @pytest.mark.parametrize("include_prompt", [True, False])

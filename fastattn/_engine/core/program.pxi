@@ -128,6 +128,26 @@ cdef class _NormStep(_Step):
             a.weight = <const char *>a.weight + a.n * (8 if self.doubles else 4)
 
 
+cdef class _AddStep(_Step):
+    cdef int residual
+    cdef int64_t features
+
+    cdef void _set(self, step, buffers) except *:
+        self.residual, self.features = self._buffer(step.residual, buffers), step.features
+
+    cdef void run(self, Call *c, call) except *:
+        cdef fa_rows_args a
+        cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out], residual = c.buffers[self.residual]
+        if x.columns != self.features or out.columns != self.features or residual.columns != self.features:
+            raise ValueError(f"fastattn: step {self.number} adds {self.features} features; it has {x.columns},"
+                             f" {residual.columns} and {out.columns}")
+        memset(&a, 0, sizeof(a))
+        a.kind, a.dtype, a.m, a.n = FA_ACTIVATE, c.dtype, c.m, self.features  # with no activation
+        a.x, a.x_row, a.out, a.out_row = x.data, x.row, out.data, out.row
+        a.residual, a.residual_row = residual.data, residual.row
+        _run_rows(&a, c.threads)
+
+
 cdef class _AttendStep(_Step):
     cdef fa_attention_args args
     cdef int64_t first_kv  # the layer's first head in a cache
@@ -252,7 +272,7 @@ cdef class _AttendStep(_Step):
                 r.sin.data += r.length * r.sin.row
 
 
-cdef dict _STEPS = {"linear": _LinearStep, "norm": _NormStep, "attend": _AttendStep}
+cdef dict _STEPS = {"linear": _LinearStep, "norm": _NormStep, "add": _AddStep, "attend": _AttendStep}
 
 
 cdef class Program:
