@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from fastattn._args.errors import wrong_type
 from fastattn.models import _bert, _gpt2, _llama
 from fastattn.models._blocks import Source
+from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, ModelError, Tensors
+from fastattn.models._heads import with_head
 from fastattn.models._weights import Precision
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from fastattn._args.types import Rounding
+    from fastattn.models._classify import CrossEncoder, TokenClassifier
     from fastattn.models._decoder import Decoder
-    from fastattn.models._encoder import Encoder
 
 # `model_type` of config.json
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
@@ -37,7 +39,7 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
-) -> Encoder | Decoder:
+) -> Encoder | CrossEncoder | TokenClassifier | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists.
 
     Parameters
@@ -57,8 +59,8 @@ def load(
 
     Returns
     -------
-    Encoder or Decoder
-        By the `model_type` in config.json, one of `MODEL_TYPES`.
+    Encoder, CrossEncoder, TokenClassifier or Decoder
+        By the `model_type` in config.json, one of `MODEL_TYPES`, and its `architectures`.
 
     Raises
     ------
@@ -91,4 +93,6 @@ def load(
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:
         tensors = Tensors(path, precision.weights, stack)
-        return _BUILDERS[model_type](Source(path, config, tensors, precision))
+        source = Source(path, config, tensors, precision)
+        model = _BUILDERS[model_type](source)
+        return with_head(source, model) if isinstance(model, Encoder) else model

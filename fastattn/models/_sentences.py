@@ -15,8 +15,9 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import short
+from fastattn._args.values import choice, short
 from fastattn.models._files import Config, ModelError, Tensors, is_name, read_json
+from fastattn.models._text import strings
 from fastattn.models._vectors import SIMILARITIES, unit
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ _FLAGS = {  # the keys of most files, each with true or false; several modes sta
     "pooling_mode_lasttoken": "lasttoken",
 }
 # What a Dense module names as a class of torch.nn, and what `ops.linear` calls it.
-_ACTIVATIONS: dict[str, Activation | None] = {
+ACTIVATIONS: dict[str, Activation | None] = {
     "Identity": None,
     "Tanh": None,  # which follows the kernel
     "ReLU": "relu",
@@ -97,7 +98,7 @@ class Pooling:
             if len(tokens):
                 for vector, mode in zip(vectors, self.modes, strict=True):
                     vector[:] = POOLINGS[mode](tokens, before)
-        return pooled.reshape(len(pooled), -1)
+        return pooled.reshape(len(pooled), len(self.modes) * rows.shape[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +107,7 @@ class Dense:
 
     weight: PackedLinear
     bias: Array | None
-    activation: str  # of `_ACTIVATIONS`
+    activation: str  # of `ACTIVATIONS`
     residual: PackedLinear | bool = False  # True: x itself
 
     @classmethod
@@ -118,8 +119,8 @@ class Dense:
         biased, added = config.get("bias", bool, True), config.get("use_residual", bool, False)
         name = config.get("activation_function", str, "torch.nn.modules.activation.Tanh")
         activation = name.rpartition(".")[2]
-        if activation not in _ACTIVATIONS:
-            expected = f"one of {', '.join(_ACTIVATIONS)}"
+        if activation not in ACTIVATIONS:
+            expected = f"one of {', '.join(ACTIVATIONS)}"
             raise ModelError(f"{config.path}: 'activation_function' is {short(name)}; expected {expected}")
         shapes: dict[str, Shape] = {"linear.weight": (n_out, n_in)}
         if biased:
@@ -136,7 +137,7 @@ class Dense:
 
     def __call__(self, x: Array) -> Array:
         """The vectors (n, out_features) of vectors (n, in_features)."""
-        y = ops.linear(x, self.weight, self.bias, activation=_ACTIVATIONS[self.activation])
+        y = ops.linear(x, self.weight, self.bias, activation=ACTIVATIONS[self.activation])
         if self.activation == "Tanh":
             np.tanh(y, out=y)
         if self.residual is True:
@@ -208,17 +209,17 @@ class Sentences:
         """As the folder's files say, for hidden states of so many features, computed in `dtype`."""
         pooling, modules = Pooling(), []
         path, lane = folder / "modules.json", lane_dtype(dtype)
-        named = _modules(path) if path.is_file() else []
+        config = Config(folder / "config_sentence_transformers.json", optional=True)
+        named = _modules(path, is_cross_encoder(config)) if path.is_file() else []
         for kind, inner in named:
             if kind == "Pooling":
                 pooling = Pooling.of(folder / inner)
                 features *= len(pooling.modes)
             elif kind in _MODULES:
-                config = Config(folder / inner / "config.json", optional=True)
-                config.refuse(module_input_name="sentence_embedding", module_output_name="sentence_embedding")
+                own = Config(folder / inner / "config.json", optional=True)
+                own.refuse(module_input_name="sentence_embedding", module_output_name="sentence_embedding")
                 module, features = _MODULES[kind].of(folder / inner, features, lane)
                 modules.append(module)
-        config = Config(folder / "config_sentence_transformers.json", optional=True)
         prompts = _prompts(config)
         default = config.values.get("default_prompt_name")
         if default is not None and not (isinstance(default, str) and default in prompts):
@@ -229,6 +230,17 @@ class Sentences:
         truncate_dim = config.optional_size("truncate_dim")
         return cls(pooling, tuple(modules), features, prompts, default, similarity, truncate_dim)
 
+    def prompt(self, func: str, name: Any, prompt: Any, names: tuple[str, ...] = ()) -> str:
+        """What a call of `func` puts before a text; `names` come before the default one."""
+        if prompt is None:
+            if name is None:
+                name = next((name for name in names if name in self.prompts), self.default_prompt_name)
+            return "" if name is None else self.prompts[choice(func, "prompt_name", name, self.prompts)]
+        if not isinstance(prompt, str):
+            raise TypeError(f"{func}(): prompt is {short(prompt)}; expected a string")
+        (prompt,) = strings(func, "prompt", [prompt])
+        return str(prompt)
+
     def vectors(self, rows: Array, cu_seqlens: Ints, prompt_length: int) -> Array:
         """One vector for each text of hidden states, (n, features) in the lane type."""
         pooled = self.pooling(rows, cu_seqlens, prompt_length)
@@ -237,8 +249,20 @@ class Sentences:
         return pooled
 
 
-def _modules(path: Path) -> list[tuple[str, str]]:
-    """Kind and folder of each module in modules.json."""
+def kinds_of_modules(folder: Path) -> list[str]:
+    """The kinds of the modules that modules.json names, if it is there."""
+    path = folder / "modules.json"
+    entries = read_json(path, list) if path.is_file() else []
+    return [str(entry.get("type")).rpartition(".")[2] for entry in entries if isinstance(entry, dict)]
+
+
+def is_cross_encoder(config: Config) -> bool:
+    """Whether config_sentence_transformers.json says that a head scores what the transformer makes."""
+    return config.values.get("model_type") == "CrossEncoder"
+
+
+def _modules(path: Path, scored: bool) -> list[tuple[str, str]]:
+    """Kind and folder of each module in modules.json; where a head scores, there is no Pooling."""
     named = []
     for module in read_json(path, list):
         entry = module if isinstance(module, dict) else {"type": module}
@@ -252,6 +276,8 @@ def _modules(path: Path) -> list[tuple[str, str]]:
             raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected a folder beside it")
         named.append((kind, inner))
     kinds = [kind for kind, _ in named]
+    if scored and kinds == ["Transformer"]:
+        return []
     if tuple(kinds[:2]) != _BEFORE or any(kind in _BEFORE for kind in kinds[2:]):
         expected = f"{' and '.join(_BEFORE)} first, once each"
         raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
