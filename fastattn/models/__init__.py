@@ -8,6 +8,7 @@ from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
 from fastattn.models._load import MODEL_TYPES, load
+from fastattn.models._sparse import SparseEncoder
 from fastattn.models._vectors import quantize_embeddings
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Decoder",
     "Encoder",
     "ModelError",
+    "SparseEncoder",
     "TokenClassifier",
     "load",
     "quantize_embeddings",

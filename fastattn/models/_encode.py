@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Tokens that go through the layers at a time: few enough for their rows to stay in the caches, and enough for the
 # products. docs/notes/layers-and-models.md has the times by this number.
 _CALL_TOKENS = 768
-_QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prompts, the first one there is
+QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prompts, the first one there is
 _RANGED = ("int8", "uint8")  # precisions of which a vector's depends on all others
 
 
@@ -189,14 +189,14 @@ class Embedder(_model.Model):
 
     def encode_query(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
         """`encode` for what is searched with: without another prompt, with that of the name "query"."""
-        return self._encode("encode_query", sentences, options, _QUERY)
+        return self._encode("encode_query", sentences, options, QUERY)
 
     def encode_document(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
         """`encode` for what is searched: without another prompt, with that of "document".
 
         Where `prompts` does not have that name, "passage" counts, and then "corpus".
         """
-        return self._encode("encode_document", sentences, options, _DOCUMENT)
+        return self._encode("encode_document", sentences, options, DOCUMENT)
 
     def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
         """Similarity of each vector of (n, features) to each of (m, features): (n, m).

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Rounding
     from fastattn.models._classify import CrossEncoder, TokenClassifier
     from fastattn.models._decoder import Decoder
+    from fastattn.models._sparse import SparseEncoder
 
 # `model_type` of config.json
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
@@ -39,7 +40,7 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
-) -> Encoder | CrossEncoder | TokenClassifier | Decoder:
+) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists.
 
     Parameters
@@ -59,8 +60,8 @@ def load(
 
     Returns
     -------
-    Encoder, CrossEncoder, TokenClassifier or Decoder
-        By the `model_type` in config.json, one of `MODEL_TYPES`, and its `architectures`.
+    Encoder, CrossEncoder, TokenClassifier, SparseEncoder or Decoder
+        By the `model_type` in config.json, one of `MODEL_TYPES`, its `architectures`, and modules.json.
 
     Raises
     ------

@@ -189,6 +189,7 @@ _MODULES: dict[str, type[Dense | LayerNorm | Normalize]] = {
     "LayerNorm": LayerNorm,
     "Normalize": Normalize,
 }
+_SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
 _BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
 
 
@@ -208,18 +209,17 @@ class Sentences:
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> Sentences:
         """As the folder's files say, for hidden states of so many features, computed in `dtype`."""
         pooling, modules = Pooling(), []
-        path, lane = folder / "modules.json", lane_dtype(dtype)
-        config = Config(folder / "config_sentence_transformers.json", optional=True)
-        named = _modules(path, is_cross_encoder(config)) if path.is_file() else []
-        for kind, inner in named:
+        lane = lane_dtype(dtype)
+        for kind, inner in modules_of(folder):
             if kind == "Pooling":
                 pooling = Pooling.of(folder / inner)
                 features *= len(pooling.modes)
             elif kind in _MODULES:
-                own = Config(folder / inner / "config.json", optional=True)
-                own.refuse(module_input_name="sentence_embedding", module_output_name="sentence_embedding")
+                config = Config(folder / inner / "config.json", optional=True)
+                config.refuse(module_input_name="sentence_embedding", module_output_name="sentence_embedding")
                 module, features = _MODULES[kind].of(folder / inner, features, lane)
                 modules.append(module)
+        config = Config(folder / "config_sentence_transformers.json", optional=True)
         prompts = _prompts(config)
         default = config.values.get("default_prompt_name")
         if default is not None and not (isinstance(default, str) and default in prompts):
@@ -249,35 +249,36 @@ class Sentences:
         return pooled
 
 
-def kinds_of_modules(folder: Path) -> list[str]:
-    """The kinds of the modules that modules.json names, if it is there."""
-    path = folder / "modules.json"
-    entries = read_json(path, list) if path.is_file() else []
-    return [str(entry.get("type")).rpartition(".")[2] for entry in entries if isinstance(entry, dict)]
-
-
-def is_cross_encoder(config: Config) -> bool:
+def is_cross_encoder(folder: Path) -> bool:
     """Whether config_sentence_transformers.json says that a head scores what the transformer makes."""
+    config = Config(folder / "config_sentence_transformers.json", optional=True)
     return config.values.get("model_type") == "CrossEncoder"
 
 
-def _modules(path: Path, scored: bool) -> list[tuple[str, str]]:
-    """Kind and folder of each module in modules.json; where a head scores, there is no Pooling."""
-    named = []
-    for module in read_json(path, list):
+def modules_of(folder: Path) -> list[tuple[str, str]]:
+    """Kind and folder of each module in modules.json; none where it is missing.
+
+    A head that scores has no Pooling before it, and SpladePooling has another one.
+    """
+    path, named = folder / "modules.json", []
+    for module in read_json(path, list) if path.is_file() else ():
         entry = module if isinstance(module, dict) else {"type": module}
         kind, inner = str(entry.get("type")).rpartition(".")[2], entry.get("path", "")
-        if kind not in (*_BEFORE, *_MODULES, _NO_PART):
-            expected = ", ".join((*_BEFORE, *_MODULES, _NO_PART))
+        known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE)
+        if kind not in known:
+            expected = ", ".join(known)
             raise ModelError(f"{path} has a module {short(kind)}; expected one of {expected}")
-        if kind == "Transformer" and inner not in ("", "."):
-            raise ModelError(f"{path}: 'path' of Transformer is {short(inner)}; expected '', this folder")
-        if kind != "Transformer" and not (inner and is_name(inner)):
+        first = kind in ("Transformer", _SPLADE[0])
+        if first and inner not in ("", "."):
+            raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected '', this folder")
+        if not first and not (inner and is_name(inner)):
             raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected a folder beside it")
         named.append((kind, inner))
     kinds = [kind for kind, _ in named]
-    if scored and kinds == ["Transformer"]:
+    if not path.is_file() or (kinds == ["Transformer"] and is_cross_encoder(folder)):
         return []
+    if len(kinds) == 2 and kinds[0] in ("Transformer", _SPLADE[0]) and kinds[1] == _SPLADE[1]:
+        return named
     if tuple(kinds[:2]) != _BEFORE or any(kind in _BEFORE for kind in kinds[2:]):
         expected = f"{' and '.join(_BEFORE)} first, once each"
         raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")

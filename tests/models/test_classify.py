@@ -285,7 +285,9 @@ def test_what_a_folder_becomes(tmp_path):
         change_config(tmp_path, architectures=architectures)
         assert isinstance(models.load(tmp_path), Encoder)
     write_settings(tmp_path, model_type="CrossEncoder")
-    refused(tmp_path, "'architectures' is []", "of a CrossEncoder; expected one that ends with ForSequence")
+    refused(
+        tmp_path, "'architectures' is []", "is one of a CrossEncoder; expected one that ends with ForSequence"
+    )
 
 
 def test_labels(tmp_path):
