@@ -11,7 +11,7 @@ import numpy as np
 
 from fastattn._args.options import require_options
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import choice, flag, integer, short
+from fastattn._args.values import choice, flag, integer
 from fastattn.models import _model
 from fastattn.models._files import require
 from fastattn.models._text import strings
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Tokens that go through the layers at a time: so few that their rows stay in the caches, and enough for the
 # products. docs/notes/layers-and-models.md has the times by this number.
 _CALL_TOKENS = 768
-_QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prompts, the first one there is
+QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prompts, the first one there is
 _RANGED = ("int8", "uint8")  # precisions of which a vector's depends on all others
 
 
@@ -189,14 +189,14 @@ class Embedder(_model.Model):
 
     def encode_query(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
         """`encode` for what is searched with: without another prompt, with that of the name "query"."""
-        return self._encode("encode_query", sentences, options, _QUERY)
+        return self._encode("encode_query", sentences, options, QUERY)
 
     def encode_document(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
         """`encode` for what is searched: without another prompt, with that of "document".
 
         Where `prompts` does not have that name, "passage" counts, and then "corpus".
         """
-        return self._encode("encode_document", sentences, options, _DOCUMENT)
+        return self._encode("encode_document", sentences, options, DOCUMENT)
 
     def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
         """Similarity of each vector of (n, features) to each of (m, features): (n, m).
@@ -244,31 +244,21 @@ class Embedder(_model.Model):
         Precisions for which the ranges of all vectors count are left to the caller.
         """
         encoded = self.text.encoded(call.prompt + text for text in texts)
-        for sequences in _calls(encoded, call.batch_size):
+        for sequences in calls(encoded, call.batch_size):
             rows, cu_seqlens = self.hidden(sequences)
             yield call.packed(self.sentences.vectors(rows, cu_seqlens, call.prompt_length))
 
     def _checked(self, func: str, options: EncodeOptions, names: Names = ()) -> Call:
         """The options of a call of `func`."""
         require_options(func, options, EncodeOptions)
-        prompts, prompt = self.sentences.prompts, options.get("prompt")
-        if prompt is None:
-            name = options.get("prompt_name")
-            if name is None:
-                name = next((name for name in names if name in prompts), self.sentences.default_prompt_name)
-            if name is not None:
-                prompt = prompts[choice(func, "prompt_name", name, prompts)]
-        elif isinstance(prompt, str):
-            (prompt,) = strings(func, "prompt", [prompt])
-        else:
-            raise TypeError(f"{func}(): prompt is {short(prompt)}; expected a string")
+        prompt = self.sentences.prompt(func, options.get("prompt_name"), options.get("prompt"), names)
         batch_size, progress = options.get("batch_size"), options.get("show_progress_bar")
         truncate_dim = options.get("truncate_dim")
         truncate_dim = self.sentences.truncate_dim if truncate_dim is None else truncate_dim
         most = self.sentences.features
         precision = choice(func, "precision", options.get("precision", "float32"), PRECISIONS)
         call = Call(
-            prompt=prompt or "",
+            prompt=prompt,
             prompt_length=0,
             batch_size=None if batch_size is None else integer(func, "batch_size", batch_size, 1),
             progress=False if progress is None else flag(func, "show_progress_bar", progress),
@@ -291,8 +281,8 @@ def shown(chunks: Iterator[Array], **how: Any) -> Iterator[Array]:
             bar.update(len(vectors))
 
 
-def _calls(encoded: Iterable[list[int]], batch_size: int | None) -> Iterator[list[Ints]]:
-    """The ids of the texts that go through the layers together: as many as fit, and at least one."""
+def calls(encoded: Iterable[list[Any]], batch_size: int | None) -> Iterator[list[Ints]]:
+    """The ids of the texts, or what there is of each token, that go through the layers together."""
     call: list[Ints] = []
     tokens = 0
     for ids in encoded:

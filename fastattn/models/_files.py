@@ -49,6 +49,7 @@ def require(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
+        package = package.partition(".")[0]
         missing = [package] + [p for p in PACKAGES if p != package and find_spec(p) is None]
         how = f"pip install {' '.join(missing)}"
         raise ImportError(f"models need {', '.join(missing)}: {how} ({error})") from error

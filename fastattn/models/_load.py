@@ -23,7 +23,9 @@ from fastattn.models import (
     _t5,
 )
 from fastattn.models._blocks import Source
+from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, ModelError, Tensors
+from fastattn.models._heads import with_head
 from fastattn.models._weights import Precision
 
 if TYPE_CHECKING:
@@ -32,8 +34,9 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from fastattn._args.types import Rounding
+    from fastattn.models._classify import CrossEncoder, TokenClassifier
     from fastattn.models._decoder import Decoder
-    from fastattn.models._encoder import Encoder
+    from fastattn.models._sparse import SparseEncoder
 
 # `model_type` of config.json
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
@@ -59,7 +62,7 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
-) -> Encoder | Decoder:
+) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists.
 
     Parameters
@@ -79,8 +82,8 @@ def load(
 
     Returns
     -------
-    Encoder or Decoder
-        By the `model_type` in config.json, one of `MODEL_TYPES`.
+    Encoder, CrossEncoder, TokenClassifier, SparseEncoder or Decoder
+        By the `model_type` in config.json, one of `MODEL_TYPES`, its `architectures`, and modules.json.
 
     Raises
     ------
@@ -113,4 +116,6 @@ def load(
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:
         tensors = Tensors(path, precision.weights, stack)
-        return _BUILDERS[model_type](Source(path, config, tensors, precision))
+        source = Source(path, config, tensors, precision)
+        model = _BUILDERS[model_type](source)
+        return with_head(source, model) if isinstance(model, Encoder) else model

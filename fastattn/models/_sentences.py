@@ -15,8 +15,9 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import short
+from fastattn._args.values import choice, short
 from fastattn.models._files import Config, ModelError, Tensors, is_name, read_json
+from fastattn.models._text import strings
 from fastattn.models._vectors import SIMILARITIES, unit
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ _FLAGS = {  # the keys of most files, each with true or false; several modes sta
     "pooling_mode_lasttoken": "lasttoken",
 }
 # What a Dense module names as a class of torch.nn, and what `ops.linear` calls it.
-_ACTIVATIONS: dict[str, Activation | None] = {
+ACTIVATIONS: dict[str, Activation | None] = {
     "Identity": None,
     "Tanh": None,  # which follows the kernel
     "ReLU": "relu",
@@ -97,7 +98,7 @@ class Pooling:
             if len(tokens):
                 for vector, mode in zip(vectors, self.modes, strict=True):
                     vector[:] = POOLINGS[mode](tokens, before)
-        return pooled.reshape(len(pooled), -1)
+        return pooled.reshape(len(pooled), len(self.modes) * rows.shape[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +107,7 @@ class Dense:
 
     weight: PackedLinear
     bias: Array | None
-    activation: str  # of `_ACTIVATIONS`
+    activation: str  # of `ACTIVATIONS`
     residual: PackedLinear | bool = False  # True: x itself
 
     @classmethod
@@ -118,8 +119,8 @@ class Dense:
         biased, added = config.get("bias", bool, True), config.get("use_residual", bool, False)
         name = config.get("activation_function", str, "torch.nn.modules.activation.Tanh")
         activation = name.rpartition(".")[2]
-        if activation not in _ACTIVATIONS:
-            expected = f"one of {', '.join(_ACTIVATIONS)}"
+        if activation not in ACTIVATIONS:
+            expected = f"one of {', '.join(ACTIVATIONS)}"
             raise ModelError(f"{config.path}: 'activation_function' is {short(name)}; expected {expected}")
         shapes: dict[str, Shape] = {"linear.weight": (n_out, n_in)}
         if biased:
@@ -136,7 +137,7 @@ class Dense:
 
     def __call__(self, x: Array) -> Array:
         """The vectors (n, out_features) of vectors (n, in_features)."""
-        y = ops.linear(x, self.weight, self.bias, activation=_ACTIVATIONS[self.activation])
+        y = ops.linear(x, self.weight, self.bias, activation=ACTIVATIONS[self.activation])
         if self.activation == "Tanh":
             np.tanh(y, out=y)
         if self.residual is True:
@@ -188,6 +189,7 @@ _MODULES: dict[str, type[Dense | LayerNorm | Normalize]] = {
     "LayerNorm": LayerNorm,
     "Normalize": Normalize,
 }
+_SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
 _BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
 
 
@@ -207,9 +209,8 @@ class Sentences:
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> Sentences:
         """As the folder's files say, for hidden states of so many features, computed in `dtype`."""
         pooling, modules = Pooling(), []
-        path, lane = folder / "modules.json", lane_dtype(dtype)
-        named = _modules(path) if path.is_file() else []
-        for kind, inner in named:
+        lane = lane_dtype(dtype)
+        for kind, inner in modules_of(folder):
             if kind == "Pooling":
                 pooling = Pooling.of(folder / inner)
                 features *= len(pooling.modes)
@@ -229,6 +230,17 @@ class Sentences:
         truncate_dim = config.optional_size("truncate_dim")
         return cls(pooling, tuple(modules), features, prompts, default, similarity, truncate_dim)
 
+    def prompt(self, func: str, name: Any, prompt: Any, names: tuple[str, ...] = ()) -> str:
+        """What a call of `func` puts before a text; `names` come before the default one."""
+        if prompt is None:
+            if name is None:
+                name = next((name for name in names if name in self.prompts), self.default_prompt_name)
+            return "" if name is None else self.prompts[choice(func, "prompt_name", name, self.prompts)]
+        if not isinstance(prompt, str):
+            raise TypeError(f"{func}(): prompt is {short(prompt)}; expected a string")
+        (prompt,) = strings(func, "prompt", [prompt])
+        return str(prompt)
+
     def vectors(self, rows: Array, cu_seqlens: Ints, prompt_length: int) -> Array:
         """One vector for each text of hidden states, (n, features) in the lane type."""
         pooled = self.pooling(rows, cu_seqlens, prompt_length)
@@ -237,21 +249,36 @@ class Sentences:
         return pooled
 
 
-def _modules(path: Path) -> list[tuple[str, str]]:
-    """Kind and folder of each module in modules.json."""
-    named = []
-    for module in read_json(path, list):
+def is_cross_encoder(folder: Path) -> bool:
+    """Whether config_sentence_transformers.json says that a head scores what the transformer makes."""
+    config = Config(folder / "config_sentence_transformers.json", optional=True)
+    return config.values.get("model_type") == "CrossEncoder"
+
+
+def modules_of(folder: Path) -> list[tuple[str, str]]:
+    """Kind and folder of each module in modules.json; none where it is missing.
+
+    A head that scores has no Pooling before it, and SpladePooling has another one.
+    """
+    path, named = folder / "modules.json", []
+    for module in read_json(path, list) if path.is_file() else ():
         entry = module if isinstance(module, dict) else {"type": module}
         kind, inner = str(entry.get("type")).rpartition(".")[2], entry.get("path", "")
-        if kind not in (*_BEFORE, *_MODULES, _NO_PART):
-            expected = ", ".join((*_BEFORE, *_MODULES, _NO_PART))
+        known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE)
+        if kind not in known:
+            expected = ", ".join(known)
             raise ModelError(f"{path} has a module {short(kind)}; expected one of {expected}")
-        if kind == "Transformer" and inner not in ("", "."):
-            raise ModelError(f"{path}: 'path' of Transformer is {short(inner)}; expected '', this folder")
-        if kind != "Transformer" and not (inner and is_name(inner)):
+        first = kind in ("Transformer", _SPLADE[0])
+        if first and inner not in ("", "."):
+            raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected '', this folder")
+        if not first and not (inner and is_name(inner)):
             raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected a folder beside it")
         named.append((kind, inner))
     kinds = [kind for kind, _ in named]
+    if not path.is_file() or (kinds == ["Transformer"] and is_cross_encoder(folder)):
+        return []
+    if len(kinds) == 2 and kinds[0] in ("Transformer", _SPLADE[0]) and kinds[1] == _SPLADE[1]:
+        return named
     if tuple(kinds[:2]) != _BEFORE or any(kind in _BEFORE for kind in kinds[2:]):
         expected = f"{' and '.join(_BEFORE)} first, once each"
         raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
 NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
+_WITHOUT_TYPES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # unless the folder asks for them
 _MOST_BYTES = 4  # of a character in UTF-8
 
 # Characters that go to the tokenizer at a time: enough work for all its threads, in bounded memory. It
@@ -90,20 +91,38 @@ class Text:
 
     def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Ids of each text, as `encode` has them; `texts` are read when they are needed, a batch ahead."""
+        return (encoding.ids for encoding in self._encodings(texts))
+
+    def encoded_pairs(self, pairs: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[int, int]]]:
+        """Ids and types of each pair of texts, which become one sequence, or of each (text,)."""
+        inputs = (pair[0] if len(pair) == 1 else pair for pair in pairs)
+        return (list(zip(each.ids, each.type_ids, strict=True)) for each in self._encodings(inputs))
+
+    @cached_property
+    def has_types(self) -> bool:
+        """Whether a model is told the types of tokens, by tokenizer_config.json, as in transformers 5."""
+        config = Config(self.folder / "tokenizer_config.json", optional=True)
+        names = config.values.get("model_input_names")
+        if isinstance(names, list):
+            return "token_type_ids" in names
+        return config.values.get("tokenizer_class") not in _WITHOUT_TYPES
+
+    def _encodings(self, texts: Iterable[str | tuple[str, ...]]) -> Iterator[Any]:
+        """What the tokenizer makes of each text, or pair of texts."""
         encode_batch = self.tokenizer.encode_batch  # which releases the GIL, and `encode` does not
 
-        def ids(batch: list[str]) -> list[list[int]]:
-            long = sum(map(len, batch)) > _SHORT
+        def encodings(batch: list[str | tuple[str, ...]]) -> list[Any]:
+            long = sum(map(_characters, batch)) > _SHORT
             try:
-                encodings = _interruptible(encode_batch, batch) if long else encode_batch(batch)
+                found: list[Any] = _interruptible(encode_batch, batch) if long else encode_batch(batch)
             except BaseException as error:  # a word is unknown, and has no id; a panic is no Exception
                 if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                     raise
                 came = f"{self.folder / 'tokenizer.json'} cannot encode a text: {error}"
                 raise ModelError(f"{came}; expected a tokenizer for any") from error
-            return [encoding.ids for encoding in encodings]
+            return found
 
-        return chain.from_iterable(map(ids, _batches(texts)))
+        return chain.from_iterable(map(encodings, _batches(texts)))
 
     def decode(self, sequences: Iterable[Sequence[int] | Ints]) -> list[str]:
         """The text of each sequence of ids, without special tokens and the -1 that `generate` ends with."""
@@ -172,16 +191,21 @@ def strings(func: str, name: str, texts: Any, expected: str = "several, as [text
     return list(checked()) if isinstance(texts, Sequence) else checked()
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def _characters(text: str | tuple[str, ...]) -> int:
+    return len(text) if isinstance(text, str) else sum(map(len, text))
+
+
+def _batches(texts: Iterable[str | tuple[str, ...]]) -> Iterator[list[str | tuple[str, ...]]]:
     """The texts in batches of up to `_BATCH_CHARACTERS`; a longer text is a batch of its own."""
-    batch: list[str] = []
+    batch: list[str | tuple[str, ...]] = []
     characters = 0
     for text in texts:
-        if batch and characters + len(text) > _BATCH_CHARACTERS:
+        length = _characters(text)
+        if batch and characters + length > _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
         batch.append(text)
-        characters += len(text)
+        characters += length
     if batch:
         yield batch
 

@@ -8,4 +8,6 @@ def missing(*packages):
 
 
 collect_ignore_glob = ["*"] if missing("torch", "transformers") else []
-collect_ignore = ["test_encode.py"] if missing("sentence_transformers") else []
+collect_ignore = (
+    ["test_encode.py", "test_classify.py", "test_sparse.py"] if missing("sentence_transformers") else []
+)
