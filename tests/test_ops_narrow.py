@@ -52,13 +52,14 @@ def divided(x, scales):
 def stored(weight, kind):
     """What becomes of a float32 weight (n, k), as `pack` documents it.
 
-    In float64: the numbers that are stored, those that multiply int8, and how far the latter may be off.
+    In float64: the numbers that are stored, those that multiply int8, those in the sums of output features,
+    and how far the first may be off.
     """
     n, k = weight.shape
     if kind == "int8":
         scales = np.abs(weight).max(axis=1, initial=0, keepdims=True) / np.float32(127)
         values = np.clip(np.rint(divided(weight, scales)), -127, 127) * scales.astype(float)
-        return values, values, np.broadcast_to(scales / 2, weight.shape).astype(float)
+        return values, values, values, np.broadcast_to(scales / 2, weight.shape).astype(float)
     blocks = np.zeros((n, -(-k // 32), 32), np.float32)
     blocks.reshape(n, blocks.shape[1] * 32)[:, :k] = weight
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[..., None], axis=2)
@@ -68,35 +69,40 @@ def stored(weight, kind):
         codes = np.clip(np.rint(each), -8, 7)
         # The largest of a block is -8 scales; what is nearly as large on the other side becomes 7.
         errors = np.where(each > 7, 1, 0.5) * np.abs(scales)
-        multiplied = codes
+        multiplied = summed = codes
     else:
         codes = NF4[np.abs(each[..., None] - NF4).argmin(axis=-1)].astype(float)
-        errors = np.broadcast_to((0.152 + 0.5 / 127) * scales, blocks.shape)
-        multiplied = np.rint(codes * 127) / 127
-    results = (codes * scales.astype(float), multiplied * scales.astype(float), errors.astype(float))
+        errors = np.broadcast_to(0.152 * scales, blocks.shape)
+        multiplied, summed = np.rint(codes * 127) / 127, np.rint(codes * 2**18) / 2**18
+    results = [*(each * scales.astype(float) for each in (codes, multiplied, summed)), errors.astype(float)]
     return [x.reshape(n, blocks.shape[1] * 32)[:, :k] for x in results]
 
 
 def rounded(x):
-    """Rows of float64 x in int8, as `linear` documents it: the numbers, and the scale of each row.
+    """Rows of float64 x in int8, as `linear` documents it: scales times integers, middles, and the scales.
 
     Also where a number is so nearly in the middle of two that float32 may take either.
     """
-    scales = np.maximum(np.abs(x).max(axis=-1, initial=0, keepdims=True), 2.0**-100) / 127
-    each = x / scales
+    low, high = (least(x, axis=-1, keepdims=True).astype(np.float32) for least in (np.min, np.max))
+    middles = (low / 2 + high / 2).astype(float)  # rounded to float32
+    scales = np.maximum(np.maximum(high - middles, middles - low), 2.0**-100) / 127
+    each = (x - middles) / scales
     near = np.abs(np.abs(each - np.floor(each)) - 0.5) < 1e-4
-    return np.rint(each) * scales, scales, near
+    return np.rint(each) * scales, middles, scales, near
 
 
 def products(x, weight, kind, activations):
     """The product in float64 by definition, and how far float32 may be off."""
-    exact, multiplied, _ = stored(weight, kind)
+    exact, multiplied, summed, _ = stored(weight, kind)
     x = x.astype(float)
-    slack = 2.0**-24 * (8 + 2 * math.sqrt(x.shape[1])) * (np.abs(x) @ np.abs(exact).T)
+    sums = summed.sum(axis=1)
+    roundings = 2.0**-24 * (8 + 2 * math.sqrt(x.shape[1]))
+    slack = roundings * (np.abs(x) @ np.abs(exact).T)
     if activations is None:
         return x @ exact.T, slack
-    values, scales, near = rounded(x)
-    return values @ multiplied.T, slack + (near * scales) @ np.abs(multiplied).T
+    values, middles, scales, near = rounded(x)
+    slack = slack + roundings * (np.abs(values) @ np.abs(multiplied).T) + 2.0**-22 * np.abs(middles * sums)
+    return values @ multiplied.T + middles * sums, slack + (near * scales) @ np.abs(multiplied).T
 
 
 def close(actual, expected, allowed):
@@ -124,22 +130,27 @@ def test_by_definition(implementation, shape, dtype, kind, outliers, activations
     close(got, *products(x, weight, kind, activations))
 
 
+@pytest.mark.parametrize("offset", [0, 3, -1000])
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stated_bounds(implementation, kind, outliers):
+def test_stated_bounds(implementation, kind, outliers, offset):
     """What the documentation of `linear` says of the unrounded product."""
     rng = np.random.default_rng(0)
     x, weight = normal(rng, 40, 300), normal(rng, 50, 300)
     if outliers:
         x, weight = with_outliers(x), with_outliers(weight)
-    _, _, errors = stored(weight, kind)
-    dx = np.abs(x).max(axis=1, keepdims=True) / 127
+    if offset:
+        x += np.float32(offset)
+    _, _, _, errors = stored(weight, kind)
+    dx = np.ptp(x, axis=1, keepdims=True) / 254
     x, weight = x.astype(float), weight.astype(float)
     slack = 2.0**-20 * (np.abs(x) @ np.abs(weight).T)
     packed = ops.pack(weight, dtype=kind)
     bound = np.abs(x) @ errors.T
     close(ops.linear(x.astype(np.float32), packed), x @ weight.T, bound + slack)
     bound = bound + (dx / 2) * (np.abs(weight) + errors).sum(axis=1)
+    if kind == "nf4":
+        bound = bound + dx / 2 * (errors / 0.152).sum(axis=1)
     close(ops.linear(x.astype(np.float32), packed, activations="int8"), x @ weight.T, bound + slack)
 
 
@@ -166,7 +177,7 @@ def test_what_pack_stores(shape, kind):
         packed = ops.pack(weight, gate=gate, dtype=kind)
         back = packed.unpack()
         for actual, given in zip(back, (gate, weight), strict=True):
-            exact, _, errors = stored(given, kind)
+            exact, _, _, errors = stored(given, kind)
             np.testing.assert_allclose(actual, exact, rtol=2**-23, atol=0)
             assert (np.abs(exact - given) <= errors * 1.001).all()  # a scale in float16 rounds, too
 
@@ -175,7 +186,7 @@ def test_what_pack_stores(shape, kind):
 def test_pack_in_4_bits_of_tiny_and_large_numbers(kind):
     for size in (1e-9, 1e-7, 2e-7, 7e-7, 1e-6, 1e-4, 6e4):
         weight = size * np.random.default_rng(3).uniform(-1, 1, (5, 64)).astype(np.float32)
-        exact, _, errors = stored(weight, kind)
+        exact, _, _, errors = stored(weight, kind)
         back = ops.pack(weight, dtype=kind).unpack()
         np.testing.assert_allclose(back, exact, rtol=2**-23, atol=0)
         coarse = 2.0 ** (-22 if kind == "int4" else -25)  # a scale that is denormal in float16
@@ -223,6 +234,40 @@ def test_rows_that_are_not_numbers(implementation, kind):
             assert not got[5].any()
             others = np.setdiff1d(np.arange(rows), [2, 5])
             np.testing.assert_array_equal(got[others], clean[others])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_one_value_or_two_are_exact(implementation, kind):
+    """The middle is then the value; or the two are the ends. Their products are those of exact inputs."""
+    rng = np.random.default_rng(12)
+    weight, bias = normal(rng, 40, 77), normal(rng, 40)
+    ones, values = np.ones(77, np.float32), np.array([0.3, -1e-41, 3e5, -7, 1e-30], np.float32)
+    packed = ops.pack(weight, dtype=kind)
+    _, multiplied, summed, _ = stored(weight, kind)
+    got = ops.linear(values[:, None] * ones, packed, bias, activations="int8")
+    expected = values[:, None].astype(float) * summed.sum(axis=1)
+    close(got, expected + bias, 2.0**-22 * (np.abs(expected) + np.abs(bias)) + 2.0**-100)
+    np.testing.assert_array_equal(ops.linear(0 * ones, packed, bias, activations="int8"), bias)
+    np.testing.assert_array_equal(ops.linear(-0.0 * ones, packed, bias, activations="int8"), bias)
+    for low, high in ((0, 1), (-3, 7), (1000, np.nextafter(np.float32(1000), np.float32(2000)))):
+        x = np.where(rng.random((6, 77)) < 0.5, low, high).astype(np.float32)
+        _, middles, _, _ = rounded(x)
+        expected = (x - middles) @ multiplied.T + middles * summed.sum(axis=1)
+        parts = np.abs(x - middles) @ np.abs(multiplied).T + np.abs(middles * summed.sum(axis=1))
+        close(ops.linear(x, packed, activations="int8"), expected, 2.0**-20 * parts)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 9, 17, 35])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ranges_of_short_rows(implementation, k, sign):
+    """Nothing beside a row is in its range, of lanes that it does not fill either; nor is 0."""
+    rng = np.random.default_rng(k)
+    x = sign * rng.uniform(1000, 1001, (4, k)).astype(np.float32)
+    weight = rng.uniform(-1, 1, (33, k)).astype(np.float32)
+    packed = ops.pack(weight, dtype="int8")
+    exact = x.astype(float) @ packed.unpack().T.astype(float)
+    bound = 0.5 / 254 * np.abs(weight).sum(axis=1) + 2.0**-22 * 1001 * np.abs(weight).sum(axis=1)
+    close(ops.linear(x, packed, activations="int8"), exact, 1.01 * bound)
 
 
 @pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-37, 1e-31, 1e-29, 3e38])
@@ -302,9 +347,12 @@ def test_copies(implementation, kind, gated):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory(kind):
-    """4 bits and a scale of 16 bits for 32 numbers; 8 bits and one of 32 bits for an output feature."""
+    """4 bits and a scale of 16 bits for 32 numbers; 8 bits and one of 32 bits for an output feature.
+
+    Each has a sum of 32 bits for an output feature, too.
+    """
     packed = ops.pack(np.ones((64, 96), np.float32), dtype=kind)
-    assert packed.nbytes == (64 * 96 + 64 * 4 if kind == "int8" else 64 * 96 * 4.5 / 8)
+    assert packed.nbytes == 64 * 4 + (64 * 96 + 64 * 4 if kind == "int8" else 64 * 96 * 4.5 / 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -351,7 +399,8 @@ def test_the_most_features(implementation):
         np.testing.assert_allclose(got, [[most], [-most]], rtol=1e-4)
     packed = ops.pack(x[:1], dtype="int8")
     lowest, scales = np.full_like(packed.panels, -128), np.ones_like(packed.scales)
-    made = PackedLinear(most, 1, False, "int8", lowest, scales)  # pack() makes no -128
+    sums = np.full_like(scales, -128.0 * most)
+    made = PackedLinear(most, 1, False, "int8", lowest, scales, sums)  # pack() makes no -128
     got = ops.linear(x, made, activations="int8")
     np.testing.assert_allclose(got, [[-128.0 * most], [128.0 * most]], rtol=1e-4)
 
@@ -360,6 +409,7 @@ def test_the_most_features(implementation):
 def test_packed_weights_made_by_hand(kind):
     packed = ops.pack(np.ones((50, 40), np.float32), dtype=kind)
     sizes = {"in_features": 40, "out_features": 50, "gated": False, "dtype": kind}
+    sizes["sums"] = packed.sums
     made = PackedLinear(**sizes, panels=packed.panels, scales=packed.scales)
     np.testing.assert_array_equal(made.unpack(), packed.unpack())
     with pytest.raises(ValueError, match=r"panels has shape \(2, 8, 32, 4\).*expected \(2, 12, 32, 4\)"):
@@ -370,6 +420,10 @@ def test_packed_weights_made_by_hand(kind):
         PackedLinear(**sizes, panels=packed.panels, scales=packed.scales.astype(np.float32))
     with pytest.raises(TypeError, match="scales is of type NoneType"):
         PackedLinear(**sizes, panels=packed.panels, scales=None)
+    with pytest.raises(TypeError, match="sums is of type NoneType"):
+        PackedLinear(**{**sizes, "sums": None}, panels=packed.panels, scales=packed.scales)
+    with pytest.raises(ValueError, match=r"sums has shape \(1, 32\) and dtype float32; expected \(2, 32\)"):
+        PackedLinear(**{**sizes, "sums": packed.sums[:1]}, panels=packed.panels, scales=packed.scales)
 
 
 def test_all_implementations_have_the_same_integers():

@@ -53,6 +53,8 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
         a.table = _data("values", table.values, 16, cnp.NPY_FLOAT)
         a.codes = <const int8_t *>_data("codes", table.codes, 16, cnp.NPY_INT8)
         a.unit = table.unit
+    if a.weight == FA_I8 or a.weight == FA_I4:
+        a.sums = _data("sums", weight.sums, count * width, cnp.NPY_FLOAT)
     if transposed:
         if a.x_int8:
             raise ValueError("fastattn: int8 activations meet a transposed weight")
@@ -105,7 +107,7 @@ cdef void _set_pack_rows(fa_pack_rows *to, block, int64_t n, int64_t k) except *
 
 
 def pack(args):
-    """Fill `args.out`, `args.scales` and `args.bad`, of a PackArgs."""
+    """Fill `args.out`, `args.scales`, `args.sums` and `args.bad`, of a PackArgs."""
     cdef fa_pack_args a
     cdef Loop loop
     cdef int64_t i, count, width
@@ -132,7 +134,11 @@ def pack(args):
         a.scales = _data("scales", args.scales, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
                          cnp.NPY_FLOAT16)
         table = TABLES[args.dtype]
-        a.middles, a.extreme = _data("middles", table.middles, 16, cnp.NPY_FLOAT), table.extreme
+        middles, summed = table.middles, table.summed  # kept until the end
+        a.middles, a.extreme = _data("middles", middles, 16, cnp.NPY_FLOAT), table.extreme
+        a.values = _data("summed", summed, 16, cnp.NPY_FLOAT)
+    if a.weight == FA_I8 or a.weight == FA_I4:
+        a.sums = _data("sums", args.sums, count * width, cnp.NPY_FLOAT)
     a.watch = &loop.watch
     loop.kernels, loop.args = _kernels(lane), &a
     _run_rows_of(&loop, _pack_task, count, width * a.k, args.num_threads if FA_OPENMP else 1,
