@@ -126,7 +126,7 @@ typedef struct {
     const void *scales;  /* int8: lanes, (n_panels, columns); 4 bits: float16, (n_panels, blocks, columns) */
     const void *table;   /* 16 lanes: what a weight of 4 bits means; times its scale it is the weight */
     const int8_t *codes; /* the same as int8, times `unit` */
-    const void *sums;    /* lanes, (n_panels, columns): of each column, int8 and 4 bits; read with x_int8 alone */
+    const void *sums;    /* lanes, (n_panels, columns): of w's rows, as int8 multiplies them; read with x_int8 alone */
     double unit;
     const void *bias; /* lanes, (n), gated (2, n); optional, as residual */
     int64_t x_row, residual_row, out_row, m, n, k;
@@ -163,7 +163,8 @@ typedef struct {
     char *panels;        /* at a cache line */
     void *scales, *sums; /* all as fa_linear_args has them; without features they are not written */
     const void *middles; /* 4 bits: sixteen lanes, the middles of the values of neighbouring codes, the last unused */
-    const void *values;  /* 4 bits: sixteen lanes, what codes are in `sums`, times the scale; 32 add up exactly */
+    const void *codes;   /* 4 bits: sixteen lanes, the integers that fa_linear_args has */
+    double unit;         /* of these integers, as there; of int8 1 */
     double extreme;      /* 4 bits: what the element of largest magnitude becomes; 0: either sign's largest value, 1 */
     double beyond;
     int64_t n_blocks, k;

@@ -191,8 +191,8 @@ INLINE vi_t v_code(const lane *middles, v_t x)
     return code;
 }
 
-/* Codes of n features of x, whole blocks, two a byte, and the scales of their blocks, PANEL apart. Returns the sum of what
- * they stand for: of each block the values' is exact, and is scaled; these are added in order. */
+/* Codes of n features of x, whole blocks, two a byte, and the scales of their blocks, PANEL apart. Returns the sum of their
+ * integers: each block's is exact, and is scaled; these are added in order. */
 static double pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n, uint16_t *scales, char *to)
 {
     typedef uint64_t eight_u __attribute__((aligned(1), may_alias));
@@ -210,7 +210,7 @@ static double pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n
             UNROLL_FOR(int64_t j = b * BLOCK_4BIT; j < (b + 1) * BLOCK_4BIT; j += LANES) {
                 const vi_t code = v_code(a->middles, v_load(s->x + j) / v_splat(s->divisors[i]));
                 v_store_i8(s->codes + j, code);
-                sums[i] += v_lookup(a->values, code);
+                sums[i] += v_lookup(a->codes, code);
             }
             scales[b * PANEL] = s->scales[b];
         }
@@ -250,7 +250,7 @@ static lane row_scale(const fa_pack_args *a, const pack_scratch *s, const pack_r
 INLINE void add_sum(const fa_pack_args *a, const pack_scratch *s, int64_t r, int64_t panel, int64_t first, double sum)
 {
     s->sums[r] = first ? s->sums[r] + sum : sum;
-    ((lane *)a->sums)[panel * PANEL + r] = (lane)fmax(-LANE_MAX, fmin(LANE_MAX, s->sums[r]));
+    ((lane *)a->sums)[panel * PANEL + r] = (lane)fmax(-LANE_MAX, fmin(LANE_MAX, s->sums[r] * a->unit));
 }
 #endif
 

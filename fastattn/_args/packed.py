@@ -65,11 +65,6 @@ class Table(NamedTuple):
         ]
 
     @property
-    def summed(self) -> Array:
-        """`values`, rounded so that the sum of a block of them is exact in float32, in any order."""
-        return np.rint(self.values * np.float32(2.0**18)) / np.float32(2.0**18)
-
-    @property
     def middles(self) -> Array:
         """Between neighbouring values (15,), and infinity: x has the code of how many are less than x."""
         return np.append((self.values[1:] + self.values[:-1]) / 2, np.float32(np.inf))
@@ -109,7 +104,7 @@ class PackedLinear:
         ceil(in_features / 32), columns)``, float16: that of 32 input features.
     sums : ndarray or None
         For int8 and in 4 bits ``(n_panels, columns)``, float32: of each output feature, the sum of its
-        weights. NF4's numbers are rounded to multiples of ``2**-18`` in it.
+        weights. Of NF4 they are those that multiply int8, rounded to multiples of 1 / 127.
     """
 
     __slots__ = ("dtype", "gated", "in_features", "out_features", "panels", "scales", "sums")

@@ -44,8 +44,9 @@ def pack(args: PackArgs) -> None:
             values = block.reshape(len(block), width, -1, *stored.shape).swapaxes(1, 2)
             by_map[here, i, step : step + values.shape[1]] = values
         if args.sums is not None:  # of finite weights, they may be too large for float32
+            unit = TABLES[args.dtype].unit if args.dtype in TABLES else 1.0
             most = np.finfo(np.float32).max
-            args.sums.reshape(-1, maps, width)[:, i] = sums.clip(-most, most)
+            args.sums.reshape(-1, maps, width)[:, i] = (sums * unit).clip(-most, most)
 
 
 def _blocks(args: PackArgs, map_: int) -> Iterator[tuple[int, int, Array]]:
@@ -93,7 +94,7 @@ def _quantised(block: Array, scales: Array) -> Array:
 def _coded(block: Array, dtype: str) -> tuple[Array, Array, Array]:
     """Two codes a byte, and scales (panels, blocks, width), of a block (panels, width, features).
 
-    Behind them (blocks, panels, width): the sum of what each block's codes stand for.
+    Behind them (blocks, panels, width): each block's sum of the integers that multiply int8, scaled.
     """
     table = TABLES[dtype]
     x = block.reshape(*block.shape[:2], -1, BLOCK_4BIT)
@@ -102,6 +103,6 @@ def _coded(block: Array, dtype: str) -> tuple[Array, Array, Array]:
     divisor = scales.astype(np.float32)
     scaled = np.where(divisor == 0, 0, x / np.where(divisor == 0, 1, divisor))
     codes = np.searchsorted(table.middles[:-1], scaled).astype(np.uint8)
-    sums = table.summed[codes].sum(axis=-1) * divisor[..., 0].astype(float)
+    sums = table.codes[codes].sum(axis=-1, dtype=float) * divisor[..., 0]
     codes = codes.reshape(*block.shape[:2], -1, 8)
     return codes[..., :4] | codes[..., 4:] << 4, scales[..., 0].swapaxes(1, 2), np.moveaxis(sums, -1, 0)

@@ -79,10 +79,11 @@ static void make_pack(int number)
             }
         }
     a->beyond = a->weight == FA_F64 ? INFINITY : 0x1p127;
+    a->unit = 1;
     if (a->weight == FA_I4) {
-        float *values = (float *)allocate(16 * sizeof *values);
-        FOR(code, 16) values[code] = (float)ldexp(rint(ldexp(uniform(-1, 1), 18)), -18);
-        a->values = values;
+        float *codes = (float *)allocate(16 * sizeof *codes);
+        FOR(code, 16) codes[code] = (float)(below(255) - 127);
+        a->codes = codes, a->unit = 1.0 / 127;
         float *middles = (float *)allocate(16 * sizeof *middles);
         FOR(code, 16) middles[code] = code < 15 ? (float)(code - 7.5 + uniform(0, 0.4)) : INFINITY;
         a->extreme = below(2) ? -8 : 0;
@@ -167,7 +168,7 @@ static const char *check_packed(const fa_pack_args *a, int64_t map, int64_t feat
                                                 : get(&one, 0, 0, 0, 0);
         if (a->weight == FA_I8) sum += got * scale;
         if (a->weight == FA_I4) {
-            block_sum = (d % 32 ? block_sum : 0) + ((const float *)a->values)[(int)got];
+            block_sum = (d % 32 ? block_sum : 0) + ((const float *)a->codes)[(int)got];
             if (d % 32 == 31) sum += (double)block_sum * scale;
         }
         if (got == want) continue;
@@ -175,7 +176,8 @@ static const char *check_packed(const fa_pack_args *a, int64_t map, int64_t feat
                  got, want);
         return wrong;
     }
-    if ((a->weight == FA_I8 || a->weight == FA_I4) && ((float *)a->sums)[panel * width + column] != (float)sum)
+    if ((a->weight == FA_I8 || a->weight == FA_I4) &&
+        ((float *)a->sums)[panel * width + column] != (float)(sum * a->unit))
         return "the sum of an output feature's weights is wrong";
     return NULL;
 }

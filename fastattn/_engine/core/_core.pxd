@@ -74,8 +74,8 @@ cdef extern from "fastattn.h" nogil:
         void *scales
         void *sums
         const void *middles
-        const void *values
-        double extreme, beyond
+        const void *codes
+        double unit, extreme, beyond
         int64_t n_blocks, k
         fa_dtype weight
         int maps

@@ -117,7 +117,7 @@ def pack(args):
     cdef fa_pack_rows *rows = <fa_pack_rows *>cnp.PyArray_DATA(memory)
     memset(&a, 0, sizeof(a))
     a.blocks, a.n_blocks, a.k, a.maps = rows, len(blocks), args.in_features, args.maps
-    a.weight, a.beyond = _WEIGHTS[args.dtype], args.beyond
+    a.weight, a.beyond, a.unit = _WEIGHTS[args.dtype], args.beyond, 1
     for i in range(a.n_blocks):
         _set_pack_rows(&rows[i], blocks[i], args.out_features, a.k)
     lane = FA_F64 if a.weight == FA_F64 else FA_F32
@@ -134,9 +134,9 @@ def pack(args):
         a.scales = _data("scales", args.scales, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
                          cnp.NPY_FLOAT16)
         table = TABLES[args.dtype]
-        middles, summed = table.middles, table.summed  # kept until the end
-        a.middles, a.extreme = _data("middles", middles, 16, cnp.NPY_FLOAT), table.extreme
-        a.values = _data("summed", summed, 16, cnp.NPY_FLOAT)
+        middles, codes = table.middles, table.codes.astype(np.float32)  # kept until the end
+        a.middles, a.extreme, a.unit = _data("middles", middles, 16, cnp.NPY_FLOAT), table.extreme, table.unit
+        a.codes = _data("codes", codes, 16, cnp.NPY_FLOAT)
     if a.weight == FA_I8 or a.weight == FA_I4:
         a.sums = _data("sums", args.sums, count * width, cnp.NPY_FLOAT)
     a.watch = &loop.watch
