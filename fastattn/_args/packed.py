@@ -231,7 +231,7 @@ class PackedLinear:
 def _restored(*fields: Any) -> PackedLinear:
     *sizes, panels, scales, sums = fields
     aligned = copied(panels, aligned_empty(panels.shape, panels.dtype))
-    return PackedLinear(*sizes, aligned, scales, sums)
+    return PackedLinear(*[*sizes, aligned, scales, sums])
 
 
 def columns(dtype: str) -> int:
