@@ -51,6 +51,7 @@ cdef extern from "fastattn.h" nogil:
         const void *scales
         const void *table
         const int8_t *codes
+        const void *sums
         double unit
         const void *bias
         int64_t x_row, residual_row, out_row, m, n, k
@@ -71,8 +72,10 @@ cdef extern from "fastattn.h" nogil:
         unsigned char *bad
         char *panels
         void *scales
+        void *sums
         const void *middles
-        double extreme, beyond
+        const void *codes
+        double unit, extreme, beyond
         int64_t n_blocks, k
         fa_dtype weight
         int maps

@@ -76,7 +76,7 @@ cdef class _LinearStep(_Step):
         self.residual = -1 if step.residual is None else self._buffer(step.residual, buffers)
         _set_linear(&self.args, step.weight, step.bias, step.activation, step.activations,
                     FA_F64 if self.doubles else FA_F32)
-        self._keep((step.weight.panels, step.weight.scales, step.bias))
+        self._keep((step.weight.panels, step.weight.scales, step.weight.sums, step.bias))
 
     cdef void run(self, Call *c, call) except *:
         cdef fa_linear_args a = self.args
