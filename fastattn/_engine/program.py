@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -54,7 +55,7 @@ class Sequences(NamedTuple):
 class Step:
     """One kernel: it reads buffer `x` and writes buffer `out`."""
 
-    op: ClassVar[str]  # its name in ``core/program.pxi``
+    op: ClassVar[str | None]  # its name in ``core/program.pxi``; None: it runs in Python only
 
     x: str
     out: str
@@ -207,16 +208,32 @@ class Program:
         memory = scratch(self.use, n, max(ends, default=0), x.dtype)
         if settings.default_backend() == "compiled":
             if self._compiled is None:
-                self._compiled = settings.core.Program(self.steps, self.places)
-            self._compiled.run(x, out, memory, call, settings.get_num_threads())
+                self._compiled = self._compile()
+            for part in self._compiled:
+                if isinstance(part, Step):
+                    part.run(self._buffers(x, out, memory), call)
+                else:
+                    part.run(x, out, memory, call, settings.get_num_threads())
         else:
-            flat, buffers = memory.reshape(-1), {X: x, OUT: out}
-            for name, (begin, width) in self.places.items():
-                buffers[name] = flat[n * begin : n * (begin + width)].reshape(n, width)
+            buffers = self._buffers(x, out, memory)
             for step in self.steps:
                 step.run(buffers, call)
         keep(self.use, memory)
         return out
+
+    def _compile(self) -> list[Any]:
+        """The steps that run in Python, and those between them as programs."""
+        parts: list[Any] = []
+        for in_python, steps in groupby(self.steps, lambda step: step.op is None):
+            some = tuple(steps)
+            parts += some if in_python else [settings.core.Program(some, self.places)]
+        return parts
+
+    def _buffers(self, x: Array, out: Array, memory: Array) -> Buffers:
+        n, flat, buffers = len(x), memory.reshape(-1), {X: x, OUT: out}
+        for name, (begin, width) in self.places.items():
+            buffers[name] = flat[n * begin : n * (begin + width)].reshape(n, width)
+        return buffers
 
     def __reduce__(self) -> Any:
         return Program, (self.use, self.steps, self.places, self.columns)

@@ -43,7 +43,7 @@ class Block:
     """
 
     norm_first: bool
-    attention_norm: Norm
+    attention_norm: Norm | None  # None, with `norm_first`: x has been normed
     qkv: Projection  # to queries, keys and values, side by side
     heads: int
     heads_kv: int
@@ -65,9 +65,11 @@ class Block:
         Sums that wait for a norm go to `total`. `layer` and `ranges` are those of `AttendStep`.
         """
         steps: list[Step] = []
-        if self.norm_first:
-            steps.append(NormStep(x, "normed", *self.attention_norm))
-        steps.append(LinearStep("normed" if self.norm_first else x, "qkv", *self.qkv))
+        attended = x
+        if self.norm_first and self.attention_norm is not None:
+            attended = "normed"
+            steps.append(NormStep(x, attended, *self.attention_norm))
+        steps.append(LinearStep(attended, "qkv", *self.qkv))
         if self.head_norm is not None:
             steps.append(NormStep("qkv", "qkv", *self.head_norm))
         heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
@@ -80,6 +82,7 @@ class Block:
                 LinearStep("normed", "inner", *self.inner, self.activation),
                 LinearStep("inner", out, *self.outer, residual=out),
             ]
+        assert self.attention_norm is not None
         return [
             *steps,
             LinearStep("context", total, *self.attended, residual=x),
@@ -90,14 +93,26 @@ class Block:
         ]
 
 
-def model_program(blocks: Sequence[Block], first: Norm | None = None) -> tuple[Program, tuple[Window, ...]]:
-    """A model's blocks one after another, behind the norm `first`; and their windows.
+def model_program(
+    blocks: Sequence[Block],
+    first: Norm | None = None,
+    last: Norm | None = None,
+    widened: Projection | None = None,
+) -> tuple[Program, tuple[Window, ...]]:
+    """A model's blocks one after another, between the norms `first` and `last`; and their windows.
 
-    A call gives the ranges of each window, in this order. The program may overwrite its input.
+    The map `widened` follows the first norm. A call gives the ranges of each window, in this order. The
+    program may overwrite its input.
     """
     windows = tuple(dict.fromkeys(block.window for block in blocks))
-    steps: list[Step] = [] if first is None else [NormStep(X, OUT, *first)]
+    steps: list[Step] = []
+    if first is not None:
+        steps.append(NormStep(X, OUT if widened is None else X, *first))
+    if widened is not None:
+        steps.append(LinearStep(X, OUT, *widened))
     for i, block in enumerate(blocks):
-        x, total = (X, "total") if not steps else (OUT, X)
+        x, total = (OUT if steps else X), (X if steps and widened is None else "total")
         steps += block.steps(x, OUT, total, i, windows.index(block.window))
+    if last is not None:
+        steps.append(NormStep(OUT if steps else X, OUT, *last))
     return build("model", steps), windows

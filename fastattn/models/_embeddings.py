@@ -38,6 +38,8 @@ class Embeddings:
             x *= np.asarray(self.scale, dtype)
         if self.positions is not None:
             x += self.positions[places]
+        elif self.types is not None:
+            x += self.types[0]
         if types is not None and self.types is not None:
             x += (self.types - self.types[0])[types]
         return x

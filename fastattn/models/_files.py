@@ -319,6 +319,16 @@ class Tensors:
         arrays = [[(stored, file.mapped(stored)) for file, stored in each] for each in held]
         if transposed:
             arrays = [[(stored, array.T) for stored, array in each] for each in arrays]
+        return self._packed(arrays)
+
+    def pack_pair(self, name: str, gate_first: bool) -> PackedLinear:
+        """The tensor of a gated pair, one map's rows behind the other's, packed as `pack` does."""
+        file, stored = self._tensors[name]
+        first, second = np.split(file.mapped(stored), 2)
+        up, gate = (second, first) if gate_first else (first, second)
+        return self._packed([[(stored, up)], [(stored, gate)]])
+
+    def _packed(self, arrays: Sequence[Sequence[tuple[str, Array]]]) -> PackedLinear:
         args = blocks_args(arrays, self._stored, get_num_threads())
         dispatch.run(args)
         wrong = args.not_finite()

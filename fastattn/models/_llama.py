@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._decoder import Decoder, DecoderNames, read_decoder
 from fastattn.models._files import ModelError
-from fastattn.positions import rope_frequencies
+from fastattn.models._rope import frequencies
 
 if TYPE_CHECKING:
     from fastattn.layers._block import Window
-    from fastattn.models._embeddings import Frequencies
     from fastattn.models._files import Config
 
 _NAMES = DecoderNames(
@@ -70,7 +69,7 @@ def build(source: Source) -> Decoder:
         names,
         blocks,
         windows=_windows(config, model_type, blocks.num_layers),
-        frequencies=partial(_frequencies, config, head_dim),
+        frequencies=partial(frequencies, config, head_dim),
         tied=config.get("tie_word_embeddings", bool, False),
     )
 
@@ -104,30 +103,3 @@ def _windows(config: Config, model_type: str, num_layers: int) -> list[Window]:
         else:
             slides = [kind == "sliding_attention" for kind in kinds]
     return [(width - 1, 0) if width is not None and sliding else None for sliding in slides]
-
-
-def _frequencies(config: Config, head_dim: int) -> Frequencies:
-    """The frequencies of rotary positions, or a function that has them for a sequence's length.
-
-    `rope_parameters` describes them; older files have `rope_theta` and, if there is one, `rope_scaling`.
-    """
-    longest = config.optional_size("max_position_embeddings")
-    scaling = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})}
-    scaling.setdefault("rope_theta", config.number("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in ("yarn", "llama3", "longrope"):  # the trained length may be beside it, or the same
-        trained = config.optional_size("original_max_position_embeddings")
-        if trained is not None:
-            scaling["original_max_position_embeddings"] = trained
-        elif longest is not None:
-            scaling.setdefault("original_max_position_embeddings", longest)
-    for factor in (config.values.get("partial_rotary_factor"), scaling.get("partial_rotary_factor")):
-        if factor not in (None, 1.0):
-            raise ModelError(f"{config.path}: 'partial_rotary_factor' is {factor!r}; only 1.0 is supported")
-
-    by_length = partial(rope_frequencies, head_dim, scaling=scaling, max_position_embeddings=longest)
-    try:
-        shortest = by_length(seq_len=0)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ModelError(f"{config.path}: rotary positions: {error}") from error
-    return by_length if kind in ("dynamic", "longrope") else shortest

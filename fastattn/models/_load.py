@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattn._args.errors import wrong_type
-from fastattn.models import _bert, _gpt2, _llama
+from fastattn.models import (
+    _albert,
+    _bert,
+    _deberta,
+    _distilbert,
+    _gpt2,
+    _gte,
+    _llama,
+    _modernbert,
+    _mpnet,
+    _nomic,
+)
 from fastattn.models._blocks import Source
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, ModelError, Tensors
@@ -28,7 +39,14 @@ if TYPE_CHECKING:
 # `model_type` of config.json
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
+    "albert": _albert.build,
+    "deberta-v2": _deberta.build,
+    "distilbert": _distilbert.build,
     "gpt2": _gpt2.build,
+    **dict.fromkeys(("new", "gte"), _gte.build),
+    "modernbert": _modernbert.build,
+    "mpnet": _mpnet.build,
+    "nomic_bert": _nomic.build,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama.build),
 }
 MODEL_TYPES = tuple(_BUILDERS)

@@ -115,7 +115,9 @@ class Text:
             long = sum(map(_characters, batch)) > _SHORT
             try:
                 found: list[Any] = _interruptible(encode_batch, batch) if long else encode_batch(batch)
-            except Exception as error:  # as above: a word is unknown, and the tokenizer has no id for such
+            except BaseException as error:  # a word is unknown, and has no id; a panic is no Exception
+                if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                    raise
                 came = f"{self.folder / 'tokenizer.json'} cannot encode a text: {error}"
                 raise ModelError(f"{came}; expected a tokenizer for any") from error
             return found

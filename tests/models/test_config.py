@@ -5,7 +5,7 @@ import tiny_models as tiny
 from model_folders import change_config, refused
 
 from fastattn import models
-from fastattn.models import _llama
+from fastattn.models import _rope
 
 
 def test_folders_that_are_none(tmp_path):
@@ -61,6 +61,30 @@ WRONG_VALUES = [
     ("bert", {"hidden_act": "tanh"}, "'hidden_act' is 'tanh'; expected one of relu"),
     ("bert", {"position_embedding_type": "relative_key"}, "only 'absolute' is supported"),
     ("bert", {"is_decoder": True}, "'is_decoder' is True; only False is supported"),
+    ("modernbert", {"rope_parameters": {"full_attention": 3}}, "has full_attention: 3; expected a table"),
+    ("modernbert", {"global_rope_theta": -1}, "'global_rope_theta' is -1; expected a number above 0"),
+    ("modernbert", {"layer_types": ["sliding_attention"]}, "expected a list of 3 of full_attention, sliding"),
+    ("distilbert", {"n_heads": 5}, "'dim' is 24; expected a multiple of 'n_heads', 5"),
+    ("mpnet", {"max_position_embeddings": 2}, "'max_position_embeddings' is 2; expected more than 2"),
+    ("mpnet", {"relative_attention_num_buckets": 16}, "is 16; only 32 is supported"),
+    ("nomic_bert", {"head_dim": 4}, "'head_dim' is 4; only 8 is supported"),
+    ("new", {"position_embedding_type": "absolute"}, "is 'absolute'; only 'rope' is supported"),
+    ("new", {"rope_scaling": {"type": "ntk"}}, "'rope_scaling' has factor None; expected a number from 1 to"),
+    ("new", {"rope_scaling": {"type": "ntk", "factor": 2, "mixed_b": 0.6}}, "has a mixed_b; expected none"),
+    ("new", {"logn_attention_scale": True}, "'logn_attention_scale' is True; only False is supported"),
+    ("albert", {"inner_group_num": 2}, "'inner_group_num' is 2; only 1 is supported"),
+    ("albert", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected at most 1000"),
+    ("albert", {"num_hidden_groups": 10**9}, "is 1000000000; expected no more layers than"),
+    ("deberta-v2", {"relative_attention": False}, "'relative_attention' is false; only true is supported"),
+    (
+        "deberta-v2",
+        {"pos_att_type": "p2c|p2p"},
+        "'pos_att_type' is 'p2c|p2p'; expected one of c2p, p2c, or b",
+    ),
+    ("deberta-v2", {"conv_kernel_size": 3}, "'conv_kernel_size' is 3; only 0 is supported"),
+    ("deberta-v2", {"embedding_size": 8}, "'embedding_size' is 8; only 24 is supported"),
+    ("deberta-v2", {"position_buckets": "4"}, "'position_buckets' is '4'; expected an integer of at least 1"),
+    ("deberta-v2", {"max_relative_positions": 3}, "is 3 with 4 'position_buckets'; expected at least 4"),
     ("gpt2", {"n_head": 7}, "'n_embd' is 24; expected a multiple of 'n_head', 7"),
     ("gpt2", {"scale_attn_weights": 1}, "'scale_attn_weights' is 1; expected true or false"),
     ("gpt2", {"eos_token_id": "end"}, "'eos_token_id' is 'end'; expected an id or a list of ids"),
@@ -106,5 +130,5 @@ def test_no_size_is_believed_before_the_tensors_have_it(tmp_path, monkeypatch):
 
     tiny.write(tmp_path, "qwen3")
     change_config(tmp_path, head_dim=2**31)
-    monkeypatch.setattr(_llama, "rope_frequencies", never)
+    monkeypatch.setattr(_rope, "rope_frequencies", never)
     refused(tmp_path, "does not fit config.json")

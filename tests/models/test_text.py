@@ -1,5 +1,6 @@
 """From texts to ids, and from ids to texts."""
 
+import json
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,20 @@ def test_long_texts_are_tokenized_where_ctrl_c_does_not_wait_for_them(watched):
     tokenizer.tokenizer = None
     with pytest.raises(ModelError, match="NoneType"):  # what is raised there is raised here
         model.text.encode([long])
+
+
+def test_a_tokenizer_that_names_what_it_does_not_have(tmp_path):
+    """The library panics, which is no Exception."""
+    tiny.write(tmp_path, "bert")
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["post_processor"]["special_tokens"]["other"] = values["post_processor"]["special_tokens"].pop(
+        "<s>"
+    )
+    path.write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=r"tokenizer.json (cannot encode a text|is no tokenizer): "):
+        models.load(tmp_path).encode(["the cat"])
 
 
 def test_threads_may_tokenize_at_once(encoder):

@@ -5,12 +5,12 @@ Hugging Face's files.
 """
 
 import json
-import math
 
 import numpy as np
+import tiny_encoders
 from safetensors.numpy import save_file
-
-VOCAB = 60
+from tiny_encoders import VOCAB, both
+from tiny_numpy import attend, gelu, gelu_tanh, layer_norm, linear, rms_norm, rotated, silu
 
 CONFIGS = {
     "bert": {
@@ -38,18 +38,24 @@ CONFIGS = {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
     },
+    **tiny_encoders.CONFIGS,
 }  # fmt: skip
-ENCODERS, DECODERS = ("bert", "roberta"), ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+ENCODERS, DECODERS = (
+    ("bert", "roberta", *tiny_encoders.CONFIGS),
+    ("gpt2", "llama", "mistral", "qwen2", "qwen3"),
+)
 
 
 def shapes(kind, config):
     """Shape of every tensor by its name."""
     c = config
+    if kind in tiny_encoders.CONFIGS:
+        return tiny_encoders.shapes(kind, c)
     if kind == "gpt2":
         h, inner = c["n_embd"], 4 * c["n_embd"]
-        found = {"wte.weight": (c["vocab_size"], h), "wpe.weight": (c["n_positions"], h), **_both("ln_f", h)}
+        found = {"wte.weight": (c["vocab_size"], h), "wpe.weight": (c["n_positions"], h), **both("ln_f", h)}
         for i in range(c["n_layer"]):
-            found |= {**_both(f"h.{i}.ln_1", h), **_both(f"h.{i}.ln_2", h)}
+            found |= {**both(f"h.{i}.ln_1", h), **both(f"h.{i}.ln_2", h)}
             for name, n_in, n_out in (
                 ("attn.c_attn", h, 3 * h), ("attn.c_proj", h, h),
                 ("mlp.c_fc", h, inner), ("mlp.c_proj", inner, h),
@@ -58,7 +64,7 @@ def shapes(kind, config):
         return found
     h, inner, layers = c["hidden_size"], c["intermediate_size"], range(c["num_hidden_layers"])
     if kind in ENCODERS:
-        found = _both("embeddings.LayerNorm", h)
+        found = both("embeddings.LayerNorm", h)
         found["embeddings.word_embeddings.weight"] = (c["vocab_size"], h)
         found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], h)
         found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
@@ -69,7 +75,7 @@ def shapes(kind, config):
                 ("output.dense", inner, h),
             ):  # fmt: skip
                 found |= {f"{layer}{name}.weight": (n_out, n_in), f"{layer}{name}.bias": (n_out,)}
-            found |= _both(f"{layer}attention.output.LayerNorm", h) | _both(f"{layer}output.LayerNorm", h)
+            found |= both(f"{layer}attention.output.LayerNorm", h) | both(f"{layer}output.LayerNorm", h)
         return found
     head_dim = c.get("head_dim", h // c["num_attention_heads"])
     q, kv = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
@@ -89,10 +95,6 @@ def shapes(kind, config):
         if kind == "qwen3":
             found |= {f"{layer}self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return found
-
-
-def _both(name, n):
-    return {f"{name}.weight": (n,), f"{name}.bias": (n,)}
 
 
 def tensors(kind, config, seed=0):
@@ -115,26 +117,11 @@ def write(folder, kind, weights=None, **changes):
     return weights
 
 
-def layer_norm(x, t, name, eps=1e-5):
-    z = x - x.mean(-1, keepdims=True)
-    return z / np.sqrt((z * z).mean(-1, keepdims=True) + eps) * t[f"{name}.weight"] + t[f"{name}.bias"]
-
-
-def rms_norm(x, weight, eps):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
-
-
-def attend(q, k, v, allowed):
-    """q is (L, heads, D), k and v (L, heads_kv, D), allowed (L, L); result (L, heads * D)."""
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
-    probs = np.exp(scores - scores.max(-1, keepdims=True)) * allowed
-    return np.einsum("hij,jhd->ihd", probs / probs.sum(-1, keepdims=True), v).reshape(len(q), -1)
-
-
 def result(kind, config, t, ids):
     """Hidden states of an encoder, logits of a decoder; ids is (L,), the result (L, n)."""
     t = {name: x.astype(np.float64) for name, x in t.items()}
+    if kind in tiny_encoders.CONFIGS:
+        return tiny_encoders.result(kind, config, t, np.array(ids))
     return {"bert": _bert, "roberta": _bert, "gpt2": _gpt2}.get(kind, _llama)(kind, config, t, np.array(ids))
 
 
@@ -142,40 +129,35 @@ def _bert(kind, c, t, ids):
     heads, n = c["num_attention_heads"], len(ids)
     eps = c.get("layer_norm_eps", 1e-12)
 
-    def linear(x, name):
-        return x @ t[f"{name}.weight"].T + t[f"{name}.bias"]
-
     first = c["pad_token_id"] + 1 if kind == "roberta" else 0
     x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
     x = x + t["embeddings.position_embeddings.weight"][first : first + n]
     x = layer_norm(x, t, "embeddings.LayerNorm", eps)
     for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
         q, k, v = (
-            linear(x, f"{layer}attention.self.{part}").reshape(n, heads, -1)
+            linear(x, t, f"{layer}attention.self.{part}").reshape(n, heads, -1)
             for part in ("query", "key", "value")
         )
-        x = x + linear(attend(q, k, v, np.ones((n, n))), f"{layer}attention.output.dense")
+        x = x + linear(attend(q, k, v, np.ones((n, n))), t, f"{layer}attention.output.dense")
         x = layer_norm(x, t, f"{layer}attention.output.LayerNorm", eps)
-        inner = linear(x, f"{layer}intermediate.dense")
-        inner *= 0.5 * (1 + np.vectorize(math.erf)(inner / math.sqrt(2)))
-        x = layer_norm(x + linear(inner, f"{layer}output.dense"), t, f"{layer}output.LayerNorm", eps)
+        inner = gelu(linear(x, t, f"{layer}intermediate.dense"))
+        x = layer_norm(x + linear(inner, t, f"{layer}output.dense"), t, f"{layer}output.LayerNorm", eps)
     return x
 
 
 def _gpt2(kind, c, t, ids):
     n, heads = len(ids), c["n_head"]
 
-    def linear(x, name):
+    def transposed(x, name):
         return x @ t[f"{name}.weight"] + t[f"{name}.bias"]
 
     x = t["wte.weight"][ids] + t["wpe.weight"][:n]
     for layer in (f"h.{i}." for i in range(c["n_layer"])):
-        qkv = linear(layer_norm(x, t, f"{layer}ln_1"), f"{layer}attn.c_attn")
+        qkv = transposed(layer_norm(x, t, f"{layer}ln_1"), f"{layer}attn.c_attn")
         q, k, v = (part.reshape(n, heads, -1) for part in np.split(qkv, 3, axis=1))
-        x = x + linear(attend(q, k, v, np.tri(n)), f"{layer}attn.c_proj")
-        inner = linear(layer_norm(x, t, f"{layer}ln_2"), f"{layer}mlp.c_fc")
-        inner *= 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
-        x = x + linear(inner, f"{layer}mlp.c_proj")
+        x = x + transposed(attend(q, k, v, np.tri(n)), f"{layer}attn.c_proj")
+        inner = gelu_tanh(transposed(layer_norm(x, t, f"{layer}ln_2"), f"{layer}mlp.c_fc"))
+        x = x + transposed(inner, f"{layer}mlp.c_proj")
     return layer_norm(x, t, "ln_f") @ t["wte.weight"].T
 
 
@@ -183,30 +165,25 @@ def _llama(kind, c, t, ids):
     n, eps = len(ids), c.get("rms_norm_eps", 1e-6)
     q_heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
     head_dim = c.get("head_dim", c["hidden_size"] // q_heads)
-    angles = np.outer(np.arange(n), c.get("rope_theta", 10000.0) ** -(np.arange(0, head_dim, 2) / head_dim))
-    cos, sin = (np.concatenate([f(angles)] * 2, axis=1)[:, None] for f in (np.cos, np.sin))
+    theta = c.get("rope_theta", 10000.0)
     back = np.arange(n)[:, None] - np.arange(n)
     allowed = (back >= 0) & (back < c.get("sliding_window", n))
-
-    def linear(x, name):
-        return x @ t[f"{name}.weight"].T + t.get(f"{name}.bias", 0.0)
-
-    def rotated(x):
-        return x * cos + np.concatenate([-x[..., head_dim // 2 :], x[..., : head_dim // 2]], axis=-1) * sin
 
     x = t["model.embed_tokens.weight"][ids]
     for layer in (f"model.layers.{i}." for i in range(c["num_hidden_layers"])):
         y = rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
         q, k, v = (
-            linear(y, f"{layer}self_attn.{part}_proj").reshape(n, heads, head_dim)
+            linear(y, t, f"{layer}self_attn.{part}_proj").reshape(n, heads, head_dim)
             for part, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads))
         )
         if kind == "qwen3":
             q = rms_norm(q, t[f"{layer}self_attn.q_norm.weight"], eps)
             k = rms_norm(k, t[f"{layer}self_attn.k_norm.weight"], eps)
-        x = x + linear(attend(rotated(q), rotated(k), v, allowed), f"{layer}self_attn.o_proj")
+        x = x + linear(
+            attend(rotated(q, theta), rotated(k, theta), v, allowed), t, f"{layer}self_attn.o_proj"
+        )
         y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
-        gate = linear(y, f"{layer}mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj")
+        gate = silu(linear(y, t, f"{layer}mlp.gate_proj"))
+        x = x + linear(gate * linear(y, t, f"{layer}mlp.up_proj"), t, f"{layer}mlp.down_proj")
     output = t.get("lm_head.weight", t["model.embed_tokens.weight"])
     return rms_norm(x, t["model.norm.weight"], eps) @ output.T

@@ -37,7 +37,44 @@ def roberta(name="Roberta", **changes):
 
 
 def counts_positions_from_ids(model):
-    return not isinstance(model, transformers.BertModel) and hasattr(model, "encoder")
+    return type(model).__name__ in ("RobertaModel", "XLMRobertaModel", "CamembertModel", "MPNetModel")
+
+
+def modernbert(**changes):
+    special = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+    config = transformers.ModernBertConfig(**SIZES, **special, local_attention=6, **changes)
+    return transformers.ModernBertModel(config)
+
+
+def distilbert(**changes):
+    sizes = {"vocab_size": VOCAB, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6}
+    return transformers.DistilBertModel(transformers.DistilBertConfig(**sizes, **changes))
+
+
+def mpnet(**changes):
+    config = transformers.MPNetConfig(**{**SIZES, "max_position_embeddings": 200}, **changes)
+    return transformers.MPNetModel(config, add_pooling_layer=False)
+
+
+def nomic(**changes):
+    return transformers.NomicBertModel(transformers.NomicBertConfig(**SIZES, **changes))
+
+
+def gte(**changes):
+    return transformers.GteModel(transformers.GteConfig(**SIZES, **changes))
+
+
+def albert(**changes):
+    config = transformers.AlbertConfig(**SIZES, embedding_size=20, **changes)
+    return transformers.AlbertModel(config, add_pooling_layer=False)
+
+
+def deberta(**changes):
+    third = {
+        "relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+    }  # fmt: skip
+    return transformers.DebertaV2Model(transformers.DebertaV2Config(**{**SIZES, **third, **changes}))
 
 
 def gpt2(**changes):
@@ -68,6 +105,29 @@ ENCODERS = {
     "roberta-padding-id-3": lambda: roberta(pad_token_id=3),
     "xlm-roberta": lambda: roberta("XLMRoberta"),
     "camembert": lambda: roberta("Camembert"),
+    "distilbert": distilbert,
+    "distilbert-sinusoidal-relu": lambda: distilbert(sinusoidal_pos_embds=True, activation="relu"),
+    "mpnet": mpnet,
+    "mpnet-relu": lambda: mpnet(hidden_act="relu"),
+    "nomic": nomic,
+    "nomic-gelu-theta": lambda: nomic(hidden_act="gelu", rope_parameters={"rope_theta": 50.0}),
+    "gte": gte,
+    "gte-no-types-relu-theta": lambda: gte(
+        type_vocab_size=0, hidden_act="relu", rope_parameters={"rope_theta": 50.0}
+    ),
+    "albert": albert,
+    "albert-two-groups-gelu": lambda: albert(num_hidden_groups=2, hidden_act="gelu"),
+    "deberta-v3": deberta,
+    "deberta-own-maps-types-positions": lambda: deberta(
+        share_att_key=False, norm_rel_ebd="none", type_vocab_size=2, position_biased_input=True
+    ),
+    "deberta-one-kind-no-buckets": lambda: deberta(
+        pos_att_type="c2p", position_buckets=-1, max_relative_positions=9
+    ),
+    "deberta-other-kind": lambda: deberta(share_att_key=False, pos_att_type="p2c", max_relative_positions=20),
+    "modernbert": modernbert,
+    "modernbert-biased": lambda: modernbert(attention_bias=True, mlp_bias=True, norm_bias=True),
+    "modernbert-all-sliding": lambda: modernbert(layer_types=["sliding_attention"] * 3),
 }
 DECODERS = {
     "gpt2": gpt2,
@@ -186,6 +246,12 @@ def test_padded_results(name, side, tmp_path):
     if counts_positions_from_ids(model):
         ids[mask == 0] = model.config.pad_token_id
     require_close(models.load(saved(model, tmp_path))(ids, mask), theirs(model, ids, mask), mask)
+
+
+def test_distances_past_the_last_bucket(tmp_path):
+    model = randomised(mpnet())
+    ids = some_ids((1, 190))
+    require_close(models.load(saved(model, tmp_path))(ids), theirs(model, ids))
 
 
 def test_float64(tmp_path):
