@@ -14,7 +14,7 @@ from fastattn._args.values import flag, integer, iterated, short
 from fastattn.models import _model
 from fastattn.models._encode import calls, shown
 from fastattn.models._files import ModelError
-from fastattn.models._sentences import ACTIVATIONS, Pooling
+from fastattn.models._sentences import ACTIVATIONS
 from fastattn.models._text import strings
 
 if TYPE_CHECKING:
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array
     from fastattn.models._encoder import Encoder
-    from fastattn.models._sentences import Dense
+    from fastattn.models._sentences import Dense, LayerNorm, Pooling
     from fastattn.models._text import Text
 
     Texts = tuple[str, ...]  # one or two, which become one sequence
 
 _PAIRS = "pairs, as [(text, text)]"
-_FIRST_TOKEN = Pooling(("cls",))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -38,7 +37,7 @@ class Classifier:
     """The base of `CrossEncoder` and `TokenClassifier`."""
 
     encoder: Encoder
-    head: tuple[Dense, ...]  # one after another
+    head: tuple[Dense | LayerNorm, ...]  # one after another
     labels: tuple[str, ...]  # their names
 
     @property
@@ -100,9 +99,10 @@ class CrossEncoder(Classifier):
     """An encoder with scores for each pair of texts, or each text: `predict`, `rank`, or call it with ids."""
 
     activation: str  # of the logits, by its name in torch.nn
+    pooling: Pooling  # before the head
 
     def _logits(self, states: Array, mask: Array) -> Array:
-        return self._scored(_FIRST_TOKEN(states[mask], np.append(0, np.cumsum(mask.sum(axis=1)))))
+        return self._scored(self.pooling(states[mask], np.append(0, np.cumsum(mask.sum(axis=1)))))
 
     def predict(
         self,
@@ -231,7 +231,7 @@ class CrossEncoder(Classifier):
             if most >= kinds:
                 came = f"{self.text.folder / 'tokenizer.json'} gives a token the type {most}"
                 raise ModelError(f"{came}; expected one of the model's {kinds}, which begin with 0")
-            yield self._scored(_FIRST_TOKEN(*self.encoder.hidden([each[:, 0] for each in call], types)))
+            yield self._scored(self.pooling(*self.encoder.hidden([each[:, 0] for each in call], types)))
 
     def _activated(
         self, func: str, logits: Array, activation_fn: Callable[[Array], ArrayLike] | None

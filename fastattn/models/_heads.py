@@ -10,14 +10,14 @@ from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._files import Config, ModelError
-from fastattn.models._sentences import ACTIVATIONS, Dense, is_cross_encoder, modules_of
+from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Pooling, is_cross_encoder, modules_of
 from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling, VocabularyHead
 from fastattn.models._vectors import SIMILARITIES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fastattn._args.types import Shape
+    from fastattn._args.types import Array, Shape
     from fastattn.models._blocks import Source
     from fastattn.models._encoder import Encoder
 
@@ -30,6 +30,7 @@ class HeadNames(NamedTuple):
     inner: str | None
     outer: str
     activation: str = "Tanh"
+    norm: str | None = None  # behind the activation
 
 
 class VocabularyNames(NamedTuple):
@@ -48,8 +49,12 @@ _TEXTS, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _TEXT_HEADS = {
     "bert": HeadNames("pooler.dense", "classifier"),
     **dict.fromkeys(
-        ("roberta", "xlm-roberta", "camembert"), HeadNames("classifier.dense", "classifier.out_proj")
+        ("roberta", "xlm-roberta", "camembert", "mpnet"), HeadNames("classifier.dense", "classifier.out_proj")
     ),
+    "distilbert": HeadNames("pre_classifier", "classifier", "ReLU"),
+    "albert": HeadNames("pooler", "classifier"),
+    "deberta-v2": HeadNames("pooler.dense", "classifier", "GELU"),
+    "modernbert": HeadNames("head.dense", "classifier", "GELU", "head.norm"),
 }
 _VOCABULARY_HEADS = {
     "bert": VocabularyNames(
@@ -63,8 +68,15 @@ _VOCABULARY_HEADS = {
         ("roberta", "xlm-roberta", "camembert"),
         VocabularyNames("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"),
     ),
+    "distilbert": VocabularyNames(
+        "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias", "activation"
+    ),
 }
-_TOKEN_HEADS = dict.fromkeys(_TEXT_HEADS, HeadNames(None, "classifier"))
+_TOKEN_HEADS = {
+    **dict.fromkeys(_TEXT_HEADS, HeadNames(None, "classifier")),
+    "modernbert": _TEXT_HEADS["modernbert"],
+}
+_POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`
 
 
 def with_head(source: Source, encoder: Encoder) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder:
@@ -92,25 +104,40 @@ def with_head(source: Source, encoder: Encoder) -> Encoder | CrossEncoder | Toke
     head = _read(source, names, encoder.hidden_size, count)
     if task.endswith(_TOKENS):
         return TokenClassifier(encoder, head, labels)
-    return CrossEncoder(encoder, head, labels, _activation(source.folder, source.config, count))
-
-
-def _read(source: Source, names: HeadNames, hidden: int, count: int) -> tuple[Dense, ...]:
-    """The linear maps; they are small, and kept in the type that the kernels compute in."""
-    maps = {name: hidden for name in (names.inner,) if name is not None} | {names.outer: count}
-    shapes: dict[str, Shape] = {}
-    for name, n_out in maps.items():
-        shapes |= {f"{name}.weight": (n_out, hidden), f"{name}.bias": (n_out,)}
-    source.tensors.expect(shapes, ("pooler.",) if names.inner == "pooler.dense" else (), _NONE)
-    source.tensors.expect(shapes, ("classifier.",), _NONE)  # and no other
-    return tuple(
-        Dense(
-            ops.pack(source.vector(f"{name}.weight")),
-            source.vector(f"{name}.bias"),
-            "Identity" if name == names.outer else names.activation,
-        )
-        for name in maps
+    activation = _activation(source.folder, source.config, count)
+    return CrossEncoder(
+        encoder, head, labels, activation, source.config.choice("classifier_pooling", _POOLINGS, "cls")
     )
+
+
+def _read(source: Source, names: HeadNames, hidden: int, count: int) -> tuple[Dense | LayerNorm, ...]:
+    """The layers one after another; they are small, and kept in the type that the kernels compute in."""
+    config = source.config
+    config.refuse(pooler_hidden_act="gelu", classifier_activation="gelu")  # DeBERTa's and ModernBERT's
+    shapes: dict[str, Shape] = {f"{names.outer}.weight": (count, hidden), f"{names.outer}.bias": (count,)}
+    if names.inner is not None:
+        shapes[f"{names.inner}.weight"] = hidden, hidden
+        if names.norm is None or config.get("classifier_bias", bool, False):
+            shapes[f"{names.inner}.bias"] = (hidden,)
+    if names.norm is not None:
+        shapes[f"{names.norm}.weight"] = (hidden,)
+        if config.get("norm_bias", bool, False):
+            shapes[f"{names.norm}.bias"] = (hidden,)
+    source.tensors.expect(shapes, ("pooler.",) if "pooler.dense.weight" in shapes else (), _NONE)
+    source.tensors.expect(shapes, ("classifier.",), _NONE)  # and no other
+
+    def bias(name: str) -> Array | None:
+        return source.vector(f"{name}.bias") if f"{name}.bias" in shapes else None
+
+    def dense(name: str, activation: str) -> Dense:
+        return Dense(ops.pack(source.vector(f"{name}.weight")), bias(name), activation)
+
+    layers: list[Dense | LayerNorm] = []
+    if names.inner is not None:
+        layers.append(dense(names.inner, names.activation))
+    if names.norm is not None:
+        layers.append(LayerNorm(source.vector(f"{names.norm}.weight"), bias(names.norm)))
+    return (*layers, dense(names.outer, "Identity"))
 
 
 def _activation(folder: Path, config: Config, num_labels: int) -> str:

@@ -152,7 +152,7 @@ class LayerNorm:
     """Each vector's features at mean 0 and variance 1, times weight, plus bias."""
 
     weight: Array
-    bias: Array
+    bias: Array | None
 
     @classmethod
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[LayerNorm, int]:

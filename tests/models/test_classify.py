@@ -1,6 +1,7 @@
 """Heads that score pairs of texts, texts and tokens: their definition, bits, and what is refused."""
 
 import json
+import math
 import pickle
 
 import numpy as np
@@ -92,6 +93,42 @@ def test_scores_by_their_definition(kind, labels, tmp_path, implementation):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     expected = expected if labels == 1 else softmax(logits)
     np.testing.assert_allclose(model.predict(PAIRS, apply_softmax=True), expected, rtol=1e-5, atol=1e-5)
+
+
+def _gelu(x):
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+FAMILIES = {  # the names of the inner map and of the outer one, and what is between them
+    "mpnet": ("classifier.dense", "classifier.out_proj", np.tanh),
+    "distilbert": ("pre_classifier", "classifier", lambda x: np.maximum(x, 0)),
+    "albert": ("albert.pooler", "classifier", np.tanh),
+    "deberta-v2": ("pooler.dense", "classifier", _gelu),
+    "modernbert": ("head.dense", "classifier", _gelu),
+}
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [*((kind, "cls") for kind in FAMILIES), ("modernbert", "mean")])
+def test_heads_of_other_families(kind, pooling, tmp_path, implementation):
+    inner, outer, function = FAMILIES[kind]
+    changes = {"architectures": ["AnyForSequenceClassification"], "classifier_pooling": pooling}
+    changes["id2label"] = {"0": "no", "1": "yes"}
+    weights = tiny.tensors(kind, {**tiny.CONFIGS[kind], **changes})
+    head = {f"{inner}.weight": (24, 24), f"{outer}.weight": (2, 24), f"{outer}.bias": (2,)}
+    head |= {"head.norm.weight": (24,)} if kind == "modernbert" else {f"{inner}.bias": (24,)}
+    head = {name: 0.3 * RNG.standard_normal(shape, np.float32) for name, shape in head.items()}
+    prefix = "albert." if kind == "albert" else ""
+    tiny.write(tmp_path, kind, {**{prefix + name: x for name, x in weights.items()}, **head}, **changes)
+    model = models.load(tmp_path)
+    ids, mask = np.array([[1, 7, 5, 2, 0], [1, 5, 6, 7, 2]]), [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    states = model.encoder(ids, mask).astype(np.float64)
+    x = states[:, 0] if pooling == "cls" else states.sum(axis=1) / [[4], [5]]
+    x = function(x @ head[f"{inner}.weight"].T + head.get(f"{inner}.bias", 0))
+    if kind == "modernbert":
+        x = x - x.mean(axis=1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-5) * head["head.norm.weight"]
+    expected = x @ head[f"{outer}.weight"].T + head[f"{outer}.bias"]
+    np.testing.assert_allclose(model(ids, mask), expected, rtol=2e-5, atol=2e-5)
 
 
 def test_a_call_takes_ids(tmp_path):

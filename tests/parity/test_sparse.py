@@ -19,7 +19,9 @@ KINDS = {
     "roberta": transformers.RobertaConfig,
     "xlm-roberta": transformers.XLMRobertaConfig,
     "camembert": transformers.CamembertConfig,
+    "distilbert": transformers.DistilBertConfig,
 }
+DISTIL = {"dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6}
 
 
 def both(folder, kind="bert", strategy="max", function="relu", **options):
@@ -30,10 +32,16 @@ def both(folder, kind="bert", strategy="max", function="relu", **options):
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.save_pretrained(folder)
     tied = options.pop("tie_word_embeddings", True)
-    config = KINDS[kind](
-        vocab_size=13, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-        max_position_embeddings=64, pad_token_id=0, tie_word_embeddings=tied,
-    )  # fmt: skip
+    sizes = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
+    }  # fmt: skip
+    sizes = {
+        **(DISTIL if kind == "distilbert" else sizes),
+        "vocab_size": 13,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
+    config = KINDS[kind](**sizes, tie_word_embeddings=tied)
     model = transformers.AutoModelForMaskedLM.from_config(config)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():  # nothing stays at zero or one
@@ -66,7 +74,7 @@ def test_encode(kind, strategy, function, tmp_path, implementation):
     require_close(ours.encode(texts, max_active_dims=3), theirs.encode(texts, max_active_dims=3))
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
 def test_an_output_of_its_own(kind, tmp_path):
     theirs, ours = both(tmp_path, kind, tie_word_embeddings=False)
     require_close(ours.encode(TEXTS), theirs.encode(TEXTS))

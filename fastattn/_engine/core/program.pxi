@@ -241,7 +241,6 @@ cdef class _AttendStep(_Step):
             own.data += self.first_kv * own.head
         return own
 
-
     cdef void _move(self, Call *c, fa_array *x, int64_t heads, int64_t pairs, fa_array *out,
                     fa_array *scale=NULL) except *:
         """Copy new tokens' heads from x to out, which may be x, and rotate their first `pairs` pairs.
