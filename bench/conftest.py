@@ -50,6 +50,8 @@ def time_problem(benchmark, engine, problem, request):
             ways = engine.named_ways(problem, request.config.getoption("threads"))
         except Unsupported as reason:
             pytest.skip(str(reason))
+        for way in ways.values():
+            way.load()
         name, way = min(ways.items(), key=lambda item: time_call(item[1].call, 0.02) if len(ways) > 1 else 0)
         error = largest_error(way.read(way.call()), *problem.reference())
         assert error <= problem.tolerance

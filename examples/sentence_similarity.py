@@ -44,8 +44,8 @@ def main():
         model = models.load(args.model or model_folder())
     except (FileNotFoundError, models.ModelError) as error:
         raise SystemExit(f"error: {error}") from None
-    unit = model.embed(args.sentences, normalize=True)
-    for i, (row, sentence) in enumerate(zip(unit @ unit.T, args.sentences, strict=True)):
+    vectors = model.encode(args.sentences)
+    for i, (row, sentence) in enumerate(zip(model.similarity(vectors, vectors), args.sentences, strict=True)):
         print(f"{i:2}", *(f"{x:6.2f}" for x in row), " ", shorten(sentence, 80, placeholder="..."))
 
 

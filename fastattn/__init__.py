@@ -17,6 +17,7 @@ from fastattn._engine.settings import (
 from fastattn._version import __version__
 from fastattn.functional._attention import attention, attention_weights, explain, merge_states
 from fastattn.functional._torch import scaled_dot_product_attention
+from fastattn.functional._varlen import varlen_attention
 
 if TYPE_CHECKING:
     from fastattn import models
@@ -40,6 +41,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "set_num_threads",
     "show_config",
+    "varlen_attention",
 ]
 
 

@@ -11,12 +11,11 @@ from importlib import util
 from pathlib import Path
 
 import fastattn
-from fastattn import _cli_models
+from fastattn import _cli_files, _cli_models
 from fastattn._args.types import ROUNDINGS
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.suites import SUITES
 from fastattn._engine.settings import CPUS
-from fastattn.models._sentences import MODES as POOLING
 from fastattn.models._weights import DTYPES as MODEL_DTYPES
 from fastattn.models._weights import WEIGHT_DTYPES
 
@@ -123,11 +122,18 @@ def _parser() -> argparse.ArgumentParser:
 
     option = command(_cli_models.embed)
     model_options(option)
-    option("file", type=Path, nargs="?", metavar="FILE", help="lines of text (the standard input)")
-    option("--output", type=_vectors, metavar="FILE", help=".npy or .jsonl (JSON lines, printed)")
-    option("--batch-size", type=positive, default=32, metavar="N", help="lines at a time (32)")
-    option("--pooling", choices=POOLING, help="of a line's tokens (as the model's folder says, or mean)")
-    option("--normalize", action="store_true", help="to length 1, even if the model's folder does not say so")
+    text = "lines of text, or .jsonl, .csv or .parquet (lines from the standard input)"
+    option("file", type=Path, nargs="?", metavar="FILE", help=text)
+    option("--column", metavar="NAME", help="of the texts in files that have columns (text)")
+    option("--output", type=_vectors, metavar="FILE", help=".npy, .jsonl or .parquet (JSON lines, printed)")
+    option("--prompt-name", metavar="NAME", help="of a prompt in the model's folder, put before each text")
+    option("--prompt", metavar="TEXT", help="put before each text")
+    option("--batch-size", type=positive, metavar="N", help="texts at a time at most (of about 768 tokens)")
+    text = "to length 1, even if the model's folder does not say so"
+    option("--normalize", dest="normalize_embeddings", action="store_true", help=text)
+    option("--truncate-dim", type=positive, metavar="N", help="keep the first N features of a vector")
+    text = "of a feature: a float, or a bit (float32)"
+    option("--precision", choices=("float32", "binary", "ubinary"), default="float32", help=text)
 
     option = command(_cli_models.generate)
     model_options(option)
@@ -183,9 +189,9 @@ def _config(text: str) -> Path:
 
 
 def _vectors(text: str) -> Path:
-    if not text.endswith(_cli_models.SUFFIXES):
-        suffixes = " or ".join(_cli_models.SUFFIXES)
-        raise argparse.ArgumentTypeError(f"expected a name that ends in {suffixes}, got {text!r}")
+    if not text.endswith(_cli_files.SUFFIXES):
+        suffixes = ", ".join(_cli_files.SUFFIXES)
+        raise argparse.ArgumentTypeError(f"expected a name that ends in one of {suffixes}, got {text!r}")
     return _file(text)
 
 

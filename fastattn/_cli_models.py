@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from functools import wraps
 from io import TextIOWrapper
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from fastattn._args.types import lane_dtype
+from fastattn._cli_files import Texts, Unfinished, digest_of_model, require_writable, write_json_lines
+from fastattn._version import __version__
+from fastattn.models._encode import shown
+
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
     from pathlib import Path
-    from typing import BinaryIO, TextIO
 
-    from fastattn._args.types import Array
-    from fastattn.models import Bert, Decoder
+    from fastattn.models import CrossEncoder, Decoder, Encoder, SparseEncoder, TokenClassifier
+    from fastattn.models._encode import EncodeOptions
 
-SUFFIXES = (".npy", ".jsonl")
+# Options that are arguments of `load`, and of `encode`; what the others say does not change a vector.
+_LOADED = ("dtype", "weights_dtype", "activations")
+_ENCODED = ("prompt_name", "prompt", "batch_size", "precision", "normalize_embeddings", "truncate_dim")
 
 
 def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
@@ -42,31 +47,43 @@ def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Name
 
 @_said
 def embed(options: argparse.Namespace) -> None:
-    """Turn lines of text into vectors with an encoder (BERT, RoBERTa, MiniLM)."""
-    from fastattn.models import Bert
-    from fastattn.models._files import require
+    """Turn texts into vectors with an encoder, and go on where an interrupted run ended."""
+    from fastattn.models import Encoder
 
-    progress_bar = require("tqdm").tqdm
+    output: Path | None = options.output
+    if output is not None:
+        require_writable(output.suffix)
+    texts = Texts(options.file, options.column)
     model = _loaded(options)
-    if not isinstance(model, Bert):
-        raise ValueError(f"{options.model} holds a {model.model_type}; expected a model of the BERT family")
-    with _opened(options.file) as file:
-        total, lines = _lines(file)
-        with progress_bar(total=total, unit=" texts", disable=None) as bar:
-            how = {
-                "batch_size": options.batch_size,
-                "pooling": options.pooling,
-                "normalize": options.normalize or None,
-                "progress": bar.update,
-            }
-            if options.output is None:
-                _write_lines(model.embed_stream(lines, **how), sys.stdout)
-            elif options.output.suffix == ".npy":
-                np.save(options.output, model.embed(lines, **how))
-            else:
-                vectors = model.embed_stream(lines, **how)
-                with options.output.open("w", encoding="utf-8") as output:
-                    _write_lines(vectors, output)
+    if not isinstance(model, Encoder):
+        raise ValueError(f"{options.model} holds a {model.model_type}; expected an encoder, as bert")
+    how = {name: getattr(options, name) for name in _ENCODED}
+    call = model._checked("embed", cast("EncodeOptions", how))
+    total, digest = texts.survey() if texts.again else (None, "")
+    if output is None:
+        write_json_lines(shown(model._vectors(texts, call), total=total, disable=None), sys.stdout)
+        return
+    run = None
+    if texts.again:
+        how = {name: getattr(options, name) for name in _LOADED}
+        how |= {
+            name: value for name, value in call._asdict().items() if name not in ("batch_size", "progress")
+        }
+        run = {
+            "input": digest,
+            "model": digest_of_model(options.model),
+            "options": how,
+            "version": __version__,
+        }
+    empty = call.packed(np.empty((0, call.features), lane_dtype(model.dtype)))
+    unfinished = Unfinished(output, empty.shape[1], empty.dtype, run)
+    try:
+        rest = model._vectors(islice(texts, unfinished.rows, None), call)
+        for vectors in shown(rest, total=total, initial=unfinished.rows, disable=None):
+            unfinished.write(vectors)
+        unfinished.finish()
+    finally:
+        unfinished.close()
 
 
 @_said
@@ -96,47 +113,10 @@ def generate(options: argparse.Namespace) -> None:
     print()
 
 
-def _loaded(options: argparse.Namespace) -> Bert | Decoder:
+def _loaded(
+    options: argparse.Namespace,
+) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | Decoder:
     """The model that the options name, in the types that they name."""
     from fastattn.models import load
 
-    how = {name: getattr(options, name) for name in ("dtype", "weights_dtype", "activations")}
-    return load(options.model, **how)
-
-
-def _opened(path: Path | None) -> AbstractContextManager[BinaryIO]:
-    """The file, or the standard input."""
-    if path is None:
-        return nullcontext(sys.stdin.buffer)
-    try:
-        return path.open("rb")
-    except OSError as error:
-        what = f"FILE {str(path)!r} cannot be read, {error.strerror}; expected a file of lines of text"
-        raise ValueError(what) from error
-
-
-def _lines(file: BinaryIO) -> tuple[int | None, Iterator[str]]:
-    """How many lines of text there are, where that can be known, and they; only a line feed ends one."""
-    if not file.seekable():  # a pipe
-        return None, _decoded(file)
-    start = file.tell()
-    total = sum(1 for _ in _decoded(file))  # so that what is no text is known before anything is computed
-    file.seek(start)
-    return total, _decoded(file)
-
-
-def _decoded(file: BinaryIO) -> Iterator[str]:
-    name, number = "the standard input" if file is sys.stdin.buffer else file.name, 0
-    try:
-        for number, line in enumerate(file, 1):  # noqa: B007 - the line that is wrong
-            yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 in line {number}: {error}") from error
-
-
-def _write_lines(windows: Iterable[Array], file: TextIO) -> None:
-    """One JSON list of numbers a line, each with as many digits as tell it from its neighbours."""
-    for vectors in windows:
-        for vector in vectors:
-            file.write(f"[{', '.join(map(str, vector))}]\n")
-        file.flush()
+    return load(options.model, **{name: getattr(options, name) for name in _LOADED})

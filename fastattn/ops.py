@@ -126,9 +126,11 @@ def linear(
         Added last; in x's dtype. It may be `out` itself.
     activations : {"int8"}, optional
         Round each row of x to int8 and multiply integers: for weights in int8 and 4 bits, several times as
-        fast where rows are many. A row has one scale, ``max(abs(row)) / 127``; each of its elements errs by
-        half of it at most. So one large element costs all others of its row their precision. NF4's numbers
-        are rounded to multiples of 1 / 127, too. A row that holds NaN or infinity gives NaN.
+        fast where rows are many. A row has a grid of its own, 255 numbers from its smallest to its largest
+        element, so with a step of ``(max(row) - min(row)) / 254``; each of its elements errs by half a step
+        at most. One large element costs all others of its row their precision; rows of one value, or of two,
+        lose none. NF4's numbers are rounded to multiples of 1 / 127, too. A row that holds NaN or infinity
+        gives NaN.
     transposed : bool, default False
         Compute ``x @ weight`` in place of ``x @ weight.T``, from the same panels: the gradient of a linear
         map's input. x is (..., out_features); bias, residual and result have in_features. With a gated weight
@@ -160,9 +162,11 @@ def linear(
 
     Rounding the weights w changes an element of the product by at most ``sum(abs(x) * e)`` over its k: e is
     the error of each weight, as `pack` states it, ``dw / 2`` in int8 with a scale dw. Int8 `activations` add
-    ``sum((abs(w) + e) * dx / 2)`` with the row's scale dx, which is at least ``2**-100 / 127``. In int8 this
+    ``sum((abs(w) + e) * dx / 2)`` with the row's step dx, which is at least ``2**-100 / 127``. In int8 this
     is ``sum(abs(x) * dw / 2 + abs(w) * dx / 2 + dx * dw / 4)`` together. NF4's e grows by ``dw / 254`` then.
     Beside these, float32 rounds as it does in every product. Of int8 by int8, the sums are exact integers.
+    The middle of the row's grid is multiplied by the sum of the weights, and added: both parts round like
+    products of ``max(abs(row))``, and overflow like them.
     """
     args, result = linear_args(
         "linear", x, weight, bias, activation, residual, activations, transposed, out, num_threads, backend

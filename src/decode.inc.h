@@ -96,6 +96,11 @@ INLINE void dot_scores(fa_dtype dtype, int nr, const dot_product *p, int64_t r0)
     int64_t j = 0;
     for (; j + keys <= p->n; j += keys) {
         if (fetch) prefetch_rows(p->next.data + j * p->next.row, p->next.row, keys, p->next.bytes);
+        /* The next tile's keys, into the first-level cache. The hardware's prefetching alone finds them or not by where
+         * the loop happens to lie in memory: 16 heads of 4096 keys for 64 queries took 2.0 ms or 2.7. */
+        for (int64_t i = j + keys; i < smaller(j + 2 * keys, p->n); i++)
+            for (int64_t d = 0; d < p->head_dim * dtype_size(dtype); d += 64)
+                __builtin_prefetch(p->k + i * p->k_row + d, 0, 3);
         dot_tile(dtype, nr, p, r0, j);
     }
     for (; j < p->n; j++)

@@ -61,7 +61,8 @@ typedef struct {
     fa_array k_scale, v_scale; /* (batch, heads_kv, len_k), lane type: what each row of k and v in FA_I8 is times */
     fa_array lse;              /* (batch, heads_q, len_q), lane type; optional */
     fa_array sinks;            /* (batch, heads_q), lane type; optional */
-    int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
+    int64_t first, batch;      /* items first .. first + batch - 1 of what the arrays hold */
+    int64_t heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v;
     fa_masks masks;
     fa_modifiers mods;
     fa_statistics stats;
@@ -125,11 +126,12 @@ typedef struct {
     const void *scales;  /* int8: lanes, (n_panels, columns); 4 bits: float16, (n_panels, blocks, columns) */
     const void *table;   /* 16 lanes: what a weight of 4 bits means; times its scale it is the weight */
     const int8_t *codes; /* the same as int8, times `unit` */
+    const void *sums;    /* lanes, (n_panels, columns): of w's rows, as int8 multiplies them; read with x_int8 alone */
     double unit;
     const void *bias; /* lanes, (n), gated (2, n); optional, as residual */
     int64_t x_row, residual_row, out_row, m, n, k;
     fa_dtype dtype, weight; /* of x, residual, out; of the panels */
-    int gated, x_int8;      /* x_int8: x is rounded to int8, each row with a scale; weights are int8 or of 4 bits */
+    int gated, x_int8;      /* x_int8: rows of x are rounded to int8, each on its grid; weights are int8 or of 4 bits */
     int transposed;         /* the maps of w, 1 or 2; 0: not transposed. Then neither gated nor x_int8. */
     fa_activation activation;
     const fa_watch *watch; /* optional */
@@ -159,8 +161,10 @@ typedef struct {
     const fa_pack_rows *blocks;
     unsigned char *bad;  /* (n_blocks), 0: those that have a magnitude of `beyond` or more, or NaN, become 1 */
     char *panels;        /* at a cache line */
-    void *scales;        /* both as fa_linear_args has them; without features they are not written */
+    void *scales, *sums; /* all as fa_linear_args has them; without features they are not written */
     const void *middles; /* 4 bits: sixteen lanes, the middles of the values of neighbouring codes, the last unused */
+    const void *codes;   /* 4 bits: sixteen lanes, the integers that fa_linear_args has */
+    double unit;         /* of these integers, as there; of int8 1 */
     double extreme;      /* 4 bits: what the element of largest magnitude becomes; 0: either sign's largest value, 1 */
     double beyond;
     int64_t n_blocks, k;

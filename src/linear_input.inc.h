@@ -1,22 +1,28 @@
 /* What a product with packed weights reads of x: rows where they lie, or a thread's copy of a task's rows, as lanes, as
- * pairs of bfloat16 for the dot product, or as int8 with a scale a row.
+ * pairs of bfloat16 for the dot product, or as int8 on a grid of the row's own.
  *
- * An int8 row is x / scale, rounded to nearest even, scale = max |x| / 127. So each element errs by scale / 2 at most.
- * A row that holds Inf or NaN has a scale of NaN, and so has its result.
+ * An int8 row is (x - middle) / scale, rounded to nearest even: middle is that of the smallest and the largest element,
+ * scale their distance / 254. So each element errs by scale / 2 at most. Of a row x times weights w, the middle makes
+ * middle * sum(w), whose sums lie ready. A row that holds Inf or NaN has a scale of NaN, and so has its result.
  *
- * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_abs), linear_pass.inc.h.
- * Exports   LINEAR_WIDE, linear_scratch, take_linear_scratch; linear_input, ready_input, x_in_place, copied_row;
+ * Requires  basics.inc.h, convert.inc.h, linear_pass.inc.h.
+ * Exports   LINEAR_WIDE, row_grid, linear_scratch, take_linear_scratch; linear_input, ready_input, x_in_place, copied_row;
  *           panel_features, features_padded, pass_rows, sums_of_row, x_size. */
 
-#define WIDE_ROW (1 << 16)  /* features of a row whose copying takes long enough to ask before each */
-#define LINEAR_WIDE 1024    /* features of a part of a panel that is widened to memory: 128 KB */
-#define LEAST_MAX 0x1p-100f /* below it, 127 / max |x| could overflow */
+#define WIDE_ROW (1 << 16)   /* features of a row whose copying takes long enough to ask before each */
+#define LINEAR_WIDE 1024     /* features of a part of a panel that is widened to memory: 128 KB */
+#define LEAST_HALF 0x1p-100f /* of a row's range: below it, 127 / half could overflow */
+
+/* An int8 row of x: its elements are scale times the integers, plus the middle. Of 4 bits, the scale times a->unit. */
+typedef struct {
+    lane scale, middle;
+} row_grid;
 
 /* A thread's memory. It outlives a task: the next one, if it has the same rows, finds x ready. */
 typedef struct {
     int64_t *block; /* the block of rows that x holds, counted from 1: 0 is none */
     char *x;        /* (rows, features) as linear_input says */
-    lane *scales;   /* (rows): of int8 x */
+    row_grid *grid; /* (rows): of int8 x */
     int32_t *sums;  /* (rows, blocks): of int8 x, times V_I8_OFFSET */
     lane *wide;     /* (LINEAR_WIDE, PANEL): a part of a panel, widened */
     lane *acc;      /* (panels, rows, PANEL) of a task; of a panel or pair, if all features are one block */
@@ -71,7 +77,7 @@ static int64_t take_linear_scratch(arena *from, const fa_linear_args *a, const f
     const int64_t kept = plan->blocks == 1 ? 1 + a->gated : plan->panels;
     CUT(from, scratch->block, 1);
     CUT(from, scratch->x, x_in_place(a) ? 0 : plan->rows * copied_row(a));
-    CUT(from, scratch->scales, a->x_int8 ? plan->rows : 0);
+    CUT(from, scratch->grid, a->x_int8 ? plan->rows : 0);
     CUT(from, scratch->sums, a->x_int8 ? plan->rows * sums_of_row(a) : 0);
     CUT(from, scratch->wide, plan->widen ? LINEAR_WIDE * PANEL : 0);
     CUT(from, scratch->acc, kept * plan->rows * PANEL);
@@ -101,29 +107,41 @@ INLINE void sum_bytes(const fa_linear_args *a, const char *bytes, int64_t padded
     UNROLL_FOR(int i = 0; i < LANES; i++) *sums += all[i];
 }
 
-/* to (features_padded) = from (k) / scale, in int8, and its sums. Returns the scale, times the unit of the codes. */
-INLINE lane quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const char *from, char *to, int32_t *sums)
+/* LANES elements of a row of k: from d on or, where it ends before, its last ones. If it has fewer, the first one again
+ * and again, so that no other number is among them. */
+INLINE v_t v_load_within(fa_dtype dtype, const char *from, int64_t d, int64_t k)
+{
+    if (k >= LANES) return v_load_as(dtype, from + smaller(d, k - LANES) * dtype_size(dtype));
+    v_t x = v_load_as_n(dtype, from, k);
+    UNROLL_FOR(int i = 1; i < LANES; i++) x[i] = i < k ? x[i] : x[0];
+    return x;
+}
+
+/* to (features_padded) = from (k) on its grid, in int8, and its sums. */
+INLINE row_grid quantise_row_as(fa_dtype dtype, const fa_linear_args *a, const char *from, char *to, int32_t *sums)
 {
     const int64_t size = dtype_size(dtype);
-    v_t most = v_splat(0), zero = v_splat(0); /* zero becomes NaN where x is not finite */
+    v_t most = v_load_within(dtype, from, 0, a->k), least = most, zero = v_splat(0); /* NaN where x is not finite */
     for (int64_t d = 0; d < a->k; d += LANES) {
-        const v_t x = v_load_as_part(dtype, from + d * size, a->k - d);
-        most = v_max(v_abs(x), most);
+        const v_t x = v_load_within(dtype, from, d, a->k);
+        most = v_max(x, most), least = v_min(x, least);
         zero = v_fma(x, v_splat(0), zero);
     }
     const int finite = !v_any(zero != zero);
-    const lane max = finite ? (lane)fmaxf(v_max_lanes(most), LEAST_MAX) : 1;
-    const v_t factor = v_splat(127 / max), magic = v_splat(0x1.8p23f); /* adding it rounds, into the lowest bits */
+    const lane high = finite ? v_max_lanes(most) : 0, low = finite ? -v_max_lanes(-least) : 0;
+    const lane middle = low * 0.5f + high * 0.5f; /* rounded: so either end may be the farther one */
+    const lane half = fmaxf(fmaxf(high - middle, middle - low), LEAST_HALF);
+    const v_t factor = v_splat(127 / half), magic = v_splat(0x1.8p23f); /* adding it rounds, into the lowest bits */
     for (int64_t d = 0; d < a->k; d += LANES) {
         const v_t x = finite ? v_load_as_part(dtype, from + d * size, a->k - d) : v_splat(0);
-        v_store_i8_part(to + d, (vi_t)(x * factor + magic), a->k - d);
+        v_store_i8_part(to + d, (vi_t)((x - v_splat(middle)) * factor + magic), a->k - d);
     }
     memset(to + a->k, 0, round_up(a->k, 64) - a->k);
     if (V_I8_OFFSET) sum_bytes(a, to, features_padded(a), sums);
-    return finite ? max / 127 * (lane)a->unit : NAN;
+    return (row_grid){finite ? half / 127 * (lane)a->unit : NAN, middle};
 }
 
-static lane quantise_row(const fa_linear_args *a, const char *from, char *to, int32_t *sums)
+static row_grid quantise_row(const fa_linear_args *a, const char *from, char *to, int32_t *sums)
 {
     switch (a->dtype) {
     case FA_F16: return quantise_row_as(FA_F16, a, from, to, sums);
@@ -132,9 +150,9 @@ static lane quantise_row(const fa_linear_args *a, const char *from, char *to, in
     }
 }
 #else
-static lane quantise_row(const fa_linear_args *a, const char *from, char *to, int32_t *sums)
+static row_grid quantise_row(const fa_linear_args *a, const char *from, char *to, int32_t *sums)
 {
-    return (void)a, (void)from, (void)to, (void)sums, NAN;
+    return (void)a, (void)from, (void)to, (void)sums, (row_grid){NAN, 0};
 }
 #endif
 
@@ -151,7 +169,7 @@ static linear_input ready_input(const fa_linear_args *a, int64_t block, int64_t 
     for (int64_t r = 0; r < rows; r++, from += a->x_row, to += size) {
         if (features >= WIDE_ROW && given_up(a->watch)) break;
         if (a->x_int8) {
-            scratch->scales[r] = quantise_row(a, from, to, scratch->sums + r * sums_of_row(a));
+            scratch->grid[r] = quantise_row(a, from, to, scratch->sums + r * sums_of_row(a));
         } else if (multiplication_of(a) == BY_PAIRS) {
             round_row(a->dtype, from, a->k, to);
         } else {

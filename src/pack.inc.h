@@ -23,9 +23,10 @@ typedef struct {
     lane *x;          /* the features of PACK_WORDS words, and 0 up to a whole PACK_GROUP */
     lane *words;      /* (PANEL, PACK_PITCH) */
     lane *gathered;   /* (PANEL, k): rows whose features do not lie side by side */
-    lane *divisors;   /* of 4 bits: of each block of x */
-    uint16_t *scales; /* the same, as they are stored */
+    lane *divisors;   /* of 4 bits: of LANES blocks of x */
+    uint16_t *scales; /* of 4 bits: of each block of x, as they are stored */
     uint8_t *codes;   /* of 4 bits: of each feature of x */
+    double *sums;     /* (PANEL): of int8 and 4 bits, what a->sums has of the rows, so far */
 } pack_scratch;
 
 /* A row of a panel. */
@@ -51,9 +52,10 @@ static int64_t take_pack_scratch(arena *from, const fa_pack_args *a, pack_scratc
     CUT(from, scratch->x, most);
     CUT(from, scratch->words, PANEL * PACK_PITCH);
     CUT(from, scratch->gathered, gathers * PANEL * a->k);
-    CUT(from, scratch->divisors, coded * (most / BLOCK_4BIT));
+    CUT(from, scratch->divisors, coded * LANES);
     CUT(from, scratch->scales, coded * (most / BLOCK_4BIT));
     CUT(from, scratch->codes, coded * most);
+    CUT(from, scratch->sums, PANEL);
     return from->used;
 }
 
@@ -142,14 +144,18 @@ static void pack_pairs(const lane *x, int64_t n, char *to)
     for (int64_t j = 0; j < n; j += LANES) v_store_bf16(to + j * 2, v_load(x + j));
 }
 
-/* to (n) = x / scale, rounded to nearest even. Where the scale is denormal, and so coarse, a quotient may exceed 127. */
-static void pack_bytes(const lane *x, int64_t n, lane scale, char *to)
+/* to (n) = x / scale, rounded to nearest even. Where the scale is denormal, and so coarse, a quotient may exceed 127.
+ * Returns the sum, times the scale: exact, as are the sums of all parts of a row. */
+static double pack_bytes(const lane *x, int64_t n, lane scale, char *to)
 {
     const v_t divisor = v_splat(scale == 0 ? 1 : scale), most = v_splat(127), magic = v_splat(0x1.8p23f);
+    v_t sum = v_splat(0);
     for (int64_t j = 0; j < n; j += LANES) { /* adding `magic` rounds, into the lowest bits */
-        const v_t quotient = v_min(most, v_max(-most, v_load(x + j) / divisor));
-        v_store_i8(to + j, (vi_t)(quotient + magic));
+        const v_t rounded = v_min(most, v_max(-most, v_load(x + j) / divisor)) + magic;
+        v_store_i8(to + j, (vi_t)rounded);
+        sum += rounded - magic;
     }
+    return (double)v_sum(sum) * scale;
 }
 
 /* The scales of LANES blocks of x: their largest magnitudes, or what makes the element of that magnitude, the first of
@@ -185,25 +191,36 @@ INLINE vi_t v_code(const lane *middles, v_t x)
     return code;
 }
 
-/* Codes of n features of x, whole blocks, two a byte, and the scales of their blocks, PANEL apart. */
-static void pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n, uint16_t *scales, char *to)
+/* Codes of n features of x, whole blocks, two a byte, and the scales of their blocks, PANEL apart. Returns the sum of their
+ * integers: each block's is exact, and is scaled; these are added in order. */
+static double pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n, uint16_t *scales, char *to)
 {
     typedef uint64_t eight_u __attribute__((aligned(1), may_alias));
     typedef uint32_t four_u __attribute__((aligned(1), may_alias));
-    for (int64_t b = 0; b < n / BLOCK_4BIT; b += LANES) {
-        v_store_f16(s->scales + b, v_block_scales(a, s->x + b * BLOCK_4BIT));
-        const v_t scale = v_load_f16(s->scales + b);
-        v_store(s->divisors + b, v_select(scale == 0, v_splat(INFINITY), scale)); /* the codes are then those of 0 */
-    }
-    for (int64_t b = 0; b < n / BLOCK_4BIT; b++) {
-        const v_t divisor = v_splat(s->divisors[b]);
-        UNROLL_FOR(int64_t j = b * BLOCK_4BIT; j < (b + 1) * BLOCK_4BIT; j += LANES)
-            v_store_i8(s->codes + j, v_code(a->middles, v_load(s->x + j) / divisor));
-        scales[b * PANEL] = s->scales[b];
+    double sum = 0;
+    for (int64_t first = 0; first < n / BLOCK_4BIT; first += LANES) {
+        v_store_f16(s->scales + first, v_block_scales(a, s->x + first * BLOCK_4BIT));
+        const v_t scale = v_load_f16(s->scales + first);
+        v_t sums[LANES];                                                      /* of each block, exactly */
+        v_store(s->divisors, v_select(scale == 0, v_splat(INFINITY), scale)); /* the codes are then those of 0 */
+        for (int64_t i = 0; i < LANES; i++) {
+            const int64_t b = first + i;
+            sums[i] = v_splat(0);
+            if (b >= n / BLOCK_4BIT) continue;
+            UNROLL_FOR(int64_t j = b * BLOCK_4BIT; j < (b + 1) * BLOCK_4BIT; j += LANES) {
+                const vi_t code = v_code(a->middles, v_load(s->x + j) / v_splat(s->divisors[i]));
+                v_store_i8(s->codes + j, code);
+                sums[i] += v_lookup(a->codes, code);
+            }
+            scales[b * PANEL] = s->scales[b];
+        }
+        const v_t whole = v_sum_each(sums);
+        UNROLL_FOR(int i = 0; i < LANES; i++) sum += (double)whole[i] * scale[i];
     }
     const eight_u *restrict eights = (const eight_u *)s->codes;
     four_u *restrict words = (four_u *)to;
     for (int64_t j = 0; j < n / 8; j++) words[j] = (uint32_t)(eights[j] | eights[j] >> 28);
+    return sum;
 }
 #endif
 
@@ -227,6 +244,13 @@ static lane row_scale(const fa_pack_args *a, const pack_scratch *s, const pack_r
     }
     judge(a, row, most_of(most));
     return most_of(most) / 127;
+}
+
+/* Adds a part's sum to that of row r. The sum of weights that are finite may not be. */
+INLINE void add_sum(const fa_pack_args *a, const pack_scratch *s, int64_t r, int64_t panel, int64_t first, double sum)
+{
+    s->sums[r] = first ? s->sums[r] + sum : sum;
+    ((lane *)a->sums)[panel * PANEL + r] = (lane)fmax(-LANE_MAX, fmin(LANE_MAX, s->sums[r] * a->unit));
 }
 #endif
 
@@ -253,7 +277,7 @@ static const char *row_words(const fa_pack_args *a, const pack_scratch *s, const
         lane *scale = (lane *)a->scales + panel * PANEL + r;
         if (!first) *scale = row_scale(a, s, row);
         if (a->k > pack_features(a)) load_features(s, row, first, n);
-        pack_bytes(s->x, n, *scale, to);
+        add_sum(a, s, r, panel, first, pack_bytes(s->x, n, *scale, to));
         return to;
     }
     load_features(s, row, first, n);
@@ -261,7 +285,8 @@ static const char *row_words(const fa_pack_args *a, const pack_scratch *s, const
     if (a->weight == FA_BF16) pack_pairs(s->x, n, to);
     else {
         const int64_t block = panel * ceil_div(a->k, BLOCK_4BIT) + first / BLOCK_4BIT;
-        pack_codes(a, s, round_up(n, BLOCK_4BIT), (uint16_t *)a->scales + block * PANEL + r, to);
+        uint16_t *scales = (uint16_t *)a->scales + block * PANEL + r;
+        add_sum(a, s, r, panel, first, pack_codes(a, s, round_up(n, BLOCK_4BIT), scales, to));
     }
 #else
     (void)panel;

@@ -38,7 +38,8 @@ static int in_turn(const fa_attention_args *a, const fa_plan *plan, int64_t task
 /* Of these rows `tiles` blocks of block_q, from block `tile` on. */
 static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_t head, int64_t tile, int64_t tiles)
 {
-    row_block rows = {.b = head / a->heads_kv, .h_kv = head % a->heads_kv, .group = a->heads_q / a->heads_kv};
+    row_block rows = {
+        .b = a->first + head / a->heads_kv, .h_kv = head % a->heads_kv, .group = a->heads_q / a->heads_kv};
     rows.row0 = tile * plan->block_q;
     rows.n = smaller(rows_per_head(a) - rows.row0, tiles * plan->block_q);
     return rows;

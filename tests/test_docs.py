@@ -41,6 +41,20 @@ def folder(tmp_path, monkeypatch):
     """Examples run in this folder. The examples of docs/models.md find tiny models in it."""
     tiny.write(tmp_path / "all-MiniLM-L6-v2", "bert")
     write_tokenizer(tmp_path / "all-MiniLM-L6-v2")
+    scores = {
+        "type_vocab_size": 2,
+        "architectures": ["BertForSequenceClassification"],
+        "id2label": {"0": "score"},
+    }
+    weights = tiny.tensors("bert", {**tiny.CONFIGS["bert"], **scores})
+    for name, features in (("pooler.dense", 24), ("classifier", 1)):
+        weights |= {
+            f"{name}.weight": np.ones((features, 24), np.float32),
+            f"{name}.bias": np.zeros(features, "f4"),
+        }
+    weights = {name if name.startswith("classifier") else f"bert.{name}": x for name, x in weights.items()}
+    tiny.write(tmp_path / "ms-marco-MiniLM-L6-v2", "bert", weights, **scores)
+    write_tokenizer(tmp_path / "ms-marco-MiniLM-L6-v2")
     config = {**tiny.CONFIGS["qwen3"], "vocab_size": 256}
     tiny.write(tmp_path / "Qwen3-0.6B", "qwen3", tiny.tensors("qwen3", config), vocab_size=256)
     write_byte_tokenizer(tmp_path / "Qwen3-0.6B")

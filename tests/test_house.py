@@ -86,7 +86,7 @@ def source(module):
     return next(file for file in files if file.exists())
 
 
-ABOVE_ALL = ("fastattn._bench", "fastattn._cli_models")
+ABOVE_ALL = ("fastattn._bench", "fastattn._cli_")
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -229,25 +229,29 @@ def writer(tmp_path_factory):
 def test_arguments_of_encoders(encoder):
     texts = ["the cat"]
     for value in NO_STRINGS:
-        assert raises(r"embed\(\): pooling is", lambda x: encoder.embed(texts, pooling=x), value)
+        assert raises(r"encode\(\): precision is", lambda x: encoder.encode(texts, precision=x), value)
+        assert raises(r"encode\(\): prompt_name is", lambda x: encoder.encode(texts, prompt_name=x), value)
+        if not isinstance(value, str):
+            assert raises(r"encode\(\): prompt is", lambda x: encoder.encode(texts, prompt=x), value)
     for value in NO_FLAGS:
-        assert raises(r"embed\(\): normalize is", lambda x: encoder.embed(texts, normalize=x), value)
-    for value in (3, "x", [print], ROWS):
-        assert raises(r"embed\(\): progress is", lambda x: encoder.embed(texts, progress=x), value)
+        assert raises(
+            r"encode\(\): normalize_", lambda x: encoder.encode(texts, normalize_embeddings=x), value
+        )
+        assert raises(r"encode\(\): show_", lambda x: encoder.encode(texts, show_progress_bar=x), value)
     for value in (HUGE[2], [[HUGE[2]]], [[2**63]], np.array([[2**63]], np.uint64)):
         assert raises(r"bert\(\): ids has", encoder, value)
-    for value in (3, np.array(3), None, "text", b"text", [b"text"], [3]):
-        assert raises(r"embed\(\): texts ", encoder.embed, value)
+    for value in (3, np.array(3), None, b"text", [b"text"], [3]):
+        assert raises(r"encode\(\): sentences ", encoder.encode, value)
 
 
 def test_texts_that_have_no_bytes(encoder, writer):
     """Half of a surrogate pair, as a JSON file may hold it."""
     for start, call in (
-        (r"embed\(\): texts has one with '\\ud800'", encoder.embed),
+        (r"encode\(\): sentences has one with '\\ud800'", encoder.encode),
         (r"encode\(\): texts has one with '\\ud800'", writer.text.encode),
     ):
         assert raises(start, call, ["the cat", "the \ud800"])
-    assert encoder.embed(["the \N{CAT}", "a\0b"]).shape == (2, 24)
+    assert encoder.encode(["the \N{CAT}", "a\0b"]).shape == (2, 24)
 
 
 def test_words_that_a_tokenizer_does_not_know(tmp_path):
@@ -256,7 +260,7 @@ def test_words_that_a_tokenizer_does_not_know(tmp_path):
     path = tmp_path / "tokenizer.json"
     Tokenizer(tokenizer_models.WordLevel(words, unk_token="<unk>")).save(str(path))
     with pytest.raises(ModelError, match=f"^{re.escape(str(path))} cannot encode a text: WordLevel error"):
-        models.load(tmp_path).embed(["a bird"])
+        models.load(tmp_path).encode(["a bird"])
 
 
 def test_arguments_of_decoders(writer):

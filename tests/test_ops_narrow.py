@@ -78,25 +78,30 @@ def stored(weight, kind):
 
 
 def rounded(x):
-    """Rows of float64 x in int8, as `linear` documents it: the numbers, and the scale of each row.
+    """Rows of float64 x in int8, as `linear` documents it: scales times integers, middles, and the scales.
 
     Also where a number is so nearly in the middle of two that float32 may take either.
     """
-    scales = np.maximum(np.abs(x).max(axis=-1, initial=0, keepdims=True), 2.0**-100) / 127
-    each = x / scales
+    low, high = (least(x, axis=-1, keepdims=True).astype(np.float32) for least in (np.min, np.max))
+    middles = (low / 2 + high / 2).astype(float)  # rounded to float32
+    scales = np.maximum(np.maximum(high - middles, middles - low), 2.0**-100) / 127
+    each = (x - middles) / scales
     near = np.abs(np.abs(each - np.floor(each)) - 0.5) < 1e-4
-    return np.rint(each) * scales, scales, near
+    return np.rint(each) * scales, middles, scales, near
 
 
 def products(x, weight, kind, activations):
     """The product in float64 by definition, and how far float32 may be off."""
     exact, multiplied, _ = stored(weight, kind)
     x = x.astype(float)
-    slack = 2.0**-24 * (8 + 2 * math.sqrt(x.shape[1])) * (np.abs(x) @ np.abs(exact).T)
+    sums = multiplied.sum(axis=1)
+    roundings = 2.0**-24 * (8 + 2 * math.sqrt(x.shape[1]))
+    slack = roundings * (np.abs(x) @ np.abs(exact).T)
     if activations is None:
         return x @ exact.T, slack
-    values, scales, near = rounded(x)
-    return values @ multiplied.T, slack + (near * scales) @ np.abs(multiplied).T
+    values, middles, scales, near = rounded(x)
+    slack = slack + roundings * (np.abs(values) @ np.abs(multiplied).T) + 2.0**-22 * np.abs(middles * sums)
+    return values @ multiplied.T + middles * sums, slack + (near * scales) @ np.abs(multiplied).T
 
 
 def close(actual, expected, allowed):
@@ -124,16 +129,19 @@ def test_by_definition(implementation, shape, dtype, kind, outliers, activations
     close(got, *products(x, weight, kind, activations))
 
 
+@pytest.mark.parametrize("offset", [0, 3, -1000])
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stated_bounds(implementation, kind, outliers):
+def test_stated_bounds(implementation, kind, outliers, offset):
     """What the documentation of `linear` says of the unrounded product."""
     rng = np.random.default_rng(0)
     x, weight = normal(rng, 40, 300), normal(rng, 50, 300)
     if outliers:
         x, weight = with_outliers(x), with_outliers(weight)
+    if offset:
+        x += np.float32(offset)
     _, _, errors = stored(weight, kind)
-    dx = np.abs(x).max(axis=1, keepdims=True) / 127
+    dx = np.ptp(x, axis=1, keepdims=True) / 254
     x, weight = x.astype(float), weight.astype(float)
     slack = 2.0**-20 * (np.abs(x) @ np.abs(weight).T)
     packed = ops.pack(weight, dtype=kind)
@@ -225,6 +233,41 @@ def test_rows_that_are_not_numbers(implementation, kind):
             np.testing.assert_array_equal(got[others], clean[others])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_one_value_or_two_are_exact(implementation, kind):
+    """The middle is then the value, or the two are the ends: rounding x loses nothing."""
+    rng = np.random.default_rng(12)
+    weight, bias = normal(rng, 40, 77), normal(rng, 40)
+    ones, values = np.ones(77, np.float32), np.array([0.3, -1e-41, 3e5, -7, 1e-30], np.float32)
+    packed = ops.pack(weight, dtype=kind)
+    multiplied = stored(weight, kind)[1]
+    sums = multiplied.sum(axis=1)
+    got = ops.linear(values[:, None] * ones, packed, bias, activations="int8")
+    expected = values[:, None].astype(float) * sums
+    close(got, expected + bias, 2.0**-22 * (np.abs(expected) + np.abs(bias)) + 2.0**-100)
+    np.testing.assert_array_equal(ops.linear(0 * ones, packed, bias, activations="int8"), bias)
+    np.testing.assert_array_equal(ops.linear(-0.0 * ones, packed, bias, activations="int8"), bias)
+    for low, high in ((0, 1), (-3, 7), (1000, np.nextafter(np.float32(1000), np.float32(2000)))):
+        x = np.where(rng.random((6, 77)) < 0.5, low, high).astype(np.float32)
+        _, middles, _, _ = rounded(x)
+        expected = (x - middles) @ multiplied.T + middles * sums
+        parts = np.abs(x - middles) @ np.abs(multiplied).T + np.abs(middles * sums)
+        close(ops.linear(x, packed, activations="int8"), expected, 2.0**-20 * parts)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 9, 17, 35])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ranges_of_short_rows(implementation, k, sign):
+    """Nothing beside a row is in its range, of lanes that it does not fill either; nor is 0."""
+    rng = np.random.default_rng(k)
+    x = sign * rng.uniform(1000, 1001, (4, k)).astype(np.float32)
+    weight = rng.uniform(-1, 1, (33, k)).astype(np.float32)
+    packed = ops.pack(weight, dtype="int8")
+    exact = x.astype(float) @ packed.unpack().T.astype(float)
+    bound = 0.5 / 254 * np.abs(weight).sum(axis=1) + 2.0**-22 * 1001 * np.abs(weight).sum(axis=1)
+    close(ops.linear(x, packed, activations="int8"), exact, 1.01 * bound)
+
+
 @pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-37, 1e-31, 1e-29, 3e38])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiny_and_huge_rows(implementation, kind, size):
@@ -302,9 +345,12 @@ def test_copies(implementation, kind, gated):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory(kind):
-    """4 bits and a scale of 16 bits for 32 numbers; 8 bits and one of 32 bits for an output feature."""
+    """4 bits and a scale of 16 bits for 32 numbers; 8 bits and one of 32 bits for an output feature.
+
+    Each has a sum of 32 bits for an output feature, too.
+    """
     packed = ops.pack(np.ones((64, 96), np.float32), dtype=kind)
-    assert packed.nbytes == (64 * 96 + 64 * 4 if kind == "int8" else 64 * 96 * 4.5 / 8)
+    assert packed.nbytes == 64 * 4 + (64 * 96 + 64 * 4 if kind == "int8" else 64 * 96 * 4.5 / 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -351,7 +397,8 @@ def test_the_most_features(implementation):
         np.testing.assert_allclose(got, [[most], [-most]], rtol=1e-4)
     packed = ops.pack(x[:1], dtype="int8")
     lowest, scales = np.full_like(packed.panels, -128), np.ones_like(packed.scales)
-    made = PackedLinear(most, 1, False, "int8", lowest, scales)  # pack() makes no -128
+    sums = np.full_like(scales, -128.0 * most)
+    made = PackedLinear(most, 1, False, "int8", lowest, scales, sums)  # pack() makes no -128
     got = ops.linear(x, made, activations="int8")
     np.testing.assert_allclose(got, [[-128.0 * most], [128.0 * most]], rtol=1e-4)
 
@@ -360,6 +407,7 @@ def test_the_most_features(implementation):
 def test_packed_weights_made_by_hand(kind):
     packed = ops.pack(np.ones((50, 40), np.float32), dtype=kind)
     sizes = {"in_features": 40, "out_features": 50, "gated": False, "dtype": kind}
+    sizes["sums"] = packed.sums
     made = PackedLinear(**sizes, panels=packed.panels, scales=packed.scales)
     np.testing.assert_array_equal(made.unpack(), packed.unpack())
     with pytest.raises(ValueError, match=r"panels has shape \(2, 8, 32, 4\).*expected \(2, 12, 32, 4\)"):
@@ -370,6 +418,10 @@ def test_packed_weights_made_by_hand(kind):
         PackedLinear(**sizes, panels=packed.panels, scales=packed.scales.astype(np.float32))
     with pytest.raises(TypeError, match="scales is of type NoneType"):
         PackedLinear(**sizes, panels=packed.panels, scales=None)
+    with pytest.raises(TypeError, match="sums is of type NoneType"):
+        PackedLinear(**{**sizes, "sums": None}, panels=packed.panels, scales=packed.scales)
+    with pytest.raises(ValueError, match=r"sums has shape \(1, 32\) and dtype float32; expected \(2, 32\)"):
+        PackedLinear(**{**sizes, "sums": packed.sums[:1]}, panels=packed.panels, scales=packed.scales)
 
 
 def test_all_implementations_have_the_same_integers():

@@ -47,9 +47,11 @@ def layouts(x):
 
 def assert_same(a, b):
     np.testing.assert_array_equal(a.panels.view(np.uint8), b.panels.view(np.uint8))
-    assert (a.scales is None) == (b.scales is None)
-    if a.scales is not None:
-        np.testing.assert_array_equal(a.scales.view(np.uint8), b.scales.view(np.uint8))
+    for name in ("scales", "sums"):
+        first, second = getattr(a, name), getattr(b, name)
+        assert (first is None) == (second is None)
+        if first is not None:
+            np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

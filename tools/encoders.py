@@ -1,8 +1,9 @@
 """Measure MiniLM alone: the whole of it, its operations one by one, and parts of a batch.
 
-    python tools/encoders.py {whole,operations,parts,layer-parts} [--threads 2]
+    python tools/encoders.py {whole,texts,operations,parts,layer-parts} [--threads 2]
 
 `whole` times the model in three types, `operations` those of a layer, each by itself, times six layers.
+`texts` encodes 512 texts of all lengths, so many tokens at a time.
 `parts` sends parts of the batch through all layers, one behind the other, `layer-parts` through one layer at
 a time. The model's weights are the real ones where their package is installed (docs/models.md), else random.
 Each time is the shortest of many.
@@ -20,8 +21,10 @@ from measure import normal
 
 import fastattn
 from fastattn import models, ops
+from fastattn._bench.suites.embeddings import texts as bench_texts
 from fastattn._bench.suites.models import files
 from fastattn._engine.core import _core
+from fastattn.models import _encode
 
 SIZES = ((1, 16), (1, 128), (32, 32), (32, 128), (8, 256))  # sequences and their tokens
 LAYERS, HEADS, WIDTH, INNER = 6, 12, 384, 1536
@@ -76,7 +79,7 @@ def layer(x: np.ndarray, length: int, weights: dict[str, ops.PackedLinear], room
     }
 
 
-def minilm(folder: str, kind: str) -> models.Bert:
+def minilm(folder: str, kind: str) -> models.Encoder:
     dtype, weights_dtype, activations = KINDS[kind]
     made = files.minilm(Path(folder))
     return models.load(made, dtype=dtype, weights_dtype=weights_dtype, activations=activations)
@@ -94,6 +97,23 @@ def whole(threads: int) -> None:
             for size in SIZES:
                 (ms,) = best(partial(model, ids(*size)))
                 print(f"{kind:13} {size}: {ms:.2f} ms", flush=True)
+
+
+def texts(threads: int) -> None:
+    """Texts a second of `encode`, by how many tokens go through the layers at a time; texts of the bench."""
+    cuts = (256, 512, 768, 1024, 2048, 4096)
+    with tempfile.TemporaryDirectory() as folder:
+        made = bench_texts.folder(Path(folder))
+        drawn = bench_texts.draw(np.random.default_rng(0), 512)
+        for kind, (dtype, weights_dtype, activations) in KINDS.items():
+            model = models.load(made, dtype=dtype, weights_dtype=weights_dtype, activations=activations)
+
+            def encode(tokens: int, model: models.Encoder = model) -> None:
+                _encode._CALL_TOKENS = tokens
+                model.encode(drawn)
+
+            found = zip(cuts, best(*(partial(encode, n) for n in cuts), seconds=2.5), strict=True)
+            print(f"{kind:13}", *(f"{n} tokens {512e3 / ms:.0f};" for n, ms in found), flush=True)
 
 
 def operations(threads: int) -> None:
@@ -114,7 +134,7 @@ def operations(threads: int) -> None:
             print(f"{kind} {batch, length}: {sum(times.values()):.1f} ms: {', '.join(words)}", flush=True)
 
 
-def in_parts(model: models.Bert, tokens: np.ndarray, n: int) -> None:
+def in_parts(model: models.Encoder, tokens: np.ndarray, n: int) -> None:
     for i in range(0, len(tokens), n):
         model(tokens[i : i + n])
 
@@ -156,7 +176,7 @@ def layer_parts(threads: int) -> None:
 
 def main() -> None:
     """Parse the command line and measure."""
-    measures = {f.__name__.replace("_", "-"): f for f in (whole, operations, parts, layer_parts)}
+    measures = {f.__name__.replace("_", "-"): f for f in (whole, texts, operations, parts, layer_parts)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=measures)
     parser.add_argument("--threads", type=int, default=2)

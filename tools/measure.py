@@ -170,8 +170,9 @@ def pack(dtype: str) -> None:
             dispatch.run(args)
             packed = args.packed()
             args.out.flags.writeable = True
-            if args.scales is not None:
-                args.scales.flags.writeable = True
+            for array in (args.scales, args.sums):
+                if array is not None:
+                    array.flags.writeable = True
             copied, *seconds = best(
                 lambda: np.copyto(copy, source),
                 lambda args=args: dispatch.run(args),

@@ -181,7 +181,7 @@ def embeddings(options: argparse.Namespace) -> None:
     paragraphs = [paragraph for paragraph in paragraphs if paragraph.count(" ") >= 11]
     exact, lines = None, []
     for model in loaded(options.folder):
-        vectors = model.embed(paragraphs, normalize=True).astype(np.float32)
+        vectors = model.encode(paragraphs, normalize_embeddings=True).astype(np.float32)
         exact = vectors if exact is None else exact
         cosines = (vectors * exact).sum(axis=1)
         same = (nearest(vectors) == nearest(exact)).mean()

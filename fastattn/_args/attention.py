@@ -138,7 +138,7 @@ def attention_args(
             args.sinks = head_values(func, "sinks", sinks, (*batch_shape, heads_q), lane, copies)
     args.row_begin = args.row_end = args.q_position = None
     args.ranges = args.range_first = args.range_last = None
-    args.sigmoid_bias = args.statistics = None
+    args.sigmoid_bias = args.statistics = args.begins = None
     ranges_given = not (window is None and kv_lengths is None and q_offset is None and row_ranges is None)
     if causal is not False or ranges_given or alibi_slopes is not None or structure is not None:
         _add_ranges(args, func, causal, window, kv_lengths, q_offset, row_ranges, structure)
@@ -257,7 +257,7 @@ def _add_ranges(
     """Check what selects keys by their place, and make ranges of it; O(rows), or of a mask, O(its ranges)."""
     len_q, len_k, batch_shape = args.len_q, args.len_k, args.batch_shape
     causal = flag(func, "causal", causal)
-    left, right = _window_sides(func, window)
+    left, right = window_sides(func, window)
     windowed = left is not None or right is not None
     ranges: list[key_ranges.Range] = []
 
@@ -295,7 +295,8 @@ def _add_ranges(
         args.q_position = offset
 
 
-def _window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
+def window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
+    """The sides of the argument `window`."""
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:

@@ -46,8 +46,11 @@ def lengths(kv_lengths: Ints) -> Range:
     return None, kv_lengths[..., None, None]
 
 
-def intersect(ranges: Iterable[Range], len_k: int) -> Range:
-    """Intersection of `ranges`, clipped to [0, len_k]; its arrays have at least two axes, (heads, len_q)."""
+def intersect(ranges: Iterable[Range], len_k: int | Ints) -> Range:
+    """Intersection of `ranges`, clipped to [0, len_k]; its arrays have at least two axes, (heads, len_q).
+
+    `len_k` may differ by row.
+    """
     begins, ends = [], []
     for begin, end in ranges:
         begins += [] if begin is None else [begin]
@@ -55,7 +58,7 @@ def intersect(ranges: Iterable[Range], len_k: int) -> Range:
     return _joined(np.maximum, begins, len_k), _joined(np.minimum, ends, len_k)
 
 
-def _joined(innermost: np.ufunc, bounds: list[Ints], len_k: int) -> Ints | None:
+def _joined(innermost: np.ufunc, bounds: list[Ints], len_k: int | Ints) -> Ints | None:
     """The innermost of `bounds`, clipped to [0, len_k]; None if `bounds` is empty."""
     if not bounds:
         return None

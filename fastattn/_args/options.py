@@ -114,6 +114,23 @@ class AttentionOptions(VariantOptions, KeyScaleOption, ValueScaleOption):
     """All of `attention`, but for `return_lse` and `stats`, on which the type of its result depends."""
 
 
+class VarlenOptions(
+    CausalOption,
+    ScaleOption,
+    SoftcapOption,
+    AlibiOption,
+    SinksOption,
+    KeyScaleOption,
+    ValueScaleOption,
+    OutOption,
+    ComputeOptions,
+    total=False,
+):
+    """Those of `varlen_attention`, but for `return_lse`."""
+
+    window: tuple[int | None, int | None] | None
+
+
 class NoSoftmaxOptions(ScoreOptions, OutOption, ComputeOptions):
     """Where there is no softmax, there are no sinks."""
 

@@ -102,15 +102,19 @@ class PackedLinear:
     scales : ndarray or None
         For int8 ``(n_panels, columns)``, float32: the factor of each output feature. In 4 bits ``(n_panels,
         ceil(in_features / 32), columns)``, float16: that of 32 input features.
+    sums : ndarray or None
+        For int8 and in 4 bits ``(n_panels, columns)``, float32: of each output feature, the sum of its
+        weights. Of NF4 they are those that multiply int8, rounded to multiples of 1 / 127.
     """
 
-    __slots__ = ("dtype", "gated", "in_features", "out_features", "panels", "scales")
+    __slots__ = ("dtype", "gated", "in_features", "out_features", "panels", "scales", "sums")
     dtype: str
     gated: bool
     in_features: int
     out_features: int
     panels: Array
     scales: Array | None
+    sums: Array | None
 
     def __init__(
         self,
@@ -120,6 +124,7 @@ class PackedLinear:
         dtype: str,
         panels: Array,
         scales: Array | None,
+        sums: Array | None = None,
     ):
         # The kernels do not check these sizes again.
         func = "PackedLinear"
@@ -133,8 +138,11 @@ class PackedLinear:
             expected.append(("scales", scales, (count, -(-k // BLOCK_4BIT), width), np.float16))
         elif dtype == "int8":
             expected.append(("scales", scales, (count, width), np.float32))
-        elif scales is not None:
-            raise ValueError(f"{func}(): scales are given; expected None for {dtype}, which has none")
+        if len(expected) > 1:
+            expected.append(("sums", sums, (count, width), np.float32))
+        elif scales is not None or sums is not None:
+            name = "sums" if scales is None else "scales"
+            raise ValueError(f"{func}(): {name} are given; expected None for {dtype}, which has none")
         for name, array, shape, kind in expected:
             if type(array) is not np.ndarray:
                 raise wrong_type(func, name, array, "an array")
@@ -144,7 +152,7 @@ class PackedLinear:
                     f"{func}(): {name} has shape {array.shape} and dtype {array.dtype}; expected {shape},"
                     f" {np.dtype(kind)}, C-contiguous and aligned, for {k} to {n} features in {dtype}"
                 )
-        fields = (dtype, bool(gated), int(in_features), int(out_features), panels, scales)
+        fields = (dtype, bool(gated), int(in_features), int(out_features), panels, scales, sums)
         for name, value in zip(self.__slots__, fields, strict=True):
             object.__setattr__(self, name, value)
         for _, array, _, _ in expected:
@@ -156,7 +164,7 @@ class PackedLinear:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy through `_restored`, which aligns the panels again."""
         features = self.in_features, self.out_features
-        return _restored, (*features, self.gated, self.dtype, self.panels, self.scales)
+        return _restored, (*features, self.gated, self.dtype, self.panels, self.scales, self.sums)
 
     def __repr__(self) -> str:
         kind = "gated " if self.gated else ""
@@ -165,7 +173,7 @@ class PackedLinear:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the weights take."""
-        return int(self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes))
+        return sum(0 if array is None else array.nbytes for array in (self.panels, self.scales, self.sums))
 
     def floats(self, which: slice = _ALL) -> Array:
         """Panels `which`, (panels, in_features, columns), as floating numbers."""
@@ -221,9 +229,9 @@ class PackedLinear:
 
 
 def _restored(*fields: Any) -> PackedLinear:
-    *sizes, panels, scales = fields
+    *sizes, panels, scales, sums = fields
     aligned = copied(panels, aligned_empty(panels.shape, panels.dtype))
-    return PackedLinear(*[*sizes, aligned, scales])
+    return PackedLinear(*[*sizes, aligned, scales, sums])
 
 
 def columns(dtype: str) -> int:
@@ -294,6 +302,7 @@ class PackArgs:
     num_threads: int
     out: Array = field(init=False)
     scales: Array | None = field(init=False)
+    sums: Array | None = field(init=False)
     beyond: float = field(init=False)  # the smallest magnitude that is not finite in `dtype`
     bad: Array = field(init=False)  # of each block, whether it has such a magnitude, or NaN
 
@@ -301,11 +310,13 @@ class PackArgs:
         width, stored = columns(self.dtype), STORED[self.dtype]
         panels = -(-self.out_features // width) * self.maps
         shape = panels, steps(self.in_features, self.dtype), width, *stored.shape
-        self.out, self.scales = aligned_empty(shape, stored.dtype), None
+        self.out, self.scales, self.sums = aligned_empty(shape, stored.dtype), None, None
         if self.dtype == "int8":
             self.scales = np.zeros((panels, width), np.float32)
         elif self.dtype in TABLES:
             self.scales = np.empty((panels, -(-self.in_features // BLOCK_4BIT), width), np.float16)
+        if self.scales is not None:
+            self.sums = np.zeros((panels, width), np.float32)
         self.beyond, self.bad = _BEYOND.get(self.dtype, np.inf), np.zeros(len(self.blocks), bool)
 
     def not_finite(self) -> str | None:
@@ -319,7 +330,7 @@ class PackArgs:
             what = f"values that are not finite as {self.dtype}"
             raise ValueError(f"pack(): {name} has {what}; expected finite ones")
         sizes = self.in_features, self.out_features, self.maps == 2
-        return PackedLinear(*sizes, self.dtype, self.out, self.scales)
+        return PackedLinear(*sizes, self.dtype, self.out, self.scales, self.sums)
 
 
 # The smallest number that each type rounds to infinity. int8 is scaled in float32; float64 needs no entry.

@@ -93,6 +93,11 @@ class AttentionArgs:
     q_position: Ints | None  # of query row 0, where ALiBi needs it; broadcasts to batch_shape
     sigmoid_bias: float | None  # sigmoid(score + that) in place of the softmax: no lse, sinks, statistics
     statistics: StatisticsArgs | None
+    # Of a ragged call, where each sequence's queries and keys begin, and the end: (sequences + 1,). Then
+    # batch_shape is (sequences,), axes of length len_q and len_k hold the tokens of all sequences, and ranges
+    # count from a sequence's first key. A bias is that of any of them, as it depends on distances alone. No
+    # mask, lists of ranges or statistics are there.
+    begins: tuple[Ints, Ints] | None
     num_threads: int
     copies: tuple[str, ...]  # what was copied, and why
     result: Any  # what the caller gets: out[, lse][, stats]; without the heads axis where there was none
@@ -110,7 +115,7 @@ def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> At
     args.lse = args.mask = args.bias = args.alibi_slopes = args.sinks = None
     args.row_begin = args.row_end = args.q_position = None
     args.ranges = args.range_first = args.range_last = None
-    args.sigmoid_bias = args.statistics = None
+    args.sigmoid_bias = args.statistics = args.begins = None
     args.num_threads, args.copies = num_threads, ()
     return args
 

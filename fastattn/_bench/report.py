@@ -18,6 +18,9 @@ RUNTIMES = {
     "onnxruntime": ("ort", "ort-mha", "ort-bert"),
     "OpenVINO": ("openvino",),
     "JAX": ("jax",),
+    "CTranslate2": ("ct2",),
+    "fastembed": ("fastembed",),
+    "sentence-tr.": ("st", "st-onnx", "st-ov"),
 }
 OWN = ("fastattn", "fallback")
 WIDTH = 110
@@ -79,7 +82,7 @@ def is_tiny(row: Json) -> bool:
 
 
 def text(report: Json) -> str:
-    parts = _head, _table, _limits, _speeds, _errors, _reasons, _fresh, _missing, _summary, _warning
+    parts = _head, _table, _limits, _speeds, _costs, _errors, _reasons, _fresh, _missing, _summary, _warning
     return "\n".join(line for part in parts for line in part(report))
 
 
@@ -182,6 +185,19 @@ def _speeds(report: Json) -> Iterator[str]:
         ]
         made = f"{shape['name']}, {row['dtype']}, {shape['makes']}/s: {', '.join(speeds)}"
         yield from textwrap.wrap(made, WIDTH)
+
+
+def _costs(report: Json) -> Iterator[str]:
+    """What else an engine costs, in the suite that compares memory: its peak, and the time of loading."""
+    for row in report["rows"]:
+        costs = [
+            f"{name} {answer['peak'] / 1e6:.0f} MB, {_time(answer['load'])}"
+            for name, answer in row["engines"].items()
+            if answer.get("peak")
+        ]
+        if costs:
+            made = f"{row['shape']['name']}, {row['dtype']}, most memory and loading: {'; '.join(costs)}"
+            yield from textwrap.wrap(made, WIDTH)
 
 
 def _errors(report: Json) -> Iterator[str]:

@@ -70,7 +70,7 @@ def run(
         request = Request(dtype, full or only != "", seed, Path(folder))
         sections = chosen(SUITES[suite].plan(request), only)
         with started(suite, engines, threads) as workers:
-            measured = measure(workers, sections, effort, Path(folder))
+            measured = measure(workers, sections, effort, Path(folder), memory=SUITES[suite].memory)
     return {
         "command": command,
         "suite": suite,
@@ -88,8 +88,10 @@ def run(
     }
 
 
-def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: Effort, folder: Path) -> Json:
-    """All that only the workers can tell."""
+def measure(
+    workers: dict[str, WorkerProcess], sections: list[Section], effort: Effort, folder: Path, *, memory: bool
+) -> Json:
+    """All that only the workers can tell; `memory`: of each engine, too, as a suite may ask."""
     start = time.monotonic()
     problems = [(section.title, problem) for section in sections for problem in section.problems]
     dtypes = list(dict.fromkeys(problem.limit for _, problem in problems))
@@ -112,7 +114,7 @@ def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: 
                 "limit": problem.limit,
                 "unit": problem.unit,
                 "work": problem.work,
-                "engines": compare(workers, problem, effort, folder, time.monotonic() + share),
+                "engines": compare(workers, problem, effort, folder, time.monotonic() + share, memory=memory),
             }
         )
     again = measure_limits(workers, dtypes)
@@ -130,11 +132,18 @@ def measure(workers: dict[str, WorkerProcess], sections: list[Section], effort: 
 
 
 def compare(
-    workers: dict[str, WorkerProcess], problem: Problem[Any], effort: Effort, folder: Path, end: float
+    workers: dict[str, WorkerProcess],
+    problem: Problem[Any],
+    effort: Effort,
+    folder: Path,
+    end: float,
+    *,
+    memory: bool = False,
 ) -> dict[str, Json]:
     """Every engine on one problem. First each engine prepares it, then rounds measure all engines in turn.
 
-    After the time `end` no round begins but the first one.
+    After the time `end` no round begins but the first one. With `memory`, an engine that has found its
+    fastest way takes it in a new process.
     """
 
     def ask(name: str, do: str, **arguments: Any) -> Json:
@@ -144,10 +153,19 @@ def compare(
             workers[name] = workers[name].another()
             return {"failed": str(crash)}
 
+    def prepare(name: str, **more: Any) -> Json:
+        return ask(name, "prepare", problem=problem.to_json(), reference=reference, **more)
+
     reference = str(folder / "reference.npz")
     rows, want = problem.reference()
     np.savez(reference, rows=rows, want=want)
-    answers = {name: ask(name, "prepare", problem=problem.to_json(), reference=reference) for name in workers}
+    answers = {}
+    for name in workers:
+        answer = prepare(name)
+        if memory and "way" in answer:
+            workers[name] = workers[name].another()
+            answer = prepare(name, only=answer["way"])
+        answers[name] = answer
     timings: dict[str, list[float]] = {name: [] for name, answer in answers.items() if "seconds" in answer}
     for index in range(effort.rounds):
         if index and time.monotonic() > end:
@@ -160,6 +178,7 @@ def compare(
                 answers[name] = reply
             else:
                 times.append(reply["seconds"])
+                answers[name] |= {"peak": reply["peak"]} if memory else {}
         timings = {name: times for name, times in timings.items() if "failed" not in answers[name]}
     for name, times in timings.items():
         answers[name] = {**answers[name], "seconds": median(times), "rounds": times}

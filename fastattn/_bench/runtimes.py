@@ -141,7 +141,7 @@ def openvino_call(
     }
     compiled = openvino.Core().compile_model(model, "CPU", settings)
     if integers:
-        _demand_integers(compiled)
+        demand_integers(compiled)
     request = compiled.create_infer_request()
     for index, one in enumerate(tensors[:-1]):
         request.set_input_tensor(index, one)
@@ -153,7 +153,7 @@ def openvino_call(
     return call
 
 
-def _demand_integers(compiled: Any) -> None:
+def demand_integers(compiled: Any) -> None:
     """Refuse an OpenVINO model with linear maps that it does not compute in bytes."""
     types = {
         node.get_rt_info()["runtimePrecision"].value

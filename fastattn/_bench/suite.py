@@ -196,6 +196,7 @@ class Suite(NamedTuple):
     dtypes: tuple[str, ...]
     shapes: str  # what the numbers in a shape's name are
     minutes: str  # how long the whole suite takes
+    memory: bool = False  # whether its memory is compared, too: then a process has one problem and one way
 
 
 def has_bfloat16() -> bool:

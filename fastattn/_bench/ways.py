@@ -17,10 +17,14 @@ class Unsupported(Exception):
 
 
 class Way(NamedTuple):
-    """`call` is timed. Afterwards, `read` turns its result into an array of the right shape."""
+    """`call` is timed. Afterwards, `read` turns its result into an array of the right shape.
+
+    Where `load` does something, it prepares `call` once, and is timed on its own.
+    """
 
     call: Callable[[], Any]
     read: Callable[[Any], Array] = np.asarray
+    load: Callable[[], Any] = lambda: None
 
 
 _ENTERED = ExitStack()
@@ -40,6 +44,15 @@ def refuse_above_memory(need: float, why: str) -> None:
     """Refuse a problem for which an engine needs more than half of the free memory."""
     if need > free_memory() / 2:
         raise Unsupported(f"{why}: {need / 1e9:.0f} GB")
+
+
+def peak_memory() -> float | None:
+    """Bytes that this process had in memory at most; None where the system does not tell."""
+    try:  # which begins anew with a program, and what getrusage says does not
+        with open("/proc/self/status") as file:
+            return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return None
 
 
 def free_memory() -> float:

@@ -21,7 +21,7 @@ import numpy as np
 from fastattn._bench.busy import fma_peak
 from fastattn._bench.cases import Array
 from fastattn._bench.suites import SUITES
-from fastattn._bench.ways import Unsupported, Way
+from fastattn._bench.ways import Unsupported, Way, peak_memory
 from fastattn._engine.settings import CPUS, core
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -82,20 +82,25 @@ class Worker:
     def hello(self) -> dict[str, Any]:
         return {"what": self.engine.what, "version": self.engine.version()}
 
-    def prepare(self, problem: list[Any], reference: str) -> dict[str, Any]:
-        """Try every way to compute the problem; keep the fastest whose result is right.
+    def prepare(self, problem: list[Any], reference: str, only: str | None = None) -> dict[str, Any]:
+        """Try every way to compute the problem, or one; keep the fastest whose result is right.
 
         `reference` is a file with the indices of some rows and these rows in float64.
         """
         self.way = None  # frees its memory before the next problem needs some
         task = self.suite.problem.from_json(problem)
         ways = self.engine.named_ways(task, self.threads)
+        if only is not None:
+            ways = {only: ways[only]}
         with np.load(reference) as saved:
             rows, want = saved["rows"], saved["want"]
         best: dict[str, Any] = {}
         reasons = []
         for name, way in ways.items():
             try:
+                start = time.perf_counter()
+                way.load()
+                load = time.perf_counter() - start
                 start = time.perf_counter()
                 result = way.call()
                 seconds = time.perf_counter() - start
@@ -109,13 +114,13 @@ class Worker:
                 reasons.append(f"{name} {describe(reason)}".strip())
                 continue
             if not best or seconds < best["seconds"]:
-                self.way, best = way, {"seconds": seconds, "error": error, "way": name}
+                self.way, best = way, {"seconds": seconds, "error": error, "way": name, "load": load}
                 best |= task.quality(some_rows(out, rows), want)
         return best or {"failed": "; ".join(reasons)}
 
     def measure(self, seconds: float) -> dict[str, Any]:
         assert self.way is not None
-        return {"seconds": time_call(self.way.call, seconds)}
+        return {"seconds": time_call(self.way.call, seconds), "peak": peak_memory()}
 
     def limits(self, dtype: str) -> dict[str, Any]:
         """The most that the machine can do, as the extension measures it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,11 +22,11 @@ from fastattn._engine import dispatch, settings
 from fastattn._engine.scratch import keep, scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fastattn._args.key_ranges import Range
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array, Rounding
+    from fastattn._args.types import Activation, Array, Ints, Rounding
     from fastattn._engine.slots import Slots
 
     Buffers = Mapping[str, Array]
@@ -35,20 +36,40 @@ X, OUT = "x", "out"
 
 
 class Sequences(NamedTuple):
-    """What the rows of a call are: `batch` sequences of one length, end to end."""
+    """What the rows of a call are: `batch` sequences end to end, of one length if there are no `begins`.
+
+    With `begins`, arrays have (1, rows) for the axes (batch, 1, length).
+    """
 
     batch: int
     # First and last key (exclusive) of each query, broadcast to (batch, 1, length); a step picks one.
     ranges: tuple[Range, ...] = ((None, None),)
-    rotation: tuple[Array, Array] | None = None  # cos and sin, ([batch,] 1, length, pairs), lane type
+    rotations: tuple[tuple[Array, Array], ...] = ()  # cos and sin, ([batch,] 1, length, pairs), lane type
     slots: Slots | None = None  # where the cache takes new keys and values; older ones are attended, too
+    begins: Ints | None = None  # the first row of each sequence, and the end, (batch + 1,)
+    # Added to scores: for query i and key j what is at j - i from the middle of (heads, 2 n - 1), lane type.
+    biases: tuple[Array, ...] = ()
+
+    def alone(self) -> Iterator[tuple[slice, Sequences]]:
+        """The rows of each sequence of a ragged batch, and what they are without the others."""
+        assert self.begins is not None
+        for i, (begin, end) in enumerate(pairwise(self.begins.tolist())):
+            rows = slice(begin, end)
+            ranges = tuple((_of_rows(first, rows), _of_rows(last, rows)) for first, last in self.ranges)
+            rotations = tuple((cos[:, rows], sin[:, rows]) for cos, sin in self.rotations)
+            slots = None if self.slots is None else self.slots.of_sequence(i, end - begin)
+            yield rows, Sequences(1, ranges, rotations, slots, biases=self.biases)
+
+
+def _of_rows(bound: Ints | None, rows: slice) -> Ints | None:
+    return None if bound is None else bound[..., rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One kernel: it reads buffer `x` and writes buffer `out`."""
 
-    op: ClassVar[str]  # its name in ``core/program.pxi``
+    op: ClassVar[str | None]  # its name in ``core/program.pxi``; None: it runs in Python only
 
     x: str
     out: str
@@ -119,11 +140,33 @@ class NormStep(Step):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AddStep(Step):
+    """``out = x + residual``: for what a norm stands in front of, as `LinearStep` adds its own result."""
+
+    op = "add"
+
+    residual: str  # a buffer; it may be `out`, as `x` may
+    features: int
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.x, self.residual
+
+    @property
+    def columns(self) -> int:
+        return self.features
+
+    def run(self, buffers: Buffers, call: Sequences) -> None:
+        x, out = buffers[self.x], buffers[self.out]
+        dispatch.run(RowsArgs("activate", x, out, 1, residual=buffers[self.residual]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttendStep(Step):
     """`attention` of the queries, keys and values that stand side by side in the rows of `x`.
 
-    If the call has a rotation, `apply_rope` turns queries and keys first: in place, except for keys that go
-    to a cache, which are turned on their way.
+    With a rotation, `apply_rope` turns queries and keys first: in place, except for keys that go to a cache,
+    which are turned on their way.
     """
 
     op = "attend"
@@ -134,20 +177,28 @@ class AttendStep(Step):
     scale: float
     layer: int = 0  # a cache holds `heads_kv` heads for each layer, in order
     ranges: int = 0  # index into the call's `ranges`
+    rotation: int | None = None  # and into its `rotations`
+    bias: int | None = None  # and into its `biases`; not with a cache
 
     @property
     def columns(self) -> int:
         return self.heads * self.head_dim
 
     def run(self, buffers: Buffers, call: Sequences) -> None:
+        if call.begins is not None:
+            for rows, own in call.alone():
+                if rows.stop > rows.start:
+                    self.run({name: array[rows] for name, array in buffers.items()}, own)
+            return
+
         def heads(array: Array) -> Array:
             batch = call.batch
             return array.reshape(batch, len(array) // batch, -1, self.head_dim).transpose(0, 2, 1, 3)
 
         together, end = heads(buffers[self.x]), self.heads + self.heads_kv
         qk, v = together[:, :end], together[:, end:]
-        if call.rotation is not None:
-            dispatch.run(RopeArgs(qk, qk, *call.rotation, False, 1))
+        if self.rotation is not None:
+            dispatch.run(RopeArgs(qk, qk, *call.rotations[self.rotation], False, 1))
         q, k = qk[:, : self.heads], qk[:, self.heads :]
         scales: list[Array] = []
         if call.slots is not None:
@@ -157,7 +208,20 @@ class AttendStep(Step):
             args.k_scale, args.v_scale = scales
         args.scale = self.scale
         args.row_begin, args.row_end = call.ranges[self.ranges]
+        if self.bias is not None:
+            args.bias = by_distance(call.biases[self.bias], args.len_q)
         dispatch.run(args)
+
+
+def by_distance(table: Array, length: int) -> Array:
+    """The bias (heads, length, length) that `table` (heads, 2 n - 1) has for each query and key, as a view.
+
+    Where `length` is more than n, the view has only the scores of n tokens.
+    """
+    n = min(length, (table.shape[1] + 1) // 2)
+    row, col = table.strides
+    middle = table[:, (table.shape[1] - 1) // 2 :]
+    return np.lib.stride_tricks.as_strided(middle, (len(table), n, n), (row, -col, col), writeable=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -183,16 +247,32 @@ class Program:
         memory = scratch(self.use, n, max(ends, default=0), x.dtype)
         if settings.default_backend() == "compiled":
             if self._compiled is None:
-                self._compiled = settings.core.Program(self.steps, self.places)
-            self._compiled.run(x, out, memory, call, settings.get_num_threads())
+                self._compiled = self._compile()
+            for part in self._compiled:
+                if isinstance(part, Step):
+                    part.run(self._buffers(x, out, memory), call)
+                else:
+                    part.run(x, out, memory, call, settings.get_num_threads())
         else:
-            flat, buffers = memory.reshape(-1), {X: x, OUT: out}
-            for name, (begin, width) in self.places.items():
-                buffers[name] = flat[n * begin : n * (begin + width)].reshape(n, width)
+            buffers = self._buffers(x, out, memory)
             for step in self.steps:
                 step.run(buffers, call)
         keep(self.use, memory)
         return out
+
+    def _compile(self) -> list[Any]:
+        """The steps that run in Python, and those between them as programs."""
+        parts: list[Any] = []
+        for in_python, steps in groupby(self.steps, lambda step: step.op is None):
+            some = tuple(steps)
+            parts += some if in_python else [settings.core.Program(some, self.places)]
+        return parts
+
+    def _buffers(self, x: Array, out: Array, memory: Array) -> Buffers:
+        n, flat, buffers = len(x), memory.reshape(-1), {X: x, OUT: out}
+        for name, (begin, width) in self.places.items():
+            buffers[name] = flat[n * begin : n * (begin + width)].reshape(n, width)
+        return buffers
 
     def __reduce__(self) -> Any:
         return Program, (self.use, self.steps, self.places, self.columns)

@@ -27,6 +27,13 @@ class Slots(NamedTuple):
     k_scale: Array | None = None  # (batch, heads_kv, capacity), of int8
     v_scale: Array | None = None
 
+    def of_sequence(self, i: int, tokens: int) -> Slots:
+        """Those of sequence i alone, which gets so many tokens."""
+        start = self.starts if isinstance(self.starts, int) else int(self.starts[i])
+        k_scale, v_scale = (None if x is None else x[i : i + 1] for x in (self.k_scale, self.v_scale))
+        k, v = self.k[i : i + 1], self.v[i : i + 1]
+        return Slots(k, v, start, None, start + tokens, k_scale, v_scale)
+
     @np.errstate(over="ignore")  # a float32 too large for float16 becomes infinite
     def put(self, k: Array, v: Array, first: int = 0) -> tuple[Array, ...]:
         """Write k and v (batch, heads, tokens, head_dim) to the heads from `first` on.

@@ -17,6 +17,7 @@ from fastattn._args.blocks import blocks
 from fastattn._args.key_ranges import closed, places
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, require_broadcast
+from fastattn._reference.sequences import sequences
 from fastattn._reference.statistics import collect
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ def block_sizes(args: AttentionArgs) -> tuple[int, int]:
 @np.errstate(all="ignore")
 def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
     """Fill args.out, and args.lse and args.statistics if they are there; see flex_attention for score_mod."""
+    if args.begins is not None:
+        for sequence in sequences(args):
+            attention(sequence)
+        return
     block_q, block_k = block_sizes(args)
     for task in tasks(Call(args, score_mod), block_q, Task):
         if args.sigmoid_bias is not None:

@@ -114,34 +114,42 @@ def _transposed(args: LinearArgs) -> None:
         out[rows] = result
 
 
-# Below it, 127 / max |x| could overflow.
-_LEAST_MAX = np.float32(2.0**-100)
+# Half of a row's range: below it, 127 / half could overflow.
+_LEAST_HALF = np.float32(2.0**-100)
 
 
-def quantised_rows(x: Array) -> tuple[Array, Array]:
-    """Rows x as integers (m, k), float32, and scales (m, 1): max |x| / 127, or NaN if it is not finite."""
-    largest = np.maximum(np.abs(x).max(axis=-1, initial=0, keepdims=True), _LEAST_MAX)
-    finite = np.isfinite(largest)
-    largest = np.where(finite, largest, np.float32(1))
-    integers = np.rint(np.where(finite, x, np.float32(0)) * (np.float32(127) / largest))
-    return integers, np.where(finite, largest / np.float32(127), np.float32(np.nan))
+def quantised_rows(x: Array) -> tuple[Array, Array, Array]:
+    """Rows x as integers (m, k), float32, scales and middles, (m, 1): integers * scale + middle is nearly x.
+
+    A scale is (max - min) / 254, or NaN if the row is not finite; the middle is that of both.
+    """
+    given = x if x.shape[-1] else np.zeros((len(x), 1), x.dtype)
+    low, high = given.min(axis=-1, keepdims=True), given.max(axis=-1, keepdims=True)
+    finite = np.isfinite(low) & np.isfinite(high)
+    low, high, x = (np.where(finite, each, np.float32(0)) for each in (low, high, x))
+    middle = low * np.float32(0.5) + high * np.float32(0.5)
+    half = np.maximum(np.maximum(high - middle, middle - low), _LEAST_HALF)
+    integers = np.rint((x - middle) * (np.float32(127) / half))
+    return integers, np.where(finite, half / np.float32(127), np.float32(np.nan)), middle
 
 
-def _integer_products(x: Array, x_scales: Array, weight: PackedLinear, which: slice) -> Array:
+def _integer_products(x: Array, x_scales: Array, middles: Array, weight: PackedLinear, which: slice) -> Array:
     """Products (panels, m, columns) of integers x with int8 or 4-bit panels."""
     codes = features_apart(weight.panels[which], weight.dtype)[:, : weight.in_features]
     assert weight.scales is not None
+    assert weight.sums is not None
+    weight_sums = weight.sums[which][:, None]
     scales = weight.scales[which].astype(np.float32)
     if weight.dtype == "int8":  # float64 holds the sums exactly
         sums = np.matmul(x.astype(np.float64), codes.astype(np.float64)).astype(np.float32)
-        return np.asarray(sums * scales[:, None] * x_scales)
+        return np.asarray(sums * scales[:, None] * x_scales + weight_sums * middles)
     table = TABLES[weight.dtype]
     total = np.zeros((len(codes), len(x), codes.shape[-1]), np.float32)
     for block in range(scales.shape[1]):
         part = slice(block * BLOCK_4BIT, (block + 1) * BLOCK_4BIT)
         sums = np.matmul(x[:, part], table.codes[codes[:, part]].astype(np.float32))
         total += sums * scales[:, block, None]
-    return total * (x_scales * np.float32(table.unit))
+    return np.asarray(total * (x_scales * np.float32(table.unit)) + weight_sums * middles)
 
 
 @np.errstate(all="ignore")

@@ -21,24 +21,32 @@ _BLOCK, _BLOCK_FEATURES = 1 << 17, 1 << 12
 
 @np.errstate(all="ignore")  # a float64 too large for float32 becomes infinite
 def pack(args: PackArgs) -> None:
-    """Fill args.out, args.scales and args.bad."""
+    """Fill args.out, args.scales, args.sums and args.bad."""
     stored, width, maps = STORED[args.dtype], columns(args.dtype), args.maps
     by_map = args.out.reshape(-1, maps, *args.out.shape[1:])
     scales: Any = None if args.scales is None else args.scales.reshape(-1, maps, *args.scales.shape[1:])
     for i in range(maps):
         largest = _largest(args, i) if args.dtype == "int8" else None
+        sums = np.zeros((len(by_map), width))
         for panel, feature, block in _blocks(args, i):
             here, step = slice(panel, panel + len(block)), feature // stored.features
             if largest is not None:
                 scales[here, i] = scale = largest.reshape(-1, width)[here] / np.float32(127)
                 block = _quantised(block, scale).astype(np.int8)
+                sums[here] += block.sum(axis=-1, dtype=float) * scale  # exact
             elif args.dtype == "bfloat16":
                 block = to_bfloat16_bits(block)
             elif args.dtype in TABLES:
                 part = slice(feature // BLOCK_4BIT, (feature + block.shape[-1]) // BLOCK_4BIT)
-                block, scales[here, i, part] = _coded(block, args.dtype)
+                block, scales[here, i, part], products = _coded(block, args.dtype)
+                for each in products:  # one after another, as in C
+                    sums[here] += each
             values = block.reshape(len(block), width, -1, *stored.shape).swapaxes(1, 2)
             by_map[here, i, step : step + values.shape[1]] = values
+        if args.sums is not None:  # of finite weights, they may be too large for float32
+            unit = TABLES[args.dtype].unit if args.dtype in TABLES else 1.0
+            most = np.finfo(np.float32).max
+            args.sums.reshape(-1, maps, width)[:, i] = (sums * unit).clip(-most, most)
 
 
 def _blocks(args: PackArgs, map_: int) -> Iterator[tuple[int, int, Array]]:
@@ -83,13 +91,18 @@ def _quantised(block: Array, scales: Array) -> Array:
     return np.clip(quotient, -127, 127, out=quotient)
 
 
-def _coded(block: Array, dtype: str) -> tuple[Array, Array]:
-    """Two codes a byte, and scales (panels, blocks, width), of a block (panels, width, features)."""
+def _coded(block: Array, dtype: str) -> tuple[Array, Array, Array]:
+    """Two codes a byte, and scales (panels, blocks, width), of a block (panels, width, features).
+
+    Behind them (blocks, panels, width): each block's sum of the integers that multiply int8, scaled.
+    """
     table = TABLES[dtype]
     x = block.reshape(*block.shape[:2], -1, BLOCK_4BIT)
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=-1)[..., None], axis=-1)
     scales = (largest / np.float32(table.extreme) if table.extreme else np.abs(largest)).astype(np.float16)
     divisor = scales.astype(np.float32)
     scaled = np.where(divisor == 0, 0, x / np.where(divisor == 0, 1, divisor))
-    codes = np.searchsorted(table.middles[:-1], scaled).astype(np.uint8).reshape(*block.shape[:2], -1, 8)
-    return codes[..., :4] | codes[..., 4:] << 4, scales[..., 0].swapaxes(1, 2)
+    codes = np.searchsorted(table.middles[:-1], scaled).astype(np.uint8)
+    sums = table.codes[codes].sum(axis=-1, dtype=float) * divisor[..., 0]
+    codes = codes.reshape(*block.shape[:2], -1, 8)
+    return codes[..., :4] | codes[..., 4:] << 4, scales[..., 0].swapaxes(1, 2), np.moveaxis(sums, -1, 0)

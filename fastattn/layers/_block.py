@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Program, X, build
+from fastattn._engine.program import OUT, AddStep, AttendStep, LinearStep, NormStep, Program, X, build
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,11 +39,12 @@ class Block:
     """Attention to itself and a feed-forward, each with a norm and a residual.
 
     With `norm_first`, ``y = x + attend(norm(x))`` and then ``y + feed_forward(norm(y))``. Without it, as in
-    the first paper, ``y = norm(x + attend(x))`` and then ``norm(y + feed_forward(y))``.
+    the first paper, ``y = norm(x + attend(x))`` and then ``norm(y + feed_forward(y))``. With `norm_first`
+    there may be two more norms, of what attention and the feed-forward give, before it is added.
     """
 
     norm_first: bool
-    attention_norm: Norm
+    attention_norm: Norm | None  # None, with `norm_first`: x has been normed
     qkv: Projection  # to queries, keys and values, side by side
     heads: int
     heads_kv: int
@@ -56,6 +57,9 @@ class Block:
     outer: Projection
     head_norm: Norm | None = None  # of each query and key head: its weight is (heads + heads_kv, head_dim)
     window: Window = None  # keys before and after a query that it attends; None: all
+    rotation: int | None = None  # of queries and keys, as `bias` of scores: see `AttendStep`
+    bias: int | None = None
+    post_norms: tuple[Norm, Norm] | None = None
 
     def steps(self, x: str, out: str, total: str = "total", layer: int = 0, ranges: int = 0) -> list[Step]:
         """Steps from buffer `x` to `out`, which may be the same buffer.
@@ -63,21 +67,25 @@ class Block:
         Sums that wait for a norm go to `total`. `layer` and `ranges` are those of `AttendStep`.
         """
         steps: list[Step] = []
-        if self.norm_first:
-            steps.append(NormStep(x, "normed", *self.attention_norm))
-        steps.append(LinearStep("normed" if self.norm_first else x, "qkv", *self.qkv))
+        attended = x
+        if self.norm_first and self.attention_norm is not None:
+            attended = "normed"
+            steps.append(NormStep(x, attended, *self.attention_norm))
+        steps.append(LinearStep(attended, "qkv", *self.qkv))
         if self.head_norm is not None:
             steps.append(NormStep("qkv", "qkv", *self.head_norm))
         heads = (self.heads, self.heads_kv, self.head_dim, self.scale)
-        steps.append(AttendStep("qkv", "context", *heads, layer, ranges))
+        steps.append(AttendStep("qkv", "context", *heads, layer, ranges, self.rotation, self.bias))
         if self.norm_first:
+            attention_post, inner_post = self.post_norms or (None, None)
             return [
                 *steps,
-                LinearStep("context", out, *self.attended, residual=x),
+                *_added("context", self.attended, attention_post, x, out),
                 NormStep(out, "normed", *self.inner_norm),
                 LinearStep("normed", "inner", *self.inner, self.activation),
-                LinearStep("inner", out, *self.outer, residual=out),
+                *_added("inner", self.outer, inner_post, out, out),
             ]
+        assert self.attention_norm is not None
         return [
             *steps,
             LinearStep("context", total, *self.attended, residual=x),
@@ -88,14 +96,37 @@ class Block:
         ]
 
 
-def model_program(blocks: Sequence[Block], first: Norm | None = None) -> tuple[Program, tuple[Window, ...]]:
-    """A model's blocks one after another, behind the norm `first`; and their windows.
+def _added(x: str, linear: Projection, norm: Norm | None, residual: str, out: str) -> list[Step]:
+    """Steps for ``out = residual + norm(linear(x))``, or without the norm."""
+    if norm is None:
+        return [LinearStep(x, out, *linear, residual=residual)]
+    return [
+        LinearStep(x, "normed", *linear),
+        NormStep("normed", "normed", *norm),
+        AddStep("normed", out, residual, norm.weight.size),
+    ]
 
-    A call gives the ranges of each window, in this order. The program may overwrite its input.
+
+def model_program(
+    blocks: Sequence[Block],
+    first: Norm | None = None,
+    last: Norm | None = None,
+    widened: Projection | None = None,
+) -> tuple[Program, tuple[Window, ...]]:
+    """A model's blocks one after another, between the norms `first` and `last`; and their windows.
+
+    The map `widened` follows the first norm. A call gives the ranges of each window, in this order. The
+    program may overwrite its input.
     """
     windows = tuple(dict.fromkeys(block.window for block in blocks))
-    steps: list[Step] = [] if first is None else [NormStep(X, OUT, *first)]
+    steps: list[Step] = []
+    if first is not None:
+        steps.append(NormStep(X, OUT if widened is None else X, *first))
+    if widened is not None:
+        steps.append(LinearStep(X, OUT, *widened))
     for i, block in enumerate(blocks):
-        x, total = (X, "total") if not steps else (OUT, X)
+        x, total = (OUT if steps else X), (X if steps and widened is None else "total")
         steps += block.steps(x, OUT, total, i, windows.index(block.window))
+    if last is not None:
+        steps.append(NormStep(OUT if steps else X, OUT, *last))
     return build("model", steps), windows

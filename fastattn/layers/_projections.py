@@ -36,9 +36,9 @@ class Stack(NamedTuple):
         begin, end = self.begins[first], self.begins[last - 1] + self.sizes[last - 1]
         panels = slice(begin // width, -(-end // width))
         weight = self.weight
-        scales = None if weight.scales is None else weight.scales[panels]
+        scales, sums = (None if x is None else x[panels] for x in (weight.scales, weight.sums))
         features = weight.in_features, end - begin
-        packed = PackedLinear(*features, False, weight.dtype, weight.panels[panels], scales)
+        packed = PackedLinear(*features, False, weight.dtype, weight.panels[panels], scales, sums)
         bias = None if self.bias is None else self.bias[begin:end]
         begins = [b - begin for b in self.begins[first:last]]
         return _stacked(packed, bias, begins, self.sizes[first:last])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Bools, Shape
     from fastattn.layers._residual import Norm
 
 _SRC = Names("TransformerEncoderLayer", "src", "src_mask", "src_key_padding_mask")
@@ -93,14 +93,16 @@ class TransformerEncoderLayer(TransformerLayer):
     ) -> Array:
         """The layer of src, (B, L, d_model) or (L, d_model); arguments as in `MultiHeadAttention`.
 
-        In bool masks True hides. With `is_causal` and a `cache` this is the layer of a decoder-only model.
+        In bool masks True hides. With `src_key_padding_mask` alone, the rows that it hides are not computed,
+        and 0 in the result. With `is_causal` and a `cache` this is the layer of a decoder-only model.
         """
         array, batched = self._input("src", src, cache, KVCache)
         if batched is not array:
             src_key_padding_mask = _calls.one_batch(_SRC.func, _SRC.key_padding_mask, src_key_padding_mask)
         batch, length, _ = batched.shape
         x = rows(batched)
-        options = (src_mask, src_key_padding_mask, cache, lengths)
+        padding = _padding(src_key_padding_mask, (batch, length))
+        options = (src_mask, cache, lengths, src_key_padding_mask if padding is None else None)
         if is_causal is False and all(option is None for option in options):
             if self._plain[0] is not (change := _state.last_change):
                 block = self._block()
@@ -109,7 +111,12 @@ class TransformerEncoderLayer(TransformerLayer):
                     None if block is None else build("layer", block.steps(X, OUT)),
                 )
             if (program := self._plain[1]) is not None:
-                return program.run(x, Sequences(batch)).reshape(array.shape)
+                if padding is None:
+                    return program.run(x, Sequences(batch)).reshape(array.shape)
+                counted, out = ~padding.ravel(), np.zeros(x.shape, x.dtype)
+                begins = np.append(0, np.cumsum(length - padding.sum(axis=1)))
+                out[counted] = program.run(x[counted], Sequences(batch, begins=begins))
+                return out.reshape(array.shape)
         x = self._add_attention(
             self.norm1,
             x,
@@ -144,6 +151,12 @@ class TransformerEncoderLayer(TransformerLayer):
             activation=forward._function,
             outer=outer,
         )
+
+
+def _padding(mask: Any, shape: Shape) -> Bools | None:
+    """`mask` as an array, if it is of bool and of `shape`; the others, and errors, are `add_masks`'s."""
+    array = mask if isinstance(mask, np.ndarray) else None
+    return array if array is not None and array.dtype == np.bool_ and array.shape == shape else None
 
 
 @dataclass(eq=False)

@@ -3,9 +3,22 @@
 `load` reads a folder; see docs/models.md. A TypeError or a ValueError names the argument that does not fit.
 """
 
+from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._decoder import Decoder
-from fastattn.models._encoder import Bert
+from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
 from fastattn.models._load import MODEL_TYPES, load
+from fastattn.models._sparse import SparseEncoder
+from fastattn.models._vectors import quantize_embeddings
 
-__all__ = ["MODEL_TYPES", "Bert", "Decoder", "ModelError", "load"]
+__all__ = [
+    "MODEL_TYPES",
+    "CrossEncoder",
+    "Decoder",
+    "Encoder",
+    "ModelError",
+    "SparseEncoder",
+    "TokenClassifier",
+    "load",
+    "quantize_embeddings",
+]

@@ -8,54 +8,52 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from fastattn.layers._block import model_program
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
-from fastattn.models._encoder import Bert
+from fastattn.models._families import EncoderNames, read_encoder
 from fastattn.models._files import ModelError
-from fastattn.models._sentences import Pooling, Sentences
-from fastattn.models._text import Text
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Shape
+    from fastattn.models._encoder import Encoder
 
-_TOKENS = "embeddings.word_embeddings.weight"
-_POSITIONS = "embeddings.position_embeddings.weight"
-_TYPES = "embeddings.token_type_embeddings.weight"
-_FIRST_NORM = "embeddings.LayerNorm"
-_NAMES = BlockNames(
-    prefix="encoder.layer.{}.",
-    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
-    attended="attention.output.dense",
-    attention_norm="attention.output.LayerNorm",
-    inner="intermediate.dense",
-    outer="output.dense",
-    inner_norm="output.LayerNorm",
-    norm_first=False,
+_NAMES = EncoderNames(
+    tokens="embeddings.word_embeddings",
+    positions="embeddings.position_embeddings",
+    types="embeddings.token_type_embeddings",
+    first_norm="embeddings.LayerNorm",
+    block=BlockNames(
+        prefix="encoder.layer.{}.",
+        qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+        attended="attention.output.dense",
+        attention_norm="attention.output.LayerNorm",
+        inner="intermediate.dense",
+        outer="output.dense",
+        inner_norm="output.LayerNorm",
+        norm_first=False,
+    ),
+    prefixes=("bert.", "roberta."),
+    ignored=re.compile(r"^embeddings\.(position|token_type)_ids$"),  # 0, 1, 2, ...; old files hold them
 )
-_IGNORED = re.compile(r"^embeddings\.(position|token_type)_ids$")  # 0, 1, 2, ...; old files hold them
 _OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")  # names of TensorFlow, and so of bert-base-uncased
 _NEW_NORM = {"gamma": "weight", "beta": "bias"}
 
 
-def build(source: Source) -> Bert:
+def build(source: Source) -> Encoder:
     """The model that the folder's files describe."""
-    folder, config, tensors, precision = source
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    vocab, types = config.size("vocab_size"), config.size("type_vocab_size", 2)
-    table = config.size("max_position_embeddings")
+    config, tensors = source.config, source.tensors
+    heads, table = config.size("num_attention_heads"), config.size("max_position_embeddings")
     model_type = config.get("model_type", str)
     blocks = Blocks(
         source,
-        _NAMES,
+        _NAMES.block,
         num_layers=tensors.depth(config, "num_hidden_layers"),
-        hidden=hidden,
+        hidden=config.size("hidden_size"),
         inner=config.size("intermediate_size"),
         heads=heads,
         heads_kv=heads,
         head_dim=config.divided("hidden_size", "num_attention_heads"),
         eps=config.number("layer_norm_eps", 1e-12),
         activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
-        biased=_NAMES.maps,
+        biased=_NAMES.block.maps,
     )
     config.refuse(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     first = 0 if model_type == "bert" else config.size("pad_token_id", 1, low=0) + 1
@@ -63,33 +61,6 @@ def build(source: Source) -> Bert:
         expected = f"'max_position_embeddings' - 1, {table - 1}, as positions begin behind it"
         raise ModelError(f"{config.path}: 'pad_token_id' is {first - 1}; expected less than {expected}")
 
-    tensors.drop_prefix("bert.", "roberta.")
     tensors.rename(lambda name: _OLD_NORM.sub(lambda found: f"LayerNorm.{_NEW_NORM[found[1]]}", name))
-    shapes: dict[str, Shape] = {
-        _TOKENS: (vocab, hidden),
-        _POSITIONS: (table, hidden),
-        _TYPES: (types, hidden),
-        **blocks.norm_shapes(_FIRST_NORM),
-        **blocks.shapes(),
-    }
-    tensors.expect(shapes, own=("embeddings.", "encoder."), ignored=_IGNORED)
-
-    program, _ = model_program(blocks.read(), blocks.norm(_FIRST_NORM))
-    token_types = source.vector(_TYPES)
-    positions = source.vector(_POSITIONS)[first:] + token_types[0]
-    return Bert(
-        model_type=model_type,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_layers=blocks.num_layers,
-        vocab_size=vocab,
-        program=program,
-        precision=precision,
-        text=Text(folder, len(positions)),
-        max_length=len(positions),
-        tokens=tensors[_TOKENS],
-        token_types=token_types.astype(precision.dtype),
-        positions=positions.astype(precision.dtype),
-        pooling=Pooling.of(folder),
-        sentences=Sentences.of(folder),
-    )
+    types = config.size("type_vocab_size", 2)
+    return read_encoder(_NAMES, blocks, types=types, positions=table, first=first)

@@ -49,16 +49,21 @@ class BlockNames(NamedTuple):
     """What a family calls the tensors of one block, without ".weight" and ".bias"; see `Block`."""
 
     prefix: str  # of block i: prefix.format(i)
-    attention_norm: str
+    attention_norm: str  # the first block has none where `first_norm` is False
     qkv: tuple[str, ...]  # one map for all, or one each for queries, keys and values
     attended: str
     inner_norm: str
     inner: str
     outer: str
-    gate: str | None = None  # multiplies `inner`
+    gate: str | None = None  # multiplies `inner`; if that is its name, too, one tensor holds both
+    gate_first: bool = True  # in such a tensor
     head_norms: tuple[str, str] | None = None  # of query heads and of key heads
-    norm: str = "layer_norm"  # which has a bias; or "rms_norm"
+    norm: str = "layer_norm"  # or "rms_norm"
+    norm_bias: bool = True  # of a "layer_norm"
+    norm_offset: float = 0.0  # added to the weights of norms
+    post_norms: tuple[str, str] | None = None  # of what attention and the feed-forward give
     norm_first: bool = True
+    first_norm: bool = True
     transposed: bool = False  # weights are (in, out), where torch's Linear has (out, in)
 
     @property
@@ -83,13 +88,16 @@ class Blocks:
     eps: float
     activation: Activation
     biased: frozenset[str]  # the maps that have a bias
+    bias: int | None = None  # of all blocks' scores: see `AttendStep`
 
     def shapes(self) -> dict[str, Shape]:
         """The shape of every tensor of every block, by its name."""
         names, q, kv = self.names, self.heads * self.head_dim, self.heads_kv * self.head_dim
         rows = zip(names.qkv, (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,), strict=True)
         maps = {name: (size, self.hidden) for name, size in rows}
-        maps |= {name: (self.inner, self.hidden) for name in (names.gate, names.inner) if name is not None}
+        for name in (names.gate, names.inner):
+            if name is not None:
+                maps[name] = (self.inner * (2 if names.gate == names.inner else 1), self.hidden)
         maps |= {names.attended: (self.hidden, q), names.outer: (self.hidden, self.inner)}
         shapes: dict[str, Shape] = {}
         for name, shape in maps.items():
@@ -97,31 +105,48 @@ class Blocks:
             if name in self.biased:
                 shapes[f"{name}.bias"] = shape[:1]
         shapes |= {f"{name}.weight": (self.head_dim,) for name in names.head_norms or ()}
-        shapes |= self.norm_shapes(names.attention_norm) | self.norm_shapes(names.inner_norm)
+        for name in (names.attention_norm, names.inner_norm, *(names.post_norms or ())):
+            shapes |= self.norm_shapes(name)
         prefixes = [names.prefix.format(i) for i in range(self.num_layers)]
-        return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
+        every = {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
+        if prefixes and not names.first_norm:
+            for name in self.norm_shapes(prefixes[0] + names.attention_norm):
+                del every[name]
+        return every
 
-    def norm_shapes(self, name: str) -> dict[str, Shape]:
-        """The tensors of the norm `name`, which may stand outside of the blocks."""
-        parts = ("weight", "bias") if self.names.norm == "layer_norm" else ("weight",)
-        return {f"{name}.{part}": (self.hidden,) for part in parts}
+    def norm_shapes(self, name: str, features: int | None = None) -> dict[str, Shape]:
+        """The tensors of the norm `name`, which may stand outside of the blocks, of other `features`."""
+        biased = self.names.norm == "layer_norm" and self.names.norm_bias
+        parts = ("weight", "bias") if biased else ("weight",)
+        return {f"{name}.{part}": (features or self.hidden,) for part in parts}
 
     def norm(self, name: str) -> Norm:
         """The norm `name`."""
         weight, *bias = (self.source.vector(part) for part in self.norm_shapes(name))
+        weight = weight + weight.dtype.type(self.names.norm_offset)
         return Norm(self.names.norm, weight, bias[0] if bias else None, self.eps)
 
+    def map(self, name: str) -> Projection:
+        """The linear map `name`, with a bias, which stands outside of the blocks."""
+        source = self.source
+        weight = source.tensors.pack([f"{name}.weight"], transposed=self.names.transposed)
+        return Projection(weight, source.vector(f"{name}.bias"), source.precision.activations)
+
     def read(
-        self, scales: Sequence[float] | None = None, windows: Sequence[Window] | None = None
+        self,
+        scales: Sequence[float] | None = None,
+        windows: Sequence[Window] | None = None,
+        rotations: Sequence[int | None] | None = None,
     ) -> list[Block]:
-        """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, and its window."""
+        """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, window and rotation."""
         precision, widest = self.source.precision, max(self.hidden, self.inner, self.heads * self.head_dim)
         integer_activations("load", precision.activations, precision.weights, widest)
         scales = scales or [self.head_dim**-0.5] * self.num_layers
         windows = windows or [None] * self.num_layers
-        return [self._block(i, scales[i], windows[i]) for i in range(self.num_layers)]
+        rotations = rotations or [None] * self.num_layers
+        return [self._block(i, scales[i], windows[i], rotations[i]) for i in range(self.num_layers)]
 
-    def _block(self, i: int, scale: float, window: Window) -> Block:
+    def _block(self, i: int, scale: float, window: Window, rotation: int | None) -> Block:
         names, source = self.names, self.source
         prefix, rounded = names.prefix.format(i), source.precision.activations
 
@@ -142,6 +167,14 @@ class Blocks:
         def inner() -> Projection:
             if names.gate is None:
                 return linear(names.inner)
+            if names.gate == names.inner:
+                pair, both = (
+                    source.tensors.pack_pair(f"{prefix}{names.inner}.weight", names.gate_first),
+                    bias(names.inner),
+                )
+                if both is not None:
+                    both = both.reshape(2, -1)[:: 1 if names.gate_first else -1].copy()
+                return Projection(pair, both, rounded)
             both = bias(names.gate, names.inner)
             pair = packed(names.inner, gate=names.gate)
             return Projection(pair, None if both is None else both.reshape(2, -1), rounded)
@@ -151,11 +184,18 @@ class Blocks:
                 return None
             q_norm, k_norm = (f"{prefix}{name}.weight" for name in names.head_norms)
             weights = source.vector(*[q_norm] * self.heads, *[k_norm] * self.heads_kv)
+            weights += weights.dtype.type(names.norm_offset)
             return Norm("rms_norm", weights.reshape(-1, self.head_dim), None, self.eps)
+
+        def post_norms() -> tuple[Norm, Norm] | None:
+            if names.post_norms is None:
+                return None
+            attention, inner = (self.norm(prefix + name) for name in names.post_norms)
+            return attention, inner
 
         return Block(
             norm_first=names.norm_first,
-            attention_norm=self.norm(prefix + names.attention_norm),
+            attention_norm=self.norm(prefix + names.attention_norm) if i or names.first_norm else None,
             qkv=linear(*names.qkv),
             heads=self.heads,
             heads_kv=self.heads_kv,
@@ -168,4 +208,7 @@ class Blocks:
             outer=linear(names.outer),
             head_norm=head_norm(),
             window=window,
+            rotation=rotation,
+            bias=self.bias,
+            post_norms=post_norms(),
         )

@@ -16,6 +16,7 @@ from fastattn._engine.program import OUT, LinearStep, NormStep, Program, Sequenc
 from fastattn.cache import KVCache
 from fastattn.layers._block import model_program
 from fastattn.models import _model
+from fastattn.models._embeddings import Frequencies
 from fastattn.models._files import stop_ids
 from fastattn.models._sampling import Sampler
 from fastattn.models._text import NO_TOKEN, Text
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints, Shape
     from fastattn.layers._block import Window
     from fastattn.models._blocks import BlockNames, Blocks
-
-# Frequencies of rotary positions; some scalings depend on `seq_len`, the length of the longest sequence.
-Frequencies = RopeFrequencies | Callable[..., RopeFrequencies]
 
 # The cache has room for so many new tokens at first; it doubles when it is full.
 _ROOM = 256
@@ -60,61 +58,68 @@ class Decoder(_model.Model):
         Parameters
         ----------
         ids, attention_mask
-            As in a call of `Bert`.
+            As in a call of `Encoder`.
 
         Returns
         -------
         ndarray, (batch, length, vocab_size)
-            In the model's dtype, as from `Bert`.
+            In the model's dtype, as from `Encoder`.
         """
-        tokens, lengths, order = self._tokens(ids, attention_mask, self.max_length)
-        batch, length = tokens.shape
-        longest = length if lengths is None else int(lengths.max(initial=0))
-        hidden = self._hidden(tokens, np.arange(length), longest, lengths)
-        logits = self.logits.run(hidden, Sequences(batch))
-        return _model.restore(logits.reshape(batch, length, self.vocab_size), order)
+        tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
+        hidden = self._hidden(tokens if mask is None else tokens[mask], lengths, int(lengths.max(initial=0)))
+        logits = self.logits.run(hidden, Sequences(1))
+        return _model.unpacked(logits, mask, (*tokens.shape, self.vocab_size))
 
-    def _hidden(
-        self, ids: Ints, positions: Ints, longest: int, lengths: Ints | None, cache: KVCache | None = None
-    ) -> Array:
-        """Hidden states (batch * length, hidden_size) of ids (batch, length), before the last norm.
+    def _hidden(self, tokens: Ints, lengths: Ints, longest: int, cache: KVCache | None = None) -> Array:
+        """Hidden states (n, hidden_size) of new tokens (n,), before the last norm.
 
-        `positions` is (length,) or (batch, length). The first `lengths` (batch,) ids of a sequence count. A
-        cache holds the heads of all layers, and the ids come behind the tokens in it. `longest` is the length
-        of the longest sequence then, without padding: some scalings of rotary positions depend on it.
+        Those of sequences are end to end, `lengths` (batch,) of each. A cache holds the heads of all layers,
+        and they come behind the tokens in it. `longest` is the length of the longest sequence then: some
+        scalings of rotary positions depend on it.
         """
-        batch, length = ids.shape
-        x = token_rows(self.tokens, ids.reshape(-1), self.dtype)
+        batch, length = len(lengths), int(lengths.max(initial=0))
+        starts = 0 if cache is None else cache.offset
+        begins = np.append(0, np.cumsum(lengths))
+        ragged = begins[-1] != batch * length
+        if ragged:
+            positions = np.arange(begins[-1]) - np.repeat(begins[:-1] - starts, lengths)
+        else:  # (length,), or (batch, length) where sequences begin at different positions
+            positions = np.asarray(starts)[..., None] + np.arange(length)
+        x = token_rows(self.tokens, tokens.reshape(-1), self.dtype)
         if self.positions is not None:
-            rows = x.reshape(batch, length, self.hidden_size)
+            rows = x if ragged else x.reshape(batch, length, self.hidden_size)
             rows += self.positions[positions]
         if not self.num_layers:
             return x
-        rotation = None
+        rotations: tuple[tuple[Array, Array], ...] = ()
         if (frequencies := self.frequencies) is not None:
             if not isinstance(frequencies, RopeFrequencies):
                 frequencies = frequencies(seq_len=longest)
             cos, sin = rope_tables(positions, frequencies, lane_dtype(self.dtype))
-            rotation = cos[..., None, :, :], sin[..., None, :, :]
-        if cache is None:
-            return self.program.run(x, Sequences(batch, self._ranges(0, length, lengths, length), rotation))
-        keys = (batch, self.num_layers * self.num_kv_heads, length, self.head_dim)
-        slots = cache._extend(keys, keys, self.dtype, lengths)
-        ranges = self._ranges(slots.starts, length, slots.ends, slots.length)
-        return self.program.run(x, Sequences(batch, ranges, rotation, slots))
+            rotations = ((cos[..., None, :, :], sin[..., None, :, :]),)
+        slots, ends, len_k = None, None, length
+        if cache is not None:
+            keys = (batch, self.num_layers * self.num_kv_heads, length, self.head_dim)
+            slots = cache._extend(keys, keys, self.dtype, lengths if ragged else None)
+            ends, len_k = slots.ends, slots.length
+        if ragged:  # each sequence has its own keys alone
+            ranges = self._ranges(positions, True, None, np.repeat(lengths + starts, lengths))
+        else:
+            ranges = self._ranges(positions[..., None, :], length > 1, ends, len_k)
+        return self.program.run(x, Sequences(batch, ranges, rotations, slots, begins if ragged else None))
 
     def _ranges(
-        self, starts: Ints | int, length: int, ends: Ints | None, len_k: int
+        self, positions: Ints, causal: bool, ends: Ints | None, len_k: int | Ints
     ) -> tuple[key_ranges.Range, ...]:
-        """For each window, which of `len_k` keys the queries at `starts` to `starts + length - 1` attend.
+        """For each window, which of `len_k` keys the queries at `positions` attend.
 
-        Of each sequence, the first `ends` (batch,) keys count; None: all.
+        Of each sequence, the first `ends` (batch,) keys count; None: all. A token alone, the last of its
+        sequence, sees all of them without being causal.
         """
-        position = key_ranges.positions(np.asarray(starts), length)
         shared = [] if ends is None else [key_ranges.lengths(ends)]
-        if length > 1:  # a token alone, the last of its sequence, sees all keys
-            shared.append(key_ranges.causal(position))
-        sliding = ([key_ranges.window(position, *w)] if w is not None else [] for w in self.windows)
+        if causal:
+            shared.append(key_ranges.causal(positions))
+        sliding = ([key_ranges.window(positions, *w)] if w is not None else [] for w in self.windows)
         return tuple(key_ranges.intersect(shared + window, len_k) for window in sliding)
 
     def generate(
@@ -215,12 +220,10 @@ class Decoder(_model.Model):
     ) -> Iterator[Ints]:
         if not prompts or max_new_tokens == 0:
             return
-        ids, mask = _model.pad(prompts)
-        lengths = mask.sum(axis=1)
-        batch, longest = ids.shape
+        lengths = np.array([len(prompt) for prompt in prompts])
+        batch, longest = len(prompts), int(lengths.max())
         cache = KVCache(longest + min(max_new_tokens - 1, _ROOM), cache_dtype)
-        hidden = self._hidden(ids, np.arange(longest), longest, lengths, cache)
-        hidden = hidden.reshape(batch, longest, -1)[np.arange(batch), lengths - 1]
+        hidden = self._hidden(np.concatenate(prompts), lengths, longest, cache)[np.cumsum(lengths) - 1]
         running = np.arange(batch)  # sequences that have not ended; the others are computed no more
         for step in range(1, max_new_tokens + 1):
             tokens = sampler(self.logits.run(hidden, Sequences(len(hidden))))
@@ -231,12 +234,11 @@ class Decoder(_model.Model):
             if not kept.size or step == max_new_tokens:
                 return
             if kept.size < len(running):
-                running, tokens, lengths = running[kept], tokens[kept], lengths[kept]
+                running, tokens = running[kept], tokens[kept]
                 sampler.select(kept)
                 if self.num_layers:  # without layers, nothing is in the cache
                     cache.select(kept)
-            hidden = self._hidden(tokens[:, None], lengths[:, None], longest + step, None, cache)
-            lengths = lengths + 1
+            hidden = self._hidden(tokens, np.ones(len(tokens), np.int64), longest + step, cache)
 
 
 def _is_row(x: Any) -> bool:
@@ -292,7 +294,8 @@ def read_decoder(
     )
     rotary = None if frequencies is None else frequencies()  # of a size that tensors confirm
 
-    program, all_windows = model_program(blocks.read(scales, windows))
+    rotations = None if rotary is None else [0] * blocks.num_layers
+    program, all_windows = model_program(blocks.read(scales, windows, rotations))
     weight = tensors.pack([tokens if tied else output])
     norm = NormStep(X, "normed", *blocks.norm(names.norm))
     logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.activations)])

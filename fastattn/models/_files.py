@@ -49,6 +49,7 @@ def require(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
+        package = package.partition(".")[0]
         missing = [package] + [p for p in PACKAGES if p != package and find_spec(p) is None]
         how = f"pip install {' '.join(missing)}"
         raise ImportError(f"models need {', '.join(missing)}: {how} ({error})") from error
@@ -302,6 +303,9 @@ class Tensors:
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise ModelError(f"{self.path} does not fit config.json: {'; '.join(wrong[:_SHOWN])}{more}")
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
     def __getitem__(self, name: str) -> Array:
         file, stored = self._tensors[name]
         array: Array = file.get_tensor(stored)
@@ -318,6 +322,16 @@ class Tensors:
         arrays = [[(stored, file.mapped(stored)) for file, stored in each] for each in held]
         if transposed:
             arrays = [[(stored, array.T) for stored, array in each] for each in arrays]
+        return self._packed(arrays)
+
+    def pack_pair(self, name: str, gate_first: bool) -> PackedLinear:
+        """The tensor of a gated pair, one map's rows behind the other's, packed as `pack` does."""
+        file, stored = self._tensors[name]
+        first, second = np.split(file.mapped(stored), 2)
+        up, gate = (second, first) if gate_first else (first, second)
+        return self._packed([[(stored, up)], [(stored, gate)]])
+
+    def _packed(self, arrays: Sequence[Sequence[tuple[str, Array]]]) -> PackedLinear:
         args = blocks_args(arrays, self._stored, get_num_threads())
         dispatch.run(args)
         wrong = args.not_finite()

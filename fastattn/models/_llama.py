@@ -1,7 +1,8 @@
 """Llama, Mistral, Qwen2 and Qwen3: the names of their tensors, and what their config.json says.
 
 They differ in which maps have biases (Llama as configured; Qwen2 those of queries, keys and values), in a
-norm of each query and key head (Qwen3), and in which layers attend to a sliding window only.
+norm of each query and key head (Qwen3), and in which layers attend to a sliding window only. A folder with
+modules.json is an encoder (Qwen3-Embedding, E5-Mistral), and any other a decoder.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._decoder import Decoder, DecoderNames, read_decoder
+from fastattn.models._families import EncoderNames, read_encoder
 from fastattn.models._files import ModelError
-from fastattn.positions import rope_frequencies
+from fastattn.models._rope import frequencies
 
 if TYPE_CHECKING:
     from fastattn.layers._block import Window
-    from fastattn.models._decoder import Frequencies
+    from fastattn.models._encoder import Encoder
     from fastattn.models._files import Config
 
 _NAMES = DecoderNames(
@@ -37,19 +39,15 @@ _NAMES = DecoderNames(
     norm="norm",
     ignored=re.compile(r"\.rotary_emb\.inv_freq$"),  # config.json gives them; old files hold them
 )
-_QWEN3 = _NAMES._replace(block=_NAMES.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
+QWEN3 = _NAMES._replace(block=_NAMES.block._replace(head_norms=("self_attn.q_norm", "self_attn.k_norm")))
 
 
-def build(source: Source) -> Decoder:
+def build(source: Source) -> Decoder | Encoder:
     """The model that the folder's files describe."""
     config = source.config
     model_type = config.get("model_type", str)
-    names = _QWEN3 if model_type == "qwen3" else _NAMES
-    heads = config.size("num_attention_heads")
-    heads_kv = config.optional_size("num_key_value_heads") or (8 if model_type == "mistral" else heads)
-    if heads % heads_kv:
-        expected = f"a multiple of 'num_key_value_heads', {heads_kv}"
-        raise ModelError(f"{config.path}: 'num_attention_heads' is {heads}; expected {expected}")
+    names = QWEN3 if model_type == "qwen3" else _NAMES
+    heads, heads_kv = head_counts(config, 8 if model_type == "mistral" else None)
     head_dim = config.optional_size("head_dim") or (
         128 if model_type == "qwen3" else config.divided("hidden_size", "num_attention_heads")
     )
@@ -66,13 +64,47 @@ def build(source: Source) -> Decoder:
         activation=config.choice("hidden_act", ACTIVATIONS, "silu"),
         biased=_biased(config, model_type, names.block),
     )
+    rotary = partial(frequencies, config, head_dim)
+    if (source.folder / "modules.json").is_file():
+        causal = config.get("is_causal", bool, True)
+        return read_encoder(
+            encoder_names(names),
+            blocks,
+            longest=config.optional_size("max_position_embeddings"),
+            windows=_windows(config, model_type, blocks.num_layers, causal),
+            rotations=[0] * blocks.num_layers,
+            causal=causal,
+            frequencies=lambda: (rotary(),),
+        )
+    config.refuse(is_causal=True)
     return read_decoder(
         names,
         blocks,
         windows=_windows(config, model_type, blocks.num_layers),
-        frequencies=partial(_frequencies, config, head_dim),
+        frequencies=rotary,
         tied=config.get("tie_word_embeddings", bool, False),
     )
+
+
+def encoder_names(names: DecoderNames) -> EncoderNames:
+    """The names of the same decoder's tensors as those of an encoder, without an output layer."""
+    return EncoderNames(
+        block=names.block,
+        tokens=names.tokens,
+        last_norm=names.norm,
+        prefixes=(names.prefix,),
+        ignored=names.ignored,
+    )
+
+
+def head_counts(config: Config, usual: int | None = None) -> tuple[int, int]:
+    """How many heads queries have, and keys: without a number `usual` ones, or as many as queries."""
+    heads = config.size("num_attention_heads")
+    heads_kv = config.optional_size("num_key_value_heads") or usual or heads
+    if heads % heads_kv:
+        expected = f"a multiple of 'num_key_value_heads', {heads_kv}"
+        raise ModelError(f"{config.path}: 'num_attention_heads' is {heads}; expected {expected}")
+    return heads, heads_kv
 
 
 def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str]:
@@ -87,8 +119,11 @@ def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str
     return frozenset(name for name in biased if name is not None)
 
 
-def _windows(config: Config, model_type: str, num_layers: int) -> list[Window]:
-    """Each layer's window: a token and the `sliding_window - 1` before it; None for all tokens."""
+def _windows(config: Config, model_type: str, num_layers: int, causal: bool = True) -> list[Window]:
+    """Each layer's window: a token and the `sliding_window - 1` before it; None for all tokens.
+
+    If the model is not causal, `sliding_window` tokens on either side, as in transformers.
+    """
     if model_type == "llama":
         return [None] * num_layers
     width = config.optional_size("sliding_window", 4096)
@@ -103,31 +138,7 @@ def _windows(config: Config, model_type: str, num_layers: int) -> list[Window]:
             slides = [i >= first for i in range(num_layers)]
         else:
             slides = [kind == "sliding_attention" for kind in kinds]
-    return [(width - 1, 0) if width is not None and sliding else None for sliding in slides]
-
-
-def _frequencies(config: Config, head_dim: int) -> Frequencies:
-    """The frequencies of rotary positions, or a function that has them for a sequence's length.
-
-    `rope_parameters` describes them; older files have `rope_theta` and, if there is one, `rope_scaling`.
-    """
-    longest = config.optional_size("max_position_embeddings")
-    scaling = {**config.get("rope_scaling", dict, {}), **config.get("rope_parameters", dict, {})}
-    scaling.setdefault("rope_theta", config.number("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in ("yarn", "llama3", "longrope"):  # the trained length may be beside it, or the same
-        trained = config.optional_size("original_max_position_embeddings")
-        if trained is not None:
-            scaling["original_max_position_embeddings"] = trained
-        elif longest is not None:
-            scaling.setdefault("original_max_position_embeddings", longest)
-    for factor in (config.values.get("partial_rotary_factor"), scaling.get("partial_rotary_factor")):
-        if factor not in (None, 1.0):
-            raise ModelError(f"{config.path}: 'partial_rotary_factor' is {factor!r}; only 1.0 is supported")
-
-    by_length = partial(rope_frequencies, head_dim, scaling=scaling, max_position_embeddings=longest)
-    try:
-        shortest = by_length(seq_len=0)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ModelError(f"{config.path}: rotary positions: {error}") from error
-    return by_length if kind in ("dynamic", "longrope") else shortest
+    if width is None:
+        return [None] * num_layers
+    window = (width - 1, 0) if causal else (width, width)
+    return [window if sliding else None for sliding in slides]

@@ -8,9 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattn._args.errors import wrong_type
-from fastattn.models import _bert, _gpt2, _llama
+from fastattn.models import (
+    _albert,
+    _bert,
+    _deberta,
+    _distilbert,
+    _gemma3,
+    _gpt2,
+    _gte,
+    _llama,
+    _modernbert,
+    _mpnet,
+    _nomic,
+    _t5,
+)
 from fastattn.models._blocks import Source
+from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, ModelError, Tensors
+from fastattn.models._heads import with_head
 from fastattn.models._weights import Precision
 
 if TYPE_CHECKING:
@@ -19,14 +34,24 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from fastattn._args.types import Rounding
+    from fastattn.models._classify import CrossEncoder, TokenClassifier
     from fastattn.models._decoder import Decoder
-    from fastattn.models._encoder import Bert
+    from fastattn.models._sparse import SparseEncoder
 
 # `model_type` of config.json
-_BUILDERS: dict[str, Callable[[Source], Bert | Decoder]] = {
+_BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
+    "gemma3_text": _gemma3.build,
+    "albert": _albert.build,
+    "deberta-v2": _deberta.build,
+    "distilbert": _distilbert.build,
     "gpt2": _gpt2.build,
+    **dict.fromkeys(("new", "gte"), _gte.build),
+    "modernbert": _modernbert.build,
+    "mpnet": _mpnet.build,
+    "nomic_bert": _nomic.build,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama.build),
+    **dict.fromkeys(("t5", "mt5"), _t5.build),
 }
 MODEL_TYPES = tuple(_BUILDERS)
 
@@ -37,14 +62,14 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
-) -> Bert | Decoder:
+) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists.
 
     Parameters
     ----------
     folder : path
         As Hugging Face's save_pretrained writes it, with tensors in float32, float16 or bfloat16. The
-        modules.json of a sentence-transformers folder says how `Bert.embed` pools and normalises.
+        modules.json of a sentence-transformers folder says how `Encoder.encode` makes vectors.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : {"float32", "bfloat16", "int8", "int4", "nf4"}, optional
@@ -57,8 +82,8 @@ def load(
 
     Returns
     -------
-    Bert or Decoder
-        By the `model_type` in config.json, one of `MODEL_TYPES`.
+    Encoder, CrossEncoder, TokenClassifier, SparseEncoder or Decoder
+        By the `model_type` in config.json, one of `MODEL_TYPES`, its `architectures`, and modules.json.
 
     Raises
     ------
@@ -73,7 +98,7 @@ def load(
     Examples
     --------
     >>> model = fastattn.models.load("all-MiniLM-L6-v2")  # doctest: +SKIP
-    >>> model.embed(["A sentence.", "Another one."]).shape  # doctest: +SKIP
+    >>> model.encode(["A sentence.", "Another one."]).shape  # doctest: +SKIP
     (2, 384)
     """
     precision = Precision.of("load", dtype, weights_dtype, activations)
@@ -91,4 +116,6 @@ def load(
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:
         tensors = Tensors(path, precision.weights, stack)
-        return _BUILDERS[model_type](Source(path, config, tensors, precision))
+        source = Source(path, config, tensors, precision)
+        model = _BUILDERS[model_type](source)
+        return with_head(source, model) if isinstance(model, Encoder) else model

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array, Bools, Ints, Rounding
+    from fastattn._args.types import Array, Bools, Ints, Rounding, Shape
     from fastattn._engine.program import Program
     from fastattn.models._text import Text
     from fastattn.models._weights import Precision
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """The base of `Bert` and `Decoder`."""
+    """The base of `Encoder` and `Decoder`."""
 
     model_type: str  # as in config.json
     hidden_size: int
@@ -53,15 +53,26 @@ class Model:
         return f"<{self.model_type}: {self.num_layers} layers of {self.hidden_size}, {self.precision}>"
 
     def _tokens(
-        self, ids: ArrayLike, mask: ArrayLike | None, longest: int | None
-    ) -> tuple[Ints, Ints | None, Ints | None]:
-        """The ids (batch, length) of a call, checked, in the order of `align`; and what that returns."""
-        tokens = token_ids(self.model_type, ids, self.vocab_size)
-        if longest is not None and tokens.shape[1] > longest:
-            came = f"{tokens.shape[1]} tokens in a sequence"
-            raise ValueError(f"{self.model_type}(): {came}; expected at most {longest}")
-        lengths, order = align(attended(self.model_type, mask, tokens))
-        return reorder(tokens, order), lengths, order
+        self, ids: ArrayLike, attention_mask: ArrayLike | None, longest: int | None
+    ) -> tuple[Ints, Ints, Bools | None]:
+        """The ids (batch, length) of a call, how many of each sequence count, and if not all do, which."""
+        name = self.model_type
+        tokens = token_ids(name, ids, self.vocab_size)
+        mask = attended(name, attention_mask, tokens)
+        lengths: Ints = np.full(len(tokens), tokens.shape[1]) if mask is None else mask.sum(axis=1)
+        most = lengths.max(initial=0)
+        if longest is not None and most > longest:
+            raise ValueError(f"{name}(): {most} tokens in a sequence; expected at most {longest}")
+        return tokens, lengths, mask
+
+
+def unpacked(rows: Array, mask: Bools | None, shape: Shape) -> Array:
+    """rows (n, features) of the tokens that count, `mask` (batch, length), in `shape`; 0 at the others."""
+    if mask is None:
+        return rows.reshape(shape)
+    out = np.zeros(shape, rows.dtype)
+    out[mask] = rows
+    return out
 
 
 def token_ids(func: str, ids: ArrayLike, vocab_size: int, name: str = "ids") -> Ints:
@@ -100,31 +111,6 @@ def _rectangular(func: str, name: str, x: Any) -> Array:
         came = f"{name} has sequences of different lengths"
         expected = "one length: pad them, and pass an attention_mask that is 0 at the padding"
         raise ValueError(f"{func}(): {came}; expected {expected}") from None
-
-
-def align(mask: Bools | None) -> tuple[Ints | None, Ints | None]:
-    """How many tokens of each sequence count, (batch,), and the order that puts these before the others.
-
-    The order, (batch, length), is for `reorder`. So padding on the left or between tokens becomes padding on
-    the right, which is the only one that models know. Without a mask both are None; the order is None, too,
-    if nothing has to move.
-    """
-    if mask is None:
-        return None, None
-    lengths: Ints = mask.sum(axis=1)
-    if np.array_equal(mask, np.arange(mask.shape[1]) < lengths[:, None]):
-        return lengths, None
-    return lengths, np.argsort(~mask, axis=1, kind="stable")
-
-
-def reorder(x: Array, order: Ints | None) -> Array:
-    """The tokens of each sequence of x (batch, length, ...) in the order (batch, length)."""
-    return x if order is None else x[np.arange(len(x))[:, None], order]
-
-
-def restore(x: Array, order: Ints | None) -> Array:
-    """Undo `reorder`."""
-    return reorder(x, None if order is None else np.argsort(order, axis=1))
 
 
 def pad(sequences: Sequence[Sequence[int] | Ints]) -> tuple[Ints, Bools]:

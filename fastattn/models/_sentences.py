@@ -1,116 +1,302 @@
-"""What a sentence-transformers folder says: what comes before the tokenizer, and behind the last layer."""
+"""What a sentence-transformers folder says: prompts, similarity, and the modules behind the last layer.
+
+Of ``rows`` (tokens, features), ``rows[cu_seqlens[i] : cu_seqlens[i + 1]]`` are the hidden states of text i.
+Pooling makes one vector of them, and the other modules change that vector.
+"""
 
 from __future__ import annotations
 
+import re
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn import ops
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import choice, flag
-from fastattn.functional._attention import attention
-from fastattn.models._files import Config, ModelError, is_name, read_json
+from fastattn._args.values import choice, short
+from fastattn.models._files import Config, ModelError, Tensors, is_name, read_json
+from fastattn.models._text import strings
+from fastattn.models._vectors import SIMILARITIES, unit
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Array, Bools
+    from collections.abc import Callable
+    from pathlib import Path
 
-MODES = ("mean", "cls", "max")
-_FLAGS = {  # the keys of most files, each with true or false
-    "pooling_mode_mean_tokens": "mean",
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Activation, Array, Ints, Shape
+
+    Module = Callable[[Array], Array]  # of vectors (n, features)
+
+# Of a text's tokens (length, features), of which `before` were left out in front.
+POOLINGS: dict[str, Callable[[Array, int], Array]] = {
+    "cls": lambda tokens, before: tokens[0],
+    "max": lambda tokens, before: tokens.max(axis=0),
+    "mean": lambda tokens, before: tokens.mean(axis=0),
+    "mean_sqrt_len_tokens": lambda tokens, before: (
+        tokens.sum(axis=0) / np.sqrt(tokens.dtype.type(len(tokens)))
+    ),
+    "weightedmean": lambda tokens, before: _weighted_mean(tokens, before),
+    "lasttoken": lambda tokens, before: tokens[-1],
+}
+_FLAGS = {  # the keys of most files, each with true or false; several modes stand in this order
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
 }
+# What a Dense module names as a class of torch.nn, and what `ops.linear` calls it.
+ACTIVATIONS: dict[str, Activation | None] = {
+    "Identity": None,
+    "Tanh": None,  # which follows the kernel
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "Sigmoid": "sigmoid",
+    "SiLU": "silu",
+}
+_NONE = re.compile("(?!)")  # of a module's tensors, none is to be ignored
 
 
-@dataclass(frozen=True, slots=True)
-class Sentences:
-    """How a text is prepared for the tokenizer: put the prompt before it, strip it, make it lower case."""
-
-    prompt: str = ""
-    lower: bool = False
-
-    @classmethod
-    def of(cls, folder: Path) -> Sentences:
-        """As the folder's two files say; the defaults where there are none."""
-        lower = Config(folder / "sentence_bert_config.json", optional=True).get("do_lower_case", bool, False)
-        config = Config(folder / "config_sentence_transformers.json", optional=True)
-        name: Any = config.values.get("default_prompt_name")
-        if name is None:
-            return cls(lower=lower)
-        prompt = config.get("prompts", dict, {}).get(name) if isinstance(name, str) else None
-        if not isinstance(prompt, str):
-            raise ModelError(f"{config.path}: 'default_prompt_name' is {name!r}; expected one of 'prompts'")
-        return cls(prompt, lower)
-
-    def __call__(self, text: str) -> str:
-        """The text for the tokenizer."""
-        stripped = (self.prompt + text).strip()
-        return stripped.lower() if self.lower else stripped
+def _weighted_mean(tokens: Array, before: int) -> Array:
+    """The mean with the weight i for token i of the text, counted from 1."""
+    weights = np.arange(before + 1, before + 1 + len(tokens), dtype=tokens.dtype)
+    mean: Array = (tokens * weights[:, None]).sum(axis=0) / weights.sum()
+    return mean
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How hidden states become a vector: the mode, and whether it is scaled to length 1."""
+    """From the hidden states of texts to one vector each: those of several modes stand side by side."""
 
-    mode: str = "mean"
-    normalize: bool = False
+    modes: tuple[str, ...] = ("mean",)
+    include_prompt: bool = True  # whether a prompt's tokens count
 
     @classmethod
     def of(cls, folder: Path) -> Pooling:
-        """As modules.json and the pooling's own config.json say; the defaults where there are none."""
-        path = folder / "modules.json"
-        if not path.is_file():
-            return cls()
-        mode, normalize = "mean", False
-        for module in read_json(path, list):
-            kind = str(module.get("type") if isinstance(module, dict) else module).rpartition(".")[2]
+        """As the folder's config.json says."""
+        config = Config(folder / "config.json")
+        said: Any = config.values.get("pooling_mode")
+        if said is None:
+            said = [mode for name, mode in _FLAGS.items() if config.get(name, bool, False)]
+            said = said or ["mean"]
+        modes = said if isinstance(said, list) else [said]
+        if not modes or not all(isinstance(mode, str) and mode in POOLINGS for mode in modes):
+            expected = f"one or several of {', '.join(POOLINGS)}"
+            raise ModelError(f"{config.path}: 'pooling_mode' is {short(said)}; expected {expected}")
+        return cls(tuple(modes), config.get("include_prompt", bool, True))
+
+    def __call__(self, rows: Array, cu_seqlens: Ints, prompt_length: int = 0) -> Array:
+        """Vectors (n, modes * features) in the lane type; a text that has no token gets zeros."""
+        lane, before = lane_dtype(rows.dtype), 0 if self.include_prompt else prompt_length
+        pooled = np.zeros((len(cu_seqlens) - 1, len(self.modes), rows.shape[1]), lane)
+        ends = cu_seqlens.tolist()
+        for vectors, begin, end in zip(pooled, ends, ends[1:], strict=False):
+            tokens = rows[begin + before : end].astype(lane, copy=False)
+            if len(tokens):
+                for vector, mode in zip(vectors, self.modes, strict=True):
+                    vector[:] = POOLINGS[mode](tokens, before)
+        return pooled.reshape(len(pooled), len(self.modes) * rows.shape[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense:
+    """``activation(x @ weight.T + bias)``; in some folders plus x, or plus another linear map of it."""
+
+    weight: PackedLinear
+    bias: Array | None
+    activation: str  # of `ACTIVATIONS`
+    residual: PackedLinear | bool = False  # True: x itself
+
+    @classmethod
+    def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[Dense, int]:
+        """As the folder's files say, and how many features it makes of `features`."""
+        config = Config(folder / "config.json")
+        n_in, n_out = config.size("in_features"), config.size("out_features")
+        _require_features(config, "in_features", n_in, features)
+        biased, added = config.get("bias", bool, True), config.get("use_residual", bool, False)
+        name = config.get("activation_function", str, "torch.nn.modules.activation.Tanh")
+        activation = name.rpartition(".")[2]
+        if activation not in ACTIVATIONS:
+            expected = f"one of {', '.join(ACTIVATIONS)}"
+            raise ModelError(f"{config.path}: 'activation_function' is {short(name)}; expected {expected}")
+        shapes: dict[str, Shape] = {"linear.weight": (n_out, n_in)}
+        if biased:
+            shapes["linear.bias"] = (n_out,)
+        if added and n_in != n_out:
+            shapes["residual.weight"] = (n_out, n_in)
+        with ExitStack() as stack:
+            tensors = Tensors(folder, dtype.name, stack)
+            tensors.expect(shapes, ("linear.", "residual."), _NONE)
+            weight = tensors.pack(["linear.weight"])
+            bias = tensors["linear.bias"].astype(dtype) if biased else None
+            residual = tensors.pack(["residual.weight"]) if "residual.weight" in shapes else added
+        return cls(weight, bias, activation, residual), n_out
+
+    def __call__(self, x: Array) -> Array:
+        """The vectors (n, out_features) of vectors (n, in_features)."""
+        y = ops.linear(x, self.weight, self.bias, activation=ACTIVATIONS[self.activation])
+        if self.activation == "Tanh":
+            np.tanh(y, out=y)
+        if self.residual is True:
+            y += x
+        elif self.residual is not False:
+            y += ops.linear(x, self.residual)
+        return y
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerNorm:
+    """Each vector's features at mean 0 and variance 1, times weight, plus bias."""
+
+    weight: Array
+    bias: Array | None
+
+    @classmethod
+    def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[LayerNorm, int]:
+        """As `Dense.of`."""
+        config = Config(folder / "config.json")
+        _require_features(config, "dimension", config.size("dimension"), features)
+        with ExitStack() as stack:
+            tensors = Tensors(folder, dtype.name, stack)
+            tensors.expect({"norm.weight": (features,), "norm.bias": (features,)}, ("norm.",), _NONE)
+            vectors = (tensors[name].astype(dtype) for name in ("norm.weight", "norm.bias"))
+            return cls(*vectors), features
+
+    def __call__(self, x: Array) -> Array:
+        """The vectors (n, features), normalised."""
+        return ops.layer_norm(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Normalize:
+    """Vectors of length 1."""
+
+    @classmethod
+    def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[Normalize, int]:
+        """As `Dense.of`; there is no file."""
+        return cls(), features
+
+    def __call__(self, x: Array) -> Array:
+        """The vectors (n, features), scaled."""
+        return unit(x)
+
+
+_MODULES: dict[str, type[Dense | LayerNorm | Normalize]] = {
+    "Dense": Dense,
+    "LayerNorm": LayerNorm,
+    "Normalize": Normalize,
+}
+_SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
+_BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sentences:
+    """What the folder says of an encoder's texts and vectors; without such files, the mean of the tokens."""
+
+    pooling: Pooling
+    modules: tuple[Dense | LayerNorm | Normalize, ...]  # behind it, one after another
+    features: int  # of a vector
+    prompts: dict[str, str]
+    default_prompt_name: str | None
+    similarity: str
+    truncate_dim: int | None
+
+    @classmethod
+    def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> Sentences:
+        """As the folder's files say, for hidden states of so many features, computed in `dtype`."""
+        pooling, modules = Pooling(), []
+        lane = lane_dtype(dtype)
+        for kind, inner in modules_of(folder):
             if kind == "Pooling":
-                name = module.get("path")
-                if not is_name(name):
-                    raise ModelError(f"{path}: 'path' of Pooling is {name!r}; expected a folder beside it")
-                mode = _mode(folder / name / "config.json", bool(Sentences.of(folder).prompt))
-            elif kind == "Normalize":
-                normalize = True
-            elif kind != "Transformer":
-                raise ModelError(f"{path} has a module {kind!r}; expected Transformer, Pooling, Normalize")
-        return cls(mode, normalize)
+                pooling = Pooling.of(folder / inner)
+                features *= len(pooling.modes)
+            elif kind in _MODULES:
+                config = Config(folder / inner / "config.json", optional=True)
+                config.refuse(module_input_name="sentence_embedding", module_output_name="sentence_embedding")
+                module, features = _MODULES[kind].of(folder / inner, features, lane)
+                modules.append(module)
+        config = Config(folder / "config_sentence_transformers.json", optional=True)
+        prompts = _prompts(config)
+        default = config.values.get("default_prompt_name")
+        if default is not None and not (isinstance(default, str) and default in prompts):
+            expected = f"one of 'prompts', {', '.join(map(short, prompts))}"
+            raise ModelError(f"{config.path}: 'default_prompt_name' is {short(default)}; expected {expected}")
+        kinds = {kind: kind for kind in SIMILARITIES}
+        similarity = config.choice("similarity_fn_name", kinds, "cosine")
+        truncate_dim = config.optional_size("truncate_dim")
+        return cls(pooling, tuple(modules), features, prompts, default, similarity, truncate_dim)
 
-    def changed(self, func: str, mode: str | None, normalize: bool | None) -> Pooling:
-        """The same with another mode or normalisation, where they are not None."""
-        return Pooling(
-            self.mode if mode is None else choice(func, "pooling", mode, MODES),
-            self.normalize if normalize is None else flag(func, "normalize", normalize),
-        )
+    def prompt(self, func: str, name: Any, prompt: Any, names: tuple[str, ...] = ()) -> str:
+        """What a call of `func` puts before a text; `names` come before the default one."""
+        if prompt is None:
+            if name is None:
+                name = next((name for name in names if name in self.prompts), self.default_prompt_name)
+            return "" if name is None else self.prompts[choice(func, "prompt_name", name, self.prompts)]
+        if not isinstance(prompt, str):
+            raise TypeError(f"{func}(): prompt is {short(prompt)}; expected a string")
+        (prompt,) = strings(func, "prompt", [prompt])
+        return str(prompt)
 
-    def __call__(self, hidden: Array, mask: Bools) -> Array:
-        """The vectors (batch, features) of hidden (batch, length, features) where mask (batch, length) is."""
-        batch, length, _ = hidden.shape
-        if self.mode == "cls":
-            pooled: Array = hidden[np.arange(batch), mask.argmax(axis=1)] if length else hidden.sum(axis=1)
-        elif self.mode == "max":
-            pooled = hidden.max(axis=1, where=mask[..., None], initial=-np.inf)
-        else:  # with equal scores, attention is the mean of what is attended; it runs on our threads
-            score = np.zeros((batch, 1, 1, 1), hidden.dtype)
-            keys = np.broadcast_to(score, (batch, 1, length, 1))
-            pooled = attention(score, keys, hidden[:, None], mask=mask[:, None, None])[:, 0, 0]
-        pooled = pooled.astype(lane_dtype(pooled.dtype), copy=False)
-        if self.normalize:
-            norm = np.sqrt(np.square(pooled).sum(axis=1, keepdims=True))
-            pooled = pooled / np.maximum(norm, 1e-12)
+    def vectors(self, rows: Array, cu_seqlens: Ints, prompt_length: int) -> Array:
+        """One vector for each text of hidden states, (n, features) in the lane type."""
+        pooled = self.pooling(rows, cu_seqlens, prompt_length)
+        for module in self.modules:
+            pooled = module(pooled)
         return pooled
 
 
-def _mode(path: Path, has_prompt: bool) -> str:
-    """The mode that a pooling's config.json says."""
-    values = read_json(path)
-    if has_prompt and values.get("include_prompt") is False:
-        only = "only True is supported where there is a default prompt"
-        raise ModelError(f"{path}: 'include_prompt' is False; {only}")
-    set_flags = [name for name in values if name.startswith("pooling_mode_") and values[name] is True]
-    said = [values.get("pooling_mode"), *(_FLAGS.get(name, name) for name in set_flags)]
-    modes: list[str] = list(dict.fromkeys(str(mode) for mode in said if mode is not None))
-    if len(modes) != 1 or modes[0] not in MODES:
-        raise ModelError(f"{path} says {' and '.join(modes) or 'nothing'}; expected one of {MODES}")
-    return modes[0]
+def is_cross_encoder(folder: Path) -> bool:
+    """Whether config_sentence_transformers.json says that a head scores what the transformer makes."""
+    config = Config(folder / "config_sentence_transformers.json", optional=True)
+    return config.values.get("model_type") == "CrossEncoder"
+
+
+def modules_of(folder: Path) -> list[tuple[str, str]]:
+    """Kind and folder of each module in modules.json; none where it is missing.
+
+    A head that scores has no Pooling before it, and SpladePooling has another one.
+    """
+    path, named = folder / "modules.json", []
+    for module in read_json(path, list) if path.is_file() else ():
+        entry = module if isinstance(module, dict) else {"type": module}
+        kind, inner = str(entry.get("type")).rpartition(".")[2], entry.get("path", "")
+        known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE)
+        if kind not in known:
+            expected = ", ".join(known)
+            raise ModelError(f"{path} has a module {short(kind)}; expected one of {expected}")
+        first = kind in ("Transformer", _SPLADE[0])
+        if first and inner not in ("", "."):
+            raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected '', this folder")
+        if not first and not (inner and is_name(inner)):
+            raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected a folder beside it")
+        named.append((kind, inner))
+    kinds = [kind for kind, _ in named]
+    if not path.is_file() or (kinds == ["Transformer"] and is_cross_encoder(folder)):
+        return []
+    if len(kinds) == 2 and kinds[0] in ("Transformer", _SPLADE[0]) and kinds[1] == _SPLADE[1]:
+        return named
+    if tuple(kinds[:2]) != _BEFORE or any(kind in _BEFORE for kind in kinds[2:]):
+        expected = f"{' and '.join(_BEFORE)} first, once each"
+        raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
+    return [(kind, inner) for kind, inner in named if kind != _NO_PART]
+
+
+def _prompts(config: Config) -> dict[str, str]:
+    """The prompts by their names; sentence-transformers knows an empty one for queries and documents."""
+    prompts = {"query": "", "document": ""}
+    for name, prompt in config.get("prompts", dict, {}).items():
+        if not isinstance(prompt, str | None):
+            raise ModelError(f"{config.path}: prompt {short(name)} is {short(prompt)}; expected a string")
+        prompts[name] = prompt or ""
+    return prompts
+
+
+def _require_features(config: Config, key: str, size: int, features: int) -> None:
+    """Raise unless a module takes the vectors that the one before it makes."""
+    if size != features:
+        expected = f"{features}, which the module before it makes"
+        raise ModelError(f"{config.path}: {key!r} is {size}; expected {expected}")

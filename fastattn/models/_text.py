@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
 NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
+_WITHOUT_TYPES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # unless the folder asks for them
 _MOST_BYTES = 4  # of a character in UTF-8
 
 # Characters that go to the tokenizer at a time: enough work for all its threads, in bounded memory. It
@@ -40,7 +41,7 @@ class Text:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`."""
+        """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked."""
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{path} is missing; expected a tokenizer as the tokenizers library writes it")
@@ -50,19 +51,39 @@ class Text:
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(lfs_hint(path) or f"{path} is no tokenizer: {error}") from error
         tokenizer.no_padding()
+        if self._sentences.get("do_lower_case", bool, False):
+            normalizers, given = tokenizers.normalizers, tokenizer.normalizer
+            both = [normalizers.Lowercase(), *([] if given is None else [given])]
+            tokenizer.normalizer = normalizers.Sequence(both)
         if self.limit is None:
             tokenizer.no_truncation()
         else:
             tokenizer.enable_truncation(self.limit)
         return tokenizer
 
+    @property
+    def _sentences(self) -> Config:
+        return Config(self.folder / "sentence_bert_config.json", optional=True)
+
     @cached_property
     def limit(self) -> int | None:
-        """The most tokens of a text: as sentence_bert_config.json says, within the model's limit."""
-        asked = Config(self.folder / "sentence_bert_config.json", optional=True).optional_size(
-            "max_seq_length"
-        )
+        """The most tokens of a text, within the model's limit.
+
+        sentence_bert_config.json says it, or else, for models that have a limit, tokenizer_config.json.
+        """
+        asked = self._sentences.optional_size("max_seq_length")
+        if asked is None and self.max_length is not None:
+            config = Config(self.folder / "tokenizer_config.json", optional=True)
+            most = config.values.get("model_max_length")
+            if not (type(most) is int and most > self.max_length):  # without a limit, it is 10**30
+                asked = config.optional_size("model_max_length")
         return min((n for n in (asked, self.max_length) if n is not None), default=None)
+
+    def prompt_length(self, prompt: str) -> int:
+        """Tokens of `prompt` when a text follows: without a special token at its end."""
+        (ids,) = self.encode([prompt])
+        added = self.tokenizer.get_added_tokens_decoder()
+        return len(ids) - (bool(ids) and ids[-1] in added and added[ids[-1]].special)
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
         """Ids of each text, special tokens included, cut to `limit`."""
@@ -70,18 +91,38 @@ class Text:
 
     def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Ids of each text, as `encode` has them; `texts` are read when they are needed, a batch ahead."""
+        return (encoding.ids for encoding in self._encodings(texts))
+
+    def encoded_pairs(self, pairs: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[int, int]]]:
+        """Ids and types of each pair of texts, which become one sequence, or of each (text,)."""
+        inputs = (pair[0] if len(pair) == 1 else pair for pair in pairs)
+        return (list(zip(each.ids, each.type_ids, strict=True)) for each in self._encodings(inputs))
+
+    @cached_property
+    def has_types(self) -> bool:
+        """Whether a model is told the types of tokens, by tokenizer_config.json, as in transformers 5."""
+        config = Config(self.folder / "tokenizer_config.json", optional=True)
+        names = config.values.get("model_input_names")
+        if isinstance(names, list):
+            return "token_type_ids" in names
+        return config.values.get("tokenizer_class") not in _WITHOUT_TYPES
+
+    def _encodings(self, texts: Iterable[str | tuple[str, ...]]) -> Iterator[Any]:
+        """What the tokenizer makes of each text, or pair of texts."""
         encode_batch = self.tokenizer.encode_batch  # which releases the GIL, and `encode` does not
 
-        def ids(batch: list[str]) -> list[list[int]]:
-            long = sum(map(len, batch)) > _SHORT
+        def encodings(batch: list[str | tuple[str, ...]]) -> list[Any]:
+            long = sum(map(_characters, batch)) > _SHORT
             try:
-                encodings = _interruptible(encode_batch, batch) if long else encode_batch(batch)
-            except Exception as error:  # as above: a word is unknown, and the tokenizer has no id for such
+                found: list[Any] = _interruptible(encode_batch, batch) if long else encode_batch(batch)
+            except BaseException as error:  # a word is unknown, and has no id; a panic is no Exception
+                if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                    raise
                 came = f"{self.folder / 'tokenizer.json'} cannot encode a text: {error}"
                 raise ModelError(f"{came}; expected a tokenizer for any") from error
-            return [encoding.ids for encoding in encodings]
+            return found
 
-        return chain.from_iterable(map(ids, _batches(texts)))
+        return chain.from_iterable(map(encodings, _batches(texts)))
 
     def decode(self, sequences: Iterable[Sequence[int] | Ints]) -> list[str]:
         """The text of each sequence of ids, without special tokens and the -1 that `generate` ends with."""
@@ -127,14 +168,14 @@ class Text:
             yield rest
 
 
-def strings(func: str, name: str, texts: Any) -> Iterable[str]:
+def strings(func: str, name: str, texts: Any, expected: str = "several, as [text]") -> Iterable[str]:
     """`texts`, the argument `name`: an iterable of strings that is not a string itself.
 
     A sequence is checked now; another iterable, which can be read only once, text by text.
     """
     if isinstance(texts, (str, bytes)):
-        raise wrong_type(func, name, texts, "several, as [text]")
-    given = iterated(func, name, texts, "several, as [text]")
+        raise wrong_type(func, name, texts, expected)
+    given = iterated(func, name, texts, expected)
 
     def checked() -> Iterator[str]:
         for text in given:
@@ -150,16 +191,21 @@ def strings(func: str, name: str, texts: Any) -> Iterable[str]:
     return list(checked()) if isinstance(texts, Sequence) else checked()
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def _characters(text: str | tuple[str, ...]) -> int:
+    return len(text) if isinstance(text, str) else sum(map(len, text))
+
+
+def _batches(texts: Iterable[str | tuple[str, ...]]) -> Iterator[list[str | tuple[str, ...]]]:
     """The texts in batches of up to `_BATCH_CHARACTERS`; a longer text is a batch of its own."""
-    batch: list[str] = []
+    batch: list[str | tuple[str, ...]] = []
     characters = 0
     for text in texts:
-        if batch and characters + len(text) > _BATCH_CHARACTERS:
+        length = _characters(text)
+        if batch and characters + length > _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
         batch.append(text)
-        characters += len(text)
+        characters += length
     if batch:
         yield batch
 

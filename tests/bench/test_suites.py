@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from fastattn._bench.cases import Shape
 from fastattn._bench.suite import INT8_INPUTS, Request, Section
 from fastattn._bench.suites import SUITES
 from fastattn._bench.suites.attention.problem import SIGMOID, AttentionProblem
+from fastattn._bench.suites.embeddings import peers, texts
+from fastattn._bench.suites.embeddings import problem as embeddings_problem
+from fastattn._bench.suites.embeddings.problem import TextProblem
 from fastattn._bench.suites.layers.problem import LayerProblem, LayerShape
 from fastattn._bench.suites.models import files, text
 from fastattn._bench.suites.models import problem as models_problem
@@ -121,6 +125,83 @@ def test_models(bench, monkeypatch, tmp_path):
     assert "tokens/s" in words
     assert "sentences/s" in words
     assert "The mean cosines with float64 in int8: " in words
+
+
+def test_embeddings(bench, tmp_path):
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("safetensors")
+    arrival, one = embeddings_problem.several(embeddings_problem.ARRIVAL, 5), embeddings_problem.SHAPES[-1]
+    sections = [
+        Section(
+            dtype,
+            [
+                TextProblem(shape, variant, dtype, 3, str(tmp_path))
+                for shape in shapes
+                for variant in variants
+            ],
+        )
+        for dtype, shapes, variants in (
+            ("float32", (arrival, one), ("plain",)),
+            ("int8", (arrival,), (INT8_INPUTS, models_problem.INT8_BFLOAT16)),
+        )
+    ]
+    narrow = {(problem.name, "numpy") for problem in sections[1].problems}
+    result = bench("embeddings", sections)
+    words = check(result, sections, missing=narrow)
+    assert "texts/s" in words
+    for row in result["rows"]:
+        for name, answer in row["engines"].items():
+            if "seconds" in answer:
+                assert answer["load"] >= 0
+                assert answer["cosine"] > 0.98, (row["shape"]["name"], name)
+                if sys.platform == "linux":
+                    assert 2e7 < answer["peak"] < 4e9
+    if sys.platform == "linux":
+        assert "most memory and loading: " in words
+
+
+def test_texts_are_of_skewed_lengths(tmp_path):
+    """The same at each call; sorted ones are the same texts."""
+    drawn = [
+        TextProblem(shape, "plain", "float32", 3, str(tmp_path)).texts()
+        for shape in embeddings_problem.SHAPES
+    ]
+    assert drawn[0] != drawn[1]
+    assert sorted(drawn[0]) == sorted(drawn[1])
+    assert drawn[0] == TextProblem(embeddings_problem.SHAPES[0], "plain", "int8", 3).texts()
+    assert len(drawn[2]) == 1
+    counts = np.array([len(text.split()) for text in drawn[0]])
+    assert len(counts) == 512
+    assert 18 <= np.median(counts) <= 24
+    assert 100 < counts.max() <= texts.MOST
+    assert not set(drawn[0]) & set(TextProblem(embeddings_problem.SHAPES[0], "plain", "int8", 3).others(300))
+
+
+def test_a_mean_is_of_what_counts():
+    ids, mask = texts.padded([[5, 6, 7], [8]])
+    assert ids.tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    hidden = np.array([[[3.0, 0], [3, 3], [3, 9]], [[0, 2], [9, 9], [9, 9]]])
+    np.testing.assert_allclose(texts.pooled(hidden, mask), [[0.6, 0.8], [0, 1]])
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_peers_get_sorted_batches_and_give_back_the_order(monkeypatch, tmp_path, size, streams):
+    """Each text's vector is its own, whichever batch it was in."""
+    lengths = [3, 9, 1, 4, 4, 2, 7]
+    monkeypatch.setattr(texts, "encode", lambda _, given: [[int(text)] * int(text) for text in given])
+    seen = []
+
+    def compute(ids, mask):
+        assert ids.shape == mask.shape
+        seen.append(ids.shape)
+        return np.stack([ids, ids**0], axis=-1) * 1.0
+
+    got = peers._vectors(tmp_path, [str(n) for n in lengths], size, streams, compute)
+    np.testing.assert_allclose(got[:, 0] / got[:, 1], lengths)
+    if streams == 1:
+        assert [longest for _, longest in seen] == sorted(lengths, reverse=True)[::size]
 
 
 def test_cosines_are_of_rows():
@@ -308,7 +389,7 @@ def test_plans(suite, full, tmp_path):
             again = SUITES[suite].problem.from_json(json.loads(json.dumps(problem.to_json())))
             assert again == problem
             assert problem.dtype in SUITES[suite].dtypes
-            if suite != "models":  # whose files would have to be made
+            if suite not in ("models", "embeddings"):  # whose files would have to be made
                 assert problem.work > 0
     assert os.listdir(tmp_path) == []
 

@@ -59,6 +59,7 @@ static void new_weights(linear_case *c)
                   blocks = depth / 32;
     const double most = 3 / sqrt((double)a->k);
     char *packed = allocate((size_t)(panels * depth / each * 128));
+    float *sums = (float *)allocate((size_t)(panels * width) * sizeof *sums);
     float *scales = a->weight == FA_I8 ? (float *)allocate((size_t)(panels * width) * sizeof *scales) : NULL;
     const fa_array halves = {.data = a->weight == FA_I4 ? allocate((size_t)(panels * blocks * width * 2)) : NULL,
                              .batch = (int64_t[]){0},
@@ -74,6 +75,7 @@ static void new_weights(linear_case *c)
     FOR(map, maps) FOR(j, a->n)
     {
         const int64_t panel = j / width * maps + map, column = j % width;
+        double sum = 0;
         if (scales) scales[panel * width + column] = (float)(most / 127 * uniform(0.5, 1));
         FOR(d, depth)
         {
@@ -94,9 +96,11 @@ static void new_weights(linear_case *c)
                 set(&to, 0, 0, 0, 0, d < a->k ? uniform(-most, most) : 0);
                 value = get(&to, 0, 0, 0, 0);
             }
-            if (d < a->k) *w++ = value;
+            if (d < a->k) *w++ = value, sum += value;
         }
+        sums[panel * width + column] = (float)sum;
     }
+    a->sums = sums;
     a->panels = packed;
     a->scales = scales ? (void *)scales : halves.data;
 }
@@ -153,13 +157,14 @@ static near expect_linear(const linear_case *c, const double *x, int64_t map, in
     return (near){sum, eps_of(lane_of(a->dtype)) * (2 + sqrt((double)smaller(a->k, 256))) * terms};
 }
 
-/* x, rounded to multiples of max |x| / 127, in the arithmetic of the kernels. */
+/* x, rounded to 255 numbers from the smallest to the largest, in the arithmetic of the kernels. */
 static void round_to_int8(double *x, int64_t k)
 {
-    float max = 0;
-    FOR(d, k) max = fmaxf(max, (float)fabs(x[d]));
-    const float factor = 127 / max;
-    FOR(d, k) x[d] = (double)rintf((float)x[d] * factor) * (double)(max / 127);
+    float low = (float)x[0], high = low;
+    FOR(d, k) low = fminf(low, (float)x[d]), high = fmaxf(high, (float)x[d]);
+    const float middle = low * 0.5f + high * 0.5f, half = fmaxf(fmaxf(high - middle, middle - low), 0x1p-100f);
+    const float factor = 127 / half;
+    FOR(d, k) x[d] = (double)rintf(((float)x[d] - middle) * factor) * (double)(half / 127) + (double)middle;
 }
 
 /* All results. `dot`: x is rounded to bfloat16 first, as the dot product takes it. */

@@ -79,7 +79,11 @@ static void make_pack(int number)
             }
         }
     a->beyond = a->weight == FA_F64 ? INFINITY : 0x1p127;
+    a->unit = 1;
     if (a->weight == FA_I4) {
+        float *codes = (float *)allocate(16 * sizeof *codes);
+        FOR(code, 16) codes[code] = (float)(below(255) - 127);
+        a->codes = codes, a->unit = 1.0 / 127;
         float *middles = (float *)allocate(16 * sizeof *middles);
         FOR(code, 16) middles[code] = code < 15 ? (float)(code - 7.5 + uniform(0, 0.4)) : INFINITY;
         a->extreme = below(2) ? -8 : 0;
@@ -140,7 +144,8 @@ static const char *check_packed(const fa_pack_args *a, int64_t map, int64_t feat
     const int64_t width = pack_width(), each = pack_each(), steps = pack_steps(),
                   per_scale = a->weight == FA_I4 ? 32 : a->k;
     const int64_t panel = feature / width * a->maps + map, column = feature % width, whole = steps * each;
-    double scale = 0, stored_scale = 0;
+    double scale = 0, stored_scale = 0, sum = 0;
+    float block_sum = 0; /* of 4 bits */
     if (a->weight == FA_I8) {
         scale = pack_scale(map, feature, 0, a->k), stored_scale = (double)((float *)a->scales)[panel * width + column];
         if (scale != stored_scale) return "a scale of int8 is wrong";
@@ -161,11 +166,19 @@ static const char *check_packed(const fa_pack_args *a, int64_t map, int64_t feat
         const double got = a->weight == FA_I4   ? (d % 8 < 4 ? byte & 15 : byte >> 4)
                            : a->weight == FA_I8 ? (double)(int8_t)byte
                                                 : get(&one, 0, 0, 0, 0);
+        if (a->weight == FA_I8) sum += got * scale;
+        if (a->weight == FA_I4) {
+            block_sum = (d % 32 ? block_sum : 0) + ((const float *)a->codes)[(int)got];
+            if (d % 32 == 31) sum += (double)block_sum * scale;
+        }
         if (got == want) continue;
         snprintf(wrong, sizeof wrong, "feature (%d, %d) of map %d is %.9g, not %.9g", (int)feature, (int)d, (int)map,
                  got, want);
         return wrong;
     }
+    if ((a->weight == FA_I8 || a->weight == FA_I4) &&
+        ((float *)a->sums)[panel * width + column] != (float)(sum * a->unit))
+        return "the sum of an output feature's weights is wrong";
     return NULL;
 }
 
@@ -174,12 +187,13 @@ static const char *check_pack(int isa, const fa_kernels *kernels)
 {
     fa_pack_args calls[2] = {pack_now.args, pack_now.args};
     const int64_t panels = pack_panels(), bytes = panels * pack_steps() * 128, scale_bytes = pack_scale_bytes();
-    const size_t scratch_bytes = (size_t)kernels->pack_scratch_bytes(calls);
+    const size_t scratch_bytes = (size_t)kernels->pack_scratch_bytes(calls), sum_bytes = (size_t)panels * 128;
     (void)isa;
     FOR(again, 2)
     {
         fa_pack_args *a = calls + again;
         a->panels = allocate((size_t)bytes), a->scales = allocate((size_t)scale_bytes);
+        a->sums = memset(allocate(sum_bytes), 0, sum_bytes);
         a->bad = (unsigned char *)memset(allocate(4), 0, 4);
         if (a->k == 0) memset(a->scales, 0, (size_t)scale_bytes); /* nothing is written where nothing is read */
         char *scratch = allocate(scratch_bytes);
@@ -191,6 +205,7 @@ static const char *check_pack(int isa, const fa_kernels *kernels)
     }
     if (memcmp(calls[0].panels, calls[1].panels, (size_t)bytes) != 0) return "panels differ the second time";
     if (memcmp(calls[0].scales, calls[1].scales, (size_t)scale_bytes) != 0) return "scales differ the second time";
+    if (memcmp(calls[0].sums, calls[1].sums, sum_bytes) != 0) return "sums differ the second time";
     FOR(map, calls[0].maps) FOR(feature, (pack_now.n + pack_width() - 1) / pack_width() * pack_width())
     {
         const char *wrong = check_packed(calls, map, feature);

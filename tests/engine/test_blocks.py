@@ -102,7 +102,7 @@ def packed_weights():
     weights += [
         ops.pack(weight, gate=-weight, dtype=dtype, backend="numpy") for dtype in packed.WEIGHT_DTYPES
     ]
-    return [array for w in weights for array in (w.panels, w.scales, w.unpack()) if array is not None]
+    return [array for w in weights for array in (w.panels, w.scales, w.sums, w.unpack()) if array is not None]
 
 
 @pytest.mark.parametrize("results", [merged, embedded, normalised, rotated, copied, packed_weights])

@@ -10,7 +10,7 @@ from fastattn import ops
 from fastattn._args.packed import LinearArgs
 from fastattn._args.types import ACTIVATIONS, RopeArgs, RowsArgs, plain_args
 from fastattn._engine import settings
-from fastattn._engine.program import OUT, AttendStep, LinearStep, NormStep, Sequences, X, build
+from fastattn._engine.program import OUT, AddStep, AttendStep, LinearStep, NormStep, Sequences, X, build
 from fastattn._reference import ops as twins
 from fastattn.cache import Slots
 
@@ -31,6 +31,7 @@ GOOD = {
     "linear": LinearStep(X, OUT, weight(8, 8), ones(8), residual="narrow"),
     "norm": NormStep(X, OUT, "layer_norm", ones(8), ones(8), 1e-5),
     "head_norm": NormStep("qkv", "qkv", "rms_norm", ones(6, 4), None, 1e-5),
+    "add": AddStep(X, OUT, "narrow", 8),
     "attend": AttendStep("qkv", OUT, 2, 2, 4, 0.5),
 }
 
@@ -74,6 +75,11 @@ def test_a_program_that_fits(core, step):
         ("head_norm", {"weight": ones(6, 8)[:, ::2]}),
         ("head_norm", {"x": "none"}),
         ("head_norm", {"out": "wide"}),
+        ("add", {"x": "qkv"}),
+        ("add", {"out": "qkv"}),
+        ("add", {"residual": "wide"}),
+        ("add", {"residual": "none"}),
+        ("add", {"features": 4}),
         ("attend", {"x": "wide"}),
         ("attend", {"out": "none"}),
         ("attend", {"heads": 8, "heads_kv": 4}),
@@ -115,14 +121,45 @@ def slots(heads=2, capacity=8, head_dim=4, dtype=np.float32, **changes):
     return Slots(cache, cache.copy(), 5, None, 8)._replace(**changes)
 
 
+def test_what_a_step_asks_of_a_call(core):
+    """Its rotation and its bias are there and fit, also the lengths of a ragged batch."""
+    rotated, biased = (dataclasses.replace(GOOD["attend"], **{name: 0}) for name in ("rotation", "bias"))
+    rotation = ones(1, 3, 2), ones(1, 3, 2)
+    begins = np.array([0, 2, 6])
+    run(core, [rotated], call=Sequences(2, rotations=(rotation,)))
+    run(core, [biased], call=Sequences(2, biases=(ones(2, 5),)))
+    run(core, [biased], call=Sequences(2, begins=begins, biases=(ones(2, 7),)))
+    for step, call in (
+        (rotated, Sequences(2)),
+        (rotated, Sequences(2, begins=begins, rotations=(rotation,))),
+        (rotated, Sequences(2, rotations=((ones(1, 3, 3), ones(1, 3, 3)),))),
+        (biased, Sequences(2)),
+        (biased, Sequences(2, biases=(ones(2, 3),))),
+        (biased, Sequences(2, biases=(ones(3, 5),))),
+        (biased, Sequences(2, biases=(ones(2, 5, dtype=np.float64),))),
+        (biased, Sequences(2, biases=(ones(2, 10)[:, ::2],))),
+        (biased, Sequences(2, begins=begins, biases=(ones(2, 5),))),
+        (biased, Sequences(2, biases=(ones(2, 17),), slots=slots())),
+    ):
+        with pytest.raises(ValueError, match="fastattn: "):
+            run(core, [step], call=call)
+
+
 @pytest.mark.parametrize(
     "call",
     [
         Sequences(2, ((None, ones(2, 1, 2, dtype=np.int64)),)),
         Sequences(2, ((None, ones(2, 1, 1, dtype=np.int32)),)),
-        Sequences(2, rotation=(ones(1, 3, 3), ones(1, 3, 3))),
-        Sequences(2, rotation=(ones(1, 2, 2), ones(1, 2, 2))),
-        Sequences(2, rotation=(ones(1, 3, 2), ones(1, 3, 4)[..., ::2])),
+        Sequences(2, rotations=((ones(1, 2, 2), ones(1, 2, 2)),)),
+        Sequences(2, rotations=((ones(1, 3, 2), ones(1, 3, 4)[..., ::2]),)),
+        Sequences(2, rotations=((ones(1, 3, 2), ones(1, 3, 2)),) * 5),
+        Sequences(3, begins=np.array([0, 2, 6])),
+        Sequences(2, begins=np.array([0, 2, 7])),
+        Sequences(2, begins=np.array([1, 2, 6])),
+        Sequences(3, begins=np.array([0, 5, 4, 6])),
+        Sequences(2, begins=np.array([0, 2, 6], np.int32)),
+        Sequences(2, begins=np.array([0, 2, 6]), slots=slots()),
+        Sequences(2, ((None, ones(2, 1, 3, dtype=np.int64)),), begins=np.array([0, 2, 6])),
         Sequences(2, slots=slots(heads=1)),
         Sequences(2, slots=slots(capacity=7)),
         Sequences(2, slots=slots(head_dim=3)),
@@ -136,7 +173,7 @@ def slots(heads=2, capacity=8, head_dim=4, dtype=np.float32, **changes):
         Sequences(2, slots=slots(dtype=np.int8, k_scale=ones(2, 2, 8))),
         Sequences(2, slots=slots(dtype=np.int8, k_scale=ones(2, 2, 7), v_scale=ones(2, 2, 8))),
     ],
-    ids=range(17),
+    ids=range(24),
 )
 def test_sequences_that_do_not_fit(core, call):
     run(core, [GOOD["attend"]], call=Sequences(2, slots=slots()))

@@ -129,7 +129,7 @@ def arrays_in(x: Any) -> list[np.ndarray]:
     if isinstance(x, memoryview):
         return [np.asarray(x)]
     if isinstance(x, PackedLinear):
-        return arrays_in([x.panels, x.scales])
+        return arrays_in([x.panels, x.scales, x.sums])
     if isinstance(x, Layer):
         return arrays_in(vars(x))
     if isinstance(x, Mapping):

@@ -44,9 +44,9 @@ def tokens(d):
 def model(d):
     it = model_of(d, tiny_models.CONFIGS)
     arguments = tokens(d)
-    if isinstance(it, models.Bert):
+    if isinstance(it, models.Encoder):
         arguments |= d.some(0.2, token_type_ids=lambda: np.zeros_like(arguments["ids"]))
-    features = it.hidden_size if isinstance(it, models.Bert) else it.vocab_size
+    features = it.hidden_size if isinstance(it, models.Encoder) else it.vocab_size
 
     def result(a):  # what stands where a token does not count has no meaning
         return [Like((*np.atleast_2d(a["ids"]).shape, features), it.dtype, a.get("attention_mask") is None)]
@@ -75,13 +75,28 @@ def generate(d):
 
 
 @recipe
-def embed(d):
+def encode(d):
     it = model_of(d, tiny_models.ENCODERS)
     texts = [d.choose("the cat sat", "", "a dog", "nothing of it") for _ in range(d.size(0, 5))]
     more = d.some(
-        0.3, batch_size=lambda: d.size(), pooling=lambda: d.choose("cls", "max"), normalize=lambda: True
+        0.3,
+        batch_size=lambda: d.size(),
+        prompt=lambda: d.choose("", "the "),
+        normalize_embeddings=lambda: True,
+        truncate_dim=lambda: d.size(),
     )
-    return Call(it.embed, {"texts": texts, **more}, tolerance=30.0)
+    call = d.choose(it.encode, it.encode_query, it.encode_document)
+    return Call(call, {"sentences": d.choose(texts, "a dog"), **more}, tolerance=30.0)
+
+
+@recipe
+def vectors(d):
+    it, a = loaded("bert", "float32", None), d.rng.standard_normal((d.size(1, 5), 8)).astype(np.float32)
+    if d.chance(0.5):
+        precision = d.choose("float32", "binary", "ubinary")
+        return Call(models.quantize_embeddings, {"embeddings": a, "precision": precision}, tolerance=np.inf)
+    call = d.choose(it.similarity, it.similarity_pairwise)
+    return Call(call, {"embeddings1": a, "embeddings2": a[::-1].copy()}, tolerance=30.0)
 
 
 @recipe

@@ -6,7 +6,7 @@ import numpy as np
 
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
 
-FIELDS = ("in_features", "out_features", "gated", "dtype", "panels", "scales")
+FIELDS = ("in_features", "out_features", "gated", "dtype", "panels", "scales", "sums")
 
 
 def false(d, weight):
@@ -21,7 +21,8 @@ def false(d, weight):
 
 def tampered(d, weight):
     """`weight` with one of its arrays changed in place."""
-    tamper(d, weight.panels if weight.scales is None or d.chance(0.7) else weight.scales)
+    others = [array for array in (weight.scales, weight.sums) if array is not None]
+    tamper(d, weight.panels if not others or d.chance(0.7) else d.choose(*others))
     return weight
 
 

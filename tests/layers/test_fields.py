@@ -197,6 +197,7 @@ SIZES = {"in_features": 40, "out_features": 50, "gated": False, "dtype": "float3
         ),
         ({"dtype": np.array(["int8", "int8"])}, ValueError, "dtype is an array"),
         ({"scales": np.ones((2, 32), np.float32)}, ValueError, "scales are given; expected None for float32"),
+        ({"sums": np.ones((2, 32), np.float32)}, ValueError, "sums are given; expected None for float32"),
         ({"panels": np.ones((2, 40, 32))}, ValueError, "dtype float64; expected .*float32"),
         ({"panels": np.ones((2, 32, 40), np.float32).swapaxes(1, 2)}, ValueError, "C-contiguous"),
         ({"panels": [1.0]}, TypeError, "panels is of type list"),
@@ -220,13 +221,13 @@ def test_sizes_of_packed_weights_are_plain_integers():
 def test_scales_that_are_no_numbers():
     weight = ops.pack(np.eye(3, dtype=np.float32), dtype="int8")
     scales = np.where(np.arange(32) == 1, np.inf, weight.scales).astype(np.float32)
-    made = PackedLinear(3, 3, False, "int8", weight.panels, scales)
+    made = PackedLinear(3, 3, False, "int8", weight.panels, scales, weight.sums)
     np.testing.assert_array_equal(made.unpack(), [[1, 0, 0], [np.nan, np.inf, np.nan], [0, 0, 1]])
 
 
 @each_isa
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int8"])
-@pytest.mark.parametrize("name", ["panels", "scales"])
+@pytest.mark.parametrize("name", ["panels", "scales", "sums"])
 def test_packed_weights_whose_arrays_are_cut(isa, name, dtype):
     weight = ops.pack(np.ones((50, 40), np.float64 if dtype == "float64" else np.float32), dtype=dtype)
     if getattr(weight, name) is None:

@@ -83,6 +83,26 @@ def test_pieces_of_a_layer_are_the_layer(implementation):
         np.testing.assert_allclose(layer(x[1]), expected[1], rtol=0, atol=1e-5)  # (L, d) is a sequence, too
 
 
+@each_isa
+def test_padding_is_not_computed(isa):
+    """Each sequence has the bits that it has alone, wherever its padding is; rows of padding are 0."""
+    rng = np.random.default_rng(0)
+    layers = [TransformerEncoderLayer(WIDTH, HEADS, 96, norm_first=bool(i), rng=rng) for i in range(2)]
+    encoder, x = TransformerEncoder(layers), draw(4, 30, WIDTH)
+    padding = np.arange(30) >= np.array([30, 7, 0, 12])[:, None]
+    padding[3] = padding[3, ::-1]  # in front
+    padding[0, 4:9] = True  # in the middle
+    x[padding] = np.nan
+    with forced(isa):
+        y = encoder(x, src_key_padding_mask=padding)
+        assert (y[padding] == 0).all()
+        for i in range(4):
+            if not padding[i].all():
+                np.testing.assert_array_equal(y[i, ~padding[i]], encoder(x[i, ~padding[i]]))
+        alone = encoder(x[1], src_key_padding_mask=padding[1])
+        np.testing.assert_array_equal(alone, y[1])
+
+
 def test_an_encoder_layer_is_seven_kernels(monkeypatch):
     """Queries, keys and values are one linear; residuals and activations are part of it; heads are views."""
     ran = []
@@ -92,10 +112,10 @@ def test_an_encoder_layer_is_seven_kernels(monkeypatch):
         ran.append(args.copies if args.kernel == "attention" else args.kernel)
         run(args, backend)
 
-    x, nothing = draw(BATCH, LENGTH, WIDTH), np.zeros((BATCH, LENGTH), bool)
+    x, nothing = draw(BATCH, LENGTH, WIDTH), np.zeros((LENGTH, LENGTH), bool)
     layer = TransformerEncoderLayer(WIDTH, HEADS, 96, "swiglu", rng=np.random.default_rng(0))
     monkeypatch.setattr(dispatch, "run", noted)
-    layer(x, src_key_padding_mask=nothing)
+    layer(x, src_mask=nothing)
     assert ran == ["linear", (), "linear", "rows", "linear", "linear", "rows"]
     layer(x)
     assert [step.op for step in layer._plain[1].steps] == [

@@ -1,9 +1,11 @@
 """`python -m fastattn embed` and `generate`, each in a process of its own."""
 
+import csv
 import json
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -56,7 +58,7 @@ def run(*arguments, stdin="", status=0, **variables):
 
 
 def test_the_command_embed(encoder, tmp_path):
-    expected = models.load(encoder).embed(TEXTS)
+    expected = models.load(encoder).encode(TEXTS)
     lines = tmp_path / "lines.txt"
     lines.write_bytes("\n".join(TEXTS).encode() + b"\n")
     printed = run("embed", "--model", encoder, lines)
@@ -65,22 +67,118 @@ def test_the_command_embed(encoder, tmp_path):
     assert run("embed", "--model", encoder, stdin="\r\n".join(TEXTS) + "\n") == printed
     assert run("embed", "--model", encoder, lines, "--output", tmp_path / "out.jsonl") == ""
     assert (tmp_path / "out.jsonl").read_text() == printed
-    assert run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy") == ""
+    run("embed", "--model", encoder, "--output", tmp_path / "out.npy", stdin="\n".join(TEXTS))
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
-    options = ["--pooling", "cls", "--normalize", "--batch-size", 2, "--weights-dtype", "bfloat16"]
+    options = ["--normalize", "--batch-size", 2, "--weights-dtype", "bfloat16", "--truncate-dim", 9]
     run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", *options)
     model = models.load(encoder, weights_dtype="bfloat16")
-    wanted = model.embed(TEXTS, pooling="cls", normalize=True, batch_size=2)
+    wanted = model.encode(TEXTS, normalize_embeddings=True, truncate_dim=9)
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted)
-    options = ["--weights-dtype", "int4", "--activations", "int8"]
+    options = ["--weights-dtype", "int4", "--activations", "int8", "--precision", "ubinary"]
     run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", *options)
-    wanted = models.load(encoder, weights_dtype="int4", activations="int8").embed(TEXTS)
-    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted)
+    model = models.load(encoder, weights_dtype="int4", activations="int8")
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), model.encode(TEXTS, precision="ubinary"))
     said = run("embed", "--model", encoder, lines, "--activations", "int8", status=1)
     assert "activations is 'int8' for weights in float32" in said
-    run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", "--dtype", "float64")
+    options = ["--dtype", "float64", "--prompt", "the "]
+    run("embed", "--model", encoder, lines, "--output", tmp_path / "out.npy", *options)
+    wanted = models.load(encoder, dtype="float64").encode(TEXTS, prompt="the ")
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), wanted)
     assert np.load(tmp_path / "out.npy").dtype == np.float64
     assert run("embed", "--model", encoder, stdin="") == ""
+    run("embed", "--model", encoder, "--output", tmp_path / "out.npy", stdin="")
+    assert np.load(tmp_path / "out.npy").shape == (0, 24)
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def write_texts(path, texts, column="text"):
+    """The texts in a file of the kind that its suffix says."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([["id", column], *enumerate(texts)])
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(sys.modules["pyarrow"].table({"id": range(len(texts)), column: texts}), path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_the_command_embed_reads_columns(suffix, encoder, tmp_path):
+    texts = [*TEXTS, 'the "cat",\nsat', "die Größe"]
+    expected = models.load(encoder).encode(texts)
+    file = tmp_path / f"texts{suffix}"
+    for options, column in (([], "text"), (["--column", "a body"], "a body")):
+        write_texts(file, texts, column)
+        run("embed", "--model", encoder, file, "--output", tmp_path / "out.npy", *options)
+        np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
+    wrong = run("embed", "--model", encoder, file, status=1)
+    assert wrong.startswith(f"error: {file}")
+    assert "'text'" in wrong
+    assert "--column" in wrong
+
+
+@pytest.mark.parametrize("precision", ["float32", "binary"])
+def test_the_command_embed_writes_parquet(precision, encoder, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines, output = tmp_path / "lines.txt", tmp_path / "out.parquet"
+    lines.write_text("\n".join(TEXTS))
+    run("embed", "--model", encoder, lines, "--output", output, "--precision", precision)
+    table = parquet.read_table(output)
+    expected = models.load(encoder).encode(TEXTS, precision=precision)
+    assert table.column_names == ["embedding"]
+    assert table.schema.field("embedding").type.list_size == expected.shape[1]
+    got = np.array(table["embedding"].to_pylist(), expected.dtype)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl"])
+def test_the_command_embed_goes_on(suffix, encoder, tmp_path):
+    """A run is killed; the same command goes on, and computes nothing that is there a second time."""
+    lines, output, whole = tmp_path / "lines.txt", tmp_path / f"out{suffix}", tmp_path / f"whole{suffix}"
+    part = tmp_path / f"out{suffix}.part"
+    lines.write_text("".join(f"{TEXTS[3]} {TEXTS[n % 5]}\n" for n in range(20_000)))
+    command = ["embed", "--model", encoder, lines, "--output"]
+    run(*command, whole)
+    with subprocess.Popen(
+        [sys.executable, "-m", "fastattn", *map(str, command), str(output)],
+        env=environment(),
+        stderr=subprocess.PIPE,
+    ) as child:
+        try:
+            while not part.exists() or part.stat().st_size < 100_000:
+                assert child.poll() is None, "it ended before it could be killed"
+                time.sleep(0.001)
+        finally:
+            child.kill()
+    assert not output.exists()
+    rows = (part.stat().st_size - 128) // 96
+    assert 0 < rows < 20_000
+    with part.open("ab") as file:
+        file.write(b"torn")
+    with part.open("r+b") as file:  # rows that are there stay: not one of them is computed again
+        file.seek(128)
+        file.write(np.zeros(24, np.float32).tobytes())
+    said = run(*command, output, "--truncate-dim", 5, status=1)
+    assert f"{part} is of a run with another options; remove {part} to begin again" in said
+    lines.write_text(lines.read_text() + "one more\n")
+    assert "of a run with another input" in run(*command, output, status=1)
+    lines.write_text(lines.read_text().removesuffix("one more\n"))
+    (encoder / "sentence_bert_config.json").write_text("{}")
+    assert "of a run with another model" in run(*command, output, status=1)
+    (encoder / "sentence_bert_config.json").unlink()
+    run(*command, output, "--batch-size", 3)
+    if suffix == ".npy":
+        got, expected = np.load(output), np.load(whole)
+        assert not got[0].any()
+        np.testing.assert_array_equal(got[1:], expected[1:])
+    else:
+        assert output.read_text().splitlines()[1:] == whole.read_text().splitlines()[1:]
+    assert not list(tmp_path.glob("*.part*"))
+    part.write_bytes(b"")
+    assert "of a run that" in run(*command, output, status=1)
+    piped = run("embed", "--model", encoder, "--output", output, stdin="the cat", status=1)
+    assert "of a run with a file of texts; remove" in piped
 
 
 def test_the_command_embed_writes_while_it_reads(encoder):
@@ -111,10 +209,10 @@ def test_the_command_embed_writes_while_it_reads(encoder):
 
 
 def test_the_command_embed_refuses(encoder, writer, tmp_path):
-    assert "expected a model of the BERT family" in run("embed", "--model", writer, status=1)
+    assert "expected an encoder, as bert" in run("embed", "--model", writer, status=1)
     assert run("embed", "--model", tmp_path / "nowhere", status=1).startswith("error: ")
     wrong = run("embed", "--model", encoder, "the cat sat", status=1)
-    assert "FILE 'the cat sat' cannot be read, No such file or directory; expected a file of lines" in wrong
+    assert "FILE 'the cat sat' is not there; expected a file of texts" in wrong
     wrong = run("embed", "--model", encoder, "--normalise", "lines.txt", status=2)
     assert wrong.startswith("usage: python -m fastattn embed ")
     assert wrong.endswith("error: not known: --normalise\n")
@@ -127,11 +225,47 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
     output = tmp_path / "out.jsonl"
     wrong = run("embed", "--model", encoder, tmp_path / "latin.txt", "--output", output, status=1)
     assert "latin.txt is not UTF-8 in line 51" in wrong
-    assert not output.exists()  # a file is looked through before anything is computed
-    assert "ends in .npy or .jsonl" in run("embed", "--model", encoder, "--output", "out.txt", status=2)
+    assert not list(tmp_path.glob("out*"))  # a file is looked through before anything is computed
+    assert "ends in one of .npy, .jsonl, .parquet" in run(
+        "embed", "--model", encoder, "--output", "out.txt", status=2
+    )
     assert "its folder does not exist" in run(
         "embed", "--model", encoder, "--output", tmp_path / "no" / "out.npy", status=2
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "a.jsonl, row 2: 3 is no text; expected a string"),
+        ("a.jsonl", b'{"text": "x"}\n\n', "a.jsonl, row 2: "),
+        ("a.jsonl", b'["x"]\n', "a.jsonl, row 1: ['x'] has no 'text'; expected it"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl is not UTF-8 in row 1"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl is not UTF-8 in row 1"),
+        ("a.csv", b"id,body\n1,x\n", "a.csv: column 'text' is not there; expected one of 'id', 'body'"),
+        ("a.csv", b"id,text\n1,x\n2\n", "a.csv, row 2: 1 fields; expected 2, as in the first line"),
+        ("a.csv", b'id,text\n1,"x\n', "a.csv, row 1: no CSV: "),
+        ("a.csv", b"", "a.csv: column 'text' is not there; expected one of none"),
+        ("a.parquet", b"PAR1", "a.parquet, row 1: "),
+    ],
+)
+def test_files_that_the_command_embed_refuses(name, data, message, encoder, tmp_path):
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow.parquet")
+    (tmp_path / name).write_bytes(data)
+    assert message in run(
+        "embed", "--model", encoder, tmp_path / name, "--output", tmp_path / "o.npy", status=1
+    )
+    assert not list(tmp_path.glob("o.npy*"))
+
+
+def test_a_column_of_lines(encoder, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat\n")
+    wrong = run("embed", "--model", encoder, tmp_path / "a.txt", "--column", "text", status=1)
+    assert (
+        "--column is 'text' for a file '.txt', which is lines of text; expected it for .jsonl, .csv" in wrong
+    )
+    assert "for the standard input" in run("embed", "--model", encoder, "--column", "text", status=1)
 
 
 def test_the_command_generate(writer):

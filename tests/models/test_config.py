@@ -5,7 +5,7 @@ import tiny_models as tiny
 from model_folders import change_config, refused
 
 from fastattn import models
-from fastattn.models import _llama
+from fastattn.models import _rope
 
 
 def test_folders_that_are_none(tmp_path):
@@ -29,7 +29,7 @@ def test_a_config_that_is_not_json(text, tmp_path):
         ("[]", "config.json holds a list; expected a dict"),
         ("{}", "config.json: 'model_type' is missing; expected a string"),
         ('{"model_type": 3}', "config.json: 'model_type' is 3; expected a string"),
-        ('{"model_type": "t5"}', "'model_type' is 't5'; expected one of bert, roberta, xlm-roberta, "),
+        ('{"model_type": "t4"}', "'model_type' is 't4'; expected one of bert, roberta, xlm-roberta, "),
         ('{"model_type": "llama", "quantization_config": {}}', "'quantization_config'"),
     ],
 )
@@ -61,6 +61,30 @@ WRONG_VALUES = [
     ("bert", {"hidden_act": "tanh"}, "'hidden_act' is 'tanh'; expected one of relu"),
     ("bert", {"position_embedding_type": "relative_key"}, "only 'absolute' is supported"),
     ("bert", {"is_decoder": True}, "'is_decoder' is True; only False is supported"),
+    ("modernbert", {"rope_parameters": {"full_attention": 3}}, "has full_attention: 3; expected a table"),
+    ("modernbert", {"global_rope_theta": -1}, "'global_rope_theta' is -1; expected a number above 0"),
+    ("modernbert", {"layer_types": ["sliding_attention"]}, "expected a list of 3 of full_attention, sliding"),
+    ("distilbert", {"n_heads": 5}, "'dim' is 24; expected a multiple of 'n_heads', 5"),
+    ("mpnet", {"max_position_embeddings": 2}, "'max_position_embeddings' is 2; expected more than 2"),
+    ("mpnet", {"relative_attention_num_buckets": 16}, "is 16; only 32 is supported"),
+    ("nomic_bert", {"head_dim": 4}, "'head_dim' is 4; only 8 is supported"),
+    ("new", {"position_embedding_type": "absolute"}, "is 'absolute'; only 'rope' is supported"),
+    ("new", {"rope_scaling": {"type": "ntk"}}, "'rope_scaling' has factor None; expected a number from 1 to"),
+    ("new", {"rope_scaling": {"type": "ntk", "factor": 2, "mixed_b": 0.6}}, "has a mixed_b; expected none"),
+    ("new", {"logn_attention_scale": True}, "'logn_attention_scale' is True; only False is supported"),
+    ("albert", {"inner_group_num": 2}, "'inner_group_num' is 2; only 1 is supported"),
+    ("albert", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected at most 1000"),
+    ("albert", {"num_hidden_groups": 10**9}, "is 1000000000; expected no more layers than"),
+    ("deberta-v2", {"relative_attention": False}, "'relative_attention' is false; only true is supported"),
+    (
+        "deberta-v2",
+        {"pos_att_type": "p2c|p2p"},
+        "'pos_att_type' is 'p2c|p2p'; expected one of c2p, p2c, or b",
+    ),
+    ("deberta-v2", {"conv_kernel_size": 3}, "'conv_kernel_size' is 3; only 0 is supported"),
+    ("deberta-v2", {"embedding_size": 8}, "'embedding_size' is 8; only 24 is supported"),
+    ("deberta-v2", {"position_buckets": "4"}, "'position_buckets' is '4'; expected an integer of at least 1"),
+    ("deberta-v2", {"max_relative_positions": 3}, "is 3 with 4 'position_buckets'; expected at least 4"),
     ("gpt2", {"n_head": 7}, "'n_embd' is 24; expected a multiple of 'n_head', 7"),
     ("gpt2", {"scale_attn_weights": 1}, "'scale_attn_weights' is 1; expected true or false"),
     ("gpt2", {"eos_token_id": "end"}, "'eos_token_id' is 'end'; expected an id or a list of ids"),
@@ -84,6 +108,20 @@ WRONG_VALUES = [
     ("llama", {"head_dim": 7}, "rotary_dim is 7; expected an even number"),
     ("mistral", {"sliding_window": 0}, "'sliding_window' is 0; expected an integer of at least 1"),
     ("qwen2", {"layer_types": ["full_attention"]}, "expected a list of 2 of full_attention, sliding"),
+    ("t5", {"feed_forward_proj": "gated"}, "'feed_forward_proj' is 'gated'; expected one of relu, gelu"),
+    ("t5", {"d_kv": None}, "'d_kv' is missing; expected an integer of at least 1"),
+    ("t5", {"is_decoder": True}, "'is_decoder' is True; only False is supported"),
+    ("t5", {"num_layers": 10**9}, "'num_layers' is 1000000000; expected no more layers than the 19 tensors"),
+    ("t5", {"relative_attention_max_distance": 2}, "relative positions: t5_buckets(): max_distance is 2"),
+    ("t5", {"relative_attention_max_distance": HUGE}, "'relative_attention_max_distance' is above 2**62"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "is 50.0; only None is supported"),
+    ("gemma3_text", {"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' is 0; expected a number above 0"),
+    ("gemma3_text", {"num_key_value_heads": 3}, "expected a multiple of 'num_key_value_heads', 3"),
+    ("gemma3_text", {"layer_types": ["full_attention"]}, "expected a list of 3 of full_attention, sliding"),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "expected a table for each of full_attention"),
+    ("gemma3_text", {"rope_parameters": {"full_attention": 1}}, "expected a table for each of full_attent"),
+    ("gemma3_text", {"rope_local_base_freq": -1}, "'rope_local_base_freq' is -1; expected a number above 0"),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear"}}, "scaling of type linear has no factor"),
     ("qwen2", {"layer_types": ["full_attention", "none"]}, "expected a list of 2 of full_attention"),
 ]
 
@@ -104,7 +142,8 @@ def test_no_size_is_believed_before_the_tensors_have_it(tmp_path, monkeypatch):
     def never(*arguments, **options):
         raise AssertionError("frequencies of a size that no tensor has")
 
-    tiny.write(tmp_path, "qwen3")
-    change_config(tmp_path, head_dim=2**31)
-    monkeypatch.setattr(_llama, "rope_frequencies", never)
-    refused(tmp_path, "does not fit config.json")
+    monkeypatch.setattr(_rope, "rope_frequencies", never)
+    for kind in ("qwen3", "qwen3-embedding", "gemma3_text"):
+        tiny.write(tmp_path, kind)
+        change_config(tmp_path, head_dim=2**31)
+        refused(tmp_path, "does not fit config.json")

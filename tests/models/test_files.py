@@ -47,7 +47,19 @@ def test_16_bit_tensors_are_those_numbers_in_float32(kind, dtype, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "prefix"),
-    [("bert", "bert."), ("roberta", "roberta."), ("gpt2", "transformer."), ("llama", None)],
+    [
+        ("bert", "bert."),
+        ("roberta", "roberta."),
+        ("modernbert", "model."),
+        ("distilbert", "distilbert."),
+        ("mpnet", "mpnet."),
+        ("deberta-v2", "deberta."),
+        ("albert", "albert."),
+        ("new", "new."),
+        ("nomic_bert", "bert."),
+        ("gpt2", "transformer."),
+        ("llama", None),
+    ],
 )
 def test_names_with_and_without_the_base_models_prefix(kind, prefix, tmp_path):
     weights = tiny.write(tmp_path, kind)
@@ -217,7 +229,7 @@ def test_a_file_that_git_lfs_has_not_fetched(tmp_path):
     tiny.write(tmp_path, "bert")
     (tmp_path / "tokenizer.json").write_text(pointer)
     with pytest.raises(ModelError, match=r"tokenizer.json is a git-lfs pointer"):
-        models.load(tmp_path).embed(["one"])
+        models.load(tmp_path).encode(["one"])
     (tmp_path / "model.safetensors").write_text(pointer)
     refused(tmp_path, "model.safetensors is a git-lfs pointer", "git lfs pull")
 

@@ -135,6 +135,20 @@ def test_bits_of_a_cache_in_int8_depend_on_nothing_else(kind, isa, tmp_path, log
             np.testing.assert_array_equal(together[:, b : b + 1], alone)
 
 
+@each_isa
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_prompts_of_different_lengths_are_as_alone(kind, cache_dtype, isa, tmp_path, logits_of):
+    """Bit for bit: a batch of prompts is not padded, and what follows is a step of equal lengths."""
+    model, lengths = loaded(tmp_path, kind), (4, 1, 11, 4)
+    prompts = [row[:n].tolist() for row, n in zip(some_ids(4, 11), lengths, strict=True)]
+    with forced(isa, num_threads=3):
+        together = logits_of(model, prompts, cache_dtype=cache_dtype)
+        for b, prompt in enumerate(prompts):
+            alone = logits_of(model, [prompt], cache_dtype=cache_dtype)
+            np.testing.assert_array_equal(together[:, b : b + 1], alone)
+
+
 def test_no_other_type_of_cache(tmp_path):
     model = loaded(tmp_path, "gpt2")
     for other in ("float16", "int4", 8):

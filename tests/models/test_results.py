@@ -406,7 +406,7 @@ def test_wrong_arguments_of_generate(arguments, error, message, tmp_path):
         model.generate(**arguments)  # at the call, before a token is asked for
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "gpt2"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "mpnet", "gpt2"])
 def test_sequences_that_are_too_long(kind, tmp_path):
     model = loaded(tmp_path, kind)
     assert model(some_ids(1, 32)).shape[1] == 32

@@ -1,4 +1,4 @@
-"""From texts to vectors and on, and from ids to texts: tokenizers and pooling."""
+"""From texts to ids, and from ids to texts."""
 
 import json
 import sys
@@ -8,24 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tiny_models as tiny
-from implementations import each_isa, forced
 from tiny_models import CONFIGS
-from tiny_tokenizers import TEXTS, WORDS, write_byte_tokenizer, write_tokenizer
+from tiny_tokenizers import TEXTS, write_byte_tokenizer, write_tokenizer
 
 from fastattn import models
-from fastattn.models import ModelError, _encoder
+from fastattn.models import ModelError
 from fastattn.models import _text as tokenizing
-from fastattn.models._sentences import Pooling
-
-
-def write_pooling(folder, config, normalize=False, prefix="sentence_transformers.models"):
-    modules = [{"idx": 0, "name": "0", "path": "", "type": f"{prefix}.Transformer"}]
-    modules.append({"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{prefix}.Pooling"})
-    if normalize:
-        modules.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": f"{prefix}.Normalize"})
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture
@@ -47,126 +35,6 @@ def writer(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("mode", ["mean", "cls", "max"])
-def test_vectors_are_pooled_hidden_states(mode, encoder, implementation):
-    model = models.load(encoder)
-    got = model.embed(TEXTS, pooling=mode, batch_size=2)
-    assert got.shape == (5, 24)
-    assert got.dtype == np.float32
-    for text, vector in zip(TEXTS, got, strict=True):
-        ids = [1, *(WORDS.index(word) for word in text.split()), 2]
-        hidden = model(ids)[0]
-        expected = {"mean": hidden.mean(axis=0), "cls": hidden[0], "max": hidden.max(axis=0)}[mode]
-        np.testing.assert_allclose(vector, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["mean", "cls", "max"])
-@each_isa
-def test_a_vector_has_the_same_bits_in_any_company(isa, mode, encoder):
-    rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(WORDS[4:], count)) for count in [1, 2, 3, 4, 5, 6, 7, 12, 17, 25] * 3]
-    model = models.load(encoder)
-    with forced(isa):
-        alone = np.concatenate([model.embed([text], pooling=mode, normalize=True) for text in texts])
-        for batch_size in (3, 32):
-            together = model.embed(texts, pooling=mode, normalize=True, batch_size=batch_size)
-            np.testing.assert_array_equal(together, alone)
-
-
-def test_pooling_of_left_padded_and_empty_texts(implementation):
-    hidden = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
-    mask = np.array([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]], bool)
-    hidden[~mask] = np.nan
-    got = Pooling("mean")(hidden, mask)
-    np.testing.assert_allclose(got[0], hidden[0, 2:].mean(axis=0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(got[1], hidden[1].mean(axis=0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(got[2], 0)
-    np.testing.assert_array_equal(Pooling("cls")(hidden, mask)[:2], [hidden[0, 2], hidden[1, 0]])
-    np.testing.assert_array_equal(Pooling("max")(hidden, mask)[0], hidden[0, 2:].max(axis=0))
-    assert np.isfinite(Pooling("mean", normalize=True)(hidden, mask)).all()
-
-
-@pytest.mark.parametrize(
-    ("config", "mode"),
-    [
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
-        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True, "include_prompt": True}, "cls"),
-        ({"pooling_mode_max_tokens": True, "pooling_mode_lasttoken": False}, "max"),
-        ({"pooling_mode": "cls", "embedding_dimension": 24}, "cls"),
-    ],
-)
-@pytest.mark.parametrize("normalize", [False, True])
-def test_the_folder_says_how_to_pool(config, mode, normalize, encoder):
-    write_pooling(encoder, config, normalize)
-    model = models.load(encoder)
-    assert model.pooling == Pooling(mode, normalize)
-    got = model.embed(TEXTS)
-    np.testing.assert_array_equal(got, model.embed(TEXTS, pooling=mode, normalize=normalize))
-    assert np.allclose(np.linalg.norm(got, axis=1), 1) == normalize
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"pooling_mode_lasttoken": True},
-        {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
-        {"pooling_mode": "weightedmean"},
-        {"pooling_mode": ["mean"]},
-    ],
-)
-def test_a_pooling_that_is_not_known(config, encoder):
-    write_pooling(encoder, config)
-    with pytest.raises(ModelError, match=r"1_Pooling/config.json says .*; expected one of"):
-        models.load(encoder)
-
-
-@pytest.mark.parametrize("path", ["..", ".", "../..", "/etc", "a/b", "1_Pooling/../..", None])
-def test_a_pooling_outside_of_the_folder(path, encoder):
-    modules = [{"type": "sentence_transformers.models.Pooling", "path": path}]
-    (encoder / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(ModelError, match=r"modules.json: .* of Pooling is .*; expected a folder beside it"):
-        models.load(encoder)
-
-
-def test_texts_as_the_folder_says(encoder):
-    """Prompt, strip, lower: as sentence-transformers does it."""
-    plain = models.load(encoder).embed(TEXTS)
-    np.testing.assert_array_equal(models.load(encoder).embed([f" \n{text}\t" for text in TEXTS]), plain)
-    upper = [text.upper() for text in TEXTS]
-    assert (models.load(encoder).embed(upper) != plain).any()
-    (encoder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
-    np.testing.assert_array_equal(models.load(encoder).embed(upper), plain)
-    path = encoder / "config_sentence_transformers.json"
-    path.write_text('{"prompts": {"query": "The dog "}, "default_prompt_name": null}')
-    np.testing.assert_array_equal(models.load(encoder).embed(upper), plain)
-    path.write_text('{"prompts": {"query": "The dog "}, "default_prompt_name": "query"}')
-    prompted = models.load(encoder).embed(upper)
-    path.unlink()
-    model = models.load(encoder)
-    np.testing.assert_array_equal(prompted, model.embed([f"the dog {text}" for text in TEXTS]))
-    path.write_text('{"default_prompt_name": "query"}')
-    with pytest.raises(ModelError, match=r"'default_prompt_name' is 'query'; expected one of 'prompts'"):
-        models.load(encoder)
-    path.write_text('{"prompts": {"query": "the "}, "default_prompt_name": "query"}')
-    write_pooling(encoder, {"pooling_mode": "mean", "include_prompt": False})
-    with pytest.raises(ModelError, match=r"'include_prompt' is False; only True is supported where there is"):
-        models.load(encoder)
-
-
-def test_a_module_that_is_not_known(encoder):
-    path = encoder / "modules.json"
-    path.write_text(json.dumps([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]))
-    with pytest.raises(ModelError, match=r"modules.json has a module 'Dense'; expected Transformer, Pooling"):
-        models.load(encoder)
-    path.write_text("{}")
-    with pytest.raises(ModelError, match=r"modules.json holds a dict; expected a list"):
-        models.load(encoder)
-    path.write_text('[{"type": "a.Pooling", "path": "elsewhere"}]')
-    with pytest.raises(ModelError, match=r"elsewhere/config.json is missing"):
-        models.load(encoder)
-
-
 def test_long_texts_are_cut(encoder):
     model = models.load(encoder)
     long = "the cat " * 50
@@ -174,11 +42,18 @@ def test_long_texts_are_cut(encoder):
     (encoder / "sentence_bert_config.json").write_text('{"max_seq_length": 9}')
     model = models.load(encoder)
     assert [len(ids) for ids in model.text.encode([long, "the cat"])] == [9, 4]
-    assert np.isfinite(model.embed([long])).all()
+    assert np.isfinite(model.encode([long])).all()
+    (encoder / "sentence_bert_config.json").unlink()
+    for most, length in ((8, 8), (10**30, 32), (33, 32)):  # no limit is a large one
+        (encoder / "tokenizer_config.json").write_text(f'{{"model_max_length": {most}}}')
+        assert len(models.load(encoder).text.encode([long])[0]) == length
+    (encoder / "sentence_bert_config.json").write_text('{"max_seq_length": 9}')
+    assert models.load(encoder).text.limit == 9  # which counts, where both say one
+    (encoder / "tokenizer_config.json").unlink()
     for wrong, message in (('"9"', "is '9'; expected an integer of at least 1"), (2**64, "is above")):
         (encoder / "sentence_bert_config.json").write_text(f'{{"max_seq_length": {wrong}}}')
         with pytest.raises(ModelError, match=f"'max_seq_length' {message}"):
-            models.load(encoder).embed(["the"])
+            models.load(encoder).encode(["the"])
 
 
 class Watched:
@@ -229,6 +104,20 @@ def test_long_texts_are_tokenized_where_ctrl_c_does_not_wait_for_them(watched):
         model.text.encode([long])
 
 
+def test_a_tokenizer_that_names_what_it_does_not_have(tmp_path):
+    """The library panics, which is no Exception."""
+    tiny.write(tmp_path, "bert")
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["post_processor"]["special_tokens"]["other"] = values["post_processor"]["special_tokens"].pop(
+        "<s>"
+    )
+    path.write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=r"tokenizer.json (cannot encode a text|is no tokenizer): "):
+        models.load(tmp_path).encode(["the cat"])
+
+
 def test_threads_may_tokenize_at_once(encoder):
     model = models.load(encoder)
     texts = ["the cat " * 20_000, "a dog"]
@@ -237,86 +126,24 @@ def test_threads_may_tokenize_at_once(encoder):
         assert list(pool.map(lambda _: model.text.encode(texts), range(8))) == [expected] * 8
 
 
-def test_embed_reads_texts_as_it_needs_them(watched, monkeypatch):
-    model, tokenizer = watched
-    monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
-    monkeypatch.setattr(_encoder, "_WINDOW_TEXTS", 8)
-    texts = [f"{TEXTS[n % 5]} {TEXTS[n % 3]}" for n in range(100)]
-    taken = []
-    stream = model.embed_stream((taken.append(line) or line for line in texts), batch_size=4)
-    assert not taken
-    sizes, ahead = [], 0
-    for vectors in stream:
-        sizes.append(len(vectors))
-        ahead = max(ahead, len(taken) - sum(sizes))
-    assert sizes == [8] * 12 + [4]
-    assert taken == texts
-    assert ahead <= 100 / min(map(len, texts)) + 1  # a batch of the tokenizer's, and one text more
-    assert max(map(len, tokenizer.batches)) < 20
-
-
-def test_windows_end_with_whole_batches(encoder, monkeypatch):
-    model = models.load(encoder)
-    for texts, tokens, batch_size, sizes in [
-        (5, 10**6, 3, [6, 6, 1]),
-        (10**6, 20, 2, [4, 4, 4, 1]),
-        (1, 1, 9, [9, 4]),
-    ]:
-        monkeypatch.setattr(_encoder, "_WINDOW_TEXTS", texts)
-        monkeypatch.setattr(_encoder, "_WINDOW_TOKENS", tokens)
-        stream = model.embed_stream(["the cat on the mat"] * 13, batch_size=batch_size)
-        assert [len(vectors) for vectors in stream] == sizes
-
-
-def test_vectors_stay_in_order_across_windows(encoder, monkeypatch):
-    """The vectors are the same where a batch is one text."""
-    model = models.load(encoder)
-    texts = [TEXTS[n] for n in np.random.default_rng(0).integers(0, 5, 50)]
-    expected = model.embed(texts, batch_size=1)
-    monkeypatch.setattr(_encoder, "_WINDOW_TEXTS", 7)
-    np.testing.assert_array_equal(model.embed(texts, batch_size=1), expected)
-    np.testing.assert_array_equal(np.concatenate(list(model.embed_stream(texts, batch_size=1))), expected)
-    np.testing.assert_allclose(model.embed(texts, batch_size=4), expected, rtol=1e-5, atol=1e-5)
-    assert list(model.embed_stream([])) == []
-
-
-def test_embed_refuses(encoder):
-    model = models.load(encoder)
-    for function in (model.embed, model.embed_stream, model.text.encode):
-        with pytest.raises(TypeError, match=r"texts is of type str; expected several, as"):
-            function("one text")
-        with pytest.raises(TypeError, match=r"texts is of type NoneType; expected several"):
-            function(None)
-        with pytest.raises(TypeError, match=r"texts has one of type int; expected strings"):
-            function(["one", 2])
-    with pytest.raises(ValueError, match="batch_size is 0; expected at least 1"):
-        model.embed(["one"], batch_size=0)
-    with pytest.raises(ValueError, match="pooling is 'last'; expected one of mean, cls, max"):
-        model.embed(["one"], pooling="last")
-    with pytest.raises(ValueError, match=r"embed_stream\(\): pooling is 'last'"):  # before a vector is wanted
-        model.embed_stream(["one"], pooling="last")
-    done = []
-    with pytest.raises(TypeError, match="texts has one of type int; expected strings"):
-        model.embed([*TEXTS, 3], batch_size=1, progress=done.append)
-    assert not done
-    assert model.embed([]).shape == (0, 24)
-    assert model.embed(text for text in TEXTS).shape == (5, 24)
-
-
-def test_progress_is_told(encoder):
-    done = []
-    models.load(encoder).embed(TEXTS, batch_size=2, progress=done.append)
-    assert done == [2, 2, 1]
+def test_texts_are_strings(encoder):
+    encode = models.load(encoder).text.encode
+    with pytest.raises(TypeError, match=r"texts is of type str; expected several, as"):
+        encode("one text")
+    with pytest.raises(TypeError, match=r"texts is of type NoneType; expected several"):
+        encode(None)
+    with pytest.raises(TypeError, match=r"texts has one of type int; expected strings"):
+        encode(["one", 2])
 
 
 def test_tokenizers_that_are_none(encoder):
     model = models.load(encoder)
     (encoder / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(ModelError, match=r"tokenizer.json is no tokenizer"):
-        model.embed(["one"])
+        model.encode(["one"])
     (encoder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer.json is missing"):
-        model.embed(["one"])
+        model.encode(["one"])
 
 
 @pytest.mark.parametrize("text", ["plain", "Grüße an 日本 und 😀!", " two  spaces ", "\n\n"])
@@ -406,4 +233,4 @@ def test_a_missing_library_is_named(encoder, monkeypatch):
     model = models.load(encoder)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"models need tokenizers: pip install tokenizers"):
-        model.embed(["one"])
+        model.encode(["one"])

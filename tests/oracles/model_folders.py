@@ -40,3 +40,22 @@ def refused(folder, *parts, error=ModelError, **options):
     assert all(part in message for part in parts), message
     assert "\n" not in message
     return message
+
+
+def write_modules(folder, *modules, pooling=None, package="sentence_transformers.models"):
+    """modules.json with Transformer, Pooling and others: (kind, config.json[, tensors])."""
+    modules = [("Pooling", {"pooling_mode": "mean"} if pooling is None else pooling), *modules]
+    entries = [{"idx": 0, "name": "0", "path": "", "type": f"{package}.Transformer"}]
+    for i, (kind, config, *tensors) in enumerate(modules, 1):
+        path = folder / f"{i}_{kind}"
+        entries.append({"idx": i, "name": str(i), "path": path.name, "type": f"{package}.{kind}"})
+        if config is not None:
+            path.mkdir(exist_ok=True)
+            (path / "config.json").write_text(json.dumps(config))
+        if tensors:
+            save_file(*tensors, path / "model.safetensors")
+    (folder / "modules.json").write_text(json.dumps(entries))
+
+
+def write_settings(folder, **values):
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(values))

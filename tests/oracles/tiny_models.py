@@ -1,16 +1,18 @@
 """Tiny models with random weights: their folders in safetensors, and their results in plain NumPy.
 
 Float64, dense, one sequence at a time: it imports nothing of fastattn. Tensors have the names and shapes of
-Hugging Face's files.
+Hugging Face's files. A kind is a `model_type`, unless its config says another.
 """
 
 import json
-import math
 
 import numpy as np
+import tiny_encoders
+import tiny_gemma
+import tiny_t5
 from safetensors.numpy import save_file
-
-VOCAB = 60
+from tiny_encoders import VOCAB, both
+from tiny_numpy import attend, gelu, gelu_tanh, layer_norm, linear, rms_norm, rotated, silu
 
 CONFIGS = {
     "bert": {
@@ -38,18 +40,35 @@ CONFIGS = {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
     },
+    "qwen3-embedding": {
+        "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "tie_word_embeddings": True,
+    },
+    "e5-mistral": {
+        "model_type": "mistral", "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4,
+    },
+    **tiny_encoders.CONFIGS,
+    **tiny_t5.CONFIGS,
+    **tiny_gemma.CONFIGS,
 }  # fmt: skip
-ENCODERS, DECODERS = ("bert", "roberta"), ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+FROM_DECODERS = ("qwen3-embedding", "e5-mistral")  # encoders: their folders have modules.json
+_ELSEWHERE = {kind: module for module in (tiny_encoders, tiny_t5, tiny_gemma) for kind in module.CONFIGS}
+ENCODERS = ("bert", "roberta", *FROM_DECODERS, *_ELSEWHERE)
 
 
 def shapes(kind, config):
     """Shape of every tensor by its name."""
     c = config
+    if kind in _ELSEWHERE:
+        return _ELSEWHERE[kind].shapes(kind, c)
     if kind == "gpt2":
         h, inner = c["n_embd"], 4 * c["n_embd"]
-        found = {"wte.weight": (c["vocab_size"], h), "wpe.weight": (c["n_positions"], h), **_both("ln_f", h)}
+        found = {"wte.weight": (c["vocab_size"], h), "wpe.weight": (c["n_positions"], h), **both("ln_f", h)}
         for i in range(c["n_layer"]):
-            found |= {**_both(f"h.{i}.ln_1", h), **_both(f"h.{i}.ln_2", h)}
+            found |= {**both(f"h.{i}.ln_1", h), **both(f"h.{i}.ln_2", h)}
             for name, n_in, n_out in (
                 ("attn.c_attn", h, 3 * h), ("attn.c_proj", h, h),
                 ("mlp.c_fc", h, inner), ("mlp.c_proj", inner, h),
@@ -57,8 +76,8 @@ def shapes(kind, config):
                 found |= {f"h.{i}.{name}.weight": (n_in, n_out), f"h.{i}.{name}.bias": (n_out,)}
         return found
     h, inner, layers = c["hidden_size"], c["intermediate_size"], range(c["num_hidden_layers"])
-    if kind in ENCODERS:
-        found = _both("embeddings.LayerNorm", h)
+    if kind in ("bert", "roberta"):
+        found = both("embeddings.LayerNorm", h)
         found["embeddings.word_embeddings.weight"] = (c["vocab_size"], h)
         found["embeddings.position_embeddings.weight"] = (c["max_position_embeddings"], h)
         found["embeddings.token_type_embeddings.weight"] = (c["type_vocab_size"], h)
@@ -69,14 +88,15 @@ def shapes(kind, config):
                 ("output.dense", inner, h),
             ):  # fmt: skip
                 found |= {f"{layer}{name}.weight": (n_out, n_in), f"{layer}{name}.bias": (n_out,)}
-            found |= _both(f"{layer}attention.output.LayerNorm", h) | _both(f"{layer}output.LayerNorm", h)
+            found |= both(f"{layer}attention.output.LayerNorm", h) | both(f"{layer}output.LayerNorm", h)
         return found
     head_dim = c.get("head_dim", h // c["num_attention_heads"])
     q, kv = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
-    found = {"model.embed_tokens.weight": (c["vocab_size"], h), "model.norm.weight": (h,)}
-    if not c.get("tie_word_embeddings"):
+    prefix, kind = _llama_names(kind, c)
+    found = {f"{prefix}embed_tokens.weight": (c["vocab_size"], h), f"{prefix}norm.weight": (h,)}
+    if prefix and not c.get("tie_word_embeddings"):
         found["lm_head.weight"] = (c["vocab_size"], h)
-    for layer in (f"model.layers.{i}." for i in layers):
+    for layer in (f"{prefix}layers.{i}." for i in layers):
         for name, n_in, n_out in (
             ("self_attn.q_proj", h, q), ("self_attn.k_proj", h, kv), ("self_attn.v_proj", h, kv),
             ("self_attn.o_proj", q, h), ("mlp.gate_proj", h, inner), ("mlp.up_proj", h, inner),
@@ -91,17 +111,19 @@ def shapes(kind, config):
     return found
 
 
-def _both(name, n):
-    return {f"{name}.weight": (n,), f"{name}.bias": (n,)}
+def _llama_names(kind, config):
+    """The prefix of all tensors but the output's, and the `model_type`."""
+    return "" if kind in FROM_DECODERS else "model.", config.get("model_type", kind)
 
 
 def tensors(kind, config, seed=0):
-    """Random tensors: weights of norms lie around 1, all others around 0."""
+    """Random tensors: weights of norms lie around 1 (in Gemma, which adds 1, around 0), others around 0."""
     rng = np.random.default_rng(seed)
     drawn = {}
     for name, shape in shapes(kind, config).items():
-        is_norm = name.endswith(".weight") and len(shape) == 1
-        drawn[name] = (is_norm + 0.3 * rng.standard_normal(shape)).astype(np.float32)
+        is_norm = name.endswith(".weight") and len(shape) == 1 and kind not in tiny_gemma.CONFIGS
+        scale = 0.1 if name.endswith("SelfAttention.q.weight") else 0.3  # T5 does not scale its scores
+        drawn[name] = (is_norm + scale * rng.standard_normal(shape)).astype(np.float32)
     return drawn
 
 
@@ -112,38 +134,30 @@ def write(folder, kind, weights=None, **changes):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": kind, **config}))
     save_file(weights, folder / "model.safetensors")
+    if kind in FROM_DECODERS:
+        write_modules(folder, "lasttoken")
     return weights
 
 
-def layer_norm(x, t, name, eps=1e-5):
-    z = x - x.mean(-1, keepdims=True)
-    return z / np.sqrt((z * z).mean(-1, keepdims=True) + eps) * t[f"{name}.weight"] + t[f"{name}.bias"]
-
-
-def rms_norm(x, weight, eps):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
-
-
-def attend(q, k, v, allowed):
-    """q is (L, heads, D), k and v (L, heads_kv, D), allowed (L, L); result (L, heads * D)."""
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
-    probs = np.exp(scores - scores.max(-1, keepdims=True)) * allowed
-    return np.einsum("hij,jhd->ihd", probs / probs.sum(-1, keepdims=True), v).reshape(len(q), -1)
+def write_modules(folder, pooling):
+    """The files with which sentence-transformers says how hidden states become a vector."""
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": pooling}))
 
 
 def result(kind, config, t, ids):
     """Hidden states of an encoder, logits of a decoder; ids is (L,), the result (L, n)."""
     t = {name: x.astype(np.float64) for name, x in t.items()}
-    return {"bert": _bert, "roberta": _bert, "gpt2": _gpt2}.get(kind, _llama)(kind, config, t, np.array(ids))
+    own = {"bert": _bert, "roberta": _bert, "gpt2": _gpt2}
+    own |= {other: module.result for other, module in _ELSEWHERE.items()}
+    return own.get(kind, _llama)(kind, config, t, np.array(ids))
 
 
 def _bert(kind, c, t, ids):
     heads, n = c["num_attention_heads"], len(ids)
     eps = c.get("layer_norm_eps", 1e-12)
-
-    def linear(x, name):
-        return x @ t[f"{name}.weight"].T + t[f"{name}.bias"]
 
     first = c["pad_token_id"] + 1 if kind == "roberta" else 0
     x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
@@ -151,62 +165,58 @@ def _bert(kind, c, t, ids):
     x = layer_norm(x, t, "embeddings.LayerNorm", eps)
     for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
         q, k, v = (
-            linear(x, f"{layer}attention.self.{part}").reshape(n, heads, -1)
+            linear(x, t, f"{layer}attention.self.{part}").reshape(n, heads, -1)
             for part in ("query", "key", "value")
         )
-        x = x + linear(attend(q, k, v, np.ones((n, n))), f"{layer}attention.output.dense")
+        x = x + linear(attend(q, k, v, np.ones((n, n))), t, f"{layer}attention.output.dense")
         x = layer_norm(x, t, f"{layer}attention.output.LayerNorm", eps)
-        inner = linear(x, f"{layer}intermediate.dense")
-        inner *= 0.5 * (1 + np.vectorize(math.erf)(inner / math.sqrt(2)))
-        x = layer_norm(x + linear(inner, f"{layer}output.dense"), t, f"{layer}output.LayerNorm", eps)
+        inner = gelu(linear(x, t, f"{layer}intermediate.dense"))
+        x = layer_norm(x + linear(inner, t, f"{layer}output.dense"), t, f"{layer}output.LayerNorm", eps)
     return x
 
 
 def _gpt2(kind, c, t, ids):
     n, heads = len(ids), c["n_head"]
 
-    def linear(x, name):
+    def transposed(x, name):
         return x @ t[f"{name}.weight"] + t[f"{name}.bias"]
 
     x = t["wte.weight"][ids] + t["wpe.weight"][:n]
     for layer in (f"h.{i}." for i in range(c["n_layer"])):
-        qkv = linear(layer_norm(x, t, f"{layer}ln_1"), f"{layer}attn.c_attn")
+        qkv = transposed(layer_norm(x, t, f"{layer}ln_1"), f"{layer}attn.c_attn")
         q, k, v = (part.reshape(n, heads, -1) for part in np.split(qkv, 3, axis=1))
-        x = x + linear(attend(q, k, v, np.tri(n)), f"{layer}attn.c_proj")
-        inner = linear(layer_norm(x, t, f"{layer}ln_2"), f"{layer}mlp.c_fc")
-        inner *= 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
-        x = x + linear(inner, f"{layer}mlp.c_proj")
+        x = x + transposed(attend(q, k, v, np.tri(n)), f"{layer}attn.c_proj")
+        inner = gelu_tanh(transposed(layer_norm(x, t, f"{layer}ln_2"), f"{layer}mlp.c_fc"))
+        x = x + transposed(inner, f"{layer}mlp.c_proj")
     return layer_norm(x, t, "ln_f") @ t["wte.weight"].T
 
 
 def _llama(kind, c, t, ids):
     n, eps = len(ids), c.get("rms_norm_eps", 1e-6)
+    prefix, kind = _llama_names(kind, c)
     q_heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
     head_dim = c.get("head_dim", c["hidden_size"] // q_heads)
-    angles = np.outer(np.arange(n), c.get("rope_theta", 10000.0) ** -(np.arange(0, head_dim, 2) / head_dim))
-    cos, sin = (np.concatenate([f(angles)] * 2, axis=1)[:, None] for f in (np.cos, np.sin))
+    theta = c.get("rope_theta", 10000.0)
     back = np.arange(n)[:, None] - np.arange(n)
     allowed = (back >= 0) & (back < c.get("sliding_window", n))
 
-    def linear(x, name):
-        return x @ t[f"{name}.weight"].T + t.get(f"{name}.bias", 0.0)
-
-    def rotated(x):
-        return x * cos + np.concatenate([-x[..., head_dim // 2 :], x[..., : head_dim // 2]], axis=-1) * sin
-
-    x = t["model.embed_tokens.weight"][ids]
-    for layer in (f"model.layers.{i}." for i in range(c["num_hidden_layers"])):
+    x = t[f"{prefix}embed_tokens.weight"][ids]
+    for layer in (f"{prefix}layers.{i}." for i in range(c["num_hidden_layers"])):
         y = rms_norm(x, t[f"{layer}input_layernorm.weight"], eps)
         q, k, v = (
-            linear(y, f"{layer}self_attn.{part}_proj").reshape(n, heads, head_dim)
+            linear(y, t, f"{layer}self_attn.{part}_proj").reshape(n, heads, head_dim)
             for part, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads))
         )
         if kind == "qwen3":
             q = rms_norm(q, t[f"{layer}self_attn.q_norm.weight"], eps)
             k = rms_norm(k, t[f"{layer}self_attn.k_norm.weight"], eps)
-        x = x + linear(attend(rotated(q), rotated(k), v, allowed), f"{layer}self_attn.o_proj")
+        x = x + linear(
+            attend(rotated(q, theta), rotated(k, theta), v, allowed), t, f"{layer}self_attn.o_proj"
+        )
         y = rms_norm(x, t[f"{layer}post_attention_layernorm.weight"], eps)
-        gate = linear(y, f"{layer}mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj")
-    output = t.get("lm_head.weight", t["model.embed_tokens.weight"])
-    return rms_norm(x, t["model.norm.weight"], eps) @ output.T
+        gate = silu(linear(y, t, f"{layer}mlp.gate_proj"))
+        x = x + linear(gate * linear(y, t, f"{layer}mlp.up_proj"), t, f"{layer}mlp.down_proj")
+    x = rms_norm(x, t[f"{prefix}norm.weight"], eps)
+    if not prefix:
+        return x
+    return x @ t.get("lm_head.weight", t["model.embed_tokens.weight"]).T

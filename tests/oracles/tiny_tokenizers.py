@@ -8,12 +8,14 @@ TEXTS = ["the cat sat on the mat", "a dog ran", "", "a tree sat on the cat on th
 
 
 def write_tokenizer(folder):
-    """Words between spaces, <s> before and </s> after a text."""
+    """Words between spaces, <s> before and </s> after a text, and after each of a pair."""
     words = {word: i for i, word in enumerate(WORDS)}
     tokenizer = Tokenizer(tokenizer_models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+        single="<s> $A </s>",
+        pair="<s> $A </s> $B:1 </s>:1",
+        special_tokens=[("<s>", 1), ("</s>", 2)],
     )
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.enable_padding(length=20)  # as some files have it; not wanted here

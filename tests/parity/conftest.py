@@ -1,5 +1,13 @@
-"""Comparisons with torch and transformers. They run where both are installed: the extra [parity]."""
+"""Comparisons with torch, transformers and sentence-transformers, where these are installed: see [parity]."""
 
 import importlib.util
 
-collect_ignore_glob = [] if all(map(importlib.util.find_spec, ("torch", "transformers"))) else ["*"]
+
+def missing(*packages):
+    return not all(map(importlib.util.find_spec, packages))
+
+
+collect_ignore_glob = ["*"] if missing("torch", "transformers") else []
+collect_ignore = (
+    ["test_encode.py", "test_classify.py", "test_sparse.py"] if missing("sentence_transformers") else []
+)

@@ -273,7 +273,8 @@ def test_encoder_layer(options, mask, dtype, implementation):
     expected = module(t(x), src_mask=t(attn_mask), src_key_padding_mask=t(padding))
     before = x.copy()
     out = ours(x, src_mask=attn_mask, src_key_padding_mask=padding)
-    same(out, expected, dtype)
+    counted = np.ones((BATCH, LEN_Q), bool) if padding is None else ~padding
+    same(out[counted], expected[t(counted)], dtype)
     np.testing.assert_array_equal(x, before)
     if padding is None and attn_mask is None:
         same(ours(x[0]), module(t(x[0])), dtype)
@@ -317,7 +318,7 @@ def test_stacks(last_norm, norm_first, dtype, implementation):
     x, y = draw(rng, BATCH, LEN_K, WIDTH, dtype=dtype), draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
     _, padding = masks_of("padding", rng, LEN_K, LEN_K, dtype)
     expected = module(t(x), src_key_padding_mask=t(padding))
-    same(encoder(x, src_key_padding_mask=padding), expected, dtype)
+    same(encoder(x, src_key_padding_mask=padding)[~padding], expected[t(~padding)], dtype)
     hidden = np.triu(np.ones((LEN_K, LEN_K), np.bool_), 1)
     same(encoder(x, is_causal=True), module(t(x), mask=t(hidden), is_causal=True), dtype)
 

@@ -1,5 +1,6 @@
 """Models against `transformers`: tiny ones with random weights, made, saved and loaded here; no download."""
 
+import json
 import os
 import warnings
 
@@ -36,8 +37,53 @@ def roberta(name="Roberta", **changes):
     return getattr(transformers, f"{name}Model")(config, add_pooling_layer=False)
 
 
-def counts_positions_from_ids(model):
-    return not isinstance(model, transformers.BertModel) and hasattr(model, "encoder")
+def takes_no_positions(model):
+    """T5 has none, and the others count them from ids."""
+    return type(model).__name__ in (
+        "RobertaModel",
+        "XLMRobertaModel",
+        "CamembertModel",
+        "MPNetModel",
+        "T5EncoderModel",
+        "MT5EncoderModel",
+    )
+
+
+def modernbert(**changes):
+    special = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+    config = transformers.ModernBertConfig(**SIZES, **special, local_attention=6, **changes)
+    return transformers.ModernBertModel(config)
+
+
+def distilbert(**changes):
+    sizes = {"vocab_size": VOCAB, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6}
+    return transformers.DistilBertModel(transformers.DistilBertConfig(**sizes, **changes))
+
+
+def mpnet(**changes):
+    config = transformers.MPNetConfig(**{**SIZES, "max_position_embeddings": 200}, **changes)
+    return transformers.MPNetModel(config, add_pooling_layer=False)
+
+
+def nomic(**changes):
+    return transformers.NomicBertModel(transformers.NomicBertConfig(**SIZES, **changes))
+
+
+def gte(**changes):
+    return transformers.GteModel(transformers.GteConfig(**SIZES, **changes))
+
+
+def albert(**changes):
+    config = transformers.AlbertConfig(**SIZES, embedding_size=20, **changes)
+    return transformers.AlbertModel(config, add_pooling_layer=False)
+
+
+def deberta(**changes):
+    third = {
+        "relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+    }  # fmt: skip
+    return transformers.DebertaV2Model(transformers.DebertaV2Config(**{**SIZES, **third, **changes}))
 
 
 def gpt2(**changes):
@@ -61,6 +107,34 @@ def qwen3(**changes):
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, **NO_EOS, **changes))
 
 
+def t5(name="T5", **changes):
+    sizes = {"vocab_size": VOCAB, "d_model": 48, "d_kv": 10, "d_ff": 80, "num_layers": 3, "num_heads": 6}
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
+    return getattr(transformers, f"{name}EncoderModel")(config)
+
+
+def gemma3(**changes):
+    """Three layers: two with windows, then one without. Norms multiply by 1 + weight."""
+    sizes = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "head_dim": 10}
+    config = transformers.Gemma3TextConfig(**{**GROUPED, "sliding_window": 6, **sizes, **NO_EOS, **changes})
+    return transformers.Gemma3TextModel(config)
+
+
+FROM_DECODERS = (
+    transformers.Gemma3TextModel,
+    transformers.LlamaModel,
+    transformers.MistralModel,
+    transformers.Qwen2Model,
+    transformers.Qwen3Model,
+)
+MODULES = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+
+
+def from_decoder(make, **changes):
+    """A family's model without its output layer, which sentence-transformers' folders hold."""
+    return lambda: make(**changes).model
+
+
 ENCODERS = {
     "bert": bert,
     "bert-relu-one-layer": lambda: bert(hidden_act="relu"),
@@ -68,6 +142,54 @@ ENCODERS = {
     "roberta-padding-id-3": lambda: roberta(pad_token_id=3),
     "xlm-roberta": lambda: roberta("XLMRoberta"),
     "camembert": lambda: roberta("Camembert"),
+    "qwen3-embedding": from_decoder(qwen3, head_dim=16),
+    "e5-mistral": from_decoder(mistral, sliding_window=5),
+    "llama-not-causal": from_decoder(llama, is_causal=False),
+    "qwen2-not-causal-windows": from_decoder(
+        qwen2, is_causal=False, use_sliding_window=True, sliding_window=3, max_window_layers=1
+    ),
+    "t5": t5,
+    "t5-gated-few-buckets": lambda: t5(
+        feed_forward_proj="gated-gelu", relative_attention_num_buckets=8, relative_attention_max_distance=9
+    ),
+    "t5-gated-silu": lambda: t5(feed_forward_proj="gated-silu"),
+    "mt5": lambda: t5("MT5"),
+    "embedding-gemma": lambda: gemma3(use_bidirectional_attention=True),
+    "embedding-gemma-odd-window-scaled": lambda: gemma3(
+        use_bidirectional_attention=True,
+        sliding_window=5,
+        query_pre_attn_scalar=7,
+        attention_bias=True,
+        hidden_activation="silu",
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "gemma3-causal": gemma3,
+    "distilbert": distilbert,
+    "distilbert-sinusoidal-relu": lambda: distilbert(sinusoidal_pos_embds=True, activation="relu"),
+    "mpnet": mpnet,
+    "mpnet-relu": lambda: mpnet(hidden_act="relu"),
+    "nomic": nomic,
+    "nomic-gelu-theta": lambda: nomic(hidden_act="gelu", rope_parameters={"rope_theta": 50.0}),
+    "gte": gte,
+    "gte-no-types-relu-theta": lambda: gte(
+        type_vocab_size=0, hidden_act="relu", rope_parameters={"rope_theta": 50.0}
+    ),
+    "albert": albert,
+    "albert-two-groups-gelu": lambda: albert(num_hidden_groups=2, hidden_act="gelu"),
+    "deberta-v3": deberta,
+    "deberta-own-maps-types-positions": lambda: deberta(
+        share_att_key=False, norm_rel_ebd="none", type_vocab_size=2, position_biased_input=True
+    ),
+    "deberta-one-kind-no-buckets": lambda: deberta(
+        pos_att_type="c2p", position_buckets=-1, max_relative_positions=9
+    ),
+    "deberta-other-kind": lambda: deberta(share_att_key=False, pos_att_type="p2c", max_relative_positions=20),
+    "modernbert": modernbert,
+    "modernbert-biased": lambda: modernbert(attention_bias=True, mlp_bias=True, norm_bias=True),
+    "modernbert-all-sliding": lambda: modernbert(layer_types=["sliding_attention"] * 3),
 }
 DECODERS = {
     "gpt2": gpt2,
@@ -127,7 +249,8 @@ def randomised(model, seed=0):
         for name, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator) * 0.15
             is_norm = "norm" in name.lower() or ".ln_" in name
-            parameter.copy_(drawn + 1 if is_norm and name.endswith("weight") else drawn)
+            is_weight = name.endswith("weight") and not isinstance(model, transformers.Gemma3TextModel)
+            parameter.copy_(drawn + 1 if is_norm and is_weight else drawn)  # Gemma adds 1 itself
     return model.eval()
 
 
@@ -135,6 +258,10 @@ def saved(model, folder, **options):
     with warnings.catch_warnings():  # what transformers has to say is not ours to mend
         warnings.simplefilter("ignore")
         model.save_pretrained(folder, **options)
+    if type(model) in FROM_DECODERS:
+        (folder / "modules.json").write_text(json.dumps(MODULES))
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
     return folder
 
 
@@ -147,7 +274,7 @@ def theirs(model, ids, mask=None, **more):
     arguments = {"input_ids": torch.tensor(ids), **more}
     if mask is not None:
         arguments["attention_mask"] = torch.tensor(mask, dtype=torch.long)
-        if not counts_positions_from_ids(model):
+        if not takes_no_positions(model):
             arguments["position_ids"] = torch.tensor(np.maximum(np.cumsum(mask, axis=1) - 1, 0))
     with torch.no_grad():
         out = model(**arguments)
@@ -183,9 +310,15 @@ def test_results(name, tmp_path, implementation):
 def test_padded_results(name, side, tmp_path):
     model = randomised({**ENCODERS, **DECODERS}[name]())
     ids, mask = padded(side)
-    if counts_positions_from_ids(model):
+    if takes_no_positions(model):
         ids[mask == 0] = model.config.pad_token_id
     require_close(models.load(saved(model, tmp_path))(ids, mask), theirs(model, ids, mask), mask)
+
+
+def test_distances_past_the_last_bucket(tmp_path):
+    model = randomised(mpnet())
+    ids = some_ids((1, 190))
+    require_close(models.load(saved(model, tmp_path))(ids), theirs(model, ids))
 
 
 def test_float64(tmp_path):
@@ -205,7 +338,7 @@ def test_token_types(tmp_path):
     require_close(got, theirs(model, ids, token_type_ids=torch.tensor(types)))
 
 
-@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForSequenceClassification", "BertModel"])
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForNextSentencePrediction", "BertModel"])
 def test_heads_of_other_tasks_are_left_out(kind, tmp_path):
     model = randomised(getattr(transformers, kind)(transformers.BertConfig(**SIZES)))
     ids = some_ids((2, 9))
@@ -242,7 +375,7 @@ def test_sharded(name, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama-grouped", "qwen3", "llama-one-key-head-tied-biased"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama-grouped", "qwen3", "qwen3-embedding"])
 def test_16_bit_files(name, dtype, tmp_path):
     """Computed in float32 from the rounded weights, as transformers does with dtype=torch.float32."""
     model = randomised({**ENCODERS, **DECODERS}[name]()).to(getattr(torch, dtype))

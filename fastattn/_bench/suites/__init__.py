@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fastattn._bench.suites import attention, layers, models, normalisers, recurrent, variants
+from fastattn._bench.suites import attention, embeddings, layers, models, normalisers, recurrent, variants
 
 SUITES = {
     "attention": attention.SUITE,
     "layers": layers.SUITE,
     "models": models.SUITE,
+    "embeddings": embeddings.SUITE,
     "recurrent": recurrent.SUITE,
     "normalisers": normalisers.SUITE,
     "variants": variants.SUITE,

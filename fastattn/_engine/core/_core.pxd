@@ -29,7 +29,7 @@ cdef extern from "fastattn.h" nogil:
         int second_pass
     ctypedef struct fa_attention_args:
         fa_array q, k, v, k_scale, v_scale, out, lse, sinks
-        int64_t batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
+        int64_t first, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v
         fa_masks masks
         fa_modifiers mods
         fa_statistics stats
@@ -51,6 +51,7 @@ cdef extern from "fastattn.h" nogil:
         const void *scales
         const void *table
         const int8_t *codes
+        const void *sums
         double unit
         const void *bias
         int64_t x_row, residual_row, out_row, m, n, k
@@ -71,8 +72,10 @@ cdef extern from "fastattn.h" nogil:
         unsigned char *bad
         char *panels
         void *scales
+        void *sums
         const void *middles
-        double extreme, beyond
+        const void *codes
+        double unit, extreme, beyond
         int64_t n_blocks, k
         fa_dtype weight
         int maps

@@ -63,9 +63,6 @@ cdef extern from *:
     int fa_flag(const int *) noexcept nogil
     void fa_set_flag(int *) noexcept nogil
 
-# Splits in flight per thread: the partials kept at a time are this many times the thread count.
-cdef int64_t WAVE = 8
-
 COMPILED_ISAS = tuple([fa_isa_name(i).decode() for i in range(fa_isa_count())])  # best first
 AVAILABLE_ISAS = tuple([isa for i, isa in enumerate(COMPILED_ISAS) if fa_isa_available(i)])  # generic is always there
 OPENMP = bool(FA_OPENMP)  # without it everything runs on the calling thread
@@ -155,73 +152,25 @@ cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     return tables
 
 
-# The splits in flight of a call.
-cdef struct Wave:
-    fa_plan plan  # first: the address of a Wave is that of its plan
-    char *state  # of the KV head whose splits are being merged
-    char *partials
-    int64_t *items  # (head, split) of each partial
-
-
-cdef void _attention_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    loop.kernels.run(<const fa_attention_args *>loop.args, <const fa_plan *>loop.plan, task, scratch)
-
-
-cdef void _split_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
-    cdef const Wave *w = <const Wave *>loop.plan
-    loop.kernels.run_split(<const fa_attention_args *>loop.args, &w.plan, w.items[2 * task], w.items[2 * task + 1],
-                           w.partials + task * w.plan.partial_bytes, scratch)
-
-
-cdef void _run_splits(Loop *loop, const fa_attention_args *a, Wave *w, int64_t most) noexcept nogil:
-    """All splits of all KV heads, `most` at a time: computed by anyone, merged in order."""
-    cdef int64_t n_heads = w.plan.n_tasks, head = 0, count, i, split, last
-    loop.kernels.splits(a, &w.plan, head, &split, &last)
-    while head < n_heads and not _gives_up(loop):
-        count = 0
-        while count < most and head < n_heads:
-            w.items[2 * count], w.items[2 * count + 1] = head, split
-            count += 1
-            split += 1
-            if split == last:
-                head += 1
-                if head < n_heads:
-                    loop.kernels.splits(a, &w.plan, head, &split, &last)
-        _tasks(loop, count)
-        for i in range(count):
-            loop.kernels.merge(a, &w.plan, w.items[2 * i], w.items[2 * i + 1], w.state,
-                               w.partials + i * w.plan.partial_bytes)
-
-
-cdef int _run_attention(fa_attention_args *a, int threads) except -1:
-    """Run all tasks of one pass."""
-    cdef Loop loop
-    cdef Wave w
-    cdef int64_t most = 0
-    a.watch = &loop.watch
-    loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), a, &w.plan
-    loop.kernels.plan(a, threads, &w.plan)
-    if w.plan.flops < (fa_tuned.parallel_dot_flops if w.plan.kind == FA_DOT else fa_tuned.parallel_flops):
-        threads = 1
-    # With few KV heads their splits are the tasks; with many, a head is.
-    if threads > 1 and w.plan.n_splits > 1 and w.plan.n_tasks < 4 * threads:
-        most = min(WAVE * threads, w.plan.n_tasks * w.plan.n_splits)
-    if not most:
-        return _run(&loop, _attention_task, w.plan.n_tasks, threads, w.plan.scratch_bytes)
-    _start(&loop, _split_task, most, threads, w.plan.scratch_bytes,
-           (most + 1) * w.plan.partial_bytes + 2 * most * sizeof(int64_t))
-    w.state, w.partials = loop.shared, loop.shared + w.plan.partial_bytes
-    w.items = <int64_t *>(w.partials + most * w.plan.partial_bytes)
-    with nogil:
-        _run_splits(&loop, a, &w, most)
-    return _end(&loop)
-
-
 def attention(args):
     """Compute `args.out` and, where given, `args.lse` and `args.statistics`."""
     cdef fa_attention_args a
+    cdef fa_array **of_queries = [&a.q, &a.out, &a.lse, &a.masks.row_begin, &a.masks.row_end]
+    cdef fa_array **of_keys = [&a.k, &a.v, &a.k_scale, &a.v_scale]
+    cdef _Sequences sequences
+    cdef int i
     cdef _Tables _tables = _set_args(&a, args, True)  # which must outlive the kernels
     cdef int threads = args.num_threads if FA_OPENMP else 1
+    if args.begins is not None:
+        sequences = _Sequences(*args.begins, a.len_q, a.len_k)
+        if _tables.batch != sequences.count:
+            raise ValueError(f"fastattn: begins of {sequences.count} sequences for {_tables.batch}")
+        for i in range(5):
+            sequences.begin(of_queries[i], sequences.q)
+        for i in range(4):
+            sequences.begin(of_keys[i], sequences.k)
+        _run_attention(&a, threads, sequences)
+        return
     _run_attention(&a, threads)
     if a.stats.norm.data != NULL:
         a.stats.second_pass = True
@@ -284,6 +233,7 @@ def read_bandwidth(num_threads):
 
 include "tables.pxi"
 include "tasks.pxi"
+include "sequences.pxi"
 include "ops.pxi"
 include "program.pxi"
 include "recurrent.pxi"

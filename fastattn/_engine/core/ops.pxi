@@ -53,6 +53,8 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
         a.table = _data("values", table.values, 16, cnp.NPY_FLOAT)
         a.codes = <const int8_t *>_data("codes", table.codes, 16, cnp.NPY_INT8)
         a.unit = table.unit
+    if a.weight == FA_I8 or a.weight == FA_I4:
+        a.sums = _data("sums", weight.sums, count * width, cnp.NPY_FLOAT)
     if transposed:
         if a.x_int8:
             raise ValueError("fastattn: int8 activations meet a transposed weight")
@@ -105,7 +107,7 @@ cdef void _set_pack_rows(fa_pack_rows *to, block, int64_t n, int64_t k) except *
 
 
 def pack(args):
-    """Fill `args.out`, `args.scales` and `args.bad`, of a PackArgs."""
+    """Fill `args.out`, `args.scales`, `args.sums` and `args.bad`, of a PackArgs."""
     cdef fa_pack_args a
     cdef Loop loop
     cdef int64_t i, count, width
@@ -115,7 +117,7 @@ def pack(args):
     cdef fa_pack_rows *rows = <fa_pack_rows *>cnp.PyArray_DATA(memory)
     memset(&a, 0, sizeof(a))
     a.blocks, a.n_blocks, a.k, a.maps = rows, len(blocks), args.in_features, args.maps
-    a.weight, a.beyond = _WEIGHTS[args.dtype], args.beyond
+    a.weight, a.beyond, a.unit = _WEIGHTS[args.dtype], args.beyond, 1
     for i in range(a.n_blocks):
         _set_pack_rows(&rows[i], blocks[i], args.out_features, a.k)
     lane = FA_F64 if a.weight == FA_F64 else FA_F32
@@ -132,7 +134,11 @@ def pack(args):
         a.scales = _data("scales", args.scales, count * width * ((a.k + BLOCK_4BIT - 1) // BLOCK_4BIT),
                          cnp.NPY_FLOAT16)
         table = TABLES[args.dtype]
-        a.middles, a.extreme = _data("middles", table.middles, 16, cnp.NPY_FLOAT), table.extreme
+        middles, codes = table.middles, table.codes.astype(np.float32)  # kept until the end
+        a.middles, a.extreme, a.unit = _data("middles", middles, 16, cnp.NPY_FLOAT), table.extreme, table.unit
+        a.codes = _data("codes", codes, 16, cnp.NPY_FLOAT)
+    if a.weight == FA_I8 or a.weight == FA_I4:
+        a.sums = _data("sums", args.sums, count * width, cnp.NPY_FLOAT)
     a.watch = &loop.watch
     loop.kernels, loop.args = _kernels(lane), &a
     _run_rows_of(&loop, _pack_task, count, width * a.k, args.num_threads if FA_OPENMP else 1,

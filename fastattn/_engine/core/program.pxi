@@ -3,7 +3,8 @@
 
 cdef enum:
     MAX_BUFFERS = 8  # x, out and the places in memory
-    N_TABLES = 11  # of a call's batch: rotation, cache, starts, and where new tokens go
+    MAX_ROTATIONS = 4
+    N_TABLES = 9 + 2 * MAX_ROTATIONS  # of a call's batch: rotations, cache, starts, and where new tokens go
 
 # (batch * length, columns); `row` bytes lie between the beginnings of two rows.
 cdef struct Buffer:
@@ -14,10 +15,13 @@ cdef struct Buffer:
 cdef struct Call:
     Buffer buffers[MAX_BUFFERS]
     fa_dtype dtype
-    int64_t size, m, batch, length
+    int64_t size, m, batch, length  # length: of each sequence, or of a ragged batch the rows of all
+    void *sequences  # a _Sequences; NULL: all have one length
     int threads
-    fa_array cos, sin  # with `pairs`: 0 where nothing is rotated
-    int64_t pairs
+    fa_array cos[MAX_ROTATIONS]
+    fa_array sin[MAX_ROTATIONS]
+    int64_t pairs[MAX_ROTATIONS]
+    int rotations
     fa_array k, v, new_k, new_v  # a cache, and where new tokens go there; without a cache their data is NULL
     fa_array k_scale, v_scale, new_k_scale, new_v_scale  # of a cache in int8
     int64_t len_k, heads_held, head_dim_held
@@ -72,7 +76,7 @@ cdef class _LinearStep(_Step):
         self.residual = -1 if step.residual is None else self._buffer(step.residual, buffers)
         _set_linear(&self.args, step.weight, step.bias, step.activation, step.activations,
                     FA_F64 if self.doubles else FA_F32)
-        self._keep((step.weight.panels, step.weight.scales, step.bias))
+        self._keep((step.weight.panels, step.weight.scales, step.weight.sums, step.bias))
 
     cdef void run(self, Call *c, call) except *:
         cdef fa_linear_args a = self.args
@@ -124,32 +128,58 @@ cdef class _NormStep(_Step):
             a.weight = <const char *>a.weight + a.n * (8 if self.doubles else 4)
 
 
+cdef class _AddStep(_Step):
+    cdef int residual
+    cdef int64_t features
+
+    cdef void _set(self, step, buffers) except *:
+        self.residual, self.features = self._buffer(step.residual, buffers), step.features
+
+    cdef void run(self, Call *c, call) except *:
+        cdef fa_rows_args a
+        cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out], residual = c.buffers[self.residual]
+        if x.columns != self.features or out.columns != self.features or residual.columns != self.features:
+            raise ValueError(f"fastattn: step {self.number} adds {self.features} features; it has {x.columns},"
+                             f" {residual.columns} and {out.columns}")
+        memset(&a, 0, sizeof(a))
+        a.kind, a.dtype, a.m, a.n = FA_ACTIVATE, c.dtype, c.m, self.features  # with no activation
+        a.x, a.x_row, a.out, a.out_row = x.data, x.row, out.data, out.row
+        a.residual, a.residual_row = residual.data, residual.row
+        _run_rows(&a, c.threads)
+
+
 cdef class _AttendStep(_Step):
     cdef fa_attention_args args
     cdef int64_t first_kv  # the layer's first head in a cache
-    cdef int ranges
+    cdef int ranges, rotation, bias  # which of the call's; -1: none
 
     cdef void _set(self, step, buffers) except *:
         self.args.heads_q, self.args.heads_kv, self.args.mods.scale = step.heads, step.heads_kv, step.scale
         self.args.head_dim = self.args.head_dim_v = step.head_dim
         self.first_kv, self.ranges = step.layer * step.heads_kv, step.ranges
+        self.rotation = -1 if step.rotation is None else step.rotation
+        self.bias = -1 if step.bias is None else step.bias
         if step.heads_kv <= 0 or step.heads % step.heads_kv or step.head_dim <= 0 or step.layer < 0:
             raise ValueError(f"fastattn: attention of {step.heads} heads over {step.heads_kv} of {step.head_dim}")
 
     cdef void run(self, Call *c, call) except *:
         cdef fa_attention_args a = self.args
         cdef Buffer x = c.buffers[self.x], out = c.buffers[self.out]
-        cdef _Tables tables = _Tables((c.batch,), 4)  # of x, out and the ranges
+        cdef _Tables tables = _Tables((c.batch,), 5)  # of x, out, the ranges and the bias
         cdef int64_t *x_table = tables.next()
         cdef int64_t *out_table = tables.next()
-        cdef int64_t b
+        cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
+        cdef int64_t b, row, pairs = 0 if self.rotation < 0 else c.pairs[self.rotation]
+        if self.rotation >= c.rotations:
+            raise ValueError(f"fastattn: rotation {self.rotation} of {c.rotations}")
         if ((a.heads_q + 2 * a.heads_kv) * a.head_dim > x.columns or a.heads_q * a.head_dim > out.columns
-                or 2 * c.pairs > a.head_dim):
+                or 2 * pairs > a.head_dim):
             raise ValueError(f"fastattn: attention of {a.heads_q} heads over {a.heads_kv} of {a.head_dim} has"
                              f" {x.columns} features for queries, keys and values, {out.columns} for the result,"
-                             f" {c.pairs} pairs to rotate")
+                             f" {pairs} pairs to rotate")
         for b in range(c.batch):
-            x_table[b], out_table[b] = b * c.length * x.row, b * c.length * out.row
+            row = b * c.length if sequences is None else sequences.q[b]
+            x_table[b], out_table[b] = row * x.row, row * out.row
         a.batch, a.len_q, a.len_k = c.batch, c.length, c.length
         # In a row of x, the heads of the queries come first, then those of the keys, then those of the values.
         a.q.dtype, a.q.data, a.q.batch, a.q.row = c.dtype, x.data, x_table, x.row
@@ -159,17 +189,35 @@ cdef class _AttendStep(_Step):
         a.v.data = a.k.data + a.heads_kv * a.k.head
         a.out.data, a.out.batch, a.out.row = out.data, out_table, out.row
         if c.k.data != NULL:
-            self._append(c, &a)
-        elif c.pairs:
-            _move_heads(c, &a.q, a.heads_q + a.heads_kv, a.head_dim, c.pairs, &a.q)
+            self._append(c, &a, pairs)
+        elif pairs:
+            self._move(c, &a.q, a.heads_q + a.heads_kv, pairs, &a.q)
         begin, end = call.ranges[self.ranges]
         if begin is not None:
             tables.set(&a.masks.row_begin, "row_begin", begin, cnp.NPY_INT64, 2, 1, c.length)
         if end is not None:
             tables.set(&a.masks.row_end, "row_end", end, cnp.NPY_INT64, 2, 1, c.length)
-        _run_attention(&a, c.threads)
+        if self.bias >= 0:
+            if self.bias >= len(call.biases):
+                raise ValueError(f"fastattn: bias {self.bias} of {len(call.biases)}")
+            self._add_bias(c, &a, call.biases[self.bias], tables)
+        if sequences is not None:
+            sequences.begin(&a.masks.row_begin, sequences.q)
+            sequences.begin(&a.masks.row_end, sequences.q)
+        _run_attention(&a, c.threads, sequences)
 
-    cdef void _append(self, Call *c, fa_attention_args *a) except *:
+    cdef void _add_bias(self, Call *c, fa_attention_args *a, cnp.ndarray bias, _Tables tables) except *:
+        """Let `a` add `bias` (heads, 2 n - 1): for query i and key j what is at j - i from its middle."""
+        cdef int64_t longest = a.len_q if c.sequences == NULL else (<_Sequences>c.sequences).longest
+        cdef int64_t size = cnp.PyArray_ITEMSIZE(bias), n = (cnp.PyArray_DIM(bias, 1) + 1) // 2
+        if longest > n or a.len_k != a.len_q:
+            raise ValueError(f"fastattn: a bias of {n - 1} distances to either side for {longest} tokens")
+        a.mods.bias.dtype = FA_F64 if c.dtype == FA_F64 else FA_F32
+        tables.set(&a.mods.bias, "bias", bias, _lane_type(c.dtype), 2, a.heads_q, 2 * n - 1, 1, True)
+        a.mods.bias.data += (n - 1) * size
+        a.mods.bias.row, a.mods.bias.col = -size, size
+
+    cdef void _append(self, Call *c, fa_attention_args *a, int64_t pairs) except *:
         """Rotate; move new keys and values to the cache; let `a` attend to all that it then holds."""
         cdef fa_array new_k, new_v, new_k_scale, new_v_scale
         cdef bint int8 = c.k.dtype == FA_I8
@@ -177,12 +225,12 @@ cdef class _AttendStep(_Step):
         if self.first_kv + a.heads_kv > c.heads_held or a.head_dim != c.head_dim_held:
             raise ValueError(f"fastattn: {self.first_kv + a.heads_kv} heads of {a.head_dim}; the cache holds"
                              f" {c.heads_held} of {c.head_dim_held}")
-        if c.pairs:  # keys that will be int8, too: as KVCache.append does, which rounds keys of the call's type
-            _move_heads(c, &a.q, turned, a.head_dim, c.pairs, &a.q)
+        if pairs:  # keys that will be int8, too: as KVCache.append does, which rounds keys of the call's type
+            self._move(c, &a.q, turned, pairs, &a.q)
         new_k, new_v = self._own(&c.new_k), self._own(&c.new_v)
         new_k_scale, new_v_scale = self._own(&c.new_k_scale), self._own(&c.new_v_scale)
-        _move_heads(c, &a.k, a.heads_kv, a.head_dim, 0 if int8 else c.pairs, &new_k, &new_k_scale)
-        _move_heads(c, &a.v, a.heads_kv, a.head_dim, 0, &new_v, &new_v_scale)
+        self._move(c, &a.k, a.heads_kv, 0 if int8 else pairs, &new_k, &new_k_scale)
+        self._move(c, &a.v, a.heads_kv, 0, &new_v, &new_v_scale)
         a.len_k, a.k, a.v = c.len_k, self._own(&c.k), self._own(&c.v)
         a.k_scale, a.v_scale = self._own(&c.k_scale), self._own(&c.v_scale)
 
@@ -193,26 +241,37 @@ cdef class _AttendStep(_Step):
             own.data += self.first_kv * own.head
         return own
 
+    cdef void _move(self, Call *c, fa_array *x, int64_t heads, int64_t pairs, fa_array *out,
+                    fa_array *scale=NULL) except *:
+        """Copy new tokens' heads from x to out, which may be x, and rotate their first `pairs` pairs.
 
-cdef dict _STEPS = {"linear": _LinearStep, "norm": _NormStep, "attend": _AttendStep}
+        If out is int8, they are rounded, and `scale` receives their scales.
+        """
+        cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
+        cdef fa_rope_args r
+        cdef int64_t b
+        memset(&r, 0, sizeof(r))
+        r.x, r.out = x[0], out[0]
+        if scale != NULL:
+            r.scale = scale[0]
+        r.cos = r.sin = x[0]  # nothing is read from them without pairs
+        if pairs:
+            r.cos, r.sin = c.cos[self.rotation], c.sin[self.rotation]
+        r.batch = c.batch if sequences is None else 1
+        r.length, r.heads, r.head_dim, r.pairs = c.length, heads, self.args.head_dim, pairs
+        if sequences is None or out == x:  # if in place, the rows of all are those of one
+            _run_rope(&r, c.threads)
+            return
+        for b in range(c.batch):
+            r.length = sequences.q[b + 1] - sequences.q[b]
+            _run_rope(&r, c.threads)
+            r.x.batch, r.out.batch, r.scale.batch = r.x.batch + 1, r.out.batch + 1, r.scale.batch + 1
+            if pairs:
+                r.cos.data += r.length * r.cos.row
+                r.sin.data += r.length * r.sin.row
 
 
-cdef void _move_heads(Call *c, fa_array *x, int64_t heads, int64_t head_dim, int64_t pairs, fa_array *out,
-                      fa_array *scale=NULL) except *:
-    """Copy new tokens' heads from x to out, which may be x, and rotate their first `pairs` pairs.
-
-    If out is int8, they are rounded, and `scale` receives their scales.
-    """
-    cdef fa_rope_args r
-    memset(&r, 0, sizeof(r))
-    r.x, r.out = x[0], out[0]
-    if scale != NULL:
-        r.scale = scale[0]
-    r.cos = r.sin = x[0]  # nothing is read from them without pairs
-    if pairs:
-        r.cos, r.sin = c.cos, c.sin
-    r.batch, r.length, r.heads, r.head_dim, r.pairs = c.batch, c.length, heads, head_dim, pairs
-    _run_rope(&r, c.threads)
+cdef dict _STEPS = {"linear": _LinearStep, "norm": _NormStep, "add": _AddStep, "attend": _AttendStep}
 
 
 cdef class Program:
@@ -240,14 +299,24 @@ cdef class Program:
         cdef int i
         cdef _Step step
         cdef _Tables tables
+        cdef _Sequences sequences
         memset(&c, 0, sizeof(c))
         for step in self.steps:
             step.require_kept()
         c.dtype, c.size = _dtype(x), cnp.PyArray_ITEMSIZE(x)
         c.batch, c.m = call.batch, len(x)
-        if c.batch <= 0 or c.m % c.batch:
+        if call.begins is not None:
+            begins = call.begins
+            if call.slots is not None:  # the keys of each: those in the cache, and the new ones
+                begins = np.append(0, np.cumsum(np.diff(begins) + call.slots.starts))
+            sequences = _Sequences(call.begins, begins, c.m, begins.max())
+            if sequences.count != c.batch:
+                raise ValueError(f"fastattn: begins of {sequences.count} sequences for {c.batch}")
+            c.sequences, c.length = <void *>sequences, c.m
+        elif c.batch <= 0 or c.m % c.batch:
             raise ValueError(f"fastattn: {c.m} rows of {c.batch} sequences of one length")
-        c.length = c.m // c.batch
+        else:
+            c.length = c.m // c.batch
         c.threads = num_threads if FA_OPENMP else 1
         _set_buffer(&c.buffers[0], "x", x, &c)
         _set_buffer(&c.buffers[1], "out", out, &c)
@@ -270,20 +339,24 @@ cdef void _set_buffer(Buffer *buffer, name, cnp.ndarray array, Call *c) except *
 
 
 cdef void _set_sequences(Call *c, call, _Tables tables) except *:
-    """Fill what `call` says: rotation, and places in the cache."""
+    """Fill what `call` says: rotations, and places in the cache."""
     cdef cnp.ndarray cos, sin
     cdef fa_array start
-    cdef int64_t b, at, capacity, lane = _lane_type(c.dtype)
+    cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
+    cdef int64_t i, b, at, capacity, length = c.length, lane = _lane_type(c.dtype)
     cdef int64_t *new_k
     cdef int64_t *new_v
     cdef int64_t *new_k_scale
     cdef int64_t *new_v_scale
     cdef bint int8
-    if call.rotation is not None:
-        cos, sin = call.rotation
-        c.pairs = cos.shape[cnp.PyArray_NDIM(cos) - 1]
-        tables.set(&c.cos, "cos", cos, lane, 3, 1, c.length, c.pairs, True)
-        tables.set(&c.sin, "sin", sin, lane, 3, 1, c.length, c.pairs, True)
+    c.rotations = len(call.rotations)
+    if c.rotations > MAX_ROTATIONS:
+        raise ValueError(f"fastattn: {c.rotations} rotations; expected at most {MAX_ROTATIONS}")
+    for i in range(c.rotations):
+        cos, sin = call.rotations[i]
+        c.pairs[i] = cos.shape[cnp.PyArray_NDIM(cos) - 1]
+        tables.set(&c.cos[i], "cos", cos, lane, 3, 1, c.length, c.pairs[i], True)
+        tables.set(&c.sin[i], "sin", sin, lane, 3, 1, c.length, c.pairs[i], True)
     if call.slots is not None:
         scales = call.slots.k_scale, call.slots.v_scale
         _, c.heads_held, capacity, c.head_dim_held = call.slots.k.shape
@@ -300,8 +373,10 @@ cdef void _set_sequences(Call *c, call, _Tables tables) except *:
         new_k, new_v, new_k_scale, new_v_scale = tables.next(), tables.next(), tables.next(), tables.next()
         for b in range(c.batch):
             at = (<int64_t *>(start.data + start.batch[b]))[0]
-            if at < 0 or at + c.length > capacity or c.len_k > capacity:
-                raise ValueError(f"fastattn: tokens {at} to {at + c.length} of a cache for {capacity}")
+            if sequences is not None:
+                length = sequences.q[b + 1] - sequences.q[b]
+            if at < 0 or at + length > capacity or c.len_k > capacity:
+                raise ValueError(f"fastattn: tokens {at} to {at + length} of a cache for {capacity}")
             new_k[b] = c.k.batch[b] + at * c.k.row
             new_v[b] = c.v.batch[b] + at * c.v.row
             if int8:

@@ -26,7 +26,7 @@ def torch_eager(problem: ModelProblem, threads: int) -> Way:
     torch = runtimes.torch_inference(threads)
     refuse_above_memory(problem.weights * WEIGHT_BYTES[problem.dtype], "holds its weights")
     if problem.dtype == "int8":
-        model = _torch_int8(_transformers(problem, dtype=torch.float32))
+        model = torch_int8(_transformers(problem, dtype=torch.float32))
     else:
         model = _transformers(problem, dtype=getattr(torch, problem.dtype))
     ids = torch.from_numpy(problem.ids())
@@ -43,7 +43,7 @@ def torch_eager(problem: ModelProblem, threads: int) -> Way:
     return Way(step, runtimes.read_tensor)
 
 
-def _torch_int8(model: Any) -> Any:
+def torch_int8(model: Any) -> Any:
     """All linear maps by int8, the range of the inputs found in each call."""
     import torch
     from torch.ao import quantization
@@ -154,20 +154,25 @@ def _onnxruntime_int8(model: str) -> str:
     """The path of a graph whose linear maps are by int8, the range of the inputs found in each call."""
     path = Path(model).with_suffix(".int8.onnx")
     if not path.exists():
-        import onnx
-        from onnxruntime import quantization
-
-        graph = onnx.load(model)
-        if all(opset.domain != "com.microsoft" for opset in graph.opset_import):  # which fused operators need
-            graph.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
-        quantization.quantize_dynamic(
-            graph,
-            path,
-            weight_type=quantization.QuantType.QInt8,
-            per_channel=True,
-            extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
-        )
+        onnx_int8(model, path)
     return str(path)
+
+
+def onnx_int8(model: str, path: Path) -> None:
+    """Write that graph."""
+    import onnx
+    from onnxruntime import quantization
+
+    graph = onnx.load(model)
+    if all(opset.domain != "com.microsoft" for opset in graph.opset_import):  # which fused operators need
+        graph.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    quantization.quantize_dynamic(
+        graph,
+        path,
+        weight_type=quantization.QuantType.QInt8,
+        per_channel=True,
+        extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
+    )
 
 
 def openvino(problem: ModelProblem, threads: int) -> Way:

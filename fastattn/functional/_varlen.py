@@ -1,0 +1,119 @@
+"""Attention of sequences of different lengths, their tokens end to end: no padding, one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from fastattn._args.options import VarlenOptions, require_options
+from fastattn._args.varlen import varlen_args
+from fastattn._engine import dispatch
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Unpack
+
+
+@overload
+def varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> NDArray[Any]: ...
+@overload
+def varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[NDArray[Any], NDArray[Any]]: ...
+def varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Any:
+    """Attention of each sequence of a ragged batch to itself or to keys of its own, in one call.
+
+    The tokens of all sequences lie end to end, without padding. Each sequence has, bit for bit, the result of
+    its own call of `attention`.
+
+    Parameters
+    ----------
+    q : array_like, (tokens_q, heads_q, head_dim)
+        Queries of all sequences; dtypes and strides as in `attention`.
+    k : array_like, (tokens_k, heads_kv, head_dim)
+        Keys. ``heads_q`` must be a multiple of ``heads_kv``.
+    v : array_like, (tokens_k, heads_kv, head_dim_v)
+        Values.
+    cu_seqlens_q : array_like of int, (sequences + 1,)
+        Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` (exclusive): the first is 0,
+        the last ``tokens_q``. A sequence may be empty.
+    cu_seqlens_k : array_like of int, (sequences + 1,)
+        Likewise the keys and values that these queries attend.
+    causal : bool, default False
+        Let each query attend the keys up to its own position. In each sequence the last query stands at the
+        last key.
+    window : (int or None, int or None), optional
+        ``(left, right)``: keys from ``position - left`` to ``position + right``; None is unbounded.
+    scale, softcap : float, optional
+        As in `attention`.
+    alibi_slopes, sinks : array_like, (heads_q,) or (sequences, heads_q), optional
+        As in `attention`.
+    k_scale, v_scale : array_like, (tokens_k, heads_kv), optional
+        What int8 keys and values are multiplied by, as in `attention`.
+    out : ndarray, (tokens_q, heads_q, head_dim_v), optional
+        Where the result goes, as in `attention`.
+    return_lse : bool, default False
+        Return ``(out, lse)``, lse the natural logarithm of each row's softmax denominator, sink included.
+    num_threads, backend : optional
+        As in `attention`.
+
+    Returns
+    -------
+    out : ndarray, (tokens_q, heads_q, head_dim_v)
+        In q's dtype.
+    lse : ndarray, (heads_q, tokens_q)
+        Only with `return_lse`; float32, or float64 for float64.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit. The message says what came and what was expected; nothing was computed.
+
+    See Also
+    --------
+    fastattn.attention : one length for all, more options.
+
+    Notes
+    -----
+    Time is the sum of O(len_q * len_k * (head_dim + head_dim_v)) a head over the sequences. Memory beyond
+    inputs and output is O(threads), 400 bytes a sequence, and with causal or window 40 bytes a query.
+
+    ``cu_seqlens`` are those of the flash-attention package (T. Dao, "FlashAttention-2", 2023,
+    arXiv:2307.08691). Its window of -1 is None here.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> q = k = v = np.ones((7, 8, 64), np.float32)  # sequences of 3 and 4 tokens
+    >>> fastattn.varlen_attention(q, k, v, [0, 3, 7], [0, 3, 7], causal=True).shape
+    (7, 8, 64)
+    """
+    func = "varlen_attention"
+    require_options(func, options, VarlenOptions)
+    args = varlen_args(func, q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **options)
+    dispatch.run(args, options.get("backend"))
+    return args.result

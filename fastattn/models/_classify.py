@@ -1,0 +1,268 @@
+"""Encoders with a head that scores: pairs of texts, texts, or tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import flag, integer, iterated, short
+from fastattn.models import _model
+from fastattn.models._encode import calls, shown
+from fastattn.models._files import ModelError
+from fastattn.models._sentences import ACTIVATIONS
+from fastattn.models._text import strings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array
+    from fastattn.models._encoder import Encoder
+    from fastattn.models._sentences import Dense, LayerNorm, Pooling
+    from fastattn.models._text import Text
+
+    Texts = tuple[str, ...]  # one or two, which become one sequence
+
+_PAIRS = "pairs, as [(text, text)]"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Classifier:
+    """The base of `CrossEncoder` and `TokenClassifier`."""
+
+    encoder: Encoder
+    head: tuple[Dense | LayerNorm, ...]  # one after another
+    labels: tuple[str, ...]  # their names
+
+    @property
+    def model_type(self) -> str:
+        """As in config.json."""
+        return self.encoder.model_type
+
+    @property
+    def text(self) -> Text:
+        """The tokenizer."""
+        return self.encoder.text
+
+    @property
+    def num_labels(self) -> int:
+        """Scores of a pair, a text or a token."""
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        return f"{repr(self.encoder)[:-1]}; {type(self).__name__} of {self.num_labels}>"
+
+    def __call__(
+        self, ids: ArrayLike, attention_mask: ArrayLike | None = None, token_type_ids: ArrayLike | None = None
+    ) -> Array:
+        """Logits; arguments are those of a call of `encoder`.
+
+        Returns
+        -------
+        ndarray, (batch, num_labels), or (batch, length, num_labels) of a `TokenClassifier`
+            float32, or float64 for a model in float64. 0 where a token does not count.
+        """
+        states = self.encoder(ids, attention_mask, token_type_ids)
+        tokens = _model.token_ids(self.model_type, ids, self.encoder.vocab_size)
+        mask = _model.attended(self.model_type, attention_mask, tokens)
+        return self._logits(states, np.ones(tokens.shape, np.bool_) if mask is None else mask)
+
+    def _logits(self, states: Array, mask: Array) -> Array:
+        raise NotImplementedError
+
+    def _scored(self, x: Array) -> Array:
+        """The head's scores (n, num_labels) of vectors (n, hidden_size)."""
+        x = x.astype(lane_dtype(x.dtype), copy=False)
+        for layer in self.head:
+            x = layer(x)
+        return x
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TokenClassifier(Classifier):
+    """An encoder with scores for each token: call it with ids."""
+
+    def _logits(self, states: Array, mask: Array) -> Array:
+        out = np.zeros((*mask.shape, self.num_labels), lane_dtype(states.dtype))
+        out[mask] = self._scored(states[mask])
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class CrossEncoder(Classifier):
+    """An encoder with scores for each pair of texts, or each text: `predict`, `rank`, or call it with ids."""
+
+    activation: str  # of the logits, by its name in torch.nn
+    pooling: Pooling  # before the head
+
+    def _logits(self, states: Array, mask: Array) -> Array:
+        return self._scored(self.pooling(states[mask], np.append(0, np.cumsum(mask.sum(axis=1)))))
+
+    def predict(
+        self,
+        inputs: str | Iterable[Any],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        activation_fn: Callable[[Array], ArrayLike] | None = None,
+        apply_softmax: bool = False,
+    ) -> Array:
+        """The scores of each pair of texts.
+
+        A pair's scores have the same bits alone and in any company, and for every `batch_size`.
+
+        Parameters
+        ----------
+        inputs : iterable of (str, str), or one pair
+            A tuple of one text, or one str, is scored alone. Of a pair that has more tokens than
+            `text.limit`, the longer text is cut first.
+        prompt_name, prompt : str, optional
+            As in `Encoder.encode`: what is put before the first text of each pair.
+        batch_size : int, optional
+            The most pairs that go through the layers at a time; see `Encoder.encode`.
+        show_progress_bar : bool, optional
+            Whether to show one, by tqdm; by default not.
+        activation_fn : callable, optional
+            What becomes of the logits (n, num_labels), an array of the same shape. By default `activation`:
+            what the folder says, or else a sigmoid for one label, and nothing for several.
+        apply_softmax : bool, default False
+            Whether the scores of several labels become probabilities, after the activation.
+
+        Returns
+        -------
+        ndarray, (n,) for one label, (n, num_labels) for several; without the first axis for one pair
+            float32, or float64 for a model in float64.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit.
+        ModelError
+            If the folder has no tokenizer.json, or one that does not fit the model.
+        """
+        func = "predict"
+        one, pairs = _pairs(func, "inputs", inputs)
+        prompt = self.encoder.sentences.prompt(func, prompt_name, prompt)
+        batch_size = None if batch_size is None else integer(func, "batch_size", batch_size, 1)
+        progress = show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar)
+        softmax = flag(func, "apply_softmax", apply_softmax)
+        if activation_fn is not None and not callable(activation_fn):
+            raise TypeError(f"{func}(): activation_fn is {short(activation_fn)}; expected a function")
+        chunks = self._chunks(((prompt + first, *rest) for first, *rest in pairs), batch_size)
+        if progress:
+            chunks = shown(chunks, total=len(pairs) if isinstance(pairs, Sized) else None)
+        empty = np.empty((0, self.num_labels), lane_dtype(self.encoder.dtype))
+        scores = np.concatenate([empty, *chunks])
+        scores = self._activated(func, scores, activation_fn)
+        if self.num_labels == 1:
+            scores = scores[:, 0]
+        elif softmax:
+            scores = ops.softmax(scores)
+        result: Array = scores[0] if one else scores
+        return result
+
+    def rank(
+        self,
+        query: str,
+        documents: Iterable[str],
+        top_k: int | None = None,
+        return_documents: bool = False,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        activation_fn: Callable[[Array], ArrayLike] | None = None,
+    ) -> list[dict[str, Any]]:
+        """The documents that fit a query best, the best one first; equal ones stay in order.
+
+        Parameters
+        ----------
+        query : str
+        documents : iterable of str
+        top_k : int, optional
+            How many; by default all.
+        return_documents : bool, default False
+            Whether the results have the documents.
+        prompt_name, prompt, batch_size, show_progress_bar, activation_fn
+            As in `predict`.
+
+        Returns
+        -------
+        list of dict
+            "corpus_id", the place in `documents`; "score", a float; and "text" if asked.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit; if the model has several labels.
+        """
+        func = "rank"
+        if self.num_labels != 1:
+            raise ValueError(
+                f"{func}(): the model has {self.num_labels} labels; expected one, or predict for these"
+            )
+        if not isinstance(query, str):
+            raise TypeError(f"{func}(): query is {short(query)}; expected a string")
+        (query,) = strings(func, "query", [query])
+        texts = list(strings(func, "documents", documents))
+        top_k = None if top_k is None else integer(func, "top_k", top_k, 1)
+        with_text = flag(func, "return_documents", return_documents)
+        pairs = [(query, text) for text in texts]
+        scores = self.predict(pairs, prompt_name, prompt, batch_size, show_progress_bar, activation_fn)
+        found: list[dict[str, Any]] = [{"corpus_id": i, "score": x} for i, x in enumerate(scores.tolist())]
+        found = sorted(found, key=lambda each: each["score"], reverse=True)[:top_k]
+        return [{**each, "text": texts[each["corpus_id"]]} for each in found] if with_text else found
+
+    def _chunks(self, pairs: Iterable[Texts], batch_size: int | None) -> Iterator[Array]:
+        """The logits in order, an array (n, num_labels) at a time."""
+        kinds = 1 if self.encoder.embeddings.types is None else len(self.encoder.embeddings.types)
+        typed = kinds > 1 and self.text.has_types
+        for call in calls(self.text.encoded_pairs(pairs), batch_size):
+            call = [each.reshape(-1, 2) for each in call]
+            types = [each[:, 1] for each in call] if typed else None
+            most = max((int(each.max(initial=0)) for each in types or ()), default=0)
+            if most >= kinds:
+                came = f"{self.text.folder / 'tokenizer.json'} gives a token the type {most}"
+                raise ModelError(f"{came}; expected one of the model's {kinds}, which begin with 0")
+            yield self._scored(self.pooling(*self.encoder.hidden([each[:, 0] for each in call], types)))
+
+    def _activated(
+        self, func: str, logits: Array, activation_fn: Callable[[Array], ArrayLike] | None
+    ) -> Array:
+        if activation_fn is not None:
+            scores = np.asarray(activation_fn(logits))
+            if scores.shape != logits.shape or scores.dtype.kind != "f":
+                came = f"activation_fn returned {scores.dtype} of shape {scores.shape}"
+                raise ValueError(f"{func}(): {came}; expected floats of shape {logits.shape}")
+            return scores
+        kind = ACTIVATIONS[self.activation]
+        if kind is not None:
+            return ops.activate(logits, kind)
+        return np.tanh(logits) if self.activation == "Tanh" else logits
+
+
+def _pairs(func: str, name: str, inputs: Any) -> tuple[bool, Iterable[Texts]]:
+    """Whether `inputs`, the argument `name`, are one pair; and the pairs, checked as by `strings`."""
+    if isinstance(inputs, np.ndarray):
+        inputs = inputs.tolist()
+    if isinstance(inputs, str):
+        inputs = (inputs,)
+    if isinstance(inputs, Sequence) and len(inputs) > 0 and isinstance(inputs[0], str):
+        return True, [_pair(func, name, inputs)]
+    checked = (_pair(func, name, pair) for pair in iterated(func, name, inputs, _PAIRS))
+    return False, list(checked) if isinstance(inputs, Sequence) else checked
+
+
+def _pair(func: str, name: str, pair: Any) -> Texts:
+    if not isinstance(pair, (list, tuple)):
+        raise TypeError(f"{func}(): {name} has one of type {type(pair).__name__}; expected {_PAIRS}")
+    if len(pair) not in (1, 2):
+        raise ValueError(f"{func}(): {name} has one of {len(pair)} texts; expected {_PAIRS}")
+    return tuple(strings(func, name, pair))

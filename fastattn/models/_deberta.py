@@ -1,0 +1,185 @@
+"""DeBERTa, versions 2 and 3 (He et al. 2020): the names of its tensors, and what its config.json says.
+
+BERT whose scores depend on the distance of two tokens, and on what stands at either. Compiled programs have
+no such step: it runs between the others, one sequence at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args.values import short
+from fastattn._engine.program import AttendStep, Step
+from fastattn.functional import disentangled_attention
+from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
+from fastattn.models._families import EncoderNames, read_encoder
+from fastattn.models._files import ModelError
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array, Shape
+    from fastattn._engine.program import Buffers, Sequences
+    from fastattn.models._encoder import Encoder
+    from fastattn.models._files import Config
+
+_NAMES = EncoderNames(
+    tokens="embeddings.word_embeddings",
+    first_norm="embeddings.LayerNorm",
+    types="embeddings.token_type_embeddings",
+    block=BlockNames(
+        prefix="encoder.layer.{}.",
+        qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
+        attended="attention.output.dense",
+        attention_norm="attention.output.LayerNorm",
+        inner="intermediate.dense",
+        outer="output.dense",
+        inner_norm="output.LayerNorm",
+        norm_first=False,
+    ),
+    prefixes=("deberta.",),
+    ignored=re.compile(r"^embeddings\.position_ids$"),  # 0, 1, 2, ...; old files hold them
+)
+_POSITIONS = "embeddings.position_embeddings"
+_RELATIVE, _NORM = "encoder.rel_embeddings.weight", "encoder.LayerNorm"
+# Maps of the relative positions, to keys (content to position) and to queries (position to content): those of
+# the tokens where they are shared, or else their own.
+_MAPS = {"c2p": ("key_proj", "pos_key_proj"), "p2c": ("query_proj", "pos_query_proj")}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DisentangledStep(Step):
+    """`disentangled_attention` in place of an `AttendStep`'s."""
+
+    op: ClassVar[None] = None
+
+    heads: int
+    head_dim: int
+    position_keys: Array | None  # (heads, 2 span, head_dim), lane type
+    position_queries: Array | None
+    max_distance: int | None
+
+    @property
+    def columns(self) -> int:
+        return self.heads * self.head_dim
+
+    def run(self, buffers: Buffers, call: Sequences) -> None:
+        x, out = buffers[self.x], buffers[self.out]
+        begins = call.begins if call.begins is not None else range(0, len(x) + 1, len(x) // call.batch)
+        for begin, end in pairwise(begins):
+            if begin == end:
+                continue
+            q, k, v = x[begin:end].reshape(end - begin, 3, self.heads, self.head_dim).transpose(1, 2, 0, 3)
+            tables = self.position_keys, self.position_queries
+            attended = disentangled_attention(q, k, v, *tables, max_distance=self.max_distance)
+            out[begin:end] = attended.swapaxes(0, 1).reshape(end - begin, -1)
+
+
+def build(source: Source) -> Encoder:
+    """The model that the folder's files describe."""
+    config = source.config
+    heads, longest = config.size("num_attention_heads"), config.size("max_position_embeddings", 512)
+    hidden = config.size("hidden_size")
+    config.refuse(embedding_size=hidden, conv_kernel_size=0)
+    if not config.get("relative_attention", bool, False):
+        raise ModelError(f"{config.path}: 'relative_attention' is false; only true is supported")
+    blocks = Blocks(
+        source,
+        _NAMES.block,
+        num_layers=source.tensors.depth(config, "num_hidden_layers"),
+        hidden=hidden,
+        inner=config.size("intermediate_size"),
+        heads=heads,
+        heads_kv=heads,
+        head_dim=config.divided("hidden_size", "num_attention_heads"),
+        eps=config.number("layer_norm_eps", 1e-7),
+        activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
+        biased=_NAMES.block.maps,
+    )
+    absolute = config.get("position_biased_input", bool, True)
+    relative = _Relative(source, blocks, longest)
+    encoder = read_encoder(
+        _NAMES._replace(positions=_POSITIONS) if absolute else _NAMES,
+        blocks,
+        types=config.size("type_vocab_size", 0, low=0),
+        positions=longest,
+        longest=longest,
+        others=relative.shapes(),
+    )
+    vectors = relative.vectors()
+    steps = tuple(relative.step(step, vectors) for step in encoder.program.steps)
+    return replace(encoder, program=replace(encoder.program, steps=steps))
+
+
+class _Relative:
+    """The relative positions in a model's files."""
+
+    def __init__(self, source: Source, blocks: Blocks, longest: int):
+        config = source.config
+        self._source, self._blocks = source, blocks
+        self._kinds = _kinds(config)
+        self._shared = config.get("share_att_key", bool, False)
+        self._normed = "layer_norm" in config.get("norm_rel_ebd", str, "none").lower().split("|")
+        farthest = _size(config, "max_relative_positions") or longest
+        buckets = _size(config, "position_buckets")
+        self._span, self._max_distance = buckets or farthest, farthest if buckets else None
+        if buckets and farthest < (least := self._span // 2 + 2):
+            came = f"'max_relative_positions' is {farthest} with {buckets} 'position_buckets'"
+            raise ModelError(f"{config.path}: {came}; expected at least {least}")
+
+    def _maps(self, layer: int) -> dict[str, str]:
+        prefix = _NAMES.block.prefix.format(layer)
+        own = 0 if self._shared else 1
+        return {kind: f"{prefix}attention.self.{_MAPS[kind][own]}" for kind in self._kinds}
+
+    def shapes(self) -> dict[str, Shape]:
+        """Those of the tensors."""
+        hidden = self._blocks.hidden
+        shapes: dict[str, Shape] = {_RELATIVE: (2 * self._span, hidden)}
+        if self._normed:
+            shapes |= self._blocks.norm_shapes(_NORM)
+        for layer in range(self._blocks.num_layers):
+            for name in self._maps(layer).values():
+                shapes |= {f"{name}.weight": (hidden, hidden), f"{name}.bias": (hidden,)}
+        return shapes
+
+    def vectors(self) -> Array:
+        """The vectors of the positions (2 span, hidden)."""
+        vectors = self._source.vector(_RELATIVE)
+        if not self._normed:
+            return vectors
+        norm = self._blocks.norm(_NORM)
+        return ops.layer_norm(vectors, norm.weight, norm.bias, eps=norm.eps)
+
+    def step(self, step: Step, vectors: Array) -> Step:
+        """An attention by these positions, or the step itself if it is none."""
+        if not isinstance(step, AttendStep):
+            return step
+        tables: dict[str, Array] = {}
+        for kind, name in self._maps(step.layer).items():
+            weight, bias = self._source.vector(f"{name}.weight"), self._source.vector(f"{name}.bias")
+            mapped = (vectors @ weight.T + bias).reshape(-1, step.heads, step.head_dim)
+            tables[kind] = np.ascontiguousarray(mapped.swapaxes(0, 1))
+        sizes = step.heads, step.head_dim
+        keys, queries = tables.get("c2p"), tables.get("p2c")
+        return DisentangledStep(step.x, step.out, *sizes, keys, queries, self._max_distance)
+
+
+def _kinds(config: Config) -> list[str]:
+    """The kinds of attention by positions: a list, or a string with | between them."""
+    value: Any = config.values.get("pos_att_type")
+    kinds = [kind.strip() for kind in value.split("|")] if isinstance(value, str) else value
+    if not isinstance(kinds, list) or not kinds or any(kind not in _MAPS for kind in kinds):
+        expected = f"one of {', '.join(_MAPS)}, or both"
+        raise ModelError(f"{config.path}: 'pos_att_type' is {short(value)}; expected {expected}")
+    return sorted(set(kinds))
+
+
+def _size(config: Config, name: str) -> int | None:
+    """A size; None if it is 0 or less."""
+    value = config.values.get(name)
+    return None if isinstance(value, int) and value < 1 else config.optional_size(name)

@@ -1,0 +1,87 @@
+"""What stands before an encoder's first block: vectors of tokens, and the places of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args import key_ranges
+from fastattn._args.types import lane_dtype
+from fastattn._engine.program import Sequences
+from fastattn.positions import RopeFrequencies, rope_tables
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array, Ints
+    from fastattn.layers._block import Window
+
+# Frequencies of rotary positions; some scalings depend on `seq_len`, the length of the sequence.
+Frequencies = RopeFrequencies | Callable[..., RopeFrequencies]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embeddings:
+    """Tables whose rows add up to the vector of a token."""
+
+    tokens: Array  # (vocab_size, features), as in the file
+    types: Array | None = None  # (types, features), like `positions` in the type of the computation
+    positions: Array | None = None  # (max_length, features), the first token type's vector added
+    scale: float = 1.0  # of the tokens' vectors
+
+    def __call__(self, tokens: Ints, places: Ints, types: Ints | None, dtype: np.dtype[Any]) -> Array:
+        """The vectors (n, features) of tokens, all arrays (n,); the first type where there are no `types`."""
+        x: Array = ops.embedding(tokens, self.tokens).astype(dtype, copy=False)
+        if self.scale != 1:
+            x *= np.asarray(self.scale, dtype)
+        if self.positions is not None:
+            x += self.positions[places]
+        elif self.types is not None:
+            x += self.types[0]
+        if types is not None and self.types is not None:
+            x += (self.types - self.types[0])[types]
+        return x
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """What the blocks of an encoder are told of where tokens stand."""
+
+    windows: tuple[Window, ...] = (None,)  # of which each attention has one: see `model_program`
+    causal: bool = False
+    frequencies: tuple[Frequencies, ...] = ()  # of which each attention may have one
+    # Of the biases of scores by distance, tables (heads, 2 n - 1) for sequences of up to n tokens.
+    biases: Callable[[int], tuple[Array, ...]] | None = None
+
+    def __call__(self, lengths: Ints, dtype: np.dtype[Any]) -> tuple[Sequences, Ints]:
+        """What a program is told of sequences of `lengths`, and each token's place in its own (tokens,)."""
+        batch, longest = len(lengths), int(lengths.max(initial=0))
+        begins: Ints = np.append(0, np.cumsum(lengths))
+        places: Ints = np.arange(begins[-1]) - np.repeat(begins[:-1], lengths)
+        ragged = begins[-1] != batch * longest
+        own = places if ragged else places[:longest]  # of one length, each has the places of the first
+        ends = np.repeat(lengths, lengths) if ragged else longest
+        ranges = []
+        for window in self.windows:
+            parts = [] if window is None else [key_ranges.window(own, *window)]
+            parts += [key_ranges.causal(own)] if self.causal else []
+            ranges.append(key_ranges.intersect(parts, ends))
+        rotations = tuple(self._rotation(each, own, lengths, dtype) for each in self.frequencies)
+        biases = () if self.biases is None else self.biases(longest)
+        return Sequences(batch, tuple(ranges), rotations, None, begins if ragged else None, biases), places
+
+    def _rotation(
+        self, frequencies: Frequencies, places: Ints, lengths: Ints, dtype: np.dtype[Any]
+    ) -> tuple[Array, Array]:
+        """cos and sin (1, n, pairs) of `places` (n,)."""
+        lane = lane_dtype(dtype)
+        if isinstance(frequencies, RopeFrequencies):
+            cos, sin = rope_tables(places, frequencies, lane)
+            return cos[None], sin[None]
+        # By its own length, so that a sequence has the same bits in any company.
+        alone = lengths[:1] if len(places) != lengths.sum() else lengths
+        tables = [rope_tables(np.arange(n), frequencies(seq_len=int(n)), lane) for n in alone]
+        cos, sin = (np.concatenate(parts)[None] for parts in zip(*tables, strict=True))
+        return cos, sin

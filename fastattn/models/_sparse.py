@@ -1,0 +1,251 @@
+"""SPLADE (Formal et al. 2021): texts to sparse vectors, with a weight for each token of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.options import require_options
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import flag, integer
+from fastattn.models._encode import DOCUMENT, QUERY, calls, shown
+from fastattn.models._files import require
+from fastattn.models._text import strings
+from fastattn.models._vectors import similarities
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from typing_extensions import Unpack
+
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Activation, Array, Ints, Rounding
+    from fastattn.models._encoder import Encoder
+    from fastattn.models._text import Text
+
+    Names = tuple[str, ...]
+
+_LOGITS = 1 << 23  # at a time: 32 MB of float32, of hundreds of tokens where the vocabulary is BERT's
+STRATEGIES, FUNCTIONS = ("max", "sum"), ("relu", "log1p_relu")
+
+
+class SparseOptions(TypedDict, total=False):
+    """Keyword arguments of `SparseEncoder.encode`, which documents them."""
+
+    prompt_name: str | None
+    prompt: str | None
+    batch_size: int | None
+    show_progress_bar: bool | None
+    max_active_dims: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VocabularyHead:
+    """From hidden states to logits of all tokens: ``output(norm(activation(inner(x))))``."""
+
+    inner: PackedLinear
+    inner_bias: Array
+    activation: Activation
+    norm_weight: Array
+    norm_bias: Array
+    eps: float
+    output: PackedLinear
+    output_bias: Array
+    rounded: Rounding | None
+
+    def __call__(self, x: Array) -> Array:
+        """Logits (n, vocab_size), in the lane type, of hidden states (n, hidden_size)."""
+        x = ops.linear(x, self.inner, self.inner_bias, activation=self.activation, activations=self.rounded)
+        x = ops.layer_norm(x, self.norm_weight, self.norm_bias, eps=self.eps)
+        y = ops.linear(x, self.output, self.output_bias, activations=self.rounded)
+        return y.astype(lane_dtype(y.dtype), copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SpladePooling:
+    """From the logits of a text's tokens to its weights."""
+
+    strategy: str = "max"
+    function: str = "relu"
+    most: int | None = None  # weights that are kept
+
+    def rows(self, head: VocabularyHead, states: Array, cu_seqlens: Ints) -> Iterator[tuple[Ints, Array]]:
+        """Each text's tokens that have a weight, and their weights; a text without tokens has none."""
+        vocab = len(head.output_bias)
+        step = max(1, _LOGITS // vocab)
+        logits, begin, end = np.empty((0, vocab), lane_dtype(states.dtype)), 0, 0  # of tokens begin to end
+        ends = cu_seqlens.tolist()
+        for first, last in pairwise(ends):
+            pooled = np.zeros(vocab, logits.dtype)
+            while first < last:
+                if first == end:
+                    begin, end = end, min(end + step, len(states))
+                    logits = head(states[begin:end])
+                stop = min(last, end)
+                self._add(pooled, logits[first - begin : stop - begin])
+                first = stop
+            yield self._kept(pooled)
+
+    def _add(self, pooled: Array, logits: Array) -> None:
+        if self.strategy == "max":  # the function of the largest is the largest of the functions
+            np.maximum(pooled, logits.max(axis=0), out=pooled)
+            return
+        for token in logits:  # one by one: so the sum does not depend on which logits come together
+            pooled += self._weights(np.maximum(token, 0))
+
+    def _weights(self, x: Array) -> Array:
+        x = np.log1p(x)
+        return np.log1p(x) if self.function == "log1p_relu" else x
+
+    def _kept(self, pooled: Array) -> tuple[Ints, Array]:
+        tokens: Ints = np.flatnonzero(pooled)
+        weights = pooled[tokens] if self.strategy == "sum" else self._weights(pooled[tokens])
+        if self.most is not None and self.most < len(tokens):
+            best = np.sort(np.argsort(-weights, kind="stable")[: self.most])
+            tokens, weights = tokens[best], weights[best]
+        return tokens, weights
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class SparseEncoder:
+    """An encoder with a weight for each token of the vocabulary: `encode` texts with it."""
+
+    encoder: Encoder
+    head: VocabularyHead
+    pooling: SpladePooling
+    similarity_fn_name: str  # what `similarity` computes: "dot", "cosine", "euclidean" or "manhattan"
+
+    @property
+    def model_type(self) -> str:
+        """As in config.json."""
+        return self.encoder.model_type
+
+    @property
+    def text(self) -> Text:
+        """The tokenizer."""
+        return self.encoder.text
+
+    def __repr__(self) -> str:
+        return f"{repr(self.encoder)[:-1]}; SparseEncoder of {self.get_sentence_embedding_dimension()}>"
+
+    def get_sentence_embedding_dimension(self) -> int:
+        """Features of a vector: the size of the vocabulary."""
+        return len(self.head.output_bias)
+
+    def encode(
+        self,
+        sentences: str | Iterable[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        max_active_dims: int | None = None,
+    ) -> Any:
+        """A sparse vector for each text.
+
+        A text's vector has the same bits alone and in any company, and for every `batch_size`.
+
+        Parameters
+        ----------
+        sentences, prompt_name, prompt, batch_size, show_progress_bar
+            As in `Encoder.encode`.
+        max_active_dims : int, optional
+            Keep the largest weights, so many of each vector; by default as the folder says, or all.
+
+        Returns
+        -------
+        scipy.sparse.csr_array, (n, vocab_size); (1, vocab_size) for one str
+            float32, or float64 for a model in float64.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit.
+        ImportError
+            If there is no scipy.
+        """
+        options = SparseOptions(
+            prompt_name=prompt_name,
+            prompt=prompt,
+            batch_size=batch_size,
+            show_progress_bar=show_progress_bar,
+            max_active_dims=max_active_dims,
+        )
+        return self._encode("encode", sentences, options)
+
+    def encode_query(self, sentences: str | Iterable[str], **options: Unpack[SparseOptions]) -> Any:
+        """`encode` for what is searched with; see `Encoder.encode_query`."""
+        return self._encode("encode_query", sentences, options, QUERY)
+
+    def encode_document(self, sentences: str | Iterable[str], **options: Unpack[SparseOptions]) -> Any:
+        """`encode` for what is searched; see `Encoder.encode_document`."""
+        return self._encode("encode_document", sentences, options, DOCUMENT)
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
+        """Similarity of each sparse vector of (n, vocab_size) to each of (m, vocab_size): (n, m)."""
+        func, kind = "similarity", self.similarity_fn_name
+        x, y = (
+            self._vectors(func, "embeddings1", embeddings1),
+            self._vectors(func, "embeddings2", embeddings2),
+        )
+        if kind == "dot":
+            products: Array = (x @ y.T).toarray()
+            return products
+        return similarities(func, kind, x.toarray(), y.toarray(), pairwise=False)
+
+    def decode(self, embeddings: Any, top_k: int | None = None) -> list[list[tuple[str, float]]]:
+        """The tokens of each sparse vector of (n, vocab_size) and their weights, the largest first.
+
+        `top_k` is how many; by default all that have a weight.
+        """
+        vectors = self._vectors("decode", "embeddings", embeddings)
+        top_k = None if top_k is None else integer("decode", "top_k", top_k, 1)
+        token, found = self.text.tokenizer.id_to_token, []
+        for begin, end in pairwise(vectors.indptr.tolist()):
+            ids, weights = vectors.indices[begin:end], vectors.data[begin:end]
+            order = np.argsort(-weights, kind="stable")[:top_k]
+            found.append([(token(int(ids[i])), float(weights[i])) for i in order])
+        return found
+
+    def _vectors(self, func: str, name: str, x: Any) -> Any:
+        """`x`, the argument `name`, as a csr_array."""
+        sparse = require("scipy.sparse")
+        if not sparse.issparse(x):
+            raise wrong_type(func, name, x, "a sparse array, as encode makes it")
+        if x.ndim != 2 or x.shape[1] != self.get_sentence_embedding_dimension():
+            raise wrong_shape(func, name, x, f"(n, {self.get_sentence_embedding_dimension()})")
+        return sparse.csr_array(x)
+
+    def _encode(self, func: str, sentences: Any, options: SparseOptions, names: Names = ()) -> Any:
+        """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
+        sparse = require("scipy.sparse")
+        require_options(func, options, SparseOptions)
+        texts = [sentences] if isinstance(sentences, str) else sentences
+        lines = strings(func, "sentences", texts, "a string, or several, as [text]")
+        settings, pooling = self.encoder.sentences, self.pooling
+        before = settings.prompt(func, options.get("prompt_name"), options.get("prompt"), names)
+        batch_size, progress = options.get("batch_size"), options.get("show_progress_bar")
+        batch_size = None if batch_size is None else integer(func, "batch_size", batch_size, 1)
+        progress = progress is not None and flag(func, "show_progress_bar", progress)
+        most = options.get("max_active_dims")
+        if most is not None:
+            pooling = replace(pooling, most=integer(func, "max_active_dims", most, 1))
+        encoded = self.text.encoded(before + text for text in lines)
+        chunks: Iterator[Any] = (
+            list(pooling.rows(self.head, *self.encoder.hidden(each))) for each in calls(encoded, batch_size)
+        )
+        if progress:
+            chunks = shown(chunks, total=len(lines) if isinstance(lines, Sized) else None)
+        rows = [row for chunk in chunks for row in chunk]
+        tokens = np.concatenate([np.zeros(0, np.int64), *(tokens for tokens, _ in rows)])
+        dtype = lane_dtype(self.encoder.dtype)
+        weights = np.concatenate([np.zeros(0, dtype), *(weights for _, weights in rows)])
+        begins = np.append(0, np.cumsum([len(tokens) for tokens, _ in rows], dtype=np.int64))
+        shape = (len(rows), self.get_sentence_embedding_dimension())
+        return sparse.csr_array((weights, tokens, begins), shape=shape)

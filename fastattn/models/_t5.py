@@ -1,0 +1,88 @@
+"""T5's and mT5's encoder (sentence-t5, gtr): the names of its tensors, and what its config.json says.
+
+Its norms have no mean and no bias, its maps no bias. Scores are not scaled. Positions are biases of the
+scores by distance, from one table for all layers. A decoder in the file is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
+from fastattn.models._buckets import BucketBiases
+from fastattn.models._families import EncoderNames, read_encoder
+from fastattn.models._files import ModelError
+
+if TYPE_CHECKING:
+    from fastattn.models._encoder import Encoder
+
+_NAMES = EncoderNames(
+    tokens="shared",
+    block=BlockNames(
+        prefix="encoder.block.{}.layer.",
+        attention_norm="0.layer_norm",
+        qkv=("0.SelfAttention.q", "0.SelfAttention.k", "0.SelfAttention.v"),
+        attended="0.SelfAttention.o",
+        inner_norm="1.layer_norm",
+        inner="1.DenseReluDense.wi",
+        outer="1.DenseReluDense.wo",
+        norm="rms_norm",
+    ),
+    last_norm="encoder.final_layer_norm",
+    ignored=re.compile(r"^encoder\.embed_tokens\.weight$"),
+)
+_TOKENS = "encoder.embed_tokens"  # the same table, which some files have beside the other or in its place
+_GATED = _NAMES.block._replace(gate="1.DenseReluDense.wi_0", inner="1.DenseReluDense.wi_1")
+_BIASES = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+# What `feed_forward_proj` says: the activation, and whether it is that of a gate.
+_FEED_FORWARDS = {
+    **{name: (activation, False) for name, activation in ACTIVATIONS.items()},
+    **{f"gated-{name}": (activation, True) for name, activation in ACTIVATIONS.items()},
+    "gated-gelu": (ACTIVATIONS["gelu_new"], True),
+}
+
+
+def build(source: Source) -> Encoder:
+    """The model that the folder's files describe."""
+    config, tensors = source.config, source.tensors
+    heads = config.size("num_heads")
+    usual = "relu" if config.get("model_type", str) == "t5" else "gated-gelu"
+    activation, gated = config.choice("feed_forward_proj", _FEED_FORWARDS, usual)
+    names = _NAMES._replace(block=_GATED) if gated else _NAMES
+    if f"{_TOKENS}.weight" in tensors and f"{names.tokens}.weight" not in tensors:
+        names = names._replace(tokens=_TOKENS)
+    blocks = Blocks(
+        source,
+        names.block,
+        num_layers=tensors.depth(config, "num_layers"),
+        hidden=config.size("d_model"),
+        inner=config.size("d_ff"),
+        heads=heads,
+        heads_kv=heads,
+        head_dim=config.size("d_kv"),
+        eps=config.number("layer_norm_epsilon", 1e-6),
+        activation=activation,
+        biased=frozenset(),
+        bias=0,
+    )
+    config.refuse(is_decoder=False)
+    n_buckets = config.size("relative_attention_num_buckets", 32)
+    max_distance = config.size("relative_attention_max_distance", 128)
+
+    def biases() -> BucketBiases:
+        found = BucketBiases(source.vector(_BIASES), max_distance)
+        try:
+            found(1)
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"{config.path}: relative positions: {error}") from error
+        return found
+
+    layers = blocks.num_layers
+    return read_encoder(
+        names,
+        blocks,
+        scales=[1.0] * layers,
+        biases=biases if layers else None,
+        others={_BIASES: (n_buckets, heads)} if layers else None,
+    )

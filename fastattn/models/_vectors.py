@@ -1,0 +1,174 @@
+"""What is done with vectors of texts: unit length, fewer bits, similarities."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args.errors import wrong_shape
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import choice, float_array, real_array
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array
+
+PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
+_RANGED = ("int8", "uint8")
+_LEVELS = 255  # steps between the least and the largest code of a byte
+
+
+# Near the largest number, squares become infinite, and quotients NaN, as in torch: nothing warns of it.
+_QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore"}
+
+
+def unit(vectors: Array) -> Array:
+    """The vectors (..., features) at length 1; a vector of zeros stays."""
+    with np.errstate(**_QUIET):
+        norm = np.sqrt(np.square(vectors).sum(axis=-1, keepdims=True))
+        scaled: Array = vectors / np.maximum(norm, 1e-12)
+    return scaled
+
+
+def quantize_embeddings(
+    embeddings: ArrayLike,
+    precision: str,
+    ranges: ArrayLike | None = None,
+    calibration_embeddings: ArrayLike | None = None,
+) -> Array:
+    """Vectors in fewer bits, as sentence-transformers' function of this name makes them.
+
+    Parameters
+    ----------
+    embeddings : array_like, (n, features) or (features,)
+    precision : {"float32", "int8", "uint8", "binary", "ubinary"}
+        A byte for each feature: 256 equal steps from the feature's least value to its largest, what lies
+        beyond them clipped. Or a bit, whether it is above 0; eight of them make a byte, as `numpy.packbits`
+        makes it, minus 128 for "binary".
+    ranges : array_like, (2, features), optional
+        The least and the largest value of each feature, for "int8" and "uint8".
+    calibration_embeddings : array_like, (m, features), optional
+        Vectors that have these least and largest values; by default `embeddings`, which must then be several.
+
+    Returns
+    -------
+    ndarray, (n, features) or (n, ceil(features / 8))
+        float32, int8 or uint8.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit.
+    """
+    func = "quantize_embeddings"
+    vectors = float_array(func, "embeddings", embeddings)
+    if vectors.ndim not in (1, 2):
+        raise wrong_shape(func, "embeddings", vectors, "(n, features) or (features,)")
+    vectors = vectors.astype(lane_dtype(vectors.dtype), copy=False)
+    precision = choice(func, "precision", precision, PRECISIONS)
+    limits = _limits(func, vectors, precision, ranges, calibration_embeddings)
+    if precision == "float32":
+        return vectors.astype(np.float32)
+    if limits is None:
+        bits = np.packbits(vectors > 0, axis=-1)
+        return bits if precision == "ubinary" else (bits ^ 0x80).view(np.int8)
+    with np.errstate(**_QUIET):
+        steps = (limits[1] - limits[0]) / _LEVELS
+        codes = np.floor((vectors - limits[0]) / np.where(steps == 0, 1, steps)).clip(0, _LEVELS)
+        coded: Array = codes.astype(np.uint8) if precision == "uint8" else (codes - 128).astype(np.int8)
+    return coded
+
+
+def _limits(func: str, vectors: Array, precision: str, ranges: Any, calibration: Any) -> Array | None:
+    """Least and largest value (2, features) of each feature, in float32; None for other precisions."""
+    features = vectors.shape[-1:]
+    given = {"ranges": ranges, "calibration_embeddings": calibration}
+    names = [name for name, x in given.items() if x is not None]
+    if precision not in _RANGED:
+        if names:
+            raise ValueError(f"{func}(): {names[0]} is given for {precision}; expected int8 or uint8 with it")
+        return None
+    for name, x in (("embeddings", vectors), *given.items()):
+        if x is not None and not np.isfinite(float_array(func, name, x)).all():
+            raise ValueError(f"{func}(): {name} has numbers that are not finite; expected finite ones")
+    if len(names) == 2:
+        raise ValueError(f"{func}(): ranges and calibration_embeddings are given; expected one of them")
+    if ranges is not None:
+        limits = float_array(func, "ranges", ranges).astype(np.float32)
+        if limits.shape != (2, *features):
+            raise wrong_shape(func, "ranges", limits, (2, *features))
+        if not (limits[0] <= limits[1]).all():
+            raise ValueError(f"{func}(): ranges has a least value above the largest; expected none")
+        return limits
+    name, sample = "embeddings", vectors
+    if calibration is not None:
+        name, sample = "calibration_embeddings", float_array(func, "calibration_embeddings", calibration)
+        if sample.ndim != 2 or sample.shape[1:] != features:
+            raise wrong_shape(func, name, sample, f"(m, {features[0]})")
+    if sample.ndim == 2 and not len(vectors):
+        return np.zeros((2, *features), np.float32)
+    if sample.ndim == 1 or len(sample) < 2:
+        raise single_vector(func, name, precision)
+    return np.stack([sample.min(axis=0), sample.max(axis=0)]).astype(np.float32)
+
+
+def single_vector(func: str, name: str, precision: str) -> ValueError:
+    """The error of one vector where ranges of several are wanted."""
+    expected = "several, or quantize_embeddings with ranges of others"
+    return ValueError(f"{func}(): {name} is one for precision {precision!r}; expected {expected}")
+
+
+def similarities(func: str, kind: str, a: ArrayLike, b: ArrayLike, pairwise: bool) -> Array:
+    """Similarity `kind` of each vector of a with each of b, (n, m); `pairwise` of a[i] with b[i], (n,)."""
+    x, y = (_vectors(func, name, z) for name, z in (("embeddings1", a), ("embeddings2", b)))
+    dtype = np.result_type(x, y)
+    x, y = x.astype(dtype, copy=False), y.astype(dtype, copy=False)
+    if pairwise:
+        if x.shape != y.shape:
+            raise wrong_shape(func, "embeddings2", y, f"embeddings1's, {x.shape}")
+        with np.errstate(**_QUIET):
+            return np.asarray(_PAIRS[kind](x, y))
+    x, y = np.atleast_2d(x), np.atleast_2d(y)
+    if x.shape[1] != y.shape[1]:
+        raise wrong_shape(func, "embeddings2", y, f"(m, {x.shape[1]}), as many features as embeddings1")
+    if kind == "cosine":
+        return _products(unit(x), unit(y))
+    if kind == "dot":
+        return _products(x, y)
+    out = np.empty((len(x), len(y)), dtype)
+    with np.errstate(**_QUIET):
+        for row, vector in zip(out, x, strict=True):
+            row[:] = _PAIRS[kind](vector, y)
+    return out
+
+
+def _products(x: Array, y: Array) -> Array:
+    """x @ y.T by our own kernel: a row has the same bits whatever the others are."""
+    if not x.size or not y.size:
+        return np.zeros((len(x), len(y)), x.dtype)
+    if len(x) < len(y):  # packing copies
+        return np.ascontiguousarray(_products(y, x).T)
+    return ops.linear(x, ops.pack(y))
+
+
+# Of vectors (..., features) and others of that shape. Distances are negative: the larger, the more similar.
+_PAIRS: dict[str, Callable[[Array, Array], Any]] = {
+    "cosine": lambda x, y: (unit(x) * unit(y)).sum(axis=-1),
+    "dot": lambda x, y: (x * y).sum(axis=-1),
+    "euclidean": lambda x, y: -np.sqrt(np.square(x - y).sum(axis=-1)),
+    "manhattan": lambda x, y: -np.abs(x - y).sum(axis=-1),
+}
+SIMILARITIES = tuple(_PAIRS)
+
+
+def _vectors(func: str, name: str, x: ArrayLike) -> Array:
+    """`x` as (n, features) or (features,) of float32, or of float64 if it is that."""
+    array = real_array(func, name, x)
+    if array.ndim not in (1, 2):
+        raise wrong_shape(func, name, array, "(n, features) or (features,)")
+    return array.astype(np.float64 if array.dtype == np.float64 else np.float32, copy=False)

@@ -1,0 +1,131 @@
+"""What single families of encoders do, beside what all models do: see `test_results.py`."""
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from model_folders import refused
+from tiny_tokenizers import write_tokenizer
+
+from fastattn import models
+
+IDS = [[3, 1, 4, 1, 5, 9, 2, 6]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_decoder_with_modules_is_an_encoder(kind, tmp_path):
+    """Its output layer is left out; without it, the file holds the same model."""
+    weights = tiny.write(tmp_path, kind)
+    assert isinstance(models.load(tmp_path), models.Decoder)
+    tiny.write_modules(tmp_path, "lasttoken")
+    model = models.load(tmp_path)
+    assert isinstance(model, models.Encoder)
+    expected = model(IDS)
+    assert expected.shape == (1, 8, 24)
+    bare = {name.removeprefix("model."): x for name, x in weights.items() if name != "lm_head.weight"}
+    tiny.write(tmp_path, kind, bare)
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+
+
+def test_an_encoder_made_of_a_decoder_may_look_ahead(tmp_path):
+    """`is_causal` says so; a window is then to both sides. A decoder is causal, whatever its folder says."""
+    tiny.write(tmp_path, "e5-mistral")
+    results = []
+    for config in ({}, {"is_causal": False}, {"is_causal": False, "sliding_window": None}):
+        tiny.write(tmp_path, "e5-mistral", **config)
+        model = models.load(tmp_path)
+        alone = model(IDS[0][:3])
+        results.append(model(IDS))
+        assert (np.abs(results[-1][:, :3] - alone).max() < 1e-5) == (config == {})
+    assert np.abs(results[1] - results[2]).max() > 0.01
+    (tmp_path / "modules.json").unlink()
+    refused(tmp_path, "'is_causal' is False; only True is supported")
+
+
+def test_texts_of_an_encoder_are_cut_and_ids_are_not(tmp_path):
+    tiny.write(tmp_path, "qwen3-embedding", max_position_embeddings=6)
+    write_tokenizer(tmp_path)
+    model = models.load(tmp_path)
+    assert [len(ids) for ids in model.text.encode(["the cat sat on the mat the cat"])] == [6]
+    assert model(IDS).shape == (1, 8, 24)
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5"])
+def test_t5_by_the_names_of_other_files(kind, tmp_path):
+    """A file may have the encoder's table of tokens alone, or both, or a decoder, too."""
+    weights = tiny.write(tmp_path, kind)
+    expected = models.load(tmp_path)(IDS)
+    table = weights.pop("shared.weight")
+    tiny.write(tmp_path, kind, {**weights, "encoder.embed_tokens.weight": table})
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+    more = {"encoder.embed_tokens.weight": table, "decoder.final_layer_norm.weight": np.ones(24, np.float32)}
+    tiny.write(tmp_path, kind, {**weights, "shared.weight": table, **more, "lm_head.weight": table})
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
+    tiny.write(tmp_path, kind, weights)
+    refused(tmp_path, "'shared.weight' is missing")
+
+
+def test_t5_has_a_bias_for_each_distance(tmp_path):
+    """Without it, a model does not know the order of tokens."""
+    weights = tiny.write(tmp_path, "t5")
+    turned = [IDS[0][::-1]]
+    model = models.load(tmp_path)
+    assert np.abs(model(turned)[:, ::-1] - model(IDS)).max() > 0.01
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    tiny.write(tmp_path, "t5", {**weights, name: np.ones_like(weights[name])})
+    model = models.load(tmp_path)
+    np.testing.assert_allclose(model(turned)[:, ::-1], model(IDS), atol=1e-5)
+
+
+def test_the_feed_forward_of_t5(tmp_path):
+    """`feed_forward_proj` names the activation, and says whether it gates."""
+    weights = tiny.write(tmp_path, "mt5")
+    results = []
+    for named in ("gated-gelu", "gated-gelu_new", "gated-silu", "gated-relu"):
+        tiny.write(tmp_path, "mt5", weights, feed_forward_proj=named)
+        results.append(models.load(tmp_path)(IDS))
+    np.testing.assert_array_equal(results[0], results[1])
+    assert all(np.abs(results[0] - other).max() > 1e-3 for other in results[2:])
+    tiny.write(tmp_path, "mt5", weights, feed_forward_proj="relu")
+    refused(tmp_path, "'encoder.block.0.layer.1.DenseReluDense.wi.weight' is missing")
+
+
+def test_gemma_that_is_causal_makes_vectors_only_where_modules_say_so(tmp_path):
+    tiny.write(tmp_path, "gemma3_text", use_bidirectional_attention=False)
+    refused(tmp_path, f"{tmp_path / 'modules.json'} is missing", "generates no text")
+    tiny.write_modules(tmp_path, "mean")
+    model = models.load(tmp_path)
+    np.testing.assert_allclose(model(IDS)[:, :5], model(IDS[0][:5]), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_gemma_with_windows(tmp_path):
+    """`layer_types` and the pattern of old files say the same; a window is half as wide to either side."""
+    results = []
+    for config in (
+        {},
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {"sliding_window": 4},  # as 5: two tokens to either side
+        {"sliding_window": 6},
+        {"sliding_window_pattern": 1},
+    ):
+        tiny.write(tmp_path, "gemma3_text", **config)
+        results.append(models.load(tmp_path)(IDS))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+    assert all(np.abs(results[0] - other).max() > 0.01 for other in results[3:])
+
+
+def test_old_and_new_ways_to_say_rope_in_gemma(tmp_path):
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    new = {"full_attention": {"rope_theta": 500.0, **scaling}, "sliding_attention": {"rope_theta": 50.0}}
+    results = []
+    for config in (
+        {"rope_scaling": scaling},
+        {"rope_theta": None, "rope_local_base_freq": None, "rope_parameters": new},
+        {"rope_local_base_freq": None, "rope_scaling": scaling},
+        {"rope_theta": None, "rope_scaling": scaling},
+        {},
+    ):
+        tiny.write(tmp_path, "gemma3_text", **config)
+        results.append(models.load(tmp_path)(IDS))
+    np.testing.assert_array_equal(results[0], results[1])
+    assert all(np.abs(results[0] - other).max() > 0.01 for other in results[2:])

@@ -1,0 +1,113 @@
+"""Files of sentence-transformers that do not fit: the errors name the file."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from model_folders import write_modules, write_settings
+
+from fastattn import models
+from fastattn.models import ModelError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a tiny BERT."""
+    tiny.write(tmp_path, "bert")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([], r"modules.json has no modules; expected Transformer and Pooling first, once each"),
+        ({}, r"modules.json holds a dict; expected a list"),
+        (
+            ["Transformer", "WeightedLayerPooling"],
+            r"has a module 'WeightedLayerPooling'; expected one of Trans",
+        ),
+        (["Transformer"], r"has Transformer; expected Transformer and Pooling first"),
+        (["Transformer", "Normalize", "Pooling"], r"has Transformer, Normalize, Pooling; expected"),
+        (["Transformer", "Pooling", "Pooling"], r"expected Transformer and Pooling first, once each"),
+        (
+            [{"type": "x.Transformer", "path": "0_Transformer"}],
+            r"'path' of Transformer is '0_Transf.*; expected ''",
+        ),
+        ([3], r"has a module '3'; expected one of"),
+    ],
+)
+def test_modules_that_are_not_known(modules, message, folder):
+    if isinstance(modules, list):
+        modules = [
+            {"type": f"models.{kind}", "path": "" if kind == "Transformer" else "1_Pooling"}
+            if isinstance(kind, str) else kind for kind in modules
+        ]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelError, match=message):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("path", ["", "..", ".", "../..", "/etc", "a/b", "1_Pooling/../..", None])
+def test_a_module_outside_of_the_folder(path, folder):
+    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": path}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(
+        ModelError, match=r"modules.json: 'path' of Pooling is .*; expected a folder beside it"
+    ):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("mode", ["last", [], ["mean", "last"], 3, [["mean"]]])
+def test_a_pooling_that_is_not_known(mode, folder):
+    write_modules(folder, pooling={"pooling_mode": mode})
+    with pytest.raises(
+        ModelError, match=r"1_Pooling/config.json: 'pooling_mode' is .*; expected one or several"
+    ):
+        models.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (("Dense", None), r"2_Dense/config.json is missing"),
+        (("Dense", {"out_features": 3}), r"'in_features' is missing"),
+        (("Dense", {"in_features": 9, "out_features": 3}), r"'in_features' is 9; expected 24, which the"),
+        (("LayerNorm", {"dimension": 9}), r"'dimension' is 9; expected 24"),
+        (("Dense", {"in_features": 24, "out_features": 3}), r"2_Dense/model.safetensors is missing"),
+        (("Dense", {"in_features": 24, "out_features": 3, "activation_function": "torch.nn.PReLU"}),
+            r"'activation_function' is 'torch.nn.PReLU'; expected one of Identity, Tanh"),
+        (("Dense", {"in_features": 24, "out_features": 3, "module_input_name": "token_embeddings"}),
+            r"'module_input_name' is 'token_embeddings'; only 'sentence_embedding' is supported"),
+        (("Normalize", {"module_input_name": "token_embeddings"}), r"only 'sentence_embedding' is supported"),
+        (("Dense", {"in_features": 24, "out_features": 3}, {"linear.weight": np.ones((3, 24), np.float32)}),
+            r"'linear.bias' is missing"),
+        (("Dense", {"in_features": 24, "out_features": 3, "bias": False},
+            {"linear.weight": np.full((3, 24), np.nan, np.float32)}), r"values that are not finite"),
+        (("LayerNorm", {"dimension": 24}, {"norm.weight": np.ones(23, np.float32)}), r"has shape \(23,\)"),
+    ],
+)  # fmt: skip
+def test_modules_that_do_not_fit(module, message, folder):
+    write_modules(folder, module)
+    with pytest.raises(ModelError, match=message):
+        models.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"default_prompt_name": "other"},
+            r"'default_prompt_name' is 'other'; expected one of 'prompts', 'query'",
+        ),
+        ({"default_prompt_name": ["query"]}, r"'default_prompt_name' is \['query'\]"),
+        ({"prompts": {"query": 3}}, r"prompt 'query' is 3; expected a string"),
+        ({"prompts": ["query"]}, r"'prompts' is \['query'\]; expected a table"),
+        ({"similarity_fn_name": "maxsim"}, r"'similarity_fn_name' is 'maxsim'; expected one of cosine, dot"),
+        ({"truncate_dim": 0}, r"'truncate_dim' is 0; expected an integer of at least 1"),
+    ],
+)
+def test_settings_that_do_not_fit(values, message, folder):
+    write_settings(folder, **values)
+    with pytest.raises(ModelError, match=f"config_sentence_transformers.json: {message}"):
+        models.load(folder)

@@ -1,0 +1,69 @@
+"""Gemma 3's text model for `tiny_models`: config, shapes of tensors, result in plain NumPy."""
+
+import math
+
+import numpy as np
+
+VOCAB = 60
+CONFIGS = {
+    "gemma3_text": {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "sliding_window": 5,
+        "sliding_window_pattern": 2, "query_pre_attn_scalar": 12, "rope_theta": 500.0,
+        "rope_local_base_freq": 50.0, "use_bidirectional_attention": True,
+    },
+}  # fmt: skip
+NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+
+
+def shapes(kind, c):
+    """Shape of every tensor by its name."""
+    h, inner, head_dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
+    found = {"embed_tokens.weight": (VOCAB, h), "norm.weight": (h,)}
+    for layer in (f"layers.{i}." for i in range(c["num_hidden_layers"])):
+        found |= {f"{layer}self_attn.q_proj.weight": (q, h), f"{layer}self_attn.o_proj.weight": (h, q)}
+        found |= {f"{layer}self_attn.{part}_proj.weight": (kv, h) for part in "kv"}
+        found |= {f"{layer}self_attn.{part}_norm.weight": (head_dim,) for part in "qk"}
+        found |= {f"{layer}mlp.{part}_proj.weight": (inner, h) for part in ("gate", "up")}
+        found[f"{layer}mlp.down_proj.weight"] = (h, inner)
+        found |= {f"{layer}{part}_layernorm.weight": (h,) for part in NORMS}
+    return found
+
+
+def result(kind, c, t, ids):
+    """Hidden states (L, hidden); ids is (L,)."""
+    n, head_dim, groups = len(ids), c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
+    away = np.abs(np.arange(n)[:, None] - np.arange(n))
+
+    def norm(x, name):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * (1 + t[f"{name}.weight"])
+
+    def linear(x, name):
+        return x @ t[f"{name}_proj.weight"].T
+
+    def rotated(x, theta):
+        angles = np.outer(np.arange(n), theta ** -(np.arange(0, head_dim, 2) / head_dim))
+        cos, sin = (np.concatenate([f(angles)] * 2, axis=1)[:, None] for f in (np.cos, np.sin))
+        half = head_dim // 2
+        return x * cos + np.concatenate([-x[..., half:], x[..., :half]], axis=-1) * sin
+
+    x = t["embed_tokens.weight"][ids] * math.sqrt(c["hidden_size"])
+    for i in range(c["num_hidden_layers"]):
+        layer, slides = f"layers.{i}.", (i + 1) % c["sliding_window_pattern"]
+        own = f"{layer}self_attn."
+        theta = c["rope_local_base_freq" if slides else "rope_theta"]
+        y = norm(x, f"{layer}input_layernorm")
+        q, k, v = (linear(y, f"{own}{part}").reshape(n, -1, head_dim) for part in "qkv")
+        q, k = rotated(norm(q, f"{own}q_norm"), theta), rotated(norm(k, f"{own}k_norm"), theta)
+        k, v = (np.repeat(part, groups, axis=1) for part in (k, v))
+        scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(c["query_pre_attn_scalar"])
+        probs = np.exp(scores) * (away <= (c["sliding_window"] // 2 if slides else n))
+        y = np.einsum("hij,jhd->ihd", probs / probs.sum(-1, keepdims=True), v).reshape(n, -1)
+        x = x + norm(linear(y, f"{own}o"), f"{layer}post_attention_layernorm")
+        y = norm(x, f"{layer}pre_feedforward_layernorm")
+        gate = linear(y, f"{layer}mlp.gate")
+        gate *= 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+        y = linear(gate * linear(y, f"{layer}mlp.up"), f"{layer}mlp.down")
+        x = x + norm(y, f"{layer}post_feedforward_layernorm")
+    return norm(x, "norm")

@@ -1,0 +1,168 @@
+"""Heads against sentence-transformers' CrossEncoder and transformers: tiny models made and saved here."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from sentence_transformers import CrossEncoder
+from tiny_tokenizers import WORDS, write_tokenizer
+
+from fastattn import models
+
+TOLERANCE = 1e-5
+DISTIL = {"dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6}
+SIZES = {
+    "vocab_size": 13,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+}
+KINDS = {
+    "bert": (transformers.BertConfig, {"type_vocab_size": 2}),
+    "roberta": (transformers.RobertaConfig, {"type_vocab_size": 1, "pad_token_id": 0}),
+    "xlm-roberta": (transformers.XLMRobertaConfig, {"type_vocab_size": 1, "pad_token_id": 0}),
+    "camembert": (transformers.CamembertConfig, {"type_vocab_size": 2, "pad_token_id": 0}),
+    "mpnet": (
+        transformers.MPNetConfig,
+        {"type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": 66},
+    ),
+    "distilbert": (transformers.DistilBertConfig, {**DISTIL, "type_vocab_size": 1}),
+    "albert": (transformers.AlbertConfig, {"type_vocab_size": 2, "embedding_size": 16}),
+    "deberta-v2": (
+        transformers.DebertaV2Config,
+        {"type_vocab_size": 0, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    ),
+    "modernbert": (transformers.ModernBertConfig, {"type_vocab_size": 1, "pad_token_id": 0}),
+    "modernbert-mean": (
+        transformers.ModernBertConfig,
+        {"pad_token_id": 0, "classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True},
+    ),
+}
+RNG = np.random.default_rng(5)
+PAIRS = [tuple(" ".join(RNG.choice(WORDS[4:], RNG.integers(0, 16))) for _ in range(2)) for _ in range(20)] + [
+    ("the cat " * 30, "a dog"),
+    ("a dog", "the cat " * 30),
+    ("the cat " * 30, "a dog " * 30),
+]
+
+
+def made(folder, kind, task, labels, **tokenizer):
+    """The folder of a tiny model and its tokenizer, as transformers writes it; and the model."""
+    write_tokenizer(folder)
+    if kind == "mpnet":  # which takes the token 1 for padding, whatever its configuration says
+        path = folder / "tokenizer.json"
+        read = json.loads(path.read_text())
+        read["model"]["vocab"] |= {"<s>": 0, "<pad>": 1}
+        read["post_processor"]["special_tokens"]["<s>"]["ids"] = [0]
+        read["added_tokens"][0]["id"] = 0
+        path.write_text(json.dumps(read))
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    written = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), **names, **tokenizer
+    )
+    written.backend_tokenizer.no_truncation()
+    written.save_pretrained(folder)
+    config, changes = KINDS[kind]
+    config = config(**{**SIZES, **changes}, num_labels=labels)
+    model = getattr(transformers, f"AutoModelFor{task}").from_config(config).eval()
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():  # nothing stays at zero or one
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def require_close(got, expected):
+    expected = np.asarray(expected)
+    assert got.shape == expected.shape
+    assert np.abs(expected).mean() > 0.01, "a result next to nothing shows nothing"
+    assert np.abs(got - expected).max() < TOLERANCE * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_predict(kind, labels, tmp_path, implementation):
+    names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if kind == "bert" else {}
+    made(tmp_path, kind, "SequenceClassification", labels, model_max_length=40, **names)
+    theirs, ours = CrossEncoder(str(tmp_path), device="cpu"), models.load(tmp_path)
+    assert ours.num_labels == theirs.num_labels == labels
+    expected = theirs.predict(PAIRS)
+    require_close(ours.predict(PAIRS), expected)
+    require_close(ours.predict(PAIRS, batch_size=3), expected)
+    require_close(ours.predict(PAIRS, prompt="a tree "), theirs.predict(PAIRS, prompt="a tree "))
+    require_close(ours.predict(PAIRS, apply_softmax=True), theirs.predict(PAIRS, apply_softmax=True))
+    plain = {"activation_fn": torch.nn.Identity()}, {"activation_fn": lambda x: x}
+    require_close(ours.predict(PAIRS, **plain[1]), theirs.predict(PAIRS, **plain[0]))
+    require_close(ours.predict(PAIRS[0]), theirs.predict(PAIRS[0]))
+    require_close(ours.predict("the cat"), theirs.predict("the cat"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rank(kind, tmp_path):
+    made(tmp_path, kind, "SequenceClassification", 1)
+    theirs, ours = CrossEncoder(str(tmp_path), device="cpu"), models.load(tmp_path)
+    documents = [second for _, second in PAIRS[:-3]]
+    for options in ({}, {"top_k": 4}, {"return_documents": True}, {"prompt": "a mat "}):
+        expected = theirs.rank("the cat sat", documents, **options)
+        got = ours.rank("the cat sat", documents, **options)
+        assert [each | {"score": 0} for each in got] == [each | {"score": 0} for each in expected]
+        require_close(*(np.array([each["score"] for each in ranked]) for ranked in (got, expected)))
+
+
+@pytest.mark.parametrize("name", ["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"])
+def test_activations_and_prompts_that_it_saves(name, tmp_path):
+    made(tmp_path, "bert", "SequenceClassification", 5)
+    with warnings.catch_warnings():  # what it has to say is not ours to mend
+        warnings.simplefilter("ignore")
+        theirs = CrossEncoder(
+            str(tmp_path), device="cpu", activation_fn=getattr(torch.nn, name)(), max_length=16,
+            prompts={"rank": "the dog "}, default_prompt_name="rank",
+        )  # fmt: skip
+        theirs.save_pretrained(str(tmp_path / "saved"))
+        theirs = CrossEncoder(str(tmp_path / "saved"), device="cpu")
+    ours = models.load(tmp_path / "saved")
+    assert ours.activation == name
+    assert ours.text.limit == 16
+    require_close(ours.predict(PAIRS), theirs.predict(PAIRS))
+    require_close(ours.predict(PAIRS, prompt=""), theirs.predict(PAIRS, prompt=""))
+
+
+def test_the_activation_of_older_folders(tmp_path):
+    made(tmp_path, "roberta", "SequenceClassification", 1, model_max_length=40)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    tanh = "torch.nn.modules.activation.Tanh"
+    for said in (
+        {"sentence_transformers": {"activation_fn": tanh}},
+        {"sbert_ce_default_activation_function": tanh},
+    ):
+        path.write_text(json.dumps({**config, **said}))
+        require_close(
+            models.load(tmp_path).predict(PAIRS), CrossEncoder(str(tmp_path), device="cpu").predict(PAIRS)
+        )
+
+
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits(kind, task, tmp_path, implementation):
+    theirs = made(tmp_path, kind, task, 4)
+    ours = models.load(tmp_path)
+    ids = RNG.integers(3, len(WORDS), (5, 24))
+    mask = np.arange(24) < np.array([24, 1, 9, 17, 5])[:, None]
+    types = RNG.integers(0, KINDS[kind][1].get("type_vocab_size") or 1, ids.shape)
+    ids[~mask] = theirs.config.pad_token_id
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    with torch.no_grad():
+        inputs = {
+            name: torch.tensor(x) for name, x in zip(names, (ids, mask.astype(int), types), strict=True)
+        }
+        expected = theirs(**inputs).logits.numpy()
+    if task == "TokenClassification":
+        expected = expected * mask[..., None]
+    require_close(ours(ids, mask, types), expected)

@@ -1,0 +1,257 @@
+"""`encode` against sentence-transformers: tiny models of every module, made and saved here; MiniLM."""
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+import sentence_similarity as example
+import torch
+import transformers
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import modules
+from sentence_transformers.util import quantization
+from tiny_tokenizers import TEXTS, write_tokenizer
+
+from fastattn import models
+from fastattn.models import quantize_embeddings
+
+TOLERANCE = 1e-5
+MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+PRECISIONS = ("int8", "uint8", "binary", "ubinary")
+PROMPTS = {"query": "the dog sat ", "passage": "a tree "}
+SIZES = {
+    "vocab_size": 13,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+}
+
+
+def randomised(module, seed=0):
+    """Draw every parameter anew, and leave nothing at zero or one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return module.eval()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The folder of a tiny BERT and its tokenizer, as transformers writes it."""
+    config = transformers.BertConfig(**SIZES)
+    return written(transformers.BertModel(config, add_pooling_layer=False), tmp_path_factory.mktemp("base"))
+
+
+def written(model, folder):
+    """The folder of a model, drawn anew, and its tokenizer."""
+    write_tokenizer(folder)
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.save_pretrained(folder)
+    randomised(model).save_pretrained(folder)
+    return folder
+
+
+def both(base, folder, *behind, pooling="mean", include_prompt=True, **options):
+    """The same model in sentence-transformers, which writes it to the folder, and here."""
+    with warnings.catch_warnings():  # what they have to say is not ours to mend
+        warnings.simplefilter("ignore")
+        first = modules.Transformer(str(base), max_seq_length=options.pop("max_seq_length", 32))
+        pool = modules.Pooling(48, pooling_mode=pooling, include_prompt=include_prompt)
+        behind = [randomised(module, i) for i, module in enumerate(behind)]
+        theirs = SentenceTransformer(modules=[first, pool, *behind], device="cpu", **options)
+        theirs.save_pretrained(str(folder), create_model_card=False)
+        theirs = SentenceTransformer(str(folder), device="cpu")
+    return theirs, models.load(folder)
+
+
+def require_close(got, expected):
+    assert got.shape == expected.shape
+    assert np.abs(expected).mean() > 0.01, "a result next to nothing shows nothing"
+    assert np.abs(got - expected).max() < TOLERANCE * max(1, np.abs(expected).max())
+
+
+BEHIND = {
+    "nothing": lambda: [],
+    "normalize": lambda: [modules.Normalize()],
+    "dense": lambda: [modules.Dense(48, 20)],
+    "dense-without-bias": lambda: [modules.Dense(48, 48, bias=False, activation_function=torch.nn.GELU())],
+    "dense-plain": lambda: [
+        modules.Dense(48, 20, activation_function=torch.nn.Identity()),
+        modules.Normalize(),
+    ],
+    "dense-relu": lambda: [modules.Dense(48, 20, activation_function=torch.nn.ReLU())],
+    "dense-sigmoid": lambda: [modules.Dense(48, 20, activation_function=torch.nn.Sigmoid())],
+    "dense-silu": lambda: [modules.Dense(48, 20, activation_function=torch.nn.SiLU())],
+    "dense-residual": lambda: [
+        modules.Dense(48, 20, use_residual=True),
+        modules.Dense(20, 20, use_residual=True),
+    ],
+    "layer-norm": lambda: [modules.LayerNorm(48)],
+    "many": lambda: [modules.Dropout(0.5), modules.LayerNorm(48), modules.Dense(48, 20), modules.Normalize()],
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_modules(name, base, tmp_path, implementation):
+    theirs, ours = both(base, tmp_path, *BEHIND[name]())
+    require_close(ours.encode(TEXTS), theirs.encode(TEXTS))
+    assert ours.get_sentence_embedding_dimension() == theirs.get_embedding_dimension()
+
+
+GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+T5_SIZES = {"vocab_size": 13, "d_model": 48, "d_kv": 8, "d_ff": 80, "num_layers": 2, "num_heads": 6}
+LINEAR = {"bias": False, "activation_function": torch.nn.Identity()}
+FAMILIES = {  # as their folders are: the model, how it pools, and what is behind that
+    "qwen3-embedding": (
+        lambda: transformers.Qwen3Model(transformers.Qwen3Config(**GROUPED)),
+        "lasttoken",
+        lambda: [modules.Normalize()],
+    ),
+    "e5-mistral": (
+        lambda: transformers.MistralModel(transformers.MistralConfig(**GROUPED)),
+        "lasttoken",
+        lambda: [modules.Normalize()],
+    ),
+    "sentence-t5": (
+        lambda: transformers.T5EncoderModel(transformers.T5Config(**T5_SIZES)),
+        "mean",
+        lambda: [modules.Dense(48, 48, **LINEAR), modules.Normalize()],
+    ),
+    "embedding-gemma": (
+        lambda: transformers.Gemma3TextModel(
+            transformers.Gemma3TextConfig(**GROUPED, use_bidirectional_attention=True, sliding_window=6)
+        ),
+        "mean",
+        lambda: [modules.Dense(48, 96, **LINEAR), modules.Dense(96, 48, **LINEAR), modules.Normalize()],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name, tmp_path, implementation):
+    make, pooling, behind = FAMILIES[name]
+    folder = tmp_path / "base"
+    folder.mkdir()
+    options = {"pooling": pooling, "prompts": PROMPTS}
+    theirs, ours = both(written(make(), folder), tmp_path / "model", *behind(), **options)
+    assert isinstance(ours, models.Encoder)
+    for prompt_name in (None, "query"):
+        how = {"prompt_name": prompt_name}
+        require_close(ours.encode(TEXTS, **how), theirs.encode(TEXTS, **how))
+
+
+@pytest.mark.parametrize("include_prompt", [True, False])
+@pytest.mark.parametrize("pooling", [*MODES, ("mean", "cls"), ("max", "weightedmean", "lasttoken")])
+def test_poolings(pooling, include_prompt, base, tmp_path):
+    theirs, ours = both(base, tmp_path, pooling=pooling, include_prompt=include_prompt, prompts=PROMPTS)
+    for prompt_name in (None, *PROMPTS):
+        options = {"prompt_name": prompt_name}
+        require_close(ours.encode(TEXTS, **options), theirs.encode(TEXTS, **options))
+
+
+@pytest.mark.parametrize("default", [None, "passage"])
+def test_prompts(default, base, tmp_path):
+    theirs, ours = both(base, tmp_path, prompts=PROMPTS, default_prompt_name=default)
+    assert ours.prompts == theirs.prompts
+    for call in ("encode", "encode_query", "encode_document"):
+        for options in ({}, {"prompt": "the cat "}, {"prompt": ""}, {"prompt_name": "query"}):
+            require_close(getattr(ours, call)(TEXTS, **options), getattr(theirs, call)(TEXTS, **options))
+
+
+@pytest.mark.parametrize("truncate_dim", [None, 10])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_what_is_done_with_vectors(normalize, truncate_dim, base, tmp_path):
+    theirs, ours = both(base, tmp_path)
+    options = {"normalize_embeddings": normalize, "truncate_dim": truncate_dim}
+    require_close(ours.encode(TEXTS, **options), theirs.encode(TEXTS, **options))
+    require_close(ours.encode("the cat", **options), theirs.encode("the cat", **options))
+
+
+def test_texts_are_cut_and_tokenized_alike(base, tmp_path):
+    theirs, ours = both(base, tmp_path, max_seq_length=7)
+    texts = [*TEXTS, "the cat " * 40]
+    assert ours.max_seq_length == theirs.max_seq_length == 7
+    require_close(ours.encode(texts), theirs.encode(texts))
+    tokens = theirs.preprocess(texts)
+    got = ours.tokenize(texts)
+    np.testing.assert_array_equal(got["attention_mask"], tokens["attention_mask"])
+    np.testing.assert_array_equal(got["input_ids"], tokens["input_ids"])
+
+
+def test_settings_of_the_folder(base, tmp_path):
+    theirs, ours = both(base, tmp_path, truncate_dim=9, similarity_fn_name="euclidean")
+    assert ours.similarity_fn_name == theirs.similarity_fn_name == "euclidean"
+    assert ours.get_sentence_embedding_dimension() == theirs.get_embedding_dimension() == 9
+    require_close(ours.encode(TEXTS), theirs.encode(TEXTS))
+
+
+@pytest.mark.parametrize("kind", ["cosine", "dot", "euclidean", "manhattan"])
+def test_similarities(kind, base, tmp_path):
+    theirs, ours = both(base, tmp_path, similarity_fn_name=kind)
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((40, 48)).astype(np.float32) for _ in range(2))
+    for x, y in ((a, b[:30]), (a[0], b), (a[0], b[0])):
+        np.testing.assert_allclose(
+            ours.similarity(x, y), theirs.similarity(x, y).numpy(), rtol=1e-4, atol=1e-4
+        )
+    for x, y in ((a, b), (a[0], b[0])):
+        expected = theirs.similarity_pairwise(x, y).numpy()
+        np.testing.assert_allclose(ours.similarity_pairwise(x, y), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("features", [48, 13])
+def test_quantize_embeddings(features, precision):
+    """Bit for bit."""
+    vectors = np.random.default_rng(0).standard_normal((300, features)).astype(np.float32)
+    vectors[:, 3] = 0.5
+    others = vectors[100:150]
+    theirs = quantization.quantize_embeddings
+    np.testing.assert_array_equal(quantize_embeddings(vectors, precision), theirs(vectors, precision))
+    if precision.endswith("int8"):
+        ranges = np.stack([others.min(axis=0), others.max(axis=0)])
+        for options in ({"ranges": ranges}, {"calibration_embeddings": others}):
+            expected = theirs(vectors, precision, **options)
+            np.testing.assert_array_equal(quantize_embeddings(vectors, precision, **options), expected)
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    try:
+        folder = example.model_folder()
+    except FileNotFoundError as error:
+        if os.environ.get("FASTATTN_REQUIRE_MODEL") == "1":
+            raise
+        pytest.skip(str(error))
+    return SentenceTransformer(str(folder), device="cpu"), models.load(folder)
+
+
+def test_minilm(minilm, implementation):
+    theirs, ours = minilm
+    texts = [*example.SENTENCES, " two  spaces\n", "", "word " * 1000]
+    expected = theirs.encode(texts)
+    assert np.abs(expected).mean() > 0.01
+    np.testing.assert_allclose(ours.encode(texts), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        ours.similarity(expected, expected), theirs.similarity(expected, expected), atol=1e-6
+    )
+    assert ours.max_seq_length == theirs.max_seq_length == 256
+    assert ours.get_sentence_embedding_dimension() == theirs.get_embedding_dimension() == 384
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_minilm_in_fewer_bits(precision, minilm):
+    """A number next to the edge between two codes may get the other one."""
+    theirs, ours = minilm
+    texts = [f"{text} {n}" for text in example.SENTENCES for n in range(16)]
+    expected, got = (model.encode(texts, precision=precision) for model in (theirs, ours))
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    if precision.endswith("int8"):
+        assert np.abs(got.astype(int) - expected).max() <= 1
+    assert (got != expected).mean() < 0.005

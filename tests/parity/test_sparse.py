@@ -1,0 +1,97 @@
+"""SPLADE against sentence-transformers' SparseEncoder: tiny models made and saved here."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
+from tiny_tokenizers import TEXTS, write_tokenizer
+
+from fastattn import models
+
+pytest.importorskip("scipy")
+TOLERANCE = 1e-5
+KINDS = {
+    "bert": transformers.BertConfig,
+    "roberta": transformers.RobertaConfig,
+    "xlm-roberta": transformers.XLMRobertaConfig,
+    "camembert": transformers.CamembertConfig,
+    "distilbert": transformers.DistilBertConfig,
+}
+DISTIL = {"dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6}
+
+
+def both(folder, kind="bert", strategy="max", function="relu", **options):
+    """The same model in sentence-transformers, which writes it to the folder, and here."""
+    write_tokenizer(folder)
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.save_pretrained(folder)
+    tied = options.pop("tie_word_embeddings", True)
+    sizes = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
+    }  # fmt: skip
+    sizes = {
+        **(DISTIL if kind == "distilbert" else sizes),
+        "vocab_size": 13,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
+    config = KINDS[kind](**sizes, tie_word_embeddings=tied)
+    model = transformers.AutoModelForMaskedLM.from_config(config)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():  # nothing stays at zero or one
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.save_pretrained(folder)
+    with warnings.catch_warnings():  # what they have to say is not ours to mend
+        warnings.simplefilter("ignore")
+        parts = [MLMTransformer(str(folder), max_seq_length=30), SpladePooling(strategy, function)]
+        theirs = SparseEncoder(modules=parts, device="cpu", **options)
+        theirs.save_pretrained(str(folder / "saved"), create_model_card=False)
+        theirs = SparseEncoder(str(folder / "saved"), device="cpu")
+    return theirs, models.load(folder / "saved")
+
+
+def require_close(got, expected):
+    got, expected = got.toarray(), expected.to_dense().numpy()
+    assert got.shape == expected.shape
+    assert np.abs(expected).mean() > 0.01, "a result next to nothing shows nothing"
+    assert np.abs(got - expected).max() < TOLERANCE * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("function", ["relu", "log1p_relu"])
+@pytest.mark.parametrize("strategy", ["max", "sum"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_encode(kind, strategy, function, tmp_path, implementation):
+    theirs, ours = both(tmp_path, kind, strategy, function)
+    texts = [*TEXTS, "the cat " * 40]
+    require_close(ours.encode(texts), theirs.encode(texts))
+    require_close(ours.encode(texts, max_active_dims=3), theirs.encode(texts, max_active_dims=3))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
+def test_an_output_of_its_own(kind, tmp_path):
+    theirs, ours = both(tmp_path, kind, tie_word_embeddings=False)
+    require_close(ours.encode(TEXTS), theirs.encode(TEXTS))
+
+
+@pytest.mark.parametrize("similarity", [None, "cosine", "euclidean"])
+def test_settings(similarity, tmp_path):
+    prompts = {"query": "the dog ", "document": "a tree "}
+    theirs, ours = both(tmp_path, prompts=prompts, max_active_dims=5, similarity_fn_name=similarity)
+    assert ours.similarity_fn_name == theirs.similarity_fn_name
+    for call in ("encode", "encode_query", "encode_document"):
+        for options in ({}, {"prompt": "the cat "}):
+            require_close(getattr(ours, call)(TEXTS, **options), getattr(theirs, call)(TEXTS, **options))
+    a, b = ours.encode(TEXTS), theirs.encode(TEXTS)
+    dense = b.to_dense()  # it warns of sparse ones
+    expected = theirs.similarity(dense, dense).numpy()
+    near = 1e-4 if similarity != "euclidean" else 5e-3  # they take roots of differences near zero
+    assert np.abs(ours.similarity(a, a) - expected).max() < near
+    for ours_of, theirs_of in zip(ours.decode(a, 3), theirs.decode(b, 3), strict=True):
+        assert [word for word, _ in ours_of] == [word for word, _ in theirs_of]
