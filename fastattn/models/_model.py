@@ -106,11 +106,19 @@ def _rectangular(func: str, name: str, x: Any) -> Array:
         return as_array(func, name, x)
     except TypeError:
         rows = x if isinstance(x, (list, tuple)) else ()
-        if len({len(row) if hasattr(row, "__len__") else -1 for row in rows}) < 2:
+        if len({_length(row) for row in rows}) < 2:
             raise
         came = f"{name} has sequences of different lengths"
         expected = "one length: pad them, and pass an attention_mask that is 0 at the padding"
         raise ValueError(f"{func}(): {came}; expected {expected}") from None
+
+
+def _length(row: Any) -> int:
+    """How many elements `row` has; -1 for what has no length, as an array of no dimensions."""
+    try:
+        return len(row)
+    except TypeError:
+        return -1
 
 
 def pad(sequences: Sequence[Sequence[int] | Ints]) -> tuple[Ints, Bools]:

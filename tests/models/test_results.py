@@ -424,6 +424,8 @@ def test_wrong_arguments_of_an_encoder(tmp_path):
         model([[5]], token_type_ids=[[0, 1]])
     with pytest.raises(ValueError, match=r"ids has sequences of different lengths.*pass an attention_mask"):
         model([[5, 6], [7]])
+    with pytest.raises(ValueError, match="ids"):  # an array of no dimensions has no length
+        model([np.array(3), [1, 2]])
 
 
 def test_models_say_what_they_are(tmp_path):
