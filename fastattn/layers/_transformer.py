@@ -155,7 +155,7 @@ class TransformerEncoderLayer(TransformerLayer):
 
 def _padding(mask: Any, shape: Shape) -> Bools | None:
     """`mask` as an array, if it is of bool and of `shape`; the others, and errors, are `add_masks`'s."""
-    array = mask if isinstance(mask, np.ndarray) else None
+    array = np.asarray(mask) if isinstance(mask, np.ndarray) else None  # a matrix would stay two-dimensional
     return array if array is not None and array.dtype == np.bool_ and array.shape == shape else None
 
 

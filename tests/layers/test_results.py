@@ -99,6 +99,7 @@ def test_padding_is_not_computed(isa):
         for i in range(4):
             if not padding[i].all():
                 np.testing.assert_array_equal(y[i, ~padding[i]], encoder(x[i, ~padding[i]]))
+        np.testing.assert_array_equal(encoder(x, src_key_padding_mask=padding.view(np.matrix)), y)
         alone = encoder(x[1], src_key_padding_mask=padding[1])
         np.testing.assert_array_equal(alone, y[1])
 
