@@ -98,7 +98,12 @@ cdef void _attention_task(Loop *loop, int64_t task, void *scratch) noexcept nogi
         else:
             high = middle
     cdef const Job *job = &w.jobs[low]
-    loop.kernels.run(_job_args(loop, job, &own), &job.plan, task - job.first, scratch)
+    cdef char *memory = <char *>scratch
+    if w.ragged:
+        memory += 64
+        if (<int64_t *>scratch)[0] != low + 1:  # what another job left there is not what this one's plan expects
+            (<int64_t *>scratch)[0], (<int64_t *>memory)[0] = low + 1, 0
+    loop.kernels.run(_job_args(loop, job, &own), &job.plan, task - job.first, memory)
 
 
 cdef void _split_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
@@ -108,6 +113,7 @@ cdef void _split_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef fa_attention_args own
     cdef const fa_attention_args *a = _job_args(loop, job, &own)
     if item.split < 0:
+        (<int64_t *>scratch)[0] = 0  # as above
         loop.kernels.run(a, &job.plan, item.head, scratch)
     else:
         loop.kernels.run_split(a, &job.plan, item.head, item.split, w.partials + task * w.partial_bytes, scratch)
@@ -183,6 +189,8 @@ cdef int _run_attention(fa_attention_args *a, int threads, _Sequences sequences=
         scratch_bytes = max(scratch_bytes, plan.scratch_bytes)
         w.partial_bytes = max(w.partial_bytes, plan.partial_bytes)
         pays += plan.flops / (fa_tuned.parallel_dot_flops if plan.kind == FA_DOT else fa_tuned.parallel_flops)
+    if w.ragged:
+        scratch_bytes += 64  # which job the thread is at
     if pays < 1:
         threads = 1
     # With few KV heads their splits are the tasks; with many, a head is.
