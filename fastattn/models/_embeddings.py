@@ -81,7 +81,7 @@ class Places:
             cos, sin = rope_tables(places, frequencies, lane)
             return cos[None], sin[None]
         # By its own length, so that a sequence has the same bits in any company.
-        alone = lengths[:1] if len(places) != lengths.sum() else lengths
-        tables = [rope_tables(np.arange(n), frequencies(seq_len=int(n)), lane) for n in alone]
+        alone = lengths.tolist() if len(places) == lengths.sum() else [len(places)]
+        tables = [rope_tables(np.arange(n), frequencies(seq_len=n), lane) for n in alone or [0]]
         cos, sin = (np.concatenate(parts)[None] for parts in zip(*tables, strict=True))
         return cos, sin
