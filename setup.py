@@ -14,14 +14,13 @@ FASTATTN_SANITIZE=address,undefined  look for such errors at run time: tests/san
 import os
 import platform
 import re
-import shlex
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError, LinkError
+from setuptools.errors import CompileError
 
 SRC = Path("src")
 # -ffp-contract=off: every multiply-add is written as one; results do not depend on a compiler's taste.
@@ -34,7 +33,6 @@ if os.environ.get("FASTATTN_EMULATE_BF16_DOT") == "1":
 SANITIZE = os.environ.get("FASTATTN_SANITIZE", "")
 SANITIZED = ["-O1", "-g", f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all"] if SANITIZE else []
 TRACE = [("FA_TRACE", "1")] if os.environ.get("FASTATTN_TRACE") == "1" else []
-OPENMP = (["-fopenmp"], ["-fopenmp"]), (["-Xpreprocessor", "-fopenmp"], ["-lomp"])
 REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
 
 
@@ -74,13 +72,6 @@ class BuildExt(build_ext):
         compiled = [("FA_COMPILED", " ".join(f"X({name},{doubles})" for name, doubles in isas))]
         for source in ("cpu.c", "dispatch.c"):
             ext.extra_objects += self.compile(source, "common", [*FLAGS, *SANITIZED, *werror], compiled)
-        for compile_flags, link_flags in OPENMP:
-            if self.takes(compile_flags, link_flags):
-                ext.extra_compile_args += compile_flags
-                ext.extra_link_args += link_flags
-                break
-        else:
-            self.warn("no OpenMP: the extension will run on one thread")
         super().build_extension(ext)
 
     def compile(self, source, folder, flags, macros):
@@ -90,18 +81,14 @@ class BuildExt(build_ext):
             depends=[str(path) for path in SRC.iterdir()],
         )  # fmt: skip
 
-    def takes(self, flags, link_flags=None):
-        """Whether the compiler takes these flags; and whether a program links with those."""
+    def takes(self, flags):
+        """Whether the compiler takes these flags."""
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.c")
             source.write_text("int main(void) { return 0; }\n")
             try:
-                objects = self.compiler.compile([str(source)], folder, extra_postargs=[*flags, "-Werror"])
-                if link_flags is not None:
-                    # distutils gives LDFLAGS to shared libraries alone; they may say where OpenMP is.
-                    given = shlex.split(os.environ.get("LDFLAGS", ""))
-                    self.compiler.link_executable(objects, "probe", folder, extra_postargs=given + link_flags)
-            except (CompileError, LinkError):
+                self.compiler.compile([str(source)], folder, extra_postargs=[*flags, "-Werror"])
+            except CompileError:
                 return False
         return True
 
@@ -117,8 +104,8 @@ def extensions():
         include_dirs=[str(SRC), numpy.get_include()],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"), *TRACE],
         depends=[str(path) for path in SRC.iterdir()],
-        extra_compile_args=["-g0", *SANITIZED],
-        extra_link_args=SANITIZED,
+        extra_compile_args=["-g0", "-pthread", *SANITIZED],
+        extra_link_args=["-pthread", *SANITIZED],
     )
     [ext] = cythonize([ext], build_dir="build/cython")
     ext.optional = not REQUIRED  # here, since cythonize makes a new Extension and forgets this

@@ -11,8 +11,8 @@ import sys
 import hypothesis
 import pytest
 
-# Spinning threads of NumPy's BLAS and of OpenMP slow each other down; on a busy machine, where they wait for
-# threads that do not run, the tests took twice as long. NumPy and the extension read these when imported.
+# Spinning threads of NumPy's BLAS and of torch's OpenMP slow tests down, most on a busy machine, where they
+# wait for threads that do not run. Both read these when imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Tests of how calls are cut expect the default sizes.

@@ -4,7 +4,7 @@
 #
 #   tests/sanitize.sh            memory and undefined behaviour (gcc), the kernels for `generic`: minutes
 #   tests/sanitize.sh all        those for every instruction set, all tests, ten times as many calls: hours
-#   tests/sanitize.sh threads    data races (clang, its OpenMP and Archer); exits with 77 where they are missing
+#   tests/sanitize.sh threads    data races
 #
 # PYTHON is the interpreter. Everything is built in a temporary folder.
 set -euo pipefail
@@ -53,20 +53,8 @@ threads = [threading.Thread(target=lambda: fastattn.attention(q, q, q, out=out))
 "
 
 threads() {
-    local archer
-    for CC in "${CC-clang}" clang-{22..15}; do
-        runtime=$("$CC" -print-file-name="libclang_rt.tsan-$(uname -m).so" 2>/dev/null) || continue
-        archer=$("$CC" -print-file-name=libarcher.so)
-        if [ -e "$runtime" ] && [ -e "$archer" ]; then
-            break
-        fi
-        archer=
-    done
-    if [ -z "${archer-}" ]; then
-        echo "NOT RUN: no clang with its thread sanitizer and Archer (Debian: clang-19 libclang-rt-19-dev libomp-19-dev)"
-        exit 77
-    fi
-    export CC OMP_TOOL_LIBRARIES=$archer  # which knows how OpenMP's threads wait for each other
+    export CC=gcc
+    runtime=$(gcc -print-file-name=libtsan.so)
     export TSAN_OPTIONS=ignore_noninstrumented_modules=1:exitcode=66:log_path=$work/races
     build thread generic
     if sanitized python -c "$RACE" || ! grep -q "data race" "$work"/races.*; then

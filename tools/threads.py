@@ -1,17 +1,16 @@
 """Measure what threads gain, and where the rest of their time goes.
 
-    python tools/threads.py {clocks,region,pause,memory,speedup,schedules,tasks} [--threads N] [--only WORD]
+    python tools/threads.py {clocks,handing,pause,memory,speedup,tasks} [--threads N] [--only WORD]
 
-`clocks` compares the multiply-adds of registers on 1 to N threads, `region` times empty parallel regions,
-`pause` times calls after pauses, `memory` compares results in new and in used memory. The others need a build
-that notes its tasks:
+`clocks` compares the multiply-adds of registers on 1 to N threads, `handing` times calls with hardly any
+work, `pause` times calls after pauses, `memory` compares results in new and in used memory. The others need a
+build that notes its tasks:
 
     FASTATTN_TRACE=1 FASTATTN_REQUIRE_EXT=1 pip install -e .
 
-`speedup` divides what N threads lose into its causes, `schedules` shares tasks out beforehand in place of a
-queue, `tasks` shows how long the tasks of a call take. `--busy N` starts programs beside it that compute
-without a pause. OMP_PROC_BIND and OMP_WAIT_POLICY have OpenMP's meaning. tools/threads_model.py tells from
-the same tasks what more cores would do.
+`speedup` divides what N threads lose into its causes, `tasks` shows how long the tasks of a call take.
+`--busy N` starts programs beside it that compute without a pause. tools/threads_model.py tells from the same
+tasks what more cores would do.
 """
 
 import argparse
@@ -104,32 +103,25 @@ CALLS: dict[str, Callable[[], Call]] = {
 
 
 class Runtime:
-    """OpenMP, and the events of a traced build: from the library that the extension has loaded."""
+    """The events of a traced build."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(_core.__file__)
-
-    def share_out(self, beforehand: bool) -> None:
-        """Whether threads get their tasks before the first one runs; of traced builds alone."""
-        ctypes.c_int.in_dll(self.library, "fa_static").value = beforehand
+        if not hasattr(self.library, "fa_events"):
+            sys.exit("this build notes no tasks: FASTATTN_TRACE=1 pip install -e . makes one that does")
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:
         """Run on the calling thread what was cut for any number of threads."""
-        self.library.omp_set_max_active_levels(0)
+        alone = ctypes.c_int.in_dll(self.library, "fa_alone")
+        alone.value = True
         try:
             yield
         finally:
-            self.library.omp_set_max_active_levels(1)
-
-    def empty_region(self, threads: int) -> None:
-        """A parallel region in which every thread calls labs(0), and no more."""
-        self.library.GOMP_parallel(self.library.labs, None, threads, 0)
+            alone.value = False
 
     def events(self) -> np.ndarray:
         """What was noted since the last time: (begin, end, task, thread)."""
-        if not hasattr(self.library, "fa_events"):
-            sys.exit("this build notes no tasks: FASTATTN_TRACE=1 pip install -e . makes one that does")
         count = ctypes.c_int64.in_dll(self.library, "fa_event_count")
         kinds = [("begin", "f8"), ("end", "f8"), ("task", "i8"), ("thread", "i8")]
         memory = (ctypes.c_char * (32 * count.value)).in_dll(self.library, "fa_events")
@@ -226,22 +218,6 @@ def speedup(calls: dict[str, Call], threads: int) -> None:
         )
 
 
-def schedules(calls: dict[str, Call], threads: int) -> None:
-    """Times with tasks shared out beforehand over those with tasks taken from a queue."""
-    runtime = Runtime()
-    print(f"{'':28} {'a queue':>9}     shared out: the quickest, the median")
-    for name, call in calls.items():
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(6):  # in turn
-            for beforehand, found in times.items():
-                runtime.share_out(beforehand)
-                found += [run.seconds for run in runs_of(call, threads, runtime, 0.1)]
-        runtime.share_out(False)
-        queue, shared = times[False], times[True]
-        ratios = min(shared) / min(queue), np.median(shared) / np.median(queue)
-        print(f"{name:28} {1e3 * min(queue):9.3f} ms  {ratios[0]:.2f}  {ratios[1]:.2f}", flush=True)
-
-
 def tasks(calls: dict[str, Call], threads: int) -> None:
     """How long single tasks take on one thread, cut for N, and the longest as a part of a thread's time."""
     runtime = Runtime()
@@ -289,37 +265,26 @@ def timed(call: Callable[[], object], count: int, pause: float = 0) -> np.ndarra
     return found
 
 
-def region(threads: int) -> None:
-    """Microseconds of an empty region, and of two after each other where the numbers of threads differ."""
-    runtime = Runtime()
-    nothing = np.median(timed(lambda: runtime.empty_region(1), 2000))
-    for n in range(2, 2 * threads + 1):
-        again = timed(lambda n=n: runtime.empty_region(n), 2000) - nothing
-        later = timed(lambda n=n: runtime.empty_region(n), 200, 0.02) - nothing
-        print(f"{n} threads: {np.median(again):.1f} us, {np.median(later):.1f} us after a pause of 20 ms")
-    for many in (2 * threads, 4 * threads):
-
-        def both(n: int, many: int = many) -> None:
-            runtime.empty_region(n)
-            runtime.empty_region(many)
-
-        same, other = (np.median(timed(lambda n=n: both(n), 300)) for n in (many, many // 2))
-        print(f"{many} threads twice: {same:.1f} us; {many // 2}, then {many}: {other:.1f} us")
-    x, out = normal(64, 1024), np.ones((64, 1024), np.float32)  # the least that runs on several threads
-    for n in (1, threads):
+def handing(threads: int) -> None:
+    """Microseconds of the least that runs on several threads, on 1 to 2 N of them."""
+    x, out = normal(64, 1024), np.ones((64, 1024), np.float32)
+    for n in range(1, 2 * threads + 1):
         times = timed(lambda n=n: ops.activate(x, "relu", out=out, num_threads=n), 2000)
         print(f"relu of 65536 numbers, {n} threads: {times.min():.1f} us, median {np.median(times):.1f}")
 
 
 def pause(threads: int) -> None:
-    """Microseconds of a short call right after another and after pauses, on 1 and on N threads."""
-    call = CALLS["attention 12 x 128 x 64"]()
-    for n in (1, threads):
-        timed(lambda n=n: call(n), 50)
-        for seconds in (0, 0.001, 0.003, 0.01, 0.02, 0.1):
-            times = timed(lambda n=n: call(n), 60, seconds)
-            least, middle, most = (f"{x:.0f}" for x in np.quantile(times, (0, 0.5, 0.9)))
-            print(f"{n} threads, {1e3 * seconds:3.0f} ms: least {least}, median {middle}, nine of ten {most}")
+    """Microseconds of short calls right after another and after pauses, on 1 and on N threads."""
+    for name in ("attention 12 x 128 x 64", "layer 1 x 128"):
+        call = CALLS[name]()
+        print(f"{name}: least, median, mean, nine of ten")
+        for n in (1, threads):
+            timed(lambda n=n, call=call: call(n), 50)
+            for seconds in (0, 0.001, 0.003, 0.01, 0.02, 0.1):
+                times = timed(lambda n=n, call=call: call(n), 60, seconds)
+                least, middle, most = np.quantile(times, (0, 0.5, 0.9))
+                said = f"{least:.0f}, {middle:.0f}, {times.mean():.0f}, {most:.0f}"
+                print(f"    {n} threads, {1e3 * seconds:3.0f} ms: {said}", flush=True)
 
 
 def memory(threads: int) -> None:
@@ -355,8 +320,8 @@ def compare(name: str, calls: dict[str, Call], threads: int, n_bytes: int) -> No
 
 def main() -> None:
     """Parse the command line and measure."""
-    traced = {"speedup": speedup, "schedules": schedules, "tasks": tasks}
-    others = {"clocks": clocks, "region": region, "pause": pause, "memory": memory}
+    traced = {"speedup": speedup, "tasks": tasks}
+    others = {"clocks": clocks, "handing": handing, "pause": pause, "memory": memory}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=(*others, *traced))
     parser.add_argument("--threads", type=int, default=settings.get_num_threads())

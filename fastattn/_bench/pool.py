@@ -48,10 +48,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 @contextmanager
 def _on_cpus(count: int) -> Iterator[None]:
-    """Let this thread run on the first CPUs of this process: what it starts inherits them.
-
-    Under OMP_PROC_BIND, OpenMP has bound this thread to one CPU, and a worker would inherit that one alone.
-    """
+    """Let this thread run on the first CPUs of this process: what it starts inherits them."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -288,10 +287,6 @@ def main(seconds: float, seed: int | None, write: Path | None, reset: bool) -> i
             return _refuse(f"cannot write {file}: {error.strerror}")
         if not os.access(file.parent, os.W_OK):
             return _refuse(f"cannot write {file}: its folder is read-only")
-    # Where all threads wake up on one core, as they once did, times say nothing of sizes.
-    if not settings.BINDER:
-        command = [sys.executable, "-m", "fastattn", *sys.argv[1:]]
-        return subprocess.run(command, env={**os.environ, "OMP_PROC_BIND": "true"}).returncode
     seed = secrets.randbelow(10**6) if seed is None else seed
     machine = ", ".join(f"{name} {value}" for name, value in tuning.machine().items())
     print(f"About {seconds} seconds, seed {seed}. This machine: {machine}.")

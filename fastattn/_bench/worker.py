@@ -22,7 +22,7 @@ from fastattn._bench.busy import fma_peak
 from fastattn._bench.cases import Array
 from fastattn._bench.suites import SUITES
 from fastattn._bench.ways import Unsupported, Way, peak_memory
-from fastattn._engine.settings import CPUS, core
+from fastattn._engine.settings import core
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -137,9 +137,6 @@ def main(suite: str, engine: str, threads: str) -> None:
     os.dup2(2, 1)  # libraries print to standard error now, not between the replies
     if sys.platform == "linux":  # end with the bench: a stopped process would not notice that it is gone
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if engine != "fastattn" and hasattr(os, "sched_setaffinity"):
-        # Fastattn's OpenMP may have bound this thread to one CPU. Another library's would count no other.
-        os.sched_setaffinity(0, CPUS)
     worker = Worker(suite, engine, int(threads))
     for line in sys.stdin:
         request = json.loads(line)

@@ -24,8 +24,9 @@ from fastattn._version import __version__
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Read before the extension loads OpenMP, which may bind this thread to one of its places.
-_ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+# The CPUs that this process may use.
+_ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+CPUS = tuple(sorted(_ALLOWED))
 
 core: Any = None  # the compiled layer, fastattn/_engine/core/_core.pyx
 _WHY_NOT_COMPILED = ""
@@ -34,18 +35,9 @@ try:
 except ImportError as error:
     _WHY_NOT_COMPILED = str(error)
 
-# The variable that asks OpenMP to bind threads to places, or "".
-_BINDERS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-BINDER = next(filter(os.environ.get, _BINDERS), "")
-_PLACES = core.place_cpus() if core and BINDER else set()
-# The CPUs that this process may use, all its threads together. OpenMP's threads never leave its places. Where
-# another library loaded OpenMP before and this thread is bound already, nothing else tells.
-CPUS = tuple(sorted(_PLACES or _ALLOWED))
-
 BACKENDS = ("compiled", "numpy")
 MAX_THREADS = 4096  # no machine has more; a larger number is a mistake
-# OpenMP ends the process if the system refuses to create a thread, so no more threads are used than there are
-# CPUs. 64 are allowed on every machine, so that calls with many threads can be tested anywhere.
+# More threads than CPUs gain nothing. 64 are allowed on every machine, for tests of calls with many.
 _MOST_USED = max(64, os.cpu_count() or 1)
 
 
@@ -123,16 +115,7 @@ def _default_threads() -> tuple[int, str]:
     if value.isdecimal() and 1 <= int(value) <= MAX_THREADS:
         return min(int(value), _MOST_USED), name
     quota = _cgroup_quota()
-    return (len(CPUS), _cpus_from()) if quota is None or len(CPUS) <= quota else (quota, "cgroup quota")
-
-
-def _cpus_from() -> str:
-    """What says which CPUs there are."""
-    if _PLACES and _PLACES != _ALLOWED:
-        return BINDER
-    if BINDER and len(CPUS) == 1 < (os.cpu_count() or 1):
-        return f"CPU affinity, which OpenMP may have narrowed for {BINDER} before fastattn was imported"
-    return "CPU affinity"
+    return (len(CPUS), "CPU affinity") if quota is None or len(CPUS) <= quota else (quota, "cgroup quota")
 
 
 def _from_environment() -> _Settings:
@@ -163,15 +146,14 @@ def available_isas() -> tuple[str, ...]:
 
 def get_num_threads() -> int:
     """Return the number of threads of calls without ``num_threads=``."""
-    return 1 if _forked else current.num_threads
+    return current.num_threads
 
 
 def set_num_threads(num_threads: int) -> None:
     """Set the number of threads of calls without ``num_threads=``, for the whole process.
 
-    Larger numbers than the machine has CPUs, or than 64 if it has fewer, silently count as that limit: OpenMP
-    ends the process if the system refuses to create a thread (``ulimit -u``). A forked process always uses
-    one thread, as OpenMP would hang there with more.
+    Larger numbers than the machine has CPUs, or than 64 if it has fewer, silently count as that limit. There
+    are fewer where the system refuses to create a thread (``ulimit -u``).
 
     Raises
     ------
@@ -184,9 +166,8 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def threads(func: str, num_threads: int | None) -> int:
-    """`num_threads`, checked, up to the limit of `set_num_threads`; None is the default; 1 if forked."""
-    checked = current.num_threads if num_threads is None else _usable(func, num_threads)
-    return 1 if _forked else checked
+    """`num_threads`, checked, up to the limit of `set_num_threads`; None is the default."""
+    return current.num_threads if num_threads is None else _usable(func, num_threads)
 
 
 def _usable(func: str, num_threads: int) -> int:
@@ -287,8 +268,7 @@ def show_config() -> Report:
     Report
         A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
         if it is compiled), ``isa`` in use (None on NumPy), ``isas_available`` on this CPU, ``isas_compiled``,
-        ``openmp``, ``num_threads`` and ``num_threads_from`` (which variable or limit sets it, and whether
-        OpenMP may have bound this process to one CPU before the package was imported),
+        ``num_threads`` and ``num_threads_from`` (which variable or limit sets it),
         ``level2_cache`` (bytes of a core's, if the system says), ``tuning`` (sizes of tasks that are not the
         defaults, and the file that says so), ``compiler``, and the versions of NumPy and Python.
     """
@@ -299,9 +279,8 @@ def show_config() -> Report:
         isa=core.get_isa() if current.backend == "compiled" else None,
         isas_available=available_isas(),
         isas_compiled=core.COMPILED_ISAS if core else (),
-        openmp=bool(core and core.OPENMP),
         num_threads=get_num_threads(),
-        num_threads_from="forked process" if _forked else current.threads_from,
+        num_threads_from=current.threads_from,
         level2_cache=core.LEVEL2_CACHE or None if core else None,
         tuning=_tuning().said() if current.backend == "compiled" else None,
         compiler=core.COMPILER if core else None,
@@ -310,14 +289,6 @@ def show_config() -> Report:
     )
 
 
-def _after_fork_in_child() -> None:
-    """Make the child use one thread: OpenMP's threads do not survive a fork, and it would wait for them."""
-    global _forked
-    _forked = True
-    _choose_sizes()
-
-
-_forked = False
 _warned = False
 try:
     current = _from_environment()
@@ -328,5 +299,3 @@ except (ImportError, ValueError) as error:
         sys.exit(2)
     raise
 _choose_sizes()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -159,7 +159,7 @@ def attention(
     num_threads : int, optional
         Threads of this call; default ``get_num_threads()``. Any number gives the same bits. No more are used
         than the machine has CPUs, or 64 if it has fewer. Where the system refuses to create so many
-        (``ulimit -u``), OpenMP ends the process.
+        (``ulimit -u``), there are fewer.
     backend : {"compiled", "numpy"}, optional
         Run this implementation and no other. By default the compiled one, or where it is missing, NumPy,
         which is said once by a `FallbackWarning`.

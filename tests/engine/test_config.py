@@ -17,7 +17,7 @@ from fastattn._engine import settings
 SHAPE = Shape("config", batch=2, heads_q=8, heads_kv=2, len_q=200, len_k=500, head_dim=32)
 Q, K, V = make_inputs(SHAPE, "float32", np.random.default_rng(0))
 
-CONFIG_KEYS = ["version", "backend", "why_numpy", "isa", "isas_available", "isas_compiled", "openmp",
+CONFIG_KEYS = ["version", "backend", "why_numpy", "isa", "isas_available", "isas_compiled",
                "num_threads", "num_threads_from", "level2_cache", "tuning", "compiler", "numpy",
                "python"]  # fmt: skip
 
@@ -46,7 +46,6 @@ def test_show_config():
     if BUILT:
         assert "generic" in config["isas_available"]
         assert config["compiler"]
-        assert isinstance(config["openmp"], bool)
 
 
 def test_reports_print_as_tables():

@@ -48,7 +48,6 @@ def test_the_command(tmp_path):
 @pytest.fixture
 def tune_here(monkeypatch, capsys):
     """A function that runs the command in this process, where threads get a share of the CPU time."""
-    monkeypatch.setattr(settings, "BINDER", "a test")  # no process of its own
 
     def run(share, write):
         monkeypatch.setattr(tune, "cpu_share", lambda: share)

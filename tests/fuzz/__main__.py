@@ -16,7 +16,6 @@ import traceback
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 sys.path.append(str(Path(__file__).parents[1] / "oracles"))
 

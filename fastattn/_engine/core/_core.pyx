@@ -1,17 +1,16 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, freethreading_compatible=False
 """The compiled layer: fills the C argument struct from an AttentionArgs, cuts the work into tasks, runs them.
 
-No semantics here, and the only OpenMP of the package. The bits of a result do not depend on anything decided here.
+No semantics here, and the only threads of the package (src/team.h). The bits of a result do not depend on anything
+decided here.
 """
 
 cimport numpy as cnp
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
-from cython.parallel cimport parallel, prange, threadid
 from libc.stdint cimport INT64_MAX, int8_t, int64_t, uintptr_t
 from libc.string cimport memset
 
 import math
-import time
 
 import numpy as np
 
@@ -26,60 +25,24 @@ cdef extern from "Python.h":
 
 cdef extern from *:
     """
-    #ifdef _OPENMP
-    #include <omp.h>
-    #define FA_OPENMP 1
-    static int fa_places(void) { return omp_get_num_places(); }
-    static int fa_place_size(int place) { return omp_get_place_num_procs(place); }
-    static void fa_place_cpus(int place, int *cpus) { omp_get_place_proc_ids(place, cpus); }
-    #else
-    #define FA_OPENMP 0
-    static int fa_places(void) { return 0; }
-    static int fa_place_size(int place) { (void)place; return 0; }
-    static void fa_place_cpus(int place, int *cpus) { (void)place, (void)cpus; }
-    #endif
     #ifdef __clang__
     #define FA_COMPILER "clang " __clang_version__
     #else
     #define FA_COMPILER "gcc " __VERSION__
     #endif
-    #include <time.h>
-    static double fa_seconds(void)
-    {
-        struct timespec t;
-        clock_gettime(CLOCK_MONOTONIC, &t);
-        return t.tv_sec + 1e-9 * t.tv_nsec;
-    }
     /* Several threads read a flag that one of them sets. */
     static int fa_flag(const int *flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED); }
     static void fa_set_flag(int *flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
     """
-    const int FA_OPENMP
-    int fa_places()
-    int fa_place_size(int)
-    void fa_place_cpus(int, int *)
     const char *FA_COMPILER
-    double fa_seconds() noexcept nogil
     int fa_flag(const int *) noexcept nogil
     void fa_set_flag(int *) noexcept nogil
 
 COMPILED_ISAS = tuple([fa_isa_name(i).decode() for i in range(fa_isa_count())])  # best first
 AVAILABLE_ISAS = tuple([isa for i, isa in enumerate(COMPILED_ISAS) if fa_isa_available(i)])  # generic is always there
-OPENMP = bool(FA_OPENMP)  # without it everything runs on the calling thread
 COMPILER = FA_COMPILER.decode()  # its name and version
 
 cdef int _isa = COMPILED_ISAS.index(AVAILABLE_ISAS[0])
-
-
-def place_cpus():
-    """The CPUs of OpenMP's places, to which it binds its threads; none if it binds no thread."""
-    cdef int place
-    cpus = set()
-    for place in range(fa_places()):
-        ids = np.empty(fa_place_size(place), np.intc)
-        fa_place_cpus(place, <int *>cnp.PyArray_DATA(ids))
-        cpus.update(ids.tolist())
-    return cpus
 
 
 def get_isa():
@@ -160,7 +123,7 @@ def attention(args):
     cdef _Sequences sequences
     cdef int i
     cdef _Tables _tables = _set_args(&a, args, True)  # which must outlive the kernels
-    cdef int threads = args.num_threads if FA_OPENMP else 1
+    cdef int threads = args.num_threads
     if args.begins is not None:
         sequences = _Sequences(*args.begins, a.len_q, a.len_k)
         if _tables.batch != sequences.count:
@@ -195,42 +158,6 @@ def plan(args):
     }
 
 
-def fma_peak(dtype, num_threads):
-    """FLOP/s of independent multiply-adds from registers, of the ISA in use, the best of several runs.
-
-    `dtype` is "float32", "float64", or "bfloat16" or "int8" (the dot-product instruction; 0.0 where there is none).
-    """
-    cdef const fa_kernels *kernels = fa_isa_kernels(_isa, FA_F64 if dtype == "float64" else FA_F32)
-    cdef fa_dtype kind = {"bfloat16": FA_BF16, "int8": FA_I8}.get(dtype, FA_F32)
-    cdef int threads = num_threads, _i
-    cdef int64_t rounds = 1 << 20
-    cdef double flops, seconds, best = 0
-    for _ in range(8):
-        seconds = time.perf_counter()
-        flops = 0
-        for _i in prange(threads, nogil=True, num_threads=threads, schedule="static"):
-            flops += kernels.fma_rounds(rounds, kind)
-        best = max(best, flops / (time.perf_counter() - seconds))
-    return best
-
-
-def read_bandwidth(num_threads):
-    """Bytes/s of reading memory once, an array far larger than the caches, the best of several runs."""
-    cdef const fa_kernels *kernels = fa_isa_kernels(_isa, FA_F32)
-    cdef int threads = num_threads, i
-    cdef int64_t part = (512 << 20) // threads // 4096 * 4096
-    data = np.ones(threads * part, np.uint8)
-    cdef const char *bytes = <const char *>cnp.PyArray_DATA(data)
-    cdef double total, seconds, best = 0
-    for _ in range(8):
-        seconds = time.perf_counter()
-        total = 0
-        for i in prange(threads, nogil=True, num_threads=threads, schedule="static"):
-            total += kernels.read_bytes(bytes + i * part, part)
-        best = max(best, threads * part / (time.perf_counter() - seconds))
-    return best
-
-
 include "tables.pxi"
 include "tasks.pxi"
 include "sequences.pxi"
@@ -238,3 +165,4 @@ include "ops.pxi"
 include "program.pxi"
 include "recurrent.pxi"
 include "rowwise.pxi"
+include "peaks.pxi"

@@ -86,7 +86,7 @@ def linear(args):
     a.x = _rows("x", args.x, a.m, a.k, a.dtype, &a.x_row)
     a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
     a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
-    _run_linear(&a, args.num_threads if FA_OPENMP else 1)
+    _run_linear(&a, args.num_threads)
 
 
 cdef void _pack_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
@@ -141,7 +141,7 @@ def pack(args):
         a.sums = _data("sums", args.sums, count * width, cnp.NPY_FLOAT)
     a.watch = &loop.watch
     loop.kernels, loop.args = _kernels(lane), &a
-    _run_rows_of(&loop, _pack_task, count, width * a.k, args.num_threads if FA_OPENMP else 1,
+    _run_rows_of(&loop, _pack_task, count, width * a.k, args.num_threads,
                  loop.kernels.pack_scratch_bytes(&a))
 
 
@@ -172,7 +172,7 @@ def rows(args):
     a.up = _rows("up", args.up, a.m, a.n, a.dtype, &a.up_row)
     a.weight = _data("weight", args.weight, a.n, _lane_type(a.dtype))
     a.bias = _data("bias", args.bias, a.n, _lane_type(a.dtype))
-    _run_rows(&a, args.num_threads if FA_OPENMP else 1)
+    _run_rows(&a, args.num_threads)
 
 
 cdef void _rope_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
@@ -209,4 +209,4 @@ def rope(args):
     tables.set(&a.scale, "scale", args.scale, lane, 2, a.heads, a.length)
     tables.set(&a.cos, "cos", cos, lane, 3, 1, a.length, a.pairs, True)
     tables.set(&a.sin, "sin", args.sin, lane, 3, 1, a.length, a.pairs, True)
-    _run_rope(&a, args.num_threads if FA_OPENMP else 1)
+    _run_rope(&a, args.num_threads)

@@ -317,7 +317,7 @@ cdef class Program:
             raise ValueError(f"fastattn: {c.m} rows of {c.batch} sequences of one length")
         else:
             c.length = c.m // c.batch
-        c.threads = num_threads if FA_OPENMP else 1
+        c.threads = num_threads
         _set_buffer(&c.buffers[0], "x", x, &c)
         _set_buffer(&c.buffers[1], "out", out, &c)
         for i in range(self.n_places):

@@ -10,7 +10,7 @@ def recurrent(args):
     cdef fa_recurrent_args a
     cdef fa_recurrent_plan plan
     cdef Loop loop
-    cdef int threads = args.num_threads if FA_OPENMP else 1
+    cdef int threads = args.num_threads
     cdef _Tables tables = _Tables(args.batch_shape, 10)
     cdef int lane
     memset(&a, 0, sizeof(a))

@@ -13,7 +13,7 @@ def rowwise(args):
     cdef fa_rowwise_args r
     cdef fa_rowwise_plan plan
     cdef Loop loop
-    cdef int threads = args.attention.num_threads if FA_OPENMP else 1
+    cdef int threads = args.attention.num_threads
     cdef int lane
     memset(&r, 0, sizeof(r))
     cdef _Tables _tables = _set_args(&r.attention, args.attention, True)  # which must outlive the kernels

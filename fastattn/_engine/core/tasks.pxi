@@ -2,11 +2,13 @@
 
 cdef double SECONDS_BETWEEN_SIGNALS = 0.05
 
-cdef extern from "queue.h" nogil:
-    int64_t fa_next(int64_t *next, int64_t n, int64_t had, int thread, int threads)
-    void fa_done(int64_t *done, int64_t had)
-    int64_t fa_count(const int64_t *done)
-    void fa_rest(double waited)
+cdef extern from "team.h" nogil:
+    ctypedef struct fa_team
+    double fa_seconds()
+    fa_team *fa_team_of(int threads)
+    void fa_team_back(fa_team *team)
+    void fa_share(fa_team *team, void *loop, void (*run)(void *, int64_t, int, int) noexcept nogil,
+                  int (*stop)(void *) noexcept nogil, int64_t n, int threads)
     double fa_now()
     void fa_note(int64_t task, int64_t thread, double begin)
 
@@ -30,9 +32,7 @@ cdef struct Loop:
     int stop  # atomic
     unsigned long caller  # the thread that looks for signals
     double looked  # when it last did; 0: it has not yet looked at the clock
-    char apart[64]  # all threads write to `next`: what they read is not in its cache line
-    int64_t next, done  # atomic: the first task that nobody has taken, and how many have ended
-    char too[48]
+    fa_team *team  # NULL: one thread
 
 
 cdef int _gives_up(void *context) noexcept nogil:
@@ -63,12 +63,17 @@ cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t 
     cdef int64_t n_bytes
     loop.run = run
     loop.watch.gives_up, loop.watch.caller = _gives_up, loop
-    # All or one: libgomp ends the threads that a region leaves out, and making them anew takes 12 us each.
     loop.threads = threads if n_tasks > 1 else 1
     loop.stop, loop.looked, loop.caller = False, 0, PyThread_get_thread_ident()
     loop.scratch_bytes = (scratch_bytes + 63) // 64 * 64  # each thread's begins at a cache line
+    loop.team = NULL
     n_bytes = loop.threads * loop.scratch_bytes + shared_bytes
     loop.memory = PyMem_RawMalloc(n_bytes + 64)
+    if loop.memory != NULL and loop.threads > 1:
+        loop.team = fa_team_of(loop.threads)
+        if loop.team == NULL:
+            PyMem_RawFree(loop.memory)
+            loop.memory = NULL
     if loop.memory == NULL:
         raise MemoryError(f"fastattn: no memory for {n_bytes} bytes of scratch")
     loop.scratch = <char *>loop.memory + (-<uintptr_t>loop.memory) % 64
@@ -76,52 +81,36 @@ cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t 
     return 0
 
 
-cdef void _take_tasks(Loop *loop, int64_t n, int thread) noexcept nogil:
-    """Run tasks until all n are taken."""
+cdef void _task(void *context, int64_t task, int thread, int first) noexcept nogil:
+    """Run a task of a Loop; `first`: the thread's first one of it."""
+    cdef Loop *loop = <Loop *>context
     cdef char *scratch = loop.scratch + thread * loop.scratch_bytes
-    cdef int64_t had = 0, task = fa_next(&loop.next, n, had, thread, loop.threads)
-    cdef double begin
-    if task < n and loop.scratch_bytes:
+    cdef double begin = fa_now()
+    if first and loop.scratch_bytes:
         (<int64_t *>scratch)[0] = 0  # see fa_linear_plan
-    while task < n and not (task and _gives_up(loop)):
-        begin = fa_now()
-        loop.run(loop, task, scratch)
-        fa_note(task, thread, begin)
-        had += 1
-        task = fa_next(&loop.next, n, had, thread, loop.threads)
-    fa_done(&loop.done, had)
-
-
-cdef void _await(Loop *loop, int64_t n) noexcept nogil:
-    """Look for signals until the other threads' tasks have ended: nobody else does, nor does OpenMP's barrier."""
-    cdef double begin
-    if fa_count(&loop.done) == n:
-        return
-    begin = fa_seconds()
-    while fa_count(&loop.done) < n and not _gives_up(loop):
-        fa_rest(fa_seconds() - begin)
+    loop.run(loop, task, scratch)
+    fa_note(task, thread, begin)
 
 
 cdef void _tasks(Loop *loop, int64_t n) noexcept nogil:
-    """Run tasks 0 .. n - 1. Each thread takes the next one; nobody waits for a thread before the end.
-
-    OpenMP's own loop would have all threads meet before the first task: Cython writes one that needs that.
-    """
+    """Run tasks 0 .. n - 1. Each thread takes the next one, and nobody waits for a thread that has none."""
     cdef double begin = fa_now()
-    loop.next = loop.done = 0
-    if loop.threads == 1:
-        _take_tasks(loop, n, 0)
+    cdef int64_t task
+    if loop.team != NULL:
+        fa_share(loop.team, loop, _task, _gives_up, n, loop.threads)
     else:
-        with parallel(num_threads=loop.threads):
-            _take_tasks(loop, n, threadid())
-            if threadid() == 0:
-                _await(loop, n)
+        for task in range(n):
+            if task and _gives_up(loop):
+                break
+            _task(loop, task, 0, task == 0)
     fa_note(-1, loop.threads, begin)
 
 
 cdef int _end(Loop *loop) except -1:
     """Free the loop's memory; raises what made it stop."""
     PyMem_RawFree(loop.memory)
+    if loop.team != NULL:
+        fa_team_back(loop.team)
     return -1 if loop.stop else 0
 
 

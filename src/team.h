@@ -1,0 +1,227 @@
+/* The threads that share a call's tasks with the thread that calls, and how they wait.
+ *
+ * Requires: POSIX threads. Exports: fa_team_of, fa_team_back, fa_share, fa_seconds; fa_now and fa_note, which in builds
+ * with FASTATTN_TRACE=1 tell tools/threads.py which thread ran which task when.
+ *
+ * Not OpenMP's: there, all threads of a region meet at its end, also those that found no task. On a machine with other
+ * work, the caller then waits for a thread that has no core, and spins on the one that it could have: one short text
+ * through MiniLM, 40 loops, took 63 and 144 ms beside one and two busy programs on two cores, 0.5 alone. Here a caller
+ * waits for tasks that somebody has begun, and for nothing else, and who waits offers its core to others.
+ *
+ * A team is one caller's as long as a call lasts; meanwhile another caller has another one. */
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <time.h>
+
+static double fa_seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+#ifndef FA_TRACE
+#define fa_now() 0
+#define fa_note(task, thread, begin) ((void)(begin))
+enum { fa_alone = 0 };
+#else
+#define FA_EVENTS (1 << 18)
+
+typedef struct {
+    double begin, end;
+    int64_t task; /* -1: the whole loop */
+    int64_t thread;
+} fa_event;
+
+/* The tool finds these by their names, and sets the count back to 0. */
+fa_event fa_events[FA_EVENTS];
+int64_t fa_event_count;
+int fa_alone; /* the caller runs all tasks, however many threads they were cut for */
+
+#define fa_now() fa_seconds()
+
+static void fa_note(int64_t task, int64_t thread, double begin)
+{
+    const int64_t i = __atomic_fetch_add(&fa_event_count, 1, __ATOMIC_RELAXED);
+    if (i < FA_EVENTS) fa_events[i] = (fa_event){begin, fa_seconds(), task, thread};
+}
+#endif
+
+typedef void (*fa_team_task)(void *loop, int64_t task, int thread, int first); /* first: of this loop, here */
+typedef int (*fa_team_stop)(void *loop);
+
+enum { FA_TASK_BITS = 48 };
+#define FA_TASKS ((UINT64_C(1) << FA_TASK_BITS) - 1)
+
+typedef struct fa_team fa_team;
+struct fa_team {
+    fa_team *next; /* of those that are free */
+    int helpers;   /* threads that there are, beside the caller */
+    pthread_mutex_t lock;
+    pthread_cond_t called;
+    int asleep; /* atomic: helpers that wait for `called` */
+    /* The loop: for a thread that has one of its tasks, and so keeps it from ending. */
+    void *loop;
+    fa_team_task run;
+    int64_t n;
+    uint64_t number; /* of the loop */
+    /* Atomic, and in cache lines of their own, as all threads write to them: tasks that nobody has taken, with above
+     * FA_TASK_BITS the threads that may take one; and how many have ended, of those that helpers took. */
+    uint64_t open __attribute__((aligned(64)));
+    int64_t done __attribute__((aligned(64)));
+};
+
+typedef struct {
+    fa_team *team;
+    int thread;
+} fa_helper;
+
+/* Seconds that a helper without a task stays awake. Being woken costs a call 20 us. Beside two busy programs on two
+ * cores, 0.2 ms is as quick as without them; 2 and 10 ms are slower at times (docs/notes/threads.md). */
+static const double fa_awake = 2e-4;
+
+static fa_team *fa_free_teams;
+static pthread_mutex_t fa_free_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static inline int fa_may_take(uint64_t open, int thread)
+{
+    return (open & FA_TASKS) != 0 && (uint64_t)thread < open >> FA_TASK_BITS;
+}
+
+/* A task that nobody has taken, or -1. Whoever takes one reads the rest of the team behind it: it is of the same loop,
+ * even if another has ended since `open` was read. */
+static int64_t fa_take(fa_team *team, int thread)
+{
+    uint64_t open = __atomic_load_n(&team->open, __ATOMIC_ACQUIRE);
+    while (fa_may_take(open, thread))
+        if (__atomic_compare_exchange_n(&team->open, &open, open - 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            return team->n - (int64_t)(open & FA_TASKS);
+    return -1;
+}
+
+static void *fa_help(void *argument)
+{
+    fa_team *team = ((fa_helper *)argument)->team;
+    const int thread = ((fa_helper *)argument)->thread;
+    uint64_t number = 0;
+    free(argument);
+    for (;;) {
+        for (int64_t task; (task = fa_take(team, thread)) >= 0;) {
+            team->run(team->loop, task, thread, team->number != number);
+            number = team->number;
+            __atomic_fetch_add(&team->done, 1, __ATOMIC_RELEASE);
+        }
+        const double begin = fa_seconds();
+        while (!fa_may_take(__atomic_load_n(&team->open, __ATOMIC_ACQUIRE), thread)) {
+            if (fa_seconds() - begin < fa_awake) {
+                sched_yield();
+                continue;
+            }
+            pthread_mutex_lock(&team->lock);
+            __atomic_fetch_add(&team->asleep, 1, __ATOMIC_SEQ_CST); /* before it looks: see fa_share */
+            while (!fa_may_take(__atomic_load_n(&team->open, __ATOMIC_SEQ_CST), thread))
+                pthread_cond_wait(&team->called, &team->lock);
+            __atomic_fetch_sub(&team->asleep, 1, __ATOMIC_SEQ_CST);
+            pthread_mutex_unlock(&team->lock);
+        }
+    }
+    return NULL;
+}
+
+/* A child has the thread that forked alone; the parent's teams stay where they are. */
+static void fa_forget_teams(void)
+{
+    fa_free_teams = NULL;
+    pthread_mutex_init(&fa_free_lock, NULL);
+}
+
+/* A team of so many threads, the caller among them: fewer if the system has no more, NULL if it has no memory. */
+static fa_team *fa_team_of(int threads)
+{
+    static int registered;
+    pthread_mutex_lock(&fa_free_lock);
+    if (!registered) registered = 1, pthread_atfork(NULL, NULL, fa_forget_teams);
+    fa_team *team = fa_free_teams;
+    if (team) fa_free_teams = team->next;
+    pthread_mutex_unlock(&fa_free_lock);
+    if (!team) {
+        team = aligned_alloc(64, sizeof(fa_team));
+        if (!team) return NULL;
+        *team = (fa_team){.number = 0};
+        pthread_mutex_init(&team->lock, NULL);
+        pthread_cond_init(&team->called, NULL);
+    }
+    if (team->helpers + 1 < threads) {
+        sigset_t all, before;
+        pthread_attr_t attributes;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the business of Python's threads */
+        pthread_attr_init(&attributes);
+        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        while (team->helpers + 1 < threads) {
+            pthread_t id;
+            fa_helper *helper = malloc(sizeof(fa_helper));
+            if (!helper) break;
+            *helper = (fa_helper){team, team->helpers + 1};
+            if (pthread_create(&id, &attributes, fa_help, helper)) {
+                free(helper);
+                break;
+            }
+            team->helpers++;
+        }
+        pthread_attr_destroy(&attributes);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+    return team;
+}
+
+static void fa_team_back(fa_team *team)
+{
+    pthread_mutex_lock(&fa_free_lock);
+    team->next = fa_free_teams;
+    fa_free_teams = team;
+    pthread_mutex_unlock(&fa_free_lock);
+}
+
+/* Between two looks at what others do. Who has waited for a millisecond sleeps, and so is late by a sixteenth of what
+ * it has waited at most; a shorter sleep than 60 us is none. */
+static void fa_rest(double waited)
+{
+    const double seconds = waited / 16 < 5e-3 ? waited / 16 : 5e-3;
+    if (seconds < 60e-6) sched_yield();
+    else nanosleep(&(struct timespec){0, (long)(seconds * 1e9)}, NULL);
+}
+
+/* Run tasks 0 .. n - 1 on up to `threads` threads of the team. The caller asks between its tasks, and while it waits,
+ * whether to stop: then tasks that nobody has taken are left out. */
+static void fa_share(fa_team *team, void *loop, fa_team_task run, fa_team_stop stop, int64_t n, int threads)
+{
+    int64_t had = 0;
+    if (fa_alone) threads = 1;
+    if (threads > team->helpers + 1) threads = team->helpers + 1;
+    team->loop = loop, team->run = run, team->n = n, team->number++;
+    __atomic_store_n(&team->done, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&team->open, (uint64_t)threads << FA_TASK_BITS | (uint64_t)n, __ATOMIC_SEQ_CST);
+    /* A helper that falls asleep either sees these tasks or is seen here. */
+    if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST)) {
+        pthread_mutex_lock(&team->lock);
+        pthread_cond_broadcast(&team->called);
+        pthread_mutex_unlock(&team->lock);
+    }
+    for (int64_t task; (task = fa_take(team, 0)) >= 0; had++) {
+        if (had && stop(loop)) {
+            had += 1 + (int64_t)(__atomic_exchange_n(&team->open, 0, __ATOMIC_ACQ_REL) & FA_TASKS);
+            break;
+        }
+        run(loop, task, 0, had == 0);
+    }
+    double begin = 0;
+    while (had + __atomic_load_n(&team->done, __ATOMIC_ACQUIRE) < n) {
+        if (begin == 0) begin = fa_seconds();
+        stop(loop);
+        fa_rest(fa_seconds() - begin);
+    }
+}
