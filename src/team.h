@@ -3,10 +3,10 @@
  * Requires: POSIX threads. Exports: fa_team_of, fa_team_back, fa_share, fa_seconds; fa_now and fa_note, which in builds
  * with FASTATTN_TRACE=1 tell tools/threads.py which thread ran which task when.
  *
- * Not OpenMP's: there, all threads of a region meet at its end, also those that found no task. On a machine with other
- * work, the caller then waits for a thread that has no core, and spins on the one that it could have: one short text
- * through MiniLM, 40 loops, took 63 and 144 ms beside one and two busy programs on two cores, 0.5 alone. Here a caller
- * waits for tasks that somebody has begun, and for nothing else, and who waits offers its core to others.
+ * Not OpenMP's: there, all threads of a region meet at its end, also those that found no task. Beside other programs,
+ * the caller then waits for a thread that has no core, and spins on the one that it could have: an encoder layer took
+ * 7 and 20 ms beside one and two, 1.2 alone (docs/notes/threads.md). Here a caller waits for tasks that somebody has
+ * begun, and for nothing else, and who waits long offers its core to others.
  *
  * A team is one caller's as long as a call lasts; meanwhile another caller has another one. */
 #include <pthread.h>
@@ -68,6 +68,7 @@ struct fa_team {
     fa_team_task run;
     int64_t n;
     uint64_t number; /* of the loop */
+    int cpu;         /* atomic: the caller's core */
     /* Atomic, and in cache lines of their own, as all threads write to them: tasks that nobody has taken, with above
      * FA_TASK_BITS the threads that may take one; and how many have ended, of those that helpers took. */
     uint64_t open __attribute__((aligned(64)));
@@ -79,9 +80,11 @@ typedef struct {
     int thread;
 } fa_helper;
 
-/* Seconds that a helper without a task stays awake. Being woken costs a call 20 us. Beside two busy programs on two
- * cores, 0.2 ms is as quick as without them; 2 and 10 ms are slower at times (docs/notes/threads.md). */
-static const double fa_awake = 2e-4;
+/* Seconds that who waits keeps its core to itself: what it waits for comes within microseconds, as a rule, and another
+ * program that is offered a core may keep it for milliseconds. */
+static const double fa_spins = 20e-6;
+/* Seconds that a helper without a task stays awake: being woken costs a call 60 to 200 us (docs/notes/threads.md). */
+static const double fa_awake = 1e-3;
 
 static fa_team *fa_free_teams;
 static pthread_mutex_t fa_free_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -102,6 +105,66 @@ static int64_t fa_take(fa_team *team, int thread)
     return -1;
 }
 
+/* Which cores this thread may use. */
+typedef struct {
+#ifdef __linux__
+    cpu_set_t all, apart;
+#endif
+    int parted;
+} fa_cores;
+
+/* Use no more the core of the caller. The system wakes a thread on the core of the one that wakes it, even if there is
+ * an idle one; the two then take turns, and the system parts them only after some milliseconds without a pause. */
+static void fa_part(const fa_team *team, fa_cores *cores)
+{
+    cores->parted = 0;
+#ifdef __linux__
+    if (sched_getaffinity(0, sizeof(cpu_set_t), &cores->all) || CPU_COUNT(&cores->all) < 2) return;
+    cores->apart = cores->all;
+    CPU_CLR(__atomic_load_n(&team->cpu, __ATOMIC_RELAXED), &cores->apart);
+    cores->parted = !sched_setaffinity(0, sizeof(cpu_set_t), &cores->apart);
+#else
+    (void)team;
+#endif
+}
+
+/* Use all cores again, unless somebody else has said which by now. */
+static void fa_rejoin(const fa_cores *cores)
+{
+#ifdef __linux__
+    cpu_set_t now;
+    if (cores->parted && !sched_getaffinity(0, sizeof(now), &now) && CPU_EQUAL(&now, &cores->apart))
+        sched_setaffinity(0, sizeof(now), &cores->all);
+#else
+    (void)cores;
+#endif
+}
+
+/* Between two looks at what others do. */
+static void fa_pause(double waited)
+{
+    if (waited >= fa_spins) sched_yield();
+#if defined(__x86_64__) || defined(__i386__)
+    else __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    else __asm__ volatile("yield");
+#endif
+}
+
+/* Sleep until there is a task. */
+static void fa_sleep(fa_team *team, int thread)
+{
+    fa_cores cores;
+    fa_part(team, &cores);
+    pthread_mutex_lock(&team->lock);
+    __atomic_fetch_add(&team->asleep, 1, __ATOMIC_SEQ_CST); /* before it looks: see fa_share */
+    while (!fa_may_take(__atomic_load_n(&team->open, __ATOMIC_SEQ_CST), thread))
+        pthread_cond_wait(&team->called, &team->lock);
+    __atomic_fetch_sub(&team->asleep, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&team->lock);
+    fa_rejoin(&cores);
+}
+
 static void *fa_help(void *argument)
 {
     fa_team *team = ((fa_helper *)argument)->team;
@@ -116,16 +179,9 @@ static void *fa_help(void *argument)
         }
         const double begin = fa_seconds();
         while (!fa_may_take(__atomic_load_n(&team->open, __ATOMIC_ACQUIRE), thread)) {
-            if (fa_seconds() - begin < fa_awake) {
-                sched_yield();
-                continue;
-            }
-            pthread_mutex_lock(&team->lock);
-            __atomic_fetch_add(&team->asleep, 1, __ATOMIC_SEQ_CST); /* before it looks: see fa_share */
-            while (!fa_may_take(__atomic_load_n(&team->open, __ATOMIC_SEQ_CST), thread))
-                pthread_cond_wait(&team->called, &team->lock);
-            __atomic_fetch_sub(&team->asleep, 1, __ATOMIC_SEQ_CST);
-            pthread_mutex_unlock(&team->lock);
+            const double waited = fa_seconds() - begin;
+            if (waited < fa_awake) fa_pause(waited);
+            else fa_sleep(team, thread);
         }
     }
     return NULL;
@@ -157,8 +213,9 @@ static fa_team *fa_team_of(int threads)
     if (team->helpers + 1 < threads) {
         sigset_t all, before;
         pthread_attr_t attributes;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the business of Python's threads */
+        sigfillset(&all); /* but of what a thread does itself, signals are the business of Python's threads */
+        sigdelset(&all, SIGSEGV), sigdelset(&all, SIGBUS), sigdelset(&all, SIGFPE), sigdelset(&all, SIGILL);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
         pthread_attr_init(&attributes);
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
         while (team->helpers + 1 < threads) {
@@ -186,15 +243,6 @@ static void fa_team_back(fa_team *team)
     pthread_mutex_unlock(&fa_free_lock);
 }
 
-/* Between two looks at what others do. Who has waited for a millisecond sleeps, and so is late by a sixteenth of what
- * it has waited at most; a shorter sleep than 60 us is none. */
-static void fa_rest(double waited)
-{
-    const double seconds = waited / 16 < 5e-3 ? waited / 16 : 5e-3;
-    if (seconds < 60e-6) sched_yield();
-    else nanosleep(&(struct timespec){0, (long)(seconds * 1e9)}, NULL);
-}
-
 /* Run tasks 0 .. n - 1 on up to `threads` threads of the team. The caller asks between its tasks, and while it waits,
  * whether to stop: then tasks that nobody has taken are left out. */
 static void fa_share(fa_team *team, void *loop, fa_team_task run, fa_team_stop stop, int64_t n, int threads)
@@ -203,6 +251,9 @@ static void fa_share(fa_team *team, void *loop, fa_team_task run, fa_team_stop s
     if (fa_alone) threads = 1;
     if (threads > team->helpers + 1) threads = team->helpers + 1;
     team->loop = loop, team->run = run, team->n = n, team->number++;
+#ifdef __linux__
+    __atomic_store_n(&team->cpu, sched_getcpu(), __ATOMIC_RELAXED);
+#endif
     __atomic_store_n(&team->done, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&team->open, (uint64_t)threads << FA_TASK_BITS | (uint64_t)n, __ATOMIC_SEQ_CST);
     /* A helper that falls asleep either sees these tasks or is seen here. */
@@ -222,6 +273,8 @@ static void fa_share(fa_team *team, void *loop, fa_team_task run, fa_team_stop s
     while (had + __atomic_load_n(&team->done, __ATOMIC_ACQUIRE) < n) {
         if (begin == 0) begin = fa_seconds();
         stop(loop);
-        fa_rest(fa_seconds() - begin);
+        const double waited = fa_seconds() - begin, seconds = waited / 16 < 5e-3 ? waited / 16 : 5e-3;
+        if (seconds < 60e-6) fa_pause(waited);
+        else nanosleep(&(struct timespec){0, (long)(seconds * 1e9)}, NULL);
     }
 }
