@@ -9,6 +9,7 @@ from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
 from fastattn.models._load import MODEL_TYPES, load
 from fastattn.models._sparse import SparseEncoder
+from fastattn.models._towers import TwoTowers
 from fastattn.models._vectors import quantize_embeddings
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "ModelError",
     "SparseEncoder",
     "TokenClassifier",
+    "TwoTowers",
     "load",
     "quantize_embeddings",
 ]
