@@ -1,4 +1,4 @@
-"""Models in NumPy on fastattn's kernels: the BERT family, GPT-2, Llama, Mistral, Qwen2 and Qwen3.
+"""Models in NumPy on fastattn's kernels: the BERT family, GPT-2, Llama, Mistral, Qwen2, Qwen3, CLIP.
 
 `load` reads a folder; see docs/models.md. A TypeError or a ValueError names the argument that does not fit.
 """

@@ -14,12 +14,14 @@ from fastattn import ops
 from fastattn._args.ops import integer_activations
 from fastattn.layers._block import Projection, model_program
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
+from fastattn.models._clip_text import clip_tokenizer
 from fastattn.models._embeddings import Places
 from fastattn.models._encoder import Encoder
 from fastattn.models._families import EncoderNames, read_encoder
 from fastattn.models._files import ModelError
 from fastattn.models._images import Images
 from fastattn.models._sentences import Sentences
+from fastattn.models._text import Text
 from fastattn.models._towers import TextHead, TwoTowers
 from fastattn.models._vision import ClassToken, Probe, Vision
 
@@ -124,9 +126,11 @@ def build(source: Source) -> TwoTowers:
         sentences=Sentences.of(source.outer, features, source.precision.dtype, towers=True),
     )
     end_id = text.size("eos_token_id", low=0) if is_clip else 0
-    own = {field.name: getattr(encoder, field.name) for field in fields(Encoder)}
+    own = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"model_type": kind}
+    if is_clip:
+        own["text"] = Text(source.folder, encoder.max_length, clip_tokenizer)
     return TwoTowers(
-        **{**own, "model_type": kind},
+        **own,
         vision=_vision(images, vision, is_clip),
         text_head=TextHead(
             _map(source, head, biased=not is_clip),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import iterated, real_array
 from fastattn.models._encode import EncodeOptions, at_once, calls
@@ -191,9 +191,10 @@ class TwoTowers(Encoder):
 
         if isinstance(sentences, str) or is_pillow(sentences) or getattr(sentences, "ndim", 0) == 3:
             return True, [each(sentences)]
-        if isinstance(sentences, bytes):
-            sentences = None  # whose elements are integers
-        given = iterated(func, "sentences", sentences, f"a string, {EXPECTED}, or several of them, as a list")
+        expected = f"a string, {EXPECTED}, or several of them, as a list"
+        if isinstance(sentences, bytes):  # whose elements are integers
+            raise wrong_type(func, "sentences", sentences, expected)
+        given = iterated(func, "sentences", sentences, expected)
         several = isinstance(sentences, (Sequence, np.ndarray))
         return False, list(map(each, given)) if several else map(each, given)
 

@@ -9,10 +9,10 @@ import pytest
 import tiny_towers as tiny
 from implementations import child_environment
 from model_folders import refused
+from PIL import Image
 
 from fastattn import models
 
-Image = pytest.importorskip("PIL.Image")
 RNG = np.random.default_rng(3)
 SIZE = tiny.SIZE
 
@@ -118,7 +118,9 @@ def test_the_newer_file_counts_where_there_are_both(tmp_path):
     (tmp_path / "processor_config.json").write_text('{"processor_class": "CLIPProcessor"}')
     model = models.load(tmp_path)
     assert model.images is None
-    with pytest.raises(models.ModelError, match=r"no preprocessor_config\.json and no processor_config\.json"):
+    with pytest.raises(
+        models.ModelError, match=r"no preprocessor_config\.json and no processor_config\.json"
+    ):
         model.encode([image])
 
 
@@ -134,11 +136,11 @@ def test_what_is_missing_is_as_in_transformers(tmp_path):
 
 
 WRONG = [
-    ({"size": {"longest_edge": 20}}, "'size' is {'longest_edge': 20}; expected height and width, or shortest_edge"),
+    ({"size": {"longest_edge": 20}}, "'size' is {'longest_edge': 20}; expected height and width, or sh"),
     ({"size": "20"}, "'size' is '20'; expected height and width, or shortest_edge, integers from 1"),
     ({"size": {"shortest_edge": 0}}, "expected height and width, or shortest_edge, integers from 1 to 65535"),
     ({"size": {"height": 20, "width": True}}, "expected height and width, or shortest_edge, integers"),
-    ({"crop_size": {"shortest_edge": 20}}, "'crop_size' is {'shortest_edge': 20}; expected height and width, in"),
+    ({"crop_size": {"shortest_edge": 20}}, "'crop_size' is {'shortest_edge': 20}; expected height and widt"),
     ({"crop_size": 19}, "'crop_size' is 19 by 19; expected the model's, 20 by 20"),
     ({"do_resize": "yes"}, "'do_resize' is 'yes'; expected true or false"),
     ({"do_rescale": False}, "'do_rescale' is False; only True is supported"),

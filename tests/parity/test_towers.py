@@ -1,18 +1,18 @@
 """CLIP and SigLIP against transformers: tiny towers with random weights, and what becomes of images."""
 
+import json
 import warnings
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_tokenizers import TEXTS, WORDS, write_tokenizer
+from PIL import Image
+from tiny_tokenizers import TEXTS, write_tokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from fastattn import models
-
-Image = pytest.importorskip("PIL.Image")
 
 VOCAB, LENGTH, SIZE = 97, 24, 36
 SIZES = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
@@ -38,16 +38,16 @@ TOWERS = {
 }  # fmt: skip
 
 
-def towers(name, seed=0):
-    """A model of transformers, whose parameters are all random."""
+def towers(name, **more):
+    """A model of transformers, whose parameters are all random; `more` changes the tower of texts."""
     kind, changes, text, vision = TOWERS[name]
     config = getattr(transformers, f"{kind}Config")(
-        text_config={**TEXT, **text},
+        text_config={**TEXT, **text, **more},
         vision_config={**SIZES, "image_size": SIZE, "patch_size": 6, **vision},
         **changes,
     )
     model = getattr(transformers, f"{kind}Model")(config).eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
@@ -121,19 +121,17 @@ def test_what_becomes_of_images(name, tmp_path):
     for image in (drawn(*size) for size in sizes):
         for each in (image, Image.fromarray(image), Image.fromarray(image).convert("RGBA")):
             expected = theirs(each, return_tensors="np")["pixel_values"][0]
-            # An array is integers here, as transformers takes it.
             got = ours.images(each, np.dtype("f4"))
             assert got.shape == expected.shape
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["clip", "siglip"])
+@pytest.mark.parametrize("name", ["old clip", "siglip"])
 def test_from_images_and_texts(name, tmp_path):
-    """With the one file that a processor of transformers 5 writes."""
     theirs = towers(name)
     theirs.save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
-    kind, changes = PROCESSORS[name]
+    kind, changes = PROCESSORS[name.removeprefix("old ")]
     tokens = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>"}
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), model_max_length=LENGTH, **tokens
@@ -144,25 +142,52 @@ def test_from_images_and_texts(name, tmp_path):
     ours = models.load(tmp_path)
     images = [drawn(40, 67), drawn(51, 30), drawn(36, 36)]
     padding = "max_length" if name == "siglip" else True
-    inputs = tokenizer(TEXTS, padding=padding, truncation=True, return_tensors="pt")["input_ids"]
-    if name == "clip":
-        theirs.text_model.eos_token_id = WORDS.index("</s>")
-        text = {**theirs.config.text_config.to_dict(), "eos_token_id": WORDS.index("</s>") }
-        del text
+    ids = tokenizer(TEXTS, padding=padding, truncation=True, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         pixels = processor(images, return_tensors="pt")["pixel_values"]
-        expected = theirs.get_image_features(pixel_values=pixels).pooler_output
-        same(ours.encode(images), expected)
-        if name == "siglip":
-            same(ours.encode(TEXTS), theirs.get_text_features(input_ids=inputs).pooler_output)
+        same(ours.encode(images), theirs.get_image_features(pixel_values=pixels).pooler_output)
+        same(ours.encode(TEXTS), theirs.get_text_features(input_ids=ids).pooler_output)
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789!'"
+MERGES = [("t", "h"), ("th", "e</w>"), ("c", "a"), ("ca", "t</w>"), ("o", "n")]
+LINES = ["The cat sat  on\na dog's mat!", "it'll cost 42, isn't it", "", "caf\u00e9 " * 20, "a<|endoftext|>b"]
+
+
+def write_clip(folder):
+    """A folder as clip-ViT-B-32 is, with the module CLIPModel; the tokenizer of transformers."""
+    inner = folder / "0_CLIPModel"
+    tokens = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), *map("".join, MERGES)]
+    tokens = ["<|startoftext|>", *dict.fromkeys(tokens), "<|endoftext|>"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    model = towers("clip", vocab_size=len(vocab), eos_token_id=vocab["<|endoftext|>"])
+    tokenizer = transformers.CLIPTokenizer(vocab, MERGES, model_max_length=LENGTH)
+    for part in (model, tokenizer, CLIPImageProcessorPil(**PROCESSORS["clip"][1])):
+        part.save_pretrained(inner)
+    modules = [{"idx": 0, "name": "0", "path": inner.name, "type": "sentence_transformers.models.CLIPModel"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (inner / "vocab.json").write_text(json.dumps(vocab))
+    (inner / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, MERGES)]))
+    return inner, tokenizer
+
+
+def test_the_tokenizer_of_clip(tmp_path):
+    """From tokenizer.json, and from vocab.json and merges.txt, as the first folders have it."""
+    inner, theirs = write_clip(tmp_path)
+    expected = theirs(LINES, truncation=True)["input_ids"]
+    assert models.load(tmp_path).text.encode(LINES) == expected
+    (inner / "tokenizer.json").unlink()
+    assert models.load(tmp_path).text.encode(LINES) == expected
+    assert max(map(len, expected)) == LENGTH
 
 
 def test_sentence_transformers(tmp_path):
-    """A folder with the module CLIPModel, as clip-ViT-B-32 is."""
     library = pytest.importorskip("sentence_transformers")
-    inner = tmp_path / "0_CLIPModel"
-    towers("clip").save_pretrained(inner)
+    write_clip(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = library.SentenceTransformer(str(tmp_path))
-    assert theirs
+        theirs = library.SentenceTransformer(str(tmp_path), device="cpu")
+        ours = models.load(tmp_path)
+        images = [Image.fromarray(drawn(40, 67)), Image.fromarray(drawn(36, 36))]
+        for inputs in (LINES, images, LINES[0], images[0]):
+            same(ours.encode(inputs), torch.tensor(theirs.encode(inputs)))
