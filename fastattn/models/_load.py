@@ -117,6 +117,9 @@ def load(
     if model_type not in _BUILDERS:
         expected = f"one of {', '.join(MODEL_TYPES)}"
         raise ModelError(f"{config.path}: 'model_type' is {model_type!r}; expected {expected}")
+    if path != outer and _BUILDERS[model_type] is not _clip.build:
+        expected = f"clip or siglip, as {outer / 'modules.json'} has a CLIPModel"
+        raise ModelError(f"{config.path}: 'model_type' is {model_type!r}; expected {expected}")
     if config.values.get("quantization_config") is not None:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:

@@ -1,5 +1,6 @@
 """CLIP and SigLIP: vectors of texts and images against plain NumPy, and what is refused."""
 
+import json
 import pickle
 import sys
 
@@ -307,7 +308,40 @@ def test_a_folder_of_sentence_transformers(module, tmp_path):
         model.encode_query("cat"), plain.encode("the cat", normalize_embeddings=True)
     )
     assert model.similarity_fn_name == "dot"
+    if module == "CLIPModel":
+        change_config(inner, model_type="bert")
+        refused(
+            tmp_path, "'model_type' is 'bert'; expected clip or siglip, as ", "modules.json has a CLIPModel"
+        )
+        change_config(inner, model_type="clip")
     (tmp_path / "modules.json").write_text(f"[{entries[0]}, {entries[0]}]")
     refused(tmp_path, f"modules.json has {module}, {module}; expected Transformer or CLIPModel first, once")
     (tmp_path / "modules.json").write_text(f'[{entries[0]}, {{"path": "1", "type": "a.Pooling"}}]')
     refused(tmp_path, "modules.json has a module 'Pooling'; expected one of Transformer, CLIPModel, Dense")
+
+
+def test_the_tokenizer_of_the_first_folders(tmp_path):
+    """vocab.json and merges.txt in place of tokenizer.json."""
+    tiny.write(tmp_path, "clip")
+    tokens = ["<|startoftext|>", "c", "a", "t</w>", "t", "c</w>", "'s</w>", "'", "s</w>", "ca", "cat</w>"]
+    vocab = {token: i for i, token in enumerate([*tokens, "<|endoftext|>"])}
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nc a\nca t</w>\n' s</w>\n")
+    refused_text(tmp_path, r"tokenizer\.json is missing; expected a tokenizer")
+    (tmp_path / "vocab.json").write_text("{")
+    refused_text(tmp_path, r"vocab\.json and merges\.txt are no tokenizer: ")
+    (tmp_path / "vocab.json").write_text(json.dumps({**vocab, "<|endoftext|>": None} | {"c": 1}))
+    refused_text(tmp_path, r"vocab\.json")
+    rest = {token: i for token, i in vocab.items() if token != "<|startoftext|>"}
+    (tmp_path / "vocab.json").write_text(json.dumps(rest))
+    refused_text(tmp_path, r"vocab\.json has no <\|startoftext\|>; expected CLIP's vocabulary")
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    text = models.load(tmp_path).text
+    assert text.encode(["Cat's  c", "", "a<|endoftext|>"]) == [[0, 10, 6, 5, 11], [0, 11], [0, 11, 11, 11]]
+    assert text.encode(["cat " * 40]) == [[0] + [10] * 14 + [11]]
+    write_tokenizer(tmp_path)
+    assert models.load(tmp_path).text.encode(["the"]) == [[1, 4, 2]]
+
+
+def refused_text(folder, message):
+    with pytest.raises(models.ModelError, match=message):
+        models.load(folder).text.encode(["cat"])
