@@ -311,7 +311,7 @@ def activate(
     x : array_like, (..., n)
     activation : str
         A name that `Activation` lists, for instance "relu". "gelu" is the exact one, by the error function,
-        "gelu_tanh" its approximation (Hendrycks & Gimpel 2016).
+        "gelu_tanh" and "quick_gelu" its approximations (Hendrycks & Gimpel 2016).
     up : array_like, (..., n), optional
         x's shape and dtype.
     out, num_threads, backend : optional

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models as tiny
+import tiny_towers
+from PIL import Image
 from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +60,10 @@ def folder(tmp_path, monkeypatch):
     config = {**tiny.CONFIGS["qwen3"], "vocab_size": 256}
     tiny.write(tmp_path / "Qwen3-0.6B", "qwen3", tiny.tensors("qwen3", config), vocab_size=256)
     write_byte_tokenizer(tmp_path / "Qwen3-0.6B")
+    tiny_towers.write(tmp_path / "clip-vit-base-patch32", "clip")
+    write_tokenizer(tmp_path / "clip-vit-base-patch32")
+    for name in ("cat.jpg", "dog.jpg"):
+        Image.new("RGB", (30, 40)).save(tmp_path / name)
     monkeypatch.chdir(tmp_path)
 
 

@@ -32,6 +32,7 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x * (0.5 + 0.5 * np.tanh(x / 2)),
     "sigmoid": lambda x: 0.5 + 0.5 * np.tanh(x / 2),
+    "quick_gelu": lambda x: x * (0.5 + 0.5 * np.tanh(0.851 * x)),
 }
 
 
@@ -127,7 +128,7 @@ def test_activations_of_what_is_not_finite(implementation):
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(ops.activate(x, "relu"), [[np.nan, np.inf, 0, 0, 0]])
         np.testing.assert_array_equal(ops.activate(x, "sigmoid"), [[np.nan, 1, 0, 0.5, 0.5]])
-        for name in ("gelu", "gelu_tanh", "silu"):
+        for name in ("gelu", "gelu_tanh", "silu", "quick_gelu"):
             np.testing.assert_array_equal(ops.activate(x, name)[0, [0, 1, 3, 4]], [np.nan, np.inf, 0, 0])
 
 

@@ -19,7 +19,7 @@ FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 
 # The formulas are in src/activations.inc, their NumPy twins in _reference/ops.py.
-Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid"]
+Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid", "quick_gelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 # What `linear` can round its input to: the argument `activations`.
 Rounding: TypeAlias = Literal["int8"]

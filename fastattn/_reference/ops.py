@@ -43,6 +43,7 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: _sigmoid(x) * x,
     "sigmoid": _sigmoid,
+    "quick_gelu": lambda x: _sigmoid(1.702 * x) * x,
 }
 
 

@@ -1,4 +1,4 @@
-"""Models in NumPy on fastattn's kernels: the BERT family, GPT-2, Llama, Mistral, Qwen2 and Qwen3.
+"""Models in NumPy on fastattn's kernels: the BERT family, GPT-2, Llama, Mistral, Qwen2, Qwen3, CLIP.
 
 `load` reads a folder; see docs/models.md. A TypeError or a ValueError names the argument that does not fit.
 """
@@ -9,6 +9,7 @@ from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
 from fastattn.models._load import MODEL_TYPES, load
 from fastattn.models._sparse import SparseEncoder
+from fastattn.models._towers import TwoTowers
 from fastattn.models._vectors import quantize_embeddings
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "ModelError",
     "SparseEncoder",
     "TokenClassifier",
+    "TwoTowers",
     "load",
     "quantize_embeddings",
 ]

@@ -38,6 +38,7 @@ class Source(NamedTuple):
     config: Config
     tensors: Tensors
     precision: Precision
+    outer: Path  # the folder of modules.json, in which `folder` may be
 
     def vector(self, *names: str) -> Array:
         """The tensors `names`, end to end, in the type that the kernels compute in."""

@@ -276,7 +276,7 @@ def read_decoder(
     tokens' vectors are the weight of the output layer, too.
     """
     source = blocks.source
-    folder, config, tensors, precision = source
+    folder, config, tensors, precision, _ = source
     vocab = config.size("vocab_size")
     tensors.drop_prefix(names.prefix)
     tokens, output = f"{names.tokens}.weight", "lm_head.weight"

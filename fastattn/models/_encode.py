@@ -125,7 +125,7 @@ class Embedder(_model.Model):
         dict of ndarray
             "input_ids" of int64 and "attention_mask" of bool, both (n, length).
         """
-        ids, mask = _model.pad(list(self.text.encoded(strings("tokenize", "texts", texts))))
+        ids, mask = _model.pad(list(self._encoded(strings("tokenize", "texts", texts))))
         return {"input_ids": ids, "attention_mask": mask}
 
     def encode(
@@ -213,9 +213,7 @@ class Embedder(_model.Model):
 
     def _encode(self, func: str, sentences: Any, options: EncodeOptions, names: Names = ()) -> Array:
         """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
-        one = isinstance(sentences, str)
-        texts = [sentences] if one else sentences
-        lines = strings(func, "sentences", texts, "a string, or several, as [text]")
+        one, lines = self._inputs(func, sentences)
         call = self._checked(func, options, names)
         ranged = call.precision in _RANGED
         if one and ranged:
@@ -238,12 +236,22 @@ class Embedder(_model.Model):
             vectors = quantize_embeddings(vectors, call.precision)
         return vectors[0] if one else vectors
 
-    def _vectors(self, texts: Iterable[str], call: Call) -> Iterator[Array]:
+    def _inputs(self, func: str, sentences: Any) -> tuple[bool, Iterable[Any]]:
+        """Whether `sentences` is one text, and the checked texts."""
+        one = isinstance(sentences, str)
+        texts = [sentences] if one else sentences
+        return one, strings(func, "sentences", texts, "a string, or several, as [text]")
+
+    def _encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """The ids of each text; texts are read when they are needed."""
+        return self.text.encoded(texts)
+
+    def _vectors(self, texts: Iterable[Any], call: Call) -> Iterator[Array]:
         """The vectors in order, an array (n, features) at a time; texts are read when they are needed.
 
         Precisions for which the ranges of all vectors count are left to the caller.
         """
-        encoded = self.text.encoded(call.prompt + text for text in texts)
+        encoded = self._encoded(call.prompt + text for text in texts)
         for sequences in calls(encoded, call.batch_size):
             rows, cu_seqlens = self.hidden(sequences)
             yield call.packed(self.sentences.vectors(rows, cu_seqlens, call.prompt_length))
@@ -293,3 +301,8 @@ def calls(encoded: Iterable[list[Any]], batch_size: int | None) -> Iterator[list
         tokens += len(ids)
     if call:
         yield call
+
+
+def at_once(rows: int) -> int:
+    """How many inputs of so many rows each go through the layers together."""
+    return max(1, _CALL_TOKENS // rows)

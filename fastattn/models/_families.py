@@ -52,6 +52,7 @@ def read_encoder(
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
     biases: Callable[[], Callable[[int], tuple[Array, ...]]] | None = None,
     others: Mapping[str, Shape] | None = None,
+    sentences: Sentences | None = None,
 ) -> Encoder:
     """The encoder of `blocks`; `scales`, `windows` and `rotations` are those of `Blocks.read`.
 
@@ -59,11 +60,11 @@ def read_encoder(
     tokens are times `token_scale`. Blocks run in `order`, in which they may be more than once.
 
     Positions are a table of `positions` rows, of which the `first` ones are padding's, or rotary with what
-    `frequencies` returns; texts are then cut at `longest`. `biases` makes those of `Places`, of more tensors,
-    whose shapes are `others`.
+    `frequencies` returns; texts are then cut at `longest`. `biases` makes those of `Places`. The shapes of
+    more tensors are `others`. `sentences` are by default those of the folder.
     """
     source = blocks.source
-    folder, config, tensors, precision = source
+    folder, config, tensors, precision, _ = source
     features = features or blocks.hidden
     vocab = config.size("vocab_size")
     tensors.drop_prefix(*names.prefixes)
@@ -115,5 +116,5 @@ def read_encoder(
             token_scale,
         ),
         places=Places(all_windows, causal, rotary, biases=None if biases is None else biases()),
-        sentences=Sentences.of(folder, blocks.hidden, precision.dtype),
+        sentences=sentences or Sentences.of(folder, blocks.hidden, precision.dtype),
     )

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import sys
+from copy import copy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -90,7 +91,7 @@ class Config:
 
     def __init__(self, path: Path, optional: bool = False):
         """Read the file `path`, which may be missing if it is `optional`."""
-        self.path: Path = path
+        self.path: Path | str = path  # as messages say it
         self.values: dict[str, Any] = {} if optional and not path.is_file() else read_json(path)
 
     def _value(self, name: str, kind: Any, expected: str, default: Any) -> Any:
@@ -107,6 +108,14 @@ class Config:
         """A value of type `kind`: bool, str or dict."""
         value: _T = self._value(name, kind, _EXPECTED[kind], default)
         return value
+
+    def inner(self, name: str, usual: Mapping[str, Any]) -> Config:
+        """The table `name`, in which what is missing or null is as in `usual`."""
+        inner = copy(self)
+        inner.path = f"{self.path}: {name!r}"
+        given = {key: value for key, value in self.get(name, dict, {}).items() if value is not None}
+        inner.values = {**usual, **given}
+        return inner
 
     def size(self, name: str, default: int = _REQUIRED, low: int = 1) -> int:
         """An integer of at least `low`."""
@@ -316,10 +325,11 @@ class Tensors:
     def pack(self, *maps: Sequence[str], transposed: bool = False) -> PackedLinear:
         """The tensors of a linear map, one after another, or of a gated pair, up and gate, packed.
 
-        They are packed from the file's memory, and copied nowhere else. A `transposed` one is (in, out).
+        They are packed from the file's memory, and copied nowhere else. A `transposed` one is (in, out). All
+        axes of one of more than two, as of a convolution, but the first count as one.
         """
         held = [[self._tensors[name] for name in names] for names in maps]
-        arrays = [[(stored, file.mapped(stored)) for file, stored in each] for each in held]
+        arrays = [[(stored, _matrix(file.mapped(stored))) for file, stored in each] for each in held]
         if transposed:
             arrays = [[(stored, array.T) for stored, array in each] for each in arrays]
         return self._packed(arrays)
@@ -342,3 +352,7 @@ class Tensors:
     def _not_finite(self, stored: str) -> ModelError:
         what = f"values that are not finite as {self._stored}"
         return ModelError(f"{self.path}: {stored!r} has {what}; expected finite ones")
+
+
+def _matrix(array: Array) -> Array:
+    return array if array.ndim == 2 else array.reshape(len(array), -1)

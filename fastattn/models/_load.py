@@ -11,6 +11,7 @@ from fastattn._args.errors import wrong_type
 from fastattn.models import (
     _albert,
     _bert,
+    _clip,
     _deberta,
     _distilbert,
     _gemma3,
@@ -23,9 +24,11 @@ from fastattn.models import (
     _t5,
 )
 from fastattn.models._blocks import Source
-from fastattn.models._encoder import Encoder
+from fastattn.models._decoder import Decoder
 from fastattn.models._files import Config, ModelError, Tensors
 from fastattn.models._heads import with_head
+from fastattn.models._sentences import folder_of_towers
+from fastattn.models._towers import TwoTowers
 from fastattn.models._weights import Precision
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Rounding
     from fastattn.models._classify import CrossEncoder, TokenClassifier
-    from fastattn.models._decoder import Decoder
+    from fastattn.models._encoder import Encoder
     from fastattn.models._sparse import SparseEncoder
 
 # `model_type` of config.json
@@ -43,6 +46,7 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert.build),
     "gemma3_text": _gemma3.build,
     "albert": _albert.build,
+    **dict.fromkeys(("clip", "siglip"), _clip.build),
     "deberta-v2": _deberta.build,
     "distilbert": _distilbert.build,
     "gpt2": _gpt2.build,
@@ -62,7 +66,7 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
-) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | Decoder:
+) -> Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists.
 
     Parameters
@@ -82,7 +86,7 @@ def load(
 
     Returns
     -------
-    Encoder, CrossEncoder, TokenClassifier, SparseEncoder or Decoder
+    Encoder, TwoTowers, CrossEncoder, TokenClassifier, SparseEncoder or Decoder
         By the `model_type` in config.json, one of `MODEL_TYPES`, its `architectures`, and modules.json.
 
     Raises
@@ -107,15 +111,19 @@ def load(
     path = Path(folder)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         raise ModelError(f"{path} is no folder; expected one with config.json and model.safetensors")
+    outer, path = path, folder_of_towers(path)
     config = Config(path / "config.json")
     model_type = config.get("model_type", str)
     if model_type not in _BUILDERS:
         expected = f"one of {', '.join(MODEL_TYPES)}"
         raise ModelError(f"{config.path}: 'model_type' is {model_type!r}; expected {expected}")
+    if path != outer and _BUILDERS[model_type] is not _clip.build:
+        expected = f"clip or siglip, as {outer / 'modules.json'} has a CLIPModel"
+        raise ModelError(f"{config.path}: 'model_type' is {model_type!r}; expected {expected}")
     if config.values.get("quantization_config") is not None:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:
         tensors = Tensors(path, precision.weights, stack)
-        source = Source(path, config, tensors, precision)
+        source = Source(path, config, tensors, precision, outer)
         model = _BUILDERS[model_type](source)
-        return with_head(source, model) if isinstance(model, Encoder) else model
+        return model if isinstance(model, (Decoder, TwoTowers)) else with_head(source, model)

@@ -191,6 +191,7 @@ _MODULES: dict[str, type[Dense | LayerNorm | Normalize]] = {
 }
 _SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
 _BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
+_TOWERS = "CLIPModel"  # in a folder of its own, and without Pooling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,11 +207,14 @@ class Sentences:
     truncate_dim: int | None
 
     @classmethod
-    def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> Sentences:
-        """As the folder's files say, for hidden states of so many features, computed in `dtype`."""
+    def of(cls, folder: Path, features: int, dtype: np.dtype[Any], towers: bool = False) -> Sentences:
+        """As the folder's files say, for hidden states of so many features, computed in `dtype`.
+
+        Of two `towers`, these are vectors of texts and images, and nothing pools them.
+        """
         pooling, modules = Pooling(), []
         lane = lane_dtype(dtype)
-        for kind, inner in modules_of(folder):
+        for kind, inner in modules_of(folder, towers):
             if kind == "Pooling":
                 pooling = Pooling.of(folder / inner)
                 features *= len(pooling.modes)
@@ -243,7 +247,10 @@ class Sentences:
 
     def vectors(self, rows: Array, cu_seqlens: Ints, prompt_length: int) -> Array:
         """One vector for each text of hidden states, (n, features) in the lane type."""
-        pooled = self.pooling(rows, cu_seqlens, prompt_length)
+        return self.behind(self.pooling(rows, cu_seqlens, prompt_length))
+
+    def behind(self, pooled: Array) -> Array:
+        """What the modules make of vectors (n, features)."""
         for module in self.modules:
             pooled = module(pooled)
         return pooled
@@ -255,23 +262,36 @@ def is_cross_encoder(folder: Path) -> bool:
     return config.values.get("model_type") == "CrossEncoder"
 
 
-def modules_of(folder: Path) -> list[tuple[str, str]]:
+def folder_of_towers(folder: Path) -> Path:
+    """The folder of the CLIPModel in modules.json; `folder` itself where there is none."""
+    path = folder / "modules.json"
+    if path.is_file():
+        for module in read_json(path, list):
+            inner = module.get("path", "") if isinstance(module, dict) else ""
+            if inner and is_name(inner) and str(module.get("type")).rpartition(".")[2] == _TOWERS:
+                return folder / str(inner)
+    return folder
+
+
+def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
     """Kind and folder of each module in modules.json; none where it is missing.
 
-    A head that scores has no Pooling before it, and SpladePooling has another one.
+    A head that scores has no Pooling before it, and neither have two `towers`. SpladePooling is another one.
     """
     path, named = folder / "modules.json", []
     for module in read_json(path, list) if path.is_file() else ():
         entry = module if isinstance(module, dict) else {"type": module}
         kind, inner = str(entry.get("type")).rpartition(".")[2], entry.get("path", "")
         known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE)
+        if towers:
+            known = (_BEFORE[0], _TOWERS, *_MODULES, _NO_PART)
         if kind not in known:
             expected = ", ".join(known)
             raise ModelError(f"{path} has a module {short(kind)}; expected one of {expected}")
         first = kind in ("Transformer", _SPLADE[0])
         if first and inner not in ("", "."):
             raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected '', this folder")
-        if not first and not (inner and is_name(inner)):
+        if not first and not (inner and is_name(inner)) and (kind != _TOWERS or inner):
             raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected a folder beside it")
         named.append((kind, inner))
     kinds = [kind for kind, _ in named]
@@ -279,6 +299,12 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
         return []
     if len(kinds) == 2 and kinds[0] in ("Transformer", _SPLADE[0]) and kinds[1] == _SPLADE[1]:
         return named
+    if towers:
+        either = (_BEFORE[0], _TOWERS)
+        if not kinds or kinds[0] not in either or any(kind in either for kind in kinds[1:]):
+            expected = f"{' or '.join(either)} first, once"
+            raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
+        return [(kind, inner) for kind, inner in named[1:] if kind != _NO_PART]
     if tuple(kinds[:2]) != _BEFORE or any(kind in _BEFORE for kind in kinds[2:]):
         expected = f"{' and '.join(_BEFORE)} first, once each"
         raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")

@@ -38,18 +38,12 @@ class Text:
 
     folder: Path
     max_length: int | None = None  # what the model can take at most
+    other: Callable[[Path], Any] | None = None  # makes one of other files; None: they are not there
 
     @cached_property
     def tokenizer(self) -> Any:
         """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked."""
-        path = self.folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{path} is missing; expected a tokenizer as the tokenizers library writes it")
-        tokenizers = require("tokenizers")
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise ModelError(lfs_hint(path) or f"{path} is no tokenizer: {error}") from error
+        tokenizers, tokenizer = require("tokenizers"), self._read()
         tokenizer.no_padding()
         if self._sentences.get("do_lower_case", bool, False):
             normalizers, given = tokenizers.normalizers, tokenizer.normalizer
@@ -60,6 +54,21 @@ class Text:
         else:
             tokenizer.enable_truncation(self.limit)
         return tokenizer
+
+    def _read(self) -> Any:
+        """The tokenizer as the folder has it."""
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            made = None if self.other is None else self.other(self.folder)
+            if made is not None:
+                return made
+            raise ModelError(f"{path} is missing; expected a tokenizer as the tokenizers library writes it")
+        try:
+            return require("tokenizers").Tokenizer.from_file(str(path))
+        except ImportError:
+            raise
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(lfs_hint(path) or f"{path} is no tokenizer: {error}") from error
 
     @property
     def _sentences(self) -> Config:

@@ -24,6 +24,7 @@ static near activated(fa_activation activation, near z, double eps)
     case FA_GELU_TANH: return (near){0.5 * x * (1 + tanh(cubic)), error};
     case FA_SILU: return (near){x / (1 + exp(-x)), error};
     case FA_SIGMOID: return (near){1 / (1 + exp(-x)), error};
+    case FA_QUICK_GELU: return (near){x / (1 + exp(-1.702 * x)), error};
     default: return z;
     }
 }

@@ -1,0 +1,187 @@
+"""From images to the pixels that a model takes: resized, cut and normalised as the folder says."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.values import as_array, is_float, short
+from fastattn.models._files import Config, ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from fastattn._args.types import Array
+
+_WHOLE = 255  # of a pixel in integers
+_CHANNELS = 3
+_NEW, _OLD = "processor_config.json", "preprocessor_config.json"  # the first one has a table of it
+EXPECTED = "an array (height, width, 3) or an image of Pillow"
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """What is done with an image before it goes to the model."""
+
+    path: Path | str  # the file that says so
+    image_size: int  # height and width that the model takes
+    size: tuple[int, int] | int | None  # height and width, or the shorter of them; None: as it is
+    crop: tuple[int, int] | None  # height and width of the middle that is kept
+    resample: int  # one of Pillow's filters
+    scale: float  # of pixels from 0 to 255
+    mean: tuple[float, ...]  # of each channel, subtracted after that
+    std: tuple[float, ...]  # what it is divided by then
+
+    @classmethod
+    def of(cls, folder: Path, image_size: int, usual: Mapping[str, Any]) -> Images | None:
+        """As the folder says, with what is missing as in `usual`; None if it has no such file."""
+        nested = Config(folder / _NEW, optional=True)
+        if nested.values.get("image_processor") is not None:
+            config = nested.inner("image_processor", usual)
+        elif (folder / _OLD).is_file():
+            config = Config(folder / _OLD)
+            given = {name: value for name, value in config.values.items() if value is not None}
+            config.values = {**usual, **given}
+        else:
+            return None
+        config.refuse(do_rescale=True, do_pad=False)
+        size = _size(config, "size", "do_resize", shorter=True)
+        crop = _size(config, "crop_size", "do_center_crop")
+        mean, std = (0.0,) * _CHANNELS, (1.0,) * _CHANNELS
+        if config.get("do_normalize", bool, True):
+            mean, std = _numbers(config, "image_mean"), _numbers(config, "image_std")
+            if 0 in std:
+                raise ModelError(f"{config.path}: 'image_std' is {short(list(std))}; expected no 0")
+        resample = config.size("resample", low=0)
+        if resample > 5:
+            raise ModelError(f"{config.path}: 'resample' is {resample}; expected a filter of Pillow, 0 to 5")
+        found = size if crop is None else crop
+        if isinstance(found, tuple) and found != (image_size, image_size):
+            name = "size" if crop is None else "crop_size"
+            expected = f"the model's, {image_size} by {image_size}"
+            raise ModelError(f"{config.path}: {name!r} is {found[0]} by {found[1]}; expected {expected}")
+        scale = config.number("rescale_factor", 1 / _WHOLE)
+        return cls(config.path, image_size, size, crop, resample, scale, mean, std)
+
+    def __call__(self, image: Any, dtype: np.dtype[Any]) -> Array:
+        """The pixels (3, image_size, image_size) in `dtype`, float32 or float64, of a checked image."""
+        if is_pillow(image):
+            image = np.asarray(image.convert("RGB"))
+        if self.size is not None:
+            image = self._resized(image)
+        if self.crop is not None:
+            image = _middle(image, *self.crop)
+        if image.shape[:2] != (self.image_size,) * 2:
+            came = f"an image becomes {image.shape[0]} by {image.shape[1]} by {self.path}"
+            expected = f"the model's size, {self.image_size} by {self.image_size}"
+            raise ValueError(f"encode(): {came}; expected {expected}")
+        scale = self.scale if image.dtype == np.uint8 else self.scale * _WHOLE
+        pixels = (image * np.float64(scale)).astype(dtype)
+        normed: Array = (pixels - np.array(self.mean, dtype)) / np.array(self.std, dtype)
+        return normed.transpose(2, 0, 1)
+
+    def _resized(self, image: Array) -> Array:
+        """The image at `size`: as it is, or by Pillow, in integers."""
+        height, width = image.shape[:2]
+        if isinstance(self.size, tuple):
+            wanted = self.size
+        else:
+            assert self.size is not None
+            longer = self.size * max(height, width) // min(height, width)
+            wanted = (self.size, longer) if height <= width else (longer, self.size)
+        if (height, width) == wanted:
+            return image
+        if image.dtype != np.uint8:
+            image = np.rint(image.astype(np.float64) * _WHOLE).astype(np.uint8)
+        library = _pillow()
+        found = library.fromarray(np.ascontiguousarray(image)).resize(wanted[::-1], self.resample)
+        return np.asarray(found)
+
+
+def is_pillow(x: Any) -> bool:
+    """Whether `x` is an image of Pillow, which is then imported."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(x, module.Image)
+
+
+def checked(func: str, name: str, image: Any) -> Any:
+    """`image`, or an error that names it the argument `name`: an image of Pillow, or an array."""
+    if is_pillow(image):
+        shape = image.size
+    else:
+        if not hasattr(image, "__array__"):  # lists of numbers are texts that somebody has mistaken
+            raise wrong_type(func, name, image, f"a string, {EXPECTED}, or several of them, as a list")
+        image = as_array(func, name, image)
+        if image.ndim != 3 or image.shape[2] != _CHANNELS:
+            raise wrong_shape(func, name, image, f"(height, width, {_CHANNELS})")
+        shape = image.shape
+        if image.dtype != np.uint8:
+            if not is_float(image.dtype):
+                raise wrong_dtype(func, name, image, "uint8, from 0 to 255, or floats from 0 to 1")
+            image = image.astype(np.float64)
+            if image.size and not (image.min() >= 0 and image.max() <= 1):
+                came = f"values from {image.min():.6g} to {image.max():.6g}"
+                expected = "0 to 1 in floats, 0 to 255 in uint8"
+                raise ValueError(f"{func}(): {name} has an image with {came}; expected {expected}")
+    if 0 in shape:
+        raise ValueError(f"{func}(): {name} has an image without pixels; expected at least one")
+    return image
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        how = "pip install pillow, or fastattn with the extra 'images'"
+        raise ImportError(f"images of another size than the model's need Pillow: {how} ({error})") from error
+    return Image
+
+
+def _middle(image: Array, height: int, width: int) -> Array:
+    """The middle of the image; what is beyond its edges is 0."""
+    out = np.zeros((height, width, image.shape[2]), image.dtype)
+    to, of = [], []
+    for wanted, there in ((height, image.shape[0]), (width, image.shape[1])):
+        # transformers rounds so: an image that is smaller by an odd number lies nearer to the end.
+        begin = (there - wanted) // 2 if there >= wanted else -ceil((wanted - there) / 2)
+        first, last = max(begin, 0), min(begin + wanted, there)
+        of.append(slice(first, last))
+        to.append(slice(first - begin, last - begin))
+    out[tuple(to)] = image[tuple(of)]
+    return out
+
+
+def _size(config: Config, name: str, asked: str, shorter: bool = False) -> Any:
+    """Height and width, or with `shorter` perhaps one number for the shorter of them; None if not `asked`."""
+    if not config.get(asked, bool, False):
+        return None
+    value, sides = config.values.get(name), ("height", "width")
+    if isinstance(value, dict):
+        value = {key: side for key, side in value.items() if side is not None}
+        if shorter and list(value) == ["shortest_edge"]:
+            value = value["shortest_edge"]
+        elif set(value) == set(sides):
+            value = tuple(value[side] for side in sides)
+    elif not shorter:
+        value = (value, value)
+    parts = value if isinstance(value, tuple) else (value,)
+    if not all(type(part) is int and 1 <= part < 2**16 for part in parts):
+        expected = "height and width" + (", or shortest_edge" if shorter else "")
+        came = short(config.values.get(name))
+        raise ModelError(f"{config.path}: {name!r} is {came}; expected {expected}, integers from 1 to 65535")
+    return value
+
+
+def _numbers(config: Config, name: str) -> tuple[float, ...]:
+    """A number of each channel."""
+    value = config.values.get(name)
+    numbers: list[Any] = value if isinstance(value, list) else [value] * _CHANNELS
+    if len(numbers) != _CHANNELS or not all(type(x) in (int, float) and abs(x) < 1e30 for x in numbers):
+        raise ModelError(f"{config.path}: {name!r} is {short(value)}; expected {_CHANNELS} numbers")
+    return tuple(map(float, numbers))

@@ -1,0 +1,242 @@
+"""Two towers, one of texts and one of images, whose vectors can be compared; `_clip.py` builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import iterated, real_array
+from fastattn.models._encode import EncodeOptions, at_once, calls
+from fastattn.models._encoder import Encoder
+from fastattn.models._files import Config, ModelError
+from fastattn.models._images import EXPECTED, checked, is_pillow
+from fastattn.models._text import strings
+from fastattn.models._vectors import similarities
+from fastattn.models._vision import mapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array, Ints
+    from fastattn.layers._block import Projection
+    from fastattn.models._encode import Call
+    from fastattn.models._images import Images
+    from fastattn.models._vision import Vision
+
+# Which token's row the vector of a text is made of, by its ids and an id.
+ENDS: dict[str, Callable[[Ints, int], int]] = {
+    "last": lambda ids, end: len(ids) - 1,
+    "largest": lambda ids, end: int(ids.argmax()),
+    "first": lambda ids, end: int((ids == end).argmax()),  # of this id; the first token if it is not there
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextHead:
+    """From the hidden states of a text to its vector: those of one token, mapped."""
+
+    linear: Projection
+    end: str  # of `ENDS`
+    end_id: int
+    pad_id: int | None  # of the tokens that fill a text up; None: nothing does
+
+    def __call__(self, rows: Array, cu_seqlens: Ints, sequences: Sequence[Ints]) -> Array:
+        """The vectors (n, features) in the lane type; a text without tokens counts as zeros."""
+        pooled = np.zeros((len(sequences), rows.shape[1]), lane_dtype(rows.dtype))
+        for vector, begin, ids in zip(pooled, cu_seqlens.tolist(), sequences, strict=False):
+            if len(ids):
+                vector[:] = rows[begin + ENDS[self.end](ids, self.end_id)]
+        return mapped(pooled, self.linear)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TwoTowers(Encoder):
+    """CLIP or SigLIP: `encode` makes vectors of texts and of images, which `similarity` compares.
+
+    The rest of an `Encoder` is that of the tower of texts; a call gives its hidden states.
+    """
+
+    vision: Vision
+    text_head: TextHead
+    images: Images | None  # None: the folder does not say what is done with images
+    logit_scale: float  # its logarithm, as in the file
+    logit_bias: float
+
+    def text_features(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
+        """The vectors of texts that are given as ids, as `get_text_features` of transformers.
+
+        Parameters
+        ----------
+        ids : array_like of int, (batch, length) or (length,)
+            As the tokenizer makes them. SigLIP knows only texts that are padded to the full length.
+        attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
+            True or 1: which tokens count. The others are left out, as if they were not there.
+
+        Returns
+        -------
+        ndarray, (batch, features)
+            float32, or float64 for a model in float64; not scaled.
+        """
+        tokens, _, mask = self._tokens(ids, attention_mask, self.max_length)
+        kept = tokens if mask is None else (ids[counts] for ids, counts in zip(tokens, mask, strict=True))
+        return self._of_ids(list(kept))
+
+    def image_features(self, pixels: ArrayLike) -> Array:
+        """The vectors of images that are given as pixels, as `get_image_features` of transformers.
+
+        Parameters
+        ----------
+        pixels : array_like, (batch, 3, height, width) or (3, height, width)
+            Of the model's size, and normalised: ``pixel_values`` of transformers.
+
+        Returns
+        -------
+        ndarray, (batch, features)
+            float32, or float64 for a model in float64; not scaled.
+        """
+        func, size = self.model_type, self.vision.image_size
+        array = real_array(func, "pixels", pixels)
+        if array.ndim not in (3, 4) or array.shape[-3:] != (3, size, size):
+            raise wrong_shape(func, "pixels", array, f"(batch, 3, {size}, {size})")
+        array = array.reshape(-1, 3, size, size)
+        count = at_once(self.vision.length)
+        parts = [self.vision(array[i : i + count], self.dtype) for i in range(0, len(array), count)]
+        return np.concatenate([np.empty((0, self._features), lane_dtype(self.dtype)), *parts])
+
+    def logits(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Array:
+        """``exp(logit_scale) * cosine + logit_bias`` of each of (n, features) with each of (m, features).
+
+        The result is (n, m). With the vectors of images first and those of texts second, it is
+        ``logits_per_image`` of transformers. CLIP's probabilities are its softmax over the texts, those of
+        SigLIP its sigmoid.
+        """
+        cosine = similarities("logits", "cosine", embeddings1, embeddings2, pairwise=False)
+        with np.errstate(over="ignore", invalid="ignore"):
+            scale = np.exp(cosine.dtype.type(self.logit_scale))
+            return np.asarray(cosine * scale + cosine.dtype.type(self.logit_bias))
+
+    def encode(
+        self,
+        sentences: Any,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        precision: str = "float32",
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+    ) -> Array:
+        """One vector for each text or image, which have the same bits alone and in any company.
+
+        Parameters
+        ----------
+        sentences : str, image, or iterable of them
+            An image is one of Pillow, or an array (height, width, 3) of uint8, or of floats from 0 to 1. An
+            array with one more axis, in front, is several. Images of another size than the model's are
+            resized by Pillow, in integers, as the folder says.
+        prompt_name, prompt : str, optional
+            As in `Encoder.encode`; only texts have one.
+        batch_size, show_progress_bar, precision, normalize_embeddings, truncate_dim : optional
+            As in `Encoder.encode`.
+
+        Returns
+        -------
+        ndarray, (n, features), or (features,) for one str or image
+            As in `Encoder.encode`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit.
+        ModelError
+            If the folder has no tokenizer.json for texts, or no preprocessor_config.json for images.
+        ImportError
+            If Pillow is needed and missing.
+        """
+        options = EncodeOptions(
+            prompt_name=prompt_name,
+            prompt=prompt,
+            batch_size=batch_size,
+            show_progress_bar=show_progress_bar,
+            precision=precision,
+            normalize_embeddings=normalize_embeddings,
+            truncate_dim=truncate_dim,
+        )
+        return self._encode("encode", sentences, options)
+
+    @property
+    def _features(self) -> int:
+        """Features of a vector, before the folder's modules."""
+        return self.text_head.linear.weight.out_features
+
+    def _of_ids(self, sequences: Sequence[Ints]) -> Array:
+        return self.text_head(*self.hidden(sequences), sequences)
+
+    def _inputs(self, func: str, sentences: Any) -> tuple[bool, Iterable[Any]]:
+        """Whether `sentences` is one text or image, and the checked ones."""
+
+        def each(x: Any) -> Any:
+            if not isinstance(x, str):
+                return self._image(func, x)
+            (text,) = strings(func, "sentences", [x])
+            return text
+
+        if isinstance(sentences, str) or is_pillow(sentences) or getattr(sentences, "ndim", 0) == 3:
+            return True, [each(sentences)]
+        expected = f"a string, {EXPECTED}, or several of them, as a list"
+        if isinstance(sentences, bytes):  # whose elements are integers
+            raise wrong_type(func, "sentences", sentences, expected)
+        given = iterated(func, "sentences", sentences, expected)
+        several = isinstance(sentences, (Sequence, np.ndarray))
+        return False, list(map(each, given)) if several else map(each, given)
+
+    def _image(self, func: str, image: Any) -> Any:
+        """`image`, checked."""
+        image = checked(func, "sentences", image)
+        if self.images is None:
+            there = f"{self.text.folder} has no preprocessor_config.json and no processor_config.json"
+            raise ModelError(f"{there}; expected one that says how images become pixels")
+        return image
+
+    def _encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        if self.text_head.pad_id is None:
+            yield from self.text.encoded(texts)
+            return
+        pad, length = self._pad_id(), self.text.limit or 0
+        for ids in self.text.encoded(texts):
+            yield ids + [pad] * (length - len(ids))
+
+    def _pad_id(self) -> int:
+        """That of the tokenizer, or else that of config.json."""
+        config = Config(self.text.folder / "tokenizer_config.json", optional=True)
+        token = config.values.get("pad_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        found = self.text.tokenizer.token_to_id(token) if isinstance(token, str) else None
+        return int(self.text_head.pad_id or 0) if found is None else int(found)
+
+    def _vectors(self, texts: Iterable[Any], call: Call) -> Iterator[Array]:
+        """As in `Embedder`, of texts and images; those of one kind in a row go through layers together."""
+        for is_text, run in groupby(texts, lambda x: isinstance(x, str)):
+            for features in self._of_texts(run, call) if is_text else self._of_images(run, call):
+                yield call.packed(self.sentences.behind(features))
+
+    def _of_texts(self, texts: Iterable[str], call: Call) -> Iterator[Array]:
+        encoded = self._encoded(call.prompt + text for text in texts)
+        return map(self._of_ids, calls(encoded, call.batch_size))
+
+    def _of_images(self, images: Iterable[Any], call: Call) -> Iterator[Array]:
+        assert self.images is not None
+        count, lane = at_once(self.vision.length), lane_dtype(self.dtype)
+        count = min(count, call.batch_size or count)
+        left = iter(images)
+        for first in left:
+            some = chain([first], islice(left, count - 1))
+            yield self.vision(np.stack([self.images(image, lane) for image in some]), self.dtype)

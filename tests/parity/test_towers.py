@@ -1,0 +1,193 @@
+"""CLIP and SigLIP against transformers: tiny towers with random weights, and what becomes of images."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from tiny_tokenizers import TEXTS, write_tokenizer
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from fastattn import models
+
+VOCAB, LENGTH, SIZE = 97, 24, 36
+SIZES = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
+TEXT = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": LENGTH, "bos_token_id": 1, "pad_token_id": 0}
+RNG = np.random.default_rng(4)
+PIXELS = RNG.standard_normal((7, 3, SIZE, SIZE)).astype(np.float32)
+IDS = np.array(RNG.integers(3, VOCAB, (4, 11)))
+IDS[:, 6] = 90
+IDS[1, 3] = 90
+
+# The class, and changes of the whole, the texts' and the images' tower.
+TOWERS = {
+    "clip": ("CLIP", {"projection_dim": 40}, {"eos_token_id": 90}, {}),
+    "clip with another size": (
+        "CLIP", {}, {"eos_token_id": 90, "hidden_size": 36, "hidden_act": "gelu"}, {"patch_size": 7},
+    ),
+    "old clip": ("CLIP", {}, {"eos_token_id": 2}, {"hidden_act": "gelu", "num_hidden_layers": 1}),
+    "siglip": ("Siglip", {}, {"eos_token_id": 2}, {}),
+    "siglip with another size": (
+        "Siglip", {}, {"eos_token_id": 2, "hidden_size": 36, "projection_size": 48},
+        {"patch_size": 7, "hidden_act": "gelu"},
+    ),
+}  # fmt: skip
+
+
+def towers(name, **more):
+    """A model of transformers, whose parameters are all random; `more` changes the tower of texts."""
+    kind, changes, text, vision = TOWERS[name]
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**TEXT, **text, **more},
+        vision_config={**SIZES, "image_size": SIZE, "patch_size": 6, **vision},
+        **changes,
+    )
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def same(got, expected, bound=1e-5):
+    expected = expected.detach().numpy()
+    assert got.shape == expected.shape
+    size = np.abs(expected).max()
+    assert size > 0.1
+    assert np.abs(got - expected).max() <= bound * max(1, size)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_vectors_and_logits(name, tmp_path):
+    theirs = towers(name)
+    theirs.save_pretrained(tmp_path)
+    ours = models.load(tmp_path)
+    ids, pixels = torch.tensor(IDS), torch.tensor(PIXELS)
+    texts, images = ours.text_features(IDS), ours.image_features(PIXELS)
+    with torch.no_grad():
+        same(texts, theirs.get_text_features(input_ids=ids).pooler_output)
+        same(images, theirs.get_image_features(pixel_values=pixels).pooler_output)
+        same(ours.logits(images, texts), theirs(input_ids=ids, pixel_values=pixels).logits_per_image)
+        same(ours(IDS), theirs.text_model(input_ids=ids).last_hidden_state)
+    for options, bound in (({"dtype": "bfloat16"}, 0.05), ({"weights_dtype": "int8"}, 0.08)):
+        narrow = models.load(tmp_path, **options)
+        same(narrow.text_features(IDS), torch.tensor(texts), bound)
+        same(narrow.image_features(PIXELS), torch.tensor(images), bound)
+
+
+def test_padding_of_clip(tmp_path):
+    """On the right: with its mask, or without, as a causal text does not see what follows its end."""
+    theirs = towers("clip")
+    theirs.save_pretrained(tmp_path)
+    ours = models.load(tmp_path)
+    mask = np.arange(11) < np.array([[7], [11], [9], [8]])
+    with torch.no_grad():
+        inputs = {"input_ids": torch.tensor(IDS), "attention_mask": torch.tensor(mask.astype(int))}
+        expected = theirs.get_text_features(**inputs).pooler_output
+    same(ours.text_features(IDS, mask), expected)
+    same(ours.text_features(IDS), expected)
+
+
+def drawn(height, width):
+    """An image with edges and noise."""
+    small = RNG.integers(0, 200, (height // 5 + 1, width // 5 + 1, 3), np.uint8)
+    large = np.kron(small, np.ones((5, 5, 1), np.uint8))[:height, :width]
+    return large + RNG.integers(0, 50, large.shape, np.uint8)
+
+
+SQUARE = {"height": SIZE, "width": SIZE}
+PROCESSORS = {
+    "clip": (CLIPImageProcessorPil, {"size": {"shortest_edge": SIZE}, "crop_size": SQUARE}),
+    "clip without resizing": (CLIPImageProcessorPil, {"do_resize": False, "crop_size": SQUARE}),
+    "clip with more to resize": (CLIPImageProcessorPil, {"size": {"shortest_edge": 50}, "crop_size": SIZE}),
+    "siglip": (SiglipImageProcessorPil, {"size": SQUARE}),
+    "siglip with bilinear": (SiglipImageProcessorPil, {"size": SQUARE, "resample": 2, "do_normalize": False}),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_what_becomes_of_images(name, tmp_path):
+    kind, changes = PROCESSORS[name]
+    theirs = kind(**changes)
+    towers("siglip" if kind is SiglipImageProcessorPil else "clip").save_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path)
+    ours = models.load(tmp_path)
+    sizes = ((36, 36), (40, 67), (51, 30), (7, 9), (120, 37), (35, 36), (300, 201))
+    for image in (drawn(*size) for size in sizes):
+        for each in (image, Image.fromarray(image), Image.fromarray(image).convert("RGBA")):
+            expected = theirs(each, return_tensors="np")["pixel_values"][0]
+            got = ours.images(each, np.dtype("f4"))
+            assert got.shape == expected.shape
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["old clip", "siglip"])
+def test_from_images_and_texts(name, tmp_path):
+    theirs = towers(name)
+    theirs.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    kind, changes = PROCESSORS[name.removeprefix("old ")]
+    tokens = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), model_max_length=LENGTH, **tokens
+    )
+    tokenizer.save_pretrained(tmp_path)
+    processor = kind(**changes)
+    processor.save_pretrained(tmp_path)
+    ours = models.load(tmp_path)
+    images = [drawn(40, 67), drawn(51, 30), drawn(36, 36)]
+    padding = "max_length" if name == "siglip" else True
+    ids = tokenizer(TEXTS, padding=padding, truncation=True, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        pixels = processor(images, return_tensors="pt")["pixel_values"]
+        same(ours.encode(images), theirs.get_image_features(pixel_values=pixels).pooler_output)
+        same(ours.encode(TEXTS), theirs.get_text_features(input_ids=ids).pooler_output)
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789!'"
+MERGES = [("t", "h"), ("th", "e</w>"), ("c", "a"), ("ca", "t</w>"), ("o", "n")]
+LINES = ["The cat sat  on\na dog's mat!", "it'll cost 42, isn't it", "", "caf\u00e9 " * 20, "a<|endoftext|>b"]
+
+
+def write_clip(folder):
+    """A folder as clip-ViT-B-32 is, with the module CLIPModel; the tokenizer of transformers."""
+    inner = folder / "0_CLIPModel"
+    tokens = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), *map("".join, MERGES)]
+    tokens = ["<|startoftext|>", *dict.fromkeys(tokens), "<|endoftext|>"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    model = towers("clip", vocab_size=len(vocab), eos_token_id=vocab["<|endoftext|>"])
+    tokenizer = transformers.CLIPTokenizer(vocab, MERGES, model_max_length=LENGTH)
+    for part in (model, tokenizer, CLIPImageProcessorPil(**PROCESSORS["clip"][1])):
+        part.save_pretrained(inner)
+    modules = [{"idx": 0, "name": "0", "path": inner.name, "type": "sentence_transformers.models.CLIPModel"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (inner / "vocab.json").write_text(json.dumps(vocab))
+    (inner / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, MERGES)]))
+    return inner, tokenizer
+
+
+def test_the_tokenizer_of_clip(tmp_path):
+    """From tokenizer.json, and from vocab.json and merges.txt, as the first folders have it."""
+    inner, theirs = write_clip(tmp_path)
+    expected = theirs(LINES, truncation=True)["input_ids"]
+    assert models.load(tmp_path).text.encode(LINES) == expected
+    (inner / "tokenizer.json").unlink()
+    assert models.load(tmp_path).text.encode(LINES) == expected
+    assert max(map(len, expected)) == LENGTH
+
+
+def test_sentence_transformers(tmp_path):
+    library = pytest.importorskip("sentence_transformers")
+    write_clip(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = library.SentenceTransformer(str(tmp_path), device="cpu")
+        ours = models.load(tmp_path)
+        images = [Image.fromarray(drawn(40, 67)), Image.fromarray(drawn(36, 36))]
+        for inputs in (LINES, images, LINES[0], images[0]):
+            same(ours.encode(inputs), torch.tensor(theirs.encode(inputs)))
