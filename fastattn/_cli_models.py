@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from fastattn.models import CrossEncoder, Decoder, Encoder, SparseEncoder, TokenClassifier
+    from fastattn.models import (
+        CrossEncoder,
+        Decoder,
+        Encoder,
+        MultiVectorEncoder,
+        SparseEncoder,
+        TokenClassifier,
+    )
     from fastattn.models._encode import EncodeOptions
 
 # Options that are arguments of `load`, and of `encode`; what the others say does not change a vector.
@@ -115,7 +122,7 @@ def generate(options: argparse.Namespace) -> None:
 
 def _loaded(
     options: argparse.Namespace,
-) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | Decoder:
+) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
     """The model that the options name, in the types that they name."""
     from fastattn.models import load
 

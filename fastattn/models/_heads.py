@@ -9,8 +9,17 @@ from fastattn import ops
 from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._classify import CrossEncoder, TokenClassifier
+from fastattn.models._colbert import STANFORD, multi_vector_encoder
 from fastattn.models._files import Config, ModelError
-from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Pooling, is_cross_encoder, modules_of
+from fastattn.models._sentences import (
+    ACTIVATIONS,
+    Dense,
+    LayerNorm,
+    Pooling,
+    is_cross_encoder,
+    is_multi_vector,
+    modules_of,
+)
 from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling, VocabularyHead
 from fastattn.models._vectors import SIMILARITIES
 
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
     from fastattn.models._blocks import Source
     from fastattn.models._encoder import Encoder
+    from fastattn.models._multi_vector import MultiVectorEncoder
 
 _NONE = re.compile("(?!)")
 
@@ -79,7 +89,9 @@ _TOKEN_HEADS = {
 _POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`
 
 
-def with_head(source: Source, encoder: Encoder) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder:
+def with_head(
+    source: Source, encoder: Encoder
+) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder:
     """The encoder, with the head that the folder says it has; heads that make no scores are left out.
 
     Where modules.json makes vectors of texts, that counts.
@@ -89,6 +101,8 @@ def with_head(source: Source, encoder: Encoder) -> Encoder | CrossEncoder | Toke
     modules = modules_of(source.folder)
     if modules and modules[-1][0] == "SpladePooling":
         return _sparse_encoder(source, encoder, modules[-1][1])
+    if is_multi_vector(modules) or (task == STANFORD and not modules):
+        return multi_vector_encoder(source, encoder, modules)
     if modules or not task.endswith((_TEXTS, _TOKENS)):
         if is_cross_encoder(source.folder):
             came = f"'architectures' is {short(said)}, and the folder is one of a CrossEncoder"

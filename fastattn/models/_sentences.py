@@ -190,6 +190,8 @@ _MODULES: dict[str, type[Dense | LayerNorm | Normalize]] = {
     "Normalize": Normalize,
 }
 _SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
+MASK = "MultiVectorMask"  # or a vector of each token, with this module, or with none but those of `_BY_TOKEN`
+_BY_TOKEN = ("Dense", "Normalize")
 _BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
 
 
@@ -209,14 +211,16 @@ class Sentences:
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> Sentences:
         """As the folder's files say, for hidden states of so many features, computed in `dtype`."""
         pooling, modules = Pooling(), []
-        lane = lane_dtype(dtype)
-        for kind, inner in modules_of(folder):
+        lane, named = lane_dtype(dtype), modules_of(folder)
+        by_token = is_multi_vector(named)
+        level = "token_embeddings" if by_token else "sentence_embedding"
+        for kind, inner in named:
             if kind == "Pooling":
                 pooling = Pooling.of(folder / inner)
                 features *= len(pooling.modes)
             elif kind in _MODULES:
                 config = Config(folder / inner / "config.json", optional=True)
-                config.refuse(module_input_name="sentence_embedding", module_output_name="sentence_embedding")
+                config.refuse(module_input_name=level, module_output_name=level)
                 module, features = _MODULES[kind].of(folder / inner, features, lane)
                 modules.append(module)
         config = Config(folder / "config_sentence_transformers.json", optional=True)
@@ -226,7 +230,7 @@ class Sentences:
             expected = f"one of 'prompts', {', '.join(map(short, prompts))}"
             raise ModelError(f"{config.path}: 'default_prompt_name' is {short(default)}; expected {expected}")
         kinds = {kind: kind for kind in SIMILARITIES}
-        similarity = config.choice("similarity_fn_name", kinds, "cosine")
+        similarity = "cosine" if by_token else config.choice("similarity_fn_name", kinds, "cosine")
         truncate_dim = config.optional_size("truncate_dim")
         return cls(pooling, tuple(modules), features, prompts, default, similarity, truncate_dim)
 
@@ -249,22 +253,35 @@ class Sentences:
         return pooled
 
 
+def _is_pylate(folder: Path) -> bool:
+    """Whether PyLate wrote the folder, whose modules.json leaves out what follows the Dense modules."""
+    values = Config(folder / "config_sentence_transformers.json", optional=True).values
+    return values.get("model_type") == "ColBERT" or "query_prefix" in values
+
+
 def is_cross_encoder(folder: Path) -> bool:
     """Whether config_sentence_transformers.json says that a head scores what the transformer makes."""
     config = Config(folder / "config_sentence_transformers.json", optional=True)
     return config.values.get("model_type") == "CrossEncoder"
 
 
+def is_multi_vector(modules: list[tuple[str, str]]) -> bool:
+    """Whether modules make a vector of each token: nothing pools them."""
+    kinds = [kind for kind, _ in modules]
+    followed = len(kinds) > 1 and kinds[0] == "Transformer" and set(kinds[1:]) <= {*_BY_TOKEN, MASK}
+    return followed and kinds.count(MASK) <= 1
+
+
 def modules_of(folder: Path) -> list[tuple[str, str]]:
     """Kind and folder of each module in modules.json; none where it is missing.
 
-    A head that scores has no Pooling before it, and SpladePooling has another one.
+    A head that scores has no Pooling before it, SpladePooling has another one, and vectors of tokens none.
     """
     path, named = folder / "modules.json", []
     for module in read_json(path, list) if path.is_file() else ():
         entry = module if isinstance(module, dict) else {"type": module}
         kind, inner = str(entry.get("type")).rpartition(".")[2], entry.get("path", "")
-        known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE)
+        known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE, MASK)
         if kind not in known:
             expected = ", ".join(known)
             raise ModelError(f"{path} has a module {short(kind)}; expected one of {expected}")
@@ -279,7 +296,9 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
         return []
     if len(kinds) == 2 and kinds[0] in ("Transformer", _SPLADE[0]) and kinds[1] == _SPLADE[1]:
         return named
-    if tuple(kinds[:2]) != _BEFORE or any(kind in _BEFORE for kind in kinds[2:]):
+    if is_multi_vector(named) and (MASK in kinds or _is_pylate(folder)):
+        return named
+    if tuple(kinds[:2]) != _BEFORE or any(kind in (*_BEFORE, *_SPLADE, MASK) for kind in kinds[2:]):
         expected = f"{' and '.join(_BEFORE)} first, once each"
         raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
     return [(kind, inner) for kind, inner in named if kind != _NO_PART]
