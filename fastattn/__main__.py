@@ -135,6 +135,25 @@ def _parser() -> argparse.ArgumentParser:
     text = "of a feature: a float, or a bit (float32)"
     option("--precision", choices=("float32", "binary", "ubinary"), default="float32", help=text)
 
+    def scored_options(option: Callable[..., argparse.Action]) -> None:
+        text = "lines of text, or .jsonl, .csv or .parquet (lines from the standard input)"
+        option("file", type=Path, nargs="?", metavar="FILE", help=text)
+        option("--column", metavar="NAME", help="of the texts in files that have columns (text)")
+        option("--prompt-name", metavar="NAME", help="of a prompt in the model's folder")
+        option("--prompt", metavar="TEXT", help="put before the query, or before the first text of a pair")
+        option("--batch-size", type=positive, metavar="N", help="at a time at most (of about 768 tokens)")
+
+    option = command(_cli_models.rerank)
+    model_options(option)
+    option("query", metavar="QUERY", help="what the texts are ranked by")
+    scored_options(option)
+    option("--top-k", type=positive, metavar="K", help="the best K texts (all)")
+
+    option = command(_cli_models.predict)
+    model_options(option)
+    scored_options(option)
+    option("--pair", metavar="NAME", help="of the column with the second text of each pair")
+
     option = command(_cli_models.generate)
     model_options(option)
     option("prompt", metavar="PROMPT", help="the text to continue")

@@ -42,13 +42,14 @@ class Texts:
 
     path: Path | None
     column: str | None  # in files that have columns
+    option: str = "--column"  # that names it
 
     def __post_init__(self) -> None:
         kind = "the standard input" if self.path is None else f"a file {self.path.suffix!r}"
         if self.column is not None and self._columns is None:
             expected = f"it for {', '.join(_COLUMNS)}"
             raise ValueError(
-                f"--column is {self.column!r} for {kind}, which is lines of text; expected {expected}"
+                f"{self.option} is {self.column!r} for {kind}, which is lines of text; expected {expected}"
             )
         if self.path is not None and not self.path.exists():
             raise ValueError(f"FILE {str(self.path)!r} is not there; expected a file of texts")

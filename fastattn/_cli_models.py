@@ -1,7 +1,8 @@
-"""``python -m fastattn embed`` and ``generate``: texts to vectors, and texts continued."""
+"""``python -m fastattn embed``, ``rerank``, ``predict`` and ``generate``: what models do with texts."""
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import wraps
 from io import TextIOWrapper
@@ -17,14 +18,27 @@ from fastattn.models._encode import shown
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from fastattn.models import CrossEncoder, Decoder, Encoder, SparseEncoder, TokenClassifier
+    from fastattn.models import (
+        CrossEncoder,
+        Decoder,
+        Encoder,
+        MultiVectorEncoder,
+        SparseEncoder,
+        TokenClassifier,
+    )
     from fastattn.models._encode import EncodeOptions
 
 # Options that are arguments of `load`, and of `encode`; what the others say does not change a vector.
+_INSTEAD = {  # of `embed`, for models of other classes
+    "CrossEncoder": "; rerank and predict take it",
+    "SparseEncoder": "; its encode makes sparse vectors, in Python",
+    "MultiVectorEncoder": "; its encode makes a vector of each token, in Python",
+}
 _LOADED = ("dtype", "weights_dtype", "activations")
+_SCORED = ("prompt_name", "prompt", "batch_size")
 _ENCODED = ("prompt_name", "prompt", "batch_size", "precision", "normalize_embeddings", "truncate_dim")
 
 
@@ -56,7 +70,9 @@ def embed(options: argparse.Namespace) -> None:
     texts = Texts(options.file, options.column)
     model = _loaded(options)
     if not isinstance(model, Encoder):
-        raise ValueError(f"{options.model} holds a {model.model_type}; expected an encoder, as bert")
+        held = type(model).__name__
+        came = f"{options.model} holds a {model.model_type}{f', a {held}' if held in _INSTEAD else ''}"
+        raise ValueError(f"{came}; expected an encoder, as bert{_INSTEAD.get(held, '')}")
     how = {name: getattr(options, name) for name in _ENCODED}
     call = model._checked("embed", cast("EncodeOptions", how))
     total, digest = texts.survey() if texts.again else (None, "")
@@ -87,6 +103,32 @@ def embed(options: argparse.Namespace) -> None:
 
 
 @_said
+def rerank(options: argparse.Namespace) -> None:
+    """Rank the texts of a file by how well they fit a query, with a cross-encoder: one JSON line each."""
+    texts = Texts(options.file, options.column)
+    model = _cross_encoder(options)
+    how = {name: getattr(options, name) for name in ("top_k", *_SCORED)}
+    for found in model.rank(options.query, list(texts), return_documents=True, **how):
+        print(json.dumps(found, ensure_ascii=False))
+
+
+@_said
+def predict(options: argparse.Namespace) -> None:
+    """Score texts, or pairs of them, with a cross-encoder or classifier: one JSON line each."""
+    firsts = Texts(options.file, options.column)
+    pairs: Iterable[tuple[str, ...]] = ((text,) for text in firsts)
+    if options.pair is not None:  # the second column, read beside the first one
+        pairs = zip(firsts, Texts(options.file, options.pair, "--pair"), strict=True)
+    model = _cross_encoder(options)
+    labels = list(model.labels)
+    chunks = model._scores(pairs, **{name: getattr(options, name) for name in _SCORED})
+    for scores in shown(chunks, disable=None):
+        for row in scores.tolist():
+            print(json.dumps({"labels": labels, "scores": row}, ensure_ascii=False))
+        sys.stdout.flush()
+
+
+@_said
 def generate(options: argparse.Namespace) -> None:
     """Continue a text with a decoder (GPT-2, Llama, Mistral, Qwen2, Qwen3)."""
     from fastattn.models import Decoder
@@ -113,9 +155,19 @@ def generate(options: argparse.Namespace) -> None:
     print()
 
 
+def _cross_encoder(options: argparse.Namespace) -> CrossEncoder:
+    from fastattn.models import CrossEncoder
+
+    model = _loaded(options)
+    if not isinstance(model, CrossEncoder):
+        came = f"{options.model} holds a {model.model_type}; its class is {type(model).__name__}"
+        raise ValueError(f"{came}; expected a CrossEncoder, with a head for texts")
+    return model
+
+
 def _loaded(
     options: argparse.Namespace,
-) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | Decoder:
+) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
     """The model that the options name, in the types that they name."""
     from fastattn.models import load
 

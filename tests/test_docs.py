@@ -1,5 +1,6 @@
 """The examples in README.md and docs/: each runs alone, as it stands there."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,13 @@ def folder(tmp_path, monkeypatch):
     weights = {name if name.startswith("classifier") else f"bert.{name}": x for name, x in weights.items()}
     tiny.write(tmp_path / "ms-marco-MiniLM-L6-v2", "bert", weights, **scores)
     write_tokenizer(tmp_path / "ms-marco-MiniLM-L6-v2")
+    tokens = tmp_path / "GTE-ModernColBERT-v1"
+    tiny.write(tokens, "bert")
+    write_tokenizer(tokens)
+    (tokens / "1_Mask").mkdir()
+    (tokens / "1_Mask/config.json").write_text("{}")
+    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.MultiVectorMask", "path": "1_Mask"}]
+    (tokens / "modules.json").write_text(json.dumps(modules))
     config = {**tiny.CONFIGS["qwen3"], "vocab_size": 256}
     tiny.write(tmp_path / "Qwen3-0.6B", "qwen3", tiny.tensors("qwen3", config), vocab_size=256)
     write_byte_tokenizer(tmp_path / "Qwen3-0.6B")

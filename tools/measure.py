@@ -1,10 +1,10 @@
 """Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
-    python tools/measure.py {peak,strided,padding,decode,int8,linear,pack,load,layer,step} [--isa ISA]
+    python tools/measure.py {peak,strided,padding,decode,int8,linear,pack,load,layer,step,maxsim} [--isa ISA]
                             [--dtype D]
 
 Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
-those of `int8` medians.
+those of `int8` medians. `maxsim` takes all threads.
 The limit or the counterpart that it is compared with is measured in the same seconds.
 """
 
@@ -30,6 +30,7 @@ from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
 from fastattn.cache import KVCache
 from fastattn.layers import TransformerEncoderLayer
+from fastattn.models import _maxsim
 
 
 def normal(shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -285,10 +286,35 @@ def step(dtype: str) -> None:
             print(f"{size}: {all_of_it:.0f} us, {python:.0f} of them Python")
 
 
+def maxsim(dtype: str) -> None:
+    """1 and 32 queries of 32 tokens with 1000 documents of 60 to 300: ms, and of sentence-transformers."""
+    rng = np.random.default_rng(0)
+    documents = [rng.standard_normal((n, 128), np.float32) for n in rng.integers(60, 301, 1000)]
+    try:
+        import torch
+        from sentence_transformers.util.similarity import maxsim as theirs
+    except ImportError:
+        torch = None
+    for n in (1, 32):
+        queries = [rng.standard_normal((32, 128), np.float32) for _ in range(n)]
+        calls = [partial(_maxsim.similarities, "maxsim", queries, documents, mean=False)]
+        if torch is not None:
+            torch.set_num_threads(fastattn.get_num_threads())
+            texts = [list(map(torch.from_numpy, side)) for side in (queries, documents)]
+            calls.append(partial(theirs, *texts))
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(8):
+            for call, found in zip(calls, times, strict=True):
+                start = time.perf_counter()
+                call()
+                found.append(1e3 * (time.perf_counter() - start))
+        print(f"{n} queries: {', '.join(f'{min(found):.0f} ms' for found in times)}")
+
+
 def main() -> None:
     """Parse the command line and measure."""
     measures = {
-        f.__name__: f for f in (peak, strided, padding, decode, int8, linear, pack, load, layer, step)
+        f.__name__: f for f in (peak, strided, padding, decode, int8, linear, pack, load, layer, step, maxsim)
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=measures)

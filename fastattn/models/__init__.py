@@ -8,6 +8,7 @@ from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
 from fastattn.models._load import MODEL_TYPES, load
+from fastattn.models._multi_vector import MultiVectorEncoder
 from fastattn.models._sparse import SparseEncoder
 from fastattn.models._towers import TwoTowers
 from fastattn.models._vectors import quantize_embeddings
@@ -18,6 +19,7 @@ __all__ = [
     "Decoder",
     "Encoder",
     "ModelError",
+    "MultiVectorEncoder",
     "SparseEncoder",
     "TokenClassifier",
     "TwoTowers",

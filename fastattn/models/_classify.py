@@ -233,6 +233,18 @@ class CrossEncoder(Classifier):
                 raise ModelError(f"{came}; expected one of the model's {kinds}, which begin with 0")
             yield self._scored(self.pooling(*self.encoder.hidden([each[:, 0] for each in call], types)))
 
+    def _scores(
+        self,
+        pairs: Iterable[Texts],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+    ) -> Iterator[Array]:
+        """What `predict` returns, an array (n, num_labels) at a time; pairs are read when they are needed."""
+        prompt = self.encoder.sentences.prompt("predict", prompt_name, prompt)
+        pairs = ((prompt + first, *rest) for first, *rest in pairs)
+        return (self._activated("predict", logits, None) for logits in self._chunks(pairs, batch_size))
+
     def _activated(
         self, func: str, logits: Array, activation_fn: Callable[[Array], ArrayLike] | None
     ) -> Array:

@@ -55,19 +55,27 @@ class Places:
     # Of the biases of scores by distance, tables (heads, 2 n - 1) for sequences of up to n tokens.
     biases: Callable[[int], tuple[Array, ...]] | None = None
 
-    def __call__(self, lengths: Ints, dtype: np.dtype[Any]) -> tuple[Sequences, Ints]:
-        """What a program is told of sequences of `lengths`, and each token's place in its own (tokens,)."""
+    def __call__(
+        self, lengths: Ints, dtype: np.dtype[Any], attended: Ints | None = None
+    ) -> tuple[Sequences, Ints]:
+        """What a program is told of sequences of `lengths`, and each token's place in its own (tokens,).
+
+        `attended` is how many of each sequence are keys, the first ones; None: all.
+        """
         batch, longest = len(lengths), int(lengths.max(initial=0))
         begins: Ints = np.append(0, np.cumsum(lengths))
         places: Ints = np.arange(begins[-1]) - np.repeat(begins[:-1], lengths)
-        ragged = begins[-1] != batch * longest
+        ragged = attended is not None or begins[-1] != batch * longest
         own = places if ragged else places[:longest]  # of one length, each has the places of the first
         ends = np.repeat(lengths, lengths) if ragged else longest
+        shared: list[key_ranges.Range] = []
+        if attended is not None:
+            shared.append((None, np.repeat(attended, lengths)))
         ranges = []
         for window in self.windows:
             parts = [] if window is None else [key_ranges.window(own, *window)]
             parts += [key_ranges.causal(own)] if self.causal else []
-            ranges.append(key_ranges.intersect(parts, ends))
+            ranges.append(key_ranges.intersect(parts + shared, ends))
         rotations = tuple(self._rotation(each, own, lengths, dtype) for each in self.frequencies)
         biases = () if self.biases is None else self.biases(longest)
         return Sequences(batch, tuple(ranges), rotations, None, begins if ragged else None, biases), places

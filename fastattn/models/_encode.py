@@ -73,7 +73,12 @@ class Embedder(_model.Model):
 
     sentences: Sentences
 
-    def hidden(self, sequences: Sequence[Ints], types: Sequence[Ints] | None = None) -> tuple[Array, Ints]:
+    def hidden(
+        self,
+        sequences: Sequence[Ints],
+        types: Sequence[Ints] | None = None,
+        attended: Sequence[int] | None = None,
+    ) -> tuple[Array, Ints]:
         """Hidden states of the last layer, (tokens, hidden_size), of all sequences end to end.
 
         Parameters
@@ -82,6 +87,8 @@ class Embedder(_model.Model):
             Their ids.
         types : list of ndarray of int64, (length,), optional
             Their token types.
+        attended : list of int, optional
+            How many tokens of each sequence are attended, the first ones; by default all.
 
         Returns
         -------

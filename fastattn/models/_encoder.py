@@ -59,15 +59,21 @@ class Encoder(Embedder):
         rows = self._rows(tokens[counted].reshape(-1), lengths, types)
         return _model.unpacked(rows, mask, (*tokens.shape, self.hidden_size))
 
-    def hidden(self, sequences: Sequence[Ints], types: Sequence[Ints] | None = None) -> tuple[Array, Ints]:
+    def hidden(
+        self,
+        sequences: Sequence[Ints],
+        types: Sequence[Ints] | None = None,
+        attended: Sequence[int] | None = None,
+    ) -> tuple[Array, Ints]:
         """Hidden states of sequences end to end; see `Embedder.hidden`."""
         lengths = np.array([len(ids) for ids in sequences], np.int64)
         none = np.zeros(0, np.int64)
         tokens = np.concatenate([*sequences, none])
-        rows = self._rows(tokens, lengths, None if types is None else np.concatenate([*types, none]))
+        counts = None if attended is None else np.array(attended, np.int64)
+        rows = self._rows(tokens, lengths, None if types is None else np.concatenate([*types, none]), counts)
         return rows, np.append(0, np.cumsum(lengths))
 
-    def _rows(self, tokens: Ints, lengths: Ints, types: Ints | None) -> Array:
+    def _rows(self, tokens: Ints, lengths: Ints, types: Ints | None, attended: Ints | None = None) -> Array:
         """Hidden states (tokens, hidden_size) of sequences of `lengths` end to end."""
-        sequences, places = self.places(lengths, self.dtype)
+        sequences, places = self.places(lengths, self.dtype, attended)
         return self.program.run(self.embeddings(tokens, places, types, self.dtype), sequences)

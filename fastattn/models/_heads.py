@@ -9,8 +9,17 @@ from fastattn import ops
 from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._classify import CrossEncoder, TokenClassifier
+from fastattn.models._colbert import STANFORD, multi_vector_encoder
 from fastattn.models._files import Config, ModelError
-from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Pooling, is_cross_encoder, modules_of
+from fastattn.models._sentences import (
+    ACTIVATIONS,
+    Dense,
+    LayerNorm,
+    Pooling,
+    is_cross_encoder,
+    is_multi_vector,
+    modules_of,
+)
 from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling, VocabularyHead
 from fastattn.models._vectors import SIMILARITIES
 
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
     from fastattn.models._blocks import Source
     from fastattn.models._encoder import Encoder
+    from fastattn.models._multi_vector import MultiVectorEncoder
 
 _NONE = re.compile("(?!)")
 
@@ -31,6 +41,7 @@ class HeadNames(NamedTuple):
     outer: str
     activation: str = "Tanh"
     norm: str | None = None  # behind the activation
+    last: bool = False  # of the last token, and without a bias; else of the first one, or as config.json says
 
 
 class VocabularyNames(NamedTuple):
@@ -47,7 +58,7 @@ class VocabularyNames(NamedTuple):
 # By the end of a name in `architectures`, and by `model_type`.
 _TEXTS, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _TEXT_HEADS = {
-    "bert": HeadNames("pooler.dense", "classifier"),
+    **dict.fromkeys(("bert", "new", "gte", "nomic_bert"), HeadNames("pooler.dense", "classifier")),
     **dict.fromkeys(
         ("roberta", "xlm-roberta", "camembert", "mpnet"), HeadNames("classifier.dense", "classifier.out_proj")
     ),
@@ -55,6 +66,7 @@ _TEXT_HEADS = {
     "albert": HeadNames("pooler", "classifier"),
     "deberta-v2": HeadNames("pooler.dense", "classifier", "GELU"),
     "modernbert": HeadNames("head.dense", "classifier", "GELU", "head.norm"),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), HeadNames(None, "score", last=True)),
 }
 _VOCABULARY_HEADS = {
     "bert": VocabularyNames(
@@ -73,13 +85,15 @@ _VOCABULARY_HEADS = {
     ),
 }
 _TOKEN_HEADS = {
-    **dict.fromkeys(_TEXT_HEADS, HeadNames(None, "classifier")),
+    **{name: HeadNames(None, "classifier") for name, head in _TEXT_HEADS.items() if not head.last},
     "modernbert": _TEXT_HEADS["modernbert"],
 }
 _POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`
 
 
-def with_head(source: Source, encoder: Encoder) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder:
+def with_head(
+    source: Source, encoder: Encoder
+) -> Encoder | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder:
     """The encoder, with the head that the folder says it has; heads that make no scores are left out.
 
     Where modules.json makes vectors of texts, that counts.
@@ -89,14 +103,17 @@ def with_head(source: Source, encoder: Encoder) -> Encoder | CrossEncoder | Toke
     modules = modules_of(source.folder)
     if modules and modules[-1][0] == "SpladePooling":
         return _sparse_encoder(source, encoder, modules[-1][1])
+    if is_multi_vector(modules) or (task == STANFORD and not modules):
+        return multi_vector_encoder(source, encoder, modules)
     if modules or not task.endswith((_TEXTS, _TOKENS)):
         if is_cross_encoder(source.folder):
             came = f"'architectures' is {short(said)}, and the folder is one of a CrossEncoder"
             raise ModelError(f"{source.config.path}: {came}; expected one that ends with {_TEXTS}")
         return encoder
-    names = (_TEXT_HEADS if task.endswith(_TEXTS) else _TOKEN_HEADS).get(encoder.model_type)
+    known = _TEXT_HEADS if task.endswith(_TEXTS) else _TOKEN_HEADS
+    names = known.get(encoder.model_type)
     if names is None:
-        expected = f"a head of {', '.join(_TEXT_HEADS)}"
+        expected = f"a head of {', '.join(known)}"
         raise ModelError(f"{source.config.path}: 'architectures' has {short(task)}; expected {expected}")
     found = source.config.get("id2label", dict, {})
     count = len(found) or source.config.size("num_labels", 2)
@@ -105,16 +122,18 @@ def with_head(source: Source, encoder: Encoder) -> Encoder | CrossEncoder | Toke
     if task.endswith(_TOKENS):
         return TokenClassifier(encoder, head, labels)
     activation = _activation(source.folder, source.config, count)
-    return CrossEncoder(
-        encoder, head, labels, activation, source.config.choice("classifier_pooling", _POOLINGS, "cls")
-    )
+    pooling = Pooling(("lasttoken",)) if names.last else None
+    pooling = pooling or source.config.choice("classifier_pooling", _POOLINGS, "cls")
+    return CrossEncoder(encoder, head, labels, activation, pooling)
 
 
 def _read(source: Source, names: HeadNames, hidden: int, count: int) -> tuple[Dense | LayerNorm, ...]:
     """The layers one after another; they are small, and kept in the type that the kernels compute in."""
     config = source.config
     config.refuse(pooler_hidden_act="gelu", classifier_activation="gelu")  # DeBERTa's and ModernBERT's
-    shapes: dict[str, Shape] = {f"{names.outer}.weight": (count, hidden), f"{names.outer}.bias": (count,)}
+    shapes: dict[str, Shape] = {f"{names.outer}.weight": (count, hidden)}
+    if not names.last:
+        shapes[f"{names.outer}.bias"] = (count,)
     if names.inner is not None:
         shapes[f"{names.inner}.weight"] = hidden, hidden
         if names.norm is None or config.get("classifier_bias", bool, False):
@@ -124,7 +143,7 @@ def _read(source: Source, names: HeadNames, hidden: int, count: int) -> tuple[De
         if config.get("norm_bias", bool, False):
             shapes[f"{names.norm}.bias"] = (hidden,)
     source.tensors.expect(shapes, ("pooler.",) if "pooler.dense.weight" in shapes else (), _NONE)
-    source.tensors.expect(shapes, ("classifier.",), _NONE)  # and no other
+    source.tensors.expect(shapes, ("classifier.", "score."), _NONE)  # and no other
 
     def bias(name: str) -> Array | None:
         return source.vector(f"{name}.bias") if f"{name}.bias" in shapes else None

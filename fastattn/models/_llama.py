@@ -2,7 +2,8 @@
 
 They differ in which maps have biases (Llama as configured; Qwen2 those of queries, keys and values), in a
 norm of each query and key head (Qwen3), and in which layers attend to a sliding window only. A folder with
-modules.json is an encoder (Qwen3-Embedding, E5-Mistral), and any other a decoder.
+modules.json is an encoder (Qwen3-Embedding, E5-Mistral), so is one with a head that scores texts, and any
+other is a decoder.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def build(source: Source) -> Decoder | Encoder:
         biased=_biased(config, model_type, names.block),
     )
     rotary = partial(frequencies, config, head_dim)
-    if (source.folder / "modules.json").is_file():
+    said = config.values.get("architectures")
+    scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
+    if scores or (source.folder / "modules.json").is_file():
         causal = config.get("is_causal", bool, True)
         return read_encoder(
             encoder_names(names),

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Rounding
     from fastattn.models._classify import CrossEncoder, TokenClassifier
+    from fastattn.models._decoder import Decoder
     from fastattn.models._encoder import Encoder
+    from fastattn.models._multi_vector import MultiVectorEncoder
     from fastattn.models._sparse import SparseEncoder
 
 # `model_type` of config.json
@@ -66,7 +68,7 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
-) -> Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | Decoder:
+) -> Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists.
 
     Parameters
@@ -86,7 +88,7 @@ def load(
 
     Returns
     -------
-    Encoder, TwoTowers, CrossEncoder, TokenClassifier, SparseEncoder or Decoder
+    Encoder, TwoTowers, CrossEncoder, TokenClassifier, SparseEncoder, MultiVectorEncoder or Decoder
         By the `model_type` in config.json, one of `MODEL_TYPES`, its `architectures`, and modules.json.
 
     Raises

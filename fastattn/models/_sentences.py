@@ -190,6 +190,8 @@ _MODULES: dict[str, type[Dense | LayerNorm | Normalize]] = {
     "Normalize": Normalize,
 }
 _SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
+MASK = "MultiVectorMask"  # or a vector of each token, with this module, or with none but those of `_BY_TOKEN`
+_BY_TOKEN = ("Dense", "Normalize")
 _BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
 _TOWERS = "CLIPModel"  # in a folder of its own, and without Pooling
 
@@ -213,14 +215,16 @@ class Sentences:
         Of two `towers`, these are vectors of texts and images, and nothing pools them.
         """
         pooling, modules = Pooling(), []
-        lane = lane_dtype(dtype)
-        for kind, inner in modules_of(folder, towers):
+        lane, named = lane_dtype(dtype), modules_of(folder, towers)
+        by_token = is_multi_vector(named)
+        level = "token_embeddings" if by_token else "sentence_embedding"
+        for kind, inner in named:
             if kind == "Pooling":
                 pooling = Pooling.of(folder / inner)
                 features *= len(pooling.modes)
             elif kind in _MODULES:
                 config = Config(folder / inner / "config.json", optional=True)
-                config.refuse(module_input_name="sentence_embedding", module_output_name="sentence_embedding")
+                config.refuse(module_input_name=level, module_output_name=level)
                 module, features = _MODULES[kind].of(folder / inner, features, lane)
                 modules.append(module)
         config = Config(folder / "config_sentence_transformers.json", optional=True)
@@ -230,7 +234,7 @@ class Sentences:
             expected = f"one of 'prompts', {', '.join(map(short, prompts))}"
             raise ModelError(f"{config.path}: 'default_prompt_name' is {short(default)}; expected {expected}")
         kinds = {kind: kind for kind in SIMILARITIES}
-        similarity = config.choice("similarity_fn_name", kinds, "cosine")
+        similarity = "cosine" if by_token else config.choice("similarity_fn_name", kinds, "cosine")
         truncate_dim = config.optional_size("truncate_dim")
         return cls(pooling, tuple(modules), features, prompts, default, similarity, truncate_dim)
 
@@ -256,10 +260,23 @@ class Sentences:
         return pooled
 
 
+def _is_pylate(folder: Path) -> bool:
+    """Whether PyLate wrote the folder, whose modules.json leaves out what follows the Dense modules."""
+    values = Config(folder / "config_sentence_transformers.json", optional=True).values
+    return values.get("model_type") == "ColBERT" or "query_prefix" in values
+
+
 def is_cross_encoder(folder: Path) -> bool:
     """Whether config_sentence_transformers.json says that a head scores what the transformer makes."""
     config = Config(folder / "config_sentence_transformers.json", optional=True)
     return config.values.get("model_type") == "CrossEncoder"
+
+
+def is_multi_vector(modules: list[tuple[str, str]]) -> bool:
+    """Whether modules make a vector of each token: nothing pools them."""
+    kinds = [kind for kind, _ in modules]
+    followed = len(kinds) > 1 and kinds[0] == "Transformer" and set(kinds[1:]) <= {*_BY_TOKEN, MASK}
+    return followed and kinds.count(MASK) <= 1
 
 
 def folder_of_towers(folder: Path) -> Path:
@@ -276,13 +293,14 @@ def folder_of_towers(folder: Path) -> Path:
 def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
     """Kind and folder of each module in modules.json; none where it is missing.
 
-    A head that scores has no Pooling before it, and neither have two `towers`. SpladePooling is another one.
+    A head that scores has no Pooling before it, SpladePooling has another one; vectors of tokens and two
+    `towers` have none.
     """
     path, named = folder / "modules.json", []
     for module in read_json(path, list) if path.is_file() else ():
         entry = module if isinstance(module, dict) else {"type": module}
         kind, inner = str(entry.get("type")).rpartition(".")[2], entry.get("path", "")
-        known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE)
+        known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE, MASK)
         if towers:
             known = (_BEFORE[0], _TOWERS, *_MODULES, _NO_PART)
         if kind not in known:
@@ -299,13 +317,15 @@ def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
         return []
     if len(kinds) == 2 and kinds[0] in ("Transformer", _SPLADE[0]) and kinds[1] == _SPLADE[1]:
         return named
+    if is_multi_vector(named) and (MASK in kinds or _is_pylate(folder)):
+        return named
     if towers:
         either = (_BEFORE[0], _TOWERS)
         if not kinds or kinds[0] not in either or any(kind in either for kind in kinds[1:]):
             expected = f"{' or '.join(either)} first, once"
             raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
         return [(kind, inner) for kind, inner in named[1:] if kind != _NO_PART]
-    if tuple(kinds[:2]) != _BEFORE or any(kind in _BEFORE for kind in kinds[2:]):
+    if tuple(kinds[:2]) != _BEFORE or any(kind in (*_BEFORE, *_SPLADE, MASK) for kind in kinds[2:]):
         expected = f"{' and '.join(_BEFORE)} first, once each"
         raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
     return [(kind, inner) for kind, inner in named if kind != _NO_PART]

@@ -39,6 +39,8 @@ class Text:
     folder: Path
     max_length: int | None = None  # what the model can take at most
     other: Callable[[Path], Any] | None = None  # makes one of other files; None: they are not there
+    asked: int | None = None  # how long a text may be, whatever the folder's files say of it
+    markers: tuple[str, ...] = ()  # that stand before texts; one that is in the vocabulary is one token
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -49,6 +51,12 @@ class Text:
             normalizers, given = tokenizers.normalizers, tokenizer.normalizer
             both = [normalizers.Lowercase(), *([] if given is None else [given])]
             tokenizer.normalizer = normalizers.Sequence(both)
+        if self.markers:
+            added = [
+                tokenizers.AddedToken(token, normalized=False, special=True)
+                for token in self._split(tokenizer)
+            ]
+            tokenizer.add_special_tokens(added)
         if self.limit is None:
             tokenizer.no_truncation()
         else:
@@ -70,6 +78,15 @@ class Text:
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(lfs_hint(path) or f"{path} is no tokenizer: {error}") from error
 
+    def _split(self, tokenizer: Any) -> Iterator[str]:
+        """Of the markers, or else their first words, those in the vocabulary that are not one token yet."""
+        for marker in self.markers:
+            for token in (marker, *marker.split()[:1]):
+                if tokenizer.token_to_id(token) is not None:
+                    if tokenizer.encode(token, add_special_tokens=False).tokens != [token]:
+                        yield token
+                    break
+
     @property
     def _sentences(self) -> Config:
         return Config(self.folder / "sentence_bert_config.json", optional=True)
@@ -78,9 +95,10 @@ class Text:
     def limit(self) -> int | None:
         """The most tokens of a text, within the model's limit.
 
-        sentence_bert_config.json says it, or else, for models that have a limit, tokenizer_config.json.
+        `asked` says it, or sentence_bert_config.json; if neither does, tokenizer_config.json, for models that
+        have a limit.
         """
-        asked = self._sentences.optional_size("max_seq_length")
+        asked = self.asked or self._sentences.optional_size("max_seq_length")
         if asked is None and self.max_length is not None:
             config = Config(self.folder / "tokenizer_config.json", optional=True)
             most = config.values.get("model_max_length")

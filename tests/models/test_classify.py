@@ -105,6 +105,9 @@ FAMILIES = {  # the names of the inner map and of the outer one, and what is bet
     "albert": ("albert.pooler", "classifier", np.tanh),
     "deberta-v2": ("pooler.dense", "classifier", _gelu),
     "modernbert": ("head.dense", "classifier", _gelu),
+    "gte": ("pooler.dense", "classifier", np.tanh),
+    "new": ("pooler.dense", "classifier", np.tanh),
+    "nomic_bert": ("pooler.dense", "classifier", np.tanh),
 }
 
 
@@ -129,6 +132,24 @@ def test_heads_of_other_families(kind, pooling, tmp_path, implementation):
         x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-5) * head["head.norm.weight"]
     expected = x @ head[f"{outer}.weight"].T + head[f"{outer}.bias"]
     np.testing.assert_allclose(model(ids, mask), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_heads_of_decoders_score_the_last_token(kind, tmp_path, implementation):
+    changes = {"architectures": ["AnyForSequenceClassification"], "id2label": {"0": "no", "1": "yes"}}
+    weights = {**tiny.tensors(kind, {**tiny.CONFIGS[kind], **changes})}
+    score = weights["score.weight"] = 0.3 * RNG.standard_normal((2, 24), np.float32)
+    tiny.write(tmp_path, kind, weights, **changes)
+    model = models.load(tmp_path)
+    assert isinstance(model, CrossEncoder)
+    ids, mask = np.array([[1, 7, 5, 2, 0], [1, 5, 6, 7, 2]]), [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    states = model.encoder(ids, mask).astype(np.float64)
+    np.testing.assert_allclose(model(ids, mask), states[[0, 1], [3, 4]] @ score.T, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(model(ids[1:]), model(ids, mask)[1:], rtol=1e-6)
+    tiny.write(tmp_path, kind, weights | {"score.bias": score[:, 0]}, **changes)
+    refused(tmp_path, "'score.bias' is not known")
+    change_config(tmp_path, architectures=["AnyForTokenClassification"])
+    assert isinstance(models.load(tmp_path), models.Decoder)
 
 
 def test_a_call_takes_ids(tmp_path):

@@ -9,5 +9,7 @@ def missing(*packages):
 
 collect_ignore_glob = ["*"] if missing("torch", "transformers") else []
 collect_ignore = (
-    ["test_encode.py", "test_classify.py", "test_sparse.py"] if missing("sentence_transformers") else []
+    ["test_encode.py", "test_classify.py", "test_sparse.py", "test_multi_vector.py"]
+    if missing("sentence_transformers")
+    else []
 )

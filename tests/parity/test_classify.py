@@ -38,11 +38,19 @@ KINDS = {
         {"type_vocab_size": 0, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     ),
     "modernbert": (transformers.ModernBertConfig, {"type_vocab_size": 1, "pad_token_id": 0}),
+    "gte": (transformers.GteConfig, {"pad_token_id": 0, "type_vocab_size": 1}),
+    "nomic_bert": (transformers.NomicBertConfig, {"pad_token_id": 0, "type_vocab_size": 1}),
+    "qwen3": (transformers.Qwen3Config, {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}),
+    "qwen2": (transformers.Qwen2Config, {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "llama": (transformers.LlamaConfig, {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "mistral": (transformers.MistralConfig, {"num_key_value_heads": 2, "pad_token_id": 0}),
     "modernbert-mean": (
         transformers.ModernBertConfig,
         {"pad_token_id": 0, "classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True},
     ),
 }
+DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+OF_TEXTS = [kind for kind in KINDS if kind != "qwen2"]  # for which transformers makes another tokenizer
 RNG = np.random.default_rng(5)
 PAIRS = [tuple(" ".join(RNG.choice(WORDS[4:], RNG.integers(0, 16))) for _ in range(2)) for _ in range(20)] + [
     ("the cat " * 30, "a dog"),
@@ -86,7 +94,7 @@ def require_close(got, expected):
 
 
 @pytest.mark.parametrize("labels", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_TEXTS)
 def test_predict(kind, labels, tmp_path, implementation):
     names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if kind == "bert" else {}
     made(tmp_path, kind, "SequenceClassification", labels, model_max_length=40, **names)
@@ -103,7 +111,7 @@ def test_predict(kind, labels, tmp_path, implementation):
     require_close(ours.predict("the cat"), theirs.predict("the cat"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_TEXTS)
 def test_rank(kind, tmp_path):
     made(tmp_path, kind, "SequenceClassification", 1)
     theirs, ours = CrossEncoder(str(tmp_path), device="cpu"), models.load(tmp_path)
@@ -151,6 +159,8 @@ def test_the_activation_of_older_folders(tmp_path):
 @pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits(kind, task, tmp_path, implementation):
+    if kind in DECODERS and task == "TokenClassification":
+        pytest.skip("no head is known")
     theirs = made(tmp_path, kind, task, 4)
     ours = models.load(tmp_path)
     ids = RNG.integers(3, len(WORDS), (5, 24))

@@ -1,0 +1,237 @@
+"""ColBERT (Khattab and Zaharia 2020): texts to a vector of each token, which MaxSim compares."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import numpy as np
+
+from fastattn._args.options import require_options
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import choice, flag, integer, short
+from fastattn.models import _maxsim
+from fastattn.models._encode import DOCUMENT, QUERY, calls, shown
+from fastattn.models._files import Config, ModelError
+from fastattn.models._text import strings
+from fastattn.models._vectors import unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from typing_extensions import Unpack
+
+    from fastattn._args.types import Array, Bools, Ints
+    from fastattn.models._encoder import Encoder
+    from fastattn.models._sentences import Dense, LayerNorm, Normalize
+    from fastattn.models._text import Text
+
+    Names = tuple[str, ...]
+
+TASKS = ("query", "document")
+
+
+class MultiVectorOptions(TypedDict, total=False):
+    """Keyword arguments of `MultiVectorEncoder.encode`, which documents them."""
+
+    prompt_name: str | None
+    prompt: str | None
+    batch_size: int | None
+    show_progress_bar: bool | None
+    normalize_embeddings: bool
+
+
+class Expansion(NamedTuple):
+    """What queries are filled up with: tokens of masks, which have vectors, too."""
+
+    length: int  # tokens that a query has at least
+    fixed: bool  # and at most
+    attend: bool  # whether others attend them
+    token: str | None  # by default the tokenizer's mask, or the end of a text
+
+
+class Settings(NamedTuple):
+    """What the folder says of tokens."""
+
+    expansion: Expansion | None
+    skipped: tuple[str, ...]  # tokens that have no vector
+    skipped_in: tuple[str, ...]  # tasks of which that is true
+    similarity: str
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class MultiVectorEncoder:
+    """An encoder with a vector for each token of a text: `encode` texts with it."""
+
+    encoder: Encoder
+    modules: tuple[Dense | LayerNorm | Normalize, ...]  # behind it, for each token
+    features: int  # of a vector
+    settings: Settings
+    texts: dict[str | None, Text]  # the tokenizers of tasks, which cut texts to their lengths
+
+    @property
+    def model_type(self) -> str:
+        """As in config.json."""
+        return self.encoder.model_type
+
+    @property
+    def text(self) -> Text:
+        """The tokenizer."""
+        return self.encoder.text
+
+    @property
+    def similarity_fn_name(self) -> str:
+        """What `similarity` computes: "maxsim" or "meanmaxsim"."""
+        return self.settings.similarity
+
+    def __repr__(self) -> str:
+        return f"{repr(self.encoder)[:-1]}; MultiVectorEncoder of {self.features}>"
+
+    def get_embedding_dimension(self) -> int:
+        """Features of a vector."""
+        return self.features
+
+    def encode(
+        self,
+        sentences: str | Iterable[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        normalize_embeddings: bool = False,
+        task: str | None = None,
+    ) -> Any:
+        """The vectors of each text's tokens; `encode_query` and `encode_document` are what retrieval needs.
+
+        A text's vectors have the same bits alone and in any company, and for every `batch_size`.
+
+        Parameters
+        ----------
+        sentences, prompt_name, prompt, batch_size, show_progress_bar
+            As in `Encoder.encode`.
+        normalize_embeddings : bool, default False
+            Whether to scale vectors to length 1; most folders say so, and they have it already.
+        task : {"query", "document"}, optional
+            What is done with the tokens: queries are cut to their length and filled up, documents are cut to
+            theirs. Tokens that the folder names, as punctuation, have no vector in a document, and in a text
+            without a task.
+
+        Returns
+        -------
+        list of ndarray, (tokens, features) each; one ndarray for one str
+            float32, or float64 for a model in float64.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit.
+        ModelError
+            If the folder has no tokenizer.json, or one that does not fit the model.
+        """
+        options = MultiVectorOptions(
+            prompt_name=prompt_name,
+            prompt=prompt,
+            batch_size=batch_size,
+            show_progress_bar=show_progress_bar,
+            normalize_embeddings=normalize_embeddings,
+        )
+        task = None if task is None else choice("encode", "task", task, TASKS)
+        return self._encode("encode", sentences, options, task)
+
+    def encode_query(self, sentences: str | Iterable[str], **options: Unpack[MultiVectorOptions]) -> Any:
+        """`encode` for what is searched with: the task "query", and by default the prompt of that name."""
+        return self._encode("encode_query", sentences, options, "query", QUERY)
+
+    def encode_document(self, sentences: str | Iterable[str], **options: Unpack[MultiVectorOptions]) -> Any:
+        """`encode` for what is searched: the task "document", a prompt as in `Encoder.encode_document`."""
+        return self._encode("encode_document", sentences, options, "document", DOCUMENT)
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Array:
+        """The score of each query with each document, (n, m).
+
+        MaxSim: the sum over the query's tokens of the largest product with a token of the document; for
+        "meanmaxsim" the mean. Both arguments are lists as `encode` makes them, one array (tokens, features),
+        or an array (n, tokens, features) that is padded with zeros. A document without tokens has -1e9.
+        """
+        mean = self.similarity_fn_name == "meanmaxsim"
+        return _maxsim.similarities("similarity", embeddings1, embeddings2, mean)
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Array:
+        """The score of each query with the document in the same place, (n,); see `similarity`."""
+        mean = self.similarity_fn_name == "meanmaxsim"
+        return _maxsim.pairs("similarity_pairwise", embeddings1, embeddings2, mean)
+
+    def _encode(
+        self, func: str, sentences: Any, options: MultiVectorOptions, task: str | None, names: Names = ()
+    ) -> Any:
+        """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
+        require_options(func, options, MultiVectorOptions)
+        one = isinstance(sentences, str)
+        lines = strings(
+            func, "sentences", [sentences] if one else sentences, "a string, or several, as [text]"
+        )
+        said = options.get("prompt_name"), options.get("prompt")
+        prompt = self.encoder.sentences.prompt(func, *said, names)
+        batch_size, progress = options.get("batch_size"), options.get("show_progress_bar")
+        batch_size = None if batch_size is None else integer(func, "batch_size", batch_size, 1)
+        progress = progress is not None and flag(func, "show_progress_bar", progress)
+        normalize = flag(func, "normalize_embeddings", options.get("normalize_embeddings", False))
+        tokens = self._tokens((prompt + line for line in lines), task)
+        chunks: Iterator[Any] = (self._vectors(call, task, normalize) for call in calls(tokens, batch_size))
+        if progress:
+            chunks = shown(chunks, total=len(lines) if isinstance(lines, Sized) else None)
+        vectors = [each for chunk in chunks for each in chunk]
+        return vectors[0] if one else vectors
+
+    def _tokens(self, texts: Iterable[str], task: str | None) -> Iterator[list[tuple[int, int]]]:
+        """Ids of each text, and of each token 1, or 0 if it was filled in and others do not attend it."""
+        encoded, expansion = self.texts[task].encoded(texts), self.settings.expansion
+        if task != "query" or expansion is None:
+            return ([(token, 1) for token in ids] for ids in encoded)
+        fill = _filler(self.text, expansion), int(expansion.attend)
+        length = expansion.length
+        return ([(token, 1) for token in ids] + [fill] * (length - len(ids)) for ids in encoded)
+
+    def _vectors(self, call: list[Ints], task: str | None, normalize: bool) -> list[Array]:
+        """Those of texts that go through the layers together."""
+        call = [each.reshape(-1, 2) for each in call]
+        ids, attended = [each[:, 0] for each in call], [int(each[:, 1].sum()) for each in call]
+        all_of_them = sum(attended) == sum(map(len, ids))
+        rows, cu_seqlens = self.encoder.hidden(ids, None, None if all_of_them else attended)
+        kept = self._kept(np.concatenate(ids), task)
+        x = rows[kept].astype(lane_dtype(rows.dtype), copy=False)
+        for module in self.modules:
+            x = module(x)
+        ends = np.append(0, np.cumsum(kept))[cu_seqlens]
+        x = unit(x) if normalize else x
+        return [x[begin:end] for begin, end in pairwise(ends.tolist())]
+
+    def _kept(self, ids: Ints, task: str | None) -> Bools:
+        """Which tokens have a vector."""
+        if (task or "document") not in self.settings.skipped_in:
+            return np.ones(len(ids), np.bool_)
+        named = map(self.text.tokenizer.token_to_id, self.settings.skipped)
+        return ~np.isin(ids, [token for token in named if token is not None])
+
+
+def _filler(text: Text, expansion: Expansion) -> int:
+    """The id that queries are filled up with."""
+    config = Config(text.folder / "tokenizer_config.json", optional=True)
+    special = Config(text.folder / "special_tokens_map.json", optional=True)
+    config.refuse(padding_side="right")
+
+    def named(key: str, usual: Names = ()) -> Names:
+        said = config.values.get(key, special.values.get(key))
+        said = said.get("content") if isinstance(said, dict) else said
+        return (said,) if isinstance(said, str) else () if key in config.values else usual
+
+    names = (*named("mask_token", ("[MASK]", "<mask>")), *named("eos_token"))
+    names = names if expansion.token is None else (expansion.token,)
+    ids = map(text.tokenizer.token_to_id, names)
+    found = next((token for token in ids if token is not None), None)
+    if found is None:
+        came = f"{text.folder / 'tokenizer.json'} has none of {', '.join(map(short, names)) or 'no names'}"
+        raise ModelError(f"{came}; expected a token that queries are filled up with")
+    return int(found)
