@@ -110,12 +110,10 @@ def _linear(source: Source, hidden: int) -> Dense:
 
 def _expansion(config: Config) -> Expansion | None:
     """What `query_expansion` says."""
-    values = config.get("query_expansion", dict, {})
-    if not values:
+    inner = config.inner("query_expansion", {})
+    if not inner.values:
         return None
-    inner = Config(config.path, optional=True)
-    inner.values = values
-    token = inner.get("token", str) if values.get("token") is not None else None
+    token = inner.get("token", str) if "token" in inner.values else None
     fixed, attend = inner.choice("strategy", _STRATEGIES), inner.get("attend", bool, False)
     return Expansion(inner.size("length"), fixed, attend, token)
 

@@ -286,7 +286,8 @@ def require_close(got, expected, mask=None):
     assert np.abs(expected).mean() > 0.1, "a result next to nothing shows nothing"
     difference = np.abs(got - expected)
     largest = difference.max() if mask is None else difference[mask.astype(bool)].max()
-    assert largest < TOLERANCE, f"largest difference {largest:.2e}"
+    bound = TOLERANCE * max(1, np.abs(expected).max())
+    assert largest < bound, f"largest difference {largest:.2e}, bound {bound:.2e}"
 
 
 def padded(side):
