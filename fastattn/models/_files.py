@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import mmap
 import sys
 from copy import copy
 from importlib.util import find_spec
@@ -35,6 +36,7 @@ _T = TypeVar("_T")
 PACKAGES = ("safetensors", "tokenizers", "ml_dtypes", "tqdm")  # the extra "models" of pyproject.toml
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors calls them, and NumPy
+_PIECE = 1 << 23  # bytes that are copied at a time
 _SHOWN = 6  # names that an error lists
 _MOST = 2**62  # of an integer in config.json: sums and products with a float still hold it
 _REQUIRED: Any = object()
@@ -185,22 +187,45 @@ def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
 
 
 class _File:
-    """An open safetensors file: what its library gives, and the tensors as they lie in the file.
-
-    Its library has checked the header. It copies a tensor that it reads.
-    """
+    """An open safetensors file: its header, which its library has checked, and tensors of floating types."""
 
     def __init__(self, handle: Any, path: Path):
-        self.get_tensor, self.get_slice, self.keys = handle.get_tensor, handle.get_slice, handle.keys
-        self._bytes = np.asarray(np.memmap(path, np.uint8, "r"))
-        self._start = 8 + int.from_bytes(self._bytes[:8].tobytes(), "little")
-        self._header = json.loads(self._bytes[8 : self._start].tobytes())
+        self.get_slice, self.keys = handle.get_slice, handle.keys
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._start = 8 + int.from_bytes(self._map[:8], "little")
+        self._header = json.loads(self._map[8 : self._start])
+
+    def _ends(self, name: str) -> tuple[int, int]:
+        begin, end = self._header[name]["data_offsets"]
+        return self._start + begin, self._start + end
 
     def mapped(self, name: str) -> Array:
-        """A tensor of a floating type, in the file's memory; it may not be aligned."""
+        """A tensor in the file's memory; it may not be aligned."""
+        begin, end = self._ends(name)
         entry = self._header[name]
-        begin, end = (self._start + offset for offset in entry["data_offsets"])
         return self._bytes[begin:end].view(_FLOATS[entry["dtype"]]).reshape(entry["shape"])
+
+    def copied(self, name: str) -> Array:
+        """A tensor in memory of its own, without the whole of it in the file's memory, too."""
+        tensor = np.empty(self.mapped(name).shape, self.mapped(name).dtype)
+        begin, end = self._ends(name)
+        there = tensor.reshape(-1).view(np.uint8)
+        for at in range(begin, end, _PIECE):
+            piece = self._bytes[at : min(at + _PIECE, end)]
+            there[at - begin : at - begin + len(piece)] = piece
+            self._release(at, at + len(piece))
+        return tensor
+
+    def release(self, name: str) -> None:
+        """Give back the memory of a tensor that has been read, which would count until the file is closed."""
+        self._release(*self._ends(name))
+
+    def _release(self, begin: int, end: int) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            begin -= begin % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 class Tensors:
@@ -317,7 +342,7 @@ class Tensors:
 
     def __getitem__(self, name: str) -> Array:
         file, stored = self._tensors[name]
-        array: Array = file.get_tensor(stored)
+        array = file.copied(stored)
         if not is_finite(array, self._stored):
             raise self._not_finite(stored)
         return array
@@ -332,14 +357,19 @@ class Tensors:
         arrays = [[(stored, _matrix(file.mapped(stored))) for file, stored in each] for each in held]
         if transposed:
             arrays = [[(stored, array.T) for stored, array in each] for each in arrays]
-        return self._packed(arrays)
+        packed = self._packed(arrays)
+        for file, stored in (tensor for each in held for tensor in each):
+            file.release(stored)
+        return packed
 
     def pack_pair(self, name: str, gate_first: bool) -> PackedLinear:
         """The tensor of a gated pair, one map's rows behind the other's, packed as `pack` does."""
         file, stored = self._tensors[name]
         first, second = np.split(file.mapped(stored), 2)
         up, gate = (second, first) if gate_first else (first, second)
-        return self._packed([[(stored, up)], [(stored, gate)]])
+        packed = self._packed([[(stored, up)], [(stored, gate)]])
+        file.release(stored)
+        return packed
 
     def _packed(self, arrays: Sequence[Sequence[tuple[str, Array]]]) -> PackedLinear:
         args = blocks_args(arrays, self._stored, get_num_threads())

@@ -2,12 +2,15 @@
 
 import contextlib
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import tiny_models as tiny
+from implementations import COMPILED, child_environment
 from model_folders import change_config, refused, write_parts
 from tiny_models import CONFIGS, VOCAB
 
@@ -341,3 +344,33 @@ except AttributeError as error:
 """
     done = python(code)
     assert done.stdout == "load\nmodule 'fastattn' has no attribute 'nothing'\n", done.stderr
+
+
+PEAK = """
+import sys
+from fastattn import models
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) >> 10 for line in status if line.startswith("VmHWM"))
+
+models.load(sys.argv[1])
+before = peak()
+models.load(sys.argv[2], weights_dtype="int8")
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says how much memory there was")
+def test_loading_holds_what_is_packed_and_one_tensor(tmp_path):
+    """And not the file: 70 MB of maps and a table of 60 become 17 and 60, with one map of 17 at a time."""
+    changes = {"hidden_size": 512, "vocab_size": 30_000, "intermediate_size": 8192, "num_attention_heads": 8}
+    shapes = tiny.shapes("bert", {**CONFIGS["bert"], **changes})
+    weights = {name: np.full(shape, 0.01, np.float32) for name, shape in shapes.items()}
+    assert 125 < sum(x.nbytes for x in weights.values()) >> 20 < 145
+    tiny.write(tmp_path / "large", "bert", weights, **changes)
+    tiny.write(tmp_path / "small", "bert")
+    command = [sys.executable, "-c", PEAK, tmp_path / "small", tmp_path / "large"]
+    env = child_environment() if COMPILED else child_environment(FASTATTN_BACKEND="numpy")
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 17 + 60 + 17 + 16
