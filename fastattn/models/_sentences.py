@@ -18,6 +18,7 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, short
 from fastattn.models._files import Config, ModelError, Tensors, is_name, read_json
 from fastattn.models._text import strings
+from fastattn.models._tokenizer import check_transformer
 from fastattn.models._vectors import SIMILARITIES, unit
 
 if TYPE_CHECKING:
@@ -210,7 +211,9 @@ class Sentences:
         """As the folder's files say, for hidden states of so many features, computed in `dtype`."""
         pooling, modules = Pooling(), []
         lane = lane_dtype(dtype)
-        for kind, inner in modules_of(folder):
+        found = modules_of(folder)
+        check_transformer(folder, _task(folder, found))
+        for kind, inner in found:
             if kind == "Pooling":
                 pooling = Pooling.of(folder / inner)
                 features *= len(pooling.modes)
@@ -253,6 +256,13 @@ def is_cross_encoder(folder: Path) -> bool:
     """Whether config_sentence_transformers.json says that a head scores what the transformer makes."""
     config = Config(folder / "config_sentence_transformers.json", optional=True)
     return config.values.get("model_type") == "CrossEncoder"
+
+
+def _task(folder: Path, modules: list[tuple[str, str]]) -> str | None:
+    """What the module Transformer does before the others, as sentence-transformers calls it."""
+    if modules:
+        return "fill-mask" if modules[-1][0] == _SPLADE[1] else "feature-extraction"
+    return "sequence-classification" if is_cross_encoder(folder) else None
 
 
 def modules_of(folder: Path) -> list[tuple[str, str]]:

@@ -111,3 +111,50 @@ def test_settings_that_do_not_fit(values, message, folder):
     write_settings(folder, **values)
     with pytest.raises(ModelError, match=f"config_sentence_transformers.json: {message}"):
         models.load(folder)
+
+
+def test_settings_of_the_transformer(folder):
+    """As sentence-transformers writes them, and what is elsewhere here."""
+    write_modules(folder)
+    text = {"method": "forward", "method_output_name": "last_hidden_state"}
+    task = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
+    path = folder / "sentence_bert_config.json"
+    for values in (
+        {**task, "modality_config": {"text": text, "message": {**text, "format": "flat"}}},
+        {"model_args": {"torch_dtype": "float16"}, "config_args": {"trust_remote_code": True}},
+        {"processing_kwargs": {"text": {"padding": True}, "image": {"size": 3}}, "unpad_inputs": True},
+        {"query_length": None, "model_kwargs": None},
+    ):
+        path.write_text(json.dumps(values))
+        models.load(folder)
+
+
+FORWARD = {"method": "forward", "method_output_name": "last_hidden_state"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"config_args": {"hidden_act": "relu"}}, "'config_args' has 'hidden_act'; expected none but "),
+        ({"config_kwargs": {"hidden_act": "relu"}}, "'config_kwargs' has 'hidden_act'; expected none but "),
+        ({"model_args": {"hidden_act": "relu"}}, "'model_args' has 'hidden_act'; expected none but "),
+        ({"model_kwargs": ["hidden_act"]}, "'model_kwargs' is .*; expected a table"),
+        ({"processor_kwargs": {"add_prefix_space": True}}, "'processor_kwargs' has 'add_prefix_space'"),
+        ({"tokenizer_args": {"add_prefix_space": True}}, "'tokenizer_args' has 'add_prefix_space'"),
+        ({"processing_kwargs": {"text": {"max_length": 9}}}, "'processing_kwargs' has 'max_length'"),
+        ({"processing_kwargs": {"common": ["a"]}}, "'processing_kwargs' has .*; expected none but"),
+        ({"modality_config": {"image": FORWARD}}, "'modality_config' has something else for 'text'; only"),
+        ({"modality_config": {"text": {**FORWARD, "method_output_name": "pooler_output"}}}, ".*thing else"),
+        ({"modality_config": {"text": FORWARD}, "module_output_name": "sentence_embedding"},
+            "'module_output_name' is 'sentence_embedding'; only 'token_embeddings' is supported"),
+        ({"transformer_task": "fill-mask"}, "'transformer_task' is 'fill-mask'; only 'feature-extr"),
+        ({"transformer_task": "retrieval"}, "'transformer_task' is 'retrieval'; expected one of feature-ext"),
+        ({"query_length": 32}, "'query_length' is 32; only None is supported"),
+        ({"tokenizer_name_or_path": "other"}, "'tokenizer_name_or_path' is 'other'; only None is supported"),
+    ],
+)  # fmt: skip
+def test_settings_of_the_transformer_that_are_refused(values, message, folder):
+    write_modules(folder)
+    (folder / "sentence_bert_config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=f"sentence_bert_config.json: {message}"):
+        models.load(folder)
