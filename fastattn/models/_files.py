@@ -161,6 +161,10 @@ class Config:
             if value is not None and value != wanted:
                 raise ModelError(f"{self.path}: {name!r} is {short(value)}; only {wanted!r} is supported")
 
+    def refuse_others(self, **names: str) -> None:
+        """Raise if a key is there and differs from the one, of another name, that stands for it."""
+        self.refuse(**{name: self.values.get(other) for name, other in names.items() if other in self.values})
+
 
 def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
     """Ids that end a text: `eos_token_id` of generation_config.json, or if that has none, of config.json."""
