@@ -190,6 +190,7 @@ _MODULES: dict[str, type[Dense | LayerNorm | Normalize]] = {
     "LayerNorm": LayerNorm,
     "Normalize": Normalize,
 }
+_PACKAGES = ("sentence_transformers.",)  # whose modules are known; others may be called alike
 _SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
 _BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
 
@@ -273,11 +274,17 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
     path, named = folder / "modules.json", []
     for module in read_json(path, list) if path.is_file() else ():
         entry = module if isinstance(module, dict) else {"type": module}
-        kind, inner = str(entry.get("type")).rpartition(".")[2], entry.get("path", "")
+        name, inner = str(entry.get("type")), entry.get("path", "")
+        kind = name.rpartition(".")[2]
         known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE)
         if kind not in known:
             expected = ", ".join(known)
             raise ModelError(f"{path} has a module {short(kind)}; expected one of {expected}")
+        if not name.startswith(_PACKAGES):
+            expected = f"one of {', '.join(_PACKAGES)}, whose code is known"
+            raise ModelError(f"{path} has a module {short(name)}; expected {expected}")
+        if entry.get("kwargs"):
+            raise ModelError(f"{path}: 'kwargs' of {kind} are {short(entry['kwargs'])}; expected none")
         first = kind in ("Transformer", _SPLADE[0])
         if first and inner not in ("", "."):
             raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected '', this folder")

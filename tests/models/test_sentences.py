@@ -31,16 +31,24 @@ def folder(tmp_path):
         (["Transformer", "Normalize", "Pooling"], r"has Transformer, Normalize, Pooling; expected"),
         (["Transformer", "Pooling", "Pooling"], r"expected Transformer and Pooling first, once each"),
         (
-            [{"type": "x.Transformer", "path": "0_Transformer"}],
+            [{"type": "sentence_transformers.Transformer", "path": "0_Transformer"}],
             r"'path' of Transformer is '0_Transf.*; expected ''",
         ),
         ([3], r"has a module '3'; expected one of"),
+        (
+            [{"type": "custom_st.Transformer"}],
+            r"has a module 'custom_st.Transformer'; expected one of sentence_t",
+        ),
+        (
+            [{"type": "sentence_transformers.Transformer", "path": "", "kwargs": ["task"]}],
+            r"'kwargs' of Transformer are \['task'\]; expected none",
+        ),
     ],
 )
 def test_modules_that_are_not_known(modules, message, folder):
     if isinstance(modules, list):
         modules = [
-            {"type": f"models.{kind}", "path": "" if kind == "Transformer" else "1_Pooling"}
+            {"type": f"sentence_transformers.{kind}", "path": "" if kind == "Transformer" else "1_Pooling"}
             if isinstance(kind, str) else kind for kind in modules
         ]  # fmt: skip
     (folder / "modules.json").write_text(json.dumps(modules))
@@ -50,7 +58,10 @@ def test_modules_that_are_not_known(modules, message, folder):
 
 @pytest.mark.parametrize("path", ["", "..", ".", "../..", "/etc", "a/b", "1_Pooling/../..", None])
 def test_a_module_outside_of_the_folder(path, folder):
-    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": path}]
+    modules = [
+        {"type": "sentence_transformers.Transformer", "path": ""},
+        {"type": "sentence_transformers.Pooling", "path": path},
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(
         ModelError, match=r"modules.json: 'path' of Pooling is .*; expected a folder beside it"

@@ -141,7 +141,8 @@ def write(folder, kind, weights=None, **changes):
 
 def write_modules(folder, pooling):
     """The files with which sentence-transformers says how hidden states become a vector."""
-    modules = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+    parts = {"Transformer": "", "Pooling": "1_Pooling"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{x}"} for x, path in parts.items()]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": pooling}))
