@@ -58,9 +58,9 @@ def read_encoder(
     It has `types` token types, whose vectors have `features`; by default as many as the blocks. Those of
     tokens are times `token_scale`. Blocks run in `order`, in which they may be more than once.
 
-    Positions are a table of `positions` rows, of which the `first` ones are padding's, or rotary with what
-    `frequencies` returns; texts are then cut at `longest`. `biases` makes those of `Places`, of more tensors,
-    whose shapes are `others`.
+    Positions are a table of `positions` rows, or rotary with what `frequencies` returns. Of a table, those
+    from `first` on are counted: the one before is padding's, as is the token of that id. Texts are then cut
+    at `longest`. `biases` makes those of `Places`, of more tensors, whose shapes are `others`.
     """
     source = blocks.source
     folder, config, tensors, precision = source
@@ -95,9 +95,9 @@ def read_encoder(
     kinds = source.vector(f"{names.types}.weight") if names.types in tables else None
     places = None
     if names.positions is not None:
-        places = source.vector(f"{names.positions}.weight")[first:]
+        places = source.vector(f"{names.positions}.weight")[max(first - 1, 0) :]
         places = places if kinds is None else places + kinds[0]
-        longest = len(places)
+        longest = positions - first
     return Encoder(
         model_type=config.get("model_type", str),
         hidden_size=blocks.hidden,
@@ -113,6 +113,7 @@ def read_encoder(
             None if kinds is None else kinds.astype(precision.dtype),
             None if places is None else places.astype(precision.dtype),
             token_scale,
+            padding=first - 1 if first else None,
         ),
         places=Places(all_windows, causal, rotary, biases=None if biases is None else biases()),
         sentences=Sentences.of(folder, blocks.hidden, precision.dtype),
