@@ -284,9 +284,9 @@ def shown(chunks: Iterator[Array], **how: Any) -> Iterator[Array]:
 def calls(encoded: Iterable[list[Any]], batch_size: int | None) -> Iterator[list[Ints]]:
     """The ids of the texts, or what there is of each token, that go through the layers together."""
     call: list[Ints] = []
-    tokens = 0
+    tokens, most = 0, min(batch_size or _CALL_TOKENS, _CALL_TOKENS)  # texts without tokens count, too
     for ids in encoded:
-        if call and (tokens + len(ids) > _CALL_TOKENS or len(call) == batch_size):
+        if call and (tokens + len(ids) > _CALL_TOKENS or len(call) == most):
             yield call
             call, tokens = [], 0
         call.append(np.array(ids, np.int64))

@@ -106,7 +106,7 @@ def read_encoder(
         vocab_size=vocab,
         program=program,
         precision=precision,
-        text=Text(folder, longest),
+        text=Text(folder, longest, vocab),
         max_length=None if places is None else longest,
         embeddings=Embeddings(
             tensors[f"{names.tokens}.weight"],

@@ -38,6 +38,7 @@ class Text:
 
     folder: Path
     max_length: int | None = None  # what the model can take at most
+    vocab_size: int | None = None  # of the model, if ids are checked
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -107,6 +108,9 @@ class Text:
                 f"at least the special tokens that tokenizer.json adds, {sum(encoding.special_tokens_mask)}"
             )
             raise ModelError(f"{came}; expected {expected}")
+        if self.vocab_size is not None and max(encoding.ids, default=0) >= self.vocab_size:
+            came = f"{self.folder / 'tokenizer.json'} gives a token the id {max(encoding.ids)}"
+            raise ModelError(f"{came}; expected less than 'vocab_size' of config.json, {self.vocab_size}")
         return encoding
 
     def decode(self, sequences: Iterable[Sequence[int] | Ints]) -> list[str]:

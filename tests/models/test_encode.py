@@ -227,6 +227,12 @@ def test_batches_hold_as_many_tokens_as_they_may(folder, monkeypatch):
         calls.clear()
 
 
+def test_batches_of_texts_without_tokens_end(monkeypatch):
+    monkeypatch.setattr(_encode, "_CALL_TOKENS", 10)
+    assert [len(call) for call in _encode.calls([[]] * 25, None)] == [10, 10, 5]
+    assert [len(call) for call in _encode.calls([[]] * 5, 3)] == [3, 2]
+
+
 def test_texts_are_read_as_they_are_needed(folder, monkeypatch):
     monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
     monkeypatch.setattr(_encode, "_CALL_TOKENS", 30)

@@ -163,6 +163,24 @@ def test_texts_are_tokenized_some_at_a_time(watched, monkeypatch):
     assert model.text.encode([]) == []
 
 
+def test_texts_of_no_characters_are_tokenized_some_at_a_time(watched, monkeypatch):
+    model, tokenizer = watched
+    monkeypatch.setattr(tokenizing, "_BATCH_TEXTS", 10)
+    assert model.text.encode([""] * 25) == [[1, 2]] * 25
+    assert list(map(len, tokenizer.batches)) == [10, 10, 5]
+
+
+def test_a_tokenizer_of_another_model(encoder):
+    """Its ids may be above those that the model has; an error says so before anything is computed."""
+    tiny.write(encoder, "bert", tiny.tensors("bert", {**CONFIGS["bert"], "vocab_size": 6}), vocab_size=6)
+    model = models.load(encoder)
+    assert model.encode(["the a"]).shape == (1, 24)
+    with pytest.raises(
+        ModelError, match=r"tokenizer.json gives a token the id 8; expected less than 'vocab_"
+    ):
+        model.encode(["the a", "the sat"])
+
+
 def test_long_texts_are_tokenized_where_ctrl_c_does_not_wait_for_them(watched):
     model, tokenizer = watched
     long = "the cat " * 2000
