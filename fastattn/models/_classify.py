@@ -59,7 +59,10 @@ class Classifier:
         return f"{repr(self.encoder)[:-1]}; {type(self).__name__} of {self.num_labels}>"
 
     def __call__(
-        self, ids: ArrayLike, attention_mask: ArrayLike | None = None, token_type_ids: ArrayLike | None = None
+        self,
+        input_ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
     ) -> Array:
         """Logits; arguments are those of a call of `encoder`.
 
@@ -68,8 +71,8 @@ class Classifier:
         ndarray, (batch, num_labels), or (batch, length, num_labels) of a `TokenClassifier`
             float32, or float64 for a model in float64. 0 where a token does not count.
         """
-        states = self.encoder(ids, attention_mask, token_type_ids)
-        tokens = _model.token_ids(self.model_type, ids, self.encoder.vocab_size)
+        states = self.encoder(input_ids, attention_mask, token_type_ids)
+        tokens = _model.token_ids(self.model_type, input_ids, self.encoder.vocab_size)
         mask = _model.attended(self.model_type, attention_mask, tokens)
         return self._logits(states, np.ones(tokens.shape, np.bool_) if mask is None else mask)
 

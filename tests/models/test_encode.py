@@ -330,7 +330,7 @@ def test_properties(folder):
     tokens = model.tokenize(["the cat", "the cat sat on the mat", "a"])
     np.testing.assert_array_equal(tokens["input_ids"], [[1, 4, 6, 2, 0], [1, 4, 6, 8, 2], [1, 5, 2, 0, 0]])
     np.testing.assert_array_equal(tokens["attention_mask"].sum(axis=1), [4, 5, 3])
-    assert model(tokens["input_ids"], tokens["attention_mask"]).shape == (3, 5, 24)
+    assert model(**tokens).shape == (3, 5, 24)
     assert model.tokenize([])["input_ids"].shape == (0, 0)
 
 

@@ -429,7 +429,7 @@ def test_sequences_that_are_too_long(kind, tmp_path):
 
 def test_wrong_arguments_of_an_encoder(tmp_path):
     model = loaded(tmp_path, "bert")
-    with pytest.raises(ValueError, match=r"bert\(\): ids has 60; expected 0 to 59"):
+    with pytest.raises(ValueError, match=r"bert\(\): input_ids has 60; expected 0 to 59"):
         model([[60]])
     with pytest.raises(ValueError, match=r"bert\(\): token_type_ids has 2; expected 0 to 1"):
         model([[5]], token_type_ids=[[2]])
