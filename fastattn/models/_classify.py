@@ -12,7 +12,7 @@ from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, integer, iterated, short
 from fastattn.models import _model
-from fastattn.models._encode import calls, shown
+from fastattn.models._encode import batches, calls, shown
 from fastattn.models._files import ModelError
 from fastattn.models._sentences import ACTIVATIONS
 from fastattn.models._text import strings
@@ -153,8 +153,7 @@ class CrossEncoder(Classifier):
         func = "predict"
         one, pairs = _pairs(func, "inputs", inputs)
         prompt = self.encoder.sentences.prompt(func, prompt_name, prompt)
-        batch_size = None if batch_size is None else integer(func, "batch_size", batch_size, 1)
-        progress = show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar)
+        batch_size, progress = batches(func, batch_size, show_progress_bar)
         softmax = flag(func, "apply_softmax", apply_softmax)
         if activation_fn is not None and not callable(activation_fn):
             raise TypeError(f"{func}(): activation_fn is {short(activation_fn)}; expected a function")

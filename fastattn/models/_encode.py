@@ -15,7 +15,14 @@ from fastattn._args.values import choice, flag, integer
 from fastattn.models import _model
 from fastattn.models._files import require
 from fastattn.models._text import strings
-from fastattn.models._vectors import PRECISIONS, quantize_embeddings, similarities, single_vector, unit
+from fastattn.models._vectors import (
+    PRECISIONS,
+    RANGED,
+    quantize_embeddings,
+    similarities,
+    single_vector,
+    unit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +39,6 @@ if TYPE_CHECKING:
 # products. docs/notes/layers-and-models.md has the times by this number.
 _CALL_TOKENS = 768
 QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prompts, the first one there is
-_RANGED = ("int8", "uint8")  # precisions of which a vector's depends on all others
 
 
 class EncodeOptions(TypedDict, total=False):
@@ -217,7 +223,7 @@ class Embedder(_model.Model):
         texts = [sentences] if one else sentences
         lines = strings(func, "sentences", texts, "a string, or several, as [text]")
         call = self._checked(func, options, names)
-        ranged = call.precision in _RANGED
+        ranged = call.precision in RANGED
         if one and ranged:
             raise single_vector(func, "sentences", call.precision)
         vectors_of = self._vectors(lines, call)
@@ -252,7 +258,7 @@ class Embedder(_model.Model):
         """The options of a call of `func`."""
         require_options(func, options, EncodeOptions)
         prompt = self.sentences.prompt(func, options.get("prompt_name"), options.get("prompt"), names)
-        batch_size, progress = options.get("batch_size"), options.get("show_progress_bar")
+        batch_size, progress = batches(func, options.get("batch_size"), options.get("show_progress_bar"))
         truncate_dim = options.get("truncate_dim")
         truncate_dim = self.sentences.truncate_dim if truncate_dim is None else truncate_dim
         most = self.sentences.features
@@ -260,8 +266,8 @@ class Embedder(_model.Model):
         call = Call(
             prompt=prompt,
             prompt_length=0,
-            batch_size=None if batch_size is None else integer(func, "batch_size", batch_size, 1),
-            progress=False if progress is None else flag(func, "show_progress_bar", progress),
+            batch_size=batch_size,
+            progress=progress,
             precision=precision,
             normalize=flag(func, "normalize_embeddings", options.get("normalize_embeddings", False)),
             features=most
@@ -271,6 +277,14 @@ class Embedder(_model.Model):
         if call.prompt and not self.sentences.pooling.include_prompt:
             return call._replace(prompt_length=self.text.prompt_length(call.prompt))
         return call
+
+
+def batches(func: str, batch_size: Any, show_progress_bar: Any) -> tuple[int | None, bool]:
+    """These arguments of a call of `func`, checked."""
+    return (
+        None if batch_size is None else integer(func, "batch_size", batch_size, 1),
+        show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar),
+    )
 
 
 def shown(chunks: Iterator[Array], **how: Any) -> Iterator[Array]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastattn.layers._block import model_program
 from fastattn.models._embeddings import Embeddings, Places
 from fastattn.models._encoder import Encoder
+from fastattn.models._files import NOTHING
 from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Mapping, Sequence
 
     from fastattn._args.types import Array, Shape
@@ -31,7 +32,7 @@ class EncoderNames(NamedTuple):
     widened: str | None = None  # a map from the tokens' vectors to the blocks' width
     last_norm: str | None = None  # behind the last block
     prefixes: tuple[str, ...] = ()  # of all tensors; some files leave it out
-    ignored: re.Pattern[str] = re.compile(r"(?!)")  # tensors that were not learned, in old files
+    ignored: re.Pattern[str] = NOTHING  # tensors that were not learned, in old files
 
 
 def read_encoder(

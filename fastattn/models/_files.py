@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,6 @@ from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import ExitStack
     from types import ModuleType
@@ -36,6 +36,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors calls them, and NumPy
 _SHOWN = 6  # names that an error lists
 _MOST = 2**62  # of an integer in config.json: sums and products with a float still hold it
+NOTHING = re.compile("(?!)")  # matches no name
 _REQUIRED: Any = object()
 _EXPECTED = {bool: "true or false", str: "a string", dict: "a table"}
 
@@ -279,7 +280,9 @@ class Tensors:
             raise ModelError(f"{config.path}: {key!r} is {depth}; expected no more layers than {held}")
         return depth
 
-    def expect(self, shapes: Mapping[str, Shape], own: tuple[str, ...], ignored: re.Pattern[str]) -> None:
+    def expect(
+        self, shapes: Mapping[str, Shape], own: tuple[str, ...], ignored: re.Pattern[str] = NOTHING
+    ) -> None:
         """Raise one error with all tensors that are missing, of another shape, or not floating.
 
         A name that begins with one of `own` but is not in `shapes` is an error, too, as the computation would

@@ -6,7 +6,6 @@ Pooling makes one vector of them, and the other modules change that vector.
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,7 +57,6 @@ ACTIVATIONS: dict[str, Activation | None] = {
     "Sigmoid": "sigmoid",
     "SiLU": "silu",
 }
-_NONE = re.compile("(?!)")  # of a module's tensors, none is to be ignored
 
 
 def _weighted_mean(tokens: Array, before: int) -> Array:
@@ -130,7 +128,7 @@ class Dense:
             shapes["residual.weight"] = (n_out, n_in)
         with ExitStack() as stack:
             tensors = Tensors(folder, dtype.name, stack)
-            tensors.expect(shapes, ("linear.", "residual."), _NONE)
+            tensors.expect(shapes, ("linear.", "residual."))
             weight = tensors.pack(["linear.weight"])
             bias = tensors["linear.bias"].astype(dtype) if biased else None
             residual = tensors.pack(["residual.weight"]) if "residual.weight" in shapes else added
@@ -162,7 +160,7 @@ class LayerNorm:
         _require_features(config, "dimension", config.size("dimension"), features)
         with ExitStack() as stack:
             tensors = Tensors(folder, dtype.name, stack)
-            tensors.expect({"norm.weight": (features,), "norm.bias": (features,)}, ("norm.",), _NONE)
+            tensors.expect({"norm.weight": (features,), "norm.bias": (features,)}, ("norm.",))
             vectors = (tensors[name].astype(dtype) for name in ("norm.weight", "norm.bias"))
             return cls(*vectors), features
 
