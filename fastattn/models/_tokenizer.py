@@ -60,7 +60,9 @@ def transformer_settings(folder: Path) -> Config:
 def check_transformer(folder: Path, task: str | None) -> None:
     """Raise if the module Transformer is to be other than it is here, for a model of the `task`, if known."""
     config = transformer_settings(folder)
-    config.refuse(**dict.fromkeys(sorted(config.values.keys() - _KNOWN)))
+    for key, value in config.values.items():
+        if key not in _KNOWN and value is not None:
+            raise ModelError(f"{config.path}: {key!r} is {short(value)}; expected none of this name")
     said = config.choice("transformer_task", {name: name for name in _TASKS}, task or "feature-extraction")
     if task is not None:
         config.refuse(transformer_task=task)

@@ -160,8 +160,9 @@ FORWARD = {"method": "forward", "method_output_name": "last_hidden_state"}
             "'module_output_name' is 'sentence_embedding'; only 'token_embeddings' is supported"),
         ({"transformer_task": "fill-mask"}, "'transformer_task' is 'fill-mask'; only 'feature-extr"),
         ({"transformer_task": "retrieval"}, "'transformer_task' is 'retrieval'; expected one of feature-ext"),
-        ({"query_length": 32}, "'query_length' is 32; only None is supported"),
-        ({"tokenizer_name_or_path": "other"}, "'tokenizer_name_or_path' is 'other'; only None is supported"),
+        ({"query_length": 32}, "'query_length' is 32; expected none of this name"),
+        ({"self": 1}, "'self' is 1; expected none of this name"),
+        ({"tokenizer_name_or_path": "other"}, "'tokenizer_name_or_path' is 'other'; expected none of"),
     ],
 )  # fmt: skip
 def test_settings_of_the_transformer_that_are_refused(values, message, folder):
