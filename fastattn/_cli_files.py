@@ -17,6 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+try:
+    import fcntl
+except ImportError:  # Windows has none: nothing tells two runs of one output there
+    fcntl = None  # type: ignore[assignment]
+
 from fastattn._args.values import short
 from fastattn.models._files import require
 
@@ -84,10 +89,33 @@ class Texts:
         """How many there are, and a digest of them all; what is no text is an error."""
         count, digest = 0, hashlib.sha256()
         for text in self:
-            data = text.encode()
-            digest.update(len(data).to_bytes(8, "little") + data)
+            _add(digest, text)
             count += 1
         return count, digest.hexdigest()
+
+    def surveyed(self, digest: str) -> Iterator[str]:
+        """The texts; `Changed` at the end if their digest is another."""
+        found = hashlib.sha256()
+        for text in self:
+            _add(found, text)
+            yield text
+        if found.hexdigest() != digest:
+            raise Changed(f"FILE {str(self.path)!r} was changed while it was read; expected it to stay")
+
+    def require_other(self, output: Path) -> None:
+        """Raise if the file is one of those that `Unfinished` writes."""
+        for path in _files(output):
+            if self.path is not None and path.exists() and path.samefile(self.path):
+                raise ValueError(f"FILE {str(self.path)!r} is written by --output; expected another file")
+
+
+def _add(digest: Any, text: str) -> None:
+    data = text.encode()
+    digest.update(len(data).to_bytes(8, "little") + data)
+
+
+class Changed(ValueError):
+    """Texts are not those of the survey."""
 
 
 class _NotThere(ValueError):
@@ -106,7 +134,11 @@ def _binary(path: Path | None) -> Iterator[BinaryIO]:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{short(value)} is no text; expected a string")
-    value.encode()  # half of a surrogate pair, as JSON may hold it, has no bytes
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON may hold such
+        what = f"{value[error.start : error.end]!r}, half of a surrogate pair"
+        raise ValueError(f"the text has {what}; expected whole characters") from None
     return value
 
 
@@ -117,7 +149,10 @@ def _lines(file: BinaryIO, column: str) -> Iterator[str]:
 
 
 def _json_lines(file: BinaryIO, column: str) -> Iterator[Any]:
-    for line in _lines(file, column):
+    for i, line in enumerate(_lines(file, column)):
+        line = line if i else line.removeprefix("\ufeff")
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except RecursionError as error:
@@ -183,6 +218,12 @@ def digest_of_model(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def _files(output: Path) -> tuple[Path, Path, Path, Path]:
+    """OUTPUT, and what is beside it for now: rows, what run they are of, and OUTPUT in the making."""
+    part, said, made = (output.with_name(output.name + end) for end in (".part", _SAID, ".part.out"))
+    return output, part, said, made
+
+
 def require_writable(suffix: str) -> None:
     """Raise unless what writes such a file is installed."""
     if suffix == ".parquet":
@@ -205,20 +246,42 @@ class Unfinished:
     _file: BinaryIO = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._part, self._said, self._made = (
-            self.output.with_name(self.output.name + end) for end in (".part", _SAID, ".part.out")
-        )
-        goes_on = self._part.exists()
-        if goes_on:
-            self._require_same_run()
-        elif self.run is not None:
+        _, self._part, self._said, self._made = _files(self.output)
+        try:
+            self._file, goes_on = self._part.open("x+b"), False
+        except FileExistsError:
+            self._file, goes_on = self._part.open("r+b"), True
+        try:
+            self._lock()
+            if goes_on:
+                self._require_same_run()
+        except ValueError:
+            self._file.close()
+            raise
+        if not goes_on and self.run is not None:
             self._said.write_text(json.dumps(self.run, indent=1) + "\n", encoding="utf-8")
-        self._file = self._part.open("r+b" if goes_on else "wb")
         self._write_header()
         self._start, size = self._file.tell(), self.features * self.dtype.itemsize
         self.rows = (self._file.seek(0, os.SEEK_END) - self._start) // size
         self._file.truncate(self._start + self.rows * size)  # a row of which only a part was written
         self._file.seek(0, os.SEEK_END)
+
+    def _lock(self) -> None:
+        """Keep OUTPUT.part for this run until it is closed."""
+        alone = True
+        try:
+            if fcntl is not None:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            alone = False
+        except OSError:  # a file system without locks
+            pass
+        try:
+            there = os.path.samestat(os.fstat(self._file.fileno()), self._part.stat())
+        except FileNotFoundError:  # it has just become OUTPUT
+            there = False
+        if not alone or not there:
+            raise ValueError(f"another run is writing {self._part}; expected to be alone")
 
     def _require_same_run(self) -> None:
         remedy = f"remove {self._part} to begin again"
@@ -255,10 +318,13 @@ class Unfinished:
         if self.output.suffix != ".npy":
             made = self._made
             _CONVERTERS[self.output.suffix](self._blocks(), made, self)
-        self._file.close()
+        if fcntl is None:  # Windows renames no open file
+            self._file.close()
+        self._said.unlink(missing_ok=True)
         os.replace(made, self.output)
-        for path in (self._part, self._said):
-            path.unlink(missing_ok=True)
+        if made is not self._part:
+            self._part.unlink()
+        self._file.close()  # which ends the lock: from now on, what is called OUTPUT.part is another run's
 
     def _blocks(self) -> Iterator[Array]:
         """The rows, a block at a time."""
@@ -271,9 +337,17 @@ class Unfinished:
                 yield block.reshape(count, self.features)
                 left -= count
 
+    def discard(self) -> None:
+        """Leave no rows: they are of other texts than `run` says."""
+        self.run = None
+        self._said.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Leave the rows for a run that goes on; if there can be none, leave nothing."""
-        self._file.close()
+        if self._file.closed:
+            return
+        if fcntl is None:
+            self._file.close()
         if self.run is None:
             self._part.unlink(missing_ok=True)
         elif self._part.exists() and self.rows:
@@ -281,6 +355,7 @@ class Unfinished:
                 f"{self.rows} vectors are in {self._part}: the same command goes on from there",
                 file=sys.stderr,
             )
+        self._file.close()
 
 
 def write_json_lines(blocks: Iterable[Array], file: TextIO) -> None:

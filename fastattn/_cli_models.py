@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from fastattn._args.types import lane_dtype
-from fastattn._cli_files import Texts, Unfinished, digest_of_model, require_writable, write_json_lines
+from fastattn._cli_files import (
+    Changed,
+    Texts,
+    Unfinished,
+    digest_of_model,
+    require_writable,
+    write_json_lines,
+)
 from fastattn._version import __version__
 from fastattn.models._encode import shown
 
@@ -32,14 +39,18 @@ if TYPE_CHECKING:
     from fastattn.models._encode import EncodeOptions
 
 # Options that are arguments of `load`, and of `encode`; what the others say does not change a vector.
-_INSTEAD = {  # of `embed`, for models of other classes
-    "CrossEncoder": "; rerank and predict take it",
-    "SparseEncoder": "; its encode makes sparse vectors, in Python",
-    "MultiVectorEncoder": "; its encode makes a vector of each token, in Python",
-}
 _LOADED = ("dtype", "weights_dtype", "activations")
 _SCORED = ("prompt_name", "prompt", "batch_size")
 _ENCODED = ("prompt_name", "prompt", "batch_size", "precision", "normalize_embeddings", "truncate_dim")
+
+# What to do with other models, by their classes.
+_INSTEAD = {
+    "CrossEncoder": "The commands rerank and predict take it",
+    "TokenClassifier": "It is called with ids, in Python",
+    "SparseEncoder": "Its encode makes sparse vectors, in Python",
+    "MultiVectorEncoder": "Its encode makes a vector of each token, in Python",
+    "Decoder": "The command generate continues a text",
+}
 
 
 def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
@@ -68,16 +79,19 @@ def embed(options: argparse.Namespace) -> None:
     if output is not None:
         require_writable(output.suffix)
     texts = Texts(options.file, options.column)
+    if output is not None:
+        texts.require_other(output)
     model = _loaded(options)
     if not isinstance(model, Encoder):
-        held = type(model).__name__
-        came = f"{options.model} holds a {model.model_type}{f', a {held}' if held in _INSTEAD else ''}"
-        raise ValueError(f"{came}; expected an encoder, as bert{_INSTEAD.get(held, '')}")
+        kind = type(model).__name__
+        came = f"{options.model} holds a {kind} ({model.model_type})"
+        raise ValueError(f"{came}; expected an Encoder. {_INSTEAD[kind]}")
     how = {name: getattr(options, name) for name in _ENCODED}
     call = model._checked("embed", cast("EncodeOptions", how))
     total, digest = texts.survey() if texts.again else (None, "")
+    lines = texts.surveyed(digest) if texts.again else iter(texts)
     if output is None:
-        write_json_lines(shown(model._vectors(texts, call), total=total, disable=None), sys.stdout)
+        write_json_lines(shown(model._vectors(lines, call), total=total, disable=None), sys.stdout)
         return
     run = None
     if texts.again:
@@ -94,10 +108,13 @@ def embed(options: argparse.Namespace) -> None:
     empty = call.packed(np.empty((0, call.features), lane_dtype(model.dtype)))
     unfinished = Unfinished(output, empty.shape[1], empty.dtype, run)
     try:
-        rest = model._vectors(islice(texts, unfinished.rows, None), call)
+        rest = model._vectors(islice(lines, unfinished.rows, None), call)
         for vectors in shown(rest, total=total, initial=unfinished.rows, disable=None):
             unfinished.write(vectors)
         unfinished.finish()
+    except Changed:
+        unfinished.discard()
+        raise
     finally:
         unfinished.close()
 

@@ -63,7 +63,8 @@ def folder(tmp_path, monkeypatch):
     write_tokenizer(tokens)
     (tokens / "1_Mask").mkdir()
     (tokens / "1_Mask/config.json").write_text("{}")
-    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.MultiVectorMask", "path": "1_Mask"}]
+    parts = {"Transformer": "", "MultiVectorMask": "1_Mask"}.items()
+    modules = [{"type": f"sentence_transformers.{kind}", "path": path} for kind, path in parts]
     (tokens / "modules.json").write_text(json.dumps(modules))
     config = {**tiny.CONFIGS["qwen3"], "vocab_size": 256}
     tiny.write(tmp_path / "Qwen3-0.6B", "qwen3", tiny.tensors("qwen3", config), vocab_size=256)

@@ -239,7 +239,7 @@ def test_arguments_of_encoders(encoder):
         )
         assert raises(r"encode\(\): show_", lambda x: encoder.encode(texts, show_progress_bar=x), value)
     for value in (HUGE[2], [[HUGE[2]]], [[2**63]], np.array([[2**63]], np.uint64)):
-        assert raises(r"bert\(\): ids has", encoder, value)
+        assert raises(r"bert\(\): input_ids has", encoder, value)
     for value in (3, np.array(3), None, b"text", [b"text"], [3]):
         assert raises(r"encode\(\): sentences ", encoder.encode, value)
 

@@ -106,9 +106,9 @@ def attention_args(
     heads_kv, len_k, k_head_dim = k_shape[-3:]
     v_heads, v_len, head_dim_v = v_shape[-3:]
     if k_head_dim != head_dim or v_heads != heads_kv or v_len != len_k:
-        _raise_shapes(func, names, (q_shape, k_shape, v_shape))
+        raise_shapes(func, names, (q_shape, k_shape, v_shape))
     if not (heads_q and heads_kv and head_dim and head_dim_v) or heads_q % heads_kv:
-        _raise_shapes(func, names, (q_shape, k_shape, v_shape))
+        raise_shapes(func, names, (q_shape, k_shape, v_shape))
     batch_shape = q_shape[:-3]
     if k_shape[:-3] != batch_shape or v_shape[:-3] != batch_shape:
         shapes = (batch_shape, k_shape[:-3], v_shape[:-3])
@@ -169,18 +169,21 @@ def attention_args(
     return args
 
 
-def _raise_shapes(func: str, names: tuple[str, str, str], shapes: tuple[Shape, Shape, Shape]) -> NoReturn:
-    """Say which of the last three axes, (heads, length, head_dim), do not fit."""
+def raise_shapes(
+    func: str, names: tuple[str, str, str], shapes: tuple[Shape, Shape, Shape], heads_axis: int = -3
+) -> NoReturn:
+    """Say which of the last three axes do not fit: (heads, length, head_dim), or the first two exchanged."""
+    length_axis = -5 - heads_axis
     heads, length, head_dim = "{} heads", "a length of {}", "a head_dim of {}"
     q, k, v = named = tuple(zip(names, shapes, strict=True))
     for name, shape in named:
-        for axis, what in ((-3, heads), (-1, head_dim)):
+        for axis, what in ((heads_axis, heads), (-1, head_dim)):
             if shape[axis] < 1:
                 raise ValueError(f"{func}(): {name} has {what.format(0)}, shape {shape}; expected at least 1")
     for (name, shape), axis, what, (other, wanted) in (
         (k, -1, head_dim, q),
-        (v, -3, heads, k),
-        (v, -2, length, k),
+        (v, heads_axis, heads, k),
+        (v, length_axis, length, k),
     ):
         if shape[axis] != wanted[axis]:
             expected = f"{what.format(wanted[axis])}, as {other} has, shape {wanted}"
@@ -188,8 +191,8 @@ def _raise_shapes(func: str, names: tuple[str, str, str], shapes: tuple[Shape, S
                 f"{func}(): {name} has {what.format(shape[axis])}, shape {shape}; expected {expected}"
             )
     (name, shape), (other, wanted) = q, k
-    expected = f"a multiple of {other}'s {wanted[-3]} heads, shape {wanted}"
-    raise ValueError(f"{func}(): {name} has {shape[-3]} heads, shape {shape}; expected {expected}")
+    expected = f"a multiple of {other}'s {wanted[heads_axis]} heads, shape {wanted}"
+    raise ValueError(f"{func}(): {name} has {shape[heads_axis]} heads, shape {shape}; expected {expected}")
 
 
 def _require_both(func: str, k_scale: Any, v_scale: Any) -> None:

@@ -72,8 +72,11 @@ def as_array(func: str, name: str, x: Any) -> Array:
         raise TypeError(f"{func}(): {name} is a {kind} that holds masked arrays; expected plain ones")
     if array.dtype == np.object_:
         if array.size and all(type(element) is int for element in array.flat):
-            largest = short(max(array.flat, key=abs))
-            raise ValueError(f"{func}(): {name} has {largest}; expected integers of at most 64 bits")
+            largest = max(array.flat, key=abs)
+            if not -(2**63) <= largest < 2**63:
+                raise ValueError(
+                    f"{func}(): {name} has {short(largest)}; expected integers of at most 64 bits"
+                )
         held = ", ".join(sorted({type(element).__name__ for element in array.flat}))
         what = f"of type {type(x).__name__} and holds {held}" if array.ndim else short(x)
         raise TypeError(f"{func}(): {name} is {what}; expected an array of one numeric type")

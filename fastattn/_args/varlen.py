@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args import key_ranges
-from fastattn._args.attention import attention_args, window_sides
+from fastattn._args.attention import attention_args, raise_shapes, window_sides
 from fastattn._args.errors import wrong_shape
 from fastattn._args.results import result_array
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import as_array, flag, head_values, integers
+from fastattn._args.values import as_array, flag, head_values, integers, require_broadcast
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -49,6 +49,7 @@ def varlen_args(
     if len(begins_q) != len(begins_k):
         came = f"cu_seqlens_q is of {len(begins_q) - 1} sequences and cu_seqlens_k of {len(begins_k) - 1}"
         raise ValueError(f"{func}(): {came}; expected as many")
+    _require_shapes(func, arrays)
     causal = flag(func, "causal", causal)
     left, right = window_sides(func, window)
     by_head: dict[str, Any] = {
@@ -85,9 +86,22 @@ def varlen_args(
     return args
 
 
+def _require_shapes(func: str, arrays: dict[str, Array]) -> None:
+    """Raise if shapes do not fit, as the caller has them: the attention below has heads before tokens."""
+    q, k, v = (arrays[name].shape for name in "qkv")
+    (_, heads_q, head_dim), (tokens, heads, k_dim) = q, k
+    odd = 0 in (heads_q, heads, head_dim, v[2]) or heads_q % heads
+    if odd or (k_dim, *v[:2]) != (head_dim, tokens, heads):
+        raise_shapes(func, ("q", "k", "v"), (q, k, v), heads_axis=-2)
+    for name in ("k_scale", "v_scale"):
+        if name in arrays:
+            require_broadcast(func, name, arrays[name].shape, (tokens, heads), "(tokens_k, heads_kv)")
+
+
 def _begins(func: str, name: str, x: Any, of: str, tokens: int) -> Ints:
     """`x` as the begin of each sequence among the `tokens` of the argument `of`, and their end."""
-    begins = integers(func, name, x)
+    given = as_array(func, name, x)
+    begins = integers(func, name, given) if given.size else np.zeros(given.shape, np.int64)
     if begins.ndim != 1 or not begins.size:
         raise wrong_shape(func, name, begins, "(sequences + 1,)")
     if begins[0] != 0 or begins[-1] != tokens:

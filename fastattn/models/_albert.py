@@ -64,5 +64,5 @@ def build(source: Source) -> Encoder:
         types=config.size("type_vocab_size", 2),
         positions=config.size("max_position_embeddings"),
         features=config.size("embedding_size", 128),
-        order=[i * groups // layers for i in range(layers)],
+        order=[int(i / (layers / groups)) for i in range(layers)],  # as transformers rounds,
     )

@@ -12,7 +12,7 @@ from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, integer, iterated, short
 from fastattn.models import _model
-from fastattn.models._encode import calls, shown
+from fastattn.models._encode import batches, calls, shown
 from fastattn.models._files import ModelError
 from fastattn.models._sentences import ACTIVATIONS
 from fastattn.models._text import strings
@@ -59,7 +59,10 @@ class Classifier:
         return f"{repr(self.encoder)[:-1]}; {type(self).__name__} of {self.num_labels}>"
 
     def __call__(
-        self, ids: ArrayLike, attention_mask: ArrayLike | None = None, token_type_ids: ArrayLike | None = None
+        self,
+        input_ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
     ) -> Array:
         """Logits; arguments are those of a call of `encoder`.
 
@@ -68,8 +71,8 @@ class Classifier:
         ndarray, (batch, num_labels), or (batch, length, num_labels) of a `TokenClassifier`
             float32, or float64 for a model in float64. 0 where a token does not count.
         """
-        states = self.encoder(ids, attention_mask, token_type_ids)
-        tokens = _model.token_ids(self.model_type, ids, self.encoder.vocab_size)
+        states = self.encoder(input_ids, attention_mask, token_type_ids)
+        tokens = _model.token_ids(self.model_type, input_ids, self.encoder.vocab_size)
         mask = _model.attended(self.model_type, attention_mask, tokens)
         return self._logits(states, np.ones(tokens.shape, np.bool_) if mask is None else mask)
 
@@ -150,8 +153,7 @@ class CrossEncoder(Classifier):
         func = "predict"
         one, pairs = _pairs(func, "inputs", inputs)
         prompt = self.encoder.sentences.prompt(func, prompt_name, prompt)
-        batch_size = None if batch_size is None else integer(func, "batch_size", batch_size, 1)
-        progress = show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar)
+        batch_size, progress = batches(func, batch_size, show_progress_bar)
         softmax = flag(func, "apply_softmax", apply_softmax)
         if activation_fn is not None and not callable(activation_fn):
             raise TypeError(f"{func}(): activation_fn is {short(activation_fn)}; expected a function")

@@ -128,7 +128,7 @@ def build(source: Source) -> TwoTowers:
     end_id = text.size("eos_token_id", low=0) if is_clip else 0
     own = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"model_type": kind}
     if is_clip:
-        own["text"] = Text(source.folder, encoder.max_length, clip_tokenizer)
+        own["text"] = Text(source.folder, encoder.max_length, other=clip_tokenizer)
     return TwoTowers(
         **own,
         vision=_vision(images, vision, is_clip),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import string
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from fastattn._args.values import short
 from fastattn.models._files import Config, ModelError
 from fastattn.models._multi_vector import Expansion, MultiVectorEncoder, Settings
 from fastattn.models._sentences import MASK, Dense, Normalize
+from fastattn.models._tokenizer import LENGTHS, transformer_settings
 
 if TYPE_CHECKING:
     from fastattn.models._blocks import Source
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 STANFORD = "HF_ColBERT"  # of `architectures` in config.json
 _USUAL = 32  # tokens of a query
 _SIMILARITIES = ("maxsim", "meanmaxsim")
-_LENGTHS = ("query_length", "document_length", "query_expansion")
 _PREFIXES = {"query_prefix": "query", "document_prefix": "document"}
-_PYLATE = (*_LENGTHS, *_PREFIXES, "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
+_PYLATE = (*LENGTHS, *_PREFIXES, "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
 _STRATEGIES = {"fixed": True, "min": False}
 _ALL_ATTEND = ("deberta-v2",)  # families of which every token is attended
 
@@ -57,7 +56,7 @@ def multi_vector_encoder(
         config.refuse(keep_only_token_ids=[])
         words, skipped_in = _words(config, "skiplist_words"), _words(config, "skiplist_tasks", skipped_in)
 
-    own = Config(folder / "sentence_bert_config.json", optional=True)
+    own = transformer_settings(folder)
     own.values = {**lengths, **own.values}
     expansion, query_length = _expansion(own), own.optional_size("query_length")
     if expansion is not None:
@@ -83,7 +82,7 @@ def _pylate(saved: Config) -> dict[str, Any]:
     values = saved.values
     if not any(key in values for key in _PYLATE):
         return {}
-    found: dict[str, Any] = {key: saved.optional_size(key) for key in _LENGTHS[:2]}
+    found: dict[str, Any] = {key: saved.optional_size(key) for key in LENGTHS[:2]}
     if "query_expansion" in values:
         _expansion(saved)  # an error names this file
         found["query_expansion"] = values["query_expansion"]
@@ -104,7 +103,7 @@ def _linear(source: Source, hidden: int) -> Dense:
     """The map behind a BERT, whose tensor lies beside the others."""
     name, tensors = "linear.weight", source.tensors
     size = len(tensors[name]) if name in tensors else 128
-    tensors.expect({name: (size, hidden)}, ("linear.",), re.compile("(?!)"))
+    tensors.expect({name: (size, hidden)}, ("linear.",))
     return Dense(ops.pack(source.vector(name)), None, "Identity")
 
 

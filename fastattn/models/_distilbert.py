@@ -35,6 +35,7 @@ def build(source: Source) -> Encoder:
     """The model that the folder's files describe."""
     config = source.config
     heads = config.size("n_heads")
+    config.refuse_others(hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers")
     blocks = Blocks(
         source,
         _NAMES.block,

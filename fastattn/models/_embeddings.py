@@ -30,6 +30,7 @@ class Embeddings:
     types: Array | None = None  # (types, features), like `positions` in the type of the computation
     positions: Array | None = None  # (max_length, features), the first token type's vector added
     scale: float = 1.0  # of the tokens' vectors
+    padding: int | None = None  # the id of tokens that have the first position, and that no other counts
 
     def __call__(self, tokens: Ints, places: Ints, types: Ints | None, dtype: np.dtype[Any]) -> Array:
         """The vectors (n, features) of tokens, all arrays (n,); the first type where there are no `types`."""
@@ -37,12 +38,23 @@ class Embeddings:
         if self.scale != 1:
             x *= np.asarray(self.scale, dtype)
         if self.positions is not None:
-            x += self.positions[places]
+            x += self.positions[self._counted(tokens, places)]
         elif self.types is not None:
             x += self.types[0]
         if types is not None and self.types is not None:
             x += (self.types - self.types[0])[types]
         return x
+
+    def _counted(self, tokens: Ints, places: Ints) -> Ints:
+        """The rows of `positions`, as RoBERTa counts: a text may hold the padding token."""
+        if self.padding is None:
+            return places
+        is_padding = tokens == self.padding
+        if not is_padding.any():
+            return places + 1
+        before: Ints = np.cumsum(is_padding) - is_padding  # of all sequences
+        before -= np.maximum.accumulate(np.where(places == 0, before, 0))  # of its own
+        return np.where(is_padding, 0, places + 1 - before)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

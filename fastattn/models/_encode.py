@@ -15,7 +15,14 @@ from fastattn._args.values import choice, flag, integer
 from fastattn.models import _model
 from fastattn.models._files import require
 from fastattn.models._text import strings
-from fastattn.models._vectors import PRECISIONS, quantize_embeddings, similarities, single_vector, unit
+from fastattn.models._vectors import (
+    PRECISIONS,
+    RANGED,
+    quantize_embeddings,
+    similarities,
+    single_vector,
+    unit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +39,6 @@ if TYPE_CHECKING:
 # products. docs/notes/layers-and-models.md has the times by this number.
 _CALL_TOKENS = 768
 QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prompts, the first one there is
-_RANGED = ("int8", "uint8")  # precisions of which a vector's depends on all others
 
 
 class EncodeOptions(TypedDict, total=False):
@@ -222,7 +228,7 @@ class Embedder(_model.Model):
         """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
         one, lines = self._inputs(func, sentences)
         call = self._checked(func, options, names)
-        ranged = call.precision in _RANGED
+        ranged = call.precision in RANGED
         if one and ranged:
             raise single_vector(func, "sentences", call.precision)
         vectors_of = self._vectors(lines, call)
@@ -267,7 +273,7 @@ class Embedder(_model.Model):
         """The options of a call of `func`."""
         require_options(func, options, EncodeOptions)
         prompt = self.sentences.prompt(func, options.get("prompt_name"), options.get("prompt"), names)
-        batch_size, progress = options.get("batch_size"), options.get("show_progress_bar")
+        batch_size, progress = batches(func, options.get("batch_size"), options.get("show_progress_bar"))
         truncate_dim = options.get("truncate_dim")
         truncate_dim = self.sentences.truncate_dim if truncate_dim is None else truncate_dim
         most = self.sentences.features
@@ -275,8 +281,8 @@ class Embedder(_model.Model):
         call = Call(
             prompt=prompt,
             prompt_length=0,
-            batch_size=None if batch_size is None else integer(func, "batch_size", batch_size, 1),
-            progress=False if progress is None else flag(func, "show_progress_bar", progress),
+            batch_size=batch_size,
+            progress=progress,
             precision=precision,
             normalize=flag(func, "normalize_embeddings", options.get("normalize_embeddings", False)),
             features=most
@@ -286,6 +292,14 @@ class Embedder(_model.Model):
         if call.prompt and not self.sentences.pooling.include_prompt:
             return call._replace(prompt_length=self.text.prompt_length(call.prompt))
         return call
+
+
+def batches(func: str, batch_size: Any, show_progress_bar: Any) -> tuple[int | None, bool]:
+    """These arguments of a call of `func`, checked."""
+    return (
+        None if batch_size is None else integer(func, "batch_size", batch_size, 1),
+        show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar),
+    )
 
 
 def shown(chunks: Iterator[Array], **how: Any) -> Iterator[Array]:
@@ -299,9 +313,9 @@ def shown(chunks: Iterator[Array], **how: Any) -> Iterator[Array]:
 def calls(encoded: Iterable[list[Any]], batch_size: int | None) -> Iterator[list[Ints]]:
     """The ids of the texts, or what there is of each token, that go through the layers together."""
     call: list[Ints] = []
-    tokens = 0
+    tokens, most = 0, min(batch_size or _CALL_TOKENS, _CALL_TOKENS)  # texts without tokens count, too
     for ids in encoded:
-        if call and (tokens + len(ids) > _CALL_TOKENS or len(call) == batch_size):
+        if call and (tokens + len(ids) > _CALL_TOKENS or len(call) == most):
             yield call
             call, tokens = [], 0
         call.append(np.array(ids, np.int64))

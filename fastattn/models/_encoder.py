@@ -29,13 +29,16 @@ class Encoder(Embedder):
     places: Places
 
     def __call__(
-        self, ids: ArrayLike, attention_mask: ArrayLike | None = None, token_type_ids: ArrayLike | None = None
+        self,
+        input_ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
     ) -> Array:
         """Hidden states of the last layer.
 
         Parameters
         ----------
-        ids : array_like of int, (batch, length) or (length,)
+        input_ids : array_like of int, (batch, length) or (length,)
         attention_mask : array_like of bool or of 0 and 1, (batch, length), optional
             True or 1: which tokens count. Padding may be on either side: positions are counted from the first
             token that counts.
@@ -48,7 +51,7 @@ class Encoder(Embedder):
             In the model's dtype; one sequence (length,) is a batch of one. 0 where a token does not count.
         """
         name, types = self.model_type, None
-        tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
+        tokens, lengths, mask = self._tokens(input_ids, attention_mask, self.max_length, "input_ids")
         if token_type_ids is not None:
             n_types = 1 if self.embeddings.types is None else len(self.embeddings.types)
             types = _model.token_ids(name, token_type_ids, n_types, "token_type_ids")

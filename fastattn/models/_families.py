@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastattn.layers._block import model_program
 from fastattn.models._embeddings import Embeddings, Places
 from fastattn.models._encoder import Encoder
+from fastattn.models._files import NOTHING
 from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Mapping, Sequence
 
     from fastattn._args.types import Array, Shape
@@ -31,7 +32,7 @@ class EncoderNames(NamedTuple):
     widened: str | None = None  # a map from the tokens' vectors to the blocks' width
     last_norm: str | None = None  # behind the last block
     prefixes: tuple[str, ...] = ()  # of all tensors; some files leave it out
-    ignored: re.Pattern[str] = re.compile(r"(?!)")  # tensors that were not learned, in old files
+    ignored: re.Pattern[str] = NOTHING  # tensors that were not learned, in old files
 
 
 def read_encoder(
@@ -59,9 +60,10 @@ def read_encoder(
     It has `types` token types, whose vectors have `features`; by default as many as the blocks. Those of
     tokens are times `token_scale`. Blocks run in `order`, in which they may be more than once.
 
-    Positions are a table of `positions` rows, of which the `first` ones are padding's, or rotary with what
-    `frequencies` returns; texts are then cut at `longest`. `biases` makes those of `Places`. The shapes of
-    more tensors are `others`. `sentences` are by default those of the folder.
+    Positions are a table of `positions` rows, or rotary with what `frequencies` returns. Of a table, those
+    from `first` on are counted: the one before is padding's, as is the token of that id. Texts are then cut
+    at `longest`. `biases` makes those of `Places`, of more tensors, whose shapes are `others`. Of texts, the
+    folder says what is done with them, unless `sentences` do.
     """
     source = blocks.source
     folder, config, tensors, precision, _ = source
@@ -96,9 +98,9 @@ def read_encoder(
     kinds = source.vector(f"{names.types}.weight") if names.types in tables else None
     places = None
     if names.positions is not None:
-        places = source.vector(f"{names.positions}.weight")[first:]
+        places = source.vector(f"{names.positions}.weight")[max(first - 1, 0) :]
         places = places if kinds is None else places + kinds[0]
-        longest = len(places)
+        longest = positions - first
     return Encoder(
         model_type=config.get("model_type", str),
         hidden_size=blocks.hidden,
@@ -107,13 +109,14 @@ def read_encoder(
         vocab_size=vocab,
         program=program,
         precision=precision,
-        text=Text(folder, longest),
+        text=Text(folder, longest, vocab),
         max_length=None if places is None else longest,
         embeddings=Embeddings(
             tensors[f"{names.tokens}.weight"],
             None if kinds is None else kinds.astype(precision.dtype),
             None if places is None else places.astype(precision.dtype),
             token_scale,
+            padding=first - 1 if first else None,
         ),
         places=Places(all_windows, causal, rotary, biases=None if biases is None else biases()),
         sentences=sentences or Sentences.of(folder, blocks.hidden, precision.dtype),

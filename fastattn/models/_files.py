@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import mmap
+import re
 import sys
 from copy import copy
 from importlib.util import find_spec
@@ -21,7 +22,6 @@ from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import ExitStack
     from types import ModuleType
@@ -39,6 +39,7 @@ _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safeten
 _PIECE = 1 << 23  # bytes that are copied at a time
 _SHOWN = 6  # names that an error lists
 _MOST = 2**62  # of an integer in config.json: sums and products with a float still hold it
+NOTHING = re.compile("(?!)")  # matches no name
 _REQUIRED: Any = object()
 _EXPECTED = {bool: "true or false", str: "a string", dict: "a table"}
 
@@ -171,6 +172,10 @@ class Config:
             value = self.values.get(name)
             if value is not None and value != wanted:
                 raise ModelError(f"{self.path}: {name!r} is {short(value)}; only {wanted!r} is supported")
+
+    def refuse_others(self, **names: str) -> None:
+        """Raise if a key is there and differs from the one, of another name, that stands for it."""
+        self.refuse(**{name: self.values.get(other) for name, other in names.items() if other in self.values})
 
 
 def stop_ids(config: Config, folder: Path) -> tuple[int, ...]:
@@ -309,7 +314,9 @@ class Tensors:
             raise ModelError(f"{config.path}: {key!r} is {depth}; expected no more layers than {held}")
         return depth
 
-    def expect(self, shapes: Mapping[str, Shape], own: tuple[str, ...], ignored: re.Pattern[str]) -> None:
+    def expect(
+        self, shapes: Mapping[str, Shape], own: tuple[str, ...], ignored: re.Pattern[str] = NOTHING
+    ) -> None:
         """Raise one error with all tensors that are missing, of another shape, or not floating.
 
         A name that begins with one of `own` but is not in `shapes` is an error, too, as the computation would

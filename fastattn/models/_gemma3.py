@@ -41,7 +41,7 @@ def build(source: Source) -> Encoder:
     if causal and not modules.is_file():
         what = "Gemma 3 makes vectors here, and generates no text"
         raise ModelError(f"{modules} is missing, and the model is causal; {what}")
-    config.refuse(attn_logit_softcapping=None)
+    config.refuse(attn_logit_softcapping=None, is_causal=True)  # `use_bidirectional_attention` says otherwise
     heads, heads_kv = head_counts(config, 4)
     blocks = Blocks(
         source,

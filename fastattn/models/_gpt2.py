@@ -30,6 +30,8 @@ def build(source: Source) -> Decoder:
     """The model that the folder's files describe."""
     config = source.config
     hidden, heads = config.size("n_embd"), config.size("n_head")
+    config.refuse_others(hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer")
+    config.refuse_others(max_position_embeddings="n_positions")
     blocks = Blocks(
         source,
         _NAMES.block,

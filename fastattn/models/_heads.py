@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastattn import ops
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from fastattn.models._blocks import Source
     from fastattn.models._encoder import Encoder
     from fastattn.models._multi_vector import MultiVectorEncoder
-
-_NONE = re.compile("(?!)")
 
 
 class HeadNames(NamedTuple):
@@ -142,8 +139,8 @@ def _read(source: Source, names: HeadNames, hidden: int, count: int) -> tuple[De
         shapes[f"{names.norm}.weight"] = (hidden,)
         if config.get("norm_bias", bool, False):
             shapes[f"{names.norm}.bias"] = (hidden,)
-    source.tensors.expect(shapes, ("pooler.",) if "pooler.dense.weight" in shapes else (), _NONE)
-    source.tensors.expect(shapes, ("classifier.", "score."), _NONE)  # and no other
+    source.tensors.expect(shapes, ("pooler.",) if "pooler.dense.weight" in shapes else ())
+    source.tensors.expect(shapes, ("classifier.", "score."))  # and no other
 
     def bias(name: str) -> Array | None:
         return source.vector(f"{name}.bias") if f"{name}.bias" in shapes else None
@@ -204,7 +201,7 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncod
     shapes: dict[str, Shape] = {f"{output}.weight": (vocab, hidden), bias: (vocab,)}
     shapes |= {f"{names.inner}.weight": (hidden, hidden)}
     shapes |= dict.fromkeys((f"{names.inner}.bias", f"{names.norm}.weight", f"{names.norm}.bias"), (hidden,))
-    tensors.expect(shapes, (), _NONE)
+    tensors.expect(shapes, ())
     head = VocabularyHead(
         inner=tensors.pack([f"{names.inner}.weight"]),
         inner_bias=source.vector(f"{names.inner}.bias"),

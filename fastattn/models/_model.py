@@ -53,11 +53,11 @@ class Model:
         return f"<{self.model_type}: {self.num_layers} layers of {self.hidden_size}, {self.precision}>"
 
     def _tokens(
-        self, ids: ArrayLike, attention_mask: ArrayLike | None, longest: int | None
+        self, ids: ArrayLike, attention_mask: ArrayLike | None, longest: int | None, argument: str = "ids"
     ) -> tuple[Ints, Ints, Bools | None]:
         """The ids (batch, length) of a call, how many of each sequence count, and if not all do, which."""
         name = self.model_type
-        tokens = token_ids(name, ids, self.vocab_size)
+        tokens = token_ids(name, ids, self.vocab_size, argument)
         mask = attended(name, attention_mask, tokens)
         lengths: Ints = np.full(len(tokens), tokens.shape[1]) if mask is None else mask.sum(axis=1)
         most = lengths.max(initial=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._families import EncoderNames, read_encoder
 from fastattn.models._files import ModelError
@@ -70,7 +71,7 @@ def build(source: Source) -> Encoder:
     if kinds is None:
         every = config.size("global_attn_every_n_layers", 3)
         kinds = ["sliding_attention" if i % every else "full_attention" for i in range(blocks.num_layers)]
-    side = config.size("local_attention", 128) // 2
+    side = config.optional_size("sliding_window") or config.size("local_attention", 128) // 2
     return read_encoder(
         names,
         blocks,
@@ -82,12 +83,17 @@ def build(source: Source) -> Encoder:
 
 
 def _frequencies(config: Config, kind: str, head_dim: int, longest: int) -> Frequencies:
-    """Those of a kind of attention."""
-    scaling: Any = config.get("rope_parameters", dict, {}).get(kind)
+    """Those of a kind of attention; `rope_scaling` is of both kinds."""
+    given = config.get("rope_parameters", dict, {})
+    scaling: Any = given.get(kind)
     if scaling is not None and not isinstance(scaling, dict):
         raise ModelError(f"{config.path}: 'rope_parameters' has {kind}: {scaling!r}; expected a table")
+    if not given.keys() <= set(_KINDS):
+        expected = f"a table for each of {', '.join(_KINDS)}"
+        raise ModelError(f"{config.path}: 'rope_parameters' is {short(given)}; expected {expected}")
+    scaling = {**(scaling or {}), **config.get("rope_scaling", dict, {})}
     old, default = _KINDS[kind]
     if config.values.get(old, default) is None:  # null: that of the other kind
         old, default = _KINDS["full_attention"]
     theta = config.number(old, default)
-    return scaled(config, head_dim, {"rope_theta": theta, **(scaling or {})}, longest)
+    return scaled(config, head_dim, {"rope_theta": theta, **scaling}, longest)

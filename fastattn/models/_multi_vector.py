@@ -11,9 +11,9 @@ import numpy as np
 
 from fastattn._args.options import require_options
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import choice, flag, integer, short
+from fastattn._args.values import choice, flag, short
 from fastattn.models import _maxsim
-from fastattn.models._encode import DOCUMENT, QUERY, calls, shown
+from fastattn.models._encode import DOCUMENT, QUERY, batches, calls, shown
 from fastattn.models._files import Config, ModelError
 from fastattn.models._text import strings
 from fastattn.models._vectors import unit
@@ -174,9 +174,7 @@ class MultiVectorEncoder:
         )
         said = options.get("prompt_name"), options.get("prompt")
         prompt = self.encoder.sentences.prompt(func, *said, names)
-        batch_size, progress = options.get("batch_size"), options.get("show_progress_bar")
-        batch_size = None if batch_size is None else integer(func, "batch_size", batch_size, 1)
-        progress = progress is not None and flag(func, "show_progress_bar", progress)
+        batch_size, progress = batches(func, options.get("batch_size"), options.get("show_progress_bar"))
         normalize = flag(func, "normalize_embeddings", options.get("normalize_embeddings", False))
         tokens = self._tokens((prompt + line for line in lines), task)
         chunks: Iterator[Any] = (self._vectors(call, task, normalize) for call in calls(tokens, batch_size))

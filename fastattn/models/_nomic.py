@@ -103,7 +103,12 @@ def build(source: Source) -> Encoder:
 
 def _refuse(config: Config) -> None:
     """Raise if an older config.json wants what is not there."""
+    if config.values.get("rotary_emb_fraction") is None:
+        config.values["rotary_emb_fraction"] = 0.0  # the default of this model's code: no rotary positions
+    config.refuse_others(hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer")
+    config.refuse_others(max_position_embeddings="n_positions")
     config.refuse(
+        scale_attn_weights=True,
         prenorm=False,
         parallel_block=False,
         use_rms_norm=False,

@@ -6,7 +6,6 @@ Pooling makes one vector of them, and the other modules change that vector.
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, short
 from fastattn.models._files import Config, ModelError, Tensors, is_name, read_json
 from fastattn.models._text import strings
+from fastattn.models._tokenizer import LENGTHS, check_transformer
 from fastattn.models._vectors import SIMILARITIES, unit
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ ACTIVATIONS: dict[str, Activation | None] = {
     "Sigmoid": "sigmoid",
     "SiLU": "silu",
 }
-_NONE = re.compile("(?!)")  # of a module's tensors, none is to be ignored
 
 
 def _weighted_mean(tokens: Array, before: int) -> Array:
@@ -129,7 +128,7 @@ class Dense:
             shapes["residual.weight"] = (n_out, n_in)
         with ExitStack() as stack:
             tensors = Tensors(folder, dtype.name, stack)
-            tensors.expect(shapes, ("linear.", "residual."), _NONE)
+            tensors.expect(shapes, ("linear.", "residual."))
             weight = tensors.pack(["linear.weight"])
             bias = tensors["linear.bias"].astype(dtype) if biased else None
             residual = tensors.pack(["residual.weight"]) if "residual.weight" in shapes else added
@@ -161,7 +160,7 @@ class LayerNorm:
         _require_features(config, "dimension", config.size("dimension"), features)
         with ExitStack() as stack:
             tensors = Tensors(folder, dtype.name, stack)
-            tensors.expect({"norm.weight": (features,), "norm.bias": (features,)}, ("norm.",), _NONE)
+            tensors.expect({"norm.weight": (features,), "norm.bias": (features,)}, ("norm.",))
             vectors = (tensors[name].astype(dtype) for name in ("norm.weight", "norm.bias"))
             return cls(*vectors), features
 
@@ -189,6 +188,7 @@ _MODULES: dict[str, type[Dense | LayerNorm | Normalize]] = {
     "LayerNorm": LayerNorm,
     "Normalize": Normalize,
 }
+_PACKAGES = ("sentence_transformers.", "pylate.")  # whose modules are known; others may be called alike
 _SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
 MASK = "MultiVectorMask"  # or a vector of each token, with this module, or with none but those of `_BY_TOKEN`
 _BY_TOKEN = ("Dense", "Normalize")
@@ -218,6 +218,8 @@ class Sentences:
         lane, named = lane_dtype(dtype), modules_of(folder, towers)
         by_token = is_multi_vector(named)
         level = "token_embeddings" if by_token else "sentence_embedding"
+        if not towers:
+            check_transformer(folder, _task(folder, named), LENGTHS if by_token else ())
         for kind, inner in named:
             if kind == "Pooling":
                 pooling = Pooling.of(folder / inner)
@@ -290,6 +292,13 @@ def folder_of_towers(folder: Path) -> Path:
     return folder
 
 
+def _task(folder: Path, modules: list[tuple[str, str]]) -> str | None:
+    """What the module Transformer does before the others, as sentence-transformers calls it."""
+    if modules:
+        return "fill-mask" if modules[-1][0] == _SPLADE[1] else "feature-extraction"
+    return "sequence-classification" if is_cross_encoder(folder) else None
+
+
 def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
     """Kind and folder of each module in modules.json; none where it is missing.
 
@@ -299,13 +308,19 @@ def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
     path, named = folder / "modules.json", []
     for module in read_json(path, list) if path.is_file() else ():
         entry = module if isinstance(module, dict) else {"type": module}
-        kind, inner = str(entry.get("type")).rpartition(".")[2], entry.get("path", "")
+        name, inner = str(entry.get("type")), entry.get("path", "")
+        kind = name.rpartition(".")[2]
         known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE, MASK)
         if towers:
             known = (_BEFORE[0], _TOWERS, *_MODULES, _NO_PART)
         if kind not in known:
             expected = ", ".join(known)
             raise ModelError(f"{path} has a module {short(kind)}; expected one of {expected}")
+        if not name.startswith(_PACKAGES):
+            expected = f"one of {', '.join(_PACKAGES)}, whose code is known"
+            raise ModelError(f"{path} has a module {short(name)}; expected {expected}")
+        if entry.get("kwargs"):
+            raise ModelError(f"{path}: 'kwargs' of {kind} are {short(entry['kwargs'])}; expected none")
         first = kind in ("Transformer", _SPLADE[0])
         if first and inner not in ("", "."):
             raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected '', this folder")

@@ -13,8 +13,8 @@ from fastattn import ops
 from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.options import require_options
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import flag, integer
-from fastattn.models._encode import DOCUMENT, QUERY, calls, shown
+from fastattn._args.values import integer
+from fastattn.models._encode import DOCUMENT, QUERY, batches, calls, shown
 from fastattn.models._files import require
 from fastattn.models._text import strings
 from fastattn.models._vectors import similarities
@@ -230,9 +230,7 @@ class SparseEncoder:
         lines = strings(func, "sentences", texts, "a string, or several, as [text]")
         settings, pooling = self.encoder.sentences, self.pooling
         before = settings.prompt(func, options.get("prompt_name"), options.get("prompt"), names)
-        batch_size, progress = options.get("batch_size"), options.get("show_progress_bar")
-        batch_size = None if batch_size is None else integer(func, "batch_size", batch_size, 1)
-        progress = progress is not None and flag(func, "show_progress_bar", progress)
+        batch_size, progress = batches(func, options.get("batch_size"), options.get("show_progress_bar"))
         most = options.get("max_active_dims")
         if most is not None:
             pooling = replace(pooling, most=integer(func, "max_active_dims", most, 1))

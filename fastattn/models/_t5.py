@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Source
 from fastattn.models._buckets import BucketBiases
 from fastattn.models._families import EncoderNames, read_encoder
@@ -49,6 +50,15 @@ def build(source: Source) -> Encoder:
     heads = config.size("num_heads")
     usual = "relu" if config.get("model_type", str) == "t5" else "gated-gelu"
     activation, gated = config.choice("feed_forward_proj", _FEED_FORWARDS, usual)
+    config.refuse(is_gated_act=gated)  # which files repeat, as well as the activation
+    repeated = config.values.get("dense_act_fn")
+    if repeated is not None and ACTIVATIONS.get(str(repeated)) != activation:
+        came, expected = f"'dense_act_fn' is {short(repeated)}", "the one of 'feed_forward_proj'"
+        raise ModelError(f"{config.path}: {came}; expected {expected}, {activation}")
+    config.refuse_others(
+        hidden_size="d_model", num_attention_heads="num_heads", num_hidden_layers="num_layers"
+    )
+    config.refuse_others(head_dim="d_kv")
     names = _NAMES._replace(block=_GATED) if gated else _NAMES
     if f"{_TOKENS}.weight" in tensors and f"{names.tokens}.weight" not in tensors:
         names = names._replace(tokens=_TOKENS)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import as_array, integer, iterated, short
-from fastattn.models._files import Config, ModelError, lfs_hint, require
+from fastattn.models._files import Config, ModelError
+from fastattn.models._tokenizer import GENERIC, length_limit, open_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,12 +24,11 @@ if TYPE_CHECKING:
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that the first piece is decoded with
 NO_TOKEN = -1  # what `generate` yields for a sequence that has ended
-_WITHOUT_TYPES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # unless the folder asks for them
 _MOST_BYTES = 4  # of a character in UTF-8
 
 # Characters that go to the tokenizer at a time: enough work for all its threads, in bounded memory. It
 # ignores signals, so it runs in a thread of its own, except for short batches, which take milliseconds.
-_BATCH_CHARACTERS, _SHORT = 1 << 19, 1 << 13
+_BATCH_CHARACTERS, _BATCH_TEXTS, _SHORT = 1 << 19, 1 << 13, 1 << 13
 _SECONDS_BETWEEN_SIGNALS = 0.05
 
 
@@ -38,6 +38,7 @@ class Text:
 
     folder: Path
     max_length: int | None = None  # what the model can take at most
+    vocab_size: int | None = None  # of the model, if ids are checked
     other: Callable[[Path], Any] | None = None  # makes one of other files; None: they are not there
     asked: int | None = None  # how long a text may be, whatever the folder's files say of it
     markers: tuple[str, ...] = ()  # that stand before texts; one that is in the vocabulary is one token
@@ -45,66 +46,16 @@ class Text:
     @cached_property
     def tokenizer(self) -> Any:
         """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked."""
-        tokenizers, tokenizer = require("tokenizers"), self._read()
-        tokenizer.no_padding()
-        if self._sentences.get("do_lower_case", bool, False):
-            normalizers, given = tokenizers.normalizers, tokenizer.normalizer
-            both = [normalizers.Lowercase(), *([] if given is None else [given])]
-            tokenizer.normalizer = normalizers.Sequence(both)
-        if self.markers:
-            added = [
-                tokenizers.AddedToken(token, normalized=False, special=True)
-                for token in self._split(tokenizer)
-            ]
-            tokenizer.add_special_tokens(added)
-        if self.limit is None:
-            tokenizer.no_truncation()
-        else:
-            tokenizer.enable_truncation(self.limit)
-        return tokenizer
-
-    def _read(self) -> Any:
-        """The tokenizer as the folder has it."""
-        path = self.folder / "tokenizer.json"
-        if not path.is_file():
-            made = None if self.other is None else self.other(self.folder)
-            if made is not None:
-                return made
-            raise ModelError(f"{path} is missing; expected a tokenizer as the tokenizers library writes it")
-        try:
-            return require("tokenizers").Tokenizer.from_file(str(path))
-        except ImportError:
-            raise
-        except Exception as error:  # the library raises nothing narrower
-            raise ModelError(lfs_hint(path) or f"{path} is no tokenizer: {error}") from error
-
-    def _split(self, tokenizer: Any) -> Iterator[str]:
-        """Of the markers, or else their first words, those in the vocabulary that are not one token yet."""
-        for marker in self.markers:
-            for token in (marker, *marker.split()[:1]):
-                if tokenizer.token_to_id(token) is not None:
-                    if tokenizer.encode(token, add_special_tokens=False).tokens != [token]:
-                        yield token
-                    break
-
-    @property
-    def _sentences(self) -> Config:
-        return Config(self.folder / "sentence_bert_config.json", optional=True)
+        return open_tokenizer(self.folder, self.limit, self.other, self.markers)
 
     @cached_property
-    def limit(self) -> int | None:
-        """The most tokens of a text, within the model's limit.
+    def _limit(self) -> tuple[int | None, Path | str]:
+        return length_limit(self.folder, self.max_length, self.asked)
 
-        `asked` says it, or sentence_bert_config.json; if neither does, tokenizer_config.json, for models that
-        have a limit.
-        """
-        asked = self.asked or self._sentences.optional_size("max_seq_length")
-        if asked is None and self.max_length is not None:
-            config = Config(self.folder / "tokenizer_config.json", optional=True)
-            most = config.values.get("model_max_length")
-            if not (type(most) is int and most > self.max_length):  # without a limit, it is 10**30
-                asked = config.optional_size("model_max_length")
-        return min((n for n in (asked, self.max_length) if n is not None), default=None)
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of a text, within the model's limit."""
+        return self._limit[0]
 
     def prompt_length(self, prompt: str) -> int:
         """Tokens of `prompt` when a text follows: without a special token at its end."""
@@ -132,7 +83,7 @@ class Text:
         names = config.values.get("model_input_names")
         if isinstance(names, list):
             return "token_type_ids" in names
-        return config.values.get("tokenizer_class") not in _WITHOUT_TYPES
+        return config.values.get("tokenizer_class") not in GENERIC
 
     def _encodings(self, texts: Iterable[str | tuple[str, ...]]) -> Iterator[Any]:
         """What the tokenizer makes of each text, or pair of texts."""
@@ -149,7 +100,21 @@ class Text:
                 raise ModelError(f"{came}; expected a tokenizer for any") from error
             return found
 
-        return chain.from_iterable(map(encodings, _batches(texts)))
+        return map(self._fitting, chain.from_iterable(map(encodings, _batches(texts))))
+
+    def _fitting(self, encoding: Any) -> Any:
+        """The same, which the model takes: a tokenizer cuts no text to less than its special tokens."""
+        limit, said_by = self._limit
+        if limit is not None and len(encoding.ids) > limit:
+            came = f"{said_by} cuts texts to {limit}"
+            expected = (
+                f"at least the special tokens that tokenizer.json adds, {sum(encoding.special_tokens_mask)}"
+            )
+            raise ModelError(f"{came}; expected {expected}")
+        if self.vocab_size is not None and max(encoding.ids, default=0) >= self.vocab_size:
+            came = f"{self.folder / 'tokenizer.json'} gives a token the id {max(encoding.ids)}"
+            raise ModelError(f"{came}; expected less than 'vocab_size' of config.json, {self.vocab_size}")
+        return encoding
 
     def decode(self, sequences: Iterable[Sequence[int] | Ints]) -> list[str]:
         """The text of each sequence of ids, without special tokens and the -1 that `generate` ends with."""
@@ -223,12 +188,15 @@ def _characters(text: str | tuple[str, ...]) -> int:
 
 
 def _batches(texts: Iterable[str | tuple[str, ...]]) -> Iterator[list[str | tuple[str, ...]]]:
-    """The texts in batches of up to `_BATCH_CHARACTERS`; a longer text is a batch of its own."""
+    """The texts in batches of up to `_BATCH_CHARACTERS`; a longer text is a batch of its own.
+
+    Texts are counted, too: encodings of short ones, and of empty ones, take memory as well.
+    """
     batch: list[str | tuple[str, ...]] = []
     characters = 0
     for text in texts:
         length = _characters(text)
-        if batch and characters + length > _BATCH_CHARACTERS:
+        if batch and (characters + length > _BATCH_CHARACTERS or len(batch) == _BATCH_TEXTS):
             yield batch
             batch, characters = [], 0
         batch.append(text)

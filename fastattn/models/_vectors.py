@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array
 
 PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
-_RANGED = ("int8", "uint8")
+RANGED = ("int8", "uint8")  # of which a vector's depends on all others
 _LEVELS = 255  # steps between the least and the largest code of a byte
 
 
@@ -89,7 +89,7 @@ def _limits(func: str, vectors: Array, precision: str, ranges: Any, calibration:
     features = vectors.shape[-1:]
     given = {"ranges": ranges, "calibration_embeddings": calibration}
     names = [name for name, x in given.items() if x is not None]
-    if precision not in _RANGED:
+    if precision not in RANGED:
         if names:
             raise ValueError(f"{func}(): {names[0]} is given for {precision}; expected int8 or uint8 with it")
         return None

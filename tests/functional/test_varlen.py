@@ -148,7 +148,11 @@ Q = np.ones((5, 4, 8), np.float32)
             "cu_seqlens_q falls from 4 to 3 at index 2; expected it not to fall",
         ),
         ({"cu_seqlens_q": [0, 5]}, "cu_seqlens_q is of 1 sequences and cu_seqlens_k of 2; expected as many"),
-        ({"cu_seqlens_q": []}, r"cu_seqlens_q has"),
+        ({"cu_seqlens_q": []}, r"cu_seqlens_q has shape \(0,\); expected \(sequences \+ 1,\)"),
+        (
+            {"cu_seqlens_q": np.array([0, 5], object)},
+            "cu_seqlens_q is of type ndarray and holds int; expected an array of one numeric type",
+        ),
         ({"cu_seqlens_q": 5}, r"cu_seqlens_q has shape \(\); expected \(sequences \+ 1,\)"),
         ({"cu_seqlens_k": [0.0, 5.0]}, "cu_seqlens_k has dtype float64; expected integers"),
         ({"window": (-1, 0)}, r"window\[0\] is -1; expected at least 0, or None for no bound"),
@@ -159,7 +163,26 @@ Q = np.ones((5, 4, 8), np.float32)
         ({"out": Q}, "out shares memory with q"),
         ({"k_scale": np.ones((5, 4))}, "k_scale is given without v_scale"),
         ({"mask": np.ones(5, bool)}, "mask is not an argument; expected one of"),
-        ({"q": np.ones((5, 3, 8), np.float32), "k": Q[:, :2], "v": Q[:, :2]}, "q has 3 heads"),
+        (
+            {"q": np.ones((5, 3, 8), np.float32), "k": Q[:, :2], "v": Q[:, :2]},
+            r"q has 3 heads, shape \(5, 3, 8\); expected a multiple of k's 2 heads, shape \(5, 2, 8\)",
+        ),
+        ({"q": Q[:, :0]}, r"q has 0 heads, shape \(5, 0, 8\); expected at least 1"),
+        ({"k": Q[..., :4]}, r"k has a head_dim of 4, shape \(5, 4, 4\); expected a head_dim of 8"),
+        ({"v": Q[:, :2]}, r"v has 2 heads, shape \(5, 2, 8\); expected 4 heads, as k has"),
+        (
+            {"v": Q[:3]},
+            r"v has a length of 3, shape \(3, 4, 8\); expected a length of 5, as k has, shape \(5, 4",
+        ),
+        (
+            {
+                "k": Q.astype(np.int8),
+                "v": Q.astype(np.int8),
+                "k_scale": np.ones((4, 5)),
+                "v_scale": Q[..., 0],
+            },
+            r"k_scale has shape \(4, 5\); expected one that fits \(tokens_k, heads_kv\) = \(5, 4\)",
+        ),
     ],
 )
 def test_errors(changes, message):

@@ -29,7 +29,21 @@ EXTRAS = {
     ],
     "1_Pooling/config.json": {"word_embedding_dimension": 24, "pooling_mode_mean_tokens": True},
     "2_Dense/config.json": {"in_features": 24, "out_features": 8, "bias": False},
-    "sentence_bert_config.json": {"max_seq_length": 9, "do_lower_case": True},
+    "sentence_bert_config.json": {
+        "max_seq_length": 9,
+        "do_lower_case": True,
+        "transformer_task": "feature-extraction",
+        "processor_kwargs": {"model_max_length": 8, "truncation_side": "left"},
+        "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+        "module_output_name": "token_embeddings",
+        "processing_kwargs": {"text": {"padding": True}},
+        "model_kwargs": {"torch_dtype": "float16"},
+    },
+    "tokenizer_config.json": {
+        "do_lower_case": True,
+        "strip_accents": None,
+        "tokenizer_class": "BertTokenizer",
+    },
     "config_sentence_transformers.json": {"prompts": {"query": "the "}, "default_prompt_name": "query"},
 }
 VALUES = (

@@ -33,23 +33,24 @@ def model_of(d, kinds):
     return loaded(d.choose(*kinds), dtype, *choices[d.rng.integers(len(choices))])
 
 
-def tokens(d):
-    """Ids, and which of them count."""
+def tokens(d, name="ids"):
+    """Ids, the argument `name`, and which of them count."""
     shape = (*d.choose((), (1,), (3,)), d.size(0, 9))
     mask = lambda: d.choose(d.rng.random(shape) < 0.7, (d.rng.random(shape) < 0.7).astype(int))  # noqa: E731
-    return {"ids": d.integers(0, tiny_models.VOCAB, *shape), **d.some(0.4, attention_mask=mask)}
+    return {name: d.integers(0, tiny_models.VOCAB, *shape), **d.some(0.4, attention_mask=mask)}
 
 
 @recipe
 def model(d):
     it = model_of(d, tiny_models.CONFIGS)
-    arguments = tokens(d)
+    name = "input_ids" if isinstance(it, models.Encoder) else "ids"
+    arguments = tokens(d, name)
     if isinstance(it, models.Encoder):
-        arguments |= d.some(0.2, token_type_ids=lambda: np.zeros_like(arguments["ids"]))
+        arguments |= d.some(0.2, token_type_ids=lambda: np.zeros_like(arguments[name]))
     features = it.hidden_size if isinstance(it, models.Encoder) else it.vocab_size
 
     def result(a):  # what stands where a token does not count has no meaning
-        return [Like((*np.atleast_2d(a["ids"]).shape, features), it.dtype, a.get("attention_mask") is None)]
+        return [Like((*np.atleast_2d(a[name]).shape, features), it.dtype, a.get("attention_mask") is None)]
 
     compare = "attention_mask" not in arguments
     return Call(it, arguments, result, (it.model_type,), 30.0 if compare else np.inf)

@@ -328,12 +328,12 @@ def test_what_a_folder_becomes(tmp_path):
     copy = pickle.loads(pickle.dumps(models.load(tmp_path)))
     np.testing.assert_array_equal(copy.predict(PAIRS), models.load(tmp_path).predict(PAIRS))
     assert repr(copy) == "<bert: 2 layers of 24, float32; CrossEncoder of 1>"
-    modules = [{"type": "a.Transformer", "path": ""}]
+    modules = [{"type": "sentence_transformers.Transformer", "path": ""}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     refused(tmp_path, "modules.json has Transformer; expected Transformer and Pooling first")
     write_settings(tmp_path, model_type="CrossEncoder")
     assert isinstance(models.load(tmp_path), CrossEncoder)
-    pooling = {"type": "a.Pooling", "path": "1_Pooling"}
+    pooling = {"type": "sentence_transformers.Pooling", "path": "1_Pooling"}
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling/config.json").write_text("{}")
     write_settings(tmp_path)

@@ -15,6 +15,8 @@ from tiny_models import CONFIGS
 from tiny_tokenizers import TEXTS, write_byte_tokenizer, write_tokenizer
 
 from fastattn import models
+from fastattn.__main__ import main
+from fastattn._cli_files import Changed, Texts, Unfinished
 
 
 @pytest.fixture
@@ -209,7 +211,8 @@ def test_the_command_embed_writes_while_it_reads(encoder):
 
 
 def test_the_command_embed_refuses(encoder, writer, tmp_path):
-    assert "expected an encoder, as bert" in run("embed", "--model", writer, status=1)
+    wrong = run("embed", "--model", writer, status=1)
+    assert "holds a Decoder (gpt2); expected an Encoder. The command generate" in wrong
     assert run("embed", "--model", tmp_path / "nowhere", status=1).startswith("error: ")
     wrong = run("embed", "--model", encoder, "the cat sat", status=1)
     assert "FILE 'the cat sat' is not there; expected a file of texts" in wrong
@@ -238,9 +241,13 @@ def test_the_command_embed_refuses(encoder, writer, tmp_path):
     ("name", "data", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "a.jsonl, row 2: 3 is no text; expected a string"),
-        ("a.jsonl", b'{"text": "x"}\n\n', "a.jsonl, row 2: "),
+        ("a.jsonl", b'{"text": "x"}\n{\n', "a.jsonl, row 2: "),
         ("a.jsonl", b'["x"]\n', "a.jsonl, row 1: ['x'] has no 'text'; expected it"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl is not UTF-8 in row 1"),
+        (
+            "a.jsonl",
+            b'{"text": "\\ud800"}\n',
+            "a.jsonl, row 1: the text has '\\ud800', half of a surrogate pair; exp",
+        ),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl is not UTF-8 in row 1"),
         ("a.csv", b"id,body\n1,x\n", "a.csv: column 'text' is not there; expected one of 'id', 'body'"),
         ("a.csv", b"id,text\n1,x\n2\n", "a.csv, row 2: 1 fields; expected 2, as in the first line"),
@@ -257,6 +264,74 @@ def test_files_that_the_command_embed_refuses(name, data, message, encoder, tmp_
         "embed", "--model", encoder, tmp_path / name, "--output", tmp_path / "o.npy", status=1
     )
     assert not list(tmp_path.glob("o.npy*"))
+
+
+def test_a_file_of_lines_of_json_may_have_a_bom_and_empty_lines(encoder, tmp_path):
+    rows = [json.dumps({"text": text}) for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("\n".join([rows[0], "", *rows[1:], " ", ""]), encoding="utf-8-sig")
+    run("embed", "--model", encoder, tmp_path / "a.jsonl", "--output", tmp_path / "o.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "o.npy"), models.load(encoder).encode(TEXTS))
+
+
+@pytest.mark.parametrize("end", ["", ".part", ".part.json", ".part.out"])
+def test_the_command_embed_does_not_overwrite_its_input(end, encoder, tmp_path):
+    file = tmp_path / f"x.jsonl{end}"
+    file.write_text('{"text": "the cat"}\n')
+    said = run("embed", "--model", encoder, file, "--output", tmp_path / "x.jsonl", status=1)
+    assert f"FILE '{file}' is written by --output; expected another file" in said
+    assert file.read_text() == '{"text": "the cat"}\n'
+    assert not {path.name for path in tmp_path.glob("x*")} - {file.name}
+
+
+def test_texts_that_change_after_the_survey(encoder, tmp_path, monkeypatch, capsys):
+    """No vectors are left that could be taken for those of the texts before."""
+    path, output = tmp_path / "a.txt", tmp_path / "o.npy"
+    path.write_text("the cat\n")
+    texts = Texts(path, None)
+    _, digest = texts.survey()
+    assert list(texts.surveyed(digest)) == ["the cat"]
+    for changed in ("the cat\na dog\n", "the dog\n", ""):
+        path.write_text(changed)
+        with pytest.raises(Changed, match=r"a.txt' was changed while it was read; expected it to stay"):
+            list(texts.surveyed(digest))
+    survey = Texts.survey
+
+    def late(self):
+        path.write_text("the cat\n")
+        found = survey(self)
+        path.write_text("a dog\n")
+        return found
+
+    monkeypatch.setattr(Texts, "survey", late)
+    command = ["fastattn", "embed", "--model", str(encoder), str(path), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert main() == 1
+    assert "was changed while it was read" in capsys.readouterr().err
+    assert not list(tmp_path.glob("o.npy*"))
+
+
+def test_rows_that_are_discarded(tmp_path):
+    output = tmp_path / "o.npy"
+    unfinished = Unfinished(output, 2, np.dtype(np.float32), {"input": "x"})
+    unfinished.write(np.ones((3, 2), np.float32))
+    unfinished.discard()
+    unfinished.close()
+    assert not list(tmp_path.glob("o.npy*"))
+
+
+def test_two_runs_with_one_output(tmp_path):
+    pytest.importorskip("fcntl")
+    how = tmp_path / "o.npy", 2, np.dtype(np.float32), {"input": "x"}
+    first = Unfinished(*how)
+    first.write(np.ones((3, 2), np.float32))
+    with pytest.raises(ValueError, match=r"another run is writing .*o.npy.part; expected to be alone"):
+        Unfinished(*how)
+    first.close()
+    second = Unfinished(*how)
+    assert second.rows == 3
+    second.finish()
+    np.testing.assert_array_equal(np.load(tmp_path / "o.npy"), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["o.npy"]
 
 
 def test_a_column_of_lines(encoder, tmp_path):

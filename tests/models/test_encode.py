@@ -227,6 +227,12 @@ def test_batches_hold_as_many_tokens_as_they_may(folder, monkeypatch):
         calls.clear()
 
 
+def test_batches_of_texts_without_tokens_end(monkeypatch):
+    monkeypatch.setattr(_encode, "_CALL_TOKENS", 10)
+    assert [len(call) for call in _encode.calls([[]] * 25, None)] == [10, 10, 5]
+    assert [len(call) for call in _encode.calls([[]] * 5, 3)] == [3, 2]
+
+
 def test_texts_are_read_as_they_are_needed(folder, monkeypatch):
     monkeypatch.setattr(tokenizing, "_BATCH_CHARACTERS", 100)
     monkeypatch.setattr(_encode, "_CALL_TOKENS", 30)
@@ -324,7 +330,7 @@ def test_properties(folder):
     tokens = model.tokenize(["the cat", "the cat sat on the mat", "a"])
     np.testing.assert_array_equal(tokens["input_ids"], [[1, 4, 6, 2, 0], [1, 4, 6, 8, 2], [1, 5, 2, 0, 0]])
     np.testing.assert_array_equal(tokens["attention_mask"].sum(axis=1), [4, 5, 3])
-    assert model(tokens["input_ids"], tokens["attention_mask"]).shape == (3, 5, 24)
+    assert model(**tokens).shape == (3, 5, 24)
     assert model.tokenize([])["input_ids"].shape == (0, 0)
 
 

@@ -46,6 +46,23 @@ def test_the_thetas_of_modernbert(tmp_path):
     assert min(np.abs(x - expected).max() for x in (same, run())) > 1e-3
 
 
+def test_scalings_and_windows_of_modernbert(tmp_path):
+    """`rope_scaling` is of both kinds of layers; `sliding_window` is a side of the window."""
+    config = CONFIGS["modernbert"]
+    weights = tiny.tensors("modernbert", config)
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    thetas = {"full_attention": 1000.0, "sliding_attention": 100.0}
+    new = {kind: {"rope_theta": theta, **scaling} for kind, theta in thetas.items()}
+
+    def run(**changes):
+        return written(tmp_path, "modernbert", weights, {**config, **changes})(IDS)
+
+    np.testing.assert_array_equal(run(rope_scaling=scaling), run(rope_parameters=new))
+    np.testing.assert_array_equal(run(sliding_window=5), run(local_attention=10))
+    others = run(rope_scaling=scaling), run(sliding_window=5)
+    assert min(np.abs(x - run()).max() for x in others) > 1e-3
+
+
 def test_nomic_with_the_keys_of_gpt2(tmp_path):
     """The inner size is rounded up to a multiple of 256."""
     new = {**CONFIGS["nomic_bert"], "intermediate_size": 256}
@@ -86,6 +103,9 @@ def test_nomic_with_a_factor_changes_frequencies_past_the_trained_length(tmp_pat
     ("changes", "message"),
     [
         ({"prenorm": True}, "'prenorm' is True; only False is supported"),
+        ({"rotary_emb_fraction": None}, "'rotary_emb_fraction' is 0.0; only 1.0 is supported"),
+        ({"scale_attn_weights": False}, "'scale_attn_weights' is False; only True is supported"),
+        ({"num_hidden_layers": 1}, "'num_hidden_layers' is 1; only 2 is supported"),
         ({"moe_every_n_layers": 2}, "'moe_every_n_layers' is 2; only 0 is supported"),
         ({"rotary_emb_fraction": 0.5}, "'rotary_emb_fraction' is 0.5; only 1.0 is supported"),
         ({"activation_function": "gelu"}, "'activation_function' is 'gelu'; expected one of swiglu, geglu"),
@@ -97,5 +117,6 @@ def test_what_nomic_cannot_be(changes, message, tmp_path):
     weights = tiny.tensors("nomic_bert", {**CONFIGS["nomic_bert"], "intermediate_size": 256})
     written(tmp_path, "nomic_bert", weights, OLD_NOMIC)
     values = {"model_type": "nomic_bert", **OLD_NOMIC, **changes}
+    values = {name: value for name, value in values.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(values))
     refused(tmp_path, message)

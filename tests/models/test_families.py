@@ -97,6 +97,14 @@ def test_gemma_that_is_causal_makes_vectors_only_where_modules_say_so(tmp_path):
     np.testing.assert_allclose(model(IDS)[:, :5], model(IDS[0][:5]), rtol=1e-5, atol=1e-5)
 
 
+def test_a_group_of_albert_is_found_as_in_transformers(tmp_path):
+    """In floating point: layer 9 of 18 is at 6.999... of 14 groups."""
+    config = {**tiny.CONFIGS["albert"], "num_hidden_layers": 18, "num_hidden_groups": 14}
+    weights = tiny.write(tmp_path, "albert", tiny.tensors("albert", config), **config)
+    expected = tiny.result("albert", config, weights, IDS[0])
+    np.testing.assert_allclose(models.load(tmp_path)(IDS)[0], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_layers_of_gemma_with_windows(tmp_path):
     """`layer_types` and the pattern of old files say the same; a window is half as wide to either side."""
     results = []

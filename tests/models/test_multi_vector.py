@@ -25,7 +25,7 @@ def write(folder, kind="bert", modules=MODULES, settings=None, **knobs):
     """A tiny model of WORDS with a vector of each token; the weight of its map is returned."""
     tiny.write(folder, kind, **({} if kind == "deberta-v2" else {"vocab_size": len(WORDS)}))
     write_tokenizer(folder)
-    entries = [{"type": "a.Transformer", "path": ""}]
+    entries = [{"type": "sentence_transformers.Transformer", "path": ""}]
     weight = RNG.standard_normal((6, 24), np.float32)
     for i, (name, config) in enumerate(modules, 1):
         inner = folder / f"{i}_{name}"
@@ -33,7 +33,7 @@ def write(folder, kind="bert", modules=MODULES, settings=None, **knobs):
         (inner / "config.json").write_text(json.dumps(config))
         if name == "Dense":
             save_file({"linear.weight": weight}, inner / "model.safetensors")
-        entries.append({"type": f"a.{name}", "path": inner.name})
+        entries.append({"type": f"sentence_transformers.{name}", "path": inner.name})
     (folder / "modules.json").write_text(json.dumps(entries))
     (folder / "sentence_bert_config.json").write_text(json.dumps(knobs))
     if settings:

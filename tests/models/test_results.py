@@ -42,6 +42,19 @@ def test_results_are_those_of_plain_numpy(kind, tmp_path, implementation):
     np.testing.assert_allclose(exact, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["roberta", "mpnet"])
+def test_padding_tokens_in_a_text(kind, tmp_path):
+    """They have a position of their own, and are not counted."""
+    tensors, ids = tiny.write(tmp_path, kind), [[1, 5, 1, 1, 7, 8], [5, 1, 6, 7, 1, 1], [9, 8, 7, 6, 5, 4]]
+    expected = np.stack([tiny.result(kind, CONFIGS[kind], tensors, row) for row in ids])
+    model = models.load(tmp_path)
+    np.testing.assert_allclose(model(ids), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    for row, states in zip(ids, model(ids), strict=True):
+        np.testing.assert_array_equal(model(row)[0], states)
+    with pytest.raises(ValueError, match="33 tokens in a sequence; expected at most 32"):
+        model([[3] * 33])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_do_not_depend_on_where_they_are_written(kind, tmp_path, implementation, monkeypatch):
     """A model keeps the memory of a call for the next one if it is large."""
@@ -416,7 +429,7 @@ def test_sequences_that_are_too_long(kind, tmp_path):
 
 def test_wrong_arguments_of_an_encoder(tmp_path):
     model = loaded(tmp_path, "bert")
-    with pytest.raises(ValueError, match=r"bert\(\): ids has 60; expected 0 to 59"):
+    with pytest.raises(ValueError, match=r"bert\(\): input_ids has 60; expected 0 to 59"):
         model([[60]])
     with pytest.raises(ValueError, match=r"bert\(\): token_type_ids has 2; expected 0 to 1"):
         model([[5]], token_type_ids=[[2]])

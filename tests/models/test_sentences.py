@@ -31,16 +31,24 @@ def folder(tmp_path):
         (["Transformer", "Normalize", "Pooling"], r"has Transformer, Normalize, Pooling; expected"),
         (["Transformer", "Pooling", "Pooling"], r"expected Transformer and Pooling first, once each"),
         (
-            [{"type": "x.Transformer", "path": "0_Transformer"}],
+            [{"type": "sentence_transformers.Transformer", "path": "0_Transformer"}],
             r"'path' of Transformer is '0_Transf.*; expected ''",
         ),
         ([3], r"has a module '3'; expected one of"),
+        (
+            [{"type": "custom_st.Transformer"}],
+            r"has a module 'custom_st.Transformer'; expected one of sentence_t",
+        ),
+        (
+            [{"type": "sentence_transformers.Transformer", "path": "", "kwargs": ["task"]}],
+            r"'kwargs' of Transformer are \['task'\]; expected none",
+        ),
     ],
 )
 def test_modules_that_are_not_known(modules, message, folder):
     if isinstance(modules, list):
         modules = [
-            {"type": f"models.{kind}", "path": "" if kind == "Transformer" else "1_Pooling"}
+            {"type": f"sentence_transformers.{kind}", "path": "" if kind == "Transformer" else "1_Pooling"}
             if isinstance(kind, str) else kind for kind in modules
         ]  # fmt: skip
     (folder / "modules.json").write_text(json.dumps(modules))
@@ -50,7 +58,10 @@ def test_modules_that_are_not_known(modules, message, folder):
 
 @pytest.mark.parametrize("path", ["", "..", ".", "../..", "/etc", "a/b", "1_Pooling/../..", None])
 def test_a_module_outside_of_the_folder(path, folder):
-    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": path}]
+    modules = [
+        {"type": "sentence_transformers.Transformer", "path": ""},
+        {"type": "sentence_transformers.Pooling", "path": path},
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(
         ModelError, match=r"modules.json: 'path' of Pooling is .*; expected a folder beside it"
@@ -110,4 +121,52 @@ def test_modules_that_do_not_fit(module, message, folder):
 def test_settings_that_do_not_fit(values, message, folder):
     write_settings(folder, **values)
     with pytest.raises(ModelError, match=f"config_sentence_transformers.json: {message}"):
+        models.load(folder)
+
+
+def test_settings_of_the_transformer(folder):
+    """As sentence-transformers writes them, and what is elsewhere here."""
+    write_modules(folder)
+    text = {"method": "forward", "method_output_name": "last_hidden_state"}
+    task = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
+    path = folder / "sentence_bert_config.json"
+    for values in (
+        {**task, "modality_config": {"text": text, "message": {**text, "format": "flat"}}},
+        {"model_args": {"torch_dtype": "float16"}, "config_args": {"trust_remote_code": True}},
+        {"processing_kwargs": {"text": {"padding": True}, "image": {"size": 3}}, "unpad_inputs": True},
+        {"query_length": None, "model_kwargs": None},
+    ):
+        path.write_text(json.dumps(values))
+        models.load(folder)
+
+
+FORWARD = {"method": "forward", "method_output_name": "last_hidden_state"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"config_args": {"hidden_act": "relu"}}, "'config_args' has 'hidden_act'; expected none but "),
+        ({"config_kwargs": {"hidden_act": "relu"}}, "'config_kwargs' has 'hidden_act'; expected none but "),
+        ({"model_args": {"hidden_act": "relu"}}, "'model_args' has 'hidden_act'; expected none but "),
+        ({"model_kwargs": ["hidden_act"]}, "'model_kwargs' is .*; expected a table"),
+        ({"processor_kwargs": {"add_prefix_space": True}}, "'processor_kwargs' has 'add_prefix_space'"),
+        ({"tokenizer_args": {"add_prefix_space": True}}, "'tokenizer_args' has 'add_prefix_space'"),
+        ({"processing_kwargs": {"text": {"max_length": 9}}}, "'processing_kwargs' has 'max_length'"),
+        ({"processing_kwargs": {"common": ["a"]}}, "'processing_kwargs' has .*; expected none but"),
+        ({"modality_config": {"image": FORWARD}}, "'modality_config' has something else for 'text'; only"),
+        ({"modality_config": {"text": {**FORWARD, "method_output_name": "pooler_output"}}}, ".*thing else"),
+        ({"modality_config": {"text": FORWARD}, "module_output_name": "sentence_embedding"},
+            "'module_output_name' is 'sentence_embedding'; only 'token_embeddings' is supported"),
+        ({"transformer_task": "fill-mask"}, "'transformer_task' is 'fill-mask'; only 'feature-extr"),
+        ({"transformer_task": "retrieval"}, "'transformer_task' is 'retrieval'; expected one of feature-ext"),
+        ({"query_length": 32}, "'query_length' is 32; expected none of this name"),
+        ({"self": 1}, "'self' is 1; expected none of this name"),
+        ({"tokenizer_name_or_path": "other"}, "'tokenizer_name_or_path' is 'other'; expected none of"),
+    ],
+)  # fmt: skip
+def test_settings_of_the_transformer_that_are_refused(values, message, folder):
+    write_modules(folder)
+    (folder / "sentence_bert_config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=f"sentence_bert_config.json: {message}"):
         models.load(folder)

@@ -45,7 +45,8 @@ def write(folder, kind="bert", strategy="max", function="relu", first="Transform
         json.dumps({"pooling_strategy": strategy, "activation_function": function})
     )
     modules = [
-        {"type": f"a.{kind}", "path": path} for kind, path in ((first, ""), ("SpladePooling", pooling.name))
+        {"type": f"sentence_transformers.{kind}", "path": path}
+        for kind, path in ((first, ""), ("SpladePooling", pooling.name))
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     return weights

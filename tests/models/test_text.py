@@ -10,6 +10,7 @@ import pytest
 import tiny_models as tiny
 from tiny_models import CONFIGS
 from tiny_tokenizers import TEXTS, write_byte_tokenizer, write_tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from fastattn import models
 from fastattn.models import ModelError
@@ -56,6 +57,77 @@ def test_long_texts_are_cut(encoder):
             models.load(encoder).encode(["the"])
 
 
+@pytest.mark.parametrize("name", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
+def test_older_names_of_the_settings(name, encoder):
+    (encoder / f"sentence_{name}_config.json").write_text('{"max_seq_length": 9}')
+    for first in ("", "{}"):
+        if first:
+            (encoder / "sentence_bert_config.json").write_text(first)
+        assert models.load(encoder).max_seq_length == 9
+    (encoder / "sentence_bert_config.json").write_text('{"max_seq_length": 7}')
+    assert models.load(encoder).max_seq_length == 7
+
+
+def test_settings_of_the_tokenizer(encoder):
+    path = encoder / "sentence_bert_config.json"
+    for key in ("tokenizer_args", "processor_kwargs"):
+        inner = {"model_max_length": 6, "truncation_side": "left", "padding_side": "left"}
+        path.write_text(json.dumps({"max_seq_length": 9, key: inner}))
+        assert models.load(encoder).text.encode(["the cat sat on a mat"]) == [[1, 8, 10, 5, 11, 2]]
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json"])
+def test_the_side_where_texts_are_cut(place, encoder):
+    (encoder / "sentence_bert_config.json").write_text('{"max_seq_length": 4}')
+    assert models.load(encoder).text.encode(["the cat sat"]) == [[1, 4, 6, 2]]
+    path = encoder / place
+    values = json.loads(path.read_text()) if path.is_file() else {"truncation_side": "left"}
+    if "truncation" in values:
+        values["truncation"]["direction"] = "Left"
+    path.write_text(json.dumps(values))
+    assert models.load(encoder).text.encode(["the cat sat"]) == [[1, 6, 8, 2]]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text", "ids"),
+    [
+        ("do_lower_case", False, "The CAT", [3, 3]),
+        ("strip_accents", False, "the cát", [4, 3]),
+        ("tokenize_chinese_chars", False, "the 日cat", [4, 3]),
+    ],
+)
+def test_what_is_done_with_letters(key, value, text, ids, encoder):
+    """tokenizer_config.json counts, unless the class of the tokenizer does not know such keys."""
+    path = encoder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.save(str(path))
+    (plain,) = models.load(encoder).text.encode([text])
+    for kind, expected in (("BertTokenizer", [1, *ids, 2]), ("PreTrainedTokenizerFast", plain)):
+        (encoder / "tokenizer_config.json").write_text(json.dumps({key: value, "tokenizer_class": kind}))
+        assert models.load(encoder).text.encode([text]) == [expected]
+    assert plain != [1, *ids, 2]
+
+
+def test_what_is_done_with_letters_of_other_tokenizers(encoder):
+    said = {"do_lower_case": True, "tokenizer_class": "AlbertTokenizer"}
+    (encoder / "tokenizer_config.json").write_text(json.dumps(said))
+    with pytest.raises(ModelError, match=r"'do_lower_case' is True, and tokenizer.json does the other"):
+        models.load(encoder).encode(["the"])
+    (encoder / "tokenizer_config.json").write_text(json.dumps({**said, "do_lower_case": False}))
+    assert models.load(encoder).text.encode(["the"]) == [[1, 4, 2]]
+
+
+def test_no_room_for_the_special_tokens(encoder):
+    (encoder / "sentence_bert_config.json").write_text('{"max_seq_length": 2}')
+    assert models.load(encoder).text.encode(["the cat", ""]) == [[1, 2]] * 2
+    with pytest.raises(ModelError, match=r"bert_config.json cuts texts to 2; expected at least .* adds, 3"):
+        list(models.load(encoder).text.encoded_pairs([("the", "cat")]))
+    (encoder / "sentence_bert_config.json").write_text('{"max_seq_length": 1}')
+    with pytest.raises(ModelError, match=r"bert_config.json cuts texts to 1; expected at least .* adds, 2"):
+        models.load(encoder).encode(["the cat"])
+
+
 class Watched:
     """A tokenizer that notes what it gets, and in which thread."""
 
@@ -89,6 +161,24 @@ def test_texts_are_tokenized_some_at_a_time(watched, monkeypatch):
     assert all(len(batch) == 1 or sum(map(len, batch)) <= 100 for batch in tokenizer.batches)
     assert len(tokenizer.batches) < 80
     assert model.text.encode([]) == []
+
+
+def test_texts_of_no_characters_are_tokenized_some_at_a_time(watched, monkeypatch):
+    model, tokenizer = watched
+    monkeypatch.setattr(tokenizing, "_BATCH_TEXTS", 10)
+    assert model.text.encode([""] * 25) == [[1, 2]] * 25
+    assert list(map(len, tokenizer.batches)) == [10, 10, 5]
+
+
+def test_a_tokenizer_of_another_model(encoder):
+    """Its ids may be above those that the model has; an error says so before anything is computed."""
+    tiny.write(encoder, "bert", tiny.tensors("bert", {**CONFIGS["bert"], "vocab_size": 6}), vocab_size=6)
+    model = models.load(encoder)
+    assert model.encode(["the a"]).shape == (1, 24)
+    with pytest.raises(
+        ModelError, match=r"tokenizer.json gives a token the id 8; expected less than 'vocab_"
+    ):
+        model.encode(["the a", "the sat"])
 
 
 def test_long_texts_are_tokenized_where_ctrl_c_does_not_wait_for_them(watched):

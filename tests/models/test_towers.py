@@ -312,7 +312,8 @@ def test_a_folder_of_sentence_transformers(module, tmp_path):
         change_config(inner, model_type="clip")
     (tmp_path / "modules.json").write_text(f"[{entries[0]}, {entries[0]}]")
     refused(tmp_path, f"modules.json has {module}, {module}; expected Transformer or CLIPModel first, once")
-    (tmp_path / "modules.json").write_text(f'[{entries[0]}, {{"path": "1", "type": "a.Pooling"}}]')
+    pooling = '{"path": "1", "type": "sentence_transformers.Pooling"}'
+    (tmp_path / "modules.json").write_text(f"[{entries[0]}, {pooling}]")
     refused(tmp_path, "modules.json has a module 'Pooling'; expected one of Transformer, CLIPModel, Dense")
 
 

@@ -51,6 +51,12 @@ def result(kind, c, t, ids):
     return _FAMILIES[kind][1](c, t, ids)
 
 
+def counted(ids, padding):
+    """The position of each token in RoBERTa: that of the padding token is its id, and it is not counted."""
+    real = np.array(ids) != padding
+    return np.where(real, padding + np.cumsum(real), padding)
+
+
 def both(name, n):
     return {f"{name}.weight": (n,), f"{name}.bias": (n,)}
 
@@ -136,7 +142,10 @@ def _mpnet(c, t, ids):
     far = 8 + np.log2(np.maximum(np.abs(away), 8) / 8) / 4 * 8  # log(128 / 8) is 4
     bucket = np.where(np.abs(away) < 8, np.abs(away), np.minimum(far, 15)).astype(int) + 16 * (away > 0)
     bias = t["encoder.relative_attention_bias.weight"][bucket].transpose(2, 0, 1)
-    x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.position_embeddings.weight"][2 : 2 + n]
+    x = (
+        t["embeddings.word_embeddings.weight"][ids]
+        + t["embeddings.position_embeddings.weight"][counted(ids, 1)]
+    )
     x = layer_norm(x, t, "embeddings.LayerNorm")
     for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
         q, k, v = (linear(x, t, f"{layer}attention.attn.{p}").reshape(n, heads, -1) for p in "qkv")

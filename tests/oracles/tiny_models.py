@@ -141,7 +141,8 @@ def write(folder, kind, weights=None, **changes):
 
 def write_modules(folder, pooling):
     """The files with which sentence-transformers says how hidden states become a vector."""
-    modules = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+    parts = {"Transformer": "", "Pooling": "1_Pooling"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{x}"} for x, path in parts.items()]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": pooling}))
@@ -159,9 +160,9 @@ def _bert(kind, c, t, ids):
     heads, n = c["num_attention_heads"], len(ids)
     eps = c.get("layer_norm_eps", 1e-12)
 
-    first = c["pad_token_id"] + 1 if kind == "roberta" else 0
+    places = tiny_encoders.counted(ids, c["pad_token_id"]) if kind == "roberta" else np.arange(n)
     x = t["embeddings.word_embeddings.weight"][ids] + t["embeddings.token_type_embeddings.weight"][0]
-    x = x + t["embeddings.position_embeddings.weight"][first : first + n]
+    x = x + t["embeddings.position_embeddings.weight"][places]
     x = layer_norm(x, t, "embeddings.LayerNorm", eps)
     for layer in (f"encoder.layer.{i}." for i in range(c["num_hidden_layers"])):
         q, k, v = (

@@ -1,5 +1,6 @@
 """`encode` against sentence-transformers: tiny models of every module, made and saved here; MiniLM."""
 
+import json
 import os
 import warnings
 
@@ -182,6 +183,26 @@ def test_texts_are_cut_and_tokenized_alike(base, tmp_path):
     got = ours.tokenize(texts)
     np.testing.assert_array_equal(got["attention_mask"], tokens["attention_mask"])
     np.testing.assert_array_equal(got["input_ids"], tokens["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("sentence_roberta_config.json", {"max_seq_length": 5}),
+        ("sentence_bert_config.json", {"max_seq_length": 9, "tokenizer_args": {"model_max_length": 5}}),
+        ("sentence_bert_config.json", {"max_seq_length": 5, "processor_kwargs": {"truncation_side": "left"}}),
+        ("tokenizer_config.json", {"truncation_side": "left", "model_max_length": 5}),
+    ],
+)
+def test_files_that_say_how_texts_are_cut(name, values, base, tmp_path):
+    both(base, tmp_path)
+    (tmp_path / "sentence_bert_config.json").unlink()
+    path = tmp_path / name
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**before, **values}))
+    theirs, ours = SentenceTransformer(str(tmp_path), device="cpu"), models.load(tmp_path)
+    assert ours.max_seq_length == theirs.max_seq_length == 5
+    require_close(ours.encode(TEXTS), theirs.encode(TEXTS))
 
 
 def test_settings_of_the_folder(base, tmp_path):

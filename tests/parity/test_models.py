@@ -127,7 +127,10 @@ FROM_DECODERS = (
     transformers.Qwen2Model,
     transformers.Qwen3Model,
 )
-MODULES = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+MODULES = [
+    {"path": "", "type": "sentence_transformers.models.Transformer"},
+    {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+]
 
 
 def from_decoder(make, **changes):

@@ -1,0 +1,201 @@
+"""The tokenizer of a folder: tokenizer.json, and what other files change of it.
+
+They are tokenizer_config.json of transformers, and the file of sentence-transformers' module Transformer.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from fastattn._args.values import short
+from fastattn.models._files import Config, ModelError, lfs_hint, require
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+# The module Transformer says what it is in the first of these that holds anything.
+_SETTINGS = [
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+]
+# What its keys may say; these change nothing here.
+_PLACES = {"trust_remote_code", "cache_dir", "revision", "code_revision", "token", "local_files_only"}
+_OF_CONFIG = {*_PLACES, "use_cache", "attn_implementation", "use_memory_efficient_attention", "unpad_inputs"}
+_OF_MODEL = {*_OF_CONFIG, "torch_dtype", "dtype", "device_map", "low_cpu_mem_usage", "use_safetensors",
+             "add_pooling_layer"}  # fmt: skip
+_SIDES = {side: side for side in ("left", "right")}
+_CASES = {  # keys of transformers, and what the normalizer of BERT calls them
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+_OF_TOKENIZER = {*_PLACES, "model_max_length", "truncation_side", "padding_side", "use_fast", *_CASES}
+_OF_CALL = {"padding", "return_tensors"}
+# What the model makes for each task, and what the module calls it.
+_TASKS = {
+    "feature-extraction": ("last_hidden_state", "token_embeddings"),
+    "fill-mask": ("logits", "token_embeddings"),
+    "sequence-classification": ("logits", "scores"),
+}
+_KNOWN = {
+    *("max_seq_length", "do_lower_case", "transformer_task", "modality_config", "module_output_name"),
+    *("model_kwargs", "model_args", "config_kwargs", "config_args", "processor_kwargs", "tokenizer_args"),
+    *("processing_kwargs", "unpad_inputs", "cache_dir", "backend"),
+}
+LENGTHS = ("query_length", "document_length", "query_expansion")  # of a model with a vector of each token
+_CASED = ("AlbertTokenizer", "DebertaV2Tokenizer")  # classes to which do_lower_case says something, too
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that know nothing of a model
+
+
+def transformer_settings(folder: Path) -> Config:
+    """What the folder says of the module Transformer; empty where it says nothing."""
+    config = Config(folder / _SETTINGS[0], optional=True)
+    for name in _SETTINGS[1:]:
+        if config.values:
+            break
+        config = Config(folder / name, optional=True)
+    return config
+
+
+def check_transformer(folder: Path, task: str | None, read_elsewhere: tuple[str, ...]) -> None:
+    """Raise if the module Transformer is to be other than it is here, for a model of the `task`, if known."""
+    config = transformer_settings(folder)
+    for key, value in config.values.items():
+        if key not in (*_KNOWN, *read_elsewhere) and value is not None:
+            raise ModelError(f"{config.path}: {key!r} is {short(value)}; expected none of this name")
+    said = config.choice("transformer_task", {name: name for name in _TASKS}, task or "feature-extraction")
+    if task is not None:
+        config.refuse(transformer_task=task)
+    for name, changes_nothing in (("model", _OF_MODEL), ("config", _OF_CONFIG)):
+        for key in (f"{name}_args", f"{name}_kwargs"):
+            _refuse_inner(config, key, config.get(key, dict, {}), changes_nothing)
+    for key in ("tokenizer_args", "processor_kwargs"):
+        _refuse_inner(config, key, config.get(key, dict, {}), _OF_TOKENIZER)
+    processing = config.get("processing_kwargs", dict, {})
+    for part in ("common", "text"):  # the others are of no text
+        _refuse_inner(config, "processing_kwargs", processing.get(part) or {}, _OF_CALL)
+    modalities: dict[str, Any] | None = config.get("modality_config", dict, {}) or None
+    if modalities is not None:  # without it, the name of the output does not count
+        output, name = _TASKS[said]
+        text, wanted = modalities.get("text"), {"method": "forward", "method_output_name": output}
+        if text != wanted:
+            came = "'modality_config' has something else for 'text'"
+            raise ModelError(f"{config.path}: {came}; only {wanted} is supported")
+        config.refuse(module_output_name=name)
+
+
+def _refuse_inner(config: Config, key: str, given: Any, changes_nothing: set[str]) -> None:
+    """Raise if the table under `key` says anything else."""
+    names = given.keys() - changes_nothing if isinstance(given, dict) else {str(given)}
+    others = sorted(map(str, names))
+    if others:
+        expected = f"none but {', '.join(sorted(changes_nothing))}"
+        raise ModelError(f"{config.path}: {key!r} has {short(others[0])}; expected {expected}")
+
+
+def length_limit(folder: Path, longest: int | None, asked: int | None) -> tuple[int | None, Path | str]:
+    """The most tokens of a text of a model that takes `longest`, and the file that says so.
+
+    `asked` says it, or the module Transformer; if neither does, tokenizer_config.json, for models that have a
+    limit.
+    """
+    config = transformer_settings(folder)
+    asked = asked or _of_processor(config).optional_size("model_max_length")
+    asked = asked or config.optional_size("max_seq_length")
+    if asked is None and longest is not None:
+        config = Config(folder / "tokenizer_config.json", optional=True)
+        most = config.values.get("model_max_length")
+        if not (type(most) is int and most > longest):  # without a limit, it is 10**30
+            asked = config.optional_size("model_max_length")
+    if longest is not None and (asked is None or asked > longest):
+        return longest, folder / "config.json"
+    return asked, config.path
+
+
+def open_tokenizer(
+    folder: Path, limit: int | None, other: Callable[[Path], Any] | None, markers: tuple[str, ...]
+) -> Any:
+    """A `tokenizers.Tokenizer` that does not pad, and cuts at `limit`; in lower case if asked.
+
+    Without tokenizer.json, `other` makes one. Of `markers`, those in the vocabulary become one token each.
+    """
+    tokenizers, tokenizer = require("tokenizers"), _read(folder, other)
+    tokenizer.no_padding()
+    config, transformer = (
+        Config(folder / "tokenizer_config.json", optional=True),
+        transformer_settings(folder),
+    )
+    processor = _of_processor(transformer)
+    for each in (config, processor):  # the second counts where both say something
+        _normalize(tokenizer, each, config.values.get("tokenizer_class"))
+    if transformer.get("do_lower_case", bool, False):
+        normalizers, given = tokenizers.normalizers, tokenizer.normalizer
+        both = [normalizers.Lowercase(), *([] if given is None else [given])]
+        tokenizer.normalizer = normalizers.Sequence(both)
+    if markers:
+        added = [
+            tokenizers.AddedToken(token, normalized=False, special=True)
+            for token in _split(tokenizer, markers)
+        ]
+        tokenizer.add_special_tokens(added)
+    side = (tokenizer.truncation or {}).get("direction", "right")
+    for each in (config, processor):
+        side = each.choice("truncation_side", _SIDES, side)
+    if limit is None:
+        tokenizer.no_truncation()
+        return tokenizer
+    tokenizer.enable_truncation(limit, direction=side)
+    return tokenizer
+
+
+def _read(folder: Path, other: Callable[[Path], Any] | None) -> Any:
+    """The tokenizer as the folder has it."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        made = None if other is None else other(folder)
+        if made is None:
+            raise ModelError(f"{path} is missing; expected a tokenizer as the tokenizers library writes it")
+        return made
+    try:
+        return require("tokenizers").Tokenizer.from_file(str(path))
+    except ImportError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(lfs_hint(path) or f"{path} is no tokenizer: {error}") from error
+
+
+def _split(tokenizer: Any, markers: tuple[str, ...]) -> Iterator[str]:
+    """Of the markers, or else their first words, those in the vocabulary that are not one token yet."""
+    for marker in markers:
+        for token in (marker, *marker.split()[:1]):
+            if tokenizer.token_to_id(token) is not None:
+                if tokenizer.encode(token, add_special_tokens=False).tokens != [token]:
+                    yield token
+                break
+
+
+def _of_processor(transformer: Config) -> Config:
+    """What the module Transformer says of the tokenizer."""
+    config = copy.copy(transformer)
+    name = "tokenizer_args" if "tokenizer_args" in transformer.values else "processor_kwargs"
+    config.values = transformer.get(name, dict, {})
+    return config
+
+
+def _normalize(tokenizer: Any, config: Config, tokenizer_class: Any) -> None:
+    """Do with letters what tokenizer_config.json says, where that counts more than tokenizer.json."""
+    normalizer = tokenizer.normalizer
+    said = {key: config.get(key, bool) for key in _CASES if config.values.get(key) is not None}
+    if not said or tokenizer_class in GENERIC:
+        return
+    if type(normalizer).__name__ == "BertNormalizer":
+        for key, value in said.items():
+            setattr(normalizer, _CASES[key], value)
+        tokenizer.normalizer = normalizer
+    elif str(tokenizer_class).startswith(_CASED) and "do_lower_case" in said:
+        lowers = normalizer is not None and "A" not in normalizer.normalize_str("A")
+        if lowers != said["do_lower_case"]:
+            came = f"{config.path}: 'do_lower_case' is {said['do_lower_case']}"
+            raise ModelError(f"{came}, and tokenizer.json does the other; expected them to agree")
