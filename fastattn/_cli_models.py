@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from functools import wraps
 from io import TextIOWrapper
@@ -12,14 +13,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from fastattn._args.types import lane_dtype
-from fastattn._cli_files import (
-    Changed,
-    Texts,
-    Unfinished,
-    digest_of_model,
-    require_writable,
-    write_json_lines,
-)
+from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_writable, write_json_lines
+from fastattn._cli_texts import Changed, Texts
 from fastattn._version import __version__
 from fastattn.models._encode import shown
 
@@ -60,8 +55,9 @@ def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Name
     def command(options: argparse.Namespace) -> int:
         try:
             work(options)
-        except BrokenPipeError:  # whoever read has read enough
-            sys.stdout = None
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever read has read enough; what is left is written when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (ImportError, OSError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -80,7 +76,7 @@ def embed(options: argparse.Namespace) -> None:
         require_writable(output.suffix)
     texts = Texts(options.file, options.column)
     if output is not None:
-        texts.require_other(output)
+        texts.require_none_of(files_of(output))
     model = _loaded(options)
     if not isinstance(model, Encoder):
         kind = type(model).__name__

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
     from fastattn.layers._block import Window
-    from fastattn.models._files import Config, Tensors
+    from fastattn.models._files import Config
+    from fastattn.models._tensors import Tensors
     from fastattn.models._weights import Precision
 
 # What config.json calls activations, and what `fastattn.ops` calls them.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Texts = tuple[str, ...]  # one or two, which become one sequence
 
-_PAIRS = "pairs, as [(text, text)]"
+_PAIRS = "pairs, as [(text, text)], or single texts, as [(text,)]"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

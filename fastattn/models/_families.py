@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from fastattn.layers._block import model_program
 from fastattn.models._embeddings import Embeddings, Places
 from fastattn.models._encoder import Encoder
-from fastattn.models._files import NOTHING
 from fastattn.models._sentences import Sentences
+from fastattn.models._tensors import NOTHING
 from fastattn.models._text import Text
 
 if TYPE_CHECKING:

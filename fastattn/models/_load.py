@@ -25,9 +25,10 @@ from fastattn.models import (
 )
 from fastattn.models._blocks import Source
 from fastattn.models._decoder import Decoder
-from fastattn.models._files import Config, ModelError, Tensors
+from fastattn.models._files import Config, ModelError
 from fastattn.models._heads import with_head
 from fastattn.models._sentences import folder_of_towers
+from fastattn.models._tensors import Tensors
 from fastattn.models._towers import TwoTowers
 from fastattn.models._weights import Precision
 

@@ -15,7 +15,8 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, short
-from fastattn.models._files import Config, ModelError, Tensors, is_name, read_json
+from fastattn.models._files import Config, ModelError, is_name, read_json
+from fastattn.models._tensors import Tensors
 from fastattn.models._text import strings
 from fastattn.models._tokenizer import LENGTHS, check_transformer
 from fastattn.models._vectors import SIMILARITIES, unit
@@ -233,7 +234,7 @@ class Sentences:
         prompts = _prompts(config)
         default = config.values.get("default_prompt_name")
         if default is not None and not (isinstance(default, str) and default in prompts):
-            expected = f"one of 'prompts', {', '.join(map(short, prompts))}"
+            expected = f"one in 'prompts': {', '.join(map(short, prompts))}"
             raise ModelError(f"{config.path}: 'default_prompt_name' is {short(default)}; expected {expected}")
         kinds = {kind: kind for kind in SIMILARITIES}
         similarity = "cosine" if by_token else config.choice("similarity_fn_name", kinds, "cosine")

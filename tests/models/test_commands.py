@@ -16,7 +16,8 @@ from tiny_tokenizers import TEXTS, write_byte_tokenizer, write_tokenizer
 
 from fastattn import models
 from fastattn.__main__ import main
-from fastattn._cli_files import Changed, Texts, Unfinished
+from fastattn._cli_files import Unfinished
+from fastattn._cli_texts import Changed, Texts
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_the_command_embed_goes_on(suffix, encoder, tmp_path):
         file.seek(128)
         file.write(np.zeros(24, np.float32).tobytes())
     said = run(*command, output, "--truncate-dim", 5, status=1)
-    assert f"{part} is of a run with another options; remove {part} to begin again" in said
+    assert f"{part} is of a run with another features; remove {part} to begin again" in said
     lines.write_text(lines.read_text() + "one more\n")
     assert "of a run with another input" in run(*command, output, status=1)
     lines.write_text(lines.read_text().removesuffix("one more\n"))

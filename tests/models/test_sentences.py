@@ -109,7 +109,7 @@ def test_modules_that_do_not_fit(module, message, folder):
     [
         (
             {"default_prompt_name": "other"},
-            r"'default_prompt_name' is 'other'; expected one of 'prompts', 'query'",
+            r"'default_prompt_name' is 'other'; expected one in 'prompts': 'query'",
         ),
         ({"default_prompt_name": ["query"]}, r"'default_prompt_name' is \['query'\]"),
         ({"prompts": {"query": 3}}, r"prompt 'query' is 3; expected a string"),

@@ -1,0 +1,186 @@
+"""Files of texts that commands read, one text at a time: memory does not grow with their number."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib
+import json
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastattn._args.values import short
+from fastattn.models._files import require
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+    from typing import BinaryIO
+
+_COLUMN = "text"
+_BLOCK = 8192  # rows of a Parquet file that are read at a time
+_MOST_CHARACTERS = 2**31 - 1  # of a field in a CSV file; the module's own limit is 131072
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a file, or of the standard input; the file's suffix says what it holds."""
+
+    path: Path | None
+    column: str | None  # in files that have columns
+    option: str = "--column"  # that names it
+
+    def __post_init__(self) -> None:
+        kind = "the standard input" if self.path is None else f"a file {self.path.suffix!r}"
+        if self.column is not None and self._columns is None:
+            expected = f"it for {', '.join(_COLUMNS)}"
+            raise ValueError(
+                f"{self.option} is {self.column!r} for {kind}, which is lines of text; expected {expected}"
+            )
+        if self.path is not None and not self.path.exists():
+            raise ValueError(f"FILE {str(self.path)!r} is not there; expected a file of texts")
+
+    @property
+    def again(self) -> bool:
+        """Whether they can be read a second time, which a pipe cannot."""
+        return self.path is not None and self.path.is_file()
+
+    @property
+    def _columns(self) -> Callable[[BinaryIO, str], Iterator[Any]] | None:
+        return None if self.path is None else _COLUMNS.get(self.path.suffix.lower())
+
+    def __iter__(self) -> Iterator[str]:
+        name, number = "the standard input" if self.path is None else str(self.path), 0
+        read, unit = (_lines, "line") if self._columns is None else (self._columns, "row")
+        try:
+            with _binary(self.path) as file:
+                for text in map(_text, read(file, self.column or _COLUMN)):
+                    yield text
+                    number += 1
+        except OSError as error:
+            raise ValueError(f"FILE {name!r} cannot be read, {error.strerror or error}") from error
+        except UnicodeError as error:
+            raise ValueError(f"{name} is not UTF-8 in {unit} {number + 1}: {error}") from error
+        except _NotThere as error:
+            raise ValueError(f"{name}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{name}, {unit} {number + 1}: {error}") from error
+
+    def survey(self) -> tuple[int, str]:
+        """How many there are, and a digest of them all; what is no text is an error."""
+        count, digest = 0, hashlib.sha256()
+        for text in self:
+            _add(digest, text)
+            count += 1
+        return count, digest.hexdigest()
+
+    def surveyed(self, digest: str) -> Iterator[str]:
+        """The texts; `Changed` at the end if their digest is another."""
+        found = hashlib.sha256()
+        for text in self:
+            _add(found, text)
+            yield text
+        if found.hexdigest() != digest:
+            raise Changed(f"FILE {str(self.path)!r} was changed while it was read; expected it to stay")
+
+    def require_none_of(self, written: Iterable[Path]) -> None:
+        """Raise if the file is one that will be written."""
+        for path in written:
+            if self.path is not None and path.exists() and path.samefile(self.path):
+                raise ValueError(f"FILE {str(self.path)!r} is written by --output; expected another file")
+
+
+def _add(digest: Any, text: str) -> None:
+    data = text.encode()
+    digest.update(len(data).to_bytes(8, "little") + data)
+
+
+class Changed(ValueError):
+    """Texts are not those of the survey."""
+
+
+class _NotThere(ValueError):
+    """A column is not in a file."""
+
+
+@contextmanager
+def _binary(path: Path | None) -> Iterator[BinaryIO]:
+    if path is None:
+        yield sys.stdin.buffer
+        return
+    with path.open("rb") as file:
+        yield file
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{short(value)} is no text; expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON may hold such
+        what = f"{value[error.start : error.end]!r}, half of a surrogate pair"
+        raise ValueError(f"the text has {what}; expected whole characters") from None
+    return value
+
+
+def _lines(file: BinaryIO, column: str) -> Iterator[str]:
+    """Lines of text; only a line feed ends one, or a carriage return before it."""
+    for line in file:
+        yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+
+
+def _json_lines(file: BinaryIO, column: str) -> Iterator[Any]:
+    for i, line in enumerate(_lines(file, column)):
+        line = line if i else line.removeprefix("\ufeff")
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except RecursionError as error:
+            raise ValueError(str(error)) from None
+        if not isinstance(row, dict) or column not in row:
+            raise ValueError(f"{short(row)} has no {column!r}; expected it (--column names another)")
+        yield row[column]
+
+
+def _csv(file: BinaryIO, column: str) -> Iterator[str]:
+    csv.field_size_limit(_MOST_CHARACTERS)
+    rows = csv.reader((line.decode("utf-8") for line in file), strict=True)
+    try:
+        names = [name.removeprefix("\ufeff") for name in next(rows, [])]
+        place = _place(column, names)
+        for row in filter(None, rows):  # without empty lines
+            if len(row) != len(names):
+                raise ValueError(f"{len(row)} fields; expected {len(names)}, as in the first line")
+            yield row[place]
+    except csv.Error as error:
+        raise ValueError(f"no CSV: {error}") from error
+
+
+def _parquet(file: BinaryIO, column: str) -> Iterator[Any]:
+    parquet = parquet_library().ParquetFile(file)
+    _place(column, parquet.schema_arrow.names)
+    for batch in parquet.iter_batches(_BLOCK, columns=[column]):
+        yield from batch.column(0).to_pylist()
+
+
+def _place(column: str, names: list[str]) -> int:
+    """Which of the columns is called so."""
+    if column not in names:
+        there = ", ".join(map(short, names)) or "none"
+        raise _NotThere(f"column {column!r} is not there; expected one of {there} (--column names it)")
+    return names.index(column)
+
+
+_COLUMNS: dict[str, Callable[[BinaryIO, str], Iterator[Any]]] = {
+    ".jsonl": _json_lines,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+
+
+def parquet_library() -> Any:
+    require("pyarrow")
+    return importlib.import_module("pyarrow.parquet")

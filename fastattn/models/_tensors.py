@@ -1,0 +1,237 @@
+"""Tensors of safetensors files: read and packed one at a time."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.pack import blocks_args
+from fastattn._args.packed import is_finite
+from fastattn._args.values import short
+from fastattn._engine import dispatch
+from fastattn._engine.settings import get_num_threads
+from fastattn.models._files import Config, ModelError, is_name, lfs_hint, read_json, require
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import ExitStack
+    from pathlib import Path
+
+    from fastattn._args.packed import PackedLinear
+    from fastattn._args.types import Array, Shape
+
+    Tensor = tuple["_File", str]  # and the tensor's name in it
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors calls them, and NumPy
+_PIECE = 1 << 23  # bytes that are copied at a time
+_SHOWN = 6  # names that an error lists
+NOTHING = re.compile("(?!)")  # matches no name
+
+
+class _File:
+    """An open safetensors file: its header, which its library has checked, and tensors of floating types."""
+
+    def __init__(self, handle: Any, path: Path):
+        self.get_slice, self.keys = handle.get_slice, handle.keys
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._start = 8 + int.from_bytes(self._map[:8], "little")
+        self._header = json.loads(self._map[8 : self._start])
+
+    def _ends(self, name: str) -> tuple[int, int]:
+        begin, end = self._header[name]["data_offsets"]
+        return self._start + begin, self._start + end
+
+    def mapped(self, name: str) -> Array:
+        """A tensor in the file's memory; it may not be aligned."""
+        begin, end = self._ends(name)
+        entry = self._header[name]
+        return self._bytes[begin:end].view(_FLOATS[entry["dtype"]]).reshape(entry["shape"])
+
+    def copied(self, name: str) -> Array:
+        """A tensor in memory of its own, without the whole of it in the file's memory, too."""
+        tensor = np.empty(self.mapped(name).shape, self.mapped(name).dtype)
+        begin, end = self._ends(name)
+        there = tensor.reshape(-1).view(np.uint8)
+        for at in range(begin, end, _PIECE):
+            piece = self._bytes[at : min(at + _PIECE, end)]
+            there[at - begin : at - begin + len(piece)] = piece
+            self._release(at, at + len(piece))
+        return tensor
+
+    def release(self, name: str) -> None:
+        """Give back the memory of a tensor that has been read, which would count until the file is closed."""
+        self._release(*self._ends(name))
+
+    def _release(self, begin: int, end: int) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            begin -= begin % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+class Tensors:
+    """The tensors of a model's safetensors files by name, read one at a time, until `stack` closes them.
+
+    `stored` is the type that weights are kept in. A tensor that is not finite in it is refused.
+    """
+
+    def __init__(self, folder: Path, stored: str, stack: ExitStack):
+        self._stored, self._open, self._prefix = stored, stack, ""
+        # A single file comes first, as in transformers: an index beside it may be left over.
+        is_indexed = not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file()
+        self.path = folder / (INDEX if is_indexed else WEIGHTS)
+        self._tensors = self._indexed(folder) if is_indexed else self._single(folder)
+
+    def _file(self, path: Path) -> _File:
+        safetensors = require("safetensors")
+        try:
+            path.open("rb").close()  # safe_open calls every file that it cannot open missing
+            return _File(self._open.enter_context(safetensors.safe_open(path, framework="np")), path)
+        except FileNotFoundError:
+            raise ModelError(f"{path} is missing") from None
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        except safetensors.SafetensorError as error:
+            what = lfs_hint(path) or f"{path} is truncated or no safetensors file: {error}"
+            raise ModelError(what) from error
+
+    def _single(self, folder: Path) -> dict[str, Tensor]:
+        if not self.path.is_file():
+            kinds = (".bin", ".safetensors", ".gguf")
+            found = sorted(path.name for path in folder.iterdir() if path.suffix in kinds)
+            there = ", ".join(found[:_SHOWN]) or "no other file of weights"
+            if any(name.endswith(".bin") for name in found):
+                how = "from_pretrained(), save_pretrained(..., safe_serialization=True)"
+                there += f"; transformers converts: {how}"
+            raise ModelError(f"{self.path} is missing, and so is {INDEX}; there is {there}")
+        file = self._file(self.path)
+        return {name: (file, name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+
+    def _indexed(self, folder: Path) -> dict[str, Tensor]:
+        places = read_json(self.path).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ModelError(f"{self.path}: 'weight_map' is no table of file names")
+        files: dict[str, _File] = {}
+        for file in sorted(set(places.values())):
+            if not is_name(file):
+                raise ModelError(f"{self.path}: 'weight_map' has {short(file)}; expected a file beside it")
+            files[file] = self._file(folder / file)
+        held = {file: set(handle.keys()) for file, handle in files.items()}
+        absent = sorted(name for name, file in places.items() if name not in held[file])
+        if absent:
+            name = absent[0]
+            raise ModelError(f"{self.path}: {name!r} is to be in {places[name]}, and is not there")
+        return {name: (files[file], name) for name, file in places.items()}
+
+    def rename(self, new: Callable[[str], str]) -> None:
+        """Give each tensor another name."""
+        renamed: dict[str, Tensor] = {}
+        for name, held in self._tensors.items():
+            other = renamed.setdefault(new(name), held)
+            if other is not held:
+                both = f"{other[1]!r} and {held[1]!r}"
+                raise ModelError(f"{self.path}: {both} name one tensor; expected one of them")
+        self._tensors = renamed
+
+    def drop_prefix(self, *prefixes: str) -> None:
+        """Drop a prefix from all names that have it: the first of `prefixes` that any name has."""
+        found = (prefix for prefix in prefixes if any(name.startswith(prefix) for name in self._tensors))
+        self._prefix = next(found, "")
+        self.rename(lambda name: name.removeprefix(self._prefix))
+
+    def depth(self, config: Config, key: str) -> int:
+        """How many layers config.json has under `key`; each is several tensors.
+
+        More layers than tensors are refused at once: making names for all of them could fill the memory.
+        """
+        depth = config.size(key, low=0)
+        if depth > len(self._tensors):
+            held = f"the {len(self._tensors)} tensors of {self.path.name} allow"
+            raise ModelError(f"{config.path}: {key!r} is {depth}; expected no more layers than {held}")
+        return depth
+
+    def expect(
+        self, shapes: Mapping[str, Shape], own: tuple[str, ...], ignored: re.Pattern[str] = NOTHING
+    ) -> None:
+        """Raise one error with all tensors that are missing, of another shape, or not floating.
+
+        A name that begins with one of `own` but is not in `shapes` is an error, too, as the computation would
+        leave it out; unless `ignored` matches, whose tensors were not learned.
+        """
+        wrong = []
+        for name, shape in shapes.items():
+            if name not in self._tensors:
+                wrong.append(f"{(self._prefix if name.startswith(own) else '') + name!r} is missing")
+                continue
+            file, stored = self._tensors[name]
+            view = file.get_slice(stored)
+            if tuple(view.get_shape()) != shape:
+                wrong.append(f"{stored!r} has shape {tuple(view.get_shape())}; expected {shape}")
+            elif view.get_dtype() not in _FLOATS:
+                wrong.append(f"{stored!r} has dtype {view.get_dtype()}; expected one of {', '.join(_FLOATS)}")
+            elif view.get_dtype() == "BF16":
+                require("ml_dtypes")
+        wrong += [
+            f"{stored!r} is not known"
+            for name, (_, stored) in self._tensors.items()
+            if name.startswith(own) and name not in shapes and not ignored.search(name)
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise ModelError(f"{self.path} does not fit config.json: {'; '.join(wrong[:_SHOWN])}{more}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Array:
+        file, stored = self._tensors[name]
+        array = file.copied(stored)
+        if not is_finite(array, self._stored):
+            raise self._not_finite(stored)
+        return array
+
+    def pack(self, *maps: Sequence[str], transposed: bool = False) -> PackedLinear:
+        """The tensors of a linear map, one after another, or of a gated pair, up and gate, packed.
+
+        They are packed from the file's memory, and copied nowhere else. A `transposed` one is (in, out). All
+        axes of one of more than two, as of a convolution, but the first count as one.
+        """
+        held = [[self._tensors[name] for name in names] for names in maps]
+        arrays = [[(stored, _matrix(file.mapped(stored))) for file, stored in each] for each in held]
+        if transposed:
+            arrays = [[(stored, array.T) for stored, array in each] for each in arrays]
+        packed = self._packed(arrays)
+        for file, stored in (tensor for each in held for tensor in each):
+            file.release(stored)
+        return packed
+
+    def pack_pair(self, name: str, gate_first: bool) -> PackedLinear:
+        """The tensor of a gated pair, one map's rows behind the other's, packed as `pack` does."""
+        file, stored = self._tensors[name]
+        first, second = np.split(file.mapped(stored), 2)
+        up, gate = (second, first) if gate_first else (first, second)
+        packed = self._packed([[(stored, up)], [(stored, gate)]])
+        file.release(stored)
+        return packed
+
+    def _packed(self, arrays: Sequence[Sequence[tuple[str, Array]]]) -> PackedLinear:
+        args = blocks_args(arrays, self._stored, get_num_threads())
+        dispatch.run(args)
+        wrong = args.not_finite()
+        if wrong is not None:
+            raise self._not_finite(wrong)
+        return args.packed()
+
+    def _not_finite(self, stored: str) -> ModelError:
+        what = f"values that are not finite as {self._stored}"
+        return ModelError(f"{self.path}: {stored!r} has {what}; expected finite ones")
+
+
+def _matrix(array: Array) -> Array:
+    return array if array.ndim == 2 else array.reshape(len(array), -1)
