@@ -61,14 +61,17 @@ struct fa_team {
     fa_team *next; /* of those that are free */
     int helpers;   /* threads that there are, beside the caller */
     pthread_mutex_t lock;
-    pthread_cond_t called;
-    int asleep; /* atomic: helpers that wait for `called` */
+    pthread_cond_t called, more; /* `more` wakes those that the last loop had no use for, too */
+    int asleep;                  /* atomic: helpers that wait for `called` */
     /* The loop: for a thread that has one of its tasks, and so keeps it from ending. */
     void *loop;
     fa_team_task run;
     int64_t n;
     uint64_t number; /* of the loop */
+#ifdef __linux__
     int cpu;         /* atomic: the caller's core */
+    cpu_set_t cores; /* those that it may use, under `lock` */
+#endif
     /* Atomic, and in cache lines of their own, as all threads write to them: tasks that nobody has taken, with above
      * FA_TASK_BITS the threads that may take one; and how many have ended, of those that helpers took. */
     uint64_t open __attribute__((aligned(64)));
@@ -105,40 +108,20 @@ static int64_t fa_take(fa_team *team, int thread)
     return -1;
 }
 
-/* Which cores this thread may use. */
-typedef struct {
 #ifdef __linux__
-    cpu_set_t all, apart;
-#endif
-    int parted;
-} fa_cores;
-
 /* Use no more the core of the caller. The system wakes a thread on the core of the one that wakes it, even if there is
- * an idle one; the two then take turns, and the system parts them only after some milliseconds without a pause. */
-static void fa_part(const fa_team *team, fa_cores *cores)
+ * an idle one; the two then take turns, and the system parts them only after some milliseconds without a pause. Once
+ * awake, a helper may use the cores that its caller may. */
+static void fa_part(const fa_team *team, cpu_set_t *cores)
 {
-    cores->parted = 0;
-#ifdef __linux__
-    if (sched_getaffinity(0, sizeof(cpu_set_t), &cores->all) || CPU_COUNT(&cores->all) < 2) return;
-    cores->apart = cores->all;
-    CPU_CLR(__atomic_load_n(&team->cpu, __ATOMIC_RELAXED), &cores->apart);
-    cores->parted = !sched_setaffinity(0, sizeof(cpu_set_t), &cores->apart);
-#else
-    (void)team;
-#endif
+    cpu_set_t apart;
+    CPU_ZERO(cores);
+    if (sched_getaffinity(0, sizeof(*cores), cores) || CPU_COUNT(cores) < 2) return;
+    apart = *cores;
+    CPU_CLR(__atomic_load_n(&team->cpu, __ATOMIC_RELAXED), &apart);
+    sched_setaffinity(0, sizeof(apart), &apart);
 }
-
-/* Use all cores again, unless somebody else has said which by now. */
-static void fa_rejoin(const fa_cores *cores)
-{
-#ifdef __linux__
-    cpu_set_t now;
-    if (cores->parted && !sched_getaffinity(0, sizeof(now), &now) && CPU_EQUAL(&now, &cores->apart))
-        sched_setaffinity(0, sizeof(now), &cores->all);
-#else
-    (void)cores;
 #endif
-}
 
 /* Between two looks at what others do. */
 static void fa_pause(double waited)
@@ -154,15 +137,27 @@ static void fa_pause(double waited)
 /* Sleep until there is a task. */
 static void fa_sleep(fa_team *team, int thread)
 {
-    fa_cores cores;
+#ifdef __linux__
+    cpu_set_t cores;
     fa_part(team, &cores);
+#endif
     pthread_mutex_lock(&team->lock);
-    __atomic_fetch_add(&team->asleep, 1, __ATOMIC_SEQ_CST); /* before it looks: see fa_share */
-    while (!fa_may_take(__atomic_load_n(&team->open, __ATOMIC_SEQ_CST), thread))
-        pthread_cond_wait(&team->called, &team->lock);
-    __atomic_fetch_sub(&team->asleep, 1, __ATOMIC_SEQ_CST);
+    for (;;) {
+        __atomic_fetch_add(&team->asleep, 1, __ATOMIC_SEQ_CST); /* before it looks: see fa_share */
+        const uint64_t open = __atomic_load_n(&team->open, __ATOMIC_SEQ_CST);
+        const int spare = (uint64_t)thread >= open >> FA_TASK_BITS, found = fa_may_take(open, thread);
+        if (!found && !spare) pthread_cond_wait(&team->called, &team->lock);
+        __atomic_fetch_sub(&team->asleep, 1, __ATOMIC_SEQ_CST);
+        if (found) break;
+        if (spare) pthread_cond_wait(&team->more, &team->lock);
+#ifdef __linux__
+        cores = team->cores;
+#endif
+    }
     pthread_mutex_unlock(&team->lock);
-    fa_rejoin(&cores);
+#ifdef __linux__
+    if (CPU_COUNT(&cores)) sched_setaffinity(0, sizeof(cores), &cores);
+#endif
 }
 
 static void *fa_help(void *argument)
@@ -204,11 +199,13 @@ static fa_team *fa_team_of(int threads)
     if (team) fa_free_teams = team->next;
     pthread_mutex_unlock(&fa_free_lock);
     if (!team) {
-        team = aligned_alloc(64, sizeof(fa_team));
-        if (!team) return NULL;
+        void *memory;
+        if (posix_memalign(&memory, 64, sizeof(fa_team))) return NULL;
+        team = memory;
         *team = (fa_team){.number = 0};
         pthread_mutex_init(&team->lock, NULL);
         pthread_cond_init(&team->called, NULL);
+        pthread_cond_init(&team->more, NULL);
     }
     if (team->helpers + 1 < threads) {
         sigset_t all, before;
@@ -254,12 +251,18 @@ static void fa_share(fa_team *team, void *loop, fa_team_task run, fa_team_stop s
 #ifdef __linux__
     __atomic_store_n(&team->cpu, sched_getcpu(), __ATOMIC_RELAXED);
 #endif
+    const uint64_t before = __atomic_load_n(&team->open, __ATOMIC_RELAXED);
+    const int more = (uint64_t)threads > before >> FA_TASK_BITS;
     __atomic_store_n(&team->done, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&team->open, (uint64_t)threads << FA_TASK_BITS | (uint64_t)n, __ATOMIC_SEQ_CST);
     /* A helper that falls asleep either sees these tasks or is seen here. */
-    if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST)) {
+    if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST) || more) {
         pthread_mutex_lock(&team->lock);
+#ifdef __linux__
+        if (sched_getaffinity(0, sizeof(cpu_set_t), &team->cores)) CPU_ZERO(&team->cores);
+#endif
         pthread_cond_broadcast(&team->called);
+        if (more) pthread_cond_broadcast(&team->more);
         pthread_mutex_unlock(&team->lock);
     }
     for (int64_t task; (task = fa_take(team, 0)) >= 0; had++) {

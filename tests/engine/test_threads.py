@@ -258,3 +258,56 @@ def test_threads_stay_from_call_to_call(python):
     count, same = python(KEPT, FASTATTN_BACKEND="compiled", OPENBLAS_NUM_THREADS=1).stdout.split()
     assert int(count) >= 6
     assert same == "True"
+
+
+FOLLOW = """
+import os, time
+import numpy as np
+import fastattn
+
+q = np.ones((8, 4, 200, 32), np.float32)
+every, one = os.sched_getaffinity(0), {min(os.sched_getaffinity(0))}
+for cores in (every, one, every):
+    for task in map(int, os.listdir("/proc/self/task")):
+        os.sched_setaffinity(task, cores)
+    fastattn.attention(q, q, q, num_threads=3)
+    time.sleep(0.1)  # helpers are asleep
+    fastattn.attention(q, q, q, num_threads=3)
+    found = set().union(*(os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")))
+    print(found == cores)
+"""
+
+
+@linux_kernels
+def test_helpers_use_the_cores_that_the_caller_may(python):
+    run = python(FOLLOW, FASTATTN_BACKEND="compiled", OPENBLAS_NUM_THREADS=1)
+    assert run.stdout == "True\nTrue\nTrue\n", run.stderr
+
+
+ENDS = """
+import sys, threading, time
+import numpy as np
+import fastattn
+
+q = np.ones((1, 8, 8192, 64), np.float32)
+
+def deep(n):  # calls from far down the stack, which is given back first when the thread ends
+    if n:
+        return list(map(deep, [n - 1]))
+    while True:
+        fastattn.attention(q, q, q, num_threads=2)
+
+class Slow:
+    def __del__(self):
+        sum(range(2 * 10**7))
+
+threading.Thread(target=deep, args=(150,), daemon=True).start()
+time.sleep(0.3)
+sys.kept = Slow()  # it goes when Python has ended other threads
+"""
+
+
+@linux_kernels
+def test_python_ends_while_another_thread_computes(python):
+    run = python(ENDS, FASTATTN_BACKEND="compiled", OPENBLAS_NUM_THREADS=1)
+    assert (run.returncode, run.stderr) == (0, "")

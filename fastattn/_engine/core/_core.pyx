@@ -11,6 +11,7 @@ from libc.stdint cimport INT64_MAX, int8_t, int64_t, uintptr_t
 from libc.string cimport memset
 
 import math
+import threading
 
 import numpy as np
 

@@ -30,13 +30,16 @@ cdef struct Loop:
     int64_t scratch_bytes
     int threads
     int stop  # atomic
-    unsigned long caller  # the thread that looks for signals
+    unsigned long caller  # the main thread, which looks for signals; 0 if another one called
     double looked  # when it last did; 0: it has not yet looked at the clock
     fa_team *team  # NULL: one thread
 
 
 cdef int _gives_up(void *context) noexcept nogil:
-    """Whether a signal handler has raised something. The calling thread runs them, at most every 50 ms."""
+    """Whether a signal handler has raised something. The main thread runs them, at most every 50 ms.
+
+    No other one may ask for the GIL: at the end of Python, it would be ended then, and helpers still read the loop.
+    """
     cdef Loop *loop = <Loop *>context
     cdef double now
     if fa_flag(&loop.stop):
@@ -65,6 +68,8 @@ cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t 
     loop.watch.gives_up, loop.watch.caller = _gives_up, loop
     loop.threads = threads if n_tasks > 1 else 1
     loop.stop, loop.looked, loop.caller = False, 0, PyThread_get_thread_ident()
+    if loop.caller != <unsigned long>threading.main_thread().ident:
+        loop.caller = 0
     loop.scratch_bytes = (scratch_bytes + 63) // 64 * 64  # each thread's begins at a cache line
     loop.team = NULL
     n_bytes = loop.threads * loop.scratch_bytes + shared_bytes
