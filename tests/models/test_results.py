@@ -465,3 +465,11 @@ def test_models_are_objects_of_their_own(kind, tmp_path):
     again = pickle.loads(pickle.dumps(model))
     ids = some_ids(2, 11)
     np.testing.assert_array_equal(again(ids), model(ids))
+
+
+def test_scalings_by_length_of_no_sequences(tmp_path):
+    tiny.write(tmp_path, "modernbert", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    model = models.load(tmp_path)
+    rows, begins = model.hidden([])
+    assert (rows.shape, begins.tolist()) == ((0, 24), [0])
+    assert model(np.zeros((0, 3), np.int64)).shape == (0, 3, 24)
