@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array
+    from fastattn.models._chat import ChatTemplate
     from fastattn.models._encoder import Encoder
     from fastattn.models._sentences import Dense, LayerNorm, Pooling
     from fastattn.models._text import Text
@@ -103,6 +104,7 @@ class CrossEncoder(Classifier):
 
     activation: str  # of the logits, by its name in torch.nn
     pooling: Pooling  # before the head
+    template: ChatTemplate | None = None  # that makes a text of a pair; else the tokenizer takes both
 
     def _logits(self, states: Array, mask: Array) -> Array:
         return self._scored(self.pooling(states[mask], np.append(0, np.cumsum(mask.sum(axis=1)))))
@@ -127,7 +129,8 @@ class CrossEncoder(Classifier):
             A tuple of one text, or one str, is scored alone. Of a pair that has more tokens than
             `text.limit`, the longer text is cut first.
         prompt_name, prompt : str, optional
-            As in `Encoder.encode`: what is put before the first text of each pair.
+            As in `Encoder.encode`: what is put before the first text of each pair, or with a chat template
+            the system message.
         batch_size : int, optional
             The most pairs that go through the layers at a time; see `Encoder.encode`.
         show_progress_bar : bool, optional
@@ -157,7 +160,7 @@ class CrossEncoder(Classifier):
         softmax = flag(func, "apply_softmax", apply_softmax)
         if activation_fn is not None and not callable(activation_fn):
             raise TypeError(f"{func}(): activation_fn is {short(activation_fn)}; expected a function")
-        chunks = self._chunks(((prompt + first, *rest) for first, *rest in pairs), batch_size)
+        chunks = self._chunks(prompt, pairs, batch_size)
         if progress:
             chunks = shown(chunks, total=len(pairs) if isinstance(pairs, Sized) else None)
         empty = np.empty((0, self.num_labels), lane_dtype(self.encoder.dtype))
@@ -222,11 +225,17 @@ class CrossEncoder(Classifier):
         found = sorted(found, key=lambda each: each["score"], reverse=True)[:top_k]
         return [{**each, "text": texts[each["corpus_id"]]} for each in found] if with_text else found
 
-    def _chunks(self, pairs: Iterable[Texts], batch_size: int | None) -> Iterator[Array]:
+    def _encoded(self, prompt: str, pairs: Iterable[Texts]) -> Iterator[list[tuple[int, int]]]:
+        """Ids and types of each pair."""
+        if self.template is not None:
+            return self.template.encoded(self.text, prompt, pairs)
+        return self.text.encoded_pairs((prompt + first, *rest) for first, *rest in pairs)
+
+    def _chunks(self, prompt: str, pairs: Iterable[Texts], batch_size: int | None) -> Iterator[Array]:
         """The logits in order, an array (n, num_labels) at a time."""
         kinds = 1 if self.encoder.embeddings.types is None else len(self.encoder.embeddings.types)
         typed = kinds > 1 and self.text.has_types
-        for call in calls(self.text.encoded_pairs(pairs), batch_size):
+        for call in calls(self._encoded(prompt, pairs), batch_size):
             call = [each.reshape(-1, 2) for each in call]
             types = [each[:, 1] for each in call] if typed else None
             most = max((int(each.max(initial=0)) for each in types or ()), default=0)
@@ -244,8 +253,8 @@ class CrossEncoder(Classifier):
     ) -> Iterator[Array]:
         """What `predict` returns, an array (n, num_labels) at a time; pairs are read when they are needed."""
         prompt = self.encoder.sentences.prompt("predict", prompt_name, prompt)
-        pairs = ((prompt + first, *rest) for first, *rest in pairs)
-        return (self._activated("predict", logits, None) for logits in self._chunks(pairs, batch_size))
+        chunks = self._chunks(prompt, pairs, batch_size)
+        return (self._activated("predict", logits, None) for logits in chunks)
 
     def _activated(
         self, func: str, logits: Array, activation_fn: Callable[[Array], ArrayLike] | None

@@ -10,8 +10,10 @@ from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._colbert import STANFORD, multi_vector_encoder
 from fastattn.models._files import Config, ModelError
+from fastattn.models._logit_score import logit_score_encoder
 from fastattn.models._sentences import (
     ACTIVATIONS,
+    SCORE,
     Dense,
     LayerNorm,
     Pooling,
@@ -100,6 +102,9 @@ def with_head(
     modules = modules_of(source.folder)
     if modules and modules[-1][0] == "SpladePooling":
         return _sparse_encoder(source, encoder, modules[-1][1])
+    if modules and modules[-1][0] == SCORE:
+        activation = _activation(source.folder, source.config, 1)
+        return logit_score_encoder(source, encoder, modules[-1][1], activation)
     if is_multi_vector(modules) or (task == STANFORD and not modules):
         return multi_vector_encoder(source, encoder, modules)
     if modules or not task.endswith((_TEXTS, _TOKENS)):

@@ -2,8 +2,8 @@
 
 They differ in which maps have biases (Llama as configured; Qwen2 those of queries, keys and values), in a
 norm of each query and key head (Qwen3), and in which layers attend to a sliding window only. A folder with
-modules.json is an encoder (Qwen3-Embedding, E5-Mistral), so is one with a head that scores texts, and any
-other is a decoder.
+modules.json is an encoder (Qwen3-Embedding, Qwen3-Reranker, E5-Mistral), so is one with a head that scores
+texts, and any other is a decoder.
 """
 
 from __future__ import annotations

@@ -194,6 +194,7 @@ _SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
 MASK = "MultiVectorMask"  # or a vector of each token, with this module, or with none but those of `_BY_TOKEN`
 _BY_TOKEN = ("Dense", "Normalize")
 _BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
+SCORE = "LogitScore"  # of a language model, behind Transformer alone
 _TOWERS = "CLIPModel"  # in a folder of its own, and without Pooling
 
 
@@ -295,6 +296,8 @@ def folder_of_towers(folder: Path) -> Path:
 
 def _task(folder: Path, modules: list[tuple[str, str]]) -> str | None:
     """What the module Transformer does before the others, as sentence-transformers calls it."""
+    if modules and modules[-1][0] == SCORE:
+        return "text-generation"
     if modules:
         return "fill-mask" if modules[-1][0] == _SPLADE[1] else "feature-extraction"
     return "sequence-classification" if is_cross_encoder(folder) else None
@@ -303,15 +306,15 @@ def _task(folder: Path, modules: list[tuple[str, str]]) -> str | None:
 def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
     """Kind and folder of each module in modules.json; none where it is missing.
 
-    A head that scores has no Pooling before it, SpladePooling has another one; vectors of tokens and two
-    `towers` have none.
+    A head that scores has no Pooling before it, as LogitScore; SpladePooling has another one; vectors of
+    tokens and two `towers` have none.
     """
     path, named = folder / "modules.json", []
     for module in read_json(path, list) if path.is_file() else ():
         entry = module if isinstance(module, dict) else {"type": module}
         name, inner = str(entry.get("type")), entry.get("path", "")
         kind = name.rpartition(".")[2]
-        known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE, MASK)
+        known = (*_BEFORE, *_MODULES, _NO_PART, *_SPLADE, MASK, SCORE)
         if towers:
             known = (_BEFORE[0], _TOWERS, *_MODULES, _NO_PART)
         if kind not in known:
@@ -333,6 +336,8 @@ def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
         return []
     if len(kinds) == 2 and kinds[0] in ("Transformer", _SPLADE[0]) and kinds[1] == _SPLADE[1]:
         return named
+    if kinds == ["Transformer", SCORE]:
+        return named
     if is_multi_vector(named) and (MASK in kinds or _is_pylate(folder)):
         return named
     if towers:
@@ -341,7 +346,7 @@ def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
             expected = f"{' or '.join(either)} first, once"
             raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
         return [(kind, inner) for kind, inner in named[1:] if kind != _NO_PART]
-    if tuple(kinds[:2]) != _BEFORE or any(kind in (*_BEFORE, *_SPLADE, MASK) for kind in kinds[2:]):
+    if tuple(kinds[:2]) != _BEFORE or any(kind in (*_BEFORE, *_SPLADE, MASK, SCORE) for kind in kinds[2:]):
         expected = f"{' and '.join(_BEFORE)} first, once each"
         raise ModelError(f"{path} has {', '.join(kinds) or 'no modules'}; expected {expected}")
     return [(kind, inner) for kind, inner in named if kind != _NO_PART]

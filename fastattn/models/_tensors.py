@@ -196,6 +196,14 @@ class Tensors:
             raise self._not_finite(stored)
         return array
 
+    def rows(self, name: str, which: Sequence[int]) -> Array:
+        """Some rows of a matrix, in its own type; the others are not read."""
+        file, stored = self._tensors[name]
+        rows: Array = file.mapped(stored)[list(which)]
+        if not is_finite(rows, self._stored):
+            raise self._not_finite(stored)
+        return rows
+
     def pack(self, *maps: Sequence[str], transposed: bool = False) -> PackedLinear:
         """The tensors of a linear map, one after another, or of a gated pair, up and gate, packed.
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +69,12 @@ class Text:
 
     def encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Ids of each text, as `encode` has them; `texts` are read when they are needed, a batch ahead."""
-        return (encoding.ids for encoding in self._encodings(texts))
+        return (encoding.ids for encoding in self.encodings(texts))
 
     def encoded_pairs(self, pairs: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[int, int]]]:
         """Ids and types of each pair of texts, which become one sequence, or of each (text,)."""
         inputs = (pair[0] if len(pair) == 1 else pair for pair in pairs)
-        return (list(zip(each.ids, each.type_ids, strict=True)) for each in self._encodings(inputs))
+        return (list(zip(each.ids, each.type_ids, strict=True)) for each in self.encodings(inputs))
 
     @cached_property
     def has_types(self) -> bool:
@@ -85,9 +85,11 @@ class Text:
             return "token_type_ids" in names
         return config.values.get("tokenizer_class") not in GENERIC
 
-    def _encodings(self, texts: Iterable[str | tuple[str, ...]]) -> Iterator[Any]:
-        """What the tokenizer makes of each text, or pair of texts."""
+    def encodings(self, texts: Iterable[str | tuple[str, ...]], special: bool = True) -> Iterator[Any]:
+        """What the tokenizer makes of each text, or pair of texts, with `special` tokens or without."""
         encode_batch = self.tokenizer.encode_batch  # which releases the GIL, and `encode` does not
+        if not special:
+            encode_batch = partial(encode_batch, add_special_tokens=False)
 
         def encodings(batch: list[str | tuple[str, ...]]) -> list[Any]:
             long = sum(map(_characters, batch)) > _SHORT

@@ -38,6 +38,7 @@ _TASKS = {
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
+    **dict.fromkeys(("text-generation", "any-to-any"), ("logits", "causal_logits")),
 }
 _KNOWN = {
     *("max_seq_length", "do_lower_case", "transformer_task", "modality_config", "module_output_name"),
@@ -66,7 +67,7 @@ def check_transformer(folder: Path, task: str | None, read_elsewhere: tuple[str,
         if key not in (*_KNOWN, *read_elsewhere) and value is not None:
             raise ModelError(f"{config.path}: {key!r} is {short(value)}; expected none of this name")
     said = config.choice("transformer_task", {name: name for name in _TASKS}, task or "feature-extraction")
-    if task is not None:
+    if task is not None and (said, task) != ("any-to-any", "text-generation"):  # of texts they are the same
         config.refuse(transformer_task=task)
     for name, changes_nothing in (("model", _OF_MODEL), ("config", _OF_CONFIG)):
         for key in (f"{name}_args", f"{name}_kwargs"):

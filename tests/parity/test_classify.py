@@ -8,7 +8,9 @@ import pytest
 import torch
 import transformers
 from sentence_transformers import CrossEncoder
-from tiny_tokenizers import WORDS, write_tokenizer
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.cross_encoder.modules import LogitScore
+from tiny_tokenizers import WORDS, write_byte_tokenizer, write_tokenizer
 
 from fastattn import models
 
@@ -176,3 +178,98 @@ def test_logits(kind, task, tmp_path, implementation):
     if task == "TokenClassification":
         expected = expected * mask[..., None]
     require_close(ours(ids, mask, types), expected)
+
+
+FLAT = """{%- set rules = messages | selectattr("role", "eq", "system") | map(attribute="content") | first -%}
+{%- set asked = messages | selectattr("role", "eq", "query") | map(attribute="content") | first -%}
+{%- set found = messages | selectattr("role", "eq", "document") | map(attribute="content") | first -%}
+<|im_start|>system
+Only "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: {{ rules | default("Is it an answer?", true) }}
+<Query>: {{ asked }}
+<Document>: {{ found }}<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+{% if add_generation_prompt %}>{% endif %}"""
+STRUCTURED = FLAT.replace('map(attribute="content") | first', 'map(attribute="content.0.text") | first')
+STRUCTURED += "{# content[0] #}"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+LONGER = [*PAIRS, ("a mat?", "What is said\n\nof <Query>: é 日本 " * 20), ("Who? " * 100, "a cat")]
+
+
+def made_reranker(folder, kind, template=FLAT, tied=False, negative=True, processing=None, **tokenizer):
+    """A language model that scores pairs, as sentence-transformers saves it; and its CrossEncoder."""
+    write_byte_tokenizer(folder)
+    written = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), pad_token=SPECIAL[0], eos_token=SPECIAL[2],
+        additional_special_tokens=SPECIAL[1:], chat_template=template, **tokenizer,
+    )  # fmt: skip
+    written.save_pretrained(folder)
+    config, changes = KINDS[kind]
+    changes = {**SIZES, **changes, "vocab_size": 256 + len(SPECIAL), "max_position_embeddings": 2048}
+    model = transformers.AutoModelForCausalLM.from_config(config(**changes, tie_word_embeddings=tied)).eval()
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.save_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformer = Transformer(
+            str(folder),
+            transformer_task="text-generation",
+            processing_kwargs=processing and {"chat_template": processing},
+        )
+        score = LogitScore(90, 91 if negative else None)
+        prompts = {"short": "Is it so?"}
+        theirs = CrossEncoder(
+            modules=[transformer, score], device="cpu", prompts=prompts, activation_fn=torch.nn.Tanh()
+        )
+        theirs.save_pretrained(str(folder / "saved"))
+        return CrossEncoder(str(folder / "saved"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"tied": True, "model_max_length": 220}),
+        ("qwen3", {"negative": False, "model_max_length": 220, "truncation_side": "left"}),
+        ("qwen3", {"template": STRUCTURED, "model_max_length": 90}),
+        ("qwen3", {"processing": {"add_generation_prompt": True}, "model_max_length": 200}),
+        ("qwen3", {"processing": {"restore_suffix": False}, "model_max_length": 200}),
+        ("qwen3", {"model_max_length": 20}),
+        ("llama", {"model_max_length": 220}),
+        ("mistral", {"model_max_length": 220}),
+    ],
+)
+def test_rerankers_that_are_language_models(kind, changes, tmp_path, implementation):
+    theirs = made_reranker(tmp_path, kind, **changes)
+    ours = models.load(tmp_path / "saved")
+    assert ours.activation == "Tanh"
+    assert ours.template.structured == (theirs[0].input_formatter.message_format == "structured")
+    for options in ({}, {"prompt": "Is it of cats?"}, {"prompt_name": "short"}):
+        expected = theirs.predict(LONGER, **options)
+        require_close(ours.predict(LONGER, **options), expected)
+        require_close(ours.predict(LONGER, batch_size=3, **options), expected)
+    require_close(ours.predict(LONGER[0]), theirs.predict(LONGER[0]))
+    plain = {"activation_fn": torch.nn.Identity()}, {"activation_fn": lambda x: x}
+    require_close(ours.predict(LONGER, **plain[1]), theirs.predict(LONGER, **plain[0]))
+    documents = [second for _, second in LONGER]
+    expected, got = (each.rank("the cat sat", documents, top_k=5) for each in (theirs, ours))
+    require_close(
+        *(np.array([each["score"] for each in ranked]) for ranked in (got, expected))
+    )  # cut, some tie
+    assert isinstance(models.load(tmp_path), models.Decoder)
+
+
+def test_a_reranker_that_takes_texts_without_a_template(tmp_path):
+    theirs = made_reranker(tmp_path, "qwen3", template=None, model_max_length=60)
+    ours = models.load(tmp_path / "saved")
+    assert ours.template is None
+    require_close(ours.predict(LONGER), theirs.predict(LONGER))
+    require_close(ours.predict(LONGER, prompt="Is it? "), theirs.predict(LONGER, prompt="Is it? "))

@@ -1,0 +1,205 @@
+"""Pairs of texts as a conversation, which a folder's chat template writes as one text, by Jinja."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from importlib.metadata import version
+from itertools import takewhile, tee
+from typing import TYPE_CHECKING, Any
+
+from fastattn._args.values import short
+from fastattn.models._files import Config, ModelError
+from fastattn.models._tokenizer import transformer_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from fastattn.models._text import Text
+
+    Texts = tuple[str, ...]
+
+_ROLES = {1: ("user",), 2: ("query", "document")}
+_PROBES = (("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot"))
+_FILLERS = ("0", "1 2 3 4")  # of no common token
+_FORMATS = {name: name for name in ("flat", "structured", "auto")}
+# What a template that takes contents as lists of parts has, as sentence-transformers guesses it.
+_STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "item.type", "message.content[")
+_SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+# Arguments of apply_chat_template, not of the template.
+_ARGUMENTS = {
+    *("tools", "documents", "chat_template", "continue_final_message", "tokenize", "sanitize_control_tokens"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("tokenizer_kwargs", "messages"),
+}
+_SAFE = (3, 1, 6)  # templates get out of the sandbox of an older Jinja
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A folder's chat template, and how sentence-transformers fills it."""
+
+    path: Path  # as messages say it
+    source: str
+    structured: bool  # whether a content is a list of parts
+    values: dict[str, Any] = field(default_factory=dict)  # that the template sees beside the messages
+    restore: bool = True  # the template's end where a text was cut
+
+    @classmethod
+    def of(cls, folder: Path) -> ChatTemplate | None:
+        """As the folder's files say; None where the module Transformer takes texts without a template."""
+        settings = transformer_settings(folder)
+        modalities = settings.get("modality_config", dict, {})
+        if "message" not in modalities:
+            return None
+        message = settings.inner("modality_config", {}).inner("message", {})
+        message.refuse(method="forward", method_output_name="logits")
+        style = message.choice("format", _FORMATS, "auto")
+        values = dict(settings.inner("processing_kwargs", {}).get("chat_template", dict, {}))
+        restore = bool(values.pop("restore_suffix", True))
+        if wrong := sorted(_ARGUMENTS & values.keys()):
+            came = f"'processing_kwargs' has {wrong[0]!r} for the chat template"
+            raise ModelError(f"{settings.path}: {came}; expected values that the template takes")
+        config = Config(folder / "tokenizer_config.json", optional=True)
+        path, source, one = _source(folder, config)
+        if style == "auto":
+            style = "flat" if one and not any(part in source for part in _STRUCTURED) else "structured"
+        special = {name: _content(config.values.get(name)) for name in _SPECIAL}
+        special = {name: token for name, token in special.items() if token is not None}
+        template = cls(path, source, style == "structured", {**special, **values}, restore)
+        template._check()
+        return template
+
+    def _check(self) -> None:
+        """Raise unless both texts of a pair reach what the template writes."""
+        base, *varied = (self.render("", pair) for pair in _PROBES)
+        for role, rendered in zip(_ROLES[2], varied, strict=True):
+            if rendered == base:
+                came = f"the chat template leaves out what role {role!r} says"
+                raise ModelError(f"{self.path}: {came}; expected both texts")
+
+    def render(self, prompt: str, texts: Texts) -> str:
+        """The conversation of one or two `texts` as one text: a prompt is its system message."""
+        named = [*([("system", prompt)] if prompt else []), *zip(_ROLES[len(texts)], texts, strict=True)]
+        messages = [{"role": role, "content": self._part(text)} for role, text in named]
+        given = {"tools": None, "documents": None, "add_generation_prompt": False, **self.values}
+        template = _compiled(self.path, self.source)
+        try:
+            rendered: str = template.render(messages=messages, **given)
+        except Exception as error:  # whatever the template does
+            raise _failed(self.path, error) from error
+        return rendered
+
+    def _part(self, text: str) -> Any:
+        return [{"type": "text", "text": text}] if self.structured else text
+
+    def encoded(self, text: Text, prompt: str, pairs: Iterable[Texts]) -> Iterator[list[tuple[int, int]]]:
+        """Ids and types of each conversation, cut to the limit of `text`; the template's end comes back."""
+        pairs, again = tee(pairs)
+        suffixes: dict[int, list[int]] = {}
+        rendered = (self.render(prompt, texts) for texts in pairs)
+        for encoding, texts in zip(text.encodings(rendered, special=False), again, strict=True):
+            ids = list(encoding.ids)
+            if self.restore and text.limit is not None and len(ids) >= text.limit:
+                count = len(texts)
+                if count not in suffixes:
+                    suffixes[count] = self._suffix(text, prompt, count)
+                if suffix := suffixes[count][-len(ids) :]:
+                    ids[-len(suffix) :] = suffix
+            yield [(token, 0) for token in ids]
+
+    def _suffix(self, text: Text, prompt: str, count: int) -> list[int]:
+        """The tokens with which every conversation of `count` texts ends."""
+        fillers = (self.render(prompt, (filler,) * count) for filler in _FILLERS)
+        first, second = (_uncut(text, each) for each in text.encodings(fillers, special=False))
+        pairs = zip(reversed(first), reversed(second), strict=False)
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return first[len(first) - same :] if 0 < same < min(len(first), len(second)) else []
+
+
+def _uncut(text: Text, encoding: Any) -> list[int]:
+    """All ids of a text that may have been cut."""
+    pieces = [encoding.ids, *(each.ids for each in encoding.overflowing)]
+    if (text.tokenizer.truncation or {}).get("direction") == "left":
+        pieces.reverse()
+    return [token for piece in pieces for token in piece]
+
+
+def _source(folder: Path, config: Config) -> tuple[Path, str, bool]:
+    """The file that has the template, the template, and whether it is the only one of its model."""
+    path = folder / "chat_template.jinja"
+    try:
+        if path.is_file():
+            return path, path.read_text(encoding="utf-8"), not (folder / "additional_chat_templates").is_dir()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    found = config.values.get("chat_template")
+    one, there = isinstance(found, str), folder / "tokenizer_config.json"
+    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        found = next((each.get("template") for each in found if each.get("name") == "default"), None)
+    if found is None:
+        raise ModelError(f"{path} is missing, and {there} has no 'chat_template'; expected one of the two")
+    if not isinstance(found, str):
+        raise ModelError(f"{there}: 'chat_template' is {short(found)}; expected a string")
+    return there, found, one
+
+
+def _content(token: Any) -> str | None:
+    """A special token as tokenizer_config.json says it."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+@lru_cache(maxsize=8)
+def _compiled(path: Path, source: str) -> Any:
+    """The template, in an environment like that of transformers."""
+    jinja2 = _jinja2()
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    def tojson(
+        x: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Sequence[str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        between: Any = separators
+        return json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=between, sort_keys=sort_keys
+        )
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    try:
+        return environment.from_string(source)
+    except Exception as error:  # recursion, too
+        raise _failed(path, error) from error
+
+
+def _jinja2() -> Any:
+    wanted = ".".join(map(str, _SAFE))
+    how = f"pip install 'jinja2>={wanted}', or fastattn with the extra 'rerank'"
+    try:
+        import jinja2.sandbox
+    except ImportError as error:
+        raise ImportError(f"chat templates need Jinja: {how} ({error})") from error
+    there = version("jinja2")
+    if tuple(int(part) for part in there.split(".")[:3] if part.isdecimal()) < _SAFE:
+        raise ImportError(f"chat templates need a newer Jinja than {there}: {how}")
+    return jinja2
+
+
+def _failed(path: Path, error: Exception) -> ModelError:
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return ModelError(f"{path}: the chat template fails, {what}; expected one for query and document")
