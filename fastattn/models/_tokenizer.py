@@ -84,6 +84,9 @@ def check_transformer(folder: Path, task: str | None, read_elsewhere: tuple[str,
         if text != wanted:
             came = "'modality_config' has something else for 'text'"
             raise ModelError(f"{config.path}: {came}; only {wanted} is supported")
+        if "message" in modalities and said in ("feature-extraction", "fill-mask", "sequence-classification"):
+            came = "'modality_config' has 'message', with which texts go through a chat template"
+            raise ModelError(f"{config.path}: {came}; expected 'text' alone, but for LogitScore")
         config.refuse(module_output_name=name)
 
 

@@ -131,7 +131,7 @@ def test_settings_of_the_transformer(folder):
     task = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
     path = folder / "sentence_bert_config.json"
     for values in (
-        {**task, "modality_config": {"text": text, "message": {**text, "format": "flat"}}},
+        {**task, "modality_config": {"text": text}},
         {"model_args": {"torch_dtype": "float16"}, "config_args": {"trust_remote_code": True}},
         {"processing_kwargs": {"text": {"padding": True}, "image": {"size": 3}}, "unpad_inputs": True},
         {"query_length": None, "model_kwargs": None},
@@ -156,6 +156,8 @@ FORWARD = {"method": "forward", "method_output_name": "last_hidden_state"}
         ({"processing_kwargs": {"common": ["a"]}}, "'processing_kwargs' has .*; expected none but"),
         ({"modality_config": {"image": FORWARD}}, "'modality_config' has something else for 'text'; only"),
         ({"modality_config": {"text": {**FORWARD, "method_output_name": "pooler_output"}}}, ".*thing else"),
+        ({"modality_config": {"text": FORWARD, "message": {**FORWARD, "format": "flat"}}},
+            "'modality_config' has 'message', with which texts go through a chat template; expected 'text'"),
         ({"modality_config": {"text": FORWARD}, "module_output_name": "sentence_embedding"},
             "'module_output_name' is 'sentence_embedding'; only 'token_embeddings' is supported"),
         ({"transformer_task": "fill-mask"}, "'transformer_task' is 'fill-mask'; only 'feature-extr"),
