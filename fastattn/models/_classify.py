@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,9 @@ from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, integer, iterated, short
 from fastattn.models import _model
-from fastattn.models._encode import batches, calls, shown
+from fastattn.models._encode import batches, calls, watched
 from fastattn.models._files import ModelError
+from fastattn.models._headed import Headed
 from fastattn.models._sentences import ACTIVATIONS
 from fastattn.models._text import strings
 
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array
     from fastattn.models._chat import ChatTemplate
-    from fastattn.models._encoder import Encoder
     from fastattn.models._sentences import Dense, LayerNorm, Pooling
-    from fastattn.models._text import Text
 
     Texts = tuple[str, ...]  # one or two, which become one sequence
 
@@ -34,22 +33,11 @@ _PAIRS = "pairs, as [(text, text)], or single texts, as [(text,)]"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Classifier:
+class Classifier(Headed):
     """The base of `CrossEncoder` and `TokenClassifier`."""
 
-    encoder: Encoder
     head: tuple[Dense | LayerNorm, ...]  # one after another
     labels: tuple[str, ...]  # their names
-
-    @property
-    def model_type(self) -> str:
-        """As in config.json."""
-        return self.encoder.model_type
-
-    @property
-    def text(self) -> Text:
-        """The tokenizer."""
-        return self.encoder.text
 
     @property
     def num_labels(self) -> int:
@@ -57,7 +45,7 @@ class Classifier:
         return len(self.labels)
 
     def __repr__(self) -> str:
-        return f"{repr(self.encoder)[:-1]}; {type(self).__name__} of {self.num_labels}>"
+        return self._described(self.num_labels)
 
     def __call__(
         self,
@@ -161,10 +149,8 @@ class CrossEncoder(Classifier):
         if activation_fn is not None and not callable(activation_fn):
             raise TypeError(f"{func}(): activation_fn is {short(activation_fn)}; expected a function")
         chunks = self._chunks(prompt, pairs, batch_size)
-        if progress:
-            chunks = shown(chunks, total=len(pairs) if isinstance(pairs, Sized) else None)
         empty = np.empty((0, self.num_labels), lane_dtype(self.encoder.dtype))
-        scores = np.concatenate([empty, *chunks])
+        scores = np.concatenate([empty, *watched(chunks, progress, pairs)])
         scores = self._activated(func, scores, activation_fn)
         if self.num_labels == 1:
             scores = scores[:, 0]

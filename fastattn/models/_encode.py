@@ -231,10 +231,7 @@ class Embedder(_model.Model):
         ranged = call.precision in RANGED
         if one and ranged:
             raise single_vector(func, "sentences", call.precision)
-        vectors_of = self._vectors(lines, call)
-        if call.progress:
-            vectors_of = shown(vectors_of, total=len(lines) if isinstance(lines, Sized) else None)
-        chunks = deque(vectors_of)
+        chunks = deque(watched(self._vectors(lines, call), call.progress, lines))
         if not chunks:
             chunks.append(call.packed(np.empty((0, call.features), lane_dtype(self.dtype))))
         vectors = np.empty((sum(map(len, chunks)), *chunks[0].shape[1:]), chunks[0].dtype)
@@ -251,9 +248,7 @@ class Embedder(_model.Model):
 
     def _inputs(self, func: str, sentences: Any) -> tuple[bool, Iterable[Any]]:
         """Whether `sentences` is one text, and the checked texts."""
-        one = isinstance(sentences, str)
-        texts = [sentences] if one else sentences
-        return one, strings(func, "sentences", texts, "a string, or several, as [text]")
+        return one_or_several(func, sentences)
 
     def _encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """The ids of each text; texts are read when they are needed."""
@@ -294,12 +289,25 @@ class Embedder(_model.Model):
         return call
 
 
+def one_or_several(func: str, sentences: Any) -> tuple[bool, Iterable[str]]:
+    """Whether `sentences` is one text, and the checked texts."""
+    one = isinstance(sentences, str)
+    texts = [sentences] if one else sentences
+    return one, strings(func, "sentences", texts, "a string, or several, as [text]")
+
+
 def batches(func: str, batch_size: Any, show_progress_bar: Any) -> tuple[int | None, bool]:
     """These arguments of a call of `func`, checked."""
     return (
         None if batch_size is None else integer(func, "batch_size", batch_size, 1),
         show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar),
     )
+
+
+def watched(chunks: Iterator[Any], progress: bool, texts: Iterable[Any]) -> Iterator[Any]:
+    """`chunks` of what is made of `texts`, shown if asked."""
+    total = len(texts) if isinstance(texts, Sized) else None
+    return shown(chunks, total=total) if progress else chunks
 
 
 def shown(chunks: Iterator[Array], **how: Any) -> Iterator[Array]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
@@ -13,9 +12,9 @@ from fastattn._args.options import require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag, short
 from fastattn.models import _maxsim
-from fastattn.models._encode import DOCUMENT, QUERY, batches, calls, shown
+from fastattn.models._encode import DOCUMENT, QUERY, batches, calls, one_or_several, watched
 from fastattn.models._files import Config, ModelError
-from fastattn.models._text import strings
+from fastattn.models._headed import Headed
 from fastattn.models._vectors import unit
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Bools, Ints
-    from fastattn.models._encoder import Encoder
     from fastattn.models._sentences import Dense, LayerNorm, Normalize
     from fastattn.models._text import Text
 
@@ -62,24 +60,13 @@ class Settings(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class MultiVectorEncoder:
+class MultiVectorEncoder(Headed):
     """An encoder with a vector for each token of a text: `encode` texts with it."""
 
-    encoder: Encoder
     modules: tuple[Dense | LayerNorm | Normalize, ...]  # behind it, for each token
     features: int  # of a vector
     settings: Settings
     texts: dict[str | None, Text]  # the tokenizers of tasks, which cut texts to their lengths
-
-    @property
-    def model_type(self) -> str:
-        """As in config.json."""
-        return self.encoder.model_type
-
-    @property
-    def text(self) -> Text:
-        """The tokenizer."""
-        return self.encoder.text
 
     @property
     def similarity_fn_name(self) -> str:
@@ -87,7 +74,7 @@ class MultiVectorEncoder:
         return self.settings.similarity
 
     def __repr__(self) -> str:
-        return f"{repr(self.encoder)[:-1]}; MultiVectorEncoder of {self.features}>"
+        return self._described(self.features)
 
     def get_embedding_dimension(self) -> int:
         """Features of a vector."""
@@ -168,19 +155,14 @@ class MultiVectorEncoder:
     ) -> Any:
         """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
         require_options(func, options, MultiVectorOptions)
-        one = isinstance(sentences, str)
-        lines = strings(
-            func, "sentences", [sentences] if one else sentences, "a string, or several, as [text]"
-        )
+        one, lines = one_or_several(func, sentences)
         said = options.get("prompt_name"), options.get("prompt")
         prompt = self.encoder.sentences.prompt(func, *said, names)
         batch_size, progress = batches(func, options.get("batch_size"), options.get("show_progress_bar"))
         normalize = flag(func, "normalize_embeddings", options.get("normalize_embeddings", False))
         tokens = self._tokens((prompt + line for line in lines), task)
         chunks: Iterator[Any] = (self._vectors(call, task, normalize) for call in calls(tokens, batch_size))
-        if progress:
-            chunks = shown(chunks, total=len(lines) if isinstance(lines, Sized) else None)
-        vectors = [each for chunk in chunks for each in chunk]
+        vectors = [each for chunk in watched(chunks, progress, lines) for each in chunk]
         return vectors[0] if one else vectors
 
     def _tokens(self, texts: Iterable[str], task: str | None) -> Iterator[list[tuple[int, int]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -14,9 +13,9 @@ from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.options import require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer
-from fastattn.models._encode import DOCUMENT, QUERY, batches, calls, shown
+from fastattn.models._encode import DOCUMENT, QUERY, batches, calls, one_or_several, watched
 from fastattn.models._files import require
-from fastattn.models._text import strings
+from fastattn.models._headed import Headed
 from fastattn.models._vectors import similarities
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Activation, Array, Ints, Rounding
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._text import Text
 
     Names = tuple[str, ...]
 
@@ -113,26 +110,15 @@ class SpladePooling:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class SparseEncoder:
+class SparseEncoder(Headed):
     """An encoder with a weight for each token of the vocabulary: `encode` texts with it."""
 
-    encoder: Encoder
     head: VocabularyHead
     pooling: SpladePooling
     similarity_fn_name: str  # what `similarity` computes: "dot", "cosine", "euclidean" or "manhattan"
 
-    @property
-    def model_type(self) -> str:
-        """As in config.json."""
-        return self.encoder.model_type
-
-    @property
-    def text(self) -> Text:
-        """The tokenizer."""
-        return self.encoder.text
-
     def __repr__(self) -> str:
-        return f"{repr(self.encoder)[:-1]}; SparseEncoder of {self.get_sentence_embedding_dimension()}>"
+        return self._described(self.get_sentence_embedding_dimension())
 
     def get_sentence_embedding_dimension(self) -> int:
         """Features of a vector: the size of the vocabulary."""
@@ -226,8 +212,7 @@ class SparseEncoder:
         """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
         sparse = require("scipy.sparse")
         require_options(func, options, SparseOptions)
-        texts = [sentences] if isinstance(sentences, str) else sentences
-        lines = strings(func, "sentences", texts, "a string, or several, as [text]")
+        _, lines = one_or_several(func, sentences)
         settings, pooling = self.encoder.sentences, self.pooling
         before = settings.prompt(func, options.get("prompt_name"), options.get("prompt"), names)
         batch_size, progress = batches(func, options.get("batch_size"), options.get("show_progress_bar"))
@@ -238,9 +223,7 @@ class SparseEncoder:
         chunks: Iterator[Any] = (
             list(pooling.rows(self.head, *self.encoder.hidden(each))) for each in calls(encoded, batch_size)
         )
-        if progress:
-            chunks = shown(chunks, total=len(lines) if isinstance(lines, Sized) else None)
-        rows = [row for chunk in chunks for row in chunk]
+        rows = [row for chunk in watched(chunks, progress, lines) for row in chunk]
         tokens = np.concatenate([np.zeros(0, np.int64), *(tokens for tokens, _ in rows)])
         dtype = lane_dtype(self.encoder.dtype)
         weights = np.concatenate([np.zeros(0, dtype), *(weights for _, weights in rows)])
