@@ -1,4 +1,4 @@
-"""Builds the extension: src/kernels.c once per instruction set and lane type, each with its own flags.
+"""Builds the extension: src/kernels.c per instruction set, lane type and part, each with its own flags.
 
 Optional: without a compiler the package installs and runs on NumPy. Environment:
 
@@ -14,9 +14,12 @@ FASTATTN_SANITIZE=address,undefined  look for such errors at run time: tests/san
 import os
 import platform
 import re
+import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -36,13 +39,35 @@ TRACE = [("FA_TRACE", "1")] if os.environ.get("FASTATTN_TRACE") == "1" else []
 REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
 
 
+PARTS = ("bytes", "pairs", "plain")  # of kernels.c
+LONGEST = ("all", *reversed(PARTS))  # to compile
+
+
+class InstructionSet(NamedTuple):
+    """A line of isa.inc."""
+
+    name: str
+    flags: tuple[str, ...]
+    base: str
+    own: tuple[str, ...]  # parts of it
+
+    def table(self, part, shared):
+        """(set, lane type, part) of kernels.c that has `part`; other sets use parts of those in `shared`."""
+        if part == "double":
+            return self.base, "f64", "all"
+        whole = self.name == self.base and self.name not in shared
+        return self.name if part in self.own else self.base, "f32", "all" if whole else part
+
+
 def instruction_sets():
-    """(name, flags, name of the set with its double kernels) of isa.inc for this architecture, best first."""
+    """Those of isa.inc for this architecture, best first."""
     machine = platform.machine().lower().replace("arm64", "aarch64").replace("amd64", "x86_64")
-    line = r'^FA_ISA\((\w+), (\w+), "(.*)", (\w+)\)$'
+    line = r'^FA_ISA\((\w+), (\w+), "(.*)", (\w+), "(.*)"\)$'
     lines = re.findall(line, (SRC / "isa.inc").read_text(), re.MULTILINE)
     return [
-        (name, flags.split(), doubles) for name, arch, flags, doubles in lines if arch in (machine, "any")
+        InstructionSet(name, tuple(flags.split()), base, PARTS if own == "all" else tuple(own.split()))
+        for name, arch, flags, base, own in lines
+        if arch in (machine, "any")
     ]
 
 
@@ -50,35 +75,59 @@ class BuildExt(build_ext):
     """One source under several flags, as far as the compiler takes them; then the extension as usual."""
 
     def build_extension(self, ext):
-        """Compile the objects of src/ and hand them to the linker; then the Cython layer as usual."""
+        """Compile all objects at once, in processes of their own, and link them as usual."""
+        if self.compiler.compiler_type == "msvc":  # whose compiler has neither GNU C's vectors nor its flags
+            self.compiler.initialize()
+            self.compiler.cc = shutil.which("clang-cl") or "clang-cl is not on the PATH"
+        else:
+            ext.extra_compile_args += ["-g0", "-pthread"]
+            ext.extra_link_args += ["-pthread"]
         werror = ["-Werror"] if os.environ.get("FASTATTN_WERROR") == "1" else []
-        flags_of = {name: flags for name, flags, _ in instruction_sets() if self.takes(flags)}
-        wanted = (os.environ.get("FASTATTN_ISAS") or ",".join(flags_of)).split(",")
-        known = [(name, doubles) for name, _, doubles in instruction_sets() if name in flags_of]
-        isas = [(name, doubles) for name, doubles in known if name in (*wanted, "generic")]
+        flags = [*FLAGS, *SANITIZED, *werror]
+        known = {isa.name: isa for isa in instruction_sets() if self.takes(isa.flags)}
+        wanted = (os.environ.get("FASTATTN_ISAS") or ",".join(known)).split(",")
+        isas = [isa for isa in known.values() if isa.name in (*wanted, "generic")]
         if not isas:
             raise CompileError("no working C compiler (or none that takes GNU C flags)")
+        shared = {isa.base for isa in isas if isa.name != isa.base}
+        uses = {isa: [isa.table(part, shared) for part in (*PARTS, "double")] for isa in isas}
+        entries = (", ".join([isa.name, *map("_".join, tables)]) for isa, tables in uses.items())
+        compiled = [("FA_COMPILED", " ".join(f"X({entry})" for entry in entries))]
 
-        def kernels(job):
-            name, lane = job
-            flags = flags_of[name]
-            macros = [("FA_ISA_NAME", name), (f"FA_LANE_{lane}", "1")]
-            return self.compile("kernels.c", f"{name}-{lane}", [*FLAGS, *SANITIZED, *werror, *flags], macros)
+        def kernels(name, lane, part):
+            macros = [("FA_ISA_NAME", name), (f"FA_LANE_{lane.upper()}", "1"), ("FA_PART", part)]
+            return self.compile("kernels.c", f"{name}_{lane}_{part}", [*flags, *known[name].flags], macros)
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # seconds of gcc each, a process of its own
-            jobs = [(name, "F32") for name, _ in isas] + [(name, "F64") for name in dict(map(reversed, isas))]
-            for objects in pool.map(kernels, jobs):
+        def layer():
+            return self.compiler.compile(
+                sources,
+                self.build_temp,
+                ext.define_macros,
+                ext.include_dirs,
+                self.debug,
+                ext.extra_compile_args,
+            )
+
+        sources, ext.sources = ext.sources, []
+        tables = dict.fromkeys(table for of in uses.values() for table in of)
+        jobs = [
+            partial(kernels, *table) for table in sorted(tables, key=lambda table: LONGEST.index(table[2]))
+        ]
+        jobs += [partial(self.compile, name, "common", flags, compiled) for name in ("cpu.c", "dispatch.c")]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for objects in pool.map(lambda job: job(), [*jobs, layer]):
                 ext.extra_objects += objects
-        compiled = [("FA_COMPILED", " ".join(f"X({name},{doubles})" for name, doubles in isas))]
-        for source in ("cpu.c", "dispatch.c"):
-            ext.extra_objects += self.compile(source, "common", [*FLAGS, *SANITIZED, *werror], compiled)
         super().build_extension(ext)
+
+    def gnu(self, flags):
+        """Flags of gcc and clang, as the compiler takes them."""
+        return [f"/clang:{flag}" for flag in flags] if self.compiler.compiler_type == "msvc" else flags
 
     def compile(self, source, folder, flags, macros):
         """Object files of one source of src/, in a folder of their own."""
         return self.compiler.compile(
-            [str(SRC / source)], str(Path(self.build_temp, folder)), macros, [str(SRC)], extra_postargs=flags,
-            depends=[str(path) for path in SRC.iterdir()],
+            [str(SRC / source)], str(Path(self.build_temp, folder)), macros, [str(SRC)],
+            extra_postargs=self.gnu(flags),
         )  # fmt: skip
 
     def takes(self, flags):
@@ -87,7 +136,7 @@ class BuildExt(build_ext):
             source = Path(folder, "probe.c")
             source.write_text("int main(void) { return 0; }\n")
             try:
-                self.compiler.compile([str(source)], folder, extra_postargs=[*flags, "-Werror"])
+                self.compiler.compile([str(source)], folder, extra_postargs=self.gnu([*flags, "-Werror"]))
             except CompileError:
                 return False
         return True
@@ -104,8 +153,8 @@ def extensions():
         include_dirs=[str(SRC), numpy.get_include()],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"), *TRACE],
         depends=[str(path) for path in SRC.iterdir()],
-        extra_compile_args=["-g0", "-pthread", *SANITIZED],
-        extra_link_args=["-pthread", *SANITIZED],
+        extra_compile_args=[*SANITIZED],
+        extra_link_args=[*SANITIZED],
     )
     [ext] = cythonize([ext], build_dir="build/cython")
     ext.optional = not REQUIRED  # here, since cythonize makes a new Extension and forgets this

@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastattn import functional, layers, masks, ops, plot, positions
+from fastattn import functional, grad, layers, masks, ops, plot, positions
 from fastattn._engine.settings import (
     FallbackWarning,
     available_isas,
@@ -20,7 +20,7 @@ from fastattn.functional._torch import scaled_dot_product_attention
 from fastattn.functional._varlen import varlen_attention
 
 if TYPE_CHECKING:
-    from fastattn import models
+    from fastattn import models, train
 
 __all__ = [
     "FallbackWarning",
@@ -31,6 +31,7 @@ __all__ = [
     "explain",
     "functional",
     "get_num_threads",
+    "grad",
     "layers",
     "masks",
     "merge_states",
@@ -41,14 +42,15 @@ __all__ = [
     "scaled_dot_product_attention",
     "set_num_threads",
     "show_config",
+    "train",
     "varlen_attention",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`fastattn.models`, imported when it is first used: it takes half as long as all else."""
-    if name == "models":
-        return import_module("fastattn.models")
+    """`models` and `train`, imported when first used: models take half as long as all else."""
+    if name in ("models", "train"):
+        return import_module(f"fastattn.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -101,6 +101,7 @@ def linear(
     residual: ArrayLike | None = None,
     activations: Rounding | None = None,
     transposed: bool = False,
+    pre: Array | None = None,
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
@@ -139,6 +140,9 @@ def linear(
         of float32. Few rows wait until the weight has been turned: one row takes 1.5 times as long as a plain
         product in float32, and 3 to 5 times as long in the narrower types. Where single rows come often,
         `pack` the transpose, too.
+    pre : ndarray, (..., out_features) or, gated, (..., 2, out_features), optional
+        A C-contiguous array in x's dtype that receives what the activation is applied to, of a gated pair the
+        gate's and the other's: `fastattn.grad.linear` reads it.
     out : ndarray, (..., out_features), optional
         Array for the result: in x's dtype, with a contiguous last axis and rows at equal distances.
     num_threads, backend : optional
@@ -169,7 +173,18 @@ def linear(
     products of ``max(abs(row))``, and overflow like them.
     """
     args, result = linear_args(
-        "linear", x, weight, bias, activation, residual, activations, transposed, out, num_threads, backend
+        "linear",
+        x,
+        weight,
+        bias,
+        activation,
+        residual,
+        activations,
+        transposed,
+        out,
+        num_threads,
+        backend,
+        pre,
     )
     dispatch.run(args, backend)
     return result

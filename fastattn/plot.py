@@ -55,7 +55,7 @@ def attention_map(weights: ArrayLike, tokens: Sequence[str] | None = None, ax: A
     --------
     >>> import fastattn, numpy as np
     >>> x = np.random.default_rng(0).standard_normal((4, 9, 16))
-    >>> axes = fastattn.plot.attention_map(fastattn.attention_weights(x, x))  # doctest: +SKIP
+    >>> axes = fastattn.plot.attention_map(fastattn.attention_weights(x, x))
     """
     func = "attention_map"
     array = _numbers(func, "weights", weights, (2, 3), "(len_q, len_k) or (heads, len_q, len_k)")

@@ -2,7 +2,7 @@
  *
  * Requires  softmax.inc.h; includes activations.inc, the formulas.
  * Literals  activation: any fa_activation. With a literal in a loop, one formula is left of all.
- * Exports   v_activate; v_erf, v_sigmoid (of the formulas). */
+ * Exports   v_activate, v_slope; v_erf, v_sigmoid, v_sigmoid_slope, v_gelu_tanh_slope (of the formulas). */
 
 #ifdef FA_LANE_F64
 INLINE v_t v_erf(v_t x)
@@ -43,9 +43,37 @@ INLINE v_t v_sigmoid(v_t x)
 INLINE v_t v_activate(fa_activation activation, v_t x)
 {
     switch (activation) {
-#define FA_ACTIVATION(constant, name, formula)                                                                         \
+#define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
     case constant: return formula;
 #include "activations.inc"
     default: return x;
+    }
+}
+
+/* The derivative of sigmoid. 1 - sigmoid(x) would have lost its digits where x is large. */
+INLINE v_t v_sigmoid_slope(v_t x)
+{
+    const v_t e = v_exp(-v_abs(x));
+    return e / ((1 + e) * (1 + e));
+}
+
+/* gelu_tanh is x sigmoid(y) with y = 2 sqrt(2 / pi) (x + 0.044715 x^3). Beyond 30 its slope is 0 or 1, and x^2 might
+ * overflow. */
+INLINE v_t v_gelu_tanh_slope(v_t x)
+{
+    const v_t bounded = v_min(v_splat(30), v_max(v_splat(-30), x)), square = bounded * bounded;
+    const v_t root = v_splat((lane)1.59576912160573071176), cubic = v_splat((lane)0.07135481627260025);
+    const v_t y = bounded * v_fma(square, cubic, root), slope = v_fma(square, 3 * cubic, root);
+    return v_fma(bounded * slope, v_sigmoid_slope(y), v_sigmoid(y));
+}
+
+/* The derivative. NaN stays NaN. */
+INLINE v_t v_slope(fa_activation activation, v_t x)
+{
+    switch (activation) {
+#define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
+    case constant: return slope;
+#include "activations.inc"
+    default: return v_splat(1);
     }
 }

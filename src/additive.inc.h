@@ -5,7 +5,7 @@
  * is five times as fast, and exact to a rounding of 1, if queries and keys are so small that nothing overflows. If all
  * of them are very small, QK - 1 would have few digits: then a polynomial is used, which costs no more.
  *
- * Requires  tile.inc.h, softmax.inc.h, ranges.inc.h.
+ * Requires  any_nv.inc.h.
  * Literals  small: 0, or 1 if no |q + k| is beyond TANH_SMALL.
  * Exports   additive_scratch, additive_begin, block_additive. */
 #define ADDITIVE_DEPTH 64 /* dimensions that are summed before they are added: less is rounded away; an even number */
@@ -84,7 +84,7 @@ INLINE void additive_begin(const fa_rowwise_args *call, const row_block *rows, c
 }
 
 /* p->out (n, nv) = scores of n keys p->x and the queries p->y. What is in a hidden key changes no bit of another. */
-INLINE void block_additive(int nv, int64_t n, const outer_product *p, const additive_scratch *scratch)
+INLINE void block_additive_as(int nv, int64_t n, const outer_product *p, const additive_scratch *scratch)
 {
     for (int64_t j = 0; j < n; j++) {
         const char *k = p->x + j * p->x_row;
@@ -101,4 +101,9 @@ INLINE void block_additive(int nv, int64_t n, const outer_product *p, const addi
             else additive_by_tanh(nv, 0, key, p->y + row, weight, depth, s);
         }
     }
+}
+
+NOINLINE void block_additive(int nv, int64_t n, const outer_product *p, const additive_scratch *scratch)
+{
+    WITH_NV(nv, literal, block_additive_as(literal, n, p, scratch));
 }

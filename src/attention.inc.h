@@ -15,8 +15,8 @@
  * gathered, since their strides fall on the same cache sets (docs/notes/attention-kernel.md). The copies may serve
  * several tasks of a KV head: keeps_copy in tasks.inc.h says when.
  *
- * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
- * Exports   tile_begin, tile_attend, tile_end, tile_finish, add_values. */
+ * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h, philox.inc.h.
+ * Exports   tile_begin, tile_attend, tile_end, tile_finish. */
 
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
 INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)
@@ -42,8 +42,8 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
 
 /* Second pass: scores become probabilities, which are added up. Where a row's factor is NaN, so are the probabilities
  * of the keys that it attends, and of no others. Inlined, it breaks gcc 12 on the doubles of `generic`. */
-__attribute__((noinline)) static void weigh_tile(const fa_attention_args *a, int nv, const tile_state *tile,
-                                                 const score_tile *scores, lane *by_row)
+NOINLINE void weigh_tile(const fa_attention_args *a, int nv, const tile_state *tile, const score_tile *scores,
+                         lane *by_row)
 {
     const int64_t n = scores->n, j0 = scores->j0;
     vi_t undefined = {0};
@@ -100,10 +100,10 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     const score_tile scores = {rows, &tile->lanes, j0, n, kind, scratch->s, scratch->add};
     if (kind & BLOCK_EMPTY) return;
     if (!block->k) load_block(a, rows, dot, scratch);
-    outer_product product = {.y = tile->qt, .factor = mods->q_factor, .out = scratch->s};
+    outer_product product = {.y = tile->qt, .pitch = BLOCK_Q, .factor = mods->q_factor, .out = scratch->s};
     product.x = block->k + skip * block->k_row, product.x_row = block->k_row;
     product.depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
-    const int64_t n_low = nv == NV && NV_LOW && kind & BLOCK_EDGE ? keys_of_low(rows, j0, n, dot) : n;
+    const int64_t n_low = nv == NV && NV_LOW > 0 && kind & BLOCK_EDGE ? keys_of_low(rows, j0, n, dot) : n;
     block_outer(nv, dot, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
     if (nv == NV && n_low < n) { /* modify_tile hides the other scores */
         product.x += n_low * product.x_row, product.y += NV_LOW * LANES;
@@ -130,8 +130,9 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
         moved = softmax_update(nv, dot, scratch->s, n, tile->row_max, tile->row_sum, tile->row_log, scratch->alpha);
     else moved = softmax_update(nv, dot, scratch->s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
     mark_rows(nv, &scores, bad, tile->row_max);
+    if (a->dropout > 0) drop_tile(nv, &scratch->drop, tile->counters, j0, n, scratch->s);
     if (dot) pair_probs(nv, scratch->s, n, scratch->pairs);
-    value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v};
+    value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v, .pitch = BLOCK_Q};
     values.v_row = bad ? a->head_dim_v * (int64_t)sizeof(lane) : block->v_row;
     values.v = (bad ? (const char *)scratch->clean : block->v) + (dot ? skip / 2 : skip) * values.v_row;
     values.n = dot ? ceil_div(n, 2) : n, values.n_low = dot ? ceil_div(n_low, 2) : n_low;
@@ -144,16 +145,6 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
         if (j0 <= key && key < j0 + n)
             add_bad_value(a, nv, 1, rows, key, scratch->s + row, scratch->add + row, tile->ot);
     }
-}
-
-/* ot += the weighted values of n keys. Nothing scales what was there before. */
-INLINE void add_values(const fa_attention_args *a, int nv, tile_state *tile, const char *v, int64_t v_row, int64_t n,
-                       const lane *probs)
-{
-    value_product values = {.v = v, .v_row = v_row, .n = n, .n_low = n, .head_dim_v = a->head_dim_v, .probs = probs};
-    values.mode = tile->fresh ? ACC_ZERO : ACC_KEEP, values.out = tile->ot;
-    block_values(nv, 0, &values);
-    tile->fresh = 0;
 }
 
 INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
@@ -250,12 +241,14 @@ INLINE void tile_attend_as(const fa_attention_args *a, int dot, const row_block 
     const modifiers mods = modifiers_of(a, dot);
     const int tiles = (int)ceil_div(all->n, BLOCK_Q);
     begin_head(a, all, &scratch->copy);
+    if (a->dropout > 0) scratch->drop = philox_key_of(a);
     for (int i = 0; i < tiles; i++) {
         row_block *rows = &scratch->tiles[i].rows;
         rows->b = all->b, rows->h_kv = all->h_kv, rows->group = all->group;
         rows->row0 = all->row0 + i * BLOCK_Q;
         rows->n = smaller(all->n - i * BLOCK_Q, BLOCK_Q);
         tile_begin(a, &mods, dot, key_begin, key_end, scratch->tiles + i);
+        if (a->dropout > 0) count_rows(a, rows, &scratch->drop, scratch->tiles[i].counters);
     }
     key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->masks.ranges != NULL, dot, key_end);
     for (int64_t part = walk.first / PART_K; walk_next(&walk); part = walk.grid / PART_K) {

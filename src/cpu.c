@@ -16,6 +16,23 @@ int64_t fa_level2_cache(void)
     const int64_t shared = number("hw.perflevel0.l2cachesize"), cores = number("hw.perflevel0.cpusperl2");
     return shared ? shared / (cores ? cores : 1) : number("hw.l2cachesize"); /* the latter of an Intel */
 }
+#elif defined _WIN32
+#define WIN32_LEAN_AND_MEAN
+#include <stdlib.h>
+#include <windows.h>
+
+int64_t fa_level2_cache(void)
+{
+    DWORD size = 0;
+    GetLogicalProcessorInformation(NULL, &size);
+    SYSTEM_LOGICAL_PROCESSOR_INFORMATION *all = malloc(size + 1);
+    int64_t bytes = 0;
+    if (all && GetLogicalProcessorInformation(all, &size))
+        for (DWORD i = 0; i < size / sizeof *all && !bytes; i++)
+            if (all[i].Relationship == RelationCache && all[i].Cache.Level == 2) bytes = all[i].Cache.Size;
+    free(all);
+    return bytes;
+}
 #else
 #include <unistd.h>
 
@@ -33,30 +50,48 @@ int64_t fa_level2_cache(void)
 #if defined __x86_64__
 #include <cpuid.h>
 
-/* libgcc and compiler-rt ask CPUID, and XGETBV for what the system saves at a context switch. */
+/* CPUID itself: what __builtin_cpu_supports() needs of the compiler's library is not linked on Windows. */
+typedef struct {
+    unsigned a, b, c, d;
+} words;
+
+static words cpuid(unsigned leaf, unsigned part)
+{
+    words w = {0, 0, 0, 0}; /* of a CPU that has no such leaf */
+    __get_cpuid_count(leaf, part, &w.a, &w.b, &w.c, &w.d);
+    return w;
+}
+
+static int has(unsigned word, unsigned bits) { return (word & bits) == bits; }
+
+/* Whether the system saves these registers at a context switch. */
+static int saves(unsigned states)
+{
+    unsigned low, high;
+    if (!has(cpuid(1, 0).c, 1u << 27)) return 0; /* OSXSAVE: XGETBV may be asked */
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return has(low, states);
+}
+
 int fa_cpu_has_avx2(void)
 {
-    unsigned a, b, c, d; /* older clangs do not know F16C by name */
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
-           (c & bit_F16C);
+    return saves(0x06) && has(cpuid(1, 0).c, 1u << 12 | 1u << 28 | 1u << 29) && /* FMA, AVX, F16C */
+           has(cpuid(7, 0).b, 1u << 5);
 }
 
 int fa_cpu_has_avx512(void)
 {
-    return fa_cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#ifndef __APPLE__ /* which saves them from their first use on, and does not say so before */
+    if (!saves(0xe6)) return 0;
+#endif
+    return fa_cpu_has_avx2() && has(cpuid(7, 0).b, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31); /* F, DQ, BW, VL */
 }
 
-int fa_cpu_has_avx512vnni(void) { return fa_cpu_has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+int fa_cpu_has_avx512vnni(void) { return fa_cpu_has_avx512() && has(cpuid(7, 0).c, 1u << 11); }
 
-int fa_cpu_has_avx512bf16(void) { return fa_cpu_has_avx512vnni() && __builtin_cpu_supports("avx512bf16"); }
+int fa_cpu_has_avx512bf16(void) { return fa_cpu_has_avx512vnni() && has(cpuid(7, 1).a, 1u << 5); }
 
-int fa_cpu_has_avxvnni(void)
-{
-    unsigned a, b, c, d;
-    return fa_cpu_has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1 << 4);
-}
+int fa_cpu_has_avxvnni(void) { return fa_cpu_has_avx2() && has(cpuid(7, 1).a, 1u << 4); }
 #endif
 
 #if defined __aarch64__

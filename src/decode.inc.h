@@ -8,7 +8,8 @@
  *         p, m, l = online softmax of s, row by row
  *         acc (rows, head_dim_v) = alpha acc + p V
  *
- * Requires  modifiers.inc.h, partial.inc.h, scales.inc.h, nonfinite.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h.
+ * Requires  modifiers.inc.h, partial.inc.h, scales.inc.h, nonfinite.inc.h, softmax.inc.h, sigmoid.inc.h,
+ *           statistics.inc.h, philox.inc.h.
  * Literals  dtype: of K and V. nr, rows at a time: 1, 2 or 4. nd, vectors of head_dim_v at a time: 1 or DOT_CHUNK.
  * Exports   DOT_ROWS, dot_scratch, cut_dot_scratch, dot_attend. */
 
@@ -22,6 +23,7 @@ typedef struct {
     lane *base, *factor; /* (DOT_ROWS): the rows' norm, in the second pass */
     lane *scale;         /* (BLOCK_K): of int8 keys, then of their values */
     int64_t depth;
+    philox_key drop;
 } dot_scratch;
 
 static int64_t cut_dot_scratch(arena *from, const fa_attention_args *a, dot_scratch *scratch, row_block *rows)
@@ -297,6 +299,7 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
         for (int64_t j = 0; j < n && part->row_max[r] == -(lane)INFINITY; j++)
             if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in mark_rows */
     }
+    if (a->dropout > 0) drop_rows(a, rows, &scratch->drop, j0, n, scratch->s);
     const char *next = j0 + 2 * n <= a->len_k ? at_key(&a->k, rows, j0 + n) : NULL;
     dot_weighting values = {.v = copied ? (const char *)scratch->v : v, .v_row = copied ? width * size : a->v.row};
     values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
@@ -316,12 +319,13 @@ INLINE void dot_block(const fa_attention_args *a, fa_dtype dtype, const modifier
 
 /* The state of the KV head's rows over keys [key_begin, key_end), as a partial. */
 INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block *rows, int64_t key_begin,
-                          int64_t key_end, const dot_scratch *scratch, const partial *part)
+                          int64_t key_end, dot_scratch *scratch, const partial *part)
 {
     const modifiers mods = modifiers_of(a, 0);
     const lane q_share = dtype == FA_I8 ? (lane)1 / WIDEST_I8 : 1; /* scale_scores */
     ranges_begin(a, rows, key_begin, key_end);
     if (a->stats.second_pass) load_row_norm(a, rows, scratch->base, scratch->factor);
+    if (a->dropout > 0) scratch->drop = philox_key_of(a);
     EACH_ROW(rows, r, id) {
         lane *q = scratch->q + r * scratch->depth;
         for (int64_t d = a->head_dim; d < scratch->depth; d++) q[d] = 0;
@@ -340,7 +344,7 @@ INLINE void dot_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
 }
 
 static void dot_attend(const fa_attention_args *a, row_block *rows, int64_t key_begin, int64_t key_end,
-                       const dot_scratch *scratch, const partial *part)
+                       dot_scratch *scratch, const partial *part)
 {
     if (a->k.dtype == FA_I8) dot_attend_as(a, FA_I8, rows, key_begin, key_end, scratch, part);
     else WITH_DTYPE(a->k.dtype, dtype, dot_attend_as(a, dtype, rows, key_begin, key_end, scratch, part));

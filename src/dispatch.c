@@ -1,28 +1,57 @@
 /* What all instruction sets share: the sizes of tuning.inc, and the list of compiled instruction sets, best first. The
- * build defines FA_COMPILED, such as "X(avx512vnni, avx512) X(generic, generic)": names, and those of the sets whose
- * double kernels they use. */
+ * build defines FA_COMPILED, such as "X(avx512vnni, avx512vnni_f32_bytes, avx512_f32_pairs, avx512_f32_plain, avx512_f64_all)
+ * X(generic, generic_f32_all, generic_f32_all, generic_f32_all, generic_f64_all)": names, and the tables of kernels.c that
+ * each uses. */
 #include "fastattn.h"
 
-#define X(isa, doubles)                                                                                                \
+#define X(isa, bytes, pairs, plain, f64)                                                                               \
     int fa_cpu_has_##isa(void);                                                                                        \
-    extern const fa_kernels fa_kernels_##isa##_f32, fa_kernels_##doubles##_f64;
+    extern const fa_kernels fa_kernels_##bytes, fa_kernels_##pairs, fa_kernels_##plain, fa_kernels_##f64;
 FA_COMPILED
 #undef X
 
-static const struct {
+typedef void (*any_kernel)(void);
+enum { N_KERNELS = sizeof(fa_kernels) / sizeof(any_kernel), N_PARTS = 3 };
+
+typedef union {
+    fa_kernels kernels;
+    any_kernel each[N_KERNELS];
+} any_kernels;
+
+static struct {
     const char *name;
     int (*available)(void);
-    const fa_kernels *f32, *f64;
+    const fa_kernels *parts[N_PARTS], *doubles;
+    any_kernels floats; /* of all parts */
 } isas[] = {
-#define X(isa, doubles) {#isa, fa_cpu_has_##isa, &fa_kernels_##isa##_f32, &fa_kernels_##doubles##_f64},
+#define X(isa, bytes, pairs, plain, f64)                                                                               \
+    {.name = #isa,                                                                                                     \
+     .available = fa_cpu_has_##isa,                                                                                    \
+     .parts = {&fa_kernels_##bytes, &fa_kernels_##pairs, &fa_kernels_##plain},                                         \
+     .doubles = &fa_kernels_##f64},
     FA_COMPILED
 #undef X
 };
 
 int fa_isa_count(void) { return sizeof isas / sizeof isas[0]; }
+
+/* Before anybody asks for a table. A kernel is in one part. */
+__attribute__((constructor)) static void join_parts(void)
+{
+    for (int isa = 0; isa < fa_isa_count(); isa++)
+        for (int part = 0; part < N_PARTS; part++) {
+            const any_kernels *from = (const any_kernels *)isas[isa].parts[part];
+            for (int i = 0; i < N_KERNELS; i++)
+                if (from->each[i]) isas[isa].floats.each[i] = from->each[i];
+        }
+}
+
 const char *fa_isa_name(int isa) { return isas[isa].name; }
 int fa_isa_available(int isa) { return isas[isa].available(); }
-const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane) { return lane == FA_F64 ? isas[isa].f64 : isas[isa].f32; }
+const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane)
+{
+    return lane == FA_F64 ? isas[isa].doubles : &isas[isa].floats.kernels;
+}
 
 #define FA_SIZE(name, unit, by_default, least, most) .name = by_default,
 enum { level2 = 1 << 20 };
@@ -54,7 +83,7 @@ void fa_tune_for(int64_t known)
 #undef FA_SIZE
 }
 
-#define FA_ACTIVATION(constant, name, formula) [constant] = #name,
+#define FA_ACTIVATION(constant, name, formula, slope) [constant] = #name,
 const char *const fa_activation_names[] = {
 #include "activations.inc"
 };

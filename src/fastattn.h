@@ -20,6 +20,7 @@ typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4 } fa_dtype; /* I4: 
 typedef struct {
     int (*gives_up)(void *caller); /* nonzero: yes; called in any thread, again and again */
     void *caller;
+    void (*pause)(int64_t times); /* for a task that waits for another one, which has paused so often; optional */
 } fa_watch;
 
 /* A strided array with its batch dimensions flattened. Strides are in bytes; 0 broadcasts. */
@@ -66,8 +67,10 @@ typedef struct {
     fa_masks masks;
     fa_modifiers mods;
     fa_statistics stats;
-    int sigmoid; /* sigmoid(score + sigmoid_bias) in place of the softmax: without lse, sinks, statistics */
+    int sigmoid; /* sigmoid(score + sigmoid_bias) in place of the softmax: without lse, sinks, statistics, dropout */
     double sigmoid_bias;
+    double dropout; /* below 1: the share of probabilities that become 0, the others times 1 / (1 - dropout); 0: none */
+    uint64_t seed;  /* names the mask: philox.inc.h */
     const fa_watch *watch; /* optional */
 } fa_attention_args;
 
@@ -108,7 +111,7 @@ typedef struct {
 
 /* The layers' kernels. Strides of rows are in bytes; a row is contiguous. */
 
-#define FA_ACTIVATION(constant, name, formula) constant,
+#define FA_ACTIVATION(constant, name, formula, slope) constant,
 typedef enum {
     FA_NONE,
 #include "activations.inc"
@@ -129,8 +132,9 @@ typedef struct {
     const void *sums;    /* lanes, (n_panels, columns): of w's rows, as int8 multiplies them; read with x_int8 alone */
     double unit;
     const void *bias; /* lanes, (n), gated (2, n); optional, as residual */
-    int64_t x_row, residual_row, out_row, m, n, k;
-    fa_dtype dtype, weight; /* of x, residual, out; of the panels */
+    char *pre;        /* (m, n), gated (m, 2, n), optional: receives what the activation is applied to */
+    int64_t x_row, residual_row, out_row, pre_row, m, n, k;
+    fa_dtype dtype, weight; /* of x, residual, out, pre; of the panels */
     int gated, x_int8;      /* x_int8: rows of x are rounded to int8, each on its grid; weights are int8 or of 4 bits */
     int transposed;         /* the maps of w, 1 or 2; 0: not transposed. Then neither gated nor x_int8. */
     fa_activation activation;
@@ -146,6 +150,25 @@ typedef struct {
     int64_t panel_tasks, n_tasks, scratch_bytes;
     double flops;
 } fa_linear_plan;
+
+/* out (n, k) = or += a (m, n)^T b (m, k), sums (n) = or += the sum of the rows of a: gradients of a linear map. Rows of a
+ * and b are contiguous. */
+typedef struct {
+    const char *a, *b;
+    char *out;  /* lanes; with k = 0 not written */
+    void *sums; /* lanes; optional */
+    int64_t a_row, b_row, out_row, m, n, k;
+    fa_dtype a_dtype, b_dtype;
+    int pairs;             /* round both to bfloat16 where there is a dot product of pairs */
+    int more;              /* += */
+    const fa_watch *watch; /* optional */
+} fa_outer_args;
+
+/* A task is some columns of a and some of b: a matter of scheduling alone. */
+typedef struct {
+    int64_t a_columns, b_columns, b_tasks, n_tasks, scratch_bytes;
+    double flops;
+} fa_outer_plan;
 
 /* Rows of one of the maps that are packed: their output features are begin .. end - 1 of the map's. */
 typedef struct {
@@ -188,6 +211,53 @@ typedef struct {
     const fa_watch *watch; /* optional */
 } fa_rows_args;
 
+/* The gradient of one such pass: rows_grad.inc.h. Results are optional, and may lie where inputs do. */
+typedef struct {
+    fa_rows_kind kind;
+    fa_dtype dtype; /* of all arrays (m, n) */
+    fa_activation activation;
+    const char *dout, *x;             /* x: of FA_SOFTMAX its result */
+    const char *residual, *dsum, *up; /* optional: the norms' x is x + residual, and dsum is added to dx */
+    char *dx, *dup;
+    const void *weight; /* lanes, (n), optional: of the norms */
+    int64_t dout_row, x_row, residual_row, dsum_row, up_row, dx_row, dup_row, m, n;
+    double eps;
+    const fa_watch *watch; /* optional */
+} fa_rows_grad_args;
+
+/* Cross-entropy of logits (m, n), lanes, which become its gradient: logits.inc.h. */
+typedef struct {
+    char *logits;
+    const int64_t *targets; /* (m), each in [0, n) */
+    void *loss;             /* lanes, (m) */
+    const void *factor;     /* lanes, (m): of each row's gradient; NULL: logits end up as anything */
+    int64_t row, m, n;
+    double label_smoothing;
+    const fa_watch *watch; /* optional */
+} fa_logits_args;
+
+/* out (m, n) = x, each element 0 or times `scale`: dropout.inc.h. out may be x. */
+typedef struct {
+    const char *x;
+    char *out;
+    int64_t x_row, out_row, m, n;
+    fa_dtype dtype;
+    double rate, scale;
+    uint64_t seed;
+    int64_t stream;
+    const fa_watch *watch; /* optional */
+} fa_dropout_args;
+
+/* Row places[p] of out += rows order[firsts[p]] .. order[firsts[p + 1] - 1] of x: scatter.inc.h. */
+typedef struct {
+    const char *x; /* rows of n elements */
+    char *out;     /* lanes */
+    const int64_t *order, *firsts, *places;
+    int64_t x_row, out_row, n;
+    fa_dtype dtype;        /* of x */
+    const fa_watch *watch; /* optional */
+} fa_scatter_args;
+
 /* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. Or
  * out is int8: then each row is rounded, and times its scale it is what it was, to scale / 2. */
 typedef struct {
@@ -196,6 +266,28 @@ typedef struct {
     int64_t batch, heads, length, head_dim, pairs;
     int interleaved;
 } fa_rope_args;
+
+/* What an optimizer does to parameters: optimizer.inc.h. All arrays are lanes, side by side; no two of them overlap. */
+#define FA_UPDATE_BLOCK 4096
+typedef enum { FA_SQUARES, FA_SGD, FA_ADAMW } fa_update_kind; /* squares: of gradients, their sums by block */
+
+typedef struct {
+    void *param; /* (n), as all that follow; FA_SQUARES reads grad alone */
+    const void *grad;
+    void *first, *second; /* moments: second of FA_ADAMW; first of FA_SGD is optional */
+    int64_t n, block;     /* block: how many blocks of FA_UPDATE_BLOCK the parameters before it have */
+} fa_parameter;
+
+typedef struct {
+    fa_update_kind kind;
+    const fa_parameter *parameters;
+    double *sums; /* of FA_SQUARES, (blocks) */
+    int64_t n_parameters;
+    double scale;                                  /* of gradients */
+    double lr, weight_decay, momentum, beta2, eps; /* momentum: beta1 of FA_ADAMW */
+    double first_correction, second_correction;    /* of FA_ADAMW: 1 - beta1^t, and the root of 1 - beta2^t */
+    int nesterov;
+} fa_update_args;
 
 /* Linear attention, as recurrent_task.inc.h says. There are `heads` states; heads_k and heads_v divide them; heads_q
  * does, or is a multiple. Not causal, without decay and beta: every q reads the last state, and lengths may differ. */
@@ -218,6 +310,25 @@ typedef struct {
     double flops;
 } fa_recurrent_plan;
 
+/* The gradient of linear attention: recurrent_backward.inc.h. Of `forward` the results are not touched, but norm_out.data
+ * says that they were divided. Gradients are those of each state; the caller adds up what states share. */
+typedef struct {
+    fa_recurrent_args forward;
+    fa_array dout;                  /* as out */
+    fa_array dstate_out, dnorm_out; /* lanes, as state_out and norm_out; optional */
+    fa_array dq, dk, dv;            /* (batch, heads, length, head_dim); dq with heads_q, if those are more; optional */
+    fa_array dlog_decay, dbeta;     /* lanes, as log_decay and beta with nothing broadcast; optional */
+    fa_array dstate, dnorm;         /* lanes, as state_out and norm_out; optional */
+    double dq_factor;               /* of dq: the scale, or 1 for the gradients of queries times the scale */
+} fa_recurrent_backward_args;
+
+/* A task is a state. Its scratch holds one state for every so many chunks of tokens. */
+typedef struct {
+    int64_t chunks, segments; /* of a segment; of the call */
+    int64_t n_tasks, scratch_bytes;
+    double flops;
+} fa_recurrent_backward_plan;
+
 /* Attention with another normaliser than softmax over all keys, or another score than a product: rowwise.inc.h and
  * talking.inc.h. Of `attention` neither lse nor sinks. Matrices are lanes, C-contiguous. */
 typedef enum { FA_SPARSEMAX, FA_ENTMAX15, FA_TOP_K, FA_ADDITIVE, FA_TALKING_HEADS } fa_rowwise_kind;
@@ -236,6 +347,54 @@ typedef struct {
     double flops;
 } fa_rowwise_plan;
 
+/* The gradients of an attention call, of which `attention` has the results: out and lse. What is not given is not asked
+ * for. dq, dk and dv are of lanes or of their input's dtype, and written; the others are added to. */
+typedef struct {
+    fa_attention_args attention;
+    fa_array dout;            /* (batch, heads_q, len_q, head_dim_v), q's dtype, as out */
+    fa_array dlse;            /* (batch, heads_q, len_q), lanes; optional */
+    fa_array dq, dk, dv;      /* (batch, heads, length, head_dim), the last axis contiguous */
+    double dq_factor;         /* what the sum over keys of dS K is multiplied by */
+    fa_array dbias;           /* lanes, as the bias: a stride of 0 sums */
+    int bias_shared;          /* several heads, or items of the batch, have one dbias */
+    fa_array dbias_diagonals; /* lanes, (batch, heads_q, 1, len_q + len_k - 1), number j - i + len_q - 1 */
+    fa_array dsinks, dalibi_slopes, dsoftcap; /* float64, (batch, heads_q) */
+} fa_backward_args;
+
+/* The tasks of begin(), in any order; then those of run(); then those of end(). Threads take run's in order of their
+ * numbers, since a task may wait for one with a lower number. begin() and end() have a task for each head of q.
+ * `shared` is memory of all threads, as large for a call whatever the threads are. */
+typedef struct {
+    int whole_heads; /* a task is a KV head, and waits for none; else a block of keys of one: scheduling */
+    int64_t n_heads, n_blocks, n_tasks;
+    int64_t scratch_bytes, shared_bytes;
+    double flops;
+} fa_backward_plan;
+
+/* Gradients of the same. What is optional is not asked for. Sums of a head's rows are double. */
+typedef struct {
+    fa_rowwise_args forward;          /* `attention.out` and `lse` play no part */
+    fa_array dout;                    /* as `attention.out` */
+    fa_array dq;                      /* as q, in its dtype or lanes */
+    fa_array dk, dv;                  /* as k and v, lanes; added to, as all that follow */
+    fa_array dbias;                   /* as the bias, lanes */
+    fa_array dbias_diagonals;         /* (batch, heads_q, len_q + len_k - 1), lanes; j - i + len_q - 1 counts */
+    double *dalibi_slopes, *dsoftcap; /* (batch, heads_q) */
+    double *dweight;                  /* (batch, heads_q, head_dim) */
+    double *dpre, *dpost;             /* (batch, heads_q, heads_q) */
+    double dq_factor;                 /* of dq: the scale, or 1 */
+    int batch_shares, heads_share;    /* several batch items, several KV heads, have the same elements of dbias */
+    int64_t *turns;                   /* (n_turns), 0 before the first task: how many have passed each */
+} fa_rowwise_backward_args;
+
+/* A task is a tile of rows, or talking heads' of all heads. Threads take them in order of their numbers, since a task
+ * may wait for one with a lower number. */
+typedef struct {
+    int64_t n_tasks, n_turns, scratch_bytes;
+    int64_t units, owners; /* whatever adds to the same elements of dk and dv; and of dbias, too */
+    double flops;
+} fa_rowwise_backward_plan;
+
 typedef struct {
     void (*plan)(const fa_attention_args *, int threads, fa_plan *);
     void (*run)(const fa_attention_args *, const fa_plan *, int64_t task, void *scratch);
@@ -246,15 +405,36 @@ typedef struct {
                   const void *partial);
     void (*linear_plan)(const fa_linear_args *, int threads, fa_linear_plan *);
     void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t task, void *scratch);
+    void (*outer_plan)(const fa_outer_args *, int threads, fa_outer_plan *);
+    void (*outer_run)(const fa_outer_args *, const fa_outer_plan *, int64_t task, void *scratch);
     int64_t (*pack_scratch_bytes)(const fa_pack_args *);
     void (*pack_run)(const fa_pack_args *, int64_t begin, int64_t end, void *scratch); /* panels of all maps */
     int64_t (*rows_scratch_bytes)(int64_t n);
     void (*rows_run)(const fa_rows_args *, int64_t begin, int64_t end, void *scratch);
+    int64_t (*rows_grad_scratch_bytes)(int64_t n);
+    void (*rows_grad_run)(const fa_rows_grad_args *, int64_t begin, int64_t end, void *sums, void *scratch);
+    void (*rows_grad_add)(const void *sums, int64_t count, int64_t row, int64_t n, void *out);
+    void (*logits_run)(const fa_logits_args *, int64_t begin, int64_t end);
+    void (*dropout_run)(const fa_dropout_args *, int64_t begin, int64_t end);
+    int64_t (*scatter_scratch_bytes)(int64_t n);
+    void (*scatter_run)(const fa_scatter_args *, int64_t begin, int64_t end, void *scratch);
     void (*rope_run)(const fa_rope_args *, int64_t begin, int64_t end, void *scratch); /* rows of batch * length */
+    void (*update_run)(const fa_update_args *, int64_t begin, int64_t end);            /* blocks of all parameters */
     void (*recurrent_plan)(const fa_recurrent_args *, int threads, fa_recurrent_plan *);
     void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t task, void *scratch);
+    void (*recurrent_backward_plan)(const fa_recurrent_backward_args *, fa_recurrent_backward_plan *);
+    void (*recurrent_backward_run)(const fa_recurrent_backward_args *, const fa_recurrent_backward_plan *, int64_t task,
+                                   void *scratch);
     void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *);
     void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t task, void *scratch);
+    void (*backward_plan)(const fa_backward_args *, int threads, fa_backward_plan *);
+    void (*backward_begin)(const fa_backward_args *, const fa_backward_plan *, int64_t task, void *shared,
+                           void *scratch);
+    void (*backward_run)(const fa_backward_args *, const fa_backward_plan *, int64_t task, void *shared, void *scratch);
+    void (*backward_end)(const fa_backward_args *, const fa_backward_plan *, int64_t task, void *shared);
+    void (*rowwise_backward_plan)(const fa_rowwise_backward_args *, fa_rowwise_backward_plan *);
+    void (*rowwise_backward_run)(const fa_rowwise_backward_args *, const fa_rowwise_backward_plan *, int64_t task,
+                                 void *scratch);
     /* Measurements of the machine: peak.inc.h. */
     double (*fma_rounds)(int64_t rounds, fa_dtype kind);
     double (*read_bytes)(const char *data, int64_t n);

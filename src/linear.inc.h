@@ -198,15 +198,20 @@ INLINE void finish_panel_as(fa_dtype dtype, int64_t n, const fa_linear_args *a, 
     const lane *weights = a->x_int8 ? (const lane *)a->sums + panel * PANEL : NULL;
     const lane *bias = a->bias ? (const lane *)a->bias + first : NULL;
     const char *residual = a->residual ? a->residual + row * a->residual_row + first * size : NULL;
-    char *out = a->out + row * a->out_row + first * size;
+    char *out = a->out + row * a->out_row + first * size,
+         *pre = a->pre ? a->pre + row * a->pre_row + first * size : NULL;
     UNROLL_FOR(int64_t c = 0; c < PANEL; c += LANES) {
         if (c >= n) break;
         v_t y = v_scaled(a, sums.acc + c, sums.x, scale ? scale + c : NULL, weights ? weights + c : NULL,
                          bias ? bias + c : NULL, n - c);
+        if (pre) v_store_as_part(dtype, pre + c * size, y, n - c);
         y = v_activate(activation, y);
-        if (a->gated)
-            y = y * v_scaled(a, sums.up + c, sums.x, scale ? scale + PANEL + c : NULL,
-                             weights ? weights + PANEL + c : NULL, bias ? bias + a->n + c : NULL, n - c);
+        if (a->gated) {
+            const v_t up = v_scaled(a, sums.up + c, sums.x, scale ? scale + PANEL + c : NULL,
+                                    weights ? weights + PANEL + c : NULL, bias ? bias + a->n + c : NULL, n - c);
+            if (pre) v_store_as_part(dtype, pre + (a->n + c) * size, up, n - c);
+            y = y * up;
+        }
         if (residual) y = y + v_load_as_part(dtype, residual + c * size, n - c);
         v_store_as_part(dtype, out + c * size, y, n - c);
     }
@@ -234,7 +239,7 @@ static void finish_panels(const fa_linear_args *a, int64_t row, int64_t rows, in
                           const lane *up, const row_grid *grid)
 {
     switch (a->activation) {
-#define FA_ACTIVATION(constant, name, formula)                                                                         \
+#define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
     case constant: finish_rows(a, constant, row, rows, panel, acc, up, grid); break;
 #include "activations.inc"
     default: finish_rows(a, FA_NONE, row, rows, panel, acc, up, grid);

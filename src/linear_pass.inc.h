@@ -16,8 +16,8 @@
  * Literals  columns: a multiple of GROUP. dot: 1 only if V_BF16_DOT. fetch: 0 .. STEP_LINES. triangular: 0, 1. weight:
  *           FA_BF16, FA_I8, FA_I4. rows: 1 .. LINEAR_ROWS, of blocks_pass BLOCK_ROWS. runs: 1, 2 with two rows at most,
  *           WIDE_RUNS with one.
- * Exports   PANEL, GROUP, multiply (linear attention has such products, too); BLOCK_4BIT, BLOCK_ROWS, LINEAR_SUM,
- *           PART_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS, multiplication,
+ * Exports   PANEL, GROUP, WITH_ROWS, multiply (linear attention has such products, too); BLOCK_4BIT, BLOCK_ROWS,
+ *           LINEAR_SUM, PART_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS, multiplication,
  *           multiplication_of; features_per_step, packed_product, narrow_pass, wide_runs, v_widen. */
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
 

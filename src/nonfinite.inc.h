@@ -3,7 +3,7 @@
  *
  * Requires  convert.inc.h, scales.inc.h.
  * Literals  dtype: of V. fused: 1 if only a sum is rounded, 0 if its product is, too.
- * Exports   bad_rows, find_bad_rows, copy_good_rows, gather_values, add_bad_value. */
+ * Exports   bad_rows, find_bad_rows, find_bad_rows_of, copy_good_rows, gather_values, add_bad_value. */
 typedef struct {
     int64_t row[BLOCK_K], n;
 } bad_rows;
@@ -22,6 +22,11 @@ INLINE void find_bad_rows(fa_dtype dtype, const char *v, int64_t v_row, int64_t 
     bad->n = 0;
     for (int64_t j = 0; v_any(all != all) && j < n; j++)
         if (!row_finite(dtype, v + j * v_row, width)) bad->row[bad->n++] = j;
+}
+
+static void find_bad_rows_of(fa_dtype from, const char *v, int64_t v_row, int64_t n, int64_t width, bad_rows *bad)
+{
+    WITH_DTYPE(from, dtype, find_bad_rows(dtype, v, v_row, n, width, bad));
 }
 
 /* A copy of n rows of `bytes`, side by side, with 0 in place of the bad ones. */

@@ -1,8 +1,8 @@
 /* From scores to probabilities where a row needs all of its scores: sparsemax, entmax-1.5, the k largest, softmax.
  * Queries are on the lanes, so every step is taken for all rows of a tile at once, and nothing is sorted.
  *
- * Requires  tile.inc.h, softmax.inc.h, operands.inc.h (PART_K).
- * Literals  squared: 1 for entmax-1.5. above: 0, 1.
+ * Requires  any_nv.inc.h.
+ * Literals  nv, within this file; squared: 1 for entmax-1.5. above: 0, 1.
  * Exports   kept_scores, keep_near, find_threshold, support_width, normalise, selects, ROWWISE_ASKS. */
 
 /* The keys that may matter to some row of a tile, in order, and their scores s (n, BLOCK_Q). */
@@ -20,7 +20,7 @@ INLINE lane support_width(fa_rowwise_kind kind)
 
 /* Looks at n kept keys from `first` on. Those stay whose score is NaN or within `width` of some row's largest; the
  * others, and all keys behind the n, are dropped. */
-INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane width, const lane *row_max)
+INLINE void keep_near_as(int nv, kept_scores *kept, int64_t first, int64_t n, lane width, const lane *row_max)
 {
     int64_t to = first;
     v_t base[NV_MAX];
@@ -36,6 +36,11 @@ INLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane 
         to += v_any(some);
     }
     kept->n = to;
+}
+
+NOINLINE void keep_near(int nv, kept_scores *kept, int64_t first, int64_t n, lane width, const lane *row_max)
+{
+    WITH_NV(nv, literal, keep_near_as(literal, kept, first, n, width, row_max));
 }
 
 /* Scores become factor * (score - row_max). */
@@ -152,11 +157,11 @@ INLINE void take_largest(const fa_watch *watch, int nv, kept_scores *kept, int64
 }
 
 /* All scores are there. Drops those that do not matter, makes the others relative to the largest, and finds tau. */
-INLINE void find_threshold(const fa_rowwise_args *call, int nv, const lane *row_max, kept_scores *kept, v_t *tau)
+INLINE void find_threshold_as(const fa_rowwise_args *call, int nv, const lane *row_max, kept_scores *kept, v_t *tau)
 {
     const fa_rowwise_kind kind = call->kind;
     const fa_watch *watch = call->attention.watch;
-    keep_near(nv, kept, 0, kept->n, support_width(kind), row_max);
+    keep_near_as(nv, kept, 0, kept->n, support_width(kind), row_max);
     if (kind == FA_TOP_K) take_largest(watch, nv, kept, call->k_keys, row_max);
     relate_to_max(nv, kept, kind == FA_ENTMAX15 ? (lane)0.5 : 1, row_max);
     UNROLL_FOR(int u = 0; u < nv; u++) tau[u] = v_splat(-1);
@@ -164,9 +169,14 @@ INLINE void find_threshold(const fa_rowwise_args *call, int nv, const lane *row_
     if (kind == FA_ENTMAX15) newton(watch, nv, 1, kept, tau);
 }
 
+NOINLINE void find_threshold(const fa_rowwise_args *call, int nv, const lane *row_max, kept_scores *kept, v_t *tau)
+{
+    WITH_NV(nv, literal, find_threshold_as(call, literal, row_max, kept, tau));
+}
+
 /* probs (n, nv) of the relative scores z (n, nv); row_sum += their sums. */
-INLINE void normalise(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, const v_t *tau, lane *probs,
-                      lane *row_sum)
+INLINE void normalise_as(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, const v_t *tau, lane *probs,
+                         lane *row_sum)
 {
     const int sparse = kind == FA_SPARSEMAX || kind == FA_ENTMAX15;
     v_t sum[NV_MAX];
@@ -180,6 +190,12 @@ INLINE void normalise(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, co
             v_store(probs + j * BLOCK_Q + u * LANES, prob);
         }
     UNROLL_FOR(int u = 0; u < nv; u++) v_store(row_sum + u * LANES, v_load(row_sum + u * LANES) + sum[u]);
+}
+
+static void normalise(fa_rowwise_kind kind, int nv, const lane *z, int64_t n, const v_t *tau, lane *probs,
+                      lane *row_sum)
+{
+    WITH_NV(nv, literal, normalise_as(kind, literal, z, n, tau, probs, row_sum));
 }
 
 /* The lanes that attend a key with relative score z and probability `prob`. */

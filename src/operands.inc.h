@@ -1,11 +1,11 @@
 /* What tile kernels work on: scratch, the state of tiles, and the operands as micro-kernels read them: queries
  * transposed, the additive tile, blocks of keys and values in place or copied.
  *
- * Requires  modifiers.inc.h, partial.inc.h, scales.inc.h, nonfinite.inc.h.
+ * Requires  modifiers.inc.h, partial.inc.h, scales.inc.h, nonfinite.inc.h, philox.inc.h.
  * Literals  dtype: of q.
  * Exports   TILES, PART_K; tile_state, cut_tile; head_copy, cut_head_copy, begin_head; key_block, tile_scratch,
- *           cut_tile_scratch; load_queries; load_additive, bias_in_place; dots_pairs; load_block, is_dense,
- *           rows_as_lanes, prefetch_block, prefetch_task. */
+ *           cut_tile_scratch; transpose_rows, load_queries; load_additive, bias_in_place; dots_pairs; load_block,
+ *           pair_values, is_dense, rows_as_lanes, prefetch_block, prefetch_task. */
 
 #define TILES 8 /* most tiles of a task */
 
@@ -23,9 +23,10 @@ typedef struct {
     lane *top_score;         /* (n_top, BLOCK_Q) */
     ilane *top_key;          /* (n_top, BLOCK_Q), counted from top_first, the first key of the part */
     int64_t top_first;
-    int fresh;     /* no block yet: ot holds nothing */
-    partial total; /* the parts that are done, merged */
-    int64_t parts; /* their number; each is of at most PART_K keys */
+    philox_row *counters; /* (NV, PHILOX_PARTS), with dropout */
+    int fresh;            /* no block yet: ot holds nothing */
+    partial total;        /* the parts that are done, merged */
+    int64_t parts;        /* their number; each is of at most PART_K keys */
 } tile_state;
 
 /* A block of keys and values, [first, first + n) of the sequence, as the tiles read it. */
@@ -57,6 +58,7 @@ typedef struct {
     lane *alpha;         /* (BLOCK_Q) */
     row_block later;     /* rows of the task that this thread may take next, or none */
     partial part;        /* of a tile, until it is merged into `total`; the first one is made in `total` */
+    philox_key drop;
 } tile_scratch;
 
 static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
@@ -71,6 +73,7 @@ static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
     CUT(from, tile->bias, BLOCK_Q);
     CUT(from, tile->top_score, a->stats.n_top * BLOCK_Q);
     CUT(from, tile->top_key, a->stats.n_top * BLOCK_Q);
+    if (a->dropout > 0) CUT(from, tile->counters, NV * PHILOX_PARTS);
     cut_rows(from, BLOCK_Q, &tile->rows);
 }
 
@@ -115,35 +118,43 @@ INLINE v_t load_query(fa_dtype dtype, int dot, const char *q, int64_t d, int64_t
     return v_load(part);
 }
 
-/* qt (head_dim, BLOCK_Q) = transpose(factor * q), or with `dot` pairs, unscaled. Lanes without a row become 0. */
-INLINE void load_queries_as(fa_dtype dtype, const fa_attention_args *a, const row_block *rows, int dot, lane factor,
-                            lane *qt)
+/* to (width, `pitch`) = transpose(factor * rows), or with `dot` pairs, unscaled. n_lanes, a multiple of LANES, are
+ * written; those without a row, NULL, become 0. */
+INLINE void transpose_rows_as(fa_dtype dtype, int dot, const char *const *row, int64_t n_lanes, int64_t width,
+                              lane factor, int64_t pitch, lane *to)
 {
-    const int64_t depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
-    const char *q_row[BLOCK_Q] = {NULL};
-    char *first = at_row(&a->q, rows, first_row(rows));
-    EACH_ROW(rows, r, id) q_row[r] = at_nth_row(&a->q, rows, first, r, id);
-    for (int64_t r = 0; r < BLOCK_Q; r += LANES)
+    const int64_t depth = dot ? ceil_div(width, 2) : width;
+    for (int64_t r = 0; r < n_lanes; r += LANES)
         for (int64_t d = 0; d < depth; d += LANES) {
             const int64_t n = depth - d;
             v_t square[LANES];
             UNROLL_FOR(int i = 0; i < LANES; i++) {
-                const char *from = q_row[r + i];
-                const v_t q = from ? load_query(dtype, dot, from, d, n, a->head_dim) : v_splat(0);
-                square[i] = dot ? q : q * v_splat(factor);
+                const char *from = row[r + i];
+                const v_t x = from ? load_query(dtype, dot, from, d, n, width) : v_splat(0);
+                square[i] = dot ? x : x * v_splat(factor);
             }
             v_transpose(square);
             UNROLL_FOR(int i = 0; i < LANES; i++) {
                 if (i >= n) break;
-                v_store(qt + (d + i) * BLOCK_Q + r, square[i]);
+                v_store(to + (d + i) * pitch + r, square[i]);
             }
         }
 }
 
+static void transpose_rows(fa_dtype from, int dot, const char *const *row, int64_t n_lanes, int64_t width, lane factor,
+                           int64_t pitch, lane *to)
+{
+    if (dot) transpose_rows_as(FA_BF16, 1, row, n_lanes, width, factor, pitch, to);
+    else WITH_DTYPE(from, dtype, transpose_rows_as(dtype, 0, row, n_lanes, width, factor, pitch, to));
+}
+
+/* qt (head_dim, BLOCK_Q) = transpose(factor * q). */
 static void load_queries(const fa_attention_args *a, const row_block *rows, int dot, lane factor, lane *qt)
 {
-    if (dot) load_queries_as(FA_BF16, a, rows, 1, factor, qt);
-    else WITH_DTYPE(a->q.dtype, dtype, load_queries_as(dtype, a, rows, 0, factor, qt));
+    const char *q_row[BLOCK_Q] = {NULL};
+    char *first = at_row(&a->q, rows, first_row(rows));
+    EACH_ROW(rows, r, id) q_row[r] = at_nth_row(&a->q, rows, first, r, id);
+    transpose_rows(a->q.dtype, dot, q_row, BLOCK_Q, a->head_dim, factor, BLOCK_Q, qt);
 }
 
 /* Whether the additive tile is the bias alone, whose rows lie in memory as lanes do. */
@@ -232,11 +243,11 @@ INLINE const char *rows_as_lanes(const fa_array *x, const fa_array *scale, const
     return (const char *)copy;
 }
 
-/* Pairs of keys: rows 2j and 2j + 1 of v become one row of pairs; an odd last one is paired with 0. */
-INLINE void pair_values(const char *v, int64_t v_row, int64_t n, int64_t width, lane *to)
+/* Pairs of rows: 2j and 2j + 1 of v become row j of pairs, `pitch` lanes apart; an odd last one is paired with 0. */
+INLINE void pair_values(const char *v, int64_t v_row, int64_t n, int64_t width, int64_t pitch, lane *to)
 {
     static const uint16_t zeros[2 * LANES];
-    for (int64_t j = 0; j < n; j += 2, to += width) {
+    for (int64_t j = 0; j < n; j += 2, to += pitch) {
         const char *row0 = v + j * v_row, *row1 = row0 + v_row;
         int64_t d = 0;
         for (; d + 2 * LANES <= width; d += 2 * LANES)
@@ -288,7 +299,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int do
     block->k += skip * block->k_row;
     if (a->stats.second_pass) return;
     block->v_row = width_v * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 2 * block->v_row;
-    if (!there) pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, v);
+    if (!there) pair_values(at_key(&a->v, rows, first), a->v.row, n, width_v, width_v, v);
 }
 
 /* Asks for part `i` of `parts` of what a task of `rows` reads first. Many sequences are each too short for the hardware's

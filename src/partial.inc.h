@@ -136,7 +136,8 @@ static v_t finish_sums(const fa_attention_args *a, const row_block *rows, row_id
         if (a->lse.data) memcpy(at_row(&a->lse, rows, id), &lse, sizeof lse);
         if (counted) write_statistics(a, rows->b, id, &row, row_top(a, part, r));
     }
-    return v_select(sum == v_splat(0), v_splat(0), scale / sum);
+    const v_t factor = v_select(sum == v_splat(0), v_splat(0), scale / sum);
+    return a->dropout > 0 ? factor * v_splat((lane)(1 / (1 - a->dropout))) : factor;
 }
 
 /* Sinks, normalisation, conversion: writes out, lse and statistics of the block's rows. */

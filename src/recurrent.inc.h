@@ -3,8 +3,6 @@
  * Requires  recurrent_chunk.inc.h, recurrent_step.inc.h.
  * Exports   recurrent_plan, recurrent_run. */
 
-#define RECURRENT_ASKS (1 << 24) /* multiplications between two calls of given_up(): no more than milliseconds */
-
 /* Tokens [first, first + n), for one chunk of a->k or a->q after the other, until the call is given up. It reads `a`,
  * `chunk` and `between_asks` from where it stands. */
 #define EACH_CHUNK(len, first, n)                                                                                      \

@@ -9,7 +9,8 @@
  * comes first, and then q reads the last state: out = q S.
  *
  * Requires  recurrent_decay.inc.h, linear_pass.inc.h.
- * Exports   write_chunk, read_chunk, update_state. */
+ * Exports   SOLVE_ROWS, panel_product, deep_product, solve; load_panels, load_tokens, write_chunk, load_divisors, read_chunk,
+ *           update_state. */
 
 #define SOLVE_ROWS 8 /* rows solved one by one; what earlier rows add to them is a matrix product */
 
@@ -63,34 +64,48 @@ static void apply_delta_rule(const fa_recurrent_args *a, const recurrent_task *t
     }
 }
 
-/* What n tokens from `first` on write: keys, decays and u. */
-static void write_chunk(const fa_recurrent_args *a, const recurrent_task *task, int64_t first, int64_t n,
+/* to (panels, CHUNK, PANEL) = n rows of x from `from` on, the task's columns. */
+static void load_panels(const fa_recurrent_args *a, const recurrent_task *task, const fa_array *x, const char *from,
+                        int64_t n, lane *to)
+{
+    for (int64_t panel = 0; panel < task->panels; panel++, from += PANEL * dtype_size(x->dtype)) {
+        const int64_t width = panel_width(a, task->column + panel * PANEL);
+        const char *row = from;
+        lane *u = to + panel * CHUNK * PANEL;
+        for (int64_t i = 0; i < n; i++, row += x->row, u += PANEL) {
+            load_row(x->dtype, row, width, 1, u);
+            if (width < PANEL) memset(u + width, 0, (PANEL - width) * sizeof(lane));
+        }
+    }
+}
+
+/* Keys and decays of n tokens from `first` on, and u = v. */
+static void load_tokens(const fa_recurrent_args *a, const recurrent_task *task, int64_t first, int64_t n,
                         chunk_scratch *scratch)
 {
     load_rows(&a->k, at(&a->k, task->b, task->head_k, first, 0), n, a->head_dim, 1, scratch->keys);
     if (!a->gated) transpose_keys(scratch->keys, n, a->head_dim, scratch->keys_t); /* else vector_scores() does */
     if (a->log_decay.data) load_decays(a, task, first, n, scratch);
-    for (int64_t panel = 0; panel < task->panels; panel++) {
-        const int64_t column = task->column + panel * PANEL, width = panel_width(a, column);
-        const char *v = at(&a->v, task->b, task->head_v, first, column);
-        lane *u = scratch->u + panel * CHUNK * PANEL;
-        for (int64_t i = 0; i < n; i++, v += a->v.row, u += PANEL) {
-            load_row(a->v.dtype, v, width, 1, u);
-            if (width < PANEL) memset(u + width, 0, (PANEL - width) * sizeof(lane));
-        }
-    }
+    load_panels(a, task, &a->v, at(&a->v, task->b, task->head_v, first, task->column), n, scratch->u);
+}
+
+/* What n tokens from `first` on write: keys, decays and u. */
+static void write_chunk(const fa_recurrent_args *a, const recurrent_task *task, int64_t first, int64_t n,
+                        chunk_scratch *scratch)
+{
+    load_tokens(a, task, first, n, scratch);
     if (a->beta.data) apply_delta_rule(a, task, first, n, scratch);
 }
 
-/* divisor (n) = q norm + eps, and in causal calls the sums of scores. */
-static void load_divisors(const fa_recurrent_args *a, int64_t n, chunk_scratch *scratch)
+/* divisor (n) = q norm + eps, and in causal calls the sums of scores; q is times carry. */
+static void load_divisors(const fa_recurrent_args *a, const lane *q, const lane *norm, int64_t n,
+                          chunk_scratch *scratch)
 {
     for (int64_t i = 0; i < n; i++) {
         v_t sum = v_splat(0);
         for (int64_t j = 0; a->causal && j <= i; j += LANES) sum += v_load(scratch->scores + i * CHUNK_LANES + j);
         for (int64_t d = 0; d < a->head_dim; d += LANES) {
-            const v_t q = v_load_part(scratch->q + element_at(i, d), a->head_dim - d);
-            sum = v_fma(q, v_load(scratch->norm + d), sum);
+            sum = v_fma(v_load_part(q + element_at(i, d), a->head_dim - d), v_load(norm + d), sum);
         }
         scratch->divisor[i] = v_sum(sum) + (lane)a->eps;
     }
@@ -104,7 +119,7 @@ static void read_chunk(const fa_recurrent_args *a, const recurrent_task *task, i
         load_rows(&a->q, at(&a->q, task->b, task->head_q + g, first, 0), n, a->head_dim, (lane)a->scale, scratch->q);
         if (a->causal) decayed_scores(a, scratch, scratch->q, n, NULL, 1, scratch->scores);
         carry_rows(a, scratch, scratch->q, n, scratch->q);
-        if (a->norm_out.data) load_divisors(a, n, scratch);
+        if (a->norm_out.data) load_divisors(a, scratch->q, scratch->norm, n, scratch);
         for (int64_t panel = 0; panel < task->panels; panel++) {
             const int64_t column = task->column + panel * PANEL;
             const lane *u = scratch->u + panel * CHUNK * PANEL;

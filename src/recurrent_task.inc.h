@@ -11,8 +11,10 @@
  * the bits of a column do not depend on which.
  *
  * Requires  basics.inc.h, convert.inc.h, softmax.inc.h, linear.inc.h (PANEL).
- * Exports   recurrent_task, recurrent_task_of, query_group, panel_width; load_state, store_state, load_norm,
+ * Exports   RECURRENT_ASKS, recurrent_task, recurrent_task_of, query_group, panel_width; load_state, store_state, load_norm,
  *           store_norm; v_flush, decay_at. */
+
+#define RECURRENT_ASKS (1 << 24) /* multiplications between two calls of given_up(): no more than milliseconds */
 
 /* `panels` panels of columns, from `column` on, of the state of batch item b, head h. */
 typedef struct {

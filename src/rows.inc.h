@@ -3,7 +3,7 @@
  *
  * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_exp), activation.inc.h.
  * Literals  squares: 0, 1. activation: any fa_activation.
- * Exports   rows_scratch_bytes, rows_run. */
+ * Exports   ROW_ASKS, EACH_BLOCK, row_sum_of; rows_scratch_bytes, rows_run. */
 
 #define ROW_ASKS (1 << 18) /* elements of a row between two calls of given_up(): a fraction of a millisecond */
 _Static_assert(ROW_ASKS % (4 * LANES) == 0, "a block is a whole number of row_sum_of's rounds");
@@ -97,7 +97,7 @@ static void rows_run(const fa_rows_args *a, int64_t begin, int64_t end, void *sc
         case FA_SOFTMAX: softmax_row(a->watch, x, n); break;
         case FA_ACTIVATE:
             switch (a->activation) {
-#define FA_ACTIVATION(constant, name, formula)                                                                         \
+#define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
     case constant: activate_row(a->watch, constant, x, padded); break;
 #include "activations.inc"
             default: break;

@@ -12,8 +12,8 @@
  *
  * Only the kept scores grow with the number of keys. A probability of 0 hides a key and its value as a mask does.
  *
- * Requires  attention.inc.h, additive.inc.h, normalisers.inc.h, talking.inc.h.
- * Exports   rowwise_plan, rowwise_run. */
+ * Requires  any_nv.inc.h, additive.inc.h, normalisers.inc.h, talking.inc.h.
+ * Exports   rowwise_plan, rowwise_run; row_scratch, cut_row_scratch, rowwise_begin, find_support. */
 
 /* Here tile.s holds probabilities of a block, tile.v their values. */
 typedef struct {
@@ -37,34 +37,33 @@ static int64_t cut_row_scratch(arena *from, const fa_rowwise_args *call, row_scr
 }
 
 /* Scores a run of keys, behind those that are kept, and keeps those of it that may matter. */
-INLINE void score_run(const fa_rowwise_args *call, int nv, const modifiers *mods, key_run run, row_scratch *scratch)
+static void score_run(const fa_rowwise_args *call, int nv, const modifiers *mods, key_run run, row_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
     tile_state *tile = scratch->tile.tiles;
     kept_scores *kept = &scratch->kept;
-    const block_kind kind = load_additive(a, tile, nv, run, &scratch->tile);
+    const block_kind kind = any_additive(a, tile, nv, run, &scratch->tile);
     lane *s = kept->s + kept->n * BLOCK_Q;
     const score_tile scores = {&tile->rows, &tile->lanes, run.j0, run.n, kind, s, scratch->tile.add};
     if (kind & BLOCK_EMPTY) return;
-    outer_product product = {.y = tile->qt, .depth = a->head_dim, .out = s};
+    outer_product product = {.y = tile->qt, .pitch = BLOCK_Q, .depth = a->head_dim, .out = s};
     product.x = rows_as_lanes(&a->k, &a->k_scale, &tile->rows, run.j0, run.n, a->head_dim, 0, scratch->tile.k,
                               &product.x_row);
     if (call->kind == FA_ADDITIVE) block_additive(nv, run.n, &product, &scratch->additive);
-    else block_outer(nv, 0, run.n, &product, NULL);
-    modify_tile(a, nv, mods, &scores);
-    for (int64_t j = 0; j < run.n; j++) {
-        kept->key[kept->n + j] = run.j0 + j;
-        for (int u = 0; u < nv; u++) {
-            lane *max = tile->row_max + u * LANES;
-            v_store(max, v_max(v_load(max), v_load(s + j * BLOCK_Q + u * LANES)));
-        }
+    else any_outer(nv, run.n, &product);
+    any_modify(a, nv, mods, &scores);
+    for (int64_t j = 0; j < run.n; j++) kept->key[kept->n + j] = run.j0 + j;
+    for (int64_t u = 0; u < nv * LANES; u += LANES) {
+        v_t max = v_load(tile->row_max + u);
+        for (int64_t j = 0; j < run.n; j++) max = v_max(max, v_load(s + j * BLOCK_Q + u));
+        v_store(tile->row_max + u, max);
     }
     mark_rows(nv, &scores, 0, tile->row_max);
     keep_near(nv, kept, kept->n, run.n, support_width(call->kind), tile->row_max);
 }
 
 /* ot (head_dim_v, nv) and row_sum of the kept keys. */
-INLINE void weigh_values(const fa_rowwise_args *call, int nv, const v_t *tau, row_scratch *scratch)
+static void weigh_values(const fa_rowwise_args *call, int nv, const v_t *tau, row_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
     tile_state *tile = scratch->tile.tiles;
@@ -86,7 +85,8 @@ INLINE void weigh_values(const fa_rowwise_args *call, int nv, const v_t *tau, ro
     }
 }
 
-INLINE void rowwise_tile(const fa_rowwise_args *call, int nv, const modifiers *mods, row_scratch *scratch)
+/* The kept keys, their relative scores and tau; 0: given up. */
+NOINLINE int find_support(const fa_rowwise_args *call, int nv, const modifiers *mods, row_scratch *scratch, v_t *tau)
 {
     const fa_attention_args *a = &call->attention;
     tile_state *tile = scratch->tile.tiles;
@@ -94,11 +94,37 @@ INLINE void rowwise_tile(const fa_rowwise_args *call, int nv, const modifiers *m
     while (walk_next(&walk)) {
         const key_run run = masked_run(a, &tile->rows, 1, walk.begin, walk.end - walk.begin);
         score_run(call, nv, mods, run, scratch);
-        if (walk.grid / ROWWISE_ASKS != walk.next / ROWWISE_ASKS && given_up(a->watch)) return;
+        if (walk.grid / ROWWISE_ASKS != walk.next / ROWWISE_ASKS && given_up(a->watch)) return 0;
     }
-    v_t tau[NV_MAX];
     find_threshold(call, nv, tile->row_max, &scratch->kept, tau);
-    weigh_values(call, nv, tau, scratch);
+    return 1;
+}
+
+static void rowwise_tile(const fa_rowwise_args *call, int nv, const modifiers *mods, row_scratch *scratch)
+{
+    v_t tau[NV_MAX];
+    if (find_support(call, nv, mods, scratch, tau)) weigh_values(call, nv, tau, scratch);
+}
+
+/* Queries, ranges and the empty state of the tile of a KV head's rows from row0 on. */
+static modifiers rowwise_begin(const fa_rowwise_args *call, int64_t b, int64_t h_kv, int64_t row0, row_scratch *scratch)
+{
+    const fa_attention_args *a = &call->attention;
+    const int64_t group = a->heads_q / a->heads_kv;
+    modifiers mods = modifiers_of(a, 0);
+    tile_state *tile = scratch->tile.tiles;
+    row_block *rows = &tile->rows;
+    rows->b = b, rows->h_kv = h_kv, rows->group = group;
+    rows->row0 = row0, rows->n = smaller(BLOCK_Q, group * a->len_q - row0);
+    if (call->kind == FA_ADDITIVE)
+        mods.s_factor *= mods.q_factor, mods.q_factor = 1; /* the query stands within the tanh */
+    tile_begin(a, &mods, 0, 0, a->len_k, tile);
+    if (call->kind == FA_ADDITIVE) additive_begin(call, rows, tile->qt, &scratch->additive);
+    lane no_row[BLOCK_Q];
+    for (int64_t i = 0; i < BLOCK_Q; i++) no_row[i] = i >= rows->n;
+    for (int u = 0; u < NV; u++) scratch->kept.live[u] = v_load(no_row + u * LANES) == v_splat(0);
+    scratch->kept.n = 0;
+    return mods;
 }
 
 static void rowwise_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan, int64_t task, void *memory)
@@ -110,23 +136,11 @@ static void rowwise_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan
     const fa_attention_args *a = &call->attention;
     const int64_t group = a->heads_q / a->heads_kv, n_rows = group * a->len_q, blocks = ceil_div(n_rows, BLOCK_Q);
     const int64_t head = task / blocks, row0 = (blocks - 1 - task % blocks) * BLOCK_Q; /* causal: the longest first */
-    modifiers mods = modifiers_of(a, 0);
     row_scratch scratch;
     cut_row_scratch(&(arena){.memory = memory}, call, &scratch);
     tile_state *tile = scratch.tile.tiles;
-    row_block *rows = &tile->rows;
-    rows->b = head / a->heads_kv, rows->h_kv = head % a->heads_kv, rows->group = group;
-    rows->row0 = row0, rows->n = smaller(BLOCK_Q, n_rows - row0);
-    if (call->kind == FA_ADDITIVE)
-        mods.s_factor *= mods.q_factor, mods.q_factor = 1; /* the query stands within the tanh */
-    tile_begin(a, &mods, 0, 0, a->len_k, tile);
-    if (call->kind == FA_ADDITIVE) additive_begin(call, rows, tile->qt, &scratch.additive);
-    lane no_row[BLOCK_Q];
-    for (int64_t i = 0; i < BLOCK_Q; i++) no_row[i] = i >= rows->n;
-    for (int u = 0; u < NV; u++) scratch.kept.live[u] = v_load(no_row + u * LANES) == v_splat(0);
-    scratch.kept.n = 0;
-    if (rows->n <= LANES) rowwise_tile(call, 1, &mods, &scratch);
-    else rowwise_tile(call, NV, &mods, &scratch);
+    const modifiers mods = rowwise_begin(call, head / a->heads_kv, head % a->heads_kv, row0, &scratch);
+    rowwise_tile(call, tile->rows.n <= LANES ? 1 : NV, &mods, &scratch);
     tile_finish(a, &scratch.tile, tile);
 }
 

@@ -8,9 +8,11 @@
  *   v_splat                 every lane               v_fma(a, b, c)       a * b + c; fused but on `generic`
  *   v_max(bound, x)         x where x is NaN, as v_min            v_select(mask, a, b)  a where mask, else b
  *   v_any(mask)             some lane set            v_transpose(r)       LANES registers, in place
- *   v_recip(x)              1 / x within a unit in the last place, x neither tiny nor huge
+ *   v_recip(x)              1 / x within a unit in the last place, x neither tiny nor huge          v_sqrt(x)
  *   v_sum v_max_lanes       over the lanes           v_sum_each(r)        of LANES registers, one a lane
  *   v_max_i                 of integers              v_max_each            the largest of the lanes, as v_sum_each
+ *   v_mul_wide(a, b)        products of the lower halves of 64-bit lanes: whole
+ *   v_upper(a)              upper halves of 64-bit lanes, in the lower ones
  *   v_stream                a store, aligned, that leaves the caches alone; v_stream_end() orders it before later ones */
 #ifndef FASTATTN_SIMD_H
 #define FASTATTN_SIMD_H
@@ -20,6 +22,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline, unused))
+#define NOINLINE static __attribute__((noinline)) /* large, and called from several places */
 
 #include "isa_constants.h"
 
@@ -63,6 +66,7 @@ typedef uint32_t wlane;
 typedef lane v_t __attribute__((vector_size(V_BYTES)));
 typedef ilane vi_t __attribute__((vector_size(V_BYTES)));
 typedef wlane vw_t __attribute__((vector_size(V_BYTES)));
+typedef uint64_t vq_t __attribute__((vector_size(V_BYTES)));
 typedef v_t vu_t __attribute__((aligned(1), may_alias));
 typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere in memory */
 
@@ -164,6 +168,20 @@ INLINE v_t v_fma(v_t a, v_t b, v_t c)
     return vfmaq_f32(c, a, b);
 #else
     return a * b + c;
+#endif
+}
+
+INLINE v_t v_sqrt(v_t x)
+{
+#if defined V_X86
+    return MM(sqrt)(x);
+#elif defined V_NEON && LANE_BITS == 64
+    return vsqrtq_f64(x);
+#elif defined V_NEON
+    return vsqrtq_f32(x);
+#else
+    UNROLL_FOR(int i = 0; i < LANES; i++) x[i] = LANE_SQRT(x[i]);
+    return x;
 #endif
 }
 
@@ -283,6 +301,31 @@ INLINE vi_t v_max_i(vi_t a, vi_t b)
     return (vi_t)_mm256_max_epi32((__m256i)a, (__m256i)b);
 #else
     return (vi_t)v_select(a > b, (v_t)a, (v_t)b);
+#endif
+}
+
+INLINE vq_t v_mul_wide(vq_t a, vq_t b)
+{
+#if V_BYTES == 64
+    return (vq_t)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined V_X86
+    return (vq_t)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined V_NEON
+    return vmull_u32(vmovn_u64(a), vmovn_u64(b));
+#else
+    return (a & UINT32_MAX) * (b & UINT32_MAX);
+#endif
+}
+
+/* A shuffle takes one cycle on any port, a shift two on two ports. */
+INLINE vq_t v_upper(vq_t a)
+{
+#if V_BYTES == 64
+    return (vq_t)_mm512_shuffle_epi32((__m512i)a, 0xf5);
+#elif defined V_X86
+    return (vq_t)_mm256_shuffle_epi32((__m256i)a, 0xf5);
+#else
+    return a >> 32;
 #endif
 }
 

@@ -114,7 +114,7 @@ INLINE vi_t v_dot_i8(vi_t a, vi_t b, vi_t c)
 #elif defined V_X86
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)a), _mm256_sign_epi8((__m256i)b, (__m256i)a));
     return c + (vi_t)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#elif defined __ARM_FEATURE_DOTPROD
+#elif defined V_NEON && defined __ARM_FEATURE_DOTPROD
     return vdotq_s32(c, vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b));
 #elif defined V_NEON
     const int8x16_t x = vreinterpretq_s8_s32(a), y = vreinterpretq_s8_s32(b);

@@ -9,8 +9,9 @@
  *
  * Modifiers and masks are applied to the mixed scores M_g. The scratch is heads x block, whatever the number of keys.
  *
- * Requires  attention.inc.h, normalisers.inc.h (ROWWISE_ASKS).
- * Exports   talking_scratch, cut_talking_scratch, talking_run. */
+ * Requires  any_nv.inc.h, normalisers.inc.h (ROWWISE_ASKS).
+ * Exports   talking_scratch, cut_talking_scratch, talking_run; HEAD_PITCH, mix_heads, talking_begin, talking_scores,
+ *           talking_probs, talking_denominators. */
 
 #define HEAD_PITCH ((BLOCK_K + 1) * BLOCK_Q) /* lanes from head to head: powers of 2 meet in the same cache sets */
 
@@ -34,7 +35,7 @@ static int64_t cut_talking_scratch(arena *from, const fa_rowwise_args *call, tal
 }
 
 /* to_g (n, nv) = sum over h of mix_gh from_h (n, nv) */
-INLINE void mix_heads(int nv, int64_t heads, const lane *mix, const lane *from, int64_t n, lane *to)
+INLINE void mix_heads_as(int nv, int64_t heads, const lane *mix, const lane *from, int64_t n, lane *to)
 {
     outer_product p = {.y = from, .pitch = HEAD_PITCH, .depth = heads, .out = to};
     p.x = (const char *)mix, p.x_row = heads * (int64_t)sizeof(lane);
@@ -46,20 +47,25 @@ INLINE void mix_heads(int nv, int64_t heads, const lane *mix, const lane *from, 
     }
 }
 
+NOINLINE void mix_heads(int nv, int64_t heads, const lane *mix, const lane *from, int64_t n, lane *to)
+{
+    WITH_NV(nv, literal, mix_heads_as(literal, heads, mix, from, n, to));
+}
+
 /* Mixed scores (heads, n, nv) of the keys from j0 on, in scratch->mixed, with modifiers and masks. Returns whether some
  * row of some head does not attend some of them. `first`: in the first pass, adds them to maxima and sums. */
-INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *mods, int64_t j0, int64_t n,
-                          talking_scratch *scratch, int first)
+NOINLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *mods, int64_t j0, int64_t n,
+                            talking_scratch *scratch, int first)
 {
     const fa_attention_args *a = &call->attention;
     const int64_t heads = a->heads_q, group = heads / a->heads_kv;
     int some_hidden = 0;
     for (int64_t h = 0; h < heads; h++) {
         const row_block kv = {.b = scratch->heads[h].rows.b, .h_kv = h / group};
-        outer_product product = {.y = scratch->heads[h].qt, .depth = a->head_dim};
+        outer_product product = {.y = scratch->heads[h].qt, .pitch = BLOCK_Q, .depth = a->head_dim};
         product.x = rows_as_lanes(&a->k, &a->k_scale, &kv, j0, n, a->head_dim, 0, scratch->tile.k, &product.x_row);
         product.out = (call->pre ? scratch->scores : scratch->mixed) + h * HEAD_PITCH;
-        block_outer(nv, 0, n, &product, NULL);
+        any_outer(nv, n, &product);
     }
     if (call->pre) mix_heads(nv, heads, scratch->pre, scratch->scores, n, scratch->mixed);
     for (int64_t g = 0; g < heads; g++) {
@@ -67,7 +73,7 @@ INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *
         /* Where a tile attends nothing of the block, its ranges may be those of another block. */
         const int touched = tile->rows.first < j0 + n && j0 < tile->rows.last;
         const key_run run = {j0, n, !touched ? BLOCK_EMPTY : a->masks.mask.data ? BLOCK_MASKED : BLOCK_FULL};
-        const block_kind kind = load_additive(a, tile, nv, run, &scratch->tile);
+        const block_kind kind = any_additive(a, tile, nv, run, &scratch->tile);
         lane *s = scratch->mixed + g * HEAD_PITCH;
         const score_tile scores = {&tile->rows, &tile->lanes, j0, n, kind, s, scratch->tile.add};
         some_hidden |= kind & BLOCK_EMPTY || hides(kind);
@@ -75,16 +81,16 @@ INLINE int talking_scores(const fa_rowwise_args *call, int nv, const modifiers *
             for (int64_t i = 0; i < n * BLOCK_Q; i++) scores.s[i] = -(lane)INFINITY;
             continue;
         }
-        modify_tile(a, nv, mods, &scores);
+        any_modify(a, nv, mods, &scores);
         if (!first) continue;
-        softmax_update(nv, 0, scores.s, n, tile->row_max, tile->row_sum, NULL, scratch->tile.alpha);
+        any_softmax(nv, scores.s, n, tile->row_max, tile->row_sum, scratch->tile.alpha);
         mark_rows(nv, &scores, 0, tile->row_max);
     }
     return some_hidden;
 }
 
 /* Probabilities (n, nv) in place of scores; row_sum is the reciprocal of the denominator. */
-INLINE void talking_probs(int nv, const tile_state *tile, int64_t n, lane *s)
+static void talking_probs(int nv, const tile_state *tile, int64_t n, lane *s)
 {
     for (int u = 0; u < nv; u++) {
         const v_t base = v_base(v_load(tile->row_max + u * LANES)), factor = v_load(tile->row_sum + u * LANES);
@@ -98,7 +104,7 @@ INLINE void talking_probs(int nv, const tile_state *tile, int64_t n, lane *s)
 }
 
 /* ot of every head += the values from j0 on, weighted; in scratch->mixed, the mixed scores, -inf hides a key. */
-INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int64_t j0, int64_t n,
+static void talking_values(const fa_rowwise_args *call, int nv, int hidden, int64_t j0, int64_t n,
                            talking_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
@@ -139,7 +145,18 @@ INLINE void talking_values(const fa_rowwise_args *call, int nv, int hidden, int6
     }
 }
 
-INLINE void talking_block(const fa_rowwise_args *call, int nv, const modifiers *mods, talking_scratch *scratch)
+/* All keys were met once: row_sum becomes the reciprocal of the denominator. */
+static void talking_denominators(int64_t heads, talking_scratch *scratch)
+{
+    for (int64_t g = 0; g < heads; g++)
+        for (int64_t i = 0; i < BLOCK_Q; i++) {
+            lane *sum = scratch->heads[g].row_sum + i;
+            const int attends = scratch->heads[g].row_max[i] != -(lane)INFINITY;
+            *sum = *sum != 0 ? 1 / *sum : attends ? NAN : 0; /* as in finish_sums */
+        }
+}
+
+static void talking_block(const fa_rowwise_args *call, int nv, const modifiers *mods, talking_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
     const int64_t heads = a->heads_q;
@@ -154,35 +171,38 @@ INLINE void talking_block(const fa_rowwise_args *call, int nv, const modifiers *
             const int hidden = talking_scores(call, nv, mods, j0, n, scratch, pass == 0);
             if (pass) talking_values(call, nv, hidden, j0, n, scratch);
         }
-        for (int64_t g = 0; pass == 0 && g < heads; g++)
-            for (int64_t i = 0; i < BLOCK_Q; i++) {
-                lane *sum = scratch->heads[g].row_sum + i;
-                const int attends = scratch->heads[g].row_max[i] != -(lane)INFINITY;
-                *sum = *sum != 0 ? 1 / *sum : attends ? NAN : 0; /* as in finish_sums */
-            }
+        if (pass == 0) talking_denominators(heads, scratch);
     }
+}
+
+/* The matrices, and the tiles of all heads: rows from row0 on. */
+static modifiers talking_begin(const fa_rowwise_args *call, int64_t b, int64_t row0, talking_scratch *scratch)
+{
+    const fa_attention_args *a = &call->attention;
+    const int64_t heads = a->heads_q;
+    const modifiers mods = modifiers_of(a, 0);
+    for (int64_t g = 0; g < heads; g++)
+        for (int64_t h = 0; h < heads; h++) {
+            if (call->pre) scratch->pre[g * heads + h] = ((const lane *)call->pre)[h * heads + g];
+            if (call->post) scratch->post[g * heads + h] = ((const lane *)call->post)[h * heads + g];
+        }
+    for (int64_t h = 0; h < heads; h++) {
+        row_block *rows = &scratch->heads[h].rows;
+        rows->b = b, rows->h_kv = h, rows->group = 1, rows->row0 = row0;
+        rows->n = smaller(BLOCK_Q, a->len_q - row0);
+        tile_begin(a, &mods, 0, 0, a->len_k, scratch->heads + h);
+    }
+    return mods;
 }
 
 static void talking_run(const fa_rowwise_args *call, const fa_rowwise_plan *plan, int64_t task, void *memory)
 {
     const fa_attention_args *a = &call->attention;
     const int64_t heads = a->heads_q, blocks = plan->n_tasks / a->batch, row0 = (blocks - 1 - task % blocks) * BLOCK_Q;
-    const modifiers mods = modifiers_of(a, 0);
     talking_scratch scratch;
     cut_talking_scratch(&(arena){.memory = memory}, call, &scratch);
-    for (int64_t g = 0; g < heads; g++)
-        for (int64_t h = 0; h < heads; h++) {
-            if (call->pre) scratch.pre[g * heads + h] = ((const lane *)call->pre)[h * heads + g];
-            if (call->post) scratch.post[g * heads + h] = ((const lane *)call->post)[h * heads + g];
-        }
-    for (int64_t h = 0; h < heads; h++) {
-        row_block *rows = &scratch.heads[h].rows;
-        rows->b = task / blocks, rows->h_kv = h, rows->group = 1, rows->row0 = row0;
-        rows->n = smaller(BLOCK_Q, a->len_q - row0);
-        tile_begin(a, &mods, 0, 0, a->len_k, scratch.heads + h);
-    }
-    if (scratch.heads->rows.n <= LANES) talking_block(call, 1, &mods, &scratch);
-    else talking_block(call, NV, &mods, &scratch);
+    const modifiers mods = talking_begin(call, task / blocks, row0, &scratch);
+    talking_block(call, scratch.heads->rows.n <= LANES ? 1 : NV, &mods, &scratch);
     for (int64_t i = 0; i < BLOCK_Q; i++) { /* normalised already; NaN where all that is attended is -inf */
         lane one = 1;
         for (int64_t g = 0; call->post && g < heads; g++) one += 0 * scratch.heads[g].row_sum[i];

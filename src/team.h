@@ -1,7 +1,7 @@
 /* The threads that share a call's tasks with the thread that calls, and how they wait.
  *
- * Requires: POSIX threads. Exports: fa_team_of, fa_team_back, fa_share, fa_seconds; fa_now and fa_note, which in builds
- * with FASTATTN_TRACE=1 tell tools/threads.py which thread ran which task when.
+ * Requires: system.h. Exports: fa_team_of, fa_team_back, fa_share, fa_borrow; fa_now and fa_note, which in builds with
+ * FASTATTN_TRACE=1 tell tools/threads.py which thread ran which task when.
  *
  * Not OpenMP's: there, all threads of a region meet at its end, also those that found no task. Beside other programs,
  * the caller then waits for a thread that has no core, and spins on the one that it could have: an encoder layer took
@@ -9,19 +9,9 @@
  * begun, and for nothing else, and who waits long offers its core to others.
  *
  * A team is one caller's as long as a call lasts; meanwhile another caller has another one. */
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <time.h>
+#include "system.h"
 
-static double fa_seconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + 1e-9 * t.tv_nsec;
-}
+#include <stdint.h>
 
 #ifndef FA_TRACE
 #define fa_now() 0
@@ -60,12 +50,15 @@ typedef struct fa_team fa_team;
 struct fa_team {
     fa_team *next; /* of those that are free */
     int helpers;   /* threads that there are, beside the caller */
-    pthread_mutex_t lock;
-    pthread_cond_t called, more; /* `more` wakes those that the last loop had no use for, too */
-    int asleep;                  /* atomic: helpers that wait for `called` */
+    fa_mutex lock;
+    fa_condition called, more; /* `more` wakes those that the last loop had no use for, too */
+    int asleep;                /* atomic: helpers that wait for `called` */
+    fa_thread caller;
+    int lent; /* atomic: threads of another pool that have come */
     /* The loop: for a thread that has one of its tasks, and so keeps it from ending. */
     void *loop;
     fa_team_task run;
+    fa_team_stop stop;
     int64_t n;
     uint64_t number; /* of the loop */
 #ifdef __linux__
@@ -90,7 +83,13 @@ static const double fa_spins = 20e-6;
 static const double fa_awake = 1e-3;
 
 static fa_team *fa_free_teams;
-static pthread_mutex_t fa_free_lock = PTHREAD_MUTEX_INITIALIZER;
+static fa_mutex fa_free_lock = FA_MUTEX;
+
+/* Another pool, whose threads work in place of helpers: a function that calls `work` on so many of them, its caller
+ * among them, such as OpenMP's GOMP_parallel. torch's threads wait awake between its operators: helpers beside them
+ * got half of a core each, and the layers of a model took twice their time (docs/torch.md). */
+typedef void (*fa_pool)(void (*work)(void *), void *context, unsigned threads, unsigned flags);
+static fa_pool fa_borrowed; /* atomic */
 
 static inline int fa_may_take(uint64_t open, int thread)
 {
@@ -126,7 +125,7 @@ static void fa_part(const fa_team *team, cpu_set_t *cores)
 /* Between two looks at what others do. */
 static void fa_pause(double waited)
 {
-    if (waited >= fa_spins) sched_yield();
+    if (waited >= fa_spins) fa_yield();
 #if defined(__x86_64__) || defined(__i386__)
     else __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -141,26 +140,26 @@ static void fa_sleep(fa_team *team, int thread)
     cpu_set_t cores;
     fa_part(team, &cores);
 #endif
-    pthread_mutex_lock(&team->lock);
+    fa_lock(&team->lock);
     for (;;) {
         __atomic_fetch_add(&team->asleep, 1, __ATOMIC_SEQ_CST); /* before it looks: see fa_share */
         const uint64_t open = __atomic_load_n(&team->open, __ATOMIC_SEQ_CST);
         const int spare = (uint64_t)thread >= open >> FA_TASK_BITS, found = fa_may_take(open, thread);
-        if (!found && !spare) pthread_cond_wait(&team->called, &team->lock);
+        if (!found && !spare) fa_wait(&team->called, &team->lock);
         __atomic_fetch_sub(&team->asleep, 1, __ATOMIC_SEQ_CST);
         if (found) break;
-        if (spare) pthread_cond_wait(&team->more, &team->lock);
+        if (spare) fa_wait(&team->more, &team->lock);
 #ifdef __linux__
         cores = team->cores;
 #endif
     }
-    pthread_mutex_unlock(&team->lock);
+    fa_unlock(&team->lock);
 #ifdef __linux__
     if (CPU_COUNT(&cores)) sched_setaffinity(0, sizeof(cores), &cores);
 #endif
 }
 
-static void *fa_help(void *argument)
+FA_THREAD fa_help(void *argument)
 {
     fa_team *team = ((fa_helper *)argument)->team;
     const int thread = ((fa_helper *)argument)->thread;
@@ -179,75 +178,105 @@ static void *fa_help(void *argument)
             else fa_sleep(team, thread);
         }
     }
-    return NULL;
+    return 0;
 }
 
 /* A child has the thread that forked alone; the parent's teams stay where they are. */
 static void fa_forget_teams(void)
 {
     fa_free_teams = NULL;
-    pthread_mutex_init(&fa_free_lock, NULL);
+    __atomic_store_n(&fa_borrowed, NULL, __ATOMIC_RELAXED);
+    fa_mutex_init(&fa_free_lock);
+}
+
+/* Let the threads of `pool` work in place of helpers, from the next call on; NULL: no more. */
+static void fa_borrow(fa_pool pool)
+{
+    fa_lock(&fa_free_lock);
+    if (!pool != !fa_borrowed) fa_free_teams = NULL; /* those with helpers sleep on */
+    __atomic_store_n(&fa_borrowed, pool, __ATOMIC_RELAXED);
+    fa_unlock(&fa_free_lock);
 }
 
 /* A team of so many threads, the caller among them: fewer if the system has no more, NULL if it has no memory. */
 static fa_team *fa_team_of(int threads)
 {
     static int registered;
-    pthread_mutex_lock(&fa_free_lock);
-    if (!registered) registered = 1, pthread_atfork(NULL, NULL, fa_forget_teams);
+    fa_lock(&fa_free_lock);
+    if (!registered) registered = 1, fa_at_fork(fa_forget_teams);
     fa_team *team = fa_free_teams;
     if (team) fa_free_teams = team->next;
-    pthread_mutex_unlock(&fa_free_lock);
+    fa_unlock(&fa_free_lock);
     if (!team) {
-        void *memory;
-        if (posix_memalign(&memory, 64, sizeof(fa_team))) return NULL;
-        team = memory;
+        team = fa_memory(sizeof(fa_team));
+        if (!team) return NULL;
         *team = (fa_team){.number = 0};
-        pthread_mutex_init(&team->lock, NULL);
-        pthread_cond_init(&team->called, NULL);
-        pthread_cond_init(&team->more, NULL);
+        fa_mutex_init(&team->lock);
+        fa_condition_init(&team->called);
+        fa_condition_init(&team->more);
     }
-    if (team->helpers + 1 < threads) {
-        sigset_t all, before;
-        pthread_attr_t attributes;
-        sigfillset(&all); /* but of what a thread does itself, signals are the business of Python's threads */
-        sigdelset(&all, SIGSEGV), sigdelset(&all, SIGBUS), sigdelset(&all, SIGFPE), sigdelset(&all, SIGILL);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        pthread_attr_init(&attributes);
-        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    if (team->helpers + 1 < threads && !__atomic_load_n(&fa_borrowed, __ATOMIC_RELAXED)) {
         while (team->helpers + 1 < threads) {
-            pthread_t id;
             fa_helper *helper = malloc(sizeof(fa_helper));
             if (!helper) break;
             *helper = (fa_helper){team, team->helpers + 1};
-            if (pthread_create(&id, &attributes, fa_help, helper)) {
+            if (!fa_begin_thread(fa_help, helper)) {
                 free(helper);
                 break;
             }
             team->helpers++;
         }
-        pthread_attr_destroy(&attributes);
-        pthread_sigmask(SIG_SETMASK, &before, NULL);
     }
     return team;
 }
 
 static void fa_team_back(fa_team *team)
 {
-    pthread_mutex_lock(&fa_free_lock);
+    fa_lock(&fa_free_lock);
     team->next = fa_free_teams;
     fa_free_teams = team;
-    pthread_mutex_unlock(&fa_free_lock);
+    fa_unlock(&fa_free_lock);
+}
+
+/* The part of one thread in a loop: of the caller, or of one that is lent. */
+static void fa_work(void *context)
+{
+    fa_team *team = context;
+    int64_t had = 0;
+    if (!fa_same_thread(fa_this_thread(), team->caller)) {
+        const int thread = 1 + __atomic_fetch_add(&team->lent, 1, __ATOMIC_RELAXED);
+        for (int64_t task; (task = fa_take(team, thread)) >= 0; had++) {
+            team->run(team->loop, task, thread, had == 0);
+            __atomic_fetch_add(&team->done, 1, __ATOMIC_RELEASE);
+        }
+        return;
+    }
+    for (int64_t task; (task = fa_take(team, 0)) >= 0; had++) {
+        if (had && team->stop(team->loop)) {
+            had += 1 + (int64_t)(__atomic_exchange_n(&team->open, 0, __ATOMIC_ACQ_REL) & FA_TASKS);
+            break;
+        }
+        team->run(team->loop, task, 0, had == 0);
+    }
+    double begin = 0;
+    while (had + __atomic_load_n(&team->done, __ATOMIC_ACQUIRE) < team->n) {
+        if (begin == 0) begin = fa_seconds();
+        team->stop(team->loop);
+        const double waited = fa_seconds() - begin, seconds = waited / 16 < 5e-3 ? waited / 16 : 5e-3;
+        if (seconds < 60e-6) fa_pause(waited);
+        else fa_nap(seconds);
+    }
 }
 
 /* Run tasks 0 .. n - 1 on up to `threads` threads of the team. The caller asks between its tasks, and while it waits,
  * whether to stop: then tasks that nobody has taken are left out. */
 static void fa_share(fa_team *team, void *loop, fa_team_task run, fa_team_stop stop, int64_t n, int threads)
 {
-    int64_t had = 0;
+    fa_pool pool = team->helpers ? NULL : __atomic_load_n(&fa_borrowed, __ATOMIC_RELAXED);
     if (fa_alone) threads = 1;
-    if (threads > team->helpers + 1) threads = team->helpers + 1;
-    team->loop = loop, team->run = run, team->n = n, team->number++;
+    if (!pool && threads > team->helpers + 1) threads = team->helpers + 1;
+    team->loop = loop, team->run = run, team->stop = stop, team->n = n, team->number++;
+    team->caller = fa_this_thread(), team->lent = 0;
 #ifdef __linux__
     __atomic_store_n(&team->cpu, sched_getcpu(), __ATOMIC_RELAXED);
 #endif
@@ -257,27 +286,14 @@ static void fa_share(fa_team *team, void *loop, fa_team_task run, fa_team_stop s
     __atomic_store_n(&team->open, (uint64_t)threads << FA_TASK_BITS | (uint64_t)n, __ATOMIC_SEQ_CST);
     /* A helper that falls asleep either sees these tasks or is seen here. */
     if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST) || more) {
-        pthread_mutex_lock(&team->lock);
+        fa_lock(&team->lock);
 #ifdef __linux__
         if (sched_getaffinity(0, sizeof(cpu_set_t), &team->cores)) CPU_ZERO(&team->cores);
 #endif
-        pthread_cond_broadcast(&team->called);
-        if (more) pthread_cond_broadcast(&team->more);
-        pthread_mutex_unlock(&team->lock);
+        fa_wake_all(&team->called);
+        if (more) fa_wake_all(&team->more);
+        fa_unlock(&team->lock);
     }
-    for (int64_t task; (task = fa_take(team, 0)) >= 0; had++) {
-        if (had && stop(loop)) {
-            had += 1 + (int64_t)(__atomic_exchange_n(&team->open, 0, __ATOMIC_ACQ_REL) & FA_TASKS);
-            break;
-        }
-        run(loop, task, 0, had == 0);
-    }
-    double begin = 0;
-    while (had + __atomic_load_n(&team->done, __ATOMIC_ACQUIRE) < n) {
-        if (begin == 0) begin = fa_seconds();
-        stop(loop);
-        const double waited = fa_seconds() - begin, seconds = waited / 16 < 5e-3 ? waited / 16 : 5e-3;
-        if (seconds < 60e-6) fa_pause(waited);
-        else nanosleep(&(struct timespec){0, (long)(seconds * 1e9)}, NULL);
-    }
+    if (pool && threads > 1) pool(fa_work, team, (unsigned)threads, 0);
+    else fa_work(team);
 }

@@ -4,8 +4,8 @@
  * Requires  simd.h, basics.inc.h, convert.inc.h.
  * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. TILE_MAX. nd, the same of values: 1 .. TILE.
  *           fetch, the cache lines that a step asks for: 0 .. 2.
- * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; outer_product, tile_outer, bias_ahead, block_outer;
- *           value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE, block_values; transpose. */
+ * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; v_madd; outer_product, tile_outer, bias_ahead,
+ *           block_outer; value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE, block_values; transpose. */
 _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile */
@@ -76,17 +76,17 @@ INLINE void prefetch_bias(const bias_ahead *bias, int64_t j)
 {
     const int64_t stop = (j + TILE) * bias->n_rows / BLOCK_K;
     for (int64_t r = j * bias->n_rows / BLOCK_K; r < stop; r++)
-        for (int64_t byte = bias->begin; byte < bias->end; byte += 64) __builtin_prefetch(bias->rows[r] + byte, 0, 2);
+        for (int64_t byte = bias->begin; byte < bias->end; byte += 64) __builtin_prefetch(bias->rows[r] + byte, 0, 3);
 }
 
-/* All n rows of a product with pitch BLOCK_Q. Meanwhile `bias`, if not NULL, is fetched. */
+/* All n rows of a product. Meanwhile `bias`, if not NULL, is fetched. */
 INLINE void block_outer(int nv, int dot, int64_t n, const outer_product *whole, const bias_ahead *bias)
 {
     for (int64_t d = 0; d < whole->depth; d += MAX_DEPTH) {
         outer_product p = *whole;
-        p.x += d * (int64_t)sizeof(lane), p.y += d * BLOCK_Q;
+        p.x += d * (int64_t)sizeof(lane), p.y += d * whole->pitch;
         p.depth = smaller(whole->depth - d, MAX_DEPTH);
-        p.pitch = BLOCK_Q, p.more = d > 0;
+        p.more = whole->more || d > 0;
         int64_t j = 0;
         for (; j + TILE <= n; j += TILE) {
             if (bias && !p.more) prefetch_bias(bias, j);
@@ -121,6 +121,7 @@ typedef struct {
     const char *v;
     int64_t v_row, n, n_low, head_dim_v;
     const lane *probs, *alpha; /* alpha (nv): the factor of ACC_SCALE */
+    int64_t pitch;             /* of the rows of probs and out */
     acc_mode mode;
     lane *out;
 } value_product;
@@ -137,7 +138,7 @@ INLINE void tile_values(int nd, int nv, int dot, int64_t d, const value_product 
     UNROLL_FOR(int low = 0; low < 2; low++) {
         const int first = low && nv == NV ? NV_LOW : 0;
         const int64_t n = low ? p->n - p->n_low : p->n_low;
-        UNROLL_2_FOR(int64_t j = 0; j < n; j++, v += p->v_row, probs += BLOCK_Q) {
+        UNROLL_2_FOR(int64_t j = 0; j < n; j++, v += p->v_row, probs += p->pitch) {
             v_t prob[NV];
             UNROLL_FOR(int u = first; u < nv; u++) prob[u] = v_load(probs + u * LANES);
             UNROLL_FOR(int c = 0; c < nd; c++) {
@@ -148,7 +149,7 @@ INLINE void tile_values(int nd, int nv, int dot, int64_t d, const value_product 
     }
     UNROLL_FOR(int c = 0; c < nd; c++)
         UNROLL_FOR(int u = 0; u < nv; u++) {
-            lane *to = p->out + (d + c) * BLOCK_Q + u * LANES;
+            lane *to = p->out + (d + c) * p->pitch + u * LANES;
             if (p->mode == ACC_SCALE) acc[c][u] = v_fma(v_load(to), v_load(p->alpha + u * LANES), acc[c][u]);
             if (p->mode == ACC_KEEP) acc[c][u] += v_load(to);
             v_store(to, acc[c][u]);

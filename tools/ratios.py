@@ -4,8 +4,9 @@
     python tools/ratios.py statistics            stats= and sigmoid_attention
     python tools/ratios.py structures            masks of the bench, beside their share of all pairs
     python tools/ratios.py neighborhood          13 x 13 on 64 x 64, and others
+    python tools/ratios.py gradients             attention_backward, and attention beside it
 
-Options: --length, --heads (of 64 dimensions, float32), --isa.
+Options: --length, --heads (of 64 dimensions), --dtype (of gradients; float32), --isa.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from fastattn._engine import settings
 
 ROUNDS = 9
 # The most that changes of the scores alone may cost.
-TARGETS = {"alibi": 1.15, "softcap": 1.15, "sinks": 1.15, "t5_bias": 1.15, "dense_bias": 1.25}
+TARGETS = {"alibi": 1.15, "softcap": 1.15, "sinks": 1.15, "t5_bias": 1.15, "dense_bias": 1.25, "dropout": 1.3}
 STATISTICS = ("row_max", "entropy", "top_k:8", "key_sums", "mean_weights")
 
 
@@ -116,18 +117,66 @@ def neighborhood(shape):
         row(f"grid {grid}, kernel {kernel}, dilation {dilation}", took, f"f {f:.4f}, {took / f:5.2f} of f")
 
 
+def gradients(shape, dtype):
+    q, k, v = make_inputs(shape, dtype, np.random.default_rng(0))
+    rng = np.random.default_rng(1)
+    dout, into = (
+        rng.standard_normal(q.shape, np.float32).astype(q.dtype),
+        tuple(map(np.empty_like, (q, k, v))),
+    )
+
+    def backward(need=("dq", "dk", "dv"), **options):
+        out, lse = fastattn.attention(q, k, v, return_lse=True, **options)
+        room = into + tuple(None for _ in need[3:])
+        return lambda: functional.attention_backward(dout, q, k, v, out, lse, need=need, into=room, **options)
+
+    plain, room = backward(), np.empty_like(q)
+    took = ratio(lambda: fastattn.attention(q, k, v, out=room), plain)
+    print("speed of five products backward, as a share of that of two forward; the aim is at least 0.95")
+    row("backward", 2.5 * took)
+    print("time beside plain gradients; f is the share of pairs, and the aim at most 1.2 f + 5%")
+    compiled = {
+        name: masks.compile(STRUCTURES[name](shape, rng), (1, shape.heads_q, shape.len_q, shape.len_k))
+        for name in ("sliding_window", "packed_documents", "block_sparse")
+    }
+    for name, mask in compiled.items():
+        took, f = ratio(backward(mask=mask), plain), share(mask)
+        row(name, took, f"f {f:.4f}, {'kept' if took <= 1.2 * f + 0.05 else 'missed'}")
+    bias = rng.standard_normal((shape.heads_q, shape.len_q, shape.len_k), np.float32)
+    slopes = np.exp2(-np.arange(1, shape.heads_q + 1, dtype=np.float32))
+    modified = {
+        "causal": (0.56, backward(causal=True)),
+        "bias": (1.25, backward(bias=bias)),
+        "bias, with its gradient": (1.25, backward(("dq", "dk", "dv", "dbias"), bias=bias)),
+        "softcap": (1.25, backward(softcap=20.0)),
+        "alibi_slopes": (1.25, backward(alibi_slopes=slopes)),
+        "sinks": (1.25, backward(sinks=slopes)),
+        "dropout": (1.15, backward(dropout=0.1, seed=1)),
+    }
+    for name, (target, call) in modified.items():
+        took = ratio(call, plain)
+        row(name, took, f"at most {target}: {'kept' if took <= target else 'missed'}")
+    took = ratio(
+        lambda: fastattn.attention(q, k, v, out=room, dropout=0.1, seed=1),
+        lambda: fastattn.attention(q, k, v, out=room),
+    )
+    row("dropout, forward", took, f"at most 1.3: {'kept' if took <= 1.3 else 'missed'}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    measures = {f.__name__: f for f in (variants, statistics, structures, neighborhood)}
+    measures = {f.__name__: f for f in (variants, statistics, structures, neighborhood, gradients)}
     parser.add_argument("what", choices=measures)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of variants")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--isa", choices=fastattn.available_isas())
     options = parser.parse_args()
     shape = shape_of(1, options.heads, options.length, options.length, 64)
     with settings.forced(isa=options.isa):
-        measures[options.what](shape, *([options.names] if options.what == "variants" else []))
+        more = {"variants": [options.names], "gradients": [options.dtype]}
+        measures[options.what](shape, *more.get(options.what, []))
 
 
 if __name__ == "__main__":

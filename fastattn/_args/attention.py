@@ -14,7 +14,7 @@ from fastattn._args import key_ranges
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.results import result_array
 from fastattn._args.statistics import statistics_args
-from fastattn._args.types import FLOAT32, AttentionArgs, lane_dtype
+from fastattn._args.types import FLOAT32, FLOAT64, AttentionArgs, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
     as_array,
@@ -72,6 +72,8 @@ def attention_args(
     names: tuple[str, str, str] = ("q", "k", "v"),
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
 ) -> AttentionArgs:
     """Check and normalise the arguments of `func`; see `fastattn.attention`.
 
@@ -139,6 +141,9 @@ def attention_args(
     args.row_begin = args.row_end = args.q_position = None
     args.ranges = args.range_first = args.range_last = None
     args.sigmoid_bias = args.statistics = args.begins = None
+    args.dropout, args.seed, args.first = 0.0, 0, 0
+    if type(dropout) is not float or dropout != 0 or seed is not None:
+        args.dropout, args.seed = dropout_of(func, dropout, seed)
     ranges_given = not (window is None and kv_lengths is None and q_offset is None and row_ranges is None)
     if causal is not False or ranges_given or alibi_slopes is not None or structure is not None:
         _add_ranges(args, func, causal, window, kv_lengths, q_offset, row_ranges, structure)
@@ -156,6 +161,8 @@ def attention_args(
         inputs += [("mask", mask, args.mask), ("bias", bias, args.bias), ("sinks", sinks, args.sinks)]
         inputs += [("alibi_slopes", alibi_slopes, args.alibi_slopes)]
         inputs += [("k_scale", k_scale, args.k_scale), ("v_scale", v_scale, args.v_scale)]
+        inputs += [("kv_lengths", kv_lengths, None), ("q_offset", q_offset, None)]
+        inputs += [("row_ranges", x, None) for x in row_ranges or ()]
         result_array(func, out, (*rows, head_dim_v), dtype, names[0], inputs)
     args.out, args.lse, args.result = out[None] if one_head else out, None, out
     if with_lse:
@@ -167,6 +174,17 @@ def attention_args(
         args.result = (*args.result, found) if with_lse else (out, found)
     args.copies = tuple(copies)
     return args
+
+
+def dropout_of(func: str, dropout: Any, seed: Any, name: str = "dropout") -> tuple[float, int]:
+    """The share that is dropped, the argument `name`, and the seed: 0 where none is needed or given."""
+    share = number(func, name, dropout, FLOAT64)
+    if not 0 <= share < 1:
+        raise ValueError(f"{func}(): {name} is {share}; expected at least 0 and less than 1")
+    if seed is None and share > 0:
+        expected = f"0 to {2**64 - 1}, as {name} is {share}"
+        raise ValueError(f"{func}(): seed is None; expected an integer, {expected}")
+    return share, 0 if seed is None else integer(func, "seed", seed, 0, 2**64 - 1)
 
 
 def raise_shapes(

@@ -69,12 +69,18 @@ def epsilon(func: str, name: str, x: Any, lane: np.dtype[Any]) -> float:
 
 
 def result(
-    func: str, out: Any, shape: Shape, dtype: np.dtype[Any], inputs: Iterable[tuple[str, Any, Any]]
+    func: str,
+    out: Any,
+    shape: Shape,
+    dtype: np.dtype[Any],
+    inputs: Iterable[tuple[str, Any, Any]],
+    of: str = "x",
+    called: str = "out",
 ) -> Array:
-    """A new array for the result, of x's dtype, or `out` if it will do."""
-    array = result_array(func, out, shape, dtype, "x", inputs)
+    """A new array for the result, of the dtype of the argument `of`, or `out` if it will do."""
+    array = result_array(func, out, shape, dtype, of, inputs, called)
     if array.ndim > 2 and not array.flags.c_contiguous and not np.may_share_memory(rows(array), array):
-        raise ValueError(f"{func}(): out has strides {array.strides}; expected rows at one distance")
+        raise ValueError(f"{func}(): {called} has strides {array.strides}; expected rows at one distance")
     return array
 
 
@@ -90,6 +96,7 @@ def linear_args(
     out: Any,
     num_threads: int | None,
     backend: str | None,
+    pre: Any = None,
 ) -> tuple[LinearArgs, Array]:
     """Check the arguments of `ops.linear`; also returns the result in the caller's shape."""
     if backend is not None:
@@ -125,6 +132,12 @@ def linear_args(
     if residual is not out:  # in place is allowed: it is read, then written
         inputs.append(("residual", residual, residual_array))
     full = result(func, out, shape, dtype, inputs)
+    if pre is not None:
+        shape = (*leading, 2, n) if gated else shape
+        pre = result_array(func, pre, shape, dtype, "x", [*inputs, ("out", full, full)], "pre")
+        if not pre.flags.c_contiguous:
+            raise ValueError(f"{func}(): pre has strides {pre.strides}; expected a C-contiguous array")
+        pre = pre.reshape(math.prod(leading), math.prod(shape[len(leading) :]))
     args = LinearArgs(
         rows(array if len(width) == 1 else array.reshape(*leading, math.prod(width))),
         weight,
@@ -135,6 +148,7 @@ def linear_args(
         threads(func, num_threads),
         activations,
         transposed,
+        pre,
     )
     return args, full
 

@@ -94,12 +94,15 @@ class ValueScaleOption(TypedDict, total=False):
     v_scale: ArrayLike | None
 
 
+class DropoutOptions(TypedDict, total=False):
+    """Which probabilities become 0."""
+
+    dropout: float
+    seed: int | None
+
+
 class ProbOptions(ScoreOptions, SinksOption):
     """All that makes probabilities, of keys that are not int8."""
-
-
-class WeightsOptions(ProbOptions, KeyScaleOption):
-    """Those of `attention_weights`."""
 
 
 class InnerOptions(ProbOptions, ComputeOptions):
@@ -110,8 +113,31 @@ class VariantOptions(InnerOptions, OutOption):
     """Those that functions pass on which make an attention of other arrays."""
 
 
-class AttentionOptions(VariantOptions, KeyScaleOption, ValueScaleOption):
+class WeightsOptions(ProbOptions, KeyScaleOption, DropoutOptions):
+    """Those of `attention_weights`."""
+
+
+class AttentionOptions(VariantOptions, KeyScaleOption, ValueScaleOption, DropoutOptions):
     """All of `attention`, but for `return_lse` and `stats`, on which the type of its result depends."""
+
+
+class BackwardOptions(InnerOptions, DropoutOptions):
+    """Those of `attention_backward`, but for its own."""
+
+
+class VarlenBackwardOptions(
+    CausalOption,
+    ScaleOption,
+    SoftcapOption,
+    AlibiOption,
+    SinksOption,
+    DropoutOptions,
+    ComputeOptions,
+    total=False,
+):
+    """Those of `varlen_attention_backward`, but for its own."""
+
+    window: tuple[int | None, int | None] | None
 
 
 class VarlenOptions(
@@ -122,6 +148,7 @@ class VarlenOptions(
     SinksOption,
     KeyScaleOption,
     ValueScaleOption,
+    DropoutOptions,
     OutOption,
     ComputeOptions,
     total=False,
@@ -131,30 +158,62 @@ class VarlenOptions(
     window: tuple[int | None, int | None] | None
 
 
-class NoSoftmaxOptions(ScoreOptions, OutOption, ComputeOptions):
-    """Where there is no softmax, there are no sinks."""
+class BlockOptions(
+    CausalOption, ScaleOption, SoftcapOption, AlibiOption, SinksOption, ComputeOptions, total=False
+):
+    """Those of `fastattn.dask.attention`, which computes blocks of rows and keys apart."""
+
+    window: tuple[int | None, int | None] | None
+    kv_lengths: ArrayLike | None
+    q_offset: ArrayLike | None
+
+
+class NoSoftmaxInnerOptions(ScoreOptions, ComputeOptions):
+    """Where there is no softmax, there are no sinks; of gradients."""
+
+
+class NoSoftmaxOptions(NoSoftmaxInnerOptions, OutOption):
+    """The same of what has one result."""
 
 
 class SigmoidOptions(NoSoftmaxOptions, KeyScaleOption, ValueScaleOption):
     """Those of `sigmoid_attention`, which the kernels of `attention` run."""
 
 
-class CosineOptions(
-    KeyOptions, CausalOption, SoftcapOption, AlibiOption, SinksOption, OutOption, ComputeOptions
-):
-    """Those of `cosine_attention`, whose scale is its own."""
+class CosineInnerOptions(KeyOptions, CausalOption, SoftcapOption, AlibiOption, SinksOption, ComputeOptions):
+    """Those of `cosine_attention_backward`, whose scale is its own."""
 
 
-class ForgettingOptions(KeyOptions, ScaleOption, SoftcapOption, AlibiOption, OutOption, ComputeOptions):
-    """Those of `forgetting_attention`, which is causal."""
+class CosineOptions(CosineInnerOptions, OutOption):
+    """Those of `cosine_attention`."""
 
 
-class ShawOptions(KeyOptions, CausalOption, ScaleOption, SinksOption, OutOption, ComputeOptions):
-    """Those of `shaw_attention`, which takes keys apart by their distance."""
+class ForgettingInnerOptions(KeyOptions, ScaleOption, SoftcapOption, AlibiOption, ComputeOptions):
+    """Those of `forgetting_attention_backward`, which is causal."""
 
 
-class RelativeOptions(ShawOptions, AlibiOption):
-    """Those of the relative positions that are a bias, to which a soft cap would not apply."""
+class ForgettingOptions(ForgettingInnerOptions, OutOption):
+    """Those of `forgetting_attention`."""
+
+
+class PlacedOptions(KeyOptions, CausalOption, ScaleOption, SinksOption, ComputeOptions):
+    """Those of relative positions, to which a soft cap would not apply."""
+
+
+class ShawInnerOptions(PlacedOptions):
+    """Those of `shaw_attention_backward`, which takes keys apart by their distance."""
+
+
+class ShawOptions(ShawInnerOptions, OutOption):
+    """Those of `shaw_attention`."""
+
+
+class RelativeInnerOptions(PlacedOptions, AlibiOption):
+    """Those of the gradients of relative positions that are a bias."""
+
+
+class RelativeOptions(RelativeInnerOptions, OutOption):
+    """Those of these relative positions."""
 
 
 class ScaledOptions(ScaleOption, ComputeOptions):
@@ -169,12 +228,20 @@ class NeighborhoodOptions(ScaledOptions, SoftcapOption, SinksOption):
     """Those of `neighborhood_attention`, whose results are made a strip of the grid at a time."""
 
 
-class StridedOptions(ScaleOption, SoftcapOption, SinksOption, OutOption, ComputeOptions):
-    """Those that know nothing of positions."""
+class StridedInnerOptions(ScaleOption, SoftcapOption, SinksOption, ComputeOptions):
+    """Those that know nothing of positions; of gradients."""
 
 
-class LocationOptions(PlaceOptions, CausalOption, OutOption, ComputeOptions):
-    """Those of `location_attention`, whose scores are given."""
+class StridedOptions(StridedInnerOptions, OutOption):
+    """The same of what has one result."""
+
+
+class LocationInnerOptions(PlaceOptions, CausalOption, ComputeOptions):
+    """Those of `location_attention_backward`, whose scores are given."""
+
+
+class LocationOptions(LocationInnerOptions, OutOption):
+    """Those of `location_attention`."""
 
 
 class DeltaOptions(ScaleOption, OutOption, ComputeOptions, total=False):
@@ -193,6 +260,22 @@ class DecayOptions(ScaleOption, OutOption, ComputeOptions, total=False):
     state: Array | tuple[Array, Array] | None
     return_state: bool
     out_state: Array | tuple[Array, Array] | None
+
+
+class DeltaGradientOptions(ScaleOption, ComputeOptions, total=False):
+    """Of `linear_attention_backward`, those of the named delta rules."""
+
+    state: Array | None
+    dstate_out: Array | None
+
+
+class DecayGradientOptions(ScaleOption, ComputeOptions, total=False):
+    """Of `linear_attention_backward`, those of the named rules that can be normalised."""
+
+    normalize: bool
+    eps: float
+    state: Array | tuple[Array, Array] | None
+    dstate_out: Array | tuple[Array, Array] | None
 
 
 def require_options(func: str, options: Mapping[str, Any], taken: type) -> None:

@@ -277,6 +277,7 @@ class LinearArgs:
     num_threads: int
     activations: Literal["int8"] | None = None  # how x is rounded before it is multiplied
     transposed: bool = False
+    pre: Array | None = None  # (m, n), or (m, 2 n) if gated, x's dtype: what the activation is applied to
 
 
 class RowBlock(NamedTuple):

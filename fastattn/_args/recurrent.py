@@ -118,7 +118,7 @@ def recurrent_args(
     with_state = flag(func, "return_state", return_state) or out_state is not None
 
     shape = (*batch_shape, heads, head_dim, head_dim_v)
-    states = _pair(func, "state", state, normalize)
+    states = pair(func, "state", state, normalize)
     before = like(func, "state", states[0], shape, lane)
     norm = like(func, "state[1]", states[1], shape[:-1], lane)
     inputs: list[tuple[str, Any, Any]] = list(zip("qkv", (q, k, v), arrays, strict=True))
@@ -127,7 +127,7 @@ def recurrent_args(
     others = [*inputs, ("state", states[0], before), ("state[1]", states[1], norm)]
     out = result_array(func, out, out_shape, dtype, "q", others)
     inputs.append(("out", out, out))
-    after, after_norm = _pair(func, "out_state", out_state, normalize)
+    after, after_norm = pair(func, "out_state", out_state, normalize)
     others = [*inputs, ("state[1]", states[1], norm)]
     if not _same(after, before):
         others.append(("state", states[0], before))
@@ -177,7 +177,7 @@ def _decays(func: str, x: Any, shape: Shape, head_dim: int, lane: np.dtype[Any])
     return array
 
 
-def _pair(func: str, name: str, x: Any, normalize: bool) -> tuple[Any, Any]:
+def pair(func: str, name: str, x: Any, normalize: bool) -> tuple[Any, Any]:
     """`x` as (state, sum of keys), the latter only with `normalize`; None is (None, None)."""
     if x is None or not normalize:
         return x, None

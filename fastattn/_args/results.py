@@ -52,6 +52,14 @@ def result_array(
     return out
 
 
+def require_apart(func: str, results: list[tuple[str, Array]]) -> None:
+    """Raise if two of the named results share memory."""
+    for i, (name, x) in enumerate(results):
+        for other, y in results[:i]:
+            if _share_memory(x, y):
+                raise ValueError(f"{func}(): {name} shares memory with {other}; expected them apart")
+
+
 def _require_writable(
     func: str, out: Any, shape: Shape, dtype: np.dtype[Any], like: str, called: str
 ) -> None:

@@ -91,8 +91,13 @@ class AttentionArgs:
     range_first: Ints | None
     range_last: Ints | None
     q_position: Ints | None  # of query row 0, where ALiBi needs it; broadcasts to batch_shape
-    sigmoid_bias: float | None  # sigmoid(score + that) in place of the softmax: no lse, sinks, statistics
-    statistics: StatisticsArgs | None
+    # sigmoid(score + that) in place of the softmax: no lse, sinks, statistics, dropout.
+    sigmoid_bias: float | None
+    statistics: StatisticsArgs | None  # of the probabilities before dropout
+    dropout: float  # in [0, 1): this share of the probabilities becomes 0; see _reference/philox.py
+    seed: int  # in [0, 2**64)
+    # The number of the first batch item, from which dropout counts heads.
+    first: int
     # Of a ragged call, where each sequence's queries and keys begin, and the end: (sequences + 1,). Then
     # batch_shape is (sequences,), axes of length len_q and len_k hold the tokens of all sequences, and ranges
     # count from a sequence's first key. A bias is that of any of them, as it depends on distances alone. No
@@ -116,8 +121,42 @@ def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> At
     args.row_begin = args.row_end = args.q_position = None
     args.ranges = args.range_first = args.range_last = None
     args.sigmoid_bias = args.statistics = args.begins = None
+    args.dropout, args.seed, args.first = 0.0, 0, 0
     args.num_threads, args.copies = num_threads, ()
     return args
+
+
+@dataclass(slots=True, eq=False)
+class BackwardArgs:
+    """The gradients of one attention call; a gradient that is None is not asked for.
+
+    Axes that the forward's inputs broadcast over are summed in those of the bias alone; the others have the
+    whole batch_shape, and the caller sums.
+    """
+
+    kernel: ClassVar[str] = "attention_backward"
+
+    attention: AttentionArgs  # its `out` and `lse` are results of the forward pass
+    dout: Array  # as attention.out
+    dlse: Array | None = None  # broadcasts to (*batch_shape, heads_q, len_q), lane dtype
+    # (*batch_shape, heads, length, head_dim), in the input's dtype or the lane dtype.
+    dq: Array | None = None
+    dk: Array | None = None
+    dv: Array | None = None
+    dq_factor: float = 1.0  # what the sum over keys of dS k is multiplied by: the scale, or 1 to find dscale
+    # Lane dtype, 0 before: bias's own shape; or summed along diagonals, number j - i + len_q - 1, bias's
+    # leading axes and (len_q + len_k - 1).
+    dbias: Array | None = None
+    dbias_diagonals: Array | None = None
+    # (*batch_shape, heads_q), float64: sums over a head's rows.
+    dsinks: Array | None = None
+    dalibi_slopes: Array | None = None
+    dsoftcap: Array | None = None
+
+    @property
+    def out(self) -> Array:
+        """What has no element if nothing is computed."""
+        return self.attention.out
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +176,22 @@ class RowwiseArgs:
     def out(self) -> Array:
         """Where the result goes."""
         return self.attention.out
+
+
+@dataclass(slots=True, eq=False)
+class RowwiseBackwardArgs(BackwardArgs):
+    """As BackwardArgs, but that dk and dv are of the lane dtype, 0 before, and added to.
+
+    The forward pass left nothing: neither attention.out nor attention.lse is read.
+    """
+
+    kernel: ClassVar[str] = "rowwise_backward"
+
+    rowwise: RowwiseArgs | None = None  # the forward pass; its `attention` is the one above
+    # Float64, 0 before; sums over a batch item's rows.
+    dweight: Array | None = None  # (*batch_shape, heads_q, head_dim)
+    dpre: Array | None = None  # (*batch_shape, heads_q, heads_q)
+    dpost: Array | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -179,6 +234,42 @@ class RecurrentArgs:
     eps: float
     num_threads: int
     result: Any  # what the caller gets
+
+
+@dataclass(slots=True, eq=False)
+class RecurrentBackwardArgs:
+    """The gradient of a RecurrentArgs, whose results are neither read nor written.
+
+    Results are those of each state: heads that states share are added up by the caller. None is not wanted.
+    """
+
+    kernel: ClassVar[str] = "recurrent_backward"
+
+    forward: RecurrentArgs
+    dout: Array  # of forward.out: its shape and dtype
+    dstate_out: Array | None  # of forward.state_out, as it is; None is 0
+    dnorm_out: Array | None  # of forward.norm_out
+    # Any dtype that kernels write: (*batch_shape, heads_q or if more heads, len_q, head_dim), and
+    # (*batch_shape, heads, len_k, head_dim or head_dim_v).
+    dq: Array | None
+    dk: Array | None
+    dv: Array | None
+    # Lane dtype: (*batch_shape, heads, len_k), with `gated` (..., len_k, head_dim).
+    dlog_decay: Array | None
+    dbeta: Array | None
+    dstate: Array | None  # as forward.state, whether that is None or not
+    dnorm: Array | None
+    dq_factor: float  # what dq is multiplied by: the scale, or 1 to find dscale
+
+    @property
+    def num_threads(self) -> int:
+        """Of the forward call."""
+        return self.forward.num_threads
+
+    @property
+    def out(self) -> Array:
+        """The forward call's, by whose size empty calls of other kernels are known."""
+        return self.forward.out
 
 
 @dataclass(slots=True, eq=False)

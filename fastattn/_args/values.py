@@ -38,6 +38,9 @@ TAKE_INT8 = {
 }
 KEYS_VALUES = ("k", "v", "key", "value")
 
+# What DLPack calls memory that the CPU reads: its own, and what CUDA and ROCm have pinned or manage.
+_HOST = (1, 3, 11, 13)
+
 # Smallest and largest normal number of the lane types.
 _LIMITS = {dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)) for dtype in (FLOAT32, FLOAT64)}
 
@@ -60,7 +63,7 @@ def as_array(func: str, name: str, x: Any) -> Array:
         expected = "a plain one (mask= says which keys count)"
         raise TypeError(f"{func}(): {name} is a masked array; expected {expected}")
     try:
-        array = np.asarray(x)
+        array = shared(x)
     except MemoryError:
         raise
     except Exception as error:  # an object's own __array__ may raise anything
@@ -81,6 +84,16 @@ def as_array(func: str, name: str, x: Any) -> Array:
         what = f"of type {type(x).__name__} and holds {held}" if array.ndim else short(x)
         raise TypeError(f"{func}(): {name} is {what}; expected an array of one numeric type")
     return array
+
+
+def shared(x: Any) -> Array:
+    """`x` as an array: the same memory wherever NumPy can read it."""
+    if hasattr(x, "__array__") or not hasattr(x, "__dlpack__"):
+        return np.asarray(x)
+    kind, number = x.__dlpack_device__()
+    if kind not in _HOST:
+        raise BufferError(f"it lies on device {number} of DLPack's type {int(kind)}, not in the CPU's memory")
+    return np.from_dlpack(x)
 
 
 def is_masked(x: Any) -> bool:

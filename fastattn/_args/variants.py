@@ -8,12 +8,13 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
-from fastattn._args.options import NoSoftmaxOptions, require_options
+from fastattn._args.ops import vector
+from fastattn._args.options import NoSoftmaxInnerOptions, NoSoftmaxOptions, require_options
 from fastattn._args.types import RowwiseArgs, lane_dtype
 from fastattn._args.values import float_array, head_values, integer, require_broadcast
 
 if TYPE_CHECKING:
-    from fastattn._args.options import ComputeOptions, PlaceOptions, ShawOptions
+    from fastattn._args.options import ComputeOptions, PlacedOptions, PlaceOptions
     from fastattn._args.types import Array, AttentionArgs, Ints, Shape
 
 
@@ -63,7 +64,7 @@ def offsets(args: AttentionArgs, options: PlaceOptions) -> Ints:
 
 
 def relative_args(
-    func: str, q: Any, k: Any, v: Any, options: ShawOptions, taken: type, return_lse: bool
+    func: str, q: Any, k: Any, v: Any, options: PlacedOptions, taken: type, return_lse: bool
 ) -> tuple[AttentionArgs, np.dtype[Any], int]:
     """Those of `variant_args`, their lane type, and the first query's position, the same in all sequences."""
     args = variant_args(func, q, k, v, options, taken, return_lse)
@@ -76,6 +77,69 @@ def relative_args(
     return args, lane, args.len_k - args.len_q
 
 
-def rowwise_args(func: str, kind: str, q: Any, k: Any, v: Any, options: NoSoftmaxOptions) -> RowwiseArgs:
+def rowwise_args(
+    func: str,
+    kind: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    options: NoSoftmaxInnerOptions,
+    taken: type = NoSoftmaxOptions,
+) -> RowwiseArgs:
     """The arguments of attention that needs a whole row of scores at a time; not those of some kinds only."""
-    return RowwiseArgs(variant_args(func, q, k, v, options, NoSoftmaxOptions), kind)
+    return RowwiseArgs(variant_args(func, q, k, v, options, taken), kind)
+
+
+def additive_args(
+    func: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    weight: Any,
+    options: NoSoftmaxInnerOptions,
+    taken: type = NoSoftmaxOptions,
+) -> RowwiseArgs:
+    """Those of additive attention."""
+    if options.get("scale") is None:
+        options["scale"] = 1.0
+    args = rowwise_args(func, "additive", q, k, v, options, taken)
+    given, shape = float_array(func, "weight", weight), (args.attention.heads_q, args.attention.head_dim)
+    require_broadcast(func, "weight", given.shape, shape, "(heads_q, head_dim)")
+    lanes = given.astype(lane_dtype(args.out.dtype))
+    args.weight = np.ascontiguousarray(np.broadcast_to(lanes, shape))
+    return args
+
+
+def talking_heads_args(
+    func: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    pre: Any,
+    post: Any,
+    options: NoSoftmaxInnerOptions,
+    taken: type = NoSoftmaxOptions,
+) -> RowwiseArgs:
+    """Those of talking heads."""
+    args = rowwise_args(func, "talking_heads", q, k, v, options, taken)
+    lane, shape = lane_dtype(args.out.dtype), (args.attention.heads_q,) * 2
+    # Copies: the result may share their memory.
+    args.pre = None if pre is None else np.array(vector(func, "pre", pre, shape, lane))
+    args.post = None if post is None else np.array(vector(func, "post", post, shape, lane))
+    return args
+
+
+def top_k_args(
+    func: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    top_k: Any,
+    options: NoSoftmaxInnerOptions,
+    taken: type = NoSoftmaxOptions,
+) -> RowwiseArgs:
+    """Those of attention to the k largest scores."""
+    args = rowwise_args(func, "top_k", q, k, v, options, taken)
+    # More keys than there are is all of them.
+    args.top_k = min(integer(func, "top_k", top_k, 1), max(1, args.attention.len_k))
+    return args

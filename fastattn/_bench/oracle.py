@@ -19,10 +19,9 @@ def dense(mask: Mask, q: Array, k: Array, kv_lengths: Any, q_offset: Any) -> Arr
 
 
 @np.errstate(all="ignore")
-def attention(
+def masked_scores(
     q: Array,
     k: Array,
-    v: Array,
     *,
     rows: Any = slice(None),
     dtype: Any = np.float64,
@@ -33,18 +32,11 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
     kv_lengths: Any = None,
     q_offset: Any = None,
     row_ranges: tuple[Any, Any] | None = None,
-    sigmoid_bias: float | None = None,
-) -> tuple[Array, Array]:
-    """q is (..., H, Lq, D), k and v are (..., Hkv, Lk, D or Dv); returns the query `rows` of out and lse.
-
-    With a `dtype` below float64 it is the plain computation from which error bounds are derived: matrix
-    products in float32; scores, probabilities and output rounded to the dtype. With `sigmoid_bias` it is
-    sigmoid attention, which has no lse: its lse is NaN.
-    """
+) -> Array:
+    """Scores of the query `rows`, (..., H, rows, Lk), -inf where masked; see `attention`."""
     if isinstance(mask, Mask):
         mask = dense(mask, q, k, kv_lengths, q_offset)
     dtype = np.dtype(dtype)
@@ -84,8 +76,32 @@ def attention(
         attend = attend & (of_rows(bias) != -np.inf)
     if alibi_slopes is not None:
         scores = scores - np.asarray(alibi_slopes, work)[..., None, None] * abs(position - key).astype(work)
-    scores = np.where(attend, scores.astype(dtype).astype(work), -np.inf)
+    found: Array = np.where(attend, scores.astype(dtype).astype(work), -np.inf)
+    return found
 
+
+@np.errstate(all="ignore")
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    rows: Any = slice(None),
+    dtype: Any = np.float64,
+    sinks: Array | None = None,
+    sigmoid_bias: float | None = None,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """q is (..., H, Lq, D), k and v are (..., Hkv, Lk, D or Dv); returns the query `rows` of out and lse.
+
+    With a `dtype` below float64 it is the plain computation from which error bounds are derived: matrix
+    products in float32; scores, probabilities and output rounded to the dtype. With `sigmoid_bias` it is
+    sigmoid attention, which has no lse: its lse is NaN.
+    """
+    dtype = np.dtype(dtype)
+    work: Any = dtype.type if dtype in (np.float64, np.longdouble) else np.float32
+    heads = np.arange(q.shape[-3]) // (q.shape[-3] // k.shape[-3])
+    scores = masked_scores(q, k, rows=rows, dtype=dtype, **options)
     if sigmoid_bias is not None:
         probs = (1 / (1 + np.exp(-(scores + work(sigmoid_bias))))).astype(dtype).astype(work)
         out = probs @ v.astype(work)[..., heads, :, :]

@@ -7,25 +7,68 @@ from typing import TYPE_CHECKING, Any
 from fastattn._args.types import lane_dtype
 from fastattn._engine import settings
 from fastattn._reference import attention as reference
-from fastattn._reference import ops, pack, recurrent, rowwise
+from fastattn._reference import (
+    backward,
+    grad,
+    ops,
+    pack,
+    recurrent,
+    recurrent_backward,
+    rowwise,
+    rowwise_backward,
+    updates,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from fastattn._args.grad_types import DropoutArgs, LogitsArgs, OuterArgs, RowsGradArgs, ScatterArgs
     from fastattn._args.packed import LinearArgs, PackArgs
-    from fastattn._args.types import AttentionArgs, RecurrentArgs, RopeArgs, RowsArgs, RowwiseArgs
+    from fastattn._args.types import (
+        AttentionArgs,
+        BackwardArgs,
+        RecurrentArgs,
+        RecurrentBackwardArgs,
+        RopeArgs,
+        RowsArgs,
+        RowwiseArgs,
+        RowwiseBackwardArgs,
+    )
+    from fastattn._args.updates import UpdateArgs
 
-    AnyArgs = AttentionArgs | LinearArgs | PackArgs | RecurrentArgs | RopeArgs | RowsArgs | RowwiseArgs
+    AnyArgs = (
+        AttentionArgs
+        | BackwardArgs
+        | LinearArgs
+        | PackArgs
+        | RecurrentArgs
+        | RecurrentBackwardArgs
+        | RopeArgs
+        | RowsArgs
+        | RowwiseArgs
+        | RowwiseBackwardArgs
+        | UpdateArgs
+    )
+    AnyGradArgs = DropoutArgs | LogitsArgs | OuterArgs | RowsGradArgs | ScatterArgs
 
 # The name of a kernel, which its arguments have as `kernel`, is the same in both implementations.
 _TWINS: dict[str, Callable[[Any], None]] = {
     "attention": reference.attention,
+    "attention_backward": backward.attention_backward,
+    "dropout": grad.dropout,
     "linear": ops.linear,
+    "logits": grad.logits,
+    "outer": grad.outer,
     "pack": pack.pack,
     "recurrent": recurrent.recurrent,
+    "recurrent_backward": recurrent_backward.recurrent_backward,
     "rope": ops.rope,
     "rows": ops.rows,
+    "rows_grad": grad.rows_grad,
     "rowwise": rowwise.rowwise,
+    "rowwise_backward": rowwise_backward.rowwise_backward,
+    "scatter": grad.scatter,
+    "update": updates.update,
 }
 _COMPILED = {name: getattr(settings.core, name) for name in _TWINS} if settings.core else {}
 
@@ -34,8 +77,20 @@ def run(args: AnyArgs, backend: str | None = None) -> None:
     """Compute `args` on `backend`, a checked name, or on the default one."""
     # An empty result may still have more batch items than a loop could visit. A recurrence has to write its
     # state even so.
-    if not args.out.size and args.kernel != "recurrent":
+    if not args.kernel.startswith("recurrent") and not args.out.size:
         return
+    _run(args, backend)
+
+
+def run_grad(args: AnyGradArgs, backend: str | None = None) -> None:
+    """The same for the arguments of a gradient, which may be a sum over no rows."""
+    if args.empty:
+        _TWINS[args.kernel](args)
+    else:
+        _run(args, backend)
+
+
+def _run(args: AnyArgs | AnyGradArgs, backend: str | None) -> None:
     if (backend or settings.current.backend) == "compiled":
         _COMPILED[args.kernel](args)
         return

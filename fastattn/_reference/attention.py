@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fastattn._args.blocks import blocks
+from fastattn._args.blocks import BLOCK, blocks
 from fastattn._args.key_ranges import closed, places
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, require_broadcast
+from fastattn._reference import philox
 from fastattn._reference.sequences import sequences
 from fastattn._reference.statistics import collect
 
@@ -30,6 +31,7 @@ TILE_SCORES = 2**18
 _BLOCK_ROWS = 512
 # Some BLAS libraries sum over all keys of a block in order. With 8192 keys, errors exceeded the tests' bound.
 _MAX_BLOCK_K = 4096
+_MERGED = 16  # states are merged in blocks of 256 KB in float32, which stay in a CPU's own cache
 
 
 def block_sizes(args: AttentionArgs) -> tuple[int, int]:
@@ -74,7 +76,8 @@ def weights(args: AttentionArgs) -> Array:
         keys = task.keys()
         allowed = task.allowed(keys)
         if allowed is not False:
-            result[(*task.where, keys)] = task.weights(task.scores(keys, allowed), allowed)
+            probs = task.weights(task.scores(keys, allowed), allowed)
+            result[(*task.where, keys)] = task.dropped(probs, keys)
     return result
 
 
@@ -83,22 +86,34 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: 
     """Merge results over disjoint sets of keys into out (..., head_dim_v) and lse (...)."""
     # lse = log(sum over parts of exp(part_lse))
     # out = sum over parts of exp(part_lse - lse) * part_out
-    for rows in blocks(lse.shape, out.shape[-1]):
+    width = out.shape[-1]
+    # Used by all blocks: fresh pages cost more than the sums.
+    memory = np.empty((2, max(width, BLOCK // _MERGED)), lse.dtype)
+    for rows in blocks(lse.shape, _MERGED * width):
         row_lses = [part_lse[rows] for part_lse in lses]
         row_max = np.maximum.reduce(row_lses)
         merged = row_max + np.log(sum(exp_below(part_lse, row_max) for part_lse in row_lses))
-        acc = np.zeros((*merged.shape, out.shape[-1]), lse.dtype)
+        acc, term = (x[: merged.size * width].reshape(*merged.shape, width) for x in memory)
+        acc[...] = 0
         for part, part_lse in zip(outs, row_lses, strict=True):
             weight = exp_below(part_lse, merged)[..., None]
-            acc += np.where(part_lse[..., None] == -np.inf, 0, weight * part[rows].astype(lse.dtype))
+            np.multiply(weight, part[rows].astype(lse.dtype, copy=False), out=term)
+            term[part_lse == -np.inf] = 0
+            acc += term
         out[rows], lse[rows] = acc, merged
 
 
 class Call:
     """What the tasks of a call share; its arrays are broadcast to all batch dimensions and heads."""
 
-    def __init__(self, args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
-        self.args, self.score_mod = args, score_mod
+    def __init__(
+        self,
+        args: AttentionArgs,
+        score_mod: Callable[..., Array] | None = None,
+        score_mod_backward: Callable[..., Array] | None = None,
+    ) -> None:
+        self.args, self.score_mod, self.score_mod_backward = args, score_mod, score_mod_backward
+        self.func = "flex_attention" if score_mod_backward is None else "flex_attention_backward"
         self.group, self.dtype = args.heads_q // args.heads_kv, lane_dtype(args.q.dtype)
         self.ranged = args.row_begin is not None or args.row_end is not None
         rows = args.heads_q, args.len_q
@@ -127,6 +142,7 @@ class Task:
         heads: Any = (*b, slice(h * call.group, (h + 1) * call.group))
         self.batch, self.h_kv = b, h
         self.where: Any = (*heads, rows)
+        self.rows = np.arange(rows.start, rows.stop)
         self.q = np.ascontiguousarray(call.q[self.where], dtype=call.dtype)
         self.k, self.v = call.k[(*b, h)], call.v[(*b, h)]
         scales = call.k_scale, call.v_scale
@@ -141,7 +157,7 @@ class Task:
         self.sinks = np.empty(self.q.shape[:2], call.dtype)  # -inf, which weighs nothing, without sinks
         self.sinks[:] = call.sinks[heads][:, None]
         if call.position is not None:
-            self.position = call.position[b] + np.arange(rows.start, rows.stop)[:, None]
+            self.position = call.position[b] + self.rows[:, None]
         if call.slopes is not None:
             self.slopes = call.slopes[heads][:, None, None]
 
@@ -225,14 +241,19 @@ class Task:
 
     def modified(self, scores: Array, keys: slice) -> Array:
         """Return what `score_mod` makes of scores (group, rows, keys)."""
+        return self.checked(self.call.score_mod, (scores,), keys)
+
+    def checked(self, function: Any, arrays: tuple[Array, ...], keys: slice) -> Array:
+        """What a function of the caller's makes of arrays (group, rows, keys), with their shape."""
         call = self.call
         b = int(np.ravel_multi_index(self.batch, call.args.batch_shape)) if self.batch else 0
         h = self.h_kv * call.group + np.arange(call.group)[:, None, None]
-        found = call.score_mod(scores, b, h, self.position, np.arange(keys.start, keys.stop))  # type: ignore[misc]
-        func, name = "flex_attention", "what score_mod returns"
+        found = function(*arrays, b, h, self.position, np.arange(keys.start, keys.stop))
+        mod = "score_mod" if len(arrays) == 1 else "score_mod_backward"
+        func, name = call.func, f"what {mod} returns"
         found = float_array(func, name, found)
-        require_broadcast(func, name, found.shape, scores.shape, "(group, rows, keys)")
-        return np.array(np.broadcast_to(found, scores.shape), call.dtype)
+        require_broadcast(func, name, found.shape, arrays[0].shape, "(group, rows, keys)")
+        return np.array(np.broadcast_to(found, arrays[0].shape), call.dtype)
 
     def attend(self, block_k: int) -> tuple[Array, Array, Array]:
         """Result (group, rows, head_dim_v), then base and row_sum (group, rows, 1).
@@ -260,9 +281,24 @@ class Task:
             shrink = exp_below(row_max, new_max)
             row_sum = row_sum * shrink + probs.sum(axis=-1, keepdims=True)
             acc *= shrink
-            acc += self.weighted_values(probs, keys, allowed)
+            acc += self.weighted_values(self.dropped(probs, keys), keys, allowed)
             row_max = new_max
         return normalised(acc, row_sum, attends), row_max, row_sum
+
+    def dropped(self, probs: Array, keys: slice) -> Array:
+        """Return `probs` (group, rows, keys) after dropout."""
+        args = self.call.args
+        if not args.dropout:
+            return probs
+        kept = philox.kept(args.dropout, args.seed, self.head_numbers(), self.rows, keys)
+        return np.where(kept, probs * probs.dtype.type(1 / (1 - args.dropout)), 0)
+
+    def head_numbers(self) -> Array:
+        """The task's heads, counted over the batch, (group, 1)."""
+        args = self.call.args
+        b = int(np.ravel_multi_index(self.batch, args.batch_shape)) if self.batch else 0
+        first = (args.first + b) * args.heads_q + self.h_kv * self.call.group
+        return first + np.arange(self.call.group)[:, None]
 
     def weights(self, scores: Array, allowed: Any) -> Array:
         """Probabilities (group, rows, keys) of the scores of all keys that the rows attend."""

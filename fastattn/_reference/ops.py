@@ -80,6 +80,8 @@ def linear(args: LinearArgs) -> None:
             maps = maps[..., : features.stop - start]
             if args.bias is not None:
                 maps = maps + args.bias.reshape(n_maps, 1, -1)[..., features]
+            if args.pre is not None:
+                args.pre.reshape(len(out), n_maps, -1)[rows, :, features] = maps.swapaxes(0, 1)
             result = activate(maps[0], args.activation)
             if weight.gated:
                 result = result * maps[1]
@@ -109,6 +111,8 @@ def _transposed(args: LinearArgs) -> None:
                 total += part @ panels[i::n_maps].reshape(-1, weight.in_features)[: part.shape[1]]
         if args.bias is not None:
             total += args.bias
+        if args.pre is not None:
+            args.pre[rows] = total
         result = activate(total, args.activation)
         if args.residual is not None:
             result = result + args.residual[rows].astype(lane, copy=False)

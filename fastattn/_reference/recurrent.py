@@ -25,13 +25,18 @@ _GATED_CHUNK = 16
 @np.errstate(all="ignore")
 def recurrent(args: RecurrentArgs) -> None:
     """Fill args.out and args.state_out, and args.norm_out if it is there."""
-    step = _GATED_CHUNK if args.gated else _CHUNK
+    step = chunk_of(args)
     row = max(args.head_dim * (step if args.gated else 1), args.head_dim_v)
     for items in blocks(args.batch_shape, max(args.heads, args.heads_q) * step * row):
-        _chunks(args if items is ... else _only(items, args), step)
+        _chunks(args if items is ... else only(items, args), step)
 
 
-def _only(items: Any, args: RecurrentArgs) -> RecurrentArgs:
+def chunk_of(args: RecurrentArgs) -> int:
+    """Tokens of a chunk."""
+    return _GATED_CHUNK if args.gated else _CHUNK
+
+
+def only(items: Any, args: RecurrentArgs) -> RecurrentArgs:
     """The same call, for some batch items."""
 
     def some(x: Array | None, core: int) -> Any:
@@ -57,20 +62,20 @@ def _chunks(args: RecurrentArgs, step: int) -> None:
         norm[..., 0] = args.norm
     for i in range(0, args.len_k, step):
         tokens = slice(i, i + step)
-        k = _heads(args.k, args.heads, tokens, lane)
-        u = _heads(args.v, args.heads, tokens, lane)
+        k = of_heads(args.k, args.heads, tokens, lane)
+        u = of_heads(args.v, args.heads, tokens, lane)
         # With a_t the decay of token t: decayed (..., i, j, 1 or head_dim) is a_{j+1} ... a_i, and carry
         # (..., i, 1 or head_dim) is a_0 ... a_i.
-        decayed, carry = _decays(args, tokens, k.shape[-2], lane)
+        decayed, carry = decays(args, tokens, k.shape[-2], lane)
         if args.beta is not None:
-            beta = _at(args.beta[..., None], tokens)
-            writes = -beta * np.tril(_scores(k, k, decayed), -1)
+            beta = at_tokens(args.beta[..., None], tokens)
+            writes = -beta * np.tril(scores_of(k, k, decayed), -1)
             u = beta * (u - (carry * k) @ state)
             for row in range(1, k.shape[-2]):
                 u[..., row, :] += np.einsum("...j,...jv->...v", writes[..., row, :row], u[..., :row, :])
         if args.causal:
-            q = _queries(args, tokens, lane)
-            scores = np.tril(_scores(q, k[..., None, :, :], decayed[..., None, :, :, :]))
+            q = queries(args, tokens, lane)
+            scores = np.tril(scores_of(q, k[..., None, :, :], decayed[..., None, :, :, :]))
             reached = carry[..., None, :, :] * q
             out = _matmul_lower(scores, u[..., None, :, :]) + reached @ state[..., None, :, :]
             if args.norm_out is not None:
@@ -83,7 +88,7 @@ def _chunks(args: RecurrentArgs, step: int) -> None:
         norm = end * norm + to_end.sum(-1, keepdims=True)
     for i in range(0, 0 if args.causal else args.len_q, step):
         tokens = slice(i, i + step)
-        q = _queries(args, tokens, lane)
+        q = queries(args, tokens, lane)
         out = q @ state[..., None, :, :]
         if args.norm_out is not None:
             out = out / (q @ norm[..., None, :, :] + lane.type(args.eps))
@@ -93,15 +98,15 @@ def _chunks(args: RecurrentArgs, step: int) -> None:
         args.norm_out[...] = norm[..., 0]
 
 
-def _heads(x: Array, heads: int, tokens: slice, lane: np.dtype[np.float64]) -> Array:
+def of_heads(x: Array, heads: int, tokens: slice, lane: np.dtype[np.float64]) -> Array:
     """Tokens of x as (..., heads, n, dim): each head is repeated for the states that share it."""
     return np.repeat(x[..., tokens, :].astype(lane, copy=False), heads // x.shape[-3], axis=-3)
 
 
-def _queries(args: RecurrentArgs, tokens: slice, lane: np.dtype[np.float64]) -> Array:
+def queries(args: RecurrentArgs, tokens: slice, lane: np.dtype[np.float64]) -> Array:
     """Tokens of scale * q as (..., heads, group, n, head_dim)."""
     group = max(1, args.heads_q // args.heads)
-    q = _heads(args.q, max(args.heads_q, args.heads), tokens, lane) * lane.type(args.scale)
+    q = of_heads(args.q, max(args.heads_q, args.heads), tokens, lane) * lane.type(args.scale)
     return q.reshape(*q.shape[:-3], args.heads, group, *q.shape[-2:])
 
 
@@ -111,19 +116,19 @@ def _store(args: RecurrentArgs, tokens: slice, out: Array) -> None:
     args.out[..., tokens, :] = out.reshape(*batch, heads * group, n, dim)
 
 
-def _at(x: Array, tokens: slice) -> Array:
+def at_tokens(x: Array, tokens: slice) -> Array:
     """Tokens of x (..., heads, length or 1, dim)."""
     return x if x.shape[-2] == 1 else x[..., tokens, :]
 
 
-def _decays(args: RecurrentArgs, tokens: slice, n: int, lane: np.dtype[np.float64]) -> tuple[Array, Array]:
+def decays(args: RecurrentArgs, tokens: slice, n: int, lane: np.dtype[np.float64]) -> tuple[Array, Array]:
     """`decayed` and `carry` of a chunk: products of decays.
 
     Sums of their logarithms would do, but for a log_decay of -inf, where a difference of such sums is NaN.
     """
     if args.log_decay is None:
         return np.ones((n, n, 1), lane), np.ones((n, 1), lane)
-    gate = np.exp(_at(args.log_decay if args.gated else args.log_decay[..., None], tokens))
+    gate = np.exp(at_tokens(args.log_decay if args.gated else args.log_decay[..., None], tokens))
     gate = np.broadcast_to(gate, (*gate.shape[:-2], n, gate.shape[-1]))
     decayed = np.zeros((*gate.shape[:-1], n, gate.shape[-1]), lane)
     for i in range(n):
@@ -132,7 +137,7 @@ def _decays(args: RecurrentArgs, tokens: slice, n: int, lane: np.dtype[np.float6
     return decayed, np.cumprod(gate, axis=-2)
 
 
-def _scores(x: Array, k: Array, decayed: Array) -> Array:
+def scores_of(x: Array, k: Array, decayed: Array) -> Array:
     """Scores (..., i, j): the sum over d of x_id k_jd decayed_ijd."""
     if decayed.shape[-1] == 1:
         products: Array = (x @ k.swapaxes(-1, -2)) * decayed[..., 0]

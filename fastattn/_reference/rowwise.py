@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Additive scores are summed over blocks of this many dimensions, as in the kernel, to keep the error small:
 # some BLAS libraries sum one dimension after another.
-_ADDITIVE_DEPTH = 64
+ADDITIVE_DEPTH = 64
 
 
 @np.errstate(all="ignore")
@@ -29,7 +29,7 @@ def rowwise(args: RowwiseArgs) -> None:
         args.attention.out[where] = out
 
 
-class _Additive(Task):
+class Additive(Task):
     """Scores are weight @ tanh(q + k)."""
 
     weight: Array  # (group, head_dim)
@@ -38,7 +38,7 @@ class _Additive(Task):
         k = np.ascontiguousarray(self.k[keys], dtype=self.call.dtype)
         group, rows, head_dim = self.q.shape
         step = max(1, TILE_SCORES // (group * rows * head_dim))
-        depths = [slice(d, d + _ADDITIVE_DEPTH) for d in range(0, head_dim, _ADDITIVE_DEPTH)]
+        depths = [slice(d, d + ADDITIVE_DEPTH) for d in range(0, head_dim, ADDITIVE_DEPTH)]
         parts = []
         for j in range(0, len(k), step):
             tangents = np.tanh(self.q[:, :, None] + k[j : j + step])
@@ -46,7 +46,7 @@ class _Additive(Task):
         return np.concatenate(parts, axis=2)[..., 0]
 
 
-class _Mixed(Task):
+class Mixed(Task):
     """The products q @ k.T have been mixed over all heads."""
 
     mixed: Array  # (group, rows, len_k)
@@ -60,8 +60,8 @@ def _one_head(args: RowwiseArgs) -> Iterator[tuple[Any, Array]]:
     a = args.attention
     group = a.heads_q // a.heads_kv
     step = max(1, TILE_SCORES // (group * max(1, a.len_k)))
-    for task in tasks(Call(a), step, Task if args.weight is None else _Additive):
-        if isinstance(task, _Additive):
+    for task in tasks(Call(a), step, Task if args.weight is None else Additive):
+        if isinstance(task, Additive):
             task.weight = args.weight[task.h_kv * group : (task.h_kv + 1) * group]  # type: ignore[index]
         yield task.where, _attend(task, args)
 
@@ -74,10 +74,10 @@ def _attend(task: Task, args: RowwiseArgs) -> Array:
         return np.zeros((*task.q.shape[:2], task.v.shape[-1]), task.q.dtype)
     scores = task.scores(keys, allowed)
     if args.kind == "top_k":
-        scores = _largest(scores, args.top_k)
+        scores = largest(scores, args.top_k)
     row_max = scores.max(axis=-1, keepdims=True)
     if args.kind in ("sparsemax", "entmax15"):  # a probability of 0 hides a value as a mask does
-        probs = _entmax(scores - np.where(row_max == -np.inf, 0, row_max), squared=args.kind == "entmax15")
+        probs = entmax(scores - np.where(row_max == -np.inf, 0, row_max), squared=args.kind == "entmax15")
         attended: Any = probs != 0
     else:
         probs = exp_below(scores, row_max)
@@ -86,7 +86,7 @@ def _attend(task: Task, args: RowwiseArgs) -> Array:
     return normalised(acc, probs.sum(axis=-1, keepdims=True), attending(allowed))
 
 
-def _largest(scores: Array, k: int) -> Array:
+def largest(scores: Array, k: int) -> Array:
     """Keep the `k` largest scores of each row, of equal ones the first, and NaN; the others become -inf."""
     place = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
     stays = np.isnan(scores)
@@ -94,7 +94,7 @@ def _largest(scores: Array, k: int) -> Array:
     return np.where(stays, scores, -np.inf)
 
 
-def _entmax(z: Array, squared: bool) -> Array:
+def entmax(z: Array, squared: bool) -> Array:
     """max(z - tau, 0), or if `squared` max(z / 2 - tau, 0) ** 2, with the tau of each row whose sum is 1."""
     # Newton's method from tau = -1. There the sum is at least 1, as the largest z is 0. The sum is convex and
     # falls with tau, so tau only rises. The loop ends when rounding lets no row's tau rise any more.
@@ -121,8 +121,8 @@ def _talking_heads(args: RowwiseArgs) -> Iterator[tuple[Any, Array]]:
     for b in np.ndindex(a.batch_shape):
         for i in range(0, a.len_q, step):
             rows = slice(i, min(i + step, a.len_q))
-            heads = [_Mixed(call, b, h, rows) for h in range(a.heads_kv)]
-            mixed = _mix(np.concatenate([Task.products(task, every) for task in heads]), args.pre)
+            heads = [Mixed(call, b, h, rows) for h in range(a.heads_kv)]
+            mixed = mix(np.concatenate([Task.products(task, every) for task in heads]), args.pre)
             probs, attends = np.zeros_like(mixed), np.zeros(mixed.shape, bool)
             for h, task in enumerate(heads):
                 own = slice(h * group, (h + 1) * group)
@@ -130,7 +130,7 @@ def _talking_heads(args: RowwiseArgs) -> Iterator[tuple[Any, Array]]:
                 if (allowed := task.allowed(keys)) is not False:
                     attends[own][..., keys] = allowed
                     probs[own][..., keys] = task.weights(task.scores(keys, allowed), allowed)
-            probs = _mix(probs, args.post)
+            probs = mix(probs, args.post)
             if args.post is not None:  # each head may get weights from every other
                 attends[:] = attends.any(axis=0)
             for h, task in enumerate(heads):
@@ -138,7 +138,7 @@ def _talking_heads(args: RowwiseArgs) -> Iterator[tuple[Any, Array]]:
                 yield task.where, task.weighted_values(probs[own], every, attends[own])
 
 
-def _mix(x: Array, matrix: Array | None) -> Array:
+def mix(x: Array, matrix: Array | None) -> Array:
     """x (heads, rows, keys) mixed over the heads: head h contributes to head g with factor matrix[h, g]."""
     if matrix is None:
         return x

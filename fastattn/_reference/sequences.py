@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastattn._args.types import AttentionArgs
+    from fastattn._args.types import AttentionArgs, BackwardArgs
 
 
 def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:
@@ -18,6 +18,7 @@ def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:
     bounds = zip(*(pairwise(begins) for begins in args.begins), strict=True)
     for i, ((q0, q1), (k0, k1)) in enumerate(bounds):
         part = copy(args)
+        part.first = args.first + i
         part.begins, part.batch_shape, part.len_q, part.len_k = None, (), int(q1 - q0), int(k1 - k0)
         part.q, part.out = args.q[:, q0:q1], args.out[:, q0:q1]
         part.k, part.v = args.k[:, k0:k1], args.v[:, k0:k1]
@@ -31,4 +32,22 @@ def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:
         if args.alibi_slopes is not None and args.alibi_slopes.ndim == 2:
             part.alibi_slopes = args.alibi_slopes[i if len(args.alibi_slopes) > 1 else 0]
         part.q_position = None if args.q_position is None else args.q_position[i]
+        yield part
+
+
+def backward_sequences(args: BackwardArgs) -> Iterator[BackwardArgs]:
+    """The gradients of each sequence of a ragged call."""
+    forward = args.attention
+    assert forward.begins is not None
+    bounds = zip(*(pairwise(begins) for begins in forward.begins), strict=True)
+    for i, (sequence, ((q0, q1), (k0, k1))) in enumerate(zip(sequences(forward), bounds, strict=True)):
+        part = copy(args)
+        part.attention, part.dout = sequence, args.dout[:, q0:q1]
+        part.dlse = None if args.dlse is None else args.dlse[:, q0:q1]
+        part.dq = None if args.dq is None else args.dq[:, q0:q1]
+        part.dk = None if args.dk is None else args.dk[:, k0:k1]
+        part.dv = None if args.dv is None else args.dv[:, k0:k1]
+        part.dsinks = None if args.dsinks is None else args.dsinks[i]
+        part.dalibi_slopes = None if args.dalibi_slopes is None else args.dalibi_slopes[i]
+        part.dsoftcap = None if args.dsoftcap is None else args.dsoftcap[i]
         yield part

@@ -88,6 +88,8 @@ def attention(
     row_ranges: tuple[ArrayLike, ArrayLike] | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
     out: NDArray[Any] | None = None,
     return_lse: bool = False,
     stats: Sequence[str] | None = None,
@@ -147,6 +149,12 @@ def attention(
         Both or neither: what each row of k and v, which are int8 then, is multiplied by. They stand for
         ``k * k_scale[..., None]`` and ``v * v_scale[..., None]``, and broadcast. Integers, or any of the four
         dtypes, but only float32 (float64 beside float64 queries) is read in place. `KVCache` makes them.
+    dropout : float, default 0.0
+        In [0, 1): each probability becomes 0 with this probability, and the others are divided by
+        ``1 - dropout``. lse and `stats` are those before.
+    seed : int, optional
+        From 0 to 2**64 - 1; needed with `dropout`. It names the mask, which depends beside it on the number
+        of query, key, head and batch item alone: docs/attention.md defines it. Gradients take the same two.
     out : ndarray, optional
         Where the result goes: its exact shape, q's dtype, last axis contiguous, no memory of an input.
     return_lse : bool, default False
@@ -229,6 +237,7 @@ def attention(
     args = attention_args(
         "attention", q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, kv_lengths,
         q_offset, row_ranges, out, return_lse, num_threads, backend, stats, k_scale=k_scale, v_scale=v_scale,
+        dropout=dropout, seed=seed,
     )  # fmt: skip
     dispatch.run(args, backend)
     return args.result

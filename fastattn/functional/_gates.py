@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -16,10 +16,13 @@ from fastattn._engine import dispatch
 from fastattn.functional._pieces import add_bias, rows_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array
+    from fastattn._args.options import ComputeOptions, PlaceOptions
+    from fastattn._args.types import Array, AttentionArgs, Ints
 
 # Query rows that share a point of reference for the sums of `forgetting_attention`.
 _ROWS = 512
@@ -72,15 +75,20 @@ def gated_attention(
     """
     func = "gated_attention"
     args = variant_args(func, q, k, v, options, VariantOptions, return_lse)
+    share = gate_shares(func, args, gate, options)
+    dispatch.run(args, options.get("backend"))
+    np.multiply(args.out, share, out=args.out)
+    return args.result
+
+
+def gate_shares(func: str, args: AttentionArgs, gate: Any, options: ComputeOptions) -> Array:
+    """What the gates leave of the result, which they broadcast to."""
     logits = float_array(func, "gate", gate)
     if logits.dtype.newbyteorder("=") != args.q.dtype:
         raise wrong_dtype(func, "gate", logits, f"q's, {args.q.dtype}")
     dims = "(..., heads_q, len_q, head_dim_v), or 1 for the last,"
     require_broadcast(func, "gate", logits.shape, args.out.shape, dims)
-    share = ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
-    dispatch.run(args, options.get("backend"))
-    np.multiply(args.out, share, out=args.out)
-    return args.result
+    return ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
 
 
 @overload
@@ -139,6 +147,28 @@ def forgetting_attention(
     """
     func = "forgetting_attention"
     args = variant_args(func, q, k, v, options, ForgettingOptions, return_lse, causal=True)
+    for part in forgetting_parts(func, args, log_forget, options):
+        dispatch.run(part.args, options.get("backend"))
+        if part.args.lse is not None:
+            part.args.lse += part.own
+    if not args.len_k:
+        dispatch.run(args, options.get("backend"))
+    return args.result
+
+
+class ForgettingPart(NamedTuple):
+    """Some query rows, as a call of attention with a bias of keys."""
+
+    args: AttentionArgs
+    rows: slice
+    own: Array  # (..., heads_q, rows): what is missing in its lse
+    position: Ints  # the same shape: the keys that rows stand at
+
+
+def forgetting_parts(
+    func: str, args: AttentionArgs, log_forget: Any, options: PlaceOptions
+) -> Iterator[ForgettingPart]:
+    """The calls of attention that forgetting attention is; of no keys none."""
     shape = (*args.batch_shape, args.heads_q, args.len_k)
     given = real_array(func, "log_forget", log_forget).astype(FLOAT64)
     given = with_shape(func, "log_forget", given, shape, "(..., heads_q, len_k)", 1, FLOAT64)
@@ -148,15 +178,15 @@ def forgetting_attention(
     position = offsets(args, options)[..., None, None] + np.arange(args.len_q)
     position = np.clip(position, 0, max(args.len_k - 1, 0))  # what is beyond attends all keys or none
     position = np.broadcast_to(position, (*shape[:-1], args.len_q))
-    for first in range(0, args.len_q if args.len_k else 0, _ROWS):
-        rows = slice(first, min(first + _ROWS, args.len_q))
-        part = rows_of(args, rows)
-        own = np.take_along_axis(sums, position[..., rows], -1)
-        middle = own[..., own.shape[-1] // 2, None]
-        add_bias(part, (middle - sums)[..., None, :])
-        dispatch.run(part, options.get("backend"))
-        if part.lse is not None:
-            part.lse += own - middle
-    if not args.len_k:
-        dispatch.run(args, options.get("backend"))
-    return args.result
+
+    def parts() -> Iterator[ForgettingPart]:
+        for first in range(0, args.len_q if args.len_k else 0, _ROWS):
+            rows = slice(first, min(first + _ROWS, args.len_q))
+            part = rows_of(args, rows)
+            at = position[..., rows]
+            own = np.take_along_axis(sums, at, -1)
+            middle = own[..., own.shape[-1] // 2, None]
+            add_bias(part, (middle - sums)[..., None, :])
+            yield ForgettingPart(part, rows, own - middle, at)
+
+    return parts()

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.attention import attention_args
-from fastattn._args.errors import wrong_shape
-from fastattn._args.ops import epsilon, vector
-from fastattn._args.options import CosineOptions, InnerOptions, VariantOptions, require_options
-from fastattn._args.types import FLOAT64, lane_dtype
-from fastattn._args.values import choice, float_array, number, operand
-from fastattn._args.variants import how, per_head, variant_args
+from fastattn._args.options import CosineOptions, InnerOptions, VariantOptions
+from fastattn._args.variants import how, variant_args
 from fastattn._engine import dispatch
+from fastattn.functional._head_args import cosines, differential_args, general_args, qk_normed
 from fastattn.functional._pieces import run
-
-# What may normalise queries and keys: functions of `ops`.
-Norm = Literal["rms_norm", "layer_norm"]
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array
+    from fastattn.functional._head_args import Norm
 
 
 @overload
@@ -81,18 +75,7 @@ def cosine_attention(
     """
     func = "cosine_attention"
     args = variant_args(func, q, k, v, options, CosineOptions, return_lse)
-    factor = per_head(func, "scale", scale, args)
-    small = number(func, "eps", eps, FLOAT64, positive=True) ** 2 / args.head_dim
-    if small > float(np.finfo(lane_dtype(args.q.dtype)).max):
-        raise ValueError(f"{func}(): eps is {eps}; expected a number whose square is finite")
-    # rms_norm leaves a length of sqrt(head_dim): the two of them are divided out of the scale.
-    args.q, args.k = (ops.rms_norm(x, eps=small, **how(options)) for x in (args.q, args.k))
-    factor = factor / args.head_dim
-    args.scale = 1.0
-    if factor.size == 1:
-        args.scale = float(factor.ravel()[0])
-    else:
-        args.q = np.ascontiguousarray(args.q * factor[..., None, None], args.q.dtype)
+    cosines(func, args, scale, eps, options)
     return run(args, options)
 
 
@@ -156,14 +139,7 @@ def qk_norm_attention(
     """
     func = "qk_norm_attention"
     args = variant_args(func, q, k, v, options, VariantOptions, return_lse)
-    choice(func, "norm", norm, get_args(Norm))
-    lane = lane_dtype(args.q.dtype)
-    of_queries = vector(func, "q_weight", q_weight, (args.head_dim,), lane)
-    of_keys = vector(func, "k_weight", k_weight, (args.head_dim,), lane)
-    small = epsilon(func, "eps", eps, lane)
-    normalise: Any = getattr(ops, norm)
-    args.q = normalise(args.q, of_queries, eps=small, **how(options))
-    args.k = normalise(args.k, of_keys, eps=small, **how(options))
+    qk_normed(func, args, q_weight, k_weight, norm, eps, options)
     return run(args, options)
 
 
@@ -217,23 +193,8 @@ def general_attention(
     additive attention, and his "location" has no keys. Source: M.-T. Luong, H. Pham, C. D. Manning,
     "Effective Approaches to Attention-based Neural Machine Translation", 2015, arXiv:1508.04025.
     """
-    func = "general_attention"
-    require_options(func, options, VariantOptions)
-    queries = operand(func, "q", q, [])
-    matrix = float_array(func, "weight", weight)
-    keys = operand(func, "k", k, [])
-    heads = queries.shape[-3] if queries.ndim > 2 else 1
-    shape = (queries.shape[-1], keys.shape[-1])
-    if matrix.shape not in (shape, (heads, *shape)):
-        expected = f"(query_dim, head_dim) = {shape}, or one of those a head, {(heads, *shape)}"
-        raise wrong_shape(func, "weight", matrix, expected)
-    lane = lane_dtype(queries.dtype)
-    if queries.ndim == 2:
-        matrix = matrix.reshape(shape)
-    projected = (queries.astype(lane, copy=False) @ matrix.astype(lane)).astype(queries.dtype, copy=False)
-    if options.get("scale") is None:
-        options["scale"] = 1.0
-    return run(attention_args(func, projected, keys, v, return_lse=return_lse, **options), options)
+    args, _ = general_args("general_attention", q, k, v, weight, options, VariantOptions, return_lse)
+    return run(args, options)
 
 
 @np.errstate(all="ignore")  # as in the kernels
@@ -284,30 +245,13 @@ def differential_attention(
     rounded before they are subtracted.
     Source: T. Ye et al., "Differential Transformer", 2024, arXiv:2410.05258.
     """
-    func = "differential_attention"
-    require_options(func, options, InnerOptions)
-    queries, keys = operand(func, "q", q, []), operand(func, "k", k, [])
-    values = float_array(func, "v", v, least_dims=2)
-    for name, x in (("q", queries), ("k", keys)):
-        if x.ndim < 3 or x.shape[-3] % 2:
-            raise wrong_shape(func, name, x, "(..., 2 * heads, length, head_dim)")
-    heads = keys.shape[-3] // 2
-    if (values.shape[-3] if values.ndim > 2 else 1) != heads:
-        raise wrong_shape(func, "v", values, f"{heads} heads, half as many as k has, shape {keys.shape}")
-    first, second = (
-        attention_args(func, queries[..., n::2, :, :], keys[..., n::2, :, :], v, **options) for n in (0, 1)
+    args = differential_args(
+        "differential_attention", q, k, v, lambda_, lambda_init, norm_weight, eps, options, False
     )
-    factor = per_head(func, "lambda_", lambda_, first)[..., None, None]
-    lane = lane_dtype(first.q.dtype)
-    if lambda_init is not None:
-        lambda_init = number(func, "lambda_init", lambda_init, lane)
-        norm_weight = vector(func, "norm_weight", norm_weight, (first.head_dim_v,), lane)
-        eps = epsilon(func, "eps", eps, lane)
-    elif norm_weight is not None:
-        raise ValueError(f"{func}(): norm_weight is given without lambda_init; expected both or neither")
-    for args in (first, second):
-        dispatch.run(args, options.get("backend"))
-    out: Array = first.out - factor * second.out
-    if lambda_init is not None:
-        out = ops.rms_norm(out, norm_weight, eps=eps, **how(options)) * lane.type(1 - lambda_init)
+    for call in args.calls:
+        dispatch.run(call, options.get("backend"))
+    first, second = args.calls
+    out: Array = first.out - args.factor * second.out
+    if args.share is not None:
+        out = ops.rms_norm(out, args.norm_weight, eps=args.eps, **how(options)) * args.share
     return out.astype(first.out.dtype, copy=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, AttentionArgs
 
 
 @overload
@@ -95,6 +95,20 @@ def memory_attention(
     args = variant_args(func, q, k, v, options, VariantOptions, return_lse)
     if gate is not None and return_lse:
         raise ValueError(f"{func}(): return_lse is True; expected False with gate: there are two softmaxes")
+    local, memory, weight = memory_parts(func, args, memory_k, memory_v, gate, options)
+    for part in (local, memory):
+        dispatch.run(part, options.get("backend"))
+    if weight is None:
+        join((local, memory), args)
+    else:
+        args.out[...] = weight * memory.out + (1 - weight) * local.out
+    return args.result
+
+
+def memory_parts(
+    func: str, args: AttentionArgs, memory_k: Any, memory_v: Any, gate: Any, options: InnerOptions
+) -> tuple[AttentionArgs, AttentionArgs, Array | None]:
+    """The calls to the sequence's keys and to the memory's, and with a gate the share of the latter."""
     shared = ("scale", "softcap", "num_threads", "backend")
     there: Any = {name: x for name, x in options.items() if name in shared}
     keys, values = operand(func, "memory_k", memory_k, []), operand(func, "memory_v", memory_v, [])
@@ -107,19 +121,12 @@ def memory_attention(
             raise wrong_shape(func, name, x, f"{dims} = {expected}")
     keys, values = (x.reshape((1,) * (3 - x.ndim) + x.shape) for x in (keys, values))
     queries = np.broadcast_to(args.q, (*args.batch_shape, *args.q.shape[-3:]))
-    local, memory = apart(args), apart(attention_args(func, queries, keys, values, **there))
     weight = None
     if gate is not None:
         logits = per_head(func, "gate", gate, args).astype(np.float64)[..., None, None]
         with np.errstate(over="ignore"):
             weight = (1 / (1 + np.exp(-logits))).astype(lane_dtype(args.q.dtype))
-    for part in (local, memory):
-        dispatch.run(part, options.get("backend"))
-    if weight is None:
-        join((local, memory), args)
-    else:
-        args.out[...] = weight * memory.out + (1 - weight) * local.out
-    return args.result
+    return apart(args), apart(attention_args(func, queries, keys, values, **there)), weight
 
 
 @overload
@@ -201,6 +208,48 @@ def latent_attention(
     2024, arXiv:2405.04434, section 2.1.
     """
     func = "latent_attention"
+    x = latent_args(func, q, cache, key_weight, value_weight, absorbed, options)
+    rank = x.of_keys.shape[-1]
+    nope_dim = x.of_keys.shape[-2]
+    dtype, lane = x.queries.dtype, lane_dtype(x.queries.dtype)
+    shared = x.tokens[..., None, :, :]
+    if x.absorbed:
+        longer = np.empty((*x.queries.shape[:-1], x.tokens.shape[-1]), dtype)
+        longer[..., :rank] = x.queries[..., :nope_dim].astype(lane, copy=False) @ x.of_keys
+        longer[..., rank:] = x.queries[..., nope_dim:]
+        args = attention_args(func, longer, shared, shared[..., :rank], return_lse=return_lse, **options)
+        dispatch.run(args, options.get("backend"))
+        out = (args.out.astype(lane, copy=False) @ x.of_values.swapaxes(-1, -2)).astype(dtype, copy=False)
+        return out if args.lse is None else (out, args.lse)
+    return run(attention_args(func, x.queries, *x.expanded(), return_lse=return_lse, **options), options)
+
+
+class LatentArgs(NamedTuple):
+    """The arrays of latent attention, checked."""
+
+    queries: Array
+    tokens: Array  # the cache
+    of_keys: Array  # W and U in the lane dtype
+    of_values: Array
+    absorbed: bool
+
+    def expanded(self) -> tuple[Array, Array]:
+        """Keys and values of all heads."""
+        _, nope_dim, rank = self.of_keys.shape
+        heads, _, dim = self.queries.shape[-3:]
+        tokens, shared = self.tokens, self.tokens[..., None, :, :]
+        latent = shared[..., :rank].astype(self.of_keys.dtype, copy=False)
+        k: Array = np.empty((*tokens.shape[:-2], heads, tokens.shape[-2], dim), tokens.dtype)
+        k[..., nope_dim:] = shared[..., rank:]
+        k[..., :nope_dim] = latent @ self.of_keys.swapaxes(-1, -2)
+        v = (latent @ self.of_values.swapaxes(-1, -2)).astype(tokens.dtype, copy=False)
+        return k, v
+
+
+def latent_args(
+    func: str, q: Any, cache: Any, key_weight: Any, value_weight: Any, absorbed: Any, options: InnerOptions
+) -> LatentArgs:
+    """Check the arguments of latent attention, and set the scale."""
     require_options(func, options, InnerOptions)
     queries = operand(func, "q", q, [])
     tokens = operand(func, "cache", cache, [])
@@ -223,22 +272,9 @@ def latent_attention(
     if absorbed is None:
         absorbed = len_q * (2 * rank - nope_dim - value_dim) <= rank * (nope_dim + value_dim)
     absorbed = flag(func, "absorbed", absorbed)
-    dtype, lane = queries.dtype, lane_dtype(queries.dtype)
     if options.get("scale") is None:
         options["scale"] = dim**-0.5
-    of_keys, of_values = of_keys.astype(lane, copy=False), of_values.astype(lane, copy=False)
-    shared = tokens[..., None, :, :]
-    if absorbed:
-        longer = np.empty((*queries.shape[:-1], rank + rope_dim), dtype)
-        longer[..., :rank] = queries[..., :nope_dim].astype(lane, copy=False) @ of_keys
-        longer[..., rank:] = queries[..., nope_dim:]
-        args = attention_args(func, longer, shared, shared[..., :rank], return_lse=return_lse, **options)
-        dispatch.run(args, options.get("backend"))
-        out = (args.out.astype(lane, copy=False) @ of_values.swapaxes(-1, -2)).astype(dtype, copy=False)
-        return out if args.lse is None else (out, args.lse)
-    latent = shared[..., :rank].astype(lane, copy=False)
-    k: Array = np.empty((*tokens.shape[:-2], heads, tokens.shape[-2], dim), tokens.dtype)
-    k[..., nope_dim:] = shared[..., rank:]
-    k[..., :nope_dim] = latent @ of_keys.swapaxes(-1, -2)
-    v = (latent @ of_values.swapaxes(-1, -2)).astype(tokens.dtype, copy=False)
-    return run(attention_args(func, queries, k, v, return_lse=return_lse, **options), options)
+    lane = lane_dtype(queries.dtype)
+    return LatentArgs(
+        queries, tokens, of_keys.astype(lane, copy=False), of_values.astype(lane, copy=False), absorbed
+    )

@@ -111,20 +111,8 @@ def neighborhood_attention(
     """
     func = "neighborhood_attention"
     require_options(func, options, NeighborhoodOptions)
-    n = len(kernel) if isinstance(kernel, (tuple, list)) else 1
-    if not n:
-        raise ValueError(f"{func}(): kernel is {kernel}; expected an integer, or one for each spatial axis")
-    copies: list[str] = []
-    arrays = [operand(func, name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]
-    grid = arrays[0].shape[-1 - n : -1]
-    for name, x in zip("qkv", arrays, strict=True):
-        if x.ndim < n + 2 or x.shape[-1 - n : -1] != grid:
-            dims = "(..., heads, *spatial, head_dim)"
-            expected = f"{dims} with {n} spatial axes, as kernel has, and q's grid, {grid}"
-            raise wrong_shape(func, name, x, expected)
-    if 0 in grid:
-        shape = arrays[0].shape
-        raise ValueError(f"{func}(): q has shape {shape}, of a grid {grid}; expected at least one place")
+    arrays, grid = grid_of(func, q, k, v, kernel)
+    n = len(grid)
     mask = neighborhood(*neighborhood_sizes(func, grid, kernel, dilation, causal))
     # How the rest fits together can be seen from one row of the grid.
     row: Any = (..., *(0,) * (n - 1), slice(None), slice(None))
@@ -147,6 +135,25 @@ def neighborhood_attention(
         if lse is not None:
             part.queries(lse, groups, 0)[...] = args.lse
     return out if lse is None else (out, lse)
+
+
+def grid_of(func: str, q: Any, k: Any, v: Any, kernel: Any) -> tuple[list[Array], Shape]:
+    """Queries, keys and values as arrays, and the grid that all of them have."""
+    n = len(kernel) if isinstance(kernel, (tuple, list)) else 1
+    if not n:
+        raise ValueError(f"{func}(): kernel is {kernel}; expected an integer, or one for each spatial axis")
+    copies: list[str] = []
+    arrays = [operand(func, name, x, copies) for name, x in (("q", q), ("k", k), ("v", v))]
+    grid = arrays[0].shape[-1 - n : -1]
+    for name, x in zip("qkv", arrays, strict=True):
+        if x.ndim < n + 2 or x.shape[-1 - n : -1] != grid:
+            dims = "(..., heads, *spatial, head_dim)"
+            expected = f"{dims} with {n} spatial axes, as kernel has, and q's grid, {grid}"
+            raise wrong_shape(func, name, x, expected)
+    if 0 in grid:
+        shape = arrays[0].shape
+        raise ValueError(f"{func}(): q has shape {shape}, of a grid {grid}; expected at least one place")
+    return arrays, grid
 
 
 @dataclass(frozen=True, repr=False, eq=False)

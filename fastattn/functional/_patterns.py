@@ -14,10 +14,13 @@ from fastattn._engine import dispatch
 from fastattn.functional._pieces import apart, join
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array, AttentionArgs
+    from fastattn._args.options import StridedInnerOptions
+    from fastattn._args.types import Array, AttentionArgs, Ints
 
 
 @overload
@@ -79,7 +82,7 @@ def dilated_window_attention(
     I. Beltagy, M. E. Peters, A. Cohan, "Longformer: The Long-Document Transformer", 2020, arXiv:2004.05150.
     """
     func = "dilated_window_attention"
-    args = _self_args(func, q, k, v, options, return_lse)
+    args = self_args(func, q, k, v, options, StridedOptions, return_lse)
     window, step = integer(func, "window", window, 0), integer(func, "dilation", dilation, 1)
     _attend_interleaved(args, func, step, options, causal=causal, window=(window, window))
     return args.result
@@ -132,37 +135,60 @@ def strided_attention(
     Source: R. Child et al., "Generating Long Sequences with Sparse Transformers", 2019, arXiv:1904.10509.
     """
     func = "strided_attention"
-    args = _self_args(func, q, k, v, options, return_lse)
+    args = self_args(func, q, k, v, options, StridedOptions, return_lse)
     step = integer(func, "stride", stride, 1)
     near = apart(attention_args(func, q, k, v, **options, window=(step, 0)))
     far = apart(args)
     dispatch.run(near, options.get("backend"))
-    # Those at a distance of 0 and of one step are in the window.
-    row = np.arange(-(-args.len_q // step))
-    _attend_interleaved(far, func, step, {**options, "sinks": None}, row_ranges=(row * 0, row - 1))
+    ranges = far_ranges(args.len_q, step)
+    _attend_interleaved(far, func, step, {**options, "sinks": None}, row_ranges=ranges)
     join((near, far), args)
     return args.result
 
 
-def _self_args(func: str, q: Any, k: Any, v: Any, options: StridedOptions, return_lse: bool) -> AttentionArgs:
+def self_args(
+    func: str, q: Any, k: Any, v: Any, options: StridedInnerOptions, taken: type, return_lse: bool
+) -> AttentionArgs:
     """The arguments of attention of a sequence to itself."""
-    args = variant_args(func, q, k, v, options, StridedOptions, return_lse)
+    args = variant_args(func, q, k, v, options, taken, return_lse)
     if args.len_q != args.len_k:
         raise ValueError(f"{func}(): k has a length of {args.len_k}; expected q's, {args.len_q}")
     return args
 
 
-def _attend_interleaved(
-    args: AttentionArgs, func: str, step: int, options: StridedOptions, row_ranges: Any = None, **more: Any
-) -> None:
-    """Attend within each of the `step` sequences of every step-th token, into the results of `args`."""
+def interleaved(
+    args: AttentionArgs,
+    func: str,
+    step: int,
+    options: StridedInnerOptions,
+    row_ranges: Any = None,
+    **more: Any,
+) -> Iterator[tuple[slice, AttentionArgs]]:
+    """Attention within each of the `step` sequences of every step-th token: which these are, and the call.
+
+    Its `out` is a part of that of `args`.
+    """
     rest: Any = {name: x for name, x in options.items() if name != "out"}
     for first in range(min(step, args.len_q)):
-        every: Any = (..., slice(first, None, step), slice(None))
-        q, k, v, out = (x[every] for x in (args.q, args.k, args.v, args.out))
+        tokens = slice(first, None, step)
+        q, k, v, out = (x[..., tokens, :] for x in (args.q, args.k, args.v, args.out))
         if row_ranges is not None:
             more["row_ranges"] = tuple(x[: q.shape[-2]] for x in row_ranges)
-        part = attention_args(func, q, k, v, out=out, return_lse=args.lse is not None, **rest, **more)
+        with_lse = args.lse is not None
+        yield tokens, attention_args(func, q, k, v, out=out, return_lse=with_lse, **rest, **more)
+
+
+def far_ranges(len_q: int, step: int) -> tuple[Ints, Ints]:
+    """Range of each query of an interleaved sequence: the window has itself and the one before."""
+    row = np.arange(-(-len_q // step))
+    return row * 0, row - 1
+
+
+def _attend_interleaved(
+    args: AttentionArgs, func: str, step: int, options: StridedOptions, **more: Any
+) -> None:
+    """Fill the results of `args`."""
+    for tokens, part in interleaved(args, func, step, options, **more):
         dispatch.run(part, options.get("backend"))
         if args.lse is not None:
-            args.lse[..., first::step] = part.lse
+            args.lse[..., tokens] = part.lse

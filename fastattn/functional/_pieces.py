@@ -14,7 +14,7 @@ from fastattn._engine import dispatch
 from fastattn._reference import attention as reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fastattn._args.options import ComputeOptions
     from fastattn._args.types import Array, AttentionArgs, Ints, RecurrentArgs, RowwiseArgs
@@ -127,10 +127,18 @@ def attend_by_rows(
 
     bias_of(b, rows) is (heads_q, rows, len_k): of the batch item at index b.
     """
-    n_rows = max(_LEAST_ROWS, _PIECE_SCORES // max(1, args.len_k) // _LEAST_ROWS * _LEAST_ROWS)
     if not (args.out.size and args.len_k):
         dispatch.run(args, backend)
         return
+    for _, _, part in parts_by_rows(args, bias_of):
+        dispatch.run(part, backend)
+
+
+def parts_by_rows(
+    args: AttentionArgs, bias_of: Callable[[tuple[int, ...], slice], Array]
+) -> Iterator[tuple[tuple[int, ...], slice, AttentionArgs]]:
+    """The calls of `attend_by_rows`: which batch item, which rows."""
+    n_rows = max(_LEAST_ROWS, _PIECE_SCORES // max(1, args.len_k) // _LEAST_ROWS * _LEAST_ROWS)
     for b in np.ndindex(args.batch_shape):
         item = item_of(args, b)
         for first in range(0, args.len_q, n_rows):
@@ -139,7 +147,7 @@ def attend_by_rows(
             with np.errstate(all="ignore"):  # the bias of hidden keys, too, which may hold NaN
                 bias = bias_of(b, rows)
             add_bias(part, bias)
-            dispatch.run(part, backend)
+            yield b, rows, part
 
 
 @np.errstate(all="ignore")
@@ -158,7 +166,7 @@ def add_bias(args: AttentionArgs, computed: Array) -> None:
     args.bias = np.where(given == -np.inf, given, np.maximum(bias + given, least))
 
 
-def by_distance(x: Array, n_keys: int) -> Array:
+def by_distance(x: Array, n_keys: int, writeable: bool = False) -> Array:
     """View (..., rows, n_keys) of x (..., rows, rows + n_keys - 1): row i without its first rows - 1 - i.
 
     Columns of x are distances, from the largest (the last query and key 0) down to the smallest (the first
@@ -167,7 +175,7 @@ def by_distance(x: Array, n_keys: int) -> Array:
     *lead, row, column = x.strides
     n_rows = x.shape[-2]
     shape = (*x.shape[:-1], n_keys)
-    return as_strided(x[..., n_rows - 1 :], shape, (*lead, row - column, column), writeable=False)
+    return as_strided(x[..., n_rows - 1 :], shape, (*lead, row - column, column), writeable=writeable)
 
 
 def band_of(x: Array, n: int) -> Array:

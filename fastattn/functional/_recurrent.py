@@ -169,17 +169,22 @@ def retention(
         `linear_attention`, as what is returned and raised.
     """
     k, v = float_array("retention", "k", k), float_array("retention", "v", v)
+    _, log_decay = retention_decays("retention", k, v, gamma)
+    return _run("retention", q, k, v, options, DecayOptions, rule="decay", log_decay=log_decay)
+
+
+def retention_decays(func: str, k: Array, v: Array, gamma: Any) -> tuple[Array, Array]:
+    """`gamma` in float64, the paper's if it is None, and its logarithms, (heads,) or one for all heads."""
     heads = max(k.shape[-3:-2] + v.shape[-3:-2], default=1)
     if gamma is None:
-        log_gamma = np.log1p(-(2.0 ** (-5 - np.arange(heads))))
-    else:
-        decays = real_array("retention", "gamma", gamma).astype(np.float64)
-        if not ((decays > 0) & (decays <= 1)).all():  # NaN is neither
-            raise ValueError(f"retention(): gamma is {short(gamma)}; expected numbers above 0 and at most 1")
-        if decays.shape not in ((), (1,), (heads,)):
-            raise wrong_shape("retention", "gamma", decays, f"(heads,) = {(heads,)}")
-        log_gamma = np.log(decays)
-    return _run("retention", q, k, v, options, DecayOptions, rule="decay", log_decay=log_gamma.reshape(-1))
+        less = 2.0 ** (-5 - np.arange(heads))
+        return 1 - less, np.log1p(-less)
+    decays = real_array(func, "gamma", gamma).astype(np.float64)
+    if not ((decays > 0) & (decays <= 1)).all():  # NaN is neither
+        raise ValueError(f"{func}(): gamma is {short(gamma)}; expected numbers above 0 and at most 1")
+    if decays.shape not in ((), (1,), (heads,)):
+        raise wrong_shape(func, "gamma", decays, f"(heads,) = {(heads,)}")
+    return decays, np.log(decays).reshape(-1)
 
 
 def gated_linear_attention(

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype
-from fastattn._args.ops import vector
 from fastattn._args.options import LocationOptions, NoSoftmaxOptions, SigmoidOptions
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import broadcast_batch, float_array, integer, number, require_broadcast
-from fastattn._args.variants import rowwise_args, variant_args
+from fastattn._args.values import broadcast_batch, float_array, number
+from fastattn._args.variants import additive_args, rowwise_args, talking_heads_args, top_k_args, variant_args
 from fastattn.functional._pieces import run, run_rowwise
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array
+    from fastattn._args.options import LocationInnerOptions
+    from fastattn._args.types import Array, AttentionArgs
 
 
 def additive_attention(
@@ -29,7 +29,7 @@ def additive_attention(
     weight: ArrayLike,
     **options: Unpack[NoSoftmaxOptions],
 ) -> Array:
-    """``softmax(scores) @ v`` with ``scores[i, j] = weight . tanh(q[i] + k[j])``, Bahdanau's attention.
+    """``softmax(scores) @ v`` with ``scores[i, j] = weight @ tanh(q[i] + k[j])``, Bahdanau's attention.
 
     Parameters
     ----------
@@ -49,15 +49,7 @@ def additive_attention(
     for scores. Masked as in `attention`. Source: D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine
     Translation by Jointly Learning to Align and Translate", 2015, arXiv:1409.0473.
     """
-    func = "additive_attention"
-    if options.get("scale") is None:
-        options["scale"] = 1.0
-    args = rowwise_args(func, "additive", q, k, v, options)
-    given, shape = float_array(func, "weight", weight), (args.attention.heads_q, args.attention.head_dim)
-    require_broadcast(func, "weight", given.shape, shape, "(heads_q, head_dim)")
-    lanes = given.astype(lane_dtype(args.out.dtype))
-    args.weight = np.ascontiguousarray(np.broadcast_to(lanes, shape))
-    return run_rowwise(args, options)
+    return run_rowwise(additive_args("additive_attention", q, k, v, weight, options), options)
 
 
 @overload
@@ -117,6 +109,13 @@ def location_attention(
     array([[2.]])
     """
     func = "location_attention"
+    return run(location_args(func, logits, v, options, LocationOptions, return_lse), options)
+
+
+def location_args(
+    func: str, logits: Any, v: Any, options: LocationInnerOptions, taken: type, return_lse: bool
+) -> AttentionArgs:
+    """The call of attention that location attention is: logits are its bias."""
     scores = float_array(func, "logits", logits, least_dims=2)
     values = float_array(func, "v", v, least_dims=2)
     if scores.shape[-1] != values.shape[-2]:
@@ -136,7 +135,7 @@ def location_attention(
     q = np.zeros((*scores.shape[:-1], 1), dtype)
     k = np.broadcast_to(np.zeros(1, dtype), (*values.shape[:-1], 1))
     fixed: Any = {"bias": scores, "scale": 1.0}
-    return run(variant_args(func, q, k, values, options, LocationOptions, return_lse, **fixed), options)
+    return variant_args(func, q, k, values, options, taken, return_lse, **fixed)
 
 
 def talking_heads_attention(
@@ -170,13 +169,7 @@ def talking_heads_attention(
     head mixes. A query that may attend nothing in a head gets no share from it. Source: N. Shazeer, Z. Lan,
     Y. Cheng, N. Ding and L. Hou, "Talking-Heads Attention", 2020, arXiv:2003.02436.
     """
-    func = "talking_heads_attention"
-    args = rowwise_args(func, "talking_heads", q, k, v, options)
-    lane, shape = lane_dtype(args.out.dtype), (args.attention.heads_q,) * 2
-    # Copies: the result may share their memory.
-    args.pre = None if pre is None else np.array(vector(func, "pre", pre, shape, lane))
-    args.post = None if post is None else np.array(vector(func, "post", post, shape, lane))
-    return run_rowwise(args, options)
+    return run_rowwise(talking_heads_args("talking_heads_attention", q, k, v, pre, post, options), options)
 
 
 def sparsemax_attention(
@@ -272,10 +265,7 @@ def top_k_attention(
     >>> fastattn.functional.top_k_attention(q, k, np.eye(4), top_k=2)
     array([[0. , 0.5, 0.5, 0. ]])
     """
-    args = rowwise_args("top_k_attention", "top_k", q, k, v, options)
-    # More keys than there are is all of them.
-    args.top_k = min(integer("top_k_attention", "top_k", top_k, 1), max(1, args.attention.len_k))
-    return run_rowwise(args, options)
+    return run_rowwise(top_k_args("top_k_attention", q, k, v, top_k, options), options)
 
 
 def sigmoid_attention(
@@ -319,9 +309,13 @@ def sigmoid_attention(
     """
     func = "sigmoid_attention"
     args = variant_args(func, q, k, v, options, SigmoidOptions)
-    if sigmoid_bias is None:
-        args.sigmoid_bias = -log(max(1, args.len_k))
-    else:
-        args.sigmoid_bias = number(func, "sigmoid_bias", sigmoid_bias, lane_dtype(args.q.dtype))
+    args.sigmoid_bias = bias_of_sigmoid(func, args, sigmoid_bias)
     result: Array = run(args, options)
     return result
+
+
+def bias_of_sigmoid(func: str, args: AttentionArgs, given: float | None) -> float:
+    """What sigmoid attention adds to every score."""
+    if given is None:
+        return -log(max(1, args.len_k))
+    return number(func, "sigmoid_bias", given, lane_dtype(args.q.dtype))

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.attention import add_bias, add_mask, attention_args
+from fastattn._args.attention import add_bias, add_mask, attention_args, dropout_of
+from fastattn._args.backward import backward_args
 from fastattn._args.errors import wrong_type
-from fastattn._args.types import FLOAT64
-from fastattn._args.values import as_array, flag, float_array, number
+from fastattn._args.values import as_array, flag, float_array
 from fastattn._engine import dispatch
 from fastattn._reference import attention as reference
+from fastattn._reference import backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
@@ -31,6 +32,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    seed: int | None = None,
 ) -> NDArray[Any]:
     """`attention` with the name, arguments and semantics of torch's function, on NumPy arrays.
 
@@ -42,13 +45,15 @@ def scaled_dot_product_attention(
         Broadcasts to ``(..., heads, len_q, len_k)``. Bool: True where a query attends. Float: added to the
         scores.
     dropout_p : float, default 0.0
-        Only 0.0: this is inference.
+        `dropout` of `attention`.
     is_causal : bool, default False
         Query i attends the keys up to key i: counted from the first key (top-left), where `attention` by
         default counts from the last. Not together with `attn_mask`.
     enable_gqa : bool, default False
         Allow fewer key and value heads than query heads: query's number a multiple of key's. Key and value
         have the same number, as torch's documentation asks; its code also takes two different ones.
+    seed : int, optional
+        Names what is dropped, as in `attention`. torch has a hidden state instead.
 
     Returns
     -------
@@ -58,7 +63,7 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, or `dropout_p` is not 0.
+        If an argument does not fit, or `dropout_p` is given without `seed`.
 
     Notes
     -----
@@ -67,9 +72,6 @@ def scaled_dot_product_attention(
     -inf masks.
     """
     func = "scaled_dot_product_attention"
-    if number(func, "dropout_p", dropout_p, FLOAT64) != 0:
-        expected = "0.0: dropout is for training, this for inference"
-        raise ValueError(f"{func}(): dropout_p is {dropout_p}; expected {expected}")
     if flag(func, "is_causal", is_causal) and attn_mask is not None:
         raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
     names = ("query", "key", "value")
@@ -86,6 +88,7 @@ def scaled_dot_product_attention(
         q, k, v = (np.broadcast_to(x, (*x.shape[:-3], max(heads), *x.shape[-2:])) for x in (q, k, v))
     q_offset = 0 if is_causal else None
     args = attention_args(func, q, k, v, causal=is_causal, q_offset=q_offset, scale=scale, names=names)
+    args.dropout, args.seed = dropout_of(func, dropout_p, seed, "dropout_p")
     if attn_mask is not None:
         array = as_array(func, "attn_mask", attn_mask)
         if array.dtype == np.bool_:
@@ -151,3 +154,85 @@ def flex_attention(
         args.q_position = np.asarray(args.len_k - args.len_q if q_offset is None else q_offset)
         reference.attention(args, score_mod)
     return args.result  # type: ignore[no-any-return]
+
+
+def flex_attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    score_mod: Callable[[Array, int, Ints, Ints, Ints], Array] | None = None,
+    score_mod_backward: Callable[[Array, Array, int, Ints, Ints, Ints], Array] | None = None,
+    mask: ArrayLike | Mask | None = None,
+    scale: float | None = None,
+    q_offset: ArrayLike | None = None,
+    dlse: ArrayLike | None = None,
+    need: Sequence[str] = ("dq", "dk", "dv"),
+) -> tuple[Any, ...]:
+    """Gradients of `flex_attention`; of a `score_mod`, you say what its own gradient is.
+
+    **Slow** with `score_mod`, as the forward pass is; without it this is `attention_backward` with a mask.
+
+    Parameters
+    ----------
+    dout, out, lse, dlse
+        As in `attention_backward`: out and lse are what the forward pass returned with ``return_lse=True``.
+    q, k, v, score_mod, mask, scale, q_offset
+        As they were given to `flex_attention`.
+    score_mod_backward : callable, optional
+        ``f(dscores, scores, b, h, i, j) -> dscores``: from the gradient of what `score_mod` returned to that
+        of the scores that it got, both (group, rows, keys): ``dscores`` times the derivative. The other
+        arguments are those that `score_mod` gets. It is called once for each block, one after another, so it
+        may also add up gradients of what `score_mod` reads, such as a table. Needed if there is a
+        `score_mod`: its derivative cannot be seen from outside.
+    need : tuple of str, default ("dq", "dk", "dv")
+        Which gradients to compute, and in which order to return them: these, and ``"dscale"``.
+
+    Returns
+    -------
+    tuple
+        A gradient for each name in `need`, with the shape and dtype of what it is the gradient of.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention_backward`; if `score_mod` is given without `score_mod_backward`, or the other way round;
+        and if either returns no floating numbers that broadcast to the scores.
+
+    Examples
+    --------
+    >>> import fastattn, numpy as np
+    >>> x = np.ones((1, 2, 5, 8), np.float32)
+    >>> capped = lambda s, b, h, i, j: 3 * np.tanh(s / 3)
+    >>> slope = lambda ds, s, b, h, i, j: ds * (1 - np.tanh(s / 3) ** 2)
+    >>> out, lse = fastattn.functional.flex_attention(x, x, x, score_mod=capped, return_lse=True)
+    >>> dq, dk, dv = fastattn.functional.flex_attention_backward(
+    ...     out, x, x, x, out, lse, score_mod=capped, score_mod_backward=slope
+    ... )
+    >>> dk.shape
+    (1, 2, 5, 8)
+    """
+    func = "flex_attention_backward"
+    functions = {"score_mod": score_mod, "score_mod_backward": score_mod_backward}
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise wrong_type(func, name, function, "a function")
+    if score_mod is not None and score_mod_backward is None:
+        expected = "f(dscores, scores, b, h, i, j) -> dscores, as score_mod has no derivative to be seen"
+        raise ValueError(f"{func}(): score_mod_backward is None, but score_mod is given; expected {expected}")
+    if score_mod is None and score_mod_backward is not None:
+        raise ValueError(f"{func}(): score_mod_backward is given, but score_mod is None; expected both")
+    args = attention_args(func, q, k, v, mask, scale=scale, q_offset=q_offset, return_lse=True)
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, "scale": scale}
+    found = backward_args(func, args, given, need, None, {})
+    if not args.out.size:
+        found.clear()
+    elif score_mod is None:
+        dispatch.run(found.args, None)
+    else:
+        args.q_position = np.asarray(args.len_k - args.len_q if q_offset is None else q_offset)
+        backward.attention_backward(found.args, score_mod, score_mod_backward)
+    return found.results()

@@ -74,6 +74,9 @@ def varlen_attention(
         As in `attention`.
     k_scale, v_scale : array_like, (tokens_k, heads_kv), optional
         What int8 keys and values are multiplied by, as in `attention`.
+    dropout, seed : optional
+        As in `attention`. The number of the sequence counts as that of the batch item, so the mask is that of
+        the padded batch; a call of the sequence alone has it only if the sequence is the first.
     out : ndarray, (tokens_q, heads_q, head_dim_v), optional
         Where the result goes, as in `attention`.
     return_lse : bool, default False

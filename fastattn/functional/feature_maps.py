@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.ops import epsilon
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast
+from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast, shared
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array
 
-__all__ = ["Favor", "elu", "favor", "unit"]
+__all__ = ["Favor", "elu", "elu_backward", "favor", "unit", "unit_backward"]
 
 _MOST_FEATURES = 1 << 24  # the square of which NumPy can still count
 
@@ -54,6 +54,51 @@ def unit(x: ArrayLike, *, eps: float = 1e-6) -> Array:
     lane, dim = lane_dtype(array.dtype), max(1, array.shape[-1])
     eps = epsilon("unit", "eps", eps, lane)
     return ops.rms_norm(array, np.full(array.shape[-1], dim**-0.5, lane), eps=eps / dim)
+
+
+def elu_backward(dout: ArrayLike, x: ArrayLike) -> Array:
+    """The gradient of x, from that of ``elu(x)``; x's shape and dtype, which dout has, too.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an array has another dtype or shape.
+    """
+    given, array = _pair("elu_backward", dout, x)
+    dx = given * np.exp(np.minimum(array, 0))  # at 0 both sides have a slope of 1
+    return np.asarray(dx, _native_dtype(x))
+
+
+@np.errstate(all="ignore")
+def unit_backward(dout: ArrayLike, x: ArrayLike, *, eps: float = 1e-6) -> Array:
+    """The gradient of x, from that of ``unit(x)``; x's shape and dtype, which dout has, too.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an array has another dtype or shape, or eps is no number of 0 or more.
+    """
+    given, array = _pair("unit_backward", dout, x, least_dims=1)
+    eps = epsilon("unit_backward", "eps", eps, lane_dtype(array.dtype))
+    length = np.sqrt(np.square(array).sum(-1, keepdims=True) + array.dtype.type(eps))
+    y = array / length
+    return np.asarray((given - y * (y * given).sum(-1, keepdims=True)) / length, _native_dtype(x))
+
+
+def _pair(func: str, dout: ArrayLike, x: ArrayLike, least_dims: int = 0) -> tuple[Array, Array]:
+    """`dout` and `x` in x's lane type, once they fit each other."""
+    array, given = float_array(func, "x", x, least_dims), float_array(func, "dout", dout, least_dims)
+    if given.shape != array.shape:
+        raise wrong_shape(func, "dout", given, f"x's, {array.shape}")
+    if given.dtype.newbyteorder("=") != array.dtype.newbyteorder("="):
+        raise wrong_dtype(func, "dout", given, f"x's, {array.dtype}")
+    lane = lane_dtype(array.dtype)
+    return given.astype(lane, copy=False), array.astype(lane, copy=False)
+
+
+def _native_dtype(x: ArrayLike) -> np.dtype[Any]:
+    """The dtype of `x` in native byte order."""
+    return shared(x).dtype.newbyteorder("=")
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +138,46 @@ class Favor:
             one_each = (*exponents.shape[:-1], 1)
             require_broadcast("keys", "shift", down.shape, one_each, "(..., length, 1)")
         return self._features(exponents - down.astype(np.float64), dtype)
+
+    @np.errstate(all="ignore")
+    def queries_backward(self, dout: ArrayLike, q: ArrayLike) -> Array:
+        """The gradient of q, from that of ``queries(q)``; q's shape and dtype, which dout's features have."""
+        return self._backward("queries_backward", "q", dout, q, (-1,))
+
+    @np.errstate(all="ignore")
+    def keys_backward(self, dout: ArrayLike, k: ArrayLike, shift: ArrayLike | None = None) -> Array:
+        """The gradient of k, from that of ``keys(k, shift)``; a given shift is a constant."""
+        func, axes = "keys_backward", (-1, -2)
+        if shift is None:
+            return self._backward(func, "k", dout, k, axes)
+        exponents, _ = self._exponents(func, "k", k)
+        down = real_array(func, "shift", shift)
+        require_broadcast(func, "shift", down.shape, (*exponents.shape[:-1], 1), "(..., length, 1)")
+        return self._backward(func, "k", dout, k, axes, down.astype(np.float64))
+
+    def _backward(
+        self, func: str, name: str, dout: ArrayLike, x: ArrayLike, axes: tuple[int, ...], down: Any = None
+    ) -> Array:
+        """The gradient of x through features that are divided by exp(down), or the largest of `axes`."""
+        exponents, dtype = self._exponents(func, name, x)
+        given, array = float_array(func, "dout", dout, least_dims=2), float_array(func, name, x)
+        if given.shape != exponents.shape:
+            raise wrong_shape(func, "dout", given, exponents.shape)
+        if given.dtype.newbyteorder("=") != dtype:
+            raise wrong_dtype(func, "dout", given, f"{name}'s, {dtype}")
+        lane = lane_dtype(dtype)
+        largest = exponents.max(axes, keepdims=True, initial=-np.inf)
+        moved = exponents - (largest if down is None else down)
+        dexponents = np.exp(moved) / math.sqrt(len(self.projection)) * given.astype(lane)
+        if down is None:  # it is one of the exponents, or several equal ones share it
+            is_largest = exponents == largest
+            share = dexponents.sum(axes, keepdims=True) / is_largest.sum(axes, keepdims=True)
+            dexponents = dexponents - is_largest * share
+        factor = lane.type(array.shape[-1] ** -0.25)
+        dy = dexponents @ self.projection.astype(lane) - dexponents.sum(-1, keepdims=True) * (
+            array.astype(lane) * factor
+        )
+        return np.asarray(dy * factor, dtype)
 
     def _exponents(self, func: str, name: str, x: ArrayLike) -> tuple[Array, np.dtype[Any]]:
         """w . y - |y|^2 / 2 for each feature w, y = x / head_dim^(1/4), in the accumulator's dtype."""

@@ -17,18 +17,20 @@ from fastattn.cache import KVCache, restored_on_error
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _calls
 from fastattn.layers._heads import FUNC, AttentionParameters, CallOptions
-from fastattn.layers._scores import Names, add_extra_keys, add_masks
+from fastattn.layers._recorded import NAMES, forward_backward
+from fastattn.layers._scores import add_extra_keys, add_masks
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Ints
+    from fastattn.layers._gradients import Pullback
     from fastattn.layers._heads import KeysValues
     from fastattn.layers._projections import Stack
+    from fastattn.layers._scores import Names
 
 _NOTHING = nullcontext()
-_NAMES = Names(FUNC, "query", "attn_mask", "key_padding_mask")
 
 
 @dataclass(eq=False)
@@ -187,6 +189,27 @@ class MultiHeadAttention(AttentionParameters):
         weights = weights.mean(axis=1) if average else weights
         return out, weights if x.ndim == 3 else weights[0]
 
+    def forward_backward(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        *,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        **options: Unpack[CallOptions],
+    ) -> tuple[Array, Pullback]:
+        """The result, and what makes gradients: ``dquery, grads = pullback(dout)``; see `Pullback`.
+
+        With a key, and with a value, there are their gradients, too: ``dquery, dkey, dvalue, grads``. An
+        array that is passed twice counts once. Options are those of a call, without a cache. Masks of floats
+        are no parameters and have no gradient. With `dropout`, that share of the probabilities becomes 0, as
+        `seed` says: see `fastattn.attention`.
+        """
+        require_options(f"{FUNC}.forward_backward", options, CallOptions)
+        return forward_backward(self, query, key, value, checkpoint, dropout, seed, **options)
+
     def project_keys_values(self, key: ArrayLike, value: ArrayLike | None = None) -> KeysValues:
         """Keys and values of a memory, (B, heads_kv, S, head_dim), once for many calls: see `keys_values`."""
         k, v = self._keys_values(key, None if value is key else value, None)
@@ -210,7 +233,7 @@ class MultiHeadAttention(AttentionParameters):
         keys_values: KeysValues | None = None,
         need_weights: bool = False,
         q_offset: Ints | int = 0,
-        names: Names = _NAMES,
+        names: Names = NAMES,
     ) -> tuple[Array, Any]:
         """A call's output, and the weights of each head or None; x, residual and out are rows of embed_dim.
 

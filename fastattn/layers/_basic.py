@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,13 +16,18 @@ from fastattn._args.values import MOST_SIZE, choice, flag, integer
 from fastattn._engine.scratch import keep, scratch
 from fastattn.layers import _calls
 from fastattn.layers._block import Norm, Projection
+from fastattn.layers._gradients import pulled
 from fastattn.layers._state import Layer, Parameter, constant, lane_of, uniform
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Rounding
-    from fastattn.layers._state import Fields
+    from fastattn._engine.tape import Tape, Value
+    from fastattn.layers._gradients import Pullback
+    from fastattn.layers._state import Fields, Plain
 
 # For each activation of a feed-forward: what `ops.linear` calls it, and whether its result multiplies a
 # second map of the input (a gated feed-forward).
@@ -89,6 +94,19 @@ class Linear(Layer):
             out=out,
         )
 
+    def forward_backward(
+        self, x: ArrayLike, *, activation: ops.Activation | None = None, checkpoint: bool = False
+    ) -> tuple[Array, Pullback]:
+        """The result for x, and what makes gradients: ``dx, grads = pullback(dout)``; see `Pullback`."""
+        array = _calls.checked("Linear", "x", x, self.in_features, self.weights_dtype)
+        if activation is not None:
+            choice("Linear.forward_backward", "activation", activation, PLAIN)
+
+        def record(tape: Tape, inputs: Sequence[Value]) -> Value:
+            return tape.linear(inputs[0], *self._projection(), activation=activation)
+
+        return pulled(self, record, [array], array.shape, checkpoint)
+
     def _projection(self) -> Projection:
         return Projection(self.packed_weight, self.bias_vector, self.activations)
 
@@ -103,8 +121,9 @@ class Linear(Layer):
         packed = ops.pack(arrays["weight"], dtype=weights_dtype)
         return {"packed_weight": packed, **super()._pack(arrays, weights_dtype)}
 
-    def _unpack(self) -> dict[str, Array]:
-        return {"weight": self.packed_weight.unpack(), **super()._unpack()}
+    def _named(self, plain: Plain) -> dict[str, Array]:
+        weight = plain(self.packed_weight)
+        return {**({} if weight is None else {"weight": weight}), **super()._named(plain)}
 
 
 @dataclass(eq=False)
@@ -139,6 +158,17 @@ class _Norm(Layer):
             return ops.rms_norm(x, self.weight_vector, eps=self.eps, residual=residual, out=out)
         weight, bias = self.weight_vector, self.bias_vector
         return ops.layer_norm(x, weight, bias, eps=self.eps, residual=residual, out=out)
+
+    def forward_backward(self, x: ArrayLike, *, checkpoint: bool = False) -> tuple[Array, Pullback]:
+        """The normalised x, and what makes gradients: ``dx, grads = pullback(dout)``; see `Pullback`."""
+        array = _calls.checked(type(self).__name__, "x", x, self.features, self.weights_dtype)
+        return pulled(self, self._record_one, [array], array.shape, checkpoint)
+
+    def _record_one(self, tape: Tape, inputs: Sequence[Value]) -> Value:
+        return self._record(tape, inputs[0])
+
+    def _record(self, tape: Tape, x: Value) -> Value:
+        return tape.norm(x, *self._of_block())
 
     def _of_rows(self, x: Array, out: Array | None = None) -> Array:
         """The norm of rows that have been checked; `out` may be `x` itself."""
@@ -245,6 +275,18 @@ class FeedForward(Layer):
         hidden = ops.linear(array, self.weight1, self.bias1, activation=self._function, activations=rounded)
         return ops.linear(hidden, self.weight2, self.bias2, residual=residual, activations=rounded, out=out)
 
+    def forward_backward(self, x: ArrayLike, *, checkpoint: bool = False) -> tuple[Array, Pullback]:
+        """The feed-forward of x, and what makes gradients: ``dx, grads = pullback(dout)``; see `Pullback`."""
+        array = _calls.checked("FeedForward", "x", x, self.d_model, self.weights_dtype)
+        return pulled(self, self._record_one, [array], array.shape, checkpoint)
+
+    def _record_one(self, tape: Tape, inputs: Sequence[Value]) -> Value:
+        return self._record(tape, inputs[0])
+
+    def _record(self, tape: Tape, x: Value, residual: Value | None = None) -> Value:
+        inner, outer = self._projections()
+        return tape.linear(tape.linear(x, *inner, self._function), *outer, residual=residual)
+
     def _of_rows(self, x: Array, residual: Array | None, out: Array | None) -> Array:
         """The feed-forward of rows that have been checked."""
         hidden = scratch("hidden", len(x), self.dim_feedforward, x.dtype)
@@ -285,11 +327,12 @@ class FeedForward(Layer):
             **super()._pack(arrays, weights_dtype),
         }
 
-    def _unpack(self) -> dict[str, Array]:
-        weight1: Any = self.weight1.unpack()
-        arrays = {"linear2.weight": self.weight2.unpack(), **super()._unpack()}
-        for i, name in enumerate(self._inner):
-            arrays[f"{name}.weight"] = weight1[i] if self._gated else weight1
-            if self.bias1 is not None:
-                arrays[f"{name}.bias"] = (self.bias1[i] if self._gated else self.bias1).copy()
+    def _named(self, plain: Plain) -> dict[str, Array]:
+        arrays = super()._named(plain)
+        if (outer := plain(self.weight2)) is not None:
+            arrays["linear2.weight"] = outer
+        for kind, inner in (("weight", plain(self.weight1)), ("bias", plain(self.bias1))):
+            if inner is not None:
+                maps = inner if self._gated else inner[None]
+                arrays |= {f"{name}.{kind}": x for name, x in zip(self._inner, maps, strict=True)}
         return arrays

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Rounding
+    from fastattn._engine.tape import Gradients
     from fastattn.cache import KVCache
-    from fastattn.layers._state import Fields
+    from fastattn.layers._state import Fields, Plain
 
     KeysValues = tuple[Array, Array]
 
@@ -234,22 +235,38 @@ class AttentionParameters(Layer):
             fields[name] = None if bias is None else bias.astype(lane).reshape(self._heads_kv, -1)
         return {**fields, **super()._pack(arrays, weights_dtype)}
 
-    def _unpack(self) -> dict[str, Array]:
+    def _settle(self, gradients: Gradients) -> None:
+        wholes = (
+            (self.all_maps, (self.query_maps, self.key_map, self.value_map)),
+            (
+                self.key_value_maps,
+                (self.key_map, self.value_map),
+            ),
+        )
+        for whole, parts in wholes:
+            if whole is not None:
+                begins = (0, *whole.begins[1 - len(parts) :])  # a gate comes with the queries
+                rows = [slice(b, b + p.weight.out_features) for b, p in zip(begins, parts, strict=True)]
+                for what in ("weight", "bias"):
+                    own = [(getattr(p, what), r) for p, r in zip(parts, rows, strict=True)]
+                    gradients.move(getattr(whole, what), own)
+
+    def _named(self, plain: Plain) -> dict[str, Array]:
         stacks = (self.query_maps, self.key_map, self.value_map)
-        weights = [weight for maps in stacks for weight in maps.apart(maps.weight.unpack())]
-        biases = [bias for maps in stacks for bias in maps.apart(maps.bias)]
+        weights = [weight for maps in stacks for weight in maps.apart(plain(maps.weight))]
+        biases = [bias for maps in stacks for bias in maps.apart(plain(maps.bias))]
         arrays: dict[str, Array] = {}
         if self.output_gate:
-            arrays["gate_proj.weight"] = weights.pop(0)
-            if self.bias:
-                arrays["gate_proj.bias"] = biases.pop(0)
-        if self._stacked:
+            for kind, parts in (("weight", weights), ("bias", biases)):
+                if parts:
+                    arrays[f"gate_proj.{kind}"] = parts.pop(0)
+        if weights and self._stacked:
             arrays["in_proj_weight"] = np.concatenate(weights)
-        else:
+        elif weights:
             arrays |= {f"{name}_proj_weight": w for name, w in zip("qkv", weights, strict=True)}
-        if self.bias:
+        if biases:
             arrays["in_proj_bias"] = np.concatenate(biases)
-        for name, x in (("bias_k", self.bias_k), ("bias_v", self.bias_v)):
-            if x is not None:
-                arrays[name] = x.reshape(1, 1, -1).copy()
-        return {**arrays, **super()._unpack()}
+        for name, held in (("bias_k", self.bias_k), ("bias_v", self.bias_v)):
+            if (x := plain(held)) is not None:
+                arrays[name] = x.reshape(1, 1, -1)
+        return {**arrays, **super()._named(plain)}

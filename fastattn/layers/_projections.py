@@ -44,10 +44,10 @@ class Stack(NamedTuple):
         return _stacked(packed, bias, begins, self.sizes[first:last])
 
     def apart(self, whole: Array | None) -> list[Array]:
-        """Each map's own part of the unpacked weight or of the bias; an empty list without biases."""
+        """Each map's own part of the unpacked weight or of the bias; an empty list if that is None."""
         if whole is None:
             return []
-        return [whole[b : b + n].copy() for b, n in zip(self.begins, self.sizes, strict=True)]
+        return [whole[b : b + n] for b, n in zip(self.begins, self.sizes, strict=True)]
 
 
 def stack(weights: Sequence[Array], biases: Sequence[Array], dtype: str) -> Stack:

@@ -17,12 +17,14 @@ from fastattn.layers import _calls
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import ACTIVATIONS, FeedForward, LayerNorm, RMSNorm
 from fastattn.layers._heads import HeadOptions
+from fastattn.layers._recorded import record
 from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Rounding
+    from fastattn._engine.tape import Tape, Value
 
     Norm = LayerNorm | RMSNorm
 
@@ -123,6 +125,20 @@ class TransformerLayer(Layer):
             return self.feed_forward._of_rows(norm._of_rows(x), x, x)
         total = self.feed_forward._of_rows(x, x, None)
         return norm._of_rows(total, total)
+
+    def _record_attention(
+        self, tape: Tape, norm: Norm, x: Value, attention: MultiHeadAttention, **options: Any
+    ) -> Value:
+        """`_add_attention` on a tape; `options` are those of `_recorded.record`."""
+        if self.norm_first:
+            return record(attention, tape, norm._record(tape, x), residual=x, **options)
+        return norm._record(tape, record(attention, tape, x, residual=x, **options))
+
+    def _record_feed_forward(self, tape: Tape, norm: Norm, x: Value) -> Value:
+        """`_add_feed_forward` on a tape."""
+        if self.norm_first:
+            return self.feed_forward._record(tape, norm._record(tape, x), residual=x)
+        return norm._record(tape, self.feed_forward._record(tape, x, residual=x))
 
     def _children(self) -> dict[str, Layer]:
         # A feed-forward's parameters have no prefix: torch's layers hold its maps themselves.

@@ -52,7 +52,11 @@ class Rope:
         positions = offset[:, None] + np.arange(length)
         return cos[positions], sin[positions]
 
-    def rotate(self, x: Array, offset: Ints | int) -> None:
-        """Rotate x (batch, heads, length, head_dim) in place. Its first token stands at `offset`."""
+    def rotate(self, x: Array, offset: Ints | int, back: bool = False) -> None:
+        """Rotate x (batch, heads, length, head_dim) in place. Its first token stands at `offset`.
+
+        `back` turns a gradient of the result to that of what was rotated.
+        """
         cos, sin = self.tables(offset, x.shape[-2], x.dtype)
+        sin = -sin if back else sin
         apply_rope(x, cos, sin, interleaved=self.interleaved, out=x)

@@ -17,9 +17,11 @@ from fastattn.layers._transformer import TransformerEncoderLayer
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Shape
 
-_LAYER = "a TransformerEncoderLayer"
+LAYER = "a TransformerEncoderLayer"
+LATENT = (TransformerEncoder, TransformerEncoderLayer, type(None))
+LATENTS = "an encoder, a layer of one, or None"
 
 
 def set_attention(
@@ -75,7 +77,7 @@ def induced_set_attention(
         True hides an element of x from the others. The result still has a vector for it.
     """
     func = "induced_set_attention"
-    _calls.require(func, "second", second, TransformerEncoderLayer, _LAYER)
+    _calls.require(func, "second", second, TransformerEncoderLayer, LAYER)
     summary = _set_attention(func, first, inducing, x, key_padding_mask, ("first", "inducing", "x"))
     return _set_attention(func, second, x, summary, None, ("second", "x", "the summary of first"))
 
@@ -138,8 +140,7 @@ def perceiver(
     .. [1] A. Jaegle et al., "Perceiver: General Perception with Iterative Attention", 2021, arXiv:2103.03206.
     """
     func = "perceiver"
-    kinds = (TransformerEncoder, TransformerEncoderLayer, type(None))
-    _calls.require(func, "latent", latent, kinds, "an encoder, a layer of one, or None")
+    _calls.require(func, "latent", latent, LATENT, LATENTS)
     out = _set_attention(func, cross, latents, x, key_padding_mask, ("cross", "latents", "x"))
     return out if latent is None else latent(out)
 
@@ -153,25 +154,34 @@ def _set_attention(
     names: tuple[str, str, str] = ("layer", "x", "y"),
 ) -> Array:
     """`set_attention`, for messages of `func`, in which layer, x and y have `names`."""
-    _calls.require(func, names[0], layer, TransformerEncoderLayer, _LAYER)
-    ours, theirs = float_array(func, names[1], x), float_array(func, names[2], y)
-    width = layer.d_model
-    for name, array in zip(names[1:], (ours, theirs), strict=True):
-        if array.ndim not in (2, 3) or array.shape[-1] != width:
-            raise wrong_shape(func, name, array, f"(n, {width}) or (batch, n, {width})")
-    if ours.shape[:-2] != theirs.shape[:-2]:  # the same inducing points, seeds or latents for all sets
-        batch = broadcast_batch(func, **{names[1]: ours.shape[:-2], names[2]: theirs.shape[:-2]})
-        ours, theirs = (np.broadcast_to(a, (*batch, *a.shape[-2:])) for a in (ours, theirs))
-    if mask is not None:  # checked here: the layer would name itself in its messages
-        mask, shape = as_array(func, "key_padding_mask", mask), theirs.shape[:-1]
-        if mask.shape != shape:
-            name = "(batch, length)" if len(shape) > 1 else "(length,)"
-            raise wrong_shape(func, "key_padding_mask", mask, f"{name} = {shape}")
-        if mask.dtype != np.bool_ and not is_float(mask.dtype):
-            raise wrong_dtype(func, "key_padding_mask", mask, MASK_DTYPES)
+    ours, theirs, batch = checked_sets(func, layer, x, y, mask, names)
+    ours, theirs = (np.broadcast_to(a, (*batch, *a.shape[-2:])) for a in (ours, theirs))
     queries = layer.norm1(ours) if layer.norm_first else ours
     total = layer.self_attn(queries, theirs, residual=ours, key_padding_mask=mask)
     if layer.norm_first:
         return layer.feed_forward(layer.norm2(total), residual=total)
     total = layer.norm1(total)
     return layer.norm2(layer.feed_forward(total, residual=total))
+
+
+def checked_sets(
+    func: str, layer: Any, x: Any, y: Any, mask: Any, names: tuple[str, str, str] = ("layer", "x", "y")
+) -> tuple[Array, Array, Shape]:
+    """Check the arguments of `set_attention`: both sets, and the batch dimensions of the result."""
+    _calls.require(func, names[0], layer, TransformerEncoderLayer, LAYER)
+    ours, theirs = float_array(func, names[1], x), float_array(func, names[2], y)
+    width = layer.d_model
+    for name, array in zip(names[1:], (ours, theirs), strict=True):
+        if array.ndim not in (2, 3) or array.shape[-1] != width:
+            raise wrong_shape(func, name, array, f"(n, {width}) or (batch, n, {width})")
+    batch = ours.shape[:-2]
+    if batch != theirs.shape[:-2]:  # the same inducing points, seeds or latents for all sets
+        batch = broadcast_batch(func, **{names[1]: batch, names[2]: theirs.shape[:-2]})
+    if mask is not None:  # checked here: the layer would name itself in its messages
+        mask, shape = as_array(func, "key_padding_mask", mask), (*batch, theirs.shape[-2])
+        if mask.shape != shape:
+            name = "(batch, length)" if len(shape) > 1 else "(length,)"
+            raise wrong_shape(func, "key_padding_mask", mask, f"{name} = {shape}")
+        if mask.dtype != np.bool_ and not is_float(mask.dtype):
+            raise wrong_dtype(func, "key_padding_mask", mask, MASK_DTYPES)
+    return ours, theirs, batch

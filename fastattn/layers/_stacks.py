@@ -11,10 +11,11 @@ import numpy as np
 from fastattn._args.cache import cache_args
 from fastattn._args.errors import wrong_type
 from fastattn._args.options import require_options
-from fastattn._args.values import float_array, integer, iterated
+from fastattn._args.values import flag, float_array, integer, iterated
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _calls
 from fastattn.layers._basic import _Norm
+from fastattn.layers._gradients import pulled, refuse_cache
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._residual import TransformerLayer, require_fields
 from fastattn.layers._state import Layer, xavier_uniform
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Rounding
+    from fastattn._engine.tape import Tape, Value
+    from fastattn.layers._gradients import Pullback
     from fastattn.layers._residual import Norm
 
 
@@ -95,6 +98,20 @@ class _Stack(Layer):
                 result = layer(result, cache=its_cache, **options)
             return result if self.norm is None else self.norm(result)
 
+    def _record(
+        self, tape: Tape, x: Value, batch: int, memory: Sequence[Value], checkpoint: bool, options: Any
+    ) -> Value:
+        """One layer after another on a tape, over `memory`, which an encoder's layers do not have."""
+        for layer in self.layers:
+
+            def compute(tape: Tape, inputs: Sequence[Value], layer: Any = layer) -> Value:
+                found: Value = layer._record(tape, *inputs, batch, **options)
+                return found
+
+            inputs = [x, *memory]
+            x = tape.checkpoint(compute, inputs) if checkpoint else compute(tape, inputs)
+        return x if self.norm is None else self.norm._record(tape, x)
+
     def _one_each(self, cache: Sequence[Any] | None) -> Sequence[Any]:
         """`cache`, one for each layer."""
         if cache is None:
@@ -144,6 +161,41 @@ class TransformerEncoder(_Stack):
         options = {"src_key_padding_mask": src_key_padding_mask, "is_causal": is_causal, "lengths": lengths}
         return self._run("src", src, cache, src_mask=mask, **options)
 
+    def forward_backward(
+        self,
+        src: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        src_key_padding_mask: ArrayLike | None = None,
+        is_causal: bool = False,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+    ) -> tuple[Array, Pullback]:
+        """The stack's result, and what makes gradients: ``dsrc, grads = pullback(dout)``; see `Pullback`.
+
+        Arguments are those of the layers' `forward_backward`. With `checkpoint`, only the input of each layer
+        is kept.
+        """
+        self._require_layers()
+        batched, options, array = self._encoded(src, mask, src_key_padding_mask, is_causal)
+
+        def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
+            return self._record(tape, inputs[0], batched, (), checkpoint, options)
+
+        return pulled(self, compute, [array], array.shape, False, dropout, seed)
+
+    def _encoded(
+        self, src: ArrayLike, mask: Any, padding: Any, is_causal: bool
+    ) -> tuple[int, dict[str, Any], Array]:
+        """The batch, the options of the layers, and the input of a call."""
+        func = type(self).__name__
+        array, batched = self.layers[0]._input("src", src, None, KVCache)
+        if batched is not array:
+            padding = _calls.one_batch(func, "src_key_padding_mask", padding)
+        options = {"src_mask": mask, "src_key_padding_mask": padding}
+        return len(batched), {**options, "is_causal": flag(func, "is_causal", is_causal)}, array
+
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[KVCache]:
         """Empty caches, one a layer: see `KVCache`."""
         room, kept = cache_args(f"{type(self).__name__}.new_cache", capacity, dtype)
@@ -178,6 +230,42 @@ class TransformerDecoder(_Stack):
         """
         require_options("TransformerDecoder", options, DecoderOptions)
         return self._run("tgt", tgt, cache, memory=memory, **options)
+
+    def forward_backward(
+        self,
+        tgt: ArrayLike,
+        memory: ArrayLike,
+        *,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        **options: Unpack[DecoderOptions],
+    ) -> tuple[Array, Pullback]:
+        """The stack's result, and what makes gradients: ``dtgt, dmemory, grads = pullback(dout)``.
+
+        See `Pullback`. Arguments are those of a call without a cache. With `checkpoint`, only the input of
+        each layer is kept.
+        """
+        self._require_layers()
+        batch, masks, array = self._decoded("TransformerDecoder", tgt, options)
+        over = self.layers[0]._memory(memory, batch)
+
+        def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
+            return self._record(tape, inputs[0], batch, inputs[1:], checkpoint, masks)
+
+        inputs = [array, over if np.ndim(memory) == 3 else over[0]]
+        return pulled(self, compute, inputs, array.shape, False, dropout, seed)
+
+    def _decoded(self, func: str, tgt: ArrayLike, options: Any) -> tuple[int, dict[str, Any], Array]:
+        """The batch, the options of the layers, and the input of a call without a cache."""
+        require_options(f"{func}.forward_backward", options, DecoderOptions)
+        refuse_cache(func, options)
+        array, batched = self.layers[0]._input("tgt", tgt, None, DecoderCache)
+        masks = dict(options)
+        if batched is not array:
+            for name in ("tgt_key_padding_mask", "memory_key_padding_mask"):
+                masks[name] = _calls.one_batch(func, name, masks.get(name))
+        return len(batched), masks, array
 
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:
         """Empty caches, one a layer: see `KVCache` and `DecoderCache`."""
@@ -266,3 +354,34 @@ class Transformer(Layer):
             src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal
         )
         return self.decoder(tgt, memory, **options)
+
+    def forward_backward(
+        self,
+        src: ArrayLike,
+        tgt: ArrayLike,
+        *,
+        src_mask: ArrayLike | None = None,
+        src_key_padding_mask: ArrayLike | None = None,
+        src_is_causal: bool = False,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        **options: Unpack[OverMemoryOptions],
+    ) -> tuple[Array, Pullback]:
+        """The decoder's result, and what makes gradients: ``dsrc, dtgt, grads = pullback(dout)``.
+
+        See `Pullback`. Arguments are those of a call. With `checkpoint`, only the input of each layer is
+        kept.
+        """
+        func = "Transformer"
+        require_options(f"{func}.forward_backward", options, OverMemoryOptions)
+        encoder, decoder = self.encoder, self.decoder
+        batch, own, ours = encoder._encoded(src, src_mask, src_key_padding_mask, src_is_causal)
+        _, masks, theirs = decoder._decoded(func, tgt, options)
+        decoder.layers[0]._memory(ours, 1 if theirs.ndim == 2 else len(theirs))
+
+        def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
+            memory = encoder._record(tape, inputs[0], batch, (), checkpoint, own)
+            return decoder._record(tape, inputs[1], batch, (memory,), checkpoint, masks)
+
+        return pulled(self, compute, [ours, theirs], theirs.shape, False, dropout, seed)

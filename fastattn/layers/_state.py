@@ -1,7 +1,7 @@
 """What every layer shares: its parameters by name, which can be loaded and saved.
 
 A layer says which parameters it holds (`_parameters`), which other layers it consists of (`_children`), how
-named arrays become its fields (`_pack`) and how its fields become named arrays again (`_unpack`). Loading
+named arrays become its fields (`_pack`) and how its fields become named arrays again (`_named`). Loading
 packs everything first and assigns last, so that an error changes nothing.
 
 A layer checks its fields once, so they cannot be set afterwards. Only a part can be replaced, by another that
@@ -20,7 +20,7 @@ import numpy as np
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
-from fastattn._args.packed import WEIGHT_DTYPES, is_finite
+from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, is_finite
 from fastattn._args.values import as_array, generator, is_float, short
 from fastattn.layers._files import opened
 
@@ -30,9 +30,12 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from fastattn._args.types import Array, Rounding, Shape
+    from fastattn._engine.tape import Gradients
 
     Fields = dict[str, Any]
     Draw = Callable[[np.random.Generator, Shape], Array]
+    # From what a field holds to an array in plain layout: itself, or its gradient. None: there is none.
+    Plain = Callable[[Array | PackedLinear | None], Array | None]
 
 
 class Parameter(NamedTuple):
@@ -85,6 +88,7 @@ class Layer:
 
     weights_dtype: str
     activations: Rounding | None = None  # what the inputs of its linear maps are rounded to
+    _changes = 0  # how often its fields were set: an optimizer sees that others have loaded weights
     _built = False  # True from the end of construction on: fields cannot be set any more
     # Names of parameters that are kept as they are, in the lane type, and the fields that hold them.
     _vectors: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -104,10 +108,13 @@ class Layer:
         held = ((field, arrays.get(name)) for name, field in self._vectors)
         return {field: None if array is None else array.astype(lane) for field, array in held}
 
-    def _unpack(self) -> dict[str, Array]:
-        """The own parameters, as `_pack` takes them; here those of `_vectors`."""
-        held = ((name, getattr(self, field)) for name, field in self._vectors)
-        return {name: array.copy() for name, array in held if array is not None}
+    def _named(self, plain: Plain) -> dict[str, Array]:
+        """What `plain` makes of each field, by the names that `_pack` takes; here those of `_vectors`."""
+        held = ((name, plain(getattr(self, field))) for name, field in self._vectors)
+        return {name: array for name, array in held if array is not None}
+
+    def _settle(self, gradients: Gradients) -> None:
+        """Give the gradients of what several fields share to each of them."""
 
     def __getattr__(self, name: str) -> Any:
         """Raise: `name` is a field that waits for parameters, or no attribute at all."""
@@ -143,7 +150,7 @@ class Layer:
     def _change(self, fields: Fields) -> None:
         """Set `fields`, which fit."""
         global last_change
-        self.__dict__.update(fields)
+        self.__dict__.update(fields, _changes=self._changes + 1)
         last_change = object()
 
     def _require_parts(self) -> None:
@@ -203,10 +210,20 @@ class Layer:
         ValueError
             If the layer has no parameters yet.
         """
-        state = {
-            prefix + name: array for prefix, layer in self._walk() for name, array in layer._unpack().items()
+        return self._all_named(_copied)
+
+    def _own_state(self) -> dict[str, Array]:
+        """`state_dict` without the parts."""
+        return self._named(_copied)
+
+    def _all_named(self, plain: Plain) -> dict[str, Array]:
+        """What `plain` makes of all parameters, by name, in torch's order."""
+        found = {
+            prefix + name: array
+            for prefix, layer in self._walk()
+            for name, array in layer._named(plain).items()
         }
-        return {name: state[name] for name in self.parameters()}
+        return {name: found[name] for name in self.parameters() if name in found}
 
     def load_state_dict(
         self,
@@ -271,6 +288,32 @@ class Layer:
                 packed.append((layer, {"weights_dtype": dtype, **layer._pack(own, dtype)}))
         for layer, fields in packed:
             layer._change(fields)
+
+    def _repack(self, arrays: Mapping[str, Array], changed: Collection[str]) -> None:
+        """Take over those of `arrays`, in the lane type, whose names are `changed`; all or none.
+
+        Only the parts that hold them are packed again. `arrays` has the other parameters of these, too.
+        """
+        func, packed = type(self).__name__, []
+        for path, layer in self._walk():
+            own = {name: arrays[path + name] for name in layer._parameters()}
+            if not any(path + name in changed for name in own):
+                continue
+            for name, array in own.items():
+                if array.ndim < 2 and not is_finite(array, array.dtype.name, or_none=True):
+                    raise ValueError(
+                        f"{func}: {path + name} has values that are not finite; expected finite ones"
+                    )
+            packed.append((layer, layer._pack(own, layer.weights_dtype)))
+        for layer, fields in packed:
+            layer._change(fields)
+
+
+def _copied(parameter: Array | PackedLinear | None) -> Array | None:
+    """A parameter in plain layout, in memory of its own."""
+    if parameter is None or isinstance(parameter, np.ndarray):
+        return None if parameter is None else parameter.copy()
+    return parameter.unpack()
 
 
 def _checked(

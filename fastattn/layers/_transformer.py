@@ -10,21 +10,27 @@ import numpy as np
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import rows
 from fastattn._args.options import require_options
-from fastattn._args.values import as_array
+from fastattn._args.values import as_array, flag
+from fastattn._engine import recorded
 from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _calls, _state
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._block import Block
+from fastattn.layers._gradients import pulled, refuse_cache
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._residual import TransformerLayer
 from fastattn.layers._scores import Names
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, Bools, Shape
+    from fastattn._engine.tape import Tape, Value
+    from fastattn.layers._gradients import Pullback
     from fastattn.layers._residual import Norm
 
 _SRC = Names("TransformerEncoderLayer", "src", "src_mask", "src_key_padding_mask")
@@ -103,20 +109,14 @@ class TransformerEncoderLayer(TransformerLayer):
         x = rows(batched)
         padding = _padding(src_key_padding_mask, (batch, length))
         options = (src_mask, cache, lengths, src_key_padding_mask if padding is None else None)
-        if is_causal is False and all(option is None for option in options):
-            if self._plain[0] is not (change := _state.last_change):
-                block = self._block()
-                self.__dict__["_plain"] = (
-                    change,
-                    None if block is None else build("layer", block.steps(X, OUT)),
-                )
-            if (program := self._plain[1]) is not None:
-                if padding is None:
-                    return program.run(x, Sequences(batch)).reshape(array.shape)
-                counted, out = ~padding.ravel(), np.zeros(x.shape, x.dtype)
-                begins = np.append(0, np.cumsum(length - padding.sum(axis=1)))
-                out[counted] = program.run(x[counted], Sequences(batch, begins=begins))
-                return out.reshape(array.shape)
+        plain = is_causal is False and all(option is None for option in options)
+        if plain and (program := self._program()) is not None:
+            if padding is None:
+                return program.run(x, Sequences(batch)).reshape(array.shape)
+            counted, out = ~padding.ravel(), np.zeros(x.shape, x.dtype)
+            begins = np.append(0, np.cumsum(length - padding.sum(axis=1)))
+            out[counted] = program.run(x[counted], Sequences(batch, begins=begins))
+            return out.reshape(array.shape)
         x = self._add_attention(
             self.norm1,
             x,
@@ -131,6 +131,58 @@ class TransformerEncoderLayer(TransformerLayer):
             names=_SRC,
         )
         return self._add_feed_forward(self.norm2, x).reshape(array.shape)
+
+    def forward_backward(
+        self,
+        src: ArrayLike,
+        *,
+        src_mask: ArrayLike | None = None,
+        src_key_padding_mask: ArrayLike | None = None,
+        is_causal: bool = False,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+    ) -> tuple[Array, Pullback]:
+        """The layer of src, and what makes gradients: ``dsrc, grads = pullback(dout)``; see `Pullback`.
+
+        Arguments are those of a call. Masks have no gradient. With `dropout`, that share becomes 0 of the
+        probabilities, and of what attention and the feed-forward add to their input, as `seed` says.
+        """
+        array, batched = self._input("src", src, None, KVCache)
+        if batched is not array:
+            src_key_padding_mask = _calls.one_batch(_SRC.func, _SRC.key_padding_mask, src_key_padding_mask)
+        options: dict[str, Any] = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask}
+        options["is_causal"] = flag(_SRC.func, "is_causal", is_causal)
+
+        def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
+            return self._record(tape, inputs[0], len(batched), **options)
+
+        return pulled(self, compute, [array], array.shape, checkpoint, dropout, seed)
+
+    def _record(
+        self, tape: Tape, x: Value, batch: int, *, src_mask: Any, src_key_padding_mask: Any, is_causal: bool
+    ) -> Value:
+        """A call on a tape; what is computed is the same."""
+        length = len(x.array) // max(1, batch)
+        padding = _padding(src_key_padding_mask, (batch, length))
+        plain = not is_causal and src_mask is None and (src_key_padding_mask is None or padding is not None)
+        if plain and (program := self._program()) is not None:
+            if padding is None:
+                return recorded.record(program, tape, x, Sequences(batch))
+            counted = ~padding.ravel()
+            ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
+            return tape.spread(recorded.record(program, tape, tape.rows(x, counted), ragged), counted)
+        options = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+        x = self._record_attention(tape, self.norm1, x, self.self_attn, batch=batch, names=_SRC, **options)
+        return self._record_feed_forward(tape, self.norm2, x)
+
+    def _program(self) -> Program | None:
+        """That of calls without masks."""
+        if self._plain[0] is not (change := _state.last_change):
+            block = self._block()
+            program = None if block is None else build("layer", block.steps(X, OUT))
+            self.__dict__["_plain"] = change, program
+        return self._plain[1]
 
     def _block(self) -> Block | None:
         heads, forward = self.self_attn, self.feed_forward
@@ -247,6 +299,62 @@ class TransformerDecoderLayer(TransformerLayer):
             )
             out = self._add_feed_forward(self.norm3, x)
         return out.reshape(array.shape)
+
+    def forward_backward(
+        self,
+        tgt: ArrayLike,
+        memory: ArrayLike,
+        *,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        **options: Unpack[DecoderOptions],
+    ) -> tuple[Array, Pullback]:
+        """The layer of tgt, and what makes gradients: ``dtgt, dmemory, grads = pullback(dout)``.
+
+        See `Pullback`. Arguments are those of a call without a cache, and those of an encoder layer's.
+        """
+        func = type(self).__name__
+        require_options(f"{func}.forward_backward", options, DecoderOptions)
+        refuse_cache(func, options)
+        array, batched = self._input("tgt", tgt, None, DecoderCache)
+        over = self._memory(memory, len(batched))
+        masks: dict[str, Any] = {**options}
+        if batched is not array:
+            for name in (_TGT.key_padding_mask, _MEMORY.key_padding_mask):
+                masks[name] = _calls.one_batch(func, name, masks.get(name))
+
+        def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
+            return self._record(tape, inputs[0], inputs[1], len(batched), **masks)
+
+        inputs = [array, over if np.ndim(memory) == 3 else over[0]]
+        return pulled(self, compute, inputs, array.shape, checkpoint, dropout, seed)
+
+    def _record(
+        self,
+        tape: Tape,
+        x: Value,
+        memory: Value,
+        batch: int,
+        *,
+        tgt_mask: Any = None,
+        memory_mask: Any = None,
+        tgt_key_padding_mask: Any = None,
+        memory_key_padding_mask: Any = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        lengths: None = None,
+    ) -> Value:
+        """A call on a tape, without a cache."""
+        own: dict[str, Any] = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask}
+        own["is_causal"] = tgt_is_causal is not None and flag(_TGT.func, "tgt_is_causal", tgt_is_causal)
+        over: dict[str, Any] = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask}
+        over["is_causal"] = flag(_MEMORY.func, "memory_is_causal", memory_is_causal)
+        x = self._record_attention(tape, self.norm1, x, self.self_attn, batch=batch, names=_TGT, **own)
+        x = self._record_attention(
+            tape, self.norm2, x, self.multihead_attn, batch=batch, key=memory, names=_MEMORY, **over
+        )
+        return self._record_feed_forward(tape, self.norm3, x)
 
     def _memory(self, memory: ArrayLike | None, batch: int) -> Array:
         """`memory` as (batch, S, width); that of one sequence may lack the batch axis."""

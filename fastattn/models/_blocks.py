@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from fastattn._args.ops import integer_activations
 from fastattn._args.types import ACTIVATIONS as OURS
 from fastattn._args.types import Activation, lane_dtype
 from fastattn.layers._block import Block, Norm, Projection
-from fastattn.models._weights import joined
+from fastattn.models._origins import Origin
+from fastattn.models._tensors import pair_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, Shape
     from fastattn.layers._block import Window
     from fastattn.models._files import Config
+    from fastattn.models._origins import Part
     from fastattn.models._tensors import Tensors
     from fastattn.models._weights import Precision
 
@@ -43,8 +47,26 @@ class Source(NamedTuple):
 
     def vector(self, *names: str) -> Array:
         """The tensors `names`, end to end, in the type that the kernels compute in."""
-        whole = joined(*(self.tensors[name] for name in names))
-        return whole.astype(lane_dtype(self.precision.dtype))
+        arrays = [self.tensors[name] for name in names]
+        lane = lane_dtype(self.precision.dtype)
+        # A copy, even of one, which may be a single number.
+        whole = np.concatenate([np.atleast_1d(array).astype(lane, copy=False) for array in arrays])
+        parts: list[Part] = []
+        for array in arrays:
+            first = sum(part.rows for part in parts)
+            parts += [part._replace(first=first) for part in self.tensors.origins.of(array)]
+        self.tensors.origins.note(whole, parts)
+        return whole
+
+    def same(self, array: Array, as_array: Array) -> Array:
+        """`array`, whose elements are those of `as_array`, or differ by constants."""
+        self.tensors.origins.note(array, self.tensors.origins.of(as_array))
+        return array
+
+    def origin(self) -> Origin:
+        """What the model keeps of this."""
+        tensors = self.tensors
+        return Origin(self.folder, self.outer, self.config, self.precision, tensors.origins, tensors.state)
 
 
 class BlockNames(NamedTuple):
@@ -125,7 +147,8 @@ class Blocks:
     def norm(self, name: str) -> Norm:
         """The norm `name`."""
         weight, *bias = (self.source.vector(part) for part in self.norm_shapes(name))
-        weight = weight + weight.dtype.type(self.names.norm_offset)
+        if self.names.norm_offset:
+            weight = self.source.same(weight + weight.dtype.type(self.names.norm_offset), weight)
         return Norm(self.names.norm, weight, bias[0] if bias else None, self.eps)
 
     def map(self, name: str) -> Projection:
@@ -175,11 +198,15 @@ class Blocks:
                     bias(names.inner),
                 )
                 if both is not None:
+                    (whole,) = source.tensors.origins.of(both)
                     both = both.reshape(2, -1)[:: 1 if names.gate_first else -1].copy()
+                    halves = pair_parts(whole.name, whole.shape, names.gate_first)
+                    source.tensors.origins.note(both, halves)
                 return Projection(pair, both, rounded)
             both = bias(names.gate, names.inner)
             pair = packed(names.inner, gate=names.gate)
-            return Projection(pair, None if both is None else both.reshape(2, -1), rounded)
+            both = None if both is None else source.same(both.reshape(2, -1), both)
+            return Projection(pair, both, rounded)
 
         def head_norm() -> Norm | None:
             if names.head_norms is None:
@@ -187,7 +214,8 @@ class Blocks:
             q_norm, k_norm = (f"{prefix}{name}.weight" for name in names.head_norms)
             weights = source.vector(*[q_norm] * self.heads, *[k_norm] * self.heads_kv)
             weights += weights.dtype.type(names.norm_offset)
-            return Norm("rms_norm", weights.reshape(-1, self.head_dim), None, self.eps)
+            by_head = source.same(weights.reshape(-1, self.head_dim), weights)
+            return Norm("rms_norm", by_head, None, self.eps)
 
         def post_norms() -> tuple[Norm, Norm] | None:
             if names.post_norms is None:

@@ -10,7 +10,8 @@ import numpy as np
 from fastattn.positions import t5_buckets
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Ints
+    from fastattn._engine.tape import Gradients
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,8 +23,21 @@ class BucketBiases:
 
     def __call__(self, longest: int) -> tuple[Array, ...]:
         """The table (heads, 2 n - 1) of `Sequences.biases` for sequences of up to `longest` tokens."""
-        n = max(longest, 1)
-        buckets = t5_buckets(
+        return (np.ascontiguousarray(self.table[self._buckets(max(longest, 1))].T),)
+
+    def _buckets(self, n: int) -> Ints:
+        """The bucket of each distance, (2 n - 1,)."""
+        table = t5_buckets(
             1, 2 * n - 1, num_buckets=len(self.table), max_distance=self.max_distance, q_offset=n - 1
         )
-        return (np.ascontiguousarray(self.table[buckets[0]].T),)
+        buckets: Ints = table[0]
+        return buckets
+
+    def add_gradients(self, gradients: Gradients, biases: tuple[Array, ...]) -> None:
+        """Add that of the table, from those of `biases`, which a call made."""
+        for bias in biases:
+            found = gradients.of(bias)
+            if found is not None:
+                table = np.zeros_like(self.table)
+                np.add.at(table, self._buckets((bias.shape[1] + 1) // 2), found.T)
+                gradients.add(self.table, table)

@@ -139,8 +139,8 @@ def build(source: Source) -> TwoTowers:
             None if is_clip else text.size("pad_token_id", low=0),
         ),
         images=Images.of(source.folder, size, _IMAGES[kind]),
-        logit_scale=float(source.vector("logit_scale").reshape(())),
-        logit_bias=0.0 if is_clip else float(source.vector("logit_bias").reshape(())),
+        logit_scale=float(source.tensors["logit_scale"].item()),
+        logit_bias=0.0 if is_clip else float(source.tensors["logit_bias"].item()),
     )
 
 

@@ -15,11 +15,12 @@ from fastattn._args.values import as_array, integer, integers, short
 from fastattn._engine.program import OUT, LinearStep, NormStep, Program, Sequences, X, build
 from fastattn.cache import KVCache
 from fastattn.layers._block import model_program
+from fastattn.layers._sampling import Sampler
 from fastattn.models import _model
 from fastattn.models._embeddings import Frequencies
 from fastattn.models._files import stop_ids
-from fastattn.models._sampling import Sampler
 from fastattn.models._text import NO_TOKEN, Text
+from fastattn.models._training import Pullback, next_token_loss, record_decoder
 from fastattn.models._weights import token_rows
 from fastattn.positions import RopeFrequencies, rope_tables
 
@@ -70,6 +71,63 @@ class Decoder(_model.Model):
         logits = self.logits.run(hidden, Sequences(1))
         return _model.unpacked(logits, mask, (*tokens.shape, self.vocab_size))
 
+    def forward_backward(
+        self,
+        ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        *,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+    ) -> tuple[Array, Pullback]:
+        """Hidden states behind the last norm, and what makes gradients: ``grads = pullback(dhidden)``.
+
+        The output layer maps these states to logits; see `loss_and_gradients`, and `Pullback`. The others are
+        those of `Encoder.forward_backward`.
+        """
+        tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
+        counted = tokens if mask is None else tokens[mask]
+        recorded = record_decoder(self, counted, lengths, checkpoint, dropout, seed)
+        shape = (*tokens.shape, self.hidden_size)
+        pullback = Pullback(self.model_type, recorded, mask, shape)
+        return _model.unpacked(recorded.out.array, mask, shape), pullback
+
+    def loss_and_gradients(
+        self,
+        ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        *,
+        targets: ArrayLike | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+    ) -> tuple[float, dict[str, Array]]:
+        """The mean cross-entropy of the next tokens, and its gradients by the names of the tensors.
+
+        Parameters
+        ----------
+        ids, attention_mask
+            As in a call.
+        targets : array_like of int, (batch, length), optional
+            What follows each token, or `ignore_index`; by default the next token that counts, and nothing
+            behind the last one.
+        ignore_index, label_smoothing
+            Of `fastattn.grad.cross_entropy`, which never holds all logits.
+        checkpoint, dropout, seed
+            As in `forward_backward`.
+
+        Returns
+        -------
+        loss : float
+        gradients : dict of str to ndarray
+            As from `Pullback`.
+        """
+        tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
+        how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        return next_token_loss(self, tokens, lengths, mask, targets, checkpoint, dropout, seed, how)
+
     def _hidden(self, tokens: Ints, lengths: Ints, longest: int, cache: KVCache | None = None) -> Array:
         """Hidden states (n, hidden_size) of new tokens (n,), before the last norm.
 
@@ -77,6 +135,13 @@ class Decoder(_model.Model):
         and they come behind the tokens in it. `longest` is the length of the longest sequence then: some
         scalings of rotary positions depend on it.
         """
+        x, call, _ = self._inputs(tokens, lengths, longest, cache)
+        return self.program.run(x, call) if self.num_layers else x
+
+    def _inputs(
+        self, tokens: Ints, lengths: Ints, longest: int, cache: KVCache | None = None
+    ) -> tuple[Array, Sequences, Ints]:
+        """What the program reads, (n, hidden_size), what it is told, and the tokens' positions."""
         batch, length = len(lengths), int(lengths.max(initial=0))
         starts = 0 if cache is None else cache.offset
         begins = np.append(0, np.cumsum(lengths))
@@ -89,8 +154,6 @@ class Decoder(_model.Model):
         if self.positions is not None:
             rows = x if ragged else x.reshape(batch, length, self.hidden_size)
             rows += self.positions[positions]
-        if not self.num_layers:
-            return x
         rotations: tuple[tuple[Array, Array], ...] = ()
         if (frequencies := self.frequencies) is not None:
             if not isinstance(frequencies, RopeFrequencies):
@@ -98,7 +161,7 @@ class Decoder(_model.Model):
             cos, sin = rope_tables(positions, frequencies, lane_dtype(self.dtype))
             rotations = ((cos[..., None, :, :], sin[..., None, :, :]),)
         slots, ends, len_k = None, None, length
-        if cache is not None:
+        if cache is not None and self.num_layers:
             keys = (batch, self.num_layers * self.num_kv_heads, length, self.head_dim)
             slots = cache._extend(keys, keys, self.dtype, lengths if ragged else None)
             ends, len_k = slots.ends, slots.length
@@ -106,7 +169,8 @@ class Decoder(_model.Model):
             ranges = self._ranges(positions, True, None, np.repeat(lengths + starts, lengths))
         else:
             ranges = self._ranges(positions[..., None, :], length > 1, ends, len_k)
-        return self.program.run(x, Sequences(batch, ranges, rotations, slots, begins if ragged else None))
+        call = Sequences(batch, ranges, rotations, slots, begins if ragged else None)
+        return x, call, positions
 
     def _ranges(
         self, positions: Ints, causal: bool, ends: Ints | None, len_k: int | Ints
@@ -299,7 +363,10 @@ def read_decoder(
     weight = tensors.pack([tokens if tied else output])
     norm = NormStep(X, "normed", *blocks.norm(names.norm))
     logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.activations)])
-    table = None if positions is None else source.vector(positions).astype(precision.dtype)
+    table = None
+    if positions is not None:
+        wide = source.vector(positions)
+        table = source.same(wide.astype(precision.dtype), wide)
     return Decoder(
         model_type=config.get("model_type", str),
         hidden_size=blocks.hidden,
@@ -318,4 +385,5 @@ def read_decoder(
         windows=all_windows,
         logits=logits,
         stop=stop_ids(config, folder),
+        origin=source.origin(),
     )

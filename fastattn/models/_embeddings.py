@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn import ops
+from fastattn import grad, ops
 from fastattn._args import key_ranges
 from fastattn._args.types import lane_dtype
 from fastattn._engine.program import Sequences
@@ -16,7 +16,9 @@ from fastattn.positions import RopeFrequencies, rope_tables
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Ints
+    from fastattn._engine.tape import Gradients
     from fastattn.layers._block import Window
+    from fastattn.models._buckets import BucketBiases
 
 # Frequencies of rotary positions; some scalings depend on `seq_len`, the length of the sequence.
 Frequencies = RopeFrequencies | Callable[..., RopeFrequencies]
@@ -45,6 +47,20 @@ class Embeddings:
             x += (self.types - self.types[0])[types]
         return x
 
+    def add_gradients(
+        self, gradients: Gradients, dx: Array, tokens: Ints, places: Ints, types: Ints | None
+    ) -> None:
+        """Add those of the tables, for dx, the gradient of the result."""
+
+        def add(table: Array, rows: Ints, dout: Array = dx) -> None:
+            gradients.add(table, grad.embedding(dout, rows, len(table)))
+
+        add(self.tokens, tokens, dx if self.scale == 1 else dx * np.asarray(self.scale, dx.dtype))
+        if self.positions is not None:
+            add(self.positions, self._counted(tokens, places))
+        if self.types is not None:
+            add(self.types, np.zeros_like(tokens) if types is None else types)
+
     def _counted(self, tokens: Ints, places: Ints) -> Ints:
         """The rows of `positions`, as RoBERTa counts: a text may hold the padding token."""
         if self.padding is None:
@@ -65,7 +81,7 @@ class Places:
     causal: bool = False
     frequencies: tuple[Frequencies, ...] = ()  # of which each attention may have one
     # Of the biases of scores by distance, tables (heads, 2 n - 1) for sequences of up to n tokens.
-    biases: Callable[[int], tuple[Array, ...]] | None = None
+    biases: BucketBiases | None = None
 
     def __call__(
         self, lengths: Ints, dtype: np.dtype[Any], attended: Ints | None = None
@@ -91,6 +107,11 @@ class Places:
         rotations = tuple(self._rotation(each, own, lengths, dtype) for each in self.frequencies)
         biases = () if self.biases is None else self.biases(longest)
         return Sequences(batch, tuple(ranges), rotations, None, begins if ragged else None, biases), places
+
+    def add_gradients(self, gradients: Gradients, call: Sequences) -> None:
+        """Add those of what made the call's biases, of which `gradients` has them."""
+        if self.biases is not None:
+            self.biases.add_gradients(gradients, call.biases)
 
     def _rotation(
         self, frequencies: Frequencies, places: Ints, lengths: Ints, dtype: np.dtype[Any]

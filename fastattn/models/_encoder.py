@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.attention import dropout_of
 from fastattn._args.errors import wrong_shape
+from fastattn._args.values import flag
+from fastattn._engine.recorded import record
+from fastattn._engine.tape import Drops, Tape, Value
 from fastattn.models import _model
 from fastattn.models._encode import Embedder
+from fastattn.models._training import Pullback, Recorded, required
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import ArrayLike
 
-    from fastattn._args.types import Array, Ints
+    from fastattn._args.types import Array, Bools, Ints
     from fastattn.models._embeddings import Embeddings, Places
 
 
@@ -50,6 +55,53 @@ class Encoder(Embedder):
         ndarray, (batch, length, hidden_size)
             In the model's dtype; one sequence (length,) is a batch of one. 0 where a token does not count.
         """
+        tokens, lengths, mask, types = self._arguments(input_ids, attention_mask, token_type_ids)
+        rows = self._rows(tokens[_counted(mask)].reshape(-1), lengths, types)
+        return _model.unpacked(rows, mask, (*tokens.shape, self.hidden_size))
+
+    def forward_backward(
+        self,
+        input_ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
+        *,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+    ) -> tuple[Array, Pullback]:
+        """Hidden states, as from a call, and what makes gradients: ``grads = pullback(dhidden)``.
+
+        See `Pullback`. With `checkpoint`, only the input of each block is kept, and the rest computed again.
+        With `dropout`, that share becomes 0 of the probabilities of attention, and of what attention and the
+        feed-forward add to their input, as `seed` says.
+        """
+        tokens, lengths, mask, types = self._arguments(input_ids, attention_mask, token_type_ids)
+        drops = Drops(*dropout_of(f"{self.model_type}.forward_backward", dropout, seed))
+        recorded = self._record(tokens[_counted(mask)].reshape(-1), lengths, types, checkpoint, drops)
+        shape = (*tokens.shape, self.hidden_size)
+        pullback = Pullback(self.model_type, recorded, mask, shape)
+        return _model.unpacked(recorded.out.array, mask, shape), pullback
+
+    def _record(
+        self, tokens: Ints, lengths: Ints, types: Ints | None, checkpoint: bool, drops: Drops
+    ) -> Recorded:
+        """`_rows` on a tape."""
+        origin = required(f"{self.model_type}.forward_backward", self.origin)
+        checkpoint = flag(f"{self.model_type}.forward_backward", "checkpoint", checkpoint)
+        sequences, places = self.places(lengths, self.dtype, None)
+        tape, x = Tape(drops=drops), Value(self.embeddings(tokens, places, types, self.dtype))
+        out = record(self.program, tape, x, sequences, checkpoint)
+
+        def finish() -> None:
+            self.embeddings.add_gradients(tape.gradients, x.found(), tokens, places, types)
+            self.places.add_gradients(tape.gradients, sequences)
+
+        return Recorded(tape, out, finish, origin)
+
+    def _arguments(
+        self, input_ids: ArrayLike, attention_mask: ArrayLike | None, token_type_ids: ArrayLike | None
+    ) -> tuple[Ints, Ints, Bools | None, Ints | None]:
+        """Tokens, lengths and mask of a call, and the types of the tokens that count, end to end."""
         name, types = self.model_type, None
         tokens, lengths, mask = self._tokens(input_ids, attention_mask, self.max_length, "input_ids")
         if token_type_ids is not None:
@@ -57,10 +109,7 @@ class Encoder(Embedder):
             types = _model.token_ids(name, token_type_ids, n_types, "token_type_ids")
             if types.shape != tokens.shape:
                 raise wrong_shape(name, "token_type_ids", types, tokens.shape)
-        counted = slice(None) if mask is None else mask
-        types = None if types is None else types[counted].reshape(-1)
-        rows = self._rows(tokens[counted].reshape(-1), lengths, types)
-        return _model.unpacked(rows, mask, (*tokens.shape, self.hidden_size))
+        return tokens, lengths, mask, None if types is None else types[_counted(mask)].reshape(-1)
 
     def hidden(
         self,
@@ -80,3 +129,7 @@ class Encoder(Embedder):
         """Hidden states (tokens, hidden_size) of sequences of `lengths` end to end."""
         sequences, places = self.places(lengths, self.dtype, attended)
         return self.program.run(self.embeddings(tokens, places, types, self.dtype), sequences)
+
+
+def _counted(mask: Bools | None) -> Any:
+    return slice(None) if mask is None else mask

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Mapping, Sequence
 
-    from fastattn._args.types import Array, Shape
+    from fastattn._args.types import Shape
     from fastattn.layers._block import Window
     from fastattn.models._blocks import BlockNames, Blocks
+    from fastattn.models._buckets import BucketBiases
     from fastattn.models._embeddings import Frequencies
 
 
@@ -51,7 +52,7 @@ def read_encoder(
     features: int | None = None,
     order: Sequence[int] | None = None,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
-    biases: Callable[[], Callable[[int], tuple[Array, ...]]] | None = None,
+    biases: Callable[[], BucketBiases] | None = None,
     others: Mapping[str, Shape] | None = None,
     sentences: Sentences | None = None,
 ) -> Encoder:
@@ -96,10 +97,15 @@ def read_encoder(
         None if names.widened is None else blocks.map(names.widened),
     )
     kinds = source.vector(f"{names.types}.weight") if names.types in tables else None
+    types_table = None if kinds is None else source.same(kinds.astype(precision.dtype), kinds)
     places = None
     if names.positions is not None:
-        places = source.vector(f"{names.positions}.weight")[max(first - 1, 0) :]
-        places = places if kinds is None else places + kinds[0]
+        table = source.vector(f"{names.positions}.weight")
+        skipped = max(first - 1, 0)
+        places = table[skipped:] if kinds is None else table[skipped:] + kinds[0]
+        places = places.astype(precision.dtype)
+        (whole,) = tensors.origins.of(table)
+        tensors.origins.note(places, [whole._replace(rows=len(places), begin=skipped)])
         longest = positions - first
     return Encoder(
         model_type=config.get("model_type", str),
@@ -113,11 +119,12 @@ def read_encoder(
         max_length=None if places is None else longest,
         embeddings=Embeddings(
             tensors[f"{names.tokens}.weight"],
-            None if kinds is None else kinds.astype(precision.dtype),
-            None if places is None else places.astype(precision.dtype),
+            types_table,
+            places,
             token_scale,
             padding=first - 1 if first else None,
         ),
         places=Places(all_windows, causal, rotary, biases=None if biases is None else biases()),
         sentences=sentences or Sentences.of(folder, blocks.hidden, precision.dtype),
+        origin=source.origin(),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastattn._args.errors import wrong_type
 from fastattn.models import (
@@ -33,15 +33,16 @@ from fastattn.models._towers import TwoTowers
 from fastattn.models._weights import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping
 
     from numpy.typing import DTypeLike
 
-    from fastattn._args.types import Rounding
+    from fastattn._args.types import Array, Rounding
     from fastattn.models._classify import CrossEncoder, TokenClassifier
     from fastattn.models._decoder import Decoder
     from fastattn.models._encoder import Encoder
     from fastattn.models._multi_vector import MultiVectorEncoder
+    from fastattn.models._origins import Origin
     from fastattn.models._sparse import SparseEncoder
 
 # `model_type` of config.json
@@ -104,9 +105,10 @@ def load(
 
     Examples
     --------
-    >>> model = fastattn.models.load("all-MiniLM-L6-v2")  # doctest: +SKIP
-    >>> model.encode(["A sentence.", "Another one."]).shape  # doctest: +SKIP
-    (2, 384)
+    >>> model = fastattn.models.load("all-MiniLM-L6-v2")  # a folder
+    >>> vectors = model.encode(["A sentence.", "Another one."])
+    >>> vectors.shape == (2, model.get_sentence_embedding_dimension())
+    True
     """
     precision = Precision.of("load", dtype, weights_dtype, activations)
     if not isinstance(folder, (str, os.PathLike)):
@@ -127,6 +129,24 @@ def load(
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:
         tensors = Tensors(path, precision.weights, stack)
-        source = Source(path, config, tensors, precision, outer)
-        model = _BUILDERS[model_type](source)
-        return model if isinstance(model, (Decoder, TwoTowers)) else with_head(source, model)
+        model: Encoder | Decoder = _built(Source(path, config, tensors, precision, outer))
+        return model
+
+
+def _built(source: Source, headed: bool = True) -> Any:
+    model = _BUILDERS[source.config.get("model_type", str)](source)
+    return model if isinstance(model, (Decoder, TwoTowers)) or not headed else with_head(source, model)
+
+
+def rebuilt(
+    origin: Origin, state: Mapping[str, Array], headed: bool, changed: Collection[str] | None = None
+) -> Any:
+    """The model of `origin` with the tensors of `state`, which fit; `headed`: with the head behind it.
+
+    Where `changed` names the tensors that differ from those of `origin`, the others are not packed again.
+    """
+    folder, outer, config, precision, *_ = origin
+    with ExitStack() as stack:
+        before = None if changed is None else origin.origins
+        tensors = Tensors(folder, precision.weights, stack, state, before, changed or ())
+        return _built(Source(folder, config, tensors, precision, outer), headed)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_shape
 from fastattn._args.values import as_array, integers
+from fastattn.models import _training
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import ArrayLike
+    from typing_extensions import Self
 
     from fastattn._args.types import Array, Bools, Ints, Rounding, Shape
     from fastattn._engine.program import Program
+    from fastattn.models._origins import Origin
     from fastattn.models._text import Text
     from fastattn.models._weights import Precision
 
@@ -33,6 +36,7 @@ class Model:
     program: Program  # of the layers
     precision: Precision
     text: Text
+    origin: Origin | None = field(default=None, kw_only=True)  # the files, for what trains the model
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -51,6 +55,39 @@ class Model:
 
     def __repr__(self) -> str:
         return f"<{self.model_type}: {self.num_layers} layers of {self.hidden_size}, {self.precision}>"
+
+    def state_dict(self) -> dict[str, Array]:
+        """The tensors that the model consists of: copies, in float32 or float64, by the names in its files.
+
+        They are what was read, not rounded to `weights_dtype`.
+        """
+        return _training.state_of(_training.required("state_dict", self.origin))
+
+    def with_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> Self:
+        """The same model with other tensors, packed anew: after a step of an optimizer, for instance.
+
+        Parameters
+        ----------
+        state_dict : mapping of str to array_like
+            As `state_dict` returns it: all names, shapes as they were. Arrays are not copied where they are
+            kept: change them in place only after the last use of the model.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If names are missing or not known, or arrays do not fit.
+        """
+        return self._with(state_dict, None)
+
+    def _with(self, state_dict: Mapping[str, ArrayLike], changed: Collection[str] | None) -> Self:
+        """`with_state_dict`; if only tensors in `changed` differ from the model's, the others are kept."""
+        from fastattn.models._load import rebuilt  # it imports all models
+
+        func = "with_state_dict"
+        origin = _training.required(func, self.origin)
+        state = _training.checked_state(func, origin, state_dict)
+        model: Self = replace(rebuilt(origin, state, False, changed), text=self.text)
+        return model
 
     def _tokens(
         self, ids: ArrayLike, attention_mask: ArrayLike | None, longest: int | None, argument: str = "ids"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -15,22 +15,24 @@ from fastattn._args.values import short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 from fastattn.models._files import Config, ModelError, is_name, lfs_hint, read_json, require
+from fastattn.models._origins import Origins, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import ExitStack
     from pathlib import Path
 
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
 
-    Tensor = tuple["_File", str]  # and the tensor's name in it
+    Tensor = tuple["_File | _Memory", str]  # and the tensor's name in it
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors calls them, and NumPy
 _PIECE = 1 << 23  # bytes that are copied at a time
 _SHOWN = 6  # names that an error lists
 NOTHING = re.compile("(?!)")  # matches no name
+_Made = TypeVar("_Made", bound="Array | PackedLinear")
 
 
 class _File:
@@ -75,14 +77,55 @@ class _File:
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
+class _Memory:
+    """Tensors in memory, as `_File` has them in a file."""
+
+    def __init__(self, arrays: Mapping[str, Array]):
+        self._arrays = arrays
+
+    def get_slice(self, name: str) -> _Memory:
+        return _Memory({"": self._arrays[name]})
+
+    def get_shape(self) -> Shape:
+        return self._arrays[""].shape
+
+    def get_dtype(self) -> str:
+        return "F32"  # all that are there are of a floating type
+
+    def mapped(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def copied(self, name: str) -> Array:
+        return self._arrays[name].copy()
+
+    def release(self, name: str) -> None:
+        """There is nothing to give back."""
+
+
 class Tensors:
     """The tensors of a model's safetensors files by name, read one at a time, until `stack` closes them.
 
-    `stored` is the type that weights are kept in. A tensor that is not finite in it is refused.
+    `stored` is the type that weights are kept in. A tensor that is not finite in it is refused. `state` has
+    tensors in place of those of the files; of a model made `before`, what holds none of `changed` is kept.
     """
 
-    def __init__(self, folder: Path, stored: str, stack: ExitStack):
+    def __init__(
+        self,
+        folder: Path,
+        stored: str,
+        stack: ExitStack,
+        state: Mapping[str, Array] | None = None,
+        before: Origins | None = None,
+        changed: Collection[str] = (),
+    ):
         self._stored, self._open, self._prefix = stored, stack, ""
+        self._before, self._changed = before, changed
+        self.origins, self.state = Origins(), state
+        if state is not None:
+            memory = _Memory(state)
+            self.path = folder / WEIGHTS
+            self._tensors: dict[str, Tensor] = {name: (memory, name) for name in state}
+            return
         # A single file comes first, as in transformers: an index beside it may be left over.
         is_indexed = not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file()
         self.path = folder / (INDEX if is_indexed else WEIGHTS)
@@ -189,12 +232,28 @@ class Tensors:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
+    def _made(self, asked: Any, make: Callable[[], tuple[_Made, list[Part]]]) -> _Made:
+        """What `make` makes, and of which parts; or what the same made before, if no part has changed."""
+        held: Any = None if self._before is None else self._before.made.get(asked)
+        parts = [] if self._before is None or held is None else list(self._before.of(held))
+        if held is None or any(part.name in self._changed for part in parts):
+            held, parts = make()
+        if not self.origins.of(held):  # asked for twice, it is noted once: its gradient counts once
+            self.origins.note(held, parts)
+        self.origins.made[asked] = held
+        made: _Made = held
+        return made
+
     def __getitem__(self, name: str) -> Array:
         file, stored = self._tensors[name]
-        array = file.copied(stored)
-        if not is_finite(array, self._stored):
-            raise self._not_finite(stored)
-        return array
+
+        def read() -> tuple[Array, list[Part]]:
+            array = file.copied(stored)
+            if not is_finite(array, self._stored):
+                raise self._not_finite(stored)
+            return array, [Part(stored, array.shape, len(array) if array.ndim else 1, 0)]
+
+        return self._made(stored, read)
 
     def rows(self, name: str, which: Sequence[int]) -> Array:
         """Some rows of a matrix, in its own type; the others are not read."""
@@ -211,22 +270,37 @@ class Tensors:
         axes of one of more than two, as of a convolution, but the first count as one.
         """
         held = [[self._tensors[name] for name in names] for names in maps]
+        asked = tuple(tuple(stored for _, stored in each) for each in held), transposed
+        return self._made(asked, lambda: self._mapped(held, transposed))
+
+    def _mapped(self, held: Sequence[Sequence[Tensor]], transposed: bool) -> tuple[PackedLinear, list[Part]]:
         arrays = [[(stored, _matrix(file.mapped(stored))) for file, stored in each] for each in held]
         if transposed:
             arrays = [[(stored, array.T) for stored, array in each] for each in arrays]
         packed = self._packed(arrays)
-        for file, stored in (tensor for each in held for tensor in each):
-            file.release(stored)
-        return packed
+        parts = []
+        for i, each in enumerate(reversed(arrays)):  # the gate comes first in a pair
+            first = i * packed.out_features
+            for (file, stored), (_, array) in zip(held[-1 - i], each, strict=True):
+                shape = file.mapped(stored).shape
+                parts.append(Part(stored, shape, len(array), first, transposed=transposed))
+                first += len(array)
+                file.release(stored)
+        return packed, parts
 
     def pack_pair(self, name: str, gate_first: bool) -> PackedLinear:
         """The tensor of a gated pair, one map's rows behind the other's, packed as `pack` does."""
         file, stored = self._tensors[name]
-        first, second = np.split(file.mapped(stored), 2)
-        up, gate = (second, first) if gate_first else (first, second)
-        packed = self._packed([[(stored, up)], [(stored, gate)]])
-        file.release(stored)
-        return packed
+
+        def packed() -> tuple[PackedLinear, list[Part]]:
+            first, second = np.split(file.mapped(stored), 2)
+            up, gate = (second, first) if gate_first else (first, second)
+            pair = self._packed([[(stored, up)], [(stored, gate)]])
+            parts = pair_parts(stored, file.mapped(stored).shape, gate_first)
+            file.release(stored)
+            return pair, parts
+
+        return self._made((stored, gate_first), packed)
 
     def _packed(self, arrays: Sequence[Sequence[tuple[str, Array]]]) -> PackedLinear:
         args = blocks_args(arrays, self._stored, get_num_threads())
@@ -243,3 +317,10 @@ class Tensors:
 
 def _matrix(array: Array) -> Array:
     return array if array.ndim == 2 else array.reshape(len(array), -1)
+
+
+def pair_parts(name: str, shape: Shape, gate_first: bool) -> list[Part]:
+    """The parts of a gated pair, gate and up, that are halves of one tensor."""
+    n = shape[0] // 2
+    begins = (0, n) if gate_first else (n, 0)
+    return [Part(name, shape, n, i * n, begin) for i, begin in enumerate(begins)]

@@ -45,15 +45,6 @@ class Precision:
         return f"{self.dtype}{kept}{rounded}"
 
 
-def joined(*parts: Array) -> Array:
-    """Arrays end to end. Arrays of different types become float32, which holds both 16-bit types."""
-    if len(parts) == 1:
-        return parts[0]
-    if len({part.dtype for part in parts}) > 1:
-        parts = tuple(part.astype(np.float32) for part in parts)
-    return np.concatenate(parts)
-
-
 def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> Array:
     """The vectors (n, features), in `dtype`, of tokens `ids` (n,).
 

@@ -23,6 +23,8 @@ from fastattn._bench.suites.models.problem import ModelProblem
 from fastattn._bench.suites.normalisers.problem import VARIANTS as NORMALISERS
 from fastattn._bench.suites.normalisers.problem import NormaliserProblem
 from fastattn._bench.suites.recurrent.problem import RULES, RecurrentProblem
+from fastattn._bench.suites.training.problem import MASKED, MODIFIED, GradientProblem
+from fastattn._bench.suites.training.steps import StepProblem
 
 ENGINES = ("fastattn", "fallback", "numpy")
 BOUNDS = {
@@ -50,7 +52,7 @@ def bench(monkeypatch):
     """A function that runs problems in workers, as briefly as can be."""
 
     def go(suite, sections, full=True):
-        engines = {name: SUITES[suite].engines[name] for name in ENGINES}
+        engines = {name: SUITES[suite].engines[name] for name in ENGINES if name in SUITES[suite].engines}
         monkeypatch.setitem(SUITES, suite, SUITES[suite]._replace(engines=engines, plan=lambda _: sections))
         monkeypatch.setattr(run, "FULL", run.FULL._replace(seconds=1e-4, rounds=1))
         effort = run.FULL if full else run.brief(1)
@@ -258,6 +260,23 @@ def test_recurrent(bench):
         Request(seed=3).section(RecurrentProblem, "step", [step], "float32", ["linear", "gated_delta"]),
     ]
     check(bench("recurrent", sections), sections)
+
+
+def test_training(bench):
+    variants = [
+        f"{kind} {name}" for kind in ("backward", "both") for name in ("plain", "causal", *MASKED, *MODIFIED)
+    ]
+    request = Request(seed=3)
+    sections = [
+        request.section(GradientProblem, "small", [SMALL], "float32", variants),
+        request.section(GradientProblem, "grouped", [SMALL._replace(heads_q=4)], "float32", variants),
+    ]
+    check(bench("training", sections), sections)
+
+
+def test_steps_of_training(bench):
+    sections = [Section("steps", [StepProblem(SMALL, "step characters", "float32", 3)])]
+    check(bench("training", sections), sections)
 
 
 def test_the_first_minute_ends_in_words(bench):

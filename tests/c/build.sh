@@ -6,44 +6,54 @@ export out
 trap 'rm -rf "$out"' EXIT
 setup_flags=$(sed -n 's/^FLAGS = \[\(.*\)\]$/\1/p' setup.py | tr -d '",')
 
-instruction_sets() { # instruction_sets ARCHITECTURE: lines "name doubles flags" of isa.inc
-    sed -nE "s/^FA_ISA\((\w+), ($1|any), \"(.*)\", (\w+)\)$/\1 \4 \3/p" src/isa.inc
+instruction_sets() { # instruction_sets ARCHITECTURE: lines "name base parts,of,its,own flags" of isa.inc
+    sed -nE "s/^FA_ISA\((\w+), ($1|any), \"(.*)\", (\w+), \"(\w+)( (\w+))?\"\)$/\1 \4 \5,\7 \3/p" src/isa.inc
 }
 
 # build NAME ARCHITECTURE CC FLAGS...: $out/NAME/driver, with every instruction set that the compiler takes.
 #   LEAVE_OUT  names of instruction sets to do without
 #   EMULATE    names of those to have once more as <name>_emulated, where the bfloat16 dot product is spelled out
 build() {
-    local name=$1 arch=$2 cc=$3 flags=("${@:4}") isa doubles isa_flags jobs=() list="" defines="" with_doubles="" object
+    local name=$1 arch=$2 cc=$3 flags=("${@:4}") isa base own isa_flags jobs=() list="" defines="" there="" part of tables
     local -x folder=$out/$name
     mkdir "$folder"
-    compile() { # compile OBJECT SOURCE FLAGS...
+    compile() { # compile OBJECT SOURCE FLAGS...: once
+        [[ " $there " != *" $1 "* ]] || return 0
+        there+=" $1"
         jobs+=("$cc $setup_flags -Werror ${flags[*]} ${*:3} -Isrc -c $2 -o \"\$folder/$1.o\"")
     }
-    while read -r isa doubles isa_flags; do
+    kernels() { # kernels ISA f32|f64 PART FLAGS...
+        compile "$1_$2_$3" src/kernels.c "-DFA_ISA_NAME=$1" "-DFA_LANE_${2^^}=1" "-DFA_PART=$3" "${@:4}"
+    }
+    flags_of() { # flags_of ISA
+        instruction_sets "$arch" | sed -n "s/^$1 [^ ]* [^ ]* //p"
+    }
+    while read -r isa base own isa_flags; do
         [[ " ${LEAVE_OUT-} " != *" $isa "* ]] || continue
         # shellcheck disable=SC2086  # flags are words
         if ! echo 'int main(void) { return 0; }' | $cc $isa_flags -Werror -x c -c - -o "$folder/probe" 2>/dev/null; then
             echo "$isa: not with this compiler"
             continue
         fi
-        list+=" X($isa,$doubles)"
-        compile "$isa-f32" src/kernels.c "$isa_flags" "-DFA_ISA_NAME=$isa" -DFA_LANE_F32=1
-        if [[ " $with_doubles " != *" $doubles "* ]]; then
-            with_doubles+=" $doubles"
-            compile "$doubles-f64" src/kernels.c "$(instruction_sets "$arch" | sed -n "s/^$doubles [^ ]* //p")" \
-                "-DFA_ISA_NAME=$doubles" -DFA_LANE_F64=1
-        fi
+        tables=""
+        for part in bytes pairs plain; do
+            of=$base
+            [[ ,$own, != *,$part,* ]] || of=$isa
+            kernels "$of" f32 "$part" "$(flags_of "$of")"
+            tables+=",${of}_f32_$part"
+        done
+        kernels "$base" f64 all "$(flags_of "$base")"
+        list+=" X($isa$tables,${base}_f64_all)"
         if [[ " ${EMULATE-} " == *" $isa "* ]]; then
-            list+=" X(${isa}_emulated,$doubles)"
+            kernels "${isa}_emulated" f32 all "$isa_flags" -DFA_EMULATE_BF16_DOT
+            tables=${isa}_emulated_f32_all
+            list+=" X(${isa}_emulated,$tables,$tables,$tables,${base}_f64_all)"
             defines+=" -Dfa_cpu_has_${isa}_emulated=fa_cpu_has_$isa"
-            compile "$isa-emulated" src/kernels.c "$isa_flags" "-DFA_ISA_NAME=${isa}_emulated" -DFA_LANE_F32=1 \
-                -DFA_EMULATE_BF16_DOT
         fi
     done < <(instruction_sets "$arch")
     compile cpu src/cpu.c
     compile dispatch src/dispatch.c "$defines" "'-DFA_COMPILED=$list'"
-    compile driver tests/c/driver.c
+    compile driver tests/c/driver.c -fno-tree-vectorize # for AArch64, gcc 12 breaks down in it at a fmin()
     printf '%s\n' "${jobs[@]}" | xargs -d '\n' -P "$(nproc)" -I{} sh -c '{}'
     # shellcheck disable=SC2086
     $cc "${flags[@]}" "$folder"/*.o -lm -o "$folder/driver"

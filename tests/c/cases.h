@@ -50,7 +50,7 @@ static const fa_dtype dtypes[][2] = {{FA_F32, FA_F32},   {FA_F64, FA_F64}, {FA_F
 /* clang-format off */
 #define OPTIONS(X)                                                                                                     \
     X(CAUSAL) X(WINDOW) X(RANGES) X(MASK) X(PADDING) X(BIAS) X(KEY_BIAS) X(ALIBI) X(SOFTCAP) X(SINKS) X(NO_LSE)        \
-    X(LAYOUT) X(NAN_HIDDEN) X(NAN_VALUES) X(NAN_KEYS) X(LISTS) X(SIGMOID) X(STATISTICS)
+    X(LAYOUT) X(NAN_HIDDEN) X(NAN_VALUES) X(NAN_KEYS) X(DROPOUT) X(LISTS) X(SIGMOID) X(STATISTICS)
 /* clang-format on */
 #define X(name) BIT_##name,
 enum { OPTIONS(X) N_OPTIONS };
@@ -75,7 +75,10 @@ static const int alone[] = {0,
                             SOFTCAP,
                             SINKS,
                             NO_LSE,
-                            LAYOUT};
+                            LAYOUT,
+                            DROPOUT,
+                            DROPOUT | CAUSAL,
+                            DROPOUT | RANGES | NAN_VALUES};
 
 /* Behind those come, for every shape, two cases with lists of ranges, one with sigmoids, two with statistics. */
 enum { PER_SHAPE = 3, ALONE = 2 * COUNT(alone), TOGETHER = PER_SHAPE * (COUNT(shapes) - 2) };
@@ -121,7 +124,7 @@ static test_case case_of(int number)
         c.options |= STATISTICS;
         c.statistics = 1 + (int)below(31);
     } else if (other >= 0) {
-        c.options = (c.options | SIGMOID | NO_LSE) & ~SINKS;
+        c.options = (c.options | SIGMOID | NO_LSE) & ~(SINKS | DROPOUT);
     }
     c.out_layout = c.options & LAYOUT ? (int)below(8) : 0;
     return c;
@@ -304,6 +307,7 @@ static fa_attention_args new_inputs(const test_case *c)
         if (a->sinks.data) set(&a->sinks, b, h, 0, 0, h % 3 == 2 ? -INFINITY : uniform(-2, 4));
     }
     spoil(c->options, a);
+    if (c->options & DROPOUT) a->dropout = uniform(0, 0.6), a->seed = random_bits();
     return args;
 }
 

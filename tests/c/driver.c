@@ -1,22 +1,36 @@
 /* Every compiled instruction set that this CPU runs, on thousands of small calls, against what is computed by its
  * definition in double precision.
  *
- *     driver [isa [family [case]]]      all, or some; `all` is every instruction set; the exit status tells whether
- *                                       all passed */
+ *     driver [isa [family [case]]]      all, or some; `all` is every instruction set or family, and /N one case of
+ *                                       N, drawn; the exit status tells whether all passed */
 #include "attention.h"
+#include "backward.h"
+#include "gradients.h"
+#include "outer.h"
 #include "pack.h"
 #include "recurrent.h"
+#include "recurrent_backward.h"
 #include "rope.h"
 #include "rows.h"
 #include "rowwise.h"
+#include "rowwise_backward.h"
+#include "updates.h"
 
-static const family *const families[] = {&attention_family, &rowwise_family, &recurrent_family, &linear_family,
-                                         &pack_family,      &rows_family,    &rope_family};
+static const family *const families[] = {&attention_family, &backward_family,
+                                         &rowwise_family,   &rowwise_backward_family,
+                                         &recurrent_family, &recurrent_backward_family,
+                                         &linear_family,    &pack_family,
+                                         &rows_family,      &rope_family,
+                                         &update_family,    &outer_family,
+                                         &rows_grad_family, &logits_family,
+                                         &dropout_family,   &scatter_family};
 
 int main(int argc, char **argv)
 {
-    const char *only_isa = argc > 1 && strcmp(argv[1], "all") != 0 ? argv[1] : NULL, *only = argc > 2 ? argv[2] : NULL;
-    const int only_case = argc > 3 ? atoi(argv[3]) : -1;
+    const char *only_isa = argc > 1 && strcmp(argv[1], "all") != 0 ? argv[1] : NULL;
+    const char *only = argc > 2 && strcmp(argv[2], "all") != 0 ? argv[2] : NULL;
+    const int sampled = argc > 3 && argv[3][0] == '/', one_of = sampled ? atoi(argv[3] + 1) : 1;
+    const int only_case = argc > 3 && !sampled ? atoi(argv[3]) : -1;
     int all[2] = {0};
     setvbuf(stdout, NULL, _IOLBF, 0);
     signal(SIGSEGV, crashed);
@@ -26,7 +40,7 @@ int main(int argc, char **argv)
     {
         int count[2] = {0};
         if (only && strcmp(only, families[i]->name) != 0) continue;
-        run_family(families[i], only_isa, only_case, count);
+        run_family(families[i], only_isa, only_case, one_of, count);
         printf("%s: %d passed, %d failed\n", families[i]->name, count[0], count[1]);
         FOR(wrong, 2) all[wrong] += count[wrong];
     }

@@ -53,12 +53,22 @@ static void draw_sizes(int number)
     seed = before;
 }
 
-/* All cases on all instruction sets, or one; counts those that passed and those that did not. */
-static void run_family(const family *f, const char *only_isa, int only_case, int count[2])
+/* Whether a case is among the one in `one_of` that are drawn. */
+static int is_drawn(int number, int one_of)
+{
+    const uint64_t before = seed;
+    seed = (uint64_t)number << 8 | 255;
+    const int drawn = below(one_of) == 0;
+    seed = before;
+    return drawn;
+}
+
+/* Cases on all instruction sets, or one; counts those that passed and those that did not. */
+static void run_family(const family *f, const char *only_isa, int only_case, int one_of, int count[2])
 {
     running = f;
     for (running_case = 0; running_case < f->n_cases; running_case++) {
-        if (only_case >= 0 && running_case != only_case) continue;
+        if ((only_case >= 0 && running_case != only_case) || !is_drawn(running_case, one_of)) continue;
         running_isa = "no kernel";
         draw_sizes(running_case);
         f->make(running_case);

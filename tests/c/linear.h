@@ -47,6 +47,7 @@ typedef struct {
     fa_array x, bias, residual;
     double *w;     /* (maps, output features, input features), with scales */
     near *want[2]; /* with lanes, and with the bfloat16 dot product; computed when first needed */
+    near *pre[2];  /* of each row: what its activation is applied to, of one map or of two */
 } linear_case;
 
 /* Packs random weights as fastattn/_args/packed.py says. */
@@ -169,12 +170,13 @@ static void round_to_int8(double *x, int64_t k)
 }
 
 /* All results. `dot`: x is rounded to bfloat16 first, as the dot product takes it. */
-static near *expect_linears(const linear_case *c, int dot)
+static near *expect_linears(linear_case *c, int dot)
 {
     const fa_linear_args *a = &c->args;
     const double eps = eps_of(lane_of(a->dtype));
     near *all = calloc((size_t)(a->m * a->n), sizeof *all), *next = all;
     double *x = calloc((size_t)a->k, sizeof *x);
+    near *pre = c->pre[dot] = calloc((size_t)(a->m * (1 + a->gated) * a->n), sizeof *pre);
     FOR(i, a->m)
     {
         FOR(d, a->k)
@@ -185,8 +187,10 @@ static near *expect_linears(const linear_case *c, int dot)
         if (a->x_int8) round_to_int8(x, a->k);
         FOR(j, a->n)
         {
-            near y = activated(a->activation, expect_linear(c, x, 0, j), eps);
-            if (a->gated) y = product(y, expect_linear(c, x, 1, j), eps);
+            const near gate = expect_linear(c, x, 0, j), up = a->gated ? expect_linear(c, x, 1, j) : gate;
+            near *row = pre + i * (1 + a->gated) * a->n + j, y = activated(a->activation, gate, eps);
+            if (a->gated) y = product(y, up, eps), row[a->n] = stored(up, a->dtype);
+            row[0] = stored(gate, a->dtype);
             if (a->residual) y.value += get(&c->residual, 0, 0, i, j), y.error += eps * fabs(y.value);
             *next++ = stored(y, a->dtype);
         }
@@ -202,6 +206,7 @@ static int run_linear(const fa_kernels *kernels, fa_linear_args a, int64_t begin
     fa_linear_plan p;
     a.x += begin * a.x_row, a.out += begin * a.out_row, a.m = end - begin;
     if (a.residual) a.residual += begin * a.residual_row;
+    if (a.pre) a.pre += begin * a.pre_row;
     kernels->linear_plan(&a, again ? 64 : 1, &p);
     char *scratch = allocate((size_t)p.scratch_bytes);
     if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes);
@@ -237,13 +242,16 @@ static const char *check_linear(int isa, const fa_kernels *kernels)
 {
     fa_linear_args a = linear_now.args;
     const int dot = a.weight == FA_BF16 && !a.transposed && has_dot(isa);
-    fa_array out[2];
+    const int64_t width = (1 + a.gated) * a.n;
+    fa_array out[2], pre[2];
     int aligned = 1;
     if (!linear_now.want[dot]) linear_now.want[dot] = expect_linears(&linear_now, dot);
     FOR(again, 2)
     {
         out[again] = new_floats(a.dtype, 1, 1, a.m, a.n, again ? GAP : REVERSED);
         a.out = out[again].data, a.out_row = out[again].row;
+        pre[again] = new_floats(a.dtype, 1, 1, a.m, width, again ? REVERSED : GAP);
+        a.pre = a.n % 2 ? pre[again].data : NULL, a.pre_row = pre[again].row;
         aligned &= run_linear(kernels, a, 0, again ? a.m / 3 : a.m, (int)again);
         if (again) aligned &= run_linear(kernels, a, a.m / 3, a.m, 1);
     }
@@ -251,6 +259,11 @@ static const char *check_linear(int isa, const fa_kernels *kernels)
     FOR(i, a.m) FOR(j, a.n)
     {
         const char *wrong = differs("out", out, out + 1, 0, 0, i, j, linear_now.want[dot][i * a.n + j]);
+        if (wrong) return wrong;
+    }
+    FOR(i, a.pre ? a.m : 0) FOR(j, width)
+    {
+        const char *wrong = differs("pre", pre, pre + 1, 0, 0, i, j, linear_now.pre[dot][i * width + j]);
         if (wrong) return wrong;
     }
     return only_rows(out + 1, 1, 1, a.m, a.n) ? NULL : BETWEEN_ROWS;
@@ -268,7 +281,11 @@ static void describe_linear(void)
            a->residual ? ", residual" : "");
 }
 
-static void drop_linear(void) { free(linear_now.want[0]), free(linear_now.want[1]), free(linear_now.w); }
+static void drop_linear(void)
+{
+    FOR(dot, 2) free(linear_now.want[dot]), free(linear_now.pre[dot]);
+    free(linear_now.w);
+}
 
 static const family linear_family = {
     "linear", LINEAR_CASES, make_linear, linear_dtype, check_linear, describe_linear, drop_linear,

@@ -111,6 +111,22 @@ static void weigh(const fa_attention_args *a, near p, const double *v, expected 
     }
 }
 
+/* What dropout makes of probability p of query i and key j: src/philox.inc.h says which words decide. */
+static near dropped(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, int64_t j, near p)
+{
+    const double share = 1 / (1 - a->dropout), eps = eps_of(lane_of(a->q.dtype));
+    uint32_t c[4] = {(uint32_t)i, (uint32_t)(j / 64 * 16 + j % 16), (uint32_t)(b * a->heads_q + h), 0};
+    uint32_t key[2] = {(uint32_t)a->seed, (uint32_t)(a->seed >> 32)};
+    if (a->dropout == 0) return p;
+    for (int round = 0; round < 10; round++, key[0] += 0x9e3779b9, key[1] += 0xbb67ae85) {
+        const uint64_t p0 = (uint64_t)c[0] * 0xd2511f53, p1 = (uint64_t)c[2] * 0xcd9e8d57;
+        c[0] = (uint32_t)(p1 >> 32) ^ c[1] ^ key[0], c[1] = (uint32_t)p1;
+        c[2] = (uint32_t)(p0 >> 32) ^ c[3] ^ key[1], c[3] = (uint32_t)p0;
+    }
+    if (c[j / 16 % 4] < (uint32_t)(a->dropout * 0x1p32)) return (near){p.value * 0, 0}; /* NaN stays */
+    return (near){p.value * share, p.error * share + 2 * eps * p.value * share};
+}
+
 /* The sum, rounded to q's dtype. */
 static void round_out(const fa_attention_args *a, expected *out)
 {
@@ -118,12 +134,17 @@ static void round_out(const fa_attention_args *a, expected *out)
 }
 
 /* Row (b, h, i): head_dim_v elements of out, and its lse. */
-static void expect_row(const fa_attention_args *a, int64_t b, int64_t h, const score *s, const double *v, expected *e)
+static void expect_row(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, const score *s, const double *v,
+                       expected *e)
 {
     const int64_t width = a->head_dim_v;
     const softmax_row r = softmax_of(a, b, h, s);
     FOR(j, a->len_k)
-    if (s[j].size != -1) weigh(a, a->sigmoid ? sigmoid_of(a, s[j]) : probability(a, &r, s[j]), v + j * width, e);
+    {
+        if (s[j].size == -1) continue;
+        const near p = a->sigmoid ? sigmoid_of(a, s[j]) : probability(a, &r, s[j]);
+        weigh(a, dropped(a, b, h, i, j, p), v + j * width, e);
+    }
     round_out(a, e);
     e[width].value = r.sum == 0 ? -INFINITY : r.max + log(r.sum);
     e[width].tolerance = eps_of(lane_of(a->q.dtype)) * (2 * r.size + steps_of(a) + fabs(e[width].value));
@@ -186,7 +207,7 @@ static expected *expect(const fa_attention_args *a, const operands *x)
     {
         const int64_t first = first_key(a, b, h);
         score_row(a, b, h, i, query_of(a, x, b, h, i), x->k + first * a->head_dim, s);
-        expect_row(a, b, h, s, x->v + first * a->head_dim_v, row);
+        expect_row(a, b, h, i, s, x->v + first * a->head_dim_v, row);
         row += stride;
     }
     free(s);

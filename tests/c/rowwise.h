@@ -146,7 +146,7 @@ static void make_rowwise(int number)
     *r = (fa_rowwise_args){.kind = (fa_rowwise_kind)(i % ROWWISE_KINDS)};
     c.s = small_shape(i / ROWWISE_KINDS);
     c.s.batch = c.s.batch > 3 ? 3 : c.s.batch; /* a task is never more than one tile */
-    c.options = (random_options() | (below(4) ? 0 : LISTS) | NO_LSE) & ~SINKS;
+    c.options = (random_options() | (below(4) ? 0 : LISTS) | NO_LSE) & ~(SINKS | DROPOUT);
     c.out_layout = c.options & LAYOUT ? (int)below(8) : 0;
     if (r->kind == FA_TALKING_HEADS && c.s.len_k < 70 && below(3) == 0) c.s.heads_q = MOST_HEADS, c.s.heads_kv = 17;
     rowwise_now.c = c;

@@ -70,6 +70,13 @@ def recurrent():
     return lambda: functional.linear_attention(q, q, q[..., :1], rule="linear")
 
 
+def recurrent_backward():
+    """It is one task."""
+    q = repeated(1, 1, 1 << 26, 256)
+    gradients = functional.linear_attention_backward
+    return lambda: gradients(q[..., :1], q, q, q[..., :1], rule="linear", need=("dstate",))
+
+
 def state():
     """It is one task, since a state cannot be cut."""
     q = repeated(1, 1, 1 << 26, 256)

@@ -160,7 +160,11 @@ SOON = 2.0  # seconds, of which 0.1 are what it takes, and the rest for a machin
         # What is compiled for each instruction set is of one text: the first one stands for all.
         *((isa, n, name) for isa in COMPILED[:1] for n in (1, 2) for name in ("topk", "recurrent", "linear")),
         *((isa, 1, name) for isa in COMPILED[:1] for name in ("program", "decode", "additive", "talking")),
-        *((isa, 1, name) for isa in COMPILED[:1] for name in ("keys", "state", "last_state")),
+        *(
+            (isa, 1, name)
+            for isa in COMPILED[:1]
+            for name in ("keys", "state", "last_state", "recurrent_backward")
+        ),
         *((isa, 2, "unequal") for isa in COMPILED[:1]),
         *((isa, 1, "rows") for isa in COMPILED[-1:]),  # the slowest
         *(("numpy", 1, name) for name in ("topk", "recurrent", "linear", "program", "rows")),

@@ -141,3 +141,38 @@ def test_errors():
         functional.lsh_attention(q[..., :0], q, num_buckets=2)
     with pytest.raises(TypeError, match=r"lsh_attention\(\): v has dtype float64; expected qk's"):
         functional.lsh_attention(q.astype(np.float32), q.astype(np.float64), num_buckets=2)
+
+
+def test_gradients_of_tokens_that_have_only_themselves():
+    """In float32, too, where a score that is moved far away would lose its last digits."""
+    qk, v, dout = normal(2, 70, 16), normal(2, 70, 7), normal(2, 70, 7, seed=1)
+    options = {
+        "num_buckets": 16,
+        "chunk": 2,
+        "num_rounds": 3,
+        "causal": True,
+        "rotations": normal(2, 3, 16, 8),
+    }
+    got = functional.lsh_attention_backward(dout, qk, v, **options)
+    wide = functional.lsh_attention_backward(*(x.astype(float) for x in (dout, qk, v)), **options)
+    for x, y in zip(got, wide, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6 * abs(y).max())
+    out = functional.lsh_attention(qk, v, **options)
+    np.testing.assert_allclose(out[:, 0], v[:, 0], rtol=1e-6)
+
+
+def test_gradients_of_nothing():
+    q = np.ones((2, 0, 4), np.float32)
+    for x in functional.lsh_attention_backward(q, q, q, num_buckets=2):
+        assert (x.shape, x.dtype) == (q.shape, q.dtype)
+    k = np.ones((2, 5, 4), np.float32)
+    for x, y in zip(functional.nystrom_attention_backward(q, q, k, k), (q, k, k), strict=True):
+        np.testing.assert_array_equal(x, 0 * y)
+
+
+def test_errors_of_gradients():
+    q = np.ones((2, 50, 4), np.float32)
+    with pytest.raises(ValueError, match=r"lsh_attention_backward\(\): rng is None; expected the seed"):
+        functional.lsh_attention_backward(q, q, q, num_buckets=2, rng=None)
+    with pytest.raises(ValueError, match=r"nystrom_attention_backward\(\): q has 2 heads and k 1"):
+        functional.nystrom_attention_backward(q, q, q[:1], q[:1])

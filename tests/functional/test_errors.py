@@ -234,7 +234,8 @@ SDPA = [
     bad(TypeError, "query has dtype int64", query=np.ones(SHAPE, int)),
     bad(ValueError, r"key has shape \(8,\)", key=floats(8)),
     bad(TypeError, "value is a masked array", value=np.ma.masked_array(Q)),
-    bad(ValueError, "dropout_p is 0.1; expected 0.0: dropout is for training", dropout_p=0.1),
+    bad(ValueError, "seed is None; expected an integer, 0 to 18446744073709551615", dropout_p=0.1),
+    bad(ValueError, "dropout_p is 1.0; expected at least 0 and less than 1", dropout_p=1.0, seed=1),
     bad(TypeError, "dropout_p is 'no'; expected a real number", dropout_p="no"),
     bad(ValueError, "dropout_p is nan", dropout_p=np.nan),
     bad(TypeError, "is_causal is an array", is_causal=np.ones((5, 5), bool)),
@@ -337,5 +338,5 @@ def test_the_other_types_of_ml_dtypes(dtype):
 
 
 def test_explain_names_itself_for_what_is_no_argument():
-    with pytest.raises(TypeError, match=r"^explain\(\): dropout is not an argument; expected one of"):
-        fastattn.explain(Q, Q, Q, dropout=0.1)
+    with pytest.raises(TypeError, match=r"^explain\(\): drop is not an argument; expected one of"):
+        fastattn.explain(Q, Q, Q, drop=0.1)

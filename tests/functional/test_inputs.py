@@ -5,10 +5,12 @@ import weakref
 
 import numpy as np
 import pytest
+from dlpack import OnlyDLPack, wrapped
 from oracle import assert_same_bits, check, expect, spread_inputs
 
 import fastattn
 from fastattn import functional, ops
+from fastattn._args.values import as_array
 from fastattn._bench.cases import DTYPES, Shape, as_dtype, make_inputs
 
 SHAPE = Shape("inputs", batch=2, heads_q=4, heads_kv=2, len_q=21, len_k=70, head_dim=24)
@@ -302,7 +304,7 @@ class Tensor:
         return self.array
 
 
-@pytest.mark.parametrize("wrap", [memoryview, Tensor])
+@pytest.mark.parametrize("wrap", [memoryview, Tensor, OnlyDLPack])
 def test_out_shares_memory_through_a_protocol(wrap, implementation):
     memory = np.ones((16, 16), np.float32)
     square, row, other = wrap(memory), wrap(memory[0]), np.ones((16, 16), np.float32)
@@ -329,6 +331,36 @@ def test_out_shares_memory_through_a_protocol(wrap, implementation):
         with pytest.raises(ValueError, match=f"out shares memory with {name};"):
             call()
     assert (memory == 1).all()
+
+
+def test_dlpack_shares_memory(implementation):
+    """Arrays of other libraries, which NumPy knows by DLPack only: as they stand, in any strides."""
+    q, k, v = inputs()
+    mask, bias = np.arange(70) % 5 > 0, np.linspace(-1, 1, 70, dtype=np.float32)
+    options = {"mask": mask, "bias": bias, "sinks": np.ones(4, np.float32), "kv_lengths": np.array([50, 70])}
+    expected = attention(q, k, v, **options)
+    assert_same_bits(attention(*map(OnlyDLPack, (q, k, v)), **wrapped(options)), expected)
+    assert np.shares_memory(as_array("attention", "q", OnlyDLPack(q)), q)
+    assert not fastattn.explain(OnlyDLPack(q), OnlyDLPack(k), OnlyDLPack(v))["copies"]
+    assert any("contiguous" in why for why in fastattn.explain(OnlyDLPack(strided(q)), k, v)["copies"])
+    decays, weights = -np.ones(2, np.float32), np.eye(24, dtype=np.float32)
+    for call, arrays in (
+        (functional.linear_attention_backward, {"dout": v[..., :21, :], "q": q[:, :2], "k": k[:, :, :21],
+                                                "v": v[:, :, :21], "log_decay": decays}),
+        (ops.layer_norm, {"x": q, "weight": weights[0], "bias": weights[1]}),
+        (lambda x, weight: ops.linear(x, ops.pack(weight)), {"x": q, "weight": weights}),
+    ):  # fmt: skip
+        more = {"rule": "decay"} if "log_decay" in arrays else {}
+        assert_same_bits(call(**wrapped(arrays), **more), call(**arrays, **more))
+
+
+def test_memory_of_a_device_is_refused():
+    x = np.ones((2, 3, 4), np.float32)
+    expected = (
+        r"^attention\(\): k is of type OnlyDLPack; expected an array \(it lies on device 1 of DLPack's type 2"
+    )
+    with pytest.raises(TypeError, match=expected):
+        fastattn.attention(x, OnlyDLPack(x, (2, 1)), x)
 
 
 def test_out_of_operations():

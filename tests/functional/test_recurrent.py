@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from implementations import COMPILED, forced
+from recurrence import Recurrence
 
 from fastattn.functional import linear_attention
 
@@ -15,31 +16,10 @@ LENGTHS = [0, 1, 2, 4, 5, 15, 16, 17, 31, 32, 33, 64, 65, 200]
 DIMS = [(1, 1), (3, 5), (16, 32), (33, 31), (64, 64), (65, 97), (130, 40), (300, 17)]
 
 
-def recurrence(q, k, v, rule, log_decay=None, beta=None, scale=1.0, normalize=False, eps=1e-6, state=None):
-    """Token by token in float64, as in the papers: q, k, v (heads, len, dim); returns out, S, z."""
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    heads, group = max(len(k), len(v)), max(1, len(q) // max(len(k), len(v)))
-    k, v = (np.repeat(x, heads // len(x), axis=0) for x in (k, v))
-    q = np.repeat(q, heads * group // len(q), axis=0)
-    n, head_dim = k.shape[1:]
-    a = np.ones((heads, n, head_dim)) if log_decay is None else np.exp(log_decay.astype(np.float64))
-    a = a[:, None, None] if a.ndim == 1 else a[..., None] if a.ndim == 2 else a
-    a = np.broadcast_to(a, (heads, n, head_dim))
-    b = np.ones((heads, n)) if beta is None else np.broadcast_to(beta.astype(np.float64), (heads, n))
-    out = np.zeros((heads * group, n, v.shape[-1]))
-    s, z = (np.zeros((heads, head_dim, v.shape[-1])), np.zeros((heads, head_dim))) if state is None else state
-    s, z = s.astype(np.float64), z.astype(np.float64)
-    for h in range(heads):
-        for t in range(n):
-            s[h] = a[h, t][:, None] * s[h]
-            z[h] = a[h, t] * z[h] + k[h, t]
-            write = b[h, t] * (v[h, t] - s[h].T @ k[h, t]) if "delta" in rule else v[h, t]
-            s[h] += np.outer(k[h, t], write)
-            for g in range(h * group, (h + 1) * group):
-                out[g, t] = scale * s[h].T @ q[g, t]
-                if normalize:
-                    out[g, t] /= scale * z[h] @ q[g, t] + eps
-    return out, s, z
+def recurrence(*arguments, **options):
+    """Token by token in float64: returns out, S, z."""
+    call = Recurrence(*arguments, **options)
+    return call.out, call.s[-1], call.z[-1]
 
 
 def problem(rule, heads, n, head_dim, head_dim_v, dtype=np.float32, seed=0, strong=False):

@@ -105,5 +105,5 @@ def test_batches_and_heads_broadcast(implementation):
 
 
 def test_the_docstring_says_where_it_differs():
-    for word in ("NaN", "top-left", "dropout_p"):
+    for word in ("NaN", "top-left", "hidden state"):
         assert word in sdpa.__doc__

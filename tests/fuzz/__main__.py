@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "oracles"))
 import attention  # noqa: F401 - adds its recipes, as others do
 import faults
 import files
+import gradients  # noqa: F401
 import judge
 import layers  # noqa: F401
 import model_calls  # noqa: F401

@@ -36,11 +36,17 @@ def attended(a, dim=None):
     return found
 
 
+def dropped(d):
+    """Sometimes the arguments of dropout."""
+    shares = 0.0, 1e-9, 0.1, 0.5, 0.99
+    return {"dropout": d.choose(*shares), "seed": int(d.rng.integers(2**63))} if d.chance(0.2) else {}
+
+
 @recipe
 def attention(d):
     s = Scores.draw(d)
     stats = d.chance(0.3)
-    more = options(d, s) if stats else options(d, s, "stats")
+    more = {**(options(d, s) if stats else options(d, s, "stats")), **dropped(d)}
     compare = not any(name.startswith("top_k") for name in more.get("stats", ()))
     return Call(fastattn.attention, {**s.qkv(d), **more}, attended, tolerance=1.0 if compare else np.inf)
 
@@ -67,13 +73,13 @@ def int8_attention(d):
 @recipe
 def explain(d):
     s = Scores.draw(d)
-    return Call(fastattn.explain, {**s.qkv(d), **options(d, s)}, tolerance=np.inf)
+    return Call(fastattn.explain, {**s.qkv(d), **options(d, s), **dropped(d)}, tolerance=np.inf)
 
 
 @recipe
 def attention_weights(d):
     s = Scores.draw(d)
-    more = options(d, s, "out", "return_lse", "num_threads", "backend", "stats")
+    more = {**options(d, s, "out", "return_lse", "num_threads", "backend", "stats"), **dropped(d)}
     return Call(fastattn.attention_weights, {"q": s.q(d), "k": s.kv(d)[0], **more}, lambda a: [
         Like((*rows_of(a, v="k"), np.shape(a["k"])[-2]), native(a["q"]))])  # fmt: skip
 

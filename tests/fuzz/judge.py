@@ -30,7 +30,7 @@ class Case(NamedTuple):
     names: tuple[str, ...]  # with one of which and "()" the message of an error begins; the first is its own
     call: Callable[[], Any]
     arguments: Any  # all that goes in
-    expected: Callable[[], Sequence[Like]] | None = None  # what comes out; asked for when it is there
+    expected: Callable[[], Sequence[Like] | None] | None = None  # what comes out; asked for when it is there
     tolerance: float = 1.0  # times what backends may differ by; infinite where they differ in kind
     twice: bool = True  # on the NumPy backend, too, which does the same
     clean: Callable[[BaseException], bool] | None = None  # whether another error may be
@@ -81,9 +81,9 @@ def message(error: BaseException | None) -> str:
 def _wrong(case: Case, outcome: Outcome) -> str | None:
     if outcome.error is not None:
         return None if _clean(case, outcome.error) else message(outcome.error)
-    if case.expected is None:
+    expected = None if case.expected is None else case.expected()
+    if expected is None:
         return None
-    expected = list(case.expected())
     got = [(x.shape, x.dtype) for x in outcome.arrays]
     if got != [(like.shape, np.dtype(like.dtype)) for like in expected]:
         return f"returned {got}; expected {expected}"

@@ -62,7 +62,7 @@ def spoil(d, function, arguments):
     if optional and d.chance(0.2):
         arguments[d.choose(*optional)] = d.junk()
     elif d.chance(0.05) and any(p.kind == p.VAR_KEYWORD for p in parameters):
-        arguments["dropout"] = 0.1
+        arguments["no_option"] = 0.1
     elif arguments:
         name = d.choose(*arguments)
         arguments[name] = d.wrong(arguments[name])

@@ -7,8 +7,8 @@ from implementations import COMPILED, each_isa, forced
 from tiny_models import DECODERS, VOCAB
 
 from fastattn import models
+from fastattn.layers._sampling import Sampler
 from fastattn.models import _decoder as decoder
-from fastattn.models._sampling import Sampler
 
 TOLERANCE = 1e-5
 

@@ -11,9 +11,9 @@ from tiny_models import CONFIGS, DECODERS, ENCODERS, VOCAB
 
 from fastattn import models, ops
 from fastattn._engine import scratch
+from fastattn.layers._sampling import Sampler
 from fastattn.models import _decoder as decoder
 from fastattn.models import _weights as weights
-from fastattn.models._sampling import Sampler
 
 KINDS = list(CONFIGS)
 # A few hundred roundings of float32 on results of size 1 to 10.

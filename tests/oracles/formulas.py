@@ -287,4 +287,5 @@ FORMULAS = {
     ),
     "reformer": _reformer,
     "all_statistics": _option("plain"),
+    "dropout": lambda x: naive.attention(x.q, x.k, x.v, dropout=0.1, seed=1)[0],
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """The oracle: dense attention by its definition, from public arguments. It imports nothing of fastattn."""
 
 import numpy as np
+from dropped import kept
 
 
 @np.errstate(all="ignore")
@@ -55,7 +56,7 @@ def masked_scores(
 
 
 @np.errstate(all="ignore")
-def attention(q, k, v, *, sinks=None, dtype=float, **options):
+def attention(q, k, v, *, sinks=None, dropout=0.0, seed=None, dtype=float, **options):
     """q is (..., heads_q, len_q, head_dim) or (len_q, head_dim); returns out, lse, probs, who attends whom.
 
     In float64 it is the reference; in another dtype the plain computation that the error bound measures by.
@@ -70,7 +71,10 @@ def attention(q, k, v, *, sinks=None, dtype=float, **options):
     probs = np.where(attend, np.exp(scores - row_max[..., None]), work(0))
     row_sum = probs.sum(-1) + np.exp(sink - row_max)
     lse = row_max + np.log(row_sum)
-    probs = (probs / np.where(row_sum == 0, work(1), row_sum)[..., None]).astype(dtype).astype(work)
+    probs = probs / np.where(row_sum == 0, work(1), row_sum)[..., None]
+    if dropout:
+        probs = np.where(kept(probs.shape, dropout, seed), probs / work(1 - dropout), work(0))
+    probs = probs.astype(dtype).astype(work)
     return average(probs, v, attend).astype(dtype), lse, probs, attend
 
 

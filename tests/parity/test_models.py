@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from fastattn import models
-from fastattn.models._sampling import Sampler
+from fastattn.layers._sampling import Sampler
 
 TOLERANCE = 1e-5
 VOCAB = 97

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from fastattn._bench.suites import attention, embeddings, layers, models, normalisers, recurrent, variants
+from fastattn._bench.suites import (
+    attention,
+    embeddings,
+    layers,
+    models,
+    normalisers,
+    recurrent,
+    training,
+    variants,
+)
 
 SUITES = {
     "attention": attention.SUITE,
@@ -12,4 +21,5 @@ SUITES = {
     "recurrent": recurrent.SUITE,
     "normalisers": normalisers.SUITE,
     "variants": variants.SUITE,
+    "training": training.SUITE,
 }

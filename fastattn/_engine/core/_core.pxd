@@ -1,6 +1,6 @@
 """The C interface, src/fastattn.h."""
 
-from libc.stdint cimport int8_t, int64_t
+from libc.stdint cimport int8_t, int64_t, uint64_t
 
 cdef extern from "fastattn.h" nogil:
     enum:
@@ -12,6 +12,7 @@ cdef extern from "fastattn.h" nogil:
     ctypedef struct fa_watch:
         int (*gives_up)(void *) noexcept nogil
         void *caller
+        void (*pause)(int64_t) noexcept nogil
     ctypedef struct fa_array:
         char *data
         const int64_t *batch
@@ -34,7 +35,8 @@ cdef extern from "fastattn.h" nogil:
         fa_modifiers mods
         fa_statistics stats
         int sigmoid
-        double sigmoid_bias
+        double sigmoid_bias, dropout
+        uint64_t seed
         const fa_watch *watch
     ctypedef struct fa_plan:
         fa_kernel_kind kind
@@ -54,12 +56,25 @@ cdef extern from "fastattn.h" nogil:
         const void *sums
         double unit
         const void *bias
-        int64_t x_row, residual_row, out_row, m, n, k
+        char *pre
+        int64_t x_row, residual_row, out_row, pre_row, m, n, k
         fa_dtype dtype, weight
         int gated, x_int8, transposed
         fa_activation activation
         const fa_watch *watch
     ctypedef struct fa_linear_plan:
+        int64_t n_tasks, scratch_bytes
+        double flops
+    ctypedef struct fa_outer_args:
+        const char *a
+        const char *b
+        char *out
+        void *sums
+        int64_t a_row, b_row, out_row, m, n, k
+        fa_dtype a_dtype, b_dtype
+        int pairs, more
+        const fa_watch *watch
+    ctypedef struct fa_outer_plan:
         int64_t n_tasks, scratch_bytes
         double flops
     ctypedef struct fa_pack_rows:
@@ -96,10 +111,67 @@ cdef extern from "fastattn.h" nogil:
         int64_t x_row, residual_row, up_row, total_row, out_row, m, n
         double eps
         const fa_watch *watch
+    ctypedef struct fa_rows_grad_args:
+        fa_rows_kind kind
+        fa_dtype dtype
+        fa_activation activation
+        const char *dout
+        const char *x
+        const char *residual
+        const char *dsum
+        const char *up
+        char *dx
+        char *dup
+        const void *weight
+        int64_t dout_row, x_row, residual_row, dsum_row, up_row, dx_row, dup_row, m, n
+        double eps
+        const fa_watch *watch
+    ctypedef struct fa_logits_args:
+        char *logits
+        const int64_t *targets
+        void *loss
+        const void *factor
+        int64_t row, m, n
+        double label_smoothing
+        const fa_watch *watch
+    ctypedef struct fa_dropout_args:
+        const char *x
+        char *out
+        int64_t x_row, out_row, m, n
+        fa_dtype dtype
+        double rate, scale
+        uint64_t seed
+        int64_t stream
+        const fa_watch *watch
+    ctypedef struct fa_scatter_args:
+        const char *x
+        char *out
+        const int64_t *order
+        const int64_t *firsts
+        const int64_t *places
+        int64_t x_row, out_row, n
+        fa_dtype dtype
+        const fa_watch *watch
     ctypedef struct fa_rope_args:
         fa_array x, out, cos, sin, scale
         int64_t batch, heads, length, head_dim, pairs
         int interleaved
+    enum: FA_UPDATE_BLOCK
+    ctypedef enum fa_update_kind:
+        FA_SQUARES, FA_SGD, FA_ADAMW
+    ctypedef struct fa_parameter:
+        void *param
+        const void *grad
+        void *first
+        void *second
+        int64_t n, block
+    ctypedef struct fa_update_args:
+        fa_update_kind kind
+        const fa_parameter *parameters
+        double *sums
+        int64_t n_parameters
+        double scale, lr, weight_decay, momentum, beta2, eps, first_correction, second_correction
+        int nesterov
     ctypedef struct fa_recurrent_args:
         fa_array q, k, v, out, log_decay, beta, state, state_out, norm, norm_out
         int64_t batch, heads, heads_q, heads_k, heads_v, len_q, len_k, head_dim, head_dim_v
@@ -108,6 +180,13 @@ cdef extern from "fastattn.h" nogil:
         const fa_watch *watch
     ctypedef struct fa_recurrent_plan:
         int steps
+        int64_t n_tasks, scratch_bytes
+        double flops
+    ctypedef struct fa_recurrent_backward_args:
+        fa_recurrent_args forward
+        fa_array dout, dstate_out, dnorm_out, dq, dk, dv, dlog_decay, dbeta, dstate, dnorm
+        double dq_factor
+    ctypedef struct fa_recurrent_backward_plan:
         int64_t n_tasks, scratch_bytes
         double flops
     ctypedef enum fa_rowwise_kind:
@@ -122,6 +201,28 @@ cdef extern from "fastattn.h" nogil:
     ctypedef struct fa_rowwise_plan:
         int64_t n_tasks, scratch_bytes
         double flops
+    ctypedef struct fa_backward_args:
+        fa_attention_args attention
+        fa_array dout, dlse, dq, dk, dv, dbias, dbias_diagonals, dsinks, dalibi_slopes, dsoftcap
+        double dq_factor
+        int bias_shared
+    ctypedef struct fa_backward_plan:
+        int64_t n_tasks, scratch_bytes, shared_bytes
+        double flops
+    ctypedef struct fa_rowwise_backward_args:
+        fa_rowwise_args forward
+        fa_array dout, dq, dk, dv, dbias, dbias_diagonals
+        double *dalibi_slopes
+        double *dsoftcap
+        double *dweight
+        double *dpre
+        double *dpost
+        double dq_factor
+        int batch_shares, heads_share
+        int64_t *turns
+    ctypedef struct fa_rowwise_backward_plan:
+        int64_t n_tasks, n_turns, scratch_bytes
+        double flops
     ctypedef struct fa_kernels:
         void (*plan)(const fa_attention_args *, int, fa_plan *) noexcept nogil
         void (*run)(const fa_attention_args *, const fa_plan *, int64_t, void *) noexcept nogil
@@ -130,15 +231,37 @@ cdef extern from "fastattn.h" nogil:
         void (*merge)(const fa_attention_args *, const fa_plan *, int64_t, int64_t, void *, const void *) noexcept nogil
         void (*linear_plan)(const fa_linear_args *, int, fa_linear_plan *) noexcept nogil
         void (*linear_run)(const fa_linear_args *, const fa_linear_plan *, int64_t, void *) noexcept nogil
+        void (*outer_plan)(const fa_outer_args *, int, fa_outer_plan *) noexcept nogil
+        void (*outer_run)(const fa_outer_args *, const fa_outer_plan *, int64_t, void *) noexcept nogil
         int64_t (*pack_scratch_bytes)(const fa_pack_args *) noexcept nogil
         void (*pack_run)(const fa_pack_args *, int64_t, int64_t, void *) noexcept nogil
         int64_t (*rows_scratch_bytes)(int64_t) noexcept nogil
         void (*rows_run)(const fa_rows_args *, int64_t, int64_t, void *) noexcept nogil
+        int64_t (*rows_grad_scratch_bytes)(int64_t) noexcept nogil
+        void (*rows_grad_run)(const fa_rows_grad_args *, int64_t, int64_t, void *, void *) noexcept nogil
+        void (*rows_grad_add)(const void *, int64_t, int64_t, int64_t, void *) noexcept nogil
+        void (*logits_run)(const fa_logits_args *, int64_t, int64_t) noexcept nogil
+        void (*dropout_run)(const fa_dropout_args *, int64_t, int64_t) noexcept nogil
+        int64_t (*scatter_scratch_bytes)(int64_t) noexcept nogil
+        void (*scatter_run)(const fa_scatter_args *, int64_t, int64_t, void *) noexcept nogil
         void (*rope_run)(const fa_rope_args *, int64_t, int64_t, void *) noexcept nogil
+        void (*update_run)(const fa_update_args *, int64_t, int64_t) noexcept nogil
         void (*recurrent_plan)(const fa_recurrent_args *, int, fa_recurrent_plan *) noexcept nogil
         void (*recurrent_run)(const fa_recurrent_args *, const fa_recurrent_plan *, int64_t, void *) noexcept nogil
+        void (*recurrent_backward_plan)(const fa_recurrent_backward_args *,
+                                        fa_recurrent_backward_plan *) noexcept nogil
+        void (*recurrent_backward_run)(const fa_recurrent_backward_args *, const fa_recurrent_backward_plan *, int64_t,
+                                       void *) noexcept nogil
         void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *) noexcept nogil
         void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t, void *) noexcept nogil
+        void (*backward_plan)(const fa_backward_args *, int, fa_backward_plan *) noexcept nogil
+        void (*backward_begin)(const fa_backward_args *, const fa_backward_plan *, int64_t, void *,
+                               void *) noexcept nogil
+        void (*backward_run)(const fa_backward_args *, const fa_backward_plan *, int64_t, void *, void *) noexcept nogil
+        void (*backward_end)(const fa_backward_args *, const fa_backward_plan *, int64_t, void *) noexcept nogil
+        void (*rowwise_backward_plan)(const fa_rowwise_backward_args *, fa_rowwise_backward_plan *) noexcept nogil
+        void (*rowwise_backward_run)(const fa_rowwise_backward_args *, const fa_rowwise_backward_plan *, int64_t,
+                                     void *) noexcept nogil
         double (*fma_rounds)(int64_t, fa_dtype) noexcept nogil
         double (*read_bytes)(const char *, int64_t) noexcept nogil
     ctypedef struct fa_tuning:

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, freethreading_compatible=False
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, freethreading_compatible=True
 """The compiled layer: fills the C argument struct from an AttentionArgs, cuts the work into tasks, runs them.
 
 No semantics here, and the only threads of the package (src/team.h). The bits of a result do not depend on anything
@@ -33,11 +33,11 @@ cdef extern from *:
     #endif
     /* Several threads read a flag that one of them sets. */
     static int fa_flag(const int *flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED); }
-    static void fa_set_flag(int *flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
+    static void fa_set_flag(int *flag, int set) { __atomic_store_n(flag, set, __ATOMIC_RELAXED); }
     """
     const char *FA_COMPILER
     int fa_flag(const int *) noexcept nogil
-    void fa_set_flag(int *) noexcept nogil
+    void fa_set_flag(int *, int) noexcept nogil
 
 COMPILED_ISAS = tuple([fa_isa_name(i).decode() for i in range(fa_isa_count())])  # best first
 AVAILABLE_ISAS = tuple([isa for i, isa in enumerate(COMPILED_ISAS) if fa_isa_available(i)])  # generic is always there
@@ -97,13 +97,15 @@ cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
         tables.set(&a.mods.bias, "bias", args.bias, cnp.PyArray_TYPE(args.bias), 3, a.heads_q, a.len_q, a.len_k)
     if args.alibi_slopes is not None:
         tables.set(&a.mods.alibi_slopes, "alibi_slopes", args.alibi_slopes, lane, 1, a.heads_q)
-        tables.set(&a.mods.q_position, "q_position", np.asarray(args.q_position), cnp.NPY_INT64, 0)
+        tables.kept = np.asarray(args.q_position)
+        tables.set(&a.mods.q_position, "q_position", tables.kept, cnp.NPY_INT64, 0)
     if args.ranges is not None:
         tables.set(&a.masks.range_first, "range_first", args.range_first, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
         tables.set(&a.masks.range_last, "range_last", args.range_last, cnp.NPY_INT64, 2, a.heads_q, a.len_q)
         a.masks.ranges = <const int64_t *>_data("ranges", args.ranges, args.ranges.size, cnp.NPY_INT64)
     if args.sigmoid_bias is not None:
         a.sigmoid, a.sigmoid_bias = True, args.sigmoid_bias
+    a.dropout, a.seed = args.dropout, args.seed
     if s is not None:
         a.stats.n_top = 0 if s.top_keys is None else s.top_keys.shape[s.top_keys.ndim - 1]
         tables.set(&a.stats.row_max, "row_max", s.row_max, lane, 2, a.heads_q, a.len_q)
@@ -163,7 +165,11 @@ include "tables.pxi"
 include "tasks.pxi"
 include "sequences.pxi"
 include "ops.pxi"
+include "updates.pxi"
 include "program.pxi"
+include "gradients.pxi"
 include "recurrent.pxi"
 include "rowwise.pxi"
+include "backward.pxi"
+include "rowwise_backward.pxi"
 include "peaks.pxi"

@@ -86,6 +86,7 @@ def linear(args):
     a.x = _rows("x", args.x, a.m, a.k, a.dtype, &a.x_row)
     a.out = _rows("out", args.out, a.m, a.n, a.dtype, &a.out_row)
     a.residual = _rows("residual", args.residual, a.m, a.n, a.dtype, &a.residual_row)
+    a.pre = _rows("pre", args.pre, a.m, a.n * (1 + a.gated), a.dtype, &a.pre_row)
     _run_linear(&a, args.num_threads)
 
 

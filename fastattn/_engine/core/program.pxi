@@ -367,7 +367,8 @@ cdef void _set_sequences(Call *c, call, _Tables tables) except *:
         tables.set(&c.v_scale, "v_scale", scales[1], lane, 2, c.heads_held, capacity)
         if (int8 != (scales[1] is not None)) or not (int8 or (c.k.dtype == c.dtype and c.v.dtype == c.dtype)):
             raise ValueError("fastattn: the cache is of another type than the rows")
-        tables.set(&start, "starts", np.asarray(call.slots.starts), cnp.NPY_INT64, 0)
+        tables.kept = np.asarray(call.slots.starts)
+        tables.set(&start, "starts", tables.kept, cnp.NPY_INT64, 0)
         c.len_k = call.slots.length
         c.new_k, c.new_v, c.new_k_scale, c.new_v_scale = c.k, c.v, c.k_scale, c.v_scale
         new_k, new_v, new_k_scale, new_v_scale = tables.next(), tables.next(), tables.next(), tables.next()

@@ -5,15 +5,9 @@ cdef void _recurrent_task(Loop *loop, int64_t task, void *scratch) noexcept nogi
     loop.kernels.recurrent_run(<const fa_recurrent_args *>loop.args, plan, task, scratch)
 
 
-def recurrent(args):
-    """Compute `args.out` and the states, of a RecurrentArgs."""
-    cdef fa_recurrent_args a
-    cdef fa_recurrent_plan plan
-    cdef Loop loop
-    cdef int threads = args.num_threads
-    cdef _Tables tables = _Tables(args.batch_shape, 10)
+cdef int _set_recurrent(fa_recurrent_args *a, args, _Tables tables) except -1:
+    """Fill `a`; returns the type of lanes."""
     cdef int lane
-    memset(&a, 0, sizeof(a))
     a.batch = tables.batch
     a.heads, a.heads_q, a.heads_k, a.heads_v = args.heads, args.heads_q, args.heads_k, args.heads_v
     a.len_q, a.len_k, a.head_dim, a.head_dim_v = args.len_q, args.len_k, args.head_dim, args.head_dim_v
@@ -27,16 +21,71 @@ def recurrent(args):
     a.log_decay.dtype = a.beta.dtype = _dtype(args.state_out)
     tables.set(&a.state_out, "state_out", args.state_out, lane, 3, a.heads, a.head_dim, a.head_dim_v, True)
     tables.set(&a.state, "state", args.state, lane, 3, a.heads, a.head_dim, a.head_dim_v, True)
-    if args.gated:
-        tables.set(&a.log_decay, "log_decay", args.log_decay, lane, 3, a.heads, a.len_k, a.head_dim, True)
-    else:
-        tables.set(&a.log_decay, "log_decay", args.log_decay, lane, 2, a.heads, a.len_k)
+    _set_decays(&a.log_decay, "log_decay", args.log_decay, lane, a, tables)
     tables.set(&a.beta, "beta", args.beta, lane, 2, a.heads, a.len_k)
     tables.set(&a.norm_out, "norm_out", args.norm_out, lane, 2, a.heads, a.head_dim, 1, True)
     tables.set(&a.norm, "norm", args.norm, lane, 2, a.heads, a.head_dim, 1, True)
+    return lane
+
+
+cdef int _set_decays(fa_array *x, name, array, int lane, const fa_recurrent_args *a, _Tables tables) except -1:
+    """Point `x` at decays, scalar or vector ones."""
+    if a.gated:
+        tables.set(x, name, array, lane, 3, a.heads, a.len_k, a.head_dim, True)
+    else:
+        tables.set(x, name, array, lane, 2, a.heads, a.len_k)
+    return 0
+
+
+def recurrent(args):
+    """Compute `args.out` and the states, of a RecurrentArgs."""
+    cdef fa_recurrent_args a
+    cdef fa_recurrent_plan plan
+    cdef Loop loop
+    cdef int threads = args.num_threads
+    cdef _Tables tables = _Tables(args.batch_shape, 10)
+    memset(&a, 0, sizeof(a))
+    _set_recurrent(&a, args, tables)
     a.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(a.q.dtype), &a, &plan
     loop.kernels.recurrent_plan(&a, threads, &plan)
     if plan.flops < (fa_tuned.parallel_dot_flops if plan.steps else fa_tuned.parallel_flops):
         threads = 1
     _run(&loop, _recurrent_task, plan.n_tasks, threads, plan.scratch_bytes)
+
+
+cdef void _recurrent_backward_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    cdef const fa_recurrent_backward_plan *plan = <const fa_recurrent_backward_plan *>loop.plan
+    loop.kernels.recurrent_backward_run(<const fa_recurrent_backward_args *>loop.args, plan, task, scratch)
+
+
+def recurrent_backward(args):
+    """Compute the gradients of a RecurrentBackwardArgs that are not None."""
+    cdef fa_recurrent_backward_args a
+    cdef fa_recurrent_args *f = &a.forward
+    cdef fa_recurrent_backward_plan plan
+    cdef Loop loop
+    cdef int threads = args.num_threads, lane
+    cdef _Tables tables = _Tables(args.forward.batch_shape, 20)
+    memset(&a, 0, sizeof(a))
+    lane = _set_recurrent(f, args.forward, tables)
+    tables.set_rows(&a.dout, "dout", args.dout, max(f.heads_q, f.heads), f.len_q, f.head_dim_v)
+    tables.set(&a.dstate_out, "dstate_out", args.dstate_out, lane, 3, f.heads, f.head_dim, f.head_dim_v, True)
+    tables.set(&a.dnorm_out, "dnorm_out", args.dnorm_out, lane, 2, f.heads, f.head_dim, 1, True)
+    if args.dq is not None:
+        tables.set_rows(&a.dq, "dq", args.dq, max(f.heads_q, f.heads), f.len_q, f.head_dim)
+    if args.dk is not None:
+        tables.set_rows(&a.dk, "dk", args.dk, f.heads, f.len_k, f.head_dim)
+    if args.dv is not None:
+        tables.set_rows(&a.dv, "dv", args.dv, f.heads, f.len_k, f.head_dim_v)
+    _set_decays(&a.dlog_decay, "dlog_decay", args.dlog_decay, lane, f, tables)
+    tables.set(&a.dbeta, "dbeta", args.dbeta, lane, 2, f.heads, f.len_k)
+    tables.set(&a.dstate, "dstate", args.dstate, lane, 3, f.heads, f.head_dim, f.head_dim_v, True)
+    tables.set(&a.dnorm, "dnorm", args.dnorm, lane, 2, f.heads, f.head_dim, 1, True)
+    a.dq_factor = args.dq_factor
+    f.watch = &loop.watch
+    loop.kernels, loop.args, loop.plan = _kernels(f.q.dtype), &a, &plan
+    loop.kernels.recurrent_backward_plan(&a, &plan)
+    if plan.flops < fa_tuned.parallel_flops:
+        threads = 1
+    _run(&loop, _recurrent_backward_task, plan.n_tasks, threads, plan.scratch_bytes)

@@ -9,6 +9,10 @@ cdef extern from "team.h" nogil:
     void fa_team_back(fa_team *team)
     void fa_share(fa_team *team, void *loop, void (*run)(void *, int64_t, int, int) noexcept nogil,
                   int (*stop)(void *) noexcept nogil, int64_t n, int threads)
+    void fa_pause(double waited)
+    ctypedef void (*fa_pool)(void (*work)(void *) noexcept nogil, void *context, unsigned threads,
+                             unsigned flags) noexcept nogil
+    void fa_borrow(fa_pool pool)
     double fa_now()
     void fa_note(int64_t task, int64_t thread, double begin)
 
@@ -35,6 +39,11 @@ cdef struct Loop:
     fa_team *team  # NULL: one thread
 
 
+def borrow_threads(uintptr_t pool):
+    """Let threads of another pool do the work: `pool` is the address of its GOMP_parallel, or 0."""
+    fa_borrow(<fa_pool>pool)
+
+
 cdef int _gives_up(void *context) noexcept nogil:
     """Whether a signal handler has raised something. The main thread runs them, at most every 50 ms.
 
@@ -53,8 +62,13 @@ cdef int _gives_up(void *context) noexcept nogil:
         loop.looked = now
         with gil:
             if fa_check_signals():  # the exception stays with the thread, until `_end`
-                fa_set_flag(&loop.stop)
+                fa_set_flag(&loop.stop, True)
     return fa_flag(&loop.stop)
+
+
+cdef void _pause(int64_t times) noexcept nogil:
+    """Between two looks at what another task does: it comes within microseconds, or its thread has no core."""
+    fa_pause(0 if times < 200 else 1)
 
 
 cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t scratch_bytes,
@@ -65,7 +79,7 @@ cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t 
     """
     cdef int64_t n_bytes
     loop.run = run
-    loop.watch.gives_up, loop.watch.caller = _gives_up, loop
+    loop.watch.gives_up, loop.watch.caller, loop.watch.pause = _gives_up, loop, _pause
     loop.threads = threads if n_tasks > 1 else 1
     loop.stop, loop.looked, loop.caller = False, 0, PyThread_get_thread_ident()
     if loop.caller != <unsigned long>threading.main_thread().ident:

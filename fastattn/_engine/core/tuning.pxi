@@ -7,7 +7,9 @@ fa_tune_for(LEVEL2_CACHE)
 SIZES = {fa_size_at(i).name.decode(): (fa_size_at(i).unit.decode(), fa_size_in(&fa_tuned, i)[0], fa_size_at(i).least,
                                        fa_size_at(i).most) for i in range(fa_size_count())}
 cdef list _SIZES = list(SIZES)
-cdef object _before_next_plan = None
+cdef object _sizes_lock = threading.RLock()
+cdef object _before_next_plan = None  # behind the lock
+cdef int _sizes_due = False  # atomic: whether there is one
 
 
 def get_sizes():
@@ -28,13 +30,23 @@ def set_sizes(sizes):
 def before_next_plan(function):
     """Call `function` once, before the next plan is made; None: call nothing."""
     global _before_next_plan
-    _before_next_plan = function
+    with _sizes_lock:
+        _before_next_plan = function
+        fa_set_flag(&_sizes_due, function is not None)
+
+
+cdef int _choose_sizes() except -1:
+    """What the next plan waits for, and meanwhile those of other threads."""
+    with _sizes_lock:
+        function = _before_next_plan
+        if function is not None:
+            before_next_plan(None)
+            function()
+    return 0
 
 
 cdef const fa_kernels *_kernels(fa_dtype dtype) except NULL:
     """The kernels in use for numbers of `dtype`. Every plan begins here."""
-    global _before_next_plan
-    if _before_next_plan is not None:
-        function, _before_next_plan = _before_next_plan, None
-        function()
+    if fa_flag(&_sizes_due):
+        _choose_sizes()
     return fa_isa_kernels(_isa, dtype)

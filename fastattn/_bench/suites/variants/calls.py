@@ -118,6 +118,10 @@ def _statistics(x: Inputs) -> Call:
     return lambda: fastattn.attention(x.q, x.k, x.v, stats=stats)[0]
 
 
+def _dropout(x: Inputs) -> Call:
+    return lambda: fastattn.attention(x.q, x.k, x.v, dropout=0.1, seed=1)
+
+
 # Variants that are arguments of `attention`: the name here, and the name in `cases.VARIANTS`.
 OPTIONS = {
     **{name: name for name in ("plain", "causal", "alibi", "softcap", "sinks", "off_by_one", "t5_bias")},
@@ -162,4 +166,5 @@ CALLS: dict[str, Make] = {
     "nystrom": _nystrom,
     "reformer": _reformer,
     "all_statistics": _statistics,
+    "dropout": _dropout,
 }

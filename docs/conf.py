@@ -1,0 +1,75 @@
+"""The site: `sphinx-build -W --keep-going -n docs OUT` in an environment with the extra [docs]."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_site"))
+
+import fastattn  # noqa: E402
+
+project = "fastattn"
+author = "the fastattn authors"
+copyright = author
+version = release = fastattn.__version__
+html_title = f"fastattn {release}"
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "numpydoc",
+    "myst_parser",
+    "sphinx_gallery.gen_gallery",
+    "docstrings",
+    "inline_svg",
+    "benchmark_tables",
+]
+exclude_patterns = ["_site", "_templates", "gallery/*.md", "**/GALLERY_HEADER.rst"]
+templates_path = ["_templates"]
+root_doc = "index"
+
+# Pages: links to headings as on GitHub.
+myst_heading_anchors = 4
+default_role = "code_or_link"  # `x` in docstrings is code, and a link where it names something public
+nitpicky = True
+
+# Reference: types stand in the docstrings.
+autosummary_generate = True
+autosummary_filename_map = {  # files whose names differ by case alone
+    "fastattn.functional.feature_maps.Favor": "fastattn.functional.feature_maps.Favor-class",
+}
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+numpydoc_show_class_members = False  # the template lists them
+
+# Gallery: every script runs, and an error in one ends the build.
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "auto_gallery",
+    "filename_pattern": r"/plot_",
+    "abort_on_example_error": True,
+    "download_all_examples": False,
+    "remove_config_comments": True,
+    "capture_repr": (),
+    "show_memory": False,
+    "show_signature": False,
+    "min_reported_time": 1e9,  # times of the machine that built the site say nothing
+    "write_computation_times": False,
+}
+
+html_theme = "pydata_sphinx_theme"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_copy_source = False
+html_sidebars = {page: [] for page in ("index", "tutorial", "benchmarks")}
+html_theme_options = {
+    "logo": {"text": "fastattn"},
+    "header_links_before_dropdown": 7,
+    "navbar_end": ["theme-switcher"],
+    "navigation_with_keys": False,
+    "secondary_sidebar_items": ["page-toc"],
+    "show_prev_next": True,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}

@@ -1,0 +1,117 @@
+"""A Transformer that learns from nothing to write as Python's documentation is written, letter by letter.
+
+    python examples/train_characters.py           # under a minute: it begins to spell
+    python examples/train_characters.py --layers 6 --width 384 --heads 6 --length 256 --batch 16 --steps 5000
+
+The text comes with Python: what `help()` shows. `--save run.safetensors` writes the run now and then, and
+goes on with it if the file is there. `--plot loss.png` draws the loss.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+
+from fastattn.layers import LanguageModel
+from fastattn.train import AdamW, Batches, Schedule, Trainer
+
+
+def characters():
+    """(text, its characters): ids are their places."""
+    text = "\n".join(topics[name] for name in sorted(topics))
+    return text, sorted(set(text))
+
+
+def evaluate(model, windows, batch):
+    """The mean loss of some windows that no step has seen."""
+    losses = [
+        model.loss(part[:, :-1], part[:, 1:]) for part in np.array_split(windows, -(-len(windows) // batch))
+    ]
+    return math.fsum(losses) / len(losses)
+
+
+def written(model, letters, begin, count, rng):
+    """`begin`, continued. When the model's sequence is full, it goes on behind the latter half of it."""
+    ids = [letters.index(letter) for letter in begin]
+    while len(ids) < count:
+        seen = ids[-(model.max_length // 2) :]
+        room = min(model.max_length - len(seen), count - len(ids))
+        ids += model.generate(seen, room, temperature=0.8, rng=rng)
+    return "".join(letters[i] for i in ids)
+
+
+def plot(path, steps, tested):
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: pip install matplotlib")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots()
+    axes.plot([step.step for step in steps], [step.loss for step in steps], linewidth=0.8, label="training")
+    axes.plot(*zip(*tested, strict=True), "o-", label="unseen text")
+    axes.set(xlabel="step", ylabel="loss of a character, nats")
+    axes.legend()
+    figure.savefig(path)
+    print(f"picture: {path}")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    sizes = {"layers": 2, "width": 96, "heads": 3, "length": 64, "batch": 16, "steps": 300, "sample": 300}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--save", type=Path)
+    args = parser.parse_args(argv)
+
+    text, letters = characters()
+    places = {letter: i for i, letter in enumerate(letters)}
+    ids = np.array([places[letter] for letter in text])
+    windows = np.lib.stride_tricks.sliding_window_view(ids, args.length + 1)
+    seen, unseen = np.split(windows, [len(windows) * 9 // 10])
+    unseen = unseen[args.length :: args.length][: 4 * args.batch]  # the first ones overlap what is seen
+
+    model = LanguageModel(
+        len(letters), args.length, args.width, args.heads, args.layers, rng=np.random.default_rng(args.seed)
+    )
+    optimizer = AdamW(model, args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    trainer = Trainer(
+        lambda batch: model.loss_and_gradients(batch[:, :-1], batch[:, 1:]),
+        optimizer,
+        Batches(seen, batch_size=args.batch, rng=args.seed),
+        schedule=Schedule("cosine", args.steps, warmup=args.steps // 20, final=0.1),
+        max_norm=1.0,
+        tokens=lambda batch: batch[:, 1:].size,
+    )
+    count = sum(x.size for x in optimizer.parameters.values())
+    print(f"{len(text):,} characters, {len(letters)} different ones; {count:,} parameters")
+    if args.save and args.save.exists():
+        trainer.load(args.save)
+        print(f"{args.save}: goes on at step {trainer.steps}")
+
+    every = max(1, args.steps // 6)
+    tested = [(trainer.steps, evaluate(model, unseen, args.batch))]
+
+    def now_and_then(step):
+        if step.step % every == 0:
+            tested.append((step.step, evaluate(model, unseen, args.batch)))
+            print(f"    unseen text: {tested[-1][1]:.4f}")
+            if args.save:
+                trainer.save(args.save)
+
+    steps = trainer.fit(args.steps, log_every=every, callback=now_and_then)
+    if args.plot:
+        plot(args.plot, steps, tested)
+    print(written(model, letters, "The ", args.sample, np.random.default_rng(args.seed)))
+    return tested
+
+
+if __name__ == "__main__":
+    main()

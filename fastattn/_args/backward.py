@@ -1,0 +1,261 @@
+"""From what a caller passed to a backward pass to one argument object, and from its sums to gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.results import require_apart, result_array
+from fastattn._args.types import FLOAT64, BackwardArgs, lane_dtype
+from fastattn._args.values import (
+    as_array,
+    is_float,
+    operand,
+    readable,
+    real_array,
+    require_broadcast,
+    short,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fastattn._args.types import Array, AttentionArgs, Shape
+
+# What a backward pass is given beside what there are gradients of.
+_SAVED = ("dout", "out", "lse", "dlse")
+_FLOATS = ("dscale", "dsoftcap")  # gradients of Python's floats
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A gradient that the caller gets, and where the kernels leave what it is the sum of."""
+
+    name: str
+    result: Any  # the caller's array; None: a float
+    place: Any  # the same, with heads before tokens
+    sums: Any  # of the whole batch, or `place`; None for dscale, which is made of dq
+
+
+@dataclass(slots=True)
+class Gradients:
+    """The arguments of a backward pass, and the caller's gradients."""
+
+    args: BackwardArgs
+    wanted: list[_Wanted]
+
+    def results(self) -> tuple[Any, ...]:
+        """The gradients, in the order of `need`, of what the kernels have left."""
+        return tuple(self._result(each) for each in self.wanted)
+
+    def clear(self) -> None:
+        """Leave what a call without queries leaves: 0."""
+        for each in self.wanted:
+            if each.sums is not None:
+                each.sums[...] = 0
+
+    def _result(self, wanted: _Wanted) -> Any:
+        if wanted.name == "dscale":
+            return self._dscale()
+        if wanted.result is None:
+            return float(wanted.sums.sum())
+        if wanted.sums is not wanted.place:
+            sums = summed_to(wanted.place.shape, wanted.sums)
+            wanted.place[...] = sums * self._rest() if wanted.name == "dq" else sums
+        return wanted.result
+
+    def _rest(self) -> Any:
+        """What dq is still to be multiplied by."""
+        forward = self.args.attention
+        return lane_dtype(forward.q.dtype).type(1 if self.args.dq_factor == forward.scale else forward.scale)
+
+    def _dscale(self) -> float:
+        dq: Any = self.args.dq
+        q = np.broadcast_to(self.args.attention.q, dq.shape)
+        total = 0.0
+        for i in np.ndindex(q.shape[:-2]):  # a row of 0 has attended nothing: whatever is in q is hidden
+            total += float(np.vdot(np.where(dq[i] == 0, 0, q[i].astype(float)), dq[i].astype(float)))
+        return total
+
+
+def summed_to(shape: Shape, x: Array) -> Array:
+    """`x` summed over the axes along which an array of `shape` was broadcast to x's."""
+    padded = (1,) * (x.ndim - len(shape)) + tuple(shape)
+    axes = tuple(i for i, (n, m) in enumerate(zip(padded, x.shape, strict=True)) if n == 1 and m != 1)
+    return (x.sum(axis=axes, keepdims=True) if axes else x).reshape(shape)
+
+
+def backward_args(
+    func: str,
+    args: AttentionArgs,
+    given: Mapping[str, Any],
+    need: Sequence[str],
+    into: Sequence[Array | None] | None,
+    options: Mapping[str, Any],
+) -> Gradients:
+    """Check the arguments of a backward pass whose forward pass is `args`.
+
+    `given` holds by name what the caller passed: dout, out, lse, dlse, and what there are gradients of. Of a
+    ragged call, its arrays are (tokens, heads, head_dim). `options` are the others.
+    """
+    names = gradient_names(func, need, given)
+    dout, dlse = saved(func, args, given)
+    backward = BackwardArgs(args, dout, dlse, dq_factor=1.0 if "dscale" in names else args.scale)
+    return gradients(func, backward, names, given, into, options)
+
+
+def saved(func: str, args: AttentionArgs, given: Mapping[str, Any]) -> tuple[Array, Array | None]:
+    """Check dout, out, lse and dlse; `args`, of a call with return_lse=True, gets out and lse."""
+    copies: list[str] = []
+    lane = lane_dtype(args.q.dtype)
+    shape = np.shape(args.result[0])
+    dout, args.out = (like_result(func, name, given[name], args, shape, copies) for name in ("dout", "out"))
+    lse = real_array(func, "lse", given["lse"])
+    row_shape = args.result[1].shape
+    if lse.dtype.newbyteorder("=") != lane:
+        raise wrong_dtype(func, "lse", lse, f"{lane}, as return_lse=True gives it")
+    if lse.shape != row_shape:
+        raise wrong_shape(func, "lse", lse, f"{row_shape}, as return_lse=True gives it")
+    args.lse = readable(lse, "lse", copies).reshape(args.out.shape[:-1])
+    args.copies = (*args.copies, *copies)
+    if given["dlse"] is None:
+        return dout, None
+    dlse = readable(real_array(func, "dlse", given["dlse"]).astype(lane, copy=False), "dlse", copies)
+    require_broadcast(func, "dlse", dlse.shape, row_shape, "lse's shape")
+    return dout, np.broadcast_to(dlse, row_shape).reshape(args.out.shape[:-1])
+
+
+def like_result(func: str, name: str, x: Any, args: AttentionArgs, shape: Shape, copies: list[str]) -> Array:
+    """`x`, of the `shape` that the caller got as the result of the forward pass, as the kernels have it."""
+    array = operand(func, name, x, copies)
+    if array.shape != shape:
+        raise wrong_shape(func, name, array, f"{shape}, as the result of the forward pass")
+    if array.dtype != args.q.dtype:
+        raise wrong_dtype(func, name, array, f"{args.q.dtype}, as q has")
+    return heads_first(args, array).reshape(args.out.shape)
+
+
+def gradients(
+    func: str,
+    backward: BackwardArgs,
+    names: list[str],
+    given: Mapping[str, Any],
+    into: Sequence[Array | None] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Gradients:
+    """Room for the gradients `names` of what is `given`, set in `backward`."""
+    args, lane = backward.attention, lane_dtype(backward.attention.q.dtype)
+    places = _places(func, names, into)
+    inputs = [] if into is None else _inputs(backward, {**(options or {}), **given})
+    results = [
+        _result(func, args, name, given[source_of(name)], place, inputs, f"into[{i}]")
+        for i, (name, place) in enumerate(zip(names, places, strict=True))
+    ]
+    require_apart(func, [(f"into[{i}]", x) for i, x in enumerate(results) if x is not None])
+    found = [_room(backward, name, result) for name, result in zip(names, results, strict=True)]
+    if "dscale" in names and backward.dq is None:
+        backward.dq = np.empty((*args.out.shape[:-1], args.head_dim), lane)
+    return Gradients(backward, found)
+
+
+def heads_first(args: AttentionArgs, x: Array) -> Array:
+    """`x`, an array of the caller's, as the kernels have it."""
+    return x if args.begins is None else x.swapaxes(0, 1)
+
+
+def source_of(name: str) -> str:
+    """The argument that a gradient is the gradient of."""
+    return "bias" if name == "dbias_diagonals" else name[1:]
+
+
+def gradient_names(func: str, need: Any, given: Mapping[str, Any], diagonals: bool = True) -> list[str]:
+    """`need`, checked: names of gradients of what is in `given`."""
+    if not isinstance(need, (tuple, list)):
+        raise TypeError(f'{func}(): need is {short(need)}; expected a tuple of names, such as ("dq", "dv")')
+    allowed = [f"d{source}" for source in given if source not in _SAVED]
+    if "bias" in given and diagonals:
+        allowed.insert(allowed.index("dbias") + 1, "dbias_diagonals")
+    for name in need:
+        if name not in allowed:
+            raise ValueError(f"{func}(): need has {short(name)}; expected {', '.join(allowed)}")
+        source = source_of(name)
+        if given[source] is None and source != "scale":
+            raise ValueError(f"{func}(): need has {name}, but {source} is not given")
+    if len(set(need)) != len(need):
+        raise ValueError(f"{func}(): need is {tuple(need)}; expected each name once")
+    return list(need)
+
+
+def _places(func: str, names: list[str], into: Any) -> Sequence[Array | None]:
+    if into is None:
+        return [None] * len(names)
+    if not isinstance(into, (tuple, list)):
+        raise wrong_type(func, "into", into, "a tuple of arrays, or None, one for each name in need")
+    if len(into) != len(names):
+        raise ValueError(f"{func}(): into has length {len(into)}; expected {len(names)}, as need has")
+    return into
+
+
+def _inputs(backward: BackwardArgs, passed: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """For `result_array`: by name what the caller `passed`, and what was made of it."""
+    found = []
+    for name, x in passed.items():
+        made = getattr(backward if name in ("dout", "dlse") else backward.attention, name, None)
+        made = made if isinstance(made, np.ndarray) else None
+        parts = x if name == "row_ranges" and x is not None else (x,)
+        found += [(name, part, made) for part in parts]
+    return found
+
+
+def _result(
+    func: str, args: AttentionArgs, name: str, source: Any, place: Any, inputs: Any, called: str
+) -> Array | None:
+    """Where the gradient goes: `place`, checked, or a new array; None is a float."""
+    if name in _FLOATS:
+        if place is not None:
+            raise TypeError(f"{func}(): {called} is for {name}, a float; expected None")
+        return None
+    array, dtype = as_array(func, source_of(name), source), lane_dtype(args.q.dtype)
+    if name == "dbias_diagonals":
+        shape = (*array.shape[:-2], args.len_q + args.len_k - 1)
+    else:
+        shape = array.shape
+        dtype = array.dtype.newbyteorder("=") if is_float(array.dtype) else dtype
+    return result_array(func, place, shape, dtype, source_of(name), inputs, called)
+
+
+def _room(backward: BackwardArgs, name: str, result: Any) -> _Wanted:
+    """Room for what the kernels leave of a gradient, set in `backward`: the result itself where it fits."""
+    args, lane = backward.attention, lane_dtype(backward.attention.q.dtype)
+    heads = (*args.batch_shape, args.heads_q)
+    if name == "dscale":
+        return _Wanted(name, None, None, None)
+    if name in ("dsinks", "dalibi_slopes", "dsoftcap"):
+        place, shape, dtype = result, heads, FLOAT64
+    elif name in ("dweight", "dpre", "dpost"):
+        place, shape, dtype = result, (*heads, args.head_dim if name == "dweight" else args.heads_q), FLOAT64
+    elif name.startswith("dbias"):
+        bias: Any = args.bias
+        shape = bias.shape if name == "dbias" else (*bias.shape[:-2], result.shape[-1])
+        place, dtype = result.reshape(shape), lane
+    else:
+        length = args.len_q if name == "dq" else args.len_k
+        width = args.head_dim_v if name == "dv" else args.head_dim
+        batch = args.batch_shape if args.begins is None else ()
+        shape = (*batch, args.heads_q if name == "dq" else args.heads_kv, length, width)
+        place, dtype = heads_first(args, result), result.dtype
+        if place.size == math.prod(shape):
+            place = place.reshape(shape)  # a view: lengths of 1 come and go
+    apart = place is None or place.shape != shape or place.dtype != dtype
+    if apart or (name == "dq" and backward.dq_factor != args.scale):
+        sums = np.zeros(shape, FLOAT64 if dtype == FLOAT64 else lane)
+    else:
+        sums = place
+        if name not in ("dq", "dk", "dv"):  # those are written, others are added to
+            sums[...] = 0
+    setattr(backward, name, sums)
+    return _Wanted(name, result, place, sums)

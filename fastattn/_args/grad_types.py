@@ -1,0 +1,120 @@
+"""The argument objects of gradients; as those of `types.py`, checked, normalised, cheap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Activation, Array, Ints
+
+
+@dataclass(slots=True, eq=False)
+class RowsGradArgs:
+    """The gradient of one pass over rows (m, n): `kind` says of which. What is None takes no part.
+
+    Arrays (m, n) have x's dtype and contiguous rows at one distance; those of n elements the lane dtype.
+    """
+
+    kernel: ClassVar[str] = "rows_grad"
+
+    kind: str  # "layer_norm", "rms_norm", "softmax", "activate"
+    dout: Array  # (m, n)
+    x: Array  # (m, n); of "softmax" its result
+    num_threads: int
+    dx: Array | None = None  # (m, n), written
+    residual: Array | None = None  # (m, n): of the norms, added to x first
+    dsum: Array | None = None  # (m, n): of the norms, added to dx
+    up: Array | None = None  # (m, n): of "activate", a factor of its result
+    dup: Array | None = None  # (m, n), written
+    weight: Array | None = None  # (n)
+    dweight: Array | None = None  # (n), written
+    dbias: Array | None = None  # (n), written
+    eps: float = 0.0
+    activation: Activation | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute but sums of nothing: NumPy does that."""
+        return not self.x.size
+
+
+@dataclass(slots=True, eq=False)
+class OuterArgs:
+    """out (n, k) = a^T b: the sum over rows of outer products. sums (n) = the sum of the rows of a.
+
+    a and b are both float64, or neither is.
+    """
+
+    kernel: ClassVar[str] = "outer"
+
+    a: Array  # (m, n); contiguous rows at one distance, as those of b and out
+    b: Array  # (m, k)
+    out: Array | None  # (n, k), lane dtype
+    sums: Array | None  # (n), lane dtype
+    num_threads: int
+    more: bool = False  # out and sums are added to
+    pairs: bool = False  # a and b may be rounded to bfloat16
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to sum."""
+        return not (self.a.size and self.b.size)
+
+
+@dataclass(slots=True, eq=False)
+class LogitsArgs:
+    """The cross-entropy of rows of logits (m, n), lane dtype, and its gradient in their place."""
+
+    kernel: ClassVar[str] = "logits"
+
+    logits: Array  # (m, n); rows at one distance. Becomes the gradient, if `factor` is not None
+    targets: Ints  # (m), in [0, n)
+    loss: Array  # (m), lane dtype, written
+    factor: Array | None  # (m), lane dtype: what each row's gradient is times
+    label_smoothing: float
+    num_threads: int
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.logits.size
+
+
+@dataclass(slots=True, eq=False)
+class DropoutArgs:
+    """out = x (m, n), each element either 0 or times `scale`, as a counter-based generator says."""
+
+    kernel: ClassVar[str] = "dropout"
+
+    x: Array  # (m, n); contiguous rows at one distance
+    out: Array  # the same, x's dtype; may be x
+    rate: float  # the share that becomes 0
+    scale: float
+    seed: int  # 64 bits
+    stream: int  # 32 bits
+    num_threads: int
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.x.size
+
+
+@dataclass(slots=True, eq=False)
+class ScatterArgs:
+    """Rows order[firsts[p]:firsts[p + 1]] of x are added to row places[p] of out; no place comes twice."""
+
+    kernel: ClassVar[str] = "scatter"
+
+    x: Array  # (m, n); contiguous rows at one distance
+    order: Ints  # (m)
+    firsts: Ints  # (number of places + 1)
+    places: Ints
+    out: Array  # (rows, n), lane dtype; contiguous rows at one distance
+    num_threads: int
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to add."""
+        return not self.x.size

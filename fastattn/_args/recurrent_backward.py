@@ -1,0 +1,82 @@
+"""The arguments of linear attention's gradient, checked and normalised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.grad import needed
+from fastattn._args.ops import like
+from fastattn._args.recurrent import pair, recurrent_args
+from fastattn._args.types import RecurrentBackwardArgs, lane_dtype
+from fastattn._args.values import operand
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array
+
+# Gradients that can be asked for.
+GRADIENTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dscale")
+
+
+def recurrent_backward_args(
+    func: str,
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    rule: str,
+    log_decay: Any = None,
+    beta: Any = None,
+    causal: bool = True,
+    scale: float | None = None,
+    normalize: bool = False,
+    eps: float = 1e-6,
+    state: Any = None,
+    dstate_out: Any = None,
+    need: Any = ("dq", "dk", "dv"),
+    num_threads: int | None = None,
+    backend: str | None = None,
+) -> RecurrentBackwardArgs:
+    """Check the arguments of `func`; see `fastattn.functional.linear_attention_backward`."""
+    args = recurrent_args(
+        func, q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state,
+        False, None, None, num_threads, backend,
+    )  # fmt: skip
+    wanted = needed(func, need, GRADIENTS)
+    for name, given in (("dlog_decay", log_decay), ("dbeta", beta)):
+        if name in wanted and given is None:
+            raise ValueError(f"{func}(): need has {name}, but {name[1:]} is not given")
+    lane, dtype = lane_dtype(args.q.dtype), args.out.dtype
+    cotangent = operand(func, "dout", dout, [])
+    if cotangent.dtype != dtype:
+        raise wrong_dtype(func, "dout", cotangent, f"{dtype}, that of the result")
+    if cotangent.shape != args.out.shape:
+        raise wrong_shape(func, "dout", cotangent, args.out.shape)
+    states = pair(func, "dstate_out", dstate_out, normalize)
+    shape = args.state_out.shape
+    dstate = like(func, "dstate_out", states[0], shape, lane)
+    dnorm = like(func, "dstate_out[1]", states[1], shape[:-1], lane)
+
+    scaled = "dscale" not in wanted
+
+    def room(name: str, x: Array | None, heads: int, *sizes: int) -> Array | None:
+        """Memory for a gradient of each state: in x's dtype if nothing is to be added up, else in lanes."""
+        full = (*args.batch_shape, heads, *sizes)
+        if name not in wanted and (name != "dq" or scaled):
+            return None
+        return np.empty(full, x.dtype if x is not None and x.shape == full else lane)
+
+    heads, len_k = args.heads, args.len_k
+    return RecurrentBackwardArgs(
+        args, cotangent, dstate, dnorm,
+        room("dq", args.q if scaled else None, max(args.heads_q, heads), args.len_q, args.head_dim),
+        room("dk", args.k, heads, len_k, args.head_dim),
+        room("dv", args.v, heads, len_k, args.head_dim_v),
+        room("dlog_decay", None, heads, len_k, *((args.head_dim,) if args.gated else ())),
+        room("dbeta", None, heads, len_k),
+        room("dstate", None, heads, args.head_dim, args.head_dim_v),
+        room("dstate", None, heads, args.head_dim) if normalize else None,
+        args.scale if scaled else 1.0,
+    )  # fmt: skip

@@ -1,0 +1,37 @@
+"""The gradients of attention that needs a whole row of scores at a time: their arguments, checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.backward import gradient_names, gradients, like_result
+from fastattn._args.types import RowwiseBackwardArgs, lane_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fastattn._args.backward import Gradients
+    from fastattn._args.types import RowwiseArgs
+
+
+def rowwise_backward_args(
+    func: str, args: RowwiseArgs, dout: Any, given: Mapping[str, Any], need: Sequence[str]
+) -> Gradients:
+    """Check dout and need; `given` holds by name what the caller passed, of all that can have a gradient."""
+    names = gradient_names(func, need, given)
+    forward = args.attention
+    shape = np.shape(forward.result)
+    cotangent = like_result(func, "dout", dout, forward, shape, [])
+    scale = 1.0 if "dscale" in names else forward.scale
+    backward = RowwiseBackwardArgs(forward, cotangent, dq_factor=scale, rowwise=args)
+    found = gradients(func, backward, names, given)
+    lane = lane_dtype(forward.q.dtype)
+    for each in found.wanted:
+        if each.name in ("dk", "dv"):
+            if each.sums.dtype != lane:
+                each.sums = np.empty(each.sums.shape, lane)
+            each.sums[...] = 0
+            setattr(backward, each.name, each.sums)
+    return found

@@ -1,0 +1,52 @@
+"""What an optimizer does to parameters, as the kernels take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array
+
+UPDATE_BLOCK = 4096  # elements whose squares are summed together: FA_UPDATE_BLOCK of fastattn.h
+
+
+class Update(NamedTuple):
+    """One parameter. All arrays are of one size, C-contiguous, float32 or float64, as those of all others."""
+
+    grad: Array
+    param: Array | None = None  # changed in place, as the moments are
+    first: Array | None = None  # SGD's momentum buffer, or AdamW's mean of gradients
+    second: Array | None = None  # AdamW's mean of their squares
+
+
+@dataclass(slots=True, eq=False)
+class UpdateArgs:
+    """One step of "sgd" or "adamw" on all `parameters`; or "squares", `sums` of those of gradients alone."""
+
+    kernel: ClassVar[str] = "update"
+
+    kind: Literal["squares", "sgd", "adamw"]
+    parameters: list[Update]
+    num_threads: int
+    scale: float = 1.0  # of gradients
+    lr: float = 0.0
+    weight_decay: float = 0.0
+    momentum: float = 0.0  # AdamW's beta1
+    nesterov: bool = False
+    beta2: float = 0.0
+    eps: float = 0.0
+    first_correction: float = 1.0  # 1 - beta1**step
+    second_correction: float = 1.0  # sqrt(1 - beta2**step)
+    sums: Array = field(init=False)  # float64, by block: each parameter has whole ones
+
+    def __post_init__(self) -> None:
+        blocks = sum(-(-update.grad.size // UPDATE_BLOCK) for update in self.parameters)
+        self.sums = np.zeros(blocks)
+
+    @property
+    def out(self) -> Array:
+        """What has elements if there is something to do."""
+        return self.sums

@@ -1,0 +1,178 @@
+"""The gradients of attention in NumPy, blocked: the twin of the C kernels, and the fallback.
+
+Words are those of `attention.py`. In the order of its forward pass: ``probs`` are computed again, from the
+lse; ``dprobs = dout v^T``; ``dscores = probs (dprobs - delta)`` with ``delta = sum(dout * out) - dlse``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._reference.attention import Call, Task, block_sizes
+from fastattn._reference.sequences import backward_sequences
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastattn._args.types import Array, BackwardArgs
+
+
+@np.errstate(all="ignore")
+def attention_backward(
+    args: BackwardArgs,
+    score_mod: Callable[..., Array] | None = None,
+    score_mod_backward: Callable[..., Array] | None = None,
+) -> None:
+    """Fill the gradients that `args` asks for; see flex_attention_backward for the functions."""
+    if args.attention.begins is not None:
+        for sequence in backward_sequences(args):
+            attention_backward(sequence)
+        return
+    forward = args.attention
+    block_q, block_k = block_sizes(forward)
+    call = Call(forward, score_mod, score_mod_backward)
+    for b in np.ndindex(forward.batch_shape):
+        for h in range(forward.heads_kv):
+            dk, dv = (np.zeros(x[(*b, h)].shape, call.dtype) for x in (call.k, call.v))
+            for i in range(0, forward.len_q, block_q):
+                rows = slice(i, min(i + block_q, forward.len_q))
+                BackwardTask(call, b, h, rows).backward(args, block_k, dk, dv)
+            for to, x in ((args.dk, dk), (args.dv, dv)):
+                if to is not None:
+                    to[(*b, h)] = x
+
+
+class BackwardTask(Task):
+    """A block of query rows and the gradients that come of them."""
+
+    def backward(self, args: BackwardArgs, block_k: int, dk: Array, dv: Array) -> None:
+        """Fill the rows' gradients; add to dk and dv, (len_k, dim), and to the others of `args`."""
+        # for each block of keys that some row attends:
+        #     probs   = exp(scores - lse)
+        #     dv     += probs^T dout
+        #     dscores = probs (dout v^T - delta)
+        #     dk     += scale dscores^T q
+        #     dq     += scale dscores k
+        dtype, forward = self.call.dtype, args.attention
+        dout = np.asarray(args.dout[self.where], dtype)
+        lse, delta = self._saved(args, dout)
+        dq, attends = np.zeros_like(self.q), np.zeros(dout.shape[:-1], bool)
+        for keys, allowed in self.blocks(block_k):
+            attends |= True if allowed is True else allowed.any(axis=-1)
+            scores = self.scores(keys, allowed)
+            if self.call.score_mod is not None:  # a result of -inf masks, as in the forward pass
+                allowed = allowed & (scores != -np.inf)
+            if forward.sigmoid_bias is None:
+                probs = slopes = np.exp(scores - np.where(lse == -np.inf, np.inf, lse))
+            else:
+                probs = 1 / (1 + np.exp(-scores - dtype.type(forward.sigmoid_bias)))
+                slopes = probs / (1 + np.exp(scores + dtype.type(forward.sigmoid_bias)))  # probs (1 - probs)
+            k, v = (self.lanes(x, None, keys) for x in (self.k, self.v))
+            dprobs = (dout.reshape(-1, dout.shape[-1]) @ v.T).reshape(probs.shape)
+            dprobs = self.dropped(dprobs, keys)
+            dscores = slopes * (dprobs - delta)
+            if allowed is not True:
+                probs, dscores = (np.where(allowed, x, 0) for x in (probs, dscores))
+            if args.dv is not None:
+                dv[keys] += _weighted(_flat(self.dropped(probs, keys)).T, _flat(dout), _turned(allowed))
+            self.add_modifiers(args, keys, dscores)
+            if forward.softcap:
+                tanh = np.tanh(self.products(keys) * dtype.type(forward.scale / forward.softcap))
+                dscores *= 1 - tanh**2
+                if allowed is not True:
+                    dscores = np.where(allowed, dscores, 0)
+            if self.call.score_mod_backward is not None:
+                dscores = np.where(allowed, self.of_scores(dscores, keys), 0)
+            if args.dk is not None:
+                dk[keys] += dtype.type(forward.scale) * _weighted(
+                    _flat(dscores).T, _flat(self.q), _turned(allowed)
+                )
+            if args.dq is not None:
+                rows = None if allowed is True else _flat(np.broadcast_to(allowed, dscores.shape))
+                dq += _weighted(_flat(dscores), k, rows).reshape(dq.shape)
+        if args.dq is not None:
+            args.dq[self.where] = dq * dtype.type(args.dq_factor)
+        if args.dsinks is not None:
+            weight = np.exp(self.sinks[..., None] - np.where(lse == -np.inf, np.inf, lse))
+            if not attends.all():  # out is 0 there, whatever stands in dout
+                dlse = 0 if args.dlse is None else args.dlse[self.where][..., None]
+                delta = np.where(attends[..., None], delta, -dlse)
+            terms = np.where(weight == 0, 0, -weight * delta)  # a sink of -inf takes no part
+            args.dsinks[self.where[:-1]] += terms.sum(axis=(-1, -2), dtype=float)
+
+    def _saved(self, args: BackwardArgs, dout: Array) -> tuple[Any, Any]:
+        """The rows' lse and delta, (group, rows, 1), which sigmoid attention has not."""
+        forward: Any = args.attention
+        if forward.sigmoid_bias is not None:
+            return None, 0
+        delta = (dout * np.asarray(forward.out[self.where], dout.dtype)).sum(axis=-1, keepdims=True)
+        if args.dlse is not None:
+            delta -= args.dlse[self.where][..., None]
+        return forward.lse[self.where][..., None], delta
+
+    def of_scores(self, dscores: Array, keys: slice) -> Array:
+        """What `score_mod_backward` makes of the gradient of what `score_mod` returned."""
+        scores = self.products(keys) * self.call.dtype.type(self.call.args.scale)
+        return self.checked(self.call.score_mod_backward, (dscores, scores), keys)
+
+    def add_modifiers(self, args: BackwardArgs, keys: slice, dscores: Array) -> None:
+        """Add what dscores (group, rows, keys), behind all modifiers, make of the gradients of these."""
+        forward, heads, rows = args.attention, self.where[:-1], self.where[-1]
+        if args.dbias is not None:
+            add_to(args.dbias, self.batch, (heads[-1], rows, keys), dscores)
+        if args.dbias_diagonals is not None:
+            n_rows, n_keys = dscores.shape[1:]
+            first = keys.start - rows.stop + forward.len_q  # of j - i + len_q - 1
+            sums = np.zeros((len(dscores), n_rows + n_keys - 1), dscores.dtype)
+            for r in range(n_rows):
+                sums[:, n_rows - 1 - r : n_rows - 1 - r + n_keys] += dscores[:, r]
+            diagonals = slice(first, first + sums.shape[1])
+            add_to(
+                args.dbias_diagonals[..., None, :],
+                self.batch,
+                (heads[-1], slice(None), diagonals),
+                sums[:, None],
+            )
+        if args.dalibi_slopes is not None:
+            distance = abs(self.position - np.arange(keys.start, keys.stop))
+            args.dalibi_slopes[heads] -= (dscores * distance).sum(axis=(-1, -2), dtype=float)
+        if args.dsoftcap is not None:
+            scaled = self.products(keys) * self.call.dtype.type(forward.scale / forward.softcap)
+            tanh = np.tanh(scaled)
+            terms = np.where(dscores == 0, 0, dscores * (tanh - scaled * (1 - tanh**2)))
+            args.dsoftcap[heads] += terms.sum(axis=(-1, -2), dtype=float)
+
+
+def _flat(x: Array) -> Array:
+    """Rows of all heads of a group, (group * rows, n)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _turned(allowed: Any) -> Any:
+    return None if allowed is True else _flat(allowed).T
+
+
+def _weighted(weights: Array, x: Array, allowed: Any) -> Array:
+    """weights (n, m) @ x (m, d), in which no row touches what `allowed` (n, m) does not let it attend."""
+    if allowed is None:
+        return weights @ x
+    finite = np.asarray(np.isfinite(x).all(axis=-1))
+    product = weights @ (x if finite.all() else np.where(finite[:, None], x, 0))
+    for j in np.flatnonzero(~finite):  # a weight of 0 does not hide a NaN, as 0 * NaN is NaN
+        some: Array = allowed[:, j, None]
+        product += np.where(some, weights[:, j, None] * x[j], 0)
+    return product
+
+
+def add_to(to: Array, batch: tuple[int, ...], where: tuple[slice, ...], x: Array) -> None:
+    """to[batch, where] += x (group, rows, keys), summed over axes that `to` does not have, or has once."""
+    lengths = to.shape[:-3]
+    own = batch[len(batch) - len(lengths) :]
+    single = tuple(i for i in range(3) if to.shape[i - 3] == 1)
+    index: Any = (
+        *(0 if n == 1 else b for n, b in zip(lengths, own, strict=True)),
+        *(slice(None) if i in single else place for i, place in enumerate(where)),
+    )
+    to[index] += x.sum(axis=single, keepdims=True) if single else x

@@ -1,0 +1,168 @@
+"""Gradients of the operations in NumPy: the readable twins of the kernels in C."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastattn._args.blocks import blocks
+from fastattn._args.types import lane_dtype
+from fastattn._reference.ops import _erf, _sigmoid, activate
+from fastattn._reference.philox import kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastattn._args.grad_types import DropoutArgs, LogitsArgs, OuterArgs, RowsGradArgs, ScatterArgs
+    from fastattn._args.types import Activation, Array
+
+
+def _gelu(x: Array) -> Array:
+    density = np.exp(-0.5 * np.square(x)) / math.sqrt(2 * math.pi)
+    result: Array = 0.5 * (1 + _erf(x / math.sqrt(2))) + x * density
+    return result
+
+
+def _gelu_tanh(x: Array) -> Array:
+    x = np.clip(x, -30, 30)  # beyond, it is 0 or 1; x**2 might overflow
+    tanh = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * np.square(x))
+    result: Array = 0.5 * (1 + tanh) + 0.5 * x * (1 - np.square(tanh)) * inner
+    return result
+
+
+def _silu(x: Array, factor: float = 1.0) -> Array:
+    """The derivative of x sigmoid(factor x)."""
+    y = _sigmoid(factor * x)
+    return y + factor * x * y * _sigmoid(-factor * x)
+
+
+# Derivatives. NaN stays NaN in all of them.
+DERIVATIVES: dict[Activation, Callable[[Array], Array]] = {
+    "relu": lambda x: np.where(np.isnan(x), x, x > 0).astype(x.dtype),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": _silu,
+    "sigmoid": lambda x: _sigmoid(x) * _sigmoid(-x),
+    "quick_gelu": lambda x: _silu(x, 1.702),
+}
+
+
+@np.errstate(all="ignore")
+def rows_grad(args: RowsGradArgs) -> None:
+    """Fill args.dx, args.dup, args.dweight and args.dbias, those that are there."""
+    lane = lane_dtype(args.x.dtype)
+    for sums in (args.dweight, args.dbias):
+        if sums is not None:
+            sums[...] = 0
+
+    def wide(x: Array) -> Array:
+        return x.astype(lane, copy=False)
+
+    for block in blocks(args.x.shape[:1], args.x.shape[1]):
+        dout, x = wide(args.dout[block]), wide(args.x[block])
+        if args.kind == "softmax":
+            dx = x * (dout - (dout * x).sum(axis=-1, keepdims=True))
+        elif args.kind == "activate":
+            if args.dup is not None:
+                args.dup[block] = dout * activate(x, args.activation)
+            dx = dout if args.up is None else dout * wide(args.up[block])
+            if args.activation is not None:
+                dx = dx * DERIVATIVES[args.activation](x)
+        else:
+            dx = _norm_grad(args, block, dout, x, wide)
+        if args.dx is not None:
+            args.dx[block] = dx
+
+
+def _norm_grad(
+    args: RowsGradArgs, block: slice, dout: Array, x: Array, wide: Callable[[Array], Array]
+) -> Array:
+    """The gradient of a norm's input, and those of its parameters added to what is there."""
+    if args.residual is not None:
+        x = x + wide(args.residual[block])
+    if args.kind == "layer_norm":
+        x = x - x.mean(axis=-1, keepdims=True)
+    factor = 1 / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(args.eps))
+    normalized = x * factor
+    if args.dweight is not None:
+        args.dweight += (dout * normalized).sum(axis=0)
+    if args.dbias is not None:
+        args.dbias += dout.sum(axis=0)
+    if args.weight is not None:
+        dout = dout * args.weight
+    dx: Array = dout - normalized * (dout * normalized).mean(axis=-1, keepdims=True)
+    if args.kind == "layer_norm":
+        dx -= dout.mean(axis=-1, keepdims=True)
+    dx *= factor
+    if args.dsum is not None:
+        dx += wide(args.dsum[block])
+    return dx
+
+
+# Rows that a product sums at a time: Ctrl-C waits for one block only.
+_OUTER_ROWS = 4096
+
+
+@np.errstate(all="ignore")
+def outer(args: OuterArgs) -> None:
+    """Fill args.out and args.sums, those that are there."""
+    lane = lane_dtype(args.a.dtype)
+    for result in (args.out, args.sums):
+        if result is not None and not args.more:
+            result[...] = 0
+    for first in range(0, len(args.a), _OUTER_ROWS):
+        rows = slice(first, first + _OUTER_ROWS)
+        a, b = args.a[rows].astype(lane, copy=False), args.b[rows].astype(lane, copy=False)
+        if args.out is not None:
+            args.out += a.T @ b
+        if args.sums is not None:
+            args.sums += a.sum(axis=0)
+
+
+@np.errstate(all="ignore")
+def logits(args: LogitsArgs) -> None:
+    """Fill args.loss, and args.logits with the gradient."""
+    n = args.logits.shape[1]
+    for rows in blocks(args.logits.shape[:1], n):
+        x, targets, smoothing = args.logits[rows], args.targets[rows], args.label_smoothing
+        target = (np.arange(len(x)), targets)
+        row_max = x.max(axis=-1, keepdims=True)
+        shifted = x - row_max
+        probs = np.exp(shifted)
+        row_sum = probs.sum(axis=-1)
+        loss = np.log(row_sum) - (1 - smoothing) * shifted[target]
+        if smoothing:
+            loss = loss - smoothing * shifted.mean(axis=-1)
+        args.loss[rows] = loss
+        if args.factor is None:
+            continue
+        probs /= row_sum[:, None]
+        probs -= smoothing / n
+        probs[target] -= 1 - smoothing
+        args.logits[rows] = probs * args.factor[rows, None]
+
+
+# Rows that are gathered at a time.
+_GATHERED = 256
+
+
+@np.errstate(all="ignore")
+def scatter(args: ScatterArgs) -> None:
+    """Add rows to args.out."""
+    for i, place in enumerate(args.places.tolist()):
+        for first in range(args.firsts[i], args.firsts[i + 1], _GATHERED):
+            which = args.order[first : min(first + _GATHERED, args.firsts[i + 1])]
+            args.out[place] += args.x[which].astype(args.out.dtype, copy=False).sum(axis=0)
+
+
+def dropout(args: DropoutArgs) -> None:
+    """Fill args.out."""
+    m, n = args.x.shape
+    lane = lane_dtype(args.x.dtype)
+    for rows in blocks((m,), n):
+        some = kept(args.rate, args.seed, args.stream, np.arange(m)[rows], slice(0, n))
+        x = args.x[rows].astype(lane, copy=False) * lane.type(args.scale)
+        args.out[rows] = np.where(some, x, lane.type(0))

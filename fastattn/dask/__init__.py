@@ -1,0 +1,18 @@
+"""Attention and embeddings on a cluster of Dask: arrays larger than one machine's memory.
+
+Importing this package imports dask (`pip install 'fastattn[dask]'`). docs/scale.md describes all of it.
+"""
+
+try:
+    import dask.array  # noqa: F401 - said once, and by the name of what to install
+except ImportError as error:
+    raise ImportError("fastattn.dask needs the dask package: pip install 'fastattn[dask]'") from error
+
+from fastattn.dask._attention import attention
+from fastattn.dask._embed import embed
+
+__all__ = ["attention", "embed"]
+
+
+def __dir__() -> list[str]:
+    return __all__

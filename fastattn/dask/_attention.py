@@ -1,0 +1,248 @@
+"""Attention over blocks: a task for each needed block of scores, and a tree of tasks that merges them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, product
+from operator import getitem
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import dask.array as da
+import numpy as np
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
+
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import choice, flag
+from fastattn.dask._arrays import Blocks, Reading, aligned, operand
+from fastattn.dask._problem import chunk_sizes, problem
+from fastattn.functional._attention import attention as attend
+from fastattn.functional._attention import merge_states
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from typing_extensions import Unpack
+
+    from fastattn._args.options import BlockOptions
+    from fastattn._args.types import Array
+    from fastattn.dask._problem import Problem
+
+    State = tuple[Array, Array]
+
+_CHILDREN = 4  # states that one task of the tree merges
+
+
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    chunks: tuple[int, int],
+    strategy: Literal["tree"] = "tree",
+    reread: bool | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[BlockOptions],
+) -> da.Array: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    chunks: tuple[int, int],
+    strategy: Literal["tree"] = "tree",
+    reread: bool | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[BlockOptions],
+) -> tuple[da.Array, da.Array]: ...
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    chunks: tuple[int, int],
+    strategy: Literal["tree"] = "tree",
+    reread: bool | None = None,
+    return_lse: bool = False,
+    **options: Unpack[BlockOptions],
+) -> Any:
+    """`fastattn.attention` of arrays in blocks, which any number of workers computes: exact, and lazy.
+
+    Each needed block of scores is one task, whose result is a part of `out` and `lse`. A tree of tasks merges
+    up to four of these at a time, always the same four: the bits do not depend on the workers.
+
+    Parameters
+    ----------
+    q : dask.array.Array, (..., heads_q, len_q, head_dim)
+        float32, float64, float16 or bfloat16. Also what lies on disk and is no array of Dask, a memmap or an
+        array of zarr or h5py: workers read its blocks from where it lies. Or an ndarray, which is sent.
+    k : dask.array.Array, (..., heads_kv, len_k, head_dim)
+        Likewise; dtypes and shapes fit as in `fastattn.attention`.
+    v : dask.array.Array, (..., heads_kv, len_k, head_dim_v)
+        Likewise.
+    chunks : (int, int)
+        Queries and keys of a block, ``(rows, keys)``. On batch axes the blocks are the chunks of q, on heads
+        those of k; v, and what differs, is rechunked.
+    strategy : {"tree"}, default "tree"
+        How blocks meet; there is one way so far.
+    reread : bool, optional
+        Whether each task reads the blocks that it needs itself, and Dask holds none. By default it does so if
+        an array comes from a disk (`from_zarr`, `from_npy_stack`, `from_array` of a memmap, cut or in other
+        chunks). False: Dask reads each block once and holds it, spilled if memory ends. True: an error where
+        that is not possible.
+    return_lse : bool, default False
+        Return ``(out, lse)``, as `fastattn.attention` does.
+    **options
+        ``causal``, ``window``, ``scale``, ``softcap``, ``alibi_slopes``, ``sinks``, ``kv_lengths``,
+        ``q_offset``, ``num_threads`` and ``backend`` of `fastattn.attention`: numbers or arrays in memory.
+        ``num_threads``, by default 1, is of each task, and counts whatever OMP_NUM_THREADS says: Dask sets
+        that to 1. A worker runs as many tasks at a time as it has threads of its own.
+
+    Returns
+    -------
+    out : dask.array.Array, (..., heads_q, len_q, head_dim_v)
+        In q's dtype, in chunks of `rows`.
+    lse : dask.array.Array, (..., heads_q, len_q)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit. The message says what came and what was expected; nothing was computed.
+
+    Notes
+    -----
+    Blocks that causal, a window or lengths rule out are not there at all. A task holds a block of each of q,
+    k, v and out, and a merge five blocks of out. Results in 16 bits are rounded at each level of the tree.
+
+    Examples
+    --------
+    >>> import dask.array as da, fastattn.dask, numpy as np
+    >>> q = k = v = da.ones((8, 1000, 64), chunks=(8, 250, 64), dtype=np.float32)
+    >>> fastattn.dask.attention(q, k, v, chunks=(250, 500), causal=True).compute().shape
+    (8, 1000, 64)
+    """
+    func = "attention"
+    rows, keys = chunk_sizes(chunks)
+    choice(func, "strategy", strategy, ("tree",))
+    with_lse = flag(func, "return_lse", return_lse)
+    if reread is not None:
+        reread = flag(func, "reread", reread)
+    arrays = [operand(func, name, x, n) for name, x, n in (("q", q, rows), ("k", k, keys), ("v", v, keys))]
+    one_head = all(x.ndim == 2 for x in arrays)
+    arrays = [x if x.ndim > 2 else x[None] for x in arrays]
+    checked = problem((arrays[0], arrays[1], arrays[2]), options)
+    aligned_arrays = aligned(arrays[0], arrays[1], arrays[2], rows, keys)
+    out, lse = _lazy(checked, aligned_arrays, reread, with_lse)
+    if one_head:
+        out, lse = out[0], lse if lse is None else lse[0]
+    return (out, lse) if with_lse else out
+
+
+def _lazy(
+    problem: Problem, arrays: tuple[Any, Any, Any], reread: bool | None, with_lse: bool
+) -> tuple[da.Array, da.Array | None]:
+    """The graph of all tasks, as arrays."""
+    q, k, v = (Blocks(x, reread) for x in arrays)
+    token = tokenize(problem, [x.name for x in arrays], reread, with_lse)
+    name, part = f"fastattn-attention-{token}", f"fastattn-part-{token}"
+    batch_chunks = [
+        next((x.chunks[axis] for x in arrays if x.ndim >= -axis and x.shape[axis] != 1), (1,))
+        for axis in range(-3 - len(problem.batch_shape), -3)
+    ]
+    head_chunks, row_chunks = arrays[0].chunks[-3:-1]
+    key_ranges = _ranges(arrays[1].chunks[-2])
+    graph: dict[Any, Any] = {}
+    lses: dict[Any, Any] = {}
+    for blocks in product(*(enumerate(_ranges(sizes)) for sizes in (*batch_chunks, head_chunks, row_chunks))):
+        where, ranges = zip(*blocks, strict=True)
+        *batch, heads = (slice(x.start, x.stop) for x in ranges[:-1])
+        rows, place = ranges[-1], (tuple(batch), heads)
+        needed = [j for j, keys in enumerate(key_ranges) if problem.needs(place[0], rows, keys)]
+        tasks: dict[int, Any] = {}
+        for j in needed:
+            options = problem.options(*place, rows, key_ranges[j], sinks=j == needed[0])
+            index = (*where[:-1], j, 0)
+            tasks[j] = (Block(options, lse=with_lse or len(needed) > 1), q[(*where, 0)], k[index], v[index])
+        if not needed:
+            options = problem.options(*place, rows, range(0), sinks=True)
+            tasks[0] = (Nothing(options, with_lse, problem.head_dim_v), q[(*where, 0)])
+        root = _tree(graph, tasks, (part, *where), with_lse)
+        if with_lse:
+            graph[(part, *where)] = root
+            root = (getitem, (part, *where), 0)
+            lses[(f"fastattn-lse-{token}", *where)] = (getitem, (part, *where), 1)
+        graph[(name, *where, 0)] = root
+    held = [x.array for x in (q, k, v) if not x.read]
+    chunks = (*batch_chunks, head_chunks, row_chunks)
+    layers = HighLevelGraph.from_collections(name, graph, dependencies=held)
+    out = da.Array(layers, name, (*chunks, (problem.head_dim_v,)), dtype=problem.dtype)
+    if not with_lse:
+        return out, None
+    name = f"fastattn-lse-{token}"
+    layers = HighLevelGraph.from_collections(name, lses, dependencies=[out])
+    return out, da.Array(layers, name, chunks, dtype=lane_dtype(problem.dtype))
+
+
+def _ranges(sizes: Iterable[int]) -> list[range]:
+    """Of chunks, the places that each covers."""
+    ends = [0, *accumulate(sizes)]
+    return [range(*ends[i : i + 2]) for i in range(len(ends) - 1)]
+
+
+def _tree(graph: dict[Any, Any], tasks: Mapping[int, Any], name: tuple[Any, ...], with_lse: bool) -> Any:
+    """Add tasks that merge the states of `tasks`, by number of the block of keys, and return the last task.
+
+    Which states meet depends on these numbers alone: at level n, those of the same ``number // 4**n``.
+    """
+    level = 0
+    while len(tasks) > 1:
+        groups: dict[int, list[int]] = {}
+        for j in tasks:
+            groups.setdefault(j // _CHILDREN, []).append(j)
+        merged = {}
+        for parent, children in groups.items():
+            keys = [(*name, level, j) for j in children]
+            if len(keys) > 1:
+                graph.update(zip(keys, map(tasks.__getitem__, children), strict=True))
+                merged[parent] = (merge, keys, with_lse or len(groups) > 1)
+            else:
+                merged[parent] = tasks[children[0]]
+        tasks, level = merged, level + 1
+    (task,) = tasks.values()
+    return task
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of scores; `q`, `k` and `v` are arrays, or a `Reading` that brings them."""
+
+    options: Mapping[str, Any]
+    lse: bool  # whether it returns a state, and not out alone
+
+    def __call__(self, q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x() if isinstance(x, Reading) else x for x in (q, k, v))
+        return attend(q, k, v, return_lse=self.lse, **self.options)
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Rows that attend no key."""
+
+    options: Mapping[str, Any]
+    lse: bool
+    head_dim_v: int
+
+    def __call__(self, q: Any) -> Any:
+        q = q() if isinstance(q, Reading) else q
+        k, v = (np.empty((1, 0, width), q.dtype) for width in (q.shape[-1], self.head_dim_v))
+        return attend(q, k, v, return_lse=self.lse, **self.options)
+
+
+def merge(states: Iterable[State], with_lse: bool) -> State | Array:
+    """One level of the tree."""
+    outs, lses = zip(*states, strict=True)
+    out, lse = merge_states(outs, lses)
+    return (out, lse) if with_lse else out

@@ -1,0 +1,197 @@
+"""Texts to vectors on a cluster: a task for each partition, and the model loaded once in each process."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import dask
+import dask.array as da
+import numpy as np
+from dask.bag import Bag
+from dask.base import get_scheduler, is_dask_collection
+
+from fastattn._args.errors import wrong_type
+from fastattn._args.values import flag, integer
+from fastattn._engine.settings import set_num_threads
+from fastattn.models._encode import Embedder, EncodeOptions
+from fastattn.models._files import ModelError, require
+from fastattn.models._load import load
+from fastattn.models._vectors import RANGED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import DTypeLike
+    from typing_extensions import Unpack
+
+    from fastattn._args.types import Array, Rounding
+
+_FUNC = "embed"
+_LOADING = Lock()
+
+
+def embed(
+    texts: Any,
+    folder: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    dtype: DTypeLike = "float32",
+    weights_dtype: DTypeLike | None = None,
+    activations: Rounding | None = None,
+    num_threads: int | None = None,
+    progress: bool = True,
+    **options: Unpack[EncodeOptions],
+) -> Any:
+    """One vector for each text, as `encode` of the model makes it, by all workers.
+
+    Parameters
+    ----------
+    texts : dask.bag.Bag or dask.dataframe.Series
+        Of strings, as ``dask.dataframe.read_parquet("texts/*.parquet")["text"]``. A partition is a task.
+    folder : path
+        The model's, at the same path on all machines. A process loads it once, for all its tasks.
+    output : path, optional
+        A folder, made if it is not there, for Parquet files: ``part.00000.parquet`` of the first partition
+        and so on, with the columns "text" and "vector". By default nothing is computed yet.
+    dtype, weights_dtype, activations : optional
+        As in `fastattn.models.load`.
+    num_threads : int, optional
+        Each process of a worker gets so many by `fastattn.set_num_threads`. By default it keeps what it has:
+        1 in processes that Dask starts, because it sets OMP_NUM_THREADS.
+    progress : bool, default True
+        Whether to show a progress bar while files are written.
+    **options
+        Those of `encode`, but for ``show_progress_bar``. The precisions "int8" and "uint8" are not there, as
+        the ranges of all vectors would count.
+
+    Returns
+    -------
+    dask.array.Array, (n, features), or list of Path
+        The vectors, not computed yet, n unknown; or with `output`, its files, which are there.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, or `output` has files already.
+    ModelError
+        If the folder cannot be loaded, or its model makes no vectors of texts.
+
+    Notes
+    -----
+    A file has its name only when it is whole. What a worker that dies has begun, another does again.
+    """
+    parts = _partitions(texts)
+    if options.get("precision", "float32") in RANGED:
+        precision = options.get("precision")
+        raise ValueError(f"{_FUNC}(): precision is {precision!r}; expected float32, binary or ubinary")
+    if "show_progress_bar" in options:
+        raise TypeError(f"{_FUNC}(): show_progress_bar is not an argument; expected progress")
+    progress = flag(_FUNC, "progress", progress)
+    if num_threads is not None:
+        num_threads = integer(_FUNC, "num_threads", num_threads, 1)
+    model = str(Path(folder).absolute()), dtype, weights_dtype, activations
+    task = Embed(model, options, num_threads)
+    example = task.vectors([])  # this checks the model and all options
+    lazy = dask.delayed(task, pure=True)
+    if output is None:
+        pieces = [da.from_delayed(lazy(part), (np.nan, example.shape[1]), example.dtype) for part in parts]
+        return da.concatenate(pieces, allow_unknown_chunksizes=True)
+    require("pyarrow")
+    paths = _paths(output, len(parts))
+    _finish([lazy(part, str(path)) for part, path in zip(parts, paths, strict=True)], progress)
+    for left in paths[0].parent.glob(".*.begun"):  # by a worker that died
+        left.unlink()
+    return paths
+
+
+def _partitions(texts: Any) -> list[Any]:
+    """The partitions of `texts`, lazy."""
+    series = is_dask_collection(texts) and not isinstance(texts, da.Array) and getattr(texts, "ndim", 0) == 1
+    if not (isinstance(texts, Bag) or series):
+        raise wrong_type(_FUNC, "texts", texts, "a dask.bag.Bag or a dask.dataframe.Series of strings")
+    parts = list(texts.to_delayed())
+    if not parts:
+        raise ValueError(f"{_FUNC}(): texts has no partitions; expected at least one")
+    return parts
+
+
+def _paths(output: str | os.PathLike[str], n: int) -> list[Path]:
+    """The files that will be written, in a folder that has nothing else."""
+    folder = Path(output).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        came = f"output is {str(output)!r}, which is there and not empty"
+        raise ValueError(f"{_FUNC}(): {came}; expected a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return [folder / f"part.{i:05}.parquet" for i in range(n)]
+
+
+def _finish(tasks: Sequence[Any], progress: bool) -> None:
+    """Compute the tasks, by the scheduler that is in force, and show how many are done."""
+    client = getattr(get_scheduler(), "__self__", None)
+    if client is None:
+        from dask.diagnostics import ProgressBar  # it costs time to import
+
+        with ProgressBar(minimum=0 if progress else np.inf):
+            dask.compute(*tasks)
+        return
+    from distributed import as_completed
+
+    futures = client.compute(list(tasks))
+    with require("tqdm").tqdm(total=len(futures), unit=" parts", disable=not progress) as bar:
+        for future in as_completed(futures):
+            future.result()
+            bar.update()
+
+
+@cache
+def _loaded(folder: str, dtype: Any, weights_dtype: Any, activations: Any) -> Embedder:
+    model = load(folder, dtype=dtype, weights_dtype=weights_dtype, activations=activations)
+    if not isinstance(model, Embedder):
+        kind = type(model).__name__
+        raise ModelError(f"{folder} has a {kind}; expected a model that makes a vector of a text")
+    return model
+
+
+@dataclass(frozen=True)
+class Embed:
+    """What is done with each partition: its vectors, or a file of them."""
+
+    model: tuple[Any, ...]
+    options: EncodeOptions
+    num_threads: int | None
+
+    def vectors(self, texts: list[str]) -> Array:
+        """By the model of this process."""
+        with _LOADING:  # by one thread, the others wait for it
+            model = _loaded(*self.model)
+        return model.encode(texts, **self.options)
+
+    def __call__(self, texts: Any, path: str | None = None) -> Any:
+        if path is not None and Path(path).exists():  # written before its worker died
+            return path
+        if self.num_threads is not None:
+            set_num_threads(self.num_threads)
+        texts = list(texts)
+        vectors = self.vectors(texts)
+        return vectors if path is None else _write(path, texts, vectors)
+
+
+def _write(path: str, texts: list[str], vectors: Array) -> str:
+    """One file of Parquet, all or nothing."""
+    arrow, parquet = require("pyarrow"), require("pyarrow.parquet")
+    flat = arrow.array(np.ascontiguousarray(vectors).reshape(-1))
+    column = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+    table = arrow.table({"text": arrow.array(texts, arrow.string()), "vector": column})
+    begun = Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}.begun")
+    try:
+        parquet.write_table(table, begun)
+        os.replace(begun, path)
+    finally:
+        begun.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,171 @@
+"""The gradients of attention: what they mean. `_args` checks, the kernels compute."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastattn._args.attention import attention_args
+from fastattn._args.backward import backward_args
+from fastattn._args.options import BackwardOptions, VarlenBackwardOptions, require_options
+from fastattn._args.varlen import varlen_args
+from fastattn._engine import dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Unpack
+
+_NEED = ("dq", "dk", "dv")
+
+
+def attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    dlse: ArrayLike | None = None,
+    need: Sequence[str] = _NEED,
+    into: Sequence[NDArray[Any] | None] | None = None,
+    **options: Unpack[BackwardOptions],
+) -> tuple[Any, ...]:
+    """Gradients of `fastattn.attention` with respect to its inputs, fused: vector-Jacobian products.
+
+    Probabilities are computed again, tile by tile, from lse: neither they nor a mask are ever held whole.
+
+    Parameters
+    ----------
+    dout : array_like, (..., heads_q, len_q, head_dim_v)
+        The gradient of a scalar with respect to `out`, in q's dtype.
+    q, k, v : array_like
+        As they were given to `attention`; int8 keys and values have no gradients.
+    out : array_like, (..., heads_q, len_q, head_dim_v)
+        The result of ``attention(q, k, v, return_lse=True, ...)`` with the same options.
+    lse : array_like, (..., heads_q, len_q)
+        Its lse: float32, or float64 for float64.
+    dlse : array_like, optional
+        The gradient with respect to `lse`; it broadcasts to lse's shape. Results that are merged by
+        `merge_states` have one. Default 0.
+    need : tuple of str, default ("dq", "dk", "dv")
+        Which gradients to compute, and in which order to return them: ``"dq"``, ``"dk"``, ``"dv"``, of the
+        options that are given ``"dbias"``, ``"dsinks"``, ``"dalibi_slopes"``, ``"dsoftcap"``, and
+        ``"dscale"``. ``"dbias_diagonals"``, (..., len_q + len_k - 1), is dbias summed along its diagonals:
+        the number ``j - i + len_q - 1`` is that of query i and key j. It suffices for a bias of distances,
+        such as T5's, and never takes ``len_q * len_k`` numbers.
+    into : tuple of ndarray or None, optional
+        Arrays for the results, in the order of `need`; None makes a new one. Their shapes and dtypes are
+        those of the results, their last axes contiguous.
+    **options
+        Those of `attention` that it was called with, but for `out`, `return_lse` and `stats`.
+
+    Returns
+    -------
+    tuple
+        A gradient for each name in `need`, with the shape and dtype of what it is the gradient of: summed
+        over axes that this was broadcast along. Of scale and softcap a float.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit. The message says what came and what was expected; nothing was computed.
+
+    Notes
+    -----
+    Time is that of five matrix products, where `attention` takes two: ``2 * len_q * len_k * (3 * head_dim + 2
+    * head_dim_v)`` FLOP a head, less what masks skip. Memory beyond inputs and results is O(threads) tiles
+    and O(len_q) a head; a gradient in 16 bits, or of what was broadcast over batch dimensions, takes an array
+    in float32 of the whole batch's shape first.
+
+    A query that may attend nothing gives 0, and so does a key that no query attends. Whatever stands in keys,
+    values, queries and rows of dout that masks keep from a gradient, NaN included, never reaches it. The same
+    input gives the same bits for any number of threads.
+
+    Sources: T. Dao et al., "FlashAttention", 2022, arXiv:2205.14135, algorithm 4; T. Dao, "FlashAttention-2",
+    2023, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn import attention, functional
+    >>> q, k, v = np.ones((1, 8, 3, 64)), np.ones((1, 2, 5, 64)), np.ones((1, 2, 5, 64))
+    >>> out, lse = attention(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = functional.attention_backward(np.ones_like(out), q, k, v, out, lse, causal=True)
+    >>> dk.shape
+    (1, 2, 5, 64)
+    """
+    func = "attention_backward"
+    require_options(func, options, BackwardOptions)
+    args = attention_args(func, q, k, v, return_lse=True, **options)
+    given: dict[str, Any] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    for name in ("bias", "sinks", "alibi_slopes", "scale", "softcap"):
+        given[name] = options.get(name)
+    found = backward_args(func, args, given, need, into, options)
+    if args.out.size:
+        dispatch.run(found.args, options.get("backend"))
+    else:
+        found.clear()
+    return found.results()
+
+
+def varlen_attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    dlse: ArrayLike | None = None,
+    need: Sequence[str] = _NEED,
+    into: Sequence[NDArray[Any] | None] | None = None,
+    **options: Unpack[VarlenBackwardOptions],
+) -> tuple[Any, ...]:
+    """Gradients of `fastattn.varlen_attention`: of each sequence those of its own call.
+
+    Parameters
+    ----------
+    dout : array_like, (tokens_q, heads_q, head_dim_v)
+        The gradient of a scalar with respect to `out`, in q's dtype.
+    q, k, v, cu_seqlens_q, cu_seqlens_k : array_like
+        As they were given to `varlen_attention`.
+    out : array_like, (tokens_q, heads_q, head_dim_v)
+        Its result with ``return_lse=True`` and the same options.
+    lse : array_like, (heads_q, tokens_q)
+        Its lse.
+    dlse, need, into
+        As in `attention_backward`; there is no bias.
+    **options
+        Those of `varlen_attention` that it was called with, but for `out` and `return_lse`.
+
+    Returns
+    -------
+    tuple
+        A gradient for each name in `need`, as from `attention_backward`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    See Also
+    --------
+    attention_backward : one length for all, more options.
+    """
+    func = "varlen_attention_backward"
+    require_options(func, options, VarlenBackwardOptions)
+    args = varlen_args(func, q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **options)
+    begins = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    given: dict[str, Any] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    for name in ("sinks", "alibi_slopes", "scale", "softcap"):
+        given[name] = options.get(name)
+    found = backward_args(func, args, given, need, into, {**options, **begins})
+    if args.out.size:
+        dispatch.run(found.args, options.get("backend"))
+    else:
+        found.clear()
+    return found.results()

@@ -1,0 +1,155 @@
+"""Gradients of functions that are made of calls of attention: what all of them share."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.backward import gradient_names, saved, source_of, summed_to
+from fastattn._args.types import BackwardArgs, lane_dtype
+from fastattn._args.values import is_float, shared
+from fastattn._engine import dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fastattn._args.types import Array, AttentionArgs, Shape
+
+NEED = ("dq", "dk", "dv")
+
+# Options of attention that have gradients; of each, the gradient is a sum over the calls.
+_OF_OPTIONS = ("bias", "sinks", "alibi_slopes", "softcap")
+
+
+class Chain:
+    """The gradients that a call wants, summed up in the lane dtype while calls of attention go by.
+
+    `given` holds what there are gradients of, beside options: by name what the caller passed. Without `bias`,
+    that of the calls is not the caller's, whose gradient the function adds; without `scale` it has none.
+    """
+
+    def __init__(
+        self,
+        func: str,
+        need: Sequence[str],
+        given: Mapping[str, Any],
+        options: Mapping[str, Any],
+        taken: type,
+        bias: bool = True,
+        scale: bool = True,
+    ) -> None:
+        self.func, self.options, self.bias = func, options, bias
+        self.given = {**given}
+        for name in (*_OF_OPTIONS, "scale"):
+            if name in taken.__annotations__ and name not in given and (scale or name != "scale"):
+                self.given[name] = options.get(name)
+        self.of_scale = "scale" not in given  # the float of attention
+        self.names = gradient_names(func, need, self.given, diagonals=bias)
+        self.sums: dict[str, Any] = {}
+
+    def saved(self, args: AttentionArgs, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Array, Any]:
+        """Check what the forward pass has left; `args` gets out and lse. Returns dout and dlse."""
+        return saved(self.func, args, {"dout": dout, "out": out, "lse": lse, "dlse": dlse})
+
+    def wants(self, *names: str) -> bool:
+        """Whether one of these gradients is asked for."""
+        return any(name in self.names for name in names)
+
+    def attend(
+        self,
+        args: AttentionArgs,
+        dout: Array,
+        dlse: Array | None = None,
+        item: tuple[Shape, Shape] | None = None,
+        uses: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> Any:
+        """Differentiate one call, and add up what its options get. Returns its BackwardArgs, filled.
+
+        `item`: the call is of this one of the whole call's batch items, and that one's batch shape.
+
+        `uses`: of dq, dk, dv and dbias of this call, which gradients are made of it; by default that of the
+        same name. What makes none that is wanted is not computed, and None.
+
+        Of parts that are merged, out and lse are those of the whole: then no part needs a dlse of its own.
+        """
+        lane = lane_dtype(args.q.dtype)
+        rows, heads = args.out.shape[:-1], (*args.batch_shape, args.heads_q)
+        keys = (*args.batch_shape, args.heads_kv, args.len_k)
+        call = BackwardArgs(args, np.asarray(dout, args.q.dtype), dlse)
+        of_scale = self.of_scale and self.wants("dscale")
+        call.dq_factor = 1.0 if of_scale else args.scale
+        shapes = {
+            "dq": (*rows, args.head_dim),
+            "dk": (*keys, args.head_dim),
+            "dv": (*keys, args.head_dim_v),
+            "dbias": None if args.bias is None else args.bias.shape,
+        }
+        for name, shape in shapes.items():
+            wanted = self.wants(*uses.get(name, (name,))) or (of_scale and name == "dq")
+            if wanted and shape is not None:
+                setattr(call, name, np.zeros(shape, lane))
+        of_heads = {"dsinks": args.sinks, "dalibi_slopes": args.alibi_slopes, "dsoftcap": args.softcap}
+        for name, option in of_heads.items():
+            if self.wants(name) and option is not None:
+                setattr(call, name, np.zeros(heads))
+        if args.bias is not None and self.wants("dbias_diagonals"):
+            shape = (*args.bias.shape[:-2], args.len_q + args.len_k - 1)
+            call.dbias_diagonals = np.zeros(shape, lane)
+        filled = (*shapes, *of_heads, "dbias_diagonals")
+        if args.out.size and any(getattr(call, name) is not None for name in filled):
+            dispatch.run(call, self.options.get("backend"))
+        if of_scale and call.dq is not None:
+            self.add("dscale", product_sums(args.q, call.dq).sum())
+            call.dq *= lane.type(args.scale)
+        for name in of_heads:
+            x = getattr(call, name)
+            if item is not None and x is not None:
+                whole = np.zeros((*item[1], args.heads_q))
+                whole[item[0]] = x
+                x = whole
+            self.add(name, x)
+        for name in ("dbias", "dbias_diagonals") if self.bias else ():
+            self.add(name, getattr(call, name))
+        return call
+
+    def add(self, name: str, x: Any) -> None:
+        """Add to a gradient, if it is asked for, `x` summed over what its source was broadcast along."""
+        if name not in self.names or x is None:
+            return
+        shape = shared(self.given[source_of(name)]).shape
+        if name == "dbias_diagonals":
+            shape = (*shape[:-2], x.shape[-1])
+        found = summed_to(shape, np.asarray(x))
+        self.sums[name] = self.sums[name] + found if name in self.sums else found
+
+    def results(self) -> tuple[Any, ...]:
+        """The gradients, in the order of `need`, in the dtypes of what they are gradients of."""
+        return tuple(self._result(name) for name in self.names)
+
+    def _result(self, name: str) -> Any:
+        source, found = self.given[source_of(name)], self.sums[name]
+        scalar = isinstance(source, np.generic) or not hasattr(source, "dtype")
+        if scalar and np.ndim(found) == 0:
+            return float(found)
+        dtype = shared(source).dtype.newbyteorder("=")
+        same = not is_float(dtype) or name == "dbias_diagonals"
+        return np.asarray(found if same else found.astype(dtype, copy=False), order="C")
+
+
+def add_up(total: Array, x: Array | None) -> None:
+    """total += x, if that was computed."""
+    if x is not None:
+        total += x
+
+
+def product_sums(x: Array, dx: Array) -> Array:
+    """Sums over rows and features of x * dx, (..., heads), in float64. A dx of 0 hides what is in x."""
+    found: Array = np.where(dx == 0, 0, dx * x.astype(dx.dtype)).sum(axis=(-2, -1), dtype=float)
+    return found
+
+
+def shown(x: Array, dx: Array) -> Array:
+    """`x` in the dtype of `dx`; rows of which dx is 0 took no part and become 0, whatever they hold."""
+    return np.where((dx == 0).all(axis=-1, keepdims=True), 0, x.astype(dx.dtype, copy=False))

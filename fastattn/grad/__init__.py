@@ -1,0 +1,28 @@
+"""Gradients of what lies between attention calls: vector-Jacobian products of `fastattn.ops` and more.
+
+Each function takes the gradient of a result, `dout`, and what the forward function took, and returns the
+gradients that `need` names, in its order. All are pure: they write only to what they return. Gradients have
+the shape and dtype of what they are gradients of. Those of parameters are sums over rows: float32, and
+float64 where x is. Their bits do not depend on the number of threads.
+"""
+
+from fastattn.grad._linear import linear
+from fastattn.grad._loss import cross_entropy
+from fastattn.grad._places import dropout, embedding, rope
+from fastattn.grad._rows import activate, layer_norm, rms_norm, softmax
+
+__all__ = [
+    "activate",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+    "rope",
+    "softmax",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

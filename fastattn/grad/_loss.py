@@ -1,0 +1,206 @@
+"""Cross-entropy and its gradient in one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from fastattn import ops
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.grad import Results, needed
+from fastattn._args.grad_types import LogitsArgs, OuterArgs
+from fastattn._args.ops import data, rows, vector
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import FLOAT64, lane_dtype
+from fastattn._args.values import as_array, choice, integers, number, real_array, require_broadcast
+from fastattn._engine import dispatch
+from fastattn._engine.settings import require_backend, threads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.options import Backend
+    from fastattn._args.types import Array, Ints
+
+_REDUCTIONS = ("mean", "sum", "none")
+# Logits that are held at a time: 128 MB in float32. Of a vocabulary of 50,000 these are 640 rows, so that
+# reading the weight for each of them takes a hundredth of the time of its products.
+_LOGITS = 1 << 25
+
+
+def cross_entropy(
+    x: ArrayLike,
+    weight: PackedLinear | None,
+    targets: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    dloss: ArrayLike = 1.0,
+    need: Sequence[str] | None = None,
+    into: Sequence[Array | None] | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> tuple[float | Array, ...]:
+    """The loss ``-log(softmax(x @ weight.T + bias)[target])`` and its gradients, in one pass.
+
+    Logits are computed for some rows at a time, become their own gradient, and are never held whole.
+
+    Parameters
+    ----------
+    x : array_like, (..., in_features) or (..., num_classes)
+        The input of the last linear map; the logits themselves if `weight` is None.
+    weight : PackedLinear, (num_classes, in_features), or None
+        From `fastattn.ops.pack`, not gated. Weights in int8 and in 4 bits are frozen: they have no dweight.
+    targets : array_like of int, (...)
+        The right class of each row, or `ignore_index`.
+    bias : array_like, (num_classes,), optional
+        Of the linear map.
+    ignore_index : int, default -100
+        Rows with this target count nothing, whatever they hold: their gradient is 0.
+    label_smoothing : float, default 0.0
+        The share of each row's target that is spread evenly over all classes.
+    reduction : {"mean", "sum", "none"}
+        "mean" divides the sum of all losses by the number of rows that are not ignored; without any, loss and
+        gradients are 0.
+    dloss : array_like, default 1.0
+        The gradient of the loss: a number; with "none" it may have an element for each row.
+    need : sequence of {"dx", "dweight", "dbias"}, optional
+        Which gradients; by default dx, and what is there of dweight and dbias. ``()``: the loss alone.
+    into : sequence of (ndarray or None), optional
+        Arrays for them, in the order of `need`; None is a new one. They share no memory with an input.
+    num_threads, backend : optional
+        As in `fastattn.ops.linear`.
+
+    Returns
+    -------
+    loss : float or ndarray
+        With "none" (...): float32, for x in float64 in float64; 0 where ignored.
+    *gradients : ndarray
+        In the order of `need`: dx in x's shape and dtype; dweight (num_classes, in_features) and dbias
+        (num_classes,) in float32, for x in float64 in float64.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    ``6 * rows * in_features * num_classes`` FLOP. Logits are float32 (float64) for x in 16 bits, too.
+    """
+    func = "cross_entropy"
+    if backend is not None:
+        require_backend(func, backend)
+    array = data(func, "x", x)
+    lane = lane_dtype(array.dtype)
+    classes = array.shape[-1] if weight is None else _classes(func, weight, array)
+    index, counted, smoothing = targets_of(
+        func, targets, array.shape[:-1], classes, ignore_index, label_smoothing
+    )
+    bias_array = vector(func, "bias", bias, (classes,), lane)
+    choice(func, "reduction", reduction, _REDUCTIONS)
+    factor = _factors(func, dloss, array.shape[:-1], reduction, lane)
+    known = ["dx"]
+    if isinstance(weight, PackedLinear) and weight.dtype in ("float32", "float64", "bfloat16"):
+        known.append("dweight")
+    if bias is not None:
+        known.append("dbias")
+    names = needed(func, known if need is None else need, known)
+    results = Results(func, names, into, {"x": array, "bias": bias_array})
+    dx = results.array("dx", array.shape, array.dtype)
+    dweight = results.array("dweight", (classes, array.shape[-1]), lane, "sums of")
+    dbias = results.array("dbias", (classes,), lane, "sums of")
+    count = threads(func, num_threads)
+    if reduction == "mean":
+        factor = factor / lane.type(max(1, len(counted)))
+    whole, losses = len(counted) == len(index), np.zeros(index.shape, lane)
+    for result in (None if whole else dx, *((dweight, dbias) if not len(counted) else ())):
+        if result is not None:
+            result[...] = 0
+    flat, flat_dx = rows(array), None if dx is None else rows(dx)
+    pairs = isinstance(weight, PackedLinear) and weight.dtype == "bfloat16"
+    step = max(1, _LOGITS // max(1, classes))
+    memory = np.empty((min(step, len(counted)), classes), lane)
+    for first in range(0, len(counted), step):
+        which: Any = slice(first, first + step) if whole else counted[first : first + step]
+        inputs = flat[which].astype(lane, copy=False)
+        logits = memory[: len(inputs)]
+        if isinstance(weight, PackedLinear):
+            ops.linear(inputs, weight, bias_array, out=logits, num_threads=count, backend=backend)
+        else:
+            np.add(inputs, 0 if bias_array is None else bias_array, out=logits)
+        loss = np.empty(len(inputs), lane)
+        scales = np.ascontiguousarray(factor[which]) if names else None
+        dispatch.run_grad(LogitsArgs(logits, index[which], loss, scales, smoothing, count), backend)
+        losses[which] = loss
+        if flat_dx is not None:
+            product, out = logits, None
+            if isinstance(weight, PackedLinear):
+                out = flat_dx[which] if whole and flat_dx.dtype == lane else None
+                product = ops.linear(
+                    logits, weight, transposed=True, out=out, num_threads=count, backend=backend
+                )
+            if out is None:
+                flat_dx[which] = product
+        if dweight is not None or dbias is not None:
+            more = first > 0
+            dispatch.run_grad(OuterArgs(logits, inputs, dweight, dbias, count, more, pairs), backend)
+    if reduction == "none":
+        return losses.reshape(array.shape[:-1]), *results()
+    total = float(losses.sum(dtype=np.float64))
+    return (total / max(1, len(counted)) if reduction == "mean" else total), *results()
+
+
+def _classes(func: str, weight: Any, x: Array) -> int:
+    """The classes of a checked weight."""
+    if not isinstance(weight, PackedLinear):
+        raise wrong_type(func, "weight", weight, "what ops.pack() returns, or None")
+    if weight.gated:
+        raise ValueError(f"{func}(): weight is a gated pair; expected one map")
+    if x.shape[-1] != weight.in_features:
+        raise wrong_shape(func, "x", x, f"(..., {weight.in_features}) for this weight")
+    if (weight.dtype == "float64") != (x.dtype == FLOAT64):
+        expected = "float64" if weight.dtype == "float64" else "float32, float16 or bfloat16"
+        raise wrong_dtype(func, "x", x, f"{expected} for a weight in {weight.dtype}")
+    return weight.out_features
+
+
+def targets_of(
+    func: str,
+    targets: Any,
+    shape: tuple[int, ...],
+    classes: int,
+    ignore_index: Any,
+    label_smoothing: Any,
+    like: str = "x without its last axis",
+) -> tuple[Ints, Ints, float]:
+    """Checked targets (rows,), the rows that are not ignored, and the smoothing; `like` has their shape."""
+    smoothing = number(func, "label_smoothing", label_smoothing, FLOAT64)
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"{func}(): label_smoothing is {label_smoothing}; expected 0 to 1")
+    ignored = int(integers(func, "ignore_index", ignore_index, (), "one number"))
+    given = as_array(func, "targets", targets)
+    index = integers(func, "targets", given if given.size else np.zeros(given.shape, np.int64))
+    if index.shape != shape:
+        raise wrong_shape(func, "targets", index, f"{shape}, as {like}")
+    index = index.ravel()
+    counted = np.flatnonzero(index != ignored)
+    used = index[counted]
+    if used.size and not ((least := used.min()) >= 0 and (most := used.max()) < classes):
+        bad = least if least < 0 else most
+        raise ValueError(
+            f"{func}(): targets has {bad}; expected 0 to {classes - 1}, or {ignored}, which is ignored"
+        )
+    return index, counted, smoothing
+
+
+def _factors(func: str, dloss: Any, shape: tuple[int, ...], reduction: str, lane: np.dtype[Any]) -> Array:
+    """`dloss` of each row."""
+    array = real_array(func, "dloss", dloss)
+    require_broadcast(func, "dloss", array.shape, shape if reduction == "none" else (), "the loss")
+    return np.broadcast_to(array.astype(lane), shape).ravel()

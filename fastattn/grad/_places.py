@@ -1,0 +1,145 @@
+"""Gradients of what depends on places: rows of a table, rotary positions, dropout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastattn._args.errors import wrong_shape
+from fastattn._args.grad import dropout_args
+from fastattn._args.grad_types import ScatterArgs
+from fastattn._args.ops import data, rows
+from fastattn._args.results import result_array
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import MOST_SIZE, as_array, float_array, integer, integers
+from fastattn._engine import dispatch
+from fastattn._engine.settings import threads
+from fastattn.positions import apply_rope
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array
+
+
+def embedding(dout: ArrayLike, ids: ArrayLike, num_rows: int, *, add_to: Array | None = None) -> Array:
+    """Gradient of the table of `fastattn.ops.embedding`: row i is the sum of `dout` where ``ids == i``.
+
+    Parameters
+    ----------
+    dout : array_like, (..., features)
+        The gradient of the result.
+    ids : array_like of int, (...)
+        As the forward function had them.
+    num_rows : int
+        Rows of the table.
+    add_to : ndarray, (num_rows, features), optional
+        An array that the gradient is added to, and that is returned: of a table that is also the last linear
+        map's weight, or of earlier batches. float32, or float64 for `dout` in float64.
+
+    Returns
+    -------
+    ndarray, (num_rows, features)
+        float32, for `dout` in float64 float64.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    Rows are added in the order of `ids`, so the bits are the same in every run.
+    """
+    array = data("embedding", "dout", dout)
+    num_rows = integer("embedding", "num_rows", num_rows, 0, MOST_SIZE)
+    given = as_array("embedding", "ids", ids)
+    if not given.size:
+        given = np.zeros(given.shape, np.int64)  # NumPy makes floats of an empty list
+    index = integers("embedding", "ids", given, low=0, high=num_rows - 1)
+    if array.shape[:-1] != index.shape:
+        raise wrong_shape(
+            "embedding", "dout", array, f"({', '.join(map(str, index.shape))}, features), as ids"
+        )
+    lane = lane_dtype(array.dtype)
+    shape = num_rows, array.shape[-1]
+    if add_to is None:
+        table = np.zeros(shape, lane)
+    else:
+        table = result_array(
+            "embedding", add_to, shape, lane, "sums of dout", [("dout", dout, array)], "add_to"
+        )
+    flat = index.ravel()
+    order = np.argsort(flat, kind="stable")
+    places, firsts = np.unique(flat[order], return_index=True)
+    firsts = np.append(firsts, len(flat)).astype(np.int64, copy=False)
+    dispatch.run_grad(ScatterArgs(rows(array), order, firsts, places, table, threads("embedding", None)))
+    return table
+
+
+def rope(
+    dout: ArrayLike, cos: ArrayLike, sin: ArrayLike, *, interleaved: bool = False, out: Array | None = None
+) -> Array:
+    """Gradient of the input of `fastattn.positions.apply_rope`: `dout` is turned back, the sine negated.
+
+    Parameters
+    ----------
+    dout : array_like, (..., heads, length, head_dim)
+        The gradient of the result.
+    cos, sin, interleaved
+        As the forward function had them.
+    out : ndarray, optional
+        Array for the result; it may be `dout` itself.
+    """
+    table = float_array("rope", "sin", sin)
+    return apply_rope(dout, cos, np.negative(table), interleaved=interleaved, out=out)
+
+
+def dropout(
+    x: ArrayLike,
+    rate: float,
+    *,
+    seed: int,
+    stream: int = 0,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Array:
+    """Each element of x becomes 0 with probability `rate`, else it is times ``1 / (1 - rate)``.
+
+    It is linear, so it is its own gradient: ``dropout(dout, rate, seed=seed, stream=stream)``. What is
+    dropped is a function of `seed`, `stream`, and the element's place, on all instruction sets and in NumPy.
+
+    Parameters
+    ----------
+    x : array_like, (..., n)
+    rate : float
+        At least 0 and less than 1.
+    seed : int
+        64 bits.
+    stream : int, default 0
+        32 bits: numbers that one seed serves, such as the layers of a model.
+    out : ndarray, (..., n), optional
+        Array for the result, in x's dtype; it may be x itself.
+    num_threads : int, optional
+        As in `fastattn.ops.linear`.
+
+    Returns
+    -------
+    ndarray, (..., n)
+        In x's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+
+    Notes
+    -----
+    Philox4x32-10 (Salmon et al. 2011) with `seed` as its key. The counter of column j of row i, all leading
+    axes flattened, is ``(i, j // 64 * 16 + j % 16, stream, 0)``. Word ``j // 16 % 4`` decides: the element is
+    kept where it is at least ``int(rate * 2**32)``.
+    """
+    args, result = dropout_args("dropout", x, "x", rate, seed, stream, out, num_threads)
+    dispatch.run_grad(args)
+    return result

@@ -1,0 +1,177 @@
+"""Gradients of what goes row by row: norms, softmax, activations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastattn._args.grad import rows_grad_args
+from fastattn._engine import dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.options import Backend
+    from fastattn._args.types import Activation, Array
+
+
+def layer_norm(
+    dout: ArrayLike,
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: ArrayLike | None = None,
+    dsum: ArrayLike | None = None,
+    need: Sequence[str] = ("dx", "dweight", "dbias"),
+    into: Sequence[Array | None] | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> tuple[Array, ...]:
+    """Gradients of `fastattn.ops.layer_norm`.
+
+    Parameters
+    ----------
+    dout : array_like, (..., features)
+        The gradient of the result; in x's shape and dtype.
+    x, weight, eps, residual
+        As the forward function had them. Mean and variance are computed again, in the same pass.
+    dsum : array_like, (..., features), optional
+        The gradient of the sum that ``return_sum=True`` returned, or of x where it also goes around the norm,
+        as in a residual connection: it is added to dx.
+    need : sequence of {"dx", "dweight", "dbias"}
+        Which gradients. That of `residual` is dx, too.
+    into : sequence of (ndarray or None), optional
+        Arrays for them, in the order of `need`; None is a new one. They share no memory with an input.
+    num_threads, backend : optional
+        As in `fastattn.ops.linear`.
+
+    Returns
+    -------
+    tuple of ndarray
+        In the order of `need`: dx (..., features) in x's dtype, dweight and dbias (features,) in float32, for
+        x in float64 in float64. Without a weight, dweight is that of a weight of ones.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; nothing was computed.
+    """
+    args, results = rows_grad_args(
+        "layer_norm",
+        dout,
+        x,
+        need,
+        ("dx", "dweight", "dbias"),
+        into,
+        num_threads,
+        backend,
+        weight=weight,
+        eps=eps,
+        residual=residual,
+        dsum=dsum,
+    )
+    dispatch.run_grad(args, backend)
+    return results()
+
+
+def rms_norm(
+    dout: ArrayLike,
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: ArrayLike | None = None,
+    dsum: ArrayLike | None = None,
+    need: Sequence[str] = ("dx", "dweight"),
+    into: Sequence[Array | None] | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> tuple[Array, ...]:
+    """Gradients of `fastattn.ops.rms_norm`: "dx" and "dweight".
+
+    Parameters, results and errors as in `layer_norm`.
+    """
+    args, results = rows_grad_args(
+        "rms_norm",
+        dout,
+        x,
+        need,
+        ("dx", "dweight"),
+        into,
+        num_threads,
+        backend,
+        weight=weight,
+        eps=eps,
+        residual=residual,
+        dsum=dsum,
+    )
+    dispatch.run_grad(args, backend)
+    return results()
+
+
+def softmax(
+    dout: ArrayLike,
+    out: ArrayLike,
+    *,
+    into: Array | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> Array:
+    """Gradient of `fastattn.ops.softmax`'s input: ``out * (dout - sum(dout * out))``, row by row.
+
+    Parameters
+    ----------
+    dout : array_like, (..., n)
+        The gradient of the result; in `out`'s shape and dtype.
+    out : array_like, (..., n)
+        What the forward function returned. A row of zeros gives zeros.
+    into : ndarray, optional
+        Array for the result.
+    num_threads, backend : optional
+        As in `layer_norm`, like the errors.
+    """
+    args, results = rows_grad_args(
+        "softmax", dout, out, ("dx",), ("dx",), (into,), num_threads, backend, called="out"
+    )
+    dispatch.run_grad(args, backend)
+    return results()[0]
+
+
+def activate(
+    dout: ArrayLike,
+    x: ArrayLike,
+    activation: Activation,
+    *,
+    up: ArrayLike | None = None,
+    need: Sequence[str] | None = None,
+    into: Sequence[Array | None] | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+) -> tuple[Array, ...]:
+    """Gradients of `fastattn.ops.activate`: ``dout * activation'(x) * up`` and ``dout * activation(x)``.
+
+    Parameters
+    ----------
+    dout : array_like, (..., n)
+        The gradient of the result; in x's shape and dtype.
+    x, activation, up
+        As the forward function had them. relu's derivative at 0 is 0.
+    need : sequence of {"dx", "dup"}, optional
+        Which gradients; by default dx, and dup where there is an `up`.
+    into, num_threads, backend : optional
+        As in `layer_norm`, like the errors.
+
+    Returns
+    -------
+    tuple of ndarray
+        In the order of `need`, each (..., n) in x's dtype.
+    """
+    if need is None:
+        need = ("dx",) if up is None else ("dx", "dup")
+    args, results = rows_grad_args(
+        "activate", dout, x, need, ("dx", "dup"), into, num_threads, backend, up=up, activation=activation
+    )
+    dispatch.run_grad(args, backend)
+    return results()

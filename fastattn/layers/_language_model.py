@@ -1,0 +1,329 @@
+"""A decoder-only Transformer from token ids to logits, as GPT-2, which can be trained from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn import grad, ops
+from fastattn._args.errors import wrong_shape
+from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, integers, short
+from fastattn.cache import KVCache
+from fastattn.grad._linear import TRAINED
+from fastattn.grad._loss import targets_of
+from fastattn.layers._heads import HeadOptions
+from fastattn.layers._rotary import Rope
+from fastattn.layers._sampling import Sampler
+from fastattn.layers._stacks import TransformerEncoder
+from fastattn.layers._state import Layer, Parameter, constant, lane_of, normal
+from fastattn.layers._transformer import TransformerEncoderLayer
+from fastattn.positions import rope_frequencies
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array, Ints
+    from fastattn.layers._state import Fields, Plain
+
+_FUNC = "LanguageModel"
+POSITIONS = ("learned", "rope")
+_DEVIATION = 0.02  # of GPT-2's weights
+
+
+@dataclass(eq=False)
+class LanguageModel(Layer):
+    """Token embedding, positions, causal pre-norm layers, a norm, and logits of the next token.
+
+    Parameters
+    ----------
+    vocab_size : int
+    max_length : int
+        The most tokens of a sequence.
+    d_model, num_heads, num_layers : int, default 384, 6 and 6
+    dim_feedforward : int, optional
+        By default ``4 * d_model``.
+    activation : str, default "gelu"
+        One of `FeedForward`, gated ones included.
+    positions : {"learned", "rope"}
+        A table of vectors that are added to the tokens', or rotated queries and keys.
+    tie_word_embeddings : bool, default True
+        Whether the embedding is also the matrix that makes the logits.
+    norm, layer_norm_eps, bias, attention, weights_dtype
+        As in `TransformerEncoderLayer`.
+    rng : Generator or int, optional
+        Draws the parameters as GPT-2's: normal ones of deviation 0.02, of what is added to the residual
+        ``0.02 / sqrt(2 * num_layers)``; biases are 0.
+
+    Notes
+    -----
+    Parameters are ``token_embedding.weight``, ``position_embedding.weight`` if learned, ``encoder.*``, and
+    ``head.weight`` if not tied.
+    """
+
+    vocab_size: int
+    max_length: int
+    d_model: int = 384
+    num_heads: int = 6
+    num_layers: int = 6
+    dim_feedforward: int | None = None
+    activation: str = "gelu"
+    _: KW_ONLY
+    positions: str = "learned"
+    tie_word_embeddings: bool = True
+    norm: str = "layer_norm"
+    layer_norm_eps: float = 1e-5
+    bias: bool = True
+    attention: HeadOptions | None = None
+    weights_dtype: str = "float32"
+    rng: InitVar[np.random.Generator | int | None] = None
+    encoder: TransformerEncoder = field(init=False, repr=False)
+    embedding: Array = field(init=False, repr=False)  # in the lane type: rows are looked up in it
+    head: ops.PackedLinear = field(init=False, repr=False)
+    position_table: Array | None = field(init=False, default=None, repr=False)
+
+    _parts = ("encoder",)
+    _vectors = (("position_embedding.weight", "position_table"),)
+
+    def __post_init__(self, rng: np.random.Generator | int | None) -> None:
+        for name in ("vocab_size", "max_length", "d_model", "num_heads", "num_layers"):
+            setattr(self, name, integer(_FUNC, name, getattr(self, name), 1, MOST_SIZE))
+        if self.dim_feedforward is None:
+            self.dim_feedforward = 4 * self.d_model
+        self.dim_feedforward = integer(_FUNC, "dim_feedforward", self.dim_feedforward, 1, MOST_SIZE)
+        choice(_FUNC, "positions", self.positions, POSITIONS)
+        flag(_FUNC, "tie_word_embeddings", self.tie_word_embeddings)
+        attention: HeadOptions = {**(self.attention or {})}
+        if self.positions == "rope":
+            if attention.get("rope") is None:
+                head_dim = attention.get("head_dim") or max(1, self.d_model // self.num_heads)
+                attention["rope"] = Rope(rope_frequencies(head_dim))
+        elif attention.get("rope") is not None:
+            raise ValueError(f"{_FUNC}(): attention has rope; expected positions='rope' with it")
+        layers = [
+            TransformerEncoderLayer(
+                self.d_model,
+                self.num_heads,
+                self.dim_feedforward,
+                self.activation,
+                norm_first=True,
+                norm=self.norm,
+                layer_norm_eps=self.layer_norm_eps,
+                bias=self.bias,
+                attention=attention,
+                weights_dtype=self.weights_dtype,
+            )
+            for _ in range(self.num_layers)
+        ]
+        self.encoder = TransformerEncoder(layers, layers[0]._new_norm())
+        self._set_up(None)
+        source = self._source(rng)
+        if source is not None:
+            drawn = {name: p.draw(source, p.shape) for name, p in self._gpt2_draws().items()}
+            self.load_state_dict(drawn)
+
+    def _gpt2_draws(self) -> dict[str, Parameter]:
+        """All parameters, drawn as GPT-2's."""
+        draws = {}
+        for name, parameter in self.parameters().items():
+            draw = parameter.draw
+            if len(parameter.shape) == 2:
+                last = name.endswith(("out_proj.weight", "linear2.weight"))  # they add to the residual
+                draw = normal(_DEVIATION / (2 * self.num_layers) ** 0.5 if last else _DEVIATION)
+            elif name.endswith("bias"):
+                draw = constant(0.0)
+            draws[name] = parameter._replace(draw=draw)
+        return draws
+
+    def _parameters(self) -> dict[str, Parameter]:
+        draw, shape = normal(_DEVIATION), (self.vocab_size, self.d_model)
+        parameters = {"token_embedding.weight": Parameter(shape, draw)}
+        if self.positions == "learned":
+            parameters["position_embedding.weight"] = Parameter((self.max_length, self.d_model), draw)
+        if not self.tie_word_embeddings:
+            parameters["head.weight"] = Parameter(shape, draw)
+        return parameters
+
+    def _pack(self, arrays: Mapping[str, Array], weights_dtype: str) -> Fields:
+        table = arrays["token_embedding.weight"]
+        return {
+            "embedding": np.array(table, lane_of(weights_dtype)),
+            "head": ops.pack(arrays.get("head.weight", table), dtype=weights_dtype),
+            **super()._pack(arrays, weights_dtype),
+        }
+
+    def _named(self, plain: Plain) -> dict[str, Array]:
+        arrays = super()._named(plain)
+        if (table := plain(self.embedding)) is not None:
+            arrays["token_embedding.weight"] = table
+        if not self.tie_word_embeddings and (head := plain(self.head)) is not None:
+            arrays["head.weight"] = head
+        return arrays
+
+    def __call__(self, ids: ArrayLike, *, cache: Sequence[KVCache] | None = None) -> Array:
+        """Logits (..., length, vocab_size) of what follows each of `ids`, (length,) or (batch, length).
+
+        With a cache of `new_cache`, `ids` follow those of earlier calls.
+        """
+        tokens = self._tokens(_FUNC, "ids", ids, cache)
+        return self._logits(self.encoder(self._embedded(tokens, cache), is_causal=True, cache=cache))
+
+    def new_cache(self, capacity: int = 0) -> Any:
+        """Empty caches, one a layer: see `KVCache`."""
+        return self.encoder.new_cache(capacity)
+
+    def _logits(self, hidden: Array) -> Array:
+        return ops.linear(hidden, self.head)
+
+    def _tokens(self, func: str, name: str, ids: Any, cache: Sequence[KVCache] | None = None) -> Ints:
+        """`ids`, checked, of sequences that are short enough."""
+        given = as_array(func, name, ids)
+        tokens = integers(
+            func, name, given if given.size else given.astype(np.int64), low=0, high=self.vocab_size - 1
+        )
+        if tokens.ndim not in (1, 2):
+            raise wrong_shape(func, name, tokens, "(length,) or (batch, length)")
+        before = _length(cache)
+        if before + tokens.shape[-1] > self.max_length:
+            came = f"{tokens.shape[-1]} tokens" + (f" behind {before} in the cache" if before else "")
+            raise ValueError(f"{func}(): {name} has {came}; expected at most {self.max_length} in all")
+        return tokens
+
+    def _embedded(self, tokens: Ints, cache: Sequence[KVCache] | None = None) -> Array:
+        x = ops.embedding(tokens, self.embedding)
+        if self.position_table is not None:
+            before = _length(cache)
+            x += self.position_table[before : before + tokens.shape[-1]]
+        return x
+
+    def loss(
+        self, ids: ArrayLike, targets: ArrayLike, *, ignore_index: int = -100, label_smoothing: float = 0.0
+    ) -> float:
+        """The mean of ``-log(probability of target)``: see `loss_and_gradients`."""
+        func = f"{_FUNC}.loss"
+        tokens = self._tokens(func, "ids", ids)
+        targets_of(func, targets, tokens.shape, self.vocab_size, ignore_index, label_smoothing, "ids")
+        hidden = self.encoder(self._embedded(tokens), is_causal=True)
+        how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        found: Any = grad.cross_entropy(hidden, self.head, targets, need=(), **how)
+        return float(found[0])
+
+    def loss_and_gradients(
+        self,
+        ids: ArrayLike,
+        targets: ArrayLike,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        checkpoint: bool = False,
+        dropout: float = 0.0,
+        seed: int | None = None,
+    ) -> tuple[float, dict[str, Array]]:
+        """The mean loss of all tokens, and the gradients of all parameters by their names.
+
+        Parameters
+        ----------
+        ids : array_like of int, (batch, length) or (length,)
+        targets : array_like of int, of the same shape
+            What follows each token: ``text[1:]`` for ``text[:-1]``.
+        ignore_index : int, default -100
+            Tokens with this target do not count: padding, on the right.
+        label_smoothing : float, default 0
+            As in `fastattn.grad.cross_entropy`.
+        checkpoint : bool, default False
+            Keep only the input of each layer, and compute the rest again: less memory, a third more time.
+        dropout, seed
+            As in `TransformerEncoderLayer.forward_backward`; a seed of its own for each step.
+
+        Returns
+        -------
+        loss : float
+        grads : dict of str to ndarray
+            What an optimizer of `fastattn.train` takes.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit, or the weights are in a type without gradients.
+        """
+        func = f"{_FUNC}.loss_and_gradients"
+        tokens = self._tokens(func, "ids", ids)
+        targets_of(func, targets, tokens.shape, self.vocab_size, ignore_index, label_smoothing, "ids")
+        if self.weights_dtype not in TRAINED:
+            came = f"the weights are kept in {self.weights_dtype}, which has no gradients"
+            raise ValueError(f"{func}(): {came}; expected {', '.join(TRAINED)}")
+        x = self._embedded(tokens)
+        training: Any = {"checkpoint": checkpoint, "dropout": dropout, "seed": seed}
+        hidden, pullback = self.encoder.forward_backward(x, is_causal=True, **training)
+        how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        found: Any = grad.cross_entropy(hidden, self.head, targets, need=("dx", "dweight"), **how)
+        loss, dhidden, dhead = found
+        dx, inner = pullback(dhidden)
+        grads = {f"encoder.{name}": x for name, x in inner.items()}
+        if self.tie_word_embeddings:
+            grads["token_embedding.weight"] = grad.embedding(dx, tokens, self.vocab_size, add_to=dhead)
+        else:
+            grads["token_embedding.weight"] = grad.embedding(dx, tokens, self.vocab_size)
+            grads["head.weight"] = dhead
+        if self.position_table is not None:
+            table = np.zeros_like(self.position_table)
+            each = dx if dx.ndim == 3 else dx[None]
+            np.sum(each, axis=0, dtype=table.dtype, out=table[: each.shape[1]])
+            grads["position_embedding.weight"] = table
+        return float(loss), {name: grads[name] for name in self.parameters() if name in grads}
+
+    def generate(
+        self,
+        ids: ArrayLike,
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        rng: np.random.Generator | int | None = None,
+    ) -> Iterator[Any]:
+        """Continue sequences, a token at a time, and yield each token as soon as it is known.
+
+        Parameters
+        ----------
+        ids : array_like of int, (length,) or (batch, length)
+            At least one token.
+        max_new_tokens : int, default 128
+            At most so many that all fit into `max_length`.
+        temperature, top_k, top_p, rng
+            As in `fastattn.models.Decoder.generate`: at a temperature of 0 the best token is taken.
+
+        Yields
+        ------
+        int, or ndarray of int64, (batch,)
+        """
+        func = f"{_FUNC}.generate"
+        tokens = self._tokens(func, "ids", ids)
+        num_new = integer(func, "max_new_tokens", max_new_tokens, 0)
+        if tokens.shape[-1] == 0:
+            raise ValueError(f"{func}(): ids has no tokens; expected at least one")
+        if tokens.shape[-1] + num_new > self.max_length:
+            asked = f"max_new_tokens is {short(num_new)} behind {tokens.shape[-1]} tokens"
+            raise ValueError(f"{func}(): {asked}; expected at most {self.max_length} together")
+        batch = tokens[None] if tokens.ndim == 1 else tokens
+        sampler = Sampler(func, len(batch), temperature, top_k, top_p, rng)
+        steps = self._steps(batch, num_new, sampler)
+        return (int(each[0]) for each in steps) if tokens.ndim == 1 else steps
+
+    def _steps(self, tokens: Ints, count: int, sampler: Sampler) -> Iterator[Ints]:
+        cache = self.new_cache(tokens.shape[1] + count)
+        for _ in range(count):
+            x = self.encoder(self._embedded(tokens, cache), is_causal=True, cache=cache)
+            best = sampler(self._logits(x[:, -1]))
+            yield best
+            tokens = best[:, None]
+
+
+def _length(cache: Any) -> int:
+    """How many tokens a cache of all layers holds; the encoder checks what it is."""
+    first = cache[0] if isinstance(cache, (list, tuple)) and cache else None
+    return first.length if isinstance(first, KVCache) else 0

@@ -1,0 +1,21 @@
+"""What torch calls: operators with gradients, on tensors whose memory is shared and never copied.
+
+Importing this package defines ``torch.ops.fastattn.attention`` and others, and lets torch's threads do the
+work of all calls of this process: two pools would take each other's cores. docs/torch.md describes all of it.
+"""
+
+import fastattn.torch._attention
+import fastattn.torch._variants  # noqa: F401 - define operators
+from fastattn.torch._hugging_face import register
+from fastattn.torch._optimize import optimize
+from fastattn.torch._sdpa import patch_sdpa
+from fastattn.torch._threads import borrow
+from fastattn.torch._undo import Undo
+
+borrow()
+
+__all__ = ["Undo", "optimize", "patch_sdpa", "register"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,186 @@
+"""torch.ops.fastattn.attention and its gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastattn._args.attention import attention_args
+from fastattn._engine import dispatch
+from fastattn.functional import attention_backward
+from fastattn.torch._library import autocast, define, differentiate, differentiate_by, forbid_gradients
+from fastattn.torch._tensors import array_of, heads_inside, num_threads, tensor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastattn._args.types import AttentionArgs
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? bias=None, Tensor? sinks=None,"
+    " Tensor? alibi_slopes=None, Tensor? kv_lengths=None"
+)
+_OPTIONS = """*, bool causal=False, SymInt[]? window=None, float? scale=None, float? softcap=None,
+    SymInt? q_offset=None"""
+# Of which tensors there are gradients, by their places.
+_GRADIENTS = {0: "dq", 1: "dk", 2: "dv", 4: "dbias", 5: "dsinks", 6: "dalibi_slopes"}
+
+
+def sides(window: Sequence[int] | None) -> tuple[int | None, int | None] | None:
+    """The option `window` of attention: schemas know no None in a list, so that -1 is no bound."""
+    if window is None:
+        return None
+    if len(window) != 2:
+        raise ValueError(f"attention(): window is {list(window)}; expected [left, right], -1 for no bound")
+    left, right = (None if n == -1 else n for n in window)
+    return left, right
+
+
+def _computed(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    kv_lengths: Any = None,
+    causal: bool = False,
+    window: Sequence[int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    q_offset: int | None = None,
+    return_lse: bool = False,
+) -> AttentionArgs:
+    """The arguments of a call that has been run, with its result."""
+    args = attention_args(
+        "attention",
+        array_of(q),
+        array_of(k),
+        array_of(v),
+        None if mask is None else array_of(mask),
+        None if bias is None else array_of(bias),
+        causal,
+        None if window is None else sides(window),
+        scale,
+        softcap,
+        None if alibi_slopes is None else array_of(alibi_slopes),
+        None if sinks is None else array_of(sinks),
+        None if kv_lengths is None else array_of(kv_lengths),
+        q_offset,
+        return_lse=return_lse,
+        num_threads=num_threads(),
+    )
+    args.out = heads_inside(args.out.shape, args.out.dtype)
+    dispatch.run(args)
+    return args
+
+
+def _attention(q: Any, *tensors: Any, **options: Any) -> Any:
+    out = _computed(q, *tensors, **options).out
+    return tensor_of(out if q.ndim > 2 or out.ndim > 3 else out[0])
+
+
+def _attention_with_lse(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
+    options["return_lse"] = True
+    args = _computed(q, k, v, *tensors, **options)
+    one_head = q.ndim == k.ndim == v.ndim == 2
+    return tensor_of(args.out[0] if one_head else args.out), tensor_of(args.result[1])
+
+
+def like_result(q: Any, k: Any, v: Any) -> Any:
+    """An empty tensor for the result of attention."""
+    if q.ndim == k.ndim == v.ndim == 2:
+        return q.new_empty((q.shape[0], v.shape[1]))
+    q, k, v = (x if x.ndim > 2 else x[None] for x in (q, k, v))
+    batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    return q.new_empty((*batch, q.shape[-2], q.shape[-3], v.shape[-1])).transpose(-3, -2)
+
+
+def _fake(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
+    return like_result(q, k, v)
+
+
+def _fake_with_lse(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
+    out = like_result(q, k, v)
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return out, q.new_empty(out.shape[:-1], dtype=dtype)
+
+
+def _backward(
+    dout: Any,
+    dlse: Any,
+    out: Any,
+    lse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    kv_lengths: Any = None,
+    *,
+    need: Sequence[str],
+    window: Sequence[int] | None = None,
+    **options: Any,
+) -> list[Any]:
+    inputs = {"dq": array_of(q), "dk": array_of(k), "dv": array_of(v)}
+    options |= {
+        "mask": mask, "bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes, "kv_lengths": kv_lengths,
+        "dlse": dlse,
+    }  # fmt: skip
+    options = {name: array_of(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    options |= {"window": sides(window), "num_threads": num_threads(), "need": tuple(need)}
+    options["into"] = [heads_inside(inputs[n].shape, inputs[n].dtype) if n in inputs else None for n in need]
+    arrays = array_of(dout), *inputs.values(), array_of(out), array_of(lse)
+    return [tensor_of(x) for x in attention_backward(*arrays, **options)]
+
+
+def _fake_backward(
+    dout: Any, dlse: Any, out: Any, lse: Any, *tensors: Any, need: Sequence[str], **options: Any
+) -> list[Any]:
+    sources = {name: tensors[i] for i, name in _GRADIENTS.items() if i < len(tensors)}
+    return [_like_gradient(sources[name], inside=name in ("dq", "dk", "dv")) for name in need]
+
+
+def _like_gradient(x: Any, inside: bool) -> Any:
+    if not inside or x.ndim < 3:
+        return x.new_empty(x.shape)
+    return x.new_empty(x.transpose(-3, -2).shape).transpose(-3, -2)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    """Keep what the backward pass reads."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *inputs)
+    ctx.options = keyword_only_inputs
+
+
+def _gradient(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    out, lse, *inputs = ctx.saved_tensors
+    # The dispatcher leaves out arguments that have their defaults, from the end on.
+    places = [i for i in _GRADIENTS if ctx.needs_input_grad[i : i + 1] == (True,)]
+    dout = torch.zeros_like(out) if dout is None else dout
+    need = [_GRADIENTS[i] for i in places]
+    found = _attention_backward_op(dout, dlse, out, lse, *inputs, **ctx.options, need=need)
+    grads = dict(zip(places, found, strict=True))
+    return tuple(grads.get(i) for i in range(len(inputs)))
+
+
+attention_op = define(f"attention({_TENSORS}, {_OPTIONS}) -> Tensor", _attention, _fake)
+_with_lse_op = define(
+    f"attention_with_lse({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)", _attention_with_lse, _fake_with_lse
+)
+_attention_backward_op = define(
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS},"
+    " str[] need) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+differentiate(_with_lse_op, _gradient, _keep)
+differentiate_by(attention_op, _with_lse_op, lambda results: results[0])
+forbid_gradients(_attention_backward_op, "attention(): it has a first derivative, no second")
+autocast(attention_op, 3)
+autocast(_with_lse_op, 3)

@@ -1,0 +1,126 @@
+"""torch's scaled_dot_product_attention on CPUs, computed here."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastattn._args.attention import attention_args
+from fastattn._engine import dispatch, settings
+from fastattn.torch._tensors import array_of, num_threads, tensor_of
+from fastattn.torch._undo import Undo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_lock = threading.Lock()
+_patches = 0  # those that have not been undone
+_library: Any = None
+
+
+def patch_sdpa() -> Undo:
+    """Have ``torch.nn.functional.scaled_dot_product_attention`` on CPUs computed here, until it is undone.
+
+    A switch, ``patch = patch_sdpa()`` and later ``patch.undo()``, or a context manager, ``with
+    patch_sdpa():``. It holds for the whole process, all threads and all that calls the function, compiled or
+    not, such as ``nn.MultiheadAttention``; several patches end with the last one.
+
+    Returns
+    -------
+    Undo
+        ``undo()`` ends it.
+
+    Raises
+    ------
+    RuntimeError
+        If there are no compiled kernels: NumPy would be slower than torch.
+
+    Notes
+    -----
+    It takes the place of torch's flash kernel behind the dispatcher
+    (``_scaled_dot_product_flash_attention_for_cpu``). So torch's own function still chooses, and computes
+    what it does not give to that kernel: dropout, nested tensors, other devices, fewer than four dimensions,
+    a head_dim of values other than that of keys, gradients of masks. Gradients of q, k and v are torch's.
+    """
+    global _patches, _library
+    if why := settings.why_numpy():
+        raise RuntimeError(f"patch_sdpa(): this process runs on NumPy: {why}")
+    with _lock:
+        if not _patches:
+            _library = _patched()
+        _patches += 1
+    return Undo([_end])
+
+
+def _end() -> None:
+    global _patches, _library
+    with _lock:
+        _patches -= 1
+        if not _patches:
+            _library._destroy()
+            _library = None
+
+
+def _patched() -> Any:
+    library = torch.library.Library("aten", "IMPL")
+    torchs = torch.library.get_kernel(_OP, "CPU")
+    with warnings.catch_warnings():  # it is replaced on purpose
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        library.impl(_OP._opname, _kernel(torchs), "CPU", with_keyset=True)
+    return library
+
+
+def _kernel(torchs: Any) -> Callable[..., Any]:
+    def kernel(
+        keyset: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        attn_mask: Any = None,
+        scale: float | None = None,
+    ) -> Any:
+        if dropout_p or not _covered(q, k, v, attn_mask):
+            return torchs.call_boxed(keyset, q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+        return _attention(q, k, v, attn_mask, is_causal, scale)
+
+    return kernel
+
+
+def _covered(q: Any, k: Any, v: Any, mask: Any) -> bool:
+    """Whether the kernel here takes a call: what else there may be is torch's business."""
+    dtype = q.dtype
+    if not (dtype in _DTYPES and k.dtype is dtype and v.dtype is dtype and q.ndim == k.ndim == v.ndim == 4):
+        return False
+    if not q.numel() or q.shape[-1] != v.shape[-1] or settings.current.backend != "compiled":
+        return False
+    return mask is None or mask.dtype in (torch.bool, torch.float32, dtype)
+
+
+def _attention(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> tuple[Any, Any]:
+    """Result and lse, in the memory layouts that torch's compiler expects of them."""
+    out = torch.empty_like(q)
+    if torch.is_grad_enabled():  # the dispatcher has noted already whose gradients there are
+        q, k, v = q.detach(), k.detach(), v.detach()
+    bias = None
+    if mask is not None:
+        array = array_of(mask)
+        mask, bias = (array, None) if array.dtype == np.bool_ else (None, array)
+    args = attention_args(
+        "scaled_dot_product_attention", array_of(q), array_of(k), array_of(v), mask, bias, causal,
+        scale=scale, q_offset=0 if causal else None, return_lse=True, num_threads=num_threads(),
+    )  # fmt: skip
+    batch, heads, length = args.out.shape[:-1]
+    args.out = array_of(out)
+    args.lse = np.empty((batch, length, heads), args.result[1].dtype).swapaxes(1, 2)
+    dispatch.run(args)
+    np.copyto(args.lse, 0, where=np.isneginf(args.lse))  # of rows that attend nothing, as torch has it
+    return out, tensor_of(args.lse)

@@ -1,0 +1,54 @@
+"""Tensors as arrays and back: the same memory, never a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastattn._engine import settings
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array, Shape
+
+try:
+    import ml_dtypes
+
+    _BFLOAT16: Any = np.dtype(ml_dtypes.bfloat16)
+except ImportError:  # as long as no tensor of bfloat16 comes
+    _BFLOAT16 = None
+
+
+def array_of(x: Any) -> Array:
+    """The memory of a CPU tensor as an array; NumPy has no bfloat16, so it crosses as int16."""
+    if x.dtype is not torch.bfloat16:
+        return x.numpy()  # type: ignore[no-any-return]
+    if _BFLOAT16 is None:
+        raise ImportError(
+            "fastattn.torch: tensors of bfloat16 need the ml_dtypes package: pip install ml_dtypes"
+        )
+    return x.view(torch.int16).numpy().view(_BFLOAT16)  # type: ignore[no-any-return]
+
+
+def tensor_of(x: Array) -> Any:
+    """The memory of an array as a tensor."""
+    if x.dtype is not _BFLOAT16 and x.dtype != _BFLOAT16:
+        return torch.from_numpy(x)
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+
+
+def heads_inside(shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """A new array (..., heads, length, head_dim) that lies in memory as (..., length, heads, head_dim).
+
+    So do the results of torch's own kernel: a model joins the heads of a token without copying.
+    """
+    if len(shape) < 3:
+        return np.empty(shape, dtype)
+    return np.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), dtype).swapaxes(-3, -2)
+
+
+def num_threads() -> int | None:
+    """The threads of a call: no more than torch uses (1 in a worker of a DataLoader), or than we would."""
+    threads: int = torch.get_num_threads()
+    return threads if threads < settings.current.num_threads else None

@@ -1,0 +1,33 @@
+"""What was changed, and how it is undone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+class Undo:
+    """A change that can be undone, by `undo` or at the end of a ``with`` block.
+
+    Its text says what was changed.
+    """
+
+    def __init__(self, steps: Iterable[Callable[[], None]], report: str = "patch_sdpa") -> None:
+        self._steps = list(steps)
+        self._report = report
+
+    def undo(self) -> None:
+        """Undo it, once: further calls do nothing."""
+        while self._steps:
+            self._steps.pop()()
+
+    def __enter__(self) -> Undo:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return self._report if self._steps else f"{self._report}\n(undone)"

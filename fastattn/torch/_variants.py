@@ -1,0 +1,94 @@
+"""Operators of attention without softmax, with their gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastattn import functional
+from fastattn.torch._attention import like_result, sides
+from fastattn.torch._library import define, differentiate, forbid_gradients
+from fastattn.torch._tensors import array_of, num_threads, tensor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def _variant(
+    name: str, tensors: tuple[str, ...], options: str, fake: Callable[..., Any], gradients: tuple[str, ...]
+) -> None:
+    """Define the operator of `functional`'s `name` and its gradients, with respect to its first tensors.
+
+    q, k and v are the first of `tensors`, the others are optional, and of all there is a gradient whose name
+    is in `gradients`.
+    """
+    forward, backward = getattr(functional, name), getattr(functional, f"{name}_backward")
+    schema = ", ".join(f"Tensor {x}" if x in ("q", "k", "v") else f"Tensor? {x}=None" for x in tensors)
+
+    def arrays(values: Sequence[Any]) -> dict[str, Any]:
+        given = zip(tensors, values, strict=False)
+        return {n: None if x is None else array_of(x) for n, x in given} | {"num_threads": num_threads()}
+
+    def kernel(*values: Any, **given: Any) -> Any:
+        return tensor_of(np.ascontiguousarray(forward(**arrays(values), **_options(given))))
+
+    def backward_kernel(dout: Any, *values: Any, need: Sequence[str], **given: Any) -> list[Any]:
+        found = backward(array_of(dout), **arrays(values), need=tuple(need), **_options(given))
+        return [tensor_of(np.ascontiguousarray(x)) for x in found]
+
+    def fake_backward(dout: Any, *values: Any, need: Sequence[str], **given: Any) -> list[Any]:
+        return [values[tensors.index(n[1:])].new_empty(values[tensors.index(n[1:])].shape) for n in need]
+
+    op = define(f"{name}({schema}, *, {options}) -> Tensor", kernel, fake)
+    backward_op = define(
+        f"{name}_backward(Tensor dout, {schema}, *, {options}, str[] need) -> Tensor[]",
+        backward_kernel,
+        fake_backward,
+    )
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.options = keyword_only_inputs
+
+    def gradient(ctx: Any, dout: Any) -> tuple[Any, ...]:
+        # The dispatcher leaves out arguments that have their defaults, from the end on.
+        wanted = dict(zip(tensors, ctx.needs_input_grad, strict=False))
+        need = [f"d{n}" for n, is_wanted in wanted.items() if is_wanted and f"d{n}" in gradients]
+        found = dict(zip(need, backward_op(dout, *ctx.saved_tensors, **ctx.options, need=need), strict=True))
+        return tuple(found.get(f"d{n}") for n in tensors)
+
+    differentiate(op, gradient, keep)
+    forbid_gradients(backward_op, f"{name}(): it has a first derivative, no second")
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    return given | {"window": sides(given["window"])} if "window" in given else given
+
+
+def _fake_linear(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
+    batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    heads = max(q.shape[-3], k.shape[-3], v.shape[-3])
+    return q.new_empty((*batch, heads, q.shape[-2], v.shape[-1]))
+
+
+def _fake_sigmoid(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
+    return torch.empty_like(like_result(q, k, v), memory_format=torch.contiguous_format)
+
+
+_variant(
+    "linear_attention",
+    ("q", "k", "v", "log_decay", "beta"),
+    "str rule, bool causal=True, float? scale=None, bool normalize=False, float eps=1e-6",
+    _fake_linear,
+    ("dq", "dk", "dv", "dlog_decay", "dbeta"),
+)
+_variant(
+    "sigmoid_attention",
+    ("q", "k", "v", "mask", "bias", "alibi_slopes", "kv_lengths"),
+    "float? sigmoid_bias=None, bool causal=False, SymInt[]? window=None, float? scale=None,"
+    " float? softcap=None, SymInt? q_offset=None",
+    _fake_sigmoid,
+    ("dq", "dk", "dv", "dbias", "dalibi_slopes"),
+)

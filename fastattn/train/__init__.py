@@ -1,0 +1,31 @@
+"""Training in NumPy: AdamW and SGD with torch's steps, clipping, schedules, a loop that can be resumed.
+
+See docs/training.md. A TypeError or a ValueError names the argument that does not fit, a FloatingPointError
+the gradient that is not finite.
+"""
+
+from fastattn.train._batches import Batches
+from fastattn.train._classifier import ClassifierTuning
+from fastattn.train._contrastive import ContrastiveTuning
+from fastattn.train._gradients import clip_grad_norm, grad_norm
+from fastattn.train._optimizer import Optimizer
+from fastattn.train._schedule import Schedule
+from fastattn.train._steps import SGD, AdamW
+from fastattn.train._trainer import Step, Trainer
+from fastattn.train._tuning import NextTokenTuning, Tuning
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Batches",
+    "ClassifierTuning",
+    "ContrastiveTuning",
+    "NextTokenTuning",
+    "Optimizer",
+    "Schedule",
+    "Step",
+    "Trainer",
+    "Tuning",
+    "clip_grad_norm",
+    "grad_norm",
+]

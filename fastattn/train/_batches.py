@@ -1,0 +1,127 @@
+"""Batches of arrays in a random order, whose place can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.errors import wrong_type
+from fastattn._args.values import as_array, flag, generator, integer
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from fastattn._args.types import Array
+
+
+class Batches(Iterator[Any]):
+    """Rows of arrays, a batch at a time, without an end: each epoch has every row once, in a new order.
+
+    Parameters
+    ----------
+    *arrays : array_like
+        All with one number of rows. A batch has the same rows of each: an array, or a tuple of several.
+        Windows of a text need no memory: ``numpy.lib.stride_tricks.sliding_window_view(tokens, length + 1)``.
+    batch_size : int
+        Rows of a batch. Those that are left over at the end of an epoch are not seen in it.
+    shuffle : bool, default True
+        Whether their order is drawn; if not, it is that of the arrays.
+    rng : Generator or int, optional
+        Draws the orders.
+    """
+
+    def __init__(
+        self,
+        *arrays: ArrayLike,
+        batch_size: int,
+        shuffle: bool = True,
+        rng: np.random.Generator | int | None = None,
+    ):
+        func = "Batches"
+        if not arrays:
+            raise TypeError(f"{func}(): there is no array; expected one, or several")
+        self._arrays = [as_array(func, f"arrays[{i}]", x) for i, x in enumerate(arrays)]
+        rows = {x.shape[:1] for x in self._arrays}
+        if rows == {()} or len(rows) > 1:
+            shapes = ", ".join(str(x.shape) for x in self._arrays)
+            raise ValueError(f"{func}(): arrays have shapes {shapes}; expected one number of rows")
+        self._num_rows = len(self._arrays[0])
+        self.batch_size = integer(func, "batch_size", batch_size, 1, max(1, self._num_rows))
+        if self._num_rows == 0:
+            raise ValueError(f"{func}(): arrays have no rows; expected at least one")
+        self.shuffle = flag(func, "shuffle", shuffle)
+        self.rng = generator(func, "rng", rng)
+        self._begin()
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return self._num_rows // self.batch_size
+
+    def _begin(self) -> None:
+        """Draw the order of an epoch."""
+        self._drawn_at = self.rng.bit_generator.state
+        self._order: Array | None = self.rng.permutation(self._num_rows) if self.shuffle else None
+        self._done = 0
+
+    def __next__(self) -> Any:
+        if self._done == len(self):
+            self._begin()
+        part: Any = slice(self._done * self.batch_size, (self._done + 1) * self.batch_size)
+        if self._order is not None:
+            part = self._order[part]
+        batch = tuple(x[part] for x in self._arrays)
+        self._done += 1
+        return batch[0] if len(batch) == 1 else batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands: numbers and the generator's states, which JSON can hold."""
+        return {
+            "drawn_at": rng_state(self._drawn_at),
+            "rng": rng_state(self.rng.bit_generator.state),
+            "done": self._done,
+            "rows": self._num_rows,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to where the `state_dict` was taken, of batches of the same arrays."""
+        func = "Batches.load_state_dict"
+        if not isinstance(state_dict, Mapping):
+            raise wrong_type(func, "state_dict", state_dict, "what state_dict() returned")
+        own = self.state_dict()
+        if missing := own.keys() - state_dict.keys():
+            raise ValueError(
+                f"{func}(): state_dict lacks {sorted(missing)[0]!r}; expected what state_dict() returned"
+            )
+        for name in ("rows", "batch_size", "shuffle"):
+            if state_dict[name] != own[name]:
+                raise ValueError(f"{func}(): {name} is {state_dict[name]!r}; expected {own[name]!r}")
+        done = integer(func, "done", state_dict["done"], 0, len(self))
+        if done == self._done and state_dict == own:
+            return  # it stands there already: nothing is drawn
+        set_rng_state(func, self.rng, state_dict["drawn_at"])
+        self._begin()
+        self._done = done
+        set_rng_state(func, self.rng, state_dict["rng"])
+
+
+def rng_state(state: Any) -> Any:
+    """A bit generator's state, its arrays as lists."""
+    if isinstance(state, Mapping):
+        return {name: rng_state(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state
+
+
+def set_rng_state(func: str, rng: np.random.Generator, state: Any) -> None:
+    """Set the state of `rng` to one of `rng_state`, of the same kind of generator."""
+    own, came = rng.bit_generator.state["bit_generator"], None
+    if isinstance(state, Mapping):
+        came = state.get("bit_generator")
+    if came != own:
+        raise ValueError(
+            f"{func}(): the state is of the generator {came}; expected one of {own}, which rng is"
+        )
+    rng.bit_generator.state = dict(state)

@@ -1,0 +1,95 @@
+"""What optimizers are given, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastattn._args.errors import wrong_type
+from fastattn._args.types import FLOAT32, FLOAT64
+from fastattn._args.values import number, short
+from fastattn.train._patterns import matching
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from fastattn._args.types import Array
+
+
+def rate(func: str, name: str, x: Any) -> float:
+    """`x`, a number of at least 0."""
+    value = number(func, name, x, FLOAT32)
+    if value < 0:
+        raise ValueError(f"{func}(): {name} is {value}; expected a number of at least 0")
+    return value
+
+
+def fraction(func: str, name: str, x: Any) -> float:
+    """`x`, a number from 0 up to but not 1."""
+    value = number(func, name, x, FLOAT32)
+    if not 0 <= value < 1:
+        raise ValueError(f"{func}(): {name} is {value}; expected a number from 0 up, below 1")
+    return value
+
+
+def plain(func: str, parameters: Any) -> dict[str, Array]:
+    """`parameters`, arrays that can be changed in place, by their names."""
+    if not isinstance(parameters, Mapping):
+        raise wrong_type(func, "parameters", parameters, "a layer, or a mapping of names to arrays")
+    for name, array in parameters.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{func}(): parameters has the key {name!r}; expected names of parameters")
+        if not isinstance(array, np.ndarray) or array.dtype not in (FLOAT32, FLOAT64):
+            came = short(array) if isinstance(array, np.ndarray) else f"of type {type(array).__name__}"
+            raise TypeError(
+                f"{func}(): parameters[{name!r}] is {came}; expected an ndarray, float32 or float64"
+            )
+        if not array.flags.carray:
+            fault = "read-only" if not array.flags.writeable else "not C-contiguous"
+            raise ValueError(
+                f"{func}(): parameters[{name!r}] is {fault}; expected a writable, contiguous array"
+            )
+    if not parameters:
+        raise ValueError(f"{func}(): parameters is empty; expected at least one array")
+    at = sorted((x.ctypes.data, x.ctypes.data + x.nbytes, name) for name, x in parameters.items() if x.size)
+    for (_, end, name), (begin, _, other) in pairwise(at):
+        if begin < end:
+            raise ValueError(
+                f"{func}(): parameters[{name!r}] and parameters[{other!r}] share memory; expected one of them"
+            )
+    return dict(parameters)
+
+
+def own_options(func: str, groups: Any, params: Iterable[str]) -> dict[str, dict[str, float]]:
+    """What `groups` say of each name, the first group that has it."""
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
+        raise TypeError(f"{func}(): groups is {short(groups)}; expected a sequence of dicts")
+    options: dict[str, dict[str, float]] = {}
+    for i, group in enumerate(groups):
+        where = f"groups[{i}]"
+        unknown = group.keys() - {"params", "lr", "weight_decay"}
+        if unknown or "params" not in group:
+            came = f"has {sorted(unknown)[0]!r}" if unknown else "lacks 'params'"
+            raise ValueError(f"{func}(): {where} {came}; expected params, and lr or weight_decay")
+        rates = {
+            key: rate(func, f"{where}[{key!r}]", group[key]) for key in ("lr", "weight_decay") if key in group
+        }
+        for name in matching(func, f"{where}['params']", group["params"], params):
+            options.setdefault(name, rates)
+    return options
+
+
+def fault_of(grads: Mapping[str, Array]) -> str:
+    """What is wrong with the first of `grads` that is not finite."""
+    return next(_faults(grads), "the norm of all gradients is too large for a number")
+
+
+def _faults(grads: Mapping[str, Array]) -> Iterator[str]:
+    for name, array in grads.items():
+        nans, infinities = int(np.isnan(array).sum()), int(np.isinf(array).sum())
+        if nans or infinities:
+            counts = f"{nans} NaN and {infinities} infinities among its {array.size} elements"
+            yield f"the gradient of {name} has {counts}; expected finite ones"

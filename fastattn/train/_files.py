@@ -1,0 +1,84 @@
+"""A training run in one file: a safetensors file, whose header also holds what is no array, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from contextlib import ExitStack, suppress
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+from fastattn._args.values import short
+from fastattn.layers._files import opened
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fastattn._args.types import Array
+
+FORMAT = 1  # of the values in a file
+_VALUES: dict[str, tuple[Any, str]] = {
+    "optimizer": (str, "a name"),
+    "optimizer_steps": (int, "a number"),
+    "steps": (int, "a number"),
+    "schedule": ((dict, NoneType), "a schedule, or null"),
+    "place": (dict, "a place in the data"),
+}
+_KEY = "fastattn.train"  # of the JSON in the header
+
+
+def write(func: str, path: str | os.PathLike[str], arrays: Mapping[str, Array], values: Any) -> None:
+    """Write both to `path`. Whoever reads meanwhile, or after a crash, finds the old file or the new one."""
+    try:
+        from safetensors.numpy import save_file
+    except ImportError as error:
+        needed = "the safetensors package: pip install safetensors"
+        raise ImportError(f"{func}(): writing {os.fsdecode(path)} needs {needed}") from error
+    target = os.path.abspath(os.fsdecode(path))
+    folder, name = os.path.split(target)
+    if os.path.isdir(target):
+        raise ValueError(f"{func}(): {target} is a folder; expected the name of a file")
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"{func}(): the folder {folder} is missing; expected one to write {name} to")
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        open(temporary, "xb").close()  # an error of Python's, if it cannot be written
+        save_file(dict(arrays), temporary, {_KEY: json.dumps(values, allow_nan=False)})
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def read(func: str, path: str | os.PathLike[str]) -> tuple[dict[str, Array], Any]:
+    """What `write` wrote: arrays and values."""
+    where = os.fsdecode(path)
+    with ExitStack() as stack:
+        file = opened(func, where, stack)
+        text = (file.metadata() or {}).get(_KEY)
+        if text is None:
+            raise ValueError(f"{func}(): {where} holds no training run; expected a file that save() wrote")
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{func}(): the header of {where} is not JSON: {error}") from error
+        return {name: file.get_tensor(name) for name in file.keys()}, values  # noqa: SIM118
+
+
+def require_fit(func: str, path: str | os.PathLike[str], values: Any, optimizer: str) -> None:
+    """Raise unless `values` are those of a run with this optimizer."""
+    where = os.fsdecode(path)
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise ValueError(f"{func}(): {where} has a format that this version does not know")
+    for name, (kind, expected) in _VALUES.items():
+        x = values.get(name)
+        if name not in values or not isinstance(x, kind) or (isinstance(x, int) and (x is True or x < 0)):
+            came = f"is {short(x)}" if name in values else "is missing"
+            raise ValueError(f"{func}(): {name!r} in the header of {where} {came}; expected {expected}")
+    if values["optimizer"] != optimizer:
+        came = f"of the optimizer {values['optimizer']}"
+        raise ValueError(f"{func}(): {where} is {came}; expected {optimizer}")

@@ -1,0 +1,280 @@
+"""What optimizers share: fused steps on plain arrays, and on the layers that they belong to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+
+import numpy as np
+
+from fastattn._args.types import FLOAT64
+from fastattn._args.updates import Update, UpdateArgs
+from fastattn._args.values import choice, flag, integer, number, short
+from fastattn._engine import dispatch
+from fastattn._engine.settings import get_num_threads
+from fastattn.layers._state import Layer
+from fastattn.train._checks import fault_of, own_options, plain, rate
+from fastattn.train._gradients import clip_factor, gradients, mapping, norm_of, require_known
+from fastattn.train._interrupts import interrupts_wait
+from fastattn.train._patterns import matching
+from fastattn.train._tuning import Tuning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from fastattn._args.types import Array
+
+NONFINITE = ("raise", "skip")
+# Up to here numbers fit every type that weights are stored in, and so do products of two, as of adapters.
+_SAFE = 1e15
+
+
+class Group(TypedDict, total=False):
+    """Parameters with options of their own: of `groups` of an optimizer."""
+
+    params: str | Sequence[str]
+    lr: float
+    weight_decay: float
+
+
+class Rates(NamedTuple):
+    """What parameters of one group share."""
+
+    dtype: np.dtype[Any]
+    lr: float
+    weight_decay: float
+
+
+class Optimizer:
+    """What `AdamW` and `SGD` share: parameters in groups, some frozen; `step`; a state to be saved."""
+
+    parameters: dict[str, Array]
+    layer: Layer | Tuning | None
+    steps: int  # that have been done; those that were skipped do not count
+    _moments: ClassVar[tuple[str, ...]] = ()
+    _kind: ClassVar[Any] = ""
+
+    def __init__(
+        self,
+        parameters: Layer | Tuning | Mapping[str, Array],
+        lr: float,
+        weight_decay: float,
+        groups: Sequence[Group],
+        frozen: str | Sequence[str],
+        decay_vectors: bool,
+    ):
+        func = type(self).__name__
+        self.layer = parameters if isinstance(parameters, (Layer, Tuning)) else None
+        self.parameters = self.layer.state_dict() if self.layer else plain(func, parameters)
+        self.steps = 0
+        hidden = matching(func, "frozen", frozen, self.parameters)
+        self._trained = {name: array for name, array in self.parameters.items() if name not in hidden}
+        if not self._trained:
+            raise ValueError(f"{func}(): frozen is {short(frozen)}; expected one that leaves a parameter")
+        own = own_options(func, groups, self.parameters)
+        usual = {"lr": rate(func, "lr", lr), "weight_decay": rate(func, "weight_decay", weight_decay)}
+        flag(func, "decay_vectors", decay_vectors)
+        self._groups: dict[Rates, list[str]] = {}
+        for name, array in self._trained.items():
+            options = {**usual, **own.get(name, {})}
+            if array.ndim < 2 and not decay_vectors and "weight_decay" not in own.get(name, {}):
+                options["weight_decay"] = 0.0
+            self._groups.setdefault(Rates(array.dtype, **options), []).append(name)
+        self.moments = {
+            moment: {name: np.zeros_like(array) for name, array in self._trained.items()}
+            for moment in self._moments
+        }
+        self._seen = self._parts()
+
+    def _parts(self) -> dict[str, tuple[Layer, int]]:
+        """The parts of the layer, by their prefixes, and how often each has changed."""
+        parts = self.layer._walk() if isinstance(self.layer, Layer) else ()
+        return {prefix: (part, part._changes) for prefix, part in parts}
+
+    def _take_over(self, func: str) -> None:
+        """Read again what has been loaded into the layer since this optimizer wrote to it."""
+        for prefix, (part, changes) in self._parts().items():
+            held, before = self._seen[prefix]
+            for name, array in part._own_state().items() if part is not held or changes != before else ():
+                own = self.parameters[prefix + name]
+                if array.dtype != own.dtype:
+                    came = f"the layer's {prefix}{name} is {array.dtype} now"
+                    raise TypeError(f"{func}(): {came}; expected {own.dtype}, as when the optimizer was made")
+                own[...] = array
+        self._seen = self._parts()
+
+    def _settings(self) -> dict[str, Any]:
+        """The fields of UpdateArgs that all parameters share, of the step that comes."""
+        raise NotImplementedError
+
+    def _reach(self, weight: float, moment: float, grad: float, rates: Rates) -> float:
+        """What no number exceeds behind a step, from the norms of weights, first moments and gradients."""
+        raise NotImplementedError
+
+    def step(
+        self,
+        grads: Mapping[str, Array],
+        *,
+        factor: float = 1.0,
+        max_norm: float | None = None,
+        scale: float = 1.0,
+        nonfinite: str = "raise",
+    ) -> float:
+        """Change all parameters in place by their gradients; then the layer, if there is one, has them.
+
+        Parameters
+        ----------
+        grads : mapping of str to array_like
+            The gradient of each parameter that is not frozen, by its name. Those of frozen ones do not count.
+        factor : float, default 1
+            Multiplies every learning rate: what a `Schedule` says.
+        max_norm : float, optional
+            Scale all gradients so that their common norm is at most this, as torch's ``clip_grad_norm_``.
+        scale : float, default 1
+            Multiplies every gradient, before they are clipped.
+        nonfinite : {"raise", "skip"}, default "raise"
+            What to do if a gradient has NaN or infinities, or if the new weights would not be finite as the
+            layer stores them: raise, or change nothing and go on.
+
+        Returns
+        -------
+        float
+            The norm of all gradients, before they are clipped. It is not finite if the step was skipped.
+
+        Raises
+        ------
+        FloatingPointError
+            If a gradient is not finite, or the new weights do not fit the type the layer stores them in.
+            Nothing was changed then.
+        TypeError, ValueError
+            If an argument does not fit, or a gradient is missing. Nothing was changed then.
+
+        Notes
+        -----
+        What has been loaded into the layer meanwhile counts: the step begins at these weights. Moments stay.
+        """
+        func = f"{type(self).__name__}.step"
+        factor = number(func, "factor", factor, FLOAT64)
+        most = None if max_norm is None else number(func, "max_norm", max_norm, FLOAT64, positive=True)
+        by = number(func, "scale", scale, FLOAT64)
+        choice(func, "nonfinite", nonfinite, NONFINITE)
+        require_known(func, grads, self.parameters)
+        arrays = gradients(func, grads, self._trained)
+        norm = norm_of(arrays.values(), get_num_threads()) * abs(by)
+        if not math.isfinite(norm):
+            if nonfinite == "raise":
+                raise FloatingPointError(f"{func}(): {fault_of(arrays)}; at step {self.steps + 1}, not done")
+            return norm
+        clipped = clip_factor(norm, most)
+        with interrupts_wait():
+            self._take_over(func)
+            try:
+                with self._undone(self._is_safe(norm * clipped, factor)):
+                    self.steps += 1
+                    self._update(arrays, factor, by * clipped)
+                    self._repack(func, self._trained)
+            except FloatingPointError:
+                if nonfinite == "raise":
+                    raise
+                return math.inf
+        return norm
+
+    def _is_safe(self, grad: float, factor: float) -> bool:
+        """Whether the step that comes, of gradients of this norm, leaves all numbers far from infinity."""
+        moments = next(iter(self.moments.values()), {})
+        weight, moment = (norm_of(x.values(), get_num_threads()) for x in (self._trained, moments))
+        reach = (
+            self._reach(weight, moment, grad, rates._replace(lr=rates.lr * abs(factor)))
+            for rates in self._groups
+        )
+        return all(most < _SAFE for most in reach)  # not so of NaN
+
+    @contextmanager
+    def _undone(self, safe: bool) -> Iterator[None]:
+        """Undo what is done to weights, moments and steps if it fails; what is `safe` does not."""
+        if safe:
+            yield
+            return
+        held = {name: x for name, x in self.state_dict().items() if name != "steps"}
+        before, steps = {name: x.copy() for name, x in held.items()}, self.steps
+        try:
+            with np.errstate(all="ignore"):
+                yield
+            for name, x in held.items():
+                if (np.isfinite(before[name]) & ~np.isfinite(x)).any():
+                    raise FloatingPointError(
+                        f"{type(self).__name__}(): {name} is not finite after step {self.steps}"
+                    )
+        except BaseException:
+            for name, x in held.items():
+                x[...] = before[name]
+            self.steps = steps
+            raise
+
+    def _update(self, grads: Mapping[str, Array], rate: float, scale: float) -> None:
+        settings = self._settings()
+        for rates, names in self._groups.items():
+            updates = [
+                Update(
+                    grads[name], self.parameters[name], *(moment[name] for moment in self.moments.values())
+                )
+                for name in names
+            ]
+            args = UpdateArgs(
+                self._kind,
+                updates,
+                get_num_threads(),
+                scale=scale,
+                lr=rates.lr * rate,
+                weight_decay=rates.weight_decay,
+                **settings,
+            )
+            dispatch.run(args)
+
+    def _repack(self, func: str, changed: Iterable[str]) -> None:
+        if self.layer is None:
+            return
+        try:
+            self.layer._repack(self.parameters, set(changed))
+        except ValueError as error:
+            what = f"the weights of step {self.steps} cannot be stored: {error}"
+            raise FloatingPointError(f"{func}(): {what}; nothing was changed") from error
+        self._seen = self._parts()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and moments, "params.<name>", "first.<name>" and so on, not copied; and "steps"."""
+        parts = {"params": self.parameters, **self.moments}
+        state: dict[str, Any] = {
+            f"{part}.{name}": x for part, each in parts.items() for name, x in each.items()
+        }
+        return {**state, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, of an optimizer with the same parameters, those frozen included.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If names, shapes or dtypes do not fit. Nothing was changed then.
+        """
+        func = f"{type(self).__name__}.load_state_dict"
+        given, own = mapping(func, "state_dict", state_dict), self.state_dict()
+        for name in sorted(own.keys() ^ given.keys()):
+            here = "lacks" if name in own else "has"
+            other = "which this optimizer has" if name in own else "which this optimizer does not have"
+            raise ValueError(f"{func}(): state_dict {here} {name!r}, {other}")
+        steps = integer(func, "steps", given["steps"], 0)
+        for name, array in own.items():
+            x = given[name]
+            if name != "steps" and (
+                not isinstance(x, np.ndarray) or x.shape != array.shape or x.dtype != array.dtype
+            ):
+                raise ValueError(f"{func}(): {name} is {short(x)}; expected {short(array)}")
+        with interrupts_wait(), self._undone(safe=False):
+            for name, array in own.items():
+                if name != "steps":
+                    array[...] = given[name]
+            self.steps = steps
+            self._repack(func, self.parameters)

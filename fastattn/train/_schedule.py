@@ -1,0 +1,51 @@
+"""How the learning rate changes with the step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fastattn._args.types import FLOAT64
+from fastattn._args.values import choice, integer, number
+
+KINDS = ("constant", "cosine", "linear")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A factor of the learning rate by the step, as in ``Schedule("cosine", 1000, warmup=50)(step)``.
+
+    Parameters
+    ----------
+    kind : {"constant", "cosine", "linear"}
+        How the factor goes from 1 to `final`: not at all, along half a cosine, along a line.
+    num_steps : int, optional
+        The step at which it is `final`, as at all later ones. "constant" needs none.
+    warmup : int, default 0
+        So many steps come before that, with the factors ``1 / warmup``, ``2 / warmup`` and so on to 1.
+    final : float, default 0
+    """
+
+    kind: str = "constant"
+    num_steps: int | None = None
+    warmup: int = 0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        func = "Schedule"
+        choice(func, "kind", self.kind, KINDS)
+        integer(func, "warmup", self.warmup, 0)
+        if self.num_steps is not None or self.kind != "constant":
+            integer(func, "num_steps", self.num_steps, self.warmup + 1)
+        if number(func, "final", self.final, FLOAT64) < 0:
+            raise ValueError(f"{func}(): final is {self.final}; expected a number of at least 0")
+
+    def __call__(self, step: int) -> float:
+        """The factor of the step that comes after `step` steps."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.kind == "constant" or self.num_steps is None:
+            return 1.0
+        done = min(1.0, (step - self.warmup) / (self.num_steps - self.warmup))
+        left = 1 - done if self.kind == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.final + (1 - self.final) * left

@@ -1,0 +1,213 @@
+/* The operands of the backward pass, as tiles read them: a block of keys, and a tile of queries. And what all threads
+ * share.
+ *
+ * Requires  backward_tile.inc.h.
+ * Literals  dot; dtype: of q, out and dout.
+ * Exports   BACK_FOLD, back_subs, back_scratch, cut_back_scratch; query_state, back_shared, cut_back_shared,
+ *           query_blocks; head_rows, load_back_keys, fold_keys, store_keys, load_back_rows, row_product. */
+
+#define BACK_SUBS 4  /* most blocks of the grid that a task takes */
+#define BACK_FOLD 64 /* queries' blocks that dK and dV are summed over, before they are added to what came before */
+
+/* Of keys times dimensions 16K: five such arrays fit a second-level cache. */
+INLINE int64_t back_subs(const fa_attention_args *a)
+{
+    return larger(1, smaller(BACK_SUBS, 16384 / BLOCK_K / larger(a->head_dim, a->head_dim_v)));
+}
+INLINE int64_t query_blocks(const fa_attention_args *a) { return ceil_div(a->len_q, BACK_Q); }
+
+/* Of a block of queries of a head, from begin(): between which keys lie those that its rows attend; whether q and dO are
+ * finite. And in run(): the block of keys that adds to dQ next, and from which key on, with lists, some row attends. */
+typedef struct {
+    int64_t first, last, full_first, full_last, plain;
+    int64_t turn, next;
+    int64_t unused; /* a cache line each: threads write to neighbours */
+} query_state;
+
+/* What all threads share; heads are those of q of all items of the batch. */
+typedef struct {
+    query_state *states; /* (heads, query_blocks) */
+    lane *delta;         /* (heads, len_q) */
+    lane *dq;            /* (heads, len_q, head_dim), if dq is not of lanes */
+    double *sums;        /* (blocks of keys, heads, 2): back_tile.sums */
+    int64_t *bias_turns; /* (blocks of keys, query_blocks), if heads share a dbias: how many have added to it */
+    int64_t *folded;     /* heads of tasks that have added to dbias_diagonals */
+} back_shared;
+
+static int64_t cut_back_shared(arena *from, const fa_backward_args *call, back_shared *shared)
+{
+    const fa_attention_args *a = &call->attention;
+    const int64_t heads = a->batch * a->heads_q, blocks = ceil_div(a->len_k, back_subs(a) * BLOCK_K);
+    const int apart = call->dq.data && call->dq.dtype != LANE_DTYPE;
+    CUT(from, shared->states, heads * query_blocks(a));
+    CUT(from, shared->delta, heads * a->len_q);
+    CUT(from, shared->dq, apart ? heads * a->len_q * a->head_dim : 0);
+    CUT(from, shared->sums, call->dalibi_slopes.data || call->dsoftcap.data ? 2 * heads * blocks : 0);
+    CUT(from, shared->bias_turns, call->bias_shared ? blocks * query_blocks(a) : 0);
+    CUT(from, shared->folded, 1);
+    return from->used;
+}
+
+typedef struct {
+    back_tile tile;
+    back_keys keys[BACK_SUBS];
+    back_rows queries;
+    lane *q, *dout, *q_sum, *dout_sum; /* copies of queries: (BACK_Q, whole vectors) */
+    lane *copy;                        /* (BLOCK_K, whole vectors): keys, and their gradients row by row */
+} back_scratch;
+
+static int64_t cut_back_scratch(arena *from, const fa_backward_args *call, back_scratch *scratch)
+{
+    const fa_attention_args *a = &call->attention;
+    const int64_t width = round_up(a->head_dim, LANES), width_v = round_up(a->head_dim_v, LANES);
+    cut_back_tile(from, call, &scratch->tile);
+    for (int i = 0; i < back_subs(a); i++) {
+        back_keys *keys = scratch->keys + i;
+        CUT_LANES(from, BLOCK_K * width, &keys->kt, &keys->k, &keys->dkt, &keys->dkt_sum);
+        CUT_LANES(from, BLOCK_K * width_v, &keys->vt, &keys->dvt, &keys->dvt_sum);
+    }
+    CUT_LANES(from, BACK_Q * width, &scratch->q, &scratch->q_sum);
+    CUT_LANES(from, BACK_Q * width_v, &scratch->dout, &scratch->dout_sum);
+    CUT_LANES(from, BLOCK_K * larger(width, width_v), &scratch->copy);
+    CUT(from, scratch->queries.base, BACK_Q);
+    cut_rows(from, BACK_Q, &scratch->queries.rows);
+    return from->used;
+}
+
+/* Queries [first, first + n) of head h of q. */
+INLINE void head_rows(int64_t b, int64_t h, int64_t first, int64_t n, row_block *rows)
+{
+    rows->b = b, rows->h_kv = h, rows->group = 1, rows->row0 = first, rows->n = n;
+}
+
+/* Block `keys` from key `first` on, of the KV head that `rows` names. */
+static void load_back_keys(const fa_attention_args *a, const modifiers *mods, int dot, const row_block *rows,
+                           int64_t first, back_scratch *scratch, back_keys *keys)
+{
+    const int64_t n = smaller(BLOCK_K, a->len_k - first), width = scratch->tile.width;
+    const int64_t size = dot ? 2 : (int64_t)sizeof(lane);
+    const char *k[BLOCK_K] = {NULL}, *v[BLOCK_K] = {NULL};
+    keys->first = first, keys->n = n, keys->fresh = 1, keys->summed = 0;
+    for (int64_t j = 0; j < n; j++) k[j] = at_key(&a->k, rows, first + j), v[j] = at_key(&a->v, rows, first + j);
+    transpose_rows(a->k.dtype, dot, k, BLOCK_K, a->head_dim, mods->q_factor, BLOCK_K, keys->kt);
+    transpose_rows(a->v.dtype, dot, v, BLOCK_K, a->head_dim_v, 1, BLOCK_K, keys->vt);
+    char *copy = (char *)(dot ? scratch->copy : keys->k);
+    for (int64_t j = 0; j < n; j++) {
+        char *row = copy + j * width * size;
+        memset(row, 0, width * size);
+        if (dot) memcpy(row, k[j], a->head_dim * 2);
+        else load_row(a->k.dtype, k[j], a->head_dim, 1, (lane *)row);
+    }
+    bad_rows bad;
+    find_bad_rows_of(a->k.dtype, k[0], a->k.row, n, a->head_dim, &bad);
+    for (int64_t i = 0; i < bad.n; i++) memset(copy + bad.row[i] * width * size, 0, width * size);
+    if (dot) pair_values(copy, width * 2, n, width, width, keys->k);
+}
+
+/* Adds what the block's gradients are so far to those of the queries before. */
+static void fold_keys(const fa_attention_args *a, back_keys *keys)
+{
+    if (keys->fresh) return;
+    for (int64_t i = 0; i < a->head_dim * BLOCK_K; i += LANES)
+        v_store(keys->dkt_sum + i, v_load(keys->dkt + i) + (keys->summed ? v_load(keys->dkt_sum + i) : v_splat(0)));
+    for (int64_t i = 0; i < a->head_dim_v * BLOCK_K; i += LANES)
+        v_store(keys->dvt_sum + i, v_load(keys->dvt + i) + (keys->summed ? v_load(keys->dvt_sum + i) : v_splat(0)));
+    keys->fresh = 1, keys->summed = 1;
+}
+
+/* A gradient of the block's keys, x (rows of n keys, width) = factor * transpose(xt), or 0 if no query attends them. */
+static void store_key_rows(const fa_array *x, const row_block *rows, const back_keys *keys, const lane *xt,
+                           int64_t width, lane factor, lane *by_row)
+{
+    const int64_t pitch = round_up(width, LANES);
+    if (!x->data) return;
+    if (keys->summed) transpose(xt, BLOCK_K, width, keys->n, by_row, pitch);
+    else memset(by_row, 0, keys->n * pitch * sizeof(lane));
+    for (int64_t j = 0; j < keys->n; j++)
+        store_row(x->dtype, by_row + j * pitch, width, factor, at_key(x, rows, keys->first + j));
+}
+
+static void store_keys(const fa_backward_args *call, const row_block *rows, back_scratch *scratch, back_keys *keys)
+{
+    const fa_attention_args *a = &call->attention;
+    fold_keys(a, keys);
+    store_key_rows(&call->dk, rows, keys, keys->dkt_sum, a->head_dim, (lane)a->mods.scale, scratch->copy);
+    store_key_rows(&call->dv, rows, keys, keys->dvt_sum, a->head_dim_v, 1, scratch->copy);
+}
+
+/* Rows of x, (rows, width), as the scores' products read them: in place where they lie side by side, else `copy`. */
+INLINE const char *rows_of_products(int dot, const fa_array *x, const row_block *rows, int64_t width, lane *copy,
+                                    int64_t *row_bytes)
+{
+    if (!dot) return rows_as_lanes(x, &(fa_array){0}, rows, rows->row0, rows->n, width, 0, copy, row_bytes);
+    const char *from = at_key(x, rows, rows->row0);
+    *row_bytes = x->row;
+    if (width % 2 == 0 && is_dense(x, width)) return from;
+    *row_bytes = round_up(width, 2) * 2;
+    for (int64_t r = 0; r < rows->n; r++) { /* an odd last one is paired with 0 */
+        char *row = (char *)copy + r * *row_bytes;
+        memset(row + *row_bytes - 2, 0, 2);
+        memcpy(row, from + r * x->row, width * 2);
+    }
+    return (const char *)copy;
+}
+
+/* The same rows as sums over them read them: those in place, unless some are not finite or pairs are to be made. */
+INLINE const char *rows_of_sums(int dot, const fa_array *x, const row_block *rows, int64_t width, int plain,
+                                const char *made, int64_t made_row, lane *copy, bad_rows *bad, int64_t *row_bytes)
+{
+    bad->n = 0;
+    *row_bytes = made_row;
+    if (!plain) find_bad_rows_of(x->dtype, at_key(x, rows, rows->row0), x->row, rows->n, width, bad);
+    if (!dot && !bad->n) return made;
+    *row_bytes = width * (int64_t)sizeof(lane);
+    if (!dot) {
+        copy_good_rows(bad, made, made_row, rows->n, *row_bytes, (char *)copy);
+        return (const char *)copy;
+    }
+    pair_values(made, made_row, rows->n, width, width, copy);
+    for (int64_t i = 0; i < bad->n; i++) { /* one half of every pair */
+        char *pairs = (char *)copy + bad->row[i] / 2 * *row_bytes + bad->row[i] % 2 * 2;
+        for (int64_t d = 0; d < width; d++) memset(pairs + d * (int64_t)sizeof(lane), 0, 2);
+    }
+    return (const char *)copy;
+}
+
+/* The queries that queries->rows names. */
+static void load_back_rows(const fa_backward_args *call, int dot, const query_state *state, const lane *delta,
+                           back_scratch *scratch)
+{
+    const fa_attention_args *a = &call->attention;
+    back_rows *queries = &scratch->queries;
+    const row_block *rows = &queries->rows;
+    bad_rows bad;
+    queries->delta = delta;
+    for (int64_t r = 0; r < rows->n; r++) {
+        queries->base[r] = a->sigmoid ? 0 : *(const lane_u *)at(&a->lse, rows->b, rows->h_kv, rows->row0 + r, 0);
+        if (queries->base[r] == -(lane)INFINITY) queries->base[r] = INFINITY;
+    }
+    queries->q = rows_of_products(dot, &a->q, rows, a->head_dim, scratch->q, &queries->q_row);
+    queries->dout = rows_of_products(dot, &call->dout, rows, a->head_dim_v, scratch->dout, &queries->dout_row);
+    queries->q_sum = rows_of_sums(dot, &a->q, rows, a->head_dim, (int)state->plain, queries->q, queries->q_row,
+                                  scratch->q_sum, &bad, &queries->q_sum_row);
+    queries->dout_sum = rows_of_sums(dot, &call->dout, rows, a->head_dim_v, (int)state->plain, queries->dout,
+                                     queries->dout_row, scratch->dout_sum, &queries->bad, &queries->dout_sum_row);
+}
+
+/* sum(out * dout) of a row. */
+INLINE lane row_product_as(fa_dtype dtype, const char *out, const char *dout, int64_t width)
+{
+    v_t sum = v_splat(0);
+    for (int64_t d = 0; d < width; d += LANES) {
+        const int64_t at = d * dtype_size(dtype);
+        sum = v_fma(v_load_as_part(dtype, out + at, width - d), v_load_as_part(dtype, dout + at, width - d), sum);
+    }
+    return v_sum(sum);
+}
+
+static lane row_product(fa_dtype from, const char *out, const char *dout, int64_t width)
+{
+    lane sum;
+    WITH_DTYPE(from, dtype, sum = row_product_as(dtype, out, dout, width));
+    return sum;
+}

@@ -1,0 +1,182 @@
+/* The gradients of one tile: queries of a head against a block of keys, keys on the lanes.
+ *
+ *     S  = modifiers of Q K^T                 Q broadcast in place; modifiers.inc.h, as the dot kernel has it
+ *     P  = exp(S - lse)
+ *     dS = P (dO V^T - delta)                 dO broadcast in place
+ *     dV^T += dO^T P,  dK^T += Q^T dS         the forward pass's product of values, roles exchanged
+ *     dQ   += dS K
+ *
+ * Columns are taken a few vectors at a time, and of these only the rows that attend some key of them.
+ *
+ * Requires  backward_weights.inc.h.
+ * Literals  dot.
+ * Exports   tile_gradients. */
+
+/* out (rows, vectors) = x y, or += with `more`. Not inlined: three of the five products are it. */
+INLINE void outer_columns_as(int dot, int64_t n_rows, int64_t vectors, const outer_product *whole)
+{
+    outer_product p = *whole;
+    int64_t u = 0;
+    for (; u + BACK_NV <= vectors; u += BACK_NV, p.y += BACK_KEYS, p.out += BACK_KEYS)
+        block_outer(BACK_NV, dot, n_rows, &p, NULL);
+    for (; u < vectors; u++, p.y += LANES, p.out += LANES) block_outer(1, dot, n_rows, &p, NULL);
+}
+
+NOINLINE void outer_columns(int dot, int64_t n_rows, int64_t vectors, const outer_product *whole)
+{
+    if (dot) outer_columns_as(V_BF16_DOT, n_rows, vectors, whole);
+    else outer_columns_as(0, n_rows, vectors, whole);
+}
+
+/* out (width, vectors) += x (n, width)^T weights (n, vectors), pitch BLOCK_K; or = where there is nothing yet. */
+NOINLINE void sum_columns(int dot, int64_t vectors, const value_product *whole)
+{
+    value_product p = *whole;
+    int64_t u = 0;
+    p.pitch = BLOCK_K;
+    for (; u + BACK_NV <= vectors; u += BACK_NV, p.probs += BACK_KEYS, p.out += BACK_KEYS) {
+        if (dot) block_values(BACK_NV, V_BF16_DOT, &p);
+        else block_values(BACK_NV, 0, &p);
+    }
+    for (; u < vectors; u++, p.probs += LANES, p.out += LANES) {
+        if (dot) block_values(1, V_BF16_DOT, &p);
+        else block_values(1, 0, &p);
+    }
+}
+
+/* Pairs of bfloat16: of rows 2r and 2r + 1 from row0 on; an odd last row is paired with 0. */
+INLINE void pair_tile_rows(const lane *from, const column_group *group, lane *pairs)
+{
+    for (int64_t r = group->row0; r < group->row1; r += 2)
+        for (int64_t j = group->first; j < group->first + group->vectors * LANES; j += LANES) {
+            const v_t next = r + 1 < group->row1 ? v_load(from + (r + 1) * BLOCK_K + j) : v_splat(0);
+            v_store(pairs + r / 2 * BLOCK_K + j, v_pack_bf16(v_load(from + r * BLOCK_K + j), next));
+        }
+}
+
+/* The values of dO that sums leave out, added to dV^T of the keys that these rows attend: there dS is not finite. */
+static void add_bad_douts(const fa_backward_args *call, const back_rows *queries, const column_group *group,
+                          const back_keys *keys, int64_t skip, const back_tile *tile)
+{
+    const fa_attention_args *a = &call->attention;
+    const row_block *rows = &queries->rows;
+    for (int64_t i = 0; i < queries->bad.n; i++) {
+        const int64_t r = queries->bad.row[i];
+        const char *dout = at(&call->dout, rows->b, rows->h_kv, rows->row0 + r, 0);
+        if (r < group->row0 || r >= group->row1) continue;
+        for (int64_t d = 0; d < a->head_dim_v; d++) {
+            const v_t value = v_splat(load_element(call->dout.dtype, dout + d * dtype_size(call->dout.dtype)));
+            for (int64_t j = group->first; j < group->first + group->vectors * LANES; j += LANES) {
+                lane *to = keys->dvt + d * BLOCK_K + skip + j;
+                const v_t ds = v_load(tile->ds + r * BLOCK_K + j) * v_splat(0);
+                const v_t more = v_load(tile->s + r * BLOCK_K + j) * value;
+                v_store(to, v_load(to) + v_select(ds != ds, more, v_splat(0)));
+            }
+        }
+    }
+}
+
+/* dV^T and dK^T += sums over the group's rows of P and of dS. */
+INLINE void add_key_gradients(const fa_backward_args *call, int dot, const back_rows *queries,
+                              const column_group *group, const back_keys *keys, int64_t skip, const back_tile *tile)
+{
+    const fa_attention_args *a = &call->attention;
+    const int64_t row0 = dot ? group->row0 / 2 : group->row0, at = row0 * BLOCK_K + group->first;
+    const int64_t n = dot ? ceil_div(group->row1, 2) - row0 : group->row1 - row0;
+    value_product p = {.n = n, .n_low = n, .mode = ACC_KEEP};
+    if (call->dv.data) {
+        if (dot) pair_tile_rows(tile->s, group, tile->pairs);
+        p.v = queries->dout_sum + row0 * queries->dout_sum_row, p.v_row = queries->dout_sum_row;
+        p.head_dim_v = a->head_dim_v;
+        p.probs = (dot ? tile->pairs : tile->s) + at, p.out = keys->dvt + skip + group->first;
+        sum_columns(dot, group->vectors, &p);
+        if (queries->bad.n) add_bad_douts(call, queries, group, keys, skip, tile);
+    }
+    if (call->dk.data) {
+        if (dot) pair_tile_rows(tile->ds, group, tile->pairs);
+        p.v = queries->q_sum + row0 * queries->q_sum_row, p.v_row = queries->q_sum_row;
+        p.head_dim_v = a->head_dim;
+        p.probs = (dot ? tile->pairs : tile->ds) + at, p.out = keys->dkt + skip + group->first;
+        sum_columns(dot, group->vectors, &p);
+    }
+}
+
+/* dQ += dS K, of n keys from skip + group->first on. */
+INLINE void add_query_gradients(int dot, const column_group *group, const back_keys *keys, int64_t skip, int64_t n,
+                                const back_tile *tile)
+{
+    const int64_t row0 = group->row0, n_rows = group->row1 - row0;
+    outer_product p = {.pitch = tile->width, .more = 1, .factor = 1, .x_row = BLOCK_K * (int64_t)sizeof(lane)};
+    p.x = (const char *)(tile->ds + row0 * BLOCK_K + group->first), p.depth = n;
+    p.y = keys->k + (skip + group->first) * tile->width, p.out = tile->dq + row0 * tile->width;
+    if (dot) {
+        char *pairs = (char *)tile->pairs;
+        p.x = pairs, p.x_row = BLOCK_K * 2, p.depth = ceil_div(n, 2);
+        p.y = keys->k + (skip + group->first) / 2 * tile->width;
+        for (int64_t r = 0; r < n_rows; r++)
+            round_row_as(LANE_DTYPE, (const char *)(tile->ds + (row0 + r) * BLOCK_K + group->first), n,
+                         pairs + r * p.x_row);
+    }
+    outer_columns(dot, n_rows, tile->width / LANES, &p);
+}
+
+/* Adds to the gradients what comes of the queries and a block of keys of the grid; whether there was anything. */
+INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, int dot, back_rows *queries,
+                          back_keys *keys, back_tile *tile)
+{
+    const fa_attention_args *a = &call->attention;
+    const row_block *rows = &queries->rows;
+    const int64_t first = larger(keys->first, rows->first), stop = smaller(keys->first + keys->n, rows->last);
+    const int64_t aligned = first - (first - keys->first) % LANES;
+    const key_run run = masked_run(a, rows, LANES, aligned, first < stop ? stop - aligned : 0);
+    if (run.mask == BLOCK_EMPTY) return 0;
+    const fa_array *bias = &a->mods.bias;
+    if (bias->data && bias->row) /* rows far apart: it finds nothing to follow by itself */
+        prefetch_rows(at(bias, rows->b, rows->h_kv, rows->row0, keys->first), bias->row, rows->n,
+                      keys->n * dtype_size(bias->dtype));
+    block_kind kind = run.mask | range_kind(rows, run.j0, run.n);
+    if (adds(a, rows, run.mask)) {
+        kind = additive_rows(a, rows, run.j0, run.n, tile->add);
+        if (kind == BLOCK_EMPTY) return 0;
+        kind |= range_kind(rows, run.j0, run.n) | BLOCK_ADDS;
+    }
+    const int64_t skip = run.j0 - keys->first;
+    const modifiers later = {.s_factor = mods->softcap != 0 ? 1 : mods->s_factor, .alibi = mods->alibi};
+    const score_tile scores = {rows, NULL, run.j0, run.n, kind & ~BLOCK_EDGE, tile->s, tile->add};
+    column_group groups[BACK_GROUPS];
+    const int64_t n_groups = column_groups(rows, run, kind, dot, groups);
+    outer_product p = {.pitch = BLOCK_K, .factor = mods->q_factor};
+    if (keys->fresh) { /* not all columns may be touched */
+        memset(keys->dkt, 0, a->head_dim * BLOCK_K * sizeof(lane));
+        memset(keys->dvt, 0, a->head_dim_v * BLOCK_K * sizeof(lane));
+        keys->fresh = 0;
+    }
+    for (int64_t g = 0; g < n_groups; g++) {
+        const int64_t row0 = groups[g].row0, at = skip + groups[g].first;
+        p.x = queries->q + row0 * queries->q_row, p.x_row = queries->q_row;
+        p.depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
+        p.y = keys->kt + at, p.out = tile->s + row0 * BLOCK_K + groups[g].first, p.factor = mods->q_factor;
+        outer_columns(dot, groups[g].row1 - row0, groups[g].vectors, &p);
+        p.x = queries->dout + row0 * queries->dout_row, p.x_row = queries->dout_row;
+        p.depth = dot ? ceil_div(a->head_dim_v, 2) : a->head_dim_v;
+        p.y = keys->vt + at, p.out = tile->ds + row0 * BLOCK_K + groups[g].first, p.factor = 1;
+        outer_columns(dot, groups[g].row1 - row0, groups[g].vectors, &p);
+    }
+    if (mods->softcap != 0) cap_rows(mods, rows->n, run.n, tile);
+    if (a->dropout > 0) load_keep(a, rows, keys->first, skip, run.n, tile);
+    modify_rows(a, &later, &scores);
+    for (int64_t g = 0; g < n_groups; g++) {
+        const column_group *group = groups + g;
+        const int64_t n = smaller(run.n - group->first, group->vectors * LANES);
+        if (a->dropout > 0) drop_group(group, tile, tile->ds);
+        weigh_group(hides(kind), dot, a, queries, group, run.j0 + group->first, tile);
+        clear_tail(group, n, tile);
+        if (a->dropout > 0) drop_group(group, tile, tile->s);
+        if (call->dbias.data || call->dbias_diagonals.data || call->dalibi_slopes.data || call->dsoftcap.data)
+            add_modifiers(call, queries, group, run.j0 + group->first, n, tile);
+        if (mods->softcap != 0) scale_by_slope(group, n, tile);
+        add_key_gradients(call, dot, queries, group, keys, skip, tile);
+        if (call->dq.data) add_query_gradients(dot, group, keys, skip, n, tile);
+    }
+    return 1;
+}

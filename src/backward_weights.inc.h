@@ -1,0 +1,226 @@
+/* What the backward pass does with a tile of scores, element by element, keys on the lanes; and what it works on.
+ *
+ *     S = softcap of S, dropout's mask           the other modifiers are those of the dot kernel: modifiers.inc.h
+ *     P = exp(S - lse), or sigmoids
+ *     dS = P (dP - delta), or P (1 - P) dP       dP = dO V^T
+ *     the gradients of the modifiers += dS
+ *
+ * Requires  attention.inc.h, philox.inc.h.
+ * Literals  dot; hidden: whether some row does not attend some key; sigmoid.
+ * Exports   BACK_Q, BACK_NV, BACK_KEYS, BACK_GROUPS; back_keys, back_rows, back_tile, cut_back_tile; column_group,
+ *           column_groups; cap_rows, load_keep, drop_group, weigh_group, clear_tail, scale_by_slope, add_modifiers. */
+
+#define BACK_Q 64                                    /* queries of a tile */
+#define BACK_NV (BLOCK_K / LANES % NV == 0 ? NV : 2) /* vectors of a row that a product takes at a time */
+#define BACK_KEYS (BACK_NV * LANES)
+#define BACK_GROUPS (BLOCK_K / BACK_KEYS)
+_Static_assert(BLOCK_K % BACK_KEYS == 0 && BACK_Q % 2 == 0, "whole groups and pairs");
+_Static_assert(BACK_Q <= BLOCK_K, "bad_rows holds as many");
+
+/* A block of the grid of keys, as products read it, and its gradients; lanes behind its n keys hold 0. */
+typedef struct {
+    int64_t first, n;
+    lane *kt, *vt;           /* (head_dim, BLOCK_K), (head_dim_v, BLOCK_K); with dot in pairs of dimensions */
+    lane *k;                 /* (BLOCK_K, width), 0 where a row is not finite; with dot in pairs of keys */
+    lane *dkt, *dvt;         /* (head_dim, BLOCK_K), (head_dim_v, BLOCK_K) */
+    lane *dkt_sum, *dvt_sum; /* the same: of the queries up to the last time these were added up */
+    int fresh, summed;       /* dkt and dvt hold nothing; the sums hold something */
+} back_keys;
+
+/* Queries of one head, as products read them. */
+typedef struct {
+    row_block rows;               /* `h_kv` is the head of q, `group` 1: what is asked is of queries alone */
+    const char *q, *dout;         /* rows as the scores' products read them */
+    const char *q_sum, *dout_sum; /* and as sums over queries do: 0 where not finite, with dot in pairs of rows */
+    int64_t q_row, dout_row, q_sum_row, dout_sum_row; /* strides in bytes */
+    const lane *delta;                                /* of each row: sum(dO O) - dlse */
+    lane *base;                                       /* its lse, or Inf where it attends nothing */
+    bad_rows bad;                                     /* rows of dO that are not finite */
+} back_rows;
+
+/* What a thread works on. */
+typedef struct {
+    lane *s, *ds, *add;   /* (BACK_Q, BLOCK_K): scores, then P; dO V^T, then dS; what is added to scores */
+    lane *keep;           /* the same, with dropout: what P is multiplied by, 0 or 1 / (1 - dropout) */
+    lane *slope, *of_cap; /* the same, with a softcap: its derivatives by the score and by the cap */
+    lane *pairs;          /* (BACK_Q / 2, BLOCK_K): pairs of rows, with dot; or (BACK_Q, BLOCK_K / 2): of keys */
+    lane *dq;             /* (BACK_Q, width), whole vectors */
+    int64_t width;        /* head_dim, filled up to whole vectors */
+    double sums[2];       /* what the tiles of a block of keys and a head add to dalibi_slopes and dsoftcap */
+    lane *diagonals;      /* (len_q + len_k - 1): what they add to dbias_diagonals */
+} back_tile;
+
+static void cut_back_tile(arena *from, const fa_backward_args *call, back_tile *tile)
+{
+    const fa_attention_args *a = &call->attention;
+    tile->width = round_up(a->head_dim, LANES);
+    CUT_LANES(from, BACK_Q * BLOCK_K, &tile->s, &tile->ds, &tile->add, &tile->slope, &tile->of_cap, &tile->pairs);
+    CUT_LANES(from, a->dropout > 0 ? BACK_Q * BLOCK_K : 0, &tile->keep);
+    CUT_LANES(from, BACK_Q * tile->width, &tile->dq);
+    CUT_LANES(from, call->dbias_diagonals.data ? a->len_q + a->len_k : 0, &tile->diagonals);
+}
+
+/* Columns of a tile, and the rows that attend some of them. */
+typedef struct {
+    int64_t first, vectors, row0, row1;
+} column_group;
+
+/* The columns of a run of keys by groups; all are one where no row's range ends among them. */
+static int64_t column_groups(const row_block *rows, key_run run, block_kind kind, int dot, column_group *groups)
+{
+    const int64_t vectors = ceil_div(run.n, LANES);
+    int64_t n = 0;
+    if (!(kind & BLOCK_EDGE)) {
+        groups[0] = (column_group){0, vectors, 0, rows->n};
+        return 1;
+    }
+    for (int64_t u = 0; u < vectors; u += BACK_NV) {
+        const int64_t j0 = run.j0 + u * LANES, j1 = smaller(j0 + BACK_KEYS, run.j0 + run.n);
+        int64_t row0 = 0, row1 = rows->n;
+        while (row0 < row1 && (rows->begin[row0] >= j1 || rows->end[row0] <= j0)) row0++;
+        while (row0 < row1 && (rows->begin[row1 - 1] >= j1 || rows->end[row1 - 1] <= j0)) row1--;
+        if (row0 == row1) continue;
+        if (dot) row0 -= row0 % 2; /* pairs of rows */
+        groups[n++] = (column_group){u * LANES, smaller(BACK_NV, vectors - u), row0, row1};
+    }
+    return n;
+}
+
+/* The softcap alone, of all scores: the other modifiers come behind it. */
+static void cap_rows(const modifiers *mods, int64_t n_rows, int64_t n, const back_tile *tile)
+{
+    for (int64_t r = 0; r < n_rows; r++)
+        for (int64_t j = r * BLOCK_K; j < r * BLOCK_K + n; j += LANES) {
+            const v_t x = v_load(tile->s + j) * v_splat(mods->s_factor), capped = v_softcap(x, v_splat(mods->softcap));
+            const v_t tanh = capped / v_splat(mods->softcap), slope = 1 - tanh * tanh;
+            v_store(tile->s + j, capped);
+            v_store(tile->slope + j, slope);
+            v_store(tile->of_cap + j, v_fma(-x, slope, tanh));
+        }
+}
+
+/* P and dS of the group, whose first key is j0. Range's ends are compared with here, and not by modify_rows. */
+INLINE void weigh_group_as(int hidden, int sigmoid, int dot, const fa_attention_args *a, const back_rows *queries,
+                           const column_group *group, int64_t j0, const back_tile *tile)
+{
+    v_t index;
+    for (int i = 0; i < LANES; i++) index[i] = i;
+    for (int64_t r = group->row0; r < group->row1; r++) {
+        const v_t base = v_splat(queries->base[r]), delta = v_splat(queries->delta[r]);
+        const v_t begin = v_splat((lane)(queries->rows.begin[r] - j0)),
+                  end = v_splat((lane)(queries->rows.end[r] - j0));
+        lane *s = tile->s + r * BLOCK_K + group->first, *ds = tile->ds + r * BLOCK_K + group->first;
+        for (int64_t j = 0; j < group->vectors * LANES; j += LANES) {
+            const v_t score = v_load(s + j);
+            v_t p, slope;
+            if (sigmoid) {
+                const v_t e = v_exp_prob(v_min(v_splat(SIGMOID_MAX), score + v_splat((lane)a->sigmoid_bias)));
+                const v_t other = 1 / (1 + e); /* 1 - p, with all its digits */
+                p = e * other;
+                slope = p * other * v_load(ds + j);
+            } else {
+                p = dot ? v_exp_short(score - base) : v_exp_prob(score - base);
+                slope = p * (v_load(ds + j) - delta);
+            }
+            if (hidden) {
+                const v_t key = index + v_splat((lane)j);
+                const vi_t none = (score == v_splat(-INFINITY)) | (key < begin) | (key >= end);
+                p = v_select(none, v_splat(0), p), slope = v_select(none, v_splat(0), slope);
+            }
+            v_store(s + j, p);
+            v_store(ds + j, slope);
+        }
+    }
+}
+
+NOINLINE void weigh_group(int hidden, int dot, const fa_attention_args *a, const back_rows *queries,
+                          const column_group *group, int64_t j0, const back_tile *tile)
+{
+    if (a->sigmoid) weigh_group_as(1, 1, 0, a, queries, group, j0, tile);
+    else if (hidden && dot) weigh_group_as(1, 0, 1, a, queries, group, j0, tile);
+    else if (hidden) weigh_group_as(1, 0, 0, a, queries, group, j0, tile);
+    else if (dot) weigh_group_as(0, 0, 1, a, queries, group, j0, tile);
+    else weigh_group_as(0, 0, 0, a, queries, group, j0, tile);
+}
+
+/* keep (rows, n keys from keys->first + skip on) = what dropout makes of probabilities. */
+static void load_keep(const fa_attention_args *a, const row_block *rows, int64_t first, int64_t skip, int64_t n,
+                      const back_tile *tile)
+{
+    const philox_key drop = philox_key_of(a);
+    const v_t factor = v_splat((lane)(1 / (1 - a->dropout)));
+    for (int64_t r = 0; r < rows->n; r++) {
+        const philox_row row = row_of_query(&drop, rows->row0 + r, rows->b * a->heads_q + rows->h_kv);
+        vi_t keep[1][KEEP_KEYS / LANES];
+        keep_of_keys(1, &drop, &row, first, keep);
+        for (int64_t j = 0; j < n; j += LANES)
+            v_store(tile->keep + r * BLOCK_K + j, v_select(keep[0][(skip + j) / LANES], factor, v_splat(0)));
+    }
+}
+
+/* x (the group's rows and columns), dropped and scaled as probabilities are; NaN that is dropped is 0. */
+static void drop_group(const column_group *group, const back_tile *tile, lane *x)
+{
+    for (int64_t r = group->row0; r < group->row1; r++)
+        for (int64_t j = group->first; j < group->first + group->vectors * LANES; j += LANES) {
+            const v_t keep = v_load(tile->keep + r * BLOCK_K + j), value = v_load(x + r * BLOCK_K + j);
+            v_store(x + r * BLOCK_K + j, v_select(keep == 0, v_splat(0), value * keep));
+        }
+}
+
+/* No gradient behind the group's n keys: the last vector may hold keys that are left out of the run. */
+INLINE void clear_tail(const column_group *group, int64_t n, const back_tile *tile)
+{
+    const int64_t last = n - n % LANES;
+    for (int64_t r = group->row0; n % LANES && r < group->row1; r++) {
+        lane *s = tile->s + r * BLOCK_K + group->first + last, *ds = tile->ds + r * BLOCK_K + group->first + last;
+        v_store(s, v_load_n(s, n % LANES));
+        v_store(ds, v_load_n(ds, n % LANES));
+    }
+}
+
+/* dS of the scores before the softcap. Where it is 0, as it is where a score is hidden, 0 times anything is 0. */
+INLINE void scale_by_slope(const column_group *group, int64_t n, const back_tile *tile)
+{
+    for (int64_t r = group->row0; r < group->row1; r++) {
+        const lane *slope = tile->slope + r * BLOCK_K + group->first;
+        lane *ds = tile->ds + r * BLOCK_K + group->first;
+        for (int64_t j = 0; j < n; j += LANES) {
+            const v_t x = v_load(ds + j);
+            v_store(ds + j, v_select(x == 0, x, x * v_load(slope + j)));
+        }
+    }
+}
+
+/* What dS of the rows, (group->row1 - row0) x n keys from j0 on, adds to the gradients of the modifiers. */
+static void add_modifiers(const fa_backward_args *call, const back_rows *queries, const column_group *group, int64_t j0,
+                          int64_t n, back_tile *tile)
+{
+    const fa_attention_args *a = &call->attention;
+    const row_block *rows = &queries->rows;
+    v_t by_slope = v_splat(0), by_cap = v_splat(0), key;
+    for (int i = 0; i < LANES; i++) key[i] = i;
+    for (int64_t r = group->row0; r < group->row1; r++) {
+        const lane *ds = tile->ds + r * BLOCK_K + group->first, *of_cap = tile->of_cap + r * BLOCK_K + group->first;
+        const int64_t i = rows->row0 + r, diagonal = j0 - i + a->len_q - 1, col = call->dbias.col;
+        char *bias = call->dbias.data ? at(&call->dbias, rows->b, rows->h_kv, i, j0) : NULL;
+        lane distance = 0;
+        if (call->dalibi_slopes.data) distance = (lane)(load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) + i - j0);
+        for (int64_t j = 0; j < n; j += LANES) {
+            const v_t x = v_load_part(ds + j, n - j); /* behind the last key may be anything */
+            const v_t far = v_abs(v_splat(distance - (lane)j) - key);
+            if (call->dalibi_slopes.data) by_slope = v_fma(-far, x, by_slope);
+            if (call->dsoftcap.data) by_cap += v_select(x == 0, x, x * v_load(of_cap + j));
+            if (call->dbias_diagonals.data) {
+                lane *to = tile->diagonals + diagonal + j;
+                v_store_part(to, v_load_part(to, n - j) + x, n - j);
+            }
+            if (bias && col == sizeof(lane)) {
+                char *to = bias + j * col;
+                v_store_part(to, v_load_part(to, n - j) + x, n - j);
+            }
+        }
+        for (int64_t j = 0; bias && col != sizeof(lane) && j < n; j++) *(lane_u *)(bias + j * col) += ds[j];
+    }
+    tile->sums[0] += (double)v_sum(by_slope), tile->sums[1] += (double)v_sum(by_cap);
+}

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Everything in C, compiled for systems that are not at hand, so that a break shows: Windows and macOS. Nothing is run.
+# ZIG is zig's clang, such as "python -m ziglang cc"; PYTHON has pip and Cython, and its headers stand in for theirs.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+python=${PYTHON:-python3}
+zig=${ZIG:-$python -m ziglang cc}
+setup_flags=$(sed -n 's/^FLAGS = \[\(.*\)\]$/\1/p' setup.py | tr -d '",')
+# Without optimisation: minutes instead of an hour, and the same errors.
+flags="${setup_flags/-O3/-O0} -Wall -Wextra -Werror -Isrc"
+includes=$("$python" -c "import sysconfig; print(sysconfig.get_path('include'))")
+version=$("$python" -c "import numpy; print(numpy.__version__)")
+
+numpy_headers() { # numpy_headers PLATFORM: where those of its wheel lie
+    "$python" -m pip download -q --no-deps --only-binary :all: --platform "$1" -d "$out/$1" "numpy==$version" >&2
+    "$python" -m zipfile -e "$out/$1"/numpy-*.whl "$out/$1"
+    echo "$out/$1/numpy/_core/include"
+}
+
+compile() { # compile TARGET SOURCE FLAGS...: adds to `jobs`
+    jobs+=("$zig -target $1 ${*:3} -c $2 -o \"$out/$1-${#jobs[@]}.o\"")
+}
+
+"$python" -m cython -3 fastattn/_engine/core/_core.pyx -o "$out/_core.c"
+core_flags="-O0 -w -DNDEBUG -DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION -Isrc"
+jobs=()
+while read -r target arch platform; do
+    sed -nE "s/^FA_ISA\((\w+), ($arch|any), \"(.*)\", (\w+), \"(.*)\"\)$/\1 \4 \3/p" src/isa.inc >"$out/sets"
+    list=""
+    while read -r isa base isa_flags; do
+        isa_flags=${isa_flags/-march=armv8.2-a/-mcpu=generic+v8_2a} # what zig calls it
+        compile "$target" src/kernels.c "$flags $isa_flags -DFA_ISA_NAME=$isa -DFA_LANE_F32=1 -DFA_PART=all"
+        if [ "$isa" = "$base" ]; then
+            compile "$target" src/kernels.c "$flags $isa_flags -DFA_ISA_NAME=$isa -DFA_LANE_F64=1 -DFA_PART=all"
+        fi
+        tables=${isa}_f32_all
+        list+=" X($isa, $tables, $tables, $tables, ${base}_f64_all)"
+    done <"$out/sets"
+    compile "$target" src/cpu.c "$flags"
+    compile "$target" src/dispatch.c "$flags '-DFA_COMPILED=$list'"
+    headers=$includes
+    if [ "$platform" = win_amd64 ]; then # Python's own, but for what configuring it has found here
+        headers=$out/windows
+        mkdir "$headers"
+        cp -r "$includes/." "$headers"
+        cp tests/c/pyconfig_windows.h "$headers/pyconfig.h"
+    fi
+    compile "$target" "$out/_core.c" "$core_flags -I$headers -I$(numpy_headers "$platform")"
+    # shellcheck disable=SC2016  # the shell that xargs starts expands it
+    printf '%s\n' "${jobs[@]}" | xargs -d '\n' -P "$(nproc)" -I{} sh -c '{}'
+    if [ "$platform" != win_amd64 ]; then # whose linker wants Python's import library
+        $zig -target "$target" -shared -undefined dynamic_lookup "$out/$target"-*.o -o "$out/core.so"
+    else # no symbol but Python's and the system's is missing
+        $zig -target "$target" -shared $(ls "$out/$target"-*.o | grep -v -e "-$((${#jobs[@]} - 1)).o") -o "$out/core.dll"
+    fi
+    echo "$target: ${#jobs[@]} objects"
+    jobs=()
+done <<'TARGETS'
+x86_64-windows-gnu x86_64 win_amd64
+aarch64-macos aarch64 macosx_14_0_arm64
+x86_64-macos x86_64 macosx_14_0_x86_64
+TARGETS

@@ -1,0 +1,22 @@
+/* What Python's headers must know of 64-bit Windows, for cross.sh alone: the real file is made with Python. */
+#define MS_WINDOWS 1
+#define MS_WIN64 1
+#define MS_WIN32 1
+#define NT_THREADS 1
+#define COMPILER "[clang]"
+#define HAVE_DECLSPEC_DLL 1
+#define HAVE_SSIZE_T 1
+#define Py_ENABLE_SHARED 1
+#define ALIGNOF_MAX_ALIGN_T 8
+#define SIZEOF_SHORT 2
+#define SIZEOF_INT 4
+#define SIZEOF_LONG 4
+#define SIZEOF_LONG_LONG 8
+#define SIZEOF_VOID_P 8
+#define SIZEOF_SIZE_T 8
+#define SIZEOF_FLOAT 4
+#define SIZEOF_DOUBLE 8
+#define SIZEOF_WCHAR_T 2
+#define SIZEOF_TIME_T 8
+#define SIZEOF_OFF_T 4
+#define SIZEOF_PID_T 4

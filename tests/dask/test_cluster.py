@@ -1,0 +1,178 @@
+"""What only shows with processes that die, or have less memory than the arrays; and embeddings."""
+
+import os
+import signal
+import time
+
+import dask.array as da
+import dask.bag as db
+import numpy as np
+import pytest
+import tiny_models as tiny
+from local_workers import tree, workers
+from oracle import assert_same_bits
+from tiny_tokenizers import TEXTS, write_tokenizer
+
+import fastattn
+import fastattn.dask
+from fastattn import models
+
+RNG = np.random.default_rng(1)
+
+
+def pid():
+    return os.getpid()
+
+
+def slowly(block):
+    """So that a worker is killed while there is much left to do."""
+    time.sleep(0.05)
+    return block
+
+
+def kill_one(client):
+    """Kill the process of a worker, and return when there is another in its place."""
+    before = client.run(pid)
+    os.kill(next(iter(before.values())), signal.SIGKILL)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        now = client.run(pid, on_error="ignore")
+        if len(now) == 2 and set(now.values()) != set(before.values()):
+            return
+        time.sleep(0.1)
+    raise AssertionError("no other worker came")
+
+
+def test_a_worker_that_is_killed_loses_nothing(cluster):
+    arrays = [RNG.standard_normal((2, 640, 16)).astype(np.float32) for _ in range(3)]
+    q, k, v = (da.from_array(x, (2, 64, 16)) for x in arrays)
+    lazily = fastattn.dask.attention(q, k.map_blocks(slowly, dtype=k.dtype), v, chunks=(64, 64))
+    expected = lazily.compute(scheduler="sync")
+    future = cluster.compute(lazily.map_blocks(slowly, dtype=q.dtype))
+    end = time.monotonic() + 60
+    while not cluster.has_what() or not any(map(len, cluster.has_what().values())):  # something is done
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert not future.done()
+    kill_one(cluster)
+    assert_same_bits(future.result(timeout=60), expected)
+
+
+@pytest.mark.parametrize("reread", [None, False], ids=["from disk", "spilled"])
+def test_keys_and_values_larger_than_the_memory_of_all_workers(reread, tmp_path, request):
+    if not request.config.getoption("full"):
+        pytest.skip("it writes 1 GB, or with spilling 2 GB: --full")
+    shape, limit = (8, 2**18, 64), 400 * 10**6
+    arrays = [RNG.standard_normal((8, 512, 64), np.float32)]
+    for name in ("k", "v"):
+        x = np.lib.format.open_memmap(tmp_path / f"{name}.npy", "w+", np.float32, shape)
+        for i in range(0, shape[1], 2**14):
+            x[:, i : i + 2**14] = RNG.standard_normal((8, 2**14, 64), np.float32)
+        x.flush()
+        del x
+        arrays.append(np.load(tmp_path / f"{name}.npy", mmap_mode="r"))
+    assert arrays[1].nbytes + arrays[2].nbytes > 2 * limit
+    with workers(memory_limit=limit, local_directory=str(tmp_path)) as client:
+        started = client.run(pid)
+        for chunks in ((256, 8192), (512, 16384)):
+            lazily = fastattn.dask.attention(
+                *arrays, chunks=chunks, causal=True, reread=reread, return_lse=True
+            )
+            got = client.gather(client.compute(lazily), errors="raise")
+            assert_same_bits(got, tree(*arrays, *chunks, causal=True))
+            whole = fastattn.attention(*arrays, causal=True, return_lse=True)
+            # Both are within the contract's bound of the exact result, which the other tests compare with.
+            for x, y in zip(got, whole, strict=True):
+                np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+        assert client.run(pid) == started  # no worker was killed for its memory
+
+
+def test_threads_are_those_asked_for(cluster):
+    """In a process that Dask starts with OMP_NUM_THREADS=1: what a call says counts."""
+    assert set(cluster.run(fastattn.get_num_threads).values()) == {1}
+    q = da.zeros((2, 64, 8), chunks=(2, 32, 8), dtype=np.float32)
+    for given, used in ((None, 1), (3, 3)):
+        graph = dict(fastattn.dask.attention(q, q, q, chunks=(32, 32), num_threads=given).__dask_graph__())
+        told = {x[0].options["num_threads"] for x in graph.values() if hasattr(block_of(x), "options")}
+        assert told == {used}
+
+
+def block_of(task):
+    return task[0] if isinstance(task, tuple) and task else None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny.write(path, "bert")
+    write_tokenizer(path)
+    return path
+
+
+def loads():
+    from fastattn.dask import _embed
+
+    return _embed._loaded.cache_info().misses
+
+
+def test_embeddings_are_those_of_encode(folder, tmp_path, cluster, capsys):
+    texts = [f"{text} {i} the dog" for i in range(6) for text in TEXTS]
+    expected = models.load(folder).encode(texts)
+    bag = db.from_sequence(texts, npartitions=7)
+    lazily = fastattn.dask.embed(bag, folder)
+    assert lazily.shape[1] == expected.shape[1]
+    assert_same_bits(lazily.compute(scheduler="threads"), expected)
+    with cluster.as_current():
+        assert_same_bits(lazily.compute(), expected)
+        paths = fastattn.dask.embed(bag, folder, tmp_path / "out" / "of", num_threads=1)
+    assert set(cluster.run(loads).values()) <= {0, 1}  # once a process
+    assert [path.name for path in paths] == [f"part.{i:05}.parquet" for i in range(bag.npartitions)]
+    assert sorted((tmp_path / "out" / "of").iterdir()) == paths
+    assert "parts" in capsys.readouterr().err
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = parquet.read_table(tmp_path / "out" / "of")
+    assert table["text"].to_pylist() == texts
+    assert_same_bits(np.array(table["vector"].to_pylist(), np.float32), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pandas: dask's own calls
+def test_parquet_in_and_out(folder, tmp_path):
+    pytest.importorskip("pandas")
+    dd, parquet, arrow = map(pytest.importorskip, ("dask.dataframe", "pyarrow.parquet", "pyarrow"))
+    for i in range(3):
+        parquet.write_table(
+            arrow.table({"text": TEXTS[i:], "n": list(range(i, 5))}), tmp_path / f"{i}.parquet"
+        )
+    texts = dd.read_parquet(str(tmp_path / "*.parquet"))["text"]
+    paths = fastattn.dask.embed(texts, folder, tmp_path / "out", precision="binary", progress=False)
+    expected = models.load(folder).encode(TEXTS + TEXTS[1:] + TEXTS[2:], precision="binary")
+    got = parquet.read_table(paths[0].parent)["vector"].to_pylist()
+    np.testing.assert_array_equal(np.array(got, np.int8), expected)
+
+
+def test_wrong_embeddings_are_errors_before_anything_runs(folder, tmp_path):
+    bag = db.from_sequence(TEXTS, npartitions=2)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/x").write_text("x")
+
+    def refused(error, message, *arguments, **options):
+        with pytest.raises(error, match=message):
+            fastattn.dask.embed(*arguments, **options)
+
+    refused(TypeError, r"embed\(\): texts is of type list; expected a dask.bag.Bag", TEXTS, folder)
+    refused(TypeError, r"embed\(\): texts is of type Array", da.ones(3), folder)
+    refused(models.ModelError, "config.json is missing", bag, tmp_path)
+    refused(ValueError, r"embed\(\): output is .* not empty; expected a new", bag, folder, tmp_path / "full")
+    refused(ValueError, r"precision is 'int8'; expected float32, binary", bag, folder, precision="int8")
+    refused(TypeError, r"show_progress_bar is not an argument", bag, folder, show_progress_bar=True)
+    refused(TypeError, r"encode\(\) got an unexpected keyword argument 'batch'", bag, folder, batch=3)
+    refused(ValueError, r"embed\(\): num_threads is 0; expected at least 1", bag, folder, num_threads=0)
+    refused(TypeError, r"embed\(\): progress is 2; expected True or False", bag, folder, progress=2)
+    assert sorted(path.name for path in (tmp_path / "full").iterdir()) == ["x"]
+
+
+def test_a_text_that_is_none_leaves_no_half_of_a_file(folder, tmp_path):
+    bag = db.from_sequence(["a dog", 5], npartitions=1)
+    with pytest.raises(TypeError, match="expected"):
+        fastattn.dask.embed(bag, folder, tmp_path / "out", progress=False)
+    assert list((tmp_path / "out").iterdir()) == []

@@ -1,0 +1,369 @@
+"""Gradients of variants that are made of calls of attention: finite differences, NaN behind masks, dtypes."""
+
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from dlpack import OnlyDLPack, wrapped
+from oracle import assert_same_bits
+
+from fastattn import functional
+from fastattn._args.types import BackwardArgs
+from fastattn._bench.cases import as_dtype
+from fastattn._engine import dispatch
+
+B, H, K, L, M, D, E = 2, 4, 2, 7, 9, 6, 3
+OPTIONS = ("bias", "sinks", "alibi_slopes", "softcap")
+
+
+class Call(NamedTuple):
+    """Arrays that have gradients, by name, and the other arguments."""
+
+    function: str
+    arrays: dict[str, Any]
+    fixed: Any = MappingProxyType({})
+    taken: tuple[str, ...] = OPTIONS  # of the options below
+    lse: bool = True
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def qkv(k=M, dim=D, **more):
+    return {"q": draw(B, H, L, D), "k": draw(B, K, k, dim), "v": draw(B, K, k, E), **more}
+
+
+def grid(heads, width):
+    return draw(B, heads, 3, 5, width)
+
+
+HALVES = {"q": draw(B, H, L, D), "k": draw(B, K, M, D), "v": draw(B, 1, M, E)}
+SAME_HEADS = {"q": draw(B, H, L, D), "k": draw(B, H, M, D), "v": draw(B, H, M, E)}
+CALLS = {
+    "cosine": Call("cosine", qkv(scale=np.array([1.0, 2, 3, 4]))),
+    "cosine, one scale": Call("cosine", qkv(scale=np.array(3.0))),
+    "qk_norm": Call("qk_norm", qkv(q_weight=draw(D), k_weight=draw(D, seed=1)), {"scale": 0.7}),
+    "qk_norm, layer_norm": Call("qk_norm", qkv(), {"norm": "layer_norm"}),
+    "general": Call("general", qkv(dim=5, weight=draw(D, 5))),
+    "general, a weight a head": Call("general", qkv(dim=5, weight=draw(H, D, 5))),
+    "differential": Call("differential", {**HALVES, "lambda_": np.array([0.3, 0.4])}, lse=False),
+    "differential, normed": Call(
+        "differential",
+        {**HALVES, "lambda_": np.array(0.3), "norm_weight": draw(E)},
+        {"lambda_init": 0.2},
+        lse=False,
+    ),
+    "gated": Call("gated", qkv(gate=draw(B, H, L, E))),
+    "gated, heads": Call("gated", qkv(gate=draw(H, L, 1))),
+    "forgetting": Call("forgetting", qkv(log_forget=-abs(draw(B, H, M))), taken=OPTIONS[::2] + OPTIONS[3:]),
+    "memory": Call("memory", qkv(memory_k=draw(K, 3, D), memory_v=draw(B, K, 3, E))),
+    "memory, gated": Call(
+        "memory", qkv(memory_k=draw(K, 3, D), memory_v=draw(B, K, 3, E), gate=draw(H)), lse=False
+    ),
+    "latent": Call(
+        "latent",
+        {
+            "q": draw(B, H, L, 7),
+            "cache": draw(B, M, 8),
+            "key_weight": draw(H, 4, 5),
+            "value_weight": draw(H, E, 5),
+        },
+    ),
+    "dilated_window": Call("dilated_window", qkv(L), {"window": 1, "dilation": 2}, OPTIONS[1::2]),
+    "strided": Call("strided", qkv(L), {"stride": 2}, OPTIONS[1::2]),
+    "neighborhood": Call(
+        "neighborhood", {"q": grid(H, D), "k": grid(K, D), "v": grid(K, E)}, {"kernel": (3, 3)}, OPTIONS[1::2]
+    ),
+    "transformer_xl": Call(
+        "transformer_xl",
+        qkv(
+            relative_keys=draw(H, L + M - 1, D),
+            content_bias=draw(H, D, seed=1),
+            position_bias=draw(H, D, seed=2),
+        ),
+        taken=OPTIONS[:3],
+    ),
+    "disentangled": Call(
+        "disentangled",
+        qkv(position_keys=draw(H, 6, D), position_queries=draw(H, 6, D, seed=1)),
+        taken=OPTIONS[:3],
+    ),
+    "disentangled, keys": Call("disentangled", qkv(position_keys=draw(H, 6, D)), taken=OPTIONS[:3]),
+    "shaw": Call("shaw", qkv(key_table=draw(5, D)), taken=OPTIONS[:2]),
+    "shaw, values": Call("shaw", qkv(key_table=draw(5, D), value_table=draw(5, E)), taken=OPTIONS[:2]),
+    "location": Call("location", {"logits": draw(B, H, L, M), "v": draw(B, K, M, E)}, taken=()),
+    "location, one for all heads": Call("location", {"logits": draw(L, M), "v": draw(K, M, E)}, taken=()),
+    "linformer": Call(
+        "linformer",
+        qkv(key_projection=draw(4, M), value_projection=draw(K, 4, M)),
+        {"scale": 0.3},
+        (),
+        lse=False,
+    ),
+    "linformer, one projection": Call("linformer", qkv(key_projection=draw(4, M)), taken=(), lse=False),
+    "nystrom": Call("nystrom", SAME_HEADS, {"num_landmarks": 3, "num_iterations": 4}, (), lse=False),
+    "nystrom, of many landmarks": Call("nystrom", SAME_HEADS, {"num_landmarks": 7}, (), lse=False),
+    "lsh": Call(
+        "lsh",
+        {"qk": draw(B, H, M, D), "v": draw(B, H, M, E)},
+        {"num_buckets": 4, "chunk": 4, "num_rounds": 3, "causal": True},
+        (),
+        lse=False,
+    ),
+}
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+def options(call):
+    """All options that a call takes, and how it is causal."""
+    heads = H // 2 if call.function == "differential" else H
+    arrays = {
+        "bias": draw(heads, L, M),
+        "sinks": draw(heads),
+        "alibi_slopes": np.linspace(0.1, 0.4, heads),
+        "softcap": np.array(2.0),
+    }
+    causal = {"q_offset": 1} if "bias" in call.taken or call.function == "location" else {}
+    if causal and call.function != "forgetting":
+        causal["causal"] = True
+    return {name: arrays[name] for name in call.taken}, causal
+
+
+def forward(call, arrays, fixed):
+    """The results, as a tuple."""
+    function = getattr(functional, f"{call.function}_attention")
+    softcap = {"softcap": float(arrays["softcap"])} if "softcap" in arrays else {}
+    found = function(**{**arrays, **softcap}, **fixed, **({"return_lse": True} if call.lse else {}))
+    return found if call.lse else (found,)
+
+
+def backward(call, arrays, fixed, cotangents, results, need=None):
+    """The gradients by name."""
+    function = getattr(functional, f"{call.function}_attention_backward")
+    need = [f"d{name}" for name in arrays] if need is None else need
+    saved = {"out": results[0], "lse": results[1], "dlse": cotangents[1]} if call.lse else {}
+    softcap = {"softcap": float(arrays["softcap"])} if "softcap" in arrays else {}
+    found = function(cotangents[0], **{**arrays, **softcap}, **saved, **fixed, need=need)
+    return dict(zip(need, found, strict=True))
+
+
+def cotangents_of(results):
+    return [draw(*x.shape, seed=n + 5).astype(x.dtype) for n, x in enumerate(results)]
+
+
+@pytest.mark.parametrize("with_options", [False, True], ids=["plain", "options"])
+@every_call
+def test_finite_differences(call, with_options, implementation):
+    """Each gradient is the slope of the scalar sum(dout * out) + sum(dlse * lse)."""
+    arrays, fixed = dict(call.arrays), dict(call.fixed)
+    if with_options:
+        more, causal = options(call)
+        arrays, fixed = {**arrays, **more}, {**fixed, **causal}
+    results = forward(call, arrays, fixed)
+    cotangents = cotangents_of(results)
+    got = backward(call, arrays, fixed, cotangents, results)
+    for name, x in arrays.items():
+        assert np.shape(got[f"d{name}"]) == x.shape, name
+        step = 1e-6 * draw(*x.shape, seed=9)
+        slope = 0.0
+        for sign in (1, -1):
+            moved = forward(call, {**arrays, name: x + sign * step}, fixed)
+            slope += sign * sum((a * b).sum() for a, b in zip(moved, cotangents, strict=True)) / 2
+        np.testing.assert_allclose((got[f"d{name}"] * step).sum(), slope, rtol=1e-5, atol=1e-12, err_msg=name)
+
+
+@every_call
+def test_arrays_of_other_libraries(call):
+    """The same bits, in the same dtypes, of arrays that share their memory by DLPack alone."""
+    more, causal = options(call)
+    softcap = {name: more.pop(name) for name in ("softcap",) if name in more}
+    arrays, fixed = {**call.arrays, **more}, {**call.fixed, **causal}
+    results = forward(call, {**arrays, **softcap}, fixed)
+    assert_same_bits(forward(call, {**wrapped(arrays), **softcap}, fixed), results)
+    cotangents, need = cotangents_of(results), [f"d{name}" for name in arrays]
+    expected = backward(call, {**arrays, **softcap}, fixed, cotangents, results, need)
+    theirs = [[OnlyDLPack(x) for x in given] for given in (cotangents, results)]
+    found = backward(call, {**wrapped(arrays), **softcap}, fixed, *theirs, need)
+    assert_same_bits(found.values(), expected.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@every_call
+def test_dtypes(call, dtype, implementation):
+    """In the dtype of each array, close to those of the same numbers in float64."""
+    arrays, kind = {}, as_dtype(dtype)
+    for name, x in call.arrays.items():
+        narrow = name in ("q", "k", "qk", "v", "gate", "cache", "memory_k", "memory_v", "logits")
+        narrow = narrow and not (name == "gate" and call.function == "memory")
+        arrays[name] = x.astype(kind if narrow else np.float32)
+    wide = {name: x.astype(float) for name, x in arrays.items()}
+    exact = forward(call, wide, call.fixed)
+    cotangents = [x.astype(kind if n == 0 else np.float32) for n, x in enumerate(cotangents_of(exact))]
+    expected = backward(call, wide, call.fixed, [x.astype(float) for x in cotangents], exact)
+    got = backward(call, arrays, call.fixed, cotangents, forward(call, arrays, call.fixed))
+    bound = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}[dtype]
+    for name, x in got.items():
+        assert x.dtype == arrays[name[1:]].dtype, name
+        worst = abs(x.astype(float) - expected[name]).max() / abs(expected[name]).max()
+        assert worst < bound, (name, worst)
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "bias" in call.taken])
+def test_what_masks_hide_never_shows(name, implementation):
+    """NaN in keys that nobody attends, and in the rows of q and dout that attend nothing."""
+    call = CALLS[name]
+    mask = np.random.default_rng(1).random((L, M)) < 0.7
+    mask[:, [2, 6]], mask[3] = False, False
+    fixed = {**call.fixed, "mask": mask}
+    clean = {**call.arrays}
+    dirty = {name: x.copy() for name, x in clean.items()}
+    for place in ("k", "v", "cache"):
+        if place in dirty:
+            dirty[place][..., [2, 6], :] = np.nan
+    dirty["q"][..., 3, :] = np.nan
+    # A memory is not masked: there, every query attends something.
+    if call.function == "memory":
+        dirty["q"] = clean["q"]
+    found = []
+    for arrays in (clean, dirty):
+        results = forward(call, arrays, fixed)
+        cotangents = cotangents_of(results)
+        if arrays is dirty and call.function != "memory":
+            for x in cotangents:
+                x[..., 3, :] = np.nan if x.ndim == 4 and x.shape[-1] == E else x[..., 3, :]
+        found.append(backward(call, arrays, fixed, cotangents, results))
+    for name, x in found[0].items():
+        assert np.isfinite(x).all(), name
+        np.testing.assert_array_equal(found[1][name], x, err_msg=name)
+
+
+def test_rows_of_forgetting_attention_in_pieces(monkeypatch, implementation):
+    """More queries than share a point of reference, and queries before the first key."""
+    monkeypatch.setattr("fastattn.functional._gates._ROWS", 3)
+    call = CALLS["forgetting"]
+    arrays = {**call.arrays, "bias": draw(1, H, 1, M), "alibi_slopes": np.linspace(0.1, 0.4, H)}
+    for fixed in ({"q_offset": 1}, {}):
+        results = forward(call, arrays, fixed)
+        cotangents = cotangents_of(results)
+        got = backward(call, arrays, fixed, cotangents, results)
+        for name, x in arrays.items():
+            step = 1e-6 * draw(*x.shape, seed=9)
+            slope = 0.0
+            for sign in (1, -1):
+                moved = forward(call, {**arrays, name: x + sign * step}, fixed)
+                slope += sign * sum((a * b).sum() for a, b in zip(moved, cotangents, strict=True)) / 2
+            np.testing.assert_allclose((got[f"d{name}"] * step).sum(), slope, rtol=1e-5, err_msg=name)
+
+
+def test_both_forms_of_latent_attention_have_the_same_gradients(implementation):
+    call = CALLS["latent"]
+    found = []
+    for absorbed in (False, True):
+        results = forward(call, call.arrays, {"absorbed": absorbed})
+        found.append(backward(call, call.arrays, {}, cotangents_of(results), results))
+    for name, x in found[0].items():
+        np.testing.assert_allclose(found[1][name], x, rtol=1e-9, atol=1e-12)
+
+
+# Of each gradient, the products of attention that it is made of, where they are not that of its own name.
+MADE_OF = {
+    "dscale": {"dq"},  # of cosine attention, and of the option
+    "dq_weight": {"dq"},
+    "dk_weight": {"dk"},
+    "dweight": {"dq"},
+    "dlambda_": set(),
+    "dnorm_weight": set(),
+    "dgate": set(),
+    "dlog_forget": {"dbias"},
+    "dmemory_k": {"dk"},
+    "dmemory_v": {"dv"},
+    "dcache": {"dk", "dv"},
+    "dkey_weight": {"dk"},
+    "dvalue_weight": {"dv"},
+    "drelative_keys": {"dbias"},
+    "dcontent_bias": {"dq"},
+    "dposition_bias": {"dbias"},
+    "dposition_keys": {"dbias"},
+    "dposition_queries": {"dbias"},
+    "dlogits": {"dbias"},
+    "dkey_projection": {"dk"},
+    "dvalue_projection": {"dv"},
+    "dkey_table": {"dk", "dbias"},
+    "dvalue_table": {"dv"},
+    "dqk": {"dq", "dk"},
+    ("shaw", "dq"): {"dq", "dbias"},
+    ("disentangled", "dq"): {"dq", "dbias"},
+    ("disentangled", "dk"): {"dk", "dbias"},
+    ("transformer_xl", "dq"): {"dq", "dbias"},
+    ("nystrom", "dq"): {"dq", "dv"},  # dv: of what the landmarks gather
+    ("nystrom", "dk"): {"dk", "dv"},
+}
+PRODUCTS = ("dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes", "dsoftcap", "dbias_diagonals")
+
+
+@every_call
+def test_what_is_not_asked_for_is_not_computed(call, monkeypatch):
+    """Of attention only the products that a gradient is made of, with the bits it has beside all others."""
+    more, causal = options(call)
+    arrays, fixed = {**call.arrays, **more}, {**call.fixed, **causal}
+    results = forward(call, arrays, fixed)
+    cotangents = cotangents_of(results)
+    whole = backward(call, arrays, fixed, cotangents, results)
+    asked = set()
+
+    def spy(args, *rest, run=dispatch.run):
+        if isinstance(args, BackwardArgs):
+            asked.update(name for name in PRODUCTS if getattr(args, name) is not None)
+        return run(args, *rest)
+
+    monkeypatch.setattr(dispatch, "run", spy)
+    for name, x in whole.items():
+        asked.clear()
+        alone = backward(call, arrays, fixed, cotangents, results, (name,))
+        expected = MADE_OF.get((call.function, name), MADE_OF.get(name, {name}))
+        if call.fixed.get("num_landmarks") == L:  # then it is plain attention
+            expected = {name}
+        if name == "dkey_projection" and "value_projection" not in arrays:
+            expected = {"dk", "dv"}
+        assert asked == expected, name
+        np.testing.assert_array_equal(alone[name], x, err_msg=name)
+
+
+@every_call
+def test_errors(call):
+    name = rf"{call.function}_attention_backward\(\): "
+    results = forward(call, call.arrays, call.fixed)
+    cotangents = cotangents_of(results)
+    with pytest.raises(ValueError, match=name + "need has 'dnothing'; expected d"):
+        backward(call, call.arrays, call.fixed, cotangents, results, ("dnothing",))
+    with pytest.raises(TypeError, match=name + "need is 'dq'; expected a tuple of names"):
+        backward(call, call.arrays, call.fixed, cotangents, results, "dq")
+    wrong = [cotangents[0][..., :1, :], *cotangents[1:]]
+    with pytest.raises(ValueError, match=name + "dout has shape"):
+        backward(call, call.arrays, call.fixed, wrong, results)
+    if call.lse:
+        with pytest.raises(ValueError, match=name + "lse has shape"):
+            backward(call, call.arrays, call.fixed, cotangents, (results[0], results[1][..., :1]))
+
+
+def test_a_gated_memory_has_no_lse():
+    call = CALLS["memory, gated"]
+    results = forward(call, call.arrays, {})
+    with pytest.raises(
+        ValueError, match=r"memory_attention_backward\(\): out is given with gate; expected None"
+    ):
+        functional.memory_attention_backward(results[0], **call.arrays, out=results[0])
+
+
+def test_dscale_of_a_scale_of_1_and_a_dlse_that_is_not_aligned(implementation):
+    x = np.random.default_rng(0).standard_normal((2, 3, 8, 4))
+    out, lse = functional.qk_norm_attention(x, x, x, scale=1, return_lse=True)
+    odd = np.empty(lse.nbytes + 1, np.uint8)[1:].view(lse.dtype).reshape(lse.shape)
+    odd[...] = lse
+    arrays, need = (x, x, x, x, out, lse), ("dq", "dscale")
+    got = functional.qk_norm_attention_backward(*arrays, dlse=odd, scale=1, need=need)
+    ref = functional.qk_norm_attention_backward(*arrays, dlse=lse, scale=1 + 1e-12, need=need)
+    for name, a, b in zip(need, got, ref, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=name)

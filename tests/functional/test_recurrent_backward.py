@@ -1,0 +1,501 @@
+"""Gradients of linear attention: the recurrence in float64, on every instruction set and the fallback."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from implementations import COMPILED, forced
+from recurrence import Recurrence
+
+from fastattn.functional import (
+    delta_net,
+    delta_net_backward,
+    feature_maps,
+    gated_delta_net_backward,
+    gated_linear_attention_backward,
+    linear_attention,
+    linear_attention_backward,
+    retention,
+    retention_backward,
+)
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16]
+RULES = ["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
+# Around the ends of chunks (16, 32), of the parts that are solved (8), and of passes (12).
+LENGTHS = [0, 1, 2, 7, 12, 13, 16, 17, 31, 32, 33, 64, 65, 150]
+DIMS = [(1, 1), (3, 5), (16, 32), (33, 31), (64, 64), (65, 97), (130, 40), (300, 17)]
+HEADS = [(2, 2, 2), (4, 2, 2), (2, 2, 6), (6, 1, 3), (1, 4, 2), (8, 2, 4)]
+
+
+class Problem:
+    """The inputs of a call, and the gradients of its results."""
+
+    def __init__(self, rule, n=70, dims=(24, 40), heads=(2, 2, 2), dtype=np.float32, normalize=False,
+                 causal=True, strong=False, states=True, len_q=None, seed=0):  # fmt: skip
+        rng, (head_dim, head_dim_v), (heads_q, heads_k, heads_v) = np.random.default_rng(seed), dims, heads
+        h, len_q = max(heads_k, heads_v), n if len_q is None else len_q
+        lane = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        q, k = rng.standard_normal((heads_q, len_q, head_dim)), rng.standard_normal((heads_k, n, head_dim))
+        v = rng.standard_normal((heads_v, n, head_dim_v))
+        dout = rng.standard_normal((max(heads_q, h), len_q, head_dim_v))
+        if normalize:
+            q, k = np.exp(q / 2), np.exp(k / 2)
+        if "delta" in rule:
+            k /= np.linalg.norm(k, axis=-1, keepdims=True)
+        self.arrays = [x.astype(dtype) for x in (dout, q, k, v)]
+        self.options = {"rule": rule, "scale": 0.3, "normalize": normalize, "causal": causal}
+        if rule not in ("linear", "delta"):
+            shape = (h, n, head_dim) if rule in ("gated", "kimi_delta") else (h, n)
+            decays = (
+                rng.choice([-np.inf, -20.0, -1e-3, 0.0, -3.0], shape)
+                if strong
+                else -rng.exponential(0.3, shape)
+            )
+            self.options["log_decay"] = decays.astype(lane)
+        if "delta" in rule:
+            self.options["beta"] = rng.uniform(0, 1, (h, n)).astype(lane)
+        self.state = self.dstate = None
+        if states:
+            state, dstate = (rng.standard_normal((h, head_dim, head_dim_v)).astype(lane) for _ in range(2))
+            z, dz = (
+                np.exp(rng.standard_normal((h, head_dim))).astype(lane),
+                rng.standard_normal((h, head_dim)).astype(lane),
+            )
+            self.state, self.dstate = ((state, z), (dstate, dz)) if normalize else (state, dstate)
+        given = [name for name in ("log_decay", "beta") if name in self.options]
+        self.need = ("dk", "dq", "dv", "dstate", "dscale", *(f"d{name}" for name in given))
+
+    def gradients(self, **more):
+        """By name, as the call returns them."""
+        states = {"state": self.state, "dstate_out": self.dstate}
+        found = linear_attention_backward(*self.arrays, need=self.need, **self.options | states | more)
+        return dict(zip(self.need, found, strict=True))
+
+    def expected(self):
+        """The same from the recurrence; a pair of states is two."""
+        dout, *arrays = self.arrays
+        pair = self.options["normalize"] or self.state is None
+        state = self.state if pair else (self.state, 0 * self.state[..., 0])
+        call = Recurrence(*arrays, state=state, **self.options)
+        dstates = () if self.dstate is None else self.dstate if pair else (self.dstate,)
+        found = call.gradients(dout, *dstates)
+        if "log_decay" in self.options and self.options["log_decay"].ndim == 2:
+            found["dlog_decay"] = found["dlog_decay"].sum(-1)
+        scale, small = self.options["scale"], 1e-5
+        outs = [
+            Recurrence(*arrays, state=state, **self.options | {"scale": scale + d}).out
+            for d in (small, -small)
+        ]
+        found["dscale"] = np.vdot(np.asarray(dout, float), outs[0] - outs[1]) / (2 * small)
+        if self.options["normalize"]:
+            found["dstate"] = (found["dstate"], found["dnorm"])
+        return {name: found[name] for name in self.need}
+
+
+def close(actual, expected, factor=64, floor=0.0):
+    """Errors are at most `factor` roundings, as accumulated, of the largest of each row, or a 16th of all."""
+    if isinstance(expected, tuple):
+        for a, e in zip(actual, expected, strict=True):
+            close(a, e, factor, floor)
+        return
+    if isinstance(actual, float):
+        return
+    assert actual.shape == expected.shape
+    if not expected.size:
+        return
+    unit = 2.0**-52 if actual.dtype == np.float64 else 2.0**-23
+    own = {np.dtype(np.float16): 2.0**-10, BF16: 2.0**-7}.get(actual.dtype, 0)
+    most = np.abs(expected).max(axis=-1, keepdims=True)
+    bound = factor * unit * (most + np.abs(expected).max() / 4) + own * np.abs(expected) + 1e-7 * (own > 0)
+    error = np.abs(actual.astype(np.float64) - expected)
+    assert (error <= bound + floor + np.finfo(np.float32).tiny).all(), (
+        f"{(error / bound).max():.3g} of the bound"
+    )
+
+
+def check(problem, factor=64):
+    found, expected = problem.gradients(), problem.expected()
+    dout, q, k, v = problem.arrays
+    floor = 2.0**-21 * float(np.abs(dout).max(initial=0))  # of what cancels
+    for name, x in {"dq": q, "dk": k, "dv": v}.items():
+        assert found[name].dtype == x.dtype
+    for name, x in expected.items():
+        close(found[name], x, factor, floor if dout.dtype != np.float64 else 2.0**-29 * floor)
+    size = np.abs(q.astype(float)).sum()
+    loose = {np.dtype(np.float64): 1e-7}.get(q.dtype, 1e-4)  # of differences, and of sums
+    bound = loose * (size * np.abs(expected["dq"]).max(initial=0) + abs(expected["dscale"])) + floor * size
+    assert abs(found["dscale"] - expected["dscale"]) <= bound
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_recurrence_by_finite_differences(rule, normalize):
+    """The oracle itself: one direction at random in each input."""
+    normalize = normalize and "delta" not in rule
+    problem = Problem(rule, 9, (3, 4), (4, 2, 2), np.float64, normalize)
+    dout, *arrays = problem.arrays
+    rng, small = np.random.default_rng(5), 1e-6
+    state = problem.state if normalize else (problem.state, 0 * problem.state[..., 0])
+    dstate = problem.dstate if normalize else (problem.dstate, 0 * problem.state[..., 0])
+    inputs = dict(zip(("q", "k", "v", "state", "norm"), (*arrays, *state), strict=True))
+    inputs |= {name: problem.options[name] for name in ("log_decay", "beta") if name in problem.options}
+
+    def loss(**moved):
+        x = inputs | moved
+        options = problem.options | {name: x[name] for name in ("log_decay", "beta") if name in x}
+        call = Recurrence(x["q"], x["k"], x["v"], state=(x["state"], x["norm"]), **options)
+        return (call.out * dout).sum() + (call.s[-1] * dstate[0]).sum() + (call.z[-1] * dstate[1]).sum()
+
+    options = problem.options
+    found = Recurrence(*arrays, state=state, **options).gradients(dout, *dstate)
+    for name, x in inputs.items():
+        gradient = found[f"d{name}"]
+        gradient = gradient.sum(-1) if name == "log_decay" and x.ndim == 2 else gradient
+        direction = rng.standard_normal(x.shape)
+        slope = (loss(**{name: x + small * direction}) - loss(**{name: x - small * direction})) / (2 * small)
+        np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_lengths(implementation, rule, n):
+    check(Problem(rule, n))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_dims(implementation, rule, dims):
+    check(Problem(rule, 70, dims), factor=128)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(implementation, rule, dtype):
+    check(Problem(rule, 90, (36, 44), dtype=dtype), factor=128)
+
+
+@pytest.mark.parametrize("rule", ["decay", "gated", "gated_delta", "kimi_delta"])
+def test_strong_decays_and_resets(implementation, rule):
+    problem = Problem(rule, 150, (20, 20), strong=True)
+    check(problem)
+    reset = problem.options["log_decay"] == -np.inf
+    assert (problem.gradients()["dlog_decay"][reset] == 0).mean() > 0.99  # and the rest is rounding
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_grouped_heads(implementation, rule, heads):
+    for n in (2, 70):
+        check(Problem(rule, n, (16, 24), heads))
+
+
+@pytest.mark.parametrize("rule", ["linear", "decay", "gated"])
+@pytest.mark.parametrize("n", [0, 1, 17, 64, 100])
+def test_normalized(implementation, rule, n):
+    check(Problem(rule, n, (20, 50), (4, 2, 2), normalize=True), factor=128)
+    check(Problem(rule, n, (20, 50), normalize=True, states=False), factor=128)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("lengths", [(0, 5), (7, 0), (1, 1), (70, 130), (64, 3)], ids=str)
+def test_bidirectional(implementation, lengths, normalize):
+    len_q, n = lengths
+    check(Problem("linear", n, (20, 33), (4, 2, 2), normalize=normalize, causal=False, len_q=len_q))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_several_segments(implementation, rule):
+    """States of this size are kept every four chunks."""
+    check(Problem(rule, 300, (130, 200), (1, 1, 1)), factor=256)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_in_pieces(implementation, rule):
+    """The gradient of a state is that of the call that went on from it."""
+    problem = Problem(rule, 100, (20, 30), dtype=np.float64)
+    whole, dout, *arrays = problem.gradients(), *problem.arrays
+    tokens = [slice(0, 37), slice(37, 38), slice(38, 100)]
+
+    def piece(t):
+        cut = {name: x[:, t] for name, x in problem.options.items() if name in ("log_decay", "beta")}
+        return [x[:, t] for x in arrays], problem.options | cut
+
+    states = [problem.state]
+    for t in tokens:
+        inputs, options = piece(t)
+        states.append(linear_attention(*inputs, state=states[-1], return_state=True, **options)[1])
+    dstate, scales = problem.dstate, 0.0
+    for t, state in zip(reversed(tokens), reversed(states[:-1]), strict=True):
+        inputs, options = piece(t)
+        found = linear_attention_backward(
+            dout[:, t], *inputs, state=state, dstate_out=dstate, need=problem.need, **options
+        )
+        for name, x in zip(problem.need, found, strict=True):
+            if name == "dstate":
+                dstate = x
+            elif name == "dscale":
+                scales += x
+            else:
+                close(x, whole[name][:, t])
+    close(dstate, whole["dstate"])
+    np.testing.assert_allclose(scales, whole["dscale"], rtol=1e-9)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_bits_depend_on_neither_threads_nor_neighbours(implementation, rule):
+    problems = [Problem(rule, 100, (32, 80), (4, 2, 2), seed=seed) for seed in range(3)]
+    whole = Problem(rule, 100, (32, 80), (4, 2, 2))
+    whole.arrays = [np.stack(x) for x in zip(*(p.arrays for p in problems), strict=True)]
+    whole.state, whole.dstate = (
+        np.stack([getattr(p, name) for p in problems]) for name in ("state", "dstate")
+    )
+    for name in ("log_decay", "beta"):
+        if name in whole.options:
+            whole.options[name] = np.stack([p.options[name] for p in problems])
+    together, again = whole.gradients(num_threads=1), whole.gradients(num_threads=5)
+    for b, problem in enumerate(problems):
+        alone = problem.gradients(num_threads=3)
+        for name in ("dq", "dk", "dv", "dstate"):
+            np.testing.assert_array_equal(together[name], again[name])
+            if implementation == "numpy":  # whose BLAS chooses by shape
+                close(alone[name], together[name][b].astype(float))
+            else:
+                np.testing.assert_array_equal(alone[name], together[name][b])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["dout", "q", "k", "v"])
+def test_what_is_not_finite_reaches_only_what_depends_on_it(implementation, rule, name):
+    """A row of dout or q: no later key or value. A key or value: no earlier query. And no other head."""
+    for at in (0, 3, 37, 90):
+        clean, spoiled = (
+            Problem(rule, 100, (20, 24), states=False),
+            Problem(rule, 100, (20, 24), states=False),
+        )
+        spoiled.arrays[["dout", "q", "k", "v"].index(name)][0, at, 5] = np.nan
+        a, b = clean.gradients(), spoiled.gradients()
+        safe = {"dq": [slice(0, 0)], "dk": [slice(0, 0)], "dv": [slice(0, 0)]}
+        if name in ("dout", "q"):
+            safe["dq"] = [slice(0, at), slice(at + 1, None)] if name == "dout" else [slice(0, None)]
+            safe["dk"] = safe["dv"] = [slice(at + 1, None)]
+        else:
+            safe["dq"] = [slice(0, at)]
+            if name == "v" and "delta" not in rule:
+                safe["dk"], safe["dv"] = [slice(0, at), slice(at + 1, None)], [slice(0, None)]
+            elif "delta" not in rule:
+                safe["dk"], safe["dv"] = [slice(0, None)], [slice(0, at), slice(at + 1, None)]
+        for gradient, parts in safe.items():
+            close(b[gradient][1], a[gradient][1].astype(float))
+            for part in parts:
+                close(b[gradient][0, part], a[gradient][0, part].astype(float))
+        touched = {"dout": "dq", "q": "dk", "k": "dv" if "delta" not in rule else "dk", "v": "dq"}[name]
+        assert np.isnan(b[touched][0]).any()
+        if "dlog_decay" in b and "delta" not in rule:
+            assert np.isfinite(b["dlog_decay"][1]).all()
+            assert np.isfinite(b["dlog_decay"][0, :at]).all() or name in ("dout", "q")
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 70), (3, 1, 70), (1, 2, 1)], ids=str)
+def test_what_is_broadcast_is_added_up(implementation, shape):
+    rng = np.random.default_rng(0)
+    problem = Problem("gated_delta", 70, (16, 24), (4, 2, 2), np.float64, states=False)
+    dout, q, k, v = problem.arrays
+    q, dout = (np.stack([x, 2 * x, -x]) for x in (q, dout))
+    decay = -rng.exponential(0.3, shape)
+    full = np.broadcast_to(decay[:, None] if len(shape) == 1 else decay, (3, 2, 70))
+    beta = rng.uniform(0, 1, (1, 70))
+    options = {"rule": "gated_delta", "scale": 0.3}
+    need = ("dq", "dk", "dv", "dlog_decay", "dbeta")
+    found = linear_attention_backward(dout, q, k, v[None], log_decay=decay, beta=beta, need=need, **options)
+    parts = []
+    for b in range(3):
+        call = Recurrence(q[b], k, v, log_decay=full[b], beta=np.broadcast_to(beta, (2, 70)), **options)
+        parts.append(call.gradients(dout[b]))
+    np.testing.assert_allclose(found[0], np.stack([p["dq"] for p in parts]), atol=1e-10)
+    np.testing.assert_allclose(found[1], sum(p["dk"] for p in parts), atol=1e-10)
+    np.testing.assert_allclose(found[2], sum(p["dv"] for p in parts)[None], atol=1e-10)
+    expected = np.stack([p["dlog_decay"].sum(-1) for p in parts])
+    whole = (1,) * (3 - len(shape)) + shape if len(shape) > 1 else (1, 2, 1)
+    axes = tuple(i for i in range(3) if whole[i] == 1)
+    np.testing.assert_allclose(found[3], expected.sum(axes, keepdims=True).reshape(shape), atol=1e-10)
+    np.testing.assert_allclose(found[4], sum(p["dbeta"] for p in parts).sum(0)[None], atol=1e-10)
+
+
+def test_mixed_and_foreign_arrays(implementation):
+    problem = Problem("kimi_delta", 70, (16, 24), (4, 2, 2), states=False)
+    expected = problem.gradients()
+    dout, q, k, v = problem.arrays
+    problem.arrays = [
+        dout.astype(">f4"),
+        np.repeat(q, 2, axis=-1)[..., ::2],
+        np.asfortranarray(k),
+        v[:, ::-1][:, ::-1],
+    ]
+    for name, x in problem.gradients().items():
+        np.testing.assert_array_equal(x, expected[name])
+    problem.arrays = [dout, q, k.astype(np.float16), v.astype(np.float16)]
+    found = problem.gradients()
+    assert [found[name].dtype for name in ("dq", "dk", "dv")] == [np.float32, np.float16, np.float16]
+    check(problem)
+
+
+@pytest.mark.parametrize("batch", [(0,), (2, 0), (0, 3)])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_sequences(implementation, rule, batch):
+    problem = Problem(rule, 40, (5, 7), (4, 2, 2), states=False)
+    problem.arrays = [np.empty((*batch, *x.shape), x.dtype) for x in problem.arrays]
+    for name in ("log_decay", "beta"):
+        if name in problem.options:
+            problem.options[name] = np.empty((*batch, *problem.options[name].shape), np.float32)
+    found = problem.gradients()
+    for name, x in zip(("dq", "dk", "dv"), problem.arrays[1:], strict=True):
+        assert found[name].shape == x.shape
+    assert found["dstate"].shape == (*batch, 2, 5, 7)
+    assert found["dscale"] == 0
+
+
+@pytest.mark.skipif(not COMPILED, reason="compares the kernels with NumPy, and there are none")
+@pytest.mark.parametrize("rule", RULES)
+def test_implementations_agree(rule):
+    problem = Problem(rule, 300, (48, 48))
+    with forced("numpy"):
+        expected = problem.gradients()
+    for name, x in problem.gradients().items():
+        close(x, expected[name] if isinstance(x, float) else expected[name].astype(float), factor=128)
+
+
+def slopes(loss, x, direction, small=1e-6):
+    return (loss(x + small * direction) - loss(x - small * direction)) / (2 * small)
+
+
+def test_rules_by_name(implementation):
+    """Through unit keys and powers of gamma, by finite differences."""
+    rng = np.random.default_rng(3)
+    q, k, v, dout = (rng.standard_normal((2, 20, 6)) for _ in range(4))
+    gamma, beta, decay = np.array([0.9, 0.5]), rng.uniform(0, 1, (2, 20)), -rng.exponential(0.3, (2, 20))
+    (dgamma,) = retention_backward(dout, q, k, v, gamma, need=("dgamma",))
+    direction, along = rng.standard_normal(2), rng.standard_normal(k.shape)
+    slope = slopes(lambda g: (retention(q, k, v, g) * dout).sum(), gamma, direction)
+    np.testing.assert_allclose(dgamma @ direction, slope, rtol=1e-6)
+    assert retention_backward(dout, q, k, v, need=("dgamma",))[0].shape == (2,)
+    assert retention_backward(dout, q, k, v, np.float32(0.5), need=("dgamma",))[0].dtype == np.float32
+    for unit_keys in (True, False):
+        x = k if unit_keys else k / 4
+        dk, dbeta = delta_net_backward(dout, q, x, v, beta, unit_keys=unit_keys, need=("dk", "dbeta"))
+        slope = slopes(lambda k, u=unit_keys: (delta_net(q, k, v, beta, unit_keys=u) * dout).sum(), x, along)
+        np.testing.assert_allclose((dk * along).sum(), slope, rtol=1e-6)
+        np.testing.assert_allclose(
+            dbeta, delta_net_backward(dout, q, x, v, beta, unit_keys=unit_keys)[3], rtol=1e-12
+        )
+    unit = feature_maps.unit
+    for actual, expected in zip(
+        gated_delta_net_backward(dout, q, k, v, decay, beta, need=("dlog_decay", "dv")),
+        linear_attention_backward(
+            dout,
+            unit(q),
+            unit(k),
+            v,
+            rule="gated_delta",
+            log_decay=decay,
+            beta=beta,
+            need=("dlog_decay", "dv"),
+        ),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(actual, expected)
+    gates = -rng.exponential(0.3, k.shape)
+    assert len(gated_linear_attention_backward(dout, q, k, v, gates, normalize=True)) == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_feature_maps(dtype):
+    rng = np.random.default_rng(4)
+    x, dout = (rng.standard_normal((3, 5, 8)).astype(dtype) for _ in range(2))
+    y, given = x.astype(np.float64), dout.astype(np.float64)
+    tolerance = {np.float64: 1e-12, np.float32: 1e-6}.get(dtype.type, 1e-2 if dtype == BF16 else 2e-3)
+    dx = feature_maps.elu_backward(dout, x)
+    assert dx.dtype == dtype
+    np.testing.assert_allclose(dx.astype(float), np.where(y > 0, 1, np.exp(y)) * given, atol=2 * tolerance)
+    length = np.sqrt(np.square(y).sum(-1, keepdims=True) + 1e-6)
+    expected = given / length - y * (y * given).sum(-1, keepdims=True) / length**3
+    dx = feature_maps.unit_backward(dout, x)
+    assert dx.dtype == dtype
+    np.testing.assert_allclose(dx.astype(float), expected, atol=tolerance)
+    if dtype == np.float64:
+        direction = rng.standard_normal(x.shape)
+        slope = slopes(lambda x: (feature_maps.unit(x) * dout).sum(), x, direction)
+        np.testing.assert_allclose((dx * direction).sum(), slope, rtol=1e-7)
+
+
+def test_random_features():
+    rng, phi = np.random.default_rng(6), feature_maps.favor(8, 12, rng=0)
+    x, dout, along = (rng.standard_normal((2, 5, n)) for n in (8, 12, 8))
+    shift = phi.shift(x)
+    for features, backward in (
+        (phi.queries, phi.queries_backward),
+        (phi.keys, phi.keys_backward),
+        (lambda k: phi.keys(k, shift), lambda dout, k: phi.keys_backward(dout, k, shift)),
+    ):
+        slope = slopes(lambda x, f=features: (f(x) * dout).sum(), x, along)
+        np.testing.assert_allclose((backward(dout, x) * along).sum(), slope, rtol=1e-6)
+    assert phi.keys_backward(dout.astype(BF16), x.astype(BF16)).dtype == BF16
+    assert phi.queries_backward(dout[:, :0], x[:, :0]).shape == (2, 0, 8)
+    with pytest.raises(ValueError, match=r"^queries_backward\(\): dout has shape \(2, 5, 8\); expected"):
+        phi.queries_backward(x, x)
+    with pytest.raises(TypeError, match=r"^keys_backward\(\): dout has dtype float32; expected k's, float64"):
+        phi.keys_backward(dout.astype(np.float32), x)
+
+
+X = np.ones((2, 5, 4), np.float32)
+GATE = np.full((2, 5), -1, np.float32)
+S = np.zeros((2, 4, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dout": X[:, :4]}, ValueError, r"dout has shape \(2, 4, 4\); expected \(2, 5, 4\)"),
+        ({"dout": X.astype(np.float64)}, TypeError, "dout has dtype float64; expected float32"),
+        ({"dout": [1, 2]}, TypeError, "dout has dtype int64"),
+        ({"need": "dq"}, TypeError, "need is 'dq'; expected a tuple of names"),
+        ({"need": ("dq", "dx")}, ValueError, "need is 'dx'; expected one of dq, dk, dv"),
+        ({"need": ("dq", "dq")}, ValueError, "need is .*; expected each name once"),
+        ({"need": ("dlog_decay",)}, ValueError, "need has dlog_decay, but log_decay is not given"),
+        ({"rule": "delta", "need": ("dbeta",)}, ValueError, "need has dbeta, but beta is not given"),
+        ({"dstate_out": S[:1]}, ValueError, r"dstate_out has shape \(1, 4, 4\); expected \(2, 4, 4\)"),
+        ({"dstate_out": S.astype(float)}, TypeError, "dstate_out has dtype float64; expected float32"),
+        ({"normalize": True, "dstate_out": S}, TypeError, "dstate_out is of type ndarray; expected a pair"),
+        ({"rule": "softmax"}, ValueError, "rule is 'softmax'; expected one of linear, decay"),
+        ({"rule": "decay", "log_decay": -GATE}, ValueError, "log_decay has 1.0; expected 0 or less"),
+        ({"k": X[..., :3]}, ValueError, "k has head_dim 3; expected q's, 4"),
+        ({"num_threads": 0}, ValueError, "num_threads is 0"),
+        ({"backend": "gpu"}, ValueError, "backend is 'gpu'"),
+    ],
+)
+def test_errors(options, error, message):
+    call = {"dout": X, "q": X, "k": X, "v": X, "rule": "linear", **options}
+    with pytest.raises(error, match=r"^linear_attention_backward\(\): .*" + message):
+        linear_attention_backward(*[call.pop(name) for name in ("dout", "q", "k", "v")], **call)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: retention_backward(X, X, X, X, 2.0), ValueError, r"^retention_backward\(\): gamma is 2.0"),
+        (
+            lambda: retention_backward(X, X, X, X, need=("dbeta",)),
+            ValueError,
+            "need is 'dbeta'; expected one",
+        ),
+        (lambda: retention_backward(X, X, X, X, causal=True), TypeError, "causal is not an argument"),
+        (lambda: delta_net_backward(X, X, X, X, GATE, eps=1.0), TypeError, "eps is not an argument"),
+        (lambda: delta_net_backward(X, X, X, X, GATE, unit_keys=1), TypeError, "unit_keys is 1; expected"),
+        (lambda: gated_linear_attention_backward(X, X, X, X, GATE), ValueError, "log_decay has shape"),
+        (lambda: feature_maps.elu_backward(X, X[:1]), ValueError, "dout has shape"),
+        (lambda: feature_maps.unit_backward(X, X.astype(float)), TypeError, "dout has dtype float32"),
+        (lambda: feature_maps.unit_backward(X, X, eps=-1.0), ValueError, "eps is -1.0"),
+    ],
+)
+def test_errors_of_names(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

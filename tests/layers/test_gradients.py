@@ -1,0 +1,413 @@
+"""Gradients of layers against finite differences in float64, and what holds of them besides."""
+
+import inspect
+
+import numpy as np
+import pytest
+from implementations import COMPILED, forced
+from layer_oracle import HEADS, WIDTH, every_feature, randomized
+
+from fastattn import layers
+from fastattn.layers import (
+    FeedForward,
+    KVCache,
+    LayerNorm,
+    Linear,
+    MultiHeadAttention,
+    RMSNorm,
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+STEP, BOUND = 1e-5, 2e-7
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def assert_gradients(layer, *inputs, call=None, **options):
+    """Of each input and parameter, the gradient along a direction is the difference quotient."""
+    call = call or (lambda *inputs: layer(*inputs, **options))
+    rng = np.random.default_rng(7)
+    out, pullback = layer.forward_backward(*inputs, **options)
+    np.testing.assert_array_equal(out, call(*inputs))
+    dout = rng.standard_normal(out.shape)
+    before = [x.copy() for x in (*inputs, dout)]
+    *found, grads = pullback(dout)
+    for x, y in zip((*inputs, dout), before, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert [x.shape for x in found] == [x.shape for x in inputs]
+    state = layer.state_dict()
+    assert list(grads) == list(state)
+
+    def slope(change, shape):
+        direction = rng.standard_normal(shape)
+        above, below = (np.sum(change(sign * STEP * direction) * dout) for sign in (1, -1))
+        return direction, (above - below) / (2 * STEP)
+
+    slopes = []
+    for i, (x, gradient) in enumerate(zip(inputs, found, strict=True)):
+        direction, expected = slope(lambda d, i=i, x=x: call(*inputs[:i], x + d, *inputs[i + 1 :]), x.shape)
+        slopes.append((f"input {i}", np.sum(gradient * direction), expected))
+    for name, gradient in grads.items():
+        assert gradient.shape == state[name].shape
+        assert gradient.dtype == state[name].dtype
+
+        def changed(d, name=name):
+            layer.load_state_dict({**state, name: state[name] + d})
+            return call(*inputs)
+
+        direction, expected = slope(changed, gradient.shape)
+        slopes.append((name, np.sum(gradient * direction), expected))
+    layer.load_state_dict(state)
+    most = max(abs(expected) for *_, expected in slopes)
+    for name, got, expected in slopes:
+        assert abs(got - expected) <= BOUND * max(1, most), name
+    assert most > 0
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(bias, activation, implementation):
+    layer = randomized(Linear(WIDTH, 21, bias, weights_dtype="float64"))
+    assert_gradients(layer, normal(2, 3, WIDTH), activation=activation)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_norms(kind, implementation):
+    assert_gradients(randomized(kind(WIDTH, weights_dtype="float64")), normal(2, 3, WIDTH))
+
+
+@pytest.mark.parametrize("inner", [32, 33])  # with panels that are full, and not
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "glu", "reglu", "geglu", "geglu_tanh", "swiglu"])
+def test_feed_forward(activation, bias, inner, implementation):
+    layer = randomized(FeedForward(WIDTH, inner, activation, bias, weights_dtype="float64"))
+    assert_gradients(layer, normal(2, 3, WIDTH))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("others", [0, 1, 2])
+@every_feature
+def test_attention(options, others, causal, implementation):
+    layer = randomized(MultiHeadAttention(WIDTH, HEADS, weights_dtype="float64", **options))
+    memory = [normal(2, 4, WIDTH, seed=i) for i in (1, 2)][:others]
+    assert_gradients(layer, normal(2, 5, WIDTH), *memory, is_causal=causal)
+
+
+@pytest.mark.parametrize("widths", [{"kdim": 20}, {"vdim": 33}, {"kdim": 20, "vdim": 33}], ids=str)
+def test_attention_of_other_widths(widths, implementation):
+    layer = randomized(MultiHeadAttention(WIDTH, HEADS, weights_dtype="float64", **widths))
+    memory = [normal(2, 4, widths.get(name, WIDTH), seed=i) for i, name in enumerate(("kdim", "vdim"))]
+    assert_gradients(layer, normal(2, 5, WIDTH), *memory)
+
+
+MASKS = {
+    "bool": {"attn_mask": np.triu(np.ones((5, 5), bool), 1)},
+    "float": {"attn_mask": normal(5, 5)},
+    "of heads": {"attn_mask": normal(2, HEADS, 5, 5)},
+    "padding": {"key_padding_mask": np.array([[0, 0, 0, 0, 1], [0, 1, 0, 1, 1]], bool)},
+    "both": {
+        "attn_mask": np.where(np.triu(np.ones((5, 5)), 3) > 0, -np.inf, 0.5),
+        "key_padding_mask": np.array([[0, 0, 0, 0, 1], [0, 1, 0, 1, 1]], bool),
+    },
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True, "sinks": True}], ids=str)
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+def test_masks(masks, options, implementation):
+    layer = randomized(MultiHeadAttention(WIDTH, HEADS, weights_dtype="float64", **options))
+    assert_gradients(layer, normal(2, 5, WIDTH), **masks)
+
+
+def test_an_array_that_is_passed_twice(implementation):
+    layer = randomized(MultiHeadAttention(WIDTH, HEADS, weights_dtype="float64"))
+    x = normal(2, 5, WIDTH)
+    out, pullback = layer.forward_backward(x)
+    same, again = layer.forward_backward(x, x, x)
+    np.testing.assert_array_equal(out, same)
+    np.testing.assert_array_equal(pullback(out)[0], again(out)[0])
+    assert_gradients(layer, x[0])
+
+
+LAYERS = {
+    "post-norm": {},
+    "pre-norm": {"norm_first": True},
+    "rms_norm, gated": {"norm": "rms_norm", "activation": "swiglu", "bias": False, "norm_first": True},
+    "post-norm, grouped": {"activation": "gelu", "attention": {"num_kv_heads": 2, "qk_norm": True}},
+    "head_dim": {"attention": {"head_dim": 5}, "norm_first": True},
+}
+every_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+CALLS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"src_mask": normal(5, 5)},
+    "padding": {"src_key_padding_mask": np.array([[0, 0, 0, 0, 1], [0, 1, 0, 1, 1]], bool)},
+    "padding, causal": {
+        "src_key_padding_mask": np.array([[0, 0, 0, 0, 1], [0, 1, 0, 1, 1]], bool),
+        "is_causal": True,
+    },
+}
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@every_layer
+def test_encoder_layer(options, call, checkpoint, implementation):
+    layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 40, weights_dtype="float64", **options))
+    plain = lambda x: layer(x, **call)  # noqa: E731
+    assert_gradients(layer, normal(2, 5, WIDTH), call=plain, checkpoint=checkpoint, **call)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@every_layer
+def test_decoder_layer(options, causal, checkpoint, implementation):
+    how = {"weights_dtype": "float64", "cross_attention": {"sinks": True}, **options}
+    layer = randomized(TransformerDecoderLayer(WIDTH, HEADS, 40, **how))
+    masks = {"tgt_is_causal": causal, "memory_mask": normal(5, 4)}
+    plain = lambda *inputs: layer(*inputs, **masks)  # noqa: E731
+    inputs = normal(2, 5, WIDTH), normal(2, 4, WIDTH, seed=1)
+    assert_gradients(layer, *inputs, call=plain, checkpoint=checkpoint, **masks)
+
+
+def stacks():
+    how, smooth = {"weights_dtype": "float64"}, "gelu"  # no step of a difference crosses a kink
+    encoder = [TransformerEncoderLayer(WIDTH, HEADS, 40, smooth, norm_first=True, **how) for _ in range(2)]
+    decoder = [TransformerDecoderLayer(WIDTH, HEADS, 40, smooth, **how) for _ in range(2)]
+    return {
+        "encoder": TransformerEncoder(encoder, LayerNorm(WIDTH, **how)),
+        "decoder": TransformerDecoder(decoder),
+        "both": Transformer(WIDTH, HEADS, 1, 2, 40, smooth, **how),
+    }
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("ndim", [2, 3])
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])
+def test_stacks(kind, ndim, checkpoint, implementation):
+    stack = randomized(stacks()[kind])
+    inputs = [normal(2, 5, WIDTH), normal(2, 4, WIDTH, seed=1)][: 1 if kind == "encoder" else 2]
+    inputs = [x if ndim == 3 else x[0] for x in inputs]
+    assert_gradients(stack, *inputs, call=lambda *inputs: stack(*inputs), checkpoint=checkpoint)
+
+
+def single(layer_kind=TransformerEncoderLayer, **options):
+    layer = randomized(layer_kind(64, 4, 128, "gelu", **options))
+    rng = np.random.default_rng(0)
+    return layer, rng.standard_normal((6, 40, 64), np.float32), rng.standard_normal((6, 40, 64), np.float32)
+
+
+def gradients_of(layer, x, dout, **options):
+    out, pullback = layer.forward_backward(x, **options)
+    dx, grads = pullback(dout)
+    return {"out": out, "dx": dx, **grads}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, gradient in one.items():
+        np.testing.assert_array_equal(gradient, other[name], err_msg=name)
+
+
+@pytest.mark.parametrize("call", ["plain", "causal"])
+@pytest.mark.parametrize("options", [{}, {"attention": {"window": (9, 9), "qk_norm": True}}], ids=str)
+def test_bits_depend_on_neither_checkpoints_nor_threads(options, call, implementation):
+    layer, x, dout = single(**options)
+    expected = gradients_of(layer, x, dout, **CALLS[call])
+    assert_same(gradients_of(layer, x, dout, checkpoint=True, **CALLS[call]), expected)
+    for threads in (1, 2, 5):
+        with forced(implementation, num_threads=threads):
+            assert_same(gradients_of(layer, x, dout, **CALLS[call]), expected)
+
+
+@pytest.mark.skipif(not COMPILED, reason="NumPy's products round by their shapes")
+def test_a_sequence_has_the_bits_it_has_alone(implementation):
+    if implementation == "numpy":
+        pytest.skip("its products round by their shapes")
+    layer, x, dout = single()
+    lengths = np.array([40, 1, 17, 0, 39, 5])
+    padding = np.arange(40) >= lengths[:, None]
+    dx = gradients_of(layer, x, dout, src_key_padding_mask=padding)["dx"]
+    for b, n in enumerate(lengths):
+        if n:
+            alone = gradients_of(layer, x[b : b + 1, :n], dout[b : b + 1, :n])["dx"]
+            np.testing.assert_array_equal(dx[b, :n], alone[0])
+        assert not dx[b, n:].any()
+
+
+def test_nan_behind_padding_shows_nowhere(implementation):
+    layer, x, dout = single()
+    padding = np.zeros((6, 40), bool)
+    padding[:, 30:] = True
+    expected = gradients_of(layer, x, dout, src_key_padding_mask=padding)
+    x[padding] = dout[padding] = np.nan
+    assert_same(gradients_of(layer, x, dout, src_key_padding_mask=padding), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_inputs(dtype, implementation):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    kind = np.float16 if dtype == "float16" else ml_dtypes.bfloat16
+    layer, x, dout = single()
+    x, dout = x.astype(kind), dout.astype(kind)
+    got = gradients_of(layer, x, dout)
+    expected = gradients_of(layer, x.astype(np.float32), dout.astype(np.float32))
+    assert got["dx"].dtype == kind
+    bound = 8 * (2.0**-11 if dtype == "float16" else 2.0**-8)
+    for name, gradient in expected.items():
+        error = np.abs(got[name].astype(np.float64) - gradient).max()
+        assert error <= bound * np.abs(gradient).max(), name
+        if name not in ("out", "dx"):
+            assert got[name].dtype == np.float32
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "nf4"])
+def test_frozen_weights(weights, activations, implementation):
+    layer, x, dout = single(weights_dtype=weights, activations=activations)
+    got = gradients_of(layer, x, dout)
+    plain, _, _ = single()
+    plain.load_state_dict(layer.state_dict())
+    expected = gradients_of(plain, x, dout)
+    assert set(got) == {"out", "dx", *(n for n in expected if n.endswith("bias") or n.startswith("norm"))}
+    bound = 1e-5 if activations is None else 0.1
+    np.testing.assert_allclose(got["dx"], expected["dx"], atol=bound * np.abs(expected["dx"]).max())
+
+
+def test_bfloat16_weights_are_trained(implementation):
+    layer, x, dout = single(weights_dtype="bfloat16")
+    got, state = gradients_of(layer, x, dout), layer.state_dict()
+    assert [n for n in got if n not in ("out", "dx")] == list(state)
+    plain, _, _ = single()
+    plain.load_state_dict(state)
+    for name, gradient in gradients_of(plain, x, dout).items():
+        np.testing.assert_allclose(got[name], gradient, atol=0.05 * np.abs(gradient).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 64), (3, 0, 64), (1, 1, 64)])
+def test_few_rows(shape, implementation):
+    layer, _, _ = single()
+    for call in ({}, {"is_causal": True}):
+        got = gradients_of(layer, np.ones(shape, np.float32), np.ones(shape, np.float32), **call)
+        assert got["dx"].shape == shape
+        assert all(np.isfinite(gradient).all() for gradient in got.values())
+        if not np.prod(shape):
+            assert not any(gradient.any() for gradient in got.values())
+
+
+def test_a_layer_that_is_there_twice(implementation):
+    layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 40, weights_dtype="float64"))
+    stack = TransformerEncoder([layer, layer])
+    x, dout = normal(2, 5, WIDTH), normal(2, 5, WIDTH, seed=1)
+    got = gradients_of(stack, x, dout)
+    one = TransformerEncoder(
+        [layer, randomized(TransformerEncoderLayer(WIDTH, HEADS, 40, weights_dtype="float64"))]
+    )
+    one.layers[1].load_state_dict(layer.state_dict())
+    apart = gradients_of(one, x, dout)
+    for name in layer.state_dict():
+        both = apart[f"layers.0.{name}"] + apart[f"layers.1.{name}"]
+        np.testing.assert_allclose(got[f"layers.0.{name}"], both, atol=1e-12 * max(1, np.abs(both).max()))
+
+
+DROPOUT = {"dropout": 0.3, "seed": 7}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@every_layer
+def test_dropout_of_an_encoder_layer(options, call, implementation):
+    layer = randomized(TransformerEncoderLayer(WIDTH, HEADS, 40, weights_dtype="float64", **options))
+    dropped = lambda x: layer.forward_backward(x, **DROPOUT, **call)[0]  # noqa: E731
+    x = normal(2, 5, WIDTH)
+    assert_gradients(layer, x, call=dropped, **DROPOUT, **call)
+    once, again = dropped(x), layer.forward_backward(x, dropout=0.3, seed=8, **call)[0]
+    assert not np.array_equal(once, layer(x, **call))
+    assert not np.array_equal(once, again)
+    np.testing.assert_array_equal(layer.forward_backward(x, dropout=0.0, **call)[0], layer(x, **call))
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])
+def test_dropout_of_stacks(kind, implementation):
+    stack = randomized(stacks()[kind])
+    inputs = [normal(2, 5, WIDTH), normal(2, 4, WIDTH, seed=1)][: 1 if kind == "encoder" else 2]
+    dropped = lambda *inputs: stack.forward_backward(*inputs, **DROPOUT)[0]  # noqa: E731
+    assert_gradients(stack, *inputs, call=dropped, **DROPOUT)
+    out, pullback = stack.forward_backward(*inputs, **DROPOUT)
+    same, again = stack.forward_backward(*inputs, checkpoint=True, **DROPOUT)
+    np.testing.assert_array_equal(out, same)
+    (*found, grads), (*others, gradients) = pullback(out), again(out)
+    for one, other in zip(found, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_same(grads, gradients)
+
+
+def test_what_is_dropped(implementation):
+    """Of what a feed-forward adds, here ones, that share is 0, and the rest is larger."""
+    layer = TransformerEncoderLayer(64, 4, 128, norm_first=True, rng=0)
+    state = {name: np.zeros_like(x) for name, x in layer.state_dict().items()}
+    state["linear2.bias"][:] = 1
+    layer.load_state_dict(state)
+    x = np.zeros((16, 40, 64), np.float32)
+    out = layer.forward_backward(x, dropout=0.25, seed=3)[0]
+    assert set(np.unique(out)) == {0, np.float32(1 / 0.75)}
+    assert abs(np.mean(out == 0) - 0.25) < 0.01
+    two = TransformerEncoder([layer, layer]).forward_backward(x, dropout=0.25, seed=3)[0] - out
+    assert 0.05 < np.mean((two == 0) & (out == 0)) < 0.075  # each layer drops others
+
+
+def test_errors():
+    layer, x, dout = single()
+    _, pullback = layer.forward_backward(x)
+    with pytest.raises(ValueError, match="dout has shape"):
+        pullback(dout[0])
+    with pytest.raises(TypeError, match="dout"):
+        pullback(dout.astype(np.float64))
+    with pytest.raises(TypeError, match="dout is None"):
+        pullback(None)
+    pullback(dout)
+    with pytest.raises(RuntimeError, match="called before"):
+        pullback(dout)
+    with pytest.raises(TypeError, match="checkpoint"):
+        layer.forward_backward(x, checkpoint=1)
+    with pytest.raises(ValueError, match="dropout is 1"):
+        layer.forward_backward(x, dropout=1.0, seed=0)
+    with pytest.raises(ValueError, match="seed is None"):
+        layer.forward_backward(x, dropout=0.1)
+    with pytest.raises(ValueError, match="src has shape"):
+        layer.forward_backward(x[..., :3])
+    with pytest.raises(ValueError, match="has no parameters yet"):
+        TransformerEncoderLayer(64, 4).forward_backward(x)
+    attention = layer.self_attn
+    with pytest.raises(ValueError, match="cache is given"):
+        attention.forward_backward(x, cache=KVCache())
+    with pytest.raises(TypeError, match="average_attn_weights is given; expected none"):
+        MultiHeadAttention(16, 2, rng=0).forward_backward(
+            np.zeros((1, 3, 16), "f"), average_attn_weights=True
+        )
+    with pytest.raises(ValueError, match="residual is given"):
+        attention.forward_backward(x, residual=x)
+    with pytest.raises(TypeError, match="causal"):
+        attention.forward_backward(x, causal=True)
+    with pytest.raises(TypeError, match="is_causal"):
+        attention.forward_backward(x, is_causal=1)
+    decoder = randomized(TransformerDecoderLayer(64, 4, 128))
+    with pytest.raises(ValueError, match="lengths is given"):
+        decoder.forward_backward(x, x, lengths=np.ones(6, int))
+    with pytest.raises(ValueError, match="tgt's batch"):
+        decoder.forward_backward(x, x[:2])
+
+
+def test_every_layer_has_it():
+    kinds = [
+        kind for kind in vars(layers).values() if inspect.isclass(kind) and hasattr(kind, "load_state_dict")
+    ]
+    assert len(kinds) > 8
+    for kind in kinds:
+        has = hasattr(kind, "forward_backward") or hasattr(kind, "loss_and_gradients")
+        assert has or kind is layers.Layer, kind

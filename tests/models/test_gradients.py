@@ -1,0 +1,224 @@
+"""Gradients of models against finite differences in float64, by the names of the tensors in their files."""
+
+import pickle
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from implementations import forced
+from tiny_models import DECODERS, ENCODERS, VOCAB
+
+from fastattn import models
+from fastattn.models import _training
+
+TRAINED = [kind for kind in ENCODERS if kind != "deberta-v2"]
+STEP = 1e-5
+
+
+def loaded(tmp_path, kind, **options):
+    tiny.write(tmp_path, kind)
+    return models.load(tmp_path, **{"dtype": "float64", **options})
+
+
+def some_ids(rng, *shape):
+    return rng.integers(3, VOCAB, shape)  # the first ones are padding in some families
+
+
+def slopes(model, compute, gradients, rng):
+    """(name, gradient, difference quotient) of each tensor, each along a direction of its own."""
+    state = model.state_dict()
+    assert gradients.keys() <= state.keys()
+    for name, tensor in state.items():
+        direction = rng.standard_normal(tensor.shape)
+        ends = (
+            compute(model.with_state_dict({**state, name: tensor + sign * STEP * direction}))
+            for sign in (1, -1)
+        )
+        above, below = ends
+        got = np.sum(gradients[name] * direction) if name in gradients else 0.0
+        yield name, got, (above - below) / (2 * STEP)
+
+
+def assert_slopes(model, compute, gradients, rng):
+    found = list(slopes(model, compute, gradients, rng))
+    most = max(abs(expected) for _, _, expected in found)
+    for name, got, expected in found:
+        assert abs(got - expected) <= 1e-6 * max(1, most), name
+    assert most > 0
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", TRAINED)
+def test_encoders(kind, padded, checkpoint, tmp_path, implementation):
+    rng = np.random.default_rng(0)
+    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
+    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) if padded else None
+    hidden, pullback = model.forward_backward(ids, mask, checkpoint=checkpoint)
+    np.testing.assert_array_equal(hidden, model(ids, mask))
+    dout = rng.standard_normal(hidden.shape)
+    gradients = pullback(dout)
+    assert_slopes(model, lambda other: np.sum(other(ids, mask) * dout), gradients, rng)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_decoders(kind, padded, tmp_path, implementation):
+    rng = np.random.default_rng(0)
+    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
+    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) if padded else None
+
+    def loss(other):
+        logits = other(ids, mask)
+        z = logits - logits.max(-1, keepdims=True)
+        logs = z - np.log(np.exp(z).sum(-1, keepdims=True))
+        ends = (5, 3) if padded else (5, 5)
+        terms = [logs[b, i, ids[b, i + 1]] for b in range(2) for i in range(ends[b] - 1)]
+        return -np.mean(terms)
+
+    value, gradients = model.loss_and_gradients(ids, mask)
+    np.testing.assert_allclose(value, loss(model), rtol=1e-12)
+    assert_slopes(model, loss, gradients, rng)
+    assert gradients.keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_hidden_states_of_decoders(kind, tmp_path, implementation):
+    rng = np.random.default_rng(0)
+    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 4)
+    hidden, pullback = model.forward_backward(ids)
+    dout = rng.standard_normal(hidden.shape)
+    gradients = pullback(dout)
+    compute = lambda other: np.sum(other.forward_backward(ids)[0] * dout)  # noqa: E731
+    assert_slopes(model, compute, gradients, rng)
+
+
+def test_token_types(tmp_path, implementation):
+    rng = np.random.default_rng(0)
+    model, ids = loaded(tmp_path, "bert"), some_ids(rng, 2, 4)
+    types = rng.integers(0, 2, (2, 4))
+    hidden, pullback = model.forward_backward(ids, None, types)
+    dout = rng.standard_normal(hidden.shape)
+    compute = lambda other: np.sum(other(ids, None, types) * dout)  # noqa: E731
+    assert_slopes(model, compute, pullback(dout), rng)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["bert", "t5", "gemma3_text", "modernbert"])
+def test_dropout(kind, padded, tmp_path, implementation):
+    rng, how = np.random.default_rng(0), {"dropout": 0.3, "seed": 5}
+    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
+    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) if padded else None
+    hidden, pullback = model.forward_backward(ids, mask, **how)
+    again, checkpoints = model.forward_backward(ids, mask, checkpoint=True, **how)
+    np.testing.assert_array_equal(hidden, again)
+    dout = rng.standard_normal(hidden.shape)
+    gradients, others = pullback(dout), checkpoints(dout)
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient, others[name], err_msg=name)
+    compute = lambda other: np.sum(other.forward_backward(ids, mask, **how)[0] * dout)  # noqa: E731
+    assert_slopes(model, compute, gradients, rng)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_dropout_of_decoders(kind, tmp_path, implementation):
+    rng, how = np.random.default_rng(0), {"dropout": 0.3, "seed": 5}
+    model, ids = loaded(tmp_path, kind), some_ids(rng, 2, 5)
+    loss, gradients = model.loss_and_gradients(ids, **how)
+    assert loss != model.loss_and_gradients(ids)[0]
+    assert_slopes(model, lambda other: other.loss_and_gradients(ids, **how)[0], gradients, rng)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "gte", "gemma3_text"])
+def test_checkpoints_change_no_bit(kind, tmp_path, implementation):
+    rng = np.random.default_rng(0)
+    model, ids = loaded(tmp_path, kind, dtype="float32"), some_ids(rng, 3, 6)
+    results = [model.forward_backward(ids, checkpoint=on) for on in (False, True)]
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    dout = rng.standard_normal(results[0][0].shape).astype(np.float32)
+    plain, again = (pullback(dout) for _, pullback in results)
+    assert plain.keys() == again.keys()
+    for name, gradient in plain.items():
+        np.testing.assert_array_equal(gradient, again[name], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "t5"])
+def test_bits_do_not_depend_on_threads(kind, tmp_path, implementation):
+    rng = np.random.default_rng(0)
+    model, ids = loaded(tmp_path, kind, dtype="float32"), some_ids(rng, 40, 30)
+    dout, results = rng.standard_normal((40, 30, model.hidden_size), np.float32), []
+    for threads in (1, 2, 5):
+        with forced(implementation, num_threads=threads):
+            results.append(model.forward_backward(ids)[1](dout))
+    for other in results[1:]:
+        for name, gradient in results[0].items():
+            np.testing.assert_array_equal(gradient, other[name], err_msg=name)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_frozen_weights_have_no_gradient(weights, tmp_path, implementation):
+    rng = np.random.default_rng(0)
+    model, ids = loaded(tmp_path, "bert", dtype="float32", weights_dtype=weights), some_ids(rng, 2, 5)
+    hidden, pullback = model.forward_backward(ids)
+    gradients = pullback(np.ones_like(hidden))
+    assert "encoder.layer.0.intermediate.dense.weight" not in gradients
+    assert np.abs(gradients["encoder.layer.0.intermediate.dense.bias"]).max() > 0
+    assert np.abs(gradients["embeddings.word_embeddings.weight"]).max() > 0
+
+
+def test_states(tmp_path):
+    model = loaded(tmp_path, "bert", dtype="float32")
+    state = model.state_dict()
+    same, ids = model.with_state_dict(state), some_ids(np.random.default_rng(0), 2, 5)
+    np.testing.assert_array_equal(model(ids), same(ids))
+    assert same.text is model.text
+    again = pickle.loads(pickle.dumps(same))
+    for name, tensor in again.state_dict().items():
+        np.testing.assert_array_equal(tensor, state[name])
+    out, pullback = again.forward_backward(ids)
+    assert pullback(np.ones_like(out)).keys() == state.keys()
+    for wrong, expected in (
+        ({**state, "a.weight": np.ones(3)}, "not known: 'a.weight'"),
+        ({k: v for k, v in state.items() if "LayerNorm" not in k}, "missing: "),
+        ({**state, "embeddings.word_embeddings.weight": np.ones(3)}, "expected \\("),
+        ({**state, "embeddings.word_embeddings.weight": np.full((VOCAB, 8), 1)}, "expected"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            model.with_state_dict(wrong)
+
+
+def test_errors(tmp_path):
+    model = loaded(tmp_path, "bert", dtype="float32")
+    hidden, pullback = model.forward_backward(np.ones((1, 3), int))
+    with pytest.raises(ValueError, match="dout has shape"):
+        pullback(hidden[0])
+    with pytest.raises(TypeError, match="dout"):
+        pullback(hidden.astype(np.float64))
+    pullback(hidden)
+    with pytest.raises(RuntimeError, match="called before"):
+        pullback(hidden)
+    with pytest.raises(TypeError, match="checkpoint"):
+        model.forward_backward(np.ones((1, 3), int), checkpoint="yes")
+
+
+def test_what_has_no_gradients(tmp_path):
+    model = loaded(tmp_path, "deberta-v2")
+    with pytest.raises(NotImplementedError, match="DisentangledStep"):
+        model.forward_backward(np.ones((1, 3), int))
+
+
+WRONG = {
+    "targets has 99; expected 0 to": {"targets": [[3, 99]]},
+    "targets has shape": {"targets": [[3]]},
+    "targets has dtype float64": {"targets": [[3.0, 4.0]]},
+    "label_smoothing is 3.0; expected 0 to 1": {"label_smoothing": 3.0},
+    "ignore_index": {"ignore_index": "x"},
+}
+
+
+@pytest.mark.parametrize("match", WRONG)
+def test_a_wrong_loss_computes_nothing(match, tmp_path, monkeypatch):
+    model = loaded(tmp_path, "gpt2")
+    monkeypatch.setattr(_training, "record_decoder", None)
+    with pytest.raises((TypeError, ValueError), match=rf"^loss_and_gradients\(\): {match}"):
+        model.loss_and_gradients([[3, 4]], **WRONG[match])

@@ -1,0 +1,184 @@
+"""Gradients of layers and models against torch's autograd, on the same random weights."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fastattn.layers import (
+    LayerNorm,
+    Linear,
+    MultiHeadAttention,
+    RMSNorm,
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+BATCH, LEN_Q, LEN_K, WIDTH, HEADS = 3, 7, 9, 48, 4
+DTYPES = {"float32": (torch.float32, 1e-5), "float64": (torch.float64, 1e-12)}
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*mismatched.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_torch():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def randomized(module, dtype):
+    """`module` in eval mode, without its dropout, with every parameter random."""
+    module = module.to(DTYPES[dtype][0]).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.5))
+    return module
+
+
+def load(layer, module):
+    layer.load_state_dict({name: x.numpy() for name, x in module.state_dict().items()})
+    return layer
+
+
+def draw(rng, *shape, dtype):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def t(x):
+    return torch.tensor(x)
+
+
+def masks_of(kind, rng, len_q, len_k, dtype):
+    """(attn_mask, key_padding_mask); no row is without any key."""
+    hide = rng.random((len_q, len_k)) < 0.4
+    hide[:, 0] = False
+    padding = np.arange(len_k) >= np.array([len_k, len_k - 4, 2])[:, None]
+    return {
+        "none": (None, None),
+        "bool": (hide, None),
+        "float of heads": (draw(rng, BATCH * HEADS, len_q, len_k, dtype=dtype), None),
+        "padding": (None, padding),
+        "bool, padding": (hide, padding),
+        "float, padding": (draw(rng, len_q, len_k, dtype=dtype), padding),
+    }[kind]
+
+
+def same(ours, theirs, dtype, name):
+    assert ours.shape == theirs.shape, name
+    assert ours.dtype == theirs.dtype, name
+    np.testing.assert_allclose(
+        ours, theirs, rtol=0, atol=DTYPES[dtype][1] * max(1, np.abs(theirs).max()), err_msg=name
+    )
+
+
+def assert_same(layer, module, dtype, inputs, theirs, ours, counted=True):
+    """The gradients of both; `counted` are the rows of the result that have a meaning."""
+    tensors = [t(x).requires_grad_() for x in inputs]
+    expected = module(
+        *tensors, **{name: t(x) if isinstance(x, np.ndarray) else x for name, x in theirs.items()}
+    )
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    dout = np.where(counted, draw(np.random.default_rng(3), *expected.shape, dtype=dtype), 0).astype(dtype)
+    expected.backward(t(dout))
+    out, pullback = layer.forward_backward(*inputs, **ours)
+    *found, grads = pullback(dout)
+    same(np.where(counted, out, 0), np.where(counted, expected.detach().numpy(), 0), dtype, "result")
+    for i, (gradient, tensor) in enumerate(zip(found, tensors, strict=True)):
+        same(gradient, tensor.grad.numpy(), dtype, f"input {i}")
+    for name, parameter in module.named_parameters():
+        same(grads[name], parameter.grad.numpy(), dtype, name)
+
+
+@every_dtype
+def test_linear_and_norms(dtype, implementation):
+    x = draw(np.random.default_rng(0), 2, 5, 33, dtype=dtype)
+    for kind, module in ((Linear, nn.Linear), (LayerNorm, nn.LayerNorm), (RMSNorm, nn.RMSNorm)):
+        sizes = (33, 21) if kind is Linear else (33, 1e-3)
+        theirs = randomized(module(*sizes), dtype)
+        assert_same(load(kind(*sizes, weights_dtype=dtype), theirs), theirs, dtype, [x], {}, {})
+
+
+@every_dtype
+@pytest.mark.parametrize("mask", ["none", "bool", "float of heads", "padding", "float, padding"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": False}, {"kdim": 20, "vdim": 33}, {"add_bias_kv": True}, {"add_zero_attn": True}],
+    ids=str,
+)
+def test_attention(options, mask, dtype, implementation):
+    module = randomized(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **options), dtype)
+    layer = load(MultiHeadAttention(WIDTH, HEADS, weights_dtype=dtype, **options), module)
+    rng = np.random.default_rng(0)
+    query = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
+    key = draw(rng, BATCH, LEN_K, layer.kdim or WIDTH, dtype=dtype)
+    value = draw(rng, BATCH, LEN_K, layer.vdim or WIDTH, dtype=dtype)
+    attn_mask, padding = masks_of(mask, rng, LEN_Q, LEN_K, dtype)
+    masks = {"attn_mask": attn_mask, "key_padding_mask": padding}
+    masks = {name: mask for name, mask in masks.items() if mask is not None}
+    assert_same(layer, module, dtype, [query, key, value], {**masks, "need_weights": False}, masks)
+
+
+@every_dtype
+@pytest.mark.parametrize("mask", ["none", "causal", "padding", "bool, padding"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_layer(norm_first, activation, mask, dtype, implementation):
+    options = {"norm_first": norm_first, "activation": activation}
+    module = randomized(nn.TransformerEncoderLayer(WIDTH, HEADS, 100, batch_first=True, **options), dtype)
+    layer = load(TransformerEncoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
+    rng = np.random.default_rng(1)
+    x = draw(rng, BATCH, LEN_Q, WIDTH, dtype=dtype)
+    if mask == "causal":
+        hidden = np.triu(np.ones((LEN_Q, LEN_Q), bool), 1)
+        assert_same(layer, module, dtype, [x], {"src_mask": hidden}, {"is_causal": True})
+        return
+    src_mask, padding = masks_of(mask, rng, LEN_Q, LEN_Q, dtype)
+    masks = {"src_mask": src_mask, "src_key_padding_mask": padding}
+    masks = {name: mask for name, mask in masks.items() if mask is not None}
+    counted = True if padding is None else ~padding[..., None]
+    assert_same(layer, module, dtype, [x], masks, masks, counted)
+
+
+@every_dtype
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_decoder_layer(norm_first, dtype, implementation):
+    options = {"norm_first": norm_first, "activation": "gelu"}
+    module = randomized(nn.TransformerDecoderLayer(WIDTH, HEADS, 100, batch_first=True, **options), dtype)
+    layer = load(TransformerDecoderLayer(WIDTH, HEADS, 100, weights_dtype=dtype, **options), module)
+    rng = np.random.default_rng(2)
+    inputs = [draw(rng, BATCH, n, WIDTH, dtype=dtype) for n in (LEN_Q, LEN_K)]
+    own, _ = masks_of("bool", rng, LEN_Q, LEN_Q, dtype)
+    over, over_padding = masks_of("bool, padding", rng, LEN_Q, LEN_K, dtype)
+    masks = {"tgt_mask": own, "memory_mask": over, "memory_key_padding_mask": over_padding}
+    assert_same(layer, module, dtype, inputs, masks, masks)
+
+
+@every_dtype
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_stacks(checkpoint, dtype, implementation):
+    size, how = (WIDTH, HEADS, 64), {"weights_dtype": dtype}
+    module = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(*size, batch_first=True), 2, nn.LayerNorm(WIDTH)
+    )
+    module = randomized(module, dtype)
+    encoder = TransformerEncoder(
+        [TransformerEncoderLayer(*size, **how) for _ in range(2)], LayerNorm(WIDTH, **how)
+    )
+    rng = np.random.default_rng(3)
+    x, y = (draw(rng, BATCH, n, WIDTH, dtype=dtype) for n in (LEN_K, LEN_Q))
+    assert_same(load(encoder, module), module, dtype, [x], {}, {"checkpoint": checkpoint})
+
+    module = randomized(nn.TransformerDecoder(nn.TransformerDecoderLayer(*size, batch_first=True), 2), dtype)
+    decoder = TransformerDecoder([TransformerDecoderLayer(*size, **how) for _ in range(2)])
+    assert_same(load(decoder, module), module, dtype, [y, x], {}, {"checkpoint": checkpoint})
+
+    module = randomized(nn.Transformer(WIDTH, HEADS, 1, 1, 64, batch_first=True), dtype)
+    both = Transformer(WIDTH, HEADS, 1, 1, 64, **how)
+    assert_same(load(both, module), module, dtype, [x, y], {}, {"checkpoint": checkpoint})

@@ -1,0 +1,436 @@
+"""What changes models of torch: the attention interface of transformers, patch_sdpa, optimize."""
+
+import platform
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import fastattn.torch
+from fastattn._engine import dispatch, settings
+from fastattn.torch import _hugging_face, optimize, patch_sdpa, register
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+DECODER = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 90, "pad_token_id": 0}
+CONFIGS = {
+    "bert": transformers.BertConfig(**SIZES, vocab_size=90),
+    "modernbert": transformers.ModernBertConfig(
+        **SIZES, vocab_size=90, pad_token_id=0, local_attention=8, global_attn_every_n_layers=2
+    ),
+    "llama": transformers.LlamaConfig(**DECODER),
+    "mistral": transformers.MistralConfig(**DECODER, sliding_window=5),
+    "gemma2": transformers.Gemma2Config(**DECODER, sliding_window=5, attn_logit_softcapping=0.5),
+    "gpt_oss": transformers.GptOssConfig(
+        **DECODER, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
+    ),
+}  # fmt: skip
+
+
+KEPT = ["memory that is freed: kept by the process, up to 2 GB"] if platform.libc_ver()[0] == "glibc" else []
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers and torch deprecate what they use
+        yield
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The kernels that run, one name for each call."""
+    names, run = [], dispatch.run
+    monkeypatch.setattr(dispatch, "run", lambda args, *rest: (names.append(args.kernel), run(args, *rest)))
+    return names
+
+
+def model_of(name):
+    """A model whose scores differ enough for masks and caps to show."""
+    model = transformers.AutoModel.from_config(CONFIGS[name], attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def tokens(padded=False):
+    ids = torch.randint(1, 90, (2, 17))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :4] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attention_of_transformers(name, padded, ran):
+    register()
+    model, inputs = model_of(name), tokens(padded)
+    real = inputs["attention_mask"].bool()
+    with torch.inference_mode():
+        expected = model(**inputs).last_hidden_state
+        model.set_attn_implementation("fastattn")
+        out = model(**inputs).last_hidden_state
+    assert ran.count("attention") == 2
+    torch.testing.assert_close(out[real], expected[real], atol=2e-5, rtol=2e-5)
+
+
+def test_gradients_of_a_model():
+    """Those of its parameters, softcap and sliding window included."""
+    register()
+    model, inputs = model_of("gemma2"), tokens()
+    grads = []
+    for implementation in ("eager", "fastattn"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(**inputs).last_hidden_state.square().mean().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert grads[0]
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+
+
+def test_generation():
+    register()
+    config = transformers.LlamaConfig(**DECODER)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="fastattn").eval()
+    options = {"max_new_tokens": 8, "do_sample": False, **tokens(padded=True)}
+    found = model.generate(**options)
+    model.set_attn_implementation("eager")
+    assert torch.equal(found, model.generate(**options))
+
+
+def test_compiled_model():
+    register()
+    model, inputs = model_of("llama"), tokens()
+    expected = model(**inputs).last_hidden_state
+    model.set_attn_implementation("fastattn")
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(**inputs).last_hidden_state, expected, atol=2e-5, rtol=2e-5)
+
+
+def forward(x, *rest, **options):
+    module = torch.nn.Module()
+    return _hugging_face.attention_forward(module, x, x, x, None, *rest, is_causal=False, **options)[0]
+
+
+def test_what_transformers_computes_itself(ran):
+    x = torch.randn(2, 4, 9, 16)
+    torch.testing.assert_close(forward(x), sdpa(x, x, x).transpose(1, 2))
+    assert ran == ["attention"]
+    dropped = forward(x, 0.5)
+    assert not torch.allclose(dropped, forward(x))
+    del ran[:]
+    torch.manual_seed(1)
+    found = forward(x, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(found, sdpa(x, x, x, dropout_p=0.5).transpose(1, 2))
+    assert forward(x.to("meta")).shape == (2, 9, 4, 16)
+    nested = torch.nested.nested_tensor(
+        [x[0].transpose(0, 1), x[1, :, :5].transpose(0, 1)], layout=torch.jagged
+    )
+    with pytest.raises((RuntimeError, ValueError, AttributeError, TypeError)):
+        forward(nested.transpose(1, 2))  # "sdpa" of transformers reshapes what it gets
+    with pytest.raises(NotImplementedError, match="sinks takes no dropout"):
+        forward(x, 0.5, s_aux=torch.zeros(4))
+    assert ran == []
+
+
+CALLS = {
+    "plain": {},
+    "causal": {"is_causal": True, "scale": 0.3},
+    "mask": {"attn_mask": torch.arange(9 * 13).reshape(9, 13) % 5 > 1},
+    "empty row": {"attn_mask": (torch.arange(9)[:, None] > 0).expand(9, 13)},
+    "bias": {"attn_mask": torch.linspace(-1, 1, 13).expand(2, 1, 9, 13)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("call", CALLS)
+def test_patched_sdpa(call, dtype, ran):
+    options = dict(CALLS[call])
+    if call == "bias":
+        options["attn_mask"] = options["attn_mask"].to(dtype)
+    inputs = [torch.randn(2, 4, n, 16).to(dtype).requires_grad_() for n in (9, 13, 13)]
+    expected = sdpa(*inputs, **options)
+    expected_grads = torch.autograd.grad(expected.square().sum(), inputs)
+    with patch_sdpa():
+        out = sdpa(*inputs, **options)
+        grads = torch.autograd.grad(out.square().sum(), inputs)
+    assert ran[0] == "attention"
+    assert out.stride() == expected.stride()
+    tolerance = {"atol": 16 * torch.finfo(dtype).eps, "rtol": 16 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(out, expected, **tolerance)
+    for x, y in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(x, y, atol=4 * tolerance["atol"], rtol=4 * tolerance["rtol"])
+    del ran[:]
+    assert torch.equal(sdpa(*inputs, **options), expected)
+    assert ran == []
+
+
+def test_patched_sdpa_leaves_torch_what_is_not_covered(ran):
+    x = torch.randn(2, 4, 9, 16)
+    bias = torch.randn(9, 9, requires_grad=True)
+    nested = torch.nested.nested_tensor([torch.randn(n, 4, 16) for n in (3, 5)], layout=torch.jagged)
+    calls = {
+        "dropout": lambda: sdpa(x, x, x, dropout_p=0.5),
+        "three dimensions": lambda: sdpa(x[0], x[0], x[0]),
+        "values of another width": lambda: sdpa(x, x, x[..., :8]),
+        "gradient of a mask": lambda: torch.autograd.grad(sdpa(x, x, x, bias).square().sum(), bias)[0],
+    }
+    with patch_sdpa():
+        for name, call in calls.items():
+            torch.manual_seed(1)
+            out = call()
+            torch.manual_seed(1)
+            assert ran == [], name
+            torch.testing.assert_close(out, call())
+        assert sdpa(*[x.to("meta")] * 3).shape == x.shape
+        assert sdpa(*[nested.transpose(1, 2)] * 3).is_nested
+        with settings.forced(backend="numpy"):
+            sdpa(x, x, x)
+        assert ran == []
+
+
+def test_patches_are_counted(ran):
+    x = torch.randn(1, 2, 4, 8)
+    first, second = patch_sdpa(), patch_sdpa()
+    first.undo()
+    first.undo()
+    sdpa(x, x, x)
+    assert ran == ["attention"]
+    second.undo()
+    sdpa(x, x, x)
+    assert ran == ["attention"]
+
+
+def test_patch_sdpa_needs_kernels():
+    with (
+        settings.forced(backend="numpy"),
+        pytest.raises(RuntimeError, match=r"^patch_sdpa\(\): this process"),
+    ):
+        patch_sdpa()
+
+
+def test_patched_sdpa_in_compiled_code(ran):
+    x = torch.randn(2, 4, 9, 16, requires_grad=True)
+
+    def f(x):
+        return sdpa(x * 2, x, x, is_causal=True).square().sum()
+
+    (expected,) = torch.autograd.grad(f(x), x)
+    with patch_sdpa():
+        (found,) = torch.autograd.grad(torch.compile(f, fullgraph=True)(x), x)
+    assert ran
+    torch.testing.assert_close(found, expected)
+
+
+def test_optimize_and_undo(ran):
+    model, inputs = model_of("bert"), tokens(padded=True)
+    names, frozen = list(model.state_dict()), model.pooler.dense
+    frozen.requires_grad_(False)
+    with torch.inference_mode():
+        expected = model(**inputs)
+        change = optimize(model)
+        out = model(**inputs)
+        assert ran.count("linear") == 13
+        assert ran.count("attention") == 2
+        torch.testing.assert_close(out.pooler_output, expected.pooler_output, atol=1e-5, rtol=1e-5)
+        assert str(change).splitlines() == [
+            "scaled_dot_product_attention on CPUs: fastattn",
+            "attention of BertModel: eager -> fastattn",
+            "13 nn.Linear packed in float32",
+            *KEPT,
+        ]
+        assert list(model.state_dict()) == names
+        assert not model.encoder.layer[0].output.dense.weight.requires_grad
+        change.undo()
+        assert str(change).endswith("(undone)")
+        del ran[:]
+        assert torch.equal(model(**inputs).pooler_output, expected.pooler_output)
+    assert ran == []
+    assert model.config._attn_implementation == "eager"
+    assert model.encoder.layer[0].output.dense.weight.requires_grad
+    assert not frozen.weight.requires_grad
+
+
+def layers(**options):
+    return torch.nn.Sequential(torch.nn.Linear(40, 24, **options), torch.nn.GELU(), torch.nn.Linear(24, 7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("weights_dtype", "activations", "error"), [
+    (None, None, 0), ("bfloat16", None, 0.02), ("int8", None, 0.02), (np.int8, "int8", 0.04),
+    ("int4", None, 0.2),
+])  # fmt: skip
+def test_weights_of_other_types(weights_dtype, activations, error, dtype):
+    model, x = layers(bias=False).to(dtype), torch.randn(5, 3, 40).to(dtype)
+    expected = model.double()(x.double()).detach()
+    model = model.to(dtype)
+    bound = (error + 4 * torch.finfo(dtype).eps) * expected.abs().max()
+    with torch.no_grad(), optimize(model, weights_dtype, activations=activations):
+        out = model(x)
+        assert out.dtype is dtype
+        assert (out.double() - expected).abs().max() < bound
+        assert out.shape == (5, 3, 7)
+
+
+@pytest.mark.skipif(not KEPT, reason="only glibc's allocator can be told")
+def test_freed_memory_is_kept(python):
+    """Pages of a model's results are cleared once, not in every call; `undo` gives them back."""
+    done = python(
+        """
+import resource
+import torch
+import fastattn.torch
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        model(x)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+
+model = torch.nn.Sequential(torch.nn.Linear(16, 4096), torch.nn.GELU()).eval()
+with torch.inference_mode():
+    x = torch.randn(4096, 16)  # two results of 64 MB each
+    model(x)
+    first = faults()
+    one, two = fastattn.torch.optimize(model), fastattn.torch.optimize(model)
+    model(x)
+    model(x)
+    two.undo()
+    print(first, faults(), resident(), end=" ")
+    one.undo()
+    print(resident())
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    first, kept, before, after = map(int, done.stdout.split())
+    assert kept < 0.25 * first  # a block of the heap may move, once
+    assert before - after > 0.1 * first  # pages, of 10 results
+
+
+def test_a_written_weight_is_packed_again():
+    model, other, x = layers(), layers(), torch.randn(3, 40)
+    with torch.no_grad(), optimize(model):
+        model(x)
+        model.load_state_dict(other.state_dict())
+        torch.testing.assert_close(model(x), other(x))
+        model[2].bias.add_(1)
+        torch.testing.assert_close(model(x), other(x) + 1)
+
+
+def test_linears_that_compute_as_before(ran):
+    model = layers()
+    x = torch.randn(3, 40, requires_grad=True)
+    expected = torch.autograd.grad(model(x).square().sum(), x)[0]
+    with optimize(model):
+        assert torch.equal(torch.autograd.grad(model(x).square().sum(), x)[0], expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x.detach()).dtype is torch.bfloat16
+        with pytest.raises(RuntimeError, match=r"meta|device"):
+            model(x.to("meta"))
+        parts = torch.nested.nested_tensor([x[:2].detach(), x[2:].detach()], layout=torch.jagged)
+        for rows, part in zip(model(parts).unbind(), (x[:2], x[2:]), strict=True):
+            torch.testing.assert_close(rows, model(part).detach())
+        assert "linear" not in ran
+        model(x.detach())
+        assert ran.count("linear") == 2
+        with torch.no_grad():
+            model(x)
+        assert ran.count("linear") == 4
+        model.requires_grad_()
+        model(x.detach()).sum().backward()
+        assert ran.count("linear") == 4
+        assert model[0].weight.grad is not None
+
+
+def test_what_is_left_alone():
+    class Special(torch.nn.Linear):
+        pass
+
+    model = torch.nn.ModuleList([
+        torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 4, device="meta"),
+        Special(4, 4), torch.nn.MultiheadAttention(8, 2),
+    ])  # fmt: skip
+    with optimize(model) as change, optimize(model[0]) as again:
+        assert str(change).splitlines()[1:] == [
+            "1 nn.Linear packed in float32",
+            "1 nn.Linear left alone: its weight is in torch.float64",
+            "1 nn.Linear left alone: its weight is a Parameter on meta",
+            "1 nn.Linear left alone: a Special is more than that",
+            "1 nn.Linear left alone: a NonDynamicallyQuantizableLinear is more than that",
+            *KEPT,
+        ]
+        why = "its forward pass has been replaced"
+        assert str(again).splitlines()[1:] == [f"1 nn.Linear left alone: {why}", *KEPT]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_optimized_and_compiled(dynamic):
+    model = layers()
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad(), optimize(model):
+        for rows in (3, 6):
+            x = torch.randn(rows, 40)
+            torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"^optimize\(\): model is .*; expected a torch.nn.Module"):
+        optimize("model")
+    with pytest.raises(
+        ValueError, match=r"^optimize\(\): weights_dtype is 'int3'; expected one of float32, bf"
+    ):
+        optimize(layers(), "int3")
+    with pytest.raises(ValueError, match=r"^optimize\(\): activations is 'int8' for weights in"):
+        optimize(layers(), "bfloat16", activations="int8")
+    with pytest.raises(ValueError, match=r"^optimize\(\): activations is 'int8' for weights in"):
+        optimize(layers(), activations="int8")
+
+
+def test_a_refused_change_leaves_nothing(ran):
+    """A weight that is not finite cannot be packed in int8; what went before is undone."""
+    model, x = layers(), torch.randn(1, 2, 4, 8)
+    with torch.no_grad():
+        model[2].weight[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="finite"):
+        optimize(model, "int8")
+    assert "forward" not in vars(model[0])
+    assert model[0].weight.requires_grad
+    sdpa(x, x, x)
+    assert "attention" not in ran
+
+
+def test_sentence_transformers(tmp_path):
+    models = pytest.importorskip("sentence_transformers")
+    transformer = model_of("bert")
+    transformer.save_pretrained(tmp_path)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
+    tmp_path.joinpath("vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    register()
+    texts = ["a b c", "d e f g h i", "z"]
+    expected = models.SentenceTransformer(str(tmp_path), device="cpu").encode(texts)
+    options = {"attn_implementation": "fastattn"}
+    model = models.SentenceTransformer(str(tmp_path), device="cpu", model_kwargs=options)
+    np.testing.assert_allclose(model.encode(texts), expected, atol=1e-5)
+    with optimize(model) as change:
+        assert "attention of BertModel" in str(change)
+        np.testing.assert_allclose(model.encode(texts), expected, atol=1e-5)
+
+
+def test_fastattn_torch_is_imported_only_when_asked_for():
+    """Importing the package alone does not import torch."""
+    import subprocess
+    import sys
+
+    code = "import sys, fastattn; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert fastattn.torch.__all__ == ["Undo", "optimize", "patch_sdpa", "register"]

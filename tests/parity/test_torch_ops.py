@@ -1,0 +1,207 @@
+"""Operators of torch: results, gradients, and what torch's own checks say of them."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import fastattn
+import fastattn.torch
+
+attention = torch.ops.fastattn.attention
+with_lse = torch.ops.fastattn.attention_with_lse
+backward = torch.ops.fastattn.attention_backward
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def operands(dtype=torch.float32, heads_kv=4, len_q=9, len_k=13, grad=True):
+    shapes = (2, 4, len_q, 16), (2, heads_kv, len_k, 16), (2, heads_kv, len_k, 8)
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+MASK = np.random.default_rng(0).random((2, 1, 9, 13)) < 0.7
+CALLS = {
+    "plain": ((), {}),
+    "causal": ((), {"causal": True}),
+    "window": ((), {"causal": True, "window": [3, -1], "scale": 0.3}),
+    "mask": ((torch.from_numpy(MASK),), {"softcap": 2.0}),
+    "bias": ((None, torch.from_numpy(MASK[:1] * 0.5)), {}),
+    "sinks": ((None, None, torch.linspace(-1, 1, 4, dtype=torch.float64)), {}),
+    "alibi": ((None, None, None, torch.linspace(0.1, 0.7, 4, dtype=torch.float64)), {"q_offset": 1}),
+    "lengths": ((None, None, None, None, torch.tensor([5, 0])), {}),
+}
+
+
+def in_numpy(q, k, v, tensors, options):
+    names = ("mask", "bias", "sinks", "alibi_slopes", "kv_lengths")
+    arrays = {n: x.detach().numpy() for n, x in zip(names, tensors, strict=False) if x is not None}
+    window = tuple(None if n == -1 else n for n in options.get("window", ())) or None
+    q, k, v = (x.detach().numpy() for x in (q, k, v))
+    return fastattn.attention(q, k, v, **arrays, **options | {"window": window}, return_lse=True)
+
+
+def cast(tensors, dtype):
+    return [x.to(dtype) if x is not None and x.is_floating_point() else x for x in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("call", CALLS)
+def test_same_bits_as_the_call_in_numpy(call, dtype):
+    tensors, options = CALLS[call]
+    tensors, (q, k, v) = cast(tensors, dtype), operands(dtype, heads_kv=2)
+    out, lse = with_lse(q, k, v, *tensors, **options)
+    expected, expected_lse = in_numpy(q, k, v, tensors, options)
+    assert np.array_equal(out.detach(), expected)
+    assert np.array_equal(lse.detach(), expected_lse)
+    assert torch.equal(attention(q, k, v, *tensors, **options), out)
+    with torch.no_grad():
+        assert torch.equal(attention(q, k, v, *tensors, **options), out)
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(5, 8)] * 3, [(3, 5, 8)] * 3, [(2, 1, 3, 5, 8), (4, 1, 7, 8), (1, 7, 6)]]
+)
+def test_any_number_of_dimensions(shapes):
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    out = attention(q, k, v)
+    assert np.array_equal(out.detach(), in_numpy(q, k, v, (), {})[0])
+    fake = torch.compile(attention, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert torch.equal(fake, out)
+    assert fake.stride() == out.stride()
+    out.sum().backward()
+    assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
+
+
+def test_memory_is_shared():
+    """Results lie as torch's kernel leaves them: the heads of a token side by side."""
+    x = torch.randn(2, 3, 5, 8, dtype=torch.bfloat16)
+    array = fastattn.torch._tensors.array_of(x)
+    assert array.dtype.name == "bfloat16"
+    assert array.__array_interface__["data"][0] == x.data_ptr()
+    back = fastattn.torch._tensors.tensor_of(array)
+    assert back.dtype is torch.bfloat16
+    assert back.data_ptr() == x.data_ptr()
+    out = attention(x, x, x)
+    assert out.transpose(1, 2).is_contiguous()
+    np.testing.assert_allclose(out.float(), scaled_dot_product_attention(x, x, x).float(), atol=2e-2)
+
+
+def test_attention_itself_takes_tensors():
+    """NumPy reads their memory; what it cannot read is refused."""
+    q, k, v = operands(grad=False)
+    expected = in_numpy(q, k, v, (), {})
+    bias = torch.linspace(-1, 1, 13)
+    assert np.array_equal(fastattn.attention(q, k, v), expected[0])
+    found = fastattn.attention(q, k, v, bias=bias, kv_lengths=torch.tensor([5, 0]))
+    assert np.array_equal(found, fastattn.attention(q, k, v, bias=bias.numpy(), kv_lengths=[5, 0]))
+    back = fastattn.functional.attention_backward(torch.from_numpy(expected[0]), q, k, v, *expected)
+    assert [x.dtype for x in back] == [np.float32] * 3
+    for wrong, message in (
+        (q.bfloat16(), r"\.float\(\) makes it one"),
+        (q.clone().requires_grad_(), r"requires grad"),
+        (q.to("meta"), r"meta"),
+        (q.to_sparse(), r"[Ss]parse"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"^attention\(\): q is of type Tensor; expected an array .*{message}"
+        ):
+            fastattn.attention(wrong, k, v)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_gradcheck(call):
+    tensors, options = CALLS[call]
+    inputs = operands(torch.float64, heads_kv=2)
+    tensors = [x.clone().requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, **options), (*inputs, *tensors))
+    if call in ("causal", "sinks"):  # the gradient of lse, too
+        assert torch.autograd.gradcheck(lambda *x: with_lse(*x, **options), (*inputs, *tensors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gradients_are_those_of_torch(dtype):
+    inputs = operands(dtype, len_q=40, len_k=40)
+    dout = torch.randn(2, 4, 40, 8).to(dtype)
+    found = torch.autograd.grad(attention(*inputs, causal=True), inputs, dout)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    out = scaled_dot_product_attention(*wide, is_causal=True)
+    expected = torch.autograd.grad(out, wide, dout.double())
+    eps = torch.finfo(dtype).eps
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype is dtype
+        assert (x.double() - y).abs().max() < 16 * eps * y.abs().max()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("op", [attention.default, with_lse.default])
+def test_opcheck(op, call):
+    tensors, options = CALLS[call]
+    torch.library.opcheck(op, (*operands(), *cast(tensors, torch.float32)), options)
+
+
+def test_opcheck_of_the_backward_pass():
+    q, k, v = operands(torch.bfloat16, grad=False)
+    bias = torch.randn(1, 4, 1, 13)
+    out, lse = with_lse(q, k, v, None, bias)
+    for need in (["dq", "dk", "dv", "dbias"], ["dv"], []):
+        torch.library.opcheck(backward.default, (out, None, out, lse, q, k, v, None, bias), {"need": need})
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler uses what torch deprecates
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic):
+    def f(q, k, v):
+        out = attention(q * 2, k, v, causal=True, window=[5, -1])
+        return out.transpose(1, 2).reshape(2, q.shape[2], -1).cumsum(-1)
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=dynamic)
+    for length in (9, 12):
+        inputs = operands(len_q=length)
+        expected, found = f(*inputs), compiled(*inputs)
+        torch.testing.assert_close(found, expected)
+        grads = [torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected)]
+        for x, y in zip(*grads, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_there_is_no_second_derivative():
+    q, k, v = operands()
+    (grad,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second"):
+        torch.autograd.grad(grad.square().sum(), k)
+
+
+def test_autocast():
+    q, k, v = operands(grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k, v.bfloat16())
+    assert out.dtype is torch.bfloat16
+    assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+
+def test_threads_are_no_more_than_torch_uses():
+    before = torch.get_num_threads()
+    try:
+        with fastattn._engine.settings.forced(num_threads=3):
+            for count, used in ((1, 1), (8, None), (3, None)):
+                torch.set_num_threads(count)
+                assert fastattn.torch._tensors.num_threads() == used
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_errors_are_those_of_attention():
+    q, k, v = operands(grad=False)
+    with pytest.raises(ValueError, match=r"^attention\(\): k has a head_dim of 8"):
+        attention(q, v, v)
+    with pytest.raises(TypeError, match=r"^attention\(\): q, k and v have dtypes"):
+        attention(q, k.double(), v)
+    with pytest.raises(ValueError, match=r"^attention\(\): window is \[3\]; expected \[left, right\]"):
+        attention(q, k, v, window=[3])
+    with pytest.raises(NotImplementedError, match="fastattn::attention"):
+        attention(*(x.to_sparse() for x in (q, k, v)))
+    assert attention(*(x.to("meta") for x in (q, k, v))).shape == (2, 4, 9, 8)

@@ -1,0 +1,125 @@
+"""Operators of attention without softmax."""
+
+import numpy as np
+import pytest
+import torch
+
+import fastattn.torch
+from fastattn import functional
+
+linear = torch.ops.fastattn.linear_attention
+sigmoid = torch.ops.fastattn.sigmoid_attention
+RULES = ["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
+
+
+def operands(rule, dtype=torch.float64):
+    """q, k, v, log_decay and beta of a rule."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = normal(2, 4, 11, 6), normal(2, 2, 11, 6), normal(2, 2, 11, 5)
+    k = k / k.norm(dim=-1, keepdim=True)
+    log_decay = {
+        "decay": -normal(2).abs(),
+        "gated": -normal(2, 2, 11, 6).abs(),
+        "gated_delta": -normal(2, 2, 11).abs(),
+        "kimi_delta": -normal(2, 2, 11, 6).abs(),
+    }.get(rule)
+    beta = normal(2, 2, 11).sigmoid() if "delta" in rule else None
+    return [None if x is None else x.to(dtype).requires_grad_() for x in (q, k, v, log_decay, beta)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradcheck(rule):
+    assert torch.autograd.gradcheck(lambda *x: linear(*x, rule=rule), operands(rule))
+
+
+def test_gradcheck_of_options():
+    def f(*x):
+        return linear(*x, rule="linear", causal=False, normalize=True, scale=0.5, eps=0.1)
+
+    q, k, v, *_ = operands("linear")
+    q, k = (x.detach().abs().requires_grad_() for x in (q, k))
+    assert torch.autograd.gradcheck(f, (q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES)
+def test_same_bits_as_in_numpy(rule, dtype):
+    tensors = operands(rule, dtype)
+    arrays = [None if x is None else fastattn.torch._tensors.array_of(x.detach()) for x in tensors]
+    q, k, v, log_decay, beta = arrays
+    expected = functional.linear_attention(q, k, v, rule=rule, log_decay=log_decay, beta=beta)
+    found = linear(*tensors, rule=rule)
+    assert np.array_equal(fastattn.torch._tensors.array_of(found.detach()), expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_opcheck(rule):
+    torch.library.opcheck(linear.default, operands(rule, torch.float32), {"rule": rule})
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler uses what torch deprecates
+def test_compile():
+    inputs = operands("gated", torch.float32)
+    compiled = torch.compile(lambda *x: linear(*x, rule="gated").square().sum(), fullgraph=True)
+    found = torch.autograd.grad(compiled(*inputs), inputs[:4])
+    expected = torch.autograd.grad(linear(*inputs, rule="gated").square().sum(), inputs[:4])
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+SIGMOID = {
+    "plain": ((), {}),
+    "causal": ((), {"causal": True, "sigmoid_bias": -0.5}),
+    "window": ((), {"causal": True, "window": [3, -1], "scale": 0.3, "softcap": 2.0}),
+    "mask": ((torch.arange(9 * 11).reshape(9, 11) % 4 > 0,), {}),
+    "bias": ((None, torch.linspace(-1, 1, 11, dtype=torch.float64).expand(2, 1, 9, 11)), {}),
+    "alibi": ((None, None, torch.linspace(0.1, 0.7, 4, dtype=torch.float64)), {"q_offset": 1}),
+    "lengths": ((None, None, None, torch.tensor([5, 0])), {}),
+}
+
+
+def of_sigmoid(call, dtype):
+    """All tensors, and the options."""
+    tensors, options = SIGMOID[call]
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 9, 6), (2, 2, 11, 6), (2, 2, 11, 5)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    learned = [x is not None and x.is_floating_point() for x in (*inputs, *tensors)]
+    return [
+        x.to(dtype).clone().requires_grad_() if learns else x
+        for x, learns in zip((*inputs, *tensors), learned, strict=True)
+    ], options
+
+
+@pytest.mark.parametrize("call", SIGMOID)
+def test_sigmoid(call):
+    """The same bits as in NumPy, gradients by finite differences, and what torch checks of an operator."""
+    tensors, options = of_sigmoid(call, torch.float64)
+    names = ("q", "k", "v", "mask", "bias", "alibi_slopes", "kv_lengths")
+    arrays = {n: x.detach().numpy() for n, x in zip(names, tensors, strict=False) if x is not None}
+    window = tuple(None if n == -1 else n for n in options.get("window", ())) or None
+    expected = functional.sigmoid_attention(**arrays, **options | {"window": window})
+    assert np.array_equal(sigmoid(*tensors, **options).detach(), expected)
+    assert torch.autograd.gradcheck(lambda *x: sigmoid(*x, **options), tensors)
+    torch.library.opcheck(sigmoid.default, of_sigmoid(call, torch.float32)[0], options)
+
+
+def test_sigmoid_of_one_head_and_of_bfloat16():
+    x = torch.randn(5, 8, dtype=torch.bfloat16)
+    assert sigmoid(x, x, x).shape == (5, 8)
+    assert torch.equal(sigmoid(x, x, x), sigmoid(x[None, None], x[None, None], x[None, None])[0, 0])
+    with pytest.raises(ValueError, match=r"window is \[3\]; expected \[left, right\]"):
+        sigmoid(x, x, x, window=[3])
+
+
+def test_errors():
+    q, k, v, *_ = operands("linear", torch.float32)
+    with pytest.raises(ValueError, match=r"^linear_attention\(\): rule is 'fast'"):
+        linear(q, k, v, rule="fast")
+    (grad,) = torch.autograd.grad(linear(q, k, v, rule="linear").sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"^linear_attention\(\): it has a first derivative, no"):
+        torch.autograd.grad(grad.square().sum(), k)

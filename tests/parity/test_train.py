@@ -1,0 +1,116 @@
+"""Optimizers against torch's on the same gradients, and a model's training against torch's modules."""
+
+import numpy as np
+import pytest
+import torch
+
+from fastattn import train
+from fastattn.layers import LanguageModel
+
+RNG = np.random.default_rng(1)
+DECAY = {"weight_decay": 0.1}
+OPTIMIZERS = {
+    "adamw": (train.AdamW, torch.optim.AdamW, {"lr": 1e-2, **DECAY}),
+    "adamw, other betas": (train.AdamW, torch.optim.AdamW, {"lr": 1e-3, "betas": (0.5, 0.6), "eps": 1e-3}),
+    "sgd": (train.SGD, torch.optim.SGD, {"lr": 1e-2, **DECAY}),
+    "sgd, momentum": (train.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, **DECAY}),
+    "sgd, nesterov": (train.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+}
+
+
+def arrays(dtype):
+    return {name: RNG.standard_normal(shape).astype(dtype) for name, shape in (("w", (130, 37)), ("b", (9,)))}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_torch_s(name, dtype):
+    make, theirs, options = OPTIMIZERS[name]
+    weights = arrays(dtype)
+    tensors = {key: torch.nn.Parameter(torch.tensor(x)) for key, x in weights.items()}
+    ours, other = make(weights, **options, decay_vectors=True), theirs(tensors.values(), **options)
+    for most in (1e9, 30.0, 5.0, 1e9):
+        grads = arrays(dtype)
+        for key, tensor in tensors.items():
+            tensor.grad = torch.tensor(grads[key])
+        norm = torch.nn.utils.clip_grad_norm_(tensors.values(), most)
+        other.step()
+        assert ours.step(grads, max_norm=most) == pytest.approx(norm.item(), rel=1e-6)
+        for key, tensor in tensors.items():
+            np.testing.assert_allclose(
+                weights[key], tensor.detach().numpy(), rtol=0, atol=8 * float(np.finfo(dtype).eps)
+            )
+
+
+def test_clipping_in_place_is_torch_s():
+    grads = arrays(np.float32)
+    tensors = [torch.nn.Parameter(torch.tensor(x)) for x in grads.values()]
+    for tensor, x in zip(tensors, grads.values(), strict=True):
+        tensor.grad = torch.tensor(x)
+    norm = torch.nn.utils.clip_grad_norm_(tensors, 3.0)
+    assert train.clip_grad_norm(grads, 3.0) == pytest.approx(norm.item(), rel=1e-6)
+    for tensor, x in zip(tensors, grads.values(), strict=True):
+        np.testing.assert_allclose(x, tensor.grad.numpy(), rtol=1e-6)
+
+
+class Theirs(torch.nn.Module):
+    """LanguageModel of torch's modules, under the same names."""
+
+    def __init__(self, vocab_size, max_length, d_model, num_heads, num_layers):
+        super().__init__()
+        self.token_embedding = torch.nn.Embedding(vocab_size, d_model)
+        self.position_embedding = torch.nn.Embedding(max_length, d_model)
+        layer = torch.nn.TransformerEncoderLayer(
+            d_model, num_heads, 4 * d_model, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        norm = torch.nn.LayerNorm(d_model)
+        self.encoder = torch.nn.TransformerEncoder(layer, num_layers, norm, enable_nested_tensor=False)
+
+    def forward(self, ids, targets):
+        length = ids.shape[1]
+        x = self.token_embedding(ids) + self.position_embedding(torch.arange(length))
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(length, dtype=x.dtype)
+        logits = self.encoder(x, mask=mask, is_causal=True) @ self.token_embedding.weight.T
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_training_is_torch_s(dtype):
+    """One step to 1e-5 (float64: 1e-12) of the largest weight, and the losses of 50 to 1e-3."""
+    sizes = 23, 32, 48, 4, 2
+    ours = LanguageModel(*sizes, weights_dtype=dtype, rng=0)
+    state = ours.state_dict().items()
+    ours.load_state_dict({name: x + 0.1 * RNG.standard_normal(x.shape) * (x.ndim == 1) for name, x in state})
+    theirs = Theirs(*sizes).to(getattr(torch, dtype))
+    theirs.load_state_dict({name: torch.tensor(x) for name, x in ours.state_dict().items()})
+    options = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    optimizer = train.AdamW(ours, **options, decay_vectors=True)
+    other = torch.optim.AdamW(theirs.parameters(), **options)
+    schedule = train.Schedule("cosine", 50, warmup=5)
+    text = np.cumsum(RNG.integers(1, 4, 4000)) % sizes[0]
+    losses = []
+    for step in range(50):
+        begins = RNG.integers(len(text) - 33, size=8)[:, None] + np.arange(33)
+        ids, targets = text[begins[:, :-1]], text[begins[:, 1:]]
+        before = ours.state_dict()
+        loss, grads = ours.loss_and_gradients(ids, targets)
+        optimizer.step(grads, factor=schedule(step), max_norm=1.0)
+        other.zero_grad()
+        their_loss = theirs(torch.tensor(ids), torch.tensor(targets))
+        their_loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        for group in other.param_groups:
+            group["lr"] = options["lr"] * schedule(step)
+        other.step()
+        losses.append((loss, their_loss.item()))
+        if step == 0:
+            exact = 1e-5 if dtype == "float32" else 1e-12
+            for name, x in theirs.state_dict().items():
+                largest = max(abs(optimizer.parameters[name]).max(), abs(before[name]).max())
+                difference = abs(optimizer.parameters[name] - x.numpy())
+                if name.endswith("in_proj_bias"):
+                    # The gradient of the keys' bias is 0. AdamW makes steps of what rounding leaves of it.
+                    difference[48:96] = 0
+                assert difference.max() <= exact * largest, name
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-3)
+    assert losses[-1][0] < 0.6 * losses[0][0]

@@ -1,0 +1,376 @@
+"""The loop, schedules, batches, and a run in a file, on a logistic regression with gradients by hand."""
+
+import json
+import math
+import signal
+import sys
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from fastattn import train
+from fastattn.layers import Linear
+
+RNG = np.random.default_rng(1)
+ROWS, FEATURES, CLASSES = 60, 8, 3
+TRUE = np.random.default_rng(0).standard_normal((FEATURES, CLASSES))
+
+
+def data():
+    x = RNG.standard_normal((ROWS, FEATURES)).astype(np.float32)
+    return x, (x @ TRUE).argmax(axis=-1)
+
+
+class Run:
+    """A trainer and all that belongs to it; `rng` drops inputs, as dropout would."""
+
+    def __init__(self, make=train.AdamW, seed=0, **options):
+        RNG.bit_generator.state = np.random.default_rng(5).bit_generator.state
+        self.layer = Linear(FEATURES, CLASSES, rng=3)
+        self.rng = np.random.default_rng(seed)
+        self.calls = 0
+        self.optimizer = make(self.layer, 0.05)
+        batches = train.Batches(*data(), batch_size=7, rng=seed + 1)
+        schedule = train.Schedule("cosine", 40, warmup=4, final=0.1)
+        self.trainer = train.Trainer(
+            self.loss,
+            self.optimizer,
+            batches,
+            **{"schedule": schedule, "rng": self.rng, "max_norm": 1.0, **options},
+        )
+
+    def loss(self, batch):
+        x, y = batch
+        self.calls += 1
+        x = x * (self.rng.random(x.shape) < 0.9)
+        logits = np.asarray(self.layer(x), float)
+        probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        probs /= probs.sum(axis=-1, keepdims=True)
+        loss = -np.log(probs[np.arange(len(y)), y]).mean()
+        probs[np.arange(len(y)), y] -= 1
+        probs /= len(y)
+        return loss, {
+            "weight": (probs.T @ x).astype(np.float32),
+            "bias": probs.sum(axis=0).astype(np.float32),
+        }
+
+    def bits(self):
+        """All that decides how it goes on."""
+        state = {name: np.copy(x).tobytes() for name, x in self.optimizer.state_dict().items()}
+        state |= {name: x.tobytes() for name, x in self.layer.state_dict().items()}
+        return state, self.trainer.steps, self.trainer._where()
+
+
+def test_it_learns_and_tells():
+    run = Run(rng=None)
+    steps = run.trainer.fit(40)
+    assert [step.step for step in steps] == list(range(1, 41))
+    assert steps[0].factor == 0.25
+    assert steps[-1].loss < 0.5 * steps[0].loss
+    assert steps[0].tokens == 7 * FEATURES
+    assert steps[0].tokens_per_second == steps[0].tokens / steps[0].seconds
+    assert run.trainer.fit(40) == []
+    assert len(run.trainer.fit(41)) == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("make", [train.AdamW, train.SGD])
+def test_a_resumed_run_has_the_bits_of_one_that_went_through(make, accumulate, tmp_path):
+    path = tmp_path / "run.safetensors"
+    through, first, second = Run(make, accumulate=accumulate), Run(make, accumulate=accumulate), None
+    losses = [step.loss for step in through.trainer.fit(30)]
+    begun = [step.loss for step in first.trainer.fit(13)]
+    first.trainer.save(path)
+    second = Run(make, seed=9, accumulate=accumulate, schedule=train.Schedule())
+    second.trainer.fit(2)
+    second.trainer.load(path)
+    assert second.trainer.schedule == first.trainer.schedule
+    assert second.bits() == first.bits()
+    resumed = [step.loss for step in second.trainer.fit(30)]
+    assert begun + resumed == losses
+    assert second.bits() == through.bits()
+
+
+def test_accumulated_batches_are_one_large_batch():
+    x, y = data()
+    small, large = Run(rng=None), Run(rng=None)
+    for run, size in ((small, 10), (large, 30)):
+        run.trainer.batches = train.Batches(x, y, batch_size=size, shuffle=False)
+        run.trainer._place = run.trainer._where()
+        run.rng = type("", (), {"random": staticmethod(lambda shape: np.zeros(shape))})
+    small.trainer.accumulate = 3
+    for a, b in zip(small.trainer.fit(8), large.trainer.fit(8), strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-6)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+        assert a.tokens == b.tokens
+
+
+def test_a_file_holds_arrays_and_json(tmp_path):
+    path = tmp_path / "run.safetensors"
+    run = Run()
+    run.trainer.fit(5)
+    run.trainer.save(path)
+    with safe_open(path, framework="numpy") as file:
+        values = json.loads(file.metadata()["fastattn.train"])
+        assert set(file.keys()) == {
+            f"{part}.{name}" for part in ("params", "first", "second") for name in ("weight", "bias")
+        }
+    assert values["steps"] == values["optimizer_steps"] == 5
+    layer = Linear(FEATURES, CLASSES)
+    layer.load_state_dict(path, prefix="params.")
+    np.testing.assert_array_equal(layer.packed_weight.unpack(), run.layer.packed_weight.unpack())
+    assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
+
+
+def test_a_file_is_replaced_at_once(tmp_path, monkeypatch):
+    path = tmp_path / "run.safetensors"
+    run = Run()
+    run.trainer.fit(3)
+    run.trainer.save(path)
+    before = path.read_bytes()
+    run.trainer.fit(5)
+
+    def fails(*args):
+        raise OSError("no space")
+
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(OSError, match="no space"):
+        run.trainer.save(path)
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_files_that_do_not_fit_change_nothing(tmp_path):
+    path = tmp_path / "run.safetensors"
+    run, other, sgd = Run(), Run(), Run(train.SGD)
+    run.trainer.fit(3)
+    run.trainer.save(path)
+    with pytest.raises(ValueError, match="is of the optimizer AdamW; expected SGD"):
+        sgd.trainer.load(path)
+    with pytest.raises(FileNotFoundError, match=r"^Trainer.load\(\): .*nothing.safetensors is missing"):
+        run.trainer.load(tmp_path / "nothing.safetensors")
+    with pytest.raises(ValueError, match="has the place of batches, rng; expected batches"):
+        Run(rng=None).trainer.load(path)
+    other.trainer.batches = train.Batches(*data(), batch_size=8)
+    before = other.bits()
+    with pytest.raises(ValueError, match="batch_size is 7; expected 8"):
+        other.trainer.load(path)
+    assert other.bits() == before
+    wide = train.AdamW({"weight": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)})
+    other.trainer.optimizer, other.trainer.batches = wide, Run().trainer.batches
+    before = other.bits()
+    with pytest.raises(ValueError, match=r"params.weight is an array of shape \(3, 8\)"):
+        other.trainer.load(path)
+    assert other.bits() == before
+    layer = Linear(FEATURES, CLASSES, rng=0)
+    weights = tmp_path / "weights.safetensors"
+    from safetensors.numpy import save_file
+
+    save_file(layer.state_dict(), weights)
+    with pytest.raises(ValueError, match="holds no training run"):
+        run.trainer.load(weights)
+    with pytest.raises(ValueError, match="is a folder"):
+        run.trainer.save(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"the folder .* is missing"):
+        run.trainer.save(tmp_path / "there" / "x.safetensors")
+
+
+WHOLE = {"optimizer": "AdamW", "optimizer_steps": 1, "steps": 1, "schedule": None, "place": {}}
+HEADERS = {
+    r"'optimizer' in the header of .* is missing; expected a name": {},
+    r"'steps' in the header of .* is -1; expected a number": {**WHOLE, "steps": -1},
+    r"'optimizer_steps' in the header of .* is 'x'; expected a number": {**WHOLE, "optimizer_steps": "x"},
+    r"'place' in the header of .* is \[1\]; expected a place in the data": {**WHOLE, "place": [1]},
+    r"the schedule in .* is none: ": {**WHOLE, "place": None, "schedule": {"what": 1}},
+}
+
+
+@pytest.mark.parametrize("match", HEADERS)
+def test_headers_that_are_not_whole(match, tmp_path):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    run, path = Run(), tmp_path / "run.safetensors"
+    values = {"format": 1, **HEADERS[match]}
+    if "place" in values and values["place"] is None:
+        values["place"] = run.trainer._where()
+    arrays = {name: x for name, x in run.optimizer.state_dict().items() if name != "steps"}
+    save_file(arrays, path, {"fastattn.train": json.dumps(values)})
+    before = run.bits()
+    with pytest.raises(ValueError, match=match):
+        run.trainer.load(path)
+    assert run.bits() == before
+
+
+def test_steps_that_cannot_be_stored_are_skipped():
+    layer = Linear(4, 3, weights_dtype="bfloat16", rng=0)
+    before = layer.state_dict()
+    grads = {name: np.full(x.shape, 9, np.float32) for name, x in before.items()}
+    run = train.Trainer(lambda b: (1.0, grads), train.SGD(layer, 1e38), [1], nonfinite="skip")
+    steps = run.fit(2)
+    assert [step.grad_norm for step in steps] == [np.inf, np.inf]
+    assert (run.steps, run.optimizer.steps) == (2, 0)
+    for name, x in layer.state_dict().items():
+        np.testing.assert_array_equal(x, before[name])
+
+
+@pytest.mark.parametrize("where", ["loss", "update"])
+def test_ctrl_c_leaves_whole_steps(where):
+    through, run = Run(accumulate=2), Run(accumulate=2)
+    through.trainer.fit(20)
+    run.trainer.fit(5)
+    loss, update = run.trainer.loss, run.optimizer._update
+
+    def interrupted(function):
+        def call(*args):
+            result = function(*args)
+            if run.calls == 19:
+                run.calls += 1
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        return call
+
+    if where == "loss":
+        run.trainer.loss = interrupted(loss)
+    else:
+        run.optimizer._update = interrupted(update)
+        run.calls += 1
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.trainer.fit(20)
+    finally:
+        signal.signal(signal.SIGINT, old)
+    assert 5 < run.trainer.steps < 20
+    assert run.optimizer.steps == run.trainer.steps
+    run.trainer.fit(20)
+    assert run.bits() == through.bits()
+
+
+def test_losses_and_gradients_that_are_not_finite():
+    run = Run()
+    loss, bad = run.trainer.loss, {3: (math.nan, 1.0), 6: (1.0, math.inf)}
+
+    def spoilt(batch):
+        value, grads = loss(batch)
+        factors = bad.get(run.calls, (1.0, 1.0))
+        return value * factors[0], {**grads, "bias": grads["bias"] * np.float32(factors[1])}
+
+    run.trainer.loss = spoilt
+    with pytest.raises(FloatingPointError, match=r"^Trainer.fit\(\): the loss is nan at step 3"):
+        run.trainer.fit(10)
+    assert run.trainer.steps == 2
+    with pytest.raises(FloatingPointError, match="the gradient of bias has"):
+        run.trainer.fit(10)
+    run.trainer.nonfinite, run.calls, done = "skip", 2, run.trainer.steps
+    steps = run.trainer.fit(10)
+    assert [math.isfinite(step.grad_norm) for step in steps].count(False) == 2
+    assert run.trainer.steps == 10
+    assert run.optimizer.steps == 8
+    assert done == 4
+
+
+def test_finite_batches_begin_anew_and_iterators_end():
+    x, y = data()
+    run = Run(rng=None)
+    run.trainer.batches = [(x, y), (x[:9], y[:9])]
+    run.trainer._place = {}
+    assert [step.tokens for step in run.trainer.fit(5)] == [480, 72, 480, 72, 480]
+    run.trainer.batches, run.trainer._iterator = iter([(x, y)] * 2), None
+    assert len(run.trainer.fit(20)) == 2
+    assert run.trainer.steps == 7
+
+
+def test_what_it_prints_and_calls(capsys):
+    run = Run()
+    seen = []
+    run.trainer.fit(10, log_every=4, callback=lambda step: seen.append(step) or step.step == 9)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 4 of 10", "step 8 of 10"]
+    assert "tokens/s" in lines[0]
+    assert len(seen) == 9
+    run.trainer.fit(12, show_progress_bar=True)
+    assert "12/12" in capsys.readouterr().err
+
+
+def test_a_bar_needs_tqdm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match="pip install tqdm"):
+        Run().trainer.fit(1, show_progress_bar=True)
+
+
+@pytest.mark.parametrize("generator", [np.random.MT19937, np.random.Philox, np.random.PCG64])
+def test_batches_go_where_they_were(generator):
+    x = np.arange(23)
+    first = train.Batches(x, batch_size=5, rng=np.random.Generator(generator(1)))
+    epoch = np.concatenate([next(first) for _ in range(len(first))])
+    assert len(set(epoch.tolist())) == 20
+    for count in (0, 1, 3, 4):
+        state = json.loads(json.dumps(first.state_dict()))
+        second = train.Batches(x, batch_size=5, rng=np.random.Generator(generator(2)))
+        second.load_state_dict(state)
+        for _ in range(6 + count):
+            np.testing.assert_array_equal(next(first), next(second))
+    plain = train.Batches(x, x + 1, batch_size=10, shuffle=False)
+    assert [tuple(part[0] for part in next(plain)) for _ in range(3)] == [(0, 1), (10, 11), (0, 1)]
+    windows = np.lib.stride_tricks.sliding_window_view(x, 4)
+    assert next(train.Batches(windows, batch_size=3, rng=0)).shape == (3, 4)
+
+
+def test_schedules():
+    at = [0, 1, 4, 5, 10, 15, 99]
+    cosine = train.Schedule("cosine", 15, warmup=5, final=0.2)
+    assert [cosine(i) for i in at] == pytest.approx([0.2, 0.4, 1, 1, 0.6, 0.2, 0.2])
+    linear = train.Schedule("linear", 15, warmup=5)
+    assert [linear(i) for i in at] == pytest.approx([0.2, 0.4, 1, 1, 0.5, 0, 0])
+    assert [train.Schedule(warmup=2)(i) for i in at] == [0.5, 1, 1, 1, 1, 1, 1]
+
+
+def loss(batch):
+    return 0.0, {}
+
+
+def trainer(**options):
+    return train.Trainer(
+        **{"loss": loss, "optimizer": train.SGD({"w": np.ones(3)}), "batches": [1], **options}
+    )
+
+
+BATCHES = train.Batches([1], batch_size=1)
+NO_NUMBER = np.ones(2)
+ERRORS = {
+    r"^Schedule\(\): kind is 'exp'": lambda: train.Schedule("exp"),
+    r"^Schedule\(\): num_steps is None": lambda: train.Schedule("cosine"),
+    r"^Schedule\(\): num_steps is 5; expected at least 6": lambda: train.Schedule("linear", 5, warmup=5),
+    r"^Schedule\(\): final is -1": lambda: train.Schedule("linear", 5, final=-1.0),
+    r"^Batches\(\): there is no array": lambda: train.Batches(batch_size=1),
+    r"^Batches\(\): arrays have shapes \(3,\), \(1,\)": lambda: train.Batches([1, 2, 3], [1], batch_size=1),
+    r"^Batches\(\): arrays have shapes \(\)": lambda: train.Batches(3, batch_size=1),
+    r"^Batches\(\): arrays have no rows": lambda: train.Batches([], batch_size=1),
+    r"^Batches\(\): batch_size is 4; expected 1 to 3": lambda: train.Batches([1, 2, 3], batch_size=4),
+    r"^Batches.load_state_dict\(\): state_dict lacks": lambda: BATCHES.load_state_dict({}),
+    r"^Trainer\(\): loss is of type int": lambda: trainer(loss=3),
+    r"^Trainer\(\): optimizer is of type dict": lambda: trainer(optimizer={}),
+    r"^Trainer\(\): batches is of type int": lambda: trainer(batches=3),
+    r"^Trainer\(\): rng is of type int": lambda: trainer(rng=3),
+    r"^Trainer\(\): accumulate is 0": lambda: trainer(accumulate=0),
+    r"^Trainer\(\): nonfinite is 'x'": lambda: trainer(nonfinite="x"),
+    r"^Trainer\(\): max_norm is 0": lambda: trainer(max_norm=0.0),
+    r"^Trainer.fit\(\): num_steps is -1": lambda: trainer().fit(-1),
+    r"^Trainer.fit\(\): log_every is 0": lambda: trainer().fit(1, log_every=0),
+    r"^Trainer.fit\(\): callback is of type int": lambda: trainer().fit(1, callback=3),
+    r"^Trainer.fit\(\): loss returned 1.0; expected a loss": lambda: trainer(loss=lambda b: 1.0).fit(1),
+    r"^Trainer.fit\(\): loss returned an array .* as the loss": lambda: trainer(
+        loss=lambda b: (NO_NUMBER, {})
+    ).fit(1),
+    r"^SGD.step\(\): grads lacks w": lambda: trainer().fit(1),
+    r"^Trainer.fit\(\): grads has 'typo', which is the name of no": lambda: trainer(
+        loss=lambda b: (1.0, {"w": np.ones(3), "typo": np.ones(3)}), accumulate=2
+    ).fit(1),
+}
+
+
+@pytest.mark.parametrize("match", ERRORS)
+def test_errors_say_what_is_wrong(match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        ERRORS[match]()

@@ -1,0 +1,300 @@
+"""Fine-tuning: losses and their gradients against finite differences, adapters, and some steps."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from tiny_tokenizers import write_tokenizer
+
+from fastattn import models
+from fastattn.train import AdamW, ClassifierTuning, ContrastiveTuning, NextTokenTuning, Trainer
+
+pytest.importorskip("tokenizers")
+STEP = 1e-5
+TEXTS = ["the cat sat on the mat", "a dog ran", "the cat", "a tree ran on the dog", "a mat sat", "dog"]
+
+
+def loaded(tmp_path, kind="bert", pooling=None, **options):
+    tiny.write(tmp_path, kind)
+    write_tokenizer(tmp_path)
+    if pooling is not None:
+        tiny.write_modules(tmp_path, pooling)
+    return models.load(tmp_path, **{"dtype": "float64", **options})
+
+
+def assert_slopes(tuning, batch, seed=0):
+    """Each gradient is the slope of the loss along a direction."""
+    rng = np.random.default_rng(seed)
+    _, grads = tuning.loss(batch)
+    params = tuning.state_dict()
+    assert grads.keys() == params.keys()
+    most = 0.0
+    for name, array in params.items():
+        step = STEP * rng.standard_normal(array.shape)
+        ends = []
+        for sign in (1, -1):
+            moved = {**params, name: array + sign * step}
+            before = array.copy()
+            array[...] = moved[name]
+            tuning._repack(params, {name})
+            ends.append(tuning.loss(batch)[0])
+            array[...] = before
+        tuning._repack(params, {name})
+        slope = (ends[0] - ends[1]) / 2
+        np.testing.assert_allclose((grads[name] * step).sum(), slope, rtol=1e-5, atol=1e-12, err_msg=name)
+        most = max(most, abs(slope))
+    assert most > 1e-7
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_contrastive(parts, symmetric, tmp_path):
+    tuning = ContrastiveTuning(loaded(tmp_path), symmetric=symmetric, temperature=0.3)
+    assert_slopes(tuning, (TEXTS[:2], TEXTS[2:4], TEXTS[4:])[:parts])
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3])
+def test_chunks_change_nothing(chunk_size, tmp_path):
+    model, batch = loaded(tmp_path), (TEXTS[:3], TEXTS[3:])
+    loss, grads = ContrastiveTuning(model).loss(batch)
+    got, other = ContrastiveTuning(model, chunk_size=chunk_size).loss(batch)
+    assert got == pytest.approx(loss, rel=1e-12)
+    for name, x in grads.items():
+        np.testing.assert_allclose(other[name], x, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
+def test_classifier_with_every_pooling(mode, tmp_path):
+    tuning = ClassifierTuning(loaded(tmp_path, pooling=mode), 3)
+    assert tuning.model.sentences.pooling.modes == (mode,)
+    assert_slopes(tuning, (TEXTS[:4], [0, 1, 2, 1]))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_next_tokens(kind, tmp_path):
+    tuning = NextTokenTuning(loaded(tmp_path, kind))
+    assert_slopes(tuning, [[3, 5, 4, 6], [7, 3, 3]])
+
+
+@pytest.mark.parametrize(("kind", "tuning"), [("bert", ContrastiveTuning), ("gpt2", NextTokenTuning)])
+def test_adapters(kind, tuning, tmp_path):
+    model = loaded(tmp_path, kind)
+    batch = (TEXTS[:2], TEXTS[2:4]) if kind == "bert" else [[3, 5, 4, 6], [7, 3, 3]]
+    whole, adapted = tuning(model), tuning(model, rank=2, alpha=3.0)
+    assert adapted.loss(batch)[0] == whole.loss(batch)[0]
+    params = adapted.state_dict()
+    assert params
+    assert all(name.endswith((".lora_a", ".lora_b")) for name in params)
+    for name, x in params.items():
+        if name.endswith(".lora_b"):
+            x[...] = 0.1 * np.random.default_rng(0).standard_normal(x.shape)
+    adapted._repack(params, set(params))
+    assert_slopes(adapted, batch)
+    name = next(iter(params)).removesuffix(".lora_a")
+    merged = adapted.model.state_dict()[name]
+    expected = model.state_dict()[name] + 1.5 * params[name + ".lora_b"] @ params[name + ".lora_a"]
+    np.testing.assert_allclose(merged, expected, rtol=1e-12)
+
+
+def test_training_learns(tmp_path):
+    texts, labels = TEXTS[:4], [0, 1, 0, 1]
+    tuning = ClassifierTuning(loaded(tmp_path, dtype="float32"), 2)
+    before = tuning.predict(texts)
+    np.testing.assert_allclose(before.sum(axis=-1), 1, rtol=1e-6)
+    trainer = Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(texts, labels)], tokens=lambda batch: 4)
+    steps = trainer.fit(40)
+    assert steps[-1].loss < 0.5 * steps[0].loss
+    assert (tuning.predict(texts).argmax(axis=-1) == labels).all()
+
+
+def test_a_run_is_saved_and_resumed_to_the_bit(tmp_path):
+    pytest.importorskip("safetensors")
+    model = loaded(tmp_path, dtype="float32")
+
+    def run():
+        tuning = ContrastiveTuning(model, rank=2)
+        return tuning, Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:3], TEXTS[3:])], tokens=len)
+
+    tuning, trainer = run()
+    trainer.fit(2)
+    trainer.save(tmp_path / "run.safetensors")
+    trainer.fit(4)
+    other, resumed = run()
+    resumed.load(tmp_path / "run.safetensors")
+    resumed.fit(4)
+    for name, x in tuning.state_dict().items():
+        np.testing.assert_array_equal(other.state_dict()[name], x)
+    np.testing.assert_array_equal(other.model.encode(TEXTS), tuning.model.encode(TEXTS))
+
+
+def test_errors(tmp_path):
+    model = loaded(tmp_path)
+    tuning = ContrastiveTuning(model)
+    for call, kind, message in [
+        (lambda: NextTokenTuning(model), TypeError, "model is of type Encoder; expected a Decoder"),
+        (lambda: ContrastiveTuning(3), TypeError, "model is of type int; expected an Encoder"),
+        (lambda: ContrastiveTuning(model, temperature=0), ValueError, "temperature is 0"),
+        (lambda: ContrastiveTuning(model, rank=0), ValueError, "rank is 0; expected at least 1"),
+        (lambda: ContrastiveTuning(model, targets="nothing"), ValueError, "targets has 'nothing'"),
+        (lambda: tuning.loss(TEXTS), TypeError, "expected \\(anchors, positives"),
+        (lambda: tuning.loss((TEXTS[:2], TEXTS[:3])), ValueError, "2 anchors and 3 positives"),
+        (lambda: tuning.loss(([], [])), TypeError, r"batch\[0\] is \[\]; expected texts"),
+        (lambda: ClassifierTuning(model, 1), ValueError, "num_labels is 1"),
+        (lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [0, 2])), ValueError, "has 2; expected 0 to 1"),
+        (
+            lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [-1, 0])),
+            ValueError,
+            r"batch\[1\] has -1; exp",
+        ),
+        (lambda: tuning.loss(("abc", "def")), TypeError, r"batch\[0\] is 'abc'; expected texts"),
+        (lambda: ClassifierTuning(model, 2).loss(("ab", [0, 1])), TypeError, r"batch\[0\] is 'ab'; expected"),
+        (lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [0.0, 1.0])), ValueError, "expected 2 integers"),
+    ]:
+        with pytest.raises(kind, match=message):
+            call()
+
+
+@pytest.mark.parametrize("weights_dtype", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize(("kind", "tuning"), [("bert", ContrastiveTuning), ("gpt2", NextTokenTuning)])
+def test_frozen_types_are_refused(kind, tuning, weights_dtype, tmp_path):
+    model = loaded(tmp_path, kind, dtype="float32", weights_dtype=weights_dtype)
+    for options in ({}, {"rank": 2}):
+        with pytest.raises(
+            ValueError, match=f"model keeps its weights in {weights_dtype}, .*; expected floa"
+        ):
+            tuning(model, **options)
+
+
+# What has two axes, and is no weight of a linear map. A table of tokens may be the output layer, too.
+TABLES = {
+    "gpt2": {"transformer.wte.weight", "transformer.wpe.weight"},
+    "llama": {"model.embed_tokens.weight"},
+    "qwen2": {"model.embed_tokens.weight"},
+    "bert": {f"embeddings.{name}_embeddings.weight" for name in ("word", "position", "token_type")},
+    "mpnet": {
+        "embeddings.word_embeddings.weight",
+        "embeddings.position_embeddings.weight",
+        "encoder.relative_attention_bias.weight",
+    },
+    "t5": {"shared.weight", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"},
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_adapters_are_of_linear_maps(kind, tmp_path):
+    model = loaded(tmp_path, kind)
+    tuning = NextTokenTuning if isinstance(model, models.Decoder) else ContrastiveTuning
+    matrices = {name for name, x in model.state_dict().items() if x.ndim == 2}
+    tables = {name for name in matrices if name in TABLES[kind] or f"transformer.{name}" in TABLES[kind]}
+    assert len(tables) == len(TABLES[kind])
+    adapted = {
+        name.removesuffix(".lora_a").removesuffix(".lora_b") for name in tuning(model, rank=2).state_dict()
+    }
+    assert adapted == matrices - tables
+    with pytest.raises(ValueError, match="expected one that fits the weight of a linear map"):
+        tuning(model, rank=2, targets=sorted(tables))
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "mistral", "albert", "t5", "modernbert", "nomic_bert"])
+def test_what_did_not_change_is_not_packed_again(kind, tmp_path):
+    model = loaded(tmp_path, kind, dtype="float32")
+    tuning = NextTokenTuning if isinstance(model, models.Decoder) else ContrastiveTuning
+    for options in ({"rank": 2}, {}):
+        adapted = tuning(model, **options)
+        params, rng = adapted.state_dict(), np.random.default_rng(0)
+        for name in params:
+            params[name] += rng.standard_normal(params[name].shape).astype("f")
+            before = held(adapted.model)
+            adapted._repack(params, {name})
+            there = held(adapted.model)
+            base = name.removesuffix(".lora_a").removesuffix(".lora_b")
+            for place, (_, names) in there.items():
+                assert (place in before) != (base in names), (name, names)
+        # All packed anew, and from the same tensors, makes the same model.
+        whole = model.with_state_dict(adapted.model.state_dict())
+        ids = [[3, 5, 4, 6], [7, 3, 3, 4]]
+        np.testing.assert_array_equal(adapted.model(ids), whole(ids))
+
+
+def held(model):
+    """Packed weights of a model, by identity, with themselves and the names of their tensors."""
+    origins = model.origin.origins
+    weights = [
+        (x, {part.name for part in parts}) for x, parts in origins._parts if not isinstance(x, np.ndarray)
+    ]
+    return {id(x): (x, names) for x, names in weights}
+
+
+TEXTS_ERRORS = {
+    "texts is 'the cat'; expected texts, or sequences of ids": "the cat",
+    r"texts is \[\]; expected texts, or sequences of ids, at least one": [],
+    r"texts\[0\] has dtype float64; expected integers": [[3.9, 4.2]],
+    r"texts\[1\] has dtype bool; expected integers": [[3], [True, False]],
+    r"texts\[0\] has -1; expected 0 to ": [[-1, 3]],
+    r"texts\[1\] has shape \(\)": [[3], 4],
+    "texts holds strings and ids": ["the cat", [3]],
+    "texts is of type int": 3,
+}
+
+
+@pytest.mark.parametrize("match", TEXTS_ERRORS)
+def test_wrong_texts_of_a_decoder(match, tmp_path):
+    tuning = NextTokenTuning(loaded(tmp_path, "gpt2"))
+    with pytest.raises((TypeError, ValueError), match=rf"^NextTokenTuning.loss\(\): {match}"):
+        tuning.loss(TEXTS_ERRORS[match])
+    text = tuning.loss(["the cat"])[0]
+    assert text == tuning.loss(tuning.model.text.encode(["the cat"]))[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 2}])
+def test_a_classifier_in_bfloat16(options, tmp_path):
+    tuning = ClassifierTuning(loaded(tmp_path, dtype="bfloat16"), 2, **options)
+    steps = Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:2], [0, 1])], tokens=len).fit(20)
+    assert steps[-1].loss < 0.7 * steps[0].loss
+    assert tuning.predict(TEXTS).dtype == np.float32
+
+
+# Products as wide as this that NumPy computes have other bits with two threads of OpenBLAS than with one.
+BITS = """
+import sys
+import numpy as np
+from fastattn import models
+from fastattn.train import AdamW, ClassifierTuning, ContrastiveTuning, _contrastive, _products
+
+kind, folder = sys.argv[1:]
+rng = np.random.default_rng(0)
+if kind == "products":
+    a, b, c = (rng.standard_normal(shape, np.float32) for shape in ((700, 900), (900, 500), (700, 600)))
+    vectors = rng.standard_normal((600, 700), np.float32)
+    found = [_products.product(a, b), _products.outer(a, c)]
+    found += _contrastive.info_nce(vectors, 200, 0.1, symmetric=True)
+else:
+    texts = ["the cat sat on the mat", "a dog ran", "the cat", "a tree ran on the dog"]
+    model = models.load(folder)
+    make, batch = {
+        "contrastive": (ContrastiveTuning, (texts[:2], texts[2:])),
+        "classifier": (lambda *x, **y: ClassifierTuning(*x, 2, **y), (texts, [0, 1, 0, 1])),
+    }[kind]
+    tuning = make(model, rank=16)
+    optimizer = AdamW(tuning, lr=1e-2)
+    for _ in range(2):
+        loss, grads = tuning.loss(batch)
+        optimizer.step(grads)
+    found = [loss, *tuning.state_dict().values(), tuning.model.encode(texts)]
+print([np.asarray(x).tobytes().hex() for x in found])
+"""
+
+
+@pytest.mark.parametrize("kind", ["products", "contrastive", "classifier"])
+def test_bits_do_not_depend_on_threads_of_numpy(kind, tmp_path):
+    tiny.write(tmp_path, "bert", hidden_size=384, intermediate_size=768, num_attention_heads=6)
+    write_tokenizer(tmp_path)
+    found = set()
+    for threads in ("1", "2"):
+        env = {**os.environ, "OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}
+        command = [sys.executable, "-c", BITS, kind, str(tmp_path)]
+        found.add(subprocess.run(command, env=env, check=True, capture_output=True).stdout)
+    assert len(found) == 1
