@@ -9,7 +9,7 @@ import dask.bag as db
 import numpy as np
 import pytest
 import tiny_models as tiny
-from local_workers import tree, workers
+from local_workers import loads, pid, slowly, tree, workers
 from oracle import assert_same_bits
 from tiny_tokenizers import TEXTS, write_tokenizer
 
@@ -18,16 +18,6 @@ import fastattn.dask
 from fastattn import models
 
 RNG = np.random.default_rng(1)
-
-
-def pid():
-    return os.getpid()
-
-
-def slowly(block):
-    """So that a worker is killed while there is much left to do."""
-    time.sleep(0.05)
-    return block
 
 
 def kill_one(client):
@@ -107,12 +97,6 @@ def folder(tmp_path_factory):
     tiny.write(path, "bert")
     write_tokenizer(path)
     return path
-
-
-def loads():
-    from fastattn.dask import _embed
-
-    return _embed._loaded.cache_info().misses
 
 
 def test_embeddings_are_those_of_encode(folder, tmp_path, cluster, capsys):

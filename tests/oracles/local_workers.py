@@ -1,5 +1,10 @@
-"""A cluster of Dask on this machine, and what attention over blocks has to be, to the bit."""
+"""A cluster of Dask on this machine, what its workers run, and what attention has to be, to the bit.
 
+Workers import what they run by its name: they know the folder of this file, but no test.
+"""
+
+import os
+import time
 import warnings
 from contextlib import contextmanager
 
@@ -18,6 +23,24 @@ def workers(**how):
         local = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", **how)
         with local, Client(local, set_as_default=False) as client:
             yield client
+
+
+def pid():
+    """Of the worker."""
+    return os.getpid()
+
+
+def slowly(block):
+    """So that a worker is killed while there is much left to do."""
+    time.sleep(0.05)
+    return block
+
+
+def loads():
+    """How many models this worker has loaded."""
+    from fastattn.dask import _embed
+
+    return _embed._loaded.cache_info().misses
 
 
 def tree(q, k, v, rows, keys, **options):
