@@ -68,7 +68,6 @@ def main(argv=None):
         Batches(np.arange(len(seen)), batch_size=args.batch, rng=rng),
         schedule=Schedule("cosine", args.steps, warmup=args.steps // 10),
         max_norm=1.0,
-        tokens=lambda batch: sum(len(ids) for part in texts(batch) for ids in model.text.encode(part)),
     )
     trainer.fit(args.steps, log_every=max(1, args.steps // 6))
     after = share_found(tuning.model, unseen)
