@@ -46,6 +46,10 @@ def main(argv=None):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, help="by default 1e-3 for adapters, 3e-5 for all tensors")
     args = parser.parse_args(argv)
+    try:
+        model = models.load(args.model or model_folder())
+    except (FileNotFoundError, models.ModelError) as error:
+        raise SystemExit(f"error: {error}") from None
 
     found = docstrings()
     modules = sorted({module for module, _, _ in found})
@@ -53,7 +57,6 @@ def main(argv=None):
     seen = [(first, rest) for module, first, rest in found if module not in held_out]
     unseen = [(first, rest) for module, first, rest in found if module in held_out][: args.tested]
 
-    model = models.load(args.model or model_folder())
     before = share_found(model, unseen)
     print(f"{len(seen)} docstrings to learn from, {len(unseen)} of other modules to test: {before:.1%} found")
     tuning = ContrastiveTuning(model, rank=args.rank or None)
@@ -68,7 +71,6 @@ def main(argv=None):
         Batches(np.arange(len(seen)), batch_size=args.batch, rng=rng),
         schedule=Schedule("cosine", args.steps, warmup=args.steps // 10),
         max_norm=1.0,
-        tokens=lambda batch: sum(len(ids) for part in texts(batch) for ids in model.text.encode(part)),
     )
     trainer.fit(args.steps, log_every=max(1, args.steps // 6))
     after = share_found(tuning.model, unseen)

@@ -34,7 +34,10 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from fastattn import models
 
 MOST_TEXTS = 2048  # of one request, as at OpenAI
+MOST_BYTES = 1 << 22  # of its body
 SHORT = 1 << 13  # characters that are tokenized in less time than a thread takes to be asked
+CHARACTERS = 64  # of a text at most, for each token that the model takes: more would be tokenized for seconds
+CUT = "(a server that is started with --truncate cuts texts)"
 TYPES = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -61,8 +64,13 @@ class EmbeddingsRequest(BaseModel):
                 raise ValueError(
                     f"item {i} is {type(text).__name__}; expected a text (token ids are not taken)"
                 )
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise ValueError(f"item {i} has half of a surrogate pair; expected whole characters")
+            if not text:
+                raise ValueError(f"item {i} is empty; expected at least one character")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                came = f"item {i} has half of a surrogate pair"
+                raise ValueError(f"{came}; expected whole characters") from None
         return texts
 
     @field_validator("encoding_format")
@@ -96,9 +104,6 @@ class Batcher:
         with self._changed:
             self._jobs.append(job)
             self._changed.notify()
-
-    def alive(self):
-        return self._thread.is_alive()
 
     def close(self):
         """Compute what waits, then end."""
@@ -146,7 +151,7 @@ class Service:
 
     def __init__(self, model, name, *, batch_tokens=768, queue_texts=1024, truncate=False):
         self.model, self.name, self.truncate = model, name, truncate
-        self.queue_texts, self.waiting, self.stopping = queue_texts, 0, False
+        self.queue_texts, self.waiting = queue_texts, 0
         self.prompt = model.prompts[model.default_prompt_name] if model.default_prompt_name else ""
         self.encode(["warm"])
         self.batcher = Batcher(self.encode, batch_tokens)
@@ -154,22 +159,32 @@ class Service:
     def encode(self, texts):
         return self.model.encode(texts, normalize_embeddings=True)  # as OpenAI's vectors are
 
+    def bounded(self, texts):
+        """The texts, those of too many characters cut; an error if they may not be."""
+        tokens = self.model.max_seq_length
+        most = CHARACTERS * (tokens or MOST_BYTES)
+        for i, text in enumerate(texts):
+            if len(text) > most and not self.truncate:
+                expected = f"expected at most {tokens} tokens, and {CHARACTERS} characters for each"
+                raise HTTPException(400, (f"item {i} has {len(text)} characters; {expected} {CUT}", "input"))
+        left = tokens and self.model.text.tokenizer.truncation["direction"] == "left"
+        return [text[-most:] if left else text[:most] for text in texts]
+
     def count(self, texts):
         """Tokens of all texts; an error if one would be cut."""
         tokens = 0
         for i, encoding in enumerate(self.model.text.encodings(self.prompt + text for text in texts)):
             if encoding.overflowing and not self.truncate:
-                most = self.model.max_seq_length
-                raise HTTPException(
-                    400, (f"text {i} has more than {most} tokens; expected at most {most}", "input")
-                )
+                special = sum(encoding.special_tokens_mask)
+                parts = (encoding, *encoding.overflowing)
+                came = special + sum(len(part.ids) - special for part in parts)
+                expected = f"expected at most {self.model.max_seq_length}"
+                raise HTTPException(400, (f"item {i} has {came} tokens; {expected} {CUT}", "input"))
             tokens += len(encoding.ids)
         return tokens
 
     async def vectors(self, texts):
         """Vectors (n, features) of the texts, and their number of tokens."""
-        if self.stopping:
-            raise HTTPException(503, ("the server is being stopped; try another one", None))
         if len(texts) > self.queue_texts:
             raise HTTPException(400, (f"{len(texts)} texts; expected at most {self.queue_texts}", "input"))
         if self.waiting + len(texts) > self.queue_texts:
@@ -179,6 +194,7 @@ class Service:
                 (f"{came}; expected at most {self.queue_texts} in all: try again later", None),
                 {"Retry-After": "1"},
             )
+        texts = self.bounded(texts)
         self.waiting += len(texts)  # only the event loop's thread counts
         try:
             try:
@@ -196,7 +212,7 @@ class Service:
 
 
 class Limited:
-    """Answers 413 to bodies of more than `most` bytes, before they are all read."""
+    """Answers 413 to bodies of more than `most` bytes, before they are all read; 503 to what is cancelled."""
 
     def __init__(self, app, most):
         self.app, self.most = app, most
@@ -216,14 +232,17 @@ class Limited:
                 )
             return message
 
-        await self.app(scope, counted, send)
+        try:
+            await self.app(scope, counted, send)
+        except asyncio.CancelledError:  # uvicorn waits no longer: the seconds of --grace are over
+            late = "the server has been stopped before this was answered; try another one"
+            await answer(503, late, None)(scope, receive, send)
 
 
-def make_app(service, most_bytes=1 << 22):
+def make_app(service, most_bytes=MOST_BYTES):
     @asynccontextmanager
     async def lifespan(app):
         yield
-        service.stopping = True
         await asyncio.to_thread(service.batcher.close)  # every request has its answer by now
 
     app = FastAPI(title="fastattn embeddings", lifespan=lifespan)
@@ -233,9 +252,9 @@ def make_app(service, most_bytes=1 << 22):
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingsRequest) -> Response:
         if body.model not in (None, service.name):
-            raise HTTPException(
-                404, (f"there is no model {body.model[:80]!r}; expected {service.name!r}", "model")
-            )
+            came = f"there is no model {body.model[:80]!r}"
+            expected = f"{service.name!r}, or what the server's --name says"
+            raise HTTPException(404, (f"{came}; expected {expected}", "model"))
         features = service.model.get_sentence_embedding_dimension()
         dimensions = body.dimensions or features
         if dimensions > features:
@@ -261,22 +280,23 @@ def make_app(service, most_bytes=1 << 22):
 
     @app.get("/health")
     async def health() -> Response:
-        well = service.batcher.alive() and not service.stopping
         said = {
-            "status": "ok" if well else "stopping",
+            "status": "ok",
             "waiting": service.waiting,
             "calls": service.batcher.calls,
             "texts": service.batcher.texts,
         }
-        return Response(json.dumps(said), 200 if well else 503, media_type="application/json")
+        return Response(json.dumps(said), media_type="application/json")
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        where = [str(part) for part in first["loc"][1:]]
+        where = [str(part)[:80] for part in first["loc"][1:]]
         name = where[0] if where and first["type"] != "json_invalid" else None
-        text = f"{name or 'the body'}: {first['msg'].removeprefix('Value error, ')}"
-        return answer(400, text, name)
+        text = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            text = f"there is no such field; expected {', '.join(EmbeddingsRequest.model_fields)}"
+        return answer(400, f"{name or 'the body'}: {text}", name)
 
     @app.exception_handler(AnyHTTPException)
     async def refused(request: Request, error: AnyHTTPException) -> Response:
@@ -309,9 +329,11 @@ def main(argv=None):
         "--batch-tokens", type=int, default=768, help="of a call at most; 1: a request a call"
     )
     parser.add_argument("--queue-texts", type=int, default=1024, help="that wait at most; 429 to more")
+    parser.add_argument("--connections", type=int, default=1000, help="that are open at most; 503 to more")
+    parser.add_argument("--grace", type=int, default=20, help="seconds that a stop waits for requests")
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long; otherwise 400")
     args = parser.parse_args(argv)
-    for name in ("batch_tokens", "queue_texts"):
+    for name in ("batch_tokens", "queue_texts", "connections", "grace"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
     try:
@@ -336,11 +358,18 @@ def main(argv=None):
     # Without it an answer of two packets waits 40 ms for the client's word that the first one came.
     socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     print(f"http://{args.host}:{socket_.getsockname()[1]}", flush=True)
-    # A signal ends it: no connection is accepted from then on, and requests that have come are answered. Then
+    # A signal ends it: no connection is accepted from then on, and requests that have come are answered. A
+    # client that never ends its request, or reads no answer, is waited for no longer than --grace. Then
     # uvicorn raises the signal again, and these handlers make it a good end.
     for signal_ in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_, lambda number, frame: sys.exit(0))
-    config = uvicorn.Config(make_app(service), log_level="warning", access_log=False)
+    config = uvicorn.Config(
+        make_app(service),
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=args.connections + 1,  # uvicorn refuses at this number, the new one counted
+        timeout_graceful_shutdown=args.grace,
+    )
     uvicorn.Server(config).run(sockets=[socket_])
 
 

@@ -1,10 +1,10 @@
 """A Transformer that learns from nothing to write as Python's documentation is written, letter by letter.
 
-    python examples/train_characters.py           # under a minute: it begins to spell
+    python examples/train_characters.py           # under a minute: short words, and what looks like words
     python examples/train_characters.py --layers 6 --width 384 --heads 6 --length 256 --batch 16 --steps 5000
 
 The text comes with Python: what `help()` shows. `--save run.safetensors` writes the run now and then, and
-goes on with it if the file is there. `--plot loss.png` draws the loss.
+goes on with it if the file is there, at the same sizes. `--plot loss.png` draws the loss.
 """
 
 import argparse
@@ -16,6 +16,26 @@ import numpy as np
 
 from fastattn.layers import LanguageModel
 from fastattn.train import AdamW, Batches, Schedule, Trainer
+
+SIZES = ("layers", "width", "heads", "length", "batch")
+
+
+class Windows(Batches):
+    """Batches whose place, as it is saved, has the sizes of the run, too: it goes on at these alone."""
+
+    def __init__(self, windows, sizes, rng):
+        self.sizes = sizes
+        super().__init__(windows, batch_size=sizes["batch"], rng=rng)
+
+    def state_dict(self):
+        return {**super().state_dict(), "sizes": self.sizes}
+
+    def load_state_dict(self, state_dict):
+        begun = state_dict.get("sizes", {})
+        for name, size in self.sizes.items():
+            if begun.get(name) != size:
+                raise ValueError(f"--{name} is {size}; expected {begun.get(name)}, with which the run began")
+        super().load_state_dict(state_dict)
 
 
 def characters():
@@ -85,7 +105,7 @@ def main(argv=None):
     trainer = Trainer(
         lambda batch: model.loss_and_gradients(batch[:, :-1], batch[:, 1:]),
         optimizer,
-        Batches(seen, batch_size=args.batch, rng=args.seed),
+        Windows(seen, {name: getattr(args, name) for name in SIZES}, args.seed),
         schedule=Schedule("cosine", args.steps, warmup=args.steps // 20, final=0.1),
         max_norm=1.0,
         tokens=lambda batch: batch[:, 1:].size,
@@ -93,8 +113,14 @@ def main(argv=None):
     count = sum(x.size for x in optimizer.parameters.values())
     print(f"{len(text):,} characters, {len(letters)} different ones; {count:,} parameters")
     if args.save and args.save.exists():
-        trainer.load(args.save)
-        print(f"{args.save}: goes on at step {trainer.steps}")
+        try:
+            trainer.load(args.save)
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"error: {args.save}: {error}") from None
+        if trainer.steps < args.steps:
+            print(f"{args.save}: goes on at step {trainer.steps}")
+        else:
+            print(f"{args.save}: finished, at step {trainer.steps}; a larger --steps goes on")
 
     every = max(1, args.steps // 6)
     tested = [(trainer.steps, evaluate(model, unseen, args.batch))]

@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -163,14 +164,26 @@ WRONG = {
     "a number": ({"input": 3}, 400, "input", "input: got int; expected a text, or a list"),
     "token ids": ({"input": [[3, 4]]}, 400, "input", "input: item 0 is list; expected a text"),
     "half a pair": ({"input": "\ud800"}, 400, "input", "input: item 0 has half of a surrogate pair"),
-    "too long": ({"input": ["a", LONG]}, 400, "input", "input: text 1 has more than 32 tokens"),
+    "empty": ({"input": ["a", ""]}, 400, "input", "input: item 1 is empty; expected at least one character"),
+    "too long": (
+        {"input": ["a", LONG]}, 400, "input",
+        "input: item 1 has 42 tokens; expected at most 32 (a server that is started with --truncate cuts",
+    ),
+    "too many characters": (
+        {"input": ["a", "a" * 2049]}, 400, "input",
+        "input: item 1 has 2049 characters; expected at most 32 tokens, and 64 characters for each (",
+    ),
     "too many": ({"input": ["a"] * 101}, 400, "input", "input: 101 texts; expected at most 100"),
     "format": ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format", "encoding_format: got"),
     "dimensions 0": ({"input": "a", "dimensions": 0}, 400, "dimensions", "dimensions: "),
     "dimensions 25": ({"input": "a", "dimensions": 25}, 400, "dimensions", "dimensions: got 25; expected"),
     "dimensions true": ({"input": "a", "dimensions": True}, 400, "dimensions", "dimensions: "),
-    "unknown field": ({"input": "a", "task": "query"}, 400, "task", "task: Extra inputs"),
-    "unknown model": ({"input": "a", "model": "ada"}, 404, "model", "model: there is no model"),
+    "unknown field": ({"input": "a", "task": "x"}, 400, "task", "task: there is no such field; expected"),
+    "long name": ({"input": "a", "b" * 99: 1}, 400, "b" * 80, f"{'b' * 80}: there is no such field"),
+    "unknown model": (
+        {"input": "a", "model": "ada"}, 404, "model",
+        "model: there is no model 'ada'; expected 'tiny', or what the server's --name says",
+    ),
     "too large": ({"input": "a" * 10_001}, 413, None, "a body of more than 10000 bytes"),
 }  # fmt: skip
 
@@ -196,10 +209,21 @@ def test_errors_of_addresses_have_the_same_shape(server, method, path, status):
 
 
 def test_long_texts_are_cut_if_asked(start, model):
-    status, answer, _ = start(truncate=True).embed({"input": LONG})
-    assert (status, answer["usage"]["total_tokens"]) == (200, 32)
-    vector = answer["data"][0]["embedding"]
-    np.testing.assert_array_equal(np.array(vector, np.float32), model.encode(LONG, normalize_embeddings=True))
+    server, longer = start(truncate=True), f"{LONG} " * 20
+    status, answer, _ = server.embed({"input": [LONG, longer]})
+    assert (status, answer["usage"]["total_tokens"]) == (200, 64)
+    vectors = np.array([item["embedding"] for item in answer["data"]], np.float32)
+    np.testing.assert_array_equal(vectors, model.encode([LONG, longer], normalize_embeddings=True))
+    assert server.gate.calls == [[LONG, longer[:2048]]]  # the rest was not tokenized
+
+
+def test_texts_that_are_cut_at_their_beginning_keep_their_end(model, monkeypatch):
+    tokenizer = type(model.text.tokenizer).from_str(model.text.tokenizer.to_str())
+    tokenizer.enable_truncation(32, direction="left")
+    monkeypatch.setitem(model.text.__dict__, "tokenizer", tokenizer)
+    service = serve.Service(model, "tiny", truncate=True)
+    assert service.bounded(["b" + "a" * 2048]) == ["a" * 2048]
+    service.batcher.close()
 
 
 def test_health_and_names(server):
@@ -290,14 +314,7 @@ def test_what_waits_is_answered_before_the_end(start):
     server.gate.is_open.set()
     assert [each.result(SECONDS)[0] for each in asked] == [200] * 3
     server.thread.join(SECONDS)
-    assert not server.service.batcher.alive()
-
-
-def test_no_text_is_taken_while_it_stops(start):
-    server = start()
-    server.service.stopping = True
-    assert server.embed({"input": "the cat"})[0] == 503
-    assert server.ask("GET", "/health")[0] == 503
+    assert not server.service.batcher._thread.is_alive()
 
 
 def run(*args):
@@ -319,6 +336,27 @@ def test_a_signal_ends_it_well(folder, number):
     process.stdout.close()
     process.stderr.close()
     connection.close()
+
+
+HALF = b'POST /v1/embeddings HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\n{"inp'
+
+
+def test_half_a_request_does_not_hinder_the_end(folder):
+    process = run(folder, "--port", 0, "--grace", 1, "--connections", 1)
+    port = int(process.stdout.readline().rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), SECONDS) as half:
+        half.sendall(HALF)
+        other = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+        other.request("GET", "/health")
+        assert other.getresponse().status == 503  # one connection is open
+        other.close()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0
+        assert "Traceback" not in errors
+        said = half.makefile("rb").read()
+    assert said.startswith(b"HTTP/1.1 503 ")
+    assert b"the server has been stopped" in said
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from fastattn.train._gradients import Sum, require_known
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._optimizer import NONFINITE, Optimizer
 from fastattn.train._schedule import Schedule
+from fastattn.train._tuning import Tuning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,8 +68,9 @@ class Trainer:
     rng : Generator, optional
         One that `loss` draws from, so that its state is saved, too.
     tokens : callable, optional
-        ``tokens(batch)`` is how many tokens a batch has, for the speed. By default, and for most batches,
-        the number of elements of its first array.
+        ``tokens(batch)`` is how many tokens a batch has, for the speed. By default, the tokens that the loss
+        of a `ContrastiveTuning`, `ClassifierTuning` or `NextTokenTuning` counts in its texts; of other
+        losses, the number of elements of the batch's first array.
 
     Attributes
     ----------
@@ -108,7 +110,7 @@ class Trainer:
         self.nonfinite = choice(func, "nonfinite", nonfinite, NONFINITE)
         self.rng = rng
         self.steps = 0
-        self._tokens = _tokens if tokens is None else tokens
+        self._tokens = self._default_tokens if tokens is None else tokens
         self._iterator: Iterator[Any] | None = None
         self._sum = Sum()
         self._place = self._where()
@@ -246,6 +248,10 @@ class Trainer:
             self.steps += 1
             self._place = self._where()
         return Step(self.steps, loss, factor, norm, tokens, time.perf_counter() - begin)
+
+    def _default_tokens(self, batch: Any) -> int:
+        layer = self.optimizer.layer
+        return layer._num_tokens if isinstance(layer, Tuning) else _tokens(batch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run to a safetensors file: weights, moments, step, place in the data, generators.

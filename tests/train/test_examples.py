@@ -1,5 +1,6 @@
 """The examples that train, at a size of seconds."""
 
+import finetune_retrieval
 import numpy as np
 import pytest
 import train_characters
@@ -17,10 +18,19 @@ def test_characters_are_learnt_and_a_run_goes_on(tmp_path, capsys):
     assert picture.read_bytes()[:4] == b"\x89PNG"
     text = capsys.readouterr().out
     assert "The " in text
+    assert train_characters.main([*options, "--steps", "30"]) == tested[-1:]
+    assert f"{save}: finished, at step 30; a larger --steps goes on" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"run.safetensors: --heads is 3; expected 2, with which the run"):
+        train_characters.main([*options, "--heads", "3"])
     again = train_characters.main([*options, "--steps", "36"])
     assert f"{save}: goes on at step 30" in capsys.readouterr().out
     assert again[0] == tested[-1]
     assert again[-1][0] == 36
+
+
+def test_fine_tuning_says_that_the_model_is_missing(tmp_path):
+    with pytest.raises(SystemExit, match=r"error: .*nowhere is no folder; expected one"):
+        finetune_retrieval.main(["--model", str(tmp_path / "nowhere")])
 
 
 def test_words_are_reversed_by_definition():

@@ -104,9 +104,10 @@ def test_training_learns(tmp_path):
     tuning = ClassifierTuning(loaded(tmp_path, dtype="float32"), 2)
     before = tuning.predict(texts)
     np.testing.assert_allclose(before.sum(axis=-1), 1, rtol=1e-6)
-    trainer = Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(texts, labels)], tokens=lambda batch: 4)
+    trainer = Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(texts, labels)])
     steps = trainer.fit(40)
     assert steps[-1].loss < 0.5 * steps[0].loss
+    assert steps[0].tokens == sum(map(len, tuning.model.text.encode(texts)))
     assert (tuning.predict(texts).argmax(axis=-1) == labels).all()
 
 
@@ -116,10 +117,11 @@ def test_a_run_is_saved_and_resumed_to_the_bit(tmp_path):
 
     def run():
         tuning = ContrastiveTuning(model, rank=2)
-        return tuning, Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:3], TEXTS[3:])], tokens=len)
+        return tuning, Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:3], TEXTS[3:])])
 
     tuning, trainer = run()
-    trainer.fit(2)
+    steps = trainer.fit(2)
+    assert steps[0].tokens == sum(map(len, model.text.encode(TEXTS)))
     trainer.save(tmp_path / "run.safetensors")
     trainer.fit(4)
     other, resumed = run()
@@ -247,12 +249,14 @@ def test_wrong_texts_of_a_decoder(match, tmp_path):
         tuning.loss(TEXTS_ERRORS[match])
     text = tuning.loss(["the cat"])[0]
     assert text == tuning.loss(tuning.model.text.encode(["the cat"]))[0]
+    (step,) = Trainer(tuning.loss, AdamW(tuning, lr=0.0), [TEXTS[:2]]).fit(1)
+    assert step.tokens == sum(map(len, tuning.model.text.encode(TEXTS[:2])))
 
 
 @pytest.mark.parametrize("options", [{}, {"rank": 2}])
 def test_a_classifier_in_bfloat16(options, tmp_path):
     tuning = ClassifierTuning(loaded(tmp_path, dtype="bfloat16"), 2, **options)
-    steps = Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:2], [0, 1])], tokens=len).fit(20)
+    steps = Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:2], [0, 1])]).fit(20)
     assert steps[-1].loss < 0.7 * steps[0].loss
     assert tuning.predict(TEXTS).dtype == np.float32
 
