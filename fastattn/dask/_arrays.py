@@ -6,6 +6,7 @@ it has run, on disk once more if memory ends. Each task reads it instead: it car
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,8 @@ def operand(func: str, name: str, x: Any, block: int) -> Any:
         expected = "(..., heads, length, head_dim), or (length, head_dim) for one head"
         raise wrong_shape(func, name, x, expected)
     if not isinstance(x, da.Array):
-        x = Mapped.of(x) if isinstance(x, np.memmap) and x.filename is not None else x
+        if isinstance(x, np.memmap):  # what is written to one of mode "c" never reaches its file
+            x = Mapped.of(x) if x.filename is not None and x.mode != "c" else np.asarray(x)
         return da.from_array(x, chunks=(*x.shape[:-2], block, x.shape[-1]))
     if np.isnan(x.shape).any():
         raise ValueError(
@@ -139,6 +141,7 @@ class Mapped:
     """An array of a file, by its place there: a memmap itself would be read and sent whole."""
 
     filename: str
+    changed: int  # when, in ns: a cluster that holds results of what the file had before computes them again
     offset: int
     shape: Shape
     strides: tuple[int, ...]
@@ -151,7 +154,8 @@ class Mapped:
         while isinstance(whole.base, np.memmap):
             whole = whole.base
         offset = whole.offset + x.ctypes.data - whole.ctypes.data
-        return cls(str(whole.filename), offset, x.shape, x.strides, x.dtype)
+        changed = os.stat(whole.filename).st_mtime_ns
+        return cls(str(whole.filename), changed, offset, x.shape, x.strides, x.dtype)
 
     @property
     def ndim(self) -> int:

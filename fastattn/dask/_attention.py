@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.options import BlockOptions
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Shape
     from fastattn.dask._problem import Problem
 
     State = tuple[Array, Array]
@@ -168,7 +168,8 @@ def _lazy(
             tasks[j] = (Block(options, lse=with_lse or len(needed) > 1), q[(*where, 0)], k[index], v[index])
         if not needed:
             options = problem.options(*place, rows, range(0), sinks=True)
-            tasks[0] = (Nothing(options, with_lse, problem.head_dim_v), q[(*where, 0)])
+            sizes = tuple(map(len, ranges[:-2]))
+            tasks[0] = (Nothing(options, with_lse, sizes, problem.head_dim_v), q[(*where, 0)])
         root = _tree(graph, tasks, (part, *where), with_lse)
         if with_lse:
             graph[(part, *where)] = root
@@ -233,11 +234,12 @@ class Nothing:
 
     options: Mapping[str, Any]
     lse: bool
+    batch: Shape  # of the block: q may lack axes that k or v has
     head_dim_v: int
 
     def __call__(self, q: Any) -> Any:
         q = q() if isinstance(q, Reading) else q
-        k, v = (np.empty((1, 0, width), q.dtype) for width in (q.shape[-1], self.head_dim_v))
+        k, v = (np.empty((*self.batch, 1, 0, width), q.dtype) for width in (q.shape[-1], self.head_dim_v))
         return attend(q, k, v, return_lse=self.lse, **self.options)
 
 
