@@ -15,7 +15,7 @@ import dask.array as da
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.values import is_float, is_masked, short
+from fastattn._args.values import is_float, is_masked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,14 +91,14 @@ class Reading:
 class Blocks:
     """The blocks of an array: what a task is given for each, a key of Dask's graph or a `Reading`."""
 
-    def __init__(self, array: Any, reread: bool | None) -> None:
+    def __init__(self, name: str, array: Any, reread: bool | None) -> None:
         self.array = array
         self.readings = None if reread is False else self._readings()
         self.read = self.readings is not None
         if reread and not self.read:
             raise ValueError(
-                f"attention(): reread is True, and {short(array)} is not on disk; expected arrays of"
-                " from_zarr or from_npy_stack, memmaps, arrays of zarr, or reread=None"
+                f"attention(): reread is True, and {name} is not on disk; expected a memmap as it is, an"
+                " array of zarr or h5py, one of from_zarr or from_npy_stack, or reread=None"
             )
 
     def __getitem__(self, index: tuple[int, ...]) -> Any:

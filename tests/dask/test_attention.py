@@ -156,12 +156,17 @@ def test_memmaps_are_what_they_hold(tmp_path):
     assert fastattn.dask.attention(of_file, of_file, of_file, chunks=(32, 50)).name != before.name
 
 
-def test_what_is_computed_is_held():
+def test_what_is_computed_is_held(tmp_path):
     q, k, v = lazy(*inputs())
-    with pytest.raises(ValueError, match=r"attention\(\): reread is True, and .* is not on disk"):
-        fastattn.dask.attention(q, k + 1, v, chunks=(32, 50), reread=True)
-    names = {str(key[0]) for key in keys_of(fastattn.dask.attention(q, k + 1, v, chunks=(32, 50)))}
-    assert any(name.startswith("add") for name in names)
+    q = on_disk("npy stack", tmp_path / "q", np.array(q))
+    mapped = on_disk("memmap", tmp_path / "k", np.array(k))
+    for held, name in ((k + 1, "add"), (da.from_array(mapped), "array")):
+        with pytest.raises(
+            ValueError, match=r"attention\(\): reread is True, and k is not on disk; expected"
+        ):
+            fastattn.dask.attention(q, held, v, chunks=(32, 50), reread=True)
+        keys = keys_of(fastattn.dask.attention(q, held, v, chunks=(32, 50)))
+        assert any(str(key[0]).startswith(name) for key in keys)
 
 
 WRONG = [
