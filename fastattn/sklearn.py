@@ -98,7 +98,7 @@ class SentenceVectorizer(
         self.activations = activations
 
     def fit(self, X: Iterable[str], y: Any = None) -> SentenceVectorizer:
-        """Load the model; the texts are not read.
+        """Load the model, anew in every call, as its files may have changed; the texts are not encoded.
 
         Parameters
         ----------
@@ -118,6 +118,7 @@ class SentenceVectorizer(
             If a parameter does not fit, the model makes no vectors of texts, or X holds no texts.
         """
         self._checked("fit", X)
+        self.__dict__.pop("_kept", None)
         self._model("fit").encode([], **self._options())
         return self
 
@@ -138,7 +139,7 @@ class SentenceVectorizer(
         ModelError, TypeError, ValueError
             As `fit`.
         """
-        texts = list(strings("transform", "X", self._checked("transform", X)))
+        texts = list(self._checked("transform", X))
         return self._model("transform").encode(texts, **self._options())
 
     @property
@@ -146,13 +147,13 @@ class SentenceVectorizer(
         """How many names `get_feature_names_out` makes."""
         return int(self._model("get_feature_names_out").encode([], **self._options()).shape[1])
 
-    def _checked(self, func: str, X: Any) -> Any:
-        """X, which is no table and no text."""
+    def _checked(self, func: str, X: Any) -> Iterable[str]:
+        """The texts of X, which is no table and no text."""
         dims = getattr(X, "ndim", 1)
         if isinstance(X, str) or dims != 1:
             what = f"has {dims} dimensions" if dims != 1 else f"is {short(X)}"
             raise ValueError(f"{func}(): X {what}; expected several texts, such as a list or a column")
-        return X
+        return strings(func, "X", X)
 
     def _options(self) -> dict[str, Any]:
         return {name: x for name, x in self.get_params(deep=False).items() if name not in _LOADED}

@@ -1,12 +1,13 @@
 """Attention and embeddings on a cluster of Dask: arrays larger than one machine's memory.
 
-Importing this package imports dask (`pip install 'fastattn[dask]'`). docs/scale.md describes all of it.
+Importing this package imports dask (the extra ``[dask]``). docs/scale.md describes all of it.
 """
 
 try:
     import dask.array  # noqa: F401 - said once, and by the name of what to install
 except ImportError as error:
-    raise ImportError("fastattn.dask needs the dask package: pip install 'fastattn[dask]'") from error
+    needed = "pip install 'dask[array,dataframe,distributed]'"  # as the extra has it
+    raise ImportError(f"fastattn.dask needs dask: {needed} ({error})") from error
 
 from fastattn.dask._attention import attention
 from fastattn.dask._embed import embed

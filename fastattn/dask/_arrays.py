@@ -6,6 +6,7 @@ it has run, on disk once more if memory ends. Each task reads it instead: it car
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import dask.array as da
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.values import is_float, is_masked, short
+from fastattn._args.values import is_float, is_masked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +40,8 @@ def operand(func: str, name: str, x: Any, block: int) -> Any:
         expected = "(..., heads, length, head_dim), or (length, head_dim) for one head"
         raise wrong_shape(func, name, x, expected)
     if not isinstance(x, da.Array):
-        x = Mapped.of(x) if isinstance(x, np.memmap) and x.filename is not None else x
+        if isinstance(x, np.memmap):  # what is written to one of mode "c" never reaches its file
+            x = Mapped.of(x) if x.filename is not None and x.mode != "c" else np.asarray(x)
         return da.from_array(x, chunks=(*x.shape[:-2], block, x.shape[-1]))
     if np.isnan(x.shape).any():
         raise ValueError(
@@ -89,14 +91,14 @@ class Reading:
 class Blocks:
     """The blocks of an array: what a task is given for each, a key of Dask's graph or a `Reading`."""
 
-    def __init__(self, array: Any, reread: bool | None) -> None:
+    def __init__(self, name: str, array: Any, reread: bool | None) -> None:
         self.array = array
         self.readings = None if reread is False else self._readings()
         self.read = self.readings is not None
         if reread and not self.read:
             raise ValueError(
-                f"attention(): reread is True, and {short(array)} is not on disk; expected arrays of"
-                " from_zarr or from_npy_stack, memmaps, arrays of zarr, or reread=None"
+                f"attention(): reread is True, and {name} is not on disk; expected a memmap as it is, an"
+                " array of zarr or h5py, one of from_zarr or from_npy_stack, or reread=None"
             )
 
     def __getitem__(self, index: tuple[int, ...]) -> Any:
@@ -139,6 +141,7 @@ class Mapped:
     """An array of a file, by its place there: a memmap itself would be read and sent whole."""
 
     filename: str
+    changed: int  # when, in ns: a cluster that holds results of what the file had before computes them again
     offset: int
     shape: Shape
     strides: tuple[int, ...]
@@ -151,7 +154,8 @@ class Mapped:
         while isinstance(whole.base, np.memmap):
             whole = whole.base
         offset = whole.offset + x.ctypes.data - whole.ctypes.data
-        return cls(str(whole.filename), offset, x.shape, x.strides, x.dtype)
+        changed = os.stat(whole.filename).st_mtime_ns
+        return cls(str(whole.filename), changed, offset, x.shape, x.strides, x.dtype)
 
     @property
     def ndim(self) -> int:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.options import BlockOptions
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Shape
     from fastattn.dask._problem import Problem
 
     State = tuple[Array, Array]
@@ -77,7 +77,8 @@ def attention(
     ----------
     q : dask.array.Array, (..., heads_q, len_q, head_dim)
         float32, float64, float16 or bfloat16. Also what lies on disk and is no array of Dask, a memmap or an
-        array of zarr or h5py: workers read its blocks from where it lies. Or an ndarray, which is sent.
+        array of zarr or h5py: workers read its blocks from where it lies. Or an ndarray, or a memmap of mode
+        "c", which are sent.
     k : dask.array.Array, (..., heads_kv, len_k, head_dim)
         Likewise; dtypes and shapes fit as in `fastattn.attention`.
     v : dask.array.Array, (..., heads_kv, len_k, head_dim_v)
@@ -88,10 +89,11 @@ def attention(
     strategy : {"tree"}, default "tree"
         How blocks meet; there is one way so far.
     reread : bool, optional
-        Whether each task reads the blocks that it needs itself, and Dask holds none. By default it does so if
-        an array comes from a disk (`from_zarr`, `from_npy_stack`, `from_array` of a memmap, cut or in other
-        chunks). False: Dask reads each block once and holds it, spilled if memory ends. True: an error where
-        that is not possible.
+        Whether each task reads the blocks that it needs itself, and Dask holds none. By default it does so
+        for each array that lies on disk: a memmap as it is, an array of zarr or h5py, `from_zarr`,
+        `from_npy_stack`, also cut or in other chunks. Blocks of others, among them `from_array` of a memmap,
+        Dask holds, spilled if memory ends. False: it holds those of all, and reads each once. True: an array
+        that cannot be read so is an error.
     return_lse : bool, default False
         Return ``(out, lse)``, as `fastattn.attention` does.
     **options
@@ -145,7 +147,7 @@ def _lazy(
     problem: Problem, arrays: tuple[Any, Any, Any], reread: bool | None, with_lse: bool
 ) -> tuple[da.Array, da.Array | None]:
     """The graph of all tasks, as arrays."""
-    q, k, v = (Blocks(x, reread) for x in arrays)
+    q, k, v = (Blocks(name, x, reread) for name, x in zip("qkv", arrays, strict=True))
     token = tokenize(problem, [x.name for x in arrays], reread, with_lse)
     name, part = f"fastattn-attention-{token}", f"fastattn-part-{token}"
     batch_chunks = [
@@ -168,7 +170,8 @@ def _lazy(
             tasks[j] = (Block(options, lse=with_lse or len(needed) > 1), q[(*where, 0)], k[index], v[index])
         if not needed:
             options = problem.options(*place, rows, range(0), sinks=True)
-            tasks[0] = (Nothing(options, with_lse, problem.head_dim_v), q[(*where, 0)])
+            sizes = tuple(map(len, ranges[:-2]))
+            tasks[0] = (Nothing(options, with_lse, sizes, problem.head_dim_v), q[(*where, 0)])
         root = _tree(graph, tasks, (part, *where), with_lse)
         if with_lse:
             graph[(part, *where)] = root
@@ -233,11 +236,12 @@ class Nothing:
 
     options: Mapping[str, Any]
     lse: bool
+    batch: Shape  # of the block: q may lack axes that k or v has
     head_dim_v: int
 
     def __call__(self, q: Any) -> Any:
         q = q() if isinstance(q, Reading) else q
-        k, v = (np.empty((1, 0, width), q.dtype) for width in (q.shape[-1], self.head_dim_v))
+        k, v = (np.empty((*self.batch, 1, 0, width), q.dtype) for width in (q.shape[-1], self.head_dim_v))
         return attend(q, k, v, return_lse=self.lse, **self.options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import dask
 import dask.array as da
 import numpy as np
 from dask.bag import Bag
-from dask.base import get_scheduler, is_dask_collection
+from dask.base import get_scheduler, is_dask_collection, tokenize
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import flag, integer
@@ -22,7 +22,9 @@ from fastattn._engine.settings import set_num_threads
 from fastattn.models._encode import Embedder, EncodeOptions
 from fastattn.models._files import ModelError, require
 from fastattn.models._load import load
+from fastattn.models._text import strings
 from fastattn.models._vectors import RANGED
+from fastattn.models._weights import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 _FUNC = "embed"
 _LOADING = Lock()
+_BEGUN = ".begun"  # ends the name of a file that is not whole
+_MADE_BY = b"fastattn.dask.embed"  # in a file's metadata: `Embed.name`
 
 
 def embed(
@@ -55,10 +59,12 @@ def embed(
     texts : dask.bag.Bag or dask.dataframe.Series
         Of strings, as ``dask.dataframe.read_parquet("texts/*.parquet")["text"]``. A partition is a task.
     folder : path
-        The model's, at the same path on all machines. A process loads it once, for all its tasks.
+        The model's, at the same path on all machines. A process loads it once, for all its tasks, and again
+        when its files have changed; it keeps the last model alone.
     output : path, optional
         A folder, made if it is not there, for Parquet files: ``part.00000.parquet`` of the first partition
-        and so on, with the columns "text" and "vector". By default nothing is computed yet.
+        and so on, with the columns "text" and "vector". By default nothing is computed yet. Where a run that
+        failed has left files, one with the same arguments goes on: it writes those that are missing.
     dtype, weights_dtype, activations : optional
         As in `fastattn.models.load`.
     num_threads : int, optional
@@ -78,7 +84,8 @@ def embed(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, or `output` has files already.
+        If an argument does not fit, a text is no string, or `output` has other files than those of a run with
+        the same arguments.
     ModelError
         If the folder cannot be loaded, or its model makes no vectors of texts.
 
@@ -95,17 +102,19 @@ def embed(
     progress = flag(_FUNC, "progress", progress)
     if num_threads is not None:
         num_threads = integer(_FUNC, "num_threads", num_threads, 1)
-    model = str(Path(folder).absolute()), dtype, weights_dtype, activations
-    task = Embed(model, options, num_threads)
+    model = str(_path("folder", folder)), dtype, weights_dtype, activations
+    Precision.of(_FUNC, *model[1:])
+    task = Embed(model, _state(model[0]), options, num_threads)
     example = task.vectors([])  # this checks the model and all options
-    lazy = dask.delayed(task, pure=True)
+    lazy = dask.delayed(task, pure=output is None)  # a file is looked for again in every run
     if output is None:
-        pieces = [da.from_delayed(lazy(part), (np.nan, example.shape[1]), example.dtype) for part in parts]
+        shape = np.nan, example.shape[1]
+        pieces = [da.from_delayed(lazy(part, i), shape, example.dtype) for i, part in enumerate(parts)]
         return da.concatenate(pieces, allow_unknown_chunksizes=True)
     require("pyarrow")
-    paths = _paths(output, len(parts))
-    _finish([lazy(part, str(path)) for part, path in zip(parts, paths, strict=True)], progress)
-    for left in paths[0].parent.glob(".*.begun"):  # by a worker that died
+    paths = _paths(output, len(parts), task)
+    _finish([lazy(part, i, str(paths[i])) for i, part in enumerate(parts)], progress)
+    for left in paths[0].parent.glob(f".*{_BEGUN}"):  # by a worker that died
         left.unlink()
     return paths
 
@@ -121,14 +130,26 @@ def _partitions(texts: Any) -> list[Any]:
     return parts
 
 
-def _paths(output: str | os.PathLike[str], n: int) -> list[Path]:
-    """The files that will be written, in a folder that has nothing else."""
-    folder = Path(output).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        came = f"output is {str(output)!r}, which is there and not empty"
-        raise ValueError(f"{_FUNC}(): {came}; expected a new folder")
+def _path(name: str, x: Any) -> Path:
+    """The argument `name`, absolute: workers may have other working directories."""
+    if not isinstance(x, (str, os.PathLike)):
+        raise wrong_type(_FUNC, name, x, "a path")
+    return Path(x).absolute()
+
+
+def _paths(output: str | os.PathLike[str], n: int, task: Embed) -> list[Path]:
+    """The files that `task` makes of n partitions, in a folder that has at most some of these."""
+    folder = _path("output", output)
+    paths = [folder / f"part.{i:05}.parquet" for i in range(n)]
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{_FUNC}(): output is {str(output)!r}, which is no folder; expected a new one")
+    expected = set(paths)
+    for found in folder.iterdir() if folder.exists() else ():
+        if found.suffix != _BEGUN and not (found in expected and task.wrote(found)):
+            came = f"output is {str(output)!r}, which has {found.name}, of no run with these arguments"
+            raise ValueError(f"{_FUNC}(): {came}; expected a new folder, or that of such a run")
     folder.mkdir(parents=True, exist_ok=True)
-    return [folder / f"part.{i:05}.parquet" for i in range(n)]
+    return paths
 
 
 def _finish(tasks: Sequence[Any], progress: bool) -> None:
@@ -149,8 +170,14 @@ def _finish(tasks: Sequence[Any], progress: bool) -> None:
             bar.update()
 
 
-@cache
-def _loaded(folder: str, dtype: Any, weights_dtype: Any, activations: Any) -> Embedder:
+def _state(folder: str) -> tuple[tuple[str, int, int], ...]:
+    """What shows that the files of a model have changed: of each its name, size and time of writing."""
+    files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+
+
+@lru_cache(maxsize=1)
+def _loaded(state: Any, folder: str, dtype: Any, weights_dtype: Any, activations: Any) -> Embedder:
     model = load(folder, dtype=dtype, weights_dtype=weights_dtype, activations=activations)
     if not isinstance(model, Embedder):
         kind = type(model).__name__
@@ -163,34 +190,52 @@ class Embed:
     """What is done with each partition: its vectors, or a file of them."""
 
     model: tuple[Any, ...]
+    state: Any  # of the model's files: others make other tasks, whose results a cluster does not have
     options: EncodeOptions
     num_threads: int | None
 
     def vectors(self, texts: list[str]) -> Array:
         """By the model of this process."""
         with _LOADING:  # by one thread, the others wait for it
-            model = _loaded(*self.model)
-        return model.encode(texts, **self.options)
+            model = _loaded(_state(self.model[0]), *self.model)
+        return model._encode(_FUNC, texts, self.options)
 
-    def __call__(self, texts: Any, path: str | None = None) -> Any:
-        if path is not None and Path(path).exists():  # written before its worker died
-            return path
+    def wrote(self, path: Path) -> bool:
+        """Whether the file says that the same model made it, with the same options."""
+        try:
+            said = require("pyarrow.parquet").read_schema(path).metadata or {}
+        except (OSError, ValueError):  # no file of Parquet
+            return False
+        return bool(said.get(_MADE_BY) == self.name())
+
+    def name(self) -> bytes:
+        """The same for the same model and options, which decide what vectors are."""
+        return str(tokenize(self.model, self.state, self.options)).encode()
+
+    def __call__(self, texts: Any, number: int, path: str | None = None) -> Any:
+        texts = list(texts)
+        for i, text in enumerate(texts):
+            strings(_FUNC, f"texts, in partition {number} at {i},", [text])
+        if path is not None and Path(path).exists():  # by a worker that died, or a run before this one
+            if require("pyarrow.parquet").read_table(path, columns=["text"])["text"].to_pylist() == texts:
+                return path
+            came = f"texts has others in partition {number} than {path}"
+            raise ValueError(f"{_FUNC}(): {came}; expected the same, or a new folder for output")
         if self.num_threads is not None:
             set_num_threads(self.num_threads)
-        texts = list(texts)
         vectors = self.vectors(texts)
-        return vectors if path is None else _write(path, texts, vectors)
+        return vectors if path is None else _write(path, texts, vectors, self.name())
 
 
-def _write(path: str, texts: list[str], vectors: Array) -> str:
+def _write(path: str, texts: list[str], vectors: Array, name: bytes) -> str:
     """One file of Parquet, all or nothing."""
     arrow, parquet = require("pyarrow"), require("pyarrow.parquet")
     flat = arrow.array(np.ascontiguousarray(vectors).reshape(-1))
     column = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
     table = arrow.table({"text": arrow.array(texts, arrow.string()), "vector": column})
-    begun = Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}.begun")
+    begun = Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}{_BEGUN}")
     try:
-        parquet.write_table(table, begun)
+        parquet.write_table(table.replace_schema_metadata({_MADE_BY: name}), begun)
         os.replace(begun, path)
     finally:
         begun.unlink(missing_ok=True)

@@ -76,8 +76,9 @@ def load(
     Parameters
     ----------
     folder : path
-        As Hugging Face's save_pretrained writes it, with tensors in float32, float16 or bfloat16. The
-        modules.json of a sentence-transformers folder says how `Encoder.encode` makes vectors.
+        As Hugging Face's save_pretrained writes it and ``hf download NAME --local-dir FOLDER`` brings it,
+        with tensors in float32, float16 or bfloat16; nothing is downloaded here. The modules.json of a
+        sentence-transformers folder says how `Encoder.encode` makes vectors.
     dtype : {"float32", "float64", "bfloat16"}, default "float32"
         The type between layers and in the cache of keys and values; a NumPy type does, too.
     weights_dtype : {"float32", "bfloat16", "int8", "int4", "nf4"}, optional
@@ -115,7 +116,8 @@ def load(
         raise wrong_type("load", "folder", folder, "a path")
     path = Path(folder)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
-        raise ModelError(f"{path} is no folder; expected one with config.json and model.safetensors")
+        hint = "`hf download NAME --local-dir FOLDER` brings one"
+        raise ModelError(f"{path} is no folder; expected one with config.json and model.safetensors: {hint}")
     outer, path = path, folder_of_towers(path)
     config = Config(path / "config.json")
     model_type = config.get("model_type", str)

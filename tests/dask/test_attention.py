@@ -2,6 +2,7 @@
 
 import doctest
 import functools
+import os
 
 import dask
 import dask.array as da
@@ -83,6 +84,18 @@ def test_one_head_and_batches_that_broadcast():
     assert not none.any()
 
 
+@pytest.mark.parametrize(
+    "options", [{"causal": True, "q_offset": -40}, {"kv_lengths": 0, "q_offset": 0}], ids=str
+)
+def test_rows_that_attend_nothing_have_the_batch_axes_of_all(options):
+    q, k, v = inputs(len_q=40, len_k=50)
+    for arrays in ((q[0], k, v), (q[:1], k, v[0]), (q[0], k[:1], v), (q[:, None], k, v), (q, k[None], v[0])):
+        lazily = fastattn.dask.attention(*arrays, chunks=(16, 20), return_lse=True, **options)
+        expected = fastattn.attention(*arrays, return_lse=True, **options)
+        for x, y in zip(dask.compute(*lazily, scheduler="sync"), expected, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 def test_blocks_that_nobody_attends_are_no_tasks():
     q = k = v = da.zeros((8, 1024, 16), chunks=(8, 64, 16), dtype=np.float32)
 
@@ -129,12 +142,31 @@ def on_disk(kind, path, x):
     )()
 
 
-def test_what_is_computed_is_held():
+def test_memmaps_are_what_they_hold(tmp_path):
+    q, _, _ = inputs()
+    np.save(tmp_path / "q.npy", q)
+    of_file = np.load(tmp_path / "q.npy", mmap_mode="r")
+    copied = np.load(tmp_path / "q.npy", mmap_mode="c")
+    copied[:, :, 5:] = 1.0  # the file does not get it
+    arrays = copied[:, 1:], of_file[:, 1:], copied[:, 1:]
+    got = fastattn.dask.attention(*arrays, chunks=(32, 50), return_lse=True)
+    check(dask.compute(*got, scheduler="sync"), expect(*map(np.array, arrays)))
+    before = fastattn.dask.attention(of_file, of_file, of_file, chunks=(32, 50))
+    os.utime(tmp_path / "q.npy", ns=(1, 1))  # as if it were written again: no result of the old one counts
+    assert fastattn.dask.attention(of_file, of_file, of_file, chunks=(32, 50)).name != before.name
+
+
+def test_what_is_computed_is_held(tmp_path):
     q, k, v = lazy(*inputs())
-    with pytest.raises(ValueError, match=r"attention\(\): reread is True, and .* is not on disk"):
-        fastattn.dask.attention(q, k + 1, v, chunks=(32, 50), reread=True)
-    names = {str(key[0]) for key in keys_of(fastattn.dask.attention(q, k + 1, v, chunks=(32, 50)))}
-    assert any(name.startswith("add") for name in names)
+    q = on_disk("npy stack", tmp_path / "q", np.array(q))
+    mapped = on_disk("memmap", tmp_path / "k", np.array(k))
+    for held, name in ((k + 1, "add"), (da.from_array(mapped), "array")):
+        with pytest.raises(
+            ValueError, match=r"attention\(\): reread is True, and k is not on disk; expected"
+        ):
+            fastattn.dask.attention(q, held, v, chunks=(32, 50), reread=True)
+        keys = keys_of(fastattn.dask.attention(q, held, v, chunks=(32, 50)))
+        assert any(str(key[0]).startswith(name) for key in keys)
 
 
 WRONG = [

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import dask
 import dask.array as da
 import dask.bag as db
 import numpy as np
@@ -145,18 +146,75 @@ def test_wrong_embeddings_are_errors_before_anything_runs(folder, tmp_path):
 
     refused(TypeError, r"embed\(\): texts is of type list; expected a dask.bag.Bag", TEXTS, folder)
     refused(TypeError, r"embed\(\): texts is of type Array", da.ones(3), folder)
+    refused(TypeError, r"embed\(\): folder is of type int; expected a path", bag, 3)
     refused(models.ModelError, "config.json is missing", bag, tmp_path)
-    refused(ValueError, r"embed\(\): output is .* not empty; expected a new", bag, folder, tmp_path / "full")
+    refused(TypeError, r"embed\(\): output is of type int; expected a path", bag, folder, 3)
+    refused(ValueError, r"embed\(\): output is .* has x, of no run with", bag, folder, tmp_path / "full")
+    refused(ValueError, r"embed\(\): output is .* is no folder", bag, folder, tmp_path / "full/x")
+    refused((TypeError, ValueError), r"embed\(\): dtype is \[\]; expected", bag, folder, dtype=[])
+    refused((TypeError, ValueError), r"embed\(\): weights_dtype is \[\]", bag, folder, weights_dtype=[])
+    refused((TypeError, ValueError), r"embed\(\): activations is \[\]", bag, folder, activations=[])
+    refused(ValueError, r"embed\(\): batch_size is 0; expected at least 1", bag, folder, batch_size=0)
     refused(ValueError, r"precision is 'int8'; expected float32, binary", bag, folder, precision="int8")
     refused(TypeError, r"show_progress_bar is not an argument", bag, folder, show_progress_bar=True)
-    refused(TypeError, r"encode\(\) got an unexpected keyword argument 'batch'", bag, folder, batch=3)
+    refused(TypeError, r"embed\(\): batch is not an argument; expected one of", bag, folder, batch=3)
     refused(ValueError, r"embed\(\): num_threads is 0; expected at least 1", bag, folder, num_threads=0)
     refused(TypeError, r"embed\(\): progress is 2; expected True or False", bag, folder, progress=2)
     assert sorted(path.name for path in (tmp_path / "full").iterdir()) == ["x"]
 
 
-def test_a_text_that_is_none_leaves_no_half_of_a_file(folder, tmp_path):
-    bag = db.from_sequence(["a dog", 5], npartitions=1)
-    with pytest.raises(TypeError, match="expected"):
-        fastattn.dask.embed(bag, folder, tmp_path / "out", progress=False)
-    assert list((tmp_path / "out").iterdir()) == []
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (5, TypeError, r"one of type int; expected strings"),
+        ("\ud800", ValueError, r"one with '\\ud800', half of a surrogate pair"),
+    ],
+)
+def test_a_run_that_failed_is_continued(bad, error, message, folder, tmp_path, cluster):
+    out, texts = tmp_path / "out", [*TEXTS, *TEXTS]
+    faulty = [*texts[:-1], bad]
+
+    def run(texts, npartitions=5, **options):
+        bag = db.from_sequence(texts, npartitions=npartitions)
+        return fastattn.dask.embed(bag, folder, out, progress=False, **options)
+
+    with (
+        dask.config.set(scheduler="sync"),
+        pytest.raises(error, match=r"^embed\(\): texts, in partition 4 at 1, has " + message),
+    ):
+        run(faulty)
+    assert not (out / "part.00004.parquet").exists()
+    with cluster.as_current():
+        paths = run(texts)
+        paths[2].unlink()
+        (out / ".part.00002.parquet.0.begun").write_text("as a worker that is killed leaves it")
+        written = {path: path.stat().st_mtime_ns for path in out.glob("part.*")}
+        assert run(texts) == paths == sorted(out.iterdir())
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    table = pytest.importorskip("pyarrow.parquet").read_table(out)
+    assert table["text"].to_pylist() == texts
+    assert_same_bits(np.array(table["vector"].to_pylist(), np.float32), models.load(folder).encode(texts))
+    for arguments in ({"truncate_dim": 3}, {"dtype": "float64"}, {"npartitions": 2}):
+        with pytest.raises(ValueError, match=r"output is .* has part.*, of no run with these arguments"):
+            run(texts, **arguments)
+    with pytest.raises(
+        ValueError, match=r"texts has others in partition 1 than .*part.00001.parquet; expected"
+    ):
+        run([*texts[:2], "other", *texts[3:]])
+
+
+def test_a_model_that_changed_is_loaded_again(tmp_path, cluster):
+    bag, kept = db.from_sequence(TEXTS, npartitions=2), []
+    write_tokenizer(tmp_path)
+    for scale in (1.0, 2.0):
+        weights = tiny.tensors("bert", tiny.CONFIGS["bert"])
+        name = "embeddings.word_embeddings.weight"
+        tiny.write(tmp_path, "bert", {**weights, name: weights[name] * np.float32(scale)})
+        lazily = fastattn.dask.embed(bag, tmp_path)
+        expected = models.load(tmp_path).encode(TEXTS)
+        with cluster.as_current():
+            kept.append(
+                lazily.persist()
+            )  # what the cluster has of the first model does not count for the second
+            assert_same_bits(kept[-1].compute(), expected)
+        assert_same_bits(lazily.compute(scheduler="sync"), expected)

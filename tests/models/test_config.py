@@ -9,7 +9,9 @@ from fastattn.models import _rope
 
 
 def test_folders_that_are_none(tmp_path):
-    refused(tmp_path / "nowhere", "nowhere is no folder; expected one with config.json")
+    refused(
+        tmp_path / "nowhere", "nowhere is no folder; expected one with config.json and model.safetensors: `hf"
+    )
     refused(tmp_path / ("e" * 5000), "is no folder; expected one with config.json")
     refused(None, "load(): folder is of type NoneType; expected a path", error=TypeError)
     refused(tmp_path, "config.json is missing")
