@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from fastattn._args.types import Rounding
 
 _OWN = "own"  # each weight keeps its dtype
+# In evaluation mode they may compute without calling the modules within them.
+_FAST = torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer
 
 
 def optimize(
@@ -63,10 +65,11 @@ def optimize(
     Notes
     -----
     Modules stay what they are: their types, names, parameters and hooks. Packed weights are kept beside the
-    parameters, so that memory grows by their size. A parameter that is written to in place, as by
-    `load_state_dict`, is packed again; one whose ``.data`` is replaced is not seen. Where a gradient is
-    wanted, under autocast, in float64 and on other devices, a module computes as before. Weights are frozen:
-    ``requires_grad`` is False until `undo`.
+    parameters, so that memory grows by their size. A parameter that is replaced, or written to in place, as
+    by `load_state_dict`, is packed again. Writes that torch does not count are not seen: those through
+    ``.data`` or NumPy, to parameters made in inference mode, and those of fused optimizers. Where a
+    derivative is wanted, under autocast, in float64 and on other devices, a module computes as before.
+    Weights are frozen: ``requires_grad`` is False until `undo`.
     """
     func = "optimize"
     if not isinstance(model, torch.nn.Module):
@@ -149,11 +152,19 @@ def _replace_linears(
         module.forward = linear
         packed[linear.packed.dtype] += 1
     lines = [f"{n} nn.Linear packed in {name}" for name, n in packed.items()]
-    return lines + [f"{n} nn.Linear left alone: {why}" for why, n in kept.items()]
+    lines += [f"{n} nn.Linear left alone: {why}" for why, n in kept.items()]
+    if torch.backends.mha.get_fastpath_enabled() and any(isinstance(x, _FAST) for x in model.modules()):
+        lines.append(
+            "nn.MultiheadAttention, nn.TransformerEncoderLayer: torch's fast path in evaluation mode; without"
+            " it after torch.backends.mha.set_fastpath_enabled(False)"
+        )
+    return lines
 
 
 def _why_kept(module: Any) -> str | None:
     weight = module.weight
+    if isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight itself"
     if type(module) is not torch.nn.Linear:
         return f"a {type(module).__name__} is more than that"
     if "forward" in vars(module):

@@ -448,7 +448,9 @@ def test_what_is_left_alone():
             "1 nn.Linear left alone: its weight is in torch.float64",
             "1 nn.Linear left alone: its weight is a Parameter on meta",
             "1 nn.Linear left alone: a Special is more than that",
-            "1 nn.Linear left alone: a NonDynamicallyQuantizableLinear is more than that",
+            "1 nn.Linear left alone: nn.MultiheadAttention reads its weight itself",
+            "nn.MultiheadAttention, nn.TransformerEncoderLayer: torch's fast path in evaluation mode; without"
+            " it after torch.backends.mha.set_fastpath_enabled(False)",
             *KEPT,
         ]
         why = "its forward pass has been replaced"
