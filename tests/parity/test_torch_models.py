@@ -37,6 +37,7 @@ KEPT = ["memory that is freed: kept by the process, up to 2 GB"] if platform.lib
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    torch.compiler.reset()  # who recompiles too often fails, and it counts all tests
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers and torch deprecate what they use
         yield
