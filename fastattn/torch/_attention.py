@@ -151,17 +151,16 @@ def _like_gradient(x: Any, inside: bool) -> Any:
     return x.new_empty(x.transpose(-3, -2).shape).transpose(-3, -2)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
     """Keep what the backward pass reads."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *inputs)
-    ctx.options = keyword_only_inputs
+    ctx.options = options
 
 
-def _gradient(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+def _gradient(ctx: Any, wanted: tuple[bool, ...], dout: Any, dlse: Any) -> tuple[Any, ...]:
     out, lse, *inputs = ctx.saved_tensors
-    # The dispatcher leaves out arguments that have their defaults, from the end on.
-    places = [i for i in _GRADIENTS if ctx.needs_input_grad[i : i + 1] == (True,)]
+    places = [i for i in _GRADIENTS if wanted[i : i + 1] == (True,)]
     dout = torch.zeros_like(out) if dout is None else dout
     need = [_GRADIENTS[i] for i in places]
     found = _attention_backward_op(dout, dlse, out, lse, *inputs, **ctx.options, need=need)
@@ -179,8 +178,8 @@ _attention_backward_op = define(
     _backward,
     _fake_backward,
 )
-differentiate(_with_lse_op, _gradient, _keep)
+differentiate(_with_lse_op, _gradient, _keep, "attention")
 differentiate_by(attention_op, _with_lse_op, lambda results: results[0])
-forbid_gradients(_attention_backward_op, "attention(): it has a first derivative, no second")
+forbid_gradients(_attention_backward_op, "attention")
 autocast(attention_op, 3)
 autocast(_with_lse_op, 3)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _C
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,29 +29,81 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     return getattr(torch.ops.fastattn, name).default
 
 
-def differentiate(op: Any, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """Give `op` its gradient."""
-    torch.library.register_autograd(_name(op), backward, setup_context=setup_context, lib=LIBRARY)
+def differentiate(op: Any, backward: Callable[..., Any], keep: Callable[..., None], func: str) -> None:
+    """Give `op`, all of whose positional arguments are tensors, its gradient.
+
+    torch.library.register_autograd would do, but that torch.func.grad refuses it, and that tangents
+    vanish in it where no gradient is wanted.
+    """
+    lists = isinstance(op._schema.returns[0].type, torch.ListType)
+
+    def forward(ctx: Any, keyset: Any, options: dict[str, Any], *args: Any) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(_C._AutoDispatchBelowAutograd())
+            if _C._are_functorch_transforms_active():  # outer transforms derive, too
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+            result = op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
+        # The dispatcher leaves out arguments that have their defaults, from the end on.
+        inputs = *args, *[None] * (_positional(op) - len(args))
+        keep(ctx, inputs, options, result)
+        return tuple(result) if lists else result
+
+    def gradient(ctx: Any, *grads: Any) -> Any:
+        return None, None, *backward(ctx, ctx.needs_input_grad[2:], *grads)
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"{func}(): it has no derivative in forward mode (torch.func.jvp, jacfwd, forward_ad); expected"
+            " reverse mode (torch.func.grad, vjp, jacrev, backward)"
+        )
+
+    methods = {"forward": forward, "backward": gradient, "jvp": jvp}
+    methods = {name: staticmethod(method) for name, method in methods.items()}
+    function: Any = type(f"{op._opname}_function", (torch.autograd.Function,), methods)
+
+    def autograd(keyset: Any, *args: Any, **options: Any) -> Any:
+        if not _differentiates(args):
+            return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
+        if _C._are_functorch_transforms_active():  # which have unwrapped to this level already
+            with enable_single_level_autograd_function():
+                result = super(torch.autograd.Function, function).apply(keyset, options, *args)
+        else:
+            result = function.apply(keyset, options, *args)
+        return list(result) if lists else result
+
+    LIBRARY.impl(op._opname, autograd, "Autograd", with_keyset=True)
 
 
-def forbid_gradients(op: Any, message: str) -> None:
-    """Raise where somebody wants the gradient of `op`: torch would only warn, and go on without."""
+def forbid_gradients(op: Any, func: str) -> None:
+    """Raise where somebody wants the gradient of `op`, the gradient of `func`."""
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(message)
+        raise NotImplementedError(f"{func}(): it has a first derivative, no second")
 
-    torch.library.register_autograd(_name(op), backward, lib=LIBRARY)
+    differentiate(op, backward, lambda *_: None, func)
 
 
 def differentiate_by(op: Any, other: Any, result: Callable[[Any], Any]) -> None:
-    """Where gradients are wanted, compute `result` of `other` in place of `op`: it keeps what they need."""
+    """Where derivatives are wanted, compute `result` of `other` in place of `op`: it keeps what they need."""
 
     def autograd(keyset: Any, *args: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args):
+        if _differentiates(args):
             return result(other(*args, **options))
         return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
 
     LIBRARY.impl(op._opname, autograd, "Autograd", with_keyset=True)
+
+
+def _differentiates(args: Any) -> bool:
+    """Whether a derivative may be wanted: tangents do not ask whether gradients are enabled."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args)
+
+
+def _positional(op: Any) -> int:
+    return sum(not argument.kwarg_only for argument in op._schema.arguments)
 
 
 def autocast(op: Any, count: int) -> None:
@@ -61,7 +116,3 @@ def autocast(op: Any, count: int) -> None:
             return op(*taken, *args[count:], **options)
 
     LIBRARY.impl(op._opname, cast, "AutocastCPU")
-
-
-def _name(op: Any) -> str:
-    return f"fastattn::{op._opname}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import linear as torch_linear
 
 from fastattn import ops
@@ -15,62 +18,100 @@ from fastattn.torch._tensors import array_of, num_threads, tensor_of
 if TYPE_CHECKING:
     from fastattn._args.types import Rounding
 
-_TAKEN = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _version(x: Any) -> int:
-    return 0 if x is None or x.is_inference() else x._version
+TAKEN = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class FrozenLinear:
-    """The forward pass of an nn.Linear on packed weights; what it does not cover is the module's own."""
+    """The forward pass of an nn.Linear on packed weights; what it does not cover is computed as before.
 
-    def __init__(self, module: Any, weights_dtype: str | None, activations: Rounding | None) -> None:
-        self.weight, self.bias = module.weight, module.bias
+    It has the module's dictionary of parameters, in which load_state_dict and functional_call put others. A
+    copy, by deepcopy or pickle, packs the parameters that are copied with it.
+    """
+
+    def __init__(
+        self, parameters: dict[str, Any], weights_dtype: str | None, activations: Rounding | None
+    ) -> None:
+        self.parameters = parameters
         self.dtype = weights_dtype
         self.activations = activations
+        self.in_use = True  # until it is undone: what wraps the module's forward pass may still call this
         self._pack()
-        self.number = len(_NUMBERED)
-        while self.number in _NUMBERED:
-            self.number += 1
-        _NUMBERED[self.number] = self
+        with _lock:
+            self.number = next(_numbers)
+            _NUMBERED[self.number] = self
+
+    def __reduce__(self) -> Any:
+        return FrozenLinear, (self.parameters, self.dtype, self.activations), {"in_use": self.in_use}
 
     def _pack(self) -> None:
-        weight = self.weight.detach()
-        self.packed = ops.pack(array_of(weight), dtype=self.dtype)
+        self.weight, self.bias = self._current()
+        state = _state(self.weight), _state(self.bias)
+        self.packed = ops.pack(array_of(self.weight.detach()), dtype=self.dtype)
         self.array = None if self.bias is None else array_of(self.bias.detach().float())
-        self.version = self._versions()
+        self.state: Any = state
 
-    def _versions(self) -> tuple[int, int]:
-        """How often the parameters have been written to."""
-        return _version(self.weight), _version(self.bias)
+    def _current(self) -> tuple[Any, Any]:
+        """The weight and the bias that the module has now."""
+        try:
+            return self.parameters["weight"], self.parameters["bias"]
+        except KeyError:
+            raise RuntimeError(
+                "optimize(): the weight or bias of an nn.Linear is no parameter of it any more; expected a"
+                " model that is pruned or parametrized before it is optimized"
+            ) from None
 
     def __call__(self, x: Any) -> Any:
-        if torch.compiler.is_compiling():
-            if self._covers(x):
-                return _linear_op(x, self.number)
-        elif type(x) is torch.Tensor and self._covers(x):
-            return self.computed(x)
-        return torch_linear(x, self.weight, self.bias)
+        weight, bias = self._current()
+        if not self._covers(x, weight, bias):
+            return torch_linear(x, weight, bias)
+        return _linear_op(x, self.number) if torch.compiler.is_compiling() else self.computed(x)
 
-    def _covers(self, x: Any) -> bool:
-        if x.dtype not in _TAKEN or not x.is_cpu or x.is_nested or torch.is_autocast_enabled("cpu"):
+    def _covers(self, x: Any, weight: Any, bias: Any) -> bool:
+        if not self.in_use or not self._packs(weight, bias):
             return False
-        # Gradients are torch's: of the input, or of weights that somebody has thawed.
-        return not (torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad))
+        dtype = weight.dtype
+        if x.dtype is not dtype or (bias is not None and bias.dtype is not dtype) or dtype not in TAKEN:
+            return False  # an error of torch's, mostly
+        if not (x.is_cpu and weight.is_cpu) or x.is_nested or torch.is_autocast_enabled("cpu"):
+            return False
+        if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and x.requires_grad):
+            return False  # derivatives are torch's
+        if torch.compiler.is_compiling():
+            return True
+        return type(x) is torch.Tensor and not torch._C._are_functorch_transforms_active()
+
+    def _packs(self, weight: Any, bias: Any) -> bool:
+        """Whether the module's parameters are those that are packed, or may be packed instead."""
+        compiling = torch.compiler.is_compiling()
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            if not compiling:
+                self.state = None  # who thaws it may write by a fused optimizer, which does not count that
+            return False
+        if weight is self.weight and bias is self.bias:
+            return True
+        # load_state_dict(assign=True) leaves parameters; functional_call may lend any tensors for one call.
+        return not compiling and all(x is None or type(x) is torch.nn.Parameter for x in (weight, bias))
 
     def computed(self, x: Any) -> Any:
         """The product, of an x that is covered."""
-        if self._versions() != self.version:
-            self._pack()  # somebody has written to the weight, as load_state_dict does
+        weight, bias = self._current()
+        if weight is not self.weight or bias is not self.bias or self.state != (_state(weight), _state(bias)):
+            self._pack()
         result = ops.linear(
             array_of(x), self.packed, self.array, activations=self.activations, num_threads=num_threads()
         )
         return tensor_of(result)
 
 
-# Operators take no objects, so that a compiled graph names its linear map by a number.
+def _state(x: Any) -> tuple[int, int] | None:
+    """What differs after x has been written to, or has got other memory."""
+    return None if x is None else (0 if x.is_inference() else x._version, x.data_ptr())
+
+
+# Operators take no objects, so that a compiled graph names its linear map by a number, given only once.
 _NUMBERED: WeakValueDictionary[int, FrozenLinear] = WeakValueDictionary()
+_numbers = itertools.count()
+_lock = threading.Lock()
 
 
 def _numbered(x: Any, number: int) -> Any:

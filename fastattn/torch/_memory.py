@@ -29,9 +29,18 @@ def keep_freed() -> Undo | None:
         return None
     with _lock:
         _users += 1
-        for which in _USUAL:
-            glibc.mallopt(which, _KEPT)
-    return Undo([_end])
+        kept = _keep(glibc)
+    return Undo([_end], f"memory that is freed: {kept}")
+
+
+def _keep(glibc: Any) -> str:
+    """What glibc grants: it answers 0 where it refuses."""
+    if not glibc.mallopt(_TRIM_THRESHOLD, _KEPT):
+        return "not kept, since glibc refuses it"
+    if glibc.mallopt(_MMAP_THRESHOLD, _KEPT):
+        return "kept by the process, up to 2 GB"
+    glibc.mallopt(_MMAP_THRESHOLD, _USUAL[_MMAP_THRESHOLD])  # the most that some versions take
+    return "kept by the process, up to 2 GB, in blocks of up to 32 MB"
 
 
 def _end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,19 +13,21 @@ from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import STORED
 from fastattn.torch._hugging_face import NAME, register
-from fastattn.torch._linear import FrozenLinear
+from fastattn.torch._linear import TAKEN, FrozenLinear
 from fastattn.torch._memory import keep_freed
 from fastattn.torch._sdpa import patch_sdpa
 from fastattn.torch._undo import Undo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import DTypeLike
 
     from fastattn._args.types import Rounding
 
 _OWN = "own"  # each weight keeps its dtype
+# In evaluation mode they may compute without calling the modules within them.
+_FAST = torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer
 
 
 def optimize(
@@ -62,10 +65,11 @@ def optimize(
     Notes
     -----
     Modules stay what they are: their types, names, parameters and hooks. Packed weights are kept beside the
-    parameters, so that memory grows by their size. A parameter that is written to in place, as by
-    `load_state_dict`, is packed again; one whose ``.data`` is replaced is not seen. Where a gradient is
-    wanted, under autocast, in float64 and on other devices, a module computes as before. Weights are frozen:
-    ``requires_grad`` is False until `undo`.
+    parameters, so that memory grows by their size. A parameter that is replaced, or written to in place, as
+    by `load_state_dict`, is packed again. Writes that torch does not count are not seen: those through
+    ``.data`` or NumPy, to parameters made in inference mode, and those of fused optimizers. Where a
+    derivative is wanted, under autocast, in float64 and on other devices, a module computes as before.
+    Weights are frozen: ``requires_grad`` is False until `undo`.
     """
     func = "optimize"
     if not isinstance(model, torch.nn.Module):
@@ -82,12 +86,12 @@ def optimize(
     try:
         lines += _replace_attention(model, steps)
         lines += _replace_linears(model, dtype, activations, steps)
+        if kept := keep_freed():
+            steps.append(kept.undo)
+            lines.append(repr(kept))
     except BaseException:
         Undo(steps).undo()
         raise
-    if kept := keep_freed():
-        steps.append(kept.undo)
-        lines.append("memory that is freed: kept by the process, up to 2 GB")
     return Undo(steps, "\n".join(lines))
 
 
@@ -98,21 +102,30 @@ def _replace_attention(model: Any, steps: list[Callable[[], None]]) -> list[str]
         if module in inside or not hasattr(module, "set_attn_implementation"):
             continue
         inside.update(module.modules())
-        register()
-        before = {
-            each: each.config._attn_implementation
-            for each in module.modules()
-            if hasattr(each, "set_attn_implementation")
-        }
-        module.set_attn_implementation(NAME)
-        steps.append(lambda before=before: _set_back(before))  # type: ignore[misc]
-        lines.append(f"attention of {_called(name, module)}: {before[module]} -> {NAME}")
+        before = [(config, config._attn_implementation) for config in _configs(module)]
+        was = module.config._attn_implementation
+        if any(implementation != NAME for _, implementation in before):
+            register()
+            steps.append(partial(_set_back, before))
+            module.set_attn_implementation(NAME)
+        now = module.config._attn_implementation
+        change = f"{was} -> {now}" if now != was else f"{now}, as before"
+        lines.append(f"attention of {_called(name, module)}: {change}")
     return lines
 
 
-def _set_back(before: dict[Any, str]) -> None:
-    for module, implementation in before.items():
-        module.config._attn_implementation = implementation
+def _configs(model: Any) -> Iterator[Any]:
+    """All configs of a model, each before those within it, which take their implementation from it."""
+    configs = [x.config for x in reversed(list(model.modules())) if hasattr(x, "set_attn_implementation")]
+    while configs:
+        yield (config := configs.pop())
+        parts = (getattr(config, key, None) for key in getattr(config, "sub_configs", ()))
+        configs += [part for part in parts if part is not None]
+
+
+def _set_back(before: list[tuple[Any, str]]) -> None:
+    for config, implementation in before:
+        config._attn_implementation = implementation
 
 
 def _called(name: str, module: Any) -> str:
@@ -130,31 +143,44 @@ def _replace_linears(
         if why := _why_kept(module):
             kept[why] += 1
             continue
-        linear = FrozenLinear(module, dtype, activations)
-        parameters = [p for p in (module.weight, module.bias) if p is not None and p.requires_grad]
-        steps.append(lambda module=module, parameters=parameters: _thaw(module, parameters))  # type: ignore[misc]
+        linear = FrozenLinear(module._parameters, dtype, activations)
+        frozen = [name for name, p in module.named_parameters() if p.requires_grad]
+        parameters = [module._parameters[name] for name in frozen]
+        steps.append(partial(_thaw, module, linear, frozen, parameters))
         for parameter in parameters:
             parameter.requires_grad_(False)
         module.forward = linear
         packed[linear.packed.dtype] += 1
     lines = [f"{n} nn.Linear packed in {name}" for name, n in packed.items()]
-    return lines + [f"{n} nn.Linear left alone: {why}" for why, n in kept.items()]
+    lines += [f"{n} nn.Linear left alone: {why}" for why, n in kept.items()]
+    if torch.backends.mha.get_fastpath_enabled() and any(isinstance(x, _FAST) for x in model.modules()):
+        lines.append(
+            "nn.MultiheadAttention, nn.TransformerEncoderLayer: torch's fast path in evaluation mode; without"
+            " it after torch.backends.mha.set_fastpath_enabled(False)"
+        )
+    return lines
 
 
 def _why_kept(module: Any) -> str | None:
     weight = module.weight
+    if isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight itself"
     if type(module) is not torch.nn.Linear:
         return f"a {type(module).__name__} is more than that"
     if "forward" in vars(module):
         return "its forward pass has been replaced"
     if not (type(weight) is torch.nn.Parameter and weight.is_cpu):
         return f"its weight is a {type(weight).__name__} on {weight.device.type}"
-    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if weight.dtype not in TAKEN:
         return f"its weight is in {weight.dtype}"
     return None
 
 
-def _thaw(module: Any, parameters: list[Any]) -> None:
-    del module.forward
-    for parameter in parameters:
-        parameter.requires_grad_()
+def _thaw(module: Any, linear: FrozenLinear, names: list[str], parameters: list[Any]) -> None:
+    linear.in_use = False
+    if vars(module).get("forward") is linear:
+        del module.forward
+    now = [module._parameters.get(name) for name in names]  # others, after load_state_dict(assign=True)
+    for parameter in (*parameters, *now):
+        if parameter is not None and parameter.is_floating_point():
+            parameter.requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,8 +21,10 @@ class Undo:
 
     def undo(self) -> None:
         """Undo it, once: further calls do nothing."""
-        while self._steps:
-            self._steps.pop()()
+        steps, self._steps = self._steps, []
+        with ExitStack() as stack:  # which takes the last step first, and the others where one fails
+            for step in steps:
+                stack.callback(step)
 
     def __enter__(self) -> Undo:
         return self

@@ -48,19 +48,17 @@ def _variant(
         fake_backward,
     )
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    def keep(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         ctx.save_for_backward(*inputs)
-        ctx.options = keyword_only_inputs
+        ctx.options = options
 
-    def gradient(ctx: Any, dout: Any) -> tuple[Any, ...]:
-        # The dispatcher leaves out arguments that have their defaults, from the end on.
-        wanted = dict(zip(tensors, ctx.needs_input_grad, strict=False))
-        need = [f"d{n}" for n, is_wanted in wanted.items() if is_wanted and f"d{n}" in gradients]
+    def gradient(ctx: Any, wanted: tuple[bool, ...], dout: Any) -> tuple[Any, ...]:
+        need = [f"d{n}" for n, yes in zip(tensors, wanted, strict=False) if yes and f"d{n}" in gradients]
         found = dict(zip(need, backward_op(dout, *ctx.saved_tensors, **ctx.options, need=need), strict=True))
         return tuple(found.get(f"d{n}") for n in tensors)
 
-    differentiate(op, gradient, keep)
-    forbid_gradients(backward_op, f"{name}(): it has a first derivative, no second")
+    differentiate(op, gradient, keep, name)
+    forbid_gradients(backward_op, name)
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:

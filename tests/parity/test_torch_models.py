@@ -1,5 +1,7 @@
 """What changes models of torch: the attention interface of transformers, patch_sdpa, optimize."""
 
+import copy
+import pickle
 import platform
 import warnings
 
@@ -11,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fastattn.torch
 from fastattn._engine import dispatch, settings
-from fastattn.torch import _hugging_face, optimize, patch_sdpa, register
+from fastattn.torch import Undo, _hugging_face, _memory, optimize, patch_sdpa, register
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
 DECODER = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 90, "pad_token_id": 0}
@@ -35,6 +37,7 @@ KEPT = ["memory that is freed: kept by the process, up to 2 GB"] if platform.lib
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    torch.compiler.reset()  # who recompiles too often fails, and it counts all tests
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers and torch deprecate what they use
         yield
@@ -316,14 +319,88 @@ with torch.inference_mode():
     assert before - after > 0.1 * first  # pages, of 10 results
 
 
-def test_a_written_weight_is_packed_again():
+def load_assigned(model, other):
+    model.load_state_dict(other.state_dict(), assign=True)
+
+
+def replace_data(model, other):
+    for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.data = new.data.clone()
+
+
+def train_fused(model, other):
+    """A fused optimizer does not count what it writes; the weights go through a forward pass before."""
+    model.requires_grad_()
+    model(torch.randn(3, 40)).sum().backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    model.requires_grad_(False)
+    other.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("write", [
+    lambda model, other: model.load_state_dict(other.state_dict()), load_assigned, replace_data, train_fused,
+])  # fmt: skip
+def test_a_written_weight_is_packed_again(write, ran):
     model, other, x = layers(), layers(), torch.randn(3, 40)
-    with torch.no_grad(), optimize(model):
+    with optimize(model):
         model(x)
-        model.load_state_dict(other.state_dict())
-        torch.testing.assert_close(model(x), other(x))
-        model[2].bias.add_(1)
-        torch.testing.assert_close(model(x), other(x) + 1)
+        write(model, other)
+        with torch.no_grad():
+            del ran[:]
+            expected = other(x)
+            torch.testing.assert_close(model(x), expected)
+            assert ran.count("linear") == 2
+            model[2].bias.add_(1)
+            torch.testing.assert_close(model(x), expected + 1)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_weights_that_are_lent():
+    """functional_call computes with the weights it is given, compiled or not."""
+    model, other, x = layers(), layers(), torch.randn(3, 40)
+    given = [dict(other.named_parameters()), {name: p.detach() for name, p in other.named_parameters()}]
+
+    def f(weights):
+        return torch.func.functional_call(model, weights, x)
+
+    with torch.no_grad(), optimize(model):
+        own = model(x)
+        for weights in given:
+            torch.testing.assert_close(f(weights), other(x))
+            torch.testing.assert_close(torch.compile(f, fullgraph=True)(weights), other(x))
+            assert torch.equal(model(x), own)
+        other.requires_grad_(False)
+        torch.testing.assert_close(f(given[0]), other(x))
+        torch.testing.assert_close(model(x), own)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_weights_of_their_own(copied, ran):
+    model, x = layers(), torch.randn(3, 40)
+    with torch.no_grad(), optimize(model, "bfloat16"):
+        twin = copied(model)
+        expected = model(x)
+        assert torch.equal(twin(x), expected)
+        twin[0].weight.zero_()
+        twin[2].bias.zero_()
+        del ran[:]
+        for call in (twin, torch.compile(twin, fullgraph=True)):
+            assert not torch.allclose(call(x), expected)
+            torch.testing.assert_close(call(x), twin[2](twin[1](twin[0].bias.expand(3, -1))))
+        assert ran.count("linear") == 10
+        assert torch.equal(torch.compile(model, fullgraph=True)(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_derivatives_in_forward_mode_are_torchs():
+    model, x = layers(), torch.randn(3, 40)
+    expected = torch.func.jvp(model, (x,), (x,))
+    sliced = torch.func.vmap(model)(x)
+    with optimize(model), torch.no_grad():
+        torch.testing.assert_close(torch.func.jvp(model, (x,), (x,)), expected)
+        compiled = torch.compile(lambda x: torch.func.jvp(model, (x,), (x,)), fullgraph=True)
+        torch.testing.assert_close(compiled(x), expected)
+        torch.testing.assert_close(torch.func.vmap(model)(x), sliced)
 
 
 def test_linears_that_compute_as_before(ran):
@@ -345,10 +422,17 @@ def test_linears_that_compute_as_before(ran):
         with torch.no_grad():
             model(x)
         assert ran.count("linear") == 4
-        model.requires_grad_()
+        model[0].bias.requires_grad_()
+        model[2].weight.requires_grad_()
         model(x.detach()).sum().backward()
         assert ran.count("linear") == 4
-        assert model[0].weight.grad is not None
+        assert model[0].bias.grad is not None
+        assert model[2].weight.grad is not None
+        with pytest.raises(RuntimeError, match="same dtype"):
+            model(x.detach().bfloat16())
+        torch.nn.utils.parametrizations.weight_norm(model[0])
+        with pytest.raises(RuntimeError, match=r"^optimize\(\): the weight or bias of an nn.Linear is no"):
+            model(x)
 
 
 def test_what_is_left_alone():
@@ -365,7 +449,9 @@ def test_what_is_left_alone():
             "1 nn.Linear left alone: its weight is in torch.float64",
             "1 nn.Linear left alone: its weight is a Parameter on meta",
             "1 nn.Linear left alone: a Special is more than that",
-            "1 nn.Linear left alone: a NonDynamicallyQuantizableLinear is more than that",
+            "1 nn.Linear left alone: nn.MultiheadAttention reads its weight itself",
+            "nn.MultiheadAttention, nn.TransformerEncoderLayer: torch's fast path in evaluation mode; without"
+            " it after torch.backends.mha.set_fastpath_enabled(False)",
             *KEPT,
         ]
         why = "its forward pass has been replaced"
@@ -395,13 +481,67 @@ def test_errors():
         optimize(layers(), activations="int8")
 
 
+def test_changes_are_undone_in_any_order():
+    """Also where they had been wrapped or set already."""
+    register()
+    bert, model, x = model_of("bert"), layers(), torch.randn(3, 40)
+    whole = torch.nn.ModuleList([bert, model])
+    expected = model(x).detach()
+    first, second = optimize(whole, "int8"), optimize(whole)
+    assert str(second).splitlines()[1] == "attention of BertModel 0: fastattn, as before"
+    packed = model[0].forward
+    model[0].forward = lambda x: packed(x)  # as a tool does that wraps what it finds
+    model[2].forward = model[2].forward  # its own again
+    del model[2].forward
+    first.undo()
+    second.undo()
+    assert bert.config._attn_implementation == "eager"
+    assert torch.equal(model(x).detach(), expected)
+    assert all(p.requires_grad for p in whole.parameters())
+
+
+def test_undo_goes_on_where_a_step_fails():
+    done = []
+    change = Undo([lambda: done.append("first"), lambda: done.append(1 / 0), lambda: done.append("last")])
+    with pytest.raises(ZeroDivisionError):
+        change.undo()
+    assert done == ["last", "first"]
+
+
+@pytest.mark.parametrize(("granted", "said"), [
+    ((), "not kept, since glibc refuses it"),
+    ((-1,), "kept by the process, up to 2 GB, in blocks of up to 32 MB"),
+    ((-1, -3), "kept by the process, up to 2 GB"),
+])  # fmt: skip
+def test_what_the_allocator_refuses_is_said(granted, said, monkeypatch):
+    calls = []
+
+    class Glibc:
+        def mallopt(self, which, size):
+            calls.append((which, size))
+            return which in granted or size <= 32 << 20
+
+        def malloc_trim(self, pad):
+            calls.append("trimmed")
+
+    if not granted:
+        monkeypatch.setattr(Glibc, "mallopt", lambda *_: 0)
+    monkeypatch.setattr(_memory, "_glibc", Glibc)
+    with optimize(layers()) as change:
+        assert str(change).splitlines()[-1] == f"memory that is freed: {said}"
+        if len(granted) == 1:
+            assert calls[-1] == (-3, 32 << 20)
+    assert calls[-1] == "trimmed"
+
+
 def test_a_refused_change_leaves_nothing(ran):
     """A weight that is not finite cannot be packed in int8; what went before is undone."""
-    model, x = layers(), torch.randn(1, 2, 4, 8)
+    model, bert, x = layers(), model_of("bert"), torch.randn(1, 2, 4, 8)
     with torch.no_grad():
         model[2].weight[0, 0] = torch.inf
     with pytest.raises(ValueError, match="finite"):
-        optimize(model, "int8")
+        optimize(torch.nn.ModuleList([bert, model]), "int8")
+    assert bert.config._attn_implementation == "eager"
     assert "forward" not in vars(model[0])
     assert model[0].weight.requires_grad
     sdpa(x, x, x)
@@ -422,7 +562,7 @@ def test_sentence_transformers(tmp_path):
     model = models.SentenceTransformer(str(tmp_path), device="cpu", model_kwargs=options)
     np.testing.assert_allclose(model.encode(texts), expected, atol=1e-5)
     with optimize(model) as change:
-        assert "attention of BertModel" in str(change)
+        assert "attention of BertModel 0.model: fastattn, as before" in str(change)
         np.testing.assert_allclose(model.encode(texts), expected, atol=1e-5)
 
 

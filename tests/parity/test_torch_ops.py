@@ -1,5 +1,7 @@
 """Operators of torch: results, gradients, and what torch's own checks say of them."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ backward = torch.ops.fastattn.attention_backward
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    torch.compiler.reset()  # who recompiles too often fails, and it counts all tests
 
 
 def operands(dtype=torch.float32, heads_kv=4, len_q=9, len_k=13, grad=True):
@@ -173,6 +176,47 @@ def test_there_is_no_second_derivative():
     (grad,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second"):
         torch.autograd.grad(grad.square().sum(), k)
+    first = torch.func.grad(lambda *x: attention(*x).square().sum())
+    with pytest.raises(NotImplementedError, match=r"^attention\(\): it has a first derivative, no second"):
+        torch.func.grad(lambda x: first(q, x, v).sum())(k)
+
+
+def test_transforms_of_torch_func():
+    q, k, v = operands(grad=False)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(attention(*inputs, causal=True).square().sum(), inputs)
+
+    def f(*x):
+        return attention(*x, causal=True).square().sum()
+
+    for found in (torch.func.grad(f, (0, 1, 2))(q, k, v), torch.func.vjp(f, q, k, v)[1](torch.tensor(1.0))):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y)
+    assert torch.equal(torch.func.vmap(lambda x: attention(x, k[0], v[0]))(q)[0], attention(q[0], k[0], v[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("op", ["attention", "attention_with_lse", "sigmoid_attention"])
+def test_there_is_no_derivative_in_forward_mode(op):
+    """Not even where no gradient is wanted, or of a gradient: the tangent would vanish."""
+    q, k, v = operands(grad=False)
+
+    def f(x):
+        out = getattr(torch.ops.fastattn, op)(x, k, v)
+        return (out[0] if isinstance(out, tuple) else out).sum()
+
+    calls = {
+        "jvp": lambda: torch.func.jvp(f, (q,), (q,)),
+        "jvp of grad": lambda: torch.func.jvp(torch.func.grad(f), (q,), (q,)),
+        "dual": lambda: f(torch.autograd.forward_ad.make_dual(q, q)),
+        "dual, learned": lambda: f(torch.autograd.forward_ad.make_dual(q.clone().requires_grad_(), q)),
+    }
+    for name, call in calls.items():
+        message = rf"^{op.removesuffix('_with_lse')}\(\): it has no derivative in forward mode"
+        with torch.autograd.forward_ad.dual_level() if "dual" in name else contextlib.nullcontext():
+            assert torch.isfinite(f(q))  # without a tangent
+            with pytest.raises(NotImplementedError, match=message), torch.set_grad_enabled(name != "jvp"):
+                call()
 
 
 def test_autocast():
