@@ -224,7 +224,7 @@ def _picture(text: str) -> Path:
 def _require(package: str, what: str) -> None:
     """Raise unless `package` is there, which `what` needs."""
     if util.find_spec(package) is None:
-        raise argparse.ArgumentTypeError(f"{what} needs {package}: pip install 'fastattn[bench]'")
+        raise argparse.ArgumentTypeError(f"{what} needs {package}: pip install {package}")
 
 
 def main() -> int:

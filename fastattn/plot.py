@@ -197,7 +197,7 @@ def _axes(func: str, ax: Any, n: int) -> Array:
     try:
         from matplotlib import pyplot
     except ImportError as missing:
-        needs = f"fastattn.plot.{func}() needs matplotlib: pip install 'fastattn[plot]'"
+        needs = f"fastattn.plot.{func}() needs matplotlib: pip install matplotlib"
         raise ImportError(needs) from missing
     if ax is not None:
         axes = np.ravel(np.asarray(ax, object))

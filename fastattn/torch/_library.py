@@ -55,7 +55,7 @@ def differentiate(op: Any, backward: Callable[..., Any], keep: Callable[..., Non
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(
             f"{func}(): it has no derivative in forward mode (torch.func.jvp, jacfwd, forward_ad); expected"
-            " reverse mode (torch.func.grad, vjp, jacrev, backward)"
+            " reverse mode (torch.func.grad, vjp, backward)"
         )
 
     methods = {"forward": forward, "backward": gradient, "jvp": jvp}

@@ -48,6 +48,8 @@ class FrozenLinear:
         state = _state(self.weight), _state(self.bias)
         self.packed = ops.pack(array_of(self.weight.detach()), dtype=self.dtype)
         self.array = None if self.bias is None else array_of(self.bias.detach().float())
+        # Kept, so that memory that is assigned later never has the address that `state` knows.
+        self.memory = self.weight.detach(), None if self.bias is None else self.bias.detach()
         self.state: Any = state
 
     def _current(self) -> tuple[Any, Any]:
@@ -74,6 +76,8 @@ class FrozenLinear:
             return False  # an error of torch's, mostly
         if not (x.is_cpu and weight.is_cpu) or x.is_nested or torch.is_autocast_enabled("cpu"):
             return False
+        if torch.compiler.is_exporting():
+            return False  # numbers of linear maps are those of this process
         if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and x.requires_grad):
             return False  # derivatives are torch's
         if torch.compiler.is_compiling():

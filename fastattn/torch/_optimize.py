@@ -171,6 +171,8 @@ def _why_kept(module: Any) -> str | None:
         return "its forward pass has been replaced"
     if not (type(weight) is torch.nn.Parameter and weight.is_cpu):
         return f"its weight is a {type(weight).__name__} on {weight.device.type}"
+    if weight.layout is not torch.strided:
+        return f"its weight is {weight.layout}"
     if weight.dtype not in TAKEN:
         return f"its weight is in {weight.dtype}"
     return None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fastattn.torch
@@ -355,6 +356,16 @@ def test_a_written_weight_is_packed_again(write, ran):
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_new_memory_never_has_the_address_of_what_was_packed():
+    model = torch.nn.Linear(64, 64)
+    with torch.no_grad(), optimize(model):
+        memory = StorageWeakRef(model.weight.untyped_storage())
+        model.weight.data = torch.zeros(64, 64)
+        assert not memory.expired()
+        assert torch.equal(model(torch.ones(1, 64)), model.bias[None])
+        assert memory.expired()
+
+
 def test_weights_that_are_lent():
     """functional_call computes with the weights it is given, compiled or not."""
     model, other, x = layers(), layers(), torch.randn(3, 40)
@@ -372,6 +383,15 @@ def test_weights_that_are_lent():
         other.requires_grad_(False)
         torch.testing.assert_close(f(given[0]), other(x))
         torch.testing.assert_close(model(x), own)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_exported_has_the_weights(strict):
+    model, x = layers(), torch.randn(3, 40)
+    with torch.no_grad(), optimize(model):
+        exported = torch.export.export(model, (x,), strict=strict)
+        assert not any("fastattn" in str(node.target) for node in exported.graph.nodes)
+        torch.testing.assert_close(exported.module()(x), model(x))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -441,8 +461,9 @@ def test_what_is_left_alone():
 
     model = torch.nn.ModuleList([
         torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 4, device="meta"),
-        Special(4, 4), torch.nn.MultiheadAttention(8, 2),
+        Special(4, 4), torch.nn.MultiheadAttention(8, 2), torch.nn.Linear(4, 4),
     ])  # fmt: skip
+    model[-1].weight = torch.nn.Parameter(torch.eye(4).to_sparse())
     with optimize(model) as change, optimize(model[0]) as again:
         assert str(change).splitlines()[1:] == [
             "1 nn.Linear packed in float32",
@@ -450,6 +471,7 @@ def test_what_is_left_alone():
             "1 nn.Linear left alone: its weight is a Parameter on meta",
             "1 nn.Linear left alone: a Special is more than that",
             "1 nn.Linear left alone: nn.MultiheadAttention reads its weight itself",
+            "1 nn.Linear left alone: its weight is torch.sparse_coo",
             "nn.MultiheadAttention, nn.TransformerEncoderLayer: torch's fast path in evaluation mode; without"
             " it after torch.backends.mha.set_fastpath_enabled(False)",
             *KEPT,
