@@ -5,6 +5,7 @@ It is imported only when asked for. docs/frameworks.md shows it in a pipeline.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.errors import wrong_type
@@ -103,6 +104,7 @@ class SentenceVectorizer(
         Parameters
         ----------
         X : iterable of str
+            Its texts are checked, unless it is an iterator: that is left for `transform`.
         y : ignored
 
         Returns
@@ -153,7 +155,8 @@ class SentenceVectorizer(
         if isinstance(X, str) or dims != 1:
             what = f"has {dims} dimensions" if dims != 1 else f"is {short(X)}"
             raise ValueError(f"{func}(): X {what}; expected several texts, such as a list or a column")
-        return strings(func, "X", X)
+        texts = strings(func, "X", X)
+        return texts if isinstance(X, Iterator) else list(texts)
 
     def _options(self) -> dict[str, Any]:
         return {name: x for name, x in self.get_params(deep=False).items() if name not in _LOADED}

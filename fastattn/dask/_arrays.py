@@ -41,7 +41,7 @@ def operand(func: str, name: str, x: Any, block: int) -> Any:
         raise wrong_shape(func, name, x, expected)
     if not isinstance(x, da.Array):
         if isinstance(x, np.memmap):  # what is written to one of mode "c" never reaches its file
-            x = Mapped.of(x) if x.filename is not None and x.mode != "c" else np.asarray(x)
+            x = Mapped.of(func, name, x) if x.filename is not None and x.mode != "c" else np.asarray(x)
         return da.from_array(x, chunks=(*x.shape[:-2], block, x.shape[-1]))
     if np.isnan(x.shape).any():
         raise ValueError(
@@ -148,13 +148,17 @@ class Mapped:
     dtype: np.dtype[Any]
 
     @classmethod
-    def of(cls, x: np.memmap[Any, Any]) -> Mapped:
-        """`x`, a map of a file or a view of one."""
+    def of(cls, func: str, name: str, x: np.memmap[Any, Any]) -> Mapped:
+        """`x`, the argument `name`: a map of a file or a view of one."""
         whole: Any = x
         while isinstance(whole.base, np.memmap):
             whole = whole.base
         offset = whole.offset + x.ctypes.data - whole.ctypes.data
-        changed = os.stat(whole.filename).st_mtime_ns
+        try:
+            changed = os.stat(whole.filename).st_mtime_ns
+        except FileNotFoundError:
+            came = f"{name} is a memmap of {whole.filename}, which is gone"
+            raise ValueError(f"{func}(): {came}; expected a file that workers can read") from None
         return cls(str(whole.filename), changed, offset, x.shape, x.strides, x.dtype)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import uuid
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import dask
 import dask.array as da
 import numpy as np
 from dask.bag import Bag
-from dask.base import get_scheduler, is_dask_collection, tokenize
+from dask.base import get_scheduler, is_dask_collection
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import flag, integer
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 _FUNC = "embed"
 _LOADING = Lock()
 _BEGUN = ".begun"  # ends the name of a file that is not whole
-_MADE_BY = b"fastattn.dask.embed"  # in a file's metadata: `Embed.name`
+_MADE_BY = b"fastattn.dask.embed"  # in a file's metadata: `Embed.made_by` as JSON
+_READ = (".json", ".safetensors", ".txt")  # how names end of files that decide what vectors are
 
 
 def embed(
@@ -59,12 +62,12 @@ def embed(
     texts : dask.bag.Bag or dask.dataframe.Series
         Of strings, as ``dask.dataframe.read_parquet("texts/*.parquet")["text"]``. A partition is a task.
     folder : path
-        The model's, at the same path on all machines. A process loads it once, for all its tasks, and again
-        when its files have changed; it keeps the last model alone.
+        The model's, at the same path on all machines. A process loads it once, for all its tasks; it keeps
+        the last model alone.
     output : path, optional
         A folder, made if it is not there, for Parquet files: ``part.00000.parquet`` of the first partition
         and so on, with the columns "text" and "vector". By default nothing is computed yet. Where a run that
-        failed has left files, one with the same arguments goes on: it writes those that are missing.
+        failed has left files, one that makes the same vectors goes on: it writes those that are missing.
     dtype, weights_dtype, activations : optional
         As in `fastattn.models.load`.
     num_threads : int, optional
@@ -84,14 +87,16 @@ def embed(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, a text is no string, or `output` has other files than those of a run with
-        the same arguments.
+        If an argument does not fit, a text is no string, or `output` has other files than those of a run that
+        makes the same vectors, also where they came while this one ran.
     ModelError
-        If the folder cannot be loaded, or its model makes no vectors of texts.
+        If the folder cannot be loaded, its model makes no vectors of texts, or a worker finds another one
+        there than this call has, in the bytes of its files.
 
     Notes
     -----
-    A file has its name only when it is whole. What a worker that dies has begun, another does again.
+    A file has its name only when it is whole. What a worker that dies has begun, another does again; it may
+    leave a hidden file whose name ends in ``.begun``, which can be deleted when no run is under way.
     """
     parts = _partitions(texts)
     if options.get("precision", "float32") in RANGED:
@@ -102,10 +107,24 @@ def embed(
     progress = flag(_FUNC, "progress", progress)
     if num_threads is not None:
         num_threads = integer(_FUNC, "num_threads", num_threads, 1)
-    model = str(_path("folder", folder)), dtype, weights_dtype, activations
-    Precision.of(_FUNC, *model[1:])
-    task = Embed(model, _state(model[0]), options, num_threads)
-    example = task.vectors([])  # this checks the model and all options
+    model: tuple[Any, ...] = str(_path("folder", folder)), dtype, weights_dtype, activations
+    kept = Precision.of(_FUNC, *model[1:])
+    state = _state(model[0])
+    with _LOADING:
+        encoder = _loaded(state, *model)
+    example = encoder._encode(_FUNC, [], options)  # this checks all of them
+    call = encoder._checked(_FUNC, options)
+    made_by = {
+        "folder": state,
+        "dtype": kept.dtype.name,
+        "weights_dtype": kept.weights,
+        "activations": kept.activations,
+        "prompt": call.prompt,
+        "precision": call.precision,
+        "normalize_embeddings": call.normalize,
+        "truncate_dim": call.features,
+    }
+    task = Embed(model, state, options, num_threads, made_by)
     lazy = dask.delayed(task, pure=output is None)  # a file is looked for again in every run
     if output is None:
         shape = np.nan, example.shape[1]
@@ -114,8 +133,8 @@ def embed(
     require("pyarrow")
     paths = _paths(output, len(parts), task)
     _finish([lazy(part, i, str(paths[i])) for i, part in enumerate(parts)], progress)
-    for left in paths[0].parent.glob(f".*{_BEGUN}"):  # by a worker that died
-        left.unlink()
+    for path in paths:  # a task of a run that failed may have ended late, and written over one
+        task.check(path)
     return paths
 
 
@@ -145,9 +164,10 @@ def _paths(output: str | os.PathLike[str], n: int, task: Embed) -> list[Path]:
         raise ValueError(f"{_FUNC}(): output is {str(output)!r}, which is no folder; expected a new one")
     expected = set(paths)
     for found in folder.iterdir() if folder.exists() else ():
-        if found.suffix != _BEGUN and not (found in expected and task.wrote(found)):
-            came = f"output is {str(output)!r}, which has {found.name}, of no run with these arguments"
-            raise ValueError(f"{_FUNC}(): {came}; expected a new folder, or that of such a run")
+        if found in expected:
+            task.check(found)
+        elif found.suffix != _BEGUN:
+            raise _foreign(found, "no run with these texts")
     folder.mkdir(parents=True, exist_ok=True)
     return paths
 
@@ -170,18 +190,40 @@ def _finish(tasks: Sequence[Any], progress: bool) -> None:
             bar.update()
 
 
-def _state(folder: str) -> tuple[tuple[str, int, int], ...]:
-    """What shows that the files of a model have changed: of each its name, size and time of writing."""
-    files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-    return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+def _foreign(path: Path, run: str) -> ValueError:
+    came = f"output is {str(path.parent)!r}, which has {path.name}, of {run}"
+    return ValueError(f"{_FUNC}(): {came}; expected a new folder, or that of a run with these arguments")
+
+
+def _state(folder: str) -> str:
+    """A digest of a model's files: the same on disks that are not shared, another when a byte has changed."""
+    root, whole = Path(folder), hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in _READ and path.is_file():
+            about = path.stat()
+            whole.update(str((path.relative_to(root).as_posix(), about.st_size)).encode())
+            whole.update(_digest(path, about.st_size, about.st_mtime_ns))
+    return whole.hexdigest()
+
+
+@lru_cache(maxsize=1024)
+def _digest(path: Path, size: int, changed: int) -> bytes:
+    """Of a file's bytes, which are read once for its size and its time of writing."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.digest()
 
 
 @lru_cache(maxsize=1)
-def _loaded(state: Any, folder: str, dtype: Any, weights_dtype: Any, activations: Any) -> Embedder:
+def _loaded(state: str, folder: str, dtype: Any, weights_dtype: Any, activations: Any) -> Embedder:
     model = load(folder, dtype=dtype, weights_dtype=weights_dtype, activations=activations)
     if not isinstance(model, Embedder):
         kind = type(model).__name__
         raise ModelError(f"{folder} has a {kind}; expected a model that makes a vector of a text")
+    if _state(folder) != state:  # asked after loading, as the files may change meanwhile
+        raise ModelError(f"{folder} has another model than when {_FUNC} was called; expected the same files")
     return model
 
 
@@ -190,44 +232,39 @@ class Embed:
     """What is done with each partition: its vectors, or a file of them."""
 
     model: tuple[Any, ...]
-    state: Any  # of the model's files: others make other tasks, whose results a cluster does not have
+    state: str  # of the model's files: others make other tasks, whose results a cluster does not have
     options: EncodeOptions
     num_threads: int | None
+    made_by: dict[str, Any]  # what decides what vectors are
 
-    def vectors(self, texts: list[str]) -> Array:
-        """By the model of this process."""
-        with _LOADING:  # by one thread, the others wait for it
-            model = _loaded(_state(self.model[0]), *self.model)
-        return model._encode(_FUNC, texts, self.options)
-
-    def wrote(self, path: Path) -> bool:
-        """Whether the file says that the same model made it, with the same options."""
+    def check(self, path: Path) -> None:
+        """Raise unless the file says that it has the vectors which this task would make."""
         try:
-            said = require("pyarrow.parquet").read_schema(path).metadata or {}
-        except (OSError, ValueError):  # no file of Parquet
-            return False
-        return bool(said.get(_MADE_BY) == self.name())
-
-    def name(self) -> bytes:
-        """The same for the same model and options, which decide what vectors are."""
-        return str(tokenize(self.model, self.state, self.options)).encode()
+            said = json.loads((require("pyarrow.parquet").read_schema(path).metadata or {})[_MADE_BY])
+        except (OSError, ValueError, KeyError):  # no file of Parquet, or of others
+            raise _foreign(path, "no run of embed") from None
+        if others := [name for name, value in self.made_by.items() if said.get(name) != value]:
+            raise _foreign(path, f"a run with another {', '.join(others)}")
 
     def __call__(self, texts: Any, number: int, path: str | None = None) -> Any:
         texts = list(texts)
         for i, text in enumerate(texts):
             strings(_FUNC, f"texts, in partition {number} at {i},", [text])
         if path is not None and Path(path).exists():  # by a worker that died, or a run before this one
+            self.check(Path(path))
             if require("pyarrow.parquet").read_table(path, columns=["text"])["text"].to_pylist() == texts:
                 return path
             came = f"texts has others in partition {number} than {path}"
             raise ValueError(f"{_FUNC}(): {came}; expected the same, or a new folder for output")
         if self.num_threads is not None:
             set_num_threads(self.num_threads)
-        vectors = self.vectors(texts)
-        return vectors if path is None else _write(path, texts, vectors, self.name())
+        with _LOADING:  # by one thread, the others wait for it
+            model = _loaded(self.state, *self.model)
+        vectors = model._encode(_FUNC, texts, self.options)
+        return vectors if path is None else _write(path, texts, vectors, json.dumps(self.made_by).encode())
 
 
-def _write(path: str, texts: list[str], vectors: Array, name: bytes) -> str:
+def _write(path: str, texts: list[str], vectors: Array, made_by: bytes) -> str:
     """One file of Parquet, all or nothing."""
     arrow, parquet = require("pyarrow"), require("pyarrow.parquet")
     flat = arrow.array(np.ascontiguousarray(vectors).reshape(-1))
@@ -235,7 +272,7 @@ def _write(path: str, texts: list[str], vectors: Array, name: bytes) -> str:
     table = arrow.table({"text": arrow.array(texts, arrow.string()), "vector": column})
     begun = Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}{_BEGUN}")
     try:
-        parquet.write_table(table.replace_schema_metadata({_MADE_BY: name}), begun)
+        parquet.write_table(table.replace_schema_metadata({_MADE_BY: made_by}), begun)
         os.replace(begun, path)
     finally:
         begun.unlink(missing_ok=True)

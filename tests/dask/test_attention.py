@@ -154,6 +154,9 @@ def test_memmaps_are_what_they_hold(tmp_path):
     before = fastattn.dask.attention(of_file, of_file, of_file, chunks=(32, 50))
     os.utime(tmp_path / "q.npy", ns=(1, 1))  # as if it were written again: no result of the old one counts
     assert fastattn.dask.attention(of_file, of_file, of_file, chunks=(32, 50)).name != before.name
+    (tmp_path / "q.npy").unlink()
+    with pytest.raises(ValueError, match=r"attention\(\): k is a memmap of .*q.npy, which is gone; expected"):
+        fastattn.dask.attention(q, of_file, q, chunks=(32, 50))
 
 
 def test_what_is_computed_is_held(tmp_path):

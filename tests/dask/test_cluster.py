@@ -1,6 +1,7 @@
 """What only shows with processes that die, or have less memory than the arrays; and embeddings."""
 
 import os
+import shutil
 import signal
 import time
 
@@ -17,6 +18,7 @@ from tiny_tokenizers import TEXTS, write_tokenizer
 import fastattn
 import fastattn.dask
 from fastattn import models
+from fastattn.dask import _embed as dask_embed
 
 RNG = np.random.default_rng(1)
 
@@ -187,20 +189,75 @@ def test_a_run_that_failed_is_continued(bad, error, message, folder, tmp_path, c
     with cluster.as_current():
         paths = run(texts)
         paths[2].unlink()
-        (out / ".part.00002.parquet.0.begun").write_text("as a worker that is killed leaves it")
+        begun = out / ".part.00002.parquet.0.begun"
+        begun.write_text("as a worker that is killed leaves it, or another run is writing it")
         written = {path: path.stat().st_mtime_ns for path in out.glob("part.*")}
-        assert run(texts) == paths == sorted(out.iterdir())
+        assert run(texts, batch_size=3, normalize_embeddings=False, dtype=np.float32) == paths
+        assert sorted(out.iterdir()) == [begun, *paths]
     assert {path: path.stat().st_mtime_ns for path in written} == written
     table = pytest.importorskip("pyarrow.parquet").read_table(out)
     assert table["text"].to_pylist() == texts
     assert_same_bits(np.array(table["vector"].to_pylist(), np.float32), models.load(folder).encode(texts))
-    for arguments in ({"truncate_dim": 3}, {"dtype": "float64"}, {"npartitions": 2}):
-        with pytest.raises(ValueError, match=r"output is .* has part.*, of no run with these arguments"):
+    for arguments, other in (
+        ({"truncate_dim": 3}, "a run with another truncate_dim;"),
+        ({"dtype": "float64"}, "a run with another dtype, weights_dtype;"),
+        ({"npartitions": 2}, "no run with these texts;"),
+    ):
+        with pytest.raises(ValueError, match=rf"output is .* has part.*, of {other}"):
             run(texts, **arguments)
     with pytest.raises(
         ValueError, match=r"texts has others in partition 1 than .*part.00001.parquet; expected"
     ):
         run([*texts[:2], "other", *texts[3:]])
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_task_of_another_run_is_noticed(late, folder, tmp_path):
+    """Whether its file comes over one that this run has written, or before this run's task for it begins."""
+    pytest.importorskip("pyarrow")
+    out, bag = tmp_path / "out", db.from_sequence(TEXTS[:1])
+    (other,) = fastattn.dask.embed(bag, folder, tmp_path / "other", truncate_dim=3, progress=False)
+
+    def partition(i):
+        end = time.monotonic() + 60
+        while i == 1 and late == 0 and not (out / "part.00000.parquet").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        if i == 1:
+            other.replace(out / f"part.0000{late}.parquet")
+        return TEXTS
+
+    bag = db.from_delayed([dask.delayed(partition)(i) for i in range(2)])
+    message = rf"has part.0000{late}.parquet, of a run with another truncate_dim;"
+    with dask.config.set(scheduler="threads", num_workers=2), pytest.raises(ValueError, match=message):
+        fastattn.dask.embed(bag, folder, out, progress=False)
+
+
+def test_a_model_that_changes_during_a_run_is_an_error(tmp_path):
+    def partition(i):
+        weights = tiny.tensors("bert", tiny.CONFIGS["bert"])
+        tiny.write(tmp_path, "bert", {name: -x for name, x in weights.items()})
+        dask_embed._loaded.cache_clear()  # as in another process
+        return TEXTS
+
+    write_tokenizer(tmp_path)
+    tiny.write(tmp_path, "bert")
+    bag = db.from_delayed([dask.delayed(partition)(0)])
+    lazily = fastattn.dask.embed(bag, tmp_path)
+    with pytest.raises(models.ModelError, match="has another model than when embed was called"):
+        lazily.compute(scheduler="sync")
+
+
+def test_a_model_is_the_same_by_its_bytes(folder, tmp_path):
+    """On a disk of its own, with other times and notes, it goes on with the files of a run."""
+    pytest.importorskip("pyarrow")
+    bag = db.from_sequence(TEXTS, npartitions=1)
+    (path,) = fastattn.dask.embed(bag, folder, tmp_path / "out", progress=False)
+    written = path.stat().st_mtime_ns
+    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    (tmp_path / "copy/README.md").write_text("of the same model")
+    assert fastattn.dask.embed(bag, tmp_path / "copy", tmp_path / "out", progress=False) == [path]
+    assert path.stat().st_mtime_ns == written
 
 
 def test_a_model_that_changed_is_loaded_again(tmp_path, cluster):
