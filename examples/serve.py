@@ -236,7 +236,9 @@ class Limited:
             await self.app(scope, counted, send)
         except asyncio.CancelledError:  # uvicorn waits no longer: the seconds of --grace are over
             late = "the server has been stopped before this was answered; try another one"
-            await answer(503, late, None)(scope, receive, send)
+            said = answer(503, late, None)(scope, receive, send).__await__()
+            next(said, None)  # one step, all it takes unless the client reads nothing: that is not waited for
+            said.close()
 
 
 def make_app(service, most_bytes=MOST_BYTES):

@@ -1,5 +1,6 @@
 """examples/serve.py on the loopback: OpenAI's shape, micro-batches, 429, errors, graceful stops."""
 
+import asyncio
 import base64
 import http.client
 import json
@@ -357,6 +358,19 @@ def test_half_a_request_does_not_hinder_the_end(folder):
         said = half.makefile("rb").read()
     assert said.startswith(b"HTTP/1.1 503 ")
     assert b"the server has been stopped" in said
+
+
+def test_a_client_that_reads_nothing_does_not_hinder_the_end():
+    async def forever(*args):
+        await asyncio.Event().wait()
+
+    async def ended():
+        task = asyncio.create_task(serve.Limited(forever, 1)({"type": "http"}, None, forever))
+        await asyncio.sleep(0)
+        task.cancel()  # what uvicorn does after --grace
+        return bool((await asyncio.wait([task], timeout=2))[0])
+
+    assert asyncio.run(ended())
 
 
 @pytest.mark.parametrize(
