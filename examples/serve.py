@@ -236,7 +236,9 @@ class Limited:
             await self.app(scope, counted, send)
         except asyncio.CancelledError:  # uvicorn waits no longer: the seconds of --grace are over
             late = "the server has been stopped before this was answered; try another one"
-            await answer(503, late, None)(scope, receive, send)
+            said = answer(503, late, None)(scope, receive, send).__await__()
+            next(said, None)  # one step, all it takes unless the client reads nothing: that is not waited for
+            said.close()
 
 
 def make_app(service, most_bytes=MOST_BYTES):
@@ -329,11 +331,10 @@ def main(argv=None):
         "--batch-tokens", type=int, default=768, help="of a call at most; 1: a request a call"
     )
     parser.add_argument("--queue-texts", type=int, default=1024, help="that wait at most; 429 to more")
-    parser.add_argument("--connections", type=int, default=1000, help="that are open at most; 503 to more")
     parser.add_argument("--grace", type=int, default=20, help="seconds that a stop waits for requests")
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long; otherwise 400")
     args = parser.parse_args(argv)
-    for name in ("batch_tokens", "queue_texts", "connections", "grace"):
+    for name in ("batch_tokens", "queue_texts", "grace"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
     try:
@@ -367,7 +368,6 @@ def main(argv=None):
         make_app(service),
         log_level="warning",
         access_log=False,
-        limit_concurrency=args.connections + 1,  # uvicorn refuses at this number, the new one counted
         timeout_graceful_shutdown=args.grace,
     )
     uvicorn.Server(config).run(sockets=[socket_])

@@ -68,9 +68,9 @@ class Trainer:
     rng : Generator, optional
         One that `loss` draws from, so that its state is saved, too.
     tokens : callable, optional
-        ``tokens(batch)`` is how many tokens a batch has, for the speed. By default, the tokens that the loss
-        of a `ContrastiveTuning`, `ClassifierTuning` or `NextTokenTuning` counts in its texts; of other
-        losses, the number of elements of the batch's first array.
+        ``tokens(batch)`` is how many tokens a batch has, for the speed. By default, the tokens of all
+        texts that `loss` gave to the ``loss`` of the optimizer's `ContrastiveTuning`, `ClassifierTuning` or
+        `NextTokenTuning`; if it gave none, the number of elements of the batch's first array.
 
     Attributes
     ----------
@@ -213,10 +213,13 @@ class Trainer:
     def _step(self, func: str) -> Step | None:
         begin, losses, tokens = time.perf_counter(), [], 0
         grads: Mapping[str, Array] = {}
+        layer = self.optimizer.layer
         for i in range(self.accumulate):
             batch = self._next()
             if batch is None:
                 return None
+            if isinstance(layer, Tuning):
+                layer._num_tokens = 0
             returned = self.loss(batch)
             if not isinstance(returned, tuple) or len(returned) != 2:
                 raise TypeError(
@@ -251,7 +254,7 @@ class Trainer:
 
     def _default_tokens(self, batch: Any) -> int:
         layer = self.optimizer.layer
-        return layer._num_tokens if isinstance(layer, Tuning) else _tokens(batch)
+        return (layer._num_tokens if isinstance(layer, Tuning) else 0) or _tokens(batch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run to a safetensors file: weights, moments, step, place in the data, generators.

@@ -46,7 +46,7 @@ class Tuning:
     of the whole matrices, projected: a step costs what training all would, its moments are small.
     """
 
-    _num_tokens = 0  # of the batch that the loss was given last: for `Trainer`
+    _num_tokens = 0  # that the loss was given since `Trainer` set it to 0
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class NextTokenTuning(Tuning):
             most = self.model.vocab_size - 1
             given = [_ids(func, f"texts[{i}]", x, most) for i, x in enumerate(given)]
         ids, mask = pad(self.model.text.encode(strings) if strings else given)
-        self._num_tokens = int(mask.sum())
+        self._num_tokens += int(mask.sum())
         loss, grads = self.model.loss_and_gradients(ids, mask)
         return loss, self._own(grads)
 

@@ -249,8 +249,25 @@ def test_wrong_texts_of_a_decoder(match, tmp_path):
         tuning.loss(TEXTS_ERRORS[match])
     text = tuning.loss(["the cat"])[0]
     assert text == tuning.loss(tuning.model.text.encode(["the cat"]))[0]
-    (step,) = Trainer(tuning.loss, AdamW(tuning, lr=0.0), [TEXTS[:2]]).fit(1)
-    assert step.tokens == sum(map(len, tuning.model.text.encode(TEXTS[:2])))
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+@pytest.mark.parametrize("kind", [ClassifierTuning, ContrastiveTuning, NextTokenTuning])
+def test_tokens_are_those_that_the_loss_was_given(kind, calls, tmp_path):
+    decodes = kind is NextTokenTuning
+    tuning = kind(loaded(tmp_path, "gpt2" if decodes else "bert"), *[2] * (kind is ClassifierTuning))
+    others = {ClassifierTuning: (TEXTS, [0, 1] * 3), ContrastiveTuning: (TEXTS[:3], TEXTS[3:])}
+    batch = others.get(kind, TEXTS)
+    loss, grads = tuning.loss(batch)  # counts nothing: it is no step
+
+    def own(rows):
+        for _ in range(calls):
+            tuning.loss(batch)
+        return loss, grads
+
+    steps = Trainer(own, AdamW(tuning, lr=0.0), [np.zeros((4, 128))], accumulate=2).fit(2)
+    expected = calls * sum(map(len, tuning.model.text.encode(TEXTS))) or 4 * 128
+    assert [step.tokens for step in steps] == [2 * expected] * 2
 
 
 @pytest.mark.parametrize("options", [{}, {"rank": 2}])
