@@ -10,7 +10,8 @@ import pytest
 import fastattn
 from fastattn.models._files import PACKAGES
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 FUNCTIONS = [name for name in fastattn.__all__ if inspect.isfunction(getattr(fastattn, name))]
 
 
@@ -32,12 +33,12 @@ def test_models_know_the_packages_of_their_extra():
     assert sorted(re.match(r"[\w-]+", r)[0] for r in extra) == sorted(PACKAGES)
 
 
-def test_hints_name_extras_that_there_are():
-    files = Path(fastattn.__file__).parent.rglob("*.py")
-    texts = [README, *(path.read_text(encoding="utf-8") for path in files)]
+def test_pages_name_extras_that_there_are():
+    pages = (ROOT / "docs").rglob("*.md")
+    texts = [README, *(path.read_text(encoding="utf-8") for path in pages)]
     lists = re.findall(r"pip install (?:-e )?'(?:fastattn|\.)\[([\w,]+)\]'", "".join(texts))
     named = {name for names in lists for name in names.split(",")}
-    assert {"bench", "models", "plot"} <= named <= set(metadata("fastattn").get_all("Provides-Extra"))
+    assert {"bench", "dask", "test", "torch"} <= named <= set(metadata("fastattn").get_all("Provides-Extra"))
 
 
 def test_metadata():
