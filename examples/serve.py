@@ -37,6 +37,7 @@ MOST_TEXTS = 2048  # of one request, as at OpenAI
 MOST_BYTES = 1 << 22  # of its body
 SHORT = 1 << 13  # characters that are tokenized in less time than a thread takes to be asked
 CHARACTERS = 64  # of a text at most, for each token that the model takes: more would be tokenized for seconds
+SPACE = " \t\r\n"
 CUT = "(a server that is started with --truncate cuts texts)"
 TYPES = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
@@ -153,6 +154,9 @@ class Service:
         self.model, self.name, self.truncate = model, name, truncate
         self.queue_texts, self.waiting = queue_texts, 0
         self.prompt = model.prompts[model.default_prompt_name] if model.default_prompt_name else ""
+        around = (self.prompt + text for text in ("a", f"{SPACE}a{SPACE}"))
+        bare, spaced = (encoding.ids for encoding in model.text.encodings(around))
+        self.dropped = SPACE if bare == spaced else ""  # by the tokenizer, at both ends of a text
         self.encode(["warm"])
         self.batcher = Batcher(self.encode, batch_tokens)
 
@@ -163,6 +167,7 @@ class Service:
         """The texts, those of too many characters cut; an error if they may not be."""
         tokens = self.model.max_seq_length
         most = CHARACTERS * (tokens or MOST_BYTES)
+        texts = [text.strip(self.dropped) if len(text) > most else text for text in texts]
         for i, text in enumerate(texts):
             if len(text) > most and not self.truncate:
                 expected = f"expected at most {tokens} tokens, and {CHARACTERS} characters for each"
