@@ -22,7 +22,7 @@ from fastattn.train._patterns import matching
 from fastattn.train._tuning import Tuning
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from fastattn._args.types import Array
 
@@ -171,9 +171,10 @@ class Optimizer:
         with interrupts_wait():
             self._take_over(func)
             try:
-                with self._undone(self._is_safe(norm * clipped, factor)):
+                with self._undone(self._is_safe(norm * clipped, factor)) as require_finite:
                     self.steps += 1
                     self._update(arrays, factor, by * clipped)
+                    require_finite()
                     self._repack(func, self._trained)
             except FloatingPointError:
                 if nonfinite == "raise":
@@ -192,21 +193,27 @@ class Optimizer:
         return all(most < _SAFE for most in reach)  # not so of NaN
 
     @contextmanager
-    def _undone(self, safe: bool) -> Iterator[None]:
-        """Undo what is done to weights, moments and steps if it fails; what is `safe` does not."""
+    def _undone(self, safe: bool) -> Iterator[Callable[[], None]]:
+        """Undo what is done to weights, moments and steps if it fails; what is `safe` does not.
+
+        Gives what raises if a number is infinite now: to be called before the layer has the weights.
+        """
         if safe:
-            yield
+            yield lambda: None
             return
         held = {name: x for name, x in self.state_dict().items() if name != "steps"}
         before, steps = {name: x.copy() for name, x in held.items()}, self.steps
-        try:
-            with np.errstate(all="ignore"):
-                yield
+
+        def require_finite() -> None:
             for name, x in held.items():
                 if (np.isfinite(before[name]) & ~np.isfinite(x)).any():
                     raise FloatingPointError(
                         f"{type(self).__name__}(): {name} is not finite after step {self.steps}"
                     )
+
+        try:
+            with np.errstate(all="ignore"):
+                yield require_finite
         except BaseException:
             for name, x in held.items():
                 x[...] = before[name]
@@ -272,9 +279,10 @@ class Optimizer:
                 not isinstance(x, np.ndarray) or x.shape != array.shape or x.dtype != array.dtype
             ):
                 raise ValueError(f"{func}(): {name} is {short(x)}; expected {short(array)}")
-        with interrupts_wait(), self._undone(safe=False):
+        with interrupts_wait(), self._undone(safe=False) as require_finite:
             for name, array in own.items():
                 if name != "steps":
                     array[...] = given[name]
             self.steps = steps
+            require_finite()
             self._repack(func, self.parameters)

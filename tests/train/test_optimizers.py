@@ -180,9 +180,10 @@ def test_gradients_that_are_not_finite_change_nothing(value, implementation):
 
 def test_weights_that_grow_beyond_their_type_leave_the_layer_as_it_was():
     layer = small_encoder(weights_dtype="bfloat16")
-    optimizer = train.SGD(layer, 1e38)
+    optimizer = train.SGD(layer, 1.0)
     before = layer.state_dict()
-    grads = {name: np.full(x.shape, 9, np.float32) for name, x in before.items()}
+    # A float32 that bfloat16 rounds to infinity: its largest number is 3.39e38.
+    grads = {name: np.full(x.shape, -3.4e38, np.float32) for name, x in before.items()}
     with pytest.raises(FloatingPointError, match=r"^SGD.step\(\): the weights of step 1 cannot be stored"):
         optimizer.step(grads)
     for name, x in layer.state_dict().items():
