@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 import tiny_towers
+from implementations import COMPILED
 from PIL import Image
 from tiny_tokenizers import write_byte_tokenizer, write_tokenizer
 
@@ -92,6 +93,7 @@ def test_an_example_runs_alone(name):
     run(name)
 
 
+@pytest.mark.skipif(not COMPILED, reason="of compiled kernels, and there are none")
 def test_the_tutorial_says_what_its_blocks_print(capsys):
     """The blocks run one after the other; the text behind one is all that it prints."""
     page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")

@@ -35,6 +35,7 @@ def _gelu_tanh(x: Array) -> Array:
 
 def _silu(x: Array, factor: float = 1.0) -> Array:
     """The derivative of x sigmoid(factor x)."""
+    x = np.clip(x, -1000, 1000)  # beyond, it is 0 or 1; factor * x might overflow
     y = _sigmoid(factor * x)
     return y + factor * x * y * _sigmoid(-factor * x)
 

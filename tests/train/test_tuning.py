@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import tiny_models as tiny
+from implementations import COMPILED
 from tiny_tokenizers import write_tokenizer
 
 from fastattn import models
@@ -309,6 +310,7 @@ print([np.asarray(x).tobytes().hex() for x in found])
 """
 
 
+@pytest.mark.skipif(not COMPILED, reason="of compiled kernels, and there are none")
 @pytest.mark.parametrize("kind", ["products", "contrastive", "classifier"])
 def test_bits_do_not_depend_on_threads_of_numpy(kind, tmp_path):
     tiny.write(tmp_path, "bert", hidden_size=384, intermediate_size=768, num_attention_heads=6)
