@@ -153,7 +153,11 @@ def _products(x: Array, y: Array) -> Array:
         return np.zeros((len(x), len(y)), x.dtype)
     if len(x) < len(y):  # packing copies
         return np.ascontiguousarray(_products(y, x).T)
-    return ops.linear(x, ops.pack(y))
+    odd = np.asarray(~np.isfinite(y).all(axis=1))  # no weights: packing refuses them
+    products = ops.linear(x, ops.pack(np.where(odd[:, None], y.dtype.type(0), y) if odd.any() else y))
+    with np.errstate(**_QUIET):
+        products[:, odd] = x @ y[odd].T
+    return products
 
 
 # Of vectors (..., features) and others of that shape. Distances are negative: the larger, the more similar.

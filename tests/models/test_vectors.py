@@ -83,6 +83,18 @@ def test_similarities(kind, folder, implementation):
     np.testing.assert_allclose(model.similarity(codes, codes), whole, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+@pytest.mark.parametrize("n", [2, 9])
+def test_numbers_that_are_not_finite_stay_with_their_vectors(folder, n, odd):
+    model = models.load(folder)
+    x, y = RNG.standard_normal((5, 24), np.float32), RNG.standard_normal((n, 24), np.float32)
+    expected = model.similarity(x, y)
+    y[1, 3] = odd
+    got = model.similarity(x, y)
+    assert np.isnan(got[:, 1]).all()
+    np.testing.assert_array_equal(np.delete(got, 1, 1), np.delete(expected, 1, 1))
+
+
 def test_similarities_refuse(folder):
     model = models.load(folder)
     with pytest.raises(
