@@ -96,9 +96,12 @@ class BackwardTask(Task):
             args.dq[self.where] = dq * dtype.type(args.dq_factor)
         if args.dsinks is not None:
             weight = np.exp(self.sinks[..., None] - np.where(lse == -np.inf, np.inf, lse))
-            if not attends.all():  # out is 0 there, whatever stands in dout
+            # Where the sink is all that a row attends, out is 0, whatever stands in dout. Not where these
+            # keys are a part of all: there lse and out are those of the whole.
+            alone = ~attends[..., None] & (lse == self.sinks[..., None])
+            if alone.any():
                 dlse = 0 if args.dlse is None else args.dlse[self.where][..., None]
-                delta = np.where(attends[..., None], delta, -dlse)
+                delta = np.where(alone & np.isnan(delta), -dlse, delta)
             terms = np.where(weight == 0, 0, -weight * delta)  # a sink of -inf takes no part
             args.dsinks[self.where[:-1]] += terms.sum(axis=(-1, -2), dtype=float)
 

@@ -195,6 +195,19 @@ def test_split_keys_merged_with_dlse_give_the_same_gradients(implementation):
         np.testing.assert_allclose(joined, whole[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_part_of_the_keys_gives_the_sinks_of_the_whole(dtype, implementation):
+    """out and lse are those of the whole, also for rows that attend none of the part, as in compositions."""
+    q, k, v, _, _ = case(SQUARE, ("plain",), dtype)
+    dout, dlse = cotangents(q, v, np.random.default_rng(0))
+    sinks = np.asarray([0.5, -1, 2], dtype)
+    out, lse = fastattn.attention(q, k, v, sinks=sinks, return_lse=True)
+    [whole] = attention_backward(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, need=("dsinks",))
+    for part in ({"kv_lengths": 0}, {"row_ranges": (np.zeros(67, int), np.arange(67))}):
+        [got] = attention_backward(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, need=("dsinks",), **part)
+        assert_same_bits([got], [whole])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", RAGGED.values(), ids=RAGGED)
 def test_ragged_sequences_have_the_gradients_of_their_own_calls(options, dtype, implementation):
