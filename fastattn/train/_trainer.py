@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from fastattn._args.errors import wrong_type
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import choice, flag, integer, number, short
+from fastattn._engine.settings import warn
 from fastattn.train import _files
 from fastattn.train._batches import rng_state, set_rng_state
 from fastattn.train._gradients import Sum, require_known
@@ -60,7 +60,8 @@ class Trainer:
         Begun anew at its end. The place in it is saved and resumed if it has ``state_dict`` and
         ``load_state_dict``, as `Batches` has.
     schedule : callable, optional
-        ``schedule(step)`` is the factor of the learning rate after that many steps: a `Schedule`.
+        ``schedule(step)`` is the factor of the learning rate after that many steps: a `Schedule`. It stays
+        when a run is loaded.
     accumulate : int, default 1
         Batches of a step. Its gradients are the means of theirs.
     max_norm, nonfinite
@@ -275,16 +276,21 @@ class Trainer:
             "optimizer": type(self.optimizer).__name__,
             "optimizer_steps": state.pop("steps"),
             "steps": self.steps,
-            "schedule": asdict(self.schedule) if isinstance(self.schedule, Schedule) else None,
+            "schedule": self._named_schedule(),
             "place": self._place,
         }
         _files.write("Trainer.save", path, state, values)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from where `save` wrote `path`: the next steps have the bits that they would have had.
+        """Go on from where `save` wrote `path`.
 
-        The trainer is made as that one was, with the same loss and options. A `Schedule` is read from the
-        file.
+        The next steps have the bits that they would have had, if the trainer is made as that one was. What it
+        was made with stays: loss, schedule, options, and the rates of the optimizer.
+
+        Warns
+        -----
+        UserWarning
+            If the file names another schedule than this trainer has.
 
         Raises
         ------
@@ -302,23 +308,29 @@ class Trainer:
             came = ", ".join(sorted(given)) or "nothing"
             expected = ", ".join(sorted(wanted)) or "nothing"
             raise ValueError(f"{func}(): {os.fsdecode(path)} has the place of {came}; expected {expected}")
-        schedule = None
-        if isinstance(self.schedule, Schedule) and values["schedule"] is not None:
-            try:
-                schedule = Schedule(**values["schedule"])
-            except TypeError as error:
-                raise ValueError(f"{func}(): the schedule in {os.fsdecode(path)} is none: {error}") from error
         with interrupts_wait():
             before = self._where()
             try:
                 self._go(place)
+                self._compare(func, path, values["schedule"])
                 self.optimizer.load_state_dict({**arrays, "steps": values["optimizer_steps"]})
             except BaseException:
                 self._go(before)
                 raise
             self.steps, self._place = values["steps"], place
-            if schedule is not None:
-                self.schedule = schedule
+
+    def _compare(self, func: str, path: str | os.PathLike[str], begun: str | None) -> None:
+        if begun == (own := self._named_schedule()):
+            return
+        then, now = (name or "a function as schedule" for name in (begun, own))
+        warn(
+            f"{func}(): {os.fsdecode(path)} was trained with {then}; this trainer goes on with {now}, and not"
+            f" to the bits that the run would have had",
+            UserWarning,
+        )
+
+    def _named_schedule(self) -> str | None:
+        return repr(self.schedule) if isinstance(self.schedule, Schedule) else None
 
 
 def _has_place(batches: Any) -> bool:
