@@ -21,6 +21,7 @@ from fastattn.train._gradients import Sum, require_known
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._optimizer import NONFINITE, Optimizer
 from fastattn.train._schedule import Schedule
+from fastattn.train._source import END, KINDS, Source
 from fastattn.train._tuning import Tuning
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class Trainer:
         optimizer's parameters.
     optimizer : AdamW or SGD
     batches : iterable
-        Begun anew at its end. The place in it is saved and resumed if it has ``state_dict`` and
-        ``load_state_dict``, as `Batches` has.
+        Begun anew at its end, where it can be: a generator cannot. The place in it is saved and resumed if it
+        has ``state_dict`` and ``load_state_dict``, as `Batches` has, or is a sequence, such as a list.
     schedule : callable, optional
         ``schedule(step)`` is the factor of the learning rate after that many steps: a `Schedule`. It stays
         when a run is loaded.
@@ -67,7 +68,8 @@ class Trainer:
     max_norm, nonfinite
         As in the optimizer's ``step``. A loss that is not finite counts as such a gradient.
     rng : Generator, optional
-        One that `loss` draws from, so that its state is saved, too.
+        One that `loss` draws from, such as seeds of dropout: its state is saved. What else `loss` changes,
+        such as a counter, is not.
     tokens : callable, optional
         ``tokens(batch)`` is how many tokens a batch has, for the speed. By default, the tokens of all
         texts that `loss` gave to the ``loss`` of the optimizer's `ContrastiveTuning`, `ClassifierTuning` or
@@ -102,7 +104,7 @@ class Trainer:
             raise wrong_type(func, "batches", batches, "an iterable of batches")
         if rng is not None and not isinstance(rng, np.random.Generator):
             raise wrong_type(func, "rng", rng, "a numpy.random.Generator")
-        self.loss, self.optimizer, self.batches = loss, optimizer, batches
+        self.loss, self.optimizer, self._source = loss, optimizer, Source(batches)
         self.schedule = Schedule() if schedule is None else schedule
         self.accumulate = integer(func, "accumulate", accumulate, 1)
         self.max_norm = (
@@ -112,9 +114,14 @@ class Trainer:
         self.rng = rng
         self.steps = 0
         self._tokens = self._default_tokens if tokens is None else tokens
-        self._iterator: Iterator[Any] | None = None
         self._sum = Sum()
         self._place = self._where()
+
+    @property
+    def batches(self) -> Iterable[Any]:
+        """Those that it was made with."""
+        batches: Iterable[Any] = self._source.batches
+        return batches
 
     def fit(
         self,
@@ -124,7 +131,7 @@ class Trainer:
         log_every: int | None = None,
         show_progress_bar: bool | None = None,
     ) -> list[Step]:
-        """Train until there have been `num_steps` steps, with those of earlier calls.
+        """Train until there have been `num_steps` steps, with those of earlier calls, or the batches end.
 
         Parameters
         ----------
@@ -141,13 +148,20 @@ class Trainer:
         list of Step
             Those of this call.
 
+        Warns
+        -----
+        UserWarning
+            If the batches end before and cannot begin anew. Those too few for a step are not used.
+
         Raises
         ------
+        ValueError
+            If there is no batch.
         FloatingPointError
             If the loss or a gradient is not finite, unless `nonfinite` is "skip".
         KeyboardInterrupt
-            After Ctrl-C. The weights are those after some whole step, as are the place in `batches` and the
-            state of `rng`: ``fit`` or ``save`` may follow.
+            After Ctrl-C. The weights are those after some whole step, as are the place in `batches`, if it
+            is known, and the state of `rng`: ``fit`` or ``save`` may follow.
         """
         func = "Trainer.fit"
         last = integer(func, "num_steps", num_steps, 0)
@@ -161,7 +175,8 @@ class Trainer:
             while self.steps < last:
                 with self._whole():
                     step = self._step(func)
-                if step is None:
+                if isinstance(step, int):
+                    self._require_begun(func, last, len(done), step)
                     break
                 done.append(step)
                 if every and step.step % every == 0:
@@ -173,6 +188,14 @@ class Trainer:
                     break
         return done
 
+    def _require_begun(self, func: str, last: int, done: int, left: int) -> None:
+        """Warn that the batches have ended, `left` of them behind the last step; raise if there was none."""
+        if not done and not left:
+            came = f"of type {type(self.batches).__name__} and has none for step {self.steps + 1}"
+            raise ValueError(f"{func}(): batches is {came}; expected at least one")
+        unused = f", {left} left over, fewer than accumulate={self.accumulate}" if left else ""
+        warn(f"{func}(): batches ended after step {self.steps} of {last}{unused}", UserWarning)
+
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Go back to where the last whole step ended, if this one does not end."""
@@ -181,7 +204,7 @@ class Trainer:
             yield
         except BaseException:
             if self.steps == before:
-                self._go(self._place)
+                self._go("Trainer.fit", self._place)
             raise
 
     def _where(self) -> dict[str, Any]:
@@ -189,36 +212,22 @@ class Trainer:
         place: dict[str, Any] = {}
         if self.rng is not None:
             place["rng"] = rng_state(self.rng.bit_generator.state)
-        batches: Any = self.batches
-        if _has_place(batches):
-            place["batches"] = batches.state_dict()
-        return place
+        return {**place, **self._source.place()}
 
-    def _go(self, place: Mapping[str, Any]) -> None:
-        if "batches" in place:
-            self.batches.load_state_dict(place["batches"])  # type: ignore[attr-defined]
-            self._iterator = None
+    def _go(self, func: str, place: Mapping[str, Any]) -> None:
+        self._source.go(func, place)
         if "rng" in place and self.rng is not None:  # last: they may share it
-            set_rng_state("Trainer", self.rng, place["rng"])
+            set_rng_state(func, self.rng, place["rng"])
 
-    def _next(self) -> Any:
-        """The next batch; None if there is none even in a new round."""
-        for _ in range(2):
-            if self._iterator is None:
-                self._iterator = iter(self.batches)
-            for batch in self._iterator:
-                return batch
-            self._iterator = None
-        return None
-
-    def _step(self, func: str) -> Step | None:
+    def _step(self, func: str) -> Step | int:
+        """A step; where the batches end before it, how many they still were."""
         begin, losses, tokens = time.perf_counter(), [], 0
         grads: Mapping[str, Array] = {}
         layer = self.optimizer.layer
         for i in range(self.accumulate):
-            batch = self._next()
-            if batch is None:
-                return None
+            batch = self._source.take()
+            if batch is END:
+                return i
             if isinstance(layer, Tuning):
                 layer._num_tokens = 0
             returned = self.loss(batch)
@@ -290,7 +299,8 @@ class Trainer:
         Warns
         -----
         UserWarning
-            If the file names another schedule than this trainer has.
+            If the file names another schedule than this trainer has, or the place in `batches` is not known:
+            neither a sequence, nor with ``state_dict``. They begin anew then.
 
         Raises
         ------
@@ -303,7 +313,7 @@ class Trainer:
         arrays, values = _files.read(func, path)
         _files.require_fit(func, path, values, type(self.optimizer).__name__)
         place = values["place"]
-        wanted, given = self._where().keys(), place.keys()
+        wanted, given = self._where().keys(), place.keys() - (set() if self._source.kind else KINDS)
         if wanted != given:
             came = ", ".join(sorted(given)) or "nothing"
             expected = ", ".join(sorted(wanted)) or "nothing"
@@ -311,30 +321,28 @@ class Trainer:
         with interrupts_wait():
             before = self._where()
             try:
-                self._go(place)
-                self._compare(func, path, values["schedule"])
+                self._go(func, place)
+                self._warn(func, path, values["schedule"])
                 self.optimizer.load_state_dict({**arrays, "steps": values["optimizer_steps"]})
             except BaseException:
-                self._go(before)
+                self._go(func, before)
                 raise
-            self.steps, self._place = values["steps"], place
+            self._source.anew()
+            self.steps, self._place = values["steps"], self._where()
 
-    def _compare(self, func: str, path: str | os.PathLike[str], begun: str | None) -> None:
-        if begun == (own := self._named_schedule()):
-            return
-        then, now = (name or "a function as schedule" for name in (begun, own))
-        warn(
-            f"{func}(): {os.fsdecode(path)} was trained with {then}; this trainer goes on with {now}, and not"
-            f" to the bits that the run would have had",
-            UserWarning,
-        )
+    def _warn(self, func: str, path: str | os.PathLike[str], begun: str | None) -> None:
+        """Warn of what makes other steps than the run in `path` would have had. `begun`: its schedule."""
+        if begun != (own := self._named_schedule()):
+            then, now = (name or "a function" for name in (begun, own))
+            came = f"{os.fsdecode(path)} has the schedule {then}"
+            warn(f"{func}(): {came}; it goes on with the trainer's, {now}, so not to the bit", UserWarning)
+        if self._source.kind is None:
+            came = f"batches is of type {type(self.batches).__name__}, whose place is not known"
+            expected = "a sequence, or batches with state_dict and load_state_dict"
+            warn(f"{func}(): {came}: it begins anew, so not to the bit; expected {expected}", UserWarning)
 
     def _named_schedule(self) -> str | None:
         return repr(self.schedule) if isinstance(self.schedule, Schedule) else None
-
-
-def _has_place(batches: Any) -> bool:
-    return all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _tokens(batch: Any) -> int:
