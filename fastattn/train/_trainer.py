@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from fastattn.train._batches import rng_state, set_rng_state
 from fastattn.train._gradients import Sum, require_known
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._optimizer import NONFINITE, Optimizer
+from fastattn.train._progress import Step, bar, show
 from fastattn.train._schedule import Schedule
 from fastattn.train._source import END, KINDS, Source
 from fastattn.train._tuning import Tuning
@@ -30,22 +31,6 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array
 
     Loss = Callable[[Any], tuple[float, Mapping[str, Array]]]
-
-
-class Step(NamedTuple):
-    """What one step of `Trainer.fit` did."""
-
-    step: int  # how many there have been, with this one
-    loss: float  # the mean over its batches, before the step
-    factor: float  # of the learning rate
-    grad_norm: float  # before clipping; not finite if the step was skipped
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of the step by the time it took."""
-        return self.tokens / max(self.seconds, 1e-9)
 
 
 class Trainer:
@@ -139,7 +124,8 @@ class Trainer:
         callback : callable, optional
             Called with each `Step` after it; training ends if it returns True. It may save the run.
         log_every : int, optional
-            Print the loss and the speed of so many steps behind them.
+            Print the loss and the speed of so many steps behind them, and of the rest at the end. The loss is
+            the mean of those that are finite. If steps were skipped, it says how many.
         show_progress_bar : bool, optional
             Whether to show one, by tqdm; by default not.
 
@@ -170,8 +156,9 @@ class Trainer:
             raise wrong_type(func, "callback", callback, "a function")
         progress = show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar)
         done: list[Step] = []
+        skipped = 0
         with ExitStack() as stack:
-            bar = stack.enter_context(_bar(func, last, self.steps)) if progress else None
+            shown = stack.enter_context(bar(func, last, self.steps)) if progress else None
             while self.steps < last:
                 with self._whole():
                     step = self._step(func)
@@ -179,11 +166,13 @@ class Trainer:
                     self._require_begun(func, last, len(done), step)
                     break
                 done.append(step)
-                if every and step.step % every == 0:
-                    _print(done[-every:], last)
-                if bar is not None:
-                    bar.set_postfix(loss=f"{step.loss:.4f}", tokens=f"{step.tokens_per_second:,.0f}/s")
-                    bar.update()
+                skipped += step.skipped
+                if every and (step.step % every == 0 or step.step == last):
+                    show(done[-(step.step % every or every) :], last)
+                if shown is not None:
+                    speed, lost = f"{step.tokens_per_second:,.0f}/s", {"skipped": skipped} if skipped else {}
+                    shown.set_postfix(loss=f"{step.loss:.4f}", tokens=speed, **lost)
+                    shown.update()
                 if callback is not None and callback(step):
                     break
         return done
@@ -222,6 +211,7 @@ class Trainer:
     def _step(self, func: str) -> Step | int:
         """A step; where the batches end before it, how many they still were."""
         begin, losses, tokens = time.perf_counter(), [], 0
+        factor, norm = number(func, f"schedule({self.steps})", self.schedule(self.steps), FLOAT64), math.nan
         grads: Mapping[str, Array] = {}
         layer = self.optimizer.layer
         for i in range(self.accumulate):
@@ -243,7 +233,6 @@ class Trainer:
                 self._sum.add(func, grads, self.optimizer._trained, first=i == 0)
                 grads = self._sum.total
         loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
-        factor, norm = float(self.schedule(self.steps)), math.nan
         if not math.isfinite(loss) and self.nonfinite == "raise":
             came = next(x for x in losses if not math.isfinite(x))
             raise FloatingPointError(
@@ -354,20 +343,9 @@ def _tokens(batch: Any) -> int:
 
 def _number(func: str, loss: Any) -> float:
     """`loss` as a float, which may be NaN or infinite."""
-    if isinstance(loss, (bool, str)) or np.ndim(loss):
-        raise TypeError(f"{func}(): loss returned {short(loss)} as the loss; expected a number")
-    return float(loss)
-
-
-def _print(steps: list[Step], last: int) -> None:
-    loss = math.fsum(step.loss for step in steps if math.isfinite(step.loss)) / len(steps)
-    speed = sum(step.tokens for step in steps) / max(1e-9, sum(step.seconds for step in steps))
-    print(f"step {steps[-1].step} of {last}: loss {loss:.4f}, {speed:,.0f} tokens/s")
-
-
-def _bar(func: str, total: int, done: int) -> Any:
     try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError(f"{func}(): a progress bar needs the tqdm package: pip install tqdm") from error
-    return tqdm(total=total, initial=done, unit=" steps")
+        if isinstance(loss, (bool, str)) or np.ndim(loss):
+            raise TypeError
+        return float(loss)
+    except (TypeError, ValueError):
+        raise TypeError(f"{func}(): loss returned {short(loss)} as the loss; expected a number") from None

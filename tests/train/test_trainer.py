@@ -287,7 +287,7 @@ def test_losses_and_gradients_that_are_not_finite():
         run.trainer.fit(10)
     run.trainer.nonfinite, run.calls, done = "skip", 2, run.trainer.steps
     steps = run.trainer.fit(10)
-    assert [math.isfinite(step.grad_norm) for step in steps].count(False) == 2
+    assert [step.skipped for step in steps].count(True) == 2
     assert run.trainer.steps == 10
     assert run.optimizer.steps == 8
     assert done == 4
@@ -363,10 +363,26 @@ def test_what_it_prints_and_calls(capsys):
     run.trainer.fit(10, log_every=4, callback=lambda step: seen.append(step) or step.step == 9)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 4 of 10", "step 8 of 10"]
-    assert "tokens/s" in lines[0]
+    assert lines[0].endswith("tokens/s")
     assert len(seen) == 9
+    run.trainer.fit(10, log_every=4)
+    assert capsys.readouterr().out.startswith("step 10 of 10: loss ")
     run.trainer.fit(12, show_progress_bar=True)
     assert "12/12" in capsys.readouterr().err
+
+
+def test_the_log_says_what_was_skipped(capsys):
+    pairs = iter([(1.0, 1.0), (math.nan, 1.0), (3.0, math.inf), (math.inf, 1.0), (math.nan, 1.0)])
+    run = trainer(loss=lambda b: ((pair := next(pairs))[0], {"w": np.full(3, pair[1])}), nonfinite="skip")
+    steps = run.fit(5, log_every=2, show_progress_bar=True)
+    assert [step.skipped for step in steps] == [False, True, True, True, True]
+    out, err = capsys.readouterr()
+    assert "skipped=4" in err
+    lines = [line.partition(": ")[2] for line in out.splitlines()]
+    assert [line.partition(",")[0] for line in lines] == ["loss 1.0000", "loss 3.0000", "loss nan"]
+    assert [line.rpartition("s, ")[2] for line in lines] == [
+        f"{n} steps skipped" for n in ("1 of 2", "2 of 2", "1 of 1")
+    ]
 
 
 def test_a_bar_needs_tqdm(monkeypatch):
@@ -438,6 +454,12 @@ ERRORS = {
     r"^Trainer.fit\(\): loss returned 1.0; expected a loss": lambda: trainer(loss=lambda b: 1.0).fit(1),
     r"^Trainer.fit\(\): loss returned an array .* as the loss": lambda: trainer(
         loss=lambda b: (NO_NUMBER, {})
+    ).fit(1),
+    r"^Trainer.fit\(\): loss returned \{\} as the loss; expected a number": lambda: trainer(
+        loss=lambda b: ({}, 1.0)
+    ).fit(1),
+    r"^Trainer.fit\(\): schedule\(0\) is None; expected a real number": lambda: trainer(
+        schedule=lambda step: None
     ).fit(1),
     r"^SGD.step\(\): grads lacks w": lambda: trainer().fit(1),
     r"^Trainer.fit\(\): grads has 'typo', which is the name of no": lambda: trainer(
