@@ -4,7 +4,8 @@
     python examples/train_characters.py --layers 6 --width 384 --heads 6 --length 256 --batch 16 --steps 5000
 
 The text comes with Python: what `help()` shows. `--save run.safetensors` writes the run now and then, and
-goes on with it if the file is there, at the same sizes. `--plot loss.png` draws the loss.
+goes on with it if the file is there, at the same sizes. Another `--steps` is another schedule of the learning
+rate: the run goes on with that, and a warning. `--plot loss.png` draws the loss.
 """
 
 import argparse
@@ -126,7 +127,7 @@ def main(argv=None):
     tested = [(trainer.steps, evaluate(model, unseen, args.batch))]
 
     def now_and_then(step):
-        if step.step % every == 0:
+        if step.step % every == 0 or step.step == args.steps:
             tested.append((step.step, evaluate(model, unseen, args.batch)))
             print(f"    unseen text: {tested[-1][1]:.4f}")
             if args.save:

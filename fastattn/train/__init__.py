@@ -9,9 +9,10 @@ from fastattn.train._classifier import ClassifierTuning
 from fastattn.train._contrastive import ContrastiveTuning
 from fastattn.train._gradients import clip_grad_norm, grad_norm
 from fastattn.train._optimizer import Optimizer
+from fastattn.train._progress import Step
 from fastattn.train._schedule import Schedule
 from fastattn.train._steps import SGD, AdamW
-from fastattn.train._trainer import Step, Trainer
+from fastattn.train._trainer import Trainer
 from fastattn.train._tuning import NextTokenTuning, Tuning
 
 __all__ = [

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array
 
-FORMAT = 1  # of the values in a file
+FORMAT = 2  # of the values in a file
 _VALUES: dict[str, tuple[Any, str]] = {
     "optimizer": (str, "a name"),
     "optimizer_steps": (int, "a number"),
     "steps": (int, "a number"),
-    "schedule": ((dict, NoneType), "a schedule, or null"),
+    "schedule": ((str, NoneType), "a schedule's name, or null"),
     "place": (dict, "a place in the data"),
 }
 _KEY = "fastattn.train"  # of the JSON in the header
@@ -72,8 +72,9 @@ def read(func: str, path: str | os.PathLike[str]) -> tuple[dict[str, Array], Any
 def require_fit(func: str, path: str | os.PathLike[str], values: Any, optimizer: str) -> None:
     """Raise unless `values` are those of a run with this optimizer."""
     where = os.fsdecode(path)
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise ValueError(f"{func}(): {where} has a format that this version does not know")
+    came = values.get("format") if isinstance(values, dict) else None
+    if came != FORMAT:
+        raise ValueError(f"{func}(): {where} has a run in format {short(came)}; expected {FORMAT}")
     for name, (kind, expected) in _VALUES.items():
         x = values.get(name)
         if name not in values or not isinstance(x, kind) or (isinstance(x, int) and (x is True or x < 0)):

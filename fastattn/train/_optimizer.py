@@ -271,6 +271,8 @@ class Optimizer:
         for name in sorted(own.keys() ^ given.keys()):
             here = "lacks" if name in own else "has"
             other = "which this optimizer has" if name in own else "which this optimizer does not have"
+            if here == "lacks" and name == "steps":
+                other += "; a file that Trainer.save wrote is one for Trainer.load"
             raise ValueError(f"{func}(): state_dict {here} {name!r}, {other}")
         steps = integer(func, "steps", given["steps"], 0)
         for name, array in own.items():

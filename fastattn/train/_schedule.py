@@ -34,11 +34,14 @@ class Schedule:
     def __post_init__(self) -> None:
         func = "Schedule"
         choice(func, "kind", self.kind, KINDS)
-        integer(func, "warmup", self.warmup, 0)
-        if self.num_steps is not None or self.kind != "constant":
-            integer(func, "num_steps", self.num_steps, self.warmup + 1)
-        if number(func, "final", self.final, FLOAT64) < 0:
+        warmup, num_steps = integer(func, "warmup", self.warmup, 0), self.num_steps
+        if num_steps is not None or self.kind != "constant":
+            num_steps = integer(func, "num_steps", num_steps, warmup + 1)
+        final = number(func, "final", self.final, FLOAT64)
+        if final < 0:
             raise ValueError(f"{func}(): final is {self.final}; expected a number of at least 0")
+        for name, value in (("warmup", warmup), ("num_steps", num_steps), ("final", final)):
+            object.__setattr__(self, name, value)  # Python's numbers, whose names a run's file compares
 
     def __call__(self, step: int) -> float:
         """The factor of the step that comes after `step` steps."""

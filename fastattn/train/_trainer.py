@@ -7,20 +7,22 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.types import FLOAT64
 from fastattn._args.values import choice, flag, integer, number, short
+from fastattn._engine.settings import warn
 from fastattn.train import _files
 from fastattn.train._batches import rng_state, set_rng_state
 from fastattn.train._gradients import Sum, require_known
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._optimizer import NONFINITE, Optimizer
+from fastattn.train._progress import Step, bar, show
 from fastattn.train._schedule import Schedule
+from fastattn.train._source import END, KINDS, Source
 from fastattn.train._tuning import Tuning
 
 if TYPE_CHECKING:
@@ -29,22 +31,6 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array
 
     Loss = Callable[[Any], tuple[float, Mapping[str, Array]]]
-
-
-class Step(NamedTuple):
-    """What one step of `Trainer.fit` did."""
-
-    step: int  # how many there have been, with this one
-    loss: float  # the mean over its batches, before the step
-    factor: float  # of the learning rate
-    grad_norm: float  # before clipping; not finite if the step was skipped
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of the step by the time it took."""
-        return self.tokens / max(self.seconds, 1e-9)
 
 
 class Trainer:
@@ -57,16 +43,18 @@ class Trainer:
         optimizer's parameters.
     optimizer : AdamW or SGD
     batches : iterable
-        Begun anew at its end. The place in it is saved and resumed if it has ``state_dict`` and
-        ``load_state_dict``, as `Batches` has.
+        Begun anew at its end, where it can be: a generator cannot. The place in it is saved and resumed if it
+        has ``state_dict`` and ``load_state_dict``, as `Batches` has, or is a sequence, such as a list.
     schedule : callable, optional
-        ``schedule(step)`` is the factor of the learning rate after that many steps: a `Schedule`.
+        ``schedule(step)`` is the factor of the learning rate after that many steps: a `Schedule`. It stays
+        when a run is loaded.
     accumulate : int, default 1
         Batches of a step. Its gradients are the means of theirs.
     max_norm, nonfinite
         As in the optimizer's ``step``. A loss that is not finite counts as such a gradient.
     rng : Generator, optional
-        One that `loss` draws from, so that its state is saved, too.
+        One that `loss` draws from, such as seeds of dropout: its state is saved. What else `loss` changes,
+        such as a counter, is not.
     tokens : callable, optional
         ``tokens(batch)`` is how many tokens a batch has, for the speed. By default, the tokens of all
         texts that `loss` gave to the ``loss`` of the optimizer's `ContrastiveTuning`, `ClassifierTuning` or
@@ -101,7 +89,7 @@ class Trainer:
             raise wrong_type(func, "batches", batches, "an iterable of batches")
         if rng is not None and not isinstance(rng, np.random.Generator):
             raise wrong_type(func, "rng", rng, "a numpy.random.Generator")
-        self.loss, self.optimizer, self.batches = loss, optimizer, batches
+        self.loss, self.optimizer, self._source = loss, optimizer, Source(batches)
         self.schedule = Schedule() if schedule is None else schedule
         self.accumulate = integer(func, "accumulate", accumulate, 1)
         self.max_norm = (
@@ -111,9 +99,14 @@ class Trainer:
         self.rng = rng
         self.steps = 0
         self._tokens = self._default_tokens if tokens is None else tokens
-        self._iterator: Iterator[Any] | None = None
         self._sum = Sum()
         self._place = self._where()
+
+    @property
+    def batches(self) -> Iterable[Any]:
+        """Those that it was made with."""
+        batches: Iterable[Any] = self._source.batches
+        return batches
 
     def fit(
         self,
@@ -123,7 +116,7 @@ class Trainer:
         log_every: int | None = None,
         show_progress_bar: bool | None = None,
     ) -> list[Step]:
-        """Train until there have been `num_steps` steps, with those of earlier calls.
+        """Train until there have been `num_steps` steps, with those of earlier calls, or the batches end.
 
         Parameters
         ----------
@@ -131,7 +124,8 @@ class Trainer:
         callback : callable, optional
             Called with each `Step` after it; training ends if it returns True. It may save the run.
         log_every : int, optional
-            Print the loss and the speed of so many steps behind them.
+            Print the loss and the speed of so many steps behind them, and of the rest at the end. The loss is
+            the mean of those that are finite. If steps were skipped, it says how many.
         show_progress_bar : bool, optional
             Whether to show one, by tqdm; by default not.
 
@@ -140,13 +134,20 @@ class Trainer:
         list of Step
             Those of this call.
 
+        Warns
+        -----
+        UserWarning
+            If the batches end before and cannot begin anew. Those too few for a step are not used.
+
         Raises
         ------
+        ValueError
+            If there is no batch.
         FloatingPointError
             If the loss or a gradient is not finite, unless `nonfinite` is "skip".
         KeyboardInterrupt
-            After Ctrl-C. The weights are those after some whole step, as are the place in `batches` and the
-            state of `rng`: ``fit`` or ``save`` may follow.
+            After Ctrl-C. The weights are those after some whole step, as are the place in `batches`, if it
+            is known, and the state of `rng`: ``fit`` or ``save`` may follow.
         """
         func = "Trainer.fit"
         last = integer(func, "num_steps", num_steps, 0)
@@ -155,22 +156,34 @@ class Trainer:
             raise wrong_type(func, "callback", callback, "a function")
         progress = show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar)
         done: list[Step] = []
+        skipped = 0
         with ExitStack() as stack:
-            bar = stack.enter_context(_bar(func, last, self.steps)) if progress else None
+            shown = stack.enter_context(bar(func, last, self.steps)) if progress else None
             while self.steps < last:
                 with self._whole():
                     step = self._step(func)
-                if step is None:
+                if isinstance(step, int):
+                    self._require_begun(func, last, len(done), step)
                     break
                 done.append(step)
-                if every and step.step % every == 0:
-                    _print(done[-every:], last)
-                if bar is not None:
-                    bar.set_postfix(loss=f"{step.loss:.4f}", tokens=f"{step.tokens_per_second:,.0f}/s")
-                    bar.update()
+                skipped += step.skipped
+                if every and (step.step % every == 0 or step.step == last):
+                    show(done[-(step.step % every or every) :], last)
+                if shown is not None:
+                    speed, lost = f"{step.tokens_per_second:,.0f}/s", {"skipped": skipped} if skipped else {}
+                    shown.set_postfix(loss=f"{step.loss:.4f}", tokens=speed, **lost)
+                    shown.update()
                 if callback is not None and callback(step):
                     break
         return done
+
+    def _require_begun(self, func: str, last: int, done: int, left: int) -> None:
+        """Warn that the batches have ended, `left` of them behind the last step; raise if there was none."""
+        if not done and not left:
+            came = f"of type {type(self.batches).__name__} and has none for step {self.steps + 1}"
+            raise ValueError(f"{func}(): batches is {came}; expected at least one")
+        unused = f", {left} left over, fewer than accumulate={self.accumulate}" if left else ""
+        warn(f"{func}(): batches ended after step {self.steps} of {last}{unused}", UserWarning)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -180,7 +193,7 @@ class Trainer:
             yield
         except BaseException:
             if self.steps == before:
-                self._go(self._place)
+                self._go("Trainer.fit", self._place)
             raise
 
     def _where(self) -> dict[str, Any]:
@@ -188,36 +201,23 @@ class Trainer:
         place: dict[str, Any] = {}
         if self.rng is not None:
             place["rng"] = rng_state(self.rng.bit_generator.state)
-        batches: Any = self.batches
-        if _has_place(batches):
-            place["batches"] = batches.state_dict()
-        return place
+        return {**place, **self._source.place()}
 
-    def _go(self, place: Mapping[str, Any]) -> None:
-        if "batches" in place:
-            self.batches.load_state_dict(place["batches"])  # type: ignore[attr-defined]
-            self._iterator = None
+    def _go(self, func: str, place: Mapping[str, Any]) -> None:
+        self._source.go(func, place)
         if "rng" in place and self.rng is not None:  # last: they may share it
-            set_rng_state("Trainer", self.rng, place["rng"])
+            set_rng_state(func, self.rng, place["rng"])
 
-    def _next(self) -> Any:
-        """The next batch; None if there is none even in a new round."""
-        for _ in range(2):
-            if self._iterator is None:
-                self._iterator = iter(self.batches)
-            for batch in self._iterator:
-                return batch
-            self._iterator = None
-        return None
-
-    def _step(self, func: str) -> Step | None:
+    def _step(self, func: str) -> Step | int:
+        """A step; where the batches end before it, how many they still were."""
         begin, losses, tokens = time.perf_counter(), [], 0
+        factor, norm = number(func, f"schedule({self.steps})", self.schedule(self.steps), FLOAT64), math.nan
         grads: Mapping[str, Array] = {}
         layer = self.optimizer.layer
         for i in range(self.accumulate):
-            batch = self._next()
-            if batch is None:
-                return None
+            batch = self._source.take()
+            if batch is END:
+                return i
             if isinstance(layer, Tuning):
                 layer._num_tokens = 0
             returned = self.loss(batch)
@@ -233,7 +233,6 @@ class Trainer:
                 self._sum.add(func, grads, self.optimizer._trained, first=i == 0)
                 grads = self._sum.total
         loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
-        factor, norm = float(self.schedule(self.steps)), math.nan
         if not math.isfinite(loss) and self.nonfinite == "raise":
             came = next(x for x in losses if not math.isfinite(x))
             raise FloatingPointError(
@@ -275,16 +274,22 @@ class Trainer:
             "optimizer": type(self.optimizer).__name__,
             "optimizer_steps": state.pop("steps"),
             "steps": self.steps,
-            "schedule": asdict(self.schedule) if isinstance(self.schedule, Schedule) else None,
+            "schedule": self._named_schedule(),
             "place": self._place,
         }
         _files.write("Trainer.save", path, state, values)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from where `save` wrote `path`: the next steps have the bits that they would have had.
+        """Go on from where `save` wrote `path`.
 
-        The trainer is made as that one was, with the same loss and options. A `Schedule` is read from the
-        file.
+        The next steps have the bits that they would have had, if the trainer is made as that one was. What it
+        was made with stays: loss, schedule, options, and the rates of the optimizer.
+
+        Warns
+        -----
+        UserWarning
+            If the file names another schedule than this trainer has, or the place in `batches` is not known:
+            neither a sequence, nor with ``state_dict``. They begin anew then.
 
         Raises
         ------
@@ -297,32 +302,36 @@ class Trainer:
         arrays, values = _files.read(func, path)
         _files.require_fit(func, path, values, type(self.optimizer).__name__)
         place = values["place"]
-        wanted, given = self._where().keys(), place.keys()
+        wanted, given = self._where().keys(), place.keys() - (set() if self._source.kind else KINDS)
         if wanted != given:
             came = ", ".join(sorted(given)) or "nothing"
             expected = ", ".join(sorted(wanted)) or "nothing"
             raise ValueError(f"{func}(): {os.fsdecode(path)} has the place of {came}; expected {expected}")
-        schedule = None
-        if isinstance(self.schedule, Schedule) and values["schedule"] is not None:
-            try:
-                schedule = Schedule(**values["schedule"])
-            except TypeError as error:
-                raise ValueError(f"{func}(): the schedule in {os.fsdecode(path)} is none: {error}") from error
         with interrupts_wait():
             before = self._where()
             try:
-                self._go(place)
+                self._go(func, place)
+                self._warn(func, path, values["schedule"])
                 self.optimizer.load_state_dict({**arrays, "steps": values["optimizer_steps"]})
             except BaseException:
-                self._go(before)
+                self._go(func, before)
                 raise
-            self.steps, self._place = values["steps"], place
-            if schedule is not None:
-                self.schedule = schedule
+            self._source.anew()
+            self.steps, self._place = values["steps"], self._where()
 
+    def _warn(self, func: str, path: str | os.PathLike[str], begun: str | None) -> None:
+        """Warn of what makes other steps than the run in `path` would have had. `begun`: its schedule."""
+        if begun != (own := self._named_schedule()):
+            then, now = (name or "a function" for name in (begun, own))
+            came = f"{os.fsdecode(path)} has the schedule {then}"
+            warn(f"{func}(): {came}; it goes on with the trainer's, {now}, so not to the bit", UserWarning)
+        if self._source.kind is None:
+            came = f"batches is of type {type(self.batches).__name__}, whose place is not known"
+            expected = "a sequence, or batches with state_dict and load_state_dict"
+            warn(f"{func}(): {came}: it begins anew, so not to the bit; expected {expected}", UserWarning)
 
-def _has_place(batches: Any) -> bool:
-    return all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict"))
+    def _named_schedule(self) -> str | None:
+        return repr(self.schedule) if isinstance(self.schedule, Schedule) else None
 
 
 def _tokens(batch: Any) -> int:
@@ -334,20 +343,9 @@ def _tokens(batch: Any) -> int:
 
 def _number(func: str, loss: Any) -> float:
     """`loss` as a float, which may be NaN or infinite."""
-    if isinstance(loss, (bool, str)) or np.ndim(loss):
-        raise TypeError(f"{func}(): loss returned {short(loss)} as the loss; expected a number")
-    return float(loss)
-
-
-def _print(steps: list[Step], last: int) -> None:
-    loss = math.fsum(step.loss for step in steps if math.isfinite(step.loss)) / len(steps)
-    speed = sum(step.tokens for step in steps) / max(1e-9, sum(step.seconds for step in steps))
-    print(f"step {steps[-1].step} of {last}: loss {loss:.4f}, {speed:,.0f} tokens/s")
-
-
-def _bar(func: str, total: int, done: int) -> Any:
     try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError(f"{func}(): a progress bar needs the tqdm package: pip install tqdm") from error
-    return tqdm(total=total, initial=done, unit=" steps")
+        if isinstance(loss, (bool, str)) or np.ndim(loss):
+            raise TypeError
+        return float(loss)
+    except (TypeError, ValueError):
+        raise TypeError(f"{func}(): loss returned {short(loss)} as the loss; expected a number") from None

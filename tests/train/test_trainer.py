@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 import sys
 
@@ -25,13 +26,14 @@ def data():
 class Run:
     """A trainer and all that belongs to it; `rng` drops inputs, as dropout would."""
 
-    def __init__(self, make=train.AdamW, seed=0, **options):
+    def __init__(self, make=train.AdamW, seed=0, batches=None, **options):
         RNG.bit_generator.state = np.random.default_rng(5).bit_generator.state
         self.layer = Linear(FEATURES, CLASSES, rng=3)
         self.rng = np.random.default_rng(seed)
         self.calls = 0
         self.optimizer = make(self.layer, 0.05)
-        batches = train.Batches(*data(), batch_size=7, rng=seed + 1)
+        self.data = data()
+        batches = train.Batches(*self.data, batch_size=7, rng=seed + 1) if batches is None else batches
         schedule = train.Schedule("cosine", 40, warmup=4, final=0.1)
         self.trainer = train.Trainer(
             self.loss,
@@ -82,24 +84,44 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(make, accumulate, t
     losses = [step.loss for step in through.trainer.fit(30)]
     begun = [step.loss for step in first.trainer.fit(13)]
     first.trainer.save(path)
-    second = Run(make, seed=9, accumulate=accumulate, schedule=train.Schedule())
+    second = Run(make, seed=9, accumulate=accumulate)
     second.trainer.fit(2)
     second.trainer.load(path)
-    assert second.trainer.schedule == first.trainer.schedule
     assert second.bits() == first.bits()
     resumed = [step.loss for step in second.trainer.fit(30)]
     assert begun + resumed == losses
     assert second.bits() == through.bits()
 
 
+def test_a_run_goes_on_with_the_trainers_schedule(tmp_path):
+    path, longer = tmp_path / "run.safetensors", train.Schedule("cosine", np.int64(80), np.int32(4), final=0)
+    run = Run()
+    run.trainer.fit(40)
+    run.trainer.save(path)
+    begun, constant = "Schedule(kind='cosine', num_steps=40, warmup=4, final=0.1)", repr(train.Schedule())
+    for schedule, own in ((longer, repr(longer)), (None, constant), (np.cos, "a function")):
+        other, came = (
+            Run(schedule=schedule),
+            f"has the schedule {begun}; it goes on with the trainer's, {own}, so not",
+        )
+        with pytest.warns(UserWarning, match=re.escape(came)):
+            other.trainer.load(path)
+        assert other.trainer.schedule == (schedule or train.Schedule())
+    run = Run(schedule=longer)
+    run.trainer.save(path)
+    Run(schedule=train.Schedule("cosine", 80, warmup=4)).trainer.load(path)  # no warning
+    Run(schedule=np.cos).trainer.save(path)
+    Run(schedule=np.sin).trainer.load(path)
+
+
 def test_accumulated_batches_are_one_large_batch():
     x, y = data()
-    small, large = Run(rng=None), Run(rng=None)
-    for run, size in ((small, 10), (large, 30)):
-        run.trainer.batches = train.Batches(x, y, batch_size=size, shuffle=False)
-        run.trainer._place = run.trainer._where()
+    small, large = (
+        Run(rng=None, accumulate=n, batches=train.Batches(x, y, batch_size=30 // n, shuffle=False))
+        for n in (3, 1)
+    )
+    for run in (small, large):
         run.rng = type("", (), {"random": staticmethod(lambda shape: np.zeros(shape))})
-    small.trainer.accumulate = 3
     for a, b in zip(small.trainer.fit(8), large.trainer.fit(8), strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-6)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
@@ -143,7 +165,7 @@ def test_a_file_is_replaced_at_once(tmp_path, monkeypatch):
 
 def test_files_that_do_not_fit_change_nothing(tmp_path):
     path = tmp_path / "run.safetensors"
-    run, other, sgd = Run(), Run(), Run(train.SGD)
+    run, sgd = Run(), Run(train.SGD)
     run.trainer.fit(3)
     run.trainer.save(path)
     with pytest.raises(ValueError, match="is of the optimizer AdamW; expected SGD"):
@@ -152,13 +174,13 @@ def test_files_that_do_not_fit_change_nothing(tmp_path):
         run.trainer.load(tmp_path / "nothing.safetensors")
     with pytest.raises(ValueError, match="has the place of batches, rng; expected batches"):
         Run(rng=None).trainer.load(path)
-    other.trainer.batches = train.Batches(*data(), batch_size=8)
+    other = Run(batches=train.Batches(*data(), batch_size=8))
     before = other.bits()
     with pytest.raises(ValueError, match="batch_size is 7; expected 8"):
         other.trainer.load(path)
     assert other.bits() == before
     wide = train.AdamW({"weight": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)})
-    other.trainer.optimizer, other.trainer.batches = wide, Run().trainer.batches
+    other = Run(lambda layer, lr: wide)
     before = other.bits()
     with pytest.raises(ValueError, match=r"params.weight is an array of shape \(3, 8\)"):
         other.trainer.load(path)
@@ -182,17 +204,18 @@ HEADERS = {
     r"'steps' in the header of .* is -1; expected a number": {**WHOLE, "steps": -1},
     r"'optimizer_steps' in the header of .* is 'x'; expected a number": {**WHOLE, "optimizer_steps": "x"},
     r"'place' in the header of .* is \[1\]; expected a place in the data": {**WHOLE, "place": [1]},
-    r"the schedule in .* is none: ": {**WHOLE, "place": None, "schedule": {"what": 1}},
+    r"'schedule' in the header of .* is \{\}; expected a schedule's name": {**WHOLE, "schedule": {}},
+    r"batches has length 2; expected None, as": {**WHOLE, "place": {"sequence": 3}},
+    r"taken is 9; expected 0 to 2": {**WHOLE, "place": {"sequence": {"length": 2, "taken": 9}}},
+    r"has a run in format 1; expected 2": {"format": 1},
 }
 
 
 @pytest.mark.parametrize("match", HEADERS)
 def test_headers_that_are_not_whole(match, tmp_path):
     save_file = pytest.importorskip("safetensors.numpy").save_file
-    run, path = Run(), tmp_path / "run.safetensors"
-    values = {"format": 1, **HEADERS[match]}
-    if "place" in values and values["place"] is None:
-        values["place"] = run.trainer._where()
+    run, path = Run(rng=None, batches=lists(2)), tmp_path / "run.safetensors"
+    values = {"format": 2, **HEADERS[match]}
     arrays = {name: x for name, x in run.optimizer.state_dict().items() if name != "steps"}
     save_file(arrays, path, {"fastattn.train": json.dumps(values)})
     before = run.bits()
@@ -264,21 +287,74 @@ def test_losses_and_gradients_that_are_not_finite():
         run.trainer.fit(10)
     run.trainer.nonfinite, run.calls, done = "skip", 2, run.trainer.steps
     steps = run.trainer.fit(10)
-    assert [math.isfinite(step.grad_norm) for step in steps].count(False) == 2
+    assert [step.skipped for step in steps].count(True) == 2
     assert run.trainer.steps == 10
     assert run.optimizer.steps == 8
     assert done == 4
 
 
-def test_finite_batches_begin_anew_and_iterators_end():
+def lists(count=3):
+    """Batches in a list."""
+    x, y = Run().data
+    return [(x[i::count], y[i::count]) for i in range(count)]
+
+
+def test_finite_batches_begin_anew():
     x, y = data()
-    run = Run(rng=None)
-    run.trainer.batches = [(x, y), (x[:9], y[:9])]
-    run.trainer._place = {}
-    assert [step.tokens for step in run.trainer.fit(5)] == [480, 72, 480, 72, 480]
-    run.trainer.batches, run.trainer._iterator = iter([(x, y)] * 2), None
-    assert len(run.trainer.fit(20)) == 2
-    assert run.trainer.steps == 7
+    batches = [(x, y), (x[:9], y[:9])]
+    for kind in (batches, dict(enumerate(batches)).values()):
+        run = Run(rng=None, batches=kind)
+        assert [step.tokens for step in run.trainer.fit(5)] == [480, 72, 480, 72, 480]
+
+
+def test_the_end_of_batches_is_told():
+    run = Run(batches=iter(lists(5)), accumulate=3)
+    with pytest.warns(UserWarning, match=r"after step 1 of 10, 2 left over, fewer than accumulate=3$"):
+        assert len(run.trainer.fit(10)) == 1
+    with pytest.raises(ValueError, match=r"^Trainer.fit\(\): batches is of type list_iterator and has none"):
+        run.trainer.fit(10)
+    run = Run(batches=iter(lists(3)))
+    with pytest.warns(UserWarning, match=r"^Trainer.fit\(\): batches ended after step 3 of 4$"):
+        run.trainer.fit(4)
+    for nothing in ([], np.zeros((0, 2)), iter(()), set()):
+        with pytest.raises(ValueError, match="has none for step 1; expected at least one"):
+            Run(batches=nothing).trainer.fit(1)
+
+
+def test_a_sequence_goes_on_at_its_place(tmp_path):
+    path, batches = tmp_path / "run.safetensors", lists()
+    through, first, second = (Run(batches=kind(batches), accumulate=2) for kind in (list, tuple, list))
+    begun = [step.loss for step in first.trainer.fit(5)]
+    first.trainer.save(path)
+    second.trainer.fit(1)
+    second.trainer.load(path)
+    assert second.bits() == first.bits()
+    losses = [step.loss for step in through.trainer.fit(9)]
+    assert begun + [step.loss for step in second.trainer.fit(9)] == losses
+    other = Run(batches=batches[:2])
+    before = other.bits()
+    with pytest.raises(ValueError, match=r"^Trainer.load\(\): batches has length 2; expected 3"):
+        other.trainer.load(path)
+    assert other.bits() == before
+    with pytest.raises(ValueError, match="has the place of rng, sequence; expected batches, rng"):
+        Run().trainer.load(path)
+
+
+@pytest.mark.parametrize("make", [iter, lambda batches: dict(enumerate(batches)).values()])
+def test_other_iterables_begin_anew_with_a_warning(make, tmp_path):
+    path, batches = tmp_path / "run.safetensors", lists()
+    first, run = Run(batches=batches), Run(batches=make(batches))
+    first.trainer.fit(2)
+    first.trainer.save(path)
+    run.trainer.fit(1)
+    with pytest.warns(
+        UserWarning, match=r"^Trainer.load\(\): batches is of type .* place is not known: it begins anew"
+    ):
+        run.trainer.load(path)
+    seen, loss = [], run.trainer.loss
+    run.trainer.loss = lambda batch: seen.append(batch) or loss(batch)
+    run.trainer.fit(3)
+    assert seen[0] is batches[1 if make is iter else 0]
 
 
 def test_what_it_prints_and_calls(capsys):
@@ -287,10 +363,26 @@ def test_what_it_prints_and_calls(capsys):
     run.trainer.fit(10, log_every=4, callback=lambda step: seen.append(step) or step.step == 9)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 4 of 10", "step 8 of 10"]
-    assert "tokens/s" in lines[0]
+    assert lines[0].endswith("tokens/s")
     assert len(seen) == 9
+    run.trainer.fit(10, log_every=4)
+    assert capsys.readouterr().out.startswith("step 10 of 10: loss ")
     run.trainer.fit(12, show_progress_bar=True)
     assert "12/12" in capsys.readouterr().err
+
+
+def test_the_log_says_what_was_skipped(capsys):
+    pairs = iter([(1.0, 1.0), (math.nan, 1.0), (3.0, math.inf), (math.inf, 1.0), (math.nan, 1.0)])
+    run = trainer(loss=lambda b: ((pair := next(pairs))[0], {"w": np.full(3, pair[1])}), nonfinite="skip")
+    steps = run.fit(5, log_every=2, show_progress_bar=True)
+    assert [step.skipped for step in steps] == [False, True, True, True, True]
+    out, err = capsys.readouterr()
+    assert "skipped=4" in err
+    lines = [line.partition(": ")[2] for line in out.splitlines()]
+    assert [line.partition(",")[0] for line in lines] == ["loss 1.0000", "loss 3.0000", "loss nan"]
+    assert [line.rpartition("s, ")[2] for line in lines] == [
+        f"{n} steps skipped" for n in ("1 of 2", "2 of 2", "1 of 1")
+    ]
 
 
 def test_a_bar_needs_tqdm(monkeypatch):
@@ -362,6 +454,12 @@ ERRORS = {
     r"^Trainer.fit\(\): loss returned 1.0; expected a loss": lambda: trainer(loss=lambda b: 1.0).fit(1),
     r"^Trainer.fit\(\): loss returned an array .* as the loss": lambda: trainer(
         loss=lambda b: (NO_NUMBER, {})
+    ).fit(1),
+    r"^Trainer.fit\(\): loss returned \{\} as the loss; expected a number": lambda: trainer(
+        loss=lambda b: ({}, 1.0)
+    ).fit(1),
+    r"^Trainer.fit\(\): schedule\(0\) is None; expected a real number": lambda: trainer(
+        schedule=lambda step: None
     ).fit(1),
     r"^SGD.step\(\): grads lacks w": lambda: trainer().fit(1),
     r"^Trainer.fit\(\): grads has 'typo', which is the name of no": lambda: trainer(
