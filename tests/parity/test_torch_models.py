@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from implementations import COMPILED
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -30,8 +31,7 @@ CONFIGS = {
         **DECODER, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
     ),
 }  # fmt: skip
-
-
+needs_kernels = pytest.mark.skipif(not COMPILED, reason="of compiled kernels, and there are none")
 KEPT = ["memory that is freed: kept by the process, up to 2 GB"] if platform.libc_ver()[0] == "glibc" else []
 
 
@@ -152,6 +152,7 @@ CALLS = {
 }
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("call", CALLS)
 def test_patched_sdpa(call, dtype, ran):
@@ -175,6 +176,7 @@ def test_patched_sdpa(call, dtype, ran):
     assert ran == []
 
 
+@needs_kernels
 def test_patched_sdpa_leaves_torch_what_is_not_covered(ran):
     x = torch.randn(2, 4, 9, 16)
     bias = torch.randn(9, 9, requires_grad=True)
@@ -199,6 +201,7 @@ def test_patched_sdpa_leaves_torch_what_is_not_covered(ran):
         assert ran == []
 
 
+@needs_kernels
 def test_patches_are_counted(ran):
     x = torch.randn(1, 2, 4, 8)
     first, second = patch_sdpa(), patch_sdpa()
@@ -219,6 +222,7 @@ def test_patch_sdpa_needs_kernels():
         patch_sdpa()
 
 
+@needs_kernels
 def test_patched_sdpa_in_compiled_code(ran):
     x = torch.randn(2, 4, 9, 16, requires_grad=True)
 
@@ -232,6 +236,7 @@ def test_patched_sdpa_in_compiled_code(ran):
     torch.testing.assert_close(found, expected)
 
 
+@needs_kernels
 def test_optimize_and_undo(ran):
     model, inputs = model_of("bert"), tokens(padded=True)
     names, frozen = list(model.state_dict()), model.pooler.dense
@@ -265,6 +270,7 @@ def layers(**options):
     return torch.nn.Sequential(torch.nn.Linear(40, 24, **options), torch.nn.GELU(), torch.nn.Linear(24, 7))
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("weights_dtype", "activations", "error"), [
     (None, None, 0), ("bfloat16", None, 0.02), ("int8", None, 0.02), (np.int8, "int8", 0.04),
@@ -282,6 +288,7 @@ def test_weights_of_other_types(weights_dtype, activations, error, dtype):
         assert out.shape == (5, 3, 7)
 
 
+@needs_kernels
 @pytest.mark.skipif(not KEPT, reason="only glibc's allocator can be told")
 def test_freed_memory_is_kept(python):
     """Pages of a model's results are cleared once, not in every call; `undo` gives them back."""
@@ -338,6 +345,7 @@ def train_fused(model, other):
     other.load_state_dict(model.state_dict())
 
 
+@needs_kernels
 @pytest.mark.parametrize("write", [
     lambda model, other: model.load_state_dict(other.state_dict()), load_assigned, replace_data, train_fused,
 ])  # fmt: skip
@@ -356,6 +364,7 @@ def test_a_written_weight_is_packed_again(write, ran):
     assert all(p.requires_grad for p in model.parameters())
 
 
+@needs_kernels
 def test_new_memory_never_has_the_address_of_what_was_packed():
     model = torch.nn.Linear(64, 64)
     with torch.no_grad(), optimize(model):
@@ -366,6 +375,7 @@ def test_new_memory_never_has_the_address_of_what_was_packed():
         assert memory.expired()
 
 
+@needs_kernels
 def test_weights_that_are_lent():
     """functional_call computes with the weights it is given, compiled or not."""
     model, other, x = layers(), layers(), torch.randn(3, 40)
@@ -385,6 +395,7 @@ def test_weights_that_are_lent():
         torch.testing.assert_close(model(x), own)
 
 
+@needs_kernels
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_is_exported_has_the_weights(strict):
     model, x = layers(), torch.randn(3, 40)
@@ -394,6 +405,7 @@ def test_what_is_exported_has_the_weights(strict):
         torch.testing.assert_close(exported.module()(x), model(x))
 
 
+@needs_kernels
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_have_weights_of_their_own(copied, ran):
     model, x = layers(), torch.randn(3, 40)
@@ -411,6 +423,7 @@ def test_copies_have_weights_of_their_own(copied, ran):
         assert torch.equal(torch.compile(model, fullgraph=True)(x), expected)
 
 
+@needs_kernels
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
 def test_derivatives_in_forward_mode_are_torchs():
     model, x = layers(), torch.randn(3, 40)
@@ -423,6 +436,7 @@ def test_derivatives_in_forward_mode_are_torchs():
         torch.testing.assert_close(torch.func.vmap(model)(x), sliced)
 
 
+@needs_kernels
 def test_linears_that_compute_as_before(ran):
     model = layers()
     x = torch.randn(3, 40, requires_grad=True)
@@ -455,6 +469,7 @@ def test_linears_that_compute_as_before(ran):
             model(x)
 
 
+@needs_kernels
 def test_what_is_left_alone():
     class Special(torch.nn.Linear):
         pass
@@ -480,6 +495,7 @@ def test_what_is_left_alone():
         assert str(again).splitlines()[1:] == [f"1 nn.Linear left alone: {why}", *KEPT]
 
 
+@needs_kernels
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_optimized_and_compiled(dynamic):
     model = layers()
@@ -503,6 +519,7 @@ def test_errors():
         optimize(layers(), activations="int8")
 
 
+@needs_kernels
 def test_changes_are_undone_in_any_order():
     """Also where they had been wrapped or set already."""
     register()
@@ -530,6 +547,7 @@ def test_undo_goes_on_where_a_step_fails():
     assert done == ["last", "first"]
 
 
+@needs_kernels
 @pytest.mark.parametrize(("granted", "said"), [
     ((), "not kept, since glibc refuses it"),
     ((-1,), "kept by the process, up to 2 GB, in blocks of up to 32 MB"),
@@ -556,6 +574,7 @@ def test_what_the_allocator_refuses_is_said(granted, said, monkeypatch):
     assert calls[-1] == "trimmed"
 
 
+@needs_kernels
 def test_a_refused_change_leaves_nothing(ran):
     """A weight that is not finite cannot be packed in int8; what went before is undone."""
     model, bert, x = layers(), model_of("bert"), torch.randn(1, 2, 4, 8)
@@ -570,6 +589,7 @@ def test_a_refused_change_leaves_nothing(ran):
     assert "attention" not in ran
 
 
+@needs_kernels
 def test_sentence_transformers(tmp_path):
     models = pytest.importorskip("sentence_transformers")
     transformer = model_of("bert")
