@@ -102,6 +102,8 @@ class Batches(Iterator[Any]):
         done = integer(func, "done", state_dict["done"], 0, len(self))
         if done == self._done and state_dict == own:
             return  # it stands there already: nothing is drawn
+        for name in ("drawn_at", "rng"):
+            require_rng_state(func, self.rng, state_dict[name])
         set_rng_state(func, self.rng, state_dict["drawn_at"])
         self._begin()
         self._done = done
@@ -115,13 +117,22 @@ def rng_state(state: Any) -> Any:
     return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state
 
 
-def set_rng_state(func: str, rng: np.random.Generator, state: Any) -> None:
-    """Set the state of `rng` to one of `rng_state`, of the same kind of generator."""
-    own, came = rng.bit_generator.state["bit_generator"], None
+def require_rng_state(func: str, rng: np.random.Generator, state: Any) -> None:
+    """Raise unless `state` is one of `rng_state`, of the same kind of generator as `rng`."""
+    kind, came = type(rng.bit_generator), None
     if isinstance(state, Mapping):
         came = state.get("bit_generator")
-    if came != own:
+    if came != kind.__name__:
         raise ValueError(
-            f"{func}(): the state is of the generator {came}; expected one of {own}, which rng is"
+            f"{func}(): the state is of the generator {came}; expected one of {kind.__name__}, which rng is"
         )
+    try:
+        kind().state = dict(state)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{func}(): the generator's state is not one that state_dict() returned") from error
+
+
+def set_rng_state(func: str, rng: np.random.Generator, state: Any) -> None:
+    """Set the state of `rng` to one of `rng_state`, of the same kind of generator."""
+    require_rng_state(func, rng, state)
     rng.bit_generator.state = dict(state)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
 from fastattn.layers._files import opened
 
@@ -35,6 +36,8 @@ def write(func: str, path: str | os.PathLike[str], arrays: Mapping[str, Array], 
     except ImportError as error:
         needed = "the safetensors package: pip install safetensors"
         raise ImportError(f"{func}(): writing {os.fsdecode(path)} needs {needed}") from error
+    if not isinstance(path, (str, os.PathLike)):
+        raise wrong_type(func, "path", path, "the path of a file")
     target = os.path.abspath(os.fsdecode(path))
     folder, name = os.path.split(target)
     if os.path.isdir(target):

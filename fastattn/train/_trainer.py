@@ -226,6 +226,9 @@ class Trainer:
                     f"{func}(): loss returned {short(returned)}; expected a loss and its gradients"
                 )
             losses.append(_number(func, returned[0]))
+            if not isinstance(returned[1], Mapping):
+                came = short(returned[1])
+                raise TypeError(f"{func}(): loss returned {came} as gradients; expected a mapping of names")
             tokens += self._tokens(batch)
             grads = returned[1]
             if self.accumulate > 1:

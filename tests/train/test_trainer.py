@@ -403,6 +403,11 @@ def test_batches_go_where_they_were(generator):
         second.load_state_dict(state)
         for _ in range(6 + count):
             np.testing.assert_array_equal(next(first), next(second))
+    before = second.state_dict()
+    for wrong in ({"rng": None}, {"drawn_at": {"bit_generator": generator.__name__}}):
+        with pytest.raises(ValueError, match=r"^Batches.load_state_dict\(\): the (generator's )?state is"):
+            second.load_state_dict({**state, "done": 1, **wrong})
+        assert second.state_dict() == before
     plain = train.Batches(x, x + 1, batch_size=10, shuffle=False)
     assert [tuple(part[0] for part in next(plain)) for _ in range(3)] == [(0, 1), (10, 11), (0, 1)]
     windows = np.lib.stride_tricks.sliding_window_view(x, 4)
@@ -455,6 +460,10 @@ ERRORS = {
     r"^Trainer.fit\(\): loss returned an array .* as the loss": lambda: trainer(
         loss=lambda b: (NO_NUMBER, {})
     ).fit(1),
+    r"^Trainer.fit\(\): loss returned \[\] as gradients; expected a mapping": lambda: trainer(
+        loss=lambda b: (1.0, [])
+    ).fit(1),
+    r"^Trainer.save\(\): path is of type NoneType": lambda: trainer().save(None),
     r"^Trainer.fit\(\): loss returned \{\} as the loss; expected a number": lambda: trainer(
         loss=lambda b: ({}, 1.0)
     ).fit(1),
