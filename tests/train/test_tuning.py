@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def assert_slopes(tuning, batch, seed=0):
     """Each gradient is the slope of the loss along a direction."""
     rng = np.random.default_rng(seed)
     _, grads = tuning.loss(batch)
-    params = tuning.state_dict()
+    params = tuning._parameters
     assert grads.keys() == params.keys()
     most = 0.0
     for name, array in params.items():
@@ -86,7 +87,7 @@ def test_adapters(kind, tuning, tmp_path):
     batch = (TEXTS[:2], TEXTS[2:4]) if kind == "bert" else [[3, 5, 4, 6], [7, 3, 3]]
     whole, adapted = tuning(model), tuning(model, rank=2, alpha=3.0)
     assert adapted.loss(batch)[0] == whole.loss(batch)[0]
-    params = adapted.state_dict()
+    params = adapted._parameters
     assert params
     assert all(name.endswith((".lora_a", ".lora_b")) for name in params)
     for name, x in params.items():
@@ -133,6 +134,102 @@ def test_a_run_is_saved_and_resumed_to_the_bit(tmp_path):
     np.testing.assert_array_equal(other.model.encode(TEXTS), tuning.model.encode(TEXTS))
 
 
+@pytest.mark.parametrize("options", [{}, {"targets": "*query.weight"}, {"rank": 2}])
+def test_a_model_keeps_what_it_was(options, tmp_path):
+    tuning = ClassifierTuning(loaded(tmp_path, dtype="float32"), 2, **options)
+    trainer = Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:2], [0, 1])])
+    trainer.fit(1)
+    best = tuning.model
+    assert tuning.model is best
+    vectors, state = best.encode(TEXTS), best.state_dict()
+    trainer.fit(3)
+    assert not np.array_equal(tuning.model.encode(TEXTS), vectors)
+    again = best.with_state_dict(state)
+    for x in state.values():
+        x[...] = 0.0
+    np.testing.assert_array_equal(again.with_state_dict(best.state_dict()).encode(TEXTS), vectors)
+    np.testing.assert_array_equal(best.with_state_dict(again.state_dict()).encode(TEXTS), vectors)
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 2, "alpha": 8.0}])
+def test_what_was_trained_is_loaded(options, tmp_path):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    model, run, own = loaded(tmp_path, dtype="float32"), tmp_path / "run.st", tmp_path / "own.st"
+    tuning = ClassifierTuning(model, 2, **options)
+    trainer = Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:2], [0, 1])])
+    trainer.fit(2)
+    trainer.save(run)
+    save_file(tuning.state_dict(), own)
+    for x in tuning.state_dict().values():
+        x[...] = 0.0  # they are copies
+    expected = tuning.predict(TEXTS)
+    for source, prefix in ((run, "params."), (own, ""), (tuning.state_dict(), "")):
+        other = ClassifierTuning(model, 2, **options)
+        optimizer = AdamW(other, lr=1e-2)
+        assert not np.array_equal(other.predict(TEXTS), expected)
+        other.load_state_dict(source, prefix=prefix)
+        np.testing.assert_array_equal(other.predict(TEXTS), expected)
+        np.testing.assert_array_equal(other.model.encode(TEXTS), tuning.model.encode(TEXTS))
+    last = list(tuning.state_dict())[-2]
+    wrong = tuning.state_dict() | {"more": np.ones(2)}
+    wrong[last][...] = np.nan
+    with pytest.raises(ValueError, match=f"(?s)not known: more.*{last}: values that are not finite"):
+        other.load_state_dict(wrong)
+    # Both go on from the same weights; a first step of a new AdamW has no moments.
+    AdamW(tuning, lr=1e-2).step(tuning.loss((TEXTS[:2], [0, 1]))[1])
+    optimizer.step(other.loss((TEXTS[:2], [0, 1]))[1])
+    np.testing.assert_array_equal(other.predict(TEXTS), tuning.predict(TEXTS))
+    for wrong, message in (({"a.b": 1}, "missing: "), (3, "is of type int; expected a mapping")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            other.load_state_dict(wrong)
+    with pytest.raises(TypeError, match="prefix is 3"):
+        other.load_state_dict({}, prefix=3)
+
+
+def test_adapters_that_do_not_fit_when_merged_change_nothing(tmp_path):
+    tuning = ContrastiveTuning(loaded(tmp_path, dtype="float32"), rank=2)
+    before, vectors = tuning.state_dict(), tuning.model.encode(TEXTS)
+    with pytest.raises(ValueError, match="not finite"):
+        tuning.load_state_dict({name: np.full(x.shape, 3e38) for name, x in before.items()})
+    for name, x in tuning.state_dict().items():
+        np.testing.assert_array_equal(x, before[name])
+    np.testing.assert_array_equal(tuning.model.encode(TEXTS), vectors)
+
+
+def test_a_run_belongs_to_its_alpha_and_its_model(tmp_path):
+    pytest.importorskip("safetensors")
+    model, path = loaded(tmp_path, dtype="float32"), tmp_path / "run.safetensors"
+
+    def run(base, make=ContrastiveTuning, **options):
+        tuning = make(base, **options)
+        return tuning, Trainer(tuning.loss, AdamW(tuning, lr=1e-2), [(TEXTS[:3], TEXTS[3:])])
+
+    def refused(path, message, *args, **options):
+        tuning, trainer = run(*args, **options)
+        before = tuning.state_dict()
+        for load in (trainer.load, partial(tuning.load_state_dict, prefix="params.")):
+            with pytest.raises(ValueError, match=message):
+                load(path)
+        for name, x in tuning.state_dict().items():
+            np.testing.assert_array_equal(x, before[name])
+
+    tuning, trainer = run(model, rank=2, alpha=8)
+    trainer.fit(2)
+    trainer.save(path)
+    refused(path, r"run.safetensors has alpha 8.0; expected 4.0$", model, rank=2)
+    refused(path, "has rank 2; expected None$", model)
+    merged = tuning.model
+    refused(path, r"have the checksum '\w{8}'; expected '\w{8}', that of the model", merged, rank=2, alpha=8)
+    # The type that a model computes in is no other model, and of what is trained itself nothing is left over.
+    run(models.load(tmp_path), rank=2, alpha=8)[1].load(path)
+    run(models.load(tmp_path, dtype="float64"), rank=2, alpha=8)[0].load_state_dict(path, prefix="params.")
+    run(model)[1].save(path)
+    run(merged)[1].load(path)
+    targets = "embeddings.*"
+    run(model, targets=targets)[1].save(path)
+    refused(path, "have the checksum", merged, targets=targets)
+
+
 def test_errors(tmp_path):
     model = loaded(tmp_path)
     tuning = ContrastiveTuning(model)
@@ -141,7 +238,39 @@ def test_errors(tmp_path):
         (lambda: ContrastiveTuning(3), TypeError, "model is of type int; expected an Encoder"),
         (lambda: ContrastiveTuning(model, temperature=0), ValueError, "temperature is 0"),
         (lambda: ContrastiveTuning(model, rank=0), ValueError, "rank is 0; expected at least 1"),
-        (lambda: ContrastiveTuning(model, targets="nothing"), ValueError, "targets has 'nothing'"),
+        (
+            lambda: ContrastiveTuning(model, targets="nothing"),
+            ValueError,
+            "has 'nothing', which fits no name; expected a pattern of whole names: there is 'enc",
+        ),
+        (
+            lambda: ContrastiveTuning(model, targets=["query"]),
+            ValueError,
+            r"'\*query\*' has \d+ of them, such",
+        ),
+        (lambda: ContrastiveTuning(model, targets="*embeding*"), ValueError, "there is 'embeddings', as in"),
+        (
+            lambda: ContrastiveTuning(model, rank=25),
+            ValueError,
+            r"rank is 25; expected at most 24, as \S+ is \(24, 24\)",
+        ),
+        (lambda: ContrastiveTuning(model, alpha=8), ValueError, "alpha is 8, and rank is None"),
+        (
+            lambda: ContrastiveTuning(model, lora_rank=4),
+            TypeError,
+            r"ContrastiveTuning\(\): lora_rank is not known; expected temperature, .*, rank, .*, rng",
+        ),
+        (
+            lambda: AdamW(model),
+            TypeError,
+            r"is of type Encoder; expected a layer, .* ContrastiveTuning\(model\)",
+        ),
+        (lambda: models.load(tmp_path, weights_dtype="float64"), ValueError, "comes with dtype='float64'"),
+        (
+            lambda: model.with_state_dict("model.safetensors"),
+            TypeError,
+            "type str; expected a mapping of names",
+        ),
         (lambda: tuning.loss(TEXTS), TypeError, "expected \\(anchors, positives"),
         (lambda: tuning.loss((TEXTS[:2], TEXTS[:3])), ValueError, "2 anchors and 3 positives"),
         (lambda: tuning.loss(([], [])), TypeError, r"batch\[0\] is \[\]; expected texts"),
@@ -207,7 +336,7 @@ def test_what_did_not_change_is_not_packed_again(kind, tmp_path):
     tuning = NextTokenTuning if isinstance(model, models.Decoder) else ContrastiveTuning
     for options in ({"rank": 2}, {}):
         adapted = tuning(model, **options)
-        params, rng = adapted.state_dict(), np.random.default_rng(0)
+        params, rng = adapted._parameters, np.random.default_rng(0)
         for name in params:
             params[name] += rng.standard_normal(params[name].shape).astype("f")
             before = held(adapted.model)
