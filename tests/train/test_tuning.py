@@ -186,6 +186,18 @@ def test_what_was_trained_is_loaded(options, tmp_path):
         other.load_state_dict({}, prefix=3)
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "t5"])
+def test_a_folder_with_what_was_trained_is_loaded(kind, tmp_path):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    model, ids = loaded(tmp_path, kind, dtype="float32"), [[3, 5, 4, 6]]
+    tuning = (NextTokenTuning if isinstance(model, models.Decoder) else ContrastiveTuning)(model)
+    tuning.load_state_dict({name: 1.1 * x for name, x in tuning.state_dict().items()})
+    save_file(tuning.model.state_dict(), tmp_path / "model.safetensors")
+    again = models.load(tmp_path)
+    np.testing.assert_array_equal(again(ids), tuning.model(ids))
+    assert not np.array_equal(again(ids), model(ids))
+
+
 def test_adapters_that_do_not_fit_when_merged_change_nothing(tmp_path):
     tuning = ContrastiveTuning(loaded(tmp_path, dtype="float32"), rank=2)
     before, vectors = tuning.state_dict(), tuning.model.encode(TEXTS)
