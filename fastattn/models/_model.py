@@ -69,23 +69,24 @@ class Model:
         Parameters
         ----------
         state_dict : mapping of str to array_like
-            As `state_dict` returns it: all names, shapes as they were. Arrays are not copied where they are
-            kept: change them in place only after the last use of the model.
+            As `state_dict` returns it: all names, shapes as they were. They are copied.
 
         Raises
         ------
         TypeError, ValueError
             If names are missing or not known, or arrays do not fit.
         """
-        return self._with(state_dict, None)
+        return self._with(state_dict)
 
-    def _with(self, state_dict: Mapping[str, ArrayLike], changed: Collection[str] | None) -> Self:
+    def _with(
+        self, state_dict: Mapping[str, ArrayLike], changed: Collection[str] | None = None, copy: bool = True
+    ) -> Self:
         """`with_state_dict`; if only tensors in `changed` differ from the model's, the others are kept."""
         from fastattn.models._load import rebuilt  # it imports all models
 
         func = "with_state_dict"
         origin = _training.required(func, self.origin)
-        state = _training.checked_state(func, origin, state_dict)
+        state = _training.checked_state(func, origin, state_dict, copy)
         model: Self = replace(rebuilt(origin, state, False, changed), text=self.text)
         return model
 

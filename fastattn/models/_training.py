@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.attention import dropout_of
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.ops import like, rows
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, flag, integers, is_float, short
@@ -20,7 +21,7 @@ from fastattn.grad._loss import targets_of
 from fastattn.models._tensors import Tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from numpy.typing import ArrayLike
 
@@ -86,8 +87,13 @@ def state_of(origin: Origin) -> dict[str, Array]:
         return {name: tensors[name].astype(lane, copy=False) for name in names}
 
 
-def checked_state(func: str, origin: Origin, state: Mapping[str, ArrayLike]) -> dict[str, Array]:
-    """`state` as arrays, or one error with all that does not fit."""
+def checked_state(
+    func: str, origin: Origin, state: Mapping[str, ArrayLike], copy: bool = True
+) -> dict[str, Array]:
+    """`state` as arrays, `copy`: of their own, or one error with all that does not fit."""
+    if not isinstance(state, Mapping):
+        expected = "a mapping of names to arrays, as safetensors.numpy.load_file(path) returns"
+        raise wrong_type(func, "state_dict", state, expected)
     shapes = origin.origins.shapes()
     arrays = {name: as_array(func, name, x) for name, x in state.items()}
     problems = [f"missing: {name} {shape}" for name, shape in shapes.items() if name not in arrays]
@@ -100,7 +106,8 @@ def checked_state(func: str, origin: Origin, state: Mapping[str, ArrayLike]) -> 
             problems.append(f"{name}: dtype {array.dtype}, expected a floating type")
     if problems:
         raise ValueError("\n  ".join([f"{func}():", *problems]))
-    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    kept = np.array if copy else np.asarray
+    return {name: kept(array, order="C") for name, array in arrays.items()}
 
 
 def record_decoder(

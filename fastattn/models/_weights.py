@@ -34,7 +34,8 @@ class Precision:
         name = dtype_choice(func, "dtype", dtype, DTYPES)
         fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES
         weights = name if weights_dtype is None else weights_dtype
-        weights = dtype_choice(func, "weights_dtype", weights, fitting, f" for dtype {name}")
+        hint = "" if name == "float64" else "; float64 comes with dtype='float64'"
+        weights = dtype_choice(func, "weights_dtype", weights, fitting, f" for dtype {name}{hint}")
         integer_activations(func, activations, weights)
         kind = np.dtype(require("ml_dtypes").bfloat16 if name == "bfloat16" else name)
         return cls(kind, weights, activations)

@@ -14,7 +14,7 @@ from fastattn._args.values import number, short
 from fastattn.train._patterns import matching
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterator
 
     from fastattn._args.types import Array
 
@@ -38,7 +38,9 @@ def fraction(func: str, name: str, x: Any) -> float:
 def plain(func: str, parameters: Any) -> dict[str, Array]:
     """`parameters`, arrays that can be changed in place, by their names."""
     if not isinstance(parameters, Mapping):
-        raise wrong_type(func, "parameters", parameters, "a layer, or a mapping of names to arrays")
+        expected = "a layer, a mapping of names to arrays, or for a model of files ContrastiveTuning(model), "
+        expected += "ClassifierTuning(model, num_labels) or NextTokenTuning(model)"
+        raise wrong_type(func, "parameters", parameters, expected)
     for name, array in parameters.items():
         if not isinstance(name, str):
             raise TypeError(f"{func}(): parameters has the key {name!r}; expected names of parameters")
@@ -63,7 +65,7 @@ def plain(func: str, parameters: Any) -> dict[str, Array]:
     return dict(parameters)
 
 
-def own_options(func: str, groups: Any, params: Iterable[str]) -> dict[str, dict[str, float]]:
+def own_options(func: str, groups: Any, params: Collection[str]) -> dict[str, dict[str, float]]:
     """What `groups` say of each name, the first group that has it."""
     if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
         raise TypeError(f"{func}(): groups is {short(groups)}; expected a sequence of dicts")

@@ -37,9 +37,9 @@ class ClassifierTuning(EncoderTuning):
         super().__init__(model, **options)
         count = integer(type(self).__name__, "num_labels", num_labels, 2)
         source = generator(type(self).__name__, "rng", options.get("rng", 0))
-        features = self.model.hidden_size * len(self.model.sentences.pooling.modes)
+        features = self._model.hidden_size * len(self._model.sentences.pooling.modes)
         head = 0.02 * source.standard_normal((count, features))
-        lane = lane_dtype(self.model.dtype)
+        lane = lane_dtype(self._model.dtype)
         self._parameters["head.weight"] = head.astype(lane)
         self._parameters["head.bias"] = np.zeros(count, lane)
 
@@ -61,10 +61,10 @@ class ClassifierTuning(EncoderTuning):
         """Probabilities (n, num_labels) of the labels of texts."""
         sequences = self._encoded(f"{type(self).__name__}.predict", "texts", texts)
         order = np.argsort([-len(ids) for ids in sequences], kind="stable")
-        found = np.empty((len(sequences), len(self._parameters["head.bias"])), lane_dtype(self.model.dtype))
+        found = np.empty((len(sequences), len(self._parameters["head.bias"])), lane_dtype(self._model.dtype))
         for part in np.array_split(order, -(-len(order) // 64)):
-            rows, begins = self.model.hidden([np.asarray(sequences[i], np.int64) for i in part])
-            logits = self._logits(self.model.sentences.pooling(rows, begins))
+            rows, begins = self._model.hidden([np.asarray(sequences[i], np.int64) for i in part])
+            logits = self._logits(self._model.sentences.pooling(rows, begins))
             found[part] = np.exp(logits - logits.max(axis=-1, keepdims=True))
         found /= found.sum(axis=-1, keepdims=True)
         return found

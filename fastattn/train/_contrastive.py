@@ -88,8 +88,8 @@ class ContrastiveTuning(EncoderTuning):
 
     def _vectors(self, sequences: Sequence[Sequence[int]]) -> Array:
         ids = [np.asarray(x, np.int64) for x in sequences]
-        rows, begins = self.model.hidden(ids)
-        found: Array = self.model.sentences.pooling(rows, begins)
+        rows, begins = self._model.hidden(ids)
+        found: Array = self._model.sentences.pooling(rows, begins)
         return found
 
 

@@ -62,14 +62,19 @@ def read(func: str, path: str | os.PathLike[str]) -> tuple[dict[str, Array], Any
     where = os.fsdecode(path)
     with ExitStack() as stack:
         file = opened(func, where, stack)
-        text = (file.metadata() or {}).get(_KEY)
-        if text is None:
+        values = header(func, path, file)
+        if values is None:
             raise ValueError(f"{func}(): {where} holds no training run; expected a file that save() wrote")
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{func}(): the header of {where} is not JSON: {error}") from error
         return {name: file.get_tensor(name) for name in file.keys()}, values  # noqa: SIM118
+
+
+def header(func: str, path: str | os.PathLike[str], file: Any) -> Any:
+    """The values in `file`, open; None if it holds no run."""
+    text = (file.metadata() or {}).get(_KEY)
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{func}(): the header of {os.fsdecode(path)} is not JSON: {error}") from error
 
 
 def require_fit(func: str, path: str | os.PathLike[str], values: Any, optimizer: str) -> None:

@@ -67,7 +67,10 @@ class Optimizer:
     ):
         func = type(self).__name__
         self.layer = parameters if isinstance(parameters, (Layer, Tuning)) else None
-        self.parameters = self.layer.state_dict() if self.layer else plain(func, parameters)
+        if isinstance(parameters, Tuning):
+            self.parameters = parameters._parameters  # its own arrays, which steps change in place
+        else:
+            self.parameters = self.layer.state_dict() if self.layer else plain(func, parameters)
         self.steps = 0
         hidden = matching(func, "frozen", frozen, self.parameters)
         self._trained = {name: array for name, array in self.parameters.items() if name not in hidden}

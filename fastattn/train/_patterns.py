@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,14 +18,25 @@ def patterns(func: str, name: str, x: Any) -> list[str]:
     return list(given)
 
 
-def matching(func: str, name: str, x: Any, params: Iterable[str]) -> set[str]:
+def matching(func: str, name: str, x: Any, params: Collection[str]) -> set[str]:
     """The names in `params` that a pattern of `x` has. Each pattern has one, or it is misspelt."""
     found: set[str] = set()
     for pattern in patterns(func, name, x):
         names = {param for param in params if fnmatchcase(param, pattern)}
         if not names:
-            raise ValueError(
-                f"{func}(): {name} has {pattern!r}; expected the name of a parameter, or a pattern"
-            )
+            expected = f"a pattern of whole names: {near(pattern, params)}"
+            raise ValueError(f"{func}(): {name} has {pattern!r}, which fits no name; expected {expected}")
         found |= names
     return found
+
+
+def near(pattern: str, params: Collection[str]) -> str:
+    """What to write in place of `pattern`, which has no name."""
+    core = pattern.strip("*.")
+    held = [param for param in params if core and core in param]
+    if held:
+        return f"'*{core}*' has {len(held)} of them, such as {held[0]!r}"
+    words = dict.fromkeys(word for param in params for word in re.split("[._]", param))
+    for word in get_close_matches(core, (*params, *words), 1):
+        return f"there is {word!r}, as in {next(param for param in params if word in param)!r}"
+    return f"there is {next(iter(params))!r}" if params else "there are none"

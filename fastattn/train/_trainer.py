@@ -271,7 +271,7 @@ class Trainer:
         OSError
             If the file cannot be written.
         """
-        state = self.optimizer.state_dict()
+        state, layer = self.optimizer.state_dict(), self.optimizer.layer
         values = {
             "format": _files.FORMAT,
             "optimizer": type(self.optimizer).__name__,
@@ -279,6 +279,7 @@ class Trainer:
             "steps": self.steps,
             "schedule": self._named_schedule(),
             "place": self._place,
+            "tuning": layer._origin() if isinstance(layer, Tuning) else None,
         }
         _files.write("Trainer.save", path, state, values)
 
@@ -297,13 +298,16 @@ class Trainer:
         Raises
         ------
         TypeError, ValueError
-            If the file holds no run, or one of other parameters. Nothing was changed then.
+            If the file holds no run, or one of other parameters, or of adapters with another `alpha` or of
+            another model. Nothing was changed then.
         FileNotFoundError
             If no file is there.
         """
         func = "Trainer.load"
         arrays, values = _files.read(func, path)
         _files.require_fit(func, path, values, type(self.optimizer).__name__)
+        if isinstance(self.optimizer.layer, Tuning):
+            self.optimizer.layer._require_same(func, path, values.get("tuning"))
         place = values["place"]
         wanted, given = self._where().keys(), place.keys() - (set() if self._source.kind else KINDS)
         if wanted != given:

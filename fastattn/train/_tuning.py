@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import as_array, generator, integer, integers, iterated, number, short
 from fastattn.grad._linear import TRAINED
+from fastattn.layers._files import opened
+from fastattn.layers._state import Parameter, _checked, constant
 from fastattn.models import Decoder, Encoder
 from fastattn.models._model import pad
+from fastattn.train import _files
+from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._patterns import matching
 from fastattn.train._products import outer, product
 
@@ -31,9 +41,10 @@ class Tuning:
         Of `fastattn.models.load`, in a floating `weights_dtype`.
     rank : int, optional
         Train adapters of this rank in place of the tensors: ``W + alpha / rank * up @ down`` (LoRA, Hu et al.
-        2021). By default the tensors themselves.
+        2021). At most as many as the smaller side of each of these matrices. By default the tensors
+        themselves.
     alpha : float, optional
-        By default twice the rank.
+        With `rank`; by default twice the rank.
     targets : str or sequence of str, default ``"*"``
         Patterns, as of `fnmatch`: which tensors are trained; with `rank` only weights of linear maps, and no
         table of tokens, which the output layer may share.
@@ -56,24 +67,33 @@ class Tuning:
         alpha: float | None = None,
         targets: str | Sequence[str] = "*",
         rng: np.random.Generator | int = 0,
+        **unknown: Any,
     ):
         func = type(self).__name__
+        if unknown:
+            known = (signature(kind).parameters.values() for kind in (type(self), Tuning))
+            names = dict.fromkeys(x.name for each in known for x in each if x.kind is x.KEYWORD_ONLY)
+            raise TypeError(f"{func}(): {next(iter(unknown))} is not known; expected {', '.join(names)}")
         self._model = self._require(func, model)
         if model.weights_dtype not in TRAINED:
             came = f"model keeps its weights in {model.weights_dtype}, which has no gradients"
             raise ValueError(f"{func}(): {came}; expected {', '.join(TRAINED)}")
         self._base: dict[str, Array] = model.state_dict()
-        self._state = self._base  # with what was trained
+        self._state = self._base  # with what was trained: arrays that the optimizer changes, too
+        self._shares = False  # whether the model holds these arrays
         chosen = matching(func, "targets", targets, self._base)
         self.rank = None if rank is None else integer(func, "rank", rank, 1)
         self._parameters: dict[str, Array] = {}
         self._adapted: list[str] = []
+        self.alpha: float | None = None
         self._factor = 1.0
         if self.rank is None:
+            if alpha is not None:
+                raise ValueError(f"{func}(): alpha is {short(alpha)}, and rank is None; expected a rank")
             self._parameters = {name: x for name, x in self._base.items() if name in chosen}
         else:
-            wide = 2.0 * self.rank if alpha is None else number(func, "alpha", alpha, FLOAT32)
-            self._factor, source = wide / self.rank, generator(func, "rng", rng)
+            self.alpha = 2.0 * self.rank if alpha is None else number(func, "alpha", alpha, FLOAT32)
+            self._factor, source = self.alpha / self.rank, generator(func, "rng", rng)
             maps = _maps(model)
             self._adapted = [name for name in self._base if name in chosen and name in maps]
             if not self._adapted:
@@ -81,6 +101,9 @@ class Tuning:
                 raise ValueError(f"{func}(): targets is {short(targets)}; expected {expected}")
             for name in self._adapted:
                 rows, columns = self._base[name].shape
+                if self.rank > min(rows, columns):
+                    expected = f"at most {min(rows, columns)}, as {name} is ({rows}, {columns})"
+                    raise ValueError(f"{func}(): rank is {self.rank}; expected {expected}")
                 down = source.standard_normal((self.rank, columns)) / columns**0.5
                 self._parameters[name + _DOWN] = down.astype(self._base[name].dtype)
                 self._parameters[name + _UP] = np.zeros((rows, self.rank), self._base[name].dtype)
@@ -94,12 +117,110 @@ class Tuning:
 
     @property
     def model(self) -> Any:
-        """The model as it is now."""
+        """The model as it is now, adapters merged. It stays so: training goes on with another one.
+
+        Where tensors themselves are trained, it has copies of them for its ``state_dict``: the first time
+        that it is asked for after a step takes them.
+        """
+        if self._shares:
+            state = {name: x.copy() if name in self._parameters else x for name, x in self._state.items()}
+            self._model = replace(self._model, origin=self._model.origin._replace(state=state))
+            self._shares = False
         return self._model
 
     def state_dict(self) -> dict[str, Array]:
-        """The arrays that are trained, by name, not copied: the optimizer changes them in place."""
-        return self._parameters
+        """What is trained, by name, adapters as such, with the parameters of a head: copies."""
+        return {name: x.copy() for name, x in self._parameters.items()}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | str | os.PathLike[str], *, prefix: str = ""
+    ) -> None:
+        """Take over what `state_dict` returned, of a tuning with the same options, and pack the model again.
+
+        An optimizer's next step begins at these weights; its moments stay.
+
+        Parameters
+        ----------
+        state_dict : mapping of str to array_like, or path
+            Arrays of any floating type. Or a safetensors file, which the safetensors package reads: with
+            ``prefix="params."`` one that ``Trainer.save`` wrote.
+        prefix : str, default ""
+            Read only names that begin with it, and drop it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If names are missing or not known, or arrays do not fit: all of them in one message. Or if the
+            file is of a run with another `rank` or `alpha`, or of another model. Nothing was changed then.
+        FileNotFoundError
+            If `state_dict` is a path, and no file is there.
+
+        Notes
+        -----
+        Mappings, and files that ``Trainer.save`` did not write, say neither `alpha` nor of which model they
+        are: both must be the same.
+        """
+        func = f"{type(self).__name__}.load_state_dict"
+        if not isinstance(prefix, str):
+            raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
+        with ExitStack() as stack:
+            if isinstance(state_dict, (str, os.PathLike)):
+                file = opened(func, os.fsdecode(state_dict), stack)
+                values = _files.header(func, state_dict, file)
+                if isinstance(values, dict):
+                    self._require_same(func, state_dict, values.get("tuning"))
+                names, read = file.keys(), file.get_tensor
+            elif isinstance(state_dict, Mapping):
+                names, read = state_dict.keys(), state_dict.__getitem__
+            else:
+                expected = "a mapping of names to arrays, or the path of a safetensors file"
+                raise wrong_type(func, "state_dict", state_dict, expected)
+            known = {
+                name: (Parameter(x.shape, constant(0.0)), x.dtype.name)
+                for name, x in self._parameters.items()
+            }
+            arrays = _checked(func, known, names, read, prefix)
+        with interrupts_wait(), np.errstate(all="ignore"):  # what is not finite is refused
+            before = self.state_dict()
+            try:
+                self._set(arrays)
+            except BaseException:
+                self._set(before)
+                raise
+
+    def _set(self, arrays: Mapping[str, Array]) -> None:
+        for name, x in arrays.items():
+            self._parameters[name][...] = x
+        self._repack(self._parameters, self._parameters.keys())
+
+    @cached_property
+    def _checksum(self) -> str:
+        """Of the model's tensors that are not trained: what was trained belongs to them.
+
+        It is the same for all types that the model computes in.
+        """
+        crc = 0
+        for name in sorted(self._base.keys() - self._parameters.keys()):
+            tensor = np.ascontiguousarray(self._base[name], np.float32)
+            crc = zlib.crc32(tensor.data, zlib.crc32(name.encode(), crc))
+        return f"{crc:08x}"
+
+    def _origin(self) -> dict[str, Any]:
+        """What a run must share with one that goes on with it, beside the parameters: for JSON."""
+        return {"rank": self.rank, "alpha": self.alpha, "checksum": self._checksum}
+
+    def _require_same(self, func: str, path: str | os.PathLike[str], given: Any) -> None:
+        """Raise unless `given` is what `_origin` returned of a run like this one."""
+        where, own = os.fsdecode(path), self._origin()
+        if not isinstance(given, dict) or given.keys() != own.keys():
+            raise ValueError(f"{func}(): {where} holds no fine-tuning; expected one of {type(self).__name__}")
+        for name in ("rank", "alpha"):
+            if given[name] != own[name]:
+                raise ValueError(f"{func}(): {where} has {name} {short(given[name])}; expected {own[name]}")
+        if given["checksum"] != own["checksum"]:
+            came = f"is of a model whose frozen tensors have the checksum {short(given['checksum'])}"
+            expected = f"{own['checksum']!r}, that of the model given to {type(self).__name__}"
+            raise ValueError(f"{func}(): {where} {came}; expected {expected}")
 
     def _repack(self, arrays: Mapping[str, Array], changed: Collection[str]) -> None:
         """Put those of `arrays`, the optimizer's, into the model whose names are `changed`."""
@@ -109,7 +230,8 @@ class Tuning:
                 up, down = arrays[name + _UP], arrays[name + _DOWN]
                 state[name] = product(up.dtype.type(self._factor) * up, down, self._base[name])
         differing = {name.removesuffix(_UP).removesuffix(_DOWN) for name in changed}
-        self._model, self._state = self._model._with(state, differing), state
+        self._model = self._model._with(state, differing, copy=False)
+        self._state, self._shares = state, True
 
     def _own(self, grads: Mapping[str, Array]) -> dict[str, Array]:
         """Gradients of what is trained, of those of the model's tensors."""
@@ -146,11 +268,11 @@ class NextTokenTuning(Tuning):
         if strings and len(strings) != len(given):
             raise TypeError(f"{func}(): texts holds strings and ids; expected one of both")
         if not strings:
-            most = self.model.vocab_size - 1
+            most = self._model.vocab_size - 1
             given = [_ids(func, f"texts[{i}]", x, most) for i, x in enumerate(given)]
-        ids, mask = pad(self.model.text.encode(strings) if strings else given)
+        ids, mask = pad(self._model.text.encode(strings) if strings else given)
         self._num_tokens += int(mask.sum())
-        loss, grads = self.model.loss_and_gradients(ids, mask)
+        loss, grads = self._model.loss_and_gradients(ids, mask)
         return loss, self._own(grads)
 
     @staticmethod

@@ -35,15 +35,15 @@ class EncoderTuning(Tuning):
         given = [] if isinstance(texts, str) else list(iterated(func, name, texts, "texts"))
         if not given or not all(isinstance(text, str) for text in given):
             raise TypeError(f"{func}(): {name} is {short(texts)}; expected texts, at least one")
-        return list(self.model.text.encode(given))
+        return list(self._model.text.encode(given))
 
     def _pooled(self, sequences: Sequence[Sequence[int]], checkpoint: bool) -> tuple[Array, Any]:
         """Vectors (n, features) of texts, and what makes gradients of the tensors of theirs."""
         ids, mask = pad(sequences)
-        hidden, pullback = self.model.forward_backward(ids, mask, checkpoint=checkpoint)
+        hidden, pullback = self._model.forward_backward(ids, mask, checkpoint=checkpoint)
         begins = np.append(0, np.cumsum(mask.sum(axis=1)))
         rows = hidden[mask]
-        pooling = self.model.sentences.pooling
+        pooling = self._model.sentences.pooling
 
         def back(dvectors: Array) -> dict[str, Array]:
             dhidden = np.zeros_like(hidden)
