@@ -45,6 +45,6 @@ def opened(func: str, file: str, stack: ExitStack) -> Any:
 def prefixes(known: Collection[str], names: Collection[str]) -> list[str]:
     """What stands before all of `known` in `names`; of a file of a `Trainer`, before the weights."""
     there, first = set(names), next(iter(known), "")
-    found = [name.removesuffix(first) for name in names if first and name.endswith(first)]
+    found = [name.removesuffix(first) for name in names if first and name.endswith(f".{first}")]
     found = [prefix for prefix in found if all(prefix + name in there for name in known)]
     return [prefix for prefix in found if prefix.startswith("params.")] or found

@@ -330,8 +330,9 @@ def _checked(
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise TypeError(f"{func}(): state_dict has the key {wrong[0]!r}; expected names of parameters")
     given = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    if given.keys().isdisjoint(known) and (hint := prefixes(known, names)):
-        expected = f"prefix={hint[0]!r}" + "".join(f", or {x!r}" for x in hint[1:])
+    hint = prefixes(known, names) if given.keys().isdisjoint(known) else []
+    if 0 < len(hint) < 4:  # of more, as those of one Linear in a whole model, all names say more
+        expected = " or ".join(map(repr, hint))
         raise ValueError(f"{func}(): prefix is {prefix!r}, and no name fits; expected {expected}")
     missing = (name for name in known if name not in given)
     problems = [f"missing: {prefix}{name} {known[name][0].shape}" for name in missing]
