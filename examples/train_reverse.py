@@ -27,19 +27,16 @@ class Reverser:
     def __init__(self, width, heads, layers, longest, rng):
         self.transformer = Transformer(width, heads, layers, layers, 2 * width, norm_first=True, rng=rng)
         self.positions = sinusoidal(longest + 1, width)
-        table = rng.normal(0, width**-0.5, (NUM_TOKENS, width)).astype(np.float32)
-        state = self.transformer.state_dict()
-        self.parameters = {"table": table, **{f"transformer.{name}": x for name, x in state.items()}}
+        self.table = rng.normal(0, width**-0.5, (NUM_TOKENS, width)).astype(np.float32)
 
     def embedded(self, ids, begin=0):
-        table, count = self.parameters["table"], ids.shape[1]
+        table, count = self.table, ids.shape[1]
         scale = table.shape[1] ** 0.5
         return ops.embedding(ids, table) * np.float32(scale) + self.positions[begin : begin + count]
 
     def loss_and_gradients(self, words):
         """words (batch, longest) end in PAD. The loss of a letter, and the gradients of all parameters."""
-        self.transformer.load_state_dict(self.parameters, prefix="transformer.")  # after the optimizer's step
-        source, target, table = words, reverse(words), self.parameters["table"]
+        source, target, table = words, reverse(words), self.table
         given = np.concatenate((np.full((len(words), 1), BEGIN), target[:, :-1]), axis=1)
         hidden = source == PAD
         out, pullback = self.transformer.forward_backward(
@@ -61,7 +58,7 @@ class Reverser:
         """The best letter, one after another."""
         hidden = words == PAD
         memory = self.transformer.encoder(self.embedded(words), src_key_padding_mask=hidden)
-        cache, head = self.transformer.decoder.new_cache(), ops.pack(self.parameters["table"])
+        cache, head = self.transformer.decoder.new_cache(), ops.pack(self.table)
         best = np.full((len(words), 1), BEGIN)
         answer = []
         for i in range(words.shape[1]):
@@ -107,7 +104,8 @@ def main(argv=None):
 
     rng = np.random.default_rng(args.seed)
     model = Reverser(args.width, args.heads, args.layers, args.longest, rng)
-    optimizer = AdamW(model.parameters, args.lr, weight_decay=0.01)
+    parameters = {"table": model.table, "transformer": model.transformer}
+    optimizer = AdamW(parameters, args.lr, weight_decay=0.01)
     trainer = Trainer(
         model.loss_and_gradients,
         optimizer,
@@ -116,7 +114,6 @@ def main(argv=None):
         max_norm=1.0,
     )
     trainer.fit(args.steps, log_every=max(1, args.steps // 6))
-    model.transformer.load_state_dict(model.parameters, prefix="transformer.")
     words = draw(np.random.default_rng(args.seed + 1), 200, args.longest)  # nearly all were never seen
     answers, right = model.reversed(words), reverse(words)
     correct = ((answers == right) | (right == PAD)).all(axis=1)

@@ -114,6 +114,8 @@ def saved(func: str, args: AttentionArgs, given: Mapping[str, Any]) -> tuple[Arr
     lane = lane_dtype(args.q.dtype)
     shape = np.shape(args.result[0])
     dout, args.out = (like_result(func, name, given[name], args, shape, copies) for name in ("dout", "out"))
+    if given["lse"] is None:
+        raise TypeError(f"{func}(): lse is None; expected an array, as return_lse=True gives it")
     lse = real_array(func, "lse", given["lse"])
     row_shape = args.result[1].shape
     if lse.dtype.newbyteorder("=") != lane:

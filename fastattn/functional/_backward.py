@@ -59,7 +59,8 @@ def attention_backward(
         Arrays for the results, in the order of `need`; None makes a new one. Their shapes and dtypes are
         those of the results, their last axes contiguous.
     **options
-        Those of `attention` that it was called with, but for `out`, `return_lse` and `stats`.
+        Those of `attention` that it was called with, but for `out`, `return_lse` and `stats`. Nothing checks
+        that they are the same: with others, gradients are wrong.
 
     Returns
     -------
@@ -140,7 +141,7 @@ def varlen_attention_backward(
     dlse, need, into
         As in `attention_backward`; there is no bias.
     **options
-        Those of `varlen_attention` that it was called with, but for `out` and `return_lse`.
+        Those of `varlen_attention` that it was called with, but for `out` and `return_lse`; not checked.
 
     Returns
     -------

@@ -181,7 +181,7 @@ def flex_attention_backward(
     dout, out, lse, dlse
         As in `attention_backward`: out and lse are what the forward pass returned with ``return_lse=True``.
     q, k, v, score_mod, mask, scale, q_offset
-        As they were given to `flex_attention`.
+        As they were given to `flex_attention`; with others, gradients are wrong.
     score_mod_backward : callable, optional
         ``f(dscores, scores, b, h, i, j) -> dscores``: from the gradient of what `score_mod` returned to that
         of the scores that it got, both (group, rows, keys): ``dscores`` times the derivative. The other

@@ -3,7 +3,8 @@
 Each function takes the gradient of a result, `dout`, and what the forward function took, and returns the
 gradients that `need` names, in its order. All are pure: they write only to what they return. Gradients have
 the shape and dtype of what they are gradients of. Those of parameters are sums over rows: float32, and
-float64 where x is. Their bits do not depend on the number of threads.
+float64 where x is. Their bits do not depend on the number of threads. Options are those of the forward
+function; with others, gradients are wrong, without an error.
 """
 
 from fastattn.grad._linear import linear

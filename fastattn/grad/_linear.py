@@ -48,7 +48,7 @@ def linear(
     dout : array_like, (..., out_features)
         The gradient of the result; in x's dtype.
     x, weight, bias, activation
-        As the forward function had them.
+        As the forward function had them. Nothing checks that: without its activation, gradients are wrong.
     pre : array_like, (..., out_features) or, gated, (..., 2, out_features), optional
         What `linear` left in its argument of this name. Where it is None and there is an activation or a
         gated weight, it is computed again.

@@ -157,7 +157,7 @@ def activate(
     dout : array_like, (..., n)
         The gradient of the result; in x's shape and dtype.
     x, activation, up
-        As the forward function had them. relu's derivative at 0 is 0.
+        As the forward function had them, which nothing checks. relu's derivative at 0 is 0.
     need : sequence of {"dx", "dup"}, optional
         Which gradients; by default dx, and dup where there is an `up`.
     into, num_threads, backend : optional

@@ -1,4 +1,4 @@
-"""Parameters from a safetensors file."""
+"""Parameters from a safetensors file, and the prefixes of their names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from contextlib import ExitStack
 
 # Other files of parameters, and what makes a mapping of them.
@@ -39,3 +40,11 @@ def opened(func: str, file: str, stack: ExitStack) -> Any:
         return stack.enter_context(safe_open(file, framework="numpy"))
     except SafetensorError as error:
         raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error
+
+
+def prefixes(known: Collection[str], names: Collection[str]) -> list[str]:
+    """What stands before all of `known` in `names`; of a file of a `Trainer`, before the weights."""
+    there, first = set(names), next(iter(known), "")
+    found = [name.removesuffix(first) for name in names if first and name.endswith(f".{first}")]
+    found = [prefix for prefix in found if all(prefix + name in there for name in known)]
+    return [prefix for prefix in found if prefix.startswith("params.")] or found

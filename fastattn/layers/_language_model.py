@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn import grad, ops
+from fastattn._args.attention import dropout_of
 from fastattn._args.errors import wrong_shape
 from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, integers, short
 from fastattn.cache import KVCache
@@ -256,6 +257,8 @@ class LanguageModel(Layer):
         if self.weights_dtype not in TRAINED:
             came = f"the weights are kept in {self.weights_dtype}, which has no gradients"
             raise ValueError(f"{func}(): {came}; expected {', '.join(TRAINED)}")
+        flag(func, "checkpoint", checkpoint)
+        dropout_of(func, dropout, seed)
         x = self._embedded(tokens)
         training: Any = {"checkpoint": checkpoint, "dropout": dropout, "seed": seed}
         hidden, pullback = self.encoder.forward_backward(x, is_causal=True, **training)

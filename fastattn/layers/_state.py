@@ -22,7 +22,7 @@ from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, is_finite
 from fastattn._args.values import as_array, generator, is_float, short
-from fastattn.layers._files import opened
+from fastattn.layers._files import opened, prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -330,6 +330,10 @@ def _checked(
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise TypeError(f"{func}(): state_dict has the key {wrong[0]!r}; expected names of parameters")
     given = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    hint = prefixes(known, names) if given.keys().isdisjoint(known) else []
+    if 0 < len(hint) < 4:  # of more, as those of one Linear in a whole model, all names say more
+        expected = " or ".join(map(repr, hint))
+        raise ValueError(f"{func}(): prefix is {prefix!r}, and no name fits; expected {expected}")
     missing = (name for name in known if name not in given)
     problems = [f"missing: {prefix}{name} {known[name][0].shape}" for name in missing]
     problems += [f"not known: {full}" for name, full in given.items() if name not in known]

@@ -27,12 +27,13 @@ _OPTIONS = """*, bool causal=False, SymInt[]? window=None, float? scale=None, fl
 _GRADIENTS = {0: "dq", 1: "dk", 2: "dv", 4: "dbias", 5: "dsinks", 6: "dalibi_slopes"}
 
 
-def sides(window: Sequence[int] | None) -> tuple[int | None, int | None] | None:
+def sides(func: str, window: Sequence[int] | None) -> tuple[int | None, int | None] | None:
     """The option `window` of attention: schemas know no None in a list, so that -1 is no bound."""
     if window is None:
         return None
-    if len(window) != 2:
-        raise ValueError(f"attention(): window is {list(window)}; expected [left, right], -1 for no bound")
+    if len(window) != 2 or min(window) < -1:
+        expected = "[left, right], each at least 0, or -1 for no bound"
+        raise ValueError(f"{func}(): window is {list(window)}; expected {expected}")
     left, right = (None if n == -1 else n for n in window)
     return left, right
 
@@ -62,7 +63,7 @@ def _computed(
         None if mask is None else array_of(mask),
         None if bias is None else array_of(bias),
         causal,
-        None if window is None else sides(window),
+        sides("attention", window),
         scale,
         softcap,
         None if alibi_slopes is None else array_of(alibi_slopes),
@@ -132,7 +133,7 @@ def _backward(
         "dlse": dlse,
     }  # fmt: skip
     options = {name: array_of(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    options |= {"window": sides(window), "num_threads": num_threads(), "need": tuple(need)}
+    options |= {"window": sides("attention", window), "num_threads": num_threads(), "need": tuple(need)}
     options["into"] = [heads_inside(inputs[n].shape, inputs[n].dtype) if n in inputs else None for n in need]
     arrays = array_of(dout), *inputs.values(), array_of(out), array_of(lse)
     return [tensor_of(x) for x in attention_backward(*arrays, **options)]

@@ -38,17 +38,16 @@ def fraction(func: str, name: str, x: Any) -> float:
 def plain(func: str, parameters: Any) -> dict[str, Array]:
     """`parameters`, arrays that can be changed in place, by their names."""
     if not isinstance(parameters, Mapping):
-        expected = "a layer, a mapping of names to arrays, or for a model of files ContrastiveTuning(model), "
-        expected += "ClassifierTuning(model, num_labels) or NextTokenTuning(model)"
+        expected = "a layer, a mapping of names to layers and arrays, or for a model of files "
+        expected += "ContrastiveTuning(model), ClassifierTuning(model, num_labels) or NextTokenTuning(model)"
         raise wrong_type(func, "parameters", parameters, expected)
     for name, array in parameters.items():
         if not isinstance(name, str):
             raise TypeError(f"{func}(): parameters has the key {name!r}; expected names of parameters")
         if not isinstance(array, np.ndarray) or array.dtype not in (FLOAT32, FLOAT64):
             came = short(array) if isinstance(array, np.ndarray) else f"of type {type(array).__name__}"
-            raise TypeError(
-                f"{func}(): parameters[{name!r}] is {came}; expected an ndarray, float32 or float64"
-            )
+            expected = "a layer, or an ndarray in float32 or float64"
+            raise TypeError(f"{func}(): parameters[{name!r}] is {came}; expected {expected}")
         if not array.flags.carray:
             fault = "read-only" if not array.flags.writeable else "not C-contiguous"
             raise ValueError(

@@ -14,17 +14,19 @@ from fastattn._args.updates import Update, UpdateArgs
 from fastattn._args.values import choice, flag, integer, number, short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
+from fastattn.grad._linear import TRAINED
 from fastattn.layers._state import Layer
-from fastattn.train._checks import fault_of, own_options, plain, rate
+from fastattn.train._checks import fault_of, own_options, rate
 from fastattn.train._gradients import clip_factor, gradients, mapping, norm_of, require_known
 from fastattn.train._interrupts import interrupts_wait
+from fastattn.train._layers import held_by
 from fastattn.train._patterns import matching
-from fastattn.train._tuning import Tuning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from fastattn._args.types import Array
+    from fastattn.train._tuning import Tuning
 
 NONFINITE = ("raise", "skip")
 # Up to here numbers fit every type that weights are stored in, and so do products of two, as of adapters.
@@ -58,7 +60,7 @@ class Optimizer:
 
     def __init__(
         self,
-        parameters: Layer | Tuning | Mapping[str, Array],
+        parameters: Layer | Tuning | Mapping[str, Array | Layer],
         lr: float,
         weight_decay: float,
         groups: Sequence[Group],
@@ -66,16 +68,15 @@ class Optimizer:
         decay_vectors: bool,
     ):
         func = type(self).__name__
-        self.layer = parameters if isinstance(parameters, (Layer, Tuning)) else None
-        if isinstance(parameters, Tuning):
-            self.parameters = parameters._parameters  # its own arrays, which steps change in place
-        else:
-            self.parameters = self.layer.state_dict() if self.layer else plain(func, parameters)
+        self.layer, self.parameters = held_by(func, parameters)
         self.steps = 0
-        hidden = matching(func, "frozen", frozen, self.parameters)
+        self._quantised = self._without_gradients()
+        hidden = self._quantised | matching(func, "frozen", frozen, self.parameters)
         self._trained = {name: array for name, array in self.parameters.items() if name not in hidden}
         if not self._trained:
-            raise ValueError(f"{func}(): frozen is {short(frozen)}; expected one that leaves a parameter")
+            also = " beside weights in int8, int4 and nf4, which are" if self._quantised else ""
+            came = f"frozen is {short(frozen)}; expected one that leaves a parameter"
+            raise ValueError(f"{func}(): {came}{also}")
         own = own_options(func, groups, self.parameters)
         usual = {"lr": rate(func, "lr", lr), "weight_decay": rate(func, "weight_decay", weight_decay)}
         flag(func, "decay_vectors", decay_vectors)
@@ -96,11 +97,25 @@ class Optimizer:
         parts = self.layer._walk() if isinstance(self.layer, Layer) else ()
         return {prefix: (part, part._changes) for prefix, part in parts}
 
+    def _without_gradients(self) -> set[str]:
+        """The names of matrices in int8 and 4 bits."""
+        return {
+            prefix + name
+            for prefix, (part, _) in self._parts().items()
+            for name, parameter in (part._parameters() if part.weights_dtype not in TRAINED else {}).items()
+            if len(parameter.shape) == 2
+        }
+
     def _take_over(self, func: str) -> None:
         """Read again what has been loaded into the layer since this optimizer wrote to it."""
         for prefix, (part, changes) in self._parts().items():
             held, before = self._seen[prefix]
-            for name, array in part._own_state().items() if part is not held or changes != before else ():
+            if part is held and changes == before:
+                continue
+            if self._without_gradients() != self._quantised:
+                came = f"the weights of the layer's {prefix or 'own'} are in {part.weights_dtype} now"
+                raise TypeError(f"{func}(): {came}; expected a new optimizer, since others are frozen")
+            for name, array in part._own_state().items():
                 own = self.parameters[prefix + name]
                 if array.dtype != own.dtype:
                     came = f"the layer's {prefix}{name} is {array.dtype} now"

@@ -22,9 +22,11 @@ class AdamW(Optimizer):
 
     Parameters
     ----------
-    parameters : Layer, Tuning, or mapping of str to ndarray
-        A layer: its weights are kept here in full precision, and packed again after every step. Or plain
-        arrays in float32 or float64, which are changed in place.
+    parameters : Layer, Tuning, or mapping of str to Layer or ndarray
+        A layer: its weights are kept here in full precision, and packed again after every step. Arrays in
+        float32 or float64 are changed in place. Several of them have names: parameters of a layer are called
+        by its name, a dot and their own. Not ``layer.state_dict()``, which is a copy that the layer never
+        sees. Weights that a layer keeps in int8, int4 or nf4 are frozen.
     lr : float, default 1e-3
         The learning rate; `step` multiplies it by its `factor`.
     betas : (float, float), default (0.9, 0.999)
@@ -55,7 +57,7 @@ class AdamW(Optimizer):
 
     def __init__(
         self,
-        parameters: Layer | Tuning | Mapping[str, Array],
+        parameters: Layer | Tuning | Mapping[str, Array | Layer],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -106,7 +108,7 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        parameters: Layer | Tuning | Mapping[str, Array],
+        parameters: Layer | Tuning | Mapping[str, Array | Layer],
         lr: float = 1e-3,
         momentum: float = 0.0,
         weight_decay: float = 0.0,

@@ -296,6 +296,7 @@ def test_errors():
         ({"dout": out.astype(float)}, TypeError, "dout has dtype float64; expected float32, as q has"),
         ({"lse": lse[..., :3]}, ValueError, r"lse has shape \(2, 4, 3\)"),
         ({"lse": lse.astype(float)}, TypeError, "lse has dtype float64; expected float32"),
+        ({"lse": None}, TypeError, "lse is None; expected an array, as return_lse=True gives it"),
         ({"dlse": np.zeros(3)}, ValueError, r"dlse has shape \(3,\); expected one that fits"),
         ({"need": "dq"}, TypeError, "need is 'dq'; expected a tuple of names"),
         ({"need": ("dx",)}, ValueError, "need has 'dx'; expected dq, dk, dv"),

@@ -158,6 +158,12 @@ ERRORS = {
     r"^LanguageModel.loss_and_gradients\(\): the weights are kept in int8, which has no gradients": lambda: (
         LanguageModel(11, 8, 16, 2, 1, weights_dtype="int8", rng=0).loss_and_gradients([1], [1])
     ),
+    r"^LanguageModel.loss_and_gradients\(\): seed is None; expected an integer": lambda: (
+        MODEL.loss_and_gradients([1], [1], dropout=0.1)
+    ),
+    r"^LanguageModel.loss_and_gradients\(\): checkpoint is 1": lambda: MODEL.loss_and_gradients(
+        [1], [1], checkpoint=1
+    ),
     r"^LanguageModel\(\): vocab_size is 0": lambda: LanguageModel(0, 8),
     r"^LanguageModel\(\): positions is 'alibi'": lambda: LanguageModel(5, 8, positions="alibi"),
     r"^LanguageModel\(\): tie_word_embeddings is 1": lambda: LanguageModel(5, 8, tie_word_embeddings=1),

@@ -140,8 +140,14 @@ def test_a_safetensors_file(dtype, tmp_path):
     other.load_state_dict(tmp_path / "x.safetensors", prefix="model.")
     for name, x in other.state_dict().items():
         np.testing.assert_array_equal(x, state[name].astype(np.float32))
-    with pytest.raises(ValueError, match=r"(?s)missing: norm1.weight \(36,\).*not known: head"):
+    with pytest.raises(ValueError, match=r"prefix is '', and no name fits; expected 'model.'$"):
         other.load_state_dict(str(tmp_path / "x.safetensors"))
+    run = {f"{part}.{name}": x for part in ("first", "params", "second") for name, x in state.items()}
+    with pytest.raises(ValueError, match=r"expected 'params.'$"):
+        other.load_state_dict(run)
+    del state["norm1.weight"]
+    with pytest.raises(ValueError, match=r"(?s)missing: norm1.weight \(36,\).*not known: model"):
+        other.load_state_dict({f"model.{name}": x for name, x in state.items()})
 
 
 def test_a_file_that_is_not_sound(tmp_path, monkeypatch):

@@ -246,6 +246,10 @@ def test_errors_are_those_of_attention():
         attention(q, k.double(), v)
     with pytest.raises(ValueError, match=r"^attention\(\): window is \[3\]; expected \[left, right\]"):
         attention(q, k, v, window=[3])
+    for op in (attention, torch.ops.fastattn.sigmoid_attention):
+        match = rf"^{op.__name__}\(\): window is \[-2, 0\]; expected \[left, right\], each .*-1 for no bound"
+        with pytest.raises(ValueError, match=match):
+            op(q, k, v, window=[-2, 0])
     with pytest.raises(NotImplementedError, match="fastattn::attention"):
         attention(*(x.to_sparse() for x in (q, k, v)))
     assert attention(*(x.to("meta") for x in (q, k, v))).shape == (2, 4, 9, 8)

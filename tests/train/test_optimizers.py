@@ -143,6 +143,46 @@ def test_what_is_frozen_stays_and_is_not_packed_again():
     assert changed == {"layers.1.self_attn.", "layers.1.self_attn.out_proj.", "layers.1."}
 
 
+@pytest.mark.parametrize("weights_dtype", ["int8", "int4", "nf4"])
+def test_quantised_weights_are_frozen_without_being_named(weights_dtype):
+    layer = small_encoder(weights_dtype=weights_dtype)
+    optimizer = train.AdamW(layer, 1e-2, frozen="layers.0.*")
+    before = layer.state_dict()
+    out, pullback = layer.forward_backward(RNG.standard_normal((2, 7, 32)).astype(np.float32))
+    _, grads = pullback(out)
+    for _ in range(5):
+        optimizer.step(grads)
+    moved = {name for name, x in layer.state_dict().items() if (x != before[name]).any()}
+    assert moved == {name for name in grads if "layers.0" not in name}
+    layer.load_state_dict(before, weights_dtype="float32")
+    with pytest.raises(TypeError, match=r"^AdamW.step\(\): the weights of the layer's .* float32 now"):
+        optimizer.step(grads)
+
+
+def test_several_layers_and_arrays_train_as_one():
+    """They get the steps of the same arrays in one mapping, and the layers have the new weights."""
+    table = RNG.standard_normal((5, 32)).astype(np.float32)
+    encoder, head = small_encoder(), Linear(32, 3, rng=1)
+    made = train.AdamW({"table": table, "encoder": encoder, "head": head}, 1e-2, frozen="encoder.norm*")
+    whole = {"table": table.copy()} | {
+        f"{name}.{inner}": x
+        for name, layer in (("encoder", encoder), ("head", head))
+        for inner, x in layer.state_dict().items()
+    }
+    plain = train.AdamW(whole, 1e-2, frozen="encoder.norm*")
+    assert list(made.parameters) == list(whole)
+    for _ in range(3):
+        grads = {name: RNG.standard_normal(x.shape).astype(np.float32) for name, x in whole.items()}
+        assert made.step(grads, max_norm=1.0) == plain.step(grads, max_norm=1.0)
+    assert_same({"table": table}, {"table": whole["table"]})
+    for name, layer in (("encoder.", encoder), ("head.", head)):
+        own = {n.removeprefix(name): x for n, x in whole.items() if n.startswith(name)}
+        assert_same(layer.state_dict(), own)
+    head.load_state_dict({"weight": np.full((3, 32), 2.0), "bias": np.ones(3)})  # counts, as of a layer alone
+    made.step({name: np.zeros_like(x) for name, x in whole.items()}, factor=0.0)
+    assert (made.parameters["head.weight"] == 2).all()
+
+
 def test_groups_have_their_own_rates():
     weights = {
         name: np.ones(shape)
@@ -314,6 +354,7 @@ G = {"w": np.ones((2, 3), np.float32)}
 READ_ONLY = np.ones(3)
 READ_ONLY.flags.writeable = False
 SHARED = np.ones(5)
+LAYER = Linear(4, 3, rng=0)
 ERRORS = {
     r"^AdamW\(\): parameters is of type list": lambda: train.AdamW([W["w"]]),
     r"^AdamW\(\): parameters is empty": lambda: train.AdamW({}),
@@ -337,6 +378,17 @@ ERRORS = {
     ),
     r"^AdamW\(\): frozen has 'v\*'": lambda: train.AdamW(W, frozen="v*"),
     r"^AdamW\(\): frozen is '\*'; expected one that leaves": lambda: train.AdamW(W, frozen="*"),
+    r"^AdamW\(\): frozen is \(\); expected one that leaves a parameter beside weights in int8": lambda: (
+        train.AdamW(Linear(4, 3, bias=False, weights_dtype="int8", rng=0))
+    ),
+    r"^AdamW\(\): parameters\['a'\] and parameters\['b'\] share a layer": lambda: train.AdamW(
+        {"a": LAYER, "b": LAYER}
+    ),
+    r"^AdamW\(\): parameters has 'a.weight' twice": lambda: train.AdamW({"a": LAYER, "a.weight": np.ones(2)}),
+    r"^AdamW\(\): parameters has the key 3; expected names of layers": lambda: train.AdamW({3: LAYER}),
+    r"^AdamW\(\): parameters\['b'\] is of type list; expected a layer, or an": lambda: train.AdamW(
+        {"a": LAYER, "b": [1.0]}
+    ),
     r"^AdamW\(\): frozen is 3": lambda: train.AdamW(W, frozen=3),
     r"^AdamW\(\): groups\[0\] has 'rate'": lambda: train.AdamW(W, groups=[{"params": "w", "rate": 1}]),
     r"^AdamW\(\): groups\[0\] lacks 'params'": lambda: train.AdamW(W, groups=[{"lr": 1}]),

@@ -1,0 +1,54 @@
+"""What an optimizer is given: a layer, a tuning, or several layers and arrays by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastattn.layers._state import Layer
+from fastattn.train._checks import plain
+from fastattn.train._tuning import Tuning
+
+if TYPE_CHECKING:
+    from fastattn._args.types import Array
+
+
+class Layers(Layer):
+    """Several layers as one: the parameters of each have its name in front."""
+
+    weights_dtype = "float32"  # it has no weights itself
+
+    def __init__(self, layers: Mapping[str, Layer]):
+        self._layers = layers
+
+    def _children(self) -> dict[str, Layer]:
+        return {f"{name}.": layer for name, layer in self._layers.items()}
+
+
+def held_by(func: str, parameters: Any) -> tuple[Layer | Tuning | None, dict[str, Array]]:
+    """What is packed again after a step, if there is such a thing, and all arrays that a step changes."""
+    if isinstance(parameters, Tuning):
+        return parameters, parameters._parameters  # its own arrays
+    if isinstance(parameters, Layer):
+        return parameters, parameters.state_dict()
+    given = parameters if isinstance(parameters, Mapping) else {}
+    layers = {name: x for name, x in given.items() if isinstance(x, Layer)}
+    if not layers:
+        return None, plain(func, parameters)
+    others = {name: x for name, x in given.items() if name not in layers}
+    arrays = plain(func, others) if others else {}
+    seen: dict[int, str] = {}
+    for name, layer in layers.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{func}(): parameters has the key {name!r}; expected names of layers and arrays")
+        for part in {id(part) for _, part in layer._walk()}:
+            if part in seen:
+                came = f"parameters[{seen[part]!r}] and parameters[{name!r}] share a layer"
+                raise ValueError(f"{func}(): {came}; expected one of them")
+            seen[part] = name
+        for inner, array in layer.state_dict().items():
+            if f"{name}.{inner}" in arrays:
+                came = f"parameters has {name + '.' + inner!r} twice"
+                raise ValueError(f"{func}(): {came}; expected layers and arrays of other names")
+            arrays[f"{name}.{inner}"] = array
+    return Layers(layers), arrays
