@@ -25,10 +25,10 @@ from fastattn._args.values import (
     int8_operand,
     integer,
     integers,
-    key_scales,
     number,
     operand,
     readable,
+    real_values,
     require_broadcast,
     require_dtypes,
     short,
@@ -95,8 +95,8 @@ def attention_args(
         _require_both(func, k_scale, v_scale)
         args.k = k_array = int8_operand(func, names[1], "k_scale", k, copies)
         args.v = v_array = int8_operand(func, names[2], "v_scale", v, copies)
-        args.k_scale = key_scales(func, "k_scale", k_scale, lane, copies)
-        args.v_scale = key_scales(func, "v_scale", v_scale, lane, copies)
+        args.k_scale = real_values(func, "k_scale", k_scale, lane, copies)
+        args.v_scale = real_values(func, "v_scale", v_scale, lane, copies)
 
     q_shape, k_shape, v_shape = q_array.shape, k_array.shape, v_array.shape
     one_head = False

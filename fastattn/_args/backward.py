@@ -17,6 +17,7 @@ from fastattn._args.values import (
     operand,
     readable,
     real_array,
+    real_values,
     require_broadcast,
     short,
 )
@@ -126,7 +127,7 @@ def saved(func: str, args: AttentionArgs, given: Mapping[str, Any]) -> tuple[Arr
     args.copies = (*args.copies, *copies)
     if given["dlse"] is None:
         return dout, None
-    dlse = readable(real_array(func, "dlse", given["dlse"]).astype(lane, copy=False), "dlse", copies)
+    dlse = real_values(func, "dlse", given["dlse"], lane, copies)
     require_broadcast(func, "dlse", dlse.shape, row_shape, "lse's shape")
     return dout, np.broadcast_to(dlse, row_shape).reshape(args.out.shape[:-1])
 

@@ -197,7 +197,7 @@ def int8_operand(func: str, name: str, scale: str, x: Any, copies: list[str]) ->
     return readable(require_dims(func, name, array, 2), name, copies, "the head dimension")
 
 
-def key_scales(func: str, name: str, x: Any, dtype: np.dtype[Any], copies: list[str]) -> Array:
+def real_values(func: str, name: str, x: Any, dtype: np.dtype[Any], copies: list[str]) -> Array:
     """`x`, numbers, as `dtype`."""
     array = real_array(func, name, x)
     if array.dtype.newbyteorder("=") == dtype:

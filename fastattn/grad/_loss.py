@@ -13,7 +13,7 @@ from fastattn._args.grad_types import LogitsArgs, OuterArgs
 from fastattn._args.ops import data, rows, vector
 from fastattn._args.packed import PackedLinear
 from fastattn._args.types import FLOAT64, lane_dtype
-from fastattn._args.values import as_array, choice, integers, number, real_array, require_broadcast
+from fastattn._args.values import as_array, choice, integers, number, real_values, require_broadcast
 from fastattn._engine import dispatch
 from fastattn._engine.settings import require_backend, threads
 
@@ -201,6 +201,6 @@ def targets_of(
 
 def _factors(func: str, dloss: Any, shape: tuple[int, ...], reduction: str, lane: np.dtype[Any]) -> Array:
     """`dloss` of each row."""
-    array = real_array(func, "dloss", dloss)
+    array = real_values(func, "dloss", dloss, lane, [])
     require_broadcast(func, "dloss", array.shape, shape if reduction == "none" else (), "the loss")
-    return np.broadcast_to(array.astype(lane), shape).ravel()
+    return np.broadcast_to(array, shape).ravel()

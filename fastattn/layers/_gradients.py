@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastattn.layers._state import Layer
 
     Record = Callable[[Tape, Sequence[Value]], Value]
+    Versions = list[dict[str, tuple[Layer, int]]]
 
 
 class Pullback:
@@ -28,13 +29,16 @@ class Pullback:
     These are float32, in a layer of float64 float64; weights in int8, int4 and nf4 have none. Of functions of
     several layers it returns such a dict for each.
 
-    A call frees what was kept of the forward pass, so that there is no second one.
+    A call frees what was kept of the forward pass, so that there is no second one. The weights have to be
+    those of the forward pass: a call after a step of an optimizer, `load_state_dict` or another part raises
+    RuntimeError. Inputs and the result are not copied: do not change them before the call.
     """
 
     def __init__(
         self,
         func: str,
         layers: Sequence[Layer],
+        versions: Versions,
         tape: Tape,
         inputs: Sequence[Value],
         shapes: Sequence[Shape],
@@ -42,6 +46,7 @@ class Pullback:
         shape: Shape,
     ):
         self._func, self._layers, self._shape = func, layers, shape
+        self._versions = versions
         self._kept: tuple[Tape, Sequence[Value], Sequence[Shape], Value] | None = (tape, inputs, shapes, out)
 
     def __call__(self, dout: ArrayLike) -> Any:
@@ -49,6 +54,8 @@ class Pullback:
         func = self._func
         if self._kept is None:
             raise RuntimeError(f"{func}(): its pullback was called before; each forward pass has one")
+        if _versions(self._layers) != self._versions:
+            raise RuntimeError(f"{func}(): the weights have changed since; call it again for their gradients")
         tape, inputs, shapes, out = self._kept
         array = like(func, "dout", dout, self._shape, out.array.dtype, "the result")
         if array is None:
@@ -57,6 +64,10 @@ class Pullback:
         tape.pull(out, rows(array))
         found = (x.found().reshape(shape) for x, shape in zip(inputs, shapes, strict=True))
         return *found, *(named_gradients(layer, tape) for layer in self._layers)
+
+
+def _versions(layers: Sequence[Layer]) -> Versions:
+    return [layer._versions() for layer in layers]
 
 
 def named_gradients(layer: Layer, tape: Tape) -> dict[str, Array]:
@@ -98,10 +109,13 @@ def pulled_through(
     drops = Drops(*dropout_of(func, dropout, seed))
     for layer in layers:
         layer._require_parts()
+    versions = _versions(layers)
     tape, values = Tape(drops=drops), [Value(rows(x)) for x in inputs]
     out = tape.checkpoint(record, values) if checkpoint else record(tape, values)
     result = out.array.reshape(*shape[:-1], out.array.shape[-1])
-    return result, Pullback(func, layers, tape, values, [x.shape for x in inputs], out, result.shape)
+    return result, Pullback(
+        func, layers, versions, tape, values, [x.shape for x in inputs], out, result.shape
+    )
 
 
 def refuse_cache(func: str, options: Mapping[str, Any]) -> None:

@@ -88,7 +88,9 @@ class Layer:
 
     weights_dtype: str
     activations: Rounding | None = None  # what the inputs of its linear maps are rounded to
-    _changes = 0  # how often its fields were set: an optimizer sees that others have loaded weights
+    _changes = (
+        0  # how often its fields were set: optimizers and pullbacks see that others have loaded weights
+    )
     _built = False  # True from the end of construction on: fields cannot be set any more
     # Names of parameters that are kept as they are, in the lane type, and the fields that hold them.
     _vectors: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -187,6 +189,10 @@ class Layer:
     def _source(self, rng: np.random.Generator | int | None) -> np.random.Generator | None:
         """Where parameters are drawn from: `rng`, or a generator of this seed, made once for all parts."""
         return None if rng is None else generator(type(self).__name__, "rng", rng)
+
+    def _versions(self) -> dict[str, tuple[Layer, int]]:
+        """The layer and all below it, and how often each has changed: the same as long as its weights are."""
+        return {prefix: (part, part._changes) for prefix, part in self._walk()}
 
     def _walk(self, prefix: str = "") -> Iterator[tuple[str, Layer]]:
         """The layer and all below it, with the prefixes of their names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,13 +55,28 @@ def plain(func: str, parameters: Any) -> dict[str, Array]:
             )
     if not parameters:
         raise ValueError(f"{func}(): parameters is empty; expected at least one array")
-    at = sorted((x.ctypes.data, x.ctypes.data + x.nbytes, name) for name, x in parameters.items() if x.size)
-    for (_, end, name), (begin, _, other) in pairwise(at):
-        if begin < end:
-            raise ValueError(
-                f"{func}(): parameters[{name!r}] and parameters[{other!r}] share memory; expected one of them"
-            )
+    require_apart(func, "parameters", parameters)
     return dict(parameters)
+
+
+def require_apart(func: str, argument: str, arrays: Mapping[str, Array]) -> None:
+    """Raise if two of `arrays`, which are the `argument`, share memory."""
+    places = ((*_bounds(x), name) for name, x in arrays.items() if x.size)
+    earlier: list[tuple[int, str]] = []  # where they end
+    for begin, end, name in sorted(places, key=itemgetter(0)):
+        earlier = [(last, other) for last, other in earlier if last > begin]
+        for _, other in earlier:
+            if np.shares_memory(arrays[other], arrays[name]):  # or the one stands in gaps of the other
+                both = f"{argument}[{other!r}] and {argument}[{name!r}]"
+                raise ValueError(f"{func}(): {both} share memory; expected one of them")
+        earlier.append((end, name))
+
+
+def _bounds(x: Array) -> tuple[int, int]:
+    """The first byte of x, and the one behind its last."""
+    steps = [(n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)]
+    begin = x.ctypes.data + sum(step for step in steps if step < 0)
+    return begin, begin + sum(map(abs, steps)) + x.itemsize
 
 
 def own_options(func: str, groups: Any, params: Collection[str]) -> dict[str, dict[str, float]]:

@@ -14,6 +14,7 @@ from fastattn._args.updates import Update, UpdateArgs
 from fastattn._args.values import float_array, number
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads, require_backend, threads
+from fastattn.train._checks import require_apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -79,7 +80,7 @@ def norm_of(arrays: Iterable[Array], num_threads: int, backend: str | None = Non
     if not all(np.isfinite(array).all() for array in every):
         return largest if math.isinf(largest) and not any(np.isnan(a).any() for a in every) else math.nan
     # Finite, but their squares are not.
-    return largest * math.sqrt(sum(float(np.square(a / largest, dtype=float).sum()) for a in every))
+    return largest * math.sqrt(sum(float(np.square(np.divide(a, largest, dtype=float)).sum()) for a in every))
 
 
 def sum_of(numbers: Array) -> float:
@@ -119,7 +120,7 @@ def clip_grad_norm(grads: Mapping[str, Array], max_norm: float) -> float:
     Parameters
     ----------
     grads : mapping of str to ndarray
-        Writable arrays. Those whose norm is not finite stay as they are.
+        Writable arrays, which share no memory. Those whose norm is not finite stay as they are.
     max_norm : float
         The factor is ``max_norm / (norm + 1e-6)``, as torch's, if that is below 1.
     """
@@ -130,6 +131,7 @@ def clip_grad_norm(grads: Mapping[str, Array], max_norm: float) -> float:
             raise ValueError(
                 f"{func}(): the gradient of {name} cannot be changed; expected a writable ndarray"
             )
+    require_apart(func, "grads", grads)
     norm = norm_of(_lanes(func, grads).values(), get_num_threads())
     factor = clip_factor(norm, most)
     if factor < 1:

@@ -94,8 +94,7 @@ class Optimizer:
 
     def _parts(self) -> dict[str, tuple[Layer, int]]:
         """The parts of the layer, by their prefixes, and how often each has changed."""
-        parts = self.layer._walk() if isinstance(self.layer, Layer) else ()
-        return {prefix: (part, part._changes) for prefix, part in parts}
+        return self.layer._versions() if isinstance(self.layer, Layer) else {}
 
     def _without_gradients(self) -> set[str]:
         """The names of matrices in int8 and 4 bits."""
@@ -219,7 +218,7 @@ class Optimizer:
         if safe:
             yield lambda: None
             return
-        held = {name: x for name, x in self.state_dict().items() if name != "steps"}
+        held = {name: x for name, x in self._state().items() if name != "steps"}
         before, steps = {name: x.copy() for name, x in held.items()}, self.steps
 
         def require_finite() -> None:
@@ -269,7 +268,20 @@ class Optimizer:
         self._seen = self._parts()
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and moments, "params.<name>", "first.<name>" and so on, not copied; and "steps"."""
+        """Weights and moments, "params.<name>", "first.<name>" and so on, not copied; and "steps".
+
+        The weights are the layer's: what has been loaded into it since the last step counts.
+
+        Raises
+        ------
+        TypeError
+            If the layer stores its weights in another type now.
+        """
+        self._take_over(f"{type(self).__name__}.state_dict")
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        """`state_dict` of what is held here."""
         parts = {"params": self.parameters, **self.moments}
         state: dict[str, Any] = {
             f"{part}.{name}": x for part, each in parts.items() for name, x in each.items()
@@ -285,7 +297,7 @@ class Optimizer:
             If names, shapes or dtypes do not fit. Nothing was changed then.
         """
         func = f"{type(self).__name__}.load_state_dict"
-        given, own = mapping(func, "state_dict", state_dict), self.state_dict()
+        given, own = mapping(func, "state_dict", state_dict), self._state()
         for name in sorted(own.keys() ^ given.keys()):
             here = "lacks" if name in own else "has"
             other = "which this optimizer has" if name in own else "which this optimizer does not have"

@@ -46,7 +46,7 @@ class AdamW(Optimizer):
     Attributes
     ----------
     parameters : dict of str to ndarray
-        The weights.
+        The weights. What was loaded into the layer since is in them after `step` or `state_dict`.
     moments : dict
         "first" and "second": the means, by name.
     steps : int

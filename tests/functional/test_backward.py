@@ -287,6 +287,17 @@ def test_scale_of_0_has_a_gradient(implementation):
     check(run(q, k, v, dout, dlse, {"scale": 0.0}), q, k, v, dout, dlse, {"scale": 0.0}, telling=False)
 
 
+def test_a_dlse_beyond_the_type_is_infinite(implementation):
+    q, k, v, _, _ = case(SQUARE, ("plain",), "float32")
+    out, lse = fastattn.attention(q, k, v, return_lse=True)
+    slopes = np.zeros(lse.shape)
+    slopes[..., 3] = 1e300
+    got = attention_backward(out, q, k, v, out, lse, dlse=slopes)
+    slopes[slopes > 0] = np.inf
+    for x, y in zip(got, attention_backward(out, q, k, v, out, lse, dlse=slopes), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_errors():
     x = np.zeros((2, 4, 8, 16), np.float32)
     out, lse = fastattn.attention(x, x, x, return_lse=True)

@@ -225,6 +225,15 @@ def test_logits(implementation, classes, smoothing, dtype):
     close(mean_dx, 2 * gradient / 9, 40 * unit, dtype)
 
 
+def test_a_dloss_beyond_the_type_is_infinite(implementation):
+    x, targets = normal(3, 7, dtype=np.float32), [0, 1, 2]
+    got, expected = (
+        grad.cross_entropy(x, None, targets, dloss=[slope, 0, 1], reduction="none")[1]
+        for slope in (1e300, np.inf)
+    )
+    np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16", "int8"])
 def test_chunks_of_rows(implementation, weight_dtype, monkeypatch):
     """Cut into chunks, with rows that are ignored, whatever these hold."""

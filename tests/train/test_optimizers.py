@@ -83,6 +83,19 @@ def test_norms_of_numbers_whose_squares_are_none(size):
     assert train.grad_norm({"x": x}) == pytest.approx(expected, rel=1e-6)
 
 
+def test_norms_of_both_types_together():
+    grads = {"a": np.full(4, 1e39), "b": np.full(4, 1e38, np.float32)}
+    assert train.grad_norm(grads) == pytest.approx(2e39 * math.sqrt(1.01))
+    grads["a"] *= 1e261
+    assert train.grad_norm(grads) == pytest.approx(2e300)
+
+
+def test_gradients_that_stand_in_gaps_of_each_other_are_clipped():
+    whole = np.ones((4, 6), np.float32)
+    train.clip_grad_norm({"a": whole[:, ::2], "b": whole[::-1, 1::2]}, 1.0)
+    np.testing.assert_allclose(whole, 24**-0.5, rtol=1e-5)
+
+
 @each_isa
 @every_dtype
 def test_bits_do_not_depend_on_threads(dtype, isa):
@@ -283,6 +296,8 @@ def test_weights_that_were_loaded_meanwhile_count(weights_dtype):
     loaded = {name: x + np.float32(0.25) for name, x in layer.state_dict().items()}
     layer.load_state_dict(loaded)
     expected = layer.state_dict()
+    held = optimizer.state_dict()  # before a step, too
+    assert_same({name: held[f"params.{name}"] for name in expected}, expected)
     optimizer.step(zeros)
     assert_same(layer.state_dict(), expected)
     part = next(iter(layer._children()))
@@ -301,6 +316,8 @@ def test_weights_that_were_loaded_meanwhile_count(weights_dtype):
     layer.load_state_dict(layer.state_dict(), weights_dtype="float64")
     with pytest.raises(TypeError, match="the layer's weight is float64 now; expected float32"):
         optimizer.step({"weight": np.ones((3, 4)), "bias": np.ones(3)})
+    with pytest.raises(TypeError, match=r"^SGD.state_dict\(\): the layer's weight is float64 now"):
+        optimizer.state_dict()
 
 
 @pytest.mark.parametrize("make", [train.AdamW, train.SGD])
@@ -418,6 +435,9 @@ ERRORS = {
     r"^clip_grad_norm\(\): the gradient of w cannot be changed": lambda: train.clip_grad_norm(
         {"w": READ_ONLY}, 1.0
     ),
+    r"^clip_grad_norm\(\): grads\['b'\] and grads\['a'\] share memory": lambda: train.clip_grad_norm(
+        {"b": SHARED[::2], "c": SHARED[1::2], "a": SHARED[4:]}, 0.1
+    ),
 }
 
 
@@ -427,6 +447,7 @@ def test_errors_say_what_is_wrong(match):
     with pytest.raises((TypeError, ValueError), match=match):
         ERRORS[match]()
     np.testing.assert_array_equal(W["w"], before)
+    assert (SHARED == 1).all()
 
 
 @pytest.mark.skipif(not settings.core, reason="nothing is compiled")

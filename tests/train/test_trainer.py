@@ -132,6 +132,7 @@ def test_a_file_holds_arrays_and_json(tmp_path):
     path = tmp_path / "run.safetensors"
     run = Run()
     run.trainer.fit(5)
+    run.layer.load_state_dict({name: 2 * x for name, x in run.layer.state_dict().items()})
     run.trainer.save(path)
     with safe_open(path, framework="numpy") as file:
         values = json.loads(file.metadata()["fastattn.train"])

@@ -100,6 +100,18 @@ def test_adapters(kind, tuning, tmp_path):
     np.testing.assert_allclose(merged, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_pullbacks_of_an_earlier_step_stay_right(kind, checkpoint, tmp_path):
+    tuning = (NextTokenTuning if kind == "gpt2" else ContrastiveTuning)(loaded(tmp_path, kind))
+    optimizer, model = AdamW(tuning, 0.1), tuning.model
+    (out, first), (_, second) = (model.forward_backward([3, 5, 4], checkpoint=checkpoint) for _ in range(2))
+    expected = first(out)
+    optimizer.step({name: np.ones_like(x) for name, x in tuning.state_dict().items()})
+    assert tuning.model is not model
+    np.testing.assert_equal(second(out), expected)
+
+
 def test_training_learns(tmp_path):
     texts, labels = TEXTS[:4], [0, 1, 0, 1]
     tuning = ClassifierTuning(loaded(tmp_path, dtype="float32"), 2)
