@@ -275,6 +275,20 @@ class Tape:
         out[which] = x.array
         return self.note(out, lambda dout, owned: x.put(dout[which], owned=True))
 
+    def cleared(self, x: Value, which: Array) -> Value:
+        """x with 0 in the rows where a bool array is True, and so in its gradient."""
+        if not which.any():
+            return x
+
+        def back(dout: Array, owned: bool) -> None:
+            dx = dout if owned else dout.copy()
+            dx[which] = 0
+            x.put(dx, owned=True)
+
+        out = x.array.copy()
+        out[which] = 0
+        return self.note(out, back)
+
     def add(self, x: Value, residual: Value) -> Value:
         """The sum."""
 

@@ -12,7 +12,7 @@ from fastattn._args.types import FLOAT64, lane_dtype
 from fastattn._args.values import as_array, is_float
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Array, Shape
+    from fastattn._args.types import Array, Bools, Shape
 
     Options = dict[str, Any]
 
@@ -54,6 +54,22 @@ def add_masks(
     if added:
         bias = added[0] if len(added) == 1 else added[0].astype(FLOAT64) + added[1].astype(FLOAT64)
         options["bias"] = _as_lane(bias, lane_dtype(dtype))
+
+
+def padding_alone(
+    names: Names, key_padding_mask: Any, shape: Shape, is_causal: bool, *others: Any
+) -> tuple[bool, Bools | None]:
+    """Whether a call has nothing but perhaps a bool padding mask of `shape`, (B, S); and that mask.
+
+    Masks of floats or of another shape, and errors in them, are `add_masks`'s.
+    """
+    if is_causal or any(x is not None for x in others):
+        return False, None
+    if key_padding_mask is None:
+        return True, None
+    array = as_array(names.func, names.key_padding_mask, key_padding_mask)
+    found = array if array.dtype == np.bool_ and array.shape == shape else None
+    return found is not None, found
 
 
 def _as_lane(x: Array, lane: np.dtype[Any]) -> Array:

@@ -252,8 +252,8 @@ class _Call:
         if self.mask is None:
             return y
         mask = as_array(self.func, "key_padding_mask", self.mask)
-        counted: Bools = (~mask if mask.dtype == np.bool_ else mask != -np.inf).ravel()
-        return tape.spread(tape.rows(y, counted), counted)
+        hidden: Bools = (mask if mask.dtype == np.bool_ else mask == -np.inf).ravel()
+        return tape.cleared(y, hidden)
 
     def attend(
         self, tape: Tape, layer: TransformerEncoderLayer, x: Value, y: Value, mask: ArrayLike | None

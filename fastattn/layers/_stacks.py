@@ -18,8 +18,10 @@ from fastattn.layers._basic import _Norm
 from fastattn.layers._gradients import pulled, refuse_cache
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._residual import TransformerLayer, require_fields
+from fastattn.layers._scores import padding_alone
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
+    _SRC,
     DecoderOptions,
     OverMemoryOptions,
     TransformerDecoderLayer,
@@ -155,11 +157,17 @@ class TransformerEncoder(_Stack):
     ) -> Array:
         """The stack's result for src, (B, L, d_model) or (L, d_model).
 
-        Arguments are those of `MultiHeadAttention`, `mask` its attn_mask: True hides in a bool mask. `cache`
-        is of `new_cache`.
+        Arguments are those of `TransformerEncoderLayer`, `mask` its src_mask: True hides in a bool mask.
+        `cache` is of `new_cache`.
         """
         options = {"src_key_padding_mask": src_key_padding_mask, "is_causal": is_causal, "lengths": lengths}
-        return self._run("src", src, cache, src_mask=mask, **options)
+        out = self._run("src", src, cache, src_mask=mask, **options)
+        if self.norm is not None:  # it makes its bias of rows that are 0
+            others = (is_causal, mask, cache, lengths)
+            _, padding = padding_alone(_SRC, src_key_padding_mask, out.shape[:-1], *others)
+            if padding is not None:
+                out[padding] = 0
+        return out
 
     def forward_backward(
         self,
@@ -184,6 +192,17 @@ class TransformerEncoder(_Stack):
             return self._record(tape, inputs[0], batched, (), checkpoint, options)
 
         return pulled(self, compute, [array], array.shape, False, dropout, seed)
+
+    def _record(
+        self, tape: Tape, x: Value, batch: int, memory: Sequence[Value], checkpoint: bool, options: Any
+    ) -> Value:
+        out = super()._record(tape, x, batch, memory, checkpoint, options)
+        if self.norm is None:
+            return out
+        shape = batch, len(x.array) // max(1, batch)
+        others = (options["is_causal"], options["src_mask"])
+        _, padding = padding_alone(_SRC, options["src_key_padding_mask"], shape, *others)
+        return out if padding is None else tape.cleared(out, padding.ravel())
 
     def _encoded(
         self, src: ArrayLike, mask: Any, padding: Any, is_causal: bool

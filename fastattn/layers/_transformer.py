@@ -20,7 +20,7 @@ from fastattn.layers._block import Block
 from fastattn.layers._gradients import pulled, refuse_cache
 from fastattn.layers._heads import HeadOptions
 from fastattn.layers._residual import TransformerLayer
-from fastattn.layers._scores import Names
+from fastattn.layers._scores import Names, padding_alone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array, Bools, Shape
+    from fastattn._args.types import Array
     from fastattn._engine.tape import Tape, Value
     from fastattn.layers._gradients import Pullback
     from fastattn.layers._residual import Norm
@@ -99,17 +99,17 @@ class TransformerEncoderLayer(TransformerLayer):
     ) -> Array:
         """The layer of src, (B, L, d_model) or (L, d_model); arguments as in `MultiHeadAttention`.
 
-        In bool masks True hides. With `src_key_padding_mask` alone, the rows that it hides are not computed,
-        and 0 in the result. With `is_causal` and a `cache` this is the layer of a decoder-only model.
+        In bool masks True hides. Rows that a bool `src_key_padding_mask` hides are 0 in the result if no
+        other mask, `is_causal` or `cache` is given; what stands in them, NaN included, reaches nothing. With
+        `is_causal` and a `cache` this is the layer of a decoder-only model.
         """
         array, batched = self._input("src", src, cache, KVCache)
         if batched is not array:
             src_key_padding_mask = _calls.one_batch(_SRC.func, _SRC.key_padding_mask, src_key_padding_mask)
         batch, length, _ = batched.shape
-        x = rows(batched)
-        padding = _padding(src_key_padding_mask, (batch, length))
-        options = (src_mask, cache, lengths, src_key_padding_mask if padding is None else None)
-        plain = is_causal is False and all(option is None for option in options)
+        x, is_causal = rows(batched), flag(_SRC.func, "is_causal", is_causal)
+        others = (is_causal, src_mask, cache, lengths)
+        plain, padding = padding_alone(_SRC, src_key_padding_mask, (batch, length), *others)
         if plain and (program := self._program()) is not None:
             if padding is None:
                 return program.run(x, Sequences(batch)).reshape(array.shape)
@@ -117,6 +117,10 @@ class TransformerEncoderLayer(TransformerLayer):
             begins = np.append(0, np.cumsum(length - padding.sum(axis=1)))
             out[counted] = program.run(x[counted], Sequences(batch, begins=begins))
             return out.reshape(array.shape)
+        hidden = None if padding is None else padding.ravel()
+        if hidden is not None and hidden.any():
+            x = x.copy()
+            x[hidden] = 0
         x = self._add_attention(
             self.norm1,
             x,
@@ -130,7 +134,10 @@ class TransformerEncoderLayer(TransformerLayer):
             lengths=lengths,
             names=_SRC,
         )
-        return self._add_feed_forward(self.norm2, x).reshape(array.shape)
+        out = self._add_feed_forward(self.norm2, x)
+        if hidden is not None:
+            out[hidden] = 0
+        return out.reshape(array.shape)
 
     def forward_backward(
         self,
@@ -145,8 +152,10 @@ class TransformerEncoderLayer(TransformerLayer):
     ) -> tuple[Array, Pullback]:
         """The layer of src, and what makes gradients: ``dsrc, grads = pullback(dout)``; see `Pullback`.
 
-        Arguments are those of a call. Masks have no gradient. With `dropout`, that share becomes 0 of the
-        probabilities, and of what attention and the feed-forward add to their input, as `seed` says.
+        Arguments are those of a call. Masks have no gradient. Where rows of the result are 0 because padding
+        hides them, so are those of dsrc, and what stands there in dout reaches nothing. With `dropout`, that
+        share becomes 0 of the probabilities, and of what attention and the feed-forward add to their input,
+        as `seed` says.
         """
         array, batched = self._input("src", src, None, KVCache)
         if batched is not array:
@@ -164,17 +173,19 @@ class TransformerEncoderLayer(TransformerLayer):
     ) -> Value:
         """A call on a tape; what is computed is the same."""
         length = len(x.array) // max(1, batch)
-        padding = _padding(src_key_padding_mask, (batch, length))
-        plain = not is_causal and src_mask is None and (src_key_padding_mask is None or padding is not None)
+        plain, padding = padding_alone(_SRC, src_key_padding_mask, (batch, length), is_causal, src_mask)
         if plain and (program := self._program()) is not None:
             if padding is None:
                 return recorded.record(program, tape, x, Sequences(batch))
             counted = ~padding.ravel()
             ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
             return tape.spread(recorded.record(program, tape, tape.rows(x, counted), ragged), counted)
+        hidden = None if padding is None else padding.ravel()
+        x = x if hidden is None else tape.cleared(x, hidden)
         options = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
         x = self._record_attention(tape, self.norm1, x, self.self_attn, batch=batch, names=_SRC, **options)
-        return self._record_feed_forward(tape, self.norm2, x)
+        x = self._record_feed_forward(tape, self.norm2, x)
+        return x if hidden is None else tape.cleared(x, hidden)
 
     def _program(self) -> Program | None:
         """That of calls without masks."""
@@ -203,12 +214,6 @@ class TransformerEncoderLayer(TransformerLayer):
             activation=forward._function,
             outer=outer,
         )
-
-
-def _padding(mask: Any, shape: Shape) -> Bools | None:
-    """`mask` as an array, if it is of bool and of `shape`; the others, and errors, are `add_masks`'s."""
-    array = np.asarray(mask) if isinstance(mask, np.ndarray) else None  # a matrix would stay two-dimensional
-    return array if array is not None and array.dtype == np.bool_ and array.shape == shape else None
 
 
 @dataclass(eq=False)

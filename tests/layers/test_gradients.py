@@ -15,12 +15,14 @@ from fastattn.layers import (
     Linear,
     MultiHeadAttention,
     RMSNorm,
+    Rope,
     Transformer,
     TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+from fastattn.positions import rope_frequencies
 
 STEP, BOUND = 1e-5, 2e-7
 
@@ -241,13 +243,59 @@ def test_a_sequence_has_the_bits_it_has_alone(implementation):
         assert not dx[b, n:].any()
 
 
-def test_nan_behind_padding_shows_nowhere(implementation):
-    layer, x, dout = single()
-    padding = np.zeros((6, 40), bool)
-    padding[:, 30:] = True
-    expected = gradients_of(layer, x, dout, src_key_padding_mask=padding)
-    x[padding] = dout[padding] = np.nan
-    assert_same(gradients_of(layer, x, dout, src_key_padding_mask=padding), expected)
+PADDING = np.arange(5) >= np.array([[3], [0], [5], [1]])  # one sequence is hidden, one is not
+PADDING[2, 1:3] = True
+PADDED = {
+    "a program": (64, {}),
+    "narrow": (8, {}),
+    "qk_norm": (64, {"attention": {"qk_norm": True}, "norm_first": True}),
+    "sinks": (64, {"attention": {"sinks": True}}),
+    "window": (64, {"attention": {"window": (1, 1)}, "norm": "rms_norm"}),
+    "rope": (64, {"attention": {"rope": Rope(rope_frequencies(16))}, "norm_first": True}),
+    "extra keys": (64, {"attention": {"add_bias_kv": True}}),
+}
+
+
+@pytest.mark.parametrize("kind", ["layer", "stack", "stack with a norm"])
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize(("width", "options"), PADDED.values(), ids=PADDED)
+def test_what_padding_hides_shows_nowhere(width, options, checkpoint, kind, implementation):
+    layers = [TransformerEncoderLayer(width, 4, 24, **options) for _ in range(2)]
+    stack = TransformerEncoder(layers, LayerNorm(width) if kind == "stack with a norm" else None)
+    layer = randomized(layers[0] if kind == "layer" else stack)
+    x, dout = (normal(4, 5, width, seed=i).astype(np.float32) for i in (0, 1))
+    how = {"src_key_padding_mask": PADDING, "checkpoint": checkpoint}
+    expected = gradients_of(layer, x, dout, **how)
+    assert all(np.isfinite(a).all() for a in expected.values())
+    assert not expected["out"][PADDING].any()
+    assert not expected["dx"][PADDING].any()
+    for value in (np.nan, np.inf):
+        x[PADDING] = dout[PADDING] = value
+        given = x.copy(), dout.copy()
+        assert_same(gradients_of(layer, x, dout, **how), expected)
+        for mask in (PADDING, PADDING.tolist()):
+            np.testing.assert_array_equal(layer(x, src_key_padding_mask=mask), expected["out"])
+        np.testing.assert_array_equal((x, dout), given)
+    alone = layer(x[0], src_key_padding_mask=PADDING[0])
+    assert np.isfinite(alone).all()
+    assert not alone[PADDING[0]].any()
+    nothing = gradients_of(layer, x, dout, src_key_padding_mask=np.ones_like(PADDING))
+    assert not any(a.any() for a in nothing.values())
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_what_padding_hides_from_a_transformer_shows_nowhere(checkpoint, implementation):
+    model = randomized(Transformer(8, 2, 2, 1, 24))
+    src, tgt = (normal(4, 5, 8, seed=i).astype(np.float32) for i in (0, 1))
+    how = {"src_key_padding_mask": PADDING, "memory_key_padding_mask": PADDING, "checkpoint": checkpoint}
+    found = []
+    for value in (0, np.nan):
+        src[PADDING] = value
+        out, pullback = model.forward_backward(src, tgt, **how)
+        dsrc, dtgt, grads = pullback(out)
+        assert not dsrc[PADDING].any()
+        found.append({"out": out, "dsrc": dsrc, "dtgt": dtgt, **grads})
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
