@@ -88,9 +88,7 @@ class Layer:
 
     weights_dtype: str
     activations: Rounding | None = None  # what the inputs of its linear maps are rounded to
-    _changes = (
-        0  # how often its fields were set: optimizers and pullbacks see that others have loaded weights
-    )
+    _changes = 0  # how often its fields were set: whether optimizers and pullbacks know its weights
     _built = False  # True from the end of construction on: fields cannot be set any more
     # Names of parameters that are kept as they are, in the lane type, and the fields that hold them.
     _vectors: ClassVar[tuple[tuple[str, str], ...]] = ()
