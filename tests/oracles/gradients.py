@@ -28,10 +28,9 @@ def diagonals(shape, ds):
 
 @np.errstate(all="ignore")
 def attention(dout, q, k, v, *, dlse=0.0, sinks=None, keep=1.0, dtype=float, **options):
-    """All gradients by name; the same sums of absolute values, and that of lse.
+    """All gradients by name, and the same sums of absolute values. q is (batch, heads_q, len_q, head_dim).
 
-    q is (batch, heads_q, len_q, head_dim). In float64 it is the reference; in another dtype the plain
-    computation that the error bound measures by.
+    In float64 it is the reference; in another dtype the plain computation that the error bound measures by.
     `keep` is what dropout multiplies each probability by: 0, or 1 / (1 - dropout).
     """
     scores, attend = naive.masked_scores(q, k, **options, dtype=dtype)
@@ -67,7 +66,7 @@ def attention(dout, q, k, v, *, dlse=0.0, sinks=None, keep=1.0, dtype=float, **o
     sizes.of_softcap = abs(np.tanh(u)) + abs(u * (1 - np.tanh(u) ** 2))
     given = {**options, "sinks": sinks}
     shapes = {name: np.shape(given[name]) for name in ("bias", "sinks", "alibi_slopes") if name in given}
-    return contracted(x, shapes), {**contracted(sizes, shapes), "lse": abs(lse)}
+    return contracted(x, shapes), contracted(sizes, shapes)
 
 
 def contracted(x, shapes):
