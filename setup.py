@@ -7,6 +7,7 @@ FASTATTN_WERROR=1             warnings in src/ are errors
 FASTATTN_EMULATE_BF16_DOT=1   for tests: dot products of bfloat16 pairs on every instruction set, spelled out
                               where there is no instruction for them
 FASTATTN_ISAS=avx2,avx512      compile no other instruction sets but these, and generic
+FASTATTN_OPENMP=0             leave OpenMP out, as where the compiler has none: threads are our own
 FASTATTN_TRACE=1              note which thread runs which task when, for tools/threads.py
 FASTATTN_SANITIZE=address,undefined  look for such errors at run time: tests/sanitize.sh
 """
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError
+from setuptools.errors import CompileError, LinkError
 
 SRC = Path("src")
 # -ffp-contract=off: every multiply-add is written as one; results do not depend on a compiler's taste.
@@ -80,8 +81,9 @@ class BuildExt(build_ext):
             self.compiler.initialize()
             self.compiler.cc = shutil.which("clang-cl") or "clang-cl is not on the PATH"
         else:
-            ext.extra_compile_args += ["-g0", "-pthread"]
-            ext.extra_link_args += ["-pthread"]
+            openmp = ["-fopenmp"] if self.has_openmp() else []
+            ext.extra_compile_args += ["-g0", "-pthread", *openmp]
+            ext.extra_link_args += ["-pthread", *openmp]
         werror = ["-Werror"] if os.environ.get("FASTATTN_WERROR") == "1" else []
         flags = [*FLAGS, *SANITIZED, *werror]
         known = {isa.name: isa for isa in instruction_sets() if self.takes(isa.flags)}
@@ -132,12 +134,23 @@ class BuildExt(build_ext):
 
     def takes(self, flags):
         """Whether the compiler takes these flags."""
+        return self.makes("int main(void) { return 0; }\n", self.gnu([*flags, "-Werror"]), link=False)
+
+    def has_openmp(self):
+        """Whether there are OpenMP's header and library; Apple's clang has neither."""
+        program = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
+        return os.environ.get("FASTATTN_OPENMP") != "0" and self.makes(program, ["-fopenmp"], link=True)
+
+    def makes(self, program, flags, *, link):
+        """Whether the compiler makes an object or a whole program of this text."""
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.c")
-            source.write_text("int main(void) { return 0; }\n")
+            source.write_text(program)
             try:
-                self.compiler.compile([str(source)], folder, extra_postargs=self.gnu([*flags, "-Werror"]))
-            except CompileError:
+                objects = self.compiler.compile([str(source)], folder, extra_postargs=flags)
+                if link:
+                    self.compiler.link_executable(objects, "probe", folder, extra_postargs=flags)
+            except (CompileError, LinkError):
                 return False
         return True
 

@@ -12,6 +12,7 @@ from fastattn._engine.settings import (
     available_isas,
     get_num_threads,
     set_num_threads,
+    set_threading,
     show_config,
 )
 from fastattn._version import __version__
@@ -41,6 +42,7 @@ __all__ = [
     "positions",
     "scaled_dot_product_attention",
     "set_num_threads",
+    "set_threading",
     "show_config",
     "train",
     "varlen_attention",

@@ -1,4 +1,4 @@
-/* What this CPU runs: one fa_cpu_has_<isa>() for every line of isa.inc; and its second-level cache. */
+/* What this CPU runs: one fa_cpu_has_<isa>() for every line of isa.inc; what of it is slow; its second-level cache. */
 #include "fastattn.h"
 
 #if defined __APPLE__
@@ -92,6 +92,16 @@ int fa_cpu_has_avx512vnni(void) { return fa_cpu_has_avx512() && has(cpuid(7, 0).
 int fa_cpu_has_avx512bf16(void) { return fa_cpu_has_avx512vnni() && has(cpuid(7, 1).a, 1u << 5); }
 
 int fa_cpu_has_avxvnni(void) { return fa_cpu_has_avx2() && has(cpuid(7, 1).a, 1u << 4); }
+
+/* Intel's begin a vdpbf16ps every other cycle, but two multiply-adds in each: a Granite Rapids has 115 GFLOP/s of the
+ * one and 230 of the other, AMD's from Zen 4 on twice as many of pairs (docs/notes/intel.md). */
+int fa_cpu_slow_pairs(void)
+{
+    const words vendor = cpuid(0, 0);
+    return vendor.b == signature_INTEL_ebx && vendor.d == signature_INTEL_edx && vendor.c == signature_INTEL_ecx;
+}
+#else
+int fa_cpu_slow_pairs(void) { return 0; }
 #endif
 
 #if defined __aarch64__

@@ -4,6 +4,8 @@
  * each uses. */
 #include "fastattn.h"
 
+#include <string.h>
+
 #define X(isa, bytes, pairs, plain, f64)                                                                               \
     int fa_cpu_has_##isa(void);                                                                                        \
     extern const fa_kernels fa_kernels_##bytes, fa_kernels_##pairs, fa_kernels_##plain, fa_kernels_##f64;
@@ -48,6 +50,13 @@ __attribute__((constructor)) static void join_parts(void)
 
 const char *fa_isa_name(int isa) { return isas[isa].name; }
 int fa_isa_available(int isa) { return isas[isa].available(); }
+int fa_isa_default(int slow_pairs)
+{
+    int isa = 0;
+    while (!isas[isa].available() || (slow_pairs && !strcmp(isas[isa].name, "avx512bf16"))) isa++;
+    return isa; /* generic is always there */
+}
+
 const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane)
 {
     return lane == FA_F64 ? isas[isa].doubles : &isas[isa].floats.kernels;

@@ -453,13 +453,16 @@ const fa_size *fa_size_at(int size);
 int64_t *fa_size_in(fa_tuning *tuning, int size);
 void fa_tune_for(int64_t level2); /* fa_tuned = the defaults for so many bytes of second-level cache; 0: 1 MB */
 
-/* cpu.c. Bytes of a core's second-level cache; 0: the system does not say. */
+/* cpu.c. Bytes of a core's second-level cache, 0 if the system does not say; and whether dot products of bfloat16 pairs
+ * take longer than converting and multiplying with float32. */
 int64_t fa_level2_cache(void);
+int fa_cpu_slow_pairs(void);
 
 /* dispatch.c. The ISAs that were compiled in, best first, index 0 .. fa_isa_count() - 1. */
 int fa_isa_count(void);
 const char *fa_isa_name(int isa);
 int fa_isa_available(int isa);                                  /* this CPU (and system) runs it */
+int fa_isa_default(int slow_pairs);                             /* the first one that is available, and not slow */
 const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane);       /* FA_F32 or FA_F64 lanes */
 extern const char *const fa_activation_names[FA_N_ACTIVATIONS]; /* that of FA_NONE is NULL */
 

@@ -19,7 +19,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("FASTATTN_TUNING", "off")
 
 import numpy as np
-from implementations import COMPILED, IMPLEMENTATIONS, child_environment, forced
+from implementations import COMPILED, IMPLEMENTATIONS, THREADINGS, child_environment, forced
+
+import fastattn
 
 # An implementation stays in force for all examples of a property; timing says nothing on a shared machine.
 _HYPOTHESIS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture]}
@@ -93,6 +95,19 @@ def same_draws(request):
     """A module's `RNG` begins anew for each test: its numbers do not depend on the tests before it."""
     if hasattr(request.module, "RNG"):
         request.module.RNG.bit_generator.state = np.random.default_rng(1).bit_generator.state
+
+
+@pytest.fixture(params=THREADINGS if COMPILED else (None,))
+def threading_of(request, monkeypatch):
+    """Whose threads compute, here and in processes that a test starts: OpenMP's, or our own."""
+    if request.param is None:
+        yield
+        return
+    before = fastattn.show_config()["threading"]
+    monkeypatch.setenv("FASTATTN_THREADING", request.param)
+    fastattn.set_threading(request.param)
+    yield request.param
+    fastattn.set_threading(before)
 
 
 @pytest.fixture

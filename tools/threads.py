@@ -1,10 +1,11 @@
 """Measure what threads gain, and where the rest of their time goes.
 
-    python tools/threads.py {clocks,handing,pause,memory,speedup,tasks} [--threads N] [--only WORD]
+    python tools/threads.py {clocks,handing,pause,memory,runtimes,speedup,tasks} [--threads N] [--only WORD]
 
 `clocks` compares the multiply-adds of registers on 1 to N threads, `handing` times calls with hardly any
-work, `pause` times calls after pauses, `memory` compares results in new and in used memory. The others need a
-build that notes its tasks:
+work, `pause` times calls after pauses, `memory` compares results in new and in used memory, `runtimes`
+OpenMP's threads and our own, in turn; with `--model FOLDER` also on one short text. The others need a build
+that notes its tasks:
 
     FASTATTN_TRACE=1 FASTATTN_REQUIRE_EXT=1 pip install -e .
 
@@ -72,6 +73,18 @@ def encoder(batch: int, length: int) -> Call:
     def call(threads: int) -> object:
         with settings.forced(num_threads=threads):
             return layer(x)
+
+    return call
+
+
+def text(folder: str) -> Call:
+    """One text of 16 words to its vector, by a model with int8 weights and inputs: some forty loops."""
+    model = fastattn.models.load(folder, dtype="int8", activations="int8")
+    words = " ".join(["the", "quick", "brown", "fox"] * 4)
+
+    def call(threads: int) -> object:
+        with settings.forced(num_threads=threads):
+            return model.encode(words)
 
     return call
 
@@ -287,6 +300,25 @@ def pause(threads: int) -> None:
                 print(f"    {n} threads, {1e3 * seconds:3.0f} ms: {said}", flush=True)
 
 
+def runtimes(calls: dict[str, Call], threads: int) -> None:
+    """Mean and median microseconds with OpenMP's threads and with our own, in turn, after pauses."""
+    print(f"{'':28} pause ms: openmp mean, median; team mean, median; ratio of medians, of means")
+    for name, call in calls.items():
+        for seconds in (0, 0.001, 0.01, 0.1):
+            found: dict[str, list[float]] = {"openmp": [], "team": []}
+            for _ in range(8):
+                for threading, times in found.items():
+                    fastattn.set_threading(threading)
+                    timed(lambda call=call: call(threads), 3)
+                    times += list(timed(lambda call=call: call(threads), 8 if seconds else 25, seconds))
+            means, medians = ([f(times) for times in found.values()] for f in (np.mean, np.median))
+            said = "; ".join(
+                f"{mean:8.0f} {median:8.0f}" for mean, median in zip(means, medians, strict=True)
+            )
+            ratios = f"{medians[0] / medians[1]:.2f} {means[0] / means[1]:.2f}"
+            print(f"{name:28} {1e3 * seconds:5.0f}: {said}; {ratios}", flush=True)
+
+
 def memory(threads: int) -> None:
     """Times with results in new memory over those in memory that is there, on 1 and on N threads."""
     for shape in ((1, 12, 128, 64), (8, 12, 128, 64), (1, 8, 2048, 64)):
@@ -320,13 +352,14 @@ def compare(name: str, calls: dict[str, Call], threads: int, n_bytes: int) -> No
 
 def main() -> None:
     """Parse the command line and measure."""
-    traced = {"speedup": speedup, "tasks": tasks}
+    of_calls = {"runtimes": runtimes, "speedup": speedup, "tasks": tasks}
     others = {"clocks": clocks, "handing": handing, "pause": pause, "memory": memory}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=(*others, *traced))
+    parser.add_argument("what", choices=(*others, *of_calls))
     parser.add_argument("--threads", type=int, default=settings.get_num_threads())
     parser.add_argument("--only", default="", help="calls whose names contain this")
     parser.add_argument("--busy", type=int, default=0, help="programs that compute beside it")
+    parser.add_argument("--model", help="a folder with a model of sentences, for `runtimes`")
     arguments = parser.parse_args()
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.busy)]
     try:
@@ -334,7 +367,9 @@ def main() -> None:
             others[arguments.what](arguments.threads)
         else:
             calls = {name: make() for name, make in CALLS.items() if arguments.only in name}
-            traced[arguments.what](calls, arguments.threads)
+            if arguments.model:
+                calls["one text"] = text(arguments.model)
+            of_calls[arguments.what](calls, arguments.threads)
     finally:
         for process in beside:
             process.kill()

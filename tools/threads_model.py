@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, nargs="+", default=[2, 8, 16, 32, 64, 128])
     parser.add_argument("--only", default="", help="calls whose names contain this")
     arguments = parser.parse_args()
-    settings._MOST_USED = max(arguments.cores)  # all of them run on one thread
+    settings._most_used = max(arguments.cores)  # all of them run on one thread
     runtime = Runtime()
     print(_core.get_isa(), arguments.what, *arguments.cores, "cores")
     for name, make in CALLS.items():

@@ -1,7 +1,8 @@
-"""The settings of this process: implementation, instruction set, number of threads.
+"""The settings of this process: implementation, instruction set, threads and their number.
 
-The environment variables FASTATTN_BACKEND, FASTATTN_ISA and FASTATTN_NUM_THREADS are read once, when this
-module is imported. FASTATTN_TUNING, of tuning.py, is read when a compiled kernel is first needed.
+The environment variables FASTATTN_BACKEND, FASTATTN_ISA, FASTATTN_THREADING and FASTATTN_NUM_THREADS are
+read once, when this module is imported. FASTATTN_TUNING, of tuning.py, is read when a compiled kernel is
+first needed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.values import integer, short
+from fastattn._engine.beside_torch import shares_openmp
 from fastattn._version import __version__
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ except ImportError as error:
 BACKENDS = ("compiled", "numpy")
 MAX_THREADS = 4096  # no machine has more; a larger number is a mistake
 # More threads than CPUs gain nothing. 64 are allowed on every machine, for tests of calls with many.
-_MOST_USED = max(64, os.cpu_count() or 1)
+_MOST_USEFUL = max(64, os.cpu_count() or 1)
 
 
 class FallbackWarning(RuntimeWarning):
@@ -102,20 +104,60 @@ def _read_quota(folder: Path, names: list[str]) -> float | None:
     return quota / period if quota > 0 and period > 0 else None
 
 
+def available_threadings() -> tuple[str, ...]:
+    """Whose threads this build can use: "openmp", its default, and "team", our own; () without kernels."""
+    if core is None:
+        return ()
+    return ("openmp", "team") if core.openmp_threads()[0] else ("team",)
+
+
+def _use_threading(what: str, threading: str) -> None:
+    """Use the threads for which `what` asks."""
+    global _most_used
+    if threading not in available_threadings():
+        available = ", ".join(available_threadings()) or f"none ({_WHY_NOT_COMPILED})"
+        raise ValueError(f"{what} is {short(threading)}; available in this build: {available}")
+    core.use_openmp(threading == "openmp")
+    _most_used = min(_MOST_USEFUL, core.openmp_threads()[0]) if threading == "openmp" else _MOST_USEFUL
+
+
+def _beside_torch() -> None:
+    """Leave OpenMP to torch where both run on the same one, unless somebody has asked for it.
+
+    libgomp lets waiting threads spin for a shorter time where it has more of them than processors. Small
+    layers of torch then took 1.4 to 1.8 times as long.
+    """
+    if (shared := shares_openmp(core.__file__)) is None:
+        return
+    core.watch_for_torch(None)
+    if shared:
+        core.use_openmp(False)
+
+
 def _default_threads() -> tuple[int, str]:
     """Default number of threads, and what sets it."""
+    wanted, name = _wanted_threads()
+    if min(wanted, _MOST_USEFUL) > _most_used:
+        name = "OMP_THREAD_LIMIT"
+    return min(wanted, _most_used), name
+
+
+def _wanted_threads() -> tuple[int, str]:
+    """Number of threads by the environment, or of CPUs that this process may use; and what says so."""
     name = "FASTATTN_NUM_THREADS"
     if value := os.environ.get(name):
         if not value.isdecimal() or not 1 <= int(value) <= MAX_THREADS:
             raise ValueError(f"{name} is {value!r}; expected an integer, 1 to {MAX_THREADS}")
-        return min(int(value), _MOST_USED), name
+        return int(value), name
     # This may be a list, with a number for each nesting level. Invalid values are ignored, as OpenMP does.
     name = "OMP_NUM_THREADS"
     value = os.environ.get(name, "").split(",")[0].strip()
     if value.isdecimal() and 1 <= int(value) <= MAX_THREADS:
-        return min(int(value), _MOST_USED), name
+        return int(value), name
     quota = _cgroup_quota()
-    return (len(CPUS), "CPU affinity") if quota is None or len(CPUS) <= quota else (quota, "cgroup quota")
+    # Where OpenMP binds threads, this one may be bound to a single CPU by now; OpenMP remembers the others.
+    cpus = max(len(CPUS), core.openmp_threads()[1] if core is not None else 1)
+    return (cpus, "CPU affinity") if quota is None or cpus <= quota else (quota, "cgroup quota")
 
 
 def _from_environment() -> _Settings:
@@ -127,6 +169,10 @@ def _from_environment() -> _Settings:
         raise ImportError(f"FASTATTN_BACKEND is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
     if isa and (backend != "numpy" or core is not None):  # also with "numpy": a call may ask for "compiled"
         _use_isa("FASTATTN_ISA", isa)
+    if core is not None:
+        asked = os.environ.get("FASTATTN_THREADING")
+        _use_threading("FASTATTN_THREADING", asked or available_threadings()[0])
+        core.watch_for_torch(None if asked else _beside_torch)
     default = "numpy" if core is None else "compiled"
     return _Settings(backend or default, "FASTATTN_BACKEND" if backend else "", *_default_threads())
 
@@ -152,8 +198,8 @@ def get_num_threads() -> int:
 def set_num_threads(num_threads: int) -> None:
     """Set the number of threads of calls without ``num_threads=``, for the whole process.
 
-    Larger numbers than the machine has CPUs, or than 64 if it has fewer, silently count as that limit. There
-    are fewer where the system refuses to create a thread (``ulimit -u``).
+    Larger numbers than the machine has CPUs, or than 64 if it has fewer, or than OMP_THREAD_LIMIT, silently
+    count as that limit. There are fewer where the system refuses to create a thread (``ulimit -u``).
 
     Raises
     ------
@@ -165,13 +211,36 @@ def set_num_threads(num_threads: int) -> None:
     _choose_sizes()
 
 
+def set_threading(threading: str) -> None:
+    """Choose whose threads compute, from the next call on, for the whole process.
+
+    No bit of a result depends on it. While `fastattn.torch` is imported, torch's threads compute instead.
+    Without this call and FASTATTN_THREADING, it is "team" once torch is imported and runs on the OpenMP of
+    this build: two pools in one OpenMP would slow each other down. So it is for builds from source.
+
+    Parameters
+    ----------
+    threading : {"openmp", "team"}
+        OpenMP's threads, the default where it was built in, to which OpenMP's environment variables apply
+        (OMP_THREAD_LIMIT, OMP_PROC_BIND, OMP_PLACES, OMP_DISPLAY_AFFINITY and others); or threads of our own.
+
+    Raises
+    ------
+    ValueError
+        If `threading` is neither, or not in this build: ``show_config()["threading_available"]``.
+    """
+    _use_threading("set_threading(): threading", threading)
+    core.watch_for_torch(None)
+    current.num_threads = min(current.num_threads, _most_used)
+
+
 def threads(func: str, num_threads: int | None) -> int:
     """`num_threads`, checked, up to the limit of `set_num_threads`; None is the default."""
     return current.num_threads if num_threads is None else _usable(func, num_threads)
 
 
 def _usable(func: str, num_threads: int) -> int:
-    return min(integer(func, "num_threads", num_threads, 1, MAX_THREADS), _MOST_USED)
+    return min(integer(func, "num_threads", num_threads, 1, MAX_THREADS), _most_used)
 
 
 def default_backend() -> str:
@@ -268,7 +337,9 @@ def show_config() -> Report:
     Report
         A dict that prints as a table: ``version``, ``backend`` ("compiled" or "numpy"), ``why_numpy`` (None
         if it is compiled), ``isa`` in use (None on NumPy), ``isas_available`` on this CPU, ``isas_compiled``,
-        ``num_threads`` and ``num_threads_from`` (which variable or limit sets it),
+        ``num_threads`` and ``num_threads_from`` (which variable or limit sets it), ``threading``: whose
+        threads compute ("openmp"; "team", our own; "borrowed", torch's, while `fastattn.torch` is imported;
+        None on NumPy), and ``threading_available`` in this build,
         ``level2_cache`` (bytes of a core's, if the system says), ``tuning`` (sizes of tasks that are not the
         defaults, and the file that says so), ``compiler``, and the versions of NumPy and Python.
     """
@@ -281,6 +352,8 @@ def show_config() -> Report:
         isas_compiled=core.COMPILED_ISAS if core else (),
         num_threads=get_num_threads(),
         num_threads_from=current.threads_from,
+        threading=core.whose_threads() if current.backend == "compiled" else None,
+        threading_available=available_threadings(),
         level2_cache=core.LEVEL2_CACHE or None if core else None,
         tuning=_tuning().said() if current.backend == "compiled" else None,
         compiler=core.COMPILER if core else None,
@@ -290,6 +363,7 @@ def show_config() -> Report:
 
 
 _warned = False
+_most_used = _MOST_USEFUL  # or fewer, where OpenMP has a limit
 try:
     current = _from_environment()
 except (ImportError, ValueError) as error:

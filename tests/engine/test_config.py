@@ -1,8 +1,10 @@
 """What show_config, explain and available_isas say, and how the environment changes it."""
 
+import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +20,8 @@ SHAPE = Shape("config", batch=2, heads_q=8, heads_kv=2, len_q=200, len_k=500, he
 Q, K, V = make_inputs(SHAPE, "float32", np.random.default_rng(0))
 
 CONFIG_KEYS = ["version", "backend", "why_numpy", "isa", "isas_available", "isas_compiled",
-               "num_threads", "num_threads_from", "level2_cache", "tuning", "compiler", "numpy",
-               "python"]  # fmt: skip
+               "num_threads", "num_threads_from", "threading", "threading_available", "level2_cache",
+               "tuning", "compiler", "numpy", "python"]  # fmt: skip
 
 # Whatever the environment of the tests is: the extension if it is there.
 DEFAULT = {"FASTATTN_BACKEND": None, "FASTATTN_ISA": None}
@@ -192,8 +194,20 @@ def test_available_isas_come_best_first():
         "generic",
     ]
     isas = fastattn.available_isas()
-    assert list(isas) == sorted(isas, key=order.index)
+    assert list(isas) == sorted(isas, key=lambda isa: (isa != isas[0], order.index(isa)))
+    assert isas == () or isas[0] in ("avx512vnni", min(isas, key=order.index))
     assert all(isa in fastattn.show_config()["isas_compiled"] for isa in isas)
+
+
+@pytest.mark.skipif(not BUILT, reason="of the extension")
+def test_slow_dot_products_of_pairs_are_not_the_default():
+    available = settings.core.AVAILABLE_ISAS
+    best = [isa for isa in settings.core.COMPILED_ISAS if isa in available]
+    assert settings.core.default_isa(False) == best[0]
+    assert settings.core.default_isa(True) == next(isa for isa in best if isa != "avx512bf16")
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists() and platform.machine() == "x86_64":
+        assert available[0] == settings.core.default_isa("GenuineIntel" in cpu.read_text())
 
 
 @each_isa

@@ -19,6 +19,7 @@ from fastattn._engine import settings
 
 SHAPE = Shape("threads", batch=2, heads_q=4, heads_kv=2, len_q=120, len_k=300, head_dim=32)
 
+pytestmark = pytest.mark.usefixtures("threading_of")
 posix = pytest.mark.skipif(os.name != "posix", reason="POSIX signals and forks")
 
 
@@ -96,10 +97,13 @@ def test_the_gil_is_released(implementation):
 
 
 FORK = """
-import os, signal, sys
+import os, signal, sys, time
 import numpy as np
 import fastattn
 from fastattn._engine import settings
+
+def threads():
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 4
 
 implementation = sys.argv[1]
 kwargs = {"backend": "numpy"} if implementation == "numpy" else {"isa": implementation, "backend": "compiled"}
@@ -110,8 +114,9 @@ with settings.forced(**kwargs):
     if child == 0:
         signal.alarm(60)  # a hang ends
         same = all((fastattn.attention(q, q, q, num_threads=n) == before).all() for n in (None, 1, 4))
-        threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 4
-        os._exit(0 if same and (implementation == "numpy" or threads >= 4) else 3)
+        while implementation != "numpy" and threads() < 4:
+            time.sleep(0.01)  # OpenMP's threads begin beside the call
+        os._exit(0 if same else 3)
     assert os.waitpid(child, 0)[1] == 0, "the child hung or computed something else"
     assert (fastattn.attention(q, q, q, num_threads=2) == before).all(), "the parent afterwards"
 """
@@ -243,12 +248,16 @@ def test_fewer_threads_where_the_system_refuses_them(python):
 
 
 KEPT = """
-import os, threading
+import os, time
 import numpy as np
 from fastattn import ops
 
 few, many = np.ones((5, 1 << 14), np.float32), np.ones((200, 1 << 14), np.float32)  # rows, which are tasks
 ops.activate(many, "relu", num_threads=6)
+deadline = time.monotonic() + 30
+while len(os.listdir("/proc/self/task")) < 6 and time.monotonic() < deadline:
+    time.sleep(0.01)  # OpenMP's threads begin beside the call
+time.sleep(0.1)
 before = set(os.listdir("/proc/self/task"))
 for x in (few, many, few[:1], few, many):
     assert (ops.activate(x, "relu", num_threads=6) == 1).all()

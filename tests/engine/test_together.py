@@ -19,6 +19,8 @@ from fastattn.layers import Rope, TransformerEncoderLayer
 
 N_THREADS = 8
 
+pytestmark = pytest.mark.usefixtures("threading_of")
+
 
 def together(work):
     """Call work(n) in so many threads, which begin at the same time; raise what one of them raised."""

@@ -9,6 +9,7 @@ import pytest
 import fastattn
 from fastattn._engine import settings
 
+THREADINGS = fastattn.show_config()["threading_available"]  # of a build; () without one
 COMPILED = () if os.environ.get("FASTATTN_BACKEND") == "numpy" else fastattn.available_isas()
 IMPLEMENTATIONS = (*COMPILED, "numpy")
 NOTHING_COMPILED = pytest.param(None, marks=pytest.mark.skip("of compiled kernels, and there are none"))

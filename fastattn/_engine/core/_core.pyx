@@ -11,6 +11,7 @@ from libc.stdint cimport INT64_MAX, int8_t, int64_t, uintptr_t
 from libc.string cimport memset
 
 import math
+import sys
 import threading
 
 import numpy as np
@@ -40,10 +41,18 @@ cdef extern from *:
     void fa_set_flag(int *, int) noexcept nogil
 
 COMPILED_ISAS = tuple([fa_isa_name(i).decode() for i in range(fa_isa_count())])  # best first
-AVAILABLE_ISAS = tuple([isa for i, isa in enumerate(COMPILED_ISAS) if fa_isa_available(i)])  # generic is always there
 COMPILER = FA_COMPILER.decode()  # its name and version
 
-cdef int _isa = COMPILED_ISAS.index(AVAILABLE_ISAS[0])
+cdef int _isa = fa_isa_default(fa_cpu_slow_pairs())
+# Best first: the default, and then as they were compiled.
+AVAILABLE_ISAS = tuple([
+    COMPILED_ISAS[i] for i in sorted(range(fa_isa_count()), key=_isa.__ne__) if fa_isa_available(i)
+])
+
+
+def default_isa(bint slow_pairs):
+    """The instruction set that is used at first where dot products of bfloat16 pairs are slow, or are not."""
+    return COMPILED_ISAS[fa_isa_default(slow_pairs)]
 
 
 def get_isa():

@@ -13,6 +13,9 @@ cdef extern from "team.h" nogil:
     ctypedef void (*fa_pool)(void (*work)(void *) noexcept nogil, void *context, unsigned threads,
                              unsigned flags) noexcept nogil
     void fa_borrow(fa_pool pool)
+    void fa_use_openmp(int use)
+    int fa_kind()
+    void fa_openmp_threads(int *most, int *processors)
     double fa_now()
     void fa_note(int64_t task, int64_t thread, double begin)
 
@@ -42,6 +45,32 @@ cdef struct Loop:
 def borrow_threads(uintptr_t pool):
     """Let threads of another pool do the work: `pool` is the address of its GOMP_parallel, or 0."""
     fa_borrow(<fa_pool>pool)
+
+
+cdef object _beside_torch = None
+
+
+def watch_for_torch(found):
+    """Call `found` before loops of several threads, once torch is imported; None: no more."""
+    global _beside_torch
+    _beside_torch = found
+
+
+def use_openmp(bint use):
+    """Let OpenMP's threads help from the next call on, which needs a build with OpenMP, or our own."""
+    fa_use_openmp(use)
+
+
+def whose_threads():
+    """Whose threads help in the next call: "team" (our own), "openmp" or "borrowed"."""
+    return ("team", "openmp", "borrowed")[fa_kind()]
+
+
+def openmp_threads():
+    """OpenMP's limit of threads, and the number of processors that it may use; (0, 0) in a build without it."""
+    cdef int most, processors
+    fa_openmp_threads(&most, &processors)
+    return most, processors
 
 
 cdef int _gives_up(void *context) noexcept nogil:
@@ -84,6 +113,8 @@ cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t 
     loop.stop, loop.looked, loop.caller = False, 0, PyThread_get_thread_ident()
     if loop.caller != <unsigned long>threading.main_thread().ident:
         loop.caller = 0
+    if loop.threads > 1 and _beside_torch is not None and "torch" in sys.modules:
+        _beside_torch()
     loop.scratch_bytes = (scratch_bytes + 63) // 64 * 64  # each thread's begins at a cache line
     loop.team = NULL
     n_bytes = loop.threads * loop.scratch_bytes + shared_bytes
