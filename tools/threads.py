@@ -300,11 +300,11 @@ def pause(threads: int) -> None:
                 print(f"    {n} threads, {1e3 * seconds:3.0f} ms: {said}", flush=True)
 
 
-def runtimes(calls: dict[str, Call], threads: int) -> None:
+def runtimes(calls: dict[str, Call], threads: int, pauses: list[float]) -> None:
     """Mean and median microseconds with OpenMP's threads and with our own, in turn, after pauses."""
     print(f"{'':28} pause ms: openmp mean, median; team mean, median; ratio of medians, of means")
     for name, call in calls.items():
-        for seconds in (0, 0.001, 0.01, 0.1):
+        for seconds in pauses:
             found: dict[str, list[float]] = {"openmp": [], "team": []}
             for _ in range(8):
                 for threading, times in found.items():
@@ -352,13 +352,14 @@ def compare(name: str, calls: dict[str, Call], threads: int, n_bytes: int) -> No
 
 def main() -> None:
     """Parse the command line and measure."""
-    of_calls = {"runtimes": runtimes, "speedup": speedup, "tasks": tasks}
+    of_calls = {"speedup": speedup, "tasks": tasks}
     others = {"clocks": clocks, "handing": handing, "pause": pause, "memory": memory}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=(*others, *of_calls))
+    parser.add_argument("what", choices=(*others, "runtimes", *of_calls))
     parser.add_argument("--threads", type=int, default=settings.get_num_threads())
     parser.add_argument("--only", default="", help="calls whose names contain this")
     parser.add_argument("--busy", type=int, default=0, help="programs that compute beside it")
+    parser.add_argument("--pauses", type=float, nargs="+", default=[0, 0.001, 0.01, 0.1], help="seconds")
     parser.add_argument("--model", help="a folder with a model of sentences, for `runtimes`")
     arguments = parser.parse_args()
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.busy)]
@@ -369,7 +370,10 @@ def main() -> None:
             calls = {name: make() for name, make in CALLS.items() if arguments.only in name}
             if arguments.model:
                 calls["one text"] = text(arguments.model)
-            of_calls[arguments.what](calls, arguments.threads)
+            if arguments.what == "runtimes":
+                runtimes(calls, arguments.threads, arguments.pauses)
+            else:
+                of_calls[arguments.what](calls, arguments.threads)
     finally:
         for process in beside:
             process.kill()
