@@ -170,7 +170,7 @@ def _gradient(ctx: Any, wanted: tuple[bool, ...], dout: Any, dlse: Any) -> tuple
 
 
 attention_op = define(f"attention({_TENSORS}, {_OPTIONS}) -> Tensor", _attention, _fake)
-_with_lse_op = define(
+with_lse_op = define(
     f"attention_with_lse({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)", _attention_with_lse, _fake_with_lse
 )
 _attention_backward_op = define(
@@ -179,8 +179,8 @@ _attention_backward_op = define(
     _backward,
     _fake_backward,
 )
-differentiate(_with_lse_op, _gradient, _keep, "attention")
-differentiate_by(attention_op, _with_lse_op, lambda results: results[0])
+differentiate(with_lse_op, _gradient, _keep, "attention")
+differentiate_by(attention_op, with_lse_op, lambda results: results[0])
 forbid_gradients(_attention_backward_op, "attention")
 autocast(attention_op, 3)
-autocast(_with_lse_op, 3)
+autocast(with_lse_op, 3)

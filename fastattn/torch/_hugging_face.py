@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastattn.torch._attention import attention_op
+from fastattn.torch._attention import attention_op, with_lse_op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NAME = "fastattn"
+# Keywords that reach attention functions and change nothing there: masks and positions are applied already.
+HARMLESS = frozenset((
+    "cache_params", "cache_position", "decoder_attention_mask", "decoder_input_ids",
+    "decoder_inputs_embeds", "decoder_position_ids", "deterministic", "encoder_outputs", "grid_thw",
+    "input_ids", "inputs_embeds", "labels", "logits_to_keep", "max_length_k", "max_length_q",
+    "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values",
+    "position_embeddings", "position_ids", "return_dict", "seq_idx", "sliding_window", "token_type_ids",
+    "use_cache",
+))  # fmt: skip
 
 
 def register() -> None:
@@ -25,15 +38,46 @@ def register() -> None:
 
     Notes
     -----
-    Masks are those that transformers makes for its "sdpa": bools, or none where causal is all. Softcaps,
-    sinks (``s_aux``) and position biases go to the kernel, too, with their gradients. Calls with dropout, on
-    other devices, with nested tensors or with a paged cache go to transformers' own "sdpa" function.
+    Masks are those that transformers makes for its "sdpa": bools, or none where causal is all. Models that
+    are not made for "sdpa" get those of "eager". Softcaps, sinks, position biases and the keys that an
+    indexer selects go to the kernel, too, with their gradients. Calls with dropout, on other devices, with
+    nested tensors or with a paged cache go to transformers' own "sdpa" function. A call raises
+    NotImplementedError where weights are wanted (``output_attentions=True``), or where a model passes a
+    keyword that is not known here.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def make_mask(*args: Any, config: Any = None, **options: Any) -> Any:
+    """The mask that transformers makes for its "sdpa", or for "eager" where a model is not made for that."""
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    make = sdpa_mask if config is None or _takes_bools(type(config)) else eager_mask
+    return make(*args, config=config, **options)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@cache
+def _takes_bools(config_class: type) -> bool:
+    """Whether the models of a config are made for masks of bools, and for none where causal is all.
+
+    Others may add what they get to scores, or not say that they are causal.
+    """
+    from transformers import PreTrainedModel
+
+    models = [x for x in _subclasses(PreTrainedModel) if x.config_class is config_class]
+    return bool(models) and all(
+        x._supports_sdpa or (x._supports_attention_backend and x._supports_flex_attn) for x in models
+    )
+
+
+def _subclasses(of: Any) -> Iterator[Any]:
+    for x in of.__subclasses__():
+        yield x
+        yield from _subclasses(x)
 
 
 def attention_forward(
@@ -48,35 +92,103 @@ def attention_forward(
     position_bias: Any = None,
     softcap: float | None = None,
     s_aux: Any = None,
+    sinks: Any = None,
+    indices: Any = None,
+    block_indices: Any = None,
+    output_attentions: bool | None = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """Attention as transformers calls it: the result is (batch, length, heads, head_dim)."""
-    if dropout or query.is_nested or query.device.type != "cpu" or kwargs.get("cache") is not None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    """Attention as transformers calls it: the result is (batch, length, heads, head_dim).
 
-        given = {"softcap": softcap, "position_bias": position_bias}
-        kwargs |= {name: x for name, x in given.items() if x is not None}
-        if s_aux is not None:
-            raise NotImplementedError(f"fastattn: attention with sinks takes no {_reason(query, dropout)}")
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
+    `s_aux` are sinks of heads, `sinks` (batch, heads, length, 1) those of each query. A model's indexer
+    selects keys for each query: `indices` (batch, length, any number) or, of blocks of keys, `block_indices`
+    (batch, groups, length, any number), where -1 is none.
+    """
+    if cache is None:
+        _check_keywords(output_attentions, kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     # As in transformers' own function: a mask says all, and one query attends every key.
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
+    if indices is not None or block_indices is not None:
+        selected = _selected(module, query, key, indices, block_indices)
+        attention_mask = _masked(selected.tril() if causal else selected, attention_mask)
+        causal = False
+    if why := _left_to_sdpa(query, dropout, cache):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        given = {"softcap": softcap, "position_bias": position_bias, "cache": cache}
+        kwargs |= {name: x for name, x in given.items() if x is not None}
+        if s_aux is not None or sinks is not None:
+            raise NotImplementedError(f"fastattn: attention with sinks takes no {why}")
+        if cache is not None and (indices is not None or block_indices is not None):
+            raise NotImplementedError(f"fastattn: attention to keys that an indexer selects takes no {why}")
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
     bias = position_bias
     if attention_mask is not None and attention_mask.dtype is not torch.bool:
         bias = attention_mask if bias is None else bias + attention_mask
         attention_mask = None
-    out = attention_op(
-        query, key, value, attention_mask, bias, s_aux, causal=causal, scale=scaling, softcap=softcap,
-        q_offset=0 if causal else None,
-    )  # fmt: skip
+    args = query, key, value, attention_mask, bias, s_aux
+    options = {"causal": causal, "scale": scaling, "softcap": softcap, "q_offset": 0 if causal else None}
+    if sinks is None:
+        out = attention_op(*args, **options)
+    else:
+        if sinks.shape[1:] != (*query.shape[1:3], 1):
+            expected = f"(batch, {query.shape[1]}, {query.shape[2]}, 1), one of each query"
+            raise ValueError(f"fastattn: sinks has shape {tuple(sinks.shape)}; expected {expected}")
+        out, lse = with_lse_op(*args, **options)
+        out = out * torch.sigmoid(lse - sinks[..., 0])[..., None].to(out.dtype)
     return out.transpose(1, 2), None
 
 
-def _reason(query: Any, dropout: float) -> str:
+def _check_keywords(output_attentions: bool | None, others: dict[str, Any]) -> None:
+    """Refuse what would be dropped: weights that are wanted, and keywords that may say what is attended."""
+    if output_attentions:
+        raise NotImplementedError(
+            "fastattn: output_attentions is True, and a fused kernel has no weights to return; expected"
+            ' False, or a model after set_attn_implementation("eager")'
+        )
+    for name, x in others.items():
+        if x is not None and name not in HARMLESS:
+            raise NotImplementedError(
+                f"fastattn: attention is given {name}=, which is not known here and may change what is"
+                ' attended; expected none, or a model after set_attn_implementation("eager")'
+            )
+
+
+def _selected(module: Any, query: Any, key: Any, indices: Any, block_indices: Any) -> Any:
+    """Bools (batch, 1 or heads, length, keys): which keys an indexer has selected for each query."""
+    length = key.shape[2]
+    if indices is not None:
+        indices, size = indices[:, None], 1
+    else:
+        indices, size = block_indices, module.indexer.block_size
+    count = -(-length // size)
+    # -1 goes into a column that is cut off.
+    found = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)
+    found = found.scatter(-1, indices.long().masked_fill(indices < 0, count), True)[..., :count]
+    if size > 1:
+        found = found.repeat_interleave(size, -1)[..., :length]
+    groups = found.shape[1]
+    return found if groups == 1 else found.repeat_interleave(query.shape[1] // groups, 1)
+
+
+def _masked(selected: Any, mask: Any) -> Any:
+    """A mask, of bools or to be added, that hides what is not selected, too."""
+    if mask is None:
+        return selected
+    return mask & selected if mask.dtype is torch.bool else mask.masked_fill(~selected, -torch.inf)
+
+
+def _left_to_sdpa(query: Any, dropout: float, cache: Any) -> str:
+    """What a call has that is left to transformers' own "sdpa" function; nothing, mostly."""
     if dropout:
         return "dropout"
-    return "nested tensors" if query.is_nested else f"tensors on {query.device.type}, and no paged cache"
+    if query.is_nested:
+        return "nested tensors"
+    if query.device.type != "cpu":
+        return f"tensors on {query.device.type}"
+    return "" if cache is None else "paged cache"
