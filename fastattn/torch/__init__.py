@@ -7,6 +7,7 @@ work of all calls of this process: two pools would take each other's cores. docs
 import fastattn.torch._attention
 import fastattn.torch._variants  # noqa: F401 - define operators
 from fastattn.torch._hugging_face import register
+from fastattn.torch._measure import measured
 from fastattn.torch._optimize import optimize
 from fastattn.torch._sdpa import patch_sdpa
 from fastattn.torch._threads import borrow
@@ -14,7 +15,7 @@ from fastattn.torch._undo import Undo
 
 borrow()
 
-__all__ = ["Undo", "optimize", "patch_sdpa", "register"]
+__all__ = ["Undo", "measured", "optimize", "patch_sdpa", "register"]
 
 
 def __dir__() -> list[str]:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastattn.torch._attention import attention_op, with_lse_op
+from fastattn.torch._measure import attention_key, gains, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 NAME = "fastattn"
+_measures = True
 # Keywords that reach attention functions and change nothing there: masks and positions are applied already.
 HARMLESS = frozenset((
     "cache_params", "cache_position", "decoder_attention_mask", "decoder_input_ids",
@@ -24,12 +26,19 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 
 
-def register() -> None:
+def register(*, measure: bool = True) -> None:
     """Let models of transformers and sentence-transformers have ``attn_implementation="fastattn"``.
 
     It holds for `from_pretrained`, for `model.set_attn_implementation` of a loaded model, and in
     ``SentenceTransformer(..., model_kwargs={"attn_implementation": "fastattn"})``. Calling it again changes
-    nothing.
+    nothing but `measure`.
+
+    Parameters
+    ----------
+    measure : bool, default True
+        Time transformers' "sdpa" beside ours at the first call of each kind that both compute, see
+        `patch_sdpa`, and leave to it what would not gain 5%; `measured` says what. In compiled models, and
+        with softcaps, sinks or position biases, nothing is measured. False: every call is computed here.
 
     Raises
     ------
@@ -47,6 +56,8 @@ def register() -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    global _measures
+    _measures = measure
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
 
@@ -127,6 +138,14 @@ def attention_forward(
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
+    if softcap is position_bias is s_aux is sinks is None and _left_to_torch(
+        module, query, key, value, attention_mask, scaling, causal
+    ):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, 0.0, scaling, causal, **kwargs
+        )
     bias = position_bias
     if attention_mask is not None and attention_mask.dtype is not torch.bool:
         bias = attention_mask if bias is None else bias + attention_mask
@@ -142,6 +161,27 @@ def attention_forward(
         out, lse = with_lse_op(*args, **options)
         out = out * torch.sigmoid(lse - sinks[..., 0])[..., None].to(out.dtype)
     return out.transpose(1, 2), None
+
+
+def _left_to_torch(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None, causal: bool
+) -> bool:
+    """Whether transformers' "sdpa" is as fast or faster for such calls."""
+    if not _measures or torch.compiler.is_compiling() or not query.numel() or not key.numel():
+        return False
+
+    def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        q, k, v, part = sample(query, key, value, mask)
+        whole = None if part is None or part.dtype is torch.bool else part
+        options = {"causal": causal, "scale": scaling, "q_offset": 0 if causal else None}
+        yield (
+            lambda: sdpa_attention_forward(module, q, k, v, part, 0.0, scaling, causal),
+            lambda: attention_op(q, k, v, part if whole is None else None, whole, None, **options),
+        )
+
+    return not gains(attention_key("transformers", query, key, value, mask, causal), pairs)
 
 
 def _check_keywords(output_attentions: bool | None, others: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ def keep_freed() -> Undo | None:
     with _lock:
         _users += 1
         kept = _keep(glibc)
-    return Undo([_end], f"memory that is freed: {kept}")
+    return Undo([_end], lambda: f"memory that is freed: {kept}")
 
 
 def _keep(glibc: Any) -> str:

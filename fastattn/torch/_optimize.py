@@ -14,8 +14,9 @@ from fastattn._args.ops import integer_activations
 from fastattn._args.packed import STORED
 from fastattn.torch._hugging_face import NAME, register
 from fastattn.torch._linear import TAKEN, FrozenLinear
+from fastattn.torch._measure import gains
 from fastattn.torch._memory import keep_freed
-from fastattn.torch._sdpa import patch_sdpa
+from fastattn.torch._sdpa import patch_sdpa, said
 from fastattn.torch._undo import Undo
 
 if TYPE_CHECKING:
@@ -26,12 +27,17 @@ if TYPE_CHECKING:
     from fastattn._args.types import Rounding
 
 _OWN = "own"  # each weight keeps its dtype
+_MOST_MEASURED = 1024  # features: a product of 256 rows takes about 2 ms
 # In evaluation mode they may compute without calling the modules within them.
 _FAST = torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer
 
 
 def optimize(
-    model: Any, weights_dtype: DTypeLike | None = None, *, activations: Rounding | None = None
+    model: Any,
+    weights_dtype: DTypeLike | None = None,
+    *,
+    activations: Rounding | None = None,
+    measure: bool = True,
 ) -> Undo:
     """Make a model of torch faster for inference on CPUs, where it stands.
 
@@ -48,6 +54,10 @@ def optimize(
         How weights are packed, see `ops.pack`; default as they are. Narrower ones change results.
     activations : {"int8"}, optional
         See `ops.linear`.
+    measure : bool, default True
+        Leave to torch what would not gain 5%: each kind of ``nn.Linear`` (dtype, powers of two of its
+        features, up to 1024) is timed now, with 16 and 256 rows; attention at its first call of each kind,
+        see `patch_sdpa`. False: everything is replaced.
 
     Returns
     -------
@@ -80,22 +90,22 @@ def optimize(
         dtype = dtype_choice(func, "weights_dtype", weights_dtype, allowed)
     if activations is not None:
         integer_activations(func, activations, dtype or _OWN)
-    patch = patch_sdpa()
+    patch = patch_sdpa(measure=measure)
     steps: list[Callable[[], None]] = [patch.undo]
-    lines = ["scaled_dot_product_attention on CPUs: fastattn"]
+    lines = []
     try:
-        lines += _replace_attention(model, steps)
-        lines += _replace_linears(model, dtype, activations, steps)
+        lines += _replace_attention(model, measure, steps)
+        lines += _replace_linears(model, dtype, activations, measure, steps)
         if kept := keep_freed():
             steps.append(kept.undo)
             lines.append(repr(kept))
     except BaseException:
         Undo(steps).undo()
         raise
-    return Undo(steps, "\n".join(lines))
+    return Undo(steps, lambda: "\n".join([said(measure), *lines]))
 
 
-def _replace_attention(model: Any, steps: list[Callable[[], None]]) -> list[str]:
+def _replace_attention(model: Any, measure: bool, steps: list[Callable[[], None]]) -> list[str]:
     """Set the attention implementation of models of transformers."""
     lines, inside = [], set()
     for name, module in model.named_modules():
@@ -105,7 +115,7 @@ def _replace_attention(model: Any, steps: list[Callable[[], None]]) -> list[str]
         before = [(config, config._attn_implementation) for config in _configs(module)]
         was = module.config._attn_implementation
         if any(implementation != NAME for _, implementation in before):
-            register()
+            register(measure=measure)
             steps.append(partial(_set_back, before))
             module.set_attn_implementation(NAME)
         now = module.config._attn_implementation
@@ -133,14 +143,18 @@ def _called(name: str, module: Any) -> str:
 
 
 def _replace_linears(
-    model: Any, dtype: str | None, activations: Rounding | None, steps: list[Callable[[], None]]
+    model: Any,
+    dtype: str | None,
+    activations: Rounding | None,
+    measure: bool,
+    steps: list[Callable[[], None]],
 ) -> list[str]:
     packed: Counter[str] = Counter()
     kept: Counter[str] = Counter()
     for module in model.modules():
         if not isinstance(module, torch.nn.Linear):
             continue
-        if why := _why_kept(module):
+        if why := _why_kept(module) or (measure and _why_slower(module, dtype, activations)):
             kept[why] += 1
             continue
         linear = FrozenLinear(module._parameters, dtype, activations)
@@ -159,6 +173,25 @@ def _replace_linears(
             " it after torch.backends.mha.set_fastpath_enabled(False)"
         )
     return lines
+
+
+def _why_slower(module: Any, dtype: str | None, activations: Rounding | None) -> str | None:
+    """Why packing would not gain, or None; weights are (out_features, in_features)."""
+    sizes = [min(2 ** (int(n) - 1).bit_length(), _MOST_MEASURED) for n in module.weight.shape]
+    own = str(module.weight.dtype).removeprefix("torch.")
+    packed = dtype or own
+    kind = ("linear", own, f"packed in {packed}" + (f", {activations} inputs" if activations else ""))
+
+    def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+        like = torch.nn.Linear(sizes[1], sizes[0], dtype=module.weight.dtype).requires_grad_(False)
+        ours = FrozenLinear(like._parameters, dtype, activations)
+        for rows in (16, 256):
+            x = torch.randn(rows, sizes[1]).to(module.weight.dtype)
+            yield partial(like, x), partial(ours, x)
+
+    if gains((*kind, f"{sizes[1]} to {sizes[0]}"), pairs):
+        return None
+    return f"torch is as fast or faster here in {own} than packed in {packed}; see measured()"
 
 
 def _why_kept(module: Any) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from fastattn._args.attention import attention_args
 from fastattn._engine import dispatch, settings
+from fastattn.torch._measure import attention_key, gains, measured, measuring, sample
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
 from fastattn.torch._undo import Undo
 
@@ -21,20 +23,28 @@ _OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _lock = threading.Lock()
 _patches = 0  # those that have not been undone
+_unmeasured = 0  # those of them that replace every call
 _library: Any = None
 
 
-def patch_sdpa() -> Undo:
+def patch_sdpa(*, measure: bool = True) -> Undo:
     """Have ``torch.nn.functional.scaled_dot_product_attention`` on CPUs computed here, until it is undone.
 
     A switch, ``patch = patch_sdpa()`` and later ``patch.undo()``, or a context manager, ``with
     patch_sdpa():``. It holds for the whole process, all threads and all that calls the function, compiled or
     not, such as ``nn.MultiheadAttention``; several patches end with the last one.
 
+    Parameters
+    ----------
+    measure : bool, default True
+        Time both kernels at the first call of each kind (dtype, mask, head_dim, powers of two of the other
+        sizes), on at most 512 of its queries and 2048 keys, and leave to torch what would not gain 5%.
+        False, here or in another patch that has not ended: every call is computed here.
+
     Returns
     -------
     Undo
-        ``undo()`` ends it.
+        ``undo()`` ends it. Its text says what was measured until then, as `measured` does.
 
     Raises
     ------
@@ -48,20 +58,31 @@ def patch_sdpa() -> Undo:
     what it does not give to that kernel: dropout, nested tensors, other devices, fewer than four dimensions,
     a head_dim of values other than that of keys, gradients of masks. Gradients of q, k and v are torch's.
     """
-    global _patches, _library
+    global _patches, _unmeasured, _library
     if why := settings.why_numpy():
         raise RuntimeError(f"patch_sdpa(): this process runs on NumPy: {why}")
     with _lock:
         if not _patches:
             _library = _patched()
         _patches += 1
-    return Undo([_end])
+        _unmeasured += not measure
+    return Undo([partial(_end, measure)], lambda: said(measure))
 
 
-def _end() -> None:
-    global _patches, _library
+def said(measure: bool) -> str:
+    """What a patch does, for the text of a change."""
+    calls = "scaled_dot_product_attention on CPUs: fastattn"
+    if not measure:
+        return calls
+    found = [f"\n    {kind}: {ratio}" for kind, ratio in measured().items() if kind.startswith("sdpa ")]
+    return f"{calls}, if faster; measured at the first call of a kind{''.join(found)}"
+
+
+def _end(measure: bool) -> None:
+    global _patches, _unmeasured, _library
     with _lock:
         _patches -= 1
+        _unmeasured -= not measure
         if not _patches:
             _library._destroy()
             _library = None
@@ -88,9 +109,21 @@ def _kernel(torchs: Any) -> Callable[..., Any]:
         attn_mask: Any = None,
         scale: float | None = None,
     ) -> Any:
-        if dropout_p or not _covered(q, k, v, attn_mask):
-            return torchs.call_boxed(keyset, q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
-        return _attention(q, k, v, attn_mask, is_causal, scale)
+        def torch_s(q: Any, k: Any, v: Any, mask: Any) -> Any:
+            return torchs.call_boxed(keyset, q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)
+
+        def ours(q: Any, k: Any, v: Any, mask: Any) -> Any:
+            return _attention(q, k, v, mask, is_causal, scale)
+
+        call = q, k, v, attn_mask
+        if dropout_p or measuring() or not _covered(*call):
+            return torch_s(*call)
+        if not _unmeasured and not gains(
+            attention_key("sdpa", *call, is_causal),
+            lambda: [(partial(torch_s, *sample(*call)), partial(ours, *sample(*call)))],
+        ):
+            return torch_s(*call)
+        return ours(*call)
 
     return kernel
 

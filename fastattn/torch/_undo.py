@@ -15,7 +15,7 @@ class Undo:
     Its text says what was changed.
     """
 
-    def __init__(self, steps: Iterable[Callable[[], None]], report: str = "patch_sdpa") -> None:
+    def __init__(self, steps: Iterable[Callable[[], None]], report: Callable[[], str] = str) -> None:
         self._steps = list(steps)
         self._report = report
 
@@ -33,4 +33,4 @@ class Undo:
         self.undo()
 
     def __repr__(self) -> str:
-        return self._report if self._steps else f"{self._report}\n(undone)"
+        return self._report() if self._steps else f"{self._report()}\n(undone)"

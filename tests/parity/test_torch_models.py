@@ -249,7 +249,7 @@ def test_optimize_and_undo(ran):
         assert ran.count("attention") == 2
         torch.testing.assert_close(out.pooler_output, expected.pooler_output, atol=1e-5, rtol=1e-5)
         assert str(change).splitlines() == [
-            "scaled_dot_product_attention on CPUs: fastattn",
+            "scaled_dot_product_attention on CPUs: fastattn, if faster; measured at the first call of a kind",
             "attention of BertModel: eager -> fastattn",
             "13 nn.Linear packed in float32",
             *KEPT,
@@ -615,4 +615,4 @@ def test_fastattn_torch_is_imported_only_when_asked_for():
 
     code = "import sys, fastattn; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert fastattn.torch.__all__ == ["Undo", "optimize", "patch_sdpa", "register"]
+    assert fastattn.torch.__all__ == ["Undo", "measured", "optimize", "patch_sdpa", "register"]

@@ -1,0 +1,133 @@
+"""Nothing replaces torch's kernels that does not gain: measured once, or left alone, and said."""
+
+import pytest
+import torch
+import transformers
+from implementations import COMPILED
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import fastattn.torch
+from fastattn._engine import dispatch
+from fastattn.torch import _measure, measured, optimize, patch_sdpa, register
+
+pytestmark = pytest.mark.skipif(not COMPILED, reason="of compiled kernels, and there are none")
+RATIO = _measure.ratio  # before the fixture of these tests replaces it
+
+
+@pytest.fixture(autouse=True)
+def torch_s_time_over_ours(_ours_gains, monkeypatch):
+    """A list of one number, which is what every measurement finds: 2, unless a test changes it."""
+    found = [2.0]
+    monkeypatch.setattr(_measure, "_ratios", {})
+    monkeypatch.setattr(_measure, "ratio", lambda *calls: ([call() for call in calls], found[0])[1])
+    return found
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The kernels of ours that run, one name for each call."""
+    names, run = [], dispatch.run
+    monkeypatch.setattr(dispatch, "run", lambda args, *rest: (names.append(args.kernel), run(args, *rest)))
+    return names
+
+
+def layers():
+    return torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.GELU(), torch.nn.Linear(40, 24)).eval()
+
+
+@pytest.mark.parametrize(("ratio", "packed"), [(0.5, 0), (1.0, 0), (1.04, 0), (1.06, 2), (3.0, 2)])
+def test_linear_maps_stay_torch_s_where_packing_gains_nothing(ratio, packed, torch_s_time_over_ours):
+    torch_s_time_over_ours[:] = [ratio]
+    model = layers()
+    with optimize(model) as change:
+        assert sum("forward" in vars(module) for module in model) == packed
+        expected = (
+            "2 nn.Linear packed in float32" if packed else
+            "2 nn.Linear left alone: torch is as fast or faster here in float32 than packed in float32"
+        )  # fmt: skip
+        assert expected in repr(change)
+        assert any(key.startswith("linear float32") for key in measured())
+    assert not any("forward" in vars(module) for module in model)
+
+
+def test_one_size_that_loses_is_enough(monkeypatch):
+    ratios = iter([4.0, 0.9] * 2)
+    monkeypatch.setattr(_measure, "ratio", lambda *calls: next(ratios))
+    with optimize(layers()) as change:
+        assert "2 nn.Linear left alone: torch is as fast" in repr(change)
+
+
+def test_what_is_measured_once_is_remembered(torch_s_time_over_ours):
+    with optimize(layers()) as change:
+        assert "2 nn.Linear packed" in repr(change)
+    torch_s_time_over_ours[:] = [0.1]
+    with optimize(layers()) as change:
+        assert "2 nn.Linear packed" in repr(change)
+    with optimize(layers(), "int8") as change:  # another kind
+        assert "2 nn.Linear left alone" in repr(change)
+
+
+def test_everything_is_replaced_on_request(ran, torch_s_time_over_ours):
+    torch_s_time_over_ours[:] = [0.1]
+    q = torch.randn(2, 4, 30, 16)
+    with optimize(layers(), measure=False) as change:
+        sdpa(q, q, q)
+        assert "2 nn.Linear packed in float32" in repr(change)
+    assert ran.count("attention") == 1
+    assert not measured()
+
+
+@pytest.mark.parametrize(("ratio", "ours"), [(0.7, False), (2.0, True)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_patched_calls(ratio, ours, causal, ran, torch_s_time_over_ours):
+    torch_s_time_over_ours[:] = [ratio]
+    q, k = torch.randn(3, 4, 700, 16), torch.randn(3, 4, 2100, 16)
+    expected = sdpa(q, k, k, is_causal=causal)
+    with patch_sdpa() as patch:
+        out = sdpa(q, k, k, is_causal=causal)
+        del ran[:]
+        assert torch.equal(out, sdpa(q, k, k, is_causal=causal))
+        assert bool(ran) is ours
+        assert ("fastattn" if ours else "torch") in repr(patch).splitlines()[1]
+    assert torch.equal(out, expected) or ours
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(("ratio", "ours"), [(0.7, False), (2.0, True)])
+def test_models_of_transformers(ratio, ours, ran, torch_s_time_over_ours):
+    torch_s_time_over_ours[:] = [ratio]
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=90, pad_token_id=0)
+    model = transformers.LlamaModel._from_config(config, attn_implementation="sdpa").eval()
+    ids, mask = torch.randint(1, 90, (2, 17)), torch.ones(2, 17, dtype=torch.long)
+    mask[1, :4] = 0
+    register()
+    with torch.inference_mode():
+        for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
+            model.set_attn_implementation("sdpa")
+            expected = model(**inputs).last_hidden_state
+            model.set_attn_implementation("fastattn")
+            model(**inputs)
+            del ran[:]
+            out = model(**inputs).last_hidden_state
+            assert len(ran) == (2 if ours else 0)
+            real = mask.bool() if "attention_mask" in inputs else slice(None)
+            torch.testing.assert_close(out[real], expected[real], atol=2e-5, rtol=2e-5)
+    assert all(ours == value.endswith("fastattn") for value in measured().values())
+
+
+def test_measurements_compare_with_torch_s_own_kernel(ran, monkeypatch):
+    """Not with what a patch, such as that of optimize, has put in its place."""
+    register()
+    monkeypatch.setattr(_measure, "ratio", lambda torchs, ours: (torchs(), float(not ran) + 1)[1])
+    q = torch.randn(1, 4, 30, 16)
+    with patch_sdpa(measure=False):
+        module = torch.nn.Module()
+        fastattn.torch._hugging_face.attention_forward(module, q, q, q, None, is_causal=False)
+    assert list(measured().values()) == ["2.00, fastattn"]
+
+
+def test_a_ratio_is_that_of_times():
+    slow, quick = (lambda n=n: sum(range(n)) for n in (200_000, 1000))
+    assert RATIO(slow, quick) > 2
+    assert RATIO(quick, slow) < 0.5
