@@ -93,6 +93,7 @@ class CrossEncoder(Classifier):
     activation: str  # of the logits, by its name in torch.nn
     pooling: Pooling  # before the head
     template: ChatTemplate | None = None  # that makes a text of a pair; else the tokenizer takes both
+    _pairs = True
 
     def _logits(self, states: Array, mask: Array) -> Array:
         return self._scored(self.pooling(states[mask], np.append(0, np.cumsum(mask.sum(axis=1)))))

@@ -122,8 +122,16 @@ class Embedder(_model.Model):
 
     @property
     def max_seq_length(self) -> int | None:
-        """The most tokens of a text, special ones included; what is longer is cut."""
+        """The most tokens of a text, special ones included; what is longer is cut.
+
+        It can be set, as in sentence-transformers, up to what the model takes. Calls that have begun go on
+        with the length that they began with.
+        """
         return self.text.limit
+
+    @max_seq_length.setter
+    def max_seq_length(self, tokens: int) -> None:
+        object.__setattr__(self, "text", self.text.shortened(type(self).__name__, tokens))
 
     def get_sentence_embedding_dimension(self) -> int:
         """Features of a vector that `encode` makes."""

@@ -76,6 +76,12 @@ class MultiVectorEncoder(Headed):
     def __repr__(self) -> str:
         return self._described(self.features)
 
+    def _replace_text(self, text: Text) -> None:
+        """Tasks that have a length of their own keep it."""
+        own = {task: each for task, each in self.texts.items() if each is not self.text}
+        object.__setattr__(self, "texts", {**dict.fromkeys(self.texts, text), **own})
+        super(MultiVectorEncoder, self)._replace_text(text)
+
     def get_embedding_dimension(self) -> int:
         """Features of a vector."""
         return self.features
