@@ -86,6 +86,15 @@ def as_array(func: str, name: str, x: Any) -> Array:
     return array
 
 
+def mask_array(func: str, name: str, x: Any) -> Array:
+    """`x`, a mask as torch's, as an array: no function, and none of `fastattn.masks`."""
+    function = callable(x) and not hasattr(x, "__array__")
+    if function or hasattr(x, "to_array"):
+        what = "a function" if function else short(x)
+        raise TypeError(f"{func}(): {name} is {what}; expected an array (masks.Mask.to_array makes one)")
+    return as_array(func, name, x)
+
+
 def shared(x: Any) -> Array:
     """`x` as an array: the same memory wherever NumPy can read it."""
     if hasattr(x, "__array__") or not hasattr(x, "__dlpack__"):

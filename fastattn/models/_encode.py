@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from fastattn._args.options import require_options
+from fastattn._args.options import NoOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag, integer
 from fastattn.models import _model
@@ -159,6 +159,7 @@ class Embedder(_model.Model):
         precision: str = "float32",
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
+        **others: Unpack[NoOptions],
     ) -> Array:
         """One vector for each text.
 
@@ -184,6 +185,8 @@ class Embedder(_model.Model):
             Whether to scale vectors to length 1; if the folder says so, they have it already.
         truncate_dim : int, optional
             Keep the first so many features, before vectors are scaled; by default as the folder says, or all.
+        **others
+            None: an error says what an argument of another library is called here.
 
         Returns
         -------
@@ -205,6 +208,7 @@ class Embedder(_model.Model):
             precision=precision,
             normalize_embeddings=normalize_embeddings,
             truncate_dim=truncate_dim,
+            **others,
         )
         return self._encode("encode", sentences, options)
 
