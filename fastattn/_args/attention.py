@@ -361,9 +361,9 @@ def partial_states(func: str, outs: Any, lses: Any) -> tuple[list[Array], list[A
     lse_parts = [float_array(func, f"lses[{i}]", x).astype(lane) for i, x in enumerate(lses)]
     for i, (out, lse) in enumerate(zip(out_parts, lse_parts, strict=True)):
         if out.dtype != dtype:
-            raise wrong_dtype(func, f"outs[{i}]", out, f"{dtype} as outs[0]")
+            raise wrong_dtype(func, f"outs[{i}]", out, f"{dtype}, as outs[0] has")
         if out.shape != shape:
-            raise wrong_shape(func, f"outs[{i}]", out, f"{shape} as outs[0]")
+            raise wrong_shape(func, f"outs[{i}]", out, f"{shape}, as outs[0] has")
         if lse.shape != shape[:-1]:
             raise wrong_shape(func, f"lses[{i}]", lse, f"{shape[:-1]}, one a row")
     return out_parts, lse_parts, np.empty(shape, dtype), np.empty(shape[:-1], lane)

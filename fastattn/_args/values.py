@@ -353,11 +353,18 @@ def _listed(items: Iterable[Any]) -> str:
     return f"{', '.join(most)} and {last}"
 
 
+_LONG = 40  # characters that a message shows of a value
+
+
 def short(x: Any) -> str:
-    """`x` as messages show it: its value, or if that is long, its type."""
+    """`x` as messages show it, as a noun: its value, or if that is long, its beginning or its type."""
     if isinstance(x, np.ndarray):
         return f"an array of shape {x.shape} and dtype {x.dtype}"
     if isinstance(x, int) and x.bit_length() > 128:  # Python refuses to print thousands of digits
         return f"an integer of {x.bit_length()} bits"
     text = repr(x)
-    return text if len(text) <= 40 and "\n" not in text else f"of type {type(x).__name__}"
+    if len(text) <= _LONG and "\n" not in text:
+        return text
+    if type(x) is str:
+        return f"{text[: _LONG - 4]}...{text[-1]}"
+    return f"a value of type {type(x).__name__}"

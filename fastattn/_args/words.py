@@ -139,7 +139,8 @@ def not_an_argument(func: str, given: Mapping[str, Any], taken: Any) -> TypeErro
 
 def _instead(word: str, names: list[str]) -> str:
     """What there is in the place of `word`, of a function with the arguments `names`."""
-    makes, hides = "rng" in names, any(name.endswith("key_padding_mask") for name in names)  # of layers
+    makes = {"rng", "weights_dtype"} <= set(names)  # a layer
+    hides = any(name.endswith("key_padding_mask") for name in names)  # a call of one
     same = _WORDS.get(word, [])
     if makes and _AT_CALLS & {word, *same}:
         return ": calls take is_causal and masks"

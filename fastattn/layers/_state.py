@@ -315,7 +315,7 @@ class Layer:
             for name, array in own.items():
                 if array.ndim < 2 and not is_finite(array, array.dtype.name, or_none=True):
                     raise ValueError(
-                        f"{func}: {path + name} has values that are not finite; expected finite ones"
+                        f"{func}(): {path + name} has values that are not finite; expected finite ones"
                     )
             packed.append((layer, layer._pack(own, layer.weights_dtype)))
         for layer, fields in packed:

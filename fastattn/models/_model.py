@@ -154,7 +154,9 @@ def attended(func: str, mask: ArrayLike | None, ids: Ints) -> Bools | None:
         return None
     array = _rectangular(func, "attention_mask", mask)
     if array.dtype.kind not in "biu" or (array.dtype.kind != "b" and not ((array == 0) | (array == 1)).all()):
-        raise TypeError(f"{func}(): attention_mask is of {array.dtype}; expected bool, or integers 0 and 1")
+        raise TypeError(
+            f"{func}(): attention_mask has dtype {array.dtype}; expected bool, or integers 0 and 1"
+        )
     bools: Bools = np.atleast_2d(array).astype(np.bool_, copy=False)
     if bools.shape != ids.shape:
         raise wrong_shape(func, "attention_mask", bools, f"ids', {ids.shape}")

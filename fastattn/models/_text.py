@@ -108,7 +108,7 @@ class Text:
                 if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                     raise
                 came = f"{self.folder / 'tokenizer.json'} cannot encode a text: {error}"
-                raise ModelError(f"{came}; expected a tokenizer for any") from error
+                raise ModelError(f"{came}; expected a tokenizer for any text") from error
             return found
 
         return map(self._fitting, chain.from_iterable(map(encodings, _batches(texts))))

@@ -209,7 +209,7 @@ HEADERS = {
     r"'schedule' in the header of .* is \{\}; expected a schedule's name": {**WHOLE, "schedule": {}},
     r"batches has length 2; expected None, as": {**WHOLE, "place": {"sequence": 3}},
     r"taken is 9; expected 0 to 2": {**WHOLE, "place": {"sequence": {"length": 2, "taken": 9}}},
-    r"has a run in format 1; expected 2": {"format": 1},
+    r"the format of the run in .* is 1; expected 2": {"format": 1},
 }
 
 
@@ -494,6 +494,7 @@ ERRORS = {
     r"^Schedule\(\): num_steps is None": lambda: train.Schedule("cosine"),
     r"^Schedule\(\): num_steps is 5; expected at least 6": lambda: train.Schedule("linear", 5, warmup=5),
     r"^Schedule\(\): final is -1": lambda: train.Schedule("linear", 5, final=-1.0),
+    r"^Schedule\(\): final is 0.5 for kind 'constant', which": lambda: train.Schedule(final=0.5),
     r"^Batches\(\): there is no array": lambda: train.Batches(batch_size=1),
     r"^Batches\(\): arrays have shapes \(3,\), \(1,\)": lambda: train.Batches([1, 2, 3], [1], batch_size=1),
     r"^Batches\(\): arrays have shapes \(\)": lambda: train.Batches(3, batch_size=1),
@@ -523,6 +524,9 @@ ERRORS = {
     ).fit(1),
     r"^Trainer.fit\(\): schedule\(0\) is None; expected a real number": lambda: trainer(
         schedule=lambda step: None
+    ).fit(1),
+    r"^Trainer.fit\(\): schedule\(0\) is -0.5; expected a number of at least 0": lambda: trainer(
+        schedule=lambda step: -0.5
     ).fit(1),
     r"^SGD.step\(\): grads lacks w": lambda: trainer().fit(1),
     r"^Trainer.fit\(\): grads has 'typo', which is the name of no": lambda: trainer(
