@@ -1,7 +1,10 @@
 """The site: `sphinx-build -W --keep-going -n docs OUT` in an environment with the extra [docs]."""
 
+import os
 import sys
 from pathlib import Path
+
+import tomllib
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_site"))
@@ -19,6 +22,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "numpydoc",
     "myst_parser",
+    "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     "docstrings",
     "inline_svg",
@@ -57,6 +61,14 @@ sphinx_gallery_conf = {
     "write_computation_times": False,
 }
 
+# Copied is what one can run: no prompts, and no button on what a program prints.
+copybutton_selector = "div:not(.highlight-text, .highlight-none, .highlight-output) > div.highlight > pre"
+copybutton_exclude = ".linenos, .gp, .go"
+
+# Where the code is: pyproject.toml says it, or else whoever builds the site. Without either there is no link.
+URLS = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
+REPOSITORY = URLS.get("Repository") or os.environ.get("FASTATTN_REPOSITORY", "")
+
 html_theme = "pydata_sphinx_theme"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -64,9 +76,11 @@ html_show_sourcelink = False
 html_copy_source = False
 html_sidebars = {page: [] for page in ("index", "tutorial", "benchmarks")}
 html_theme_options = {
-    "logo": {"text": "fastattn"},
+    "logo": {"text": html_title},
     "header_links_before_dropdown": 7,
-    "navbar_end": ["theme-switcher"],
+    "navbar_end": ["theme-switcher", "navbar-icon-links"],
+    "icon_links": [{"name": "Repository", "url": REPOSITORY, "icon": "fa-solid fa-code-branch"}]
+    * bool(REPOSITORY),
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],
     "show_prev_next": True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import fastattn
 from fastattn import _cli_files, _cli_models
+from fastattn._args.errors import FULL, naming
 from fastattn._args.types import ROUNDINGS
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.suites import SUITES
@@ -20,6 +22,7 @@ from fastattn.models._weights import DTYPES as MODEL_DTYPES
 from fastattn.models._weights import WEIGHT_DTYPES
 
 BENCH_DTYPES = (*DTYPES, "int8", "int4")
+_SIGNALLED = 128  # a shell adds it to the number of the signal that ended a command
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -61,9 +64,11 @@ def _bench(options: argparse.Namespace) -> int:
         return 2
     print(report.text(result))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        with naming(options.json):
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
-        plot.draw(result, options.plot)
+        with naming(options.plot):
+            plot.draw(result, options.plot)
     return 0
 
 
@@ -229,6 +234,32 @@ def _require(package: str, what: str) -> None:
 
 def main() -> int:
     """Run the command line; returns the exit status."""
+    try:
+        try:
+            return _run()
+        finally:  # what is still to be written, also by --help
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _SIGNALLED + 2  # Ctrl-C
+    except BrokenPipeError:  # who read has read enough, and other commands end by SIGPIPE then
+        _drop_the_rest()
+        return _SIGNALLED + 13
+    except OSError as error:
+        text = str(error)
+        if error.filename is None and error.errno in FULL:  # of files, errors have the name
+            text = f"{error}: the standard output"
+            _drop_the_rest()
+        print(f"error: {text}", file=sys.stderr)
+        return 1
+
+
+def _drop_the_rest() -> None:
+    """Keep Python from writing to the standard output once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run() -> int:
     parser = _parser()
     if len(sys.argv) == 1:
         parser.print_help(sys.stderr)
@@ -237,10 +268,7 @@ def main() -> int:
     if unknown:  # name the options only: a value behind an unknown option is not the mistake
         named = [argument for argument in unknown if argument.startswith("-")] or unknown
         options.parser.error(f"not known: {' '.join(named)}")
-    try:
-        status: int = options.run(options)
-    except KeyboardInterrupt:
-        return 130  # the status that shells use for Ctrl-C
+    status: int = options.run(options)
     return status
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from functools import wraps
 from io import TextIOWrapper
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from fastattn._args.errors import naming
 from fastattn._args.types import lane_dtype
 from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_writable, write_json_lines
 from fastattn._cli_texts import Changed, Texts
@@ -49,16 +49,13 @@ _INSTEAD = {
 
 
 def _said(work: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """A command that returns an exit status; what is wrong with files or arguments is one line."""
+    """A command that returns an exit status; what is wrong with arguments or models is one line."""
 
     @wraps(work)
     def command(options: argparse.Namespace) -> int:
         try:
             work(options)
-            sys.stdout.flush()
-        except BrokenPipeError:  # whoever read has read enough; what is left is written when Python ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        except (ImportError, OSError, ValueError) as error:
+        except (ImportError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
         return 0
@@ -102,17 +99,18 @@ def embed(options: argparse.Namespace) -> None:
             "version": __version__,
         }
     empty = call.packed(np.empty((0, call.features), lane_dtype(model.dtype)))
-    unfinished = Unfinished(output, empty.shape[1], empty.dtype, run)
-    try:
-        rest = model._vectors(islice(lines, unfinished.rows, None), call)
-        for vectors in shown(rest, total=total, initial=unfinished.rows, disable=None):
-            unfinished.write(vectors)
-        unfinished.finish()
-    except Changed:
-        unfinished.discard()
-        raise
-    finally:
-        unfinished.close()
+    with naming(output):
+        unfinished = Unfinished(output, empty.shape[1], empty.dtype, run)
+        try:
+            rest = model._vectors(islice(lines, unfinished.rows, None), call)
+            for vectors in shown(rest, total=total, initial=unfinished.rows, disable=None):
+                unfinished.write(vectors)
+            unfinished.finish()
+        except Changed:
+            unfinished.discard()
+            raise
+        finally:
+            unfinished.close()
 
 
 @_said

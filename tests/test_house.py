@@ -14,6 +14,9 @@ import pytest
 import fastattn
 from fastattn import functional, grad, layers, masks, models, ops, plot, positions, train
 from fastattn._args.values import TAKE_INT8
+from fastattn._args.words import OTHER_NAMES
+from fastattn.layers._heads import CallOptions
+from fastattn.layers._transformer import DecoderOptions
 
 PACKAGE = Path(fastattn.__file__).parent
 PLAN = Path(__file__).parents[1].joinpath("docs/architecture.md").read_text(encoding="utf-8")
@@ -145,12 +148,15 @@ def signatures():
                     yield from ((f"{module.__name__}.{where}", parameter) for parameter in parameters)
 
 
-def glossary():
-    """{name of an argument: names that it must not have} of the plan's table."""
+def glossary_rows():
+    """(names of an argument, names that it must not have) of the plan's table."""
     rows = re.findall(r"^\| (`.*?) \| .*? \| (.*?) \|$", section("Names of arguments"), re.MULTILINE)
-    return {
-        name: re.findall(r"`(\w+)`", never) for names, never in rows for name in re.findall(r"`(\w+)`", names)
-    }
+    return [tuple(re.findall(r"`(\w+)`", cell) for cell in row) for row in rows]
+
+
+def glossary():
+    """{name of an argument: names that it must not have}."""
+    return {name: never for names, never in glossary_rows() for name in names}
 
 
 def test_one_name_for_one_thing():
@@ -160,6 +166,16 @@ def test_one_name_for_one_thing():
     ]
     assert wrong == []
     assert len(forbidden) > 10
+
+
+def test_errors_know_the_names_that_are_never_used():
+    """Who passes one is told the right one."""
+    for row, never in glossary_rows():
+        for word in never:
+            assert any(word in OTHER_NAMES.get(name, ()) for name in row), word
+    assert set(OTHER_NAMES) <= {name for _, name in signatures()} | set(CallOptions.__annotations__) | set(
+        DecoderOptions.__annotations__
+    )
 
 
 def test_the_glossary_names_what_there_is():
@@ -172,8 +188,8 @@ def test_options_are_those_of_attention():
     checked = inspect.signature(fastattn._args.attention.attention_args).parameters
     seen = inspect.signature(fastattn.attention).parameters
     options = set(fastattn._args.options.AttentionOptions.__annotations__)
-    assert set(seen) == {"q", "k", "v", "return_lse", "stats", *options}
-    assert set(checked) == {"func", "names", *seen}
+    assert set(seen) == {"q", "k", "v", "return_lse", "stats", "others", *options}
+    assert set(checked) == {"func", "names", *seen} - {"others"}
     for name in (*options, "return_lse", "stats"):
         assert seen[name].default == checked[name].default
     types = fastattn._args.options.AttentionOptions.__annotations__

@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import runpy
+import sys
 from importlib.metadata import metadata, requires, version
 from pathlib import Path
 
@@ -39,6 +41,44 @@ def test_pages_name_extras_that_there_are():
     lists = re.findall(r"pip install (?:-e )?'(?:fastattn|\.)\[([\w,]+)\]'", "".join(texts))
     named = {name for names in lists for name in names.split(",")}
     assert {"bench", "dask", "test", "torch"} <= named <= set(metadata("fastattn").get_all("Provides-Extra"))
+
+
+@pytest.fixture
+def project():
+    """The table [project] of pyproject.toml; the extra [docs] is for Python 3.11 and up."""
+    tomllib = pytest.importorskip("tomllib")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture
+def site(project, monkeypatch):
+    """What docs/conf.py says, in an environment with these variables."""
+
+    def read(**environment):
+        monkeypatch.delenv("FASTATTN_REPOSITORY", raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        return runpy.run_path(str(ROOT / "docs/conf.py"))
+
+    return read
+
+
+def test_the_site_needs_what_its_extra_installs(site, project):
+    own = {path.stem for path in (ROOT / "docs/_site").glob("*.py")}
+    modules = {name.partition(".")[0] for name in site()["extensions"]} - own - {"sphinx"}
+    extra = project["optional-dependencies"]["docs"]
+    assert "sphinx_copybutton" in modules
+    assert modules <= {re.match(r"[\w-]+", each)[0].lower().replace("-", "_") for each in extra}
+
+
+def test_the_site_shows_the_version_and_links_to_the_repository(site, project):
+    given, theirs = "https://example.org/code", project.get("urls", {}).get("Repository")
+    options = site(FASTATTN_REPOSITORY=given)["html_theme_options"]
+    assert options["logo"]["text"] == f"fastattn {fastattn.__version__}"
+    assert [link["url"] for link in options["icon_links"]] == [theirs or given]
+    options = site()["html_theme_options"]
+    assert [link["url"] for link in options["icon_links"]] == ([theirs] if theirs else [])
 
 
 def test_metadata():

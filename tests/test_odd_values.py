@@ -12,6 +12,7 @@ from tokenizers import models as tokenizer_models
 
 import fastattn
 from fastattn import functional, layers, masks, models, ops, positions
+from fastattn._args.values import short
 from fastattn.functional import feature_maps
 from fastattn.models import ModelError
 
@@ -48,7 +49,16 @@ def raises(start, call, value):
     assert "expected" in message
     assert "\n" not in message
     assert len(message) < 300
+    assert not re.search(r"\b(has|have|returned) of type", message)
     return True
+
+
+@pytest.mark.parametrize("value", ["x" * 99, ["x"] * 99, {"x" * 99: 1}, np.ones(99), 10**99, "\n" * 99, 3])
+def test_messages_show_values_as_nouns(value):
+    """They stand behind "has" and "returned", not only behind "is"."""
+    shown = short(value)
+    assert len(shown) <= 60
+    assert re.match(r"'.*'$|\d|a value of type (list|dict)$|an (array|integer) of ", shown), shown
 
 
 def decoding_cache(value):
@@ -61,8 +71,8 @@ STRINGS = {
     r"activate\(\): activation is": lambda s: ops.activate(ROWS, s),
     r"pack\(\): dtype is": lambda s: ops.pack(ROWS, dtype=s),
     r"attention\(\): backend is": lambda s: fastattn.attention(X, X, X, backend=s),
-    r"attention\(\): stats ": lambda s: fastattn.attention(X, X, X, stats=s),
-    r"attention\(\): stats has an entry": lambda s: fastattn.attention(X, X, X, stats=(s,)),
+    r"attention\(\): (an entry of )?stats ": lambda s: fastattn.attention(X, X, X, stats=s),
+    r"attention\(\): an entry of stats is": lambda s: fastattn.attention(X, X, X, stats=(s,)),
     r"linear_attention\(\): rule is": lambda s: functional.linear_attention(X, X, X, rule=s),
     r"qk_norm_attention\(\): norm is": lambda s: functional.qk_norm_attention(X, X, X, norm=s),
     r"FeedForward\(\): activation is": lambda s: layers.FeedForward(4, 8, s),
@@ -72,7 +82,7 @@ STRINGS = {
     r"Linear.load_state_dict\(\): weights_dtype": lambda s: layers.Linear(4, 8).load_state_dict(
         {}, weights_dtype=s
     ),
-    r"rope_frequencies\(\): scaling has type": lambda s: positions.rope_frequencies(
+    r"rope_frequencies\(\): the type of scaling is": lambda s: positions.rope_frequencies(
         8, scaling={"rope_type": s}
     ),
     r"KVCache\(\): dtype is": lambda s: layers.KVCache(dtype=s),

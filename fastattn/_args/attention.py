@@ -228,10 +228,12 @@ def _for_keys(args: AttentionArgs, func: str, name: str, scale: Array, one_head:
 
 def add_mask(args: AttentionArgs, func: str, name: str, mask: ArrayLike) -> None:
     """Check `mask`, the argument `name`, and add it to `args`."""
+    if isinstance(mask, type):
+        expected = "a bool array or a mask, such as masks.causal()"
+        raise TypeError(f"{func}(): {name} is {mask.__name__}, not called; expected {expected}")
     if callable(mask):
-        called = getattr(mask, "__name__", "a function")
-        expected = "a bool array or a mask, such as masks.causal() or masks.compile(function, shape)"
-        raise TypeError(f"{func}(): {name} is {called}, not called; expected {expected}")
+        expected = "a bool array or a mask, as masks.compile(f, shape) makes of f(b, h, i, j)"
+        raise TypeError(f"{func}(): {name} is a function; expected {expected}")
     array = as_array(func, name, mask)
     if array.dtype != np.bool_:
         expected = "bool, True where a query attends (numbers to add to the scores go to bias=)"
@@ -322,13 +324,16 @@ def window_sides(func: str, window: Any) -> tuple[int | None, int | None]:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         expected = "a pair (left, right) of integers or None"
+        if type(window) is int and window > 0:  # Hugging Face's sliding_window, which counts the query's key
+            expected += f", as ({window - 1}, 0) for the last {window} keys"
         raise TypeError(f"{func}(): window is {short(window)}; expected {expected}")
     try:
         left, right = (
             None if n is None else integer(func, f"window[{i}]", n, 0) for i, n in enumerate(window)
         )
     except ValueError as error:
-        raise ValueError(f"{error}, or None for no bound") from None
+        also = ", where flash-attn has -1" if "is -1;" in str(error) else ""
+        raise ValueError(f"{error}, or None for no bound{also}") from None
     return left, right
 
 
@@ -356,9 +361,9 @@ def partial_states(func: str, outs: Any, lses: Any) -> tuple[list[Array], list[A
     lse_parts = [float_array(func, f"lses[{i}]", x).astype(lane) for i, x in enumerate(lses)]
     for i, (out, lse) in enumerate(zip(out_parts, lse_parts, strict=True)):
         if out.dtype != dtype:
-            raise wrong_dtype(func, f"outs[{i}]", out, f"{dtype} as outs[0]")
+            raise wrong_dtype(func, f"outs[{i}]", out, f"{dtype}, as outs[0] has")
         if out.shape != shape:
-            raise wrong_shape(func, f"outs[{i}]", out, f"{shape} as outs[0]")
+            raise wrong_shape(func, f"outs[{i}]", out, f"{shape}, as outs[0] has")
         if lse.shape != shape[:-1]:
             raise wrong_shape(func, f"lses[{i}]", lse, f"{shape[:-1]}, one a row")
     return out_parts, lse_parts, np.empty(shape, dtype), np.empty(shape[:-1], lane)

@@ -41,7 +41,7 @@ class Results:
         elif not isinstance(into, (tuple, list)):
             raise wrong_type(func, "into", into, "a tuple of arrays, or of None")
         if len(into) != len(need):
-            raise ValueError(f"{func}(): into has {len(into)} items; expected {len(need)}, as need")
+            raise ValueError(f"{func}(): into has {len(into)} items; expected {len(need)}, as need has")
         self._func, self._need = func, need
         self._given = dict(zip(need, into, strict=True))
         self._inputs = [(name, x, x) for name, x in inputs.items()]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from fastattn._args.words import not_an_argument
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from fastattn.masks import Mask
 
 Backend = Literal["compiled", "numpy"]
+
+
+class NoOptions(TypedDict, total=False):
+    """Nothing: functions whose arguments are all said take ``**others`` to name the right one in an error."""
 
 
 class ComputeOptions(TypedDict, total=False):
@@ -282,5 +288,4 @@ def require_options(func: str, options: Mapping[str, Any], taken: type) -> None:
     """Raise unless `taken`, one of the classes above, has all `options`."""
     for name in options:
         if name not in taken.__annotations__:
-            expected = ", ".join(taken.__annotations__)
-            raise TypeError(f"{func}(): {name} is not an argument; expected one of {expected}")
+            raise not_an_argument(func, options, taken)

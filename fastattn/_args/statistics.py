@@ -71,13 +71,13 @@ def statistics_args(
 def _name(func: str, text: Any) -> tuple[str, int]:
     """Check one entry of `stats`; return its name, and k for "top_k:k"."""
     if not isinstance(text, str):
-        raise TypeError(f"{func}(): stats has an entry {short(text)}; expected one of {', '.join(NAMES)}")
+        raise TypeError(f"{func}(): an entry of stats is {short(text)}; expected one of {', '.join(NAMES)}")
     name, colon, number = text.partition(":")
     if name == "top_k" and number.isdecimal() and len(number) < 10 and int(number) > 0:
         return name, int(number)
     if name == "top_k":
         expected = "top_k:k with k from 1 to 999999999, as top_k:8"
-        raise ValueError(f"{func}(): stats has an entry {text[:40]!r}; expected {expected}")
+        raise ValueError(f"{func}(): an entry of stats is {short(text)}; expected {expected}")
     if colon or name not in NAMES:
-        raise ValueError(f"{func}(): stats has an entry {short(text)}; expected one of {', '.join(NAMES)}")
+        raise ValueError(f"{func}(): an entry of stats is {short(text)}; expected one of {', '.join(NAMES)}")
     return name, 0

@@ -86,6 +86,15 @@ def as_array(func: str, name: str, x: Any) -> Array:
     return array
 
 
+def mask_array(func: str, name: str, x: Any) -> Array:
+    """`x`, a mask as torch's, as an array: no function, and none of `fastattn.masks`."""
+    function = callable(x) and not hasattr(x, "__array__")
+    if function or hasattr(x, "to_array"):
+        what = "a function" if function else short(x)
+        raise TypeError(f"{func}(): {name} is {what}; expected an array (masks.Mask.to_array makes one)")
+    return as_array(func, name, x)
+
+
 def shared(x: Any) -> Array:
     """`x` as an array: the same memory wherever NumPy can read it."""
     if hasattr(x, "__array__") or not hasattr(x, "__dlpack__"):
@@ -344,11 +353,18 @@ def _listed(items: Iterable[Any]) -> str:
     return f"{', '.join(most)} and {last}"
 
 
+_LONG = 40  # characters that a message shows of a value
+
+
 def short(x: Any) -> str:
-    """`x` as messages show it: its value, or if that is long, its type."""
+    """`x` as messages show it, as a noun: its value, or if that is long, its beginning or its type."""
     if isinstance(x, np.ndarray):
         return f"an array of shape {x.shape} and dtype {x.dtype}"
     if isinstance(x, int) and x.bit_length() > 128:  # Python refuses to print thousands of digits
         return f"an integer of {x.bit_length()} bits"
     text = repr(x)
-    return text if len(text) <= 40 and "\n" not in text else f"of type {type(x).__name__}"
+    if len(text) <= _LONG and "\n" not in text:
+        return text
+    if type(x) is str:
+        return f"{text[: _LONG - 4]}...{text[-1]}"
+    return f"a value of type {type(x).__name__}"

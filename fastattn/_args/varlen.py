@@ -48,7 +48,7 @@ def varlen_args(
     begins_k = _begins(func, "cu_seqlens_k", cu_seqlens_k, "k", len(arrays["k"]))
     if len(begins_q) != len(begins_k):
         came = f"cu_seqlens_q is of {len(begins_q) - 1} sequences and cu_seqlens_k of {len(begins_k) - 1}"
-        raise ValueError(f"{func}(): {came}; expected as many")
+        raise ValueError(f"{func}(): {came}; expected the same number")
     _require_shapes(func, arrays)
     causal = flag(func, "causal", causal)
     left, right = window_sides(func, window)

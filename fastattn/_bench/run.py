@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
+from fastattn._args.errors import naming
 from fastattn._bench.pool import Crash, WorkerProcess
 from fastattn._bench.suite import Problem, Request, Section
 from fastattn._bench.suites import SUITES
@@ -66,7 +67,7 @@ def run(
         for name, engine in SUITES[suite].engines.items()
         if engine.installed() and (full or name != "fallback" or not fastattn.available_isas())
     ]
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, naming(folder):
         request = Request(dtype, full or only != "", seed, Path(folder))
         sections = chosen(SUITES[suite].plan(request), only)
         with started(suite, engines, threads) as workers:

@@ -31,11 +31,11 @@ _ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else rang
 CPUS = tuple(sorted(_ALLOWED))
 
 core: Any = None  # the compiled layer, fastattn/_engine/core/_core.pyx
-_WHY_NOT_COMPILED = ""
+_IMPORT_ERROR = ""
 try:
     core = import_module("fastattn._engine.core._core")
 except ImportError as error:
-    _WHY_NOT_COMPILED = str(error)
+    _IMPORT_ERROR = str(error)
 
 BACKENDS = ("compiled", "numpy")
 MAX_THREADS = 4096  # no machine has more; a larger number is a mistake
@@ -166,7 +166,7 @@ def _from_environment() -> _Settings:
     if backend and backend not in BACKENDS:
         raise ValueError(f"FASTATTN_BACKEND is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if backend == "compiled" and core is None:
-        raise ImportError(f"FASTATTN_BACKEND is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
+        raise ImportError(f"FASTATTN_BACKEND is 'compiled', but there are no kernels: {_missing().why}")
     if isa and (backend != "numpy" or core is not None):  # also with "numpy": a call may ask for "compiled"
         _use_isa("FASTATTN_ISA", isa)
     if core is not None:
@@ -180,7 +180,7 @@ def _from_environment() -> _Settings:
 def _use_isa(what: str, isa: str) -> None:
     """Use the instruction set `isa`, for which `what` asks."""
     if isa not in available_isas():
-        available = ", ".join(available_isas()) or f"none ({_WHY_NOT_COMPILED})"
+        available = ", ".join(available_isas()) or f"none ({_missing().why})"
         raise ValueError(f"{what} is {isa!r}; available here: {available}")
     core.set_isa(isa)
 
@@ -256,7 +256,7 @@ def require_backend(func: str, backend: str | None) -> None:
         expected = f"one of {', '.join(BACKENDS)}, or None"
         raise ValueError(f"{func}(): backend is {short(backend)}; expected {expected}")
     if backend == "compiled" and core is None:
-        raise ValueError(f"{func}(): backend is 'compiled', but there are no kernels: {_WHY_NOT_COMPILED}")
+        raise ValueError(f"{func}(): backend is 'compiled', but there are no kernels: {_missing().why}")
 
 
 @contextmanager
@@ -292,9 +292,8 @@ def warn_of_fallback() -> None:
         return
     _warned = True
     warn(
-        f"fastattn runs on NumPy, several times slower: there are no compiled kernels ({_WHY_NOT_COMPILED})."
-        f" Install it again where there is a C compiler (FASTATTN_REQUIRE_EXT=1 makes pip say what fails), or"
-        f" set FASTATTN_BACKEND=numpy to use NumPy without this warning.",
+        f"fastattn runs on NumPy, several times slower: there are no compiled kernels ({_missing().why})."
+        f" {_missing().remedy}. Or set FASTATTN_BACKEND=numpy to use NumPy without this warning.",
         FallbackWarning,
     )
 
@@ -305,6 +304,11 @@ def warn(message: str, category: type[Warning]) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fastattn":
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def _missing() -> Any:
+    """Why there are no kernels, and what to do."""
+    return import_module("fastattn._engine.missing").missing(_IMPORT_ERROR)
 
 
 def _tuning() -> Any:
@@ -326,7 +330,7 @@ def why_numpy(backend: str | None = None) -> str | None:
         return None
     if current.asked_by:
         return f"asked for by {current.asked_by}"
-    return f"there are no compiled kernels: {_WHY_NOT_COMPILED}"
+    return f"there are no compiled kernels: {_missing().why}"
 
 
 def show_config() -> Report:

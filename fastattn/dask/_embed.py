@@ -254,7 +254,7 @@ class Embed:
             self.check(Path(path))
             if require("pyarrow.parquet").read_table(path, columns=["text"])["text"].to_pylist() == texts:
                 return path
-            came = f"texts has others in partition {number} than {path}"
+            came = f"partition {number} of texts has other texts than {path}"
             raise ValueError(f"{_FUNC}(): {came}; expected the same, or a new folder for output")
         if self.num_threads is not None:
             set_num_threads(self.num_threads)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastattn._args.attention import attention_args, partial_states
-from fastattn._args.options import AttentionOptions, Backend, WeightsOptions, require_options
+from fastattn._args.options import AttentionOptions, Backend, NoOptions, WeightsOptions, require_options
+from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch, settings
 from fastattn._engine.tiles import count_tiles
 from fastattn._reference import attention as reference
@@ -95,6 +96,7 @@ def attention(
     stats: Sequence[str] | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
+    **others: Unpack[NoOptions],
 ) -> Any:
     """Exact scaled dot-product attention, ``softmax(scale * q @ k.T) @ v``, fused.
 
@@ -171,6 +173,8 @@ def attention(
     backend : {"compiled", "numpy"}, optional
         Run this implementation and no other. By default the compiled one, or where it is missing, NumPy,
         which is said once by a `FallbackWarning`.
+    **others
+        None: an error says what an argument of another library is called here.
 
     Returns
     -------
@@ -234,6 +238,8 @@ def attention(
     >>> fastattn.attention(q, k, v, causal=True).shape
     (1, 8, 2, 64)
     """
+    if others:
+        raise not_an_argument("attention", others, attention)
     args = attention_args(
         "attention", q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, kv_lengths,
         q_offset, row_ranges, out, return_lse, num_threads, backend, stats, k_scale=k_scale, v_scale=v_scale,

@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastattn._args.errors import wrong_shape
-from fastattn._args.options import Backend, ComputeOptions, DecayOptions, DeltaOptions, require_options
+from fastattn._args.options import (
+    Backend,
+    ComputeOptions,
+    DecayOptions,
+    DeltaOptions,
+    NoOptions,
+    require_options,
+)
 from fastattn._args.recurrent import recurrent_args
 from fastattn._args.values import flag, float_array, real_array, short
+from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn.functional._pieces import run
 from fastattn.functional.feature_maps import unit
@@ -43,6 +51,7 @@ def linear_attention(
     out: Array | None = None,
     num_threads: int | None = None,
     backend: Backend | None = None,
+    **others: Unpack[NoOptions],
 ) -> Result:
     r"""``out_t = scale * S_t.T @ q_t``, where every token writes to the state S (head_dim, head_dim_v).
 
@@ -96,6 +105,8 @@ def linear_attention(
         Where that state goes (a pair with `normalize`); it may be `state` itself, and implies `return_state`.
     out, num_threads, backend
         As in `attention`; out has the shape of the result below.
+    **others
+        None: an error says what an argument of another library is called here.
 
     Returns
     -------
@@ -144,6 +155,8 @@ def linear_attention(
     >>> next_out.shape, state.shape
     ((2, 1, 64), (2, 64, 64))
     """
+    if others:
+        raise not_an_argument("linear_attention", others, linear_attention)
     args = recurrent_args(
         "linear_attention", q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state,
         return_state, out_state, out, num_threads, backend,

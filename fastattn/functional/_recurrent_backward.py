@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.grad import needed
-from fastattn._args.options import Backend, DecayGradientOptions, DeltaGradientOptions, require_options
+from fastattn._args.options import (
+    Backend,
+    DecayGradientOptions,
+    DeltaGradientOptions,
+    NoOptions,
+    require_options,
+)
 from fastattn._args.recurrent_backward import recurrent_backward_args
 from fastattn._args.values import flag, float_array, is_float, shared
+from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn.functional._recurrent import retention_decays
 from fastattn.functional.feature_maps import unit, unit_backward
@@ -42,6 +49,7 @@ def linear_attention_backward(
     need: tuple[str, ...] = ("dq", "dk", "dv"),
     num_threads: int | None = None,
     backend: Backend | None = None,
+    **others: Unpack[NoOptions],
 ) -> Gradients:
     """Gradients of `linear_attention`, from that of its result.
 
@@ -58,6 +66,8 @@ def linear_attention_backward(
         before the first token (of zeros, where none was given).
     num_threads, backend
         As in `attention`.
+    **others
+        None: an error says what an argument of another library is called here.
 
     Returns
     -------
@@ -93,6 +103,8 @@ def linear_attention_backward(
     >>> dq.shape, dlog_decay.shape
     ((2, 100, 64), (2,))
     """
+    if others:
+        raise not_an_argument("linear_attention_backward", others, linear_attention_backward)
     args = recurrent_backward_args(
         "linear_attention_backward", dout, q, k, v, rule, log_decay, beta, causal, scale, normalize, eps,
         state, dstate_out, need, num_threads, backend,

@@ -9,7 +9,8 @@ import numpy as np
 from fastattn._args.attention import add_bias, add_mask, attention_args, dropout_of
 from fastattn._args.backward import backward_args
 from fastattn._args.errors import wrong_type
-from fastattn._args.values import as_array, flag, float_array
+from fastattn._args.values import flag, float_array, mask_array
+from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn._reference import attention as reference
 from fastattn._reference import backward
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Unpack
 
+    from fastattn._args.options import NoOptions
     from fastattn._args.types import Array, Ints
     from fastattn.masks import Mask
 
@@ -34,6 +37,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     seed: int | None = None,
+    **others: Unpack[NoOptions],
 ) -> NDArray[Any]:
     """`attention` with the name, arguments and semantics of torch's function, on NumPy arrays.
 
@@ -54,6 +58,8 @@ def scaled_dot_product_attention(
         have the same number, as torch's documentation asks; its code also takes two different ones.
     seed : int, optional
         Names what is dropped, as in `attention`. torch has a hidden state instead.
+    **others
+        None: an error says what an argument of another library is called here.
 
     Returns
     -------
@@ -72,6 +78,8 @@ def scaled_dot_product_attention(
     -inf masks.
     """
     func = "scaled_dot_product_attention"
+    if others:
+        raise not_an_argument(func, others, scaled_dot_product_attention)
     if flag(func, "is_causal", is_causal) and attn_mask is not None:
         raise ValueError(f"{func}(): attn_mask is given and is_causal is True; expected one of the two")
     names = ("query", "key", "value")
@@ -90,7 +98,7 @@ def scaled_dot_product_attention(
     args = attention_args(func, q, k, v, causal=is_causal, q_offset=q_offset, scale=scale, names=names)
     args.dropout, args.seed = dropout_of(func, dropout_p, seed, "dropout_p")
     if attn_mask is not None:
-        array = as_array(func, "attn_mask", attn_mask)
+        array = mask_array(func, "attn_mask", attn_mask)
         if array.dtype == np.bool_:
             add_mask(args, func, "attn_mask", array)
         else:
@@ -109,6 +117,7 @@ def flex_attention(
     scale: float | None = None,
     q_offset: ArrayLike | None = None,
     return_lse: bool = False,
+    **others: Unpack[NoOptions],
 ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]:
     """Attention whose scores pass through a function of yours: for trying out what has no kernel.
 
@@ -125,6 +134,8 @@ def flex_attention(
         float32 (float64 for float64); b an int, the sequence, counted over all batch dimensions; and integer
         arrays that broadcast to the scores: h, query heads; i, positions of queries; j, keys. Its result
         broadcasts to the scores; -inf in it masks. Without it this is `attention`.
+    **others
+        None: an error says what an argument of another library is called here.
 
     Raises
     ------
@@ -145,6 +156,8 @@ def flex_attention(
     (1, 2, 5, 8)
     """
     func = "flex_attention"
+    if others:
+        raise not_an_argument(func, others, flex_attention)
     if score_mod is not None and not callable(score_mod):
         raise wrong_type(func, "score_mod", score_mod, "a function")
     args = attention_args(func, q, k, v, mask, scale=scale, q_offset=q_offset, return_lse=return_lse)
@@ -171,6 +184,7 @@ def flex_attention_backward(
     q_offset: ArrayLike | None = None,
     dlse: ArrayLike | None = None,
     need: Sequence[str] = ("dq", "dk", "dv"),
+    **others: Unpack[NoOptions],
 ) -> tuple[Any, ...]:
     """Gradients of `flex_attention`; of a `score_mod`, you say what its own gradient is.
 
@@ -190,6 +204,8 @@ def flex_attention_backward(
         `score_mod`: its derivative cannot be seen from outside.
     need : tuple of str, default ("dq", "dk", "dv")
         Which gradients to compute, and in which order to return them: these, and ``"dscale"``.
+    **others
+        None: an error says what an argument of another library is called here.
 
     Returns
     -------
@@ -216,6 +232,8 @@ def flex_attention_backward(
     (1, 2, 5, 8)
     """
     func = "flex_attention_backward"
+    if others:
+        raise not_an_argument(func, others, flex_attention_backward)
     functions = {"score_mod": score_mod, "score_mod_backward": score_mod_backward}
     for name, function in functions.items():
         if function is not None and not callable(function):

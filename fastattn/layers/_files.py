@@ -22,7 +22,7 @@ def opened(func: str, file: str, stack: ExitStack) -> Any:
     try:
         file.encode()
     except UnicodeEncodeError:  # the library takes no bytes of other encodings
-        raise ValueError(f"{func}(): state is the path {file!r}; expected one in UTF-8") from None
+        raise ValueError(f"{func}(): state_dict is the path {file!r}; expected one in UTF-8") from None
     if os.path.isdir(file):
         raise ValueError(f"{func}(): {file} is a folder; expected a safetensors file")
     if not os.path.exists(file):

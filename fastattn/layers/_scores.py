@@ -9,7 +9,7 @@ import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.types import FLOAT64, lane_dtype
-from fastattn._args.values import as_array, is_float
+from fastattn._args.values import is_float, mask_array
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, Bools, Shape
@@ -42,7 +42,7 @@ def add_masks(
     for name, x, with_four_axes in masks:
         if x is None:
             continue
-        array = with_four_axes(func, name, as_array(func, name, x), shape)
+        array = with_four_axes(func, name, mask_array(func, name, x), shape)
         if array.dtype == np.bool_:
             hidden.append(array)
         elif is_float(array.dtype):
@@ -67,7 +67,7 @@ def padding_alone(
         return False, None
     if key_padding_mask is None:
         return True, None
-    array = as_array(names.func, names.key_padding_mask, key_padding_mask)
+    array = mask_array(names.func, names.key_padding_mask, key_padding_mask)
     found = array if array.dtype == np.bool_ and array.shape == shape else None
     return found is not None, found
 

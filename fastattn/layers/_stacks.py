@@ -12,6 +12,7 @@ from fastattn._args.cache import cache_args
 from fastattn._args.errors import wrong_type
 from fastattn._args.options import require_options
 from fastattn._args.values import flag, float_array, integer, iterated
+from fastattn._args.words import not_an_argument
 from fastattn.cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers import _calls
 from fastattn.layers._basic import _Norm
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
     from typing_extensions import Unpack
 
+    from fastattn._args.options import NoOptions
     from fastattn._args.types import Array, Rounding
     from fastattn._engine.tape import Tape, Value
     from fastattn.layers._gradients import Pullback
@@ -154,17 +156,20 @@ class TransformerEncoder(_Stack):
         is_causal: bool = False,
         cache: Sequence[KVCache] | None = None,
         lengths: ArrayLike | None = None,
+        **others: Unpack[NoOptions],
     ) -> Array:
         """The stack's result for src, (B, L, d_model) or (L, d_model).
 
         Arguments are those of `TransformerEncoderLayer`, `mask` its src_mask: True hides in a bool mask.
         `cache` is of `new_cache`.
         """
+        if others:
+            raise not_an_argument("TransformerEncoder", others, TransformerEncoder.__call__)
         options = {"src_key_padding_mask": src_key_padding_mask, "is_causal": is_causal, "lengths": lengths}
         out = self._run("src", src, cache, src_mask=mask, **options)
         if self.norm is not None:  # it makes its bias of rows that are 0
-            others = (is_causal, mask, cache, lengths)
-            _, padding = padding_alone(_SRC, src_key_padding_mask, out.shape[:-1], *others)
+            given = (is_causal, mask, cache, lengths)
+            _, padding = padding_alone(_SRC, src_key_padding_mask, out.shape[:-1], *given)
             if padding is not None:
                 out[padding] = 0
         return out
@@ -179,12 +184,16 @@ class TransformerEncoder(_Stack):
         checkpoint: bool = False,
         dropout: float = 0.0,
         seed: int | None = None,
+        **others: Unpack[NoOptions],
     ) -> tuple[Array, Pullback]:
         """The stack's result, and what makes gradients: ``dsrc, grads = pullback(dout)``; see `Pullback`.
 
         Arguments are those of the layers' `forward_backward`. With `checkpoint`, only the input of each layer
         is kept.
         """
+        if others:
+            func = "TransformerEncoder.forward_backward"
+            raise not_an_argument(func, others, TransformerEncoder.forward_backward)
         self._require_layers()
         batched, options, array = self._encoded(src, mask, src_key_padding_mask, is_causal)
 

@@ -22,12 +22,14 @@ from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, is_finite
 from fastattn._args.values import as_array, generator, is_float, short
+from fastattn._args.words import not_an_argument
 from fastattn.layers._files import opened, prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from numpy.typing import DTypeLike
+    from typing_extensions import Self
 
     from fastattn._args.types import Array, Rounding, Shape
     from fastattn._engine.tape import Gradients
@@ -93,6 +95,13 @@ class Layer:
     # Names of parameters that are kept as they are, in the lane type, and the fields that hold them.
     _vectors: ClassVar[tuple[tuple[str, str], ...]] = ()
     _parts: ClassVar[tuple[str, ...]] = ()  # fields that hold other layers
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        """Raise if an argument has a name that only another library knows; else as usual."""
+        fields = vars(cls).get("__dataclass_fields__")
+        if fields and not fields.keys() >= named.keys():
+            raise not_an_argument(cls.__name__, named, cls.__init__)
+        return super().__new__(cls)
 
     def _parameters(self) -> dict[str, Parameter]:
         """What this layer itself holds, in torch's order."""
@@ -306,7 +315,7 @@ class Layer:
             for name, array in own.items():
                 if array.ndim < 2 and not is_finite(array, array.dtype.name, or_none=True):
                     raise ValueError(
-                        f"{func}: {path + name} has values that are not finite; expected finite ones"
+                        f"{func}(): {path + name} has values that are not finite; expected finite ones"
                     )
             packed.append((layer, layer._pack(own, layer.weights_dtype)))
         for layer, fields in packed:

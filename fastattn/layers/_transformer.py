@@ -11,6 +11,7 @@ from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import rows
 from fastattn._args.options import require_options
 from fastattn._args.values import as_array, flag
+from fastattn._args.words import not_an_argument
 from fastattn._engine import recorded
 from fastattn._engine.program import OUT, Program, Sequences, X, build
 from fastattn.cache import DecoderCache, KVCache, restored_on_error
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
+    from fastattn._args.options import NoOptions
     from fastattn._args.types import Array
     from fastattn._engine.tape import Tape, Value
     from fastattn.layers._gradients import Pullback
@@ -96,6 +98,7 @@ class TransformerEncoderLayer(TransformerLayer):
         is_causal: bool = False,
         cache: KVCache | None = None,
         lengths: ArrayLike | None = None,
+        **others: Unpack[NoOptions],
     ) -> Array:
         """The layer of src, (B, L, d_model) or (L, d_model); arguments as in `MultiHeadAttention`.
 
@@ -103,13 +106,15 @@ class TransformerEncoderLayer(TransformerLayer):
         other mask, `is_causal` or `cache` is given; what stands in them, NaN included, reaches nothing. With
         `is_causal` and a `cache` this is the layer of a decoder-only model.
         """
+        if others:
+            raise not_an_argument(_SRC.func, others, TransformerEncoderLayer.__call__)
         array, batched = self._input("src", src, cache, KVCache)
         if batched is not array:
             src_key_padding_mask = _calls.one_batch(_SRC.func, _SRC.key_padding_mask, src_key_padding_mask)
         batch, length, _ = batched.shape
         x, is_causal = rows(batched), flag(_SRC.func, "is_causal", is_causal)
-        others = (is_causal, src_mask, cache, lengths)
-        plain, padding = padding_alone(_SRC, src_key_padding_mask, (batch, length), *others)
+        given = (is_causal, src_mask, cache, lengths)
+        plain, padding = padding_alone(_SRC, src_key_padding_mask, (batch, length), *given)
         if plain and (program := self._program()) is not None:
             if padding is None:
                 return program.run(x, Sequences(batch)).reshape(array.shape)
@@ -149,6 +154,7 @@ class TransformerEncoderLayer(TransformerLayer):
         checkpoint: bool = False,
         dropout: float = 0.0,
         seed: int | None = None,
+        **others: Unpack[NoOptions],
     ) -> tuple[Array, Pullback]:
         """The layer of src, and what makes gradients: ``dsrc, grads = pullback(dout)``; see `Pullback`.
 
@@ -157,6 +163,9 @@ class TransformerEncoderLayer(TransformerLayer):
         share becomes 0 of the probabilities, and of what attention and the feed-forward add to their input,
         as `seed` says.
         """
+        if others:
+            func = f"{_SRC.func}.forward_backward"
+            raise not_an_argument(func, others, TransformerEncoderLayer.forward_backward)
         array, batched = self._input("src", src, None, KVCache)
         if batched is not array:
             src_key_padding_mask = _calls.one_batch(_SRC.func, _SRC.key_padding_mask, src_key_padding_mask)

@@ -47,7 +47,10 @@ class window(Mask):
     right: int | None = 0
 
     def __post_init__(self) -> None:
-        self._set_integers(**{name: 0 for name in ("left", "right") if getattr(self, name) is not None})
+        try:
+            self._set_integers(**{name: 0 for name in ("left", "right") if getattr(self, name) is not None})
+        except ValueError as error:
+            raise ValueError(f"{error}, or None for no bound") from None
 
     def resolve(self, shape: ScoreShape) -> Resolved:
         return Resolved(*key_ranges.window(shape.position, self.left, self.right))

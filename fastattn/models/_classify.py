@@ -11,6 +11,7 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, integer, iterated, short
+from fastattn._args.words import not_an_argument
 from fastattn.models import _model
 from fastattn.models._encode import batches, calls, watched
 from fastattn.models._files import ModelError
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
+    from fastattn._args.options import NoOptions
     from fastattn._args.types import Array
     from fastattn.models._chat import ChatTemplate
     from fastattn.models._sentences import Dense, LayerNorm, Pooling
@@ -93,6 +96,7 @@ class CrossEncoder(Classifier):
     activation: str  # of the logits, by its name in torch.nn
     pooling: Pooling  # before the head
     template: ChatTemplate | None = None  # that makes a text of a pair; else the tokenizer takes both
+    _pairs = True
 
     def _logits(self, states: Array, mask: Array) -> Array:
         return self._scored(self.pooling(states[mask], np.append(0, np.cumsum(mask.sum(axis=1)))))
@@ -106,6 +110,7 @@ class CrossEncoder(Classifier):
         show_progress_bar: bool | None = None,
         activation_fn: Callable[[Array], ArrayLike] | None = None,
         apply_softmax: bool = False,
+        **others: Unpack[NoOptions],
     ) -> Array:
         """The scores of each pair of texts.
 
@@ -128,6 +133,8 @@ class CrossEncoder(Classifier):
             what the folder says, or else a sigmoid for one label, and nothing for several.
         apply_softmax : bool, default False
             Whether the scores of several labels become probabilities, after the activation.
+        **others
+            None: an error says what an argument of another library is called here.
 
         Returns
         -------
@@ -142,6 +149,8 @@ class CrossEncoder(Classifier):
             If the folder has no tokenizer.json, or one that does not fit the model.
         """
         func = "predict"
+        if others:
+            raise not_an_argument(func, others, CrossEncoder.predict)
         one, pairs = _pairs(func, "inputs", inputs)
         prompt = self.encoder.sentences.prompt(func, prompt_name, prompt)
         batch_size, progress = batches(func, batch_size, show_progress_bar)
@@ -170,6 +179,7 @@ class CrossEncoder(Classifier):
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         activation_fn: Callable[[Array], ArrayLike] | None = None,
+        **others: Unpack[NoOptions],
     ) -> list[dict[str, Any]]:
         """The documents that fit a query best, the best one first; equal ones stay in order.
 
@@ -183,6 +193,8 @@ class CrossEncoder(Classifier):
             Whether the results have the documents.
         prompt_name, prompt, batch_size, show_progress_bar, activation_fn
             As in `predict`.
+        **others
+            None: an error says what an argument of another library is called here.
 
         Returns
         -------
@@ -195,6 +207,8 @@ class CrossEncoder(Classifier):
             If an argument does not fit; if the model has several labels.
         """
         func = "rank"
+        if others:
+            raise not_an_argument(func, others, CrossEncoder.rank)
         if self.num_labels != 1:
             raise ValueError(
                 f"{func}(): the model has {self.num_labels} labels; expected one, or predict for these"

@@ -12,6 +12,7 @@ from fastattn._args import key_ranges
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import as_array, integer, integers, short
+from fastattn._args.words import not_an_argument
 from fastattn._engine.program import OUT, LinearStep, NormStep, Program, Sequences, X, build
 from fastattn.cache import KVCache
 from fastattn.layers._block import model_program
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import ArrayLike, DTypeLike
+    from typing_extensions import Unpack
 
+    from fastattn._args.options import NoOptions
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints, Shape
     from fastattn.layers._block import Window
@@ -198,6 +201,7 @@ class Decoder(_model.Model):
         rng: np.random.Generator | int | None = None,
         stop: int | Sequence[int] | None = None,
         cache_dtype: DTypeLike | None = None,
+        **others: Unpack[NoOptions],
     ) -> Iterator[Any]:
         """Continue sequences, a token at a time, and yield each token as soon as it is known.
 
@@ -225,6 +229,8 @@ class Decoder(_model.Model):
         cache_dtype : {"int8"}, optional
             Keep keys and values in int8, as `KVCache` does, instead of the model's dtype: a quarter of the
             memory of float32 that a step reads, half of bfloat16's. Prompts attend what is kept, too.
+        **others
+            None: an error says what an argument of another library is called here.
 
         Yields
         ------
@@ -244,6 +250,8 @@ class Decoder(_model.Model):
         values take ``2 * num_layers * num_kv_heads * head_dim`` numbers a token, as many tokens a sequence as
         the longest has. At first there is room for 256 new tokens; the room doubles when it is full.
         """
+        if others:
+            raise not_an_argument("generate", others, Decoder.generate)
         single, prompts = self._prompts(ids, attention_mask)
         if cache_dtype is not None:
             cache_dtype = dtype_choice("generate", "cache_dtype", cache_dtype, ("int8",))

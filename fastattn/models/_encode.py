@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from fastattn._args.options import require_options
+from fastattn._args.options import NoOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag, integer
 from fastattn.models import _model
@@ -122,8 +122,16 @@ class Embedder(_model.Model):
 
     @property
     def max_seq_length(self) -> int | None:
-        """The most tokens of a text, special ones included; what is longer is cut."""
+        """The most tokens of a text, special ones included; what is longer is cut.
+
+        It can be set, as in sentence-transformers, up to what the model takes. Calls that have begun go on
+        with the length that they began with.
+        """
         return self.text.limit
+
+    @max_seq_length.setter
+    def max_seq_length(self, tokens: int) -> None:
+        object.__setattr__(self, "text", self.text.shortened(type(self).__name__, tokens))
 
     def get_sentence_embedding_dimension(self) -> int:
         """Features of a vector that `encode` makes."""
@@ -151,6 +159,7 @@ class Embedder(_model.Model):
         precision: str = "float32",
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
+        **others: Unpack[NoOptions],
     ) -> Array:
         """One vector for each text.
 
@@ -176,6 +185,8 @@ class Embedder(_model.Model):
             Whether to scale vectors to length 1; if the folder says so, they have it already.
         truncate_dim : int, optional
             Keep the first so many features, before vectors are scaled; by default as the folder says, or all.
+        **others
+            None: an error says what an argument of another library is called here.
 
         Returns
         -------
@@ -197,6 +208,7 @@ class Embedder(_model.Model):
             precision=precision,
             normalize_embeddings=normalize_embeddings,
             truncate_dim=truncate_dim,
+            **others,
         )
         return self._encode("encode", sentences, options)
 

@@ -85,7 +85,7 @@ def _frequencies(config: Config, head_dim: int, theta: float) -> Frequencies:
         return frequencies(config, head_dim, theta)
     factor = scaling.get("factor")
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor <= _MOST_FACTOR:
-        came = f"'rope_scaling' has factor {short(factor)}"
+        came = f"'factor' of 'rope_scaling' is {short(factor)}"
         raise ModelError(f"{config.path}: {came}; expected a number from 1 to {_MOST_FACTOR}")
     if scaling.get("mixed_b") is not None:
         raise ModelError(f"{config.path}: 'rope_scaling' has a mixed_b; expected none")

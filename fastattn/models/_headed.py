@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from fastattn.models import _training
+from fastattn.models import _model, _training
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Headed:
+class Headed(_model.Fixed):
     """Their base."""
 
     encoder: Encoder
+    _pairs: ClassVar[bool] = False  # whether two texts may become one sequence
 
     @property
     def model_type(self) -> str:
@@ -33,6 +34,18 @@ class Headed:
     def text(self) -> Text:
         """The tokenizer."""
         return self.encoder.text
+
+    @property
+    def max_seq_length(self) -> int | None:
+        """The most tokens of a text, or of a pair; it can be set: see `Encoder.max_seq_length`."""
+        return self.text.limit
+
+    @max_seq_length.setter
+    def max_seq_length(self, tokens: int) -> None:
+        self._replace_text(self.text.shortened(type(self).__name__, tokens, self._pairs))
+
+    def _replace_text(self, text: Text) -> None:
+        object.__setattr__(self.encoder, "text", text)
 
     def state_dict(self) -> dict[str, Array]:
         """The tensors of encoder and head; see `Encoder.state_dict`."""

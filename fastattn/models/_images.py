@@ -78,7 +78,7 @@ class Images:
         if self.crop is not None:
             image = _middle(image, *self.crop)
         if image.shape[:2] != (self.image_size,) * 2:
-            came = f"an image becomes {image.shape[0]} by {image.shape[1]} by {self.path}"
+            came = f"{self.path} makes {image.shape[0]} by {image.shape[1]} of an image"
             expected = f"the model's size, {self.image_size} by {self.image_size}"
             raise ValueError(f"encode(): {came}; expected {expected}")
         scale = self.scale if image.dtype == np.uint8 else self.scale * _WHOLE

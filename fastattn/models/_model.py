@@ -24,8 +24,31 @@ if TYPE_CHECKING:
     from fastattn.models._weights import Precision
 
 
+class Fixed:
+    """The base of all models: of their attributes, only properties with a setter can be set."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        if "__setattr__" in vars(cls):  # by dataclass, before it makes the class with slots: this message
+            cls.__setattr__, cls.__delattr__ = Fixed._set, Fixed._delete  # type: ignore[assignment]
+
+    def _set(self, name: str, value: Any) -> None:
+        kind = type(self)
+        known = {each: getattr(kind, each, None) for each in dir(kind)}
+        free = [each for each, x in known.items() if isinstance(x, property) and x.fset is not None]
+        if name not in free:
+            also = f", {' and '.join(free)} can be set" if free else ""
+            why = f"weights change by with_state_dict(){also}, and the rest is what the folder says"
+            raise AttributeError(f"{kind.__name__}.{name} cannot be set: {why}")
+        object.__setattr__(self, name, value)
+
+    def _delete(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Model:
+class Model(Fixed):
     """The base of `Encoder` and `Decoder`."""
 
     model_type: str  # as in config.json
@@ -131,7 +154,9 @@ def attended(func: str, mask: ArrayLike | None, ids: Ints) -> Bools | None:
         return None
     array = _rectangular(func, "attention_mask", mask)
     if array.dtype.kind not in "biu" or (array.dtype.kind != "b" and not ((array == 0) | (array == 1)).all()):
-        raise TypeError(f"{func}(): attention_mask is of {array.dtype}; expected bool, or integers 0 and 1")
+        raise TypeError(
+            f"{func}(): attention_mask has dtype {array.dtype}; expected bool, or integers 0 and 1"
+        )
     bools: Bools = np.atleast_2d(array).astype(np.bool_, copy=False)
     if bools.shape != ids.shape:
         raise wrong_shape(func, "attention_mask", bools, f"ids', {ids.shape}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from fastattn._args.options import require_options
+from fastattn._args.options import NoOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag, short
 from fastattn.models import _maxsim
@@ -76,6 +76,12 @@ class MultiVectorEncoder(Headed):
     def __repr__(self) -> str:
         return self._described(self.features)
 
+    def _replace_text(self, text: Text) -> None:
+        """Tasks that have a length of their own keep it."""
+        own = {task: each for task, each in self.texts.items() if each is not self.text}
+        object.__setattr__(self, "texts", {**dict.fromkeys(self.texts, text), **own})
+        super(MultiVectorEncoder, self)._replace_text(text)
+
     def get_embedding_dimension(self) -> int:
         """Features of a vector."""
         return self.features
@@ -89,6 +95,7 @@ class MultiVectorEncoder(Headed):
         show_progress_bar: bool | None = None,
         normalize_embeddings: bool = False,
         task: str | None = None,
+        **others: Unpack[NoOptions],
     ) -> Any:
         """The vectors of each text's tokens; `encode_query` and `encode_document` are what retrieval needs.
 
@@ -104,6 +111,8 @@ class MultiVectorEncoder(Headed):
             What is done with the tokens: queries are cut to their length and filled up, documents are cut to
             theirs. Tokens that the folder names, as punctuation, have no vector in a document, and in a text
             without a task.
+        **others
+            None: an error says what an argument of another library is called here.
 
         Returns
         -------
@@ -123,6 +132,7 @@ class MultiVectorEncoder(Headed):
             batch_size=batch_size,
             show_progress_bar=show_progress_bar,
             normalize_embeddings=normalize_embeddings,
+            **others,
         )
         task = None if task is None else choice("encode", "task", task, TASKS)
         return self._encode("encode", sentences, options, task)

@@ -324,7 +324,7 @@ def modules_of(folder: Path, towers: bool = False) -> list[tuple[str, str]]:
             expected = f"one of {', '.join(_PACKAGES)}, whose code is known"
             raise ModelError(f"{path} has a module {short(name)}; expected {expected}")
         if entry.get("kwargs"):
-            raise ModelError(f"{path}: 'kwargs' of {kind} are {short(entry['kwargs'])}; expected none")
+            raise ModelError(f"{path}: 'kwargs' of {kind} is {short(entry['kwargs'])}; expected none")
         first = kind in ("Transformer", _SPLADE[0])
         if first and inner not in ("", "."):
             raise ModelError(f"{path}: 'path' of {kind} is {short(inner)}; expected '', this folder")

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import wrong_shape, wrong_type
-from fastattn._args.options import require_options
+from fastattn._args.options import NoOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer
 from fastattn.models._encode import DOCUMENT, QUERY, batches, calls, one_or_several, watched
@@ -132,6 +132,7 @@ class SparseEncoder(Headed):
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         max_active_dims: int | None = None,
+        **others: Unpack[NoOptions],
     ) -> Any:
         """A sparse vector for each text.
 
@@ -143,6 +144,8 @@ class SparseEncoder(Headed):
             As in `Encoder.encode`.
         max_active_dims : int, optional
             Keep the largest weights, so many of each vector; by default as the folder says, or all.
+        **others
+            None: an error says what an argument of another library is called here.
 
         Returns
         -------
@@ -162,6 +165,7 @@ class SparseEncoder(Headed):
             batch_size=batch_size,
             show_progress_bar=show_progress_bar,
             max_active_dims=max_active_dims,
+            **others,
         )
         return self._encode("encode", sentences, options)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.errors import wrong_type
-from fastattn._args.values import as_array, integer, iterated, short
+from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, short
 from fastattn.models._files import Config, ModelError
 from fastattn.models._tokenizer import GENERIC, length_limit, open_tokenizer
 
@@ -57,6 +57,15 @@ class Text:
         """The most tokens of a text, within the model's limit."""
         return self._limit[0]
 
+    def shortened(self, func: str, tokens: int, pairs: bool = False) -> Text:
+        """The same tokenizer, which cuts texts, or pairs, at `tokens`: the `max_seq_length` of `func`."""
+        name, most = "max_seq_length", MOST_SIZE if self.max_length is None else self.max_length
+        asked = integer(func, name, tokens, -MOST_SIZE)
+        text = replace(self, asked=min(max(1, asked), most))
+        least = text.tokenizer.num_special_tokens_to_add(pairs) + 1  # and a token of the text itself
+        integer(func, name, asked, least, most)
+        return text
+
     def prompt_length(self, prompt: str) -> int:
         """Tokens of `prompt` when a text follows: without a special token at its end."""
         (ids,) = self.encode([prompt])
@@ -99,7 +108,7 @@ class Text:
                 if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                     raise
                 came = f"{self.folder / 'tokenizer.json'} cannot encode a text: {error}"
-                raise ModelError(f"{came}; expected a tokenizer for any") from error
+                raise ModelError(f"{came}; expected a tokenizer for any text") from error
             return found
 
         return map(self._fitting, chain.from_iterable(map(encodings, _batches(texts))))

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import ArrayLike
+    from typing_extensions import Unpack
 
+    from fastattn._args.options import NoOptions
     from fastattn._args.types import Array, Ints
     from fastattn.layers._block import Projection
     from fastattn.models._encode import Call
@@ -133,6 +135,7 @@ class TwoTowers(Encoder):
         precision: str = "float32",
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
+        **others: Unpack[NoOptions],
     ) -> Array:
         """One vector for each text or image, which have the same bits alone and in any company.
 
@@ -146,6 +149,8 @@ class TwoTowers(Encoder):
             As in `Encoder.encode`; only texts have one.
         batch_size, show_progress_bar, precision, normalize_embeddings, truncate_dim : optional
             As in `Encoder.encode`.
+        **others
+            None: an error says what an argument of another library is called here.
 
         Returns
         -------
@@ -169,6 +174,7 @@ class TwoTowers(Encoder):
             precision=precision,
             normalize_embeddings=normalize_embeddings,
             truncate_dim=truncate_dim,
+            **others,
         )
         return self._encode("encode", sentences, options)
 

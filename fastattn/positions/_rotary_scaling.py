@@ -146,7 +146,9 @@ def rope_frequencies(
     old_name = given.pop("type", "default")
     name = given.pop("rope_type", old_name)
     if not isinstance(name, str) or name not in _SCALINGS:
-        raise ValueError(f"{_FUNC}(): scaling has type {short(name)}; expected one of {', '.join(_SCALINGS)}")
+        raise ValueError(
+            f"{_FUNC}(): the type of scaling is {short(name)}; expected one of {', '.join(_SCALINGS)}"
+        )
     rope_theta = given.pop("rope_theta", None)
     value = _base(base, rope_theta, scaled=bool(scaling))
     options = _options(name, given, rotary_dim // 2)

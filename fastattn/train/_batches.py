@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array
 
 
-class Batches(Iterator[Any]):
-    """Rows of arrays, a batch at a time, without an end: each epoch has every row once, in a new order.
+class Batches(Iterable[Any]):
+    """Rows of arrays, a batch at a time; a loop over them is one epoch: every row once, in a new order.
+
+    Each ``for`` begins a new epoch. Only the first one after `load_state_dict` goes on in the epoch of that
+    state. There is one place for all loops, the one that `state_dict` returns.
 
     Parameters
     ----------
@@ -53,11 +56,26 @@ class Batches(Iterator[Any]):
             raise ValueError(f"{func}(): arrays have no rows; expected at least one")
         self.shuffle = flag(func, "shuffle", shuffle)
         self.rng = generator(func, "rng", rng)
+        self._loaded = False  # and nothing was taken since
         self._begin()
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches of an epoch."""
         return self._num_rows // self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._done == len(self) or (self._done and not self._loaded):
+            self._begin()
+        return self._epoch()
+
+    def _epoch(self) -> Iterator[Any]:
+        yield self._take()
+        while self._done < len(self):
+            yield self._take()
+
+    def repeat(self) -> Repeated:
+        """Batches without an end: those of this epoch from its place on, then of one epoch after another."""
+        return Repeated(self)
 
     def _begin(self) -> None:
         """Draw the order of an epoch."""
@@ -65,7 +83,8 @@ class Batches(Iterator[Any]):
         self._order: Array | None = self.rng.permutation(self._num_rows) if self.shuffle else None
         self._done = 0
 
-    def __next__(self) -> Any:
+    def _take(self) -> Any:
+        """The next batch, at the end of an epoch the first one of another."""
         if self._done == len(self):
             self._begin()
         part: Any = slice(self._done * self.batch_size, (self._done + 1) * self.batch_size)
@@ -73,6 +92,7 @@ class Batches(Iterator[Any]):
             part = self._order[part]
         batch = tuple(x[part] for x in self._arrays)
         self._done += 1
+        self._loaded = False
         return batch[0] if len(batch) == 1 else batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,14 +120,25 @@ class Batches(Iterator[Any]):
             if state_dict[name] != own[name]:
                 raise ValueError(f"{func}(): {name} is {state_dict[name]!r}; expected {own[name]!r}")
         done = integer(func, "done", state_dict["done"], 0, len(self))
-        if done == self._done and state_dict == own:
-            return  # it stands there already: nothing is drawn
-        for name in ("drawn_at", "rng"):
-            require_rng_state(func, self.rng, state_dict[name])
-        set_rng_state(func, self.rng, state_dict["drawn_at"])
-        self._begin()
-        self._done = done
-        set_rng_state(func, self.rng, state_dict["rng"])
+        if done != self._done or state_dict != own:  # else it stands there already: nothing is drawn
+            for name in ("drawn_at", "rng"):
+                require_rng_state(func, self.rng, state_dict[name])
+            set_rng_state(func, self.rng, state_dict["drawn_at"])
+            self._begin()
+            self._done = done
+            set_rng_state(func, self.rng, state_dict["rng"])
+        self._loaded = True
+
+
+class Repeated(Iterator[Any]):
+    """The iterator of `Batches.repeat`; its place is that of the batches."""
+
+    def __init__(self, batches: Batches):
+        self._batches = batches
+        self.state_dict, self.load_state_dict = batches.state_dict, batches.load_state_dict
+
+    def __next__(self) -> Any:
+        return self._batches._take()
 
 
 def rng_state(state: Any) -> Any:

@@ -66,7 +66,7 @@ class ContrastiveTuning(EncoderTuning):
         n = len(parts[0])
         if len(parts[1]) != n:
             raise ValueError(
-                f"{func}(): batch has {n} anchors and {len(parts[1])} positives; expected as many"
+                f"{func}(): batch has {n} anchors and {len(parts[1])} positives; expected the same number"
             )
         sequences = [ids for part in parts for ids in part]
         self._num_tokens += sum(map(len, sequences))

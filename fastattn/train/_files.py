@@ -82,7 +82,7 @@ def require_fit(func: str, path: str | os.PathLike[str], values: Any, optimizer:
     where = os.fsdecode(path)
     came = values.get("format") if isinstance(values, dict) else None
     if came != FORMAT:
-        raise ValueError(f"{func}(): {where} has a run in format {short(came)}; expected {FORMAT}")
+        raise ValueError(f"{func}(): the format of the run in {where} is {short(came)}; expected {FORMAT}")
     for name, (kind, expected) in _VALUES.items():
         x = values.get(name)
         if name not in values or not isinstance(x, kind) or (isinstance(x, int) and (x is True or x < 0)):

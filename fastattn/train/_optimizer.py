@@ -74,7 +74,7 @@ class Optimizer:
         hidden = self._quantised | matching(func, "frozen", frozen, self.parameters)
         self._trained = {name: array for name, array in self.parameters.items() if name not in hidden}
         if not self._trained:
-            also = " beside weights in int8, int4 and nf4, which are" if self._quantised else ""
+            also = " beside weights in int8, int4 and nf4, which are frozen, too" if self._quantised else ""
             came = f"frozen is {short(frozen)}; expected one that leaves a parameter"
             raise ValueError(f"{func}(): {came}{also}")
         own = own_options(func, groups, self.parameters)
@@ -112,7 +112,8 @@ class Optimizer:
             if part is held and changes == before:
                 continue
             if self._without_gradients() != self._quantised:
-                came = f"the weights of the layer's {prefix or 'own'} are in {part.weights_dtype} now"
+                whose = f"the layer's part {prefix[:-1]}" if prefix else "the layer"
+                came = f"the weights of {whose} are in {part.weights_dtype} now"
                 raise TypeError(f"{func}(): {came}; expected a new optimizer, since others are frozen")
             for name, array in part._own_state().items():
                 own = self.parameters[prefix + name]
@@ -146,7 +147,7 @@ class Optimizer:
         grads : mapping of str to array_like
             The gradient of each parameter that is not frozen, by its name. Those of frozen ones do not count.
         factor : float, default 1
-            Multiplies every learning rate: what a `Schedule` says.
+            Multiplies every learning rate: what a `Schedule` says, 0 or more.
         max_norm : float, optional
             Scale all gradients so that their common norm is at most this, as torch's ``clip_grad_norm_``.
         scale : float, default 1
@@ -173,7 +174,7 @@ class Optimizer:
         What has been loaded into the layer meanwhile counts: the step begins at these weights. Moments stay.
         """
         func = f"{type(self).__name__}.step"
-        factor = number(func, "factor", factor, FLOAT64)
+        factor = rate(func, "factor", factor)
         most = None if max_norm is None else number(func, "max_norm", max_norm, FLOAT64, positive=True)
         by = number(func, "scale", scale, FLOAT64)
         choice(func, "nonfinite", nonfinite, NONFINITE)
@@ -204,8 +205,7 @@ class Optimizer:
         moments = next(iter(self.moments.values()), {})
         weight, moment = (norm_of(x.values(), get_num_threads()) for x in (self._trained, moments))
         reach = (
-            self._reach(weight, moment, grad, rates._replace(lr=rates.lr * abs(factor)))
-            for rates in self._groups
+            self._reach(weight, moment, grad, rates._replace(lr=rates.lr * factor)) for rates in self._groups
         )
         return all(most < _SAFE for most in reach)  # not so of NaN
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fastattn._args.types import FLOAT64
-from fastattn._args.values import choice, integer, number
+from fastattn._args.values import choice, integer
+from fastattn.train._checks import rate
 
 KINDS = ("constant", "cosine", "linear")
 
@@ -24,6 +24,7 @@ class Schedule:
     warmup : int, default 0
         So many steps come before that, with the factors ``1 / warmup``, ``2 / warmup`` and so on to 1.
     final : float, default 0
+        Of "cosine" and "linear".
     """
 
     kind: str = "constant"
@@ -37,9 +38,9 @@ class Schedule:
         warmup, num_steps = integer(func, "warmup", self.warmup, 0), self.num_steps
         if num_steps is not None or self.kind != "constant":
             num_steps = integer(func, "num_steps", num_steps, warmup + 1)
-        final = number(func, "final", self.final, FLOAT64)
-        if final < 0:
-            raise ValueError(f"{func}(): final is {self.final}; expected a number of at least 0")
+        final = rate(func, "final", self.final)
+        if final and self.kind == "constant":
+            raise ValueError(f"{func}(): final is {final} for kind 'constant', which stays 1; expected none")
         for name, value in (("warmup", warmup), ("num_steps", num_steps), ("final", final)):
             object.__setattr__(self, name, value)  # Python's numbers, whose names a run's file compares
 

@@ -29,6 +29,7 @@ class Source:
         self.kind: str | None = None
         if all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict")):
             self.kind = "batches"
+            self._iterator = iter(batches)  # now: a new epoch may begin, and `place` has to be in it
         elif isinstance(batches, Sequence) or (isinstance(batches, np.ndarray) and batches.ndim):
             self.kind = "sequence"
 

@@ -17,6 +17,7 @@ from fastattn._args.values import choice, flag, integer, number, short
 from fastattn._engine.settings import warn
 from fastattn.train import _files
 from fastattn.train._batches import rng_state, set_rng_state
+from fastattn.train._checks import rate
 from fastattn.train._gradients import Sum, require_known
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._optimizer import NONFINITE, Optimizer
@@ -46,8 +47,8 @@ class Trainer:
         Begun anew at its end, where it can be: a generator cannot. The place in it is saved and resumed if it
         has ``state_dict`` and ``load_state_dict``, as `Batches` has, or is a sequence, such as a list.
     schedule : callable, optional
-        ``schedule(step)`` is the factor of the learning rate after that many steps: a `Schedule`. It stays
-        when a run is loaded.
+        ``schedule(step)`` is the factor of the learning rate after that many steps, 0 or more: a `Schedule`.
+        It stays when a run is loaded.
     accumulate : int, default 1
         Batches of a step. Its gradients are the means of theirs.
     max_norm, nonfinite
@@ -211,7 +212,7 @@ class Trainer:
     def _step(self, func: str) -> Step | int:
         """A step; where the batches end before it, how many they still were."""
         begin, losses, tokens = time.perf_counter(), [], 0
-        factor, norm = number(func, f"schedule({self.steps})", self.schedule(self.steps), FLOAT64), math.nan
+        factor, norm = rate(func, f"schedule({self.steps})", self.schedule(self.steps)), math.nan
         grads: Mapping[str, Array] = {}
         layer = self.optimizer.layer
         for i in range(self.accumulate):

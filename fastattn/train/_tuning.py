@@ -44,7 +44,7 @@ class Tuning:
         2021). At most as many as the smaller side of each of these matrices. By default the tensors
         themselves.
     alpha : float, optional
-        With `rank`; by default twice the rank.
+        With `rank`, above 0; by default twice the rank.
     targets : str or sequence of str, default ``"*"``
         Patterns, as of `fnmatch`: which tensors are trained; with `rank` only weights of linear maps, and no
         table of tokens, which the output layer may share.
@@ -92,7 +92,9 @@ class Tuning:
                 raise ValueError(f"{func}(): alpha is {short(alpha)}, and rank is None; expected a rank")
             self._parameters = {name: x for name, x in self._base.items() if name in chosen}
         else:
-            self.alpha = 2.0 * self.rank if alpha is None else number(func, "alpha", alpha, FLOAT32)
+            self.alpha = (
+                2.0 * self.rank if alpha is None else number(func, "alpha", alpha, FLOAT32, positive=True)
+            )
             self._factor, source = self.alpha / self.rank, generator(func, "rng", rng)
             maps = _maps(model)
             self._adapted = [name for name in self._base if name in chosen and name in maps]
@@ -216,9 +218,11 @@ class Tuning:
             raise ValueError(f"{func}(): {where} holds no fine-tuning; expected one of {type(self).__name__}")
         for name in ("rank", "alpha"):
             if given[name] != own[name]:
-                raise ValueError(f"{func}(): {where} has {name} {short(given[name])}; expected {own[name]}")
+                raise ValueError(
+                    f"{func}(): the {name} in {where} is {short(given[name])}; expected {own[name]}"
+                )
         if given["checksum"] != own["checksum"]:
-            came = f"is of a model whose frozen tensors have the checksum {short(given['checksum'])}"
+            came = f"is of a model whose frozen tensors' checksum is {short(given['checksum'])}"
             expected = f"{own['checksum']!r}, that of the model given to {type(self).__name__}"
             raise ValueError(f"{func}(): {where} {came}; expected {expected}")
 

@@ -208,7 +208,7 @@ def test_a_run_that_failed_is_continued(bad, error, message, folder, tmp_path, c
         with pytest.raises(ValueError, match=rf"output is .* has part.*, of {other}"):
             run(texts, **arguments)
     with pytest.raises(
-        ValueError, match=r"texts has others in partition 1 than .*part.00001.parquet; expected"
+        ValueError, match=r"partition 1 of texts has other texts than .*part.00001.parquet; expected"
     ):
         run([*texts[:2], "other", *texts[3:]])
 

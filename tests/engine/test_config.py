@@ -1,7 +1,9 @@
 """What show_config, explain and available_isas say, and how the environment changes it."""
 
+import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ import fastattn
 from fastattn.__main__ import main
 from fastattn._bench import report as bench_report
 from fastattn._bench.cases import Shape, make_inputs
-from fastattn._engine import settings
+from fastattn._engine import missing, settings
 
 SHAPE = Shape("config", batch=2, heads_q=8, heads_kv=2, len_q=200, len_k=500, head_dim=32)
 Q, K, V = make_inputs(SHAPE, "float32", np.random.default_rng(0))
@@ -272,6 +274,53 @@ def test_the_fallback_warns_once(python):
     """The warning points at the caller's line."""
     run = python(NOT_COMPILED + COMPUTE.format(""), **DEFAULT)
     assert run.stdout == "numpy ['FallbackWarning'] <string>\n", run.stderr
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of the package without kernels, in a folder with setup.py."""
+    folder = tmp_path / "clone"
+    without = shutil.ignore_patterns("*.so", "*.pyd", "__pycache__", "_bench", "dask")
+    shutil.copytree(Path(fastattn.__file__).parent, folder / "fastattn", ignore=without)
+    (folder / "setup.py").touch()
+    return folder
+
+
+@pytest.mark.parametrize("by", ["the current folder", "PYTHONPATH"])
+def test_a_clone_that_hides_the_installed_package_is_named(by, clone, tmp_path):
+    site = tmp_path / "site"
+    for name in ("fastattn/__init__.py", "fastattn-9.dist-info/RECORD"):
+        site.joinpath(name).parent.mkdir(parents=True)
+        site.joinpath(name).touch()
+    (site / "fastattn-9.dist-info/METADATA").write_text("Name: fastattn\nVersion: 9\n")
+    stands = by == "the current folder"
+    path = [str(site)] if stands else [str(clone), str(site)]
+    environment = child_environment(**DEFAULT, PYTHONPATH=os.pathsep.join(path))
+    code = COMPUTE.format("") + "print(caught[0].message)"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=clone if stands else tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (
+        f"{clone} was not built, and hides the package that is installed, {site / 'fastattn'})" in run.stdout
+    )
+    remedy = "Start Python in another folder" if stands else f"Take {clone} out of Python's path"
+    assert f" {remedy}, or compile its kernels: pip install -e {clone}. Or set FASTATTN_BACKEND" in run.stdout
+    assert "C compiler" not in run.stdout
+
+
+def test_what_is_missing_without_another_package(clone, monkeypatch):
+    error = "No module named 'fastattn._engine.core._core'"
+    monkeypatch.setattr(missing, "_OWN", clone / "fastattn")
+    for installed, said, text in (
+        ([clone / "fastattn"], "C compiler", error),
+        ([], f"pip install -e {clone}", f"{error}; {clone} was not built"),
+    ):
+        monkeypatch.setattr(missing, "_installed", lambda installed=installed: iter(installed))
+        found = missing.missing.__wrapped__(error)
+        assert found.why == text
+        assert said in found.remedy
+        assert missing.missing.__wrapped__("an undefined symbol").remedy.startswith("Install it again")
 
 
 @pytest.mark.parametrize("layer", ["Linear(4, 4, rng={0})", "TransformerEncoderLayer(4, 2, 8, rng={0})"])

@@ -147,7 +147,10 @@ Q = np.ones((5, 4, 8), np.float32)
             {"cu_seqlens_q": [0, 4, 3, 5]},
             "cu_seqlens_q falls from 4 to 3 at index 2; expected it not to fall",
         ),
-        ({"cu_seqlens_q": [0, 5]}, "cu_seqlens_q is of 1 sequences and cu_seqlens_k of 2; expected as many"),
+        (
+            {"cu_seqlens_q": [0, 5]},
+            "cu_seqlens_q is of 1 sequences and cu_seqlens_k of 2; expected the same number",
+        ),
         ({"cu_seqlens_q": []}, r"cu_seqlens_q has shape \(0,\); expected \(sequences \+ 1,\)"),
         (
             {"cu_seqlens_q": np.array([0, 5], object)},

@@ -162,7 +162,7 @@ def test_loading_what_is_no_state():
     masked = {**state, "norm1.bias": np.ma.masked_array(state["norm1.bias"])}
     with pytest.raises(ValueError, match=r"norm1.bias is a masked array; expected a plain one"):
         layer.load_state_dict(masked)
-    with pytest.raises(ValueError, match=r"state is the path '\\ud800'; expected one in UTF-8"):
+    with pytest.raises(ValueError, match=r"state_dict is the path '\\ud800'; expected one in UTF-8"):
         layer.load_state_dict("\ud800")
 
 

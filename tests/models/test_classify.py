@@ -95,6 +95,25 @@ def test_scores_by_their_definition(kind, labels, tmp_path, implementation):
     np.testing.assert_allclose(model.predict(PAIRS, apply_softmax=True), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_max_seq_length_is_that_of_pairs(tmp_path):
+    write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 8}')
+    cut = models.load(tmp_path)
+    assert cut.max_seq_length == 8
+    (tmp_path / "tokenizer_config.json").unlink()
+    model = models.load(tmp_path)
+    model.max_seq_length = 8
+    assert model.max_seq_length == 8
+    np.testing.assert_array_equal(model.predict(PAIRS), cut.predict(PAIRS))
+    with pytest.raises(ValueError, match=r"^CrossEncoder\(\): max_seq_length is 3; expected 4 to"):
+        model.max_seq_length = 3  # the special tokens of a pair
+    for name in ("labels", "activation", "no_such_field"):
+        with pytest.raises(
+            AttributeError, match=rf"^CrossEncoder.{name} cannot be set: .* max_seq_length can"
+        ):
+            setattr(model, name, None)
+
+
 def _gelu(x):
     return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 

@@ -1,5 +1,7 @@
 """Texts to vectors: what is pooled, the modules behind it, prompts, precisions and similarities."""
 
+import copy
+
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -332,6 +334,53 @@ def test_properties(folder):
     np.testing.assert_array_equal(tokens["attention_mask"].sum(axis=1), [4, 5, 3])
     assert model(**tokens).shape == (3, 5, 24)
     assert model.tokenize([])["input_ids"].shape == (0, 0)
+
+
+def test_max_seq_length_can_be_set(folder):
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 4}')
+    cut = models.load(folder)
+    assert cut.max_seq_length == 4
+    (folder / "sentence_bert_config.json").unlink()
+    model = models.load(folder)
+    whole = model.encode(TEXTS)
+    model.max_seq_length = np.int64(4)
+    assert model.max_seq_length == 4
+    assert model.tokenize(TEXTS)["input_ids"].tolist() == cut.tokenize(TEXTS)["input_ids"].tolist()
+    np.testing.assert_array_equal(model.encode(TEXTS), cut.encode(TEXTS))
+    np.testing.assert_array_equal(model.with_state_dict(model.state_dict()).encode(TEXTS), cut.encode(TEXTS))
+    model.max_seq_length = 32  # what the model takes
+    np.testing.assert_array_equal(model.encode(TEXTS), whole)
+
+
+def test_a_max_seq_length_leaves_room_for_a_token_and_fits_the_model(folder):
+    model = models.load(folder)
+    for wrong in (-1, 0, 2, 33, 2**99):  # <s> and </s> are two
+        with pytest.raises(ValueError, match=rf"^Encoder\(\): max_seq_length is {wrong}; expected 3 to 32$"):
+            model.max_seq_length = wrong
+    for wrong in (4.0, None, True, "4"):
+        with pytest.raises(TypeError, match=r"^Encoder\(\): max_seq_length is .*; expected an integer$"):
+            model.max_seq_length = wrong
+    assert model.max_seq_length == 32
+    model.max_seq_length = 3
+    assert model.text.encode(["the cat"]) == [[1, 4, 2]]
+
+
+def test_a_call_that_has_begun_keeps_its_length(folder):
+    model = models.load(folder)
+    begun = model._encoded(iter(TEXTS))
+    first = next(begun)
+    model.max_seq_length = 3
+    assert [first, *begun] == models.load(folder).text.encode(TEXTS)
+
+
+@pytest.mark.parametrize("name", ["prompts", "default_prompt_name", "text", "program", "no_such_field"])
+def test_nothing_else_of_a_model_can_be_set(name, folder):
+    model = models.load(folder)
+    for subject in (model, copy.copy(model)):
+        with pytest.raises(AttributeError, match=rf"^Encoder.{name} cannot be set: .* max_seq_length can be"):
+            setattr(subject, name, None)
+        with pytest.raises(AttributeError, match=rf"^Encoder.{name} cannot be deleted"):
+            delattr(subject, name)
 
 
 def test_vectors_are_cut_before_they_are_scaled(folder):

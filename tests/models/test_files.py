@@ -267,6 +267,11 @@ def test_a_malformed_index(tmp_path):
     refused(tmp_path, f"{path}: 'weight_map' is no table of file names")
     changed(**{"wte.weight": 3})
     refused(tmp_path, f"{path}: 'weight_map' is no table of file names")
+    changed(**{"wte.weight": f"{'../' * 99}model.safetensors"})
+    refused(
+        tmp_path,
+        f"{path}: 'weight_map' has '../../../../../../../../../../../.....'; expected a file beside it",
+    )
     changed(**{"wte.weight": "../model.safetensors"})
     refused(tmp_path, f"{path}: 'weight_map' has '../model.safetensors'; expected a file beside it")
     changed(**{"wte.weight": "e" * 5000})

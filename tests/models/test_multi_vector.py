@@ -71,6 +71,16 @@ def test_vectors_by_their_definition(kind, tmp_path, implementation):
             np.testing.assert_allclose(vectors, unit(states @ weight.T), rtol=2e-5, atol=2e-6)
 
 
+def test_max_seq_length_is_that_of_tasks_without_a_length_of_their_own(tmp_path):
+    write(tmp_path, query_length=5)
+    model = models.load(tmp_path)
+    assert model.max_seq_length == 32
+    model.max_seq_length = 4
+    long = "cat " * 9
+    assert [len(model.encode([long], task=task)[0]) for task in ("query", "document", None)] == [5, 4, 4]
+    assert model.max_seq_length == 4
+
+
 @pytest.mark.parametrize("attend", [False, True])
 @pytest.mark.parametrize("strategy", ["fixed", "min"])
 def test_queries_are_filled_up(strategy, attend, tmp_path, implementation):

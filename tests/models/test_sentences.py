@@ -41,7 +41,7 @@ def folder(tmp_path):
         ),
         (
             [{"type": "sentence_transformers.Transformer", "path": "", "kwargs": ["task"]}],
-            r"'kwargs' of Transformer are \['task'\]; expected none",
+            r"'kwargs' of Transformer is \['task'\]; expected none",
         ),
     ],
 )

@@ -67,6 +67,18 @@ def expected_of(model, t, text, kind="bert", strategy="max", function="relu", ti
     return x.max(axis=0) if strategy == "max" else x.sum(axis=0)
 
 
+def test_max_seq_length_can_be_set(tmp_path):
+    write(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 4}')
+    cut = models.load(tmp_path)
+    assert cut.max_seq_length == 4
+    (tmp_path / "sentence_bert_config.json").unlink()
+    model = models.load(tmp_path)
+    model.max_seq_length = 4
+    assert model.max_seq_length == 4
+    assert (model.encode(TEXTS) != cut.encode(TEXTS)).nnz == 0
+
+
 @pytest.mark.parametrize("function", _sparse.FUNCTIONS)
 @pytest.mark.parametrize("strategy", _sparse.STRATEGIES)
 @pytest.mark.parametrize("kind", NAMES)

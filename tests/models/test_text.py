@@ -57,6 +57,15 @@ def test_long_texts_are_cut(encoder):
             models.load(encoder).encode(["the"])
 
 
+def test_a_decoder_has_no_attribute_that_can_be_set(writer):
+    model = models.load(writer)
+    for name in ("max_seq_length", "stop"):
+        with pytest.raises(
+            AttributeError, match=rf"^Decoder.{name} cannot be set: weights change by with_state"
+        ):
+            setattr(model, name, 3)
+
+
 @pytest.mark.parametrize("name", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
 def test_older_names_of_the_settings(name, encoder):
     (encoder / f"sentence_{name}_config.json").write_text('{"max_seq_length": 9}')

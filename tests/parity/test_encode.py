@@ -185,6 +185,14 @@ def test_texts_are_cut_and_tokenized_alike(base, tmp_path):
     np.testing.assert_array_equal(got["input_ids"], tokens["input_ids"])
 
 
+def test_max_seq_length_is_set_alike(base, tmp_path):
+    theirs, ours = both(base, tmp_path)
+    texts = [*TEXTS, "the cat " * 40]
+    for length in (5, 3, 32):
+        theirs.max_seq_length = ours.max_seq_length = length
+        require_close(ours.encode(texts), theirs.encode(texts))
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [

@@ -168,7 +168,7 @@ def test_quantised_weights_are_frozen_without_being_named(weights_dtype):
     moved = {name for name, x in layer.state_dict().items() if (x != before[name]).any()}
     assert moved == {name for name in grads if "layers.0" not in name}
     layer.load_state_dict(before, weights_dtype="float32")
-    with pytest.raises(TypeError, match=r"^AdamW.step\(\): the weights of the layer's .* float32 now"):
+    with pytest.raises(TypeError, match=r"^AdamW.step\(\): the weights of the layer .* float32 now"):
         optimizer.step(grads)
 
 
@@ -425,6 +425,9 @@ ERRORS = {
     r"^SGD.step\(\): max_norm is 0": lambda: train.SGD(W).step(G, max_norm=0),
     r"^SGD.step\(\): nonfinite is 'ignore'": lambda: train.SGD(W).step(G, nonfinite="ignore"),
     r"^SGD.step\(\): factor is nan": lambda: train.SGD(W).step(G, factor=np.nan),
+    r"^SGD.step\(\): factor is -1.0; expected a number of at least 0": lambda: train.SGD(W).step(
+        G, factor=-1
+    ),
     r"^SGD.load_state_dict\(\): state_dict lacks 'steps', .*; a file that Trainer.save wrote": lambda: (
         train.SGD(W).load_state_dict({"params.w": W["w"]})
     ),

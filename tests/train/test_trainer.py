@@ -5,6 +5,7 @@ import math
 import re
 import signal
 import sys
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -208,7 +209,7 @@ HEADERS = {
     r"'schedule' in the header of .* is \{\}; expected a schedule's name": {**WHOLE, "schedule": {}},
     r"batches has length 2; expected None, as": {**WHOLE, "place": {"sequence": 3}},
     r"taken is 9; expected 0 to 2": {**WHOLE, "place": {"sequence": {"length": 2, "taken": 9}}},
-    r"has a run in format 1; expected 2": {"format": 1},
+    r"the format of the run in .* is 1; expected 2": {"format": 1},
 }
 
 
@@ -396,23 +397,75 @@ def test_a_bar_needs_tqdm(monkeypatch):
 def test_batches_go_where_they_were(generator):
     x = np.arange(23)
     first = train.Batches(x, batch_size=5, rng=np.random.Generator(generator(1)))
-    epoch = np.concatenate([next(first) for _ in range(len(first))])
-    assert len(set(epoch.tolist())) == 20
+    endless = first.repeat()
     for count in (0, 1, 3, 4):
         state = json.loads(json.dumps(first.state_dict()))
         second = train.Batches(x, batch_size=5, rng=np.random.Generator(generator(2)))
         second.load_state_dict(state)
+        again = second.repeat()
         for _ in range(6 + count):
-            np.testing.assert_array_equal(next(first), next(second))
+            np.testing.assert_array_equal(next(endless), next(again))
     before = second.state_dict()
     for wrong in ({"rng": None}, {"drawn_at": {"bit_generator": generator.__name__}}):
         with pytest.raises(ValueError, match=r"^Batches.load_state_dict\(\): the (generator's )?state is"):
             second.load_state_dict({**state, "done": 1, **wrong})
         assert second.state_dict() == before
+
+
+def test_a_loop_over_batches_is_one_epoch():
+    x = np.arange(23)
+    batches = train.Batches(x, batch_size=5, rng=1)
+    epochs = [np.concatenate(list(batches)).tolist() for _ in range(3)]
+    assert [len(set(epoch)) for epoch in epochs] == [20] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    endless = train.Batches(x, batch_size=5, rng=1).repeat()
+    np.testing.assert_array_equal(np.concatenate([next(endless) for _ in range(12)]), np.concatenate(epochs))
     plain = train.Batches(x, x + 1, batch_size=10, shuffle=False)
-    assert [tuple(part[0] for part in next(plain)) for _ in range(3)] == [(0, 1), (10, 11), (0, 1)]
+    assert [tuple(part[0] for part in batch) for batch in plain] == [(0, 1), (10, 11)]
     windows = np.lib.stride_tricks.sliding_window_view(x, 4)
-    assert next(train.Batches(windows, batch_size=3, rng=0)).shape == (3, 4)
+    assert [batch.shape for batch in train.Batches(windows, batch_size=9, rng=0)] == [(9, 4)] * 2
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4])
+def test_a_loop_that_was_left_begins_anew_and_one_from_a_state_goes_on(taken):
+    x = np.arange(23)
+    whole = list(train.Batches(x, batch_size=5, rng=1))
+    batches = train.Batches(x, batch_size=5, rng=1)
+    assert len(list(islice(batches, taken))) == taken
+    state = batches.state_dict()
+    assert [len(list(batches)) for _ in range(2)] == [4, 4]
+    for _ in range(2):  # at the second time it stands there already
+        batches.load_state_dict(state)
+    rest = list(batches)
+    np.testing.assert_array_equal(rest, whole[taken:] or rest)
+    assert len(rest) == 4 - taken % 4
+    assert len(list(batches)) == 4
+
+
+def test_a_trainer_takes_epochs_or_batches_without_an_end(tmp_path):
+    path = tmp_path / "run.safetensors"
+    runs = [Run(), Run(batches=train.Batches(*Run().data, batch_size=7, rng=1).repeat())]
+    for run in runs:
+        run.trainer.fit(13)  # 8 batches are an epoch
+    assert runs[0].bits() == runs[1].bits()
+    runs[1].trainer.save(path)
+    runs[0].trainer.load(path)
+    for run in runs:
+        run.trainer.fit(20)
+    assert runs[0].bits() == runs[1].bits()
+
+
+def test_a_run_saved_before_its_first_step_goes_on_to_the_bit(tmp_path):
+    """Even if something has looked at the batches before."""
+    path = tmp_path / "run.safetensors"
+    batches = train.Batches(*Run().data, batch_size=7, rng=1)
+    next(iter(batches))
+    first, second = Run(batches=batches), Run()
+    first.trainer.save(path)
+    second.trainer.load(path)
+    for run in (first, second):
+        run.trainer.fit(10)
+    assert first.bits() == second.bits()
 
 
 def test_schedules():
@@ -441,6 +494,7 @@ ERRORS = {
     r"^Schedule\(\): num_steps is None": lambda: train.Schedule("cosine"),
     r"^Schedule\(\): num_steps is 5; expected at least 6": lambda: train.Schedule("linear", 5, warmup=5),
     r"^Schedule\(\): final is -1": lambda: train.Schedule("linear", 5, final=-1.0),
+    r"^Schedule\(\): final is 0.5 for kind 'constant', which": lambda: train.Schedule(final=0.5),
     r"^Batches\(\): there is no array": lambda: train.Batches(batch_size=1),
     r"^Batches\(\): arrays have shapes \(3,\), \(1,\)": lambda: train.Batches([1, 2, 3], [1], batch_size=1),
     r"^Batches\(\): arrays have shapes \(\)": lambda: train.Batches(3, batch_size=1),
@@ -470,6 +524,9 @@ ERRORS = {
     ).fit(1),
     r"^Trainer.fit\(\): schedule\(0\) is None; expected a real number": lambda: trainer(
         schedule=lambda step: None
+    ).fit(1),
+    r"^Trainer.fit\(\): schedule\(0\) is -0.5; expected a number of at least 0": lambda: trainer(
+        schedule=lambda step: -0.5
     ).fit(1),
     r"^SGD.step\(\): grads lacks w": lambda: trainer().fit(1),
     r"^Trainer.fit\(\): grads has 'typo', which is the name of no": lambda: trainer(

@@ -150,6 +150,16 @@ def test_errors(tmp_path):
         ),
         (lambda: ContrastiveTuning(model, alpha=8), ValueError, "alpha is 8, and rank is None"),
         (
+            lambda: ContrastiveTuning(model, rank=2, alpha=0),
+            ValueError,
+            "alpha is 0.0; expected a number above",
+        ),
+        (
+            lambda: ContrastiveTuning(model, rank=2, alpha=-1),
+            ValueError,
+            "alpha is -1.0; expected a number above",
+        ),
+        (
             lambda: ContrastiveTuning(model, lora_rank=4),
             TypeError,
             r"ContrastiveTuning\(\): lora_rank is not known; expected temperature, .*, rank, .*, rng",

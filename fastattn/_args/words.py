@@ -1,0 +1,164 @@
+"""Names that arguments have in other libraries: an error names the right one.
+
+They are of torch, flash-attn, xFormers, JAX, Keras, Hugging Face and sentence-transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Other names of each argument. Where a word is of several arguments, all that a function takes are named.
+OTHER_NAMES = {
+    name: words.split()
+    for name, words in {
+        "causal": "is_causal use_causal_mask is_decoder",
+        "is_causal": "causal use_causal_mask is_decoder",
+        "tgt_is_causal": "causal is_causal",
+        "mask": "attn_mask attention_mask masking src_mask key_padding_mask padding_mask mask_mod block_mask",
+        "kv_lengths": "key_padding_mask padding_mask attention_mask cache_seqlens seqused_k seq_lens lengths"
+        " key_value_seq_lengths",
+        "key_padding_mask": "attention_mask padding_mask src_key_padding_mask kv_lengths",
+        "src_key_padding_mask": "attention_mask padding_mask key_padding_mask kv_lengths",
+        "tgt_key_padding_mask": "attention_mask padding_mask key_padding_mask kv_lengths",
+        "memory_key_padding_mask": "attention_mask padding_mask key_padding_mask kv_lengths",
+        "attn_mask": "mask bias attn_bias position_bias src_mask tgt_mask mask_mod block_mask"
+        " key_padding_mask attention_mask padding_mask",
+        "src_mask": "mask attn_mask bias attn_bias mask_mod block_mask",
+        "tgt_mask": "mask attn_mask src_mask bias attn_bias mask_mod block_mask",
+        "memory_mask": "attn_mask",
+        "bias": "attn_bias attn_mask position_bias b",
+        "window": "window_size sliding_window local_window_size attention_window",
+        "scale": "softmax_scale sm_scale scaling",
+        "softcap": "logit_cap soft_cap logits_soft_cap attn_logit_softcapping",
+        "alibi_slopes": "alibi slopes",
+        "sinks": "sink s_aux learnable_sink attention_sinks",
+        "q_offset": "query_offset q_start",
+        "dropout": "dropout_p dropout_rate p_drop attn_dropout attention_dropout p",
+        "dropout_p": "dropout dropout_rate p_drop p",
+        "return_lse": "return_softmax_lse return_aux",
+        "need_weights": "output_attentions return_attention_scores return_attn_probs return_weights",
+        "num_heads": "nhead n_heads heads heads_q num_attention_heads",
+        "num_kv_heads": "heads_kv n_kv_heads num_key_value_heads",
+        "head_dim": "d_k dim_head",
+        "embed_dim": "d_model hidden_size",
+        "d_model": "embed_dim hidden_size",
+        "dim_feedforward": "intermediate_size d_ff",
+        "num_layers": "depth n_layers num_hidden_layers",
+        "num_buckets": "n_buckets",
+        "num_rounds": "n_rounds n_hashes",
+        "num_landmarks": "n_landmarks",
+        "num_iterations": "n_iterations",
+        "num_features": "n_features",
+        "top_k": "k_keys topk",
+        "activation": "act hidden_act",
+        "activations": "activation_dtype",
+        "weight": "w",
+        "layer_norm_eps": "eps epsilon",
+        "eps": "epsilon",
+        "out": "output",
+        "rng": "random_state generator seed",
+        "state_dict": "state_dicts params",
+        "num_threads": "threads n_jobs num_workers",
+        "backend": "implementation attn_implementation",
+        "dtype": "torch_dtype",
+        "weights_dtype": "weight_dtype load_in_8bit load_in_4bit quantization_config",
+        "normalize_embeddings": "normalize",
+        "truncate_dim": "dim dimensions",
+        "show_progress_bar": "progress show_progress",
+        "activation_fn": "activation_fct default_activation_function",
+        "ids": "input_ids",
+        "max_new_tokens": "max_length",
+        "stop": "eos_token_id",
+        "temperature": "do_sample",
+    }.items()
+}
+_WORDS: dict[str, list[str]] = {}
+for _name, _others in OTHER_NAMES.items():
+    for _word in _others:
+        _WORDS.setdefault(_word, []).append(_name)
+
+# What an argument's name does not say to those who know it by another one.
+_MEANINGS = {
+    "kv_lengths": "how many keys of each sequence count",
+    "window": "a pair (left, right), None for no bound",
+    "bias": "added to the scores",
+    "dropout": "with a seed",
+    "dropout_p": "with a seed",
+    "weights_dtype": '"int8", "int4" or "nf4"',
+    "temperature": "above 0",
+}
+_COMPILED = "masks.compile makes one of a function"
+_AT_CALLS = {"is_causal", "attn_mask", "key_padding_mask"}  # of layers
+_AT_HEADS = {
+    "num_kv_heads",
+    "head_dim",
+    "rope",
+    "qk_norm",
+    "sinks",
+    "window",
+    "softcap",
+    "scale",
+    "alibi_slopes",
+}
+# What there is in the place of arguments that have no counterpart.
+_INSTEAD = {
+    "enable_gqa": "k and v may have fewer heads than q",
+    "score_mod": "functional.flex_attention takes it",
+    **dict.fromkeys(
+        ("return_attn_probs", "need_weights", "output_attentions", "return_attention_scores"),
+        "fastattn.attention_weights, and need_weights=True of MultiHeadAttention, return the weights",
+    ),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "lengths follow from the others"),
+    **dict.fromkeys(("block_table", "page_table"), "there are no paged caches"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "varlen_attention takes it"),
+    "deterministic": "the bits are always the same",
+    "batch_first": "the first axis is always the batch",
+    **dict.fromkeys(("device", "device_map"), "it computes on CPUs"),
+    "convert_to_numpy": "results are NumPy arrays",
+    "convert_to_tensor": "results are NumPy arrays; torch.from_numpy makes tensors of them",
+    "output_value": "a call of the model, as model(**model.tokenize(texts)), has the vectors of tokens",
+    **dict.fromkeys(("pool", "chunk_size"), "fastattn.dask.embed shares work between processes"),
+    **dict.fromkeys(("max_seq_length", "max_length"), "model.max_seq_length = ... sets it"),
+    "trust_remote_code": "no code of a folder is run",
+    **dict.fromkeys(
+        ("cache_folder", "cache_dir", "revision", "token", "local_files_only"), "nothing is downloaded"
+    ),
+}
+
+
+def not_an_argument(func: str, given: Mapping[str, Any], taken: Any) -> TypeError:
+    """The error for the first of `given` that is no annotated argument of `taken`, a function or a class."""
+    names = [name for name in taken.__annotations__ if name not in ("return", "others")]
+    word = next(name for name in given if name not in names)
+    instead = _instead(word, names) or f"; expected one of {', '.join(names)}"
+    return TypeError(f"{func}(): {word} is not an argument{instead}")
+
+
+def _instead(word: str, names: list[str]) -> str:
+    """What there is in the place of `word`, of a function with the arguments `names`."""
+    makes = {"rng", "weights_dtype"} <= set(names)  # a layer
+    hides = any(name.endswith("key_padding_mask") for name in names)  # a call of one
+    same = _WORDS.get(word, [])
+    if makes and _AT_CALLS & {word, *same}:
+        return ": calls take is_causal and masks"
+    if "attention" in names and (found := _AT_HEADS & {word, *same}):
+        return f": attention={{{min(found)!r}: ...}} takes it"
+    expected = []
+    for name in same:
+        meaning = _MEANINGS.get(name)
+        if name.endswith("mask"):
+            floats = "" if name == "mask" and not hides else ", floats are added"
+            meaning = f"True {'hides' if hides else 'attends'}{floats}"
+            if word in ("mask_mod", "block_mask") and not floats:
+                meaning = _COMPILED
+        if name in names:
+            expected.append(f"{name} ({meaning})" if meaning else name)
+    expected = [each for each in expected if "key_padding_mask" in each] or expected
+    if expected:
+        return f"; expected {' or '.join(expected)}"
+    if (makes or hides) and {"dropout", "dropout_p"} & {word, *same}:
+        return ": forward_backward takes dropout=, where gradients are made"
+    return f": {_INSTEAD[word]}" if word in _INSTEAD else ""

@@ -1,0 +1,106 @@
+"""Every command ends quietly when nobody reads on, and with one line when the disk is full."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny_models as tiny
+from implementations import COMPILED, child_environment
+from tiny_models import CONFIGS
+from tiny_tokenizers import TEXTS, write_byte_tokenizer, write_tokenizer
+
+from fastattn._args.errors import naming
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="of pipes and devices of POSIX")
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+PIPE = 141  # of a command that SIGPIPE ended, in a shell
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """Commands that print, each at a size of seconds."""
+    encoder, writer = tmp_path_factory.mktemp("bert"), tmp_path_factory.mktemp("gpt2")
+    tiny.write(encoder, "bert")
+    write_tokenizer(encoder)
+    changes = {"vocab_size": 256, "n_positions": 64}
+    tiny.write(writer, "gpt2", tiny.tensors("gpt2", {**CONFIGS["gpt2"], **changes}), **changes)
+    write_byte_tokenizer(writer)
+    lines = encoder / "lines.txt"
+    lines.write_text("\n".join(TEXTS))
+    return {
+        "info": ["info"],
+        "help": ["--help"],
+        "help-of-a-command": ["bench", "--help"],
+        "selftest": ["selftest", "--cases", "1"],
+        "bench": ["bench", "--seconds", "1", "--only", "padding mask, float32 1,12,128,128"],
+        "tune": ["tune", "--seconds", "1"] if COMPILED else ["info"],
+        "embed": ["embed", "--model", str(encoder), str(lines)],
+        "generate": ["generate", "--model", str(writer), "Once", "--max-new-tokens", "60"],
+    }
+
+
+NAMES = ["info", "help", "help-of-a-command", "selftest", "bench", "tune", "embed", "generate"]
+
+
+def run(arguments, stdout, **more):
+    chosen = {} if COMPILED else {"FASTATTN_BACKEND": "numpy"}
+    return subprocess.run(
+        [sys.executable, "-B", "-m", "fastattn", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env=child_environment(**chosen),
+        text=True,
+        timeout=120,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipe_that_nobody_reads_is_no_error(name, commands):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as pipe:
+        done = run(commands[name], pipe)
+    assert (done.returncode, done.stderr) == (PIPE, "")
+
+
+@needs_full
+@pytest.mark.parametrize("name", NAMES)
+def test_a_full_disk_is_one_line(name, commands):
+    with open("/dev/full", "wb") as full:
+        done = run(commands[name], full)
+    expected = f"error: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}: the standard output\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
+def limited():
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))  # bytes of a file
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl"])
+def test_a_full_disk_names_the_file_of_vectors(suffix, commands, tmp_path):
+    output = tmp_path / f"vectors{suffix}"
+    done = run([*commands["embed"], "--output", str(output)], subprocess.PIPE, preexec_fn=limited)
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"error: [Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}: '{output}'\n")
+
+
+def test_a_full_disk_names_the_folder_of_what_the_bench_compares_with(commands, tmp_path):
+    done = run([*commands["bench"]], subprocess.DEVNULL, preexec_fn=limited)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: [Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}: '")
+
+
+def test_only_errors_of_writing_get_a_name():
+    for number, name in ((errno.ENOSPC, "there"), (errno.ENOMEM, None)):
+        with pytest.raises(OSError, match=os.strerror(number)) as caught, naming("there"):
+            raise OSError(number, os.strerror(number))
+        assert caught.value.filename == name
+    with pytest.raises(FileNotFoundError) as caught, naming("there"), open("/no/such/file"):
+        pass
+    assert caught.value.filename == "/no/such/file"
