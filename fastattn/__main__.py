@@ -13,6 +13,7 @@ from pathlib import Path
 import fastattn
 from fastattn import _cli_files, _cli_models
 from fastattn._args.types import ROUNDINGS
+from fastattn._atomic import irregular, replaced
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.suites import SUITES
 from fastattn._engine.settings import CPUS
@@ -61,7 +62,8 @@ def _bench(options: argparse.Namespace) -> int:
         return 2
     print(report.text(result))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        with replaced(options.json) as file:
+            file.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
         plot.draw(result, options.plot)
     return 0
@@ -192,9 +194,7 @@ def _dtype(text: str) -> str:
 
 def _file(text: str) -> Path:
     """Refuse a file that cannot be written now, not after minutes of measuring."""
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder")
+    path = _config(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: its folder does not exist")
     return path
@@ -202,8 +202,8 @@ def _file(text: str) -> Path:
 
 def _config(text: str) -> Path:
     path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder")
+    if kind := irregular(path):
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is {kind}")
     return path
 
 
