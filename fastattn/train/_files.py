@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fastattn._args.types import Array
+    from fastattn._safetensors import TensorFile
 
 FORMAT = 2  # of the values in a file
 _VALUES: dict[str, tuple[Any, str]] = {
@@ -51,12 +52,12 @@ def read(func: str, path: str | os.PathLike[str]) -> tuple[dict[str, Array], Any
         values = header(func, path, file)
         if values is None:
             raise ValueError(f"{func}(): {where} holds no training run; expected a file that save() wrote")
-        return {name: file.get_tensor(name) for name in file.keys()}, values  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in file.names}, values
 
 
-def header(func: str, path: str | os.PathLike[str], file: Any) -> Any:
+def header(func: str, path: str | os.PathLike[str], file: TensorFile) -> Any:
     """The values in `file`, open; None if it holds no run."""
-    text = (file.metadata() or {}).get(_KEY)
+    text = file.metadata.get(_KEY)
     try:
         return None if text is None else json.loads(text)
     except ValueError as error:
