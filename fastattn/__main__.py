@@ -15,6 +15,7 @@ import fastattn
 from fastattn import _cli_files, _cli_models
 from fastattn._args.errors import FULL, naming
 from fastattn._args.types import ROUNDINGS
+from fastattn._atomic import irregular, replaced
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.suites import SUITES
 from fastattn._engine.settings import CPUS
@@ -64,8 +65,9 @@ def _bench(options: argparse.Namespace) -> int:
         return 2
     print(report.text(result))
     if options.json:
-        with naming(options.json):
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        with naming(options.json), replaced(options.json) as file:
+            file.write_text(json.dumps(result, indent=1) + "
+")
     if options.plot:
         with naming(options.plot):
             plot.draw(result, options.plot)
@@ -197,9 +199,7 @@ def _dtype(text: str) -> str:
 
 def _file(text: str) -> Path:
     """Refuse a file that cannot be written now, not after minutes of measuring."""
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder")
+    path = _config(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: its folder does not exist")
     return path
@@ -207,8 +207,8 @@ def _file(text: str) -> Path:
 
 def _config(text: str) -> Path:
     path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder")
+    if kind := irregular(path):
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is {kind}")
     return path
 
 

@@ -16,6 +16,7 @@ try:
 except ImportError:  # Windows has none: nothing tells two runs of one output there
     fcntl = None  # type: ignore[assignment]
 
+from fastattn._atomic import begin, put
 from fastattn._cli_texts import parquet_library
 from fastattn.models._files import require
 
@@ -75,9 +76,11 @@ class Unfinished:
     def __post_init__(self) -> None:
         _, self._part, self._said, self._made = files_of(self.output)
         try:
-            self._file, goes_on = self._part.open("x+b"), False
+            begin(self._part, self.output)
+            goes_on = False
         except FileExistsError:
-            self._file, goes_on = self._part.open("r+b"), True
+            goes_on = True
+        self._file = self._part.open("r+b")
         try:
             self._lock()
             if goes_on:
@@ -142,11 +145,13 @@ class Unfinished:
         made = self._part
         if self.output.suffix != ".npy":
             made = self._made
+            made.unlink(missing_ok=True)  # of a run that ended here
+            begin(made, self.output)
             _CONVERTERS[self.output.suffix](self._blocks(), made, self)
         if fcntl is None:  # Windows renames no open file
             self._file.close()
         self._said.unlink(missing_ok=True)
-        os.replace(made, self.output)
+        put(made, self.output)
         if made is not self._part:
             self._part.unlink()
         self._file.close()  # which ends the lock: from now on, what is called OUTPUT.part is another run's

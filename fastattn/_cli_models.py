@@ -13,6 +13,7 @@ import numpy as np
 
 from fastattn._args.errors import naming
 from fastattn._args.types import lane_dtype
+from fastattn._atomic import destination
 from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_writable, write_json_lines
 from fastattn._cli_texts import Changed, Texts
 from fastattn._version import __version__
@@ -68,7 +69,7 @@ def embed(options: argparse.Namespace) -> None:
     """Turn texts into vectors with an encoder, and go on where an interrupted run ended."""
     from fastattn.models import Encoder
 
-    output: Path | None = options.output
+    output: Path | None = None if options.output is None else destination(options.output)
     if output is not None:
         require_writable(output.suffix)
     texts = Texts(options.file, options.column)

@@ -55,7 +55,7 @@ def blocks_args(
         for name, array in named:
             first = -(-end // unit) * unit
             end = first + len(array)
-            blocks.append(RowBlock(name, _native(array), first, len(maps) - 1 - i))
+            blocks.append(RowBlock(name, native(array), first, len(maps) - 1 - i))
     return PackArgs(blocks, maps[0][0][1].shape[1], end, len(maps), dtype, num_threads)
 
 
@@ -67,8 +67,8 @@ def _weight(func: str, name: str, x: Any) -> Array:
     return array
 
 
-def _native(array: Array) -> Array:
-    """`array`, or a copy in native byte order."""
+def native(array: Array) -> Array:
+    """The array, or a copy in native byte order."""
     if array.dtype.isnative:
         return array
     return copied(array, np.empty(array.shape, array.dtype.newbyteorder("=")))

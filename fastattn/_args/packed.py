@@ -7,6 +7,7 @@ micro-kernels of all instruction sets read a panel from front to back, so that t
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -319,6 +320,18 @@ class PackArgs:
         if self.scales is not None:
             self.sums = np.zeros((panels, width), np.float32)
         self.beyond, self.bad = _BEYOND.get(self.dtype, np.inf), np.zeros(len(self.blocks), bool)
+
+    def part(self, blocks: list[RowBlock], begin: int, end: int, num_threads: int) -> PackArgs:
+        """Other blocks, which are the output features `begin`, where a panel begins, to `end` of these."""
+        part, width = copy(self), columns(self.dtype)
+        panels = slice(begin // width * self.maps, -(-end // width) * self.maps)
+        part.blocks, part.bad, part.num_threads = blocks, np.zeros(len(blocks), bool), num_threads
+        part.out_features, part.out = end - begin, self.out[panels]
+        if self.scales is not None:
+            part.scales = self.scales[panels]
+        if self.sums is not None:
+            part.sums = self.sums[panels]
+        return part
 
     def not_finite(self) -> str | None:
         """The name of the first block that is not finite in `dtype`, if there is one."""

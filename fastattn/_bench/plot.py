@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fastattn._atomic import replaced
 from fastattn._bench.report import RUNTIMES, subject
 
 Json = dict[str, Any]
@@ -41,7 +42,8 @@ def draw(report: Json, path: Path) -> None:
         _panel(axis, title, sections[title], subject(report), bars, rows)
     _words(figure, report, bars)
     figure.tight_layout(rect=(0, 0.5 / height, 1, 1 - 0.62 / height))
-    figure.savefig(path)
+    with replaced(path) as file:
+        figure.savefig(file, format="png")
 
 
 def _panel(axis: Any, title: str, rows: list[Json], own: str, bars: list[str], height: int) -> None:

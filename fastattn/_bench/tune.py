@@ -26,6 +26,7 @@ import numpy as np
 
 import fastattn
 from fastattn import ops
+from fastattn._atomic import destination
 from fastattn._bench.busy import QUIET_SHARE, fma_peak
 from fastattn._engine import settings, tuning
 
@@ -283,8 +284,11 @@ def main(seconds: float, seed: int | None, write: Path | None, reset: bool) -> i
     if write is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            file = destination(file)
         except OSError as error:
-            return _refuse(f"cannot write {file}: {error.strerror}")
+            return _refuse(f"cannot write {file}: {error.strerror or error}")
+        except ValueError as error:
+            return _refuse(f"cannot write: {error}")
         if not os.access(file.parent, os.W_OK):
             return _refuse(f"cannot write {file}: its folder is read-only")
     seed = secrets.randbelow(10**6) if seed is None else seed
@@ -311,7 +315,7 @@ def main(seconds: float, seed: int | None, write: Path | None, reset: bool) -> i
     try:
         tuning.write(file, changes)
     except OSError as error:
-        return _refuse(f"cannot write {file}: {error.strerror}")
+        return _refuse(f"cannot write {file}: {error.strerror or error}")
     print(f"Written to {file}")
     return 0
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fastattn._atomic import replaced
 from fastattn._engine import settings
 
 if TYPE_CHECKING:
@@ -164,12 +165,8 @@ def write(file: Path, sizes: dict[str, int]) -> None:
     """Write `sizes`, the others being the defaults, for this machine. No reader sees half a file."""
     content = {"format": FORMAT, **machine(), "sizes": sizes}
     file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
+    with replaced(file) as new:
         new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from dask.base import get_scheduler, is_dask_collection
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import flag, integer
+from fastattn._atomic import BEGUN, irregular, replaced
 from fastattn._engine.settings import set_num_threads
 from fastattn.models._encode import Embedder, EncodeOptions
 from fastattn.models._files import ModelError, require
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 _FUNC = "embed"
 _LOADING = Lock()
-_BEGUN = ".begun"  # ends the name of a file that is not whole
 _MADE_BY = b"fastattn.dask.embed"  # in a file's metadata: `Embed.made_by` as JSON
 _READ = (".json", ".safetensors", ".txt")  # how names end of files that decide what vectors are
 
@@ -166,7 +165,7 @@ def _paths(output: str | os.PathLike[str], n: int, task: Embed) -> list[Path]:
     for found in folder.iterdir() if folder.exists() else ():
         if found in expected:
             task.check(found)
-        elif found.suffix != _BEGUN:
+        elif found.suffix != BEGUN:
             raise _foreign(found, "no run with these texts")
     folder.mkdir(parents=True, exist_ok=True)
     return paths
@@ -239,6 +238,8 @@ class Embed:
 
     def check(self, path: Path) -> None:
         """Raise unless the file says that it has the vectors which this task would make."""
+        if irregular(path):
+            raise _foreign(path, "no run of embed")
         try:
             said = json.loads((require("pyarrow.parquet").read_schema(path).metadata or {})[_MADE_BY])
         except (OSError, ValueError, KeyError):  # no file of Parquet, or of others
@@ -270,10 +271,6 @@ def _write(path: str, texts: list[str], vectors: Array, made_by: bytes) -> str:
     flat = arrow.array(np.ascontiguousarray(vectors).reshape(-1))
     column = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
     table = arrow.table({"text": arrow.array(texts, arrow.string()), "vector": column})
-    begun = Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}{_BEGUN}")
-    try:
+    with replaced(Path(path), f"{_FUNC}(): ") as begun:
         parquet.write_table(table.replace_schema_metadata({_MADE_BY: made_by}), begun)
-        os.replace(begun, path)
-    finally:
-        begun.unlink(missing_ok=True)
     return path

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fastattn._safetensors import TensorFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -15,7 +17,7 @@ _READERS = {".npz": "np.load({!r})"}
 _READERS |= dict.fromkeys((".pt", ".pth", ".bin"), "torch.load({!r}, weights_only=True)")
 
 
-def opened(func: str, file: str, stack: ExitStack) -> Any:
+def opened(func: str, file: str, stack: ExitStack) -> TensorFile:
     """The safetensors file `file`, open, which `stack` closes. It reads a tensor when asked for it."""
     reader = _READERS.get(os.path.splitext(file)[1])
     or_read = f", or what {reader.format(file)} returns" if reader else ""
@@ -37,9 +39,11 @@ def opened(func: str, file: str, stack: ExitStack) -> Any:
     with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
         import ml_dtypes  # noqa: F401
     try:
-        return stack.enter_context(safe_open(file, framework="numpy"))
+        with safe_open(file, framework="numpy"):
+            pass
     except SafetensorError as error:
         raise ValueError(f"{func}(): {file} is not a sound safetensors file: {error}") from error
+    return stack.enter_context(TensorFile(file, lambda message: ValueError(f"{func}(): {message}")))
 
 
 def prefixes(known: Collection[str], names: Collection[str]) -> list[str]:

@@ -277,9 +277,11 @@ class Layer:
         if not isinstance(prefix, str):
             raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
+            names: Collection[str]
+            read: Callable[[str], Any]
             if isinstance(state_dict, (str, os.PathLike)):
                 file = opened(func, os.fsdecode(state_dict), stack)
-                names, read = file.keys(), file.get_tensor
+                names, read = file.names, file.get_tensor
             elif not isinstance(state_dict, Mapping):
                 expected = "a mapping of names to arrays, or the path of a safetensors file"
                 raise wrong_type(func, "state_dict", state_dict, expected)

@@ -383,7 +383,7 @@ def read_decoder(
         vocab_size=vocab,
         program=program,
         precision=precision,
-        text=Text(folder, max_length),
+        text=Text(folder, max_length, is_prompt=True),
         num_kv_heads=blocks.heads_kv,
         head_dim=blocks.head_dim,
         max_length=max_length,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fastattn import ops
 from fastattn._args.values import short
+from fastattn._engine.program import NormStep
 from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._classify import CrossEncoder, TokenClassifier
 from fastattn.models._colbert import STANFORD, multi_vector_encoder
@@ -120,7 +121,7 @@ def with_head(
     found = source.config.get("id2label", dict, {})
     count = len(found) or source.config.size("num_labels", 2)
     labels = tuple(str(found.get(str(i), f"LABEL_{i}")) for i in range(count))
-    head = _read(source, names, encoder.hidden_size, count)
+    head = _read(source, names, encoder, count)
     if task.endswith(_TOKENS):
         return TokenClassifier(encoder, head, labels)
     activation = _activation(source.folder, source.config, count)
@@ -129,9 +130,9 @@ def with_head(
     return CrossEncoder(encoder, head, labels, activation, pooling)
 
 
-def _read(source: Source, names: HeadNames, hidden: int, count: int) -> tuple[Dense | LayerNorm, ...]:
+def _read(source: Source, names: HeadNames, encoder: Encoder, count: int) -> tuple[Dense | LayerNorm, ...]:
     """The layers one after another; they are small, and kept in the type that the kernels compute in."""
-    config = source.config
+    config, hidden = source.config, encoder.hidden_size
     config.refuse(pooler_hidden_act="gelu", classifier_activation="gelu")  # DeBERTa's and ModernBERT's
     shapes: dict[str, Shape] = {f"{names.outer}.weight": (count, hidden)}
     if not names.last:
@@ -157,8 +158,13 @@ def _read(source: Source, names: HeadNames, hidden: int, count: int) -> tuple[De
     if names.inner is not None:
         layers.append(dense(names.inner, names.activation))
     if names.norm is not None:
-        layers.append(LayerNorm(source.vector(f"{names.norm}.weight"), bias(names.norm)))
+        layers.append(LayerNorm(source.vector(f"{names.norm}.weight"), bias(names.norm), _eps(encoder)))
     return (*layers, dense(names.outer, "Identity"))
+
+
+def _eps(encoder: Encoder) -> float:
+    """The eps of a head's norm: in every family that of the encoder's norms."""
+    return next(step.eps for step in encoder.program.steps if isinstance(step, NormStep))
 
 
 def _activation(folder: Path, config: Config, num_labels: int) -> str:
@@ -213,7 +219,7 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncod
         activation="gelu" if names.activation is None else config.choice(names.activation, OURS, "gelu"),
         norm_weight=source.vector(f"{names.norm}.weight"),
         norm_bias=source.vector(f"{names.norm}.bias"),
-        eps=config.number("layer_norm_eps", 1e-12),
+        eps=_eps(encoder),
         output=tensors.pack([f"{output}.weight"]),
         output_bias=source.vector(bias),
         rounded=precision.activations,

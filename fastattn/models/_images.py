@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,16 +12,20 @@ import numpy as np
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.values import as_array, is_float, short
 from fastattn.models._files import Config, ModelError
+from fastattn.models._resize import part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, Shape
 
 _WHOLE = 255  # of a pixel in integers
 _CHANNELS = 3
 _NEW, _OLD = "processor_config.json", "preprocessor_config.json"  # the first one has a table of it
+_MOST_SIDE, _MOST_PIXELS = 65535, 89_478_485  # of JPEG, and of what Pillow opens without a warning
+_FITTING = f"sides of at most {_MOST_SIDE}, and at most {_MOST_PIXELS} pixels"
+_MOST_CUT = 32  # times the model's size: an enlarged image that has more is not made whole
 EXPECTED = "an array (height, width, 3) or an image of Pillow"
 
 
@@ -73,35 +77,51 @@ class Images:
         """The pixels (3, image_size, image_size) in `dtype`, float32 or float64, of a checked image."""
         if is_pillow(image):
             image = np.asarray(image.convert("RGB"))
-        if self.size is not None:
-            image = self._resized(image)
-        if self.crop is not None:
-            image = _middle(image, *self.crop)
-        if image.shape[:2] != (self.image_size,) * 2:
-            came = f"{self.path} makes {image.shape[0]} by {image.shape[1]} of an image"
+        wanted = self._wanted(*image.shape[:2])
+        found = wanted if self.crop is None else self.crop
+        if found != (self.image_size,) * 2:
+            came = f"{self.path} makes {found[0]} by {found[1]} of an image"
             expected = f"the model's size, {self.image_size} by {self.image_size}"
             raise ValueError(f"encode(): {came}; expected {expected}")
+        image = self._cut(image, wanted, found)
         scale = self.scale if image.dtype == np.uint8 else self.scale * _WHOLE
         pixels = (image * np.float64(scale)).astype(dtype)
         normed: Array = (pixels - np.array(self.mean, dtype)) / np.array(self.std, dtype)
         return normed.transpose(2, 0, 1)
 
-    def _resized(self, image: Array) -> Array:
-        """The image at `size`: as it is, or by Pillow, in integers."""
-        height, width = image.shape[:2]
+    def _wanted(self, height: int, width: int) -> tuple[int, int]:
+        """The height and width to which an image is resized."""
+        if self.size is None:
+            return height, width
         if isinstance(self.size, tuple):
-            wanted = self.size
-        else:
-            assert self.size is not None
-            longer = self.size * max(height, width) // min(height, width)
-            wanted = (self.size, longer) if height <= width else (longer, self.size)
-        if (height, width) == wanted:
-            return image
-        if image.dtype != np.uint8:
-            image = np.rint(image.astype(np.float64) * _WHOLE).astype(np.uint8)
-        library = _pillow()
-        found = library.fromarray(np.ascontiguousarray(image)).resize(wanted[::-1], self.resample)
-        return np.asarray(found)
+            return self.size
+        longer = self.size * max(height, width) // min(height, width)
+        return (self.size, longer) if height <= width else (longer, self.size)
+
+    def _cut(self, image: Array, wanted: tuple[int, int], found: tuple[int, int]) -> Array:
+        """The middle of `image` at the size `wanted`, of the size `found`: as it is, or in integers."""
+        out = np.zeros((*found, _CHANNELS), image.dtype)
+        (rows, to_rows), (columns, to_columns) = map(_middle, found, wanted)
+        height, width = image.shape[:2]
+        if (height, width) != wanted:
+            if image.dtype != np.uint8:
+                image = np.rint(image.astype(np.float64) * _WHOLE).astype(np.uint8)
+                out = out.astype(np.uint8)
+            enlarged = wanted[0] >= height and wanted[1] >= width
+            if enlarged and math.prod(wanted) > _MOST_CUT * math.prod(found):
+                image = part(image, wanted, rows, columns, self.resample)
+                rows = columns = slice(None)
+            else:
+                most = max(
+                    wanted[0] * max(width, wanted[1]), height * wanted[1]
+                )  # between Pillow's passes, too
+                if most > _MOST_PIXELS:
+                    came = f"an image of {height} by {width} is resized to {wanted[0]} by {wanted[1]}"
+                    raise ValueError(f"encode(): {came} by {self.path}; expected {_FITTING}")
+                whole = _pillow().fromarray(np.ascontiguousarray(image))
+                image = np.asarray(whole.resize(wanted[::-1], self.resample))
+        out[to_rows, to_columns] = image[rows, columns]
+        return out
 
 
 def is_pillow(x: Any) -> bool:
@@ -113,25 +133,31 @@ def is_pillow(x: Any) -> bool:
 def checked(func: str, name: str, image: Any) -> Any:
     """`image`, or an error that names it the argument `name`: an image of Pillow, or an array."""
     if is_pillow(image):
-        shape = image.size
-    else:
-        if not hasattr(image, "__array__"):  # lists of numbers are texts that somebody has mistaken
-            raise wrong_type(func, name, image, f"a string, {EXPECTED}, or several of them, as a list")
-        image = as_array(func, name, image)
-        if image.ndim != 3 or image.shape[2] != _CHANNELS:
-            raise wrong_shape(func, name, image, f"(height, width, {_CHANNELS})")
-        shape = image.shape
-        if image.dtype != np.uint8:
-            if not is_float(image.dtype):
-                raise wrong_dtype(func, name, image, "uint8, from 0 to 255, or floats from 0 to 1")
-            image = image.astype(np.float64)
-            if image.size and not (image.min() >= 0 and image.max() <= 1):
-                came = f"values from {image.min():.6g} to {image.max():.6g}"
-                expected = "0 to 1 in floats, 0 to 255 in uint8"
-                raise ValueError(f"{func}(): {name} has an image with {came}; expected {expected}")
-    if 0 in shape:
-        raise ValueError(f"{func}(): {name} has an image without pixels; expected at least one")
+        _require_fitting(func, name, image.size[::-1])
+        return image
+    if not hasattr(image, "__array__"):  # lists of numbers are texts that somebody has mistaken
+        raise wrong_type(func, name, image, f"a string, {EXPECTED}, or several of them, as a list")
+    image = as_array(func, name, image)
+    if image.ndim != 3 or image.shape[2] != _CHANNELS:
+        raise wrong_shape(func, name, image, f"(height, width, {_CHANNELS})")
+    if image.dtype != np.uint8 and not is_float(image.dtype):
+        raise wrong_dtype(func, name, image, "uint8, from 0 to 255, or floats from 0 to 1")
+    _require_fitting(func, name, image.shape[:2])
+    if image.dtype != np.uint8:
+        image = image.astype(np.float64)
+        if not (image.min() >= 0 and image.max() <= 1):
+            came = f"values from {image.min():.6g} to {image.max():.6g}"
+            expected = "0 to 1 in floats, 0 to 255 in uint8"
+            raise ValueError(f"{func}(): {name} has an image with {came}; expected {expected}")
     return image
+
+
+def _require_fitting(func: str, name: str, size: Shape) -> None:
+    """Raise unless an image of this height and width has pixels, and not too many."""
+    if 0 in size:
+        raise ValueError(f"{func}(): {name} has an image without pixels; expected at least one")
+    if max(size) > _MOST_SIDE or math.prod(size) > _MOST_PIXELS:
+        raise ValueError(f"{func}(): {name} has an image of {size[0]} by {size[1]}; expected {_FITTING}")
 
 
 def _pillow() -> Any:
@@ -143,18 +169,12 @@ def _pillow() -> Any:
     return Image
 
 
-def _middle(image: Array, height: int, width: int) -> Array:
-    """The middle of the image; what is beyond its edges is 0."""
-    out = np.zeros((height, width, image.shape[2]), image.dtype)
-    to, of = [], []
-    for wanted, there in ((height, image.shape[0]), (width, image.shape[1])):
-        # transformers rounds so: an image that is smaller by an odd number lies nearer to the end.
-        begin = (there - wanted) // 2 if there >= wanted else -ceil((wanted - there) / 2)
-        first, last = max(begin, 0), min(begin + wanted, there)
-        of.append(slice(first, last))
-        to.append(slice(first - begin, last - begin))
-    out[tuple(to)] = image[tuple(of)]
-    return out
+def _middle(wanted: int, there: int) -> tuple[slice, slice]:
+    """Of an axis, what is kept, and where that goes."""
+    # transformers rounds so: an image that is smaller by an odd number lies nearer to the end.
+    begin = (there - wanted) // 2 if there >= wanted else -math.ceil((wanted - there) / 2)
+    first, last = max(begin, 0), min(begin + wanted, there)
+    return slice(first, last), slice(first - begin, last - begin)
 
 
 def _size(config: Config, name: str, asked: str, shorter: bool = False) -> Any:

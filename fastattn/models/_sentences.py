@@ -153,6 +153,7 @@ class LayerNorm:
 
     weight: Array
     bias: Array | None
+    eps: float = 1e-5
 
     @classmethod
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[LayerNorm, int]:
@@ -162,12 +163,12 @@ class LayerNorm:
         with ExitStack() as stack:
             tensors = Tensors(folder, dtype.name, stack)
             tensors.expect({"norm.weight": (features,), "norm.bias": (features,)}, ("norm.",))
-            vectors = (tensors[name].astype(dtype) for name in ("norm.weight", "norm.bias"))
-            return cls(*vectors), features
+            weight, bias = (tensors[name].astype(dtype) for name in ("norm.weight", "norm.bias"))
+            return cls(weight, bias), features
 
     def __call__(self, x: Array) -> Array:
         """The vectors (n, features), normalised."""
-        return ops.layer_norm(x, self.weight, self.bias)
+        return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import mmap
+import math
 import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fastattn._args.pack import blocks_args
-from fastattn._args.packed import is_finite
+from fastattn._args.pack import blocks_args, native
+from fastattn._args.packed import PackArgs, RowBlock, columns, is_finite
 from fastattn._args.values import short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
+from fastattn._safetensors import TensorFile
 from fastattn.models._files import Config, ModelError, is_name, lfs_hint, read_json, require
 from fastattn.models._origins import Origins, Part
 
@@ -25,81 +27,52 @@ if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Shape
 
-    Tensor = tuple["_File | _Memory", str]  # and the tensor's name in it
+    Tensor = tuple["TensorFile | _Memory", str]  # and the tensor's name in it
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors calls them, and NumPy
-_PIECE = 1 << 23  # bytes that are copied at a time
+_FLOATS = ("F32", "F16", "BF16")  # as safetensors calls them
+# Bytes that a thread reads at a time and packs at once, while they are in a cache; and threads that do so.
+_PIECE, _READERS = 1 << 22, 8
 _SHOWN = 6  # names that an error lists
 NOTHING = re.compile("(?!)")  # matches no name
 _Made = TypeVar("_Made", bound="Array | PackedLinear")
 
 
-class _File:
-    """An open safetensors file: its header, which its library has checked, and tensors of floating types."""
-
-    def __init__(self, handle: Any, path: Path):
-        self.get_slice, self.keys = handle.get_slice, handle.keys
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        self._start = 8 + int.from_bytes(self._map[:8], "little")
-        self._header = json.loads(self._map[8 : self._start])
-
-    def _ends(self, name: str) -> tuple[int, int]:
-        begin, end = self._header[name]["data_offsets"]
-        return self._start + begin, self._start + end
-
-    def mapped(self, name: str) -> Array:
-        """A tensor in the file's memory; it may not be aligned."""
-        begin, end = self._ends(name)
-        entry = self._header[name]
-        return self._bytes[begin:end].view(_FLOATS[entry["dtype"]]).reshape(entry["shape"])
-
-    def copied(self, name: str) -> Array:
-        """A tensor in memory of its own, without the whole of it in the file's memory, too."""
-        tensor = np.empty(self.mapped(name).shape, self.mapped(name).dtype)
-        begin, end = self._ends(name)
-        there = tensor.reshape(-1).view(np.uint8)
-        for at in range(begin, end, _PIECE):
-            piece = self._bytes[at : min(at + _PIECE, end)]
-            there[at - begin : at - begin + len(piece)] = piece
-            self._release(at, at + len(piece))
-        return tensor
-
-    def release(self, name: str) -> None:
-        """Give back the memory of a tensor that has been read, which would count until the file is closed."""
-        self._release(*self._ends(name))
-
-    def _release(self, begin: int, end: int) -> None:
-        if hasattr(mmap, "MADV_DONTNEED"):
-            begin -= begin % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
-
 class _Memory:
-    """Tensors in memory, as `_File` has them in a file."""
+    """Tensors in memory, as `TensorFile` has them in a file."""
 
     def __init__(self, arrays: Mapping[str, Array]):
         self._arrays = arrays
 
-    def get_slice(self, name: str) -> _Memory:
-        return _Memory({"": self._arrays[name]})
+    def shape(self, name: str) -> Shape:
+        return self._arrays[name].shape
 
-    def get_shape(self) -> Shape:
-        return self._arrays[""].shape
-
-    def get_dtype(self) -> str:
+    def kind(self, name: str) -> str:
         return "F32"  # all that are there are of a floating type
 
-    def mapped(self, name: str) -> Array:
-        return self._arrays[name]
+    def rows(self, name: str, begin: int, end: int) -> Array:
+        return self._arrays[name][begin:end]
 
-    def copied(self, name: str) -> Array:
+    def get_tensor(self, name: str) -> Array:
         return self._arrays[name].copy()
 
-    def release(self, name: str) -> None:
-        """There is nothing to give back."""
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a matrix, whose axes but for the first count as one; they are read when they are needed."""
+
+    file: TensorFile | _Memory
+    name: str
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def read(self, begin: int, end: int) -> Array:
+        """Rows `begin` to `end` of these, as a matrix."""
+        array = self.file.rows(self.name, self.begin + begin, self.begin + end)
+        return array.reshape(len(array), -1)
 
 
 class Tensors:
@@ -120,6 +93,7 @@ class Tensors:
     ):
         self._stored, self._open, self._prefix = stored, stack, ""
         self._before, self._changed = before, changed
+        self._pool: ThreadPoolExecutor | None = None
         self.origins, self.state = Origins(), state
         if state is not None:
             memory = _Memory(state)
@@ -131,11 +105,12 @@ class Tensors:
         self.path = folder / (INDEX if is_indexed else WEIGHTS)
         self._tensors = self._indexed(folder) if is_indexed else self._single(folder)
 
-    def _file(self, path: Path) -> _File:
+    def _file(self, path: Path) -> TensorFile:
         safetensors = require("safetensors")
         try:
             path.open("rb").close()  # safe_open calls every file that it cannot open missing
-            return _File(self._open.enter_context(safetensors.safe_open(path, framework="np")), path)
+            with safetensors.safe_open(path, framework="np"):
+                return self._open.enter_context(TensorFile(path, ModelError))
         except FileNotFoundError:
             raise ModelError(f"{path} is missing") from None
         except OSError as error:
@@ -154,18 +129,18 @@ class Tensors:
                 there += f"; transformers converts: {how}"
             raise ModelError(f"{self.path} is missing, and so is {INDEX}; there is {there}")
         file = self._file(self.path)
-        return {name: (file, name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        return {name: (file, name) for name in file.names}
 
     def _indexed(self, folder: Path) -> dict[str, Tensor]:
         places = read_json(self.path).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
             raise ModelError(f"{self.path}: 'weight_map' is no table of file names")
-        files: dict[str, _File] = {}
+        files: dict[str, TensorFile] = {}
         for file in sorted(set(places.values())):
             if not is_name(file):
                 raise ModelError(f"{self.path}: 'weight_map' has {short(file)}; expected a file beside it")
             files[file] = self._file(folder / file)
-        held = {file: set(handle.keys()) for file, handle in files.items()}
+        held = {file: set(handle.names) for file, handle in files.items()}
         absent = sorted(name for name, file in places.items() if name not in held[file])
         if absent:
             name = absent[0]
@@ -213,12 +188,12 @@ class Tensors:
                 wrong.append(f"{(self._prefix if name.startswith(own) else '') + name!r} is missing")
                 continue
             file, stored = self._tensors[name]
-            view = file.get_slice(stored)
-            if tuple(view.get_shape()) != shape:
-                wrong.append(f"{stored!r} has shape {tuple(view.get_shape())}; expected {shape}")
-            elif view.get_dtype() not in _FLOATS:
-                wrong.append(f"{stored!r} has dtype {view.get_dtype()}; expected one of {', '.join(_FLOATS)}")
-            elif view.get_dtype() == "BF16":
+            kind = file.kind(stored)
+            if file.shape(stored) != shape:
+                wrong.append(f"{stored!r} has shape {file.shape(stored)}; expected {shape}")
+            elif kind not in _FLOATS:
+                wrong.append(f"{stored!r} has dtype {kind}; expected one of {', '.join(_FLOATS)}")
+            elif kind == "BF16":
                 require("ml_dtypes")
         wrong += [
             f"{stored!r} is not known"
@@ -248,7 +223,7 @@ class Tensors:
         file, stored = self._tensors[name]
 
         def read() -> tuple[Array, list[Part]]:
-            array = file.copied(stored)
+            array = self._whole(file, stored)
             if not is_finite(array, self._stored):
                 raise self._not_finite(stored)
             return array, [Part(stored, array.shape, len(array) if array.ndim else 1, 0)]
@@ -258,7 +233,7 @@ class Tensors:
     def rows(self, name: str, which: Sequence[int]) -> Array:
         """Some rows of a matrix, in its own type; the others are not read."""
         file, stored = self._tensors[name]
-        rows: Array = file.mapped(stored)[list(which)]
+        rows = np.concatenate([file.rows(stored, i, i + 1) for i in which])
         if not is_finite(rows, self._stored):
             raise self._not_finite(stored)
         return rows
@@ -266,57 +241,99 @@ class Tensors:
     def pack(self, *maps: Sequence[str], transposed: bool = False) -> PackedLinear:
         """The tensors of a linear map, one after another, or of a gated pair, up and gate, packed.
 
-        They are packed from the file's memory, and copied nowhere else. A `transposed` one is (in, out). All
-        axes of one of more than two, as of a convolution, but the first count as one.
+        They are read in pieces, each of which is packed at once. A `transposed` one is (in, out), and read
+        whole. All axes of one of more than two, as of a convolution, but the first count as one.
         """
         held = [[self._tensors[name] for name in names] for names in maps]
         asked = tuple(tuple(stored for _, stored in each) for each in held), transposed
-        return self._made(asked, lambda: self._mapped(held, transposed))
 
-    def _mapped(self, held: Sequence[Sequence[Tensor]], transposed: bool) -> tuple[PackedLinear, list[Part]]:
-        arrays = [[(stored, _matrix(file.mapped(stored))) for file, stored in each] for each in held]
-        if transposed:
-            arrays = [[(stored, array.T) for stored, array in each] for each in arrays]
-        packed = self._packed(arrays)
-        parts = []
-        for i, each in enumerate(reversed(arrays)):  # the gate comes first in a pair
-            first = i * packed.out_features
-            for (file, stored), (_, array) in zip(held[-1 - i], each, strict=True):
-                shape = file.mapped(stored).shape
-                parts.append(Part(stored, shape, len(array), first, transposed=transposed))
-                first += len(array)
-                file.release(stored)
-        return packed, parts
+        def made() -> tuple[PackedLinear, list[Part]]:
+            rows = [[_Rows(file, name, 0, file.shape(name)[0]) for file, name in each] for each in held]
+            packed = self._transposed(rows) if transposed else self._packed(rows)
+            parts = []
+            for i, each in enumerate(reversed(held)):  # the gate comes first in a pair
+                first = i * packed.out_features
+                for file, stored in each:
+                    shape = file.shape(stored)
+                    count = math.prod(shape[1:]) if transposed else shape[0]
+                    parts.append(Part(stored, shape, count, first, transposed=transposed))
+                    first += count
+            return packed, parts
+
+        return self._made(asked, made)
 
     def pack_pair(self, name: str, gate_first: bool) -> PackedLinear:
         """The tensor of a gated pair, one map's rows behind the other's, packed as `pack` does."""
         file, stored = self._tensors[name]
 
         def packed() -> tuple[PackedLinear, list[Part]]:
-            first, second = np.split(file.mapped(stored), 2)
+            shape = file.shape(stored)
+            half = shape[0] // 2
+            first, second = _Rows(file, stored, 0, half), _Rows(file, stored, half, shape[0])
             up, gate = (second, first) if gate_first else (first, second)
-            pair = self._packed([[(stored, up)], [(stored, gate)]])
-            parts = pair_parts(stored, file.mapped(stored).shape, gate_first)
-            file.release(stored)
-            return pair, parts
+            return self._packed([[up], [gate]]), pair_parts(stored, shape, gate_first)
 
         return self._made((stored, gate_first), packed)
 
-    def _packed(self, arrays: Sequence[Sequence[tuple[str, Array]]]) -> PackedLinear:
+    def _packed(self, maps: Sequence[Sequence[_Rows]]) -> PackedLinear:
+        """Rows of a map, or of a gated pair: up, gate; in pieces of whole panels."""
+        n, example = sum(map(len, maps[0])), maps[0][0].read(0, 1)
+        whole = PackArgs([], example.size, n, len(maps), self._stored, get_num_threads())
+        panel = columns(self._stored)
+        step = panel * max(1, _PIECE // (panel * len(maps) * example.nbytes))
+
+        def pack(begin: int) -> None:
+            end, blocks = min(begin + step, n), []
+            for i, each in enumerate(maps):
+                first = 0
+                for rows in each:
+                    here = slice(max(begin - first, 0), min(end - first, len(rows)))
+                    if here.start < here.stop:
+                        array = native(rows.read(here.start, here.stop))
+                        at = first + here.start - begin
+                        blocks.append(RowBlock(rows.name, array, at, len(maps) - 1 - i))
+                    first += len(rows)
+            self._run(whole.part(blocks, begin, end, 1 if step < n else whole.num_threads))
+
+        self._each(pack, range(0, n, step))
+        return whole.packed()
+
+    def _transposed(self, maps: Sequence[Sequence[_Rows]]) -> PackedLinear:
+        arrays = [[(rows.name, rows.read(0, len(rows)).T) for rows in each] for each in maps]
         args = blocks_args(arrays, self._stored, get_num_threads())
+        self._run(args)
+        return args.packed()
+
+    def _run(self, args: PackArgs) -> None:
         dispatch.run(args)
         wrong = args.not_finite()
         if wrong is not None:
             raise self._not_finite(wrong)
-        return args.packed()
+
+    def _whole(self, file: TensorFile | _Memory, name: str) -> Array:
+        """A tensor in memory of its own."""
+        if isinstance(file, _Memory):
+            return file.get_tensor(name)
+        array = file.empty(name, file.shape(name))
+        flat, step = array.reshape(-1), _PIECE // array.itemsize
+        self._each(lambda at: file.fill(flat[at : at + step], name, at), range(0, flat.size, step))
+        return array
+
+    def _each(self, function: Callable[[int], None], pieces: range) -> None:
+        """Call the function with each of `pieces`, by several threads."""
+        if len(pieces) < 2:
+            for piece in pieces:
+                function(piece)
+            return
+        if self._pool is None:
+            readers = min(get_num_threads(), _READERS)
+            self._pool = self._open.enter_context(ThreadPoolExecutor(readers))
+        for _ in self._pool.map(function, pieces):
+            pass
 
     def _not_finite(self, stored: str) -> ModelError:
         what = f"values that are not finite as {self._stored}"
         return ModelError(f"{self.path}: {stored!r} has {what}; expected finite ones")
-
-
-def _matrix(array: Array) -> Array:
-    return array if array.ndim == 2 else array.reshape(len(array), -1)
 
 
 def pair_parts(name: str, shape: Shape, gate_first: bool) -> list[Part]:

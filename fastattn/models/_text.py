@@ -42,6 +42,7 @@ class Text:
     other: Callable[[Path], Any] | None = None  # makes one of other files; None: they are not there
     asked: int | None = None  # how long a text may be, whatever the folder's files say of it
     markers: tuple[str, ...] = ()  # that stand before texts; one that is in the vocabulary is one token
+    is_prompt: bool = False  # whether texts are prompts, which a model without `max_length` takes whole
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -50,7 +51,7 @@ class Text:
 
     @cached_property
     def _limit(self) -> tuple[int | None, Path | str]:
-        return length_limit(self.folder, self.max_length, self.asked)
+        return length_limit(self.folder, self.max_length, self.asked, self.is_prompt)
 
     @property
     def limit(self) -> int | None:

@@ -47,6 +47,7 @@ _KNOWN = {
 }
 LENGTHS = ("query_length", "document_length", "query_expansion")  # of a model with a vector of each token
 _CASED = ("AlbertTokenizer", "DebertaV2Tokenizer")  # classes to which do_lower_case says something, too
+_UNBOUNDED = 2**40  # tokens that no text has; files say 10**30, or 2**63 - 1, where there is no limit
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that know nothing of a model
 
 
@@ -99,19 +100,21 @@ def _refuse_inner(config: Config, key: str, given: Any, changes_nothing: set[str
         raise ModelError(f"{config.path}: {key!r} has {short(others[0])}; expected {expected}")
 
 
-def length_limit(folder: Path, longest: int | None, asked: int | None) -> tuple[int | None, Path | str]:
+def length_limit(
+    folder: Path, longest: int | None, asked: int | None, is_prompt: bool
+) -> tuple[int | None, Path | str]:
     """The most tokens of a text of a model that takes `longest`, and the file that says so.
 
-    `asked` says it, or the module Transformer; if neither does, tokenizer_config.json, for models that have a
-    limit.
+    `asked` says it, or the module Transformer; if neither does, tokenizer_config.json. A prompt of a model
+    without a limit is never cut: its last words count most.
     """
     config = transformer_settings(folder)
     asked = asked or _of_processor(config).optional_size("model_max_length")
     asked = asked or config.optional_size("max_seq_length")
-    if asked is None and longest is not None:
+    if asked is None and not (longest is None and is_prompt):
         config = Config(folder / "tokenizer_config.json", optional=True)
         most = config.values.get("model_max_length")
-        if not (type(most) is int and most > longest):  # without a limit, it is 10**30
+        if not (type(most) is int and most > (longest or _UNBOUNDED)):
             asked = config.optional_size("model_max_length")
     if longest is not None and (asked is None or asked > longest):
         return longest, folder / "config.json"

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
+from fastattn._atomic import replaced
 from fastattn.layers._files import opened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fastattn._args.types import Array
+    from fastattn._safetensors import TensorFile
 
 FORMAT = 2  # of the values in a file
 _VALUES: dict[str, tuple[Any, str]] = {
@@ -38,23 +40,8 @@ def write(func: str, path: str | os.PathLike[str], arrays: Mapping[str, Array], 
         raise ImportError(f"{func}(): writing {os.fsdecode(path)} needs {needed}") from error
     if not isinstance(path, (str, os.PathLike)):
         raise wrong_type(func, "path", path, "the path of a file")
-    target = os.path.abspath(os.fsdecode(path))
-    folder, name = os.path.split(target)
-    if os.path.isdir(target):
-        raise ValueError(f"{func}(): {target} is a folder; expected the name of a file")
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"{func}(): the folder {folder} is missing; expected one to write {name} to")
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        open(temporary, "xb").close()  # an error of Python's, if it cannot be written
-        save_file(dict(arrays), temporary, {_KEY: json.dumps(values, allow_nan=False)})
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    with replaced(Path(os.fsdecode(path)), f"{func}(): ") as file:
+        save_file(dict(arrays), file, {_KEY: json.dumps(values, allow_nan=False)})
 
 
 def read(func: str, path: str | os.PathLike[str]) -> tuple[dict[str, Array], Any]:
@@ -65,12 +52,12 @@ def read(func: str, path: str | os.PathLike[str]) -> tuple[dict[str, Array], Any
         values = header(func, path, file)
         if values is None:
             raise ValueError(f"{func}(): {where} holds no training run; expected a file that save() wrote")
-        return {name: file.get_tensor(name) for name in file.keys()}, values  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in file.names}, values
 
 
-def header(func: str, path: str | os.PathLike[str], file: Any) -> Any:
+def header(func: str, path: str | os.PathLike[str], file: TensorFile) -> Any:
     """The values in `file`, open; None if it holds no run."""
-    text = (file.metadata() or {}).get(_KEY)
+    text = file.metadata.get(_KEY)
     try:
         return None if text is None else json.loads(text)
     except ValueError as error:

@@ -27,6 +27,8 @@ from fastattn.train._patterns import matching
 from fastattn.train._products import outer, product
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from fastattn._args.types import Array, Ints
 
 _DOWN, _UP = ".lora_a", ".lora_b"
@@ -166,12 +168,14 @@ class Tuning:
         if not isinstance(prefix, str):
             raise TypeError(f"{func}(): prefix is {short(prefix)}; expected a string")
         with ExitStack() as stack:
+            names: Collection[str]
+            read: Callable[[str], Any]
             if isinstance(state_dict, (str, os.PathLike)):
                 file = opened(func, os.fsdecode(state_dict), stack)
                 values = _files.header(func, state_dict, file)
                 if isinstance(values, dict):
                     self._require_same(func, state_dict, values.get("tuning"))
-                names, read = file.keys(), file.get_tensor
+                names, read = file.names, file.get_tensor
             elif isinstance(state_dict, Mapping):
                 names, read = state_dict.keys(), state_dict.__getitem__
             else:

@@ -154,6 +154,9 @@ def test_wrong_embeddings_are_errors_before_anything_runs(folder, tmp_path):
     refused(models.ModelError, "config.json is missing", bag, tmp_path)
     refused(TypeError, r"embed\(\): output is of type int; expected a path", bag, folder, 3)
     refused(ValueError, r"embed\(\): output is .* has x, of no run with", bag, folder, tmp_path / "full")
+    (tmp_path / "piped").mkdir()
+    os.mkfifo(tmp_path / "piped/part.00000.parquet")  # nobody writes to it: to read it would never end
+    refused(ValueError, r"has part.00000.parquet, of no run of embed", bag, folder, tmp_path / "piped")
     refused(ValueError, r"embed\(\): output is .* is no folder", bag, folder, tmp_path / "full/x")
     refused((TypeError, ValueError), r"embed\(\): dtype is \[\]; expected", bag, folder, dtype=[])
     refused((TypeError, ValueError), r"embed\(\): weights_dtype is \[\]", bag, folder, weights_dtype=[])

@@ -167,6 +167,29 @@ def test_a_file_that_is_not_sound(tmp_path, monkeypatch):
         layer(np.ones(3, np.float32))
 
 
+def test_a_file_that_shrinks_while_it_is_read(tmp_path, python):
+    """Where a file is mapped, to touch what was cut off ends the process."""
+    path = tmp_path / "x.safetensors"
+    save_file({"weight": np.ones((400, 300), np.float32), "bias": np.ones(400, np.float32)}, path)
+    code = f"""
+import os
+from fastattn.layers import Linear, _state
+
+checked = _state._checked
+def late(*args):
+    os.truncate({str(path)!r}, 4096)
+    return checked(*args)
+_state._checked = late
+try:
+    Linear(300, 400).load_state_dict({str(path)!r})
+except ValueError as error:
+    print(error)
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert f"{path} has become shorter, and has no byte " in done.stdout
+
+
 @pytest.mark.parametrize("which", range(9))
 def test_a_generator_draws_the_same_again(which):
     """A seed gives what its generator gives. Without either there are no parameters, and a call says so."""

@@ -15,7 +15,7 @@ from model_folders import change_config, refused, write_parts
 from tiny_models import CONFIGS, VOCAB
 
 from fastattn import models
-from fastattn.models import ModelError
+from fastattn.models import ModelError, _tensors
 
 IDS = [[3, 1, 4, 1, 5, 9, 2, 6]]
 KINDS = list(CONFIGS)
@@ -225,6 +225,65 @@ def test_a_truncated_file(tmp_path):
     for length in [*range(0, 12), *range(12, header, 97), header, header + 100, len(whole) - 1]:
         path.write_bytes(whole[:length])
         refused(tmp_path, f"{path} is truncated or no safetensors file")
+
+
+SHRINKS = """
+import os, sys
+from fastattn import models
+from fastattn.models import _tensors
+
+def before(function):
+    def call(*args, **options):
+        os.truncate(sys.argv[1] + "/model.safetensors", int(sys.argv[2]))
+        return function(*args, **options)
+    return call
+
+for name in ("pack", "__getitem__"):
+    setattr(_tensors.Tensors, name, before(getattr(_tensors.Tensors, name)))
+try:
+    models.load(sys.argv[1])
+except models.ModelError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.99])
+def test_a_file_that_shrinks_while_it_is_read(share, tmp_path):
+    """Where a file is mapped, to touch what was cut off ends the process."""
+    tiny.write(tmp_path, "bert")
+    path = tmp_path / "model.safetensors"
+    length = int(share * path.stat().st_size)
+    command = [sys.executable, "-c", SHRINKS, tmp_path, str(length)]
+    env = child_environment() if COMPILED else child_environment(FASTATTN_BACKEND="numpy")
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith(f"{path} has become shorter, and has no byte ")
+    assert run.stdout.endswith("; expected it to stay as it was when it was opened\n")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "modernbert", "t5"])
+def test_a_tensor_that_is_read_in_pieces(kind, dtype, tmp_path, monkeypatch, implementation):
+    """Each has the bits of one that is read whole, and the first one that is not finite is named."""
+    changes = {"vocab_size": 200} if kind in ("bert", "llama") else {}
+    weights = tiny.tensors(kind, {**CONFIGS[kind], **changes})
+    tiny.write(tmp_path, kind, weights, **changes)
+    expected = models.load(tmp_path, weights_dtype=dtype)(IDS)
+    monkeypatch.setattr(_tensors, "_PIECE", 64)  # bytes: a panel at a time
+    np.testing.assert_array_equal(models.load(tmp_path, weights_dtype=dtype)(IDS), expected)
+    name = max(weights, key=lambda name: weights[name].size)
+    weights[name][-1, -1] = np.nan
+    tiny.write(tmp_path, kind, weights, **changes)
+    refused(tmp_path, f"{name!r} has values that are not finite as {dtype}", weights_dtype=dtype)
+
+
+def test_threads_take_turns_where_a_file_has_one_place(tmp_path, monkeypatch):
+    """As on Windows."""
+    tiny.write(tmp_path, "bert", vocab_size=200)
+    expected = models.load(tmp_path)(IDS)
+    monkeypatch.delattr("os.preadv", raising=False)
+    monkeypatch.setattr(_tensors, "_PIECE", 64)
+    np.testing.assert_array_equal(models.load(tmp_path)(IDS), expected)
 
 
 def test_a_file_that_git_lfs_has_not_fetched(tmp_path):

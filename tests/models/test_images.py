@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -51,6 +52,53 @@ def test_the_shorter_edge_and_the_middle(tmp_path):
     close(images(wide[:20, :20], np.dtype("f4")), normed(wide[:20, :20]))
     small = drawn(7, 7)
     close(images(small, np.dtype("f4")), normed(resized(small, 20, 20)))
+
+
+@pytest.mark.parametrize("resample", range(6))
+@pytest.mark.parametrize("shape", [(1, 1500), (2, 999), (19, 1234), (1400, 1), (701, 3), (640, 18)])
+def test_of_a_long_image_the_middle_alone_is_enlarged(shape, resample, tmp_path, monkeypatch):
+    """With the pixels that it has in the whole."""
+    images, (height, width) = images_of(tmp_path, resample=resample), shape
+    image = RNG.integers(0, 256, (height, width, 3), np.uint8)
+    longer = SIZE * max(shape) // min(shape)
+    begin = (longer - SIZE) // 2
+    if height < width:
+        expected = normed(resized(image, longer, SIZE, resample)[:, begin : begin + SIZE])
+    else:
+        expected = normed(resized(image, SIZE, longer, resample)[begin : begin + SIZE])
+    monkeypatch.setattr(Image.Image, "resize", None)
+    close(images(image, np.dtype("f4")), expected)
+    close(images(Image.fromarray(image), np.dtype("f4")), expected)
+    close(images(image / 255, np.dtype("f4")), expected)
+
+
+@pytest.mark.parametrize("resample", range(6))
+@pytest.mark.parametrize("shape", [(1, 60_000), (60_000, 1)])
+def test_a_long_image_takes_little_memory(shape, resample, tmp_path):
+    """Enlarged as a whole, it would have 24 million pixels, and 96 MB."""
+    images, image = images_of(tmp_path, resample=resample), np.zeros((*shape, 3), np.uint8)
+    tracemalloc.start()
+    images(image, np.dtype("f4"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_images_of_too_many_pixels(tmp_path):
+    tiny.write(tmp_path, "clip")
+    model, zero = models.load(tmp_path), np.zeros((1, 1, 3), np.uint8)
+    expected = "; expected sides of at most 65535, and at most 89478485 pixels"
+    for shape in ((65_536, 1), (1, 65_536), (9460, 9460)):
+        came = rf"encode\(\): sentences has an image of {shape[0]} by {shape[1]}{expected}"
+        for dtype in (np.uint8, np.float16):
+            with pytest.raises(ValueError, match=came):
+                model.encode(np.broadcast_to(zero.astype(dtype), (*shape, 3)))
+    with pytest.raises(ValueError, match="an image of 3 by 65536; expected sides"):
+        model.encode([Image.new("1", (65_536, 3))])
+    size = {"height": 1, "width": 65_535}
+    images = images_of(tmp_path, size=size)
+    with pytest.raises(ValueError, match=rf"an image of 9000 by 1 is resized to 1 by 65535 by .*{expected}"):
+        images(np.zeros((9000, 1, 3), np.uint8), np.dtype("f4"))
 
 
 @pytest.mark.parametrize("size", [SIZE, {"shortest_edge": SIZE}, {"shortest_edge": SIZE, "height": None}])

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tiny_models as tiny
+from model_folders import write_modules
 from tiny_models import CONFIGS
 from tiny_tokenizers import TEXTS, write_byte_tokenizer, write_tokenizer
 from tokenizers import Tokenizer, normalizers
@@ -64,6 +65,28 @@ def test_a_decoder_has_no_attribute_that_can_be_set(writer):
             AttributeError, match=rf"^Decoder.{name} cannot be set: weights change by with_state"
         ):
             setattr(model, name, 3)
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "gemma3_text", "qwen3"])
+def test_long_texts_are_cut_of_models_without_a_limit(kind, tmp_path):
+    tiny.write(tmp_path, kind, max_position_embeddings=None)
+    write_tokenizer(tmp_path)
+    write_modules(tmp_path)
+    long = "the cat " * 100
+    for most, length in (("null", 202), (8, 8), (10**30, 202), (2**63 - 1, 202)):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"model_max_length": {most}}}')
+        model = models.load(tmp_path)
+        assert [len(ids) for ids in model.text.encode([long, "the cat"])] == [length, 4]
+        assert model.max_seq_length == (length if most == 8 else None)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 9}')
+    assert models.load(tmp_path).max_seq_length == 9
+
+
+def test_prompts_of_a_decoder_without_a_limit_stay_whole(tmp_path):
+    tiny.write(tmp_path, "llama")
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 8}')
+    assert len(models.load(tmp_path).text.encode(["the cat " * 100])[0]) == 202
 
 
 @pytest.mark.parametrize("name", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])

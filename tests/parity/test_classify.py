@@ -50,6 +50,7 @@ KINDS = {
         transformers.ModernBertConfig,
         {"pad_token_id": 0, "classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True},
     ),
+    "modernbert-eps": (transformers.ModernBertConfig, {"pad_token_id": 0, "norm_eps": 1e-2}),
 }
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 OF_TEXTS = [kind for kind in KINDS if kind != "qwen2"]  # for which transformers makes another tokenizer

@@ -213,6 +213,22 @@ def test_files_that_say_how_texts_are_cut(name, values, base, tmp_path):
     require_close(ours.encode(TEXTS), theirs.encode(TEXTS))
 
 
+@pytest.mark.parametrize("name", ["T5", "MT5"])
+def test_texts_are_cut_alike_without_positions(name, tmp_path):
+    config = getattr(transformers, f"{name}Config")(**T5_SIZES)
+    base = tmp_path / "base"
+    base.mkdir()
+    both(written(getattr(transformers, f"{name}EncoderModel")(config), base), tmp_path / "model")
+    folder = tmp_path / "model"
+    (folder / "sentence_bert_config.json").unlink()
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 6}))
+    theirs, ours = SentenceTransformer(str(folder), device="cpu"), models.load(folder)
+    texts = [*TEXTS, "the cat sat on a mat " * 40]
+    assert ours.max_seq_length == theirs.max_seq_length == 6
+    require_close(ours.encode(texts), theirs.encode(texts))
+
+
 def test_settings_of_the_folder(base, tmp_path):
     theirs, ours = both(base, tmp_path, truncate_dim=9, similarity_fn_name="euclidean")
     assert ours.similarity_fn_name == theirs.similarity_fn_name == "euclidean"

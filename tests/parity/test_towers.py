@@ -117,7 +117,7 @@ def test_what_becomes_of_images(name, tmp_path):
     towers("siglip" if kind is SiglipImageProcessorPil else "clip").save_pretrained(tmp_path)
     theirs.save_pretrained(tmp_path)
     ours = models.load(tmp_path)
-    sizes = ((36, 36), (40, 67), (51, 30), (7, 9), (120, 37), (35, 36), (300, 201))
+    sizes = ((36, 36), (40, 67), (51, 30), (7, 9), (120, 37), (35, 36), (300, 201), (2, 900), (2000, 5))
     for image in (drawn(*size) for size in sizes):
         for each in (image, Image.fromarray(image), Image.fromarray(image).convert("RGBA")):
             expected = theirs(each, return_tensors="np")["pixel_values"][0]
