@@ -50,8 +50,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`models` and `train`, imported when first used: models take half as long as all else."""
-    if name in ("models", "train"):
+    """`models`, `train` and `torch`, imported when first used: torch takes seconds, or is not there."""
+    if name in ("models", "train", "torch"):
         return import_module(f"fastattn.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

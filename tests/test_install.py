@@ -99,6 +99,24 @@ def test_importing_is_light(python):
     assert not {"matplotlib", "tqdm", "pytest", "torch", "scipy", "fastattn._bench"} & loaded
 
 
+def test_torch_is_imported_when_first_used(python, tmp_path):
+    """Where it is missing, the error says what to install."""
+    tmp_path.joinpath("torch.py").write_text("raise ImportError('none here')", encoding="utf-8")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import fastattn
+assert "torch" not in sys.modules
+try:
+    fastattn.torch.optimize
+except ImportError as error:
+    print(error)
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fastattn.torch needs torch: pip install torch --index-url https://")
+
+
 @pytest.mark.parametrize("name", fastattn.__all__)
 def test_public_names_have_docstrings(name):
     assert name.startswith("__") or inspect.getdoc(getattr(fastattn, name))

@@ -4,6 +4,12 @@ Importing this package defines ``torch.ops.fastattn.attention`` and others, and 
 work of all calls of this process: two pools would take each other's cores. docs/torch.md describes all of it.
 """
 
+try:
+    import torch  # noqa: F401 - said once, and by the name of what to install
+except ImportError as error:
+    needed = "pip install torch --index-url https://download.pytorch.org/whl/cpu"  # without CUDA
+    raise ImportError(f"fastattn.torch needs torch: {needed} ({error})") from error
+
 import fastattn.torch._attention
 import fastattn.torch._variants  # noqa: F401 - define operators
 from fastattn.torch._hugging_face import register
