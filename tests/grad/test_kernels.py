@@ -295,6 +295,11 @@ def test_dropout_of_nothing(implementation, shape):
     assert grad.dropout(np.empty(shape, np.float32), 0.5, seed=1).shape == shape
 
 
+def test_dropout_beyond_the_type_is_infinite(implementation):
+    out = grad.dropout(np.full((4, 50), 3e38, np.float32), 0.5, seed=1)
+    assert set(out.ravel()) == {0, np.inf}
+
+
 def calls():
     """Calls of every function, big enough that several threads share them."""
     x, dout = normal(700, 200, dtype=np.float32), normal(700, 200, dtype=np.float32)
