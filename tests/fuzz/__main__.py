@@ -27,6 +27,7 @@ import judge
 import layer_gradients  # noqa: F401
 import layers  # noqa: F401
 import model_calls  # noqa: F401
+import model_gradients  # noqa: F401
 import numpy as np
 import operation_gradients  # noqa: F401
 import operations  # noqa: F401

@@ -14,6 +14,13 @@ from fastattn.ops import PackedLinear
 # Largest difference of two backends, relative to 1 and to the largest value, where arguments are moderate.
 TOLERANCE = {"float64": 1e-8, "float32": 2e-3, "float16": 3e-2, "bfloat16": 2e-1}
 MODERATE = 1e3
+NAMED = (
+    TypeError,
+    ValueError,
+    FileNotFoundError,
+    FloatingPointError,
+    NotImplementedError,
+)  # of which errors are
 
 
 class Like(NamedTuple):
@@ -113,7 +120,7 @@ def _wrong(case: Case, outcome: Outcome) -> str | None:
 
 def _clean(case: Case, error: BaseException) -> bool:
     names = tuple(f"{name}():" for name in case.names)
-    named = isinstance(error, (TypeError, ValueError, FileNotFoundError)) and str(error).startswith(names)
+    named = isinstance(error, NAMED) and str(error).startswith(names)
     return named or isinstance(error, MemoryError) or (case.clean is not None and case.clean(error))
 
 
