@@ -28,6 +28,7 @@ import layer_gradients  # noqa: F401
 import layers  # noqa: F401
 import model_calls  # noqa: F401
 import model_gradients  # noqa: F401
+import model_heads  # noqa: F401
 import numpy as np
 import operation_gradients  # noqa: F401
 import operations  # noqa: F401
