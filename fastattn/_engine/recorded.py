@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     Values = dict[str, Value]
 
 
+def has_gradients(program: Program) -> bool:
+    """Whether `record` knows every step of `program`."""
+    return all(type(step) in _RECORDED for step in program.steps)
+
+
 def record(program: Program, tape: Tape, x: Value, call: Sequences, checkpoint: bool = False) -> Value:
     """Run `program` of rows x on a tape; its value is OUT.
 
@@ -46,9 +51,6 @@ def record(program: Program, tape: Tape, x: Value, call: Sequences, checkpoint: 
     """
     if call.slots is not None:
         raise ValueError("fastattn: a program with a cache has no gradients")
-    for step in program.steps:
-        if type(step) not in _RECORDED:
-            raise NotImplementedError(f"fastattn: the gradients of a {type(step).__name__} are not known")
     if not program.steps:
         return tape.note(x.array, x.put)
     if not checkpoint:

@@ -159,6 +159,7 @@ def scatter(args: ScatterArgs) -> None:
             args.out[place] += args.x[which].astype(args.out.dtype, copy=False).sum(axis=0)
 
 
+@np.errstate(all="ignore")
 def dropout(args: DropoutArgs) -> None:
     """Fill args.out."""
     m, n = args.x.shape

@@ -50,5 +50,5 @@ def kept(dropout: float, seed: int, heads: Any, queries: Any, keys: slice) -> Bo
     words = philox((queries, block * _APART + np.arange(_APART), heads, 0), seed)
     least, begin = np.uint64(threshold(dropout)), keys.start % _BLOCK
     every = np.stack(np.broadcast_arrays(*(word >= least for word in words)), axis=-2)
-    flat: Bools = every.reshape(*every.shape[:-3], -1)
+    flat: Bools = every.reshape(*every.shape[:-3], len(block) * _BLOCK)
     return flat[..., begin : begin + keys.stop - keys.start]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from fastattn._args.options import RelativeOptions, ShawOptions
 from fastattn.functional._pieces import attend_by_rows, band_of, join, run
 from fastattn.functional._relative_args import disentangled_args, shaw_args, transformer_xl_args
@@ -37,6 +39,7 @@ def shaw_attention(
     return_lse: Literal[True],
     **options: Unpack[ShawOptions],
 ) -> tuple[Array, Array]: ...
+@np.errstate(all="ignore")  # as in the kernels
 def shaw_attention(
     q: ArrayLike,
     k: ArrayLike,

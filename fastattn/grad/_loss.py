@@ -146,7 +146,8 @@ def cross_entropy(
                     logits, weight, transposed=True, out=out, num_threads=count, backend=backend
                 )
             if out is None:
-                flat_dx[which] = product
+                with np.errstate(over="ignore"):  # what is too large for float16 is infinite, as in kernels
+                    flat_dx[which] = product
         if dweight is not None or dbias is not None:
             more = first > 0
             dispatch.run_grad(OuterArgs(logits, inputs, dweight, dbias, count, more, pairs), backend)

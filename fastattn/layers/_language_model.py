@@ -15,7 +15,7 @@ from fastattn._args.values import MOST_SIZE, as_array, choice, flag, integer, in
 from fastattn.cache import KVCache
 from fastattn.grad._linear import TRAINED
 from fastattn.grad._loss import targets_of
-from fastattn.layers._heads import HeadOptions
+from fastattn.layers._residual import require_head_options
 from fastattn.layers._rotary import Rope
 from fastattn.layers._sampling import Sampler
 from fastattn.layers._stacks import TransformerEncoder
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array, Ints
+    from fastattn.layers._heads import HeadOptions
     from fastattn.layers._state import Fields, Plain
 
 _FUNC = "LanguageModel"
@@ -98,10 +99,14 @@ class LanguageModel(Layer):
         self.dim_feedforward = integer(_FUNC, "dim_feedforward", self.dim_feedforward, 1, MOST_SIZE)
         choice(_FUNC, "positions", self.positions, POSITIONS)
         flag(_FUNC, "tie_word_embeddings", self.tie_word_embeddings)
+        require_head_options(_FUNC, "attention", self.attention)
         attention: HeadOptions = {**(self.attention or {})}
         if self.positions == "rope":
             if attention.get("rope") is None:
-                head_dim = attention.get("head_dim") or max(1, self.d_model // self.num_heads)
+                given = attention.get("head_dim")
+                head_dim = max(1, self.d_model // self.num_heads) if given is None else given
+                if integer(_FUNC, "head_dim", head_dim, 1, MOST_SIZE) % 2:
+                    raise ValueError(f"{_FUNC}(): head_dim is {head_dim}; expected an even one for rope")
                 attention["rope"] = Rope(rope_frequencies(head_dim))
         elif attention.get("rope") is not None:
             raise ValueError(f"{_FUNC}(): attention has rope; expected positions='rope' with it")
@@ -124,7 +129,7 @@ class LanguageModel(Layer):
         self._set_up(None)
         source = self._source(rng)
         if source is not None:
-            drawn = {name: p.draw(source, p.shape) for name, p in self._gpt2_draws().items()}
+            drawn = {name: p.drawn(_FUNC, name, source) for name, p in self._gpt2_draws().items()}
             self.load_state_dict(drawn)
 
     def _gpt2_draws(self) -> dict[str, Parameter]:

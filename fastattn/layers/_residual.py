@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     Norm = LayerNorm | RMSNorm
 
 
+def require_head_options(func: str, name: str, given: Any) -> None:
+    """Raise unless `given` is None or has options of `MultiHeadAttention`, by their names alone."""
+    known = HeadOptions.__annotations__
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"{func}(): {name} is {short(given)}; expected a dict of {', '.join(known)}")
+    if unknown := [key for key in given or () if key not in known]:
+        raise TypeError(f"{func}(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
+
+
 def require_fields(layer: Any) -> None:
     """Raise unless the fields of `layer`, a `TransformerLayer` or a `Transformer`, make a layer.
 
@@ -44,16 +53,11 @@ def require_fields(layer: Any) -> None:
     layer.weights_dtype = dtype_choice(func, "weights_dtype", layer.weights_dtype, WEIGHT_DTYPES)
     integer_activations(func, layer.activations, layer.weights_dtype)
     epsilon(func, "layer_norm_eps", layer.layer_norm_eps, FLOAT32)
-    known = HeadOptions.__annotations__
     for name in ("attention", "cross_attention"):
         if not hasattr(layer, name):
             continue  # an encoder layer
-        given = getattr(layer, name)
-        options = {} if given is None else given
-        if not isinstance(options, Mapping):
-            raise TypeError(f"{func}(): {name} is {short(options)}; expected a dict of {', '.join(known)}")
-        if unknown := [key for key in options if key not in known]:
-            raise TypeError(f"{func}(): {name} has {short(unknown[0])}; expected {', '.join(known)}")
+        require_head_options(func, name, getattr(layer, name))
+        options = getattr(layer, name) or {}
         if options.get("head_dim") is None and layer.d_model % layer.num_heads:
             expected = f"a multiple of num_heads, {layer.num_heads}, or head_dim in {name}"
             raise ValueError(f"{func}(): d_model is {layer.d_model}; expected {expected}")

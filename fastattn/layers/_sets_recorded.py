@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -233,7 +234,7 @@ class _Call:
         return [self._repeated(tape, x, len(a)) for x, a in zip(inputs, self._sets(), strict=True)]
 
     def _sets(self) -> list[Array]:
-        return [a.reshape(-1, *a.shape[-2:]) for a in self.arrays]
+        return [a.reshape(prod(a.shape[:-2]), *a.shape[-2:]) for a in self.arrays]
 
     def _repeated(self, tape: Tape, x: Value, sequences: int) -> Value:
         """The rows of all sequences, of which there is one or all."""

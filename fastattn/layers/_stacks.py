@@ -195,6 +195,7 @@ class TransformerEncoder(_Stack):
             func = "TransformerEncoder.forward_backward"
             raise not_an_argument(func, others, TransformerEncoder.forward_backward)
         self._require_layers()
+        checkpoint = flag("TransformerEncoder.forward_backward", "checkpoint", checkpoint)
         batched, options, array = self._encoded(src, mask, src_key_padding_mask, is_causal)
 
         def compute(tape: Tape, inputs: Sequence[Value]) -> Value:
@@ -275,6 +276,7 @@ class TransformerDecoder(_Stack):
         each layer is kept.
         """
         self._require_layers()
+        checkpoint = flag("TransformerDecoder.forward_backward", "checkpoint", checkpoint)
         batch, masks, array = self._decoded("TransformerDecoder", tgt, options)
         over = self.layers[0]._memory(memory, batch)
 
@@ -403,6 +405,7 @@ class Transformer(Layer):
         """
         func = "Transformer"
         require_options(f"{func}.forward_backward", options, OverMemoryOptions)
+        checkpoint = flag(f"{func}.forward_backward", "checkpoint", checkpoint)
         encoder, decoder = self.encoder, self.decoder
         batch, own, ours = encoder._encoded(src, src_mask, src_key_padding_mask, src_is_causal)
         _, masks, theirs = decoder._decoded(func, tgt, options)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, is_finite
-from fastattn._args.values import as_array, generator, is_float, short
+from fastattn._args.values import MOST_SIZE, as_array, generator, is_float, short
 from fastattn._args.words import not_an_argument
 from fastattn.layers._files import opened, prefixes
 
@@ -46,6 +47,12 @@ class Parameter(NamedTuple):
     shape: Shape
     draw: Draw  # its random initialisation
     or_none: bool = False  # it may hold -inf, which means "none"; all others are finite
+
+    def drawn(self, func: str, name: str, rng: np.random.Generator) -> Array:
+        """The random initialisation; `name` is what messages of `func` call it."""
+        if prod(self.shape) > MOST_SIZE:
+            raise ValueError(f"{func}(): {name} would have shape {self.shape}; expected a smaller one")
+        return self.draw(rng, self.shape)
 
 
 def constant(value: float) -> Draw:
@@ -185,7 +192,7 @@ class Layer:
         self._require_rounding(func, self.weights_dtype)
         source = self._source(rng)
         if source is not None:
-            arrays = {key: p.draw(source, p.shape) for key, p in self._parameters().items()}
+            arrays = {key: p.drawn(func, key, source) for key, p in self._parameters().items()}
             self._change(self._pack(arrays, self.weights_dtype))
 
     def _require_rounding(self, func: str, weights_dtype: str) -> None:

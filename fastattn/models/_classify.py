@@ -148,9 +148,23 @@ class CrossEncoder(Classifier):
         ModelError
             If the folder has no tokenizer.json, or one that does not fit the model.
         """
-        func = "predict"
         if others:
-            raise not_an_argument(func, others, CrossEncoder.predict)
+            raise not_an_argument("predict", others, CrossEncoder.predict)
+        options = (prompt_name, prompt, batch_size, show_progress_bar, activation_fn, apply_softmax)
+        return self._predict("predict", inputs, *options)
+
+    def _predict(
+        self,
+        func: str,
+        inputs: str | Iterable[Any],
+        prompt_name: str | None,
+        prompt: str | None,
+        batch_size: int | None,
+        show_progress_bar: bool | None,
+        activation_fn: Callable[[Array], ArrayLike] | None,
+        apply_softmax: bool = False,
+    ) -> Array:
+        """`predict`, for messages of `func`."""
         one, pairs = _pairs(func, "inputs", inputs)
         prompt = self.encoder.sentences.prompt(func, prompt_name, prompt)
         batch_size, progress = batches(func, batch_size, show_progress_bar)
@@ -220,7 +234,8 @@ class CrossEncoder(Classifier):
         top_k = None if top_k is None else integer(func, "top_k", top_k, 1)
         with_text = flag(func, "return_documents", return_documents)
         pairs = [(query, text) for text in texts]
-        scores = self.predict(pairs, prompt_name, prompt, batch_size, show_progress_bar, activation_fn)
+        options = (prompt_name, prompt, batch_size, show_progress_bar, activation_fn)
+        scores = self._predict(func, pairs, *options)
         found: list[dict[str, Any]] = [{"corpus_id": i, "score": x} for i, x in enumerate(scores.tolist())]
         found = sorted(found, key=lambda each: each["score"], reverse=True)[:top_k]
         return [{**each, "text": texts[each["corpus_id"]]} for each in found] if with_text else found

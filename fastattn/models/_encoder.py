@@ -10,7 +10,7 @@ import numpy as np
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import wrong_shape
 from fastattn._args.values import flag
-from fastattn._engine.recorded import record
+from fastattn._engine.recorded import has_gradients, record
 from fastattn._engine.tape import Drops, Tape, Value
 from fastattn.models import _model
 from fastattn.models._encode import Embedder
@@ -86,8 +86,10 @@ class Encoder(Embedder):
         self, tokens: Ints, lengths: Ints, types: Ints | None, checkpoint: bool, drops: Drops
     ) -> Recorded:
         """`_rows` on a tape."""
-        origin = required(f"{self.model_type}.forward_backward", self.origin)
-        checkpoint = flag(f"{self.model_type}.forward_backward", "checkpoint", checkpoint)
+        func = f"{self.model_type}.forward_backward"
+        if not has_gradients(self.program):
+            raise NotImplementedError(f"{func}(): models of type {self.model_type} have no gradients yet")
+        origin, checkpoint = required(func, self.origin), flag(func, "checkpoint", checkpoint)
         sequences, places = self.places(lengths, self.dtype, None)
         tape, x = Tape(drops=drops), Value(self.embeddings(tokens, places, types, self.dtype))
         out = record(self.program, tape, x, sequences, checkpoint)

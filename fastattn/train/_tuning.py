@@ -16,6 +16,7 @@ import numpy as np
 from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.types import FLOAT32
 from fastattn._args.values import as_array, generator, integer, integers, iterated, number, short
+from fastattn._engine.recorded import has_gradients
 from fastattn.grad._linear import TRAINED
 from fastattn.layers._files import opened
 from fastattn.layers._state import Parameter, _checked, constant
@@ -80,6 +81,11 @@ class Tuning:
         if model.weights_dtype not in TRAINED:
             came = f"model keeps its weights in {model.weights_dtype}, which has no gradients"
             raise ValueError(f"{func}(): {came}; expected {', '.join(TRAINED)}")
+        if not has_gradients(model.program):
+            expected = "one of another type, as docs/training.md says"
+            raise ValueError(
+                f"{func}(): model is {model.model_type}, which has no gradients; expected {expected}"
+            )
         self._base: dict[str, Array] = model.state_dict()
         self._state = self._base  # with what was trained: arrays that the optimizer changes, too
         self._shares = False  # whether the model holds these arrays

@@ -87,6 +87,18 @@ def test_shaw_with_options(implementation):
     np.testing.assert_allclose(one, out[0, 0], atol=1e-6)
 
 
+@pytest.mark.parametrize("value", [np.inf, np.float32(3e38)])
+@pytest.mark.parametrize("dim", [1, 2, 3, 4])
+def test_shaw_of_infinite_and_large_queries(dim, value, implementation):
+    """They give no warning of NumPy's products."""
+    q, k, v = (normal(2, dim) for _ in range(3))
+    out = functional.shaw_attention(q, k, v, normal(5, dim), normal(5, dim))
+    q[0, 0] = value
+    got = functional.shaw_attention(q, k, v, normal(5, dim), normal(5, dim))
+    assert got.shape == out.shape
+    assert np.isfinite(got[1]).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_transformer_xl(lengths, dtype, implementation):

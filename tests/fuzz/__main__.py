@@ -24,9 +24,13 @@ import faults
 import files
 import gradients  # noqa: F401
 import judge
+import layer_gradients  # noqa: F401
 import layers  # noqa: F401
 import model_calls  # noqa: F401
+import model_gradients  # noqa: F401
+import model_heads  # noqa: F401
 import numpy as np
+import operation_gradients  # noqa: F401
 import operations  # noqa: F401
 import pool
 import recipes
@@ -53,9 +57,9 @@ def one(kind, seed, case):
     draw, isa = made(kind, seed, case)
     drawn = draw()
     print(f"{drawn.names[0]}, on {isa}: {judge.described(drawn.arguments)}", flush=True)
-    for backend in judge.backends(isa):
-        _, outcome = judge.carried_out(draw, backend)
-        print(f"\n{backend['backend']}: {judge.message(outcome.error)}, {judge.described(outcome.arrays)}")
+    for way in judge.ways(isa):
+        _, outcome = judge.carried_out(draw, way)
+        print(f"\n{way}: {judge.message(outcome.error)}, {judge.described(outcome.arrays)}")
         if outcome.error is not None:
             print("".join(traceback.format_tb(outcome.error.__traceback__)[3:]))
     problem = judge.problem(draw, isa)

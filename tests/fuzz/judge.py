@@ -14,6 +14,13 @@ from fastattn.ops import PackedLinear
 # Largest difference of two backends, relative to 1 and to the largest value, where arguments are moderate.
 TOLERANCE = {"float64": 1e-8, "float32": 2e-3, "float16": 3e-2, "bfloat16": 2e-1}
 MODERATE = 1e3
+NAMED = (
+    TypeError,
+    ValueError,
+    FileNotFoundError,
+    FloatingPointError,
+    NotImplementedError,
+)  # of which errors are
 
 
 class Like(NamedTuple):
@@ -32,43 +39,60 @@ class Case(NamedTuple):
     arguments: Any  # all that goes in
     expected: Callable[[], Sequence[Like] | None] | None = None  # what comes out; asked for when it is there
     tolerance: float = 1.0  # times what backends may differ by; infinite where they differ in kind
-    twice: bool = True  # on the NumPy backend, too, which does the same
+    twice: bool = (
+        True  # in one thread, which gives the same bits, and on the NumPy backend, which does the same
+    )
     clean: Callable[[BaseException], bool] | None = None  # whether another error may be
+    kept: Any = ()  # what the call must not write to
+    same_bits: bool = True  # for any number of threads
+    check: Callable[[list[np.ndarray]], str | None] | None = None  # what is wrong with a result
 
 
 class Outcome(NamedTuple):
     error: BaseException | None
     arrays: list[np.ndarray]
+    wrong: str | None = None  # with what was written to, or what the case's own check says
 
 
 def problem(draw: Callable[[], Case], isa: str | None) -> str | None:
     """What is wrong with the case that `draw` makes, the same each time; None if nothing is."""
-    first, *others = backends(isa)
-    case, outcome = carried_out(draw, first)
-    found = _wrong(case, outcome)
-    for backend in others if case.twice and not found else ():
-        found = _different(case, outcome, carried_out(draw, backend)[1])
+    first, *others = ways(isa)
+    case, outcome = carried_out(draw, first, checked=True)
+    found = outcome.wrong or _wrong(case, outcome)
+    for way in others if case.twice else ():
+        if not found:
+            compare = _other_bits if way["backend"] == first["backend"] else _different
+            found = compare(case, outcome, carried_out(draw, way)[1])
     return found and f"{case.names[0]}: {found}"
 
 
-def backends(isa: str | None) -> list[dict[str, str]]:
-    """What a case runs on: the kernels for `isa`, then NumPy."""
-    return [*([{"isa": isa, "backend": "compiled"}] if isa else []), {"backend": "numpy"}]
+def ways(isa: str | None) -> list[dict[str, Any]]:
+    """How a case runs: by the kernels for `isa` in several threads and in one, then on NumPy."""
+    compiled = [{"isa": isa, "backend": "compiled", "num_threads": n} for n in (3, 1)]
+    return [*(compiled if isa else []), {"backend": "numpy"}]
 
 
-def carried_out(draw: Callable[[], Case], backend: dict[str, str]) -> tuple[Case, Outcome]:
-    """The case and what it did."""
+def carried_out(draw: Callable[[], Case], way: dict[str, Any], checked: bool = False) -> tuple[Case, Outcome]:
+    """The case and what it did; `checked`: also whether that is right by itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         case = draw()
-    with settings.forced(**backend), warnings.catch_warnings():
+    kept = [(x, x.tobytes()) for x in arrays_in(case.kept)]
+    with settings.forced(**way), warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            return case, Outcome(None, arrays_in(case.call()))
+            outcome = Outcome(None, arrays_in(case.call()))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a panic in Rust is no Exception
-            return case, Outcome(error, [])
+            outcome = Outcome(error, [])
+        if written := [x for x, before in kept if x.tobytes() != before]:
+            return case, outcome._replace(
+                wrong=f"it wrote to {described(written[0])}, which it was given to read"
+            )
+        if checked and case.check and outcome.error is None:
+            outcome = outcome._replace(wrong=case.check(outcome.arrays))
+        return case, outcome
 
 
 def message(error: BaseException | None) -> str:
@@ -96,8 +120,25 @@ def _wrong(case: Case, outcome: Outcome) -> str | None:
 
 def _clean(case: Case, error: BaseException) -> bool:
     names = tuple(f"{name}():" for name in case.names)
-    named = isinstance(error, (TypeError, ValueError, FileNotFoundError)) and str(error).startswith(names)
+    named = isinstance(error, NAMED) and str(error).startswith(names)
     return named or isinstance(error, MemoryError) or (case.clean is not None and case.clean(error))
+
+
+def _other_bits(case: Case, first: Outcome, second: Outcome) -> str | None:
+    """How the second outcome, of one thread, differs from that of several."""
+    if MemoryError in (type(first.error), type(second.error)):
+        return None
+    if message(first.error) != message(second.error):
+        return f"{message(first.error)}; in one thread {message(second.error)}"
+    for a, b in zip(first.arrays, second.arrays, strict=True):
+        if case.same_bits and (a.shape, a.dtype, _bits(a)) != (b.shape, b.dtype, _bits(b)):
+            return f"{described(a)} has other bits in one thread"
+    return None
+
+
+def _bits(x: np.ndarray) -> bytes:
+    """The bits of an array, where NaN is NaN: its sign and payload mean nothing."""
+    return np.where(np.isnan(x), x.dtype.type(np.nan), x).tobytes() if x.dtype.kind in "fV" else x.tobytes()
 
 
 def _different(case: Case, first: Outcome, second: Outcome) -> str | None:

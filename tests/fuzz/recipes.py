@@ -5,13 +5,18 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
-from judge import Case, Like
+from judge import Case, Like, arrays_in, described, largest
 
 FUNCTIONS = ("score_mod", "predicate", "progress")  # what these raise is theirs
+# Arguments that a function writes to: results, and what carries a state.
+WRITTEN = ("out", "into", "add_to", "out_state", "stats", "pre", "cache", "rng")
 LOOPS = {
     "num_iterations": 100,
     "num_rounds": 20,
     "num_features": 1000,
+    "num_layers": 20,
+    "num_encoder_layers": 20,
+    "num_decoder_layers": 20,
 }  # as many as the caller asks for: more would only take long
 
 
@@ -25,6 +30,10 @@ class Call(NamedTuple):
     tolerance: float = 1.0
     inside: Any = None  # what goes in besides: an object that the function is a method of
     abused: bool = False  # whether something was changed behind that object's back
+    same_bits: Any = (
+        None  # whether a result of the arguments has the same bits in every run; by default it has
+    )
+    check: Any = None  # `check(arrays)` says what is wrong with a result of right arguments
 
 
 RECIPES = []
@@ -35,20 +44,35 @@ def recipe(function):
     return function
 
 
-def draw(d):
-    """Draw a case: a recipe's call, most often with one or two wrong arguments."""
-    call = d.choose(*RECIPES)(d)
+def draw(d, files=()):
+    """Draw a case: a recipe's call, most often with one or two wrong arguments. `files` have the recipes."""
+    call = d.choose(*(x for x in RECIPES if not files or x.__module__ in files))(d)
     arguments = dict(call.arguments)
-    if d.chance(0.55):
+    spoilt = d.chance(0.55)
+    if spoilt:
         for _ in range(d.choose(1, 1, 2)):
             spoil(d, call.function, arguments)
     names = call.names or (call.function.__name__,)
     result = None if call.result is None else lambda: call.result(arguments)
     case = Case(
-        names, lambda: carried_out(call.function, arguments), [arguments, call.inside], result, call.tolerance
+        names,
+        lambda: carried_out(call.function, arguments),
+        [arguments, call.inside],
+        result,
+        call.tolerance,
+        kept=kept(arguments, call.inside),
+        same_bits=call.same_bits is None or call.same_bits(arguments),
+        check=None if spoilt else call.check,
     )
     # What was done behind the back of an object must not crash; it need be neither explained nor right.
     return case._replace(expected=None, twice=False, clean=any_message) if call.abused else case
+
+
+def kept(arguments, inside):
+    """What a call may only read."""
+    written = arrays_in([arguments.get(name) for name in WRITTEN])
+    read = arrays_in([{name: x for name, x in arguments.items() if name not in WRITTEN}, inside])
+    return [x for x in read if not any(np.may_share_memory(x, y) for y in written)]
 
 
 def any_message(error):
@@ -92,3 +116,18 @@ def native(x):
 def same(name):
     """The result has shape and dtype of that argument."""
     return lambda a: [Like(np.shape(a[name]), native(a[name]))]
+
+
+def right(likes, check=None):
+    """A check of a result of moderate arguments: its arrays are like `likes`, and `check` finds no fault."""
+
+    def whole(found):
+        got, expected = [(x.shape, x.dtype) for x in found], [(x.shape, np.dtype(x.dtype)) for x in likes]
+        if got != expected:
+            return f"returned {got}; expected {expected}"
+        for x, like in zip(found, likes, strict=True):
+            if like.finite and not largest(x) < np.inf:
+                return f"NaN or an infinity in {described(x)}, of moderate numbers"
+        return None if check is None else check(found)
+
+    return whole

@@ -225,11 +225,12 @@ def test_logits(implementation, classes, smoothing, dtype):
     close(mean_dx, 2 * gradient / 9, 40 * unit, dtype)
 
 
-def test_a_dloss_beyond_the_type_is_infinite(implementation):
-    x, targets = normal(3, 7, dtype=np.float32), [0, 1, 2]
+@pytest.mark.parametrize(("dtype", "large"), [(np.float32, 1e300), (np.float16, 1e300), (np.float16, 1e30)])
+def test_a_dloss_beyond_the_type_is_infinite(implementation, dtype, large):
+    x, targets = normal(3, 7, dtype=dtype), [0, 1, 2]
     got, expected = (
         grad.cross_entropy(x, None, targets, dloss=[slope, 0, 1], reduction="none")[1]
-        for slope in (1e300, np.inf)
+        for slope in (large, np.inf)
     )
     np.testing.assert_array_equal(got, expected)
 
@@ -287,6 +288,16 @@ def test_dropout(implementation, n, dtype):
     assert grad.dropout(inplace, 0.25, seed=2**63 + 5, stream=7, out=inplace) is inplace
     assert inplace.tobytes() == out.tobytes()
     np.testing.assert_array_equal(grad.dropout(x[1], 0.0, seed=1), x[1])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 2, 5), (0,)])
+def test_dropout_of_nothing(implementation, shape):
+    assert grad.dropout(np.empty(shape, np.float32), 0.5, seed=1).shape == shape
+
+
+def test_dropout_beyond_the_type_is_infinite(implementation):
+    out = grad.dropout(np.full((4, 50), 3e38, np.float32), 0.5, seed=1)
+    assert set(out.ravel()) == {0, np.inf}
 
 
 def calls():

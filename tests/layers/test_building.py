@@ -7,6 +7,7 @@ import pytest
 from fastattn.layers import (
     FeedForward,
     KVCache,
+    LanguageModel,
     LayerNorm,
     Linear,
     MultiHeadAttention,
@@ -144,6 +145,16 @@ ENCODER, DECODER = TransformerEncoderLayer(64, 4), TransformerDecoderLayer(64, 4
             lambda: TransformerDecoder([DECODER]).new_cache(dtype="int4"),
             TypeError,
             r"^TransformerDecoder.new_cache\(\): dtype is 'int4'; expected .* or int8",
+        ),
+        (
+            lambda: MultiHeadAttention(2**33, 1, rng=0),
+            ValueError,
+            r"^MultiHeadAttention\(\): in_proj_weight would have shape \(25769803776, 8589934592\)",
+        ),
+        (
+            lambda: LanguageModel(2**45, 8, 16, 2, 1, rng=0),
+            ValueError,
+            r"^LanguageModel\(\): token_embedding.weight would have shape \(35184372088832, 16\)",
         ),
     ],
 )

@@ -189,6 +189,14 @@ def stacks():
     }
 
 
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])
+def test_stacks_say_what_checkpoint_takes(kind):
+    stack, inputs = stacks()[kind], [normal(2, 5, WIDTH)] * (1 if kind == "encoder" else 2)
+    name = type(stack).__name__
+    with pytest.raises(TypeError, match=rf"^{name}.forward_backward\(\): checkpoint is 1; expected True or"):
+        stack.forward_backward(*inputs, checkpoint=1)
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("ndim", [2, 3])
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])

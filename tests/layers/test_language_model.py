@@ -166,6 +166,16 @@ ERRORS = {
     ),
     r"^LanguageModel\(\): vocab_size is 0": lambda: LanguageModel(0, 8),
     r"^LanguageModel\(\): positions is 'alibi'": lambda: LanguageModel(5, 8, positions="alibi"),
+    r"^LanguageModel\(\): attention is \(2,\); expected a dict of kdim": lambda: LanguageModel(
+        5, 8, attention=(2,)
+    ),
+    r"^LanguageModel\(\): attention has 'causal'": lambda: LanguageModel(5, 8, attention={"causal": True}),
+    r"^LanguageModel\(\): head_dim is 3; expected an even one for rope": lambda: LanguageModel(
+        5, 8, 6, 2, positions="rope"
+    ),
+    r"^LanguageModel\(\): head_dim is 0": lambda: LanguageModel(
+        5, 8, positions="rope", attention={"head_dim": 0}
+    ),
     r"^LanguageModel\(\): tie_word_embeddings is 1": lambda: LanguageModel(5, 8, tie_word_embeddings=1),
     r"^LanguageModel\(\): ids has 11; expected 0 to 10": lambda: MODEL([11]),
     r"^LanguageModel\(\): ids has dtype float64": lambda: MODEL([0.5]),

@@ -153,6 +153,16 @@ def test_checkpoints_have_the_same_bits(call, implementation):
     assert (found[0][0] != run(call, call[3])).any()
 
 
+@pytest.mark.parametrize("name", ["set", "induced", "pooling", "perceiver"])
+def test_empty_sets(name, implementation):
+    """Of no elements, and of no sequences."""
+    for inner in ((POINTS, X[:, :0]), (POINTS, X[:0]), (POINTS[:0], X)):
+        out, pullback = run(CALLS[name], inner, backward=True)
+        np.testing.assert_array_equal(out, run(CALLS[name], inner))
+        dx, dy, *_ = pullback(out)
+        assert (dx.shape, dy.shape) == (inner[0].shape, inner[1].shape)
+
+
 def test_a_layer_that_is_passed_twice():
     both = layer()
     out, pullback = layers.induced_set_attention_forward_backward(both, both, POINTS, X)

@@ -433,6 +433,9 @@ def test_wrong_arguments_of_rank(tmp_path):
         ({"documents": "a"}, TypeError, r"rank\(\): documents is of type str"),
         ({"documents": [3]}, TypeError, r"rank\(\): documents has one of type int; expected strings"),
         ({"top_k": 0}, ValueError, r"rank\(\): top_k is 0; expected at least 1"),
+        ({"prompt": 3}, TypeError, r"^rank\(\): prompt is 3; expected a string"),
+        ({"batch_size": 0}, ValueError, r"^rank\(\): batch_size is 0"),
+        ({"activation_fn": "sigmoid"}, TypeError, r"^rank\(\): activation_fn is 'sigmoid'; expected a func"),
         ({"return_documents": 2}, TypeError, r"rank\(\): return_documents is 2"),
     ):
         with pytest.raises(error, match=message):

@@ -124,6 +124,12 @@ def test_training_learns(tmp_path):
     assert (tuning.predict(texts).argmax(axis=-1) == labels).all()
 
 
+def test_a_model_without_gradients_is_refused_at_once(tmp_path):
+    message = r"^ContrastiveTuning\(\): model is deberta-v2, which has no gradients; expected one of another"
+    with pytest.raises(ValueError, match=message):
+        ContrastiveTuning(loaded(tmp_path, "deberta-v2", dtype="float32"))
+
+
 def test_errors(tmp_path):
     model = loaded(tmp_path)
     tuning = ContrastiveTuning(model)
