@@ -224,7 +224,7 @@ def _result(
         return None
     array, dtype = as_array(func, source_of(name), source), lane_dtype(args.q.dtype)
     if name == "dbias_diagonals":
-        shape = (*array.shape[:-2], args.len_q + args.len_k - 1)
+        shape = (*array.shape[:-2], max(0, args.len_q + args.len_k - 1))
     else:
         shape = array.shape
         dtype = array.dtype.newbyteorder("=") if is_float(array.dtype) else dtype
