@@ -183,7 +183,7 @@ def gradient_names(func: str, need: Any, given: Mapping[str, Any], diagonals: bo
     if "bias" in given and diagonals:
         allowed.insert(allowed.index("dbias") + 1, "dbias_diagonals")
     for name in need:
-        if name not in allowed:
+        if not isinstance(name, str) or name not in allowed:
             raise ValueError(f"{func}(): need has {short(name)}; expected {', '.join(allowed)}")
         source = source_of(name)
         if given[source] is None and source != "scale":
