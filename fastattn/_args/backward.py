@@ -183,7 +183,7 @@ def gradient_names(func: str, need: Any, given: Mapping[str, Any], diagonals: bo
     if "bias" in given and diagonals:
         allowed.insert(allowed.index("dbias") + 1, "dbias_diagonals")
     for name in need:
-        if name not in allowed:
+        if not isinstance(name, str) or name not in allowed:
             raise ValueError(f"{func}(): need has {short(name)}; expected {', '.join(allowed)}")
         source = source_of(name)
         if given[source] is None and source != "scale":
@@ -224,7 +224,7 @@ def _result(
         return None
     array, dtype = as_array(func, source_of(name), source), lane_dtype(args.q.dtype)
     if name == "dbias_diagonals":
-        shape = (*array.shape[:-2], args.len_q + args.len_k - 1)
+        shape = (*array.shape[:-2], max(0, args.len_q + args.len_k - 1))
     else:
         shape = array.shape
         dtype = array.dtype.newbyteorder("=") if is_float(array.dtype) else dtype

@@ -95,7 +95,7 @@ class Chain:
             if self.wants(name) and option is not None:
                 setattr(call, name, np.zeros(heads))
         if args.bias is not None and self.wants("dbias_diagonals"):
-            shape = (*args.bias.shape[:-2], args.len_q + args.len_k - 1)
+            shape = (*args.bias.shape[:-2], max(0, args.len_q + args.len_k - 1))
             call.dbias_diagonals = np.zeros(shape, lane)
         filled = (*shapes, *of_heads, "dbias_diagonals")
         if args.out.size and any(getattr(call, name) is not None for name in filled):
@@ -125,11 +125,15 @@ class Chain:
         self.sums[name] = self.sums[name] + found if name in self.sums else found
 
     def results(self) -> tuple[Any, ...]:
-        """The gradients, in the order of `need`, in the dtypes of what they are gradients of."""
+        """The gradients, in the order of `need`, in the dtypes of what they are gradients of.
+
+        One of an option is 0 where no call had anything to do.
+        """
         return tuple(self._result(name) for name in self.names)
 
     def _result(self, name: str) -> Any:
-        source, found = self.given[source_of(name)], self.sums[name]
+        source = self.given[source_of(name)]
+        found = self.sums[name] if name in self.sums else np.zeros(shared(source).shape)
         scalar = isinstance(source, np.generic) or not hasattr(source, "dtype")
         if scalar and np.ndim(found) == 0:
             return float(found)

@@ -99,8 +99,7 @@ def transformer_xl_attention_backward(
     chain.add("dq", dq)
     chain.add("drelative_keys", drelative)
     chain.add("dposition_bias", dw[:, 0])
-    if not x.args.out.size:
-        chain.add("dcontent_bias", dw[:, 0])
+    chain.add("dcontent_bias", np.zeros_like(dw[:, 0]))  # for a call without queries or keys
     return chain.results()
 
 
@@ -234,5 +233,7 @@ def _by_rows(
             if dbias is not None:
                 add_to(dbias, b, (slice(None), rows, slice(None)), call.dbias)
             add(b, rows, call)
+    else:  # of sinks alone
+        chain.attend(args, dout, dlse)
     for name, x in (("dk", dk), ("dv", dv), ("dbias", dbias)):
         chain.add(name, x)

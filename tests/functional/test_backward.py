@@ -280,7 +280,8 @@ def test_nothing_to_attend(len_q, len_k, implementation):
     shape = Shape("", 2, 4, 2, len_q, len_k, 8)
     q, k, v, _, _ = case(shape, ("plain",), "float32", telling=False)
     dout, dlse = cotangents(q, v, np.random.default_rng(0))
-    arguments = {"sinks": np.float32([1, 2, 3, 4]), "softcap": 2.0}
+    bias = np.zeros((4, len_q, len_k), np.float32)
+    arguments = {"sinks": np.float32([1, 2, 3, 4]), "softcap": 2.0, "bias": bias}
     got = run(q, k, v, dout, dlse, arguments)
     check(got, q, k, v, dout, dlse, arguments, telling=False)
 

@@ -31,96 +31,111 @@ def draw(*shape, seed=0):
     return np.random.default_rng([seed, *shape]).standard_normal(shape)
 
 
-def qkv(k=M, dim=D, **more):
-    return {"q": draw(B, H, L, D), "k": draw(B, K, k, dim), "v": draw(B, K, k, E), **more}
+def calls(len_q, len_k):
+    """Calls by name; a grid has as many rows as queries, up to 3."""
 
+    def qkv(k=len_k, dim=D, **more):
+        return {"q": draw(B, H, len_q, D), "k": draw(B, K, k, dim), "v": draw(B, K, k, E), **more}
 
-def grid(heads, width):
-    return draw(B, heads, 3, 5, width)
+    def grid(heads, width):
+        return draw(B, heads, min(3, len_q), 5, width)
 
-
-HALVES = {"q": draw(B, H, L, D), "k": draw(B, K, M, D), "v": draw(B, 1, M, E)}
-SAME_HEADS = {"q": draw(B, H, L, D), "k": draw(B, H, M, D), "v": draw(B, H, M, E)}
-CALLS = {
-    "cosine": Call("cosine", qkv(scale=np.array([1.0, 2, 3, 4]))),
-    "cosine, one scale": Call("cosine", qkv(scale=np.array(3.0))),
-    "qk_norm": Call("qk_norm", qkv(q_weight=draw(D), k_weight=draw(D, seed=1)), {"scale": 0.7}),
-    "qk_norm, layer_norm": Call("qk_norm", qkv(), {"norm": "layer_norm"}),
-    "general": Call("general", qkv(dim=5, weight=draw(D, 5))),
-    "general, a weight a head": Call("general", qkv(dim=5, weight=draw(H, D, 5))),
-    "differential": Call("differential", {**HALVES, "lambda_": np.array([0.3, 0.4])}, lse=False),
-    "differential, normed": Call(
-        "differential",
-        {**HALVES, "lambda_": np.array(0.3), "norm_weight": draw(E)},
-        {"lambda_init": 0.2},
-        lse=False,
-    ),
-    "gated": Call("gated", qkv(gate=draw(B, H, L, E))),
-    "gated, heads": Call("gated", qkv(gate=draw(H, L, 1))),
-    "forgetting": Call("forgetting", qkv(log_forget=-abs(draw(B, H, M))), taken=OPTIONS[::2] + OPTIONS[3:]),
-    "memory": Call("memory", qkv(memory_k=draw(K, 3, D), memory_v=draw(B, K, 3, E))),
-    "memory, gated": Call(
-        "memory", qkv(memory_k=draw(K, 3, D), memory_v=draw(B, K, 3, E), gate=draw(H)), lse=False
-    ),
-    "latent": Call(
-        "latent",
-        {
-            "q": draw(B, H, L, 7),
-            "cache": draw(B, M, 8),
-            "key_weight": draw(H, 4, 5),
-            "value_weight": draw(H, E, 5),
-        },
-    ),
-    "dilated_window": Call("dilated_window", qkv(L), {"window": 1, "dilation": 2}, OPTIONS[1::2]),
-    "strided": Call("strided", qkv(L), {"stride": 2}, OPTIONS[1::2]),
-    "neighborhood": Call(
-        "neighborhood", {"q": grid(H, D), "k": grid(K, D), "v": grid(K, E)}, {"kernel": (3, 3)}, OPTIONS[1::2]
-    ),
-    "transformer_xl": Call(
-        "transformer_xl",
-        qkv(
-            relative_keys=draw(H, L + M - 1, D),
-            content_bias=draw(H, D, seed=1),
-            position_bias=draw(H, D, seed=2),
+    halves = {"q": draw(B, H, len_q, D), "k": draw(B, K, len_k, D), "v": draw(B, 1, len_k, E)}
+    same_heads = {"q": draw(B, H, len_q, D), "k": draw(B, H, len_k, D), "v": draw(B, H, len_k, E)}
+    return {
+        "cosine": Call("cosine", qkv(scale=np.array([1.0, 2, 3, 4]))),
+        "cosine, one scale": Call("cosine", qkv(scale=np.array(3.0))),
+        "qk_norm": Call("qk_norm", qkv(q_weight=draw(D), k_weight=draw(D, seed=1)), {"scale": 0.7}),
+        "qk_norm, layer_norm": Call("qk_norm", qkv(), {"norm": "layer_norm"}),
+        "general": Call("general", qkv(dim=5, weight=draw(D, 5))),
+        "general, a weight a head": Call("general", qkv(dim=5, weight=draw(H, D, 5))),
+        "differential": Call("differential", {**halves, "lambda_": np.array([0.3, 0.4])}, lse=False),
+        "differential, normed": Call(
+            "differential",
+            {**halves, "lambda_": np.array(0.3), "norm_weight": draw(E)},
+            {"lambda_init": 0.2},
+            lse=False,
         ),
-        taken=OPTIONS[:3],
-    ),
-    "disentangled": Call(
-        "disentangled",
-        qkv(position_keys=draw(H, 6, D), position_queries=draw(H, 6, D, seed=1)),
-        taken=OPTIONS[:3],
-    ),
-    "disentangled, keys": Call("disentangled", qkv(position_keys=draw(H, 6, D)), taken=OPTIONS[:3]),
-    "shaw": Call("shaw", qkv(key_table=draw(5, D)), taken=OPTIONS[:2]),
-    "shaw, values": Call("shaw", qkv(key_table=draw(5, D), value_table=draw(5, E)), taken=OPTIONS[:2]),
-    "location": Call("location", {"logits": draw(B, H, L, M), "v": draw(B, K, M, E)}, taken=()),
-    "location, one for all heads": Call("location", {"logits": draw(L, M), "v": draw(K, M, E)}, taken=()),
-    "linformer": Call(
-        "linformer",
-        qkv(key_projection=draw(4, M), value_projection=draw(K, 4, M)),
-        {"scale": 0.3},
-        (),
-        lse=False,
-    ),
-    "linformer, one projection": Call("linformer", qkv(key_projection=draw(4, M)), taken=(), lse=False),
-    "nystrom": Call("nystrom", SAME_HEADS, {"num_landmarks": 3, "num_iterations": 4}, (), lse=False),
-    "nystrom, of many landmarks": Call("nystrom", SAME_HEADS, {"num_landmarks": 7}, (), lse=False),
-    "lsh": Call(
-        "lsh",
-        {"qk": draw(B, H, M, D), "v": draw(B, H, M, E)},
-        {"num_buckets": 4, "chunk": 4, "num_rounds": 3, "causal": True},
-        (),
-        lse=False,
-    ),
-}
+        "gated": Call("gated", qkv(gate=draw(B, H, len_q, E))),
+        "gated, heads": Call("gated", qkv(gate=draw(H, len_q, 1))),
+        "forgetting": Call(
+            "forgetting", qkv(log_forget=-abs(draw(B, H, len_k))), taken=OPTIONS[::2] + OPTIONS[3:]
+        ),
+        "memory": Call("memory", qkv(memory_k=draw(K, 3, D), memory_v=draw(B, K, 3, E))),
+        "memory, gated": Call(
+            "memory", qkv(memory_k=draw(K, 3, D), memory_v=draw(B, K, 3, E), gate=draw(H)), lse=False
+        ),
+        "latent": Call(
+            "latent",
+            {
+                "q": draw(B, H, len_q, 7),
+                "cache": draw(B, len_k, 8),
+                "key_weight": draw(H, 4, 5),
+                "value_weight": draw(H, E, 5),
+            },
+        ),
+        "dilated_window": Call("dilated_window", qkv(len_q), {"window": 1, "dilation": 2}, OPTIONS[1::2]),
+        "strided": Call("strided", qkv(len_q), {"stride": 2}, OPTIONS[1::2]),
+        "neighborhood": Call(
+            "neighborhood",
+            {"q": grid(H, D), "k": grid(K, D), "v": grid(K, E)},
+            {"kernel": (3, 3)},
+            OPTIONS[1::2],
+        ),
+        "transformer_xl": Call(
+            "transformer_xl",
+            qkv(
+                relative_keys=draw(H, max(0, len_q + len_k - 1), D),
+                content_bias=draw(H, D, seed=1),
+                position_bias=draw(H, D, seed=2),
+            ),
+            taken=OPTIONS[:3],
+        ),
+        "disentangled": Call(
+            "disentangled",
+            qkv(position_keys=draw(H, 6, D), position_queries=draw(H, 6, D, seed=1)),
+            taken=OPTIONS[:3],
+        ),
+        "disentangled, keys": Call("disentangled", qkv(position_keys=draw(H, 6, D)), taken=OPTIONS[:3]),
+        "shaw": Call("shaw", qkv(key_table=draw(5, D)), taken=OPTIONS[:2]),
+        "shaw, values": Call("shaw", qkv(key_table=draw(5, D), value_table=draw(5, E)), taken=OPTIONS[:2]),
+        "location": Call(
+            "location", {"logits": draw(B, H, len_q, len_k), "v": draw(B, K, len_k, E)}, taken=()
+        ),
+        "location, one for all heads": Call(
+            "location", {"logits": draw(len_q, len_k), "v": draw(K, len_k, E)}, taken=()
+        ),
+        "linformer": Call(
+            "linformer",
+            qkv(key_projection=draw(4, len_k), value_projection=draw(K, 4, len_k)),
+            {"scale": 0.3},
+            (),
+            lse=False,
+        ),
+        "linformer, one projection": Call(
+            "linformer", qkv(key_projection=draw(4, len_k)), taken=(), lse=False
+        ),
+        "nystrom": Call("nystrom", same_heads, {"num_landmarks": 3, "num_iterations": 4}, (), lse=False),
+        "nystrom, of many landmarks": Call("nystrom", same_heads, {"num_landmarks": 7}, (), lse=False),
+        "lsh": Call(
+            "lsh",
+            {"qk": draw(B, H, len_k, D), "v": draw(B, H, len_k, E)},
+            {"num_buckets": 4, "chunk": 4, "num_rounds": 3, "causal": True},
+            (),
+            lse=False,
+        ),
+    }
+
+
+CALLS = calls(L, M)
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
-def options(call):
+def options(call, len_q=L, len_k=M):
     """All options that a call takes, and how it is causal."""
     heads = H // 2 if call.function == "differential" else H
     arrays = {
-        "bias": draw(heads, L, M),
+        "bias": draw(heads, len_q, len_k),
         "sinks": draw(heads),
         "alibi_slopes": np.linspace(0.1, 0.4, heads),
         "softcap": np.array(2.0),
@@ -131,11 +146,16 @@ def options(call):
     return {name: arrays[name] for name in call.taken}, causal
 
 
+def floats(call, arrays):
+    """Options that are floats."""
+    return {name: float(arrays[name]) for name in ("softcap", "scale") if name in {*arrays} - {*call.arrays}}
+
+
 def forward(call, arrays, fixed):
     """The results, as a tuple."""
     function = getattr(functional, f"{call.function}_attention")
-    softcap = {"softcap": float(arrays["softcap"])} if "softcap" in arrays else {}
-    found = function(**{**arrays, **softcap}, **fixed, **({"return_lse": True} if call.lse else {}))
+    with_lse = {"return_lse": True} if call.lse else {}
+    found = function(**{**arrays, **floats(call, arrays)}, **fixed, **with_lse)
     return found if call.lse else (found,)
 
 
@@ -144,8 +164,7 @@ def backward(call, arrays, fixed, cotangents, results, need=None):
     function = getattr(functional, f"{call.function}_attention_backward")
     need = [f"d{name}" for name in arrays] if need is None else need
     saved = {"out": results[0], "lse": results[1], "dlse": cotangents[1]} if call.lse else {}
-    softcap = {"softcap": float(arrays["softcap"])} if "softcap" in arrays else {}
-    found = function(cotangents[0], **{**arrays, **softcap}, **saved, **fixed, need=need)
+    found = function(cotangents[0], **{**arrays, **floats(call, arrays)}, **saved, **fixed, need=need)
     return dict(zip(need, found, strict=True))
 
 
@@ -153,10 +172,22 @@ def cotangents_of(results):
     return [draw(*x.shape, seed=n + 5).astype(x.dtype) for n, x in enumerate(results)]
 
 
+def assert_slope(call, arrays, fixed, cotangents, name, got):
+    """`got` is the slope of the scalar sum(dout * out) + sum(dlse * lse) along arrays[name]."""
+    x = arrays[name]
+    assert np.shape(got) == x.shape, name
+    step = 1e-6 * draw(*x.shape, seed=9)
+    slope = 0.0
+    for sign in (1, -1):
+        moved = forward(call, {**arrays, name: x + sign * step}, fixed)
+        terms = (np.where(a == -np.inf, 0, a) * b for a, b in zip(moved, cotangents, strict=True))
+        slope += sign * sum(x.sum() for x in terms) / 2
+    np.testing.assert_allclose((got * step).sum(), slope, rtol=1e-5, atol=1e-12, err_msg=name)
+
+
 @pytest.mark.parametrize("with_options", [False, True], ids=["plain", "options"])
 @every_call
 def test_finite_differences(call, with_options, implementation):
-    """Each gradient is the slope of the scalar sum(dout * out) + sum(dlse * lse)."""
     arrays, fixed = dict(call.arrays), dict(call.fixed)
     if with_options:
         more, causal = options(call)
@@ -164,14 +195,32 @@ def test_finite_differences(call, with_options, implementation):
     results = forward(call, arrays, fixed)
     cotangents = cotangents_of(results)
     got = backward(call, arrays, fixed, cotangents, results)
-    for name, x in arrays.items():
-        assert np.shape(got[f"d{name}"]) == x.shape, name
-        step = 1e-6 * draw(*x.shape, seed=9)
-        slope = 0.0
-        for sign in (1, -1):
-            moved = forward(call, {**arrays, name: x + sign * step}, fixed)
-            slope += sign * sum((a * b).sum() for a, b in zip(moved, cotangents, strict=True)) / 2
-        np.testing.assert_allclose((got[f"d{name}"] * step).sum(), slope, rtol=1e-5, atol=1e-12, err_msg=name)
+    for name in arrays:
+        assert_slope(call, arrays, fixed, cotangents, name, got[f"d{name}"])
+
+
+# A grid has at least one place.
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "neighborhood"])
+@pytest.mark.parametrize("lengths", [(0, M), (L, 0), (0, 0)], ids=["no queries", "no keys", "neither"])
+def test_each_gradient_alone_of_empty_lengths(lengths, name, implementation):
+    call = calls(*lengths)[name]
+    more, causal = options(call, *lengths)
+    arrays, fixed = {**call.arrays, **more}, {**call.fixed, **causal}
+    if call.function not in (
+        "cosine",
+        "location",
+        "transformer_xl",
+        "disentangled",
+    ):  # the others' is a float
+        arrays["scale"] = np.array(fixed.pop("scale", 0.4))
+    results = forward(call, arrays, fixed)
+    cotangents = cotangents_of(results)
+    for x in arrays:
+        [got] = backward(call, arrays, fixed, cotangents, results, [f"d{x}"]).values()
+        assert_slope(call, arrays, fixed, cotangents, x, got)
+    if "bias" in arrays and call.function not in ("forgetting", "transformer_xl", "disentangled", "shaw"):
+        [got] = backward(call, arrays, fixed, cotangents, results, ["dbias_diagonals"]).values()
+        np.testing.assert_array_equal(got, np.zeros((len(arrays["bias"]), max(0, sum(lengths) - 1))))
 
 
 @every_call

@@ -1,5 +1,6 @@
 """Every error of every public function: its type, and that it names function, argument and what came."""
 
+import inspect
 from typing import NamedTuple
 
 import ml_dtypes
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import ops
+from fastattn import functional, grad, ops
 
 
 class Bad(NamedTuple):
@@ -344,3 +345,44 @@ def test_the_other_types_of_ml_dtypes(dtype):
 def test_explain_names_itself_for_what_is_no_argument():
     with pytest.raises(TypeError, match=r"^explain\(\): drop is not an argument; expected one of"):
         fastattn.explain(Q, Q, Q, drop=0.1)
+
+
+NEEDING = [
+    getattr(module, name)
+    for module in (functional, grad)
+    for name in module.__all__
+    if callable(getattr(module, name)) and "need" in inspect.signature(getattr(module, name)).parameters
+]
+# Of each required parameter a right value, by its name; of some functions others than of most.
+RIGHT = {
+    "lse": LSE, "log_decay": -LSE, "beta": LSE, "log_forget": -LSE, "key_table": floats(3, 8),
+    "rule": "linear", "top_k": 1, "window": 1, "dilation": 1, "stride": 1, "kernel": 1, "num_buckets": 2,
+    "chunk": 2, "num_landmarks": 2, "activation": "gelu", "cu_seqlens_q": [0, 4], "cu_seqlens_k": [0, 4],
+    "key_weight": floats(4, 8, 8), "value_weight": floats(4, 8, 8), "targets": [0] * 4, "cache": floats(5, 8),
+    "weight": ops.pack(floats(5, 5)), "key_projection": floats(2, 5), "relative_keys": floats(4, 9, 8),
+}  # fmt: skip
+OTHERS = {
+    "additive_attention_backward": {"weight": floats(8)},
+    "general_attention_backward": {"weight": floats(8, 8)},
+    "gated_linear_attention_backward": {"log_decay": -Q},
+    "location_attention_backward": {"logits": floats(2, 4, 5, 5)},
+    "varlen_attention_backward": dict.fromkeys(("q", "k", "v", "dout", "out"), Q[0]) | {"lse": LSE[0].T},
+    "linear": {"dout": LSE[0], "x": LSE[0]},
+    "cross_entropy": {"x": LSE[0]},
+}
+
+
+@pytest.mark.parametrize("function", NEEDING, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "need",
+    [[np.empty((2, 0, 3))], [[]], (None,), [b"dq"], ("d",), {"dq"}, np.array(["dq"]), 3, "dq"],
+    ids=repr,
+)
+def test_names_of_gradients(need, function):
+    """Whatever is not one, an array that compares element by element included."""
+    name, right = function.__name__, {**RIGHT, **OTHERS.get(function.__name__, {})}
+    required = [x.name for x in inspect.signature(function).parameters.values()
+                if x.default is x.empty and x.kind is not x.VAR_KEYWORD]  # fmt: skip
+    arguments = {x: right.get(x, Q) for x in required}
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}\(\): need (is|has) .*; expected "):
+        function(**arguments, need=need)

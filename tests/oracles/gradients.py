@@ -20,10 +20,11 @@ def of_kv_heads(x, heads_kv):
 def diagonals(shape, ds):
     """Sums of ds (..., len_q, len_k) along its diagonals, number j - i + len_q - 1, for a bias of `shape`."""
     len_q, len_k = ds.shape[-2:]
-    sums = np.zeros((*ds.shape[:-2], len_q + len_k - 1), ds.dtype)
+    n = max(0, len_q + len_k - 1)
+    sums = np.zeros((*ds.shape[:-2], n), ds.dtype)
     for i in range(len_q):
         sums[..., len_q - 1 - i : len_q - 1 - i + len_k] += ds[..., i, :]
-    return summed((*shape[:-2], len_q + len_k - 1), sums)
+    return summed((*shape[:-2], n), sums)
 
 
 @np.errstate(all="ignore")
