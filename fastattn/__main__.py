@@ -66,8 +66,7 @@ def _bench(options: argparse.Namespace) -> int:
     print(report.text(result))
     if options.json:
         with naming(options.json), replaced(options.json) as file:
-            file.write_text(json.dumps(result, indent=1) + "
-")
+            file.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
         with naming(options.plot):
             plot.draw(result, options.plot)
