@@ -115,7 +115,7 @@ def _use_threading(what: str, threading: str) -> None:
     """Use the threads for which `what` asks."""
     global _most_used
     if threading not in available_threadings():
-        available = ", ".join(available_threadings()) or f"none ({_WHY_NOT_COMPILED})"
+        available = ", ".join(available_threadings()) or f"none ({_missing().why})"
         raise ValueError(f"{what} is {short(threading)}; available in this build: {available}")
     core.use_openmp(threading == "openmp")
     _most_used = min(_MOST_USEFUL, core.openmp_threads()[0]) if threading == "openmp" else _MOST_USEFUL
