@@ -88,7 +88,7 @@ def own_options(func: str, groups: Any, params: Collection[str]) -> dict[str, di
         where = f"groups[{i}]"
         unknown = group.keys() - {"params", "lr", "weight_decay"}
         if unknown or "params" not in group:
-            came = f"has {sorted(unknown)[0]!r}" if unknown else "lacks 'params'"
+            came = f"has {sorted(unknown, key=str)[0]!r}" if unknown else "lacks 'params'"
             raise ValueError(f"{func}(): {where} {came}; expected params, and lr or weight_decay")
         rates = {
             key: rate(func, f"{where}[{key!r}]", group[key]) for key in ("lr", "weight_decay") if key in group

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import generator, integer, short
+from fastattn._args.values import as_array, generator, integer, short
 from fastattn.grad import cross_entropy
 from fastattn.train._vectors import EncoderTuning
 
@@ -73,7 +73,7 @@ class ClassifierTuning(EncoderTuning):
         return ops.linear(vectors, ops.pack(self._parameters["head.weight"]), self._parameters["head.bias"])
 
     def _labels(self, func: str, given: Any, n: int) -> Ints:
-        labels: Ints = np.asarray(given)
+        labels: Ints = as_array(func, "batch[1]", given)
         count = len(self._parameters["head.bias"])
         if labels.shape != (n,) or labels.dtype.kind not in "iu":
             raise ValueError(f"{func}(): batch[1] is {short(labels)}; expected {n} integers, one a text")

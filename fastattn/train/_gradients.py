@@ -47,7 +47,9 @@ def require_known(func: str, grads: Any, params: Mapping[str, Array]) -> None:
     """Raise if `grads` has a name of no parameter."""
     unknown = mapping(func, "grads", grads).keys() - params.keys()
     if unknown:
-        raise ValueError(f"{func}(): grads has {sorted(unknown)[0]!r}, which is the name of no parameter")
+        raise ValueError(
+            f"{func}(): grads has {sorted(unknown, key=str)[0]!r}, which is the name of no parameter"
+        )
 
 
 def _gradient(func: str, name: str, x: Any, param: Array) -> Array:

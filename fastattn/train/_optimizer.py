@@ -298,7 +298,7 @@ class Optimizer:
         """
         func = f"{type(self).__name__}.load_state_dict"
         given, own = mapping(func, "state_dict", state_dict), self._state()
-        for name in sorted(own.keys() ^ given.keys()):
+        for name in sorted(own.keys() ^ given.keys(), key=str):
             here = "lacks" if name in own else "has"
             other = "which this optimizer has" if name in own else "which this optimizer does not have"
             if here == "lacks" and name == "steps":

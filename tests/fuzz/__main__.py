@@ -35,6 +35,8 @@ import operations  # noqa: F401
 import pool
 import recipes
 import recurrent  # noqa: F401
+import training  # noqa: F401
+import tuning  # noqa: F401
 import variants  # noqa: F401
 from draw import Draw
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from judge import Case, Like, arrays_in, described, largest
 
-FUNCTIONS = ("score_mod", "predicate", "progress")  # what these raise is theirs
+# What these raise is theirs.
+FUNCTIONS = ("score_mod", "predicate", "progress", "activation_fn", "callback", "loss", "schedule", "tokens")
 # Arguments that a function writes to: results, and what carries a state.
 WRITTEN = ("out", "into", "add_to", "out_state", "stats", "pre", "cache", "rng")
 LOOPS = {
@@ -17,6 +18,7 @@ LOOPS = {
     "num_layers": 20,
     "num_encoder_layers": 20,
     "num_decoder_layers": 20,
+    "num_steps": 20,
 }  # as many as the caller asks for: more would only take long
 
 

@@ -418,6 +418,11 @@ ERRORS = {
     r"^SGD.step\(\): grads is of type list": lambda: train.SGD(W).step([]),
     r"^SGD.step\(\): grads lacks w": lambda: train.SGD(W).step({}),
     r"^SGD.step\(\): grads has 'v'": lambda: train.SGD(W).step({**G, "v": G["w"]}),
+    r"^SGD.step\(\): grads has 3, which is": lambda: train.SGD(W).step({**G, "v": G["w"], 3: G["w"]}),
+    r"^SGD.load_state_dict\(\): state_dict has 3": lambda: train.SGD(W).load_state_dict(
+        {"params.w": W["w"], 3: 1}
+    ),
+    r"^AdamW\(\): groups\[0\] has 3; exp": lambda: train.AdamW(W, groups=[{"params": "w", "rate": 1, 3: 1}]),
     r"^SGD.step\(\): the gradient of w has shape \(3, 2\)": lambda: train.SGD(W).step({"w": G["w"].T}),
     r"^SGD.step\(\): the gradient of w has dtype int64": lambda: train.SGD(W).step(
         {"w": np.ones((2, 3), np.int64)}

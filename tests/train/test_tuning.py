@@ -194,6 +194,11 @@ def test_errors(tmp_path):
         (lambda: tuning.loss(("abc", "def")), TypeError, r"batch\[0\] is 'abc'; expected texts"),
         (lambda: ClassifierTuning(model, 2).loss(("ab", [0, 1])), TypeError, r"batch\[0\] is 'ab'; expected"),
         (lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [0.0, 1.0])), ValueError, "expected 2 integers"),
+        (
+            lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [[0], [0, 1]])),
+            TypeError,
+            r"^ClassifierTuning.loss\(\): batch\[1\] ",
+        ),
     ]:
         with pytest.raises(kind, match=message):
             call()
