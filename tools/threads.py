@@ -79,7 +79,7 @@ def encoder(batch: int, length: int) -> Call:
 
 def text(folder: str) -> Call:
     """One text of 16 words to its vector, by a model with int8 weights and inputs: some forty loops."""
-    model = fastattn.models.load(folder, dtype="int8", activations="int8")
+    model = fastattn.models.load(folder, weights_dtype="int8", activations="int8")
     words = " ".join(["the", "quick", "brown", "fox"] * 4)
 
     def call(threads: int) -> object:

@@ -290,10 +290,10 @@ def batches(d):
         first, second = (
             train.Batches(*several, batch_size=batch_size, shuffle=shuffle, rng=rng) for _ in range(2)
         )
-        count = len(first)
-        begun = list(islice(first, min(cut, count)))
+        count, loop = len(first), iter(first)
+        begun = list(islice(loop, min(cut, count)))
         place = first.state_dict()
-        rest = list(islice(first, count - len(begun)))
+        rest = list(islice(loop, count - len(begun)))
         second.load_state_dict(place)
         return begun, rest, list(islice(second, len(rest)))
 
