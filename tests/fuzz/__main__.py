@@ -2,17 +2,21 @@
 
     python tests/fuzz                          10,000 calls, of seed 0
     python tests/fuzz --seed 3 --case 1234     one of them, in this process, with what it was
+    python tests/fuzz --kind training          5,000 of one part: gradients, layers, models or training
     python tests/fuzz --kind files             malformed files of models
 
 A case is drawn from the seed and its number, and from nothing else but this CPU's instruction sets. It is a
 problem if it crashes, hangs or warns; raises anything but a TypeError or a ValueError that begins with the
-function's name; returns another shape or type, NaN of moderate numbers, or other numbers than on NumPy.
+function's name; writes to what it was given to read; returns another shape or type, NaN of moderate numbers,
+other bits in one thread, or other numbers than on NumPy. Some are also compared with definitions, and
+gradients with difference quotients.
 """
 
 import argparse
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -43,8 +47,19 @@ from draw import Draw
 import fastattn
 from fastattn._engine import settings
 
-KINDS = {"calls": recipes.draw, "files": files.draw, "faults": faults.draw}
-CASES = {"calls": 10_000, "files": 1_000, "faults": 30}
+PARTS = {  # the files that have their recipes
+    "gradients": ("gradients", "operation_gradients"),
+    "layers": ("layers", "layer_gradients"),
+    "models": ("model_calls", "model_gradients", "model_heads"),
+    "training": ("training", "tuning"),
+}
+KINDS = {
+    "calls": recipes.draw,
+    **{kind: partial(recipes.draw, files=names) for kind, names in PARTS.items()},
+    "files": files.draw,
+    "faults": faults.draw,
+}
+CASES = {"calls": 10_000, **dict.fromkeys(PARTS, 5_000), "files": 1_000, "faults": 30}
 
 
 def made(kind, seed, case):
@@ -73,7 +88,9 @@ def main():
     parser = argparse.ArgumentParser(prog="python tests/fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=KINDS, default="calls")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, help="how many; default 10,000 calls, 1,000 folders")
+    parser.add_argument(
+        "--cases", type=int, help="how many; default 10,000 calls, 5,000 of a part, 1,000 folders"
+    )
     parser.add_argument("--case", type=int, help="carry out this one only, and tell what it is")
     parser.add_argument("--only", help="calls of this recipe only, a function of the files here")
     parser.add_argument("--jobs", type=int, default=len(settings.CPUS))

@@ -7,6 +7,9 @@ import warnings
 import numpy as np
 from judge import Case, Like
 
+from fastattn import get_num_threads
+from fastattn._engine import settings
+
 
 def crash():
     ctypes.string_at(0)
@@ -37,8 +40,21 @@ def return_nan():
 
 
 def return_other_numbers():
-    """The numbers differ on every backend."""
-    return np.random.default_rng().standard_normal(2)
+    """On NumPy."""
+    return np.full(2, float(settings.default_backend() == "numpy"))
+
+
+def return_other_bits():
+    """In another number of threads."""
+    return np.full(2, 1e-12 * get_num_threads())
+
+
+READ = np.zeros(2)
+
+
+def write_to_what_it_reads():
+    READ[0] += 1
+    return np.zeros(2)
 
 
 def return_what_is_right():
@@ -50,9 +66,10 @@ def raise_what_is_right():
 
 
 FAULTS = (crash, hang, warn, raise_another_type, raise_another_message, return_another_shape, return_nan,
-          return_other_numbers, return_what_is_right, raise_what_is_right)  # fmt: skip
+          return_other_numbers, return_other_bits, write_to_what_it_reads, return_what_is_right,
+          raise_what_is_right)  # fmt: skip
 
 
 def draw(d):
     fault = d.choose(*FAULTS)
-    return Case(("fault",), fault, [fault.__name__], lambda: [Like((2,), np.float64)])
+    return Case(("fault",), fault, [fault.__name__], lambda: [Like((2,), np.float64)], kept=READ)
