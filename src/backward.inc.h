@@ -1,5 +1,7 @@
 /* The gradients of attention: a call in tasks. Each is a block of keys of a KV head, and the queries that attend it:
  *
+ *     row_sums = sums of P                             with few queries, in tasks before all others
+ *
  *     K^T, V^T = transpose(K), transpose(V)            once a task
  *     for each head of the group, and each block of its queries:
  *         wait until the block of keys before has added to this dQ
@@ -10,13 +12,14 @@
  * tasks with lower numbers alone. Where there are many KV heads, a task is a whole one, and waits for none.
  *
  * Requires  backward_block.inc.h.
- * Exports   backward_plan, backward_begin, backward_run, backward_end; await_turn. */
+ * Exports   backward_plan, backward_sums, backward_begin, backward_run, backward_end; await_turn. */
 
 static void backward_plan(const fa_backward_args *call, int threads, fa_backward_plan *plan)
 {
     const fa_attention_args *a = &call->attention;
     plan->n_heads = a->batch * a->heads_kv;
     plan->n_blocks = ceil_div(a->len_k, back_subs(a) * BLOCK_K);
+    plan->few = few_queries(a);
     plan->whole_heads = plan->n_heads >= 4 * threads && !call->bias_shared && !call->dbias_diagonals.data;
     plan->n_tasks = plan->n_heads * (plan->whole_heads ? smaller(1, plan->n_blocks) : plan->n_blocks);
     plan->scratch_bytes = cut_back_scratch(&(arena){0}, call, &(back_scratch){0});
@@ -40,6 +43,19 @@ static int attends_key(const fa_attention_args *a, int64_t b, int64_t h, int64_t
     return 0;
 }
 
+#define LANE_EPS (LANE_BITS == 32 ? 0x1p-23 : 0x1p-52)
+
+/* What normalises P of a row again, 1 / (its sum, with the sink's weight). Where that is off by more than an lse may be
+ * by the contract, lse is not that of these keys alone, and stands. */
+static double norm_of_row(const fa_backward_plan *plan, const fa_attention_args *a, const back_shared *shared,
+                          int64_t row, double lse, double sum)
+{
+    const double most = fmin(0.5, 4 * LANE_EPS * fmax(1, fabs(lse))); /* a row that attends nothing has the sum 0 */
+    for (int64_t block = 0; block < plan->n_blocks; block++)
+        sum += shared->row_sums[block * a->batch * a->heads_q * a->len_q + row];
+    return fabs(sum - 1) <= most ? 1 / sum : 1;
+}
+
 /* What stands before the first task of run(): delta of each row of a head of q, dsinks, and the states of its blocks. */
 static void backward_begin(const fa_backward_args *call, const fa_backward_plan *plan, int64_t task, void *memory,
                            void *scratch_memory)
@@ -53,7 +69,7 @@ static void backward_begin(const fa_backward_args *call, const fa_backward_plan 
     cut_back_shared(&(arena){.memory = memory}, call, &shared);
     cut_back_scratch(&(arena){.memory = scratch_memory}, call, &scratch);
     row_block *rows = &scratch.queries.rows;
-    const lane sink = call->dsinks.data ? *(const lane_u *)at(&a->sinks, b, h, 0, 0) : 0;
+    const lane sink = a->sinks.data ? *(const lane_u *)at(&a->sinks, b, h, 0, 0) : 0;
     if (task == 0) *shared.folded = 0;
     for (int64_t i = 0; i < plan->n_blocks * blocks && task == 0 && call->bias_shared; i++) shared.bias_turns[i] = 0;
     for (int64_t i = 0; i < blocks; i++) {
@@ -85,8 +101,12 @@ static void backward_begin(const fa_backward_args *call, const fa_backward_plan 
             if (delta != delta && call->dsinks.data && lse == sink && !attends_key(a, b, h, r, &scratch)) delta = 0;
             if (call->dlse.data) delta -= *(const lane_u *)at(&call->dlse, b, h, r, 0);
             shared.delta[row] = delta;
-            if (!call->dsinks.data) continue;
-            const double weight = lse == -(lane)INFINITY ? 0 : exp((double)sink - (double)lse);
+            if (!call->dsinks.data && !plan->few) continue;
+            double weight = !a->sinks.data || lse == -(lane)INFINITY ? 0 : exp((double)sink - (double)lse);
+            if (plan->few) {
+                const double norm = norm_of_row(plan, a, &shared, row, (double)lse, weight);
+                shared.norm[row] = (lane)norm, weight *= norm;
+            }
             dsink -= weight == 0 ? 0 : weight * (double)delta; /* a sink of -inf takes no part */
         }
     }
@@ -138,7 +158,8 @@ INLINE void rows_gradients(const fa_backward_args *call, const modifiers *mods, 
         rows->first = rows->full_first = j0, rows->last = rows->full_last = j1, rows->several = 0;
         for (int64_t r = 0; r < rows->n; r++) rows->begin[r] = j0, rows->end[r] = j1;
     } else ranges_begin(a, rows, j0, a->masks.ranges ? a->len_k : j1);
-    load_back_rows(call, dot, state, shared->delta + head * a->len_q + rows->row0, scratch);
+    const int64_t row = head * a->len_q + rows->row0;
+    load_back_rows(call, mods, dot, state, shared->delta + row, few_queries(a) ? shared->norm + row : NULL, scratch);
     memset(scratch->tile.dq, 0, rows->n * scratch->tile.width * sizeof(lane));
     for (int64_t sub = 0; sub < subs && j0 + sub * BLOCK_K < j1; sub++) {
         back_keys *keys = scratch->keys + sub;
@@ -173,7 +194,7 @@ INLINE void block_gradients(const fa_backward_args *call, const fa_backward_plan
     const row_block of_kv = {.b = a->first + kv / a->heads_kv, .h_kv = kv % a->heads_kv};
     int64_t met = 0;
     for (int64_t sub = 0; sub < subs; sub++)
-        load_back_keys(a, &mods, dot, &of_kv, j0 + sub * BLOCK_K, scratch, scratch->keys + sub);
+        load_back_keys(a, dot, &of_kv, j0 + sub * BLOCK_K, scratch, scratch->keys + sub);
     for (int64_t g = 0; g < group; g++) {
         const int64_t head = kv * group + g;
         back_tile *tile = &scratch->tile;
@@ -201,6 +222,45 @@ INLINE void block_gradients(const fa_backward_args *call, const fa_backward_plan
         if (call->dbias_diagonals.data && !fold_diagonals(call, shared, head, j0, j1, mine, tile)) return;
     }
     for (int64_t sub = 0; sub < subs; sub++) store_keys(call, &of_kv, scratch, scratch->keys + sub);
+}
+
+/* Of few queries: what each block of keys adds to the sums of P. */
+static void block_sums(const fa_backward_args *call, const back_shared *shared, int64_t kv, int64_t block,
+                       back_scratch *scratch)
+{
+    const fa_attention_args *a = &call->attention;
+    const modifiers mods = modifiers_of(a, 0);
+    const int64_t group = a->heads_q / a->heads_kv, most = back_subs(a) * BLOCK_K;
+    const int64_t j0 = block * most, j1 = smaller(j0 + most, a->len_k);
+    const row_block of_kv = {.b = a->first + kv / a->heads_kv, .h_kv = kv % a->heads_kv};
+    row_block *rows = &scratch->queries.rows;
+    int64_t q_row;
+    for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
+        double *sums = shared->row_sums + (block * a->batch * a->heads_q + head) * a->len_q;
+        head_rows(a->first + head / a->heads_q, head % a->heads_q, 0, a->len_q, rows);
+        ranges_begin(a, rows, j0, a->masks.ranges ? a->len_k : j1);
+        load_scaled_rows(a, &mods, 0, scratch, &q_row);
+        for (int64_t r = 0; r < rows->n; r++) sums[r] = 0;
+        for (int64_t first = j0; first < j1; first += BLOCK_K) {
+            name_back_keys(a, &of_kv, first, scratch->keys);
+            if (a->masks.ranges) ranges_enter(rows, first, first + scratch->keys->n);
+            tile_sums(a, &mods, &scratch->queries, scratch->keys, &scratch->tile, sums);
+        }
+    }
+}
+
+/* As backward_run, whose tasks these are. */
+static void backward_sums(const fa_backward_args *call, const fa_backward_plan *plan, int64_t task, void *memory,
+                          void *scratch_memory)
+{
+    const int64_t kv = task % plan->n_heads, first = plan->whole_heads ? 0 : task / plan->n_heads;
+    const int64_t last = plan->whole_heads ? plan->n_blocks : first + 1;
+    back_shared shared;
+    back_scratch scratch;
+    cut_back_shared(&(arena){.memory = memory}, call, &shared);
+    cut_back_scratch(&(arena){.memory = scratch_memory}, call, &scratch);
+    for (int64_t block = first; plan->few && block < last && !given_up(call->attention.watch); block++)
+        block_sums(call, &shared, kv, block, &scratch);
 }
 
 static void backward_run(const fa_backward_args *call, const fa_backward_plan *plan, int64_t task, void *memory,

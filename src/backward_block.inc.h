@@ -4,7 +4,8 @@
  * Requires  backward_tile.inc.h.
  * Literals  dot; dtype: of q, out and dout.
  * Exports   BACK_FOLD, back_subs, back_scratch, cut_back_scratch; query_state, back_shared, cut_back_shared,
- *           query_blocks; head_rows, load_back_keys, fold_keys, store_keys, load_back_rows, row_product. */
+ *           few_queries, query_blocks; head_rows, name_back_keys, load_back_keys, fold_keys, store_keys,
+ *           load_scaled_rows, load_back_rows, row_product. */
 
 #define BACK_SUBS 4  /* most blocks of the grid that a task takes */
 #define BACK_FOLD 64 /* queries' blocks that dK and dV are summed over, before they are added to what came before */
@@ -13,6 +14,12 @@
 INLINE int64_t back_subs(const fa_attention_args *a)
 {
     return larger(1, smaller(BACK_SUBS, 16384 / BLOCK_K / larger(a->head_dim, a->head_dim_v)));
+}
+/* Few queries: the probabilities of a row are normalised again. lse in float32 is off by up to half a unit in its last
+ * place, and they by as much of themselves; where many rows add to a key's gradient this evens out. */
+INLINE int few_queries(const fa_attention_args *a)
+{
+    return a->len_q <= DOT_ROWS && a->q.dtype == LANE_DTYPE && !a->sigmoid;
 }
 INLINE int64_t query_blocks(const fa_attention_args *a) { return ceil_div(a->len_q, BACK_Q); }
 
@@ -27,9 +34,10 @@ typedef struct {
 /* What all threads share; heads are those of q of all items of the batch. */
 typedef struct {
     query_state *states; /* (heads, query_blocks) */
-    lane *delta;         /* (heads, len_q) */
+    lane *delta, *norm;  /* (heads, len_q); norm of few queries alone: what makes the sum of P 1 */
     lane *dq;            /* (heads, len_q, head_dim), if dq is not of lanes */
     double *sums;        /* (blocks of keys, heads, 2): back_tile.sums */
+    double *row_sums;    /* (blocks of keys, heads, len_q): of P, with few queries */
     int64_t *bias_turns; /* (blocks of keys, query_blocks), if heads share a dbias: how many have added to it */
     int64_t *folded;     /* heads of tasks that have added to dbias_diagonals */
 } back_shared;
@@ -41,6 +49,8 @@ static int64_t cut_back_shared(arena *from, const fa_backward_args *call, back_s
     const int apart = call->dq.data && call->dq.dtype != LANE_DTYPE;
     CUT(from, shared->states, heads * query_blocks(a));
     CUT(from, shared->delta, heads * a->len_q);
+    CUT(from, shared->norm, few_queries(a) ? heads * a->len_q : 0);
+    CUT(from, shared->row_sums, few_queries(a) ? blocks * heads * a->len_q : 0);
     CUT(from, shared->dq, apart ? heads * a->len_q * a->head_dim : 0);
     CUT(from, shared->sums, call->dalibi_slopes.data || call->dsoftcap.data ? 2 * heads * blocks : 0);
     CUT(from, shared->bias_turns, call->bias_shared ? blocks * query_blocks(a) : 0);
@@ -52,8 +62,8 @@ typedef struct {
     back_tile tile;
     back_keys keys[BACK_SUBS];
     back_rows queries;
-    lane *q, *dout, *q_sum, *dout_sum; /* copies of queries: (BACK_Q, whole vectors) */
-    lane *copy;                        /* (BLOCK_K, whole vectors): keys, and their gradients row by row */
+    lane *q, *dout, *q_sum, *dout_sum, *scaled; /* copies of queries: (BACK_Q, whole vectors) */
+    lane *copy;                                 /* (BLOCK_K, whole vectors): keys, and their gradients row by row */
 } back_scratch;
 
 static int64_t cut_back_scratch(arena *from, const fa_backward_args *call, back_scratch *scratch)
@@ -66,7 +76,7 @@ static int64_t cut_back_scratch(arena *from, const fa_backward_args *call, back_
         CUT_LANES(from, BLOCK_K * width, &keys->kt, &keys->k, &keys->dkt, &keys->dkt_sum);
         CUT_LANES(from, BLOCK_K * width_v, &keys->vt, &keys->dvt, &keys->dvt_sum);
     }
-    CUT_LANES(from, BACK_Q * width, &scratch->q, &scratch->q_sum);
+    CUT_LANES(from, BACK_Q * width, &scratch->q, &scratch->q_sum, &scratch->scaled);
     CUT_LANES(from, BACK_Q * width_v, &scratch->dout, &scratch->dout_sum);
     CUT_LANES(from, BLOCK_K * larger(width, width_v), &scratch->copy);
     CUT(from, scratch->queries.base, BACK_Q);
@@ -81,15 +91,22 @@ INLINE void head_rows(int64_t b, int64_t h, int64_t first, int64_t n, row_block 
 }
 
 /* Block `keys` from key `first` on, of the KV head that `rows` names. */
-static void load_back_keys(const fa_attention_args *a, const modifiers *mods, int dot, const row_block *rows,
-                           int64_t first, back_scratch *scratch, back_keys *keys)
+static void name_back_keys(const fa_attention_args *a, const row_block *rows, int64_t first, back_keys *keys)
 {
-    const int64_t n = smaller(BLOCK_K, a->len_k - first), width = scratch->tile.width;
+    keys->first = first, keys->n = smaller(BLOCK_K, a->len_k - first), keys->source = at_key(&a->k, rows, first);
+}
+
+/* The same, as products read it. */
+static void load_back_keys(const fa_attention_args *a, int dot, const row_block *rows, int64_t first,
+                           back_scratch *scratch, back_keys *keys)
+{
+    name_back_keys(a, rows, first, keys);
+    const int64_t n = keys->n, width = scratch->tile.width;
     const int64_t size = dot ? 2 : (int64_t)sizeof(lane);
     const char *k[BLOCK_K] = {NULL}, *v[BLOCK_K] = {NULL};
-    keys->first = first, keys->n = n, keys->fresh = 1, keys->summed = 0;
+    keys->fresh = 1, keys->summed = 0;
     for (int64_t j = 0; j < n; j++) k[j] = at_key(&a->k, rows, first + j), v[j] = at_key(&a->v, rows, first + j);
-    transpose_rows(a->k.dtype, dot, k, BLOCK_K, a->head_dim, mods->q_factor, BLOCK_K, keys->kt);
+    if (!few_queries(a)) transpose_rows(a->k.dtype, dot, k, BLOCK_K, a->head_dim, 1, BLOCK_K, keys->kt);
     transpose_rows(a->v.dtype, dot, v, BLOCK_K, a->head_dim_v, 1, BLOCK_K, keys->vt);
     char *copy = (char *)(dot ? scratch->copy : keys->k);
     for (int64_t j = 0; j < n; j++) {
@@ -115,13 +132,14 @@ static void fold_keys(const fa_attention_args *a, back_keys *keys)
     keys->fresh = 1, keys->summed = 1;
 }
 
-/* A gradient of the block's keys, x (rows of n keys, width) = factor * transpose(xt), or 0 if no query attends them. */
+/* A gradient of the block's keys, x (rows of n keys, width) = factor * transpose(xt), or 0 if no query attends them.
+ * Where nothing was folded, xt is what is there yet. */
 static void store_key_rows(const fa_array *x, const row_block *rows, const back_keys *keys, const lane *xt,
                            int64_t width, lane factor, lane *by_row)
 {
     const int64_t pitch = round_up(width, LANES);
     if (!x->data) return;
-    if (keys->summed) transpose(xt, BLOCK_K, width, keys->n, by_row, pitch);
+    if (keys->summed || !keys->fresh) transpose(xt, BLOCK_K, width, keys->n, by_row, pitch);
     else memset(by_row, 0, keys->n * pitch * sizeof(lane));
     for (int64_t j = 0; j < keys->n; j++)
         store_row(x->dtype, by_row + j * pitch, width, factor, at_key(x, rows, keys->first + j));
@@ -130,9 +148,10 @@ static void store_key_rows(const fa_array *x, const row_block *rows, const back_
 static void store_keys(const fa_backward_args *call, const row_block *rows, back_scratch *scratch, back_keys *keys)
 {
     const fa_attention_args *a = &call->attention;
-    fold_keys(a, keys);
-    store_key_rows(&call->dk, rows, keys, keys->dkt_sum, a->head_dim, (lane)a->mods.scale, scratch->copy);
-    store_key_rows(&call->dv, rows, keys, keys->dvt_sum, a->head_dim_v, 1, scratch->copy);
+    if (keys->summed) fold_keys(a, keys);
+    const lane *dkt = keys->summed ? keys->dkt_sum : keys->dkt, *dvt = keys->summed ? keys->dvt_sum : keys->dvt;
+    store_key_rows(&call->dk, rows, keys, dkt, a->head_dim, (lane)a->mods.scale, scratch->copy);
+    store_key_rows(&call->dv, rows, keys, dvt, a->head_dim_v, 1, scratch->copy);
 }
 
 /* Rows of x, (rows, width), as the scores' products read them: in place where they lie side by side, else `copy`. */
@@ -173,23 +192,44 @@ INLINE const char *rows_of_sums(int dot, const fa_array *x, const row_block *row
     return (const char *)copy;
 }
 
-/* The queries that queries->rows names. */
-static void load_back_rows(const fa_backward_args *call, int dot, const query_state *state, const lane *delta,
-                           back_scratch *scratch)
+/* The queries that queries->rows names, with their scores' factor: so they have the bits that the forward pass
+ * multiplies keys by. And their lse. Returns them without the factor. */
+static const char *load_scaled_rows(const fa_attention_args *a, const modifiers *mods, int dot, back_scratch *scratch,
+                                    int64_t *row_bytes)
+{
+    back_rows *queries = &scratch->queries;
+    const row_block *rows = &queries->rows;
+    const int64_t width = scratch->tile.width;
+    for (int64_t r = 0; r < rows->n; r++) {
+        queries->base[r] = a->sigmoid ? 0 : *(const lane_u *)at(&a->lse, rows->b, rows->h_kv, rows->row0 + r, 0);
+        if (queries->base[r] == -(lane)INFINITY) queries->base[r] = INFINITY;
+    }
+    const char *q = rows_of_products(dot, &a->q, rows, a->head_dim, scratch->q, row_bytes);
+    queries->q = q, queries->q_row = *row_bytes;
+    if (dot) return q; /* its products have the factor */
+    for (int64_t r = 0; r < rows->n; r++)
+        for (int64_t d = 0; d < width; d += LANES) {
+            const lane *from = (const lane *)(q + r * *row_bytes) + d;
+            v_store(scratch->scaled + r * width + d, v_load_part(from, a->head_dim - d) * v_splat(mods->q_factor));
+        }
+    queries->q = (const char *)scratch->scaled, queries->q_row = width * (int64_t)sizeof(lane);
+    return q;
+}
+
+/* The queries that queries->rows names; delta and, of few queries, norm are their first row's. */
+static void load_back_rows(const fa_backward_args *call, const modifiers *mods, int dot, const query_state *state,
+                           const lane *delta, const lane *norm, back_scratch *scratch)
 {
     const fa_attention_args *a = &call->attention;
     back_rows *queries = &scratch->queries;
     const row_block *rows = &queries->rows;
     bad_rows bad;
-    queries->delta = delta;
-    for (int64_t r = 0; r < rows->n; r++) {
-        queries->base[r] = a->sigmoid ? 0 : *(const lane_u *)at(&a->lse, rows->b, rows->h_kv, rows->row0 + r, 0);
-        if (queries->base[r] == -(lane)INFINITY) queries->base[r] = INFINITY;
-    }
-    queries->q = rows_of_products(dot, &a->q, rows, a->head_dim, scratch->q, &queries->q_row);
+    int64_t q_row;
+    queries->delta = delta, queries->norm = norm;
+    const char *q = load_scaled_rows(a, mods, dot, scratch, &q_row);
     queries->dout = rows_of_products(dot, &call->dout, rows, a->head_dim_v, scratch->dout, &queries->dout_row);
-    queries->q_sum = rows_of_sums(dot, &a->q, rows, a->head_dim, (int)state->plain, queries->q, queries->q_row,
-                                  scratch->q_sum, &bad, &queries->q_sum_row);
+    queries->q_sum = rows_of_sums(dot, &a->q, rows, a->head_dim, (int)state->plain, q, q_row, scratch->q_sum, &bad,
+                                  &queries->q_sum_row);
     queries->dout_sum = rows_of_sums(dot, &call->dout, rows, a->head_dim_v, (int)state->plain, queries->dout,
                                      queries->dout_row, scratch->dout_sum, &queries->bad, &queries->dout_sum_row);
 }

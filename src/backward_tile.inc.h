@@ -1,16 +1,16 @@
 /* The gradients of one tile: queries of a head against a block of keys, keys on the lanes.
  *
- *     S  = modifiers of Q K^T                 Q broadcast in place; modifiers.inc.h, as the dot kernel has it
- *     P  = exp(S - lse)
+ *     S  = modifiers of Q K^T                 Q broadcast; modifiers.inc.h, as the dot kernel has it
+ *     P  = exp(S - lse)                       of few queries, P / sum(P)
  *     dS = P (dO V^T - delta)                 dO broadcast in place
  *     dV^T += dO^T P,  dK^T += Q^T dS         the forward pass's product of values, roles exchanged
  *     dQ   += dS K
  *
  * Columns are taken a few vectors at a time, and of these only the rows that attend some key of them.
  *
- * Requires  backward_weights.inc.h.
+ * Requires  backward_weights.inc.h, decode.inc.h.
  * Literals  dot.
- * Exports   tile_gradients. */
+ * Exports   tile_sums, tile_gradients. */
 
 /* out (rows, vectors) = x y, or += with `more`. Not inlined: three of the five products are it. */
 INLINE void outer_columns_as(int dot, int64_t n_rows, int64_t vectors, const outer_product *whole)
@@ -120,16 +120,41 @@ INLINE void add_query_gradients(int dot, const column_group *group, const back_k
     outer_columns(dot, n_rows, tile->width / LANES, &p);
 }
 
-/* Adds to the gradients what comes of the queries and a block of keys of the grid; whether there was anything. */
-INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, int dot, back_rows *queries,
-                          back_keys *keys, back_tile *tile)
+/* Scores of a few queries as the dot kernel has them: with the bits that made the lse, if that kernel did, and with
+ * less rounding than a sum over head_dim in one lane has. And no K^T is needed. */
+INLINE void few_scores_as(fa_dtype dtype, const fa_attention_args *a, const back_rows *queries, const back_keys *keys,
+                          key_run run, const back_tile *tile)
 {
-    const fa_attention_args *a = &call->attention;
+    const dot_product p = {.k = keys->source + (run.j0 - keys->first) * a->k.row,
+                           .k_row = a->k.row,
+                           .n = run.n,
+                           .head_dim = a->head_dim,
+                           .depth = tile->width,
+                           .q = (const lane *)queries->q,
+                           .s = tile->s};
+#define SCORES(nr) dot_scores(dtype, nr, &p, r)
+    EACH_ROWS(&queries->rows, r, SCORES);
+#undef SCORES
+    for (int64_t r = 0; r < queries->rows.n; r++)
+        for (int64_t j = run.n; j < round_up(run.n, LANES); j++) tile->s[r * BLOCK_K + j] = 0;
+}
+
+static void few_scores(const fa_attention_args *a, const back_rows *queries, const back_keys *keys, key_run run,
+                       const back_tile *tile)
+{
+    WITH_DTYPE(a->k.dtype, dtype, few_scores_as(dtype, a, queries, keys, run, tile));
+}
+
+/* Keys of the block that some query attends, what they are to the tile, and what is added to its scores. */
+INLINE block_kind load_run(const fa_attention_args *a, const back_rows *queries, const back_keys *keys,
+                           const back_tile *tile, key_run *found)
+{
     const row_block *rows = &queries->rows;
     const int64_t first = larger(keys->first, rows->first), stop = smaller(keys->first + keys->n, rows->last);
     const int64_t aligned = first - (first - keys->first) % LANES;
     const key_run run = masked_run(a, rows, LANES, aligned, first < stop ? stop - aligned : 0);
-    if (run.mask == BLOCK_EMPTY) return 0;
+    *found = run;
+    if (run.mask == BLOCK_EMPTY) return BLOCK_EMPTY;
     const fa_array *bias = &a->mods.bias;
     if (bias->data && bias->row) /* rows far apart: it finds nothing to follow by itself */
         prefetch_rows(at(bias, rows->b, rows->h_kv, rows->row0, keys->first), bias->row, rows->n,
@@ -137,12 +162,44 @@ INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, i
     block_kind kind = run.mask | range_kind(rows, run.j0, run.n);
     if (adds(a, rows, run.mask)) {
         kind = additive_rows(a, rows, run.j0, run.n, tile->add);
-        if (kind == BLOCK_EMPTY) return 0;
+        if (kind == BLOCK_EMPTY) return kind;
         kind |= range_kind(rows, run.j0, run.n) | BLOCK_ADDS;
     }
-    const int64_t skip = run.j0 - keys->first;
+    return kind;
+}
+
+/* Modifiers and masks of tile->s, but for what ranges hide. */
+INLINE void modify_scores(const fa_attention_args *a, const modifiers *mods, const row_block *rows, key_run run,
+                          block_kind kind, const back_tile *tile)
+{
     const modifiers later = {.s_factor = mods->softcap != 0 ? 1 : mods->s_factor, .alibi = mods->alibi};
     const score_tile scores = {rows, NULL, run.j0, run.n, kind & ~BLOCK_EDGE, tile->s, tile->add};
+    if (mods->softcap != 0) cap_rows(mods, rows->n, run.n, tile);
+    modify_rows(a, &later, &scores);
+}
+
+/* sums (rows) += those of P over a block of keys, where queries are few. */
+static void tile_sums(const fa_attention_args *a, const modifiers *mods, const back_rows *queries,
+                      const back_keys *keys, const back_tile *tile, double *sums)
+{
+    key_run run;
+    const block_kind kind = load_run(a, queries, keys, tile, &run);
+    if (kind == BLOCK_EMPTY) return;
+    few_scores(a, queries, keys, run, tile);
+    modify_scores(a, mods, &queries->rows, run, kind, tile);
+    add_sums(queries, run.j0, run.n, tile, sums);
+}
+
+/* Adds to the gradients what comes of the queries and a block of keys of the grid; whether there was anything. */
+INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, int dot, back_rows *queries,
+                          back_keys *keys, back_tile *tile)
+{
+    const fa_attention_args *a = &call->attention;
+    const row_block *rows = &queries->rows;
+    key_run run;
+    const block_kind kind = load_run(a, queries, keys, tile, &run);
+    if (kind == BLOCK_EMPTY) return 0;
+    const int64_t skip = run.j0 - keys->first;
     column_group groups[BACK_GROUPS];
     const int64_t n_groups = column_groups(rows, run, kind, dot, groups);
     outer_product p = {.pitch = BLOCK_K, .factor = mods->q_factor};
@@ -151,25 +208,26 @@ INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, i
         memset(keys->dvt, 0, a->head_dim_v * BLOCK_K * sizeof(lane));
         keys->fresh = 0;
     }
+    if (queries->norm) few_scores(a, queries, keys, run, tile);
     for (int64_t g = 0; g < n_groups; g++) {
         const int64_t row0 = groups[g].row0, at = skip + groups[g].first;
         p.x = queries->q + row0 * queries->q_row, p.x_row = queries->q_row;
         p.depth = dot ? ceil_div(a->head_dim, 2) : a->head_dim;
         p.y = keys->kt + at, p.out = tile->s + row0 * BLOCK_K + groups[g].first, p.factor = mods->q_factor;
-        outer_columns(dot, groups[g].row1 - row0, groups[g].vectors, &p);
+        if (!queries->norm) outer_columns(dot, groups[g].row1 - row0, groups[g].vectors, &p);
         p.x = queries->dout + row0 * queries->dout_row, p.x_row = queries->dout_row;
         p.depth = dot ? ceil_div(a->head_dim_v, 2) : a->head_dim_v;
         p.y = keys->vt + at, p.out = tile->ds + row0 * BLOCK_K + groups[g].first, p.factor = 1;
         outer_columns(dot, groups[g].row1 - row0, groups[g].vectors, &p);
     }
-    if (mods->softcap != 0) cap_rows(mods, rows->n, run.n, tile);
+    modify_scores(a, mods, rows, run, kind, tile);
     if (a->dropout > 0) load_keep(a, rows, keys->first, skip, run.n, tile);
-    modify_rows(a, &later, &scores);
     for (int64_t g = 0; g < n_groups; g++) {
         const column_group *group = groups + g;
         const int64_t n = smaller(run.n - group->first, group->vectors * LANES);
         if (a->dropout > 0) drop_group(group, tile, tile->ds);
         weigh_group(hides(kind), dot, a, queries, group, run.j0 + group->first, tile);
+        if (queries->norm) normalise_group(queries, group, tile);
         clear_tail(group, n, tile);
         if (a->dropout > 0) drop_group(group, tile, tile->s);
         if (call->dbias.data || call->dbias_diagonals.data || call->dalibi_slopes.data || call->dsoftcap.data)

@@ -8,7 +8,8 @@
  * Requires  attention.inc.h, philox.inc.h.
  * Literals  dot; hidden: whether some row does not attend some key; sigmoid.
  * Exports   BACK_Q, BACK_NV, BACK_KEYS, BACK_GROUPS; back_keys, back_rows, back_tile, cut_back_tile; column_group,
- *           column_groups; cap_rows, load_keep, drop_group, weigh_group, clear_tail, scale_by_slope, add_modifiers. */
+ *           column_groups; cap_rows, load_keep, drop_group, weigh_group, normalise_group, add_sums, clear_tail,
+ *           scale_by_slope, add_modifiers. */
 
 #define BACK_Q 64                                    /* queries of a tile */
 #define BACK_NV (BLOCK_K / LANES % NV == 0 ? NV : 2) /* vectors of a row that a product takes at a time */
@@ -20,6 +21,7 @@ _Static_assert(BACK_Q <= BLOCK_K, "bad_rows holds as many");
 /* A block of the grid of keys, as products read it, and its gradients; lanes behind its n keys hold 0. */
 typedef struct {
     int64_t first, n;
+    const char *source;      /* its first key, where it was given */
     lane *kt, *vt;           /* (head_dim, BLOCK_K), (head_dim_v, BLOCK_K); with dot in pairs of dimensions */
     lane *k;                 /* (BLOCK_K, width), 0 where a row is not finite; with dot in pairs of keys */
     lane *dkt, *dvt;         /* (head_dim, BLOCK_K), (head_dim_v, BLOCK_K) */
@@ -30,10 +32,11 @@ typedef struct {
 /* Queries of one head, as products read them. */
 typedef struct {
     row_block rows;               /* `h_kv` is the head of q, `group` 1: what is asked is of queries alone */
-    const char *q, *dout;         /* rows as the scores' products read them */
+    const char *q, *dout;         /* rows as the products with keys and values read them, q with the scores' factor */
     const char *q_sum, *dout_sum; /* and as sums over queries do: 0 where not finite, with dot in pairs of rows */
     int64_t q_row, dout_row, q_sum_row, dout_sum_row; /* strides in bytes */
     const lane *delta;                                /* of each row: sum(dO O) - dlse */
+    const lane *norm;                                 /* with few queries: what its P is multiplied by */
     lane *base;                                       /* its lse, or Inf where it attends nothing */
     bad_rows bad;                                     /* rows of dO that are not finite */
 } back_rows;
@@ -141,6 +144,36 @@ NOINLINE void weigh_group(int hidden, int dot, const fa_attention_args *a, const
     else if (hidden) weigh_group_as(1, 0, 0, a, queries, group, j0, tile);
     else if (dot) weigh_group_as(0, 0, 1, a, queries, group, j0, tile);
     else weigh_group_as(0, 0, 0, a, queries, group, j0, tile);
+}
+
+/* P and dS of the group, normalised again. */
+static void normalise_group(const back_rows *queries, const column_group *group, const back_tile *tile)
+{
+    for (int64_t r = group->row0; r < group->row1; r++)
+        for (int64_t j = group->first; j < group->first + group->vectors * LANES; j += LANES) {
+            const v_t norm = v_splat(queries->norm[r]);
+            lane *s = tile->s + r * BLOCK_K + j, *ds = tile->ds + r * BLOCK_K + j;
+            v_store(s, v_load(s) * norm);
+            v_store(ds, v_load(ds) * norm);
+        }
+}
+
+/* sums (rows) += those of P over n keys from j0 on, whose scores tile->s holds; as weigh_group makes it. */
+static void add_sums(const back_rows *queries, int64_t j0, int64_t n, const back_tile *tile, double *sums)
+{
+    v_t index;
+    for (int i = 0; i < LANES; i++) index[i] = i;
+    for (int64_t r = 0; r < queries->rows.n; r++) {
+        const v_t begin = v_splat((lane)(queries->rows.begin[r] - j0));
+        const v_t end = v_splat((lane)smaller(n, queries->rows.end[r] - j0));
+        v_t sum = v_splat(0);
+        for (int64_t j = 0; j < n; j += LANES) {
+            const v_t score = v_load(tile->s + r * BLOCK_K + j), key = index + v_splat((lane)j);
+            const vi_t none = (score == v_splat(-INFINITY)) | (key < begin) | (key >= end);
+            sum += v_select(none, v_splat(0), v_exp_prob(score - v_splat(queries->base[r])));
+        }
+        sums[r] += (double)v_sum(sum);
+    }
 }
 
 /* keep (rows, n keys from keys->first + skip on) = what dropout makes of probabilities. */

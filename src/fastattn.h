@@ -361,11 +361,13 @@ typedef struct {
     fa_array dsinks, dalibi_slopes, dsoftcap; /* float64, (batch, heads_q) */
 } fa_backward_args;
 
-/* The tasks of begin(), in any order; then those of run(); then those of end(). Threads take run's in order of their
- * numbers, since a task may wait for one with a lower number. begin() and end() have a task for each head of q.
+/* With `few`, sums() first, whose tasks are those of run(). The tasks of begin(), in any order; then those of run(); then
+ * those of end(). Threads take run's in order of their numbers, since a task may wait for one with a lower number. begin()
+ * and end() have a task for each head of q.
  * `shared` is memory of all threads, as large for a call whatever the threads are. */
 typedef struct {
     int whole_heads; /* a task is a KV head, and waits for none; else a block of keys of one: scheduling */
+    int few;         /* of queries: P is normalised again */
     int64_t n_heads, n_blocks, n_tasks;
     int64_t scratch_bytes, shared_bytes;
     double flops;
@@ -428,6 +430,8 @@ typedef struct {
     void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *);
     void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t task, void *scratch);
     void (*backward_plan)(const fa_backward_args *, int threads, fa_backward_plan *);
+    void (*backward_sums)(const fa_backward_args *, const fa_backward_plan *, int64_t task, void *shared,
+                          void *scratch);
     void (*backward_begin)(const fa_backward_args *, const fa_backward_plan *, int64_t task, void *shared,
                            void *scratch);
     void (*backward_run)(const fa_backward_args *, const fa_backward_plan *, int64_t task, void *shared, void *scratch);

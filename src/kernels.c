@@ -115,6 +115,7 @@ const fa_kernels TABLE(FA_ISA_NAME, LANE_NAME, FA_PART) = {
     .outer_plan = outer_plan,
     .outer_run = outer_run,
     .backward_plan = backward_plan,
+    .backward_sums = backward_sums,
     .backward_begin = backward_begin,
     .backward_run = backward_run,
     .backward_end = backward_end,

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, BackwardArgs
 
+# Up to so many queries, probabilities are normalised again: few_queries() of the kernels.
+_FEW = 8
+
 
 @np.errstate(all="ignore")
 def attention_backward(
@@ -50,7 +53,7 @@ class BackwardTask(Task):
     def backward(self, args: BackwardArgs, block_k: int, dk: Array, dv: Array) -> None:
         """Fill the rows' gradients; add to dk and dv, (len_k, dim), and to the others of `args`."""
         # for each block of keys that some row attends:
-        #     probs   = exp(scores - lse)
+        #     probs   = exp(scores - lse)             of few queries times norm, so that their sum is 1
         #     dv     += probs^T dout
         #     dscores = probs (dout v^T - delta)
         #     dk     += scale dscores^T q
@@ -58,6 +61,7 @@ class BackwardTask(Task):
         dtype, forward = self.call.dtype, args.attention
         dout = np.asarray(args.dout[self.where], dtype)
         lse, delta = self._saved(args, dout)
+        norm = self._norm(lse, block_k)
         dq, attends = np.zeros_like(self.q), np.zeros(dout.shape[:-1], bool)
         for keys, allowed in self.blocks(block_k):
             attends |= True if allowed is True else allowed.any(axis=-1)
@@ -65,7 +69,7 @@ class BackwardTask(Task):
             if self.call.score_mod is not None:  # a result of -inf masks, as in the forward pass
                 allowed = allowed & (scores != -np.inf)
             if forward.sigmoid_bias is None:
-                probs = slopes = np.exp(scores - np.where(lse == -np.inf, np.inf, lse))
+                probs = slopes = _exp_from(scores, lse) * norm
             else:
                 probs = 1 / (1 + np.exp(-scores - dtype.type(forward.sigmoid_bias)))
                 slopes = probs / (1 + np.exp(scores + dtype.type(forward.sigmoid_bias)))  # probs (1 - probs)
@@ -95,7 +99,7 @@ class BackwardTask(Task):
         if args.dq is not None:
             args.dq[self.where] = dq * dtype.type(args.dq_factor)
         if args.dsinks is not None:
-            weight = np.exp(self.sinks[..., None] - np.where(lse == -np.inf, np.inf, lse))
+            weight = _exp_from(self.sinks[..., None], lse) * norm
             # Where the sink is all that a row attends, out is 0, whatever stands in dout. Not where these
             # keys are a part of all: there lse and out are those of the whole.
             alone = ~attends[..., None] & (lse == self.sinks[..., None])
@@ -114,6 +118,21 @@ class BackwardTask(Task):
         if args.dlse is not None:
             delta -= args.dlse[self.where][..., None]
         return forward.lse[self.where][..., None], delta
+
+    def _norm(self, lse: Any, block_k: int) -> Any:
+        """What makes the sum of each row's probabilities 1, (group, rows, 1), where queries are few; else 1.
+
+        Where the sum is off by more than lse may be by the contract, lse is not that of these keys alone, and
+        stands.
+        """
+        forward, dtype = self.call.args, self.call.dtype
+        if forward.len_q > _FEW or forward.q.dtype != dtype or forward.sigmoid_bias is not None:
+            return dtype.type(1)
+        total = _exp_from(self.sinks[..., None], lse).astype(float)
+        for keys, allowed in self.blocks(block_k):
+            total += _exp_from(self.scores(keys, allowed), lse).sum(axis=-1, keepdims=True, dtype=float)
+        most = np.minimum(0.5, 4 * np.finfo(dtype).eps * np.maximum(1, abs(lse)))
+        return np.where(abs(total - 1) <= most, 1 / total, 1).astype(dtype)
 
     def of_scores(self, dscores: Array, keys: slice) -> Array:
         """What `score_mod_backward` makes of the gradient of what `score_mod` returned."""
@@ -146,6 +165,12 @@ class BackwardTask(Task):
             tanh = np.tanh(scaled)
             terms = np.where(dscores == 0, 0, dscores * (tanh - scaled * (1 - tanh**2)))
             args.dsoftcap[heads] += terms.sum(axis=(-1, -2), dtype=float)
+
+
+def _exp_from(scores: Array, lse: Array) -> Array:
+    """exp(scores - lse), 0 in rows that attend nothing."""
+    probs: Array = np.exp(scores - np.where(lse == -np.inf, np.inf, lse))
+    return probs
 
 
 def _flat(x: Array) -> Array:

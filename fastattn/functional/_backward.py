@@ -77,8 +77,13 @@ def attention_backward(
     -----
     Time is that of five matrix products, where `attention` takes two: ``2 * len_q * len_k * (3 * head_dim + 2
     * head_dim_v)`` FLOP a head, less what masks skip. Memory beyond inputs and results is O(threads) tiles
-    and O(len_q) a head; a gradient in 16 bits, or of what was broadcast over batch dimensions, takes an array
-    in float32 of the whole batch's shape first.
+    and O(len_q) a head, and of up to 8 queries a number for each of them and 64 to 256 keys. A gradient in 16
+    bits, or of what was broadcast over batch dimensions, takes an array in float32 of the whole batch's shape
+    first.
+
+    Of up to 8 queries in float32 or float64, probabilities are divided by their sum, as the rounding of lse
+    shows in them. Where that sum differs from 1 by more than ``4 * eps * max(1, abs(lse))``, these keys are a
+    part of those that lse is of, and it is taken as it is.
 
     A query that may attend nothing gives 0, and so does a key that no query attends. Whatever stands in keys,
     values, queries and rows of dout that masks keep from a gradient, NaN included, never reaches it. The same

@@ -203,6 +203,8 @@ static int run_backward(const fa_kernels *kernels, const fa_backward_args *call,
     const int mark = n_mappings;
     char *scratch = allocate((size_t)p.scratch_bytes), *shared = allocate((size_t)p.shared_bytes);
     if (again) memset(scratch, 0x55, (size_t)p.scratch_bytes), memset(shared, 0x55, (size_t)p.shared_bytes);
+    FOR(task, p.few ? p.n_tasks : 0)
+    kernels->backward_sums(call, &p, again ? p.n_tasks - 1 - task : task, shared, scratch);
     FOR(task, heads) kernels->backward_begin(call, &p, again ? heads - 1 - task : task, shared, scratch);
     FOR(task, p.n_tasks)
     {

@@ -207,6 +207,7 @@ cdef extern from "fastattn.h" nogil:
         double dq_factor
         int bias_shared
     ctypedef struct fa_backward_plan:
+        int few
         int64_t n_tasks, scratch_bytes, shared_bytes
         double flops
     ctypedef struct fa_rowwise_backward_args:
@@ -255,6 +256,8 @@ cdef extern from "fastattn.h" nogil:
         void (*rowwise_plan)(const fa_rowwise_args *, fa_rowwise_plan *) noexcept nogil
         void (*rowwise_run)(const fa_rowwise_args *, const fa_rowwise_plan *, int64_t, void *) noexcept nogil
         void (*backward_plan)(const fa_backward_args *, int, fa_backward_plan *) noexcept nogil
+        void (*backward_sums)(const fa_backward_args *, const fa_backward_plan *, int64_t, void *,
+                              void *) noexcept nogil
         void (*backward_begin)(const fa_backward_args *, const fa_backward_plan *, int64_t, void *,
                                void *) noexcept nogil
         void (*backward_run)(const fa_backward_args *, const fa_backward_plan *, int64_t, void *, void *) noexcept nogil

@@ -1,6 +1,7 @@
 # The gradients of attention: a part of _core.pyx, which includes it.
 #
-# A call is one job, or one for each sequence, as in sequences.pxi. All begin, then all run, then all end.
+# A call is one job, or one for each sequence, as in sequences.pxi. All begin, then all run, then all end. Before these,
+# where some have few queries, come their sums.
 
 cdef struct BackwardJob:
     const Job *of  # of a sequence: its number and its lengths; NULL: the call is one job
@@ -40,6 +41,12 @@ cdef void _backward_begin(Loop *loop, int64_t task, void *scratch) noexcept nogi
     loop.kernels.backward_begin(&own, &job.plan, task - job.heads, loop.shared + job.shared, scratch)
 
 
+cdef void _backward_sums(Loop *loop, int64_t task, void *scratch) noexcept nogil:
+    cdef fa_backward_args own
+    cdef const BackwardJob *job = _backward_job(loop, task, False, &own)
+    loop.kernels.backward_sums(&own, &job.plan, task - job.tasks, loop.shared + job.shared, scratch)
+
+
 cdef void _backward_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef fa_backward_args own
     cdef const BackwardJob *job = _backward_job(loop, task, False, &own)
@@ -60,6 +67,7 @@ cdef int _run_backward(fa_backward_args *c, int threads, _Sequences sequences=No
     cdef BackwardJob *job
     cdef int64_t i, heads = 0, tasks = 0, shared = 0, scratch = 0
     cdef double flops = 0
+    cdef bint few = False
     c.attention.watch = &loop.watch
     loop.kernels, loop.args, loop.plan = _kernels(c.attention.q.dtype), c, &w
     w.jobs, w.n = &whole, 1
@@ -80,10 +88,15 @@ cdef int _run_backward(fa_backward_args *c, int threads, _Sequences sequences=No
             shared += job.plan.shared_bytes
             scratch = max(scratch, job.plan.scratch_bytes)
             flops += job.plan.flops
-        _start(&loop, _backward_begin, max(heads, tasks), threads if flops >= fa_tuned.parallel_flops else 1, scratch,
+            few = few or job.plan.few
+        _start(&loop, _backward_sums, max(heads, tasks), threads if flops >= fa_tuned.parallel_flops else 1, scratch,
                shared)
         with nogil:
-            _tasks(&loop, heads)
+            if few:
+                _tasks(&loop, tasks)
+            loop.run = _backward_begin
+            if not fa_flag(&loop.stop):
+                _tasks(&loop, heads)
             loop.run = _backward_task
             if not fa_flag(&loop.stop):
                 _tasks(&loop, tasks)
