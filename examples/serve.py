@@ -374,9 +374,7 @@ def arguments(argv=None):
     parser.add_argument("--port", type=int, default=8000, help="0: a free one")
     parser.add_argument("--weights-dtype", help="how weights are kept, such as int8")
     parser.add_argument("--activations", help="int8: inputs of the linear maps are rounded, too")
-    parser.add_argument(
-        "--batch-tokens", type=int, default=768, help="of a call at most; 1: a request a call"
-    )
+    parser.add_argument("--batch-tokens", type=int, default=768, help="of a call at most; 1: a text a call")
     parser.add_argument("--queue-texts", type=int, default=QUEUE_TEXTS, help="that wait at most; 429 to more")
     parser.add_argument("--grace", type=int, default=20, help="seconds that a stop waits for requests")
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long; otherwise 400")
