@@ -5,7 +5,8 @@
     curl localhost:8000/v1/embeddings --json '{"input": ["a text", "another"]}'
 
 One thread computes. While it does, requests wait, and those that wait go through the model together, without
-padding. So nobody waits for a batch to fill up. See docs/howto/serve.md.
+padding. So nobody waits for a batch to fill up. A client that goes takes its request along. See
+docs/howto/serve.md.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from fastattn import models
 
 MOST_TEXTS = 2048  # of one request, as at OpenAI
+QUEUE_TEXTS = 2 * MOST_TEXTS  # that wait, of all requests
 MOST_BYTES = 1 << 22  # of its body
 SHORT = 1 << 13  # characters that are tokenized in less time than a thread takes to be asked
 CHARACTERS = 64  # of a text at most, for each token that the model takes: more would be tokenized for seconds
@@ -84,15 +86,20 @@ class EmbeddingsRequest(BaseModel):
 
 @dataclass
 class Job:
-    """The texts of one request, and where their vectors go."""
+    """The texts of one request, how many tokens each has, and where their vectors go."""
 
     texts: list[str]
-    tokens: int
+    tokens: list[int]
     vectors: "Future[np.ndarray]" = field(default_factory=Future)
+    parts: list[np.ndarray] = field(default_factory=list)
+    taken: int = 0  # texts that are computed, or are being so
 
 
 class Batcher:
-    """The thread that computes. It takes all jobs that wait, up to `batch_tokens`, at a time."""
+    """The thread that computes. It takes texts that wait, in order, up to `batch_tokens` at a time.
+
+    A large job takes several calls. Between them it is dropped if nobody waits for it any more.
+    """
 
     def __init__(self, encode, batch_tokens):
         self.encode, self.batch_tokens = encode, batch_tokens
@@ -114,17 +121,26 @@ class Batcher:
         self._thread.join()
 
     def _batch(self):
-        """The jobs that go through the model next; None when no more will come."""
+        """What goes through the model next, as (job, its texts); None when no more will come."""
         batch, tokens = [], 0
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             if not self._jobs:
                 return None
-            while self._jobs and (not batch or tokens + self._jobs[0].tokens <= self.batch_tokens):
-                job = self._jobs.popleft()
-                if job.vectors.set_running_or_notify_cancel():  # nobody has given it up
-                    batch.append(job)
-                    tokens += job.tokens
+            while self._jobs:
+                job = self._jobs[0]
+                if not job.vectors.done():  # neither given up nor failed
+                    begin = job.taken
+                    while job.taken < len(job.texts):
+                        if tokens and tokens + job.tokens[job.taken] > self.batch_tokens:
+                            break
+                        tokens += job.tokens[job.taken]
+                        job.taken += 1
+                    if begin < job.taken:
+                        batch.append((job, job.texts[begin : job.taken]))
+                    if job.taken < len(job.texts):
+                        break
+                self._jobs.popleft()
         return batch
 
     def _work(self):
@@ -133,24 +149,27 @@ class Batcher:
                 self._compute(batch)
 
     def _compute(self, batch):
-        texts = [text for job in batch for text in job.texts]
+        texts = [text for _, part in batch for text in part]
         self.calls, self.texts = self.calls + 1, self.texts + len(texts)
         try:
             vectors = self.encode(texts)
         except Exception as error:
-            for job in batch:
-                job.vectors.set_exception(error)
+            for job, _ in batch:
+                if job.vectors.set_running_or_notify_cancel():
+                    job.vectors.set_exception(error)
             return
         done = 0
-        for job in batch:
-            job.vectors.set_result(vectors[done : done + len(job.texts)])
-            done += len(job.texts)
+        for job, part in batch:
+            job.parts.append(vectors[done : done + len(part)])
+            done += len(part)
+            if job.taken == len(job.texts) and job.vectors.set_running_or_notify_cancel():
+                job.vectors.set_result(np.concatenate(job.parts))
 
 
 class Service:
     """A model, its batcher, and how many texts have not been answered yet."""
 
-    def __init__(self, model, name, *, batch_tokens=768, queue_texts=1024, truncate=False):
+    def __init__(self, model, name, *, batch_tokens=768, queue_texts=QUEUE_TEXTS, truncate=False):
         self.model, self.name, self.truncate = model, name, truncate
         self.queue_texts, self.waiting = queue_texts, 0
         self.prompt = model.prompts[model.default_prompt_name] if model.default_prompt_name else ""
@@ -175,21 +194,23 @@ class Service:
         left = tokens and self.model.text.tokenizer.truncation["direction"] == "left"
         return [text[-most:] if left else text[:most] for text in texts]
 
-    def count(self, texts):
-        """Tokens of all texts; an error if one would be cut."""
-        tokens = 0
+    def count(self, texts, given_up):
+        """Tokens of each text; an error if one would be cut. It ends early where `given_up` is set."""
+        tokens = []
         for i, encoding in enumerate(self.model.text.encodings(self.prompt + text for text in texts)):
+            if given_up.is_set():
+                break
             if encoding.overflowing and not self.truncate:
                 special = sum(encoding.special_tokens_mask)
                 parts = (encoding, *encoding.overflowing)
                 came = special + sum(len(part.ids) - special for part in parts)
                 expected = f"expected at most {self.model.max_seq_length}"
                 raise HTTPException(400, (f"item {i} has {came} tokens; {expected} {CUT}", "input"))
-            tokens += len(encoding.ids)
+            tokens.append(len(encoding.ids))
         return tokens
 
     async def vectors(self, texts):
-        """Vectors (n, features) of the texts, and their number of tokens."""
+        """Vectors (n, features) of the texts, and their number of tokens. Cancelled, it computes no more."""
         if len(texts) > self.queue_texts:
             raise HTTPException(400, (f"{len(texts)} texts; expected at most {self.queue_texts}", "input"))
         if self.waiting + len(texts) > self.queue_texts:
@@ -199,21 +220,38 @@ class Service:
                 (f"{came}; expected at most {self.queue_texts} in all: try again later", None),
                 {"Retry-After": "1"},
             )
-        texts = self.bounded(texts)
+        texts, given_up = self.bounded(texts), threading.Event()
         self.waiting += len(texts)  # only the event loop's thread counts
         try:
             try:
                 if sum(map(len, texts)) <= SHORT:
-                    tokens = self.count(texts)
+                    tokens = self.count(texts, given_up)
                 else:
-                    tokens = await asyncio.to_thread(self.count, texts)
+                    tokens = await asyncio.to_thread(self.count, texts, given_up)
             except (TypeError, ValueError) as error:
                 raise HTTPException(400, (str(error), "input")) from error
             job = Job(texts, tokens)
             self.batcher.submit(job)
-            return await asyncio.wrap_future(job.vectors), tokens
+            return await asyncio.wrap_future(job.vectors), sum(tokens)
         finally:
+            given_up.set()
             self.waiting -= len(texts)
+
+
+async def unless_gone(request, work):
+    """What the coroutine `work` returns; None, and `work` is cancelled, once the client has gone."""
+
+    async def gone():
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(each) for each in (work, gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class Limited:
@@ -257,7 +295,7 @@ def make_app(service, most_bytes=MOST_BYTES):
     started = int(time.time())
 
     @app.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingsRequest) -> Response:
+    async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         if body.model not in (None, service.name):
             came = f"there is no model {body.model[:80]!r}"
             expected = f"{service.name!r}, or what the server's --name says"
@@ -266,7 +304,10 @@ def make_app(service, most_bytes=MOST_BYTES):
         dimensions = body.dimensions or features
         if dimensions > features:
             raise HTTPException(400, (f"got {dimensions}; expected 1 to {features}", "dimensions"))
-        vectors, tokens = await service.vectors(body.input)
+        found = await unless_gone(request, service.vectors(body.input))
+        if found is None:
+            return Response(status_code=499)  # as proxies log it: there is nobody to read it
+        vectors, tokens = found
         if dimensions < features:
             vectors = vectors[:, :dimensions]
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
@@ -324,7 +365,8 @@ def answer(status, message, name, headers=None):
     return Response(json.dumps({"error": error}), status, headers, media_type="application/json")
 
 
-def main(argv=None):
+def arguments(argv=None):
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="folder of the model")
     parser.add_argument("--name", help="what requests call it; by default the folder's name")
@@ -332,16 +374,19 @@ def main(argv=None):
     parser.add_argument("--port", type=int, default=8000, help="0: a free one")
     parser.add_argument("--weights-dtype", help="how weights are kept, such as int8")
     parser.add_argument("--activations", help="int8: inputs of the linear maps are rounded, too")
-    parser.add_argument(
-        "--batch-tokens", type=int, default=768, help="of a call at most; 1: a request a call"
-    )
-    parser.add_argument("--queue-texts", type=int, default=1024, help="that wait at most; 429 to more")
+    parser.add_argument("--batch-tokens", type=int, default=768, help="of a call at most; 1: a text a call")
+    parser.add_argument("--queue-texts", type=int, default=QUEUE_TEXTS, help="that wait at most; 429 to more")
     parser.add_argument("--grace", type=int, default=20, help="seconds that a stop waits for requests")
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long; otherwise 400")
     args = parser.parse_args(argv)
     for name in ("batch_tokens", "queue_texts", "grace"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
+    return args
+
+
+def main(argv=None):
+    args = arguments(argv)
     try:
         model = models.load(args.model, weights_dtype=args.weights_dtype, activations=args.activations)
     except (OSError, ValueError) as error:

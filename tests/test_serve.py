@@ -291,11 +291,89 @@ def test_a_model_that_fails_answers_500_and_goes_on(start):
     assert server.embed({"input": "the cat"})[0] == 200
 
 
+def test_a_large_request_goes_through_the_model_in_parts(start, model):
+    server, texts = start(batch_tokens=20), TEXTS * 20
+    status, answer, _ = server.embed({"input": texts})
+    assert status == 200
+    assert len(server.gate.calls) > 15
+    assert [text for call in server.gate.calls for text in call] == texts
+    lengths = [len(ids) for ids in model.text.encode(TEXTS)]
+    assert answer["usage"]["total_tokens"] == 20 * sum(lengths)
+    vectors = np.array([item["embedding"] for item in answer["data"]], np.float32)
+    np.testing.assert_array_equal(vectors, model.encode(texts, normalize_embeddings=True))
+
+
+def test_a_request_of_as_many_texts_as_may_be_fits_the_queue(model):
+    default = serve.arguments(["folder"]).queue_texts
+    service = serve.Service(model, "tiny")
+    assert default == service.queue_texts >= serve.MOST_TEXTS
+    vectors, tokens = asyncio.run(service.vectors(["a"] * serve.MOST_TEXTS))
+    assert (len(vectors), tokens) == (serve.MOST_TEXTS, 3 * serve.MOST_TEXTS)
+    service.batcher.close()
+
+
+def gone(server, count, texts):
+    """Connections of clients whose requests wait."""
+    body, before = json.dumps({"input": texts}).encode(), server.service.waiting
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n"
+    connections = []
+    for _ in range(count):
+        connections.append(socket.create_connection(("127.0.0.1", server.port), SECONDS))
+        connections[-1].sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+    wait_until(lambda: server.service.waiting == before + count * len(texts))
+    return connections
+
+
+def test_requests_of_clients_that_have_gone_are_dropped(start):
+    """Also the rest of one of which a part is being computed; what others wait for is computed next."""
+    server = start(batch_tokens=10)
+    server.gate.is_open.clear()
+    connections = gone(server, 20, ["the cat", "a dog"] * 10)
+    wait_until(lambda: server.gate.calls)
+    live = waiting(server, [["a tree"]] * 3)
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: server.service.waiting == 3)  # before anything is computed
+    server.gate.is_open.set()
+    assert [each.result(SECONDS)[0] for each in live] == [200] * 3
+    assert [text for call in server.gate.calls[1:] for text in call] == ["a tree"] * 3
+    assert len(server.gate.calls[0]) < 20
+
+
+def test_clients_that_have_gone_do_not_hinder_the_end(start):
+    server = start(batch_tokens=10)
+    server.gate.is_open.clear()
+    for connection in gone(server, 20, ["the cat", "a dog"] * 10):
+        connection.close()
+    wait_until(lambda: server.service.waiting == 0)
+    server.server.should_exit = True
+    server.gate.is_open.set()
+    server.thread.join(SECONDS)
+    assert not server.thread.is_alive()
+    assert len(server.gate.calls) <= 1
+
+
+def test_the_rest_of_a_request_that_failed_is_not_computed(start):
+    server = start(batch_tokens=10)
+    server.gate.error = ValueError("no")
+    assert server.embed({"input": ["the cat", "a dog"] * 10})[0] == 500
+    server.gate.error = None
+    assert server.embed({"input": "a tree"})[0] == 200
+    assert server.gate.calls[1:] == [["a tree"]]
+
+
+def test_texts_that_nobody_waits_for_are_not_tokenized(server):
+    given_up = threading.Event()
+    assert len(server.service.count(TEXTS, given_up)) == 3
+    given_up.set()
+    assert server.service.count(TEXTS, given_up) == []
+
+
 def test_what_was_given_up_is_not_computed_and_ends_nothing():
     gate = Gate(lambda texts: np.zeros((len(texts), 2)))
     gate.is_open.clear()
     batcher = serve.Batcher(gate, 100)
-    jobs = [serve.Job([text], 1) for text in ("first", "given up", "last")]
+    jobs = [serve.Job([text], [1]) for text in ("first", "given up", "last")]
     batcher.submit(jobs[0])
     while not gate.calls:
         time.sleep(0.001)
