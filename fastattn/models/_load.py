@@ -125,6 +125,8 @@ def load(
     path = Path(folder)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
+        if path.suffix.lower() == ".gguf":
+            hint = f"files in GGUF are not read yet; {hint}"
         raise ModelError(f"{path} is no folder; expected one with config.json and model.safetensors: {hint}")
     outer, path = path, folder_of_towers(path)
     config = Config(path / "config.json")

@@ -36,6 +36,13 @@ def test_an_index_that_was_left_over(tmp_path):
     models.load(tmp_path)
 
 
+def test_files_in_gguf_are_not_read_yet(tmp_path):
+    tiny.write(tmp_path, "llama")
+    file = (tmp_path / "model.safetensors").rename(tmp_path / "model.gguf")
+    refused(file, "model.safetensors: files in GGUF are not read yet; `hf")
+    refused(tmp_path, "there is model.gguf; files in GGUF are not read yet")
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_16_bit_tensors_are_those_numbers_in_float32(kind, dtype, tmp_path):
