@@ -104,7 +104,7 @@ class Resolved(NamedTuple):
 def union(number: Ints, n_lists: int, owner: Array, begin: Array, end: Array, len_k: int) -> RangeLists:
     """Make lists of any ranges: [begin, end) belongs to list `owner`; the three arrays broadcast."""
     owner, begin, end = (x.ravel() for x in np.broadcast_arrays(owner, begin, end))
-    return _sweep(number, n_lists, [(owner, begin, end, 1)], 1, len_k)
+    return sweep(number, n_lists, [(owner, begin, end, 1)], 1, len_k)
 
 
 def of_sorted(number: Ints, counts: Ints, begin: Ints, end: Ints, len_k: int) -> RangeLists:
@@ -116,10 +116,10 @@ def of_sorted(number: Ints, counts: Ints, begin: Ints, end: Ints, len_k: int) ->
     return RangeLists(number, np.append(0, np.cumsum(counts)), ranges)
 
 
-def _sweep(
-    number: Ints, n_lists: int, parts: Sequence[tuple[Ints, Ints, Ints, int]], least: int, len_k: int
+def sweep(
+    number: Ints, n_lists: int, parts: Sequence[tuple[Ints, Ints, Ints, int]], least: int | Ints, len_k: int
 ) -> RangeLists:
-    """Lists of the keys that lie in ranges of total weight `least` or more.
+    """Lists of the keys that lie in ranges of total weight `least` or more, which may differ by list.
 
     A part is (owner, begin, end, weight): its ranges [begin, end) belong to the lists `owner`.
     """
@@ -133,7 +133,8 @@ def _sweep(
         changes += [np.full(len(events[-1]), weight), np.full(len(events[-1]), -weight)]
     event, change = np.concatenate(events), np.concatenate(changes)
     order = np.argsort(event, kind="stable")
-    event, inside = event[order], np.cumsum(change[order]) >= least
+    event = event[order]
+    inside = np.cumsum(change[order]) >= (least if np.ndim(least) == 0 else np.asarray(least)[event // step])
     last = np.append(event[1:] != event[:-1], True)[: len(event)]  # the sum behind all events at one key
     event, inside = event[last], inside[last]
     before = np.concatenate([[False], inside])[: len(inside)]
@@ -182,7 +183,7 @@ def combined(operands: Sequence[RangeLists], weights: Sequence[int], least: int,
         rest, numbers = np.divmod(rest, len(x.offsets))
         owner, place = places(x.offsets[numbers], x.offsets[numbers + 1])
         parts.append((owner, *x.ranges[place].T, weight))
-    return _sweep(index.reshape(shape), len(distinct), parts, least, len_k)
+    return sweep(index.reshape(shape), len(distinct), parts, least, len_k)
 
 
 def simplified(lists: RangeLists) -> Resolved:

@@ -340,7 +340,8 @@ def explain(
 
     Notes
     -----
-    Tiles are counted from row ranges, the mask and the -inf of the bias, in one pass over these two.
+    Tiles are counted from row ranges, the mask and the -inf of the bias, in one pass over the numbers that
+    these two hold in memory: without them, any number of keys takes no time.
     """
     require_options("explain", options, AttentionOptions)
     args = attention_args("explain", q, k, v, return_lse=return_lse, stats=stats, **options)
