@@ -69,8 +69,17 @@ class _Settings:
 
     backend: str
     asked_by: str  # what asked for this backend, or ""; then running on NumPy deserves a warning
-    num_threads: int
-    threads_from: str  # what set the number of threads
+    wanted_threads: int  # before limits
+    wanted_from: str  # what set their number
+
+    @property
+    def num_threads(self) -> int:
+        return min(self.wanted_threads, _most_used)
+
+    @property
+    def threads_from(self) -> str:
+        limited = min(self.wanted_threads, _MOST_USEFUL) > _most_used
+        return "OMP_THREAD_LIMIT" if limited else self.wanted_from
 
 
 def _cgroup_quota(root: str = "/") -> int | None:
@@ -134,14 +143,6 @@ def _beside_torch() -> None:
         core.use_openmp(False)
 
 
-def _default_threads() -> tuple[int, str]:
-    """Default number of threads, and what sets it."""
-    wanted, name = _wanted_threads()
-    if min(wanted, _MOST_USEFUL) > _most_used:
-        name = "OMP_THREAD_LIMIT"
-    return min(wanted, _most_used), name
-
-
 def _wanted_threads() -> tuple[int, str]:
     """Number of threads by the environment, or of CPUs that this process may use; and what says so."""
     name = "FASTATTN_NUM_THREADS"
@@ -174,7 +175,7 @@ def _from_environment() -> _Settings:
         _use_threading("FASTATTN_THREADING", asked or available_threadings()[0])
         core.watch_for_torch(None if asked else _beside_torch)
     default = "numpy" if core is None else "compiled"
-    return _Settings(backend or default, "FASTATTN_BACKEND" if backend else "", *_default_threads())
+    return _Settings(backend or default, "FASTATTN_BACKEND" if backend else "", *_wanted_threads())
 
 
 def _use_isa(what: str, isa: str) -> None:
@@ -206,8 +207,8 @@ def set_num_threads(num_threads: int) -> None:
     TypeError, ValueError
         If `num_threads` is not an integer from 1 to 4096.
     """
-    current.num_threads = _usable("set_num_threads", num_threads)
-    current.threads_from = "set_num_threads()"
+    current.wanted_threads = integer("set_num_threads", "num_threads", num_threads, 1, MAX_THREADS)
+    current.wanted_from = "set_num_threads()"
     _choose_sizes()
 
 
@@ -231,7 +232,6 @@ def set_threading(threading: str) -> None:
     """
     _use_threading("set_threading(): threading", threading)
     core.watch_for_torch(None)
-    current.num_threads = min(current.num_threads, _most_used)
 
 
 def threads(func: str, num_threads: int | None) -> int:
@@ -271,7 +271,7 @@ def forced(
         require_backend("forced", backend)
         settings.backend, settings.asked_by = backend, "forced()"
     if num_threads is not None:
-        settings.num_threads, settings.threads_from = _usable("forced", num_threads), "forced()"
+        settings.wanted_threads, settings.wanted_from = _usable("forced", num_threads), "forced()"
     if isa is not None:
         _use_isa("forced(): isa", isa)
     try:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # Ours takes the place of torch's from this gain on, the geometric mean over sizes, and if no size loses more
 # than the second number says. Between 1 and that, a measurement says nothing.
 _GAIN, _LEAST = 1.05, 0.95
-_ROUNDS = 3
-_LONG = 0.01  # seconds of a call that one round is enough for
+# Of short calls many rounds, whose least times another program disturbs least; of long ones a single round.
+_ROUNDS, _SECONDS, _LONG = 20, 0.03, 0.01
 
 _here = threading.local()
 _ratios: dict[tuple[Any, ...], float] = {}
@@ -72,12 +72,13 @@ def ratio(torchs: Callable[[], Any], ours: Callable[[], Any]) -> float:
     """Return torch's time over ours: the least of a few calls of each, in turn."""
     torchs(), ours()
     times: list[list[float]] = [[], []]
-    for _ in range(_ROUNDS):
+    started = time.perf_counter()
+    for number in range(_ROUNDS):
         for found, call in zip(times, (torchs, ours), strict=True):
             begin = time.perf_counter()
             call()
             found.append(time.perf_counter() - begin)
-        if max(map(min, times)) > _LONG:
+        if max(map(min, times)) > _LONG or (number >= 4 and time.perf_counter() - started > _SECONDS):
             break
     return min(times[0]) / min(times[1])
 

@@ -132,6 +132,22 @@ def test_openmp_s_limit_holds_for_the_caller_and_its_helpers(threading, limit, c
 
 
 @openmp
+def test_the_limit_is_openmp_s_alone(python):
+    code = """
+import fastattn
+def say():
+    print(fastattn.get_num_threads(), fastattn.show_config()["num_threads_from"])
+say()
+fastattn.set_threading("team"), say()
+fastattn.set_num_threads(5), say()
+fastattn.set_threading("openmp"), say()
+"""
+    run = python(code, OMP_THREAD_LIMIT=1, FASTATTN_NUM_THREADS=3, FASTATTN_THREADING="openmp")
+    said = ["1 OMP_THREAD_LIMIT", "3 FASTATTN_NUM_THREADS", "5 set_num_threads()", "1 OMP_THREAD_LIMIT"]
+    assert run.stdout.splitlines() == said, run.stderr
+
+
+@openmp
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system binds no threads")
 @pytest.mark.parametrize(
     "variable", [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "threads"}], ids=["bind", "places"]
