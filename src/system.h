@@ -2,7 +2,8 @@
  *
  *     fa_mutex fa_lock fa_unlock          fa_condition fa_wait fa_wait_for fa_wake_all
  *     fa_thread                           a thread's name: fa_this_thread, fa_same_thread
- *     fa_begin_thread                     a thread that nobody joins; whether the system has made one
+ *     fa_begin_thread                     a thread that nobody joins, with so many bytes of stack, 0: as usual; whether
+ *                                         the system has made one
  *     FA_THREAD fa_body                   before the name of a function that such a thread runs; its type
  *     fa_seconds fa_yield fa_nap          the clock; another thread's turn; a pause of so many seconds
  *     fa_memory fa_free_memory            bytes from the beginning of a cache line on, or NULL
@@ -55,9 +56,9 @@ static inline double fa_seconds(void)
     return (double)ticks.QuadPart / (double)each_second.QuadPart;
 }
 
-static inline int fa_begin_thread(fa_body body, void *argument)
+static inline int fa_begin_thread(fa_body body, void *argument, size_t stack)
 {
-    const uintptr_t thread = _beginthreadex(NULL, 0, body, argument, 0, NULL);
+    const uintptr_t thread = _beginthreadex(NULL, (unsigned)stack, body, argument, 0, NULL);
     if (thread) CloseHandle((HANDLE)thread);
     return thread != 0;
 }
@@ -108,7 +109,7 @@ static inline double fa_seconds(void)
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-static inline int fa_begin_thread(fa_body body, void *argument)
+static inline int fa_begin_thread(fa_body body, void *argument, size_t stack)
 {
     sigset_t all, before;
     pthread_attr_t attributes;
@@ -118,6 +119,7 @@ static inline int fa_begin_thread(fa_body body, void *argument)
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    if (stack) pthread_attr_setstacksize(&attributes, stack); /* refuses what is too small */
     const int begun = pthread_create(&id, &attributes, body, argument) == 0;
     pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

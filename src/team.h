@@ -61,10 +61,11 @@ struct fa_team {
     enum fa_threads kind;
     int helpers; /* threads that there may be, beside the caller: OpenMP may have given fewer than were asked for */
     /* With helpers of OpenMP: */
-    int bound;          /* each has a place, by OMP_PROC_BIND or OMP_PLACES, and keeps it */
-    int over;           /* atomic: they leave their region, and the host frees the team */
-    int left;           /* atomic: those that have */
-    fa_condition ended; /* wakes the host */
+    int bound;            /* each has a place, by OMP_PROC_BIND or OMP_PLACES, and keeps it */
+    int over;             /* atomic: they leave their region, and the host frees the team */
+    int left;             /* atomic: those that have */
+    int begun;            /* the region has all threads that it will have */
+    fa_condition changed; /* of `over` and `begun` */
     /* With any: */
     fa_mutex lock;
     fa_condition called, more; /* `more` wakes those that the last loop had no use for, too */
@@ -99,6 +100,7 @@ static const double fa_spins = 20e-6;
 static const double fa_awake = 1e-3;
 
 static fa_team *fa_free_teams[FA_KINDS];
+static fa_mutex fa_begin_lock = FA_MUTEX;
 static fa_mutex fa_free_lock = FA_MUTEX; /* before a team's `lock`, where both are held */
 #ifdef _OPENMP
 static int fa_own_kind = FA_OPENMP; /* atomic: the kind of the next call's helpers, if none are borrowed */
@@ -217,7 +219,7 @@ static int fa_add_own_helper(fa_team *team)
     fa_helper *helper = malloc(sizeof(fa_helper));
     if (!helper) return 0;
     *helper = (fa_helper){team, team->helpers + 1};
-    if (fa_begin_thread(fa_own_helper, helper)) return ++team->helpers;
+    if (fa_begin_thread(fa_own_helper, helper, 0)) return ++team->helpers;
     free(helper);
     return 0;
 }
@@ -246,7 +248,7 @@ static void fa_dismiss(fa_team *team)
     __atomic_store_n(&team->over, 1, __ATOMIC_RELEASE);
     fa_wake_all(&team->called);
     fa_wake_all(&team->more);
-    fa_wake_all(&team->ended);
+    fa_wake_all(&team->changed);
     fa_unlock(&team->lock);
 }
 
@@ -264,9 +266,13 @@ static int fa_unlist(fa_team *team)
 static void fa_keep(fa_team *team)
 {
     uint64_t seen = 0;
+    fa_lock(&team->lock);
+    team->begun = 1;
+    fa_wake_all(&team->changed);
+    fa_unlock(&team->lock);
     for (;;) {
         fa_lock(&team->lock);
-        if (!fa_is_over(team)) fa_wait_for(&team->ended, &team->lock, fa_kept);
+        if (!fa_is_over(team)) fa_wait_for(&team->changed, &team->lock, fa_kept);
         fa_unlock(&team->lock);
         if (fa_is_over(team)) return;
         fa_lock(&fa_free_lock);
@@ -318,14 +324,32 @@ FA_THREAD fa_pass(void *argument)
     return 0;
 }
 
+/* Bytes of stack that OpenMP's threads have, in K if there is no other unit; 0: as others. */
+static size_t fa_openmp_stack(void)
+{
+    const char *said = getenv("OMP_STACKSIZE");
+    if (!said) said = getenv("GOMP_STACKSIZE");
+    if (!said) return 0;
+    char *unit;
+    const size_t number = strtoull(said, &unit, 10);
+    while (*unit == ' ') unit++;
+    switch (*unit | 32) {
+    case 'b': return number;
+    case 'm': return number << 20;
+    case 'g': return number << 30;
+    default: return number << 10;
+    }
+}
+
 /* Whether the system has so many threads to give, at once. OpenMP's runtimes end the process where it has not. */
 static int fa_has_threads(int count)
 {
+    const size_t stack = fa_openmp_stack();
     fa_gate gate = {.open = 0};
     fa_mutex_init(&gate.lock);
     fa_condition_init(&gate.changed);
     int begun = 0;
-    while (begun < count && fa_begin_thread(fa_pass, &gate)) begun++;
+    while (begun < count && fa_begin_thread(fa_pass, &gate, stack)) begun++;
     fa_lock(&gate.lock);
     gate.open = 1, gate.inside = begun;
     fa_wake_all(&gate.changed);
@@ -345,12 +369,21 @@ static fa_team *fa_openmp_team(int threads)
     else if ((team = fa_free_teams[FA_OPENMP])) fa_unlist(team), fa_dismiss(team), team = NULL;
     fa_unlock(&fa_free_lock);
     if (team || !(team = fa_new_team(FA_OPENMP))) return team;
-    fa_condition_init(&team->ended);
+    fa_condition_init(&team->changed);
     team->helpers = threads - 1;
     team->bound = omp_get_proc_bind() != omp_proc_bind_false;
-    if (fa_has_threads(threads + 1) && fa_begin_thread(fa_host, team)) return team;
-    fa_free_memory(team);
-    return NULL;
+    /* One region begins at a time: what was found free is not another caller's before it is taken. */
+    fa_lock(&fa_begin_lock);
+    if (fa_has_threads(threads + 1) && fa_begin_thread(fa_host, team, 0)) {
+        fa_lock(&team->lock);
+        while (!team->begun) fa_wait(&team->changed, &team->lock);
+        fa_unlock(&team->lock);
+    } else {
+        fa_free_memory(team);
+        team = NULL;
+    }
+    fa_unlock(&fa_begin_lock);
+    return team;
 }
 #endif
 
@@ -400,6 +433,7 @@ static void fa_forget_teams(void)
 {
     for (int kind = 0; kind < FA_KINDS; kind++) fa_free_teams[kind] = NULL;
     __atomic_store_n(&fa_borrowed, NULL, __ATOMIC_RELAXED);
+    fa_mutex_init(&fa_begin_lock);
     fa_mutex_init(&fa_free_lock);
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -138,9 +139,10 @@ def _beside_torch() -> None:
     """
     if (shared := shares_openmp(core.__file__)) is None:
         return
-    core.watch_for_torch(None)
-    if shared:
-        core.use_openmp(False)
+    with _threading_lock:
+        if core.watches_for_torch() and shared:
+            _use_threading("beside torch", "team")
+        core.watch_for_torch(False)
 
 
 def _wanted_threads() -> tuple[int, str]:
@@ -173,7 +175,7 @@ def _from_environment() -> _Settings:
     if core is not None:
         asked = os.environ.get("FASTATTN_THREADING")
         _use_threading("FASTATTN_THREADING", asked or available_threadings()[0])
-        core.watch_for_torch(None if asked else _beside_torch)
+        core.watch_for_torch(not asked, _beside_torch)
     default = "numpy" if core is None else "compiled"
     return _Settings(backend or default, "FASTATTN_BACKEND" if backend else "", *_wanted_threads())
 
@@ -230,8 +232,9 @@ def set_threading(threading: str) -> None:
     ValueError
         If `threading` is neither, or not in this build: ``show_config()["threading_available"]``.
     """
-    _use_threading("set_threading(): threading", threading)
-    core.watch_for_torch(None)
+    with _threading_lock:
+        _use_threading("set_threading(): threading", threading)
+        core.watch_for_torch(False)
 
 
 def threads(func: str, num_threads: int | None) -> int:
@@ -367,6 +370,7 @@ def show_config() -> Report:
 
 
 _warned = False
+_threading_lock = threading.Lock()
 _most_used = _MOST_USEFUL  # or fewer, where OpenMP has a limit
 try:
     current = _from_environment()

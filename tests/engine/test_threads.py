@@ -242,9 +242,43 @@ linux_kernels = pytest.mark.skipif(
 
 
 @linux_kernels
-def test_fewer_threads_where_the_system_refuses_them(python):
-    run = python(FEW, FASTATTN_BACKEND="compiled", OPENBLAS_NUM_THREADS=1)
+@pytest.mark.parametrize("stack", [None, "64M"])
+def test_fewer_threads_where_the_system_refuses_them(stack, python):
+    """OpenMP's runtime would end the process."""
+    code = FEW.replace("num_threads=64", "num_threads=6") if stack else FEW
+    run = python(code, FASTATTN_BACKEND="compiled", OPENBLAS_NUM_THREADS=1, OMP_STACKSIZE=stack)
     assert run.stdout == "True True\n", run.stderr
+
+
+REFUSED = """
+import resource, threading
+import numpy as np
+import fastattn
+
+q = np.random.default_rng(0).standard_normal((8, 4, 200, 32), np.float32)
+alone = fastattn.attention(q, q, q, num_threads=1)
+ready, go, same = threading.Barrier(7), threading.Event(), []
+
+def call():
+    fastattn.attention(q, q, q, num_threads=1)
+    ready.wait(), go.wait()
+    same.extend((fastattn.attention(q, q, q, num_threads=8) == alone).all() for _ in range(3))
+
+callers = [threading.Thread(target=call) for _ in range(6)]
+[caller.start() for caller in callers]
+ready.wait()
+held = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (held + (170 << 20), -1))  # no room for the stacks of 48 threads
+go.set()
+[caller.join() for caller in callers]
+print(len(same), all(same))
+"""
+
+
+@linux_kernels
+def test_fewer_threads_where_the_system_refuses_them_to_several_callers(python):
+    run = python(REFUSED, FASTATTN_BACKEND="compiled", OPENBLAS_NUM_THREADS=1)
+    assert run.stdout == "18 True\n", run.stderr
 
 
 KEPT = """

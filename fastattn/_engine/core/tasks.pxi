@@ -47,13 +47,21 @@ def borrow_threads(uintptr_t pool):
     fa_borrow(<fa_pool>pool)
 
 
-cdef object _beside_torch = None
+cdef object _beside_torch = None  # set once, so that threads without a GIL may read it
+cdef bint _watching = False
 
 
-def watch_for_torch(found):
-    """Call `found` before loops of several threads, once torch is imported; None: no more."""
-    global _beside_torch
-    _beside_torch = found
+def watch_for_torch(bint watch, found=None):
+    """Call `found`, given once, before loops of several threads, as soon as torch is imported; False: no more."""
+    global _beside_torch, _watching
+    if found is not None:
+        _beside_torch = found
+    _watching = watch
+
+
+def watches_for_torch():
+    """Whether it still does."""
+    return _watching
 
 
 def use_openmp(bint use):
@@ -113,7 +121,7 @@ cdef int _start(Loop *loop, run_task run, int64_t n_tasks, int threads, int64_t 
     loop.stop, loop.looked, loop.caller = False, 0, PyThread_get_thread_ident()
     if loop.caller != <unsigned long>threading.main_thread().ident:
         loop.caller = 0
-    if loop.threads > 1 and _beside_torch is not None and "torch" in sys.modules:
+    if loop.threads > 1 and _watching and "torch" in sys.modules:
         _beside_torch()
     loop.scratch_bytes = (scratch_bytes + 63) // 64 * 64  # each thread's begins at a cache line
     loop.team = NULL
