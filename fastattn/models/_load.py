@@ -117,7 +117,10 @@ def load(
     path = Path(folder)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
-        raise ModelError(f"{path} is no folder; expected one with config.json and model.safetensors: {hint}")
+        came = "is no folder; expected one"
+        if path.suffix.lower() == ".gguf":
+            came = "is a GGUF file, which is not read yet; expected a folder"
+        raise ModelError(f"{path} {came} with config.json and model.safetensors: {hint}")
     outer, path = path, folder_of_towers(path)
     config = Config(path / "config.json")
     model_type = config.get("model_type", str)

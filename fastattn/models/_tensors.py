@@ -127,6 +127,8 @@ class Tensors:
             if any(name.endswith(".bin") for name in found):
                 how = "from_pretrained(), save_pretrained(..., safe_serialization=True)"
                 there += f"; transformers converts: {how}"
+            if any(name.endswith(".gguf") for name in found):
+                there += "; GGUF is not read yet"
             raise ModelError(f"{self.path} is missing, and so is {INDEX}; there is {there}")
         file = self._file(self.path)
         return {name: (file, name) for name in file.names}

@@ -214,6 +214,11 @@ def test_files_of_weights_that_are_missing(tmp_path):
     refused(tmp_path, "model.safetensors is missing", "there is pytorch_model.bin; transformers converts")
     (tmp_path / "pytorch_model.bin").unlink()
     refused(tmp_path, "model.safetensors is missing", "no other file of weights")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    refused(tmp_path, "model.safetensors is missing", "there is model.gguf; GGUF is not read yet")
+    said = "is a GGUF file, which is not read yet; expected a folder with config.json and model.safetensors"
+    refused(tmp_path / "model.gguf", f"model.gguf {said}")
+    refused(str(tmp_path / "not-there.GGUF"), f"not-there.GGUF {said}")
 
 
 def test_a_truncated_file(tmp_path):
