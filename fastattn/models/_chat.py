@@ -35,6 +35,7 @@ _ARGUMENTS = {
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     *("tokenizer_kwargs", "messages"),
 }
+_MOST_FORM = 64  # characters
 _SAFE = (3, 1, 6)  # templates get out of the sandbox of an older Jinja
 
 
@@ -155,13 +156,16 @@ def _content(token: Any) -> str | None:
 
 @lru_cache(maxsize=8)
 def _compiled(path: Path, source: str) -> Any:
-    """The template, in an environment like that of transformers."""
+    """The template, in an environment like that of transformers, with bounds."""
     jinja2 = _jinja2()
+    from fastattn.models._sandbox import Sandbox  # it needs Jinja
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def strftime_now(form: str) -> str:
+        if len(form) > _MOST_FORM:  # a width in it makes more of it
+            raise jinja2.TemplateError(f"a time has {len(form)} characters; expected at most {_MOST_FORM}")
         return datetime.now().strftime(form)
 
     def tojson(
@@ -176,13 +180,9 @@ def _compiled(path: Path, source: str) -> Any:
             x, ensure_ascii=ensure_ascii, indent=indent, separators=between, sort_keys=sort_keys
         )
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    functions = {"raise_exception": raise_exception, "strftime_now": strftime_now}
     try:
-        return environment.from_string(source)
+        return Sandbox(functions, {"tojson": tojson}).template(source)
     except Exception as error:  # recursion, too
         raise _failed(path, error) from error
 
@@ -201,5 +201,5 @@ def _jinja2() -> Any:
 
 
 def _failed(path: Path, error: Exception) -> ModelError:
-    what = " ".join(f"{type(error).__name__}: {error}".split())
+    what = " ".join(f"{type(error).__name__}: {str(error)[:1000]}".split())
     return ModelError(f"{path}: the chat template fails, {what}; expected one for query and document")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.errors import wrong_type
-from fastattn._args.words import not_an_argument
 from fastattn.models import (
     _albert,
     _bert,
@@ -37,9 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from numpy.typing import DTypeLike
-    from typing_extensions import Unpack
 
-    from fastattn._args.options import NoOptions
     from fastattn._args.types import Array, Rounding
     from fastattn.models._classify import CrossEncoder, TokenClassifier
     from fastattn.models._decoder import Decoder
@@ -73,7 +70,6 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
-    **others: Unpack[NoOptions],
 ) -> Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists.
 
@@ -92,8 +88,6 @@ def load(
     activations : {"int8"}, optional
         Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8, int4 or nf4,
         faster where many tokens are computed at once. By default they are not rounded.
-    **others
-        None: an error says what an argument of another library is called here.
 
     Returns
     -------
@@ -117,17 +111,16 @@ def load(
     >>> vectors.shape == (2, model.get_sentence_embedding_dimension())
     True
     """
-    if others:
-        raise not_an_argument("load", others, load)
     precision = Precision.of("load", dtype, weights_dtype, activations)
     if not isinstance(folder, (str, os.PathLike)):
         raise wrong_type("load", "folder", folder, "a path")
     path = Path(folder)
     if not os.path.isdir(path):  # unlike Path.is_dir(), it raises nothing for a name that is too long
         hint = "`hf download NAME --local-dir FOLDER` brings one"
+        came = "is no folder; expected one"
         if path.suffix.lower() == ".gguf":
-            hint = f"files in GGUF are not read yet; {hint}"
-        raise ModelError(f"{path} is no folder; expected one with config.json and model.safetensors: {hint}")
+            came = "is a GGUF file, which is not read yet; expected a folder"
+        raise ModelError(f"{path} {came} with config.json and model.safetensors: {hint}")
     outer, path = path, folder_of_towers(path)
     config = Config(path / "config.json")
     model_type = config.get("model_type", str)

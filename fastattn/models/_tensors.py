@@ -128,7 +128,7 @@ class Tensors:
                 how = "from_pretrained(), save_pretrained(..., safe_serialization=True)"
                 there += f"; transformers converts: {how}"
             if any(name.endswith(".gguf") for name in found):
-                there += "; files in GGUF are not read yet"
+                there += "; GGUF is not read yet"
             raise ModelError(f"{self.path} is missing, and so is {INDEX}; there is {there}")
         file = self._file(self.path)
         return {name: (file, name) for name in file.names}

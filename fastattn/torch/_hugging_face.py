@@ -117,7 +117,7 @@ def attention_forward(
     (batch, groups, length, any number), where -1 is none.
     """
     if cache is None:
-        _check_keywords(output_attentions, kwargs)
+        _check_keywords(output_attentions or _collects_weights(), kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     # As in transformers' own function: a mask says all, and one query attends every key.
@@ -182,6 +182,15 @@ def _left_to_torch(
         )
 
     return not gains(attention_key("transformers", query, key, value, mask, causal), pairs)
+
+
+def _collects_weights() -> bool:
+    """Whether a model is asked for weights that transformers collects from its layers, without telling them."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # before transformers 5
+        return False
+    return bool({"attentions", "cross_attentions"} & set(_active_collector.get() or ()))
 
 
 def _check_keywords(output_attentions: bool | None, others: dict[str, Any]) -> None:

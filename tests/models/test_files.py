@@ -36,13 +36,6 @@ def test_an_index_that_was_left_over(tmp_path):
     models.load(tmp_path)
 
 
-def test_files_in_gguf_are_not_read_yet(tmp_path):
-    tiny.write(tmp_path, "llama")
-    file = (tmp_path / "model.safetensors").rename(tmp_path / "model.gguf")
-    refused(file, "model.safetensors: files in GGUF are not read yet; `hf")
-    refused(tmp_path, "there is model.gguf; files in GGUF are not read yet")
-
-
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_16_bit_tensors_are_those_numbers_in_float32(kind, dtype, tmp_path):
@@ -221,6 +214,11 @@ def test_files_of_weights_that_are_missing(tmp_path):
     refused(tmp_path, "model.safetensors is missing", "there is pytorch_model.bin; transformers converts")
     (tmp_path / "pytorch_model.bin").unlink()
     refused(tmp_path, "model.safetensors is missing", "no other file of weights")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    refused(tmp_path, "model.safetensors is missing", "there is model.gguf; GGUF is not read yet")
+    said = "is a GGUF file, which is not read yet; expected a folder with config.json and model.safetensors"
+    refused(tmp_path / "model.gguf", f"model.gguf {said}")
+    refused(str(tmp_path / "not-there.GGUF"), f"not-there.GGUF {said}")
 
 
 def test_a_truncated_file(tmp_path):
