@@ -185,7 +185,7 @@ def _left_to_torch(
 
 
 def _collects_weights() -> bool:
-    """Whether a model is asked for weights that transformers collects from its layers, without telling them."""
+    """Whether transformers collects weights from its layers, which are not told so."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:  # before transformers 5

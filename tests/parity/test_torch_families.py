@@ -214,7 +214,10 @@ def test_what_is_not_known_is_refused():
         attention_forward(module, x, x, x, None, sinks=torch.zeros(2, 4, 9))
 
 
-@pytest.mark.parametrize("cls", [transformers.BertModel, transformers.LlamaModel])
+@pytest.mark.parametrize(
+    "cls",
+    [transformers.BertModel, transformers.LlamaModel, transformers.GPT2Model, transformers.GPTBigCodeModel],
+)
 def test_weights_are_never_left_out_in_silence(cls):
     register()
     model = cls._from_config(cls.config_class(**SMALL), attn_implementation="fastattn").eval()
