@@ -121,7 +121,7 @@ class Batcher:
         self._thread.join()
 
     def _batch(self):
-        """What goes through the model next, as (job, its texts); None when no more will come."""
+        """The texts of the next call, as (job, its texts); None when no more will come."""
         batch, tokens = [], 0
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
@@ -239,7 +239,7 @@ class Service:
 
 
 async def unless_gone(request, work):
-    """What the coroutine `work` returns; None, and `work` is cancelled, once the client has gone."""
+    """The result of the coroutine `work`; None, and `work` is cancelled, once the client has gone."""
 
     async def gone():
         while (await request.receive())["type"] != "http.disconnect":

@@ -170,7 +170,7 @@ def _pillow() -> Any:
 
 
 def _middle(wanted: int, there: int) -> tuple[slice, slice]:
-    """Of an axis, what is kept, and where that goes."""
+    """The part of an axis that is kept, and its place in the result."""
     # transformers rounds so: an image that is smaller by an odd number lies nearer to the end.
     begin = (there - wanted) // 2 if there >= wanted else -math.ceil((wanted - there) / 2)
     first, last = max(begin, 0), min(begin + wanted, there)

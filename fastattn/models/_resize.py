@@ -29,7 +29,7 @@ def part(image: Array, size: Shape, rows: slice, columns: slice, resample: int) 
 
 
 def _nearest(old: int, new: int, kept: slice) -> Ints:
-    """Which pixels Pillow takes, which adds steps up: at a tie their rounding counts."""
+    """The pixels that Pillow takes. It adds steps up, so that their rounding counts at a tie."""
     steps = np.full(kept.stop, old / new)
     steps[0] /= 2
     return steps.cumsum()[kept].astype(np.int64)

@@ -55,7 +55,7 @@ _TAKES: dict[str, Any] = {
 
 
 class _Meter:
-    """What a run of a template may still make and do, which depends on the size of its input."""
+    """The budget of one run of a template, which grows with its input."""
 
     def __init__(self, given: int):
         self.most = self.room = _SIZE + _MORE_SIZE * given
@@ -108,7 +108,7 @@ def _size(
     return size
 
 
-# What a method or filter makes of its arguments, where that is more than they are, is counted before.
+# Checks of methods and filters that may make more than they are given, before they run.
 
 
 def _formatted(meter: _Meter, pattern: Any, *values: Any, **named: Any) -> None:
@@ -145,7 +145,7 @@ def _as_json(
 
 
 def _nested(value: Any) -> tuple[int, int]:
-    """How many elements a value holds, and in how many lists in one another."""
+    """The number of elements that a value holds, and of lists in one another."""
     if not isinstance(value, (list, tuple, Mapping)):
         return 0, 0
     inner = [_nested(x) for x in (value.values() if isinstance(value, Mapping) else value)]
