@@ -335,7 +335,8 @@ class Tensors:
 
     def _not_finite(self, stored: str) -> ModelError:
         what = f"values that are not finite as {self._stored}"
-        return ModelError(f"{self.path}: {stored!r} has {what}; expected finite ones")
+        where = self.path if self.state is None else "with_state_dict()"
+        return ModelError(f"{where}: {stored!r} has {what}; expected finite ones")
 
 
 def pair_parts(name: str, shape: Shape, gate_first: bool) -> list[Part]:

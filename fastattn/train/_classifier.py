@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import as_array, generator, integer, short
+from fastattn._args.values import MOST_SIZE, as_array, generator, integer, short
 from fastattn.grad import cross_entropy
 from fastattn.train._vectors import EncoderTuning
 
@@ -35,7 +35,7 @@ class ClassifierTuning(EncoderTuning):
 
     def __init__(self, model: Any, num_labels: int, **options: Any):
         super().__init__(model, **options)
-        count = integer(type(self).__name__, "num_labels", num_labels, 2)
+        count = integer(type(self).__name__, "num_labels", num_labels, 2, MOST_SIZE)
         source = generator(type(self).__name__, "rng", options.get("rng", 0))
         features = self._model.hidden_size * len(self._model.sentences.pooling.modes)
         head = 0.02 * source.standard_normal((count, features))

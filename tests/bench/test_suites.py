@@ -262,15 +262,11 @@ def test_recurrent(bench):
     check(bench("recurrent", sections), sections)
 
 
-def test_training(bench):
-    variants = [
-        f"{kind} {name}" for kind in ("backward", "both") for name in ("plain", "causal", *MASKED, *MODIFIED)
-    ]
-    request = Request(seed=3)
-    sections = [
-        request.section(GradientProblem, "small", [SMALL], "float32", variants),
-        request.section(GradientProblem, "grouped", [SMALL._replace(heads_q=4)], "float32", variants),
-    ]
+@pytest.mark.parametrize("kind", ["backward", "both"])
+@pytest.mark.parametrize("shape", [SMALL, SMALL._replace(heads_q=4)], ids=["small", "grouped"])
+def test_training(shape, kind, bench):
+    variants = [f"{kind} {name}" for name in ("plain", "causal", *MASKED, *MODIFIED)]
+    sections = [Request(seed=3).section(GradientProblem, "problems", [shape], "float32", variants)]
     check(bench("training", sections), sections)
 
 

@@ -19,6 +19,7 @@ LOOPS = {
     "num_encoder_layers": 20,
     "num_decoder_layers": 20,
     "num_steps": 20,
+    "accumulate": 20,
 }  # as many as the caller asks for: more would only take long
 
 

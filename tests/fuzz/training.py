@@ -2,6 +2,8 @@
 
 import inspect
 import math
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -352,9 +354,9 @@ def trainer(d):
 
     def run(num_steps, *, log_every=None, callback=None, show_progress_bar=None, **how):
         through, optimizer = built(**how)
-        steps = through.fit(
-            num_steps, log_every=log_every, callback=callback, show_progress_bar=show_progress_bar
-        )
+        shown = {"log_every": log_every, "callback": callback, "show_progress_bar": show_progress_bar}
+        with redirect_stdout(StringIO()):
+            steps = through.fit(num_steps, **shown)
         first, _ = built(**how)
         first.fit(min(cut, num_steps))
         second, resumed = built(**how)

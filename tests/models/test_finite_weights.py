@@ -134,3 +134,14 @@ def test_models(kind, dtype, tmp_path):
             with pytest.raises(ModelError, match="safetensors: ") as error:
                 models.load(tmp_path, **options)
             assert f"{name!r} has values that are not finite as" in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"weights_dtype": "int4"}, {"dtype": "float64"}])
+def test_other_tensors_of_a_model_are_no_file_s(options, tmp_path):
+    tiny.write(tmp_path, "llama")
+    model = models.load(tmp_path, **options)
+    state = model.state_dict()
+    state["model.layers.1.self_attn.v_proj.weight"][0, 0] = np.nan
+    message = r"^with_state_dict\(\): 'model.layers.1.self_attn.v_proj.weight' has values that are not finite"
+    with pytest.raises(ValueError, match=message):
+        model.with_state_dict(state)

@@ -185,6 +185,7 @@ def test_errors(tmp_path):
         (lambda: tuning.loss((TEXTS[:2], TEXTS[:3])), ValueError, "2 anchors and 3 positives"),
         (lambda: tuning.loss(([], [])), TypeError, r"batch\[0\] is \[\]; expected texts"),
         (lambda: ClassifierTuning(model, 1), ValueError, "num_labels is 1"),
+        (lambda: ClassifierTuning(model, 2**62), ValueError, r"^ClassifierTuning\(\): num_labels is 4611686"),
         (lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [0, 2])), ValueError, "has 2; expected 0 to 1"),
         (
             lambda: ClassifierTuning(model, 2).loss((TEXTS[:2], [-1, 0])),
