@@ -138,7 +138,7 @@ def not_an_argument(func: str, given: Mapping[str, Any], taken: Any) -> TypeErro
 
 
 def _instead(word: str, names: list[str]) -> str:
-    """What there is in the place of `word`, of a function with the arguments `names`."""
+    """Return what stands in the place of `word` in a function with the arguments `names`."""
     makes = {"rng", "weights_dtype"} <= set(names)  # a layer
     hides = any(name.endswith("key_padding_mask") for name in names)  # a call of one
     same = _WORDS.get(word, [])

@@ -17,7 +17,7 @@ _OWN = Path(__file__).resolve().parents[1]  # this package
 
 
 class Missing(NamedTuple):
-    """What messages say of it."""
+    """Reason and remedy for missing kernels, as messages say them."""
 
     why: str
     remedy: str

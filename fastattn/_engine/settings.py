@@ -115,7 +115,7 @@ def _read_quota(folder: Path, names: list[str]) -> float | None:
 
 
 def available_threadings() -> tuple[str, ...]:
-    """Whose threads this build can use: "openmp", its default, and "team", our own; () without kernels."""
+    """Return whose threads this build can use, the default first: "openmp", "team" (our own)."""
     if core is None:
         return ()
     return ("openmp", "team") if core.openmp_threads()[0] else ("team",)

@@ -120,7 +120,7 @@ class BackwardTask(Task):
         return forward.lse[self.where][..., None], delta
 
     def _norm(self, lse: Any, block_k: int) -> Any:
-        """What makes the sum of each row's probabilities 1, (group, rows, 1), where queries are few; else 1.
+        """Factors (group, rows, 1) that make each row's probabilities add up to 1, for few queries; else 1.
 
         Where the sum is off by more than lse may be by the contract, lse is not that of these keys alone, and
         stands.

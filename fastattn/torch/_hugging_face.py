@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 NAME = "fastattn"
 _measures = True
+# Compiled models cannot measure. With AMX, 16 bits are known to be faster in torch (docs/notes/intel.md).
+_AMX = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
 # Keywords that reach attention functions and change nothing there: masks and positions are applied already.
 HARMLESS = frozenset((
     "cache_params", "cache_position", "decoder_attention_mask", "decoder_input_ids",
@@ -37,8 +39,9 @@ def register(*, measure: bool = True) -> None:
     ----------
     measure : bool, default True
         Time transformers' "sdpa" beside ours at the first call of each kind that both compute, see
-        `patch_sdpa`, and leave to it what would not gain 5%; `measured` says what. In compiled models, and
-        with softcaps, sinks or position biases, nothing is measured. False: every call is computed here.
+        `patch_sdpa`, and leave to it what would not gain 5%; `measured` says what. With softcaps,
+        sinks or position biases nothing is measured, nor in compiled models, which leave 16 bits to torch
+        where the CPU has AMX. False: every call is computed here.
 
     Raises
     ------
@@ -167,8 +170,12 @@ def _left_to_torch(
     module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None, causal: bool
 ) -> bool:
     """Whether transformers' "sdpa" is as fast or faster for such calls."""
-    if not _measures or torch.compiler.is_compiling() or not query.numel() or not key.numel():
+    if not _measures or not query.numel() or not key.numel():
         return False
+    if torch.compiler.is_compiling():
+        return _AMX and query.dtype in (torch.bfloat16, torch.float16)
+    if type(query) is not torch.Tensor or torch._C._are_functorch_transforms_active():
+        return False  # a fake tensor's time says nothing
 
     def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

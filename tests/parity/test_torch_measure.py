@@ -127,6 +127,32 @@ def test_measurements_compare_with_torch_s_own_kernel(ran, monkeypatch):
     assert list(measured().values()) == ["2.00, fastattn"]
 
 
+@pytest.mark.parametrize(("amx", "dtype", "ours"), [
+    (False, torch.bfloat16, 2), (True, torch.bfloat16, 0), (True, torch.float32, 2),
+])  # fmt: skip
+def test_compiled_models_leave_16_bits_to_amx(amx, dtype, ours, ran, monkeypatch):
+    monkeypatch.setattr(fastattn.torch._hugging_face, "_AMX", amx)
+    register()
+    torch.compiler.reset()
+    q = torch.randn(1, 4, 30, 16).to(dtype)
+    module = torch.nn.Module()
+    forward = fastattn.torch._hugging_face.attention_forward
+    compiled = torch.compile(lambda x: forward(module, x, x, x, None, is_causal=False)[0], backend="eager")
+    with torch.inference_mode():
+        compiled(q), compiled(q)
+    assert len(ran) == ours
+    assert not measured()
+
+
+def test_fake_tensors_are_not_measured():
+    register()
+    with torch._subclasses.FakeTensorMode():
+        q, module = torch.empty(1, 4, 30, 16), torch.nn.Module()
+        out = fastattn.torch._hugging_face.attention_forward(module, q, q, q, None, is_causal=False)[0]
+    assert out.shape == (1, 30, 4, 16)
+    assert not measured()
+
+
 def test_a_ratio_is_that_of_times():
     slow, quick = (lambda n=n: sum(range(n)) for n in (200_000, 1000))
     assert RATIO(slow, quick) > 2

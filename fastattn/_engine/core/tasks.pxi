@@ -70,7 +70,7 @@ def use_openmp(bint use):
 
 
 def whose_threads():
-    """Whose threads help in the next call: "team" (our own), "openmp" or "borrowed"."""
+    """Return whose threads help in the next call: "team" (our own), "openmp" or "borrowed"."""
     return ("team", "openmp", "borrowed")[fa_kind()]
 
 
