@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastattn._args.errors import wrong_type
+from fastattn._args.words import not_an_argument
 from fastattn.models import (
     _albert,
     _bert,
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from numpy.typing import DTypeLike
+    from typing_extensions import Unpack
 
+    from fastattn._args.options import NoOptions
     from fastattn._args.types import Array, Rounding
     from fastattn.models._classify import CrossEncoder, TokenClassifier
     from fastattn.models._decoder import Decoder
@@ -70,6 +73,7 @@ def load(
     dtype: DTypeLike = "float32",
     weights_dtype: DTypeLike | None = None,
     activations: Rounding | None = None,
+    **others: Unpack[NoOptions],
 ) -> Encoder | TwoTowers | CrossEncoder | TokenClassifier | SparseEncoder | MultiVectorEncoder | Decoder:
     """Load a model: config.json, and model.safetensors or the parts that its index lists.
 
@@ -88,6 +92,8 @@ def load(
     activations : {"int8"}, optional
         Round the inputs of linear maps, as `fastattn.ops.linear` does: for weights in int8, int4 or nf4,
         faster where many tokens are computed at once. By default they are not rounded.
+    **others
+        None: an error says what an argument of another library is called here.
 
     Returns
     -------
@@ -111,6 +117,8 @@ def load(
     >>> vectors.shape == (2, model.get_sentence_embedding_dimension())
     True
     """
+    if others:
+        raise not_an_argument("load", others, load)
     precision = Precision.of("load", dtype, weights_dtype, activations)
     if not isinstance(folder, (str, os.PathLike)):
         raise wrong_type("load", "folder", folder, "a path")
