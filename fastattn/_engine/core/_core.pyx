@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, freethreading_compatible=True
 """The compiled layer: fills the C argument struct from an AttentionArgs, cuts the work into tasks, runs them.
 
-No semantics here, and the only threads of the package (src/team.h). The bits of a result do not depend on anything
+No semantics here, and the only threads of the package (src/helpers.h). The bits of a result do not depend on anything
 decided here.
 """
 

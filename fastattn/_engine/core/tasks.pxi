@@ -2,7 +2,7 @@
 
 cdef double SECONDS_BETWEEN_SIGNALS = 0.05
 
-cdef extern from "team.h" nogil:
+cdef extern from "helpers.h" nogil:
     ctypedef struct fa_team
     double fa_seconds()
     fa_team *fa_team_of(int threads)
