@@ -125,12 +125,11 @@ def with_state_dict(d):
         return it.with_state_dict(state_dict)(ids)
 
     def check(found):
-        compare = not moved and it.weights_dtype in ("float32", "float64")
-        return (
-            "its own tensors make another model"
-            if compare and not np.array_equal(found[0], it(ids))
-            else None
-        )
+        if moved or it.weights_dtype not in ("float32", "float64"):
+            return None
+        # What DeBERTa computes when it is loaded has the bits of the instruction set of then.
+        far = abs(found[0].astype(np.float64) - it(ids).astype(np.float64)).max()
+        return f"its own tensors make a model that is off by {far}" if far > 1e-4 else None
 
     tolerance = 30.0 if it.dtype != "bfloat16" and it.weights_dtype in ("float32", "float64") else np.inf
     return Call(function, {"state_dict": state}, None, ("with_state_dict",), tolerance, check=check)
