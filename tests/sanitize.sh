@@ -62,7 +62,9 @@ threads() {
         exit 1
     fi
     rm "$work"/races.*
-    if ! sanitized pytest -q --full -k "thread and not numpy and not ctrl_c and not forked" tests; then
+    # Where the system refuses several callers memory, it refuses the detector its own.
+    if ! sanitized pytest -q --full -k "thread and not numpy and not ctrl_c and not forked and not several_callers" tests
+    then
         cat "$work"/races.* 2>/dev/null
         exit 1
     fi
