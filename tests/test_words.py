@@ -84,8 +84,6 @@ SAID = {
     "flex_attention": {"block_mask": r"; expected mask \(masks.compile", "enable_gqa": ": k and v may"},
     "linear_attention": {"is_causal": "; expected causal$", "epsilon": "; expected eps$"},
     "attention_backward": {"attn_mask": "; expected mask", "softmax_scale": "; expected scale$"},
-    "flex_attention_backward": {"block_mask": "; expected mask"},
-    "linear_attention_backward": {"is_causal": "; expected causal$"},
     "MultiHeadAttention": {
         "causal": "; expected is_causal$",
         "mask": f"; expected attn_mask {HIDES}$",

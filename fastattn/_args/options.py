@@ -22,7 +22,7 @@ Backend = Literal["compiled", "numpy"]
 
 
 class NoOptions(TypedDict, total=False):
-    """Nothing: functions whose arguments are all said take ``**others`` to name the right one in an error."""
+    """No options: where all arguments are named, ``**others`` lets an error name the right one."""
 
 
 class ComputeOptions(TypedDict, total=False):
@@ -55,7 +55,7 @@ class KeyOptions(PlaceOptions, total=False):
 
 
 class CausalOption(TypedDict, total=False):
-    """See `attention`, as for all that follow."""
+    """Whether attention is causal; see `attention`, as for all that follow."""
 
     causal: bool
 
@@ -79,23 +79,23 @@ class AlibiOption(TypedDict, total=False):
 
 
 class SinksOption(TypedDict, total=False):
-    """What else enters the softmax's denominator."""
+    """Logits of sinks, which enter the softmax's denominator alone."""
 
     sinks: ArrayLike | None
 
 
 class ScoreOptions(KeyOptions, CausalOption, ScaleOption, SoftcapOption, AlibiOption):
-    """All that makes scores."""
+    """Options that make scores."""
 
 
 class KeyScaleOption(TypedDict, total=False):
-    """What int8 keys are multiplied by."""
+    """Factors of int8 keys."""
 
     k_scale: ArrayLike | None
 
 
 class ValueScaleOption(TypedDict, total=False):
-    """And int8 values."""
+    """Factors of int8 values."""
 
     v_scale: ArrayLike | None
 
@@ -108,27 +108,27 @@ class DropoutOptions(TypedDict, total=False):
 
 
 class ProbOptions(ScoreOptions, SinksOption):
-    """All that makes probabilities, of keys that are not int8."""
+    """Options that make probabilities of keys that are not int8."""
 
 
 class InnerOptions(ProbOptions, ComputeOptions):
-    """Those of an attention inside of another function, which returns something else."""
+    """Options of an attention inside another function, which returns something else."""
 
 
 class VariantOptions(InnerOptions, OutOption):
-    """Those that functions pass on which make an attention of other arrays."""
+    """Options of functions that make other q, k, v and then call attention."""
 
 
 class WeightsOptions(ProbOptions, KeyScaleOption, DropoutOptions):
-    """Those of `attention_weights`."""
+    """Options of `attention_weights`."""
 
 
 class AttentionOptions(VariantOptions, KeyScaleOption, ValueScaleOption, DropoutOptions):
-    """All of `attention`, but for `return_lse` and `stats`, on which the type of its result depends."""
+    """Options of `attention`, but for `return_lse` and `stats`, on which the type of its result depends."""
 
 
 class BackwardOptions(InnerOptions, DropoutOptions):
-    """Those of `attention_backward`, but for its own."""
+    """Options that `attention_backward` shares with `attention`."""
 
 
 class VarlenBackwardOptions(
@@ -141,7 +141,7 @@ class VarlenBackwardOptions(
     ComputeOptions,
     total=False,
 ):
-    """Those of `varlen_attention_backward`, but for its own."""
+    """Options that `varlen_attention_backward` shares with `varlen_attention`."""
 
     window: tuple[int | None, int | None] | None
 
@@ -159,7 +159,7 @@ class VarlenOptions(
     ComputeOptions,
     total=False,
 ):
-    """Those of `varlen_attention`, but for `return_lse`."""
+    """Options of `varlen_attention`, but for `return_lse`."""
 
     window: tuple[int | None, int | None] | None
 
@@ -167,91 +167,65 @@ class VarlenOptions(
 class BlockOptions(
     CausalOption, ScaleOption, SoftcapOption, AlibiOption, SinksOption, ComputeOptions, total=False
 ):
-    """Those of `fastattn.dask.attention`, which computes blocks of rows and keys apart."""
+    """Options of `fastattn.dask.attention`, which computes blocks of rows and keys apart."""
 
     window: tuple[int | None, int | None] | None
     kv_lengths: ArrayLike | None
     q_offset: ArrayLike | None
 
 
-class NoSoftmaxInnerOptions(ScoreOptions, ComputeOptions):
-    """Where there is no softmax, there are no sinks; of gradients."""
-
-
-class NoSoftmaxOptions(NoSoftmaxInnerOptions, OutOption):
-    """The same of what has one result."""
+class NoSoftmaxOptions(ScoreOptions, OutOption, ComputeOptions):
+    """Options of attention without softmax, which has no sinks and one result."""
 
 
 class SigmoidOptions(NoSoftmaxOptions, KeyScaleOption, ValueScaleOption):
-    """Those of `sigmoid_attention`, which the kernels of `attention` run."""
+    """Options of `sigmoid_attention`, which the kernels of `attention` run."""
 
 
-class CosineInnerOptions(KeyOptions, CausalOption, SoftcapOption, AlibiOption, SinksOption, ComputeOptions):
-    """Those of `cosine_attention_backward`, whose scale is its own."""
+class CosineOptions(
+    KeyOptions, CausalOption, SoftcapOption, AlibiOption, SinksOption, OutOption, ComputeOptions
+):
+    """Options of `cosine_attention`, whose scale is its own."""
 
 
-class CosineOptions(CosineInnerOptions, OutOption):
-    """Those of `cosine_attention`."""
-
-
-class ForgettingInnerOptions(KeyOptions, ScaleOption, SoftcapOption, AlibiOption, ComputeOptions):
-    """Those of `forgetting_attention_backward`, which is causal."""
-
-
-class ForgettingOptions(ForgettingInnerOptions, OutOption):
-    """Those of `forgetting_attention`."""
+class ForgettingOptions(KeyOptions, ScaleOption, SoftcapOption, AlibiOption, OutOption, ComputeOptions):
+    """Options of `forgetting_attention`, which is causal."""
 
 
 class PlacedOptions(KeyOptions, CausalOption, ScaleOption, SinksOption, ComputeOptions):
-    """Those of relative positions, to which a soft cap would not apply."""
+    """Options of relative positions, which have no soft cap."""
 
 
-class ShawInnerOptions(PlacedOptions):
-    """Those of `shaw_attention_backward`, which takes keys apart by their distance."""
+class ShawOptions(PlacedOptions, OutOption):
+    """Options of `shaw_attention`, which takes keys apart by their distance."""
 
 
-class ShawOptions(ShawInnerOptions, OutOption):
-    """Those of `shaw_attention`."""
-
-
-class RelativeInnerOptions(PlacedOptions, AlibiOption):
-    """Those of the gradients of relative positions that are a bias."""
-
-
-class RelativeOptions(RelativeInnerOptions, OutOption):
-    """Those of these relative positions."""
+class RelativeOptions(PlacedOptions, AlibiOption, OutOption):
+    """Options of relative positions that are a bias."""
 
 
 class ScaledOptions(ScaleOption, ComputeOptions):
-    """Those of the approximations, which return something else than the attention inside of them."""
+    """Options of approximations, which return something else than the attention inside them."""
 
 
 class LinformerOptions(ScaledOptions, OutOption):
-    """Those of `linformer_attention`."""
+    """Options of `linformer_attention`."""
 
 
 class NeighborhoodOptions(ScaledOptions, SoftcapOption, SinksOption):
-    """Those of `neighborhood_attention`, whose results are made a strip of the grid at a time."""
+    """Options of `neighborhood_attention`, whose results are made a strip of the grid at a time."""
 
 
-class StridedInnerOptions(ScaleOption, SoftcapOption, SinksOption, ComputeOptions):
-    """Those that know nothing of positions; of gradients."""
+class StridedOptions(ScaleOption, SoftcapOption, SinksOption, OutOption, ComputeOptions):
+    """Options of patterns that know no positions."""
 
 
-class StridedOptions(StridedInnerOptions, OutOption):
-    """The same of what has one result."""
-
-
-class LocationInnerOptions(PlaceOptions, CausalOption, ComputeOptions):
-    """Those of `location_attention_backward`, whose scores are given."""
-
-
-class LocationOptions(LocationInnerOptions, OutOption):
-    """Those of `location_attention`."""
+class LocationOptions(PlaceOptions, CausalOption, OutOption, ComputeOptions):
+    """Options of `location_attention`, whose scores are given."""
 
 
 class DeltaOptions(ScaleOption, OutOption, ComputeOptions, total=False):
-    """Of `linear_attention`, those of the named delta rules."""
+    """Options of `linear_attention` that the named delta rules take."""
 
     state: Array | None
     return_state: bool
@@ -259,29 +233,13 @@ class DeltaOptions(ScaleOption, OutOption, ComputeOptions, total=False):
 
 
 class DecayOptions(ScaleOption, OutOption, ComputeOptions, total=False):
-    """Of `linear_attention`, those of the named rules that can be normalised: then states are pairs."""
+    """Options of `linear_attention` that named rules with normalisation take: then states are pairs."""
 
     normalize: bool
     eps: float
     state: Array | tuple[Array, Array] | None
     return_state: bool
     out_state: Array | tuple[Array, Array] | None
-
-
-class DeltaGradientOptions(ScaleOption, ComputeOptions, total=False):
-    """Of `linear_attention_backward`, those of the named delta rules."""
-
-    state: Array | None
-    dstate_out: Array | None
-
-
-class DecayGradientOptions(ScaleOption, ComputeOptions, total=False):
-    """Of `linear_attention_backward`, those of the named rules that can be normalised."""
-
-    normalize: bool
-    eps: float
-    state: Array | tuple[Array, Array] | None
-    dstate_out: Array | tuple[Array, Array] | None
 
 
 def require_options(func: str, options: Mapping[str, Any], taken: type) -> None:

@@ -39,7 +39,7 @@ def recurrent_backward_args(
     num_threads: int | None = None,
     backend: str | None = None,
 ) -> RecurrentBackwardArgs:
-    """Check the arguments of `func`; see `fastattn.functional.linear_attention_backward`."""
+    """Check the arguments of `func`; see `fastattn.grad.vjp`."""
     args = recurrent_args(
         func, q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state,
         False, None, None, num_threads, backend,
@@ -54,10 +54,10 @@ def recurrent_backward_args(
         raise wrong_dtype(func, "dout", cotangent, f"{dtype}, that of the result")
     if cotangent.shape != args.out.shape:
         raise wrong_shape(func, "dout", cotangent, args.out.shape)
-    states = pair(func, "dstate_out", dstate_out, normalize)
+    states = pair(func, "dmore", dstate_out, normalize)
     shape = args.state_out.shape
-    dstate = like(func, "dstate_out", states[0], shape, lane)
-    dnorm = like(func, "dstate_out[1]", states[1], shape[:-1], lane)
+    dstate = like(func, "dmore", states[0], shape, lane)
+    dnorm = like(func, "dmore[1]", states[1], shape[:-1], lane)
 
     scaled = "dscale" not in wanted
 

@@ -9,7 +9,7 @@ import numpy as np
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape
 from fastattn._args.ops import vector
-from fastattn._args.options import NoSoftmaxInnerOptions, NoSoftmaxOptions, require_options
+from fastattn._args.options import NoSoftmaxOptions, require_options
 from fastattn._args.types import RowwiseArgs, lane_dtype
 from fastattn._args.values import float_array, head_values, integer, require_broadcast
 
@@ -66,7 +66,7 @@ def offsets(args: AttentionArgs, options: PlaceOptions) -> Ints:
 def relative_args(
     func: str, q: Any, k: Any, v: Any, options: PlacedOptions, taken: type, return_lse: bool
 ) -> tuple[AttentionArgs, np.dtype[Any], int]:
-    """Those of `variant_args`, their lane type, and the first query's position, the same in all sequences."""
+    """As `variant_args`, with the lane type and the first query's position, the same in all sequences."""
     args = variant_args(func, q, k, v, options, taken, return_lse)
     lane = lane_dtype(args.q.dtype)
     if options.get("q_offset") is not None:
@@ -83,11 +83,10 @@ def rowwise_args(
     q: Any,
     k: Any,
     v: Any,
-    options: NoSoftmaxInnerOptions,
-    taken: type = NoSoftmaxOptions,
+    options: NoSoftmaxOptions,
 ) -> RowwiseArgs:
-    """The arguments of attention that needs a whole row of scores at a time; not those of some kinds only."""
-    return RowwiseArgs(variant_args(func, q, k, v, options, taken), kind)
+    """The arguments of attention that needs a whole row of scores at a time, but for those of some kinds."""
+    return RowwiseArgs(variant_args(func, q, k, v, options, NoSoftmaxOptions), kind)
 
 
 def additive_args(
@@ -96,13 +95,12 @@ def additive_args(
     k: Any,
     v: Any,
     weight: Any,
-    options: NoSoftmaxInnerOptions,
-    taken: type = NoSoftmaxOptions,
+    options: NoSoftmaxOptions,
 ) -> RowwiseArgs:
-    """Those of additive attention."""
+    """The arguments of additive attention."""
     if options.get("scale") is None:
         options["scale"] = 1.0
-    args = rowwise_args(func, "additive", q, k, v, options, taken)
+    args = rowwise_args(func, "additive", q, k, v, options)
     given, shape = float_array(func, "weight", weight), (args.attention.heads_q, args.attention.head_dim)
     require_broadcast(func, "weight", given.shape, shape, "(heads_q, head_dim)")
     lanes = given.astype(lane_dtype(args.out.dtype))
@@ -117,11 +115,10 @@ def talking_heads_args(
     v: Any,
     pre: Any,
     post: Any,
-    options: NoSoftmaxInnerOptions,
-    taken: type = NoSoftmaxOptions,
+    options: NoSoftmaxOptions,
 ) -> RowwiseArgs:
-    """Those of talking heads."""
-    args = rowwise_args(func, "talking_heads", q, k, v, options, taken)
+    """The arguments of talking heads."""
+    args = rowwise_args(func, "talking_heads", q, k, v, options)
     lane, shape = lane_dtype(args.out.dtype), (args.attention.heads_q,) * 2
     # Copies: the result may share their memory.
     args.pre = None if pre is None else np.array(vector(func, "pre", pre, shape, lane))
@@ -135,11 +132,10 @@ def top_k_args(
     k: Any,
     v: Any,
     top_k: Any,
-    options: NoSoftmaxInnerOptions,
-    taken: type = NoSoftmaxOptions,
+    options: NoSoftmaxOptions,
 ) -> RowwiseArgs:
-    """Those of attention to the k largest scores."""
-    args = rowwise_args(func, "top_k", q, k, v, options, taken)
+    """The arguments of attention to the k largest scores."""
+    args = rowwise_args(func, "top_k", q, k, v, options)
     # More keys than there are is all of them.
     args.top_k = min(integer(func, "top_k", top_k, 1), max(1, args.attention.len_k))
     return args

@@ -6,22 +6,30 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn import grad
 from fastattn._args.attention import attention_args
+from fastattn._args.backward import summed_to
 from fastattn._args.errors import wrong_shape
 from fastattn._args.options import LinformerOptions, ScaledOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, integer, require_broadcast
-from fastattn.functional._attention import attention, attention_weights
-from fastattn.functional._hashed import lsh_args
+from fastattn._args.variants import how
+from fastattn._engine import dispatch
+from fastattn.functional._attention import attention_weights
+from fastattn.functional._composed_gradients import ComposedGradients, cotangents
+from fastattn.functional._differentiable import Steps, differentiable
+from fastattn.functional._hashed import EPS, lsh_args
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
     from fastattn._args.types import Array, AttentionArgs, Ints
 
 
-@np.errstate(all="ignore")  # as in the kernels
+@differentiable
 def linformer_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -29,7 +37,7 @@ def linformer_attention(
     key_projection: ArrayLike,
     value_projection: ArrayLike | None = None,
     **options: Unpack[LinformerOptions],
-) -> Array:
+) -> Steps[Array]:
     """``softmax(scale * q @ (E @ k).T) @ (F @ v)``: keys and values projected to a fixed number.
 
     Parameters
@@ -55,22 +63,39 @@ def linformer_attention(
     Complexity", 2020, arXiv:2006.04768.
     """
     func = "linformer_attention"
-    projections = projections_of(func, q, k, v, key_projection, value_projection, options, LinformerOptions)
-    return attention(q, *(projected(*each) for each in projections), **options)
+    arrays = (q, k, v, key_projection, value_projection)
+    projections = _projections(func, *arrays, options)
+    with np.errstate(all="ignore"):  # as in the kernels
+        keys, values = (_projected(*each) for each in projections)
+    args = attention_args(func, q, keys, values, return_lse=True, **options)
+    dispatch.run(args, options.get("backend"))
+    request = yield args.result[0]
+
+    given = dict(zip(("q", "k", "v", "key_projection", "value_projection"), arrays, strict=True))
+    found = ComposedGradients(request, given, options, ScaledOptions)
+    of_values = "dkey_projection" if value_projection is None else "dvalue_projection"
+    uses = {"dk": ("dk", "dkey_projection"), "dv": ("dv", of_values)}
+    call = found.attend(args, *cotangents(args, request), uses=uses)
+    found.add("dq", call.dq)
+    lane = lane_dtype(args.q.dtype)
+    for name, (matrix, x), dx in zip(("dk", "dv"), projections, (call.dk, call.dv), strict=True):
+        if dx is not None:
+            found.add(name, np.swapaxes(matrix.astype(lane), -1, -2) @ dx)
+            found.add(uses[name][1], dx @ np.swapaxes(x.astype(lane), -1, -2))
+    return found.results()
 
 
-def projections_of(
+def _projections(
     func: str,
     q: Any,
     k: Any,
     v: Any,
     key_projection: Any,
     value_projection: Any,
-    options: ScaledOptions,
-    taken: type,
+    options: LinformerOptions,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Check the arguments of Linformer's attention: E and k, then F and v."""
-    require_options(func, options, taken)
+    require_options(func, options, LinformerOptions)
     attention_args(func, q, k, v, **options)
     keys, values = float_array(func, "k", k), float_array(func, "v", v)
     first = second = _projection(func, "key_projection", key_projection, "k", keys)
@@ -95,13 +120,13 @@ def _projection(func: str, name: str, x: Any, of: str, other: Array) -> Array:
     return matrix
 
 
-def projected(matrix: Array, x: Array) -> Array:
+def _projected(matrix: Array, x: Array) -> Array:
     """matrix (n, length) @ x (..., length, d), in x's dtype."""
     lane = lane_dtype(x.dtype)
     return np.asarray(matrix.astype(lane) @ x.astype(lane), x.dtype)
 
 
-@np.errstate(all="ignore")  # as in the kernels
+@differentiable
 def nystrom_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -110,7 +135,7 @@ def nystrom_attention(
     num_landmarks: int = 64,
     num_iterations: int = 6,
     **options: Unpack[ScaledOptions],
-) -> Array:
+) -> Steps[Array]:
     """Nyström's method on the matrix of probabilities, as in the Nyströmformer.
 
     With landmarks Q', K', the means of `num_landmarks` segments of queries and keys:
@@ -141,44 +166,71 @@ def nystrom_attention(
     "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention", 2021, arXiv:2102.03902.
     """
     func = "nystrom_attention"
-    args, n = nystrom_args(func, q, k, v, num_landmarks, num_iterations, options)
-    options["scale"] = args.scale
-    if n >= min(args.len_q, args.len_k):
-        return attention(q, k, v, **options)
-    q, k, v = (float_array(func, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    q_mean, k_mean, dtype = segment_means(q, n), segment_means(k, n), q.dtype
-    inverse = pseudo_inverses(attention_weights(q_mean, k_mean, scale=args.scale), num_iterations)[-1]
-    q, k, v = (x.astype(q_mean.dtype, copy=False) for x in (q, k, v))
-    values = attention(q_mean, k, v, **options)
-    return np.asarray(attention(q, k_mean, inverse @ values, **options), dtype)
-
-
-def nystrom_args(
-    func: str, q: Any, k: Any, v: Any, num_landmarks: int, num_iterations: int, options: ScaledOptions
-) -> tuple[AttentionArgs, int]:
-    """Check the arguments of the Nyströmformer's attention: those of `attention`, and the landmarks."""
     require_options(func, options, ScaledOptions)
     args = attention_args(func, q, k, v, return_lse=True, **options)
     if args.heads_q != args.heads_kv:
         came = f"q has {args.heads_q} heads and k {args.heads_kv}"
         raise ValueError(f"{func}(): {came}; expected the same number of both")
     integer(func, "num_iterations", num_iterations, 0)
-    return args, integer(func, "num_landmarks", num_landmarks, 1)
+    n, given = integer(func, "num_landmarks", num_landmarks, 1), {"q": q, "k": k, "v": v}
+    if n >= min(args.len_q, args.len_k):
+        dispatch.run(args, options.get("backend"))
+        request = yield args.result[0]
+        found = ComposedGradients(request, given, options, ScaledOptions)
+        found.add_all(found.attend(args, *cotangents(args, request)))
+        return found.results()
+
+    def call_of(q: Array, k: Array, v: Array) -> AttentionArgs:
+        wide: Any = dict(zip("qkv", (x.astype(lane, copy=False) for x in (q, k, v)), strict=True))
+        call = attention_args(func, **wide, scale=args.scale, return_lse=True, **how(options))
+        dispatch.run(call, options.get("backend"))
+        return call
+
+    with np.errstate(all="ignore"):  # as in the kernels
+        q_mean, k_mean = _segment_means(args.q, n), _segment_means(args.k, n)
+        lane = q_mean.dtype
+        weights = attention_weights(q_mean, k_mean, scale=args.scale)
+        guesses, summary = _pseudo_inverses(weights, num_iterations), call_of(q_mean, args.k, args.v)
+        inverse, values = guesses[-1], summary.out
+        last = call_of(args.q, k_mean, inverse @ values)
+        out = np.asarray(last.out, args.out.dtype).reshape(np.shape(args.result[0]))
+    request = yield out
+
+    found = ComposedGradients(request, given, options, ScaledOptions)
+    call = found.attend(last, *cotangents(last, request), uses={"dv": ("dq", "dk", "dv", "dscale")})
+    found.add("dq", call.dq)
+    if call.dv is None:
+        return found.results()
+    _add_means(found, "dk", call.dk, args.len_k)
+    of_values = summed_to(values.shape, inverse.swapaxes(-1, -2) @ call.dv)
+    of_inverse = summed_to(inverse.shape, call.dv @ values.swapaxes(-1, -2))
+    call = found.attend(summary, of_values)
+    _add_means(found, "dq", call.dq, args.len_q)
+    found.add("dk", call.dk)
+    found.add("dv", call.dv)
+    if found.wants("dq", "dk", "dscale"):
+        # The weights are attention to the identity matrix.
+        landmarks = call_of(q_mean, k_mean, np.broadcast_to(np.eye(n, dtype=lane), (args.heads_kv, n, n)))
+        dweights = _through_inverses(weights, guesses, of_inverse)
+        call = found.attend(landmarks, dweights, uses={"dv": ()})
+        _add_means(found, "dq", call.dq, args.len_q)
+        _add_means(found, "dk", call.dk, args.len_k)
+    return found.results()
 
 
-def segment_edges(length: int, n: int) -> Ints:
+def _segment_edges(length: int, n: int) -> Ints:
     """Where each of n segments begins, and the end."""
     return np.arange(n + 1) * length // n
 
 
-def segment_means(x: Array, n: int) -> Array:
+def _segment_means(x: Array, n: int) -> Array:
     """x (..., length, d) to (..., n, d), in the dtype in which it is accumulated."""
-    edges = segment_edges(x.shape[-2], n)
+    edges = _segment_edges(x.shape[-2], n)
     x = x.astype(np.promote_types(x.dtype, np.float32) if x.dtype.itemsize > 2 else np.float32, copy=False)
     return np.asarray(np.add.reduceat(x, edges[:-1], axis=-2) / np.diff(edges)[:, None].astype(x.dtype))
 
 
-def pseudo_inverses(a: Array, num_iterations: int) -> list[Array]:
+def _pseudo_inverses(a: Array, num_iterations: int) -> list[Array]:
     """Razavi et al. 2014: x = x (13 I - a x (15 I - a x (7 I - a x))) / 4, of matrices (..., n, n).
 
     All x, from the first guess to the result.
@@ -192,7 +244,41 @@ def pseudo_inverses(a: Array, num_iterations: int) -> list[Array]:
     return found
 
 
-@np.errstate(all="ignore")  # as in the kernels
+def _add_means(found: ComposedGradients, name: str, dx: Array | None, length: int) -> None:
+    """Add to `name` the gradient of the input of `_segment_means`; dx (..., n, d) is that of its result."""
+    if dx is not None:
+        sizes = np.diff(_segment_edges(length, dx.shape[-2]))
+        found.add(name, np.repeat(dx / sizes[:, None].astype(dx.dtype), sizes, axis=-2))
+
+
+def _through_inverses(a: Array, guesses: Sequence[Array], dx: Array) -> Array:
+    """From the gradient of the last of `pseudo_inverses` to that of a."""
+    one, transposed = np.eye(a.shape[-1], dtype=a.dtype), a.swapaxes(-1, -2)
+    da = np.zeros_like(a)
+    for x in reversed(guesses[:-1]):
+        # x' = x (13 I - ax second) / 4, second = 15 I - ax first, first = 7 I - ax
+        ax, x_transposed = a @ x, x.swapaxes(-1, -2)
+        first = 7 * one - ax
+        second = 15 * one - ax @ first
+        dax = np.zeros_like(ax)
+        inner = -x_transposed @ dx / 4  # of ax second
+        dx = dx @ (13 * one - ax @ second).swapaxes(-1, -2) / 4
+        for factor in (second, first):
+            dax += inner @ factor.swapaxes(-1, -2)
+            inner = -ax.swapaxes(-1, -2) @ inner
+        dax += inner
+        da += dax @ x_transposed
+        dx = dx + transposed @ dax
+    # The first guess is a^T / largest, the largest sum of a column.
+    sums = a.sum(axis=-2)
+    largest = sums.max(axis=-1)[..., None, None]
+    da += dx.swapaxes(-1, -2) / largest
+    dlargest = -(dx * guesses[0]).sum(axis=(-1, -2), keepdims=True) / largest
+    da += np.where(np.arange(a.shape[-1]) == sums.argmax(axis=-1)[..., None, None], dlargest, 0)
+    return da
+
+
+@differentiable
 def lsh_attention(
     qk: ArrayLike,
     v: ArrayLike,
@@ -204,7 +290,7 @@ def lsh_attention(
     rotations: ArrayLike | None = None,
     causal: bool = False,
     **options: Unpack[ScaledOptions],
-) -> Array:
+) -> Steps[Array]:
     """The Reformer's attention: each query attends keys that are hashed near to it.
 
     Keys are the queries, normalised. In each round tokens are hashed, ``argmax([x R, -x R])`` with a random
@@ -251,9 +337,32 @@ def lsh_attention(
     several rounds counts in each. Source: N. Kitaev, Ł. Kaiser and A. Levskaya, "Reformer: The Efficient
     Transformer", 2020, arXiv:2001.04451.
     """
-    x = lsh_args("lsh_attention", qk, v, num_buckets, chunk, num_rounds, rng, rotations, causal, options)
-    if not x.args.out.size:
-        return x.args.out
-    calls = x.attended(options)
-    shares, outs = x.shares(calls), x.by_token(calls.args.out)
-    return np.asarray((shares[..., None] * outs).sum(axis=-3), x.args.out.dtype)
+    func = "lsh_attention"
+    with np.errstate(all="ignore"):  # as in the kernels
+        x = lsh_args(func, qk, v, num_buckets, chunk, num_rounds, rng, rotations, causal, options)
+        out = x.args.out
+        if out.size:
+            calls = x.attended(options)
+            shares, outs = x.shares(calls)[..., None], x.by_token(calls.args.out)
+            out = np.asarray((shares * outs).sum(axis=-3), out.dtype)
+    request = yield out
+
+    found = ComposedGradients(request, {"qk": qk, "v": v}, options, ScaledOptions)
+    lane = x.q.dtype
+    if not out.size:
+        for name, source in (("dqk", x.q), ("dv", x.v), ("dscale", np.zeros(()))):
+            found.add(name, np.zeros(source.shape, lane))
+        return found.results()
+    # The gradient of a token's result in each round, and that of the round's lse, which its share depends on.
+    each = shares * cotangents(x.args, request)[0].astype(lane)[..., None, :, :]
+    terms = (each * outs).sum(axis=-1, keepdims=True)
+    slopes = terms - shares * terms.sum(axis=-3, keepdims=True)
+    uses = {"dq": ("dqk",), "dk": ("dqk",)}
+    call = found.attend(calls.args, x.by_chunk(each, 0), x.by_chunk(slopes, 0)[..., 0], uses=uses)
+    if call.dq is not None and call.dk is not None:
+        dq, dk = (x.by_token(d).sum(axis=-3) for d in (call.dq, x.of_previous(call.dk)))
+        (through,) = grad.rms_norm(dk, x.q, None, eps=EPS, need=("dx",), **how(options))
+        found.add("dqk", dq + through)
+    if call.dv is not None:
+        found.add("dv", x.by_token(x.of_previous(call.dv)).sum(axis=-3))
+    return found.results()

@@ -9,6 +9,9 @@ from fastattn._args.backward import backward_args
 from fastattn._args.options import BackwardOptions, VarlenBackwardOptions, require_options
 from fastattn._args.varlen import varlen_args
 from fastattn._engine import dispatch
+from fastattn.functional._attention import attention
+from fastattn.functional._differentiable import Steps, vjp_of
+from fastattn.functional._varlen import varlen_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -175,3 +178,39 @@ def varlen_attention_backward(
     else:
         found.clear()
     return found.results()
+
+
+def _attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: Any = None, *, return_lse: bool, **options: Any
+) -> Steps[Any]:
+    """Run `attention` and, in the second half, `attention_backward`."""
+    require_options("attention", options, BackwardOptions)
+    options["mask"] = mask
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    request = yield out, lse
+    more: Any = {"dlse": request.dmore, "need": request.need}
+    return attention_backward(request.dout, q, k, v, out, lse, **more, **options)
+
+
+def _varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_lse: bool,
+    **options: Any,
+) -> Steps[Any]:
+    """Run `varlen_attention` and, in the second half, `varlen_attention_backward`."""
+    require_options("varlen_attention", options, VarlenBackwardOptions)
+    out, lse = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **options)
+    request = yield out, lse
+    more: Any = {"dlse": request.dmore, "need": request.need}
+    return varlen_attention_backward(
+        request.dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, **more, **options
+    )
+
+
+attention._vjp = vjp_of(_attention, frozen=("mask",))  # type: ignore[attr-defined]
+varlen_attention._vjp = vjp_of(_varlen_attention, frozen=("cu_seqlens_q", "cu_seqlens_k"))  # type: ignore[attr-defined]

@@ -1,19 +1,22 @@
-"""Gates: on what a head gives, and on what it remembers."""
+"""Gates: on the result of a head, and on what it remembers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fastattn import ops
+from fastattn._args.backward import summed_to
 from fastattn._args.errors import wrong_dtype
 from fastattn._args.options import ForgettingOptions, VariantOptions
-from fastattn._args.types import FLOAT64
+from fastattn._args.types import FLOAT64, lane_dtype
 from fastattn._args.values import float_array, real_array, require_broadcast
 from fastattn._args.variants import how, offsets, variant_args, with_shape
 from fastattn._engine import dispatch
-from fastattn.functional._pieces import add_bias, rows_of
+from fastattn.functional._composed_gradients import ComposedGradients, add_up, cotangents
+from fastattn.functional._differentiable import Steps, differentiable
+from fastattn.functional._split_calls import add_bias, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,26 +31,7 @@ if TYPE_CHECKING:
 _ROWS = 512
 
 
-@overload
-def gated_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    gate: ArrayLike,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[VariantOptions],
-) -> Array: ...
-@overload
-def gated_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    gate: ArrayLike,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[VariantOptions],
-) -> tuple[Array, Array]: ...
+@differentiable
 def gated_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -56,7 +40,7 @@ def gated_attention(
     *,
     return_lse: bool = False,
     **options: Unpack[VariantOptions],
-) -> Any:
+) -> Steps[Any]:
     """Gated attention: ``attention(q, k, v) * sigmoid(gate)``.
 
     Parameters
@@ -75,14 +59,27 @@ def gated_attention(
     """
     func = "gated_attention"
     args = variant_args(func, q, k, v, options, VariantOptions, return_lse)
-    share = gate_shares(func, args, gate, options)
+    share = _shares(func, args, gate, options)
     dispatch.run(args, options.get("backend"))
     np.multiply(args.out, share, out=args.out)
-    return args.result
+    request = yield args.result
+
+    found = ComposedGradients(request, {"q": q, "k": k, "v": v, "gate": gate}, options, VariantOptions)
+    dout, dlse = cotangents(args, request)
+    lane = lane_dtype(args.q.dtype)
+    share, dout, gated = share.astype(lane), dout.astype(lane), args.out.astype(lane)
+    terms = np.where(gated == 0, 0, dout * gated)  # a row without keys has no gradient
+    found.add("dgate", terms * (1 - share))
+    # The kernels need the sum over features of dout * out of attention itself: it is that of `terms`, which
+    # dlse carries. A row of zeros stands for out; its last axis is one that kernels read.
+    args.out = np.broadcast_to(np.zeros(args.out.shape[-1], args.out.dtype), args.out.shape)
+    dlse = (0 if dlse is None else dlse) - terms.sum(axis=-1)
+    found.add_all(found.attend(args, dout * share, dlse))
+    return found.results()
 
 
-def gate_shares(func: str, args: AttentionArgs, gate: Any, options: ComputeOptions) -> Array:
-    """What the gates leave of the result, which they broadcast to."""
+def _shares(func: str, args: AttentionArgs, gate: Any, options: ComputeOptions) -> Array:
+    """Sigmoids of the gates, which broadcast to the result."""
     logits = float_array(func, "gate", gate)
     if logits.dtype.newbyteorder("=") != args.q.dtype:
         raise wrong_dtype(func, "gate", logits, f"q's, {args.q.dtype}")
@@ -91,26 +88,7 @@ def gate_shares(func: str, args: AttentionArgs, gate: Any, options: ComputeOptio
     return ops.activate(np.atleast_1d(logits), "sigmoid", **how(options))
 
 
-@overload
-def forgetting_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    log_forget: ArrayLike,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[ForgettingOptions],
-) -> Array: ...
-@overload
-def forgetting_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    log_forget: ArrayLike,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[ForgettingOptions],
-) -> tuple[Array, Array]: ...
+@differentiable
 def forgetting_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -119,7 +97,7 @@ def forgetting_attention(
     *,
     return_lse: bool = False,
     **options: Unpack[ForgettingOptions],
-) -> Any:
+) -> Steps[Any]:
     """Attention of the Forgetting Transformer: ``softmax(scale * q_i k_j + sum of log f_t, j < t <= i) @ v``.
 
     Parameters
@@ -147,16 +125,49 @@ def forgetting_attention(
     """
     func = "forgetting_attention"
     args = variant_args(func, q, k, v, options, ForgettingOptions, return_lse, causal=True)
-    for part in forgetting_parts(func, args, log_forget, options):
+    sums, position = _sums_of_gates(func, args, log_forget, options)
+    for part in _parts(args, sums, position):
         dispatch.run(part.args, options.get("backend"))
         if part.args.lse is not None:
             part.args.lse += part.own
     if not args.len_k:
         dispatch.run(args, options.get("backend"))
-    return args.result
+    request = yield args.result
+
+    given = {"q": q, "k": k, "v": v, "log_forget": log_forget}
+    found = ComposedGradients(request, given, options, ForgettingOptions, bias=False)
+    dout, dlse = cotangents(args, request)
+    heads, lane = (*args.batch_shape, args.heads_q), lane_dtype(args.q.dtype)
+    keys = (*args.batch_shape, args.heads_kv, args.len_k)
+    dq = np.zeros((*heads, args.len_q, args.head_dim), lane)
+    dk, dv = (np.zeros((*keys, n), lane) for n in (args.head_dim, args.head_dim_v))
+    dbias = np.zeros(args.bias.shape, lane) if args.bias is not None and found.wants("dbias") else None
+    dsums = np.zeros((*heads, args.len_k))
+    for part in _parts(args, sums, position):
+        lse: Any = part.args.lse
+        part.args.lse = (lse - part.own).astype(lane)
+        own = None if dlse is None else dlse[..., part.rows]
+        call = found.attend(part.args, dout[..., part.rows, :], own, uses={"dbias": ("dbias", "dlog_forget")})
+        if call.dq is not None:
+            dq[..., part.rows, :] = call.dq
+        add_up(dk, call.dk)
+        add_up(dv, call.dv)
+        if call.dbias is None:
+            continue
+        dsums -= call.dbias.sum(axis=-2, dtype=float)
+        if dbias is not None:
+            place = (..., slice(None) if dbias.shape[-2] == 1 else part.rows, slice(None))
+            dbias[place] += summed_to(dbias[place].shape, call.dbias)
+        if own is not None:  # lse has the query's own sum, which the bias has not
+            _add_at(dsums, part.position, np.where(lse == -np.inf, 0, own))
+    # A gate is in the sums of its own key and of all later ones.
+    found.add("dlog_forget", np.cumsum(dsums[..., ::-1], axis=-1)[..., ::-1])
+    for name, x in (("dq", dq), ("dk", dk), ("dv", dv), ("dbias", dbias)):
+        found.add(name, x)
+    return found.results()
 
 
-class ForgettingPart(NamedTuple):
+class _Part(NamedTuple):
     """Some query rows, as a call of attention with a bias of keys."""
 
     args: AttentionArgs
@@ -165,10 +176,10 @@ class ForgettingPart(NamedTuple):
     position: Ints  # the same shape: the keys that rows stand at
 
 
-def forgetting_parts(
+def _sums_of_gates(
     func: str, args: AttentionArgs, log_forget: Any, options: PlaceOptions
-) -> Iterator[ForgettingPart]:
-    """The calls of attention that forgetting attention is; of no keys none."""
+) -> tuple[Array, Ints]:
+    """Sums of gates up to each key (..., heads_q, len_k); the key at each query (..., heads_q, len_q)."""
     shape = (*args.batch_shape, args.heads_q, args.len_k)
     given = real_array(func, "log_forget", log_forget).astype(FLOAT64)
     given = with_shape(func, "log_forget", given, shape, "(..., heads_q, len_k)", 1, FLOAT64)
@@ -176,17 +187,22 @@ def forgetting_parts(
         raise ValueError(f"{func}(): log_forget is above 0 or not finite; expected finite numbers, 0 or less")
     sums = np.broadcast_to(np.cumsum(given, axis=-1), shape)
     position = offsets(args, options)[..., None, None] + np.arange(args.len_q)
-    position = np.clip(position, 0, max(args.len_k - 1, 0))  # what is beyond attends all keys or none
-    position = np.broadcast_to(position, (*shape[:-1], args.len_q))
+    position = np.clip(position, 0, max(args.len_k - 1, 0))  # queries beyond attend all keys or none
+    return sums, np.broadcast_to(position, (*shape[:-1], args.len_q))
 
-    def parts() -> Iterator[ForgettingPart]:
-        for first in range(0, args.len_q if args.len_k else 0, _ROWS):
-            rows = slice(first, min(first + _ROWS, args.len_q))
-            part = rows_of(args, rows)
-            at = position[..., rows]
-            own = np.take_along_axis(sums, at, -1)
-            middle = own[..., own.shape[-1] // 2, None]
-            add_bias(part, (middle - sums)[..., None, :])
-            yield ForgettingPart(part, rows, own - middle, at)
 
-    return parts()
+def _parts(args: AttentionArgs, sums: Array, position: Ints) -> Iterator[_Part]:
+    """The calls of attention that forgetting attention is; none without keys."""
+    for first in range(0, args.len_q if args.len_k else 0, _ROWS):
+        rows = slice(first, min(first + _ROWS, args.len_q))
+        part = rows_of(args, rows)
+        own = np.take_along_axis(sums, position[..., rows], -1)
+        middle = own[..., own.shape[-1] // 2, None]
+        add_bias(part, (middle - sums)[..., None, :])
+        yield _Part(part, rows, own - middle, position[..., rows])
+
+
+def _add_at(sums: Array, position: Ints, x: Array) -> None:
+    """sums[..., position] += x, row by row; a position may come again."""
+    for row in np.ndindex(sums.shape[:-1]):
+        np.add.at(sums[row], position[row], x[row])

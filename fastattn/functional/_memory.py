@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,15 @@ from fastattn._args.values import (
 )
 from fastattn._args.variants import per_head, variant_args
 from fastattn._engine import dispatch
-from fastattn.functional._pieces import apart, join, run
+from fastattn.functional._composed_gradients import (
+    NEED,
+    ComposedGradients,
+    cotangents,
+    product_sums,
+    shown,
+)
+from fastattn.functional._differentiable import Steps, differentiable
+from fastattn.functional._split_calls import apart, join
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -29,30 +37,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array, AttentionArgs
 
 
-@overload
-def memory_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    memory_k: ArrayLike,
-    memory_v: ArrayLike,
-    *,
-    gate: ArrayLike | None = None,
-    return_lse: Literal[False] = False,
-    **options: Unpack[VariantOptions],
-) -> Array: ...
-@overload
-def memory_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    memory_k: ArrayLike,
-    memory_v: ArrayLike,
-    *,
-    gate: ArrayLike | None = None,
-    return_lse: Literal[True],
-    **options: Unpack[VariantOptions],
-) -> tuple[Array, Array]: ...
+@differentiable(keeps_lse=True)
 def memory_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -63,7 +48,7 @@ def memory_attention(
     gate: ArrayLike | None = None,
     return_lse: bool = False,
     **options: Unpack[VariantOptions],
-) -> Any:
+) -> Steps[Any]:
     """Attention to the keys of the sequence and to those of a memory, which every query attends.
 
     Parameters
@@ -92,20 +77,38 @@ def memory_attention(
     al., "Memorizing Transformers", 2022, arXiv:2203.08913.
     """
     func = "memory_attention"
-    args = variant_args(func, q, k, v, options, VariantOptions, return_lse)
-    if gate is not None and return_lse:
+    if flag(func, "return_lse", return_lse) and gate is not None:
         raise ValueError(f"{func}(): return_lse is True; expected False with gate: there are two softmaxes")
-    local, memory, weight = memory_parts(func, args, memory_k, memory_v, gate, options)
+    args = variant_args(func, q, k, v, options, VariantOptions, gate is None)
+    local, memory, weight = _memory_parts(func, args, memory_k, memory_v, gate, options)
     for part in (local, memory):
         dispatch.run(part, options.get("backend"))
     if weight is None:
         join((local, memory), args)
     else:
         args.out[...] = weight * memory.out + (1 - weight) * local.out
-    return args.result
+    request = yield args.result if return_lse else args.out
+
+    given = {"q": q, "k": k, "v": v, "memory_k": memory_k, "memory_v": memory_v, "gate": gate}
+    found = ComposedGradients(request, given, options, VariantOptions)
+    dout, dlse = cotangents(args, request)
+    shares: Any = (1, 1)
+    if weight is None:
+        for part in (local, memory):
+            part.out, part.lse = args.out, args.lse
+    else:
+        dout = dout.astype(weight.dtype)
+        shares = (1 - weight, weight)
+        slopes = (weight * (1 - weight))[..., 0, 0]
+        found.add("dgate", slopes * (product_sums(memory.out, dout) - product_sums(local.out, dout)))
+    of_parts = (NEED, ("dq", "dmemory_k", "dmemory_v"))
+    for part, share, names in zip((local, memory), shares, of_parts, strict=True):
+        uses = {inner: (name,) for inner, name in zip(NEED, names, strict=True)}
+        found.add_all(found.attend(part, dout * share, dlse, uses=uses), names)
+    return found.results()
 
 
-def memory_parts(
+def _memory_parts(
     func: str, args: AttentionArgs, memory_k: Any, memory_v: Any, gate: Any, options: InnerOptions
 ) -> tuple[AttentionArgs, AttentionArgs, Array | None]:
     """The calls to the sequence's keys and to the memory's, and with a gate the share of the latter."""
@@ -129,29 +132,7 @@ def memory_parts(
     return apart(args), apart(attention_args(func, queries, keys, values, **there)), weight
 
 
-@overload
-def latent_attention(
-    q: ArrayLike,
-    cache: ArrayLike,
-    key_weight: ArrayLike,
-    value_weight: ArrayLike,
-    *,
-    absorbed: bool | None = None,
-    return_lse: Literal[False] = False,
-    **options: Unpack[InnerOptions],
-) -> Array: ...
-@overload
-def latent_attention(
-    q: ArrayLike,
-    cache: ArrayLike,
-    key_weight: ArrayLike,
-    value_weight: ArrayLike,
-    *,
-    absorbed: bool | None = None,
-    return_lse: Literal[True],
-    **options: Unpack[InnerOptions],
-) -> tuple[Array, Array]: ...
-@np.errstate(all="ignore")  # as in the kernels
+@differentiable
 def latent_attention(
     q: ArrayLike,
     cache: ArrayLike,
@@ -161,7 +142,7 @@ def latent_attention(
     absorbed: bool | None = None,
     return_lse: bool = False,
     **options: Unpack[InnerOptions],
-) -> Any:
+) -> Steps[Any]:
     """Multi-head latent attention of DeepSeek-V2 and V3, over the compressed cache.
 
     ``k_jh = [W_h c_j, r_j]`` and ``v_jh = U_h c_j``: c_j is the latent vector of token j, r_j its key with
@@ -208,23 +189,36 @@ def latent_attention(
     2024, arXiv:2405.04434, section 2.1.
     """
     func = "latent_attention"
-    x = latent_args(func, q, cache, key_weight, value_weight, absorbed, options)
-    rank = x.of_keys.shape[-1]
-    nope_dim = x.of_keys.shape[-2]
-    dtype, lane = x.queries.dtype, lane_dtype(x.queries.dtype)
-    shared = x.tokens[..., None, :, :]
+    x = _latent_args(func, q, cache, key_weight, value_weight, absorbed, options)
     if x.absorbed:
-        longer = np.empty((*x.queries.shape[:-1], x.tokens.shape[-1]), dtype)
-        longer[..., :rank] = x.queries[..., :nope_dim].astype(lane, copy=False) @ x.of_keys
-        longer[..., rank:] = x.queries[..., nope_dim:]
-        args = attention_args(func, longer, shared, shared[..., :rank], return_lse=return_lse, **options)
+        out, lse = x.absorbed_attention(func, options, return_lse)
+    else:
+        args = x.expanded_args(func, options, return_lse)
         dispatch.run(args, options.get("backend"))
-        out = (args.out.astype(lane, copy=False) @ x.of_values.swapaxes(-1, -2)).astype(dtype, copy=False)
-        return out if args.lse is None else (out, args.lse)
-    return run(attention_args(func, x.queries, *x.expanded(), return_lse=return_lse, **options), options)
+        out, lse = args.out, args.lse
+    request = yield out if lse is None else (out, lse)
+
+    given = {"q": q, "cache": cache, "key_weight": key_weight, "value_weight": value_weight}
+    found = ComposedGradients(request, given, options, InnerOptions)
+    args = x.expanded_args(func, options, True)
+    args.out, args.lse = out, lse
+    uses = {"dk": ("dcache", "dkey_weight"), "dv": ("dcache", "dvalue_weight")}
+    call = found.attend(args, *cotangents(args, request), uses=uses)
+    _, nope_dim, rank = x.of_keys.shape
+    found.add("dq", call.dq)
+    dkeys = None if call.dk is None else call.dk[..., :nope_dim]
+    if found.wants("dcache"):
+        dlatent = dkeys @ x.of_keys + call.dv @ x.of_values
+        dshared = np.concatenate([dlatent, call.dk[..., nope_dim:]], axis=-1)
+        found.add("dcache", dshared.sum(axis=-3))
+    latent = x.tokens[..., None, :, :rank]
+    for name, dx in (("dkey_weight", dkeys), ("dvalue_weight", call.dv)):
+        if dx is not None and found.wants(name):
+            found.add(name, dx.swapaxes(-1, -2) @ shown(latent, dx))
+    return found.results()
 
 
-class LatentArgs(NamedTuple):
+class _Latent(NamedTuple):
     """The arrays of latent attention, checked."""
 
     queries: Array
@@ -233,8 +227,25 @@ class LatentArgs(NamedTuple):
     of_values: Array
     absorbed: bool
 
-    def expanded(self) -> tuple[Array, Array]:
-        """Keys and values of all heads."""
+    @np.errstate(all="ignore")  # as in the kernels
+    def absorbed_attention(
+        self, func: str, options: InnerOptions, return_lse: bool
+    ) -> tuple[Array, Array | None]:
+        """Out and lse, by attention of all heads to the cache itself."""
+        _, nope_dim, rank = self.of_keys.shape
+        dtype, lane = self.queries.dtype, self.of_keys.dtype
+        shared = self.tokens[..., None, :, :]
+        longer = np.empty((*self.queries.shape[:-1], self.tokens.shape[-1]), dtype)
+        longer[..., :rank] = self.queries[..., :nope_dim].astype(lane, copy=False) @ self.of_keys
+        longer[..., rank:] = self.queries[..., nope_dim:]
+        args = attention_args(func, longer, shared, shared[..., :rank], return_lse=return_lse, **options)
+        dispatch.run(args, options.get("backend"))
+        out = args.out.astype(lane, copy=False) @ self.of_values.swapaxes(-1, -2)
+        return out.astype(dtype, copy=False), args.lse
+
+    @np.errstate(all="ignore")
+    def expanded_args(self, func: str, options: InnerOptions, return_lse: bool) -> AttentionArgs:
+        """The call of attention to keys and values of all heads, which are made here."""
         _, nope_dim, rank = self.of_keys.shape
         heads, _, dim = self.queries.shape[-3:]
         tokens, shared = self.tokens, self.tokens[..., None, :, :]
@@ -243,12 +254,12 @@ class LatentArgs(NamedTuple):
         k[..., nope_dim:] = shared[..., rank:]
         k[..., :nope_dim] = latent @ self.of_keys.swapaxes(-1, -2)
         v = (latent @ self.of_values.swapaxes(-1, -2)).astype(tokens.dtype, copy=False)
-        return k, v
+        return attention_args(func, self.queries, k, v, return_lse=return_lse, **options)
 
 
-def latent_args(
+def _latent_args(
     func: str, q: Any, cache: Any, key_weight: Any, value_weight: Any, absorbed: Any, options: InnerOptions
-) -> LatentArgs:
+) -> _Latent:
     """Check the arguments of latent attention, and set the scale."""
     require_options(func, options, InnerOptions)
     queries = operand(func, "q", q, [])
@@ -275,6 +286,6 @@ def latent_args(
     if options.get("scale") is None:
         options["scale"] = dim**-0.5
     lane = lane_dtype(queries.dtype)
-    return LatentArgs(
+    return _Latent(
         queries, tokens, of_keys.astype(lane, copy=False), of_values.astype(lane, copy=False), absorbed
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,9 @@ from fastattn._args.errors import wrong_shape
 from fastattn._args.key_ranges import Resolved
 from fastattn._args.options import NeighborhoodOptions, require_options
 from fastattn._args.values import operand
-from fastattn.functional._pieces import run
+from fastattn._engine import dispatch
+from fastattn.functional._composed_gradients import ComposedGradients, cotangents
+from fastattn.functional._differentiable import Steps, differentiable
 from fastattn.masks import Mask, neighborhood
 from fastattn.masks._grid import neighborhood_sizes
 from fastattn.masks._mask import ScoreShape
@@ -31,30 +33,7 @@ if TYPE_CHECKING:
 _STRIP = 4
 
 
-@overload
-def neighborhood_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    kernel: int | Shape,
-    dilation: int | Shape = 1,
-    causal: bool | tuple[bool, ...] = False,
-    return_lse: Literal[False] = False,
-    **options: Unpack[NeighborhoodOptions],
-) -> Array: ...
-@overload
-def neighborhood_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    kernel: int | Shape,
-    dilation: int | Shape = 1,
-    causal: bool | tuple[bool, ...] = False,
-    return_lse: Literal[True],
-    **options: Unpack[NeighborhoodOptions],
-) -> tuple[Array, Array]: ...
+@differentiable
 def neighborhood_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -65,7 +44,7 @@ def neighborhood_attention(
     causal: bool | tuple[bool, ...] = False,
     return_lse: bool = False,
     **options: Unpack[NeighborhoodOptions],
-) -> Any:
+) -> Steps[Any]:
     """Attention of every place of a grid to those around it, as NATTEN defines it.
 
     What ``attention`` gives with ``mask=masks.neighborhood(...)`` on flattened grids, but faster: the queries
@@ -111,7 +90,7 @@ def neighborhood_attention(
     """
     func = "neighborhood_attention"
     require_options(func, options, NeighborhoodOptions)
-    arrays, grid = grid_of(func, q, k, v, kernel)
+    arrays, grid = _grid_of(func, q, k, v, kernel)
     n = len(grid)
     mask = neighborhood(*neighborhood_sizes(func, grid, kernel, dilation, causal))
     # How the rest fits together can be seen from one row of the grid.
@@ -120,24 +99,36 @@ def neighborhood_attention(
     args = attention_args(func, q_row, k_row, v_row, return_lse=return_lse, **options)
     heads = (*args.batch_shape, args.heads_q)
     out = np.empty((*heads, *grid, args.head_dim_v), arrays[0].dtype)
-    lse = None if args.lse is None else np.empty((*heads, *grid), args.lse.dtype)
+    lse: Any = None if args.lse is None else np.empty((*heads, *grid), args.lse.dtype)
     groups = (args.heads_kv, args.heads_q // args.heads_kv)
+    of_parts: Any = {**options}
     if args.sinks is not None:
         sinks = np.broadcast_to(args.sinks, heads)
-        options["sinks"] = sinks.reshape(*args.batch_shape, *groups, *(1,) * max(2, n))
+        of_parts["sinks"] = sinks.reshape(*args.batch_shape, *groups, *(1,) * max(2, n))
     for part in _parts(mask):
         q_part, out_part = (part.queries(x, groups, 1) for x in (arrays[0], out))
         k_part, v_part = (part.keys(x) for x in arrays[1:])
         args = attention_args(
-            func, q_part, k_part, v_part, part, out=out_part, return_lse=lse is not None, **options
+            func, q_part, k_part, v_part, part, out=out_part, return_lse=lse is not None, **of_parts
         )
-        run(args, options)
+        dispatch.run(args, options.get("backend"))
         if lse is not None:
             part.queries(lse, groups, 0)[...] = args.lse
-    return out if lse is None else (out, lse)
+    request = yield out if lse is None else (out, lse)
+
+    # Unlike in the forward pass, the queries of a tile lie along the last axis of the grid.
+    found = ComposedGradients(request, {"q": q, "k": k, "v": v}, options, NeighborhoodOptions)
+    q_flat, k_flat, v_flat = (x.reshape(*x.shape[: -n - 1], -1, x.shape[-1]) for x in arrays)
+    args = attention_args(func, q_flat, k_flat, v_flat, mask, return_lse=True, **options)
+    args.out, args.lse = out.reshape(args.out.shape), lse.reshape(args.out.shape[:-1])
+    call = found.attend(args, *cotangents(args, request))
+    for name, dx in (("dq", call.dq), ("dk", call.dk), ("dv", call.dv)):
+        if dx is not None:
+            found.add(name, dx.reshape(*dx.shape[:-2], *grid, dx.shape[-1]))
+    return found.results()
 
 
-def grid_of(func: str, q: Any, k: Any, v: Any, kernel: Any) -> tuple[list[Array], Shape]:
+def _grid_of(func: str, q: Any, k: Any, v: Any, kernel: Any) -> tuple[list[Array], Shape]:
     """Queries, keys and values as arrays, and the grid that all of them have."""
     n = len(kernel) if isinstance(kernel, (tuple, list)) else 1
     if not n:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.options import StridedOptions
+from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer
 from fastattn._args.variants import variant_args
 from fastattn._engine import dispatch
-from fastattn.functional._pieces import apart, join
+from fastattn.functional._composed_gradients import ComposedGradients, cotangents
+from fastattn.functional._differentiable import Steps, differentiable
+from fastattn.functional._split_calls import apart, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,34 +23,10 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import StridedInnerOptions
-    from fastattn._args.types import Array, AttentionArgs, Ints
+    from fastattn._args.types import Array, AttentionArgs
 
 
-@overload
-def dilated_window_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    window: int,
-    dilation: int,
-    causal: bool = False,
-    return_lse: Literal[False] = False,
-    **options: Unpack[StridedOptions],
-) -> Array: ...
-@overload
-def dilated_window_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    window: int,
-    dilation: int,
-    causal: bool = False,
-    return_lse: Literal[True],
-    **options: Unpack[StridedOptions],
-) -> tuple[Array, Array]: ...
+@differentiable
 def dilated_window_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -57,7 +37,7 @@ def dilated_window_attention(
     causal: bool = False,
     return_lse: bool = False,
     **options: Unpack[StridedOptions],
-) -> Any:
+) -> Steps[Any]:
     """Longformer's dilated sliding window: keys with ``abs(i - j) <= window * dilation``, every dilation-th.
 
     What ``attention(mask=masks.dilated(window, dilation))`` gives, at the cost of the keys attended.
@@ -82,32 +62,18 @@ def dilated_window_attention(
     I. Beltagy, M. E. Peters, A. Cohan, "Longformer: The Long-Document Transformer", 2020, arXiv:2004.05150.
     """
     func = "dilated_window_attention"
-    args = self_args(func, q, k, v, options, StridedOptions, return_lse)
-    window, step = integer(func, "window", window, 0), integer(func, "dilation", dilation, 1)
-    _attend_interleaved(args, func, step, options, causal=causal, window=(window, window))
-    return args.result
+    args = _self_args(func, q, k, v, options, return_lse)
+    width, step = integer(func, "window", window, 0), integer(func, "dilation", dilation, 1)
+    parts = _Interleaved(func, args, step, options, {"causal": causal, "window": (width, width)})
+    parts.attend()
+    request = yield args.result
+
+    found = ComposedGradients(request, {"q": q, "k": k, "v": v}, options, StridedOptions)
+    parts.add_gradients(found, *cotangents(args, request))
+    return found.results()
 
 
-@overload
-def strided_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    stride: int,
-    return_lse: Literal[False] = False,
-    **options: Unpack[StridedOptions],
-) -> Array: ...
-@overload
-def strided_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    stride: int,
-    return_lse: Literal[True],
-    **options: Unpack[StridedOptions],
-) -> tuple[Array, Array]: ...
+@differentiable
 def strided_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -116,7 +82,7 @@ def strided_attention(
     stride: int,
     return_lse: bool = False,
     **options: Unpack[StridedOptions],
-) -> Any:
+) -> Steps[Any]:
     """The strided pattern of Sparse Transformers: the last ``stride`` keys, and every stride-th before.
 
     What ``attention(mask=masks.strided(stride))`` gives, at the cost of the keys attended. Causal.
@@ -135,60 +101,78 @@ def strided_attention(
     Source: R. Child et al., "Generating Long Sequences with Sparse Transformers", 2019, arXiv:1904.10509.
     """
     func = "strided_attention"
-    args = self_args(func, q, k, v, options, StridedOptions, return_lse)
+    args = _self_args(func, q, k, v, options, return_lse)
     step = integer(func, "stride", stride, 1)
     near = apart(attention_args(func, q, k, v, **options, window=(step, 0)))
-    far = apart(args)
     dispatch.run(near, options.get("backend"))
-    ranges = far_ranges(args.len_q, step)
-    _attend_interleaved(far, func, step, {**options, "sinks": None}, row_ranges=ranges)
-    join((near, far), args)
-    return args.result
+    row = np.arange(-(-args.len_q // step))  # the window has the row itself and the one before
+    far = _Interleaved(
+        func, apart(args), step, {**options, "sinks": None}, {"row_ranges": (row * 0, row - 1)}
+    )
+    far.attend()
+    join((near, far.args), args)
+    request = yield args.result
+
+    found = ComposedGradients(request, {"q": q, "k": k, "v": v}, options, StridedOptions)
+    near.out, near.lse, far.args = args.out, args.lse, args  # both parts have the whole's out and lse
+    found.add_all(found.attend(near, *cotangents(args, request)))
+    far.add_gradients(found, *cotangents(args, request))
+    return found.results()
 
 
-def self_args(
-    func: str, q: Any, k: Any, v: Any, options: StridedInnerOptions, taken: type, return_lse: bool
-) -> AttentionArgs:
+def _self_args(func: str, q: Any, k: Any, v: Any, options: StridedOptions, return_lse: bool) -> AttentionArgs:
     """The arguments of attention of a sequence to itself."""
-    args = variant_args(func, q, k, v, options, taken, return_lse)
+    args = variant_args(func, q, k, v, options, StridedOptions, return_lse)
     if args.len_q != args.len_k:
         raise ValueError(f"{func}(): k has a length of {args.len_k}; expected q's, {args.len_q}")
     return args
 
 
-def interleaved(
-    args: AttentionArgs,
-    func: str,
-    step: int,
-    options: StridedInnerOptions,
-    row_ranges: Any = None,
-    **more: Any,
-) -> Iterator[tuple[slice, AttentionArgs]]:
-    """Attention within each of the `step` sequences of every step-th token: which these are, and the call.
+@dataclass(slots=True)
+class _Interleaved:
+    """Attention within each of the `step` sequences of every step-th token: calls on views of `args`."""
 
-    Its `out` is a part of that of `args`.
-    """
-    rest: Any = {name: x for name, x in options.items() if name != "out"}
-    for first in range(min(step, args.len_q)):
-        tokens = slice(first, None, step)
-        q, k, v, out = (x[..., tokens, :] for x in (args.q, args.k, args.v, args.out))
-        if row_ranges is not None:
-            more["row_ranges"] = tuple(x[: q.shape[-2]] for x in row_ranges)
-        with_lse = args.lse is not None
-        yield tokens, attention_args(func, q, k, v, out=out, return_lse=with_lse, **rest, **more)
+    func: str
+    args: AttentionArgs  # the whole, whose results the calls fill
+    step: int
+    options: Any
+    places: dict[str, Any]  # more arguments; row_ranges are those of the longest sequence
 
+    def attend(self) -> None:
+        """Compute all results."""
+        for tokens, part in self._calls():
+            dispatch.run(part, self.options.get("backend"))
+            if self.args.lse is not None:
+                self.args.lse[..., tokens] = part.lse
 
-def far_ranges(len_q: int, step: int) -> tuple[Ints, Ints]:
-    """Range of each query of an interleaved sequence: the window has itself and the one before."""
-    row = np.arange(-(-len_q // step))
-    return row * 0, row - 1
+    def add_gradients(self, found: ComposedGradients, dout: Array, dlse: Array | None) -> None:
+        """Add the gradients of all calls."""
+        args, lse = self.args, self.args.lse
+        lead, lane = args.batch_shape, lane_dtype(args.q.dtype)
+        sums = {
+            "dq": np.zeros((*lead, args.heads_q, args.len_q, args.head_dim), lane),
+            "dk": np.zeros((*lead, args.heads_kv, args.len_q, args.head_dim), lane),
+            "dv": np.zeros((*lead, args.heads_kv, args.len_q, args.head_dim_v), lane),
+        }
+        assert lse is not None
+        for tokens, part in self._calls():
+            part.lse = lse[..., tokens]
+            own = None if dlse is None else dlse[..., tokens]
+            call = found.attend(part, dout[..., tokens, :], own)
+            for name, x in sums.items():
+                if found.wants(name):
+                    x[..., tokens, :] = getattr(call, name)
+        for name, x in sums.items():
+            found.add(name, x)
 
-
-def _attend_interleaved(
-    args: AttentionArgs, func: str, step: int, options: StridedOptions, **more: Any
-) -> None:
-    """Fill the results of `args`."""
-    for tokens, part in interleaved(args, func, step, options, **more):
-        dispatch.run(part, options.get("backend"))
-        if args.lse is not None:
-            args.lse[..., tokens] = part.lse
+    def _calls(self) -> Iterator[tuple[slice, AttentionArgs]]:
+        """Which tokens, and their call; its `out` is a part of the whole one's."""
+        args, more = self.args, dict(self.places)
+        rest = {name: x for name, x in self.options.items() if name != "out"}
+        for first in range(min(self.step, args.len_q)):
+            tokens = slice(first, None, self.step)
+            q, k, v, out = (x[..., tokens, :] for x in (args.q, args.k, args.v, args.out))
+            if "row_ranges" in more:
+                more["row_ranges"] = tuple(x[: q.shape[-2]] for x in self.places["row_ranges"])
+            with_lse = args.lse is not None
+            yield tokens, attention_args(self.func, q, k, v, out=out, return_lse=with_lse, **rest, **more)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastattn._args.errors import wrong_shape
+from fastattn._args.grad import needed
 from fastattn._args.options import (
     Backend,
     ComputeOptions,
@@ -16,23 +17,27 @@ from fastattn._args.options import (
     require_options,
 )
 from fastattn._args.recurrent import recurrent_args
-from fastattn._args.values import flag, float_array, real_array, short
+from fastattn._args.recurrent_backward import recurrent_backward_args
+from fastattn._args.values import flag, float_array, is_float, real_array, shared, short
 from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
-from fastattn.functional._pieces import run
+from fastattn.functional._differentiable import Request, Steps, differentiable
+from fastattn.functional._split_calls import run
 from fastattn.functional.feature_maps import unit
+from fastattn.grad import vjp
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, RecurrentBackwardArgs, Shape
 
     Rule = Literal["linear", "decay", "gated", "delta", "gated_delta", "kimi_delta"]
     State = Array | tuple[Array, Array]
     Result = Array | tuple[Array, State]  # the state where it is asked for
 
 
+@differentiable
 def linear_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -52,7 +57,7 @@ def linear_attention(
     num_threads: int | None = None,
     backend: Backend | None = None,
     **others: Unpack[NoOptions],
-) -> Result:
+) -> Steps[Result]:
     r"""``out_t = scale * S_t.T @ q_t``, where every token writes to the state S (head_dim, head_dim_v).
 
     ============= ================================================================== =====================
@@ -162,13 +167,45 @@ def linear_attention(
         return_state, out_state, out, num_threads, backend,
     )  # fmt: skip
     dispatch.run(args, backend)
-    result: Result = args.result
-    return result
+    request = yield args.result
+    return linear_attention_backward(
+        request.dout, q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state, request.dmore,
+        request.need, num_threads, backend, request.func,
+    )  # fmt: skip
 
 
+def linear_attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    rule: Rule,
+    log_decay: Any = None,
+    beta: Any = None,
+    causal: bool = True,
+    scale: float | None = None,
+    normalize: bool = False,
+    eps: float = 1e-6,
+    state: Any = None,
+    dstate_out: Any = None,
+    need: tuple[str, ...] = ("dq", "dk", "dv"),
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+    func: str = "linear_attention_backward",
+) -> tuple[Any, ...]:
+    """Gradients of `linear_attention`, without its forward pass, of which they need nothing."""
+    args = recurrent_backward_args(
+        func, dout, q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state, dstate_out, need,
+        num_threads, backend,
+    )  # fmt: skip
+    dispatch.run(args, backend)
+    return _results(args, need, log_decay, beta)
+
+
+@differentiable
 def retention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, gamma: ArrayLike | None = None, **options: Unpack[DecayOptions]
-) -> Result:
+) -> Steps[Result]:
     """Retention (RetNet, Sun et al. 2023, arXiv:2307.08621): ``S_t = gamma S_{t-1} + k_t v_t^T``.
 
     Parameters
@@ -182,11 +219,21 @@ def retention(
         `linear_attention`, as what is returned and raised.
     """
     k, v = float_array("retention", "k", k), float_array("retention", "v", v)
-    _, log_decay = retention_decays("retention", k, v, gamma)
-    return _run("retention", q, k, v, options, DecayOptions, rule="decay", log_decay=log_decay)
+    decays, log_decay = _retention_decays("retention", k, v, gamma)
+    fixed: Any = {"rule": "decay", "log_decay": log_decay}
+    request = yield _run("retention", q, k, v, options, DecayOptions, fixed)
+
+    names = needed(request.func, request.need, ("dq", "dk", "dv", "dgamma", "dstate", "dscale"))
+    inner = tuple("dlog_decay" if name == "dgamma" else name for name in names)
+    results = list(_gradients(request._replace(need=inner), q, k, v, options, fixed))
+    for i, name in enumerate(names):
+        if name == "dgamma":
+            dgamma = results[i] / decays.reshape(-1)
+            results[i] = dgamma.reshape(decays.shape).astype(_dtype_of(gamma, decays.dtype))
+    return tuple(results)
 
 
-def retention_decays(func: str, k: Array, v: Array, gamma: Any) -> tuple[Array, Array]:
+def _retention_decays(func: str, k: Array, v: Array, gamma: Any) -> tuple[Array, Array]:
     """`gamma` in float64, the paper's if it is None, and its logarithms, (heads,) or one for all heads."""
     heads = max(k.shape[-3:-2] + v.shape[-3:-2], default=1)
     if gamma is None:
@@ -200,9 +247,10 @@ def retention_decays(func: str, k: Array, v: Array, gamma: Any) -> tuple[Array, 
     return decays, np.log(decays).reshape(-1)
 
 
+@differentiable
 def gated_linear_attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, log_decay: ArrayLike, **options: Unpack[DecayOptions]
-) -> Result:
+) -> Steps[Result]:
     """GLA (Yang et al. 2024, arXiv:2312.06635): ``S_t = diag(a_t) S_{t-1} + k_t v_t^T``.
 
     Parameters
@@ -214,9 +262,12 @@ def gated_linear_attention(
     **options
         As in `retention`.
     """
-    return _run("gated_linear_attention", q, k, v, options, DecayOptions, rule="gated", log_decay=log_decay)
+    fixed: Any = {"rule": "gated", "log_decay": log_decay}
+    request = yield _run("gated_linear_attention", q, k, v, options, DecayOptions, fixed)
+    return _gradients(request, q, k, v, options, fixed)
 
 
+@differentiable
 def delta_net(
     q: ArrayLike,
     k: ArrayLike,
@@ -225,7 +276,7 @@ def delta_net(
     *,
     unit_keys: bool = True,
     **options: Unpack[DeltaOptions],
-) -> Result:
+) -> Steps[Result]:
     """DeltaNet (Yang et al. 2024, arXiv:2406.06484): ``S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T``.
 
     Parameters
@@ -238,10 +289,11 @@ def delta_net(
     **options
         As in `retention`, but normalize and eps.
     """
-    q, k = _unit("delta_net", q, k, unit_keys)
-    return _run("delta_net", q, k, v, options, DeltaOptions, rule="delta", beta=beta)
+    fixed = {"rule": "delta", "beta": beta}
+    return (yield from _delta_rule("delta_net", q, k, v, unit_keys, options, fixed))
 
 
+@differentiable
 def gated_delta_net(
     q: ArrayLike,
     k: ArrayLike,
@@ -251,7 +303,7 @@ def gated_delta_net(
     *,
     unit_keys: bool = True,
     **options: Unpack[DeltaOptions],
-) -> Result:
+) -> Steps[Result]:
     """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next: the delta rule on a_t S_{t-1}.
 
     Parameters
@@ -262,21 +314,112 @@ def gated_delta_net(
     unit_keys, **options
         As in `delta_net`.
     """
-    q, k = _unit("gated_delta_net", q, k, unit_keys)
-    return _run(
-        "gated_delta_net", q, k, v, options, DeltaOptions, rule="gated_delta", log_decay=log_decay, beta=beta
-    )
+    fixed = {"rule": "gated_delta", "log_decay": log_decay, "beta": beta}
+    return (yield from _delta_rule("gated_delta_net", q, k, v, unit_keys, options, fixed))
 
 
-def _unit(func: str, q: ArrayLike, k: ArrayLike, wanted: bool) -> tuple[ArrayLike | Array, ArrayLike | Array]:
-    """Queries and keys, of length 1 if `wanted`."""
-    if not flag(func, "unit_keys", wanted):
-        return q, k
-    return unit(float_array(func, "q", q, 1)), unit(float_array(func, "k", k, 1))
+def _delta_rule(
+    func: str, q: Any, k: Any, v: Any, unit_keys: bool, options: DeltaOptions, fixed: dict[str, Any]
+) -> Steps[Result]:
+    """Run a delta rule on queries and keys, of length 1 if `unit_keys`."""
+    if not flag(func, "unit_keys", unit_keys):
+        request = yield _run(func, q, k, v, options, DeltaOptions, fixed)
+        return _gradients(request, q, k, v, options, fixed)
+    q, k = float_array(func, "q", q, 1), float_array(func, "k", k, 1)
+    unit_q, unit_k = unit(q), unit(k)
+    request = yield _run(func, unit_q, unit_k, v, options, DeltaOptions, fixed)
+
+    results = list(_gradients(request, unit_q, unit_k, v, options, fixed))
+    for i, name in enumerate(request.need):
+        if name in ("dq", "dk"):
+            _, pullback = vjp(unit, q if name == "dq" else k)
+            (results[i],) = pullback(results[i])
+    return tuple(results)
 
 
-def _run(func: str, q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, **fixed: Any) -> Result:
-    """`linear_attention` with what is `fixed`, for messages of `func`, which takes the options `taken`."""
+def _run(
+    func: str, q: Any, k: Any, v: Any, options: ComputeOptions, taken: type, fixed: dict[str, Any]
+) -> Result:
+    """Run `linear_attention` with `fixed` arguments, as `func`, which takes the options `taken`."""
     require_options(func, options, taken)
     result: Result = run(recurrent_args(func, q, k, v, **fixed, **options), options)
     return result
+
+
+def _gradients(
+    request: Request, q: Any, k: Any, v: Any, options: Any, fixed: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Gradients of `linear_attention` with `fixed` arguments."""
+    rest = {name: x for name, x in options.items() if name not in ("return_state", "out_state", "out")}
+    more: Any = {"dstate_out": request.dmore, "need": request.need, "func": request.func}
+    return linear_attention_backward(request.dout, q, k, v, **fixed, **rest, **more)
+
+
+def _results(
+    args: RecurrentBackwardArgs, need: tuple[str, ...], log_decay: Any, beta: Any
+) -> tuple[Any, ...]:
+    """The gradients `need`, summed over axes that were broadcast and heads that were shared."""
+    a = args.forward
+    results: list[Any] = []
+    for name in need:
+        if name == "dscale":
+            results.append(_dscale(args))
+            continue
+        x: Array = getattr(args, name)
+        if name == "dstate":
+            results.append(x if args.dnorm is None else (x, args.dnorm))
+        elif name in ("dlog_decay", "dbeta"):
+            given = log_decay if name == "dlog_decay" else beta
+            shape = shared(given).shape
+            tokens = (*shape, 1) if name == "dlog_decay" and not a.gated and len(shape) == 1 else shape
+            total = _added(x, tokens, 2 if a.gated and name == "dlog_decay" else 1)
+            results.append(total.reshape(shape).astype(_dtype_of(given, x.dtype), copy=False))
+        else:
+            like = getattr(a, name[1:])
+            if name == "dq" and args.dq_factor != a.scale:
+                x = x * x.dtype.type(a.scale)
+            results.append(_added(x, like.shape, 2).astype(like.dtype, copy=False))
+    return tuple(results)
+
+
+def _dscale(args: RecurrentBackwardArgs) -> float:
+    """The sum of q dq, dq being that of queries times the scale."""
+    dq: Any = args.dq
+    heads, heads_q = dq.shape[-3], args.forward.heads_q
+    q = args.forward.q
+    q = np.broadcast_to(q, (*dq.shape[:-3], *q.shape[-3:]))
+    total = 0.0
+    for b in np.ndindex(dq.shape[:-2]):
+        head = (*b[:-1], b[-1] // (heads // heads_q))
+        total += float(np.vdot(q[head].astype(np.float64), dq[b].astype(np.float64)))
+    return total
+
+
+def _dtype_of(given: Any, otherwise: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of `given`, in native byte order; `otherwise` where that is no floating one."""
+    dtype = shared(given).dtype if hasattr(given, "dtype") else otherwise
+    return dtype.newbyteorder("=") if is_float(dtype) else otherwise
+
+
+def _added(x: Array, shape: Shape, token_axis: int) -> Array:
+    """`x` added up to `shape`: heads that share one, axes of length 1, and axes that are not there.
+
+    One term after the other, so that the bits of a sum do not depend on what is computed beside it. Only
+    tokens, whose axis is the last but `token_axis` - 1, may be many: they are added in float64.
+    """
+    if x.shape == shape:
+        return x
+    whole = (1,) * (x.ndim - len(shape)) + shape
+    for axis, (n, kept) in enumerate(zip(x.shape, whole, strict=True)):
+        if n == kept:
+            continue
+        if axis == x.ndim - token_axis:
+            x = np.ascontiguousarray(np.moveaxis(x, axis, -1)).sum(-1, dtype=np.float64)[..., None]
+            x = np.moveaxis(x, -1, axis)
+            continue
+        parts = x.reshape(*x.shape[:axis], kept, n // kept, *x.shape[axis + 1 :])
+        total = np.zeros((*x.shape[:axis], kept, *x.shape[axis + 1 :]), x.dtype)
+        for i in range(n // kept):
+            total += parts[(slice(None),) * (axis + 1) + (i,)]
+        x = total
+    return x.reshape(shape)

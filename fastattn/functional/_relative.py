@@ -2,117 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.options import RelativeOptions, ShawOptions
-from fastattn.functional._pieces import attend_by_rows, band_of, join, run
-from fastattn.functional._relative_args import disentangled_args, shaw_args, transformer_xl_args
+from fastattn._args.options import RelativeOptions
+from fastattn._args.types import lane_dtype
+from fastattn._args.values import float_array, integer
+from fastattn._args.variants import relative_args, with_shape
+from fastattn._reference.backward import add_to
+from fastattn.functional._composed_gradients import ComposedGradients, add_up, cotangents, shown
+from fastattn.functional._differentiable import Steps, differentiable
+from fastattn.functional._split_calls import attend_by_rows, by_distance, parts_by_rows, sum_in
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array
+    from fastattn._args.types import Array, AttentionArgs, Ints
 
 
-@overload
-def shaw_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    key_table: ArrayLike,
-    value_table: ArrayLike | None = None,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[ShawOptions],
-) -> Array: ...
-@overload
-def shaw_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    key_table: ArrayLike,
-    value_table: ArrayLike | None = None,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[ShawOptions],
-) -> tuple[Array, Array]: ...
-@np.errstate(all="ignore")  # as in the kernels
-def shaw_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    key_table: ArrayLike,
-    value_table: ArrayLike | None = None,
-    *,
-    return_lse: bool = False,
-    **options: Unpack[ShawOptions],
-) -> Any:
-    """Attention with Shaw's relative positions: to ``k_j + a_r``, of ``v_j + b_r``, r the clipped ``j - i``.
-
-    Parameters
-    ----------
-    q, k, v, return_lse
-        As in `attention`, like the results and errors.
-    key_table : array_like, (2 * clip + 1, head_dim)
-        a: of the distances -clip to clip of a key from the query, in this order; clip is at least 1.
-    value_table : array_like, (2 * clip + 1, head_dim_v), optional
-        b; 0 if left out.
-    **options
-        Keyword arguments of `attention`, but softcap, alibi_slopes and stats, with one q_offset for all.
-
-    Notes
-    -----
-    Keys at a distance of clip and more have one row of the tables on either side: they are attended with that
-    added to them, and what is between with a bias, of 128 queries at a time; three results that are joined by
-    their lse. Beside `attention`'s cost O(len_q * (128 + clip) * head_dim) a head in NumPy, a copy of k and v
-    for either side, and no array of len_q x len_k. Source: P. Shaw, J. Uszkoreit, A. Vaswani, "Self-Attention
-    with Relative Position Representations", 2018, arXiv:1803.02155.
-    """
-    tables = (key_table, value_table)
-    x = shaw_args("shaw_attention", q, k, v, *tables, options, ShawOptions, return_lse)
-    parts = [x.near()]
-    for piece in x.pieces(parts[0]):
-        run(piece.args, options)
-        if x.of_values is not None:
-            weights = piece.probabilities()
-            run(weights, options)
-            probs = piece.columns(weights.out.shape[:-2], x.of_values.dtype)
-            probs[..., piece.inside] = weights.out
-            piece.args.out += (band_of(probs, piece.n) @ x.of_values[1:-1]).astype(piece.args.out.dtype)
-    for _, part in x.far():
-        run(part, options)
-        parts.append(part)
-    join(parts, x.args)
-    return x.args.result
-
-
-@overload
-def transformer_xl_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    relative_keys: ArrayLike,
-    content_bias: ArrayLike | None = None,
-    position_bias: ArrayLike | None = None,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[RelativeOptions],
-) -> Array: ...
-@overload
-def transformer_xl_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    relative_keys: ArrayLike,
-    content_bias: ArrayLike | None = None,
-    position_bias: ArrayLike | None = None,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[RelativeOptions],
-) -> tuple[Array, Array]: ...
+@differentiable
 def transformer_xl_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -123,7 +36,7 @@ def transformer_xl_attention(
     *,
     return_lse: bool = False,
     **options: Unpack[RelativeOptions],
-) -> Any:
+) -> Steps[Any]:
     """Transformer-XL's attention: scores ``scale * ((q_i + u) @ k_j + (q_i + w) @ r_d)``, ``d = i - j``.
 
     Parameters
@@ -146,46 +59,113 @@ def transformer_xl_attention(
     NumPy, O(len_q * (len_q + len_k) * head_dim) a head. Source: Z. Dai et al., "Transformer-XL: Attentive
     Language Models beyond a Fixed-Length Context", 2019, arXiv:1901.02860.
     """
-    x = transformer_xl_args(
-        "transformer_xl_attention",
-        q,
-        k,
-        v,
-        relative_keys,
-        content_bias,
-        position_bias,
-        options,
-        RelativeOptions,
-        return_lse,
-    )
+    arrays = (q, k, v, relative_keys, content_bias, position_bias)
+    x = _transformer_xl_args("transformer_xl_attention", *arrays, options, return_lse)
     attend_by_rows(x.args, options.get("backend"), x.bias_of)
-    return x.args.result
+    request = yield x.args.result
+
+    names = ("q", "k", "v", "relative_keys", "content_bias", "position_bias")
+    given = dict(zip(names, arrays, strict=True))
+    found = ComposedGradients(request, given, options, RelativeOptions, bias=False, scale=False)
+    lane = x.w.dtype
+    dq = np.zeros(x.queries.shape, lane)
+    drelative = np.zeros(x.relative.shape, lane)
+    dw = np.zeros(x.w.shape, lane)
+
+    def add(b: tuple[int, ...], rows: slice, call: Any) -> None:
+        columns = x.columns(rows)
+        heads: Any = (*b, slice(None))
+        n_rows = rows.stop - rows.start
+        if call.dq is not None:
+            found.add("dcontent_bias", call.dq.sum(axis=-2))
+            dq[(*heads, rows)] = call.dq
+        if call.dbias is None:
+            return
+        dcolumns = np.zeros((x.args.heads_q, n_rows, n_rows + x.args.len_k - 1), lane)
+        by_distance(dcolumns, x.args.len_k, writeable=True)[...] = call.dbias
+        dcolumns = dcolumns[..., : columns.stop - columns.start]
+        drelative[(*heads, columns)] += dcolumns.swapaxes(-1, -2) @ shown(x.shifted(b, rows), dcolumns)
+        dshifted = lane.type(x.args.scale) * (dcolumns @ x.table(b, rows))
+        dw[...] += dshifted.sum(axis=-2, keepdims=True)
+        dq[(*heads, rows)] += dshifted
+
+    uses = {"dq": ("dq", "dcontent_bias"), "dbias": ("dbias", "dq", "drelative_keys", "dposition_bias")}
+    _by_rows(found, x.args, x.bias_of, cotangents(x.args, request), add, uses)
+    found.add("dq", dq)
+    found.add("drelative_keys", drelative)
+    found.add("dposition_bias", dw[:, 0])
+    found.add("dcontent_bias", np.zeros_like(dw[:, 0]))  # for a call without queries or keys
+    return found.results()
 
 
-@overload
-def disentangled_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    position_keys: ArrayLike | None = None,
-    position_queries: ArrayLike | None = None,
-    *,
-    max_distance: int | None = None,
-    return_lse: Literal[False] = False,
-    **options: Unpack[RelativeOptions],
-) -> Array: ...
-@overload
-def disentangled_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    position_keys: ArrayLike | None = None,
-    position_queries: ArrayLike | None = None,
-    *,
-    max_distance: int | None = None,
-    return_lse: Literal[True],
-    **options: Unpack[RelativeOptions],
-) -> tuple[Array, Array]: ...
+@dataclass(slots=True)
+class _TransformerXL:
+    """A call with a bias of positions, (q + w) . r."""
+
+    args: AttentionArgs
+    queries: Array  # (*batch, heads_q, len_q, head_dim)
+    relative: Array  # r, (*batch, heads_q, n, head_dim), lane dtype
+    w: Array  # (heads_q, 1, head_dim)
+
+    def shifted(self, b: tuple[int, ...], rows: slice) -> Array:
+        """scale * (q + w) of these rows."""
+        lane = self.w.dtype
+        found: Array = (self.queries[b][:, rows].astype(lane) + self.w) * lane.type(self.args.scale)
+        return found
+
+    def columns(self, rows: slice) -> slice:
+        """Which of the vectors these rows read."""
+        first = self.args.len_q - rows.stop
+        n = rows.stop - rows.start + self.args.len_k - 1
+        return slice(first, min(first + n, self.relative.shape[-2]))
+
+    def table(self, b: tuple[int, ...], rows: slice) -> Array:
+        """The vectors of the columns of these rows: of distances from the largest one on."""
+        place: Any = (*b, slice(None), self.columns(rows))
+        found: Array = self.relative[place]
+        return found
+
+    def bias_of(self, b: tuple[int, ...], rows: slice) -> Array:
+        """Bias of these rows, (heads_q, rows, len_k)."""
+        args, table, n_rows = self.args, self.table(b, rows), rows.stop - rows.start
+        columns = np.zeros((args.heads_q, n_rows, n_rows + args.len_k - 1), self.w.dtype)
+        np.matmul(self.shifted(b, rows), table.swapaxes(-1, -2), out=columns[..., : table.shape[-2]])
+        return by_distance(columns, args.len_k)
+
+
+def _transformer_xl_args(
+    func: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    relative_keys: Any,
+    content_bias: Any,
+    position_bias: Any,
+    options: RelativeOptions,
+    return_lse: bool,
+) -> _TransformerXL:
+    """Check the arguments of Transformer-XL's attention; queries get the bias of the content."""
+    args, lane, offset = relative_args(func, q, k, v, options, RelativeOptions, return_lse)
+    n = float_array(func, "relative_keys", relative_keys, least_dims=2).shape[-2]
+    shape = (*args.batch_shape, args.heads_q, n, args.head_dim)
+    relative = with_shape(func, "relative_keys", relative_keys, shape, "(..., heads_q, n, head_dim)", 2, lane)
+    needed = args.len_q + args.len_k - 1
+    if options.get("causal"):  # distances below 0 are of no key that is attended
+        needed = min(needed, args.len_q + offset)
+    if n < needed and args.len_q and args.len_k:
+        raise ValueError(f"{func}(): relative_keys has {n} rows; expected {needed}, one a distance")
+    none = np.zeros((args.heads_q, args.head_dim), lane)
+    u, w = (
+        with_shape(func, name, none if x is None else x, none.shape, "(heads_q, head_dim)", 2, lane)[:, None]
+        for name, x in (("content_bias", content_bias), ("position_bias", position_bias))
+    )
+    relative = np.broadcast_to(relative, shape)
+    queries = np.broadcast_to(args.q, (*args.batch_shape, *args.q.shape[-3:]))
+    args.q = sum_in(args.q.dtype, args.q, u)
+    return _TransformerXL(args, queries, relative, w)
+
+
+@differentiable
 def disentangled_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -196,7 +176,7 @@ def disentangled_attention(
     max_distance: int | None = None,
     return_lse: bool = False,
     **options: Unpack[RelativeOptions],
-) -> Any:
+) -> Steps[Any]:
     """DeBERTa's attention: scores ``scale * (q_i @ k_j + q_i @ kr_b + k_j @ qr_b)``, b of i - j.
 
     Parameters
@@ -221,17 +201,183 @@ def disentangled_attention(
     and of the products with the tables. Source: P. He et al., "DeBERTa: Decoding-enhanced BERT with
     Disentangled Attention", 2020, arXiv:2006.03654.
     """
-    x = disentangled_args(
-        "disentangled_attention",
-        q,
-        k,
-        v,
-        position_keys,
-        position_queries,
-        max_distance,
-        options,
-        RelativeOptions,
-        return_lse,
-    )
+    arrays = (q, k, v, position_keys, position_queries)
+    x = _disentangled_args("disentangled_attention", *arrays, max_distance, options, return_lse)
     attend_by_rows(x.args, options.get("backend"), x.bias_of)
-    return x.args.result
+    request = yield x.args.result
+
+    given = dict(zip(("q", "k", "v", "position_keys", "position_queries"), arrays, strict=True))
+    found = ComposedGradients(request, given, options, RelativeOptions, bias=False, scale=False)
+    args, scale = x.args, x.lane.type(x.args.scale)
+    group, keys = args.heads_q // args.heads_kv, np.arange(args.len_k)
+    n = len(next(iter(x.tables.values()))[0])
+    dq = np.zeros(x.queries.shape, x.lane)
+    sums = {name: np.zeros(table.shape, x.lane) for name, table in x.tables.items()}
+    dk = np.zeros((*args.batch_shape, args.heads_kv, args.len_k, args.head_dim), x.lane)
+    of_keys = np.zeros((args.heads_q, args.len_k * n) if "position_queries" in sums else 0)
+
+    def add(b: tuple[int, ...], rows: slice, call: Any) -> None:
+        places = x.places(rows)
+        place: Any = (*b, slice(None), rows)
+        if call.dq is not None:
+            dq[place] = call.dq
+        if call.dbias is None:
+            return
+        if "position_keys" in sums:
+            table = x.tables["position_keys"]
+            n_rows = rows.stop - rows.start
+            of_rows = np.zeros((args.heads_q, n_rows * n))
+            _add_by_bin(of_rows, places + np.arange(n_rows)[:, None] * n, call.dbias)
+            dproducts = of_rows.reshape(args.heads_q, n_rows, n).astype(x.lane)
+            dq[place] += scale * (dproducts @ table)
+            queries = shown(x.scaled(x.queries[b][:, rows]), dproducts)
+            sums["position_keys"] += dproducts.swapaxes(-1, -2) @ queries
+        if "position_queries" in sums:
+            _add_by_bin(of_keys, places + keys * n, call.dbias)
+            if rows.stop == args.len_q:  # the last of this item
+                dproducts = of_keys.reshape(args.heads_q, args.len_k, n).astype(x.lane)
+                sums["position_queries"] += dproducts.swapaxes(-1, -2) @ shown(x.scaled_keys(b), dproducts)
+                dkeys = scale * (dproducts @ x.tables["position_queries"])
+                dk[b] = dkeys.reshape(args.heads_kv, group, *dkeys.shape[-2:]).sum(axis=1)
+                of_keys[...] = 0
+
+    uses = {"dbias": ("dbias", "dq", "dk", *(f"d{name}" for name in sums))}
+    _by_rows(found, args, x.bias_of, cotangents(args, request), add, uses)
+    found.add("dk", dk)
+    found.add("dq", dq)
+    for name, total in sums.items():
+        found.add(f"d{name}", total)
+    return found.results()
+
+
+@dataclass(slots=True)
+class _Disentangled:
+    """A call with biases of both content and position."""
+
+    args: AttentionArgs
+    queries: Array  # (*batch, heads_q, len_q, head_dim)
+    keys: Array  # (*batch, heads_kv, len_k, head_dim)
+    tables: dict[str, Array]  # (heads_q, n, head_dim), lane dtype
+    buckets: Ints  # of distances in falling order, from that of the last query and key 0 on
+    lane: np.dtype[Any]
+    of_keys: dict[tuple[int, ...], Array] = field(default_factory=dict)
+
+    def index(self, rows: slice) -> Ints:
+        """The bucket of each distance of these rows."""
+        n_rows = rows.stop - rows.start
+        return self.buckets[self.args.len_q - rows.stop :][: n_rows + self.args.len_k - 1]
+
+    def places(self, rows: slice) -> Ints:
+        """The bucket of each of these rows and each key, (rows, len_k)."""
+        index = self.index(rows)
+        return by_distance(np.broadcast_to(index, (rows.stop - rows.start, len(index))), self.args.len_k)
+
+    def scaled(self, x: Array) -> Array:
+        """`x` times the scale, in the lane dtype."""
+        found: Array = x.astype(self.lane) * self.lane.type(self.args.scale)
+        return found
+
+    def scaled_keys(self, b: tuple[int, ...]) -> Array:
+        """The keys of all query heads, scaled."""
+        return np.repeat(self.scaled(self.keys[b]), self.args.heads_q // self.args.heads_kv, axis=0)
+
+    def bias_of(self, b: tuple[int, ...], rows: slice) -> Array:
+        """Bias of these rows, (heads_q, rows, len_k)."""
+        args, terms = self.args, []
+        if "position_keys" in self.tables:
+            products = self.scaled(self.queries[b][:, rows]) @ self.tables["position_keys"].swapaxes(-1, -2)
+            terms.append(by_distance(np.take(products, self.index(rows), axis=-1), args.len_k))
+        if "position_queries" in self.tables:
+            table = self.tables["position_queries"]
+            if b not in self.of_keys:
+                self.of_keys.clear()
+                products = self.scaled_keys(b) @ table.swapaxes(-1, -2)
+                self.of_keys[b] = products.reshape(args.heads_q, -1)
+            place = self.places(rows) + np.arange(args.len_k) * table.shape[-2]
+            terms.append(np.take(self.of_keys[b], place, axis=-1))
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
+def _disentangled_args(
+    func: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    position_keys: Any,
+    position_queries: Any,
+    max_distance: int | None,
+    options: RelativeOptions,
+    return_lse: bool,
+) -> _Disentangled:
+    """Check the arguments of DeBERTa's attention."""
+    args, lane, offset = relative_args(func, q, k, v, options, RelativeOptions, return_lse)
+    tables = {"position_keys": position_keys, "position_queries": position_queries}
+    given = {name: float_array(func, name, x, 2) for name, x in tables.items() if x is not None}
+    if not given:
+        raise ValueError(f"{func}(): position_keys and position_queries are None; expected at least one")
+    name, n = next((name, x.shape[-2]) for name, x in given.items())
+    if n < 2 or n % 2:
+        raise ValueError(f"{func}(): {name} has {n} rows; expected 2 * span, 2 or more")
+    shape, dims = (args.heads_q, n, args.head_dim), "(heads_q, 2 span, head_dim)"
+    found = {name: with_shape(func, name, x, shape, dims, 3, lane) for name, x in given.items()}
+    if max_distance is not None:
+        if n < 4:
+            raise ValueError(f"{func}(): max_distance is given, and {name} has {n} rows; expected 4 or more")
+        max_distance = integer(func, "max_distance", max_distance, n // 4 + 2, 2**53)
+    if options.get("scale") is None:
+        args.scale = (args.head_dim * (1 + len(found))) ** -0.5
+    # Distances in falling order: first that of the last query and key 0.
+    distances = np.arange(offset + args.len_q - 1, offset - args.len_k, -1)
+    buckets = _deberta_buckets(distances, n // 2, max_distance)
+    queries, keys = (np.broadcast_to(x, (*args.batch_shape, *x.shape[-3:])) for x in (args.q, args.k))
+    return _Disentangled(args, queries, keys, found, buckets, lane)
+
+
+def _deberta_buckets(distances: Ints, span: int, max_distance: int | None) -> Ints:
+    """Row of the tables, in [0, 2 span), of each distance i - j."""
+    if max_distance is not None:
+        middle = span // 2
+        far = np.maximum(abs(distances), middle)
+        steps = np.log(far / middle) / np.log((max_distance - 1) / middle) * (middle - 1)
+        bucket = np.sign(distances) * (np.ceil(steps - 1e-9).astype(np.int64) + middle)
+        distances = np.where(abs(distances) <= middle, distances, bucket)
+    return np.clip(distances + span, 0, 2 * span - 1)
+
+
+def _add_by_bin(sums: Array, bins: Array, x: Array) -> None:
+    """Add x (heads, rows, keys) to sums (heads, n), by the number in bins (rows, keys), in float64."""
+    for total, each in zip(sums, x, strict=True):
+        total += np.bincount(bins.ravel(), each.ravel(), len(total))
+
+
+def _by_rows(
+    found: ComposedGradients,
+    args: AttentionArgs,
+    bias_of: Callable[[tuple[int, ...], slice], Array],
+    cotangents_: tuple[Array, Any],
+    add: Callable[[tuple[int, ...], slice, Any], None],
+    uses: Mapping[str, Sequence[str]],
+) -> None:
+    """Differentiate the calls of `attend_by_rows`; `add` takes the gradients of q and of the bias.
+
+    `uses` is as in `ComposedGradients.attend`.
+    """
+    dout, dlse = cotangents_
+    lane = lane_dtype(args.q.dtype)
+    keys = (*args.batch_shape, args.heads_kv, args.len_k)
+    dk, dv = (np.zeros((*keys, n), lane) for n in (args.head_dim, args.head_dim_v))
+    dbias = np.zeros(args.bias.shape, lane) if args.bias is not None and found.wants("dbias") else None
+    if args.len_k:
+        for b, rows, part in parts_by_rows(args, bias_of):
+            place: Any = (*b, slice(None), rows)
+            own = None if dlse is None else dlse[place]
+            call = found.attend(part, dout[place], own, (b, args.batch_shape), uses)
+            add_up(dk[b], call.dk)
+            add_up(dv[b], call.dv)
+            if dbias is not None:
+                add_to(dbias, b, (slice(None), rows, slice(None)), call.dbias)
+            add(b, rows, call)
+    else:  # of sinks alone
+        found.attend(args, dout, dlse)
+    for name, x in (("dk", dk), ("dv", dv), ("dbias", dbias)):
+        found.add(name, x)

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from math import log
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.backward import gradient_names, gradients
 from fastattn._args.errors import wrong_dtype
 from fastattn._args.options import LocationOptions, NoSoftmaxOptions, SigmoidOptions
-from fastattn._args.types import lane_dtype
-from fastattn._args.values import broadcast_batch, float_array, number
+from fastattn._args.rowwise_backward import rowwise_backward_args
+from fastattn._args.types import BackwardArgs, lane_dtype
+from fastattn._args.values import broadcast_batch, float_array, number, operand
 from fastattn._args.variants import additive_args, rowwise_args, talking_heads_args, top_k_args, variant_args
-from fastattn.functional._pieces import run, run_rowwise
+from fastattn._engine import dispatch
+from fastattn.functional._composed_gradients import ComposedGradients, cotangents
+from fastattn.functional._differentiable import Request, Steps, differentiable
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import LocationInnerOptions
-    from fastattn._args.types import Array, AttentionArgs
+    from fastattn._args.backward import Gradients
+    from fastattn._args.types import Array, AttentionArgs, RowwiseArgs
 
 
+@differentiable
 def additive_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     weight: ArrayLike,
     **options: Unpack[NoSoftmaxOptions],
-) -> Array:
+) -> Steps[Array]:
     """``softmax(scores) @ v`` with ``scores[i, j] = weight @ tanh(q[i] + k[j])``, Bahdanau's attention.
 
     Parameters
@@ -49,24 +54,20 @@ def additive_attention(
     for scores. Masked as in `attention`. Source: D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine
     Translation by Jointly Learning to Align and Translate", 2015, arXiv:1409.0473.
     """
-    return run_rowwise(additive_args("additive_attention", q, k, v, weight, options), options)
+    args = additive_args("additive_attention", q, k, v, weight, options)
+    dispatch.run(args, options.get("backend"))
+    request = yield args.attention.result
+    return _gradients(args, {"q": q, "k": k, "v": v, "weight": weight}, request, options)
 
 
-@overload
-def location_attention(
-    logits: ArrayLike, v: ArrayLike, *, return_lse: Literal[False] = False, **options: Unpack[LocationOptions]
-) -> Array: ...
-@overload
-def location_attention(
-    logits: ArrayLike, v: ArrayLike, *, return_lse: Literal[True], **options: Unpack[LocationOptions]
-) -> tuple[Array, Array]: ...
+@differentiable
 def location_attention(
     logits: ArrayLike,
     v: ArrayLike,
     *,
     return_lse: bool = False,
     **options: Unpack[LocationOptions],
-) -> Any:
+) -> Steps[Any]:
     """``softmax(logits) @ v``: attention whose scores are given, as in Luong's location form.
 
     There ``logits = q @ W.T``, of the query alone; Synthesizers and MLP mixers with softmax have others.
@@ -108,12 +109,20 @@ def location_attention(
     >>> fastattn.functional.location_attention(np.zeros((1, 2)), np.array([[1.0], [3.0]]))
     array([[2.]])
     """
-    func = "location_attention"
-    return run(location_args(func, logits, v, options, LocationOptions, return_lse), options)
+    args = _location_args("location_attention", logits, v, options, return_lse)
+    dispatch.run(args, options.get("backend"))
+    request = yield args.result
+
+    given = {"logits": logits, "v": v}
+    found = ComposedGradients(request, given, options, LocationOptions, bias=False)
+    call = found.attend(args, *cotangents(args, request), uses={"dbias": ("dlogits",)})
+    found.add("dlogits", call.dbias)
+    found.add("dv", call.dv)
+    return found.results()
 
 
-def location_args(
-    func: str, logits: Any, v: Any, options: LocationInnerOptions, taken: type, return_lse: bool
+def _location_args(
+    func: str, logits: Any, v: Any, options: LocationOptions, return_lse: bool
 ) -> AttentionArgs:
     """The call of attention that location attention is: logits are its bias."""
     scores = float_array(func, "logits", logits, least_dims=2)
@@ -135,9 +144,10 @@ def location_args(
     q = np.zeros((*scores.shape[:-1], 1), dtype)
     k = np.broadcast_to(np.zeros(1, dtype), (*values.shape[:-1], 1))
     fixed: Any = {"bias": scores, "scale": 1.0}
-    return variant_args(func, q, k, values, options, taken, return_lse, **fixed)
+    return variant_args(func, q, k, values, options, LocationOptions, return_lse, **fixed)
 
 
+@differentiable
 def talking_heads_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -145,7 +155,7 @@ def talking_heads_attention(
     pre: ArrayLike | None = None,
     post: ArrayLike | None = None,
     **options: Unpack[NoSoftmaxOptions],
-) -> Array:
+) -> Steps[Array]:
     """Attention whose scores are mixed across heads before the softmax, and probabilities after it.
 
     With ``S[h] = scale * q[h] @ k[h].T``: ``M[g] = sum_h pre[h, g] S[h]``, ``P[g] = softmax(M[g])``,
@@ -169,15 +179,19 @@ def talking_heads_attention(
     head mixes. A query that may attend nothing in a head gets no share from it. Source: N. Shazeer, Z. Lan,
     Y. Cheng, N. Ding and L. Hou, "Talking-Heads Attention", 2020, arXiv:2003.02436.
     """
-    return run_rowwise(talking_heads_args("talking_heads_attention", q, k, v, pre, post, options), options)
+    args = talking_heads_args("talking_heads_attention", q, k, v, pre, post, options)
+    dispatch.run(args, options.get("backend"))
+    request = yield args.attention.result
+    return _gradients(args, {"q": q, "k": k, "v": v, "pre": pre, "post": post}, request, options)
 
 
+@differentiable
 def sparsemax_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     **options: Unpack[NoSoftmaxOptions],
-) -> Array:
+) -> Steps[Array]:
     """``sparsemax(scale * q @ k.T) @ v``: each row of scores projected onto the probabilities.
 
     ``sparsemax(s) = max(s - tau, 0)``, with the tau that makes them sum to 1: exact, and exactly 0 for
@@ -206,15 +220,19 @@ def sparsemax_attention(
     >>> fastattn.functional.sparsemax_attention(q, k, np.eye(3), scale=1.0)
     array([[0.25, 0.75, 0.  ]])
     """
-    return run_rowwise(rowwise_args("sparsemax_attention", "sparsemax", q, k, v, options), options)
+    args = rowwise_args("sparsemax_attention", "sparsemax", q, k, v, options)
+    dispatch.run(args, options.get("backend"))
+    request = yield args.attention.result
+    return _gradients(args, {"q": q, "k": k, "v": v}, request, options)
 
 
+@differentiable
 def entmax15_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     **options: Unpack[NoSoftmaxOptions],
-) -> Array:
+) -> Steps[Array]:
     """``entmax15(scale * q @ k.T) @ v``: between softmax (alpha = 1) and sparsemax (alpha = 2).
 
     ``entmax15(s) = max(s / 2 - tau, 0) ** 2``, with the tau that makes them sum to 1.
@@ -229,9 +247,13 @@ def entmax15_attention(
     As `sparsemax_attention`; keys 2 or more below the largest score have probability 0. Source: B. Peters, V.
     Niculae and A. F. T. Martins, "Sparse Sequence-to-Sequence Models", 2019, arXiv:1905.05702.
     """
-    return run_rowwise(rowwise_args("entmax15_attention", "entmax15", q, k, v, options), options)
+    args = rowwise_args("entmax15_attention", "entmax15", q, k, v, options)
+    dispatch.run(args, options.get("backend"))
+    request = yield args.attention.result
+    return _gradients(args, {"q": q, "k": k, "v": v}, request, options)
 
 
+@differentiable
 def top_k_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -239,7 +261,7 @@ def top_k_attention(
     *,
     top_k: int,
     **options: Unpack[NoSoftmaxOptions],
-) -> Array:
+) -> Steps[Array]:
     """Softmax over the `top_k` largest scores of each query, ``softmax(top_k(scale * q @ k.T)) @ v``.
 
     Parameters
@@ -265,9 +287,13 @@ def top_k_attention(
     >>> fastattn.functional.top_k_attention(q, k, np.eye(4), top_k=2)
     array([[0. , 0.5, 0.5, 0. ]])
     """
-    return run_rowwise(top_k_args("top_k_attention", q, k, v, top_k, options), options)
+    args = top_k_args("top_k_attention", q, k, v, top_k, options)
+    dispatch.run(args, options.get("backend"))
+    request = yield args.attention.result
+    return _gradients(args, {"q": q, "k": k, "v": v}, request, options)
 
 
+@differentiable
 def sigmoid_attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -275,7 +301,7 @@ def sigmoid_attention(
     *,
     sigmoid_bias: float | None = None,
     **options: Unpack[SigmoidOptions],
-) -> Array:
+) -> Steps[Array]:
     """Sigmoid attention, ``sigmoid(scale * q @ k.T + sigmoid_bias) @ v``, fused.
 
     Each weight is between 0 and 1 whatever the others are; a row's weights need not sum to anything. So there
@@ -307,15 +333,63 @@ def sigmoid_attention(
     >>> fastattn.functional.sigmoid_attention(x, x, x + 1)[0, 0, 0]  # four weights of 1 / (1 + 4)
     array([0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8])
     """
-    func = "sigmoid_attention"
+    args = _sigmoid_args("sigmoid_attention", q, k, v, sigmoid_bias, options)
+    dispatch.run(args, options.get("backend"))
+    request = yield args.result
+    return _sigmoid_gradients(args, {"q": q, "k": k, "v": v}, request, options)
+
+
+def sigmoid_attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, need: tuple[str, ...], sigmoid_bias: float | None, **options: Any
+) -> tuple[Any, ...]:
+    """Gradients of `sigmoid_attention`, without its forward pass, of which they need nothing."""
+    func = "sigmoid_attention_backward"
+    args = _sigmoid_args(func, q, k, v, sigmoid_bias, options)
+    request = Request(func, operand(func, "dout", dout, []), None, need)
+    return _sigmoid_gradients(args, {"q": q, "k": k, "v": v}, request, options)
+
+
+def _sigmoid_args(
+    func: str, q: Any, k: Any, v: Any, sigmoid_bias: float | None, options: Any
+) -> AttentionArgs:
     args = variant_args(func, q, k, v, options, SigmoidOptions)
-    args.sigmoid_bias = bias_of_sigmoid(func, args, sigmoid_bias)
-    result: Array = run(args, options)
-    return result
+    if sigmoid_bias is None:
+        args.sigmoid_bias = -log(max(1, args.len_k))
+    else:
+        args.sigmoid_bias = number(func, "sigmoid_bias", sigmoid_bias, lane_dtype(args.q.dtype))
+    return args
 
 
-def bias_of_sigmoid(func: str, args: AttentionArgs, given: float | None) -> float:
-    """What sigmoid attention adds to every score."""
-    if given is None:
-        return -log(max(1, args.len_k))
-    return number(func, "sigmoid_bias", given, lane_dtype(args.q.dtype))
+def _sigmoid_gradients(
+    args: AttentionArgs, given: dict[str, Any], request: Request, options: Any
+) -> tuple[Any, ...]:
+    """Gradients by the kernels of `attention_backward`: ``ds = p * (1 - p) * dp``."""
+    given = _with_options(given, options)
+    names = gradient_names(request.func, request.need, given)
+    dout = request.dout.reshape(args.out.shape)
+    backward = BackwardArgs(args, dout, dq_factor=1.0 if "dscale" in names else args.scale)
+    return _run(gradients(request.func, backward, names, given), options)
+
+
+def _gradients(
+    args: RowwiseArgs, given: dict[str, Any], request: Request, options: NoSoftmaxOptions
+) -> tuple[Any, ...]:
+    """Gradients of what is `given` and of options, by kernels that compute scores again."""
+    given = _with_options(given, options)
+    if args.kind == "additive":  # scale multiplies its weight, which has a gradient
+        del given["scale"]
+    return _run(rowwise_backward_args(request.func, args, request.dout, given, request.need), options)
+
+
+def _with_options(given: dict[str, Any], options: NoSoftmaxOptions) -> dict[str, Any]:
+    """Arguments that have gradients: `given`, and options."""
+    named: dict[str, Any] = dict(options)
+    return given | {name: named.get(name) for name in ("bias", "alibi_slopes", "softcap", "scale")}
+
+
+def _run(found: Gradients, options: NoSoftmaxOptions) -> tuple[Any, ...]:
+    if found.args.out.size:
+        dispatch.run(found.args, options.get("backend"))
+    else:
+        found.clear()
+    return found.results()

@@ -14,9 +14,10 @@ from fastattn._args.words import not_an_argument
 from fastattn._engine import dispatch
 from fastattn._reference import attention as reference
 from fastattn._reference import backward
+from fastattn.functional._differentiable import Steps, differentiable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Unpack
@@ -107,18 +108,20 @@ def scaled_dot_product_attention(
     return args.result  # type: ignore[no-any-return]
 
 
+@differentiable
 def flex_attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     *,
     score_mod: Callable[[Array, int, Ints, Ints, Ints], Array] | None = None,
+    score_mod_backward: Callable[[Array, Array, int, Ints, Ints, Ints], Array] | None = None,
     mask: ArrayLike | Mask | None = None,
     scale: float | None = None,
     q_offset: ArrayLike | None = None,
     return_lse: bool = False,
     **others: Unpack[NoOptions],
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]:
+) -> Steps[Any]:
     """Attention whose scores pass through a function of yours: for trying out what has no kernel.
 
     **Slow**: with `score_mod` it runs on NumPy, always, several times slower than `attention`, whose options
@@ -134,6 +137,11 @@ def flex_attention(
         float32 (float64 for float64); b an int, the sequence, counted over all batch dimensions; and integer
         arrays that broadcast to the scores: h, query heads; i, positions of queries; j, keys. Its result
         broadcasts to the scores; -inf in it masks. Without it this is `attention`.
+    score_mod_backward : callable, optional
+        ``f(dscores, scores, b, h, i, j) -> dscores``, for `grad.vjp`: from the gradient of the result of
+        `score_mod` to that of the scores that it got, both (group, rows, keys): ``dscores`` times the
+        derivative. It is called once for each block, one after another, so it may also sum gradients of
+        arrays that `score_mod` reads, such as a table.
     **others
         None: an error says what an argument of another library is called here.
 
@@ -158,99 +166,31 @@ def flex_attention(
     func = "flex_attention"
     if others:
         raise not_an_argument(func, others, flex_attention)
-    if score_mod is not None and not callable(score_mod):
-        raise wrong_type(func, "score_mod", score_mod, "a function")
+    for name, function in (("score_mod", score_mod), ("score_mod_backward", score_mod_backward)):
+        if function is not None and not callable(function):
+            raise wrong_type(func, name, function, "a function")
+    if score_mod is None and score_mod_backward is not None:
+        raise ValueError(f"{func}(): score_mod_backward is given, but score_mod is None; expected both")
     args = attention_args(func, q, k, v, mask, scale=scale, q_offset=q_offset, return_lse=return_lse)
     if score_mod is None:
         dispatch.run(args, None)
     elif args.out.size:
         args.q_position = np.asarray(args.len_k - args.len_q if q_offset is None else q_offset)
         reference.attention(args, score_mod)
-    return args.result  # type: ignore[no-any-return]
+    request = yield args.result
 
-
-def flex_attention_backward(
-    dout: ArrayLike,
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    out: ArrayLike,
-    lse: ArrayLike,
-    *,
-    score_mod: Callable[[Array, int, Ints, Ints, Ints], Array] | None = None,
-    score_mod_backward: Callable[[Array, Array, int, Ints, Ints, Ints], Array] | None = None,
-    mask: ArrayLike | Mask | None = None,
-    scale: float | None = None,
-    q_offset: ArrayLike | None = None,
-    dlse: ArrayLike | None = None,
-    need: Sequence[str] = ("dq", "dk", "dv"),
-    **others: Unpack[NoOptions],
-) -> tuple[Any, ...]:
-    """Gradients of `flex_attention`; of a `score_mod`, you say what its own gradient is.
-
-    **Slow** with `score_mod`, as the forward pass is; without it this is `attention_backward` with a mask.
-
-    Parameters
-    ----------
-    dout, out, lse, dlse
-        As in `attention_backward`: out and lse are what the forward pass returned with ``return_lse=True``.
-    q, k, v, score_mod, mask, scale, q_offset
-        As they were given to `flex_attention`; with others, gradients are wrong.
-    score_mod_backward : callable, optional
-        ``f(dscores, scores, b, h, i, j) -> dscores``: from the gradient of what `score_mod` returned to that
-        of the scores that it got, both (group, rows, keys): ``dscores`` times the derivative. The other
-        arguments are those that `score_mod` gets. It is called once for each block, one after another, so it
-        may also add up gradients of what `score_mod` reads, such as a table. Needed if there is a
-        `score_mod`: its derivative cannot be seen from outside.
-    need : tuple of str, default ("dq", "dk", "dv")
-        Which gradients to compute, and in which order to return them: these, and ``"dscale"``.
-    **others
-        None: an error says what an argument of another library is called here.
-
-    Returns
-    -------
-    tuple
-        A gradient for each name in `need`, with the shape and dtype of what it is the gradient of.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `attention_backward`; if `score_mod` is given without `score_mod_backward`, or the other way round;
-        and if either returns no floating numbers that broadcast to the scores.
-
-    Examples
-    --------
-    >>> import fastattn, numpy as np
-    >>> x = np.ones((1, 2, 5, 8), np.float32)
-    >>> capped = lambda s, b, h, i, j: 3 * np.tanh(s / 3)
-    >>> slope = lambda ds, s, b, h, i, j: ds * (1 - np.tanh(s / 3) ** 2)
-    >>> out, lse = fastattn.functional.flex_attention(x, x, x, score_mod=capped, return_lse=True)
-    >>> dq, dk, dv = fastattn.functional.flex_attention_backward(
-    ...     out, x, x, x, out, lse, score_mod=capped, score_mod_backward=slope
-    ... )
-    >>> dk.shape
-    (1, 2, 5, 8)
-    """
-    func = "flex_attention_backward"
-    if others:
-        raise not_an_argument(func, others, flex_attention_backward)
-    functions = {"score_mod": score_mod, "score_mod_backward": score_mod_backward}
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise wrong_type(func, name, function, "a function")
     if score_mod is not None and score_mod_backward is None:
         expected = "f(dscores, scores, b, h, i, j) -> dscores, as score_mod has no derivative to be seen"
-        raise ValueError(f"{func}(): score_mod_backward is None, but score_mod is given; expected {expected}")
-    if score_mod is None and score_mod_backward is not None:
-        raise ValueError(f"{func}(): score_mod_backward is given, but score_mod is None; expected both")
-    args = attention_args(func, q, k, v, mask, scale=scale, q_offset=q_offset, return_lse=True)
-    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, "scale": scale}
-    found = backward_args(func, args, given, need, None, {})
+        raise ValueError(
+            f"{request.func}(): score_mod_backward is None, but score_mod is given; expected {expected}"
+        )
+    given = {"dout": request.dout, "q": q, "k": k, "v": v, "scale": scale}
+    given |= {"out": args.out.reshape(request.dout.shape), "lse": args.result[1], "dlse": request.dmore}
+    found = backward_args(request.func, args, given, request.need, None, {})
     if not args.out.size:
         found.clear()
     elif score_mod is None:
         dispatch.run(found.args, None)
     else:
-        args.q_position = np.asarray(args.len_k - args.len_q if q_offset is None else q_offset)
         backward.attention_backward(found.args, score_mod, score_mod_backward)
     return found.results()

@@ -13,13 +13,14 @@ from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.ops import epsilon
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import float_array, generator, integer, real_array, require_broadcast, shared
+from fastattn.functional._differentiable import Steps, differentiable
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from fastattn._args.types import Array
 
-__all__ = ["Favor", "elu", "elu_backward", "favor", "unit", "unit_backward"]
+__all__ = ["Favor", "elu", "favor", "unit"]
 
 _MOST_FEATURES = 1 << 24  # the square of which NumPy can still count
 
@@ -28,7 +29,8 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def elu(x: ArrayLike) -> Array:
+@differentiable
+def elu(x: ArrayLike) -> Steps[Array]:
     """``elu(x) + 1`` (Katharopoulos et al. 2020): x + 1 above 0, else exp(x); x's shape and dtype.
 
     Raises
@@ -39,10 +41,16 @@ def elu(x: ArrayLike) -> Array:
     array = float_array("elu", "x", x)
     wide = array.astype(lane_dtype(array.dtype), copy=False)
     result = np.where(wide > 0, wide + 1, np.exp(np.minimum(wide, 0)))
-    return np.asarray(result, array.dtype.newbyteorder("="))
+    request = yield np.asarray(result, array.dtype.newbyteorder("="))
+
+    dx = request.dout.astype(wide.dtype, copy=False) * np.exp(
+        np.minimum(wide, 0)
+    )  # both sides of 0 have slope 1
+    return (np.asarray(dx, request.dout.dtype),)
 
 
-def unit(x: ArrayLike, *, eps: float = 1e-6) -> Array:
+@differentiable
+def unit(x: ArrayLike, *, eps: float = 1e-6) -> Steps[Array]:
     """``x / sqrt(sum(x**2) + eps)`` over the last axis: the keys, and often queries, of the delta rules.
 
     Raises
@@ -53,47 +61,13 @@ def unit(x: ArrayLike, *, eps: float = 1e-6) -> Array:
     array = float_array("unit", "x", x, least_dims=1)
     lane, dim = lane_dtype(array.dtype), max(1, array.shape[-1])
     eps = epsilon("unit", "eps", eps, lane)
-    return ops.rms_norm(array, np.full(array.shape[-1], dim**-0.5, lane), eps=eps / dim)
+    request = yield ops.rms_norm(array, np.full(array.shape[-1], dim**-0.5, lane), eps=eps / dim)
 
-
-def elu_backward(dout: ArrayLike, x: ArrayLike) -> Array:
-    """The gradient of x, from that of ``elu(x)``; x's shape and dtype, which dout has, too.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an array has another dtype or shape.
-    """
-    given, array = _pair("elu_backward", dout, x)
-    dx = given * np.exp(np.minimum(array, 0))  # at 0 both sides have a slope of 1
-    return np.asarray(dx, _native_dtype(x))
-
-
-@np.errstate(all="ignore")
-def unit_backward(dout: ArrayLike, x: ArrayLike, *, eps: float = 1e-6) -> Array:
-    """The gradient of x, from that of ``unit(x)``; x's shape and dtype, which dout has, too.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an array has another dtype or shape, or eps is no number of 0 or more.
-    """
-    given, array = _pair("unit_backward", dout, x, least_dims=1)
-    eps = epsilon("unit_backward", "eps", eps, lane_dtype(array.dtype))
-    length = np.sqrt(np.square(array).sum(-1, keepdims=True) + array.dtype.type(eps))
-    y = array / length
-    return np.asarray((given - y * (y * given).sum(-1, keepdims=True)) / length, _native_dtype(x))
-
-
-def _pair(func: str, dout: ArrayLike, x: ArrayLike, least_dims: int = 0) -> tuple[Array, Array]:
-    """`dout` and `x` in x's lane type, once they fit each other."""
-    array, given = float_array(func, "x", x, least_dims), float_array(func, "dout", dout, least_dims)
-    if given.shape != array.shape:
-        raise wrong_shape(func, "dout", given, f"x's, {array.shape}")
-    if given.dtype.newbyteorder("=") != array.dtype.newbyteorder("="):
-        raise wrong_dtype(func, "dout", given, f"x's, {array.dtype}")
-    lane = lane_dtype(array.dtype)
-    return given.astype(lane, copy=False), array.astype(lane, copy=False)
+    wide, dout = (x.astype(lane, copy=False) for x in (array, request.dout))
+    length = np.sqrt(np.square(wide).sum(-1, keepdims=True) + lane.type(eps))
+    y = wide / length
+    dx = (dout - y * (y * dout).sum(-1, keepdims=True)) / length
+    return (np.asarray(dx, request.dout.dtype),)
 
 
 def _native_dtype(x: ArrayLike) -> np.dtype[Any]:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from fastattn import functional
+from fastattn.functional._recurrent import linear_attention_backward
+from fastattn.functional._scores import sigmoid_attention_backward
 from fastattn.torch._attention import like_result, sides
 from fastattn.torch._library import define, differentiate, forbid_gradients
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
@@ -17,14 +19,19 @@ if TYPE_CHECKING:
 
 
 def _variant(
-    name: str, tensors: tuple[str, ...], options: str, fake: Callable[..., Any], gradients: tuple[str, ...]
+    name: str,
+    backward: Callable[..., Any],
+    tensors: tuple[str, ...],
+    options: str,
+    fake: Callable[..., Any],
+    gradients: tuple[str, ...],
 ) -> None:
     """Define the operator of `functional`'s `name` and its gradients, with respect to its first tensors.
 
     q, k and v are the first of `tensors`, the others are optional, and of all there is a gradient whose name
     is in `gradients`.
     """
-    forward, backward = getattr(functional, name), getattr(functional, f"{name}_backward")
+    forward = getattr(functional, name)
     schema = ", ".join(f"Tensor {x}" if x in ("q", "k", "v") else f"Tensor? {x}=None" for x in tensors)
 
     def arrays(values: Sequence[Any]) -> dict[str, Any]:
@@ -77,6 +84,7 @@ def _fake_sigmoid(q: Any, k: Any, v: Any, *tensors: Any, **options: Any) -> Any:
 
 _variant(
     "linear_attention",
+    linear_attention_backward,
     ("q", "k", "v", "log_decay", "beta"),
     "str rule, bool causal=True, float? scale=None, bool normalize=False, float eps=1e-6",
     _fake_linear,
@@ -84,6 +92,7 @@ _variant(
 )
 _variant(
     "sigmoid_attention",
+    sigmoid_attention_backward,
     ("q", "k", "v", "mask", "bias", "alibi_slopes", "kv_lengths"),
     "float? sigmoid_bias=None, bool causal=False, SymInt[]? window=None, float? scale=None,"
     " float? softcap=None, SymInt? q_offset=None",

@@ -73,7 +73,7 @@ def recurrent():
 def recurrent_backward():
     """It is one task."""
     q = repeated(1, 1, 1 << 26, 256)
-    gradients = functional.linear_attention_backward
+    gradients = functional._recurrent.linear_attention_backward
     return lambda: gradients(q[..., :1], q, q, q[..., :1], rule="linear", need=("dstate",))
 
 

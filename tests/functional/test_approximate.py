@@ -7,6 +7,7 @@ from formulas import doubles, linformer, nystrom, reformer
 import fastattn
 from fastattn import functional
 from fastattn._bench.cases import DTYPES, as_dtype
+from fastattn.grad import vjp
 
 
 def normal(*shape, seed=0, dtype="float32"):
@@ -153,8 +154,10 @@ def test_gradients_of_tokens_that_have_only_themselves():
         "causal": True,
         "rotations": normal(2, 3, 16, 8),
     }
-    got = functional.lsh_attention_backward(dout, qk, v, **options)
-    wide = functional.lsh_attention_backward(*(x.astype(float) for x in (dout, qk, v)), **options)
+    got, wide = (
+        vjp(functional.lsh_attention, qk.astype(kind), v.astype(kind), **options)[1](dout.astype(kind))
+        for kind in (qk.dtype, float)
+    )
     for x, y in zip(got, wide, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6 * abs(y).max())
     out = functional.lsh_attention(qk, v, **options)
@@ -163,16 +166,18 @@ def test_gradients_of_tokens_that_have_only_themselves():
 
 def test_gradients_of_nothing():
     q = np.ones((2, 0, 4), np.float32)
-    for x in functional.lsh_attention_backward(q, q, q, num_buckets=2):
+    for x in vjp(functional.lsh_attention, q, q, num_buckets=2)[1](q):
         assert (x.shape, x.dtype) == (q.shape, q.dtype)
     k = np.ones((2, 5, 4), np.float32)
-    for x, y in zip(functional.nystrom_attention_backward(q, q, k, k), (q, k, k), strict=True):
+    for x, y in zip(vjp(functional.nystrom_attention, q, k, k)[1](q), (q, k, k), strict=True):
         np.testing.assert_array_equal(x, 0 * y)
 
 
-def test_errors_of_gradients():
-    q = np.ones((2, 50, 4), np.float32)
-    with pytest.raises(ValueError, match=r"lsh_attention_backward\(\): rng is None; expected the seed"):
-        functional.lsh_attention_backward(q, q, q, num_buckets=2, rng=None)
-    with pytest.raises(ValueError, match=r"nystrom_attention_backward\(\): q has 2 heads and k 1"):
-        functional.nystrom_attention_backward(q, q, q[:1], q[:1])
+def test_gradients_have_the_hashes_of_the_result():
+    """Also where nobody can draw them again."""
+    rng = np.random.default_rng(1)
+    q, v = rng.standard_normal((2, 2, 50, 4))
+    out, pullback = vjp(functional.lsh_attention, q, v, num_buckets=4, chunk=8, rng=None)
+    (dv,) = pullback(out, need=("dv",))
+    # The result is linear in v: its product with dout is that of v with its gradient.
+    np.testing.assert_allclose((out * out).sum(), (dv * v).sum(), rtol=1e-12)

@@ -6,8 +6,10 @@ gradients are the slopes; those of any number of threads, and those that are ask
 
 import numpy as np
 import pytest
+from oracle import assert_same_bits
 
 from fastattn import functional
+from fastattn.grad import vjp
 
 HOW_MANY = 3  # draws of each function in a default run
 NO_LSE = ("differential", "linformer", "memory_gated", "nystrom", "lsh")
@@ -183,13 +185,11 @@ class Draw:
 
     def backward(self, results, cotangents, need, **how):
         """The gradients by name."""
-        saved = {}
-        if self.name not in NO_LSE:
-            saved = {"out": results[0], "lse": results[1], "dlse": cotangents[1]}
-        function = getattr(functional, f"{self.function}_attention_backward")
-        given = self.numbers(self.arrays)
-        found = function(cotangents[0], **given, **saved, **self.fixed, need=need, **how)
-        return dict(zip(need, found, strict=True))
+        function = getattr(functional, f"{self.function}_attention")
+        more = {} if self.name in NO_LSE else {"return_lse": True}
+        again, pullback = vjp(function, **self.numbers(self.arrays), **self.fixed, **more, **how)
+        assert_same_bits(again if more else [again], results)
+        return dict(zip(need, pullback(*cotangents, need=need), strict=True))
 
 
 NAMES = [name[1:] for name in vars(Draw) if name[:1] == "_" and name[:2] != "__" and name != "_options"]
@@ -198,8 +198,8 @@ NAMES = [name[1:] for name in vars(Draw) if name[:1] == "_" and name[:2] != "__"
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Calls are cut also where they are as short as here."""
-    monkeypatch.setattr("fastattn.functional._relative_args._NEAR_ROWS", 5)
-    monkeypatch.setattr("fastattn.functional._pieces._PIECE_SCORES", 1)
+    monkeypatch.setattr("fastattn.functional._shaw._NEAR_ROWS", 5)
+    monkeypatch.setattr("fastattn.functional._split_calls._PIECE_SCORES", 1)
     monkeypatch.setattr("fastattn.functional._gates._ROWS", 7)
 
 

@@ -12,6 +12,7 @@ from fastattn import functional
 from fastattn._args.types import BackwardArgs
 from fastattn._bench.cases import as_dtype
 from fastattn._engine import dispatch
+from fastattn.grad import vjp
 
 B, H, K, L, M, D, E = 2, 4, 2, 7, 9, 6, 3
 OPTIONS = ("bias", "sinks", "alibi_slopes", "softcap")
@@ -160,12 +161,13 @@ def forward(call, arrays, fixed):
 
 
 def backward(call, arrays, fixed, cotangents, results, need=None):
-    """The gradients by name."""
-    function = getattr(functional, f"{call.function}_attention_backward")
+    """The gradients by name; the forward pass on their way has the bits of `results`."""
+    function = getattr(functional, f"{call.function}_attention")
     need = [f"d{name}" for name in arrays] if need is None else need
-    saved = {"out": results[0], "lse": results[1], "dlse": cotangents[1]} if call.lse else {}
-    found = function(cotangents[0], **{**arrays, **floats(call, arrays)}, **saved, **fixed, need=need)
-    return dict(zip(need, found, strict=True))
+    with_lse = {"return_lse": True} if call.lse else {}
+    again, pullback = vjp(function, **{**arrays, **floats(call, arrays)}, **fixed, **with_lse)
+    assert_same_bits(again if call.lse else [again], results)
+    return dict(zip(need, pullback(*cotangents, need=need), strict=True))
 
 
 def cotangents_of(results):
@@ -233,8 +235,8 @@ def test_arrays_of_other_libraries(call):
     assert_same_bits(forward(call, {**wrapped(arrays), **softcap}, fixed), results)
     cotangents, need = cotangents_of(results), [f"d{name}" for name in arrays]
     expected = backward(call, {**arrays, **softcap}, fixed, cotangents, results, need)
-    theirs = [[OnlyDLPack(x) for x in given] for given in (cotangents, results)]
-    found = backward(call, {**wrapped(arrays), **softcap}, fixed, *theirs, need)
+    theirs = [OnlyDLPack(x) for x in cotangents]
+    found = backward(call, {**wrapped(arrays), **softcap}, fixed, theirs, results, need)
     assert_same_bits(found.values(), expected.values())
 
 
@@ -310,8 +312,9 @@ def test_both_forms_of_latent_attention_have_the_same_gradients(implementation):
     call = CALLS["latent"]
     found = []
     for absorbed in (False, True):
-        results = forward(call, call.arrays, {"absorbed": absorbed})
-        found.append(backward(call, call.arrays, {}, cotangents_of(results), results))
+        form = {"absorbed": absorbed}
+        results = forward(call, call.arrays, form)
+        found.append(backward(call, call.arrays, form, cotangents_of(results), results))
     for name, x in found[0].items():
         np.testing.assert_allclose(found[1][name], x, rtol=1e-9, atol=1e-12)
 
@@ -382,7 +385,7 @@ def test_what_is_not_asked_for_is_not_computed(call, monkeypatch):
 
 @every_call
 def test_errors(call):
-    name = rf"{call.function}_attention_backward\(\): "
+    name = rf"^pullback of {call.function}_attention\(\): "
     results = forward(call, call.arrays, call.fixed)
     cotangents = cotangents_of(results)
     with pytest.raises(ValueError, match=name + "need has 'dnothing'; expected d"):
@@ -392,27 +395,27 @@ def test_errors(call):
     wrong = [cotangents[0][..., :1, :], *cotangents[1:]]
     with pytest.raises(ValueError, match=name + "dout has shape"):
         backward(call, call.arrays, call.fixed, wrong, results)
-    if call.lse:
-        with pytest.raises(ValueError, match=name + "lse has shape"):
-            backward(call, call.arrays, call.fixed, cotangents, (results[0], results[1][..., :1]))
+    more = [cotangents[0], draw(*results[0].shape[:-1], 2)]
+    wrong = "dmore has shape" if call.lse else "dmore is given; expected None, since there is one result"
+    with pytest.raises(ValueError, match=name + wrong):
+        backward(call, call.arrays, call.fixed, more, results)
 
 
 def test_a_gated_memory_has_no_lse():
     call = CALLS["memory, gated"]
-    results = forward(call, call.arrays, {})
     with pytest.raises(
-        ValueError, match=r"memory_attention_backward\(\): out is given with gate; expected None"
+        ValueError, match=r"^memory_attention\(\): return_lse is True; expected False with gate"
     ):
-        functional.memory_attention_backward(results[0], **call.arrays, out=results[0])
+        vjp(functional.memory_attention, **call.arrays, return_lse=True)
 
 
 def test_dscale_of_a_scale_of_1_and_a_dlse_that_is_not_aligned(implementation):
     x = np.random.default_rng(0).standard_normal((2, 3, 8, 4))
-    out, lse = functional.qk_norm_attention(x, x, x, scale=1, return_lse=True)
+    _, lse = functional.qk_norm_attention(x, x, x, scale=1, return_lse=True)
     odd = np.empty(lse.nbytes + 1, np.uint8)[1:].view(lse.dtype).reshape(lse.shape)
     odd[...] = lse
-    arrays, need = (x, x, x, x, out, lse), ("dq", "dscale")
-    got = functional.qk_norm_attention_backward(*arrays, dlse=odd, scale=1, need=need)
-    ref = functional.qk_norm_attention_backward(*arrays, dlse=lse, scale=1 + 1e-12, need=need)
+    need = ("dq", "dscale")
+    got = vjp(functional.qk_norm_attention, x, x, x, scale=1)[1](x, odd, need=need)
+    ref = vjp(functional.qk_norm_attention, x, x, x, scale=1 + 1e-12)[1](x, lse, need=need)
     for name, a, b in zip(need, got, ref, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=name)

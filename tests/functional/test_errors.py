@@ -9,6 +9,7 @@ import pytest
 
 import fastattn
 from fastattn import functional, grad, ops
+from fastattn.grad import vjp
 
 
 class Bad(NamedTuple):
@@ -362,17 +363,23 @@ RIGHT = {
     "weight": ops.pack(floats(5, 5)), "key_projection": floats(2, 5), "relative_keys": floats(4, 9, 8),
 }  # fmt: skip
 OTHERS = {
-    "additive_attention_backward": {"weight": floats(8)},
-    "general_attention_backward": {"weight": floats(8, 8)},
-    "gated_linear_attention_backward": {"log_decay": -Q},
-    "location_attention_backward": {"logits": floats(2, 4, 5, 5)},
+    "additive_attention": {"weight": floats(8)},
+    "general_attention": {"weight": floats(8, 8)},
+    "gated_linear_attention": {"log_decay": -Q},
+    "differential_attention": {"v": floats(2, 2, 5, 8), "lambda_": 0.3},
+    "location_attention": {"logits": floats(2, 4, 5, 5)},
     "varlen_attention_backward": dict.fromkeys(("q", "k", "v", "dout", "out"), Q[0]) | {"lse": LSE[0].T},
     "linear": {"dout": LSE[0], "x": LSE[0]},
     "cross_entropy": {"x": LSE[0]},
 }
 
 
-@pytest.mark.parametrize("function", NEEDING, ids=lambda function: function.__name__)
+COMPOSED = [
+    getattr(functional, name) for name in functional.__all__ if hasattr(getattr(functional, name), "_vjp")
+]
+
+
+@pytest.mark.parametrize("function", [*NEEDING, *COMPOSED], ids=lambda function: function.__name__)
 @pytest.mark.parametrize(
     "need",
     [[np.empty((2, 0, 3))], [[]], (None,), [b"dq"], ("d",), {"dq"}, np.array(["dq"]), 3, "dq"],
@@ -384,5 +391,9 @@ def test_names_of_gradients(need, function):
     required = [x.name for x in inspect.signature(function).parameters.values()
                 if x.default is x.empty and x.kind is not x.VAR_KEYWORD]  # fmt: skip
     arguments = {x: right.get(x, Q) for x in required}
+    if function in COMPOSED:
+        more = {"position_keys": floats(4, 2, 8)} if name == "disentangled_attention" else {}
+        out, function = vjp(function, **arguments, **more)
+        name, arguments = f"pullback of {name}", {"dout": out}
     with pytest.raises((TypeError, ValueError), match=rf"^{name}\(\): need (is|has) .*; expected "):
         function(**arguments, need=need)

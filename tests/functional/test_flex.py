@@ -7,6 +7,7 @@ from oracle import check, expect
 import fastattn
 from fastattn import functional, masks
 from fastattn._bench.cases import DTYPES, Shape, make_inputs
+from fastattn.grad import vjp
 
 SHAPE = Shape("", 2, 6, 2, 70, 1100, 24, 9)
 
@@ -100,9 +101,8 @@ def test_gradients_are_finite_differences(mask, monkeypatch):
     rng = np.random.default_rng(4)
     dout, dlse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
     need = ("dscale", "dv", "dq", "dk")
-    got = functional.flex_attention_backward(
-        dout, **given, out=out, lse=lse, dlse=dlse, need=need, score_mod_backward=of_capped, **options
-    )
+    _, pullback = vjp(functional.flex_attention, **given, score_mod_backward=of_capped, **options)
+    got = pullback(dout, dlse, need=need)
     for name, gradient in zip(need, got, strict=True):
         step = 1e-6 * rng.standard_normal(np.shape(gradient))
         ends = []
@@ -136,7 +136,7 @@ def test_gradients_against_a_bias(dtype):
         dout, q, k, v, out, lse, bias=bias, causal=True, need=("dq", "dk", "dv", "dbias")
     )
     how = {"score_mod": score_mod, "score_mod_backward": score_mod_backward}
-    got = functional.flex_attention_backward(dout, q, k, v, out, lse, mask=masks.causal(), **how)
+    got = vjp(functional.flex_attention, q, k, v, mask=masks.causal(), **how)[1](dout)
     of_table = np.zeros((6, 7))
     np.add.at(of_table, (np.arange(6)[:, None, None], bucket), dbias)
     bound = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
@@ -146,8 +146,9 @@ def test_gradients_against_a_bias(dtype):
 
 def test_gradients_without_a_function(implementation):
     q, k, v = make_inputs(SHAPE, "float32", np.random.default_rng(2))
-    out, lse = functional.flex_attention(q, k, v, mask=masks.causal(), q_offset=4, return_lse=True)
-    got = functional.flex_attention_backward(out, q, k, v, out, lse, mask=masks.causal(), q_offset=4)
+    options = {"mask": masks.causal(), "q_offset": 4, "return_lse": True}
+    (out, lse), pullback = vjp(functional.flex_attention, q, k, v, **options)
+    got = pullback(out)
     expected = functional.attention_backward(out, q, k, v, out, lse, causal=True, q_offset=4)
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -158,11 +159,9 @@ def test_what_the_functions_hide_never_shows_in_gradients():
         return np.where((j % 3 == 1) | (i == 1033), -np.inf, scores)
 
     def run(q, k, v, dout):
-        out, lse = functional.flex_attention(q, k, v, score_mod=score_mod, return_lse=True)
         how = {"score_mod": score_mod, "score_mod_backward": lambda ds, s, *_: np.where(ds == 0, np.nan, ds)}
-        return functional.flex_attention_backward(
-            dout, q, k, v, out, lse, need=("dq", "dk", "dv", "dscale"), **how
-        )
+        _, pullback = vjp(functional.flex_attention, q, k, v, **how)
+        return pullback(dout, need=("dq", "dk", "dv", "dscale"))
 
     clean = [*make_inputs(SHAPE, "float32", np.random.default_rng(1))]
     clean.append(np.ones((*clean[0].shape[:-1], clean[2].shape[-1]), np.float32))
@@ -178,25 +177,24 @@ def test_what_the_functions_hide_never_shows_in_gradients():
 
 def test_errors_of_gradients():
     q = np.ones((2, 5, 4))
-    out, lse = functional.flex_attention(q, q, q, return_lse=True)
 
-    def run(**options):
-        return functional.flex_attention_backward(out, q, q, q, out, lse, **options)
+    def run(need=("dq",), **options):
+        return vjp(functional.flex_attention, q, q, q, **options)[1](q, need=need)
 
-    name = r"^flex_attention_backward\(\): "
+    name = r"^flex_attention\(\): "
     with pytest.raises(
-        ValueError, match=name + "score_mod_backward is None, but score_mod is given; expected"
+        ValueError, match=r"^pullback of .* score_mod_backward is None, but score_mod is given"
     ):
         run(score_mod=capped)
     with pytest.raises(ValueError, match=name + "score_mod_backward is given, but score_mod is None"):
         run(score_mod_backward=of_capped)
     with pytest.raises(TypeError, match=name + "score_mod_backward is of type int"):
         run(score_mod=capped, score_mod_backward=3)
-    with pytest.raises(ValueError, match=name + r"what score_mod_backward returns has shape \(7,\)"):
+    with pytest.raises(ValueError, match=r"what score_mod_backward returns has shape \(7,\)"):
         run(score_mod=lambda s, *_: s, score_mod_backward=lambda *_: np.ones(7))
-    with pytest.raises(TypeError, match=name + "what score_mod returns is None"):
+    with pytest.raises(TypeError, match="what score_mod returns is None"):
         run(score_mod=lambda *_: None, score_mod_backward=of_capped)
-    with pytest.raises(ValueError, match=name + "need has 'dbias'; expected dq, dk, dv, dscale"):
+    with pytest.raises(ValueError, match="need has 'dbias'; expected dq, dk, dv, dscale"):
         run(need=("dbias",))
-    none = functional.flex_attention_backward(out[:, :0], q[:, :0], q, q, out[:, :0], lse[:, :0])
+    none = vjp(functional.flex_attention, q[:, :0], q, q)[1](q[:, :0])
     assert [x.shape for x in none] == [(2, 0, 4), q.shape, q.shape]

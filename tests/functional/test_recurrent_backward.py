@@ -4,18 +4,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from implementations import COMPILED, forced
+from pullbacks import gradients
 from recurrence import Recurrence
 
 from fastattn.functional import (
     delta_net,
-    delta_net_backward,
     feature_maps,
-    gated_delta_net_backward,
-    gated_linear_attention_backward,
+    gated_delta_net,
+    gated_linear_attention,
     linear_attention,
-    linear_attention_backward,
     retention,
-    retention_backward,
 )
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -67,8 +65,8 @@ class Problem:
 
     def gradients(self, **more):
         """By name, as the call returns them."""
-        states = {"state": self.state, "dstate_out": self.dstate}
-        found = linear_attention_backward(*self.arrays, need=self.need, **self.options | states | more)
+        states = {"state": self.state, "dmore": self.dstate}
+        found = gradients(linear_attention, *self.arrays, need=self.need, **self.options | states | more)
         return dict(zip(self.need, found, strict=True))
 
     def expected(self):
@@ -227,8 +225,8 @@ def test_in_pieces(implementation, rule):
     dstate, scales = problem.dstate, 0.0
     for t, state in zip(reversed(tokens), reversed(states[:-1]), strict=True):
         inputs, options = piece(t)
-        found = linear_attention_backward(
-            dout[:, t], *inputs, state=state, dstate_out=dstate, need=problem.need, **options
+        found = gradients(
+            linear_attention, dout[:, t], *inputs, state=state, dmore=dstate, need=problem.need, **options
         )
         for name, x in zip(problem.need, found, strict=True):
             if name == "dstate":
@@ -306,7 +304,7 @@ def test_what_is_broadcast_is_added_up(implementation, shape):
     beta = rng.uniform(0, 1, (1, 70))
     options = {"rule": "gated_delta", "scale": 0.3}
     need = ("dq", "dk", "dv", "dlog_decay", "dbeta")
-    found = linear_attention_backward(dout, q, k, v[None], log_decay=decay, beta=beta, need=need, **options)
+    found = gradients(linear_attention, dout, q, k, v[None], log_decay=decay, beta=beta, need=need, **options)
     parts = []
     for b in range(3):
         call = Recurrence(q[b], k, v, log_decay=full[b], beta=np.broadcast_to(beta, (2, 70)), **options)
@@ -373,24 +371,25 @@ def test_rules_by_name(implementation):
     rng = np.random.default_rng(3)
     q, k, v, dout = (rng.standard_normal((2, 20, 6)) for _ in range(4))
     gamma, beta, decay = np.array([0.9, 0.5]), rng.uniform(0, 1, (2, 20)), -rng.exponential(0.3, (2, 20))
-    (dgamma,) = retention_backward(dout, q, k, v, gamma, need=("dgamma",))
+    (dgamma,) = gradients(retention, dout, q, k, v, gamma, need=("dgamma",))
     direction, along = rng.standard_normal(2), rng.standard_normal(k.shape)
     slope = slopes(lambda g: (retention(q, k, v, g) * dout).sum(), gamma, direction)
     np.testing.assert_allclose(dgamma @ direction, slope, rtol=1e-6)
-    assert retention_backward(dout, q, k, v, need=("dgamma",))[0].shape == (2,)
-    assert retention_backward(dout, q, k, v, np.float32(0.5), need=("dgamma",))[0].dtype == np.float32
+    assert gradients(retention, dout, q, k, v, need=("dgamma",))[0].shape == (2,)
+    assert gradients(retention, dout, q, k, v, np.float32(0.5), need=("dgamma",))[0].dtype == np.float32
     for unit_keys in (True, False):
         x = k if unit_keys else k / 4
-        dk, dbeta = delta_net_backward(dout, q, x, v, beta, unit_keys=unit_keys, need=("dk", "dbeta"))
+        dk, dbeta = gradients(delta_net, dout, q, x, v, beta, unit_keys=unit_keys, need=("dk", "dbeta"))
         slope = slopes(lambda k, u=unit_keys: (delta_net(q, k, v, beta, unit_keys=u) * dout).sum(), x, along)
         np.testing.assert_allclose((dk * along).sum(), slope, rtol=1e-6)
         np.testing.assert_allclose(
-            dbeta, delta_net_backward(dout, q, x, v, beta, unit_keys=unit_keys)[3], rtol=1e-12
+            dbeta, gradients(delta_net, dout, q, x, v, beta, unit_keys=unit_keys)[3], rtol=1e-12
         )
     unit = feature_maps.unit
     for actual, expected in zip(
-        gated_delta_net_backward(dout, q, k, v, decay, beta, need=("dlog_decay", "dv")),
-        linear_attention_backward(
+        gradients(gated_delta_net, dout, q, k, v, decay, beta, need=("dlog_decay", "dv")),
+        gradients(
+            linear_attention,
             dout,
             unit(q),
             unit(k),
@@ -404,7 +403,7 @@ def test_rules_by_name(implementation):
     ):
         np.testing.assert_array_equal(actual, expected)
     gates = -rng.exponential(0.3, k.shape)
-    assert len(gated_linear_attention_backward(dout, q, k, v, gates, normalize=True)) == 4
+    assert len(gradients(gated_linear_attention, dout, q, k, v, gates, normalize=True)) == 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -413,12 +412,12 @@ def test_feature_maps(dtype):
     x, dout = (rng.standard_normal((3, 5, 8)).astype(dtype) for _ in range(2))
     y, given = x.astype(np.float64), dout.astype(np.float64)
     tolerance = {np.float64: 1e-12, np.float32: 1e-6}.get(dtype.type, 1e-2 if dtype == BF16 else 2e-3)
-    dx = feature_maps.elu_backward(dout, x)
+    dx = gradients(feature_maps.elu, dout, x)[0]
     assert dx.dtype == dtype
     np.testing.assert_allclose(dx.astype(float), np.where(y > 0, 1, np.exp(y)) * given, atol=2 * tolerance)
     length = np.sqrt(np.square(y).sum(-1, keepdims=True) + 1e-6)
     expected = given / length - y * (y * given).sum(-1, keepdims=True) / length**3
-    dx = feature_maps.unit_backward(dout, x)
+    dx = gradients(feature_maps.unit, dout, x)[0]
     assert dx.dtype == dtype
     np.testing.assert_allclose(dx.astype(float), expected, atol=tolerance)
     if dtype == np.float64:
@@ -462,38 +461,39 @@ S = np.zeros((2, 4, 4), np.float32)
         ({"need": ("dq", "dq")}, ValueError, "need is .*; expected each name once"),
         ({"need": ("dlog_decay",)}, ValueError, "need has dlog_decay, but log_decay is not given"),
         ({"rule": "delta", "need": ("dbeta",)}, ValueError, "need has dbeta, but beta is not given"),
-        ({"dstate_out": S[:1]}, ValueError, r"dstate_out has shape \(1, 4, 4\); expected \(2, 4, 4\)"),
-        ({"dstate_out": S.astype(float)}, TypeError, "dstate_out has dtype float64; expected float32"),
-        ({"normalize": True, "dstate_out": S}, TypeError, "dstate_out is of type ndarray; expected a pair"),
-        ({"rule": "softmax"}, ValueError, "rule is 'softmax'; expected one of linear, decay"),
-        ({"rule": "decay", "log_decay": -GATE}, ValueError, "log_decay has 1.0; expected 0 or less"),
-        ({"k": X[..., :3]}, ValueError, "k has head_dim 3; expected q's, 4"),
-        ({"num_threads": 0}, ValueError, "num_threads is 0"),
-        ({"backend": "gpu"}, ValueError, "backend is 'gpu'"),
+        ({"dmore": S[:1]}, ValueError, r"dmore has shape \(1, 4, 4\); expected \(2, 4, 4\)"),
+        ({"dmore": S.astype(float)}, TypeError, "dmore has dtype float64; expected float32"),
+        ({"normalize": True, "dmore": S}, TypeError, "dmore is of type ndarray; expected a pair"),
     ],
 )
 def test_errors(options, error, message):
     call = {"dout": X, "q": X, "k": X, "v": X, "rule": "linear", **options}
-    with pytest.raises(error, match=r"^linear_attention_backward\(\): .*" + message):
-        linear_attention_backward(*[call.pop(name) for name in ("dout", "q", "k", "v")], **call)
+    with pytest.raises(error, match=r"^pullback of linear_attention\(\): .*" + message):
+        gradients(linear_attention, **call)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: retention_backward(X, X, X, X, 2.0), ValueError, r"^retention_backward\(\): gamma is 2.0"),
+        (lambda: gradients(retention, X, X, X, X, 2.0), ValueError, r"^retention\(\): gamma is 2.0"),
         (
-            lambda: retention_backward(X, X, X, X, need=("dbeta",)),
+            lambda: gradients(retention, X, X, X, X, need=("dbeta",)),
             ValueError,
-            "need is 'dbeta'; expected one",
+            r"^pullback of retention\(\): need is 'dbeta'; expected one",
         ),
-        (lambda: retention_backward(X, X, X, X, causal=True), TypeError, "causal is not an argument"),
-        (lambda: delta_net_backward(X, X, X, X, GATE, eps=1.0), TypeError, "eps is not an argument"),
-        (lambda: delta_net_backward(X, X, X, X, GATE, unit_keys=1), TypeError, "unit_keys is 1; expected"),
-        (lambda: gated_linear_attention_backward(X, X, X, X, GATE), ValueError, "log_decay has shape"),
-        (lambda: feature_maps.elu_backward(X, X[:1]), ValueError, "dout has shape"),
-        (lambda: feature_maps.unit_backward(X, X.astype(float)), TypeError, "dout has dtype float32"),
-        (lambda: feature_maps.unit_backward(X, X, eps=-1.0), ValueError, "eps is -1.0"),
+        (
+            lambda: gradients(linear_attention, X, X, X, X, rule="a"),
+            ValueError,
+            "rule is 'a'; expected one of",
+        ),
+        (lambda: gradients(retention, X, X, X, X, causal=True), TypeError, "causal is not an argument"),
+        (lambda: gradients(retention, X, X, X, X, dmore=None, out_state=S), ValueError, "out_state is given"),
+        (lambda: gradients(delta_net, X, X, X, X, GATE, eps=1.0), TypeError, "eps is not an argument"),
+        (lambda: gradients(delta_net, X, X, X, X, GATE, unit_keys=1), TypeError, "unit_keys is 1; expected"),
+        (lambda: gradients(gated_linear_attention, X, X, X, X, GATE), ValueError, "log_decay has shape"),
+        (lambda: gradients(feature_maps.elu, X, X[:1]), ValueError, "dout has shape"),
+        (lambda: gradients(feature_maps.unit, X, X.astype(float)), TypeError, "dout has dtype float32"),
+        (lambda: gradients(feature_maps.unit, X, X, eps=-1.0), ValueError, "eps is -1.0"),
     ],
 )
 def test_errors_of_names(call, error, message):

@@ -9,6 +9,7 @@ from structures import dense
 
 from fastattn import functional
 from fastattn._bench.cases import DTYPES, STRUCTURES, Shape, as_dtype
+from fastattn.grad import vjp
 
 KINDS = ["sparsemax", "entmax15", "top_k", "additive", "talking_heads", "sigmoid"]
 OPTIONAL = {
@@ -42,8 +43,9 @@ def run(kind, dout, q, k, v, arguments, need=None, more=None, **how):
     more = own(kind, q) if more is None else more
     if need is None:
         need = [*needed(kind, arguments), *(f"d{name}" for name in ("pre", "post") if name in more)]
-    function = getattr(functional, f"{kind}_attention_backward")
-    return dict(zip(need, function(dout, q, k, v, **more, need=need, **arguments, **how), strict=True))
+    function = getattr(functional, f"{kind}_attention")
+    _, pullback = vjp(function, q, k, v, **more, **arguments, **how)
+    return dict(zip(need, pullback(dout, need=need), strict=True))
 
 
 def hold(kind, q, k, v, arguments, got=None, telling=False, more=None, dout=None):
@@ -125,8 +127,7 @@ def test_finite_differences(kind, options, implementation):
     fixed = {**options, **({} if top_k is None else {"top_k": 3})}
     need = [f"d{name}" for name in given]
     function = getattr(functional, f"{kind}_attention")
-    backward = getattr(functional, f"{kind}_attention_backward")
-    got = dict(zip(need, backward(dout, **given, need=need, **fixed), strict=True))
+    got = dict(zip(need, vjp(function, **given, **fixed)[1](dout, need=need), strict=True))
     for name, x in given.items():
         step = 1e-6 * rng.standard_normal(np.shape(x))
         slope = sum(
@@ -278,20 +279,26 @@ def test_nothing_to_attend(kind, implementation):
 def test_errors():
     q = np.ones((2, 5, 4), np.float32)
     for kind in KINDS:
-        function, more = getattr(functional, f"{kind}_attention_backward"), own(kind, q)
-        name = rf"{kind}_attention_backward\(\): "
+        function, more = getattr(functional, f"{kind}_attention"), own(kind, q)
+        name = rf"^pullback of {kind}_attention\(\): "
         for changes, error, message in [
             ({"dout": q[0]}, ValueError, r"dout has shape \(5, 4\); expected \(2, 5, 4\)"),
-            ({"dout": q.astype(float)}, TypeError, "dout has dtype float64; expected float32, as q has"),
+            ({"dout": q.astype(float)}, TypeError, "dout has dtype float64; expected float32, as the result"),
+            ({"dmore": q}, ValueError, "dmore is given; expected None, since there is one result"),
             ({"need": "dq"}, TypeError, "need is 'dq'; expected a tuple of names"),
             ({"need": ("dsinks",)}, ValueError, "need has 'dsinks'; expected dq, dk, dv"),
             ({"need": ("dbias",)}, ValueError, "need has dbias, but bias is not given"),
-            ({"sinks": 1}, TypeError, "sinks is not an argument"),
-            ({"out": q}, TypeError, "out is not an argument"),
         ]:
+            _, pullback = vjp(function, q, q, q, **more)
             with pytest.raises(error, match=name + message):
-                function(**{"dout": q, "q": q, "k": q, "v": q, **more, **changes})
+                pullback(**{"dout": q, **changes})
+        with pytest.raises(TypeError, match=rf"^{kind}_attention\(\): sinks is not an argument"):
+            vjp(function, q, q, q, **more, sinks=1)
+        with pytest.raises(ValueError, match=r"^vjp\(\): out is given; expected None"):
+            vjp(function, q, q, q, **more, out=q)
+    _, pullback = vjp(functional.additive_attention, q, q, q, np.ones(4, np.float32))
     with pytest.raises(ValueError, match="need has 'dscale'; expected"):
-        functional.additive_attention_backward(q, q, q, q, np.ones(4, np.float32), need=("dscale",))
+        pullback(q, need=("dscale",))
+    _, pullback = vjp(functional.talking_heads_attention, q, q, q)
     with pytest.raises(ValueError, match="need has dpre, but pre is not given"):
-        functional.talking_heads_attention_backward(q, q, q, q, need=("dpre",))
+        pullback(q, need=("dpre",))

@@ -1,7 +1,6 @@
 """Recipes for gradients: of a right call of any function that has one, and of operations."""
 
 import inspect
-from functools import wraps
 
 import attention
 import numpy as np
@@ -11,6 +10,7 @@ from judge import Like
 from recipes import RECIPES, Call, native, recipe
 
 from fastattn import functional
+from fastattn.grad import vjp
 
 FORWARD = [
     *[attention.attention] * 6,
@@ -36,27 +36,32 @@ FORWARD = [
     *[recurrent.linear_attention] * 3,
     recurrent.by_its_paper,
 ]
-RESULTS = ("out", "return_lse", "stats", "out_state", "return_state")  # what only the forward pass takes
-GIVEN = ("dout", "dlse", "need", "into", "dstate_out", "no_option")  # what only the gradients take
+RESULTS = ("out", "return_lse", "stats", "out_state", "return_state")  # arguments of the forward pass alone
+FUSED = {  # gradients that take its results
+    "attention": functional.attention_backward,
+    "varlen_attention": functional.varlen_attention_backward,
+}
 
 
 def gradients_of(function):
-    """The gradients of a function, which is run first if they take its results."""
-    backward = getattr(functional, f"{function.__name__}_backward")
-    parameters = inspect.signature(backward).parameters
-    if "lse" not in parameters:
-        return backward
+    """A function of what `function` takes, and of the arguments of its pullback."""
 
-    @wraps(backward)
-    def both(*values, **arguments):
-        arguments |= zip(signature.parameters, values, strict=False)
-        forward = {name: x for name, x in arguments.items() if name not in GIVEN}
-        out, lse = function(**forward, return_lse=True)
-        return backward(**arguments, out=out, lse=lse)
+    def both(*values, dout, dlse=None, dstate_out=None, need=None, **arguments):
+        if dlse is not None:
+            arguments["return_lse"] = True
+        if dstate_out is not None:
+            arguments["return_state"] = True
+        dmore = dlse if dstate_out is None else dstate_out
+        return vjp(function, *values, **arguments)[1](dout, dmore, need=need)
 
-    both.__signature__ = signature = inspect.Signature(
-        [x for name, x in parameters.items() if name not in ("out", "lse")]
-    )
+    parameters = dict(inspect.signature(function).parameters)
+    for name in RESULTS:
+        parameters.pop(name, None)
+    taken = [x for x in parameters.values() if x.kind is not x.VAR_KEYWORD]
+    options = [x for x in parameters.values() if x.kind is x.VAR_KEYWORD]
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("dout", "dlse", "need")]
+    both.__signature__ = inspect.Signature([*taken, *more, *options])
+    both.__name__ = function.__name__
     return both
 
 
@@ -65,8 +70,8 @@ def gradients(d):
     call = d.choose(*FORWARD)(d)
     arguments = {name: x for name, x in call.arguments.items() if name not in RESULTS}
     function, name = call.function, call.function.__name__
-    backward = getattr(functional, f"{name}_backward")
-    with_lse = "lse" in inspect.signature(backward).parameters
+    with_lse = "return_lse" in inspect.signature(function).parameters
+    with_lse = with_lse and not (name == "memory_attention" and arguments.get("gate") is not None)
     try:
         found = function(**arguments, **({"return_lse": True} if with_lse else {}))
     except (TypeError, ValueError):  # not all recipes give right calls only
@@ -76,33 +81,37 @@ def gradients(d):
     if with_lse and d.chance(0.4):
         given["dlse"] = d.floats(*d.broadcast(*found[1].shape), dtype=found[1].dtype)
     names = [f"d{x}" for x in (*arguments, "scale", "bias_diagonals")]
-    if d.chance(0.4):
-        given["need"] = tuple(d.rng.permutation(names)[: d.size(1, 4)].tolist())
+    given["need"] = tuple(d.rng.permutation(names)[: d.size(1, 4)].tolist())
+    if d.chance(0.6):
+        given["need"] = tuple(f"d{x}" for x in ("q", "k", "v") if x in arguments)
     tolerance = 4 * call.tolerance
-    need = given.get("need", inspect.signature(backward).parameters["need"].default) or ()
-    sources = [given.get(x[1:], 0.0) for x in need]  # in float64 a gradient has no more digits than d.dtype
+    # A gradient in float64 has no more digits than d.dtype.
+    sources = [given.get(x[1:], 0.0) for x in given["need"]]
     if d.dtype != np.float64 and not all(is_narrow(x) for x in sources):
         tolerance = np.inf
-    if with_lse and d.chance(0.3):  # wrong ones may be anything: exp(score - lse) overflows
+    if name in FUSED and d.chance(0.4):
         given |= {"out": d.laid_out(out), "lse": d.laid_out(found[1])}
-        return Call(backward, given, like(backward), tolerance=np.inf)
-    return Call(gradients_of(function), given, like(backward), (backward.__name__, name), tolerance)
+        if d.chance(0.3):  # wrong ones may be anything: exp(score - lse) overflows
+            tolerance = np.inf
+        return Call(FUSED[name], given, like, tolerance=tolerance)
+    return Call(
+        gradients_of(function),
+        given,
+        like,
+        (f"pullback of {name}", name, f"{name}_backward", "vjp"),
+        tolerance,
+    )
 
 
 RECIPES += [gradients] * 7
 
 
-def like(backward):
-    """Each gradient is like what it is the gradient of."""
-
-    def found(a):
-        need = a.get("need", inspect.signature(backward).parameters["need"].default)
-        sources = [a.get(name[1:]) for name in need or ()]
-        if not sources or not all(isinstance(x, (np.ndarray, memoryview)) for x in sources):
-            return None
-        return [Like(np.shape(x), native(x), finite=False) for x in sources]
-
-    return found
+def like(a):
+    """Each gradient is like the argument that it is the gradient of."""
+    sources = [a.get(name[1:]) for name in a["need"]]
+    if not sources or not all(isinstance(x, (np.ndarray, memoryview)) for x in sources):
+        return None
+    return [Like(np.shape(x), native(x), finite=False) for x in sources]
 
 
 def is_narrow(x):

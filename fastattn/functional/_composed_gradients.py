@@ -1,4 +1,4 @@
-"""Gradients of functions that are made of calls of attention: what all of them share."""
+"""Gradients of functions that are made of calls of attention: sums over these calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastattn._args.backward import gradient_names, saved, source_of, summed_to
+from fastattn._args.backward import gradient_names, source_of, summed_to
 from fastattn._args.types import BackwardArgs, lane_dtype
 from fastattn._args.values import is_float, shared
 from fastattn._engine import dispatch
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fastattn._args.types import Array, AttentionArgs, Shape
+    from fastattn.functional._differentiable import Request
 
 NEED = ("dq", "dk", "dv")
 
@@ -23,35 +24,30 @@ NEED = ("dq", "dk", "dv")
 _OF_OPTIONS = ("bias", "sinks", "alibi_slopes", "softcap")
 
 
-class Chain:
-    """The gradients that a call wants, summed up in the lane dtype while calls of attention go by.
+class ComposedGradients:
+    """The gradients of a request, summed in the lane dtype over calls of attention.
 
-    `given` holds what there are gradients of, beside options: by name what the caller passed. Without `bias`,
-    that of the calls is not the caller's, whose gradient the function adds; without `scale` it has none.
+    `given` has by name the arguments that have gradients, beside options. Without `bias`, the bias of the
+    calls is not the caller's, whose gradient the function adds; without `scale`, scale has none.
     """
 
     def __init__(
         self,
-        func: str,
-        need: Sequence[str],
+        request: Request,
         given: Mapping[str, Any],
         options: Mapping[str, Any],
         taken: type,
         bias: bool = True,
         scale: bool = True,
     ) -> None:
-        self.func, self.options, self.bias = func, options, bias
+        self.options, self.bias = options, bias
         self.given = {**given}
         for name in (*_OF_OPTIONS, "scale"):
             if name in taken.__annotations__ and name not in given and (scale or name != "scale"):
                 self.given[name] = options.get(name)
         self.of_scale = "scale" not in given  # the float of attention
-        self.names = gradient_names(func, need, self.given, diagonals=bias)
+        self.names = gradient_names(request.func, request.need, self.given, diagonals=bias)
         self.sums: dict[str, Any] = {}
-
-    def saved(self, args: AttentionArgs, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Array, Any]:
-        """Check what the forward pass has left; `args` gets out and lse. Returns dout and dlse."""
-        return saved(self.func, args, {"dout": dout, "out": out, "lse": lse, "dlse": dlse})
 
     def wants(self, *names: str) -> bool:
         """Whether one of these gradients is asked for."""
@@ -65,14 +61,14 @@ class Chain:
         item: tuple[Shape, Shape] | None = None,
         uses: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> Any:
-        """Differentiate one call, and add up what its options get. Returns its BackwardArgs, filled.
+        """Differentiate one call, and add the gradients of its options. Returns its BackwardArgs, filled.
 
-        `item`: the call is of this one of the whole call's batch items, and that one's batch shape.
+        `item`: the index of the batch item that the call computes, and the batch shape of the whole call.
 
-        `uses`: of dq, dk, dv and dbias of this call, which gradients are made of it; by default that of the
-        same name. What makes none that is wanted is not computed, and None.
+        `uses`: for dq, dk, dv and dbias of this call, the gradients that are made of them; by default those
+        of the same name. Without one that is wanted, they are not computed, and None.
 
-        Of parts that are merged, out and lse are those of the whole: then no part needs a dlse of its own.
+        Parts that are merged have out and lse of the whole: then no part needs a dlse of its own.
         """
         lane = lane_dtype(args.q.dtype)
         rows, heads = args.out.shape[:-1], (*args.batch_shape, args.heads_q)
@@ -114,6 +110,11 @@ class Chain:
             self.add(name, getattr(call, name))
         return call
 
+    def add_all(self, call: BackwardArgs, names: Sequence[str] = NEED) -> None:
+        """Add dq, dk and dv of a call to the gradients `names`."""
+        for name, inner in zip(names, NEED, strict=True):
+            self.add(name, getattr(call, inner))
+
     def add(self, name: str, x: Any) -> None:
         """Add to a gradient, if it is asked for, `x` summed over what its source was broadcast along."""
         if name not in self.names or x is None:
@@ -140,6 +141,13 @@ class Chain:
         dtype = shared(source).dtype.newbyteorder("=")
         same = not is_float(dtype) or name == "dbias_diagonals"
         return np.asarray(found if same else found.astype(dtype, copy=False), order="C")
+
+
+def cotangents(args: AttentionArgs, request: Request) -> tuple[Array, Array | None]:
+    """The gradients of out and lse, with the batch dimensions of the results of `args`."""
+    rows = args.out.shape[:-1]
+    dlse = None if request.dmore is None else request.dmore.reshape(rows)
+    return request.dout.reshape(args.out.shape), dlse
 
 
 def add_up(total: Array, x: Array | None) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from fastattn._args.options import ComputeOptions
-    from fastattn._args.types import Array, AttentionArgs, Ints, RecurrentArgs, RowwiseArgs
+    from fastattn._args.types import Array, AttentionArgs, Ints, RecurrentArgs
 
 # The pieces of `attend_by_rows`: this many scores of one head, and at least this many query rows. Only
 # lengths decide, so that a row's bits do not depend on the batch.
@@ -38,13 +38,6 @@ def run(args: AttentionArgs | RecurrentArgs, options: ComputeOptions) -> Any:
     return args.result
 
 
-def run_rowwise(args: RowwiseArgs, options: ComputeOptions) -> Array:
-    """Run arguments of attention that needs a whole row of scores at a time, and return the result."""
-    dispatch.run(args, options.get("backend"))
-    result: Array = args.attention.result
-    return result
-
-
 def rows_of(args: AttentionArgs, rows: slice) -> AttentionArgs:
     """The call of some query rows; its results are views of the whole one's."""
     part = copy(args)
@@ -59,7 +52,7 @@ def rows_of(args: AttentionArgs, rows: slice) -> AttentionArgs:
 
 
 def keys_of(args: AttentionArgs, keys: slice) -> AttentionArgs:
-    """The same call over some of the keys, counted from 0. Not for ALiBi: q_position stays as it is."""
+    """The call over some of the keys, counted from 0. Not for ALiBi: q_position stays as it is."""
     part = copy(args)
     part.k, part.v, part.len_k = args.k[..., keys, :], args.v[..., keys, :], keys.stop - keys.start
     for name in ("mask", "bias"):
