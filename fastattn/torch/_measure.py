@@ -5,6 +5,7 @@ A flag of the CPU is no promise: where torch has AMX, its products in bfloat16 a
 
 from __future__ import annotations
 
+import heapq
 import math
 import threading
 import time
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 # Ours takes the place of torch's from this gain on, the geometric mean over sizes, and if no size loses more
 # than the second number says. Between 1 and that, a measurement says nothing.
 _GAIN, _LEAST = 1.05, 0.95
-# Of short calls many rounds, whose least times another program disturbs least; of long ones a single round.
-_ROUNDS, _SECONDS, _LONG = 20, 0.03, 0.01
+# Calls take turns until they settle or this time is over; calls longer than the second number have one turn.
+_SECONDS, _LONG = 0.1, 0.01
 
 _here = threading.local()
 _lock = threading.Lock()
@@ -76,18 +77,23 @@ def _winner(ratio: float) -> str:
 
 
 def ratio(torchs: Callable[[], Any], ours: Callable[[], Any]) -> float:
-    """Return torch's time over ours: the least of a few calls of each, in turn."""
+    """Return torch's time over ours: of the fastest call of each, which take turns."""
     torchs(), ours()
     times: list[list[float]] = [[], []]
-    started = time.perf_counter()
-    for number in range(_ROUNDS):
+    end = time.perf_counter() + _SECONDS
+    while time.perf_counter() < end:
         for found, call in zip(times, (torchs, ours), strict=True):
             begin = time.perf_counter()
             call()
             found.append(time.perf_counter() - begin)
-        if max(map(min, times)) > _LONG or (number >= 4 and time.perf_counter() - started > _SECONDS):
+        if max(map(min, times)) > _LONG or all(map(_settled, times)):
             break
     return min(times[0]) / min(times[1])
+
+
+def _settled(times: list[float]) -> bool:
+    """Whether the three fastest of five and more calls agree: whatever else runs only makes calls slower."""
+    return len(times) > 4 and heapq.nsmallest(3, times)[-1] <= _GAIN * min(times)
 
 
 def attention_key(kind: str, q: Any, k: Any, v: Any, mask: Any, causal: bool) -> tuple[Any, ...]:
