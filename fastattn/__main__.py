@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _whole(least: int, cpus: int | None = None) -> Callable[[str], int]:
-    """What reads an integer of at least `least`.
+    """Parser of an integer of at least `least`.
 
     Threads are at most `cpus`: with more of them, engines would wait for their own threads.
     """

@@ -128,7 +128,7 @@ class Unfinished:
             raise ValueError(f"{self._part} is of a run with another {', '.join(names)}; {remedy}")
 
     def _write_header(self) -> None:
-        """Of as many rows as there are: NumPy leaves room for any number."""
+        """Header of an array with so many rows; NumPy leaves room for any number."""
         self._file.seek(0)
         header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.rows, self.features)}
         np.lib.format.write_array_header_1_0(self._file, header)

@@ -69,7 +69,7 @@ class Texts:
             raise ValueError(f"{name}, {unit} {number + 1}: {error}") from error
 
     def survey(self) -> tuple[int, str]:
-        """How many there are, and a digest of them all; what is no text is an error."""
+        """Count texts and digest them all; raise where one is no text."""
         count, digest = 0, hashlib.sha256()
         for text in self:
             _add(digest, text)
@@ -167,7 +167,7 @@ def _parquet(file: BinaryIO, column: str) -> Iterator[Any]:
 
 
 def _place(column: str, names: list[str]) -> int:
-    """Which of the columns is called so."""
+    """Index of the column with this name."""
     if column not in names:
         there = ", ".join(map(short, names)) or "none"
         raise _NotThere(f"column {column!r} is not there; expected one of {there} (--column names it)")

@@ -37,7 +37,7 @@ class _Cached(NamedTuple):
 
 
 class Cached(_Cached):
-    """What `KVCache.append` returns: the arguments of `fastattn.attention` for the tokens just appended.
+    """Arguments of `fastattn.attention` for the tokens just appended, as `KVCache.append` returns them.
 
     A tuple ``(k, v, kv_lengths, q_offset)``. Of a cache in int8 it has attributes ``k_scale`` and
     ``v_scale``, too, (batch, heads_kv, len_k); else they are None. ``attention(q, **cached._asdict())``
@@ -48,7 +48,7 @@ class Cached(_Cached):
     v_scale: Array | None = None
 
     def _asdict(self) -> dict[str, Any]:
-        """All that is there, by the names of the arguments."""
+        """Return the arguments that are not None, by name."""
         named = super()._asdict()
         if self.k_scale is not None:
             named |= {"k_scale": self.k_scale, "v_scale": self.v_scale}
@@ -56,7 +56,7 @@ class Cached(_Cached):
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Cached:  # type: ignore[override]
-        """Of the four elements, and in int8 of the scales behind them."""
+        """Iterate over the four elements and, in int8, the scales after them."""
         k, v, kv_lengths, q_offset, *scales = iterable
         made = cls(k, v, kv_lengths, q_offset)
         if scales:
@@ -64,7 +64,7 @@ class Cached(_Cached):
         return made
 
     def _replace(self, **changes: Any) -> Cached:
-        """All that is there, with `changes`."""
+        """Return the arguments that are not None, with `changes`."""
         there = self._asdict()
         if unknown := [name for name in changes if name not in there]:
             raise ValueError(f"Cached._replace(): {unknown[0]} is not there; expected {', '.join(there)}")
@@ -260,7 +260,7 @@ class KVCache:
 
 @dataclass(eq=False, repr=False)
 class DecoderCache:
-    """What one decoder layer keeps from step to step: its own tokens, and the memory's keys and values.
+    """State of a decoder layer between steps: its own tokens, and the memory's keys and values.
 
     Select sequences here: selecting in `tokens` alone would pair sequences with the memory of others.
     """

@@ -146,7 +146,7 @@ class SentenceVectorizer(
 
     @property
     def _n_features_out(self) -> int:
-        """How many names `get_feature_names_out` makes."""
+        """Number of names that `get_feature_names_out` makes."""
         return int(self._model("get_feature_names_out").encode([], **self._options()).shape[1])
 
     def _checked(self, func: str, X: Any) -> Iterable[str]:

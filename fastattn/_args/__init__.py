@@ -1,1 +1,1 @@
-"""From what a caller passed to checked argument objects: the only package that raises for user input."""
+"""Checks that turn a caller's arguments into argument objects; no other package raises for user input."""

@@ -1,4 +1,4 @@
-"""From what a caller passed to attention to one normalised argument object, or an error.
+"""The arguments of attention, checked and normalised to one object.
 
 `values.py` looks at one value at a time, this file at how they fit together: shapes, dtypes, positions. All
 of it happens before anything is computed.

@@ -1,4 +1,4 @@
-"""From what a caller passed to a backward pass to one argument object, and from its sums to gradients."""
+"""The arguments of a backward pass, checked, and the gradients that its sums become."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from fastattn._args.types import Array, AttentionArgs, Shape
 
-# What a backward pass is given beside what there are gradients of.
+# Arguments that have no gradient of their own.
 _SAVED = ("dout", "out", "lse", "dlse")
 _FLOATS = ("dscale", "dsoftcap")  # gradients of Python's floats
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """A gradient that the caller gets, and where the kernels leave what it is the sum of."""
+    """One requested gradient: the caller's array and the kernel's buffer."""
 
     name: str
     result: Any  # the caller's array; None: a float
@@ -70,7 +70,7 @@ class Gradients:
         return wanted.result
 
     def _rest(self) -> Any:
-        """What dq is still to be multiplied by."""
+        """Factor that dq still lacks."""
         forward = self.args.attention
         return lane_dtype(forward.q.dtype).type(1 if self.args.dq_factor == forward.scale else forward.scale)
 
@@ -204,7 +204,7 @@ def _places(func: str, names: list[str], into: Any) -> Sequence[Array | None]:
 
 
 def _inputs(backward: BackwardArgs, passed: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """For `result_array`: by name what the caller `passed`, and what was made of it."""
+    """List the inputs for `result_array`: name, the array `passed` by the caller, and the one made of it."""
     found = []
     for name, x in passed.items():
         made = getattr(backward if name in ("dout", "dlse") else backward.attention, name, None)
@@ -217,7 +217,7 @@ def _inputs(backward: BackwardArgs, passed: Mapping[str, Any]) -> list[tuple[str
 def _result(
     func: str, args: AttentionArgs, name: str, source: Any, place: Any, inputs: Any, called: str
 ) -> Array | None:
-    """Where the gradient goes: `place`, checked, or a new array; None is a float."""
+    """Return the array of a gradient: `place`, checked, or a new one; None for a float."""
     if name in _FLOATS:
         if place is not None:
             raise TypeError(f"{func}(): {called} is for {name}, a float; expected None")

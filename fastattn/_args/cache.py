@@ -1,4 +1,4 @@
-"""From what a caller passes to a cache of keys and values to checked arrays."""
+"""The arguments of a cache of keys and values, checked."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class RangeLists(NamedTuple):
 
 
 def places(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """All numbers first[r] .. last[r] - 1 of all r, both (m,): the r of each, and the number itself."""
+    """List the numbers first[r] .. last[r] - 1 of every r, both (m,): the r of each, and the number."""
     counts = last - first
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) + (last - np.cumsum(counts))[row]

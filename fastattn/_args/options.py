@@ -26,20 +26,20 @@ class NoOptions(TypedDict, total=False):
 
 
 class ComputeOptions(TypedDict, total=False):
-    """How to compute."""
+    """Threads and backend of a computation."""
 
     num_threads: int | None
     backend: Backend | None
 
 
 class OutOption(TypedDict, total=False):
-    """Where the result goes."""
+    """Array for the result."""
 
     out: Array | None
 
 
 class PlaceOptions(TypedDict, total=False):
-    """Which keys a query attends."""
+    """Keys that a query attends."""
 
     mask: ArrayLike | Mask | None
     window: tuple[int | None, int | None] | None
@@ -101,7 +101,7 @@ class ValueScaleOption(TypedDict, total=False):
 
 
 class DropoutOptions(TypedDict, total=False):
-    """Which probabilities become 0."""
+    """Probabilities that become 0."""
 
     dropout: float
     seed: int | None

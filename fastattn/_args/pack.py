@@ -1,4 +1,4 @@
-"""From the weights that a caller passes to a checked PackArgs."""
+"""The arguments of packing, checked."""
 
 from __future__ import annotations
 

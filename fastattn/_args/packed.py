@@ -28,7 +28,7 @@ BLOCK_4BIT = 32  # input features that share a scale, for each output feature, i
 
 
 class Stored(NamedTuple):
-    """How weights of one type lie in a panel."""
+    """Layout of weights of one type in a panel."""
 
     dtype: type[np.generic]
     features: int  # input features of a step
@@ -49,7 +49,7 @@ WEIGHT_DTYPES = tuple(STORED)
 
 
 class Table(NamedTuple):
-    """What the sixteen codes of a type of 4 bits mean, times the scale of their block."""
+    """Values of the sixteen codes of a 4-bit type, times the scale of their block."""
 
     values: Array  # (16,), float32, ascending
     codes: Array  # (16,), the same as int8 ...
@@ -59,7 +59,7 @@ class Table(NamedTuple):
 
     @property
     def pairs(self) -> Array:
-        """What two codes side by side mean, a byte each: (4096,), two values each."""
+        """Values of two codes side by side, for each byte: (4096,), two values each."""
         index = np.arange(1 << 12)
         return np.stack((self.values[index & 15], self.values[index >> 8 & 15]), axis=-1).view(np.float64)[
             :, 0
@@ -181,7 +181,7 @@ class PackedLinear:
         return self.rows_of(which).swapaxes(1, 2)
 
     def rows_of(self, which: slice) -> Array:
-        """The same, row by row: (panels, columns, in_features)."""
+        """Weights row by row: (panels, columns, in_features)."""
         return self._floats(self.panels[which], None if self.scales is None else self.scales[which])
 
     def rows(self, features: Array) -> Array:
@@ -248,7 +248,7 @@ def steps(in_features: int, dtype: str) -> int:
 
 
 def features_apart(panels: Array, dtype: str) -> Array:
-    """What panels (..., steps, columns[, stored]) hold of each input feature, (..., features, columns).
+    """Values in panels (..., steps, columns[, stored]), by input feature: (..., features, columns).
 
     Features that only complete the last step or block are there, too.
     """
@@ -338,7 +338,7 @@ class PackArgs:
         return next((block.name for block, bad in zip(self.blocks, self.bad, strict=True) if bad), None)
 
     def packed(self) -> PackedLinear:
-        """What was packed; an error if it is not finite."""
+        """Return the packed weight; raise if it is not finite."""
         name = self.not_finite()
         if name is not None:
             what = f"values that are not finite as {self.dtype}"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """How a state changes from token to token."""
+    """Rule by which a state changes from token to token."""
 
     decay: str = ""  # "scalar": a number a token; "vector": one for every dimension of the key
     delta: bool = False  # write what the state does not answer yet, with strength beta

@@ -26,7 +26,7 @@ class TopK(NamedTuple):
 
 
 class Statistics(TypedDict, total=False):
-    """What `attention` returns for `stats`: it has the entries that were asked for."""
+    """Statistics that `attention` returns for `stats`, with the entries that were asked for."""
 
     row_max: NDArray[Any]
     entropy: NDArray[Any]

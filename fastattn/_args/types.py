@@ -28,7 +28,7 @@ ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 @dataclass(slots=True)
 class StatisticsArgs:
-    """Where the statistics go, in the lane dtype; None is not asked for. All have an axis of heads."""
+    """Arrays for the statistics, in the lane dtype, with an axis of heads; None for those not asked for."""
 
     row_max: Array | None = None  # (*batch_shape, heads_q, len_q)
     entropy: Array | None = None  # the same
@@ -155,7 +155,7 @@ class BackwardArgs:
 
     @property
     def out(self) -> Array:
-        """What has no element if nothing is computed."""
+        """Array that has no elements if nothing is computed."""
         return self.attention.out
 
 
@@ -174,13 +174,13 @@ class RowwiseArgs:
 
     @property
     def out(self) -> Array:
-        """Where the result goes."""
+        """Array for the result."""
         return self.attention.out
 
 
 @dataclass(slots=True, eq=False)
 class RowwiseBackwardArgs(BackwardArgs):
-    """As BackwardArgs, but that dk and dv are of the lane dtype, 0 before, and added to.
+    """A BackwardArgs whose dk and dv are in the lane dtype, 0 before the call, and added to.
 
     The forward pass left nothing: neither attention.out nor attention.lse is read.
     """
@@ -263,7 +263,7 @@ class RecurrentBackwardArgs:
 
     @property
     def num_threads(self) -> int:
-        """Of the forward call."""
+        """Result of the forward call."""
         return self.forward.num_threads
 
     @property

@@ -1,4 +1,4 @@
-"""What an optimizer does to parameters, as the kernels take it."""
+"""Steps of optimizers, as the kernels take them."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class UpdateArgs:
 
     @property
     def out(self) -> Array:
-        """What has elements if there is something to do."""
+        """Array that has elements if there is something to do."""
         return self.sums

@@ -135,7 +135,7 @@ def float_array(func: str, name: str, x: Any, least_dims: int = 0) -> Array:
 
 
 def _or_int8(func: str, name: str, array: Array) -> str:
-    """What messages say of int8 keys and values behind the other types."""
+    """Hint of messages at int8 keys and values, after the other types."""
     if name not in KEYS_VALUES:
         return ""
     if func in TAKE_INT8:

@@ -66,7 +66,7 @@ def offsets(args: AttentionArgs, options: PlaceOptions) -> Ints:
 def relative_args(
     func: str, q: Any, k: Any, v: Any, options: PlacedOptions, taken: type, return_lse: bool
 ) -> tuple[AttentionArgs, np.dtype[Any], int]:
-    """As `variant_args`, with the lane type and the first query's position, the same in all sequences."""
+    """Return `variant_args`, the lane type, and the first query's position, the same in all sequences."""
     args = variant_args(func, q, k, v, options, taken, return_lse)
     lane = lane_dtype(args.q.dtype)
     if options.get("q_offset") is not None:

@@ -123,7 +123,7 @@ def _by_ranges(args: AttentionArgs, rows: _Rows, block_k: int) -> tuple[_Runs, _
 
 
 def _block_end(end: Ints, len_k: int, block_k: int) -> Ints:
-    """How many blocks end at `end` or before; the last one may be shorter."""
+    """Number of blocks that end at `end` or before; the last one may be shorter."""
     return np.where(end == len_k, -(-len_k // block_k), end // block_k)
 
 
@@ -155,7 +155,7 @@ def _by_lists(args: AttentionArgs, rows: _Rows, block_k: int) -> tuple[_Runs, _R
 
 
 def _count(blocks: Shape, runs: _Runs, masks: Sequence[Bools]) -> int:
-    """How many tiles are in the runs of their query blocks and in all `masks`, (..., query, key blocks)."""
+    """Number of tiles in the runs of their query blocks and in all `masks`, (..., query, key blocks)."""
     shape = np.broadcast_shapes(runs.shape, *(x.shape[:-1] for x in masks))
 
     def numbers(own: Shape) -> Ints:

@@ -104,7 +104,7 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: 
 
 
 class Call:
-    """What the tasks of a call share; its arrays are broadcast to all batch dimensions and heads."""
+    """Values that the tasks of a call share; arrays are broadcast to all batch dimensions and heads."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Task:
         return slice(int(self.begin[some].min()), int(self.end[some].max()))
 
     def allowed(self, keys: slice) -> Any:
-        """Who attends whom among `keys`: an array (group, rows, keys), True or False."""
+        """Pairs of a row and one of `keys` that attend: an array (group, rows, keys), True or False."""
         allowed: Any = keys.start < keys.stop
         if self.call.ranged and ((self.begin > keys.start).any() or (self.end < keys.stop).any()):
             j = np.arange(keys.start, keys.stop)
@@ -185,7 +185,7 @@ class Task:
         return allowed if np.any(allowed) else False
 
     def listed(self, keys: slice) -> Array:
-        """Which of `keys` are in the rows' lists of ranges, (group, rows, keys)."""
+        """Members of `keys` in the rows' lists of ranges, (group, rows, keys)."""
         first, last = self.first.ravel(), self.last.ravel()
         row, place = places(first, last)
         begin, end = self.call.args.ranges[place].T  # type: ignore[index]
@@ -244,7 +244,7 @@ class Task:
         return self.checked(self.call.score_mod, (scores,), keys)
 
     def checked(self, function: Any, arrays: tuple[Array, ...], keys: slice) -> Array:
-        """What a function of the caller's makes of arrays (group, rows, keys), with their shape."""
+        """Result of a caller's function on arrays (group, rows, keys), with their shape."""
         call = self.call
         b = int(np.ravel_multi_index(self.batch, call.args.batch_shape)) if self.batch else 0
         h = self.h_kv * call.group + np.arange(call.group)[:, None, None]
@@ -356,7 +356,7 @@ def exp_below(scores: Array, row_max: Array) -> Array:
 
 
 def attending(allowed: Any) -> Any:
-    """Which rows attend some key, (group, rows, 1), or True."""
+    """Rows that attend some key, (group, rows, 1), or True."""
     return allowed if allowed is True else allowed.any(axis=-1, keepdims=True)
 
 

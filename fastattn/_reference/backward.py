@@ -135,7 +135,7 @@ class BackwardTask(Task):
         return np.where(abs(total - 1) <= most, 1 / total, 1).astype(dtype)
 
     def of_scores(self, dscores: Array, keys: slice) -> Array:
-        """What `score_mod_backward` makes of the gradient of what `score_mod` returned."""
+        """Gradient of the scores that `score_mod` got, by `score_mod_backward`."""
         scores = self.products(keys) * self.call.dtype.type(self.call.args.scale)
         return self.checked(self.call.score_mod_backward, (dscores, scores), keys)
 

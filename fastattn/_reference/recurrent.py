@@ -37,7 +37,7 @@ def chunk_of(args: RecurrentArgs) -> int:
 
 
 def only(items: Any, args: RecurrentArgs) -> RecurrentArgs:
-    """The same call, for some batch items."""
+    """Select some batch items of the call."""
 
     def some(x: Array | None, core: int) -> Any:
         return None if x is None else np.broadcast_to(x, (*args.batch_shape, *x.shape[-core:]))[items]

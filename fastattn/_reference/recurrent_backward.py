@@ -34,7 +34,7 @@ _RESULTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dnorm")
 
 
 class _Chunk(NamedTuple):
-    """What a chunk of n tokens writes, all (..., heads, n, dim)."""
+    """Values that a chunk of n tokens writes, all (..., heads, n, dim)."""
 
     tokens: slice
     k: Array
@@ -60,7 +60,7 @@ def recurrent_backward(args: RecurrentBackwardArgs) -> None:
 
 
 def _only(items: Any, args: RecurrentBackwardArgs) -> RecurrentBackwardArgs:
-    """The same call, for some batch items."""
+    """Select some batch items of the call."""
     shape = args.forward.batch_shape
     dout = np.broadcast_to(args.dout, (*shape, *args.dout.shape[-3:]))[items]
     given = {name: getattr(args, name) for name in (*_RESULTS, "dstate_out", "dnorm_out")}
@@ -97,7 +97,7 @@ def _state(state: Array | None, norm: Array | None, shape: tuple[int, ...], lane
 
 
 def _chunk(a: RecurrentArgs, tokens: slice, state: State, lane: np.dtype[Any]) -> _Chunk:
-    """What `tokens` write to `state`."""
+    """Values that `tokens` write to `state`."""
     k, u = of_heads(a.k, a.heads, tokens, lane), of_heads(a.v, a.heads, tokens, lane)
     n = k.shape[-2]
     decayed, carry = decays(a, tokens, n, lane)
@@ -216,7 +216,7 @@ def _store_queries(args: RecurrentBackwardArgs, tokens: slice, dq: Array, lane: 
 
 
 def _ones(scores: Array, diagonal: int = 0) -> Array:
-    """Which (i, j) count: those with j <= i + diagonal."""
+    """Mask of pairs (i, j) with j <= i + diagonal."""
     n: int = scores.shape[-1]
     mask: Array = np.tri(n, n, diagonal, dtype=np.bool_)
     return mask

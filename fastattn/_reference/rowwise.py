@@ -113,7 +113,7 @@ def entmax(z: Array, squared: bool) -> Array:
 
 
 def _talking_heads(args: RowwiseArgs) -> Iterator[tuple[Any, Array]]:
-    """All heads at once: results, and where they go in the output."""
+    """Compute all heads at once: results, and their place in the output."""
     a = args.attention
     call, group = Call(a), a.heads_q // a.heads_kv
     step = max(1, TILE_SCORES // (a.heads_q * max(1, a.len_k)))

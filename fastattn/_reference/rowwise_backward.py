@@ -159,7 +159,7 @@ class _Mixed(Mixed, BackwardTask):
 
 
 def _talking_heads(args: RowwiseBackwardArgs, forward: RowwiseArgs) -> None:
-    """All heads at once."""
+    """Compute all heads at once."""
     a = args.attention
     call = Call(a)
     step = max(1, TILE_SCORES // (a.heads_q * max(1, a.len_k)))

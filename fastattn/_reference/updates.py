@@ -1,4 +1,4 @@
-"""What optimizers do, in NumPy: the readable twin of src/optimizer.inc.h."""
+"""Steps of optimizers in NumPy: the readable twin of src/optimizer.inc.h."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Blocks:
         return key if self.readings is None else self.readings[key]
 
     def _readings(self) -> dict[Any, Reading] | None:
-        """Of each block the steps that make it, if all of them do nothing but read."""
+        """Steps that make each block, if all of them only read."""
         graph, found = self.array.__dask_graph__(), {}
         for index in np.ndindex(self.array.numblocks):
             key = (self.array.name, *index)

@@ -190,7 +190,7 @@ def _lazy(
 
 
 def _ranges(sizes: Iterable[int]) -> list[range]:
-    """Of chunks, the places that each covers."""
+    """Slices that chunks cover."""
     ends = [0, *accumulate(sizes)]
     return [range(*ends[i : i + 2]) for i in range(len(ends) - 1)]
 

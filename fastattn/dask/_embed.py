@@ -207,7 +207,7 @@ def _state(folder: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _digest(path: Path, size: int, changed: int) -> bytes:
-    """Of a file's bytes, which are read once for its size and its time of writing."""
+    """Digest of a file, which is read once for its size and time of writing."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
@@ -228,7 +228,7 @@ def _loaded(state: str, folder: str, dtype: Any, weights_dtype: Any, activations
 
 @dataclass(frozen=True)
 class Embed:
-    """What is done with each partition: its vectors, or a file of them."""
+    """Work on each partition: its vectors, or a file of them."""
 
     model: tuple[Any, ...]
     state: str  # of the model's files: others make other tasks, whose results a cluster does not have

@@ -1,4 +1,4 @@
-"""What a call of attention over blocks is asked for, checked, and which blocks of scores it needs."""
+"""The arguments of attention over blocks, checked, and the blocks of scores that it needs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Problem:
     def options(
         self, batch: tuple[slice, ...], heads: slice, rows: range, keys: range, sinks: bool
     ) -> dict[str, Any]:
-        """Those of `fastattn.attention` for one block; of all that a row has, one carries the sinks."""
+        """Options of `fastattn.attention` for one block; one block of each row carries the sinks."""
         options = dict(self.plain, causal=self.causal, window=(self.left, self.right))
         options["q_offset"] = self.offset[batch] + (rows.start - keys.start)
         lengths = np.clip(self.lengths[batch] - keys.start, 0, len(keys))

@@ -219,7 +219,7 @@ def nystrom_attention(
 
 
 def _segment_edges(length: int, n: int) -> Ints:
-    """Where each of n segments begins, and the end."""
+    """Begin of each of n segments, and the end."""
     return np.arange(n + 1) * length // n
 
 
@@ -252,7 +252,7 @@ def _add_means(found: ComposedGradients, name: str, dx: Array | None, length: in
 
 
 def _through_inverses(a: Array, guesses: Sequence[Array], dx: Array) -> Array:
-    """From the gradient of the last of `pseudo_inverses` to that of a."""
+    """Gradient of a, from that of the last of `_pseudo_inverses`."""
     one, transposed = np.eye(a.shape[-1], dtype=a.dtype), a.swapaxes(-1, -2)
     da = np.zeros_like(a)
     for x in reversed(guesses[:-1]):

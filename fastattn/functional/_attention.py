@@ -122,8 +122,8 @@ def attention(
         skipped. Or a structure from `fastattn.masks`, such as ``masks.causal() | masks.first_keys(9)``, which
         never becomes such an array: blocks of keys that a block of queries does not attend cost nothing.
     bias : array_like, optional
-        Added to the scores; float32 or q's dtype; broadcasts as `mask`. Its -inf masks, nothing else in it;
-        tiles of nothing else are skipped.
+        Added to the scores; float32 or q's dtype; broadcasts as `mask`. An element of -inf hides its key, and
+        no finite value does. Tiles that are all -inf are skipped.
     causal : bool, default False
         Let each query attend the keys up to its own position.
     window : (int or None, int or None), optional
@@ -224,8 +224,8 @@ def attention(
     of -1; a query that attends nothing has row_max -inf and entropy 0, one whose lse is NaN has NaN.
 
     The same input gives the same bits on one instruction set: run after run, and whatever else is in the
-    batch. Padding of up to 8 query rows a key head, to more, or of their keys, hidden by a mask alone, may
-    change the last bits, but where a sequence attends itself.
+    batch. Two paddings may change the last bits: one that brings up to 8 query rows a key head to more than
+    8, and one of the keys of so few rows that only a mask hides. Self-attention never is affected.
 
     Sources: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867;
     T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, "FlashAttention: Fast and Memory-Efficient Exact Attention

@@ -30,7 +30,7 @@ class Chunks(NamedTuple):
 
 @dataclass(slots=True)
 class Hashed:
-    """What `lsh_attention` was called with, and the order of the tokens in each round."""
+    """Arguments of `lsh_attention`, and the order of the tokens in each round."""
 
     func: str
     args: AttentionArgs  # of plain attention: its shapes, scale and result
@@ -73,7 +73,7 @@ class Hashed:
         return Chunks(args, alone.reshape(self.order.shape))
 
     def shares(self, calls: Chunks) -> Array:
-        """How much of each token's result is that of each round, (..., heads, rounds, length)."""
+        """Share of each round in each token's result, (..., heads, rounds, length)."""
         lse: Any = calls.args.lse
         lse = self.by_token(lse[..., None])[..., 0]
         alone = self.by_token(calls.alone[..., None])[..., 0]
@@ -83,7 +83,7 @@ class Hashed:
         return found
 
     def by_token(self, x: Array) -> Array:
-        """What chunks have, (..., heads, rounds, length, d), of the tokens in their own order."""
+        """Rows of chunks in the order of the tokens, (..., heads, rounds, length, d)."""
         x = x.reshape(*self.order.shape, x.shape[-1])
         back = np.argsort(self.order, axis=-1)[..., : self.q.shape[-2]]
         return np.take_along_axis(x, back[..., None], axis=-2)

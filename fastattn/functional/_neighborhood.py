@@ -196,7 +196,7 @@ class _Part(Mask):
 
 
 def _parts(mask: neighborhood) -> Iterator[_Part]:
-    """What is computed one after the other: for each remainder the strips, then the rows that are left."""
+    """Parts, computed one after the other: for each remainder the strips, then the rows that are left."""
     resolved: dict[Shape, Resolved] = {}
     steps: Any = mask.dilation
     for offsets in product(*map(range, steps)):

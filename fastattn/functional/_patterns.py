@@ -166,7 +166,7 @@ class _Interleaved:
             found.add(name, x)
 
     def _calls(self) -> Iterator[tuple[slice, AttentionArgs]]:
-        """Which tokens, and their call; its `out` is a part of the whole one's."""
+        """Yield tokens and their call, whose `out` is a part of the whole one's."""
         args, more = self.args, dict(self.places)
         rest = {name: x for name, x in self.options.items() if name != "out"}
         for first in range(min(self.step, args.len_q)):

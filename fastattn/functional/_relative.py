@@ -114,7 +114,7 @@ class _TransformerXL:
         return found
 
     def columns(self, rows: slice) -> slice:
-        """Which of the vectors these rows read."""
+        """Vectors that these rows read."""
         first = self.args.len_q - rows.stop
         n = rows.stop - rows.start + self.args.len_k - 1
         return slice(first, min(first + n, self.relative.shape[-2]))

@@ -66,7 +66,7 @@ class ScoreShape:
 
 
 class Mask:
-    """Which keys each query attends, for ``attention(mask=...)``; True in ``to_array`` means "attends".
+    """Rule for the keys that each query attends, for ``attention(mask=...)``; True in ``to_array`` attends.
 
     ``a & b`` allows what both masks allow, ``a | b`` what at least one allows, ``~a`` what `a` forbids. The
     position of a query is ``q_offset`` plus its row; the position of a key is its index. A mask has no shape.

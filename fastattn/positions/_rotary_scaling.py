@@ -34,7 +34,7 @@ class RopeFrequencies(NamedTuple):
 
 
 class _Rope(NamedTuple):
-    """What every scaling starts from."""
+    """Angles that every scaling starts from."""
 
     inv_freq: Floats  # not scaled: base ** (-2k / rotary_dim)
     base: float

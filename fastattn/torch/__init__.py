@@ -1,4 +1,4 @@
-"""What torch calls: operators with gradients, on tensors whose memory is shared and never copied.
+"""Operators of torch with gradients, on tensors whose memory is shared and never copied.
 
 Importing this package defines ``torch.ops.fastattn.attention`` and others, and lets torch's threads do the
 work of all calls of this process: two pools would take each other's cores. docs/torch.md describes all of it.

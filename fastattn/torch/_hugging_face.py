@@ -240,7 +240,7 @@ def _masked(selected: Any, mask: Any) -> Any:
 
 
 def _left_to_sdpa(query: Any, dropout: float, cache: Any) -> str:
-    """What a call has that is left to transformers' own "sdpa" function; nothing, mostly."""
+    """Find the argument of a call that is left to transformers' own "sdpa" function; mostly there is none."""
     if dropout:
         return "dropout"
     if query.is_nested:

@@ -1,4 +1,4 @@
-"""How an operator of ours enters torch's dispatcher, with the least between a caller and a kernel."""
+"""Registration of our operators in torch's dispatcher, with the least between a caller and a kernel."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def forbid_gradients(op: Any, func: str) -> None:
 
 
 def differentiate_by(op: Any, other: Any, result: Callable[[Any], Any]) -> None:
-    """Where derivatives are wanted, compute `result` of `other` in place of `op`: it keeps what they need."""
+    """Compute `result` by `other` in place of `op` where derivatives are wanted: it keeps their inputs."""
 
     def autograd(keyset: Any, *args: Any, **options: Any) -> Any:
         if _differentiates(args):

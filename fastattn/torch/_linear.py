@@ -108,7 +108,7 @@ class FrozenLinear:
 
 
 def _state(x: Any) -> tuple[int, int] | None:
-    """What differs after x has been written to, or has got other memory."""
+    """Key that differs after x has been written to, or has got other memory."""
     return None if x is None else (0 if x.is_inference() else x._version, x.data_ptr())
 
 

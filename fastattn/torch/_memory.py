@@ -1,4 +1,4 @@
-"""What C's allocator does with the memory of tensors that nobody needs any more."""
+"""Use by C's allocator of the memory of tensors that nobody needs any more."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def keep_freed() -> Undo | None:
 
 
 def _keep(glibc: Any) -> str:
-    """What glibc grants: it answers 0 where it refuses."""
+    """Setting that glibc grants: it answers 0 where it refuses."""
     if not glibc.mallopt(_TRIM_THRESHOLD, _KEPT):
         return "not kept, since glibc refuses it"
     if glibc.mallopt(_MMAP_THRESHOLD, _KEPT):

@@ -125,7 +125,7 @@ def _replace_attention(model: Any, measure: bool, steps: list[Callable[[], None]
 
 
 def _configs(model: Any) -> Iterator[Any]:
-    """All configs of a model, each before those within it, which take their implementation from it."""
+    """Configs of a model, each before those within it, which take their implementation from it."""
     configs = [x.config for x in reversed(list(model.modules())) if hasattr(x, "set_attn_implementation")]
     while configs:
         yield (config := configs.pop())

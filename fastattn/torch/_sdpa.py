@@ -70,7 +70,7 @@ def patch_sdpa(*, measure: bool = True) -> Undo:
 
 
 def said(measure: bool) -> str:
-    """What a patch does, for the text of a change."""
+    """Summary of a patch, for the text of a change."""
     calls = "scaled_dot_product_attention on CPUs: fastattn"
     if not measure:
         return calls

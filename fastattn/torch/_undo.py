@@ -1,4 +1,4 @@
-"""What was changed, and how it is undone."""
+"""Changes, and how they are undone."""
 
 from __future__ import annotations
 
