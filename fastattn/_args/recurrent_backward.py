@@ -21,32 +21,14 @@ GRADIENTS = ("dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dscale")
 
 
 def recurrent_backward_args(
-    func: str,
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    rule: str,
-    log_decay: Any = None,
-    beta: Any = None,
-    causal: bool = True,
-    scale: float | None = None,
-    normalize: bool = False,
-    eps: float = 1e-6,
-    state: Any = None,
-    dstate_out: Any = None,
-    need: Any = ("dq", "dk", "dv"),
-    num_threads: int | None = None,
-    backend: str | None = None,
+    func: str, dout: Any, q: Any, k: Any, v: Any, need: Any, dstate_out: Any, **forward: Any
 ) -> RecurrentBackwardArgs:
-    """Check the arguments of `func`; see `fastattn.grad.vjp`."""
-    args = recurrent_args(
-        func, q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state,
-        False, None, None, num_threads, backend,
-    )  # fmt: skip
+    """Check the arguments of a gradient; `forward` are those of `recurrent_args` without results."""
+    args = recurrent_args(func, q, k, v, **forward)
+    normalize = forward.get("normalize", False)
     wanted = needed(func, need, GRADIENTS)
-    for name, given in (("dlog_decay", log_decay), ("dbeta", beta)):
-        if name in wanted and given is None:
+    for name in ("dlog_decay", "dbeta"):
+        if name in wanted and forward.get(name[1:]) is None:
             raise ValueError(f"{func}(): need has {name}, but {name[1:]} is not given")
     lane, dtype = lane_dtype(args.q.dtype), args.out.dtype
     cotangent = operand(func, "dout", dout, [])

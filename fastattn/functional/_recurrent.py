@@ -162,44 +162,30 @@ def linear_attention(
     """
     if others:
         raise not_an_argument("linear_attention", others, linear_attention)
-    args = recurrent_args(
-        "linear_attention", q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state,
-        return_state, out_state, out, num_threads, backend,
-    )  # fmt: skip
+    forward: dict[str, Any] = {
+        "rule": rule, "log_decay": log_decay, "beta": beta, "causal": causal, "scale": scale,
+        "normalize": normalize, "eps": eps, "state": state, "num_threads": num_threads, "backend": backend,
+    }  # fmt: skip
+    results: dict[str, Any] = {"return_state": return_state, "out_state": out_state, "out": out}
+    args = recurrent_args("linear_attention", q, k, v, **forward, **results)
     dispatch.run(args, backend)
     request = yield args.result
-    return linear_attention_backward(
-        request.dout, q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state, request.dmore,
-        request.need, num_threads, backend, request.func,
-    )  # fmt: skip
+    return _gradients(request, q, k, v, forward)
 
 
 def linear_attention_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    rule: Rule,
-    log_decay: Any = None,
-    beta: Any = None,
-    causal: bool = True,
-    scale: float | None = None,
-    normalize: bool = False,
-    eps: float = 1e-6,
-    state: Any = None,
-    dstate_out: Any = None,
-    need: tuple[str, ...] = ("dq", "dk", "dv"),
-    num_threads: int | None = None,
-    backend: Backend | None = None,
-    func: str = "linear_attention_backward",
+    dout: Any, q: Any, k: Any, v: Any, need: tuple[str, ...], **forward: Any
 ) -> tuple[Any, ...]:
     """Gradients of `linear_attention`, without its forward pass, of which they need nothing."""
-    args = recurrent_backward_args(
-        func, dout, q, k, v, rule, log_decay, beta, causal, scale, normalize, eps, state, dstate_out, need,
-        num_threads, backend,
-    )  # fmt: skip
-    dispatch.run(args, backend)
-    return _results(args, need, log_decay, beta)
+    return _gradients(Request("linear_attention_backward", dout, None, need), q, k, v, forward)
+
+
+def _gradients(request: Request, q: Any, k: Any, v: Any, forward: dict[str, Any]) -> tuple[Any, ...]:
+    """Gradients of `linear_attention` with the arguments `forward`; results among them do not count."""
+    given = {name: x for name, x in forward.items() if name not in ("return_state", "out_state", "out")}
+    args = recurrent_backward_args(request.func, request.dout, q, k, v, request.need, request.dmore, **given)
+    dispatch.run(args, forward.get("backend"))
+    return _results(args, request.need, forward.get("log_decay"), forward.get("beta"))
 
 
 @differentiable
@@ -225,7 +211,7 @@ def retention(
 
     names = needed(request.func, request.need, ("dq", "dk", "dv", "dgamma", "dstate", "dscale"))
     inner = tuple("dlog_decay" if name == "dgamma" else name for name in names)
-    results = list(_gradients(request._replace(need=inner), q, k, v, options, fixed))
+    results = list(_gradients(request._replace(need=inner), q, k, v, fixed | options))
     for i, name in enumerate(names):
         if name == "dgamma":
             dgamma = results[i] / decays.reshape(-1)
@@ -264,7 +250,7 @@ def gated_linear_attention(
     """
     fixed: Any = {"rule": "gated", "log_decay": log_decay}
     request = yield _run("gated_linear_attention", q, k, v, options, DecayOptions, fixed)
-    return _gradients(request, q, k, v, options, fixed)
+    return _gradients(request, q, k, v, fixed | options)
 
 
 @differentiable
@@ -324,12 +310,12 @@ def _delta_rule(
     """Run a delta rule on queries and keys, of length 1 if `unit_keys`."""
     if not flag(func, "unit_keys", unit_keys):
         request = yield _run(func, q, k, v, options, DeltaOptions, fixed)
-        return _gradients(request, q, k, v, options, fixed)
+        return _gradients(request, q, k, v, fixed | options)
     q, k = float_array(func, "q", q, 1), float_array(func, "k", k, 1)
     unit_q, unit_k = unit(q), unit(k)
     request = yield _run(func, unit_q, unit_k, v, options, DeltaOptions, fixed)
 
-    results = list(_gradients(request, unit_q, unit_k, v, options, fixed))
+    results = list(_gradients(request, unit_q, unit_k, v, fixed | options))
     for i, name in enumerate(request.need):
         if name in ("dq", "dk"):
             _, pullback = vjp(unit, q if name == "dq" else k)
@@ -344,15 +330,6 @@ def _run(
     require_options(func, options, taken)
     result: Result = run(recurrent_args(func, q, k, v, **fixed, **options), options)
     return result
-
-
-def _gradients(
-    request: Request, q: Any, k: Any, v: Any, options: Any, fixed: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Gradients of `linear_attention` with `fixed` arguments."""
-    rest = {name: x for name, x in options.items() if name not in ("return_state", "out_state", "out")}
-    more: Any = {"dstate_out": request.dmore, "need": request.need, "func": request.func}
-    return linear_attention_backward(request.dout, q, k, v, **fixed, **rest, **more)
 
 
 def _results(
