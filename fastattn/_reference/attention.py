@@ -239,6 +239,14 @@ class Task:
             np.copyto(scores, -np.inf, where=~allowed)
         return scores
 
+    def softcap_slopes(self, keys: slice) -> tuple[Array, Array]:
+        """Derivatives of ``softcap * tanh(x / softcap)`` by x and by the cap, (group, rows, keys)."""
+        a = self.call.args
+        scaled = self.products(keys) * self.call.dtype.type(a.scale / a.softcap)
+        tanh = np.tanh(scaled)
+        slope: Array = 1 - tanh**2
+        return slope, tanh - scaled * slope
+
     def modified(self, scores: Array, keys: slice) -> Array:
         """Return what `score_mod` makes of scores (group, rows, keys)."""
         return self.checked(self.call.score_mod, (scores,), keys)

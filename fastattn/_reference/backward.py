@@ -83,8 +83,7 @@ class BackwardTask(Task):
                 dv[keys] += _weighted(_flat(self.dropped(probs, keys)).T, _flat(dout), _turned(allowed))
             self.add_modifiers(args, keys, dscores)
             if forward.softcap:
-                tanh = np.tanh(self.products(keys) * dtype.type(forward.scale / forward.softcap))
-                dscores *= 1 - tanh**2
+                dscores *= self.softcap_slopes(keys)[0]
                 if allowed is not True:
                     dscores = np.where(allowed, dscores, 0)
             if self.call.score_mod_backward is not None:
@@ -161,9 +160,7 @@ class BackwardTask(Task):
             distance = abs(self.position - np.arange(keys.start, keys.stop))
             args.dalibi_slopes[heads] -= (dscores * distance).sum(axis=(-1, -2), dtype=float)
         if args.dsoftcap is not None:
-            scaled = self.products(keys) * self.call.dtype.type(forward.scale / forward.softcap)
-            tanh = np.tanh(scaled)
-            terms = np.where(dscores == 0, 0, dscores * (tanh - scaled * (1 - tanh**2)))
+            terms = np.where(dscores == 0, 0, dscores * self.softcap_slopes(keys)[1])
             args.dsoftcap[heads] += terms.sum(axis=(-1, -2), dtype=float)
 
 

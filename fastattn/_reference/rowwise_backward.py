@@ -87,7 +87,8 @@ def _one_head(task: BackwardTask, args: RowwiseBackwardArgs, forward: RowwiseArg
     if args.dv is not None:
         args.dv[(*task.batch, task.h_kv)][keys] += _product(_flat(probs).T, _flat(dout))
     task.add_modifiers(args, keys, dscores)
-    dscores = _through_softcap(task, keys, dscores)
+    if task.call.args.softcap:
+        dscores = _shielded(dscores, task.softcap_slopes(keys)[0])
     if isinstance(task, _Additive):
         task.add_scores(args, keys, dscores)
     else:
@@ -110,15 +111,6 @@ def _weights(scores: Array, forward: RowwiseArgs) -> tuple[Array, Array]:
     if forward.kind == "sparsemax":
         return probs, np.where(probs == 0, 0, probs * 0 + 1)  # NaN stays
     return probs, probs
-
-
-def _through_softcap(task: Task, keys: slice, dscores: Array) -> Array:
-    """Gradients of scores before the softcap."""
-    a = task.call.args
-    if not a.softcap:
-        return dscores
-    tanh = np.tanh(task.products(keys) * task.call.dtype.type(a.scale / a.softcap))
-    return _shielded(dscores, 1 - tanh * tanh)
 
 
 def _add_products(task: Task, args: RowwiseBackwardArgs, keys: slice, dscores: Array) -> None:
@@ -194,7 +186,8 @@ def _mixed_heads(heads: list[_Mixed], args: RowwiseBackwardArgs, forward: Rowwis
     dmixed = _shielded(probs, dprobs - delta)
     for task, of in zip(heads, own, strict=True):
         task.add_modifiers(args, every, dmixed[of])
-        dmixed[of] = _through_softcap(task, every, dmixed[of])
+        if task.call.args.softcap:
+            dmixed[of] = _shielded(dmixed[of], task.softcap_slopes(every)[0])
     if args.dpre is not None:
         args.dpre[b] += a.scale * _over_rows(dmixed, np.where(some, products, 0)).T
     dscores = mix(dmixed, None if pre is None else pre.T)
