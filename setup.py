@@ -122,7 +122,8 @@ class BuildExt(build_ext):
         self.command = [version, *compiler]
         [layer], ext.sources = ext.sources, []
         layer_flags = [*ext.extra_compile_args, *self.gnu([f"-isystem{numpy.get_include()}"])]
-        jobs = [partial(self.compile, layer, "layer", layer_flags, ext.define_macros)]
+        folder = self.get_ext_filename("layer")  # each Python's own
+        jobs = [partial(self.compile, layer, folder, layer_flags, ext.define_macros)]
         jobs += [partial(kernels, *table) for table in sorted(tables, key=lambda t: t[2] not in LONGEST)]
         jobs += [partial(self.compile, SRC / name, "common", self.gnu(flags), compiled) for name in COMMON]
         for path in SRC.rglob("*.*"):

@@ -33,7 +33,7 @@ def build(tree, compiler, **environment):
     command = [sys.executable, "setup.py", "build_ext"]
     done = subprocess.run(command, cwd=tree, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    made = re.findall(r"-o build/objects/(\w+)/\S*?(\w+)\.o ", calls.read_text())
+    made = re.findall(r"-o build/objects/(\w+)[^/ ]*/\S*?(\w+)\.o ", calls.read_text())
     assert len(made) == len(set(made))
     return {f"{folder}/{name}" for folder, name in made}
 
