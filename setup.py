@@ -1,5 +1,6 @@
-"""Builds the extension: src/kernels.c per instruction set, lane type and part, each with its own flags.
+"""Builds the extension: each of src/families/ per instruction set and lane type, with flags of its own.
 
+Objects stay in build/objects. Each is kept until its compiler, its flags or a file that it includes changes.
 Optional: without a compiler the package installs and runs on NumPy. Environment:
 
 FASTATTN_REQUIRE_EXT=1        fail instead
@@ -16,12 +17,16 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy
+from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
@@ -40,8 +45,11 @@ TRACE = [("FA_TRACE", "1")] if os.environ.get("FASTATTN_TRACE") == "1" else []
 REQUIRED = os.environ.get("FASTATTN_REQUIRE_EXT") == "1"
 
 
-PARTS = ("bytes", "pairs", "plain")  # of kernels.c
-LONGEST = ("all", *reversed(PARTS))  # to compile
+FAMILIES = sorted(path.stem for path in Path(SRC, "families").glob("*.c"))
+LONGEST = ("attention", "linear")  # to compile
+COMMON = ("cpu.c", "dispatch.c")
+LANES = ("f32", "f64")
+OBJECTS = Path("build/objects")  # in the checkout: `pip install -e .` has a new build_temp each time
 
 
 class InstructionSet(NamedTuple):
@@ -50,14 +58,23 @@ class InstructionSet(NamedTuple):
     name: str
     flags: tuple[str, ...]
     base: str
-    own: tuple[str, ...]  # parts of it
+    own: tuple[str, ...]  # families of it
 
-    def table(self, part, shared):
-        """(set, lane type, part) of kernels.c that has `part`; other sets use parts of those in `shared`."""
-        if part == "double":
-            return self.base, "f64", "all"
-        whole = self.name == self.base and self.name not in shared
-        return self.name if part in self.own else self.base, "f32", "all" if whole else part
+    def tables(self, lane):
+        """(set, lane type, family) of all its kernels with such lanes."""
+        own = self.own if lane == "f32" else ()
+        return [(self.name if family in own else self.base, lane, family) for family in FAMILIES]
+
+
+def listed(tables):
+    """The tables as dispatch.c reads them."""
+    return " ".join(f"FAMILY({'_'.join(table)})" for table in tables)
+
+
+@cache
+def digest(path):
+    """Name of what is in a file; as it was when first asked for, "" if there is none."""
+    return sha256(Path(path).read_bytes()).hexdigest() if os.path.exists(path) else ""
 
 
 def instruction_sets():
@@ -66,7 +83,7 @@ def instruction_sets():
     line = r'^FA_ISA\((\w+), (\w+), "(.*)", (\w+), "(.*)"\)$'
     lines = re.findall(line, (SRC / "isa.inc").read_text(), re.MULTILINE)
     return [
-        InstructionSet(name, tuple(flags.split()), base, PARTS if own == "all" else tuple(own.split()))
+        InstructionSet(name, tuple(flags.split()), base, tuple(FAMILIES if own == "all" else own.split()))
         for name, arch, flags, base, own in lines
         if arch in (machine, "any")
     ]
@@ -76,7 +93,7 @@ class BuildExt(build_ext):
     """One source under several flags, as far as the compiler takes them; then the extension as usual."""
 
     def build_extension(self, ext):
-        """Compile all objects at once, in processes of their own, and link them as usual."""
+        """Compile what is not up to date at once, in processes of their own, and link it as usual."""
         if self.compiler.compiler_type == "msvc":  # whose compiler has neither GNU C's vectors nor its flags
             self.compiler.initialize()
             self.compiler.cc = shutil.which("clang-cl") or "clang-cl is not on the PATH"
@@ -91,34 +108,29 @@ class BuildExt(build_ext):
         isas = [isa for isa in known.values() if isa.name in (*wanted, "generic")]
         if not isas:
             raise CompileError("no working C compiler (or none that takes GNU C flags)")
-        shared = {isa.base for isa in isas if isa.name != isa.base}
-        uses = {isa: [isa.table(part, shared) for part in (*PARTS, "double")] for isa in isas}
-        entries = (", ".join([isa.name, *map("_".join, tables)]) for isa, tables in uses.items())
-        compiled = [("FA_COMPILED", " ".join(f"X({entry})" for entry in entries))]
+        tables = {table: None for isa in isas for lane in LANES for table in isa.tables(lane)}
+        entries = [", ".join([isa.name, *map(listed, map(isa.tables, LANES))]) for isa in isas]
+        compiled = [("FA_COMPILED", " ".join(f"ISA({entry})" for entry in entries))]
 
-        def kernels(name, lane, part):
-            macros = [("FA_ISA_NAME", name), (f"FA_LANE_{lane.upper()}", "1"), ("FA_PART", part)]
-            return self.compile("kernels.c", f"{name}_{lane}_{part}", [*flags, *known[name].flags], macros)
+        def kernels(name, lane, family):
+            macros = [("FA_ISA_NAME", name), (f"FA_LANE_{lane.upper()}", "1")]
+            flags_of = self.gnu([*flags, *known[name].flags])
+            return self.compile(SRC / f"families/{family}.c", f"{name}_{lane}", flags_of, macros)
 
-        def layer():
-            return self.compiler.compile(
-                sources,
-                self.build_temp,
-                ext.define_macros,
-                ext.include_dirs,
-                self.debug,
-                ext.extra_compile_args,
-            )
-
-        sources, ext.sources = ext.sources, []
-        tables = dict.fromkeys(table for of in uses.values() for table in of)
-        jobs = [
-            partial(kernels, *table) for table in sorted(tables, key=lambda table: LONGEST.index(table[2]))
-        ]
-        jobs += [partial(self.compile, name, "common", flags, compiled) for name in ("cpu.c", "dispatch.c")]
+        compiler = [self.compiler.cc] if self.compiler.compiler_type == "msvc" else self.compiler.compiler_so
+        version = subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE).stdout
+        self.command = [version, *compiler]
+        [layer], ext.sources = ext.sources, []
+        layer_flags = [*ext.extra_compile_args, *self.gnu([f"-isystem{numpy.get_include()}"])]
+        folder = self.get_ext_filename("layer")  # each Python's own
+        jobs = [partial(self.compile, layer, folder, layer_flags, ext.define_macros)]
+        jobs += [partial(kernels, *table) for table in sorted(tables, key=lambda t: t[2] not in LONGEST)]
+        jobs += [partial(self.compile, SRC / name, "common", self.gnu(flags), compiled) for name in COMMON]
+        for path in SRC.rglob("*.*"):
+            digest(str(path))  # before anything is compiled
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for objects in pool.map(lambda job: job(), [*jobs, layer]):
-                ext.extra_objects += objects
+            ext.extra_objects = list(pool.map(lambda job: job(), jobs))
+        ext.depends = ext.extra_objects
         super().build_extension(ext)
 
     def gnu(self, flags):
@@ -126,11 +138,25 @@ class BuildExt(build_ext):
         return [f"/clang:{flag}" for flag in flags] if self.compiler.compiler_type == "msvc" else flags
 
     def compile(self, source, folder, flags, macros):
-        """Object files of one source of src/, in a folder of their own."""
-        return self.compiler.compile(
-            [str(SRC / source)], str(Path(self.build_temp, folder)), macros, [str(SRC)],
-            extra_postargs=self.gnu(flags),
+        """The object file of a source, compiled unless it is there: from these files, by this command."""
+        [made] = self.compiler.object_filenames([str(source)], output_dir=str(OBJECTS / folder))
+        stamp, includes = Path(made + ".stamp"), Path(made + ".d")
+        words = [*self.command, self.debug, *flags, *macros]
+        text = " ".join(map(str, words)).replace(numpy.get_include(), numpy.__version__)
+        command = sha256(text.encode()).hexdigest()
+        if os.path.exists(made) and stamp.exists():
+            before, *files = stamp.read_text().splitlines()
+            if before == command and all(line == f"{digest(line[65:])} {line[65:]}" for line in files):
+                return made
+        stamp.unlink(missing_ok=True)
+        self.compiler.compile(
+            [str(source)], str(OBJECTS / folder), macros, [str(SRC)], self.debug,
+            extra_postargs=[*flags, *self.gnu(["-MMD", f"-MF{includes}"])],
         )  # fmt: skip
+        named = includes.read_text().replace("\\\n", " ").split(": ", 1)[1]
+        paths = [path.replace("\\ ", " ") for path in re.split(r"(?<!\\)\s+", named.strip())]
+        stamp.write_text("\n".join([command, *(f"{digest(path)} {path}" for path in paths)]))
+        return made
 
     def takes(self, flags):
         """Whether the compiler takes these flags."""
@@ -156,16 +182,11 @@ class BuildExt(build_ext):
 
 
 def extensions():
-    """The one extension; a class, since numpy and Cython exist only in the build environment."""
-    import numpy
-    from Cython.Build import cythonize
-
+    """The one extension."""
     ext = Extension(
         "fastattn._engine.core._core",
         ["fastattn/_engine/core/_core.pyx"],
-        include_dirs=[str(SRC), numpy.get_include()],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"), *TRACE],
-        depends=[str(path) for path in SRC.iterdir()],
         extra_compile_args=[*SANITIZED],
         extra_link_args=[*SANITIZED],
     )

@@ -1,8 +1,9 @@
 /* Activations on vectors. NaN stays NaN.
  *
- * Requires  softmax.inc.h; includes activations.inc, the formulas.
  * Literals  activation: any fa_activation. With a literal in a loop, one formula is left of all.
  * Exports   v_activate, v_slope; v_erf, v_sigmoid, v_sigmoid_slope, v_gelu_tanh_slope (of the formulas). */
+#pragma once
+#include "softmax.inc.h"
 
 #ifdef FA_LANE_F64
 INLINE v_t v_erf(v_t x)

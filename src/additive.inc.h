@@ -5,9 +5,11 @@
  * is five times as fast, and exact to a rounding of 1, if queries and keys are so small that nothing overflows. If all
  * of them are very small, QK - 1 would have few digits: then a polynomial is used, which costs no more.
  *
- * Requires  any_nv.inc.h.
  * Literals  small: 0, or 1 if no |q + k| is beyond TANH_SMALL.
  * Exports   additive_scratch, additive_begin, block_additive. */
+#pragma once
+#include "any_nv.inc.h"
+
 #define ADDITIVE_DEPTH 64 /* dimensions that are summed before they are added: less is rounded away; an even number */
 #define ADDITIVE_MOST 8   /* of |q| and |k|: Q K <= e^32, and the product of two denominators is below 1e28 */
 

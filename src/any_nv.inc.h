@@ -2,8 +2,9 @@
  * inline them, with every parameter a literal. Here they would be inlined in forty places, and be most of what the
  * compiler has to do; a call beside a block of keys costs nothing that can be measured.
  *
- * Requires  attention.inc.h.
  * Exports   WITH_NV; any_outer, any_values, any_additive, any_modify, any_softmax; add_values. */
+#pragma once
+#include "attention.inc.h"
 
 /* WITH_NV(nv, name, call): the call, in which `name` is nv, 1 or NV, as a literal. */
 #define WITH_NV(nv, name, ...)                                                                                         \

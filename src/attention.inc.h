@@ -15,8 +15,10 @@
  * gathered, since their strides fall on the same cache sets (docs/notes/attention-kernel.md). The copies may serve
  * several tasks of a KV head: keeps_copy in tasks.inc.h says when.
  *
- * Requires  operands.inc.h, softmax.inc.h, sigmoid.inc.h, statistics.inc.h, philox.inc.h.
  * Exports   tile_begin, tile_attend, tile_end, tile_finish. */
+#pragma once
+#include "operands.inc.h"
+#include "sigmoid.inc.h"
 
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
 INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int dot, tile_scratch *scratch)

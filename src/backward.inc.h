@@ -11,8 +11,9 @@
  * So every sum has one order, whatever the threads are, and nobody needs memory for a dQ of its own. A task waits for
  * tasks with lower numbers alone. Where there are many KV heads, a task is a whole one, and waits for none.
  *
- * Requires  backward_block.inc.h.
  * Exports   backward_plan, backward_sums, backward_begin, backward_run, backward_end; await_turn. */
+#pragma once
+#include "backward_block.inc.h"
 
 static void backward_plan(const fa_backward_args *call, int threads, fa_backward_plan *plan)
 {

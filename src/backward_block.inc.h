@@ -1,11 +1,12 @@
 /* The operands of the backward pass, as tiles read them: a block of keys, and a tile of queries. And what all threads
  * share.
  *
- * Requires  backward_tile.inc.h.
  * Literals  dot; dtype: of q, out and dout.
  * Exports   BACK_FOLD, back_subs, back_scratch, cut_back_scratch; query_state, back_shared, cut_back_shared,
  *           few_queries, query_blocks; head_rows, name_back_keys, load_back_keys, fold_keys, store_keys,
  *           load_scaled_rows, load_back_rows, row_product. */
+#pragma once
+#include "backward_tile.inc.h"
 
 #define BACK_SUBS 4  /* most blocks of the grid that a task takes */
 #define BACK_FOLD 64 /* queries' blocks that dK and dV are summed over, before they are added to what came before */

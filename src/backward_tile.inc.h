@@ -8,9 +8,11 @@
  *
  * Columns are taken a few vectors at a time, and of these only the rows that attend some key of them.
  *
- * Requires  backward_weights.inc.h, decode.inc.h.
  * Literals  dot.
  * Exports   tile_sums, tile_gradients. */
+#pragma once
+#include "backward_weights.inc.h"
+#include "decode.inc.h"
 
 /* out (rows, vectors) = x y, or += with `more`. Not inlined: three of the five products are it. */
 INLINE void outer_columns_as(int dot, int64_t n_rows, int64_t vectors, const outer_product *whole)

@@ -5,11 +5,12 @@
  *     dS = P (dP - delta), or P (1 - P) dP       dP = dO V^T
  *     the gradients of the modifiers += dS
  *
- * Requires  attention.inc.h, philox.inc.h.
  * Literals  dot; hidden: whether some row does not attend some key; sigmoid.
  * Exports   BACK_Q, BACK_NV, BACK_KEYS, BACK_GROUPS; back_keys, back_rows, back_tile, cut_back_tile; column_group,
  *           column_groups; cap_rows, load_keep, drop_group, weigh_group, normalise_group, add_sums, clear_tail,
  *           scale_by_slope, add_modifiers. */
+#pragma once
+#include "attention.inc.h"
 
 #define BACK_Q 64                                    /* queries of a tile */
 #define BACK_NV (BLOCK_K / LANES % NV == 0 ? NV : 2) /* vectors of a row that a product takes at a time */

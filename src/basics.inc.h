@@ -1,7 +1,9 @@
 /* Small things that every file uses: integers, elements of strided arrays, scratch memory, when to give up.
  *
- * Requires  fastattn.h, simd.h.
  * Exports   smaller, larger, round_up, ceil_div; load_int, at; WITH_LITERAL, WITH_DTYPE; arena, cut, CUT, CUT_LANES; given_up. */
+#pragma once
+#include "fastattn.h"
+#include "simd.h"
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -8,10 +8,14 @@
  *         p, m, l = online softmax of s, row by row
  *         acc (rows, head_dim_v) = alpha acc + p V
  *
- * Requires  modifiers.inc.h, partial.inc.h, scales.inc.h, nonfinite.inc.h, softmax.inc.h, sigmoid.inc.h,
- *           statistics.inc.h, philox.inc.h.
  * Literals  dtype: of K and V. nr, rows at a time: 1, 2 or 4. nd, vectors of head_dim_v at a time: 1 or DOT_CHUNK.
  * Exports   DOT_ROWS, dot_scratch, cut_dot_scratch; dot_product, dot_scores, EACH_ROWS; dot_attend. */
+#pragma once
+#include "modifiers.inc.h"
+#include "partial.inc.h"
+#include "nonfinite.inc.h"
+#include "sigmoid.inc.h"
+#include "philox.inc.h"
 
 #define DOT_ROWS 8  /* rows per KV head up to which this kernel is used; above, the tile kernel */
 #define DOT_CHUNK 4 /* 4 rows x 4 vectors of accumulators fit 32 registers */

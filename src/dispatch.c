@@ -1,19 +1,22 @@
 /* What all instruction sets share: the sizes of tuning.inc, and the list of compiled instruction sets, best first. The
- * build defines FA_COMPILED, such as "X(avx512vnni, avx512vnni_f32_bytes, avx512_f32_pairs, avx512_f32_plain, avx512_f64_all)
- * X(generic, generic_f32_all, generic_f32_all, generic_f32_all, generic_f64_all)": names, and the tables of kernels.c that
- * each uses. */
+ * build defines FA_COMPILED, such as
+ *
+ *     ISA(avx2, FAMILY(avx2_f32_linear) FAMILY(avx2_f32_rows), FAMILY(avx2_f64_linear) FAMILY(avx2_f64_rows))
+ *     ISA(generic, FAMILY(generic_f32_linear) ...): names, and the tables of families/ that each uses, by lane type. */
 #include "fastattn.h"
 
 #include <string.h>
 
-#define X(isa, bytes, pairs, plain, f64)                                                                               \
+#define FAMILY(table) extern const fa_kernels fa_kernels_##table;
+#define ISA(isa, floats, doubles)                                                                                      \
     int fa_cpu_has_##isa(void);                                                                                        \
-    extern const fa_kernels fa_kernels_##bytes, fa_kernels_##pairs, fa_kernels_##plain, fa_kernels_##f64;
+    floats doubles
 FA_COMPILED
-#undef X
+#undef FAMILY
+#undef ISA
 
 typedef void (*any_kernel)(void);
-enum { N_KERNELS = sizeof(fa_kernels) / sizeof(any_kernel), N_PARTS = 3 };
+enum { N_KERNELS = sizeof(fa_kernels) / sizeof(any_kernel), N_LANES = 2 };
 
 typedef union {
     fa_kernels kernels;
@@ -23,29 +26,31 @@ typedef union {
 static struct {
     const char *name;
     int (*available)(void);
-    const fa_kernels *parts[N_PARTS], *doubles;
-    any_kernels floats; /* of all parts */
+    const fa_kernels *const *families[N_LANES]; /* up to NULL */
+    any_kernels lanes[N_LANES];                 /* of all families */
 } isas[] = {
-#define X(isa, bytes, pairs, plain, f64)                                                                               \
+#define FAMILY(table) &fa_kernels_##table,
+#define ISA(isa, floats, doubles)                                                                                      \
     {.name = #isa,                                                                                                     \
      .available = fa_cpu_has_##isa,                                                                                    \
-     .parts = {&fa_kernels_##bytes, &fa_kernels_##pairs, &fa_kernels_##plain},                                         \
-     .doubles = &fa_kernels_##f64},
+     .families = {(const fa_kernels *const[]){floats NULL}, (const fa_kernels *const[]){doubles NULL}}},
     FA_COMPILED
-#undef X
+#undef FAMILY
+#undef ISA
 };
 
 int fa_isa_count(void) { return sizeof isas / sizeof isas[0]; }
 
-/* Before anybody asks for a table. A kernel is in one part. */
-__attribute__((constructor)) static void join_parts(void)
+/* Before anybody asks for a table. A kernel is in one family. */
+__attribute__((constructor)) static void join_families(void)
 {
     for (int isa = 0; isa < fa_isa_count(); isa++)
-        for (int part = 0; part < N_PARTS; part++) {
-            const any_kernels *from = (const any_kernels *)isas[isa].parts[part];
-            for (int i = 0; i < N_KERNELS; i++)
-                if (from->each[i]) isas[isa].floats.each[i] = from->each[i];
-        }
+        for (int lane = 0; lane < N_LANES; lane++)
+            for (const fa_kernels *const *family = isas[isa].families[lane]; *family; family++) {
+                const any_kernels *from = (const any_kernels *)*family;
+                for (int i = 0; i < N_KERNELS; i++)
+                    if (from->each[i]) isas[isa].lanes[lane].each[i] = from->each[i];
+            }
 }
 
 const char *fa_isa_name(int isa) { return isas[isa].name; }
@@ -57,10 +62,7 @@ int fa_isa_default(int slow_pairs)
     return isa; /* generic is always there */
 }
 
-const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane)
-{
-    return lane == FA_F64 ? isas[isa].doubles : &isas[isa].floats.kernels;
-}
+const fa_kernels *fa_isa_kernels(int isa, fa_dtype lane) { return &isas[isa].lanes[lane == FA_F64].kernels; }
 
 #define FA_SIZE(name, unit, by_default, least, most) .name = by_default,
 enum { level2 = 1 << 20 };

@@ -1,9 +1,10 @@
 /* Dropout of rows: each element becomes 0, or is multiplied by `scale`, as the counter of its place decides. Row i is what
  * philox.inc.h calls a query, column j a key.
  *
- * Requires  basics.inc.h, convert.inc.h, philox.inc.h.
  * Literals  dtype.
  * Exports   dropout_run. */
+#pragma once
+#include "philox.inc.h"
 
 #define DROP_ROWS (DROP_VECTORS / PHILOX_PARTS) /* at a time: a product waits for the one before */
 

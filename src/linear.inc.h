@@ -11,9 +11,11 @@
  * The lanes are output features; x is broadcast. A row's bits depend on that row alone. Transposed, a part of the panel
  * that w^T would have is made of the same panels first, as one is widened.
  *
- * Requires  basics.inc.h, convert.inc.h, linear_pass.inc.h, linear_input.inc.h, activation.inc.h.
  * Literals  activation.
  * Exports   linear_plan, linear_run. */
+#pragma once
+#include "linear_input.inc.h"
+#include "activation.inc.h"
 
 /* Steps of a block: of a panel 128 KB, and of x for 128 rows 512 KB, which the second-level cache holds together. */
 #define LINEAR_STEPS 1024

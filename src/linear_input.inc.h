@@ -5,9 +5,10 @@
  * scale their distance / 254. So each element errs by scale / 2 at most. Of a row x times weights w, the middle makes
  * middle * sum(w), whose sums lie ready. A row that holds Inf or NaN has a scale of NaN, and so has its result.
  *
- * Requires  basics.inc.h, convert.inc.h, linear_pass.inc.h.
  * Exports   LINEAR_WIDE, row_grid, linear_scratch, take_linear_scratch; linear_input, ready_input, x_in_place, copied_row;
  *           panel_features, features_padded, pass_rows, sums_of_row, x_size. */
+#pragma once
+#include "linear_pass.inc.h"
 
 #define WIDE_ROW (1 << 16)   /* features of a row whose copying takes long enough to ask before each */
 #define LINEAR_WIDE 1024     /* features of a part of a panel that is widened to memory: 128 KB */

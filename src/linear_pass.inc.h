@@ -12,13 +12,15 @@
  *                               eight of two rows and two columns, where there is one   squares_pass
  *   4 bits           int8       the same; each block of BLOCK_4BIT features is scaled   blocks_pass
  *
- * Requires  basics.inc.h, convert.inc.h, tile.inc.h.
  * Literals  columns: a multiple of GROUP. dot: 1 only if V_BF16_DOT. fetch: 0 .. STEP_LINES. triangular: 0, 1. weight:
  *           FA_BF16, FA_I8, FA_I4. rows: 1 .. LINEAR_ROWS, of blocks_pass BLOCK_ROWS. runs: 1, 2 with two rows at most,
  *           WIDE_RUNS with one.
  * Exports   PANEL, GROUP, WITH_ROWS, multiply (linear attention has such products, too); BLOCK_4BIT, BLOCK_ROWS,
  *           LINEAR_SUM, PART_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING, BY_BYTES, BY_BLOCKS, multiplication,
  *           multiplication_of; features_per_step, packed_product, narrow_pass, wide_runs, v_widen. */
+#pragma once
+#include "tile.inc.h"
+
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
 
 /* A pass has LINEAR_ROWS x LINEAR_NV accumulators, and needs LINEAR_NV vectors and a broadcast beside them. */

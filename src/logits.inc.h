@@ -5,9 +5,10 @@
  *
  * A row of a large vocabulary is read from memory once and then stays in the second-level cache.
  *
- * Requires  basics.inc.h, softmax.inc.h, rows.inc.h, convert.inc.h.
  * Literals  squares.
  * Exports   logits_run. */
+#pragma once
+#include "rows.inc.h"
 
 /* x = exp(x - max); returns the sum. Four accumulators, as an addition waits for the one before. */
 INLINE lane exponentials(const fa_watch *watch, lane *x, int64_t n, lane max)

@@ -1,8 +1,9 @@
 /* The additive tile: what is added to the scores of a block of keys before softmax. It holds the bias, and -inf where a
  * dense mask, the bias itself, or a gap between the ranges of a row's list hides a key.
  *
- * Requires  ranges.inc.h, convert.inc.h.
  * Exports   key_run, masked_run, adds; additive_row, additive_rows (rows of keys, BLOCK_K lanes apart). */
+#pragma once
+#include "ranges.inc.h"
 
 /* Keys [j0, j0 + n) of a block, and what a dense mask makes of them: FULL, MASKED or EMPTY. */
 typedef struct {

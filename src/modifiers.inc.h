@@ -4,9 +4,11 @@
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
- * Requires  masks.inc.h, softmax.inc.h.
  * Exports   modifiers, modifiers_of, score_tile, row_lanes; modify_tile, mark_attending, mark_rows (queries on the
  *           lanes, for tile kernels); modify_rows, row_attends (keys on the lanes, for the dot kernel). */
+#pragma once
+#include "masks.inc.h"
+#include "softmax.inc.h"
 
 typedef struct {
     lane q_factor, s_factor; /* of q and of the product: scale, divided by a softcap */

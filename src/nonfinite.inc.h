@@ -1,9 +1,11 @@
 /* Rows of V that are not finite. A probability of 0 is no shield: 0 times NaN or Inf is NaN. Where some query does not
  * attend some key, 0 takes their place, and they are added at the end to those rows that attend them.
  *
- * Requires  convert.inc.h, scales.inc.h.
  * Literals  dtype: of V. fused: 1 if only a sum is rounded, 0 if its product is, too.
  * Exports   bad_rows, find_bad_rows, find_bad_rows_of, copy_good_rows, gather_values, add_bad_value. */
+#pragma once
+#include "scales.inc.h"
+
 typedef struct {
     int64_t row[BLOCK_K], n;
 } bad_rows;

@@ -1,9 +1,10 @@
 /* From scores to probabilities where a row needs all of its scores: sparsemax, entmax-1.5, the k largest, softmax.
  * Queries are on the lanes, so every step is taken for all rows of a tile at once, and nothing is sorted.
  *
- * Requires  any_nv.inc.h.
  * Literals  nv, within this file; squared: 1 for entmax-1.5. above: 0, 1.
  * Exports   kept_scores, keep_near, find_threshold, support_width, normalise, selects, ROWWISE_ASKS. */
+#pragma once
+#include "any_nv.inc.h"
 
 /* The keys that may matter to some row of a tile, in order, and their scores s (n, BLOCK_Q). */
 typedef struct {

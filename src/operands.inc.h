@@ -1,11 +1,15 @@
 /* What tile kernels work on: scratch, the state of tiles, and the operands as micro-kernels read them: queries
  * transposed, the additive tile, blocks of keys and values in place or copied.
  *
- * Requires  modifiers.inc.h, partial.inc.h, scales.inc.h, nonfinite.inc.h, philox.inc.h.
  * Literals  dtype: of q.
  * Exports   TILES, PART_K; tile_state, cut_tile; head_copy, cut_head_copy, begin_head; key_block, tile_scratch,
  *           cut_tile_scratch; transpose_rows, load_queries; load_additive, bias_in_place; dots_pairs; load_block,
  *           pair_values, is_dense, rows_as_lanes, prefetch_block, prefetch_task. */
+#pragma once
+#include "modifiers.inc.h"
+#include "partial.inc.h"
+#include "nonfinite.inc.h"
+#include "philox.inc.h"
 
 #define TILES 8 /* most tiles of a task */
 

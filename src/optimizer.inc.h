@@ -4,9 +4,10 @@
  * some blocks. Every element is computed alone, and a sum of squares is of a block: so no bit depends on the tasks.
  * The arithmetic is that of torch's AdamW and SGD, in their order.
  *
- * Requires  basics.inc.h, convert.inc.h.
  * Literals  momentum, nesterov: 0, 1.
  * Exports   update_run. */
+#pragma once
+#include "convert.inc.h"
 
 /* The elements of a block. */
 typedef struct {

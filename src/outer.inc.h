@@ -11,9 +11,10 @@
  * the bits depend neither on the tasks nor on who runs them. What is copied next, lines far apart, is asked for while
  * products are computed: without that, copies took a quarter of the time.
  *
- * Requires  basics.inc.h, convert.inc.h, tile.inc.h, linear_pass.inc.h.
  * Literals  nx: 1 .. LINEAR_ROWS. dot: 1 only if V_BF16_DOT. dtype.
  * Exports   outer_plan, outer_run. */
+#pragma once
+#include "linear_pass.inc.h"
 
 /* Columns of b that a task has at most: a piece of them takes 400 KB, and those that come next as much. */
 #define OUTER_B (12 * PANEL)

@@ -11,8 +11,9 @@
  * What is too large for the type, infinite or NaN marks its block of rows as bad. Then nobody uses the panels.
  * The arithmetic is that of _reference/pack.py, bit by bit.
  *
- * Requires  basics.inc.h, convert.inc.h, linear_pass.inc.h (PANEL, BLOCK_4BIT, features_per_step).
  * Exports   pack_scratch_bytes, pack_run. */
+#pragma once
+#include "linear_pass.inc.h"
 
 #define PACK_WORDS 1024                 /* of each row: PANEL rows of them stay in the second-level cache */
 #define PACK_PITCH (PACK_WORDS + LANES) /* a power of two would put all rows into the same sets of a cache */

@@ -7,9 +7,11 @@
  * again, `low`, for what sums of several partials lose to rounding: so the error of a result does not grow with their
  * number. The last fields are there if statistics are asked for.
  *
- * Requires  ranges.inc.h, softmax.inc.h, statistics.inc.h.
  * Exports   partial, partial_at, partial_from, row_top; partial_begin_merging, partial_merge, partial_end_merging;
  *           partial_finish, transposed_finish. */
+#pragma once
+#include "statistics.inc.h"
+
 typedef struct {
     lane *row_max, *row_sum, *acc;
     int64_t acc_row, low; /* x[i + low] is what x[i] has lost, where x is row_sum or acc */

@@ -1,7 +1,9 @@
 /* What the machine can do, for the bench: multiply-adds from registers, and a sum that reads memory once.
  *
- * Requires  simd.h.
  * Exports   fma_rounds, read_bytes. */
+#pragma once
+#include "fastattn.h"
+#include "simd.h"
 
 /* FLOP that `rounds` rounds of multiply-adds take; of FA_BF16 and FA_I8, of the instruction that multiplies and adds
  * several in a lane, or 0 where there is none. A processor issues two multiply-adds a cycle and needs four cycles for

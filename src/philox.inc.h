@@ -9,9 +9,10 @@
  * is in the upper halves does not matter: float lanes take PHILOX_PARTS = 2 vectors, their even and their odd numbers. Most of
  * the first three rounds depends on query and head alone: `philox_row` keeps it.
  *
- * Requires  ranges.inc.h.
  * Exports   philox_key, philox_key_from, philox_key_of, KEEP_KEYS, PHILOX_PARTS, DROP_VECTORS, philox_row,
  *           row_of_query, keep_of_keys; count_rows, drop_tile (queries on the lanes), drop_rows (keys). */
+#pragma once
+#include "ranges.inc.h"
 
 #define PHILOX_ROUNDS 10
 #define KEEP_KEYS 64 /* keys of a block of counters: as many are decided at a time where keys are on the lanes */

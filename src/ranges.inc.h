@@ -1,7 +1,6 @@
 /* Which keys the rows of a task attend, as far as ranges say it: one half-open range of keys for each row, or a list of
  * such ranges. Every structural mask (causal, window, padding, documents ...) arrives in this form.
  *
- * Requires  basics.inc.h, tile.inc.h (BLOCK_K).
  * Exports   row_block, row_id, range_list, EACH_ROW, first_row, next_row, cut_rows; at_row, at_nth_row, at_key;
  *           ranges_begin, ranges_enter, row_range, attends_some, rows_share; block_kind, BLOCK_FULL, BLOCK_EDGE, BLOCK_MASKED,
  *           BLOCK_ADDS, BLOCK_EMPTY, hides, range_kind; key_walk, walk_begin, walk_next.
@@ -9,6 +8,8 @@
  * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some
  * row attends. With lists, what lies between two ranges costs nothing; within a block a row has one range again, unless
  * several of its list lie in it (`several`): then the additive tile hides what is between them, masks.inc.h. */
+#pragma once
+#include "tile.inc.h"
 
 /* A row of a KV head: its rows are (query, head in group) pairs, query-major. */
 typedef struct {

@@ -1,7 +1,9 @@
 /* Linear attention: the plan of a call, and its tasks, chunk by chunk, or step by step where there are few tokens.
  *
- * Requires  recurrent_chunk.inc.h, recurrent_step.inc.h.
  * Exports   recurrent_plan, recurrent_run. */
+#pragma once
+#include "recurrent_chunk.inc.h"
+#include "recurrent_step.inc.h"
 
 /* Tokens [first, first + n), for one chunk of a->k or a->q after the other, until the call is given up. It reads `a`,
  * `chunk` and `between_asks` from where it stands. */

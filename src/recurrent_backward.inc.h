@@ -12,8 +12,9 @@
  * The products are those of the forward pass with their roles exchanged. Where a sum is over columns of the state, the
  * lanes are tokens, and the state is broadcast: so that it is never transposed.
  *
- * Requires  recurrent_reader.inc.h.
  * Exports   recurrent_backward_plan, recurrent_backward_run. */
+#pragma once
+#include "recurrent_reader.inc.h"
 
 /* What a thread keeps of the chunks of a segment. States are written and read once, from any cache, in less time than it
  * takes to compute them again: with segments that fit the second-level cache, calls took 8 to 17% longer. */

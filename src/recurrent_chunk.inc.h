@@ -8,9 +8,10 @@
  * (Yang et al. 2024, arXiv:2312.06635, 2406.06484, 2412.06464.) Where a call is not causal, every chunk of k and v
  * comes first, and then q reads the last state: out = q S.
  *
- * Requires  recurrent_decay.inc.h, linear_pass.inc.h.
  * Exports   SOLVE_ROWS, panel_product, deep_product, solve; load_panels, load_tokens, write_chunk, load_divisors, read_chunk,
  *           update_state. */
+#pragma once
+#include "recurrent_decay.inc.h"
 
 #define SOLVE_ROWS 8 /* rows solved one by one; what earlier rows add to them is a matrix product */
 

@@ -10,9 +10,10 @@
  * Scalar and vector decays are told apart here alone. With scalar decays, scores are the matrix product x k^T times
  * `between`. Vector decays differ from term to term of a score's sum: vector_scores() multiplies the keys themselves.
  *
- * Requires  recurrent_task.inc.h, linear_pass.inc.h, tile.inc.h.
  * Exports   CHUNK, GATED_CHUNK, CHUNK_DEPTH, CHUNK_LANES, CHUNK_BLOCK; chunk_scratch, take_chunk_scratch; product_of,
  *           lane_numbers, element_at, load_rows, transpose_keys; load_decays, carry_rows, decayed_scores, fade_keys, decay_over. */
+#pragma once
+#include "recurrent_task.inc.h"
 
 /* Tokens of a chunk. On AVX-512, 64 is 3 to 15% slower, 128 another 10 to 25%: the scores grow with it. Chunks with
  * vector decays are shorter yet (32 is 3 to 13% slower), since their scores are no matrix product. */

@@ -12,8 +12,9 @@
  *
  * Scalar and vector decays are told apart here, as in recurrent_decay.inc.h.
  *
- * Requires  recurrent_chunk.inc.h.
  * Exports   token_product, upper_product, from_lanes; decay_sums, gradients_of_scores, gradients_of_decays. */
+#pragma once
+#include "recurrent_chunk.inc.h"
 
 /* to (rows, n) = or += x (rows, depth) y (depth, n): the lanes are tokens, and so rows of y and `to` CHUNK_LANES apart.
  * Rows of x are x_row lanes apart. */

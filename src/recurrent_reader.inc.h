@@ -11,9 +11,10 @@
  *
  * Results that were divided by q norm + eps have one column more, in which every u is 1: its gradient is the divisor's.
  *
- * Requires  recurrent_gradients.inc.h.
  * Exports   gradient_scratch, take_gradient_scratch, state_lanes; write_tokens, next_state, turn_panels, state_product,
  *           add_products; chunk_reader, read_back, solve_back. */
+#pragma once
+#include "recurrent_gradients.inc.h"
 
 typedef struct {
     chunk_scratch c; /* c.state is dS, c.norm the gradient of the sum of the keys; c.q and c.beta as in a call */

@@ -5,9 +5,10 @@
  *
  * in place in state_out, a few vectors of columns after the other.
  *
- * Requires  recurrent_task.inc.h.
  * Literals  nv, vectors of columns, held in registers: 1 or STEP_NV. n, columns of each: LANES, or fewer with nv = 1.
  * Exports   STEPS, step_scratch, take_step_scratch, recurrent_steps. */
+#pragma once
+#include "recurrent_task.inc.h"
 
 #define STEPS 4 /* calls of up to so many tokens go this way */
 

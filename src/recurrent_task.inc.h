@@ -10,9 +10,11 @@
  * The lanes are columns of S, which do not depend on one another. A task is one state, or some panels of its columns;
  * the bits of a column do not depend on which.
  *
- * Requires  basics.inc.h, convert.inc.h, softmax.inc.h, linear.inc.h (PANEL).
  * Exports   RECURRENT_ASKS, recurrent_task, recurrent_task_of, query_group, panel_width; load_state, store_state, load_norm,
  *           store_norm; v_flush, decay_at. */
+#pragma once
+#include "softmax.inc.h"
+#include "linear_pass.inc.h"
 
 #define RECURRENT_ASKS (1 << 24) /* multiplications between two calls of given_up(): no more than milliseconds */
 

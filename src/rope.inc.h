@@ -1,8 +1,9 @@
 /* Rotary positions (Su et al. 2021): a pair (a, b) of dimensions becomes (a cos - b sin, b cos + a sin). The pairs are
  * neighbours where `interleaved`; else dimension j is paired with dimension j + pairs.
  *
- * Requires  convert.inc.h, softmax.inc.h (v_abs).
  * Exports   rope_run. */
+#pragma once
+#include "softmax.inc.h"
 
 /* Rotates x (head_dim) in place; cos and sin are (pairs). */
 INLINE void rotate_row(const fa_rope_args *a, const lane_u *cos, const lane_u *sin, lane *x)

@@ -1,9 +1,11 @@
 /* What the gradients of attention by rows share: rows of queries and of dO, what they add to dK and dV, what dS adds to
  * the gradients of modifiers, and whose turn it is.
  *
- * Requires  any_nv.inc.h, backward.inc.h (await_turn).
  * Exports   row_copy, copy_rows, add_weighted_rows, add_score_gradients, v_tanh_slope, through_softcap,
  *           add_product_gradients, store_query_gradients, turn_of, take_turn, pass_turn. */
+#pragma once
+#include "any_nv.inc.h"
+#include "backward.inc.h"
 
 /* Rows of q or dout as lanes, `pitch` apart; those that are not finite are 0 there, and listed. */
 typedef struct {

@@ -1,9 +1,10 @@
 /* Row by row: norms, softmax, activations. A row x (+ residual) is widened to lanes in scratch, where it stays in the
  * first-level cache for the passes over it, and is written once.
  *
- * Requires  basics.inc.h, convert.inc.h, softmax.inc.h (v_exp), activation.inc.h.
  * Literals  squares: 0, 1. activation: any fa_activation.
  * Exports   ROW_ASKS, EACH_BLOCK, row_sum_of; rows_scratch_bytes, rows_run. */
+#pragma once
+#include "activation.inc.h"
 
 #define ROW_ASKS (1 << 18) /* elements of a row between two calls of given_up(): a fraction of a millisecond */
 _Static_assert(ROW_ASKS % (4 * LANES) == 0, "a block is a whole number of row_sum_of's rounds");

@@ -8,9 +8,10 @@
  *
  * Sums over rows are those of the rows of a task, and whoever runs the tasks adds them in order.
  *
- * Requires  basics.inc.h, convert.inc.h, activation.inc.h, rows.inc.h.
  * Literals  activation: any fa_activation.
  * Exports   rows_grad_scratch_bytes, rows_grad_run, rows_grad_add. */
+#pragma once
+#include "rows.inc.h"
 
 /* x = the normalised row, dout = its gradient times the weight; returns the factor. sums (2, n), optional: += dout y, and
  * += dout. means: of g and of g y. */

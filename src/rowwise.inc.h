@@ -12,8 +12,10 @@
  *
  * Only the kept scores grow with the number of keys. A probability of 0 hides a key and its value as a mask does.
  *
- * Requires  any_nv.inc.h, additive.inc.h, normalisers.inc.h, talking.inc.h.
  * Exports   rowwise_plan, rowwise_run; row_scratch, cut_row_scratch, rowwise_begin, find_support. */
+#pragma once
+#include "additive.inc.h"
+#include "talking.inc.h"
 
 /* Here tile.s holds probabilities of a block, tile.v their values. */
 typedef struct {

@@ -13,8 +13,10 @@
  *
  * With a softcap, the slopes of the cap multiply dS, but for dbias. A weight of exactly 0 hides what it would multiply.
  *
- * Requires  rowwise.inc.h, row_gradients.inc.h, talking_backward.inc.h.
  * Exports   rowwise_backward_plan, rowwise_backward_run. */
+#pragma once
+#include "rowwise.inc.h"
+#include "talking_backward.inc.h"
 
 typedef struct {
     row_scratch row;

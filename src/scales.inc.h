@@ -2,8 +2,9 @@
  * scale rows in the copy that they make anyway. The dot kernel reads the bytes in place, and applies the scales of keys
  * to their scores, and those of values to the probabilities.
  *
- * Requires  ranges.inc.h (row_block, at_key), convert.inc.h.
  * Exports   WIDEST_I8, scale_of, is_plain, load_scales. */
+#pragma once
+#include "ranges.inc.h"
 
 #define WIDEST_I8 128 /* no int8 is larger; a power of two, by which every number is divided exactly */
 

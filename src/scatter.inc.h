@@ -1,8 +1,9 @@
 /* Sums of rows by where they go: the gradient of a table from which rows were taken. A row of the table is the work of
  * one task, which adds in order; a thousand rows that go to one place are summed in runs, so that rounding stays small.
  *
- * Requires  basics.inc.h, convert.inc.h, tile.inc.h.
  * Exports   scatter_scratch_bytes, scatter_run. */
+#pragma once
+#include "tile.inc.h"
 
 static int64_t scatter_scratch_bytes(int64_t n) { return n * (int64_t)sizeof(lane); }
 

@@ -1,8 +1,9 @@
 /* Sigmoid attention (Ramapuram et al. 2024): p = 1 / (1 + exp(-(s + bias))) takes the place of the online softmax. It
  * has no maximum, no sum, nothing to rescale: keys do not compete. A masked key, -inf, gives 0; NaN stays NaN.
  *
- * Requires  softmax.inc.h (v_exp_prob), tile.inc.h.
  * Exports   SIGMOID_MAX; sigmoid_update (queries on the lanes), dot_sigmoid (keys on the lanes). */
+#pragma once
+#include "softmax.inc.h"
 
 #define SIGMOID_MAX 43 /* from here on 1, even in float64; two denominators' product is still finite in float32 */
 

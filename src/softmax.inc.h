@@ -1,9 +1,10 @@
 /* exp and tanh on vectors, and the online softmax down the keys of a tile.
  *
- * Requires  tile.inc.h (BLOCK_Q).
  * Literals  row_log: NULL or not. dot.
  * Exports   v_exp, v_exp_prob, v_exp_short, lane_exp; v_abs, v_tanh, v_tanh_small, TANH_SMALL, v_softcap; v_horner,
  *           COUNT; v_base, v_log_weight, softmax_update. */
+#pragma once
+#include "tile.inc.h"
 
 #define LOG2_E 1.44269504088896340736
 #define LN_2 0.69314718055994530942

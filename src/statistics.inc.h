@@ -9,9 +9,11 @@
  * A sink is part of l and of nothing else. A row whose l is NaN has NaN statistics. A row that attends nothing has
  * row_max -inf, keys -1, and 0 for the rest.
  *
- * Requires  ranges.inc.h, softmax.inc.h.
  * Exports   top_list, top_insert_row, top_insert_tile, top_merge; row_sums, write_statistics; load_row_norm,
  *           add_lanes_to_key_sums, add_rows_to_key_sums, add_rows_to_mean (of the second pass). */
+#pragma once
+#include "ranges.inc.h"
+#include "softmax.inc.h"
 
 /* A row's best scores, best first, and their keys. Of equal scores the first key comes first; -inf: no further key. */
 typedef struct {

@@ -9,9 +9,10 @@
  *
  * Modifiers and masks are applied to the mixed scores M_g. The scratch is heads x block, whatever the number of keys.
  *
- * Requires  any_nv.inc.h, normalisers.inc.h (ROWWISE_ASKS).
  * Exports   talking_scratch, cut_talking_scratch, talking_run; HEAD_PITCH, mix_heads, talking_begin, talking_scores,
  *           talking_probs, talking_denominators. */
+#pragma once
+#include "normalisers.inc.h"
 
 #define HEAD_PITCH ((BLOCK_K + 1) * BLOCK_Q) /* lanes from head to head: powers of 2 meet in the same cache sets */
 

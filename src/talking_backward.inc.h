@@ -13,8 +13,10 @@
  *
  * Each block of keys has a turn of its own, so that tasks follow one another through the keys.
  *
- * Requires  talking.inc.h, row_gradients.inc.h.
  * Exports   talking_backward_plan, talking_backward_run. */
+#pragma once
+#include "talking.inc.h"
+#include "row_gradients.inc.h"
 
 /* Of one head. */
 typedef struct {

@@ -1,7 +1,9 @@
 /* A call of attention: how it is cut into tasks, and the tasks. What fa_plan promises in fastattn.h is kept here.
  *
- * Requires  attention.inc.h, decode.inc.h.
  * Exports   attention_plan, attention_run, attention_splits, attention_run_split, attention_merge. */
+#pragma once
+#include "attention.inc.h"
+#include "decode.inc.h"
 
 #define SPLIT_K 512 /* keys of a split: enough to be worth a task (tens of microseconds), few enough for many cores */
 _Static_assert(SPLIT_K % BLOCK_K == 0, "splits begin at block boundaries");

@@ -1,11 +1,13 @@
 /* The matrix micro-kernels: outer products whose accumulators, TILE x NV vectors, stay in registers. In attention the
  * lanes are queries: for each key, or dimension, a tile has a row of BLOCK_Q lanes (docs/architecture.md draws it).
  *
- * Requires  simd.h, basics.inc.h, convert.inc.h.
  * Literals  nv: 1, NV; in layers LINEAR_NV. nx, rows at a time: 1 .. TILE_MAX. nd, the same of values: 1 .. TILE.
  *           fetch, the cache lines that a step asks for: 0 .. 2.
  * Exports   BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, TILE_MAX; v_madd; outer_product, tile_outer, bias_ahead,
  *           block_outer; value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE, block_values; transpose. */
+#pragma once
+#include "convert.inc.h"
+
 _Static_assert(TILE *NV + NV + 1 <= V_REGISTERS, "the tile spills");
 
 #define BLOCK_Q (NV * LANES) /* query rows of a tile */

@@ -313,7 +313,7 @@ def test_recipes_name_files_that_exist(recipe):
 
 
 SOURCES = Path(__file__).parents[1] / "src"
-C_FILES = [*SOURCES.glob("*.inc*"), *SOURCES.glob("kernels.c")]
+C_FILES = [*SOURCES.glob("*.inc*"), *SOURCES.glob("families/*.c")]
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in C_FILES}
 CODE = {name: re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL) for name, text in TEXTS.items()}
 HEADED = sorted(name for name in TEXTS if name.endswith(".inc.h"))
@@ -341,16 +341,18 @@ def listed(name, title):
     return set(re.findall(r"[\w.]*\w", re.sub(r"\(.*?\)", "", entry[1], flags=re.DOTALL)))
 
 
-def required(name):
-    """The files that a file requires, and those that they require."""
-    direct = {other for other in listed(name, "Requires") if other.endswith(".inc.h")}
-    return direct.union(*map(required, direct))
+def included(name):
+    """The files that a file includes, and those that they include."""
+    direct = set(re.findall(r'^#include "([\w.]+\.inc\.h)"', CODE[name], re.MULTILINE))
+    return direct.union(*map(included, direct))
 
 
 @pytest.mark.parametrize("name", HEADED)
 def test_heads_of_c_files_are_true(name):
-    """A file exports what others use, and requires all whose exports it uses."""
+    """A file exports what others use, uses the rest, and includes all whose exports it uses."""
     others = set().union(*(words(other) for other in CODE if other != name))
     assert listed(name, "Exports") == defined(name) & others
+    own = defined(name) - others
+    assert {each for each in own if len(re.findall(rf"\b{each}\b", CODE[name])) == 1} == set()
     used = {other: defined(other) & words(name) for other in HEADED if other != name}
-    assert {other for other in used if used[other]} <= required(name)
+    assert {other for other in used if used[other]} <= included(name)

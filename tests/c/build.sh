@@ -6,15 +6,17 @@ export out
 trap 'rm -rf "$out"' EXIT
 setup_flags=$(sed -n 's/^FLAGS = \[\(.*\)\]$/\1/p' setup.py | tr -d '",')
 
-instruction_sets() { # instruction_sets ARCHITECTURE: lines "name base parts,of,its,own flags" of isa.inc
-    sed -nE "s/^FA_ISA\((\w+), ($1|any), \"(.*)\", (\w+), \"(\w+)( (\w+))?\"\)$/\1 \4 \5,\7 \3/p" src/isa.inc
+families=$(basename -s .c src/families/*.c)
+
+instruction_sets() { # instruction_sets ARCHITECTURE: lines "name|base|families of its own|flags" of isa.inc
+    sed -nE "s/^FA_ISA\((\w+), ($1|any), \"(.*)\", (\w+), \"(.*)\"\)$/\1|\4|\5|\3/p" src/isa.inc
 }
 
 # build NAME ARCHITECTURE CC FLAGS...: $out/NAME/driver, with every instruction set that the compiler takes.
 #   LEAVE_OUT  names of instruction sets to do without
 #   EMULATE    names of those to have once more as <name>_emulated, where the bfloat16 dot product is spelled out
 build() {
-    local name=$1 arch=$2 cc=$3 flags=("${@:4}") isa base own isa_flags jobs=() list="" defines="" there="" part of tables
+    local name=$1 arch=$2 cc=$3 flags=("${@:4}") isa base own isa_flags jobs=() list="" defines="" there="" family of floats doubles
     local -x folder=$out/$name
     mkdir "$folder"
     compile() { # compile OBJECT SOURCE FLAGS...: once
@@ -22,32 +24,35 @@ build() {
         there+=" $1"
         jobs+=("$cc $setup_flags -Werror ${flags[*]} ${*:3} -Isrc -c $2 -o \"\$folder/$1.o\"")
     }
-    kernels() { # kernels ISA f32|f64 PART FLAGS...
-        compile "$1_$2_$3" src/kernels.c "-DFA_ISA_NAME=$1" "-DFA_LANE_${2^^}=1" "-DFA_PART=$3" "${@:4}"
+    kernels() { # kernels ISA f32|f64 FAMILY FLAGS...
+        compile "$1_$2_$3" "src/families/$3.c" "-DFA_ISA_NAME=$1" "-DFA_LANE_${2^^}=1" "${@:4}"
     }
     flags_of() { # flags_of ISA
-        instruction_sets "$arch" | sed -n "s/^$1 [^ ]* [^ ]* //p"
+        instruction_sets "$arch" | sed -n "s/^$1|.*|//p"
     }
-    while read -r isa base own isa_flags; do
+    while IFS="|" read -r isa base own isa_flags; do
         [[ " ${LEAVE_OUT-} " != *" $isa "* ]] || continue
         # shellcheck disable=SC2086  # flags are words
         if ! echo 'int main(void) { return 0; }' | $cc $isa_flags -Werror -x c -c - -o "$folder/probe" 2>/dev/null; then
             echo "$isa: not with this compiler"
             continue
         fi
-        tables=""
-        for part in bytes pairs plain; do
+        floats="" doubles=""
+        for family in $families; do
             of=$base
-            [[ ,$own, != *,$part,* ]] || of=$isa
-            kernels "$of" f32 "$part" "$(flags_of "$of")"
-            tables+=",${of}_f32_$part"
+            [[ " $own " != *" $family "* ]] || of=$isa
+            kernels "$of" f32 "$family" "$(flags_of "$of")"
+            kernels "$base" f64 "$family" "$(flags_of "$base")"
+            floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${base}_f64_$family) "
         done
-        kernels "$base" f64 all "$(flags_of "$base")"
-        list+=" X($isa$tables,${base}_f64_all)"
+        list+=" ISA($isa,$floats,$doubles)"
         if [[ " ${EMULATE-} " == *" $isa "* ]]; then
-            kernels "${isa}_emulated" f32 all "$isa_flags" -DFA_EMULATE_BF16_DOT
-            tables=${isa}_emulated_f32_all
-            list+=" X(${isa}_emulated,$tables,$tables,$tables,${base}_f64_all)"
+            floats=""
+            for family in $families; do
+                kernels "${isa}_emulated" f32 "$family" "$isa_flags" -DFA_EMULATE_BF16_DOT
+                floats+="FAMILY(${isa}_emulated_f32_$family) "
+            done
+            list+=" ISA(${isa}_emulated,$floats,$doubles)"
             defines+=" -Dfa_cpu_has_${isa}_emulated=fa_cpu_has_$isa"
         fi
     done < <(instruction_sets "$arch")

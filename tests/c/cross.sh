@@ -27,16 +27,24 @@ compile() { # compile TARGET SOURCE FLAGS...: adds to `jobs`
 core_flags="-O0 -w -DNDEBUG -DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION -Isrc"
 jobs=()
 while read -r target arch platform; do
-    sed -nE "s/^FA_ISA\((\w+), ($arch|any), \"(.*)\", (\w+), \"(.*)\"\)$/\1 \4 \3/p" src/isa.inc >"$out/sets"
+    sed -nE "s/^FA_ISA\((\w+), ($arch|any), \"(.*)\", (\w+), \"(.*)\"\)$/\1|\4|\5|\3/p" src/isa.inc >"$out/sets"
     list=""
-    while read -r isa base isa_flags; do
+    while IFS="|" read -r isa base own isa_flags; do
         isa_flags=${isa_flags/-march=armv8.2-a/-mcpu=generic+v8_2a} # what zig calls it
-        compile "$target" src/kernels.c "$flags $isa_flags -DFA_ISA_NAME=$isa -DFA_LANE_F32=1 -DFA_PART=all"
-        if [ "$isa" = "$base" ]; then
-            compile "$target" src/kernels.c "$flags $isa_flags -DFA_ISA_NAME=$isa -DFA_LANE_F64=1 -DFA_PART=all"
-        fi
-        tables=${isa}_f32_all
-        list+=" X($isa, $tables, $tables, $tables, ${base}_f64_all)"
+        floats="" doubles=""
+        for source in src/families/*.c; do
+            family=$(basename -s .c "$source")
+            of=$base
+            if [[ $own = all || " $own " == *" $family "* ]]; then
+                of=$isa
+                compile "$target" "$source" "$flags $isa_flags -DFA_ISA_NAME=$isa -DFA_LANE_F32=1"
+            fi
+            if [ "$isa" = "$base" ]; then
+                compile "$target" "$source" "$flags $isa_flags -DFA_ISA_NAME=$isa -DFA_LANE_F64=1"
+            fi
+            floats+="FAMILY(${of}_f32_$family) " doubles+="FAMILY(${base}_f64_$family) "
+        done
+        list+=" ISA($isa, $floats, $doubles)"
     done <"$out/sets"
     compile "$target" src/cpu.c "$flags"
     compile "$target" src/dispatch.c "$flags '-DFA_COMPILED=$list'"

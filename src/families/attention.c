@@ -1,0 +1,12 @@
+/* Attention: which keys a row attends, what is done to their scores, and what comes of them. */
+#include "kernels.h"
+
+#include "tasks.inc.h"
+
+FAMILY(attention) = {
+    .plan = attention_plan,
+    .run = attention_run,
+    .splits = attention_splits,
+    .run_split = attention_run_split,
+    .merge = attention_merge,
+};
