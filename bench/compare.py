@@ -1,7 +1,7 @@
 """Two builds of fastattn, interleaved: how long each takes for the same calls, as a ratio.
 
-    python tools/compare.py OLD_PYTHON NEW_PYTHON [--rounds 9] [--only decode]
-    FASTATTN_NUM_THREADS=1 python tools/compare.py GCC_PYTHON CLANG_PYTHON --products
+    python bench/compare.py OLD_PYTHON NEW_PYTHON [--rounds 9] [--only decode]
+    FASTATTN_NUM_THREADS=1 python bench/compare.py GCC_PYTHON CLANG_PYTHON --products
 
 Each build is what its interpreter imports, in a process of its own. Only functions that both have are called.
 """
@@ -11,11 +11,16 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import Any
+
+Call = Callable[[], Any]
 
 
-def calls():
+def calls() -> dict[str, Call]:
     """The calls by name, as functions without arguments."""
     import ml_dtypes
     import numpy as np
@@ -25,15 +30,24 @@ def calls():
 
     rng = np.random.default_rng(0)
 
-    def draw(*shape, dtype=np.float32):
+    def draw(*shape: int, dtype: Any = np.float32) -> Any:
         return rng.standard_normal(shape, np.float32).astype(dtype)
 
-    def attention(batch, heads_q, heads_kv, len_q, len_k, head_dim, dtype=np.float32, **options):
+    def attention(
+        batch: int,
+        heads_q: int,
+        heads_kv: int,
+        len_q: int,
+        len_k: int,
+        head_dim: int,
+        dtype: Any = np.float32,
+        **options: Any,
+    ) -> Call:
         q = draw(batch, heads_q, len_q, head_dim, dtype=dtype)
         k, v = (draw(batch, heads_kv, len_k, head_dim, dtype=dtype) for _ in range(2))
         return lambda: fastattn.attention(q, k, v, **options)
 
-    def linear(rows, features_in, features_out, dtype):
+    def linear(rows: int, features_in: int, features_out: int, dtype: Any) -> Call:
         x, weight = draw(rows, features_in), ops.pack(draw(features_out, features_in), dtype=dtype)
         return lambda: ops.linear(x, weight, activation="gelu")
 
@@ -66,12 +80,12 @@ def calls():
     }
 
 
-def products():
-    """The products of tools/products.py, most with many rows; weights of few rows stay in the caches here."""
+def products() -> dict[str, Call]:
+    """The products of bench/products.py, most with many rows; weights of few rows stay in the caches here."""
     import ml_dtypes
     import numpy as np
-    from products import KINDS, MANY
 
+    from bench.products import KINDS, MANY
     from fastattn import ops
 
     rng, found = np.random.default_rng(0), {}
@@ -86,7 +100,7 @@ def products():
     return found
 
 
-def serve(functions):
+def serve(functions: dict[str, Call]) -> None:
     """Answer each name that comes in with the shortest of five times, in seconds."""
     print(json.dumps(list(functions)), flush=True)
     for line in sys.stdin:
@@ -107,19 +121,19 @@ def serve(functions):
 class Build:
     """The process of one interpreter."""
 
-    def __init__(self, python, what):
+    def __init__(self, python: str, what: str) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen([python, __file__, "--serve", what], text=True, **pipes)
         self.names = json.loads(self.process.stdout.readline())
 
-    def seconds(self, name):
+    def seconds(self, name: str) -> float:
         self.process.stdin.write(json.dumps(name) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("old")
     parser.add_argument("new")
     parser.add_argument("--rounds", type=int, default=9)
@@ -141,6 +155,8 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+    sys.path.append(sys.path.pop(0))  # of bench/, last: each build is what its interpreter imports
     if sys.argv[1:2] == ["--serve"]:
         serve(products() if sys.argv[2] == "products" else calls())
     else:

@@ -1,6 +1,6 @@
 """Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
 
-    python tools/measure.py {peak,strided,padding,decode,int8,linear,pack,load,layer,step,maxsim} [--isa ISA]
+    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,step,maxsim} [--isa ISA]
                             [--dtype D]
 
 Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
@@ -8,11 +8,12 @@ those of `int8` medians. `maxsim` takes all threads.
 The limit or the counterpart that it is compared with is measured in the same seconds.
 """
 
+from __future__ import annotations
+
 import argparse
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -22,10 +23,11 @@ from typing import Any
 import numpy as np
 
 import fastattn
+from bench import files as model_files
+from bench.clock import Call, normal, shortest
 from fastattn import models, ops
 from fastattn._args.pack import pack_args
 from fastattn._args.packed import WEIGHT_DTYPES
-from fastattn._bench.suites.models import files as model_files
 from fastattn._engine import dispatch, settings
 from fastattn._engine.core import _core
 from fastattn.cache import KVCache
@@ -33,26 +35,9 @@ from fastattn.layers import TransformerEncoderLayer
 from fastattn.models import _maxsim
 
 
-def normal(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Standard normal numbers of a dtype that may be bfloat16."""
-    numbers = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    if dtype != "bfloat16":
-        return numbers.astype(dtype)
-    import ml_dtypes
-
-    return numbers.astype(ml_dtypes.bfloat16)
-
-
-def best(*calls: Callable[[], object], seconds: float = 2.0) -> list[float]:
-    """Shortest time of each call, taken in turns."""
-    times = [float("inf")] * len(calls)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for i, call in enumerate(calls):
-            start = time.thread_time()
-            call()
-            times[i] = min(times[i], time.thread_time() - start)
-    return times
+def best(*calls: Call) -> list[float]:
+    """The shortest CPU time of the thread in each call."""
+    return shortest(*calls, clock=time.thread_time)
 
 
 def peak(dtype: str) -> None:
@@ -316,7 +301,7 @@ def main() -> None:
     measures = {
         f.__name__: f for f in (peak, strided, padding, decode, int8, linear, pack, load, layer, step, maxsim)
     }
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=measures)
     parser.add_argument("--isa", choices=fastattn.available_isas())
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "float16", "bfloat16"))

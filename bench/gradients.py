@@ -1,35 +1,27 @@
 """Time gradients of operations, of fastattn or of torch: each in a process of its own.
 
-    python tools/gradients.py {fastattn,torch} [--threads 2] [--dtype float32] [--only NAME]
+    python -m bench.gradients {fastattn,torch} [--threads 2] [--dtype float32] [--only NAME]
 
 Each time is the shortest of many, in milliseconds; GF/s where there are products. Results go to arrays that
 exist, where a library can do that. Shapes are those of a step of 4,096 tokens.
 """
 
+from __future__ import annotations
+
 import argparse
-import time
 from typing import Any
 
 import numpy as np
+
+from bench import clock
 
 TOKENS, WIDTH, HIDDEN, CLASSES = 4096, 384, 1536, 50257
 PRODUCTS = ((WIDTH, HIDDEN), (HIDDEN, WIDTH), (WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (768, 3072))  # in, out
 
 
-def shortest(call: Any, seconds: float) -> float:
-    """The shortest time of a call."""
-    call()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while best == float("inf") or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
 def normal(*shape: int) -> Any:
     """Random numbers, float32."""
-    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
+    return clock.normal(shape, seed=len(shape))
 
 
 def ours(dtype: str, threads: int) -> dict[str, Any]:
@@ -142,7 +134,7 @@ def theirs(dtype: str, threads: int) -> dict[str, Any]:
 
 def main() -> None:
     """Print a line for each call."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("library", choices=("fastattn", "torch"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -152,7 +144,7 @@ def main() -> None:
     made = (ours if args.library == "fastattn" else theirs)(args.dtype, args.threads)
     for name, (call, flop) in made.items():
         if args.only in name:
-            seconds = shortest(call() if "50257" in name else call, args.seconds)
+            (seconds,) = clock.shortest(call() if "50257" in name else call, during=args.seconds)
             speed = f"{flop / seconds / 1e9:8.0f} GF/s" if flop else ""
             print(f"{name:28} {1e3 * seconds:9.2f} ms{speed}", flush=True)
 

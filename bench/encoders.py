@@ -1,6 +1,6 @@
 """Measure MiniLM alone: the whole of it, its operations one by one, and parts of a batch.
 
-    python tools/encoders.py {whole,texts,operations,parts,layer-parts} [--threads 2]
+    python -m bench.encoders {whole,texts,operations,parts,layer-parts} [--threads 2]
 
 `whole` times the model in three types, `operations` those of a layer, each by itself, times six layers.
 `texts` encodes 512 texts of all lengths, so many tokens at a time.
@@ -9,20 +9,20 @@ a time. The model's weights are the real ones where their package is installed (
 Each time is the shortest of many.
 """
 
+from __future__ import annotations
+
 import argparse
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measure import normal
 
 import fastattn
+from bench import files
+from bench import texts as bench_texts
+from bench.clock import Call, normal, shortest
 from fastattn import models, ops
-from fastattn._bench.suites.embeddings import texts as bench_texts
-from fastattn._bench.suites.models import files
 from fastattn._engine.core import _core
 from fastattn.models import _encode
 
@@ -35,19 +35,12 @@ KINDS = {
     "bfloat16": ("bfloat16", "bfloat16", None),
     "int8 by int8": ("float32", "int8", "int8"),
 }
-Calls = dict[str, Callable[[], object]]
+Calls = dict[str, Call]
 
 
-def best(*calls: Callable[[], object], seconds: float = 0.7) -> list[float]:
+def best(*calls: Call, seconds: float = 0.7) -> list[float]:
     """Milliseconds: the shortest time of each call, taken in turns."""
-    times = [float("inf")] * len(calls)
-    end = time.perf_counter() + seconds * len(calls)
-    while time.perf_counter() < end:
-        for i, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            times[i] = min(times[i], time.perf_counter() - start)
-    return [1e3 * t for t in times]
+    return [1e3 * t for t in shortest(*calls, during=seconds)]
 
 
 def packed(kind: str) -> dict[str, ops.PackedLinear]:
@@ -152,7 +145,7 @@ def parts(threads: int) -> None:
                 print(kind, (batch, length), *(f"{n} at a time {ms:.1f} ms;" for n, ms in found), flush=True)
 
 
-def in_turn(calls: list[Callable[[], object]]) -> None:
+def in_turn(calls: list[Call]) -> None:
     for call in calls:
         call()
 
@@ -177,7 +170,7 @@ def layer_parts(threads: int) -> None:
 def main() -> None:
     """Parse the command line and measure."""
     measures = {f.__name__.replace("_", "-"): f for f in (whole, texts, operations, parts, layer_parts)}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=measures)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()

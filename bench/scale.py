@@ -1,9 +1,11 @@
 """Attention over blocks: what two processes cost beside one call, and what many workers would do.
 
-python tools/scale.py overhead             # on this machine: ratios to one call with as many threads
-python tools/scale.py simulate             # 64 and 1024 workers, from times of tasks measured here
-python tools/scale.py simulate --causal --tokens 4194304 --workers 64,256,1024
+python -m bench.scale overhead             # on this machine: ratios to one call with as many threads
+python -m bench.scale simulate             # 64 and 1024 workers, from times of tasks measured here
+python -m bench.scale simulate --causal --tokens 4194304 --workers 64,256,1024
 """
+
+from __future__ import annotations
 
 import argparse
 import heapq
@@ -11,21 +13,25 @@ import math
 import statistics
 import tempfile
 import time
+from typing import Any
 
 import numpy as np
 from dask.distributed import Client, LocalCluster, wait
 
 import fastattn
 import fastattn.dask
+from bench.clock import Call, rounds_of
 
 RNG = np.random.default_rng(0)
 
 
-def local_cluster(workers):
+def local_cluster(workers: int) -> Any:
     return LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
 
 
-def overhead(heads, tokens, head_dim, grids, rounds, workers):
+def overhead(
+    heads: int, tokens: int, head_dim: int, grids: list[tuple[int, ...]], rounds: int, workers: int
+) -> None:
     """One call with `workers` threads, and after it the same by as many processes; medians of ratios."""
     with tempfile.TemporaryDirectory() as folder, local_cluster(workers) as cluster, Client(cluster):
         arrays, mapped = [], []
@@ -66,13 +72,18 @@ def overhead(heads, tokens, head_dim, grids, rounds, workers):
                 )
 
 
-def measured(heads, head_dim, rounds=5):
+def best(call: Call, rounds: int) -> float:
+    """The shortest of so many calls, in seconds."""
+    return min(times[0] for times in rounds_of(rounds, call))
+
+
+def measured(heads: int, head_dim: int, rounds: int = 5) -> tuple[float, float, float]:
     """Seconds of one thread for a product of a query and a key, for a merged row, and of Dask for a task."""
     n = 4096
     q, k, v = RNG.standard_normal((3, heads, n, head_dim), np.float32)
     states = [fastattn.attention(q, k, v, return_lse=True) for _ in range(4)]
-    block = shortest(lambda: fastattn.attention(q, k, v, return_lse=True, num_threads=1), rounds)
-    merge = shortest(lambda: fastattn.merge_states(*zip(*states, strict=True)), rounds)
+    block = best(lambda: fastattn.attention(q, k, v, return_lse=True, num_threads=1), rounds)
+    merge = best(lambda: fastattn.merge_states(*zip(*states, strict=True)), rounds)
     with local_cluster(2) as cluster, Client(cluster) as client:
         client.gather(client.map(abs, range(10)))
         begin = time.perf_counter()
@@ -81,16 +92,14 @@ def measured(heads, head_dim, rounds=5):
     return block / n**2, merge / n, task
 
 
-def shortest(call, rounds):
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return min(times)
-
-
-def simulate(n, workers, times, bytes_, bandwidth, causal):
+def simulate(
+    n: int,
+    workers: int,
+    times: tuple[float, float, float],
+    bytes_: tuple[float, float],
+    bandwidth: float,
+    causal: bool,
+) -> tuple[float, float, float]:
     """Seconds until all n x n blocks are computed and merged, bytes read, bytes moved.
 
     A worker takes the next block as soon as it is free, in order of rows. Who finishes the last of four
@@ -142,7 +151,9 @@ def simulate(n, workers, times, bytes_, bandwidth, causal):
     return end, read, moved
 
 
-def simulated(heads, tokens, head_dim, workers, gigabytes, causal):
+def simulated(
+    heads: int, tokens: int, head_dim: int, workers: list[int], gigabytes: float, causal: bool
+) -> None:
     a_product, a_row, task = measured(heads, head_dim)
     print(
         f"measured here, one thread: {4 * heads * head_dim / a_product / 1e9:.0f} GFLOP/s, merging four"
@@ -174,11 +185,11 @@ def simulated(heads, tokens, head_dim, workers, gigabytes, causal):
         )
 
 
-def pairs(text):
+def pairs(text: str) -> list[tuple[int, ...]]:
     return [tuple(int(n) for n in pair.split("x")) for pair in text.split(",")]
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=["overhead", "simulate"])
     parser.add_argument("--heads", type=int, default=8)
