@@ -8,7 +8,6 @@ tried were the best of 1 to 64 for each.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import warnings
@@ -17,20 +16,28 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module, util
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench import files, plain, texts
-from bench.graphs import bert_optimised, demand_integers
+from bench.graphs import (
+    bert_exported,
+    bert_optimised,
+    demand_integers,
+    openvino_calibrated,
+    refuse_without_nncf,
+    session_options,
+)
 from bench.models import DTYPES, INT8_BFLOAT16, onnx_int8, torch_int8
 from bench.suite import (
     INT8_INPUTS,
     Request,
     Suite,
     WeightProblem,
+    mean_cosine,
     peak_memory,
 )
 from fastattn import models
@@ -89,8 +96,7 @@ class TextProblem(WeightProblem):
 
     def quality(self, got: Array, want: Array) -> dict[str, float]:
         """The mean cosine of a text's vector and that in float64."""
-        lengths = np.linalg.norm(got, axis=1) * np.linalg.norm(want, axis=1)
-        return {"cosine": float(((got * want).sum(axis=1) / lengths).mean()), **peak_memory()}
+        return mean_cosine(got, want) | peak_memory()
 
     @property
     def tolerance(self) -> float:
@@ -161,42 +167,9 @@ def file(problem: TextProblem, name: str) -> Path:
     return path
 
 
-def _bert(problem: TextProblem, **options: Any) -> Any:
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    transformers: Any = import_module("transformers")
-    torch: Any = import_module("torch")
-    kind = transformers.BertModel
-    return kind.from_pretrained(
-        problem.folder(), add_pooling_layer=False, dtype=torch.float32, **options
-    ).eval()
-
-
-def _examples() -> dict[str, Any]:
-    torch: Any = import_module("torch")
-    return {name: torch.ones((2, 16), dtype=torch.int64) for name in INPUTS}
-
-
 def _onnx(problem: TextProblem, path: Path) -> None:
-    """As torch exports it, for any batch and length; a mask is padding."""
-    torch: Any = import_module("torch")
-    model = _bert(problem, attn_implementation="eager")
-
-    class Encoder(torch.nn.Module):  # type: ignore[misc]
-        def forward(self, ids: Any, mask: Any, types: Any) -> Any:
-            return self.model(input_ids=ids, attention_mask=mask, token_type_ids=types).last_hidden_state
-
-    alone = Encoder().eval()
-    alone.model = model
-    torch.onnx.export(
-        alone,
-        tuple(_examples().values()),
-        str(path),
-        input_names=list(INPUTS),
-        output_names=["last_hidden_state"],
-        dynamic_axes={name: {0: "batch", 1: "length"} for name in (*INPUTS, "last_hidden_state")},
-        opset_version=17,
-        dynamo=False,
-    )
+    """As torch exports it; a mask is padding."""
+    bert_exported(problem.folder(), path, INPUTS, "last_hidden_state")
 
 
 def _onnx_optimised(problem: TextProblem, path: Path) -> None:
@@ -217,25 +190,21 @@ def _onnx_int8(source: str) -> Callable[[TextProblem, Path], None]:
 
 def _openvino(problem: TextProblem, path: Path) -> None:
     """As OpenVINO reads torch's model."""
-    openvino: Any = import_module("openvino")
-    model = openvino.convert_model(_bert(problem), example_input=_examples())
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    openvino, torch = import_module("openvino"), import_module("torch")
+    kind = import_module("transformers").BertModel
+    bert = kind.from_pretrained(problem.folder(), add_pooling_layer=False).float().eval()
+    examples = {name: torch.ones((2, 16), dtype=torch.int64) for name in INPUTS}
+    model = openvino.convert_model(bert, example_input=examples)
     openvino.save_model(model, path, compress_to_fp16=False)
 
 
 def _openvino_int8(problem: TextProblem, path: Path) -> None:
     """After NNCF's quantisation, whose ranges are those of other texts."""
-    import numpy as np
-
-    openvino: Any = import_module("openvino")
-    nncf: Any = import_module("nncf")
-    nncf.set_log_level(logging.ERROR)
-    model = openvino.Core().read_model(file(problem, "openvino/openvino_model.xml"))
+    model = import_module("openvino").Core().read_model(file(problem, "openvino/openvino_model.xml"))
     ids = [np.array([row]) for row in texts.encode(problem.folder(), problem.others(CALIBRATION))]
     feeds = [dict(zip(INPUTS, (row, row**0, row * 0), strict=True)) for row in ids]
-    calibrated = nncf.quantize(
-        model, nncf.Dataset(feeds), model_type=nncf.ModelType.TRANSFORMER, subset_size=CALIBRATION
-    )
-    openvino.save_model(calibrated, path, compress_to_fp16=False)
+    openvino_calibrated(model, feeds, path)
 
 
 def _ctranslate2(quantization: str) -> Callable[[TextProblem, Path], None]:
@@ -346,11 +315,8 @@ def onnxruntime(problem: TextProblem, threads: int) -> dict[str, Way]:
     """Both graphs."""
 
     def session(path: str, streams: int, each: int) -> Compute:
-        runtime = import_module("onnxruntime")
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = each
-        options.log_severity_level = 4
-        made = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        kind, providers = import_module("onnxruntime").InferenceSession, ["CPUExecutionProvider"]
+        made = kind(path, session_options(each), providers=providers)
         wanted = {value.name for value in made.get_inputs()}
 
         def compute(ids: Array, mask: Array) -> Array:
@@ -372,8 +338,7 @@ def _openvino_file(problem: TextProblem) -> str:
         raise Unsupported("computes bfloat16 in float32 on this CPU")
     if problem.dtype != "int8":
         return "openvino/openvino_model.xml"
-    if util.find_spec("nncf") is None:
-        raise Unsupported("needs NNCF to round its inputs: pip install nncf")
+    refuse_without_nncf()
     return "openvino/openvino_model_int8.xml"
 
 
@@ -486,11 +451,8 @@ def sentence_transformers(problem: TextProblem, threads: int) -> dict[str, Way]:
 
 def sentence_transformers_onnx(problem: TextProblem, threads: int) -> dict[str, Way]:
     def model(path: str) -> Any:
-        runtime = import_module("onnxruntime")
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 4
-        more = {"file_name": path, "provider": "CPUExecutionProvider", "session_options": options}
+        more = {"file_name": path, "provider": "CPUExecutionProvider"}
+        more["session_options"] = session_options(threads)
         return _sentence_transformer(problem, "onnx", more)
 
     paths = _onnx_files(problem)

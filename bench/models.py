@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module, util
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench import files, plain
-from bench.graphs import bert_optimised, onnxruntime_way, openvino_way
+from bench.graphs import (
+    bert_exported,
+    bert_optimised,
+    onnxruntime_way,
+    openvino_calibrated,
+    openvino_way,
+    refuse_without_nncf,
+)
 from bench.suite import (
     INT8_INPUTS,
     WEIGHT_BYTES,
     Request,
     Suite,
     WeightProblem,
+    mean_cosine,
     refuse_above_memory,
 )
 from fastattn import models
@@ -85,8 +92,7 @@ class ModelProblem(WeightProblem):
         """Of hidden states the mean cosine of a token's vector and that in float64."""
         if self.shape.kind != "minilm":
             return {}
-        lengths = np.linalg.norm(got, axis=1) * np.linalg.norm(want, axis=1)
-        return {"cosine": float(((got * want).sum(axis=1) / lengths).mean())}
+        return mean_cosine(got, want)
 
     @property
     def tolerance(self) -> float:
@@ -223,39 +229,8 @@ def _exported(problem: ModelProblem, *, masked: bool) -> str:
         raise Unsupported("is given no decoder with a cache")
     path = Path(problem.scratch, f"minilm{'-masked' * masked}.onnx")
     if not path.exists():
-        import torch
-
-        names = ["ids", "mask"][: 1 + masked]
-        ids = torch.ones((2, 16), dtype=torch.int64)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                _encoder_alone(problem),
-                (ids,) * len(names),
-                str(path.with_suffix(".part")),
-                input_names=names,
-                output_names=["out"],
-                dynamic_axes={name: {0: "batch", 1: "length"} for name in names},
-                opset_version=17,
-                dynamo=False,
-            )
-        path.with_suffix(".part").rename(path)
+        bert_exported(problem.folder(), path, ["ids", "mask"][: 1 + masked], "out")
     return str(path)
-
-
-def _encoder_alone(problem: ModelProblem) -> Any:
-    """A torch module that turns ids, and a mask if there is one, into hidden states."""
-    import torch
-
-    class Encoder(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = _transformers(problem, attn_implementation="eager", dtype=torch.float32)
-
-        def forward(self, ids: Any, mask: Any = None) -> Any:
-            return self.model(input_ids=ids, attention_mask=mask).last_hidden_state
-
-    return Encoder().eval()
 
 
 def _feeds(problem: ModelProblem, *, masked: bool) -> tuple[dict[str, Array], Array]:
@@ -332,25 +307,15 @@ def openvino(problem: ModelProblem, threads: int) -> Way:
 
 def _calibrated(problem: ModelProblem, model: str) -> str:
     """The path of the graph after NNCF's quantisation, whose ranges are those of 128 pieces of text."""
-    if util.find_spec("nncf") is None:
-        raise Unsupported("needs NNCF to round its inputs: pip install nncf")
+    refuse_without_nncf()
     path = Path(model).with_suffix(".int8.xml")
     if not path.exists():
         import openvino
 
-        nncf = import_module("nncf")
-
         pieces = files.windows(problem.folder(), 128, 128, files.COMPARED)
         if pieces is None:  # as the ids of the problem
             pieces = problem.rng(1).integers(0, problem.config()["vocab_size"], (128, 128))
-        nncf.set_log_level(logging.ERROR)
-        calibrated = nncf.quantize(
-            openvino.Core().read_model(model),
-            nncf.Dataset([piece[None] for piece in pieces]),
-            model_type=nncf.ModelType.TRANSFORMER,
-            subset_size=len(pieces),
-        )
-        openvino.save_model(calibrated, path, compress_to_fp16=False)
+        openvino_calibrated(openvino.Core().read_model(model), [piece[None] for piece in pieces], path)
     return str(path)
 
 

@@ -70,9 +70,11 @@ class TorchProblem(Problem):
         os.environ["HF_HUB_OFFLINE"] = "1"
         torch, transformers = import_module("torch"), import_module("transformers")
         options = {"attn_implementation": "sdpa"}
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         if self.shape.kind == "minilm":
-            folder = files.minilm(Path(self.scratch))
-            return transformers.AutoModel.from_pretrained(folder, **options).to(dtype).eval()
+            kind, folder = transformers.BertModel, files.minilm(Path(self.scratch))
+            return kind.from_pretrained(folder, add_pooling_layer=False, **options).to(dtype).eval()
         torch.manual_seed(0)
         config = transformers.LlamaConfig(**LLAMA, num_hidden_layers=8, vocab_size=32000, **options)
         return transformers.LlamaModel(config).to(dtype).eval()

@@ -9,10 +9,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fastattn._args.errors import naming
 from fastattn._bench import harness, report
 from fastattn._bench.attention import shape_of
-from fastattn._bench.cases import Shape, as_dtype
+from fastattn._bench.cases import Array, Shape, as_dtype
 from fastattn._bench.harness import Engine, Json, Problem, Sections, Unsupported
 
 INT8_INPUTS = "int8 inputs"  # the variant of products that may round their inputs
@@ -66,6 +68,12 @@ def peak_memory() -> dict[str, float]:
     """The most bytes this process had in memory; what getrusage says does not begin anew with a program."""
     peak = _status("/proc/self/status", "VmHWM", 0.0)
     return {"peak": peak} if peak else {}
+
+
+def mean_cosine(got: Array, want: Array) -> dict[str, float]:
+    """The mean cosine of rows."""
+    lengths = np.linalg.norm(got, axis=1) * np.linalg.norm(want, axis=1)
+    return {"cosine": float(((got * want).sum(axis=1) / lengths).mean())}
 
 
 def _status(file: str, name: str, default: float) -> float:
@@ -137,7 +145,7 @@ def chosen(sections: Sections, only: str) -> Sections:
 
 
 def run(
-    name: str,
+    title: str,
     suite: Suite,
     request: Request,
     *,
@@ -147,12 +155,16 @@ def run(
     threads: int,
 ) -> Json:
     """Measure a suite: all of it, or as much as `seconds` allow."""
-    engines = {x: engine for x, engine in suite.engines.items() if x in report.OWN or not peers or x in peers}
+    engines = {
+        name: engine
+        for name, engine in suite.engines.items()
+        if engine.packages[0] == "fastattn" or not peers or name in peers
+    }
     if seconds is not None and "fastattn" in engines:
         engines.pop("fallback", None)
     effort = FULL if seconds is None else harness.brief(seconds)
     more = {
-        "suite": name,
+        "suite": title,
         "full": request.full and seconds is None,
         "seed": request.seed,
         "shapes": suite.shapes,

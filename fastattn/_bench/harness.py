@@ -80,9 +80,7 @@ class Problem:
 
     name = property(lambda self: self.shape.name)
     tolerance = property(lambda self: TOLERANCE[self.dtype])  # the largest error of a right answer
-    limit = property(
-        lambda self: self.dtype
-    )  # in which products are computed: its multiply-adds are the limit
+    limit = property(lambda self: self.dtype)  # of the products, whose multiply-adds are the limit
     unit = property(lambda self: "flops")  # of `work`: "bytes" where memory is the limit
     alone = False  # whether an engine gets a new process for its fastest way, in which memory is measured
 
@@ -185,7 +183,7 @@ class _Worker:
         self.engine, self.threads, self.way = engine, threads, Way(lambda: None)
 
     def hello(self) -> Json:
-        return {"what": self.engine.what, "version": self.engine.version()}
+        return {}
 
     def prepare(self, problem: Any, rows: Array, want: Array, only: str | None = None) -> Json:
         """Try every way to compute the problem, or one; keep the fastest whose result is right."""
@@ -235,7 +233,10 @@ def _serve(pipe: Any, engine: Engine, threads: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     worker = _Worker(engine, threads)
     while True:
-        do, arguments = pipe.recv()
+        try:
+            do, arguments = pipe.recv()
+        except EOFError:
+            return
         try:
             reply = getattr(worker, do)(**arguments)
         except Exception as error:
@@ -294,9 +295,12 @@ class WorkerProcess:
         return WorkerProcess(*self.arguments)
 
     def close(self) -> None:
+        """End the process, which cleans up behind itself if it is not busy."""
+        self._signal("SIGCONT")
+        self.pipe.close()
+        self.process.join(5)
         self.process.kill()
         self.process.join()
-        self.pipe.close()
 
 
 class Effort(NamedTuple):
@@ -321,7 +325,8 @@ def run(engines: dict[str, Engine], sections: Sections, effort: Effort, threads:
     try:
         for name, engine in engines.items():
             workers[name] = WorkerProcess(engine, threads)
-        found = {name: worker.ask("hello") for name, worker in workers.items()}  # and what starts is over
+        for worker in workers.values():
+            worker.ask("hello")  # from here on one process runs at a time
         measured = _measure(workers, sections, effort)
     finally:
         for worker in workers.values():
@@ -333,7 +338,7 @@ def run(engines: dict[str, Engine], sections: Sections, effort: Effort, threads:
         "machine": {"cpu": cpu_name(), "cpus": os.cpu_count(), "system": platform.platform()},
         "config": dict(fastattn.show_config()),
         "missing": sorted(missing),
-        "engines": found,
+        "engines": {name: {"what": x.what, "version": x.version()} for name, x in engines.items()},
         **more,
         **measured,
     }

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import bench
+import fastattn
 from bench import __main__ as command
 from bench import embeddings as embeddings_suite
 from bench import files, texts
@@ -19,6 +20,7 @@ from bench.layers import LayerProblem, LayerShape
 from bench.models import ModelProblem
 from bench.normalisers import VARIANTS as NORMALISERS
 from bench.normalisers import NormaliserProblem
+from bench.optimize import TINY, TorchProblem
 from bench.recurrent import RULES, RecurrentProblem
 from bench.suite import FULL, INT8_INPUTS, Request, chosen, run, text
 from bench.training import MASKED, MODIFIED, GradientProblem, StepProblem
@@ -262,6 +264,17 @@ def test_training(shape, kind, measured):
 def test_steps_of_training(measured):
     sections = {"steps": [StepProblem(SMALL, "step characters", "float32", 3)]}
     check(measured("training", sections), sections)
+
+
+def test_operators_of_torch(measured):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    if not fastattn.available_isas():
+        pytest.skip("of compiled kernels, and there are none")
+    sections = Request(seed=3).section(TorchProblem, "call", [TINY], "float32")
+    (row,) = measured("optimize", sections)["rows"]
+    assert set(row["engines"]) == {"fastattn", "operator", "inference", "learning"}
+    assert all(answer["seconds"] > 0 and answer["error"] < 1e-5 for answer in row["engines"].values())
 
 
 def test_the_first_minute_ends_in_words(measured):
