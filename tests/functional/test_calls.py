@@ -99,7 +99,7 @@ def test_every_variant_has_a_call():
     without = {name for name in without if not name.endswith("_backward")}
     rules = {"retention", "gated_linear_attention", "delta_net", "gated_delta_net"}  # of linear_attention
     parts = {"perceiver", "pooling_by_attention"}  # of induced_set_attention
-    assert without == rules | parts | {"neighborhood_attention"}  # timed as a mask
+    assert without == rules | parts
 
 
 def _options_calls():
