@@ -71,7 +71,7 @@ class TextProblem(WeightProblem):
 
     @property
     def rest(self) -> str:
-        """What is computed in, but for linear maps in int8."""
+        """The type that is computed in, but for linear maps in int8."""
         return {INT8_INPUTS: "float32", INT8_BFLOAT16: "bfloat16"}.get(self.variant, self.dtype)
 
     def folder(self) -> Path:

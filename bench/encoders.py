@@ -49,7 +49,7 @@ def packed(kind: str) -> dict[str, ops.PackedLinear]:
 
 
 def buffers(tokens: int, dtype: str) -> list[np.ndarray]:
-    """What a layer's operations write, but for its input: qkv, heads, sums, inner features."""
+    """The arrays that a layer's operations write, but for its input: qkv, heads, sums, inner features."""
     return [normal((tokens, width), dtype) for width in (3 * WIDTH, WIDTH, WIDTH, INNER)]
 
 
@@ -151,7 +151,7 @@ def in_turn(calls: list[Call]) -> None:
 
 
 def layer_parts(threads: int) -> None:
-    """The same for one layer at a time, by the operations of a layer."""
+    """Milliseconds of such parts that go through one layer at a time, by the operations of a layer."""
     for kind in ("float32", "bfloat16"):
         weights = [packed(kind) for _ in range(LAYERS)]
         for batch, length in SIZES[2:]:

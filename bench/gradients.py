@@ -74,7 +74,7 @@ def ours(dtype: str, threads: int) -> dict[str, Any]:
 
 
 def theirs(dtype: str, threads: int) -> dict[str, Any]:
-    """The same of torch: autograd's backward pass alone; of products what autograd calls."""
+    """Calls of torch by the same names: autograd's backward pass alone; of products what autograd calls."""
     import torch
     import torch.nn.functional as F
 

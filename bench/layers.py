@@ -61,7 +61,7 @@ class LayerProblem(WeightProblem):
         return np.ascontiguousarray(plain.split_heads(x, s.heads)) if s.kind == "rope" else x
 
     def memory(self) -> Array:
-        """What a decoder layer attends to, (B, S, width)."""
+        """The memory that a decoder layer attends to, (B, S, width)."""
         s = self.shape
         return self.rng(1).standard_normal((s.batch, s.memory, s.width), np.float32)
 
@@ -408,7 +408,7 @@ def torch_eager(problem: LayerProblem, threads: int) -> Way:
 
 
 def _torch_int8(problem: LayerProblem, threads: int) -> Way:
-    """What `quantize_dynamic` makes of a linear map, with all 8 bits of the inputs."""
+    """A linear map as `quantize_dynamic` makes it, with all 8 bits of the inputs."""
     torch = runtimes.torch_inference(threads)
     x, weight = torch.from_numpy(problem.x()), torch.from_numpy(problem.weights()["weight"])
     scale, zeros = weight.abs().amax(1) / 127, torch.zeros(len(weight), dtype=torch.int64)
@@ -493,7 +493,7 @@ def onnxruntime_bert(problem: LayerProblem, threads: int) -> Way:
 
 
 def openvino(problem: LayerProblem, threads: int) -> dict[str, Way]:
-    """The same graph; where the inputs are to stay exact, OpenVINO is told not to round them."""
+    """The graph in OpenVINO; where the inputs are to stay exact, OpenVINO is told not to round them."""
     exact = problem.dtype in ("int8", "int4") and problem.variant != INT8_INPUTS
     more = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if exact else {}
     ways = {}

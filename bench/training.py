@@ -138,7 +138,7 @@ def own_step(problem: StepProblem) -> Way:
 
 
 def torch_step(problem: StepProblem, threads: int) -> dict[str, Way]:
-    """The same in torch's eager mode, as a Transformer is written by hand: one call an operation."""
+    """The step in torch's eager mode, as a Transformer is written by hand: one call an operation."""
     import torch
 
     torch.set_num_threads(threads)
@@ -242,7 +242,7 @@ class GradientProblem(AttentionProblem):
 
     @property
     def tolerance(self) -> float:
-        """Of sums over all queries: the rounding of a result in 16 bits grows with its size."""
+        """A bound for sums over all queries: the rounding of a result in 16 bits grows with its size."""
         return float(super().tolerance) * (16 if self.dtype in ("float16", "bfloat16") else 1)
 
     @property

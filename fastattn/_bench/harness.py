@@ -108,7 +108,7 @@ class Engine(NamedTuple):
     what: str
 
     def missing(self) -> list[str]:
-        """Those of its packages that are not installed."""
+        """Its packages that are not installed."""
         return [package for package in self.packages if util.find_spec(package) is None]
 
     def version(self) -> str:

@@ -25,7 +25,7 @@ WIDTH = 110
 
 
 class Figures(NamedTuple):
-    """What follows from the times of one row."""
+    """Speeds and ratios that follow from the times of one row."""
 
     seconds: float
     rate: float
@@ -130,7 +130,7 @@ def time_in_words(seconds: float) -> str:
 
 
 def _state(row: Json, names: tuple[str, ...]) -> str:
-    """What stands in the place of a missing figure."""
+    """A word in the place of a missing figure."""
     return "failed" if any("failed" in row["engines"].get(name, {}) for name in names) else "-"
 
 

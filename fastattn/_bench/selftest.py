@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 def draw(n: int, seed: int) -> Iterator[Case]:
-    """N random calls in every dtype, with one variant or two, and values of one sign or of both."""
+    """`n` random calls in every dtype, with one variant or two, and values of one sign or of both."""
     dtypes = ["float32", "float64", "float16"] + ["bfloat16"] * (util.find_spec("ml_dtypes") is not None)
     variants = [*((name,) for name in (*VARIANTS, *STRUCTURES)), *pairs()]
     for index in range(n):

@@ -127,7 +127,7 @@ class Gain:
 
 @dataclass(slots=True)
 class Result:
-    """What was measured of one size."""
+    """The measurements of one size."""
 
     name: str
     unit: str
