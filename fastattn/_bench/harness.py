@@ -285,8 +285,8 @@ class WorkerProcess:
 
     def _signal(self, name: str) -> bool:
         """Send a signal, if this system has it."""
-        if hasattr(signal, name) and self.process.is_alive():
-            os.kill(self.process.pid or 0, getattr(signal, name))
+        if hasattr(signal, name) and self.process.is_alive() and self.process.pid:
+            os.kill(self.process.pid, getattr(signal, name))
         return hasattr(signal, name)
 
     def another(self) -> WorkerProcess:
