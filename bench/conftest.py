@@ -1,11 +1,15 @@
 """Which engines, suites and problems ``pytest bench/`` times."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 import fastattn
-from fastattn._bench.suites import SUITES
-from fastattn._bench.ways import Unsupported
-from fastattn._bench.worker import largest_error, time_call
+
+sys.path.append(str(Path(__file__).parents[1]))  # last: the package that is installed counts
+from bench import SUITES
+from fastattn._bench.harness import Unsupported, largest_error, time_call
 
 ENGINES = dict.fromkeys(name for suite in SUITES.values() for name in suite.engines)
 DTYPES = dict.fromkeys(name for suite in SUITES.values() for name in suite.dtypes)
@@ -23,13 +27,13 @@ def pytest_generate_tests(metafunc):
     """Every engine that is installed, on every problem of its suite."""
     config = metafunc.config
     names = config.getoption("engine").split(",")
-    unknown = [name for name in names if name not in ENGINES]
+    unknown = [name for name in names if name not in (*ENGINES, "fastattn")]
     if unknown:
         raise pytest.UsageError(f"--engine: no {unknown[0]!r}; there are {', '.join(ENGINES)}")
     cases = []
     for suite in config.getoption("suite") or SUITES:
         engines = SUITES[suite].engines
-        installed = [name for name in names if name in engines and engines[name].installed()]
+        installed = [name for name in names if name in engines and not engines[name].missing()]
         for problem in metafunc.module.problems(suite, config.getoption("dtype")):
             named = problem.variant in problem.name
             label = problem.name if named else f"{problem.variant}-{problem.name}"

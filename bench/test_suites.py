@@ -1,4 +1,4 @@
-"""All problems of ``python -m fastattn bench --full`` under pytest-benchmark, of one suite or of all."""
+"""All problems of ``python -m bench`` under pytest-benchmark, of one suite or of all."""
 
 import atexit
 from dataclasses import replace
@@ -6,11 +6,10 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fastattn._bench.cases import SHAPES
-from fastattn._bench.suite import Request
-from fastattn._bench.suites import SUITES
-from fastattn._bench.suites.attention.problem import AttentionProblem
-from fastattn._bench.suites.models.problem import DECODER, SMALL_DECODER
+from bench import SUITES
+from bench.attention import MaskedProblem
+from bench.models import DECODER, SMALL_DECODER
+from bench.suite import SHAPES, Request
 
 
 @cache
@@ -25,11 +24,11 @@ def problems(suite, dtype):
     """The suite's problems in `dtype`, with a short Llama; attention also with key lengths."""
     if dtype not in SUITES[suite].dtypes:
         return
-    for section in SUITES[suite].plan(Request(dtype, full=True, folder=folder())):
-        for problem in section.problems:
+    for of_section in SUITES[suite].plan(Request(dtype, folder=folder())).values():
+        for problem in of_section:
             yield replace(problem, shape=SMALL_DECODER) if problem.shape == DECODER else problem
     if suite == "attention":
-        yield from (AttentionProblem(shape, "kv_lengths", dtype, 0) for shape in SHAPES)
+        yield from (MaskedProblem(shape, "kv_lengths", dtype) for shape in SHAPES)
 
 
 def test_suite(time_problem):

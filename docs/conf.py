@@ -26,7 +26,6 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "docstrings",
     "inline_svg",
-    "benchmark_tables",
 ]
 exclude_patterns = ["_site", "_templates", "gallery/*.md", "**/GALLERY_HEADER.rst"]
 templates_path = ["_templates"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import sys
 from collections.abc import Callable
 from importlib import util
@@ -16,13 +15,10 @@ from fastattn import _cli_files, _cli_models
 from fastattn._args.errors import FULL, naming
 from fastattn._args.types import ROUNDINGS
 from fastattn._atomic import irregular, replaced
-from fastattn._bench.cases import DTYPES
-from fastattn._bench.suites import SUITES
 from fastattn._engine.settings import CPUS
 from fastattn.models._weights import DTYPES as MODEL_DTYPES
 from fastattn.models._weights import WEIGHT_DTYPES
 
-BENCH_DTYPES = (*DTYPES, "int8", "int4")
 _SIGNALLED = 128  # a shell adds it to the number of the signal that ended a command
 
 
@@ -40,29 +36,18 @@ def _selftest(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    """Time fastattn, its fallback, plain NumPy and every peer that is installed, side by side."""
-    from fastattn._bench import plot, report, run
+    """Time attention beside plain NumPy and every other library that is installed, for a minute."""
+    from fastattn._bench import attention, harness, plot, report
 
-    suite, seconds = SUITES[options.suite], options.seconds
-    if options.dtype not in (None, *suite.dtypes):
-        print(f"--suite {options.suite} has no {options.dtype}: {', '.join(suite.dtypes)}", file=sys.stderr)
-        return 2
-    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
-    time = suite.minutes if options.full else f"about {seconds} seconds (--full: {suite.minutes})"
-    print(f"This takes {time}.")
-    try:
-        result = run.run(
-            options.suite,
-            dtype=options.dtype,
-            only=options.only,
-            effort=run.FULL if options.full else run.brief(seconds),
-            threads=options.threads or fastattn.get_num_threads(),
-            command=" ".join(["python -m fastattn", *sys.argv[1:]]),
-            seed=seed,
-        )
-    except run.NoRows as error:
-        print(error, file=sys.stderr)
-        return 2
+    print(f"This takes about {options.seconds} seconds.", flush=True)
+    engines = {name: x for name, x in attention.ENGINES.items() if name != "fallback"}
+    result = harness.run(
+        engines if "fastattn" in engines else attention.ENGINES,
+        attention.plan(),
+        harness.brief(options.seconds),
+        options.threads or fastattn.get_num_threads(),
+        **{"suite": "attention", "full": False, "seed": 0, "shapes": attention.NUMBERS},
+    )
     print(report.text(result))
     if options.json:
         with naming(options.json), replaced(options.json) as file:
@@ -100,15 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     option("--seed", type=natural, default=0, metavar="N", help="which calls (0)")
 
     option = command(_bench)
-    option("--full", action="store_true", help="all shapes, more rounds, and the fallback, too")
-    option("--seconds", type=positive, default=60, metavar="N", help="about how long, without --full (60)")
-    option("--suite", choices=SUITES, default="attention", help="what is timed (attention)")
-    option("--dtype", type=_dtype, help=f"{', '.join(BENCH_DTYPES)}: of inputs or of weights (by suite)")
-    option("--only", default="", metavar="TEXT", help="of all rows those whose title or name contains it")
+    option("--seconds", type=positive, default=60, metavar="N", help="about how long (60)")
     option("--threads", type=threads, metavar="N", help="of every engine (as many as fastattn uses)")
     option("--json", type=_file, metavar="FILE", help="write everything that was measured")
     option("--plot", type=_picture, metavar="FILE.png", help="draw the ratios to the peers (matplotlib)")
-    option("--seed", type=natural, metavar="N", help="of inputs and fresh shapes (a new one)")
 
     option = command(_tune)
     option("--seconds", type=positive, default=60, metavar="N", help="about how long (60)")
@@ -186,14 +166,6 @@ def _whole(least: int, cpus: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return read
-
-
-def _dtype(text: str) -> str:
-    if text not in BENCH_DTYPES:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(BENCH_DTYPES)}, got {text!r}")
-    if text == "bfloat16":
-        _require("ml_dtypes", text)
-    return text
 
 
 def _file(text: str) -> Path:

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -17,6 +18,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Tests of how calls are cut expect the default sizes.
 os.environ.setdefault("FASTATTN_TUNING", "off")
+
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # of bench/, last: an installed package goes before the checkout
 
 import numpy as np
 from implementations import COMPILED, IMPLEMENTATIONS, THREADINGS, child_environment, forced

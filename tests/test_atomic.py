@@ -15,7 +15,7 @@ from tiny_tokenizers import write_tokenizer
 from fastattn import train
 from fastattn.__main__ import main
 from fastattn._atomic import replaced
-from fastattn._bench import plot, report, run
+from fastattn._bench import harness, plot, report
 from fastattn._engine import tuning
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes and pipes")
@@ -79,7 +79,7 @@ def tune(path, folder, monkeypatch):
 
 
 def bench_json(path, folder, monkeypatch):
-    monkeypatch.setattr(run, "run", lambda *args, **options: {})
+    monkeypatch.setattr(harness, "run", lambda *args, **options: {})
     monkeypatch.setattr(report, "text", lambda result: "")
     command(monkeypatch, "bench", "--json", path)
 

@@ -34,7 +34,7 @@ def commands(tmp_path_factory):
         "help": ["--help"],
         "help-of-a-command": ["bench", "--help"],
         "selftest": ["selftest", "--cases", "1"],
-        "bench": ["bench", "--seconds", "1", "--only", "padding mask, float32 1,12,128,128"],
+        "bench": ["bench", "--seconds", "1"],
         "tune": ["tune", "--seconds", "1"] if COMPILED else ["info"],
         "embed": ["embed", "--model", str(encoder), str(lines)],
         "generate": ["generate", "--model", str(writer), "Once", "--max-new-tokens", "60"],
@@ -90,10 +90,11 @@ def test_a_full_disk_names_the_file_of_vectors(suffix, commands, tmp_path):
     assert done.stderr.endswith(f"error: [Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}: '{output}'\n")
 
 
-def test_a_full_disk_names_the_folder_of_what_the_bench_compares_with(commands, tmp_path):
-    done = run([*commands["bench"]], subprocess.DEVNULL, preexec_fn=limited)
+def test_a_full_disk_names_the_file_of_the_bench(commands, tmp_path):
+    output = tmp_path / "bench.json"
+    done = run([*commands["bench"], "--json", str(output)], subprocess.DEVNULL, preexec_fn=limited)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: [Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}: '")
+    assert done.stderr == f"error: [Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}: '{output}'\n"
 
 
 def test_only_errors_of_writing_get_a_name():

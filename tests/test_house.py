@@ -308,7 +308,7 @@ def test_recipes_name_files_that_exist(recipe):
     assert 0 < len(re.findall(r"^\d+\. `", text, re.MULTILINE)) <= RECIPES[recipe]
     root = PACKAGE.parent
     if (root / "src").exists():  # not of an installed wheel
-        files = re.findall(r"`((?:fastattn|src|tests|docs|tools)/[\w./]+\.\w+)`", text)
+        files = re.findall(r"`((?:bench|fastattn|src|tests|docs|tools)/[\w./]+\.\w+)`", text)
         assert [name for name in files if not (root / name).exists()] == []
 
 

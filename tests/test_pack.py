@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from implementations import each_isa, forced
 
+from bench import files as model_files
 from fastattn import models, ops
 from fastattn._args.pack import blocks_args
 from fastattn._args.packed import WEIGHT_DTYPES, RowBlock
-from fastattn._bench.suites.models import files as model_files
 from fastattn._engine import dispatch, settings
 from fastattn.layers._projections import stack
 

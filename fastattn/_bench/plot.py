@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fastattn._atomic import replaced
-from fastattn._bench.report import RUNTIMES, subject
-
-Json = dict[str, Any]
+from fastattn._bench.harness import Json
+from fastattn._bench.report import RUNTIMES, subject, subject_name
 
 COLOURS = {
     "onnxruntime": "#2f6fb7",
@@ -17,8 +16,7 @@ COLOURS = {
     "JAX": "#8e6bbf",
     "NumPy": "#9aa5b1",
 }
-THICK = 0.16
-GREY = "#444444"
+THICK, GREY = 0.16, "#444444"
 
 
 def draw(report: Json, path: Path) -> None:
@@ -32,7 +30,6 @@ def draw(report: Json, path: Path) -> None:
             sections.setdefault(row["section"], []).append(row)
     panels = sorted(sections, key=lambda title: title.startswith("grouped"))[:3]
     bars = [label for label in COLOURS if RUNTIMES[label][0] in report["engines"]]
-
     rows = max(len(sections[title]) for title in panels)
     height = 1.7 + rows * (0.25 + 0.15 * len(bars))
     figure = Figure(figsize=(4.4 * len(panels), height), dpi=150)
@@ -54,26 +51,17 @@ def _panel(axis: Any, title: str, rows: list[Json], own: str, bars: list[str], h
             measured = [times[name] for name in RUNTIMES[label] if name in times]
             if own not in times or not measured:
                 continue
-            ratio = min(measured) / times[own]
-            y = place + (index - (len(bars) - 1) / 2) * THICK
+            ratio, y = min(measured) / times[own], place + (index - (len(bars) - 1) / 2) * THICK
             axis.barh(y, ratio - 1, left=1, height=THICK * 0.88, color=COLOURS[label])
-            align, gap = ("left", 3) if ratio >= 1 else ("right", -3)
             number = f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
-            axis.annotate(
-                number,
-                (ratio, y),
-                (gap, 0),
-                textcoords="offset points",
-                ha=align,
-                va="center",
-                fontsize=6,
-                color=GREY,
-            )
+            look = {"textcoords": "offset points", "va": "center", "fontsize": 6, "color": GREY}
+            align, gap = ("left", 3) if ratio >= 1 else ("right", -3)
+            axis.annotate(number, (ratio, y), (gap, 0), ha=align, **look)
     axis.set_title(title, fontsize=10, loc="left")
     axis.set_xscale("log", base=2)
     low, high = axis.get_xlim()
-    axis.set_xlim(min(low, 0.8) / 1.1, max(high, 4) * 1.3)
-    ticks = [2.0**power for power in range(-6, 10) if axis.get_xlim()[0] <= 2.0**power <= axis.get_xlim()[1]]
+    axis.set_xlim(low := min(low, 0.8) / 1.1, high := max(high, 4) * 1.3)
+    ticks = [2.0**power for power in range(-6, 10) if low <= 2.0**power <= high]
     axis.set_xticks(ticks, [f"{tick:g}×" for tick in ticks], fontsize=8)
     axis.set_yticks(range(len(rows)), [row["shape"]["name"] for row in rows], fontsize=8)
     axis.set_ylim(height - 0.5, -0.5)
@@ -88,32 +76,15 @@ def _words(figure: Any, report: Json, bars: list[str]) -> None:
     """Title and legend above the panels, machine and command below them."""
     from matplotlib.patches import Patch
 
-    own, config, machine, engines = subject(report), report["config"], report["machine"], report["engines"]
-    inch = 1 / figure.get_figheight()
-    name = "fastattn" if own == "fastattn" else "fastattn's NumPy fallback"
-    figure.text(
-        0.01, 1 - 0.1 * inch, f"How many times faster {name} is", fontsize=13, weight="bold", va="top"
-    )
-    figure.legend(
-        handles=[
-            Patch(color=COLOURS[label], label=f"than {label} {engines[RUNTIMES[label][0]]['version']}")
-            for label in bars
-        ],
-        loc="upper left",
-        bbox_to_anchor=(0.0, 1 - 0.32 * inch),
-        ncols=len(bars),
-        frameon=False,
-        fontsize=8.5,
-        handlelength=1.2,
-        columnspacing=1.4,
-    )
+    config, engines, inch = report["config"], report["engines"], 1 / figure.get_figheight()
+    title = f"How many times faster {subject_name(report)} is"
+    figure.text(0.01, 1 - 0.1 * inch, title, fontsize=13, weight="bold", va="top")
+    names = {label: f"than {label} {engines[RUNTIMES[label][0]]['version']}" for label in bars}
+    patches = [Patch(color=COLOURS[label], label=name) for label, name in names.items()]
+    look = {"ncols": len(bars), "frameon": False, "fontsize": 8.5, "handlelength": 1.2, "columnspacing": 1.4}
+    figure.legend(handles=patches, loc="upper left", bbox_to_anchor=(0.0, 1 - 0.32 * inch), **look)
     setting = "".join(f"{key}={value} " for key, value in report["environment"].items())
-    kernels = f" ({config['isa']})" if own == "fastattn" else ""
-    figure.text(
-        0.01,
-        0.1 * inch,
-        f"Shapes are {report['shapes']}.  fastattn {config['version']}{kernels} on "
-        f"{machine['cpu']}, {report['threads']} threads.\n{setting}{report['command']}",
-        fontsize=7.5,
-        color=GREY,
-    )
+    kernels = f" ({config['isa']})" if subject(report) == "fastattn" else ""
+    said = f"Shapes are {report['shapes']}.  fastattn {config['version']}{kernels} on "
+    said += f"{report['machine']['cpu']}, {report['threads']} threads.\n{setting}{report['command']}"
+    figure.text(0.01, 0.1 * inch, said, fontsize=7.5, color=GREY)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple
 
-from fastattn._bench.busy import QUIET_SHARE
-
-Json = dict[str, Any]
+from fastattn._bench.harness import QUIET_SHARE, Json
 
 # The columns of the table, and the engines behind each. Where one runtime has several, the fastest counts.
 RUNTIMES = {
@@ -25,18 +23,14 @@ RUNTIMES = {
 OWN = ("fastattn", "fallback")
 WIDTH = 110
 
-# The least ratio of the medians of fresh and fixed shapes; below it, kernels were tuned to the fixed ones.
-FRESH_SHARE = 0.9
-
 
 class Figures(NamedTuple):
-    """What follows from the times of one row."""
+    """Speeds and ratios that follow from the times of one row."""
 
     seconds: float
     rate: float
     of_limit: float | None  # None where no limit was measured, and where a call takes longer than computing
     ratios: dict[str, float]  # how many times faster the subject is than each column
-    best_peer: str  # the smallest of these ratios is that of this column; "" if there is none
 
 
 def subject(report: Json) -> str:
@@ -44,8 +38,12 @@ def subject(report: Json) -> str:
     return "fastattn" if "fastattn" in report["engines"] else "fallback"
 
 
+def subject_name(report: Json) -> str:
+    return "fastattn" if subject(report) == "fastattn" else "fastattn's fallback"
+
+
 def columns(report: Json) -> dict[str, tuple[str, ...]]:
-    """The columns that this report has: with ``--full`` one for each engine."""
+    """The columns that this report has: in a whole suite one for each engine."""
     others = [name for name in report["engines"] if name != subject(report)]
     if report["full"]:
         return {name: (name,) for name in others}
@@ -55,25 +53,16 @@ def columns(report: Json) -> dict[str, tuple[str, ...]]:
 def figures(report: Json, row: Json) -> Figures | None:
     """None where the subject itself has no time."""
     times = {name: answer["seconds"] for name, answer in row["engines"].items() if "seconds" in answer}
-    own = times.get(subject(report))
-    if own is None:
+    if (own := times.get(subject(report))) is None:
         return None
-    best = {
-        label: min(times[name] for name in names if name in times)
+    ratios = {
+        label: min(times[name] for name in names if name in times) / own
         for label, names in columns(report).items()
         if set(names) & set(times)
     }
-    ratios = {label: time / own for label, time in best.items()}
-    peers = {label: ratio for label, ratio in ratios.items() if label not in OWN}
     limit = report["limits"].get(row.get("limit", row["dtype"]), {}).get(row["unit"])
     rate = row["work"] / own
-    return Figures(
-        own,
-        rate,
-        rate / limit if limit and not is_tiny(row) else None,
-        ratios,
-        min(peers, key=peers.__getitem__, default=""),
-    )
+    return Figures(own, rate, rate / limit if limit and not is_tiny(row) else None, ratios)
 
 
 def is_tiny(row: Json) -> bool:
@@ -81,8 +70,9 @@ def is_tiny(row: Json) -> bool:
     return bool(row["work"] < 1e6)
 
 
-def text(report: Json) -> str:
-    parts = _head, _table, _limits, _speeds, _costs, _errors, _reasons, _fresh, _missing, _summary, _warning
+def text(report: Json, *more: Any) -> str:
+    """The report; `more` are functions of it that return lines, for its middle."""
+    parts = _head, _table, _limits, *more, _failures, _missing, _summary, _warning
     return "\n".join(line for part in parts for line in part(report))
 
 
@@ -103,41 +93,30 @@ def _head(report: Json) -> Iterator[str]:
 def _table(report: Json) -> Iterator[str]:
     """A line for each row: ratios, then the time of the subject, its speed, its share of the limit."""
     width = 3 + max(max(len(row["section"]), 2 + len(row["shape"]["name"])) for row in report["rows"])
-    shown = columns(report)
-    yield ""
-    yield f"How many times as fast as each of the others {_name(report)} is, then its own time and speed."
+    shown, section = columns(report), ""
+
+    def line(start: str, cells: list[str], *own: str) -> str:
+        widths = [*(max(8, len(label) + 2) for label in shown), 9, 14, 10]
+        return f"{start:<{width}}" + "".join(f"{x:>{n}}" for x, n in zip([*cells, *own], widths, strict=True))
+
+    own = subject_name(report)
+    yield f"\nHow many times as fast as each of the others {own} is, then its own time and speed."
     yield f"The numbers are {report['shapes']}."
-    section = ""
     for row in report["rows"]:
         if row["section"] != section:
             section = row["section"]
-            yield ""
-            yield (
-                f"{section:<{width}}"
-                + _cells(shown, list(shown))
-                + f"{'time':>9}{'speed':>14}{'of limit':>10}"
-            )
-        start = f"  {row['shape']['name']}".ljust(width)
-        got = figures(report, row)
+            yield "\n" + line(section, list(shown), "time", "speed", "of limit")
+        start, got = f"  {row['shape']['name']}", figures(report, row)
         if got is None:
-            yield start + _state(row["engines"][subject(report)])
+            yield f"{start:<{width}}{_state(row, (subject(report),))}"
             continue
         cells = [
-            f"{_digits(got.ratios[label])}x" if label in got.ratios else _worst_state(row, names)
+            f"{_digits(got.ratios[label])}x" if label in got.ratios else _state(row, names)
             for label, names in shown.items()
         ]
         rate = f"{got.rate / 1e9:.1f} GB/s" if row["unit"] == "bytes" else f"{got.rate / 1e9:.0f} GFLOP/s"
         share = "-" if got.of_limit is None else f"{got.of_limit:.0%}"
-        own = f"{_time(got.seconds):>9}{'-' if is_tiny(row) else rate:>14}{share:>10}"
-        yield start + _cells(shown, cells) + own
-
-
-def _name(report: Json) -> str:
-    return "fastattn" if subject(report) == "fastattn" else "fastattn's fallback"
-
-
-def _cells(shown: dict[str, Any], cells: list[str]) -> str:
-    return "".join(f"{cell:>{max(8, len(label) + 2)}}" for label, cell in zip(shown, cells, strict=True))
+        yield line(start, cells, time_in_words(got.seconds), "-" if is_tiny(row) else rate, share)
 
 
 def _digits(value: float) -> str:
@@ -145,18 +124,14 @@ def _digits(value: float) -> str:
     return f"{value:.{max(0, 3 - len(str(int(value))))}f}"
 
 
-def _time(seconds: float) -> str:
+def time_in_words(seconds: float) -> str:
     scale, unit = (1e6, "us") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1.0, "s")
     return f"{_digits(seconds * scale)} {unit}"
 
 
-def _state(answer: Json) -> str:
-    """What stands in the place of a missing figure."""
-    return "failed" if "failed" in answer else "-"
-
-
-def _worst_state(row: Json, names: tuple[str, ...]) -> str:
-    return max(_state(row["engines"].get(name, {})) for name in names)
+def _state(row: Json, names: tuple[str, ...]) -> str:
+    """A word in the place of a missing figure."""
+    return "failed" if any("failed" in row["engines"].get(name, {}) for name in names) else "-"
 
 
 def _limits(report: Json) -> Iterator[str]:
@@ -164,128 +139,50 @@ def _limits(report: Json) -> Iterator[str]:
         return
     speeds = [f"{limit['flops'] / 1e9:.0f} GFLOP/s in {dtype}" for dtype, limit in report["limits"].items()]
     memory = max(limit["bytes"] for limit in report["limits"].values())
-    yield ""
-    yield f"The limits of this machine, measured: {', '.join(speeds)}; {memory / 1e9:.1f} GB/s from memory."
-    got = [(row, figures(report, row)) for row in report["rows"] if row["unit"] == "bytes"]
-    if any(found and found.of_limit and found.of_limit > 1 for _, found in got):
+    yield f"\nThe limits of this machine, measured: {', '.join(speeds)}; {memory / 1e9:.1f} GB/s from memory."
+    got = [figures(report, row) for row in report["rows"] if row["unit"] == "bytes"]
+    if any(found and found.of_limit and found.of_limit > 1 for found in got):
         yield "Above 100% of the limit: read from the caches, which are faster than memory."
 
 
-def _speeds(report: Json) -> Iterator[str]:
-    """Sentences or tokens a second of every engine, in the suite whose calls make them."""
-    rows = [row for row in report["rows"] if "makes" in row["shape"]]
-    if rows:
-        yield ""
-    for row in rows:
-        shape = row["shape"]
-        speeds = [
-            f"{name} {shape['batch'] / answer['seconds']:.1f}"
-            for name, answer in row["engines"].items()
-            if "seconds" in answer
-        ]
-        made = f"{shape['name']}, {row['dtype']}, {shape['makes']}/s: {', '.join(speeds)}"
-        yield from textwrap.wrap(made, WIDTH)
-
-
-def _costs(report: Json) -> Iterator[str]:
-    """What else an engine costs, in the suite that compares memory: its peak, and the time of loading."""
-    for row in report["rows"]:
-        costs = [
-            f"{name} {answer['peak'] / 1e6:.0f} MB, {_time(answer['load'])}"
-            for name, answer in row["engines"].items()
-            if answer.get("peak")
-        ]
-        if costs:
-            made = f"{row['shape']['name']}, {row['dtype']}, most memory and loading: {'; '.join(costs)}"
-            yield from textwrap.wrap(made, WIDTH)
-
-
-def _errors(report: Json) -> Iterator[str]:
-    """The largest error of each engine, and of hidden states the mean cosine."""
-    for dtype in dict.fromkeys(row["dtype"] for row in report["rows"]):
-        errors: dict[str, float] = {}
-        for row in report["rows"]:
-            for name, answer in row["engines"].items():
-                if row["dtype"] == dtype and "error" in answer:
-                    errors[name] = max(errors.get(name, 0.0), answer["error"])
-        listed = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
-        yield from textwrap.wrap(f"The largest errors against float64 in {dtype}: {listed or '-'}", WIDTH)
-        cosines: dict[str, list[float]] = {}
-        for row in report["rows"]:
-            for name, answer in row["engines"].items():
-                if row["dtype"] == dtype and "cosine" in answer:
-                    cosines.setdefault(name, []).append(answer["cosine"])
-        listed = ", ".join(f"{name} {mean(found):.5f}" for name, found in cosines.items())
-        if listed:
-            yield from textwrap.wrap(f"The mean cosines with float64 in {dtype}: {listed}", WIDTH)
-
-
-def _reasons(report: Json) -> Iterator[str]:
-    """Why engines have no time, each reason once. That they lack something is said with ``--full`` only."""
-    kinds = ("unsupported", "failed") if report["full"] else ("failed",)
-    reasons: dict[str, list[str]] = {}
+def reasons(report: Json, kind: str) -> Iterator[str]:
+    """Why engines have no time, each reason once; `kind` is "failed" or "unsupported"."""
+    found: dict[str, list[str]] = {}
     for row in report["rows"]:
         for name, answer in row["engines"].items():
-            for kind in kinds:
-                if kind in answer:
-                    where = f"{row['section'].split(',')[0]} {row['shape']['name']}"
-                    reasons.setdefault(f"{name} {kind}: {answer[kind]}", []).append(where)
-    if report["left_out"]:
-        yield from textwrap.wrap(f"Left out, since the time was over: {'; '.join(report['left_out'])}", WIDTH)
-    for reason, places in reasons.items():
+            if kind in answer:
+                where = f"{row['section'].split(',')[0]} {row['shape']['name']}"
+                found.setdefault(f"{name} {kind}: {answer[kind]}", []).append(where)
+    for reason, places in found.items():
         more = f" and {len(places) - 2} more" if len(places) > 2 else ""
         yield from textwrap.wrap(f"{reason} ({'; '.join(places[:2])}{more})", WIDTH)
 
 
-def _fresh(report: Json) -> Iterator[str]:
-    """The medians of the fixed shapes, and of the fresh ones, for which nobody could tune a kernel."""
-    for unit, kind in (("flops", "many query rows"), ("bytes", "one query row")):
-        rows = [row for row in report["rows"] if row["unit"] == unit and row["variant"] == "plain"]
-        fresh = _medians(report, [row for row in rows if row["section"].startswith("fresh")])
-        if not fresh:
-            continue
-        dtype = rows[0]["dtype"]
-        fixed = _medians(report, [row for row in rows if row["section"] == f"no mask, {dtype}"])
-        for what in fresh.keys() & fixed.keys():
-            tuned = fresh[what] < FRESH_SHARE * fixed[what]
-            yield (
-                f"Median {what}, {kind}: fixed shapes {fixed[what]:.2f}, fresh shapes {fresh[what]:.2f}"
-                + ("  TUNED TO A LIST: more than 10% below" * tuned)
-            )
-
-
-def _medians(report: Json, rows: list[Json]) -> dict[str, float]:
-    got = [found for found in (figures(report, row) for row in rows) if found]
-    values = {
-        "share of the limit": [g.of_limit for g in got if g.of_limit is not None],
-        "ratio to the best peer": [g.ratios[g.best_peer] for g in got if g.best_peer],
-    }
-    return {name: median(found) for name, found in values.items() if found}
+def _failures(report: Json) -> Iterator[str]:
+    if report["left_out"]:
+        yield from textwrap.wrap(f"Left out, since the time was over: {'; '.join(report['left_out'])}", WIDTH)
+    yield from reasons(report, "failed")
 
 
 def _missing(report: Json) -> Iterator[str]:
-    if report["missing"]:
-        yield ""
-        missing = ", ".join(report["missing"])  # not a command: the README alone says which versions
-        yield from textwrap.wrap(
-            f"Not installed: {missing}. bench/README.md says how to install them.", WIDTH
-        )
+    if report["missing"]:  # not a command: the page alone says which versions
+        missing = f"Not installed: {', '.join(report['missing'])}. bench/README.md says how to install them."
+        yield "\n" + textwrap.fill(missing, WIDTH)
 
 
 def _summary(report: Json) -> Iterator[str]:
-    """What the table means, in words: medians over rows."""
+    """The meaning of the table in words: medians over rows."""
     sentences: list[str] = []
     for dtype in dict.fromkeys(row["dtype"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["dtype"] == dtype and not is_tiny(row)]
         got = [(row["unit"], found) for row in rows if (found := figures(report, row))]
         said = " and ".join(_compared([found.ratios for _, found in got]))
         if said:
-            start = f"In {dtype} it is" if sentences else f"In short, {_name(report)} in {dtype} is"
+            start = f"In {dtype} it is" if sentences else f"In short, {subject_name(report)} in {dtype} is"
             reached = " and ".join(_reached(got))
             sentences.append(f"{start} {said}{', and reaches ' * bool(reached)}{reached}.")
     if sentences:
-        yield ""
-        yield from textwrap.wrap(f"{' '.join(sentences)} (These are medians of the rows.)", WIDTH)
+        yield "\n" + textwrap.fill(f"{' '.join(sentences)} (These are medians of the rows.)", WIDTH)
 
 
 def _compared(rows: list[dict[str, float]]) -> Iterator[str]:
@@ -293,14 +190,16 @@ def _compared(rows: list[dict[str, float]]) -> Iterator[str]:
     numpy = [ratio for ratios in rows for label, ratio in ratios.items() if label.lower() == "numpy"]
     if numpy:
         yield f"{median(numpy):.1f} times as fast as NumPy"
-    libraries = [
-        [ratio for label, ratio in ratios.items() if label.lower() not in (*OWN, "numpy")] for ratios in rows
-    ]
-    best = [min(ratios) for ratios in libraries if ratios]
+    best = [found for ratios in rows if (found := best_peer(ratios))]
     if best:
         slower = sum(ratio < 1 for ratio in best)
         but = f" (slower in {slower} of {len(best)} rows)" * (slower > 0)
         yield f"{median(best):.1f} times as fast as the fastest other library{but}"
+
+
+def best_peer(ratios: dict[str, float]) -> float | None:
+    """The ratio to the fastest other library."""
+    return min((x for label, x in ratios.items() if label.lower() not in (*OWN, "numpy")), default=None)
 
 
 def _reached(rows: list[tuple[str, Figures]]) -> Iterator[str]:
@@ -314,9 +213,8 @@ def _reached(rows: list[tuple[str, Figures]]) -> Iterator[str]:
 def _warning(report: Json) -> Iterator[str]:
     """The last lines, which are read first: other programs were running."""
     if report["cpu_share"] < QUIET_SHARE:
-        yield ""
-        yield from textwrap.wrap(
+        busy = (
             f"BUSY MACHINE: threads that computed without a pause got {report['cpu_share']:.0%} of the CPU"
-            " time, other programs the rest. Neither times nor ratios of this run mean much.",
-            WIDTH,
+            " time, other programs the rest. Neither times nor ratios of this run mean much."
         )
+        yield "\n" + textwrap.fill(busy, WIDTH)

@@ -2,11 +2,9 @@
 
 Each size is measured by itself, at half and double its default, on shapes drawn at random where it matters.
 All settings take turns, the default twice. The noise is how far the default's two minima differ, or twice the
-standard error of the mean over the shapes, whichever is larger. What wins by more than that, and by more than
-2%, is measured once more against the default, on other shapes. Only if it wins there, too, is it proposed.
-
-Before, between and after the sizes, threads compute without a pause. Where other programs take much of the
-CPU time, the result is not to be trusted: `main` says so, and writes nothing.
+standard error of the mean over the shapes, whichever is larger. A value that wins by more than that, and by
+more than 2%, is measured once more against the default, on other shapes. Only if it wins there, too, is it
+proposed. Where other programs take much of the CPU time, `main` says so, and writes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import exp, log
 from pathlib import Path
 from statistics import mean
@@ -27,132 +26,88 @@ import numpy as np
 import fastattn
 from fastattn import ops
 from fastattn._atomic import destination
-from fastattn._bench.busy import QUIET_SHARE, fma_peak
+from fastattn._bench.harness import QUIET_SHARE, fma_peak, sample
 from fastattn._engine import settings, tuning
 
 Call = Callable[[], Any]
-Draw = Callable[[np.random.Generator, int], Call]  # a call for which a size of this value matters
 
 WORTH = 0.02
 SHAPES = 8  # drawn for each size, in both measurements; two of them, whatever the time
 SHARE = 0.65  # of a size's time, for the first of them
-
-
-def _floats(rng: np.random.Generator, *shape: int) -> Any:
-    return rng.standard_normal(shape, np.float32)
-
-
-def _between(rng: np.random.Generator, least: float, most: float) -> int:
-    """An integer, as likely between 10 and 20 as between 100 and 200."""
-    return round(exp(rng.uniform(log(least), log(most))))
-
-
-def _attention(
-    rng: np.random.Generator, heads: int, len_q: int, len_k: int, head_dim: int, turned: bool = False
-) -> Call:
-    def array(length: int) -> Any:
-        shape = (1, length, heads, head_dim) if turned else (1, heads, length, head_dim)
-        x = _floats(rng, *shape)
-        return x.swapaxes(1, 2) if turned else x
-
-    q, k, v = array(len_q), array(len_k), array(len_k)
-    causal = bool(rng.integers(2)) and len_q > 1
-    out = np.empty(q.shape, np.float32)
-    return lambda: fastattn.attention(q, k, v, causal=causal, out=out)
-
-
-def _prefill(rng: np.random.Generator, value: int) -> Call:
-    length = _between(rng, 100, 700)
-    return _attention(rng, int(rng.integers(4, 17)), length, length, _head_dim(rng))
-
-
-def _head_dim(rng: np.random.Generator) -> int:
-    return 8 * int(rng.integers(4, 17))
-
-
-def _copied_head(rng: np.random.Generator, value: int) -> Call:
-    """Keys and values of a head of about `value` bytes, which do not lie side by side."""
-    head_dim = _head_dim(rng)
-    length = _between(rng, value / 2, value * 2) // (8 * head_dim)
-    return _attention(rng, 4, min(512, length), max(64, length), head_dim, turned=True)
-
-
-def _far(rng: np.random.Generator, value: int) -> Call:
-    """Keys and values of about `value` bytes, of all heads."""
-    head_dim, heads = _head_dim(rng), int(rng.integers(4, 17))
-    length = max(32, _between(rng, value / 2, value * 2) // (8 * head_dim * heads))
-    return _attention(rng, heads, length, length, head_dim)
-
-
-def _linear(rng: np.random.Generator, m: int, k: int, n: int, dtype: str = "float32") -> Call:
-    x, weight = _floats(rng, m, k), ops.pack(_floats(rng, n, k), dtype=dtype)
-    out = np.empty((m, n), np.float32)
-    return lambda: ops.linear(x, weight, out=out)
-
-
-def _product(rng: np.random.Generator, value: int) -> Call:
-    return _linear(rng, _between(rng, 40, 600), _between(rng, 250, 1500), _between(rng, 250, 2500))
-
-
-def _copied_rows(rng: np.random.Generator, value: int) -> Call:
-    """Rows that are copied: 128 of them, as many as a task has, are about `value` bytes."""
-    k = max(1, _between(rng, value / 2, value * 2) // (128 * 4096)) * 1024
-    return _linear(rng, 256, k, _between(rng, 100, 300))
-
-
-def _narrow(rng: np.random.Generator, value: int) -> Call:
-    """About `value` rows in each of a few tasks' blocks of rows, times weights that have to be widened."""
-    m = _between(rng, max(1, value / 2), max(2, value * 2))
-    dtype = str(rng.choice(["int8", "int4"]))
-    return _linear(rng, m, _between(rng, 300, 1500), _between(rng, 800, 3000), dtype)
-
-
-def _small(rng: np.random.Generator, value: int) -> Call:
-    """Attention or a product of about `value` FLOP."""
-    flops, n = _between(rng, value / 2, value * 2), 8 * int(rng.integers(4, 13))
-    if rng.integers(2):
-        length = max(9, round((flops / (4 * 4 * n)) ** 0.5))  # four heads
-        return _attention(rng, 4, length, length, n)
-    return _linear(rng, max(1, flops // (2 * n * 2 * n)), n, 2 * n)
-
-
-def _small_decode(rng: np.random.Generator, value: int) -> Call:
-    head_dim, heads = _head_dim(rng), int(rng.integers(2, 9))
-    length = max(2, _between(rng, value / 2, value * 2) // (4 * heads * head_dim))
-    return _attention(rng, heads, 1, length, head_dim)
-
-
-def _rows(rng: np.random.Generator, elements: int) -> Call:
-    width = _between(rng, 100, 1000)
-    x = _floats(rng, max(1, elements // width), width)
-    weight, out = _floats(rng, width), np.empty(x.shape, np.float32)
-    return lambda: ops.rms_norm(x, weight, out=out)
-
-
-def _small_rows(rng: np.random.Generator, value: int) -> Call:
-    return _rows(rng, _between(rng, value / 2, value * 2))
-
-
-def _many_rows(rng: np.random.Generator, value: int) -> Call:
-    return _rows(rng, _between(rng, 8 * value, 64 * value))
-
-
-DRAWS: dict[str, Draw] = {
-    "attention_tasks": _prefill,
-    "attention_tiles": _prefill,
-    "head_copy_bytes": _copied_head,
-    "far_bytes": _far,
-    "linear_rows": _product,
-    "linear_panels": _product,
-    "linear_tasks": _product,
-    "linear_copy_bytes": _copied_rows,
-    "narrow_rows": _narrow,
-    "parallel_flops": _small,
-    "parallel_dot_flops": _small_decode,
-    "parallel_elements": _small_rows,
-    "row_task_elements": _many_rows,
+# For each size the calls that it matters for, and what they count about as many of as the size's value says,
+# from the first of the two numbers times that value to the second.
+DRAWS = {
+    "attention_tasks": ("prefill", 1, 1),
+    "attention_tiles": ("prefill", 1, 1),
+    "head_copy_bytes": ("head", 0.5, 2),
+    "far_bytes": ("keys", 0.5, 2),
+    "linear_rows": ("product", 1, 1),
+    "linear_panels": ("product", 1, 1),
+    "linear_tasks": ("product", 1, 1),
+    "linear_copy_bytes": ("copied", 0.5, 2),
+    "narrow_rows": ("narrow", 0.5, 2),
+    "parallel_flops": ("small", 0.5, 2),
+    "parallel_dot_flops": ("decode", 0.5, 2),
+    "parallel_elements": ("rows", 0.5, 2),
+    "row_task_elements": ("rows", 8, 64),
 }
 NEED_THREADS = ("parallel_flops", "parallel_dot_flops", "parallel_elements", "row_task_elements")
+
+
+def draw(kind: str, near: float, rng: np.random.Generator) -> Call:
+    """A random call.
+
+    `near` counts its bytes of keys and values ("keys", or "head" of one head, which do not lie side by side),
+    of 128 of its rows ("copied"), its rows ("narrow"), its operations ("small" and "decode") or its elements
+    ("rows").
+    """
+
+    def between(least: float, most: float) -> int:
+        """An integer, as likely between 10 and 20 as between 100 and 200."""
+        return round(exp(rng.uniform(log(least), log(most))))
+
+    def floats(*shape: int) -> Any:
+        return rng.standard_normal(shape, np.float32)
+
+    dim, heads, length, n = (
+        8 * int(rng.integers(4, 17)),
+        int(rng.integers(4, 17)),
+        between(100, 700),
+        round(near),
+    )
+    if kind == "small" and rng.integers(2):
+        kind, dim, heads = "attention", 8 * int(rng.integers(4, 13)), 4
+    if kind == "rows":
+        x = floats(max(1, n // length), length)
+        return partial(ops.rms_norm, x, floats(length), out=np.empty_like(x))
+    products = {  # rows, input and output features
+        "product": (between(40, 600), between(250, 1500), between(250, 2500)),
+        "copied": (256, max(1, n // (128 * 4096)) * 1024, between(100, 300)),
+        "narrow": (
+            max(1, n),
+            between(300, 1500),
+            between(800, 3000),
+        ),  # times weights that have to be widened
+        "small": (max(1, n // (4 * dim * dim)), dim, 2 * dim),
+    }
+    if kind in products:
+        m, k, outs = products[kind]
+        weight = ops.pack(
+            floats(outs, k), dtype=str(rng.choice(["int8", "int4"])) if kind == "narrow" else "float32"
+        )
+        return partial(ops.linear, floats(m, k), weight, out=np.empty((m, outs), np.float32))
+    heads, len_q, len_k = {
+        "prefill": (heads, length, length),
+        "head": (4, min(512, n // (8 * dim)), max(64, n // (8 * dim))),
+        "keys": (heads, *(max(32, n // (8 * dim * heads)),) * 2),
+        "attention": (heads, *(max(9, round((n / (4 * heads * dim)) ** 0.5)),) * 2),
+        "decode": (heads, 1, max(2, n // (4 * heads * dim))),
+    }[kind]
+    arrays = [floats(1, heads, rows, dim) for rows in (len_q, len_k, len_k)]
+    if kind == "head":
+        arrays = [x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in arrays]
+    causal = bool(rng.integers(2)) and len_q > 1
+    return partial(fastattn.attention, *arrays, causal=causal, out=np.empty(arrays[0].shape, np.float32))
 
 
 @dataclass(slots=True)
@@ -172,7 +127,7 @@ class Gain:
 
 @dataclass(slots=True)
 class Result:
-    """What was measured of one size."""
+    """The measurements of one size."""
 
     name: str
     unit: str
@@ -190,10 +145,7 @@ def candidates(name: str) -> list[int]:
 
 def _sample(name: str, value: int, call: Call, repeat: int) -> float:
     with tuning.forced(**{name: value}):
-        begin = time.perf_counter()
-        for _ in range(repeat):
-            call()
-        return (time.perf_counter() - begin) / repeat
+        return sample(call, repeat)
 
 
 def _minima(name: str, values: list[int], call: Call, seconds: float) -> list[float]:
@@ -201,8 +153,7 @@ def _minima(name: str, values: list[int], call: Call, seconds: float) -> list[fl
     end = time.perf_counter() + seconds
     call()
     once = min(_sample(name, values[0], call, 1) for _ in range(3))
-    repeat, rounds = max(1, round(5e-4 / max(once, 1e-7))), 0
-    best = [float("inf")] * len(values)
+    repeat, rounds, best = max(1, round(5e-4 / max(once, 1e-7))), 0, [float("inf")] * len(values)
     while not rounds or time.perf_counter() < end:
         for i in range(len(values)):
             j = (i + rounds) % len(values)
@@ -213,20 +164,19 @@ def _minima(name: str, values: list[int], call: Call, seconds: float) -> list[fl
 
 def _measure(name: str, others: list[int], rng: np.random.Generator, seconds: float) -> dict[int, Gain]:
     """The gain of each of `others` over the default."""
-    default = settings.core.SIZES[name][1]
+    default, (kind, least, most) = settings.core.SIZES[name][1], DRAWS[name]
     begin, noise, gains = time.perf_counter(), [], []
     for i in range(SHAPES):
         left = begin + seconds - time.perf_counter()
         if i >= 2 and left < 0:
             break
-        call = DRAWS[name](rng, default)
+        call = draw(kind, default * exp(rng.uniform(log(least), log(most))), rng)
         first, *times, again = _minima(name, [default, *others, default], call, left / (SHAPES - i))
         noise.append(abs(again - first) / first)
         gains.append(1 - np.array(times) / min(first, again))
     mean, error = np.mean(gains, axis=0), 2 * np.std(gains, axis=0, ddof=1) / len(gains) ** 0.5
-    return {
-        value: Gain(float(mean[j]), float(max(np.mean(noise), error[j]))) for j, value in enumerate(others)
-    }
+    found = zip(others, mean.tolist(), np.maximum(np.mean(noise), error).tolist(), strict=True)
+    return {value: Gain(gain, uncertain) for value, gain, uncertain in found}
 
 
 def measure(name: str, seed: int, seconds: float) -> Result:
@@ -261,37 +211,49 @@ def line(result: Result) -> str:
     """One size, as the command prints it."""
     found = f"change to {result.best}" if result.best != result.default else "keep"
     gains = ", ".join(f"{value}: {gain}" for value, gain in sorted(result.gains.items()))
-    parts = (found, gains, result.why)
-    text = "; ".join(part for part in parts if part)
+    text = "; ".join(part for part in (found, gains, result.why) if part)
     return f"{result.name:<18} {result.default:>8} {result.unit:<14} {text}"
 
 
 def main(seconds: float, seed: int | None, write: Path | None, reset: bool) -> int:
     """Measure, print, and write to `write`, of which ``Path()`` is the usual place; the exit status."""
     file = write if write and write != Path() else tuning.path() or tuning.usual_path()
-    if reset:
-        there = file.exists()
-        try:
+    there, doing = file.exists(), "remove" if reset else "write"
+    try:
+        if reset:
             file.unlink(missing_ok=True)
-        except OSError as error:
-            return _refuse(f"cannot remove {file}: {error.strerror}")
-        print(f"{file} was removed." if there else f"There is no {file}: the defaults hold.")
-        return 0
-    if settings.default_backend() != "compiled":
-        return _refuse("There is nothing to tune: no compiled kernels are in use.")
-    if write == Path() and tuning.path() is None:
-        return _refuse(f"{tuning.VARIABLE} is off, so that no file is read: unset it, or name a file")
-    if write is not None:
-        try:
+            print(f"{file} was removed." if there else f"There is no {file}: the defaults hold.")
+            return 0
+        if settings.default_backend() != "compiled":
+            return _refuse("There is nothing to tune: no compiled kernels are in use.")
+        if write == Path() and tuning.path() is None:
+            return _refuse(f"{tuning.VARIABLE} is off, so that no file is read: unset it, or name a file")
+        if write is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file = destination(file)
-        except OSError as error:
-            return _refuse(f"cannot write {file}: {error.strerror or error}")
-        except ValueError as error:
-            return _refuse(f"cannot write: {error}")
-        if not os.access(file.parent, os.W_OK):
-            return _refuse(f"cannot write {file}: its folder is read-only")
-    seed = secrets.randbelow(10**6) if seed is None else seed
+    except OSError as error:
+        return _refuse(f"cannot {doing} {file}: {error.strerror or error}")
+    except ValueError as error:
+        return _refuse(f"cannot write: {error}")
+    if write is not None and not os.access(file.parent, os.W_OK):
+        return _refuse(f"cannot write {file}: its folder is read-only")
+    changes, trusted = _propose(seconds, secrets.randbelow(10**6) if seed is None else seed)
+    if write is None:
+        if trusted:
+            print(f"Nothing was written; --write writes to {file}")
+        return 0
+    if not trusted:
+        return _refuse(f"Nothing was written to {file}")
+    try:
+        tuning.write(file, changes)
+    except OSError as error:
+        return _refuse(f"cannot write {file}: {error.strerror or error}")
+    print(f"Written to {file}")
+    return 0
+
+
+def _propose(seconds: float, seed: int) -> tuple[dict[str, int], bool]:
+    """Measure and print; the values that would change, and whether the machine was quiet enough."""
     machine = ", ".join(f"{name} {value}" for name, value in tuning.machine().items())
     print(f"About {seconds} seconds, seed {seed}. This machine: {machine}.")
     print("Beside each value: the share of the default's time that it saves.\n")
@@ -303,21 +265,13 @@ def main(seconds: float, seed: int | None, write: Path | None, reset: bool) -> i
             changes[result.name] = result.best
     would = ", ".join(f"{name} to {value}" for name, value in changes.items())
     print(f"\nWould change: {would or 'nothing'}")
-    if (share := mean(shares)) < QUIET_SHARE:
+    trusted = (share := mean(shares)) >= QUIET_SHARE
+    if not trusted:
         print(
             f"BUSY MACHINE: threads that computed without a pause got {share:.0%} of the CPU time.\n"
             "Do not trust what is said above. Run this again when nothing else runs, or with fewer threads."
         )
-        return 0 if write is None else _refuse(f"Nothing was written to {file}")
-    if write is None:
-        print(f"Nothing was written; --write writes to {file}")
-        return 0
-    try:
-        tuning.write(file, changes)
-    except OSError as error:
-        return _refuse(f"cannot write {file}: {error.strerror or error}")
-    print(f"Written to {file}")
-    return 0
+    return changes, trusted
 
 
 def _refuse(reason: str) -> int:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from formulas import FORMULAS
 
+import bench
 import fastattn
-from fastattn import _bench, functional, layers, plot
+from bench.variants import CALLS, Inputs, VariantProblem
+from fastattn import functional, layers, plot
 from fastattn._bench.cases import DTYPES, Shape, as_dtype, make_inputs
-from fastattn._bench.suites.variants.calls import CALLS, Inputs
-from fastattn._bench.suites.variants.problem import VariantProblem
 
 SHAPE = Shape("", batch=2, heads_q=4, heads_kv=2, len_q=150, len_k=150, head_dim=16)
 # Results are up to 4, inputs have their dtype's values.
@@ -49,7 +49,7 @@ def test_call(name, dtype, implementation):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_any_number_of_threads_gives_the_same_bits(name, implementation):
-    call = VariantProblem(SHAPE, name, "float32", 0).call()
+    call = VariantProblem(SHAPE, name, "float32", 0).timed()
     before = fastattn.get_num_threads()
     try:
         fastattn.set_num_threads(1)
@@ -94,12 +94,12 @@ def test_batch_dimensions_broadcast(name, implementation):
 
 
 def test_every_variant_has_a_call():
-    source = "".join(path.read_text() for path in Path(_bench.__file__).parent.rglob("*.py"))
+    source = "".join(path.read_text() for path in Path(bench.__file__).parent.rglob("*.py"))
     without = {name for module, name in NAMES if module in (functional, layers) and name not in source}
     without = {name for name in without if not name.endswith("_backward")}
     rules = {"retention", "gated_linear_attention", "delta_net", "gated_delta_net"}  # of linear_attention
     parts = {"perceiver", "pooling_by_attention"}  # of induced_set_attention
-    assert without == rules | parts | {"neighborhood_attention"}  # timed as a mask
+    assert without == rules | parts
 
 
 def _options_calls():

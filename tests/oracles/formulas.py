@@ -8,8 +8,8 @@ from itertools import pairwise
 import naive
 import numpy as np
 
+from bench.variants import OPTIONS
 from fastattn._bench.cases import VARIANTS
-from fastattn._bench.suites.variants.calls import OPTIONS
 from fastattn.layers import TransformerEncoderLayer
 
 

@@ -1,0 +1,15 @@
+"""The suites of the bench, by name: ``python -m bench`` and ``pytest bench/`` run them from a checkout."""
+
+from bench import attention, embeddings, layers, models, normalisers, optimize, recurrent, training, variants
+
+SUITES = {
+    "attention": attention.SUITE,
+    "layers": layers.SUITE,
+    "models": models.SUITE,
+    "embeddings": embeddings.SUITE,
+    "recurrent": recurrent.SUITE,
+    "normalisers": normalisers.SUITE,
+    "variants": variants.SUITE,
+    "training": training.SUITE,
+    "optimize": optimize.SUITE,
+}

@@ -1,0 +1,86 @@
+"""``python -m bench``: whole suites, from a checkout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import fastattn
+from bench import SUITES
+from bench.suite import NoRows, Request, run, text
+from fastattn._atomic import replaced
+from fastattn._bench import plot
+
+ENGINES = tuple(dict.fromkeys(name for suite in SUITES.values() for name in suite.engines))
+DTYPES = tuple(dict.fromkeys(dtype for suite in SUITES.values() for dtype in suite.dtypes))
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    kinds = "\n".join(f"  {name:12} {suite.minutes}" for name, suite in SUITES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=f"Time fastattn beside other libraries. Suites, and how long each takes:\n{kinds}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = parser.add_argument
+    option("suites", nargs="*", metavar="SUITE", help="what is timed (all suites)")
+    option(
+        "--peers", nargs="+", choices=ENGINES, metavar="NAME", help="other engines (all that are installed)"
+    )
+    option("--seconds", type=int, metavar="N", help="only the first rows, in about so long")
+    option("--dtype", choices=DTYPES, help="of inputs or of weights, by suite")
+    option("--only", default="", metavar="TEXT", help="of all rows those whose title or name contains it")
+    option("--threads", type=int, default=fastattn.get_num_threads(), metavar="N", help="of every engine")
+    option(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write everything that was measured; a list of it, of suites",
+    )
+    option(
+        "--plot", type=Path, metavar="FILE.png", help="draw the ratios to the peers of one suite (matplotlib)"
+    )
+    option(
+        "--seed", type=int, default=secrets.randbelow(10**6), metavar="N", help="of inputs and fresh shapes"
+    )
+    options = parser.parse_args()
+    names = options.suites or list(SUITES)
+    for name in names:
+        if name not in SUITES:
+            parser.error(f"no suite {name!r}; there are {', '.join(SUITES)}")
+        if options.dtype not in (None, *SUITES[name].dtypes):
+            parser.error(f"{name} has no {options.dtype}: {', '.join(SUITES[name].dtypes)}")
+    if options.plot and len(names) > 1:
+        parser.error("--plot draws one suite")
+    results = []
+    for name in names:
+        time = SUITES[name].minutes if options.seconds is None else f"about {options.seconds} seconds"
+        print(f"{name} takes {time}.", flush=True)
+        with TemporaryDirectory() as folder:
+            full = options.seconds is None or options.only != ""
+            request = Request(options.dtype, full, options.seed, Path(folder))
+            try:
+                results.append(
+                    run(
+                        name, SUITES[name], request, only=options.only, peers=options.peers or (),
+                        seconds=options.seconds, threads=options.threads,
+                    )
+                )  # fmt: skip
+            except NoRows as error:
+                parser.error(str(error))
+        print(text(results[-1]))
+    if options.json:
+        with replaced(options.json) as file:
+            file.write_text(json.dumps(results if len(results) > 1 else results[0], indent=1) + "\n")
+    if options.plot:
+        plot.draw(results[0], options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

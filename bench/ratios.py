@@ -1,0 +1,179 @@
+"""Measure what calls cost relative to plain attention on the same arrays: medians of interleaved rounds.
+
+    python -m bench.ratios variants [NAME ...]   calls of the bench's suite "variants" (default: all)
+    python -m bench.ratios statistics            stats= and sigmoid_attention
+    python -m bench.ratios structures            masks of the bench, beside their share of all pairs
+    python -m bench.ratios neighborhood          13 x 13 on 64 x 64, and others
+    python -m bench.ratios gradients             attention_backward, and attention beside it
+
+Options: --length, --heads (of 64 dimensions), --dtype (of gradients; float32), --isa.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import fastattn
+from bench.clock import Call, rounds_of
+from bench.variants import CALLS, VariantProblem
+from fastattn import functional, masks
+from fastattn._args.key_ranges import as_lists
+from fastattn._bench.attention import shape_of
+from fastattn._bench.cases import STRUCTURES, Array, Shape, make_inputs
+from fastattn._engine import settings
+
+ROUNDS = 9
+# The most that changes of the scores alone may cost.
+TARGETS = {"alibi": 1.15, "softcap": 1.15, "sinks": 1.15, "t5_bias": 1.15, "dense_bias": 1.25, "dropout": 1.3}
+STATISTICS = ("row_max", "entropy", "top_k:8", "key_sums", "mean_weights")
+
+
+def ratio(call: Call, plain: Call) -> float:
+    """Median over rounds of the time of `call` divided by that of `plain`, right before it."""
+    return median(mine / whole for whole, mine in rounds_of(ROUNDS, plain, call))
+
+
+def row(name: str, took: float, *more: str) -> None:
+    print(f"  {name:<48}{took:8.4f}", *more, flush=True)
+
+
+def arrays(shape: Shape) -> tuple[Array, Array, Array]:
+    return make_inputs(shape, "float32", np.random.default_rng(0))
+
+
+def variants(shape: Shape, names: list[str]) -> None:
+    plain = VariantProblem(shape, "plain", "float32", 0).timed()
+    for name in names or CALLS:
+        took = ratio(VariantProblem(shape, name, "float32", 0).timed(), plain)
+        target = TARGETS.get(name, np.inf)
+        row(
+            name,
+            took,
+            f"at most {target}: {'kept' if took <= target else 'missed'}" if name in TARGETS else "",
+        )
+
+
+def statistics(shape: Shape) -> None:
+    q, k, v = arrays(shape)
+    asked = {name: (name,) for name in STATISTICS} | {"row_max, entropy": STATISTICS[:2]}
+    calls = {name: lambda s=s: fastattn.attention(q, k, v, stats=s) for name, s in asked.items()}
+    calls["sigmoid_attention"] = lambda: functional.sigmoid_attention(q, k, v)
+    for name, call in calls.items():
+        row(name, ratio(call, lambda: fastattn.attention(q, k, v)))
+
+
+def share(mask: Any) -> float:
+    """Share of all pairs that a compiled mask attends."""
+    shape = mask.shape
+    lists = as_lists(mask.resolved, shape.len_q, shape.len_k)
+    sizes = np.append(0, np.cumsum(np.diff(lists.ranges).ravel()))
+    rows = sizes[lists.last] - sizes[lists.first]
+    return np.broadcast_to(rows, (shape.heads, shape.len_q)).mean() / shape.len_k
+
+
+def structures(shape: Shape) -> None:
+    q, k, v = arrays(shape)
+    out, rng = np.empty_like(q), np.random.default_rng(0)
+    chosen = {name: make(shape, rng) for name, make in STRUCTURES.items()}
+    chosen |= {"window of 512": masks.window(511), "causal": masks.causal()}
+    print("f is the share of pairs; the aim is at most 1.15 f + 5%")
+    for name, mask in chosen.items():
+        start = time.perf_counter()
+        compiled = masks.compile(mask, (1, shape.heads_q, shape.len_q, shape.len_k))
+        compiling = time.perf_counter() - start
+        took = ratio(
+            lambda mask=compiled: fastattn.attention(q, k, v, mask=mask, out=out),
+            lambda: fastattn.attention(q, k, v, out=out),
+        )
+        f = share(compiled)
+        kept = "kept" if took <= 1.15 * f + 0.05 else "missed"
+        row(name, took, f"f {f:.4f}, {took / f:5.2f} of f, {kept}; compiled in {1e3 * compiling:.1f} ms")
+
+
+def neighborhood(shape: Shape) -> None:
+    for grid, kernel, dilation in (
+        ((64, 64), (13, 13), 1), ((64, 64), (7, 7), 1), ((64, 64), (7, 7), 4), ((4096,), (169,), 1),
+        ((16, 16, 16), (5, 5, 5), 1),
+    ):  # fmt: skip
+        places = int(np.prod(grid))
+        flat = arrays(shape_of(1, shape.heads_q, places, places, 64))
+        q, k, v = (x.reshape(1, shape.heads_q, *grid, 64) for x in flat)
+        took = ratio(
+            lambda q=q, k=k, v=v, kernel=kernel, dilation=dilation: functional.neighborhood_attention(
+                q, k, v, kernel=kernel, dilation=dilation
+            ),
+            lambda flat=flat: fastattn.attention(*flat),
+        )
+        f = np.prod(kernel) / places
+        row(f"grid {grid}, kernel {kernel}, dilation {dilation}", took, f"f {f:.4f}, {took / f:5.2f} of f")
+
+
+def gradients(shape: Shape, dtype: str) -> None:
+    q, k, v = make_inputs(shape, dtype, np.random.default_rng(0))
+    rng = np.random.default_rng(1)
+    dout, into = (
+        rng.standard_normal(q.shape, np.float32).astype(q.dtype),
+        tuple(map(np.empty_like, (q, k, v))),
+    )
+
+    def backward(need: tuple[str, ...] = ("dq", "dk", "dv"), **options: Any) -> Call:
+        out, lse = fastattn.attention(q, k, v, return_lse=True, **options)
+        room = into + tuple(None for _ in need[3:])
+        return lambda: functional.attention_backward(dout, q, k, v, out, lse, need=need, into=room, **options)
+
+    plain, room = backward(), np.empty_like(q)
+    took = ratio(lambda: fastattn.attention(q, k, v, out=room), plain)
+    print("speed of five products backward, as a share of that of two forward; the aim is at least 0.95")
+    row("backward", 2.5 * took)
+    print("time beside plain gradients; f is the share of pairs, and the aim at most 1.2 f + 5%")
+    compiled = {
+        name: masks.compile(STRUCTURES[name](shape, rng), (1, shape.heads_q, shape.len_q, shape.len_k))
+        for name in ("sliding_window", "packed_documents", "block_sparse")
+    }
+    for name, mask in compiled.items():
+        took, f = ratio(backward(mask=mask), plain), share(mask)
+        row(name, took, f"f {f:.4f}, {'kept' if took <= 1.2 * f + 0.05 else 'missed'}")
+    bias = rng.standard_normal((shape.heads_q, shape.len_q, shape.len_k), np.float32)
+    slopes = np.exp2(-np.arange(1, shape.heads_q + 1, dtype=np.float32))
+    modified = {
+        "causal": (0.56, backward(causal=True)),
+        "bias": (1.25, backward(bias=bias)),
+        "bias, with its gradient": (1.25, backward(("dq", "dk", "dv", "dbias"), bias=bias)),
+        "softcap": (1.25, backward(softcap=20.0)),
+        "alibi_slopes": (1.25, backward(alibi_slopes=slopes)),
+        "sinks": (1.25, backward(sinks=slopes)),
+        "dropout": (1.15, backward(dropout=0.1, seed=1)),
+    }
+    for name, (target, call) in modified.items():
+        took = ratio(call, plain)
+        row(name, took, f"at most {target}: {'kept' if took <= target else 'missed'}")
+    took = ratio(
+        lambda: fastattn.attention(q, k, v, out=room, dropout=0.1, seed=1),
+        lambda: fastattn.attention(q, k, v, out=room),
+    )
+    row("dropout, forward", took, f"at most 1.3: {'kept' if took <= 1.3 else 'missed'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    measures = {f.__name__: f for f in (variants, statistics, structures, neighborhood, gradients)}
+    parser.add_argument("what", choices=measures)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of variants")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--isa", choices=fastattn.available_isas())
+    options = parser.parse_args()
+    shape = shape_of(1, options.heads, options.length, options.length, 64)
+    with settings.forced(isa=options.isa):
+        more = {"variants": [options.names], "gradients": [options.dtype]}
+        measures[options.what](shape, *more.get(options.what, []))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""The suite "variants": variants of attention, each with a call that the tests take, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import fastattn
+from bench.suite import (
+    Request,
+    Suite,
+    flops,
+)
+from fastattn import functional, layers
+from fastattn._bench import runtimes
+from fastattn._bench.attention import NUMBERS, AttentionProblem, shape_of
+from fastattn._bench.cases import DTYPES, VARIANTS, Array, Shape, as_dtype
+from fastattn._bench.harness import Engine, Sections, Unsupported, Way, own_engines
+from fastattn._engine import settings
+from fastattn.layers import TransformerEncoderLayer
+
+
+class Inputs(NamedTuple):
+    """The inputs of a call: q is (B, H, L, D), k and v are (B, Hkv, L, D); `draw` gives more arrays."""
+
+    shape: Shape
+    q: Array
+    k: Array
+    v: Array
+    draw: Callable[..., Array]
+
+
+Call = Callable[[], Array]
+Make = Callable[[Inputs], Call]
+
+
+def _options(name: str) -> Make:
+    """A call of `attention` with the arguments of a variant in `cases.VARIANTS`."""
+
+    def make(x: Inputs) -> Call:
+        options = VARIANTS[name](x.shape, np.random.default_rng(1))
+        return lambda: fastattn.attention(x.q, x.k, x.v, **options)
+
+    return make
+
+
+def _function(name: str, more: Callable[[Inputs], tuple[Array, ...]], **options: Any) -> Make:
+    """A call of a function in `fastattn.variants`; `more` gives the arrays that it takes after q, k and v."""
+
+    def make(x: Inputs) -> Call:
+        arrays = more(x)
+        return lambda: getattr(functional, name)(x.q, x.k, x.v, *arrays, **options)
+
+    return make
+
+
+def _shaw(x: Inputs) -> tuple[Array, ...]:
+    return x.draw(33, x.shape.head_dim), x.draw(33, x.shape.dim_v)
+
+
+def _transformer_xl(x: Inputs) -> tuple[Array, ...]:
+    heads, dim = x.shape.heads_q, x.shape.head_dim
+    return x.draw(heads, x.shape.len_k, dim), x.draw(heads, dim), x.draw(heads, dim)
+
+
+def _deberta(x: Inputs) -> tuple[Array, ...]:
+    return tuple(x.draw(x.shape.heads_q, 512, x.shape.head_dim) / 8 for _ in range(2))
+
+
+def _latent(absorbed: bool) -> Make:
+    """The latent cache has a rank of four times head_dim, as in DeepSeek-V2."""
+
+    def make(x: Inputs) -> Call:
+        shape, rank = x.shape, 4 * x.shape.head_dim
+        rope_dim = shape.head_dim // 2
+        q = x.draw(shape.batch, shape.heads_q, shape.len_q, shape.head_dim + rope_dim)
+        cache = x.draw(shape.batch, shape.len_k, rank + rope_dim)
+        weights = [x.draw(shape.heads_q, n, rank) / 16 for n in (shape.head_dim, shape.dim_v)]
+        return lambda: functional.latent_attention(q, cache, *weights, absorbed=absorbed, causal=True)
+
+    return make
+
+
+def _induced(x: Inputs) -> Call:
+    """ISAB of width heads * head_dim with 32 inducing points; its layers compute in float32 or float64."""
+    width, lane = x.shape.heads_q * x.shape.head_dim, "float64" if x.q.dtype == np.float64 else "float32"
+    first, second = (
+        TransformerEncoderLayer(
+            width, x.shape.heads_q, width, weights_dtype=lane, rng=np.random.default_rng(n)
+        )
+        for n in (0, 1)
+    )
+    points, tokens = x.draw(32, width), x.draw(x.shape.batch, x.shape.len_q, width)
+    return lambda: layers.induced_set_attention(first, second, points, tokens)
+
+
+def _each_head(x: Inputs) -> tuple[Array, Array]:
+    """K and v repeated, so that they have as many heads as q."""
+    group = x.q.shape[-3] // x.k.shape[-3]
+    return np.repeat(x.k, group, axis=-3), np.repeat(x.v, group, axis=-3)
+
+
+def _location(x: Inputs) -> Call:
+    logits = x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_q, x.shape.len_k)
+    return lambda: functional.location_attention(logits, x.v)
+
+
+def _linformer(x: Inputs) -> Call:
+    e, f = (x.draw(64, x.shape.len_k) / 32 for _ in range(2))
+    return lambda: functional.linformer_attention(x.q, x.k, x.v, e, f)
+
+
+def _nystrom(x: Inputs) -> Call:
+    k, v = _each_head(x)
+    return lambda: functional.nystrom_attention(x.q, k, v)
+
+
+def _reformer(x: Inputs) -> Call:
+    v = _each_head(x)[1]
+    return lambda: functional.lsh_attention(x.q, v, num_buckets=64, num_rounds=2)
+
+
+def _statistics(x: Inputs) -> Call:
+    stats = ("row_max", "entropy", "top_k:8", "key_sums", "mean_weights")
+    return lambda: fastattn.attention(x.q, x.k, x.v, stats=stats)[0]
+
+
+def _dropout(x: Inputs) -> Call:
+    return lambda: fastattn.attention(x.q, x.k, x.v, dropout=0.1, seed=1)
+
+
+# Variants that are arguments of `attention`: the name here, and the name in `cases.VARIANTS`.
+OPTIONS = {
+    **{name: name for name in ("plain", "causal", "alibi", "softcap", "sinks", "off_by_one", "t5_bias")},
+    "dense_bias": "bias_heads",
+}
+
+# For each variant a function that lays out the inputs and returns the call to time. "plain" comes first: the
+# other variants are compared with it.
+CALLS: dict[str, Make] = {
+    **{name: _options(case) for name, case in OPTIONS.items()},
+    "shaw": _function("shaw_attention", _shaw),
+    "transformer_xl": _function("transformer_xl_attention", _transformer_xl, causal=True),
+    "deberta": _function("disentangled_attention", _deberta, max_distance=512),
+    "forgetting": _function(
+        "forgetting_attention", lambda x: (-abs(x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_k)),)
+    ),
+    "cosine": _function("cosine_attention", lambda x: (), scale=10.0),
+    "qk_norm": _function("qk_norm_attention", lambda x: (x.draw(x.shape.head_dim), x.draw(x.shape.head_dim))),
+    "luong_general": _function(
+        "general_attention", lambda x: (x.draw(x.shape.head_dim, x.shape.head_dim) / 64,)
+    ),
+    "differential": lambda x: (
+        lambda: functional.differential_attention(x.q, x.k, x.v[:, : x.v.shape[1] // 2], 0.5)
+    ),
+    "gated": _function(
+        "gated_attention", lambda x: (x.draw(x.shape.batch, x.shape.heads_q, x.shape.len_q, x.shape.dim_v),)
+    ),
+    "latent_plain": _latent(absorbed=False),
+    "latent_absorbed": _latent(absorbed=True),
+    "memory": _function(
+        "memory_attention",
+        lambda x: (
+            x.draw(x.shape.heads_kv, 64, x.shape.head_dim),
+            x.draw(x.shape.heads_kv, 64, x.shape.dim_v),
+        ),
+    ),
+    "dilated_window": _function("dilated_window_attention", lambda x: (), window=32, dilation=4),
+    "strided": _function("strided_attention", lambda x: (), stride=45),
+    "induced_set": _induced,
+    "location": _location,
+    "linformer": _linformer,
+    "nystrom": _nystrom,
+    "reformer": _reformer,
+    "all_statistics": _statistics,
+    "dropout": _dropout,
+}
+
+
+class VariantProblem(AttentionProblem):
+    """A shape whose lengths are equal and whose number of heads is even."""
+
+    @property
+    def name(self) -> str:
+        return self.variant
+
+    def timed(self, dtype: str | None = None) -> Call:
+        """The call on inputs in `dtype`, whose values are those that the problem's own dtype holds."""
+        held, wanted = as_dtype(self.dtype), as_dtype(dtype or self.dtype)
+        rng = self.rng(1)
+
+        def draw(*shape: int) -> Array:
+            return rng.standard_normal(shape, np.float32).astype(held).astype(wanted)
+
+        q, k, v = (x.astype(wanted) for x in self.arrays())
+        return CALLS[self.variant](Inputs(self.shape, q, k, v, draw))
+
+    def reference(self) -> tuple[Array, Array]:
+        """All rows, by the fallback in float64; the tests compare the fallback with the formulas."""
+        with settings.forced(backend="numpy"):
+            out = self.timed("float64")()
+        out = out.reshape(-1, out.shape[-1])
+        return np.arange(len(out)), out
+
+    @property
+    def work(self) -> float:
+        """Operations of plain attention with this shape, so that rates compare as times do."""
+        return flops(self.shape)
+
+
+LONG = shape_of(1, 8, 2048, 2048, 64)
+SHORT = shape_of(8, 12, 128, 128, 64)
+
+
+def plan(request: Request) -> Sections:
+    """The first variants on a long text, or with `full` all variants on a long text and on short ones."""
+    dtype = request.dtype or "float32"
+    shapes, names = ((LONG, SHORT), list(CALLS)) if request.full else ((LONG,), list(CALLS)[:8])
+    sections: Sections = {}
+    for shape in shapes:
+        sections |= request.section(VariantProblem, shape.name, [shape], dtype, names)
+    return sections
+
+
+def _modified(problem: VariantProblem) -> tuple[dict[str, Any], tuple[Array, Array, Array]]:
+    """The arguments of `attention` that change its scores, and q, k, v."""
+    if problem.dtype != "float32":
+        raise Unsupported("is asked in float32 only")
+    if problem.variant not in OPTIONS:
+        raise Unsupported("has no such variant")
+    options = VARIANTS[OPTIONS[problem.variant]](problem.shape, np.random.default_rng(1))
+    return options, problem.arrays()
+
+
+def sdpa_biased(problem: VariantProblem, threads: int) -> Way:
+    """scaled_dot_product_attention; all that is added to the scores becomes one dense mask."""
+    import torch
+
+    options, arrays = _modified(problem)
+    if options.keys() - {"bias", "alibi_slopes", "causal"}:
+        raise Unsupported("only adds to scores")
+    q, k, v = runtimes.tensors(runtimes.torch_inference(threads), *arrays)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    if "causal" in options:
+        return Way(lambda: sdpa(q, k, v, is_causal=True), runtimes.read_tensor)
+    bias = None
+    if "alibi_slopes" in options:
+        positions = np.arange(problem.shape.len_k)
+        distance = np.abs(positions[:, None] - positions).astype(np.float32)
+        slopes = np.asarray(options["alibi_slopes"], np.float32)[:, None, None]
+        bias = torch.from_numpy(-slopes * distance)[None]
+    elif "bias" in options:
+        bias = torch.from_numpy(np.ascontiguousarray(options["bias"], np.float32))
+    return Way(lambda: sdpa(q, k, v, attn_mask=bias), runtimes.read_tensor)
+
+
+def flex_modified(problem: VariantProblem, threads: int) -> Way:
+    """flex_attention with a function that modifies scores, or with a block mask if it is causal."""
+    from torch import compile, from_numpy, tanh
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    options, arrays = _modified(problem)
+    if len(options) != 1 or options.keys() - {"bias", "alibi_slopes", "causal", "softcap"}:
+        raise Unsupported("only changes single scores")
+    q, k, v = runtimes.tensors(runtimes.torch_inference(threads), *arrays)
+    (value,) = options.values()
+    length, compiled = problem.shape.len_k, compile(flex_attention)
+    if "causal" in options:
+        blocks = create_block_mask(lambda b, h, i, j: j <= i, None, None, length, length, device="cpu")
+        return Way(lambda: compiled(q, k, v, block_mask=blocks), runtimes.read_tensor)
+    if "softcap" in options:
+        mod = lambda score, b, h, i, j: value * tanh(score / value)  # noqa: E731
+    elif "alibi_slopes" in options:
+        slopes = from_numpy(np.asarray(value, np.float32))
+        mod = lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()  # noqa: E731
+    else:
+        whole = (problem.shape.heads_q, length, length)
+        bias = from_numpy(np.ascontiguousarray(np.broadcast_to(value, (1, *whole))[0], np.float32))
+        mod = lambda score, b, h, i, j: score + bias[h, i, j]  # noqa: E731
+    return Way(lambda: compiled(q, k, v, score_mod=mod), runtimes.read_tensor)
+
+
+def _own(problem: VariantProblem, backend: str) -> Way:
+    return Way(problem.timed())
+
+
+ENGINES = {
+    **own_engines(_own),
+    "torch": Engine(("torch",), sdpa_biased, "torch's scaled_dot_product_attention, a dense mask"),
+    "flex": Engine(("torch",), flex_modified, "torch's FlexAttention, compiled"),
+}
+
+
+SUITE = Suite(
+    ENGINES,
+    plan,
+    DTYPES,
+    f"{NUMBERS}, and variants of attention below them",
+    "about five minutes",
+)
