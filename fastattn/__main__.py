@@ -19,8 +19,8 @@ from fastattn._atomic import irregular, replaced
 from fastattn._bench.cases import DTYPES
 from fastattn._bench.suites import SUITES
 from fastattn._engine.settings import CPUS
-from fastattn.models._weights import DTYPES as MODEL_DTYPES
-from fastattn.models._weights import WEIGHT_DTYPES
+from fastattn.models._parameters import DTYPES as MODEL_DTYPES
+from fastattn.models._parameters import WEIGHT_DTYPES
 
 BENCH_DTYPES = (*DTYPES, "int8", "int4")
 _SIGNALLED = 128  # a shell adds it to the number of the signal that ended a command

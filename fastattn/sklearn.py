@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
 from fastattn.models import load
-from fastattn.models._encode import Embedder
+from fastattn.models._embedder import Embedder
 from fastattn.models._text import strings
 
 try:

@@ -21,12 +21,12 @@ from fastattn._args.errors import wrong_type
 from fastattn._args.values import flag, integer
 from fastattn._atomic import BEGUN, irregular, replaced
 from fastattn._engine.settings import set_num_threads
-from fastattn.models._encode import Embedder, EncodeOptions
+from fastattn.models._embedder import Embedder, EncodeOptions
 from fastattn.models._files import ModelError, require
 from fastattn.models._load import load
+from fastattn.models._parameters import Precision
 from fastattn.models._text import strings
 from fastattn.models._vectors import RANGED
-from fastattn.models._weights import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

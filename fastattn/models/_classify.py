@@ -13,9 +13,9 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, integer, iterated, short
 from fastattn._args.words import not_an_argument
 from fastattn.models import _model
-from fastattn.models._encode import batches, calls, watched
+from fastattn.models._embedder import batches, calls, watched
+from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import ModelError
-from fastattn.models._headed import Headed
 from fastattn.models._sentences import ACTIVATIONS
 from fastattn.models._text import strings
 
@@ -36,7 +36,7 @@ _PAIRS = "pairs, as [(text, text)], or single texts, as [(text,)]"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Classifier(Headed):
+class Classifier(EncoderWithHead):
     """The base of `CrossEncoder` and `TokenClassifier`."""
 
     head: tuple[Dense | LayerNorm, ...]  # one after another

@@ -12,16 +12,26 @@ from fastattn import grad, ops
 from fastattn._args import key_ranges
 from fastattn._args.types import lane_dtype
 from fastattn._engine.program import Sequences
-from fastattn.positions import RopeFrequencies, rope_tables
+from fastattn.positions import RopeFrequencies, rope_tables, t5_buckets
 
 if TYPE_CHECKING:
+    from fastattn._args.packed import PackedLinear
     from fastattn._args.types import Array, Ints
     from fastattn._engine.tape import Gradients
     from fastattn.layers._block import Window
-    from fastattn.models._buckets import BucketBiases
 
 # Frequencies of rotary positions; some scalings depend on `seq_len`, the length of the sequence.
 Frequencies = RopeFrequencies | Callable[..., RopeFrequencies]
+
+
+def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> Array:
+    """The vectors (n, features), in `dtype`, of tokens `ids` (n,).
+
+    `table` is the packed weight of the output layer where a model uses it for its tokens, too.
+    """
+    if isinstance(table, np.ndarray):
+        return ops.embedding(ids, table).astype(dtype, copy=False)
+    return table.rows(ids).astype(dtype, copy=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +46,7 @@ class Embeddings:
 
     def __call__(self, tokens: Ints, places: Ints, types: Ints | None, dtype: np.dtype[Any]) -> Array:
         """The vectors (n, features) of tokens, all arrays (n,); the first type where there are no `types`."""
-        x: Array = ops.embedding(tokens, self.tokens).astype(dtype, copy=False)
+        x = token_rows(self.tokens, tokens, dtype)
         if self.scale != 1:
             x *= np.asarray(self.scale, dtype)
         if self.positions is not None:
@@ -71,6 +81,35 @@ class Embeddings:
         before: Ints = np.cumsum(is_padding) - is_padding  # of all sequences
         before -= np.maximum.accumulate(np.where(places == 0, before, 0))  # of its own
         return np.where(is_padding, 0, places + 1 - before)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BucketBiases:
+    """A table of biases for each head, as `Places.biases` makes them for any length; see `t5_buckets`."""
+
+    table: Array  # (buckets, heads), lane type
+    max_distance: int  # from which on all distances share a bucket
+
+    def __call__(self, longest: int) -> tuple[Array, ...]:
+        """The table (heads, 2 n - 1) of `Sequences.biases` for sequences of up to `longest` tokens."""
+        return (np.ascontiguousarray(self.table[self._buckets(max(longest, 1))].T),)
+
+    def _buckets(self, n: int) -> Ints:
+        """The bucket of each distance, (2 n - 1,)."""
+        table = t5_buckets(
+            1, 2 * n - 1, num_buckets=len(self.table), max_distance=self.max_distance, q_offset=n - 1
+        )
+        buckets: Ints = table[0]
+        return buckets
+
+    def add_gradients(self, gradients: Gradients, biases: tuple[Array, ...]) -> None:
+        """Add that of the table, from those of `biases`, which a call made."""
+        for bias in biases:
+            found = gradients.of(bias)
+            if found is not None:
+                table = np.zeros_like(self.table)
+                np.add.at(table, self._buckets((bias.shape[1] + 1) // 2), found.T)
+                gradients.add(self.table, table)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

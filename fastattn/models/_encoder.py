@@ -1,9 +1,9 @@
-"""Encoders: models whose hidden states become vectors of texts; `_bert.py` and its like build them."""
+"""Encoders: models whose hidden states become vectors of texts, alone or with a head."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -13,16 +13,19 @@ from fastattn._args.values import flag
 from fastattn._engine.recorded import has_gradients, record
 from fastattn._engine.tape import Drops, Tape, Value
 from fastattn.models import _model
-from fastattn.models._encode import Embedder
-from fastattn.models._training import Pullback, Recorded, required
+from fastattn.models._embedder import Embedder
+from fastattn.models._parameters import required
+from fastattn.models._training import Pullback, Recorded
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import ArrayLike
+    from typing_extensions import Self
 
     from fastattn._args.types import Array, Bools, Ints
     from fastattn.models._embeddings import Embeddings, Places
+    from fastattn.models._text import Text
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -131,6 +134,50 @@ class Encoder(Embedder):
         """Hidden states (tokens, hidden_size) of sequences of `lengths` end to end."""
         sequences, places = self.places(lengths, self.dtype, attended)
         return self.program.run(self.embeddings(tokens, places, types, self.dtype), sequences)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class EncoderWithHead(_model.Fixed):
+    """The base of models that are an encoder, and something else after it."""
+
+    encoder: Encoder
+    _pairs: ClassVar[bool] = False  # whether two texts may become one sequence
+
+    @property
+    def model_type(self) -> str:
+        """As in config.json."""
+        return self.encoder.model_type
+
+    @property
+    def text(self) -> Text:
+        """The tokenizer."""
+        return self.encoder.text
+
+    @property
+    def max_seq_length(self) -> int | None:
+        """The most tokens of a text, or of a pair; it can be set: see `Encoder.max_seq_length`."""
+        return self.text.limit
+
+    @max_seq_length.setter
+    def max_seq_length(self, tokens: int) -> None:
+        self._replace_text(self.text.shortened(type(self).__name__, tokens, self._pairs))
+
+    def _replace_text(self, text: Text) -> None:
+        object.__setattr__(self.encoder, "text", text)
+
+    def state_dict(self) -> dict[str, Array]:
+        """The tensors of encoder and head; see `Encoder.state_dict`."""
+        return self.encoder.state_dict()
+
+    def with_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> Self:
+        """A model with other tensors; see `Encoder.with_state_dict`."""
+        func = "with_state_dict"
+        found: Self = required(func, self.encoder.origin).changed(func, self, state_dict)
+        return found
+
+    def _described(self, size: int) -> str:
+        """The `repr` of one that makes so many numbers."""
+        return f"{repr(self.encoder)[:-1]}; {type(self).__name__} of {size}>"
 
 
 def _counted(mask: Bools | None) -> Any:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_shape
 from fastattn._args.values import as_array, integers
-from fastattn.models import _training
+from fastattn.models._parameters import required
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import ArrayLike
     from typing_extensions import Self
 
     from fastattn._args.types import Array, Bools, Ints, Rounding, Shape
     from fastattn._engine.program import Program
-    from fastattn.models._origins import Origin
+    from fastattn.models._parameters import Origin, Precision
     from fastattn.models._text import Text
-    from fastattn.models._weights import Precision
 
 
 class Fixed:
@@ -84,7 +83,7 @@ class Model(Fixed):
 
         They are what was read, not rounded to `weights_dtype`.
         """
-        return _training.state_of(_training.required("state_dict", self.origin))
+        return required("state_dict", self.origin).state_dict()
 
     def with_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> Self:
         """The same model with other tensors, packed anew: after a step of an optimizer, for instance.
@@ -99,18 +98,8 @@ class Model(Fixed):
         TypeError, ValueError
             If names are missing or not known, or arrays do not fit.
         """
-        return self._with(state_dict)
-
-    def _with(
-        self, state_dict: Mapping[str, ArrayLike], changed: Collection[str] | None = None, copy: bool = True
-    ) -> Self:
-        """`with_state_dict`; if only tensors in `changed` differ from the model's, the others are kept."""
-        from fastattn.models._load import rebuilt  # it imports all models
-
         func = "with_state_dict"
-        origin = _training.required(func, self.origin)
-        state = _training.checked_state(func, origin, state_dict, copy)
-        model: Self = replace(rebuilt(origin, state, False, changed), text=self.text)
+        model: Self = required(func, self.origin).changed(func, self, state_dict)
         return model
 
     def _tokens(

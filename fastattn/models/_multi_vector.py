@@ -12,9 +12,9 @@ from fastattn._args.options import NoOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag, short
 from fastattn.models import _maxsim
-from fastattn.models._encode import DOCUMENT, QUERY, batches, calls, one_or_several, watched
+from fastattn.models._embedder import DOCUMENT, QUERY, batches, calls, one_or_several, watched
+from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import Config, ModelError
-from fastattn.models._headed import Headed
 from fastattn.models._vectors import unit
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Settings(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class MultiVectorEncoder(Headed):
+class MultiVectorEncoder(EncoderWithHead):
     """An encoder with a vector for each token of a text: `encode` texts with it."""
 
     modules: tuple[Dense | LayerNorm | Normalize, ...]  # behind it, for each token

@@ -16,7 +16,8 @@ from fastattn import ops
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, short
 from fastattn.models._files import Config, ModelError, is_name, read_json
-from fastattn.models._tensors import Tensors
+from fastattn.models._parameters import Precision
+from fastattn.models._source import Source
 from fastattn.models._text import strings
 from fastattn.models._tokenizer import LENGTHS, check_transformer
 from fastattn.models._vectors import SIMILARITIES, unit
@@ -128,11 +129,11 @@ class Dense:
         if added and n_in != n_out:
             shapes["residual.weight"] = (n_out, n_in)
         with ExitStack() as stack:
-            tensors = Tensors(folder, dtype.name, stack)
-            tensors.expect(shapes, ("linear.", "residual."))
-            weight = tensors.pack(["linear.weight"])
-            bias = tensors["linear.bias"].astype(dtype) if biased else None
-            residual = tensors.pack(["residual.weight"]) if "residual.weight" in shapes else added
+            source = Source(folder, config, Precision(dtype, dtype.name), stack)
+            source.expect(shapes, ("linear.", "residual."))
+            weight = source.pack(["linear.weight"])
+            bias = source.vector("linear.bias") if biased else None
+            residual = source.pack(["residual.weight"]) if "residual.weight" in shapes else added
         return cls(weight, bias, activation, residual), n_out
 
     def __call__(self, x: Array) -> Array:
@@ -161,10 +162,9 @@ class LayerNorm:
         config = Config(folder / "config.json")
         _require_features(config, "dimension", config.size("dimension"), features)
         with ExitStack() as stack:
-            tensors = Tensors(folder, dtype.name, stack)
-            tensors.expect({"norm.weight": (features,), "norm.bias": (features,)}, ("norm.",))
-            weight, bias = (tensors[name].astype(dtype) for name in ("norm.weight", "norm.bias"))
-            return cls(weight, bias), features
+            source = Source(folder, config, Precision(dtype, dtype.name), stack)
+            source.expect({"norm.weight": (features,), "norm.bias": (features,)}, ("norm.",))
+            return cls(source.vector("norm.weight"), source.vector("norm.bias")), features
 
     def __call__(self, x: Array) -> Array:
         """The vectors (n, features), normalised."""

@@ -13,9 +13,9 @@ from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.options import NoOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer
-from fastattn.models._encode import DOCUMENT, QUERY, batches, calls, one_or_several, watched
+from fastattn.models._embedder import DOCUMENT, QUERY, batches, calls, one_or_several, watched
+from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import require
-from fastattn.models._headed import Headed
 from fastattn.models._vectors import similarities
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class SpladePooling:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class SparseEncoder(Headed):
+class SparseEncoder(EncoderWithHead):
     """An encoder with a weight for each token of the vocabulary: `encode` texts with it."""
 
     head: VocabularyHead

@@ -1,4 +1,8 @@
-"""Two towers, one of texts and one of images, whose vectors can be compared; `_clip.py` builds them."""
+"""Two towers, one of texts and one of images, whose vectors can be compared.
+
+The tower of images is a vision transformer (Dosovitskiy et al. 2020), and a head that makes a vector of its
+rows.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn import ops
 from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import iterated, real_array
-from fastattn.models._encode import EncodeOptions, at_once, calls
+from fastattn.functional._attention import attention
+from fastattn.models._embedder import EncodeOptions, at_once, calls
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, ModelError
 from fastattn.models._images import EXPECTED, checked, is_pillow
 from fastattn.models._text import strings
 from fastattn.models._vectors import similarities
-from fastattn.models._vision import mapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,11 +32,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastattn._args.options import NoOptions
-    from fastattn._args.types import Array, Ints
-    from fastattn.layers._block import Projection
-    from fastattn.models._encode import Call
+    from fastattn._args.types import Activation, Array, Ints
+    from fastattn._engine.program import Program
+    from fastattn.layers._block import Norm, Projection
+    from fastattn.models._embedder import Call
+    from fastattn.models._embeddings import Places
     from fastattn.models._images import Images
-    from fastattn.models._vision import Vision
 
 # Which token's row the vector of a text is made of, by its ids and an id.
 ENDS: dict[str, Callable[[Ints, int], int]] = {
@@ -39,6 +45,83 @@ ENDS: dict[str, Callable[[Ints, int], int]] = {
     "largest": lambda ids, end: int(ids.argmax()),
     "first": lambda ids, end: int((ids == end).argmax()),  # of this id; the first token if it is not there
 }
+
+
+def mapped(x: Array, linear: Projection, activation: Activation | None = None) -> Array:
+    """``activation(linear(x))`` of rows."""
+    weight, bias, rounded = linear
+    return ops.linear(x, weight, bias, activation=activation, activations=rounded)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassToken:
+    """The vector of an image is the row of its class token, normed and mapped."""
+
+    norm: Norm
+    linear: Projection
+
+    def __call__(self, rows: Array) -> Array:
+        """The vectors (n, features) of rows (n, length, hidden), in the lane type."""
+        first = np.ascontiguousarray(rows[:, 0]).astype(lane_dtype(rows.dtype), copy=False)
+        return mapped(ops.layer_norm(first, self.norm.weight, self.norm.bias, eps=self.norm.eps), self.linear)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """The vector of an image is what one learned query finds in its rows, and a feed-forward of it."""
+
+    q: Array  # (heads, 1, head_dim)
+    kv: Projection
+    attended: Projection
+    norm: Norm
+    inner: Projection
+    activation: Activation
+    outer: Projection
+
+    def __call__(self, rows: Array) -> Array:
+        """As `ClassToken.__call__`."""
+        n, length, hidden = rows.shape
+        heads = mapped(rows, self.kv).reshape(n, length, 2, len(self.q), -1).transpose(2, 0, 3, 1, 4)
+        found = attention(self.q.astype(rows.dtype, copy=False), *heads).reshape(n, hidden)
+        x = mapped(found.astype(lane_dtype(rows.dtype), copy=False), self.attended)
+        normed = ops.layer_norm(x, self.norm.weight, self.norm.bias, eps=self.norm.eps)
+        y: Array = x + mapped(mapped(normed, self.inner, self.activation), self.outer)
+        return y
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vision:
+    """From pixels to vectors: squares of them become rows, as words do in a text."""
+
+    image_size: int
+    patch_size: int
+    patches: Projection  # from the pixels of a square, (3, height, width), to a row
+    token: Array | None  # the class token's row, before all others
+    positions: Array  # (patches, hidden), added to the others
+    program: Program
+    places: Places
+    head: ClassToken | Probe
+
+    @property
+    def length(self) -> int:
+        """Rows of an image."""
+        return len(self.positions) + (self.token is not None)
+
+    def __call__(self, pixels: Array, dtype: np.dtype[Any]) -> Array:
+        """The vectors (n, features), in the lane type, of pixels (n, 3, size, size); computed in `dtype`."""
+        n, size = len(pixels), self.patch_size
+        side = self.image_size // size
+        whole = pixels[:, :, : side * size, : side * size].astype(dtype, copy=False)  # a rest is left out
+        squares = whole.reshape(n, -1, side, size, side, size).transpose(0, 2, 4, 1, 3, 5)
+        found = mapped(squares.reshape(n, side * side, -1), self.patches)
+        x = np.empty((n, self.length, found.shape[-1]), dtype)
+        before = self.length - side * side
+        np.add(found, self.positions, out=x[:, before:])
+        if self.token is not None:
+            x[:, 0] = self.token
+        sequences, _ = self.places(np.full(n, self.length), dtype)
+        rows = self.program.run(x.reshape(n * self.length, -1), sequences)
+        return self.head(rows.reshape(x.shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,8 +152,18 @@ class TwoTowers(Encoder):
     vision: Vision
     text_head: TextHead
     images: Images | None  # None: the folder does not say what is done with images
-    logit_scale: float  # its logarithm, as in the file
-    logit_bias: float
+    scale: Array  # one number, its logarithm, as in the file
+    shift: Array | None
+
+    @property
+    def logit_scale(self) -> float:
+        """The logarithm of what `logits` multiplies by."""
+        return float(self.scale.item())
+
+    @property
+    def logit_bias(self) -> float:
+        """The number that `logits` adds."""
+        return 0.0 if self.shift is None else float(self.shift.item())
 
     def text_features(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
         """The vectors of texts that are given as ids, as `get_text_features` of transformers.

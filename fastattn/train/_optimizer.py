@@ -21,12 +21,12 @@ from fastattn.train._gradients import clip_factor, gradients, mapping, norm_of, 
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._layers import held_by
 from fastattn.train._patterns import matching
+from fastattn.train._tuning import Tuning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from fastattn._args.types import Array
-    from fastattn.train._tuning import Tuning
 
 NONFINITE = ("raise", "skip")
 # Up to here numbers fit every type that weights are stored in, and so do products of two, as of adapters.
@@ -235,6 +235,8 @@ class Optimizer:
             for name, x in held.items():
                 x[...] = before[name]
             self.steps = steps
+            if isinstance(self.layer, Tuning):  # whose model is packed in place
+                self.layer._repack(self.parameters, self._trained)
             raise
 
     def _update(self, grads: Mapping[str, Array], rate: float, scale: float) -> None:

@@ -6,7 +6,6 @@ import os
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from fastattn.layers._files import opened
 from fastattn.layers._state import Parameter, _checked, constant
 from fastattn.models import Decoder, Encoder
 from fastattn.models._model import pad
+from fastattn.models._training import TunedModel
 from fastattn.train import _files
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._patterns import matching
@@ -77,7 +77,7 @@ class Tuning:
             known = (signature(kind).parameters.values() for kind in (type(self), Tuning))
             names = dict.fromkeys(x.name for each in known for x in each if x.kind is x.KEYWORD_ONLY)
             raise TypeError(f"{func}(): {next(iter(unknown))} is not known; expected {', '.join(names)}")
-        self._model = self._require(func, model)
+        self._require(func, model)
         if model.weights_dtype not in TRAINED:
             came = f"model keeps its weights in {model.weights_dtype}, which has no gradients"
             raise ValueError(f"{func}(): {came}; expected {', '.join(TRAINED)}")
@@ -86,9 +86,8 @@ class Tuning:
             raise ValueError(
                 f"{func}(): model is {model.model_type}, which has no gradients; expected {expected}"
             )
-        self._base: dict[str, Array] = model.state_dict()
-        self._state = self._base  # with what was trained: arrays that the optimizer changes, too
-        self._shares = False  # whether the model holds these arrays
+        self._weights = TunedModel(model)
+        self._base = dict(self._weights.tensors)
         chosen = matching(func, "targets", targets, self._base)
         self.rank = None if rank is None else integer(func, "rank", rank, 1)
         self._parameters: dict[str, Array] = {}
@@ -104,7 +103,7 @@ class Tuning:
                 2.0 * self.rank if alpha is None else number(func, "alpha", alpha, FLOAT32, positive=True)
             )
             self._factor, source = self.alpha / self.rank, generator(func, "rng", rng)
-            maps = _maps(model)
+            maps = self._weights.maps()
             self._adapted = [name for name in self._base if name in chosen and name in maps]
             if not self._adapted:
                 expected = "one that fits the weight of a linear map"
@@ -119,24 +118,25 @@ class Tuning:
                 self._parameters[name + _UP] = np.zeros((rows, self.rank), self._base[name].dtype)
 
     @staticmethod
-    def _require(func: str, model: Any) -> Any:
+    def _require(func: str, model: Any) -> None:
+        """Raise unless `model` can be trained so."""
         if not isinstance(model, (Encoder, Decoder)):
             expected = "an Encoder or a Decoder of models.load()"
             raise TypeError(f"{func}(): model is of type {type(model).__name__}; expected {expected}")
-        return model
 
     @property
     def model(self) -> Any:
         """The model as it is now, adapters merged. It stays so: training goes on with another one.
 
         Where tensors themselves are trained, it has copies of them for its ``state_dict``: the first time
-        that it is asked for after a step takes them.
+        that it is asked for after a step takes them. The next step makes new weights, later ones reuse them.
         """
-        if self._shares:
-            state = {name: x.copy() if name in self._parameters else x for name, x in self._state.items()}
-            self._model = replace(self._model, origin=self._model.origin._replace(state=state))
-            self._shares = False
-        return self._model
+        return self._weights.snapshot(self._parameters)
+
+    @property
+    def _model(self) -> Any:
+        """The model that losses compute with."""
+        return self._weights.current
 
     def state_dict(self) -> dict[str, Array]:
         """What is trained, by name, adapters as such, with the parameters of a head: copies."""
@@ -238,14 +238,12 @@ class Tuning:
 
     def _repack(self, arrays: Mapping[str, Array], changed: Collection[str]) -> None:
         """Put those of `arrays`, the optimizer's, into the model whose names are `changed`."""
-        state = {**self._state, **{name: arrays[name] for name in changed if name in self._base}}
+        tensors = {name: arrays[name] for name in changed if name in self._base}
         for name in self._adapted:
             if name + _UP in changed or name + _DOWN in changed:
                 up, down = arrays[name + _UP], arrays[name + _DOWN]
-                state[name] = product(up.dtype.type(self._factor) * up, down, self._base[name])
-        differing = {name.removesuffix(_UP).removesuffix(_DOWN) for name in changed}
-        self._model = self._model._with(state, differing, copy=False)
-        self._state, self._shares = state, True
+                tensors[name] = product(up.dtype.type(self._factor) * up, down, self._base[name])
+        self._weights.put(tensors)
 
     def _own(self, grads: Mapping[str, Array]) -> dict[str, Array]:
         """Gradients of what is trained, of those of the model's tensors."""
@@ -256,14 +254,6 @@ class Tuning:
             found[name + _DOWN] = factor * outer(up, grads[name])
             found[name + _UP] = factor * product(grads[name], down.T)
         return found
-
-
-def _maps(model: Any) -> set[str]:
-    """The names of the weights of linear maps, but for a table of tokens that is the output layer, too."""
-    origins = model.origin.origins
-    tokens = origins.of(model.tokens) if isinstance(model, Decoder) else ()
-    names: set[str] = origins.maps() - {part.name for part in tokens}
-    return names
 
 
 class NextTokenTuning(Tuning):
@@ -290,10 +280,9 @@ class NextTokenTuning(Tuning):
         return loss, self._own(grads)
 
     @staticmethod
-    def _require(func: str, model: Any) -> Any:
+    def _require(func: str, model: Any) -> None:
         if not isinstance(model, Decoder):
             raise TypeError(f"{func}(): model is of type {type(model).__name__}; expected a Decoder")
-        return model
 
 
 def _ids(func: str, name: str, x: Any, most: int) -> Ints:

@@ -22,14 +22,13 @@ class EncoderTuning(Tuning):
     """An encoder whose vectors of texts a loss is of."""
 
     @staticmethod
-    def _require(func: str, model: Any) -> Any:
+    def _require(func: str, model: Any) -> None:
         if not isinstance(model, Encoder):
             raise TypeError(f"{func}(): model is of type {type(model).__name__}; expected an Encoder")
         odd = [type(x).__name__ for x in model.sentences.modules if type(x).__name__ != "Normalize"]
         if odd:
             expected = "pooling, and Normalize at most, behind the Transformer"
             raise ValueError(f"{func}(): the model has a {odd[0]} module; expected {expected}")
-        return model
 
     def _encoded(self, func: str, name: str, texts: Any) -> list[list[int]]:
         given = [] if isinstance(texts, str) else list(iterated(func, name, texts, "texts"))

@@ -1,14 +1,17 @@
-"""What the families of encoders have in common: from the names of tensors to the model."""
+"""From the names of a family's tensors to its model: encoders and decoders."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from fastattn._engine.program import OUT, LinearStep, NormStep, X, build
 from fastattn.layers._block import model_program
+from fastattn.models._decoder import Decoder
 from fastattn.models._embeddings import Embeddings, Places
 from fastattn.models._encoder import Encoder
+from fastattn.models._files import stop_ids
 from fastattn.models._sentences import Sentences
-from fastattn.models._tensors import NOTHING
+from fastattn.models._source import NOTHING
 from fastattn.models._text import Text
 
 if TYPE_CHECKING:
@@ -18,12 +21,11 @@ if TYPE_CHECKING:
     from fastattn._args.types import Shape
     from fastattn.layers._block import Window
     from fastattn.models._blocks import BlockNames, Blocks
-    from fastattn.models._buckets import BucketBiases
-    from fastattn.models._embeddings import Frequencies
+    from fastattn.models._embeddings import BucketBiases, Frequencies
 
 
 class EncoderNames(NamedTuple):
-    """What a family calls an encoder's tensors, without ".weight" and ".bias"."""
+    """The names of an encoder's tensors, without ".weight" and ".bias"."""
 
     block: BlockNames
     tokens: str
@@ -67,10 +69,10 @@ def read_encoder(
     folder says what is done with them, unless `sentences` do.
     """
     source = blocks.source
-    folder, config, tensors, precision, _ = source
+    config, precision = source.config, source.precision
     features = features or blocks.hidden
     vocab = config.size("vocab_size")
-    tensors.drop_prefix(*names.prefixes)
+    source.drop_prefix(*names.prefixes)
     tables = {names.tokens: vocab}
     if names.positions is not None:
         tables[names.positions] = positions
@@ -86,7 +88,7 @@ def read_encoder(
         shapes[f"{names.widened}.bias"] = (blocks.hidden,)
     shapes |= {**blocks.shapes(), **(others or {})}
     own = tuple({f"{name.partition('.')[0]}.": None for name in shapes})
-    tensors.expect(shapes, own=own, ignored=names.ignored)
+    source.expect(shapes, own=own, ignored=names.ignored)
     rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
 
     each = blocks.read(scales, windows, rotations)
@@ -96,16 +98,17 @@ def read_encoder(
         None if names.last_norm is None else blocks.norm(names.last_norm),
         None if names.widened is None else blocks.map(names.widened),
     )
-    kinds = source.vector(f"{names.types}.weight") if names.types in tables else None
-    types_table = None if kinds is None else source.same(kinds.astype(precision.dtype), kinds)
+    types_table = None
+    if names.types in tables:
+        types_table = source.vector(f"{names.types}.weight", dtype=precision.dtype)
     places = None
     if names.positions is not None:
-        table = source.vector(f"{names.positions}.weight")
-        skipped = max(first - 1, 0)
-        places = table[skipped:] if kinds is None else table[skipped:] + kinds[0]
-        places = places.astype(precision.dtype)
-        (whole,) = tensors.origins.of(table)
-        tensors.origins.note(places, [whole._replace(rows=len(places), begin=skipped)])
+        places = source.vector(
+            f"{names.positions}.weight",
+            begin=max(first - 1, 0),
+            added=None if types_table is None else f"{names.types}.weight",
+            dtype=precision.dtype,
+        )
         longest = positions - first
     return Encoder(
         model_type=config.get("model_type", str),
@@ -115,16 +118,89 @@ def read_encoder(
         vocab_size=vocab,
         program=program,
         precision=precision,
-        text=Text(folder, longest, vocab),
+        text=Text(source.folder, longest, vocab),
         max_length=None if places is None else longest,
         embeddings=Embeddings(
-            tensors[f"{names.tokens}.weight"],
+            source.table(f"{names.tokens}.weight"),
             types_table,
             places,
             token_scale,
             padding=first - 1 if first else None,
         ),
         places=Places(all_windows, causal, rotary, biases=None if biases is None else biases()),
-        sentences=sentences or Sentences.of(folder, blocks.hidden, precision.dtype),
+        sentences=sentences or Sentences.of(source.folder, blocks.hidden, precision.dtype),
+        origin=source.origin(),
+    )
+
+
+class DecoderNames(NamedTuple):
+    """The names of a decoder's tensors, without ".weight" and ".bias". The output is "lm_head"."""
+
+    prefix: str  # of all tensors but the output's; some files leave it out
+    tokens: str
+    block: BlockNames
+    norm: str  # behind the last block
+    ignored: re.Pattern[str] = NOTHING  # tensors that were not learned, in old files
+    positions: str | None = None
+
+
+def read_decoder(
+    names: DecoderNames,
+    blocks: Blocks,
+    *,
+    scales: Sequence[float] | None = None,
+    windows: Sequence[Window] | None = None,
+    max_length: int | None = None,
+    frequencies: Callable[[], Frequencies] | None = None,
+    tied: bool,
+) -> Decoder:
+    """The decoder of `blocks`; `scales` and `windows` are those of `Blocks.read`.
+
+    Positions are a table of `max_length`, or rotary with what `frequencies` returns. In a tied model the
+    tokens' vectors are the weight of the output layer, too.
+    """
+    source = blocks.source
+    config, precision = source.config, source.precision
+    vocab = config.size("vocab_size")
+    source.drop_prefix(names.prefix)
+    tokens, output = f"{names.tokens}.weight", "lm_head.weight"
+    positions = None if names.positions is None else f"{names.positions}.weight"
+    shapes: dict[str, Shape] = {tokens: (vocab, blocks.hidden), **blocks.norm_shapes(names.norm)}
+    if positions is not None and max_length is not None:
+        shapes[positions] = (max_length, blocks.hidden)
+    if not tied:
+        shapes[output] = (vocab, blocks.hidden)
+    own = [name for name in (names.tokens, names.positions, names.norm) if name is not None]
+    source.expect(
+        {**shapes, **blocks.shapes()},
+        own=(names.block.prefix.partition("{")[0], *(f"{name}." for name in own)),
+        ignored=names.ignored,
+    )
+    rotary = None if frequencies is None else frequencies()  # of a size that tensors confirm
+
+    rotations = None if rotary is None else [0] * blocks.num_layers
+    program, all_windows = model_program(blocks.read(scales, windows, rotations))
+    weight = source.pack([tokens if tied else output])
+    norm = NormStep(X, "normed", *blocks.norm(names.norm))
+    logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.activations)])
+    table = None if positions is None else source.vector(positions, dtype=precision.dtype)
+    return Decoder(
+        model_type=config.get("model_type", str),
+        hidden_size=blocks.hidden,
+        num_heads=blocks.heads,
+        num_layers=blocks.num_layers,
+        vocab_size=vocab,
+        program=program,
+        precision=precision,
+        text=Text(source.folder, max_length, is_prompt=True),
+        num_kv_heads=blocks.heads_kv,
+        head_dim=blocks.head_dim,
+        max_length=max_length,
+        tokens=weight if tied else source.table(tokens),
+        positions=table,
+        frequencies=rotary,
+        windows=all_windows,
+        logits=logits,
+        stop=stop_ids(config, source.folder),
         origin=source.origin(),
     )
