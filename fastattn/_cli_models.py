@@ -17,7 +17,7 @@ from fastattn._atomic import destination
 from fastattn._cli_files import Unfinished, digest_of_model, files_of, require_writable, write_json_lines
 from fastattn._cli_texts import Changed, Texts
 from fastattn._version import __version__
-from fastattn.models._embedder import shown
+from fastattn.models._encode_calls import shown
 
 if TYPE_CHECKING:
     import argparse
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         SparseEncoder,
         TokenClassifier,
     )
-    from fastattn.models._embedder import EncodeOptions
+    from fastattn.models._encode_calls import EncodeOptions
 
 # Options that are arguments of `load`, and of `encode`; what the others say does not change a vector.
 _LOADED = ("dtype", "weights_dtype", "activations")

@@ -13,7 +13,7 @@ from fastattn._args.types import lane_dtype
 from fastattn._args.values import flag, integer, iterated, short
 from fastattn._args.words import not_an_argument
 from fastattn.models import _model
-from fastattn.models._embedder import batches, calls, watched
+from fastattn.models._encode_calls import batches, calls, watched
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import ModelError
 from fastattn.models._sentences import ACTIVATIONS

@@ -12,7 +12,7 @@ from fastattn._args.options import NoOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag, short
 from fastattn.models import _maxsim
-from fastattn.models._embedder import DOCUMENT, QUERY, batches, calls, one_or_several, watched
+from fastattn.models._encode_calls import DOCUMENT, QUERY, batches, calls, one_or_several, watched
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import Config, ModelError
 from fastattn.models._vectors import unit

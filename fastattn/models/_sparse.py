@@ -13,7 +13,7 @@ from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.options import NoOptions, require_options
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import integer
-from fastattn.models._embedder import DOCUMENT, QUERY, batches, calls, one_or_several, watched
+from fastattn.models._encode_calls import DOCUMENT, QUERY, batches, calls, one_or_several, watched
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import require
 from fastattn.models._vectors import similarities

@@ -18,7 +18,7 @@ from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import iterated, real_array
 from fastattn.functional._attention import attention
-from fastattn.models._embedder import EncodeOptions, at_once, calls
+from fastattn.models._encode_calls import EncodeOptions, at_once, calls
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, ModelError
 from fastattn.models._images import EXPECTED, checked, is_pillow
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from fastattn._args.types import Activation, Array, Ints
     from fastattn._engine.program import Program
     from fastattn.layers._block import Norm, Projection
-    from fastattn.models._embedder import Call
     from fastattn.models._embeddings import Places
+    from fastattn.models._encode_calls import Call
     from fastattn.models._images import Images
 
 # Which token's row the vector of a text is made of, by its ids and an id.
@@ -322,7 +322,7 @@ class TwoTowers(Encoder):
         return int(self.text_head.pad_id or 0) if found is None else int(found)
 
     def _vectors(self, texts: Iterable[Any], call: Call) -> Iterator[Array]:
-        """As in `Embedder`, of texts and images; those of one kind in a row go through layers together."""
+        """Vectors of texts and images; those of one kind in a row go through the layers together."""
         for is_text, run in groupby(texts, lambda x: isinstance(x, str)):
             for features in self._of_texts(run, call) if is_text else self._of_images(run, call):
                 yield call.packed(self.sentences.behind(features))

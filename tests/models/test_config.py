@@ -5,7 +5,7 @@ import tiny_models as tiny
 from model_folders import change_config, refused
 
 from fastattn import models
-from fastattn.models._families import config
+from fastattn.models._families import shared
 
 
 def test_folders_that_are_none(tmp_path):
@@ -170,7 +170,7 @@ def test_no_size_is_believed_before_the_tensors_have_it(tmp_path, monkeypatch):
     def never(*arguments, **options):
         raise AssertionError("frequencies of a size that no tensor has")
 
-    monkeypatch.setattr(config, "rope_frequencies", never)
+    monkeypatch.setattr(shared, "rope_frequencies", never)
     for kind in ("qwen3", "qwen3-embedding", "gemma3_text"):
         tiny.write(tmp_path, kind)
         change_config(tmp_path, head_dim=2**31)

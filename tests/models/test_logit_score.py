@@ -13,7 +13,7 @@ from model_folders import change_config, refused, write_settings
 from tiny_tokenizers import write_byte_tokenizer
 
 from fastattn import models
-from fastattn.models import CrossEncoder, Decoder, _chat, _embedder
+from fastattn.models import CrossEncoder, Decoder, _chat, _encode_calls
 
 pytest.importorskip("jinja2")
 
@@ -172,7 +172,7 @@ def test_bits_do_not_depend_on_company(isa, tmp_path, monkeypatch):
             np.testing.assert_array_equal(model.predict(iter(pairs), batch_size=batch_size), expected)
         for pair, score in zip(pairs, expected, strict=True):
             assert model.predict(pair) == score
-        monkeypatch.setattr(_embedder, "_CALL_TOKENS", 100)
+        monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", 100)
         np.testing.assert_array_equal(model.predict(pairs), expected)
         copy = pickle.loads(pickle.dumps(model))
         np.testing.assert_array_equal(copy.predict(pairs), expected)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_tokenizers import TEXTS, WORDS, write_tokenizer
 
 from fastattn import models
-from fastattn.models import ModelError, MultiVectorEncoder, _embedder, _maxsim
+from fastattn.models import ModelError, MultiVectorEncoder, _encode_calls, _maxsim
 
 RNG = np.random.default_rng(7)
 FIXED = {"strategy": "fixed", "length": 8, "token": "tree"}
@@ -116,7 +116,7 @@ def test_bits_do_not_depend_on_company(isa, tmp_path, monkeypatch):
         for task in ("query", "document"):
             expected = model.encode(texts, task=task)
             for tokens in (768, 40, 20):
-                monkeypatch.setattr(_embedder, "_CALL_TOKENS", tokens)
+                monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", tokens)
                 for batch_size in (None, 1, 4):
                     got = model.encode(texts, batch_size=batch_size, task=task)
                     assert all(map(np.array_equal, got, expected))

@@ -14,7 +14,7 @@ from tiny_tokenizers import TEXTS, WORDS, write_tokenizer
 
 from fastattn import models
 from fastattn.__main__ import main
-from fastattn.models import _embedder
+from fastattn.models import _encode_calls
 
 RNG = np.random.default_rng(2)
 PIXELS = RNG.standard_normal((5, 3, tiny.SIZE, tiny.SIZE)).astype(np.float32)
@@ -98,7 +98,7 @@ def test_encode_takes_texts_and_images(kind, tmp_path, monkeypatch):
     assert_same_rows(model.encode(TEXTS[0]), texts[0])
     assert_same_rows(model.encode(IMAGES[0]), images[0])
     for batch_size, tokens in ((None, 768), (1, 768), (2, 768), (None, 20)):
-        monkeypatch.setattr(_embedder, "_CALL_TOKENS", tokens)
+        monkeypatch.setattr(_encode_calls, "_CALL_TOKENS", tokens)
         mixed = [TEXTS[0], IMAGES[0], IMAGES[1], IMAGES[2], TEXTS[1], TEXTS[2], IMAGES[3]]
         order = [texts[0], *images[:3], *texts[1:3], images[3]]
         assert_same_rows(model.encode(mixed, batch_size=batch_size), order)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._embeddings import BucketBiases
-from fastattn.models._families.reading import EncoderNames, read_encoder
+from fastattn.models._families.shared import EncoderNames, read_encoder
 from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:

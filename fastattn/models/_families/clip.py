@@ -19,7 +19,7 @@ from fastattn.layers._block import Projection, model_program
 from fastattn.models._blocks import BlockNames, Blocks
 from fastattn.models._embeddings import Places
 from fastattn.models._encoder import Encoder
-from fastattn.models._families.reading import EncoderNames, read_encoder
+from fastattn.models._families.shared import EncoderNames, read_encoder
 from fastattn.models._files import ModelError, require
 from fastattn.models._images import Images
 from fastattn.models._sentences import Sentences

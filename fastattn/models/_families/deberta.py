@@ -19,7 +19,7 @@ from fastattn._args.values import short
 from fastattn._engine.program import AttendStep, Step
 from fastattn.functional import disentangled_attention
 from fastattn.models._blocks import BlockNames, Blocks
-from fastattn.models._families.reading import EncoderNames, read_encoder
+from fastattn.models._families.shared import EncoderNames, read_encoder
 from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
-from fastattn.models._families.reading import DecoderNames, read_decoder
+from fastattn.models._families.shared import DecoderNames, read_decoder
 
 if TYPE_CHECKING:
     from fastattn.models._decoder import Decoder

@@ -17,8 +17,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
-from fastattn.models._families.config import frequencies, frequencies_by_kind, head_counts
-from fastattn.models._families.reading import DecoderNames, EncoderNames, read_decoder, read_encoder
+from fastattn.models._families.shared import (
+    DecoderNames,
+    EncoderNames,
+    frequencies,
+    frequencies_by_kind,
+    head_counts,
+    read_decoder,
+    read_encoder,
+)
 from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:

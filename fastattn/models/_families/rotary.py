@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING
 
 from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Keys
-from fastattn.models._families.config import frequencies, frequencies_by_kind, kind, scaled
-from fastattn.models._families.reading import EncoderNames, read_encoder
+from fastattn.models._families.shared import (
+    EncoderNames,
+    frequencies,
+    frequencies_by_kind,
+    kind,
+    read_encoder,
+    scaled,
+)
 from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
@@ -107,7 +113,7 @@ def gte(source: Source) -> Encoder:
 
 
 def _gte_frequencies(config: Config, head_dim: int, theta: float) -> Frequencies:
-    """Frequencies as in `config.py`, but "ntk" is this family's own.
+    """Frequencies as in `shared.py`, but "ntk" is this family's own.
 
     It multiplies the base by the factor, and divides all frequencies so that the lowest is the trained one
     over the factor.

@@ -1,0 +1,108 @@
+"""Calls that make vectors of texts: their options, and how many texts go through the layers together."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import numpy as np
+
+from fastattn._args.values import flag, integer
+from fastattn.models._files import require
+from fastattn.models._text import strings
+from fastattn.models._vectors import (
+    quantize_embeddings,
+    unit,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from fastattn._args.types import Array, Ints
+
+    Names = tuple[str, ...]
+
+# Tokens that go through the layers at a time: so few that their rows stay in the caches, and enough for the
+# products. docs/notes/layers-and-models.md has the times by this number.
+_CALL_TOKENS = 768
+QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prompts, the first one there is
+
+
+class EncodeOptions(TypedDict, total=False):
+    """Keyword arguments of `Encoder.encode`, which documents them."""
+
+    prompt_name: str | None
+    prompt: str | None
+    batch_size: int | None
+    show_progress_bar: bool | None
+    precision: str
+    normalize_embeddings: bool
+    truncate_dim: int | None
+
+
+class Call(NamedTuple):
+    """Checked options of a call of `encode`."""
+
+    prompt: str
+    prompt_length: int  # tokens
+    batch_size: int | None
+    progress: bool
+    precision: str
+    normalize: bool
+    features: int  # of a vector, before it is packed
+
+    def packed(self, vectors: Array) -> Array:
+        """What the caller gets of pooled vectors (n, features or more)."""
+        vectors = vectors[:, : self.features]
+        vectors = unit(vectors) if self.normalize else vectors
+        if self.precision in ("binary", "ubinary"):
+            return quantize_embeddings(vectors, self.precision)
+        return np.ascontiguousarray(vectors)
+
+
+def one_or_several(func: str, sentences: Any) -> tuple[bool, Iterable[str]]:
+    """Whether `sentences` is one text, and the checked texts."""
+    one = isinstance(sentences, str)
+    texts = [sentences] if one else sentences
+    return one, strings(func, "sentences", texts, "a string, or several, as [text]")
+
+
+def batches(func: str, batch_size: Any, show_progress_bar: Any) -> tuple[int | None, bool]:
+    """These arguments of a call of `func`, checked."""
+    return (
+        None if batch_size is None else integer(func, "batch_size", batch_size, 1),
+        show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar),
+    )
+
+
+def watched(chunks: Iterator[Any], progress: bool, texts: Iterable[Any]) -> Iterator[Any]:
+    """`chunks` of what is made of `texts`, shown if asked."""
+    total = len(texts) if isinstance(texts, Sized) else None
+    return shown(chunks, total=total) if progress else chunks
+
+
+def shown(chunks: Iterator[Array], **how: Any) -> Iterator[Array]:
+    """The same arrays, and a progress bar of tqdm that counts their rows."""
+    with require("tqdm").tqdm(unit=" texts", **how) as bar:
+        for vectors in chunks:
+            yield vectors
+            bar.update(len(vectors))
+
+
+def calls(encoded: Iterable[list[Any]], batch_size: int | None) -> Iterator[list[Ints]]:
+    """The ids of the texts, or what there is of each token, that go through the layers together."""
+    call: list[Ints] = []
+    tokens, most = 0, min(batch_size or _CALL_TOKENS, _CALL_TOKENS)  # texts without tokens count, too
+    for ids in encoded:
+        if call and (tokens + len(ids) > _CALL_TOKENS or len(call) == most):
+            yield call
+            call, tokens = [], 0
+        call.append(np.array(ids, np.int64))
+        tokens += len(ids)
+    if call:
+        yield call
+
+
+def at_once(rows: int) -> int:
+    """How many inputs of so many rows each go through the layers together."""
+    return max(1, _CALL_TOKENS // rows)
