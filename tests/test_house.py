@@ -122,6 +122,14 @@ def test_no_circle_of_any_imports(folder):
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(STRAIGHT)])
+def test_docstrings_have_a_subject(module):
+    tree = ast.parse(source(module).read_text(encoding="utf-8"))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    texts = [ast.get_docstring(node) or "" for node in nodes]
+    assert [text for text in texts if text.startswith(("Those", "Of ", "What ", "The same"))] == []
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(STRAIGHT)])
 def test_functions_import_only_what_may_be_missing(module):
     """Extras, and `_sandbox`, which needs one of them."""
     tree = ast.parse(source(module).read_text(encoding="utf-8"))

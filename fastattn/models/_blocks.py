@@ -1,4 +1,4 @@
-"""From the tensors of a file to the blocks of a model: a family says how the tensors are called."""
+"""Blocks of a model, read from the tensors of its files under the names that a family has for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastattn.layers._block import Window
     from fastattn.models._source import Source
 
-# What config.json calls activations, and what `fastattn.ops` calls them.
+# Names of activations in config.json, and in `fastattn.ops`.
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in OURS},
     "gelu_new": "gelu_tanh",
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class Keys(NamedTuple):
-    """What config.json calls the sizes of blocks."""
+    """Keys of config.json for the sizes of blocks."""
 
     hidden: str = "hidden_size"
     inner: str = "intermediate_size"
@@ -43,7 +43,7 @@ _KEYS = Keys()
 
 
 class BlockNames(NamedTuple):
-    """What a family calls the tensors of one block, without ".weight" and ".bias"; see `Block`."""
+    """Names of the tensors of one block, without ".weight" and ".bias"; see `Block`."""
 
     prefix: str  # of block i: prefix.format(i)
     attention_norm: str  # the first block has none where `first_norm` is False
@@ -65,7 +65,7 @@ class BlockNames(NamedTuple):
 
     @property
     def maps(self) -> frozenset[str]:
-        """All linear maps."""
+        """Names of all linear maps."""
         maps = (*self.qkv, self.attended, self.inner, self.outer, self.gate)
         return frozenset(name for name in maps if name is not None)
 
@@ -99,7 +99,7 @@ class Blocks:
         activations: Mapping[str, Activation] = ACTIVATIONS,
         **others: Any,
     ) -> Blocks:
-        """What config.json says under `keys`, with `eps` and `activation` where it says none.
+        """Read the sizes from config.json under `keys`; `eps` and `activation` are the defaults of theirs.
 
         `others` are fields that it says in another way; by default all maps have a bias.
         """

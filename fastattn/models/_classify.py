@@ -114,7 +114,7 @@ class CrossEncoder(Classifier):
     ) -> Array:
         """The scores of each pair of texts.
 
-        A pair's scores have the same bits alone and in any company, and for every `batch_size`.
+        The bits of scores depend on their pair alone, not on other pairs or on `batch_size`.
 
         Parameters
         ----------
@@ -266,7 +266,7 @@ class CrossEncoder(Classifier):
         prompt: str | None = None,
         batch_size: int | None = None,
     ) -> Iterator[Array]:
-        """What `predict` returns, an array (n, num_labels) at a time; pairs are read when they are needed."""
+        """Scores as of `predict`, an array (n, num_labels) at a time; pairs are read when they are needed."""
         prompt = self.encoder.sentences.prompt("predict", prompt_name, prompt)
         chunks = self._chunks(prompt, pairs, batch_size)
         return (self._activated("predict", logits, None) for logits in chunks)
@@ -287,7 +287,7 @@ class CrossEncoder(Classifier):
 
 
 def _pairs(func: str, name: str, inputs: Any) -> tuple[bool, Iterable[Texts]]:
-    """Whether `inputs`, the argument `name`, are one pair; and the pairs, checked as by `strings`."""
+    """Return whether `inputs`, the argument `name`, are one pair; and the pairs, checked as by `strings`."""
     if isinstance(inputs, np.ndarray):
         inputs = inputs.tolist()
     if isinstance(inputs, str):

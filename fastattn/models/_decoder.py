@@ -85,7 +85,7 @@ class Decoder(_model.Model):
         dropout: float = 0.0,
         seed: int | None = None,
     ) -> tuple[Array, Pullback]:
-        """Hidden states behind the last norm, and what makes gradients: ``grads = pullback(dhidden)``.
+        """Hidden states after the last norm, and what makes gradients: ``grads = pullback(dhidden)``.
 
         The output layer maps these states to logits; see `loss_and_gradients`, and `Pullback`. The others are
         those of `Encoder.forward_backward`.
@@ -117,7 +117,7 @@ class Decoder(_model.Model):
             As in a call.
         targets : array_like of int, (batch, length), optional
             What follows each token, or `ignore_index`; by default the next token that counts, and nothing
-            behind the last one.
+            after the last one.
         ignore_index, label_smoothing
             Of `fastattn.grad.cross_entropy`, which never holds all logits.
         checkpoint, dropout, seed
@@ -180,7 +180,7 @@ class Decoder(_model.Model):
         """Hidden states (n, hidden_size) of new tokens (n,), before the last norm.
 
         Those of sequences are end to end, `lengths` (batch,) of each. A cache holds the heads of all layers,
-        and they come behind the tokens in it. `longest` is the length of the longest sequence then: some
+        and they follow the tokens in it. `longest` is the length of the longest sequence then: some
         scalings of rotary positions depend on it.
         """
         x, call, _ = self._inputs(tokens, lengths, longest, cache)
@@ -189,7 +189,7 @@ class Decoder(_model.Model):
     def _inputs(
         self, tokens: Ints, lengths: Ints, longest: int, cache: KVCache | None = None
     ) -> tuple[Array, Sequences, Ints]:
-        """What the program reads, (n, hidden_size), what it is told, and the tokens' positions."""
+        """Inputs of the program (n, hidden_size), its `Sequences`, and the tokens' positions."""
         batch, length = len(lengths), int(lengths.max(initial=0))
         starts = 0 if cache is None else cache.offset
         begins = np.append(0, np.cumsum(lengths))
@@ -223,7 +223,7 @@ class Decoder(_model.Model):
     def _ranges(
         self, positions: Ints, causal: bool, ends: Ints | None, len_k: int | Ints
     ) -> tuple[key_ranges.Range, ...]:
-        """For each window, which of `len_k` keys the queries at `positions` attend.
+        """Ranges of the `len_k` keys that the queries at `positions` attend, for each window.
 
         Of each sequence, the first `ends` (batch,) keys count; None: all. A token alone, the last of its
         sequence, sees all of them without being causal.
@@ -313,7 +313,7 @@ class Decoder(_model.Model):
         return (int(tokens[0]) for tokens in steps) if single else steps
 
     def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
-        """Whether `ids` is one sequence, and the sequences without what does not count."""
+        """Return whether `ids` is one sequence, and the sequences without tokens that do not count."""
         rows = ids if isinstance(ids, (list, tuple)) and attention_mask is None else ()
         if rows and all(_is_row(row) for row in rows):
             prompts = [_model.token_ids("generate", row, self.vocab_size)[0] for row in rows]
@@ -359,7 +359,7 @@ class Decoder(_model.Model):
 
 
 def _is_row(x: Any) -> bool:
-    """Whether `x` is one sequence; `np.ndim` raises for lists of different lengths."""
+    """Tell whether `x` is one sequence; `np.ndim` raises for lists of different lengths."""
     try:
         return np.ndim(x) == 1
     except ValueError:

@@ -1,4 +1,4 @@
-"""What stands before an encoder's first block: vectors of tokens, and the places of the tokens."""
+"""Inputs of an encoder's blocks: vectors of tokens, their positions, windows and biases."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Embeddings:
     def add_gradients(
         self, gradients: Gradients, dx: Array, tokens: Ints, places: Ints, types: Ints | None
     ) -> None:
-        """Add those of the tables, for dx, the gradient of the result."""
+        """Add the gradients of the tables, for dx, the gradient of the result."""
 
         def add(table: Array, rows: Ints, dout: Array = dx) -> None:
             gradients.add(table, grad.embedding(dout, rows, len(table)))
@@ -103,7 +103,7 @@ class BucketBiases:
         return buckets
 
     def add_gradients(self, gradients: Gradients, biases: tuple[Array, ...]) -> None:
-        """Add that of the table, from those of `biases`, which a call made."""
+        """Add the gradient of the table, from the gradients of `biases`, which a call made."""
         for bias in biases:
             found = gradients.of(bias)
             if found is not None:
@@ -114,18 +114,17 @@ class BucketBiases:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """What the blocks of an encoder are told of where tokens stand."""
+    """Windows, rotations and biases of an encoder's blocks, for sequences of any lengths."""
 
     windows: tuple[Window, ...] = (None,)  # of which each attention has one: see `model_program`
     causal: bool = False
     frequencies: tuple[Frequencies, ...] = ()  # of which each attention may have one
-    # Of the biases of scores by distance, tables (heads, 2 n - 1) for sequences of up to n tokens.
-    biases: BucketBiases | None = None
+    biases: BucketBiases | None = None  # of scores, by distance
 
     def __call__(
         self, lengths: Ints, dtype: np.dtype[Any], attended: Ints | None = None
     ) -> tuple[Sequences, Ints]:
-        """What a program is told of sequences of `lengths`, and each token's place in its own (tokens,).
+        """Return the `Sequences` of `lengths`, and each token's position in its own one (tokens,).
 
         `attended` is how many of each sequence are keys, the first ones; None: all.
         """
@@ -148,7 +147,7 @@ class Places:
         return Sequences(batch, tuple(ranges), rotations, None, begins if ragged else None, biases), places
 
     def add_gradients(self, gradients: Gradients, call: Sequences) -> None:
-        """Add those of what made the call's biases, of which `gradients` has them."""
+        """Add the gradient of the table of biases, if `gradients` has that of the call's biases."""
         if self.biases is not None:
             self.biases.add_gradients(gradients, call.biases)
 
@@ -160,7 +159,7 @@ class Places:
         if isinstance(frequencies, RopeFrequencies):
             cos, sin = rope_tables(places, frequencies, lane)
             return cos[None], sin[None]
-        # By its own length, so that a sequence has the same bits in any company.
+        # By its own length, so that its bits do not depend on other sequences.
         alone = lengths.tolist() if len(places) == lengths.sum() else [len(places)]
         tables = [rope_tables(np.arange(n), frequencies(seq_len=n), lane) for n in alone or [0]]
         cos, sin = (np.concatenate(parts)[None] for parts in zip(*tables, strict=True))

@@ -52,7 +52,7 @@ class Call(NamedTuple):
     features: int  # of a vector, before it is packed
 
     def packed(self, vectors: Array) -> Array:
-        """What the caller gets of pooled vectors (n, features or more)."""
+        """Cut, scale and quantize pooled vectors (n, features or more) for the caller."""
         vectors = vectors[:, : self.features]
         vectors = unit(vectors) if self.normalize else vectors
         if self.precision in ("binary", "ubinary"):
@@ -61,14 +61,14 @@ class Call(NamedTuple):
 
 
 def one_or_several(func: str, sentences: Any) -> tuple[bool, Iterable[str]]:
-    """Whether `sentences` is one text, and the checked texts."""
+    """Return whether `sentences` is one text, and the checked texts."""
     one = isinstance(sentences, str)
     texts = [sentences] if one else sentences
     return one, strings(func, "sentences", texts, "a string, or several, as [text]")
 
 
 def batches(func: str, batch_size: Any, show_progress_bar: Any) -> tuple[int | None, bool]:
-    """These arguments of a call of `func`, checked."""
+    """Check these arguments of a call of `func`."""
     return (
         None if batch_size is None else integer(func, "batch_size", batch_size, 1),
         show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar),
@@ -82,7 +82,7 @@ def watched(chunks: Iterator[Any], progress: bool, texts: Iterable[Any]) -> Iter
 
 
 def shown(chunks: Iterator[Array], **how: Any) -> Iterator[Array]:
-    """The same arrays, and a progress bar of tqdm that counts their rows."""
+    """Yield `chunks`, and count their rows in a progress bar of tqdm."""
     with require("tqdm").tqdm(unit=" texts", **how) as bar:
         for vectors in chunks:
             yield vectors
@@ -104,5 +104,5 @@ def calls(encoded: Iterable[list[Any]], batch_size: int | None) -> Iterator[list
 
 
 def at_once(rows: int) -> int:
-    """How many inputs of so many rows each go through the layers together."""
+    """Number of inputs of so many `rows` each that go through the layers together."""
     return max(1, _CALL_TOKENS // rows)

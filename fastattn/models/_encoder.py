@@ -154,7 +154,7 @@ class Encoder(_model.Model):
         Returns
         -------
         rows : ndarray, (tokens, hidden_size)
-            In the model's dtype. A sequence's rows have the same bits alone and in any company.
+            In the model's dtype. The bits of a sequence's rows do not depend on the other sequences.
         cu_seqlens : ndarray of int64, (n + 1,)
             Sequence i is ``rows[cu_seqlens[i] : cu_seqlens[i + 1]]``.
         """
@@ -182,7 +182,7 @@ class Encoder(_model.Model):
 
     @property
     def similarity_fn_name(self) -> str:
-        """What `similarity` computes: "cosine", "dot", "euclidean" or "manhattan"."""
+        """Name of what `similarity` computes: "cosine", "dot", "euclidean" or "manhattan"."""
         return self.sentences.similarity
 
     @property
@@ -226,9 +226,9 @@ class Encoder(_model.Model):
         truncate_dim: int | None = None,
         **others: Unpack[NoOptions],
     ) -> Array:
-        """One vector for each text.
+        """Make a vector of each text.
 
-        A text's vector has the same bits alone and in any company, and for every `batch_size`.
+        The bits of a vector depend on its text alone, not on other texts or on `batch_size`.
 
         Parameters
         ----------
@@ -324,7 +324,7 @@ class Encoder(_model.Model):
         return vectors[0] if one else vectors
 
     def _inputs(self, func: str, sentences: Any) -> tuple[bool, Iterable[Any]]:
-        """Whether `sentences` is one text, and the checked texts."""
+        """Return whether `sentences` is one text, and the checked texts."""
         return one_or_several(func, sentences)
 
     def _encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
@@ -375,7 +375,7 @@ class EncoderWithHead(_model.Fixed):
 
     @property
     def model_type(self) -> str:
-        """As in config.json."""
+        """Name of the family, as in config.json."""
         return self.encoder.model_type
 
     @property

@@ -42,7 +42,7 @@ def require(package: str) -> ModuleType:
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
-    """What the JSON file holds, a `kind`."""
+    """Content of a JSON file, which must be a `kind`."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -57,12 +57,12 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def is_name(x: Any) -> bool:
-    """Whether `x` is a name without a folder's, of characters that a message can show."""
+    """Tell whether `x` is a file's name without a folder, of characters that a message can show."""
     return isinstance(x, str) and Path(x).name == x != ".." and x.isprintable()
 
 
 def lfs_hint(path: Path) -> str:
-    """How to fetch a file that is only a pointer of git-lfs; empty for any other file."""
+    """Advice on how to fetch a file that is only a pointer of git-lfs; empty for any other file."""
     with path.open("rb") as file:
         is_pointer = file.read(40).startswith(b"version https://git-lfs")
     return f"{path} is a git-lfs pointer, not the file: `git lfs pull` fetches it" if is_pointer else ""
@@ -127,7 +127,7 @@ class Config:
         return float(value)
 
     def choice(self, name: str, table: Mapping[str, _T], default: str = _REQUIRED) -> _T:
-        """What `table` has for the value."""
+        """Entry of `table` for the value."""
         value = self.get(name, str, default)
         if value not in table:
             raise ModelError(f"{self.path}: {name!r} is {short(value)}; expected one of {', '.join(table)}")
@@ -142,7 +142,7 @@ class Config:
         return values
 
     def divided(self, name: str, by: str) -> int:
-        """One size divided by another, without remainder."""
+        """Quotient of two sizes, without remainder."""
         size, parts = self.size(name), self.size(by)
         if size % parts:
             raise ModelError(f"{self.path}: {name!r} is {size}; expected a multiple of {by!r}, {parts}")

@@ -1,4 +1,4 @@
-"""From images to the pixels that a model takes: resized, cut and normalised as the folder says."""
+"""Images to pixels: resized, cut and normalised as the folder says."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXPECTED = "an array (height, width, 3) or an image of Pillow"
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """What is done with an image before it goes to the model."""
+    """Preparation of images for the model."""
 
     path: Path | str  # the file that says so
     image_size: int  # height and width that the model takes
@@ -45,7 +45,7 @@ class Images:
 
     @classmethod
     def of(cls, folder: Path, image_size: int, usual: Mapping[str, Any]) -> Images | None:
-        """As the folder says, with what is missing as in `usual`; None if it has no such file."""
+        """Read it from the folder, with defaults from `usual`; None if there is no such file."""
         nested = Config(folder / _NEW, optional=True)
         if nested.values.get("image_processor") is not None:
             config = nested.inner("image_processor", usual)
@@ -126,7 +126,7 @@ class Images:
 
 
 def is_pillow(x: Any) -> bool:
-    """Whether `x` is an image of Pillow, which is then imported."""
+    """Tell whether `x` is an image of Pillow, which is then imported."""
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(x, module.Image)
 
@@ -250,7 +250,7 @@ def _summed(image: Array, begins: Ints, weights: Ints) -> Array:
     """Weighted sums of pixels side by side: (rows, n, 3) of an image (rows, old, 3)."""
     total = np.full((len(image), len(begins), image.shape[2]), 1 << _BITS - 1, np.int32)
     for i in range(weights.shape[1]):
-        places = np.minimum(begins + i, image.shape[1] - 1)  # behind the end, weights are 0
+        places = np.minimum(begins + i, image.shape[1] - 1)  # after the end, weights are 0
         total += image[:, places] * weights[:, i, None].astype(np.int32)
     return (total >> _BITS).clip(0, 255).astype(np.uint8)
 

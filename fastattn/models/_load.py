@@ -1,4 +1,4 @@
-"""From a folder to a model: `_BUILDERS` has the families."""
+"""Loading of a folder's model: `_BUILDERS` has the families."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ NO_TOKEN = -1e9  # the score of a document that has no token, as in sentence-tra
 
 
 def similarities(func: str, a: Any, b: Any, mean: bool) -> Array:
-    """Each query's score with each document, (n, m): see `MultiVectorEncoder.similarity`."""
+    """Scores of each query with each document, (n, m): see `MultiVectorEncoder.similarity`."""
     queries, documents = _both(func, a, b)
     out = np.empty((len(queries), len(documents)), _dtype(queries, documents))
     for first, last in _blocks(queries, _QUERY_TOKENS):
@@ -34,7 +34,7 @@ def similarities(func: str, a: Any, b: Any, mean: bool) -> Array:
 
 
 def pairs(func: str, a: Any, b: Any, mean: bool) -> Array:
-    """Each query's score with the document in the same place, (n,)."""
+    """Score of each query with the document in the same place, (n,)."""
     queries, documents = _both(func, a, b)
     if len(queries) != len(documents):
         came = f"embeddings2 is of {len(documents)} texts"
@@ -46,7 +46,7 @@ def pairs(func: str, a: Any, b: Any, mean: bool) -> Array:
 
 
 def _scores(func: str, queries: list[Array], documents: list[Array], mean: bool) -> Array:
-    """Scores (queries, documents). The products are our kernel's: a row has the same bits in any company."""
+    """Scores (queries, documents). The products are our kernel's: a row's bits depend on no other row."""
     lengths = np.array([len(query) for query in queries])
     sizes = np.array([len(document) for document in documents])
     out = np.zeros((len(queries), len(documents)), _dtype(queries, documents))

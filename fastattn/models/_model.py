@@ -1,4 +1,4 @@
-"""What encoders and decoders have in common: their properties, and batches of sequences of any lengths."""
+"""Base of encoders and decoders: their properties, and batches of sequences of any lengths."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ class Model(Fixed):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """What is computed in."""
+        """Type between layers."""
         return self.precision.dtype
 
     @property
     def weights_dtype(self) -> str:
-        """How the weights of linear maps are kept."""
+        """Type that the weights of linear maps are kept in."""
         return self.precision.weights
 
     @property
     def activations(self) -> Rounding | None:
-        """What the inputs of linear maps are rounded to."""
+        """Type that the inputs of linear maps are rounded to, or None."""
         return self.precision.activations
 
     def __repr__(self) -> str:
@@ -86,7 +86,7 @@ class Model(Fixed):
         return required("state_dict", self.origin).state_dict()
 
     def with_state_dict(self, state_dict: Mapping[str, ArrayLike]) -> Self:
-        """The same model with other tensors, packed anew: after a step of an optimizer, for instance.
+        """Make a model with other tensors: after a step of an optimizer, for instance.
 
         Parameters
         ----------
@@ -166,7 +166,7 @@ def _rectangular(func: str, name: str, x: Any) -> Array:
 
 
 def _length(row: Any) -> int:
-    """How many elements `row` has; -1 for what has no length, as an array of no dimensions."""
+    """Number of elements of `row`; -1 for what has no length, as an array of no dimensions."""
     try:
         return len(row)
     except TypeError:

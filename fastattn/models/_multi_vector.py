@@ -42,7 +42,7 @@ class MultiVectorOptions(TypedDict, total=False):
 
 
 class Expansion(NamedTuple):
-    """What queries are filled up with: tokens of masks, which have vectors, too."""
+    """Filling of queries up to a length, by mask tokens, which have vectors, too."""
 
     length: int  # tokens that a query has at least
     fixed: bool  # and at most
@@ -51,7 +51,7 @@ class Expansion(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What the folder says of tokens."""
+    """Settings in the folder: filling, tokens without a vector, similarity."""
 
     expansion: Expansion | None
     skipped: tuple[str, ...]  # tokens that have no vector
@@ -63,14 +63,14 @@ class Settings(NamedTuple):
 class MultiVectorEncoder(EncoderWithHead):
     """An encoder with a vector for each token of a text: `encode` texts with it."""
 
-    modules: tuple[Dense | LayerNorm | Normalize, ...]  # behind it, for each token
+    modules: tuple[Dense | LayerNorm | Normalize, ...]  # after the encoder, for each token
     features: int  # of a vector
     settings: Settings
     texts: dict[str | None, Text]  # the tokenizers of tasks, which cut texts to their lengths
 
     @property
     def similarity_fn_name(self) -> str:
-        """What `similarity` computes: "maxsim" or "meanmaxsim"."""
+        """Name of what `similarity` computes: "maxsim" or "meanmaxsim"."""
         return self.settings.similarity
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class MultiVectorEncoder(EncoderWithHead):
     ) -> Any:
         """The vectors of each text's tokens; `encode_query` and `encode_document` are what retrieval needs.
 
-        A text's vectors have the same bits alone and in any company, and for every `batch_size`.
+        The bits of vectors depend on their text alone, not on other texts or on `batch_size`.
 
         Parameters
         ----------
@@ -185,7 +185,7 @@ class MultiVectorEncoder(EncoderWithHead):
         return ([(token, 1) for token in ids] + [fill] * (length - len(ids)) for ids in encoded)
 
     def _vectors(self, call: list[Ints], task: str | None, normalize: bool) -> list[Array]:
-        """Those of texts that go through the layers together."""
+        """Vectors of texts that go through the layers together."""
         call = [each.reshape(-1, 2) for each in call]
         ids, attended = [each[:, 0] for each in call], [int(each[:, 1].sum()) for each in call]
         all_of_them = sum(attended) == sum(map(len, ids))
@@ -199,7 +199,7 @@ class MultiVectorEncoder(EncoderWithHead):
         return [x[begin:end] for begin, end in pairwise(ends.tolist())]
 
     def _kept(self, ids: Ints, task: str | None) -> Bools:
-        """Which tokens have a vector."""
+        """Mask of the tokens that have a vector."""
         if (task or "document") not in self.settings.skipped_in:
             return np.ones(len(ids), np.bool_)
         named = map(self.text.tokenizer.token_to_id, self.settings.skipped)

@@ -49,7 +49,7 @@ class Precision:
 
     @classmethod
     def of(cls, func: str, dtype: Any, weights_dtype: Any, activations: Any) -> Precision:
-        """From the names or types that a caller gives."""
+        """Check the names or types that a caller gives."""
         name = dtype_choice(func, "dtype", dtype, DTYPES)
         fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES
         weights = name if weights_dtype is None else weights_dtype
@@ -71,7 +71,7 @@ class Precision:
 
 
 class Maker(Protocol[Made_co]):
-    """What makes a parameter of `parts`: a new one, or with `over` the one that it made before, in place."""
+    """Maker of a parameter from `parts`: a new one, or the earlier one `over` again, in place."""
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Made_co:
         """The parameter."""
@@ -81,7 +81,7 @@ class Whole(NamedTuple):
     """Makes an array that is a tensor, in the tensor's type."""
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Array:
-        """See `Maker`."""
+        """Make it; see `Maker`."""
         return tensors.whole(parts[0].name, over)
 
 
@@ -94,7 +94,7 @@ class Vector(NamedTuple):
     added: str | None = None
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Array:
-        """See `Maker`."""
+        """Make it; see `Maker`."""
         lane = lane_dtype(self.dtype)
         arrays = [np.atleast_1d(tensors.whole(part.name)) for part in parts]
         rows = zip(arrays, parts, strict=True)
@@ -120,7 +120,7 @@ class Packed(NamedTuple):
     stored: str
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> PackedLinear:
-        """See `Maker`."""
+        """Make it; see `Maker`."""
         return tensors.pack(parts, PackArgs([], *self, get_num_threads(), over))
 
 
@@ -130,7 +130,7 @@ class Computed(NamedTuple):
     function: Callable[..., Any]  # which pickle finds
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Any:
-        """See `Maker`."""
+        """Make it; see `Maker`."""
         return self.function(tensors, *(part.name for part in parts))
 
 
@@ -142,12 +142,12 @@ class Made(NamedTuple):
     maker: Maker[Any]
 
     def reads(self, names: Collection[str]) -> bool:
-        """Whether it depends on one of the tensors `names`."""
+        """Tell whether it depends on one of the tensors `names`."""
         return getattr(self.maker, "added", None) in names or any(part.name in names for part in self.parts)
 
 
 class Parameters:
-    """All parameters of a model; each is known by identity."""
+    """Parameters of a model, each known by identity."""
 
     def __init__(self, made: Sequence[Made] = ()) -> None:
         self._made = list(made)
@@ -222,7 +222,7 @@ def _add(found: dict[str, Array], part: Part, gradient: Array) -> None:
 
 
 class Origin(NamedTuple):
-    """Where the parameters of a model come from."""
+    """Origin of a model's parameters: a folder, or other tensors in place of the folder's."""
 
     folder: Path
     precision: Precision

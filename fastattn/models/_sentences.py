@@ -1,4 +1,4 @@
-"""What a sentence-transformers folder says: prompts, similarity, and the modules behind the last layer.
+"""Settings in a sentence-transformers folder: prompts, similarity, and the modules after the last layer.
 
 Of ``rows`` (tokens, features), ``rows[cu_seqlens[i] : cu_seqlens[i + 1]]`` are the hidden states of text i.
 Pooling makes one vector of them, and the other modules change that vector.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Module = Callable[[Array], Array]  # of vectors (n, features)
 
-# Of a text's tokens (length, features), of which `before` were left out in front.
+# Functions of a text's tokens (length, features), and of how many before them were left out.
 POOLINGS: dict[str, Callable[[Array, int], Array]] = {
     "cls": lambda tokens, before: tokens[0],
     "max": lambda tokens, before: tokens.max(axis=0),
@@ -50,7 +50,7 @@ _FLAGS = {  # the keys of most files, each with true or false; several modes sta
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# What a Dense module names as a class of torch.nn, and what `ops.linear` calls it.
+# Classes of torch.nn that a Dense module may name, and their names in `ops.linear`.
 ACTIVATIONS: dict[str, Activation | None] = {
     "Identity": None,
     "Tanh": None,  # which follows the kernel
@@ -70,14 +70,14 @@ def _weighted_mean(tokens: Array, before: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """From the hidden states of texts to one vector each: those of several modes stand side by side."""
+    """Pooling of the hidden states of texts to one vector each: several modes stand side by side."""
 
     modes: tuple[str, ...] = ("mean",)
     include_prompt: bool = True  # whether a prompt's tokens count
 
     @classmethod
     def of(cls, folder: Path) -> Pooling:
-        """As the folder's config.json says."""
+        """Read it from the folder's config.json."""
         config = Config(folder / "config.json")
         said: Any = config.values.get("pooling_mode")
         if said is None:
@@ -113,7 +113,7 @@ class Dense:
 
     @classmethod
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[Dense, int]:
-        """As the folder's files say, and how many features it makes of `features`."""
+        """Read it from the folder; return it and the number of features that it makes of `features`."""
         config = Config(folder / "config.json")
         n_in, n_out = config.size("in_features"), config.size("out_features")
         _require_features(config, "in_features", n_in, features)
@@ -150,7 +150,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerNorm:
-    """Each vector's features at mean 0 and variance 1, times weight, plus bias."""
+    """Norm of each vector: features at mean 0 and variance 1, times weight, plus bias."""
 
     weight: Array
     bias: Array | None
@@ -158,7 +158,7 @@ class LayerNorm:
 
     @classmethod
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[LayerNorm, int]:
-        """As `Dense.of`."""
+        """Read it, as `Dense.of` does."""
         config = Config(folder / "config.json")
         _require_features(config, "dimension", config.size("dimension"), features)
         with ExitStack() as stack:
@@ -177,7 +177,7 @@ class Normalize:
 
     @classmethod
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[Normalize, int]:
-        """As `Dense.of`; there is no file."""
+        """Make it, as `Dense.of` does; there is no file."""
         return cls(), features
 
     def __call__(self, x: Array) -> Array:
@@ -195,16 +195,16 @@ _SPLADE = ("MLMTransformer", "SpladePooling")  # instead of these two:
 MASK = "MultiVectorMask"  # or a vector of each token, with this module, or with none but those of `_BY_TOKEN`
 _BY_TOKEN = ("Dense", "Normalize")
 _BEFORE, _NO_PART = ("Transformer", "Pooling"), "Dropout"  # which does something in training only
-SCORE = "LogitScore"  # of a language model, behind Transformer alone
+SCORE = "LogitScore"  # of a language model, after Transformer alone
 _TOWERS = "CLIPModel"  # in a folder of its own, and without Pooling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sentences:
-    """What the folder says of an encoder's texts and vectors; without such files, the mean of the tokens."""
+    """Settings of an encoder's texts and vectors; in a folder without such files, the mean of the tokens."""
 
     pooling: Pooling
-    modules: tuple[Dense | LayerNorm | Normalize, ...]  # behind it, one after another
+    modules: tuple[Dense | LayerNorm | Normalize, ...]  # after it, one after another
     features: int  # of a vector
     prompts: dict[str, str]
     default_prompt_name: str | None
@@ -213,7 +213,7 @@ class Sentences:
 
     @classmethod
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any], towers: bool = False) -> Sentences:
-        """As the folder's files say, for hidden states of so many features, computed in `dtype`.
+        """Read them from the folder, for hidden states of so many `features`, computed in `dtype`.
 
         Of two `towers`, these are vectors of texts and images, and nothing pools them.
         """
@@ -244,7 +244,7 @@ class Sentences:
         return cls(pooling, tuple(modules), features, prompts, default, similarity, truncate_dim)
 
     def prompt(self, func: str, name: Any, prompt: Any, names: tuple[str, ...] = ()) -> str:
-        """What a call of `func` puts before a text; `names` come before the default one."""
+        """Prompt that a call of `func` puts before a text; `names` come before the default one."""
         if prompt is None:
             if name is None:
                 name = next((name for name in names if name in self.prompts), self.default_prompt_name)
@@ -255,30 +255,30 @@ class Sentences:
         return str(prompt)
 
     def vectors(self, rows: Array, cu_seqlens: Ints, prompt_length: int) -> Array:
-        """One vector for each text of hidden states, (n, features) in the lane type."""
-        return self.behind(self.pooling(rows, cu_seqlens, prompt_length))
+        """Vectors of texts, (n, features) in the lane type, from their hidden states."""
+        return self.after_pooling(self.pooling(rows, cu_seqlens, prompt_length))
 
-    def behind(self, pooled: Array) -> Array:
-        """What the modules make of vectors (n, features)."""
+    def after_pooling(self, pooled: Array) -> Array:
+        """Run pooled vectors (n, features) through the modules."""
         for module in self.modules:
             pooled = module(pooled)
         return pooled
 
 
 def _is_pylate(folder: Path) -> bool:
-    """Whether PyLate wrote the folder, whose modules.json leaves out what follows the Dense modules."""
+    """Tell whether PyLate wrote the folder: its modules.json leaves out what follows the Dense modules."""
     values = Config(folder / "config_sentence_transformers.json", optional=True).values
     return values.get("model_type") == "ColBERT" or "query_prefix" in values
 
 
 def is_cross_encoder(folder: Path) -> bool:
-    """Whether config_sentence_transformers.json says that a head scores what the transformer makes."""
+    """Tell whether config_sentence_transformers.json says that a head scores what the transformer makes."""
     config = Config(folder / "config_sentence_transformers.json", optional=True)
     return config.values.get("model_type") == "CrossEncoder"
 
 
 def is_multi_vector(modules: list[tuple[str, str]]) -> bool:
-    """Whether modules make a vector of each token: nothing pools them."""
+    """Tell whether modules make a vector of each token: nothing pools them."""
     kinds = [kind for kind, _ in modules]
     followed = len(kinds) > 1 and kinds[0] == "Transformer" and set(kinds[1:]) <= {*_BY_TOKEN, MASK}
     return followed and kinds.count(MASK) <= 1
@@ -296,7 +296,7 @@ def folder_of_towers(folder: Path) -> Path:
 
 
 def _task(folder: Path, modules: list[tuple[str, str]]) -> str | None:
-    """What the module Transformer does before the others, as sentence-transformers calls it."""
+    """Task of the module Transformer before the others, as sentence-transformers calls it."""
     if modules and modules[-1][0] == SCORE:
         return "text-generation"
     if modules:

@@ -44,13 +44,13 @@ class Source:
         self._prefix = ""
 
     def with_config(self, config: Config) -> Source:
-        """The same source with a part of config.json in place of the whole."""
+        """Return this source with a part of config.json in place of the whole."""
         source = copy(self)
         source.config = config
         return source
 
     def origin(self) -> Origin:
-        """What the model keeps of this."""
+        """Origin of the parameters, which the model keeps."""
         return Origin(self.folder, self.precision, self.parameters)
 
     def __contains__(self, name: str) -> bool:
@@ -182,7 +182,7 @@ class Source:
         return self._make(Packed(n_in, n_out, maps, stored or self.precision.weights), parts)
 
     def computed(self, function: Callable[..., Any], *names: str) -> Any:
-        """What ``function(tensors, *stored)`` makes; pickle must find it."""
+        """Parameter that ``function(tensors, *stored)`` makes; pickle must find the function."""
         return self._make(Computed(function), self._parts(names))
 
     def _make(self, maker: Maker[_Made], parts: Sequence[Part]) -> _Made:

@@ -44,7 +44,7 @@ class SparseOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyHead:
-    """From hidden states to logits of all tokens: ``output(norm(activation(inner(x))))``."""
+    """Head from hidden states to logits of all tokens: ``output(norm(activation(inner(x))))``."""
 
     inner: PackedLinear
     inner_bias: Array
@@ -66,14 +66,14 @@ class VocabularyHead:
 
 @dataclass(frozen=True, slots=True)
 class SpladePooling:
-    """From the logits of a text's tokens to its weights."""
+    """Pooling of the logits of a text's tokens to its weights."""
 
     strategy: str = "max"
     function: str = "relu"
     most: int | None = None  # weights that are kept
 
     def rows(self, head: VocabularyHead, states: Array, cu_seqlens: Ints) -> Iterator[tuple[Ints, Array]]:
-        """Each text's tokens that have a weight, and their weights; a text without tokens has none."""
+        """Yield each text's tokens that have a weight, and their weights; a text without tokens has none."""
         vocab = len(head.output_bias)
         step = max(1, _LOGITS // vocab)
         logits, begin, end = np.empty((0, vocab), lane_dtype(states.dtype)), 0, 0  # of tokens begin to end
@@ -136,7 +136,7 @@ class SparseEncoder(EncoderWithHead):
     ) -> Any:
         """A sparse vector for each text.
 
-        A text's vector has the same bits alone and in any company, and for every `batch_size`.
+        The bits of a vector depend on its text alone, not on other texts or on `batch_size`.
 
         Parameters
         ----------

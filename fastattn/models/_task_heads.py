@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 
 
 class HeadNames(NamedTuple):
-    """What a family calls the linear maps of a head, the one with an activation between them."""
+    """Names of the linear maps of a head, and of the activation between them."""
 
     inner: str | None
     outer: str
     activation: str = "Tanh"
-    norm: str | None = None  # behind the activation
+    norm: str | None = None  # after the activation
     last: bool = False  # of the last token, and without a bias; else of the first one, or as config.json says
 
 
 class VocabularyNames(NamedTuple):
-    """What a family calls the tensors of the head that its masked language model has."""
+    """Names of the tensors of a masked language model's head."""
 
     inner: str
     norm: str
@@ -191,7 +191,7 @@ def _eps(encoder: Encoder) -> float:
 
 
 def _activation(folder: Path, config: Config, num_labels: int) -> str:
-    """What becomes of logits: sentence-transformers has had three places for it."""
+    """Name of the activation of logits: sentence-transformers has had three places for it."""
     settings = Config(folder / "config_sentence_transformers.json", optional=True)
     inner = config.get("sentence_transformers", dict, {})
     places = (
@@ -211,7 +211,7 @@ def _activation(folder: Path, config: Config, num_labels: int) -> str:
 
 
 def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncoder:
-    """With the head of a masked language model, pooled as the folder `inner` says."""
+    """Read the head of a masked language model, pooled as the folder `inner` says."""
     config = source.config
     names = _VOCABULARY_HEADS.get(encoder.model_type)
     if names is None:
@@ -251,7 +251,7 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncod
 
 
 def _logit_score_encoder(source: Source, encoder: Encoder, inner: str, activation: str) -> CrossEncoder:
-    """With a score of the last token, as Qwen3-Reranker: the logit of "yes" less that of "no".
+    """Read the score of a last token, as of Qwen3-Reranker: the logit of "yes" less that of "no".
 
     The folder `inner` of the module LogitScore says which tokens these are.
     """
@@ -286,7 +286,7 @@ def _difference(ids: Sequence[int], lane: np.dtype[Any], tensors: Tensors, outpu
 def _multi_vector_encoder(
     source: Source, encoder: Encoder, modules: list[tuple[str, str]]
 ) -> MultiVectorEncoder:
-    """With the modules of modules.json; without any, as Stanford's code writes a folder."""
+    """Read the modules of modules.json; a folder without any is one that Stanford's code wrote."""
     folder, sentences = source.folder, encoder.sentences
     saved = Config(folder / "config_sentence_transformers.json", optional=True)
     prompts, layers, features = dict(sentences.prompts), sentences.modules, sentences.features
@@ -335,7 +335,7 @@ def _multi_vector_encoder(
 
 
 def _pylate(saved: Config) -> dict[str, Any]:
-    """What PyLate says in config_sentence_transformers.json, in the words of sentence-transformers."""
+    """Settings of PyLate in config_sentence_transformers.json, under the keys of sentence-transformers."""
     values = saved.values
     if not any(key in values for key in _PYLATE):
         return {}
@@ -360,7 +360,7 @@ def _stanford(metadata: Config) -> dict[str, Any]:
 
 
 def _linear(source: Source, hidden: int) -> Dense:
-    """The map behind a BERT, whose tensor lies beside the others."""
+    """The map after a BERT, whose tensor lies beside the others."""
     name = "linear.weight"
     size = source.shape(name)[0] if name in source else 128
     source.expect({name: (size, hidden)}, ("linear.",))
@@ -368,7 +368,7 @@ def _linear(source: Source, hidden: int) -> Dense:
 
 
 def _expansion(config: Config) -> Expansion | None:
-    """What `query_expansion` says."""
+    """Table `query_expansion`."""
     inner = config.inner("query_expansion", {})
     if not inner.values:
         return None

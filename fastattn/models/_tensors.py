@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
     @property
     def is_vector(self) -> bool:
-        """Whether the tensor has one axis."""
+        """Tell whether the tensor has one axis."""
         return len(self.shape) < 2
 
 
@@ -121,7 +121,7 @@ class Tensors:
         return array
 
     def rows(self, name: str, which: Sequence[int]) -> Array:
-        """Some rows of a matrix, in its own type; the others are not read."""
+        """Read some rows of a matrix, in its own type, and no others."""
         rows = np.concatenate([self._files[name].rows(name, i, i + 1) for i in which])
         if not is_finite(rows, self.stored):
             raise self._not_finite(name, self.stored)

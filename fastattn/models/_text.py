@@ -1,4 +1,4 @@
-"""From text to token ids and back: the folder's tokenizer.json, by the `tokenizers` library."""
+"""Text to token ids and back: the folder's tokenizer.json, by the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Text:
         return self._limit[0]
 
     def shortened(self, func: str, tokens: int, pairs: bool = False) -> Text:
-        """The same tokenizer, which cuts texts, or pairs, at `tokens`: the `max_seq_length` of `func`."""
+        """Return a tokenizer that cuts texts, or pairs, at `tokens`: the `max_seq_length` of `func`."""
         name, most = "max_seq_length", MOST_SIZE if self.max_length is None else self.max_length
         asked = integer(func, name, tokens, -MOST_SIZE)
         text = replace(self, asked=min(max(1, asked), most))
@@ -88,7 +88,7 @@ class Text:
 
     @cached_property
     def has_types(self) -> bool:
-        """Whether a model is told the types of tokens, by tokenizer_config.json, as in transformers 5."""
+        """Tell whether a model takes types of tokens, by tokenizer_config.json, as in transformers 5."""
         config = Config(self.folder / "tokenizer_config.json", optional=True)
         names = config.values.get("model_input_names")
         if isinstance(names, list):
@@ -96,7 +96,7 @@ class Text:
         return config.values.get("tokenizer_class") not in GENERIC
 
     def encodings(self, texts: Iterable[str | tuple[str, ...]], special: bool = True) -> Iterator[Any]:
-        """What the tokenizer makes of each text, or pair of texts, with `special` tokens or without."""
+        """Encodings of each text, or pair of texts, with `special` tokens or without."""
         encode_batch = self.tokenizer.encode_batch  # which releases the GIL, and `encode` does not
         if not special:
             encode_batch = partial(encode_batch, add_special_tokens=False)
@@ -115,7 +115,7 @@ class Text:
         return map(self._fitting, chain.from_iterable(map(encodings, _batches(texts))))
 
     def _fitting(self, encoding: Any) -> Any:
-        """The same, which the model takes: a tokenizer cuts no text to less than its special tokens."""
+        """Check that the model takes an encoding: a tokenizer leaves special tokens, whatever the limit."""
         limit, said_by = self._limit
         if limit is not None and len(encoding.ids) > limit:
             came = f"{said_by} cuts texts to {limit}"

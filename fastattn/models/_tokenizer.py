@@ -20,7 +20,7 @@ _SETTINGS = [
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ]
-# What its keys may say; these change nothing here.
+# Keys that it may have; these change nothing here.
 _PLACES = {"trust_remote_code", "cache_dir", "revision", "code_revision", "token", "local_files_only"}
 _OF_CONFIG = {*_PLACES, "use_cache", "attn_implementation", "use_memory_efficient_attention", "unpad_inputs"}
 _OF_MODEL = {*_OF_CONFIG, "torch_dtype", "dtype", "device_map", "low_cpu_mem_usage", "use_safetensors",
@@ -33,7 +33,7 @@ _CASES = {  # keys of transformers, and what the normalizer of BERT calls them
 }
 _OF_TOKENIZER = {*_PLACES, "model_max_length", "truncation_side", "padding_side", "use_fast", *_CASES}
 _OF_CALL = {"padding", "return_tensors"}
-# What the model makes for each task, and what the module calls it.
+# For each task, the model's output, and the module's name for it.
 _TASKS = {
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
@@ -52,7 +52,7 @@ GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that know 
 
 
 def transformer_settings(folder: Path) -> Config:
-    """What the folder says of the module Transformer; empty where it says nothing."""
+    """Settings of the module Transformer; empty where the folder has none."""
     config = Config(folder / _SETTINGS[0], optional=True)
     for name in _SETTINGS[1:]:
         if config.values:
@@ -174,7 +174,7 @@ def _read(folder: Path, other: Callable[[Path], Any] | None) -> Any:
 
 
 def _split(tokenizer: Any, markers: tuple[str, ...]) -> Iterator[str]:
-    """Of the markers, or else their first words, those in the vocabulary that are not one token yet."""
+    """Yield the markers, or their first words, that are in the vocabulary and not one token yet."""
     for marker in markers:
         for token in (marker, *marker.split()[:1]):
             if tokenizer.token_to_id(token) is not None:
@@ -184,7 +184,7 @@ def _split(tokenizer: Any, markers: tuple[str, ...]) -> Iterator[str]:
 
 
 def _of_processor(transformer: Config) -> Config:
-    """What the module Transformer says of the tokenizer."""
+    """Settings of the tokenizer in those of the module Transformer."""
     config = copy.copy(transformer)
     name = "tokenizer_args" if "tokenizer_args" in transformer.values else "processor_kwargs"
     config.values = transformer.get(name, dict, {})
@@ -192,7 +192,7 @@ def _of_processor(transformer: Config) -> Config:
 
 
 def _normalize(tokenizer: Any, config: Config, tokenizer_class: Any) -> None:
-    """Do with letters what tokenizer_config.json says, where that counts more than tokenizer.json."""
+    """Set the case and accents of tokenizer_config.json, where that counts more than tokenizer.json."""
     normalizer = tokenizer.normalizer
     said = {key: config.get(key, bool) for key in _CASES if config.values.get(key) is not None}
     if not said or tokenizer_class in GENERIC:

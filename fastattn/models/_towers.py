@@ -79,7 +79,7 @@ class Probe:
     outer: Projection
 
     def __call__(self, rows: Array) -> Array:
-        """As `ClassToken.__call__`."""
+        """Make the vectors, as `ClassToken` does."""
         n, length, hidden = rows.shape
         heads = mapped(rows, self.kv).reshape(n, length, 2, len(self.q), -1).transpose(2, 0, 3, 1, 4)
         found = attention(self.q.astype(rows.dtype, copy=False), *heads).reshape(n, hidden)
@@ -91,7 +91,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vision:
-    """From pixels to vectors: squares of them become rows, as words do in a text."""
+    """Vision transformer: squares of pixels become rows, as words of a text do, and rows a vector."""
 
     image_size: int
     patch_size: int
@@ -126,7 +126,7 @@ class Vision:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextHead:
-    """From the hidden states of a text to its vector: those of one token, mapped."""
+    """Head of texts: the vector of a text is the hidden state of one token, mapped."""
 
     linear: Projection
     end: str  # of `ENDS`
@@ -230,7 +230,7 @@ class TwoTowers(Encoder):
         truncate_dim: int | None = None,
         **others: Unpack[NoOptions],
     ) -> Array:
-        """One vector for each text or image, which have the same bits alone and in any company.
+        """Make a vector of each text or image; its bits depend on no other text or image.
 
         Parameters
         ----------
@@ -280,7 +280,7 @@ class TwoTowers(Encoder):
         return self.text_head(*self.hidden(sequences), sequences)
 
     def _inputs(self, func: str, sentences: Any) -> tuple[bool, Iterable[Any]]:
-        """Whether `sentences` is one text or image, and the checked ones."""
+        """Return whether `sentences` is one text or image, and the checked ones."""
 
         def each(x: Any) -> Any:
             if not isinstance(x, str):
@@ -314,7 +314,7 @@ class TwoTowers(Encoder):
             yield ids + [pad] * (length - len(ids))
 
     def _pad_id(self) -> int:
-        """That of the tokenizer, or else that of config.json."""
+        """Id of the padding token: the tokenizer's, or else that of config.json."""
         config = Config(self.text.folder / "tokenizer_config.json", optional=True)
         token = config.values.get("pad_token")
         token = token.get("content") if isinstance(token, dict) else token
@@ -325,7 +325,7 @@ class TwoTowers(Encoder):
         """Vectors of texts and images; those of one kind in a row go through the layers together."""
         for is_text, run in groupby(texts, lambda x: isinstance(x, str)):
             for features in self._of_texts(run, call) if is_text else self._of_images(run, call):
-                yield call.packed(self.sentences.behind(features))
+                yield call.packed(self.sentences.after_pooling(features))
 
     def _of_texts(self, texts: Iterable[str], call: Call) -> Iterator[Array]:
         encoded = self._encoded(call.prompt + text for text in texts)

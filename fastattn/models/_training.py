@@ -28,14 +28,14 @@ class Recorded:
     origin: Origin
 
     def gradients(self, dout: Array) -> dict[str, Array]:
-        """Those of the tensors, for the gradient of `out`."""
+        """Gradients of the tensors, from the gradient of `out`."""
         self.tape.pull(self.out, dout)
         self.finish()
         return self.origin.parameters.gradients(self.tape.gradients)
 
 
 class Pullback:
-    """From the gradient of hidden states to those of a model's tensors, by their names; call it once.
+    """Function from the gradient of hidden states to those of a model's tensors, by name; call it once.
 
     ``pullback(dout)`` takes the gradient of a scalar with respect to the hidden states, in their shape and
     dtype. What stands where a token does not count is not read. Gradients are float32, in float64 float64.

@@ -1,4 +1,4 @@
-"""What is done with vectors of texts: unit length, fewer bits, similarities."""
+"""Vectors of texts: unit length, fewer bits, similarities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Array
 
 PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
-RANGED = ("int8", "uint8")  # of which a vector's depends on all others
+RANGED = ("int8", "uint8")  # in which a vector depends on all others
 _LEVELS = 255  # steps between the least and the largest code of a byte
 
 
@@ -160,7 +160,7 @@ def _products(x: Array, y: Array) -> Array:
     return products
 
 
-# Of vectors (..., features) and others of that shape. Distances are negative: the larger, the more similar.
+# Functions of two arrays (..., features). Distances are negative: the larger, the more similar.
 _PAIRS: dict[str, Callable[[Array, Array], Any]] = {
     "cosine": lambda x, y: (unit(x) * unit(y)).sum(axis=-1),
     "dot": lambda x, y: (x * y).sum(axis=-1),

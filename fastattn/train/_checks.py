@@ -1,4 +1,4 @@
-"""What optimizers are given, checked."""
+"""Checks of the arguments of optimizers."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def require_apart(func: str, argument: str, arrays: Mapping[str, Array]) -> None
 
 
 def _bounds(x: Array) -> tuple[int, int]:
-    """The first byte of x, and the one behind its last."""
+    """The first byte of x, and the one after its last."""
     steps = [(n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)]
     begin = x.ctypes.data + sum(step for step in steps if step < 0)
     return begin, begin + sum(map(abs, steps)) + x.itemsize
 
 
 def own_options(func: str, groups: Any, params: Collection[str]) -> dict[str, dict[str, float]]:
-    """What `groups` say of each name, the first group that has it."""
+    """Options of each name in `groups`; the first group that has a name counts."""
     if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
         raise TypeError(f"{func}(): groups is {short(groups)}; expected a sequence of dicts")
     options: dict[str, dict[str, float]] = {}
@@ -99,7 +99,7 @@ def own_options(func: str, groups: Any, params: Collection[str]) -> dict[str, di
 
 
 def fault_of(grads: Mapping[str, Array]) -> str:
-    """What is wrong with the first of `grads` that is not finite."""
+    """Description of the first of `grads` that is not finite."""
     return next(_faults(grads), "the norm of all gradients is too large for a number")
 
 

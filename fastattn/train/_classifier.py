@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ClassifierTuning(EncoderTuning):
-    """An encoder and a linear map behind it that learn labels of texts.
+    """An encoder and a linear map after it that learn labels of texts.
 
     Parameters
     ----------

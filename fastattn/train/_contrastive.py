@@ -106,9 +106,9 @@ def info_nce(vectors: Array, n: int, temperature: float, *, symmetric: bool) -> 
     scores, own = by * product(anchors, others.T), np.arange(n)
     loss, dscores = _cross_entropy(scores, own)
     if symmetric:
-        other, turned = _cross_entropy(scores[:, :n].T, own)
+        other, transposed = _cross_entropy(scores[:, :n].T, own)
         loss, dscores = (loss + other) / 2, dscores / 2
-        dscores[:, :n] += turned.T / 2
+        dscores[:, :n] += transposed.T / 2
     dunits = np.concatenate([product(dscores, others), outer(dscores, anchors)]) * by
     return loss, (dunits - units * (units * dunits).sum(axis=-1, keepdims=True)) / norm
 

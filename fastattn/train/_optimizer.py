@@ -1,4 +1,4 @@
-"""What optimizers share: fused steps on plain arrays, and on the layers that they belong to."""
+"""Base of optimizers: fused steps on plain arrays, and on the layers that they belong to."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Group(TypedDict, total=False):
 
 
 class Rates(NamedTuple):
-    """What parameters of one group share."""
+    """Rates of one group of parameters."""
 
     dtype: np.dtype[Any]
     lr: float
@@ -50,7 +50,7 @@ class Rates(NamedTuple):
 
 
 class Optimizer:
-    """What `AdamW` and `SGD` share: parameters in groups, some frozen; `step`; a state to be saved."""
+    """Base of `AdamW` and `SGD`: parameters in groups, some frozen; `step`; a state to be saved."""
 
     parameters: dict[str, Array]
     layer: Layer | Tuning | None
@@ -128,7 +128,7 @@ class Optimizer:
         raise NotImplementedError
 
     def _reach(self, weight: float, moment: float, grad: float, rates: Rates) -> float:
-        """What no number exceeds behind a step, from the norms of weights, first moments and gradients."""
+        """Upper bound of all numbers after a step, from the norms of weights, first moments and gradients."""
         raise NotImplementedError
 
     def step(
@@ -201,7 +201,7 @@ class Optimizer:
         return norm
 
     def _is_safe(self, grad: float, factor: float) -> bool:
-        """Whether the step that comes, of gradients of this norm, leaves all numbers far from infinity."""
+        """Tell whether the next step, of gradients of this norm, leaves all numbers far from infinity."""
         moments = next(iter(self.moments.values()), {})
         weight, moment = (norm_of(x.values(), get_num_threads()) for x in (self._trained, moments))
         reach = (

@@ -31,7 +31,7 @@ def matching(func: str, name: str, x: Any, params: Collection[str]) -> set[str]:
 
 
 def near(pattern: str, params: Collection[str]) -> str:
-    """What to write in place of `pattern`, which has no name."""
+    """Advice for a `pattern` that fits no name."""
     core = pattern.strip("*.")
     held = [param for param in params if core and core in param]
     if held:

@@ -30,13 +30,13 @@ def _weighted(weights: Callable[[int], Any]) -> Callable[[Array, Array], Array]:
 
 
 def _largest(tokens: Array, dvector: Array) -> Array:
-    """Of equal ones the first has it, as `argmax` finds it."""
+    """Give the gradient to the first of equal ones, as `argmax` finds it."""
     dtokens = np.zeros_like(tokens)
     np.put_along_axis(dtokens, tokens.argmax(axis=0)[None], dvector[None], axis=0)
     return dtokens
 
 
-# Of a text's tokens (length, features) and the gradient of its vector (features,).
+# Functions of a text's tokens (length, features) and the gradient of its vector (features,).
 _BACK: dict[str, Callable[[Array, Array], Array]] = {
     "cls": _at(0),
     "lasttoken": _at(-1),

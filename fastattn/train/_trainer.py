@@ -105,7 +105,7 @@ class Trainer:
 
     @property
     def batches(self) -> Iterable[Any]:
-        """Those that it was made with."""
+        """Batches that it was made with."""
         batches: Iterable[Any] = self._source.batches
         return batches
 
@@ -125,8 +125,8 @@ class Trainer:
         callback : callable, optional
             Called with each `Step` after it; training ends if it returns True. It may save the run.
         log_every : int, optional
-            Print the loss and the speed of so many steps behind them, and of the rest at the end. The loss is
-            the mean of those that are finite. If steps were skipped, it says how many.
+            Print the loss and the speed after every so many steps, and after the last. The loss is the mean of
+            those that are finite. If steps were skipped, it says how many.
         show_progress_bar : bool, optional
             Whether to show one, by tqdm; by default not.
 
@@ -179,7 +179,7 @@ class Trainer:
         return done
 
     def _require_begun(self, func: str, last: int, done: int, left: int) -> None:
-        """Warn that the batches have ended, `left` of them behind the last step; raise if there was none."""
+        """Warn that the batches have ended, `left` of them after the last step; raise if there was none."""
         if not done and not left:
             came = f"of type {type(self.batches).__name__} and has none for step {self.steps + 1}"
             raise ValueError(f"{func}(): batches is {came}; expected at least one")

@@ -139,7 +139,7 @@ class Tuning:
         return self._weights.current
 
     def state_dict(self) -> dict[str, Array]:
-        """What is trained, by name, adapters as such, with the parameters of a head: copies."""
+        """Copies of what is trained, by name: tensors or adapters, and the parameters of a head."""
         return {name: x.copy() for name, x in self._parameters.items()}
 
     def load_state_dict(
@@ -207,7 +207,7 @@ class Tuning:
 
     @cached_property
     def _checksum(self) -> str:
-        """Of the model's tensors that are not trained: what was trained belongs to them.
+        """CRC of the frozen tensors; a run loads only onto the same ones.
 
         It is the same for all types that the model computes in.
         """
@@ -218,7 +218,7 @@ class Tuning:
         return f"{crc:08x}"
 
     def _origin(self) -> dict[str, Any]:
-        """What a run must share with one that goes on with it, beside the parameters: for JSON."""
+        """Values that a run must share with one that goes on with it, beside the parameters: for JSON."""
         return {"rank": self.rank, "alpha": self.alpha, "checksum": self._checksum}
 
     def _require_same(self, func: str, path: str | os.PathLike[str], given: Any) -> None:
@@ -237,7 +237,7 @@ class Tuning:
             raise ValueError(f"{func}(): {where} {came}; expected {expected}")
 
     def _repack(self, arrays: Mapping[str, Array], changed: Collection[str]) -> None:
-        """Put those of `arrays`, the optimizer's, into the model whose names are `changed`."""
+        """Pack the `arrays`, the optimizer's, whose names are `changed` into the model."""
         tensors = {name: arrays[name] for name in changed if name in self._base}
         for name in self._adapted:
             if name + _UP in changed or name + _DOWN in changed:

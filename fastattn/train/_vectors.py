@@ -1,4 +1,4 @@
-"""What losses on the vectors of texts share."""
+"""Base of losses on the vectors of texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EncoderTuning(Tuning):
-    """An encoder whose vectors of texts a loss is of."""
+    """Base of tunings whose loss is of an encoder's vectors."""
 
     @staticmethod
     def _require(func: str, model: Any) -> None:
@@ -37,7 +37,7 @@ class EncoderTuning(Tuning):
         return list(self._model.text.encode(given))
 
     def _pooled(self, sequences: Sequence[Sequence[int]], checkpoint: bool) -> tuple[Array, Any]:
-        """Vectors (n, features) of texts, and what makes gradients of the tensors of theirs."""
+        """Vectors (n, features) of texts, and the way from their gradient to those of the tensors."""
         ids, mask = pad(sequences)
         hidden, pullback = self._model.forward_backward(ids, mask, checkpoint=checkpoint)
         begins = np.append(0, np.cumsum(mask.sum(axis=1)))

@@ -71,7 +71,7 @@ _ALBERT = _BERT._replace(
     ),
     prefixes=("albert.",),
 )
-_MOST_LAYERS = 1000  # of ALBERT, of which no tensors tell
+_MOST_LAYERS = 1000  # of ALBERT, whose tensors do not tell their number
 
 _MPNET = _BERT._replace(
     types=None,

@@ -152,7 +152,7 @@ def clip(source: Source) -> TwoTowers:
 
 
 def _tower(config: Config, name: str, usual: dict[str, Any]) -> Config:
-    """What config.json says of a tower; where old files say it twice, the second one counts alone."""
+    """Table of a tower in config.json; where old files have it twice, the second one counts alone."""
     twice = f"{name}_dict"
     usual = {**usual, "model_type": config.get("model_type", str)}
     return config.inner(name if config.values.get(twice) is None else twice, usual)

@@ -139,7 +139,7 @@ def _biased(config: Config, model_type: str, names: BlockNames) -> frozenset[str
 
 
 def _windows(config: Config, model_type: str, num_layers: int, causal: bool = True) -> list[Window]:
-    """Each layer's window: a token and the `sliding_window - 1` before it; None for all tokens.
+    """Window of each layer: a token and the `sliding_window - 1` before it; None for all tokens.
 
     If the model is not causal, `sliding_window` tokens on either side, as in transformers.
     """

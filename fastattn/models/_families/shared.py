@@ -1,4 +1,4 @@
-"""What families share: from the names of tensors to the model, and parts of config.json.
+"""Readers that families share: from the names of tensors to the model, and parts of config.json.
 
 The parts are rotary positions and numbers of heads.
 """
@@ -40,7 +40,7 @@ class EncoderNames(NamedTuple):
     positions: str | None = None
     types: str | None = None
     widened: str | None = None  # a map from the tokens' vectors to the blocks' width
-    last_norm: str | None = None  # behind the last block
+    last_norm: str | None = None  # after the last block
     prefixes: tuple[str, ...] = ()  # of all tensors; some files leave it out
     ignored: re.Pattern[str] = NOTHING  # tensors that were not learned, in old files
 
@@ -146,7 +146,7 @@ class DecoderNames(NamedTuple):
     prefix: str  # of all tensors but the output's; some files leave it out
     tokens: str
     block: BlockNames
-    norm: str  # behind the last block
+    norm: str  # after the last block
     ignored: re.Pattern[str] = NOTHING  # tensors that were not learned, in old files
     positions: str | None = None
 
