@@ -125,7 +125,7 @@ class Trainer:
         callback : callable, optional
             Called with each `Step` after it; training ends if it returns True. It may save the run.
         log_every : int, optional
-            Print the loss and the speed after every so many steps, and after the last. The loss is the mean of
+            Print the loss and the speed after every so many steps, and at the end. The loss is the mean of
             those that are finite. If steps were skipped, it says how many.
         show_progress_bar : bool, optional
             Whether to show one, by tqdm; by default not.
