@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from fastattn._args.options import require_options
 from fastattn._args.values import flag, integer
 from fastattn.models._files import require
 from fastattn.models._text import strings
-from fastattn.models._vectors import (
-    quantize_embeddings,
-    unit,
-)
+from fastattn.models._vectors import quantize_embeddings, unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from fastattn._args.types import Array, Ints
+    from fastattn.models._sentences import Sentences
 
     Names = tuple[str, ...]
 
@@ -28,28 +27,50 @@ _CALL_TOKENS = 768
 QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of prompts, the first one there is
 
 
-class EncodeOptions(TypedDict, total=False):
-    """Keyword arguments of `Encoder.encode`, which documents them."""
+class TextOptions(TypedDict, total=False):
+    """Keyword arguments of every `encode`."""
 
     prompt_name: str | None
     prompt: str | None
     batch_size: int | None
     show_progress_bar: bool | None
+
+
+class EncodeOptions(TextOptions, total=False):
+    """Keyword arguments of `Encoder.encode`, which documents them."""
+
     precision: str
     normalize_embeddings: bool
     truncate_dim: int | None
+
+
+def given(kind: type[Any], *values: Any, **others: Any) -> Any:
+    """Options of a `kind`, a TypedDict, by its names, and `others`."""
+    return {**dict(zip(kind.__annotations__, values, strict=True)), **others}
 
 
 class Call(NamedTuple):
     """Checked options of a call of `encode`."""
 
     prompt: str
-    prompt_length: int  # tokens
     batch_size: int | None
     progress: bool
-    precision: str
     normalize: bool
-    features: int  # of a vector, before it is packed
+    prompt_length: int = 0  # tokens
+    precision: str = "float32"
+    features: int = 0  # of a vector, before it is packed
+
+    @classmethod
+    def of(cls, func: str, options: Any, kind: type[Any], settings: Sentences, names: Names) -> Call:
+        """Check the options of a `kind` that every `encode` has; `names` are those of prompts."""
+        require_options(func, options, kind)
+        size, shows = options.get("batch_size"), options.get("show_progress_bar")
+        return cls(
+            settings.prompt(func, options.get("prompt_name"), options.get("prompt"), names),
+            None if size is None else integer(func, "batch_size", size, 1),
+            shows is not None and flag(func, "show_progress_bar", shows),
+            flag(func, "normalize_embeddings", options.get("normalize_embeddings", False)),
+        )
 
     def packed(self, vectors: Array) -> Array:
         """Cut, scale and quantize pooled vectors (n, features or more) for the caller."""
@@ -65,14 +86,6 @@ def one_or_several(func: str, sentences: Any) -> tuple[bool, Iterable[str]]:
     one = isinstance(sentences, str)
     texts = [sentences] if one else sentences
     return one, strings(func, "sentences", texts, "a string, or several, as [text]")
-
-
-def batches(func: str, batch_size: Any, show_progress_bar: Any) -> tuple[int | None, bool]:
-    """Check these arguments of a call of `func`."""
-    return (
-        None if batch_size is None else integer(func, "batch_size", batch_size, 1),
-        show_progress_bar is not None and flag(func, "show_progress_bar", show_progress_bar),
-    )
 
 
 def watched(chunks: Iterator[Any], progress: bool, texts: Iterable[Any]) -> Iterator[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import wrong_shape
-from fastattn._args.options import NoOptions, require_options
+from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, flag, integer
 from fastattn._engine.recorded import has_gradients, record
@@ -21,8 +21,8 @@ from fastattn.models._encode_calls import (
     QUERY,
     Call,
     EncodeOptions,
-    batches,
     calls,
+    given,
     one_or_several,
     watched,
 )
@@ -265,17 +265,9 @@ class Encoder(_model.Model):
         ModelError
             If the folder has no tokenizer.json, or a malformed one.
         """
-        options = EncodeOptions(
-            prompt_name=prompt_name,
-            prompt=prompt,
-            batch_size=batch_size,
-            show_progress_bar=show_progress_bar,
-            precision=precision,
-            normalize_embeddings=normalize_embeddings,
-            truncate_dim=truncate_dim,
-            **others,
-        )
-        return self._encode("encode", sentences, options)
+        values = prompt_name, prompt, batch_size, show_progress_bar
+        own = precision, normalize_embeddings, truncate_dim
+        return self._encode("encode", sentences, given(EncodeOptions, *values, *own, **others))
 
     def encode_query(self, sentences: str | Iterable[str], **options: Unpack[EncodeOptions]) -> Array:
         """`encode` for what is searched with: without another prompt, with that of the name "query"."""
@@ -343,24 +335,11 @@ class Encoder(_model.Model):
 
     def _checked(self, func: str, options: EncodeOptions, names: Names = ()) -> Call:
         """The options of a call of `func`."""
-        require_options(func, options, EncodeOptions)
-        prompt = self.sentences.prompt(func, options.get("prompt_name"), options.get("prompt"), names)
-        batch_size, progress = batches(func, options.get("batch_size"), options.get("show_progress_bar"))
-        truncate_dim = options.get("truncate_dim")
-        truncate_dim = self.sentences.truncate_dim if truncate_dim is None else truncate_dim
-        most = self.sentences.features
+        call, most = Call.of(func, options, EncodeOptions, self.sentences, names), self.sentences.features
+        dim = options.get("truncate_dim")
+        dim = self.sentences.truncate_dim if dim is None else integer(func, "truncate_dim", dim, 1)
         precision = choice(func, "precision", options.get("precision", "float32"), PRECISIONS)
-        call = Call(
-            prompt=prompt,
-            prompt_length=0,
-            batch_size=batch_size,
-            progress=progress,
-            precision=precision,
-            normalize=flag(func, "normalize_embeddings", options.get("normalize_embeddings", False)),
-            features=most
-            if truncate_dim is None
-            else min(most, integer(func, "truncate_dim", truncate_dim, 1)),
-        )
+        call = call._replace(precision=precision, features=min(most, dim or most))
         if call.prompt and not self.sentences.pooling.include_prompt:
             return call._replace(prompt_length=self.text.prompt_length(call.prompt))
         return call

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.values import as_array, is_float, short
+from fastattn._args.values import as_array, is_float
 from fastattn.models._files import Config, ModelError
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ class Images:
         if config.get("do_normalize", bool, True):
             mean, std = _numbers(config, "image_mean"), _numbers(config, "image_std")
             if 0 in std:
-                raise ModelError(f"{config.path}: 'image_std' is {short(list(std))}; expected no 0")
+                raise config.wrong("image_std", list(std), "no 0")
         resample = config.size("resample", low=0)
         if resample > 5:
-            raise ModelError(f"{config.path}: 'resample' is {resample}; expected a filter of Pillow, 0 to 5")
+            raise config.wrong("resample", resample, "a filter of Pillow, 0 to 5")
         found = size if crop is None else crop
         if isinstance(found, tuple) and found != (image_size, image_size):
             name = "size" if crop is None else "crop_size"
@@ -194,8 +194,7 @@ def _size(config: Config, name: str, asked: str, shorter: bool = False) -> Any:
     parts = value if isinstance(value, tuple) else (value,)
     if not all(type(part) is int and 1 <= part < 2**16 for part in parts):
         expected = "height and width" + (", or shortest_edge" if shorter else "")
-        came = short(config.values.get(name))
-        raise ModelError(f"{config.path}: {name!r} is {came}; expected {expected}, integers from 1 to 65535")
+        raise config.wrong(name, config.values.get(name), f"{expected}, integers from 1 to 65535")
     return value
 
 
@@ -204,7 +203,7 @@ def _numbers(config: Config, name: str) -> tuple[float, ...]:
     value = config.values.get(name)
     numbers: list[Any] = value if isinstance(value, list) else [value] * _CHANNELS
     if len(numbers) != _CHANNELS or not all(type(x) in (int, float) and abs(x) < 1e30 for x in numbers):
-        raise ModelError(f"{config.path}: {name!r} is {short(value)}; expected {_CHANNELS} numbers")
+        raise config.wrong(name, value, f"{_CHANNELS} numbers")
     return tuple(map(float, numbers))
 
 

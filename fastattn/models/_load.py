@@ -117,11 +117,10 @@ def load(
     config = Config(path / "config.json")
     model_type = config.get("model_type", str)
     if model_type not in _BUILDERS:
-        expected = f"one of {', '.join(MODEL_TYPES)}"
-        raise ModelError(f"{config.path}: 'model_type' is {model_type!r}; expected {expected}")
+        raise config.wrong("model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
     if path != outer and model_type not in _TOWERS:
         expected = f"clip or siglip, as {outer / 'modules.json'} has a CLIPModel"
-        raise ModelError(f"{config.path}: 'model_type' is {model_type!r}; expected {expected}")
+        raise config.wrong("model_type", model_type, expected)
     if config.values.get("quantization_config") is not None:
         raise ModelError(f"{config.path} has a 'quantization_config'; expected floating-point weights")
     with ExitStack() as stack:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastattn._args.options import NoOptions, require_options
+from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
-from fastattn._args.values import choice, flag, short
+from fastattn._args.values import choice, short
 from fastattn.models import _maxsim
-from fastattn.models._encode_calls import DOCUMENT, QUERY, batches, calls, one_or_several, watched
+from fastattn.models._encode_calls import (
+    DOCUMENT,
+    QUERY,
+    Call,
+    TextOptions,
+    calls,
+    given,
+    one_or_several,
+    watched,
+)
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import Config, ModelError
+from fastattn.models._sentences import applied
 from fastattn.models._vectors import unit
 
 if TYPE_CHECKING:
@@ -31,13 +41,9 @@ if TYPE_CHECKING:
 TASKS = ("query", "document")
 
 
-class MultiVectorOptions(TypedDict, total=False):
+class MultiVectorOptions(TextOptions, total=False):
     """Keyword arguments of `MultiVectorEncoder.encode`, which documents them."""
 
-    prompt_name: str | None
-    prompt: str | None
-    batch_size: int | None
-    show_progress_bar: bool | None
     normalize_embeddings: bool
 
 
@@ -126,14 +132,8 @@ class MultiVectorEncoder(EncoderWithHead):
         ModelError
             If the folder has no tokenizer.json, or one that does not fit the model.
         """
-        options = MultiVectorOptions(
-            prompt_name=prompt_name,
-            prompt=prompt,
-            batch_size=batch_size,
-            show_progress_bar=show_progress_bar,
-            normalize_embeddings=normalize_embeddings,
-            **others,
-        )
+        values = prompt_name, prompt, batch_size, show_progress_bar, normalize_embeddings
+        options = given(MultiVectorOptions, *values, **others)
         task = None if task is None else choice("encode", "task", task, TASKS)
         return self._encode("encode", sentences, options, task)
 
@@ -164,15 +164,11 @@ class MultiVectorEncoder(EncoderWithHead):
         self, func: str, sentences: Any, options: MultiVectorOptions, task: str | None, names: Names = ()
     ) -> Any:
         """`encode`, for messages of `func`; `names` are those of prompts that come before the default one."""
-        require_options(func, options, MultiVectorOptions)
         one, lines = one_or_several(func, sentences)
-        said = options.get("prompt_name"), options.get("prompt")
-        prompt = self.encoder.sentences.prompt(func, *said, names)
-        batch_size, progress = batches(func, options.get("batch_size"), options.get("show_progress_bar"))
-        normalize = flag(func, "normalize_embeddings", options.get("normalize_embeddings", False))
-        tokens = self._tokens((prompt + line for line in lines), task)
-        chunks: Iterator[Any] = (self._vectors(call, task, normalize) for call in calls(tokens, batch_size))
-        vectors = [each for chunk in watched(chunks, progress, lines) for each in chunk]
+        call = Call.of(func, options, MultiVectorOptions, self.encoder.sentences, names)
+        tokens = calls(self._tokens((call.prompt + line for line in lines), task), call.batch_size)
+        chunks: Iterator[Any] = (self._vectors(each, task, call.normalize) for each in tokens)
+        vectors = [each for chunk in watched(chunks, call.progress, lines) for each in chunk]
         return vectors[0] if one else vectors
 
     def _tokens(self, texts: Iterable[str], task: str | None) -> Iterator[list[tuple[int, int]]]:
@@ -192,8 +188,7 @@ class MultiVectorEncoder(EncoderWithHead):
         rows, cu_seqlens = self.encoder.hidden(ids, None, None if all_of_them else attended)
         kept = self._kept(np.concatenate(ids), task)
         x = rows[kept].astype(lane_dtype(rows.dtype), copy=False)
-        for module in self.modules:
-            x = module(x)
+        x = applied(self.modules, x)
         ends = np.append(0, np.cumsum(kept))[cu_seqlens]
         x = unit(x) if normalize else x
         return [x[begin:end] for begin, end in pairwise(ends.tolist())]

@@ -23,11 +23,11 @@ from fastattn.models._tokenizer import LENGTHS, check_transformer
 from fastattn.models._vectors import SIMILARITIES, unit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array, Ints, Shape
+    from fastattn._args.types import Activation, Array, Ints, Rounding, Shape
 
     Module = Callable[[Array], Array]  # of vectors (n, features)
 
@@ -85,8 +85,7 @@ class Pooling:
             said = said or ["mean"]
         modes = said if isinstance(said, list) else [said]
         if not modes or not all(isinstance(mode, str) and mode in POOLINGS for mode in modes):
-            expected = f"one or several of {', '.join(POOLINGS)}"
-            raise ModelError(f"{config.path}: 'pooling_mode' is {short(said)}; expected {expected}")
+            raise config.wrong("pooling_mode", said, f"one or several of {', '.join(POOLINGS)}")
         return cls(tuple(modes), config.get("include_prompt", bool, True))
 
     def __call__(self, rows: Array, cu_seqlens: Ints, prompt_length: int = 0) -> Array:
@@ -108,8 +107,10 @@ class Dense:
 
     weight: PackedLinear
     bias: Array | None
-    activation: str  # of `ACTIVATIONS`
+    activation: Activation | None = None
     residual: PackedLinear | bool = False  # True: x itself
+    tanh: bool = False  # in place of an activation of the kernel's
+    rounded: Rounding | None = None  # what x is rounded to
 
     @classmethod
     def of(cls, folder: Path, features: int, dtype: np.dtype[Any]) -> tuple[Dense, int]:
@@ -121,8 +122,7 @@ class Dense:
         name = config.get("activation_function", str, "torch.nn.modules.activation.Tanh")
         activation = name.rpartition(".")[2]
         if activation not in ACTIVATIONS:
-            expected = f"one of {', '.join(ACTIVATIONS)}"
-            raise ModelError(f"{config.path}: 'activation_function' is {short(name)}; expected {expected}")
+            raise config.wrong("activation_function", name, f"one of {', '.join(ACTIVATIONS)}")
         shapes: dict[str, Shape] = {"linear.weight": (n_out, n_in)}
         if biased:
             shapes["linear.bias"] = (n_out,)
@@ -134,18 +134,25 @@ class Dense:
             weight = source.pack(["linear.weight"])
             bias = source.vector("linear.bias") if biased else None
             residual = source.pack(["residual.weight"]) if "residual.weight" in shapes else added
-        return cls(weight, bias, activation, residual), n_out
+        return cls(weight, bias, ACTIVATIONS[activation], residual, activation == "Tanh"), n_out
 
     def __call__(self, x: Array) -> Array:
         """The vectors (n, out_features) of vectors (n, in_features)."""
-        y = ops.linear(x, self.weight, self.bias, activation=ACTIVATIONS[self.activation])
-        if self.activation == "Tanh":
+        y = ops.linear(x, self.weight, self.bias, activation=self.activation, activations=self.rounded)
+        if self.tanh:
             np.tanh(y, out=y)
         if self.residual is True:
             y += x
         elif self.residual is not False:
             y += ops.linear(x, self.residual)
         return y
+
+
+def applied(modules: Iterable[Module], x: Array) -> Array:
+    """Run vectors x (n, features) through modules one after another."""
+    for module in modules:
+        x = module(x)
+    return x
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,8 +243,9 @@ class Sentences:
         prompts = _prompts(config)
         default = config.values.get("default_prompt_name")
         if default is not None and not (isinstance(default, str) and default in prompts):
-            expected = f"one in 'prompts': {', '.join(map(short, prompts))}"
-            raise ModelError(f"{config.path}: 'default_prompt_name' is {short(default)}; expected {expected}")
+            raise config.wrong(
+                "default_prompt_name", default, f"one in 'prompts': {', '.join(map(short, prompts))}"
+            )
         kinds = {kind: kind for kind in SIMILARITIES}
         similarity = "cosine" if by_token else config.choice("similarity_fn_name", kinds, "cosine")
         truncate_dim = config.optional_size("truncate_dim")
@@ -260,9 +268,7 @@ class Sentences:
 
     def after_pooling(self, pooled: Array) -> Array:
         """Run pooled vectors (n, features) through the modules."""
-        for module in self.modules:
-            pooled = module(pooled)
-        return pooled
+        return applied(self.modules, pooled)
 
 
 def _is_pylate(folder: Path) -> bool:
@@ -366,5 +372,4 @@ def _prompts(config: Config) -> dict[str, str]:
 def _require_features(config: Config, key: str, size: int, features: int) -> None:
     """Raise unless a module takes the vectors that the one before it makes."""
     if size != features:
-        expected = f"{features}, which the module before it makes"
-        raise ModelError(f"{config.path}: {key!r} is {size}; expected {expected}")
+        raise config.wrong(key, size, f"{features}, which the module before it makes")

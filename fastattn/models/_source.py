@@ -81,7 +81,7 @@ class Source:
         depth = config.size(key, low=0)
         if depth > len(self._stored):
             held = f"the {len(self._stored)} tensors of {Path(self.tensors.where).name} allow"
-            raise ModelError(f"{config.path}: {key!r} is {depth}; expected no more layers than {held}")
+            raise config.wrong(key, depth, f"no more layers than {held}")
         return depth
 
     def expect(

@@ -31,7 +31,7 @@ from fastattn.models._sentences import (
     is_multi_vector,
     modules_of,
 )
-from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling, VocabularyHead
+from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling
 from fastattn.models._tokenizer import LENGTHS, transformer_settings
 from fastattn.models._vectors import SIMILARITIES
 
@@ -175,7 +175,7 @@ def _read(source: Source, names: HeadNames, encoder: Encoder, count: int) -> tup
 
     def dense(name: str, activation: str) -> Dense:
         weight = source.pack([f"{name}.weight"], stored=source.precision.lane.name)
-        return Dense(weight, bias(name), activation)
+        return Dense(weight, bias(name), ACTIVATIONS[activation], tanh=activation == "Tanh")
 
     layers: list[Dense | LayerNorm] = []
     if names.inner is not None:
@@ -236,16 +236,14 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: str) -> SparseEncod
     shapes |= {f"{names.inner}.weight": (hidden, hidden)}
     shapes |= dict.fromkeys((f"{names.inner}.bias", f"{names.norm}.weight", f"{names.norm}.bias"), (hidden,))
     source.expect(shapes, ())
-    head = VocabularyHead(
-        inner=source.pack([f"{names.inner}.weight"]),
-        inner_bias=source.vector(f"{names.inner}.bias"),
-        activation="gelu" if names.activation is None else config.choice(names.activation, OURS, "gelu"),
-        norm_weight=source.vector(f"{names.norm}.weight"),
-        norm_bias=source.vector(f"{names.norm}.bias"),
-        eps=_eps(encoder),
-        output=source.pack([f"{output}.weight"]),
-        output_bias=source.vector(bias),
-        rounded=source.precision.activations,
+    activation = "gelu" if names.activation is None else config.choice(names.activation, OURS, "gelu")
+    inner, norm, rounded = names.inner, names.norm, source.precision.activations
+    inner_map = source.pack([f"{inner}.weight"]), source.vector(f"{inner}.bias")
+    norm_vectors = source.vector(f"{norm}.weight"), source.vector(f"{norm}.bias")
+    head = (
+        Dense(*inner_map, activation, rounded=rounded),
+        LayerNorm(*norm_vectors, _eps(encoder)),
+        Dense(source.pack([f"{output}.weight"]), source.vector(bias), rounded=rounded),
     )
     return SparseEncoder(encoder, head, splade, similarity)
 
@@ -266,14 +264,13 @@ def _logit_score_encoder(source: Source, encoder: Encoder, inner: str, activatio
     ids = [config.size(name, low=0) for name in names]
     for name, token in zip(names, ids, strict=True):
         if token >= encoder.vocab_size:
-            expected = f"less than 'vocab_size' of config.json, {encoder.vocab_size}"
-            raise ModelError(f"{config.path}: {name!r} is {token}; expected {expected}")
+            raise config.wrong(name, token, f"less than 'vocab_size' of config.json, {encoder.vocab_size}")
     tied = source.config.get("tie_word_embeddings", bool, False)
     output = "embed_tokens.weight" if tied else "lm_head.weight"
     source.expect({output: (encoder.vocab_size, encoder.hidden_size)}, ())
     weight = source.computed(partial(_difference, ids, source.precision.lane), output)
     template = ChatTemplate.of(source.folder)
-    head = (Dense(weight, None, "Identity"),)
+    head = (Dense(weight, None),)
     return CrossEncoder(encoder, head, ("LABEL_0",), activation, Pooling(("lasttoken",)), template)
 
 
@@ -364,7 +361,7 @@ def _linear(source: Source, hidden: int) -> Dense:
     name = "linear.weight"
     size = source.shape(name)[0] if name in source else 128
     source.expect({name: (size, hidden)}, ("linear.",))
-    return Dense(source.pack([name], stored=source.precision.lane.name), None, "Identity")
+    return Dense(source.pack([name], stored=source.precision.lane.name), None)
 
 
 def _expansion(config: Config) -> Expansion | None:
@@ -383,8 +380,9 @@ def _require_fitting(
     """Raise unless queries can have that length, and the model takes tokens that others do not attend."""
     length, most = expansion.length, encoder.max_length
     if query_length is not None and query_length < length:
-        expected = f"at least the 'length' of 'query_expansion', {length}"
-        raise ModelError(f"{config.path}: 'query_length' is {query_length}; expected {expected}")
+        raise config.wrong(
+            "query_length", query_length, f"at least the 'length' of 'query_expansion', {length}"
+        )
     if most is not None and length > most:
         came = f"'length' of 'query_expansion' is {length}"
         raise ModelError(f"{config.path}: {came}; expected at most {most}, the model's positions")
@@ -400,5 +398,5 @@ def _words(config: Config, key: str, usual: Any = ()) -> tuple[str, ...]:
     if said is None:
         return tuple(usual)
     if not isinstance(said, list) or not all(isinstance(word, str) for word in said):
-        raise ModelError(f"{config.path}: {key!r} is {short(said)}; expected a list of strings")
+        raise config.wrong(key, said, "a list of strings")
     return tuple(said)

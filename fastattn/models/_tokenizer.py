@@ -66,7 +66,7 @@ def check_transformer(folder: Path, task: str | None, read_elsewhere: tuple[str,
     config = transformer_settings(folder)
     for key, value in config.values.items():
         if key not in (*_KNOWN, *read_elsewhere) and value is not None:
-            raise ModelError(f"{config.path}: {key!r} is {short(value)}; expected none of this name")
+            raise config.wrong(key, value, "none of this name")
     said = config.choice("transformer_task", {name: name for name in _TASKS}, task or "feature-extraction")
     if task is not None and (said, task) != ("any-to-any", "text-generation"):  # of texts they are the same
         config.refuse(transformer_task=task)

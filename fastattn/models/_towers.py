@@ -18,7 +18,7 @@ from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import iterated, real_array
 from fastattn.functional._attention import attention
-from fastattn.models._encode_calls import EncodeOptions, at_once, calls
+from fastattn.models._encode_calls import EncodeOptions, at_once, calls, given
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, ModelError
 from fastattn.models._images import EXPECTED, checked, is_pillow
@@ -259,17 +259,9 @@ class TwoTowers(Encoder):
         ImportError
             If Pillow is needed and missing.
         """
-        options = EncodeOptions(
-            prompt_name=prompt_name,
-            prompt=prompt,
-            batch_size=batch_size,
-            show_progress_bar=show_progress_bar,
-            precision=precision,
-            normalize_embeddings=normalize_embeddings,
-            truncate_dim=truncate_dim,
-            **others,
-        )
-        return self._encode("encode", sentences, options)
+        values = prompt_name, prompt, batch_size, show_progress_bar
+        own = precision, normalize_embeddings, truncate_dim
+        return self._encode("encode", sentences, given(EncodeOptions, *values, *own, **others))
 
     @property
     def _features(self) -> int:

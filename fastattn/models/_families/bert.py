@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._embeddings import BucketBiases
 from fastattn.models._families.shared import EncoderNames, read_encoder
-from fastattn.models._files import ModelError
 
 if TYPE_CHECKING:
     from fastattn.models._encoder import Encoder
@@ -96,7 +95,7 @@ def bert(source: Source) -> Encoder:
     first = 0 if is_bert else config.size("pad_token_id", 1, low=0) + 1
     if first >= table:
         expected = f"'max_position_embeddings' - 1, {table - 1}, as positions begin behind it"
-        raise ModelError(f"{config.path}: 'pad_token_id' is {first - 1}; expected less than {expected}")
+        raise config.wrong("pad_token_id", first - 1, f"less than {expected}")
     source.rename(lambda name: _OLD_NORM.sub(lambda found: f"LayerNorm.{_NEW_NORM[found[1]]}", name))
     return read_encoder(_BERT, blocks, types=config.size("type_vocab_size", 2), positions=table, first=first)
 
@@ -115,8 +114,7 @@ def albert(source: Source) -> Encoder:
     layers = config.size("num_hidden_layers", low=0)
     config.refuse(inner_group_num=1, position_embedding_type="absolute")
     if layers > _MOST_LAYERS:
-        expected = f"at most {_MOST_LAYERS}"
-        raise ModelError(f"{config.path}: 'num_hidden_layers' is {layers}; expected {expected}")
+        raise config.wrong("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
     config.values.setdefault("num_hidden_groups", 1)
     blocks = Blocks.of(source, _ALBERT.block, Keys(layers="num_hidden_groups"), activation="gelu_new")
     return read_encoder(
@@ -134,7 +132,7 @@ def mpnet(source: Source) -> Encoder:
     config = source.config
     table = config.size("max_position_embeddings")
     if table <= _FIRST:
-        raise ModelError(f"{config.path}: 'max_position_embeddings' is {table}; expected more than {_FIRST}")
+        raise config.wrong("max_position_embeddings", table, f"more than {_FIRST}")
     config.refuse(relative_attention_num_buckets=_BUCKETS)
     blocks = Blocks.of(source, _MPNET.block, bias=0)
     return read_encoder(

@@ -108,14 +108,15 @@ def clip(source: Source) -> TwoTowers:
     texts, images = _blocks(source, text, "text_model"), _blocks(source, vision, "vision_model")
     size, patch = vision.size("image_size"), vision.size("patch_size")
     if patch > size:
-        raise ModelError(f"{vision.path}: 'patch_size' is {patch}; expected at most 'image_size', {size}")
+        raise vision.wrong("patch_size", patch, f"at most 'image_size', {size}")
     if is_clip:
         features = config.size("projection_dim", 512)
     else:
         features = text.size("projection_size", texts.hidden)
         if features != images.hidden:
-            expected = f"'hidden_size' of the images' tower, {images.hidden}"
-            raise ModelError(f"{text.path}: 'projection_size' is {features}; expected {expected}")
+            raise text.wrong(
+                "projection_size", features, f"'hidden_size' of the images' tower, {images.hidden}"
+            )
 
     head = "text_projection" if is_clip else "text_model.head"
     shapes = _vision_shapes(images, (patch, patch), (size // patch) ** 2, is_clip)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.values import short
 from fastattn._engine.program import AttendStep, Step
 from fastattn.functional import disentangled_attention
 from fastattn.models._blocks import BlockNames, Blocks
@@ -165,8 +164,7 @@ def _kinds(config: Config) -> list[str]:
     value: Any = config.values.get("pos_att_type")
     kinds = [kind.strip() for kind in value.split("|")] if isinstance(value, str) else value
     if not isinstance(kinds, list) or not kinds or any(kind not in _MAPS for kind in kinds):
-        expected = f"one of {', '.join(_MAPS)}, or both"
-        raise ModelError(f"{config.path}: 'pos_att_type' is {short(value)}; expected {expected}")
+        raise config.wrong("pos_att_type", value, f"one of {', '.join(_MAPS)}, or both")
     return sorted(set(kinds))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastattn._args.values import short
 from fastattn._engine.program import OUT, LinearStep, NormStep, X, build
 from fastattn.layers._block import model_program
 from fastattn.models._decoder import Decoder
@@ -262,8 +261,7 @@ def frequencies_by_kind(
     """
     given = config.get("rope_parameters", dict, {})
     if not (given.keys() <= thetas.keys() and all(isinstance(x, dict | None) for x in given.values())):
-        expected = f"a table for each of {', '.join(thetas)}"
-        raise ModelError(f"{config.path}: 'rope_parameters' is {short(given)}; expected {expected}")
+        raise config.wrong("rope_parameters", given, f"a table for each of {', '.join(thetas)}")
     found = []
     for kind, (name, theta) in thetas.items():
         scaling: dict[str, Any] = {**(given.get(kind) or {})}
@@ -279,6 +277,5 @@ def head_counts(config: Config, usual: int | None = None) -> tuple[int, int]:
     heads = config.size("num_attention_heads")
     heads_kv = config.optional_size("num_key_value_heads") or usual or heads
     if heads % heads_kv:
-        expected = f"a multiple of 'num_key_value_heads', {heads_kv}"
-        raise ModelError(f"{config.path}: 'num_attention_heads' is {heads}; expected {expected}")
+        raise config.wrong("num_attention_heads", heads, f"a multiple of 'num_key_value_heads', {heads_kv}")
     return heads, heads_kv
