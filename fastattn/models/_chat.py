@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._args.values import short
 from fastattn.models._files import Config, ModelError
-from fastattn.models._tokenizer import transformer_settings
+from fastattn.models._text import transformer_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -11,7 +11,6 @@ import numpy as np
 from fastattn._args.options import NoOptions
 from fastattn._args.types import lane_dtype
 from fastattn._args.values import choice, short
-from fastattn.models import _maxsim
 from fastattn.models._encode_calls import (
     DOCUMENT,
     QUERY,
@@ -25,7 +24,7 @@ from fastattn.models._encode_calls import (
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import Config, ModelError
 from fastattn.models._sentences import applied
-from fastattn.models._vectors import unit
+from fastattn.models._vectors import maxsim, maxsim_pairs, unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -153,12 +152,12 @@ class MultiVectorEncoder(EncoderWithHead):
         or an array (n, tokens, features) that is padded with zeros. A document without tokens has -1e9.
         """
         mean = self.similarity_fn_name == "meanmaxsim"
-        return _maxsim.similarities("similarity", embeddings1, embeddings2, mean)
+        return maxsim("similarity", embeddings1, embeddings2, mean)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Array:
         """The score of each query with the document in the same place, (n,); see `similarity`."""
         mean = self.similarity_fn_name == "meanmaxsim"
-        return _maxsim.pairs("similarity_pairwise", embeddings1, embeddings2, mean)
+        return maxsim_pairs("similarity_pairwise", embeddings1, embeddings2, mean)
 
     def _encode(
         self, func: str, sentences: Any, options: MultiVectorOptions, task: str | None, names: Names = ()

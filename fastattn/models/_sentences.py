@@ -18,8 +18,7 @@ from fastattn._args.values import choice, short
 from fastattn.models._files import Config, ModelError, is_name, read_json
 from fastattn.models._parameters import Precision
 from fastattn.models._source import Source
-from fastattn.models._text import strings
-from fastattn.models._tokenizer import LENGTHS, check_transformer
+from fastattn.models._text import LENGTHS, check_transformer, strings
 from fastattn.models._vectors import SIMILARITIES, unit
 
 if TYPE_CHECKING:

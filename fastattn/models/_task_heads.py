@@ -32,7 +32,7 @@ from fastattn.models._sentences import (
     modules_of,
 )
 from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling
-from fastattn.models._tokenizer import LENGTHS, transformer_settings
+from fastattn.models._text import LENGTHS, transformer_settings
 from fastattn.models._vectors import SIMILARITIES
 
 if TYPE_CHECKING:
