@@ -155,11 +155,7 @@ class Source:
         return self._make(Vector(whole if shape is None else shape, dtype, offset, added), parts)
 
     def pack(
-        self,
-        *maps: Sequence[str],
-        transposed: bool = False,
-        begin: int = 0,
-        stored: str | None = None,
+        self, *maps: Sequence[str], transposed: bool = False, begin: int = 0, stored: str | None = None
     ) -> PackedLinear:
         """Tensors of a linear map, end to end, or those of a gated pair, up and gate, packed.
 
